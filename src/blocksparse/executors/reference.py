@@ -1,0 +1,68 @@
+"""The meaning itself, in plain torch."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from blocksparse.executors.attention_output import AttentionOutput
+from blocksparse.executors.executor import Executor
+from blocksparse.permuters.permutation import Permutation
+from blocksparse.selectors.block_mask import BlockMask
+
+
+@final
+@frozen(eq=False)
+class ReferenceExecutor(Executor[Permutation, BlockMask]):
+    """Softmax attention over exactly the kept pairs: any permutation, dtype and device, no kernel.
+
+    Walks the rows of the mask and gathers only the keys that each keeps, so memory stays with the kept
+    blocks of one row. Computes in fp32 or better; float64 inputs give the yardstick of every other executor.
+    """
+
+    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> list[str]:
+        del q, k, v, mask
+        return []
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, permutation: Permutation, mask: BlockMask, *, scale: float
+    ) -> AttentionOutput:
+        grid, keep = mask.grid, mask.per_query_head()
+        B, Hq, M, _ = q.shape
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        out = q.new_zeros((B, Hq, M, v.shape[-1]), dtype=v.dtype)
+        lse = q.new_full((B, Hq, M), float("-inf"), dtype=dtype)
+        head = torch.arange(Hq, device=q.device)[:, None] // (Hq // k.shape[1])
+        batch = torch.arange(B, device=q.device)[:, None, None]
+
+        for row in range(grid.rows):
+            query = mask.queries(row)  # [B, Hq, m]
+            rows = q.gather(2, query.unsqueeze(-1).expand(-1, -1, -1, q.shape[-1])).to(dtype)
+
+            count = int(keep[:, :, row].sum(-1).max())
+            if count == 0:
+                continue
+            kept, column = keep[:, :, row].sort(dim=-1, descending=True, stable=True)
+            kept, column = kept[..., :count], column[..., :count]  # [B, Hq, count]
+            index = column.unsqueeze(-1).expand(-1, -1, -1, grid.k_block)
+            slots = mask.slots(row).gather(2, index)
+            slots = slots.masked_fill(~kept.unsqueeze(-1), -1).flatten(-2)  # [B, Hq, count * k_block]
+
+            allowed = (slots >= 0).unsqueeze(-2)
+            if grid.causal:
+                allowed = allowed & (slots.unsqueeze(-2) <= query.unsqueeze(-1) + (grid.k_len - M))
+            token = slots.clamp_min(0).long()
+            logits = torch.matmul(rows, k[batch, head, token].to(dtype).transpose(-1, -2)) * scale
+            logits = logits.masked_fill(~allowed, float("-inf"))
+            peak = logits.amax(-1, keepdim=True)
+            weight = (logits - peak.masked_fill(peak == float("-inf"), 0.0)).exp()
+            total = weight.sum(-1, keepdim=True)
+            # An empty slot reads token 0; its weight is 0, which must not meet an infinite value.
+            values = v[batch, head, token].to(dtype).masked_fill(slots.unsqueeze(-1) < 0, 0.0)
+            block = torch.matmul(weight / total.masked_fill(total == 0, 1.0), values)
+            out.scatter_(2, query.unsqueeze(-1).expand(block.shape), block.to(out.dtype))
+            lse.scatter_(2, query, (total.log() + peak).squeeze(-1))
+        return AttentionOutput(out, lse)

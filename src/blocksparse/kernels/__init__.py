@@ -1,0 +1,1 @@
+"""One operation per file: public function, `_reference` twin, Triton kernel, launch. Imports no stage."""

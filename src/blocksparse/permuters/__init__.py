@@ -1,0 +1,1 @@
+"""Stage 1: in which order tokens stand. q, k -> Permutation."""

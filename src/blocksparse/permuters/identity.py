@@ -1,0 +1,21 @@
+"""Leave every token where it is."""
+
+from __future__ import annotations
+
+from typing import final
+
+from attrs import frozen
+from torch import Tensor
+
+from blocksparse.permuters.permutation import GlobalPermutation
+from blocksparse.permuters.permuter import Permuter
+
+
+@final
+@frozen(eq=False)
+class Identity(Permuter[GlobalPermutation]):
+    """Leave every token where it is. Costs nothing: no index map is made."""
+
+    def __call__(self, q: Tensor, k: Tensor, *, causal: bool, scale: float) -> GlobalPermutation:
+        del q, k, causal, scale
+        return GlobalPermutation()

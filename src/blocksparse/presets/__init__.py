@@ -1,0 +1,1 @@
+"""One file per paper: an annotated function that only composes stages."""

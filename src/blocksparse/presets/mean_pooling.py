@@ -1,0 +1,41 @@
+"""MeanPooling: the baseline of PBS-Attn (arXiv 2510.21270, section 4.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from blocksparse.executors.auto import AutoExecutor
+from blocksparse.executors.executor import Executor
+from blocksparse.permuters.identity import Identity
+from blocksparse.permuters.permutation import GlobalPermutation
+from blocksparse.pipeline import Pipeline
+from blocksparse.scorers.block_scores import BlockMass
+from blocksparse.scorers.mean_pool import MeanPoolScorer
+from blocksparse.selectors.block_mask import BlockMask
+from blocksparse.selectors.sink import Sink
+from blocksparse.selectors.top_cdf import TopCdf
+
+
+def mean_pooling(
+    threshold: float | Sequence[float] | Tensor = 0.9,  # section 4.1
+    *,
+    block: int = 128,  # section 4.1
+    as_released: bool = False,
+    executor: Executor[GlobalPermutation, BlockMask] | None = None,
+) -> Pipeline[GlobalPermutation, BlockMass, BlockMask]:
+    """Keep the heaviest pooled blocks; the first block and the diagonal are always kept, outside the threshold.
+
+    Args:
+        threshold: share of the row's pooled mass to keep; a number, or one per query head.
+        block: tokens per block.
+        as_released: average a short tail block over padding, as the authors' code.
+        executor: `AutoExecutor()` unless given.
+    """
+    return Pipeline(
+        Identity(),
+        MeanPoolScorer(block, padded_tail=as_released),
+        TopCdf(threshold) | Sink(),
+        executor or AutoExecutor(),
+    )

@@ -1,0 +1,50 @@
+"""PBS-Attn: Sparser Block-Sparse Attention via Token Permutation (arXiv 2510.21270)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from blocksparse.executors.auto import AutoExecutor
+from blocksparse.executors.executor import Executor
+from blocksparse.permuters.permutation import GlobalPermutation
+from blocksparse.permuters.segment_key_sort import SegmentKeySort
+from blocksparse.pipeline import Pipeline
+from blocksparse.scorers.block_scores import BlockMass
+from blocksparse.scorers.mean_pool import MeanPoolScorer
+from blocksparse.selectors.block_mask import BlockMask
+from blocksparse.selectors.first_token import FirstToken
+from blocksparse.selectors.top_cdf import TopCdf
+
+
+def pbs_attn(
+    threshold: float | Sequence[float] | Tensor = 0.9,  # section 4.1
+    *,
+    block: int = 128,  # section 4.1
+    S: int = 256,  # section 4.1
+    per_query_head: bool = False,
+    as_released: bool = False,
+    executor: Executor[GlobalPermutation, BlockMask] | None = None,
+) -> Pipeline[GlobalPermutation, BlockMass, BlockMask]:
+    """Sort keys by importance inside segments, then keep the heaviest pooled blocks of earlier segments.
+
+    The row's own segment and the block that holds token 0 are always kept, outside the threshold.
+
+    Args:
+        threshold: share of the mass outside the own segment to keep; a number, or one per query head.
+        block: tokens per block.
+        S: tokens per segment, a multiple of `block`.
+        per_query_head: one key order per query head, as the paper, instead of one per KV head.
+        as_released: choose exactly as the authors' code: an order per query head, from a probe that is not
+            causal and ignores the tail, and a tail block averaged over padding.
+        executor: `AutoExecutor()` unless given.
+    """
+    return Pipeline(
+        SegmentKeySort(
+            S, probe=block, per_query_head=per_query_head or as_released, causal_probe=not as_released
+        ),
+        MeanPoolScorer(block, segment=S, padded_tail=as_released),
+        TopCdf(threshold) | FirstToken(),
+        executor or AutoExecutor(),
+    )

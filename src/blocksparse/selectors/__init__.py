@@ -1,0 +1,1 @@
+"""Stage 3: which blocks are kept. BlockScores -> BlockMask."""

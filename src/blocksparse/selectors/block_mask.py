@@ -1,0 +1,125 @@
+"""Values: what a selector gives."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from attrs import field, frozen
+from torch import Tensor
+
+from blocksparse.scorers.grid import Grid
+
+
+@frozen(eq=False)
+class BlockMask:
+    """A set of blocks. Only reachable blocks are ever members.
+
+    Together with a permutation it means a set of (query, key) pairs: expand kept blocks to slots, send slots
+    through the index maps, drop the pairs that causality forbids by original position.
+    """
+
+    keep: Tensor = field()  # [B, H, rows, cols] bool; H is Hq, or Hkv where query heads share one mask
+    grid: Grid
+
+    @keep.validator
+    def _check_keep(self, _: object, keep: Tensor) -> None:
+        if keep.ndim != 4:
+            raise ValueError(f"'keep' must have the shape [B, H, rows, cols]: {tuple(keep.shape)}")
+
+    def __or__(self, other: BlockMask) -> BlockMask:
+        """Blocks in either; the masks must share a grid."""
+        self._check_same_grid(other)
+        return BlockMask(self.keep | other.keep, self.grid)
+
+    def __and__(self, other: BlockMask) -> BlockMask:
+        """Blocks in both; the masks must share a grid."""
+        self._check_same_grid(other)
+        return BlockMask(self.keep & other.keep, self.grid)
+
+    def refine(self, n: int) -> BlockMask:
+        """The same pairs on a grid `n` times finer on both sides."""
+        fine = self.grid.refined(n)
+        if self.keep.shape[1] != fine.q_heads:
+            fine = fine.shared()
+        keep = self.keep.repeat_interleave(n, dim=-2).repeat_interleave(n, dim=-1)
+        first = self.grid.q_lead // fine.q_block  # rows of empty places are not part of the finer grid
+        keep = keep[..., first : first + fine.rows, : fine.cols]
+        return BlockMask(keep & fine.reachable, fine)
+
+    def share_heads(self) -> BlockMask:
+        """One mask per KV head: keep what any query head of its group keeps (BFLA, eq. 14)."""
+        if self.keep.shape[1] != self.grid.q_heads:
+            return self
+        keep = self.keep.unflatten(1, (self.grid.kv_heads, -1)).any(2)
+        return BlockMask(keep, self.grid.shared())
+
+    def per_query_head(self) -> Tensor:
+        """`keep` with one entry per query head, `[B, Hq, rows, cols]`."""
+        return self.keep.repeat_interleave(self.grid.q_heads // self.keep.shape[1], dim=1)
+
+    def density(self) -> Tensor:
+        """Work as a share of dense attention's, `[B, H]`: pairs in kept blocks over pairs in causal blocks.
+
+        Dense attention visits the blocks that are reachable in original order; a tail block counts its
+        tokens only. Permuted orders pay for the blocks they visit above the diagonal, so this may exceed 1.
+        """
+        grid = self.grid
+        q_size = (grid.q_position.unflatten(-1, (-1, grid.q_block)) >= 0).sum(-1)[..., None]  # [.., rows, 1]
+        k_size = (grid.k_position.unflatten(-1, (-1, grid.k_block)) >= 0).sum(-1)  # [.., G, cols]
+        if grid.group_of_row is not None:
+            k_size = k_size[:, :, grid.group_of_row]
+        area = (q_size[:1, :1] * k_size[:1, :1]).double()  # slots are filled alike in every head
+        kept = (self.keep * area).sum((-1, -2))
+        row_end = grid.k_len - grid.q_len + q_size[0, 0, :, 0].cumsum(0) if grid.causal else grid.k_len
+        visited = (-(-torch.as_tensor(row_end) // grid.k_block) * grid.k_block).clamp_max(grid.k_len)
+        return kept / (q_size[0, 0, :, 0] * visited.to(kept.device)).sum()
+
+    def queries(self, row: int) -> Tensor:
+        """Indices of the queries in one row, `[B, Hq, m]` int64, as they stand in q."""
+        grid = self.grid
+        position = grid.q_position[..., row * grid.q_block : (row + 1) * grid.q_block]
+        position = position[..., (position >= 0).flatten(0, -2).all(0)]
+        offset = grid.k_len - grid.q_len if grid.causal else 0
+        return (position.long() - offset).expand(self.keep.shape[0], grid.q_heads, -1)
+
+    def slots(self, row: int) -> Tensor:
+        """The key in every slot of every block of one row, `[B, Hq, cols, k_block]` int32; -1 is none."""
+        grid = self.grid
+        group = 0 if grid.group_of_row is None else grid.group_of_row[row]
+        slots = grid.k_position[:, :, group].unflatten(-1, (-1, grid.k_block))
+        if slots.shape[1] != 1:
+            slots = slots.repeat_interleave(grid.q_heads // slots.shape[1], dim=1)
+        return slots.expand(self.keep.shape[0], grid.q_heads, -1, -1)
+
+    def pairs(self, row: int) -> Tensor:
+        """What the mask means for one row: which keys each query attends to, `[B, Hq, m, N]` bool.
+
+        Both in original order. Dense and slow: for tests, measurements and pictures.
+        """
+        grid, slots, query = self.grid, self.slots(row), self.queries(row)
+        taken = slots.masked_fill(~self.per_query_head()[:, :, row].unsqueeze(-1), -1).flatten(-2).long()
+        kept = torch.zeros(*taken.shape[:2], grid.k_len + 1, dtype=torch.bool, device=taken.device)
+        kept = kept.scatter_(-1, taken.where(taken >= 0, grid.k_len), True)[..., : grid.k_len]
+        if not grid.causal:
+            return kept.unsqueeze(-2).expand(*query.shape, -1)
+        last = query + (grid.k_len - grid.q_len)
+        return kept.unsqueeze(-2) & (torch.arange(grid.k_len, device=kept.device) <= last.unsqueeze(-1))
+
+    def _check_same_grid(self, other: BlockMask) -> None:
+        mine, its = (
+            (m.grid.q_block, m.grid.k_block, m.grid.causal, tuple(m.keep.shape)) for m in (self, other)
+        )
+        if mine != its:
+            raise ValueError(
+                f"masks must share a grid: {mine} and {its} as (q_block, k_block, causal, shape of keep); "
+                "refine() the coarser one or share_heads() the other first"
+            )
+
+
+@final
+@frozen(eq=False)
+class RankedBlockMask(BlockMask):
+    """A mask with the order in which an executor that stops early visits the kept blocks."""
+
+    rank: Tensor  # [B, H, rows, cols] int32, smallest first; dropped blocks have no meaning

@@ -1,0 +1,63 @@
+"""Role: BlockScores -> BlockMask, and its algebra."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Generic, TypeVar, final
+
+from attrs import frozen
+
+from blocksparse.scorers.block_scores import BlockScores
+from blocksparse.selectors.block_mask import BlockMask
+
+ScoresT = TypeVar("ScoresT", bound=BlockScores)
+ScoresT_contra = TypeVar("ScoresT_contra", bound=BlockScores, contravariant=True)
+MaskT_co = TypeVar("MaskT_co", bound=BlockMask, covariant=True)
+
+
+class Selector(ABC, Generic[ScoresT_contra, MaskT_co]):
+    """Says which blocks are kept.
+
+    A selector keeps `grid.diagonal`, so that no causal query is left without a key, and only ever keeps
+    `grid.reachable` blocks. Ties go to the lower column.
+    """
+
+    @abstractmethod
+    def __call__(self, scores: ScoresT_contra) -> MaskT_co:
+        """Choose among the blocks of `scores.grid`."""
+
+    def __or__(
+        self: Selector[ScoresT, BlockMask], other: Selector[ScoresT, BlockMask]
+    ) -> Selector[ScoresT, BlockMask]:
+        """Keep what either keeps."""
+        return Union(self, other)
+
+    def __and__(
+        self: Selector[ScoresT, BlockMask], other: Selector[ScoresT, BlockMask]
+    ) -> Selector[ScoresT, BlockMask]:
+        """Keep what both keep."""
+        return Intersection(self, other)
+
+
+@final
+@frozen(eq=False)
+class Union(Selector[ScoresT_contra, BlockMask]):
+    """Keep what either part keeps; written `a | b`."""
+
+    first: Selector[ScoresT_contra, BlockMask]
+    second: Selector[ScoresT_contra, BlockMask]
+
+    def __call__(self, scores: ScoresT_contra) -> BlockMask:
+        return self.first(scores) | self.second(scores)
+
+
+@final
+@frozen(eq=False)
+class Intersection(Selector[ScoresT_contra, BlockMask]):
+    """Keep what both parts keep; written `a & b`."""
+
+    first: Selector[ScoresT_contra, BlockMask]
+    second: Selector[ScoresT_contra, BlockMask]
+
+    def __call__(self, scores: ScoresT_contra) -> BlockMask:
+        return self.first(scores) & self.second(scores)

@@ -1,0 +1,21 @@
+"""One mask per KV head (BFLA, eq. 14)."""
+
+from __future__ import annotations
+
+from typing import final
+
+from attrs import frozen
+
+from blocksparse.selectors.block_mask import BlockMask
+from blocksparse.selectors.selector import ScoresT_contra, Selector
+
+
+@final
+@frozen(eq=False)
+class SharedByGroup(Selector[ScoresT_contra, BlockMask]):
+    """Keep for a whole group of query heads what `inner` keeps for any of them (BFLA, eq. 14)."""
+
+    inner: Selector[ScoresT_contra, BlockMask]
+
+    def __call__(self, scores: ScoresT_contra) -> BlockMask:
+        return self.inner(scores).share_heads()

@@ -1,0 +1,30 @@
+"""Keep every block that is worth more than a fixed value (BFLA, section 3.2)."""
+
+from __future__ import annotations
+
+from typing import final
+
+from attrs import field, frozen
+
+from blocksparse.scorers.block_scores import BlockScores
+from blocksparse.selectors.block_mask import BlockMask
+from blocksparse.selectors.per_head import PerHead, check, over_blocks, per_head
+from blocksparse.selectors.selector import Selector
+
+
+@final
+@frozen(eq=False)
+class Threshold(Selector[BlockScores, BlockMask]):
+    """Keep blocks whose score is greater than `value`, forced blocks, and the diagonal.
+
+    Args:
+        value: in the units of the scores; a number, or one per query head.
+    """
+
+    value: PerHead = field(converter=per_head, validator=check("a number, not NaN", lambda x: ~x.isnan()))
+
+    def __call__(self, scores: BlockScores) -> BlockMask:
+        grid = scores.grid
+        always = grid.diagonal if scores.forced is None else grid.diagonal | scores.forced
+        keep = scores.values.double() > over_blocks(self.value, scores.values)
+        return BlockMask((keep | always) & grid.reachable, grid)
