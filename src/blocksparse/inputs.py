@@ -22,15 +22,21 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float 
         if not isinstance(x, Tensor):
             raise TypeError(f"'{name}' must be a tensor: {type(x).__name__}")
         if not x.is_floating_point():
-            raise TypeError(f"'{name}' must be a floating-point tensor: {x.dtype}; convert it with .to(torch.float32)")
+            raise TypeError(
+                f"'{name}' must be a floating-point tensor: {x.dtype}; convert it with .to(torch.float32)"
+            )
         if x.ndim != 4:
             raise ValueError(f"'{name}' must have the shape [B, H, N, D]: {tuple(x.shape)}")
         if 0 in x.shape:
             raise ValueError(f"'{name}' must not be empty: {tuple(x.shape)}")
     if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(f"q, k and v must have one dtype: {q.dtype}, {k.dtype}, {v.dtype}; convert them with .to()")
+        raise TypeError(
+            f"q, k and v must have one dtype: {q.dtype}, {k.dtype}, {v.dtype}; convert them with .to()"
+        )
     if not q.device == k.device == v.device:
-        raise ValueError(f"q, k and v must be on one device: {q.device}, {k.device}, {v.device}; move them with .to()")
+        raise ValueError(
+            f"q, k and v must be on one device: {q.device}, {k.device}, {v.device}; move them with .to()"
+        )
     (B, Hq, M, D), (_, Hkv, N, _) = q.shape, k.shape
     if k.shape[0] != B or v.shape[0] != B:
         raise ValueError(f"q, k and v must have one batch size: {B}, {k.shape[0]}, {v.shape[0]}")
@@ -41,7 +47,9 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float 
     if max(D, v.shape[3]) > MAX_HEAD_DIM:
         raise ValueError(f"the head dim must be at most {MAX_HEAD_DIM}: {max(D, v.shape[3])}")
     if Hq % Hkv:
-        raise ValueError(f"the query heads must be a multiple of the KV heads ({Hkv}): {Hq}; do not repeat k and v")
+        raise ValueError(
+            f"the query heads must be a multiple of the KV heads ({Hkv}): {Hq}; do not repeat k and v"
+        )
     if not isinstance(causal, bool):
         raise TypeError(f"'causal' must be a bool: {causal!r}")
     if causal and M > N:

@@ -56,7 +56,14 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
         return Choice(_last_resort, refused)
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, permutation: GlobalPermutation, mask: BlockMask, *, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        permutation: GlobalPermutation,
+        mask: BlockMask,
+        *,
+        scale: float,
     ) -> AttentionOutput:
         choice = self.choose(q, k, v, mask)
         _log.log(logging.WARNING if choice.executor is _last_resort else logging.DEBUG, "%s", choice)

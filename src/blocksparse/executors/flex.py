@@ -19,6 +19,8 @@ from blocksparse.executors.executor import Executor
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.selectors.block_mask import BlockMask
 
+MAX_VARIANTS = 128
+
 
 @final
 @frozen(eq=False)
@@ -39,55 +41,108 @@ class FlexExecutor(Executor[GlobalPermutation, BlockMask]):
         return reasons
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, permutation: GlobalPermutation, mask: BlockMask, *, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        permutation: GlobalPermutation,
+        mask: BlockMask,
+        *,
+        scale: float,
     ) -> AttentionOutput:
         self.refuse_unsupported(q, k, v, mask, hint="Use ReferenceExecutor(), which needs no compiler.")
         lead = mask.grid.q_lead
         queries = pad(permutation.gather_queries(q), (0, 0, lead, 0))
         keys, values = permutation.gather_keys(k), permutation.gather_keys(v)
-        block_mask = to_flex(mask, q_len=queries.shape[2], k_len=keys.shape[2])
+        # Compiled, the lists decide which blocks are visited: only positions are left to test.
+        block_mask = _block_mask(mask, _by_position(mask), q_len=queries.shape[2], k_len=keys.shape[2])
         aux = None if q.device.type == "cpu" else flex.AuxRequest(lse=True)
         gqa = queries.shape[1] != keys.shape[1]
-        result = _compiled()(
-            queries, keys, values, block_mask=block_mask, scale=scale, enable_gqa=gqa, return_aux=aux
-        )
+        # Each block size, causality and table length compiles once; torch's own limit of 8 would soon be met.
+        with torch._dynamo.config.patch(recompile_limit=MAX_VARIANTS):
+            result = _compiled()(
+                queries, keys, values, block_mask=block_mask, scale=scale, enable_gqa=gqa, return_aux=aux
+            )
         out, lse = (result, None) if aux is None else (result[0], result[1].lse)
         out = permutation.restore(out[:, :, lead:])
         return AttentionOutput(out, None if lse is None else permutation.restore(lse[:, :, lead:]))
 
 
-def to_flex(mask: BlockMask, *, q_len: int, k_len: int) -> flex.BlockMask:
-    """FlexAttention's `BlockMask` of `mask`; queries are padded in front by `grid.q_lead`.
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
-    Uncompiled FlexAttention ignores block lists and looks only at `mask_mod`, so `mask_mod` says it all:
-    the block is kept, and the key stands at or before the query.
+
+def to_flex(mask: BlockMask) -> flex.BlockMask:
+    """FlexAttention's `BlockMask` for queries padded in front by `grid.q_lead` and keys in slot order.
+
+    Uncompiled FlexAttention ignores block lists and looks only at `mask_mod`, so `mask_mod` says it all: the
+    block is kept, and the key stands at or before the query.
     """
-    grid, plan = mask.grid, BlockPlan.of(mask)
-    keep = mask.per_query_head()
-    B, Hq = keep.shape[:2]
-    q_position = grid.q_position.expand(B, Hq, -1)
-    k_position = grid.k_position[:, :, 0]
-    k_position = k_position.repeat_interleave(Hq // k_position.shape[1], dim=1).expand(B, Hq, -1)
-    q_block, k_block, causal = grid.q_block, grid.k_block, grid.causal
+    grid, keep = mask.grid, mask.per_query_head()
+    q_block, k_block, by_position = grid.q_block, grid.k_block, _by_position(mask)
 
     def allowed(b: Tensor, h: Tensor, q_place: Tensor, k_slot: Tensor) -> Tensor:
-        k_at = k_position[b, h, k_slot]
-        kept = keep[b, h, q_place // q_block, k_slot // k_block] & (k_at >= 0)
-        return kept & (k_at <= q_position[b, h, q_place]) if causal else kept
+        return keep[b, h, q_place // q_block, k_slot // k_block] & by_position(b, h, q_place, k_slot)
 
-    per_head = Hq // plan.full_count.shape[1]
-    lists = (plan.partial_count, plan.partial_index, plan.full_count, plan.full_index)
-    partial_count, partial_index, full_count, full_index = (x.repeat_interleave(per_head, dim=1) for x in lists)
+    return _block_mask(mask, allowed, q_len=grid.q_lead + grid.q_len, k_len=grid.k_len)
+
+
+def plan_from_flex(block_mask: flex.BlockMask) -> BlockPlan:
+    """The lists of FlexAttention's `BlockMask`; its `mask_mod` is not part of a plan.
+
+    Raises:
+        ValueError: the mask has no list of full blocks.
+    """
+    if block_mask.full_kv_num_blocks is None or block_mask.full_kv_indices is None:
+        raise ValueError("'block_mask' must list full blocks: create it with full_kv_num_blocks")
+    return BlockPlan(
+        block_mask.kv_num_blocks,
+        block_mask.kv_indices,
+        block_mask.full_kv_num_blocks,
+        block_mask.full_kv_indices,
+        *block_mask.BLOCK_SIZE,
+    )
+
+
+def _block_mask(mask: BlockMask, mask_mod: MaskMod, *, q_len: int, k_len: int) -> flex.BlockMask:
+    plan = BlockPlan.of(mask)
+    per_head = mask.grid.q_heads // plan.full_count.shape[1]
     return flex.BlockMask.from_kv_blocks(
-        partial_count,
-        partial_index,
-        full_count,
-        full_index,
-        BLOCK_SIZE=(q_block, k_block),
-        mask_mod=allowed,
+        plan.partial_count.repeat_interleave(per_head, dim=1),
+        plan.partial_index.repeat_interleave(per_head, dim=1),
+        plan.full_count.repeat_interleave(per_head, dim=1),
+        plan.full_index.repeat_interleave(per_head, dim=1),
+        BLOCK_SIZE=(plan.q_block, plan.k_block),
+        mask_mod=mask_mod,
         seq_lengths=(q_len, k_len),
         compute_q_blocks=False,
     )
+
+
+def _by_position(mask: BlockMask) -> MaskMod:
+    """A slot holds a key, and when causal the key stands at or before the query."""
+    grid = mask.grid
+    B, Hq = mask.keep.shape[0], grid.q_heads
+    q_table, k_table = _table(grid.q_position, B, Hq), _table(grid.k_position[:, :, 0], B, Hq)
+    causal = grid.causal
+
+    def allowed(b: Tensor, h: Tensor, q_place: Tensor, k_slot: Tensor) -> Tensor:
+        k_at = k_table[b, h, k_slot]
+        return (k_at >= 0) & (k_at <= q_table[b, h, q_place]) if causal else k_at >= 0
+
+    return allowed
+
+
+def _table(position: Tensor, batch: int, q_heads: int) -> Tensor:
+    """Positions by batch and query head, padded to a power of two and of static shape.
+
+    Few lengths then compile anew, and the mask uses no symbolic size: Inductor's CPU template confuses their
+    names (torch 2.13), and takes even Python integers for symbols.
+    """
+    length = 1 << (position.shape[-1] - 1).bit_length()
+    table = pad(position, (0, length - position.shape[-1]), value=-1)
+    table = table.repeat_interleave(q_heads // table.shape[1], dim=1).expand(batch, -1, -1).contiguous()
+    torch._dynamo.mark_static(table)
+    return table
 
 
 @functools.cache
@@ -98,4 +153,4 @@ def compiler() -> str | None:
 
 @functools.cache
 def _compiled() -> Callable[..., Any]:
-    return torch.compile(flex.flex_attention, dynamic=True)
+    return torch.compile(flex.flex_attention, dynamic=True, fullgraph=True)

@@ -53,20 +53,28 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
         return reasons
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, permutation: GlobalPermutation, mask: BlockMask, *, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        permutation: GlobalPermutation,
+        mask: BlockMask,
+        *,
+        scale: float,
     ) -> AttentionOutput:
         self.refuse_unsupported(
             q, k, v, mask, hint="Use AutoExecutor(), or FlexExecutor() or ReferenceExecutor() on a CPU."
         )
-        from blocksparse.kernels.sparse_attention import default_config, sparse_attention
+        from blocksparse.kernels.sparse_attention import can_use_tma, default_config, sparse_attention
 
         grid, plan = mask.grid, BlockPlan.of(mask)
         head_dim = max(q.shape[-1], v.shape[-1])
         config = self.config or default_config(grid.q_block, grid.k_block, head_dim, q.element_size())
+        keys, values = permutation.gather_keys(k), permutation.gather_keys(v)
         out, lse = sparse_attention(
             permutation.gather_queries(q),
-            permutation.gather_keys(k),
-            permutation.gather_keys(v),
+            keys,
+            values,
             plan.partial_count,
             plan.partial_index,
             plan.full_count,
@@ -82,5 +90,6 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
             config.block_n,
             config.num_warps,
             config.num_stages,
+            config.tma and can_use_tma(keys, values),
         )
         return AttentionOutput(permutation.restore(out), permutation.restore(lse))

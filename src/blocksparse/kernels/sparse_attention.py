@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from attrs import frozen
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 @torch.library.custom_op("blocksparse::sparse_attention", mutates_args=())
@@ -38,19 +39,26 @@ def sparse_attention(
     block_n: int,
     num_warps: int,
     num_stages: int,
+    tma: bool,
 ) -> tuple[Tensor, Tensor]:
     """Attention over the listed blocks: `out` `[B, Hq, M, Dv]` like v, `lse` `[B, Hq, M]` fp32.
 
-    `block_m` and `block_n` are the kernel's tiles; they divide `q_block` and `k_block`.
+    `block_m` and `block_n` are the kernel's tiles; they divide `q_block` and `k_block`. `tma` loads keys and
+    values through tensor descriptors, see `can_use_tma`.
     """
     B, Hq, M, D = q.shape
     Hk, Dv = k.shape[1], v.shape[-1]
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     out, lse = _outputs(q, v)
+    block_d, block_dv = (max(16, triton.next_power_of_2(x.shape[-1])) for x in (k, v))
+    k_source, v_source = k, v
+    if tma:
+        k_source = TensorDescriptor.from_tensor(k, [1, 1, block_n, block_d])
+        v_source = TensorDescriptor.from_tensor(v, [1, 1, block_n, block_dv])
     tiles = partial_count.shape[-1] * (q_block // block_m)
     with _device_of(q):
         _kernel[(tiles, Hq, B)](
-            q, k, v, out, lse,
+            q, k_source, v_source, out, lse,
             partial_count, partial_index, full_count, full_index, q_position, k_position,
             q.stride()[:3], k.stride()[:3], v.stride()[:3], out.stride()[:3], lse.stride()[:2],
             _batch_head_strides(partial_count), _batch_head_strides(partial_index),
@@ -58,10 +66,10 @@ def sparse_attention(
             M, k.shape[2], partial_index.shape[-1],
             Hq // Hk, Hq // partial_count.shape[1], q_lead, scale * math.log2(math.e),
             D=D, DV=Dv,
-            BLOCK_D=max(16, triton.next_power_of_2(D)), BLOCK_DV=max(16, triton.next_power_of_2(Dv)),
+            BLOCK_D=block_d, BLOCK_DV=block_dv,
             BLOCK_M=block_m, BLOCK_N=block_n,
             Q_SPLIT=q_block // block_m, K_SPLIT=k_block // block_n,
-            CAUSAL=causal,
+            CAUSAL=causal, TMA=tma,
             num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip
     return out, lse
@@ -81,7 +89,7 @@ def sparse_attention_reference(
     q_block, k_block, q_lead, causal, scale, *_tiles,
 ):  # fmt: skip
     """The same in plain torch: one masked softmax over all pairs. O(M N) memory, for tests."""
-    B, Hq, M, _ = q.shape
+    _, Hq, M, _ = q.shape
     k, v = (x.repeat_interleave(Hq // x.shape[1], 1) for x in (k, v))
     listed = [
         torch.zeros(index.shape, dtype=torch.bool, device=q.device).scatter_(
@@ -107,6 +115,7 @@ class TileConfig:
     block_n: int
     num_warps: int
     num_stages: int
+    tma: bool = True  # where the hardware and the tensors allow it
 
     def fits(self, q_block: int, k_block: int) -> bool:
         """Tiles are powers of two, at least 16, that divide the mask's blocks."""
@@ -118,10 +127,22 @@ class TileConfig:
 
 def default_config(q_block: int, k_block: int, head_dim: int, itemsize: int) -> TileConfig:
     """The largest tiles up to 128 x 128 that divide the blocks and fit on chip."""
-    limit = 128 if head_dim * itemsize <= 256 else 64 if head_dim * itemsize <= 512 else 32
+    row_bytes = head_dim * itemsize
+    limit = 128 if itemsize <= 2 and row_bytes <= 256 else 64 if row_bytes <= 512 else 32
     block_m, block_n = (min(block & -block, limit) for block in (q_block, k_block))
-    large = block_m * block_n >= 128 * 128
-    return TileConfig(block_m, block_n, num_warps=8 if large else 4, num_stages=2 if itemsize == 4 else 3)
+    return TileConfig(block_m, block_n, num_warps=8 if block_m == 128 else 4, num_stages=2)
+
+
+def can_use_tma(*tensors: Tensor) -> bool:
+    """Whether tensor descriptors can load these: Hopper or later, 16-byte aligned rows, last axis contiguous."""
+    return all(
+        x.is_cuda
+        and torch.cuda.get_device_capability(x.device) >= (9, 0)
+        and x.stride(-1) == 1
+        and x.data_ptr() % 16 == 0
+        and all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:-1])
+        for x in tensors
+    )
 
 
 def runs_interpreted() -> bool:
@@ -155,6 +176,19 @@ def _tile(ptr, strides, b, h, offsets, dims, limit, D: tl.constexpr, BLOCK_D: tl
 
 
 @triton.jit
+def _block(
+    source, strides, b, h, start, within, dims, limit,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, RAGGED: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Keys or values `start + within`; `source` is a pointer, or a descriptor that fills with zeros itself."""
+    if TMA:
+        tile = source.load([b, h, start, 0]).reshape(within.shape[0], BLOCK_D)
+    else:
+        tile = _tile(source, strides, b, h, start + within, dims, limit, D, BLOCK_D, RAGGED)
+    return tile
+
+
+@triton.jit
 def _softmax_update(scores, values, running_max, running_sum, accumulator, MASKED: tl.constexpr):
     """One step of the online softmax, base 2. Masked scores are -inf, and so may be a whole row."""
     new_max = tl.maximum(running_max, tl.max(scores, 1))
@@ -172,7 +206,7 @@ def _softmax_update(scores, values, running_max, running_sum, accumulator, MASKE
 
 @triton.jit
 def _kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
+    q_ptr, k_source, v_source, out_ptr, lse_ptr,
     partial_count_ptr, partial_index_ptr, full_count_ptr, full_index_ptr, q_position_ptr, k_position_ptr,
     q_strides, k_strides, v_strides, out_strides, lse_strides,
     count_strides, index_strides, q_position_strides, k_position_strides,
@@ -180,7 +214,7 @@ def _kernel(
     heads_per_key, heads_per_mask, q_lead, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, Q_SPLIT: tl.constexpr, K_SPLIT: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    CAUSAL: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # late rows are the longest: start them first
     h = tl.program_id(1)
@@ -204,12 +238,12 @@ def _kernel(
     index_at = b.to(tl.int64) * index_strides[0] + h_mask.to(tl.int64) * index_strides[1] + row.to(tl.int64) * cols
 
     full_tiles = tl.load(full_count_ptr + count_at) * K_SPLIT
-    for i in range(0, full_tiles):
+    for i in range(full_tiles):
         block = tl.load(full_index_ptr + index_at + i // K_SPLIT)
-        keys = (block * K_SPLIT + i % K_SPLIT) * BLOCK_N + within
-        k_tile = _tile(k_ptr, k_strides, b, h_key, keys, dims, N, D, BLOCK_D, False)
+        start = (block * K_SPLIT + i % K_SPLIT) * BLOCK_N
+        k_tile = _block(k_source, k_strides, b, h_key, start, within, dims, N, D, BLOCK_D, False, TMA)
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale_log2
-        v_tile = _tile(v_ptr, v_strides, b, h_key, keys, dims_v, N, DV, BLOCK_DV, False)
+        v_tile = _block(v_source, v_strides, b, h_key, start, within, dims_v, N, DV, BLOCK_DV, False, TMA)
         running_max, running_sum, accumulator = _softmax_update(
             scores, v_tile, running_max, running_sum, accumulator, False
         )
@@ -219,17 +253,17 @@ def _kernel(
     )
     k_position_at = b.to(tl.int64) * k_position_strides[0] + h_key.to(tl.int64) * k_position_strides[1]
     partial_tiles = tl.load(partial_count_ptr + count_at) * K_SPLIT
-    for i in range(0, partial_tiles):
+    for i in range(partial_tiles):
         block = tl.load(partial_index_ptr + index_at + i // K_SPLIT)
-        keys = (block * K_SPLIT + i % K_SPLIT) * BLOCK_N + within
-        k_tile = _tile(k_ptr, k_strides, b, h_key, keys, dims, N, D, BLOCK_D, True)
-        k_at = tl.load(k_position_ptr + k_position_at + keys)
+        start = (block * K_SPLIT + i % K_SPLIT) * BLOCK_N
+        k_tile = _block(k_source, k_strides, b, h_key, start, within, dims, N, D, BLOCK_D, True, TMA)
+        k_at = tl.load(k_position_ptr + k_position_at + start + within)
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale_log2
         allowed = (k_at >= 0)[None, :]
         if CAUSAL:
             allowed = allowed & (k_at[None, :] <= q_at[:, None])
         scores = tl.where(allowed, scores, float("-inf"))
-        v_tile = _tile(v_ptr, v_strides, b, h_key, keys, dims_v, N, DV, BLOCK_DV, True)
+        v_tile = _block(v_source, v_strides, b, h_key, start, within, dims_v, N, DV, BLOCK_DV, True, TMA)
         running_max, running_sum, accumulator = _softmax_update(
             scores, v_tile, running_max, running_sum, accumulator, True
         )
@@ -242,5 +276,7 @@ def _kernel(
     tl.store(out_at, result.to(out_ptr.dtype.element_ty), mask=stored[:, None] & (dims_v < DV)[None, :])
     lse_at = lse_ptr + b.to(tl.int64) * lse_strides[0] + h.to(tl.int64) * lse_strides[1] + queries
     # 0.6931... is ln 2: scores are in base 2.
-    log_sum = tl.where(empty, float("-inf"), (running_max + tl.log2(tl.where(empty, 1.0, running_sum))) * 0.6931471805599453)
+    log_sum = tl.where(
+        empty, float("-inf"), (running_max + tl.log2(tl.where(empty, 1.0, running_sum))) * 0.6931471805599453
+    )
     tl.store(lse_at, log_sum, mask=stored)

@@ -48,7 +48,7 @@ class SegmentKeySort(Permuter[GlobalPermutation]):
 
     def _importance(self, q: Tensor, k: Tensor, *, causal: bool, scale: float) -> Tensor:
         """Mean weight of every key over the probe queries, `[B, Hkv or Hq, N]` in fp32 or better."""
-        B, Hkv, N, _ = k.shape
+        _, Hkv, N, _ = k.shape
         voters = q[:, :, -self.probe :].unflatten(1, (Hkv, -1))  # [B, Hkv, Hq/Hkv, P, D]
         votes = torch.matmul(voters, k.unsqueeze(2).transpose(-1, -2)) * scale  # [B, Hkv, Hq/Hkv, P, N]
         votes = votes.to(torch.promote_types(votes.dtype, torch.float32))

@@ -41,9 +41,7 @@ def pbs_attn(
         executor: `AutoExecutor()` unless given.
     """
     return Pipeline(
-        SegmentKeySort(
-            S, probe=block, per_query_head=per_query_head or as_released, causal_probe=not as_released
-        ),
+        SegmentKeySort(S, probe=block, per_query_head=per_query_head or as_released, causal_probe=not as_released),
         MeanPoolScorer(block, segment=S, padded_tail=as_released),
         TopCdf(threshold) | FirstToken(),
         executor or AutoExecutor(),

@@ -51,7 +51,7 @@ class BlockMask:
         """One mask per KV head: keep what any query head of its group keeps (BFLA, eq. 14)."""
         if self.keep.shape[1] != self.grid.q_heads:
             return self
-        keep = self.keep.unflatten(1, (self.grid.kv_heads, -1)).any(2)
+        keep: Tensor = self.keep.unflatten(1, (self.grid.kv_heads, -1)).any(2)
         return BlockMask(keep, self.grid.shared())
 
     def per_query_head(self) -> Tensor:
@@ -73,7 +73,8 @@ class BlockMask:
         kept = (self.keep * area).sum((-1, -2))
         row_end = grid.k_len - grid.q_len + q_size[0, 0, :, 0].cumsum(0) if grid.causal else grid.k_len
         visited = (-(-torch.as_tensor(row_end) // grid.k_block) * grid.k_block).clamp_max(grid.k_len)
-        return kept / (q_size[0, 0, :, 0] * visited.to(kept.device)).sum()
+        density: Tensor = kept / (q_size[0, 0, :, 0] * visited.to(kept.device)).sum()
+        return density
 
     def queries(self, row: int) -> Tensor:
         """Indices of the queries in one row, `[B, Hq, m]` int64, as they stand in q."""
@@ -107,9 +108,7 @@ class BlockMask:
         return kept.unsqueeze(-2) & (torch.arange(grid.k_len, device=kept.device) <= last.unsqueeze(-1))
 
     def _check_same_grid(self, other: BlockMask) -> None:
-        mine, its = (
-            (m.grid.q_block, m.grid.k_block, m.grid.causal, tuple(m.keep.shape)) for m in (self, other)
-        )
+        mine, its = ((m.grid.q_block, m.grid.k_block, m.grid.causal, tuple(m.keep.shape)) for m in (self, other))
         if mine != its:
             raise ValueError(
                 f"masks must share a grid: {mine} and {its} as (q_block, k_block, causal, shape of keep); "

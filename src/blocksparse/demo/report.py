@@ -1,0 +1,56 @@
+"""What the demo found: a table to read and a JSON file to keep."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from attrs import asdict, filters
+from rich.table import Table
+
+from blocksparse.demo.measure import Row
+
+
+def table(rows: list[Row], *, title: str) -> Table:
+    """One line per method; speed-up and perplexity are against the first row, which is dense."""
+    dense = rows[0]
+    result = Table(title=title)
+    result.add_column("method")
+    for heading in ("first token", "attention", "speed-up", "density", "perplexity"):
+        result.add_column(heading, justify="right")
+    result.add_column("answer")
+    for row in rows:
+        more = "" if row is dense else f" ({row.perplexity / dense.perplexity - 1:+.1%})"
+        result.add_row(
+            row.method,
+            f"{row.first_token_s:.2f} s",
+            f"{row.attention_s:.2f} s",
+            f"{dense.attention_s / row.attention_s:.2f}x",
+            f"{row.density:.1%}",
+            f"{row.perplexity:.2f}{more}",
+            f"{row.reply} [green]right[/]" if row.right else f"{row.reply} [red]wrong[/]",
+        )
+    return result
+
+
+def legend(rows: list[Row]) -> str:
+    """What the columns mean, and what is not in them."""
+    lines = [
+        "first token: time to read the prompt and give the first token of the answer",
+        "attention: of that, the time in attention; speed-up: of attention, against dense",
+        "density: share of dense attention's work, mean over layers and heads",
+        "perplexity: of the text, from the same pass, and its change against dense",
+    ]
+    sparse = rows[1:]
+    if sparse:
+        compiled = ", ".join(f"{row.compile_s:.1f} s for {row.method}" for row in sparse)
+        lines.append(f"not counted: the first call of each pipeline, which compiles: {compiled}")
+    lines.extend(dict.fromkeys(f"sparse attention: {row.executor}" for row in sparse))
+    return "\n".join(lines)
+
+
+def write_json(rows: list[Row], path: Path, **about: Any) -> None:
+    """Write what was run (`about`) and every row."""
+    kept = filters.exclude("qkv")
+    path.write_text(json.dumps({**about, "rows": [asdict(row, filter=kept) for row in rows]}, indent=2) + "\n")

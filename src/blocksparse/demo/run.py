@@ -1,0 +1,158 @@
+"""The demo itself, from a model to a table, a JSON file and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from attrs import frozen
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from blocksparse.demo.errors import DemoError
+from blocksparse.demo.measure import Row, measure
+from blocksparse.demo.model import Model, convert_smollm2, load
+from blocksparse.demo.picture import Panel, draw
+from blocksparse.demo.prompt import Prompt, build
+from blocksparse.demo.report import legend, table, write_json
+from blocksparse.pipeline import Pipeline
+from blocksparse.presets.mean_pooling import mean_pooling
+from blocksparse.presets.pbs_attn import pbs_attn
+
+PRESETS: dict[str, Callable[[float], Pipeline[Any, Any, Any]]] = {
+    "mean_pooling": mean_pooling,
+    "pbs_attn": pbs_attn,
+}
+"""Each is a row of the table, by its threshold."""
+
+# In SmolLM2 a head with a few heavy keys for all queries, which is what sorting keys is for.
+_LAYER, _HEAD = 8, 1
+
+
+@final
+@frozen
+class Settings:
+    """What the user asked for."""
+
+    out: Path
+    text: Path
+    model: Path | None  # None is SmolLM2, converted into `out`
+    tokens: int
+    depth: float
+    seed: int
+    threshold: float
+    presets: list[str]
+    layer: int | None  # of the picture; None takes one
+    head: int | None
+
+
+def run(settings: Settings, console: Console) -> list[Row]:
+    """Do everything, and print the table. Gives its rows, dense first.
+
+    Raises:
+        DemoError: the model, the text or a number does not allow it.
+    """
+    text = _read(settings.text)
+    settings.out.mkdir(parents=True, exist_ok=True)
+    bar = Progress(
+        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console
+    )
+    with bar:
+        task = bar.add_task("getting the model ready", total=None)
+        model = _model(settings)
+        layer, head = _layer_and_head(model, settings)
+        if settings.tokens > model.longest:
+            raise DemoError(
+                f"'--tokens' must be at most {model.longest}, what the model can read: {settings.tokens}"
+            )
+        prompt = build(model.tokenizer, text, tokens=settings.tokens, depth=settings.depth, seed=settings.seed)
+
+        def step() -> None:
+            bar.advance(task)
+
+        layers = model.network.config.num_hidden_layers
+        bar.update(task, total=layers * (1 + len(settings.presets)) + 2)
+        bar.update(task, description="reading with dense attention")
+        dense = measure(model, prompt, "dense", None, keep_layer=layer, on_layer=step)
+        rows = [dense]
+        for name in settings.presets:
+            bar.update(task, description=f"reading with {name}")
+            pipeline = PRESETS[name](settings.threshold)
+            rows.append(measure(model, prompt, name, pipeline, warm_up=dense.qkv, on_layer=step))
+        bar.update(task, description="drawing the attention map")
+        _picture(dense, settings, layer, head)
+        bar.update(task, advance=2, description="done")
+
+    _report(rows, model, prompt, settings, console)
+    return rows
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DemoError(f"'--text' must be a readable UTF-8 text: {path}: {error}") from None
+
+
+def _model(settings: Settings) -> Model:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    folder = settings.model or settings.out / "SmolLM2-135M-Instruct"
+    if settings.model is None:
+        convert_smollm2(folder)
+    return load(folder, device=device)
+
+
+def _layer_and_head(model: Model, settings: Settings) -> tuple[int, int]:
+    config = model.network.config
+    chosen = []
+    for name, wanted, default, count in (
+        ("--layer", settings.layer, _LAYER, config.num_hidden_layers),
+        ("--head", settings.head, _HEAD, config.num_attention_heads),
+    ):
+        if wanted is not None and not 0 <= wanted < count:
+            raise DemoError(f"'{name}' must be from 0 to {count - 1}: {wanted}")
+        chosen.append(min(default, count - 1) if wanted is None else wanted)
+    return chosen[0], chosen[1]
+
+
+def _picture(dense: Row, settings: Settings, layer: int, head: int) -> None:
+    """Before and after sorting keys, whichever presets the table shows."""
+    assert dense.qkv is not None  # it was asked for
+    names = {
+        "mean_pooling": "mean_pooling: keys in the order of the text",
+        "pbs_attn": "pbs_attn: keys sorted inside segments",
+    }
+    panels = [
+        Panel.of(title, PRESETS[name](settings.threshold), *dense.qkv, head=head) for name, title in names.items()
+    ]
+    title = f"Where layer {layer}, head {head} looks, and which blocks are kept (threshold {settings.threshold:g})"
+    draw(panels, settings.out / "attention-map.png", title=title)
+
+
+def _report(rows: list[Row], model: Model, prompt: Prompt, settings: Settings, console: Console) -> None:
+    device = (
+        torch.cuda.get_device_name() if model.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    )
+    write_json(
+        rows,
+        settings.out / "results.json",
+        model=model.name,
+        device=device,
+        text=settings.text.name,
+        tokens=settings.tokens,
+        depth=settings.depth,
+        seed=settings.seed,
+        threshold=settings.threshold,
+        needle=prompt.needle,
+        needle_at=prompt.needle_at,
+        question=prompt.question,
+        answer=prompt.answer,
+    )
+    console.print(
+        table(rows, title=f"{model.name} reads {settings.tokens} tokens of {settings.text.name} ({device}, bf16)")
+    )
+    console.print(legend(rows), style="dim", highlight=False)
+    console.print(f'planted at token {prompt.needle_at}: "{prompt.needle}"', highlight=False)
+    console.print(f"written: {settings.out}/results.json, {settings.out}/attention-map.png", highlight=False)

@@ -1,0 +1,453 @@
+"""Sparse prefill inside Hugging Face transformers (5.16 or later): `attach(model, pbs_attn())`."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, final
+from uuid import uuid4
+
+import torch
+from attrs import define, field, frozen, validators
+from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from blocksparse.pipeline import Pipeline
+from blocksparse.selectors.block_mask import BlockMask
+
+AnyPipeline = Pipeline[Any, Any, Any]
+
+_PREFIX = "blocksparse-"
+_REMEMBERED = 64
+# Arguments that change what attention computes, and their names in a DensityRecorder.
+_NOT_PLAIN = {
+    "softcap": "softcap",
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "position_bias": "position bias",
+    "cu_seq_lens_q": "packed batch",
+    "cache": "paged cache",
+}
+_ONLY_EAGER = ("softcap", "s_aux", "sinks")
+# Models that select keys themselves turn their choice into a mask for "eager" and "sdpa" only.
+_CHOSEN_KEYS = ("indices", "block_indices")
+
+
+def attach(
+    model: PreTrainedModel,
+    pipeline: AnyPipeline | Mapping[int, AnyPipeline | None] | Sequence[AnyPipeline | None],
+    *,
+    min_tokens: int = 512,
+    min_queries: int = 64,
+    recorder: DensityRecorder | None = None,
+) -> Attachment:
+    """Run the prefill of `model` through `pipeline`, and everything else through exact dense attention.
+
+    Lasts until `detach()`, or for a block:
+
+        with attach(model, pbs_attn()):
+            model.generate(...)
+
+    Args:
+        pipeline: for every layer; or one per layer index, by a mapping or a sequence. Layers that are missing
+            or None stay dense.
+        min_tokens: attention over fewer tokens than this, context and queries together, stays dense.
+        min_queries: so does attention of fewer queries at once (decoding always does).
+        recorder: is told what each call did; without one nothing is recorded.
+
+    Raises:
+        TypeError: `model` is not a transformers model, or `pipeline` holds something else than pipelines.
+        ValueError: the model cannot change its attention function, or has no layer of a given index.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"'model' must be a transformers.PreTrainedModel: {type(model).__name__}; "
+            "take the model out of its wrapper"
+        )
+    layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    adapter = _Adapter(_by_layer(pipeline, layers), min_tokens, min_queries, recorder)
+    attachment = Attachment(
+        _PREFIX + uuid4().hex, tuple((config, config._attn_implementation) for config in _configs(model))
+    )
+    refused = ValueError(
+        f"{type(model).__name__} cannot change its attention function: it does not support transformers' "
+        "AttentionInterface; call the pipeline yourself, in place of the model's attention"
+    )
+    if not model.is_backend_compatible():
+        raise refused
+    AttentionInterface.register(attachment.key, adapter.attend)
+    AttentionMaskInterface.register(attachment.key, adapter.mask)
+    try:
+        model.set_attn_implementation(attachment.key)
+        if model.config._attn_implementation != attachment.key:
+            raise refused
+    except BaseException:
+        attachment.detach()
+        raise
+    return attachment
+
+
+@final
+@frozen(eq=False)
+class Attachment:
+    """A pipeline in a model, under a name of its own in transformers' registries, until `detach()`.
+
+    Attachments of one model stack: the last one works, and they are detached in reverse order.
+    """
+
+    key: str
+    _before: tuple[tuple[Any, str | None], ...] = field(repr=False)  # every config, and what it named
+
+    def detach(self) -> None:
+        """Give the model its previous attention back and forget the name. Doing it twice does nothing.
+
+        A config that was set to something else in the meantime is left as it is.
+
+        Raises:
+            RuntimeError: a later attachment to the same model is still in place.
+        """
+        if self.key not in AttentionInterface._global_mapping:
+            return
+        for config, _ in self._before:
+            if (current := config._attn_implementation or "") != self.key and current.startswith(_PREFIX):
+                raise RuntimeError(f"{self.key} lies below a later attachment: detach that one ({current}) first")
+        for config, before in self._before:
+            if config._attn_implementation == self.key:
+                config._attn_implementation_internal = before  # the public setter would also set sub-configs
+        # transformers registers class-wide but deletes per instance only.
+        AttentionInterface._global_mapping.pop(self.key)
+        AttentionMaskInterface._global_mapping.pop(self.key)
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.detach()
+
+
+@final
+@define(eq=False)
+class DensityRecorder:
+    """What each attention call did: the density of sparse ones, the reason of dense ones.
+
+    Recording never synchronises with the GPU; reading does. Layers are transformers' `layer_idx`; attention
+    without one counts as layer -1.
+    """
+
+    _sparse: dict[int, int] = field(factory=lambda: defaultdict(int), init=False)
+    _dense: dict[int, Counter[str]] = field(factory=lambda: defaultdict(Counter), init=False)
+    _kept: dict[int, Tensor] = field(factory=dict, init=False, repr=False)  # [Hq] float64, density times pairs
+    _pairs: dict[int, int] = field(factory=lambda: defaultdict(int), init=False, repr=False)
+
+    def saw_sparse(self, layer: int, mask: BlockMask) -> None:
+        """Count a sparse call, and its density."""
+        q_len, k_len = mask.grid.q_len, mask.grid.k_len
+        pairs = q_len * (2 * k_len - q_len + 1) // 2
+        density = mask.density().mean(0)
+        kept = density.repeat_interleave(mask.grid.q_heads // density.shape[0]) * pairs
+        self._sparse[layer] += 1
+        self._pairs[layer] += pairs
+        self._kept[layer] = self._kept[layer] + kept if layer in self._kept else kept
+
+    def saw_dense(self, layer: int, reason: str) -> None:
+        """Count a dense call."""
+        self._dense[layer][reason] += 1
+
+    def sparse_calls(self) -> dict[int, int]:
+        """How many calls of each layer were sparse."""
+        return dict(self._sparse)
+
+    def dense_calls(self) -> dict[int, Counter[str]]:
+        """How many calls of each layer were dense, by reason."""
+        return {layer: Counter(reasons) for layer, reasons in self._dense.items()}
+
+    def density(self) -> Tensor:
+        """Mean density of the sparse calls, `[layers, Hq]` float64 on the CPU; NaN for a layer without any.
+
+        Each call weighs as much as it has causal (query, key) pairs, so that the chunks of a prompt add up to
+        the density of the prompt.
+        """
+        layers = 1 + max((*self._sparse, *self._dense), default=-1)
+        heads = max((kept.shape[0] for kept in self._kept.values()), default=0)
+        density = torch.full((layers, heads), float("nan"), dtype=torch.float64)
+        for layer, kept in self._kept.items():
+            if layer >= 0:
+                density[layer, : kept.shape[0]] = kept.cpu() / self._pairs[layer]
+        return density
+
+    def table(self) -> str:
+        """One line per layer: sparse calls, their density (mean, and range over heads), dense calls by reason."""
+        lines = [f"{'layer':>5}  {'sparse':>6}  {'density':>7}  {'heads':<13}  dense"]
+        for layer in sorted({*self._sparse, *self._dense}):
+            mean, heads = "", ""
+            if layer in self._kept:
+                density = self._kept[layer].cpu() / self._pairs[layer]
+                mean, heads = f"{density.mean():.3f}", f"{density.min():.3f} - {density.max():.3f}"
+            dense = ", ".join(f"{n} x {why}" for why, n in self._dense.get(layer, Counter[str]()).most_common())
+            lines.append(f"{layer:>5}  {self._sparse.get(layer, 0):>6}  {mean:>7}  {heads:<13}  {dense or '-'}")
+        return "\n".join(lines)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        for recorded in (self._sparse, self._dense, self._kept, self._pairs):
+            recorded.clear()
+
+
+@final
+@frozen(eq=False)
+class _Adapter:
+    """The two functions that transformers calls: one makes masks, the other attends."""
+
+    pipelines: AnyPipeline | Mapping[int, AnyPipeline]
+    min_tokens: int = field(validator=[validators.instance_of(int), validators.gt(0)])
+    min_queries: int = field(validator=[validators.instance_of(int), validators.gt(0)])
+    recorder: DensityRecorder | None = field(
+        validator=validators.optional(validators.instance_of(DensityRecorder))
+    )
+    # How many keys the last query sees, by (queries, keys); transformers tells the mask function only. Never
+    # stale: attention gets no mask only where this forward pass has just asked for one of these lengths.
+    seen: dict[tuple[int, int], int] = field(factory=dict, init=False)
+
+    def mask(self, **request: Any) -> Tensor | None:
+        """None where `seen` says it all, so that a chunk needs no mask of its own; else what sdpa gets."""
+        seen = _plain_causal(**request)
+        if seen is None:
+            mask: Tensor | None = sdpa_mask(**request)
+            return mask
+        lengths = request["q_length"], request["kv_length"]
+        if lengths[0] != lengths[1]:
+            self.seen.pop(lengths, None)
+            self.seen[lengths] = seen
+            if len(self.seen) > _REMEMBERED:
+                self.seen.pop(next(iter(self.seen)))
+        return None
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend `query` `[B, Hq, M, D]` to `key` `[B, Hkv, N, D]` and `value` `[B, Hkv, N, Dv]`.
+
+        Gives `[B, M, Hq, Dv]`, contiguous, and the weights `[B, Hq, M, N]` if `output_attentions` asks for them.
+        """
+        M, N = query.shape[2], key.shape[2]
+        seen = (N if M == N else self.seen.get((M, N))) if attention_mask is None else None
+        call = _Call(module, query, key, value, attention_mask, seen, kwargs)
+        pipeline = self.pipelines.get(call.layer) if isinstance(self.pipelines, Mapping) else self.pipelines
+        if reason := call.dense_because(pipeline, self.min_tokens, self.min_queries):
+            # A compiled decode step is recorded when it is traced at most, so it is not recorded at all.
+            if self.recorder is not None and not torch.compiler.is_compiling():
+                self.recorder.saw_dense(call.layer, reason)
+            return call.dense()
+        assert pipeline is not None  # else there is a reason
+        return self._sparse(pipeline, call), None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _sparse(self, pipeline: AnyPipeline, call: _Call) -> Tensor:
+        """The pipeline's attention, `[B, M, Hq, Dv]`."""
+        q, k, v = call.query, call.key[:, :, : call.seen], call.value[:, :, : call.seen]
+        if self.recorder is None:
+            out = pipeline(q, k, v, scale=call.kwargs.get("scaling"))
+        else:
+            trace = pipeline.trace(q, k, v, scale=call.kwargs.get("scaling"))
+            self.recorder.saw_sparse(call.layer, trace.mask)
+            out = trace.output.out
+        return out.transpose(1, 2).contiguous()
+
+
+@final
+@define(eq=False)  # torch.compile cannot make frozen ones
+class _Call:
+    """One call of attention: whether it must be dense, and how."""
+
+    module: nn.Module
+    query: Tensor  # [B, Hq, M, D]
+    key: Tensor  # [B, Hkv, N, D]
+    value: Tensor  # [B, Hkv, N, Dv]
+    mask: Tensor | None  # [B|1, Hq|1, M, N] bool, or added to the logits
+    seen: int | None  # without a mask: how many keys the last query sees, if known
+    kwargs: dict[str, Any]  # what else the model passes
+
+    @property
+    def layer(self) -> int:
+        layer = getattr(self.module, "layer_idx", None)
+        return -1 if layer is None else int(layer)
+
+    @property
+    def causal(self) -> bool:
+        if (asked := self.kwargs.get("is_causal")) is not None:
+            return bool(asked)
+        return bool(getattr(self.module, "is_causal", True))
+
+    @property
+    def wants_weights(self) -> bool:
+        if (asked := self.kwargs.get("output_attentions")) is not None:
+            return bool(asked)
+        return bool(getattr(getattr(self.module, "config", None), "output_attentions", False))
+
+    def dense_because(self, pipeline: AnyPipeline | None, min_tokens: int, min_queries: int) -> str | None:
+        """The first reason against the pipeline, or None."""
+        queries, window = self.query.shape[2], self.kwargs.get("sliding_window")
+        if queries == 1:
+            return "decode"
+        if not self.causal:
+            return "not causal"
+        if pipeline is None:
+            return "no pipeline for this layer"
+        if because := next((why for name, why in _NOT_PLAIN.items() if self.kwargs.get(name) is not None), None):
+            return because
+        if self.wants_weights:
+            return "output_attentions"
+        if self.kwargs.get("dropout"):
+            return "dropout"
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (self.query, self.key, self.value)):
+            return "gradients"
+        if window is not None and (self.key.shape[2] if self.seen is None else self.seen) > window:
+            return "sliding window"
+        if self.mask is not None:
+            return "mask"
+        if self.seen is None:
+            return "unknown offset"
+        if self.seen < min_tokens:
+            return "fewer than min_tokens"
+        return "fewer than min_queries" if queries < min_queries else None
+
+    def dense(self) -> tuple[Tensor, Tensor | None]:
+        """Exact attention: by the model's own function where sdpa cannot compute it, else by sdpa.
+
+        Raises:
+            ValueError: the model chooses keys by itself, or its own function is needed and not found.
+        """
+        kwargs, mask = self.kwargs, self.mask
+        if any(kwargs.get(name) is not None for name in _CHOSEN_KEYS):
+            raise ValueError(f"{type(self.module).__name__} chooses keys by itself: detach the model to run it")
+        M, N = self.query.shape[2], self.key.shape[2]
+        eager = self.wants_weights or any(kwargs.get(name) is not None for name in _ONLY_EAGER)
+        if mask is None and self.causal and M > 1:
+            seen = M if self.seen is None else self.seen  # transformers means the first M keys unless told more
+            if eager or (seen > M and kwargs.get("position_bias") is not None):
+                mask = self.query.new_ones((1, 1, M, N), dtype=torch.bool).tril(seen - M)
+            elif seen > M:
+                return self._dense_chunk(seen), None
+        if not eager:
+            output: tuple[Tensor, None] = sdpa_attention_forward(
+                self.module, self.query, self.key, self.value, mask, **kwargs
+            )
+            return output
+        if mask is not None and mask.dtype == torch.bool:
+            lowest = torch.finfo(self.query.dtype).min
+            mask = torch.zeros_like(mask, dtype=self.query.dtype).masked_fill(~mask, lowest)
+        out, weights = _eager_of(self.module)(self.module, self.query, self.key, self.value, mask, **kwargs)
+        return out, weights if self.wants_weights else None
+
+    def _dense_chunk(self, seen: int) -> Tensor:
+        """Attention of the last queries of `seen` tokens, `[B, M, Hq, Dv]`; on a GPU no mask is made for it."""
+        out = scaled_dot_product_attention(
+            self.query,
+            self.key[:, :, :seen],
+            self.value[:, :, :seen],
+            attn_mask=causal_lower_right(self.query.shape[2], seen),
+            dropout_p=self.kwargs.get("dropout") or 0.0,
+            scale=self.kwargs.get("scaling"),
+            enable_gqa=self.query.shape[1] != self.key.shape[1],
+        )
+        return out.transpose(1, 2).contiguous()
+
+
+def _plain_causal(
+    *,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    **_: Any,
+) -> int | None:
+    """How many keys the last query sees if each query sees every key up to its own, and nothing is padded.
+
+    None for every other request: packed, overlaid (`allow_is_causal_skip` is False for these), windowed, padded.
+    `attention_mask` is `[B, N]`.
+    """
+    if not allow_is_causal_skip or q_length == 1 or kv_offset != 0:
+        return None
+    if torch.compiler.is_compiling() and (attention_mask is not None or isinstance(q_offset, Tensor)):
+        return None  # reading a tensor would break the graph
+    seen = int(q_offset) + q_length
+    if seen > kv_length or (local_size is not None and seen > local_size):
+        return None
+    if attention_mask is not None and (attention_mask.shape[-1] < seen or not attention_mask[:, :seen].all()):
+        return None
+    return seen
+
+
+def _eager_of(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The `eager_attention_forward` that stands beside the attention class, or beside a class it derives from."""
+    for owner in type(module).__mro__:
+        if eager := getattr(sys.modules.get(owner.__module__), "eager_attention_forward", None):
+            found: Callable[..., tuple[Tensor, Tensor]] = eager
+            return found
+    raise ValueError(
+        f"{type(module).__name__} needs its own dense attention, and {type(module).__module__} has no "
+        "eager_attention_forward: detach the model"
+    )
+
+
+def _configs(model: PreTrainedModel) -> Iterator[Any]:
+    """Every config that names an attention function: of the model, of its parts, and what these hold."""
+    found: set[int] = set()
+    waiting = [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
+    while waiting:
+        config = waiting.pop()
+        if id(config) in found:
+            continue
+        found.add(id(config))
+        yield config
+        held = (getattr(config, name, None) for name in config.sub_configs)
+        waiting.extend(sub for sub in held if sub is not None)
+
+
+def _by_layer(pipeline: object, layers: int | None) -> AnyPipeline | dict[int, AnyPipeline]:
+    """One pipeline for all layers, or those of single layers by index, checked."""
+    if isinstance(pipeline, Pipeline):
+        return pipeline
+    if isinstance(pipeline, Sequence) and not isinstance(pipeline, str | bytes):
+        if layers is not None and len(pipeline) != layers:
+            raise ValueError(
+                f"'pipeline' must have one entry per layer ({layers}): {len(pipeline)}; "
+                "None leaves a layer dense, and a mapping names single layers"
+            )
+        pipeline = dict(enumerate(pipeline))
+    if not isinstance(pipeline, Mapping):
+        raise TypeError(
+            f"'pipeline' must be a Pipeline, or a mapping or sequence of them by layer: {type(pipeline).__name__}"
+        )
+    chosen = {}
+    for layer, one in pipeline.items():
+        if isinstance(layer, bool) or not isinstance(layer, int):
+            raise TypeError(f"a layer index must be an int: {layer!r}")
+        if layer < 0 or (layers is not None and layer >= layers):
+            raise ValueError(f"a layer index must be in [0, {'...' if layers is None else layers}): {layer}")
+        if one is None:
+            continue
+        if not isinstance(one, Pipeline):
+            raise TypeError(f"the pipeline of layer {layer} must be a Pipeline or None: {type(one).__name__}")
+        chosen[layer] = one
+    return chosen

@@ -1,0 +1,45 @@
+"""Kernels run compiled where a GPU is, interpreted elsewhere; uninitialised memory is poisoned."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+# Triton decides when a kernel is defined, so this precedes every import of one.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody writes reads as NaN, or as a huge index."""
+
+    def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+            x = allocate(*args, **kwargs)
+            if torch.compiler.is_compiling() or x.device.type == "meta" or type(x) is not torch.Tensor:
+                return x
+            if x.is_floating_point():
+                return x.fill_(float("nan"))
+            return x if x.dtype == torch.bool or x.is_complex() else x.fill_(torch.iinfo(x.dtype).max)
+
+        return call
+
+    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))

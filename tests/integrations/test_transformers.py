@@ -1,0 +1,619 @@
+"""Every situation of a transformers model, against eager attention of the same model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+import transformers
+from transformers import AttentionInterface, DynamicCache, StaticCache
+from transformers.masking_utils import AttentionMaskInterface
+
+from blocksparse import (
+    Everything,
+    Identity,
+    MeanPoolScorer,
+    Pipeline,
+    ReferenceExecutor,
+    SegmentKeySort,
+    TopK,
+)
+from blocksparse.integrations.transformers import AnyPipeline, Attachment, DensityRecorder, attach
+
+DENSE_LIMIT: AnyPipeline = Pipeline(SegmentKeySort(S=64), MeanPoolScorer(32), Everything(), ReferenceExecutor())
+SPARSE: AnyPipeline = Pipeline(Identity(), MeanPoolScorer(16), TopK(2), ReferenceExecutor())
+
+LAYERS, HEADS, WINDOW, VOCABULARY = 2, 4, 48, 61
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaConfig(**SIZES),
+    "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=12),
+    "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=WINDOW),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **SIZES, **ALTERNATING, head_dim=8, query_pre_attn_scalar=8, attn_logit_softcapping=2.0
+    ),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**SIZES, **ALTERNATING, head_dim=8, query_pre_attn_scalar=8),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **SIZES, **ALTERNATING, head_dim=8, num_local_experts=2, num_experts_per_tok=1
+    ),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(
+        **SIZES | {"num_key_value_heads": HEADS},
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=6,
+        first_k_dense_replace=LAYERS,
+    ),
+}
+SPARSE_MODELS = ("llama", "qwen3", "deepseek_v3")
+"""Models in which nothing stands against a pipeline."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Models this small spend their time waking threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _registries_are_left_as_found() -> Iterator[None]:
+    before = [set(x._global_mapping) for x in (AttentionInterface, AttentionMaskInterface)]
+    yield
+    assert [set(x._global_mapping) for x in (AttentionInterface, AttentionMaskInterface)] == before
+
+
+def make(name: str) -> Any:
+    """A tiny random model with weights large enough for attention to be far from uniform."""
+    torch.manual_seed(0)
+    config = MODELS[name]()
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.normal_(std=0.3)
+    return model
+
+
+def tokens(length: int, *, batch: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(length)
+    return torch.randint(2, VOCABULARY, (batch, length), generator=generator)
+
+
+def attached(model: Any, recorder: DensityRecorder, pipeline: AnyPipeline = DENSE_LIMIT) -> Attachment:
+    return attach(model, pipeline, min_tokens=16, min_queries=2, recorder=recorder)
+
+
+def assert_same_logits(model: Any, run: Callable[[Any], Tensor], recorder: DensityRecorder) -> None:
+    """`run` gives what eager attention gives, within fp32 rounding."""
+    expected = run(model)
+    with attached(model, recorder):
+        actual = run(model)
+    assert torch.isfinite(expected).all()
+    torch.testing.assert_close(actual, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
+
+
+def all_sparse(recorder: DensityRecorder, calls: int = 1) -> bool:
+    return recorder.sparse_calls() == dict.fromkeys(range(LAYERS), calls) and recorder.dense_calls() == {}
+
+
+def all_dense(recorder: DensityRecorder, reason: str, calls: int = 1) -> bool:
+    expected = {layer: Counter({reason: calls}) for layer in range(LAYERS)}
+    return recorder.sparse_calls() == {} and recorder.dense_calls() == expected
+
+
+# ---- prefill goes sparse
+
+
+@pytest.mark.parametrize("name", SPARSE_MODELS)
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("length", [65, 129])
+def test_one_shot_prefill_is_sparse(name: str, batch: int, length: int) -> None:
+    recorder = DensityRecorder()
+    ids = tokens(length, batch=batch)
+    assert_same_logits(make(name), lambda model: model(ids).logits, recorder)
+    assert all_sparse(recorder)
+
+
+@pytest.mark.parametrize("name", SPARSE_MODELS)
+def test_a_mask_of_ones_is_no_mask(name: str) -> None:
+    recorder = DensityRecorder()
+    ids = tokens(100, batch=2)
+    assert_same_logits(make(name), lambda model: model(ids, attention_mask=torch.ones_like(ids)).logits, recorder)
+    assert all_sparse(recorder)
+
+
+@pytest.mark.parametrize("name", SPARSE_MODELS)
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@pytest.mark.parametrize("masked", [False, True], ids=["plain", "ones"])
+def test_unaligned_chunks_are_sparse_and_add_up(name: str, static: bool, masked: bool) -> None:
+    recorder = DensityRecorder()
+    ids = tokens(150, batch=2)
+
+    def run(model: Any) -> Tensor:
+        cache = (
+            StaticCache(config=model.config, max_cache_len=170) if static else DynamicCache(config=model.config)
+        )
+        logits, done = [], 0
+        for size in (37, 64, 49):
+            mask = torch.ones_like(ids[:, : done + size]) if masked else None
+            chunk = ids[:, done : done + size]
+            logits.append(model(chunk, attention_mask=mask, past_key_values=cache, use_cache=True).logits)
+            done += size
+        return torch.cat(logits, 1)
+
+    model = make(name)
+    assert_same_logits(model, run, recorder)
+    assert all_sparse(recorder, calls=3)
+    with attached(model, DensityRecorder()):
+        torch.testing.assert_close(run(model), model(ids).logits, atol=1e-3, rtol=1e-4)
+
+
+def test_chunks_need_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    import blocksparse.integrations.transformers as integration
+
+    model, recorder = make("llama"), DensityRecorder()
+    monkeypatch.setattr(integration, "sdpa_mask", lambda **request: pytest.fail(f"a mask is made for {request}"))
+    with attached(model, recorder):
+        cache = DynamicCache(config=model.config)
+        for chunk in tokens(96).split(32, dim=1):
+            model(chunk, past_key_values=cache)
+    assert all_sparse(recorder, calls=3)
+
+
+def test_prefill_of_a_static_cache_is_sparse() -> None:
+    recorder = DensityRecorder()
+    ids = tokens(70)
+
+    def run(model: Any) -> Tensor:
+        cache = StaticCache(config=model.config, max_cache_len=200)
+        logits: Tensor = model(ids, past_key_values=cache, use_cache=True).logits
+        return logits
+
+    assert_same_logits(make("llama"), run, recorder)
+    assert all_sparse(recorder)
+
+
+def test_density_below_one_changes_the_output() -> None:
+    model, recorder = make("llama"), DensityRecorder()
+    ids = tokens(128)
+    expected = model(ids).logits
+    with attached(model, recorder, SPARSE):
+        actual = model(ids).logits
+    assert not torch.allclose(actual, expected, atol=1e-2)
+    density = recorder.density()
+    assert density.shape == (LAYERS, HEADS)
+    assert bool((density < 0.5).all())
+    # TopK(2) on 8 rows of blocks, the first of which holds one block: 15 of 36.
+    torch.testing.assert_close(density, torch.full_like(density, 15 / 36))
+
+
+def test_chunks_have_the_density_of_the_prompt() -> None:
+    model, whole, chunked = make("llama"), DensityRecorder(), DensityRecorder()
+    ids = tokens(128)
+    with attached(model, whole, SPARSE):
+        model(ids)
+    with attached(model, chunked, SPARSE):
+        cache = DynamicCache(config=model.config)
+        for chunk in ids.split(64, dim=1):
+            model(chunk, past_key_values=cache)
+    torch.testing.assert_close(chunked.density(), whole.density(), atol=0.02, rtol=0)
+
+
+# ---- generate
+
+
+def generate(model: Any, ids: Tensor, **kwargs: Any) -> Tensor:
+    out: Tensor = model.generate(ids, max_new_tokens=6, do_sample=False, **kwargs)
+    return out
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "how", [{}, {"prefill_chunk_size": 23}, {"cache_implementation": "static"}], ids=["plain", "chunked", "static"]
+)
+def test_generate_gives_the_same_tokens(name: str, how: dict[str, Any]) -> None:
+    if name == "deepseek_v3" and how.get("cache_implementation"):
+        pytest.skip("one case of MLA is enough")
+    model, ids = make(name), tokens(80, batch=2)
+    kwargs = how | {"attention_mask": torch.ones_like(ids)}
+    expected = generate(model, ids, **kwargs)
+    recorder = DensityRecorder()
+    with attached(model, recorder):
+        actual = generate(model, ids, **kwargs)
+    assert torch.equal(actual, expected)
+    if name in SPARSE_MODELS:
+        prefills = 4 if "prefill_chunk_size" in how else 1
+        assert recorder.sparse_calls() == dict.fromkeys(range(LAYERS), prefills)
+        assert all(reasons == Counter(decode=5) for reasons in recorder.dense_calls().values())
+
+
+def test_generate_from_left_padded_prompts() -> None:
+    model, ids = make("llama"), tokens(80, batch=2)
+    mask = torch.ones_like(ids)
+    mask[0, :17] = 0
+    expected = generate(model, ids, attention_mask=mask)
+    recorder = DensityRecorder()
+    with attached(model, recorder):
+        actual = generate(model, ids, attention_mask=mask)
+    assert torch.equal(actual, expected)
+    assert recorder.dense_calls()[0] == Counter(mask=1, decode=5)
+
+
+# ---- everything else is dense and exact
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "deepseek_v3"])
+def test_left_padding_is_dense(name: str) -> None:
+    recorder = DensityRecorder()
+    ids = tokens(40, batch=2)  # below the window
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    seen = mask.bool().unsqueeze(-1)
+    assert_same_logits(make(name), lambda m: m(ids, attention_mask=mask).logits.where(seen, 0.0), recorder)
+    reason = {"gemma2": "softcap", "gpt_oss": "attention sinks"}.get(name, "mask")
+    assert all_dense(recorder, reason)
+
+
+def test_packed_prompts_are_dense() -> None:
+    recorder = DensityRecorder()
+    ids, positions = tokens(90), torch.cat((torch.arange(33), torch.arange(57))).unsqueeze(0)
+    run = lambda model: model(ids, position_ids=positions, use_cache=False).logits  # noqa: E731
+    assert_same_logits(make("llama"), run, recorder)
+    assert all_dense(recorder, "mask")
+
+
+@pytest.mark.parametrize("boolean", [False, True], ids=["added", "bool"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+def test_masks_of_the_caller_are_dense(name: str, boolean: bool) -> None:
+    model, recorder = make(name), DensityRecorder()
+    ids = tokens(40)
+    allowed = torch.ones(40, 40, dtype=torch.bool).tril() & (torch.rand(40, 40) < 0.7) | torch.eye(40).bool()
+    added = torch.zeros(1, 1, 40, 40).masked_fill(~allowed, torch.finfo(torch.float32).min)
+    expected = model(ids, attention_mask=added).logits  # eager takes no bool mask
+    with attached(model, recorder):
+        actual = model(ids, attention_mask=allowed[None, None] if boolean else added).logits
+    torch.testing.assert_close(actual, expected, atol=2e-4, rtol=1e-4)
+    assert all_dense(recorder, {"gemma2": "softcap", "gpt_oss": "attention sinks"}.get(name, "mask"))
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+@pytest.mark.parametrize("length", [WINDOW - 1, WINDOW, WINDOW + 1, 100])
+def test_windows_are_dense_once_they_bind(name: str, length: int) -> None:
+    recorder = DensityRecorder()
+    ids = tokens(length, batch=2)
+    assert_same_logits(make(name), lambda model: model(ids).logits, recorder)
+    sliding = [0, 1] if name == "mistral" else [0]
+    for layer in range(LAYERS):
+        if layer in sliding and length > WINDOW:
+            assert recorder.dense_calls()[layer] == Counter({"sliding window": 1})
+        else:
+            assert recorder.sparse_calls()[layer] == 1
+            assert layer not in recorder.dense_calls()
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_chunks_that_grow_out_of_the_window(name: str, static: bool) -> None:
+    recorder = DensityRecorder()
+    ids = tokens(95, batch=2)
+
+    def run(model: Any) -> Tensor:
+        cache = (
+            StaticCache(config=model.config, max_cache_len=120) if static else DynamicCache(config=model.config)
+        )
+        chunks = ids.split([20, 25, 30, 20], dim=1)
+        return torch.cat([model(chunk, past_key_values=cache).logits for chunk in chunks], 1)
+
+    assert_same_logits(make(name), run, recorder)
+    if name == "gemma3":
+        assert recorder.sparse_calls() == {0: 2, 1: 4}
+        assert recorder.dense_calls() == {0: Counter({"sliding window": 2})}
+    if name == "gpt_oss":
+        assert all_dense(recorder, "attention sinks", calls=4)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+@pytest.mark.parametrize("length", [40, 100])
+def test_softcap_and_sinks_are_dense(name: str, length: int) -> None:
+    recorder = DensityRecorder()
+    ids = tokens(length, batch=2)
+    assert_same_logits(make(name), lambda model: model(ids).logits, recorder)
+    assert all_dense(recorder, "softcap" if name == "gemma2" else "attention sinks")
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_decoding_is_dense(name: str, static: bool) -> None:
+    recorder = DensityRecorder()
+    ids = tokens(60, batch=2)
+
+    def run(model: Any) -> Tensor:
+        cache = StaticCache(config=model.config, max_cache_len=80) if static else DynamicCache(config=model.config)
+        model(ids[:, :-3], past_key_values=cache)
+        return torch.cat([model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(-4, -1)], 1)
+
+    assert_same_logits(make(name), run, recorder)
+    assert all(reasons["decode"] == 3 for reasons in recorder.dense_calls().values())
+
+
+def test_short_calls_are_dense() -> None:
+    model, ids = make("llama"), tokens(60)
+    expected = model(ids).logits
+    with attach(model, SPARSE, min_tokens=60, min_queries=60, recorder=(just_enough := DensityRecorder())):
+        model(ids)
+    assert all_sparse(just_enough)
+    for limits, reason in (
+        ({"min_tokens": 61}, "fewer than min_tokens"),
+        ({"min_tokens": 1, "min_queries": 61}, "fewer than min_queries"),
+    ):
+        recorder = DensityRecorder()
+        with attach(model, SPARSE, recorder=recorder, **limits):
+            torch.testing.assert_close(model(ids).logits, expected, atol=2e-4, rtol=1e-4)
+        assert all_dense(recorder, reason)
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_short_chunks_are_dense_and_aligned_to_the_last_key(static: bool) -> None:
+    model, recorder, ids = make("llama"), DensityRecorder(), tokens(60, batch=2)
+
+    def run() -> Tensor:
+        cache = StaticCache(config=model.config, max_cache_len=80) if static else DynamicCache(config=model.config)
+        return torch.cat([model(chunk, past_key_values=cache).logits for chunk in ids.split([50, 7, 3], 1)], 1)
+
+    expected = run()
+    with attach(model, DENSE_LIMIT, min_tokens=1, min_queries=8, recorder=recorder):
+        torch.testing.assert_close(run(), expected, atol=2e-4, rtol=1e-4)
+    assert recorder.sparse_calls() == {0: 1, 1: 1}
+    assert recorder.dense_calls()[0] == Counter({"fewer than min_queries": 2})
+
+
+def test_calls_with_gradients_are_dense() -> None:
+    model, recorder, ids = make("llama"), DensityRecorder(), tokens(60)
+    with torch.enable_grad():
+        expected = torch.autograd.grad(model(ids).logits.square().mean(), model.lm_head.weight)[0]
+        with attached(model, recorder):
+            actual = torch.autograd.grad(model(ids).logits.square().mean(), model.lm_head.weight)[0]
+    torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-3)
+    assert all_dense(recorder, "gradients")
+
+
+def test_dropout_is_dense() -> None:
+    model, recorder = make("llama"), DensityRecorder()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    with attached(model.train(), recorder):
+        model(tokens(60))
+    assert all_dense(recorder, "dropout")
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("by_config", [False, True], ids=["argument", "config"])
+def test_output_attentions_are_those_of_eager(name: str, by_config: bool) -> None:
+    model, recorder, ids = make(name), DensityRecorder(), tokens(60)
+    model.config.output_attentions = by_config
+    asked = {} if by_config else {"output_attentions": True}
+    expected = model(ids, **asked).attentions
+    with attached(model, recorder):
+        actual = model(ids, **asked).attentions
+    assert len(actual) == LAYERS
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
+    assert all_dense(recorder, "output_attentions" if name == "llama" else "attention sinks")
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_bidirectional_modules_are_dense(name: str) -> None:
+    model, recorder, ids = make(name), DensityRecorder(), tokens(40)
+    model.config.is_causal = False
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    assert_same_logits(model, lambda m: m(ids).logits, recorder)
+    assert all_dense(recorder, "not causal")
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_compiled_models_give_the_same(static: bool) -> None:
+    model, ids = make("llama"), tokens(60)
+
+    def run(call: Callable[..., Any]) -> Tensor:
+        cache = StaticCache(config=model.config, max_cache_len=80) if static else DynamicCache(config=model.config)
+        chunks = ids.split([50, 9, 1], dim=1)
+        return torch.cat([call(chunk, past_key_values=cache).logits for chunk in chunks], 1)
+
+    expected = run(model)
+    with attached(model, DensityRecorder()):
+        actual = run(torch.compile(model, backend="eager"))
+    torch.compiler.reset()
+    torch.testing.assert_close(actual, expected, atol=2e-4, rtol=1e-4)
+
+
+# ---- layers, recorder, attaching
+
+
+def test_layers_may_differ() -> None:
+    model, ids = make("llama"), tokens(128)
+    choices: list[Any] = [{1: SPARSE}, [None, SPARSE], {0: None, 1: SPARSE}]
+    for by_layer in choices:
+        recorder = DensityRecorder()
+        with attach(model, by_layer, min_tokens=1, recorder=recorder):
+            model(ids)
+        assert recorder.sparse_calls() == {1: 1}
+        assert recorder.dense_calls() == {0: Counter({"no pipeline for this layer": 1})}
+        density = recorder.density()
+        assert bool(density[0].isnan().all())
+        torch.testing.assert_close(density[1], torch.full((HEADS,), 15 / 36, dtype=torch.float64))
+
+
+def test_two_models_keep_their_own_pipelines() -> None:
+    one, two, ids = make("llama"), make("llama"), tokens(128)
+    seen_one, seen_two = DensityRecorder(), DensityRecorder()
+    expected = one(ids).logits
+    with attached(one, seen_one, DENSE_LIMIT), attached(two, seen_two, SPARSE):
+        torch.testing.assert_close(one(ids).logits, expected, atol=2e-4, rtol=1e-4)
+        two(ids)
+    assert float(seen_one.density().min()) > 0.99
+    assert float(seen_two.density().max()) < 0.5
+
+
+def test_without_a_recorder_the_pipeline_is_only_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = make("llama"), tokens(128)
+    with attached(model, DensityRecorder(), SPARSE):
+        expected = model(ids).logits
+    monkeypatch.setattr(DensityRecorder, "saw_sparse", lambda *_: pytest.fail("nothing to record"))
+    with attach(model, SPARSE, min_tokens=1):
+        assert torch.equal(model(ids).logits, expected)
+
+
+def test_a_recorder_reads_as_a_table_and_forgets() -> None:
+    model, recorder = make("llama"), DensityRecorder()
+    assert recorder.density().shape == (0, 0)
+    with attach(model, {1: SPARSE}, min_tokens=1, recorder=recorder):
+        model(tokens(128))
+    assert recorder.table().splitlines() == [
+        "layer  sparse  density  heads          dense",
+        "    0       0                          1 x no pipeline for this layer",
+        "    1       1    0.417  0.417 - 0.417  -",
+    ]
+    recorder.clear()
+    assert recorder.sparse_calls() == {}
+    assert recorder.dense_calls() == {}
+    assert recorder.density().shape == (0, 0)
+
+
+@pytest.mark.parametrize("before", ["eager", "sdpa"])
+def test_detach_restores(before: str) -> None:
+    model = make("llama")
+    model.set_attn_implementation(before)
+    attachment = attach(model, SPARSE)
+    assert model.config._attn_implementation == attachment.key
+    assert attachment.key in AttentionInterface._global_mapping
+    attachment.detach()
+    attachment.detach()
+    assert model.config._attn_implementation == before
+
+
+def test_detach_restores_nested_configs() -> None:
+    torch.manual_seed(0)
+    text = {name: value for name, value in SIZES.items() if value is not None}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlavaConfig(
+        text_config=transformers.LlamaConfig(**text),
+        vision_config=transformers.CLIPVisionConfig(**vision, image_size=16, patch_size=8),
+    )
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    model.set_attn_implementation({"text_config": "eager", "vision_config": "sdpa"})
+    configs = (model.config, model.config.text_config, model.config.vision_config)
+    before = [config._attn_implementation for config in configs]
+    recorder, ids = DensityRecorder(), tokens(60)
+    expected = model(ids).logits
+    with attached(model, recorder) as attachment:
+        assert [config._attn_implementation for config in configs] == [attachment.key] * 3
+        torch.testing.assert_close(model(ids).logits, expected, atol=1e-5, rtol=1e-4)
+    assert [config._attn_implementation for config in configs] == before
+    assert all_sparse(recorder)
+
+
+def test_attachments_stack() -> None:
+    model, ids, below, above = make("llama"), tokens(60), DensityRecorder(), DensityRecorder()
+    first = attached(model, below)
+    second = attached(model, above)
+    model(ids)
+    assert below.sparse_calls() == {}
+    assert all_sparse(above)
+    with pytest.raises(RuntimeError, match="lies below a later attachment: detach that one"):
+        first.detach()
+    second.detach()
+    model(ids)
+    assert all_sparse(below)
+    first.detach()
+    assert model.config._attn_implementation == "eager"
+
+
+def test_detach_leaves_what_was_set_since() -> None:
+    model = make("llama")
+    with attach(model, SPARSE):
+        model.set_attn_implementation("sdpa")
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_detach_follows_an_error() -> None:
+    model = make("llama")
+    with pytest.raises(KeyError, match="inside"), attach(model, SPARSE):
+        raise KeyError("inside")
+    assert model.config._attn_implementation == "eager"
+
+
+class _OldModel(transformers.LlamaForCausalLM):  # type: ignore[misc]
+    _supports_attention_backend = False
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "kwargs", "error", "sentence"),
+    [
+        ("pbs", {}, TypeError, "'pipeline' must be a Pipeline, .*: str"),
+        ({0: TopK(2)}, {}, TypeError, "the pipeline of layer 0 must be a Pipeline or None: TopK"),
+        ({"0": SPARSE}, {}, TypeError, "a layer index must be an int: '0'"),
+        ({2: SPARSE}, {}, ValueError, r"a layer index must be in \[0, 2\): 2"),
+        ([SPARSE], {}, ValueError, r"one entry per layer \(2\): 1; None leaves a layer dense"),
+        (SPARSE, {"min_tokens": 0}, ValueError, "'min_tokens' must be > 0: 0"),
+        (SPARSE, {"recorder": 1}, TypeError, "'recorder' must be"),
+    ],
+)
+def test_bad_arguments_are_named(pipeline: Any, kwargs: Any, error: type[Exception], sentence: str) -> None:
+    model = make("llama")
+    with pytest.raises(error, match=sentence):
+        attach(model, pipeline, **kwargs)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_models_that_cannot_be_attached_to_are_named() -> None:
+    other: Any = torch.nn.Linear(1, 1)
+    with pytest.raises(TypeError, match=r"must be a transformers.PreTrainedModel: Linear; take the model"):
+        attach(other, SPARSE)
+    with pytest.raises(ValueError, match="_OldModel cannot change its attention function"):
+        attach(_OldModel(MODELS["llama"]()), SPARSE)
+
+
+def test_what_a_pipeline_cannot_run_is_an_error() -> None:
+    model = make("llama")
+    wide = torch.zeros(1, HEADS, 70, 512)
+    with attach(model, SPARSE, min_tokens=1) as attachment:
+        attend = AttentionInterface._global_mapping[attachment.key]
+        with pytest.raises(ValueError, match="the head dim must be at most 256: 512"):
+            attend(model.model.layers[0].self_attn, wide, wide, wide, None)
+
+
+def test_models_that_choose_keys_are_an_error() -> None:
+    model = make("llama")
+    x = torch.zeros(1, HEADS, 70, 8)
+    with attach(model, SPARSE) as attachment:
+        attend = AttentionInterface._global_mapping[attachment.key]
+        with pytest.raises(ValueError, match="chooses keys by itself: detach the model"):
+            attend(model.model.layers[0].self_attn, x, x, x, None, indices=torch.zeros(1))

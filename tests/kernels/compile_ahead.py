@@ -1,0 +1,88 @@
+"""Compile every kernel for targets that are not here; prints one line per kernel, target and configuration.
+
+Run as a script, in a process of its own: the test suite interprets kernels, and this compiles them.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from blocksparse.kernels import sparse_attention
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+MATRIX_INSTRUCTION = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "v_mfma"}
+TEXT = {"cuda": "ptx", "hip": "amdgcn"}
+
+
+def compile_sparse_attention(
+    target: GPUTarget, dtype: str, head_dim: int, block: int, tma: bool
+) -> triton.compiler.CompiledKernel:
+    itemsize = {"fp16": 2, "bf16": 2, "fp32": 4}[dtype]
+    config = sparse_attention.default_config(block, block, head_dim, itemsize)
+    padded = max(16, triton.next_power_of_2(head_dim))
+    constants = {
+        "D": head_dim, "DV": head_dim, "BLOCK_D": padded, "BLOCK_DV": padded,
+        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
+        "Q_SPLIT": block // config.block_m, "K_SPLIT": block // config.block_n,
+        "CAUSAL": True, "TMA": tma,
+    }  # fmt: skip
+    key = f"tensordesc<{dtype}[1, 1, {config.block_n}, {padded}]>" if tma else f"*{dtype}"
+    types = {
+        "q_ptr": f"*{dtype}", "k_source": key, "v_source": key, "out_ptr": f"*{dtype}", "lse_ptr": "*fp32",
+        **{f"{name}_ptr": "*i32" for name in (
+            "partial_count", "partial_index", "full_count", "full_index", "q_position", "k_position")},
+        **{f"{name}_strides": ("i32",) * 3 for name in ("q", "k", "v", "out")},
+        **{f"{name}_strides": ("i32",) * 2 for name in ("lse", "count", "index", "q_position", "k_position")},
+        **dict.fromkeys(("M", "N", "cols", "heads_per_key", "heads_per_mask", "q_lead"), "i32"),
+        "scale_log2": "fp32",
+    }  # fmt: skip
+    kernel = sparse_attention._kernel
+    signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
+    position = {name: i for i, name in enumerate(kernel.arg_names)}
+    pointers = [name for name, type_ in types.items() if isinstance(type_, str) and type_.startswith("*")]
+    aligned = [(position[name],) for name in pointers]
+    aligned += [(position[f"{name}_strides"], axis) for name in ("q", "k", "v", "out") for axis in range(3)]
+    source = ASTSource(
+        kernel,
+        signature,
+        constexprs={(position[name],): value for name, value in constants.items()},
+        attrs={path: [["tt.divisibility", 16]] for path in aligned},
+    )
+    return triton.compile(
+        source, target=target, options={"num_warps": config.num_warps, "num_stages": config.num_stages}
+    )
+
+
+def main() -> int:
+    failed = 0
+    for name, target in TARGETS.items():
+        for dtype, head_dim, block in (
+            ("bf16", 128, 128),
+            ("fp16", 64, 64),
+            ("bf16", 80, 128),
+            ("bf16", 256, 128),
+            ("fp32", 64, 128),
+        ):
+            for tma in (False, True) if name in ("sm_90", "sm_100") else (False,):
+                kernel = compile_sparse_attention(target, dtype, head_dim, block, tma)
+                text = kernel.asm[TEXT[target.backend]]
+                found = text.count(MATRIX_INSTRUCTION[name])
+                expected = dtype != "fp32"  # exact fp32 products run on the ordinary units
+                failed += expected and not found
+                print(
+                    f"{name} {dtype} D={head_dim} block={block} tma={tma}: {found} x {MATRIX_INSTRUCTION[name]}, {kernel.metadata.shared} B shared"
+                )
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

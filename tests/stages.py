@@ -1,0 +1,93 @@
+"""Small examples of every stage, and every legal composition of them.
+
+A stage that the package exports and this table lacks fails `test_every_stage_has_an_example`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, TypeVar, get_args, get_origin
+
+import attrs
+import torch
+from torch import Tensor
+
+import blocksparse as bs
+from blocksparse.selectors.selector import Intersection, Union
+
+
+@attrs.frozen(eq=False)
+class Shuffle(bs.Permuter[bs.GlobalPermutation]):
+    """Keys and queries in random order: the hardest permutation an executor may meet."""
+
+    def __call__(self, q: Tensor, k: Tensor, *, causal: bool, scale: float) -> bs.GlobalPermutation:
+        generator = torch.Generator().manual_seed(0)
+        k_index = torch.rand(*k.shape[:2], 1, k.shape[2], generator=generator).argsort(-1).int()
+        q_index = torch.rand(*q.shape[:3], generator=generator).argsort(-1).int()
+        return bs.GlobalPermutation(k_index.to(k.device), q_index.to(q.device))
+
+
+PERMUTERS: tuple[bs.Permuter[Any], ...] = (
+    bs.Identity(),
+    bs.SegmentKeySort(64, probe=16),
+    bs.SegmentKeySort(48, probe=16, per_query_head=True, causal_probe=False),
+    Shuffle(),
+)
+SCORERS: tuple[bs.Scorer[Any, Any], ...] = (
+    bs.MeanPoolScorer(16),
+    bs.MeanPoolScorer(32, padded_tail=True),
+    bs.MeanPoolScorer(16, segment=64),
+)
+SELECTORS: tuple[bs.Selector[Any, Any], ...] = (
+    bs.TopCdf(0.5),
+    bs.TopCdf(0.6, crossing=False),
+    bs.TopK(2),
+    bs.TopK(share=0.3),
+    bs.Threshold(0.2),
+    bs.Band(20),
+    bs.Sink(5),
+    bs.FirstToken(),
+    bs.Everything(),
+    bs.SharedByGroup(bs.TopCdf(0.4)),
+    bs.TopCdf(0.3) | bs.Band(8),
+    bs.TopCdf(0.8) & bs.TopK(3),
+)
+REFINED = bs.Refined(bs.TopCdf(0.4), 2)  # halves the blocks: under 16 for a kernel on the finest grid
+EXECUTORS: tuple[bs.Executor[Any, Any], ...] = (
+    bs.ReferenceExecutor(),
+    bs.TritonExecutor(),
+    bs.FlexExecutor(),
+    bs.AutoExecutor(),
+)
+
+
+def needs(stage: object, role: type, position: int) -> type:
+    """What a stage declares in place `position` of its role's type parameters; wrappers ask their parts."""
+    for base in type(stage).__orig_bases__:  # type: ignore[attr-defined]
+        if get_origin(base) is role:
+            declared = get_args(base)[position]
+            if not isinstance(declared, TypeVar):
+                return get_origin(declared) or declared  # type: ignore[no-any-return]
+            parts = [getattr(stage, field.name) for field in attrs.fields(type(stage))]
+            wanted = [needs(part, role, position) for part in parts if isinstance(part, role)]
+            return max(wanted, key=lambda value: len(value.__mro__))
+    raise AssertionError(f"{type(stage).__name__} does not say what it needs in its class line")
+
+
+def compositions() -> Iterator[tuple[bs.Permuter[Any], bs.Scorer[Any, Any], bs.Selector[Any, Any]]]:
+    """Every (permuter, scorer, selector) whose declared types fit."""
+    for permuter, scorer, selector in itertools.product(PERMUTERS, SCORERS, (*SELECTORS, REFINED)):
+        fits = issubclass(needs(permuter, bs.Permuter, 0), needs(scorer, bs.Scorer, 0))
+        if fits and issubclass(needs(scorer, bs.Scorer, 1), needs(selector, bs.Selector, 0)):
+            yield permuter, scorer, selector
+
+
+def name(*stages: object) -> str:
+    """A readable test id."""
+    return "-".join(
+        f"{name(stage.first)}{'|' if isinstance(stage, Union) else '&'}{name(stage.second)}"
+        if isinstance(stage, Union | Intersection)
+        else repr(stage).replace(" ", "")
+        for stage in stages
+    )
