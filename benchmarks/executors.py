@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from attrs import frozen
@@ -114,7 +115,7 @@ def triton_call(
     from blocksparse.kernels.sparse_attention import can_use_tma, default_config, sparse_attention
 
     grid, plan = mask.grid, bs.BlockPlan.of(mask)
-    c = config or default_config(grid.q_block, grid.k_block, q.shape[-1], q.element_size())
+    c: Any = config or default_config(grid.q_block, grid.k_block, q.shape[-1], q.element_size())
     return lambda: sparse_attention(
         q, k, v, plan.partial_count, plan.partial_index, plan.full_count, plan.full_index,
         grid.q_position, grid.k_position[:, :, 0], grid.q_block, grid.k_block, 0, True, q.shape[-1] ** -0.5,
@@ -122,11 +123,11 @@ def triton_call(
     )[0]  # fmt: skip
 
 
-def gpu(lengths: list[int], densities: list[float], D: int, sweep: bool) -> list[dict[str, object]]:
+def gpu(lengths: list[int], densities: list[float], D: int, sweep: bool) -> list[dict[str, Any]]:
     """TFLOP/s over kept blocks, ours against compiled FlexAttention, in one run on the same masks."""
     from blocksparse.kernels.sparse_attention import TileConfig
 
-    configs = {"triton": None}
+    configs: dict[str, Any] = {"triton": None}
     if sweep:
         configs |= {
             f"{m}x{n} w{w} s{s} {'tma' if tma else 'ptr'}": TileConfig(m, n, w, s, tma)
@@ -161,7 +162,7 @@ def gpu(lengths: list[int], densities: list[float], D: int, sweep: bool) -> list
     return rows
 
 
-def cpu(N: int, density: float, dtype: torch.dtype) -> list[dict[str, object]]:
+def cpu(N: int, density: float, dtype: torch.dtype) -> list[dict[str, Any]]:
     """Milliseconds of `FlexExecutor`, plan included, against dense SDPA: 9 heads, 3 KV heads, D=64."""
     case = Case(N, 9, 3, 64, 128, 128, density, dtype)
     q, k, v = case.inputs("cpu")
@@ -198,7 +199,7 @@ def main() -> None:
         rows = [
             row
             for N in arguments.lengths or [8192]
-            for density in arguments.densities or [0.12]
+            for density in arguments.densities or [0.1]
             for dtype in (torch.float32, torch.bfloat16)
             for row in cpu(N, density, dtype)
         ]

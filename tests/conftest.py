@@ -14,6 +14,10 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+# Tensors here are tiny: threads would only wait for one another.
+torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
 def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"

@@ -69,7 +69,7 @@ def needs(stage: object, role: type, position: int) -> type:
             declared = get_args(base)[position]
             if not isinstance(declared, TypeVar):
                 return get_origin(declared) or declared  # type: ignore[no-any-return]
-            parts = [getattr(stage, field.name) for field in attrs.fields(type(stage))]
+            parts = [getattr(stage, name) for name in attrs.asdict(stage, recurse=False)]  # type: ignore[arg-type]
             wanted = [needs(part, role, position) for part in parts if isinstance(part, role)]
             return max(wanted, key=lambda value: len(value.__mro__))
     raise AssertionError(f"{type(stage).__name__} does not say what it needs in its class line")

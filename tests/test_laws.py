@@ -14,6 +14,7 @@ import blocksparse as bs
 from blocksparse.testing import assert_within_budget, every_preset, make_qkv, masked_attention
 from tests import stages
 
+Front = tuple[bs.Permuter[Any], bs.Scorer[Any, Any]]
 Composition = tuple[bs.Permuter[Any], bs.Scorer[Any, Any], bs.Selector[Any, Any]]
 # The fast loop takes one scorer with everything else; the rest of the product is marked slow.
 COMPOSITIONS = [
@@ -80,8 +81,8 @@ def test_every_executor_agrees(
     if not runs(executor, q, k, v, front.mask):
         pytest.skip(f"unsupported: {executor.unsupported(q, k, v, front.mask)}")
     got = executor(q, k, v, front.permutation, front.mask, scale=front.scale)
-    exact = (x.double() for x in (q, k, v))
-    want = bs.ReferenceExecutor()(*exact, front.permutation, front.mask, scale=front.scale)
+    q64, k64, v64 = q.double(), k.double(), v.double()
+    want = bs.ReferenceExecutor()(q64, k64, v64, front.permutation, front.mask, scale=front.scale)
     yardstick = masked_attention(q, k, v, pairs_of(front.mask), front.scale)
     assert_within_budget(got.out, want.out, yardstick)
     if got.lse is not None:
@@ -91,20 +92,22 @@ def test_every_executor_agrees(
 
 @each_executor
 @pytest.mark.parametrize("front", FRONTS)
-def test_dense_limit(front: Any, executor: bs.Executor[Any, Any], device: str) -> None:
+def test_dense_limit(front: Front, executor: bs.Executor[Any, Any], device: str) -> None:
     """Keeping everything reachable gives full attention."""
     q, k, v = make_qkv(**SMALL, device=device)
-    got = bs.Pipeline(*front, bs.Everything(), executor)(q, k, v)
-    exact = [x.double() for x in (q, k, v)]
-    want = scaled_dot_product_attention(*exact, is_causal=True, enable_gqa=True)
-    assert_within_budget(got, want, scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True))
+    got = bs.Pipeline(front[0], front[1], bs.Everything(), executor)(q, k, v)
+    want, yardstick = (
+        scaled_dot_product_attention(q.to(dtype), k.to(dtype), v.to(dtype), is_causal=True, enable_gqa=True)
+        for dtype in (torch.float64, q.dtype)
+    )
+    assert_within_budget(got, want, yardstick)
 
 
 @pytest.mark.parametrize("selector", [bs.TopCdf(1.0), bs.TopCdf(1), bs.TopK(share=1.0), bs.TopK(10**6)])
 @pytest.mark.parametrize("front", FRONTS)
-def test_selectors_reach_the_dense_limit(front: Any, selector: bs.Selector[Any, Any]) -> None:
+def test_selectors_reach_the_dense_limit(front: Front, selector: bs.Selector[Any, Any]) -> None:
     q, k, v = make_qkv(**SIZES)
-    trace = bs.Pipeline(*front, selector, bs.ReferenceExecutor()).trace(q, k, v)
+    trace = bs.Pipeline(front[0], front[1], selector, bs.ReferenceExecutor()).trace(q, k, v)
     assert torch.equal(trace.mask.keep, trace.mask.grid.reachable.expand_as(trace.mask.keep))
 
 
@@ -118,23 +121,23 @@ def test_causality_by_perturbation(composition: Composition, executor: bs.Execut
         pytest.skip(f"unsupported: {executor.unsupported(q, k, v, front.mask)}")
     t = 53
     noise = make_qkv(**SMALL, device=device, seed=1)
-    changed = [torch.cat((x[:, :, :t], y[:, :, t:]), dim=2) for x, y in zip((q, k, v), noise, strict=True)]
+    q2, k2, v2 = (torch.cat((x[:, :, :t], y[:, :, t:]), dim=2) for x, y in zip((q, k, v), noise, strict=True))
     before = executor(q, k, v, front.permutation, front.mask, scale=front.scale).out
-    after = executor(*changed, front.permutation, front.mask, scale=front.scale).out
+    after = executor(q2, k2, v2, front.permutation, front.mask, scale=front.scale).out
     assert torch.equal(before[:, :, :t], after[:, :, :t])
     assert not torch.equal(before[:, :, t:], after[:, :, t:])
 
 
 @pytest.mark.parametrize("scorer", stages.SCORERS, ids=stages.name)
-@pytest.mark.parametrize("selector", (*stages.SELECTORS, stages.REFINED), ids=stages.name)
+@pytest.mark.parametrize("selector", [*stages.SELECTORS, stages.REFINED], ids=stages.name)
 def test_selection_sees_no_future_block(scorer: bs.Scorer[Any, Any], selector: bs.Selector[Any, Any]) -> None:
     """In original order the choice for a row of blocks depends on nothing after it."""
     q, k, v = make_qkv(**SIZES)
     noise = make_qkv(**SIZES, seed=1)
     t = 64  # a multiple of every block
-    changed = [torch.cat((x[:, :, :t], y[:, :, t:]), dim=2) for x, y in zip((q, k, v), noise, strict=True)]
+    q2, k2, v2 = (torch.cat((x[:, :, :t], y[:, :, t:]), dim=2) for x, y in zip((q, k, v), noise, strict=True))
     pipeline = bs.Pipeline(bs.Identity(), scorer, selector, bs.ReferenceExecutor())
-    before, after = pipeline.trace(q, k, v), pipeline.trace(*changed)
+    before, after = pipeline.trace(q, k, v), pipeline.trace(q2, k2, v2)
     rows = t // before.mask.grid.q_block
     assert torch.equal(before.mask.keep[:, :, :rows], after.mask.keep[:, :, :rows])
     assert torch.equal(before.output.out[:, :, :t], after.output.out[:, :, :t])
@@ -174,7 +177,7 @@ def test_aligned_chunks_choose_alike(scorer: bs.Scorer[Any, Any], selector: bs.S
     q, k, v = make_qkv(**SIZES)
     pipeline = bs.Pipeline(bs.Identity(), scorer, selector, bs.ReferenceExecutor())
     whole = pipeline.trace(q, k, v)
-    first = pipeline.trace(*(x[:, :, :64] for x in (q, k, v)))
+    first = pipeline.trace(q[:, :, :64], k[:, :, :64], v[:, :, :64])
     second = pipeline.trace(q[:, :, 64:], k, v)
     rows = 64 // whole.mask.grid.q_block
     assert torch.equal(first.mask.keep, whole.mask.keep[:, :, :rows, :rows])
@@ -184,8 +187,9 @@ def test_aligned_chunks_choose_alike(scorer: bs.Scorer[Any, Any], selector: bs.S
 @each_composition
 def test_no_causal_row_is_empty(composition: Composition) -> None:
     """Every query keeps at least its own key, also where all scores are equal."""
-    for inputs in (make_qkv(**SIZES, M=100), [torch.zeros_like(x) for x in make_qkv(**SIZES)]):
-        trace = bs.Pipeline(*composition, bs.ReferenceExecutor()).trace(*inputs)
+    for gain in (1.0, 0.0):
+        q, k, v = (gain * x for x in make_qkv(**SIZES, M=100))
+        trace = bs.Pipeline(*composition, bs.ReferenceExecutor()).trace(q, k, v)
         grid, pairs = trace.mask.grid, pairs_of(trace.mask)
         own = torch.arange(grid.q_len) + grid.k_len - grid.q_len
         assert bool(pairs[:, :, torch.arange(grid.q_len), own].all())
@@ -230,11 +234,11 @@ def test_ties_and_repeats_choose_alike(composition: Composition, device: str) ->
     first, second = pipeline.trace(q, k, v), pipeline.trace(q, k, v)
     assert torch.equal(first.mask.keep, second.mask.keep)
     if device != "cpu":
-        other = pipeline.trace(*(x.to(device) for x in (q, k, v)))
+        other = pipeline.trace(q.to(device), k.to(device), v.to(device))
         assert torch.equal(first.mask.keep, other.mask.keep.cpu())
 
 
-@pytest.mark.parametrize("selector", (*stages.SELECTORS, stages.REFINED), ids=stages.name)
+@pytest.mark.parametrize("selector", [*stages.SELECTORS, stages.REFINED], ids=stages.name)
 @pytest.mark.parametrize("scorer", stages.SCORERS, ids=stages.name)
 def test_same_scores_same_mask_on_every_device(
     scorer: bs.Scorer[Any, Any], selector: bs.Selector[Any, Any], device: str

@@ -39,7 +39,8 @@ class Trace(Generic[PermutationT, ScoresT, MaskT]):
 
     def density(self) -> Tensor:
         """Work done, as a share of dense attention's, per query head, `[B, Hq]`. See `BlockMask.density`."""
-        return self.mask.density()
+        density = self.mask.density()
+        return density.repeat_interleave(self.q.shape[1] // density.shape[1], dim=1)
 
     def covered_mass(self) -> Tensor:
         """Share of the true attention mass that lies on kept pairs, mean over queries, `[B, Hq]`."""

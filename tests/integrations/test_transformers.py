@@ -24,6 +24,7 @@ from blocksparse import (
     ReferenceExecutor,
     SegmentKeySort,
     TopK,
+    TritonExecutor,
 )
 from blocksparse.integrations.transformers import AnyPipeline, Attachment, DensityRecorder, attach
 
@@ -438,6 +439,7 @@ def test_bidirectional_modules_are_dense(name: str) -> None:
     assert all_dense(recorder, "not causal")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 def test_compiled_models_give_the_same(static: bool) -> None:
     model, ids = make("llama"), tokens(60)
@@ -452,6 +454,32 @@ def test_compiled_models_give_the_same(static: bool) -> None:
         actual = run(torch.compile(model, backend="eager"))
     torch.compiler.reset()
     torch.testing.assert_close(actual, expected, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@pytest.mark.parametrize("min_queries", [2, 1000], ids=["sparse", "dense"])
+def test_chunks_on_a_gpu(static: bool, min_queries: int) -> None:
+    wide = SIZES | {"hidden_size": 256}
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**wide)
+    model: Any = transformers.LlamaForCausalLM._from_config(config, attn_implementation="eager")
+    model = model.to("cuda", torch.bfloat16).eval()
+    ids = tokens(450, batch=2).cuda()
+
+    def run() -> Tensor:
+        cache = (
+            StaticCache(config=model.config, max_cache_len=500) if static else DynamicCache(config=model.config)
+        )
+        chunks = ids.split([130, 200, 119, 1], dim=1)
+        return torch.cat([model(chunk, past_key_values=cache).logits for chunk in chunks], 1).float()
+
+    expected, recorder = run(), DensityRecorder()
+    pipeline = Pipeline(SegmentKeySort(S=128), MeanPoolScorer(64), Everything(), TritonExecutor())
+    with attach(model, pipeline, min_tokens=1, min_queries=min_queries, recorder=recorder):
+        actual = run()
+    assert recorder.sparse_calls() == ({0: 3, 1: 3} if min_queries == 2 else {})
+    assert float((actual - expected).abs().max()) < 0.03 * float(expected.abs().max())
 
 
 # ---- layers, recorder, attaching
@@ -613,7 +641,7 @@ def test_what_a_pipeline_cannot_run_is_an_error() -> None:
 def test_models_that_choose_keys_are_an_error() -> None:
     model = make("llama")
     x = torch.zeros(1, HEADS, 70, 8)
-    with attach(model, SPARSE) as attachment:
+    with attach(model, SPARSE, min_tokens=1) as attachment:
         attend = AttentionInterface._global_mapping[attachment.key]
         with pytest.raises(ValueError, match="chooses keys by itself: detach the model"):
             attend(model.model.layers[0].self_attn, x, x, x, None, indices=torch.zeros(1))

@@ -49,7 +49,7 @@ def compile_sparse_attention(
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
     position = {name: i for i, name in enumerate(kernel.arg_names)}
     pointers = [name for name, type_ in types.items() if isinstance(type_, str) and type_.startswith("*")]
-    aligned = [(position[name],) for name in pointers]
+    aligned: list[tuple[int, ...]] = [(position[name],) for name in pointers]
     aligned += [(position[f"{name}_strides"], axis) for name in ("q", "k", "v", "out") for axis in range(3)]
     source = ASTSource(
         kernel,

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.papers.golden_inputs import Golden
 from torch import Tensor
 
 import blocksparse as bs
-from tests.papers.golden_inputs import Golden
 
 FILES = {path.stem: path for path in sorted((Path(__file__).parent / "golden").glob("*.npz"))}
 PBS = [name for name in FILES if name.startswith("pbs_")]

@@ -33,6 +33,8 @@ _NOT_PLAIN = {
     "position_bias": "position bias",
     "cu_seq_lens_q": "packed batch",
     "cache": "paged cache",
+    "indices": "chosen keys",
+    "block_indices": "chosen keys",
 }
 _ONLY_EAGER = ("softcap", "s_aux", "sinks")
 # Models that select keys themselves turn their choice into a mask for "eager" and "sdpa" only.
@@ -70,8 +72,7 @@ def attach(
             f"'model' must be a transformers.PreTrainedModel: {type(model).__name__}; "
             "take the model out of its wrapper"
         )
-    layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    adapter = _Adapter(_by_layer(pipeline, layers), min_tokens, min_queries, recorder)
+    adapter = _Adapter(_by_layer(pipeline, model.config), min_tokens, min_queries, recorder)
     attachment = Attachment(
         _PREFIX + uuid4().hex, tuple((config, config._attn_implementation) for config in _configs(model))
     )
@@ -424,10 +425,11 @@ def _configs(model: PreTrainedModel) -> Iterator[Any]:
         waiting.extend(sub for sub in held if sub is not None)
 
 
-def _by_layer(pipeline: object, layers: int | None) -> AnyPipeline | dict[int, AnyPipeline]:
+def _by_layer(pipeline: object, config: Any) -> AnyPipeline | dict[int, AnyPipeline]:
     """One pipeline for all layers, or those of single layers by index, checked."""
     if isinstance(pipeline, Pipeline):
         return pipeline
+    layers: int | None = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
     if isinstance(pipeline, Sequence) and not isinstance(pipeline, str | bytes):
         if layers is not None and len(pipeline) != layers:
             raise ValueError(

@@ -85,9 +85,22 @@ def _outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sparse_attention_reference(
-    q, k, v, partial_count, partial_index, full_count, full_index, q_position, k_position,
-    q_block, k_block, q_lead, causal, scale, *_tiles,
-):  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    partial_count: Tensor,
+    partial_index: Tensor,
+    full_count: Tensor,
+    full_index: Tensor,
+    q_position: Tensor,
+    k_position: Tensor,
+    q_block: int,
+    k_block: int,
+    q_lead: int,
+    causal: bool,
+    scale: float,
+    *_tiles: int,
+) -> tuple[Tensor, Tensor]:
     """The same in plain torch: one masked softmax over all pairs. O(M N) memory, for tests."""
     _, Hq, M, _ = q.shape
     k, v = (x.repeat_interleave(Hq // x.shape[1], 1) for x in (k, v))

@@ -88,7 +88,7 @@ class BlockMask:
         """The key in every slot of every block of one row, `[B, Hq, cols, k_block]` int32; -1 is none."""
         grid = self.grid
         group = 0 if grid.group_of_row is None else grid.group_of_row[row]
-        slots = grid.k_position[:, :, group].unflatten(-1, (-1, grid.k_block))
+        slots: Tensor = grid.k_position[:, :, group].unflatten(-1, (-1, grid.k_block))
         if slots.shape[1] != 1:
             slots = slots.repeat_interleave(grid.q_heads // slots.shape[1], dim=1)
         return slots.expand(self.keep.shape[0], grid.q_heads, -1, -1)

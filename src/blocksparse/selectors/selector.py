@@ -32,11 +32,23 @@ class Selector(ABC, Generic[ScoresT_contra, MaskT_co]):
         """Keep what either keeps."""
         return Union(self, other)
 
+    def __ror__(
+        self: Selector[ScoresT, BlockMask], other: Selector[ScoresT, BlockMask]
+    ) -> Selector[ScoresT, BlockMask]:
+        """The same; lets a type checker take the stronger need from the right-hand side."""
+        return Union(other, self)
+
     def __and__(
         self: Selector[ScoresT, BlockMask], other: Selector[ScoresT, BlockMask]
     ) -> Selector[ScoresT, BlockMask]:
         """Keep what both keep."""
         return Intersection(self, other)
+
+    def __rand__(
+        self: Selector[ScoresT, BlockMask], other: Selector[ScoresT, BlockMask]
+    ) -> Selector[ScoresT, BlockMask]:
+        """The same; lets a type checker take the stronger need from the right-hand side."""
+        return Intersection(other, self)
 
 
 @final

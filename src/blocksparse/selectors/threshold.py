@@ -26,5 +26,5 @@ class Threshold(Selector[BlockScores, BlockMask]):
     def __call__(self, scores: BlockScores) -> BlockMask:
         grid = scores.grid
         always = grid.diagonal if scores.forced is None else grid.diagonal | scores.forced
-        keep = scores.values.double() > over_blocks(self.value, scores.values)
+        keep = scores.values > over_blocks(self.value, scores.values).float()
         return BlockMask((keep | always) & grid.reachable, grid)

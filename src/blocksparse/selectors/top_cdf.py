@@ -36,7 +36,7 @@ class TopCdf(Selector[BlockMass, BlockMask]):
 
     def __call__(self, scores: BlockMass) -> BlockMask:
         grid = scores.grid
-        mass = over_blocks(self.mass, scores.values)
+        mass = over_blocks(self.mass, scores.values).float()
         reachable = grid.reachable
         ticks = _ticks(scores.values.masked_fill(~reachable, 0.0))  # [B, Hq, rows, cols] int64
         always = grid.diagonal if scores.forced is None else grid.diagonal | scores.forced
@@ -44,13 +44,15 @@ class TopCdf(Selector[BlockMass, BlockMask]):
         order = first.argsort(dim=-1, descending=True, stable=True)
         ranked = ticks.gather(-1, order)
         reached = ranked.cumsum(-1)
-        target = mass * reached[..., -1:].double()
+        # Shares are compared in fp32, the precision of scores: rounding must not push a sum over a round target.
+        share = (reached / reached[..., -1:].double()).float()
+        before = ((reached - ranked) / reached[..., -1:].double()).float()
         if self.crossing:
-            taken = (reached - ranked).double() < target
+            taken = before < mass
         else:
             forced = 0 if scores.forced is None else scores.forced.expand(ticks.shape).sum(-1, keepdim=True)
             rank = torch.arange(ticks.shape[-1], device=ticks.device)
-            taken = (reached.double() <= target) | ((rank == forced) & (ranked > 0))
+            taken = (share <= mass) | ((rank == forced) & (ranked > 0))
         keep = torch.empty_like(taken).scatter_(-1, order, taken)
         return BlockMask(((keep | always) | (mass >= 1)) & reachable, grid)
 

@@ -1,0 +1,231 @@
+"""Known answers, small enough to check by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import blocksparse as bs
+from blocksparse.testing import make_qkv
+
+B16 = 16
+
+
+def grid(rows: int, *, causal: bool = False, heads: int = 1, kv_heads: int = 1) -> bs.Grid:
+    """`rows` x `rows` blocks of 16 in original order."""
+    q, k = torch.zeros(1, heads, rows * B16, 8), torch.zeros(1, kv_heads, rows * B16, 8)
+    return bs.Grid.of(q, k, bs.GlobalPermutation(), q_block=B16, k_block=B16, causal=causal)
+
+
+def mass(*row: float, forced: list[int] | None = None) -> bs.BlockMass:
+    """One head in which every row of blocks has these values, not causal."""
+    values = torch.tensor(row).expand(1, 1, len(row), len(row)).contiguous()
+    keep = torch.zeros_like(values, dtype=torch.bool)
+    keep[..., forced or []] = True
+    return bs.BlockMass(values, grid(len(row)), keep if forced else None)
+
+
+def kept(mask: bs.BlockMask, row: int = 0, head: int = 0) -> list[int]:
+    columns: list[int] = mask.keep[0, head, row].nonzero().flatten().tolist()
+    return columns
+
+
+@pytest.mark.parametrize(
+    ("target", "crossing", "expected"),
+    [
+        (0.5, True, [0]), (0.5, False, [0]),
+        (0.79, True, [0, 1]), (0.79, False, [0]),
+        (0.8, False, [0, 1]),
+        (0.9, True, [0, 1, 2]), (0.9, False, [0, 1]),
+        (1.0, True, [0, 1, 2]), (1.0, False, [0, 1, 2]), (1, True, [0, 1, 2]),
+        (0.9999999, True, [0, 1, 2]),
+        (0.2, True, [0]), (0.2, False, [0]),  # one block above the target is kept either way
+    ],
+)  # fmt: skip
+def test_top_cdf_boundary(target: float, crossing: bool, expected: list[int]) -> None:
+    assert kept(bs.TopCdf(target, crossing=crossing)(mass(0.5, 0.3, 0.2))) == expected
+
+
+def test_top_cdf_counts_forced_blocks_first() -> None:
+    """XAttention's rule; PBS-Attn's is a union after selection."""
+    forced = mass(0.5, 0.3, 0.15, 0.05, forced=[2])
+    assert kept(bs.TopCdf(0.6)(forced)) == [0, 2]  # .15 + .5 reaches .6
+    plain = mass(0.5, 0.3, 0.15, 0.05)
+    assert kept(bs.TopCdf(0.6)(plain)) == [0, 1]
+    assert kept(bs.TopCdf(0.1)(forced)) == [2]
+    assert kept(bs.TopCdf(0.1, crossing=False)(forced)) == [0, 2]  # and the heaviest scored block (SpargeAttn)
+
+
+def test_top_cdf_target_is_a_share_of_the_rows_total() -> None:
+    assert kept(bs.TopCdf(0.75)(mass(8.0, 4.0, 3.0, 1.0))) == [0, 1]
+
+
+def test_ties_go_to_the_lower_column() -> None:
+    assert kept(bs.TopCdf(0.5)(mass(0.25, 0.25, 0.25, 0.25))) == [0, 1]
+    assert kept(bs.TopK(3)(mass(0.25, 0.25, 0.25, 0.25))) == [0, 1, 2]
+
+
+def test_top_cdf_per_head() -> None:
+    values = torch.tensor([0.5, 0.3, 0.2]).expand(1, 2, 3, 3)
+    mask = bs.TopCdf([0.4, 0.9])(bs.BlockMass(values, grid(3, heads=2, kv_heads=2)))
+    assert (kept(mask, head=0), kept(mask, head=1)) == ([0], [0, 1, 2])
+
+
+def test_top_k_counts_the_diagonal_first() -> None:
+    scores = bs.BlockScores(torch.tensor([5.0, 4.0, 3.0, 2.0]).expand(1, 1, 4, 4), grid(4, causal=True))
+    mask = bs.TopK(2)(scores)
+    assert [kept(mask, row) for row in range(4)] == [[0], [0, 1], [0, 2], [0, 3]]
+    assert [kept(bs.TopK(share=0.5)(scores), row) for row in range(4)] == [[0], [1], [0, 2], [0, 3]]
+
+
+def test_threshold_is_strict() -> None:
+    assert kept(bs.Threshold(0.3)(mass(0.5, 0.3, 0.2))) == [0]
+
+
+def test_patterns() -> None:
+    scores = bs.BlockScores(torch.zeros(1, 1, 4, 4), grid(4, causal=True))
+    assert [kept(bs.Band(0)(scores), row) for row in range(4)] == [[0], [1], [2], [3]]
+    assert [kept(bs.Band(1)(scores), row) for row in range(4)] == [[0], [0, 1], [1, 2], [2, 3]]
+    assert [kept(bs.Band(2 * B16)(scores), row) for row in range(4)] == [[0], [0, 1], [0, 1, 2], [1, 2, 3]]
+    assert [kept(bs.Sink()(scores), row) for row in range(4)] == [[0], [0, 1], [0, 2], [0, 3]]
+    assert [kept(bs.Sink(B16 + 1)(scores), row) for row in range(4)] == [[0], [0, 1], [0, 1, 2], [0, 1, 3]]
+
+
+def test_band_covers_both_sides_when_not_causal() -> None:
+    scores = bs.BlockScores(torch.zeros(1, 1, 4, 4), grid(4))
+    assert [kept(bs.Band(1)(scores), row) for row in range(4)] == [[0, 1], [0, 1, 2], [1, 2, 3], [2, 3]]
+
+
+def test_first_token_follows_the_permutation() -> None:
+    q = torch.zeros(1, 1, 64, 8)
+    k_index = torch.arange(64).roll(20).view(1, 1, 1, 64).int()  # token 0 now stands in slot 20
+    moved = bs.Grid.of(q, q, bs.GlobalPermutation(k_index), q_block=B16, k_block=B16, causal=False)
+    assert kept(bs.FirstToken()(bs.BlockScores(torch.zeros(1, 1, 4, 4), moved))) == [1]
+
+
+def test_shared_by_group_is_the_union() -> None:
+    values = torch.eye(4).view(1, 4, 1, 4).expand(1, 4, 4, 4)
+    mask = bs.SharedByGroup(bs.TopCdf(0.5))(bs.BlockMass(values, grid(4, heads=4, kv_heads=2)))
+    assert mask.keep.shape == (1, 2, 4, 4)
+    assert (kept(mask, head=0), kept(mask, head=1)) == ([0, 1], [2, 3])
+    assert mask.per_query_head().shape == (1, 4, 4, 4)
+
+
+@pytest.mark.parametrize("start", [0, 5, 16, 24, 33])
+@pytest.mark.parametrize("n", [2, 4, 16])
+def test_refine_keeps_the_same_pairs(start: int, n: int) -> None:
+    q, k, v = make_qkv(Hq=2, Hkv=1, N=75, D=16)
+    for permuter in (bs.Identity(), bs.SegmentKeySort(32, probe=8)):
+        trace = bs.Pipeline(permuter, bs.MeanPoolScorer(16), bs.TopCdf(0.4), bs.ReferenceExecutor()).trace(
+            q[:, :, start:], k, v
+        )
+        fine = trace.mask.refine(n)
+        again = bs.ReferenceExecutor()(q[:, :, start:], k, v, trace.permutation, fine, scale=trace.scale)
+        torch.testing.assert_close(again.out, trace.output.out)
+        assert fine.keep.shape[2:] == (fine.grid.rows, fine.grid.cols)
+
+
+def test_segment_key_sort_sorts_inside_segments() -> None:
+    """Keys that the last queries prefer come first in their segment; the tail stays."""
+    k = torch.zeros(1, 1, 10, 4)
+    k[0, 0, :, 0] = torch.tensor([0.0, 3, 1, 2, 9, 7, 8, 6, 5, 4])
+    q = torch.zeros(1, 1, 10, 4)
+    q[..., 0] = 1
+    order = bs.SegmentKeySort(4, probe=1)(q, k, causal=True, scale=1.0).k_index
+    assert order is not None
+    assert order.flatten().tolist() == [1, 3, 2, 0, 4, 6, 5, 7, 8, 9]
+
+
+def test_a_causal_probe_does_not_vote_on_the_future() -> None:
+    k = torch.zeros(1, 1, 4, 1)
+    k[0, 0, 3] = 5.0
+    q = torch.ones(1, 1, 4, 1)
+    causal = bs.SegmentKeySort(2, probe=4)
+    assert not torch.equal(
+        causal._importance(q, k, causal=True, scale=1.0), causal._importance(q, k, causal=False, scale=1.0)
+    )
+
+
+def test_one_order_per_kv_head_or_per_query_head() -> None:
+    q, k, _ = make_qkv(N=64)
+    for per_query_head, heads in ((False, 2), (True, 4)):
+        index = bs.SegmentKeySort(16, per_query_head=per_query_head)(q, k, causal=True, scale=1.0).k_index
+        assert index is not None
+        assert index.shape == (1, heads, 1, 64)
+        assert index.dtype == torch.int32
+
+
+def test_permutation_round_trip() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 3, 40, 5, generator=generator)
+    index = torch.rand(2, 3, 40, generator=generator).argsort(-1).int()
+    permutation = bs.GlobalPermutation(index.unsqueeze(2), index)
+    assert torch.equal(permutation.restore(permutation.gather_queries(x)), x)
+    back = permutation.inverse()
+    assert torch.equal(back.gather_keys(permutation.gather_keys(x)), x)
+    in_place = bs.GlobalPermutation()
+    assert in_place.gather_keys(x) is x
+    assert in_place.restore(x) is x
+
+
+def test_mean_pool_takes_the_tokens_that_are_there() -> None:
+    x = torch.arange(10.0).view(1, 1, 10, 1)
+    assert bs.MeanPoolScorer(4)._block_mean(x, lead=0).flatten().tolist() == [1.5, 5.5, 8.5]
+    assert bs.MeanPoolScorer(4)._block_mean(x, lead=3).flatten().tolist() == [0.0, 2.5, 6.5, 9.0]
+    assert bs.MeanPoolScorer(4, padded_tail=True)._block_mean(x, lead=0).flatten().tolist() == [1.5, 5.5, 4.25]
+
+
+def dense_density(N: int, block: int) -> float:
+    q, k, v = make_qkv(N=N)
+    pipeline = bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(block), bs.Everything(), bs.ReferenceExecutor())
+    return float(pipeline.trace(q, k, v).density().mean())
+
+
+@pytest.mark.parametrize("N", [1, 63, 64, 65, 200])
+def test_density_of_everything_is_one(N: int) -> None:
+    assert dense_density(N, 64) == pytest.approx(1.0)
+
+
+def test_density_counts_tokens_of_a_tail() -> None:
+    """Three blocks of 16, 16 and 8 tokens; dense visits 16*16 + 16*32 + 8*40 pairs."""
+    q, k, v = make_qkv(N=40)
+    trace = bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(16), bs.Band(0), bs.ReferenceExecutor()).trace(q, k, v)
+    assert float(trace.density()[0, 0]) == pytest.approx((16 * 16 * 2 + 8 * 8) / (16 * 16 + 16 * 32 + 8 * 40))
+
+
+class PerSegment(bs.Permuter[bs.Permutation]):
+    """Each segment of queries has its own order of its causal prefix, as S2O has; the rest is empty slots."""
+
+    def __call__(self, q: Tensor, k: Tensor, *, causal: bool, scale: float) -> bs.Permutation:
+        N, S = k.shape[2], 32
+        first = (N - q.shape[2]) // S
+        maps = []
+        for segment in range(first, -(-N // S)):
+            end = min((segment + 1) * S, N)
+            order = torch.randperm(end, generator=torch.Generator().manual_seed(segment))
+            maps.append(torch.cat((order, torch.full((N - end,), -1))))
+        index = torch.stack(maps).int().expand(*k.shape[:2], -1, -1)
+        return bs.Permutation(index, group=S)
+
+
+class AnyOrder(bs.Scorer[bs.Permutation, bs.BlockScores]):
+    """Every block alike."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, permutation: bs.Permutation, *, causal: bool, scale: float
+    ) -> bs.BlockScores:
+        cut = bs.Grid.of(q, k, permutation, q_block=B16, k_block=B16, causal=causal)
+        return bs.BlockScores(torch.zeros(*q.shape[:2], cut.rows, cut.cols), cut)
+
+
+@pytest.mark.parametrize("M", [100, 61, 37, 4])
+def test_per_segment_orders(M: int) -> None:
+    """The values and the reference carry one key map per query group, in chunks too."""
+    q, k, v = make_qkv(Hq=4, Hkv=2, M=M, N=100, D=16, dtype=torch.float64)
+    trace = bs.Pipeline(PerSegment(), AnyOrder(), bs.Everything(), bs.ReferenceExecutor()).trace(q, k, v)
+    dense = bs.Pipeline(bs.Identity(), AnyOrder(), bs.Everything(), bs.ReferenceExecutor())(q, k, v)
+    torch.testing.assert_close(trace.output.out, dense, rtol=0, atol=1e-12)
+    assert float(trace.covered_mass().min()) == pytest.approx(1.0, abs=1e-6)
+    with pytest.raises(ValueError, match="whole number of query blocks: group=32, q_block=64"):
+        bs.Grid.of(q, k, trace.permutation, q_block=64, k_block=16, causal=True)

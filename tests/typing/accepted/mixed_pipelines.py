@@ -1,0 +1,52 @@
+"""Compositions that must type-check, with the type each must have."""
+
+from typing import assert_type
+
+import attrs
+import torch
+
+import blocksparse as bs
+
+paper: bs.Pipeline[bs.GlobalPermutation, bs.BlockMass, bs.BlockMask] = bs.pbs_attn(0.9)
+verbatim = bs.Pipeline(bs.SegmentKeySort(S=256), bs.MeanPoolScorer(), bs.TopCdf(0.9), bs.TritonExecutor())
+assert_type(verbatim, bs.Pipeline[bs.GlobalPermutation, bs.BlockMass, bs.BlockMask])
+
+# A selector that needs less takes more: TopK needs scores of any kind.
+bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(), bs.TopK(4), bs.FlexExecutor())
+# An executor that needs less takes more: the reference takes any permutation.
+bs.Pipeline(bs.SegmentKeySort(), bs.MeanPoolScorer(), bs.Everything(), bs.ReferenceExecutor())
+# The algebra keeps the stronger need, in either order.
+both: bs.Selector[bs.BlockMass, bs.BlockMask] = bs.Sink() | bs.TopCdf(0.9)
+turned: bs.Selector[bs.BlockMass, bs.BlockMask] = bs.TopCdf(0.9) | bs.Sink()
+narrowed: bs.Selector[bs.BlockMass, bs.BlockMask] = bs.SharedByGroup(bs.TopCdf(0.9)) & bs.TopK(3)
+bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(), bs.TopCdf(0.9) | bs.Band(256) | bs.Sink(4), bs.AutoExecutor())
+bs.TopCdf([0.6, 0.7, 0.8, 0.9])
+bs.TopCdf(torch.full((32,), 0.9))
+
+trace = paper.trace(torch.rand(1, 4, 8, 16), torch.rand(1, 2, 8, 16), torch.rand(1, 2, 8, 16))
+assert_type(trace.permutation, bs.GlobalPermutation)
+assert_type(trace.scores, bs.BlockMass)
+assert_type(trace.mask, bs.BlockMask)
+
+
+@attrs.frozen(eq=False)
+class PerSegment(bs.Permuter[bs.Permutation]):
+    """A user's permuter with an order per query segment."""
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, *, causal: bool, scale: float) -> bs.Permutation:
+        return bs.Permutation(group=64, k_index=torch.zeros(1, 1, 1, 1, dtype=torch.int32))
+
+
+@attrs.frozen(eq=False)
+class AnyOrder(bs.Scorer[bs.Permutation, bs.BlockScores]):
+    """A user's scorer that takes any permutation and gives logits."""
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, permutation: bs.Permutation, *, causal: bool, scale: float
+    ) -> bs.BlockScores:
+        grid = bs.Grid.of(q, k, permutation, q_block=16, k_block=16, causal=causal)
+        return bs.BlockScores(torch.zeros(1, 1, grid.rows, grid.cols), grid)
+
+
+bs.Pipeline(PerSegment(), AnyOrder(), bs.TopK(2), bs.ReferenceExecutor())
+bs.Pipeline(bs.SegmentKeySort(), AnyOrder(), bs.Threshold(0.0), bs.TritonExecutor())

@@ -1,0 +1,111 @@
+"""Each line marked `# E:` must be an error with that text, and no other line may be."""
+
+import attrs
+import torch
+from torch import Tensor
+
+import blocksparse as bs
+
+
+@attrs.frozen(eq=False)
+class PerSegment(bs.Permuter[bs.Permutation]):
+    def __call__(self, q: Tensor, k: Tensor, *, causal: bool, scale: float) -> bs.Permutation:
+        return bs.Permutation()
+
+
+@attrs.frozen(eq=False)
+class Logits(bs.Scorer[bs.Permutation, bs.BlockScores]):
+    def __call__(
+        self, q: Tensor, k: Tensor, permutation: bs.Permutation, *, causal: bool, scale: float
+    ) -> bs.BlockScores:
+        raise NotImplementedError
+
+
+@attrs.frozen(eq=False)
+class EarlyStop(bs.Executor[bs.Permutation, bs.RankedBlockMask]):
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        permutation: bs.Permutation,
+        mask: bs.RankedBlockMask,
+        *,
+        scale: float,
+    ) -> bs.AttentionOutput:
+        raise NotImplementedError
+
+    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: bs.RankedBlockMask) -> list[str]:
+        return []
+
+
+# A per-segment order into an executor that gathers once.
+order: bs.Pipeline[bs.Permutation, bs.BlockScores, bs.BlockMask] = bs.Pipeline(
+    PerSegment(),
+    Logits(),
+    bs.TopK(4),
+    bs.TritonExecutor(),  # E: Argument 4 to "Pipeline" has incompatible type "TritonExecutor"; expected "Executor[Permutation, BlockMask]"
+)
+
+# Logits into a rule for masses.
+logits: bs.Pipeline[bs.GlobalPermutation, bs.BlockScores, bs.BlockMask] = bs.Pipeline(
+    bs.Identity(),
+    Logits(),
+    bs.TopCdf(
+        0.9
+    ),  # E: Argument 3 to "Pipeline" has incompatible type "TopCdf"; expected "Selector[BlockScores, BlockMask]"
+    bs.ReferenceExecutor(),
+)
+
+# An unranked mask into early stop.
+unranked: bs.Pipeline[bs.GlobalPermutation, bs.BlockMass, bs.BlockMask] = bs.Pipeline(
+    bs.Identity(),
+    bs.MeanPoolScorer(),
+    bs.TopCdf(0.9),
+    EarlyStop(),  # E: Argument 4 to "Pipeline" has incompatible type "EarlyStop"; expected "Executor[GlobalPermutation, BlockMask]"
+)
+
+# Swapped stages.
+swapped: bs.Pipeline[bs.GlobalPermutation, bs.BlockMass, bs.BlockMask] = bs.Pipeline(
+    bs.Identity(),
+    bs.TopCdf(
+        0.9
+    ),  # E: Argument 2 to "Pipeline" has incompatible type "TopCdf"; expected "Scorer[GlobalPermutation, BlockMass]"
+    bs.MeanPoolScorer(),  # E: Argument 3 to "Pipeline" has incompatible type "MeanPoolScorer"; expected "Selector[BlockMass, BlockMask]"
+    bs.ReferenceExecutor(),
+)
+
+# Without an annotation the type variable's name is the message.
+bs.Pipeline(
+    PerSegment(), bs.MeanPoolScorer(), bs.TopCdf(0.9), bs.ReferenceExecutor()
+)  # E: Cannot infer value of type parameter "PermutationT" of "Pipeline"
+bs.Pipeline(
+    bs.Identity(), Logits(), bs.TopCdf(0.9), bs.ReferenceExecutor()
+)  # E: Cannot infer value of type parameter "ScoresT" of "Pipeline"
+bs.Pipeline(
+    bs.Identity(), Logits(), bs.TopK(1), EarlyStop()
+)  # E: Cannot infer value of type parameter "MaskT" of "Pipeline"
+
+
+# A stage whose method contradicts its class line.
+@attrs.frozen(eq=False)
+class Contradicts(bs.Selector[bs.BlockScores, bs.BlockMask]):
+    def __call__(
+        self, scores: bs.BlockMass
+    ) -> bs.BlockMask:  # E: Argument 1 of "__call__" is incompatible with supertype "blocksparse.selectors.selector.Selector"; supertype defines the argument type as "BlockScores"
+        raise NotImplementedError
+
+
+class Finer(bs.TopCdf):  # E: Cannot inherit from final class "TopCdf"
+    pass
+
+
+# Nothing is accepted and ignored.
+pipeline = bs.pbs_attn()
+x = torch.rand(1, 1, 8, 16)
+pipeline(
+    x, x, x, torch.ones(8, 8)
+)  # E: Argument 4 to "__call__" of "Pipeline" has incompatible type "Tensor"; expected "None"
+pipeline(x, x, x, dropout_p=0.1)  # E: Unexpected keyword argument "dropout_p" for "__call__" of "Pipeline"
+bs.TopCdf("0.9")  # E: Argument 1 to "TopCdf" has incompatible type "str"
+bs.Sink() | bs.Identity()  # E: Unsupported operand types for | ("Sink" and "Identity")

@@ -1,0 +1,43 @@
+"""What mypy must accept and what it must reject, with the sentence expected."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+mypy_api = pytest.importorskip("mypy.api")
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+ERROR = re.compile(r"^(?P<file>.+?):(?P<line>\d+): error: (?P<text>.+?)(  \[[\w-]+\])?$")
+
+
+def errors(folder: str) -> list[tuple[str, int, str]]:
+    """(file, line, text) of every error that strict mypy finds in one of the folders here."""
+    files = [str(path) for path in sorted((HERE / folder).glob("*.py"))]
+    config = ["--config-file", str(ROOT / "pyproject.toml"), "--no-error-summary", "--no-pretty"]
+    printed, failed, _ = mypy_api.run([*config, *files])
+    assert not failed, failed
+    found = [match for line in printed.splitlines() if (match := ERROR.match(line))]
+    return [(Path(match["file"]).name, int(match["line"]), match["text"]) for match in found]
+
+
+def test_accepted() -> None:
+    assert errors("accepted") == []
+
+
+def test_rejected() -> None:
+    expected = {
+        (path.name, number): line.split("# E: ")[1].strip()
+        for path in (HERE / "rejected").glob("*.py")
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if "# E: " in line
+    }
+    found: dict[tuple[str, int], str] = {}
+    for file, line, text in errors("rejected"):
+        found.setdefault((file, line), text)
+    assert expected.keys() == found.keys()
+    wrong = {place: found[place] for place, text in expected.items() if not found[place].startswith(text)}
+    assert not wrong
