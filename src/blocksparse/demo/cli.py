@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         "each preset, and is asked for the fact.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    demo.add_argument("--tokens", type=int, default=7680, help="length of the prompt")
+    demo.add_argument("--tokens", type=int, default=4096, help="length of the prompt")
     demo.add_argument("--depth", type=float, default=0.5, help="share of the text before the planted fact")
     demo.add_argument("--seed", type=int, default=0, help="chooses the planted fact")
     demo.add_argument("--threshold", type=float, default=0.9, help="share of the scored mass that a preset keeps")

@@ -22,6 +22,7 @@ from blocksparse.pipeline import Pipeline, Trace
 AnyPipeline = Pipeline[Any, Any, Any]
 
 _ANSWER_TOKENS = 8
+_WARM_UP = 512
 _CHUNK = 512
 
 
@@ -56,13 +57,17 @@ def measure(
     """Read the prompt once with `pipeline` (None is the model's own dense attention), then answer densely.
 
     Args:
-        warm_up: one layer's q, k, v of this prompt, for the pipeline to compile on.
+        warm_up: one layer's q, k, v of this prompt, for the pipeline to compile on; dense attention, or a
+            pipeline without them, reads the start of the prompt first.
         keep_layer: the layer whose q, k, v the row keeps.
         on_layer: called after each layer's attention.
     """
     network, ids, recorder = model.network, prompt.ids.to(model.device), DensityRecorder()
     begin, executor = time.perf_counter(), "sdpa"
-    if pipeline is not None and warm_up is not None:
+    if pipeline is None or warm_up is None:
+        network.model(ids[:, :_WARM_UP])
+        _wait(model.device)
+    else:
         trace = pipeline.trace(*warm_up)
         _wait(model.device)
         executor = _executor(pipeline, trace)
@@ -104,13 +109,13 @@ def perplexity(network: Any, hidden: Tensor, ids: Tensor, counted: Tensor) -> fl
 
 
 def answer(model: Model, token: Tensor, cache: Any) -> str:
-    """The first line of the greedy continuation from `token` `[1, 1]`, with the keys and values in `cache`."""
+    """The first line, less its full stop, of the greedy continuation from `token` `[1, 1]` after `cache`."""
     tokens = [token]
     for _ in range(_ANSWER_TOKENS - 1):
         read = model.network.model(tokens[-1], past_key_values=cache, use_cache=True)
         tokens.append(_next(model.network, read.last_hidden_state))
     text: str = model.tokenizer.decode(torch.cat(tokens, dim=1)[0], skip_special_tokens=True)
-    return text.strip().split("\n")[0]
+    return text.strip().split("\n")[0].rstrip(".")
 
 
 def _executor(pipeline: AnyPipeline, trace: Trace[Any, Any, Any]) -> str:

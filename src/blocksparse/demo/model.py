@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import shutil
+from contextlib import redirect_stderr
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, final
@@ -70,13 +72,14 @@ def convert_smollm2(folder: Path) -> None:
         )
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    network = AutoModelForCausalLM.from_pretrained(
-        source,
-        gguf_file=_GGUF,
-        dtype=torch.bfloat16,
-        quantization_config=GgufConfig(dequantize=True),
-        local_files_only=True,
-    )
+    with redirect_stderr(io.StringIO()):  # the progress bars of the loader; errors are raised, not written
+        network = AutoModelForCausalLM.from_pretrained(
+            source,
+            gguf_file=_GGUF,
+            dtype=torch.bfloat16,
+            quantization_config=GgufConfig(dequantize=True),
+            local_files_only=True,
+        )
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=_GGUF, local_files_only=True)
     # Written beside and renamed, so that an interrupted run leaves no half model behind.
     unfinished = folder.with_name(folder.name + ".unfinished")

@@ -71,7 +71,11 @@ def pooled_attention(trace: Trace[GlobalPermutation, Any, Any], head: int, *, pi
     """True attention of one query head, keys in slot order, mean weight over tiles: at most `[pixels, pixels]`."""
     q, k = trace.q[0, head].float(), trace.k[0, head * trace.k.shape[1] // trace.q.shape[1]].float()
     N = len(k)
-    order = torch.arange(N, device=q.device) if trace.permutation.k_index is None else trace.permutation.k_index[0, 0, 0].long()
+    order = (
+        torch.arange(N, device=q.device)
+        if trace.permutation.k_index is None
+        else trace.permutation.k_index[0, 0, 0].long()
+    )
     tile = -(-N // pixels)
     edges = torch.arange(0, N, tile)
     tokens = torch.diff(edges, append=torch.tensor([N]))

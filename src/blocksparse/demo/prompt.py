@@ -27,8 +27,8 @@ class Prompt:
     needle_at: int  # token at which the needle starts
 
     def is_answered_by(self, reply: str) -> bool:
-        """Whether the reply begins with the answer."""
-        return reply.strip().startswith(self.answer)
+        """Whether the reply, without white space around it, begins with the answer."""
+        return reply.startswith(self.answer)
 
 
 def build(tokenizer: Any, text: str, *, tokens: int, depth: float, seed: int = 0) -> Prompt:
@@ -50,8 +50,9 @@ def build(tokenizer: Any, text: str, *, tokens: int, depth: float, seed: int = 0
         ids: list[int] = tokenizer.encode(part, add_special_tokens=False)
         return ids
 
+    start_ids: list[int] = tokenizer.encode("")  # what the model expects at the start of every text, if anything
     needle_ids, question_ids = encode(needle + "\n\n"), encode("\n\n" + question)
-    room = tokens - len(needle_ids) - len(question_ids)
+    room = tokens - len(start_ids) - len(needle_ids) - len(question_ids)
     if room < 1:
         raise DemoError(f"'--tokens' must be over {tokens - room}, the length of fact and question: {tokens}")
     # Ten characters a token is more than any prose needs, so this is the same start as of the whole text.
@@ -62,6 +63,13 @@ def build(tokenizer: Any, text: str, *, tokens: int, depth: float, seed: int = 0
     place = round(depth * room)
     while 0 < place < room and "\n" not in tokenizer.decode(text_ids[place - 1]):
         place -= 1
-    ids = text_ids[:place] + needle_ids + text_ids[place:] + question_ids
-    is_text = [True] * place + [False] * len(needle_ids) + [True] * (room - place) + [False] * len(question_ids)
-    return Prompt(torch.tensor([ids]), torch.tensor(is_text), needle, question, answer, place)
+    parts = (  # tokens, and whether they come from the text
+        (start_ids, False),
+        (text_ids[:place], True),
+        (needle_ids, False),
+        (text_ids[place:], True),
+        (question_ids, False),
+    )
+    ids = torch.tensor([[token for part, _ in parts for token in part]])
+    is_text = torch.tensor([comes for part, comes in parts for _ in part])
+    return Prompt(ids, is_text, needle, question, answer, len(start_ids) + place)

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from attrs import asdict, filters
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
 from rich.table import Table
 
 from blocksparse.demo.measure import Row
@@ -15,23 +17,28 @@ from blocksparse.demo.measure import Row
 def table(rows: list[Row], *, title: str) -> Table:
     """One line per method; speed-up and perplexity are against the first row, which is dense."""
     dense = rows[0]
-    result = Table(title=title)
-    result.add_column("method")
-    for heading in ("first token", "attention", "speed-up", "density", "perplexity"):
-        result.add_column(heading, justify="right")
-    result.add_column("answer")
+    # Fits in 80 columns, the width when the output is not a terminal.
+    result = Table(title=title, box=SIMPLE_HEAD, padding=0, show_edge=False)
+    result.add_column("method", no_wrap=True)
+    for heading in ("first\ntoken", "attention", "speed-up", "density", "perplexity"):
+        result.add_column(heading, justify="right", vertical="bottom", no_wrap=True)
+    result.add_column("answer", no_wrap=True)
     for row in rows:
         more = "" if row is dense else f" ({row.perplexity / dense.perplexity - 1:+.1%})"
         result.add_row(
             row.method,
-            f"{row.first_token_s:.2f} s",
-            f"{row.attention_s:.2f} s",
+            _seconds(row.first_token_s),
+            _seconds(row.attention_s),
             f"{dense.attention_s / row.attention_s:.2f}x",
             f"{row.density:.1%}",
             f"{row.perplexity:.2f}{more}",
-            f"{row.reply} [green]right[/]" if row.right else f"{row.reply} [red]wrong[/]",
+            f"{escape(row.reply)} [green]right[/]" if row.right else f"{escape(row.reply)} [red]wrong[/]",
         )
     return result
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1000:.0f} ms"
 
 
 def legend(rows: list[Row]) -> str:

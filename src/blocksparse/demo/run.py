@@ -150,9 +150,8 @@ def _report(rows: list[Row], model: Model, prompt: Prompt, settings: Settings, c
         question=prompt.question,
         answer=prompt.answer,
     )
-    console.print(
-        table(rows, title=f"{model.name} reads {settings.tokens} tokens of {settings.text.name} ({device}, bf16)")
-    )
+    console.print(table(rows, title=f"{model.name} reads {settings.tokens} tokens of {settings.text.name}"))
     console.print(legend(rows), style="dim", highlight=False)
-    console.print(f'planted at token {prompt.needle_at}: "{prompt.needle}"', highlight=False)
+    console.print(f'planted at token {prompt.needle_at}: "{prompt.needle}"', highlight=False, markup=False)
+    console.print(f"ran in bf16 on {device}", highlight=False)
     console.print(f"written: {settings.out}/results.json, {settings.out}/attention-map.png", highlight=False)

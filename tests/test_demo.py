@@ -1,0 +1,217 @@
+"""The demo: its prompt, table, picture and errors; and the whole of it, on a tiny model and on the real one."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from blocksparse import mean_pooling, pbs_attn
+from blocksparse.demo.cli import main
+from blocksparse.demo.errors import DemoError
+from blocksparse.demo.measure import Row, perplexity
+from blocksparse.demo.model import wheel_folder
+from blocksparse.demo.picture import Panel, draw, pooled_attention
+from blocksparse.demo.prompt import build
+from blocksparse.demo.report import legend, table, write_json
+
+TEXT = Path(__file__).parents[1] / "examples" / "data" / "persuasion.txt"
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    logger = logging.getLogger("blocksparse")
+    level = logger.level
+    yield
+    logger.setLevel(level)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    """One token per byte; needs no file."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bytes_only = Tokenizer(models.BPE(vocab={sign: i for i, sign in enumerate(alphabet)}, merges=[]))
+    bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_only.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=bytes_only)
+
+
+@pytest.fixture(scope="module")
+def tiny(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama with two layers, saved with its tokenizer."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    folder = tmp_path_factory.mktemp("tiny")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.3, 0.9, 1.0])
+@pytest.mark.parametrize("tokens", [400, 1000])
+def test_prompt_has_the_fact_once_at_its_depth(tokenizer: Any, tokens: int, depth: float) -> None:
+    text = "A paragraph of some forty letters or so.\n\n" * 40
+    prompt = build(tokenizer, text, tokens=tokens, depth=depth, seed=3)
+    whole = tokenizer.decode(prompt.ids[0])
+    assert prompt.ids.shape == (1, tokens)
+    assert prompt.is_text.shape == (tokens,)
+    assert whole.count(prompt.needle) == 1
+    assert whole.endswith(prompt.question)
+    assert prompt.answer in prompt.needle
+    assert prompt.answer not in prompt.question
+    assert whole[prompt.needle_at :].startswith(prompt.needle)
+    room = int(prompt.is_text.sum())
+    assert depth * room - 50 < prompt.needle_at <= depth * room + 1
+    assert prompt.needle_at in (0, room) or whole[prompt.needle_at - 1] == "\n"
+    assert tokenizer.decode(prompt.ids[0][prompt.is_text]) == text[:room]
+
+
+def test_prompt_of_a_seed_is_always_the_same(tokenizer: Any) -> None:
+    first, second, other = (build(tokenizer, "x" * 999, tokens=500, depth=0.5, seed=s).needle for s in (1, 1, 2))
+    assert first == second != other
+
+
+def test_prompt_refuses_what_does_not_fit(tokenizer: Any) -> None:
+    with pytest.raises(DemoError, match="'--tokens' must be over"):
+        build(tokenizer, "x" * 999, tokens=100, depth=0.5)
+    with pytest.raises(DemoError, match="the text has 99 tokens"):
+        build(tokenizer, "x" * 99, tokens=500, depth=0.5)
+
+
+def test_answer_is_right_only_when_it_comes_first(tokenizer: Any) -> None:
+    prompt = build(tokenizer, "x" * 999, tokens=500, depth=0.5)
+    assert prompt.is_answered_by(prompt.answer + ", I think")
+    assert not prompt.is_answered_by("not " + prompt.answer)
+    assert not prompt.is_answered_by(prompt.answer[:-1])
+
+
+def test_perplexity_counts_the_text_only(tiny: Path) -> None:
+    network = LlamaForCausalLM.from_pretrained(tiny, local_files_only=True)
+    ids = torch.randint(256, (1, 700), generator=torch.Generator().manual_seed(0))
+    counted = torch.arange(700) % 3 > 0
+    logits = network(ids).logits[0, :-1].double().log_softmax(-1)
+    loss = -logits.gather(-1, ids[0, 1:, None])[counted[1:]].mean()
+    assert perplexity(network, network.model(ids).last_hidden_state, ids, counted) == pytest.approx(
+        float(loss.exp()), rel=1e-5
+    )
+
+
+def rows() -> list[Row]:
+    return [
+        Row("dense", 2.0, 1.0, 1.0, 40.0, "12345", True, "sdpa", 0.0),
+        Row("pbs_attn", 1.5, 0.5, 0.55, 41.0, "[b]1", False, "FlexExecutor runs", 3.0),
+    ]
+
+
+def test_table_compares_with_dense_and_fits_in_80_columns() -> None:
+    console = Console(width=80, record=True)
+    console.print(table(rows(), title="a title"))
+    console.print(legend(rows()))
+    lines = console.export_text().splitlines()
+    dense = next(line for line in lines if line.startswith("dense"))
+    sparse = next(line for line in lines if line.startswith("pbs_attn"))
+    assert " ".join(dense.split()) == "dense 2.00 s 1.00 s 1.00x 100.0% 40.00 12345 right"
+    assert " ".join(sparse.split()) == "pbs_attn 1.50 s 500 ms 2.00x 55.0% 41.00 (+2.5%) [b]1 wrong"
+    assert "FlexExecutor runs" in "".join(lines)
+    assert "3.0 s for pbs_attn" in " ".join(lines)
+
+
+def test_json_holds_every_number(tmp_path: Path) -> None:
+    write_json(rows(), tmp_path / "results.json", tokens=512)
+    written = json.loads((tmp_path / "results.json").read_text())
+    assert written["tokens"] == 512
+    assert [row["method"] for row in written["rows"]] == ["dense", "pbs_attn"]
+    assert written["rows"][1]["density"] == 0.55
+    assert "qkv" not in written["rows"][0]
+
+
+def test_picture_shows_the_true_attention(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(1, 4, 600, 16, generator=generator), torch.randn(1, 2, 600, 16, generator=generator)
+    panels = [Panel.of(str(p.permuter), p, q, k, k, head=3) for p in (mean_pooling(block=64), pbs_attn(block=64))]
+    for panel in panels:
+        assert 0 < panel.covered_mass <= 1 + 1e-6
+        assert panel.keep.shape == (10, 10)
+        assert panel.attention.shape == (300, 300)  # two tokens a pixel
+        # A row of pixels holds the whole attention of its queries, wherever their keys went.
+        torch.testing.assert_close(panel.attention.sum(-1) * 2, torch.ones(300))
+    logits = (q[0, 3] @ k[0, 1].T / 4).masked_fill(torch.ones(600, 600).triu(1).bool(), float("-inf"))
+    torch.testing.assert_close(
+        pooled_attention(mean_pooling().trace(q, k, k), 3, pixels=600), logits.softmax(-1), rtol=1e-4, atol=1e-6
+    )
+    draw(panels, tmp_path / "map.png", title="random")
+    assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--depth", "1.5"], "'--depth' must be in [0, 1]: 1.5"),
+        (["--threshold", "0"], "'--threshold' must be in (0, 1]: 0.0"),
+        (["--presets", "nonsense"], "'--presets' must be among mean_pooling, pbs_attn"),
+        (["--model", "/nowhere"], "'--model' must be a folder that a transformers model was saved in: /nowhere"),
+        (["--text", "/nowhere"], "'--text' must be a readable UTF-8 text: /nowhere"),
+        (["--model", "TINY", "--tokens", "2000"], "'--tokens' must be at most 1024"),
+        (["--model", "TINY", "--tokens", "50"], "'--tokens' must be over"),
+        (["--model", "TINY", "--tokens", "500", "--layer", "2"], "'--layer' must be from 0 to 1: 2"),
+        (["--model", "TINY", "--tokens", "500", "--head", "4"], "'--head' must be from 0 to 3: 4"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_cli_says_in_one_sentence_what_is_wrong(
+    options: list[str], sentence: str, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [str(tiny) if option == "TINY" else option for option in options]
+    assert main(["demo", "--text", str(TEXT), "--out", str(tmp_path), *options]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("blocksparse demo: ")
+    assert sentence in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_whole_demo_on_a_tiny_model(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--model", str(tiny), "--tokens", "700", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    for row in json.loads((tmp_path / "results.json").read_text())["rows"]:
+        assert row["method"] in printed
+        assert row["first_token_s"] > row["attention_s"] > 0
+        assert row["perplexity"] == pytest.approx(257, rel=0.5)  # it knows nothing
+    assert (tmp_path / "attention-map.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(wheel_folder() is None, reason="the model is not installed: make test installs it")
+def test_whole_demo_on_the_real_model(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "blocksparse.demo.cli", "demo", "--tokens", "1024", "--out", str(tmp_path)]
+    subprocess.run(command, check=True, capture_output=True)
+    written = json.loads((tmp_path / "results.json").read_text())
+    dense, *sparse = written["rows"]
+    assert dense["perplexity"] < 60
+    assert dense["reply"] == written["answer"]
+    assert [row["method"] for row in sparse] == ["mean_pooling", "pbs_attn"]
+    for row in sparse:
+        assert row["reply"] == written["answer"]
+        assert row["perplexity"] < 1.1 * dense["perplexity"]
+    assert (tmp_path / "attention-map.png").is_file()
