@@ -29,7 +29,7 @@ clean:
 
 $(VENV)/.installed: requirements-dev.txt pyproject.toml
 	@test -n "$(PYTHON)" || { echo "make: Python 3.11 or later is needed; give one with PYTHON=/path/to/python3" >&2; exit 1; }
-	@echo "make: creating $(VENV) with $(PYTHON) and installing requirements-dev.txt; PyTorch is large, this takes minutes"
+	@echo "make: preparing $(VENV) with $(PYTHON) and requirements-dev.txt; PyTorch is large, the first time takes minutes"
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) -r requirements-dev.txt
 	@$(PIP) --no-deps -e .

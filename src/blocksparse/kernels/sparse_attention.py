@@ -139,11 +139,13 @@ class TileConfig:
 
 
 def default_config(q_block: int, k_block: int, head_dim: int, itemsize: int) -> TileConfig:
-    """The largest tiles up to 128 x 128 that divide the blocks and fit on chip."""
+    """Tiles that divide the blocks and fit on chip, as measured fastest on Hopper (docs/performance.md)."""
     row_bytes = head_dim * itemsize
-    limit = 128 if itemsize <= 2 and row_bytes <= 256 else 64 if row_bytes <= 512 else 32
+    large = itemsize <= 2 and 128 < row_bytes <= 256
+    limit = 128 if large else 64 if row_bytes <= 512 else 32
     block_m, block_n = (min(block & -block, limit) for block in (q_block, k_block))
-    return TileConfig(block_m, block_n, num_warps=8 if block_m == 128 else 4, num_stages=2)
+    stages = 4 if itemsize <= 2 and row_bytes <= 128 else 2
+    return TileConfig(block_m, block_n, num_warps=8 if block_m == 128 else 4, num_stages=stages)
 
 
 def can_use_tma(*tensors: Tensor) -> bool:

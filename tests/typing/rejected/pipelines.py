@@ -51,9 +51,7 @@ order: bs.Pipeline[bs.Permutation, bs.BlockScores, bs.BlockMask] = bs.Pipeline(
 logits: bs.Pipeline[bs.GlobalPermutation, bs.BlockScores, bs.BlockMask] = bs.Pipeline(
     bs.Identity(),
     Logits(),
-    bs.TopCdf(
-        0.9
-    ),  # E: Argument 3 to "Pipeline" has incompatible type "TopCdf"; expected "Selector[BlockScores, BlockMask]"
+    bs.TopCdf(0.9),  # E: Argument 3 to "Pipeline" has incompatible type "TopCdf"; expected "Selector[BlockScores, BlockMask]"
     bs.ReferenceExecutor(),
 )
 
@@ -68,31 +66,21 @@ unranked: bs.Pipeline[bs.GlobalPermutation, bs.BlockMass, bs.BlockMask] = bs.Pip
 # Swapped stages.
 swapped: bs.Pipeline[bs.GlobalPermutation, bs.BlockMass, bs.BlockMask] = bs.Pipeline(
     bs.Identity(),
-    bs.TopCdf(
-        0.9
-    ),  # E: Argument 2 to "Pipeline" has incompatible type "TopCdf"; expected "Scorer[GlobalPermutation, BlockMass]"
+    bs.TopCdf(0.9),  # E: Argument 2 to "Pipeline" has incompatible type "TopCdf"; expected "Scorer[GlobalPermutation, BlockMass]"
     bs.MeanPoolScorer(),  # E: Argument 3 to "Pipeline" has incompatible type "MeanPoolScorer"; expected "Selector[BlockMass, BlockMask]"
     bs.ReferenceExecutor(),
 )
 
 # Without an annotation the type variable's name is the message.
-bs.Pipeline(
-    PerSegment(), bs.MeanPoolScorer(), bs.TopCdf(0.9), bs.ReferenceExecutor()
-)  # E: Cannot infer value of type parameter "PermutationT" of "Pipeline"
-bs.Pipeline(
-    bs.Identity(), Logits(), bs.TopCdf(0.9), bs.ReferenceExecutor()
-)  # E: Cannot infer value of type parameter "ScoresT" of "Pipeline"
-bs.Pipeline(
-    bs.Identity(), Logits(), bs.TopK(1), EarlyStop()
-)  # E: Cannot infer value of type parameter "MaskT" of "Pipeline"
+bs.Pipeline(PerSegment(), bs.MeanPoolScorer(), bs.TopCdf(0.9), bs.ReferenceExecutor())  # E: Cannot infer value of type parameter "PermutationT" of "Pipeline"
+bs.Pipeline(bs.Identity(), Logits(), bs.TopCdf(0.9), bs.ReferenceExecutor())  # E: Cannot infer value of type parameter "ScoresT" of "Pipeline"
+bs.Pipeline(bs.Identity(), Logits(), bs.TopK(1), EarlyStop())  # E: Cannot infer value of type parameter "MaskT" of "Pipeline"
 
 
 # A stage whose method contradicts its class line.
 @attrs.frozen(eq=False)
 class Contradicts(bs.Selector[bs.BlockScores, bs.BlockMask]):
-    def __call__(
-        self, scores: bs.BlockMass
-    ) -> bs.BlockMask:  # E: Argument 1 of "__call__" is incompatible with supertype "blocksparse.selectors.selector.Selector"; supertype defines the argument type as "BlockScores"
+    def __call__(self, scores: bs.BlockMass) -> bs.BlockMask:  # E: Argument 1 of "__call__" is incompatible with supertype "blocksparse.selectors.selector.Selector"; supertype defines the argument type as "BlockScores"
         raise NotImplementedError
 
 
@@ -103,9 +91,7 @@ class Finer(bs.TopCdf):  # E: Cannot inherit from final class "TopCdf"
 # Nothing is accepted and ignored.
 pipeline = bs.pbs_attn()
 x = torch.rand(1, 1, 8, 16)
-pipeline(
-    x, x, x, torch.ones(8, 8)
-)  # E: Argument 4 to "__call__" of "Pipeline" has incompatible type "Tensor"; expected "None"
+pipeline(x, x, x, torch.ones(8, 8))  # E: Argument 4 to "__call__" of "Pipeline" has incompatible type "Tensor"; expected "None"
 pipeline(x, x, x, dropout_p=0.1)  # E: Unexpected keyword argument "dropout_p" for "__call__" of "Pipeline"
 bs.TopCdf("0.9")  # E: Argument 1 to "TopCdf" has incompatible type "str"
 bs.Sink() | bs.Identity()  # E: Unsupported operand types for | ("Sink" and "Identity")
