@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import shutil
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +36,7 @@ class FlexExecutor(Executor[GlobalPermutation, BlockMask]):
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> list[str]:
         reasons = []
         if q.device.type == "cpu" and compiler() is None:
-            reasons.append("FlexAttention must be compiled, and no C++ compiler is found (c++, g++ or clang++)")
+            reasons.append("FlexAttention must be compiled, and no C++ compiler is found (g++, or what CXX names)")
         elif q.device.type == "cpu" and not _PYTHON_HEADER.exists():
             reasons.append(f"FlexAttention must be compiled, and Python's headers are missing ({_PYTHON_HEADER})")
         if q.device.type not in ("cpu", "cuda"):
@@ -170,8 +169,14 @@ def _table(position: Tensor, batch: int, q_heads: int) -> Tensor:
 
 @functools.cache
 def compiler() -> str | None:
-    """The C++ compiler that torch.compile would use on a CPU, or None."""
-    return next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+    """The C++ compiler that torch.compile uses on a CPU, or None."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        return get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return None
 
 
 @functools.cache
