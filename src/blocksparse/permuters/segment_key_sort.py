@@ -50,8 +50,11 @@ class SegmentKeySort(Permuter[GlobalPermutation]):
         """Mean weight of every key over the probe queries, `[B, Hkv or Hq, N]` in fp32 or better."""
         _, Hkv, N, _ = k.shape
         voters = q[:, :, -self.probe :].unflatten(1, (Hkv, -1))  # [B, Hkv, Hq/Hkv, P, D]
-        votes = torch.matmul(voters, k.unsqueeze(2).transpose(-1, -2)) * scale  # [B, Hkv, Hq/Hkv, P, N]
-        votes = votes.to(torch.promote_types(votes.dtype, torch.float32))
+        # A group's queries are rows of one product, so that k is not copied per query head.
+        votes: Tensor = (
+            torch.matmul(voters.flatten(2, 3), k.transpose(-1, -2)).unflatten(2, voters.shape[2:4]) * scale
+        )
+        votes = votes.to(torch.promote_types(votes.dtype, torch.float32))  # [B, Hkv, Hq/Hkv, P, N]
         position = torch.arange(N, device=k.device)
         if not self.causal_probe:
             votes = votes.masked_fill(position >= N // self.S * self.S, float("-inf"))
