@@ -16,7 +16,7 @@ demo: $(VENV)/.model
 
 test: $(VENV)/.model
 	@echo "make test: the whole test suite, with the real model; some minutes on two cores"
-	@$(VENV)/bin/python -m pytest
+	@$(VENV)/bin/python -m pytest -n auto
 
 lint: $(VENV)/.installed
 	@$(VENV)/bin/ruff check
