@@ -24,7 +24,7 @@ lint: $(VENV)/.installed
 
 clean:
 	@echo "make clean: removing caches and demo-output; remove $(VENV) by hand to install anew"
-	@rm -rf demo-output build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf demo-output build .pytest_cache .mypy_cache .ruff_cache
 	@find src tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} +
 
 $(VENV)/.installed: requirements-dev.txt pyproject.toml

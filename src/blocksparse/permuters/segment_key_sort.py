@@ -6,6 +6,7 @@ from typing import final
 
 import torch
 from attrs import field, frozen, validators
+from einops import rearrange
 from torch import Tensor
 
 from blocksparse.permuters.permutation import GlobalPermutation
@@ -49,16 +50,15 @@ class SegmentKeySort(Permuter[GlobalPermutation]):
     def _importance(self, q: Tensor, k: Tensor, *, causal: bool, scale: float) -> Tensor:
         """Mean weight of every key over the probe queries, `[B, Hkv or Hq, N]` in fp32 or better."""
         _, Hkv, N, _ = k.shape
-        voters = q[:, :, -self.probe :].unflatten(1, (Hkv, -1))  # [B, Hkv, Hq/Hkv, P, D]
+        P = min(self.probe, q.shape[2])
         # A group's queries are rows of one product, so that k is not copied per query head.
-        votes: Tensor = (
-            torch.matmul(voters.flatten(2, 3), k.transpose(-1, -2)).unflatten(2, voters.shape[2:4]) * scale
-        )
-        votes = votes.to(torch.promote_types(votes.dtype, torch.float32))  # [B, Hkv, Hq/Hkv, P, N]
+        voters = rearrange(q[:, :, -P:], "B (H G) P D -> B H (G P) D", H=Hkv)
+        votes = rearrange(torch.matmul(voters, k.transpose(-1, -2)), "B H (G P) N -> B H G P N", P=P) * scale
+        votes = votes.to(torch.promote_types(votes.dtype, torch.float32))
         position = torch.arange(N, device=k.device)
         if not self.causal_probe:
             votes = votes.masked_fill(position >= N // self.S * self.S, float("-inf"))
         elif causal:
-            votes = votes.masked_fill(position > position[-voters.shape[3] :, None], float("-inf"))
+            votes = votes.masked_fill(position > position[-P:, None], float("-inf"))
         weight = votes.softmax(dim=-1).mean(dim=-2)  # [B, Hkv, Hq/Hkv, N]
         return weight.flatten(1, 2) if self.per_query_head else weight.mean(dim=2)

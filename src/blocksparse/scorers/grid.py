@@ -6,6 +6,7 @@ from typing import Any, final
 
 import torch
 from attrs import evolve, frozen
+from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -99,8 +100,8 @@ class Grid:
         **sizes: Any,
     ) -> Grid:
         """First and last positions of every block of the given places."""
-        q_blocks = q_position.unflatten(-1, (-1, q_block))  # [B|1, H|1, rows, q_block]
-        k_blocks = k_position.unflatten(-1, (-1, k_block))  # [B|1, H|1, G, cols, k_block]
+        q_blocks = rearrange(q_position, "B H (rows place) -> B H rows place", place=q_block)
+        k_blocks = rearrange(k_position, "B H G (cols slot) -> B H G cols slot", slot=k_block)
         k_first = k_blocks.where(k_blocks >= 0, _NEVER).amin(-1)
         k_last, k_whole = k_blocks.amax(-1), (k_blocks >= 0).all(-1)
         if group_of_row is not None:

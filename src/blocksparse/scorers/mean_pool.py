@@ -6,6 +6,7 @@ from typing import final
 
 import torch
 from attrs import field, frozen, validators
+from einops import rearrange
 from torch import Tensor
 
 from blocksparse.permuters.permutation import GlobalPermutation
@@ -47,9 +48,10 @@ class MeanPoolScorer(Scorer[GlobalPermutation, BlockMass]):
 
         pooled_q = self._block_mean(permutation.gather_queries(q), lead=grid.q_lead)  # [B, Hq, rows, D]
         pooled_k = self._block_mean(permutation.gather_keys(k), lead=0)  # [B, H, cols, D]
-        grouped_q = pooled_q.unflatten(1, (pooled_k.shape[1], -1))  # [B, H, Hq/H, rows, D]
-        products = torch.matmul(grouped_q.flatten(2, 3), pooled_k.transpose(-1, -2))
-        logits = products.unflatten(2, grouped_q.shape[2:4]).flatten(1, 2) * scale  # [B, Hq, rows, cols]
+        H, rows = pooled_k.shape[1], pooled_q.shape[2]
+        grouped_q = rearrange(pooled_q, "B (H G) rows D -> B H (G rows) D", H=H)
+        products = torch.matmul(grouped_q, pooled_k.transpose(-1, -2))
+        logits = rearrange(products, "B H (G rows) cols -> B (H G) rows cols", rows=rows) * scale
         logits = logits.float().masked_fill(~eligible, float("-inf"))
         # A row with nothing eligible has a softmax of NaN; it holds no mass.
         mass = logits.softmax(dim=-1).masked_fill(~eligible, 0.0)  # [B, Hq, rows, cols]
