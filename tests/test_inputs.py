@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import blocksparse as bs
-from blocksparse.testing import make_qkv
+from blocksparse.testing import every_preset, make_qkv
 
 nan = float("nan")
 
@@ -126,11 +126,13 @@ def test_masks_of_different_grids_do_not_mix() -> None:
 
 
 def test_a_frozen_object_is_its_configuration() -> None:
-    pipeline = bs.Pipeline(
-        bs.SegmentKeySort(64), bs.MeanPoolScorer(32, segment=64), bs.TopCdf(0.5), bs.ReferenceExecutor()
-    )
+    both = (bs.TopCdf(0.5) | bs.Sink(4)) & bs.TopK(3)
+    pipeline = bs.Pipeline(bs.SegmentKeySort(64), bs.MeanPoolScorer(32, segment=64), both, bs.ReferenceExecutor())
     again = eval(repr(pipeline), vars(bs))
+    assert repr(again) == repr(pipeline)
     inputs = make_qkv(N=200)
     assert torch.equal(pipeline(*inputs), again(*inputs))
+    for preset in every_preset.values():
+        assert repr(eval(repr(preset()), vars(bs))) == repr(preset())
     with pytest.raises(AttributeError):
         pipeline.selector = bs.Everything()  # type: ignore[misc]

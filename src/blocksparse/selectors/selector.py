@@ -52,24 +52,30 @@ class Selector(ABC, Generic[ScoresT_contra, MaskT_co]):
 
 
 @final
-@frozen(eq=False)
+@frozen(eq=False, repr=False)
 class Union(Selector[ScoresT_contra, BlockMask]):
     """Keep what either part keeps; written `a | b`."""
 
     first: Selector[ScoresT_contra, BlockMask]
     second: Selector[ScoresT_contra, BlockMask]
 
+    def __repr__(self) -> str:
+        return f"({self.first!r} | {self.second!r})"
+
     def __call__(self, scores: ScoresT_contra) -> BlockMask:
         return self.first(scores) | self.second(scores)
 
 
 @final
-@frozen(eq=False)
+@frozen(eq=False, repr=False)
 class Intersection(Selector[ScoresT_contra, BlockMask]):
     """Keep what both parts keep; written `a & b`."""
 
     first: Selector[ScoresT_contra, BlockMask]
     second: Selector[ScoresT_contra, BlockMask]
+
+    def __repr__(self) -> str:
+        return f"({self.first!r} & {self.second!r})"
 
     def __call__(self, scores: ScoresT_contra) -> BlockMask:
         return self.first(scores) & self.second(scores)
