@@ -44,15 +44,14 @@ class TopCdf(Selector[BlockMass, BlockMask]):
         order = first.argsort(dim=-1, descending=True, stable=True)
         ranked = ticks.gather(-1, order)
         reached = ranked.cumsum(-1)
+        total = reached[..., -1:].double()
         # Shares are compared in fp32, the precision of scores: rounding must not push a sum over a round target.
-        share = (reached / reached[..., -1:].double()).float()
-        before = ((reached - ranked) / reached[..., -1:].double()).float()
         if self.crossing:
-            taken = before < mass
+            taken = ((reached - ranked) / total).float() < mass
         else:
             forced = 0 if scores.forced is None else scores.forced.expand(ticks.shape).sum(-1, keepdim=True)
             rank = torch.arange(ticks.shape[-1], device=ticks.device)
-            taken = (share <= mass) | ((rank == forced) & (ranked > 0))
+            taken = ((reached / total).float() <= mass) | ((rank == forced) & (ranked > 0))
         keep = torch.empty_like(taken).scatter_(-1, order, taken)
         return BlockMask(((keep | always) | (mass >= 1)) & reachable, grid)
 
