@@ -38,6 +38,8 @@ SCORERS: tuple[bs.Scorer[Any, Any], ...] = (
     bs.MeanPoolScorer(16),
     bs.MeanPoolScorer(32, padded_tail=True),
     bs.MeanPoolScorer(16, segment=64),
+    bs.MeanPoolScorer(32, k_block=16),
+    bs.NoScorer(16),
 )
 SELECTORS: tuple[bs.Selector[Any, Any], ...] = (
     bs.TopCdf(0.5),
@@ -52,8 +54,13 @@ SELECTORS: tuple[bs.Selector[Any, Any], ...] = (
     bs.SharedByGroup(bs.TopCdf(0.4)),
     bs.TopCdf(0.3) | bs.Band(8),
     bs.TopCdf(0.8) & bs.TopK(3),
+    bs.Ranked(bs.TopK(share=0.5)),
 )
-REFINED = bs.Refined(bs.TopCdf(0.4), 2)  # halves the blocks: under 16 for a kernel on the finest grid
+# These halve the blocks: under 16 for a kernel on the finest grid.
+REFINED: tuple[bs.Selector[Any, Any], ...] = (
+    bs.Refined(bs.TopCdf(0.4), 2),
+    bs.OnTiles(bs.Band(8), 2),
+)
 EXECUTORS: tuple[bs.Executor[Any, Any], ...] = (
     bs.ReferenceExecutor(),
     bs.TritonExecutor(),
@@ -77,10 +84,19 @@ def needs(stage: object, role: type, position: int) -> type:
 
 def compositions() -> Iterator[tuple[bs.Permuter[Any], bs.Scorer[Any, Any], bs.Selector[Any, Any]]]:
     """Every (permuter, scorer, selector) whose declared types fit."""
-    for permuter, scorer, selector in itertools.product(PERMUTERS, SCORERS, (*SELECTORS, REFINED)):
+    for permuter, scorer, selector in itertools.product(PERMUTERS, SCORERS, (*SELECTORS, *REFINED)):
         fits = issubclass(needs(permuter, bs.Permuter, 0), needs(scorer, bs.Scorer, 0))
         if fits and issubclass(needs(scorer, bs.Scorer, 1), needs(selector, bs.Selector, 0)):
             yield permuter, scorer, selector
+
+
+def runs_with(
+    executor: bs.Executor[Any, Any], permuter: bs.Permuter[Any], selector: bs.Selector[Any, Any]
+) -> bool:
+    """Whether the declared types of what stands before the executor are what it needs."""
+    return issubclass(needs(permuter, bs.Permuter, 0), needs(executor, bs.Executor, 0)) and issubclass(
+        needs(selector, bs.Selector, 1), needs(executor, bs.Executor, 1)
+    )
 
 
 def name(*stages: object) -> str:

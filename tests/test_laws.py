@@ -51,7 +51,7 @@ def test_every_stage_has_an_example() -> None:
     for role, examples in (
         (bs.Permuter, stages.PERMUTERS),
         (bs.Scorer, stages.SCORERS),
-        (bs.Selector, (*stages.SELECTORS, stages.REFINED)),
+        (bs.Selector, (*stages.SELECTORS, *stages.REFINED)),
         (bs.Executor, stages.EXECUTORS),
     ):
         missing = {x for x in exported if issubclass(x, role)} - {type(x) for x in examples}
@@ -129,7 +129,7 @@ def test_causality_by_perturbation(composition: Composition, executor: bs.Execut
 
 
 @pytest.mark.parametrize("scorer", stages.SCORERS, ids=stages.name)
-@pytest.mark.parametrize("selector", [*stages.SELECTORS, stages.REFINED], ids=stages.name)
+@pytest.mark.parametrize("selector", [*stages.SELECTORS, *stages.REFINED], ids=stages.name)
 def test_selection_sees_no_future_block(scorer: bs.Scorer[Any, Any], selector: bs.Selector[Any, Any]) -> None:
     """In original order the choice for a row of blocks depends on nothing after it."""
     q, k, v = make_qkv(**SIZES)
@@ -238,7 +238,7 @@ def test_ties_and_repeats_choose_alike(composition: Composition, device: str) ->
         assert torch.equal(first.mask.keep, other.mask.keep.cpu())
 
 
-@pytest.mark.parametrize("selector", [*stages.SELECTORS, stages.REFINED], ids=stages.name)
+@pytest.mark.parametrize("selector", [*stages.SELECTORS, *stages.REFINED], ids=stages.name)
 @pytest.mark.parametrize("scorer", stages.SCORERS, ids=stages.name)
 def test_same_scores_same_mask_on_every_device(
     scorer: bs.Scorer[Any, Any], selector: bs.Selector[Any, Any], device: str

@@ -23,12 +23,16 @@ from blocksparse.scorers.block_scores import BlockMass as BlockMass
 from blocksparse.scorers.block_scores import BlockScores as BlockScores
 from blocksparse.scorers.grid import Grid as Grid
 from blocksparse.scorers.mean_pool import MeanPoolScorer as MeanPoolScorer
+from blocksparse.scorers.no_scorer import NoScorer as NoScorer
 from blocksparse.scorers.scorer import Scorer as Scorer
 from blocksparse.selectors.band import Band as Band
 from blocksparse.selectors.block_mask import BlockMask as BlockMask
 from blocksparse.selectors.block_mask import RankedBlockMask as RankedBlockMask
 from blocksparse.selectors.everything import Everything as Everything
 from blocksparse.selectors.first_token import FirstToken as FirstToken
+from blocksparse.selectors.on_tiles import OnTiles as OnTiles
+from blocksparse.selectors.position_selector import PositionSelector as PositionSelector
+from blocksparse.selectors.ranked import Ranked as Ranked
 from blocksparse.selectors.refined import Refined as Refined
 from blocksparse.selectors.selector import Selector as Selector
 from blocksparse.selectors.shared_by_group import SharedByGroup as SharedByGroup

@@ -37,15 +37,20 @@ class Trace(Generic[PermutationT, ScoresT, MaskT]):
     mask: MaskT
     output: AttentionOutput
 
+    @property
+    def visited(self) -> BlockMask:
+        """The blocks that were computed: the mask, or what an early stop left of it."""
+        return self.mask if self.output.visited is None else self.output.visited
+
     def density(self) -> Tensor:
         """Work done, as a share of dense attention's, per query head, `[B, Hq]`. See `BlockMask.density`."""
-        density = self.mask.density()
+        density = self.visited.density()
         return density.repeat_interleave(self.q.shape[1] // density.shape[1], dim=1)
 
     def covered_mass(self) -> Tensor:
         """Share of the true attention mass that lies on kept pairs, mean over queries, `[B, Hq]`."""
         total = self.q.new_zeros(self.q.shape[:2], dtype=torch.float64)
-        for row in range(self.mask.grid.rows):
+        for row in range(self.visited.grid.rows):
             weight, allowed = self._dense_row(row)
             total += weight.where(allowed, 0.0).sum((-1, -2))
         return total / self.q.shape[2]
@@ -55,8 +60,8 @@ class Trace(Generic[PermutationT, ScoresT, MaskT]):
         distance = self.q.new_zeros(self.q.shape[:2], dtype=torch.float64)
         norm = torch.zeros_like(distance)
         values = self.v.repeat_interleave(self.q.shape[1] // self.v.shape[1], dim=1).float()
-        for row in range(self.mask.grid.rows):
-            query = self.mask.queries(row)
+        for row in range(self.visited.grid.rows):
+            query = self.visited.queries(row)
             dense = torch.matmul(self._dense_row(row)[0], values).double()
             index = query.unsqueeze(-1).expand(*query.shape, dense.shape[-1])
             distance += (self.output.out.gather(2, index).double() - dense).abs().sum((-1, -2))
@@ -65,12 +70,12 @@ class Trace(Generic[PermutationT, ScoresT, MaskT]):
 
     def _dense_row(self, row: int) -> tuple[Tensor, Tensor]:
         """Dense attention weights of one row of the mask, and which pairs are kept, `[B, Hq, m, N]` each."""
-        query, allowed = self.mask.queries(row), self.mask.pairs(row)
+        query, allowed = self.visited.queries(row), self.visited.pairs(row)
         rows = self.q.gather(2, query.unsqueeze(-1).expand(*query.shape, self.q.shape[-1])).float()
         keys = self.k.repeat_interleave(self.q.shape[1] // self.k.shape[1], dim=1).float()
         logits = torch.matmul(rows, keys.transpose(-1, -2)) * self.scale
-        if self.mask.grid.causal:
-            last = query + (self.mask.grid.k_len - self.mask.grid.q_len)
+        if self.visited.grid.causal:
+            last = query + (self.k.shape[2] - self.q.shape[2])
             future = torch.arange(keys.shape[2], device=keys.device) > last.unsqueeze(-1)
             logits = logits.masked_fill(future, float("-inf"))
         return logits.softmax(-1), allowed

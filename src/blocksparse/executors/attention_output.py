@@ -7,6 +7,8 @@ from typing import final
 from attrs import frozen
 from torch import Tensor
 
+from blocksparse.selectors.block_mask import BlockMask
+
 
 @final
 @frozen(eq=False)
@@ -15,3 +17,4 @@ class AttentionOutput:
 
     out: Tensor  # [B, Hq, M, Dv], the dtype of v
     lse: Tensor | None  # [B, Hq, M] fp32, natural logarithm; None where the backend gives none
+    visited: BlockMask | None = None  # what an early stop left of the mask; None where all of it was visited

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import final
-
 from attrs import field, frozen
 from torch import Tensor
 
@@ -28,7 +26,6 @@ class BlockScores:
             raise ValueError(f"'values' must have the shape [B, Hq, rows, cols]: {tuple(values.shape)}")
 
 
-@final
 @frozen(eq=False)
 class BlockMass(BlockScores):
     """Scores that are non-negative and add up along a row: only these have a cumulative rule."""

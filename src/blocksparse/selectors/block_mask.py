@@ -119,6 +119,9 @@ class BlockMask:
 @final
 @frozen(eq=False)
 class RankedBlockMask(BlockMask):
-    """A mask with the order in which an executor that stops early visits the kept blocks."""
+    """A mask with the order in which an executor that stops early visits the kept blocks.
+
+    Blocks of a negative rank are visited first and in any case: they open the row before the stop rule asks.
+    """
 
     rank: Tensor  # [B, H, rows, cols] int32, smallest first; dropped blocks have no meaning

@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import final
 
 from attrs import frozen
+from torch import Tensor
 
-from blocksparse.scorers.block_scores import BlockScores
-from blocksparse.selectors.block_mask import BlockMask
-from blocksparse.selectors.selector import Selector
+from blocksparse.scorers.grid import Grid
+from blocksparse.selectors.position_selector import PositionSelector
 
 
 @final
 @frozen(eq=False)
-class Everything(Selector[BlockScores, BlockMask]):
+class Everything(PositionSelector):
     """Keep every reachable block: full attention, whatever the scores."""
 
-    def __call__(self, scores: BlockScores) -> BlockMask:
-        return BlockMask(scores.grid.reachable.expand(scores.values.shape), scores.grid)
+    def where(self, grid: Grid) -> Tensor:
+        return grid.reachable

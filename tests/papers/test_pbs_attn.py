@@ -1,30 +1,18 @@
-"""Our masks against those of the authors' code. A `fragile` block is one that the authors' code itself flips when
-a threshold moves by 1e-4 or an input by 3e-6, so an fp32 candidate may differ there and nowhere else."""
+"""PBS-Attn against the authors' code."""
 
 from __future__ import annotations
-
-import functools
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from tests.papers.golden_cases import assert_same_output, cases, differing, load
 from tests.papers.golden_inputs import Golden
-from torch import Tensor
 
 import blocksparse as bs
 
-FILES = {path.stem: path for path in sorted((Path(__file__).parent / "golden").glob("*.npz"))}
-PBS = [name for name in FILES if name.startswith("pbs_")]
-MEAN_POOLING = [name for name in FILES if name.startswith("meanpool_")]
-
+PBS = cases("pbs")
 # pbs_04 has no mask: one segment, dense. pbs_05, float threshold 1.0: rows whose fp32 sum misses 1.0 keep nothing.
 DENSE, EMPTIES_ROWS = "pbs_04_n512_d64_fallback", "pbs_05_n2048_d64_thr1"
-
-
-@functools.cache
-def load(name: str) -> Golden:
-    return Golden.load(FILES[name])
 
 
 def pbs(case: Golden, *, as_released: bool) -> bs.Trace[bs.GlobalPermutation, bs.BlockMass, bs.BlockMask]:
@@ -37,23 +25,6 @@ def pbs(case: Golden, *, as_released: bool) -> bs.Trace[bs.GlobalPermutation, bs
         executor=bs.ReferenceExecutor(),
     )
     return pipeline.trace(case.q, case.k, case.v)
-
-
-def differing(mask: bs.BlockMask, case: Golden) -> Tensor:
-    """Blocks where we differ from the authors, fragile ones aside.
-
-    Their mask marks all of a row's own segment, also the blocks of an unsorted tail in which every pair is
-    acausal; ours never holds a block without a pair.
-    """
-    golden, fragile = (torch.from_numpy(case.arrays[name]) for name in ("mask", "fragile"))
-    return ((mask.keep != (golden & mask.grid.reachable)) & ~fragile).nonzero()
-
-
-def assert_same_output(out: Tensor, case: Golden, *, atol: float = 2e-5) -> None:
-    rows = torch.from_numpy(case.arrays["out_rows"])
-    torch.testing.assert_close(out[:, :, rows], torch.from_numpy(case.arrays["out"]).float(), rtol=0, atol=atol)
-    norm = torch.from_numpy(case.arrays["out_norm"]).float()
-    torch.testing.assert_close(out.norm(dim=-1), norm, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("name", [name for name in PBS if name not in (DENSE, EMPTIES_ROWS)])
@@ -113,33 +84,3 @@ def test_pbs_attn_default_differs_where_it_says(name: str) -> None:
     own = ours.mask.grid.own_segment(case.params["segment_size"])
     assert bool((own <= ours.mask.keep).all())
     assert float(ours.covered_mass().mean()) > float(released.covered_mass().mean()) - 0.02
-
-
-@pytest.mark.parametrize("name", MEAN_POOLING)
-def test_mean_pooling_mask(name: str) -> None:
-    case = load(name)
-    params = case.params
-    pipeline = bs.mean_pooling(
-        params["threshold"], block=params["block_size"], as_released=True, executor=bs.ReferenceExecutor()
-    )
-    trace = pipeline.trace(case.q, case.k, case.v)
-    assert differing(trace.mask, case).tolist() == []
-    golden = torch.from_numpy(case.arrays["scores"]).float()
-    torch.testing.assert_close(trace.scores.values, golden, rtol=1e-3, atol=1e-5)
-    if not torch.from_numpy(case.arrays["fragile"]).any():
-        assert_same_output(trace.output.out, case)
-
-
-@pytest.mark.parametrize("name", MEAN_POOLING)
-def test_mean_pooling_true_tail_changes_the_last_row_alone(name: str) -> None:
-    """By default a short tail block is a mean over its own tokens; the released code divides by the block."""
-    case = load(name)
-    params = case.params
-    keep = (
-        bs.mean_pooling(params["threshold"], block=params["block_size"], executor=bs.ReferenceExecutor())
-        .trace(case.q, case.k, case.v)
-        .mask.keep
-    )
-    golden, fragile = (torch.from_numpy(case.arrays[x]) for x in ("mask", "fragile"))
-    whole = case.k.shape[2] // params["block_size"]
-    assert not bool(((keep != golden) & ~fragile)[:, :, :whole].any())

@@ -1,0 +1,38 @@
+"""No scores: for selectors that need none, and orders that speak for themselves (S2O)."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from attrs import field, frozen, validators
+from torch import Tensor
+
+from blocksparse.permuters.permutation import Permutation
+from blocksparse.scorers import pooling
+from blocksparse.scorers.block_scores import BlockScores
+from blocksparse.scorers.grid import Grid
+from blocksparse.scorers.scorer import Scorer
+
+
+@final
+@frozen(eq=False)
+class NoScorer(Scorer[Permutation, BlockScores]):
+    """Zeros that take no memory: blocks differ by position alone, and ties go to the lower column.
+
+    Where each query group has a key order of its own (`GlobalIndexMap`), the group's own keys are forced.
+
+    Args:
+        block: slots per block, on both sides unless `k_block` is given.
+        k_block: slots per key block.
+    """
+
+    block: int = field(default=128, validator=pooling.size)
+    k_block: int | None = field(default=None, validator=validators.optional(pooling.size), kw_only=True)
+
+    def __call__(
+        self, q: Tensor, k: Tensor, permutation: Permutation, *, causal: bool, scale: float
+    ) -> BlockScores:
+        grid = Grid.of(q, k, permutation, q_block=self.block, k_block=self.k_block or self.block, causal=causal)
+        zeros = q.new_zeros((), dtype=torch.float32).expand(*q.shape[:2], grid.rows, grid.cols)
+        return BlockScores(zeros, grid, pooling.own_segment(grid, permutation.group))

@@ -1,0 +1,26 @@
+"""A rescue on finer blocks than the scores have (BFLA, section 3.3)."""
+
+from __future__ import annotations
+
+from typing import final
+
+from attrs import field, frozen, validators
+
+from blocksparse.scorers.block_scores import BlockScores
+from blocksparse.selectors.block_mask import BlockMask
+from blocksparse.selectors.position_selector import PositionSelector
+from blocksparse.selectors.selector import Selector
+
+
+@final
+@frozen(eq=False)
+class OnTiles(Selector[BlockScores, BlockMask]):
+    """What `rule` keeps on blocks `n` times smaller on both sides: `Refined(a, n) | OnTiles(Band(256), n)`."""
+
+    rule: PositionSelector = field(validator=validators.instance_of(PositionSelector))
+    n: int = field(validator=[validators.instance_of(int), validators.gt(0)])
+
+    def __call__(self, scores: BlockScores) -> BlockMask:
+        tiles = scores.grid.refined(self.n)
+        B, Hq = scores.values.shape[:2]
+        return BlockMask(self.rule.on(tiles).expand(B, Hq, tiles.rows, tiles.cols), tiles)

@@ -1,0 +1,27 @@
+"""Role: selectors that look at positions alone."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+from torch import Tensor
+
+from blocksparse.scorers.block_scores import BlockScores
+from blocksparse.scorers.grid import Grid
+from blocksparse.selectors.block_mask import BlockMask
+from blocksparse.selectors.selector import Selector
+
+
+class PositionSelector(Selector[BlockScores, BlockMask]):
+    """Keeps blocks for where they lie, whatever their scores. `OnTiles` applies one to finer blocks."""
+
+    @abstractmethod
+    def where(self, grid: Grid) -> Tensor:
+        """Blocks to keep, bool, broadcastable to `[B, Hq, rows, cols]`; the diagonal and reach are seen to."""
+
+    def __call__(self, scores: BlockScores) -> BlockMask:
+        return BlockMask(self.on(scores.grid).expand(scores.values.shape), scores.grid)
+
+    def on(self, grid: Grid) -> Tensor:
+        """What the mask on `grid` keeps: `where`, and the diagonal, as far as they are reachable."""
+        return (self.where(grid) | grid.diagonal) & grid.reachable

@@ -1,0 +1,40 @@
+"""The order in which kept blocks are visited (S2O, section 3.3)."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from attrs import frozen
+
+from blocksparse.selectors.block_mask import BlockMask, RankedBlockMask
+from blocksparse.selectors.selector import ScoresT_contra, Selector
+
+
+@final
+@frozen(eq=False)
+class Ranked(Selector[ScoresT_contra, RankedBlockMask]):
+    """What `inner` keeps, best score first, for executors that stop early.
+
+    Forced blocks and the diagonal open the row: their rank is negative, so they are visited in any case. Ties
+    go to the lower column, so without scores (`NoScorer`) blocks are visited in the order of the permutation.
+
+    Raises:
+        ValueError: `inner` changes the grid or shares masks between heads; rank inside those.
+    """
+
+    inner: Selector[ScoresT_contra, BlockMask]
+
+    def __call__(self, scores: ScoresT_contra) -> RankedBlockMask:
+        mask, grid = self.inner(scores), scores.grid
+        if mask.keep.shape != scores.values.shape:
+            raise ValueError(
+                f"'Ranked' needs one mask per score: {tuple(mask.keep.shape)} for {tuple(scores.values.shape)}; "
+                "put 'Refined' and 'SharedByGroup' aside"
+            )
+        opening = grid.diagonal if scores.forced is None else grid.diagonal | scores.forced
+        order = scores.values.nan_to_num(nan=float("-inf")).argsort(dim=-1, descending=True, stable=True)
+        place = torch.arange(grid.cols, device=order.device).expand(order.shape)
+        rank = torch.empty_like(order).scatter_(-1, order, place)
+        rank = rank.where(~opening, rank - grid.cols).int()
+        return RankedBlockMask(mask.keep, mask.grid, rank)
