@@ -28,6 +28,21 @@ class Shuffle(bs.Permuter[bs.GlobalPermutation]):
         return bs.GlobalPermutation(k_index.to(k.device), q_index.to(q.device))
 
 
+@attrs.frozen(eq=False)
+class AnyOrder(bs.Scorer[bs.Permutation, bs.BlockScores]):
+    """Different scores for every block, in any order of tokens."""
+
+    block: int
+
+    def __call__(
+        self, q: Tensor, k: Tensor, permutation: bs.Permutation, *, causal: bool, scale: float
+    ) -> bs.BlockScores:
+        grid = bs.Grid.of(q, k, permutation, q_block=self.block, k_block=self.block, causal=causal)
+        generator = torch.Generator().manual_seed(0)
+        values = torch.rand(*q.shape[:2], grid.rows, grid.cols, generator=generator)
+        return bs.BlockScores(values.to(q.device), grid)
+
+
 PERMUTERS: tuple[bs.Permuter[Any], ...] = (
     bs.Identity(),
     bs.SegmentKeySort(64, probe=16),
@@ -61,6 +76,10 @@ REFINED: tuple[bs.Selector[Any, Any], ...] = (
     bs.Refined(bs.TopCdf(0.4), 2),
     bs.OnTiles(bs.Band(8), 2),
 )
+POSITIONS = tuple(s for s in SELECTORS if isinstance(s, bs.PositionSelector))
+# Their choice depends on the last queries of a call, by their nature.
+PROBES: tuple[type, ...] = (bs.SegmentKeySort,)
+CAUSAL_ONLY: tuple[type, ...] = ()
 EXECUTORS: tuple[bs.Executor[Any, Any], ...] = (
     bs.ReferenceExecutor(),
     bs.TritonExecutor(),
@@ -82,12 +101,17 @@ def needs(stage: object, role: type, position: int) -> type:
     raise AssertionError(f"{type(stage).__name__} does not say what it needs in its class line")
 
 
-def compositions() -> Iterator[tuple[bs.Permuter[Any], bs.Scorer[Any, Any], bs.Selector[Any, Any]]]:
-    """Every (permuter, scorer, selector) whose declared types fit."""
-    for permuter, scorer, selector in itertools.product(PERMUTERS, SCORERS, (*SELECTORS, *REFINED)):
-        fits = issubclass(needs(permuter, bs.Permuter, 0), needs(scorer, bs.Scorer, 0))
-        if fits and issubclass(needs(scorer, bs.Scorer, 1), needs(selector, bs.Selector, 0)):
-            yield permuter, scorer, selector
+def fronts() -> Iterator[tuple[bs.Permuter[Any], bs.Scorer[Any, Any]]]:
+    """Every (permuter, scorer) whose declared types fit."""
+    for permuter, scorer in itertools.product(PERMUTERS, SCORERS):
+        if issubclass(needs(permuter, bs.Permuter, 0), needs(scorer, bs.Scorer, 0)):
+            yield permuter, scorer
+
+
+def selectors_for(scorer: bs.Scorer[Any, Any]) -> list[bs.Selector[Any, Any]]:
+    """Every selector that takes what the scorer gives."""
+    given = needs(scorer, bs.Scorer, 1)
+    return [s for s in (*SELECTORS, *REFINED) if issubclass(given, needs(s, bs.Selector, 0))]
 
 
 def runs_with(
