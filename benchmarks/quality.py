@@ -159,7 +159,9 @@ def with_yarn(folder: Path, device: torch.device) -> Model:
     return Model(network.to(device).eval(), tokenizer, f"{folder.name} with YaRN", device)
 
 
-def measure(model: Model, text: Path, tokens: int, blocks: list[int], options: argparse.Namespace) -> list[Result]:
+def measure(
+    model: Model, text: Path, tokens: int, blocks: list[int], options: argparse.Namespace
+) -> Iterator[Result]:
     """Every preset and setting on one window of a text; dense and the oracle first."""
     content = text.read_text(encoding="utf-8")[TEXT_START:]
     window = model.tokenizer.encode(content[: 10 * tokens], add_special_tokens=False)[:tokens]
@@ -179,25 +181,19 @@ def measure(model: Model, text: Path, tokens: int, blocks: list[int], options: a
         i: scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True, enable_gqa=True)
         for i, (q, k, v) in chosen.items()
     }
-    results = [
-        Result(
-            "dense", "", text.stem, tokens, 0, Layers([1.0], [1.0], [0.0], [0.0]),
-            read(model, None, ids, counted), find(model, None, prompts, batch), len(prompts), 0.0,
-        )
-    ]  # fmt: skip
-    report(results[-1])
+    yield Result(
+        "dense", "", text.stem, tokens, 0, Layers([1.0], [1.0], [0.0], [0.0]),
+        read(model, None, ids, counted), find(model, None, prompts, batch), len(prompts), 0.0,
+    )  # fmt: skip
     for block in blocks:
         for mass in (0.8, 0.9, 0.95, 0.99):
             oracle = bs.Pipeline(bs.Identity(), TrueMassScorer(block), bs.TopCdf(mass), bs.AutoExecutor())
             figures = layer_by_layer(oracle, chosen, dense)
-            results.append(Result("oracle", f"{mass}", text.stem, tokens, block, figures, None, None, 0, 0.0))
-            report(results[-1])
+            yield Result("oracle", f"{mass}", text.stem, tokens, block, figures, None, None, 0, 0.0)
         for setting in SETTINGS:
             if options.presets and setting.preset not in options.presets:
                 continue
-            results.append(one(model, setting, text.stem, block, ids, counted, prompts, batch, chosen, dense))
-            report(results[-1])
-    return results
+            yield one(model, setting, text.stem, block, ids, counted, prompts, batch, chosen, dense)
 
 
 def one(
@@ -230,7 +226,7 @@ def one(
 
 
 def report(r: Result) -> None:
-    """One line per result, as it comes."""
+    """One line per result."""
     mean = statistics.fmean
     text = (
         f"{r.text[:10]:10} {r.tokens:6} b{r.block:<4} {r.preset:14} {r.setting:22} density "
@@ -249,7 +245,7 @@ def main() -> None:
     parser.add_argument(
         "--text", type=Path, nargs="+", default=[examples / "persuasion.txt", examples / "jargon.txt"]
     )
-    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096, 8192])
+    parser.add_argument("--tokens", type=int, nargs="*", default=[2048, 4096, 8192])
     parser.add_argument("--yarn-tokens", type=int, nargs="*", default=[32768])
     parser.add_argument("--blocks", type=int, nargs="+", default=[128, 64])
     parser.add_argument("--presets", nargs="*", help="only these")
@@ -269,8 +265,10 @@ def main() -> None:
     ):
         for text in options.text:
             for tokens in lengths:
-                results += measure(model, text, tokens, options.blocks, options)
-                options.out.write_text(json.dumps([asdict(r) for r in results]), encoding="utf-8")
+                for result in measure(model, text, tokens, options.blocks, options):
+                    report(result)
+                    results.append(result)
+                    options.out.write_text(json.dumps([asdict(r) for r in results]), encoding="utf-8")
 
 
 if __name__ == "__main__":

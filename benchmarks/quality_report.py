@@ -54,7 +54,7 @@ def picture(rows: list[Row], path: Path) -> None:
     blocks = sorted({block for _, block in panels}, reverse=True)
     lengths = sorted({tokens for tokens, _ in panels})
     names = [name for name in dict.fromkeys(row["preset"] for row in rows) if name not in ("dense", "oracle")]
-    markers = "osD^vP*X<>hdp"
+    markers, colours = "osD^vP*X<>hdp", [*(f"C{i}" for i in range(10)), "black", "gold"]
     figure, grid = plt.subplots(
         len(blocks), len(lengths), figsize=(5.2 * len(lengths), 4.6 * len(blocks)), sharey=True, squeeze=False
     )
@@ -78,11 +78,17 @@ def picture(rows: list[Row], path: Path) -> None:
                     style: dict[str, Any] = (
                         {"color": "black", "linestyle": "--", "marker": "."}
                         if name == "oracle"
-                        else {"color": f"C{number - 1}", "marker": markers[number % len(markers)], "linewidth": 1}
+                        else {
+                            "color": colours[number - 1],
+                            "marker": markers[number % len(markers)],
+                            "linewidth": 1,
+                        }
                     )
                     axes.plot(x, y, label=name, **style)
             axes.set(xscale="log", yscale="log", title=f"{tokens} tokens, blocks of {block}")
             axes.grid(visible=True, which="both", alpha=0.2)
+            axes.set_xticks([0.05, 0.1, 0.2, 0.3, 0.5, 1.0], ["5%", "10%", "20%", "30%", "50%", "100%"])
+            axes.xaxis.minorticks_off()
             if i == len(blocks) - 1:
                 axes.set_xlabel("density (work over dense attention's)")
             if j == 0:

@@ -48,6 +48,24 @@ PERMUTERS: tuple[bs.Permuter[Any], ...] = (
     bs.SegmentKeySort(64, probe=16),
     bs.SegmentKeySort(48, probe=16, per_query_head=True, causal_probe=False),
     Shuffle(),
+    bs.SegmentQuerySort(32, block=16),
+    bs.SegmentQuerySort(48, block=16, keys=bs.SegmentKeySort(48, probe=16)),
+    bs.GlobalIndexMap(32),
+    bs.GlobalIndexMap(32, per_query_head=False, order_queries=False),
+    bs.HilbertOrder((2, 4, 7), prefix=5, suffix=None),
+    bs.TileOrder((3, 4, 5), (2, 2, 2), prefix=3, suffix=None),
+    bs.TimeOrder((3, 4, 5), suffix=None),
+    bs.ColumnOrder((3, 4, 5), prefix=1, suffix=None),
+    bs.RasterOrder((3, 4, 5), prefix=2, suffix=None),
+    bs.GivenOrder((2, 3, 4), torch.arange(23, -1, -1), prefix=30, suffix=None),
+)
+# With queries in place, a chunk of them is a chunk of the permutation too.
+KEYS_ONLY: tuple[bs.Permuter[Any], ...] = (
+    bs.Identity(),
+    bs.SegmentKeySort(64, probe=16),
+    bs.SegmentKeySort(48, probe=16, per_query_head=True, causal_probe=False),
+    bs.GlobalIndexMap(32, prefix=24, per_query_head=False, order_queries=False),
+    bs.GlobalIndexMap(64, order_queries=False),
 )
 SCORERS: tuple[bs.Scorer[Any, Any], ...] = (
     bs.MeanPoolScorer(16),
@@ -55,6 +73,18 @@ SCORERS: tuple[bs.Scorer[Any, Any], ...] = (
     bs.MeanPoolScorer(16, segment=64),
     bs.MeanPoolScorer(32, k_block=16),
     bs.NoScorer(16),
+    bs.FlattenMaxPoolScorer(32, 16),
+    bs.FlattenMaxPoolScorer(16, 16, per_token=True),
+    bs.FlattenMaxPoolScorer(32, 8, k_block=16, padded_tail=True),
+    bs.AntidiagonalScorer(4, block=16),
+    bs.AntidiagonalScorer(8, block=32, pattern="slash", padded_tail=True),
+    bs.AntidiagonalScorer(4, block=32, k_block=16, pattern="sum", forced=False),
+    bs.AntidiagonalScorer(8, block=16, segment=64),
+    bs.PrefixOrderScorer(16),
+    bs.SimilarityGatedScorer(bs.MeanPoolScorer(32, k_block=16), 0.3),
+    bs.SimilarityGatedScorer(bs.FlattenMaxPoolScorer(16, 16), 0.2, smooth_k=None),
+    bs.VerticalSlashScorer(16),
+    bs.VerticalSlashScorer(32, probe=10, pooled=False),
 )
 SELECTORS: tuple[bs.Selector[Any, Any], ...] = (
     bs.TopCdf(0.5),
@@ -69,20 +99,41 @@ SELECTORS: tuple[bs.Selector[Any, Any], ...] = (
     bs.SharedByGroup(bs.TopCdf(0.4)),
     bs.TopCdf(0.3) | bs.Band(8),
     bs.TopCdf(0.8) & bs.TopK(3),
+    bs.TopK(share=0.4, forced_first=False, of_all_keys=True),
+    bs.Stride(3),
+    bs.Random(0.2, 1),
+    bs.SharedByGroup(bs.Random(0.3)),
+    bs.LastQueries(20),
+    bs.GlobalTopCdf(0.7),
+    bs.VerticalSlashCdf(0.8),
+    bs.VerticalSlashTopK(10, 12, sink=2, recent=5),
+    bs.VerticalSlashCdf(0.6, max_budget=32, released=True),
+    bs.VerticalSlashTopK(10, 12, sink=2, recent=5, released=True),
+    bs.RoutedByDivergence(0.3, similar=bs.GlobalTopCdf(0.6), otherwise=bs.VerticalSlashCdf(0.6)),
     bs.Ranked(bs.TopK(share=0.5)),
+    bs.Ranked(bs.TopCdf(0.6) | bs.Random(0.2)),
 )
 # These halve the blocks: under 16 for a kernel on the finest grid.
 REFINED: tuple[bs.Selector[Any, Any], ...] = (
     bs.Refined(bs.TopCdf(0.4), 2),
     bs.OnTiles(bs.Band(8), 2),
+    bs.Refined(bs.SharedByGroup(bs.TopCdf(0.4)), 2) | bs.SharedByGroup(bs.OnTiles(bs.Random(0.3), 2)),
 )
 POSITIONS = tuple(s for s in SELECTORS if isinstance(s, bs.PositionSelector))
 # Their choice depends on the last queries of a call, by their nature.
-PROBES: tuple[type, ...] = (bs.SegmentKeySort,)
-CAUSAL_ONLY: tuple[type, ...] = ()
+PROBES: tuple[type, ...] = (bs.SegmentKeySort, bs.VerticalSlashScorer)
+# These choose for the whole call at once: one budget for all rows, the last rows, a share of all keys.
+WHOLE_CALL = tuple(
+    s
+    for s in SELECTORS
+    if isinstance(s, bs.GlobalTopCdf | bs.LastQueries) or (isinstance(s, bs.TopK) and s.of_all_keys)
+)
+CAUSAL_ONLY: tuple[type, ...] = (bs.GlobalIndexMap,)
 EXECUTORS: tuple[bs.Executor[Any, Any], ...] = (
     bs.ReferenceExecutor(),
     bs.TritonExecutor(),
+    bs.GatherExecutor(0.0),
+    bs.GatherExecutor(0.1, patience=2),
     bs.FlexExecutor(),
     bs.AutoExecutor(),
 )
@@ -114,13 +165,30 @@ def selectors_for(scorer: bs.Scorer[Any, Any]) -> list[bs.Selector[Any, Any]]:
     return [s for s in (*SELECTORS, *REFINED) if issubclass(given, needs(s, bs.Selector, 0))]
 
 
+def by_row(scorer: bs.Scorer[Any, Any]) -> list[bs.Selector[Any, Any]]:
+    """The selectors that choose for each row of blocks by itself."""
+    return [s for s in selectors_for(scorer) if not any(s is x for x in WHOLE_CALL)]
+
+
+def is_first(permuter: bs.Permuter[Any], scorer: bs.Scorer[Any, Any]) -> bool:
+    """Whether these are the first scorer that takes an order, and the first order of its kind."""
+    kinds = (bs.Identity, bs.SegmentKeySort, bs.SegmentQuerySort, bs.GlobalIndexMap, bs.HilbertOrder, Shuffle)
+    first = next(p for p in PERMUTERS if type(p) is type(permuter))
+    takes = next(s for p, s in fronts() if p is permuter)
+    return permuter is first and isinstance(permuter, kinds) and scorer is takes
+
+
+def reads(executor: bs.Executor[Any, Any], permuter: bs.Permuter[Any]) -> bool:
+    """Whether the executor takes what the permuter gives."""
+    return issubclass(needs(permuter, bs.Permuter, 0), needs(executor, bs.Executor, 0))
+
+
 def runs_with(
     executor: bs.Executor[Any, Any], permuter: bs.Permuter[Any], selector: bs.Selector[Any, Any]
 ) -> bool:
     """Whether the declared types of what stands before the executor are what it needs."""
-    return issubclass(needs(permuter, bs.Permuter, 0), needs(executor, bs.Executor, 0)) and issubclass(
-        needs(selector, bs.Selector, 1), needs(executor, bs.Executor, 1)
-    )
+    ranked = issubclass(needs(selector, bs.Selector, 1), needs(executor, bs.Executor, 1))
+    return ranked and reads(executor, permuter)
 
 
 def name(*stages: object) -> str:

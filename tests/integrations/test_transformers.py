@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,20 +14,28 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 import transformers
+from attrs import evolve, frozen
 from transformers import AttentionInterface, DynamicCache, StaticCache
 from transformers.masking_utils import AttentionMaskInterface
 
 from blocksparse import (
+    AttentionOutput,
+    BlockMask,
     Everything,
+    Executor,
     Identity,
     MeanPoolScorer,
+    Permutation,
     Pipeline,
     ReferenceExecutor,
     SegmentKeySort,
     TopK,
     TritonExecutor,
 )
-from blocksparse.integrations.transformers import AnyPipeline, Attachment, DensityRecorder, attach
+from blocksparse.head_groups import AnyPipeline, HeadGroups
+from blocksparse.integrations.transformers import Attachment, DensityRecorder, attach
+from blocksparse.schedule import LayerPipeline, Schedule
+from blocksparse.testing import every_preset, make_qkv
 
 DENSE_LIMIT: AnyPipeline = Pipeline(SegmentKeySort(S=64), MeanPoolScorer(32), Everything(), ReferenceExecutor())
 SPARSE: AnyPipeline = Pipeline(Identity(), MeanPoolScorer(16), TopK(2), ReferenceExecutor())
@@ -108,14 +117,19 @@ def tokens(length: int, *, batch: int = 1) -> Tensor:
     return torch.randint(2, VOCABULARY, (batch, length), generator=generator)
 
 
-def attached(model: Any, recorder: DensityRecorder, pipeline: AnyPipeline = DENSE_LIMIT) -> Attachment:
+def attached(model: Any, recorder: DensityRecorder, pipeline: LayerPipeline = DENSE_LIMIT) -> Attachment:
     return attach(model, pipeline, min_tokens=16, min_queries=2, recorder=recorder)
 
 
-def assert_same_logits(model: Any, run: Callable[[Any], Tensor], recorder: DensityRecorder) -> None:
+def assert_same_logits(
+    model: Any,
+    run: Callable[[Any], Tensor],
+    recorder: DensityRecorder,
+    pipeline: LayerPipeline = DENSE_LIMIT,
+) -> None:
     """`run` gives what eager attention gives, within fp32 rounding."""
     expected = run(model)
-    with attached(model, recorder):
+    with attached(model, recorder, pipeline):
         actual = run(model)
     assert torch.isfinite(expected).all()
     torch.testing.assert_close(actual, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
@@ -266,6 +280,71 @@ def test_generate_from_left_padded_prompts() -> None:
         actual = generate(model, ids, attention_mask=mask)
     assert torch.equal(actual, expected)
     assert recorder.dense_calls()[0] == Counter(mask=1, decode=5)
+
+
+# ---- every preset
+
+
+each_preset = pytest.mark.parametrize("preset", every_preset.values(), ids=every_preset)
+
+
+def small(preset: Callable[..., AnyPipeline]) -> AnyPipeline:
+    """The preset in blocks of 64 where it has a size to choose, on the executor that runs everything."""
+    sizes = {"block": 64} if "block" in inspect.signature(preset).parameters else {}
+    return preset(**sizes, executor=ReferenceExecutor())
+
+
+@each_preset
+@pytest.mark.parametrize("name", SPARSE_MODELS)
+@pytest.mark.parametrize("sizes", [(150,), (37, 64, 49)], ids=["whole", "chunks"])
+def test_every_preset_that_keeps_everything_is_dense(
+    name: str, sizes: tuple[int, ...], preset: Callable[..., AnyPipeline]
+) -> None:
+    """In whatever order the preset puts the tokens, and however long its blocks are."""
+    recorder, ids = DensityRecorder(), tokens(150, batch=2)
+
+    def run(model: Any) -> Tensor:
+        cache = DynamicCache(config=model.config)
+        chunks = ids.split(sizes, dim=1)
+        return torch.cat([model(chunk, past_key_values=cache).logits for chunk in chunks], 1)
+
+    assert_same_logits(make(name), run, recorder, evolve(small(preset), selector=Everything()))
+    assert all_sparse(recorder, calls=len(sizes))
+
+
+@each_preset
+@pytest.mark.parametrize("M", [300, 130])
+def test_every_preset_attends_in_a_model_as_when_called(preset: Callable[..., AnyPipeline], M: int) -> None:
+    model, recorder, pipeline = make("llama"), DensityRecorder(), small(preset)
+    q, k, v = make_qkv(B=2, Hq=HEADS, Hkv=2, M=M, N=300, D=16)
+    with attached(model, recorder, pipeline) as attachment:
+        AttentionMaskInterface._global_mapping[attachment.key](q_length=M, kv_length=300, q_offset=300 - M)
+        attend = AttentionInterface._global_mapping[attachment.key]
+        out, weights = attend(model.model.layers[1].self_attn, q, k, v, None, scaling=0.2)
+    expected = pipeline.trace(q, k, v, scale=0.2)
+    assert weights is None
+    assert torch.equal(out, expected.output.out.transpose(1, 2))
+    torch.testing.assert_close(recorder.density()[1], expected.density().mean(0))
+    assert recorder.sparse_calls() == {1: 1}
+
+
+@each_preset
+def test_every_preset_generates(preset: Callable[..., AnyPipeline]) -> None:
+    """Prefill of one length is sparse and says the first token; padded prefill and decoding are dense."""
+    model, ids, recorder = make("llama"), tokens(300, batch=2), DensityRecorder()
+    padded = torch.ones_like(ids)
+    padded[0, :17] = 0
+    dense = generate(model, ids, attention_mask=padded)
+    with attached(model, recorder, small(preset)):
+        first = model(ids).logits[:, -1].argmax(-1)
+        recorder.clear()
+        answer = generate(model, ids, attention_mask=torch.ones_like(ids))
+        assert recorder.sparse_calls() == dict.fromkeys(range(LAYERS), 1)
+        assert recorder.dense_calls() == {layer: Counter(decode=5) for layer in range(LAYERS)}
+        assert torch.equal(answer[:, 300], first)
+        recorder.clear()
+        assert torch.equal(generate(model, ids, attention_mask=padded), dense)
+        assert recorder.dense_calls() == {layer: Counter(mask=1, decode=5) for layer in range(LAYERS)}
 
 
 # ---- everything else is dense and exact
@@ -485,18 +564,71 @@ def test_chunks_on_a_gpu(static: bool, min_queries: int) -> None:
 # ---- layers, recorder, attaching
 
 
-def test_layers_may_differ() -> None:
-    model, ids = make("llama"), tokens(128)
-    choices: list[Any] = [{1: SPARSE}, [None, SPARSE], {0: None, 1: SPARSE}]
-    for by_layer in choices:
-        recorder = DensityRecorder()
-        with attach(model, by_layer, min_tokens=1, recorder=recorder):
-            model(ids)
-        assert recorder.sparse_calls() == {1: 1}
-        assert recorder.dense_calls() == {0: Counter({"no pipeline for this layer": 1})}
-        density = recorder.density()
-        assert bool(density[0].isnan().all())
-        torch.testing.assert_close(density[1], torch.full((HEADS,), 15 / 36, dtype=torch.float64))
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        Schedule(None, layers={1: SPARSE}),
+        Schedule(SPARSE, dense=[0]),
+        Schedule(DENSE_LIMIT, layers={-1: SPARSE}, dense=[-2]),
+    ],
+    ids=["single", "all but the first", "from the end"],
+)
+def test_layers_may_differ(schedule: Schedule) -> None:
+    model, ids, recorder = make("llama"), tokens(128), DensityRecorder()
+    with attach(model, schedule, min_tokens=1, recorder=recorder):
+        model(ids)
+    assert recorder.sparse_calls() == {1: 1}
+    assert recorder.dense_calls() == {0: Counter({"no pipeline for this layer": 1})}
+    density = recorder.density()
+    assert bool(density[0].isnan().all())
+    torch.testing.assert_close(density[1], torch.full((HEADS,), 15 / 36, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_head_groups_attend_in_every_layer(recorded: bool) -> None:
+    """Heads of a dense group are dense in the model too, and the recorder has them apart."""
+    model, ids, recorder = make("llama"), tokens(128), DensityRecorder()
+    expected = model(ids).logits
+    everything = HeadGroups({(1,): DENSE_LIMIT, (0,): None})
+    with attach(model, everything, min_tokens=1, recorder=recorder if recorded else None):
+        torch.testing.assert_close(model(ids).logits, expected, atol=2e-4, rtol=1e-4)
+    recorder.clear()
+    with attach(model, HeadGroups({(1,): SPARSE, (0,): None}), min_tokens=1, recorder=recorder):
+        model(ids)
+    assert all_sparse(recorder)
+    by_layer = torch.tensor([1, 1, 15 / 36, 15 / 36], dtype=torch.float64)
+    torch.testing.assert_close(recorder.density(), by_layer.expand(LAYERS, HEADS))
+
+
+@frozen(eq=False)
+class _FirstBlockOnly(Executor[Permutation, BlockMask]):
+    """Stops after the first block of each row."""
+
+    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> list[str]:
+        return []
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, permutation: Permutation, mask: BlockMask, *, scale: float
+    ) -> AttentionOutput:
+        visited = BlockMask(mask.keep & (torch.arange(mask.grid.cols) == 0), mask.grid)
+        return evolve(ReferenceExecutor()(q, k, v, permutation, visited, scale=scale), visited=visited)
+
+
+def test_an_early_stop_counts_in_the_density() -> None:
+    model, recorder = make("llama"), DensityRecorder()
+    stops: AnyPipeline = Pipeline(Identity(), MeanPoolScorer(16), Everything(), _FirstBlockOnly())
+    with attached(model, recorder, stops):
+        model(tokens(128))
+    torch.testing.assert_close(recorder.density(), torch.full((LAYERS, HEADS), 8 / 36, dtype=torch.float64))
+
+
+def test_head_groups_are_of_the_heads_of_the_model() -> None:
+    model = make("llama")
+    with (
+        attach(model, Schedule(None, layers={0: HeadGroups({(0,): SPARSE})}), min_tokens=1),
+        pytest.raises(ValueError, match="must name each of the 2 KV heads; missing: 1"),
+    ):
+        model(tokens(128))
 
 
 def test_two_models_keep_their_own_pipelines() -> None:
@@ -522,7 +654,7 @@ def test_without_a_recorder_the_pipeline_is_only_called(monkeypatch: pytest.Monk
 def test_a_recorder_reads_as_a_table_and_forgets() -> None:
     model, recorder = make("llama"), DensityRecorder()
     assert recorder.density().shape == (0, 0)
-    with attach(model, {1: SPARSE}, min_tokens=1, recorder=recorder):
+    with attach(model, Schedule(SPARSE, dense=[0]), min_tokens=1, recorder=recorder):
         model(tokens(128))
     assert recorder.table().splitlines() == [
         "layer  sparse  density  heads          dense",
@@ -605,11 +737,11 @@ class _OldModel(transformers.LlamaForCausalLM):  # type: ignore[misc]
 @pytest.mark.parametrize(
     ("pipeline", "kwargs", "error", "sentence"),
     [
-        ("pbs", {}, TypeError, "'pipeline' must be a Pipeline, .*: str"),
-        ({0: TopK(2)}, {}, TypeError, "the pipeline of layer 0 must be a Pipeline or None: TopK"),
-        ({"0": SPARSE}, {}, TypeError, "a layer index must be an int: '0'"),
-        ({2: SPARSE}, {}, ValueError, r"a layer index must be in \[0, 2\): 2"),
-        ([SPARSE], {}, ValueError, r"one entry per layer \(2\): 1; None leaves a layer dense"),
+        ("pbs", {}, TypeError, "'pipeline' must be a Pipeline, HeadGroups or a Schedule: str"),
+        ({0: SPARSE}, {}, TypeError, r"a Schedule: dict; Schedule\(None, layers=\{\.\.\.\}\) attends sparsely"),
+        (None, {}, TypeError, "a Schedule: NoneType"),
+        (Schedule(None, layers={2: SPARSE}), {}, ValueError, "no layer 2: the model has 2, 0 to 1"),
+        (Schedule(SPARSE, dense=(0, -2)), {}, ValueError, "named once, from either end of the 2: 0"),
         (SPARSE, {"min_tokens": 0}, ValueError, "'min_tokens' must be > 0: 0"),
         (SPARSE, {"recorder": 1}, TypeError, "'recorder' must be"),
     ],

@@ -20,35 +20,57 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 MATRIX_INSTRUCTION = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "v_mfma"}
+# Triton has no 8-bit integer products for sm_100's own matrix unit, and takes the older one.
+INTEGER_INSTRUCTION = {"sm_80": ".s8.s8", "sm_90": ".s8.s8", "sm_100": ".s8.s8", "gfx942": "_i8"}
+FP8_INSTRUCTION = {"sm_90": ".e4m3.e4m3", "sm_100": "f8f6f4"}  # the others have no such format
 TEXT = {"cuda": "ptx", "hip": "amdgcn"}
 
 
 def compile_sparse_attention(
-    target: GPUTarget, dtype: str, head_dim: int, block: int, tma: bool
+    target: GPUTarget,
+    dtype: str,
+    head_dim: int,
+    block: int,
+    tma: bool,
+    *,
+    pv_skip: bool = False,
+    int8_qk: bool = False,
+    fp8_pv: bool = False,
 ) -> triton.compiler.CompiledKernel:
     itemsize = {"fp16": 2, "bf16": 2, "fp32": 4}[dtype]
     config = sparse_attention.default_config(block, block, head_dim, itemsize)
-    padded = max(16, triton.next_power_of_2(head_dim))
+    padded = max(32 if int8_qk or fp8_pv else 16, triton.next_power_of_2(head_dim))
+    q_dtype, v_dtype = "i8" if int8_qk else dtype, "fp8e4nv" if fp8_pv else dtype
+    # Arguments that are None are constants too.
+    on = {"pv_skip": pv_skip, "q_scale": int8_qk, "k_scale": int8_qk, "k_copy": int8_qk, "v_scale": fp8_pv}
+    absent = [f"{name}_ptr" for name, given in on.items() if not given]
+    absent += [f"{name}_strides" for name, given in on.items() if not given and name != "pv_skip"]
     constants = {
         "D": head_dim, "DV": head_dim, "BLOCK_D": padded, "BLOCK_DV": padded,
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
         "Q_SPLIT": block // config.block_m, "K_SPLIT": block // config.block_n,
-        "CAUSAL": True, "TMA": tma,
+        "CAUSAL": True, "TMA": tma, **dict.fromkeys(absent),
     }  # fmt: skip
-    key = f"tensordesc<{dtype}[1, 1, {config.block_n}, {padded}]>" if tma else f"*{dtype}"
+
+    def source_type(dtype: str) -> str:
+        return f"tensordesc<{dtype}[1, 1, {config.block_n}, {padded}]>" if tma else f"*{dtype}"
+
     types = {
-        "q_ptr": f"*{dtype}", "k_source": key, "v_source": key, "out_ptr": f"*{dtype}", "lse_ptr": "*fp32",
+        "q_ptr": f"*{q_dtype}", "k_source": source_type(q_dtype), "v_source": source_type(v_dtype),
+        "out_ptr": f"*{dtype}", "lse_ptr": "*fp32",
         **{f"{name}_ptr": "*i32" for name in (
-            "partial_count", "partial_index", "full_count", "full_index", "q_position", "k_position")},
+            "partial_count", "partial_index", "full_count", "full_index", "q_position", "k_position", "k_copy")},
+        **{f"{name}_ptr": "*fp32" for name in ("pv_skip", "q_scale", "k_scale", "v_scale")},
         **{f"{name}_strides": ("i32",) * 3 for name in ("q", "k", "v", "out")},
-        **{f"{name}_strides": ("i32",) * 2 for name in ("lse", "count", "index", "q_position", "k_position")},
+        **{f"{name}_strides": ("i32",) * 2 for name in (
+            "lse", "count", "index", "q_position", "k_position", "q_scale", "k_scale", "k_copy", "v_scale")},
         **dict.fromkeys(("M", "N", "cols", "heads_per_key", "heads_per_mask", "q_lead"), "i32"),
         "scale_log2": "fp32",
     }  # fmt: skip
     kernel = sparse_attention._kernel
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
     position = {name: i for i, name in enumerate(kernel.arg_names)}
-    pointers = [name for name, type_ in types.items() if isinstance(type_, str) and type_.startswith("*")]
+    pointers = [name for name, type_ in signature.items() if isinstance(type_, str) and type_.startswith("*")]
     aligned: list[tuple[int, ...]] = [(position[name],) for name in pointers]
     aligned += [(position[f"{name}_strides"], axis) for name in ("q", "k", "v", "out") for axis in range(3)]
     source = ASTSource(
@@ -65,6 +87,7 @@ def compile_sparse_attention(
 def main() -> int:
     failed = 0
     for name, target in TARGETS.items():
+        with_tma = (False, True) if name in ("sm_90", "sm_100") else (False,)
         for dtype, head_dim, block in (
             ("bf16", 128, 128),
             ("fp16", 64, 64),
@@ -72,7 +95,7 @@ def main() -> int:
             ("bf16", 256, 128),
             ("fp32", 64, 128),
         ):
-            for tma in (False, True) if name in ("sm_90", "sm_100") else (False,):
+            for tma in with_tma:
                 kernel = compile_sparse_attention(target, dtype, head_dim, block, tma)
                 text = kernel.asm[TEXT[target.backend]]
                 found = text.count(MATRIX_INSTRUCTION[name])
@@ -81,6 +104,25 @@ def main() -> int:
                 print(
                     f"{name} {dtype} D={head_dim} block={block} tma={tma}: {found} x {MATRIX_INSTRUCTION[name]}, {kernel.metadata.shared} B shared"
                 )
+        for head_dim, pv_skip, int8_qk, fp8_pv in (
+            (128, True, False, False),
+            (128, False, True, False),
+            (128, False, False, True),
+            (128, True, True, True),
+            (80, True, True, False),
+        ):
+            if fp8_pv and name not in FP8_INSTRUCTION:
+                continue
+            kernel = compile_sparse_attention(
+                target, "bf16", head_dim, 128, with_tma[-1], pv_skip=pv_skip, int8_qk=int8_qk, fp8_pv=fp8_pv
+            )
+            text = kernel.asm[TEXT[target.backend]]
+            int8 = text.count(INTEGER_INSTRUCTION[name])
+            fp8 = text.count(FP8_INSTRUCTION[name]) if fp8_pv else 0
+            failed += (int8_qk and not int8) + (fp8_pv and not fp8)
+            print(
+                f"{name} D={head_dim} pv_skip={pv_skip} int8_qk={int8_qk} fp8_pv={fp8_pv}: {int8} integer and {fp8} fp8 products, {kernel.metadata.shared} B shared"
+            )
     return int(failed > 0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -72,6 +73,7 @@ def test_lengths(N: int, dtype: torch.dtype, device: str) -> None:
     assert_right(arguments(q, k, v, block=64))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", [1, 3, 4, 7])
 def test_groups(group: int, device: str) -> None:
     q, k, v = make_qkv(B=2, N=90, Hq=2 * group, Hkv=2, D=32, device=device)
@@ -98,6 +100,7 @@ def test_chunks(M: int, causal: bool, device: str) -> None:
     assert_right(arguments(q, k, v, block=32, causal=causal))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("block", "tile_m", "tile_n"), [(64, 16, 32), (64, 64, 16), (96, 32, 32), (48, 16, 16)])
 def test_tiles_smaller_than_blocks(block: int, tile_m: int, tile_n: int, device: str) -> None:
     q, k, v = make_qkv(N=200, M=150, Hq=2, Hkv=1, D=32, device=device)
@@ -139,11 +142,162 @@ def test_bad_numbers_stay_in_their_rows(value: float, device: str) -> None:
     assert torch.equal(out[:, :, others], clean[:, :, others])
 
 
+def falling(N: int, D: int, device: str, *, gap: float, step: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits by hand (scale times product): 0 for the first 32 keys, then `gap`, `step` more for each query."""
+    q = torch.zeros(1, 1, N, D, device=device)
+    q[..., 0], q[..., 1] = math.sqrt(D), torch.arange(N, device=device) * step * math.sqrt(D)
+    k = torch.zeros(1, 1, N, D, device=device)
+    k[:, :, 32:, 0], k[:, :, 32:, 1] = gap, 1.0
+    v = torch.ones(1, 1, N, D, device=device)
+    v[:, :, 32:] = -1.0
+    return q, k, v
+
+
+def left_out_by_hand(call: tuple[Any, ...], pv_skip: list[float]) -> Tensor:
+    """Which pairs the rule leaves out, one tile after the other; B = 1, and keys in place."""
+    q, k, count, index, block, lead, tile = call[0], call[1], call[5], call[6], call[9], call[11], call[15]
+    Hq, M, N = q.shape[1], q.shape[2], k.shape[2]
+    out = torch.zeros(1, Hq, M, N, dtype=torch.bool, device=q.device)
+    for h in range(Hq):
+        logits = (q[0, h].double() @ k[0, h * k.shape[1] // Hq].double().T * call[13]).tolist()
+        for i in range(M):
+            row, met = (lead + i) // block, -math.inf
+            for turn in range(int(count[0, h, row])):
+                first = int(index[0, h, row, turn]) * block
+                for start in range(first, first + block, tile):
+                    best = max(logits[i][start : start + tile])
+                    if best - met < pv_skip[h]:
+                        out[0, h, i, start : start + tile] = True
+                    met = max(met, best)
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("M", "block", "tile"), [(200, 32, 32), (100, 64, 16), (129, 32, 16)])
+def test_pv_skip_leaves_out_what_the_rule_says(M: int, block: int, tile: int, causal: bool, device: str) -> None:
+    """Kernel and twin against a walk by hand, one number for each head; and the bounds of docs/numerics.md."""
+    q, k, v = make_qkv(N=200, M=M, Hq=2, Hkv=1, D=32, device=device)
+    pv_skip = [-2.0, -4.0]
+    call = arguments(3 * q, k, v, block=block, causal=causal, keep=0.8, config=TileConfig(tile, tile, 4, 2))
+    gone = left_out_by_hand(call, pv_skip)
+    assert gone.any((-1, -2)).all()
+    skip = torch.tensor(pv_skip, device=device)
+    out, lse = sparse_attention(*call, skip)
+    args = [x.double() for x in call[:3]] + [*call[3:], skip]
+    kept, kept_lse = sparse_attention_reference(*args)
+    torch.testing.assert_close(out, kept.float(), rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(lse, kept_lse, rtol=1e-4, atol=2e-5)
+
+    exact, exact_lse = sparse_attention_reference(*(x.double() for x in call[:3]), *call[3:])
+    mass = gone.sum(-1) * skip.double().exp()[:, None]  # [B, Hq, M], m e^lambda
+    lost = 1 - (kept_lse - exact_lse).double().exp()
+    logits = call[0].double() @ k.double().repeat_interleave(2, 1).transpose(-1, -2) * call[13]
+    share = (logits - exact_lse.unsqueeze(-1)).exp().masked_fill(~gone, 0.0).sum(-1)
+    torch.testing.assert_close(lost, share, rtol=1e-4, atol=1e-5)
+    assert (lost <= mass / (1 + mass) + 1e-6).all()
+    assert (exact_lse - kept_lse <= mass.log1p() + 1e-6).all()
+    spread = v.amax(2) - v.amin(2)
+    assert ((out - exact).abs() <= (mass / (1 + mass)).unsqueeze(-1) * spread.unsqueeze(-2) + 2e-5).all()
+
+
+def test_pv_skip_bound_is_reached(device: str) -> None:
+    """Every later tile just under the limit: the bounds of docs/numerics.md, with nothing to spare."""
+    q, k, v = falling(256, 16, device, gap=-5.0)
+    call = arguments(q, k, v, block=32, keep=1.0)
+    exact, exact_lse = sparse_attention_reference(*(x.double() for x in call[:3]), *call[3:])
+    out, lse = sparse_attention(*call, torch.tensor([-4.999], device=device))
+    m = (torch.arange(256, device=device) // 32 * 32 - 32).clamp_min(0)  # full blocks, but for the first
+    own = torch.arange(256, device=device) % 32 + 1
+    kept = 32 + own * math.exp(-5)
+    kept[:32] = own[:32].float()
+    lost = m * math.exp(-5) / (m * math.exp(-5) + kept)
+    torch.testing.assert_close(1 - (lse - exact_lse).exp(), lost.expand_as(lse), rtol=1e-4, atol=1e-6)
+    error = (out - exact)[0, 0, :, 0]  # what was left out has the value -1
+    torch.testing.assert_close(error, lost * (out[0, 0, :, 0] + 1.0).double(), rtol=1e-3, atol=1e-6)
+    assert float(error.max()) > 0.04
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_pv_skip_off_is_exact(dtype: torch.dtype, device: str) -> None:
+    """Very negative equals none, bit for bit; and so does a head of its own."""
+    q, k, v = make_qkv(N=200, M=150, Hq=2, Hkv=1, dtype=dtype, device=device)
+    call = arguments(10 * q, k, v, block=32, keep=0.8)
+    exact = sparse_attention(*call)
+    for got, want in zip(sparse_attention(*call, torch.full((2,), -1e30, device=device)), exact, strict=True):
+        assert torch.equal(got, want)
+    out, lse = sparse_attention(*call, torch.tensor([-1.0, -torch.inf], device=device))
+    assert torch.equal(out[:, 1], exact[0][:, 1])
+    assert torch.equal(lse[:, 1], exact[1][:, 1])
+    assert not torch.equal(lse[:, 0], exact[1][:, 0])
+
+
+def test_pv_skip_saves_the_product(device: str) -> None:
+    """Values that all queries leave out are never multiplied: not even NaN gets through."""
+    q, k, v = falling(129, 16, device, gap=-20.0)
+    clean = sparse_attention(*arguments(q, k, v, block=32, keep=1.0), torch.tensor([-10.0], device=device))[0]
+    v[:, :, 32:64] = float("nan")
+    call = arguments(q, k, v, block=32, keep=1.0)
+    skipped = sparse_attention(*call, torch.tensor([-10.0], device=device))[0]
+    assert torch.equal(skipped[:, :, 64:], clean[:, :, 64:])
+    assert sparse_attention(*call)[0][:, :, 64:].isnan().all()
+
+
+def test_pv_skip_is_each_query_s_own(device: str) -> None:
+    """What a query leaves out does not depend on its neighbours in the tile, so not on later tokens."""
+    q, k, v = falling(128, 16, device, gap=-8.0, step=0.05)  # later queries fall less
+    skip = torch.tensor([-4.0], device=device)
+    out, lse = sparse_attention(*arguments(q, k, v, block=32, keep=1.0), skip)
+    exact = sparse_attention(*arguments(q, k, v, block=32, keep=1.0))[0]
+    changed = (out != exact).any(-1)[0, 0]
+    assert changed[64:80].all()  # left out by some queries of a tile,
+    assert not changed[81:96].any()  # and not by others
+    q[:, :, 70:] += 3.0
+    k[:, :, 70:] -= 2.0
+    v[:, :, 70:] *= 5.0
+    after, after_lse = sparse_attention(*arguments(q, k, v, block=32, keep=1.0), skip)
+    assert torch.equal(after[:, :, :70], out[:, :, :70])
+    assert torch.equal(after_lse[..., :70], lse[..., :70])
+
+
+def test_pv_skip_keeps_partial_blocks(device: str) -> None:
+    q, k, v = make_qkv(N=32, Hq=1, Hkv=1, D=16, device=device)
+    call = arguments(20 * q, k, v, block=32, config=TileConfig(16, 16, 4, 2))
+    for got, want in zip(
+        sparse_attention(*call, torch.tensor([-1e-6], device=device)), sparse_attention(*call), strict=True
+    ):
+        assert torch.equal(got, want)
+
+
+def test_pv_skip_of_the_executor(device: str) -> None:
+    q, k, v = make_qkv(N=300, Hq=2, Hkv=1, D=32, device=device)
+    front = bs.Identity(), bs.MeanPoolScorer(32), bs.TopCdf(0.95)
+    by_head = bs.Pipeline(*front, bs.TritonExecutor(pv_skip=[-1.0, -50.0]))(4 * q, k, v)
+    exact = bs.Pipeline(*front, bs.TritonExecutor())(4 * q, k, v)
+    assert torch.equal(by_head[:, 1], exact[:, 1])
+    assert not torch.equal(by_head[:, 0], exact[:, 0])
+    one = bs.Pipeline(*front, bs.TritonExecutor(pv_skip=-1.0))(4 * q, k, v)
+    assert torch.equal(one[:, 0], by_head[:, 0])
+
+
+def test_pv_skip_is_checked(device: str) -> None:
+    for value in (0.0, 1.0, [-1.0, 0.5], float("nan")):
+        with pytest.raises(ValueError, match="'pv_skip' must be negative"):
+            bs.TritonExecutor(pv_skip=value)
+    with pytest.raises(TypeError, match="'pv_skip' must be a number"):
+        bs.TritonExecutor(pv_skip="-1")  # type: ignore[arg-type]
+    executor = bs.TritonExecutor(pv_skip=[-1.0, -2.0, -3.0])
+    with pytest.raises(ValueError, match="'pv_skip' has 3 entries for 4 query heads"):
+        bs.pbs_attn(executor=executor)(*make_qkv(D=16, device=device))
+
+
 def test_custom_op_contract(device: str) -> None:
     """Fake tensors, schema and mutation are as torch.compile expects."""
     q, k, v = make_qkv(N=70, Hq=2, Hkv=1, D=16, device=device)
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(sparse_attention, arguments(q, k, v, block=32), test_utils=checks)
+    call = arguments(q, k, v, block=32)
+    torch.library.opcheck(sparse_attention, call, test_utils=checks)
+    torch.library.opcheck(sparse_attention, (*call, torch.full((2,), -3.0, device=device)), test_utils=checks)
 
 
 @pytest.mark.slow
@@ -204,3 +358,6 @@ def test_compiles_ahead_of_time() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     for target in ("sm_80", "sm_90", "sm_100", "gfx942"):
         assert f"{target} bf16 D=128" in result.stdout
+        assert f"{target} D=80 pv_skip=True int8_qk=True fp8_pv=False" in result.stdout
+    for target in ("sm_90", "sm_100"):
+        assert f"{target} D=128 pv_skip=True int8_qk=True fp8_pv=True" in result.stdout

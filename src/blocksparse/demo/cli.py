@@ -30,17 +30,15 @@ def _demo(parsed: argparse.Namespace) -> int:
         from rich.console import Console
         from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-        from blocksparse.demo.run import PRESETS, Settings, run
+        from blocksparse.demo.methods import method
+        from blocksparse.demo.run import Settings, run
+        from blocksparse.testing import every_preset
     except ModuleNotFoundError as error:
         raise DemoError(f"{error.name} is not installed: pip install 'blocksparse-attention[demo]'") from None
 
-    unknown = [name for name in parsed.presets or () if name not in PRESETS]
-    if unknown:
-        raise DemoError(f"'--presets' must be among {', '.join(PRESETS)}: {', '.join(unknown)}")
+    pipelines = {written: method(written) for written in parsed.preset or every_preset}
     if not 0 <= parsed.depth <= 1:
         raise DemoError(f"'--depth' must be in [0, 1]: {parsed.depth}")
-    if not 0 < parsed.threshold <= 1:
-        raise DemoError(f"'--threshold' must be in (0, 1]: {parsed.threshold}")
 
     disable_progress_bar()
     set_verbosity_error()
@@ -54,8 +52,7 @@ def _demo(parsed: argparse.Namespace) -> int:
             tokens=parsed.tokens,
             depth=parsed.depth,
             seed=parsed.seed,
-            threshold=parsed.threshold,
-            presets=list(dict.fromkeys(parsed.presets or PRESETS)),
+            pipelines=pipelines,
             layer=parsed.layer,
             head=parsed.head,
         ),
@@ -77,8 +74,12 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--tokens", type=int, default=4096, help="length of the prompt")
     demo.add_argument("--depth", type=float, default=0.5, help="share of the text before the planted fact")
     demo.add_argument("--seed", type=int, default=0, help="chooses the planted fact")
-    demo.add_argument("--threshold", type=float, default=0.9, help="share of the scored mass that a preset keeps")
-    demo.add_argument("--presets", nargs="+", metavar="NAME", help="which presets; all by default")
+    demo.add_argument(
+        "--preset",
+        action="append",
+        metavar="PRESET",
+        help="a preset to run, with its own defaults or as in 'pbs_attn(0.95)'; may be repeated; all by default",
+    )
     demo.add_argument("--text", type=Path, default=_TEXT, help="the text to read")
     demo.add_argument(
         "--model", type=Path, help="folder of a transformers model; SmolLM2-135M-Instruct by default"

@@ -16,10 +16,8 @@ from blocksparse.demo.model import Model
 from blocksparse.demo.prompt import Prompt
 from blocksparse.demo.watch import QKV, watch
 from blocksparse.executors.auto import AutoExecutor
+from blocksparse.head_groups import AnyPipeline, AnyTrace
 from blocksparse.integrations.transformers import DensityRecorder, attach
-from blocksparse.pipeline import Pipeline, Trace
-
-AnyPipeline = Pipeline[Any, Any, Any]
 
 _ANSWER_TOKENS = 8
 _WARM_UP = 512
@@ -40,6 +38,7 @@ class Row:
     right: bool
     executor: str  # which one ran, and why not the faster ones
     compile_s: float  # the first call of the pipeline, before the clock starts
+    pipeline: str  # as Python, to paste
     qkv: QKV | None = field(default=None, eq=False, repr=False)
 
 
@@ -93,6 +92,7 @@ def measure(
         prompt.is_answered_by(reply),
         executor,
         compile_s,
+        repr(pipeline),
         sight.kept,
     )
 
@@ -118,7 +118,7 @@ def answer(model: Model, token: Tensor, cache: Any) -> str:
     return text.strip().split("\n")[0].rstrip(".")
 
 
-def _executor(pipeline: AnyPipeline, trace: Trace[Any, Any, Any]) -> str:
+def _executor(pipeline: AnyPipeline, trace: AnyTrace) -> str:
     if isinstance(pipeline.executor, AutoExecutor):
         return str(pipeline.executor.choose(trace.q, trace.k, trace.v, trace.mask))
     return type(pipeline.executor).__name__

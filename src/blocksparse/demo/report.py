@@ -13,16 +13,18 @@ from rich.table import Table
 
 from blocksparse.demo.measure import Row
 
+_REPLY = 10  # letters of an answer in the table; the JSON file has all
+
 
 def table(rows: list[Row], *, title: str) -> Table:
     """One line per method; speed-up and perplexity are against the first row, which is dense."""
     dense = rows[0]
-    # Fits in 80 columns, the width when the output is not a terminal.
+    # Fits in 80 columns, the width when the output is not a terminal; long names of methods are folded.
     result = Table(title=title, box=SIMPLE_HEAD, padding=0, show_edge=False)
-    result.add_column("method", no_wrap=True)
-    for heading in ("first\ntoken", "attention", "speed-up", "density", "perplexity"):
+    result.add_column("method", overflow="fold", vertical="bottom")
+    for heading in ("first\ntoken", "attention", "speed-\nup", "density", "perplexity"):
         result.add_column(heading, justify="right", vertical="bottom", no_wrap=True)
-    result.add_column("answer", no_wrap=True)
+    result.add_column("answer", vertical="bottom", no_wrap=True)
     for row in rows:
         more = "" if row is dense else f" ({row.perplexity / dense.perplexity - 1:+.1%})"
         result.add_row(
@@ -32,9 +34,13 @@ def table(rows: list[Row], *, title: str) -> Table:
             f"{dense.attention_s / row.attention_s:.2f}x",
             f"{row.density:.1%}",
             f"{row.perplexity:.2f}{more}",
-            f"{escape(row.reply)} [green]right[/]" if row.right else f"{escape(row.reply)} [red]wrong[/]",
+            f"{'[green]right[/]' if row.right else '[red]wrong[/]'} {escape(_short(row.reply))}",
         )
     return result
+
+
+def _short(reply: str) -> str:
+    return reply if len(reply) <= _REPLY else reply[: _REPLY - 1] + "…"
 
 
 def _seconds(value: float) -> str:
@@ -51,9 +57,14 @@ def legend(rows: list[Row]) -> str:
     ]
     sparse = rows[1:]
     if sparse:
-        compiled = ", ".join(f"{row.compile_s:.1f} s for {row.method}" for row in sparse)
-        lines.append(f"not counted: the first call of each pipeline, which compiles: {compiled}")
-    lines.extend(dict.fromkeys(f"sparse attention: {row.executor}" for row in sparse))
+        compiled = sum(row.compile_s for row in sparse)
+        lines.append(f"not counted: the first call of each pipeline, which compiles: {compiled:.0f} s in all")
+    executors: dict[str, list[str]] = {}
+    for row in sparse:
+        executors.setdefault(row.executor, []).append(row.method)
+    for executor, methods in executors.items():
+        which = "sparse attention" if len(executors) == 1 else ", ".join(methods)
+        lines.append(f"{which}: {executor}")
     return "\n".join(lines)
 
 

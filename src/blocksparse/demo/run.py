@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import torch
 from attrs import frozen
@@ -17,15 +17,9 @@ from blocksparse.demo.model import Model, convert_smollm2, load
 from blocksparse.demo.picture import Panel, draw
 from blocksparse.demo.prompt import Prompt, build
 from blocksparse.demo.report import legend, table, write_json
-from blocksparse.pipeline import Pipeline
+from blocksparse.head_groups import AnyPipeline
 from blocksparse.presets.mean_pooling import mean_pooling
 from blocksparse.presets.pbs_attn import pbs_attn
-
-PRESETS: dict[str, Callable[[float], Pipeline[Any, Any, Any]]] = {
-    "mean_pooling": mean_pooling,
-    "pbs_attn": pbs_attn,
-}
-"""Each is a row of the table, by its threshold."""
 
 # In SmolLM2 a head with a few heavy keys for all queries, which is what sorting keys is for.
 _LAYER, _HEAD = 8, 1
@@ -42,8 +36,7 @@ class Settings:
     tokens: int
     depth: float
     seed: int
-    threshold: float
-    presets: list[str]
+    pipelines: Mapping[str, AnyPipeline]  # by what the table calls them
     layer: int | None  # of the picture; None takes one
     head: int | None
 
@@ -73,13 +66,12 @@ def run(settings: Settings, console: Console) -> list[Row]:
             bar.advance(task)
 
         layers = model.network.config.num_hidden_layers
-        bar.update(task, total=layers * (1 + len(settings.presets)) + 2)
-        bar.update(task, description="reading with dense attention")
+        methods = len(settings.pipelines)
+        bar.update(task, total=layers * (1 + methods) + 2, description="reading with dense attention")
         dense = measure(model, prompt, "dense", None, keep_layer=layer, on_layer=step)
         rows = [dense]
-        for name in settings.presets:
-            bar.update(task, description=f"reading with {name}")
-            pipeline = PRESETS[name](settings.threshold)
+        for number, (name, pipeline) in enumerate(settings.pipelines.items(), 1):
+            bar.update(task, description=f"reading with {name} ({number} of {methods})")
             rows.append(measure(model, prompt, name, pipeline, warm_up=dense.qkv, on_layer=step))
         bar.update(task, description="drawing the attention map")
         _picture(dense, settings, layer, head)
@@ -120,14 +112,12 @@ def _layer_and_head(model: Model, settings: Settings) -> tuple[int, int]:
 def _picture(dense: Row, settings: Settings, layer: int, head: int) -> None:
     """Before and after sorting keys, whichever presets the table shows."""
     assert dense.qkv is not None  # it was asked for
-    names = {
-        "mean_pooling": "mean_pooling: keys in the order of the text",
-        "pbs_attn": "pbs_attn: keys sorted inside segments",
+    pipelines = {
+        "mean_pooling: keys in the order of the text": mean_pooling(),
+        "pbs_attn: keys sorted inside segments": pbs_attn(),
     }
-    panels = [
-        Panel.of(title, PRESETS[name](settings.threshold), *dense.qkv, head=head) for name, title in names.items()
-    ]
-    title = f"Where layer {layer}, head {head} looks, and which blocks are kept (threshold {settings.threshold:g})"
+    panels = [Panel.of(title, pipeline, *dense.qkv, head=head) for title, pipeline in pipelines.items()]
+    title = f"Where layer {layer}, head {head} looks, and which blocks are kept"
     draw(panels, settings.out / "attention-map.png", title=title)
 
 
@@ -144,7 +134,6 @@ def _report(rows: list[Row], model: Model, prompt: Prompt, settings: Settings, c
         tokens=settings.tokens,
         depth=settings.depth,
         seed=settings.seed,
-        threshold=settings.threshold,
         needle=prompt.needle,
         needle_at=prompt.needle_at,
         question=prompt.question,

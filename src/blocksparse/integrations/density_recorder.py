@@ -9,8 +9,6 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from blocksparse.selectors.block_mask import BlockMask
-
 
 @final
 @define(eq=False)
@@ -26,12 +24,10 @@ class DensityRecorder:
     _kept: dict[int, Tensor] = field(factory=dict, init=False, repr=False)  # [Hq] float64, density times pairs
     _pairs: dict[int, int] = field(factory=lambda: defaultdict(int), init=False, repr=False)
 
-    def saw_sparse(self, layer: int, mask: BlockMask) -> None:
-        """Count a sparse call, and its density."""
-        q_len, k_len = mask.grid.q_len, mask.grid.k_len
+    def saw_sparse(self, layer: int, density: Tensor, *, q_len: int, k_len: int) -> None:
+        """Count a sparse call of the last `q_len` of `k_len` tokens, and its density `[B, Hq]`."""
         pairs = q_len * (2 * k_len - q_len + 1) // 2
-        density = mask.density().mean(0)
-        kept = density.repeat_interleave(mask.grid.q_heads // density.shape[0]) * pairs
+        kept = density.mean(0) * pairs
         self._sparse[layer] += 1
         self._pairs[layer] += pairs
         self._kept[layer] = self._kept[layer] + kept if layer in self._kept else kept

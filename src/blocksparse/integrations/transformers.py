@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, final
 from uuid import uuid4
@@ -17,10 +17,10 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from blocksparse.head_groups import HeadGroups
 from blocksparse.integrations.density_recorder import DensityRecorder as DensityRecorder
 from blocksparse.pipeline import Pipeline
-
-AnyPipeline = Pipeline[Any, Any, Any]
+from blocksparse.schedule import LayerPipeline, Schedule
 
 _PREFIX = "blocksparse-"
 _REMEMBERED = 64
@@ -42,7 +42,7 @@ _CHOSEN_KEYS = ("indices", "block_indices")
 
 def attach(
     model: PreTrainedModel,
-    pipeline: AnyPipeline | Mapping[int, AnyPipeline | None] | Sequence[AnyPipeline | None],
+    pipeline: LayerPipeline | Schedule,
     *,
     min_tokens: int = 512,
     min_queries: int = 64,
@@ -56,22 +56,27 @@ def attach(
             model.generate(...)
 
     Args:
-        pipeline: for every layer; or one per layer index, by a mapping or a sequence. Layers that are missing
-            or None stay dense.
+        pipeline: for every layer; or a `Schedule`, which chooses by `layer_idx`.
         min_tokens: attention over fewer tokens than this, context and queries together, stays dense.
         min_queries: so does attention of fewer queries at once (decoding always does).
         recorder: is told what each call did; without one nothing is recorded.
 
     Raises:
-        TypeError: `model` is not a transformers model, or `pipeline` holds something else than pipelines.
-        ValueError: the model cannot change its attention function, or has no layer of a given index.
+        TypeError: `model` is not a transformers model, or `pipeline` is none.
+        ValueError: the model cannot change its attention function, or has no layer that the schedule names.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"'model' must be a transformers.PreTrainedModel: {type(model).__name__}; "
             "take the model out of its wrapper"
         )
-    adapter = _Adapter(_by_layer(pipeline, model.config), min_tokens, min_queries, recorder)
+    if not isinstance(pipeline, Pipeline | HeadGroups | Schedule):
+        raise TypeError(
+            f"'pipeline' must be a Pipeline, HeadGroups or a Schedule: {type(pipeline).__name__}; "
+            "Schedule(None, layers={...}) attends sparsely in single layers"
+        )
+    schedule = pipeline if isinstance(pipeline, Schedule) else Schedule(pipeline)
+    adapter = _Adapter(schedule.default, _layers_of(schedule, model.config), min_tokens, min_queries, recorder)
     attachment = Attachment(
         _PREFIX + uuid4().hex, tuple((config, config._attn_implementation) for config in _configs(model))
     )
@@ -141,7 +146,8 @@ class Attachment:
 class _Adapter:
     """The two functions that transformers calls: one makes masks, the other attends."""
 
-    pipelines: AnyPipeline | Mapping[int, AnyPipeline]
+    default: LayerPipeline | None
+    layers: tuple[LayerPipeline | None, ...]  # the first ones of the model; attention outside has the default
     min_tokens: int = field(validator=[validators.instance_of(int), validators.gt(0)])
     min_queries: int = field(validator=[validators.instance_of(int), validators.gt(0)])
     recorder: DensityRecorder | None = field(
@@ -181,7 +187,7 @@ class _Adapter:
         M, N = query.shape[2], key.shape[2]
         seen = (N if M == N else self.seen.get((M, N))) if attention_mask is None else None
         call = _Call(module, query, key, value, attention_mask, seen, kwargs)
-        pipeline = self.pipelines.get(call.layer) if isinstance(self.pipelines, Mapping) else self.pipelines
+        pipeline = self.layers[call.layer] if 0 <= call.layer < len(self.layers) else self.default
         if reason := call.dense_because(pipeline, self.min_tokens, self.min_queries):
             # A compiled decode step is recorded when it is traced at most, so it is not recorded at all.
             if self.recorder is not None and not torch.compiler.is_compiling():
@@ -191,14 +197,14 @@ class _Adapter:
         return self._sparse(pipeline, call), None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _sparse(self, pipeline: AnyPipeline, call: _Call) -> Tensor:
+    def _sparse(self, pipeline: LayerPipeline, call: _Call) -> Tensor:
         """The pipeline's attention, `[B, M, Hq, Dv]`."""
         q, k, v = call.query, call.key[:, :, : call.seen], call.value[:, :, : call.seen]
         if self.recorder is None:
             out = pipeline(q, k, v, scale=call.kwargs.get("scaling"))
         else:
             trace = pipeline.trace(q, k, v, scale=call.kwargs.get("scaling"))
-            self.recorder.saw_sparse(call.layer, trace.mask)
+            self.recorder.saw_sparse(call.layer, trace.density(), q_len=q.shape[2], k_len=k.shape[2])
             out = trace.output.out
         return out.transpose(1, 2).contiguous()
 
@@ -233,7 +239,7 @@ class _Call:
             return bool(asked)
         return bool(getattr(getattr(self.module, "config", None), "output_attentions", False))
 
-    def dense_because(self, pipeline: AnyPipeline | None, min_tokens: int, min_queries: int) -> str | None:
+    def dense_because(self, pipeline: LayerPipeline | None, min_tokens: int, min_queries: int) -> str | None:
         """The first reason against the pipeline, or None."""
         queries, window = self.query.shape[2], self.kwargs.get("sliding_window")
         if queries == 1:
@@ -356,31 +362,13 @@ def _configs(model: PreTrainedModel) -> Iterator[Any]:
         waiting.extend(sub for sub in held if sub is not None)
 
 
-def _by_layer(pipeline: object, config: Any) -> AnyPipeline | dict[int, AnyPipeline]:
-    """One pipeline for all layers, or those of single layers by index, checked."""
-    if isinstance(pipeline, Pipeline):
-        return pipeline
+def _layers_of(schedule: Schedule, config: Any) -> tuple[LayerPipeline | None, ...]:
+    """What attends in each layer; empty where every layer has the default."""
+    if not schedule.layers and not schedule.dense:
+        return ()
     layers: int | None = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
-    if isinstance(pipeline, Sequence) and not isinstance(pipeline, str | bytes):
-        if layers is not None and len(pipeline) != layers:
-            raise ValueError(
-                f"'pipeline' must have one entry per layer ({layers}): {len(pipeline)}; "
-                "None leaves a layer dense, and a mapping names single layers"
-            )
-        pipeline = dict(enumerate(pipeline))
-    if not isinstance(pipeline, Mapping):
-        raise TypeError(
-            f"'pipeline' must be a Pipeline, or a mapping or sequence of them by layer: {type(pipeline).__name__}"
+    if layers is None:
+        raise ValueError(
+            f"to name layers their number must be known: {type(config).__name__} has no num_hidden_layers"
         )
-    chosen = {}
-    for layer, one in pipeline.items():
-        if isinstance(layer, bool) or not isinstance(layer, int):
-            raise TypeError(f"a layer index must be an int: {layer!r}")
-        if layer < 0 or (layers is not None and layer >= layers):
-            raise ValueError(f"a layer index must be in [0, {'...' if layers is None else layers}): {layer}")
-        if one is None:
-            continue
-        if not isinstance(one, Pipeline):
-            raise TypeError(f"the pipeline of layer {layer} must be a Pipeline or None: {type(one).__name__}")
-        chosen[layer] = one
-    return chosen
+    return schedule.resolve(layers)

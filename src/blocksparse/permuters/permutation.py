@@ -19,7 +19,7 @@ class Permutation:
     Query slot `i` holds query `q_index[b, h, i]`. `None` leaves that side in place and costs nothing.
     """
 
-    k_index: Tensor | None = None  # [B, H, G, N] int32, H is Hkv or Hq; N slots, at most the number of keys
+    k_index: Tensor | None = None  # [B, H, G, slots] int32, H is Hkv or Hq; with groups, slots need not be N
     q_index: Tensor | None = None  # [B, Hq, M] int32
     group: int | None = None  # original positions per key map; None when one map serves every query (G == 1)
 

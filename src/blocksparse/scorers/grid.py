@@ -33,6 +33,7 @@ class Grid:
     q_heads: int
     kv_heads: int
     causal: bool
+    slots: int  # of a key map; more than k_len where the tail of a segment is padded
     q_position: Tensor  # [B|1, H|1, rows * q_block] int32, original position of each place, -1 where empty
     k_position: Tensor  # [B|1, H|1, G, cols * k_block] int32
     group_of_row: Tensor | None  # [rows] int64, the key map each row uses; None when G == 1
@@ -63,7 +64,9 @@ class Grid:
             k_position = torch.arange(N, dtype=torch.int32, device=k.device).view(1, 1, 1, N)
         else:
             k_position = permutation.k_index
-        k_position = pad(k_position, (0, -k_position.shape[-1] % k_block), value=-1)
+        slots = k_position.shape[-1]
+        if slots % k_block:
+            k_position = pad(k_position, (0, -slots % k_block), value=-1)
 
         group_of_row = None
         if permutation.group is not None:
@@ -85,6 +88,7 @@ class Grid:
             q_heads=Hq,
             kv_heads=Hkv,
             causal=causal,
+            slots=slots,
         )
 
     @classmethod
@@ -133,13 +137,12 @@ class Grid:
         # Rows and columns of empty places that the coarse blocks ended in are dropped.
         before = self.q_lead // q_block * q_block
         after = before + -(-(self.q_lead - before + self.q_len) // q_block) * q_block
-        slots = self.k_position.shape[-1]
         group_of_row = None
         if self.group_of_row is not None:
             group_of_row = self.group_of_row.repeat_interleave(n)[before // q_block : after // q_block]
         return self._cut(
             self.q_position[..., before:after],
-            self.k_position[..., : min(slots, -(-self.k_len // k_block) * k_block)],
+            self.k_position[..., : -(-self.slots // k_block) * k_block],
             group_of_row,
             q_len=self.q_len,
             k_len=self.k_len,
@@ -148,6 +151,7 @@ class Grid:
             q_heads=self.q_heads,
             kv_heads=self.kv_heads,
             causal=self.causal,
+            slots=self.slots,
         )
 
     @property

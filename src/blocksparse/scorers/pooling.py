@@ -36,11 +36,16 @@ def block_mean(x: Tensor, block: int, *, lead: int = 0, padded_tail: bool = Fals
 def products(q: Tensor, k: Tensor) -> Tensor:
     """Every query row with every key row, `[B, Hq, rows, D]` and `[B, H, cols, D]` to `[B, Hq, rows, cols]`.
 
-    `H` divides `Hq`; keys are not repeated.
+    `H` divides `Hq`; keys are not repeated. Summed in fp32 or better: half precision would round long sums, and
+    fp16 may not hold them. A GPU's tensor cores take half precision as it is; elsewhere it is converted.
     """
-    H, rows = k.shape[1], q.shape[2]
-    grouped = torch.matmul(rearrange(q, "B (H G) rows D -> B H (G rows) D", H=H), k.transpose(-1, -2))
-    return rearrange(grouped, "B H (G rows) cols -> B (H G) rows cols", rows=rows)
+    H, rows, wide = k.shape[1], q.shape[2], torch.promote_types(q.dtype, torch.float32)
+    if q.dtype != wide and (not q.is_cuda or torch.version.hip is not None):
+        q, k = q.to(wide), k.to(wide)
+    queries = rearrange(q, "B (H G) rows D -> (B H) (G rows) D", H=H)
+    keys = k.flatten(0, 1).transpose(-1, -2)
+    sums = torch.bmm(queries, keys) if q.dtype == wide else torch.bmm(queries, keys, wide)
+    return rearrange(sums, "(B H) (G rows) cols -> B (H G) rows cols", H=H, rows=rows)
 
 
 def softmax_over(eligible: Tensor, logits: Tensor) -> Tensor:

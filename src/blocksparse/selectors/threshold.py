@@ -6,9 +6,9 @@ from typing import final
 
 from attrs import field, frozen
 
+from blocksparse.per_head import PerHead, check, over_blocks, per_head
 from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.selectors.block_mask import BlockMask
-from blocksparse.selectors.per_head import PerHead, check, over_blocks, per_head
 from blocksparse.selectors.selector import Selector
 
 

@@ -6,11 +6,11 @@ from typing import final
 
 import torch
 from attrs import field, frozen
-from torch import Tensor
 
+from blocksparse.per_head import PerHead, check, over_blocks, per_head
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.selectors.block_mask import BlockMask
-from blocksparse.selectors.per_head import PerHead, check, over_blocks, per_head
+from blocksparse.selectors.cumulative import running_share
 from blocksparse.selectors.selector import Selector
 
 
@@ -38,29 +38,12 @@ class TopCdf(Selector[BlockMass, BlockMask]):
         grid = scores.grid
         mass = over_blocks(self.mass, scores.values).float()
         reachable = grid.reachable
-        ticks = _ticks(scores.values.masked_fill(~reachable, 0.0))  # [B, Hq, rows, cols] int64
         always = grid.diagonal if scores.forced is None else grid.diagonal | scores.forced
-        first = ticks if scores.forced is None else ticks.masked_fill(scores.forced, torch.iinfo(torch.int64).max)
-        order = first.argsort(dim=-1, descending=True, stable=True)
-        ranked = ticks.gather(-1, order)
-        reached = ranked.cumsum(-1)
-        total = reached[..., -1:].double()
-        # Shares are compared in fp32, the precision of scores: rounding must not push a sum over a round target.
+        share = running_share(scores.values.masked_fill(~reachable, 0.0), first=scores.forced)
         if self.crossing:
-            taken = ((reached - ranked) / total).float() < mass
+            taken = share.before < mass
         else:
-            forced = 0 if scores.forced is None else scores.forced.expand(ticks.shape).sum(-1, keepdim=True)
-            rank = torch.arange(ticks.shape[-1], device=ticks.device)
-            taken = ((reached / total).float() <= mass) | ((rank == forced) & (ranked > 0))
-        keep = torch.empty_like(taken).scatter_(-1, order, taken)
-        return BlockMask(((keep | always) | (mass >= 1)) & reachable, grid)
-
-
-def _ticks(values: Tensor) -> Tensor:
-    """Non-negative fp32 values as integers, 2^30 to the heaviest block of a row; NaN counts for nothing.
-
-    The scale is a power of two, so this is exact up to one rounding, and a row's sum stays below 2^53.
-    """
-    values = values.nan_to_num(nan=0.0, posinf=torch.finfo(torch.float32).max).clamp_min(0.0)
-    exponent = torch.frexp(values.amax(-1, keepdim=True)).exponent
-    return torch.ldexp(values.double(), 30 - exponent).round().long()
+            forced = 0 if scores.forced is None else scores.forced.expand(share.ticks.shape).sum(-1, keepdim=True)
+            rank = torch.arange(grid.cols, device=mass.device)
+            taken = (share.after <= mass) | ((rank == forced) & (share.ticks > 0))
+        return BlockMask(((share.put_back(taken) | always) | (mass >= 1)) & reachable, grid)

@@ -95,3 +95,13 @@ pipeline(x, x, x, torch.ones(8, 8))  # E: Argument 4 to "__call__" of "Pipeline"
 pipeline(x, x, x, dropout_p=0.1)  # E: Unexpected keyword argument "dropout_p" for "__call__" of "Pipeline"
 bs.TopCdf("0.9")  # E: Argument 1 to "TopCdf" has incompatible type "str"
 bs.Sink() | bs.Identity()  # E: Unsupported operand types for | ("Sink" and "Identity")
+
+# An order per segment has no one order to gather keys in, nor to pool them by.
+bs.Pipeline(bs.GlobalIndexMap(256), bs.NoScorer(), bs.Everything(), bs.TritonExecutor())  # E: Cannot infer value of type parameter "PermutationT" of "Pipeline"
+bs.Pipeline(bs.GlobalIndexMap(256), bs.MeanPoolScorer(), bs.TopCdf(0.9), bs.ReferenceExecutor())  # E: Cannot infer value of type parameter "PermutationT" of "Pipeline"
+# Early stop needs a rank, and a union loses it.
+bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(), bs.Ranked(bs.TopCdf(0.9)) | bs.Sink(), bs.GatherExecutor(0.1))  # E: Cannot infer value of type parameter "MaskT" of "Pipeline"
+# A router needs scores that tell heads apart; a gate needs masses; tiles need a rule of positions.
+bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(), bs.VerticalSlashCdf(0.9), bs.ReferenceExecutor())  # E: Cannot infer value of type parameter "ScoresT" of "Pipeline"
+bs.SimilarityGatedScorer(bs.NoScorer(), 0.5)  # E: Argument 1 to "SimilarityGatedScorer" has incompatible type "NoScorer"; expected "Scorer[GlobalPermutation, BlockMass]"
+bs.OnTiles(bs.TopK(3), 2)  # E: Argument 1 to "OnTiles" has incompatible type "TopK"; expected "PositionSelector"

@@ -1,0 +1,34 @@
+"""What the user may name as a method: any preset, with or without arguments."""
+
+from __future__ import annotations
+
+import ast
+
+from blocksparse.demo.errors import DemoError
+from blocksparse.head_groups import AnyPipeline
+from blocksparse.testing import every_preset
+
+
+def method(written: str) -> AnyPipeline:
+    """The pipeline of a preset as it is written in Python: `pbs_attn`, or `pbs_attn(0.95, block=64)`.
+
+    Raises:
+        DemoError: it is no preset, or one that does not take these arguments.
+    """
+    try:
+        call = ast.parse(written.strip(), mode="eval").body
+        name, arguments, keywords = (
+            (call.func, call.args, call.keywords) if isinstance(call, ast.Call) else (call, [], [])
+        )
+        preset = every_preset[ast.unparse(name)]
+        values = [ast.literal_eval(argument) for argument in arguments]
+        named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in keywords}
+    except (SyntaxError, ValueError, KeyError):
+        raise DemoError(
+            f"'--preset' must be one of {', '.join(every_preset)}, plain or with numbers as in "
+            f"'pbs_attn(0.95)': {written}"
+        ) from None
+    try:
+        return preset(*values, **named)
+    except (TypeError, ValueError) as error:
+        raise DemoError(f"'--preset' {written}: {error}") from None

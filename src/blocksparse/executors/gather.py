@@ -1,0 +1,96 @@
+"""Keys loaded through an index map, best blocks first, with an early stop (S2O, section 3.2)."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import final
+
+import torch
+from attrs import field, frozen, validators
+from torch import Tensor
+
+from blocksparse.executors.attention_output import AttentionOutput
+from blocksparse.executors.executor import Executor
+from blocksparse.per_head import PerHead, check, over_blocks, per_head
+from blocksparse.permuters.permutation import Permutation
+from blocksparse.selectors.block_mask import BlockMask, RankedBlockMask
+
+
+@final
+@frozen(eq=False)
+class GatherExecutor(Executor[Permutation, RankedBlockMask]):
+    """Visit a row's kept blocks by rank and stop when they add little (S2O, algorithms 2 and 3).
+
+    Blocks of a negative rank come first and in any case. After each later block, a query is satisfied if the
+    block added less than `tau` times what its softmax denominator was, both relative to the same
+    running maximum; a row of blocks stops when its queries are satisfied. The output is attention over exactly
+    the blocks that it reports as `visited`.
+
+    Tokens are loaded through the index map and never moved, so that each query group may have a map of its
+    own. On a GPU a Triton kernel runs (fp16, bf16, fp32; query blocks up to 128); CPU tensors and float64
+    take plain torch, which visits the same blocks.
+
+    Args:
+        tau: 0 never stops; a number, or one per query head. The paper prints no value.
+        reduction: a row stops when "all" its queries are satisfied, or when the "mean" of their gains, each
+            as a share of its denominator, is below `tau`. The paper does not say.
+        patience: how many blocks in a row must satisfy; 1 as in the paper.
+        commit: keep the block that ends the row. The printed algorithm throws it away.
+    """
+
+    tau: PerHead = field(default=0.01, converter=per_head, validator=check("at least 0", lambda x: x >= 0))
+    reduction: str = field(default="all", validator=validators.in_(("all", "mean")), kw_only=True)
+    patience: int = field(default=1, validator=[validators.instance_of(int), validators.gt(0)], kw_only=True)
+    commit: bool = field(default=True, validator=validators.instance_of(bool), kw_only=True)
+
+    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: RankedBlockMask) -> list[str]:
+        reasons = []
+        if q.is_cuda and q.dtype != torch.float64:
+            if find_spec("triton") is None:
+                reasons.append("triton is not installed")
+            if mask.grid.q_block > 128:
+                reasons.append(f"query blocks must be at most 128, not {mask.grid.q_block}")
+        return reasons
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        permutation: Permutation,
+        mask: RankedBlockMask,
+        *,
+        scale: float,
+    ) -> AttentionOutput:
+        self.refuse_unsupported(q, k, v, mask, hint="Choose smaller blocks, or use ReferenceExecutor().")
+        from blocksparse.kernels.gather_attention import gather_attention
+
+        grid, keep = mask.grid, mask.per_query_head()
+        rank = mask.rank.repeat_interleave(grid.q_heads // mask.rank.shape[1], dim=1)
+        tau = over_blocks(self.tau, keep)
+        order = rank.where(keep, torch.iinfo(torch.int32).max).argsort(dim=-1, stable=True)
+        count = keep.sum(-1)
+        opened = (keep & ((rank < 0) | (tau == 0))).sum(-1)
+        group = grid.group_of_row
+        out, lse, visited = gather_attention(
+            q,
+            k,
+            v,
+            order.int(),
+            opened.int(),
+            count.int(),
+            grid.q_position,
+            grid.k_position,
+            torch.zeros(grid.rows, dtype=torch.int32, device=q.device) if group is None else group.int(),
+            tau.float().flatten().expand(q.shape[1]),
+            grid.q_block,
+            grid.k_block,
+            grid.causal,
+            scale,
+            self.patience,
+            self.commit,
+            self.reduction == "mean",
+        )
+        seen = torch.arange(grid.cols, device=q.device) < visited.unsqueeze(-1)
+        reached = torch.zeros_like(keep).scatter_(-1, order, seen)
+        return AttentionOutput(out, lse, BlockMask(reached, grid))

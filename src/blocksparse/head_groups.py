@@ -1,0 +1,191 @@
+"""Which pipeline attends in which KV heads of a layer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, final
+
+import torch
+from attrs import field, frozen
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+
+from blocksparse.executors.attention_output import AttentionOutput
+from blocksparse.inputs import check_inputs
+from blocksparse.pipeline import Pipeline, Trace
+
+AnyPipeline = Pipeline[Any, Any, Any]
+AnyTrace = Trace[Any, Any, Any]
+Heads = tuple[int, ...]
+"""KV heads, in the order in which a pipeline gets them."""
+
+
+@final
+@frozen(eq=False)
+class HeadGroupsTrace:
+    """What each group of heads did in one call. Measured on demand, as in a `Trace`."""
+
+    traces: Mapping[Heads, AnyTrace | None]  # None is a dense group
+    output: AttentionOutput
+
+    def density(self) -> Tensor:
+        """Work done, as a share of dense attention's, per query head, `[B, Hq]`; 1 where dense."""
+        return self._per_query_head(lambda trace: trace.density(), dense=1.0)
+
+    def covered_mass(self) -> Tensor:
+        """Share of the true attention mass that lies on kept pairs, `[B, Hq]`; 1 where dense."""
+        return self._per_query_head(lambda trace: trace.covered_mass(), dense=1.0)
+
+    def error(self) -> Tensor:
+        """Relative L1 distance of the output from dense attention's, `[B, Hq]`; 0 where dense."""
+        return self._per_query_head(lambda trace: trace.error(), dense=0.0)
+
+    def _per_query_head(self, measure: Callable[[AnyTrace], Tensor], *, dense: float) -> Tensor:
+        out = self.output.out
+        size = out.shape[1] // sum(map(len, self.traces))
+        ones = torch.ones(out.shape[:2], dtype=torch.float64, device=out.device)
+        return _put_back(
+            {
+                heads: dense * ones[:, : size * len(heads)] if trace is None else measure(trace)
+                for heads, trace in self.traces.items()
+            },
+            size,
+        )
+
+
+def _groups(groups: Mapping[Heads, AnyPipeline | None]) -> Mapping[Heads, AnyPipeline | None]:
+    if not isinstance(groups, Mapping):
+        raise TypeError(f"'groups' must be a mapping of KV heads to pipelines: {type(groups).__name__}")
+    return dict(groups)
+
+
+@final
+@frozen(eq=False)
+class HeadGroups:
+    """Pipelines of one layer by KV head; the query heads of a KV head go with it, and None is dense.
+
+        HeadGroups({(0, 1, 3): pbs_attn(0.9), (2,): None})(q, k, v)
+
+    Called as a `Pipeline` is. The heads of a group run in one call, in the order in which they are written: a
+    `threshold` per query head of its pipeline has the query heads of the group alone.
+    """
+
+    groups: Mapping[Heads, AnyPipeline | None] = field(converter=_groups)
+
+    @groups.validator
+    def _check_groups(self, _: object, groups: Mapping[Any, Any]) -> None:
+        if not groups:
+            raise ValueError("'groups' must have at least one group")
+        for heads, pipeline in groups.items():
+            if not isinstance(heads, tuple) or not all(is_index(head) for head in heads):
+                raise TypeError(f"the heads of a group must be a tuple of ints, (2,) for one head: {heads!r}")
+            if not heads or min(heads) < 0:
+                raise ValueError(f"a group must have KV heads from 0 on: {heads}")
+            if pipeline is not None and not isinstance(pipeline, Pipeline):
+                raise TypeError(
+                    f"the group {heads} must have a Pipeline or None (dense): {type(pipeline).__name__}"
+                )
+        if twice := repeated(head for heads in groups for head in heads):
+            raise ValueError(f"'groups' must name a KV head once, and names these again: {twice}")
+
+    @classmethod
+    def dense_where(cls, dense: Sequence[bool], pipeline: AnyPipeline) -> HeadGroups:
+        """`pipeline`, except in the KV heads where `dense` is true; one entry per KV head."""
+        split: dict[bool, list[int]] = {True: [], False: []}
+        for head, is_dense in enumerate(dense):
+            split[bool(is_dense)].append(head)
+        parts = ((split[True], None), (split[False], pipeline))
+        return cls({tuple(heads): attention for heads, attention in parts if heads})
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None
+    ) -> Tensor:
+        """Attend `q` `[B, Hq, M, D]` to `k` `[B, Hkv, N, D]` and `v` `[B, Hkv, N, Dv]`: `[B, Hq, M, Dv]`.
+
+        Args:
+            causal: query `i` sees keys up to position `N - M + i` (bottom-right aligned).
+            scale: of the logits; `1 / sqrt(D)` unless given.
+
+        Raises:
+            TypeError, ValueError: the inputs are not what the pipelines can run, or the groups are not of
+                all their KV heads.
+        """
+        return self.trace(q, k, v, causal=causal, scale=scale).output.out
+
+    def trace(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None
+    ) -> HeadGroupsTrace:
+        """The same call, with every value on the way. Takes what a plain call takes and costs the same."""
+        scale = check_inputs(q, k, v, causal=causal, scale=scale)
+        self._refuse_other_heads(k.shape[1])
+        size = q.shape[1] // k.shape[1]
+        traces: dict[Heads, AnyTrace | None] = {}
+        outputs: dict[Heads, AttentionOutput] = {}
+        for heads, pipeline in self.groups.items():
+            part = _take(q, heads, size), _take(k, heads, 1), _take(v, heads, 1)
+            if pipeline is None:
+                traces[heads], outputs[heads] = None, _dense(*part, causal=causal, scale=scale)
+            else:
+                traces[heads] = trace = pipeline.trace(*part, causal=causal, scale=scale)
+                outputs[heads] = trace.output
+        lse = {heads: output.lse for heads, output in outputs.items() if output.lse is not None}
+        return HeadGroupsTrace(
+            traces,
+            AttentionOutput(
+                _put_back({heads: output.out for heads, output in outputs.items()}, size),
+                _put_back(lse, size) if len(lse) == len(outputs) else None,
+            ),
+        )
+
+    def _refuse_other_heads(self, kv_heads: int) -> None:
+        named, there = {head for heads in self.groups for head in heads}, set(range(kv_heads))
+        wrong = [
+            f"{what} {', '.join(map(str, sorted(heads)))}"
+            for what, heads in (("missing:", there - named), ("not there:", named - there))
+            if heads
+        ]
+        if wrong:
+            raise ValueError(f"the groups must name each of the {kv_heads} KV heads; {'; '.join(wrong)}")
+
+
+def is_index(value: object) -> bool:
+    """Whether a value is an int and no bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def repeated(values: Iterable[int]) -> str:
+    """The values that are there more than once, as text."""
+    return ", ".join(str(value) for value, times in Counter(values).items() if times > 1)
+
+
+def _take(x: Tensor, heads: Heads, size: int) -> Tensor:
+    """The heads of `x` `[B, Hkv * size, ...]` that belong to some KV heads; a view if these are consecutive."""
+    if heads == tuple(range(heads[0], heads[0] + len(heads))):
+        return x[:, heads[0] * size : (heads[-1] + 1) * size]
+    # An index on the device would have to be copied there, for which the host waits.
+    return torch.cat([x[:, head * size : (head + 1) * size] for head in heads], dim=1)
+
+
+def _put_back(parts: Mapping[Heads, Tensor], size: int) -> Tensor:
+    """The `[B, Hkv * size, ...]` that `_take` would take `parts` from."""
+    by_head = {
+        head: one for heads, part in parts.items() for head, one in zip(heads, part.split(size, 1), strict=True)
+    }
+    return torch.cat([by_head[head] for head in range(len(by_head))], dim=1)
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> AttentionOutput:
+    """Exact attention, by the fastest that PyTorch has; the queries are the last ones when causal."""
+    M, N = q.shape[2], k.shape[2]
+    out = scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=causal_lower_right(M, N) if causal and M < N else None,
+        is_causal=causal and M == N,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return AttentionOutput(out, None)

@@ -1,0 +1,21 @@
+"""Image and video tokens column by column (Columnmajor in SpargeAttn, appendix A.1)."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from blocksparse.permuters.grid_order import GridOrder
+
+
+@final
+@frozen(eq=False)
+class ColumnOrder(GridOrder):
+    """Frame by frame, and inside a frame column by column: tokens run along H."""
+
+    def cells(self, device: torch.device | str) -> Tensor:
+        T, H, W = self.grid
+        return torch.arange(T * H * W, device=device).view(T, H, W).transpose(1, 2).flatten()

@@ -1,0 +1,128 @@
+"""An order of the keys for every segment of queries, as an index map (S2O, section 3.1)."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from attrs import field, frozen, validators
+from einops import rearrange, reduce
+from torch import Tensor
+
+from blocksparse.permuters.permutation import Permutation
+from blocksparse.permuters.permuter import Permuter
+
+_positive = [validators.instance_of(int), validators.gt(0)]
+_SCORES_AT_ONCE = 1 << 24
+_QUERIES_AT_ONCE = 1 << 12
+
+
+@final
+@frozen(eq=False)
+class GlobalIndexMap(Permuter[Permutation]):
+    """Each segment of `S` queries reads its own keys in order, then the keys before it, best first (S2O, alg. 1).
+
+    The first `S` slots of a map hold the segment's own keys, with empty slots where the prompt ends inside it.
+    Then come the keys of earlier segments by falling `<mean query of the segment, key>` (eq. 2), compared in
+    fp32, ties to the lower position. Inside a segment, queries stand by falling product with the mean of the
+    first keys (eq. 1). The mean is over the segment's queries in this call: a chunk that starts inside
+    a segment has fewer of them. Only for causal attention.
+
+    Args:
+        S: tokens per segment; the paper prints no value.
+        prefix: keys of earlier segments in each map, the best ones; nobody attends to the rest. The paper
+            keeps all, which takes `N * N / S` indices per head.
+        per_query_head: one order per query head, as the paper, which knows no groups; or one per KV head,
+            from the mean query of its group, in a map that is as many times smaller.
+        order_queries: `False` leaves queries in place.
+        guide: how many of the first keys are averaged to order the queries; the paper takes segment 0.
+    """
+
+    S: int = field(default=256, validator=_positive)
+    prefix: int | None = field(default=None, validator=validators.optional(_positive), kw_only=True)
+    per_query_head: bool = field(default=True, kw_only=True)
+    order_queries: bool = field(default=True, kw_only=True)
+    guide: int | None = field(default=None, validator=validators.optional(_positive), kw_only=True)
+
+    def __call__(self, q: Tensor, k: Tensor, *, causal: bool, scale: float) -> Permutation:
+        if not causal:
+            raise ValueError(
+                "'GlobalIndexMap' orders what comes before a segment: call the pipeline with causal=True"
+            )
+        return Permutation(self._keys(q, k), self._queries(q, k) if self.order_queries else None, group=self.S)
+
+    def _keys(self, q: Tensor, k: Tensor) -> Tensor:
+        """The key in every slot of every segment that has queries here, `[B, H, G, slots]` int32."""
+        S, Hkv, N = self.S, k.shape[1], k.shape[2]
+        mean, first = _segment_means(q, S, offset=N - q.shape[2]), (N - q.shape[2]) // S
+        if not self.per_query_head:
+            mean = reduce(mean, "B (H R) G D -> B H G D", "mean", H=Hkv)
+        B, H, G, _ = mean.shape
+        start = S * torch.arange(first, first + G, device=k.device)[:, None]  # [G, 1]
+        own = start + torch.arange(S, device=k.device)
+        longest = (first + G - 1) * S
+        width = longest if self.prefix is None else min(self.prefix, longest)
+        index = torch.full((B, H, G, S + width), -1, dtype=torch.int32, device=k.device)
+        index[..., :S] = own.where(own < N, -1)
+        keys = k[:, :, :longest].to(mean.dtype).transpose(-1, -2)  # [B, Hkv, D, longest]
+        # A few segments at a time: the scores of all of them would take more memory than the map.
+        step = max(1, _SCORES_AT_ONCE // (B * H * max(1, longest)))
+        for g in range(0, G, step):
+            some = slice(g, min(g + step, G))
+            end = (first + some.stop - 1) * S  # no segment of these reads further
+            rows = rearrange(mean[:, :, some], "B (H R) G D -> B H (R G) D", H=Hkv)
+            scores = torch.matmul(rows, keys[..., :end])
+            scores = rearrange(scores, "B H (R G) N -> B (H R) G N", G=some.stop - g)
+            count = min(width, end)
+            index[:, :, some, S : S + count] = _best(scores, start[some], count)
+        return index
+
+    def _queries(self, q: Tensor, k: Tensor) -> Tensor:
+        """The query in every slot, `[B, Hq, M]` int32."""
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        guide = k[:, :, : self.guide or self.S].mean(2, dtype=dtype)[..., None]  # [B, Hkv, D, 1]
+        parts = [
+            rearrange(torch.matmul(rows.to(dtype), guide), "B H (R M) 1 -> B (H R) M", M=part.shape[2])
+            for part in q.split(_QUERIES_AT_ONCE, dim=2)
+            for rows in [rearrange(part, "B (H R) M D -> B H (R M) D", H=k.shape[1])]
+        ]
+        segment = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device) // self.S
+        # Segments differ by 2^32, which no two scores do, so that no query leaves its segment.
+        rank = _whole_number(torch.cat(parts, dim=-1)).long() - (segment << 32)
+        return rank.argsort(dim=-1, descending=True, stable=True).int()
+
+
+def _segment_means(q: Tensor, S: int, *, offset: int) -> Tensor:
+    """Mean query of every segment of `S` positions, `[B, Hq, G, D]` in fp32 or better; `q` starts at `offset`."""
+    head = min(-offset % S, q.shape[2])
+    whole = (q.shape[2] - head) // S
+    parts = (
+        q[:, :, :head].unsqueeze(2),
+        q[:, :, head : head + whole * S].unflatten(2, (whole, S)),
+        q[:, :, head + whole * S :].unsqueeze(2),
+    )
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    return torch.cat([part.mean(3, dtype=dtype) for part in parts if part.shape[3]], dim=2)
+
+
+def _best(scores: Tensor, start: Tensor, count: int) -> Tensor:
+    """The `count` best positions before `start` `[G, 1]`, best first, then -1, by `scores` `[B, H, G, N]`.
+
+    Ties go to the lower position on every device, also where only the head of the order is wanted.
+    """
+    position = torch.arange(scores.shape[-1], device=scores.device)
+    rank = _whole_number(scores).where(position < start, torch.iinfo(torch.int32).min)
+    if count == rank.shape[-1]:
+        best = rank.argsort(dim=-1, descending=True, stable=True)
+    else:
+        # Score and position in one number: no two are equal, so the order is defined without a stable topk.
+        ranked = ((rank.long() << 32) + (0xFFFFFFFF - position)).topk(count, dim=-1).values
+        best = 0xFFFFFFFF - (ranked & 0xFFFFFFFF)
+    return best.where(torch.arange(count, device=scores.device) < start, -1).int()
+
+
+def _whole_number(scores: Tensor) -> Tensor:
+    """fp32 values as int32 of the same order, all over -2^31; NaN counts as the least."""
+    lowest = torch.finfo(torch.float32).min
+    bits = (scores.float().nan_to_num(nan=lowest) + 0.0).view(torch.int32)  # + 0.0: -0 and 0 are one
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)

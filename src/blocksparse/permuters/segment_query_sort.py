@@ -1,0 +1,106 @@
+"""Sort queries inside segments by the key block they look most like (PBS-Attn, section 4.3)."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from attrs import evolve, field, frozen, validators
+from einops import rearrange
+from torch import Tensor
+from torch.nn.functional import normalize, pad
+
+from blocksparse.permuters.identity import Identity
+from blocksparse.permuters.permutation import GlobalPermutation
+from blocksparse.permuters.permuter import Permuter
+
+_WORKSPACE = 2**28  # bytes of similarities at a time
+
+
+@final
+@frozen(eq=False)
+class SegmentQuerySort(Permuter[GlobalPermutation]):
+    """Stand queries that look at the same keys together, inside each whole segment (PBS-Attn, section 4.3).
+
+    A centroid is the mean key of a block. A query goes to the centroid of highest cosine similarity, and the
+    queries of a segment are sorted by centroid, then by falling similarity; ties keep their order. The paper says
+    "greedily" and no more: here a centroid may take any number of queries. When causal, a query chooses among the
+    centroids of earlier segments: the blocks of its own segment are kept whatever it chooses, and the order thus
+    depends on no key of its own segment or later. The first segment and the tail of `N mod S` tokens keep their
+    order; of a segment that a chunk holds in part, that part is sorted.
+
+    Args:
+        S: tokens per segment, a multiple of `block`. Segments are counted from position 0.
+        block: keys per centroid.
+        keys: order of the keys, which stay in place by default; centroids are then blocks of that order. With
+            `SegmentKeySort(S)` both sides are sorted.
+
+    Raises:
+        ValueError: when called, `keys` moves queries.
+    """
+
+    S: int = field(default=256, validator=[validators.instance_of(int), validators.gt(0)])
+    block: int = field(default=128, validator=[validators.instance_of(int), validators.gt(0)], kw_only=True)
+    keys: Permuter[GlobalPermutation] = field(
+        factory=Identity, validator=validators.instance_of(Permuter), kw_only=True
+    )
+
+    def __attrs_post_init__(self) -> None:
+        if self.S % self.block:
+            raise ValueError(f"'S' must be a multiple of 'block' ({self.block}): {self.S}")
+
+    def __call__(self, q: Tensor, k: Tensor, *, causal: bool, scale: float) -> GlobalPermutation:
+        permutation = self.keys(q, k, causal=causal, scale=scale)
+        if permutation.q_index is not None:
+            raise ValueError(f"'keys' must leave queries in place: {self.keys!r}")
+        M, S = q.shape[2], self.S
+        offset = k.shape[2] - M if causal else 0
+        sorted_to = (offset + M) // S * S  # position where the tail begins
+        lead, whole = offset % S, sorted_to - offset
+        known = sorted_to - S if causal else k.shape[2]  # keys before the last whole segment
+        if whole <= 0 or known <= 0:
+            return permutation
+
+        centroids = self._centroids(permutation.gather_keys(k)[:, :, :known])
+        nearest, cosine = self._nearest(q[:, :, :whole], centroids, offset=offset, causal=causal)
+        # Places before a chunk's first query sort first, so they stay where they are.
+        nearest, cosine = pad(nearest, (lead, 0), value=-1), pad(cosine, (lead, 0))
+        order = _argsort(nearest.unflatten(2, (-1, S)), cosine.unflatten(2, (-1, S)))
+        start = torch.arange(-lead, whole, S, device=q.device)
+        index = (order + start[:, None]).flatten(2)[:, :, lead:]  # [B, Hq, whole]
+        tail = torch.arange(whole, M, device=q.device).expand(*index.shape[:2], -1)
+        return evolve(permutation, q_index=torch.cat((index, tail), dim=2).int())
+
+    def _centroids(self, k: Tensor) -> Tensor:
+        """Directions of the mean keys of blocks, `[B, H, N, D] -> [B, H, blocks, D]` in fp32 or better."""
+        blocks = pad(k, (0, 0, 0, -k.shape[2] % self.block)).unflatten(2, (-1, self.block))
+        # A cosine does not see lengths, so a sum serves as well as a mean, also of a short tail.
+        return normalize(blocks.sum(3, dtype=torch.promote_types(k.dtype, torch.float32)), dim=-1)
+
+    def _nearest(self, q: Tensor, centroids: Tensor, *, offset: int, causal: bool) -> tuple[Tensor, Tensor]:
+        """Each query's centroid and its cosine with it, `[B, Hq, M]` each."""
+        (B, Hq, M, _), (_, H, blocks, _) = q.shape, centroids.shape
+        step = max(1, _WORKSPACE // (B * Hq * blocks * centroids.dtype.itemsize))
+        per_segment = self.S // self.block
+        nearest, cosines = [], []
+        for first in range(0, M, step):
+            last = min(first + step, M)
+            part = rearrange(q[:, :, first:last], "B (H G) m D -> B H (G m) D", H=H)
+            part = normalize(part.to(centroids.dtype), dim=-1)
+            # The part's last query knows most; one in the first segment knows nothing, which the mask says.
+            end = max((offset + last - 1) // self.S * per_segment, 1) if causal else blocks
+            cosine = part @ centroids[:, :, :end].transpose(-1, -2)
+            cosine = rearrange(cosine, "B H (G m) blocks -> B (H G) m blocks", G=Hq // H)
+            if causal:
+                known = torch.arange(offset + first, offset + last, device=q.device) // self.S * per_segment
+                cosine = cosine.masked_fill_(torch.arange(end, device=q.device) >= known[:, None], float("-inf"))
+            best = cosine.max(-1)  # the first of equal ones
+            nearest.append(best.indices)
+            cosines.append(best.values)
+        return torch.cat(nearest, dim=2), torch.cat(cosines, dim=2)
+
+
+def _argsort(rising: Tensor, falling: Tensor) -> Tensor:
+    """Stable order along the last axis: by `rising`, then by `-falling`."""
+    order = falling.argsort(dim=-1, descending=True, stable=True)
+    return order.gather(-1, rising.gather(-1, order).argsort(dim=-1, stable=True))

@@ -1,0 +1,33 @@
+"""Image and video tokens tile by tile."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from attrs import field, frozen
+from torch import Tensor
+
+from blocksparse.permuters.grid_order import GridOrder, three_sizes
+
+
+@final
+@frozen(eq=False)
+class TileOrder(GridOrder):
+    """Tiles one after another, frame by frame and row by row, and so the cells inside each.
+
+    A tile at a far edge holds the cells that are left. Blocks of tokens are tiles only where a tile has as many
+    cells as a block and divides the grid; elsewhere a block may hold parts of several tiles.
+
+    Args:
+        tile: frames, rows and columns `(t, h, w)` of a tile; 4 x 4 x 4 cells are a block of 64.
+    """
+
+    tile: tuple[int, int, int] = field(default=(4, 4, 4), validator=three_sizes)
+
+    def cells(self, device: torch.device | str) -> Tensor:
+        (_, H, W), (t, h, w) = self.grid, self.tile
+        frame, row, column = (torch.arange(size, device=device) for size in self.grid)
+        across, down = -(-W // w), -(-H // h)
+        tile = (frame[:, None, None] // t * down + row[:, None] // h) * across + column // w  # [T, H, W]
+        return tile.flatten().argsort(stable=True)

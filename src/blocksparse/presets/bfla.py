@@ -1,0 +1,98 @@
+"""BFLA: Block-Filtered Long-Context Attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from operator import or_
+
+from torch import Tensor
+
+from blocksparse.executors.auto import AutoExecutor
+from blocksparse.executors.executor import Executor
+from blocksparse.permuters.identity import Identity
+from blocksparse.permuters.permutation import GlobalPermutation
+from blocksparse.pipeline import Pipeline
+from blocksparse.scorers.block_scores import BlockMass
+from blocksparse.scorers.flatten_max_pool import FlattenMaxPoolScorer
+from blocksparse.selectors.band import Band
+from blocksparse.selectors.block_mask import BlockMask
+from blocksparse.selectors.on_tiles import OnTiles
+from blocksparse.selectors.position_selector import PositionSelector
+from blocksparse.selectors.random import Random
+from blocksparse.selectors.refined import Refined
+from blocksparse.selectors.selector import Selector
+from blocksparse.selectors.shared_by_group import SharedByGroup
+from blocksparse.selectors.sink import Sink
+from blocksparse.selectors.stride import Stride
+from blocksparse.selectors.top_cdf import TopCdf
+
+
+def bfla(
+    mass: float | Sequence[float] | Tensor = 0.99,  # gamma; section 4.5, the "strong operating point"
+    *,
+    block: int = 256,  # b; section 4.5
+    g: int = 64,  # section 3.3; table 5
+    tile: int = 64,  # T is the tile of the paper's kernel, 32 in its code; 64 is the least that ours is fast with
+    n_local: int | None = None,
+    n_local_tiles: int | None = None,
+    sink: int = 32,  # eq. 16: the first tile, T tokens in the released code
+    eta: int | None = 16,  # section 4.5
+    rho: float | Sequence[float] | Tensor | None = None,  # section 4.5: rho = 0
+    seed: int = 1,  # the released code's; the paper names none
+    per_token: bool = False,
+    coarse_rescue: bool = False,
+    as_released: bool = False,
+    executor: Executor[GlobalPermutation, BlockMask] | None = None,
+) -> Pipeline[GlobalPermutation, BlockMass, BlockMask]:
+    """Keep the heaviest coarse blocks for a whole group of query heads, then rescue tiles by position.
+
+    The local band, the sink and both rescues come on top of the mass and are not counted.
+
+    Args:
+        mass: share of a row's block mass to keep; a number, or one per query head.
+        block: tokens per coarse block.
+        g: tokens per group that is compared as one vector; divides `block`.
+        tile: tokens per block of the final mask; divides `block`.
+        n_local: tokens of the local band: tiles with a key at most so far before the query tile are kept. 256
+            unless given here or in tiles (8 tiles of 32; table 5).
+        n_local_tiles: the same as a number of tiles, `n_local / tile`.
+        sink: tokens at the start of the prompt whose tiles are kept.
+        eta: keep one tile of every `eta` in a row; None for no stride rescue.
+        rho: keep a tile with this probability, a number or one per query head; None for no random rescue.
+        seed: of both rescues.
+        per_token: divide the products of groups by their tokens, so that the softmax over blocks is not one-hot.
+        coarse_rescue: apply band, sink and rescues to whole coarse blocks, as the released code, not to tiles.
+        as_released: choose as the authors' code does for chunks that start on the block grid: rescue on coarse
+            blocks by its linear hashes, rows counted from the start of the chunk, at least one block of band,
+            and padding in the scores.
+        executor: `AutoExecutor()` unless given.
+
+    Raises:
+        ValueError: `n_local` and `n_local_tiles` are both given, or `tile` does not divide `block`.
+    """
+    if n_local is not None and n_local_tiles is not None:
+        raise ValueError(f"give 'n_local' or 'n_local_tiles', not both: {n_local} and {n_local_tiles}")
+    if block % tile:
+        raise ValueError(f"'block' must be a multiple of 'tile' ({tile}): {block}")
+    if n_local is None:
+        n_local = 256 if n_local_tiles is None else n_local_tiles * tile  # table 5: 8 tiles of 32
+    rescues: list[PositionSelector] = [Band(max(n_local, 1) if as_released else n_local), Sink(sink)]
+    if eta is not None:
+        rescues.append(Stride(eta, seed, released=as_released))
+    if rho is not None:
+        rescues.append(Random(rho, seed, released=as_released))
+
+    n = block // tile
+    selector: Selector[BlockMass, BlockMask]
+    if coarse_rescue or as_released:
+        selector = Refined(SharedByGroup(reduce(or_, rescues, TopCdf(mass))), n)
+    else:
+        tiles = [SharedByGroup(OnTiles(rescue, n)) for rescue in rescues]
+        selector = reduce(or_, tiles, Refined(SharedByGroup(TopCdf(mass)), n))
+    return Pipeline(
+        Identity(),
+        FlattenMaxPoolScorer(block, g, per_token=per_token, padded_tail=as_released),
+        selector,
+        executor or AutoExecutor(),
+    )

@@ -1,0 +1,48 @@
+"""MInference 1.0: vertical-slash heads (arXiv 2407.02490)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from blocksparse.executors.auto import AutoExecutor
+from blocksparse.executors.executor import Executor
+from blocksparse.permuters.identity import Identity
+from blocksparse.permuters.permutation import GlobalPermutation
+from blocksparse.pipeline import Pipeline
+from blocksparse.scorers.vertical_slash import VerticalSlashScorer, VerticalSlashScores
+from blocksparse.selectors.block_mask import BlockMask
+from blocksparse.selectors.vertical_slash_top_k import VerticalSlashTopK
+
+
+def minference(
+    vertical: int | Sequence[int] | Tensor = 1000,  # released code, heads without an entry in the table
+    slash: int | Sequence[int] | Tensor = 6096,  # the same
+    *,
+    sink: int = 30,  # released code
+    recent: int = 100,  # released code; its search forces 30
+    block: int = 64,  # section 3.2; released code
+    probe: int = 64,  # section 3.2, algorithm 1
+    as_released: bool = False,
+    executor: Executor[GlobalPermutation, BlockMask] | None = None,
+) -> Pipeline[GlobalPermutation, VerticalSlashScores, BlockMask]:
+    """Keep a fixed number of the columns and diagonals that the last queries look at.
+
+    Args:
+        vertical: how many keys; a number, or one per query head.
+        slash: how many distances; a number, or one per query head.
+        sink: first keys, kept inside the budget.
+        recent: nearest distances, kept inside the budget.
+        block: tokens per block.
+        probe: how many of the last queries are looked at.
+        as_released: choose as the authors' code: keys near the end may use up the vertical budget, and runs of
+            distances end up to one block late.
+        executor: `AutoExecutor()` unless given.
+    """
+    return Pipeline(
+        Identity(),
+        VerticalSlashScorer(block, probe=probe, pooled=False),
+        VerticalSlashTopK(vertical, slash, sink=sink, recent=recent, released=as_released),
+        executor or AutoExecutor(),
+    )

@@ -1,0 +1,47 @@
+"""PBS-Attn+: PBS-Attn's order with XAttention's scores (arXiv 2510.21270, appendix B.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from blocksparse.executors.auto import AutoExecutor
+from blocksparse.executors.executor import Executor
+from blocksparse.permuters.permutation import GlobalPermutation
+from blocksparse.permuters.segment_key_sort import SegmentKeySort
+from blocksparse.pipeline import Pipeline
+from blocksparse.scorers.antidiagonal import AntidiagonalScorer
+from blocksparse.scorers.block_scores import BlockMass
+from blocksparse.selectors.block_mask import BlockMask
+from blocksparse.selectors.first_token import FirstToken
+from blocksparse.selectors.top_cdf import TopCdf
+
+
+def pbs_attn_plus(
+    threshold: float | Sequence[float] | Tensor = 0.9,  # section 4.1
+    *,
+    stride: int = 8,  # XAttention; appendix B.2 does not say
+    block: int = 128,  # section 4.1
+    S: int = 256,  # section 4.1
+    per_query_head: bool = False,
+    executor: Executor[GlobalPermutation, BlockMask] | None = None,
+) -> Pipeline[GlobalPermutation, BlockMass, BlockMask]:
+    """Sort keys by importance inside segments, then keep the heaviest antidiagonal scores of earlier segments.
+
+    The row's own segment and the block that holds token 0 are always kept, outside the threshold.
+
+    Args:
+        threshold: share of the mass outside the own segment to keep; a number, or one per query head.
+        stride: side of the cells whose antidiagonals are looked at.
+        block: tokens per block, a multiple of `stride`.
+        S: tokens per segment, a multiple of `block`.
+        per_query_head: one key order per query head, as the paper, instead of one per KV head.
+        executor: `AutoExecutor()` unless given.
+    """
+    return Pipeline(
+        SegmentKeySort(S, probe=block, per_query_head=per_query_head),
+        AntidiagonalScorer(stride, block=block, segment=S, forced=False),
+        TopCdf(threshold) | FirstToken(),
+        executor or AutoExecutor(),
+    )

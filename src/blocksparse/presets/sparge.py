@@ -1,0 +1,81 @@
+"""SpargeAttn: Accurate Sparse Attention Accelerating Any Model Inference (arXiv 2502.18137)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from blocksparse.executors.auto import AutoExecutor
+from blocksparse.executors.executor import Executor
+from blocksparse.permuters.identity import Identity
+from blocksparse.permuters.permutation import GlobalPermutation
+from blocksparse.permuters.permuter import Permuter
+from blocksparse.pipeline import Pipeline
+from blocksparse.scorers.block_scores import BlockMass
+from blocksparse.scorers.mean_pool import MeanPoolScorer
+from blocksparse.scorers.similarity_gated import SimilarityGatedScorer
+from blocksparse.selectors.block_mask import BlockMask
+from blocksparse.selectors.selector import Selector
+from blocksparse.selectors.sink import Sink
+from blocksparse.selectors.top_cdf import TopCdf
+from blocksparse.selectors.top_k import TopK
+
+
+def sparge(
+    tau: float | Sequence[float] | Tensor | None = None,
+    theta: float | Sequence[float] | Tensor | None = None,
+    *,
+    topk: float | Sequence[float] | Tensor | None = None,
+    block: int = 128,  # appendix A.1
+    k_block: int = 64,  # appendix A.1
+    attention_sink: bool = True,  # released code, the tuned module; its functions have False
+    smooth_k: bool | None = None,
+    order: Permuter[GlobalPermutation] | None = None,
+    as_released: bool = False,
+    executor: Executor[GlobalPermutation, BlockMask] | None = None,
+) -> Pipeline[GlobalPermutation, BlockMass, BlockMask]:
+    """Keep the heaviest pooled blocks, as long as their mass fits the target, and every block that pooling blurs.
+
+    Blocks whose tokens are not alike are kept on top and hold no mass. A causal diagonal is kept in any case.
+
+    Args:
+        tau: share of a row's pooled mass that the kept blocks may not exceed; a number, or one per query head.
+            0.98 unless given here, or `topk` is.
+        theta: least self-similarity of a block that is judged by its mean; a number, or one per query head. 0.6
+            unless given, and -0.1, which judges every block by its mean, with `topk`.
+        topk: keep this share of a row's reachable key blocks instead of a share of its mass.
+        block: tokens per query block.
+        k_block: tokens per key block.
+        attention_sink: keep the block that holds token 0 too.
+        smooth_k: subtract the mean of all keys before keys are judged. Unless given, where the call is not causal,
+            and everywhere with `as_released`.
+        order: of the tokens, `HilbertOrder(grid)` for images and video (section 3.7); `Identity()` unless given.
+        as_released: choose as the authors' code: keys smoothed in causal calls too, a short last block never
+            similar, `topk` a share of all key blocks. The diagonal, which it may lose, is kept all the same.
+        executor: `AutoExecutor()` unless given. Skipping PV and 8-bit products are the executor's.
+
+    Raises:
+        ValueError: `tau` and `topk` are both given.
+    """
+    if tau is not None and topk is not None:
+        raise ValueError(f"give 'tau' or 'topk', not both: {tau} and {topk}")
+    selector: Selector[BlockMass, BlockMask]
+    if topk is None:
+        # Released code, spas_sage2_attn_meansim_cuda; the paper tunes tau and theta per layer (section 3.6).
+        selector = TopCdf(0.98 if tau is None else tau, crossing=False)
+        theta = 0.6 if theta is None else theta
+    else:
+        selector = TopK(share=topk, forced_first=False, of_all_keys=as_released)
+        theta = -0.1 if theta is None else theta  # released code, spas_sage2_attn_meansim_topk_cuda
+    return Pipeline(
+        order or Identity(),
+        SimilarityGatedScorer(
+            MeanPoolScorer(block, k_block=k_block),
+            theta,
+            smooth_k=True if smooth_k is None and as_released else smooth_k,
+            padded_tail=as_released,
+        ),
+        selector | Sink() if attention_sink else selector,
+        executor or AutoExecutor(),
+    )

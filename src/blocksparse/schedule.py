@@ -1,0 +1,81 @@
+"""Which pipeline attends in which layer of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+from attrs import field, frozen
+
+from blocksparse.head_groups import AnyPipeline, HeadGroups, is_index, repeated
+from blocksparse.pipeline import Pipeline
+
+LayerPipeline = AnyPipeline | HeadGroups
+"""What attends in one layer."""
+
+
+def _layers(layers: Mapping[int, LayerPipeline | None]) -> Mapping[int, LayerPipeline | None]:
+    if not isinstance(layers, Mapping):
+        raise TypeError(f"'layers' must be a mapping of layers to pipelines: {type(layers).__name__}")
+    return dict(layers)
+
+
+def _indices(dense: Sequence[int]) -> Sequence[int]:
+    if not isinstance(dense, Sequence) or not all(is_index(layer) for layer in dense):
+        raise TypeError(f"'dense' must be a sequence of ints: {dense!r}")
+    return tuple(dense)
+
+
+def _check_layer(where: str, attention: object) -> None:
+    if attention is not None and not isinstance(attention, Pipeline | HeadGroups):
+        raise TypeError(f"{where} must be a Pipeline, HeadGroups or None (dense): {type(attention).__name__}")
+
+
+@final
+@frozen(eq=False)
+class Schedule:
+    """Which pipeline attends in which layer of a model; None is dense, and negative indices count from the last.
+
+        Schedule(pbs_attn(0.9), dense=(0, 1, -1))
+        Schedule(pbs_attn(0.9), layers={3: pbs_attn(0.95), 4: HeadGroups({(0, 1): mean_pooling(), (2,): None})})
+
+    Args:
+        default: for every layer that is not named.
+        layers: single layers by index.
+        dense: indices of dense layers, short for None in `layers`.
+    """
+
+    default: LayerPipeline | None = field()
+    layers: Mapping[int, LayerPipeline | None] = field(factory=dict, converter=_layers, kw_only=True)
+    dense: Sequence[int] = field(default=(), converter=_indices, kw_only=True)
+
+    @default.validator
+    def _check_default(self, _: object, default: object) -> None:
+        _check_layer("'default'", default)
+
+    @layers.validator
+    def _check_layers(self, _: object, layers: Mapping[Any, Any]) -> None:
+        for layer, attention in layers.items():
+            if not is_index(layer):
+                raise TypeError(f"'layers' must have ints as keys: {layer!r}")
+            _check_layer(f"layer {layer}", attention)
+
+    @dense.validator
+    def _check_dense(self, _: object, dense: Sequence[int]) -> None:
+        if twice := repeated((*self.layers, *dense)):
+            raise ValueError(f"'layers' and 'dense' must name a layer once, and name these again: {twice}")
+
+    def resolve(self, layers: int) -> tuple[LayerPipeline | None, ...]:
+        """What attends in each layer of a model with so many.
+
+        Raises:
+            ValueError: a named layer is not there, or is named from both ends.
+        """
+        named = {**self.layers, **dict.fromkeys(self.dense)}
+        for layer in named:
+            if not -layers <= layer < layers:
+                raise ValueError(f"there is no layer {layer}: the model has {layers}, 0 to {layers - 1}")
+        if twice := repeated(layer % layers for layer in named):
+            raise ValueError(f"a layer must be named once, from either end of the {layers}: {twice}")
+        by_layer = {layer % layers: attention for layer, attention in named.items()}
+        return tuple(by_layer.get(layer, self.default) for layer in range(layers))

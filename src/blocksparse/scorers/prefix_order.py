@@ -1,0 +1,77 @@
+"""The scores that order the keys, as block scores (S2O, eq. 2)."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from attrs import field, frozen, validators
+from torch import Tensor
+
+from blocksparse.permuters.permutation import Permutation
+from blocksparse.scorers import pooling
+from blocksparse.scorers.block_scores import BlockMass
+from blocksparse.scorers.grid import Grid
+from blocksparse.scorers.scorer import Scorer
+
+_SCORES_AT_ONCE = 1 << 24
+
+
+@final
+@frozen(eq=False)
+class PrefixOrderScorer(Scorer[Permutation, BlockMass]):
+    """Softmax of `<mean query of the group, key>` over the keys before the group, summed by block.
+
+    What `GlobalIndexMap` ranks single keys by (S2O, eq. 2), with the scale and softmax that ranking does not
+    need, so that a share of the mass can be kept instead of stopping early. The group's own keys are
+    forced and take no part. Under a permutation without groups, each row of query blocks is a group: its
+    softmax runs over all keys that its last query may see, and nothing is forced.
+
+    Args:
+        block: slots per block, on both sides unless `k_block` is given.
+        k_block: slots per key block.
+    """
+
+    block: int = field(default=128, validator=pooling.size)
+    k_block: int | None = field(default=None, validator=validators.optional(pooling.size), kw_only=True)
+
+    def __call__(self, q: Tensor, k: Tensor, permutation: Permutation, *, causal: bool, scale: float) -> BlockMass:
+        grid = Grid.of(q, k, permutation, q_block=self.block, k_block=self.k_block or self.block, causal=causal)
+        N, group = k.shape[2], permutation.group
+        if group is not None:
+            offset = N - q.shape[2] if causal else 0
+            mean = pooling.block_mean(q, group, lead=offset % group)  # [B, Hq, G, D]
+            seen = (offset // group + torch.arange(mean.shape[2], device=q.device)).view(1, 1, -1, 1) * group
+        else:
+            mean = pooling.block_mean(_in_slots(q, permutation.q_index), self.block, lead=grid.q_lead)
+            seen = grid.q_last + 1  # [B|1, H|1, rows, 1]
+        if not causal:
+            seen = torch.full_like(seen, N)
+
+        values = self._mass(mean * scale, k, grid, seen)  # [B, Hq, G, cols]
+        if grid.group_of_row is not None:
+            values = values[:, :, grid.group_of_row]
+        return BlockMass(values, grid, pooling.own_segment(grid, group))
+
+    def _mass(self, mean: Tensor, k: Tensor, grid: Grid, seen: Tensor) -> Tensor:
+        """Mass of every block for every mean query, `[B, Hq, G, cols]`; it may look at keys before `seen`."""
+        B, Hq, G, _ = mean.shape
+        keys, position = k.to(mean.dtype), torch.arange(k.shape[2], device=k.device)
+        slots = grid.k_position  # [B|1, H|1, G|1, cols * k_block]
+        parts = []
+        # Some groups at a time: scores of single keys take more memory than those of blocks.
+        step = max(1, _SCORES_AT_ONCE // (B * Hq * max(k.shape[2], slots.shape[-1])))
+        for g in range(0, G, step):
+            rows = slice(g, min(g + step, G))
+            mass = pooling.softmax_over(position < seen[:, :, rows], pooling.products(mean[:, :, rows], keys))
+            part = slots[:, :, rows] if slots.shape[2] > 1 else slots
+            if part.shape[1] not in (1, Hq):
+                part = part.repeat_interleave(Hq // part.shape[1], dim=1)
+            part = part.expand(B, Hq, rows.stop - g, -1).long()
+            mass = mass.gather(-1, part.clamp_min(0)).masked_fill(part < 0, 0.0)
+            parts.append(mass.unflatten(-1, (-1, grid.k_block)).sum(-1))
+        return torch.cat(parts, dim=2)
+
+
+def _in_slots(q: Tensor, q_index: Tensor | None) -> Tensor:
+    return q if q_index is None else q.gather(2, q_index.long().unsqueeze(-1).expand(q.shape))

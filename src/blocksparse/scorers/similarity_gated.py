@@ -1,0 +1,89 @@
+"""Scores for blocks whose tokens are alike; the other blocks are kept (SpargeAttn, section 3.2)."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from attrs import field, frozen, validators
+from torch import Tensor
+
+from blocksparse.per_head import PerHead, check, over_blocks, per_head
+from blocksparse.permuters.permutation import GlobalPermutation
+from blocksparse.scorers import pooling
+from blocksparse.scorers.block_scores import BlockMass
+from blocksparse.scorers.scorer import Scorer
+
+_WORKSPACE = 2**25  # unit vectors' entries at a time
+
+
+@final
+@frozen(eq=False)
+class SimilarityGatedScorer(Scorer[GlobalPermutation, BlockMass]):
+    """The mass that `inner` gives, without the blocks that one number cannot stand for; those are forced.
+
+    A block's self-similarity is the mean cosine of all pairs of its tokens, a token with itself included; it lies
+    in [0, 1]. A block is similar if that is greater than `theta`. A key block that is not is forced for every
+    row and holds no mass; a query block that is not forces its whole row (SpargeAttn, eq. 5). Shares of a row's
+    remaining mass are then the paper's softmax over similar key blocks. Where the forced blocks outweigh all
+    others by more than e^87, fp32 leaves the others nothing, and the row keeps what is forced.
+
+    Args:
+        inner: any scorer of masses, on any grid.
+        theta: in [-1, 1]; a number, or one per query head. Below 0 every block is similar, at 1 none is.
+        smooth_k: subtract the mean of all keys before keys are judged (K smoothing of SageAttention). None does so
+            where the call is not causal: in a causal one, later keys would have a say in an early row's choice.
+        padded_tail: never call a block with an empty place similar, as the released code does; by default the
+            tokens that are there are judged.
+    """
+
+    inner: Scorer[GlobalPermutation, BlockMass] = field(validator=validators.instance_of(Scorer))
+    theta: PerHead = field(converter=per_head, validator=check("in [-1, 1]", lambda x: (x >= -1) & (x <= 1)))
+    smooth_k: bool | None = field(
+        default=None, kw_only=True, validator=validators.optional(validators.instance_of(bool))
+    )
+    padded_tail: bool = field(default=False, kw_only=True)
+
+    def __call__(
+        self, q: Tensor, k: Tensor, permutation: GlobalPermutation, *, causal: bool, scale: float
+    ) -> BlockMass:
+        scores = self.inner(q, k, permutation, causal=causal, scale=scale)
+        grid = scores.grid
+        queries, keys = permutation.gather_queries(q), permutation.gather_keys(k)
+        of_q = self_similarity(queries, grid.q_block, lead=grid.q_lead)  # [B, Hq, rows]
+        smooth_k = not causal if self.smooth_k is None else self.smooth_k
+        of_k = self_similarity(keys, grid.k_block, centred=smooth_k)  # [B, H, cols], H is Hkv or Hq
+        of_k = of_k.repeat_interleave(grid.q_heads // of_k.shape[1], dim=1)
+
+        theta = over_blocks(self.theta, scores.values).to(of_q.dtype)
+        rows = ~(of_q.unsqueeze(-1) > theta)  # [B, Hq, rows, 1]; what is NaN is not similar
+        cols = ~(of_k.unsqueeze(-2) > theta)  # [B, Hq, 1, cols]
+        if self.padded_tail:
+            rows = rows | (grid.q_position.unflatten(-1, (-1, grid.q_block)) < 0).any(-1, keepdim=True)
+            cols = cols | ~grid.k_whole
+        forced = rows | cols if scores.forced is None else rows | cols | scores.forced
+        return BlockMass(scores.values.masked_fill(cols, 0.0), grid, forced & grid.reachable)
+
+
+def self_similarity(x: Tensor, block: int, *, lead: int = 0, centred: bool = False) -> Tensor:
+    """Mean cosine of all pairs of tokens of each block, `[B, H, N, D] -> [B, H, blocks]`, in fp32 or better.
+
+    It is the squared length of the mean of the unit vectors. A token of zeros has the cosine 0 with every token.
+
+    Args:
+        block: tokens per block.
+        lead: empty places before the first token in block 0.
+        centred: subtract the mean of all tokens first.
+    """
+    (B, H, N, D), dtype = x.shape, torch.promote_types(x.dtype, torch.float32)
+    centre = x.mean(2, keepdim=True, dtype=dtype) if centred else None
+    step = max(1, _WORKSPACE // (B * H * block * D)) * block
+    similarity = []
+    for start in range(-lead, N, step):
+        part = x[:, :, max(start, 0) : start + step].to(dtype)
+        part = part if centre is None else part - centre
+        length = torch.linalg.vector_norm(part, dim=-1, keepdim=True)
+        unit = part / length.masked_fill(length == 0, 1.0)
+        mean = pooling.block_mean(unit, block, lead=max(-start, 0))  # [B, H, blocks, D]
+        similarity.append(mean.square().sum(-1).clamp(max=1.0))
+    return torch.cat(similarity, dim=-1)

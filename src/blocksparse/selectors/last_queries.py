@@ -1,0 +1,26 @@
+"""Dense rows at the end of the prompt (tri-shape, of MInference's released code)."""
+
+from __future__ import annotations
+
+from typing import final
+
+from attrs import field, frozen, validators
+from torch import Tensor
+
+from blocksparse.scorers.grid import Grid
+from blocksparse.selectors.position_selector import PositionSelector
+
+
+@final
+@frozen(eq=False)
+class LastQueries(PositionSelector):
+    """Keep every block of the rows that hold one of the last `tokens` queries of the call.
+
+    The last queries of a chunk are not those of the prompt: the choice depends on how a prompt is chunked.
+    """
+
+    tokens: int = field(validator=[validators.instance_of(int), validators.gt(0)])
+
+    def where(self, grid: Grid) -> Tensor:
+        end = grid.k_len if grid.causal else grid.q_len
+        return grid.q_last >= end - self.tokens

@@ -1,0 +1,45 @@
+"""One rule or another, head by head (FlexPrefill, arXiv 2502.20766)."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from attrs import field, frozen, validators
+
+from blocksparse.per_head import PerHead, check, over_blocks, per_head
+from blocksparse.scorers.vertical_slash import VerticalSlashScores
+from blocksparse.selectors.block_mask import BlockMask
+from blocksparse.selectors.selector import Selector
+
+
+@final
+@frozen(eq=False)
+class RoutedByDivergence(Selector[VerticalSlashScores, BlockMask]):
+    """`similar` for heads whose pooled block weights are near the true ones, `otherwise` for the rest.
+
+    FlexPrefill calls the first query-aware and the second vertical-slash heads. Near is a divergence below `tau`,
+    which a divergence that is not a number never is. Both rules are computed for every head.
+
+    Args:
+        tau: bound of the divergence, which is at most sqrt(ln 2) = 0.833; a number, or one per query head. 0
+            sends every head to `otherwise`.
+
+    Raises:
+        ValueError: a rule changes the grid or shares masks between heads; refine and share outside.
+    """
+
+    tau: PerHead = field(converter=per_head, validator=check("at least 0", lambda x: x >= 0))
+    similar: Selector[VerticalSlashScores, BlockMask] = field(validator=validators.instance_of(Selector))
+    otherwise: Selector[VerticalSlashScores, BlockMask] = field(validator=validators.instance_of(Selector))
+
+    def __call__(self, scores: VerticalSlashScores) -> BlockMask:
+        similar, otherwise = self.similar(scores).keep, self.otherwise(scores).keep
+        for keep in (similar, otherwise):
+            if keep.shape != scores.values.shape:
+                raise ValueError(
+                    f"'RoutedByDivergence' needs one mask per score: {tuple(keep.shape)} for "
+                    f"{tuple(scores.values.shape)}; put 'Refined' and 'SharedByGroup' around it"
+                )
+        near = scores.divergence[..., None, None] < over_blocks(self.tau, scores.values)
+        return BlockMask(torch.where(near, similar, otherwise), scores.grid)

@@ -1,0 +1,102 @@
+"""A fixed number of columns and diagonals (MInference, arXiv 2407.02490)."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from attrs import field, frozen, validators
+from torch import Tensor
+
+from blocksparse.per_head import PerHead, check, over_blocks, per_head
+from blocksparse.scorers.vertical_slash import VerticalSlashScores
+from blocksparse.selectors.block_mask import BlockMask
+from blocksparse.selectors.counter_hash import block_indices
+from blocksparse.selectors.selector import Selector
+
+_budget = check("a whole number, at least 1", lambda x: (x >= 1) & (x == x.floor()))
+_LEAST_VERTICAL, _LEAST_SLASH = 30, 50  # budgets that the released code raises smaller ones to
+
+
+@final
+@frozen(eq=False)
+class VerticalSlashTopK(Selector[VerticalSlashScores, BlockMask]):
+    """Choose the `vertical` heaviest keys and the `slash` heaviest distances, and keep the blocks that hold them.
+
+    Every pair that the lines choose is kept, and what shares a block with it; the diagonal is kept too. Budgets
+    are of tokens, and forced lines use them up first.
+
+    Args:
+        vertical: how many keys; a number, or one per query head.
+        slash: how many distances; a number, or one per query head.
+        sink: the first keys, which are forced, the lowest first.
+        recent: the nearest distances, which are forced, the nearest first. Every causal query that sees one of
+            the last `recent` keys then keeps it, so no vertical budget is spent on those.
+        released: the rule of the authors' code, for keys in their place: budgets of at least 30 keys and 50
+            distances; keys near the end may use up the vertical budget; and the keys of a row's distances are cut
+            into tiles that may start at any key and end up to one tile late.
+    """
+
+    vertical: PerHead = field(default=1000, converter=per_head, validator=_budget)
+    slash: PerHead = field(default=6096, converter=per_head, validator=_budget)
+    sink: int = field(default=30, kw_only=True, validator=[validators.instance_of(int), validators.ge(0)])
+    recent: int = field(default=100, kw_only=True, validator=[validators.instance_of(int), validators.ge(0)])
+    released: bool = field(default=False, kw_only=True, validator=validators.instance_of(bool))
+
+    def __call__(self, scores: VerticalSlashScores) -> BlockMask:
+        grid, distances = scores.grid, self.distances(scores)
+        keep = scores.columns_holding(self.keys(scores)) | scores.blocks_at(distances) | grid.diagonal
+        if self.released:
+            keep = keep | _tiles(scores, distances)
+        return BlockMask(keep & grid.reachable, grid)
+
+    def keys(self, scores: VerticalSlashScores) -> Tensor:
+        """The chosen columns, `[B, Hq, N]` bool."""
+        position = torch.arange(scores.vertical.shape[-1], device=scores.vertical.device)
+        spared = torch.zeros_like(position, dtype=torch.bool)
+        if scores.grid.causal and not self.released:
+            forced = self._count(self.slash, _LEAST_SLASH, scores).clamp_max(self.recent)  # distances 0, 1, ...
+            spared = (position >= len(position) - forced) & (position >= self.sink)
+        weight = scores.vertical.masked_fill(spared, -1.0)
+        return _heaviest(weight, self._count(self.vertical, _LEAST_VERTICAL, scores), first=self.sink) & ~spared
+
+    def distances(self, scores: VerticalSlashScores) -> Tensor:
+        """The chosen distances, `[B, Hq, L]` bool."""
+        return _heaviest(scores.slash, self._count(self.slash, _LEAST_SLASH, scores), first=self.recent)
+
+    def _count(self, budget: PerHead, least: int, scores: VerticalSlashScores) -> Tensor:
+        count = over_blocks(budget, scores.values)[..., 0]  # [1, Hq|1, 1]
+        return count.clamp_min(least) if self.released else count
+
+
+def _heaviest(weight: Tensor, count: Tensor, *, first: int) -> Tensor:
+    """The `count` largest of `weight` `[B, Hq, n]`, the `first` ones before all others, as bool."""
+    each = torch.arange(weight.shape[-1], device=weight.device)
+    weight = weight.nan_to_num(nan=0.0).masked_fill(each < first, float("inf"))
+    order = weight.argsort(dim=-1, descending=True, stable=True)
+    return torch.empty_like(order, dtype=torch.bool).scatter_(-1, order, (each < count).expand(order.shape))
+
+
+def _tiles(scores: VerticalSlashScores, distances: Tensor) -> Tensor:
+    """Blocks that the tiles of the released code touch, `[B, Hq, rows, cols]`.
+
+    Distance `d` wants the tile of keys that ends `d` before the row's end. From the first key on, the next tile is
+    the one wanted next, or, if that touches or overlaps the tile before, the one that starts where it ends.
+    """
+    grid, L, b = scores.grid, distances.shape[-1], scores.grid.k_block
+    each = torch.arange(L, device=distances.device)
+    below = each.where(distances, -1).cummax(-1).values  # the next smaller chosen distance, or -1
+    row_end = ((block_indices(grid)[0].flatten() + 1) * b).expand(*distances.shape[:2], -1)
+    touched = torch.zeros(*row_end.shape, grid.cols + 1, dtype=torch.bool, device=distances.device)
+    end = torch.full_like(row_end, -b - 1)  # of the last tile; none yet
+    for _ in range(grid.cols):
+        farthest = torch.minimum(row_end - 1 - end, (row_end - 1).clamp_max(L - 1))
+        distance = below.gather(-1, farthest.clamp_min(0))
+        wanted = (row_end - distance).clamp_min(b)  # where the next block of keys ends
+        start = torch.where(wanted > end + b, wanted - b, end)
+        more = (farthest >= 0) & (distance >= 0)
+        for key in (start, start + b - 1):
+            column = torch.where(more, key // b, grid.cols).clamp_max(grid.cols)
+            touched.scatter_(-1, column.unsqueeze(-1), True)
+        end = torch.where(more, start + b, end)
+    return touched[..., : grid.cols]

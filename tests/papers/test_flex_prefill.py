@@ -1,0 +1,410 @@
+"""FlexPrefill against the authors' code; its stages against known answers and against slow ones."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from tests.papers.golden_cases import assert_same_output, cases, differing, load
+from torch import Tensor
+
+import blocksparse as bs
+from blocksparse.presets.flex_prefill import flex_prefill
+from blocksparse.scorers import vertical_slash
+from blocksparse.scorers.vertical_slash import VerticalSlashScorer, VerticalSlashScores
+from blocksparse.selectors.global_top_cdf import GlobalTopCdf
+from blocksparse.selectors.routed_by_divergence import RoutedByDivergence
+from blocksparse.selectors.vertical_slash_cdf import VerticalSlashCdf
+from blocksparse.testing import make_qkv
+
+FLEX = cases("flex")
+B16 = 16
+
+
+def flex(name: str, *, as_released: bool) -> bs.Trace[bs.GlobalPermutation, VerticalSlashScores, bs.BlockMask]:
+    case = load(name)
+    params = case.params
+    pipeline = flex_prefill(
+        params["gamma"],
+        params["tau"],
+        block=params["block_size"],
+        min_budget=1,  # the authors' None
+        as_released=as_released,
+        executor=bs.ReferenceExecutor(),
+    )
+    return pipeline.trace(case.q, case.k, case.v)
+
+
+@pytest.mark.parametrize("name", FLEX)
+def test_flex_prefill_mask(name: str) -> None:
+    case, trace = load(name), flex(name, as_released=True)
+    assert differing(trace.mask, case).tolist() == []
+    if torch.equal(trace.mask.keep, torch.from_numpy(case.arrays["mask"])):
+        assert_same_output(trace.output.out, case)
+
+
+@pytest.mark.parametrize("name", FLEX)
+def test_flex_prefill_scores(name: str) -> None:
+    case, scores = load(name), flex(name, as_released=True).scores
+    golden = {key: torch.from_numpy(case.arrays[key]) for key in ("vertical", "slash", "js", "vertical_block")}
+    torch.testing.assert_close(scores.vertical, golden["vertical"], rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(scores.slash.flip(-1), golden["slash"], rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(scores.mass_of_columns(), golden["vertical_block"], rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(scores.divergence, golden["js"], rtol=0, atol=1e-6)
+    query_aware = torch.from_numpy(case.arrays["query_aware"])
+    assert torch.equal(scores.divergence < case.params["tau"], query_aware)
+
+
+@pytest.mark.parametrize("name", FLEX)
+def test_flex_prefill_default_keeps_what_it_says(name: str) -> None:
+    """gamma of the probe's mass in vertical-slash heads, gamma of the pooled mass in the others."""
+    ours, gamma = flex(name, as_released=False), load(name).params["gamma"]
+    query_aware = ours.scores.divergence < load(name).params["tau"]
+    pooled = (ours.scores.values * ours.mask.keep).sum((-1, -2)) / ours.scores.grid.rows
+    assert bool((pooled[query_aware] >= gamma - 1e-6).all())
+    covered = covered_by_probe(ours, ours.scores.grid.q_block)
+    assert bool((covered[~query_aware] >= gamma - 1e-6).all())
+
+
+# The scorer.
+
+
+def slow_lines(q: Tensor, k: Tensor, P: int, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Pair by pair, in Python."""
+    (B, Hq, M, _), (_, Hkv, N, _) = q.shape, k.shape
+    vertical, slash = torch.zeros(B, Hq, N), torch.zeros(B, Hq, N if causal else max(M, N))
+    keys = k.repeat_interleave(Hq // Hkv, dim=1)
+    for i in range(M - P, M):
+        position = i + N - M if causal else i
+        seen = position + 1 if causal else N
+        weight = (keys[:, :, :seen] @ q[:, :, i, :, None] * scale).squeeze(-1).softmax(-1) / P
+        for j in range(seen):
+            vertical[:, :, j] += weight[:, :, j]
+            slash[:, :, abs(position - j)] += weight[:, :, j]
+    return vertical, slash
+
+
+@pytest.mark.parametrize("workspace", [2**28, 1])
+@pytest.mark.parametrize(("M", "N"), [(83, 83), (60, 83), (10, 83), (1, 20), (90, 50)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_lines_against_a_loop(
+    M: int, N: int, causal: bool, workspace: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batch, GQA, chunks, tails, both directions, and the probe taken in pieces."""
+    if causal and M > N:
+        pytest.skip("no such call")
+    monkeypatch.setattr(vertical_slash, "_WORKSPACE", workspace)
+    q = make_qkv(B=2, Hq=4, Hkv=2, N=M, D=8)[0]
+    k = make_qkv(B=2, Hq=4, Hkv=2, N=N, D=8, seed=1)[1]
+    scores = VerticalSlashScorer(B16)(q, k, bs.GlobalPermutation(), causal=causal, scale=0.3)
+    vertical, slash = slow_lines(q, k, min(B16, M), causal=causal, scale=0.3)
+    torch.testing.assert_close(scores.vertical, vertical)
+    torch.testing.assert_close(scores.slash, slash)
+    torch.testing.assert_close(scores.slash.sum(-1), torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_lines_are_summed_in_fp32_or_better(dtype: torch.dtype) -> None:
+    q, k, _ = make_qkv(N=100, D=16, dtype=dtype)
+    scores, exact = (
+        VerticalSlashScorer(B16)(x, y, bs.GlobalPermutation(), causal=True, scale=0.25)
+        for x, y in ((q, k), (q.double(), k.double()))
+    )
+    assert scores.vertical.dtype == torch.promote_types(dtype, torch.float32)
+    torch.testing.assert_close(scores.vertical.double(), exact.vertical, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(scores.slash.double(), exact.slash, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("M", [83, 60])
+def test_values_are_those_of_mean_pooling(M: int) -> None:
+    q, k, v = make_qkv(M=M, N=83, D=16)
+    for permuter in (bs.Identity(), bs.SegmentKeySort(32, probe=8)):
+        both = [
+            bs.Pipeline(permuter, scorer, bs.Everything(), bs.ReferenceExecutor()).trace(q, k, v).scores.values
+            for scorer in (VerticalSlashScorer(B16), bs.MeanPoolScorer(B16))
+        ]
+        torch.testing.assert_close(*both)
+    bare = VerticalSlashScorer(B16, pooled=False)(q, k, bs.GlobalPermutation(), causal=True, scale=0.25).values
+    assert bool((bare == 0).all())
+    assert bare.shape == both[0].shape
+
+
+def test_divergence_is_never_nan() -> None:
+    same, other = torch.tensor([0.0, 0.25, 0.75, 0.0]), torch.tensor([0.5, 0.0, 0.0, 0.5])
+    assert float(vertical_slash._divergence(same, same)) == 0.0
+    assert float(vertical_slash._divergence(same, other)) == pytest.approx(math.sqrt(math.log(2)))
+    q, k, _ = make_qkv(N=64, D=16)
+    k[:, :, :B16] = -100 * q.mean((1, 2), keepdim=True)  # weights of this block underflow to 0
+    scores = VerticalSlashScorer(B16)(q, k, bs.GlobalPermutation(), causal=True, scale=1.0)
+    assert bool((scores.mass_of_columns()[..., 0] == 0).any())
+    assert bool(scores.divergence.isfinite().all())
+
+
+# What vertical-slash heads keep.
+
+
+def pairs_of(mask: bs.BlockMask) -> Tensor:
+    """`[B, Hq, M, N]` bool."""
+    pairs = torch.zeros(*mask.keep.shape[:2], mask.grid.q_len, mask.grid.k_len, dtype=torch.bool)
+    for row in range(mask.grid.rows):
+        index = mask.queries(row).unsqueeze(-1).expand(-1, -1, -1, mask.grid.k_len)
+        pairs.scatter_(2, index, mask.pairs(row))
+    return pairs
+
+
+def covered_by_probe(trace: bs.Trace[Any, Any, Any], probe: int) -> Tensor:
+    """Share of the last queries' true attention that lies on kept pairs, `[B, Hq]`."""
+    N, P = trace.k.shape[2], min(probe, trace.q.shape[2])
+    keys = trace.k.repeat_interleave(trace.q.shape[1] // trace.k.shape[1], dim=1)
+    logits = (trace.q[:, :, -P:] @ keys.transpose(-1, -2)).double() * trace.scale
+    if trace.mask.grid.causal:
+        logits = logits.masked_fill(torch.arange(N) > torch.arange(N - P, N)[:, None], float("-inf"))
+    return (logits.softmax(-1) * pairs_of(trace.mask)[:, :, -P:]).sum((-1, -2)) / P
+
+
+def lines(
+    N: int,
+    *,
+    vertical: Tensor | None = None,
+    slash: Tensor | None = None,
+    M: int | None = None,
+    causal: bool = True,
+) -> VerticalSlashScores:
+    """Scores of as many heads as `vertical` or `slash` `[Hq, N]` has; what is not given lies on the first line."""
+    given = vertical if vertical is not None else slash
+    assert given is not None
+    Hq = given.shape[0]
+    q, k = torch.zeros(1, Hq, M or N, 8), torch.zeros(1, 1, N, 8)
+    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), q_block=B16, k_block=B16, causal=causal)
+    first = torch.zeros(Hq, N)
+    first[:, 0] = 1.0
+    return VerticalSlashScores(
+        torch.zeros(1, Hq, grid.rows, grid.cols),
+        grid,
+        vertical=(first if vertical is None else vertical).unsqueeze(0),
+        slash=(first if slash is None else slash).unsqueeze(0),
+        divergence=torch.ones(1, Hq),
+    )
+
+
+def kept(mask: bs.BlockMask, row: int, head: int = 0) -> list[int]:
+    columns: list[int] = mask.keep[0, head, row].nonzero().flatten().tolist()
+    return columns
+
+
+@pytest.mark.parametrize("M", [83, 60])
+def test_a_diagonal_at_every_offset_is_covered(M: int) -> None:
+    """Head `d` has all its mass at distance `d`: every pair at that distance is kept, and little else."""
+    N, each = 83, torch.arange(83)
+    scores = lines(N, slash=torch.eye(N), M=M)
+    pairs = pairs_of(VerticalSlashCdf(0.9)(scores))[0]
+    distance = (each[N - M :, None] - each).expand(N, -1, -1)
+    wanted = distance == each.view(-1, 1, 1)
+    assert bool((wanted <= pairs).all())
+    assert float(pairs[40].float().mean()) < 0.7
+    released = pairs_of(VerticalSlashCdf(0.9, released=True)(scores))[0]
+    lost = (wanted & ~released).any(-1).any(-1)
+    assert bool(lost[5:].any())  # the authors' bins start at the far end, and each keeps one diagonal of two
+
+
+def test_a_diagonal_in_blocks() -> None:
+    """In blocks of 16, distance 24 crosses the first and second diagonal of blocks; 32 keeps to the second."""
+    slash = torch.zeros(2, 96)
+    slash[0, 24] = slash[1, 32] = 1.0
+    scores = lines(96, slash=slash)
+    # `VerticalSlashCdf` takes bands as wide as a block: distances 16 to 31, and 32 to 47.
+    mask = VerticalSlashCdf(0.9)(scores)
+    assert [kept(mask, row) for row in range(6)] == [
+        [0],
+        [0, 1],
+        [0, 1, 2],
+        [0, 1, 2, 3],
+        [0, 2, 3, 4],
+        [0, 3, 4, 5],
+    ]
+    assert [kept(mask, row, 1) for row in range(6)] == [[0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 2, 4], [0, 2, 3, 5]]
+    at = scores.blocks_at(scores.slash > 0) & scores.grid.reachable
+    assert [at[0, 0, row].nonzero().flatten().tolist() for row in range(4)] == [[], [0], [0, 1], [1, 2]]
+    assert [at[0, 1, row].nonzero().flatten().tolist() for row in range(4)] == [[], [], [0], [1]]
+
+
+def test_distances_go_both_ways_when_not_causal() -> None:
+    slash = torch.zeros(1, 64)
+    slash[0, 16] = 1.0
+    scores = lines(64, slash=slash, causal=False)
+    at = scores.blocks_at(scores.slash > 0)[0, 0]
+    assert torch.equal(at, torch.eye(4).roll(1, 1).bool().triu(1) | torch.eye(4).roll(-1, 1).bool().tril(-1))
+
+
+def scattered(N: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Forty heavy keys, here and there, that every query looks at."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, H, N, 16, generator=generator) * 0.1 for H in (4, 2, 2))
+    k[:, :, torch.randperm(N, generator=generator)[:40], 0] += 9.0
+    q[..., 0] += 3.0
+    return q, k, v
+
+
+@pytest.mark.parametrize("permuter", [bs.Identity(), bs.SegmentKeySort(128, probe=32)], ids=["placed", "sorted"])
+@pytest.mark.parametrize("M", [1000, 300])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("gamma", [0.5, 0.95])
+def test_coverage_of_scattered_columns(
+    permuter: bs.Permuter[bs.GlobalPermutation], M: int, causal: bool, gamma: float
+) -> None:
+    q, k, v = scattered(1000)
+    scorer, selector = VerticalSlashScorer(32), VerticalSlashCdf(gamma)
+    trace = bs.Pipeline(permuter, scorer, selector, bs.ReferenceExecutor()).trace(
+        q[:, :, -M:], k, v, causal=causal
+    )
+    assert bool((covered_by_probe(trace, 32) >= gamma - 1e-6).all())
+    assert gamma > 0.9 or float(trace.density().mean()) < 0.9
+
+
+def test_the_released_rule_misses_scattered_columns() -> None:
+    """It takes a count of tokens for one of blocks: 38 heavy keys come to a single block."""
+    q, k, v = scattered(1000)
+    scorer, selector = VerticalSlashScorer(32), VerticalSlashCdf(0.95, released=True)
+    trace = bs.Pipeline(bs.Identity(), scorer, selector, bs.ReferenceExecutor()).trace(q, k, v)
+    assert float(covered_by_probe(trace, 32).max()) < 0.4
+
+
+def test_the_released_rule_loses_part_of_a_diagonal_between_blocks() -> None:
+    """It keeps one of the two diagonals of blocks that a distance crosses."""
+    each = torch.arange(256)
+    scores = lines(256, slash=torch.eye(256)[[32, 36, 40, 44]])
+    at_distance = each[:, None] - each == torch.tensor([32, 36, 40, 44]).view(-1, 1, 1)
+    for released, share in ((False, [1.0, 1.0, 1.0, 1.0]), (True, [1.0, 0.75, 0.5, 0.25])):
+        selector = VerticalSlashCdf(0.9, min_budget=2 * B16, released=released)  # a band besides the nearest
+        kept_pairs = (pairs_of(selector(scores))[0] & at_distance)[:, 80:].sum((-1, -2))  # past the columns
+        assert (kept_pairs / 176).tolist() == pytest.approx(share, abs=0.01)
+
+
+def test_budgets_and_forced_blocks() -> None:
+    """Forced blocks come on top: a budget of one block is a column besides the first, and a band of distances."""
+    vertical, slash = torch.zeros(1, 96), torch.zeros(1, 96)
+    vertical[0, 16], vertical[0, 40], vertical[0, 70] = 0.5, 0.3, 0.2
+    slash[0, 48], slash[0, 64], slash[0, 80] = 0.5, 0.3, 0.2
+    scores = lines(96, vertical=vertical, slash=slash)
+    assert kept(VerticalSlashCdf(0.5)(scores), 5) == [0, 1, 2, 5]  # distances 48 to 63 lie in blocks 1 and 2
+    assert kept(VerticalSlashCdf(0.0)(scores), 5) == [0, 5]
+    assert kept(VerticalSlashCdf(0.0, min_budget=1)(scores), 5) == [0, 1, 2, 5]
+    assert kept(VerticalSlashCdf(0.0, min_budget=B16)(scores), 5) == [0, 1, 2, 5]
+    assert kept(VerticalSlashCdf(0.9)(scores), 5) == [0, 1, 2, 4, 5]
+    assert kept(VerticalSlashCdf(0.9, max_budget=B16)(scores), 5) == [0, 1, 2, 5]
+    assert kept(VerticalSlashCdf(1.0)(scores), 5) == [0, 1, 2, 3, 4, 5]
+    # Inside the budget of one block, of 128 tokens each, nothing is left for what they look at.
+    assert kept(VerticalSlashCdf(0.9, released=True)(scores), 5) == [0, 5]
+    assert kept(VerticalSlashCdf(0.9, released=True, min_budget=2 * B16)(scores), 5) == [0, 1, 2, 5]
+
+
+def test_released_bins_count_from_the_far_end() -> None:
+    """Of 72 distances in blocks of 16, the nearest 8 are the main diagonal, the next 16 the one below it."""
+    slash = torch.zeros(3, 72)
+    slash[0, 10] = slash[1, 30] = slash[2, 60] = 1.0
+    mask = VerticalSlashCdf(0.9, released=True, min_budget=2 * B16)(lines(72, slash=slash))
+    assert [kept(mask, 4, head) for head in range(3)] == [[0, 1, 3, 4], [0, 1, 2, 4], [0, 1, 4]]  # 1 is a column
+    mask = VerticalSlashCdf(0.9, released=True, min_budget=2 * B16)(
+        lines(80, slash=torch.eye(80)[:1], causal=False)
+    )
+    assert [kept(mask, row) for row in range(5)] == [
+        [0, 1],
+        [0, 1, 2],
+        [0, 1, 2, 3],
+        [0, 1, 2, 3, 4],
+        [0, 1, 3, 4],
+    ]
+
+
+def test_released_budget_is_a_block_per_128_tokens() -> None:
+    vertical = torch.full((2, 256), 1 / 256)
+    mask = VerticalSlashCdf([126.5 / 256, 127.5 / 256], released=True)(lines(256, vertical=vertical))
+    assert (kept(mask, 15, 0), kept(mask, 15, 1)) == ([0, 15], [0, 1, 15])  # 127 tokens, and 128
+
+
+def test_mass_per_head_and_ties_to_the_lower_line() -> None:
+    vertical = torch.full((2, 64), 1 / 64)
+    mask = VerticalSlashCdf([0.4, 0.6])(lines(64, vertical=vertical))
+    assert (kept(mask, 3, 0), kept(mask, 3, 1)) == ([0, 1, 2, 3], [0, 1, 2, 3])
+    mask = VerticalSlashCdf([0.2, 0.4])(lines(64, vertical=vertical))
+    assert (kept(mask, 3, 0), kept(mask, 3, 1)) == ([0, 2, 3], [0, 1, 2, 3])  # band 0 crosses the two nearest
+
+
+# Query-aware heads, and the router.
+
+
+def head(rows: list[list[float]], forced: list[int] | None = None) -> bs.BlockMass:
+    """One head, not causal."""
+    values = torch.tensor(rows).view(1, 1, len(rows), -1)
+    q, k = torch.zeros(1, 1, len(rows) * B16, 8), torch.zeros(1, 1, values.shape[-1] * B16, 8)
+    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), q_block=B16, k_block=B16, causal=False)
+    keep = torch.zeros_like(values, dtype=torch.bool)
+    keep[..., forced or []] = True
+    return bs.BlockMass(values, grid, keep)
+
+
+def test_global_top_cdf_shares_one_budget() -> None:
+    scores = head([[0.9, 0.06, 0.04], [0.4, 0.35, 0.25]])
+    for mass, crossing, expected in (
+        (0.5, True, [[0], [0]]),  # .9 of 2, then the .4 that reaches 1.0
+        (0.5, False, [[0], []]),
+        (0.65, False, [[0], [0]]),  # .9 + .4 is exactly .65 of 2
+        (0.9, True, [[0], [0, 1, 2]]),  # a flat row keeps all, a sharp one what it needs
+        (1.0, True, [[0, 1, 2], [0, 1, 2]]),
+        (1, False, [[0, 1, 2], [0, 1, 2]]),
+    ):
+        mask = GlobalTopCdf(mass, crossing=crossing)(scores)
+        assert [kept(mask, row) for row in range(2)] == expected, (mass, crossing)
+    assert kept(GlobalTopCdf(0.1)(head([[0.5, 0.3, 0.2]], forced=[2])), 0) == [0, 2]
+
+
+def test_global_top_cdf_ties_go_to_the_lower_row_and_column() -> None:
+    mask = GlobalTopCdf(0.5)(head([[0.5, 0.5], [0.5, 0.5]]))
+    assert [kept(mask, row) for row in range(2)] == [[0, 1], []]
+
+
+def test_router_takes_each_head_its_way() -> None:
+    vertical = torch.full((4, 64), 1 / 64)
+    scores = attrs.evolve(lines(64, vertical=vertical), divergence=torch.tensor([[0.05, 0.25, 0.5, float("nan")]]))
+    everything = scores.grid.reachable[0, 0].sum()
+    for tau, dense in (
+        (0.25, [True, False, False, False]),
+        ([0.01, 0.3, 0.6, 0.8], [False, True, True, False]),
+        (0.0, [False] * 4),
+    ):
+        router = RoutedByDivergence(tau, similar=bs.Everything(), otherwise=bs.Band(0))
+        assert (router(scores).keep.sum((-1, -2))[0] == everything).tolist() == dense
+
+
+def test_router_refuses_another_grid() -> None:
+    scores = lines(64, vertical=torch.full((2, 64), 1 / 64))
+    for rule in (bs.SharedByGroup(VerticalSlashCdf(0.5)), bs.Refined(VerticalSlashCdf(0.5), 2)):
+        with pytest.raises(ValueError, match="put 'Refined' and 'SharedByGroup' around it"):
+            RoutedByDivergence(0.1, rule, VerticalSlashCdf(0.5))(scores)
+
+
+@pytest.mark.parametrize("as_released", [False, True])
+def test_the_last_chunk_chooses_as_the_whole_prompt(as_released: bool) -> None:
+    """In heads that are not query-aware, when it holds the probe; blocks lie on the grid of the whole prompt."""
+    q, k, v = make_qkv(B=2, N=203, D=16)
+    pipeline = flex_prefill(
+        0.7, 0.0, block=B16, min_budget=1, as_released=as_released, executor=bs.ReferenceExecutor()
+    )
+    whole, last = pipeline.trace(q, k, v), pipeline.trace(q[:, :, 70:], k, v)
+    assert torch.equal(pairs_of(last.mask), pairs_of(whole.mask)[:, :, 70:])
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="'mass' must be in \\[0, 1\\]"):
+        VerticalSlashCdf(1.1)
+    with pytest.raises(ValueError, match="'max_budget' must be at least 'min_budget' \\(64\\): 32"):
+        VerticalSlashCdf(0.9, min_budget=64, max_budget=32)
+    with pytest.raises(ValueError, match="'mass' must be in \\(0, 1\\]"):
+        GlobalTopCdf(0.0)
+    with pytest.raises(ValueError, match="'tau' must be at least 0"):
+        RoutedByDivergence(-0.1, bs.Everything(), bs.Everything())
+    with pytest.raises(TypeError, match="similar"):
+        RoutedByDivergence(0.1, "dense", bs.Everything())  # type: ignore[arg-type]

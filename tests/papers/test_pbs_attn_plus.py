@@ -1,0 +1,215 @@
+"""PBS-Attn+ and the key-aware query order: no code was released, so the paper's text and known answers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.papers.golden_cases import load
+from torch import Tensor
+
+import blocksparse as bs
+from blocksparse.permuters import segment_query_sort
+from blocksparse.permuters.segment_query_sort import SegmentQuerySort
+from blocksparse.presets.pbs_attn_plus import pbs_attn_plus
+from blocksparse.scorers.antidiagonal import AntidiagonalScorer
+from blocksparse.testing import make_qkv, masked_attention
+
+STRUCTURED = ("pbs_02_n2048_d128", "xattn_01_n2048_d64_s8")
+REFERENCE = bs.ReferenceExecutor()
+
+
+@pytest.mark.parametrize("N", [64, 50])
+def test_one_segment_is_dense(N: int) -> None:
+    q, k, v = make_qkv(N=N, D=16)
+    trace = pbs_attn_plus(0.1, block=16, S=64, executor=REFERENCE).trace(q, k, v)
+    dense = masked_attention(q, k, v, torch.ones(N, N, dtype=torch.bool).tril(), trace.scale)
+    torch.testing.assert_close(trace.output.out, dense)
+
+
+def test_own_segment_and_first_token_come_on_top_of_the_threshold() -> None:
+    q, k, v = make_qkv(N=300, M=290, D=16)
+    trace = pbs_attn_plus(0.5, stride=4, block=16, S=32, executor=REFERENCE).trace(q, k, v)
+    grid, values, keep = trace.mask.grid, trace.scores.values, trace.mask.keep
+    own = grid.own_segment(32).expand_as(keep)
+    assert bool((own <= keep).all())
+    assert bool((grid.holding_first(1).expand_as(keep) <= keep).all())
+    assert float(values.masked_fill(~own, 0.0).abs().max()) == 0.0
+    # All the mass lies outside the own segment, one per query cell, none in the first segment; a cell is short.
+    cells = torch.tensor([0, 0, *[4] * 16, 3]).float()
+    torch.testing.assert_close(values.sum(-1), cells.expand(values.shape[:3]), rtol=1e-5, atol=1e-5)
+    selected = bs.TopCdf(0.5)(trace.scores).keep & ~own
+    share = (values * selected).sum(-1)[:, :, 2:] / cells[2:]
+    assert float(share.min()) >= 0.5 - 1e-6
+    lightest = values.where(selected, float("inf")).amin(-1)[:, :, 2:] / cells[2:]
+    assert float((share - lightest).max()) < 0.5 + 1e-6
+
+
+def test_threshold_one_keeps_everything_and_heads_may_differ() -> None:
+    q, k, v = make_qkv(N=300, D=16)
+    trace = pbs_attn_plus([1, 1, 0.3, 0.3], stride=4, block=16, S=32, executor=REFERENCE).trace(q, k, v)
+    reachable = trace.mask.grid.reachable.expand_as(trace.mask.keep)
+    assert torch.equal(trace.mask.keep[:, :2], reachable[:, :2])
+    assert int(trace.mask.keep[:, 2:].sum()) < 0.7 * int(reachable[:, 2:].sum())
+
+
+@pytest.mark.parametrize("name", STRUCTURED)
+def test_better_scores_after_the_same_order(name: str) -> None:
+    """Appendix B.2: antidiagonals choose better than pooled means; the order is PBS-Attn's own."""
+    case = load(name)
+    plus = pbs_attn_plus(executor=REFERENCE).trace(case.q, case.k, case.v)
+    pooled = bs.pbs_attn(executor=REFERENCE).trace(case.q, case.k, case.v)
+    assert plus.permutation.k_index is not None
+    assert pooled.permutation.k_index is not None
+    assert torch.equal(plus.permutation.k_index, pooled.permutation.k_index)
+    assert float(plus.density().mean()) < float(pooled.density().mean())
+    assert float(plus.covered_mass().mean()) > float(pooled.covered_mass().mean()) - 0.005
+
+
+@pytest.mark.parametrize("name", STRUCTURED)
+def test_sorted_keys_choose_better_than_keys_in_place(name: str) -> None:
+    """Appendix B.2, figure 6: the blocks outside the own segment bring more mass each."""
+    case = load(name)
+    for threshold in (0.7, 0.9):
+        covered, blocks = [], []
+        for permuter in (bs.Identity(), bs.SegmentKeySort(256)):
+            scorer, selector = AntidiagonalScorer(8, segment=256, forced=False), bs.TopCdf(threshold)
+            trace = bs.Pipeline(permuter, scorer, selector, REFERENCE).trace(case.q, case.k, case.v)
+            blocks.append(int((trace.mask.keep & ~trace.mask.grid.own_segment(256)).sum()))
+            covered.append(float(trace.covered_mass().mean()))
+        assert covered[1] > covered[0] - 0.005
+        assert covered[1] / blocks[1] > 1.01 * covered[0] / blocks[0]
+
+
+def test_counting_the_own_segment_is_the_other_reading() -> None:
+    """Without `segment` the own segment's mass counts toward the target, as XAttention's diagonal does."""
+    case = load(STRUCTURED[1])
+    counted = bs.Pipeline(bs.SegmentKeySort(256), AntidiagonalScorer(8), bs.TopCdf(0.9), REFERENCE)
+    theirs, ours = (p.trace(case.q, case.k, case.v) for p in (counted, pbs_attn_plus(executor=REFERENCE)))
+    grid = theirs.mask.grid
+    assert torch.equal(grid.diagonal & grid.own_segment(256), grid.diagonal)
+    assert bool((grid.diagonal.expand_as(theirs.mask.keep) <= theirs.mask.keep).all())
+    assert float(theirs.density().mean()) < float(ours.density().mean())
+    assert float(theirs.covered_mass().mean()) > 0.89
+
+
+def directions(*rows: tuple[float, float]) -> Tensor:
+    return torch.tensor(rows)[None, None]
+
+
+EAST, NORTH = (1.0, 0.0), (0.0, 1.0)
+
+
+def test_query_sort_by_hand() -> None:
+    """Queries of the second segment go to blocks of the first: to the east, then to the north."""
+    k = directions(EAST, EAST, NORTH, NORTH, *[(-1.0, -1.0)] * 6)
+    q = directions(*[NORTH] * 4, (0.1, 1.0), (5.0, 2.0), NORTH, (1.0, 0.0), *[EAST] * 2)
+    order = SegmentQuerySort(4, block=2)(q, k, causal=True, scale=1.0)
+    assert order.k_index is None
+    assert order.q_index is not None
+    # First segment in place; 7 and 5 go east, the closer first; 6 and 4 north; the tail in place.
+    assert order.q_index.flatten().tolist() == [0, 1, 2, 3, 7, 5, 6, 4, 8, 9]
+    assert order.q_index.dtype == torch.int32
+
+
+def test_query_sort_ties_keep_their_order() -> None:
+    k = directions(*[EAST] * 8)
+    q = directions(*[EAST] * 4, EAST, (2.0, 0.0), EAST, (4.0, 0.0))  # a cosine sees no lengths
+    order = SegmentQuerySort(4, block=2)(q, k, causal=True, scale=1.0).q_index
+    assert order is not None
+    assert order.flatten().tolist() == list(range(8))
+
+
+def test_query_sort_sees_all_keys_when_not_causal() -> None:
+    k = directions(EAST, EAST, EAST, NORTH, NORTH)  # three blocks, the last one short
+    q = directions(NORTH, (1.0, 1.0), EAST, NORTH, EAST)
+    order = SegmentQuerySort(4, block=2)(q, k, causal=False, scale=1.0).q_index
+    assert order is not None
+    assert order.flatten().tolist() == [2, 1, 0, 3, 4]
+
+
+SORTS = (
+    SegmentQuerySort(32, block=16),
+    SegmentQuerySort(48, block=8),
+    SegmentQuerySort(32, block=16, keys=bs.SegmentKeySort(32, probe=8)),
+    SegmentQuerySort(32, block=16, keys=bs.SegmentKeySort(32, probe=8, per_query_head=True)),
+)
+
+
+@pytest.mark.parametrize("M", [129, 128, 100, 65, 33, 1])
+@pytest.mark.parametrize("sort", SORTS, ids=repr)
+def test_queries_stay_in_their_segments(sort: SegmentQuerySort, M: int) -> None:
+    q, k, v = make_qkv(B=2, N=129, M=M, D=16)
+    for causal in (True, False):
+        order = sort(q, k, causal=causal, scale=0.25)
+        offset = 129 - M if causal else 0
+        place = torch.arange(M) + offset
+        index = torch.arange(M).expand(2, 4, M) if order.q_index is None else order.q_index.long()
+        assert torch.equal(index.sort(-1).values, torch.arange(M).expand_as(index))
+        assert torch.equal((index + offset) // sort.S, (place // sort.S).expand_as(index))
+        fixed = place >= (offset + M) // sort.S * sort.S
+        assert torch.equal(index[..., fixed], torch.arange(M)[fixed].expand(2, 4, -1))
+        torch.testing.assert_close(order.restore(order.gather_queries(q)), q, rtol=0, atol=0)
+        want = sort.keys(q, k, causal=causal, scale=0.25).k_index
+        assert (want is None and order.k_index is None) or torch.equal(order.k_index, want)  # type: ignore[arg-type]
+    pipeline = bs.Pipeline(sort, bs.MeanPoolScorer(16), bs.TopCdf(1.0), REFERENCE)
+    dense = masked_attention(q, k, v, torch.ones(M, 129, dtype=torch.bool).tril(129 - M), 0.25)
+    torch.testing.assert_close(pipeline(q, k, v), dense)
+
+
+@pytest.mark.parametrize("start", [32, 40, 64, 95, 96, 120])
+def test_query_sort_does_not_depend_on_chunks(start: int) -> None:
+    """Where a chunk holds whole segments they are sorted alike: the order looks at earlier segments alone."""
+    q, k, _ = make_qkv(N=160, D=16)
+    sort = SegmentQuerySort(32, block=8)
+    whole = sort(q, k, causal=True, scale=0.25).q_index
+    chunk = sort(q[:, :, start:], k, causal=True, scale=0.25).q_index
+    first = sort(q[:, :, :start], k[:, :, :start], causal=True, scale=0.25).q_index
+    assert whole is not None
+    assert chunk is not None
+    assert not torch.equal(whole, torch.arange(160).int().expand_as(whole))
+    above, below = -(-start // 32) * 32, start // 32 * 32
+    assert torch.equal(chunk[:, :, above - start :] + start, whole[:, :, above:])
+    if first is not None:
+        assert torch.equal(first[:, :, :below], whole[:, :, :below])
+
+
+def test_query_sort_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    for sort in SORTS:
+        q, k, _ = make_qkv(B=2, N=129, M=100, D=16)
+        whole = [sort(q, k, causal=causal, scale=0.25).q_index for causal in (True, False)]
+        for workspace in (1, 2**11):
+            monkeypatch.setattr(segment_query_sort, "_WORKSPACE", workspace)
+            for causal, want in zip((True, False), whole, strict=True):
+                got = sort(q, k, causal=causal, scale=0.25).q_index
+                assert got is not None
+                assert want is not None
+                assert torch.equal(got, want)
+        monkeypatch.undo()
+
+
+def test_alike_queries_together_need_fewer_blocks() -> None:
+    """Queries that look at four topics by turns: sorted, each row of blocks holds one topic."""
+    generator = torch.Generator().manual_seed(0)
+    topics = 6 * torch.eye(4, 32)
+    k = topics.repeat_interleave(32, 0).repeat(2, 1)[None, None]  # a block of 32 keys each
+    q = topics.repeat(64, 1)[None, None] + 0.1 * torch.randn(1, 1, 256, 32, generator=generator)
+    k, v = k + 0.1 * torch.randn(k.shape, generator=generator), torch.randn(k.shape, generator=generator)
+    kept, covered = [], []
+    for permuter in (bs.Identity(), SegmentQuerySort(128, block=32)):
+        pipeline = bs.Pipeline(permuter, bs.MeanPoolScorer(32, segment=128), bs.TopCdf(0.9), REFERENCE)
+        trace = pipeline.trace(q, k, v)
+        kept.append(int((trace.mask.keep & ~trace.mask.grid.own_segment(128)).sum()))
+        covered.append(float(trace.covered_mass()))
+    assert kept == [16, 4]
+    assert covered[1] > 0.99
+
+
+def test_query_sort_refuses() -> None:
+    with pytest.raises(ValueError, match=r"'S' must be a multiple of 'block' \(128\): 200"):
+        SegmentQuerySort(200)
+    with pytest.raises(TypeError, match="'keys' must be"):
+        SegmentQuerySort(256, keys=None)  # type: ignore[arg-type]
+    q, k, _ = make_qkv(N=129, D=16)
+    twice = SegmentQuerySort(32, block=16, keys=SegmentQuerySort(32, block=16))
+    with pytest.raises(ValueError, match="'keys' must leave queries in place: SegmentQuerySort"):
+        twice(q, k, causal=True, scale=0.25)

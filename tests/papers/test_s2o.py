@@ -1,0 +1,487 @@
+"""S2O: index maps, the stop rule and what it reports, against slow loops. The authors have released no code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import Tensor
+
+import blocksparse as bs
+from blocksparse.executors.gather import GatherExecutor
+from blocksparse.permuters.global_index_map import GlobalIndexMap
+from blocksparse.presets.s2o import s2o
+from blocksparse.scorers.prefix_order import PrefixOrderScorer
+from blocksparse.testing import assert_within_budget, make_qkv, masked_attention
+
+AnyTrace = bs.Trace[Any, Any, Any]
+SIZES: dict[str, Any] = {"B": 2, "Hq": 4, "Hkv": 2, "D": 16}
+CHUNKS = [(200, 200), (200, 136), (200, 100), (193, 37), (200, 1), (65, 64), (64, 64), (63, 63), (1, 1)]
+
+
+def key_map(permuter: GlobalIndexMap, q: Tensor, k: Tensor) -> Tensor:
+    index = permuter(q, k, causal=True, scale=0.25).k_index
+    assert index is not None
+    assert index.dtype == torch.int32
+    return index
+
+
+def slow_map(q: Tensor, k: Tensor, S: int, prefix: int | None) -> Iterator[tuple[int, int, int, list[int]]]:
+    """Algorithm 1, one head and segment at a time: the keys that a map must list, without its empty slots."""
+    (B, Hq, M, _), (_, Hkv, N, _) = q.shape, k.shape
+    offset = N - M
+    for b in range(B):
+        for h in range(Hq):
+            for g, n in enumerate(range(offset // S, (N - 1) // S + 1)):
+                present = [t - offset for t in range(n * S, min((n + 1) * S, N)) if t >= offset]
+                mean = q[b, h, present].double().mean(0)
+                score = k[b, h // (Hq // Hkv)].double() @ mean
+                ranked = sorted(range(n * S), key=lambda t: (-float(score[t]), t))
+                yield b, h, g, [*range(n * S, min((n + 1) * S, N)), *ranked[:prefix]]
+
+
+@pytest.mark.parametrize("prefix", [None, 1, 20, 64, 1000])
+@pytest.mark.parametrize(("N", "M"), CHUNKS)
+def test_key_map(N: int, M: int, prefix: int | None) -> None:
+    """Own keys in order in `S` slots, then the prefix by falling score, then nothing."""
+    S = 32
+    q, k, _ = make_qkv(**SIZES, N=N, M=M)
+    index = key_map(GlobalIndexMap(S, prefix=prefix), q, k)
+    longest = (N - 1) // S * S
+    assert index.shape[2] == (N - 1) // S - (N - M) // S + 1
+    assert index.shape[3] == S + (longest if prefix is None else min(prefix, longest))
+    for b, h, g, want in slow_map(q, k, S, prefix):
+        got = index[b, h, g]
+        own = int((got[:S] >= 0).sum())
+        assert got[got >= 0].tolist() == want
+        assert bool((got[own:S] == -1).all())  # a short tail is padded, so that no block mixes own and prefix
+        assert bool((got[S + len(want) - own :] == -1).all())
+
+
+@pytest.mark.parametrize("at_once", [1, 3000])
+def test_key_map_does_not_depend_on_how_many_segments_are_scored_at_once(
+    at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, _ = make_qkv(**SIZES, N=200, M=150)
+    for prefix in (None, 50):
+        want = key_map(GlobalIndexMap(16, prefix=prefix), q, k)
+        monkeypatch.setattr("blocksparse.permuters.global_index_map._SCORES_AT_ONCE", at_once)
+        assert torch.equal(key_map(GlobalIndexMap(16, prefix=prefix), q, k), want)
+
+
+@pytest.mark.parametrize("prefix", [None, 10])
+def test_ties_go_to_the_lower_position(prefix: int | None) -> None:
+    """All keys alike, or alike but for the sign of zero, or not numbers: the order is that of positions."""
+    q, k = torch.ones(1, 1, 64, 4), torch.ones(1, 1, 64, 4)
+    zeros = torch.zeros(1, 1, 64, 1)
+    zeros[:, :, ::2] = -0.0
+    for queries, keys in ((q, k), (q[..., :1], zeros), (q, k.fill_(float("nan"))), (float("nan") * q, k)):
+        index = key_map(GlobalIndexMap(16, prefix=prefix), queries, keys)
+        assert index[0, 0, 3, 16:].tolist() == list(range(48 if prefix is None else prefix))
+
+
+def test_equal_scores_among_others() -> None:
+    """A tie at the last place that fits goes to the lower position."""
+    k = torch.tensor([1.0, 2, 1, 3, 1, 2, 1, 0, 0, 0, 0, 0]).view(1, 1, 12, 1)
+    q = torch.ones(1, 1, 12, 1)
+    full = key_map(GlobalIndexMap(4), q, k)
+    assert full.shape == (1, 1, 3, 12)
+    assert full[0, 0, 0].tolist() == [0, 1, 2, 3, *[-1] * 8]
+    assert full[0, 0, 1].tolist() == [4, 5, 6, 7, 3, 1, 0, 2, *[-1] * 4]
+    assert full[0, 0, 2].tolist() == [8, 9, 10, 11, 3, 1, 5, 0, 2, 4, 6, 7]
+    head = key_map(GlobalIndexMap(4, prefix=5), q, k)
+    assert head[0, 0, 1].tolist() == [4, 5, 6, 7, 3, 1, 0, 2, -1]
+    assert head[0, 0, 2].tolist() == [8, 9, 10, 11, 3, 1, 5, 0, 2]
+
+
+def test_queries_are_ordered_inside_segments() -> None:
+    """By falling product with the mean key of segment 0, wherever the chunk starts; ties keep their order."""
+    S = 32
+    for N, M in CHUNKS:
+        q, k, _ = make_qkv(**SIZES, N=N, M=M)
+        q[:, :, -3:] = q[:, :, -1:]
+        for guide in (None, 5):
+            index = GlobalIndexMap(S, guide=guide)(q, k, causal=True, scale=1.0).q_index
+            assert index is not None
+            assert index.dtype == torch.int32
+            direction = k[:, :, : guide or S].double().mean(2)
+            for b in range(2):
+                for h in range(4):
+                    score = q[b, h].double() @ direction[b, h // 2]
+                    want = sorted(range(M), key=lambda i: ((N - M + i) // S, -round(float(score[i]), 9), i))
+                    assert index[b, h].tolist() == want
+    assert GlobalIndexMap(S, order_queries=False)(q, k, causal=True, scale=1.0).q_index is None
+
+
+@pytest.mark.parametrize("group", [1, 3, 4])
+def test_one_map_per_kv_head(group: int) -> None:
+    """It comes from the mean query of the group, which is the same map where a group has one head."""
+    q, k, _ = make_qkv(B=2, Hq=2 * group, Hkv=2, N=130, M=90, D=16)
+    shared = key_map(GlobalIndexMap(32, per_query_head=False), q, k)
+    mean = q.double().unflatten(1, (2, group)).mean(2)
+    assert torch.equal(shared, key_map(GlobalIndexMap(32), mean, k.double()))
+    assert key_map(GlobalIndexMap(32), q, k).shape[1] == 2 * group
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_maps_of_other_precisions_are_permutations(dtype: torch.dtype) -> None:
+    q, k, _ = make_qkv(**SIZES, N=100, M=70, dtype=dtype)
+    permutation = GlobalIndexMap(32)(q, k, causal=True, scale=1.0)
+    assert permutation.k_index is not None
+    assert permutation.q_index is not None
+    assert torch.equal(permutation.q_index.sort(-1).values, torch.arange(70).int().expand(2, 4, -1))
+    for g, n in enumerate(range(30 // 32, 4)):
+        ranked = permutation.k_index[:, :, g].sort(-1).values
+        held = min(100, 32 * (n + 1))
+        assert torch.equal(ranked[..., -held:], torch.arange(held).int().expand(2, 4, -1))
+        assert bool((ranked[..., :-held] == -1).all())
+
+
+def test_it_is_causal_only() -> None:
+    q, k, v = make_qkv(N=64, D=16)
+    with pytest.raises(ValueError, match="call the pipeline with causal=True"):
+        s2o(S=32, block=16)(q, k, v, causal=False)
+
+
+@pytest.mark.parametrize("prefix", [None, 40])
+@pytest.mark.parametrize("start", [32, 64, 96, 128, 160])
+def test_chunks_of_whole_segments_choose_alike(start: int, prefix: int | None) -> None:
+    """A prompt read in whole segments gets the maps, stops and outputs of the whole prompt, bit for bit."""
+    q, k, v = make_qkv(**SIZES, N=187)
+    pipeline = s2o(0.05, S=32, block=16, prefix=prefix)
+    whole = pipeline.trace(q, k, v)
+    first = pipeline.trace(q[:, :, :start], k[:, :, :start], v[:, :, :start])
+    second = pipeline.trace(q[:, :, start:], k, v)
+    rows = start // 16
+    assert first.permutation.k_index is not None
+    assert second.permutation.k_index is not None
+    assert whole.permutation.k_index is not None
+    slots, cols = first.permutation.k_index.shape[-1], first.mask.grid.cols
+    assert torch.equal(first.permutation.k_index, whole.permutation.k_index[:, :, : start // 32, :slots])
+    assert torch.equal(second.permutation.k_index, whole.permutation.k_index[:, :, start // 32 :])
+    assert torch.equal(first.visited.keep, whole.visited.keep[:, :, :rows, :cols])
+    assert torch.equal(second.visited.keep, whole.visited.keep[:, :, rows:])
+    assert torch.equal(first.output.out, whole.output.out[:, :, :start])
+    assert torch.equal(second.output.out, whole.output.out[:, :, start:])
+
+
+@pytest.mark.parametrize(("N", "M"), CHUNKS)
+@pytest.mark.parametrize("block", [16, 32])
+def test_never_stopping_is_dense(block: int, N: int, M: int) -> None:
+    q, k, v = make_qkv(**SIZES, N=N, M=M, dtype=torch.float64)
+    want = masked_attention(q, k, v, torch.ones(M, N, dtype=torch.bool).tril(N - M), 0.25)
+    for tau in (0.0, 0, [0.0] * 4):
+        trace = s2o(tau, S=32, block=block).trace(q, k, v)
+        assert torch.equal(trace.visited.keep, trace.mask.keep)
+        torch.testing.assert_close(trace.output.out, want, rtol=0, atol=1e-12)
+    replayed = bs.ReferenceExecutor()(q, k, v, trace.permutation, trace.mask, scale=trace.scale)
+    torch.testing.assert_close(trace.output.lse, replayed.lse, rtol=0, atol=1e-12)
+
+
+def slow_stop(trace: AnyTrace, executor: GatherExecutor) -> tuple[Tensor, float]:
+    """Algorithm 3 for one row of blocks at a time, in float64: blocks visited, and how clear it was."""
+    q, k, mask, tau = trace.q.double(), trace.k.double(), trace.mask, executor.tau
+    visited, clearest = torch.zeros_like(mask.keep), float("inf")
+    for row in range(mask.grid.rows):
+        slots, query = mask.slots(row), mask.queries(row)
+        for b in range(q.shape[0]):
+            for h in range(q.shape[1]):
+                limit = float(tau[h]) if isinstance(tau, Tensor) else tau
+                position = query[b, h] + trace.k.shape[2] - trace.q.shape[2]
+                mass = torch.zeros(len(position), dtype=torch.float64)
+                low = 0
+                kept = mask.keep[b, h, row].nonzero().flatten().tolist()
+                for block in sorted(kept, key=lambda block: int(mask.rank[b, h, row, block])):
+                    token = slots[b, h, block]
+                    token = token[token >= 0].long()
+                    logits = q[b, h, query[b, h]] @ k[b, h // (q.shape[1] // k.shape[1]), token].T * trace.scale
+                    # One frame for all: these inputs are far from overflow in float64.
+                    gain = logits.exp().masked_fill(token > position[:, None], 0.0).sum(-1)
+                    if mask.rank[b, h, row, block] < 0 or limit == 0:
+                        visited[b, h, row, block] = True
+                        mass += gain
+                        continue
+                    share = gain / mass
+                    value = share.mean() if executor.reduction == "mean" else share.max()
+                    clearest = min(clearest, abs(float(value) / limit - 1))
+                    low = low + 1 if value < limit else 0
+                    if low < executor.patience or executor.commit:
+                        visited[b, h, row, block] = True
+                        mass += gain
+                    if low == executor.patience:
+                        break
+    return visited, clearest
+
+
+RULES = [
+    GatherExecutor(0.05),
+    GatherExecutor(0.2, commit=False),
+    GatherExecutor(0.1, reduction="mean"),
+    GatherExecutor(0.3, patience=2),
+    GatherExecutor(0.3, patience=2, commit=False, reduction="mean"),
+    GatherExecutor([0.0, 0.02, 0.2, float("inf")]),
+]
+
+
+@pytest.mark.parametrize("executor", RULES, ids=repr)
+def test_stop_rule(executor: GatherExecutor) -> None:
+    """Rows stop where a slow loop stops, and the reference replays what was visited."""
+    stopped = 0
+    for N, M in ((200, 200), (193, 117)):
+        q, k, v = make_qkv(**SIZES, N=N, M=M)
+        trace = s2o(S=64, block=16, executor=executor).trace(q, k, v)
+        want, clearest = slow_stop(trace, executor)
+        assert clearest > 1e-5  # nothing hangs on rounding
+        assert torch.equal(trace.visited.keep, want)
+        stopped += int((trace.mask.keep & ~want).any(-1).sum())
+        assert_replayed(trace)
+    assert stopped > 20
+
+
+def assert_replayed(trace: AnyTrace) -> None:
+    q, k, v = (x.double() for x in (trace.q, trace.k, trace.v))
+    want = bs.ReferenceExecutor()(q, k, v, trace.permutation, trace.visited, scale=trace.scale)
+    same = bs.ReferenceExecutor()(trace.q, trace.k, trace.v, trace.permutation, trace.visited, scale=trace.scale)
+    assert_within_budget(trace.output.out, want.out, same.out)
+    torch.testing.assert_close(trace.output.lse, same.lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_precisions(dtype: torch.dtype) -> None:
+    q, k, v = make_qkv(**SIZES, N=150, M=100, dtype=dtype)
+    trace = s2o(0.1, S=32, block=16).trace(q, k, v)
+    assert trace.output.out.dtype == dtype
+    assert trace.output.lse is not None
+    assert trace.output.lse.dtype == torch.float32
+    assert int((trace.mask.keep & ~trace.visited.keep).sum()) > 0
+    assert_replayed(trace)
+
+
+@pytest.mark.parametrize("group", [1, 3, 4])
+@pytest.mark.parametrize("per_query_head", [True, False])
+def test_grouped_heads(group: int, per_query_head: bool) -> None:
+    q, k, v = make_qkv(Hq=2 * group, Hkv=2, N=150, M=120, D=16)
+    trace = s2o(0.1, S=32, block=16, per_query_head=per_query_head).trace(q, k, v)
+    want, clearest = slow_stop(trace, GatherExecutor(0.1))
+    assert clearest > 1e-5
+    assert torch.equal(trace.visited.keep, want)
+    assert_replayed(trace)
+
+
+def ranked(*ranks: int, keys: Tensor) -> tuple[Tensor, Tensor, Tensor, bs.RankedBlockMask]:
+    """One query that has seen every key, blocks of 16 keys with these ranks; every block of keys is alike."""
+    k = keys.repeat_interleave(16).view(1, 1, -1, 1)
+    q, v = torch.ones(1, 1, 1, 1), torch.ones_like(k)
+    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), q_block=16, k_block=16, causal=True)
+    keep = torch.ones(1, 1, 1, len(ranks), dtype=torch.bool)
+    return q, k, v, bs.RankedBlockMask(keep, grid, torch.tensor(ranks, dtype=torch.int32).view(1, 1, 1, -1))
+
+
+def reached(executor: GatherExecutor, *ranks: int, keys: list[float]) -> list[int]:
+    q, k, v, mask = ranked(*ranks, keys=torch.tensor(keys))
+    output = executor(q, k, v, bs.GlobalPermutation(), mask, scale=1.0)
+    assert output.visited is not None
+    columns: list[int] = output.visited.keep[0, 0, 0].nonzero().flatten().tolist()
+    return columns
+
+
+def test_known_answers() -> None:
+    """Four blocks of equal keys, the last of which opens the row."""
+    flat = [0.0, 0.0, 0.0, 0.0]
+    order = (0, 1, 2, -1)
+    assert reached(GatherExecutor(0.99), *order, keys=flat) == [0, 1, 3]  # gains 1, then 1/2
+    assert reached(GatherExecutor(0.4), *order, keys=flat) == [0, 1, 2, 3]  # 1/3
+    assert reached(GatherExecutor(0.99, commit=False), *order, keys=flat) == [0, 3]
+    assert reached(GatherExecutor(0.99, patience=2), *order, keys=flat) == [0, 1, 2, 3]
+    assert reached(GatherExecutor(1.01), *order, keys=flat) == [0, 3]
+    assert reached(GatherExecutor(1.01), 2, 1, 0, -1, keys=flat) == [2, 3]  # by rank, not by column
+    assert reached(GatherExecutor(1e9), -1, -3, -2, -4, keys=flat) == [0, 1, 2, 3]  # these are never asked
+    # A low block between high ones: one stops there, patience does not, and starts to count again.
+    hill = [-9.0, 0.0, -9.0, 0.0]
+    assert reached(GatherExecutor(0.1), *order, keys=hill) == [0, 3]
+    assert reached(GatherExecutor(0.1, patience=2), *order, keys=hill) == [0, 1, 2, 3]
+
+
+def test_a_rising_maximum_is_no_reason_to_stop() -> None:
+    """Read literally, the printed rule compares sums of two maxima, and stops at the block that matters most."""
+    assert reached(GatherExecutor(0.01), 0, 1, 2, -1, keys=[20.0, 40.0, 0.0, 0.0]) == [0, 1, 2, 3]
+    assert reached(GatherExecutor(0.01), 0, 1, 2, -1, keys=[20.0, 0.0, 40.0, 0.0]) == [0, 1, 3]
+
+
+def test_a_constant_on_all_logits_changes_nothing() -> None:
+    """A further dimension adds the same number to every logit of a query."""
+    q, k, v = make_qkv(**SIZES, N=200)
+    pipeline = s2o(0.1, S=64, block=16)
+    plain = pipeline.trace(q, k, v, scale=0.25)
+    assert int((plain.mask.keep & ~plain.visited.keep).sum()) > 0
+    for constant in (-64.0, 64.0, 800.0):
+        wide_q = torch.cat((q, torch.full_like(q[..., :1], 4 * constant)), dim=-1)
+        wide_k = torch.cat((k, torch.ones_like(k[..., :1])), dim=-1)
+        output = pipeline.executor(wide_q, wide_k, v, plain.permutation, plain.mask, scale=0.25)
+        assert output.visited is not None
+        assert torch.equal(output.visited.keep, plain.visited.keep)
+        torch.testing.assert_close(output.out, plain.output.out, rtol=1e-3, atol=1e-3)
+
+
+def test_future_tokens_change_no_earlier_row() -> None:
+    """With map and visited blocks held, bit for bit."""
+    q, k, v = make_qkv(**SIZES, N=187)
+    trace = s2o(0.1, S=64, block=16).trace(q, k, v)
+    t = 100
+    noise = make_qkv(**SIZES, N=187, seed=1)
+    q2, k2, v2 = (torch.cat((x[:, :, :t], y[:, :, t:]), dim=2) for x, y in zip((q, k, v), noise, strict=True))
+    held = bs.RankedBlockMask(trace.visited.keep, trace.mask.grid, torch.full_like(trace.mask.rank, -1))
+    before = GatherExecutor(0.1)(q, k, v, trace.permutation, held, scale=trace.scale).out
+    after = GatherExecutor(0.1)(q2, k2, v2, trace.permutation, held, scale=trace.scale).out
+    assert torch.equal(before[:, :, :t], after[:, :, :t])
+    assert not torch.equal(before[:, :, t:], after[:, :, t:])
+
+
+def test_a_row_with_nothing_kept() -> None:
+    q, k, v = make_qkv(**SIZES, N=100)
+    trace = s2o(0.1, S=32, block=16).trace(q, k, v)
+    keep = trace.mask.keep.clone()
+    keep[:, 1, 2:4] = False
+    keep[0] = False
+    mask = bs.RankedBlockMask(keep, trace.mask.grid, trace.mask.rank)
+    output = GatherExecutor(0.1)(q, k, v, trace.permutation, mask, scale=0.25)
+    assert output.lse is not None
+    assert output.visited is not None
+    for rows, lse in ((output.out[1, 1, 32:64], output.lse[1, 1, 32:64]), (output.out[0], output.lse[0])):
+        assert bool((rows == 0).all())
+        assert bool((lse == float("-inf")).all())
+    assert bool(output.out.isfinite().all())
+    assert not bool((output.visited.keep & ~keep).any())
+
+
+ORDERS: list[Callable[[], bs.Permuter[Any]]] = [
+    bs.Identity,
+    lambda: bs.SegmentKeySort(64, probe=16),
+    lambda: bs.SegmentKeySort(64, probe=16, per_query_head=True),
+]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("permuter", [make() for make in ORDERS], ids=repr)
+def test_one_map_for_all_queries(permuter: bs.Permuter[Any], causal: bool) -> None:
+    q, k, v = make_qkv(**SIZES, N=187, M=150)
+    selector = bs.Ranked(bs.TopCdf(0.9) | bs.Band(32))
+    front = (permuter, bs.MeanPoolScorer(16), selector)
+    want = bs.Pipeline(*front, bs.ReferenceExecutor()).trace(q, k, v, causal=causal)
+    trace = bs.Pipeline(*front, GatherExecutor(0.0)).trace(q, k, v, causal=causal)
+    assert torch.equal(trace.visited.keep, want.mask.keep)
+    torch.testing.assert_close(trace.output.out, want.output.out, rtol=1e-5, atol=1e-5)
+    assert_replayed(bs.Pipeline(*front, GatherExecutor(0.1)).trace(q, k, v, causal=causal))
+
+
+@pytest.mark.parametrize("per_query_head", [True, False])
+@pytest.mark.parametrize(("N", "M"), [(187, 187), (187, 100), (160, 64)])
+def test_prefix_order_scores(N: int, M: int, per_query_head: bool) -> None:
+    """Mass of a block: what a segment's mean query gives its keys, among the keys before the segment."""
+    S = 64
+    q, k, v = make_qkv(**SIZES, N=N, M=M, dtype=torch.float64)
+    permuter = GlobalIndexMap(S, per_query_head=per_query_head)
+    pipeline = bs.Pipeline(permuter, PrefixOrderScorer(16, k_block=32), bs.Everything(), bs.ReferenceExecutor())
+    trace = pipeline.trace(q, k, v)
+    grid, scores = trace.mask.grid, trace.scores
+    assert scores.forced is not None
+    for row in range(grid.rows):
+        n = ((N - M) // 16 + row) * 16 // S
+        present = slice(max(0, n * S - (N - M)), (n + 1) * S - (N - M))
+        logits = torch.einsum("bhd,bhnd->bhn", q[:, :, present].mean(2), k.repeat_interleave(2, 1)) * 0.25
+        weight = logits[..., : n * S].softmax(-1)
+        slots = trace.mask.slots(row)  # [B, Hq, cols, 32]
+        for column in range(grid.cols):
+            token = slots[:, :, column].long()
+            there = (token >= 0) & (token < n * S)
+            want = weight.gather(-1, token.where(there, 0)).where(there, 0.0).sum(-1) if n else torch.zeros(2, 4)
+            torch.testing.assert_close(scores.values[:, :, row, column], want.double())
+            own = (token >= n * S).any(-1) & grid.reachable[:, :, row, column]
+            assert torch.equal(scores.forced[:, :, row, column].expand_as(own), own)
+
+
+def test_prefix_order_without_groups() -> None:
+    """Each row of blocks is a group then; causal or not, the mass of a row is 1."""
+    q, k, v = make_qkv(**SIZES, N=150, M=100)
+    for permuter in (bs.Identity(), bs.SegmentKeySort(32, probe=16)):
+        for causal in (True, False):
+            pipeline = bs.Pipeline(permuter, PrefixOrderScorer(16), bs.TopCdf(0.8), bs.ReferenceExecutor())
+            trace = pipeline.trace(q, k, v, causal=causal)
+            torch.testing.assert_close(trace.scores.values.sum(-1), torch.ones(2, 4, trace.mask.grid.rows))
+            assert trace.scores.forced is None
+            assert float(trace.density().mean()) < 0.9
+            assert bool((trace.scores.values.masked_fill(trace.mask.grid.reachable, 0.0) == 0).all())
+
+
+def test_a_share_of_the_order_instead_of_a_stop() -> None:
+    """`TopCdf` on the ordering scores keeps the own segment and the head of each order."""
+    q, k, v = make_qkv(**SIZES, N=187)
+    selector = bs.Ranked(bs.TopCdf(0.97))
+    pipeline = bs.Pipeline(GlobalIndexMap(64), PrefixOrderScorer(16), selector, GatherExecutor(0.0))
+    trace = pipeline.trace(q, k, v)
+    prefix = trace.mask.keep[..., 4:]
+    assert torch.equal(prefix.int(), prefix.int().sort(-1, descending=True).values)
+    assert 0 < float(prefix[:, :, 8:].double().mean()) < 0.9
+    assert bool((trace.mask.grid.own_segment(64) <= trace.mask.keep).all())
+    assert_replayed(trace)
+    stopping = attrs.evolve(pipeline, executor=GatherExecutor(0.2)).trace(q, k, v)
+    assert float(stopping.density().mean()) < float(trace.density().mean())
+    assert_replayed(stopping)
+
+
+def test_only_the_head_of_the_order() -> None:
+    """Keys outside the map are attended to by nobody; with all of them in it, nothing is lost."""
+    q, k, v = make_qkv(**SIZES, N=187)
+    trace = s2o(0.0, S=32, block=16, prefix=40).trace(q, k, v)
+    assert trace.mask.grid.cols == 5  # 32 own slots and 40 of the prefix
+    assert int(trace.mask.pairs(trace.mask.grid.rows - 1).sum(-1).max()) == 40 + 187 - 160
+    assert_replayed(trace)
+    whole = s2o(0.0, S=32, block=16)(q, k, v)
+    torch.testing.assert_close(s2o(0.0, S=32, block=16, prefix=160)(q, k, v), whole)
+
+
+@pytest.mark.parametrize("start", [0, 5, 64, 100])
+def test_finer_blocks_mean_the_same(start: int) -> None:
+    """Also where slots are more than keys, the tail of the last segment being padded."""
+    q, k, v = make_qkv(**SIZES, N=139, M=139 - start, dtype=torch.float64)
+    for prefix in (None, 40):
+        front = (GlobalIndexMap(64, prefix=prefix), bs.NoScorer(32), bs.Ranked(bs.Everything()))
+        trace = bs.Pipeline(*front, bs.ReferenceExecutor()).trace(q, k, v)
+        for n in (2, 4):
+            fine = trace.mask.refine(n)
+            again = bs.ReferenceExecutor()(q, k, v, trace.permutation, fine, scale=trace.scale)
+            torch.testing.assert_close(again.out, trace.output.out)
+
+
+def test_s2o_is_its_stages() -> None:
+    assert repr(s2o(0.02, S=512, block=128, prefix=4096, per_query_head=False)) == repr(
+        bs.Pipeline(
+            GlobalIndexMap(512, prefix=4096, per_query_head=False),
+            bs.NoScorer(128),
+            bs.Ranked(bs.Everything()),
+            GatherExecutor(0.02),
+        )
+    )
+    assert isinstance(s2o(executor=bs.ReferenceExecutor()).executor, bs.ReferenceExecutor)
+
+
+def test_refused() -> None:
+    for wrong in (-0.1, float("nan")):
+        with pytest.raises(ValueError, match="'tau' must be at least 0"):
+            GatherExecutor(wrong)
+    with pytest.raises(ValueError, match="'reduction'"):
+        GatherExecutor(0.1, reduction="max")
+    with pytest.raises(ValueError, match="'patience'"):
+        GatherExecutor(0.1, patience=0)
+    with pytest.raises(ValueError, match="'tau' belongs to the executor"):
+        s2o(0.1, executor=GatherExecutor(0.2))
+    with pytest.raises(ValueError, match="'S' must be a multiple of 'block' \\(64\\): 100"):
+        s2o(S=100, block=64)
+    with pytest.raises(ValueError, match="one entry per query head"):
+        s2o([0.1, 0.2], S=32, block=16)(*make_qkv(N=64, D=16))
+    q, k, v = make_qkv(N=64, D=16)
+    with pytest.raises(ValueError, match="whole number of query blocks"):
+        bs.Pipeline(GlobalIndexMap(24), bs.NoScorer(16), bs.Ranked(bs.Everything()), GatherExecutor())(q, k, v)

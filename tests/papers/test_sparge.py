@@ -1,0 +1,445 @@
+"""SpargeAttn against the authors' code, and its stages against their definitions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.papers.golden_cases import cases, load
+from tests.papers.golden_inputs import Golden
+from torch import Tensor
+
+import blocksparse as bs
+from blocksparse.permuters.hilbert_order import HilbertOrder
+from blocksparse.presets.sparge import sparge
+from blocksparse.scorers import similarity_gated
+from blocksparse.scorers.antidiagonal import AntidiagonalScorer
+from blocksparse.scorers.flatten_max_pool import FlattenMaxPoolScorer
+from blocksparse.scorers.similarity_gated import SimilarityGatedScorer, self_similarity
+from blocksparse.testing import make_qkv
+
+MAPS = cases("sparge")
+EXAMPLE = "spargeex_01_n512_d64"  # the authors' Triton example: its caller smooths the keys; scores in fp16
+INNER: tuple[bs.Scorer[bs.GlobalPermutation, bs.BlockMass], ...] = (
+    bs.MeanPoolScorer(32, k_block=16),
+    bs.MeanPoolScorer(16, k_block=32),
+    bs.MeanPoolScorer(16, segment=32),
+    AntidiagonalScorer(4, block=16),
+    FlattenMaxPoolScorer(16, 8, per_token=True),
+)
+each_inner = pytest.mark.parametrize("inner", INNER, ids=repr)
+Trace = bs.Trace[bs.GlobalPermutation, bs.BlockMass, bs.BlockMask]
+
+
+def smooths(case: Golden) -> bool:
+    """Whether keys were smoothed: in the fused function of the public API, and before the example's."""
+    return bool(case.params.get("smooth_k", case.config["case"] == EXAMPLE))
+
+
+def run(case: Golden, *, as_released: bool) -> Trace:
+    params = case.params
+    pipeline = sparge(
+        params.get("cdfthreshd"),
+        params["simthreshd1"],
+        topk=params.get("topk"),
+        block=params["BLKQ"],
+        k_block=params["BLKK"],
+        attention_sink=False,
+        smooth_k=smooths(case),
+        as_released=as_released,
+        executor=bs.ReferenceExecutor(),
+    )
+    return pipeline.trace(case.q, case.k, case.v, causal=params["is_causal"])
+
+
+def golden(case: Golden, name: str) -> Tensor:
+    return torch.from_numpy(case.arrays[name])
+
+
+@pytest.mark.parametrize("name", [*MAPS, EXAMPLE])
+def test_mask(name: str) -> None:
+    """Theirs, and the diagonal where causal, which their code may lose. No block of ours needs its fragility."""
+    case = load(name)
+    mask = run(case, as_released=True).mask
+    assert torch.equal(mask.keep, golden(case, "mask") | mask.grid.diagonal)
+
+
+def test_their_code_loses_the_diagonal() -> None:
+    """Which is why ours is not simply equal: with 128 x 64 blocks, later halves of query blocks lose all keys."""
+    lost = {}
+    for name in MAPS:
+        case = load(name)
+        lost[name[:9]] = int((run(case, as_released=True).mask.grid.diagonal & ~golden(case, "mask")).sum())
+    assert lost == {
+        "sparge_01": 14, "sparge_02": 0, "sparge_03": 11, "sparge_04": 1,
+        "sparge_05": 0, "sparge_06": 0, "sparge_07": 12,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*MAPS, EXAMPLE])
+def test_scores(name: str) -> None:
+    """Our masses, as shares of what similar key blocks hold, are their softmax over similar key blocks."""
+    case = load(name)
+    values = run(case, as_released=True).scores.values
+    ours = values / values.sum(-1, keepdim=True)
+    atol = 1e-3 if name == EXAMPLE else 2e-6
+    torch.testing.assert_close(ours, golden(case, "scores").float(), rtol=0, atol=atol, equal_nan=True)
+    assert bool(values.isfinite().all())  # their softmax is NaN in rows without a similar key block; ours never
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_similar_blocks(name: str) -> None:
+    """Their flags and pooled tokens. A partial last block is never similar to them."""
+    case = load(name)
+    sides = ((case.q, case.params["BLKQ"], False, "q"), (case.k, case.params["BLKK"], smooths(case), "k"))
+    for x, block, centred, side in sides:
+        similarity = self_similarity(x, block, centred=centred).repeat_interleave(4 // x.shape[1], dim=1)
+        flag = similarity > case.params["simthreshd1"]
+        if x.shape[2] % block:
+            flag[..., -1] = False
+        assert torch.equal(flag, golden(case, f"sim_{side}"))
+        centre = x.mean(2, keepdim=True) if centred else torch.zeros(())
+        pooled = bs.scorers.pooling.block_mean(x - centre, block).repeat_interleave(4 // x.shape[1], dim=1)
+        torch.testing.assert_close(pooled, golden(case, f"pool_{side}"), rtol=1e-5, atol=2e-6)
+
+
+def test_output_of_the_example_kernel() -> None:
+    """Theirs has int8 logits and adds in fp16, good to 0.08 and 0.004 in the mean; ours is exact."""
+    case = load(EXAMPLE)
+    out = run(case, as_released=True).output.out[:, :, golden(case, "out_rows")]
+    error = (out - golden(case, "out").float()).abs()
+    assert float(error.max()) < 0.08
+    assert float(error.mean()) < 0.004
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_default_differs_where_it_says(name: str) -> None:
+    """Keys smoothed alike, only a tail and the base of `topk` make a difference."""
+    case = load(name)
+    ours, theirs = run(case, as_released=False), run(case, as_released=True)
+    keep, released = ours.mask.keep, theirs.mask.keep
+    if "topk" not in case.params:
+        whole = case.q.shape[2] // case.params["BLKQ"]
+        assert torch.equal(keep[:, :, :whole], released[:, :, :whole])  # no whole row reaches the last column
+        assert bool((keep <= released).all())  # the last row was dense
+        assert torch.equal(keep, released) == (case.q.shape[2] % case.params["BLKK"] == 0)
+        return
+    share, reachable = case.params["topk"], ours.mask.grid.reachable.sum(-1)
+    expected = (share * reachable).ceil() if case.params["is_causal"] else torch.tensor(3.0)  # .3 of 8, rounded up
+    counted = keep & ~ours.mask.grid.diagonal
+    assert bool((counted.sum(-1) <= expected).all())
+    assert bool((keep.sum(-1) >= expected).all())
+    assert bool((keep <= released).all()) == case.params["is_causal"]
+
+
+def test_share_of_all_keys_keeps_three_quarters_of_a_causal_mask() -> None:
+    """Their `topk=0.5` is half of all key blocks, seen or not."""
+    case = load("sparge_05_n2048_d64_topk")
+    ours, theirs = run(case, as_released=False), run(case, as_released=True)
+    assert float(theirs.density().mean()) == pytest.approx(0.735, abs=1e-3)
+    assert float(ours.density().mean()) == pytest.approx(0.5, abs=0.01)
+
+
+def pairwise(x: Tensor, block: int, lead: int) -> Tensor:
+    """The definition, all pairs in float64; a token of zeros has the cosine 0 with every token."""
+    N = x.shape[2]
+    similarity = []
+    for j in range(-(-(lead + N) // block)):
+        tokens = x[:, :, max(j * block - lead, 0) : (j + 1) * block - lead].double()
+        length = tokens.norm(dim=-1)
+        cosine = (tokens @ tokens.mT / (length.unsqueeze(-1) * length.unsqueeze(-2))).nan_to_num(0.0)
+        similarity.append(cosine.mean((-1, -2)))
+    return torch.stack(similarity, dim=-1)
+
+
+@pytest.mark.parametrize(("N", "lead"), [(37, 0), (37, 3), (32, 0), (5, 3), (5, 6), (1, 15), (33, 15)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_self_similarity_is_the_mean_pairwise_cosine(N: int, lead: int, dtype: torch.dtype) -> None:
+    x = make_qkv(B=2, Hq=2, N=N, D=8)[0].to(dtype)
+    x[:, :, 0] = 0
+    got = self_similarity(x, 16, lead=lead)
+    assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(got.double(), pairwise(x, 16, lead), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("lead", [0, 7])
+def test_pieces_of_the_workspace_make_no_difference(monkeypatch: Any, centred: bool, lead: int) -> None:
+    x = make_qkv(B=2, Hq=2, N=150, D=8)[0]
+    whole = self_similarity(x, 16, lead=lead, centred=centred)
+    monkeypatch.setattr(similarity_gated, "_WORKSPACE", 3 * 16 * 2 * 2 * 8)
+    torch.testing.assert_close(self_similarity(x, 16, lead=lead, centred=centred), whole)
+
+
+def test_self_similarity_by_hand() -> None:
+    same, two_directions, opposite = [[3.0, 0.0]] * 2, [[1.0, 0.0], [0.0, 5.0]], [[1.0, 0.0], [-2.0, 0.0]]
+    x = torch.tensor([*same, *two_directions, *opposite]).view(1, 1, 6, 2)
+    assert self_similarity(x, 2).flatten().tolist() == [1.0, 0.5, 0.0]
+    shifted = x + torch.tensor([10.0, -4.0])
+    torch.testing.assert_close(self_similarity(shifted, 2, centred=True), self_similarity(x, 2, centred=True))
+
+
+def test_self_similarity_never_rounds_over_one() -> None:
+    x = torch.randn(1, 500, 1, 7, generator=torch.Generator().manual_seed(0)).expand(-1, -1, 12, -1)
+    similarity = self_similarity(x, 12)
+    assert float(similarity.max()) == 1.0
+    assert float(similarity.min()) > 1 - 1e-6
+
+
+def gate(inner: bs.Scorer[bs.GlobalPermutation, bs.BlockMass], theta: Any, **fields: Any) -> SimilarityGatedScorer:
+    return SimilarityGatedScorer(inner, theta, **fields)
+
+
+def score(
+    scorer: bs.Scorer[bs.GlobalPermutation, bs.BlockMass], q: Tensor, k: Tensor, *, causal: bool = True
+) -> bs.BlockMass:
+    return scorer(q, k, bs.GlobalPermutation(), causal=causal, scale=q.shape[-1] ** -0.5)
+
+
+def test_the_threshold_is_strict() -> None:
+    """A block of similarity 1/2 is not similar at theta 1/2, whichever side it is on."""
+    half, whole = torch.eye(2).repeat(2, 1).view(1, 1, 4, 2), torch.ones(1, 1, 4, 2)
+    for q, k in ((half, whole), (whole, half)):
+        for theta, forced in ((0.49, False), (0.5, True)):
+            scores = score(gate(bs.MeanPoolScorer(2), theta, smooth_k=False), q, k, causal=False)
+            assert scores.forced is not None
+            assert bool((scores.forced == forced).all())
+
+
+@each_inner
+@pytest.mark.parametrize("causal", [True, False])
+def test_below_every_similarity_the_gate_is_open(
+    inner: bs.Scorer[bs.GlobalPermutation, bs.BlockMass], causal: bool
+) -> None:
+    q, k, _ = make_qkv(B=2, N=83, M=60, D=16)
+    ours, plain = score(gate(inner, -1), q, k, causal=causal), score(inner, q, k, causal=causal)
+    assert torch.equal(ours.values, plain.values)
+    assert ours.forced is not None
+    forced = torch.zeros_like(ours.forced) if plain.forced is None else plain.forced & plain.grid.reachable
+    assert torch.equal(ours.forced, forced.expand_as(ours.forced))
+
+
+@each_inner
+@pytest.mark.parametrize("causal", [True, False])
+def test_at_one_everything_is_kept(inner: bs.Scorer[bs.GlobalPermutation, bs.BlockMass], causal: bool) -> None:
+    """Also for tokens that are all the same, whose similarity rounds to 1 or over it."""
+    q, k, _ = make_qkv(B=2, N=83, M=60, D=16)
+    for x, y in ((q, k), (torch.full_like(q, 0.3), torch.full_like(k, 0.3))):
+        mask = bs.TopCdf(0.3, crossing=False)(score(gate(inner, 1), x, y, causal=causal))
+        assert torch.equal(mask.keep, mask.grid.reachable.expand_as(mask.keep))
+
+
+@pytest.mark.parametrize(("M", "N"), [(129, 129), (100, 129), (37, 129), (129, 128), (3, 83), (1, 1)])
+@pytest.mark.parametrize("causal", [True, False])
+@each_inner
+def test_gate_by_its_definition(
+    inner: bs.Scorer[bs.GlobalPermutation, bs.BlockMass], M: int, N: int, causal: bool
+) -> None:
+    """Not similar: key blocks hold nothing and are forced for every row, query blocks force their row."""
+    q, k, _ = make_qkv(B=2, Hq=6, Hkv=2, M=M, N=N, D=16)
+    theta = [0.35, 0.45, 0.55, 0.35, 0.45, 0.55]
+    ours, plain = score(gate(inner, theta, smooth_k=False), q, k, causal=causal), score(inner, q, k, causal=causal)
+    grid, least = ours.grid, torch.tensor(theta).view(1, 6, 1)
+    similar_q = pairwise(q, grid.q_block, grid.q_lead) > least
+    similar_k = pairwise(k, grid.k_block, 0).repeat_interleave(3, dim=1) > least
+    forced = ~similar_q[..., :, None] | ~similar_k[..., None, :]
+    if plain.forced is not None:
+        forced = forced | plain.forced
+    assert ours.forced is not None
+    assert torch.equal(ours.forced, forced & grid.reachable)
+    assert torch.equal(ours.values, plain.values * similar_k[..., None, :])
+
+
+@pytest.mark.parametrize("gap", [0.0, 60.0, 200.0])
+def test_shares_are_the_softmax_over_similar_blocks(gap: float) -> None:
+    """Also where a key block that is not similar outweighs the others by e^60; by e^200, only it is left."""
+    logits = torch.tensor([0.0, 3.0, 1.0, -1.0])
+    k = torch.zeros(1, 1, 64, 4)
+    k[..., 0] = logits.repeat_interleave(16)
+    k[..., 1] = 9.0
+    k[:, :, :16, 0] = gap
+    k[:, :, :16:2, 2], k[:, :, 1:16:2, 2] = 1e3, -1e3  # the mean is (gap, 9, 0, 0), the tokens are far from it
+    q = torch.tensor([1.0, 0.0, 0.0, 0.0]).expand(1, 1, 64, 4)
+    scores = gate(bs.MeanPoolScorer(16), 0.5, smooth_k=False)(
+        q, k, bs.GlobalPermutation(), causal=False, scale=1.0
+    )
+    assert scores.forced is not None
+    assert scores.forced[0, 0].tolist() == [[True, False, False, False]] * 4
+    kept = bs.TopCdf(0.9, crossing=False)(scores).keep[0, 0]
+    if gap == 200.0:
+        assert bool((scores.values == 0).all())
+        assert kept.tolist() == [[True, False, False, False]] * 4
+        return
+    share = scores.values[0, 0] / scores.values[0, 0].sum(-1, keepdim=True)
+    torch.testing.assert_close(share[:, 1:], logits[1:].softmax(0).expand(4, 3), rtol=1e-5, atol=0)
+    assert kept.tolist() == [[True, True, False, False]] * 4  # .867; .984 with the next
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_row_without_a_similar_key_block_has_no_nan(causal: bool) -> None:
+    q, k, v = make_qkv(B=2, N=200, D=16)
+    q[:] = 1.0  # every query block is similar
+    k = torch.randn(k.shape, generator=torch.Generator().manual_seed(0))  # and no key block
+    trace = sparge(0.5, 0.6, block=32, k_block=16, executor=bs.ReferenceExecutor()).trace(q, k, v, causal=causal)
+    assert torch.equal(trace.mask.keep, trace.mask.grid.reachable.expand_as(trace.mask.keep))
+    assert bool((trace.scores.values == 0).all())
+    assert bool(trace.output.out.isfinite().all())
+
+
+def test_one_threshold_per_query_head() -> None:
+    """Heads of one KV head judge the same keys by their own thresholds."""
+    q, k, v = make_qkv(Hq=4, Hkv=2, N=256, D=16)
+    reference = bs.ReferenceExecutor()
+    each = sparge([0.3, 0.5, 0.7, 0.9], [-1.0, 0.4, 0.5, 1.0], block=32, k_block=16, executor=reference).trace(
+        q, k, v
+    )
+    for head, (tau, theta) in enumerate(zip((0.3, 0.5, 0.7, 0.9), (-1.0, 0.4, 0.5, 1.0), strict=True)):
+        alone = sparge(tau, theta, block=32, k_block=16, executor=reference).trace(q, k, v)
+        assert torch.equal(each.mask.keep[:, head], alone.mask.keep[:, head])
+    with pytest.raises(ValueError, match=r"one entry per query head \(4\): 3"):
+        sparge(theta=[0.1, 0.2, 0.3], executor=reference)(q, k, v)
+
+
+@pytest.mark.parametrize("fields", [{}, {"tau": 0.7, "theta": 0.45}, {"topk": 0.4}, {"topk": 0.4, "theta": 0.45}])
+@pytest.mark.parametrize("N", [255, 256, 257, 300])
+def test_choice_sees_no_later_token(fields: dict[str, Any], N: int) -> None:
+    """Rows before a change choose alike and give the same bits; smoothed keys would break this."""
+    q, k, v = make_qkv(N=N, D=16)
+    noise = make_qkv(N=N, D=16, seed=1)
+    later = [torch.cat((x[:, :, :192], y[:, :, 192:]), dim=2) for x, y in zip((q, k, v), noise, strict=True)]
+    pipeline = sparge(**fields, block=32, k_block=16, executor=bs.ReferenceExecutor())
+    before, after = pipeline.trace(q, k, v), pipeline.trace(later[0], later[1], later[2])
+    assert torch.equal(before.mask.keep[:, :, :6], after.mask.keep[:, :, :6])
+    assert torch.equal(before.output.out[:, :, :192], after.output.out[:, :, :192])
+    short = pipeline.trace(q[:, :, :192], k[:, :, :192], v[:, :, :192])
+    chunk = pipeline.trace(q[:, :, 192:], k, v)
+    assert torch.equal(short.mask.keep, before.mask.keep[:, :, :6, :12])
+    assert torch.equal(chunk.mask.keep, before.mask.keep[:, :, 6:])
+
+
+def test_smoothed_keys_see_the_whole_call() -> None:
+    q, k, _ = make_qkv(N=256, D=16)
+    k = k + 2.0
+    later = k.clone()
+    later[:, :, 192:] -= 8.0
+    flags = {}
+    for smooth_k in (True, False):
+        before, after = (score(gate(bs.MeanPoolScorer(32), 0.5, smooth_k=smooth_k), q, x) for x in (k, later))
+        assert before.forced is not None
+        assert after.forced is not None
+        flags[smooth_k] = torch.equal(before.forced[:, :, :6], after.forced[:, :, :6])
+    assert flags == {True: False, False: True}
+    for causal in (True, False):  # by default, keys are smoothed where every query sees all of them
+        by_default = score(gate(bs.MeanPoolScorer(32), 0.5), q, k, causal=causal)
+        asked = score(gate(bs.MeanPoolScorer(32), 0.5, smooth_k=not causal), q, k, causal=causal)
+        assert by_default.forced is not None
+        assert asked.forced is not None
+        assert torch.equal(by_default.forced, asked.forced)
+
+
+@pytest.mark.parametrize("start", [1, 16, 40, 63, 100, 128])
+def test_every_query_of_a_chunk_keeps_its_own_key(start: int) -> None:
+    q, k, v = make_qkv(B=2, N=129, D=16)
+    trace = sparge(0.1, 0.2, block=32, k_block=16, executor=bs.ReferenceExecutor()).trace(q[:, :, start:], k, v)
+    pairs = torch.cat([trace.mask.pairs(row) for row in range(trace.mask.grid.rows)], dim=2)
+    own = torch.arange(129 - start)
+    assert bool(pairs[:, :, own, own + start].all())
+
+
+def test_a_short_last_block_is_judged_by_its_tokens() -> None:
+    """A lone last token is similar to itself; in the released code it is not, and its row is dense."""
+    q, k, _ = make_qkv(N=257, D=16)
+    q[:], k[:] = 1.0, 1.0
+    for as_released in (False, True):
+        pipeline = sparge(0.2, 0.5, block=32, k_block=16, smooth_k=False, as_released=as_released)
+        scores = score(pipeline.scorer, q, k)
+        assert scores.forced is not None
+        assert bool((scores.forced[:, :, -1] == as_released).all())
+        assert not bool(scores.forced[:, :, :-1].any())
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_topk_counts_similar_blocks_alone(causal: bool) -> None:
+    """Blocks that are not similar come on top of it, as they come on top of a mass."""
+    q, k, v = make_qkv(N=512, D=16)
+    pipeline = sparge(topk=0.25, theta=0.5, block=32, k_block=16, smooth_k=False, executor=bs.ReferenceExecutor())
+    trace = pipeline.trace(q, k, v, causal=causal)
+    forced, reachable = trace.scores.forced, trace.mask.grid.reachable
+    assert forced is not None
+    free = reachable & ~forced
+    chosen = (trace.mask.keep & free).sum(-1)
+    assert bool((chosen >= (0.25 * reachable.sum(-1)).ceil().minimum(free.sum(-1))).all())
+    assert 0.1 < float(forced.float().mean()) < 0.9
+
+
+def test_sink() -> None:
+    q, k, v = make_qkv(N=256, D=16)
+    for attention_sink in (False, True):
+        pipeline = sparge(
+            0.1, -1, block=32, k_block=16, attention_sink=attention_sink, executor=bs.ReferenceExecutor()
+        )
+        assert bool(pipeline.trace(q, k, v).mask.keep[..., 0].all()) == attention_sink
+
+
+def test_along_a_hilbert_curve() -> None:
+    """Section 3.7 and table 4: neighbours in a video look alike, so along the curve blocks are more similar."""
+    generator = torch.Generator().manual_seed(0)
+    corners = torch.randn(1, 2 * 16, 3, 4, 4, generator=generator)
+    video = torch.nn.functional.interpolate(corners, size=(8, 16, 16), mode="trilinear")
+    k = video.view(1, 2, 16, 2048).mT.contiguous()
+    v = torch.randn(1, 2, 2048, 16, generator=generator)
+    similar = {}
+    for name, order in (("rows", None), ("curve", HilbertOrder((8, 16, 16)))):
+        trace = sparge(1.0, 0.3, order=order, executor=bs.ReferenceExecutor()).trace(k, k, v, causal=False)
+        assert float(trace.error().max()) < 1e-5
+        assert trace.scores.forced is not None
+        similar[name] = float((~trace.scores.forced).float().mean())
+    assert similar["curve"] > similar["rows"] + 0.1
+
+
+def rows_of(mask: bs.BlockMask) -> list[list[int]]:
+    return [row.nonzero().flatten().tolist() for row in mask.keep[0, 0]]
+
+
+def test_top_k_with_forced_blocks_on_top() -> None:
+    q = torch.zeros(1, 1, 64, 8)
+    grid = bs.Grid.of(q, q, bs.GlobalPermutation(), q_block=16, k_block=16, causal=False)
+    values = torch.tensor([0.4, 0.3, 0.2, 0.1]).expand(1, 1, 4, 4)
+    forced = torch.tensor([True, False, False, False]).expand(1, 1, 4, 4)
+    for k, first, expected in ((1, True, [0]), (1, False, [0, 1]), (2, True, [0, 1]), (2, False, [0, 1, 2])):
+        mask = bs.TopK(k, forced_first=first)(bs.BlockScores(values, grid, forced))
+        assert rows_of(mask) == [expected] * 4
+    mask = bs.TopK(share=0.5, forced_first=False)(bs.BlockScores(values, grid, None))
+    assert rows_of(mask) == [[0, 1]] * 4
+
+
+def test_top_k_shares() -> None:
+    """Of what a causal row reaches, rounded up, or of all keys, rounded down; the diagonal on top of it."""
+    q = torch.zeros(1, 1, 80, 8)
+    grid = bs.Grid.of(q, q, bs.GlobalPermutation(), q_block=16, k_block=16, causal=True)
+    scores = bs.BlockScores(torch.tensor([5.0, 4.0, 3.0, 2.0, 1.0]).expand(1, 1, 5, 5), grid)
+
+    def shares(share: float, **fields: bool) -> list[list[int]]:
+        return rows_of(bs.TopK(share=share, forced_first=False, **fields)(scores))
+
+    assert shares(0.5) == [[0], [0, 1], [0, 1, 2], [0, 1, 3], [0, 1, 2, 4]]
+    assert shares(0.5, of_all_keys=True) == [[0], [0, 1], [0, 1, 2], [0, 1, 3], [0, 1, 4]]
+    assert shares(0.1, of_all_keys=True) == [[0], [0, 1], [0, 2], [0, 3], [0, 4]]
+    wide = torch.zeros(1, 1, 16, 8), torch.zeros(1, 1, 1600, 8)
+    grid = bs.Grid.of(*wide, bs.GlobalPermutation(), q_block=16, k_block=16, causal=False)
+    mask = bs.TopK(share=0.07)(bs.BlockScores(torch.zeros(1, 1, 1, 100), grid))
+    assert int(mask.keep.sum()) == 7  # .07 * 100 is 7.000000000000001 in float64
+
+
+def test_errors() -> None:
+    with pytest.raises(ValueError, match=r"give 'tau' or 'topk', not both: 0\.9 and 0\.5"):
+        sparge(0.9, topk=0.5)
+    with pytest.raises(ValueError, match=r"'theta' must be in \[-1, 1\]: 1.5"):
+        sparge(theta=1.5)
+    with pytest.raises(ValueError, match="'of_all_keys' needs 'share'"):
+        bs.TopK(3, of_all_keys=True)
+    with pytest.raises(TypeError, match="'inner' must be"):
+        SimilarityGatedScorer(bs.TopCdf(0.9), 0.5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="'smooth_k' must be"):
+        SimilarityGatedScorer(bs.MeanPoolScorer(), 0.5, smooth_k="all")  # type: ignore[arg-type]

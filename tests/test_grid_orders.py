@@ -1,0 +1,345 @@
+"""Orders of image and video tokens: known answers, and what every one of them must keep."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from runpy import run_path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize, scaled_dot_product_attention
+
+import blocksparse as bs
+from blocksparse.permuters.column_order import ColumnOrder
+from blocksparse.permuters.given_order import GivenOrder
+from blocksparse.permuters.grid_order import GridOrder
+from blocksparse.permuters.hilbert_order import HilbertOrder
+from blocksparse.permuters.raster_order import RasterOrder
+from blocksparse.permuters.tile_order import TileOrder
+from blocksparse.permuters.time_order import TimeOrder
+from blocksparse.testing import assert_within_budget, make_qkv, masked_attention
+
+Sizes = tuple[int, int, int]
+MOVING: tuple[type[GridOrder], ...] = (HilbertOrder, ColumnOrder, TimeOrder, TileOrder)
+GRIDS = [(1, 1, 1), (1, 7, 5), (3, 4, 5), (13, 30, 45)]
+
+each_moving = pytest.mark.parametrize("order", MOVING, ids=lambda order: order.__name__)
+each_grid = pytest.mark.parametrize("grid", GRIDS, ids=str)
+
+
+def coordinates(cells: Tensor, grid: Sizes) -> Tensor:
+    """`[n, 3]`, frame, row and column of each cell."""
+    _, H, W = grid
+    return torch.stack((cells // (H * W), cells // W % H, cells % W), dim=-1)
+
+
+def cells_of(order: GridOrder) -> Tensor:
+    """With places that stay written out."""
+    cells = order.cells("cpu")
+    return torch.arange(math.prod(order.grid)) if cells is None else cells
+
+
+@each_grid
+@each_moving
+def test_every_cell_has_one_place(order: type[GridOrder], grid: Sizes) -> None:
+    cells = cells_of(order(grid))
+    assert cells.dtype == torch.int64
+    assert torch.equal(cells.sort().values, torch.arange(math.prod(grid)))
+
+
+@pytest.mark.parametrize(
+    "grid", [(2, 2, 2), (8, 8, 8), (16, 16, 16), (1, 2, 2), (1, 32, 32), (8, 1, 8), (8, 8, 1), (1, 1, 8)], ids=str
+)
+def test_hilbert_steps_to_a_neighbour(grid: Sizes) -> None:
+    place = coordinates(cells_of(HilbertOrder(grid)), grid)
+    assert bool((place.diff(dim=0).abs().sum(-1) == 1).all())
+
+
+@pytest.mark.parametrize("grid", [(3, 4, 5), (1, 7, 5), (5, 1, 8), (8, 7, 2)], ids=str)
+def test_hilbert_leaves_out_what_lies_outside(grid: Sizes) -> None:
+    """A grid is walked as the cube around it is; axes of size 1 are none."""
+    cube: Sizes = tuple(8 if size > 1 else 1 for size in grid)  # type: ignore[assignment]
+    around = coordinates(cells_of(HilbertOrder(cube)), cube)
+    inside = around[(around < torch.tensor(grid)).all(-1)]
+    assert torch.equal(coordinates(cells_of(HilbertOrder(grid)), grid), inside)
+
+
+def test_hilbert_of_small_squares() -> None:
+    """Drawn by hand: the quarters are walked as the square of 2 is, the first and the last one turned."""
+    assert cells_of(HilbertOrder((1, 2, 2))).tolist() == [0, 1, 3, 2]
+    assert cells_of(HilbertOrder((1, 4, 4))).tolist() == [0, 4, 5, 1, 2, 3, 7, 6, 10, 11, 15, 14, 13, 9, 8, 12]
+    assert cells_of(HilbertOrder((2, 2, 2))).tolist() == [0, 1, 3, 2, 6, 7, 5, 4]
+
+
+def test_few_steps_of_hilbert_jump() -> None:
+    grid = (13, 30, 45)
+    step = coordinates(cells_of(HilbertOrder(grid)), grid).diff(dim=0).abs().sum(-1)
+    assert int((step > 1).sum()) == 269  # of 17,549
+    assert float(step.float().mean()) < 1.04
+
+
+def test_simple_orders() -> None:
+    """Cells of two frames: 0 1 2 over 3 4 5, then 6 7 8 over 9 10 11."""
+    grid = (2, 2, 3)
+    raster: GridOrder = RasterOrder(grid)
+    assert raster.cells("cpu") is None
+    assert cells_of(ColumnOrder(grid)).tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
+    assert cells_of(TimeOrder(grid)).tolist() == [0, 6, 1, 7, 2, 8, 3, 9, 4, 10, 5, 11]
+    assert cells_of(TileOrder(grid, (1, 2, 2))).tolist() == [0, 1, 3, 4, 2, 5, 6, 7, 9, 10, 8, 11]
+    assert cells_of(TileOrder(grid, (2, 1, 2))).tolist() == [0, 1, 6, 7, 2, 8, 3, 4, 9, 10, 5, 11]
+    assert cells_of(TileOrder(grid, (9, 9, 9))).tolist() == list(range(12))
+
+
+def test_tiles_are_contiguous() -> None:
+    grid, tile = (5, 6, 9), (2, 3, 4)
+    visited = (coordinates(cells_of(TileOrder(grid, tile)), grid) // torch.tensor(tile)).tolist()
+    runs = [now for now, before in zip(visited, [None, *visited], strict=False) if now != before]
+    assert runs == [[t, h, w] for t in range(3) for h in range(2) for w in range(3)]
+
+
+@each_grid
+@each_moving
+def test_text_stays_and_queries_stand_as_keys_do(order: type[GridOrder], grid: Sizes) -> None:
+    n, prefix, suffix = math.prod(grid), 3, 4
+    N = prefix + n + suffix
+    q, k = torch.zeros(2, 6, N, 1), torch.zeros(2, 2, N, 1)
+    permutation = order(grid, prefix=prefix, suffix=suffix)(q, k, causal=False, scale=1.0)
+    open_end = order(grid, prefix=prefix, suffix=None)(q, k, causal=False, scale=1.0)
+    assert permutation.k_index is not None
+    assert permutation.q_index is not None
+    assert open_end.k_index is not None
+    assert permutation.k_index.dtype == permutation.q_index.dtype == torch.int32
+    assert (permutation.k_index.shape, permutation.q_index.shape) == ((2, 2, 1, N), (2, 6, N))
+    line = permutation.k_index[0, 0, 0]
+    assert line[:prefix].tolist() == [0, 1, 2]
+    assert line[-suffix:].tolist() == list(range(N - suffix, N))
+    assert torch.equal(line[prefix:-suffix].long() - prefix, cells_of(order(grid)))
+    assert bool((permutation.k_index == line).all() & (permutation.q_index == line).all())
+    assert torch.equal(open_end.k_index, permutation.k_index)
+
+
+@each_moving
+def test_restore_undoes_the_gather(order: type[GridOrder]) -> None:
+    q, k, _ = make_qkv(B=2, N=67, D=3)
+    permutation = order((3, 4, 5), prefix=2, suffix=None)(q, k, causal=False, scale=1.0)
+    assert not torch.equal(permutation.gather_queries(q), q)
+    assert torch.equal(permutation.restore(permutation.gather_queries(q)), q)
+    back = permutation.inverse().gather_keys(permutation.gather_keys(k))
+    assert torch.equal(back, k)
+
+
+def test_raster_moves_nothing() -> None:
+    q, k, _ = make_qkv(N=67, D=3)
+    permutation = RasterOrder((3, 4, 5), prefix=2, suffix=5)(q, k, causal=False, scale=1.0)
+    assert permutation.k_index is None
+    assert permutation.q_index is None
+
+
+DENSE = [
+    *[(bs.ReferenceExecutor(), N, causal) for N in (60, 64, 83) for causal in (False, True)],
+    (
+        bs.TritonExecutor(),
+        64,
+        False,
+    ),  # whole blocks: the maps reach the kernel as they are, one line for all heads
+    (bs.TritonExecutor(), 83, True),
+    (bs.FlexExecutor(), 64, False),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("executor", "N", "causal"), DENSE)
+def test_everything_is_dense_attention(executor: bs.Executor[Any, Any], N: int, causal: bool, device: str) -> None:
+    q, k, v = make_qkv(B=2, N=N, D=16, device=device)
+    prefix = (N - 60) // 2
+    order = HilbertOrder((3, 4, 5), prefix=prefix, suffix=N - 60 - prefix)
+    got = bs.Pipeline(order, bs.NoScorer(16), bs.Everything(), executor)(q, k, v, causal=causal)
+    pairs = torch.ones(N, N, dtype=torch.bool, device=device)
+    pairs = pairs.tril() if causal else pairs
+    want = masked_attention(q.double(), k.double(), v.double(), pairs, 0.25)
+    assert_within_budget(got, want, masked_attention(q, k, v, pairs, 0.25))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@each_moving
+def test_sparse_attention_is_its_meaning(order: type[GridOrder], causal: bool) -> None:
+    """Fewer pairs than all, and the output is softmax attention over exactly these."""
+    q, k, v = make_qkv(B=2, N=83, D=16, dtype=torch.float64)
+    pipeline = bs.Pipeline(
+        order((3, 4, 5), prefix=20, suffix=None), bs.MeanPoolScorer(16), bs.TopCdf(0.5), bs.ReferenceExecutor()
+    )
+    trace = pipeline.trace(q, k, v, causal=causal)
+    pairs = torch.zeros(2, 4, 83, 83, dtype=torch.bool)
+    for row in range(trace.mask.grid.rows):
+        index = trace.mask.queries(row).unsqueeze(-1).expand(-1, -1, -1, 83)
+        pairs.scatter_(2, index, trace.mask.pairs(row))
+    assert 0.1 < float(pairs.double().mean()) < 0.9
+    torch.testing.assert_close(
+        trace.output.out, masked_attention(q, k, v, pairs, 0.25), rtol=0, atol=1e-12, check_stride=False
+    )
+
+
+@pytest.mark.parametrize("start", [1, 5, 16, 40, 62, 82])
+@each_moving
+def test_a_chunk_keeps_the_order_of_its_queries(order: type[GridOrder], start: int) -> None:
+    q, k, v = make_qkv(B=2, N=83, D=16, dtype=torch.float64)
+    pipeline = bs.Pipeline(
+        order((3, 4, 5), prefix=7, suffix=None), bs.MeanPoolScorer(16), bs.Everything(), bs.ReferenceExecutor()
+    )
+    whole, chunk = pipeline.trace(q, k, v), pipeline.trace(q[:, :, start:], k, v)
+    assert whole.permutation.q_index is not None
+    assert chunk.permutation.q_index is not None
+    line = whole.permutation.q_index[0, 0]
+    assert torch.equal(chunk.permutation.q_index, (line[line >= start] - start).expand(2, 4, -1))
+    torch.testing.assert_close(chunk.output.out, whole.output.out[:, :, start:], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("M", [5, 100])
+def test_other_queries_stay_in_place(M: int) -> None:
+    """Cross attention: the keys are the video, the queries are something else."""
+    _, k, v = make_qkv(N=60, D=16, dtype=torch.float64)
+    q, _, _ = make_qkv(N=M, D=16, seed=1, dtype=torch.float64)
+    pipeline = bs.Pipeline(
+        HilbertOrder((3, 4, 5), suffix=None), bs.MeanPoolScorer(16), bs.Everything(), bs.ReferenceExecutor()
+    )
+    trace = pipeline.trace(q, k, v, causal=False)
+    assert trace.permutation.q_index is None
+    assert trace.permutation.k_index is not None
+    want = scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    torch.testing.assert_close(trace.output.out, want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_given_order_is_taken(dtype: torch.dtype) -> None:
+    q, k, _ = make_qkv(N=64, D=3)
+    computed = HilbertOrder((3, 4, 5), prefix=2, suffix=None)
+    given = GivenOrder((3, 4, 5), cells_of(computed).to(dtype), prefix=2, suffix=None)
+    mine, its = (order(q, k, causal=False, scale=1.0).k_index for order in (given, computed))
+    assert mine is not None
+    assert its is not None
+    assert torch.equal(mine, its)
+
+
+LENGTHS = [
+    (
+        {},
+        59,
+        r"HilbertOrder needs 60 keys \(prefix 0 \+ grid 3 x 4 x 5 = 60 \+ suffix 0\): Nk=59; give",
+    ),
+    (
+        {"prefix": 7, "suffix": None},
+        66,
+        r"at least 67 keys \(prefix 7 \+ grid 3 x 4 x 5 = 60 \+ any suffix\): Nk=66",
+    ),
+    ({"prefix": 7}, 68, r"needs 67 keys \(prefix 7 \+ grid 3 x 4 x 5 = 60 \+ suffix 0\): Nk=68"),
+    (
+        {"suffix": 9},
+        60,
+        r"needs 69 keys \(prefix 0 \+ grid 3 x 4 x 5 = 60 \+ suffix 9\): Nk=60; .*prefix= and suffix=",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "N", "message"), LENGTHS)
+def test_the_number_of_tokens_must_fit(text: dict[str, int], N: int, message: str) -> None:
+    x = torch.zeros(1, 1, N, 1)
+    with pytest.raises(ValueError, match=message):
+        HilbertOrder((3, 4, 5), **text)(x, x, causal=False, scale=1.0)
+    with pytest.raises(ValueError, match="RasterOrder needs"):
+        RasterOrder((3, 4, 5), **text)(x, x, causal=False, scale=1.0)
+
+
+FIELDS: list[tuple[Any, list[Any], dict[str, Any], type[Exception], str]] = [
+    (HilbertOrder, [(3, 4)], {}, TypeError, r"'grid' must be three ints \(T, H, W\); an image is \(1, H, W\): "),
+    (HilbertOrder, [[3, 4, 5]], {}, TypeError, r"'grid' must be three ints"),
+    (HilbertOrder, [(3, 4, 5.0)], {}, TypeError, r"'grid' must be three ints"),
+    (HilbertOrder, [(3, 0, 5)], {}, ValueError, r"'grid' must be three positive ints \(T, H, W\): \(3, 0, 5\)"),
+    (TileOrder, [(3, 4, 5), (0, 1, 1)], {}, ValueError, r"'tile' must be three positive ints"),
+    (HilbertOrder, [(3, 4, 5)], {"prefix": -1}, ValueError, r"'prefix' must be >= 0: -1"),
+    (HilbertOrder, [(3, 4, 5)], {"suffix": 1.5}, TypeError, r"'suffix' must be <class 'int'>"),
+    (GivenOrder, [(1, 2, 2), [0, 1, 2, 3]], {}, TypeError, r"'order' must be a tensor of integers"),
+    (GivenOrder, [(1, 2, 2), torch.rand(4)], {}, TypeError, r"'order' must be a tensor of integers"),
+    (GivenOrder, [(1, 2, 2), torch.arange(5)], {}, ValueError, r"must name 1 x 2 x 2 = 4 cells: \(5,\)"),
+    (GivenOrder, [(1, 2, 2), torch.tensor([0, 1, 1, 3])], {}, ValueError, r"each cell from 0 to .* once"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("order", "values", "named", "error", "message"), FIELDS)
+def test_fields_are_checked(
+    order: Any, values: list[Any], named: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        order(*values, **named)
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("M", [83, 40])
+@each_moving
+def test_nothing_waits_for_the_device(order: type[GridOrder], M: int, device: str) -> None:
+    """Tensors without data suffice, so nothing reads one; where a GPU is, it says so itself."""
+    q, k = torch.zeros(1, 2, M, 1, device="meta"), torch.zeros(1, 1, 83, 1, device="meta")
+    permutation = order((3, 4, 5), prefix=5, suffix=None)(q, k, causal=True, scale=1.0)
+    assert permutation.q_index is not None
+    assert (permutation.q_index.device.type, permutation.q_index.shape) == ("meta", (1, 2, M))
+    if device == "cuda":
+        q, k = torch.zeros(1, 2, M, 1, device=device), torch.zeros(1, 1, 83, 1, device=device)
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            order((3, 4, 5), prefix=5, suffix=None)(q, k, causal=True, scale=1.0)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_orders_are_the_same_on_every_device(device: str) -> None:
+    if device == "cpu":
+        pytest.skip("no GPU here")
+    for order in MOVING:
+        there = order((13, 30, 45)).cells(device)
+        assert there is not None
+        assert torch.equal(there.cpu(), cells_of(order((13, 30, 45))))
+
+
+def smooth_field(grid: Sizes, seed: int) -> Tensor:
+    """Sums of long random waves, `[T * H * W, 32]`: near cells are alike in every direction."""
+    generator = torch.Generator().manual_seed(seed)
+    place = coordinates(torch.arange(math.prod(grid)), grid).double()
+    waves = torch.randn(3, 64, generator=generator, dtype=torch.float64) / 4  # radians per cell
+    phase = 2 * math.pi * torch.rand(64, generator=generator, dtype=torch.float64)
+    mixed: Tensor = (place @ waves + phase).cos() @ torch.randn(64, 32, generator=generator, dtype=torch.float64)
+    return mixed
+
+
+def self_similarity(x: Tensor, block: int) -> float:
+    """Mean cosine of two tokens of a block (SpargeAttn, eq. 4 as its code reads it)."""
+    whole = normalize(x, dim=-1)[: len(x) // block * block].unflatten(0, (-1, block))
+    return float((whole @ whole.transpose(-1, -2)).mean())
+
+
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize("grid", [(13, 30, 45), (16, 16, 16), (5, 23, 37), (1, 45, 80)], ids=str)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_hilbert_blocks_are_alike(grid: Sizes, block: int, seed: int) -> None:
+    """random < raster < Hilbert (SpargeAttn, tables 4 and 9)."""
+    field = smooth_field(grid, seed)
+    shuffled = field[torch.randperm(len(field), generator=torch.Generator().manual_seed(seed))]
+    along_hilbert = field[cells_of(HilbertOrder(grid))]
+    random, raster, hilbert = (self_similarity(x, block) for x in (shuffled, field, along_hilbert))
+    assert random + 0.05 < raster
+    assert raster + 0.05 < hilbert
+
+
+def test_the_example_finds_the_papers_order() -> None:
+    """random < raster < Hilbert in similarity of both sides, and the other way round in density."""
+    pytest.importorskip("matplotlib")
+    example = run_path(str(Path(__file__).parents[1] / "examples" / "video_tokens.py"))
+    rows = {row.order: row for row in example["measure"]((4, 16, 16))}
+    assert list(rows) == ["random", "raster", "column", "time", "tile", "Hilbert"]
+    random, raster, hilbert = rows["random"], rows["raster"], rows["Hilbert"]
+    assert random.similarity_q < raster.similarity_q < hilbert.similarity_q
+    assert random.similarity_k < raster.similarity_k < hilbert.similarity_k
+    assert random.best > raster.best > hilbert.best
+    assert random.density > raster.density > hilbert.density
+    assert all(row.error < 0.05 for row in rows.values())

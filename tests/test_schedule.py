@@ -1,0 +1,236 @@
+"""Groups of heads and schedules of layers: who attends where, and that nothing else changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import blocksparse
+from blocksparse import (
+    Identity,
+    MeanPoolScorer,
+    Pipeline,
+    ReferenceExecutor,
+    SegmentKeySort,
+    Sink,
+    TopCdf,
+    TopK,
+)
+from blocksparse.head_groups import AnyPipeline, HeadGroups
+from blocksparse.pipeline import Trace
+from blocksparse.schedule import Schedule
+from blocksparse.testing import assert_within_budget, every_preset, make_qkv, masked_attention
+
+A: AnyPipeline = Pipeline(Identity(), MeanPoolScorer(16), TopK(2), ReferenceExecutor())
+B: AnyPipeline = Pipeline(
+    SegmentKeySort(32, probe=16), MeanPoolScorer(16), TopCdf(0.5) | Sink(), ReferenceExecutor()
+)
+SIZES: dict[str, Any] = {"B": 2, "Hq": 8, "Hkv": 4, "N": 129, "D": 16, "Dv": 24, "dtype": torch.float64}
+
+
+def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True) -> torch.Tensor:
+    M, N = q.shape[2], k.shape[2]
+    pairs = torch.ones(M, N, dtype=torch.bool, device=q.device)
+    return masked_attention(q, k, v, pairs.tril(N - M) if causal else pairs, q.shape[-1] ** -0.5)
+
+
+# ---- groups of heads
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "whole"])
+@pytest.mark.parametrize("M", [129, 60, 1])
+def test_heads_of_a_group_attend_by_its_pipeline_and_stay_in_place(M: int, causal: bool, device: str) -> None:
+    """Neither the order of the groups nor that of the heads in them shows."""
+    q, k, v = make_qkv(**SIZES, M=M, device=device)
+    trace = HeadGroups({(3, 0): A, (2,): None, (1,): B}).trace(q, k, v, causal=causal)
+    a, b = A.trace(q, k, v, causal=causal), B.trace(q, k, v, causal=causal)
+    exact = dense(q, k, v, causal=causal)
+    for kv_head, (out, density) in enumerate(
+        [(a.output.out, a.density()), (b.output.out, b.density()), (exact, None), (a.output.out, a.density())]
+    ):
+        heads = slice(2 * kv_head, 2 * kv_head + 2)
+        torch.testing.assert_close(trace.output.out[:, heads], out[:, heads], rtol=1e-9, atol=1e-12)
+        expected = torch.ones_like(a.density()[:, :2]) if density is None else density[:, heads]
+        assert torch.equal(trace.density()[:, heads], expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_dense_group_is_dense_attention(dtype: torch.dtype, device: str) -> None:
+    q, k, v = make_qkv(**SIZES | {"dtype": dtype}, M=50, device=device)
+    got = HeadGroups({(0, 1, 2, 3): None})(q, k, v)
+    assert got.dtype == dtype
+    assert_within_budget(got, dense(q.double(), k.double(), v.double()), dense(q, k, v))
+
+
+def test_measures_of_a_trace_are_those_of_its_groups() -> None:
+    q, k, v = make_qkv(**SIZES)
+    trace = HeadGroups({(0, 2): A, (1, 3): None}).trace(q, k, v)
+    alone, of_a, of_dense = A.trace(q, k, v), [0, 1, 4, 5], [2, 3, 6, 7]
+    for measure, when_dense in (("density", 1.0), ("covered_mass", 1.0), ("error", 0.0)):
+        got, expected = getattr(trace, measure)(), getattr(alone, measure)()
+        torch.testing.assert_close(got[:, of_a], expected[:, of_a])
+        assert bool((got[:, of_dense] == when_dense).all())
+        assert bool((expected[:, of_a] != when_dense).all())
+    assert isinstance(trace.traces[0, 2], Trace)
+    assert trace.traces[1, 3] is None
+    assert trace.output.lse is None  # dense attention gives none
+
+
+def test_lse_is_put_back_like_the_output() -> None:
+    q, k, v = make_qkv(**SIZES)
+    trace = HeadGroups({(1, 3): A, (2, 0): A}).trace(q, k, v)
+    expected = A.trace(q, k, v).output
+    assert trace.output.lse is not None
+    assert expected.lse is not None
+    assert torch.equal(trace.output.lse, expected.lse)
+    assert torch.equal(trace.output.out, expected.out)
+
+
+def test_a_value_per_query_head_is_of_the_group_in_its_order() -> None:
+    q, k, v = make_qkv(**SIZES)
+    by_head = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8]
+    whole = Pipeline(Identity(), MeanPoolScorer(16), TopCdf(by_head), ReferenceExecutor())
+    parts = [
+        Pipeline(Identity(), MeanPoolScorer(16), TopCdf(value), ReferenceExecutor())
+        for value in ([0.7, 0.8, 0.1, 0.2], [0.3, 0.4, 0.5, 0.6])
+    ]
+    trace, expected = HeadGroups({(3, 0): parts[0], (1, 2): parts[1]}).trace(q, k, v), whole.trace(q, k, v)
+    assert torch.equal(trace.density(), expected.density())
+    torch.testing.assert_close(trace.output.out, expected.output.out, rtol=1e-9, atol=1e-12)
+
+
+def test_a_group_runs_in_one_call_and_consecutive_heads_are_not_copied() -> None:
+    q, k, v = make_qkv(**SIZES)
+    groups = HeadGroups({(1, 2): A, (3, 0): B})
+    first, second = groups.trace(q, k, v).traces.values()
+    assert first is not None
+    assert second is not None
+    assert first.q.shape == second.q.shape == (2, 4, 129, 16)
+    assert first.k.data_ptr() == k[:, 1:].data_ptr()
+    assert torch.equal(second.k, k[:, [3, 0]])
+    assert torch.equal(second.q, q[:, [6, 7, 0, 1]])
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_host_does_not_wait_to_take_heads() -> None:
+    q, k, v = make_qkv(Hq=8, Hkv=4, N=256, D=64, dtype=torch.bfloat16, device="cuda")
+    groups = HeadGroups({(3, 0): None, (1, 2): None})
+    expected = groups(q, k, v)
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        got = groups(q, k, v)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("preset", every_preset.values(), ids=every_preset)
+def test_every_preset_runs_in_groups(preset: Any) -> None:
+    q, k, v = make_qkv(Hq=6, Hkv=3, N=300, D=16)
+    pipeline = preset(executor=ReferenceExecutor())
+    got, alone = (
+        HeadGroups({(2, 0): pipeline, (1,): None})(q, k, v),
+        pipeline(q[:, [4, 5, 0, 1]], k[:, [2, 0]], v[:, [2, 0]]),
+    )
+    torch.testing.assert_close(got[:, [4, 5, 0, 1]], alone)
+    torch.testing.assert_close(got[:, 2:4], dense(q, k, v)[:, 2:4], rtol=1e-4, atol=1e-5)
+
+
+def test_dense_where() -> None:
+    assert HeadGroups.dense_where([False, True, True, False], A).groups == {(1, 2): None, (0, 3): A}
+    assert HeadGroups.dense_where([True, True], A).groups == {(0, 1): None}
+    assert HeadGroups.dense_where((torch.tensor([0.2, 0.9]) > 0.5).tolist(), A).groups == {(1,): None, (0,): A}
+
+
+@pytest.mark.parametrize(
+    ("groups", "error", "sentence"),
+    [
+        ([A], TypeError, "'groups' must be a mapping of KV heads to pipelines: list"),
+        ({}, ValueError, "'groups' must have at least one group"),
+        ({0: A}, TypeError, r"the heads of a group must be a tuple of ints, \(2,\) for one head: 0"),
+        ({(0, True): A}, TypeError, r"must be a tuple of ints, .*: \(0, True\)"),
+        ({(): A}, ValueError, r"a group must have KV heads from 0 on: \(\)"),
+        ({(0, -1): A}, ValueError, r"a group must have KV heads from 0 on: \(0, -1\)"),
+        ({(0,): TopK(2)}, TypeError, r"the group \(0,\) must have a Pipeline or None \(dense\): TopK"),
+        ({(0, 1): A, (1, 0, 2): B}, ValueError, "must name a KV head once, and names these again: 0, 1"),
+        ({(2, 2): A}, ValueError, "must name a KV head once, and names these again: 2"),
+    ],
+)
+def test_bad_groups_are_named(groups: Any, error: type[Exception], sentence: str) -> None:
+    with pytest.raises(error, match=sentence):
+        HeadGroups(groups)
+
+
+def test_groups_are_of_all_heads_of_the_inputs() -> None:
+    q, k, v = make_qkv(**SIZES)
+    with pytest.raises(ValueError, match=r"each of the 4 KV heads; missing: 1, 3; not there: 4, 9$"):
+        HeadGroups({(9, 0): A, (2, 4): None})(q, k, v)
+    with pytest.raises(ValueError, match=r"each of the 4 KV heads; missing: 3$"):
+        HeadGroups({(0, 1, 2): A})(q, k, v)
+    with pytest.raises(ValueError, match="causal attention needs at least as many keys as queries"):
+        HeadGroups({(0, 1, 2, 3): None})(q, k[:, :, :50], v[:, :, :50])
+
+
+# ---- layers of a model
+
+
+def test_layers_resolve_from_both_ends() -> None:
+    assert Schedule(A).resolve(3) == (A, A, A)
+    assert Schedule(None).resolve(2) == (None, None)
+    assert Schedule(A, dense=(0, 1, -1)).resolve(5) == (None, None, A, A, None)
+    assert Schedule(A, dense=range(2)).resolve(3) == (None, None, A)
+    groups = HeadGroups({(0,): A})
+    mixed = Schedule(A, layers={-2: B, 1: None, 2: groups}, dense=[0])
+    assert mixed.resolve(6) == (None, None, groups, A, B, A)
+    assert Schedule(None, layers={1: B}).resolve(2) == (None, B)
+    assert Schedule(A, layers={0: B}).resolve(0 + 1) == (B,)
+
+
+@pytest.mark.parametrize("layer", [4, -5])
+def test_layers_that_are_not_there(layer: int) -> None:
+    for schedule in (Schedule(A, dense=[layer]), Schedule(A, layers={layer: B})):
+        with pytest.raises(ValueError, match=f"there is no layer {layer}: the model has 4, 0 to 3"):
+            schedule.resolve(4)
+
+
+def test_a_layer_is_named_once() -> None:
+    with pytest.raises(ValueError, match="'layers' and 'dense' must name a layer once, and name these again: 1"):
+        Schedule(A, layers={1: B, 2: B}, dense=(0, 1))
+    with pytest.raises(ValueError, match="name these again: 0"):
+        Schedule(A, dense=(0, 0))
+    schedule = Schedule(A, layers={3: B}, dense=(0, -1))
+    with pytest.raises(ValueError, match="named once, from either end of the 4: 3"):
+        schedule.resolve(4)
+    assert schedule.resolve(5) == (None, A, A, B, None)
+
+
+@pytest.mark.parametrize(
+    ("default", "named", "sentence"),
+    [
+        ("pbs", {}, r"'default' must be a Pipeline, HeadGroups or None \(dense\): str"),
+        (A, {"layers": [A, None]}, "'layers' must be a mapping of layers to pipelines: list"),
+        (A, {"layers": {"0": B}}, "'layers' must have ints as keys: '0'"),
+        (A, {"layers": {True: B}}, "'layers' must have ints as keys: True"),
+        (A, {"layers": {0: TopK(2)}}, r"layer 0 must be a Pipeline, HeadGroups or None \(dense\): TopK"),
+        (A, {"dense": 0}, "'dense' must be a sequence of ints: 0"),
+        (A, {"dense": "01"}, "'dense' must be a sequence of ints: '01'"),
+    ],
+)
+def test_bad_schedules_are_named(default: Any, named: Any, sentence: str) -> None:
+    with pytest.raises(TypeError, match=sentence):
+        Schedule(default, **named)
+
+
+def test_a_schedule_is_its_own_configuration() -> None:
+    """Its repr can be pasted back, and what it was made from may change."""
+    layers: dict[int, Any] = {1: B}
+    groups: dict[tuple[int, ...], Any] = {(0,): A, (1,): None}
+    schedule = Schedule(HeadGroups(groups), layers=layers, dense=[0])
+    names = {**vars(blocksparse), "HeadGroups": HeadGroups, "Schedule": Schedule}
+    written = repr(schedule)
+    assert repr(eval(written, names)) == written
+    layers[0] = groups[2,] = A
+    assert repr(schedule) == written
