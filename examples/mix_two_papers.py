@@ -31,7 +31,7 @@ PIPELINES: dict[str, bs.Pipeline[Any, Any, Any]] = {
         bs.SegmentKeySort(S=128),
         bs.AntidiagonalScorer(8, block=64),
         bs.Ranked(bs.TopCdf(0.9) | bs.Band(128) | bs.Random(0.05)),
-        bs.GatherExecutor(tau=0.02),
+        bs.GatherExecutor(tau=0.1),
     ),
 }
 

@@ -18,7 +18,7 @@ from blocksparse.testing import make_qkv
 @final
 @frozen(eq=False)
 class TopRoot(bs.Selector[bs.BlockScores, bs.BlockMask]):
-    """Keep the best `gain * sqrt(n)` of a row's `n` reachable blocks, and the diagonal."""
+    """Keep the best `gain * sqrt(n)` of a row's `n` reachable blocks, forced ones, and the diagonal."""
 
     gain: float = field(default=2.0, validator=validators.gt(0))
 
@@ -30,7 +30,8 @@ class TopRoot(bs.Selector[bs.BlockScores, bs.BlockMask]):
             -1, order, torch.arange(scores.grid.cols, device=order.device).expand(order.shape)
         )
         keep = rank < self.gain * reachable.sum(-1, keepdim=True).sqrt()
-        return bs.BlockMask((keep | scores.grid.diagonal) & reachable, scores.grid)
+        always = scores.grid.diagonal if scores.forced is None else scores.grid.diagonal | scores.forced
+        return bs.BlockMask((keep | always) & reachable, scores.grid)
 
 
 def main() -> None:

@@ -37,7 +37,7 @@ def test_blocks_run(page: Path) -> None:
         pytest.importorskip("transformers")
     namespace: dict[str, object] = {"__name__": page.stem}
     for code in blocks(page, "", "gpu") if torch.cuda.is_available() else blocks(page, ""):
-        exec(compile(code, str(page), "exec"), namespace)
+        exec(compile(code, str(page), "exec", dont_inherit=True), namespace)
 
 
 @each_page

@@ -9,6 +9,7 @@ from blocksparse.executors.block_plan import BlockPlan as BlockPlan
 from blocksparse.executors.executor import Executor as Executor
 from blocksparse.executors.flex import FlexExecutor as FlexExecutor
 from blocksparse.executors.gather import GatherExecutor as GatherExecutor
+from blocksparse.executors.int8_qk import Int8QK as Int8QK
 from blocksparse.executors.reference import ReferenceExecutor as ReferenceExecutor
 from blocksparse.executors.triton import TritonExecutor as TritonExecutor
 from blocksparse.head_groups import HeadGroups as HeadGroups

@@ -79,9 +79,13 @@ def compile_sparse_attention(
         constexprs={(position[name],): value for name, value in constants.items()},
         attrs={path: [["tt.divisibility", 16]] for path in aligned},
     )
-    return triton.compile(
+    compiled = triton.compile(
         source, target=target, options={"num_warps": config.num_warps, "num_stages": config.num_stages}
     )
+    got = compiled.metadata.num_warps, compiled.metadata.num_stages
+    if got != (config.num_warps, config.num_stages):
+        raise RuntimeError(f"asked for {config}, compiled with {got[0]} warps and {got[1]} stages")
+    return compiled
 
 
 def main() -> int:
