@@ -50,10 +50,10 @@ def gather_attention(
 
 @gather_attention.register_fake
 def _(q, k, v, index, opened, *_args):
-    return outputs(q, v, opened)
+    return _outputs(q, v, opened)
 
 
-def outputs(q: Tensor, v: Tensor, opened: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _outputs(q: Tensor, v: Tensor, opened: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Uninitialised, of the right shapes."""
     out = q.new_empty((*q.shape[:3], v.shape[-1]), dtype=v.dtype)
     lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
@@ -147,7 +147,7 @@ def gather_attention_reference(
         visited[taken] += 1
         running = running[~stops & (i + 1 < count[running])]
 
-    out, lse, _ = outputs(q, v, opened)
+    out, lse, _ = _outputs(q, v, opened)
     out, lse = out.zero_(), lse.fill_(float("-inf"))
     result = summed / total.masked_fill(total == 0, 1.0).unsqueeze(-1)
     place, slot = live.nonzero(as_tuple=True)

@@ -13,8 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blocksparse.kernels.gather_attention import outputs
-
 # Blocks whose loads may be under way when a row stops; their products are thrown away.
 _AHEAD = 4
 
@@ -43,7 +41,9 @@ def gather_attention_triton(
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     index, opened, count, group, tau = (x.contiguous() for x in (index, opened, count, group, tau))
     q_position, k_position = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_position, k_position))
-    out, lse, visited = outputs(q, v, opened)
+    out = q.new_empty((B, Hq, M, v.shape[-1]), dtype=v.dtype)
+    lse = q.new_empty((B, Hq, M), dtype=torch.float32)
+    visited = opened.new_empty(opened.shape)
     rows, cols = index.shape[2:]
     launch = launch_options(q_block, k_block, max(D, v.shape[-1]), q.element_size(), large=_has_large_memory(q))
     with torch.cuda.device(q.device) if q.is_cuda else torch.device(q.device):
