@@ -7,6 +7,7 @@ which must report what stands behind `# E: `.
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,14 @@ def test_fences_are_known(page: Path) -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     for match in LINK.finditer(page.read_text(encoding="utf-8")):
         assert (page.parent / match["path"]).exists(), match["path"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+def test_examples_run(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")  # whose sample photograph is filmed
+    runpy.run_path(str(script), run_name="__main__")
+    assert len(capsys.readouterr().out.splitlines()) > 4
 
 
 def test_every_preset_has_a_page() -> None:
