@@ -172,7 +172,7 @@ def by_row(scorer: bs.Scorer[Any, Any]) -> list[bs.Selector[Any, Any]]:
 
 def is_first(permuter: bs.Permuter[Any], scorer: bs.Scorer[Any, Any]) -> bool:
     """Whether these are the first scorer that takes an order, and the first order of its kind."""
-    kinds = (bs.Identity, bs.SegmentKeySort, bs.SegmentQuerySort, bs.GlobalIndexMap, bs.HilbertOrder, Shuffle)
+    kinds = (bs.Identity, bs.SegmentKeySort, bs.GlobalIndexMap, Shuffle)
     first = next(p for p in PERMUTERS if type(p) is type(permuter))
     takes = next(s for p, s in fronts() if p is permuter)
     return permuter is first and isinstance(permuter, kinds) and scorer is takes

@@ -62,6 +62,7 @@ def test_import_needs_no_triton_and_no_host() -> None:
     assert result.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_without_triton_the_executor_says_so() -> None:
     code = (
         "import sys; sys.modules['triton'] = None; import torch, blocksparse as bs;"

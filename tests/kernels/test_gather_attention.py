@@ -226,6 +226,7 @@ def test_compiles_ahead_of_time() -> None:
         assert f"{target} bf16 D=128" in result.stdout
 
 
+@pytest.mark.slow
 def test_runs_without_triton() -> None:
     """On a CPU nothing of Triton is imported."""
     code = (

@@ -327,6 +327,7 @@ def test_interpreter_refuses_bfloat16() -> None:
         bs.pbs_attn(executor=bs.TritonExecutor())(*make_qkv(dtype=torch.bfloat16))
 
 
+@pytest.mark.slow
 def test_plain_cpu_tensors_say_what_to_use() -> None:
     """Outside the interpreter, the line that runs on a GPU tells a CPU user all reasons and the way out."""
     code = (
