@@ -136,6 +136,7 @@ EXECUTORS: tuple[bs.Executor[Any, Any], ...] = (
     bs.GatherExecutor(0.1, patience=2),
     bs.FlexExecutor(),
     bs.AutoExecutor(),
+    bs.FlashAttention4Executor(),
 )
 
 

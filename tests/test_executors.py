@@ -48,7 +48,8 @@ def test_auto_says_why_it_does_not_take_float64_elsewhere() -> None:
 def test_auto_takes_triton_on_a_gpu() -> None:
     q, k, v = make_qkv(N=64, D=16, device="cuda")
     trace = bs.pbs_attn(executor=bs.ReferenceExecutor()).trace(q, k, v)
-    assert str(bs.AutoExecutor().choose(q, k, v, trace.mask)) == "TritonExecutor runs"
+    assert str(bs.AutoExecutor(dense_below=0).choose(q, k, v, trace.mask)) == "TritonExecutor runs"
+    assert str(bs.AutoExecutor().choose(q, k, v, trace.mask)).startswith("dense attention runs: on a GPU")
 
 
 @pytest.mark.parametrize("start", [0, 37])

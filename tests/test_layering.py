@@ -13,8 +13,8 @@ SOURCE = Path(__file__).parents[1] / "src" / "blocksparse"
 
 # A layer may import itself and what stands before it; `kernels` may import nothing of ours.
 LAYERS = [
-    "inputs", "per_head", "permuters", "scorers", "selectors", "executors", "pipeline", "head_groups", "schedule",
-    "presets", "testing", "integrations", "demo",
+    "inputs", "per_head", "opaque_call", "permuters", "scorers", "selectors", "executors", "pipeline",
+    "head_groups", "schedule", "presets", "testing", "integrations", "demo",
 ]  # fmt: skip
 MAY_IMPORT_KERNELS = {"permuters", "scorers", "selectors", "executors"}
 

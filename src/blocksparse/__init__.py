@@ -7,10 +7,14 @@ from blocksparse.executors.attention_output import AttentionOutput as AttentionO
 from blocksparse.executors.auto import AutoExecutor as AutoExecutor
 from blocksparse.executors.block_plan import BlockPlan as BlockPlan
 from blocksparse.executors.executor import Executor as Executor
+from blocksparse.executors.flash_attention_4 import FlashAttention4Executor as FlashAttention4Executor
 from blocksparse.executors.flex import FlexExecutor as FlexExecutor
 from blocksparse.executors.gather import GatherExecutor as GatherExecutor
 from blocksparse.executors.int8_qk import Int8QK as Int8QK
 from blocksparse.executors.reference import ReferenceExecutor as ReferenceExecutor
+from blocksparse.executors.tiles import HopperTiles as HopperTiles
+from blocksparse.executors.tiles import Tiles as Tiles
+from blocksparse.executors.tiles import TritonTiles as TritonTiles
 from blocksparse.executors.triton import TritonExecutor as TritonExecutor
 from blocksparse.head_groups import HeadGroups as HeadGroups
 from blocksparse.head_groups import HeadGroupsTrace as HeadGroupsTrace

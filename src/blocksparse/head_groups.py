@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
 
 import torch
-from attrs import field, frozen
+from attrs import Factory, field, frozen
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import scaled_dot_product_attention
 
 from blocksparse.executors.attention_output import AttentionOutput
+from blocksparse.executors.dense_attention import dense_attention
 from blocksparse.inputs import check_inputs
+from blocksparse.opaque_call import OpaqueCall, attend
 from blocksparse.pipeline import Pipeline, Trace
 
 AnyPipeline = Pipeline[Any, Any, Any]
@@ -73,6 +73,9 @@ class HeadGroups:
     """
 
     groups: Mapping[Heads, AnyPipeline | None] = field(converter=_groups)
+    _call: OpaqueCall = field(
+        init=False, repr=False, default=Factory(lambda self: OpaqueCall(self._attend), takes_self=True)
+    )
 
     @groups.validator
     def _check_groups(self, _: object, groups: Mapping[Any, Any]) -> None:
@@ -112,21 +115,31 @@ class HeadGroups:
             TypeError, ValueError: the inputs are not what the pipelines can run, or the groups are not of
                 all their KV heads.
         """
-        return self.trace(q, k, v, causal=causal, scale=scale).output.out
+        scale = check_inputs(q, k, v, causal=causal, scale=scale)
+        self._refuse_other_heads(k.shape[1])
+        return attend(self._call, q, k, v, causal=causal, scale=scale)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+        parts: dict[Heads, Tensor] = {}
+        for heads, pipeline in self.groups.items():
+            attention = dense_attention if pipeline is None else pipeline
+            parts[heads] = attention(*_part(q, k, v, heads), causal=causal, scale=scale)
+        return _put_back(parts, q.shape[1] // k.shape[1])
 
     def trace(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None
     ) -> HeadGroupsTrace:
-        """The same call, with every value on the way. Takes what a plain call takes and costs the same."""
+        """The same call, with every value on the way. Takes what a plain call takes and costs the same time."""
         scale = check_inputs(q, k, v, causal=causal, scale=scale)
         self._refuse_other_heads(k.shape[1])
         size = q.shape[1] // k.shape[1]
         traces: dict[Heads, AnyTrace | None] = {}
         outputs: dict[Heads, AttentionOutput] = {}
         for heads, pipeline in self.groups.items():
-            part = _take(q, heads, size), _take(k, heads, 1), _take(v, heads, 1)
+            part = _part(q, k, v, heads)
             if pipeline is None:
-                traces[heads], outputs[heads] = None, _dense(*part, causal=causal, scale=scale)
+                out = dense_attention(*part, causal=causal, scale=scale)
+                traces[heads], outputs[heads] = None, AttentionOutput(out, None)
             else:
                 traces[heads] = trace = pipeline.trace(*part, causal=causal, scale=scale)
                 outputs[heads] = trace.output
@@ -168,24 +181,14 @@ def _take(x: Tensor, heads: Heads, size: int) -> Tensor:
     return torch.cat([x[:, head * size : (head + 1) * size] for head in heads], dim=1)
 
 
+def _part(q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of some KV heads."""
+    return _take(q, heads, q.shape[1] // k.shape[1]), _take(k, heads, 1), _take(v, heads, 1)
+
+
 def _put_back(parts: Mapping[Heads, Tensor], size: int) -> Tensor:
     """The `[B, Hkv * size, ...]` that `_take` would take `parts` from."""
     by_head = {
         head: one for heads, part in parts.items() for head, one in zip(heads, part.split(size, 1), strict=True)
     }
     return torch.cat([by_head[head] for head in range(len(by_head))], dim=1)
-
-
-def _dense(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> AttentionOutput:
-    """Exact attention, by the fastest that PyTorch has; the queries are the last ones when causal."""
-    M, N = q.shape[2], k.shape[2]
-    out = scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=causal_lower_right(M, N) if causal and M < N else None,
-        is_causal=causal and M == N,
-        scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
-    return AttentionOutput(out, None)

@@ -3,23 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
-PerHead = float | Tensor
-"""One number for all query heads, or a tensor `[Hq]`."""
+
+@final
+class HeadValues:
+    """One number for each query head, `[Hq]`, copied to each device once.
+
+    A copy from the host makes it wait, and a CUDA graph cannot hold one: only the first call on a device makes it.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values.detach().clone()  # later writes to the caller's tensor change nothing
+        self._copies = {values.device: self.values}
+
+    def on(self, device: torch.device) -> Tensor:
+        """The values on a device."""
+        if device not in self._copies:
+            self._copies[device] = self.values.to(device)
+        return self._copies[device]
+
+    def __repr__(self) -> str:
+        return repr(self.values.tolist())
+
+    def __reduce__(self) -> tuple[type[HeadValues], tuple[Tensor]]:
+        return HeadValues, (self.values,)
 
 
-def per_head(value: float | Sequence[float] | Tensor) -> PerHead:
-    """Converter: a sequence becomes a tensor `[Hq]`; numbers and tensors pass."""
+PerHead = float | HeadValues
+"""One number for all query heads, or one for each."""
+
+
+def per_head(value: float | Sequence[float] | Tensor | HeadValues) -> PerHead:
+    """Converter: a sequence or a tensor becomes `HeadValues`; numbers pass."""
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return torch.tensor(value, dtype=torch.float64)
-    return value
+        value = torch.tensor(value, dtype=torch.float64)
+    return HeadValues(value) if isinstance(value, Tensor) else value
 
 
-def optional_per_head(value: float | Sequence[float] | Tensor | None) -> PerHead | None:
+def optional_per_head(value: float | Sequence[float] | Tensor | HeadValues | None) -> PerHead | None:
     """Converter: as `per_head`, and None passes."""
     return None if value is None else per_head(value)
 
@@ -28,9 +53,9 @@ def check(rule: str, holds: Callable[[Tensor], Tensor]) -> Callable[[object, Any
     """Validator: the rule must hold for every entry; NaN never passes."""
 
     def validate(_: object, attribute: Any, value: PerHead) -> None:
-        if isinstance(value, bool) or not isinstance(value, int | float | Tensor):
+        if isinstance(value, bool) or not isinstance(value, int | float | HeadValues):
             raise TypeError(f"'{attribute.name}' must be a number or a tensor [Hq]: {value!r}")
-        entries = torch.as_tensor(value, dtype=torch.float64)
+        entries = torch.as_tensor(value.values if isinstance(value, HeadValues) else value, dtype=torch.float64)
         if entries.ndim > 1 or not bool(holds(entries).all()):
             raise ValueError(f"'{attribute.name}' must be {rule}: {value}")
 
@@ -41,10 +66,13 @@ def over_blocks(value: PerHead, scores: Tensor) -> Tensor:
     """The value as float64, broadcast against `scores` `[B, Hq, rows, cols]`.
 
     Raises:
-        ValueError: the tensor does not have one entry per query head.
+        ValueError: there is not one entry per query head.
     """
-    if not isinstance(value, Tensor):
+    if not isinstance(value, HeadValues):
         return torch.full((1, 1, 1, 1), value, dtype=torch.float64, device=scores.device)
-    if value.ndim == 1 and value.shape[0] != scores.shape[1]:
-        raise ValueError(f"a per-head value needs one entry per query head ({scores.shape[1]}): {value.shape[0]}")
-    return value.to(scores.device, torch.float64).reshape(1, -1, 1, 1)
+    entries = value.on(scores.device)
+    if entries.ndim == 1 and entries.shape[0] != scores.shape[1]:
+        raise ValueError(
+            f"a per-head value needs one entry per query head ({scores.shape[1]}): {entries.shape[0]}"
+        )
+    return entries.to(torch.float64).reshape(1, -1, 1, 1)

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Generic, TypeVar, final
 
 import torch
-from attrs import field, frozen, validators
+from attrs import Factory, field, frozen, validators
 from torch import Tensor
 
 from blocksparse.executors.attention_output import AttentionOutput
+from blocksparse.executors.dense_attention import dense_attention
 from blocksparse.executors.executor import Executor
 from blocksparse.inputs import check_inputs
-from blocksparse.permuters.permutation import Permutation
+from blocksparse.opaque_call import OpaqueCall, attend
+from blocksparse.permuters.permutation import GlobalPermutation, Permutation
 from blocksparse.permuters.permuter import Permuter
 from blocksparse.scorers.block_scores import BlockScores
+from blocksparse.scorers.grid import Grid
 from blocksparse.scorers.scorer import Scorer
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.selector import Selector
+
+_log = logging.getLogger(__name__)
 
 PermutationT = TypeVar("PermutationT", bound=Permutation)
 ScoresT = TypeVar("ScoresT", bound=BlockScores)
@@ -39,7 +45,7 @@ class Trace(Generic[PermutationT, ScoresT, MaskT]):
 
     @property
     def visited(self) -> BlockMask:
-        """The blocks that were computed: the mask, or what an early stop left of it."""
+        """The blocks that were computed: the mask, what an early stop left of it, or all of a dense call."""
         return self.mask if self.output.visited is None else self.output.visited
 
     def density(self) -> Tensor:
@@ -88,13 +94,16 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
 
         Pipeline(SegmentKeySort(S=256), MeanPoolScorer(), TopCdf(0.9), TritonExecutor())(q, k, v)
 
-    A pipeline is its own configuration; its repr can be pasted back.
+    A pipeline is its own configuration; its repr can be pasted back. To torch.compile a call is one node.
     """
 
     permuter: Permuter[PermutationT] = field(validator=validators.instance_of(Permuter))
     scorer: Scorer[PermutationT, ScoresT] = field(validator=validators.instance_of(Scorer))
     selector: Selector[ScoresT, MaskT] = field(validator=validators.instance_of(Selector))
     executor: Executor[PermutationT, MaskT] = field(validator=validators.instance_of(Executor))
+    _call: OpaqueCall = field(
+        init=False, repr=False, default=Factory(lambda self: OpaqueCall(self._attend), takes_self=True)
+    )
 
     def __call__(
         self,
@@ -116,7 +125,18 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         Raises:
             TypeError, ValueError: the inputs are not what a pipeline, or its executor, can run.
         """
-        return self.trace(q, k, v, attn_mask, causal=causal, scale=scale).output.out
+        _refuse_mask(attn_mask)
+        scale = check_inputs(q, k, v, causal=causal, scale=scale)
+        return attend(self._call, q, k, v, causal=causal, scale=scale)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+        if reason := self.executor.dense_because(q, k):
+            _log.debug("dense attention runs: %s", reason)
+            return dense_attention(q, k, v, causal=causal, scale=scale)
+        # Unlike in a trace, nobody holds the scores while the executor runs.
+        permutation = self.permuter(q, k, causal=causal, scale=scale)
+        mask = self.selector(self.scorer(q, k, permutation, causal=causal, scale=scale))
+        return self.executor(q, k, v, permutation, mask, scale=scale).out
 
     def trace(
         self,
@@ -128,15 +148,31 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         causal: bool = True,
         scale: float | None = None,
     ) -> Trace[PermutationT, ScoresT, MaskT]:
-        """The same call, with every value on the way. Takes what a plain call takes and costs the same."""
-        if attn_mask is not None:
-            raise TypeError(
-                "a pipeline takes no attention mask, its selector makes one; slice padding off q, k and v, "
-                "and for windows or packing use dense attention (integrations.transformers does so by itself)"
-            )
+        """The same call, with every value on the way. Takes what a plain call takes and costs the same time."""
+        _refuse_mask(attn_mask)
         scale = check_inputs(q, k, v, causal=causal, scale=scale)
         permutation = self.permuter(q, k, causal=causal, scale=scale)
         scores = self.scorer(q, k, permutation, causal=causal, scale=scale)
         mask = self.selector(scores)
-        output = self.executor(q, k, v, permutation, mask, scale=scale)
+        if self.executor.dense_because(q, k) is None:
+            output = self.executor(q, k, v, permutation, mask, scale=scale)
+        else:
+            output = AttentionOutput(
+                dense_attention(q, k, v, causal=causal, scale=scale), None, _everything(q, k, mask)
+            )
         return Trace(q, k, v, scale, permutation, scores, mask, output)
+
+
+def _refuse_mask(attn_mask: None) -> None:
+    if attn_mask is not None:
+        raise TypeError(
+            "a pipeline takes no attention mask, its selector makes one; slice padding off q, k and v, "
+            "and for windows or packing use dense attention (integrations.transformers does so by itself)"
+        )
+
+
+def _everything(q: Tensor, k: Tensor, mask: BlockMask) -> BlockMask:
+    """What dense attention visits: every block that is reachable in original order."""
+    sizes = mask.grid
+    grid = Grid.of(q, k, GlobalPermutation(), q_block=sizes.q_block, k_block=sizes.k_block, causal=sizes.causal)
+    return BlockMask(grid.reachable.expand(q.shape[0], q.shape[1], -1, -1), grid)

@@ -10,8 +10,11 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
 
-from blocksparse.kernels import sparse_attention
+from blocksparse.executors.tiles import HopperTiles, portable
+from blocksparse.kernels import sparse_attention_hopper, sparse_attention_triton
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -38,7 +41,7 @@ def compile_sparse_attention(
     fp8_pv: bool = False,
 ) -> triton.compiler.CompiledKernel:
     itemsize = {"fp16": 2, "bf16": 2, "fp32": 4}[dtype]
-    config = sparse_attention.default_config(block, block, head_dim, itemsize)
+    config = portable(block, block, head_dim, itemsize)
     padded = max(32 if int8_qk or fp8_pv else 16, triton.next_power_of_2(head_dim))
     q_dtype, v_dtype = "i8" if int8_qk else dtype, "fp8e4nv" if fp8_pv else dtype
     # Arguments that are None are constants too.
@@ -59,7 +62,7 @@ def compile_sparse_attention(
         "q_ptr": f"*{q_dtype}", "k_source": source_type(q_dtype), "v_source": source_type(v_dtype),
         "out_ptr": f"*{dtype}", "lse_ptr": "*fp32",
         **{f"{name}_ptr": "*i32" for name in (
-            "partial_count", "partial_index", "full_count", "full_index", "q_position", "k_position", "k_copy")},
+            "full_count", "partial_count", "index", "q_position", "k_position", "k_copy")},
         **{f"{name}_ptr": "*fp32" for name in ("pv_skip", "q_scale", "k_scale", "v_scale")},
         **{f"{name}_strides": ("i32",) * 3 for name in ("q", "k", "v", "out")},
         **{f"{name}_strides": ("i32",) * 2 for name in (
@@ -67,7 +70,7 @@ def compile_sparse_attention(
         **dict.fromkeys(("M", "N", "cols", "heads_per_key", "heads_per_mask", "q_lead"), "i32"),
         "scale_log2": "fp32",
     }  # fmt: skip
-    kernel = sparse_attention._kernel
+    kernel = sparse_attention_triton._kernel
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
     position = {name: i for i, name in enumerate(kernel.arg_names)}
     pointers = [name for name, type_ in signature.items() if isinstance(type_, str) and type_.startswith("*")]
@@ -88,8 +91,61 @@ def compile_sparse_attention(
     return compiled
 
 
+def compile_hopper(
+    tiles: HopperTiles, dtype: str, head_dim: int, q_block: int, k_block: int, *, causal: bool, in_order: bool
+) -> triton.compiler.CompiledKernel:
+    """The kernel for Hopper, as `sparse_attention_hopper` launches it."""
+    kernel = sparse_attention_hopper._kernel
+    piece, padded = min(k_block, tiles.block_n), 64 if head_dim <= 64 else 128
+    constants = {
+        "DQ": padded, "DV": padded, "CONSUMERS": tiles.consumers, "BLOCK_N": tiles.block_n,
+        "STAGES": tiles.num_stages, "PIECES": tiles.block_n // piece, "K_SPLIT": k_block // piece,
+        "Q_SPLIT": q_block // (64 * tiles.consumers), "CAUSAL": causal, "Q_IN_ORDER": in_order, "K_IN_ORDER": in_order,
+        "CONSUMER_REGISTERS": sparse_attention_hopper.consumer_registers(tiles.consumers, tiles.per_sm),
+    }  # fmt: skip
+
+    def source_type(rows: int) -> str:
+        return f"tensordesc<{dtype}[1, 1, {rows}, 64],{gl.NVMMASharedLayout(128, 16, rank=4)!r}>"
+
+    types: dict[str, object] = {
+        "q_source": source_type(64), "k_source": source_type(piece), "v_source": source_type(piece),
+        "out_target": source_type(64), "lse_ptr": "*fp32", "scale_log2": "fp32",
+        **{f"{name}_ptr": "*i32" for name in (
+            "full_count", "partial_count", "index", "q_position", "k_position", "queue")},
+        **{f"{name}_strides": ("i32", "i32") for name in ("count", "index", "q_position", "k_position", "lse")},
+        **dict.fromkeys(
+            ("tiles", "M", "N", "cols", "rows", "kv_heads", "group", "heads_per_mask", "offset"), "i32"),
+    }  # fmt: skip
+    source = GluonASTSource(
+        kernel,
+        {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names},
+        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
+        attrs={},
+    )
+    registers = sparse_attention_hopper.registers(tiles.consumers, tiles.per_sm)
+    return triton.compile(source, target=TARGETS["sm_90"], options={"num_warps": 4, "maxnreg": registers})
+
+
 def main() -> int:
     failed = 0
+    for tiles, dtype, head_dim, q_block, k_block, causal, in_order in (
+        (HopperTiles(2, 128, 2), "bf16", 128, 128, 128, True, True),
+        (HopperTiles(2, 128, 2), "bf16", 128, 128, 64, True, False),
+        (HopperTiles(2, 128, 2), "fp16", 96, 256, 256, False, False),
+        (HopperTiles(2, 128, 4), "bf16", 64, 128, 128, True, True),
+        (HopperTiles(1, 64, 2, 2), "bf16", 128, 64, 64, True, True),
+        (HopperTiles(1, 128, 2, 2), "fp16", 64, 64, 64, True, False),
+    ):
+        kernel = compile_hopper(tiles, dtype, head_dim, q_block, k_block, causal=causal, in_order=in_order)
+        found = {
+            name: kernel.asm["ptx"].count(name)
+            for name in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg")
+        }
+        fits = kernel.metadata.shared <= 227 * 1024 // tiles.per_sm
+        failed += not (fits and all(found.values()))
+        print(
+            f"sm_90 {tiles} {dtype} D={head_dim} blocks={q_block}x{k_block}: {found}, {kernel.metadata.shared} B shared"
+        )
     for name, target in TARGETS.items():
         with_tma = (False, True) if name in ("sm_90", "sm_100") else (False,)
         for dtype, head_dim, block in (

@@ -15,13 +15,8 @@ from blocksparse.testing import make_qkv
 
 pytest.importorskip("triton")
 from blocksparse.executors.int8_qk import Int8QK
-from blocksparse.kernels.sparse_attention import (
-    TileConfig,
-    can_use_tma,
-    default_config,
-    sparse_attention,
-    sparse_attention_reference,
-)
+from blocksparse.executors.tiles import TritonTiles, portable
+from blocksparse.kernels.sparse_attention import sparse_attention, sparse_attention_reference
 
 GPU = torch.cuda.is_available()
 FP8 = GPU and torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 9)
@@ -43,7 +38,7 @@ def arguments(
     causal: bool = True,
     keep: float = 0.6,
     nothing_in_row: int | None = None,
-    config: TileConfig | None = None,
+    config: TritonTiles | None = None,
     k_index: Tensor | None = None,
 ) -> tuple[tuple[Any, ...], dict[str, Any], Tensor | None]:
     """What the kernel takes for a random mask, and what smoothing took from every logit."""
@@ -56,7 +51,7 @@ def arguments(
     if nothing_in_row is not None:
         chosen[:, :, nothing_in_row] = False
     plan = BlockPlan.of(bs.BlockMask(chosen, grid))
-    c = config or default_config(block, block, q.shape[-1], q.element_size())
+    c = config or portable(block, block, q.shape[-1], q.element_size())
     scale, out_dtype = q.shape[-1] ** -0.5, v.dtype
     q_scale = k_scale = k_copy = v_scale = taken = None
     if int8 is not None:
@@ -65,9 +60,9 @@ def arguments(
         values, v_scale = fp8_per_token(values)
     skip = None if pv_skip is None else torch.full((grid.q_heads,), pv_skip, device=q.device)
     call = (
-        q, keys, values, plan.partial_count, plan.partial_index, plan.full_count, plan.full_index,
+        q, keys, values, plan.full_count, plan.partial_count, plan.index,
         grid.q_position, grid.k_position[:, :, 0], block, block, grid.q_lead, causal, scale,
-        c.block_m, c.block_n, c.num_warps, c.num_stages, c.tma and can_use_tma(keys, values),
+        c.kernel, c.sizes, False, False,
         skip, q_scale, k_scale, k_copy, v_scale,
     )  # fmt: skip
     return call, {"out_dtype": out_dtype}, taken
@@ -216,11 +211,11 @@ def test_permuted_keys(order_heads: int, fp8: bool, device: str) -> None:
 @pytest.mark.parametrize("fp8", PV)
 def test_with_pv_skip_and_small_tiles(fp8: bool, device: str) -> None:
     q, k, v = structured(150, Hq=1, Hkv=1, D=32, device=device)
-    tiles = TileConfig(16, 32, 4, 2)
+    tiles = TritonTiles(16, 32, 4, 2)
     call, named, _ = arguments(3 * q, k, v, int8=Int8QK(), fp8=fp8, block=64, pv_skip=-3.0, keep=0.9, config=tiles)
     assert_twins(call, named)
     assert not torch.equal(
-        sparse_attention(*call, **named)[1], sparse_attention(*call[:19], None, *call[20:], **named)[1]
+        sparse_attention(*call, **named)[1], sparse_attention(*call[:17], None, *call[18:], **named)[1]
     )
 
 
@@ -389,11 +384,11 @@ def test_kernel_compiles_in_a_full_graph(fp8: bool, device: str) -> None:
     call, named, _ = arguments(q, k, v, int8=Int8QK(), fp8=fp8, pv_skip=-3.0)
 
     def model(q_scale: Tensor) -> Tensor:
-        out: Tensor = sparse_attention(*call[:20], 2 * q_scale, *call[21:], **named)[0]
+        out: Tensor = sparse_attention(*call[:18], 2 * q_scale, *call[19:], **named)[0]
         return out + 1
 
-    assert call[20] is not None
-    torch.testing.assert_close(torch.compile(model, fullgraph=True)(call[20]), model(call[20]))
+    assert call[18] is not None
+    torch.testing.assert_close(torch.compile(model, fullgraph=True)(call[18]), model(call[18]))
 
 
 def test_fp8_values_need_an_output_dtype(device: str) -> None:

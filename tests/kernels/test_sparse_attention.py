@@ -17,14 +17,11 @@ from blocksparse.executors.block_plan import BlockPlan
 from blocksparse.testing import assert_within_budget, make_qkv
 
 pytest.importorskip("triton")
-from blocksparse.kernels.sparse_attention import (
-    TileConfig,
-    can_use_tma,
-    default_config,
-    runs_interpreted,
-    sparse_attention,
-    sparse_attention_reference,
-)
+from blocksparse.executors.tiles import HopperTiles, TritonTiles, portable, tuned
+from blocksparse.kernels import sparse_attention as op
+from blocksparse.kernels.hardware import is_hopper
+from blocksparse.kernels.sparse_attention import sparse_attention, sparse_attention_reference
+from blocksparse.kernels.sparse_attention_triton import runs_interpreted
 
 GPU = torch.cuda.is_available()
 # The interpreter computes bfloat16 wrongly, and is slow.
@@ -40,7 +37,7 @@ def arguments(
     block: int,
     causal: bool = True,
     keep: float = 0.5,
-    config: TileConfig | None = None,
+    config: TritonTiles | None = None,
     k_index: Tensor | None = None,
 ) -> tuple[Any, ...]:
     """What the kernel takes, for a random mask."""
@@ -50,20 +47,23 @@ def arguments(
     generator = torch.Generator().manual_seed(0)
     chosen = torch.rand(q.shape[0], q.shape[1], grid.rows, grid.cols, generator=generator).to(q.device) < keep
     plan = BlockPlan.of(bs.BlockMask((chosen | grid.diagonal) & grid.reachable, grid))
-    c = config or default_config(block, block, q.shape[-1], q.element_size())
+    c = config or portable(block, block, q.shape[-1], q.element_size())
     return (
-        q, k, v, plan.partial_count, plan.partial_index, plan.full_count, plan.full_index,
+        q, k, v, plan.full_count, plan.partial_count, plan.index,
         grid.q_position, grid.k_position[:, :, 0], block, block, grid.q_lead, causal, q.shape[-1] ** -0.5,
-        c.block_m, c.block_n, c.num_warps, c.num_stages, c.tma and can_use_tma(k, v),
+        c.kernel, c.sizes, True, k_index is None,
     )  # fmt: skip
 
 
 def assert_right(call: tuple[Any, ...]) -> None:
-    out, lse = sparse_attention(*call)
+    """The tiles asked for, and those that a pipeline would take here."""
     want, want_lse = sparse_attention_reference(*(x.double() for x in call[:3]), *call[3:])
     yardstick, _ = sparse_attention_reference(*call)
-    assert_within_budget(out, want, yardstick)
-    torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3 if call[0].dtype != torch.float32 else 1e-5)
+    fastest = tuned(*call[:3], *call[8:10])
+    for kernel, sizes in ((call[13], call[14]), (fastest.kernel, fastest.sizes)):
+        out, lse = sparse_attention(*call[:13], kernel, sizes, *call[15:])
+        assert_within_budget(out, want, yardstick)
+        torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3 if call[0].dtype != torch.float32 else 1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -104,7 +104,7 @@ def test_chunks(M: int, causal: bool, device: str) -> None:
 @pytest.mark.parametrize(("block", "tile_m", "tile_n"), [(64, 16, 32), (64, 64, 16), (96, 32, 32), (48, 16, 16)])
 def test_tiles_smaller_than_blocks(block: int, tile_m: int, tile_n: int, device: str) -> None:
     q, k, v = make_qkv(N=200, M=150, Hq=2, Hkv=1, D=32, device=device)
-    assert_right(arguments(q, k, v, block=block, config=TileConfig(tile_m, tile_n, 4, 2)))
+    assert_right(arguments(q, k, v, block=block, config=TritonTiles(tile_m, tile_n, 4, 2)))
 
 
 @pytest.mark.parametrize("order_heads", [1, 2])
@@ -113,6 +113,21 @@ def test_permuted_keys(order_heads: int, device: str) -> None:
     q, k, v = make_qkv(N=150, Hq=2, Hkv=1, D=32, device=device)
     k_index = torch.rand(1, order_heads, 1, 150, generator=torch.Generator().manual_seed(0)).argsort(-1).int()
     assert_right(arguments(q, k, v, block=32, k_index=k_index.to(device)))
+
+
+@pytest.mark.parametrize("order_heads", [2, 4])
+def test_moves_keys_a_few_heads_at_a_time(order_heads: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one go or head by head, the same bits, and the same as keys that were moved beforehand."""
+    q, k, v = make_qkv(B=2, N=150, Hq=4, Hkv=2, D=32, device=device)
+    k_index = torch.rand(2, order_heads, 1, 150, generator=torch.Generator().manual_seed(0)).argsort(-1).int()
+    moved = arguments(q, k, v, block=32, k_index=k_index.to(device))
+    call = (q, k, v, *moved[3:])
+    want, want_lse = sparse_attention(*moved)
+    for bytes_at_a_time in (2**28, 1):
+        monkeypatch.setattr(op, "_WORKSPACE", bytes_at_a_time)
+        out, lse = sparse_attention(*call, k_slots=k_index[:, :, 0].to(device))
+        assert torch.equal(out, want)
+        assert torch.equal(lse, want_lse)
 
 
 def test_strides(device: str) -> None:
@@ -155,11 +170,11 @@ def falling(N: int, D: int, device: str, *, gap: float, step: float = 0.0) -> tu
 
 def left_out_by_hand(call: tuple[Any, ...], pv_skip: list[float]) -> Tensor:
     """Which pairs the rule leaves out, one tile after the other; B = 1, and keys in place."""
-    q, k, count, index, block, lead, tile = call[0], call[1], call[5], call[6], call[9], call[11], call[15]
+    q, k, count, index, block, lead, tile = call[0], call[1], call[3], call[5], call[8], call[10], call[14][1]
     Hq, M, N = q.shape[1], q.shape[2], k.shape[2]
     out = torch.zeros(1, Hq, M, N, dtype=torch.bool, device=q.device)
     for h in range(Hq):
-        logits = (q[0, h].double() @ k[0, h * k.shape[1] // Hq].double().T * call[13]).tolist()
+        logits = (q[0, h].double() @ k[0, h * k.shape[1] // Hq].double().T * call[12]).tolist()
         for i in range(M):
             row, met = (lead + i) // block, -math.inf
             for turn in range(int(count[0, h, row])):
@@ -179,7 +194,7 @@ def test_pv_skip_leaves_out_what_the_rule_says(M: int, block: int, tile: int, ca
     """Kernel and twin against a walk by hand, one number for each head; and the bounds of docs/numerics.md."""
     q, k, v = make_qkv(N=200, M=M, Hq=2, Hkv=1, D=32, device=device)
     pv_skip = [-2.0, -4.0]
-    call = arguments(3 * q, k, v, block=block, causal=causal, keep=0.8, config=TileConfig(tile, tile, 4, 2))
+    call = arguments(3 * q, k, v, block=block, causal=causal, keep=0.8, config=TritonTiles(tile, tile, 4, 2))
     gone = left_out_by_hand(call, pv_skip)
     assert gone.any((-1, -2)).all()
     skip = torch.tensor(pv_skip, device=device)
@@ -192,7 +207,7 @@ def test_pv_skip_leaves_out_what_the_rule_says(M: int, block: int, tile: int, ca
     exact, exact_lse = sparse_attention_reference(*(x.double() for x in call[:3]), *call[3:])
     mass = gone.sum(-1) * skip.double().exp()[:, None]  # [B, Hq, M], m e^lambda
     lost = 1 - (kept_lse - exact_lse).double().exp()
-    logits = call[0].double() @ k.double().repeat_interleave(2, 1).transpose(-1, -2) * call[13]
+    logits = call[0].double() @ k.double().repeat_interleave(2, 1).transpose(-1, -2) * call[12]
     share = (logits - exact_lse.unsqueeze(-1)).exp().masked_fill(~gone, 0.0).sum(-1)
     torch.testing.assert_close(lost, share, rtol=1e-4, atol=1e-5)
     assert (lost <= mass / (1 + mass) + 1e-6).all()
@@ -262,7 +277,7 @@ def test_pv_skip_is_each_query_s_own(device: str) -> None:
 
 def test_pv_skip_keeps_partial_blocks(device: str) -> None:
     q, k, v = make_qkv(N=32, Hq=1, Hkv=1, D=16, device=device)
-    call = arguments(20 * q, k, v, block=32, config=TileConfig(16, 16, 4, 2))
+    call = arguments(20 * q, k, v, block=32, config=TritonTiles(16, 16, 4, 2))
     for got, want in zip(
         sparse_attention(*call, torch.tensor([-1e-6], device=device)), sparse_attention(*call), strict=True
     ):
@@ -316,8 +331,102 @@ def test_config_is_refused_or_used(device: str) -> None:
     q, k, v = make_qkv(N=70, D=16, device=device)
     front = bs.Identity(), bs.MeanPoolScorer(32), bs.TopK(2)
     with pytest.raises(ValueError, match=r"block_m=64.* does not divide blocks of 32 x 32"):
-        bs.Pipeline(*front, bs.TritonExecutor(TileConfig(64, 32, 4, 2)))(q, k, v)
-    bs.Pipeline(*front, bs.TritonExecutor(TileConfig(16, 32, 4, 2)))(q, k, v)
+        bs.Pipeline(*front, bs.TritonExecutor(TritonTiles(64, 32, 4, 2)))(q, k, v)
+    bs.Pipeline(*front, bs.TritonExecutor(TritonTiles(16, 32, 4, 2)))(q, k, v)
+
+
+HOPPER = GPU and is_hopper(torch.device("cuda"))
+HOPPER_TILES = (HopperTiles(2, 128, 2), HopperTiles(1, 64, 2, 2), HopperTiles(1, 128, 2), HopperTiles(2, 64, 3))
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")
+@pytest.mark.parametrize("tiles", HOPPER_TILES, ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("N", "M", "D", "Dv", "q_block", "k_block", "causal", "ordered", "shared", "nothing"),
+    [
+        (1024, 1024, 128, 128, 128, 128, True, True, False, False),
+        (1000, 1000, 128, 128, 128, 128, True, False, False, False),
+        (1000, 333, 128, 128, 128, 128, True, False, True, False),
+        (1000, 700, 64, 64, 128, 64, True, True, False, True),
+        (1111, 1111, 96, 96, 128, 32, True, False, False, True),
+        (900, 1000, 80, 48, 256, 128, False, False, False, False),
+        (2000, 2000, 40, 128, 128, 256, True, True, True, False),
+        (777, 500, 64, 64, 128, 16, False, True, False, True),
+        (1, 1, 8, 8, 128, 128, True, True, False, False),
+    ],
+)
+def test_hopper(
+    tiles: HopperTiles, dtype: torch.dtype, N: int, M: int, D: int, Dv: int, q_block: int, k_block: int,
+    causal: bool, ordered: bool, shared: bool, nothing: bool,
+) -> None:  # fmt: skip
+    """Every way into the kernel: tails, chunks, orders, masks per KV head, rows with nothing kept."""
+    q, k, v = make_qkv(B=2, N=N, M=M, Hq=4, Hkv=2, D=D, Dv=Dv, dtype=dtype, device="cuda")
+    k_index = None
+    if not ordered:  # inside segments, so that causal blocks stay reachable
+        segment = torch.arange(N, device="cuda") // 256
+        k_index = (torch.rand(2, 2, 1, N, device="cuda") + segment).argsort(-1).int()
+    permutation = bs.GlobalPermutation(k_index)
+    keys, values = permutation.gather_keys(k), permutation.gather_keys(v)
+    grid = bs.Grid.of(q, k, permutation, q_block=q_block, k_block=k_block, causal=causal)
+    keep = (torch.rand(2, 4, grid.rows, grid.cols, device="cuda") < 0.3) & grid.reachable
+    if not nothing:
+        keep = keep | grid.diagonal
+    mask = bs.BlockMask(keep, grid)
+    plan = BlockPlan.of(mask.share_heads() if shared else mask)
+    call: tuple[Any, ...] = (
+        q, keys, values, plan.full_count, plan.partial_count, plan.index, grid.q_position,
+        grid.k_position[:, :, 0], q_block, k_block, grid.q_lead, causal, 0.1, tiles.kernel, tiles.sizes, True, ordered,
+    )  # fmt: skip
+    if reasons := tiles.unsupported(q, keys, values, q_block, k_block):
+        pytest.skip(str(reasons))
+    out, lse = sparse_attention(*call)
+    want, want_lse = sparse_attention_reference(*(x.double() for x in call[:3]), *call[3:])
+    yardstick, _ = sparse_attention_reference(*call)
+    assert_within_budget(out, want, yardstick)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3)
+    again, _ = sparse_attention(*call)
+    assert torch.equal(again, out)  # a tile is computed in one order: a difference would be a race
+    by_position, _ = sparse_attention(*call[:15], False, False)
+    assert torch.equal(by_position, out)
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0])
+def test_hopper_takes_any_scale(scale: float) -> None:
+    q, k, v = make_qkv(N=500, D=64, dtype=torch.float16, device="cuda")
+    call = arguments(q, k, v, block=128)
+    call = (*call[:12], scale, "hopper", HopperTiles(2, 128, 2).sizes, *call[15:])
+    want, want_lse = sparse_attention_reference(*(x.double() for x in call[:3]), *call[3:])
+    out, lse = sparse_attention(*call)
+    assert_within_budget(out, want, sparse_attention_reference(*call)[0])
+    torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")
+def test_hopper_reads_what_hosts_hand_over() -> None:
+    """Heads behind tokens in memory, and the output lies as the queries do."""
+    q, k, v = make_qkv(N=500, D=64, dtype=torch.bfloat16, device="cuda")
+    apart = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    want = sparse_attention(*arguments(q, k, v, block=128)[:13], "hopper", [2, 128, 2, 1])[0]
+    out = sparse_attention(*arguments(*apart, block=128)[:13], "hopper", [2, 128, 2, 1])[0]
+    assert torch.equal(out, want)
+    assert out.stride() == apart[0].stride()
+
+
+def test_hopper_says_what_it_cannot(device: str) -> None:
+    q, k, v = make_qkv(N=70, D=20, device=device)
+    front = bs.Identity(), bs.MeanPoolScorer(48), bs.TopK(2)
+    with pytest.raises(
+        ValueError, match=r"takes float16 and bfloat16, not torch.float32.*multiples of 8 up to 128"
+    ):
+        bs.Pipeline(*front, bs.TritonExecutor(HopperTiles(2, 128, 2)))(q, k, v)
+    with pytest.raises(ValueError, match="computes exactly, without 'pv_skip'"):
+        bs.Pipeline(*front, bs.TritonExecutor(HopperTiles(2, 128, 2), pv_skip=-3.0))(q, k, v)
+    with pytest.raises(ValueError, match=r"does not divide blocks of 48 x 48"):
+        bs.Pipeline(*front, bs.TritonExecutor(HopperTiles(2, 128, 2)))(q, k, v)
+    with pytest.raises(ValueError, match="'consumers' must be in"):
+        HopperTiles(3, 128, 2)
 
 
 @pytest.mark.skipif(GPU, reason="what the interpreter cannot do")
@@ -362,3 +471,4 @@ def test_compiles_ahead_of_time() -> None:
         assert f"{target} D=80 pv_skip=True int8_qk=True fp8_pv=False" in result.stdout
     for target in ("sm_90", "sm_100"):
         assert f"{target} D=128 pv_skip=True int8_qk=True fp8_pv=True" in result.stdout
+    assert "sm_90 HopperTiles(consumers=1, block_n=128, num_stages=2, per_sm=2) fp16 D=64" in result.stdout

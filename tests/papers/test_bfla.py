@@ -12,8 +12,8 @@ from tests.papers.golden_inputs import Golden
 from torch import Tensor
 
 import blocksparse as bs
+from blocksparse.kernels import group_max
 from blocksparse.presets.bfla import bfla
-from blocksparse.scorers import flatten_max_pool
 from blocksparse.scorers.flatten_max_pool import FlattenMaxPoolScorer
 from blocksparse.selectors import random
 from blocksparse.selectors.counter_hash import counter_hash
@@ -208,7 +208,7 @@ def test_scores_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     scorer = FlattenMaxPoolScorer(32, 16)
     whole = score(scorer, q, k, scale=0.05)
     for workspace in (1, 2 * 4 * 2 * 19 * 3):
-        monkeypatch.setattr(flatten_max_pool, "_WORKSPACE", workspace)
+        monkeypatch.setattr(group_max, "_WORKSPACE", workspace)
         torch.testing.assert_close(score(scorer, q, k, scale=0.05), whole)
 
 

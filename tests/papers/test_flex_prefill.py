@@ -12,6 +12,7 @@ from tests.papers.golden_cases import assert_same_output, cases, differing, load
 from torch import Tensor
 
 import blocksparse as bs
+from blocksparse.kernels import probe_lines
 from blocksparse.presets.flex_prefill import flex_prefill
 from blocksparse.scorers import vertical_slash
 from blocksparse.scorers.vertical_slash import VerticalSlashScorer, VerticalSlashScores
@@ -96,7 +97,7 @@ def test_lines_against_a_loop(
     """Batch, GQA, chunks, tails, both directions, and the probe taken in pieces."""
     if causal and M > N:
         pytest.skip("no such call")
-    monkeypatch.setattr(vertical_slash, "_WORKSPACE", workspace)
+    monkeypatch.setattr(probe_lines, "_WORKSPACE", workspace)
     q = make_qkv(B=2, Hq=4, Hkv=2, N=M, D=8)[0]
     k = make_qkv(B=2, Hq=4, Hkv=2, N=N, D=8, seed=1)[1]
     scores = VerticalSlashScorer(B16)(q, k, bs.GlobalPermutation(), causal=causal, scale=0.3)

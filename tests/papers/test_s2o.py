@@ -12,6 +12,7 @@ from torch import Tensor
 
 import blocksparse as bs
 from blocksparse.executors.gather import GatherExecutor
+from blocksparse.per_head import HeadValues
 from blocksparse.permuters.global_index_map import GlobalIndexMap
 from blocksparse.presets.s2o import s2o
 from blocksparse.scorers.prefix_order import PrefixOrderScorer
@@ -189,7 +190,7 @@ def slow_stop(trace: AnyTrace, executor: GatherExecutor) -> tuple[Tensor, float]
         slots, query = mask.slots(row), mask.queries(row)
         for b in range(q.shape[0]):
             for h in range(q.shape[1]):
-                limit = float(tau[h]) if isinstance(tau, Tensor) else tau
+                limit = float(tau.values[h]) if isinstance(tau, HeadValues) else tau
                 position = query[b, h] + trace.k.shape[2] - trace.q.shape[2]
                 mass = torch.zeros(len(position), dtype=torch.float64)
                 low = 0

@@ -11,9 +11,9 @@ from tests.papers.golden_inputs import Golden
 from torch import Tensor
 
 import blocksparse as bs
+from blocksparse.kernels import block_mean
 from blocksparse.permuters.hilbert_order import HilbertOrder
 from blocksparse.presets.sparge import sparge
-from blocksparse.scorers import similarity_gated
 from blocksparse.scorers.antidiagonal import AntidiagonalScorer
 from blocksparse.scorers.flatten_max_pool import FlattenMaxPoolScorer
 from blocksparse.scorers.similarity_gated import SimilarityGatedScorer, self_similarity
@@ -168,7 +168,7 @@ def test_self_similarity_is_the_mean_pairwise_cosine(N: int, lead: int, dtype: t
 def test_pieces_of_the_workspace_make_no_difference(monkeypatch: Any, centred: bool, lead: int) -> None:
     x = make_qkv(B=2, Hq=2, N=150, D=8)[0]
     whole = self_similarity(x, 16, lead=lead, centred=centred)
-    monkeypatch.setattr(similarity_gated, "_WORKSPACE", 3 * 16 * 2 * 2 * 8)
+    monkeypatch.setattr(block_mean, "_WORKSPACE", 3 * 16 * 2 * 2 * 8)
     torch.testing.assert_close(self_similarity(x, 16, lead=lead, centred=centred), whole)
 
 

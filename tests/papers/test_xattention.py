@@ -13,8 +13,8 @@ from tests.papers.golden_inputs import Golden
 from torch import Tensor
 
 import blocksparse as bs
+from blocksparse.kernels import cell_mass
 from blocksparse.presets.xattention import xattention
-from blocksparse.scorers import antidiagonal
 from blocksparse.scorers.antidiagonal import AntidiagonalScorer
 from blocksparse.testing import make_qkv
 
@@ -223,7 +223,7 @@ def test_rows_at_a_time_do_not_change_scores(
     for order in (permutation, bs.GlobalPermutation()):
         whole = scorer(q, k, order, causal=True, scale=0.25).values
         for workspace in (1, 2**17):  # one row, and a few rows
-            monkeypatch.setattr(antidiagonal, "_WORKSPACE", workspace)
+            monkeypatch.setattr(cell_mass, "_WORKSPACE", workspace)
             torch.testing.assert_close(scorer(q, k, order, causal=True, scale=0.25).values, whole)
         monkeypatch.undo()
 

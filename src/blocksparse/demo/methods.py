@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import ast
 
+from attrs import evolve
+
 from blocksparse.demo.errors import DemoError
+from blocksparse.executors.auto import AutoExecutor
 from blocksparse.head_groups import AnyPipeline
 from blocksparse.testing import every_preset
 
 
 def method(written: str) -> AnyPipeline:
     """The pipeline of a preset as it is written in Python: `pbs_attn`, or `pbs_attn(0.95, block=64)`.
+
+    It selects at any length, also where a GPU would be faster without.
 
     Raises:
         DemoError: it is no preset, or one that does not take these arguments.
@@ -29,6 +34,8 @@ def method(written: str) -> AnyPipeline:
             f"'pbs_attn(0.95)': {written}"
         ) from None
     try:
-        return preset(*values, **named)
+        pipeline = preset(*values, **named)
     except (TypeError, ValueError) as error:
         raise DemoError(f"'--preset' {written}: {error}") from None
+    automatic = isinstance(pipeline.executor, AutoExecutor)
+    return evolve(pipeline, executor=AutoExecutor(dense_below=0)) if automatic else pipeline

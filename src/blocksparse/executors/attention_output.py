@@ -17,4 +17,6 @@ class AttentionOutput:
 
     out: Tensor  # [B, Hq, M, Dv], the dtype of v
     lse: Tensor | None  # [B, Hq, M] fp32, natural logarithm; None where the backend gives none
-    visited: BlockMask | None = None  # what an early stop left of the mask; None where all of it was visited
+    visited: BlockMask | None = (
+        None  # the blocks computed, after an early stop or densely; None: those of the mask
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import final
 
-from attrs import frozen
+from attrs import field, frozen, validators
 from torch import Tensor
 
 from blocksparse.executors.attention_output import AttentionOutput
@@ -25,10 +25,13 @@ _last_resort = ReferenceExecutor()
 class Choice:
     """Which executor runs, and every reason why each one before it cannot."""
 
-    executor: Executor[GlobalPermutation, BlockMask]
+    executor: Executor[GlobalPermutation, BlockMask] | None  # None is dense attention, without any mask
     refused: dict[str, list[str]]
+    dense_because: str | None = None
 
     def __str__(self) -> str:
+        if self.dense_because is not None:
+            return f"dense attention runs: {self.dense_because}"
         why = "".join(f"; {name} cannot: {', '.join(reasons)}" for name, reasons in self.refused.items())
         return f"{type(self.executor).__name__} runs{why}"
 
@@ -38,22 +41,46 @@ class Choice:
 class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
     """Takes `TritonExecutor` on a GPU, `FlexExecutor` on a CPU with a C++ compiler, else the reference.
 
-    `choose` says which and why. Falling back to the reference, which is slow, is logged as a warning.
+    On a GPU, a pipeline with it attends densely where the keys are fewer than `dense_below`: selecting blocks
+    would cost more time than it saves. `choose` says which and why, and so does the log: as a warning where it is
+    the reference, which is slow.
+
+    Args:
+        dense_below: keys; 0 is never dense. The default lies where selecting begins to pay on an H200 when every
+            kernel is launched from Python; in a CUDA graph it pays at 8192 keys already (docs/performance.md).
     """
+
+    dense_below: int = field(
+        default=12288, kw_only=True, validator=[validators.instance_of(int), validators.ge(0)]
+    )
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> list[str]:
         del q, k, v, mask
         return []
 
+    def dense_because(self, q: Tensor, k: Tensor) -> str | None:
+        if not q.is_cuda or k.shape[2] >= self.dense_below:
+            return None
+        return f"on a GPU, selecting among {k.shape[2]} keys saves no time (dense_below={self.dense_below})"
+
     def choose(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Choice:
-        """Which executor would run these inputs, and why the faster ones cannot."""
+        """What a pipeline would run for these inputs, and why nothing faster."""
+        if reason := self.dense_because(q, k):
+            return Choice(None, {}, reason)
+        executor, refused = self._fastest(q, k, v, mask)
+        return Choice(executor, refused)
+
+    def _fastest(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask
+    ) -> tuple[Executor[GlobalPermutation, BlockMask], dict[str, list[str]]]:
+        """The fastest executor that can run these inputs, and why the faster ones cannot."""
         candidates = (TritonExecutor(),) if q.is_cuda else ()
         refused: dict[str, list[str]] = {}
         for candidate in (*candidates, FlexExecutor()):
             if not (reasons := candidate.unsupported(q, k, v, mask)):
-                return Choice(candidate, refused)
+                return candidate, refused
             refused[type(candidate).__name__] = reasons
-        return Choice(_last_resort, refused)
+        return _last_resort, refused
 
     def __call__(
         self,
@@ -65,6 +92,7 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
         *,
         scale: float,
     ) -> AttentionOutput:
-        choice = self.choose(q, k, v, mask)
-        _log.log(logging.WARNING if choice.executor is _last_resort else logging.DEBUG, "%s", choice)
-        return choice.executor(q, k, v, permutation, mask, scale=scale)
+        executor, refused = self._fastest(q, k, v, mask)
+        level = logging.WARNING if executor is _last_resort else logging.DEBUG
+        _log.log(level, "%s", Choice(executor, refused))
+        return executor(q, k, v, permutation, mask, scale=scale)

@@ -8,45 +8,47 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from blocksparse.kernels.block_lists import block_lists
 from blocksparse.selectors.block_mask import BlockMask
 
 
 @final
 @frozen(eq=False)
 class BlockPlan:
-    """Which key blocks each row visits, in ascending order: some pairs allowed (`partial`) or all (`full`).
+    """Which key blocks each row visits: those with all pairs allowed (`full`), then those with some (`partial`).
 
-    The four tensors of FlexAttention's `BlockMask` and of flash-attn-4's `BlockSparseTensorsTorch`. Shapes
-    are static and nothing is read back to the host; entries past a row's count have no meaning.
+    One list per row, both parts ascending. Shapes are static and nothing is read back to the host; entries past
+    a row's counts have no meaning, but are in range. FlexAttention's `BlockMask` and flash-attn-4's
+    `BlockSparseTensorsTorch` take the two parts as lists of their own: `full_index` and `partial_index`.
     """
 
-    partial_count: Tensor  # [B, H, rows] int32; H is Hq, or Hkv where query heads share one mask
-    partial_index: Tensor  # [B, H, rows, cols] int32
-    full_count: Tensor  # [B, H, rows] int32
-    full_index: Tensor  # [B, H, rows, cols] int32
+    full_count: Tensor  # [B, H, rows] int32; H is Hq, or Hkv where query heads share one mask
+    partial_count: Tensor  # [B, H, rows] int32
+    index: Tensor  # [B, H, rows, cols] int32
     q_block: int
     k_block: int
 
     @classmethod
     def of(cls, mask: BlockMask) -> BlockPlan:
         """The lists of `mask`; partial and full follow from its grid."""
-        grid = mask.grid
-        full = mask.keep & grid.full
-        partial_count, partial_index = _compact(mask.keep & ~full)
-        full_count, full_index = _compact(full)
-        return cls(partial_count, partial_index, full_count, full_index, grid.q_block, grid.k_block)
+        return cls(*block_lists(mask.keep, mask.grid), mask.grid.q_block, mask.grid.k_block)
+
+    @property
+    def full_index(self) -> Tensor:
+        """Full blocks from entry 0 on, `[B, H, rows, cols]` int32: the one list serves as it is."""
+        return self.index
+
+    @property
+    def partial_index(self) -> Tensor:
+        """Partial blocks from entry 0 on, `[B, H, rows, cols]` int32; a copy."""
+        cols = self.index.shape[-1]
+        place = torch.arange(cols, device=self.index.device) + self.full_count.unsqueeze(-1)
+        return self.index.gather(-1, place.clamp_max(cols - 1))
 
     def to_dense(self) -> Tensor:
         """Every listed block, `[B, H, rows, cols]` bool."""
-        return _scatter(self.partial_count, self.partial_index) | _scatter(self.full_count, self.full_index)
-
-
-def _compact(keep: Tensor) -> tuple[Tensor, Tensor]:
-    """Count of True along the last axis, and their indices first, ascending."""
-    index = keep.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
-    return keep.sum(-1, dtype=torch.int32), index.int()
-
-
-def _scatter(count: Tensor, index: Tensor) -> Tensor:
-    listed = torch.arange(index.shape[-1], device=index.device) < count.unsqueeze(-1)
-    return torch.zeros_like(listed).scatter_(-1, index.long(), listed)
+        cols = self.index.shape[-1]
+        count = (self.full_count + self.partial_count).unsqueeze(-1)
+        listed = torch.arange(cols, device=self.index.device) < count
+        dense = torch.zeros(*self.index.shape[:-1], cols + 1, dtype=torch.bool, device=self.index.device)
+        return dense.scatter_(-1, self.index.long().where(listed, cols), True)[..., :cols]

@@ -39,6 +39,13 @@ class Executor(ABC, Generic[PermutationT_contra, MaskT_contra]):
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskT_contra) -> list[str]:
         """Every reason why this executor cannot run these inputs; empty when it can."""
 
+    def dense_because(self, q: Tensor, k: Tensor) -> str | None:
+        """Why a pipeline should attend densely before it looks at any block, from shapes alone; mostly None.
+
+        An executor that is handed a mask obeys it. Only `AutoExecutor` ever gives a reason.
+        """
+        return None
+
     def refuse_unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskT_contra, *, hint: str) -> None:
         """Raise a `ValueError` with all reasons and the way out, if there are reasons."""
         if reasons := self.unsupported(q, k, v, mask):

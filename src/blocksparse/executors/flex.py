@@ -61,7 +61,7 @@ class FlexExecutor(Executor[GlobalPermutation, BlockMask]):
         self.refuse_unsupported(q, k, v, mask, hint="Use ReferenceExecutor(), which needs no compiler.")
         lead = mask.grid.q_lead
         queries = pad(permutation.gather_queries(q), (0, 0, lead, 0))
-        keys, values = permutation.gather_keys(k), permutation.gather_keys(v)
+        keys, values = permutation.gather_keys_and_values(k, v)
         if q.device.type == "cpu":
             # FlexAttention's CPU kernel is a third faster in fp32 than in half precision (docs/performance.md).
             queries, keys, values = queries.float(), keys.float(), values.float()
@@ -119,13 +119,12 @@ def plan_from_flex(block_mask: flex.BlockMask) -> BlockPlan:
     """
     if block_mask.full_kv_num_blocks is None or block_mask.full_kv_indices is None:
         raise ValueError("'block_mask' must list full blocks: create it with full_kv_num_blocks")
-    return BlockPlan(
-        block_mask.kv_num_blocks,
-        block_mask.kv_indices,
-        block_mask.full_kv_num_blocks,
-        block_mask.full_kv_indices,
-        *block_mask.BLOCK_SIZE,
-    )
+    full_count, partial_count = block_mask.full_kv_num_blocks, block_mask.kv_num_blocks
+    cols = block_mask.kv_indices.shape[-1]
+    after_full = torch.arange(cols, device=full_count.device) - full_count.unsqueeze(-1)
+    partial_index = block_mask.kv_indices.gather(-1, after_full.clamp_min(0).long())
+    index = block_mask.full_kv_indices.where(after_full < 0, partial_index)
+    return BlockPlan(full_count, partial_count, index, *block_mask.BLOCK_SIZE)
 
 
 def _block_mask(mask: BlockMask, mask_mod: MaskMod, *, q_len: int, k_len: int) -> flex.BlockMask:

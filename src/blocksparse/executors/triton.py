@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, final
+from typing import final
 
 import torch
 from attrs import field, frozen
@@ -14,27 +14,27 @@ from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.block_plan import BlockPlan
 from blocksparse.executors.executor import Executor
 from blocksparse.executors.int8_qk import Int8QK
+from blocksparse.executors.tiles import HopperTiles, Tiles, TritonTiles, tuned
 from blocksparse.kernels.quantize import fp8_per_token
-from blocksparse.per_head import PerHead, check, optional_per_head
+from blocksparse.kernels.sparse_attention import sparse_attention
+from blocksparse.per_head import HeadValues, PerHead, check, optional_per_head
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.selectors.block_mask import BlockMask
-
-if TYPE_CHECKING:
-    from blocksparse.kernels.sparse_attention import TileConfig
 
 
 @final
 @frozen(eq=False)
 class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
-    """Gather keys and values once per KV head, then walk each row's kept blocks in one Triton kernel.
+    """Gather keys and values once per KV head, then walk each row's kept blocks in one kernel.
 
     fp16, bf16 and fp32; head dims up to 256 (padded to a power of two on chip); native GQA; `Nq <= Nk`.
-    Runs compiled on a GPU, and on CPU tensors under Triton's interpreter (fp16 and fp32).
+    Runs compiled on a GPU, and on CPU tensors under Triton's interpreter (fp16 and fp32). A GPU of compute
+    capability 9.0 (Hopper) computes half precision with head dims up to 128 in a kernel of its own.
 
-    The options after `config` approximate, and are off by default (docs/numerics.md has their bounds).
+    The options after `tiles` approximate, and are off by default (docs/numerics.md has their bounds).
 
     Args:
-        config: tiles, warps and stages of the kernel; by default the largest tiles the blocks allow.
+        tiles: which kernel, and how it is launched: `HopperTiles` or `TritonTiles`; by default the fastest.
         pv_skip: lambda of SpargeAttn 3.4, negative, a difference of logits; one for all query heads or one for
             each. In blocks without a masked pair, a query leaves out the tiles of keys whose best logit is more
             than `-pv_skip` below the best one met before. With `m` keys left out, at most a share
@@ -46,7 +46,7 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
         ValueError: `pv_skip` is not negative.
     """
 
-    config: TileConfig | None = None
+    tiles: Tiles | None = field(default=None, validator=optional(instance_of(HopperTiles | TritonTiles)))
     pv_skip: PerHead | None = field(
         default=None,
         kw_only=True,
@@ -59,7 +59,7 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> list[str]:
         if find_spec("triton") is None:
             return ["triton is not installed"]
-        from blocksparse.kernels.sparse_attention import runs_interpreted
+        from blocksparse.kernels.sparse_attention_triton import runs_interpreted
 
         reasons = []
         if not q.is_cuda and not runs_interpreted():
@@ -71,17 +71,24 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
         grid = mask.grid
         if grid.q_block % 16 or grid.k_block % 16:
             reasons.append(f"blocks must be multiples of 16, not {grid.q_block} x {grid.k_block}")
-        elif self.config is not None and not self.config.fits(grid.q_block, grid.k_block):
-            reasons.append(f"{self.config} does not divide blocks of {grid.q_block} x {grid.k_block}")
+        elif self.tiles is not None:
+            reasons += self.tiles.unsupported(q, k, v, grid.q_block, grid.k_block)
+        if isinstance(self.tiles, HopperTiles) and self._approximates:
+            reasons.append(f"{self.tiles} computes exactly, without 'pv_skip', 'int8_qk' and 'fp8_pv'")
         if self.fp8_pv:
             reasons += self._without_fp8(q, grid.k_block)
-        if isinstance(self.pv_skip, Tensor) and self.pv_skip.ndim and len(self.pv_skip) != grid.q_heads:
-            reasons.append(f"'pv_skip' has {len(self.pv_skip)} entries for {grid.q_heads} query heads")
+        entries = self.pv_skip.values if isinstance(self.pv_skip, HeadValues) else None
+        if entries is not None and entries.ndim and len(entries) != grid.q_heads:
+            reasons.append(f"'pv_skip' has {len(entries)} entries for {grid.q_heads} query heads")
         return reasons
+
+    @property
+    def _approximates(self) -> bool:
+        return self.pv_skip is not None or self.int8_qk is not None or self.fp8_pv
 
     def _without_fp8(self, q: Tensor, k_block: int) -> list[str]:
         """Why weights and values cannot be fp8."""
-        from blocksparse.kernels.sparse_attention import runs_interpreted
+        from blocksparse.kernels.sparse_attention_triton import runs_interpreted
 
         reasons = []
         if runs_interpreted():
@@ -92,7 +99,7 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
             reasons.append(
                 f"fp8 products need compute capability 8.9 or later, not {capability[0]}.{capability[1]}"
             )
-        tile = k_block & -k_block if self.config is None else self.config.block_n
+        tile = k_block & -k_block if self.tiles is None else self.tiles.block_n
         if tile < 32:
             reasons.append(f"fp8 products need tiles of at least 32 keys, not {tile}")
         return reasons
@@ -110,26 +117,24 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
         self.refuse_unsupported(
             q, k, v, mask, hint="Use AutoExecutor(), or FlexExecutor() or ReferenceExecutor() on a CPU."
         )
-        from blocksparse.kernels.sparse_attention import can_use_tma, default_config, sparse_attention
-
         grid, plan = mask.grid, BlockPlan.of(mask)
-        head_dim = max(q.shape[-1], v.shape[-1])
-        config = self.config or default_config(grid.q_block, grid.k_block, head_dim, q.element_size())
-        queries = permutation.gather_queries(q)
-        keys, values = permutation.gather_keys(k), permutation.gather_keys(v)
+        queries, keys, values = permutation.gather_queries(q), k, v
+        if self._approximates:
+            keys, values = permutation.gather_keys_and_values(k, v)
         q_scale = k_scale = k_copy = v_scale = taken = None
         if self.int8_qk is not None:
             queries, keys, q_scale, k_scale, k_copy, taken = self.int8_qk.operands(queries, keys, k, grid, scale)
         if self.fp8_pv:
             values, v_scale = fp8_per_token(values)
+        exact = not self._approximates
+        tiles = self.tiles or tuned(queries, keys, values, grid.q_block, grid.k_block, exact=exact)
         out, lse = sparse_attention(
             queries,
             keys,
             values,
-            plan.partial_count,
-            plan.partial_index,
             plan.full_count,
-            plan.full_index,
+            plan.partial_count,
+            plan.index,
             grid.q_position,
             grid.k_position[:, :, 0],
             grid.q_block,
@@ -137,16 +142,16 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
             grid.q_lead,
             grid.causal,
             scale,
-            config.block_m,
-            config.block_n,
-            config.num_warps,
-            config.num_stages,
-            config.tma and can_use_tma(keys, values),
+            tiles.kernel,
+            tiles.sizes,
+            permutation.q_index is None,
+            permutation.k_index is None,
             _by_head(self.pv_skip, q),
             q_scale,
             k_scale,
             k_copy,
             v_scale,
+            k_slots=None if self._approximates else permutation.key_slots,
             out_dtype=v.dtype,
         )
         if taken is not None:
@@ -158,6 +163,6 @@ def _by_head(value: PerHead | None, q: Tensor) -> Tensor | None:
     """`[Hq]` fp32 on the device of `q` `[B, Hq, M, D]`."""
     if value is None:
         return None
-    if not isinstance(value, Tensor):
+    if not isinstance(value, HeadValues):
         return torch.full((q.shape[1],), value, dtype=torch.float32, device=q.device)
-    return value.to(q.device, torch.float32).expand(q.shape[1]).contiguous()
+    return value.on(q.device).float().expand(q.shape[1]).contiguous()

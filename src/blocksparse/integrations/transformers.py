@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, final
 from uuid import uuid4
 
 import torch
-from attrs import define, field, frozen, validators
+from attrs import Factory, define, field, frozen, validators
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
@@ -18,7 +18,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from blocksparse.head_groups import HeadGroups
+from blocksparse.inputs import check_inputs
 from blocksparse.integrations.density_recorder import DensityRecorder as DensityRecorder
+from blocksparse.opaque_call import OpaqueCall
+from blocksparse.opaque_call import attend as attend_opaquely
 from blocksparse.pipeline import Pipeline
 from blocksparse.schedule import LayerPipeline, Schedule
 
@@ -76,7 +79,13 @@ def attach(
             "Schedule(None, layers={...}) attends sparsely in single layers"
         )
     schedule = pipeline if isinstance(pipeline, Schedule) else Schedule(pipeline)
-    adapter = _Adapter(schedule.default, _layers_of(schedule, model.config), min_tokens, min_queries, recorder)
+    if recorder is not None and not isinstance(recorder, DensityRecorder):
+        raise TypeError(f"'recorder' must be a DensityRecorder: {type(recorder).__name__}")
+    layers = {
+        layer: pipeline if pipeline is None or recorder is None else _Recorded(pipeline, layer, recorder)
+        for layer, pipeline in _layers_of(schedule, model).items()
+    }
+    adapter = _Adapter(layers, min_tokens, min_queries, recorder)
     attachment = Attachment(
         _PREFIX + uuid4().hex, tuple((config, config._attn_implementation) for config in _configs(model))
     )
@@ -146,13 +155,10 @@ class Attachment:
 class _Adapter:
     """The two functions that transformers calls: one makes masks, the other attends."""
 
-    default: LayerPipeline | None
-    layers: tuple[LayerPipeline | None, ...]  # the first ones of the model; attention outside has the default
+    layers: Mapping[int, LayerPipeline | _Recorded | None]  # by `layer_idx`, -1 for attention without one
     min_tokens: int = field(validator=[validators.instance_of(int), validators.gt(0)])
     min_queries: int = field(validator=[validators.instance_of(int), validators.gt(0)])
-    recorder: DensityRecorder | None = field(
-        validator=validators.optional(validators.instance_of(DensityRecorder))
-    )
+    recorder: DensityRecorder | None
     # How many keys the last query sees, by (queries, keys); transformers tells the mask function only. Never
     # stale: attention gets no mask only where this forward pass has just asked for one of these lengths.
     seen: dict[tuple[int, int], int] = field(factory=dict, init=False)
@@ -187,26 +193,37 @@ class _Adapter:
         M, N = query.shape[2], key.shape[2]
         seen = (N if M == N else self.seen.get((M, N))) if attention_mask is None else None
         call = _Call(module, query, key, value, attention_mask, seen, kwargs)
-        pipeline = self.layers[call.layer] if 0 <= call.layer < len(self.layers) else self.default
-        if reason := call.dense_because(pipeline, self.min_tokens, self.min_queries):
+        pipeline = self.layers[call.layer]
+        if reason := call.dense_because(pipeline is not None, self.min_tokens, self.min_queries):
             # A compiled decode step is recorded when it is traced at most, so it is not recorded at all.
             if self.recorder is not None and not torch.compiler.is_compiling():
                 self.recorder.saw_dense(call.layer, reason)
             return call.dense()
         assert pipeline is not None  # else there is a reason
-        return self._sparse(pipeline, call), None
+        out = pipeline(query, key[:, :, :seen], value[:, :, :seen], scale=kwargs.get("scaling"))
+        return out.transpose(1, 2).contiguous(), None
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _sparse(self, pipeline: LayerPipeline, call: _Call) -> Tensor:
-        """The pipeline's attention, `[B, M, Hq, Dv]`."""
-        q, k, v = call.query, call.key[:, :, : call.seen], call.value[:, :, : call.seen]
-        if self.recorder is None:
-            out = pipeline(q, k, v, scale=call.kwargs.get("scaling"))
-        else:
-            trace = pipeline.trace(q, k, v, scale=call.kwargs.get("scaling"))
-            self.recorder.saw_sparse(call.layer, trace.density(), q_len=q.shape[2], k_len=k.shape[2])
-            out = trace.output.out
-        return out.transpose(1, 2).contiguous()
+
+@final
+@frozen(eq=False)
+class _Recorded:
+    """What attends in one layer, and is told of."""
+
+    pipeline: LayerPipeline
+    layer: int
+    recorder: DensityRecorder
+    _call: OpaqueCall = field(
+        init=False, repr=False, default=Factory(lambda self: OpaqueCall(self._attend), takes_self=True)
+    )
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None) -> Tensor:
+        scale = check_inputs(q, k, v, causal=True, scale=scale)
+        return attend_opaquely(self._call, q, k, v, causal=True, scale=scale)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+        trace = self.pipeline.trace(q, k, v, causal=causal, scale=scale)
+        self.recorder.saw_sparse(self.layer, trace.density(), q_len=q.shape[2], k_len=k.shape[2])
+        return trace.output.out
 
 
 @final
@@ -224,8 +241,7 @@ class _Call:
 
     @property
     def layer(self) -> int:
-        layer = getattr(self.module, "layer_idx", None)
-        return -1 if layer is None else int(layer)
+        return _layer_of(self.module)
 
     @property
     def causal(self) -> bool:
@@ -239,14 +255,14 @@ class _Call:
             return bool(asked)
         return bool(getattr(getattr(self.module, "config", None), "output_attentions", False))
 
-    def dense_because(self, pipeline: LayerPipeline | None, min_tokens: int, min_queries: int) -> str | None:
-        """The first reason against the pipeline, or None."""
+    def dense_because(self, pipeline: bool, min_tokens: int, min_queries: int) -> str | None:
+        """The first reason against attending sparsely, or None; `pipeline` is whether the layer has one."""
         queries, window = self.query.shape[2], self.kwargs.get("sliding_window")
         if queries == 1:
             return "decode"
         if not self.causal:
             return "not causal"
-        if pipeline is None:
+        if not pipeline:
             return "no pipeline for this layer"
         if because := next((why for name, why in _NOT_PLAIN.items() if self.kwargs.get(name) is not None), None):
             return because
@@ -362,13 +378,22 @@ def _configs(model: PreTrainedModel) -> Iterator[Any]:
         waiting.extend(sub for sub in held if sub is not None)
 
 
-def _layers_of(schedule: Schedule, config: Any) -> tuple[LayerPipeline | None, ...]:
-    """What attends in each layer; empty where every layer has the default."""
-    if not schedule.layers and not schedule.dense:
-        return ()
-    layers: int | None = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
-    if layers is None:
-        raise ValueError(
-            f"to name layers their number must be known: {type(config).__name__} has no num_hidden_layers"
-        )
-    return schedule.resolve(layers)
+def _layers_of(schedule: Schedule, model: PreTrainedModel) -> dict[int, LayerPipeline | None]:
+    """What attends in every layer that some module of the model stands in, and in none (-1)."""
+    layers: dict[int, LayerPipeline | None] = {}
+    layers.update(dict.fromkeys((-1, *map(_layer_of, model.modules())), schedule.default))
+    if schedule.layers or schedule.dense:
+        config = model.config
+        count: int | None = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
+        if count is None:
+            raise ValueError(
+                f"to name layers their number must be known: {type(config).__name__} has no num_hidden_layers"
+            )
+        layers.update(enumerate(schedule.resolve(count)))
+    return layers
+
+
+def _layer_of(module: nn.Module) -> int:
+    """transformers' index of the layer that a module stands in, or -1."""
+    layer = getattr(module, "layer_idx", None)
+    return -1 if layer is None else int(layer)

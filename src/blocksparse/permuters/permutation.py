@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import final
 
-import torch
 from attrs import frozen
 from torch import Tensor
+
+from blocksparse.kernels.gather_rows import gather_rows, gather_two, inverse, scatter_rows
 
 
 @frozen(eq=False)
@@ -42,36 +43,32 @@ class GlobalPermutation(Permutation):
         if self.group is not None:
             raise ValueError(f"'group' must be None: one map serves every query: {self.group}")
 
+    @property
+    def key_slots(self) -> Tensor | None:
+        """The key in each slot, `[B, H, N]` int32; None when keys stay in place."""
+        return None if self.k_index is None else self.k_index[:, :, 0]
+
     def gather_keys(self, x: Tensor) -> Tensor:
         """Keys or values `[B, Hkv, N, D]` in slot order, `[B, H, N, D]`. Free when keys stay in place."""
-        return x if self.k_index is None else _gather(x, self.k_index[:, :, 0])
+        slots = self.key_slots
+        return x if slots is None else gather_rows(x, slots)
+
+    def gather_keys_and_values(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """`gather_keys` of both, `[B, Hkv, N, D]` and `[B, Hkv, N, Dv]`, at once: a GPU reads the map one time."""
+        slots = self.key_slots
+        return (k, v) if slots is None else gather_two(k, v, slots)
 
     def gather_queries(self, q: Tensor) -> Tensor:
         """Queries `[B, Hq, M, D]` in slot order. Free when queries stay in place."""
-        return q if self.q_index is None else _gather(q, self.q_index)
+        return q if self.q_index is None else gather_rows(q, self.q_index)
 
     def restore(self, x: Tensor) -> Tensor:
         """Anything per query slot, `[B, Hq, M, ...]`, back in the order of the original queries."""
-        if self.q_index is None:
-            return x
-        place = _invert(self.q_index).long()
-        return x.gather(2, place.view(*place.shape, *[1] * (x.ndim - 3)).expand(x.shape))
+        return x if self.q_index is None else scatter_rows(x, self.q_index)
 
     def inverse(self) -> GlobalPermutation:
         """The map that undoes this one: key `n` stands in slot `inverse().k_index[b, h, 0, n]`."""
         return GlobalPermutation(
-            k_index=None if self.k_index is None else _invert(self.k_index),
-            q_index=None if self.q_index is None else _invert(self.q_index),
+            k_index=None if self.k_index is None else inverse(self.k_index),
+            q_index=None if self.q_index is None else inverse(self.q_index),
         )
-
-
-def _gather(x: Tensor, index: Tensor) -> Tensor:
-    """Rows of `x` `[B, Hx, N, D]` by `index` `[B, H, N]`; heads of `x` are repeated when `H` is larger."""
-    if x.shape[1] != index.shape[1]:
-        x = x.repeat_interleave(index.shape[1] // x.shape[1], dim=1)
-    return x.gather(2, index.long().unsqueeze(-1).expand(*index.shape, x.shape[-1]))
-
-
-def _invert(index: Tensor) -> Tensor:
-    slots = torch.arange(index.shape[-1], dtype=torch.int32, device=index.device).expand(index.shape)
-    return torch.empty_like(slots, memory_format=torch.contiguous_format).scatter_(-1, index.long(), slots)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import final
 
-import torch
 from attrs import field, frozen, validators
-from einops import rearrange
 from torch import Tensor
 
+from blocksparse.kernels.key_importance import key_importance
+from blocksparse.kernels.segment_sort import segment_sort
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.permuters.permuter import Permuter
 
@@ -36,29 +36,21 @@ class SegmentKeySort(Permuter[GlobalPermutation]):
     causal_probe: bool = field(default=True, kw_only=True)
 
     def __call__(self, q: Tensor, k: Tensor, *, causal: bool, scale: float) -> GlobalPermutation:
-        N, segments = k.shape[2], k.shape[2] // self.S
-        if segments == 0:
+        if k.shape[2] < self.S:
             return GlobalPermutation()
-        importance = self._importance(q, k, causal=causal, scale=scale)  # [B, H, N]
-        whole = importance[..., : segments * self.S].unflatten(-1, (segments, self.S))
-        order = whole.argsort(dim=-1, descending=True, stable=True)
-        order = order + self.S * torch.arange(segments, device=k.device)[:, None]
-        tail = torch.arange(segments * self.S, N, device=k.device).expand(*order.shape[:2], -1)
-        index = torch.cat((order.flatten(-2), tail), dim=-1).int()
+        index = segment_sort(self._importance(q, k, causal=causal, scale=scale), self.S)
         return GlobalPermutation(k_index=index.unsqueeze(2))
 
     def _importance(self, q: Tensor, k: Tensor, *, causal: bool, scale: float) -> Tensor:
         """Mean weight of every key over the probe queries, `[B, Hkv or Hq, N]` in fp32 or better."""
-        _, Hkv, N, _ = k.shape
-        P = min(self.probe, q.shape[2])
-        # A group's queries are rows of one product, so that k is not copied per query head.
-        voters = rearrange(q[:, :, -P:], "B (H G) P D -> B H (G P) D", H=Hkv)
-        votes = rearrange(torch.matmul(voters, k.transpose(-1, -2)), "B H (G P) N -> B H G P N", P=P) * scale
-        votes = votes.to(torch.promote_types(votes.dtype, torch.float32))
-        position = torch.arange(N, device=k.device)
-        if not self.causal_probe:
-            votes = votes.masked_fill(position >= N // self.S * self.S, float("-inf"))
-        elif causal:
-            votes = votes.masked_fill(position > position[-P:, None], float("-inf"))
-        weight = votes.softmax(dim=-1).mean(dim=-2)  # [B, Hkv, Hq/Hkv, N]
-        return weight.flatten(1, 2) if self.per_query_head else weight.mean(dim=2)
+        N = k.shape[2]
+        importance: Tensor = key_importance(
+            q,
+            k,
+            probe=self.probe,
+            seen=N if self.causal_probe else N // self.S * self.S,
+            causal=causal and self.causal_probe,
+            scale=scale,
+            per_query_head=self.per_query_head,
+        )
+        return importance

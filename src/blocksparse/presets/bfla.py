@@ -13,7 +13,7 @@ from blocksparse.executors.executor import Executor
 from blocksparse.permuters.identity import Identity
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.pipeline import Pipeline
-from blocksparse.scorers.block_scores import BlockMass
+from blocksparse.scorers.block_scores import BlockMass, BlockScores
 from blocksparse.scorers.flatten_max_pool import FlattenMaxPoolScorer
 from blocksparse.selectors.band import Band
 from blocksparse.selectors.block_mask import BlockMask
@@ -88,8 +88,8 @@ def bfla(
     if coarse_rescue or as_released:
         selector = Refined(SharedByGroup(reduce(or_, rescues, TopCdf(mass))), n)
     else:
-        tiles = [SharedByGroup(OnTiles(rescue, n)) for rescue in rescues]
-        selector = reduce(or_, tiles, Refined(SharedByGroup(TopCdf(mass)), n))
+        tiles: list[Selector[BlockScores, BlockMask]] = [OnTiles(rescue, n) for rescue in rescues]
+        selector = Refined(SharedByGroup(TopCdf(mass)), n) | SharedByGroup(reduce(or_, tiles))
     return Pipeline(
         Identity(),
         FlattenMaxPoolScorer(block, g, per_token=per_token, padded_tail=as_released),

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from typing import final
 
-import torch
 from attrs import field, frozen, validators
-from einops import rearrange
 from torch import Tensor
-from torch.nn.functional import pad
 
+from blocksparse.kernels.block_softmax import block_softmax
+from blocksparse.kernels.group_max import group_max
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.scorers import pooling
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.scorers.grid import Grid
 from blocksparse.scorers.scorer import Scorer
-
-_WORKSPACE = 2**25  # group products at a time
 
 
 @final
@@ -57,40 +54,23 @@ class FlattenMaxPoolScorer(Scorer[GlobalPermutation, BlockMass]):
     ) -> BlockMass:
         k_block = self.k_block or self.block
         grid = Grid.of(q, k, permutation, q_block=self.block, k_block=k_block, causal=causal)
-        seen = Grid.of(q, k, permutation, q_block=self.block, k_block=self.g, causal=causal).reachable
-        queries = self._flatten(permutation.gather_queries(q), grid.q_lead, grid.rows * self.block)
-        keys = self._flatten(permutation.gather_keys(k), 0, seen.shape[-1] * self.g)
-
-        wide, high = k_block // self.g, self.block // self.g
-        left_out = 0.0 if self.padded_tail else float("-inf")
-        rows = max(1, _WORKSPACE // (q.shape[0] * q.shape[1] * high * keys.shape[2]))
-        best = []
-        for first in range(0, grid.rows, rows):
-            product = pooling.products(queries[:, :, first * high : (first + rows) * high], keys)
-            places = self._shared_places(grid, first * self.block, product.shape[2])
-            if self.per_token:
-                product = product / (self.g if self.padded_tail else places.clamp_min(1))
-            takes_part = seen[:, :, first : first + rows].repeat_interleave(high, dim=2) & (places > 0)
-            product = product.masked_fill(~takes_part, left_out)  # [B, Hq, rows * high, groups of keys]
-            product = pad(
-                product.unflatten(2, (-1, high)).amax(3), (0, grid.cols * wide - keys.shape[2]), value=left_out
-            )
-            best.append(product.unflatten(3, (-1, wide)).amax(4))
-        logits = torch.cat(best, dim=2) * scale
-        mass = pooling.softmax_over(grid.reachable & (logits != float("-inf")), logits)
+        q_last = k_first = None
+        if causal and (permutation.q_index is not None or permutation.k_index is not None):
+            groups = Grid.of(q, k, permutation, q_block=self.block, k_block=self.g, causal=causal)
+            q_last, k_first = groups.q_last.squeeze(3), groups.k_first.squeeze(2)  # [B|1, Hq|1, rows or groups]
+        best = group_max(
+            permutation.gather_queries(q),
+            permutation.gather_keys(k),
+            q_last,
+            k_first,
+            self.g,
+            (grid.k_len - grid.q_len) // self.block if causal else 0,
+            grid.q_lead,
+            self.block // self.g,
+            k_block // self.g,
+            causal,
+            self.per_token,
+            self.padded_tail,
+        )
+        mass, _ = block_softmax(best, grid, scale=scale)
         return BlockMass(mass, grid)  # [B, Hq, rows, cols]
-
-    def _flatten(self, x: Tensor, lead: int, places: int) -> Tensor:
-        """Groups as vectors, zero where there is no token, `[B, H, N, D] -> [B, H, places / g, g D]`."""
-        padded = pad(x, (0, 0, lead, places - lead - x.shape[2]))
-        return rearrange(padded, "B H (groups g) D -> B H groups (g D)", g=self.g)
-
-    def _shared_places(self, grid: Grid, start: int, groups: int) -> Tensor:
-        """Places where a query group, from slot `start` on, and a key group both hold a token; none is <= 0."""
-        device = grid.q_position.device
-        first = torch.arange(start, start + groups * self.g, self.g, device=device).unsqueeze(1)
-        empty_before = (grid.q_lead - first).clamp_min(0)
-        q_end = (grid.q_lead + grid.q_len - first).clamp_max(self.g)
-        k_end = (grid.k_len - torch.arange(0, grid.k_len, self.g, device=device)).clamp_max(self.g)
-        places: Tensor = torch.minimum(q_end, k_end) - empty_before
-        return places  # [groups, groups of keys]

@@ -6,13 +6,11 @@ from typing import Any, final
 
 import torch
 from attrs import evolve, frozen
-from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import pad
 
+from blocksparse.kernels.block_bounds import block_bounds
 from blocksparse.permuters.permutation import Permutation
-
-_NEVER = torch.iinfo(torch.int32).max
 
 
 @final
@@ -59,7 +57,8 @@ class Grid:
             q_position = torch.arange(offset, offset + M, dtype=torch.int32, device=q.device).view(1, 1, M)
         else:
             q_position = permutation.q_index + offset
-        q_position = pad(q_position, (lead, -(lead + M) % q_block), value=-1)
+        if lead or M % q_block:
+            q_position = pad(q_position, (lead, -(lead + M) % q_block), value=-1)
         if permutation.k_index is None:
             k_position = torch.arange(N, dtype=torch.int32, device=k.device).view(1, 1, 1, N)
         else:
@@ -104,10 +103,8 @@ class Grid:
         **sizes: Any,
     ) -> Grid:
         """First and last positions of every block of the given places."""
-        q_blocks = rearrange(q_position, "B H (rows place) -> B H rows place", place=q_block)
-        k_blocks = rearrange(k_position, "B H G (cols slot) -> B H G cols slot", slot=k_block)
-        k_first = k_blocks.where(k_blocks >= 0, _NEVER).amin(-1)
-        k_last, k_whole = k_blocks.amax(-1), (k_blocks >= 0).all(-1)
+        bounds = block_bounds(q_position, k_position, q_block, k_block, q_heads)
+        q_first, q_last, k_first, k_last, k_whole = bounds
         if group_of_row is not None:
             k_first, k_last, k_whole = (x[:, :, group_of_row] for x in (k_first, k_last, k_whole))
         return cls(
@@ -117,11 +114,11 @@ class Grid:
             q_block=q_block,
             k_block=k_block,
             q_heads=q_heads,
-            q_first=q_blocks.where(q_blocks >= 0, _NEVER).amin(-1, keepdim=True),
-            q_last=q_blocks.amax(-1, keepdim=True),
-            k_first=_per_query_head(k_first, q_heads),
-            k_last=_per_query_head(k_last, q_heads),
-            k_whole=_per_query_head(k_whole, q_heads),
+            q_first=q_first,
+            q_last=q_last,
+            k_first=k_first,
+            k_last=k_last,
+            k_whole=k_whole,
             **sizes,
         )
 
@@ -224,8 +221,3 @@ class Grid:
     def _shape(self) -> tuple[int, int, int, int]:
         B, H, rows, _ = torch.broadcast_shapes(self.q_last.shape, (*self.k_last.shape[:2], 1, 1))
         return B, H, rows, self.cols
-
-
-def _per_query_head(x: Tensor, q_heads: int) -> Tensor:
-    """One entry per query head where `x` `[B|1, H, rows|1, cols]` has one per KV head."""
-    return x if x.shape[1] in (1, q_heads) else x.repeat_interleave(q_heads // x.shape[1], dim=1)

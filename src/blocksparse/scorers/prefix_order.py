@@ -8,6 +8,7 @@ import torch
 from attrs import field, frozen, validators
 from torch import Tensor
 
+from blocksparse.kernels.block_softmax import prefix_softmax
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.scorers import pooling
 from blocksparse.scorers.block_scores import BlockMass
@@ -56,14 +57,14 @@ class PrefixOrderScorer(Scorer[Permutation, BlockMass]):
     def _mass(self, mean: Tensor, k: Tensor, grid: Grid, seen: Tensor) -> Tensor:
         """Mass of every block for every mean query, `[B, Hq, G, cols]`; it may look at keys before `seen`."""
         B, Hq, G, _ = mean.shape
-        keys, position = k.to(mean.dtype), torch.arange(k.shape[2], device=k.device)
+        keys = k.to(mean.dtype)
         slots = grid.k_position  # [B|1, H|1, G|1, cols * k_block]
         parts = []
         # Some groups at a time: scores of single keys take more memory than those of blocks.
         step = max(1, _SCORES_AT_ONCE // (B * Hq * max(k.shape[2], slots.shape[-1])))
         for g in range(0, G, step):
             rows = slice(g, min(g + step, G))
-            mass = pooling.softmax_over(position < seen[:, :, rows], pooling.products(mean[:, :, rows], keys))
+            mass = prefix_softmax(pooling.products(mean[:, :, rows], keys), seen[:, :, rows])
             part = slots[:, :, rows] if slots.shape[2] > 1 else slots
             if part.shape[1] not in (1, Hq):
                 part = part.repeat_interleave(Hq // part.shape[1], dim=1)

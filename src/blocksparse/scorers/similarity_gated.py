@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import final
 
-import torch
 from attrs import field, frozen, validators
 from torch import Tensor
 
+from blocksparse.kernels.block_mean import block_similarity
+from blocksparse.kernels.gate_blocks import gate_blocks
 from blocksparse.per_head import PerHead, check, over_blocks, per_head
 from blocksparse.permuters.permutation import GlobalPermutation
-from blocksparse.scorers import pooling
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.scorers.scorer import Scorer
-
-_WORKSPACE = 2**25  # unit vectors' entries at a time
 
 
 @final
@@ -49,10 +47,10 @@ class SimilarityGatedScorer(Scorer[GlobalPermutation, BlockMass]):
     ) -> BlockMass:
         scores = self.inner(q, k, permutation, causal=causal, scale=scale)
         grid = scores.grid
-        queries, keys = permutation.gather_queries(q), permutation.gather_keys(k)
-        of_q = self_similarity(queries, grid.q_block, lead=grid.q_lead)  # [B, Hq, rows]
+        of_q = self_similarity(q, grid.q_block, lead=grid.q_lead, index=permutation.q_index)  # [B, Hq, rows]
         smooth_k = not causal if self.smooth_k is None else self.smooth_k
-        of_k = self_similarity(keys, grid.k_block, centred=smooth_k)  # [B, H, cols], H is Hkv or Hq
+        # [B, H, cols], H is Hkv or Hq
+        of_k = self_similarity(k, grid.k_block, centred=smooth_k, index=permutation.key_slots)
         of_k = of_k.repeat_interleave(grid.q_heads // of_k.shape[1], dim=1)
 
         theta = over_blocks(self.theta, scores.values).to(of_q.dtype)
@@ -61,29 +59,22 @@ class SimilarityGatedScorer(Scorer[GlobalPermutation, BlockMass]):
         if self.padded_tail:
             rows = rows | (grid.q_position.unflatten(-1, (-1, grid.q_block)) < 0).any(-1, keepdim=True)
             cols = cols | ~grid.k_whole
-        forced = rows | cols if scores.forced is None else rows | cols | scores.forced
-        return BlockMass(scores.values.masked_fill(cols, 0.0), grid, forced & grid.reachable)
+        values, forced = gate_blocks(scores.values, rows, cols, scores.forced, grid)
+        return BlockMass(values, grid, forced)
 
 
-def self_similarity(x: Tensor, block: int, *, lead: int = 0, centred: bool = False) -> Tensor:
-    """Mean cosine of all pairs of tokens of each block, `[B, H, N, D] -> [B, H, blocks]`, in fp32 or better.
+def self_similarity(
+    x: Tensor, block: int, *, lead: int = 0, centred: bool = False, index: Tensor | None = None
+) -> Tensor:
+    """Mean cosine of all pairs of tokens of each block, `[B, Hx, N, D] -> [B, H, blocks]`, in fp32 or better.
 
     It is the squared length of the mean of the unit vectors. A token of zeros has the cosine 0 with every token.
 
     Args:
         block: tokens per block.
-        lead: empty places before the first token in block 0.
+        lead: empty places before the first token in block 0, fewer than `block`.
         centred: subtract the mean of all tokens first.
+        index: the token in each slot, `[B, H, N]` int32; by default tokens are in place, and `H` is `Hx`.
     """
-    (B, H, N, D), dtype = x.shape, torch.promote_types(x.dtype, torch.float32)
-    centre = x.mean(2, keepdim=True, dtype=dtype) if centred else None
-    step = max(1, _WORKSPACE // (B * H * block * D)) * block
-    similarity = []
-    for start in range(-lead, N, step):
-        part = x[:, :, max(start, 0) : start + step].to(dtype)
-        part = part if centre is None else part - centre
-        length = torch.linalg.vector_norm(part, dim=-1, keepdim=True)
-        unit = part / length.masked_fill(length == 0, 1.0)
-        mean = pooling.block_mean(unit, block, lead=max(-start, 0))  # [B, H, blocks, D]
-        similarity.append(mean.square().sum(-1).clamp(max=1.0))
-    return torch.cat(similarity, dim=-1)
+    similarity: Tensor = block_similarity(x, block, lead=lead, centred=centred, index=index)
+    return similarity

@@ -8,15 +8,15 @@ import torch
 from attrs import field, frozen, validators
 from einops import rearrange
 from torch import Tensor
-from torch.nn.functional import pad
 
+from blocksparse.kernels.any_between import any_between
+from blocksparse.kernels.block_softmax import block_softmax
+from blocksparse.kernels.probe_lines import probe_lines
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.scorers import pooling
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.scorers.grid import Grid
 from blocksparse.scorers.scorer import Scorer
-
-_WORKSPACE = 2**28  # bytes of probabilities at a time
 
 
 @final
@@ -46,14 +46,12 @@ class VerticalSlashScores(BlockMass):
         A block holds distances from its first query minus its last key to its last query minus its first key. So
         a band as wide as a block crosses two diagonals of blocks, and every chosen pair is in a block given here.
         """
-        grid, L = self.grid, distances.shape[-1]
+        grid = self.grid
         low, high = grid.q_first - grid.k_last, grid.q_last - grid.k_first
         if not grid.causal:
             low, high = torch.maximum(low, -high), torch.maximum(high, -low)
-        each = torch.arange(L, dtype=torch.int32, device=distances.device)
-        above = each.where(distances, L).flip(-1).cummin(-1).values.flip(-1)  # the next chosen distance, or L
-        index = low.clamp(0, L - 1).long().expand(*distances.shape[:2], -1, -1)
-        return above.gather(-1, index.flatten(2)).view(index.shape) <= high
+        blocks: Tensor = any_between(distances, low, high)
+        return blocks
 
 
 @final
@@ -84,15 +82,15 @@ class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
         self, q: Tensor, k: Tensor, permutation: GlobalPermutation, *, causal: bool, scale: float
     ) -> VerticalSlashScores:
         grid = Grid.of(q, k, permutation, q_block=self.block, k_block=self.block, causal=causal)
-        keys = pooling.block_mean(permutation.gather_keys(k), self.block)
+        keys = pooling.block_mean(k, self.block, index=permutation.key_slots)
         if self.pooled:
             queries = pooling.block_mean(permutation.gather_queries(q), self.block, lead=grid.q_lead)
-            values = pooling.softmax_over(grid.reachable, pooling.products(queries, keys) * scale)
+            values, _ = block_softmax(pooling.products(queries, keys), grid, scale=scale)
         else:
             values = keys.new_zeros(()).expand(*q.shape[:2], grid.rows, grid.cols)
 
         probe = q[:, :, -min(self.probe or self.block, q.shape[2]) :]
-        vertical, slash = _lines(probe, k, q_len=q.shape[2], causal=causal, scale=scale)
+        vertical, slash = probe_lines(probe, k, q.shape[2], causal, scale)
         mean = probe.mean(2, keepdim=True, dtype=keys.dtype)
         pooled = (
             (pooling.products(mean, keys) * scale).softmax(-1).squeeze(2)
@@ -111,41 +109,6 @@ def _by_block(per_key: Tensor, grid: Grid) -> Tensor:
     index = position.clamp_min(0).long().expand(*per_key.shape[:2], -1)
     by_slot = per_key.gather(-1, index).masked_fill(position < 0, 0)
     return rearrange(by_slot, "B H (cols slot) -> B H cols slot", slot=grid.k_block)
-
-
-def _lines(probe: Tensor, k: Tensor, *, q_len: int, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Mean weight that the queries of `probe` `[B, Hq, P, D]` give each key and each distance."""
-    (B, Hq, P, _), N = probe.shape, k.shape[2]
-    wide = torch.promote_types(k.dtype, torch.float32)
-    vertical = torch.zeros(B, Hq, N, dtype=wide, device=k.device)
-    slash = torch.zeros(B, Hq, N if causal else max(q_len, N), dtype=wide, device=k.device)
-    first = (N if causal else q_len) - P  # position of the first probe query
-    position = torch.arange(N, device=k.device)
-    step = max(1, _WORKSPACE // (B * Hq * N * wide.itemsize))
-    for top in range(0, P, step):
-        rows = probe[:, :, top : top + step]
-        count, begin = rows.shape[2], first + top
-        logits = pooling.products(rows, k).mul_(scale)
-        if causal:
-            query = torch.arange(begin, begin + count, device=k.device)
-            logits.masked_fill_(position > query[:, None], float("-inf"))
-        weight = logits.softmax(-1)
-        vertical += weight.sum(2)
-        diagonals = _sums_of_diagonals(weight)  # from distance begin - (N - 1) to begin + count - 1
-        ahead = max(N - 1 - begin, 0)  # of them belong to later keys
-        slash[..., max(begin - N + 1, 0) : begin + count] += diagonals[..., ahead:]
-        if not causal:
-            slash[..., 1 : 1 + ahead] += diagonals[..., :ahead].flip(-1)
-    return vertical / P, slash / P
-
-
-def _sums_of_diagonals(x: Tensor) -> Tensor:
-    """Sums of `x` `[B, H, rows, N]` where row minus column is 1 - N, ..., rows - 1: `[B, H, rows + N - 1]`."""
-    rows, N = x.shape[-2:]
-    # Read in rows one shorter than they are stored, each row moves one column on: a diagonal becomes a column.
-    stored = pad(x.flip(-1), (0, rows)).flatten(-2)
-    skewed = rearrange(stored[..., : rows * (rows + N - 1)], "B H (rows wide) -> B H rows wide", rows=rows)
-    return skewed.sum(-2)
 
 
 def _divergence(p: Tensor, q: Tensor) -> Tensor:

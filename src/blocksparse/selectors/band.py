@@ -23,4 +23,5 @@ class Band(PositionSelector):
     tokens: int = field(validator=[validators.instance_of(int), validators.ge(0)])
 
     def where(self, grid: Grid) -> Tensor:
-        return grid.within(self.tokens)
+        near = grid.k_last >= grid.q_first - self.tokens
+        return near if grid.causal else near & (grid.k_first <= grid.q_last + self.tokens)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import final
 
 import torch
 from attrs import field, frozen
 from torch import Tensor
 
+from blocksparse.kernels.within_reach import within_reach
 from blocksparse.scorers.grid import Grid
 
 
@@ -30,28 +32,29 @@ class BlockMask:
     def __or__(self, other: BlockMask) -> BlockMask:
         """Blocks in either; the masks must share a grid."""
         self._check_same_grid(other)
-        return BlockMask(self.keep | other.keep, self.grid)
+        return BlockMask(_joined(torch.bitwise_or, self.keep, other.keep), self.grid)
 
     def __and__(self, other: BlockMask) -> BlockMask:
         """Blocks in both; the masks must share a grid."""
         self._check_same_grid(other)
-        return BlockMask(self.keep & other.keep, self.grid)
+        return BlockMask(_joined(torch.bitwise_and, self.keep, other.keep), self.grid)
 
     def refine(self, n: int) -> BlockMask:
         """The same pairs on a grid `n` times finer on both sides."""
         fine = self.grid.refined(n)
         if self.keep.shape[1] != fine.q_heads:
             fine = fine.shared()
-        keep = self.keep.repeat_interleave(n, dim=-2).repeat_interleave(n, dim=-1)
-        first = self.grid.q_lead // fine.q_block  # rows of empty places are not part of the finer grid
-        keep = keep[..., first : first + fine.rows, : fine.cols]
-        return BlockMask(keep & fine.reachable, fine)
+        skipped = self.grid.q_lead // fine.q_block  # rows of empty places are not part of the finer grid
+        keep: Tensor = within_reach(self.keep, fine, n, skipped)
+        return BlockMask(keep.expand(*self.keep.shape[:2], -1, -1), fine)
 
     def share_heads(self) -> BlockMask:
         """One mask per KV head: keep what any query head of its group keeps (BFLA, eq. 14)."""
         if self.keep.shape[1] != self.grid.q_heads:
             return self
-        keep: Tensor = self.keep.unflatten(1, (self.grid.kv_heads, -1)).any(2)
+        keep = self.keep[:, : self.grid.kv_heads]
+        if self.keep.stride(1):  # else one choice stands for all heads
+            keep = self.keep.unflatten(1, (self.grid.kv_heads, -1)).any(2)
         return BlockMask(keep, self.grid.shared())
 
     def per_query_head(self) -> Tensor:
@@ -114,6 +117,13 @@ class BlockMask:
                 f"masks must share a grid: {mine} and {its} as (q_block, k_block, causal, shape of keep); "
                 "refine() the coarser one or share_heads() the other first"
             )
+
+
+def _joined(join: Callable[[Tensor, Tensor], Tensor], mine: Tensor, its: Tensor) -> Tensor:
+    """Two choices joined; where one choice stands for all heads in both, it does so in the result."""
+    if mine.stride(1) or its.stride(1):
+        return join(mine, its)
+    return join(mine[:, :1], its[:, :1]).expand(mine.shape)
 
 
 @final

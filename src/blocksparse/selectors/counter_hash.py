@@ -1,45 +1,19 @@
-"""Pseudo-random numbers that depend on what they are drawn for, and on nothing else."""
+"""What rules that draw for blocks share: seeds, and the indices that numbers are drawn for."""
 
 from __future__ import annotations
-
-from typing import TypeVar
 
 import torch
 from attrs import validators
 from torch import Tensor
 
+from blocksparse.kernels.counter_hash import counter_hash as counter_hash
 from blocksparse.scorers.grid import Grid
 
-IntT = TypeVar("IntT", int, Tensor)
 BITS = 32
 _MASK = 2**BITS - 1
 
 seed = [validators.instance_of(int), validators.ge(0), validators.le(_MASK)]
 """Validator of a seed: 32 bits."""
-
-
-def counter_hash(seed: int, *counters: Tensor) -> Tensor:
-    """32 mixed bits for every combination of counters, int64 in [0, 2^32), in the shape they broadcast to.
-
-    Each counter is hashed by itself and folded into the hash of those before it, so numbers are uniform along
-    every axis, whatever steps the counters take. Integer arithmetic alone, without overflow: the
-    same bits on every device. Counters are non-negative and below 2^32.
-    """
-    state: int | Tensor = _mix(seed)
-    for counter in counters:
-        state = _mix(_mix(counter) ^ state)
-    return torch.as_tensor(state)
-
-
-def _mix(x: IntT) -> IntT:
-    """A bijection of 32 bits: two rounds of shift, xor and multiply (constants of C. Wellons' hash-prospector).
-
-    Both factors are below 2^31, so a product fits int64; the sum keeps 0 from being its own hash.
-    """
-    x = (x + 0x9E3779B9) & _MASK
-    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & _MASK
-    x = ((x ^ (x >> 15)) * 0x735A2D97) & _MASK
-    return x ^ (x >> 15)
 
 
 def block_indices(grid: Grid, *, of_chunk: bool = False) -> tuple[Tensor, Tensor]:

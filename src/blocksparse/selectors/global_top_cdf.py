@@ -6,10 +6,10 @@ from typing import final
 
 from attrs import field, frozen, validators
 
+from blocksparse.kernels.running_share import running_share
 from blocksparse.per_head import PerHead, check, over_blocks, per_head
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.selectors.block_mask import BlockMask
-from blocksparse.selectors.cumulative import running_share
 from blocksparse.selectors.selector import Selector
 
 

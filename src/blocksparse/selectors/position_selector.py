@@ -6,6 +6,7 @@ from abc import abstractmethod
 
 from torch import Tensor
 
+from blocksparse.kernels.within_reach import within_reach
 from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.scorers.grid import Grid
 from blocksparse.selectors.block_mask import BlockMask
@@ -23,5 +24,9 @@ class PositionSelector(Selector[BlockScores, BlockMask]):
         return BlockMask(self.on(scores.grid).expand(scores.values.shape), scores.grid)
 
     def on(self, grid: Grid) -> Tensor:
-        """What the mask on `grid` keeps: `where`, and the diagonal, as far as they are reachable."""
-        return (self.where(grid) | grid.diagonal) & grid.reachable
+        """What the mask on `grid` keeps: `where`, and the diagonal, as far as they are reachable.
+
+        `[B|1, H|1, rows, cols]`; one entry serves all batch entries, or heads, that do not differ.
+        """
+        keep: Tensor = within_reach(self.where(grid), grid, diagonal=True)
+        return keep

@@ -19,4 +19,4 @@ class Sink(PositionSelector):
     tokens: int = field(default=1, validator=[validators.instance_of(int), validators.gt(0)])
 
     def where(self, grid: Grid) -> Tensor:
-        return grid.holding_first(self.tokens)
+        return grid.k_first < self.tokens

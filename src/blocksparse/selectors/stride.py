@@ -36,7 +36,8 @@ class Stride(PositionSelector):
     def where(self, grid: Grid) -> Tensor:
         i, j = block_indices(grid, of_chunk=self.released)
         if self.released:
-            chi = 131 * i + 17 * j + self.seed
+            row, column = 131 * i + self.seed, 17 * j
         else:
-            chi = counter_hash.counter_hash(self.seed, i) % self.eta + j
-        return (chi % self.eta == 0).view(1, 1, grid.rows, grid.cols)
+            row, column = counter_hash.counter_hash(self.seed, i), j
+        # Their sum is a multiple of eta; reduced before they meet, they meet once.
+        return (column % self.eta == -row % self.eta).view(1, 1, grid.rows, grid.cols)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import final
 
-import torch
 from attrs import field, frozen
 
+from blocksparse.kernels.top_cdf import top_cdf
 from blocksparse.per_head import PerHead, check, over_blocks, per_head
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.selectors.block_mask import BlockMask
-from blocksparse.selectors.cumulative import running_share
 from blocksparse.selectors.selector import Selector
 
 
@@ -35,15 +34,6 @@ class TopCdf(Selector[BlockMass, BlockMask]):
     crossing: bool = field(default=True, kw_only=True)
 
     def __call__(self, scores: BlockMass) -> BlockMask:
-        grid = scores.grid
-        mass = over_blocks(self.mass, scores.values).float()
-        reachable = grid.reachable
-        always = grid.diagonal if scores.forced is None else grid.diagonal | scores.forced
-        share = running_share(scores.values.masked_fill(~reachable, 0.0), first=scores.forced)
-        if self.crossing:
-            taken = share.before < mass
-        else:
-            forced = 0 if scores.forced is None else scores.forced.expand(share.ticks.shape).sum(-1, keepdim=True)
-            rank = torch.arange(grid.cols, device=mass.device)
-            taken = (share.after <= mass) | ((rank == forced) & (share.ticks > 0))
-        return BlockMask(((share.put_back(taken) | always) | (mass >= 1)) & reachable, grid)
+        mass = over_blocks(self.mass, scores.values)
+        keep = top_cdf(scores.values, scores.forced, mass, scores.grid, crossing=self.crossing)
+        return BlockMask(keep, scores.grid)

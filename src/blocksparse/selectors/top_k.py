@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import final
 
-import torch
 from attrs import field, frozen, validators
-from torch import Tensor
 
+from blocksparse.kernels.top_k import top_k
 from blocksparse.per_head import PerHead, check, optional_per_head, over_blocks
 from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.selectors.block_mask import BlockMask
@@ -50,25 +49,13 @@ class TopK(Selector[BlockScores, BlockMask]):
             raise ValueError("'of_all_keys' needs 'share'; 'k' is a number of blocks by itself")
 
     def __call__(self, scores: BlockScores) -> BlockMask:
-        grid = scores.grid
-        reachable = grid.reachable
-        always = grid.diagonal if scores.forced is None else (grid.diagonal | scores.forced) & reachable
-        values = scores.values.nan_to_num(nan=float("-inf"))
-        if self.forced_first:
-            values = values.masked_fill(always, float("inf"))
-        elif scores.forced is not None:
-            values = values.masked_fill(scores.forced, float("-inf"))
-        order = values.masked_fill(~reachable, float("-inf")).argsort(dim=-1, descending=True, stable=True)
-        rank = torch.arange(grid.cols, device=values.device)
-        taken = rank < self._count(values, reachable)
-        keep = torch.empty_like(values, dtype=torch.bool).scatter_(-1, order, taken.expand(values.shape))
-        return BlockMask((keep | always) & reachable, grid)
-
-    def _count(self, values: Tensor, reachable: Tensor) -> Tensor:
-        """Blocks to keep, broadcastable to `[B, Hq, rows, 1]`. Products are rounded to fp32: .07 of 100 is 7."""
-        if self.share is None:
-            return values.new_full((1, 1, 1, 1), self.k or 0)
-        share = over_blocks(self.share, values)
-        if self.of_all_keys:
-            return (share * values.shape[-1]).float().floor().clamp_min(1)
-        return (share * reachable.sum(-1, keepdim=True)).float().ceil()
+        keep = top_k(
+            scores.values,
+            scores.forced,
+            self.k,
+            None if self.share is None else over_blocks(self.share, scores.values),
+            scores.grid,
+            forced_first=self.forced_first,
+            of_all_keys=self.of_all_keys,
+        )
+        return BlockMask(keep, scores.grid)

@@ -10,11 +10,11 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import pad
 
+from blocksparse.kernels.running_share import running_share
 from blocksparse.per_head import PerHead, check, over_blocks, per_head
 from blocksparse.scorers.vertical_slash import VerticalSlashScores
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.counter_hash import block_indices
-from blocksparse.selectors.cumulative import running_share
 from blocksparse.selectors.selector import Selector
 
 _TOKENS_PER_BUDGET = 128  # the released code divides by this whatever the block

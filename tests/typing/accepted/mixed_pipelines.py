@@ -13,6 +13,7 @@ assert_type(verbatim, bs.Pipeline[bs.GlobalPermutation, bs.BlockMass, bs.BlockMa
 
 # A selector that needs less takes more: TopK needs scores of any kind.
 bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(), bs.TopK(4), bs.FlexExecutor())
+bs.Pipeline(bs.SegmentKeySort(), bs.MeanPoolScorer(), bs.TopCdf(0.9), bs.FlashAttention4Executor())
 # An executor that needs less takes more: the reference takes any permutation.
 bs.Pipeline(bs.SegmentKeySort(), bs.MeanPoolScorer(), bs.Everything(), bs.ReferenceExecutor())
 # The algebra keeps the stronger need, in either order.

@@ -1,4 +1,4 @@
-"""What cumulative rules share: how much of a total has been taken before and after each entry, heaviest first."""
+"""How much of a total has been taken before and after each entry, heaviest first: what cumulative rules share."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def running_share(values: Tensor, first: Tensor | None = None) -> RunningShare:
     shares on every device. They are fp32, the precision of scores: rounding must not push a sum over a round
     target.
     """
-    ticks = _ticks(values)
-    key = ticks if first is None else ticks.masked_fill(first, torch.iinfo(torch.int64).max)
+    weight = _ticks(values)
+    key = weight if first is None else weight.masked_fill(first, torch.iinfo(torch.int64).max)
     order = key.argsort(dim=-1, descending=True, stable=True)
-    ranked = ticks.gather(-1, order)
+    ranked = weight.gather(-1, order)
     reached = ranked.cumsum(-1)
     total = reached[..., -1:].double()
     return RunningShare(order, ranked, ((reached - ranked) / total).float(), (reached / total).float())
@@ -44,4 +44,5 @@ def _ticks(values: Tensor) -> Tensor:
     """
     values = values.nan_to_num(nan=0.0, posinf=torch.finfo(torch.float32).max).clamp_min(0.0)
     exponent = torch.frexp(values.amax(-1, keepdim=True)).exponent
-    return torch.ldexp(values.double(), 30 - exponent).round().long()
+    scale = (1053 - exponent.long() << 52).view(torch.float64)  # 2^(30 - exponent), which fp32 may not hold
+    return (values.double() * scale).round().long()

@@ -1,0 +1,145 @@
+"""Tables of whole calls against dense attention: `calls` on structured inputs, and `cpu`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+import blocksparse as bs
+from benchmarks.cases import AnyPipeline, Plan
+from benchmarks.inputs import Case, everything
+from benchmarks.kernel_tables import Row, density_of
+from benchmarks.peers import DENSE, FLEX, DensePeer, flex_call
+from benchmarks.timing import (
+    Call,
+    Candidate,
+    CannotRunError,
+    Figure,
+    attempt,
+    check,
+    measure,
+    peak_bytes,
+    ready,
+    release,
+)
+
+GRAPH = ", CUDA graph"
+
+
+def calls(plan: Plan, device: torch.device) -> Iterator[Row]:
+    """Whole calls against dense attention; PBS-Attn at the density asked for too, and as a CUDA graph."""
+    for N in plan.lengths:
+        release(device)
+        q, k, v = plan.inputs(N, device)
+        rows: dict[str, Row] = {}
+        candidates: dict[str, Candidate] = {}
+
+        whole = everything(q, k)
+        everyone: dict[str, DensePeer] = dict(DENSE)
+        if device.type == "cuda":
+            everyone[f"{FLEX} dense"] = partial(flex_call, mask=whole)
+        for name, dense in everyone.items():
+            rows[name] = {"dense": True, "density": 1.0}
+            candidates[name] = Candidate(partial(dense, q, k, v), partial(check, q=q, k=k, v=v, mask=whole))
+
+        presets = {preset.name: plan.pipeline(preset) for preset in plan.presets if preset.automatic}
+        first = plan.presets[0].name
+        threshold, at_density = _at_density(presets[first], q, k, plan.call_density)
+        sparse = {f"{first}({threshold:.3f})": at_density, **presets}
+        for name, pipeline in sparse.items():
+            rows[name] = attempt({"dense": False}, partial(_whole_call, plan, pipeline, q, k, v))
+            mask = rows[name].pop("mask", None)
+            if mask is not None:
+                verify = partial(check, q=q, k=k, v=v, mask=mask)
+                candidates[name] = Candidate(ready(partial(pipeline, q, k, v)), verify)
+        figures = measure(candidates, device=device, budget_ms=plan.budget_ms)
+        # Captures apart and last: one that fails may leave the device in disorder.
+        graphs: dict[str, Candidate] = {}
+        for name in list(sparse)[:2]:
+            if name in candidates:
+                rows[name + GRAPH] = rows[name] | {"extra_bytes": None}
+                graphs[name + GRAPH] = Candidate(
+                    partial(_captured, sparse[name], q, k, v), candidates[name].verify
+                )
+        figures |= measure(graphs, device=device, budget_ms=plan.budget_ms)
+        for name, row in rows.items():
+            yield {"N": N, "method": name} | row | figures.get(name, Figure()).as_row()
+
+
+def _at_density(pipeline: AnyPipeline, q: Tensor, k: Tensor, density: float) -> tuple[float, AnyPipeline]:
+    """PBS-Attn with the threshold that comes nearest to a density, to three decimals."""
+    scale = q.shape[-1] ** -0.5
+    permutation = pipeline.permuter(q, k, causal=True, scale=scale)
+    scores = pipeline.scorer(q, k, permutation, causal=True, scale=scale)
+    low, high = 1, 999
+    while low < high:
+        middle = (low + high) // 2
+        mask = (bs.TopCdf(middle / 1000) | bs.FirstToken())(scores)
+        if float(mask.density().mean()) < density:
+            low = middle + 1
+        else:
+            high = middle
+    selector = bs.TopCdf(low / 1000) | bs.FirstToken()
+    return low / 1000, bs.Pipeline(pipeline.permuter, pipeline.scorer, selector, pipeline.executor)
+
+
+def _whole_call(plan: Plan, pipeline: AnyPipeline, q: Tensor, k: Tensor, v: Tensor) -> Row:
+    extra_bytes = peak_bytes(lambda: pipeline(q, k, v), q.device)
+    mask = pipeline.trace(q, k, v).visited
+    ran = str(plan.executor or bs.AutoExecutor().choose(q, k, v, mask))
+    return {"density": density_of(mask), "ran": ran, "extra_bytes": extra_bytes, "mask": mask}
+
+
+def _captured(pipeline: AnyPipeline, q: Tensor, k: Tensor, v: Tensor) -> Call:
+    """One whole call as a CUDA graph; what the capture wrote is overwritten, so that a replay must compute."""
+    if not q.is_cuda:
+        raise CannotRunError("CUDA graphs are for NVIDIA GPUs")
+    side = torch.cuda.Stream(q.device)
+    side.wait_stream(torch.cuda.current_stream(q.device))
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            pipeline(q, k, v)
+    torch.cuda.current_stream(q.device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = pipeline(q, k, v)
+    out.fill_(float("nan"))
+
+    def call() -> Tensor:
+        graph.replay()
+        return out
+
+    return call
+
+
+def cpu(plan: Plan, device: torch.device) -> Iterator[Row]:
+    """`FlexExecutor`, block lists included, against dense SDPA: 9 query heads, 3 KV heads, head dim 64."""
+    for N in plan.cpu_lengths:
+        for dtype in (torch.float32, torch.bfloat16):
+            case = Case(N, 9, 3, 64, 128, 128, plan.call_density, dtype)
+            q, k, v = case.inputs(device)
+            mask, everyone = case.mask(q, k), everything(q, k)
+            dense = partial(scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=True)
+            sparse = partial(_flex, q, k, v, mask)
+            figures = measure(
+                {
+                    "dense": Candidate(ready(dense), partial(check, q=q, k=k, v=v, mask=everyone)),
+                    "FlexExecutor": Candidate(ready(sparse), partial(check, q=q, k=k, v=v, mask=mask)),
+                },
+                device=device,
+                budget_ms=20 * plan.budget_ms,
+            )
+            yield {
+                "N": N,
+                "dtype": str(dtype).removeprefix("torch."),
+                "density": density_of(mask),
+                "figures": {name: figure.as_row() for name, figure in figures.items()},
+            }
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask) -> Tensor:
+    return bs.FlexExecutor()(q, k, v, bs.GlobalPermutation(), mask, scale=q.shape[-1] ** -0.5).out

@@ -1,0 +1,226 @@
+"""Markdown of `results.json`: `python -m benchmarks.report results.json`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers import FLEX, OURS, PORTABLE
+
+Row = dict[str, Any]
+
+NONE = "-"
+STAGES = ("permute", "score", "select", "plan", "attend")
+
+
+def tokens(N: int) -> str:
+    """8192 is 8K."""
+    return f"{N >> 20}M" if N % (1 << 20) == 0 else f"{N >> 10}K" if N % 1024 == 0 else str(N)
+
+
+def ms_of(row: Row, name: str) -> float | None:
+    """Milliseconds of one figure of a row, or None."""
+    ms: float | None = row.get("figures", {}).get(name, {}).get("ms")
+    return ms
+
+
+def rate_of(row: Row, name: str) -> float | None:
+    """TFLOP/s over kept blocks."""
+    ms = ms_of(row, name)
+    return None if ms is None else row["tflop"] / ms * 1e3
+
+
+def ratio(a: float | None, b: float | None) -> float | None:
+    return None if a is None or b is None else a / b
+
+
+def cell(x: float | None, digits: int) -> str:
+    return NONE if x is None else f"{x:.{digits}f}"
+
+
+def milliseconds(x: float | None) -> str:
+    """Three digits that count."""
+    return (
+        NONE
+        if x is None
+        else f"{x:.3f}"
+        if x < 1
+        else f"{x:.2f}"
+        if x < 10
+        else f"{x:.1f}"
+        if x < 100
+        else f"{x:.0f}"
+    )
+
+
+def gibibytes(x: float | None) -> str:
+    return NONE if x is None else f"{x / 2**30:.2f}"
+
+
+def table(head: Iterable[str], body: Iterable[Iterable[str]]) -> str:
+    """Rows and columns in Markdown, without the columns in which nobody has anything."""
+    head, rows = list(head), [list(row) for row in body]
+    kept = [i for i in range(len(head)) if any(row[i] != NONE for row in rows)]
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line[i] for i in kept) + " |" for line in lines)
+
+
+def notes(rows: list[Row]) -> str:
+    """Why figures are missing, each reason once."""
+    found: dict[str, None] = {}
+    for row in rows:
+        where = row.get("preset") or row.get("method") or ""
+        reasons: Row = {where: row, **row.get("figures", {})}
+        for name, given in reasons.items():
+            if why := given.get("why"):
+                at = f"{tokens(row['N'])} tokens" if "N" in row else ""
+                found.setdefault(
+                    f"- {name}: {why}"
+                    if "not installed" in why or "No module" in why
+                    else f"- {name}, {at}: {why}"
+                )
+    return "\n".join(found)
+
+
+def rates(rows: list[Row]) -> str:
+    names = list(dict.fromkeys(name for row in rows for name in row["figures"]))
+    ours, others = OURS, [name for name in names if name not in (OURS, PORTABLE)]
+    head = [
+        "tokens",
+        "head dim",
+        "density",
+        *names,
+        *(f"ours / {name}" for name in others),
+        "portable / FlexAttention",
+    ]
+    body = []
+    for row in rows:
+        rate = {name: rate_of(row, name) for name in names}
+        body.append(
+            [tokens(row["N"]), str(row["D"]), cell(row["density"], 3)]
+            + [cell(rate[name], 0) for name in names]
+            + [cell(ratio(rate[ours], rate[name]), 2) for name in others]
+            + [cell(ratio(rate[PORTABLE], rate.get(FLEX)), 2)]
+        )
+    return table(head, body)
+
+
+def blocks(rows: list[Row]) -> str:
+    body, whole = [], {}
+    for row in rows:
+        # The first of each length, head dim and density wanted is what the finer ones are compared with.
+        rate = {name: rate_of(row, name) for name in (OURS, PORTABLE)}
+        if (row["q_block"], row["k_block"]) == (rows[0]["q_block"], rows[0]["k_block"]):
+            whole = rate
+        body.append(
+            [tokens(row["N"]), str(row["D"]), f"{row['q_block']}x{row['k_block']}", cell(row["density"], 3)]
+            + [cell(rate[name], 0) for name in rate]
+            + [cell(ratio(rate[name], whole[name]), 2) for name in rate]
+        )
+    coarse = f"{rows[0]['q_block']}x{rows[0]['k_block']}"
+    head = ["tokens", "head dim", "blocks", "density", OURS, PORTABLE, f"ours / {coarse}", f"portable / {coarse}"]
+    return table(head, body)
+
+
+def mask_building(row: Row) -> float | None:
+    """Milliseconds of permuting, scoring and selecting."""
+    parts = [ms_of(row, name) for name in STAGES[:3]]
+    return None if None in parts else sum(x for x in parts if x is not None)
+
+
+def mask_share(row: Row) -> float | None:
+    """Time of building the mask over time of attending, block lists included."""
+    return ratio(mask_building(row), ms_of(row, "attend"))
+
+
+def stages(rows: list[Row]) -> str:
+    head = ["tokens", "preset", "density", *STAGES, "mask building", "of attend", "extra GiB"]
+    body = []
+    for row in rows:
+        building, share = mask_building(row), mask_share(row)
+        body.append(
+            [tokens(row["N"]), row["preset"], cell(row.get("density"), 3)]
+            + [milliseconds(ms_of(row, name)) for name in STAGES]
+            + [
+                milliseconds(building),
+                NONE if share is None else f"{share:.0%}",
+                gibibytes(row.get("extra_bytes")),
+            ]
+        )
+    return table(head, body)
+
+
+def fastest_dense(rows: list[Row], N: int) -> Row | None:
+    """The row of the fastest dense attention at this length."""
+    dense = [row for row in rows if row["N"] == N and row["dense"] and row.get("ms") is not None]
+    return min(dense, key=lambda row: row["ms"], default=None)
+
+
+def calls(rows: list[Row]) -> str:
+    body = []
+    for row in rows:
+        best = fastest_dense(rows, row["N"])
+        speedup = None if best is None else ratio(best["ms"], row.get("ms"))
+        times = [milliseconds(row.get("ms")), cell(speedup, 2)]
+        rest = [gibibytes(row.get("extra_bytes")), row.get("ran", NONE)]
+        body.append([tokens(row["N"]), row["method"], cell(row.get("density"), 3), *times, *rest])
+    return table(["tokens", "call", "density", "ms", "times dense", "extra GiB", "what ran"], body)
+
+
+def growth(rows: list[Row]) -> str:
+    body = []
+    for row in rows:
+        kernel, whole, kept = ms_of(row, "kernel"), ms_of(row, "whole call"), row.get("kept_blocks")
+        per_block = [None if ms is None or not kept else ms * 1e6 / kept for ms in (kernel, whole)]
+        point = [tokens(row["N"]), cell(row.get("density"), 3), NONE if kept is None else f"{kept:,}"]
+        times = [milliseconds(kernel), milliseconds(whole), *(cell(x, 2) for x in per_block)]
+        body.append([*point, *times, cell(rate_of(row, "kernel"), 0), gibibytes(row.get("extra_bytes"))])
+    head = ["tokens", "density", "kept blocks", "kernel, ms", "call, ms", "kernel, ns a block", "call, ns a block"]
+    return table([*head, "kernel, TFLOP/s", "extra GiB"], body)
+
+
+def cpu(rows: list[Row]) -> str:
+    body = []
+    for row in rows:
+        dense, flex = ms_of(row, "dense"), ms_of(row, "FlexExecutor")
+        times = [milliseconds(dense), milliseconds(flex), cell(ratio(dense, flex), 1)]
+        body.append([tokens(row["N"]), row["dtype"], cell(row["density"], 3), *times])
+    return table(["tokens", "dtype", "density", "dense SDPA, ms", "FlexExecutor, ms", "times dense"], body)
+
+
+TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
+    "rates": ("Kernel rates, TFLOP/s over kept blocks", rates),
+    "blocks": ("Finer blocks, TFLOP/s over kept blocks", blocks),
+    "stages": ("Stages, ms", stages),
+    "calls": ("Whole calls", calls),
+    "growth": ("Growth", growth),
+    "cpu": ("FlexExecutor on a CPU", cpu),
+}
+
+
+def markdown(results: Row) -> str:
+    """Every table of the results, with the reasons why figures are missing."""
+    environment, roofs = results["environment"], results.get("roofs") or {}
+    parts = [", ".join(f"{name} {value}" for name, value in environment.items())]
+    if roofs:
+        parts.append(
+            f"Measured roofs: {roofs['matmul_tflops']:.0f} TFLOP/s of bf16 matrix products, "
+            f"{roofs['memory_tb_per_s']:.2f} TB/s of copying."
+        )
+    for name, (title, show) in TABLES.items():
+        if rows := results["tables"].get(name):
+            parts += [f"## {title}", show(rows), notes(rows)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("results", type=Path)
+    print(markdown(json.loads(parser.parse_args().results.read_text(encoding="utf-8"))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Tables of what a call is made of, on structured inputs: `stages`, and `growth` to very long prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+import blocksparse as bs
+from benchmarks.cases import AnyPipeline, Plan
+from benchmarks.kernel_tables import Row, density_of, pairs_kept
+from benchmarks.peers import kernel_call
+from benchmarks.timing import Candidate, attempt, check, measure, medians, peak_bytes, ready, release
+
+
+def stages(plan: Plan, device: torch.device) -> Iterator[Row]:
+    """Where the time of each preset goes, and the memory of a plain call beyond its inputs and output."""
+    for N in plan.lengths:
+        release(device)
+        q, k, v = plan.inputs(N, device)
+        for preset in plan.presets:
+            if preset.longest >= N:
+                row = {"N": N, "preset": preset.name}
+                yield attempt(row, partial(_stages_of, plan.pipeline(preset), q, k, v, plan.budget_ms))
+
+
+def _stages_of(pipeline: AnyPipeline, q: Tensor, k: Tensor, v: Tensor, budget_ms: float) -> Row:
+    extra_bytes = peak_bytes(lambda: pipeline(q, k, v), q.device)
+    scale, trace = q.shape[-1] ** -0.5, pipeline.trace(q, k, v)
+    check(trace.output.out, q, k, v, trace.visited)
+    permutation, scores, mask = trace.permutation, trace.scores, trace.mask
+    steps: dict[str, Callable[[], object]] = {
+        "permute": lambda: pipeline.permuter(q, k, causal=True, scale=scale),
+        "score": lambda: pipeline.scorer(q, k, permutation, causal=True, scale=scale),
+        "select": lambda: pipeline.selector(scores),
+        "attend": lambda: pipeline.executor(q, k, v, permutation, mask, scale=scale),
+    }
+    if mask.grid.group_of_row is None:  # else the executor walks index maps, not lists
+        steps["plan"] = lambda: bs.BlockPlan.of(mask)
+    figures = medians(steps, device=q.device, budget_ms=budget_ms)
+    return {
+        "density": density_of(trace.visited),
+        "extra_bytes": extra_bytes,
+        "figures": {name: figure.as_row() for name, figure in figures.items()},
+    }
+
+
+def growth(plan: Plan, device: torch.device) -> Iterator[Row]:
+    """From short prompts to very long ones: the kernel's time per kept block, whole calls, and their memory."""
+    for N, share in plan.growth:
+        release(device)
+        yield attempt({"N": N, "share": share}, partial(_growth_of, plan, N, share, device))
+
+
+def _growth_of(plan: Plan, N: int, share: float, device: torch.device) -> Row:
+    q, k, v = plan.inputs(N, device)
+    first = plan.pipeline(plan.presets[0])
+    pipeline = bs.Pipeline(first.permuter, first.scorer, bs.TopK(share=share), first.executor)
+    extra_bytes = peak_bytes(lambda: pipeline(q, k, v), device)
+    trace = pipeline.trace(q, k, v)
+    permutation, mask = trace.permutation, trace.mask
+    del trace
+    verify = partial(check, q=q, k=k, v=v, mask=mask)
+    figures = measure(
+        {
+            "kernel": Candidate(partial(kernel_call, q, k, v, mask, permutation=permutation), verify),
+            "whole call": Candidate(ready(partial(pipeline, q, k, v)), verify),
+        },
+        device=device,
+        budget_ms=plan.budget_ms,
+    )
+    pairs = pairs_kept(mask)
+    return {
+        "density": density_of(mask),
+        "kept_blocks": pairs // (mask.grid.q_block * mask.grid.k_block),
+        "tflop": 4e-12 * plan.D * pairs,
+        "extra_bytes": extra_bytes,
+        "figures": {name: figure.as_row() for name, figure in figures.items()},
+    }

@@ -1,0 +1,181 @@
+"""Check, then time: what fails its check gets no time, only the reason why."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from attrs import asdict, frozen
+from torch import Tensor
+
+import blocksparse as bs
+
+Call = Callable[[], Tensor]
+"""Attends: `[B, Hq, M, Dv]`."""
+
+ROUNDS = 3
+_COLD = 256 << 20  # bytes; more than any level-2 cache
+
+
+class WrongOutputError(RuntimeError):
+    """An output is not what its mask means."""
+
+
+class CannotRunError(RuntimeError):
+    """Someone's reasons not to take part."""
+
+
+def check(
+    out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask, *, samples: int = 6, tolerance: float = 1e-2
+) -> None:
+    """Sampled rows of blocks of `out` `[1, Hq, M, Dv]` against what `mask` means, in float64.
+
+    q, k, v and `out` are in original order, whatever the order of the mask's slots.
+
+    Raises:
+        WrongOutputError: an output is not finite, or off by more than half precision explains.
+    """
+    grid, offset = mask.grid, k.shape[2] - q.shape[2]
+    per_mask = q.shape[1] // mask.keep.shape[1]
+    generator = torch.Generator().manual_seed(time.time_ns() % 2**31)
+    for _ in range(samples):
+        h = int(torch.randint(q.shape[1], (), generator=generator))
+        row = int(torch.randint(grid.rows, (), generator=generator))
+        kv = h * k.shape[1] // q.shape[1]
+        query = mask.queries(row)[0, h]
+        key = mask.slots(row)[0, h][mask.keep[0, h // per_mask, row]].flatten().long()
+        key = key[key >= 0]
+        some_q, some_k, some_v = q[0, h, query].double(), k[0, kv, key].double(), v[0, kv, key].double()
+        logits = some_q @ some_k.T * q.shape[-1] ** -0.5
+        if grid.causal:
+            logits = logits.masked_fill(key > query[:, None] + offset, float("-inf"))
+        want = logits.softmax(-1) @ some_v
+        error = float((out[0, h, query].double() - want).norm() / want.norm())
+        if not error < tolerance:
+            raise WrongOutputError(f"head {h}, row {row}: relative error {error:.2e}")
+
+
+@frozen
+class Figure:
+    """A time, or why there is none."""
+
+    ms: float | None = None  # median of all repeats
+    spread: float | None = None  # of the medians of the rounds: largest over smallest, minus 1
+    why: str | None = None
+
+    def as_row(self) -> dict[str, Any]:
+        """For JSON."""
+        return {name: x for name, x in asdict(self).items() if x is not None}
+
+
+def reason(error: Exception) -> str:
+    """One line, short enough for a table's note."""
+    first = (str(error).strip().splitlines() or [""])[0][:200]
+    return first if type(error) is CannotRunError else f"{type(error).__name__}: {first}"
+
+
+@frozen
+class Candidate:
+    """How to build a call, and how to tell whether its output is right."""
+
+    build: Callable[[], Call]  # what it does stays out of the time
+    verify: Callable[[Tensor], None]  # raises
+
+
+def ready(call: Call) -> Callable[[], Call]:
+    """The builder of a call that needs no building."""
+    return lambda: call
+
+
+def attempt(row: dict[str, Any], work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """`row` with what comes of the work, or why nothing does."""
+    try:
+        return row | work()
+    except Exception as error:  # who cannot run is a row that says why
+        return row | {"why": reason(error)}
+
+
+def measure(candidates: Mapping[str, Candidate], *, device: torch.device, budget_ms: float) -> dict[str, Figure]:
+    """Milliseconds of every call that can be built and passes its check; of the others, the reason why not.
+
+    The calls take turns. Each turn begins with a while of the same call, untimed: the clock that a chip allows
+    itself depends on the power of what ran just before.
+    """
+    calls: dict[str, Call] = {}
+    figures: dict[str, Figure] = {}
+    for name, candidate in candidates.items():
+        try:
+            call = candidate.build()
+            candidate.verify(call())
+            calls[name] = call
+        except Exception as error:  # who cannot run is a figure that says why
+            figures[name] = Figure(why=reason(error))
+    figures |= medians(calls, device=device, budget_ms=budget_ms)
+    return {name: figures[name] for name in candidates}
+
+
+def medians(
+    calls: Mapping[str, Callable[[], object]], *, device: torch.device, budget_ms: float
+) -> dict[str, Figure]:
+    """Milliseconds of each call: three rounds, in each as many repeats as its third of the budget has room for."""
+    times: dict[str, list[list[float]]] = {name: [] for name in calls}
+    repeats = {}
+    for name, call in calls.items():
+        once = min(repeated(call, 2, device))
+        repeats[name] = max(1, min(100, int(budget_ms / ROUNDS / max(once, 1e-3))))
+    warm_up = 0 if device.type == "cpu" else 1
+    for _ in range(ROUNDS):
+        for name, call in calls.items():
+            repeated(call, warm_up * repeats[name], device)
+            times[name].append(repeated(call, repeats[name], device))
+    return {name: _figure(rounds) for name, rounds in times.items()}
+
+
+def _figure(rounds: list[list[float]]) -> Figure:
+    middles = [statistics.median(times) for times in rounds]
+    return Figure(statistics.median(chain.from_iterable(rounds)), max(middles) / min(middles) - 1)
+
+
+def repeated(call: Callable[[], object], repeats: int, device: torch.device) -> list[float]:
+    """Milliseconds of single calls; on a GPU as `triton.testing.do_bench` has it, by events and from a cold L2."""
+    if device.type == "cpu":
+        times = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            call()
+            times.append((time.perf_counter() - start) * 1e3)
+        return times
+    cold = torch.empty(_COLD, dtype=torch.int8, device=device)
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    for start_event, end_event in events:
+        cold.zero_()
+        start_event.record()
+        call()
+        end_event.record()
+    torch.cuda.synchronize(device)
+    return [float(start_event.elapsed_time(end_event)) for start_event, end_event in events]
+
+
+def peak_bytes(call: Call, device: torch.device) -> int | None:
+    """Most memory that one call holds beyond its inputs and its output; None where nobody counts."""
+    if device.type != "cuda":
+        return None
+    call()  # libraries take workspaces at their first call
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    out = call()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before - out.numel() * out.element_size()
+
+
+def release(device: torch.device) -> None:
+    """Give back what earlier rows held, so that no row meets a fragmented memory."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,116 @@
+"""Which kernel attends over block lists, and with which tiles."""
+
+from __future__ import annotations
+
+import torch
+from attrs import field, frozen, validators
+from torch import Tensor
+
+from blocksparse.kernels.hardware import copies_in_bulk, is_hopper
+
+_size = [validators.instance_of(int), validators.gt(0)]
+HALF = (torch.float16, torch.bfloat16)
+
+
+@frozen
+class TritonTiles:
+    """How the portable kernel is launched: tiles of `block_m` x `block_n`, warps, and software-pipeline stages."""
+
+    block_m: int = field(validator=_size)
+    block_n: int = field(validator=_size)
+    num_warps: int = field(validator=_size)
+    num_stages: int = field(validator=_size)
+    tma: bool = True  # where the hardware and the tensors allow it
+
+    kernel = "triton"
+
+    @property
+    def sizes(self) -> list[int]:
+        """What the op takes."""
+        return [self.block_m, self.block_n, self.num_warps, self.num_stages, int(self.tma)]
+
+    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, q_block: int, k_block: int) -> list[str]:
+        """Tiles are powers of two, at least 16, that divide the mask's blocks."""
+        fits = all(
+            tile >= 16 and tile & (tile - 1) == 0 and block % tile == 0
+            for tile, block in ((self.block_m, q_block), (self.block_n, k_block))
+        )
+        return [] if fits else [f"{self} does not divide blocks of {q_block} x {k_block}"]
+
+
+@frozen
+class HopperTiles:
+    """How the Hopper kernel is launched.
+
+    Args:
+        consumers: warp groups that compute, with 64 queries each: 1 or 2.
+        block_n: keys per tile, 64 or 128; narrower blocks fill it together.
+        num_stages: tiles of keys, and of values, in flight.
+        per_sm: programs per multiprocessor.
+    """
+
+    consumers: int = field(validator=validators.in_((1, 2)))
+    block_n: int = field(validator=validators.in_((64, 128)))
+    num_stages: int = field(validator=_size)
+    per_sm: int = field(default=1, validator=_size)
+
+    kernel = "hopper"
+
+    @property
+    def sizes(self) -> list[int]:
+        """What the op takes."""
+        return [self.consumers, self.block_n, self.num_stages, self.per_sm]
+
+    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, q_block: int, k_block: int) -> list[str]:
+        """What the copy engine and the consumers' registers ask for."""
+        reasons = []
+        if not is_hopper(q.device):
+            reasons.append(f"{self} needs a GPU of compute capability 9.0")
+        if q.dtype not in HALF:
+            reasons.append(f"{self} takes float16 and bfloat16, not {q.dtype}")
+        if any(x.shape[-1] > 128 or x.shape[-1] % 8 for x in (q, v)):
+            reasons.append(
+                f"{self} takes head dims that are multiples of 8 up to 128, not {q.shape[-1]}, {v.shape[-1]}"
+            )
+        if not all(copies_in_bulk(x) for x in (q, k, v)):
+            reasons.append(f"{self} needs rows of 16-byte alignment")
+        if q_block % (64 * self.consumers) or (
+            k_block % self.block_n and (self.block_n % k_block or k_block < 16)
+        ):
+            reasons.append(f"{self} does not divide blocks of {q_block} x {k_block}")
+        return reasons
+
+
+Tiles = TritonTiles | HopperTiles
+
+# By head dim (up to) and whether 128 queries fill whole rows; `python -m benchmarks.tune` measures them.
+_HOPPER = {
+    (64, True): HopperTiles(2, 128, 4),
+    (64, False): HopperTiles(1, 128, 2, 2),
+    (128, True): HopperTiles(2, 128, 2),
+    (128, False): HopperTiles(1, 64, 2, 2),
+}
+
+
+def tuned(q: Tensor, k: Tensor, v: Tensor, q_block: int, k_block: int, *, exact: bool = True) -> Tiles:
+    """The fastest tiles for blocks of `q_block` x `k_block`, as measured (docs/performance.md).
+
+    Args:
+        exact: nothing is approximated; the Hopper kernel only computes exactly.
+    """
+    head_dim = max(q.shape[-1], v.shape[-1])
+    if exact and head_dim <= 128:
+        tiles = _HOPPER[64 if head_dim <= 64 else 128, q_block % 128 == 0]
+        if not tiles.unsupported(q, k, v, q_block, k_block):
+            return tiles
+    return portable(q_block, k_block, head_dim, q.element_size())
+
+
+def portable(q_block: int, k_block: int, head_dim: int, itemsize: int) -> TritonTiles:
+    """Tiles of the portable kernel that divide the blocks and fit on chip."""
+    row_bytes = head_dim * itemsize
+    large = itemsize <= 2 and 128 < row_bytes <= 256
+    limit = 128 if large else 64 if row_bytes <= 512 else 32
+    block_m, block_n = (min(block & -block, limit) for block in (q_block, k_block))
+    stages = 4 if itemsize <= 2 and row_bytes <= 128 else 2
+    return TritonTiles(block_m, block_n, num_warps=8 if block_m == 128 else 4, num_stages=stages)

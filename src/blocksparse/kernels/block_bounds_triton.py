@@ -1,0 +1,91 @@
+"""The Triton kernel of `block_bounds`: some programs take blocks of queries, the others blocks of keys."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from blocksparse.kernels.block_bounds import Bounds
+from blocksparse.kernels.block_grid_triton import device_of
+from blocksparse.kernels.sizes import cdiv, power_of_2
+
+_NEVER = tl.constexpr(2**31 - 1)
+_TILE = 2048  # places at a time
+
+
+def block_bounds_triton(q_position: Tensor, k_position: Tensor, q_block: int, k_block: int, heads: int) -> Bounds:
+    """Launch the kernel; arguments as of `block_bounds`."""
+    q_position, k_position = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_position, k_position))
+    (Bq, Qh, _), (Bk, Kh, G, _) = q_position.shape, k_position.shape
+    rows, cols = q_position.shape[-1] // q_block, k_position.shape[-1] // k_block
+    q_copies, k_copies = (1 if H == 1 else heads // H for H in (Qh, Kh))
+    q_bounds = torch.empty((2, Bq, Qh * q_copies, rows, 1), dtype=torch.int32, device=q_position.device)
+    k_bounds = torch.empty((2, Bk, Kh * k_copies, G, cols), dtype=torch.int32, device=q_position.device)
+    k_whole = torch.empty(k_bounds.shape[1:], dtype=torch.bool, device=q_position.device)
+    q_wide, k_wide = (min(power_of_2(block), _TILE) for block in (q_block, k_block))
+    q_programs = Bq * Qh * cdiv(rows, _TILE // q_wide)
+    k_programs = Bk * Kh * G * cdiv(cols, _TILE // k_wide)
+    with device_of(q_position):
+        _kernel[(q_programs + k_programs,)](
+            q_position, k_position, q_bounds, k_bounds, k_whole,
+            q_position.stride()[:2], k_position.stride()[:3],
+            q_programs, Qh, Kh, G, rows, cols, q_bounds.stride(0), k_bounds.stride(0),
+            Q_BLOCK=q_block, K_BLOCK=k_block, Q_WIDE=q_wide, K_WIDE=k_wide, TILE=_TILE,
+            Q_COPIES=q_copies, K_COPIES=k_copies,
+            num_warps=4,
+        )  # fmt: skip
+    return *q_bounds.unbind(), *k_bounds.unbind(), k_whole
+
+
+@triton.jit
+def _side(
+    pid, position_ptr, bounds_ptr, whole_ptr, stride_b, stride_h, stride_g, heads, G, blocks, to_last,
+    BLOCK: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COPIES: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """`ROWS` blocks of one map."""
+    tiles = tl.cdiv(blocks, ROWS)
+    row = pid % tiles * ROWS + tl.arange(0, ROWS)
+    g = pid // tiles % G
+    head = pid // tiles // G  # of all those of the batch
+    there = row < blocks
+    source = position_ptr + (head // heads).to(tl.int64) * stride_b + (head % heads).to(tl.int64) * stride_h
+    source = source + g.to(tl.int64) * stride_g
+    first = tl.full([ROWS], _NEVER, tl.int32)
+    last = tl.full([ROWS], -1, tl.int32)
+    empty = tl.zeros([ROWS], tl.int32)
+    for start in range(0, BLOCK, WIDE):
+        place = start + tl.arange(0, WIDE)
+        inside = there[:, None] & (place < BLOCK)[None, :]
+        position = tl.load(source + row.to(tl.int64)[:, None] * BLOCK + place[None, :], mask=inside, other=-1)
+        first = tl.minimum(first, tl.min(tl.where(position >= 0, position, _NEVER), 1))
+        last = tl.maximum(last, tl.max(position, 1))
+        empty += tl.sum((inside & (position < 0)).to(tl.int32), 1)
+    for copy in tl.static_range(COPIES):
+        at = ((head * COPIES + copy).to(tl.int64) * G + g) * blocks + row
+        tl.store(bounds_ptr + at, first, mask=there)
+        tl.store(bounds_ptr + to_last + at, last, mask=there)
+        if WHOLE:
+            tl.store(whole_ptr + at, empty == 0, mask=there)
+
+
+@triton.jit
+def _kernel(
+    q_ptr, k_ptr, q_bounds_ptr, k_bounds_ptr, k_whole_ptr,
+    q_strides, k_strides,
+    q_programs, q_heads, k_heads, G, rows, cols, q_to_last, k_to_last,
+    Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, Q_WIDE: tl.constexpr, K_WIDE: tl.constexpr, TILE: tl.constexpr,
+    Q_COPIES: tl.constexpr, K_COPIES: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    if pid < q_programs:
+        _side(
+            pid, q_ptr, q_bounds_ptr, k_whole_ptr, q_strides[0], q_strides[1], 0, q_heads, 1, rows, q_to_last,
+            Q_BLOCK, Q_WIDE, TILE // Q_WIDE, Q_COPIES, False,
+        )  # fmt: skip
+    else:
+        _side(
+            pid - q_programs, k_ptr, k_bounds_ptr, k_whole_ptr, k_strides[0], k_strides[1], k_strides[2],
+            k_heads, G, cols, k_to_last, K_BLOCK, K_WIDE, TILE // K_WIDE, K_COPIES, True,
+        )  # fmt: skip

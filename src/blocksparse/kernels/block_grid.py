@@ -1,0 +1,53 @@
+"""What kernels over blocks know of the grid: the first and last original position of every block."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class BlockGrid(Protocol):
+    """Positions of blocks, and what follows from them, as `blocksparse.Grid` has it.
+
+    All four axes are `[B|1, H|1, rows|1, cols|1]`; axes of one entry hold for all. Kernels read the positions and
+    work out the rest block by block; the twins take the properties.
+    """
+
+    @property
+    def causal(self) -> bool: ...
+
+    @property
+    def q_first(self) -> Tensor:
+        """`[B|1, H|1, rows, 1]` int32."""
+
+    @property
+    def q_last(self) -> Tensor:
+        """`[B|1, H|1, rows, 1]` int32."""
+
+    @property
+    def k_first(self) -> Tensor:
+        """`[B|1, H|1, rows|1, cols]` int32."""
+
+    @property
+    def k_last(self) -> Tensor:
+        """`[B|1, H|1, rows|1, cols]` int32, -1 for a block of empty slots."""
+
+    @property
+    def k_whole(self) -> Tensor:
+        """`[B|1, H|1, rows|1, cols]` bool, no empty slot."""
+
+    @property
+    def reachable(self) -> Tensor:
+        """Some query may see some key: `k_last >= 0`, and when causal `k_first <= q_last`."""
+
+    @property
+    def full(self) -> Tensor:
+        """Every query may see every key: `k_whole`, and when causal `k_last <= q_first`."""
+
+    @property
+    def diagonal(self) -> Tensor:
+        """Reachable, and when causal `k_last >= q_first`; nothing when not."""
+
+    def own_segment(self, S: int) -> Tensor:
+        """Reachable, and `k_first // S == q_first // S`."""

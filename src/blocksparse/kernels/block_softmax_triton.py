@@ -1,0 +1,135 @@
+"""The Triton kernel of `block_softmax` and `prefix_softmax`: fp32, in place where rows lie densely."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from blocksparse.kernels.block_grid import BlockGrid
+from blocksparse.kernels.block_grid_triton import (
+    device_of,
+    load_positions,
+    positions,
+    reachable_blocks,
+    rows_at,
+    strides,
+    tile,
+)
+
+_TILE = 8192  # logits at a time; a longer row is read twice
+
+
+def block_softmax_triton(
+    logits: Tensor, grid: BlockGrid, *, scale: float = 1.0, segment: int | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Launch the kernel; arguments as of `block_softmax`."""
+    own = None
+    if segment is not None:
+        batch, heads = (max(x.shape[axis] for x in positions(grid)[0]) for axis in (0, 1))
+        own = torch.empty((batch, heads, *logits.shape[2:]), dtype=torch.bool, device=logits.device)
+    return _launch(logits, *positions(grid), None, own, segment, scale, causal=grid.causal), own
+
+
+def prefix_softmax_triton(logits: Tensor, seen: Tensor) -> Tensor:
+    """Launch the kernel; arguments as of `prefix_softmax`."""
+    return _launch(logits, None, None, seen, None, None, 1.0, causal=False)
+
+
+def _launch(
+    logits: Tensor,
+    pointers: tuple[Tensor, ...] | None,
+    position_strides: Any,
+    seen: Tensor | None,
+    own: Tensor | None,
+    segment: int | None,
+    scale: float,
+    *,
+    causal: bool,
+) -> Tensor:
+    logits = logits.contiguous()
+    B, H, rows, cols = logits.shape
+    wide = min(triton.next_power_of_2(cols), _TILE)
+    high = min(triton.next_power_of_2(rows), max(1, 1024 // wide))
+    with device_of(logits):
+        _kernel[(triton.cdiv(rows, high), H, B)](
+            logits, pointers, seen, own,
+            position_strides, None if seen is None else strides(seen), None if own is None else strides(own),
+            rows, cols, scale,
+            SEGMENT=segment, CAUSAL=causal, ROWS=high, COLS=wide, CHUNKS=triton.cdiv(cols, wide),
+            num_warps=max(1, min(16, high * wide // 512)),
+        )  # fmt: skip
+    return logits
+
+
+@triton.jit
+def _scaled(
+    logits_at, positions, seen_ptr, own_ptr, position_strides, seen_strides, own_strides,
+    b, h, row, col, there, inside, scale,
+    SEGMENT: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Scaled logits of a tile, -inf where a column is not eligible; notes what is in the own segment."""
+    if seen_ptr is not None:
+        seen = tl.load(rows_at(seen_ptr, seen_strides, b, h, row), mask=there, other=0)
+        eligible = inside & (col < seen)
+    else:
+        q_first, q_last, k_first, k_last = load_positions(
+            positions, position_strides, b, h, row, col, there, inside
+        )
+        eligible = inside & reachable_blocks(q_last, k_first, k_last, CAUSAL)
+        if SEGMENT is not None:
+            own = eligible & (k_first // SEGMENT == q_first // SEGMENT)
+            eligible = eligible & ~own
+            # Where all heads share positions, one of them writes.
+            writes = inside & ((b == 0) | (own_strides[0] != 0)) & ((h == 0) | (own_strides[1] != 0))
+            tl.store(rows_at(own_ptr, own_strides, b, h, row) + col, own, mask=writes)
+    logits = tl.load(logits_at + col, mask=eligible, other=float("-inf"))
+    return tl.where(eligible, logits * scale, float("-inf"))
+
+
+@triton.jit
+def _kernel(
+    logits_ptr, positions, seen_ptr, own_ptr,
+    position_strides, seen_strides, own_strides,
+    rows, cols, scale,
+    SEGMENT: tl.constexpr, CAUSAL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    b, h, row, col = tile(ROWS, COLS)
+    there = row < rows
+    logits_at = logits_ptr + ((b * tl.num_programs(1) + h).to(tl.int64) * rows + row) * cols
+    if CHUNKS == 1:
+        inside = there & (col < cols)
+        logits = _scaled(
+            logits_at, positions, seen_ptr, own_ptr, position_strides, seen_strides, own_strides,
+            b, h, row, col, there, inside, scale, SEGMENT, CAUSAL,
+        )  # fmt: skip
+        best = tl.max(logits, 1, keep_dims=True)
+        weight = tl.exp(logits - tl.where(best == float("-inf"), 0.0, best))
+        total = tl.sum(weight, 1, keep_dims=True)
+        tl.store(logits_at + col, weight / tl.where(total == 0.0, 1.0, total), mask=inside)
+    else:
+        best = tl.full([ROWS, 1], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS, 1], tl.float32)
+        for i in range(CHUNKS):
+            at = i * COLS + col
+            logits = _scaled(
+                logits_at, positions, seen_ptr, own_ptr, position_strides, seen_strides, own_strides,
+                b, h, row, at, there, there & (at < cols), scale, SEGMENT, CAUSAL,
+            )  # fmt: skip
+            new_best = tl.maximum(best, tl.max(logits, 1, keep_dims=True))
+            origin = tl.where(new_best == float("-inf"), 0.0, new_best)
+            total = total * tl.exp(best - origin) + tl.sum(tl.exp(logits - origin), 1, keep_dims=True)
+            best = new_best
+        origin = tl.where(best == float("-inf"), 0.0, best)
+        inverse = 1.0 / tl.where(total == 0.0, 1.0, total)
+        for i in range(CHUNKS):
+            at = i * COLS + col
+            inside = there & (at < cols)
+            logits = _scaled(
+                logits_at, positions, seen_ptr, own_ptr, position_strides, seen_strides, own_strides,
+                b, h, row, at, there, inside, scale, SEGMENT, CAUSAL,
+            )  # fmt: skip
+            tl.store(logits_at + at, tl.exp(logits - origin) * inverse, mask=inside)

@@ -1,0 +1,22 @@
+"""What flash-attn-4 asks of partial blocks, in its own language. Imports CuTe: only for those who have it."""
+
+import cutlass
+import cutlass.cute as cute
+from flash_attn.cute.utils import scalar_to_ssa
+
+
+@cute.jit
+def key_not_after_query(batch, head, q_place, k_slot, lengths, positions):
+    """Whether the key in a slot stands at or before the query in a place.
+
+    `positions` are two int32 tensors `[B, Hq, places]` and `[B, Hq, slots]` of original positions.
+    """
+    q_at = scalar_to_ssa(positions[0][batch[0], head[0], q_place[0]], cutlass.Int32)
+    k_at = scalar_to_ssa(positions[1][batch[0], head[0], k_slot[0]], cutlass.Int32)
+    return k_at <= q_at
+
+
+@cute.jit
+def causal(batch, head, q_place, k_slot, lengths, positions):
+    """The same for keys and queries in original order, the queries being the last ones."""
+    return k_slot <= q_place + scalar_to_ssa(lengths.seqlen_k - lengths.seqlen_q, cutlass.Int32)

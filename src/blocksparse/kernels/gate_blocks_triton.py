@@ -1,0 +1,71 @@
+"""The Triton kernel of `gate_blocks`: in place where rows lie densely."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from blocksparse.kernels.block_grid import BlockGrid
+from blocksparse.kernels.block_grid_triton import (
+    device_of,
+    load_positions,
+    positions,
+    reachable_blocks,
+    rows_at,
+    strides,
+)
+from blocksparse.kernels.sizes import cdiv, power_of_2
+
+_TILE = 4096  # blocks at a time
+
+
+def gate_blocks_triton(
+    values: Tensor, unlike_row: Tensor, unlike_col: Tensor, forced: Tensor | None, grid: BlockGrid
+) -> tuple[Tensor, Tensor]:
+    """Launch the kernel; arguments as of `gate_blocks`."""
+    values = values.contiguous()
+    B, H, rows, cols = values.shape
+    out = torch.empty(values.shape, dtype=torch.bool, device=values.device)
+    tensors, position_strides = positions(grid)
+    wide = min(power_of_2(cols), 1024)
+    high = min(power_of_2(rows), _TILE // wide)
+    with device_of(values):
+        _kernel[(cdiv(rows, high) * cdiv(cols, wide), H, B)](
+            values, unlike_row, unlike_col, forced, out, tensors,
+            strides(unlike_row), strides(unlike_col), None if forced is None else strides(forced), position_strides,
+            rows, cols,
+            CAUSAL=grid.causal, ROWS=high, COLS=wide,
+            num_warps=4,
+        )  # fmt: skip
+    return values, out
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _kernel(
+    values_ptr, unlike_row_ptr, unlike_col_ptr, forced_ptr, out_ptr, position_ptrs,
+    unlike_row_strides, unlike_col_strides, forced_strides, position_strides,
+    rows, cols,
+    CAUSAL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    h = tl.program_id(1)
+    b = tl.program_id(2)
+    wide = tl.cdiv(cols, COLS)
+    row = tl.program_id(0) // wide * ROWS + tl.arange(0, ROWS)[:, None]
+    col = tl.program_id(0) % wide * COLS + tl.arange(0, COLS)[None, :]
+    there = row < rows
+    inside = there & (col < cols)
+    unlike_row = tl.load(rows_at(unlike_row_ptr, unlike_row_strides, b, h, row), mask=there, other=0) != 0
+    col_at = rows_at(unlike_col_ptr, unlike_col_strides, b, h, row) + col * unlike_col_strides[3]
+    unlike_col = tl.load(col_at, mask=inside, other=0) != 0
+    chosen = unlike_row | unlike_col
+    if forced_ptr is not None:
+        forced_at = rows_at(forced_ptr, forced_strides, b, h, row) + col * forced_strides[3]
+        chosen = chosen | (tl.load(forced_at, mask=inside, other=0) != 0)
+    q_first, q_last, k_first, k_last = load_positions(
+        position_ptrs, position_strides, b, h, row, col, there, inside
+    )
+    at = ((b * tl.num_programs(1) + h).to(tl.int64) * rows + row) * cols + col
+    tl.store(out_ptr + at, chosen & reachable_blocks(q_last, k_first, k_last, CAUSAL), mask=inside)
+    tl.store(values_ptr + at, tl.zeros([ROWS, COLS], tl.float32), mask=inside & unlike_col)

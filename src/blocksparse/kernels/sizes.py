@@ -1,0 +1,13 @@
+"""Sizes of grids and tiles. `triton.cdiv` and its like take the host microseconds a call."""
+
+from __future__ import annotations
+
+
+def cdiv(n: int, size: int) -> int:
+    """How many pieces of `size` cover `n`."""
+    return -(-n // size)
+
+
+def power_of_2(n: int) -> int:
+    """The least power of two that is not below `n`, which is at least 1."""
+    return 1 << (n - 1).bit_length()

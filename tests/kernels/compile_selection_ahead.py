@@ -1,0 +1,90 @@
+"""Compile the kernels over blocks for targets that are not here; prints one line per target and kernel.
+
+Run as a script, in a process of its own: the test suite interprets kernels, and this compiles them.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from blocksparse.kernels import block_lists_triton, block_softmax_triton, top_cdf_triton, top_k_triton
+from blocksparse.kernels.row_search_triton import tile_of_rows
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+TYPES: dict[str, Any] = {
+    **{f"{name}_ptr": "*i1" for name in ("forced", "keep", "k_whole", "own")},
+    **{f"{name}_ptr": "*fp32" for name in ("values", "logits")},
+    **{f"{name}_ptr": "*fp64" for name in ("mass", "share")},
+    **{f"{name}_ptr": "*i32" for name in ("full_count", "partial_count", "index", "seen")},
+    "positions": ("*i32",) * 4,
+    "position_strides": (("i32",) * 4,) * 4,
+    **{
+        f"{name}_strides": ("i32", "i32", "i32", "constexpr")
+        for name in ("values", "forced", "keep", "k_whole", "own", "seen")
+    },
+    **dict.fromkeys(("rows", "cols", "k", "mass_stride", "share_stride"), "i32"),
+    "scale": "fp32",
+}
+
+
+def compile_kernel(
+    target: GPUTarget, kernel: Any, *, rows: int, cols: int, warps: int, **constants: Any
+) -> triton.compiler.CompiledKernel:
+    constants = {"CAUSAL": True, "ROWS": rows, "COLS": cols, "CHUNKS": 1, **constants}
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    signature = {name: "constexpr" if name in constants else TYPES[name] for name in kernel.arg_names}
+    values: dict[tuple[int, ...], Any] = {}
+    aligned: list[tuple[int, ...]] = []
+    for i, name in enumerate(kernel.arg_names):
+        kind = signature[name]
+        if name in constants:
+            values[(i,)] = constants[name]
+        elif isinstance(kind, str):
+            aligned += [(i,)] if kind.startswith("*") or name == "cols" else []
+        elif name == "position_strides":
+            signature[name] = (("i32", "i32", "i32", "constexpr"),) * 4
+            values |= {(i, at, 3): 1 for at in range(4)}
+            aligned += [(i, at, axis) for at in range(4) for axis in range(3)]
+        elif name.endswith("_strides"):
+            values[(i, 3)] = 1
+            aligned += [(i, axis) for axis in range(3)]
+        else:
+            aligned += [(i, at) for at in range(len(kind))]
+    source = ASTSource(
+        kernel, signature, constexprs=values, attrs={at: [["tt.divisibility", 16]] for at in aligned}
+    )
+    return triton.compile(source, target=target, options={"num_warps": warps})
+
+
+def main() -> int:
+    for name, target in TARGETS.items():
+        for cols in (64, 1024, 32768):
+            high, wide, warps = tile_of_rows(1024, cols)
+            search = {"rows": high, "cols": wide, "warps": warps}
+            k_share = {"k": None, "FORCED_FIRST": True, "OF_ALL_KEYS": False}
+            kernels: list[tuple[str, Any, dict[str, Any]]] = [
+                ("top_cdf", top_cdf_triton._kernel, {**search, "CROSSING": True}),
+                ("top_cdf last dropped", top_cdf_triton._kernel, {**search, "CROSSING": False, "forced_ptr": None, "forced_strides": None}),
+                ("top_k share", top_k_triton._kernel, {**search, **k_share}),
+                ("lists", block_lists_triton._kernel, {"rows": 1, "cols": min(wide, 2048), "warps": 4, "CHUNKS": max(1, wide // 2048)}),
+                ("softmax", block_softmax_triton._kernel, {"rows": 1, "cols": min(wide, 8192), "warps": 4, "CHUNKS": max(1, wide // 8192), "SEGMENT": 256, "seen_ptr": None, "seen_strides": None}),
+                ("prefix softmax", block_softmax_triton._kernel, {"rows": 1, "cols": min(wide, 8192), "warps": 4, "CHUNKS": max(1, wide // 8192), "SEGMENT": None, "positions": None, "position_strides": None, "own_ptr": None, "own_strides": None}),
+            ]  # fmt: skip
+            for title, kernel, options in kernels:
+                compiled = compile_kernel(target, kernel, **options)
+                print(f"{name} {title} cols={cols}: {compiled.metadata.shared} B shared")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""Lists of kept blocks: the kernel against its twin, entry by entry."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tests.kernels.block_grids import KINDS, heads_of, make_grid
+from torch import Tensor
+
+import blocksparse as bs
+from blocksparse.executors.block_plan import BlockPlan
+from blocksparse.kernels.block_lists import block_lists, block_lists_reference
+from blocksparse.testing import make_qkv
+
+pytest.importorskip("triton")
+from blocksparse.kernels import block_lists_triton as kernel
+
+
+def random_keep(grid: bs.Grid, share: float, device: str) -> Tensor:
+    chosen = torch.rand(heads_of(grid), generator=torch.Generator().manual_seed(0)) < share
+    return chosen.to(device) & grid.reachable
+
+
+def assert_same(keep: Tensor, grid: bs.Grid) -> None:
+    want = block_lists_reference(keep, grid)
+    for got in (kernel.block_lists_triton(keep, grid), block_lists(keep, grid)):
+        for a, b in zip(got, want, strict=True):
+            assert a.dtype == torch.int32
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernel_and_twin(kind: str, share: float, device: str) -> None:
+    grid = make_grid(kind, device)
+    assert_same(random_keep(grid, share, device), grid)
+
+
+def test_a_row_in_several_tiles(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    monkeypatch.setattr(kernel, "_TILE", 32)
+    grid = make_grid("wide", device)
+    assert_same(random_keep(grid, 0.5, device), grid)
+
+
+def test_shared_and_strided_masks(device: str) -> None:
+    grid = make_grid("per query head", device)
+    shared = bs.BlockMask(random_keep(grid, 0.3, device), grid).share_heads()
+    assert_same(shared.keep, shared.grid)
+    keep = random_keep(make_grid("in order", device), 0.5, device)
+    assert_same(keep.transpose(2, 3).contiguous().transpose(2, 3), make_grid("in order", device))
+    assert_same(keep[:, :1].expand(keep.shape), make_grid("in order", device))
+
+
+def test_plan_by_hand(device: str) -> None:
+    """Full blocks first, partial ones behind them, and each part as a list of its own."""
+    q, k, _ = make_qkv(N=64, Hq=1, Hkv=1, D=4, device=device)
+    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), q_block=16, k_block=16, causal=True)
+    keep = grid.reachable.clone()
+    keep[..., 3, 1] = False
+    plan = BlockPlan.of(bs.BlockMask(keep, grid))
+    assert plan.full_count.tolist() == [[[0, 1, 2, 2]]]
+    assert plan.partial_count.tolist() == [[[1, 1, 1, 1]]]
+    assert plan.index.tolist() == [[[[0, 0, 0, 0], [0, 1, 0, 0], [0, 1, 2, 0], [0, 2, 3, 0]]]]
+    assert plan.full_index[0, 0, 3, :2].tolist() == [0, 2]
+    assert plan.partial_index[0, 0, :, 0].tolist() == [0, 1, 2, 3]
+    assert torch.equal(plan.to_dense(), keep)
+
+
+@pytest.mark.slow
+def test_compiles_ahead_of_time() -> None:
+    """All kernels over blocks, for sm_80, sm_90, sm_100 and gfx942, without any of them here."""
+    script = Path(__file__).parent / "compile_selection_ahead.py"
+    code = f"import os, runpy; os.environ.pop('TRITON_INTERPRET', None); runpy.run_path({str(script)!r}, run_name='__main__')"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    for target in ("sm_80", "sm_90", "sm_100", "gfx942"):
+        for name in ("top_cdf", "top_k share", "lists", "softmax", "prefix softmax"):
+            assert f"{target} {name} cols=32768" in result.stdout

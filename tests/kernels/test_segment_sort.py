@@ -1,0 +1,42 @@
+"""The order is exactly that of a stable descending torch.sort."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from blocksparse.kernels.segment_sort import segment_sort, segment_sort_reference
+from blocksparse.kernels.segment_sort_triton import segment_sort_triton
+
+
+@pytest.mark.parametrize("N", [1, 63, 65, 127, 129, 200, 1000])
+@pytest.mark.parametrize("S", [2, 16])
+def test_lengths(N: int, S: int, device: str) -> None:
+    values = torch.rand(1, 2, N, generator=torch.Generator().manual_seed(N)).to(device)
+    assert torch.equal(segment_sort_triton(values, S), segment_sort_reference(values, S))
+
+
+@pytest.mark.parametrize("S", [64, 256, 512])
+def test_long_segments(S: int, device: str) -> None:
+    values = torch.randn(1, 1, 2 * S + 3, generator=torch.Generator().manual_seed(0)).to(device)
+    assert torch.equal(segment_sort_triton(values, S), segment_sort_reference(values, S))
+
+
+def test_ties_zeros_nans_and_infinities(device: str) -> None:
+    nan, inf = float("nan"), float("inf")
+    odd = torch.tensor([0.0, -0.0, nan, 1.0, -inf, inf, -nan, 1.0, -1.0, 1e-45, -1e-45, 0.0, -0.0, inf, nan, -1.0])
+    values = torch.stack((odd, odd.flip(0), torch.zeros(16), torch.full((16,), nan))).repeat(1, 2)[None].to(device)
+    values = values[..., :30]  # a tail, too
+    assert torch.equal(segment_sort_triton(values, 16), segment_sort_reference(values, 16))
+    assert torch.equal(segment_sort_triton(values, 8), segment_sort_reference(values, 8))
+
+
+def test_few_values_many_ties(device: str) -> None:
+    values = torch.randint(0, 3, (1, 2, 300), generator=torch.Generator().manual_seed(0)).float().to(device)
+    assert torch.equal(segment_sort_triton(values, 128), segment_sort_reference(values, 128))
+
+
+@pytest.mark.parametrize("S", [1, 48, 1000])
+def test_other_segments_take_torchs_sort(S: int, device: str) -> None:
+    values = torch.rand(1, 2, 200, generator=torch.Generator().manual_seed(0)).to(device)
+    assert torch.equal(segment_sort(values, S), segment_sort_reference(values, S))

@@ -1,0 +1,41 @@
+"""A choice spread over finer blocks within reach: the Triton kernel against the plain torch twin, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.kernels.block_grids import KINDS, heads_of, make_grid
+
+from blocksparse.kernels.within_reach import within_reach_reference
+from blocksparse.kernels.within_reach_triton import within_reach_triton
+
+
+def random_choice(*shape: int, device: str) -> torch.Tensor:
+    return (torch.rand(*shape, generator=torch.Generator().manual_seed(0)) < 0.4).to(device)
+
+
+@pytest.mark.parametrize("diagonal", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rules_of_position(kind: str, diagonal: bool, device: str) -> None:
+    """A choice may differ by any of the axes and no other."""
+    grid = make_grid(kind, device)
+    B, Hq, rows, cols = heads_of(grid)
+    for shape in ((1, 1, rows, cols), (B, Hq, rows, cols), (1, 1, 1, cols), (1, 1, rows, 1), (1, Hq, rows, cols)):
+        keep = random_choice(*shape, device=device)
+        want = within_reach_reference(keep, grid, diagonal=diagonal)
+        assert torch.equal(within_reach_triton(keep, grid, diagonal=diagonal), want)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_finer_blocks(kind: str, n: int, device: str) -> None:
+    grid = make_grid(kind, device)
+    fine = grid.refined(n)
+    B, Hq, rows, cols = heads_of(grid)
+    skipped = grid.q_lead // fine.q_block
+    for heads in (1, Hq):
+        keep = random_choice(B, heads, rows, cols, device=device)
+        for given in (keep, keep[:, :1].expand(-1, heads, -1, -1)):
+            got = within_reach_triton(given, fine, n, skipped)
+            want = within_reach_reference(given, fine, n, skipped)
+            assert torch.equal(got.expand_as(want), want)

@@ -1,0 +1,195 @@
+"""The benchmarks refuse what is wrong, keep going without a peer, and say what they measured."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from attrs import evolve
+from benchmarks import call_tables, kernel_tables, pictures, run, stage_tables
+from benchmarks.cases import TINY, Plan
+from benchmarks.inputs import Case, everything, structured
+from benchmarks.peers import OURS, PORTABLE, SPARSE, peer_from
+from benchmarks.report import TABLES, Row, markdown, milliseconds
+from benchmarks.timing import Call, Candidate, WrongOutputError, check, measure, ready
+from torch import Tensor
+
+import blocksparse as bs
+from blocksparse.testing import make_qkv
+
+CPU = torch.device("cpu")
+PLAN = evolve(
+    TINY,
+    Hq=2,
+    Hkv=1,
+    budget_ms=1.0,
+    densities=(1.0,),
+    kernel_lengths=(128,),
+    lengths=(128,),
+    growth=((64, 0.5), (128, 0.25)),
+)
+
+
+def trace_of(q: Tensor, k: Tensor, v: Tensor) -> bs.Trace[bs.GlobalPermutation, bs.BlockMass, bs.BlockMask]:
+    """Permuted keys, a tail, and, where queries are fewer, a chunk."""
+    parts = bs.SegmentKeySort(S=32), bs.MeanPoolScorer(16, segment=32), bs.TopCdf(0.6), bs.ReferenceExecutor()
+    return bs.Pipeline(*parts).trace(q, k, v)
+
+
+@pytest.mark.parametrize("M", [200, 75])
+def test_check_takes_what_the_mask_means(M: int) -> None:
+    q, k, v = make_qkv(M=M)
+    trace = trace_of(q, k, v)
+    check(trace.output.out, q, k, v, trace.mask, samples=30)
+
+
+@pytest.mark.parametrize("wrong", ["scaled", "not a number", "dense", "keys in another order"])
+def test_check_refuses_a_wrong_output(wrong: str) -> None:
+    q, k, v = make_qkv()
+    trace = trace_of(q, k, v)
+    out = trace.output.out
+    outputs = {
+        "scaled": out * 1.02,
+        "not a number": out.masked_fill(torch.ones_like(out, dtype=torch.bool), float("nan")),
+        "dense": torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
+        "keys in another order": bs.ReferenceExecutor()(
+            q, k, v.flip(2), trace.permutation, trace.mask, scale=trace.scale
+        ).out,
+    }
+    with pytest.raises(WrongOutputError, match="relative error"):
+        check(outputs[wrong], q, k, v, trace.mask, samples=30)
+
+
+def test_what_fails_its_check_is_not_timed() -> None:
+    q, k, v = make_qkv(N=64)
+    called = []
+
+    def wrong() -> Tensor:
+        called.append(1)
+        return torch.zeros_like(q)
+
+    def missing() -> Tensor:
+        raise ModuleNotFoundError("No module named 'peer'")
+
+    verify = partial(check, q=q, k=k, v=v, mask=everything(q, k, block=16))
+    right = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    candidates = {
+        "wrong": Candidate(ready(wrong), verify),
+        "missing": Candidate(ready(missing), verify),
+        "right": Candidate(ready(right.clone), verify),
+    }
+    figures = measure(candidates, device=CPU, budget_ms=1.0)
+    assert list(figures) == list(candidates)
+    assert len(called) == 1
+    assert figures["wrong"].ms is None
+    assert str(figures["wrong"].why).startswith("WrongOutputError")
+    assert figures["missing"].why == "ModuleNotFoundError: No module named 'peer'"
+    assert figures["right"].ms is not None
+    assert figures["right"].why is None
+
+
+def test_rates_of_the_interpreted_kernel(device: str) -> None:
+    peers = {OURS: SPARSE[OURS], PORTABLE: SPARSE[PORTABLE], "absent": absent}
+    rows = list(kernel_tables.rates(PLAN, torch.device(device), peers))
+    assert [(row["N"], row["D"], row["density"]) for row in rows] == [(128, 32, 1.0)]
+    figures = rows[0]["figures"]
+    assert figures[OURS]["ms"] > 0
+    assert figures[PORTABLE]["ms"] > 0
+    assert figures["FA2 dense"]["ms"] > 0
+    assert figures["absent"]["why"] == "ValueError: not here"
+    # Three blocks of 64 x 64 of two heads, two matrix products.
+    assert rows[0]["tflop"] == pytest.approx(4e-12 * 32 * 3 * 64 * 64 * 2)
+
+
+def absent(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask) -> Call:
+    raise ValueError("not here")
+
+
+def test_a_peer_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "twice.py").write_text("def call(q, k, v, mask):\n    return lambda: q + q\n")
+    q, k, v = make_qkv(N=16)
+    assert torch.equal(peer_from(tmp_path / "twice.py")(q, k, v, everything(q, k))(), 2 * q)
+
+
+def test_structured_inputs_have_structure() -> None:
+    torch.manual_seed(1)
+    q, k, v = structured(8192, 2, 1, 64, CPU, torch.float32)
+    assert (q.shape, k.shape, v.shape) == ((1, 2, 8192, 64), (1, 1, 8192, 64), (1, 1, 8192, 64))
+    assert all(bool(x.isfinite().all()) for x in (q, k, v))
+    parts = bs.Identity(), bs.MeanPoolScorer(), bs.TopCdf(0.9)
+    permutation = parts[0](q, k, causal=True, scale=0.125)
+    mask = parts[2](parts[1](q, k, permutation, causal=True, scale=0.125))
+    assert 0.05 < kernel_tables.density_of(mask) < 0.5  # white noise keeps 0.9
+    assert kernel_tables.density_of(mask) == pytest.approx(float(mask.density().mean()))
+
+
+def test_stages_calls_and_growth_have_what_tables_need(tmp_path: Path) -> None:
+    plan = evolve(PLAN, presets=TINY.presets[:1])
+    made = {"stages": stage_tables.stages, "calls": call_tables.calls, "growth": stage_tables.growth}
+    tables = {name: list(table(plan, CPU)) for name, table in made.items()}
+    (stage,) = tables["stages"]
+    assert set(stage["figures"]) == {"permute", "score", "select", "plan", "attend"}
+    assert stage["density"] > 0
+    names = [row["method"] for row in tables["calls"] if row.get("ms") is not None]
+    assert "FA2 dense" in names
+    assert any(name.startswith("pbs_attn(0.") for name in names)
+    graphs = [row for row in tables["calls"] if "graph" in row["method"]]
+    assert all("NVIDIA" in row["why"] for row in graphs)
+    assert [row["kept_blocks"] for row in tables["growth"]] == sorted(
+        row["kept_blocks"] for row in tables["growth"]
+    )
+
+    results = json.loads(json.dumps({"environment": {"torch": "2"}, "roofs": {}, "tables": tables}))
+    text = markdown(results)
+    assert "| pbs_attn |" in text
+    assert "CUDA graphs are for NVIDIA GPUs" in text
+    drawn = pictures.draw(results, tmp_path)
+    assert [path.name for path in drawn] == ["stages.png", "growth.png"]
+
+
+def test_a_table_that_breaks_leaves_the_others(tmp_path: Path) -> None:
+    def breaks(plan: Plan, device: torch.device) -> Iterator[Row]:
+        yield {"N": 1024, "preset": "first"}
+        raise RuntimeError("broken")
+
+    def holds(plan: Plan, device: torch.device) -> Iterator[Row]:
+        yield {"N": 2048, "preset": "second", "figures": {"attend": {"why": "WrongOutputError: head 0"}}}
+
+    results = run.run({"stages": breaks, "growth": holds}, TINY, CPU, tmp_path / "results.json")
+    assert json.loads((tmp_path / "results.json").read_text()) == results
+    assert [len(results["tables"][name]) for name in ("stages", "growth")] == [1, 1]
+    assert results["ended_early"] == {"stages": "RuntimeError: broken"}
+    assert run.wrong(results) == ["growth, 2048 tokens: WrongOutputError: head 0"]
+    assert "environment" in results
+    assert "torch" in results["environment"]
+
+
+def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("TINY", "QUICK"):
+        monkeypatch.setattr(run, name, PLAN)
+    monkeypatch.setattr(sys, "argv", ["run", "growth", "--quick", "--out", str(tmp_path)])
+    run.main()
+    assert TABLES["growth"][0] in capsys.readouterr().out
+    assert len(json.loads((tmp_path / "results.json").read_text())["tables"]["growth"]) == 2
+    monkeypatch.setattr(sys, "argv", ["run", "rats"])
+    with pytest.raises(SystemExit):
+        run.main()
+    assert "no such table: rats" in capsys.readouterr().err
+
+
+def test_milliseconds_have_three_digits() -> None:
+    assert [milliseconds(x) for x in (0.01234, 1.234, 12.34, 123.4, None)] == ["0.012", "1.23", "12.3", "123", "-"]
+
+
+def test_random_cases_keep_diagonal_and_first_block() -> None:
+    case = Case(256, 2, 1, 16, 32, 32, 0.0, torch.float32)
+    q, k, _ = case.inputs(CPU)
+    mask = case.mask(q, k)
+    want = torch.eye(8, dtype=torch.bool)
+    want[:, 0] = True
+    assert torch.equal(mask.keep, want.expand(1, 2, 8, 8))
