@@ -128,6 +128,7 @@ def test_structured_inputs_have_structure() -> None:
     assert kernel_tables.density_of(mask) == pytest.approx(float(mask.density().mean()))
 
 
+@pytest.mark.slow
 def test_stages_calls_and_growth_have_what_tables_need(tmp_path: Path) -> None:
     plan = evolve(PLAN, presets=TINY.presets[:1])
     made = {"stages": stage_tables.stages, "calls": call_tables.calls, "growth": stage_tables.growth}
@@ -169,6 +170,7 @@ def test_a_table_that_breaks_leaves_the_others(tmp_path: Path) -> None:
     assert "torch" in results["environment"]
 
 
+@pytest.mark.slow
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("TINY", "QUICK"):
         monkeypatch.setattr(run, name, PLAN)

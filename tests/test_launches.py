@@ -55,6 +55,7 @@ def inputs(device: str, N: int = 700, M: int | None = None) -> tuple[Tensor, Ten
 # ---- torch.compile
 
 
+@pytest.mark.slow
 @each_preset
 def test_every_preset_compiles_whole(preset: Callable[..., AnyPipeline], device: str) -> None:
     """Prompts of two lengths and a chunk of one: the graph gives what the pipeline gives by itself."""
@@ -94,6 +95,7 @@ def test_pipelines_and_head_groups_are_inputs_of_a_graph() -> None:
     assert not torch.allclose(outputs[0], outputs[1], atol=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recorded", [False, True])
 def test_an_attached_model_compiles_whole(recorded: bool) -> None:
     transformers = pytest.importorskip("transformers")

@@ -117,6 +117,7 @@ def test_density_is_the_same_count_everywhere(preset: Any, device: str) -> None:
         assert torch.equal(moved.density().cpu(), trace.visited.density())
 
 
+@pytest.mark.slow
 @PRESETS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_covers_the_same_mass(preset: Any, dtype: torch.dtype) -> None:

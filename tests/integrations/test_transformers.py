@@ -294,6 +294,7 @@ def small(preset: Callable[..., AnyPipeline]) -> AnyPipeline:
     return preset(**sizes, executor=ReferenceExecutor())
 
 
+@pytest.mark.slow
 @each_preset
 @pytest.mark.parametrize("name", SPARSE_MODELS)
 @pytest.mark.parametrize("sizes", [(150,), (37, 64, 49)], ids=["whole", "chunks"])

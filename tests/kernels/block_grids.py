@@ -13,10 +13,9 @@ from blocksparse.testing import make_qkv
 KINDS = [
     "chunk",
     "sorted",
-    "wide",
     *(
         pytest.param(kind, marks=pytest.mark.slow)
-        for kind in ("in order", "per query head", "per segment", "not causal", "padded", "one block")
+        for kind in ("wide", "in order", "per query head", "per segment", "not causal", "padded", "one block")
     ),
 ]
 

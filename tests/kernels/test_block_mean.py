@@ -25,12 +25,14 @@ def check(x: Tensor, block: int, *, lead: int = 0, padded_tail: bool = False, in
         torch.testing.assert_close(got.double(), alike, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("N", [1, 63, 65, 127, 129, 200, 1000])
 @pytest.mark.parametrize("padded_tail", [False, True])
 def test_lengths(N: int, padded_tail: bool, device: str) -> None:
     check(tokens(1, 2, N, 64, device=device), 64, padded_tail=padded_tail)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lead", [0, 5, 15])
 @pytest.mark.parametrize("N", [3, 12, 40])
 @pytest.mark.parametrize("padded_tail", [False, True])
@@ -38,6 +40,7 @@ def test_chunks_that_start_inside_a_block(lead: int, N: int, padded_tail: bool, 
     check(tokens(2, 1, N, 16, device=device), 16, lead=lead, padded_tail=padded_tail)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("D", [1, 7, 80, 96, 128, 256])
 @pytest.mark.parametrize("block", [24, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -49,6 +52,7 @@ def test_blocks_of_one_token(device: str) -> None:
     check(tokens(1, 1, 9, 8, device=device), 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", [1, 3])
 def test_index_maps(group: int, device: str) -> None:
     """One map per KV head or per query head, and layouts as hosts have them."""

@@ -42,6 +42,7 @@ def assert_right(given: dict[str, Any], tiles: Tiles | None = SMALL) -> Tensor:
     return got
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("N", [1, 63, 65, 127, 129, 200])
 def test_lengths(N: int, dtype: torch.dtype, device: str) -> None:
@@ -68,6 +69,7 @@ def test_options(changed: dict[str, Any], device: str) -> None:
     assert_right(arguments(8 * q, k, **changed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("Hq", "Hkv"), [(1, 1), (3, 1), (8, 2), (7, 1)])
 @pytest.mark.parametrize("heads", [1, 2, 8])
 def test_orders(Hq: int, Hkv: int, heads: int, device: str) -> None:

@@ -9,6 +9,7 @@ from blocksparse.kernels.counter_hash import counter_hash_reference
 from blocksparse.kernels.counter_hash_triton import counter_hash_triton
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2**31, 2**32 - 1])
 @pytest.mark.parametrize(("heads", "rows", "cols"), [(1, 1, 1), (3, 70, 33), (2, 5, 1500)])
 def test_every_bit(seed: int, heads: int, rows: int, cols: int, device: str) -> None:

@@ -135,6 +135,7 @@ def test_stop_rules(rule: dict[str, Any], device: str) -> None:
     assert (int(left.sum()) == 0) == (rule["tau"] == 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("permuter", [bs.Identity(), bs.SegmentKeySort(32, probe=8)], ids=repr)
 def test_one_map_for_all_queries(permuter: bs.Permuter[Any], causal: bool, device: str) -> None:
@@ -151,6 +152,7 @@ def test_blocks(block: int, k_block: int, device: str) -> None:
     assert_right(arguments(q, k, v, permuter=bs.SegmentKeySort(32, probe=8), block=block, k_block=k_block))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("N", "D", "Dv"), [(129, 80, 80), (129, 96, 32), (70, 5, 3), (129, 256, 256)])
 def test_head_dims(N: int, D: int, Dv: int, dtype: torch.dtype, device: str) -> None:

@@ -37,6 +37,7 @@ def assert_right(given: dict[str, Any], tiles: Tiles | None = SMALL) -> Tensor:
     return got
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("N", [1, 63, 65, 127, 129, 200, 256])
 def test_lengths(N: int, dtype: torch.dtype, device: str) -> None:
@@ -44,6 +45,7 @@ def test_lengths(N: int, dtype: torch.dtype, device: str) -> None:
     assert_right(arguments(q, k))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("M", [1, 30, 65, 128])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
@@ -54,6 +56,7 @@ def test_chunks(M: int, causal: bool, per_token: bool, padded_tail: bool, device
     assert_right(arguments(q, k, causal=causal, per_token=per_token, padded_tail=padded_tail))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("Hq", "Hkv"), [(1, 1), (3, 1), (8, 2), (7, 1)])
 @pytest.mark.parametrize("per_head", [False, True])
 def test_orders(Hq: int, Hkv: int, per_head: bool, device: str) -> None:

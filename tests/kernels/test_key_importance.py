@@ -45,11 +45,13 @@ def test_chunks_and_probes(M: int, N: int, probe: int, device: str) -> None:
     check(*inputs(device, Hq=2, Hkv=2, M=M, N=N, D=16), probe=probe)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", [1, 3, 4, 7])
 def test_groups(group: int, device: str) -> None:
     check(*inputs(device, B=2, Hq=2 * group, Hkv=2, N=70, D=16), probe=16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("D", [8, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_head_dims(D: int, dtype: torch.dtype, device: str) -> None:

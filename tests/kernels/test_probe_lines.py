@@ -21,6 +21,7 @@ def assert_right(q: torch.Tensor, k: torch.Tensor, P: int, *, causal: bool) -> N
         torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("N", [1, 63, 129, 1000])
 def test_lengths(N: int, dtype: torch.dtype, device: str) -> None:
@@ -28,6 +29,7 @@ def test_lengths(N: int, dtype: torch.dtype, device: str) -> None:
     assert_right(q, k, min(N, 64), causal=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
     ("M", "N", "P"), [(83, 83, 1), (60, 83, 60), (90, 200, 10), (150, 150, 128), (200, 60, 20)]
@@ -40,12 +42,14 @@ def test_probes(M: int, N: int, P: int, causal: bool, device: str) -> None:
     assert_right(q, k, P, causal=causal)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("Hq", "Hkv", "D"), [(3, 1, 80), (8, 2, 64), (7, 1, 96), (1, 1, 128), (2, 2, 256)])
 def test_heads(Hq: int, Hkv: int, D: int, device: str) -> None:
     q, k, _ = make_qkv(N=70, Hq=Hq, Hkv=Hkv, D=D, device=device)
     assert_right(q, k, 16, causal=True)
 
 
+@pytest.mark.slow
 def test_heads_at_a_time_do_not_change_sums(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, _ = make_qkv(B=2, N=100, Hq=3, Hkv=1, D=16, device=device)
     whole = probe_lines_triton.probe_lines_triton(q[:, :, -16:], k, 100, True, 0.25)

@@ -185,6 +185,7 @@ def test_head_dims(D: int, dtype: torch.dtype, fp8: bool, device: str) -> None:
     assert_twins(*arguments(q, k, v, int8=Int8QK(), fp8=fp8, block=64)[:2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fp8", PV)
 @pytest.mark.parametrize("group", [1, 3, 4])
 def test_groups(group: int, fp8: bool, device: str) -> None:
@@ -200,6 +201,7 @@ def test_chunks(M: int, fp8: bool, device: str) -> None:
     assert_twins(*arguments(q, k, v, int8=Int8QK(), fp8=fp8)[:2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fp8", PV)
 @pytest.mark.parametrize("order_heads", [1, 2])
 def test_permuted_keys(order_heads: int, fp8: bool, device: str) -> None:
@@ -208,6 +210,7 @@ def test_permuted_keys(order_heads: int, fp8: bool, device: str) -> None:
     assert_twins(*arguments(q, k, v, int8=Int8QK(), fp8=fp8, k_index=k_index.to(device))[:2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fp8", PV)
 def test_with_pv_skip_and_small_tiles(fp8: bool, device: str) -> None:
     q, k, v = structured(150, Hq=1, Hkv=1, D=32, device=device)
@@ -352,6 +355,7 @@ def test_later_tokens_change_no_bit(permuted: bool, options: dict[str, Any], dev
             assert not torch.equal(now[:, :, t:], was[:, :, t:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("M", [20, 72, 100])
 def test_chunked_equals_unchunked(M: int, device: str) -> None:
     """Every token is rounded as in the whole prompt, so chunks of later rows differ by fp32 alone."""

@@ -9,6 +9,7 @@ from blocksparse.kernels.segment_sort import segment_sort, segment_sort_referenc
 from blocksparse.kernels.segment_sort_triton import segment_sort_triton
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("N", [1, 63, 65, 127, 129, 200, 1000])
 @pytest.mark.parametrize("S", [2, 16])
 def test_lengths(N: int, S: int, device: str) -> None:
@@ -16,6 +17,7 @@ def test_lengths(N: int, S: int, device: str) -> None:
     assert torch.equal(segment_sort_triton(values, S), segment_sort_reference(values, S))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("S", [64, 256, 512])
 def test_long_segments(S: int, device: str) -> None:
     values = torch.randn(1, 1, 2 * S + 3, generator=torch.Generator().manual_seed(0)).to(device)

@@ -80,6 +80,7 @@ def test_groups(group: int, device: str) -> None:
     assert_right(arguments(q, k, v, block=32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("D", [64, 80, 96, 128, 256])
 def test_head_dims(D: int, dtype: torch.dtype, device: str) -> None:
@@ -107,6 +108,7 @@ def test_tiles_smaller_than_blocks(block: int, tile_m: int, tile_n: int, device:
     assert_right(arguments(q, k, v, block=block, config=TritonTiles(tile_m, tile_n, 4, 2)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order_heads", [1, 2])
 def test_permuted_keys(order_heads: int, device: str) -> None:
     """One order per KV head, or per query head."""
@@ -115,6 +117,7 @@ def test_permuted_keys(order_heads: int, device: str) -> None:
     assert_right(arguments(q, k, v, block=32, k_index=k_index.to(device)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order_heads", [2, 4])
 def test_moves_keys_a_few_heads_at_a_time(order_heads: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one go or head by head, the same bits, and the same as keys that were moved beforehand."""
@@ -130,6 +133,7 @@ def test_moves_keys_a_few_heads_at_a_time(order_heads: int, device: str, monkeyp
         assert torch.equal(lse, want_lse)
 
 
+@pytest.mark.slow
 def test_strides(device: str) -> None:
     """The layouts hosts have: heads behind tokens, and a cache that is longer than the keys."""
     q, k, v = make_qkv(N=100, Hq=4, Hkv=2, D=32, device=device)
@@ -233,6 +237,7 @@ def test_pv_skip_bound_is_reached(device: str) -> None:
     assert float(error.max()) > 0.04
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_pv_skip_off_is_exact(dtype: torch.dtype, device: str) -> None:
     """Very negative equals none, bit for bit; and so does a head of its own."""
@@ -284,6 +289,7 @@ def test_pv_skip_keeps_partial_blocks(device: str) -> None:
         assert torch.equal(got, want)
 
 
+@pytest.mark.slow
 def test_pv_skip_of_the_executor(device: str) -> None:
     q, k, v = make_qkv(N=300, Hq=2, Hkv=1, D=32, device=device)
     front = bs.Identity(), bs.MeanPoolScorer(32), bs.TopCdf(0.95)

@@ -37,6 +37,7 @@ def assert_same(values: Tensor, forced: Tensor | None, mass: Tensor, grid: bs.Gr
     return want
 
 
+@pytest.mark.slow
 def test_sums_that_fp32_rounds(device: str) -> None:
     """Blocks that differ in their last bit, beside blocks a million times lighter."""
     grid = make_grid("wide", device)
@@ -57,6 +58,7 @@ def test_kernel_and_twin(kind: str, device: str) -> None:
     assert_same(values, forced[:1, :1], targets(0.7, device), grid)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharpness", [0.0, 1e-7, 30.0])
 def test_ties_and_rounding(sharpness: float, device: str) -> None:
     """Equal blocks are taken by column, and targets that sums meet exactly are met."""
@@ -74,6 +76,7 @@ def test_any_magnitude(scale: float, device: str) -> None:
     assert_same(a_mass(grid, 2.0, device).double().mul(scale).float(), None, targets(0.8, device), grid)
 
 
+@pytest.mark.slow
 def test_rows_of_nothing_and_bad_numbers(device: str) -> None:
     grid = make_grid("in order", device)
     values = a_mass(grid, 2.0, device)
@@ -89,6 +92,7 @@ def test_rows_of_nothing_and_bad_numbers(device: str) -> None:
     assert torch.equal(nothing, ((grid.diagonal | forced) & grid.reachable)[:, :2])
 
 
+@pytest.mark.slow
 def test_strides_of_scores(device: str) -> None:
     """One number for all blocks, in no memory, and scores laid out by columns."""
     grid = make_grid("sorted", device)

@@ -51,6 +51,7 @@ def test_kernel_and_twin(kind: str, device: str) -> None:
     assert_same(values, forced, grid)
 
 
+@pytest.mark.slow
 def test_ties_and_bad_numbers(device: str) -> None:
     """Ties by column, both zeros alike, and NaN below every number."""
     grid = make_grid("in order", device)
@@ -64,6 +65,7 @@ def test_ties_and_bad_numbers(device: str) -> None:
     assert_same(values, forced[:, :, :1], grid)
 
 
+@pytest.mark.slow
 def test_strides_of_scores(device: str) -> None:
     grid = make_grid("sorted", device)
     values, forced = random_values(grid, device)
