@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from attrs import validators
-from einops import rearrange
 from torch import Tensor
 
+from blocksparse.kernels import cell_products
 from blocksparse.kernels.block_mean import block_mean as mean_of_blocks
 from blocksparse.scorers.grid import Grid
 
@@ -32,16 +31,10 @@ def block_mean(
 def products(q: Tensor, k: Tensor) -> Tensor:
     """Every query row with every key row, `[B, Hq, rows, D]` and `[B, H, cols, D]` to `[B, Hq, rows, cols]`.
 
-    `H` divides `Hq`; keys are not repeated. Summed in fp32 or better: half precision would round long sums, and
-    fp16 may not hold them. A GPU's tensor cores take half precision as it is; elsewhere it is converted.
+    `H` divides `Hq`; keys are not repeated. Summed in fp32 or better.
     """
-    H, rows, wide = k.shape[1], q.shape[2], torch.promote_types(q.dtype, torch.float32)
-    if q.dtype != wide and (not q.is_cuda or torch.version.hip is not None):
-        q, k = q.to(wide), k.to(wide)
-    queries = rearrange(q, "B (H G) rows D -> (B H) (G rows) D", H=H)
-    keys = k.flatten(0, 1).transpose(-1, -2)
-    sums = torch.bmm(queries, keys) if q.dtype == wide else torch.bmm(queries, keys, wide)
-    return rearrange(sums, "(B H) (G rows) cols -> B (H G) rows cols", H=H, rows=rows)
+    sums: Tensor = cell_products.products(q, k)
+    return sums
 
 
 def own_segment(grid: Grid, segment: int | None) -> Tensor | None:
