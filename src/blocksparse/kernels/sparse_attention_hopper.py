@@ -31,6 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from blocksparse.kernels.sparse_attention_triton import batch_head_strides
 
 _PANEL = gl.constexpr(64)  # columns of one bulk copy: 128 bytes, the widest swizzle
+_PANEL_LAYOUT = gl.NVMMASharedLayout(128, 16, rank=4)
 _NEVER = gl.constexpr(2**31 - 1)
 _LOADER_REGISTERS = gl.constexpr(24)
 
@@ -106,9 +107,8 @@ def _padded(D: int) -> int:
 
 
 def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    block = [1, 1, rows, _PANEL.value]
-    layout = gl.NVMMASharedLayout(128, 16, rank=4)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+    """Panels of `rows` rows of `[B, H, N, D]`."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, _PANEL.value], _PANEL_LAYOUT)
 
 
 @gluon.jit
