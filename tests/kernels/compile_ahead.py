@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 
 import triton
+from tests.kernels.ahead import MATRIX_INSTRUCTION, TARGETS, TEXT
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
@@ -16,17 +17,9 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from blocksparse.executors.tiles import HopperTiles, portable
 from blocksparse.kernels import sparse_attention_hopper, sparse_attention_triton
 
-TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-}
-MATRIX_INSTRUCTION = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "v_mfma"}
 # Triton has no 8-bit integer products for sm_100's own matrix unit, and takes the older one.
 INTEGER_INSTRUCTION = {"sm_80": ".s8.s8", "sm_90": ".s8.s8", "sm_100": ".s8.s8", "gfx942": "_i8"}
 FP8_INSTRUCTION = {"sm_90": ".e4m3.e4m3", "sm_100": "f8f6f4"}  # the others have no such format
-TEXT = {"cuda": "ptx", "hip": "amdgcn"}
 
 
 def compile_sparse_attention(

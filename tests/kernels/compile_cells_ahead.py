@@ -10,22 +10,14 @@ from typing import Any
 
 import torch
 import triton
+from tests.kernels.ahead import MATRIX_INSTRUCTION, SHARED, TARGETS, TEXT
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from blocksparse.kernels import cell_sums_triton, group_max_triton
 from blocksparse.kernels.cell_products_triton import Tiles, tiles_for
 
-TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-}
-MATRIX_INSTRUCTION = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "v_mfma"}
-SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-TEXT = {"cuda": "ptx", "hip": "amdgcn"}
 
 
 def compile_cells(

@@ -8,21 +8,11 @@ from __future__ import annotations
 import sys
 
 import triton
+from tests.kernels.ahead import ITEMSIZE, MATRIX_INSTRUCTION, SHARED, TARGETS, TEXT
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from blocksparse.kernels import gather_attention_triton
-
-TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-}
-MATRIX_INSTRUCTION = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "v_mfma"}
-SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
-TEXT = {"cuda": "ptx", "hip": "amdgcn"}
-ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4}
 
 
 def compile_gather_attention(

@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 import triton
+from tests.kernels.ahead import ITEMSIZE, MATRIX_INSTRUCTION, SHARED, TARGETS, TEXT
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -20,17 +21,6 @@ from blocksparse.kernels import (
     segment_sort_triton,
 )
 from blocksparse.kernels.sizes import power_of_2
-
-TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-}
-MATRIX_INSTRUCTION = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "v_mfma"}
-SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
-TEXT = {"cuda": "ptx", "hip": "amdgcn"}
-ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4}
 
 
 def compile_kernel(

@@ -9,18 +9,13 @@ import sys
 from typing import Any
 
 import triton
+from tests.kernels.ahead import TARGETS
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from blocksparse.kernels import block_lists_triton, block_softmax_triton, top_cdf_triton, top_k_triton
 from blocksparse.kernels.row_search_triton import tile_of_rows
 
-TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-}
 TYPES: dict[str, Any] = {
     **{f"{name}_ptr": "*i1" for name in ("forced", "keep", "k_whole", "own")},
     **{f"{name}_ptr": "*fp32" for name in ("values", "logits")},

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from tests.kernels.block_grids import KINDS, heads_of, make_grid
+from tests.kernels.scripts import printed_by
 from torch import Tensor
 
 import blocksparse as bs
@@ -73,10 +70,7 @@ def test_plan_by_hand(device: str) -> None:
 @pytest.mark.slow
 def test_compiles_ahead_of_time() -> None:
     """All kernels over blocks, for sm_80, sm_90, sm_100 and gfx942, without any of them here."""
-    script = Path(__file__).parent / "compile_selection_ahead.py"
-    code = f"import os, runpy; os.environ.pop('TRITON_INTERPRET', None); runpy.run_path({str(script)!r}, run_name='__main__')"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
+    printed = printed_by("compile_selection_ahead")
     for target in ("sm_80", "sm_90", "sm_100", "gfx942"):
         for name in ("top_cdf", "top_k share", "lists", "softmax", "prefix softmax"):
-            assert f"{target} {name} cols=32768" in result.stdout
+            assert f"{target} {name} cols=32768" in printed

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.kernels.scripts import printed_by
 from torch import Tensor
 
 import blocksparse as bs
@@ -124,3 +125,11 @@ def test_op(M: int, device: str) -> None:
         got = scorer(q, k, bs.GlobalPermutation(), causal=True, scale=0.25).values
         want = scorer(q.cpu(), k.cpu(), bs.GlobalPermutation(), causal=True, scale=0.25).values
         torch.testing.assert_close(got.cpu(), want, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_compiles_ahead_of_time() -> None:
+    """The kernels over cells, BFLA's groups too, for sm_80, sm_90, sm_100 and gfx942, without any of them here."""
+    printed = printed_by("compile_cells_ahead")
+    for target in ("sm_80", "sm_90", "sm_100", "gfx942"):
+        assert f"{target} " in printed

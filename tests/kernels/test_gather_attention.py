@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.kernels.scripts import printed_by
 from torch import Tensor
 
 import blocksparse as bs
@@ -220,12 +220,9 @@ def test_custom_op_contract(dtype: torch.dtype, device: str) -> None:
 @pytest.mark.slow
 def test_compiles_ahead_of_time() -> None:
     """For sm_80, sm_90, sm_100 and gfx942, without any of them here, in the shared memory that each has."""
-    script = Path(__file__).parent / "compile_gather_ahead.py"
-    code = f"import os, runpy; os.environ.pop('TRITON_INTERPRET', None); runpy.run_path({str(script)!r}, run_name='__main__')"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
+    printed = printed_by("compile_gather_ahead")
     for target in ("sm_80", "sm_90", "sm_100", "gfx942"):
-        assert f"{target} bf16 D=128" in result.stdout
+        assert f"{target} bf16 D=128" in printed
 
 
 @pytest.mark.slow

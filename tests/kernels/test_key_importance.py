@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.kernels.scripts import printed_by
 from torch import Tensor
 
 from blocksparse.kernels import key_importance_triton as kernels
@@ -99,9 +97,6 @@ def test_equal_keys_weigh_the_same(device: str) -> None:
 @pytest.mark.slow
 def test_compiles_ahead_of_time() -> None:
     """This and the other kernels that order and pool tokens, for sm_80, sm_90, sm_100 and gfx942."""
-    script = Path(__file__).parent / "compile_pooling_ahead.py"
-    code = f"import os, runpy; os.environ.pop('TRITON_INTERPRET', None); runpy.run_path({str(script)!r}, run_name='__main__')"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
+    printed = printed_by("compile_pooling_ahead")
     for target in ("sm_80", "sm_90", "sm_100", "gfx942"):
-        assert f"{target} _weights bf16 D=128" in result.stdout
+        assert f"{target} _weights bf16 D=128" in printed

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.kernels.scripts import printed_by
 from torch import Tensor
 
 import blocksparse as bs
@@ -431,6 +431,11 @@ def test_hopper_says_what_it_cannot(device: str) -> None:
         bs.Pipeline(*front, bs.TritonExecutor(HopperTiles(2, 128, 2), pv_skip=-3.0))(q, k, v)
     with pytest.raises(ValueError, match=r"does not divide blocks of 48 x 48"):
         bs.Pipeline(*front, bs.TritonExecutor(HopperTiles(2, 128, 2)))(q, k, v)
+    wide = make_qkv(N=70, D=128, dtype=torch.float16, device=device)
+    with pytest.raises(ValueError, match=r"num_stages=4.* needs 353 KiB of shared memory, and there are 228"):
+        bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(128), bs.TopK(2), bs.TritonExecutor(HopperTiles(2, 128, 4)))(
+            *wide
+        )
     with pytest.raises(ValueError, match="'consumers' must be in"):
         HopperTiles(3, 128, 2)
 
@@ -468,13 +473,10 @@ def test_verbatim(device: str) -> None:
 @pytest.mark.slow
 def test_compiles_ahead_of_time() -> None:
     """For sm_80, sm_90, sm_100 and gfx942, without any of them here."""
-    script = Path(__file__).parent / "compile_ahead.py"
-    code = f"import os, runpy; os.environ.pop('TRITON_INTERPRET', None); runpy.run_path({str(script)!r}, run_name='__main__')"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
+    printed = printed_by("compile_ahead")
     for target in ("sm_80", "sm_90", "sm_100", "gfx942"):
-        assert f"{target} bf16 D=128" in result.stdout
-        assert f"{target} D=80 pv_skip=True int8_qk=True fp8_pv=False" in result.stdout
+        assert f"{target} bf16 D=128" in printed
+        assert f"{target} D=80 pv_skip=True int8_qk=True fp8_pv=False" in printed
     for target in ("sm_90", "sm_100"):
-        assert f"{target} D=128 pv_skip=True int8_qk=True fp8_pv=True" in result.stdout
-    assert "sm_90 HopperTiles(consumers=1, block_n=128, num_stages=2, per_sm=2) fp16 D=64" in result.stdout
+        assert f"{target} D=128 pv_skip=True int8_qk=True fp8_pv=True" in printed
+    assert "sm_90 HopperTiles(consumers=1, block_n=128, num_stages=2, per_sm=2) fp16 D=64" in printed

@@ -12,11 +12,12 @@ from torch import Tensor
 
 import blocksparse as bs
 from blocksparse.kernels import block_mean
+from blocksparse.kernels.block_mean import block_similarity
 from blocksparse.permuters.hilbert_order import HilbertOrder
 from blocksparse.presets.sparge import sparge
 from blocksparse.scorers.antidiagonal import AntidiagonalScorer
 from blocksparse.scorers.flatten_max_pool import FlattenMaxPoolScorer
-from blocksparse.scorers.similarity_gated import SimilarityGatedScorer, self_similarity
+from blocksparse.scorers.similarity_gated import SimilarityGatedScorer
 from blocksparse.testing import make_qkv
 
 MAPS = cases("sparge")
@@ -94,13 +95,13 @@ def test_similar_blocks(name: str) -> None:
     case = load(name)
     sides = ((case.q, case.params["BLKQ"], False, "q"), (case.k, case.params["BLKK"], smooths(case), "k"))
     for x, block, centred, side in sides:
-        similarity = self_similarity(x, block, centred=centred).repeat_interleave(4 // x.shape[1], dim=1)
+        similarity = block_similarity(x, block, centred=centred).repeat_interleave(4 // x.shape[1], dim=1)
         flag = similarity > case.params["simthreshd1"]
         if x.shape[2] % block:
             flag[..., -1] = False
         assert torch.equal(flag, golden(case, f"sim_{side}"))
         centre = x.mean(2, keepdim=True) if centred else torch.zeros(())
-        pooled = bs.scorers.pooling.block_mean(x - centre, block).repeat_interleave(4 // x.shape[1], dim=1)
+        pooled = block_mean.block_mean(x - centre, block).repeat_interleave(4 // x.shape[1], dim=1)
         torch.testing.assert_close(pooled, golden(case, f"pool_{side}"), rtol=1e-5, atol=2e-6)
 
 
@@ -158,7 +159,7 @@ def pairwise(x: Tensor, block: int, lead: int) -> Tensor:
 def test_self_similarity_is_the_mean_pairwise_cosine(N: int, lead: int, dtype: torch.dtype) -> None:
     x = make_qkv(B=2, Hq=2, N=N, D=8)[0].to(dtype)
     x[:, :, 0] = 0
-    got = self_similarity(x, 16, lead=lead)
+    got = block_similarity(x, 16, lead=lead)
     assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     torch.testing.assert_close(got.double(), pairwise(x, 16, lead), rtol=0, atol=1e-6)
 
@@ -167,22 +168,22 @@ def test_self_similarity_is_the_mean_pairwise_cosine(N: int, lead: int, dtype: t
 @pytest.mark.parametrize("lead", [0, 7])
 def test_pieces_of_the_workspace_make_no_difference(monkeypatch: Any, centred: bool, lead: int) -> None:
     x = make_qkv(B=2, Hq=2, N=150, D=8)[0]
-    whole = self_similarity(x, 16, lead=lead, centred=centred)
+    whole = block_similarity(x, 16, lead=lead, centred=centred)
     monkeypatch.setattr(block_mean, "_WORKSPACE", 3 * 16 * 2 * 2 * 8)
-    torch.testing.assert_close(self_similarity(x, 16, lead=lead, centred=centred), whole)
+    torch.testing.assert_close(block_similarity(x, 16, lead=lead, centred=centred), whole)
 
 
 def test_self_similarity_by_hand() -> None:
     same, two_directions, opposite = [[3.0, 0.0]] * 2, [[1.0, 0.0], [0.0, 5.0]], [[1.0, 0.0], [-2.0, 0.0]]
     x = torch.tensor([*same, *two_directions, *opposite]).view(1, 1, 6, 2)
-    assert self_similarity(x, 2).flatten().tolist() == [1.0, 0.5, 0.0]
+    assert block_similarity(x, 2).flatten().tolist() == [1.0, 0.5, 0.0]
     shifted = x + torch.tensor([10.0, -4.0])
-    torch.testing.assert_close(self_similarity(shifted, 2, centred=True), self_similarity(x, 2, centred=True))
+    torch.testing.assert_close(block_similarity(shifted, 2, centred=True), block_similarity(x, 2, centred=True))
 
 
 def test_self_similarity_never_rounds_over_one() -> None:
     x = torch.randn(1, 500, 1, 7, generator=torch.Generator().manual_seed(0)).expand(-1, -1, 12, -1)
-    similarity = self_similarity(x, 12)
+    similarity = block_similarity(x, 12)
     assert float(similarity.max()) == 1.0
     assert float(similarity.min()) > 1 - 1e-6
 

@@ -9,18 +9,27 @@ from torch import Tensor
 from blocksparse.kernels.hardware import copies_in_bulk, is_hopper
 
 _size = [validators.instance_of(int), validators.gt(0)]
+_SHARED = 228 << 10  # bytes of a Hopper multiprocessor
 HALF = (torch.float16, torch.bfloat16)
 
 
 @frozen
 class TritonTiles:
-    """How the portable kernel is launched: tiles of `block_m` x `block_n`, warps, and software-pipeline stages."""
+    """How the portable kernel is launched.
+
+    Args:
+        block_m: queries per tile, a power of two from 16 on that divides the mask's query block.
+        block_n: keys per tile, the same for the key block.
+        num_warps: warps per program.
+        num_stages: tiles of keys and values in flight.
+        tma: load them through tensor descriptors, where the hardware and the tensors allow it.
+    """
 
     block_m: int = field(validator=_size)
     block_n: int = field(validator=_size)
     num_warps: int = field(validator=_size)
     num_stages: int = field(validator=_size)
-    tma: bool = True  # where the hardware and the tensors allow it
+    tma: bool = field(default=True, validator=validators.instance_of(bool))
 
     kernel = "triton"
 
@@ -40,7 +49,7 @@ class TritonTiles:
 
 @frozen
 class HopperTiles:
-    """How the Hopper kernel is launched.
+    """How the kernel for Hopper is launched: half precision, head dims that are multiples of 8 up to 128.
 
     Args:
         consumers: warp groups that compute, with 64 queries each: 1 or 2.
@@ -78,12 +87,20 @@ class HopperTiles:
             k_block % self.block_n and (self.block_n % k_block or k_block < 16)
         ):
             reasons.append(f"{self} does not divide blocks of {q_block} x {k_block}")
+        if (needed := self.per_sm * self._shared_bytes(q, v)) > _SHARED:
+            reasons.append(f"{self} needs {needed >> 10} KiB of shared memory, and there are {_SHARED >> 10}")
         return reasons
+
+    def _shared_bytes(self, q: Tensor, v: Tensor) -> int:
+        """Of one program: two buffers of queries, the stages, the output, barriers, and what CUDA reserves."""
+        of_keys, of_values = (64 if x.shape[-1] <= 64 else 128 for x in (q, v))
+        queries, keys = 64 * self.consumers, self.num_stages * self.block_n
+        return 2 * (2 * queries * of_keys + keys * (of_keys + of_values) + queries * of_values) + 1280
 
 
 Tiles = TritonTiles | HopperTiles
 
-# By head dim (up to) and whether 128 queries fill whole rows; `python -m benchmarks.tune` measures them.
+# By head dim (up to) and whether 128 queries fill whole rows; `python -m benchmarks.tune` measures candidates.
 _HOPPER = {
     (64, True): HopperTiles(2, 128, 4),
     (64, False): HopperTiles(1, 128, 2, 2),

@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blocksparse.kernels.block_grid_triton import device_of, rows_at, strides
+from blocksparse.kernels.block_grid_triton import rows_at, strides, tile_of_grid
+from blocksparse.kernels.hardware import device_of
 
 _TILE = 2048  # blocks at a time
 
@@ -32,11 +33,7 @@ def _kernel(
     count_ptr, low_ptr, high_ptr, out_ptr, low_strides, high_strides, n, rows, cols,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    h = tl.program_id(1)
-    b = tl.program_id(2)
-    wide = tl.cdiv(cols, COLS)
-    row = tl.program_id(0) // wide * ROWS + tl.arange(0, ROWS)[:, None]
-    col = tl.program_id(0) % wide * COLS + tl.arange(0, COLS)[None, :]
+    b, h, row, col = tile_of_grid(cols, ROWS, COLS)
     inside = (row < rows) & (col < cols)
     low = tl.load(rows_at(low_ptr, low_strides, b, h, row) + col * low_strides[3], mask=inside, other=0)
     high = tl.load(rows_at(high_ptr, high_strides, b, h, row) + col * high_strides[3], mask=inside, other=0)

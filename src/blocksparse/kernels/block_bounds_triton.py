@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.block_bounds import Bounds
-from blocksparse.kernels.block_grid_triton import device_of
+from blocksparse.kernels.hardware import device_of
 from blocksparse.kernels.sizes import cdiv, power_of_2
 
 _NEVER = tl.constexpr(2**31 - 1)

@@ -5,17 +5,11 @@ Tiles are two-dimensional, rows by columns: Triton 3.7 fails on sm_100 for sums 
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.block_grid import BlockGrid
-
-
-def device_of(x: Tensor) -> torch.cuda.device | torch.device:
-    """Launch on the tensor's own device, whichever is current."""
-    return torch.cuda.device(x.device) if x.is_cuda else torch.device(x.device)
 
 
 def strides(x: Tensor) -> tuple[int, ...]:
@@ -34,6 +28,15 @@ def tile(ROWS: tl.constexpr, COLS: tl.constexpr):
     """Where this program stands: batch, head, rows `[ROWS, 1]`, columns `[1, COLS]`."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     return tl.program_id(2), tl.program_id(1), row, tl.arange(0, COLS)[None, :]
+
+
+@triton.jit
+def tile_of_grid(cols, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """The same where tiles cover columns too, all of a head in the first axis of programs."""
+    wide = tl.cdiv(cols, COLS)
+    row = tl.program_id(0) // wide * ROWS + tl.arange(0, ROWS)[:, None]
+    col = tl.program_id(0) % wide * COLS + tl.arange(0, COLS)[None, :]
+    return tl.program_id(2), tl.program_id(1), row, col
 
 
 @triton.jit

@@ -8,7 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.block_grid import BlockGrid
-from blocksparse.kernels.block_grid_triton import device_of, full_blocks, positions, rows_at, strides, tile
+from blocksparse.kernels.block_grid_triton import full_blocks, positions, rows_at, strides, tile
+from blocksparse.kernels.hardware import device_of
 
 _TILE = 2048  # blocks at a time; fewer than 2^15
 _PER_THREAD = 16

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from blocksparse.kernels.block_grid import BlockGrid
 from blocksparse.kernels.block_grid_triton import (
-    device_of,
     load_positions,
     positions,
     reachable_blocks,
@@ -19,6 +18,7 @@ from blocksparse.kernels.block_grid_triton import (
     strides,
     tile,
 )
+from blocksparse.kernels.hardware import device_of
 
 _TILE = 8192  # logits at a time; a longer row is read twice
 

@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blocksparse.kernels.block_grid_triton import device_of
 from blocksparse.kernels.cell_products import means_of_short_cells
 from blocksparse.kernels.cell_products_triton import Tiles, can_use_tma, head_strides, tiles_for, whole_cells
 from blocksparse.kernels.cell_sums_triton import sums_of_tiles
+from blocksparse.kernels.hardware import device_of
 
 _WORKSPACE = 2**28  # bytes of sums at a time
 _GROUP = 16  # query tiles that share a key tile in L2

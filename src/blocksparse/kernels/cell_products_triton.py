@@ -14,6 +14,8 @@ from attrs import frozen
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from blocksparse.kernels.hardware import copies_in_bulk, has_descriptors
+
 
 @frozen
 class Tiles:
@@ -36,15 +38,7 @@ def tiles_for(x: Tensor, *, tma: bool) -> Tiles:
 
 def can_use_tma(*tensors: Tensor) -> bool:
     """Whether descriptors of cells can load these: Hopper or later, half precision, 16-byte aligned rows."""
-    return all(
-        x.is_cuda
-        and x.element_size() == 2
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(x.device) >= (9, 0)
-        and x.data_ptr() % 16 == 0
-        and all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:-1])
-        for x in tensors
-    )
+    return all(x.element_size() == 2 and has_descriptors(x) and copies_in_bulk(x) for x in tensors)
 
 
 def whole_cells(x: Tensor, slots: int, lead: int, block: int, block_k: int) -> TensorDescriptor | None:

@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blocksparse.kernels.block_grid_triton import device_of, strides
+from blocksparse.kernels.block_grid_triton import strides
 from blocksparse.kernels.counter_hash import mix
+from blocksparse.kernels.hardware import device_of
 
 _TILE = 1024  # numbers per program
 

@@ -9,13 +9,14 @@ from torch import Tensor
 
 from blocksparse.kernels.block_grid import BlockGrid
 from blocksparse.kernels.block_grid_triton import (
-    device_of,
     load_positions,
     positions,
     reachable_blocks,
     rows_at,
     strides,
+    tile_of_grid,
 )
+from blocksparse.kernels.hardware import device_of
 from blocksparse.kernels.sizes import cdiv, power_of_2
 
 _TILE = 4096  # blocks at a time
@@ -49,11 +50,7 @@ def _kernel(
     rows, cols,
     CAUSAL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    h = tl.program_id(1)
-    b = tl.program_id(2)
-    wide = tl.cdiv(cols, COLS)
-    row = tl.program_id(0) // wide * ROWS + tl.arange(0, ROWS)[:, None]
-    col = tl.program_id(0) % wide * COLS + tl.arange(0, COLS)[None, :]
+    b, h, row, col = tile_of_grid(cols, ROWS, COLS)
     there = row < rows
     inside = there & (col < cols)
     unlike_row = tl.load(rows_at(unlike_row_ptr, unlike_row_strides, b, h, row), mask=there, other=0) != 0

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from blocksparse.kernels.hardware import device_of, has_large_memory
+
 # Blocks whose loads may be under way when a row stops; their products are thrown away.
 _AHEAD = 4
 
@@ -45,8 +47,8 @@ def gather_attention_triton(
     lse = q.new_empty((B, Hq, M), dtype=torch.float32)
     visited = opened.new_empty(opened.shape)
     rows, cols = index.shape[2:]
-    launch = launch_options(q_block, k_block, max(D, v.shape[-1]), q.element_size(), large=_has_large_memory(q))
-    with torch.cuda.device(q.device) if q.is_cuda else torch.device(q.device):
+    launch = launch_options(q_block, k_block, max(D, v.shape[-1]), q.element_size(), large=has_large_memory(q))
+    with device_of(q):
         _kernel[(rows, Hq, B)](
             q, k, v, out, lse, visited,
             index, opened, count, q_position, k_position, group, tau,
@@ -77,11 +79,6 @@ def launch_options(q_block: int, k_block: int, head_dim: int, itemsize: int, *, 
         "num_warps": 8 if block_m == 128 else 4,
         "num_stages": 3 if row_bytes <= 256 else 2 if row_bytes <= 512 else 1,
     }
-
-
-def _has_large_memory(x: Tensor) -> bool:
-    """Hopper and its successor; small GPUs of later numbers have less again."""
-    return x.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(x.device)[0] in (9, 10)
 
 
 def _padded(size: int) -> int:

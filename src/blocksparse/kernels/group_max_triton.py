@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blocksparse.kernels.block_grid_triton import device_of
 from blocksparse.kernels.cell_products_triton import (
     Tiles,
     can_use_tma,
@@ -21,6 +20,7 @@ from blocksparse.kernels.cell_products_triton import (
     tiles_for,
     whole_cells,
 )
+from blocksparse.kernels.hardware import device_of
 
 _GROUP = 8  # query tiles that share a key tile in L2
 

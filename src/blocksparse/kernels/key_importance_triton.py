@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from blocksparse.kernels.block_grid_triton import device_of
+from blocksparse.kernels.hardware import copies_in_bulk, device_of, has_large_memory
 from blocksparse.kernels.sizes import cdiv, power_of_2
 
 _SPLITS = 32  # shares of the keys at most
@@ -48,7 +48,7 @@ def key_importance_triton(
     scale_log2 = abs(scale) * math.log2(math.e)
     sizes = q.stride()[:3], k.stride()[:3], N, P, G * P, share, splits, seen, plain, Hkv, scale_log2
     constants = {"D": D, "BLOCK_D": max(16, power_of_2(D)), "CAUSAL": causal}
-    tma = large and N >= _TMA_FROM and _aligned(k)
+    tma = large and N >= _TMA_FROM and copies_in_bulk(k)
     with device_of(q):
         _sums[(row_tiles, splits, B * Hkv)](
             q, _source(k, sums, tma), peak, total, *sizes, TMA=tma, **constants, **sums
@@ -85,17 +85,6 @@ def _small_options(row_bytes: int, *, large: bool) -> dict[str, int]:
         return {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2 if row_bytes <= 128 else 1}
     block_m, block_n = (64, 32) if row_bytes <= 512 else (32, 16)
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": 4, "num_stages": 1}
-
-
-def has_large_memory(x: Tensor) -> bool:
-    """Hopper and its successor; small GPUs of later numbers have less again."""
-    return x.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(x.device)[0] in (9, 10)
-
-
-def _aligned(x: Tensor) -> bool:
-    """Whether a tensor descriptor can load `x`, which has 16-byte rows."""
-    strides = (stride * x.element_size() for stride in x.stride()[:-1])
-    return x.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in strides)
 
 
 def _source(k: Tensor, options: dict[str, int], tma: bool) -> Any:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blocksparse.kernels.block_grid_triton import device_of
+from blocksparse.kernels.hardware import device_of
 
 _WORKSPACE = 2**28  # bytes of weights at a time
 _KEYS, _TILES, _DISTANCES = 128, 8, 512  # keys at a time, how often, and distances, per program

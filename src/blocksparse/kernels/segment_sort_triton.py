@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blocksparse.kernels.block_grid_triton import device_of
+from blocksparse.kernels.hardware import device_of
 from blocksparse.kernels.sizes import cdiv
 
 _TILE = 256  # tokens per program, where segments are shorter

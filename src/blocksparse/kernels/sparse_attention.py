@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from blocksparse.kernels.gather_rows import gather_rows, gather_two
+from blocksparse.kernels.hardware import device_of
 from blocksparse.kernels.quantize import FP8_LIMIT
 
 _WORKSPACE = 2**28  # bytes of keys and values moved at a time
@@ -75,7 +76,7 @@ def sparse_attention(
         part = [of(x) for x in (q, k, v, out, lse, full_count, partial_count, index, q_position, k_position)]
         if k_slots is not None:
             part[1:3] = gather_two(part[1], part[2], of(k_slots))
-        with torch.cuda.device(q.device) if q.is_cuda else torch.device(q.device):
+        with device_of(q):
             if kernel == "hopper":
                 from blocksparse.kernels.sparse_attention_hopper import sparse_attention_hopper
 

@@ -10,7 +10,7 @@ are always masked, and every later step knows from the counts whether it is. Blo
 one tile of keys together, from anywhere; an odd one stands alone in the first, masked, tile.
 """
 
-from __future__ import annotations
+# Annotations stay what they are: Triton reads those of `_Constants`.
 
 import math
 
@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.core import _aggregate  # no public name up to Triton 3.7
 
 from blocksparse.kernels.sparse_attention_triton import batch_head_strides
 
@@ -111,6 +112,39 @@ def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, _PANEL.value], _PANEL_LAYOUT)
 
 
+@_aggregate
+class _Constants:
+    """What a kernel is compiled for. Constants in a plain tuple would turn into run-time values."""
+
+    DQ: gl.constexpr  # padded head dims
+    DV: gl.constexpr
+    CONSUMERS: gl.constexpr
+    BLOCK_N: gl.constexpr  # keys per tile
+    STAGES: gl.constexpr
+    PIECES: gl.constexpr  # parts of blocks that fill a tile
+    K_SPLIT: gl.constexpr  # pieces per block
+    Q_SPLIT: gl.constexpr  # tiles of queries per row of blocks
+    CAUSAL: gl.constexpr
+    Q_IN_ORDER: gl.constexpr
+    K_IN_ORDER: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, DQ, DV, CONSUMERS, BLOCK_N, STAGES, PIECES, K_SPLIT, Q_SPLIT, CAUSAL, Q_IN_ORDER, K_IN_ORDER
+    ):
+        self.DQ = gl.constexpr(DQ)
+        self.DV = gl.constexpr(DV)
+        self.CONSUMERS = gl.constexpr(CONSUMERS)
+        self.BLOCK_N = gl.constexpr(BLOCK_N)
+        self.STAGES = gl.constexpr(STAGES)
+        self.PIECES = gl.constexpr(PIECES)
+        self.K_SPLIT = gl.constexpr(K_SPLIT)
+        self.Q_SPLIT = gl.constexpr(Q_SPLIT)
+        self.CAUSAL = gl.constexpr(CAUSAL)
+        self.Q_IN_ORDER = gl.constexpr(Q_IN_ORDER)
+        self.K_IN_ORDER = gl.constexpr(K_IN_ORDER)
+
+
 @gluon.jit
 def _place(word, rows, kv_heads, group):
     """Batch, query head, KV head and row of a tile: KV head by KV head, the last rows first."""
@@ -137,23 +171,20 @@ def _unpacked(place):
 
 
 @gluon.jit
-def _extent(word, K_SPLIT: gl.constexpr, PIECES: gl.constexpr):
+def _extent(word, C):
     """Of a row's list: pieces in all, tiles of keys, pieces in the first of them, and how many tiles are masked."""
     word = gl.maximum(word, 0)
-    full = ((word >> 24) & 0xFFFFF).to(gl.int32) * K_SPLIT
-    partial = (word >> 44).to(gl.int32) * K_SPLIT
+    full = ((word >> 24) & 0xFFFFF).to(gl.int32) * C.K_SPLIT
+    partial = (word >> 44).to(gl.int32) * C.K_SPLIT
     pieces = full + partial
-    steps = gl.maximum((pieces + PIECES - 1) // PIECES, 1)
-    first = pieces - (steps - 1) * PIECES
-    masked = 1 + (gl.maximum(partial - first, 0) + PIECES - 1) // PIECES
+    steps = gl.maximum((pieces + C.PIECES - 1) // C.PIECES, 1)
+    first = pieces - (steps - 1) * C.PIECES
+    masked = 1 + (gl.maximum(partial - first, 0) + C.PIECES - 1) // C.PIECES
     return pieces, steps, first, masked
 
 
 @gluon.jit
-def _word(
-    tile, tiles, full_count_ptr, partial_count_ptr, count_strides, rows, kv_heads, group, heads_per_mask,
-    Q_SPLIT: gl.constexpr,
-):  # fmt: skip
+def _word(tile, tiles, full_count_ptr, partial_count_ptr, count_strides, rows, kv_heads, group, heads_per_mask, C):
     """A tile and the counts of its row in 64 bits; -1 after the last tile.
 
     One word, because Triton 3.6 drops a value that a loop carries only to bound an inner loop.
@@ -161,30 +192,34 @@ def _word(
     inside = tile < tiles
     tile = gl.minimum(tile, tiles - 1)
     b, h, h_key, row = _place(tile, rows, kv_heads, group)
-    at = b.to(gl.int64) * count_strides[0] + (h // heads_per_mask).to(gl.int64) * count_strides[1] + row // Q_SPLIT
+    at = (
+        b.to(gl.int64) * count_strides[0]
+        + (h // heads_per_mask).to(gl.int64) * count_strides[1]
+        + row // C.Q_SPLIT
+    )
     full = gl.load(full_count_ptr + at).to(gl.int64)
     partial = gl.load(partial_count_ptr + at).to(gl.int64)
     return gl.where(inside, tile.to(gl.int64) | (full << 24) | (partial << 44), -1)
 
 
 @gluon.jit
-def _list_at(b, h, row, index_strides, cols, heads_per_mask, Q_SPLIT: gl.constexpr):
+def _list_at(b, h, row, index_strides, cols, heads_per_mask, C):
     """Where a row's list begins."""
     at = b.to(gl.int64) * index_strides[0] + (h // heads_per_mask).to(gl.int64) * index_strides[1]
-    return at + (row // Q_SPLIT).to(gl.int64) * cols
+    return at + (row // C.Q_SPLIT).to(gl.int64) * cols
 
 
 @gluon.jit
-def _turn(pieces, first, t, p, PIECES: gl.constexpr):
+def _turn(pieces, first, t, p, C):
     """Which piece of a row's list is piece `p` of tile `t` of keys, counted from the end."""
-    before = gl.where(t == 0, 0, first + (t - 1) * PIECES)
+    before = gl.where(t == 0, 0, first + (t - 1) * C.PIECES)
     return gl.maximum(pieces - 1 - before - p, 0)
 
 
 @gluon.jit
-def _start(block, pieces, turn, K_SPLIT: gl.constexpr, PIECE: gl.constexpr):
+def _start(block, pieces, turn, C):
     """First slot of a piece of `block`; slot 0 where the list is empty."""
-    return gl.where(pieces > 0, block * K_SPLIT + turn % K_SPLIT, 0) * PIECE
+    return gl.where(pieces > 0, block * C.K_SPLIT + turn % C.K_SPLIT, 0) * (C.BLOCK_N // C.PIECES)
 
 
 @gluon.jit
@@ -197,12 +232,7 @@ def _copy(source, b, h, start, barrier, pieces, at, STRIDE: gl.constexpr, PANELS
 
 
 @gluon.jit
-def _load_keys(
-    sources, pointers, bars, bufs, strides, sizes,
-    DQ: gl.constexpr, DV: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    PIECES: gl.constexpr, K_SPLIT: gl.constexpr, Q_SPLIT: gl.constexpr,
-    CAUSAL: gl.constexpr, Q_IN_ORDER: gl.constexpr, K_IN_ORDER: gl.constexpr,
-):  # fmt: skip
+def _load_keys(C, sources, pointers, bars, bufs, strides, sizes):
     """Takes tiles from the queue, and loads their queries and keys."""
     q_source, k_source = sources[0], sources[1]
     full_count_ptr, partial_count_ptr, index_ptr, queue_ptr = pointers[0], pointers[1], pointers[2], pointers[5]
@@ -210,57 +240,56 @@ def _load_keys(
     q_pieces, k_pieces, words, starts = bufs[0], bufs[1], bufs[4], bufs[5]
     count_strides, index_strides = strides[0], strides[1]
     tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale = sizes
-    PANELS: gl.constexpr = DQ // _PANEL
-    PIECE: gl.constexpr = BLOCK_N // PIECES
+    PANELS: gl.constexpr = C.DQ // _PANEL
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     word = _word(
         gl.program_id(0), tiles, full_count_ptr, partial_count_ptr, count_strides, rows, kv_heads, group,
-        heads_per_mask, Q_SPLIT,
+        heads_per_mask, C,
     )  # fmt: skip
     b, h, h_key, row = _place(gl.maximum(word, 0), rows, kv_heads, group)
-    pieces, steps, first, masked = _extent(word, K_SPLIT, PIECES)
-    list_at = _list_at(b, h, row, index_strides, cols, heads_per_mask, Q_SPLIT)
+    pieces, steps, first, masked = _extent(word, C)
+    list_at = _list_at(b, h, row, index_strides, cols, heads_per_mask, C)
     # Blocks are read one step ahead, so that nobody waits for a list.
-    block = gl.load(index_ptr + list_at + _turn(pieces, first, 0, 0, PIECES) // K_SPLIT)
+    block = gl.load(index_ptr + list_at + _turn(pieces, first, 0, 0, C) // C.K_SPLIT)
     visit = 0
     step = 0
     going = word >= 0
     while going:
         # After the last tile comes an empty one, whose scores the consumers compute and drop.
         live = word >= 0
-        pieces, steps, first, masked = _extent(word, K_SPLIT, PIECES)
+        pieces, steps, first, masked = _extent(word, C)
         slot = visit % 2
         mbarrier.wait(q_empty.index(slot), ((visit // 2) & 1) ^ 1)
         words.index(slot).store(gl.full([1], 0, gl.int64, one) + word)
         words.index(2 + slot).store(gl.full([1], 0, gl.int64, one) + _packed(b, h, h_key, row))
-        mbarrier.expect(q_full.index(slot), CONSUMERS * 64 * DQ * 2)
-        for c in gl.static_range(CONSUMERS):
-            at = (slot * CONSUMERS + c) * PANELS
-            _copy(q_source, b, h, (row * CONSUMERS + c) * 64, q_full.index(slot), q_pieces, at, 1, PANELS)
+        mbarrier.expect(q_full.index(slot), C.CONSUMERS * 64 * C.DQ * 2)
+        for c in gl.static_range(C.CONSUMERS):
+            at = (slot * C.CONSUMERS + c) * PANELS
+            _copy(q_source, b, h, (row * C.CONSUMERS + c) * 64, q_full.index(slot), q_pieces, at, 1, PANELS)
         following = word
         next_b, next_h, next_key, next_row, next_at, next_entry = b, h, h_key, row, list_at, list_at
         for t in range(steps):
-            stage = step % STAGES
-            mbarrier.wait(k_empty.index(stage), ((step // STAGES) & 1) ^ 1)
-            for p in gl.static_range(PIECES):
-                turn = _turn(pieces, first, t, p, PIECES)
+            stage = step % C.STAGES
+            mbarrier.wait(k_empty.index(stage), ((step // C.STAGES) & 1) ^ 1)
+            for p in gl.static_range(C.PIECES):
+                turn = _turn(pieces, first, t, p, C)
                 if p > 0:
-                    block = gl.load(index_ptr + list_at + turn // K_SPLIT)
-                start = _start(block, pieces, turn, K_SPLIT, PIECE)
-                starts.index(stage * PIECES + p).store(gl.full([1], 0, gl.int32, one) + start)
-                at = stage * PANELS * PIECES + p
-                _copy(k_source, b, h_key, start, k_full.index(stage), k_pieces, at, PIECES, PANELS)
-            mbarrier.expect(k_full.index(stage), BLOCK_N * DQ * 2)  # last: it also hands over `starts`
+                    block = gl.load(index_ptr + list_at + turn // C.K_SPLIT)
+                start = _start(block, pieces, turn, C)
+                starts.index(stage * C.PIECES + p).store(gl.full([1], 0, gl.int32, one) + start)
+                at = stage * PANELS * C.PIECES + p
+                _copy(k_source, b, h_key, start, k_full.index(stage), k_pieces, at, C.PIECES, PANELS)
+            mbarrier.expect(k_full.index(stage), C.BLOCK_N * C.DQ * 2)  # last: it also hands over `starts`
             if t == 0:
                 following = _word(
                     gl.atomic_add(queue_ptr, 1) + gl.num_programs(0), tiles, full_count_ptr, partial_count_ptr,
-                    count_strides, rows, kv_heads, group, heads_per_mask, Q_SPLIT,
+                    count_strides, rows, kv_heads, group, heads_per_mask, C,
                 )  # fmt: skip
                 next_b, next_h, next_key, next_row = _place(gl.maximum(following, 0), rows, kv_heads, group)
-                next_at = _list_at(next_b, next_h, next_row, index_strides, cols, heads_per_mask, Q_SPLIT)
-                next_pieces, next_steps, next_first, next_masked = _extent(following, K_SPLIT, PIECES)
-                next_entry = next_at + gl.maximum(next_pieces - 1, 0) // K_SPLIT
-            entry = list_at + _turn(pieces, first, t + 1, 0, PIECES) // K_SPLIT
+                next_at = _list_at(next_b, next_h, next_row, index_strides, cols, heads_per_mask, C)
+                next_pieces, next_steps, next_first, next_masked = _extent(following, C)
+                next_entry = next_at + gl.maximum(next_pieces - 1, 0) // C.K_SPLIT
+            entry = list_at + _turn(pieces, first, t + 1, 0, C) // C.K_SPLIT
             block = gl.load(index_ptr + gl.where(t + 1 < steps, entry, next_entry))
             step += 1
         b, h, h_key, row, list_at = next_b, next_h, next_key, next_row, next_at
@@ -275,19 +304,13 @@ def _read(words, slot, NUM_WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _load_values(
-    sources, pointers, bars, bufs, strides, sizes,
-    DQ: gl.constexpr, DV: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    PIECES: gl.constexpr, K_SPLIT: gl.constexpr, Q_SPLIT: gl.constexpr,
-    CAUSAL: gl.constexpr, Q_IN_ORDER: gl.constexpr, K_IN_ORDER: gl.constexpr,
-):  # fmt: skip
+def _load_values(C, sources, pointers, bars, bufs, strides, sizes):
     """Follows the tiles that `_load_keys` takes, and loads their values."""
     v_source, index_ptr, index_strides = sources[2], pointers[2], strides[1]
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     v_pieces, words = bufs[2], bufs[4]
     tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale = sizes
-    PANELS: gl.constexpr = DV // _PANEL
-    PIECE: gl.constexpr = BLOCK_N // PIECES
+    PANELS: gl.constexpr = C.DV // _PANEL
     visit = 0
     step = 0
     mbarrier.wait(q_full.index(0), 0)
@@ -295,20 +318,20 @@ def _load_values(
     while word >= 0:
         b, h, h_key, row = _unpacked(_read(words, 2 + visit % 2, 1))
         mbarrier.arrive(q_empty.index(visit % 2), count=1)
-        pieces, steps, first, masked = _extent(word, K_SPLIT, PIECES)
-        list_at = _list_at(b, h, row, index_strides, cols, heads_per_mask, Q_SPLIT)
+        pieces, steps, first, masked = _extent(word, C)
+        list_at = _list_at(b, h, row, index_strides, cols, heads_per_mask, C)
         for t in range(steps):
-            stage = step % STAGES
-            block = gl.load(index_ptr + list_at + _turn(pieces, first, t, 0, PIECES) // K_SPLIT)
-            mbarrier.wait(v_empty.index(stage), ((step // STAGES) & 1) ^ 1)
-            mbarrier.expect(v_full.index(stage), BLOCK_N * DV * 2)
-            for p in gl.static_range(PIECES):
-                turn = _turn(pieces, first, t, p, PIECES)
+            stage = step % C.STAGES
+            block = gl.load(index_ptr + list_at + _turn(pieces, first, t, 0, C) // C.K_SPLIT)
+            mbarrier.wait(v_empty.index(stage), ((step // C.STAGES) & 1) ^ 1)
+            mbarrier.expect(v_full.index(stage), C.BLOCK_N * C.DV * 2)
+            for p in gl.static_range(C.PIECES):
+                turn = _turn(pieces, first, t, p, C)
                 if p > 0:
-                    block = gl.load(index_ptr + list_at + turn // K_SPLIT)
-                start = _start(block, pieces, turn, K_SPLIT, PIECE)
-                at = stage * PANELS * PIECES + p
-                _copy(v_source, b, h_key, start, v_full.index(stage), v_pieces, at, PIECES, PANELS)
+                    block = gl.load(index_ptr + list_at + turn // C.K_SPLIT)
+                start = _start(block, pieces, turn, C)
+                at = stage * PANELS * C.PIECES + p
+                _copy(v_source, b, h_key, start, v_full.index(stage), v_pieces, at, C.PIECES, PANELS)
             step += 1
         visit += 1
         mbarrier.wait(q_full.index(visit % 2), (visit // 2) & 1)
@@ -329,15 +352,12 @@ def _partial_sum(weight):
 
 
 @gluon.jit
-def _query_positions(
-    q_position_ptr, strides, b, h, row, offset, WG: gl.constexpr, CONSUMERS: gl.constexpr,
-    CAUSAL: gl.constexpr, IN_ORDER: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
+def _query_positions(q_position_ptr, strides, b, h, row, offset, WG: gl.constexpr, C, LAYOUT: gl.constexpr):
     """The last position that each query may see."""
-    place = (row * CONSUMERS + WG) * 64 + gl.arange(0, 64, layout=LAYOUT)
-    if not CAUSAL:
+    place = (row * C.CONSUMERS + WG) * 64 + gl.arange(0, 64, layout=LAYOUT)
+    if not C.CAUSAL:
         last = gl.full([64], _NEVER - 1, gl.int32, LAYOUT)
-    elif IN_ORDER:
+    elif C.Q_IN_ORDER:
         last = place + offset
     else:
         last = gl.load(q_position_ptr + b.to(gl.int64) * strides[0] + h.to(gl.int64) * strides[1] + place)
@@ -345,18 +365,15 @@ def _query_positions(
 
 
 @gluon.jit
-def _masked(
-    scores, last, starts, stage, valid, k_position_ptr, position_at, N,
-    PIECES: gl.constexpr, CAUSAL: gl.constexpr, K_IN_ORDER: gl.constexpr,
-):  # fmt: skip
+def _masked(scores, last, starts, stage, valid, k_position_ptr, position_at, N, C):
     """-inf where a slot holds no key, or one after the last that the query may see."""
     LAYOUT: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
-    PIECE: gl.constexpr = scores.shape[1] // PIECES
+    PIECE: gl.constexpr = scores.shape[1] // C.PIECES
     column = gl.arange(0, scores.shape[1], layout=LAYOUT)
-    for p in gl.static_range(PIECES):
-        start = _read(starts, stage * PIECES + p, 4)
-        if K_IN_ORDER:
-            limit = (last if CAUSAL else gl.minimum(last, N - 1)) - start
+    for p in gl.static_range(C.PIECES):
+        start = _read(starts, stage * C.PIECES + p, 4)
+        if C.K_IN_ORDER:
+            limit = (last if C.CAUSAL else gl.minimum(last, N - 1)) - start
             position = column - p * PIECE
         else:
             limit = last
@@ -364,19 +381,14 @@ def _masked(
             position = gl.where(position >= 0, position, _NEVER)
         limit = gl.where(p < valid, limit, -1)
         allowed = position[None, :] <= limit[:, None]
-        if PIECES > 1:
+        if C.PIECES > 1:
             allowed = allowed | (column // PIECE != p)[None, :]
         scores = gl.where(allowed, scores, float("-inf"))
     return scores
 
 
 @gluon.jit
-def _consume(
-    WG: gl.constexpr, sources, pointers, bars, bufs, strides, sizes,
-    DQ: gl.constexpr, DV: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    PIECES: gl.constexpr, K_SPLIT: gl.constexpr, Q_SPLIT: gl.constexpr,
-    CAUSAL: gl.constexpr, Q_IN_ORDER: gl.constexpr, K_IN_ORDER: gl.constexpr,
-):  # fmt: skip
+def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes):
     """The softmax of 64 queries of each tile, and its products."""
     out_target = sources[3]
     q_position_ptr, k_position_ptr, lse_ptr = pointers[3], pointers[4], pointers[6]
@@ -385,33 +397,31 @@ def _consume(
     q_position_strides, k_position_strides, lse_strides = strides[2], strides[3], strides[4]
     tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale = sizes
     HALF: gl.constexpr = q_pieces.dtype
-    PANELS: gl.constexpr = DV // _PANEL
+    PANELS: gl.constexpr = C.DV // _PANEL
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.DV, 16])
     WEIGHT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     OUT_ROW: gl.constexpr = gl.SliceLayout(1, SUMS)
-    q_bufs = q_pieces._reinterpret(HALF, [2 * CONSUMERS, 64, DQ], SHARED)
-    k_bufs = k_pieces._reinterpret(HALF, [STAGES, BLOCK_N, DQ], SHARED)
-    v_bufs = v_pieces._reinterpret(HALF, [STAGES, BLOCK_N, DV], SHARED)
-    out_bufs = out_pieces._reinterpret(HALF, [CONSUMERS, 64, DV], SHARED)
-    none = gl.zeros([64, BLOCK_N], gl.float32, SCORES)
+    q_bufs = q_pieces._reinterpret(HALF, [2 * C.CONSUMERS, 64, C.DQ], SHARED)
+    k_bufs = k_pieces._reinterpret(HALF, [C.STAGES, C.BLOCK_N, C.DQ], SHARED)
+    v_bufs = v_pieces._reinterpret(HALF, [C.STAGES, C.BLOCK_N, C.DV], SHARED)
+    out_bufs = out_pieces._reinterpret(HALF, [C.CONSUMERS, 64, C.DV], SHARED)
+    none = gl.zeros([64, C.BLOCK_N], gl.float32, SCORES)
 
     # The scores of the very first keys.
     mbarrier.wait(q_full.index(0), 0)
     word = _read(words, 0, 4)
     b, h, h_key, row = _unpacked(_read(words, 2, 4))
-    pieces, steps, first, masked = _extent(word, K_SPLIT, PIECES)
-    last = _query_positions(
-        q_position_ptr, q_position_strides, b, h, row, offset, WG, CONSUMERS, CAUSAL, Q_IN_ORDER, ROW
-    )
+    pieces, steps, first, masked = _extent(word, C)
+    last = _query_positions(q_position_ptr, q_position_strides, b, h, row, offset, WG, C, ROW)
     position_at = b.to(gl.int64) * k_position_strides[0] + h_key.to(gl.int64) * k_position_strides[1]
     mbarrier.wait(k_full.index(0), 0)
     q = q_bufs.index(WG)
     scores_token = warpgroup_mma(q, k_bufs.index(0).permute([1, 0]), none, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, [scores_token])
-    scores = _masked(scores, last, starts, 0, first, k_position_ptr, position_at, N, PIECES, CAUSAL, K_IN_ORDER)
+    scores = _masked(scores, last, starts, 0, first, k_position_ptr, position_at, N, C)
     mbarrier.arrive(k_empty.index(0), count=1)
     highest = _row_max(scores, ROW) * scale
     origin = gl.where(highest == float("-inf"), 0.0, highest)
@@ -422,15 +432,15 @@ def _consume(
     step = 0
     visit = 0
     while word >= 0:
-        pieces, steps, first, masked = _extent(word, K_SPLIT, PIECES)
-        q = q_bufs.index((visit % 2) * CONSUMERS + WG)
-        sums = gl.zeros([64, DV], gl.float32, SUMS)
+        pieces, steps, first, masked = _extent(word, C)
+        q = q_bufs.index((visit % 2) * C.CONSUMERS + WG)
+        sums = gl.zeros([64, C.DV], gl.float32, SUMS)
         for t in range(1, steps):
-            v_stage = step % STAGES
-            v_phase = (step // STAGES) & 1
+            v_stage = step % C.STAGES
+            v_phase = (step // C.STAGES) & 1
             step += 1
-            stage = step % STAGES
-            mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
+            stage = step % C.STAGES
+            mbarrier.wait(k_full.index(stage), (step // C.STAGES) & 1)
             scores_token = warpgroup_mma(
                 q, k_bufs.index(stage).permute([1, 0]), none, use_acc=False, is_async=True
             )
@@ -438,9 +448,7 @@ def _consume(
             sums_token = warpgroup_mma(operand, v_bufs.index(v_stage), sums, is_async=True)
             scores = warpgroup_mma_wait(1, [scores_token])
             if t < masked:
-                scores = _masked(
-                    scores, last, starts, stage, PIECES, k_position_ptr, position_at, N, PIECES, CAUSAL, K_IN_ORDER
-                )
+                scores = _masked(scores, last, starts, stage, C.PIECES, k_position_ptr, position_at, N, C)
             mbarrier.arrive(k_empty.index(stage), count=1)
             new = gl.maximum(highest, _row_max(scores, ROW) * scale)
             origin = gl.where(new == float("-inf"), 0.0, new)
@@ -454,36 +462,33 @@ def _consume(
             sums = sums * gl.convert_layout(rescale, OUT_ROW)[:, None]
 
         # The border: the first scores of the next tile beside the last values of this one.
-        v_stage = step % STAGES
-        v_phase = (step // STAGES) & 1
+        v_stage = step % C.STAGES
+        v_phase = (step // C.STAGES) & 1
         step += 1
-        stage = step % STAGES
+        stage = step % C.STAGES
         mbarrier.arrive(q_empty.index(visit % 2), count=1)
         visit += 1
         mbarrier.wait(q_full.index(visit % 2), (visit // 2) & 1)
         word = _read(words, visit % 2, 4)
         place = _read(words, 2 + visit % 2, 4)
-        mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
-        q = q_bufs.index((visit % 2) * CONSUMERS + WG)
+        mbarrier.wait(k_full.index(stage), (step // C.STAGES) & 1)
+        q = q_bufs.index((visit % 2) * C.CONSUMERS + WG)
         scores_token = warpgroup_mma(q, k_bufs.index(stage).permute([1, 0]), none, use_acc=False, is_async=True)
         mbarrier.wait(v_full.index(v_stage), v_phase)
         sums_token = warpgroup_mma(operand, v_bufs.index(v_stage), sums, is_async=True)
         next_b, next_h, next_key, next_row = _unpacked(place)
-        pieces, steps, first, masked = _extent(word, K_SPLIT, PIECES)
+        pieces, steps, first, masked = _extent(word, C)
         last = _query_positions(
-            q_position_ptr, q_position_strides, next_b, next_h, next_row, offset, WG, CONSUMERS,
-            CAUSAL, Q_IN_ORDER, ROW,
+            q_position_ptr, q_position_strides, next_b, next_h, next_row, offset, WG, C, ROW,
         )  # fmt: skip
         position_at = next_b.to(gl.int64) * k_position_strides[0] + next_key.to(gl.int64) * k_position_strides[1]
         scores = warpgroup_mma_wait(1, [scores_token])
-        scores = _masked(
-            scores, last, starts, stage, first, k_position_ptr, position_at, N, PIECES, CAUSAL, K_IN_ORDER
-        )
+        scores = _masked(scores, last, starts, stage, first, k_position_ptr, position_at, N, C)
         mbarrier.arrive(k_empty.index(stage), count=1)
         whole = gl.convert_layout(gl.sum(total, 1), ROW)
         log_sum = (highest + gl.log2(whole)) * 0.6931471805599453  # ln 2: scores are in base 2
         log_sum = gl.where(whole == 0.0, float("-inf"), log_sum)
-        query = (row * CONSUMERS + WG) * 64 + gl.arange(0, 64, layout=ROW)
+        query = (row * C.CONSUMERS + WG) * 64 + gl.arange(0, 64, layout=ROW)
         lse_at = b.to(gl.int64) * lse_strides[0] + h.to(gl.int64) * lse_strides[1]
         gl.store(lse_ptr + lse_at + query, log_sum, mask=query < M)
         highest = _row_max(scores, ROW) * scale
@@ -500,37 +505,11 @@ def _consume(
         fence_async_shared()
         for panel in gl.static_range(PANELS):
             tma.async_copy_shared_to_global(
-                out_target, [b, h, (row * CONSUMERS + WG) * 64, panel * _PANEL],
+                out_target, [b, h, (row * C.CONSUMERS + WG) * 64, panel * _PANEL],
                 out_pieces.index(WG * PANELS + panel),
             )  # fmt: skip
         b, h, row = next_b, next_h, next_row
     tma.store_wait(0)
-
-
-@gluon.jit
-def _consume_first(
-    sources, pointers, bars, bufs, strides, sizes,
-    DQ: gl.constexpr, DV: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    PIECES: gl.constexpr, K_SPLIT: gl.constexpr, Q_SPLIT: gl.constexpr,
-    CAUSAL: gl.constexpr, Q_IN_ORDER: gl.constexpr, K_IN_ORDER: gl.constexpr,
-):  # fmt: skip
-    _consume(
-        0, sources, pointers, bars, bufs, strides, sizes,
-        DQ, DV, CONSUMERS, BLOCK_N, STAGES, PIECES, K_SPLIT, Q_SPLIT, CAUSAL, Q_IN_ORDER, K_IN_ORDER,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _consume_second(
-    sources, pointers, bars, bufs, strides, sizes,
-    DQ: gl.constexpr, DV: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    PIECES: gl.constexpr, K_SPLIT: gl.constexpr, Q_SPLIT: gl.constexpr,
-    CAUSAL: gl.constexpr, Q_IN_ORDER: gl.constexpr, K_IN_ORDER: gl.constexpr,
-):  # fmt: skip
-    _consume(
-        1, sources, pointers, bars, bufs, strides, sizes,
-        DQ, DV, CONSUMERS, BLOCK_N, STAGES, PIECES, K_SPLIT, Q_SPLIT, CAUSAL, Q_IN_ORDER, K_IN_ORDER,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -579,17 +558,19 @@ def _kernel(
     bufs = (q_pieces, k_pieces, v_pieces, out_pieces, words, starts)
     strides = (count_strides, index_strides, q_position_strides, k_position_strides, lse_strides)
     sizes = (tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale_log2)
-    # Written out per case: constants that pass through a tuple variable turn into run-time values.
+    C = _Constants(DQ, DV, CONSUMERS, BLOCK_N, STAGES, PIECES, K_SPLIT, Q_SPLIT, CAUSAL, Q_IN_ORDER, K_IN_ORDER)
+    first: gl.constexpr = 0
+    second: gl.constexpr = 1
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_consume_first, (sources, pointers, bars, bufs, strides, sizes, DQ, DV, CONSUMERS, BLOCK_N, STAGES, PIECES, K_SPLIT, Q_SPLIT, CAUSAL, Q_IN_ORDER, K_IN_ORDER)),
-            (_consume_second, (sources, pointers, bars, bufs, strides, sizes, DQ, DV, CONSUMERS, BLOCK_N, STAGES, PIECES, K_SPLIT, Q_SPLIT, CAUSAL, Q_IN_ORDER, K_IN_ORDER)),
-            (_load_keys, (sources, pointers, bars, bufs, strides, sizes, DQ, DV, CONSUMERS, BLOCK_N, STAGES, PIECES, K_SPLIT, Q_SPLIT, CAUSAL, Q_IN_ORDER, K_IN_ORDER)),
-            (_load_values, (sources, pointers, bars, bufs, strides, sizes, DQ, DV, CONSUMERS, BLOCK_N, STAGES, PIECES, K_SPLIT, Q_SPLIT, CAUSAL, Q_IN_ORDER, K_IN_ORDER)),
+            (_consume, (first, C, sources, pointers, bars, bufs, strides, sizes)),
+            (_consume, (second, C, sources, pointers, bars, bufs, strides, sizes)),
+            (_load_keys, (C, sources, pointers, bars, bufs, strides, sizes)),
+            (_load_values, (C, sources, pointers, bars, bufs, strides, sizes)),
         ], [4, 1, 1], [CONSUMER_REGISTERS, _LOADER_REGISTERS, _LOADER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume_first, (sources, pointers, bars, bufs, strides, sizes, DQ, DV, CONSUMERS, BLOCK_N, STAGES, PIECES, K_SPLIT, Q_SPLIT, CAUSAL, Q_IN_ORDER, K_IN_ORDER)),
-            (_load_keys, (sources, pointers, bars, bufs, strides, sizes, DQ, DV, CONSUMERS, BLOCK_N, STAGES, PIECES, K_SPLIT, Q_SPLIT, CAUSAL, Q_IN_ORDER, K_IN_ORDER)),
-            (_load_values, (sources, pointers, bars, bufs, strides, sizes, DQ, DV, CONSUMERS, BLOCK_N, STAGES, PIECES, K_SPLIT, Q_SPLIT, CAUSAL, Q_IN_ORDER, K_IN_ORDER)),
+            (_consume, (first, C, sources, pointers, bars, bufs, strides, sizes)),
+            (_load_keys, (C, sources, pointers, bars, bufs, strides, sizes)),
+            (_load_values, (C, sources, pointers, bars, bufs, strides, sizes)),
         ], [1, 1], [_LOADER_REGISTERS, _LOADER_REGISTERS])  # fmt: skip

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import math
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from blocksparse.kernels.hardware import copies_in_bulk
+from blocksparse.kernels.hardware import copies_in_bulk, has_descriptors
 from blocksparse.kernels.quantize import FP8_LIMIT
 
 _FP8_LIMIT = tl.constexpr(FP8_LIMIT)
@@ -51,7 +50,7 @@ def sparse_attention_triton(
     Hk, Dv = v.shape[1], v.shape[-1]
     block_d, block_dv = (max(_least_depth(x), triton.next_power_of_2(x.shape[-1])) for x in (k, v))
     k_source, v_source = k, v
-    by_descriptor = bool(tma) and _has_descriptors(k) and copies_in_bulk(k) and copies_in_bulk(v)
+    by_descriptor = bool(tma) and has_descriptors(k) and copies_in_bulk(k) and copies_in_bulk(v)
     if by_descriptor:
         k_source = TensorDescriptor.from_tensor(k, [1, 1, block_n, block_d])
         v_source = TensorDescriptor.from_tensor(v, [1, 1, block_n, block_dv])
@@ -83,11 +82,6 @@ def runs_interpreted() -> bool:
 def batch_head_strides(x: Tensor) -> tuple[int, int]:
     """Strides of the first two axes, 0 where an axis is broadcast."""
     return tuple(0 if size == 1 else stride for size, stride in zip(x.shape[:2], x.stride()[:2], strict=True))
-
-
-def _has_descriptors(x: Tensor) -> bool:
-    """Hopper or later; elsewhere Triton would emulate them."""
-    return x.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(x.device) >= (9, 0)
 
 
 def _least_depth(x: Tensor) -> int:

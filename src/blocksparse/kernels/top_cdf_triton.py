@@ -10,7 +10,6 @@ from torch import Tensor
 from blocksparse.kernels.block_grid import BlockGrid
 from blocksparse.kernels.block_grid_triton import (
     any_of,
-    device_of,
     diagonal_blocks,
     load_positions,
     positions,
@@ -19,6 +18,7 @@ from blocksparse.kernels.block_grid_triton import (
     strides,
     tile,
 )
+from blocksparse.kernels.hardware import device_of
 from blocksparse.kernels.row_search_triton import cut, first_of, tile_of_rows
 
 # In the place of ticks, so that few registers are live while a row is searched.

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from blocksparse.kernels.block_grid import BlockGrid
 from blocksparse.kernels.block_grid_triton import (
-    device_of,
     diagonal_blocks,
     load_positions,
     positions,
@@ -18,6 +17,7 @@ from blocksparse.kernels.block_grid_triton import (
     strides,
     tile,
 )
+from blocksparse.kernels.hardware import device_of
 from blocksparse.kernels.row_search_triton import cut, first_of, tile_of_rows
 
 _NO_KEY = tl.constexpr(-(2**31))

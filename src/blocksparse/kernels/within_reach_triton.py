@@ -9,14 +9,15 @@ from torch import Tensor
 
 from blocksparse.kernels.block_grid import BlockGrid
 from blocksparse.kernels.block_grid_triton import (
-    device_of,
     diagonal_blocks,
     load_positions,
     positions,
     reachable_blocks,
     rows_at,
     strides,
+    tile_of_grid,
 )
+from blocksparse.kernels.hardware import device_of
 
 _TILE = 4096  # blocks at a time
 
@@ -51,11 +52,7 @@ def _kernel(
     keep_ptr, position_ptrs, out_ptr, keep_strides, position_strides, rows, cols, skipped,
     N: tl.constexpr, DIAGONAL: tl.constexpr, CAUSAL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    h = tl.program_id(1)
-    b = tl.program_id(2)
-    wide = tl.cdiv(cols, COLS)
-    row = tl.program_id(0) // wide * ROWS + tl.arange(0, ROWS)[:, None]
-    col = tl.program_id(0) % wide * COLS + tl.arange(0, COLS)[None, :]
+    b, h, row, col = tile_of_grid(cols, ROWS, COLS)
     there = row < rows
     inside = there & (col < cols)
     keep_at = rows_at(keep_ptr, keep_strides, b, h, (row + skipped) // N) + col // N * keep_strides[3]

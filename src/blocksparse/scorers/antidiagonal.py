@@ -7,6 +7,7 @@ from typing import Literal, final
 from attrs import Attribute, field, frozen, validators
 from torch import Tensor
 
+from blocksparse.kernels.block_mean import block_mean
 from blocksparse.kernels.cell_mass import cell_mass
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.scorers import pooling
@@ -77,7 +78,7 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
         queries, keys = permutation.gather_queries(q), permutation.gather_keys(k)
         if self.pattern == "sum":
             queries, keys = (
-                pooling.block_mean(x, self.stride, lead=first, padded_tail=self.padded_tail)
+                block_mean(x, self.stride, lead=first, padded_tail=self.padded_tail)
                 for x, first in ((queries, lead), (keys, 0))
             )
             lead, slots, weight = 0, 1, scale

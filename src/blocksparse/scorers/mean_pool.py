@@ -7,7 +7,9 @@ from typing import final
 from attrs import field, frozen, validators
 from torch import Tensor
 
+from blocksparse.kernels.block_mean import block_mean
 from blocksparse.kernels.block_softmax import block_softmax
+from blocksparse.kernels.cell_products import products
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.scorers import pooling
 from blocksparse.scorers.block_scores import BlockMass
@@ -44,10 +46,10 @@ class MeanPoolScorer(Scorer[GlobalPermutation, BlockMass]):
     ) -> BlockMass:
         k_block = self.k_block or self.block
         grid = Grid.of(q, k, permutation, q_block=self.block, k_block=k_block, causal=causal)
-        pooled_q = pooling.block_mean(
+        pooled_q = block_mean(
             q, self.block, lead=grid.q_lead, padded_tail=self.padded_tail, index=permutation.q_index
         )
-        pooled_k = pooling.block_mean(k, k_block, padded_tail=self.padded_tail, index=permutation.key_slots)
-        logits, segment = pooling.products(pooled_q, pooled_k), self.segment if causal else None
+        pooled_k = block_mean(k, k_block, padded_tail=self.padded_tail, index=permutation.key_slots)
+        logits, segment = products(pooled_q, pooled_k), self.segment if causal else None
         mass, forced = block_softmax(logits, grid, scale=scale, segment=segment)
         return BlockMass(mass, grid, forced)  # [B, Hq, rows, cols]

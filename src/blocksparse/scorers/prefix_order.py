@@ -8,7 +8,9 @@ import torch
 from attrs import field, frozen, validators
 from torch import Tensor
 
+from blocksparse.kernels.block_mean import block_mean
 from blocksparse.kernels.block_softmax import prefix_softmax
+from blocksparse.kernels.cell_products import products
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.scorers import pooling
 from blocksparse.scorers.block_scores import BlockMass
@@ -41,10 +43,10 @@ class PrefixOrderScorer(Scorer[Permutation, BlockMass]):
         N, group = k.shape[2], permutation.group
         if group is not None:
             offset = N - q.shape[2] if causal else 0
-            mean = pooling.block_mean(q, group, lead=offset % group)  # [B, Hq, G, D]
+            mean = block_mean(q, group, lead=offset % group)  # [B, Hq, G, D]
             seen = (offset // group + torch.arange(mean.shape[2], device=q.device)).view(1, 1, -1, 1) * group
         else:
-            mean = pooling.block_mean(_in_slots(q, permutation.q_index), self.block, lead=grid.q_lead)
+            mean = block_mean(_in_slots(q, permutation.q_index), self.block, lead=grid.q_lead)
             seen = grid.q_last + 1  # [B|1, H|1, rows, 1]
         if not causal:
             seen = torch.full_like(seen, N)
@@ -64,7 +66,7 @@ class PrefixOrderScorer(Scorer[Permutation, BlockMass]):
         step = max(1, _SCORES_AT_ONCE // (B * Hq * max(k.shape[2], slots.shape[-1])))
         for g in range(0, G, step):
             rows = slice(g, min(g + step, G))
-            mass = prefix_softmax(pooling.products(mean[:, :, rows], keys), seen[:, :, rows])
+            mass = prefix_softmax(products(mean[:, :, rows], keys), seen[:, :, rows])
             part = slots[:, :, rows] if slots.shape[2] > 1 else slots
             if part.shape[1] not in (1, Hq):
                 part = part.repeat_interleave(Hq // part.shape[1], dim=1)

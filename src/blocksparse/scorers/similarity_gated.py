@@ -47,10 +47,10 @@ class SimilarityGatedScorer(Scorer[GlobalPermutation, BlockMass]):
     ) -> BlockMass:
         scores = self.inner(q, k, permutation, causal=causal, scale=scale)
         grid = scores.grid
-        of_q = self_similarity(q, grid.q_block, lead=grid.q_lead, index=permutation.q_index)  # [B, Hq, rows]
+        of_q = block_similarity(q, grid.q_block, lead=grid.q_lead, index=permutation.q_index)  # [B, Hq, rows]
         smooth_k = not causal if self.smooth_k is None else self.smooth_k
         # [B, H, cols], H is Hkv or Hq
-        of_k = self_similarity(k, grid.k_block, centred=smooth_k, index=permutation.key_slots)
+        of_k = block_similarity(k, grid.k_block, centred=smooth_k, index=permutation.key_slots)
         of_k = of_k.repeat_interleave(grid.q_heads // of_k.shape[1], dim=1)
 
         theta = over_blocks(self.theta, scores.values).to(of_q.dtype)
@@ -61,20 +61,3 @@ class SimilarityGatedScorer(Scorer[GlobalPermutation, BlockMass]):
             cols = cols | ~grid.k_whole
         values, forced = gate_blocks(scores.values, rows, cols, scores.forced, grid)
         return BlockMass(values, grid, forced)
-
-
-def self_similarity(
-    x: Tensor, block: int, *, lead: int = 0, centred: bool = False, index: Tensor | None = None
-) -> Tensor:
-    """Mean cosine of all pairs of tokens of each block, `[B, Hx, N, D] -> [B, H, blocks]`, in fp32 or better.
-
-    It is the squared length of the mean of the unit vectors. A token of zeros has the cosine 0 with every token.
-
-    Args:
-        block: tokens per block.
-        lead: empty places before the first token in block 0, fewer than `block`.
-        centred: subtract the mean of all tokens first.
-        index: the token in each slot, `[B, H, N]` int32; by default tokens are in place, and `H` is `Hx`.
-    """
-    similarity: Tensor = block_similarity(x, block, lead=lead, centred=centred, index=index)
-    return similarity

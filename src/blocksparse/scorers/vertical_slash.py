@@ -10,7 +10,9 @@ from einops import rearrange
 from torch import Tensor
 
 from blocksparse.kernels.any_between import any_between
+from blocksparse.kernels.block_mean import block_mean
 from blocksparse.kernels.block_softmax import block_softmax
+from blocksparse.kernels.cell_products import products
 from blocksparse.kernels.probe_lines import probe_lines
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.scorers import pooling
@@ -82,19 +84,17 @@ class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
         self, q: Tensor, k: Tensor, permutation: GlobalPermutation, *, causal: bool, scale: float
     ) -> VerticalSlashScores:
         grid = Grid.of(q, k, permutation, q_block=self.block, k_block=self.block, causal=causal)
-        keys = pooling.block_mean(k, self.block, index=permutation.key_slots)
+        keys = block_mean(k, self.block, index=permutation.key_slots)
         if self.pooled:
-            queries = pooling.block_mean(permutation.gather_queries(q), self.block, lead=grid.q_lead)
-            values, _ = block_softmax(pooling.products(queries, keys), grid, scale=scale)
+            queries = block_mean(permutation.gather_queries(q), self.block, lead=grid.q_lead)
+            values, _ = block_softmax(products(queries, keys), grid, scale=scale)
         else:
             values = keys.new_zeros(()).expand(*q.shape[:2], grid.rows, grid.cols)
 
         probe = q[:, :, -min(self.probe or self.block, q.shape[2]) :]
         vertical, slash = probe_lines(probe, k, q.shape[2], causal, scale)
         mean = probe.mean(2, keepdim=True, dtype=keys.dtype)
-        pooled = (
-            (pooling.products(mean, keys) * scale).softmax(-1).squeeze(2)
-        )  # the last query reaches every block
+        pooled = (products(mean, keys) * scale).softmax(-1).squeeze(2)  # the last query reaches every block
         true = _by_block(vertical, grid).sum(-1)
         return VerticalSlashScores(
             values, grid, vertical=vertical, slash=slash, divergence=_divergence(pooled, true)

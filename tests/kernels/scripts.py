@@ -1,0 +1,20 @@
+"""Scripts of this folder, each run in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+
+def printed_by(script: str) -> str:
+    """What `tests/kernels/<script>.py` prints; it must succeed. The test suite interprets kernels, it compiles them."""
+    code = (
+        "import os, runpy; os.environ.pop('TRITON_INTERPRET', None); "
+        f"runpy.run_module('tests.kernels.{script}', run_name='__main__')"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2]
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
