@@ -49,9 +49,10 @@ class Plan:
         """Structured `q` `[1, Hq, N, D]`, `k`, `v` `[1, Hkv, N, D]`."""
         return structured(N, self.Hq, self.Hkv, self.D, device, self.dtype)
 
-    def pipeline(self, preset: Preset) -> AnyPipeline:
-        """A preset at its defaults, with this plan's executor."""
-        return preset.pipeline(executor=self.executor if preset.automatic else None)
+    def pipeline(self, preset: Preset, *, sparse: bool = False) -> AnyPipeline:
+        """A preset at its defaults, with this plan's executor; `sparse` even where `AutoExecutor` is dense."""
+        executor = self.executor or (bs.TritonExecutor() if sparse else None)
+        return preset.pipeline(executor=executor if preset.automatic else None)
 
 
 _PRESETS = (

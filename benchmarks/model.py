@@ -85,8 +85,8 @@ def read(model: Any, prompt: Tensor) -> Tensor:
 
 
 def milliseconds(model: Any, prompt: Tensor, repeats: int) -> float:
-    """Median time of reading the prompt, after reading its beginning once."""
-    read(model, prompt[:, :8192])
+    """Median time of reading the prompt, after reading it once: kernels are compiled for a length they meet."""
+    read(model, prompt)
     times = []
     for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -101,16 +101,22 @@ def milliseconds(model: Any, prompt: Tensor, repeats: int) -> float:
 def check(model: Any, density: float) -> None:
     """Keeping every block gives the logits of dense attention, up to what bf16 may do in so many layers.
 
+    How much that is, two dense backends tell: random weights carry a rounding through all layers.
+
     Raises:
         RuntimeError: it does not.
     """
     prompt = torch.randint(SHAPE["vocab_size"], (1, 3000), device="cuda")
-    want = read(model, prompt).float()
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        want = read(model, prompt).float()
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        other = read(model, prompt).float()
     with attach(model, sparse(density, bs.Everything()), min_tokens=1):
         got = read(model, prompt).float()
-    error = float((got - want).norm() / want.norm())
-    if not error < 5e-2:
-        raise RuntimeError(f"the attached model differs from the dense one: relative error {error:.2e}")
+    error, allowed = (float((x - want).norm() / want.norm()) for x in (got, other))
+    print(f"relative error of the logits: {error:.1e} attached, {allowed:.1e} between dense backends", flush=True)
+    if not error < 1.5 * allowed:
+        raise RuntimeError(f"the attached model differs from the dense one: {error:.2e}, allowed {allowed:.2e}")
 
 
 def measure(model: Any, N: int, density: float, dense: list[str], repeats: int) -> dict[str, Any]:

@@ -22,8 +22,9 @@ def stages(plan: Plan, device: torch.device) -> Iterator[Row]:
         q, k, v = plan.inputs(N, device)
         for preset in plan.presets:
             if preset.longest >= N:
-                row = {"N": N, "preset": preset.name}
-                yield attempt(row, partial(_stages_of, plan.pipeline(preset), q, k, v, plan.budget_ms))
+                pipeline = plan.pipeline(preset, sparse=True)
+                work = partial(_stages_of, pipeline, q, k, v, plan.budget_ms)
+                yield attempt({"N": N, "preset": preset.name}, work)
 
 
 def _stages_of(pipeline: AnyPipeline, q: Tensor, k: Tensor, v: Tensor, budget_ms: float) -> Row:
@@ -56,7 +57,7 @@ def growth(plan: Plan, device: torch.device) -> Iterator[Row]:
 
 def _growth_of(plan: Plan, N: int, share: float, device: torch.device) -> Row:
     q, k, v = plan.inputs(N, device)
-    first = plan.pipeline(plan.presets[0])
+    first = plan.pipeline(plan.presets[0], sparse=True)
     pipeline = bs.Pipeline(first.permuter, first.scorer, bs.TopK(share=share), first.executor)
     extra_bytes = peak_bytes(lambda: pipeline(q, k, v), device)
     trace = pipeline.trace(q, k, v)

@@ -116,7 +116,7 @@ SELECTORS: tuple[bs.Selector[Any, Any], ...] = (
 # These halve the blocks: under 16 for a kernel on the finest grid.
 REFINED: tuple[bs.Selector[Any, Any], ...] = (
     bs.Refined(bs.TopCdf(0.4), 2),
-    bs.OnTiles(bs.Band(8), 2),
+    bs.OnTiles(bs.AnyOf([bs.Band(8), bs.Sink(5)]), 2),
     bs.Refined(bs.SharedByGroup(bs.TopCdf(0.4)), 2) | bs.SharedByGroup(bs.OnTiles(bs.Random(0.3), 2)),
 )
 POSITIONS = tuple(s for s in SELECTORS if isinstance(s, bs.PositionSelector))

@@ -100,7 +100,7 @@ def test_rates_of_the_interpreted_kernel(device: str) -> None:
     figures = rows[0]["figures"]
     assert figures[OURS]["ms"] > 0
     assert figures[PORTABLE]["ms"] > 0
-    assert figures["FA2 dense"]["ms"] > 0
+    assert ("ms" in figures["FA2 dense"]) == (device == "cpu")  # on a GPU it takes half precision alone
     assert figures["absent"]["why"] == "ValueError: not here"
     # Three blocks of 64 x 64 of two heads, two matrix products.
     assert rows[0]["tflop"] == pytest.approx(4e-12 * 32 * 3 * 64 * 64 * 2)

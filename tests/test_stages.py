@@ -93,6 +93,29 @@ def test_patterns() -> None:
     assert [kept(bs.Sink(B16 + 1)(scores), row) for row in range(4)] == [[0], [0, 1], [0, 1, 2], [0, 1, 3]]
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_any_of_is_the_union(causal: bool) -> None:
+    rules = [bs.Band(20), bs.Sink(), bs.Stride(3), bs.Random([0.1, 0.2, 0.3, 0.4])]
+    scores = bs.BlockScores(torch.zeros(1, 4, 6, 6), grid(6, heads=4, kv_heads=2, causal=causal))
+    united: bs.Selector[bs.BlockScores, bs.BlockMask] = rules[0] | rules[1] | rules[2] | rules[3]
+    assert torch.equal(bs.AnyOf(rules)(scores).keep, united(scores).keep)
+    with pytest.raises(ValueError, match="rules"):
+        bs.AnyOf([])
+
+
+@pytest.mark.parametrize("cols", [6, 8, 16])
+@pytest.mark.parametrize("heads", [1, 4])
+def test_union_and_intersection_of_masks(cols: int, heads: int) -> None:
+    """Whether or not rows are whole words, and one choice stands for all heads."""
+    where = grid(cols, heads=4, kv_heads=2)
+    generator = torch.Generator().manual_seed(cols)
+    one, other = (torch.rand(1, n, cols, cols, generator=generator) < 0.4 for n in (heads, 1))
+    a, b = (bs.BlockMask(keep.expand(1, 4, -1, -1), where) for keep in (one, other))
+    assert torch.equal((a | b).keep, (one | other).expand(1, 4, -1, -1))
+    assert torch.equal((a & b).keep, (one & other).expand(1, 4, -1, -1))
+    assert ((a | b).keep.stride(1) == 0) == (heads == 1)
+
+
 def test_band_covers_both_sides_when_not_causal() -> None:
     scores = bs.BlockScores(torch.zeros(1, 1, 4, 4), grid(4))
     assert [kept(bs.Band(1)(scores), row) for row in range(4)] == [[0, 1], [0, 1, 2], [1, 2, 3], [2, 3]]

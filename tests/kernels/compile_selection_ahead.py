@@ -13,21 +13,27 @@ from tests.kernels.ahead import TARGETS
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from blocksparse.kernels import block_lists_triton, block_softmax_triton, top_cdf_triton, top_k_triton
+from blocksparse.kernels import (
+    block_lists_triton,
+    block_products_triton,
+    block_softmax_triton,
+    top_cdf_triton,
+    top_k_triton,
+)
 from blocksparse.kernels.row_search_triton import tile_of_rows
 
 TYPES: dict[str, Any] = {
     **{f"{name}_ptr": "*i1" for name in ("forced", "keep", "k_whole", "own")},
-    **{f"{name}_ptr": "*fp32" for name in ("values", "logits")},
+    **{f"{name}_ptr": "*fp32" for name in ("values", "logits", "q", "k")},
     **{f"{name}_ptr": "*fp64" for name in ("mass", "share")},
-    **{f"{name}_ptr": "*i32" for name in ("full_count", "partial_count", "index", "seen")},
+    **{f"{name}_ptr": "*i32" for name in ("full_count", "partial_count", "index", "seen", "q_last", "k_first")},
     "positions": ("*i32",) * 4,
     "position_strides": (("i32",) * 4,) * 4,
     **{
         f"{name}_strides": ("i32", "i32", "i32", "constexpr")
-        for name in ("values", "forced", "keep", "k_whole", "own", "seen")
+        for name in ("values", "forced", "keep", "k_whole", "own", "seen", "q_last", "k_first")
     },
-    **dict.fromkeys(("rows", "cols", "k", "mass_stride", "share_stride"), "i32"),
+    **dict.fromkeys(("rows", "cols", "k", "D", "group", "mass_stride", "share_stride"), "i32"),
     "scale": "fp32",
 }
 
@@ -71,6 +77,7 @@ def main() -> int:
                 ("top_cdf", top_cdf_triton._kernel, {**search, "CROSSING": True}),
                 ("top_cdf last dropped", top_cdf_triton._kernel, {**search, "CROSSING": False, "forced_ptr": None, "forced_strides": None}),
                 ("top_k share", top_k_triton._kernel, {**search, **k_share}),
+                ("products", block_products_triton._kernel, {"rows": 1, "cols": 64, "warps": 4, "TILE": 64, "SKIPS": True, "PRECISION": "tf32x3" if target.backend == "cuda" else "ieee"}),
                 ("lists", block_lists_triton._kernel, {"rows": 1, "cols": min(wide, 2048), "warps": 4, "CHUNKS": max(1, wide // 2048)}),
                 ("softmax", block_softmax_triton._kernel, {"rows": 1, "cols": min(wide, 8192), "warps": 4, "CHUNKS": max(1, wide // 8192), "SEGMENT": 256, "seen_ptr": None, "seen_strides": None}),
                 ("prefix softmax", block_softmax_triton._kernel, {"rows": 1, "cols": min(wide, 8192), "warps": 4, "CHUNKS": max(1, wide // 8192), "SEGMENT": None, "positions": None, "position_strides": None, "own_ptr": None, "own_strides": None}),

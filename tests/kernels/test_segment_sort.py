@@ -29,8 +29,11 @@ def test_ties_zeros_nans_and_infinities(device: str) -> None:
     odd = torch.tensor([0.0, -0.0, nan, 1.0, -inf, inf, -nan, 1.0, -1.0, 1e-45, -1e-45, 0.0, -0.0, inf, nan, -1.0])
     values = torch.stack((odd, odd.flip(0), torch.zeros(16), torch.full((16,), nan))).repeat(1, 2)[None].to(device)
     values = values[..., :30]  # a tail, too
-    assert torch.equal(segment_sort_triton(values, 16), segment_sort_reference(values, 16))
-    assert torch.equal(segment_sort_triton(values, 8), segment_sort_reference(values, 8))
+    for S in (16, 8):
+        want = segment_sort_reference(
+            values.cpu(), S
+        )  # a GPU's torch takes the NaN of negative sign for the least
+        assert torch.equal(segment_sort_triton(values, S).cpu(), want)
 
 
 def test_few_values_many_ties(device: str) -> None:

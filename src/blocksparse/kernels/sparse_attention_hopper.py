@@ -35,6 +35,7 @@ _PANEL = gl.constexpr(64)  # columns of one bulk copy: 128 bytes, the widest swi
 _PANEL_LAYOUT = gl.NVMMASharedLayout(128, 16, rank=4)
 _NEVER = gl.constexpr(2**31 - 1)
 _LOADER_REGISTERS = gl.constexpr(24)
+_LOWEST = gl.constexpr(-1.0e30)  # of a row's maximum: where nothing is allowed, weights come to 0
 
 
 def sparse_attention_hopper(
@@ -184,22 +185,25 @@ def _extent(word, C):
 
 
 @gluon.jit
-def _word(tile, tiles, full_count_ptr, partial_count_ptr, count_strides, rows, kv_heads, group, heads_per_mask, C):
-    """A tile and the counts of its row in 64 bits; -1 after the last tile.
-
-    One word, because Triton 3.6 drops a value that a loop carries only to bound an inner loop.
-    """
-    inside = tile < tiles
-    tile = gl.minimum(tile, tiles - 1)
+def _counts(tile, full_count_ptr, partial_count_ptr, count_strides, rows, kv_heads, group, heads_per_mask, C):
+    """Full and partial blocks of a tile's row."""
     b, h, h_key, row = _place(tile, rows, kv_heads, group)
     at = (
         b.to(gl.int64) * count_strides[0]
         + (h // heads_per_mask).to(gl.int64) * count_strides[1]
         + row // C.Q_SPLIT
     )
-    full = gl.load(full_count_ptr + at).to(gl.int64)
-    partial = gl.load(partial_count_ptr + at).to(gl.int64)
-    return gl.where(inside, tile.to(gl.int64) | (full << 24) | (partial << 44), -1)
+    return gl.load(full_count_ptr + at), gl.load(partial_count_ptr + at)
+
+
+@gluon.jit
+def _word(tile, tiles, full, partial):
+    """A tile and the counts of its row in 64 bits; -1 after the last tile.
+
+    One word, because Triton 3.6 drops a value that a loop carries only to bound an inner loop.
+    """
+    word = tile.to(gl.int64) | (full.to(gl.int64) << 24) | (partial.to(gl.int64) << 44)
+    return gl.where(tile < tiles, word, -1)
 
 
 @gluon.jit
@@ -232,8 +236,32 @@ def _copy(source, b, h, start, barrier, pieces, at, STRIDE: gl.constexpr, PANELS
 
 
 @gluon.jit
+def _copy_keys(
+    k_source, index_ptr, k_pieces, k_full, k_empty, starts, block, list_at, b, h_key, pieces, first, t, step, C
+):
+    """Step `t` of a row's list; `block` is the first it needs."""
+    PANELS: gl.constexpr = C.DQ // _PANEL
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    stage = step % C.STAGES
+    mbarrier.wait(k_empty.index(stage), ((step // C.STAGES) & 1) ^ 1)
+    for p in gl.static_range(C.PIECES):
+        turn = _turn(pieces, first, t, p, C)
+        if p > 0:
+            block = gl.load(index_ptr + list_at + turn // C.K_SPLIT)
+        start = _start(block, pieces, turn, C)
+        starts.index(stage * C.PIECES + p).store(gl.full([1], 0, gl.int32, one) + start)
+        at = stage * PANELS * C.PIECES + p
+        _copy(k_source, b, h_key, start, k_full.index(stage), k_pieces, at, C.PIECES, PANELS)
+    mbarrier.expect(k_full.index(stage), C.BLOCK_N * C.DQ * 2)  # last: it also hands over `starts`
+
+
+@gluon.jit
 def _load_keys(C, sources, pointers, bars, bufs, strides, sizes):
-    """Takes tiles from the queue, and loads their queries and keys."""
+    """Takes tiles from the queue, and loads their queries and keys.
+
+    What it reads, it reads ahead, so that nobody waits for a list: a block one step before its keys are loaded, a tile's
+    counts and its place in the queue while the tile before is loaded.
+    """
     q_source, k_source = sources[0], sources[1]
     full_count_ptr, partial_count_ptr, index_ptr, queue_ptr = pointers[0], pointers[1], pointers[2], pointers[5]
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
@@ -242,14 +270,15 @@ def _load_keys(C, sources, pointers, bars, bufs, strides, sizes):
     tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale = sizes
     PANELS: gl.constexpr = C.DQ // _PANEL
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    word = _word(
-        gl.program_id(0), tiles, full_count_ptr, partial_count_ptr, count_strides, rows, kv_heads, group,
-        heads_per_mask, C,
-    )  # fmt: skip
+    tile = gl.program_id(0)
+    full, partial = _counts(
+        tile, full_count_ptr, partial_count_ptr, count_strides, rows, kv_heads, group, heads_per_mask, C
+    )
+    word = _word(tile, tiles, full, partial)
+    tile += gl.num_programs(0)
     b, h, h_key, row = _place(gl.maximum(word, 0), rows, kv_heads, group)
     pieces, steps, first, masked = _extent(word, C)
     list_at = _list_at(b, h, row, index_strides, cols, heads_per_mask, C)
-    # Blocks are read one step ahead, so that nobody waits for a list.
     block = gl.load(index_ptr + list_at + _turn(pieces, first, 0, 0, C) // C.K_SPLIT)
     visit = 0
     step = 0
@@ -258,6 +287,11 @@ def _load_keys(C, sources, pointers, bars, bufs, strides, sizes):
         # After the last tile comes an empty one, whose scores the consumers compute and drop.
         live = word >= 0
         pieces, steps, first, masked = _extent(word, C)
+        known = gl.minimum(tile, tiles - 1)
+        full, partial = _counts(
+            known, full_count_ptr, partial_count_ptr, count_strides, rows, kv_heads, group, heads_per_mask, C
+        )
+        taken = gl.atomic_add(queue_ptr, 1)
         slot = visit % 2
         mbarrier.wait(q_empty.index(slot), ((visit // 2) & 1) ^ 1)
         words.index(slot).store(gl.full([1], 0, gl.int64, one) + word)
@@ -266,36 +300,32 @@ def _load_keys(C, sources, pointers, bars, bufs, strides, sizes):
         for c in gl.static_range(C.CONSUMERS):
             at = (slot * C.CONSUMERS + c) * PANELS
             _copy(q_source, b, h, (row * C.CONSUMERS + c) * 64, q_full.index(slot), q_pieces, at, 1, PANELS)
-        following = word
-        next_b, next_h, next_key, next_row, next_at, next_entry = b, h, h_key, row, list_at, list_at
-        for t in range(steps):
-            stage = step % C.STAGES
-            mbarrier.wait(k_empty.index(stage), ((step // C.STAGES) & 1) ^ 1)
-            for p in gl.static_range(C.PIECES):
-                turn = _turn(pieces, first, t, p, C)
-                if p > 0:
-                    block = gl.load(index_ptr + list_at + turn // C.K_SPLIT)
-                start = _start(block, pieces, turn, C)
-                starts.index(stage * C.PIECES + p).store(gl.full([1], 0, gl.int32, one) + start)
-                at = stage * PANELS * C.PIECES + p
-                _copy(k_source, b, h_key, start, k_full.index(stage), k_pieces, at, C.PIECES, PANELS)
-            mbarrier.expect(k_full.index(stage), C.BLOCK_N * C.DQ * 2)  # last: it also hands over `starts`
-            if t == 0:
-                following = _word(
-                    gl.atomic_add(queue_ptr, 1) + gl.num_programs(0), tiles, full_count_ptr, partial_count_ptr,
-                    count_strides, rows, kv_heads, group, heads_per_mask, C,
-                )  # fmt: skip
-                next_b, next_h, next_key, next_row = _place(gl.maximum(following, 0), rows, kv_heads, group)
-                next_at = _list_at(next_b, next_h, next_row, index_strides, cols, heads_per_mask, C)
-                next_pieces, next_steps, next_first, next_masked = _extent(following, C)
-                next_entry = next_at + gl.maximum(next_pieces - 1, 0) // C.K_SPLIT
-            entry = list_at + _turn(pieces, first, t + 1, 0, C) // C.K_SPLIT
-            block = gl.load(index_ptr + gl.where(t + 1 < steps, entry, next_entry))
+        second = gl.load(index_ptr + list_at + _turn(pieces, first, 1, 0, C) // C.K_SPLIT)
+        _copy_keys(
+            k_source, index_ptr, k_pieces, k_full, k_empty, starts, block, list_at, b, h_key, pieces, first, 0,
+            step, C,
+        )  # fmt: skip
+        step += 1
+        following = _word(tile, tiles, full, partial)
+        next_b, next_h, next_key, next_row = _place(known, rows, kv_heads, group)
+        next_at = _list_at(next_b, next_h, next_row, index_strides, cols, heads_per_mask, C)
+        next_pieces, next_steps, next_first, next_masked = _extent(following, C)
+        opening = gl.load(index_ptr + next_at + gl.maximum(next_pieces - 1, 0) // C.K_SPLIT)
+        block = second
+        for t in range(1, steps):
+            later = gl.load(index_ptr + list_at + _turn(pieces, first, t + 1, 0, C) // C.K_SPLIT)
+            _copy_keys(
+                k_source, index_ptr, k_pieces, k_full, k_empty, starts, block, list_at, b, h_key, pieces, first, t,
+                step, C,
+            )  # fmt: skip
             step += 1
+            block = later
+        block = opening
         b, h, h_key, row, list_at = next_b, next_h, next_key, next_row, next_at
         visit += 1
         going = live
         word = gl.where(live, following, -1)
+        tile = taken + 2 * gl.num_programs(0)
 
 
 @gluon.jit
@@ -409,6 +439,7 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes)
     v_bufs = v_pieces._reinterpret(HALF, [C.STAGES, C.BLOCK_N, C.DV], SHARED)
     out_bufs = out_pieces._reinterpret(HALF, [C.CONSUMERS, 64, C.DV], SHARED)
     none = gl.zeros([64, C.BLOCK_N], gl.float32, SCORES)
+    SUM_ROW: gl.constexpr = gl.SliceLayout(1, _partial_sum(none).type.layout)
 
     # The scores of the very first keys.
     mbarrier.wait(q_full.index(0), 0)
@@ -423,11 +454,9 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes)
     scores = warpgroup_mma_wait(0, [scores_token])
     scores = _masked(scores, last, starts, 0, first, k_position_ptr, position_at, N, C)
     mbarrier.arrive(k_empty.index(0), count=1)
-    highest = _row_max(scores, ROW) * scale
-    origin = gl.where(highest == float("-inf"), 0.0, highest)
-    weight = gl.exp2(scores * scale - origin[:, None])
+    highest = gl.maximum(_row_max(scores, ROW) * scale, _LOWEST)
+    weight = gl.exp2(scores * scale - highest[:, None])
     total = _partial_sum(weight)
-    SUM_ROW: gl.constexpr = gl.SliceLayout(1, total.type.layout)
     operand = gl.convert_layout(weight.to(HALF), WEIGHT)
     step = 0
     visit = 0
@@ -451,9 +480,8 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes)
                 scores = _masked(scores, last, starts, stage, C.PIECES, k_position_ptr, position_at, N, C)
             mbarrier.arrive(k_empty.index(stage), count=1)
             new = gl.maximum(highest, _row_max(scores, ROW) * scale)
-            origin = gl.where(new == float("-inf"), 0.0, new)
-            weight = gl.exp2(scores * scale - origin[:, None])
-            rescale = gl.exp2(highest - origin)
+            weight = gl.exp2(scores * scale - new[:, None])
+            rescale = gl.exp2(highest - new)
             highest = new
             total = total * gl.convert_layout(rescale, SUM_ROW)[:, None] + _partial_sum(weight)
             sums, weight = warpgroup_mma_wait(0, [sums_token, weight])
@@ -482,18 +510,17 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes)
             q_position_ptr, q_position_strides, next_b, next_h, next_row, offset, WG, C, ROW,
         )  # fmt: skip
         position_at = next_b.to(gl.int64) * k_position_strides[0] + next_key.to(gl.int64) * k_position_strides[1]
-        scores = warpgroup_mma_wait(1, [scores_token])
-        scores = _masked(scores, last, starts, stage, first, k_position_ptr, position_at, N, C)
-        mbarrier.arrive(k_empty.index(stage), count=1)
         whole = gl.convert_layout(gl.sum(total, 1), ROW)
         log_sum = (highest + gl.log2(whole)) * 0.6931471805599453  # ln 2: scores are in base 2
         log_sum = gl.where(whole == 0.0, float("-inf"), log_sum)
         query = (row * C.CONSUMERS + WG) * 64 + gl.arange(0, 64, layout=ROW)
         lse_at = b.to(gl.int64) * lse_strides[0] + h.to(gl.int64) * lse_strides[1]
         gl.store(lse_ptr + lse_at + query, log_sum, mask=query < M)
-        highest = _row_max(scores, ROW) * scale
-        origin = gl.where(highest == float("-inf"), 0.0, highest)
-        weight = gl.exp2(scores * scale - origin[:, None])
+        scores = warpgroup_mma_wait(1, [scores_token])
+        scores = _masked(scores, last, starts, stage, first, k_position_ptr, position_at, N, C)
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        highest = gl.maximum(_row_max(scores, ROW) * scale, _LOWEST)
+        weight = gl.exp2(scores * scale - highest[:, None])
         total = _partial_sum(weight)
         sums, weight = warpgroup_mma_wait(0, [sums_token, weight])
         mbarrier.arrive(v_empty.index(v_stage), count=1)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce
-from operator import or_
 
 from torch import Tensor
 
@@ -13,8 +11,9 @@ from blocksparse.executors.executor import Executor
 from blocksparse.permuters.identity import Identity
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.pipeline import Pipeline
-from blocksparse.scorers.block_scores import BlockMass, BlockScores
+from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.scorers.flatten_max_pool import FlattenMaxPoolScorer
+from blocksparse.selectors.any_of import AnyOf
 from blocksparse.selectors.band import Band
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.on_tiles import OnTiles
@@ -82,14 +81,14 @@ def bfla(
         rescues.append(Stride(eta, seed, released=as_released))
     if rho is not None:
         rescues.append(Random(rho, seed, released=as_released))
+    rescue = AnyOf(rescues)
 
     n = block // tile
     selector: Selector[BlockMass, BlockMask]
     if coarse_rescue or as_released:
-        selector = Refined(SharedByGroup(reduce(or_, rescues, TopCdf(mass))), n)
+        selector = Refined(SharedByGroup(TopCdf(mass) | rescue), n)
     else:
-        tiles: list[Selector[BlockScores, BlockMask]] = [OnTiles(rescue, n) for rescue in rescues]
-        selector = Refined(SharedByGroup(TopCdf(mass)), n) | SharedByGroup(reduce(or_, tiles))
+        selector = Refined(SharedByGroup(TopCdf(mass)), n) | SharedByGroup(OnTiles(rescue, n))
     return Pipeline(
         Identity(),
         FlattenMaxPoolScorer(block, g, per_token=per_token, padded_tail=as_released),

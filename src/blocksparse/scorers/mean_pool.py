@@ -8,8 +8,8 @@ from attrs import field, frozen, validators
 from torch import Tensor
 
 from blocksparse.kernels.block_mean import block_mean
+from blocksparse.kernels.block_products import block_products
 from blocksparse.kernels.block_softmax import block_softmax
-from blocksparse.kernels.cell_products import products
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.scorers import pooling
 from blocksparse.scorers.block_scores import BlockMass
@@ -50,6 +50,6 @@ class MeanPoolScorer(Scorer[GlobalPermutation, BlockMass]):
             q, self.block, lead=grid.q_lead, padded_tail=self.padded_tail, index=permutation.q_index
         )
         pooled_k = block_mean(k, k_block, padded_tail=self.padded_tail, index=permutation.key_slots)
-        logits, segment = products(pooled_q, pooled_k), self.segment if causal else None
+        logits, segment = block_products(pooled_q, pooled_k, grid), self.segment if causal else None
         mass, forced = block_softmax(logits, grid, scale=scale, segment=segment)
         return BlockMass(mass, grid, forced)  # [B, Hq, rows, cols]

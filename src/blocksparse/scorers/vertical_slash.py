@@ -11,6 +11,7 @@ from torch import Tensor
 
 from blocksparse.kernels.any_between import any_between
 from blocksparse.kernels.block_mean import block_mean
+from blocksparse.kernels.block_products import block_products
 from blocksparse.kernels.block_softmax import block_softmax
 from blocksparse.kernels.cell_products import products
 from blocksparse.kernels.probe_lines import probe_lines
@@ -87,7 +88,7 @@ class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
         keys = block_mean(k, self.block, index=permutation.key_slots)
         if self.pooled:
             queries = block_mean(permutation.gather_queries(q), self.block, lead=grid.q_lead)
-            values, _ = block_softmax(products(queries, keys), grid, scale=scale)
+            values, _ = block_softmax(block_products(queries, keys, grid), grid, scale=scale)
         else:
             values = keys.new_zeros(()).expand(*q.shape[:2], grid.rows, grid.cols)
 

@@ -20,4 +20,4 @@ class FirstToken(PositionSelector):
     """
 
     def where(self, grid: Grid) -> Tensor:
-        return grid.holding_first(1)
+        return grid.k_first == 0
