@@ -101,6 +101,7 @@ SELECTORS: tuple[bs.Selector[Any, Any], ...] = (
     bs.TopCdf(0.8) & bs.TopK(3),
     bs.TopK(share=0.4, forced_first=False, of_all_keys=True),
     bs.Stride(3),
+    bs.AnyOf([bs.Band(8), bs.Sink(3)]),
     bs.Random(0.2, 1),
     bs.SharedByGroup(bs.Random(0.3)),
     bs.LastQueries(20),
@@ -116,7 +117,7 @@ SELECTORS: tuple[bs.Selector[Any, Any], ...] = (
 # These halve the blocks: under 16 for a kernel on the finest grid.
 REFINED: tuple[bs.Selector[Any, Any], ...] = (
     bs.Refined(bs.TopCdf(0.4), 2),
-    bs.OnTiles(bs.AnyOf([bs.Band(8), bs.Sink(5)]), 2),
+    bs.OnTiles(bs.Band(8), 2),
     bs.Refined(bs.SharedByGroup(bs.TopCdf(0.4)), 2) | bs.SharedByGroup(bs.OnTiles(bs.Random(0.3), 2)),
 )
 POSITIONS = tuple(s for s in SELECTORS if isinstance(s, bs.PositionSelector))

@@ -21,9 +21,9 @@ def _to_tuple(rules: Iterable[PositionSelector]) -> tuple[PositionSelector, ...]
 @final
 @frozen(eq=False)
 class AnyOf(PositionSelector):
-    """The rules as one rule: `AnyOf([Band(256), Sink(32)])` keeps what `Band(256) | Sink(32)` does, in fewer launches.
+    """The rules as one: `AnyOf([Band(256), Sink(32)])` keeps what `Band(256) | Sink(32)` does, in fewer launches.
 
-    One rule is also what `OnTiles` takes.
+    `OnTiles` takes it, as any rule of position.
     """
 
     rules: tuple[PositionSelector, ...] = field(
