@@ -24,15 +24,23 @@ from blocksparse.kernels.sizes import power_of_2
 
 
 def compile_kernel(
-    kernel: Any, target: GPUTarget, types: dict[str, Any], constants: dict[str, Any], **options: int
+    kernel: Any,
+    target: GPUTarget,
+    types: dict[str, Any],
+    constants: dict[str, Any],
+    aligned: tuple[str, ...] = (),
+    /,
+    **options: int,
 ) -> Any:
-    """Pointers and strides are multiples of 16, as those of whole tensors are; other sizes are any int32."""
+    """Pointers and strides are multiples of 16, as those of whole tensors are, and `aligned` sizes; others any int32."""
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     position = {name: i for i, name in enumerate(kernel.arg_names)}
-    aligned: list[tuple[int, ...]] = [
-        (position[name],) for name, type_ in signature.items() if isinstance(type_, str) and type_.startswith("*")
+    multiples: list[tuple[int, ...]] = [
+        (position[name],)
+        for name, type_ in signature.items()
+        if name in aligned or (isinstance(type_, str) and type_.startswith("*"))
     ]
-    aligned += [
+    multiples += [
         (position[name], axis)
         for name, type_ in signature.items()
         if isinstance(type_, tuple)
@@ -42,7 +50,7 @@ def compile_kernel(
         kernel,
         signature,
         constexprs={(position[name],): value for name, value in constants.items()},
-        attrs={path: [["tt.divisibility", 16]] for path in aligned},
+        attrs={path: [["tt.divisibility", 16]] for path in multiples},
     )
     return triton.compile(source, target=target, options=options)
 

@@ -55,7 +55,7 @@ def arguments(
     scale, out_dtype = q.shape[-1] ** -0.5, v.dtype
     q_scale = k_scale = k_copy = v_scale = taken = None
     if int8 is not None:
-        q, keys, q_scale, k_scale, k_copy, taken = int8.operands(q, keys, k, grid, scale)
+        q, keys, q_scale, k_scale, k_copy, taken = int8.operands(q, k, permutation, grid, scale)
     if fp8:
         values, v_scale = fp8_per_token(values)
     skip = None if pv_skip is None else torch.full((grid.q_heads,), pv_skip, device=q.device)

@@ -98,6 +98,28 @@ def test_equal_scores_among_others() -> None:
     assert head[0, 0, 2].tolist() == [8, 9, 10, 11, 3, 1, 5, 0, 2]
 
 
+@pytest.mark.parametrize(("N", "M"), CHUNKS)
+def test_a_coarse_map_holds_the_same_keys_up_to_a_step(N: int, M: int) -> None:
+    """Own keys as ever, then as many of the prefix, and none is further from its place than a step of scores."""
+    S, prefix = 32, 20
+    q, k, _ = make_qkv(**SIZES, N=N, M=M)
+    index = key_map(GlobalIndexMap(S, prefix=prefix, coarse=True), q, k)
+    exact = key_map(GlobalIndexMap(S, prefix=prefix), q, k)
+    whole = key_map(GlobalIndexMap(S), q, k)
+    assert torch.equal(index[..., :S], exact[..., :S])
+    assert torch.equal(index >= 0, exact >= 0)
+    for b, h, g, _ in slow_map(q, k, S, 0):
+        n = (N - M) // S + g
+        present = slice(max(0, n * S - (N - M)), (n + 1) * S - (N - M))
+        score = k[b, h // 2].double() @ q[b, h, present].double().mean(0)
+        ranked = score[whole[b, h, g][whole[b, h, g] >= 0].long()][-n * S :] if n else score[:0]
+        got, held = index[b, h, g, S:], min(prefix, n * S)
+        assert len(set(got[:held].tolist())) == held
+        if held:
+            step = float(ranked[0] - ranked[-1]) / 256
+            assert bool(((score[got[:held].long()] - ranked[:held]).abs() <= step + 1e-5).all())
+
+
 def test_queries_are_ordered_inside_segments() -> None:
     """By falling product with the mean key of segment 0, wherever the chunk starts; ties keep their order."""
     S = 32
@@ -147,12 +169,12 @@ def test_it_is_causal_only() -> None:
         s2o(S=32, block=16)(q, k, v, causal=False)
 
 
-@pytest.mark.parametrize("prefix", [None, 40])
+@pytest.mark.parametrize(("prefix", "coarse"), [(None, False), (40, False), (40, True)])
 @pytest.mark.parametrize("start", [32, 64, 96, 128, 160])
-def test_chunks_of_whole_segments_choose_alike(start: int, prefix: int | None) -> None:
+def test_chunks_of_whole_segments_choose_alike(start: int, prefix: int | None, coarse: bool) -> None:
     """A prompt read in whole segments gets the maps, stops and outputs of the whole prompt, bit for bit."""
     q, k, v = make_qkv(**SIZES, N=187)
-    pipeline = s2o(0.05, S=32, block=16, prefix=prefix)
+    pipeline = s2o(0.05, S=32, block=16, prefix=prefix, coarse=coarse)
     whole = pipeline.trace(q, k, v)
     first = pipeline.trace(q[:, :, :start], k[:, :, :start], v[:, :, :start])
     second = pipeline.trace(q[:, :, start:], k, v)
@@ -458,9 +480,9 @@ def test_finer_blocks_mean_the_same(start: int) -> None:
 
 
 def test_s2o_is_its_stages() -> None:
-    assert repr(s2o(0.02, S=512, block=128, prefix=4096, per_query_head=False)) == repr(
+    assert repr(s2o(0.02, S=512, block=128, prefix=4096, coarse=True, per_query_head=False)) == repr(
         bs.Pipeline(
-            GlobalIndexMap(512, prefix=4096, per_query_head=False),
+            GlobalIndexMap(512, prefix=4096, coarse=True, per_query_head=False),
             bs.NoScorer(128),
             bs.Ranked(bs.Everything()),
             GatherExecutor(0.02),

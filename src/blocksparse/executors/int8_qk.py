@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, final
 
-import torch
 from attrs import field, frozen
 from attrs.validators import in_, instance_of
 from torch import Tensor
 
-from blocksparse.kernels.quantize import SMOOTHED_BY, int8_per_block, int8_per_token, smoothing_mean
+from blocksparse.kernels.int8_tokens import int8_keys, int8_queries
+from blocksparse.kernels.quantize import SMOOTHED_BY, smoothing_mean
+from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.scorers.grid import Grid
 
 
@@ -41,29 +42,30 @@ class Int8QK:
     scales: Literal["token", "block"] = field(default="token", validator=in_(("token", "block")))
     smooth_k: bool = field(default=True, validator=instance_of(bool))
 
-    def operands(self, q: Tensor, k: Tensor, k_in_order: Tensor, grid: Grid, scale: float) -> Int8Operands:
-        """Round `q` `[B, Hq, M, D]` and `k` `[B, Hk, N, D]`, both in slot order.
-
-        `k_in_order` `[B, Hkv, N, D]` is k in original order.
-        """
-        k_copy = taken = None
-        k = k.float()
+    def operands(
+        self, q: Tensor, k: Tensor, permutation: GlobalPermutation, grid: Grid, scale: float
+    ) -> Int8Operands:
+        """Round `q` `[B, Hq, M, D]` and `k` `[B, Hkv, N, D]` on their way into slots."""
+        mean = k_copy = None
+        plain_below, shared = 0, self.scales == "block"
         if self.smooth_k:
-            mean = smoothing_mean(k_in_order, grid.causal)
-            mean = mean.repeat_interleave(k.shape[1] // mean.shape[1], 1)  # [B, Hk, 1, D]
-            by_key = q.float().unflatten(1, (k.shape[1], -1))  # [B, Hk, G, M, D]
-            taken = scale * (by_key @ mean.transpose(-1, -2).unsqueeze(2)).squeeze(-1).flatten(1, 2)
-            smooth = k - mean
+            mean = smoothing_mean(k, grid.causal).squeeze(2)
             if grid.causal and grid.k_len - grid.q_len < SMOOTHED_BY - 1:
-                plain = grid.q_first[..., 0] < SMOOTHED_BY - 1  # [B|1, Hq|1, rows]
-                by_place = plain.repeat_interleave(grid.q_block, -1)
-                taken = taken.masked_fill(by_place[..., grid.q_lead : grid.q_lead + grid.q_len], 0.0)
-                k_copy = plain.int()
-                smooth = torch.cat((smooth, k), 1)
-            k = smooth
-        if self.scales == "token":
-            (q, q_scale), (k, k_scale) = int8_per_token(q), int8_per_token(k)
-        else:
-            q, q_scale = int8_per_block(q, grid.q_block, grid.q_lead)
-            k, k_scale = int8_per_block(k, grid.k_block)
-        return Int8Operands(q, k, q_scale, k_scale, k_copy, taken)
+                k_copy = (grid.q_first[..., 0] < SMOOTHED_BY - 1).int()
+                # Where queries stand in order, the rows that read plain keys end here, and so does what they see.
+                in_order = permutation.q_index is None
+                plain_below = min(SMOOTHED_BY - 2 + grid.q_block, grid.k_len) if in_order else grid.k_len
+        queries, q_scale, taken = int8_queries(
+            q,
+            permutation.q_index,
+            grid.q_block,
+            grid.q_lead,
+            shared=shared,
+            mean=mean,
+            scale=scale,
+            plain=k_copy,
+        )
+        keys, k_scale = int8_keys(
+            k, permutation.key_slots, grid.k_block, shared=shared, mean=mean, plain_below=plain_below
+        )
+        return Int8Operands(queries, keys, q_scale, k_scale, k_copy, taken)

@@ -15,7 +15,7 @@ from blocksparse.executors.block_plan import BlockPlan
 from blocksparse.executors.executor import Executor
 from blocksparse.executors.int8_qk import Int8QK
 from blocksparse.executors.tiles import HopperTiles, Tiles, TritonTiles, tuned
-from blocksparse.kernels.quantize import fp8_per_token
+from blocksparse.kernels.fp8_values import fp8_values
 from blocksparse.kernels.sparse_attention import sparse_attention
 from blocksparse.per_head import HeadValues, PerHead, check, optional_per_head
 from blocksparse.permuters.permutation import GlobalPermutation
@@ -118,15 +118,17 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
             q, k, v, mask, hint="Use AutoExecutor(), or FlexExecutor() or ReferenceExecutor() on a CPU."
         )
         grid, plan = mask.grid, BlockPlan.of(mask)
-        queries, keys, values = permutation.gather_queries(q), k, v
-        if self._approximates:
-            keys, values = permutation.gather_keys_and_values(k, v)
+        # Rounding moves tokens into slots on its way; the exact kernel's op moves them itself.
+        exact, key_slots = not self._approximates, permutation.key_slots
         q_scale = k_scale = k_copy = v_scale = taken = None
         if self.int8_qk is not None:
-            queries, keys, q_scale, k_scale, k_copy, taken = self.int8_qk.operands(queries, keys, k, grid, scale)
+            queries, keys, q_scale, k_scale, k_copy, taken = self.int8_qk.operands(q, k, permutation, grid, scale)
+        else:
+            queries, keys = permutation.gather_queries(q), k if exact else permutation.gather_keys(k)
         if self.fp8_pv:
-            values, v_scale = fp8_per_token(values)
-        exact = not self._approximates
+            values, v_scale = fp8_values(v, key_slots)
+        else:
+            values = v if exact else permutation.gather_keys(v)
         tiles = self.tiles or tuned(queries, keys, values, grid.q_block, grid.k_block, exact=exact)
         out, lse = sparse_attention(
             queries,
@@ -151,7 +153,7 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
             k_scale,
             k_copy,
             v_scale,
-            k_slots=None if self._approximates else permutation.key_slots,
+            k_slots=key_slots if exact else None,
             out_dtype=v.dtype,
         )
         if taken is not None:

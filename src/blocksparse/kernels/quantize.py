@@ -1,4 +1,4 @@
-"""Rounding to 8 bits, in plain torch: the operands of the 8-bit products in `sparse_attention`.
+"""Rounding to 8 bits, in plain torch: what `int8_tokens.py` and `fp8_values.py` do in one launch on a GPU.
 
     x[..., i, :] ~ values[..., i, :] * scale[..., i]
 
@@ -57,7 +57,9 @@ def smoothing_mean(k: Tensor, causal: bool) -> Tensor:
 
 
 def _scale(largest: Tensor, limit: float) -> Tensor:
-    return torch.where(largest < _SMALLEST, 0.0, largest / limit)
+    # A GPU would multiply by the inverse of a number, but divides by a tensor, as a CPU does.
+    scale = (largest / largest.new_full((), limit)).masked_fill(largest == torch.inf, torch.nan)
+    return scale.masked_fill(largest < _SMALLEST, 0.0)
 
 
 def _divisor(scale: Tensor) -> Tensor:

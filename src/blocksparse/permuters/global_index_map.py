@@ -8,13 +8,17 @@ import torch
 from attrs import field, frozen, validators
 from einops import rearrange, reduce
 from torch import Tensor
+from torch.nn.functional import pad
 
+from blocksparse.kernels.block_mean import block_mean
+from blocksparse.kernels.coarse_order import coarse_order
+from blocksparse.kernels.guide_products import guide_products
+from blocksparse.kernels.segment_sort import segment_sort
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.permuters.permuter import Permuter
 
 _positive = [validators.instance_of(int), validators.gt(0)]
 _SCORES_AT_ONCE = 1 << 24
-_QUERIES_AT_ONCE = 1 << 12
 
 
 @final
@@ -32,6 +36,9 @@ class GlobalIndexMap(Permuter[Permutation]):
         S: tokens per segment; the paper prints no value.
         prefix: keys of earlier segments in each map, the best ones; nobody attends to the rest. The paper
             keeps all, which takes `N * N / S` indices per head.
+        coarse: order and choose the earlier keys by 256 even steps from the greatest to the least score of a
+            map, in a step by position, and round the mean query to the dtype of the keys. Early stop asks
+            whole blocks what they add, and keys of one step weigh much the same; a GPU is spared the sort.
         per_query_head: one order per query head, as the paper, which knows no groups; or one per KV head,
             from the mean query of its group, in a map that is as many times smaller.
         order_queries: `False` leaves queries in place.
@@ -40,6 +47,7 @@ class GlobalIndexMap(Permuter[Permutation]):
 
     S: int = field(default=256, validator=_positive)
     prefix: int | None = field(default=None, validator=validators.optional(_positive), kw_only=True)
+    coarse: bool = field(default=False, validator=validators.instance_of(bool), kw_only=True)
     per_query_head: bool = field(default=True, kw_only=True)
     order_queries: bool = field(default=True, kw_only=True)
     guide: int | None = field(default=None, validator=validators.optional(_positive), kw_only=True)
@@ -54,7 +62,7 @@ class GlobalIndexMap(Permuter[Permutation]):
     def _keys(self, q: Tensor, k: Tensor) -> Tensor:
         """The key in every slot of every segment that has queries here, `[B, H, G, slots]` int32."""
         S, Hkv, N = self.S, k.shape[1], k.shape[2]
-        mean, first = _segment_means(q, S, offset=N - q.shape[2]), (N - q.shape[2]) // S
+        mean, first = block_mean(q, S, lead=(N - q.shape[2]) % S), (N - q.shape[2]) // S
         if not self.per_query_head:
             mean = reduce(mean, "B (H R) G D -> B H G D", "mean", H=Hkv)
         B, H, G, _ = mean.shape
@@ -62,8 +70,12 @@ class GlobalIndexMap(Permuter[Permutation]):
         own = start + torch.arange(S, device=k.device)
         longest = (first + G - 1) * S
         width = longest if self.prefix is None else min(self.prefix, longest)
-        index = torch.full((B, H, G, S + width), -1, dtype=torch.int32, device=k.device)
+        index = torch.empty((B, H, G, S + width), dtype=torch.int32, device=k.device)
         index[..., :S] = own.where(own < N, -1)
+        if self.coarse:
+            coarse_order(mean, k, first, S, index[..., S:])
+            return index
+        index[..., S:] = -1
         keys = k[:, :, :longest].to(mean.dtype).transpose(-1, -2)  # [B, Hkv, D, longest]
         # A few segments at a time: the scores of all of them would take more memory than the map.
         step = max(1, _SCORES_AT_ONCE // (B * H * max(1, longest)))
@@ -79,30 +91,12 @@ class GlobalIndexMap(Permuter[Permutation]):
 
     def _queries(self, q: Tensor, k: Tensor) -> Tensor:
         """The query in every slot, `[B, Hq, M]` int32."""
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        guide = k[:, :, : self.guide or self.S].mean(2, dtype=dtype)[..., None]  # [B, Hkv, D, 1]
-        parts = [
-            rearrange(torch.matmul(rows.to(dtype), guide), "B H (R M) 1 -> B (H R) M", M=part.shape[2])
-            for part in q.split(_QUERIES_AT_ONCE, dim=2)
-            for rows in [rearrange(part, "B (H R) M D -> B H (R M) D", H=k.shape[1])]
-        ]
-        segment = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device) // self.S
-        # Segments differ by 2^32, which no two scores do, so that no query leaves its segment.
-        rank = _whole_number(torch.cat(parts, dim=-1)).long() - (segment << 32)
-        return rank.argsort(dim=-1, descending=True, stable=True).int()
-
-
-def _segment_means(q: Tensor, S: int, *, offset: int) -> Tensor:
-    """Mean query of every segment of `S` positions, `[B, Hq, G, D]` in fp32 or better; `q` starts at `offset`."""
-    head = min(-offset % S, q.shape[2])
-    whole = (q.shape[2] - head) // S
-    parts = (
-        q[:, :, :head].unsqueeze(2),
-        q[:, :, head : head + whole * S].unflatten(2, (whole, S)),
-        q[:, :, head + whole * S :].unsqueeze(2),
-    )
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    return torch.cat([part.mean(3, dtype=dtype) for part in parts if part.shape[3]], dim=2)
+        guide = k[:, :, : self.guide or self.S].mean(2, dtype=torch.promote_types(k.dtype, torch.float32))
+        M, lead = q.shape[2], (k.shape[2] - q.shape[2]) % self.S
+        value = _numbers(guide_products(q, guide))
+        # Segments become whole: what is before the first query stays first, what is after the last stays last.
+        value = pad(pad(value, (lead, 0), value=float("inf")), (0, -(lead + M) % self.S), value=float("-inf"))
+        return segment_sort(value, self.S)[..., lead : lead + M] - lead
 
 
 def _best(scores: Tensor, start: Tensor, count: int) -> Tensor:
@@ -123,6 +117,10 @@ def _best(scores: Tensor, start: Tensor, count: int) -> Tensor:
 
 def _whole_number(scores: Tensor) -> Tensor:
     """fp32 values as int32 of the same order, all over -2^31; NaN counts as the least."""
-    lowest = torch.finfo(torch.float32).min
-    bits = (scores.float().nan_to_num(nan=lowest) + 0.0).view(torch.int32)  # + 0.0: -0 and 0 are one
+    bits = _numbers(scores).view(torch.int32)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+def _numbers(scores: Tensor) -> Tensor:
+    """fp32 values, finite; NaN counts as the least, and both zeros are one."""
+    return scores.float().nan_to_num(nan=torch.finfo(torch.float32).min) + 0.0

@@ -24,6 +24,7 @@ def s2o(
     S: int = 256,  # not printed; measured, see docs/papers/s2o.md
     block: int = 64,  # not printed (algorithm 2 names tiles B_M and B_N)
     prefix: int | None = None,  # algorithm 1 ranks all earlier keys
+    coarse: bool = False,  # equation 2 orders exactly
     per_query_head: bool = True,  # algorithm 1 has H heads of q and of k
     order_queries: bool = True,  # section 3.1 (i)
     executor: Executor[Permutation, RankedBlockMask] | None = None,
@@ -37,6 +38,7 @@ def s2o(
             which is always computed, is the floor of the density.
         block: tokens per block, on both sides; a row of blocks stops as a whole.
         prefix: only so many of the earlier keys stand in a map; see `GlobalIndexMap` for what maps take.
+        coarse: choose and order them by steps of their scores, which a GPU does without a sort.
         per_query_head: one key order per query head instead of one per KV head.
         order_queries: sort the queries of a segment, so that alike ones stop together.
         executor: `GatherExecutor(tau)` unless given. One that does not stop early, as the reference, computes
@@ -52,7 +54,9 @@ def s2o(
     if S % block:
         raise ValueError(f"'S' must be a multiple of 'block' ({block}): {S}")
     return Pipeline(
-        GlobalIndexMap(S, prefix=prefix, per_query_head=per_query_head, order_queries=order_queries),
+        GlobalIndexMap(
+            S, prefix=prefix, coarse=coarse, per_query_head=per_query_head, order_queries=order_queries
+        ),
         NoScorer(block),
         Ranked(Everything()),
         executor or GatherExecutor(0.01 if tau is None else tau),

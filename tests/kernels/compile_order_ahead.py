@@ -1,0 +1,85 @@
+"""Compile the kernels of coarse orders for targets that are not here; one line per kernel and target.
+
+Run as a script, in a process of its own: the test suite interprets kernels, and this compiles them.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from tests.kernels.ahead import ITEMSIZE, MATRIX_INSTRUCTION, SHARED, TARGETS, TEXT
+from tests.kernels.compile_pooling_ahead import compile_kernel
+from triton.backends.compiler import GPUTarget
+
+from blocksparse.kernels import (
+    coarse_choice_triton,
+    coarse_order_triton,
+    coarse_steps_triton,
+    guide_products_triton,
+)
+from blocksparse.kernels.coarse_order import STEPS
+from blocksparse.kernels.key_importance_triton import options_of_weights
+from blocksparse.kernels.sizes import power_of_2
+
+ALIGNED = ("S", "width")  # sizes that are multiples of 16
+
+
+def scores(name: str, target: GPUTarget, dtype: str, head_dim: int) -> int:
+    failed, block_d = 0, max(16, power_of_2(head_dim))
+    for kernel, own in ((coarse_steps_triton._range, {}), (coarse_steps_triton._steps, {"STEPS": STEPS})):
+        options = options_of_weights(head_dim, ITEMSIZE[dtype], large=name in ("sm_90", "sm_100"))
+        block = {key: options.pop(key) for key in ("BLOCK_M", "BLOCK_N")}
+        types: dict[str, Any] = {
+            **dict.fromkeys(("mean_ptr", "k_ptr"), f"*{dtype}"), **dict.fromkeys(("parts_ptr", "range_ptr"), "*fp32"),
+            "steps_ptr": "*u8", **dict.fromkeys(("mean_strides", "k_strides"), ("i32",) * 3),
+        }  # fmt: skip
+        constants = {"D": head_dim, "BLOCK_D": block_d, "SHARE": coarse_steps_triton.SHARE, **block, **own}
+        compiled = compile_kernel(kernel, target, types, constants, ALIGNED, **options)
+        found = compiled.asm[TEXT[target.backend]].count(MATRIX_INSTRUCTION[name])
+        expected = dtype != "fp32"  # exact fp32 products run on the ordinary units
+        failed += (expected and not found) or compiled.metadata.shared > SHARED[name]
+        print(
+            f"{name} {kernel.__name__} {dtype} D={head_dim}: {found} x {MATRIX_INSTRUCTION[name]}, {compiled.metadata.shared} B shared"
+        )
+    return failed
+
+
+def orders(name: str, target: GPUTarget) -> None:
+    module = coarse_order_triton
+    types: dict[str, Any] = {
+        "steps_ptr": "*u8", **dict.fromkeys(("words_ptr", "kept_ptr", "out_ptr"), "*i32"),
+        "out_strides": ("i32",) * 3,
+    }  # fmt: skip
+    for kernel, constants, warps in (
+        (coarse_choice_triton.choose, {"TILE": coarse_choice_triton.TILE}, 4),
+        (module._order, {"STEPS": STEPS, "WIDE": module.WIDE, "NARROW": module.NARROW}, 1),
+    ):
+        signature = {key: types[key] for key in types if key in kernel.arg_names}
+        compiled = compile_kernel(kernel, target, signature, constants, ALIGNED, num_warps=warps)
+        print(f"{name} {kernel.__name__}: {compiled.metadata.shared} B shared")
+
+
+def guides(name: str, target: GPUTarget, dtype: str, head_dim: int) -> None:
+    block_d = power_of_2(head_dim)
+    types: dict[str, Any] = {
+        "q_ptr": f"*{dtype}", **dict.fromkeys(("guide_ptr", "out_ptr"), "*fp32"), "q_strides": ("i32",) * 3
+    }  # fmt: skip
+    constants = {"D": head_dim, "BLOCK_D": block_d, "ROWS": guide_products_triton.TILE // block_d}
+    compile_kernel(guide_products_triton._kernel, target, types, constants, num_warps=4)
+    print(f"{name} guide_products {dtype} D={head_dim}")
+
+
+def main() -> int:
+    failed = 0
+    for name, target in TARGETS.items():
+        for dtype, head_dim in (("bf16", 128), ("fp16", 64), ("bf16", 80), ("bf16", 256), ("fp32", 64)):
+            failed += scores(name, target, dtype, head_dim)
+        for dtype, head_dim in (("bf16", 128), ("fp32", 80)):
+            guides(name, target, dtype, head_dim)
+        orders(name, target)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""Compile the kernels that round to 8 bits for targets that are not here; one line per kernel and target.
+
+Run as a script, in a process of its own: the test suite interprets kernels, and this compiles them.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from tests.kernels.ahead import SHARED, TARGETS
+from tests.kernels.compile_pooling_ahead import compile_kernel
+from triton.backends.compiler import GPUTarget
+
+from blocksparse.kernels import fp8_values_triton, int8_tokens_triton
+from blocksparse.kernels.sizes import power_of_2
+
+_INDEX = {"index_ptr": "*i32", "index_strides": ("i32",) * 2}
+_NO_INDEX = {"index_ptr": None, "index_strides": None}
+
+
+def compiled(kernel: Any, target: GPUTarget, types: dict[str, Any], constants: dict[str, Any], warps: int) -> Any:
+    """Arguments whose type is None are None."""
+    given = {name: type_ for name, type_ in types.items() if type_ is not None}
+    absent = {name: None for name, type_ in types.items() if type_ is None}
+    return compile_kernel(kernel, target, given, {**absent, **constants}, num_warps=warps)
+
+
+def int8(target: GPUTarget, dtype: str, head_dim: int, *, queries: bool, indexed: bool, shared: bool) -> int:
+    """Queries with what smoothing takes, or smoothed keys and plain ones; bytes of shared memory."""
+    module, block_d = int8_tokens_triton, power_of_2(head_dim)
+    rows, warps = module.tile_of(head_dim, 128 if shared else 0)
+    types = {
+        "x_ptr": f"*{dtype}", "values_ptr": "*i8", "scales_ptr": "*fp32", "mean_ptr": "*fp32",
+        "taken_ptr": "*fp32" if queries else None, "plain_ptr": "*i32" if queries else None,
+        "x_strides": ("i32",) * 3, "plain_strides": ("i32",) * 2 if queries else None, "factor": "fp32",
+        **(_INDEX if indexed else _NO_INDEX),
+    }  # fmt: skip
+    constants = {
+        "D": head_dim, "BLOCK_D": block_d, "STEP": 128 if shared else rows, "ROWS": rows, "BLOCK": 128,
+        "SHARED": shared, "COPIES": 1 if queries else 2,
+        "HEADS_PER_SOURCE": 1, "HEADS_PER_MEAN": 4 if queries else 1,
+    }  # fmt: skip
+    return int(compiled(module._kernel, target, types, constants, warps).metadata.shared)
+
+
+def fp8(target: GPUTarget, dtype: str, head_dim: int, *, indexed: bool, transposed: bool) -> int:
+    """Values; bytes of shared memory."""
+    types = {
+        "x_ptr": f"*{dtype}", "values_ptr": "*u8", "scales_ptr": "*fp32", "x_strides": ("i32",) * 3,
+        **(_INDEX if indexed else _NO_INDEX),
+    }  # fmt: skip
+    rows, warps = fp8_values_triton.tile_of(head_dim, transposed)
+    constants = {
+        "D": head_dim, "BLOCK_D": power_of_2(head_dim), "ROWS": rows, "TRANSPOSED": transposed,
+        "HARDWARE": target.arch in (90, 100),
+    }  # fmt: skip
+    return int(compiled(fp8_values_triton._kernel, target, types, constants, warps).metadata.shared)
+
+
+def main() -> int:
+    failed = 0
+    for name, target in TARGETS.items():
+        for dtype, head_dim in (("bf16", 128), ("fp32", 80)):
+            for indexed in (False, True):
+                shared = [
+                    int8(target, dtype, head_dim, queries=queries, indexed=indexed, shared=block)
+                    for queries in (False, True)
+                    for block in (False, True)
+                ]
+                shared += [
+                    fp8(target, dtype, head_dim, indexed=indexed, transposed=transposed)
+                    for transposed in (False, True)
+                ]
+                failed += max(shared) > SHARED[name]
+                print(
+                    f"{name} int8_tokens, fp8_values {dtype} D={head_dim} indexed={indexed}: {max(shared)} B shared"
+                )
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
