@@ -17,23 +17,29 @@ from blocksparse.kernels import (
     block_lists_triton,
     block_products_triton,
     block_softmax_triton,
+    global_top_cdf_triton,
     top_cdf_triton,
     top_k_triton,
 )
 from blocksparse.kernels.row_search_triton import tile_of_rows
 
+PARTS = [
+    getattr(global_top_cdf_triton, f"_{x}") for x in ("heaviest", "to_ticks", "search", "count", "keep", "finish")
+]
 TYPES: dict[str, Any] = {
     **{f"{name}_ptr": "*i1" for name in ("forced", "keep", "k_whole", "own")},
     **{f"{name}_ptr": "*fp32" for name in ("values", "logits", "q", "k")},
     **{f"{name}_ptr": "*fp64" for name in ("mass", "share")},
     **{f"{name}_ptr": "*i32" for name in ("full_count", "partial_count", "index", "seen", "q_last", "k_first")},
+    **{f"{name}_ptr": "*i32" for name in ("heaviest", "ticks", "bounds", "ties", "before")},
+    **{f"{name}_ptr": "*i64" for name in ("total", "sums", "above")},
     "positions": ("*i32",) * 4,
     "position_strides": (("i32",) * 4,) * 4,
     **{
         f"{name}_strides": ("i32", "i32", "i32", "constexpr")
         for name in ("values", "forced", "keep", "k_whole", "own", "seen", "q_last", "k_first")
     },
-    **dict.fromkeys(("rows", "cols", "k", "D", "group", "mass_stride", "share_stride"), "i32"),
+    **dict.fromkeys(("rows", "cols", "k", "D", "n", "group", "mass_stride", "share_stride"), "i32"),
     "scale": "fp32",
 }
 
@@ -81,6 +87,7 @@ def main() -> int:
                 ("lists", block_lists_triton._kernel, {"rows": 1, "cols": min(wide, 2048), "warps": 4, "CHUNKS": max(1, wide // 2048)}),
                 ("softmax", block_softmax_triton._kernel, {"rows": 1, "cols": min(wide, 8192), "warps": 4, "CHUNKS": max(1, wide // 8192), "SEGMENT": 256, "seen_ptr": None, "seen_strides": None}),
                 ("prefix softmax", block_softmax_triton._kernel, {"rows": 1, "cols": min(wide, 8192), "warps": 4, "CHUNKS": max(1, wide // 8192), "SEGMENT": None, "positions": None, "position_strides": None, "own_ptr": None, "own_strides": None}),
+                *((f"global_top_cdf{part.__name__}", part, {"rows": 4096 // min(wide, 4096), "cols": min(wide, 4096), "warps": 4, "TILE": 4096, "PASS": 3, "HEADS": 32, "CROSSING": True}) for part in PARTS),
             ]  # fmt: skip
             for title, kernel, options in kernels:
                 compiled = compile_kernel(target, kernel, **options)

@@ -60,10 +60,13 @@ def _power_of_two(n):
 
 
 @triton.jit
-def _ticks(values):
-    """Values of a tile in integers, 2^30 to the heaviest of each row, as in `running_share`; fp32 holds them all."""
+def ticks_of(values, heaviest):
+    """Values of a tile in integers, 2^30 to `heaviest`, as in `running_share`; fp32 holds them all.
+
+    `heaviest` is a finite number that is not negative, and no value exceeds it.
+    """
     values = tl.where(values > 0.0, tl.minimum(values, 3.4028234663852886e38), 0.0)  # 0 also where NaN
-    shift = 30 - _exponent(tl.max(values, 1, keep_dims=True))  # up to 220: more than one fp32 factor holds
+    shift = 30 - _exponent(heaviest)  # up to 220: more than one fp32 factor holds
     first = tl.minimum(shift, 100)
     ticks = values * _power_of_two(first) * _power_of_two(shift - first)
     # Adding 2^23 rounds half to even; from there on fp32 has integers alone. Products with powers of 2 are exact.
@@ -71,7 +74,14 @@ def _ticks(values):
 
 
 @triton.jit
-def _limit(total, mass, CROSSING: tl.constexpr):
+def _ticks(values):
+    """The same, 2^30 to the heaviest of each row."""
+    values = tl.where(values > 0.0, tl.minimum(values, 3.4028234663852886e38), 0.0)
+    return ticks_of(values, tl.max(values, 1, keep_dims=True))
+
+
+@triton.jit
+def limit_of(total, mass, CROSSING: tl.constexpr):
     """The least sum whose share of `total` in fp32 is no longer below `mass`, or, not `CROSSING`, is above it."""
     bits = mass.to(tl.int32, bitcast=True)
     beside = (bits - 1 if CROSSING else bits + 1).to(tl.float32, bitcast=True)
@@ -130,7 +140,7 @@ def _kernel(
         ticks = tl.where(forced, _FORCED, ticks)
     ticks = tl.where(reachable, ticks, _UNREACHABLE)
     mass = tl.load(mass_ptr + h * mass_stride + tl.zeros_like(row)).to(tl.float32)  # [ROWS, 1]
-    target = _limit(total, mass, CROSSING) - (total - left)
+    target = limit_of(total, mass, CROSSING) - (total - left)
 
     # As many blocks of no more than this weigh less than what may be missing.
     spare = (tl.maximum(left - target, 0).to(tl.float32) / COLS).to(tl.int32, bitcast=True)
