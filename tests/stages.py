@@ -66,6 +66,7 @@ KEYS_ONLY: tuple[bs.Permuter[Any], ...] = (
     bs.SegmentKeySort(48, probe=16, per_query_head=True, causal_probe=False),
     bs.GlobalIndexMap(32, prefix=24, per_query_head=False, order_queries=False),
     bs.GlobalIndexMap(64, order_queries=False),
+    bs.GlobalIndexMap(32, prefix=24, coarse=True, order_queries=False),
 )
 SCORERS: tuple[bs.Scorer[Any, Any], ...] = (
     bs.MeanPoolScorer(16),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from attrs import evolve
-from benchmarks import call_tables, kernel_tables, pictures, run, stage_tables
+from benchmarks import call_tables, kernel_tables, matched_density, pictures, run, stage_tables
 from benchmarks.cases import TINY, Plan
 from benchmarks.inputs import Case, everything, structured
 from benchmarks.peers import OURS, PORTABLE, SPARSE, peer_from
@@ -195,3 +195,21 @@ def test_random_cases_keep_diagonal_and_first_block() -> None:
     want = torch.eye(8, dtype=torch.bool)
     want[:, 0] = True
     assert torch.equal(mask.keep, want.expand(1, 2, 8, 8))
+
+
+def test_errors_at_equal_density(tmp_path: Path) -> None:
+    """Read off straight in the logarithm, and nowhere outside of a curve; a method against itself is level."""
+    points = [(0.1, 1e-2), (0.2, 1e-3), (0.4, 1e-3)]
+    assert matched_density.read_off(points, 0.15) == pytest.approx(10**-2.5)
+    assert matched_density.read_off(points, 0.3) == pytest.approx(1e-3)
+    assert matched_density.read_off(points, 0.05) is None
+    q, k, v = make_qkv(N=128, D=16, Hq=2, Hkv=1)
+    dense = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    preset = partial(bs.mean_pooling, executor=bs.ReferenceExecutor())
+    curve = matched_density.curve(preset, (0.5, 1.0), 16, {0: (q, k, v)}, {0: dense})
+    assert [x for x, _ in curve] == sorted(x for x, _ in curve)
+    assert curve[-1][1] < 1e-10
+    curves = {"s2o": points, "mean_pooling": points}
+    assert "| 0.15 | 3.2e-03 | 3.2e-03 | 1.0 |" in matched_density.table(curves)
+    matched_density.picture({"128 tokens": curves}, tmp_path / "p.png")
+    assert (tmp_path / "p.png").stat().st_size > 0

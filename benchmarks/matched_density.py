@@ -1,0 +1,141 @@
+"""Error at equal density on a real model: `python -m benchmarks.matched_density`.
+
+Every method is swept over its own threshold, layer by layer on the q, k, v of one dense pass; mean squared errors
+are read off at equal densities. Makes the table and the picture of docs/papers/s2o.md; runs on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import evolve
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+import blocksparse as bs
+from benchmarks.quality import ALWAYS_SPARSE, QKV, TEXT_START, layers_of, with_yarn
+from blocksparse.demo.model import convert_smollm2, load
+
+AnyPipeline = bs.Pipeline[Any, Any, Any]
+Curve = list[tuple[float, float]]
+"""Density and mean squared error, means over layers."""
+
+SWEEPS: dict[str, tuple[Callable[..., AnyPipeline], tuple[float, ...]]] = {
+    "s2o": (bs.s2o, (1.0, 0.3, 0.1, 0.03, 0.01, 0.003, 0.001)),
+    "pbs_attn": (bs.pbs_attn, (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95)),
+    "xattention": (bs.xattention, (0.5, 0.7, 0.8, 0.9, 0.95, 0.98)),
+    "mean_pooling": (bs.mean_pooling, (0.6, 0.8, 0.9, 0.95, 0.98, 0.99)),
+}
+DENSITIES = (0.1, 0.15, 0.2, 0.3, 0.4)
+TRAINED = 8192  # tokens; longer texts are read with YaRN
+
+
+@torch.inference_mode()
+def curve(
+    preset: Callable[..., AnyPipeline],
+    values: Iterable[float],
+    block: int,
+    layers: dict[int, QKV],
+    dense: dict[int, Tensor],
+) -> Curve:
+    """One point for each value of the preset's first parameter, by rising density."""
+    points = []
+    for value in values:
+        pipeline = preset(value, block=block)
+        if isinstance(pipeline.executor, bs.AutoExecutor):
+            pipeline = evolve(pipeline, executor=ALWAYS_SPARSE)
+        rows = []
+        for layer, (q, k, v) in layers.items():
+            trace = pipeline.trace(q, k, v)
+            error = (trace.output.out.float() - dense[layer]).square().mean()
+            rows.append((float(trace.density().mean()), float(error)))
+        points.append((statistics.fmean(x for x, _ in rows), statistics.fmean(x for _, x in rows)))
+    return sorted(points)
+
+
+def read_off(points: Curve, density: float) -> float | None:
+    """Error at a density between two points, straight in its logarithm; None outside of the curve."""
+    for (x0, y0), (x1, y1) in pairwise(points):
+        if x0 <= density <= x1:
+            part = (density - x0) / (x1 - x0) if x1 > x0 else 0.0
+            return math.exp((1 - part) * math.log(y0) + part * math.log(y1))
+    return None
+
+
+def table(curves: dict[str, Curve]) -> str:
+    """Errors at equal densities, and how many times the best other method's error S2O's is below it."""
+    lines = [f"| density | {' | '.join(curves)} | best other / s2o |", "|" + "---|" * (len(curves) + 2)]
+    for density in DENSITIES:
+        errors = {name: read_off(points, density) for name, points in curves.items()}
+        others = [x for name, x in errors.items() if name != "s2o" and x is not None]
+        mine = errors["s2o"]
+        ratio = f"{min(others) / mine:.1f}" if others and mine else "-"
+        cells = ["-" if x is None else f"{x:.1e}" for x in errors.values()]
+        lines.append(f"| {density:.2f} | {' | '.join(cells)} | {ratio} |")
+    return "\n".join(lines)
+
+
+def picture(results: dict[str, dict[str, Curve]], path: Path) -> None:
+    """One panel for each text length."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(
+        1, len(results), figsize=(5 * len(results), 3.8), sharey=True, squeeze=False, layout="constrained"
+    )
+    for axis, (title, curves) in zip(axes[0], results.items(), strict=True):
+        for name, points in curves.items():
+            axis.plot(*zip(*points, strict=True), marker="o", label=name)
+        axis.set(title=title, xlabel="density", xscale="log", yscale="log")
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("mean squared error of the output")
+    axes[0][0].legend()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    text = Path(__file__).parents[1] / "examples" / "data" / "persuasion.txt"
+    parser.add_argument("--text", type=Path, default=text)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384])
+    parser.add_argument("--block", type=int, default=64)
+    parser.add_argument("--every", type=int, default=5, help="take every so manieth layer")
+    parser.add_argument("--model", type=Path, help="a folder with a transformers model; SmolLM2 if not given")
+    parser.add_argument("--out", type=Path, default=Path("matched-density.json"))
+    parser.add_argument("--picture", type=Path, default=Path("matched-density.png"))
+    options = parser.parse_args()
+
+    folder = options.model or Path("demo-output") / "SmolLM2-135M-Instruct"
+    if options.model is None:
+        folder.parent.mkdir(exist_ok=True)
+        convert_smollm2(folder)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    results: dict[str, dict[str, Curve]] = {}
+    for tokens in options.tokens:
+        model = load(folder, device=device) if tokens <= TRAINED else with_yarn(folder, device)
+        content = options.text.read_text(encoding="utf-8")[TEXT_START:]
+        window = model.tokenizer.encode(content[: 10 * tokens], add_special_tokens=False)[:tokens]
+        ids = torch.tensor([window], device=device)
+        layers = {i: qkv for i, qkv in layers_of(model, ids).items() if i % options.every == 2}
+        dense = {
+            i: scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True, enable_gqa=True)
+            for i, (q, k, v) in layers.items()
+        }
+        curves = results[f"{tokens} tokens"] = {}
+        for name, (preset, values) in SWEEPS.items():
+            curves[name] = curve(preset, values, options.block, layers, dense)
+            print(tokens, name, *(f"{x:.3f}:{y:.1e}" for x, y in curves[name]), flush=True)
+        print(f"\n{tokens} tokens, layers {', '.join(map(str, layers))}\n\n{table(curves)}\n", flush=True)
+        options.out.write_text(json.dumps(results), encoding="utf-8")
+    picture(results, options.picture)
+
+
+if __name__ == "__main__":
+    main()
