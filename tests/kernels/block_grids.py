@@ -12,10 +12,18 @@ from blocksparse.testing import make_qkv
 
 KINDS = [
     "chunk",
-    "sorted",
     *(
         pytest.param(kind, marks=pytest.mark.slow)
-        for kind in ("wide", "in order", "per query head", "per segment", "not causal", "padded", "one block")
+        for kind in (
+            "sorted",
+            "wide",
+            "in order",
+            "per query head",
+            "per segment",
+            "not causal",
+            "padded",
+            "one block",
+        )
     ),
 ]
 

@@ -57,6 +57,7 @@ CASES: list[tuple[int, int, int, int, int, int, int]] = [  # H, Hkv, N, S, first
     (2, 2, 100, 7, 9, 5, 20),
     (1, 1, 65, 64, 1, 1, 64),
     (1, 1, 64, 64, 0, 1, 0),
+    (2, 1, 72, 24, 1, 2, 30),
 ]
 
 
@@ -74,7 +75,10 @@ def test_meaning(H: int, Hkv: int, N: int, S: int, first: int, G: int, count: in
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("H", "Hkv", "N", "S", "first", "G", "count"), CASES)
+@pytest.mark.parametrize(
+    ("H", "Hkv", "N", "S", "first", "G", "count"),
+    [CASES[-1], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[:-1])],
+)
 def test_kernels_and_twin(
     H: int, Hkv: int, N: int, S: int, first: int, G: int, count: int, dtype: torch.dtype, device: str
 ) -> None:
@@ -84,6 +88,7 @@ def test_kernels_and_twin(
         assert torch.equal(filled(compute, mean, k.to(dtype), first, S, count), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("D", [8, 80, 128])
 def test_scores_that_are_rounded(D: int, device: str) -> None:
     """Steps may differ by one where sums are rounded; nothing else does."""
@@ -105,6 +110,7 @@ def test_scores_that_are_rounded(D: int, device: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid")  # of the interpreter
+@pytest.mark.slow
 def test_bad_numbers(device: str) -> None:
     """NaN is the least, infinities keep their side, and none of them widens the steps."""
     nan, inf = float("nan"), float("inf")
@@ -134,6 +140,7 @@ def test_bits_do_not_depend_on_what_comes_later(device: str) -> None:
     assert torch.equal(filled(coarse_order_triton, mean[:, :, 2:4], k[:, :, :128], 2, 32, 40), whole[:, :, 2:4])
 
 
+@pytest.mark.slow
 def test_a_few_segments_at_a_time(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     mean, k = whole_numbers(device, 2, 1, 130, 4, B=2)
     want = filled(coarse_order_reference, mean, k, 1, 32, 70)
@@ -144,6 +151,7 @@ def test_a_few_segments_at_a_time(monkeypatch: pytest.MonkeyPatch, device: str) 
     assert torch.equal(filled(coarse_order_reference, mean, k, 1, 32, 70), want)
 
 
+@pytest.mark.slow
 def test_small_tiles(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """Rows of many tiles; ties across them go to the lower position."""
     mean, k = whole_numbers(device, 2, 1, 200, 3, D=2)
@@ -161,6 +169,7 @@ def test_more_tiles_than_a_byte_counts(monkeypatch: pytest.MonkeyPatch, device: 
     assert torch.equal(filled(coarse_order_triton, mean, k, 1, 4170, 30), want)
 
 
+@pytest.mark.slow
 def test_layouts(device: str) -> None:
     """Hosts hand over `[B, N, H, D]` transposed; mean queries may be a slice."""
     mean, k = whole_numbers(device, 2, 1, 100, 3, B=2)

@@ -46,7 +46,9 @@ def test_lengths(N: int, way: str, device: str) -> None:
     check(tokens(1, 2, N, 64, device=device))
 
 
-@pytest.mark.parametrize("D", [16, 80, 256])
+@pytest.mark.parametrize(
+    "D", [16, pytest.param(80, marks=pytest.mark.slow), pytest.param(256, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_head_dims_and_dtypes(D: int, dtype: torch.dtype, way: str, device: str) -> None:
     check(tokens(2, 2, 70, D, device=device, dtype=dtype), slots_of(2, 4, 90, tokens_=70, device=device))

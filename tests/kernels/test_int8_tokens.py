@@ -48,9 +48,15 @@ def assert_equal(got: tuple[Tensor | None, ...], want: tuple[Tensor | None, ...]
 # The kernel against its twin
 
 
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("D", "dtype"), [(80, torch.float32), (80, torch.float16), (128, torch.bfloat16)], ids=str
+    ("D", "dtype"),
+    [
+        pytest.param(80, torch.float32, marks=pytest.mark.slow),
+        (80, torch.float16),
+        pytest.param(128, torch.bfloat16, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_queries(D: int, dtype: torch.dtype, shared: bool, device: str) -> None:
     q, mean = tokens(2, 6, 70, D, device=device, dtype=dtype), tokens(2, 3, D, device=device, seed=1)
@@ -64,9 +70,15 @@ def test_queries(D: int, dtype: torch.dtype, shared: bool, device: str) -> None:
         assert_equal(int8_queries_triton(q, *call), int8_queries_reference(q, *call))
 
 
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("per_key", "dtype"), [(1, torch.float32), (2, torch.float16), (1, torch.bfloat16)], ids=str
+    ("per_key", "dtype"),
+    [
+        pytest.param(1, torch.float32, marks=pytest.mark.slow),
+        pytest.param(2, torch.float16, marks=pytest.mark.slow),
+        (1, torch.bfloat16),
+    ],
+    ids=str,
 )
 def test_keys(per_key: int, dtype: torch.dtype, shared: bool, device: str) -> None:
     k = tokens(2, 2, 90, 48, device=device, dtype=dtype) + tokens(1, 2, 1, 48, device=device, dtype=dtype, seed=1)
@@ -124,7 +136,7 @@ def test_empty_slots_are_zeros(device: str) -> None:
                 assert per_token.bool().tolist() == [[[True, False, True, False]]]
 
 
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_plain_keys_before_a_token(shared: bool, device: str) -> None:
     """Blocks without a key before it are left out; the smoothed copy is whole."""
     k, index = tokens(1, 1, 1024, 64, device=device), torch.arange(1024, dtype=torch.int32, device=device)
@@ -215,6 +227,7 @@ def _divide(x_ptr: Any, scale_ptr: Any, out_ptr: Any, ROWS: tl.constexpr, COLS: 
     tl.store(out_ptr + at, divided(tl.load(x_ptr + at), tl.load(scale_ptr + row)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exponent", [-100, -66, -20, 0, 60])
 def test_hardest_quotients(exponent: int, device: str) -> None:
     """Closer to the middle between two floats than any but a few quotients are."""
