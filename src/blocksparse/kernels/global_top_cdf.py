@@ -3,7 +3,7 @@
 As `top_cdf`, with the sum over the head: the heaviest blocks first, ties by place, until `mass` of the head's total is
 reached. Sums are of integers (`ticks`: 2^30 to the heaviest block of a head), so the choice does not depend on their
 order: the GPU's kernels, which search for the lightest block taken, and the plain torch below, which sorts, choose the
-same blocks.
+same blocks. With over 4 million blocks in a head, fp64 may round a target by some ticks, a billionth of a block each.
 """
 
 from __future__ import annotations

@@ -93,18 +93,9 @@ def _heaviest(
     b, h, row, col = tile_of_grid(cols, ROWS, COLS)
     there = row < rows
     values = _reachable_values(
-        values_ptr,
-        values_strides,
-        positions,
-        position_strides,
-        b,
-        h,
-        row,
-        col,
-        there,
-        there & (col < cols),
+        values_ptr, values_strides, positions, position_strides, b, h, row, col, there, there & (col < cols),
         CAUSAL,
-    )
+    )  # fmt: skip
     values = tl.where(values > 0.0, tl.minimum(values, 3.4028234663852886e38), 0.0)  # 0 also where NaN
     bits = values.to(tl.int32, bitcast=True)  # in the order of numbers that are not negative
     tl.atomic_max(heaviest_ptr + b * tl.num_programs(1) + h, tl.max(tl.max(bits, 1), 0))
