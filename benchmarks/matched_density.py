@@ -18,11 +18,19 @@ from typing import Any
 import torch
 from attrs import evolve
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 import blocksparse as bs
-from benchmarks.quality import ALWAYS_SPARSE, QKV, TEXT_START, layers_of, with_yarn
-from blocksparse.demo.model import convert_smollm2, load
+from benchmarks.quality import (
+    ALWAYS_SPARSE,
+    QKV,
+    TEXT_START,
+    dense_outputs,
+    first_tokens,
+    layers_of,
+    smollm2,
+    with_yarn,
+)
+from blocksparse.demo.model import load
 
 AnyPipeline = bs.Pipeline[Any, Any, Any]
 Curve = list[tuple[float, float]]
@@ -106,28 +114,21 @@ def main() -> None:
     parser.add_argument("--text", type=Path, default=text)
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384])
     parser.add_argument("--block", type=int, default=64)
-    parser.add_argument("--every", type=int, default=5, help="take every so manieth layer")
+    parser.add_argument("--every", type=int, default=5, help="take one of so many layers")
     parser.add_argument("--model", type=Path, help="a folder with a transformers model; SmolLM2 if not given")
     parser.add_argument("--out", type=Path, default=Path("matched-density.json"))
     parser.add_argument("--picture", type=Path, default=Path("matched-density.png"))
     options = parser.parse_args()
 
-    folder = options.model or Path("demo-output") / "SmolLM2-135M-Instruct"
-    if options.model is None:
-        folder.parent.mkdir(exist_ok=True)
-        convert_smollm2(folder)
+    folder = options.model or smollm2()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     results: dict[str, dict[str, Curve]] = {}
     for tokens in options.tokens:
         model = load(folder, device=device) if tokens <= TRAINED else with_yarn(folder, device)
         content = options.text.read_text(encoding="utf-8")[TEXT_START:]
-        window = model.tokenizer.encode(content[: 10 * tokens], add_special_tokens=False)[:tokens]
-        ids = torch.tensor([window], device=device)
-        layers = {i: qkv for i, qkv in layers_of(model, ids).items() if i % options.every == 2}
-        dense = {
-            i: scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True, enable_gqa=True)
-            for i, (q, k, v) in layers.items()
-        }
+        every = layers_of(model, first_tokens(model, content, tokens))
+        layers = {i: qkv for i, qkv in every.items() if i % options.every == 2 % options.every}
+        dense = dense_outputs(layers)
         curves = results[f"{tokens} tokens"] = {}
         for name, (preset, values) in SWEEPS.items():
             curves[name] = curve(preset, values, options.block, layers, dense)

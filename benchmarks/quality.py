@@ -87,6 +87,28 @@ def layers_of(model: Model, ids: Tensor) -> dict[int, QKV]:
     return kept
 
 
+def smollm2() -> Path:
+    """The folder of SmolLM2-135M, converted unless it is there."""
+    folder = Path("demo-output") / "SmolLM2-135M-Instruct"
+    folder.parent.mkdir(exist_ok=True)
+    convert_smollm2(folder)
+    return folder
+
+
+def first_tokens(model: Model, content: str, tokens: int) -> Tensor:
+    """`[1, tokens]`, the beginning of a text."""
+    window = model.tokenizer.encode(content[: 10 * tokens], add_special_tokens=False)[:tokens]
+    return torch.tensor([window], device=model.device)
+
+
+def dense_outputs(layers: dict[int, QKV]) -> dict[int, Tensor]:
+    """Dense causal attention of each layer, in fp32."""
+    return {
+        i: scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True, enable_gqa=True)
+        for i, (q, k, v) in layers.items()
+    }
+
+
 def layer_by_layer(pipeline: AnyPipeline, layers: dict[int, QKV], dense: dict[int, Tensor]) -> Layers:
     """Density, covered mass, relative L1 and MSE of each layer."""
     rows = []
@@ -165,8 +187,7 @@ def measure(
 ) -> Iterator[Result]:
     """Every preset and setting on one window of a text; dense and the oracle first."""
     content = text.read_text(encoding="utf-8")[TEXT_START:]
-    window = model.tokenizer.encode(content[: 10 * tokens], add_special_tokens=False)[:tokens]
-    ids = torch.tensor([window], device=model.device)
+    ids = first_tokens(model, content, tokens)
     counted = torch.ones(tokens, dtype=torch.bool, device=model.device)
     # The model was trained on 8192 tokens and misses at the very end of them even when dense.
     needle_tokens = min(tokens, 7680) if tokens <= 8192 else tokens
@@ -178,10 +199,7 @@ def measure(
     batch = max(1, min(len(prompts), 81920 // needle_tokens))
     layers = layers_of(model, ids)
     chosen = {i: qkv for i, qkv in layers.items() if i % (4 if tokens > 8192 else 1) == 0}
-    dense = {
-        i: scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True, enable_gqa=True)
-        for i, (q, k, v) in chosen.items()
-    }
+    dense = dense_outputs(chosen)
     yield Result(
         "dense", "", text.stem, tokens, 0, Layers([1.0], [1.0], [0.0], [0.0]),
         read(model, None, ids, counted), find(model, None, prompts, batch), len(prompts), 0.0,
@@ -256,10 +274,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("quality.json"))
     options = parser.parse_args()
 
-    folder = options.model or Path("demo-output") / "SmolLM2-135M-Instruct"
-    if options.model is None:
-        folder.parent.mkdir(exist_ok=True)
-        convert_smollm2(folder)
+    folder = options.model or smollm2()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     results: list[Result] = []
     for model, lengths in (

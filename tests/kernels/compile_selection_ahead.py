@@ -31,8 +31,11 @@ TYPES: dict[str, Any] = {
     **{f"{name}_ptr": "*fp32" for name in ("values", "logits", "q", "k")},
     **{f"{name}_ptr": "*fp64" for name in ("mass", "share")},
     **{f"{name}_ptr": "*i32" for name in ("full_count", "partial_count", "index", "seen", "q_last", "k_first")},
-    **{f"{name}_ptr": "*i32" for name in ("heaviest", "ticks", "bounds", "ties", "before")},
-    **{f"{name}_ptr": "*i64" for name in ("total", "sums", "above")},
+    **{
+        f"{name}_ptr": "*i32"
+        for name in ("heaviest", "lightest", "ticks", "bounds", "last_bounds", "ties", "before")
+    },
+    **{f"{name}_ptr": "*i64" for name in ("total", "sums", "last_sums", "above")},
     "positions": ("*i32",) * 4,
     "position_strides": (("i32",) * 4,) * 4,
     **{
@@ -87,7 +90,7 @@ def main() -> int:
                 ("lists", block_lists_triton._kernel, {"rows": 1, "cols": min(wide, 2048), "warps": 4, "CHUNKS": max(1, wide // 2048)}),
                 ("softmax", block_softmax_triton._kernel, {"rows": 1, "cols": min(wide, 8192), "warps": 4, "CHUNKS": max(1, wide // 8192), "SEGMENT": 256, "seen_ptr": None, "seen_strides": None}),
                 ("prefix softmax", block_softmax_triton._kernel, {"rows": 1, "cols": min(wide, 8192), "warps": 4, "CHUNKS": max(1, wide // 8192), "SEGMENT": None, "positions": None, "position_strides": None, "own_ptr": None, "own_strides": None}),
-                *((f"global_top_cdf{part.__name__}", part, {"rows": 4096 // min(wide, 4096), "cols": min(wide, 4096), "warps": 4, "TILE": 4096, "PASS": 3, "HEADS": 32, "CROSSING": True}) for part in PARTS),
+                *((f"global_top_cdf{part.__name__}", part, {"rows": 4096 // min(wide, 4096), "cols": min(wide, 4096), "warps": 4, "TILE": 4096, "CROSSING": True}) for part in PARTS),
             ]  # fmt: skip
             for title, kernel, options in kernels:
                 compiled = compile_kernel(target, kernel, **options)

@@ -22,7 +22,7 @@ from blocksparse.kernels.block_grid_triton import (
     tile_of_grid,
 )
 from blocksparse.kernels.hardware import device_of
-from blocksparse.kernels.top_cdf_triton import limit_of, ticks_of
+from blocksparse.kernels.top_cdf_triton import limit_of, ticks_of, weights_of
 
 _TILE = 4096  # blocks at a time
 _PASSES = 11  # of eight parts each, from 2^30 to 1
@@ -43,10 +43,10 @@ def global_top_cdf_triton(
     tiling = {"CAUSAL": grid.causal, "ROWS": high, "COLS": wide, "num_warps": 4}
 
     ticks = torch.empty((B, H, n), dtype=torch.int32, device=device)
-    heaviest = torch.zeros((B, H), dtype=torch.int32, device=device)
+    heaviest, lightest = torch.zeros((2, B, H), dtype=torch.int32, device=device)
     total, above = torch.zeros((2, B, H), dtype=torch.int64, device=device)
     sums = torch.zeros((_PASSES, B, H, 8), dtype=torch.int64, device=device)
-    bounds = torch.zeros((_PASSES + 1, B, H, 2), dtype=torch.int32, device=device)
+    bounds = torch.empty((_PASSES, B, H, 2), dtype=torch.int32, device=device)
     ties = torch.empty((B, H, in_line[0]), dtype=torch.int32, device=device)
     keep = torch.empty(values.shape, dtype=torch.bool, device=device)
     mass_stride = strides(mass)[1]
@@ -54,18 +54,19 @@ def global_top_cdf_triton(
         _heaviest[over_grid](values, heaviest, strides(values), *where, **tiling)
         _to_ticks[over_grid](values, heaviest, ticks, total, strides(values), *where, **tiling)
         for i in range(_PASSES):
+            last = (bounds[i - 1], sums[i - 1]) if i else (None, None)
             _search[in_line](
-                ticks, total, mass, mass_stride, bounds, sums, n,
-                PASS=i, HEADS=B * H, CROSSING=crossing, TILE=_TILE, num_warps=4,
+                ticks, total, mass, mass_stride, *last, bounds[i], sums[i], n,
+                CROSSING=crossing, TILE=_TILE, num_warps=4,
             )  # fmt: skip
         _count[in_line](
-            ticks, total, mass, mass_stride, bounds, sums, above, ties, n,
-            PASS=_PASSES, HEADS=B * H, CROSSING=crossing, TILE=_TILE, num_warps=4,
+            ticks, total, mass, mass_stride, bounds[-1], sums[-1], lightest, above, ties, n,
+            CROSSING=crossing, TILE=_TILE, num_warps=4,
         )  # fmt: skip
         before = ties.cumsum(-1, dtype=torch.int32) - ties
         _keep[in_line](
-            ticks, total, mass, mass_stride, bounds, above, before, keep, n,
-            PASS=_PASSES, HEADS=B * H, CROSSING=crossing, TILE=_TILE, num_warps=4,
+            ticks, total, mass, mass_stride, lightest, above, before, keep, n,
+            CROSSING=crossing, TILE=_TILE, num_warps=4,
         )  # fmt: skip
         _finish[over_grid](
             keep, forced, mass, mass_stride, strides(keep), None if forced is None else strides(forced), *where,
@@ -75,14 +76,14 @@ def global_top_cdf_triton(
 
 
 @triton.jit
-def _reachable_values(
+def _reachable_weights(
     values_ptr, values_strides, positions, position_strides, b, h, row, col, there, inside, CAUSAL: tl.constexpr
 ):
     """Of a tile; 0 where no query sees a key."""
     q_first, q_last, k_first, k_last = load_positions(positions, position_strides, b, h, row, col, there, inside)
     reachable = inside & reachable_blocks(q_last, k_first, k_last, CAUSAL)
     at = rows_at(values_ptr, values_strides, b, h, row) + col * values_strides[3]
-    return tl.load(at, mask=reachable, other=0.0)
+    return weights_of(tl.load(at, mask=reachable, other=0.0))
 
 
 @triton.jit
@@ -92,12 +93,11 @@ def _heaviest(
 ):  # fmt: skip
     b, h, row, col = tile_of_grid(cols, ROWS, COLS)
     there = row < rows
-    values = _reachable_values(
+    weights = _reachable_weights(
         values_ptr, values_strides, positions, position_strides, b, h, row, col, there, there & (col < cols),
         CAUSAL,
     )  # fmt: skip
-    values = tl.where(values > 0.0, tl.minimum(values, 3.4028234663852886e38), 0.0)  # 0 also where NaN
-    bits = values.to(tl.int32, bitcast=True)  # in the order of numbers that are not negative
+    bits = weights.to(tl.int32, bitcast=True)  # in the order of numbers that are not negative
     tl.atomic_max(heaviest_ptr + b * tl.num_programs(1) + h, tl.max(tl.max(bits, 1), 0))
 
 
@@ -109,12 +109,12 @@ def _to_ticks(
     b, h, row, col = tile_of_grid(cols, ROWS, COLS)
     there = row < rows
     inside = there & (col < cols)
-    values = _reachable_values(
+    weights = _reachable_weights(
         values_ptr, values_strides, positions, position_strides, b, h, row, col, there, inside, CAUSAL
     )
     head = b * tl.num_programs(1) + h
     heaviest = tl.load(heaviest_ptr + head + tl.zeros([1, 1], tl.int32)).to(tl.float32, bitcast=True)
-    ticks = ticks_of(values, heaviest).to(tl.int32)
+    ticks = ticks_of(weights, heaviest).to(tl.int32)
     tl.store(ticks_ptr + (head.to(tl.int64) * rows + row) * cols + col, ticks, mask=inside)
     tl.atomic_add(total_ptr + head, tl.sum(tl.sum(ticks.to(tl.int64), 1), 0))
 
@@ -128,16 +128,16 @@ def _target(total_ptr, mass_ptr, mass_stride, head, h, CROSSING: tl.constexpr):
 
 
 @triton.jit
-def _part(bounds_ptr, sums_ptr, target, head, PASS: tl.constexpr, HEADS: tl.constexpr):
-    """Bounds after the passes before this one, `[1, 1]`: what weighs more than `low` comes to the target, `high` not."""
+def _part(bounds_ptr, sums_ptr, target, head):
+    """Bounds after the last pass, `[1, 1]`: what weighs more than `low` comes to the target, than `high` not."""
     one = tl.zeros([1, 1], tl.int32)
-    if PASS == 0:
+    if bounds_ptr is None:  # there was none
         low, high = one - 1, one + _MOST
     else:
-        at = ((PASS - 1) * HEADS + head) * 2 + one
+        at = head * 2 + one
         low, high = tl.load(bounds_ptr + at), tl.load(bounds_ptr + at + 1)
         part = 1 + tl.arange(0, 8)[None, :]  # the last bound is `high` itself
-        sums = tl.load(sums_ptr + ((PASS - 1) * HEADS + head) * 8 + part - 1, mask=part < 8, other=0)
+        sums = tl.load(sums_ptr + head * 8 + part - 1, mask=part < 8, other=0)
         bound = low + ((high - low).to(tl.int64) * part // 8).to(tl.int32)
         less = (sums < target) | (part == 8)
         first = tl.min(tl.where(less, bound, _MOST), 1, keep_dims=True)
@@ -148,16 +148,15 @@ def _part(bounds_ptr, sums_ptr, target, head, PASS: tl.constexpr, HEADS: tl.cons
 
 @triton.jit
 def _search(
-    ticks_ptr, total_ptr, mass_ptr, mass_stride, bounds_ptr, sums_ptr, n,
-    PASS: tl.constexpr, HEADS: tl.constexpr, CROSSING: tl.constexpr, TILE: tl.constexpr,
+    ticks_ptr, total_ptr, mass_ptr, mass_stride, last_bounds_ptr, last_sums_ptr, bounds_ptr, sums_ptr, n,
+    CROSSING: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(1)
     head = tl.program_id(2) * tl.num_programs(1) + h
-    low, high = _part(
-        bounds_ptr, sums_ptr, _target(total_ptr, mass_ptr, mass_stride, head, h, CROSSING), head, PASS, HEADS
-    )
+    target = _target(total_ptr, mass_ptr, mass_stride, head, h, CROSSING)
+    low, high = _part(last_bounds_ptr, last_sums_ptr, target, head)
     one = tl.zeros([1, 1], tl.int32)
-    at = bounds_ptr + (PASS * HEADS + head) * 2 + one
+    at = bounds_ptr + head * 2 + one
     tl.store(at, low, mask=one + tl.program_id(0) == 0)
     tl.store(at + 1, high, mask=one + tl.program_id(0) == 0)
     place = tl.program_id(0) * TILE + tl.arange(0, TILE)[None, :]
@@ -165,22 +164,20 @@ def _search(
     for part in tl.static_range(1, 8):
         bound = low + ((high - low).to(tl.int64) * part // 8).to(tl.int32)
         more = tl.sum(tl.where(ticks > bound, ticks, 0).to(tl.int64), 1, keep_dims=True)
-        tl.atomic_add(sums_ptr + (PASS * HEADS + head) * 8 + part - 1 + one, more)
+        tl.atomic_add(sums_ptr + head * 8 + part - 1 + one, more)
 
 
 @triton.jit
 def _count(
-    ticks_ptr, total_ptr, mass_ptr, mass_stride, bounds_ptr, sums_ptr, above_ptr, ties_ptr, n,
-    PASS: tl.constexpr, HEADS: tl.constexpr, CROSSING: tl.constexpr, TILE: tl.constexpr,
+    ticks_ptr, total_ptr, mass_ptr, mass_stride, bounds_ptr, sums_ptr, lightest_ptr, above_ptr, ties_ptr, n,
+    CROSSING: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Of a tile: what weighs more than the lightest block taken, and how many weigh the same."""
     h = tl.program_id(1)
     head = tl.program_id(2) * tl.num_programs(1) + h
-    low, lightest = _part(
-        bounds_ptr, sums_ptr, _target(total_ptr, mass_ptr, mass_stride, head, h, CROSSING), head, PASS, HEADS
-    )
+    low, lightest = _part(bounds_ptr, sums_ptr, _target(total_ptr, mass_ptr, mass_stride, head, h, CROSSING), head)
     one = tl.zeros([1, 1], tl.int32)
-    tl.store(bounds_ptr + (PASS * HEADS + head) * 2 + 1 + one, lightest, mask=one + tl.program_id(0) == 0)
+    tl.store(lightest_ptr + head + one, lightest, mask=one + tl.program_id(0) == 0)
     place = tl.program_id(0) * TILE + tl.arange(0, TILE)[None, :]
     ticks = tl.load(ticks_ptr + head.to(tl.int64) * n + place, mask=place < n, other=-1)
     more = tl.sum(tl.where(ticks > lightest, ticks, 0).to(tl.int64), 1, keep_dims=True)
@@ -191,14 +188,14 @@ def _count(
 
 @triton.jit
 def _keep(
-    ticks_ptr, total_ptr, mass_ptr, mass_stride, bounds_ptr, above_ptr, before_ptr, keep_ptr, n,
-    PASS: tl.constexpr, HEADS: tl.constexpr, CROSSING: tl.constexpr, TILE: tl.constexpr,
+    ticks_ptr, total_ptr, mass_ptr, mass_stride, lightest_ptr, above_ptr, before_ptr, keep_ptr, n,
+    CROSSING: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(1)
     head = tl.program_id(2) * tl.num_programs(1) + h
     one = tl.zeros([1, 1], tl.int32)
     missing = _target(total_ptr, mass_ptr, mass_stride, head, h, CROSSING) - tl.load(above_ptr + head + one)
-    lightest = tl.load(bounds_ptr + (PASS * HEADS + head) * 2 + 1 + one)
+    lightest = tl.load(lightest_ptr + head + one)
     place = tl.program_id(0) * TILE + tl.arange(0, TILE)[None, :]
     ticks = tl.load(ticks_ptr + head.to(tl.int64) * n + place, mask=place < n, other=-1)
     tied = ticks == lightest

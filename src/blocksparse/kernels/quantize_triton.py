@@ -59,9 +59,7 @@ def divided(x, scale):
 
     But -0.0 becomes 0.0, and so does what has no scale.
     """
-    lift = tl.where(
-        scale < 1e-20, 18446744073709551616.0, 1.0
-    )  # 2^64: no remainder may fall below the least float
+    lift = tl.where(scale < 1e-20, 18446744073709551616.0, 1.0)  # 2^64, or remainders may fall below floats
     divisor = tl.where(scale == 0.0, 1.0, scale * lift)
     inverse = tl.where(scale == 0.0, 0.0, tl.div_rn(1.0, divisor))[:, None]
     divisor = -divisor[:, None]

@@ -60,24 +60,19 @@ def _power_of_two(n):
 
 
 @triton.jit
-def ticks_of(values, heaviest):
-    """Values of a tile in integers, 2^30 to `heaviest`, as in `running_share`; fp32 holds them all.
-
-    `heaviest` is a finite number that is not negative, and no value exceeds it.
-    """
-    values = tl.where(values > 0.0, tl.minimum(values, 3.4028234663852886e38), 0.0)  # 0 also where NaN
-    shift = 30 - _exponent(heaviest)  # up to 220: more than one fp32 factor holds
-    first = tl.minimum(shift, 100)
-    ticks = values * _power_of_two(first) * _power_of_two(shift - first)
-    # Adding 2^23 rounds half to even; from there on fp32 has integers alone. Products with powers of 2 are exact.
-    return tl.where(ticks < 8388608.0, ticks + 8388608.0 - 8388608.0, ticks)
+def weights_of(values):
+    """Values of a tile as finite numbers that are not negative; NaN counts for nothing."""
+    return tl.where(values > 0.0, tl.minimum(values, 3.4028234663852886e38), 0.0)
 
 
 @triton.jit
-def _ticks(values):
-    """The same, 2^30 to the heaviest of each row."""
-    values = tl.where(values > 0.0, tl.minimum(values, 3.4028234663852886e38), 0.0)
-    return ticks_of(values, tl.max(values, 1, keep_dims=True))
+def ticks_of(weights, heaviest):
+    """Weights of a tile in integers, 2^30 to `heaviest`, as in `running_share`; fp32 holds them all."""
+    shift = 30 - _exponent(heaviest)  # up to 220: more than one fp32 factor holds
+    first = tl.minimum(shift, 100)
+    ticks = weights * _power_of_two(first) * _power_of_two(shift - first)
+    # Adding 2^23 rounds half to even; from there on fp32 has integers alone. Products with powers of 2 are exact.
+    return tl.where(ticks < 8388608.0, ticks + 8388608.0 - 8388608.0, ticks)
 
 
 @triton.jit
@@ -130,7 +125,8 @@ def _kernel(
     q_first, q_last, k_first, k_last = load_positions(positions, position_strides, b, h, row, col, there, inside)
     reachable = inside & reachable_blocks(q_last, k_first, k_last, CAUSAL)
     values_at = rows_at(values_ptr, values_strides, b, h, row) + col * values_strides[3]
-    ticks = _ticks(tl.load(values_at, mask=reachable, other=0.0))
+    weights = weights_of(tl.load(values_at, mask=reachable, other=0.0))
+    ticks = ticks_of(weights, tl.max(weights, 1, keep_dims=True))
     total = _sum(ticks)
     left = total
     if forced_ptr is not None:
