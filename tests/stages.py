@@ -139,6 +139,7 @@ EXECUTORS: tuple[bs.Executor[Any, Any], ...] = (
     bs.FlexExecutor(),
     bs.AutoExecutor(),
     bs.FlashAttention4Executor(),
+    bs.Int8Executor(),
 )
 
 

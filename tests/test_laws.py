@@ -32,8 +32,8 @@ FRONTS = [
     pytest.param(front, id=stages.name(*front), marks=[] if is_core(front) else [pytest.mark.slow])
     for front in stages.fronts()
 ]
-# One takes another of these, the other needs a kernel from elsewhere: both have tests of their own.
-ELSEWHERE = (bs.AutoExecutor, bs.FlashAttention4Executor)
+# One takes another of these, one needs a kernel from elsewhere, one rounds: they have tests of their own.
+ELSEWHERE = (bs.AutoExecutor, bs.FlashAttention4Executor, bs.Int8Executor)
 EXECUTORS = [pytest.param(e, id=stages.name(e)) for e in stages.EXECUTORS if not isinstance(e, ELSEWHERE)]
 # What an executor sees is an order and a mask: the fast loop gives it each kind of order once.
 RUNS = [

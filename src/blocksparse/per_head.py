@@ -76,3 +76,20 @@ def over_blocks(value: PerHead, scores: Tensor) -> Tensor:
             f"a per-head value needs one entry per query head ({scores.shape[1]}): {entries.shape[0]}"
         )
     return entries.to(torch.float64).reshape(1, -1, 1, 1)
+
+
+def by_head(value: PerHead | None, q: Tensor) -> Tensor | None:
+    """The value as fp32 `[Hq]` on the device of `q` `[B, Hq, M, D]`."""
+    if value is None:
+        return None
+    if not isinstance(value, HeadValues):
+        return torch.full((q.shape[1],), value, dtype=torch.float32, device=q.device)
+    return value.on(q.device).float().expand(q.shape[1]).contiguous()
+
+
+def wrong_heads(name: str, value: PerHead | None, heads: int) -> list[str]:
+    """Why a value does not fit `heads` query heads; empty where it does."""
+    entries = value.values if isinstance(value, HeadValues) else None
+    if entries is None or entries.ndim == 0 or len(entries) == heads:
+        return []
+    return [f"'{name}' has {len(entries)} entries for {heads} query heads"]

@@ -14,8 +14,9 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from blocksparse.executors.tiles import HopperTiles, portable
-from blocksparse.kernels import sparse_attention_hopper, sparse_attention_triton
+from blocksparse.executors.tiles import HopperTiles, portable, tuned_int8
+from blocksparse.kernels import int8_attention_hopper, sparse_attention_hopper, sparse_attention_triton
+from blocksparse.kernels.hopper_queue import consumer_registers, registers
 
 # Triton has no 8-bit integer products for sm_100's own matrix unit, and takes the older one.
 INTEGER_INSTRUCTION = {"sm_80": ".s8.s8", "sm_90": ".s8.s8", "sm_100": ".s8.s8", "gfx942": "_i8"}
@@ -85,26 +86,36 @@ def compile_sparse_attention(
 
 
 def compile_hopper(
-    tiles: HopperTiles, dtype: str, head_dim: int, q_block: int, k_block: int, *, causal: bool, in_order: bool
-) -> triton.compiler.CompiledKernel:
-    """The kernel for Hopper, as `sparse_attention_hopper` launches it."""
-    kernel = sparse_attention_hopper._kernel
+    tiles: HopperTiles, dtype: str, head_dim: int, q_block: int, k_block: int, *, causal: bool, in_order: bool,
+    eight: str | None = None,
+) -> triton.compiler.CompiledKernel:  # fmt: skip
+    """A kernel for Hopper, as its launch function launches it; `eight` is the type of values beside int8 keys."""
+    kernel = (sparse_attention_hopper if eight is None else int8_attention_hopper)._kernel
     piece, padded = min(k_block, tiles.block_n), 64 if head_dim <= 64 else 128
     constants = {
         "DQ": padded, "DV": padded, "CONSUMERS": tiles.consumers, "BLOCK_N": tiles.block_n,
         "STAGES": tiles.num_stages, "PIECES": tiles.block_n // piece, "K_SPLIT": k_block // piece,
         "Q_SPLIT": q_block // (64 * tiles.consumers), "CAUSAL": causal, "Q_IN_ORDER": in_order, "K_IN_ORDER": in_order,
-        "CONSUMER_REGISTERS": sparse_attention_hopper.consumer_registers(tiles.consumers, tiles.per_sm),
+        "FP8": eight == "fp8e4nv", "TAKEN": True, "SKIP": not in_order,
+        "CONSUMER_REGISTERS": consumer_registers(tiles.consumers, tiles.per_sm),
     }  # fmt: skip
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
 
-    def source_type(rows: int) -> str:
-        return f"tensordesc<{dtype}[1, 1, {rows}, 64],{gl.NVMMASharedLayout(128, 16, rank=4)!r}>"
+    def source_type(dtype: str, rows: int, wide: int) -> str:
+        bits = 16 if dtype in ("fp16", "bf16") else 8
+        layout = gl.NVMMASharedLayout(wide * bits // 8, bits, rank=4)
+        return f"tensordesc<{dtype}[1, 1, {rows}, {wide}],{layout!r}>"
 
+    of_q, wide = (dtype, 64) if eight is None else ("i8", padded)
+    halves = source_type(dtype, piece, 64)
     types: dict[str, object] = {
-        "q_source": source_type(64), "k_source": source_type(piece), "v_source": source_type(piece),
-        "out_target": source_type(64), "lse_ptr": "*fp32", "scale_log2": "fp32",
+        "q_source": source_type(of_q, 64, wide), "k_source": source_type(of_q, piece, wide),
+        "v_source": source_type("fp8e4nv", padded, piece) if eight == "fp8e4nv" else halves,
+        "out_target": source_type(dtype, 64, 64), "lse_ptr": "*fp32", "scale_log2": "fp32",
         **{f"{name}_ptr": "*i32" for name in (
             "full_count", "partial_count", "index", "q_position", "k_position", "queue")},
+        **{f"{name}_ptr": "*fp32" for name in (
+            "q_scale", "k_tile", "k_token", "v_tile", "v_token", "taken", "pv_skip")},
         **{f"{name}_strides": ("i32", "i32") for name in ("count", "index", "q_position", "k_position", "lse")},
         **dict.fromkeys(
             ("tiles", "M", "N", "cols", "rows", "kv_heads", "group", "heads_per_mask", "offset"), "i32"),
@@ -115,21 +126,27 @@ def compile_hopper(
         constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
         attrs={},
     )
-    registers = sparse_attention_hopper.registers(tiles.consumers, tiles.per_sm)
-    return triton.compile(source, target=TARGETS["sm_90"], options={"num_warps": 4, "maxnreg": registers})
+    options = {"num_warps": 4, "maxnreg": registers(tiles.consumers, tiles.per_sm)}
+    return triton.compile(source, target=TARGETS["sm_90"], options=options)
 
 
 def main() -> int:
     failed = 0
-    for tiles, dtype, head_dim, q_block, k_block, causal, in_order in (
-        (HopperTiles(2, 128, 2), "bf16", 128, 128, 128, True, True),
-        (HopperTiles(2, 128, 2), "bf16", 128, 128, 64, True, False),
-        (HopperTiles(2, 128, 2), "fp16", 96, 256, 256, False, False),
-        (HopperTiles(2, 128, 4), "bf16", 64, 128, 128, True, True),
-        (HopperTiles(1, 64, 2, 2), "bf16", 128, 64, 64, True, True),
-        (HopperTiles(1, 128, 2, 2), "fp16", 64, 64, 64, True, False),
+    for tiles, dtype, head_dim, q_block, k_block, causal, in_order, eight in (
+        (HopperTiles(2, 128, 2), "bf16", 128, 128, 128, True, True, None),
+        (HopperTiles(2, 128, 2), "bf16", 128, 128, 64, True, False, None),
+        (HopperTiles(2, 128, 2), "fp16", 96, 256, 256, False, False, None),
+        (HopperTiles(2, 128, 4), "bf16", 64, 128, 128, True, True, None),
+        (HopperTiles(1, 64, 2, 2), "bf16", 128, 64, 64, True, True, None),
+        (HopperTiles(1, 128, 2, 2), "fp16", 64, 64, 64, True, False, None),
+        (tuned_int8(128, 128, 128, True), "bf16", 128, 128, 128, True, True, "fp8e4nv"),
+        (tuned_int8(128, 128, 128, False), "bf16", 128, 128, 256, True, False, "bf16"),
+        (tuned_int8(64, 64, 64, True), "fp16", 64, 64, 64, False, False, "fp8e4nv"),
+        (tuned_int8(64, 128, 64, False), "fp16", 64, 128, 64, True, True, "fp16"),
     ):
-        kernel = compile_hopper(tiles, dtype, head_dim, q_block, k_block, causal=causal, in_order=in_order)
+        kernel = compile_hopper(
+            tiles, dtype, head_dim, q_block, k_block, causal=causal, in_order=in_order, eight=eight
+        )
         found = {
             name: kernel.asm["ptx"].count(name)
             for name in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg")
@@ -137,7 +154,7 @@ def main() -> int:
         fits = kernel.metadata.shared <= 227 * 1024 // tiles.per_sm
         failed += not (fits and all(found.values()))
         print(
-            f"sm_90 {tiles} {dtype} D={head_dim} blocks={q_block}x{k_block}: {found}, {kernel.metadata.shared} B shared"
+            f"sm_90 {tiles} {dtype} D={head_dim} blocks={q_block}x{k_block} 8-bit={eight}: {found}, {kernel.metadata.shared} B shared"
         )
     for name, target in TARGETS.items():
         with_tma = (False, True) if name in ("sm_90", "sm_100") else (False,)

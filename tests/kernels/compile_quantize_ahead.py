@@ -12,18 +12,26 @@ from tests.kernels.ahead import SHARED, TARGETS
 from tests.kernels.compile_pooling_ahead import compile_kernel
 from triton.backends.compiler import GPUTarget
 
-from blocksparse.kernels import fp8_values_triton, int8_tokens_triton
+from blocksparse.kernels import (
+    fp8_values_triton,
+    int8_tokens_triton,
+    tile_operands_triton,
+    tile_rotation_triton,
+    tile_values_triton,
+)
 from blocksparse.kernels.sizes import power_of_2
 
 _INDEX = {"index_ptr": "*i32", "index_strides": ("i32",) * 2}
 _NO_INDEX = {"index_ptr": None, "index_strides": None}
 
 
-def compiled(kernel: Any, target: GPUTarget, types: dict[str, Any], constants: dict[str, Any], warps: int) -> Any:
+def compiled(
+    kernel: Any, target: GPUTarget, types: dict[str, Any], constants: dict[str, Any], warps: int, **options: int
+) -> Any:
     """Arguments whose type is None are None."""
     given = {name: type_ for name, type_ in types.items() if type_ is not None}
     absent = {name: None for name, type_ in types.items() if type_ is None}
-    return compile_kernel(kernel, target, given, {**absent, **constants}, num_warps=warps)
+    return compile_kernel(kernel, target, given, {**absent, **constants}, num_warps=warps, **options)
 
 
 def int8(target: GPUTarget, dtype: str, head_dim: int, *, queries: bool, indexed: bool, shared: bool) -> int:
@@ -58,6 +66,27 @@ def fp8(target: GPUTarget, dtype: str, head_dim: int, *, indexed: bool, transpos
     return int(compiled(fp8_values_triton._kernel, target, types, constants, warps).metadata.shared)
 
 
+def tile_operands(target: GPUTarget, dtype: str, head_dim: int, *, indexed: bool, tile: int) -> dict[str, Any]:
+    """Queries, keys and values in tiles, compiled, by name."""
+    module, stages = tile_operands_triton, tile_operands_triton.STAGES
+    common = {"x_ptr": f"*{dtype}", "x_strides": ("i32",) * 3, **(_INDEX if indexed else _NO_INDEX)}
+    rotated = {**common, "mean_ptr": "*fp32", "values_ptr": "*i8", "root": "fp32"}
+    queries = {**rotated, **dict.fromkeys(("scale_ptr", "taken_ptr"), "*fp32"), "factor": "fp32"}
+    keys = {**rotated, **dict.fromkeys(("tile_scale_ptr", "token_scale_ptr"), "*fp32")}
+    values = {**common, "values_ptr": "*i32", **dict.fromkeys(("tile_log2_ptr", "token_log2_ptr"), "*fp32")}
+    hardware = {"HARDWARE": target.arch in (90, 100), "mean_ptr": None, "heads_per_mean": 1}
+    found = {}
+    for name, kernel, types, own in (
+        ("queries", tile_rotation_triton.query_kernel, queries, {"heads_per_mean": 4}),
+        ("keys", tile_rotation_triton.key_kernel, keys, {"TILE": tile}),
+        ("values", tile_values_triton.value_kernel, values, {"TILE": tile, **hardware}),
+    ):
+        rows, warps = module.rows_of(head_dim, queries=name == "queries")
+        constants = {"D": head_dim, "ROWS": rows, **own}
+        found[name] = compiled(kernel, target, types, constants, warps, num_stages=stages)
+    return found
+
+
 def main() -> int:
     failed = 0
     for name, target in TARGETS.items():
@@ -75,6 +104,15 @@ def main() -> int:
                 failed += max(shared) > SHARED[name]
                 print(
                     f"{name} int8_tokens, fp8_values {dtype} D={head_dim} indexed={indexed}: {max(shared)} B shared"
+                )
+        fp32 = [("fp32", 64), ("fp32", 128)] if name in ("sm_90", "sm_100") else []
+        for dtype, head_dim in [("bf16", 128), ("fp16", 64), *fp32]:
+            for indexed, tile in ((False, 64), (True, 128)):
+                kernels = tile_operands(target, dtype, head_dim, indexed=indexed, tile=tile)
+                bytes_ = max(int(kernel.metadata.shared) for kernel in kernels.values())
+                failed += bytes_ > SHARED[name]
+                print(
+                    f"{name} tile_operands {dtype} D={head_dim} tile={tile} indexed={indexed}: {bytes_} B shared"
                 )
     return int(failed > 0)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from torch import Tensor
 
 import blocksparse as bs
 from blocksparse.executors.gather import GatherExecutor
-from blocksparse.kernels.gather_attention import gather_attention, gather_attention_reference
+from blocksparse.kernels.gather_attention import fits_hopper, gather_attention, gather_attention_reference
+from blocksparse.kernels.hardware import is_hopper
 from blocksparse.permuters.global_index_map import GlobalIndexMap
 from blocksparse.presets.s2o import s2o
 from blocksparse.testing import assert_within_budget, make_qkv
@@ -61,9 +63,9 @@ def arguments(
     )  # fmt: skip
 
 
-def assert_right(call: Call) -> Tensor:
+def assert_right(call: Call, kernel: Callable[..., tuple[Tensor, ...]] = gather_attention_triton) -> Tensor:
     """Right against float64 where the twin stops, and it stops there too; gives the blocks it left out."""
-    out, lse, visited = gather_attention_triton(*call)
+    out, lse, visited = kernel(*call)
     _, want_lse, want_visited = gather_attention_reference(*call)
     assert torch.equal(visited, want_visited)
     # Exactly the blocks that were visited, in one go.
@@ -201,6 +203,65 @@ def test_the_executor_takes_the_kernel_on_a_gpu_and_the_twin_elsewhere(device: s
     assert again.visited is not None
     assert torch.equal(trace.visited.keep, again.visited.keep)
     torch.testing.assert_close(trace.output.out.double(), again.out, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(not (GPU and is_hopper(torch.device("cuda"))), reason="needs a GPU of compute capability 9.0")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rule", [
+    {"tau": 0.0}, {"tau": 0.3}, {"tau": 0.3, "patience": 2}, {"tau": 0.3, "mean": True},
+], ids=repr)  # fmt: skip
+@pytest.mark.parametrize(
+    ("N", "M", "D", "block", "k_block", "causal", "permuter"),
+    [
+        (1000, 1000, 128, 128, 128, True, GlobalIndexMap(256)),
+        (1000, 300, 64, 128, 64, True, GlobalIndexMap(256)),
+        (700, 700, 128, 64, 64, True, GlobalIndexMap(128, per_query_head=False)),
+        (900, 900, 128, 64, 256, True, bs.SegmentKeySort(256)),
+        (600, 600, 64, 128, 32, True, bs.Identity()),
+        (500, 777, 128, 128, 256, False, bs.Identity()),
+        (5, 5, 64, 64, 64, True, GlobalIndexMap(128)),
+    ],
+)
+def test_hopper(
+    N: int, M: int, D: int, block: int, k_block: int, causal: bool, permuter: bs.Permuter[Any], rule: dict[str, Any],
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    from blocksparse.kernels.gather_attention_hopper import gather_attention_hopper
+
+    q, k, v = make_qkv(B=2, N=N, M=M, Hq=4, Hkv=2, D=D, dtype=dtype, device="cuda")
+    call = arguments(q, k, v, permuter=permuter, block=block, k_block=k_block, causal=causal, **rule)
+    assert fits_hopper(q, v, block, k_block, True)
+    left = assert_right(call, gather_attention_hopper)
+    assert rule["tau"] > 0 or not left.any()
+    want = gather_attention_hopper(*call)
+    for _ in range(3):
+        assert all(map(torch.equal, gather_attention_hopper(*call), want))  # a difference would be a race
+
+
+@pytest.mark.skipif(not (GPU and is_hopper(torch.device("cuda"))), reason="needs a GPU of compute capability 9.0")
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0])
+def test_hopper_takes_any_scale(scale: float) -> None:
+    from blocksparse.kernels.gather_attention_hopper import gather_attention_hopper
+
+    q, k, v = make_qkv(N=500, D=64, dtype=torch.float16, device="cuda")
+    call = arguments(q, k, v, permuter=GlobalIndexMap(256), block=128)
+    assert_right((*call[:13], scale, *call[14:]), gather_attention_hopper)
+
+
+@pytest.mark.skipif(not (GPU and is_hopper(torch.device("cuda"))), reason="needs a GPU of compute capability 9.0")
+def test_hopper_reads_no_empty_slot() -> None:
+    """What lies at key 0 must not meet a slot that holds none: nothing times infinity is not nothing."""
+    from blocksparse.kernels.gather_attention_hopper import gather_attention_hopper
+
+    q, k, v = make_qkv(N=300, D=64, dtype=torch.bfloat16, device="cuda")
+    call = arguments(q, k, v, permuter=bs.Identity(), block=128, causal=False, keep=1.1, tau=0.0)
+    k_position = call[7].clone()
+    k_position[..., 0] = -1  # key 0 stands nowhere
+    k[:, :, 0], v[:, :, 0] = float("nan"), float("inf")
+    call = (*call[:7], k_position, *call[8:])
+    out, lse, _ = gather_attention_hopper(*call)
+    assert out.isfinite().all()
+    assert lse.isfinite().all()
 
 
 @pytest.mark.skipif(not GPU, reason="the limits of the kernel are a GPU's")

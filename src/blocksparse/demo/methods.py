@@ -37,5 +37,7 @@ def method(written: str) -> AnyPipeline:
         pipeline = preset(*values, **named)
     except (TypeError, ValueError) as error:
         raise DemoError(f"'--preset' {written}: {error}") from None
-    automatic = isinstance(pipeline.executor, AutoExecutor)
-    return evolve(pipeline, executor=AutoExecutor(dense_below=0)) if automatic else pipeline
+    executor = pipeline.executor
+    if isinstance(executor, AutoExecutor):
+        pipeline = evolve(pipeline, executor=evolve(executor, dense_below=0))
+    return pipeline

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from typing import final
 
-from attrs import field, frozen, validators
+from attrs import field, frozen
+from attrs.validators import deep_iterable, ge, instance_of
 from torch import Tensor
 
 from blocksparse.executors.attention_output import AttentionOutput
@@ -46,13 +47,15 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
     the reference, which is slow.
 
     Args:
+        on_gpu: what a GPU tries, in order, before `FlexExecutor`.
         dense_below: keys; 0 is never dense. The default lies where selecting begins to pay on an H200 when every
             kernel is launched from Python; in a CUDA graph it pays at 8192 keys already (docs/performance.md).
     """
 
-    dense_below: int = field(
-        default=12288, kw_only=True, validator=[validators.instance_of(int), validators.ge(0)]
+    on_gpu: tuple[Executor[GlobalPermutation, BlockMask], ...] = field(
+        default=(TritonExecutor(),), converter=tuple, kw_only=True, validator=deep_iterable(instance_of(Executor))
     )
+    dense_below: int = field(default=12288, kw_only=True, validator=[instance_of(int), ge(0)])
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> list[str]:
         del q, k, v, mask
@@ -74,9 +77,8 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
         self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask
     ) -> tuple[Executor[GlobalPermutation, BlockMask], dict[str, list[str]]]:
         """The fastest executor that can run these inputs, and why the faster ones cannot."""
-        candidates = (TritonExecutor(),) if q.is_cuda else ()
         refused: dict[str, list[str]] = {}
-        for candidate in (*candidates, FlexExecutor()):
+        for candidate in (*(self.on_gpu if q.is_cuda else ()), FlexExecutor()):
             if not (reasons := candidate.unsupported(q, k, v, mask)):
                 return candidate, refused
             refused[type(candidate).__name__] = reasons

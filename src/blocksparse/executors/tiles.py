@@ -87,15 +87,16 @@ class HopperTiles:
             k_block % self.block_n and (self.block_n % k_block or k_block < 16)
         ):
             reasons.append(f"{self} does not divide blocks of {q_block} x {k_block}")
-        if (needed := self.per_sm * self._shared_bytes(q, v)) > _SHARED:
-            reasons.append(f"{self} needs {needed >> 10} KiB of shared memory, and there are {_SHARED >> 10}")
-        return reasons
+        return reasons + self.too_large(q.shape[-1], v.shape[-1])
 
-    def _shared_bytes(self, q: Tensor, v: Tensor) -> int:
+    def too_large(self, D: int, Dv: int, *, qk_bytes: int = 2, pv_bytes: int = 2) -> list[str]:
         """Of one program: two buffers of queries, the stages, the output, barriers, and what CUDA reserves."""
-        of_keys, of_values = (64 if x.shape[-1] <= 64 else 128 for x in (q, v))
+        of_keys, of_values = (64 if x <= 64 else 128 for x in (D, Dv))
         queries, keys = 64 * self.consumers, self.num_stages * self.block_n
-        return 2 * (2 * queries * of_keys + keys * (of_keys + of_values) + queries * of_values) + 1280
+        needed = qk_bytes * of_keys * (2 * queries + keys) + pv_bytes * of_values * keys + 2 * queries * of_values
+        if (needed := self.per_sm * (needed + 1280)) <= _SHARED:
+            return []
+        return [f"{self} needs {needed >> 10} KiB of shared memory, and there are {_SHARED >> 10}"]
 
 
 Tiles = TritonTiles | HopperTiles
@@ -121,6 +122,14 @@ def tuned(q: Tensor, k: Tensor, v: Tensor, q_block: int, k_block: int, *, exact:
         if not tiles.unsupported(q, k, v, q_block, k_block):
             return tiles
     return portable(q_block, k_block, head_dim, q.element_size())
+
+
+def tuned_int8(head_dim: int, q_block: int, k_block: int, fp8_pv: bool) -> HopperTiles:
+    """The fastest tiles of 8-bit operands, as measured; a tile of keys is never wider than a block."""
+    block_n = 128 if k_block % 128 == 0 else 64
+    if q_block % 128:
+        return HopperTiles(1, 64, 3 if fp8_pv else 2, 2)
+    return HopperTiles(2, block_n, 4 if fp8_pv or head_dim <= 64 else 2)
 
 
 def portable(q_block: int, k_block: int, head_dim: int, itemsize: int) -> TritonTiles:

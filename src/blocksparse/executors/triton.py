@@ -17,7 +17,7 @@ from blocksparse.executors.int8_qk import Int8QK
 from blocksparse.executors.tiles import HopperTiles, Tiles, TritonTiles, tuned
 from blocksparse.kernels.fp8_values import fp8_values
 from blocksparse.kernels.sparse_attention import sparse_attention
-from blocksparse.per_head import HeadValues, PerHead, check, optional_per_head
+from blocksparse.per_head import PerHead, by_head, check, optional_per_head, wrong_heads
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.selectors.block_mask import BlockMask
 
@@ -77,10 +77,7 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
             reasons.append(f"{self.tiles} computes exactly, without 'pv_skip', 'int8_qk' and 'fp8_pv'")
         if self.fp8_pv:
             reasons += self._without_fp8(q, grid.k_block)
-        entries = self.pv_skip.values if isinstance(self.pv_skip, HeadValues) else None
-        if entries is not None and entries.ndim and len(entries) != grid.q_heads:
-            reasons.append(f"'pv_skip' has {len(entries)} entries for {grid.q_heads} query heads")
-        return reasons
+        return reasons + wrong_heads("pv_skip", self.pv_skip, grid.q_heads)
 
     @property
     def _approximates(self) -> bool:
@@ -148,7 +145,7 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
             tiles.sizes,
             permutation.q_index is None,
             permutation.k_index is None,
-            _by_head(self.pv_skip, q),
+            by_head(self.pv_skip, q),
             q_scale,
             k_scale,
             k_copy,
@@ -159,12 +156,3 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
         if taken is not None:
             lse = lse + taken
         return AttentionOutput(permutation.restore(out), permutation.restore(lse))
-
-
-def _by_head(value: PerHead | None, q: Tensor) -> Tensor | None:
-    """`[Hq]` fp32 on the device of `q` `[B, Hq, M, D]`."""
-    if value is None:
-        return None
-    if not isinstance(value, HeadValues):
-        return torch.full((q.shape[1],), value, dtype=torch.float32, device=q.device)
-    return value.on(q.device).float().expand(q.shape[1]).contiguous()

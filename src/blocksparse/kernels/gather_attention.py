@@ -8,14 +8,17 @@ adds, both relative to the same running maximum, a query is satisfied if `gain <
 queries were satisfied `patience` times in a row (S2O, algorithm 3). Nothing is moved: keys, values and queries are
 read, and outputs written, where they stand.
 
-One op with two implementations: on GPUs the Triton kernel in `gather_attention_triton.py`, and for CPU tensors and
-float64 the plain torch below, which computes in fp32 or better. The same rows stop after the same blocks.
+One op with three implementations: the portable Triton kernel in `gather_attention_triton.py`, the one for Hopper in
+`gather_attention_hopper.py`, and for CPU tensors and float64 the plain torch below, which computes in fp32 or better.
+The same rows stop after the same blocks.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from blocksparse.kernels.hardware import is_hopper
 
 
 @torch.library.custom_op("blocksparse::gather_attention", mutates_args=())
@@ -40,12 +43,26 @@ def gather_attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`out` `[B, Hq, M, Dv]` like v, `lse` `[B, Hq, M]` fp32 or better, blocks visited `[B, Hq, rows]` int32."""
     compute = gather_attention_reference
-    if q.is_cuda and q.dtype != torch.float64:
+    if is_hopper(q.device) and fits_hopper(q, v, q_block, k_block, commit):
+        from blocksparse.kernels.gather_attention_hopper import gather_attention_hopper as compute
+    elif q.is_cuda and q.dtype != torch.float64:
         from blocksparse.kernels.gather_attention_triton import gather_attention_triton as compute
     return compute(
         q, k, v, index, opened, count, q_position, k_position, group, tau,
         q_block, k_block, causal, scale, patience, commit, mean,
     )  # fmt: skip
+
+
+def fits_hopper(q: Tensor, v: Tensor, q_block: int, k_block: int, commit: bool) -> bool:
+    """Whether the kernel for Hopper takes these arguments."""
+    return (
+        commit
+        and q.dtype in (torch.float16, torch.bfloat16)
+        and q.shape[-1] == v.shape[-1]
+        and q.shape[-1] in (64, 128)
+        and q_block in (64, 128)
+        and (k_block in (32, 64) or k_block % q_block == 0)
+    )
 
 
 @gather_attention.register_fake

@@ -53,7 +53,7 @@ def gather_attention_triton(
             q, k, v, out, lse, visited,
             index, opened, count, q_position, k_position, group, tau,
             q.stride()[:3], k.stride()[:3], v.stride()[:3], out.stride()[:3], lse.stride()[:2],
-            _strides(q_position), _strides(k_position),
+            axis_strides(q_position), axis_strides(k_position),
             rows, cols, N - M if causal else 0,
             Hq // Hkv, Hq // k_position.shape[1], scale * math.log2(math.e), patience,
             D=D, DV=v.shape[-1],
@@ -86,7 +86,7 @@ def _padded(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
 
-def _strides(x: Tensor) -> tuple[int, ...]:
+def axis_strides(x: Tensor) -> tuple[int, ...]:
     """Strides of all axes but the last, 0 where batch or heads are broadcast."""
     first = (0 if size == 1 else stride for size, stride in zip(x.shape[:2], x.stride()[:2], strict=True))
     return (*first, *x.stride()[2:-1])

@@ -47,13 +47,13 @@ def fp8_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x / _divisor(scale)).clamp(-FP8_LIMIT, FP8_LIMIT).to(torch.float8_e4m3fn), scale
 
 
-def smoothing_mean(k: Tensor, causal: bool) -> Tensor:
+def smoothing_mean(k: Tensor, causal: bool, first: int = SMOOTHED_BY) -> Tensor:
     """The mean key `[B, Hkv, 1, D]` fp32, of `k` `[B, Hkv, N, D]` in original order.
 
     What all keys have in common shifts all logits of a row alike, and takes up most of int8's range. When causal
-    the mean is that of the first `SMOOTHED_BY` keys, for later ones must not be known.
+    the mean is that of the `first` keys, for later ones must not be known.
     """
-    return (k[:, :, :SMOOTHED_BY] if causal else k).mean(2, keepdim=True, dtype=torch.float32)
+    return (k[:, :, :first] if causal else k).mean(2, keepdim=True, dtype=torch.float32)
 
 
 def _scale(largest: Tensor, limit: float) -> Tensor:

@@ -1,0 +1,128 @@
+"""Block lists on Hopper, from int8 queries and keys and 8-bit values."""
+
+from __future__ import annotations
+
+from typing import final
+
+from attrs import field, frozen
+from attrs.validators import instance_of, optional
+from torch import Tensor
+
+from blocksparse.executors.attention_output import AttentionOutput
+from blocksparse.executors.block_plan import BlockPlan
+from blocksparse.executors.executor import Executor
+from blocksparse.executors.tiles import HALF, HopperTiles, tuned_int8
+from blocksparse.kernels.hardware import copies_in_bulk, is_hopper
+from blocksparse.kernels.int8_attention import int8_attention
+from blocksparse.kernels.quantize import SMOOTHED_BY, smoothing_mean
+from blocksparse.kernels.tile_operands import fp8_value_tiles, int8_key_tiles, int8_query_tiles
+from blocksparse.per_head import PerHead, by_head, check, optional_per_head, wrong_heads
+from blocksparse.permuters.permutation import GlobalPermutation
+from blocksparse.selectors.block_mask import BlockMask
+
+
+@final
+@frozen(eq=False)
+class Int8Executor(Executor[GlobalPermutation, BlockMask]):
+    """Round to 8 bits on the way into slots, then walk each row's kept blocks in one kernel.
+
+    SageAttention's arithmetic (SpargeAttn 3.5) in a kernel for GPUs of compute capability 9.0 (Hopper); fp16 and
+    bf16, head dims 64 and 128. Queries and keys are rotated by a Hadamard matrix first, which leaves their
+    products as they are and evens out their entries. A query has one scale. Blocks that a row of the mask sees
+    whole have four scales for each tile of keys, as the threads of a matrix product share them; blocks that
+    masks cut have one for each key, so that no bit of a row depends on later tokens. docs/numerics.md has the
+    errors.
+
+    Args:
+        fp8_pv: fp8 (e4m3) weights and values, added in fp32 after each tile; else both have the input's precision.
+        smooth_k: subtract the mean key first, which softmax ignores and `lse` makes good. When causal, the mean is
+            that of the first tokens, as many as a key block has, at most 128.
+        pv_skip: lambda of SpargeAttn 3.4, negative, a difference of logits, as `TritonExecutor` has it.
+        tiles: how the kernel is launched; by default the fastest.
+
+    Raises:
+        ValueError: `pv_skip` is not negative.
+    """
+
+    fp8_pv: bool = field(default=True, validator=instance_of(bool))
+    smooth_k: bool = field(default=True, kw_only=True, validator=instance_of(bool))
+    pv_skip: PerHead | None = field(
+        default=None,
+        kw_only=True,
+        converter=optional_per_head,
+        validator=optional(check("negative", lambda x: x < 0)),
+    )
+    tiles: HopperTiles | None = field(default=None, kw_only=True, validator=optional(instance_of(HopperTiles)))
+
+    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> list[str]:
+        reasons, grid = [], mask.grid
+        if not is_hopper(q.device):
+            reasons.append("8-bit products run on GPUs of compute capability 9.0")
+        if q.dtype not in HALF:
+            reasons.append(f"the kernel takes float16 and bfloat16, not {q.dtype}")
+        if q.shape[-1] not in (64, 128) or v.shape[-1] != q.shape[-1]:
+            reasons.append(f"head dims must be 64 or 128, and equal, not {q.shape[-1]} and {v.shape[-1]}")
+        if not self.fp8_pv and not copies_in_bulk(v):
+            reasons.append("values need rows of 16-byte alignment")
+        tiles = self.tiles or tuned_int8(q.shape[-1], grid.q_block, grid.k_block, self.fp8_pv)
+        if grid.q_block % (64 * tiles.consumers) or grid.k_block % tiles.block_n:
+            reasons.append(f"{tiles} does not divide blocks of {grid.q_block} x {grid.k_block}")
+        reasons += tiles.too_large(q.shape[-1], v.shape[-1], qk_bytes=1, pv_bytes=1 if self.fp8_pv else 2)
+        return reasons + wrong_heads("pv_skip", self.pv_skip, grid.q_heads)
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        permutation: GlobalPermutation,
+        mask: BlockMask,
+        *,
+        scale: float,
+    ) -> AttentionOutput:
+        self.refuse_unsupported(q, k, v, mask, hint="Use TritonExecutor() or AutoExecutor().")
+        grid, plan, key_slots = mask.grid, BlockPlan.of(mask), permutation.key_slots
+        tiles = self.tiles or tuned_int8(q.shape[-1], grid.q_block, grid.k_block, self.fp8_pv)
+        mean, early = None, 0
+        if self.smooth_k:
+            # A row that sees a block whole sees as many tokens as the block has, and so the first ones.
+            first = min(SMOOTHED_BY, grid.k_block)
+            mean = smoothing_mean(k, grid.causal, first).squeeze(2)
+            early = max(first - 1 - (grid.k_len - grid.q_len), 0) if grid.causal else 0
+        queries, q_scale, taken = int8_query_tiles(q, permutation.q_index, mean=mean, scale=scale, early=early)
+        keys, k_tile, k_token = int8_key_tiles(k, key_slots, tiles.block_n, mean=mean)
+        v_tile: Tensor | None = None
+        v_token: Tensor | None = None
+        if self.fp8_pv:
+            values, v_tile, v_token = fp8_value_tiles(v, key_slots, tiles.block_n)
+        else:
+            values = permutation.gather_keys(v)
+        out, lse = int8_attention(
+            queries,
+            keys,
+            values,
+            plan.full_count,
+            plan.partial_count,
+            plan.index,
+            grid.q_position,
+            grid.k_position[:, :, 0],
+            q_scale,
+            k_tile,
+            k_token,
+            v_tile,
+            v_token,
+            taken,
+            by_head(self.pv_skip, q),
+            grid.q_block,
+            grid.k_block,
+            grid.q_lead,
+            grid.causal,
+            scale,
+            tiles.sizes,
+            permutation.q_index is None,
+            permutation.k_index is None,
+            v.dtype,
+        )
+        if taken is not None:
+            lse = lse + taken
+        return AttentionOutput(permutation.restore(out), permutation.restore(lse))

@@ -1,0 +1,168 @@
+"""The Triton kernels of `int8_query_tiles` and `int8_key_tiles`: rotation, then rounding."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from blocksparse.kernels.quantize import INT8_LIMIT
+from blocksparse.kernels.quantize_triton import _INTERPRETED, largest_of, read_tokens, scale_of
+from blocksparse.kernels.tile_groups_triton import inverse_of, of_groups, of_tokens, store_groups
+
+_INT8_LIMIT = tl.constexpr(INT8_LIMIT)
+
+
+@triton.jit
+def _sign(i, j):
+    """Entries of the Hadamard matrix."""
+    bits = i & j
+    bits = bits ^ (bits >> 4)
+    bits = bits ^ (bits >> 2)
+    return tl.where(((bits ^ (bits >> 1)) & 1) != 0, -1.0, 1.0)
+
+
+@triton.jit
+def _matrix(mean_at, dtype: tl.constexpr, HALF: tl.constexpr):
+    """The matrix of half the size, of the type in which `_product` multiplies, and the halves of a rotated mean."""
+    i = tl.arange(0, HALF)[:, None]
+    sign = _sign(i, tl.arange(0, HALF)[None, :])
+    first, second = None, None
+    if mean_at is not None:
+        even = tl.sum(tl.load(mean_at + i) * sign, 0)[None, :]
+        odd = tl.sum(tl.load(mean_at + HALF + i) * sign, 0)[None, :]
+        first, second = even + odd, even - odd
+    if dtype == tl.float32 and not _INTERPRETED:
+        matrix = sign.to(tl.bfloat16)
+    else:
+        matrix = sign.to(dtype)
+    return matrix, first, second
+
+
+@triton.jit
+def _product(x, matrix, dtype: tl.constexpr):
+    """Tokens of type `dtype`, held in fp32, times the matrix: all products are exact."""
+    if dtype == tl.float32 and not _INTERPRETED:
+        # Three numbers of 8 bits make one of 24, and matrix units multiply them; the interpreter takes fp32 itself.
+        high = x.to(tl.bfloat16)
+        x = x - high.to(tl.float32)
+        middle = x.to(tl.bfloat16)
+        low = (x - middle.to(tl.float32)).to(tl.bfloat16)
+        result = tl.dot(high, matrix, tl.dot(middle, matrix, tl.dot(low, matrix)))
+    else:
+        result = tl.dot(x.to(dtype), matrix, input_precision="ieee")
+    return result
+
+
+@triton.jit
+def _rotated(x_ptr, x_strides, b, h, heads_per_source, token, there, matrix, D: tl.constexpr):
+    """The first and the second half of the entries of tokens times the whole matrix, [[M, M], [M, -M]]."""
+    HALF: tl.constexpr = D // 2
+    dims = tl.arange(0, HALF)[None, :]
+    first, _ = read_tokens(
+        x_ptr, x_strides, None, None, b, h, heads_per_source, token, there, dims, HALF, HALF
+    )
+    second, _ = read_tokens(
+        x_ptr + HALF, x_strides, None, None, b, h, heads_per_source, token, there, dims, HALF, HALF
+    )
+    first = _product(first, matrix, x_ptr.dtype.element_ty)
+    second = _product(second, matrix, x_ptr.dtype.element_ty)
+    return first + second, first - second
+
+
+@triton.jit
+def _tokens_in(index_ptr, index_strides, b, h, slot, inside):
+    """The token in each slot, and whether there is one."""
+    token, there = slot, inside
+    if index_ptr is not None:
+        index_at = index_ptr + b.to(tl.int64) * index_strides[0] + h.to(tl.int64) * index_strides[1]
+        token = tl.load(index_at + slot, mask=inside, other=-1)
+        there = token >= 0
+    return token, there
+
+
+@triton.jit
+def _whole(x):
+    """Rounded to whole numbers, ties to even, 12582912 higher: the last byte of such a float is the number itself."""
+    return x + 12582912.0
+
+
+@triton.jit
+def _last_byte(x):
+    return x.to(tl.int32, bitcast=True).to(tl.int8)
+
+
+@triton.jit
+def _larger(first, second):
+    return tl.maximum(largest_of(first), largest_of(second))
+
+
+@triton.jit
+def _mean_at(mean_ptr, b, h, heads_per_mean, D: tl.constexpr):
+    at = mean_ptr
+    if mean_ptr is not None:
+        at += (b.to(tl.int64) * (tl.num_programs(1) // heads_per_mean) + h // heads_per_mean) * D
+    return at
+
+
+@triton.jit
+def query_kernel(
+    x_ptr, index_ptr, mean_ptr, heads_per_mean, values_ptr, scale_ptr, taken_ptr, x_strides, index_strides,
+    slots, heads_per_source, steps, root, factor, early, D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    h, b = tl.program_id(1), tl.program_id(2)
+    HALF: tl.constexpr = D // 2
+    mean_at = _mean_at(mean_ptr, b, h, heads_per_mean, D)
+    matrix, mean_first, mean_second = _matrix(mean_at, x_ptr.dtype.element_ty, HALF)
+    dims = tl.arange(0, HALF)[None, :]
+    for step in range(steps):
+        slot = (tl.program_id(0) * steps + step) * ROWS + tl.arange(0, ROWS)
+        inside = slot < slots
+        token, there = _tokens_in(index_ptr, index_strides, b, h, slot, inside)
+        first, second = _rotated(x_ptr, x_strides, b, h, heads_per_source, token, there, matrix, D)
+        scale = scale_of(_larger(first, second), _INT8_LIMIT)
+        inverse = inverse_of(scale)
+        first, second = _whole(first * inverse), _whole(second * inverse)
+        at = (b.to(tl.int64) * tl.num_programs(1) + h) * slots + slot
+        tl.store(scale_ptr + at, scale * root, mask=inside)
+        values_at = values_ptr + at[:, None] * D + dims
+        tl.store(values_at, _last_byte(first), mask=inside[:, None])
+        tl.store(values_at + HALF, _last_byte(second), mask=inside[:, None])
+        if mean_ptr is not None:
+            taken = (first - 12582912.0) * mean_first + (second - 12582912.0) * mean_second
+            taken = tl.sum(taken, 1) * (scale * root * root * factor)
+            tl.store(taken_ptr + at, tl.where(token < early, 0.0, taken), mask=inside)
+
+
+@triton.jit
+def key_kernel(
+    x_ptr, index_ptr, mean_ptr, heads_per_mean, values_ptr, tile_scale_ptr, token_scale_ptr, x_strides, index_strides,
+    slots, heads_per_source, steps, root, D: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    h, b = tl.program_id(1), tl.program_id(2)
+    HALF: tl.constexpr = D // 2
+    mean_at = _mean_at(mean_ptr, b, h, heads_per_mean, D)
+    matrix, mean_first, mean_second = _matrix(mean_at, x_ptr.dtype.element_ty, HALF)
+    dims = tl.arange(0, HALF)[None, :]
+    H = tl.num_programs(1)
+    head = b.to(tl.int64) * H + h
+    for step in range(steps):
+        part = tl.program_id(0) * steps + step
+        slot = part * ROWS + tl.arange(0, ROWS)
+        inside = slot < slots
+        token, there = _tokens_in(index_ptr, index_strides, b, h, slot, inside)
+        first, second = _rotated(x_ptr, x_strides, b, h, heads_per_source, token, there, matrix, D)
+        scale = scale_of(_larger(first, second), _INT8_LIMIT)
+        tl.store(token_scale_ptr + head * slots + slot, scale * root, mask=inside)
+        inverse = inverse_of(scale)
+        values_at = values_ptr + (((b.to(tl.int64) * 2 + 1) * H + h) * slots + slot)[:, None] * D + dims
+        tl.store(values_at, _last_byte(_whole(first * inverse)), mask=inside[:, None])
+        tl.store(values_at + HALF, _last_byte(_whole(second * inverse)), mask=inside[:, None])
+        if mean_ptr is not None:
+            first = tl.where(there[:, None], first - mean_first, 0.0)
+            second = tl.where(there[:, None], second - mean_second, 0.0)
+        scale = scale_of(of_groups(_larger(first, second), ROWS, TILE, 2), _INT8_LIMIT)
+        store_groups(tile_scale_ptr, scale * root, head, part, slots, ROWS, TILE)
+        inverse = inverse_of(of_tokens(scale, ROWS, TILE, 2))
+        values_at -= H.to(tl.int64) * slots * D
+        tl.store(values_at, _last_byte(_whole(first * inverse)), mask=inside[:, None])
+        tl.store(values_at + HALF, _last_byte(_whole(second * inverse)), mask=inside[:, None])

@@ -1,0 +1,80 @@
+"""The Triton kernel of `fp8_value_tiles`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from blocksparse.kernels.fp8_values_triton import _fp8_bits
+from blocksparse.kernels.quantize import FP8_LIMIT
+from blocksparse.kernels.quantize_triton import largest_of, read_tokens, scale_of
+from blocksparse.kernels.tile_groups_triton import inverse_of, of_groups, of_tokens, store_groups
+from blocksparse.kernels.tile_operands import LEAST_LOG2
+
+_FP8_LIMIT = tl.constexpr(FP8_LIMIT)
+_LEAST = tl.constexpr(2.0**LEAST_LOG2)
+
+
+@triton.jit
+def _fp8_scale(largest):
+    scale = scale_of(largest, _FP8_LIMIT)
+    return tl.where(scale < _LEAST, _LEAST, scale)
+
+
+@triton.jit
+def _values_at(source, slot, inside, log2_at, D: tl.constexpr):
+    """Values in slots `[ROWS]`, their largest entries, and the scales of tokens, whose logarithms are stored."""
+    x_ptr, x_strides, index_ptr, index_strides, b, h, heads_per_source = source
+    dims = tl.arange(0, D)[None, :]
+    x, there = read_tokens(
+        x_ptr, x_strides, index_ptr, index_strides, b, h, heads_per_source, slot, inside, dims, D, D
+    )
+    largest = largest_of(x)
+    scale = _fp8_scale(largest)
+    tl.store(log2_at, tl.log2(scale), mask=inside)
+    return x, largest, scale
+
+
+@triton.jit
+def _code(x, scale, HARDWARE: tl.constexpr):
+    """The byte of `x` over its scale, as int32."""
+    x = x * inverse_of(scale)
+    if HARDWARE:
+        code = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        code = _fp8_bits(x)
+    return code.to(tl.int32)
+
+
+@triton.jit
+def value_kernel(
+    x_ptr, index_ptr, mean_ptr, heads_per_mean, values_ptr, tile_log2_ptr, token_log2_ptr, x_strides, index_strides,
+    slots, heads_per_source, D: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    h, b = tl.program_id(1), tl.program_id(2)
+    H = tl.num_programs(1)
+    head = b.to(tl.int64) * H + h
+    # Four places in a row hold slots of one group, `slot` and those 1, 8 and 9 later: they turn over as one number.
+    four = tl.program_id(0) * (ROWS // 4) + tl.arange(0, ROWS // 4)
+    slot = four // 4 * 16 + four % 4 * 2
+    left, at = slots - slot, token_log2_ptr + head * slots + slot
+    source = x_ptr, x_strides, index_ptr, index_strides, b, h, heads_per_source
+    x0, largest0, scale0 = _values_at(source, slot, left > 0, at, D)
+    x1, largest1, scale1 = _values_at(source, slot + 1, left > 1, at + 1, D)
+    x2, largest2, scale2 = _values_at(source, slot + 8, left > 8, at + 8, D)
+    x3, largest3, scale3 = _values_at(source, slot + 9, left > 9, at + 9, D)
+    largest = tl.maximum(tl.maximum(largest0, largest1), tl.maximum(largest2, largest3))
+    tile_scale = _fp8_scale(of_groups(largest, ROWS // 4, TILE // 4, 1))
+    store_groups(tile_log2_ptr, tl.log2(tile_scale), head, tl.program_id(0), slots, ROWS, TILE)
+    tile_scale = of_tokens(tile_scale, ROWS // 4, TILE // 4, 1)
+    down = tl.arange(0, D)[:, None]
+    fours = tl.cdiv(slots, 16) * 4
+    for copy in tl.static_range(2):
+        if copy == 1:
+            code = _code(x0, scale0, HARDWARE) | _code(x1, scale1, HARDWARE) << 8
+            code |= _code(x2, scale2, HARDWARE) << 16 | _code(x3, scale3, HARDWARE) << 24
+        else:
+            code = _code(x0, tile_scale, HARDWARE) | _code(x1, tile_scale, HARDWARE) << 8
+            code |= _code(x2, tile_scale, HARDWARE) << 16 | _code(x3, tile_scale, HARDWARE) << 24
+        values_at = values_ptr + (((b.to(tl.int64) * 2 + copy) * H + h) * D + down) * fours + four[None, :]
+        tl.store(values_at, tl.trans(code), mask=(four < fours)[None, :])
