@@ -32,15 +32,19 @@ class Plan:
     Hkv: int
     dtype: torch.dtype
     head_dims: tuple[int, ...]  # rates, blocks
-    kernel_lengths: tuple[int, ...]  # rates, blocks
-    densities: tuple[float, ...]  # rates
-    blocks: tuple[tuple[int, int], ...]  # blocks; the first is what the others are compared with
+    kernel_lengths: tuple[int, ...]  # rates, blocks, eight_bit, gather, s2o
+    densities: tuple[float, ...]  # rates, eight_bit
+    blocks: tuple[tuple[int, int], ...]  # blocks; the first is what all else takes
     block_densities: tuple[float, ...]  # blocks
+    segment: int  # gather, s2o: queries per key map
+    gather_densities: tuple[float, ...]  # gather
+    prefix: int  # s2o: earlier keys in a coarse map
+    taus: tuple[float, ...]  # s2o: of coarse maps at the greatest length; elsewhere the first alone
     presets: tuple[Preset, ...]  # stages, calls
     lengths: tuple[int, ...]  # stages, calls
     call_density: float  # calls: what PBS-Attn's threshold is chosen for
     growth: tuple[tuple[int, float], ...]  # growth: length, share of each row's blocks
-    D: int  # stages, calls, growth
+    D: int  # eight_bit, gather, stages, s2o, calls, growth
     cpu_lengths: tuple[int, ...]
     budget_ms: float  # time spent on one figure, compilation and the check aside
     executor: bs.Executor[Any, Any] | None = None  # of automatic presets
@@ -76,6 +80,10 @@ FULL = Plan(
     densities=(1.0, 0.3, 0.1, 0.05),
     blocks=((128, 128), (128, 64), (64, 64)),
     block_densities=(0.3, 0.1),
+    segment=1024,
+    gather_densities=(0.1, 0.05),
+    prefix=8192,
+    taus=(0.01, 0.001, 0.003, 0.03, 0.1),
     presets=_PRESETS,
     lengths=(8192, 32768, 131072),
     call_density=0.1,
@@ -103,6 +111,10 @@ QUICK = Plan(
     densities=(1.0, 0.1),
     blocks=FULL.blocks,
     block_densities=(0.1,),
+    segment=1024,
+    gather_densities=(0.1,),
+    prefix=8192,
+    taus=(0.01, 0.1),
     presets=_PRESETS[:2],
     lengths=(8192, 32768),
     call_density=0.1,
@@ -122,6 +134,10 @@ TINY = Plan(
     densities=(1.0, 0.3),
     blocks=((64, 64), (64, 32), (32, 32)),
     block_densities=(0.3,),
+    segment=64,
+    gather_densities=(0.8,),
+    prefix=64,
+    taus=(0.01, 0.3),
     presets=(Preset("pbs_attn", lambda executor: bs.pbs_attn(block=32, S=64, executor=executor)), _PRESETS[1]),
     lengths=(256,),
     call_density=0.5,

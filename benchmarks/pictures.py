@@ -24,6 +24,14 @@ STYLES: dict[str, tuple[str, str]] = {
     FA4: ("#009E73", "^"),
 }
 OTHERS = (("#CC79A7", "D"), ("#D55E00", "v"), ("#000000", "P"))
+# Of the table `eight_bit`: label (queries and keys, weights and values), colour, marker and line.
+EIGHT_BIT: dict[str, tuple[str, str, str, str]] = {
+    OURS: ("bf16", "#0072B2", "o", "-"),
+    "fp8 kernel": ("int8, fp8: kernel", "#D55E00", "^", "-"),
+    "fp8 call": ("int8, fp8: call", "#D55E00", "^", ":"),
+    "bf16 kernel": ("int8, bf16: kernel", "#009E73", "s", "-"),
+    "bf16 call": ("int8, bf16: call", "#009E73", "s", ":"),
+}
 STAGE_COLOURS = dict(zip(STAGES, ("#E69F00", "#D55E00", "#CC79A7", "#F0E442", "#0072B2"), strict=True))
 
 plt.rcParams.update(
@@ -61,10 +69,8 @@ def rates(results: Row) -> Any:
                 axes.plot(1.0, rate, marker, color="0.25", markersize=8, markeredgewidth=1.8, label=name)
             if roofs:
                 _roof(axes, here, roofs)
-            axes.set(xscale="log", title=f"{tokens(N)} tokens, head dim {D}", ylim=(0, None), xlim=(0.009, 1.15))
-            axes.set_xticks([0.01, 0.03, 0.1, 0.3, 1.0], ["1%", "3%", "10%", "30%", "100%"])
-            axes.xaxis.minorticks_off()
-            axes.grid(axis="y", alpha=0.25)
+            axes.set(title=f"{tokens(N)} tokens, head dim {D}", ylim=(0, None))
+            _by_density(axes)
     for axes in panels[-1]:
         axes.set_xlabel("density: kept share of dense causal attention")
     for axes in panels[:, 0]:
@@ -84,6 +90,33 @@ def _roof(axes: Any, rows: list[Row], roofs: Row) -> None:
     bound = [min(roofs["matmul_tflops"], y) for y in by_memory]
     axes.plot(densities, bound, color="0.45", linestyle="--", linewidth=1.4, label="measured roof")
     axes.fill_between(densities, bound, 1.12 * max(bound), color="0.93", zorder=0)
+
+
+def eight_bit(results: Row) -> Any:
+    """TFLOP/s by density, a panel per length: bf16, and 8 bits as kernels and as whole calls."""
+    rows = [row for row in results["tables"]["eight_bit"] if rate_of(row, OURS) is not None]
+    lengths = list(dict.fromkeys(row["N"] for row in rows))
+    size = (4.9 * max(1, len(lengths)), 4.0)
+    figure, panels = plt.subplots(1, max(1, len(lengths)), figsize=size, sharey=True, squeeze=False)
+    for N, axes in zip(lengths, panels[0], strict=False):
+        for name, (label, colour, marker, line) in EIGHT_BIT.items():
+            here = [(row, rate) for row in rows if row["N"] == N and (rate := rate_of(row, name)) is not None]
+            if points := sorted((row["density"], rate) for row, rate in here):
+                axes.plot(*zip(*points, strict=True), color=colour, marker=marker, linestyle=line, label=label)
+        axes.set(title=f"{tokens(N)} tokens, head dim {rows[0]['D']}", ylim=(0, None))
+        _by_density(axes, least=0.04)
+        axes.set_xlabel("density: kept share of dense causal attention")
+    panels[0][0].set_ylabel("TFLOP/s over kept blocks")
+    _legend_below(figure, panels)
+    return figure
+
+
+def _by_density(axes: Any, least: float = 0.009) -> None:
+    axes.set_xscale("log")
+    axes.set_xticks([0.01, 0.03, 0.1, 0.3, 1.0], ["1%", "3%", "10%", "30%", "100%"])
+    axes.set_xlim(least, 1.15)
+    axes.xaxis.minorticks_off()
+    axes.grid(axis="y", alpha=0.25)
 
 
 def stages(results: Row) -> Any:
@@ -170,12 +203,17 @@ def _legend_below(figure: Any, panels: Any) -> None:
     for axes in panels.flat:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
-    lines = -(-len(found) // 5)
+    lines = max(1, -(-len(found) // 5))
     figure.tight_layout(rect=(0, (0.15 + 0.21 * lines) / figure.get_figheight(), 1, 1))
-    figure.legend(found.values(), found.keys(), loc="lower center", ncols=-(-len(found) // lines))
+    figure.legend(found.values(), found.keys(), loc="lower center", ncols=max(1, -(-len(found) // lines)))
 
 
-PICTURES: dict[str, Callable[[Row], Any]] = {"rates": rates, "stages": stages, "growth": growth}
+PICTURES: dict[str, Callable[[Row], Any]] = {
+    "rates": rates,
+    "eight_bit": eight_bit,
+    "stages": stages,
+    "growth": growth,
+}
 
 
 def draw(results: Row, folder: Path) -> list[Path]:

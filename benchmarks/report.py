@@ -14,6 +14,7 @@ Row = dict[str, Any]
 
 NONE = "-"
 STAGES = ("permute", "score", "select", "plan", "attend")
+STEPS, CALLS = ("index", "rank", "attend"), ("whole call", "cuDNN dense")  # s2o
 
 
 def tokens(N: int) -> str:
@@ -125,6 +126,63 @@ def blocks(rows: list[Row]) -> str:
     return table(head, body)
 
 
+def eight_bit(rows: list[Row]) -> str:
+    body = []
+    for row in rows:
+        exact = rate_of(row, OURS)
+        for values in ("fp8", "bf16"):
+            ours = [rate_of(row, f"{values} {part}") for part in ("call", "kernel")]
+            point = [tokens(row["N"]), cell(row.get("density"), 3), values]
+            rates = [*(cell(x, 0) for x in (exact, *ours)), *(cell(ratio(x, exact), 2) for x in ours)]
+            rest = [milliseconds(ms_of(row, f"{values} rounding")), cell(row.get("l1", {}).get(values), 4)]
+            body.append([*point, *rates, *rest])
+    head = ["tokens", "density", "weights and values", f"{OURS}, bf16", "Int8Executor, whole call", "its kernel"]
+    return table([*head, "call / bf16", "kernel / bf16", "rounding, ms", "relative L1"], body)
+
+
+def gather(rows: list[Row]) -> str:
+    names = (OURS, "gather", "portable gather", "GatherExecutor")
+    body = []
+    for row in rows:
+        rate = [rate_of(row, name) for name in names]
+        point = [tokens(row["N"]), str(row["maps"]), cell(row.get("density"), 3), *(cell(x, 0) for x in rate)]
+        body.append([*point, *(cell(ratio(x, rate[0]), 2) for x in rate[1:])])
+    ratios = ["gather / contiguous", "portable / contiguous", "whole call / contiguous"]
+    head = ["tokens", "maps", "density", f"{OURS}, contiguous", "gather, kernel", "portable, kernel"]
+    return table([*head, "GatherExecutor, whole call", *ratios], body)
+
+
+def s2o(rows: list[Row]) -> str:
+    body = []
+    for row in rows:
+        index, rank, attend = (ms_of(row, name) for name in STEPS)
+        share = ratio(index, attend)
+        point = [tokens(row["N"]), row["method"], f"{row['tau']:g}", cell(row.get("density"), 3)]
+        times = [*(milliseconds(x) for x in (index, rank, attend)), NONE if share is None else f"{share:.0%}"]
+        calls = [*(milliseconds(ms_of(row, name)) for name in CALLS), cell(times_dense(row), 2)]
+        body.append([*point, cell(row.get("l1"), 4), *times, *calls, gibibytes(row.get("extra_bytes"))])
+    head = ["tokens", "maps", "tau", "density", "relative L1", *STEPS, "index / attend", *CALLS]
+    parts = table([*head, "times dense", "extra GiB"], body), "\n".join(_fastest_near(rows, 0.05))
+    return "\n\n".join(part for part in parts if part)
+
+
+def times_dense(row: Row) -> float | None:
+    """Time of dense attention over that of a whole call."""
+    whole, dense = (ms_of(row, name) for name in CALLS)
+    return ratio(dense, whole)
+
+
+def _fastest_near(rows: list[Row], error: float) -> list[str]:
+    """A line for each length: which call is the fastest among those whose relative L1 is at most `error`."""
+    lines = []
+    for N in dict.fromkeys(row["N"] for row in rows):
+        near = [row for row in rows if row["N"] == N and times_dense(row) is not None and row["l1"] <= error]
+        if best := max(near, key=lambda row: times_dense(row) or 0.0, default=None):
+            what = f"{best['method']}, tau {best['tau']:g}, {times_dense(best):.2f} times dense"
+            lines.append(f"- Fastest with a relative L1 of at most {error:g}, {tokens(N)} tokens: {what}.")
+    return lines
+
+
 def mask_building(row: Row) -> float | None:
     """Milliseconds of permuting, scoring and selecting."""
     parts = [ms_of(row, name) for name in STAGES[:3]]
@@ -194,7 +252,10 @@ def cpu(rows: list[Row]) -> str:
 TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "rates": ("Kernel rates, TFLOP/s over kept blocks", rates),
     "blocks": ("Finer blocks, TFLOP/s over kept blocks", blocks),
+    "eight_bit": ("8 bits, TFLOP/s over kept blocks", eight_bit),
+    "gather": ("Keys through index maps, TFLOP/s over visited blocks", gather),
     "stages": ("Stages, ms", stages),
+    "s2o": ("S2O, ms", s2o),
     "calls": ("Whole calls", calls),
     "growth": ("Growth", growth),
     "cpu": ("FlexExecutor on a CPU", cpu),

@@ -21,13 +21,14 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import call_tables, kernel_tables, stage_tables
+from benchmarks import call_tables, eight_bit_tables, gather_tables, kernel_tables, s2o_tables, stage_tables
 from benchmarks.cases import FULL, QUICK, TINY, Plan
 from benchmarks.peers import SPARSE, peer_from
 from benchmarks.report import Row, markdown
 from benchmarks.timing import reason
 
-GPU_TABLES = ("rates", "blocks", "stages", "growth", "calls")  # calls last: it captures graphs
+# Calls last: it captures graphs.
+GPU_TABLES = ("rates", "blocks", "eight_bit", "gather", "stages", "s2o", "growth", "calls")
 
 Table = Callable[[Plan, torch.device], Iterator[Row]]
 
@@ -117,7 +118,10 @@ def main() -> None:
     tables: dict[str, Table] = {
         "rates": partial(kernel_tables.rates, peers={**SPARSE, **others}),
         "blocks": kernel_tables.blocks,
+        "eight_bit": eight_bit_tables.eight_bit,
+        "gather": gather_tables.gather,
         "stages": stage_tables.stages,
+        "s2o": s2o_tables.s2o,
         "growth": stage_tables.growth,
         "calls": call_tables.calls,
         "cpu": lambda plan, _: call_tables.cpu(plan, torch.device("cpu")),

@@ -60,6 +60,30 @@ def check(
             raise WrongOutputError(f"head {h}, row {row}: relative error {error:.2e}")
 
 
+def relative_l1(out: Tensor, want: Tensor) -> Tensor:
+    """`sum|out - want| / sum|want|` of each head, `[Hq]`, of two `[1, Hq, rows, Dv]`."""
+    distance = (out.double() - want.double()).abs().sum((0, 2, 3))
+    return distance / want.double().abs().sum((0, 2, 3))
+
+
+def check_near(out: Tensor, want: Tensor, *, tolerance: float) -> float:
+    """Relative L1 distance of `out` from `want`, `[1, Hq, rows, Dv]`, mean over heads.
+
+    Raises:
+        WrongOutputError: that of some head is not finite, or not less than `tolerance`.
+    """
+    errors = relative_l1(out, want)
+    worst = int(errors.nan_to_num(nan=float("inf")).argmax())
+    if not float(errors[worst]) < tolerance:
+        raise WrongOutputError(f"head {worst}: relative L1 {float(errors[worst]):.2e}, not under {tolerance}")
+    return float(errors.mean())
+
+
+def some_rows(length: int, device: torch.device, *, samples: int = 256) -> Tensor:
+    """Indices of queries, drawn from the device's generator, `[samples]` int64."""
+    return torch.randint(length, (samples,), device=device)
+
+
 @frozen
 class Figure:
     """A time, or why there is none."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from tests.kernels.ahead import SHARED, TARGETS
+from tests.kernels.ahead import ITEMSIZE, SHARED, TARGETS
 from tests.kernels.compile_pooling_ahead import compile_kernel
 from triton.backends.compiler import GPUTarget
 
@@ -67,11 +67,11 @@ def fp8(target: GPUTarget, dtype: str, head_dim: int, *, indexed: bool, transpos
 
 
 def tile_operands(target: GPUTarget, dtype: str, head_dim: int, *, indexed: bool, tile: int) -> dict[str, Any]:
-    """Queries, keys and values in tiles, compiled, by name."""
-    module, stages = tile_operands_triton, tile_operands_triton.STAGES
+    """Queries, keys and values in tiles, compiled, by name; smoothed where indexed."""
+    module, cuda = tile_operands_triton, target.backend == "cuda"
     common = {"x_ptr": f"*{dtype}", "x_strides": ("i32",) * 3, **(_INDEX if indexed else _NO_INDEX)}
-    rotated = {**common, "mean_ptr": "*fp32", "values_ptr": "*i8", "root": "fp32"}
-    queries = {**rotated, **dict.fromkeys(("scale_ptr", "taken_ptr"), "*fp32"), "factor": "fp32"}
+    rotated = {**common, "mean_ptr": "*fp32" if indexed else None, "values_ptr": "*i8", "root": "fp32"}
+    queries = {**rotated, "scale_ptr": "*fp32", "taken_ptr": rotated["mean_ptr"], "factor": "fp32"}
     keys = {**rotated, **dict.fromkeys(("tile_scale_ptr", "token_scale_ptr"), "*fp32")}
     values = {**common, "values_ptr": "*i32", **dict.fromkeys(("tile_log2_ptr", "token_log2_ptr"), "*fp32")}
     hardware = {"HARDWARE": target.arch in (90, 100), "mean_ptr": None, "heads_per_mean": 1}
@@ -83,7 +83,10 @@ def tile_operands(target: GPUTarget, dtype: str, head_dim: int, *, indexed: bool
     ):
         rows, warps = module.rows_of(head_dim, queries=name == "queries")
         constants = {"D": head_dim, "ROWS": rows, **own}
-        found[name] = compiled(kernel, target, types, constants, warps, num_stages=stages)
+        options = module.options_of(
+            warps, ITEMSIZE[dtype], queries=name == "queries", rotates=name != "values", cuda=cuda
+        )
+        found[name] = compiled(kernel, target, types, constants, options.pop("num_warps"), **options)
     return found
 
 

@@ -123,7 +123,7 @@ def test_many_rounds_of_a_program(device: str, monkeypatch: pytest.MonkeyPatch) 
     """The last program has fewer slots than rounds."""
     from blocksparse.kernels import tile_operands_triton
 
-    monkeypatch.setattr(tile_operands_triton, "_ENOUGH", 3)
+    monkeypatch.setattr(tile_operands_triton, "_resident", lambda *_: 3)
     x, mean = tokens(1, 1, 1300, 64, device=device), tokens(1, 1, 64, device=device, seed=1)
     index = slots_of(1, 1, 1300, tokens_=1300, device=device)
     check_queries(x, index, mean, 17)

@@ -2,7 +2,7 @@
 
 One program computes one row of blocks of one head: late rows first, the query heads of a key head side by side.
 Four warps gather, 16 bytes per thread and copy, straight into shared memory, as many tiles ahead as there are
-stages. Each consumer, four warps, computes 64 queries: it starts the scores of the next keys before it multiplies
+stages; they announce keys when the next keys are on their way, and so values. Each consumer, four warps, computes 64 queries: it starts the scores of the next keys before it multiplies
 the weights of the last ones with their values, so that the softmax in between is hidden behind matrix products.
 
 Once a row has visited what it visits in any case, the consumers ask after every tile whether it is satisfied. They
@@ -31,8 +31,8 @@ from blocksparse.kernels.hardware import device_of
 from blocksparse.kernels.hopper_queue import make_barriers, read, registers
 from blocksparse.kernels.hopper_rows import LOWEST, NEVER, partial_sum, row_max
 
-_LOADER_REGISTERS = gl.constexpr(40)
-_CHUNK = gl.constexpr(32)  # rows whose addresses a loader holds at a time
+_LOADER_REGISTERS = gl.constexpr(56)
+_EMPTY = gl.constexpr(2**32 - 1)  # -1, unsigned
 
 
 def tile_options(q_block: int, k_block: int, head_dim: int) -> dict[str, int]:
@@ -136,18 +136,22 @@ def _row_layout(D, rows):
 
 
 @gluon.jit
-def _gather(source, stride, slots, target, bar, C):
-    """Copies the rows at `slots`, zeros where empty, into `target`; `bar` learns when they are there."""
-    LAYOUT: gl.constexpr = _row_layout(C.D, _CHUNK)
-    dims = gl.arange(0, C.D, layout=gl.SliceLayout(0, LAYOUT))
-    for chunk in gl.static_range(C.BLOCK_N // _CHUNK):
-        at = slots.slice(chunk * _CHUNK, _CHUNK).load(gl.SliceLayout(1, LAYOUT))
-        there = at != NEVER
-        # Unsigned, so that one instruction multiplies.
-        offset = gl.where(there, at, 0).to(gl.uint32).to(gl.uint64) * stride.to(gl.uint32).to(gl.uint64)
-        rows = source + offset[:, None] + dims[None, :]
-        async_copy.async_copy_global_to_shared(target.slice(chunk * _CHUNK, _CHUNK), rows, mask=there[:, None])
-    async_copy.mbarrier_arrive(bar, increment_count=False)
+def _gather(source, stride, at, target, C):
+    """Copies the rows at `at`, zeros where there is none, into `target`; counts in bytes."""
+    stride = gl.full([C.BLOCK_N], 0, gl.uint32, at.type.layout) + stride
+    # One instruction, where the compiler would find a product of 64 bits.
+    offset = gl.inline_asm_elementwise(
+        "mul.wide.u32 $0, $1, $2;", "=l,r,r", [at, stride], gl.uint64, is_pure=True, pack=1
+    )
+    rows = source + gl.multiple_of(offset, 16)[:, None]
+    async_copy.async_copy_global_to_shared(target, rows, mask=(at != _EMPTY)[:, None])
+
+
+@gluon.jit
+def _offer(slots, flags, position, limit, stage, one: gl.constexpr):
+    """What the consumers mask by, and whether they must."""
+    slots.index(stage).store(gl.minimum(position, gl.to_tensor(NEVER).to(gl.uint32)).to(gl.int32))
+    flags.index(stage).store(gl.full([1], 0, gl.int32, one) + (gl.max(position, 0) > limit).to(gl.int32))
 
 
 @gluon.jit
@@ -163,42 +167,71 @@ def _load(C, given):
     pointers, bars, bufs, strides, sizes = given
     k_ptr, v_ptr, slots_ptr, list_ptr = pointers
     k_full, v_full, k_empty, v_empty = bars
-    k_bufs, v_bufs, slots, flags = bufs
-    k_stride, v_stride = strides
+    k_halves, v_halves, slots, flags, halt = bufs
     tiles, limit = sizes
     ALL: gl.constexpr = gl.BlockedLayout([C.BLOCK_N // 32], [32], [4], [0])  # every warp holds every slot
+    EIGHTS: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])  # a row's panel to eight threads
+    BYTES: gl.constexpr = gl.NVMMASharedLayout(128, 8, rank=2)
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    k_bufs = k_halves._reinterpret(gl.int8, [C.STAGES, C.BLOCK_N, 2 * C.D], BYTES)
+    v_bufs = v_halves._reinterpret(gl.int8, [C.STAGES, C.BLOCK_N, 2 * C.D], BYTES)
+    lanes = gl.arange(0, 2 * C.D, layout=gl.SliceLayout(0, EIGHTS))[None, :]
+    k_source = k_ptr.to(gl.pointer_type(gl.int8), bitcast=True) + lanes
+    v_source = v_ptr.to(gl.pointer_type(gl.int8), bitcast=True) + lanes
+    k_stride, v_stride = (strides[0] * 2).to(gl.uint32), (strides[1] * 2).to(gl.uint32)
+    limit = limit.to(gl.uint32)
     column = gl.arange(0, C.BLOCK_N, layout=ALL)
+    row = gl.arange(0, C.BLOCK_N, layout=gl.SliceLayout(1, EIGHTS))
+    slots_ptr = slots_ptr.to(gl.pointer_type(gl.uint32), bitcast=True)
     last = gl.maximum(tiles - 1, 0)
+    # A copy per lane, made one value only where it is used: a uniform register would wait for it at once.
+    lists = list_ptr + gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
     there = tiles > 0  # a row without blocks gets one tile without keys
     block = gl.load(list_ptr, mask=there, other=0)
-    position = gl.load(slots_ptr + block * (C.K_SPLIT * C.BLOCK_N) + column)
-    position = gl.where(there, position, -1)
-    block = gl.load(list_ptr + gl.minimum(last, 1) // C.K_SPLIT, mask=there, other=0)
+    start = slots_ptr + block * (C.K_SPLIT * C.BLOCK_N)
+    position = gl.where(there, gl.load(start + column), _EMPTY)
+    at = gl.where(there, gl.load(start + row), _EMPTY)
+    block = gl.load(lists + gl.minimum(last, 1) // C.K_SPLIT, mask=there, other=0)
+    _gather(k_source, k_stride, at, k_bufs.index(0), C)
+    async_copy.commit_group()
+    _offer(slots, flags, position, limit, 0, one)
+    start = slots_ptr + (gl.max(block, 0) * C.K_SPLIT + gl.minimum(last, 1) % C.K_SPLIT) * C.BLOCK_N
+    position = gl.load(start + column)
+    next_at = gl.load(start + row)
+    block = gl.load(lists + gl.minimum(last, 2) // C.K_SPLIT, mask=there, other=0)
     t = 0
     going = True
     while going:
-        stage = t % C.STAGES
-        ahead = gl.minimum(t + 1, last)
-        start = (block * C.K_SPLIT + ahead % C.K_SPLIT) * C.BLOCK_N
-        following = gl.load(slots_ptr + start + column)
-        block = gl.load(list_ptr + gl.minimum(t + 2, last) // C.K_SPLIT, mask=there, other=0)
-        position = gl.where(position >= 0, position, NEVER)
-        slots.index(stage).store(position)
-        flags.index(stage).store(gl.full([1], 0, gl.int32, one) + (gl.max(position, 0) > limit).to(gl.int32))
-        _gather(k_ptr, k_stride, slots.index(stage), k_bufs.index(stage), k_full.index(stage), C)
-        mbarrier.arrive(k_full.index(stage), count=1)  # for `slots` and `flags`
-        mbarrier.wait(v_empty.index(stage), ((t // C.STAGES) & 1) ^ 1)
-        _gather(v_ptr, v_stride, slots.index(stage), v_bufs.index(stage), v_full.index(stage), C)
-        position = following
+        v_stage = t % C.STAGES
+        v_phase = ((t // C.STAGES) & 1) ^ 1
+        before = (t + C.STAGES - 1) % C.STAGES
+        has_before = t > 0
         t += 1
+        stage = t % C.STAGES
         more = t < tiles
-        mbarrier.wait(k_empty.index(t % C.STAGES), ((t // C.STAGES) & 1) ^ 1, pred=more)
-        going = more & (read(flags, C.STAGES, 4) > t - C.STAGES)
-    # No copy is under way when the program ends: the last use of each stage is over.
-    for s in range(gl.maximum(t - C.STAGES, 0), t):
-        mbarrier.wait(k_full.index(s % C.STAGES), (s // C.STAGES) & 1)
-        mbarrier.wait(v_full.index(s % C.STAGES), (s // C.STAGES) & 1)
+        mbarrier.wait(k_empty.index(stage), ((t // C.STAGES) & 1) ^ 1, pred=more)
+        going = more & (read(halt, 0, 4) > t - C.STAGES)
+        if going:
+            _gather(k_source, k_stride, next_at, k_bufs.index(stage), C)
+            _offer(slots, flags, position, limit, stage, one)
+        async_copy.commit_group()
+        # All but these keys are there: the keys before them, and the values before those.
+        async_copy.wait_group(1)
+        fence_async_shared()
+        mbarrier.arrive(k_full.index(v_stage), count=1)
+        mbarrier.arrive(v_full.index(before), count=1, pred=has_before)
+        start = slots_ptr + (gl.max(block, 0) * C.K_SPLIT + gl.minimum(t + 1, last) % C.K_SPLIT) * C.BLOCK_N
+        position = gl.load(start + column)
+        later = gl.load(start + row)
+        block = gl.load(lists + gl.minimum(t + 2, last) // C.K_SPLIT, mask=there, other=0)
+        mbarrier.wait(v_empty.index(v_stage), v_phase)
+        _gather(v_source, v_stride, at, v_bufs.index(v_stage), C)
+        async_copy.commit_group()
+        at = next_at
+        next_at = later
+    async_copy.wait_group(0)  # also: no copy is under way when the program ends
+    fence_async_shared()
+    mbarrier.arrive(v_full.index((t - 1) % C.STAGES), count=1)
 
 
 @gluon.jit
@@ -243,9 +276,8 @@ def _satisfied(votes, voted, turn, C):
 
 @gluon.jit
 def _wait(full, t, C, pred=True):
-    """For the gathered rows of tile `t`; what the copies wrote, the matrix units may then read."""
+    """For the gathered rows of tile `t`, which the loader has fenced: the matrix units may read them."""
     mbarrier.wait(full.index(t % C.STAGES), (t // C.STAGES) & 1, pred=pred)
-    fence_async_shared()
 
 
 @gluon.jit
@@ -257,7 +289,7 @@ def _consume(WG: gl.constexpr, C, given):
     pointers, bars, bufs, strides, sizes = given
     q_ptr, q_position_ptr, out_ptr, lse_ptr, visited_ptr = pointers
     k_full, v_full, k_empty, v_empty, voted = bars
-    q_bufs, k_bufs, v_bufs, slots, flags, votes = bufs
+    q_bufs, k_bufs, v_bufs, slots, flags, halt, votes = bufs
     q_stride, out_stride = strides
     opened, tiles, offset, scale, tau, patience, ends_at = sizes
     HALF: gl.constexpr = q_bufs.dtype
@@ -315,7 +347,7 @@ def _consume(WG: gl.constexpr, C, given):
             low = gl.where(first, gl.where(satisfied, low + 1, 0), low)  # the vote is about a whole block
             stop = low >= patience
             if stop:  # both consumers, the same
-                flags.index(C.STAGES).store(gl.full([1], 0, gl.int32, one) + t)
+                halt.index(0).store(gl.full([1], 0, gl.int32, one) + t)
         scores = warpgroup_mma_wait(1, [scores_token])
         if partial:
             scores = _masked(scores, seen, slots.index(stage))
@@ -408,24 +440,25 @@ def _kernel(
     k_bufs = gl.allocate_shared_memory(HALF, [STAGES, BLOCK_N, D], SHARED)
     v_bufs = gl.allocate_shared_memory(HALF, [STAGES, BLOCK_N, D], SHARED)
     slots = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_N], mbarrier.MBarrierLayout())
-    flags = gl.allocate_shared_memory(gl.int32, [STAGES + 1, 1], mbarrier.MBarrierLayout())
+    flags = gl.allocate_shared_memory(gl.int32, [STAGES, 1], mbarrier.MBarrierLayout())
+    halt = gl.allocate_shared_memory(gl.int32, [1, 1], mbarrier.MBarrierLayout())
     # Apart: on barriers allocated together, the compiler would hold a consumer's warps before each wait.
-    k_full = make_barriers(STAGES, 129)  # the copies of each of 128 threads, and the positions
-    v_full = make_barriers(STAGES, 128)
+    k_full = make_barriers(STAGES, 1)
+    v_full = make_barriers(STAGES, 1)
     k_empty = make_barriers(STAGES, CONSUMERS)
     v_empty = make_barriers(STAGES, CONSUMERS)
     votes = gl.allocate_shared_memory(gl.float32, [2 * CONSUMERS, 4], mbarrier.MBarrierLayout())
     voted = make_barriers(2, CONSUMERS)
-    flags.index(STAGES).store(gl.full([1], NEVER, gl.int32, one))
+    halt.index(0).store(gl.full([1], NEVER, gl.int32, one))
     fence_async_shared()
     C = _Constants(D, CONSUMERS, BLOCK_N, K_SPLIT, STAGES, CAUSAL, MEAN)
     load = (
         (k_ptr, v_ptr, k_position_ptr, index_ptr), (k_full, v_full, k_empty, v_empty),
-        (k_bufs, v_bufs, slots, flags), (k_strides[2], v_strides[2]), (tiles, limit),
+        (k_bufs, v_bufs, slots, flags, halt), (k_strides[2], v_strides[2]), (tiles, limit),
     )  # fmt: skip
     consume = (
         (q_ptr, q_position_ptr, out_ptr, lse_ptr, visited_ptr), (k_full, v_full, k_empty, v_empty, voted),
-        (q_bufs, k_bufs, v_bufs, slots, flags, votes), (q_strides[2], out_strides[2]),
+        (q_bufs, k_bufs, v_bufs, slots, flags, halt, votes), (q_strides[2], out_strides[2]),
         (blocks * K_SPLIT, tiles, offset, scale_log2, tau, patience, ends_at),
     )  # fmt: skip
     first: gl.constexpr = 0

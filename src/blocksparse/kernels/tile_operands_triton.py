@@ -12,9 +12,7 @@ from blocksparse.kernels.hardware import converts_to_fp8, device_of
 from blocksparse.kernels.sizes import cdiv
 from blocksparse.kernels.tile_operands import GROUP
 
-_STEPS = 16  # rounds of a program, at most: it makes the matrix once
-STAGES = 2  # the next tokens are on their way while these are rotated
-_ENOUGH = 2048  # programs: several for each multiprocessor
+_STEPS = 32  # rounds of a program, at most: it makes the matrix once
 
 
 def int8_query_tiles_triton(
@@ -67,6 +65,24 @@ def rows_of(head_dim: int, *, queries: bool) -> tuple[int, int]:
     return rows, max(rows * head_dim // 2048, 4)
 
 
+def options_of(
+    warps: int, itemsize: int, *, queries: bool = False, rotates: bool = True, cuda: bool = True
+) -> dict[str, int]:
+    """Of a launch. Of three stages the last tokens are on their way while these are rotated; of two, none are."""
+    options = {"num_warps": warps, "num_stages": 3 if itemsize == 2 and cuda else 2}
+    if itemsize == 2 and cuda and not queries:
+        options["maxnreg"] = 128 if rotates else 80  # two or three programs of 8 warps on a multiprocessor
+    return options
+
+
+def _resident(x: Tensor, warps: int, queries: bool) -> int:
+    """Programs that run at once."""
+    per_multiprocessor = 3 if queries else 16 // warps
+    if not x.is_cuda:
+        return per_multiprocessor
+    return per_multiprocessor * torch.cuda.get_device_properties(x.device).multi_processor_count
+
+
 def _scales(x: Tensor, B: int, H: int, slots: int, tile: int) -> tuple[Tensor, Tensor]:
     """Of groups and of tokens."""
     tile_scale = torch.empty((B, H, cdiv(slots, tile), 4), dtype=torch.float32, device=x.device)
@@ -86,12 +102,17 @@ def _launch(
     rows, warps = rows_of(D, queries=tile is None)
     parts, steps = cdiv(slots, rows), 1
     if numbers:
-        steps = max(min(parts * B * H // _ENOUGH, _STEPS), 1)
+        at_once = _resident(x, warps, tile is None)
+        times = cdiv(parts * B * H, at_once * _STEPS)
+        steps = cdiv(parts, max(at_once * times // (B * H), 1))
         numbers = (steps, *numbers)
+    options = options_of(
+        warps, x.element_size(), queries=tile is None, rotates=bool(numbers), cuda=torch.version.hip is None
+    )
     tiles = {} if tile is None else {"TILE": tile}
     with device_of(x):
         kernel[(cdiv(parts, steps), H, B)](
             x, index, *(means or (None, 1)), values, scale, second,
             x.stride()[:3], None if index is None else index.stride()[:2], slots, H // x.shape[1], *numbers,
-            D=D, ROWS=rows, **tiles, **constants, num_warps=warps, num_stages=STAGES,
+            D=D, ROWS=rows, **tiles, **constants, **options,
         )  # fmt: skip

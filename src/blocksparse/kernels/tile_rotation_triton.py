@@ -22,20 +22,27 @@ def _sign(i, j):
 
 
 @triton.jit
-def _matrix(mean_at, dtype: tl.constexpr, HALF: tl.constexpr):
-    """The matrix of half the size, of the type in which `_product` multiplies, and the halves of a rotated mean."""
-    i = tl.arange(0, HALF)[:, None]
-    sign = _sign(i, tl.arange(0, HALF)[None, :])
-    first, second = None, None
-    if mean_at is not None:
-        even = tl.sum(tl.load(mean_at + i) * sign, 0)[None, :]
-        odd = tl.sum(tl.load(mean_at + HALF + i) * sign, 0)[None, :]
-        first, second = even + odd, even - odd
+def _matrix(dtype: tl.constexpr, HALF: tl.constexpr):
+    """The matrix of half the size, of the type in which `_product` multiplies."""
+    sign = _sign(tl.arange(0, HALF)[:, None], tl.arange(0, HALF)[None, :])
     if dtype == tl.float32 and not _INTERPRETED:
         matrix = sign.to(tl.bfloat16)
     else:
         matrix = sign.to(dtype)
-    return matrix, first, second
+    return matrix
+
+
+@triton.jit
+def _rotated_mean(mean_ptr, b, h, heads_per_mean, matrix, D: tl.constexpr, ROWS: tl.constexpr):
+    """Both halves of a mean times the whole matrix, `[1, D / 2]`."""
+    HALF: tl.constexpr = D // 2
+    at = mean_ptr + (b.to(tl.int64) * (tl.num_programs(1) // heads_per_mean) + h // heads_per_mean) * D
+    # The sums are where a product of tokens has its columns: from elsewhere each thread would keep whole rows.
+    i = tl.arange(0, ROWS)[:, None]
+    sign = tl.dot((i == tl.arange(0, HALF)[None, :]).to(matrix.dtype), matrix, input_precision="ieee")
+    even = tl.sum(tl.load(at + i, mask=i < HALF, other=0.0) * sign, 0)[None, :]
+    odd = tl.sum(tl.load(at + HALF + i, mask=i < HALF, other=0.0) * sign, 0)[None, :]
+    return even + odd, even - odd
 
 
 @triton.jit
@@ -58,9 +65,7 @@ def _rotated(x_ptr, x_strides, b, h, heads_per_source, token, there, matrix, D: 
     """The first and the second half of the entries of tokens times the whole matrix, [[M, M], [M, -M]]."""
     HALF: tl.constexpr = D // 2
     dims = tl.arange(0, HALF)[None, :]
-    first, _ = read_tokens(
-        x_ptr, x_strides, None, None, b, h, heads_per_source, token, there, dims, HALF, HALF
-    )
+    first, _ = read_tokens(x_ptr, x_strides, None, None, b, h, heads_per_source, token, there, dims, HALF, HALF)
     second, _ = read_tokens(
         x_ptr + HALF, x_strides, None, None, b, h, heads_per_source, token, there, dims, HALF, HALF
     )
@@ -87,8 +92,11 @@ def _whole(x):
 
 
 @triton.jit
-def _last_byte(x):
-    return x.to(tl.int32, bitcast=True).to(tl.int8)
+def _store(values_ptr, x, at, inside, HALF: tl.constexpr):
+    """The last bytes of half of the entries of rows; of another shape than what is read, or threads would be alike."""
+    values = x.to(tl.int32, bitcast=True).to(tl.int8)[:, None, :]
+    values_at = values_ptr + at[:, None, None] * (2 * HALF) + tl.arange(0, HALF)[None, None, :]
+    tl.store(values_at, values, mask=inside[:, None, None])
 
 
 @triton.jit
@@ -97,23 +105,14 @@ def _larger(first, second):
 
 
 @triton.jit
-def _mean_at(mean_ptr, b, h, heads_per_mean, D: tl.constexpr):
-    at = mean_ptr
-    if mean_ptr is not None:
-        at += (b.to(tl.int64) * (tl.num_programs(1) // heads_per_mean) + h // heads_per_mean) * D
-    return at
-
-
-@triton.jit
 def query_kernel(
     x_ptr, index_ptr, mean_ptr, heads_per_mean, values_ptr, scale_ptr, taken_ptr, x_strides, index_strides,
     slots, heads_per_source, steps, root, factor, early, D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     h, b = tl.program_id(1), tl.program_id(2)
-    HALF: tl.constexpr = D // 2
-    mean_at = _mean_at(mean_ptr, b, h, heads_per_mean, D)
-    matrix, mean_first, mean_second = _matrix(mean_at, x_ptr.dtype.element_ty, HALF)
-    dims = tl.arange(0, HALF)[None, :]
+    matrix = _matrix(x_ptr.dtype.element_ty, D // 2)
+    if mean_ptr is not None:
+        mean_first, mean_second = _rotated_mean(mean_ptr, b, h, heads_per_mean, matrix, D, ROWS)
     for step in range(steps):
         slot = (tl.program_id(0) * steps + step) * ROWS + tl.arange(0, ROWS)
         inside = slot < slots
@@ -124,9 +123,8 @@ def query_kernel(
         first, second = _whole(first * inverse), _whole(second * inverse)
         at = (b.to(tl.int64) * tl.num_programs(1) + h) * slots + slot
         tl.store(scale_ptr + at, scale * root, mask=inside)
-        values_at = values_ptr + at[:, None] * D + dims
-        tl.store(values_at, _last_byte(first), mask=inside[:, None])
-        tl.store(values_at + HALF, _last_byte(second), mask=inside[:, None])
+        _store(values_ptr, first, at, inside, D // 2)
+        _store(values_ptr + D // 2, second, at, inside, D // 2)
         if mean_ptr is not None:
             taken = (first - 12582912.0) * mean_first + (second - 12582912.0) * mean_second
             taken = tl.sum(taken, 1) * (scale * root * root * factor)
@@ -139,10 +137,9 @@ def key_kernel(
     slots, heads_per_source, steps, root, D: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     h, b = tl.program_id(1), tl.program_id(2)
-    HALF: tl.constexpr = D // 2
-    mean_at = _mean_at(mean_ptr, b, h, heads_per_mean, D)
-    matrix, mean_first, mean_second = _matrix(mean_at, x_ptr.dtype.element_ty, HALF)
-    dims = tl.arange(0, HALF)[None, :]
+    matrix = _matrix(x_ptr.dtype.element_ty, D // 2)
+    if mean_ptr is not None:
+        mean_first, mean_second = _rotated_mean(mean_ptr, b, h, heads_per_mean, matrix, D, ROWS)
     H = tl.num_programs(1)
     head = b.to(tl.int64) * H + h
     for step in range(steps):
@@ -154,15 +151,15 @@ def key_kernel(
         scale = scale_of(_larger(first, second), _INT8_LIMIT)
         tl.store(token_scale_ptr + head * slots + slot, scale * root, mask=inside)
         inverse = inverse_of(scale)
-        values_at = values_ptr + (((b.to(tl.int64) * 2 + 1) * H + h) * slots + slot)[:, None] * D + dims
-        tl.store(values_at, _last_byte(_whole(first * inverse)), mask=inside[:, None])
-        tl.store(values_at + HALF, _last_byte(_whole(second * inverse)), mask=inside[:, None])
+        at = ((b.to(tl.int64) * 2 + 1) * H + h) * slots + slot
+        _store(values_ptr, _whole(first * inverse), at, inside, D // 2)
+        _store(values_ptr + D // 2, _whole(second * inverse), at, inside, D // 2)
         if mean_ptr is not None:
             first = tl.where(there[:, None], first - mean_first, 0.0)
             second = tl.where(there[:, None], second - mean_second, 0.0)
         scale = scale_of(of_groups(_larger(first, second), ROWS, TILE, 2), _INT8_LIMIT)
         store_groups(tile_scale_ptr, scale * root, head, part, slots, ROWS, TILE)
         inverse = inverse_of(of_tokens(scale, ROWS, TILE, 2))
-        values_at -= H.to(tl.int64) * slots * D
-        tl.store(values_at, _last_byte(_whole(first * inverse)), mask=inside[:, None])
-        tl.store(values_at + HALF, _last_byte(_whole(second * inverse)), mask=inside[:, None])
+        at = (b.to(tl.int64) * 2 * H + h) * slots + slot
+        _store(values_ptr, _whole(first * inverse), at, inside, D // 2)
+        _store(values_ptr + D // 2, _whole(second * inverse), at, inside, D // 2)

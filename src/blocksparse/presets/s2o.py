@@ -23,8 +23,8 @@ def s2o(
     *,
     S: int = 256,  # not printed; measured, see docs/papers/s2o.md
     block: int = 64,  # not printed (algorithm 2 names tiles B_M and B_N)
-    prefix: int | None = None,  # algorithm 1 ranks all earlier keys
-    coarse: bool = False,  # equation 2 orders exactly
+    prefix: int | None = 8192,  # algorithm 1 ranks all earlier keys; None does
+    coarse: bool = True,  # equation 2 orders exactly; False does
     per_query_head: bool = True,  # algorithm 1 has H heads of q and of k
     order_queries: bool = True,  # section 3.1 (i)
     executor: Executor[Permutation, RankedBlockMask] | None = None,
@@ -37,8 +37,10 @@ def s2o(
         S: tokens per segment, a multiple of `block`. Larger segments take fewer index maps; the own segment,
             which is always computed, is the floor of the density.
         block: tokens per block, on both sides; a row of blocks stops as a whole.
-        prefix: only so many of the earlier keys stand in a map; see `GlobalIndexMap` for what maps take.
-        coarse: choose and order them by steps of their scores, which a GPU does without a sort.
+        prefix: only so many of the earlier keys stand in a map, the best ones; a row that has not stopped by then
+            ends there. See `GlobalIndexMap` for what maps take.
+        coarse: choose and order them by steps of their scores, which a GPU does without a sort, and which costs no
+            error that we can measure (docs/papers/s2o.md).
         per_query_head: one key order per query head instead of one per KV head.
         order_queries: sort the queries of a segment, so that alike ones stop together.
         executor: `GatherExecutor(tau)` unless given. One that does not stop early, as the reference, computes

@@ -1,0 +1,131 @@
+"""The table `eight_bit`: `Int8Executor` against the bf16 kernel on the masks of `rates`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+import blocksparse as bs
+from benchmarks.cases import Plan
+from benchmarks.inputs import Case
+from benchmarks.kernel_tables import Row, density_of, pairs_kept
+from benchmarks.peers import OURS, kernel_call
+from benchmarks.timing import (
+    Call,
+    Candidate,
+    CannotRunError,
+    attempt,
+    check,
+    check_near,
+    measure,
+    medians,
+    ready,
+    release,
+    some_rows,
+)
+from blocksparse.executors.tiles import tuned_int8
+from blocksparse.kernels.int8_attention import int8_attention
+from blocksparse.kernels.quantize import SMOOTHED_BY, smoothing_mean
+from blocksparse.kernels.tile_operands import fp8_value_tiles, int8_key_tiles, int8_query_tiles
+
+Arguments = tuple[Any, ...]
+
+# The precision of weights and values, and how far an output may be from bf16's: relative L1, of any head.
+TOLERANCE = {"fp8": 0.05, "bf16": 0.02}
+
+
+def eight_bit(plan: Plan, device: torch.device) -> Iterator[Row]:
+    """8-bit attention, whole calls, rounding and kernels, beside the bf16 kernel, block lists built beforehand."""
+    for N in plan.kernel_lengths:
+        for density in plan.densities:
+            case = Case(N, plan.Hq, plan.Hkv, plan.D, *plan.blocks[0], density, plan.dtype)
+            yield attempt({"N": N, "D": plan.D}, partial(_row_of, case, device, plan.budget_ms))
+
+
+def _row_of(case: Case, device: torch.device, budget_ms: float) -> Row:
+    release(device)
+    q, k, v = case.inputs(device)
+    mask, at = case.mask(q, k), some_rows(case.N, device)
+    verify = partial(check, q=q, k=k, v=v, mask=mask)
+    exact = kernel_call(q, k, v, mask)
+    out = exact()
+    verify(out)
+    want, errors = out[:, :, at], dict[str, float]()
+    candidates = {OURS: Candidate(ready(exact), verify)}
+    roundings: dict[str, Callable[[], object]] = {}
+    for values, tolerance in TOLERANCE.items():
+        near = _Near(values, at, want, tolerance, errors)
+        candidates[f"{values} call"] = Candidate(partial(executor_call, q, k, v, mask, values == "fp8"), near)
+        candidates[f"{values} kernel"] = Candidate(partial(int8_kernel_call, q, k, v, mask, values == "fp8"), near)
+        roundings[f"{values} rounding"] = partial(rounded, q, k, v, mask, values == "fp8")
+    figures = measure(candidates, device=device, budget_ms=budget_ms)
+    if any(figures[f"{values} call"].ms is not None for values in TOLERANCE):
+        # Bound by memory: the chip's clock does not depend on what ran just before, and less time will do.
+        figures |= medians(roundings, device=device, budget_ms=budget_ms / 3)
+    return {
+        "density": density_of(mask),
+        "tflop": 4e-12 * case.D * pairs_kept(mask),
+        "l1": errors,
+        "figures": {name: figure.as_row() for name, figure in figures.items()},
+    }
+
+
+@frozen(eq=False)
+class _Near:
+    """Checks sampled rows, and remembers how near they are."""
+
+    name: str
+    at: Tensor
+    want: Tensor
+    tolerance: float
+    errors: dict[str, float]
+
+    def __call__(self, out: Tensor) -> None:
+        self.errors[self.name] = check_near(out[:, :, self.at], self.want, tolerance=self.tolerance)
+
+
+def executor_call(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask, fp8_pv: bool) -> Call:
+    """`Int8Executor`, block lists and rounding included."""
+    executor, order, scale = bs.Int8Executor(fp8_pv), bs.GlobalPermutation(), q.shape[-1] ** -0.5
+    _refuse_unsupported(q, k, v, mask, fp8_pv)
+    return lambda: executor(q, k, v, order, mask, scale=scale).out
+
+
+def int8_kernel_call(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask, fp8_pv: bool) -> Call:
+    """The kernel alone, all it reads made beforehand."""
+    _refuse_unsupported(q, k, v, mask, fp8_pv)
+    arguments = kernel_arguments(q, k, v, mask, fp8_pv)
+    return lambda: int8_attention(*arguments)[0]
+
+
+def _refuse_unsupported(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask, fp8_pv: bool) -> None:
+    if reasons := bs.Int8Executor(fp8_pv).unsupported(q, k, v, mask):
+        raise CannotRunError("; ".join(reasons))
+
+
+def rounded(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask, fp8_pv: bool) -> tuple[Arguments, ...]:
+    """What `Int8Executor` does before its kernel, lists aside: queries, keys and values with their scales."""
+    grid, D = mask.grid, q.shape[-1]
+    tile, first = tuned_int8(D, grid.q_block, grid.k_block, fp8_pv).block_n, min(SMOOTHED_BY, grid.k_block)
+    mean = smoothing_mean(k, grid.causal, first).squeeze(2)
+    early = max(first - 1 - (grid.k_len - grid.q_len), 0) if grid.causal else 0
+    queries = int8_query_tiles(q, None, mean=mean, scale=D**-0.5, early=early)
+    keys = int8_key_tiles(k, None, tile, mean=mean)
+    return queries, keys, fp8_value_tiles(v, None, tile) if fp8_pv else (v, None, None)
+
+
+def kernel_arguments(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask, fp8_pv: bool) -> Arguments:
+    """What `int8_attention` takes, for a mask in original order."""
+    grid, plan, D = mask.grid, bs.BlockPlan.of(mask), q.shape[-1]
+    tiles = tuned_int8(D, grid.q_block, grid.k_block, fp8_pv)
+    (queries, q_scale, taken), (keys, *k_scales), (values, *v_scales) = rounded(q, k, v, mask, fp8_pv)
+    return (
+        *(queries, keys, values, plan.full_count, plan.partial_count, plan.index),
+        *(grid.q_position, grid.k_position[:, :, 0], q_scale, *k_scales, *v_scales, taken, None),
+        *(grid.q_block, grid.k_block, grid.q_lead, grid.causal, D**-0.5, tiles.sizes, True, True, v.dtype),
+    )

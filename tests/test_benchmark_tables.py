@@ -1,0 +1,212 @@
+"""The tables of 8-bit kernels and of index maps: what is timed computes what is said, and figures are shown."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from attrs import evolve
+from benchmarks import eight_bit_tables, gather_tables, pictures, run, s2o_tables
+from benchmarks.cases import TINY
+from benchmarks.inputs import Case
+from benchmarks.peers import OURS
+from benchmarks.report import Row, markdown
+from benchmarks.timing import WrongOutputError, check_near
+from torch import Tensor
+
+import blocksparse as bs
+from blocksparse.kernels.hardware import is_hopper
+from blocksparse.kernels.int8_attention import int8_attention_reference
+from blocksparse.testing import make_qkv
+
+PLAN = evolve(TINY, Hq=2, Hkv=1, budget_ms=1.0, densities=(0.5,), kernel_lengths=(128,), taus=(0.01, 0.5))
+
+
+def figure_names(row: Row) -> set[str]:
+    return {name for name, figure in row["figures"].items() if "ms" in figure}
+
+
+def through_json(**tables: list[Row]) -> Row:
+    results: Row = json.loads(json.dumps({"environment": {"torch": "2"}, "roofs": {}, "tables": tables}))
+    return results
+
+
+@pytest.mark.parametrize("wrong", ["one head", "not a number"])
+def test_outputs_that_are_not_near_are_refused(wrong: str) -> None:
+    want = torch.randn(1, 4, 10, 8)
+    assert check_near(want * 1.01, want, tolerance=0.02) == pytest.approx(0.01, rel=1e-3)
+    out = want.clone()
+    out[:, 2] = float("nan") if wrong == "not a number" else out[:, 2] * 1.03
+    with pytest.raises(WrongOutputError, match="head 2: relative L1"):
+        check_near(out, want, tolerance=0.02)
+
+
+@pytest.mark.parametrize("fp8_pv", [True, False])
+def test_the_8_bit_kernel_is_given_what_the_executor_gives_it(
+    fp8_pv: bool, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """Operand by operand; and they stand for q, k and v."""
+    case = Case(300, 4, 2, 64, 128, 128, 0.5, torch.bfloat16)
+    q, k, v = case.inputs(torch.device(device))
+    mask, scale, given = case.mask(q, k), 64**-0.5, []
+
+    def op(*arguments: object) -> tuple[Tensor, Tensor]:
+        given.append(arguments)
+        return torch.zeros_like(q), q.new_zeros(q.shape[:3], dtype=torch.float32)
+
+    monkeypatch.setattr("blocksparse.executors.int8.int8_attention", op)
+    monkeypatch.setattr(bs.Int8Executor, "unsupported", lambda *_: [])
+    bs.Int8Executor(fp8_pv)(q, k, v, bs.GlobalPermutation(), mask, scale=scale)
+    arguments = eight_bit_tables.kernel_arguments(q, k, v, mask, fp8_pv)
+    assert len(arguments) == len(given[0])
+    for ours, its in zip(arguments, given[0], strict=True):
+        assert torch.equal(ours.float(), its.float()) if isinstance(its, Tensor) else ours == its
+    want = bs.ReferenceExecutor()(q, k, v, bs.GlobalPermutation(), mask, scale=scale).out
+    tolerance = eight_bit_tables.TOLERANCE["fp8" if fp8_pv else "bf16"]
+    check_near(int8_attention_reference(*arguments)[0], want, tolerance=tolerance)
+
+
+def test_8_bits_are_measured_beside_the_kernel(device: str) -> None:
+    (row,) = eight_bit_tables.eight_bit(PLAN, torch.device(device))
+    assert OURS in figure_names(row)
+    assert row["density"] > 0
+    assert "float16" in row["figures"]["fp8 call"]["why"]  # TINY is float32
+    assert set(row["figures"]) == {OURS, "fp8 call", "fp8 kernel", "bf16 call", "bf16 kernel"}
+
+
+def test_wrong_8_bits_are_not_timed(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """What is exact passes, what is off by too much for bf16 values does not; then rounding is timed too."""
+
+    def pretended(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask, fp8_pv: bool) -> Callable[[], Tensor]:
+        out = bs.ReferenceExecutor()(q, k, v, bs.GlobalPermutation(), mask, scale=q.shape[-1] ** -0.5).out
+        return lambda: out * 1.03
+
+    for name in ("executor_call", "int8_kernel_call"):
+        monkeypatch.setattr(eight_bit_tables, name, pretended)
+    plan = evolve(PLAN, D=64)
+    (row,) = eight_bit_tables.eight_bit(plan, torch.device(device))
+    assert figure_names(row) == {OURS, "fp8 call", "fp8 kernel", "fp8 rounding", "bf16 rounding"}
+    assert row["l1"]["fp8"] == pytest.approx(0.03, rel=0.01)
+    text = markdown(through_json(eight_bit=[row]))
+    assert "| 128 |" in text
+    assert "| 0.0300 |" in text
+    failed = run.wrong(through_json(eight_bit=[row]))
+    assert len(failed) == 2
+    assert all("head" in why for why in failed)
+
+
+def test_8_bits_have_a_picture(tmp_path: Path) -> None:
+    names = {OURS: 4.0, "fp8 call": 3.0, "fp8 kernel": 2.0, "fp8 rounding": 1.0, "bf16 call": 3.5}
+    figures = {name: {"ms": ms} for name, ms in names.items()} | {"bf16 kernel": {"why": "not today"}}
+    common: Row = {"D": 128, "tflop": 1.2, "l1": {"fp8": 0.031, "bf16": 0.011}, "figures": figures}
+    results = through_json(
+        eight_bit=[
+            {"N": 32768, "density": 0.1, **common},
+            {"N": 32768, "density": 1.0, **common},
+            {"N": 131072, "D": 128, "why": "no room"},
+        ]
+    )
+    text = markdown(results)
+    assert "| 32K | 0.100 | fp8 | 300 | 400 | 600 | 1.33 | 2.00 | 1.00 | 0.0310 |" in text
+    assert "| 32K | 1.000 | bf16 | 300 | 343 | - | 1.14 | - | - | 0.0110 |" in text
+    assert "no room" in text
+    assert [path.name for path in pictures.draw(results, tmp_path)] == ["eight_bit.png"]
+    del results["tables"]["eight_bit"][:2]
+    assert pictures.draw(results, tmp_path)
+
+
+@pytest.mark.parametrize("density", [0.1, 0.05])
+@pytest.mark.parametrize("N", [32768, 131072])
+def test_gathered_maps_have_the_density_asked_for(N: int, density: float) -> None:
+    rows, own, width = N // 128, 8, gather_tables.prefix_blocks(N, 1024, 128, density)
+    kept = sum(min(row // own * own, width) + row % own + 1 for row in range(rows))
+    assert kept / (rows * (rows + 1) / 2) == pytest.approx(density, rel=0.12)
+
+
+def test_as_many_blocks_are_gathered_as_lie_side_by_side() -> None:
+    torch.manual_seed(0)
+    q, k, _ = make_qkv(N=256, D=16, Hq=4, Hkv=2)
+    permutation = gather_tables.random_maps(256, 4, 64, 48, q.device)
+    assert permutation.k_index is not None
+    for g in range(4):
+        own, early = permutation.k_index[0, 1, g].split([64, 48])
+        assert torch.equal(own, torch.arange(64 * g, 64 * g + 64, dtype=torch.int32))
+        early = early[early >= 0]
+        assert len(early.unique()) == min(48, 64 * g)
+        assert bool((early < 64 * g).all())
+    scores = bs.NoScorer(16)(q, k, permutation, causal=True, scale=0.25)
+    mask = bs.Ranked(bs.Everything())(scores)
+    beside = gather_tables.scattered(q, k, mask)
+    assert torch.equal(beside.keep.sum(-1), mask.keep.sum(-1))
+    assert bool((beside.keep | ~beside.grid.diagonal).all())
+    assert bool((beside.grid.reachable | ~beside.keep).all())
+
+
+def test_gather_has_what_its_table_needs(device: str) -> None:
+    rows = list(gather_tables.gather(PLAN, torch.device(device)))
+    assert [row["maps"] for row in rows] == [1, 2]
+    for row in rows:
+        assert figure_names(row) == {OURS, "gather", "portable gather", "GatherExecutor"}
+        assert row["tflop"] == pytest.approx(4e-12 * 32 * 3 * 64 * 64 * 2)
+    text = markdown(through_json(gather=rows))
+    assert "gather / contiguous" in text
+    assert "| 128 | 2 | 1.000 |" in text
+
+
+def test_dense_rows() -> None:
+    q, k, v = make_qkv(N=70, M=50, D=16, Hq=4, Hkv=2)
+    at = torch.tensor([0, 7, 49, 7])
+    mask = bs.BlockMask(torch.ones(1, 1, 1, 1, dtype=torch.bool), grid_of(q, k))
+    want = bs.ReferenceExecutor()(q, k, v, bs.GlobalPermutation(), mask, scale=0.25).out
+    torch.testing.assert_close(s2o_tables.dense_rows(q, k, v, at).float(), want[:, :, at], rtol=1e-5, atol=1e-5)
+
+
+def grid_of(q: Tensor, k: Tensor) -> bs.Grid:
+    """One block that holds everything."""
+    return bs.Grid.of(q, k, bs.GlobalPermutation(), q_block=128, k_block=128, causal=True)
+
+
+@pytest.mark.slow
+def test_s2o_has_what_its_table_needs() -> None:
+    rows = list(s2o_tables.s2o(evolve(PLAN, kernel_lengths=(128, 256)), torch.device("cpu")))
+    methods = ["default", "exact, all keys", "S=64, block 64, per query head", "S=64, block 64, per KV head"]
+    assert [row["method"] for row in rows if row["N"] == 128] == methods
+    assert [row["tau"] for row in rows if row["N"] == 256] == [0.01, 0.01, 0.5, 0.01, 0.5]
+    for row in rows:
+        assert figure_names(row) >= {"index", "rank", "attend", "whole call"}
+        assert row["density"] > 0
+    by_tau = {row["tau"]: row for row in rows if row["N"] == 256 and "query" in row["method"]}
+    assert by_tau[0.5]["density"] <= by_tau[0.01]["density"]
+    assert by_tau[0.5]["l1"] >= by_tau[0.01]["l1"]
+    assert "per KV head | 0.5 |" in markdown(through_json(s2o=rows))
+
+
+def test_the_fastest_call_that_is_near_is_named() -> None:
+    def row(tau: float, l1: float, ms: float) -> Row:
+        figures = {"index": {"ms": 2.0}, "rank": {"ms": 1.0}, "attend": {"ms": 4.0}}
+        calls = {"whole call": {"ms": ms}, "cuDNN dense": {"ms": 40.0}}
+        common: Row = {"N": 131072, "method": "large", "extra_bytes": 1 << 30, "density": 0.1}
+        return common | {"tau": tau, "l1": l1, "figures": figures | calls}
+
+    broken: Row = {"N": 131072, "method": "default", "tau": 0.01, "why": "OutOfMemoryError", "figures": {}}
+    text = markdown(through_json(s2o=[broken, row(0.001, 0.02, 20.0), row(0.01, 0.04, 10.0), row(0.1, 0.2, 5.0)]))
+    assert (
+        "| 128K | large | 0.01 | 0.100 | 0.0400 | 2.00 | 1.00 | 4.00 | 50% | 10.0 | 40.0 | 4.00 | 1.00 |" in text
+    )
+    assert "relative L1 of at most 0.05, 128K tokens: large, tau 0.01, 4.00 times dense." in text
+    assert "- default, 128K tokens: OutOfMemoryError" in text
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or not is_hopper(torch.device("cuda")), reason="needs compute capability 9.0"
+)
+def test_8_bits_on_hopper() -> None:
+    plan = evolve(
+        PLAN, dtype=torch.bfloat16, D=128, blocks=((128, 128),), kernel_lengths=(1024,), densities=(0.5,)
+    )
+    (row,) = eight_bit_tables.eight_bit(plan, torch.device("cuda"))
+    assert len(figure_names(row)) == 7
+    assert row["l1"]["bf16"] < row["l1"]["fp8"]
