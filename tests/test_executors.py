@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import blocksparse as bs
 from blocksparse.executors import flex
+from blocksparse.kernels.hardware import is_hopper
 from blocksparse.testing import make_qkv
 
 
@@ -50,6 +51,18 @@ def test_auto_takes_triton_on_a_gpu() -> None:
     trace = bs.pbs_attn(executor=bs.ReferenceExecutor()).trace(q, k, v)
     assert str(bs.AutoExecutor(dense_below=0).choose(q, k, v, trace.mask)) == "TritonExecutor runs"
     assert str(bs.AutoExecutor().choose(q, k, v, trace.mask)).startswith("dense attention runs: on a GPU")
+
+
+@pytest.mark.skipif(
+    not (torch.cuda.is_available() and is_hopper(torch.device("cuda"))),
+    reason="needs a GPU of compute capability 9.0",
+)
+def test_auto_rounds_on_hopper_if_told_to() -> None:
+    q, k, v = make_qkv(N=300, D=64, dtype=torch.bfloat16, device="cuda")
+    mask = bs.mean_pooling(executor=bs.ReferenceExecutor()).trace(q, k, v).mask
+    executor = bs.AutoExecutor(dense_below=0, int8_from=300)
+    assert str(executor.choose(q, k, v, mask)) == "Int8Executor runs"
+    assert str(executor.choose(q, k[:, :, :299], v, mask)) == "TritonExecutor runs"
 
 
 @pytest.mark.parametrize("start", [0, 37])

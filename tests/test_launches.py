@@ -320,6 +320,19 @@ def test_auto_never_turns_dense_on_a_cpu() -> None:
     assert bs.TritonExecutor().dense_because(q.as_subclass(_OnGpu), k) is None
 
 
+@pytest.mark.parametrize(("keys", "tried"), [(99, False), (100, True)])
+def test_auto_tries_8_bits_for_long_prompts_alone(keys: int, tried: bool) -> None:
+    q, k, v = inputs("cpu", keys)
+    mask = bs.mean_pooling(executor=bs.ReferenceExecutor()).trace(q, k, v).mask
+    moved = q.as_subclass(_OnGpu)
+    choice = bs.AutoExecutor(dense_below=0, int8_from=100).choose(moved, k, v, mask)
+    assert ("Int8Executor" in choice.refused) is tried
+    assert "Int8Executor" not in bs.AutoExecutor(dense_below=0).choose(moved, k, v, mask).refused
+    executor = bs.sparge().executor
+    assert isinstance(executor, bs.AutoExecutor)
+    assert executor.int8_from == 131072
+
+
 @pytest.mark.parametrize(("keys", "dense"), [(64, True), (99, True), (100, False)])
 def test_short_prompts_are_dense_on_a_gpu(keys: int, dense: bool) -> None:
     q, k, v = inputs("cpu", keys)

@@ -6,12 +6,13 @@ import logging
 from typing import final
 
 from attrs import field, frozen
-from attrs.validators import deep_iterable, ge, instance_of
+from attrs.validators import ge, instance_of, optional
 from torch import Tensor
 
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.executor import Executor
 from blocksparse.executors.flex import FlexExecutor
+from blocksparse.executors.int8 import Int8Executor
 from blocksparse.executors.reference import ReferenceExecutor
 from blocksparse.executors.triton import TritonExecutor
 from blocksparse.permuters.permutation import GlobalPermutation
@@ -47,15 +48,14 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
     the reference, which is slow.
 
     Args:
-        on_gpu: what a GPU tries, in order, before `FlexExecutor`.
         dense_below: keys; 0 is never dense. The default lies where selecting begins to pay on an H200 when every
             kernel is launched from Python; in a CUDA graph it pays at 8192 keys already (docs/performance.md).
+        int8_from: keys from which a GPU tries `Int8Executor` first: rounding takes time that short prompts do not
+            give back. None, the default, never rounds.
     """
 
-    on_gpu: tuple[Executor[GlobalPermutation, BlockMask], ...] = field(
-        default=(TritonExecutor(),), converter=tuple, kw_only=True, validator=deep_iterable(instance_of(Executor))
-    )
     dense_below: int = field(default=12288, kw_only=True, validator=[instance_of(int), ge(0)])
+    int8_from: int | None = field(default=None, kw_only=True, validator=optional([instance_of(int), ge(0)]))
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> list[str]:
         del q, k, v, mask
@@ -78,7 +78,9 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
     ) -> tuple[Executor[GlobalPermutation, BlockMask], dict[str, list[str]]]:
         """The fastest executor that can run these inputs, and why the faster ones cannot."""
         refused: dict[str, list[str]] = {}
-        for candidate in (*(self.on_gpu if q.is_cuda else ()), FlexExecutor()):
+        rounds = self.int8_from is not None and k.shape[2] >= self.int8_from
+        on_gpu = (*((Int8Executor(),) if rounds else ()), TritonExecutor())
+        for candidate in (*(on_gpu if q.is_cuda else ()), FlexExecutor()):
             if not (reasons := candidate.unsupported(q, k, v, mask)):
                 return candidate, refused
             refused[type(candidate).__name__] = reasons
