@@ -103,10 +103,10 @@ def eight_bit(results: Row) -> Any:
             here = [(row, rate) for row in rows if row["N"] == N and (rate := rate_of(row, name)) is not None]
             if points := sorted((row["density"], rate) for row, rate in here):
                 axes.plot(*zip(*points, strict=True), color=colour, marker=marker, linestyle=line, label=label)
-        axes.set(title=f"{tokens(N)} tokens, head dim {rows[0]['D']}", ylim=(0, None))
+        axes.set(title=f"{tokens(N)} tokens, head dim {rows[0]['D']}")
         _by_density(axes, least=0.04)
         axes.set_xlabel("density: kept share of dense causal attention")
-    panels[0][0].set_ylabel("TFLOP/s over kept blocks")
+    panels[0][0].set(ylabel="TFLOP/s over kept blocks", ylim=(0, None))  # last: all panels share it
     _legend_below(figure, panels)
     return figure
 
