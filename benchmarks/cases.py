@@ -54,8 +54,11 @@ class Plan:
         return structured(N, self.Hq, self.Hkv, self.D, device, self.dtype)
 
     def pipeline(self, preset: Preset, *, sparse: bool = False) -> AnyPipeline:
-        """A preset at its defaults, with this plan's executor; `sparse` even where `AutoExecutor` is dense."""
-        executor = self.executor or (bs.TritonExecutor() if sparse else None)
+        """A preset at its defaults, with this plan's executor; `sparse` even where `AutoExecutor` is dense.
+
+        Nothing is rounded to 8 bits: `sparge`, whose own executor does that, is measured as the others are.
+        """
+        executor = self.executor or (bs.TritonExecutor() if sparse else bs.AutoExecutor())
         return preset.pipeline(executor=executor if preset.automatic else None)
 
 

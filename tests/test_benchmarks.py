@@ -12,7 +12,7 @@ import pytest
 import torch
 from attrs import evolve
 from benchmarks import call_tables, kernel_tables, matched_density, pictures, run, stage_tables
-from benchmarks.cases import TINY, Plan
+from benchmarks.cases import FULL, TINY, Plan, Preset
 from benchmarks.inputs import Case, everything, structured
 from benchmarks.peers import OURS, PORTABLE, SPARSE, peer_from
 from benchmarks.report import TABLES, Row, markdown, milliseconds
@@ -126,6 +126,14 @@ def test_structured_inputs_have_structure() -> None:
     mask = parts[2](parts[1](q, k, permutation, causal=True, scale=0.125))
     assert 0.05 < kernel_tables.density_of(mask) < 0.5  # white noise keeps 0.9
     assert kernel_tables.density_of(mask) == pytest.approx(float(mask.density().mean()))
+
+
+@pytest.mark.parametrize("preset", FULL.presets, ids=lambda preset: preset.name)
+def test_presets_are_measured_without_rounding(preset: Preset) -> None:
+    """The check against float64 refuses 8 bits, which `sparge` takes for long prompts."""
+    executor = FULL.pipeline(preset).executor
+    assert isinstance(executor, bs.AutoExecutor) is preset.automatic
+    assert getattr(executor, "int8_from", None) is None
 
 
 @pytest.mark.slow

@@ -52,18 +52,17 @@ def int8(target: GPUTarget, dtype: str, head_dim: int, *, queries: bool, indexed
     return int(compiled(module._kernel, target, types, constants, warps).metadata.shared)
 
 
-def fp8(target: GPUTarget, dtype: str, head_dim: int, *, indexed: bool, transposed: bool) -> int:
+def fp8(target: GPUTarget, dtype: str, head_dim: int, *, indexed: bool) -> int:
     """Values; bytes of shared memory."""
     types = {
         "x_ptr": f"*{dtype}", "values_ptr": "*u8", "scales_ptr": "*fp32", "x_strides": ("i32",) * 3,
         **(_INDEX if indexed else _NO_INDEX),
     }  # fmt: skip
-    rows, warps = fp8_values_triton.tile_of(head_dim, transposed)
     constants = {
-        "D": head_dim, "BLOCK_D": power_of_2(head_dim), "ROWS": rows, "TRANSPOSED": transposed,
+        "D": head_dim, "BLOCK_D": power_of_2(head_dim), "ROWS": fp8_values_triton.rows_of(head_dim),
         "HARDWARE": target.arch in (90, 100),
     }  # fmt: skip
-    return int(compiled(fp8_values_triton._kernel, target, types, constants, warps).metadata.shared)
+    return int(compiled(fp8_values_triton._kernel, target, types, constants, 4).metadata.shared)
 
 
 def tile_operands(target: GPUTarget, dtype: str, head_dim: int, *, indexed: bool, tile: int) -> dict[str, Any]:
@@ -100,10 +99,7 @@ def main() -> int:
                     for queries in (False, True)
                     for block in (False, True)
                 ]
-                shared += [
-                    fp8(target, dtype, head_dim, indexed=indexed, transposed=transposed)
-                    for transposed in (False, True)
-                ]
+                shared.append(fp8(target, dtype, head_dim, indexed=indexed))
                 failed += max(shared) > SHARED[name]
                 print(
                     f"{name} int8_tokens, fp8_values {dtype} D={head_dim} indexed={indexed}: {max(shared)} B shared"

@@ -24,6 +24,9 @@ pytest.importorskip("triton")
 from blocksparse.kernels.gather_attention_triton import gather_attention_triton
 
 GPU = torch.cuda.is_available()
+needs_hopper = pytest.mark.skipif(
+    not (GPU and is_hopper(torch.device("cuda"))), reason="needs a GPU of compute capability 9.0"
+)
 # The interpreter computes bfloat16 wrongly, and is slow.
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if GPU else [])]
 LENGTHS = [1, 63, 65, 129, *([200, 1000, 4096] if GPU else [])]
@@ -205,7 +208,44 @@ def test_the_executor_takes_the_kernel_on_a_gpu_and_the_twin_elsewhere(device: s
     torch.testing.assert_close(trace.output.out.double(), again.out, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.skipif(not (GPU and is_hopper(torch.device("cuda"))), reason="needs a GPU of compute capability 9.0")
+@pytest.mark.parametrize(
+    ("changed", "fits"),
+    [
+        ({}, True),
+        ({"dtype": torch.float16, "q_block": 64, "D": 64, "Dv": 64}, True),
+        ({"q_block": 64, "k_block": 32}, True),
+        ({"q_block": 64, "k_block": 192}, True),
+        ({"k_block": 192}, False),  # not whole tiles of 128
+        ({"k_block": 16}, False),
+        ({"q_block": 32}, False),
+        ({"D": 96, "Dv": 96}, False),
+        ({"Dv": 64}, False),
+        ({"dtype": torch.float32}, False),
+        ({"commit": False}, False),
+    ],
+    ids=repr,
+)
+def test_what_the_kernel_for_hopper_takes(changed: dict[str, Any], fits: bool) -> None:
+    call: dict[str, Any] = {"dtype": torch.bfloat16, "D": 128, "Dv": 128, "q_block": 128, "k_block": 128}
+    call |= {"commit": True, **changed}
+    q, v = (torch.empty(1, 1, 1, call[D], dtype=call["dtype"]) for D in ("D", "Dv"))
+    assert fits_hopper(q, v, call["q_block"], call["k_block"], call["commit"]) is fits
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize(("q_block", "k_block"), [(64, 32), (64, 64), (64, 192), (128, 32), (128, 64), (128, 512)])
+def test_tiles_for_hopper_fit(q_block: int, k_block: int, D: int) -> None:
+    """The loader works a tile ahead, so there are two stages at least."""
+    from blocksparse.kernels.gather_attention_hopper import tile_options
+
+    tiles = tile_options(q_block, k_block, D)
+    keys = tiles["BLOCK_N"] * tiles["STAGES"]
+    assert tiles["STAGES"] >= 2
+    assert tiles["BLOCK_N"] * tiles["K_SPLIT"] == k_block
+    assert q_block * D * 2 + keys * (4 * D + 4) <= (227 if q_block == 128 else 113) * 1024
+
+
+@needs_hopper
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rule", [
     {"tau": 0.0}, {"tau": 0.3}, {"tau": 0.3, "patience": 2}, {"tau": 0.3, "mean": True},
@@ -238,7 +278,7 @@ def test_hopper(
         assert all(map(torch.equal, gather_attention_hopper(*call), want))  # a difference would be a race
 
 
-@pytest.mark.skipif(not (GPU and is_hopper(torch.device("cuda"))), reason="needs a GPU of compute capability 9.0")
+@needs_hopper
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0])
 def test_hopper_takes_any_scale(scale: float) -> None:
     from blocksparse.kernels.gather_attention_hopper import gather_attention_hopper
@@ -248,7 +288,7 @@ def test_hopper_takes_any_scale(scale: float) -> None:
     assert_right((*call[:13], scale, *call[14:]), gather_attention_hopper)
 
 
-@pytest.mark.skipif(not (GPU and is_hopper(torch.device("cuda"))), reason="needs a GPU of compute capability 9.0")
+@needs_hopper
 def test_hopper_reads_no_empty_slot() -> None:
     """What lies at key 0 must not meet a slot that holds none: nothing times infinity is not nothing."""
     from blocksparse.kernels.gather_attention_hopper import gather_attention_hopper

@@ -163,6 +163,8 @@ def test_smoothing_mean_knows_no_later_token() -> None:
     k = torch.randn(1, 2, 300, 8)
     assert torch.allclose(smoothing_mean(k, False), k.mean(2, keepdim=True), atol=1e-6)
     assert torch.allclose(smoothing_mean(k, True), k[:, :, :128].mean(2, keepdim=True), atol=1e-6)
+    assert torch.allclose(smoothing_mean(k, True, 64), k[:, :, :64].mean(2, keepdim=True), atol=1e-6)
+    assert torch.equal(smoothing_mean(k, False, 64), smoothing_mean(k, False))
 
 
 # The kernel against its twin

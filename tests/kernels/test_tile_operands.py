@@ -221,17 +221,38 @@ def test_values_are_close(tile: int, device: str) -> None:
     )
 
 
-def test_values_stand_as_they_did(device: str) -> None:
+def test_values_are_those_of_fp8_values(device: str) -> None:
     v, index = tokens(1, 2, 90, 64, device=device), slots_of(1, 2, 75, tokens_=90, device=device)
     values, _, token_log2 = fp8_value_tiles_triton(v, index, 64)
-    want, scale = fp8_values_reference(v, index, True)
+    want, scale = fp8_values_reference(v, index)
     assert values.shape == (1, 4, 64, 80)
-    differs = values[:, 2:].float() != want.float()  # a product with an inverse, or a division
+    differs = in_order(values, 75)[:, 2:] != want.float()  # a product with an inverse, or a division
     assert differs.float().mean() < 1e-3
     torch.testing.assert_close(token_log2.exp2(), scale.clamp_min(2.0**-100), rtol=1e-5, atol=0)
     places = torch.arange(80, device=device)
     slot = places // 16 * 16 + places % 4 // 2 * 8 + places % 16 // 4 * 2 + places % 2
     assert (values[..., slot >= 75].float() == 0).all()
+
+
+def test_values_in_place_by_hand(device: str) -> None:
+    """The first entry of token `n` is `n`, the others are 1/4; 20 tokens leave 12 places of the second group empty."""
+    v = torch.full((1, 1, 20, 64), 0.25, device=device)
+    v[..., 0] = torch.arange(1, 21, device=device)
+    order = torch.tensor([0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15], device=device)
+    order = torch.cat((order, 16 + order))
+    for f in (fp8_value_tiles_triton, fp8_value_tiles_reference):
+        values, tile_log2, token_log2 = f(v, None, 64)
+        assert values.shape == (1, 2, 64, 32)
+        torch.testing.assert_close(token_log2[0, 0].exp2().cpu(), torch.arange(1, 21) / 448, rtol=1e-6, atol=0)
+        # Of every eight slots, two to a group: the greatest are 18 (slots 16 and 17), 20, 14 and 16.
+        greatest = torch.tensor([18.0, 20.0, 14.0, 16.0])
+        torch.testing.assert_close(tile_log2[0, 0, 0].exp2().cpu(), greatest / 448, rtol=1e-6, atol=0)
+        whole, plain = values[0].float()
+        assert torch.equal(plain[0], torch.where(order < 20, 448.0, 0.0))
+        want = (order + 1) * 448 / greatest.to(device)[order % 8 // 2]
+        torch.testing.assert_close(whole[0], want.where(order < 20, 0.0), rtol=1 / 16, atol=0)
+        want = 112 / (order + 1)
+        torch.testing.assert_close(plain[1], want.where(order < 20, 0.0), rtol=1 / 16, atol=0)
 
 
 def test_empty_slots_are_zeros(device: str) -> None:

@@ -488,6 +488,7 @@ def test_s2o_is_its_stages() -> None:
             GatherExecutor(0.02),
         )
     )
+    assert repr(s2o()) == repr(s2o(0.01, S=256, block=64, prefix=8192, coarse=True, per_query_head=True))
     assert isinstance(s2o(executor=bs.ReferenceExecutor()).executor, bs.ReferenceExecutor)
 
 

@@ -27,8 +27,9 @@ class GatherExecutor(Executor[Permutation, RankedBlockMask]):
     the blocks that it reports as `visited`.
 
     Tokens are loaded through the index map and never moved, so that each query group may have a map of its
-    own. On a GPU a Triton kernel runs (fp16, bf16, fp32; query blocks up to 128); CPU tensors and float64
-    take plain torch, which visits the same blocks.
+    own. On a GPU a Triton kernel runs (fp16, bf16, fp32; query blocks up to 128), on Hopper one of its own where
+    it can: half precision, head dims 64 and 128, query blocks of 64 or 128, key blocks of 32, 64 or a multiple of
+    the query block, and `commit`. CPU tensors and float64 take plain torch. All visit the same blocks.
 
     Args:
         tau: 0 never stops; a number, or one per query head. The paper prints no value.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import final
 
 from attrs import field, frozen
@@ -34,7 +35,8 @@ class Int8Executor(Executor[GlobalPermutation, BlockMask]):
     errors.
 
     Args:
-        fp8_pv: fp8 (e4m3) weights and values, added in fp32 after each tile; else both have the input's precision.
+        fp8_pv: fp8 (e4m3) weights and values, added in fp32 after four tiles at most; else both have the input's
+            precision.
         smooth_k: subtract the mean key first, which softmax ignores and `lse` makes good. When causal, the mean is
             that of the first tokens, as many as a key block has, at most 128.
         pv_skip: lambda of SpargeAttn 3.4, negative, a difference of logits, as `TritonExecutor` has it.
@@ -55,6 +57,8 @@ class Int8Executor(Executor[GlobalPermutation, BlockMask]):
     tiles: HopperTiles | None = field(default=None, kw_only=True, validator=optional(instance_of(HopperTiles)))
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> list[str]:
+        if find_spec("triton") is None:
+            return ["triton is not installed"]
         reasons, grid = [], mask.grid
         if not is_hopper(q.device):
             reasons.append("8-bit products run on GPUs of compute capability 9.0")
@@ -65,9 +69,12 @@ class Int8Executor(Executor[GlobalPermutation, BlockMask]):
         if not self.fp8_pv and not copies_in_bulk(v):
             reasons.append("values need rows of 16-byte alignment")
         tiles = self.tiles or tuned_int8(q.shape[-1], grid.q_block, grid.k_block, self.fp8_pv)
-        if grid.q_block % (64 * tiles.consumers) or grid.k_block % tiles.block_n:
+        if grid.q_block % 64 or grid.k_block % 64:
+            reasons.append(f"blocks must be multiples of 64, not {grid.q_block} x {grid.k_block}")
+        elif grid.q_block % (64 * tiles.consumers) or grid.k_block % tiles.block_n:
             reasons.append(f"{tiles} does not divide blocks of {grid.q_block} x {grid.k_block}")
         reasons += tiles.too_large(q.shape[-1], v.shape[-1], qk_bytes=1, pv_bytes=1 if self.fp8_pv else 2)
+        reasons += tiles.too_many(q, grid.q_block)
         return reasons + wrong_heads("pv_skip", self.pv_skip, grid.q_heads)
 
     def __call__(

@@ -49,11 +49,14 @@ class TritonTiles:
 
 @frozen
 class HopperTiles:
-    """How the kernel for Hopper is launched: half precision, head dims that are multiples of 8 up to 128.
+    """How a kernel for Hopper is launched.
+
+    `TritonExecutor`'s takes half precision and head dims that are multiples of 8 up to 128; `Int8Executor` says
+    what its own takes.
 
     Args:
         consumers: warp groups that compute, with 64 queries each: 1 or 2.
-        block_n: keys per tile, 64 or 128; narrower blocks fill it together.
+        block_n: keys per tile, 64 or 128; narrower blocks fill it together, but not with `Int8Executor`.
         num_stages: tiles of keys, and of values, in flight.
         per_sm: programs per multiprocessor.
     """
@@ -87,7 +90,7 @@ class HopperTiles:
             k_block % self.block_n and (self.block_n % k_block or k_block < 16)
         ):
             reasons.append(f"{self} does not divide blocks of {q_block} x {k_block}")
-        return reasons + self.too_large(q.shape[-1], v.shape[-1])
+        return reasons + self.too_large(q.shape[-1], v.shape[-1]) + self.too_many(q, q_block)
 
     def too_large(self, D: int, Dv: int, *, qk_bytes: int = 2, pv_bytes: int = 2) -> list[str]:
         """Of one program: two buffers of queries, the stages, the output, barriers, and what CUDA reserves."""
@@ -96,7 +99,19 @@ class HopperTiles:
         needed = qk_bytes * of_keys * (2 * queries + keys) + pv_bytes * of_values * keys + 2 * queries * of_values
         if (needed := self.per_sm * (needed + 1280)) <= _SHARED:
             return []
-        return [f"{self} needs {needed >> 10} KiB of shared memory, and there are {_SHARED >> 10}"]
+        return [f"{self} needs {-(-needed >> 10)} KiB of shared memory, and there are {_SHARED >> 10}"]
+
+    def too_many(self, q: Tensor, q_block: int) -> list[str]:
+        """The queue has 24 bits for the number of a tile of queries, and 15 or 16 for each part of its place."""
+        B, Hq, M, _ = q.shape
+        tile = 64 * self.consumers
+        rows = (M // q_block + 2) * max(q_block // tile, 1)  # or one less: a chunk may start inside a block
+        if B <= 2**15 and max(Hq, rows) <= 2**16 and B * Hq * rows <= 2**24:
+            return []
+        return [
+            f"{self} takes up to {2**15} prompts, {2**16} heads, {2**16} tiles of {tile} queries in each and "
+            f"{2**24} in all, not {B}, {Hq}, {rows} and {B * Hq * rows}"
+        ]
 
 
 Tiles = TritonTiles | HopperTiles

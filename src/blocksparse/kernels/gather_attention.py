@@ -9,8 +9,8 @@ queries were satisfied `patience` times in a row (S2O, algorithm 3). Nothing is 
 read, and outputs written, where they stand.
 
 One op with three implementations: the portable Triton kernel in `gather_attention_triton.py`, the one for Hopper in
-`gather_attention_hopper.py`, and for CPU tensors and float64 the plain torch below, which computes in fp32 or better.
-The same rows stop after the same blocks.
+`gather_attention_hopper.py` where it fits (`fits_hopper`), and for CPU tensors and float64 the plain torch below, which
+computes in fp32 or better. The same rows stop after the same blocks.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """`gather_attention` on Hopper: warps that gather keys and values, and warps that compute, at the same time.
 
 One program computes one row of blocks of one head: late rows first, the query heads of a key head side by side.
-Four warps gather, 16 bytes per thread and copy, straight into shared memory, as many tiles ahead as there are
-stages; they announce keys when the next keys are on their way, and so values. Each consumer, four warps, computes 64 queries: it starts the scores of the next keys before it multiplies
-the weights of the last ones with their values, so that the softmax in between is hidden behind matrix products.
+Four warps gather, 16 bytes per thread and copy, straight into shared memory, as many tiles ahead as there are stages;
+they announce keys when the next keys are on their way, and so values. Each consumer, four warps, computes 64 queries: it
+starts the scores of the next keys before it multiplies the weights of the last ones with their values, so that the
+softmax in between is hidden behind matrix products.
 
 Once a row has visited what it visits in any case, the consumers ask after every tile whether it is satisfied. They
 learn the answer one tile later, when the next scores are under way; after a stop, those are thrown away.

@@ -46,21 +46,8 @@ class Constants:
 
     @gluon.constexpr_function
     def __init__(
-        self,
-        DQ,
-        DV,
-        CONSUMERS,
-        BLOCK_N,
-        STAGES,
-        PIECES,
-        K_SPLIT,
-        Q_SPLIT,
-        CAUSAL,
-        Q_IN_ORDER,
-        K_IN_ORDER,
-        QK8,
-        PV8,
-    ):
+        self, DQ, DV, CONSUMERS, BLOCK_N, STAGES, PIECES, K_SPLIT, Q_SPLIT, CAUSAL, Q_IN_ORDER, K_IN_ORDER, QK8, PV8
+    ):  # fmt: skip
         self.DQ = gl.constexpr(DQ)
         self.DV = gl.constexpr(DV)
         self.CONSUMERS = gl.constexpr(CONSUMERS)

@@ -6,8 +6,8 @@ As `sparse_attention`, with
 
 Tiles of keys that a row sees whole are read from heads 0 to Hk - 1 of `k` and of fp8 `v`, whose scales belong to a
 tile and a group of its keys; masked tiles from heads Hk to 2 Hk - 1, whose scales belong to a token. Which tiles
-count as masked: those of a row's partial blocks, and the last of its list. int8 products are exact; fp8 products are added
-in fp32 tile by tile (the tensor cores add within a tile, in some 14 bits).
+count as masked: those of a row's partial blocks, and the last of its list. int8 products are exact; the tensor cores
+add fp8 products in some 14 bits, over four tiles at most, and fp32 does from there on.
 """
 
 from __future__ import annotations

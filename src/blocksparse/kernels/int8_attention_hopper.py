@@ -149,7 +149,7 @@ def _step(
     if not MASKED:
         at = tiles_at + (read(starts, stage, 4).to(gl.uint32) // (C.BLOCK_N // 4)).to(gl.int32)
         keys, logs = scales_of(factors, at, C)
-    operand = operand_of(weight, WEIGHT, C, HALF)
+    operand = operand_of(weight, WEIGHT, C)
     mbarrier.wait(v_full.index(v_stage), v_phase)
     values = v_bufs.index(v_stage)
     if C.PV8:
@@ -182,8 +182,8 @@ def _step(
 
 @gluon.jit
 def _query_numbers(
-    factors, b, h, heads, row, M, scale, WG: gl.constexpr, C, TAKEN: gl.constexpr, ROW: gl.constexpr
-):
+    factors, b, h, heads, row, M, scale, WG: gl.constexpr, C, TAKEN: gl.constexpr, ROW: gl.constexpr,
+):  # fmt: skip
     """What makes logits in base 2 of a query's products, and what is subtracted from them where keys hold their mean."""
     query = (row * C.CONSUMERS + WG) * 64 + gl.arange(0, 64, layout=ROW)
     at = (b * heads + h).to(gl.int64) * M + query
@@ -207,18 +207,9 @@ def _head_numbers(factors, b, h, h_key, kv_heads, N, C, SKIP: gl.constexpr, FOUR
 
 @gluon.jit
 def _consume(
-    WG: gl.constexpr,
-    C,
-    TAKEN: gl.constexpr,
-    SKIP: gl.constexpr,
-    sources,
-    pointers,
-    factors,
-    bars,
-    bufs,
-    strides,
-    sizes,
-):
+    WG: gl.constexpr, C, TAKEN: gl.constexpr, SKIP: gl.constexpr,
+    sources, pointers, factors, bars, bufs, strides, sizes,
+):  # fmt: skip
     """The softmax of 64 queries of each tile, and its products."""
     out_target = sources[3]
     q_position_ptr, k_position_ptr, lse_ptr = pointers[3], pointers[4], pointers[6]
@@ -285,15 +276,15 @@ def _consume(
         for _ in range(1, masked):
             stage, phase, highest, met, total, sums, weight, result, relative = _step(
                 True, C, bars, q, k_bufs, v_bufs, starts, factors, tiles_at, keys_at, last, position_at,
-                k_position_ptr, N, q_factor, shift, pv_skip, stage, phase, highest, met, total, sums, weight, result, relative,
-                not C.PV8, HALF, TAKEN, SKIP, BASE,
+                k_position_ptr, N, q_factor, shift, pv_skip, stage, phase, highest, met, total, sums, weight, result,
+                relative, not C.PV8, HALF, TAKEN, SKIP, BASE,
             )  # fmt: skip
         for begin in range(masked, steps, GROUP):
             for i in range(begin, gl.minimum(begin + GROUP, steps)):
                 stage, phase, highest, met, total, sums, weight, result, relative = _step(
                     False, C, bars, q_again, k_bufs, v_bufs, starts, factors, tiles_at, keys_at, last, position_at,
-                    k_position_ptr, N, q_factor, shift, pv_skip, stage, phase, highest, met, total, sums, weight, result, relative,
-                    i > begin if C.PV8 else True, HALF, TAKEN, SKIP, BASE,
+                    k_position_ptr, N, q_factor, shift, pv_skip, stage, phase, highest, met, total, sums, weight, result,
+                    relative, i > begin if C.PV8 else True, HALF, TAKEN, SKIP, BASE,
                 )  # fmt: skip
             if C.PV8:
                 result = promoted(result, relative, highest, sums)
@@ -311,7 +302,7 @@ def _consume(
         mbarrier.wait(k_full.index(stage), phase)
         q = q_bufs.index((visit % 2) * C.CONSUMERS + WG)
         scores_token = warpgroup_mma(q, k_bufs.index(stage).permute([1, 0]), none, use_acc=False, is_async=True)
-        operand = operand_of(weight, WEIGHT, C, HALF)
+        operand = operand_of(weight, WEIGHT, C)
         mbarrier.wait(v_full.index(v_stage), v_phase)
         values = v_bufs.index(v_stage)
         if C.PV8:
@@ -329,9 +320,8 @@ def _consume(
         )
         tiles_at, keys_at, pv_skip = _head_numbers(factors, next_b, next_h, next_key, kv_heads, N, C, SKIP, FOUR)
         whole = gl.convert_layout(gl.sum(total, 1), ROW)
-        log_sum = (
-            of_rows(highest, ROW) - BASE + gl.log2(whole)
-        ) * 0.6931471805599453  # ln 2: scores are in base 2
+        # ln 2: scores are in base 2.
+        log_sum = (of_rows(highest, ROW) - BASE + gl.log2(whole)) * 0.6931471805599453
         log_sum = gl.where(whole == 0.0, float("-inf"), log_sum)
         query = (row * C.CONSUMERS + WG) * 64 + gl.arange(0, 64, layout=ROW)
         lse_at = b.to(gl.int64) * lse_strides[0] + h.to(gl.int64) * lse_strides[1]

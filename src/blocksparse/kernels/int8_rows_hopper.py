@@ -13,15 +13,17 @@ from triton.experimental.gluon import language as gl
 from blocksparse.kernels.hopper_queue import read
 from blocksparse.kernels.hopper_rows import LOWEST, masked_scores, row_max
 
-LAZY = gl.constexpr(
-    1.0
-)  # by how much (log2) a row may pass its maximum before that follows, where weights are fp8
+# By how much (log2) a row may pass its maximum before that follows, where weights are fp8.
+LAZY = gl.constexpr(1.0)
 
 
 @gluon.constexpr_function
 def _rescale_asm(n):
     n = int(n)
-    text = f"{{ .reg .pred p, q; setp.neu.f32 p, ${2 * n}, 0f3F800000; setp.neu.f32 q, ${2 * n + 2}, 0f3F800000; or.pred p, p, q; vote.sync.any.pred p, p, 0xffffffff; @!p bra DONE; "
+    text = (
+        f"{{ .reg .pred p, q; setp.neu.f32 p, ${2 * n}, 0f3F800000; setp.neu.f32 q, ${2 * n + 2}, 0f3F800000;"
+        " or.pred p, p, q; vote.sync.any.pred p, p, 0xffffffff; @!p bra DONE; "
+    )
     return text + " ".join(f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n)) + " DONE: }"
 
 
@@ -98,7 +100,7 @@ def _new_maximum(best, highest, queries, keys, LAZY: gl.constexpr):
 
 
 @gluon.jit
-def operand_of(weight, WEIGHT: gl.constexpr, C, HALF: gl.constexpr):
+def operand_of(weight, WEIGHT: gl.constexpr, C):
     """Weights as the first operand of the product with values.
 
     fp8: the registers of the scores are read again as those of the operand, which stand for keys in another order; the
@@ -147,10 +149,9 @@ def scales_of(factors, at, C):
 
 @gluon.jit
 def whole_tile(scores, highest, met, q_factor, pv_skip, keys, logs, C, SKIP: gl.constexpr, BASE: gl.constexpr):
-    """The softmax over a tile that every query sees whole: new maxima, weights, and their sums as far as a thread holds them.
+    """The softmax over a tile that every query sees whole: new maxima, weights, and a thread's part of their sums.
 
-    `[64, BLOCK_N]` is `[64, BLOCK_N / 8, 4, 2]` here; the third axis runs over the threads that share a row. Where values
-    have scales the maximum is that of logits plus the scale's logarithm, for weights carry the scale.
+    Where values have scales the maximum is that of logits plus the scale's logarithm, for weights carry the scale.
     """
     SCORES: gl.constexpr = scores.type.layout
     whole = by_thread(scores)

@@ -1,4 +1,4 @@
-"""Rounding to 8 bits, in plain torch: what `int8_tokens.py` and `fp8_values.py` do in one launch on a GPU.
+"""Rounding to 8 bits, in plain torch: what `int8_tokens.py`, `fp8_values.py` and `tile_operands.py` do on a GPU.
 
     x[..., i, :] ~ values[..., i, :] * scale[..., i]
 

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from blocksparse.kernels.fp8_values import GROUP
 from blocksparse.kernels.hardware import has_large_memory
 from blocksparse.kernels.int8_tokens import _in_slots
 from blocksparse.kernels.quantize import FP8_LIMIT, int8_per_block, int8_per_token
 
 LEAST_LOG2 = -100.0  # of a scale of values: logarithms must be finite where all values are zero
+GROUP = 16  # slots of values that are reordered among themselves
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -71,7 +71,10 @@ def int8_key_tiles(
 def fp8_value_tiles(v: Tensor, index: Tensor | None, tile: int) -> tuple[Tensor, Tensor, Tensor]:
     """fp8 `[B, 2 * H, D, slots]` of `v`, log2 of the scales of groups `[B, H, tiles, 4]` and tokens `[B, H, slots]` fp32.
 
-    Slots are padded to a multiple of 16 and stand in the order of `fp8_values`; logarithms in the order of slots.
+    Values are `[D, slots]`, as Hopper's 8-bit products want their second operand, with zeros up to a multiple of 16 slots.
+    Every 16 stand in the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15: a thread that holds weights as the product of
+    queries and keys left them in registers then holds them as the product with values takes them. Logarithms stay in
+    the order of slots.
 
     Args:
         v: `[B, Hkv, N, D]`; `Hkv` divides `H`.
@@ -132,9 +135,8 @@ def fp8_value_tiles_reference(v: Tensor, index: Tensor | None, tile: int) -> tup
     tile_scale, token_scale = _fp8_scale(groups.abs().amax((-2, -1))), _fp8_scale(v.abs().amax(-1))
     parts = _by_slot(groups * (1 / tile_scale)[..., None, None], slots), v * (1 / token_scale).unsqueeze(-1)
     values = torch.cat(parts, 1).to(torch.float8_e4m3fn).view(torch.uint8)
-    values = pad(values, (0, 0, 0, -slots % GROUP)).unflatten(
-        2, (-1, 2, 4, 2)
-    )  # [B, 2 * H, slots / 16, 2, 4, 2, D]
+    # [B, 2 * H, slots / 16, 2, 4, 2, D]
+    values = pad(values, (0, 0, 0, -slots % GROUP)).unflatten(2, (-1, 2, 4, 2))
     values = values.permute(0, 1, 6, 2, 4, 3, 5).flatten(3).contiguous()
     return values.view(torch.float8_e4m3fn), tile_scale.log2(), token_scale.log2()
 

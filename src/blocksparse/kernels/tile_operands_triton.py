@@ -46,16 +46,9 @@ def fp8_value_tiles_triton(v: Tensor, index: Tensor | None, tile: int) -> tuple[
     values = torch.empty((B, 2 * H, v.shape[-1], wide), dtype=torch.uint8, device=v.device)
     tile_log2, token_log2 = _scales(v, B, H, slots, tile)
     _launch(
-        tile_values_triton.value_kernel,
-        v,
-        index,
-        None,
-        values.view(torch.int32),
-        tile_log2,
-        token_log2,
-        tile,
+        tile_values_triton.value_kernel, v, index, None, values.view(torch.int32), tile_log2, token_log2, tile,
         HARDWARE=converts_to_fp8(v),
-    )
+    )  # fmt: skip
     return values.view(torch.float8_e4m3fn), tile_log2, token_log2
 
 

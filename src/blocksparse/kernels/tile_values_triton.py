@@ -85,12 +85,9 @@ def value_kernel(
     for copy in tl.static_range(2):
         if copy == 1:
             codes = _codes(
-                x0 * inverse_of(scale0),
-                x1 * inverse_of(scale1),
-                x2 * inverse_of(scale2),
-                x3 * inverse_of(scale3),
+                x0 * inverse_of(scale0), x1 * inverse_of(scale1), x2 * inverse_of(scale2), x3 * inverse_of(scale3),
                 HARDWARE,
-            )
+            )  # fmt: skip
         else:
             codes = _codes(x0 * inverse, x1 * inverse, x2 * inverse, x3 * inverse, HARDWARE)
         values_at = values_ptr + (((b.to(tl.int64) * 2 + copy) * H + h) * D + down) * fours + four[None, :]

@@ -1,0 +1,227 @@
+"""What `Int8Executor` refuses, which tiles it takes, and, with its kernel's twin in float64, what it computes."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import blocksparse as bs
+from blocksparse.executors import int8, tiles
+from blocksparse.executors.tiles import HopperTiles, TritonTiles, tuned, tuned_int8
+from blocksparse.kernels.int8_attention import int8_attention_reference
+from blocksparse.testing import make_qkv
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is asked for first")
+
+
+def mask_of(
+    q: Tensor,
+    k: Tensor,
+    order: bs.GlobalPermutation,
+    *,
+    blocks: tuple[int, int] = (128, 128),
+    causal: bool = True,
+) -> bs.BlockMask:
+    """Everything that can be seen."""
+    grid = bs.Grid.of(q, k, order, q_block=blocks[0], k_block=blocks[1], causal=causal)
+    return bs.BlockMask(grid.reachable.expand(*q.shape[:2], -1, -1), grid)
+
+
+def halves(N: int = 300, D: int = 128, Dv: int | None = None, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    return [*make_qkv(N=N, Hq=4, Hkv=2, D=D, Dv=Dv or D, dtype=dtype)]
+
+
+def relative(x: Tensor, want: Tensor) -> float:
+    return float((x.double() - want.double()).abs().sum() / want.double().abs().sum())
+
+
+# ---- what is refused
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("options", "inputs", "blocks", "reason"),
+    [
+        ({}, {}, (128, 128), None),
+        ({"fp8_pv": False, "pv_skip": [-1.0, -2.0, -3.0, -4.0]}, {"D": 64}, (64, 192), None),
+        ({}, {"dtype": torch.float32}, (128, 128), "the kernel takes float16 and bfloat16, not torch.float32"),
+        ({}, {"D": 96}, (128, 128), "head dims must be 64 or 128, and equal, not 96 and 96"),
+        ({}, {"Dv": 64}, (128, 128), "head dims must be 64 or 128, and equal, not 128 and 64"),
+        ({}, {}, (128, 32), "blocks must be multiples of 64, not 128 x 32"),
+        ({}, {}, (96, 64), "blocks must be multiples of 64, not 96 x 64"),
+        (
+            {"tiles": HopperTiles(2, 128, 2)},
+            {},
+            (64, 128),
+            "HopperTiles(consumers=2, block_n=128, num_stages=2, per_sm=1) does not divide blocks of 64 x 128",
+        ),
+        (
+            {"tiles": HopperTiles(1, 128, 2)},
+            {},
+            (128, 64),
+            "HopperTiles(consumers=1, block_n=128, num_stages=2, per_sm=1) does not divide blocks of 128 x 64",
+        ),
+        (
+            {"tiles": HopperTiles(2, 128, 6)},
+            {},
+            (128, 128),
+            "HopperTiles(consumers=2, block_n=128, num_stages=6, per_sm=1) needs 258 KiB of shared memory, "
+            "and there are 228",
+        ),
+        ({"pv_skip": [-1.0, -2.0]}, {}, (128, 128), "'pv_skip' has 2 entries for 4 query heads"),
+    ],
+)
+def test_every_reason(
+    options: dict[str, Any], inputs: dict[str, Any], blocks: tuple[int, int], reason: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(int8, "is_hopper", lambda device: True)
+    q, k, v = halves(**inputs)
+    mask = mask_of(q, k, bs.GlobalPermutation(), blocks=blocks)
+    assert bs.Int8Executor(**options).unsupported(q, k, v, mask) == ([] if reason is None else [reason])
+
+
+@needs_triton
+def test_values_of_16_bits_are_copied_in_bulk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """8-bit values are made anew, so theirs may lie anywhere."""
+    monkeypatch.setattr(int8, "is_hopper", lambda device: True)
+    q, k, v = halves()
+    v = torch.cat((v, v), -1)[..., 1:129]
+    mask = mask_of(q, k, bs.GlobalPermutation())
+    assert bs.Int8Executor().unsupported(q, k, v, mask) == []
+    assert bs.Int8Executor(fp8_pv=False).unsupported(q, k, v, mask) == ["values need rows of 16-byte alignment"]
+
+
+def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(int8, "is_hopper", lambda device: True)
+    monkeypatch.setattr(int8, "find_spec", lambda name: None)
+    q, k, v = halves()
+    mask = mask_of(q, k, bs.GlobalPermutation())
+    assert bs.Int8Executor().unsupported(q, k, v, mask) == ["triton is not installed"]
+
+
+# ---- tiles
+
+
+@pytest.mark.parametrize("fp8_pv", [False, True])
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("blocks", [(64, 64), (64, 128), (128, 64), (128, 128), (192, 192), (256, 512)])
+def test_tuned_tiles_divide_blocks_and_fit(blocks: tuple[int, int], D: int, fp8_pv: bool) -> None:
+    found = tuned_int8(D, *blocks, fp8_pv)
+    assert blocks[0] % (64 * found.consumers) == 0
+    assert blocks[1] % found.block_n == 0
+    assert found.too_large(D, D, qk_bytes=1, pv_bytes=1 if fp8_pv else 2) == []
+
+
+def test_shared_memory_of_8_bits() -> None:
+    """Four stages of 128 keys fit where both products are of 8 bits, two where both are of 16."""
+    assert HopperTiles(2, 128, 4).too_large(128, 128, qk_bytes=1, pv_bytes=1) == []
+    assert HopperTiles(2, 128, 2).too_large(128, 128) == []
+    for wide in ({}, {"qk_bytes": 1}, {"pv_bytes": 1}):
+        assert "KiB of shared memory" in HopperTiles(2, 128, 4).too_large(128, 128, **wide)[0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "fits"),
+    [
+        ((32768, 1, 100, 64), True),
+        ((32769, 1, 1, 64), False),  # prompts
+        ((1, 65537, 1, 64), False),  # heads
+        ((1, 1, 65534 * 64, 64), True),
+        ((1, 1, 65536 * 64, 64), False),  # tiles of one head
+        ((64, 512, 512 * 64, 64), False),  # tiles in all
+    ],
+)
+def test_what_the_queue_cannot_count_is_left_to_the_portable_kernel(
+    shape: tuple[int, ...], fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiles, "is_hopper", lambda device: True)
+    q = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    q_block = 64
+    reasons = HopperTiles(1, 64, 2, 2).too_many(q, q_block)
+    assert (reasons == []) is fits
+    assert fits or "takes up to 32768 prompts" in reasons[0]
+    monkeypatch.setattr(tiles, "copies_in_bulk", lambda x: True)  # asks where the memory lies
+    assert isinstance(tuned(q, q, q, q_block, 64), HopperTiles if fits else TritonTiles)
+
+
+# ---- what is computed, with the kernel's twin
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operands as ever; float64 in place of the kernel."""
+    monkeypatch.setattr(int8, "int8_attention", int8_attention_reference)
+    monkeypatch.setattr(bs.Int8Executor, "unsupported", lambda *_: [])
+
+
+def random_order(H: int, N: int, S: int) -> bs.GlobalPermutation:
+    """Keys in random order inside segments, a map for each of `H` heads."""
+    generator = torch.Generator().manual_seed(0)
+    turn = torch.rand(2, H, 1, N, generator=generator) + torch.arange(N) // S
+    return bs.GlobalPermutation(turn.argsort(-1).int())
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("fp8_pv", [False, True])
+@pytest.mark.parametrize(
+    ("N", "M", "maps", "blocks", "causal"),
+    [
+        (500, 500, None, (128, 128), True),
+        (500, 300, 2, (128, 64), True),
+        (500, 500, 4, (64, 128), True),  # a map for each query head
+        (300, 400, 2, (128, 128), False),
+        (65, 65, None, (64, 128), True),  # less than a block of keys
+        (1, 1, None, (128, 128), True),
+    ],
+)
+def test_beside_the_reference(
+    N: int, M: int, maps: int | None, blocks: tuple[int, int], causal: bool, fp8_pv: bool
+) -> None:
+    q, k, v = make_qkv(B=2, N=N, M=M, Hq=4, Hkv=2, D=64, dtype=torch.bfloat16)
+    k = k + 3 * torch.randn(1, 2, 1, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    order = bs.GlobalPermutation() if maps is None else random_order(maps, N, 128)
+    mask = mask_of(q, k, order, blocks=blocks, causal=causal)
+    got = bs.Int8Executor(fp8_pv)(q, k, v, order, mask, scale=0.125)
+    want = bs.ReferenceExecutor()(q, k, v, order, mask, scale=0.125)
+    assert got.lse is not None
+    assert want.lse is not None
+    assert relative(got.out, want.out) < (0.06 if fp8_pv else 0.03)
+    torch.testing.assert_close(got.lse, want.lse.float(), rtol=0, atol=0.2)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_queries_in_an_order_of_their_own() -> None:
+    q, k, v = make_qkv(N=240, Hq=4, Hkv=2, D=64, dtype=torch.float16)
+    order = bs.HilbertOrder((4, 6, 10))(q, k, causal=False, scale=0.125)
+    mask = mask_of(q, k, order, blocks=(64, 64), causal=False)
+    got = bs.Int8Executor(False)(q, k, v, order, mask, scale=0.125)
+    want = bs.ReferenceExecutor()(q, k, v, order, mask, scale=0.125)
+    assert relative(got.out, want.out) < 0.03
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("blocks", [(128, 128), (64, 128), (128, 64), (64, 256)])
+@pytest.mark.parametrize("offset", [0, 100])
+def test_no_row_learns_of_a_later_token(blocks: tuple[int, int], offset: int) -> None:
+    """The mean that keys lose, the queries that take it back, and the scales of tiles."""
+    N, order = 400, random_order(2, 400, 128)
+    q, k, v = make_qkv(B=2, N=N, M=N - offset, Hq=4, Hkv=2, D=64, dtype=torch.bfloat16)
+    mask, executor = mask_of(q, k, order, blocks=blocks), bs.Int8Executor()
+    want = executor(q, k, v, order, mask, scale=0.125)
+    assert want.lse is not None
+    for token in (1, 63, 64, 101, 127, 128, 129, 255, 256, 399):
+        stands = token - offset
+        if stands <= 0:
+            continue
+        after = [x.clone() for x in (q, k, v)]
+        for x, first in zip(after, (stands, token, token), strict=True):
+            x[:, :, first:] = 10 * torch.randn_like(x[:, :, first:])
+        got = executor(after[0], after[1], after[2], order, mask, scale=0.125)
+        assert got.lse is not None
+        assert torch.equal(got.out[:, :, :stands], want.out[:, :, :stands])
+        assert torch.equal(got.lse[:, :, :stands], want.lse[:, :, :stands])
