@@ -1,13 +1,12 @@
 """`gather_attention` on Hopper: warps that gather keys and values, and warps that compute, at the same time.
 
 One program computes one row of blocks of one head: late rows first, the query heads of a key head side by side.
-Four warps gather, 16 bytes per thread and copy, straight into shared memory, as many tiles ahead as there are stages;
-they announce keys when the next keys are on their way, and so values. Each consumer, four warps, computes 64 queries: it
-starts the scores of the next keys before it multiplies the weights of the last ones with their values, so that the
-softmax in between is hidden behind matrix products.
+Four warps gather (`gather_loader_hopper.py`), as many tiles ahead as there are stages. Each consumer, four warps,
+computes 64 queries: it starts the scores of the next keys before it multiplies the weights of the last ones with
+their values, so that the softmax in between is hidden behind matrix products.
 
-Once a row has visited what it visits in any case, the consumers ask after every tile whether it is satisfied. They
-learn the answer one tile later, when the next scores are under way; after a stop, those are thrown away.
+Once a row has visited what it visits in any case, the consumers ask after every tile whether it is satisfied
+(`gather_votes_hopper.py`). They learn the answer one tile later, when the next scores are under way; after a stop, those are thrown away.
 """
 
 # Annotations stay what they are: Triton reads those of `_Constants`.
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -28,12 +26,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.core import _aggregate  # no public name up to Triton 3.7
 
 from blocksparse.kernels.gather_attention_triton import axis_strides
+from blocksparse.kernels.gather_loader_hopper import load_gathered
+from blocksparse.kernels.gather_votes_hopper import is_satisfied, post_vote
 from blocksparse.kernels.hardware import device_of
 from blocksparse.kernels.hopper_queue import make_barriers, read, registers
 from blocksparse.kernels.hopper_rows import LOWEST, NEVER, partial_sum, row_max
 
 _LOADER_REGISTERS = gl.constexpr(56)
-_EMPTY = gl.constexpr(2**32 - 1)  # -1, unsigned
 
 
 def tile_options(q_block: int, k_block: int, head_dim: int) -> dict[str, int]:
@@ -137,142 +136,10 @@ def _row_layout(D, rows):
 
 
 @gluon.jit
-def _gather(source, stride, at, target, C):
-    """Copies the rows at `at`, zeros where there is none, into `target`; counts in bytes."""
-    stride = gl.full([C.BLOCK_N], 0, gl.uint32, at.type.layout) + stride
-    # One instruction, where the compiler would find a product of 64 bits.
-    offset = gl.inline_asm_elementwise(
-        "mul.wide.u32 $0, $1, $2;", "=l,r,r", [at, stride], gl.uint64, is_pure=True, pack=1
-    )
-    rows = source + gl.multiple_of(offset, 16)[:, None]
-    async_copy.async_copy_global_to_shared(target, rows, mask=(at != _EMPTY)[:, None])
-
-
-@gluon.jit
-def _offer(slots, flags, position, limit, stage, one: gl.constexpr):
-    """What the consumers mask by, and whether they must."""
-    slots.index(stage).store(gl.minimum(position, gl.to_tensor(NEVER).to(gl.uint32)).to(gl.int32))
-    flags.index(stage).store(gl.full([1], 0, gl.int32, one) + (gl.max(position, 0) > limit).to(gl.int32))
-
-
-@gluon.jit
-def _load(C, given):
-    """Gathers the tiles of a row. Reads blocks two tiles ahead and slots one, so that no copy waits for a list.
-
-    Tile `t` waits until its stage was given back `t // STAGES` times: the parity before that; the first need not.
-    A stop at tile `t` is stored before the consumers give back its keys; the loader waits for these at tile
-    `t + STAGES`, and looks only then: a flag of `t` means nothing to earlier tiles, so all warps end at the same
-    one. What is loaded by then, up to the values of `t + STAGES - 1`, needs values up to `t - 1` to be given back,
-    as they are in the step that stops.
-    """
-    pointers, bars, bufs, strides, sizes = given
-    k_ptr, v_ptr, slots_ptr, list_ptr = pointers
-    k_full, v_full, k_empty, v_empty = bars
-    k_halves, v_halves, slots, flags, halt = bufs
-    tiles, limit = sizes
-    ALL: gl.constexpr = gl.BlockedLayout([C.BLOCK_N // 32], [32], [4], [0])  # every warp holds every slot
-    EIGHTS: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])  # a row's panel to eight threads
-    BYTES: gl.constexpr = gl.NVMMASharedLayout(128, 8, rank=2)
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    k_bufs = k_halves._reinterpret(gl.int8, [C.STAGES, C.BLOCK_N, 2 * C.D], BYTES)
-    v_bufs = v_halves._reinterpret(gl.int8, [C.STAGES, C.BLOCK_N, 2 * C.D], BYTES)
-    lanes = gl.arange(0, 2 * C.D, layout=gl.SliceLayout(0, EIGHTS))[None, :]
-    k_source = k_ptr.to(gl.pointer_type(gl.int8), bitcast=True) + lanes
-    v_source = v_ptr.to(gl.pointer_type(gl.int8), bitcast=True) + lanes
-    k_stride, v_stride = (strides[0] * 2).to(gl.uint32), (strides[1] * 2).to(gl.uint32)
-    limit = limit.to(gl.uint32)
-    column = gl.arange(0, C.BLOCK_N, layout=ALL)
-    row = gl.arange(0, C.BLOCK_N, layout=gl.SliceLayout(1, EIGHTS))
-    slots_ptr = slots_ptr.to(gl.pointer_type(gl.uint32), bitcast=True)
-    last = gl.maximum(tiles - 1, 0)
-    # A copy per lane, made one value only where it is used: a uniform register would wait for it at once.
-    lists = list_ptr + gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
-    there = tiles > 0  # a row without blocks gets one tile without keys
-    block = gl.load(list_ptr, mask=there, other=0)
-    start = slots_ptr + block * (C.K_SPLIT * C.BLOCK_N)
-    position = gl.where(there, gl.load(start + column), _EMPTY)
-    at = gl.where(there, gl.load(start + row), _EMPTY)
-    block = gl.load(lists + gl.minimum(last, 1) // C.K_SPLIT, mask=there, other=0)
-    _gather(k_source, k_stride, at, k_bufs.index(0), C)
-    async_copy.commit_group()
-    _offer(slots, flags, position, limit, 0, one)
-    start = slots_ptr + (gl.max(block, 0) * C.K_SPLIT + gl.minimum(last, 1) % C.K_SPLIT) * C.BLOCK_N
-    position = gl.load(start + column)
-    next_at = gl.load(start + row)
-    block = gl.load(lists + gl.minimum(last, 2) // C.K_SPLIT, mask=there, other=0)
-    t = 0
-    going = True
-    while going:
-        v_stage = t % C.STAGES
-        v_phase = ((t // C.STAGES) & 1) ^ 1
-        before = (t + C.STAGES - 1) % C.STAGES
-        has_before = t > 0
-        t += 1
-        stage = t % C.STAGES
-        more = t < tiles
-        mbarrier.wait(k_empty.index(stage), ((t // C.STAGES) & 1) ^ 1, pred=more)
-        going = more & (read(halt, 0, 4) > t - C.STAGES)
-        if going:
-            _gather(k_source, k_stride, next_at, k_bufs.index(stage), C)
-            _offer(slots, flags, position, limit, stage, one)
-        async_copy.commit_group()
-        # All but these keys are there: the keys before them, and the values before those.
-        async_copy.wait_group(1)
-        fence_async_shared()
-        mbarrier.arrive(k_full.index(v_stage), count=1)
-        mbarrier.arrive(v_full.index(before), count=1, pred=has_before)
-        start = slots_ptr + (gl.max(block, 0) * C.K_SPLIT + gl.minimum(t + 1, last) % C.K_SPLIT) * C.BLOCK_N
-        position = gl.load(start + column)
-        later = gl.load(start + row)
-        block = gl.load(lists + gl.minimum(t + 2, last) // C.K_SPLIT, mask=there, other=0)
-        mbarrier.wait(v_empty.index(v_stage), v_phase)
-        _gather(v_source, v_stride, at, v_bufs.index(v_stage), C)
-        async_copy.commit_group()
-        at = next_at
-        next_at = later
-    async_copy.wait_group(0)  # also: no copy is under way when the program ends
-    fence_async_shared()
-    mbarrier.arrive(v_full.index((t - 1) % C.STAGES), count=1)
-
-
-@gluon.jit
 def _masked(scores, last, slots):
     """-inf where a slot holds no key, or one after the last that the query may see."""
     position = slots.load(gl.SliceLayout(0, scores.type.layout))
     return gl.where(position[None, :] <= last[:, None], scores, float("-inf"))
-
-
-@gluon.jit
-def _post(votes, voted, turn, gain, total, live, tau, WG: gl.constexpr, C, ROW: gl.constexpr):
-    """Of each warp's queries, the most by which a gain exceeds its share, or the sum: satisfied below 0.
-
-    Two turns later the other consumer has posted, so has read, one more: the place is free again.
-    """
-    if C.MEAN:
-        added = gl.convert_layout(gl.sum(gain, 1), ROW)
-        before = gl.convert_layout(gl.sum(total, 1), ROW)
-        share = gl.where(before > 0.0, added / gl.where(before > 0.0, before, 1.0), float("inf"))
-        vote = gl.sum(gl.where(live, share - tau, 0.0).reshape([4, 16]), 1)
-    else:
-        excess = gl.convert_layout(gl.sum(gain - tau * total, 1), ROW)
-        vote = gl.max(gl.where(live, excess, -1.0).reshape([4, 16]), 1)
-    votes.index(turn % 2 * C.CONSUMERS + WG).store(vote)
-    if C.CONSUMERS == 2:
-        mbarrier.arrive(voted.index(turn % 2), count=1)
-
-
-@gluon.jit
-def _satisfied(votes, voted, turn, C):
-    """Whether all queries of the row are, or their mean is; the same in both consumers."""
-    four: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    if C.CONSUMERS == 2:
-        mbarrier.wait(voted.index(turn % 2), (turn // 2) & 1)
-    each = votes.index(turn % 2 * C.CONSUMERS).load(four)
-    if C.CONSUMERS == 2:
-        other = votes.index(turn % 2 * C.CONSUMERS + 1).load(four)
-        each = each + other if C.MEAN else gl.maximum(each, other)
-    vote = gl.sum(each, 0) if C.MEAN else gl.max(each, 0)
-    return vote < 0.0
 
 
 @gluon.jit
@@ -344,7 +211,7 @@ def _consume(WG: gl.constexpr, C, given):
         first = t % C.K_SPLIT == 0
         stop = False
         if t > opened:
-            satisfied = _satisfied(votes, voted, t - opened - 1, C)
+            satisfied = is_satisfied(votes, voted, t - opened - 1, C)
             low = gl.where(first, gl.where(satisfied, low + 1, 0), low)  # the vote is about a whole block
             stop = low >= patience
             if stop:  # both consumers, the same
@@ -361,7 +228,7 @@ def _consume(WG: gl.constexpr, C, given):
         total = gl.where(first, total + gain, total) * by
         gain = gl.where(stop, 0.0, gl.where(first, 0.0, gain * by) + partial_sum(weight))
         if t >= opened:
-            _post(votes, voted, t - opened, gain, total, live, tau, WG, C, ROW)
+            post_vote(votes, voted, t - opened, gain, total, live, tau, WG, C, ROW)
         # Here, so that the exponentials stay above the wait for the sums.
         _wait(k_full, t + 1, C, t + 1 < tiles)
         sums, weight = warpgroup_mma_wait(0, [sums_token, weight])
@@ -466,8 +333,8 @@ def _kernel(
     second: gl.constexpr = 1
     if CONSUMERS == 2:
         gl.warp_specialize(
-            [(_consume, (first, C, consume)), (_consume, (second, C, consume)), (_load, (C, load))],
+            [(_consume, (first, C, consume)), (_consume, (second, C, consume)), (load_gathered, (C, load))],
             [4, 4], [CONSUMER_REGISTERS, _LOADER_REGISTERS],
         )  # fmt: skip
     else:
-        gl.warp_specialize([(_consume, (first, C, consume)), (_load, (C, load))], [4], [_LOADER_REGISTERS])
+        gl.warp_specialize([(_consume, (first, C, consume)), (load_gathered, (C, load))], [4], [_LOADER_REGISTERS])
