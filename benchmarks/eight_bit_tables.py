@@ -28,10 +28,9 @@ from benchmarks.timing import (
     release,
     some_rows,
 )
+from blocksparse.executors.int8 import TileOperands
 from blocksparse.executors.tiles import tuned_int8
 from blocksparse.kernels.int8_attention import int8_attention
-from blocksparse.kernels.quantize import SMOOTHED_BY, smoothing_mean
-from blocksparse.kernels.tile_operands import fp8_value_tiles, int8_key_tiles, int8_query_tiles
 
 Arguments = tuple[Any, ...]
 
@@ -108,24 +107,18 @@ def _refuse_unsupported(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask, fp8
         raise CannotRunError("; ".join(reasons))
 
 
-def rounded(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask, fp8_pv: bool) -> tuple[Arguments, ...]:
-    """What `Int8Executor` does before its kernel, lists aside: queries, keys and values with their scales."""
-    grid, D = mask.grid, q.shape[-1]
-    tile, first = tuned_int8(D, grid.q_block, grid.k_block, fp8_pv).block_n, min(SMOOTHED_BY, grid.k_block)
-    mean = smoothing_mean(k, grid.causal, first).squeeze(2)
-    early = max(first - 1 - (grid.k_len - grid.q_len), 0) if grid.causal else 0
-    queries = int8_query_tiles(q, None, mean=mean, scale=D**-0.5, early=early)
-    keys = int8_key_tiles(k, None, tile, mean=mean)
-    return queries, keys, fp8_value_tiles(v, None, tile) if fp8_pv else (v, None, None)
+def rounded(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask, fp8_pv: bool) -> TileOperands:
+    """What `Int8Executor` does before its kernel, lists aside."""
+    return bs.Int8Executor(fp8_pv).operands(q, k, v, bs.GlobalPermutation(), mask.grid, q.shape[-1] ** -0.5)
 
 
 def kernel_arguments(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask, fp8_pv: bool) -> Arguments:
     """What `int8_attention` takes, for a mask in original order."""
     grid, plan, D = mask.grid, bs.BlockPlan.of(mask), q.shape[-1]
     tiles = tuned_int8(D, grid.q_block, grid.k_block, fp8_pv)
-    (queries, q_scale, taken), (keys, *k_scales), (values, *v_scales) = rounded(q, k, v, mask, fp8_pv)
+    queries, keys, values, *scales, taken = rounded(q, k, v, mask, fp8_pv)
     return (
         *(queries, keys, values, plan.full_count, plan.partial_count, plan.index),
-        *(grid.q_position, grid.k_position[:, :, 0], q_scale, *k_scales, *v_scales, taken, None),
+        *(grid.q_position, grid.k_position[:, :, 0], *scales, taken, None),
         *(grid.q_block, grid.k_block, grid.q_lead, grid.causal, D**-0.5, tiles.sizes, True, True, v.dtype),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import final
+from typing import NamedTuple, final
 
 from attrs import field, frozen
 from attrs.validators import instance_of, optional
@@ -19,7 +19,22 @@ from blocksparse.kernels.quantize import SMOOTHED_BY, smoothing_mean
 from blocksparse.kernels.tile_operands import fp8_value_tiles, int8_key_tiles, int8_query_tiles
 from blocksparse.per_head import PerHead, by_head, check, optional_per_head, wrong_heads
 from blocksparse.permuters.permutation import GlobalPermutation
+from blocksparse.scorers.grid import Grid
 from blocksparse.selectors.block_mask import BlockMask
+
+
+class TileOperands(NamedTuple):
+    """What the kernel reads; scales as `kernels/tile_operands.py` says."""
+
+    q: Tensor  # [B, Hq, M, D] int8
+    k: Tensor  # [B, 2 * Hk, N, D] int8
+    v: Tensor  # [B, 2 * Hk, D, N up to a multiple of 16] fp8, or [B, Hk, N, D]
+    q_scale: Tensor  # [B, Hq, M] fp32
+    k_tile_scale: Tensor  # [B, Hk, tiles, 4] fp32
+    k_token_scale: Tensor  # [B, Hk, N] fp32
+    v_tile_log2: Tensor | None  # [B, Hk, tiles, 4] fp32
+    v_token_log2: Tensor | None  # [B, Hk, N] fp32
+    taken: Tensor | None  # [B, Hq, M] fp32, what smoothing took from every logit of a query
 
 
 @final
@@ -68,7 +83,7 @@ class Int8Executor(Executor[GlobalPermutation, BlockMask]):
             reasons.append(f"head dims must be 64 or 128, and equal, not {q.shape[-1]} and {v.shape[-1]}")
         if not self.fp8_pv and not copies_in_bulk(v):
             reasons.append("values need rows of 16-byte alignment")
-        tiles = self.tiles or tuned_int8(q.shape[-1], grid.q_block, grid.k_block, self.fp8_pv)
+        tiles = self._tiles(q, grid)
         if grid.q_block % 64 or grid.k_block % 64:
             reasons.append(f"blocks must be multiples of 64, not {grid.q_block} x {grid.k_block}")
         elif grid.q_block % (64 * tiles.consumers) or grid.k_block % tiles.block_n:
@@ -88,48 +103,55 @@ class Int8Executor(Executor[GlobalPermutation, BlockMask]):
         scale: float,
     ) -> AttentionOutput:
         self.refuse_unsupported(q, k, v, mask, hint="Use TritonExecutor() or AutoExecutor().")
-        grid, plan, key_slots = mask.grid, BlockPlan.of(mask), permutation.key_slots
-        tiles = self.tiles or tuned_int8(q.shape[-1], grid.q_block, grid.k_block, self.fp8_pv)
-        mean, early = None, 0
-        if self.smooth_k:
-            # A row that sees a block whole sees as many tokens as the block has, and so the first ones.
-            first = min(SMOOTHED_BY, grid.k_block)
-            mean = smoothing_mean(k, grid.causal, first).squeeze(2)
-            early = max(first - 1 - (grid.k_len - grid.q_len), 0) if grid.causal else 0
-        queries, q_scale, taken = int8_query_tiles(q, permutation.q_index, mean=mean, scale=scale, early=early)
-        keys, k_tile, k_token = int8_key_tiles(k, key_slots, tiles.block_n, mean=mean)
-        v_tile: Tensor | None = None
-        v_token: Tensor | None = None
-        if self.fp8_pv:
-            values, v_tile, v_token = fp8_value_tiles(v, key_slots, tiles.block_n)
-        else:
-            values = permutation.gather_keys(v)
+        grid, plan = mask.grid, BlockPlan.of(mask)
+        rounded = self.operands(q, k, v, permutation, grid, scale)
         out, lse = int8_attention(
-            queries,
-            keys,
-            values,
+            rounded.q,
+            rounded.k,
+            rounded.v,
             plan.full_count,
             plan.partial_count,
             plan.index,
             grid.q_position,
             grid.k_position[:, :, 0],
-            q_scale,
-            k_tile,
-            k_token,
-            v_tile,
-            v_token,
-            taken,
+            rounded.q_scale,
+            rounded.k_tile_scale,
+            rounded.k_token_scale,
+            rounded.v_tile_log2,
+            rounded.v_token_log2,
+            rounded.taken,
             by_head(self.pv_skip, q),
             grid.q_block,
             grid.k_block,
             grid.q_lead,
             grid.causal,
             scale,
-            tiles.sizes,
+            self._tiles(q, grid).sizes,
             permutation.q_index is None,
             permutation.k_index is None,
             v.dtype,
         )
-        if taken is not None:
-            lse = lse + taken
+        if rounded.taken is not None:
+            lse = lse + rounded.taken
         return AttentionOutput(permutation.restore(out), permutation.restore(lse))
+
+    def operands(
+        self, q: Tensor, k: Tensor, v: Tensor, permutation: GlobalPermutation, grid: Grid, scale: float
+    ) -> TileOperands:
+        """Round `q` `[B, Hq, M, D]`, `k` and `v` `[B, Hkv, N, D]` on their way into slots."""
+        tile, mean, early = self._tiles(q, grid).block_n, None, 0
+        if self.smooth_k:
+            # A row that sees a block whole sees as many tokens as the block has, and so the first ones.
+            first = min(SMOOTHED_BY, grid.k_block)
+            mean = smoothing_mean(k, grid.causal, first).squeeze(2)
+            early = max(first - 1 - (grid.k_len - grid.q_len), 0) if grid.causal else 0
+        queries, q_scale, taken = int8_query_tiles(q, permutation.q_index, mean=mean, scale=scale, early=early)
+        keys, k_tile, k_token = int8_key_tiles(k, permutation.key_slots, tile, mean=mean)
+        if self.fp8_pv:
+            values = fp8_value_tiles(v, permutation.key_slots, tile)
+            return TileOperands(queries, keys, values[0], q_scale, k_tile, k_token, *values[1:], taken)
+        halves = permutation.gather_keys(v)
+        return TileOperands(queries, keys, halves, q_scale, k_tile, k_token, None, None, taken)
+
+    def _tiles(self, q: Tensor, grid: Grid) -> HopperTiles:
+        return self.tiles or tuned_int8(q.shape[-1], grid.q_block, grid.k_block, self.fp8_pv)
