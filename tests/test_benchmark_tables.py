@@ -145,6 +145,7 @@ def test_as_many_blocks_are_gathered_as_lie_side_by_side() -> None:
     assert bool((beside.grid.reachable | ~beside.keep).all())
 
 
+@pytest.mark.slow
 def test_gather_has_what_its_table_needs(device: str) -> None:
     rows = list(gather_tables.gather(PLAN, torch.device(device)))
     assert [row["maps"] for row in rows] == [1, 2]

@@ -94,6 +94,7 @@ def check_values(v: Tensor, index: Tensor | None, tile: int) -> None:
 # Kernels against twins
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("D", "tile", "dtype"), [(64, 128, torch.float16), (128, 64, torch.float32)], ids=str)
 def test_maps_and_shared_keys(D: int, tile: int, dtype: torch.dtype, device: str) -> None:
     x, mean = tokens(2, 2, 90, D, device=device, dtype=dtype), tokens(2, 2, D, device=device, seed=1)
@@ -130,6 +131,7 @@ def test_many_rounds_of_a_program(device: str, monkeypatch: pytest.MonkeyPatch) 
     check_keys(x, index, 64, mean)
 
 
+@pytest.mark.slow
 def test_layouts(device: str) -> None:
     """Hosts hand over `[B, N, H, D]` transposed; maps may be one for all heads, or every other entry of another."""
     index = slots_of(70, tokens_=70, device=device)
