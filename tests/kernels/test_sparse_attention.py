@@ -420,6 +420,16 @@ def test_hopper_reads_what_hosts_hand_over() -> None:
     assert out.stride() == apart[0].stride()
 
 
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0])
+def test_a_scale_above_zero_gives_the_same_logits(scale: float) -> None:
+    from blocksparse.kernels.hopper_queue import positive
+
+    q, k, _ = make_qkv(N=20, D=16)
+    queries, factor = positive(q, scale)
+    assert factor > 0
+    assert torch.equal(queries @ k[:, :1].mT * factor, q @ k[:, :1].mT * scale)
+
+
 def test_hopper_says_what_it_cannot(device: str) -> None:
     q, k, v = make_qkv(N=70, D=20, device=device)
     front = bs.Identity(), bs.MeanPoolScorer(48), bs.TopK(2)

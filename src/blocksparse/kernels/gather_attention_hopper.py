@@ -29,7 +29,7 @@ from blocksparse.kernels.gather_attention_triton import axis_strides
 from blocksparse.kernels.gather_loader_hopper import load_gathered
 from blocksparse.kernels.gather_votes_hopper import is_satisfied, post_vote
 from blocksparse.kernels.hardware import device_of
-from blocksparse.kernels.hopper_queue import make_barriers, read, registers
+from blocksparse.kernels.hopper_queue import make_barriers, positive, read, registers
 from blocksparse.kernels.hopper_rows import LOWEST, NEVER, partial_sum, row_max
 
 _LOADER_REGISTERS = gl.constexpr(56)
@@ -69,8 +69,7 @@ def gather_attention_hopper(
     mean: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the kernel; arguments as of `gather_attention`, of which `fits_hopper` says which it takes."""
-    if scale <= 0:  # the maximum is taken before the scale comes in
-        q, scale = (torch.zeros_like(q), 1.0) if scale == 0 else (-q, -scale)
+    q, scale = positive(q, scale)
     (B, Hq, M, D), Hkv, N = q.shape, k.shape[1], k.shape[2]
     q, k, v = (x if _copied_in_16_bytes(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
     index, opened, count, group, tau = (x.contiguous() for x in (index, opened, count, group, tau))

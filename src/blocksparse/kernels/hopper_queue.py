@@ -8,12 +8,21 @@ one tile of keys together, from anywhere; an odd one stands alone in the first, 
 
 # Annotations stay what they are: Triton reads those of `Constants`.
 
+import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.core import _aggregate  # no public name up to Triton 3.7
 
 LOADER_REGISTERS = gl.constexpr(24)
+
+
+def positive(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """Queries and a scale above 0 with the same logits: kernels for Hopper take maxima before the scale comes in."""
+    if scale > 0:
+        return q, scale
+    return (torch.zeros_like(q), 1.0) if scale == 0 else (-q, -scale)
 
 
 def registers(consumers: int, per_sm: int) -> int:
@@ -134,3 +143,16 @@ def make_barriers(N: gl.constexpr, COUNT: gl.constexpr):
     for i in gl.static_range(N):
         mbarrier.init(barriers.index(i), count=COUNT)
     return barriers
+
+
+@gluon.jit
+def make_rings(STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Barriers of two tiles of queries, and of the stages of keys and of values: what is full, and what is empty."""
+    q_full = make_barriers(2, 1)
+    q_empty = make_barriers(2, CONSUMERS + 1)
+    k_full = make_barriers(STAGES, 1)
+    k_empty = make_barriers(STAGES, CONSUMERS)
+    v_full = make_barriers(STAGES, 1)
+    v_empty = make_barriers(STAGES, CONSUMERS)
+    fence_async_shared()
+    return q_full, q_empty, k_full, k_empty, v_full, v_empty

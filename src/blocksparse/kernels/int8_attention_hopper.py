@@ -18,7 +18,6 @@ from torch.nn.functional import pad
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -26,12 +25,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from blocksparse.kernels.hopper_loaders import PANEL, load_keys, load_values, padded, panels, turned
+from blocksparse.kernels.hopper_output import store_lse, store_out
 from blocksparse.kernels.hopper_queue import (
     LOADER_REGISTERS,
     Constants,
     consumer_registers,
     extent,
-    make_barriers,
+    make_rings,
+    positive,
     read,
     registers,
     unpacked_place,
@@ -86,8 +87,7 @@ def int8_attention_hopper(
     k_in_order: bool,
 ) -> None:
     """Fills `out` and `lse`; the arguments are those of `int8_attention` and of `HopperTiles`."""
-    if scale <= 0:  # the maximum is taken before the scale comes in
-        q, scale = (torch.zeros_like(q), 1.0) if scale == 0 else (-q, -scale)
+    q, scale = positive(q, scale)
     filled = out, lse
     if q_lead:  # the copy engine takes no negative row
         q = pad(q, (0, 0, q_lead, 0))
@@ -218,7 +218,6 @@ def _consume(
     q_position_strides, k_position_strides, lse_strides = strides[2], strides[3], strides[4]
     tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale = sizes
     HALF: gl.constexpr = out_pieces.dtype
-    PANELS: gl.constexpr = C.DV // PANEL
     HALVES: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     EIGHTS: gl.constexpr = gl.NVMMASharedLayout(C.DQ, 8, rank=2)
     TURNED: gl.constexpr = gl.NVMMASharedLayout(C.BLOCK_N, 8, rank=2)
@@ -226,7 +225,6 @@ def _consume(
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.DV, 32 if C.PV8 else 16])
     WEIGHT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 4 if C.PV8 else 2)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    OUT_ROW: gl.constexpr = gl.SliceLayout(1, SUMS)
     BASE: gl.constexpr = 8.0 - LAZY if C.PV8 else 0.0  # weights up to 2^8: fp8 holds 448
     GROUP: gl.constexpr = _GROUP if C.PV8 else 1 << 20
     q_bufs = q_pieces._reinterpret(q_pieces.dtype, [2 * C.CONSUMERS, 64, C.DQ], EIGHTS)
@@ -320,12 +318,8 @@ def _consume(
         )
         tiles_at, keys_at, pv_skip = _head_numbers(factors, next_b, next_h, next_key, kv_heads, N, C, SKIP, FOUR)
         whole = gl.convert_layout(gl.sum(total, 1), ROW)
-        # ln 2: scores are in base 2.
-        log_sum = (of_rows(highest, ROW) - BASE + gl.log2(whole)) * 0.6931471805599453
-        log_sum = gl.where(whole == 0.0, float("-inf"), log_sum)
-        query = (row * C.CONSUMERS + WG) * 64 + gl.arange(0, 64, layout=ROW)
-        lse_at = b.to(gl.int64) * lse_strides[0] + h.to(gl.int64) * lse_strides[1]
-        gl.store(lse_ptr + lse_at + query, log_sum, mask=query < M)
+        log2_sum = of_rows(highest, ROW) - BASE + gl.log2(whole)
+        store_lse(lse_ptr, lse_strides, b, h, row, M, log2_sum, whole, WG, C, ROW)
         scores = warpgroup_mma_wait(1, [scores_token])
         if C.PV8:
             sums = promoted(result, relative, highest, warpgroup_mma_wait(0, [sums_token]))
@@ -339,16 +333,7 @@ def _consume(
         if not C.PV8:
             sums, weight = warpgroup_mma_wait(0, [sums_token, weight])
             mbarrier.arrive(v_empty.index(v_stage), count=1)
-        inverse = gl.where(whole == 0.0, 0.0, 1.0 / whole)
-        out = (sums * gl.convert_layout(inverse, OUT_ROW)[:, None]).to(HALF)
-        tma.store_wait(0)
-        out_bufs.index(WG).store(out)
-        fence_async_shared()
-        for panel in gl.static_range(PANELS):
-            tma.async_copy_shared_to_global(
-                out_target, [b, h, (row * C.CONSUMERS + WG) * 64, panel * PANEL],
-                out_pieces.index(WG * PANELS + panel),
-            )  # fmt: skip
+        store_out(out_target, out_pieces, out_bufs, sums, whole, b, h, row, WG, C)
         b, h, row = next_b, next_h, next_row
     tma.store_wait(0)
 
@@ -379,17 +364,10 @@ def _kernel(
     )
     words = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     starts = gl.allocate_shared_memory(gl.int32, [STAGES, 1], mbarrier.MBarrierLayout())
-    q_full = make_barriers(2, 1)
-    q_empty = make_barriers(2, CONSUMERS + 1)
-    k_full = make_barriers(STAGES, 1)
-    k_empty = make_barriers(STAGES, CONSUMERS)
-    v_full = make_barriers(STAGES, 1)
-    v_empty = make_barriers(STAGES, CONSUMERS)
-    fence_async_shared()
+    bars = make_rings(STAGES, CONSUMERS)
     sources = (q_source, k_source, v_source, out_target)
     pointers = (full_count_ptr, partial_count_ptr, index_ptr, q_position_ptr, k_position_ptr, queue_ptr, lse_ptr)
     factors = (q_scale_ptr, k_tile_ptr, k_token_ptr, v_tile_ptr, v_token_ptr, taken_ptr, pv_skip_ptr)
-    bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     bufs = (q_pieces, k_pieces, v_pieces, out_pieces, words, starts)
     strides = (count_strides, index_strides, q_position_strides, k_position_strides, lse_strides)
     sizes = (tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale_log2)

@@ -17,7 +17,6 @@ from torch.nn.functional import pad
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -25,12 +24,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from blocksparse.kernels.hopper_loaders import PANEL, load_keys, load_values, padded, panels
+from blocksparse.kernels.hopper_output import store_lse, store_out
 from blocksparse.kernels.hopper_queue import (
     LOADER_REGISTERS,
     Constants,
     consumer_registers,
     extent,
-    make_barriers,
+    make_rings,
+    positive,
     read,
     registers,
     unpacked_place,
@@ -63,8 +64,7 @@ def sparse_attention_hopper(
     k_in_order: bool,
 ) -> None:
     """Fills `out` and `lse`; the arguments are those of `sparse_attention` and of `HopperTiles`."""
-    if scale <= 0:  # the maximum is taken before the scale comes in
-        q, scale = (torch.zeros_like(q), 1.0) if scale == 0 else (-q, -scale)
+    q, scale = positive(q, scale)
     filled = out, lse
     if q_lead:  # the copy engine takes no negative row
         q = pad(q, (0, 0, q_lead, 0))
@@ -104,7 +104,6 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes)
     q_position_strides, k_position_strides, lse_strides = strides[2], strides[3], strides[4]
     tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale = sizes
     HALF: gl.constexpr = q_pieces.dtype
-    PANELS: gl.constexpr = C.DV // PANEL
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.DV, 16])
@@ -188,11 +187,7 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes)
         )  # fmt: skip
         position_at = next_b.to(gl.int64) * k_position_strides[0] + next_key.to(gl.int64) * k_position_strides[1]
         whole = gl.convert_layout(gl.sum(total, 1), ROW)
-        log_sum = (highest + gl.log2(whole)) * 0.6931471805599453  # ln 2: scores are in base 2
-        log_sum = gl.where(whole == 0.0, float("-inf"), log_sum)
-        query = (row * C.CONSUMERS + WG) * 64 + gl.arange(0, 64, layout=ROW)
-        lse_at = b.to(gl.int64) * lse_strides[0] + h.to(gl.int64) * lse_strides[1]
-        gl.store(lse_ptr + lse_at + query, log_sum, mask=query < M)
+        store_lse(lse_ptr, lse_strides, b, h, row, M, highest + gl.log2(whole), whole, WG, C, ROW)
         scores = warpgroup_mma_wait(1, [scores_token])
         scores = masked_scores(scores, last, starts, stage, first, k_position_ptr, position_at, N, C)
         mbarrier.arrive(k_empty.index(stage), count=1)
@@ -202,16 +197,7 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes)
         sums, weight = warpgroup_mma_wait(0, [sums_token, weight])
         mbarrier.arrive(v_empty.index(v_stage), count=1)
         operand = gl.convert_layout(weight.to(HALF), WEIGHT)
-        inverse = gl.where(whole == 0.0, 0.0, 1.0 / whole)
-        result = (sums * gl.convert_layout(inverse, OUT_ROW)[:, None]).to(HALF)
-        tma.store_wait(0)
-        out_bufs.index(WG).store(result)
-        fence_async_shared()
-        for panel in gl.static_range(PANELS):
-            tma.async_copy_shared_to_global(
-                out_target, [b, h, (row * C.CONSUMERS + WG) * 64, panel * PANEL],
-                out_pieces.index(WG * PANELS + panel),
-            )  # fmt: skip
+        store_out(out_target, out_pieces, out_bufs, sums, whole, b, h, row, WG, C)
         b, h, row = next_b, next_h, next_row
     tma.store_wait(0)
 
@@ -241,16 +227,9 @@ def _kernel(
     out_pieces = gl.allocate_shared_memory(HALF, [CONSUMERS * V_PANELS, 1, 1, 64, PANEL], out_target.layout)
     words = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     starts = gl.allocate_shared_memory(gl.int32, [STAGES * PIECES, 1], mbarrier.MBarrierLayout())
-    q_full = make_barriers(2, 1)
-    q_empty = make_barriers(2, CONSUMERS + 1)
-    k_full = make_barriers(STAGES, 1)
-    k_empty = make_barriers(STAGES, CONSUMERS)
-    v_full = make_barriers(STAGES, 1)
-    v_empty = make_barriers(STAGES, CONSUMERS)
-    fence_async_shared()
+    bars = make_rings(STAGES, CONSUMERS)
     sources = (q_source, k_source, v_source, out_target)
     pointers = (full_count_ptr, partial_count_ptr, index_ptr, q_position_ptr, k_position_ptr, queue_ptr, lse_ptr)
-    bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     bufs = (q_pieces, k_pieces, v_pieces, out_pieces, words, starts)
     strides = (count_strides, index_strides, q_position_strides, k_position_strides, lse_strides)
     sizes = (tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale_log2)
