@@ -96,7 +96,7 @@ def compile_hopper(
         "DQ": padded, "DV": padded, "CONSUMERS": tiles.consumers, "BLOCK_N": tiles.block_n,
         "STAGES": tiles.num_stages, "PIECES": tiles.block_n // piece, "K_SPLIT": k_block // piece,
         "Q_SPLIT": q_block // (64 * tiles.consumers), "CAUSAL": causal, "Q_IN_ORDER": in_order, "K_IN_ORDER": in_order,
-        "FP8": eight == "fp8e4nv", "TAKEN": True, "SKIP": not in_order,
+        "FP8": eight == "fp8e4nv", "SKIP": not in_order,
         "CONSUMER_REGISTERS": consumer_registers(tiles.consumers, tiles.per_sm),
     }  # fmt: skip
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
@@ -106,6 +106,9 @@ def compile_hopper(
         layout = gl.NVMMASharedLayout(wide * bits // 8, bits, rank=4)
         return f"tensordesc<{dtype}[1, 1, {rows}, {wide}],{layout!r}>"
 
+    def numbers_type(n: int) -> str:
+        return f"tensordesc<fp32[1, 1, {n}],{gl.NVMMASharedLayout(0, 32, rank=3)!r}>"
+
     of_q, wide = (dtype, 64) if eight is None else ("i8", padded)
     halves = source_type(dtype, piece, 64)
     types: dict[str, object] = {
@@ -114,8 +117,9 @@ def compile_hopper(
         "out_target": source_type(dtype, 64, 64), "lse_ptr": "*fp32", "scale_log2": "fp32",
         **{f"{name}_ptr": "*i32" for name in (
             "full_count", "partial_count", "index", "q_position", "k_position", "queue")},
-        **{f"{name}_ptr": "*fp32" for name in (
-            "q_scale", "k_tile", "k_token", "v_tile", "v_token", "taken", "pv_skip")},
+        **{f"{name}_ptr": "*fp32" for name in ("k_tile", "v_tile", "pv_skip")},
+        **{f"{name}_source": numbers_type(64 * tiles.consumers) for name in ("q_scale", "taken")},
+        **{f"{name}_source": numbers_type(tiles.block_n) for name in ("k_token", "v_token")},
         **{f"{name}_strides": ("i32", "i32") for name in ("count", "index", "q_position", "k_position", "lse")},
         **dict.fromkeys(
             ("tiles", "M", "N", "cols", "rows", "kv_heads", "group", "heads_per_mask", "offset"), "i32"),

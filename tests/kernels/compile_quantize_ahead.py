@@ -72,7 +72,7 @@ def tile_operands(target: GPUTarget, dtype: str, head_dim: int, *, indexed: bool
     rotated = {**common, "mean_ptr": "*fp32" if indexed else None, "values_ptr": "*i8", "root": "fp32"}
     queries = {**rotated, "scale_ptr": "*fp32", "taken_ptr": rotated["mean_ptr"], "factor": "fp32"}
     keys = {**rotated, **dict.fromkeys(("tile_scale_ptr", "token_scale_ptr"), "*fp32")}
-    values = {**common, "values_ptr": "*i32", **dict.fromkeys(("tile_log2_ptr", "token_log2_ptr"), "*fp32")}
+    values = {**common, "values_ptr": "*i32", **dict.fromkeys(("tile_log2_ptr", "of_tokens_ptr"), "*fp32")}
     hardware = {"HARDWARE": target.arch in (90, 100), "mean_ptr": None, "heads_per_mean": 1}
     found = {}
     for name, kernel, types, own in (
@@ -80,11 +80,9 @@ def tile_operands(target: GPUTarget, dtype: str, head_dim: int, *, indexed: bool
         ("keys", tile_rotation_triton.key_kernel, keys, {"TILE": tile}),
         ("values", tile_values_triton.value_kernel, values, {"TILE": tile, **hardware}),
     ):
-        rows, warps = module.rows_of(head_dim, queries=name == "queries")
+        rows, warps = module.rows_of(head_dim, rotates=name != "values", queries=name == "queries")
         constants = {"D": head_dim, "ROWS": rows, **own}
-        options = module.options_of(
-            warps, ITEMSIZE[dtype], queries=name == "queries", rotates=name != "values", cuda=cuda
-        )
+        options = module.options_of(warps, ITEMSIZE[dtype], cuda=cuda)
         found[name] = compiled(kernel, target, types, constants, options.pop("num_warps"), **options)
     return found
 

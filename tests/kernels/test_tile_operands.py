@@ -216,8 +216,8 @@ def test_logits_are_close(tile: int, device: str) -> None:
 def test_values_are_close(tile: int, device: str) -> None:
     N = 150
     v = tokens(1, 2, N, 64, device=device)
-    values, tile_log2, token_log2 = fp8_value_tiles_triton(v, None, tile)
-    scale = torch.cat((of_slots(tile_log2, tile, N), token_log2), 1).exp2()
+    values, tile_log2, of_tokens = fp8_value_tiles_triton(v, None, tile)
+    scale = torch.cat((of_slots(tile_log2, tile, N), of_tokens[:, : tile_log2.shape[1]]), 1).exp2()
     torch.testing.assert_close(
         in_order(values, N) * scale.unsqueeze(-1), torch.cat((v, v), 1), rtol=1 / 15, atol=1e-4
     )
@@ -225,12 +225,14 @@ def test_values_are_close(tile: int, device: str) -> None:
 
 def test_values_are_those_of_fp8_values(device: str) -> None:
     v, index = tokens(1, 2, 90, 64, device=device), slots_of(1, 2, 75, tokens_=90, device=device)
-    values, _, token_log2 = fp8_value_tiles_triton(v, index, 64)
+    values, _, of_tokens = fp8_value_tiles_triton(v, index, 64)
     want, scale = fp8_values_reference(v, index)
     assert values.shape == (1, 4, 64, 80)
     differs = in_order(values, 75)[:, 2:] != want.float()  # a product with an inverse, or a division
     assert differs.float().mean() < 1e-3
-    torch.testing.assert_close(token_log2.exp2(), scale.clamp_min(2.0**-100), rtol=1e-5, atol=0)
+    logs, inverses = of_tokens.chunk(2, 1)
+    torch.testing.assert_close(logs.exp2(), scale.clamp_min(2.0**-100), rtol=1e-5, atol=0)
+    torch.testing.assert_close(inverses * logs.exp2(), torch.ones_like(logs), rtol=1e-5, atol=0)
     places = torch.arange(80, device=device)
     slot = places // 16 * 16 + places % 4 // 2 * 8 + places % 16 // 4 * 2 + places % 2
     assert (values[..., slot >= 75].float() == 0).all()
@@ -243,9 +245,10 @@ def test_values_in_place_by_hand(device: str) -> None:
     order = torch.tensor([0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15], device=device)
     order = torch.cat((order, 16 + order))
     for f in (fp8_value_tiles_triton, fp8_value_tiles_reference):
-        values, tile_log2, token_log2 = f(v, None, 64)
+        values, tile_log2, of_tokens = f(v, None, 64)
         assert values.shape == (1, 2, 64, 32)
-        torch.testing.assert_close(token_log2[0, 0].exp2().cpu(), torch.arange(1, 21) / 448, rtol=1e-6, atol=0)
+        torch.testing.assert_close(of_tokens[0, 0].exp2().cpu(), torch.arange(1, 21) / 448, rtol=1e-6, atol=0)
+        torch.testing.assert_close(of_tokens[0, 1].cpu(), 448 / torch.arange(1, 21), rtol=1e-6, atol=0)
         # Of every eight slots, two to a group: the greatest are 18 (slots 16 and 17), 20, 14 and 16.
         greatest = torch.tensor([18.0, 20.0, 14.0, 16.0])
         torch.testing.assert_close(tile_log2[0, 0, 0].exp2().cpu(), greatest / 448, rtol=1e-6, atol=0)

@@ -33,7 +33,7 @@ class TileOperands(NamedTuple):
     k_tile_scale: Tensor  # [B, Hk, tiles, 4] fp32
     k_token_scale: Tensor  # [B, Hk, N] fp32
     v_tile_log2: Tensor | None  # [B, Hk, tiles, 4] fp32
-    v_token_log2: Tensor | None  # [B, Hk, N] fp32
+    v_token: Tensor | None  # [B, 2 * Hk, N] fp32
     taken: Tensor | None  # [B, Hq, M] fp32, what smoothing took from every logit of a query
 
 
@@ -118,7 +118,7 @@ class Int8Executor(Executor[GlobalPermutation, BlockMask]):
             rounded.k_tile_scale,
             rounded.k_token_scale,
             rounded.v_tile_log2,
-            rounded.v_token_log2,
+            rounded.v_token,
             rounded.taken,
             by_head(self.pv_skip, q),
             grid.q_block,

@@ -93,10 +93,11 @@ class HopperTiles:
         return reasons + self.too_large(q.shape[-1], v.shape[-1]) + self.too_many(q, q_block)
 
     def too_large(self, D: int, Dv: int, *, qk_bytes: int = 2, pv_bytes: int = 2) -> list[str]:
-        """Of one program: two buffers of queries, the stages, the output, barriers, and what CUDA reserves."""
+        """Of one program: two buffers of queries, the stages, the output, scales, barriers, and what CUDA reserves."""
         of_keys, of_values = (64 if x <= 64 else 128 for x in (D, Dv))
         queries, keys = 64 * self.consumers, self.num_stages * self.block_n
         needed = qk_bytes * of_keys * (2 * queries + keys) + pv_bytes * of_values * keys + 2 * queries * of_values
+        needed += (16 * queries + 12 * keys) * (qk_bytes == 1)
         if (needed := self.per_sm * (needed + 1280)) <= _SHARED:
             return []
         return [f"{self} needs {-(-needed >> 10)} KiB of shared memory, and there are {_SHARED >> 10}"]

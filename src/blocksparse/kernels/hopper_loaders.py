@@ -7,6 +7,7 @@ for masked ones; values of 8 bits come transposed.
 from __future__ import annotations
 
 from torch import Tensor
+from torch.nn.functional import pad
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
@@ -42,6 +43,12 @@ def turned(v: Tensor, keys: int) -> TensorDescriptor:
     """Tiles of `keys` keys of `[B, H, D, N]`."""
     box = [1, 1, padded(v.shape[2]), keys]
     return TensorDescriptor(v, list(v.shape), list(v.stride()), box, gl.NVMMASharedLayout(keys, 8, rank=4))
+
+
+def numbers(x: Tensor, n: int) -> TensorDescriptor:
+    """Runs of `n` numbers of `[B, H, N]` fp32."""
+    x = pad(x, (0, -x.shape[-1] % 4))  # the copy engine wants rows of 16-byte alignment
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, n], gl.NVMMASharedLayout(0, 32, rank=3))
 
 
 @gluon.constexpr_function
@@ -82,14 +89,19 @@ def _copy(
 
 
 @gluon.jit
+def _copy_numbers(source, b, h, start, barrier, target):
+    tma.async_copy_global_to_shared(source, [b, h, start], barrier, target)
+
+
+@gluon.jit
 def _copy_keys(
-    k_source, index_ptr, k_pieces, k_full, k_empty, starts, block, list_at, b, h_key, pieces, first, masked, kv_heads,
-    t, step, C,
+    sources, index_ptr, bufs, k_full, k_empty, block, list_at, b, h_key, pieces, first, masked, kv_heads, t, step, C,
 ):  # fmt: skip
     """Step `t` of a row's list; `block` is the first it needs."""
     WIDE: gl.constexpr = panel_of(C.DQ, C.QK8)
     PANELS: gl.constexpr = C.DQ // WIDE
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    k_source, k_pieces, starts = sources[1], bufs[1], bufs[5]
     stage = step % C.STAGES
     mbarrier.wait(k_empty.index(stage), ((step // C.STAGES) & 1) ^ 1)
     h_copy = h_key
@@ -104,7 +116,19 @@ def _copy_keys(
         at = stage * PANELS * C.PIECES + p
         _copy(k_source, b, h_copy, start, k_full.index(stage), k_pieces, at, C.PIECES, PANELS, WIDE)
     # Last, for it also hands over `starts`.
-    mbarrier.expect(k_full.index(stage), C.BLOCK_N * C.DQ * (1 if C.QK8 else 2))
+    BYTES: gl.constexpr = C.BLOCK_N * C.DQ * (1 if C.QK8 else 2)
+    if not C.QK8:
+        mbarrier.expect(k_full.index(stage), BYTES)
+    elif t < masked:
+        of_tokens = bufs[7]
+        _copy_numbers(sources[6], b, h_key, start, k_full.index(stage), of_tokens.index(stage))
+        if C.PV8:
+            for x in gl.static_range(2):  # logarithms and inverses
+                to = of_tokens.index((1 + x) * C.STAGES + stage)
+                _copy_numbers(sources[7], b, h_key + x * kv_heads, start, k_full.index(stage), to)
+        mbarrier.expect(k_full.index(stage), BYTES + C.BLOCK_N * (12 if C.PV8 else 4))
+    else:
+        mbarrier.expect(k_full.index(stage), BYTES)
 
 
 @gluon.jit
@@ -114,10 +138,10 @@ def load_keys(C, sources, pointers, bars, bufs, strides, sizes):
     What it reads, it reads ahead, so that nobody waits for a list: a block one step before its keys are loaded, a tile's
     counts and its place in the queue while the tile before is loaded.
     """
-    q_source, k_source = sources[0], sources[1]
+    q_source = sources[0]
     full_count_ptr, partial_count_ptr, index_ptr, queue_ptr = pointers[0], pointers[1], pointers[2], pointers[5]
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    q_pieces, k_pieces, words, starts = bufs[0], bufs[1], bufs[4], bufs[5]
+    q_pieces, words = bufs[0], bufs[4]
     count_strides, index_strides = strides[0], strides[1]
     tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale = sizes
     WIDE: gl.constexpr = panel_of(C.DQ, C.QK8)
@@ -144,19 +168,24 @@ def load_keys(C, sources, pointers, bars, bufs, strides, sizes):
         full, partial = counts_of(
             known, full_count_ptr, partial_count_ptr, count_strides, rows, kv_heads, group, heads_per_mask, C
         )
-        taken = gl.atomic_add(queue_ptr, 1)
+        taken = gl.atomic_add(queue_ptr, 1, sem="relaxed")
         slot = visit % 2
         mbarrier.wait(q_empty.index(slot), ((visit // 2) & 1) ^ 1)
         words.index(slot).store(gl.full([1], 0, gl.int64, one) + word)
         words.index(2 + slot).store(gl.full([1], 0, gl.int64, one) + packed_place(b, h, h_key, row))
-        mbarrier.expect(q_full.index(slot), C.CONSUMERS * 64 * C.DQ * (1 if C.QK8 else 2))
+        mbarrier.expect(q_full.index(slot), C.CONSUMERS * 64 * (C.DQ + 8 if C.QK8 else 2 * C.DQ))
+        if C.QK8:
+            for x in gl.static_range(2):  # scales, and what smoothing took
+                _copy_numbers(
+                    sources[4 + x], b, h, row * (C.CONSUMERS * 64), q_full.index(slot), bufs[6].index(2 * x + slot)
+                )
         for c in gl.static_range(C.CONSUMERS):
             at = (slot * C.CONSUMERS + c) * PANELS
             _copy(q_source, b, h, (row * C.CONSUMERS + c) * 64, q_full.index(slot), q_pieces, at, 1, PANELS, WIDE)
         second = gl.load(index_ptr + list_at + _turn(pieces, first, 1, 0, C) // C.K_SPLIT)
         _copy_keys(
-            k_source, index_ptr, k_pieces, k_full, k_empty, starts, block, list_at, b, h_key, pieces, first, masked,
-            kv_heads, 0, step, C,
+            sources, index_ptr, bufs, k_full, k_empty, block, list_at, b, h_key, pieces, first, masked, kv_heads, 0,
+            step, C,
         )  # fmt: skip
         step += 1
         following = word_of(tile, tiles, full, partial)
@@ -168,8 +197,8 @@ def load_keys(C, sources, pointers, bars, bufs, strides, sizes):
         for t in range(1, steps):
             later = gl.load(index_ptr + list_at + _turn(pieces, first, t + 1, 0, C) // C.K_SPLIT)
             _copy_keys(
-                k_source, index_ptr, k_pieces, k_full, k_empty, starts, block, list_at, b, h_key, pieces, first, masked,
-                kv_heads, t, step, C,
+                sources, index_ptr, bufs, k_full, k_empty, block, list_at, b, h_key, pieces, first, masked, kv_heads, t,
+                step, C,
             )  # fmt: skip
             step += 1
             block = later

@@ -1,4 +1,8 @@
-"""Rows of scores in the registers of a consumer on Hopper: which keys are allowed, maxima and sums."""
+"""Rows of scores in the registers of a consumer on Hopper: which keys are allowed, maxima and sums.
+
+A thread holds two rows of a tile of scores, and of each of them the keys `8 j + 2 t` and `8 j + 2 t + 1`, four threads
+`t` a row. So a tile `[64, n]` is `[64, n / 8, 4, 2]` (`by_thread`).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,26 @@ from blocksparse.kernels.hopper_queue import read
 
 NEVER = gl.constexpr(2**31 - 1)
 LOWEST = gl.constexpr(-1.0e30)  # of a row's maximum: where nothing is allowed, weights come to 0
+
+
+@gluon.jit
+def by_thread(x):
+    """`[64, n]` as `[64, n / 8, 4, 2]`: the third axis runs over the four threads that share a row."""
+    return x.reshape([64, x.shape[1] // 8, 4, 2])
+
+
+@gluon.jit
+def beside(x, tile):
+    """`[64, 4]`, one for each row and thread, so that it meets `tile`, a `by_thread`."""
+    LAYOUT: gl.constexpr = tile.type.layout
+    THREAD: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))
+    return gl.expand_dims(gl.expand_dims(gl.convert_layout(x, THREAD, assert_trivial=True), 1), 3)
+
+
+@gluon.jit
+def of_threads(x, THREAD: gl.constexpr):
+    """`[64]` as `[64, 4]` of equal numbers."""
+    return gl.convert_layout(x, gl.SliceLayout(1, THREAD))[:, None] + gl.zeros([64, 4], x.dtype, THREAD)
 
 
 @gluon.jit
@@ -37,24 +61,65 @@ def query_positions(q_position_ptr, strides, b, h, row, offset, WG: gl.constexpr
     return last
 
 
+@gluon.constexpr_function
+def _keep_asm(n):
+    n = int(n)
+    text = "{ .reg .b32 t; .reg .pred p; "
+    for i in range(n):  # a pair of the first row, a pair of the second
+        bit = 1 << (i // 4 * 2 + i % 2)
+        text += f"and.b32 t, ${2 * n + i // 2 % 2 * 2}, {bit}; setp.ne.u32 p, t, 0; selp.f32 ${i}, ${i}, 0fFF800000, p; "
+    return text + "}"
+
+
+@gluon.constexpr_function
+def _keep_constraints(n):
+    n = int(n)
+    return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["r"] * n)
+
+
+@gluon.jit
+def _kept(scores, bits):
+    """-inf where a thread's bits, `[64, 4]` int32, the lowest of its first key, are 0: they become predicates many at a time."""
+    LAYOUT: gl.constexpr = scores.type.layout
+    N: gl.constexpr = scores.shape[1] // 2
+    x = by_thread(scores)
+    y = gl.inline_asm_elementwise(
+        _keep_asm(N), _keep_constraints(N), [x, beside(bits, x)], gl.float32, is_pure=True, pack=N
+    )
+    return gl.convert_layout(y.reshape([scores.shape[0], scores.shape[1]]), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _bits_up_to(limit, THREAD: gl.constexpr, PIECE: gl.constexpr):
+    """Of a thread's keys among the first `PIECE`, bits of those whose column is at most `limit`, `[64]`."""
+    thread = gl.arange(0, 4, layout=gl.SliceLayout(0, THREAD))
+    left = of_threads(limit, THREAD) - 2 * thread[None, :]
+    count = (left >> 3) * 2 + 1 + gl.minimum(left & 7, 1)
+    count = gl.minimum(gl.where(left < 0, 0, count), PIECE // 4)
+    return gl.where(count == 32, -1, (1 << (count & 31)) - 1)
+
+
 @gluon.jit
 def masked_scores(scores, last, starts, stage, valid, k_position_ptr, position_at, N, C):
     """-inf where a slot holds no key, or one after the last that the query may see."""
-    LAYOUT: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
     PIECE: gl.constexpr = scores.shape[1] // C.PIECES
-    column = gl.arange(0, scores.shape[1], layout=LAYOUT)
-    for p in gl.static_range(C.PIECES):
-        start = read(starts, stage * C.PIECES + p, 4)
-        if C.K_IN_ORDER:
-            limit = (last if C.CAUSAL else gl.minimum(last, N - 1)) - start
-            position = column - p * PIECE
-        else:
-            limit = last
+    if C.K_IN_ORDER:
+        THREAD: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, by_thread(scores).type.layout))
+        bits = gl.zeros([64, 4], gl.int32, THREAD)
+        for p in gl.static_range(C.PIECES):
+            limit = (last if C.CAUSAL else gl.minimum(last, N - 1)) - read(starts, stage * C.PIECES + p, 4)
+            limit = gl.where(p < valid, limit, -1)
+            bits = bits | (_bits_up_to(limit, THREAD, PIECE) << (p * PIECE // 4))
+        scores = _kept(scores, bits)
+    else:
+        LAYOUT: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
+        column = gl.arange(0, scores.shape[1], layout=LAYOUT)
+        for p in gl.static_range(C.PIECES):
+            start = read(starts, stage * C.PIECES + p, 4)
             position = gl.load(k_position_ptr + position_at + start + column % PIECE)
             position = gl.where(position >= 0, position, NEVER)
-        limit = gl.where(p < valid, limit, -1)
-        allowed = position[None, :] <= limit[:, None]
-        if C.PIECES > 1:
-            allowed = allowed | (column // PIECE != p)[None, :]
-        scores = gl.where(allowed, scores, float("-inf"))
+            allowed = position[None, :] <= gl.where(p < valid, last, -1)[:, None]
+            if C.PIECES > 1:
+                allowed = allowed | (column // PIECE != p)[None, :]
+            scores = gl.where(allowed, scores, float("-inf"))
     return scores

@@ -32,7 +32,7 @@ def int8_attention(
     k_tile_scale: Tensor,  # [B, Hk, tiles, 4] fp32
     k_token_scale: Tensor,  # [B, Hk, N] fp32
     v_tile_log2: Tensor | None,  # [B, Hk, tiles, 4] fp32; None where v is not fp8
-    v_token_log2: Tensor | None,  # [B, Hk, N] fp32
+    v_token: Tensor | None,  # [B, 2 * Hk, N] fp32: log2 of scales, then their inverses
     taken: Tensor | None,  # [B, Hq, M] fp32: what keys without their mean take from a query's logits
     pv_skip: Tensor | None,  # [Hq] fp32, negative; as of `sparse_attention`
     q_block: int,
@@ -52,7 +52,7 @@ def int8_attention(
     with device_of(q):
         int8_attention_hopper(
             q, k, v, out, lse, full_count, partial_count, index, q_position, k_position,
-            q_scale, k_tile_scale, k_token_scale, v_tile_log2, v_token_log2, taken, pv_skip,
+            q_scale, k_tile_scale, k_token_scale, v_tile_log2, v_token, taken, pv_skip,
             q_block, k_block, q_lead, causal, scale, *tiles, q_in_order, k_in_order,
         )  # fmt: skip
     return out, lse
@@ -81,7 +81,7 @@ def int8_attention_reference(
     k_tile_scale: Tensor,
     k_token_scale: Tensor,
     v_tile_log2: Tensor | None,
-    v_token_log2: Tensor | None,
+    v_token: Tensor | None,
     taken: Tensor | None,
     pv_skip: Tensor | None,
     q_block: int,
@@ -145,12 +145,12 @@ def int8_attention_reference(
     if pv_skip is not None:
         logits = _without_negligible(logits, of_queries(place), whole, pv_skip, tile)
     weight = logits.softmax(-1).nan_to_num(0.0)
-    if v_tile_log2 is None or v_token_log2 is None:
+    if v_tile_log2 is None or v_token is None:
         out = weight @ of_heads(v)
     else:
         values = v.double().unflatten(-1, (-1, 4, 2, 2)).transpose(-3, -2).flatten(-4).mT[:, :, :N]
         of_tiles = values[:, :Hk] * of_slots(v_tile_log2).double().exp2()[..., None]
-        of_tokens = values[:, Hk:] * v_token_log2.double().exp2()[..., None]
+        of_tokens = values[:, Hk:] * v_token[:, :Hk].double().exp2()[..., None]
         out = weight.where(whole, 0.0) @ of_heads(of_tiles) + weight.masked_fill(whole, 0.0) @ of_heads(of_tokens)
     return out.to(out_dtype), logits.logsumexp(-1).float()
 

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from blocksparse.kernels.hopper_loaders import PANEL, load_keys, load_values, padded, panels, turned
+from blocksparse.kernels.hopper_loaders import PANEL, load_keys, load_values, numbers, padded, panels, turned
 from blocksparse.kernels.hopper_output import store_lse, store_out
 from blocksparse.kernels.hopper_queue import (
     LOADER_REGISTERS,
@@ -37,10 +37,9 @@ from blocksparse.kernels.hopper_queue import (
     registers,
     unpacked_place,
 )
-from blocksparse.kernels.hopper_rows import LOWEST, query_positions
+from blocksparse.kernels.hopper_rows import LOWEST, by_thread, query_positions
 from blocksparse.kernels.int8_rows_hopper import (
     LAZY,
-    by_thread,
     kept,
     masked_tile,
     of_rows,
@@ -71,7 +70,7 @@ def int8_attention_hopper(
     k_tile_scale: Tensor,
     k_token_scale: Tensor,
     v_tile_log2: Tensor | None,
-    v_token_log2: Tensor | None,
+    v_token: Tensor | None,
     taken: Tensor | None,
     pv_skip: Tensor | None,
     q_block: int,
@@ -101,11 +100,13 @@ def int8_attention_hopper(
     tiles = B * Hq * rows
     programs = torch.cuda.get_device_properties(q.device).multi_processor_count * per_sm
     queue = torch.zeros(1, dtype=torch.int32, device=q.device)
-    factors = (q_scale, k_tile_scale, k_token_scale, v_tile_log2, v_token_log2, taken, pv_skip)
+    of_queries = (numbers(x, block_m) for x in (q_scale, torch.zeros_like(q_scale) if taken is None else taken))
+    of_tokens = (numbers(k_token_scale if x is None else x, block_n) for x in (k_token_scale, v_token))
     _kernel[(min(programs, tiles),)](
-        panels(q, 64), panels(k, block_n), turned(v, block_n) if fp8 else panels(v, block_n), panels(out, 64), lse,
+        panels(q, 64), panels(k, block_n), turned(v, block_n) if fp8 else panels(v, block_n), panels(out, 64),
+        *of_queries, *of_tokens, lse,
         full_count, partial_count, index, q_position, k_position, queue,
-        *(lse if x is None else x for x in factors),
+        k_tile_scale, lse if v_tile_log2 is None else v_tile_log2, lse if pv_skip is None else pv_skip,
         batch_head_strides(full_count), batch_head_strides(index),
         batch_head_strides(q_position), batch_head_strides(k_position), lse.stride()[:2],
         tiles, M, N, index.shape[-1], rows, Hk, Hq // Hk, Hq // full_count.shape[1],
@@ -113,7 +114,7 @@ def int8_attention_hopper(
         DQ=padded(D), DV=padded(Dv), CONSUMERS=consumers, BLOCK_N=block_n, STAGES=num_stages,
         K_SPLIT=k_block // block_n, Q_SPLIT=q_block // block_m,
         CAUSAL=causal, Q_IN_ORDER=q_in_order, K_IN_ORDER=k_in_order,
-        FP8=fp8, TAKEN=taken is not None, SKIP=pv_skip is not None,
+        FP8=fp8, SKIP=pv_skip is not None,
         CONSUMER_REGISTERS=consumer_registers(consumers, per_sm),
         num_warps=4, maxnreg=registers(consumers, per_sm),
     )  # fmt: skip
@@ -132,9 +133,9 @@ def _after(stage, phase, C):
 
 @gluon.jit
 def _step(
-    MASKED: gl.constexpr, C, bars, q, k_bufs, v_bufs, starts, factors, tiles_at, keys_at, last, position_at,
+    MASKED: gl.constexpr, C, bars, q, k_bufs, v_bufs, starts, of_tokens, factors, tiles_at, last, position_at,
     k_position_ptr, N, q_factor, shift, pv_skip, stage, phase, highest, met, total, sums, weight, result, relative,
-    ON_TOP, HALF: gl.constexpr, TAKEN: gl.constexpr, SKIP: gl.constexpr, BASE: gl.constexpr,
+    ON_TOP, HALF: gl.constexpr, SKIP: gl.constexpr, BASE: gl.constexpr,
 ):  # fmt: skip
     """The scores of the next keys beside the values of the last ones, then the softmax of the scores."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
@@ -162,10 +163,10 @@ def _step(
         mbarrier.arrive(v_empty.index(v_stage), count=1)
     if MASKED:
         new, met, weight, parts = masked_tile(
-            scores, highest, met, q_factor, shift, factors, keys_at, starts, stage, 1, last, k_position_ptr,
-            position_at, N, C, TAKEN, SKIP, BASE,
+            scores, highest, met, q_factor, shift, of_tokens, starts, stage, 1, last, k_position_ptr, position_at, N, C,
+            SKIP, BASE,
         )  # fmt: skip
-        mbarrier.arrive(k_empty.index(stage), count=1)  # until then `starts` is read
+        mbarrier.arrive(k_empty.index(stage), count=1)  # until then `starts` and `of_tokens` are read
     else:
         new, met, weight, parts = whole_tile(scores, highest, met, q_factor, pv_skip, keys, logs, C, SKIP, BASE)
     rescale = gl.exp2(highest - new)
@@ -181,40 +182,32 @@ def _step(
 
 
 @gluon.jit
-def _query_numbers(
-    factors, b, h, heads, row, M, scale, WG: gl.constexpr, C, TAKEN: gl.constexpr, ROW: gl.constexpr,
-):  # fmt: skip
+def _query_numbers(of_queries, slot, scale, WG: gl.constexpr, ROW: gl.constexpr):
     """What makes logits in base 2 of a query's products, and what is subtracted from them where keys hold their mean."""
-    query = (row * C.CONSUMERS + WG) * 64 + gl.arange(0, 64, layout=ROW)
-    at = (b * heads + h).to(gl.int64) * M + query
-    factor = gl.load(factors[0] + at, mask=query < M, other=0.0) * scale
-    shift = gl.full([64], 0.0, gl.float32, ROW)
-    if TAKEN:
-        shift = gl.load(factors[5] + at, mask=query < M, other=0.0) * _LOG2_E
-    return factor, shift
+    factor = of_queries.index(slot).slice(WG * 64, 64).load(ROW) * scale
+    return factor, of_queries.index(2 + slot).slice(WG * 64, 64).load(ROW) * _LOG2_E
 
 
 @gluon.jit
 def _head_numbers(factors, b, h, h_key, kv_heads, N, C, SKIP: gl.constexpr, FOUR: gl.constexpr):
-    """Where the scales of a head's tiles (one for each of four threads) and keys begin, and its `pv_skip` in base 2."""
-    key = b * kv_heads + h_key
+    """Where the scales of a head's tiles begin, one for each of four threads, and its `pv_skip` in base 2."""
     pv_skip = 0.0
     if SKIP:
-        pv_skip = gl.load(factors[6] + h) * _LOG2_E
-    first = key * ((N + C.BLOCK_N - 1) // C.BLOCK_N) * 4
-    return first + gl.arange(0, 4, layout=FOUR), key.to(gl.int64) * N, pv_skip
+        pv_skip = gl.load(factors[2] + h) * _LOG2_E
+    first = (b * kv_heads + h_key) * ((N + C.BLOCK_N - 1) // C.BLOCK_N) * 4
+    return first + gl.arange(0, 4, layout=FOUR), pv_skip
 
 
 @gluon.jit
 def _consume(
-    WG: gl.constexpr, C, TAKEN: gl.constexpr, SKIP: gl.constexpr,
+    WG: gl.constexpr, C, SKIP: gl.constexpr,
     sources, pointers, factors, bars, bufs, strides, sizes,
 ):  # fmt: skip
     """The softmax of 64 queries of each tile, and its products."""
     out_target = sources[3]
     q_position_ptr, k_position_ptr, lse_ptr = pointers[3], pointers[4], pointers[6]
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    q_pieces, k_pieces, v_pieces, out_pieces, words, starts = bufs
+    q_pieces, k_pieces, v_pieces, out_pieces, words, starts, query_numbers, token_numbers = bufs
     q_position_strides, k_position_strides, lse_strides = strides[2], strides[3], strides[4]
     tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale = sizes
     HALF: gl.constexpr = out_pieces.dtype
@@ -234,6 +227,9 @@ def _consume(
     else:
         v_bufs = v_pieces._reinterpret(v_pieces.dtype, [C.STAGES, C.BLOCK_N, C.DV], HALVES)
     out_bufs = out_pieces._reinterpret(HALF, [C.CONSUMERS, 64, C.DV], HALVES)
+    IN_ORDER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    of_queries = query_numbers._reinterpret(gl.float32, [4, C.CONSUMERS * 64], IN_ORDER)
+    of_tokens = token_numbers._reinterpret(gl.float32, [3 * C.STAGES, C.BLOCK_N], IN_ORDER)
     none = gl.zeros([64, C.BLOCK_N], gl.int32, SCORES)
     THREAD: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, by_thread(none).type.layout))
     FOUR: gl.constexpr = gl.SliceLayout(0, THREAD)
@@ -246,15 +242,15 @@ def _consume(
     pieces, steps, first, masked = extent(word, C)
     last = query_positions(q_position_ptr, q_position_strides, b, h, row, offset, WG, C, ROW)
     position_at = b.to(gl.int64) * k_position_strides[0] + h_key.to(gl.int64) * k_position_strides[1]
-    q_factor, shift = _query_numbers(factors, b, h, kv_heads * group, row, M, scale, WG, C, TAKEN, ROW)
-    tiles_at, keys_at, pv_skip = _head_numbers(factors, b, h, h_key, kv_heads, N, C, SKIP, FOUR)
+    q_factor, shift = _query_numbers(of_queries, 0, scale, WG, ROW)
+    tiles_at, pv_skip = _head_numbers(factors, b, h, h_key, kv_heads, N, C, SKIP, FOUR)
     mbarrier.wait(k_full.index(0), 0)
     q = q_bufs.index(WG)
     scores_token = warpgroup_mma(q, k_bufs.index(0).permute([1, 0]), none, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, [scores_token])
     highest, met, weight, total = masked_tile(
-        scores, lowest, lowest, q_factor, shift, factors, keys_at, starts, 0, first, last, k_position_ptr,
-        position_at, N, C, TAKEN, SKIP, BASE,
+        scores, lowest, lowest, q_factor, shift, of_tokens, starts, 0, first, last, k_position_ptr, position_at, N, C,
+        SKIP, BASE,
     )  # fmt: skip
     weight = kept(weight, WEIGHT, C, HALF)
     mbarrier.arrive(k_empty.index(0), count=1)
@@ -273,16 +269,16 @@ def _consume(
         relative = highest  # what `result` is relative to
         for _ in range(1, masked):
             stage, phase, highest, met, total, sums, weight, result, relative = _step(
-                True, C, bars, q, k_bufs, v_bufs, starts, factors, tiles_at, keys_at, last, position_at,
+                True, C, bars, q, k_bufs, v_bufs, starts, of_tokens, factors, tiles_at, last, position_at,
                 k_position_ptr, N, q_factor, shift, pv_skip, stage, phase, highest, met, total, sums, weight, result,
-                relative, not C.PV8, HALF, TAKEN, SKIP, BASE,
+                relative, not C.PV8, HALF, SKIP, BASE,
             )  # fmt: skip
         for begin in range(masked, steps, GROUP):
             for i in range(begin, gl.minimum(begin + GROUP, steps)):
                 stage, phase, highest, met, total, sums, weight, result, relative = _step(
-                    False, C, bars, q_again, k_bufs, v_bufs, starts, factors, tiles_at, keys_at, last, position_at,
+                    False, C, bars, q_again, k_bufs, v_bufs, starts, of_tokens, factors, tiles_at, last, position_at,
                     k_position_ptr, N, q_factor, shift, pv_skip, stage, phase, highest, met, total, sums, weight, result,
-                    relative, i > begin if C.PV8 else True, HALF, TAKEN, SKIP, BASE,
+                    relative, i > begin if C.PV8 else True, HALF, SKIP, BASE,
                 )  # fmt: skip
             if C.PV8:
                 result = promoted(result, relative, highest, sums)
@@ -313,10 +309,8 @@ def _consume(
             q_position_ptr, q_position_strides, next_b, next_h, next_row, offset, WG, C, ROW,
         )  # fmt: skip
         position_at = next_b.to(gl.int64) * k_position_strides[0] + next_key.to(gl.int64) * k_position_strides[1]
-        q_factor, shift = _query_numbers(
-            factors, next_b, next_h, kv_heads * group, next_row, M, scale, WG, C, TAKEN, ROW
-        )
-        tiles_at, keys_at, pv_skip = _head_numbers(factors, next_b, next_h, next_key, kv_heads, N, C, SKIP, FOUR)
+        q_factor, shift = _query_numbers(of_queries, visit % 2, scale, WG, ROW)
+        tiles_at, pv_skip = _head_numbers(factors, next_b, next_h, next_key, kv_heads, N, C, SKIP, FOUR)
         whole = gl.convert_layout(gl.sum(total, 1), ROW)
         log2_sum = of_rows(highest, ROW) - BASE + gl.log2(whole)
         store_lse(lse_ptr, lse_strides, b, h, row, M, log2_sum, whole, WG, C, ROW)
@@ -324,31 +318,33 @@ def _consume(
         if C.PV8:
             sums = promoted(result, relative, highest, warpgroup_mma_wait(0, [sums_token]))
             mbarrier.arrive(v_empty.index(v_stage), count=1)
+            store_out(out_target, out_pieces, out_bufs, sums, whole, b, h, row, WG, C)
         highest, met, weight, total = masked_tile(
-            scores, lowest, lowest, q_factor, shift, factors, keys_at, starts, stage, first, last, k_position_ptr,
-            position_at, N, C, TAKEN, SKIP, BASE,
+            scores, lowest, lowest, q_factor, shift, of_tokens, starts, stage, first, last, k_position_ptr, position_at,
+            N, C, SKIP, BASE,
         )  # fmt: skip
         weight = kept(weight, WEIGHT, C, HALF)
         mbarrier.arrive(k_empty.index(stage), count=1)
         if not C.PV8:
             sums, weight = warpgroup_mma_wait(0, [sums_token, weight])
             mbarrier.arrive(v_empty.index(v_stage), count=1)
-        store_out(out_target, out_pieces, out_bufs, sums, whole, b, h, row, WG, C)
+        if not C.PV8:
+            store_out(out_target, out_pieces, out_bufs, sums, whole, b, h, row, WG, C)
         b, h, row = next_b, next_h, next_row
     tma.store_wait(0)
 
 
 @gluon.jit
 def _kernel(
-    q_source, k_source, v_source, out_target, lse_ptr,
+    q_source, k_source, v_source, out_target, q_scale_source, taken_source, k_token_source, v_token_source, lse_ptr,
     full_count_ptr, partial_count_ptr, index_ptr, q_position_ptr, k_position_ptr, queue_ptr,
-    q_scale_ptr, k_tile_ptr, k_token_ptr, v_tile_ptr, v_token_ptr, taken_ptr, pv_skip_ptr,
+    k_tile_ptr, v_tile_ptr, pv_skip_ptr,
     count_strides, index_strides, q_position_strides, k_position_strides, lse_strides,
     tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale_log2,
     DQ: gl.constexpr, DV: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     K_SPLIT: gl.constexpr, Q_SPLIT: gl.constexpr,
     CAUSAL: gl.constexpr, Q_IN_ORDER: gl.constexpr, K_IN_ORDER: gl.constexpr,
-    FP8: gl.constexpr, TAKEN: gl.constexpr, SKIP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    FP8: gl.constexpr, SKIP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     V_PANELS: gl.constexpr = DV // PANEL
     q_pieces = gl.allocate_shared_memory(gl.int8, [2 * CONSUMERS, 1, 1, 64, DQ], q_source.layout)
@@ -364,11 +360,15 @@ def _kernel(
     )
     words = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     starts = gl.allocate_shared_memory(gl.int32, [STAGES, 1], mbarrier.MBarrierLayout())
+    query_numbers = gl.allocate_shared_memory(gl.float32, [4, 1, 1, CONSUMERS * 64], q_scale_source.layout)
+    token_numbers = gl.allocate_shared_memory(gl.float32, [3 * STAGES, 1, 1, BLOCK_N], k_token_source.layout)
     bars = make_rings(STAGES, CONSUMERS)
-    sources = (q_source, k_source, v_source, out_target)
+    sources = (
+        q_source, k_source, v_source, out_target, q_scale_source, taken_source, k_token_source, v_token_source,
+    )  # fmt: skip
     pointers = (full_count_ptr, partial_count_ptr, index_ptr, q_position_ptr, k_position_ptr, queue_ptr, lse_ptr)
-    factors = (q_scale_ptr, k_tile_ptr, k_token_ptr, v_tile_ptr, v_token_ptr, taken_ptr, pv_skip_ptr)
-    bufs = (q_pieces, k_pieces, v_pieces, out_pieces, words, starts)
+    factors = (k_tile_ptr, v_tile_ptr, pv_skip_ptr)
+    bufs = (q_pieces, k_pieces, v_pieces, out_pieces, words, starts, query_numbers, token_numbers)
     strides = (count_strides, index_strides, q_position_strides, k_position_strides, lse_strides)
     sizes = (tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale_log2)
     C = Constants(
@@ -378,14 +378,14 @@ def _kernel(
     second: gl.constexpr = 1
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_consume, (first, C, TAKEN, SKIP, sources, pointers, factors, bars, bufs, strides, sizes)),
-            (_consume, (second, C, TAKEN, SKIP, sources, pointers, factors, bars, bufs, strides, sizes)),
+            (_consume, (first, C, SKIP, sources, pointers, factors, bars, bufs, strides, sizes)),
+            (_consume, (second, C, SKIP, sources, pointers, factors, bars, bufs, strides, sizes)),
             (load_keys, (C, sources, pointers, bars, bufs, strides, sizes)),
             (load_values, (C, sources, pointers, bars, bufs, strides, sizes)),
         ], [4, 1, 1], [CONSUMER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (first, C, TAKEN, SKIP, sources, pointers, factors, bars, bufs, strides, sizes)),
+            (_consume, (first, C, SKIP, sources, pointers, factors, bars, bufs, strides, sizes)),
             (load_keys, (C, sources, pointers, bars, bufs, strides, sizes)),
             (load_values, (C, sources, pointers, bars, bufs, strides, sizes)),
         ], [1, 1], [LOADER_REGISTERS, LOADER_REGISTERS])  # fmt: skip

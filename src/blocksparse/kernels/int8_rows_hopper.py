@@ -1,8 +1,6 @@
 """Rows of 8-bit scores in the registers of a consumer on Hopper: scales, softmax, fp8 weights.
 
-A thread holds two rows of a tile of scores, and of each of them the keys `8 j + 2 t` and `8 j + 2 t + 1`, four threads
-`t` a row. So a tile `[64, BLOCK_N]` is `[64, BLOCK_N / 8, 4, 2]`, and what belongs to a row and a thread, as a scale
-or a sum does, is `[64, 4]`.
+What belongs to a row and a thread (`by_thread`), as a scale or a sum does, is `[64, 4]`.
 """
 
 from __future__ import annotations
@@ -10,8 +8,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from blocksparse.kernels.hopper_queue import read
-from blocksparse.kernels.hopper_rows import LOWEST, masked_scores, row_max
+from blocksparse.kernels.hopper_rows import LOWEST, beside, by_thread, masked_scores, of_threads, row_max
 
 # By how much (log2) a row may pass its maximum before that follows, where weights are fp8.
 LAZY = gl.constexpr(1.0)
@@ -34,29 +31,9 @@ def _rescale_constraints(n):
 
 
 @gluon.jit
-def by_thread(x):
-    """`[64, n]` as `[64, n / 8, 4, 2]`: the third axis runs over the four threads that share a row."""
-    return x.reshape([64, x.shape[1] // 8, 4, 2])
-
-
-@gluon.jit
-def _beside(x, tile):
-    """`[64, 4]`, one for each row and thread, so that it meets `tile`, a `by_thread`."""
-    LAYOUT: gl.constexpr = tile.type.layout
-    THREAD: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))
-    return gl.expand_dims(gl.expand_dims(gl.convert_layout(x, THREAD, assert_trivial=True), 1), 3)
-
-
-@gluon.jit
 def of_rows(x, LAYOUT: gl.constexpr):
     """`[64, 4]` of equal numbers as `[64]`."""
     return gl.convert_layout(gl.max(x, 1), LAYOUT)
-
-
-@gluon.jit
-def _of_threads(x, THREAD: gl.constexpr):
-    """`[64]` as `[64, 4]` of equal numbers."""
-    return gl.convert_layout(x, gl.SliceLayout(1, THREAD))[:, None] + gl.zeros([64, 4], gl.float32, THREAD)
 
 
 @gluon.jit
@@ -66,7 +43,7 @@ def rescaled(sums, rescale):
     N: gl.constexpr = sums.shape[1] // 2
     x = by_thread(sums)
     y = gl.inline_asm_elementwise(
-        _rescale_asm(N), _rescale_constraints(N), [x, _beside(rescale, x)], gl.float32, is_pure=True, pack=N
+        _rescale_asm(N), _rescale_constraints(N), [x, beside(rescale, x)], gl.float32, is_pure=True, pack=N
     )
     return gl.convert_layout(y.reshape([sums.shape[0], sums.shape[1]]), LAYOUT, assert_trivial=True)
 
@@ -140,10 +117,10 @@ def kept(weight, WEIGHT: gl.constexpr, C, HALF: gl.constexpr):
 @gluon.jit
 def scales_of(factors, at, C):
     """Of a tile, `[4]`, one for each thread that shares a row: the factor of its keys, and log2 of that of its values."""
-    keys = gl.load(factors[1] + at)
+    keys = gl.load(factors[0] + at)
     logs = keys
     if C.PV8:
-        logs = gl.load(factors[3] + at)
+        logs = gl.load(factors[1] + at)
     return keys, logs
 
 
@@ -162,7 +139,7 @@ def whole_tile(scores, highest, met, q_factor, pv_skip, keys, logs, C, SKIP: gl.
     best = gl.max(gl.max(whole, 1), 2).to(gl.float32)
     best = gl.convert_layout(best, THREAD, assert_trivial=True) * queries * keys[None, :]
     if SKIP:
-        best_logit = _of_threads(gl.max(best, 1), THREAD)
+        best_logit = of_threads(gl.max(best, 1), THREAD)
     if C.PV8:
         best = best + logs[None, :]
     new, factor = _new_maximum(best, highest, queries, keys[None, :], LAZY if C.PV8 else 0.0)
@@ -172,7 +149,7 @@ def whole_tile(scores, highest, met, q_factor, pv_skip, keys, logs, C, SKIP: gl.
         met = gl.maximum(met, best_logit)
     if C.PV8:
         origin = origin - logs[None, :]
-    weight = gl.exp2(whole.to(gl.float32) * _beside(factor, whole) - _beside(origin, whole))
+    weight = gl.exp2(whole.to(gl.float32) * beside(factor, whole) - beside(origin, whole))
     parts = gl.convert_layout(gl.sum(gl.sum(weight, 1), 2), THREAD, assert_trivial=True)
     if C.PV8:
         parts = parts * gl.exp2(-logs)[None, :]
@@ -182,33 +159,30 @@ def whole_tile(scores, highest, met, q_factor, pv_skip, keys, logs, C, SKIP: gl.
 
 @gluon.jit
 def masked_tile(
-    scores, highest, met, q_factor, shift, factors, keys_at, starts, stage, valid, last, k_position_ptr, position_at, N,
-    C, TAKEN: gl.constexpr, SKIP: gl.constexpr, BASE: gl.constexpr,
+    scores, highest, met, q_factor, shift, of_tokens, starts, stage, valid, last, k_position_ptr, position_at, N, C,
+    SKIP: gl.constexpr, BASE: gl.constexpr,
 ):  # fmt: skip
-    """The softmax over a tile with a scale for each key, and masks."""
+    """The softmax over a tile with a scale for each key, and masks; `shift` is what smoothing took from other tiles."""
     SCORES: gl.constexpr = scores.type.layout
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    slot = read(starts, stage, 4) + gl.arange(0, C.BLOCK_N, layout=gl.SliceLayout(0, SCORES))
-    factor = gl.load(factors[2] + keys_at + slot, mask=slot < N, other=0.0)
-    scores = scores.to(gl.float32) * factor[None, :] * q_factor[:, None]
-    if TAKEN:
-        scores = scores - shift[:, None]
+    COLUMN: gl.constexpr = gl.SliceLayout(0, SCORES)
+    scores = scores.to(gl.float32) * of_tokens.index(stage).load(COLUMN)[None, :] * q_factor[:, None]
     if C.PV8:
-        logs = gl.load(factors[4] + keys_at + slot, mask=slot < N, other=0.0)
+        logs = of_tokens.index(C.STAGES + stage).load(COLUMN)
         scores = scores + logs[None, :]
     scores = masked_scores(scores, last, starts, stage, valid, k_position_ptr, position_at, N, C)
     LAYOUT: gl.constexpr = by_thread(scores).type.layout
     THREAD: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))
-    row = gl.maximum(of_rows(highest, ROW), row_max(scores, ROW))
-    new = _of_threads(row, THREAD)
+    row = gl.maximum(of_rows(highest, ROW), row_max(scores, ROW) - shift)
+    new = of_threads(row, THREAD)
     if SKIP:
+        logits = scores
         if C.PV8:
-            met = gl.maximum(met, _of_threads(row_max(scores - logs[None, :], ROW), THREAD))
-        else:
-            met = gl.maximum(met, _of_threads(row_max(scores, ROW), THREAD))
-    weight = gl.exp2(scores - (row - BASE)[:, None])
+            logits = scores - logs[None, :]
+        met = gl.maximum(met, of_threads(row_max(logits, ROW) - shift, THREAD))
+    weight = gl.exp2(scores - (row + shift - BASE)[:, None])
     if C.PV8:
-        parts = by_thread(weight * gl.exp2(-logs)[None, :])
+        parts = by_thread(weight * of_tokens.index(2 * C.STAGES + stage).load(COLUMN)[None, :])
     else:
         parts = by_thread(weight)
     parts = gl.convert_layout(gl.sum(gl.sum(parts, 1), 2), THREAD, assert_trivial=True)
@@ -220,5 +194,5 @@ def promoted(result, relative, highest, sums):
     """The sums of all tiles, relative to `highest`, from those relative to `relative` and the last ones."""
     LAYOUT: gl.constexpr = result.type.layout
     x = by_thread(result)
-    x = x * _beside(gl.exp2(relative - highest), x)
+    x = x * beside(gl.exp2(relative - highest), x)
     return gl.convert_layout(x.reshape([64, result.shape[1]]), LAYOUT, assert_trivial=True) + sums

@@ -69,12 +69,12 @@ def int8_key_tiles(
 
 
 def fp8_value_tiles(v: Tensor, index: Tensor | None, tile: int) -> tuple[Tensor, Tensor, Tensor]:
-    """fp8 `[B, 2 * H, D, slots]` of `v`, log2 of the scales of groups `[B, H, tiles, 4]` and tokens `[B, H, slots]` fp32.
+    """fp8 `[B, 2 * H, D, slots]` of `v`, log2 of groups' scales `[B, H, tiles, 4]`, and of tokens' `[B, 2 * H, slots]`, fp32.
 
     Values are `[D, slots]`, as Hopper's 8-bit products want their second operand, with zeros up to a multiple of 16 slots.
     Every 16 stand in the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15: a thread that holds weights as the product of
     queries and keys left them in registers then holds them as the product with values takes them. Logarithms stay in
-    the order of slots.
+    the order of slots; after those of tokens, as heads H to 2H - 1, come the scales' inverses.
 
     Args:
         v: `[B, Hkv, N, D]`; `Hkv` divides `H`.
@@ -138,7 +138,8 @@ def fp8_value_tiles_reference(v: Tensor, index: Tensor | None, tile: int) -> tup
     # [B, 2 * H, slots / 16, 2, 4, 2, D]
     values = pad(values, (0, 0, 0, -slots % GROUP)).unflatten(2, (-1, 2, 4, 2))
     values = values.permute(0, 1, 6, 2, 4, 3, 5).flatten(3).contiguous()
-    return values.view(torch.float8_e4m3fn), tile_scale.log2(), token_scale.log2()
+    of_tokens = torch.cat((token_scale.log2(), 1 / token_scale), 1)
+    return values.view(torch.float8_e4m3fn), tile_scale.log2(), of_tokens
 
 
 def _check(x: Tensor, tile: int = 64) -> None:

@@ -34,7 +34,7 @@ def int8_key_tiles_triton(
     D = k.shape[-1]
     B, H, slots = k.shape[:3] if index is None else index.shape
     values = torch.empty((B, 2 * H, slots, D), dtype=torch.int8, device=k.device)
-    tile_scale, token_scale = _scales(k, B, H, slots, tile)
+    tile_scale, token_scale = _scales(k, B, H, H, slots, tile)
     _launch(tile_rotation_triton.key_kernel, k, index, mean, values, tile_scale, token_scale, tile, D**-0.5)
     return values, tile_scale, token_scale
 
@@ -44,42 +44,38 @@ def fp8_value_tiles_triton(v: Tensor, index: Tensor | None, tile: int) -> tuple[
     B, H, slots = v.shape[:3] if index is None else index.shape
     wide = cdiv(slots, GROUP) * GROUP
     values = torch.empty((B, 2 * H, v.shape[-1], wide), dtype=torch.uint8, device=v.device)
-    tile_log2, token_log2 = _scales(v, B, H, slots, tile)
+    tile_log2, of_tokens = _scales(v, B, H, 2 * H, slots, tile)
     _launch(
-        tile_values_triton.value_kernel, v, index, None, values.view(torch.int32), tile_log2, token_log2, tile,
+        tile_values_triton.value_kernel, v, index, None, values.view(torch.int32), tile_log2, of_tokens, tile,
         HARDWARE=converts_to_fp8(v),
     )  # fmt: skip
-    return values.view(torch.float8_e4m3fn), tile_log2, token_log2
+    return values.view(torch.float8_e4m3fn), tile_log2, of_tokens
 
 
-def rows_of(head_dim: int, *, queries: bool) -> tuple[int, int]:
-    """Slots at a time, of keys and values a tile or two, and warps: at most 64 sums a thread, so that several fit."""
-    rows = 64 if queries else 128
-    return rows, max(rows * head_dim // 2048, 4)
+def rows_of(head_dim: int, *, rotates: bool, queries: bool) -> tuple[int, int]:
+    """Slots at a time, of keys and values a tile or two, and warps."""
+    if queries:
+        return 64, 4
+    return 128, 4 if rotates else max(head_dim // 16, 4)
 
 
-def options_of(
-    warps: int, itemsize: int, *, queries: bool = False, rotates: bool = True, cuda: bool = True
-) -> dict[str, int]:
+def options_of(warps: int, itemsize: int, *, cuda: bool = True) -> dict[str, int]:
     """Of a launch. Of three stages the last tokens are on their way while these are rotated; of two, none are."""
-    options = {"num_warps": warps, "num_stages": 3 if itemsize == 2 and cuda else 2}
-    if itemsize == 2 and cuda and not queries:
-        options["maxnreg"] = 128 if rotates else 80  # two or three programs of 8 warps on a multiprocessor
-    return options
+    return {"num_warps": warps, "num_stages": 3 if itemsize == 2 and cuda else 2}
 
 
-def _resident(x: Tensor, warps: int, queries: bool) -> int:
-    """Programs that run at once."""
-    per_multiprocessor = 3 if queries else 16 // warps
+def _resident(x: Tensor, queries: bool) -> int:
+    """Programs that rotate at once."""
+    per_multiprocessor = 3 if queries else 4
     if not x.is_cuda:
         return per_multiprocessor
     return per_multiprocessor * torch.cuda.get_device_properties(x.device).multi_processor_count
 
 
-def _scales(x: Tensor, B: int, H: int, slots: int, tile: int) -> tuple[Tensor, Tensor]:
-    """Of groups and of tokens."""
+def _scales(x: Tensor, B: int, H: int, of_tokens: int, slots: int, tile: int) -> tuple[Tensor, Tensor]:
+    """Of groups, and `of_tokens` heads of those of tokens."""
     tile_scale = torch.empty((B, H, cdiv(slots, tile), 4), dtype=torch.float32, device=x.device)
-    return tile_scale, torch.empty((B, H, slots), dtype=torch.float32, device=x.device)
+    return tile_scale, torch.empty((B, of_tokens, slots), dtype=torch.float32, device=x.device)
 
 
 def _launch(
@@ -92,16 +88,14 @@ def _launch(
     if index is not None and index.stride(-1) != 1:
         index = index.contiguous()
     D, means = x.shape[-1], () if mean is None else (mean.contiguous(), H // mean.shape[1])
-    rows, warps = rows_of(D, queries=tile is None)
+    rows, warps = rows_of(D, rotates=bool(numbers), queries=tile is None)
     parts, steps = cdiv(slots, rows), 1
     if numbers:
-        at_once = _resident(x, warps, tile is None)
+        at_once = _resident(x, tile is None)
         times = cdiv(parts * B * H, at_once * _STEPS)
         steps = cdiv(parts, max(at_once * times // (B * H), 1))
         numbers = (steps, *numbers)
-    options = options_of(
-        warps, x.element_size(), queries=tile is None, rotates=bool(numbers), cuda=torch.version.hip is None
-    )
+    options = options_of(warps, x.element_size(), cuda=torch.version.hip is None)
     tiles = {} if tile is None else {"TILE": tile}
     with device_of(x):
         kernel[(cdiv(parts, steps), H, B)](

@@ -22,8 +22,8 @@ def _fp8_scale(largest):
 
 
 @triton.jit
-def _values_at(source, slot, inside, log2_at, D: tl.constexpr):
-    """Values in slots `[ROWS]`, their largest entries, and the scales of tokens, whose logarithms are stored."""
+def _values_at(source, slot, inside, at, inverse_at, D: tl.constexpr):
+    """Values in slots `[ROWS]`, their largest entries, and the inverse scales of tokens, which are stored, as are logarithms."""
     x_ptr, x_strides, index_ptr, index_strides, b, h, heads_per_source = source
     dims = tl.arange(0, D)[None, :]
     x, there = read_tokens(
@@ -31,8 +31,10 @@ def _values_at(source, slot, inside, log2_at, D: tl.constexpr):
     )
     largest = largest_of(x)
     scale = _fp8_scale(largest)
-    tl.store(log2_at, tl.log2(scale), mask=inside)
-    return x, largest, scale
+    inverse = inverse_of(scale)
+    tl.store(at, tl.log2(scale), mask=inside)
+    tl.store(at + inverse_at, tl.reshape(inverse, slot.shape), mask=inside)
+    return x, largest, inverse
 
 
 @triton.jit
@@ -61,7 +63,7 @@ def _codes(x0, x1, x2, x3, HARDWARE: tl.constexpr):
 
 @triton.jit
 def value_kernel(
-    x_ptr, index_ptr, mean_ptr, heads_per_mean, values_ptr, tile_log2_ptr, token_log2_ptr, x_strides, index_strides,
+    x_ptr, index_ptr, mean_ptr, heads_per_mean, values_ptr, tile_log2_ptr, of_tokens_ptr, x_strides, index_strides,
     slots, heads_per_source, D: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     h, b = tl.program_id(1), tl.program_id(2)
@@ -70,12 +72,13 @@ def value_kernel(
     # Four places in a row hold slots of one group, `slot` and those 1, 8 and 9 later: they turn over as one number.
     four = tl.program_id(0) * (ROWS // 4) + tl.arange(0, ROWS // 4)
     slot = four // 4 * 16 + four % 4 * 2
-    left, at = slots - slot, token_log2_ptr + head * slots + slot
+    left, at = slots - slot, of_tokens_ptr + (head + b.to(tl.int64) * H) * slots + slot
+    further = H.to(tl.int64) * slots
     source = x_ptr, x_strides, index_ptr, index_strides, b, h, heads_per_source
-    x0, largest0, scale0 = _values_at(source, slot, left > 0, at, D)
-    x1, largest1, scale1 = _values_at(source, slot + 1, left > 1, at + 1, D)
-    x2, largest2, scale2 = _values_at(source, slot + 8, left > 8, at + 8, D)
-    x3, largest3, scale3 = _values_at(source, slot + 9, left > 9, at + 9, D)
+    x0, largest0, inverse0 = _values_at(source, slot, left > 0, at, further, D)
+    x1, largest1, inverse1 = _values_at(source, slot + 1, left > 1, at + 1, further, D)
+    x2, largest2, inverse2 = _values_at(source, slot + 8, left > 8, at + 8, further, D)
+    x3, largest3, inverse3 = _values_at(source, slot + 9, left > 9, at + 9, further, D)
     largest = tl.maximum(tl.maximum(largest0, largest1), tl.maximum(largest2, largest3))
     tile_scale = _fp8_scale(of_groups(largest, ROWS // 4, TILE // 4, 1))
     store_groups(tile_log2_ptr, tl.log2(tile_scale), head, tl.program_id(0), slots, ROWS, TILE)
@@ -85,8 +88,7 @@ def value_kernel(
     for copy in tl.static_range(2):
         if copy == 1:
             codes = _codes(
-                x0 * inverse_of(scale0), x1 * inverse_of(scale1), x2 * inverse_of(scale2), x3 * inverse_of(scale3),
-                HARDWARE,
+                x0 * inverse0, x1 * inverse1, x2 * inverse2, x3 * inverse3, HARDWARE,
             )  # fmt: skip
         else:
             codes = _codes(x0 * inverse, x1 * inverse, x2 * inverse, x3 * inverse, HARDWARE)
