@@ -72,7 +72,9 @@ def test_plan_round_trips_through_flex(start: int) -> None:
     trace = bs.pbs_attn(0.5, block=16, S=64, executor=bs.ReferenceExecutor()).trace(q[:, :, start:], k, v)
     block_mask = flex.to_flex(trace.mask)
     assert torch.equal(block_mask.to_dense().bool(), trace.mask.keep)
-    assert torch.equal(flex.plan_from_flex(block_mask).to_dense(), trace.mask.keep)
+    plan = flex.plan_from_flex(block_mask)
+    assert plan.index.dtype == bs.BlockPlan.of(trace.mask).index.dtype
+    assert torch.equal(plan.to_dense(), trace.mask.keep)
 
 
 def test_flex_mask_is_right_even_uncompiled() -> None:

@@ -33,6 +33,7 @@ def compile_sparse_attention(
     pv_skip: bool = False,
     int8_qk: bool = False,
     fp8_pv: bool = False,
+    index: str = "i16",
 ) -> triton.compiler.CompiledKernel:
     itemsize = {"fp16": 2, "bf16": 2, "fp32": 4}[dtype]
     config = portable(block, block, head_dim, itemsize)
@@ -56,7 +57,8 @@ def compile_sparse_attention(
         "q_ptr": f"*{q_dtype}", "k_source": source_type(q_dtype), "v_source": source_type(v_dtype),
         "out_ptr": f"*{dtype}", "lse_ptr": "*fp32",
         **{f"{name}_ptr": "*i32" for name in (
-            "full_count", "partial_count", "index", "q_position", "k_position", "k_copy")},
+            "full_count", "partial_count", "q_position", "k_position", "k_copy")},
+        "index_ptr": f"*{index}",
         **{f"{name}_ptr": "*fp32" for name in ("pv_skip", "q_scale", "k_scale", "v_scale")},
         **{f"{name}_strides": ("i32",) * 3 for name in ("q", "k", "v", "out")},
         **{f"{name}_strides": ("i32",) * 2 for name in (
@@ -87,7 +89,7 @@ def compile_sparse_attention(
 
 def compile_hopper(
     tiles: HopperTiles, dtype: str, head_dim: int, q_block: int, k_block: int, *, causal: bool, in_order: bool,
-    eight: str | None = None,
+    eight: str | None = None, index: str = "i16",
 ) -> triton.compiler.CompiledKernel:  # fmt: skip
     """A kernel for Hopper, as its launch function launches it; `eight` is the type of values beside int8 keys."""
     kernel = (sparse_attention_hopper if eight is None else int8_attention_hopper)._kernel
@@ -116,7 +118,8 @@ def compile_hopper(
         "v_source": source_type("fp8e4nv", padded, piece) if eight == "fp8e4nv" else halves,
         "out_target": source_type(dtype, 64, 64), "lse_ptr": "*fp32", "scale_log2": "fp32",
         **{f"{name}_ptr": "*i32" for name in (
-            "full_count", "partial_count", "index", "q_position", "k_position", "queue")},
+            "full_count", "partial_count", "q_position", "k_position", "queue")},
+        "index_ptr": f"*{index}",
         **{f"{name}_ptr": "*fp32" for name in ("k_tile", "v_tile", "pv_skip")},
         **{f"{name}_source": numbers_type(64 * tiles.consumers) for name in ("q_scale", "taken")},
         **{f"{name}_source": numbers_type(tiles.block_n) for name in ("k_token", "v_token")},
@@ -148,8 +151,9 @@ def main() -> int:
         (tuned_int8(64, 64, 64, True), "fp16", 64, 64, 64, False, False, "fp8e4nv"),
         (tuned_int8(64, 128, 64, False), "fp16", 64, 128, 64, True, True, "fp16"),
     ):
+        index = "i32" if k_block == 256 else "i16"  # lists of both types
         kernel = compile_hopper(
-            tiles, dtype, head_dim, q_block, k_block, causal=causal, in_order=in_order, eight=eight
+            tiles, dtype, head_dim, q_block, k_block, causal=causal, in_order=in_order, eight=eight, index=index
         )
         found = {
             name: kernel.asm["ptx"].count(name)
@@ -158,7 +162,7 @@ def main() -> int:
         fits = kernel.metadata.shared <= 227 * 1024 // tiles.per_sm
         failed += not (fits and all(found.values()))
         print(
-            f"sm_90 {tiles} {dtype} D={head_dim} blocks={q_block}x{k_block} 8-bit={eight}: {found}, {kernel.metadata.shared} B shared"
+            f"sm_90 {tiles} {dtype} D={head_dim} blocks={q_block}x{k_block} 8-bit={eight} lists={index}: {found}, {kernel.metadata.shared} B shared"
         )
     for name, target in TARGETS.items():
         with_tma = (False, True) if name in ("sm_90", "sm_100") else (False,)
@@ -170,13 +174,14 @@ def main() -> int:
             ("fp32", 64, 128),
         ):
             for tma in with_tma:
-                kernel = compile_sparse_attention(target, dtype, head_dim, block, tma)
+                index = "i32" if head_dim == 80 else "i16"  # lists of both types
+                kernel = compile_sparse_attention(target, dtype, head_dim, block, tma, index=index)
                 text = kernel.asm[TEXT[target.backend]]
                 found = text.count(MATRIX_INSTRUCTION[name])
                 expected = dtype != "fp32"  # exact fp32 products run on the ordinary units
                 failed += expected and not found
                 print(
-                    f"{name} {dtype} D={head_dim} block={block} tma={tma}: {found} x {MATRIX_INSTRUCTION[name]}, {kernel.metadata.shared} B shared"
+                    f"{name} {dtype} D={head_dim} block={block} tma={tma} lists={index}: {found} x {MATRIX_INSTRUCTION[name]}, {kernel.metadata.shared} B shared"
                 )
         for head_dim, pv_skip, int8_qk, fp8_pv in (
             (128, True, False, False),

@@ -30,7 +30,7 @@ TYPES: dict[str, Any] = {
     **{f"{name}_ptr": "*i1" for name in ("forced", "keep", "k_whole", "own")},
     **{f"{name}_ptr": "*fp32" for name in ("values", "logits", "q", "k")},
     **{f"{name}_ptr": "*fp64" for name in ("mass", "share")},
-    **{f"{name}_ptr": "*i32" for name in ("full_count", "partial_count", "index", "seen", "q_last", "k_first")},
+    **{f"{name}_ptr": "*i32" for name in ("full_count", "partial_count", "seen", "q_last", "k_first")},
     **{
         f"{name}_ptr": "*i32"
         for name in ("heaviest", "lightest", "ticks", "bounds", "last_bounds", "ties", "before")
@@ -48,11 +48,12 @@ TYPES: dict[str, Any] = {
 
 
 def compile_kernel(
-    target: GPUTarget, kernel: Any, *, rows: int, cols: int, warps: int, **constants: Any
+    target: GPUTarget, kernel: Any, *, rows: int, cols: int, warps: int, index: str = "i16", **constants: Any
 ) -> triton.compiler.CompiledKernel:
+    types = {**TYPES, "index_ptr": f"*{index}"}
     constants = {"CAUSAL": True, "ROWS": rows, "COLS": cols, "CHUNKS": 1, **constants}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    signature = {name: "constexpr" if name in constants else TYPES[name] for name in kernel.arg_names}
+    signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
     values: dict[tuple[int, ...], Any] = {}
     aligned: list[tuple[int, ...]] = []
     for i, name in enumerate(kernel.arg_names):
@@ -87,7 +88,7 @@ def main() -> int:
                 ("top_cdf last dropped", top_cdf_triton._kernel, {**search, "CROSSING": False, "forced_ptr": None, "forced_strides": None}),
                 ("top_k share", top_k_triton._kernel, {**search, **k_share}),
                 ("products", block_products_triton._kernel, {"rows": 1, "cols": 64, "warps": 4, "TILE": 64, "SKIPS": True, "PRECISION": "tf32x3" if target.backend == "cuda" else "ieee"}),
-                ("lists", block_lists_triton._kernel, {"rows": 1, "cols": min(wide, 2048), "warps": 4, "CHUNKS": max(1, wide // 2048)}),
+                ("lists", block_lists_triton._kernel, {"rows": 1, "cols": min(wide, 2048), "warps": 4, "CHUNKS": max(1, wide // 2048), "index": "i16" if cols < 2**15 else "i32"}),
                 ("softmax", block_softmax_triton._kernel, {"rows": 1, "cols": min(wide, 8192), "warps": 4, "CHUNKS": max(1, wide // 8192), "SEGMENT": 256, "seen_ptr": None, "seen_strides": None}),
                 ("prefix softmax", block_softmax_triton._kernel, {"rows": 1, "cols": min(wide, 8192), "warps": 4, "CHUNKS": max(1, wide // 8192), "SEGMENT": None, "positions": None, "position_strides": None, "own_ptr": None, "own_strides": None}),
                 *((f"global_top_cdf{part.__name__}", part, {"rows": 4096 // min(wide, 4096), "cols": min(wide, 4096), "warps": 4, "TILE": 4096, "CROSSING": True}) for part in PARTS),

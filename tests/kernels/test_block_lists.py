@@ -10,7 +10,7 @@ from torch import Tensor
 
 import blocksparse as bs
 from blocksparse.executors.block_plan import BlockPlan
-from blocksparse.kernels.block_lists import block_lists, block_lists_reference
+from blocksparse.kernels.block_lists import block_lists, block_lists_reference, index_dtype
 from blocksparse.testing import make_qkv
 
 pytest.importorskip("triton")
@@ -26,8 +26,9 @@ def assert_same(keep: Tensor, grid: bs.Grid) -> None:
     want = block_lists_reference(keep, grid)
     for got in (kernel.block_lists_triton(keep, grid), block_lists(keep, grid)):
         for a, b in zip(got, want, strict=True):
-            assert a.dtype == torch.int32
+            assert a.dtype == b.dtype
             assert torch.equal(a, b)
+        assert [x.dtype for x in got] == [torch.int32, torch.int32, index_dtype(keep.shape[-1])]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
@@ -50,6 +51,21 @@ def test_shared_and_strided_masks(device: str) -> None:
     keep = random_keep(make_grid("in order", device), 0.5, device)
     assert_same(keep.transpose(2, 3).contiguous().transpose(2, 3), make_grid("in order", device))
     assert_same(keep[:, :1].expand(keep.shape), make_grid("in order", device))
+
+
+@pytest.mark.parametrize(("cols", "dtype"), [(32767, torch.int16), (32768, torch.int32)])
+def test_lists_are_int16_while_it_holds_every_block(cols: int, dtype: torch.dtype, device: str) -> None:
+    """One row over blocks of one key; what other kernels take is int32 either way."""
+    assert index_dtype(cols) == dtype
+    q, k, _ = make_qkv(N=cols, M=1, Hq=1, Hkv=1, D=4, device=device)
+    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), q_block=1, k_block=1, causal=True)
+    keep = random_keep(grid, 0.5, device) | grid.diagonal
+    assert_same(keep, grid)
+    plan = BlockPlan.of(bs.BlockMask(keep, grid))
+    assert plan.index.dtype == dtype
+    assert plan.index.max() == cols - 1
+    assert plan.full_index.dtype == plan.partial_index.dtype == torch.int32
+    assert torch.equal(plan.to_dense(), keep)
 
 
 def test_plan_by_hand(device: str) -> None:

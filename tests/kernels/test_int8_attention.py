@@ -128,6 +128,7 @@ def test_kernel(
     for _ in range(3):
         assert torch.equal(int8_attention(*call)[0], out)  # a difference would be a race
     assert torch.equal(int8_attention(*call[:-3], False, False, q.dtype)[0], out)  # positions read
+    assert torch.equal(int8_attention(*call[:5], call[5].int(), *call[6:])[0], out)
 
 
 @needs_hopper

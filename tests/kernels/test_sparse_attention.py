@@ -73,6 +73,16 @@ def test_lengths(N: int, dtype: torch.dtype, device: str) -> None:
     assert_right(arguments(q, k, v, block=64))
 
 
+def test_lists_of_either_type(device: str) -> None:
+    """The same bits, also where a block's number fits int16 and that of its tile does not."""
+    q, k, v = make_qkv(N=600_000, M=1, Hq=1, Hkv=1, D=16, dtype=torch.float16, device=device)
+    call = arguments(q, k, v, block=64, keep=0.002, config=TritonTiles(64, 16, 4, 2))
+    assert call[5].dtype == torch.int16
+    assert call[5][0, 0, 0, call[3].item() - 1].item() * 4 > 2**15
+    for a, b in zip(sparse_attention(*call), sparse_attention(*call[:5], call[5].int(), *call[6:]), strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("group", [1, 3, 4, 7])
 def test_groups(group: int, device: str) -> None:
@@ -395,6 +405,8 @@ def test_hopper(
     assert torch.equal(again, out)  # a tile is computed in one order: a difference would be a race
     by_position, _ = sparse_attention(*call[:15], False, False)
     assert torch.equal(by_position, out)
+    longer_lists, _ = sparse_attention(*call[:5], plan.index.int(), *call[6:])
+    assert torch.equal(longer_lists, out)
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")
@@ -490,3 +502,5 @@ def test_compiles_ahead_of_time() -> None:
     for target in ("sm_90", "sm_100"):
         assert f"{target} D=128 pv_skip=True int8_qk=True fp8_pv=True" in printed
     assert "sm_90 HopperTiles(consumers=1, block_n=128, num_stages=2, per_sm=2) fp16 D=64" in printed
+    for kind in ("None lists=i16", "None lists=i32", "fp8e4nv lists=i16", "bf16 lists=i32"):
+        assert f"8-bit={kind}" in printed

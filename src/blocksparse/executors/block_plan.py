@@ -19,12 +19,12 @@ class BlockPlan:
 
     One list per row, both parts ascending. Shapes are static and nothing is read back to the host; entries past
     a row's counts have no meaning, but are in range. FlexAttention's `BlockMask` and flash-attn-4's
-    `BlockSparseTensorsTorch` take the two parts as lists of their own: `full_index` and `partial_index`.
+    `BlockSparseTensorsTorch` take the two parts as int32 lists of their own: `full_index` and `partial_index`.
     """
 
     full_count: Tensor  # [B, H, rows] int32; H is Hq, or Hkv where query heads share one mask
     partial_count: Tensor  # [B, H, rows] int32
-    index: Tensor  # [B, H, rows, cols] int32
+    index: Tensor  # [B, H, rows, cols] int16, or int32 from 32768 columns on
     q_block: int
     k_block: int
 
@@ -35,15 +35,15 @@ class BlockPlan:
 
     @property
     def full_index(self) -> Tensor:
-        """Full blocks from entry 0 on, `[B, H, rows, cols]` int32: the one list serves as it is."""
-        return self.index
+        """Full blocks from entry 0 on, `[B, H, rows, cols]` int32: the one list serves."""
+        return self.index.int()
 
     @property
     def partial_index(self) -> Tensor:
         """Partial blocks from entry 0 on, `[B, H, rows, cols]` int32; a copy."""
         cols = self.index.shape[-1]
         place = torch.arange(cols, device=self.index.device) + self.full_count.unsqueeze(-1)
-        return self.index.gather(-1, place.clamp_max(cols - 1))
+        return self.index.gather(-1, place.clamp_max(cols - 1)).int()
 
     def to_dense(self) -> Tensor:
         """Every listed block, `[B, H, rows, cols]` bool."""

@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.block_plan import BlockPlan
 from blocksparse.executors.executor import Executor
+from blocksparse.kernels.block_lists import index_dtype
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.selectors.block_mask import BlockMask
 
@@ -123,7 +124,7 @@ def plan_from_flex(block_mask: flex.BlockMask) -> BlockPlan:
     cols = block_mask.kv_indices.shape[-1]
     after_full = torch.arange(cols, device=full_count.device) - full_count.unsqueeze(-1)
     partial_index = block_mask.kv_indices.gather(-1, after_full.clamp_min(0).long())
-    index = block_mask.full_kv_indices.where(after_full < 0, partial_index)
+    index = block_mask.full_kv_indices.where(after_full < 0, partial_index).to(index_dtype(cols))
     return BlockPlan(full_count, partial_count, index, *block_mask.BLOCK_SIZE)
 
 

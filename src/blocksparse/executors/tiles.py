@@ -93,7 +93,7 @@ class HopperTiles:
         return reasons + self.too_large(q.shape[-1], v.shape[-1]) + self.too_many(q, q_block)
 
     def too_large(self, D: int, Dv: int, *, qk_bytes: int = 2, pv_bytes: int = 2) -> list[str]:
-        """Of one program: two buffers of queries, the stages, the output, scales, barriers, and what CUDA reserves."""
+        """Of a program: two buffers of queries, the stages, the output, scales, barriers, and what CUDA reserves."""
         of_keys, of_values = (64 if x <= 64 else 128 for x in (D, Dv))
         queries, keys = 64 * self.consumers, self.num_stages * self.block_n
         needed = qk_bytes * of_keys * (2 * queries + keys) + pv_bytes * of_values * keys + 2 * queries * of_values
@@ -154,5 +154,5 @@ def portable(q_block: int, k_block: int, head_dim: int, itemsize: int) -> Triton
     large = itemsize <= 2 and 128 < row_bytes <= 256
     limit = 128 if large else 64 if row_bytes <= 512 else 32
     block_m, block_n = (min(block & -block, limit) for block in (q_block, k_block))
-    stages = 4 if itemsize <= 2 and row_bytes <= 128 else 2
+    stages = 3 if itemsize <= 2 and row_bytes <= 128 else 2  # Triton 3.6 fails on AMD GPUs with 4 and int16 lists
     return TritonTiles(block_m, block_n, num_warps=8 if block_m == 128 else 4, num_stages=stages)

@@ -14,12 +14,17 @@ from torch import Tensor
 from blocksparse.kernels.block_grid import BlockGrid
 
 
+def index_dtype(cols: int) -> torch.dtype:
+    """That of lists over `cols` blocks. They are as large as the mask: int16 where it holds every block's number."""
+    return torch.int16 if cols < 2**15 else torch.int32
+
+
 def block_lists(keep: Tensor, grid: BlockGrid) -> tuple[Tensor, Tensor, Tensor]:
     """Full blocks and partial blocks of each row of `keep` `[B, H, rows, cols]` bool.
 
     Returns:
-        `full_count` and `partial_count` `[B, H, rows]`, `index` `[B, H, rows, cols]`, int32. Entries of `index` past
-        both counts are zeros, so that a kernel may load ahead.
+        `full_count` and `partial_count` `[B, H, rows]` int32, `index` `[B, H, rows, cols]` of `index_dtype(cols)`.
+        Entries of `index` past both counts are zeros, so that a kernel may load ahead.
     """
     if keep.is_cuda:
         from blocksparse.kernels.block_lists_triton import block_lists_triton
@@ -33,6 +38,7 @@ def block_lists_reference(keep: Tensor, grid: BlockGrid) -> tuple[Tensor, Tensor
     full = keep & grid.full
     full_count, count = full.sum(-1, dtype=torch.int32), keep.sum(-1, dtype=torch.int32)
     group = keep.to(torch.uint8) + full  # dropped, partial, full
-    index = group.argsort(dim=-1, descending=True, stable=True).int()
-    listed = torch.arange(keep.shape[-1], device=keep.device) < count.unsqueeze(-1)
+    cols = keep.shape[-1]
+    index = group.argsort(dim=-1, descending=True, stable=True).to(index_dtype(cols))
+    listed = torch.arange(cols, device=keep.device) < count.unsqueeze(-1)
     return full_count, count - full_count, index.masked_fill(~listed, 0)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from blocksparse.kernels.block_grid import BlockGrid
 from blocksparse.kernels.block_grid_triton import full_blocks, positions, rows_at, strides, tile
+from blocksparse.kernels.block_lists import index_dtype
 from blocksparse.kernels.hardware import device_of
 
 _TILE = 2048  # blocks at a time; fewer than 2^15
@@ -18,7 +19,7 @@ _PER_THREAD = 16
 def block_lists_triton(keep: Tensor, grid: BlockGrid) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the kernel; arguments as of `block_lists`."""
     B, H, rows, cols = keep.shape
-    index = torch.empty(keep.shape, dtype=torch.int32, device=keep.device)
+    index = torch.empty(keep.shape, dtype=index_dtype(cols), device=keep.device)
     full_count, partial_count = torch.empty((2, B, H, rows), dtype=torch.int32, device=keep.device)
     wide = min(triton.next_power_of_2(cols), _TILE)
     high = min(triton.next_power_of_2(rows), max(1, 512 // wide))
@@ -82,6 +83,7 @@ def _kernel(
     tl.store(full_count_ptr + out_row, full_count, mask=there)
     tl.store(partial_count_ptr + out_row, partial_count, mask=there)
 
+    INDEX: tl.constexpr = index_ptr.dtype.element_ty
     index_at = index_ptr + out_row * cols
     full_place = tl.zeros([ROWS, 1], tl.int32) - 1
     partial_place = full_count - 1
@@ -95,7 +97,8 @@ def _kernel(
         )  # fmt: skip
         seen = tl.cumsum(full + (partial << 16), 1)  # two counts in one scan
         place = tl.where(full != 0, full_place + (seen & 0xFFFF), partial_place + (seen >> 16))
-        tl.store(index_at + place, tl.broadcast_to(at, [ROWS, COLS]), mask=(full + partial) != 0)
-        tl.store(index_at + at, tl.zeros([ROWS, COLS], tl.int32), mask=inside & (at >= listed))
+        block = tl.broadcast_to(at.to(INDEX), [ROWS, COLS])
+        tl.store(index_at + place, block, mask=(full + partial) != 0)
+        tl.store(index_at + at, tl.zeros([ROWS, COLS], INDEX), mask=inside & (at >= listed))
         full_place += tl.sum(full, 1, keep_dims=True)
         partial_place += tl.sum(partial, 1, keep_dims=True)

@@ -74,7 +74,8 @@ def _turn(pieces, first, t, p, C):
 @gluon.jit
 def _start(block, pieces, turn, C):
     """First slot of a piece of `block`; slot 0 where the list is empty."""
-    return gl.where(pieces > 0, block * C.K_SPLIT + turn % C.K_SPLIT, 0) * (C.BLOCK_N // C.PIECES)
+    # Lists may be int16. Widened here, not where they are read: blocks are read ahead, and nothing may wait for them.
+    return gl.where(pieces > 0, block.to(gl.int32) * C.K_SPLIT + turn % C.K_SPLIT, 0) * (C.BLOCK_N // C.PIECES)
 
 
 @gluon.jit

@@ -25,7 +25,7 @@ def int8_attention(
     v: Tensor,  # [B, Hk, N, D], or fp8 [B, 2 * Hk, D, N up to a multiple of 16]
     full_count: Tensor,  # [B|1, Hm, rows] int32; Hm divides Hq
     partial_count: Tensor,  # [B|1, Hm, rows] int32
-    index: Tensor,  # [B|1, Hm, rows, cols] int32, a row's full blocks, then its partial blocks
+    index: Tensor,  # [B|1, Hm, rows, cols] int16 or int32, a row's full blocks, then its partial blocks
     q_position: Tensor,  # [B|1, Hq|1, rows * q_block] int32, original positions by place, -1 where empty
     k_position: Tensor,  # [B|1, Hk|1, cols * k_block] int32
     q_scale: Tensor,  # [B, Hq, M] fp32

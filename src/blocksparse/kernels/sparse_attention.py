@@ -34,7 +34,7 @@ def sparse_attention(
     v: Tensor,  # [B, Hk, N, Dv]
     full_count: Tensor,  # [B|1, Hm, rows] int32; Hm divides Hq
     partial_count: Tensor,  # [B|1, Hm, rows] int32
-    index: Tensor,  # [B|1, Hm, rows, cols] int32, a row's full blocks, then its partial blocks
+    index: Tensor,  # [B|1, Hm, rows, cols] int16 or int32, a row's full blocks, then its partial blocks
     q_position: Tensor,  # [B|1, Hq|1, rows * q_block] int32, original positions by place, -1 where empty
     k_position: Tensor,  # [B|1, Hk|1, cols * k_block] int32
     q_block: int,

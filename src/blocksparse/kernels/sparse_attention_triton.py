@@ -252,7 +252,7 @@ def _kernel(
 
     full_count = tl.load(full_count_ptr + count_at)
     for i in range(full_count * K_SPLIT):
-        block = tl.load(index_ptr + index_at + i // K_SPLIT)
+        block = tl.load(index_ptr + index_at + i // K_SPLIT).to(tl.int32)
         start = (block * K_SPLIT + i % K_SPLIT) * BLOCK_N
         k_tile = _block(k_source, k_strides, b, h_copy, start, within, dims, N, D, BLOCK_D, False, TMA)
         k_factor = _factors(k_scale_ptr, k_scale_at + start + within, within >= 0, False)
@@ -269,7 +269,7 @@ def _kernel(
     k_position_at = b.to(tl.int64) * k_position_strides[0] + h_key.to(tl.int64) * k_position_strides[1]
     index_at += full_count
     for i in range(tl.load(partial_count_ptr + count_at) * K_SPLIT):
-        block = tl.load(index_ptr + index_at + i // K_SPLIT)
+        block = tl.load(index_ptr + index_at + i // K_SPLIT).to(tl.int32)
         start = (block * K_SPLIT + i % K_SPLIT) * BLOCK_N
         k_tile = _block(k_source, k_strides, b, h_copy, start, within, dims, N, D, BLOCK_D, True, TMA)
         k_at = tl.load(k_position_ptr + k_position_at + start + within)
