@@ -93,7 +93,7 @@ class HopperTiles:
         return reasons + self.too_large(q.shape[-1], v.shape[-1]) + self.too_many(q, q_block)
 
     def too_large(self, D: int, Dv: int, *, qk_bytes: int = 2, pv_bytes: int = 2) -> list[str]:
-        """Of a program: two buffers of queries, the stages, the output, scales, barriers, and what CUDA reserves."""
+        """Of a program: two buffers of queries, the stages, the output, scales, barriers, what CUDA reserves."""
         of_keys, of_values = (64 if x <= 64 else 128 for x in (D, Dv))
         queries, keys = 64 * self.consumers, self.num_stages * self.block_n
         needed = qk_bytes * of_keys * (2 * queries + keys) + pv_bytes * of_values * keys + 2 * queries * of_values
