@@ -154,5 +154,4 @@ def portable(q_block: int, k_block: int, head_dim: int, itemsize: int) -> Triton
     large = itemsize <= 2 and 128 < row_bytes <= 256
     limit = 128 if large else 64 if row_bytes <= 512 else 32
     block_m, block_n = (min(block & -block, limit) for block in (q_block, k_block))
-    stages = 3 if itemsize <= 2 and row_bytes <= 128 else 2  # Triton 3.6 fails on AMD GPUs with 4 and int16 lists
-    return TritonTiles(block_m, block_n, num_warps=8 if block_m == 128 else 4, num_stages=stages)
+    return TritonTiles(block_m, block_n, num_warps=8 if block_m == 128 else 4, num_stages=2)
