@@ -9,6 +9,7 @@ from torch import Tensor
 
 from blocksparse.kernels.block_grid_triton import rows_at, strides, tile_of_grid
 from blocksparse.kernels.hardware import device_of
+from blocksparse.kernels.sizes import cdiv, power_of_2
 
 _TILE = 2048  # blocks at a time
 
@@ -17,10 +18,10 @@ def any_between_triton(count: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """Launch the kernel; arguments as of `any_between_reference`."""
     (B, H, entries), (rows, cols) = count.shape, low.shape[2:]
     out = torch.empty((B, H, rows, cols), dtype=torch.bool, device=count.device)
-    wide = min(triton.next_power_of_2(cols), 256)
-    tall = min(triton.next_power_of_2(rows), _TILE // wide)
+    wide = min(power_of_2(cols), 256)
+    tall = min(power_of_2(rows), _TILE // wide)
     with device_of(count):
-        _kernel[(triton.cdiv(rows, tall) * triton.cdiv(cols, wide), H, B)](
+        _kernel[(cdiv(rows, tall) * cdiv(cols, wide), H, B)](
             count.contiguous(), low, high, out, strides(low), strides(high), entries - 1, rows, cols,
             ROWS=tall, COLS=wide,
             num_warps=4,

@@ -10,6 +10,7 @@ from torch import Tensor
 from blocksparse.kernels.block_grid import BlockGrid
 from blocksparse.kernels.block_grid_triton import any_of, rows_at, strides
 from blocksparse.kernels.hardware import device_of
+from blocksparse.kernels.sizes import cdiv
 
 _TILE = 64  # rows, columns, and dims at a time
 
@@ -20,7 +21,7 @@ def block_products_triton(pooled_q: Tensor, pooled_k: Tensor, grid: BlockGrid) -
     q, k = pooled_q.contiguous(), pooled_k.contiguous()
     logits = torch.empty((B, Hq, rows, cols), dtype=torch.float32, device=q.device)
     with device_of(q):
-        _kernel[(triton.cdiv(cols, _TILE) * triton.cdiv(rows, _TILE), Hq, B)](
+        _kernel[(cdiv(cols, _TILE) * cdiv(rows, _TILE), Hq, B)](
             q, k, logits, grid.q_last, grid.k_first, strides(grid.q_last), strides(grid.k_first),
             rows, cols, D, Hq // H,
             SKIPS=grid.causal and grid.k_first.shape[2] == 1,

@@ -19,6 +19,7 @@ from blocksparse.kernels.block_grid_triton import (
     tile,
 )
 from blocksparse.kernels.hardware import device_of
+from blocksparse.kernels.sizes import cdiv, power_of_2
 
 _TILE = 8192  # logits at a time; a longer row is read twice
 
@@ -52,14 +53,14 @@ def _launch(
 ) -> Tensor:
     logits = logits.contiguous()
     B, H, rows, cols = logits.shape
-    wide = min(triton.next_power_of_2(cols), _TILE)
-    high = min(triton.next_power_of_2(rows), max(1, 1024 // wide))
+    wide = min(power_of_2(cols), _TILE)
+    high = min(power_of_2(rows), max(1, 1024 // wide))
     with device_of(logits):
-        _kernel[(triton.cdiv(rows, high), H, B)](
+        _kernel[(cdiv(rows, high), H, B)](
             logits, pointers, seen, own,
             position_strides, None if seen is None else strides(seen), None if own is None else strides(own),
             rows, cols, scale,
-            SEGMENT=segment, CAUSAL=causal, ROWS=high, COLS=wide, CHUNKS=triton.cdiv(cols, wide),
+            SEGMENT=segment, CAUSAL=causal, ROWS=high, COLS=wide, CHUNKS=cdiv(cols, wide),
             num_warps=max(1, min(16, high * wide // 512)),
         )  # fmt: skip
     return logits

@@ -17,6 +17,7 @@ from blocksparse.kernels.cell_products import means_of_short_cells
 from blocksparse.kernels.cell_products_triton import Tiles, can_use_tma, head_strides, tiles_for, whole_cells
 from blocksparse.kernels.cell_sums_triton import sums_of_tiles
 from blocksparse.kernels.hardware import device_of
+from blocksparse.kernels.sizes import cdiv, power_of_2
 
 _WORKSPACE = 2**28  # bytes of sums at a time
 _GROUP = 16  # query tiles that share a key tile in L2
@@ -68,9 +69,9 @@ def cell_mass_triton(
     empty = first_cell % high
     rows, cols = -(-(empty + q_cells) // high), -(-k_cells // wide)
     mass = torch.empty((B, Hq, rows, cols), dtype=torch.float32, device=q.device)
-    step = max(1, _WORKSPACE // (4 * B * Hq * high * triton.cdiv(k_cells, block_n) * (block_n // wide)))
+    step = max(1, _WORKSPACE // (4 * B * Hq * high * cdiv(k_cells, block_n) * (block_n // wide)))
     step = max(1, step * high // block_m * block_m // high)
-    most = min(step * high, q_cells), triton.cdiv(k_cells, block_n)
+    most = min(step * high, q_cells), cdiv(k_cells, block_n)
     sums = torch.empty(B * Hq * most[0] * most[1] * (block_n // wide), dtype=torch.float32, device=q.device)
     peaks = torch.empty((2, B * Hq * most[0] * most[1]), dtype=torch.float32, device=q.device)
     with device_of(q):
@@ -78,7 +79,7 @@ def cell_mass_triton(
             bottom = min(top + step, rows)
             first, last = max(top * high - empty, 0), min(bottom * high - empty, q_cells)
             end = min(first_cell + last, k_cells) if causal and in_order else k_cells
-            q_tiles, k_tiles = triton.cdiv(last - first, block_m), triton.cdiv(end, block_n)
+            q_tiles, k_tiles = cdiv(last - first, block_m), cdiv(end, block_n)
             sums_of_tiles[(q_tiles * (Hq // H) * k_tiles, H, B)](
                 q_source, k_source, q, k, q_filler, k_filler, q_last, k_first, sums, peaks[0], peaks[1],
                 q.stride()[:3], k.stride()[:3], head_strides(q_last), head_strides(k_first),
@@ -92,9 +93,9 @@ def cell_mass_triton(
             _mass_of_rows[(bottom - top, Hq, B)](
                 sums, peaks[0], peaks[1], mass,
                 last - first, k_tiles, top, top * high - empty - first, rows, cols,
-                HIGH=high, PADDED_HIGH=triton.next_power_of_2(high), TILE_COLS=block_n // wide,
-                TILES=max(16, min(triton.next_power_of_2(k_tiles), 64)),
-                COLS=max(16, min(triton.next_power_of_2(cols), 512)),
+                HIGH=high, PADDED_HIGH=power_of_2(high), TILE_COLS=block_n // wide,
+                TILES=max(16, min(power_of_2(k_tiles), 64)),
+                COLS=max(16, min(power_of_2(cols), 512)),
                 num_warps=4,
             )  # fmt: skip
     return mass

@@ -10,6 +10,7 @@ from torch import Tensor
 from blocksparse.kernels.block_grid_triton import strides
 from blocksparse.kernels.counter_hash import mix
 from blocksparse.kernels.hardware import device_of
+from blocksparse.kernels.sizes import cdiv, power_of_2
 
 _TILE = 1024  # numbers per program
 
@@ -19,11 +20,11 @@ def counter_hash_triton(seed: int, *counters: Tensor) -> Tensor:
     shape = torch.broadcast_shapes(*(x.shape for x in counters))
     out = torch.empty(shape, dtype=torch.int64, device=counters[0].device)
     depth, rows, cols = (1,) * (3 - len(shape)) + tuple(shape)
-    wide = min(triton.next_power_of_2(cols), _TILE)
+    wide = min(power_of_2(cols), _TILE)
     high = _TILE // wide
     given = tuple(x[(None,) * (3 - x.ndim)] for x in counters)
     with device_of(out):
-        _kernel[(triton.cdiv(rows, high) * triton.cdiv(cols, wide), depth)](
+        _kernel[(cdiv(rows, high) * cdiv(cols, wide), depth)](
             given, tuple(strides(x) for x in given), out, mix(seed), rows, cols,
             COUNTERS=len(given), ROWS=high, COLS=wide,
         )  # fmt: skip

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.hardware import device_of, has_large_memory
+from blocksparse.kernels.sizes import power_of_2
 
 # Blocks whose loads may be under way when a row stops; their products are thrown away.
 _AHEAD = 4
@@ -83,7 +84,7 @@ def launch_options(q_block: int, k_block: int, head_dim: int, itemsize: int, *, 
 
 def _padded(size: int) -> int:
     """The next power of two that a matrix product takes."""
-    return max(16, triton.next_power_of_2(size))
+    return max(16, power_of_2(size))
 
 
 def axis_strides(x: Tensor) -> tuple[int, ...]:

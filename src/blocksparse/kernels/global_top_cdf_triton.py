@@ -22,6 +22,7 @@ from blocksparse.kernels.block_grid_triton import (
     tile_of_grid,
 )
 from blocksparse.kernels.hardware import device_of
+from blocksparse.kernels.sizes import cdiv, power_of_2
 from blocksparse.kernels.top_cdf_triton import limit_of, ticks_of, weights_of
 
 _TILE = 4096  # blocks at a time
@@ -35,10 +36,10 @@ def global_top_cdf_triton(
     """Launch the kernels; arguments as of `global_top_cdf`."""
     B, H, rows, cols = values.shape
     n, device = rows * cols, values.device
-    wide = min(triton.next_power_of_2(cols), _TILE)
-    high = min(triton.next_power_of_2(rows), _TILE // wide)
-    over_grid = triton.cdiv(rows, high) * triton.cdiv(cols, wide), H, B
-    in_line = triton.cdiv(n, _TILE), H, B
+    wide = min(power_of_2(cols), _TILE)
+    high = min(power_of_2(rows), _TILE // wide)
+    over_grid = cdiv(rows, high) * cdiv(cols, wide), H, B
+    in_line = cdiv(n, _TILE), H, B
     where = (*positions(grid), rows, cols)
     tiling = {"CAUSAL": grid.causal, "ROWS": high, "COLS": wide, "num_warps": 4}
 

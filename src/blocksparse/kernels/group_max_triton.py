@@ -21,6 +21,7 @@ from blocksparse.kernels.cell_products_triton import (
     whole_cells,
 )
 from blocksparse.kernels.hardware import device_of
+from blocksparse.kernels.sizes import cdiv
 
 _GROUP = 8  # query tiles that share a key tile in L2
 
@@ -57,7 +58,7 @@ def group_max_triton(
         for x, lead, block in ((q, q_lead, block_m), (k, 0, block_n))
     )
     rows, cols = -(-(q_lead + M) // (g * high)), -(-N // (g * wide))
-    q_tiles, k_tiles = triton.cdiv(rows * high, block_m), triton.cdiv(cols * wide, block_n)
+    q_tiles, k_tiles = cdiv(rows * high, block_m), cdiv(cols * wide, block_n)
     best = torch.empty((B, Hq, rows, cols), dtype=torch.float32, device=q.device)
     with device_of(q):
         _kernel[(q_tiles * (Hq // H) * k_tiles, H, B)](

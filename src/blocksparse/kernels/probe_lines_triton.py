@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.hardware import device_of
+from blocksparse.kernels.sizes import cdiv, power_of_2
 
 _WORKSPACE = 2**28  # bytes of weights at a time
 _KEYS, _TILES, _DISTANCES = 128, 8, 512  # keys at a time, how often, and distances, per program
@@ -32,7 +33,7 @@ def probe_lines_triton(probe: Tensor, k: Tensor, q_len: int, causal: bool, scale
     (B, Hq, P, D), (_, H, N, _) = probe.shape, k.shape
     probe, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (probe, k))
     first = (N if causal else q_len) - P  # position of the first probe query
-    rows, k_parts = max(16, triton.next_power_of_2(P)), triton.cdiv(N, _KEYS * _TILES)
+    rows, k_parts = max(16, power_of_2(P)), cdiv(N, _KEYS * _TILES)
     new = {"dtype": torch.float32, "device": k.device}
     log_sum = torch.empty((B, Hq, k_parts, rows), **new)
     vertical = torch.empty((B, Hq, N), **new)
@@ -41,7 +42,7 @@ def probe_lines_triton(probe: Tensor, k: Tensor, q_len: int, causal: bool, scale
     weight = torch.empty((B, heads, P, N), **new)
     sizes = (P, N, first, Hq // H, scale * math.log2(math.e))
     tile = {
-        "D": D, "BLOCK_D": max(16, triton.next_power_of_2(D)), "ROWS": rows, "KEYS": _KEYS, "TILES": _TILES, "CAUSAL": causal,
+        "D": D, "BLOCK_D": max(16, power_of_2(D)), "ROWS": rows, "KEYS": _KEYS, "TILES": _TILES, "CAUSAL": causal,
         "num_warps": 8, "num_stages": 3 if k.element_size() <= 2 and D <= 128 else 1,
     }  # fmt: skip
     strides = probe.stride()[:3], k.stride()[:3]
@@ -53,7 +54,7 @@ def probe_lines_triton(probe: Tensor, k: Tensor, q_len: int, causal: bool, scale
             _weights[(k_parts, some, B)](
                 probe, k, total, weight, vertical, *strides, weight.stride()[:2], Hq, head, *sizes, **tile
             )
-            _diagonals[(triton.cdiv(slash.shape[2], _DISTANCES), some, B)](
+            _diagonals[(cdiv(slash.shape[2], _DISTANCES), some, B)](
                 weight, slash, weight.stride()[:2], Hq, head, P, N, slash.shape[2], first,
                 CAUSAL=causal, DISTANCES=_DISTANCES, AT_ONCE=8,
                 num_warps=4,

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from blocksparse.kernels.block_grid_triton import any_of
+from blocksparse.kernels.sizes import power_of_2
 
 _PER_THREAD = 32  # keys: few warps for a row, since they wait for one another
 _STEPS = tl.constexpr(8)  # guesses before a look at which keys are left
@@ -15,8 +16,8 @@ _LARGEST = tl.constexpr(2**31 - 1)
 
 def tile_of_rows(rows: int, cols: int) -> tuple[int, int, int]:
     """Rows and columns of a tile that holds whole rows on chip, and warps."""
-    wide = triton.next_power_of_2(cols)
-    high = min(triton.next_power_of_2(rows), max(1, 512 // wide))
+    wide = power_of_2(cols)
+    high = min(power_of_2(rows), max(1, 512 // wide))
     return high, wide, max(1, min(16, high * wide // (32 * _PER_THREAD)))
 
 

@@ -14,6 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from blocksparse.kernels.hardware import copies_in_bulk, has_descriptors
 from blocksparse.kernels.quantize import FP8_LIMIT
+from blocksparse.kernels.sizes import power_of_2
 
 _FP8_LIMIT = tl.constexpr(FP8_LIMIT)
 
@@ -48,7 +49,7 @@ def sparse_attention_triton(
     """Fills `out` and `lse`; the arguments are those of `sparse_attention` and of `TritonTiles`."""
     B, Hq, M, D = q.shape
     Hk, Dv = v.shape[1], v.shape[-1]
-    block_d, block_dv = (max(_least_depth(x), triton.next_power_of_2(x.shape[-1])) for x in (k, v))
+    block_d, block_dv = (max(_least_depth(x), power_of_2(x.shape[-1])) for x in (k, v))
     k_source, v_source = k, v
     by_descriptor = bool(tma) and has_descriptors(k) and copies_in_bulk(k) and copies_in_bulk(v)
     if by_descriptor:

@@ -20,6 +20,7 @@ from blocksparse.kernels.block_grid_triton import (
 )
 from blocksparse.kernels.hardware import device_of
 from blocksparse.kernels.row_search_triton import cut, first_of, tile_of_rows
+from blocksparse.kernels.sizes import cdiv
 
 # In the place of ticks, so that few registers are live while a row is searched.
 _FORCED = tl.constexpr(-1.0)
@@ -35,7 +36,7 @@ def top_cdf_triton(
     keep = torch.empty(values.shape, dtype=torch.bool, device=values.device)
     high, wide, num_warps = tile_of_rows(rows, cols)
     with device_of(values):
-        _kernel[(triton.cdiv(rows, high), H, B)](
+        _kernel[(cdiv(rows, high), H, B)](
             values, forced, mass, keep, *positions(grid),
             strides(values), None if forced is None else strides(forced), strides(mass)[1], strides(keep),
             rows, cols,

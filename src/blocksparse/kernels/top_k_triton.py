@@ -19,6 +19,7 @@ from blocksparse.kernels.block_grid_triton import (
 )
 from blocksparse.kernels.hardware import device_of
 from blocksparse.kernels.row_search_triton import cut, first_of, tile_of_rows
+from blocksparse.kernels.sizes import cdiv
 
 _NO_KEY = tl.constexpr(-(2**31))
 
@@ -38,7 +39,7 @@ def top_k_triton(
     keep = torch.empty(values.shape, dtype=torch.bool, device=values.device)
     high, wide, num_warps = tile_of_rows(rows, cols)
     with device_of(values):
-        _kernel[(triton.cdiv(rows, high), H, B)](
+        _kernel[(cdiv(rows, high), H, B)](
             values, forced, share, keep, *positions(grid),
             strides(values), None if forced is None else strides(forced),
             None if share is None else strides(share)[1], strides(keep),

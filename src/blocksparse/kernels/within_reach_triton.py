@@ -18,6 +18,7 @@ from blocksparse.kernels.block_grid_triton import (
     tile_of_grid,
 )
 from blocksparse.kernels.hardware import device_of
+from blocksparse.kernels.sizes import cdiv, power_of_2
 
 _TILE = 4096  # blocks at a time
 
@@ -29,10 +30,10 @@ def within_reach_triton(
     tensors, position_strides = positions(grid)
     B, H, rows, cols = torch.broadcast_shapes(*(x.shape for x in tensors), (*_own(keep), 1, 1))
     out = torch.empty((B, H, rows, cols), dtype=torch.bool, device=keep.device)
-    wide = min(triton.next_power_of_2(cols), 256)
-    high = min(triton.next_power_of_2(rows), _TILE // wide)
+    wide = min(power_of_2(cols), 256)
+    high = min(power_of_2(rows), _TILE // wide)
     with device_of(keep):
-        _kernel[(triton.cdiv(rows, high) * triton.cdiv(cols, wide), H, B)](
+        _kernel[(cdiv(rows, high) * cdiv(cols, wide), H, B)](
             keep, tensors, out, strides(keep), position_strides, rows, cols, skipped,
             N=n, DIAGONAL=diagonal, CAUSAL=grid.causal, ROWS=high, COLS=wide,
             num_warps=4,
