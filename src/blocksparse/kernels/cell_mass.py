@@ -22,7 +22,6 @@ from blocksparse.kernels.cell_products import cells, means_of_short_cells, produ
 _WORKSPACE = 2**28  # bytes of logits at a time; their softmax takes as much again
 
 
-@torch.library.custom_op("blocksparse::cell_mass", mutates_args=())
 def cell_mass(
     q: Tensor,  # [B, Hq, M, D], in slot order
     k: Tensor,  # [B, H, N, D], in slot order; H divides Hq
@@ -52,13 +51,6 @@ def cell_mass(
     return compute(
         q, k, q_last, k_first, slots, first_cell, q_lead, high, wide, causal, segment, weight, flipped, padded_tail
     )
-
-
-@cell_mass.register_fake
-def _(q, k, q_last, k_first, slots, first_cell, q_lead, high, wide, *_args):
-    q_cells, k_cells = -(-(q_lead + q.shape[2]) // slots), -(-k.shape[2] // slots)
-    rows, cols = -(-(first_cell % high + q_cells) // high), -(-k_cells // wide)
-    return q.new_empty((*q.shape[:2], rows, cols), dtype=wide_dtype(q))
 
 
 def cell_mass_reference(

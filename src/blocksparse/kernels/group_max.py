@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from blocksparse.kernels.cell_products import products, wide_dtype
+from blocksparse.kernels.cell_products import products
 
 _WORKSPACE = 2**25  # group products at a time
 
 
-@torch.library.custom_op("blocksparse::group_max", mutates_args=())
 def group_max(
     q: Tensor,  # [B, Hq, M, D], in slot order
     k: Tensor,  # [B, H, N, D], in slot order; H divides Hq
@@ -46,12 +45,6 @@ def group_max(
         if group_max_triton.takes(q, high, wide):
             compute = group_max_triton.group_max_triton
     return compute(q, k, q_last, k_first, g, first_row, q_lead, high, wide, causal, per_token, padded_tail)
-
-
-@group_max.register_fake
-def _(q, k, q_last, k_first, g, first_row, q_lead, high, wide, *_args):
-    rows, cols = -(-(q_lead + q.shape[2]) // (g * high)), -(-k.shape[2] // (g * wide))
-    return q.new_empty((*q.shape[:2], rows, cols), dtype=wide_dtype(q))
 
 
 def group_max_reference(
