@@ -78,6 +78,11 @@ def over_blocks(value: PerHead, scores: Tensor) -> Tensor:
     return entries.to(torch.float64).reshape(1, -1, 1, 1)
 
 
+def number_or_blocks(value: PerHead, scores: Tensor) -> float | Tensor:
+    """`over_blocks`, or the one number for all heads as it is: a kernel takes that without a launch."""
+    return over_blocks(value, scores) if isinstance(value, HeadValues) else value
+
+
 def by_head(value: PerHead | None, q: Tensor) -> Tensor | None:
     """The value as fp32 `[Hq]` on the device of `q` `[B, Hq, M, D]`."""
     if value is None:

@@ -29,7 +29,7 @@ def targets(value: float | list[float], device: str) -> Tensor:
     return torch.tensor([value], dtype=torch.float64, device=device).reshape(1, -1, 1, 1)
 
 
-def assert_same(values: Tensor, forced: Tensor | None, mass: Tensor, grid: bs.Grid) -> Tensor:
+def assert_same(values: Tensor, forced: Tensor | None, mass: float | Tensor, grid: bs.Grid) -> Tensor:
     for crossing in (True, False):
         want = top_cdf_reference(values, forced, mass, grid, crossing=crossing)
         for compute in (top_cdf_triton, top_cdf):
@@ -56,6 +56,16 @@ def test_kernel_and_twin(kind: str, device: str) -> None:
     forced = torch.rand(heads_of(grid), generator=generator()).to(device) < 0.2
     assert_same(values, forced, targets([0.3, 0.6, 1.0], device), grid)
     assert_same(values, forced[:1, :1], targets(0.7, device), grid)
+
+
+@pytest.mark.parametrize("mass", [0.7, 0.9999999999, 1.0, 1])
+def test_a_number_for_all_heads(mass: float, device: str) -> None:
+    """Rounded to fp32 as a tensor is."""
+    grid = make_grid("chunk", device)
+    values = a_mass(grid, 3.0, device)
+    assert torch.equal(
+        assert_same(values, None, mass, grid), assert_same(values, None, targets(mass, device), grid)
+    )
 
 
 @pytest.mark.slow

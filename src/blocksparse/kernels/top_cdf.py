@@ -17,12 +17,14 @@ MAX_COLS = 32768
 """Longest row that the kernel takes."""
 
 
-def top_cdf(values: Tensor, forced: Tensor | None, mass: Tensor, grid: BlockGrid, *, crossing: bool) -> Tensor:
+def top_cdf(
+    values: Tensor, forced: Tensor | None, mass: float | Tensor, grid: BlockGrid, *, crossing: bool
+) -> Tensor:
     """Blocks kept, `[B, H, rows, cols]` bool, of `values` `[B, H, rows, cols]`; the diagonal is, in any case.
 
     Args:
         forced: `[B|1, H|1, rows|1, cols|1]` bool, kept and counted first.
-        mass: `[1, H|1, 1, 1]` float64, in (0, 1]; it is rounded to fp32, as shares are. 1 keeps what is reachable.
+        mass: a number, or `[1, H|1, 1, 1]`, in (0, 1]; it is rounded to fp32, as shares are. 1 keeps what is reachable.
         crossing: keep the block that takes the sum from below the target to it or over it; else keep the heaviest
             block that is not forced.
     """
@@ -34,9 +36,11 @@ def top_cdf(values: Tensor, forced: Tensor | None, mass: Tensor, grid: BlockGrid
 
 
 def top_cdf_reference(
-    values: Tensor, forced: Tensor | None, mass: Tensor, grid: BlockGrid, *, crossing: bool
+    values: Tensor, forced: Tensor | None, mass: float | Tensor, grid: BlockGrid, *, crossing: bool
 ) -> Tensor:
     """The same in plain torch."""
+    if not isinstance(mass, Tensor):
+        mass = torch.full((1, 1, 1, 1), mass, dtype=torch.float64, device=values.device)  # a copy would wait
     mass, reachable = mass.float(), grid.reachable
     always = grid.diagonal if forced is None else grid.diagonal | forced
     share = running_share(values.masked_fill(~reachable, 0.0), first=forced)

@@ -29,17 +29,19 @@ _MOST_TICKS = tl.constexpr(0x4E800000)  # 2^30 in fp32
 
 
 def top_cdf_triton(
-    values: Tensor, forced: Tensor | None, mass: Tensor, grid: BlockGrid, *, crossing: bool
+    values: Tensor, forced: Tensor | None, mass: float | Tensor, grid: BlockGrid, *, crossing: bool
 ) -> Tensor:
     """Launch the kernel; arguments as of `top_cdf`."""
     B, H, rows, cols = values.shape
     keep = torch.empty(values.shape, dtype=torch.bool, device=values.device)
     high, wide, num_warps = tile_of_rows(rows, cols)
+    of_head = mass if isinstance(mass, Tensor) else None
     with device_of(values):
         _kernel[(cdiv(rows, high), H, B)](
-            values, forced, mass, keep, *positions(grid),
-            strides(values), None if forced is None else strides(forced), strides(mass)[1], strides(keep),
-            rows, cols,
+            values, forced, of_head, keep, *positions(grid),
+            strides(values), None if forced is None else strides(forced),
+            None if of_head is None else strides(of_head)[1], strides(keep),
+            rows, cols, float(mass) if of_head is None else None,
             CAUSAL=grid.causal, CROSSING=crossing, ROWS=high, COLS=wide,
             num_warps=num_warps,
         )  # fmt: skip
@@ -117,7 +119,7 @@ def _exact_cut(ticks, target):
 def _kernel(
     values_ptr, forced_ptr, mass_ptr, keep_ptr, positions, position_strides,
     values_strides, forced_strides, mass_stride, keep_strides,
-    rows, cols,
+    rows, cols, mass,
     CAUSAL: tl.constexpr, CROSSING: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     b, h, row, col = tile(ROWS, COLS)
@@ -136,8 +138,11 @@ def _kernel(
         left = _sum(tl.where(forced, 0.0, ticks))
         ticks = tl.where(forced, _FORCED, ticks)
     ticks = tl.where(reachable, ticks, _UNREACHABLE)
-    mass = tl.load(mass_ptr + h * mass_stride + tl.zeros_like(row)).to(tl.float32)  # [ROWS, 1]
-    target = limit_of(total, mass, CROSSING) - (total - left)
+    if mass_ptr is None:
+        share = tl.zeros([ROWS, 1], tl.float32) + mass
+    else:
+        share = tl.load(mass_ptr + h * mass_stride + tl.zeros_like(row)).to(tl.float32)  # [ROWS, 1]
+    target = limit_of(total, share, CROSSING) - (total - left)
 
     # As many blocks of no more than this weigh less than what may be missing.
     spare = (tl.maximum(left - target, 0).to(tl.float32) / COLS).to(tl.int32, bitcast=True)
@@ -168,5 +173,5 @@ def _kernel(
     k_last = tl.load(k_last_at, mask=inside, other=-1, volatile=True)
     reachable = ticks > _UNREACHABLE
     always = diagonal_blocks(reachable, q_first, k_last, CAUSAL) | (ticks == _FORCED)
-    keep = taken | always | ((mass >= 1.0) & reachable)
+    keep = taken | always | ((share >= 1.0) & reachable)
     tl.store(rows_at(keep_ptr, keep_strides, b, h, row) + col, keep, mask=inside)

@@ -7,7 +7,7 @@ from typing import final
 from attrs import field, frozen
 
 from blocksparse.kernels.top_cdf import top_cdf
-from blocksparse.per_head import PerHead, check, over_blocks, per_head
+from blocksparse.per_head import PerHead, check, number_or_blocks, per_head
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.selector import Selector
@@ -34,6 +34,6 @@ class TopCdf(Selector[BlockMass, BlockMask]):
     crossing: bool = field(default=True, kw_only=True)
 
     def __call__(self, scores: BlockMass) -> BlockMask:
-        mass = over_blocks(self.mass, scores.values)
+        mass = number_or_blocks(self.mass, scores.values)
         keep = top_cdf(scores.values, scores.forced, mass, scores.grid, crossing=self.crossing)
         return BlockMask(keep, scores.grid)
