@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
+from attrs import evolve
 from torch import Tensor
 
 import blocksparse as bs
@@ -35,7 +36,8 @@ def _stages_of(pipeline: AnyPipeline, q: Tensor, k: Tensor, v: Tensor, budget_ms
     steps: dict[str, Callable[[], object]] = {
         "permute": lambda: pipeline.permuter(q, k, causal=True, scale=scale),
         "score": lambda: pipeline.scorer(q, k, permutation, causal=True, scale=scale),
-        "select": lambda: pipeline.selector(scores),
+        # A grid remembers its refinement, and a call makes both.
+        "select": lambda: pipeline.selector(evolve(scores, grid=evolve(scores.grid))),
         "attend": lambda: pipeline.executor(q, k, v, permutation, mask, scale=scale),
     }
     if mask.grid.group_of_row is None:  # else the executor walks index maps, not lists

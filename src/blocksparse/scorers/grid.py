@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, final
 
 import torch
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -40,6 +40,7 @@ class Grid:
     k_first: Tensor  # [B|1, H|1, rows|1, cols]
     k_last: Tensor  # [B|1, H|1, rows|1, cols]; -1 for a block of empty slots
     k_whole: Tensor  # [B|1, H|1, rows|1, cols] bool, no empty slot
+    _finer: dict[int, Grid] = field(init=False, repr=False, factory=dict)  # what `refined` gave
 
     @classmethod
     def of(
@@ -53,14 +54,16 @@ class Grid:
         (_, Hq, M, _), (_, Hkv, N, _) = q.shape, k.shape
         offset = N - M if causal else 0
         lead = offset % q_block
+        if permutation.q_index is None or permutation.k_index is None:
+            in_order = torch.arange(max(N, offset + M), dtype=torch.int32, device=q.device)
         if permutation.q_index is None:
-            q_position = torch.arange(offset, offset + M, dtype=torch.int32, device=q.device).view(1, 1, M)
+            q_position = in_order[offset : offset + M].view(1, 1, M)
         else:
             q_position = permutation.q_index + offset
         if lead or M % q_block:
             q_position = pad(q_position, (lead, -(lead + M) % q_block), value=-1)
         if permutation.k_index is None:
-            k_position = torch.arange(N, dtype=torch.int32, device=k.device).view(1, 1, 1, N)
+            k_position = in_order[:N].view(1, 1, 1, N)
         else:
             k_position = permutation.k_index
         slots = k_position.shape[-1]
@@ -123,11 +126,16 @@ class Grid:
         )
 
     def refined(self, n: int) -> Grid:
-        """The same places in blocks `n` times smaller on both sides.
+        """The same places in blocks `n` times smaller on both sides; the same grid every time.
 
         Raises:
             ValueError: `n` does not divide both block sizes.
         """
+        if n not in self._finer:
+            self._finer[n] = self._refined(n)
+        return self._finer[n]
+
+    def _refined(self, n: int) -> Grid:
         if self.q_block % n or self.k_block % n:
             raise ValueError(f"'n' must divide both blocks ({self.q_block} x {self.k_block}): {n}")
         q_block, k_block = self.q_block // n, self.k_block // n
@@ -158,6 +166,11 @@ class Grid:
     @property
     def cols(self) -> int:
         return self.k_position.shape[-1] // self.k_block
+
+    @property
+    def first_row(self) -> int:
+        """Index of row 0 in the whole prompt: the same for the same queries however the prompt is chunked."""
+        return (self.k_len - self.q_len) // self.q_block if self.causal else 0
 
     @property
     def q_lead(self) -> int:
@@ -208,6 +221,8 @@ class Grid:
             result: Tensor = getattr(grouped, reduce)(2)
             return result
 
+        if self.q_heads not in (x.shape[1] for x in (self.q_first, self.k_first)):
+            return self
         return evolve(
             self,
             q_first=over_group(self.q_first, "amin"),
