@@ -119,6 +119,7 @@ SELECTORS: tuple[bs.Selector[Any, Any], ...] = (
 REFINED: tuple[bs.Selector[Any, Any], ...] = (
     bs.Refined(bs.TopCdf(0.4), 2),
     bs.OnTiles(bs.Band(8), 2),
+    bs.Refined(bs.SharedByGroup(bs.TopCdf(0.4)), 2, rescue=bs.AnyOf([bs.Band(8), bs.Random(0.3)])),
     bs.Refined(bs.SharedByGroup(bs.TopCdf(0.4)), 2) | bs.SharedByGroup(bs.OnTiles(bs.Random(0.3), 2)),
 )
 POSITIONS = tuple(s for s in SELECTORS if isinstance(s, bs.PositionSelector))

@@ -93,6 +93,7 @@ def test_arguments(arguments: dict[str, Any], kind: type[Exception], sentence: s
         (lambda: bs.Band(-1), ValueError, "'tokens' must be >= 0: -1"),
         (lambda: bs.Sink(0), ValueError, "'tokens' must be > 0: 0"),
         (lambda: bs.Refined(bs.Everything(), 0), ValueError, "'n' must be > 0: 0"),
+        (lambda: bs.Refined(bs.Everything(), 2, rescue=wrong(bs.TopK(3))), TypeError, "'rescue' must be .*PositionSelector"),
         (lambda: bs.Pipeline(wrong(bs.TopCdf(0.9)), bs.MeanPoolScorer(), bs.TopCdf(0.9), bs.ReferenceExecutor()), TypeError, "'permuter' must be .*Permuter"),
         (lambda: bs.Permutation(torch.zeros(1, 1, 4)), ValueError, r"'k_index' must have the shape \[B, H, G, N\]: \(1, 1, 4\)"),
         (lambda: bs.Permutation(torch.zeros(1, 1, 2, 4)), ValueError, "'group' must be given for more than one key map: G=2"),

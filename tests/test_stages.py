@@ -103,6 +103,58 @@ def test_any_of_is_the_union(causal: bool) -> None:
         bs.AnyOf([])
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_any_of_two_of_a_kind(causal: bool) -> None:
+    """What a kernel takes one of: the second is given to it as a mask."""
+    near = bs.Band(40) | bs.Band(3)
+    first = bs.Sink(50) | bs.FirstToken()
+    strides = bs.Stride(4) | bs.Stride(3, 5) | bs.Stride(5, released=True)
+    rules = [
+        bs.Band(3), bs.AnyOf([bs.Stride(4), bs.Band(40)]), bs.FirstToken(), bs.Sink(50), bs.Stride(3, 5),
+        bs.Stride(5, released=True),
+    ]  # fmt: skip
+    scores = bs.BlockScores(torch.zeros(1, 1, 9, 9), grid(9, causal=causal))
+    assert torch.equal(bs.AnyOf(rules)(scores).keep, (near | first | strides)(scores).keep)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("orders", [0, 2, 4])
+@pytest.mark.parametrize("M", [160, 37])
+def test_a_rescue_of_finer_blocks_is_the_union(M: int, orders: int, shared: bool, causal: bool) -> None:
+    """With one order of keys for all heads, and one for each group or each head."""
+    q, k, _ = make_qkv(N=160, M=M, Hq=4, Hkv=2, D=8)
+    order = torch.rand(1, orders, 1, 160, generator=torch.Generator().manual_seed(0)).argsort(-1).int()
+    permutation = bs.GlobalPermutation(order if orders else None)
+    scores = bs.FlattenMaxPoolScorer(32, 8)(q, k, permutation, causal=causal, scale=1.0)
+    rule = bs.AnyOf([bs.Band(9), bs.Sink(), bs.Stride(3), bs.Random([0.1, 0.2, 0.3, 0.4]), bs.Band(2)])
+    inner: bs.Selector[bs.BlockMass, bs.BlockMask] = bs.TopCdf(0.5)
+    rescue: bs.Selector[bs.BlockScores, bs.BlockMask] = bs.OnTiles(rule, 4)
+    if shared:
+        inner, rescue = bs.SharedByGroup(inner), bs.SharedByGroup(rescue)
+    mask, united = bs.Refined(inner, 4, rescue=rule)(scores), (bs.Refined(inner, 4) | rescue)(scores)
+    assert torch.equal(mask.keep, united.keep)
+    plain = bs.Refined(inner, 4, rescue=bs.Stride(2))(scores)
+    alone: bs.Selector[bs.BlockScores, bs.BlockMask] = bs.OnTiles(bs.Stride(2), 4)
+    alone = bs.SharedByGroup(alone) if shared else alone
+    assert torch.equal(plain.keep, (bs.Refined(inner, 4) | alone)(scores).keep)
+    assert torch.equal(
+        bs.Refined(bs.Refined(inner, 2), 2, rescue=rule)(scores).keep, mask.keep
+    )  # the rule goes by the finest blocks
+
+
+def test_a_grid_is_refined_once() -> None:
+    coarse = grid(4, heads=4, kv_heads=2)
+    assert coarse.refined(2) is coarse.refined(2)
+    assert coarse.refined(4).k_block == 4
+    assert coarse.shared() is coarse  # no head has positions of its own
+    order = torch.arange(64).roll(9).int().expand(1, 4, 1, 64)
+    q, k = torch.zeros(1, 4, 64, 8), torch.zeros(1, 2, 64, 8)
+    moved = bs.Grid.of(q, k, bs.GlobalPermutation(order), q_block=B16, k_block=B16, causal=True)
+    assert moved.shared().k_first.shape[1] == 2
+    assert moved.shared().refined(2) is not moved.refined(2)
+
+
 @pytest.mark.parametrize("cols", [6, 8, 16])
 @pytest.mark.parametrize("heads", [1, 4])
 def test_union_and_intersection_of_masks(cols: int, heads: int) -> None:

@@ -20,6 +20,7 @@ from blocksparse.kernels import (
     global_top_cdf_triton,
     top_cdf_triton,
     top_k_triton,
+    within_reach_triton,
 )
 from blocksparse.kernels.row_search_triton import tile_of_rows
 
@@ -36,14 +37,17 @@ TYPES: dict[str, Any] = {
         for name in ("heaviest", "lightest", "ticks", "bounds", "last_bounds", "ties", "before")
     },
     **{f"{name}_ptr": "*i64" for name in ("total", "sums", "last_sums", "above")},
-    "positions": ("*i32",) * 4,
+    **dict.fromkeys(("positions", "position_ptrs"), ("*i32",) * 4),
     "position_strides": (("i32",) * 4,) * 4,
     **{
         f"{name}_strides": ("i32", "i32", "i32", "constexpr")
         for name in ("values", "forced", "keep", "k_whole", "own", "seen", "q_last", "k_first")
     },
     **dict.fromkeys(("rows", "cols", "k", "D", "n", "group", "mass_stride", "share_stride"), "i32"),
-    "scale": "fp32",
+    **dict.fromkeys(("skipped", "near", "first", "eta", "first_row"), "i32"),
+    "out_ptr": "*i1",
+    "state": "i64",
+    **dict.fromkeys(("scale", "mass"), "fp32"),
 }
 
 
@@ -84,13 +88,15 @@ def main() -> int:
             search = {"rows": high, "cols": wide, "warps": warps}
             k_share = {"k": None, "FORCED_FIRST": True, "OF_ALL_KEYS": False}
             kernels: list[tuple[str, Any, dict[str, Any]]] = [
-                ("top_cdf", top_cdf_triton._kernel, {**search, "CROSSING": True}),
-                ("top_cdf last dropped", top_cdf_triton._kernel, {**search, "CROSSING": False, "forced_ptr": None, "forced_strides": None}),
+                ("top_cdf", top_cdf_triton._kernel, {**search, "CROSSING": True, "mass": None}),
+                ("top_cdf last dropped", top_cdf_triton._kernel, {**search, "CROSSING": False, **dict.fromkeys(("forced_ptr", "forced_strides", "mass_ptr", "mass_stride"))}),
                 ("top_k share", top_k_triton._kernel, {**search, **k_share}),
                 ("products", block_products_triton._kernel, {"rows": 1, "cols": 64, "warps": 4, "TILE": 64, "SKIPS": True, "PRECISION": "tf32x3" if target.backend == "cuda" else "ieee"}),
                 ("lists", block_lists_triton._kernel, {"rows": 1, "cols": min(wide, 2048), "warps": 4, "CHUNKS": max(1, wide // 2048), "index": "i16" if cols < 2**15 else "i32"}),
                 ("softmax", block_softmax_triton._kernel, {"rows": 1, "cols": min(wide, 8192), "warps": 4, "CHUNKS": max(1, wide // 8192), "SEGMENT": 256, "seen_ptr": None, "seen_strides": None}),
                 ("prefix softmax", block_softmax_triton._kernel, {"rows": 1, "cols": min(wide, 8192), "warps": 4, "CHUNKS": max(1, wide // 8192), "SEGMENT": None, "positions": None, "position_strides": None, "own_ptr": None, "own_strides": None}),
+                ("refined", within_reach_triton._kernel, {"rows": 16, "cols": 256, "warps": 4, "N": 4, "DIAGONAL": False}),
+                ("places", within_reach_triton._kernel, {"rows": 16, "cols": 256, "warps": 4, "N": 1, "DIAGONAL": True, "keep_ptr": None, "keep_strides": None}),
                 *((f"global_top_cdf{part.__name__}", part, {"rows": 4096 // min(wide, 4096), "cols": min(wide, 4096), "warps": 4, "TILE": 4096, "CROSSING": True}) for part in PARTS),
             ]  # fmt: skip
             for title, kernel, options in kernels:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.kernels.block_grids import KINDS, heads_of, make_grid
 
-from blocksparse.kernels.within_reach import within_reach_reference
+from blocksparse.kernels.within_reach import Places, within_reach, within_reach_reference
 from blocksparse.kernels.within_reach_triton import within_reach_triton
 
 
@@ -20,7 +20,15 @@ def test_rules_of_position(kind: str, diagonal: bool, device: str) -> None:
     """A choice may differ by any of the axes and no other."""
     grid = make_grid(kind, device)
     B, Hq, rows, cols = heads_of(grid)
-    for shape in ((1, 1, rows, cols), (B, Hq, rows, cols), (1, 1, 1, cols), (1, 1, rows, 1), (1, Hq, rows, cols)):
+    for shape in (
+        (1, 1, rows, cols),
+        (B, Hq, rows, cols),
+        (1, 1, 1, cols),
+        (1, 1, rows, 1),
+        (1, Hq, rows, cols),
+        (cols,),
+        (rows, 1),
+    ):
         keep = random_choice(*shape, device=device)
         want = within_reach_reference(keep, grid, diagonal=diagonal)
         assert torch.equal(within_reach_triton(keep, grid, diagonal=diagonal), want)
@@ -39,3 +47,31 @@ def test_finer_blocks(kind: str, n: int, device: str) -> None:
             got = within_reach_triton(given, fine, n, skipped)
             want = within_reach_reference(given, fine, n, skipped)
             assert torch.equal(got.expand_as(want), want)
+
+
+PLACES = [
+    Places(near=0), Places(near=21), Places(first=1), Places(first=40), Places(stride=(1, 0)), Places(stride=(5, 2**32 - 1)),
+    Places(near=9, first=3, stride=(7, 3)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_places(kind: str, device: str) -> None:
+    """By themselves, and on top of a choice on the same blocks or on coarser ones."""
+    grid = make_grid(kind, device)
+    fine = grid.refined(2)
+    B, Hq, rows, cols = heads_of(grid)
+    keep = random_choice(B, Hq, rows, cols, device=device)
+    skipped = grid.q_lead // fine.q_block
+    for places in PLACES:
+        for args in ((None, grid), (keep, grid), (keep, fine, 2, skipped)):
+            for diagonal in (True, False):
+                want = within_reach_reference(*args, places=places, diagonal=diagonal)
+                for compute in (within_reach_triton, within_reach):
+                    assert torch.equal(compute(*args, places=places, diagonal=diagonal).expand_as(want), want)
+
+
+def test_two_of_a_kind_are_not_one() -> None:
+    assert Places(near=3).joined(Places(first=2)) == Places(near=3, first=2)
+    assert Places(near=3).joined(Places(near=3)) is None
+    assert Places(near=0).joined(Places(near=1, first=2)) is None

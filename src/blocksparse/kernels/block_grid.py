@@ -38,6 +38,10 @@ class BlockGrid(Protocol):
         """`[B|1, H|1, rows|1, cols]` bool, no empty slot."""
 
     @property
+    def first_row(self) -> int:
+        """Index of row 0 in the whole prompt."""
+
+    @property
     def reachable(self) -> Tensor:
         """Some query may see some key: `k_last >= 0`, and when causal `k_first <= q_last`."""
 
@@ -48,6 +52,12 @@ class BlockGrid(Protocol):
     @property
     def diagonal(self) -> Tensor:
         """Reachable, and when causal `k_last >= q_first`; nothing when not."""
+
+    def holding_first(self, tokens: int) -> Tensor:
+        """Reachable, and `k_first < tokens`."""
+
+    def within(self, tokens: int) -> Tensor:
+        """Reachable, `k_last >= q_first - tokens`, and when not causal `k_first <= q_last + tokens`."""
 
     def own_segment(self, S: int) -> Tensor:
         """Reachable, and `k_first // S == q_first // S`."""

@@ -14,7 +14,7 @@ from blocksparse.kernels.block_grid import BlockGrid
 
 def strides(x: Tensor) -> tuple[int, ...]:
     """Strides of `[B|1, H|1, rows|1, cols|1]`, 0 where one entry holds for all."""
-    return tuple(0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return tuple([0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)])
 
 
 def positions(grid: BlockGrid) -> tuple[tuple[Tensor, ...], tuple[tuple[int, ...], ...]]:

@@ -40,6 +40,12 @@ def _mix(x):
     return x ^ (x >> 15)
 
 
+@triton.jit
+def folded(state, counter):
+    """The hash of counters so far, and of one more: what is hashed by itself is folded in."""
+    return _mix(_mix(counter.to(tl.uint32)) ^ state.to(tl.uint32))
+
+
 @triton.jit(do_not_specialize=["state", "rows", "cols"])
 def _kernel(
     counters, counter_strides, out_ptr, state, rows, cols,
@@ -53,5 +59,5 @@ def _kernel(
     mixed = tl.zeros([ROWS, COLS], tl.uint32) + state.to(tl.uint32)
     for i in tl.static_range(COUNTERS):
         at = z * counter_strides[i][0] + row * counter_strides[i][1] + col * counter_strides[i][2]
-        mixed = _mix(_mix(tl.load(counters[i] + at, mask=inside, other=0).to(tl.uint32)) ^ mixed)
+        mixed = folded(mixed, tl.load(counters[i] + at, mask=inside, other=0))
     tl.store(out_ptr + (z * rows + row) * cols + col, mixed.to(tl.int64), mask=inside)

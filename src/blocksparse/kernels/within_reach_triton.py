@@ -17,51 +17,81 @@ from blocksparse.kernels.block_grid_triton import (
     strides,
     tile_of_grid,
 )
+from blocksparse.kernels.counter_hash import mix
+from blocksparse.kernels.counter_hash_triton import folded
 from blocksparse.kernels.hardware import device_of
 from blocksparse.kernels.sizes import cdiv, power_of_2
+from blocksparse.kernels.within_reach import NOWHERE, Places
 
 _TILE = 4096  # blocks at a time
 
 
 def within_reach_triton(
-    keep: Tensor, grid: BlockGrid, n: int = 1, skipped: int = 0, *, diagonal: bool = False
+    keep: Tensor | None,
+    grid: BlockGrid,
+    n: int = 1,
+    skipped: int = 0,
+    *,
+    places: Places = NOWHERE,
+    diagonal: bool = False,
 ) -> Tensor:
     """Launch the kernel; arguments as of `within_reach`."""
+    if keep is not None and keep.ndim < 4:
+        keep = keep[(None,) * (4 - keep.ndim)]
     tensors, position_strides = positions(grid)
-    B, H, rows, cols = torch.broadcast_shapes(*(x.shape for x in tensors), (*_own(keep), 1, 1))
-    out = torch.empty((B, H, rows, cols), dtype=torch.bool, device=keep.device)
+    own = (1, 1) if keep is None else _own(keep)
+    # `torch.broadcast_shapes` takes the host as long as a launch.
+    B, H = (max(own[axis], *(x.shape[axis] for x in tensors)) for axis in (0, 1))
+    rows, cols = grid.q_first.shape[2], grid.k_first.shape[3]
+    eta, seed = places.stride or (None, None)
+    out = torch.empty((B, H, rows, cols), dtype=torch.bool, device=grid.q_first.device)
     wide = min(power_of_2(cols), 256)
     high = min(power_of_2(rows), _TILE // wide)
-    with device_of(keep):
+    with device_of(out):
         _kernel[(cdiv(rows, high) * cdiv(cols, wide), H, B)](
-            keep, tensors, out, strides(keep), position_strides, rows, cols, skipped,
+            keep, tensors, out, None if keep is None else strides(keep), position_strides, rows, cols, skipped,
+            places.near, places.first, eta, None if seed is None else mix(seed), grid.first_row,
             N=n, DIAGONAL=diagonal, CAUSAL=grid.causal, ROWS=high, COLS=wide,
             num_warps=4,
         )  # fmt: skip
     return out
 
 
-def _own(keep: Tensor) -> tuple[int, int]:
+def _own(keep: Tensor) -> tuple[int, ...]:
     """Batch entries and heads that may differ: an expanded axis has one."""
     return tuple(
         1 if stride == 0 else size for size, stride in zip(keep.shape[:2], keep.stride()[:2], strict=True)
     )
 
 
-@triton.jit(do_not_specialize=["rows", "skipped"])
+@triton.jit(do_not_specialize=["rows", "skipped", "near", "first", "eta", "state", "first_row"])
 def _kernel(
     keep_ptr, position_ptrs, out_ptr, keep_strides, position_strides, rows, cols, skipped,
+    near, first, eta, state, first_row,
     N: tl.constexpr, DIAGONAL: tl.constexpr, CAUSAL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     b, h, row, col = tile_of_grid(cols, ROWS, COLS)
     there = row < rows
     inside = there & (col < cols)
-    keep_at = rows_at(keep_ptr, keep_strides, b, h, (row + skipped) // N) + col // N * keep_strides[3]
-    keep = tl.load(keep_at, mask=inside, other=0) != 0
     q_first, q_last, k_first, k_last = load_positions(
         position_ptrs, position_strides, b, h, row, col, there, inside
     )
     reachable = reachable_blocks(q_last, k_first, k_last, CAUSAL)
+    if keep_ptr is not None:
+        keep_at = rows_at(keep_ptr, keep_strides, b, h, (row + skipped) // N) + col // N * keep_strides[3]
+        keep = tl.load(keep_at, mask=inside, other=0) != 0
+    else:
+        keep = tl.zeros([ROWS, COLS], tl.int1)
+    if near is not None:
+        close = k_last >= q_first - near
+        if not CAUSAL:
+            close = close & (k_first <= q_last + near)
+        keep = keep | close
+    if first is not None:
+        keep = keep | (k_first < first)
+    if eta is not None:
+        drawn = folded(state, first_row + row).to(tl.int64)
+        keep = keep | ((col % eta).to(tl.int64) == (eta - drawn % eta) % eta)
     keep = keep & reachable
     if DIAGONAL:
         keep = keep | diagonal_blocks(reachable, q_first, k_last, CAUSAL)

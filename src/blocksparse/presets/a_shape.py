@@ -9,6 +9,7 @@ from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.pipeline import Pipeline
 from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.scorers.no_scorer import NoScorer
+from blocksparse.selectors.any_of import AnyOf
 from blocksparse.selectors.band import Band
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.sink import Sink
@@ -31,4 +32,4 @@ def a_shape(
         block: tokens per block.
         executor: `AutoExecutor()` unless given.
     """
-    return Pipeline(Identity(), NoScorer(block), Sink(sink) | Band(local - 1), executor or AutoExecutor())
+    return Pipeline(Identity(), NoScorer(block), AnyOf([Sink(sink), Band(local - 1)]), executor or AutoExecutor())

@@ -16,7 +16,6 @@ from blocksparse.scorers.flatten_max_pool import FlattenMaxPoolScorer
 from blocksparse.selectors.any_of import AnyOf
 from blocksparse.selectors.band import Band
 from blocksparse.selectors.block_mask import BlockMask
-from blocksparse.selectors.on_tiles import OnTiles
 from blocksparse.selectors.position_selector import PositionSelector
 from blocksparse.selectors.random import Random
 from blocksparse.selectors.refined import Refined
@@ -88,7 +87,7 @@ def bfla(
     if coarse_rescue or as_released:
         selector = Refined(SharedByGroup(TopCdf(mass) | rescue), n)
     else:
-        selector = Refined(SharedByGroup(TopCdf(mass)), n) | SharedByGroup(OnTiles(rescue, n))
+        selector = Refined(SharedByGroup(TopCdf(mass)), n, rescue=rescue)
     return Pipeline(
         Identity(),
         FlattenMaxPoolScorer(block, g, per_token=per_token, padded_tail=as_released),

@@ -9,6 +9,7 @@ from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.pipeline import Pipeline
 from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.scorers.no_scorer import NoScorer
+from blocksparse.selectors.any_of import AnyOf
 from blocksparse.selectors.band import Band
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.last_queries import LastQueries
@@ -37,6 +38,6 @@ def tri_shape(
     return Pipeline(
         Identity(),
         NoScorer(block),
-        Sink(sink) | Band(local - 1) | LastQueries(last),
+        AnyOf([Sink(sink), Band(local - 1), LastQueries(last)]),
         executor or AutoExecutor(),
     )

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from blocksparse.kernels.block_mean import block_mean
 from blocksparse.kernels.cell_mass import cell_mass
+from blocksparse.kernels.within_reach import Places, within_reach
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.scorers import pooling
 from blocksparse.scorers.block_scores import BlockMass
@@ -115,5 +116,5 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
         own = pooling.own_segment(grid, self.segment)
         if not (self.forced and grid.causal):
             return own
-        counted = grid.holding_first(1) | grid.diagonal
+        counted: Tensor = within_reach(None, grid, places=Places(first=1), diagonal=True)
         return counted if own is None else counted | own

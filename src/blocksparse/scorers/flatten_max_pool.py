@@ -64,7 +64,7 @@ class FlattenMaxPoolScorer(Scorer[GlobalPermutation, BlockMass]):
             q_last,
             k_first,
             self.g,
-            (grid.k_len - grid.q_len) // self.block if causal else 0,
+            grid.first_row,
             grid.q_lead,
             self.block // self.g,
             k_block // self.g,

@@ -10,6 +10,7 @@ from typing import final
 from attrs import field, frozen, validators
 from torch import Tensor
 
+from blocksparse.kernels.within_reach import NOWHERE, Places
 from blocksparse.scorers.grid import Grid
 from blocksparse.selectors.position_selector import PositionSelector
 
@@ -36,3 +37,15 @@ class AnyOf(PositionSelector):
 
     def where(self, grid: Grid) -> Tensor:
         return reduce(or_, (rule.where(grid) for rule in self.rules))
+
+    def parts(self) -> tuple[Places, tuple[PositionSelector, ...]]:
+        places: Places = NOWHERE
+        others: list[PositionSelector] = []
+        for rule in self.rules:
+            added, rest = rule.parts()
+            both = places.joined(added)
+            if both is None:
+                others.append(rule)
+            else:
+                places, others = both, [*others, *rest]
+        return places, tuple(others)

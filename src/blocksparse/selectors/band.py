@@ -7,6 +7,7 @@ from typing import final
 from attrs import field, frozen, validators
 from torch import Tensor
 
+from blocksparse.kernels.within_reach import Places
 from blocksparse.scorers.grid import Grid
 from blocksparse.selectors.position_selector import PositionSelector
 
@@ -23,5 +24,7 @@ class Band(PositionSelector):
     tokens: int = field(validator=[validators.instance_of(int), validators.ge(0)])
 
     def where(self, grid: Grid) -> Tensor:
-        near = grid.k_last >= grid.q_first - self.tokens
-        return near if grid.causal else near & (grid.k_first <= grid.q_last + self.tokens)
+        return grid.within(self.tokens)
+
+    def parts(self) -> tuple[Places, tuple[PositionSelector, ...]]:
+        return Places(near=self.tokens), ()

@@ -9,7 +9,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from blocksparse.kernels.within_reach import within_reach
+from blocksparse.kernels.within_reach import NOWHERE, Places, within_reach
 from blocksparse.scorers.grid import Grid
 
 
@@ -39,22 +39,23 @@ class BlockMask:
         self._check_same_grid(other)
         return BlockMask(_joined(torch.bitwise_and, self.keep, other.keep), self.grid)
 
-    def refine(self, n: int) -> BlockMask:
-        """The same pairs on a grid `n` times finer on both sides."""
+    def refine(self, n: int, places: Places = NOWHERE) -> BlockMask:
+        """The same pairs on a grid `n` times finer on both sides, and those of its blocks that lie in `places`."""
         fine = self.grid.refined(n)
         if self.keep.shape[1] != fine.q_heads:
             fine = fine.shared()
         skipped = self.grid.q_lead // fine.q_block  # rows of empty places are not part of the finer grid
-        keep: Tensor = within_reach(self.keep, fine, n, skipped)
+        keep: Tensor = within_reach(self.keep, fine, n, skipped, places=places)
         return BlockMask(keep.expand(*self.keep.shape[:2], -1, -1), fine)
 
     def share_heads(self) -> BlockMask:
         """One mask per KV head: keep what any query head of its group keeps (BFLA, eq. 14)."""
         if self.keep.shape[1] != self.grid.q_heads:
             return self
-        keep = self.keep[:, : self.grid.kv_heads]
-        if self.keep.stride(1):  # else one choice stands for all heads
+        if self.keep.stride(1):
             keep = self.keep.unflatten(1, (self.grid.kv_heads, -1)).any(2)
+        else:  # one choice stands for all heads
+            keep = self.keep[:, : self.grid.kv_heads]
         return BlockMask(keep, self.grid.shared())
 
     def per_query_head(self) -> Tensor:

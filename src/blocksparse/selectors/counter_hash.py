@@ -23,6 +23,6 @@ def block_indices(grid: Grid, *, of_chunk: bool = False) -> tuple[Tensor, Tensor
     from the start of the chunk if `of_chunk`.
     """
     device = grid.q_position.device
-    skipped = (grid.k_len - grid.q_len) // grid.q_block if grid.causal and not of_chunk else 0
+    skipped = 0 if of_chunk else grid.first_row
     rows = torch.arange(skipped, skipped + grid.rows, device=device)
     return rows.unsqueeze(1), torch.arange(grid.cols, device=device)

@@ -7,6 +7,7 @@ from typing import final
 from attrs import frozen
 from torch import Tensor
 
+from blocksparse.kernels.within_reach import Places
 from blocksparse.scorers.grid import Grid
 from blocksparse.selectors.position_selector import PositionSelector
 
@@ -20,4 +21,7 @@ class FirstToken(PositionSelector):
     """
 
     def where(self, grid: Grid) -> Tensor:
-        return grid.k_first == 0
+        return grid.holding_first(1)
+
+    def parts(self) -> tuple[Places, tuple[PositionSelector, ...]]:
+        return Places(first=1), ()

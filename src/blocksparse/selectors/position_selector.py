@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from functools import reduce
+from operator import or_
 
 from torch import Tensor
 
-from blocksparse.kernels.within_reach import within_reach
+from blocksparse.kernels.within_reach import NOWHERE, Places, within_reach
 from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.scorers.grid import Grid
 from blocksparse.selectors.block_mask import BlockMask
@@ -20,6 +22,10 @@ class PositionSelector(Selector[BlockScores, BlockMask]):
     def where(self, grid: Grid) -> Tensor:
         """Blocks to keep, bool, broadcastable to `[B, Hq, rows, cols]`; the diagonal and reach are seen to."""
 
+    def parts(self) -> tuple[Places, tuple[PositionSelector, ...]]:
+        """The rule as places that a kernel works out by itself, and rules whose `where` it is given."""
+        return NOWHERE, (self,)
+
     def __call__(self, scores: BlockScores) -> BlockMask:
         return BlockMask(self.on(scores.grid).expand(scores.values.shape), scores.grid)
 
@@ -28,5 +34,6 @@ class PositionSelector(Selector[BlockScores, BlockMask]):
 
         `[B|1, H|1, rows, cols]`; one entry serves all batch entries, or heads, that do not differ.
         """
-        keep: Tensor = within_reach(self.where(grid), grid, diagonal=True)
-        return keep
+        places, others = self.parts()
+        keep = reduce(or_, (rule.where(grid) for rule in others)) if others else None
+        return within_reach(keep, grid, places=places, diagonal=True)

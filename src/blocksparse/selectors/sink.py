@@ -7,6 +7,7 @@ from typing import final
 from attrs import field, frozen, validators
 from torch import Tensor
 
+from blocksparse.kernels.within_reach import Places
 from blocksparse.scorers.grid import Grid
 from blocksparse.selectors.position_selector import PositionSelector
 
@@ -19,4 +20,7 @@ class Sink(PositionSelector):
     tokens: int = field(default=1, validator=[validators.instance_of(int), validators.gt(0)])
 
     def where(self, grid: Grid) -> Tensor:
-        return grid.k_first < self.tokens
+        return grid.holding_first(self.tokens)
+
+    def parts(self) -> tuple[Places, tuple[PositionSelector, ...]]:
+        return Places(first=self.tokens), ()

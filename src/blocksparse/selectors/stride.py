@@ -7,6 +7,7 @@ from typing import final
 from attrs import field, frozen, validators
 from torch import Tensor
 
+from blocksparse.kernels.within_reach import Places, every
 from blocksparse.scorers.grid import Grid
 from blocksparse.selectors import counter_hash
 from blocksparse.selectors.counter_hash import block_indices
@@ -34,10 +35,11 @@ class Stride(PositionSelector):
     released: bool = field(default=False, kw_only=True)
 
     def where(self, grid: Grid) -> Tensor:
-        i, j = block_indices(grid, of_chunk=self.released)
-        if self.released:
-            row, column = 131 * i + self.seed, 17 * j
-        else:
-            row, column = counter_hash.counter_hash(self.seed, i), j
-        # Their sum is a multiple of eta; reduced before they meet, they meet once.
-        return (column % self.eta == -row % self.eta).view(1, 1, grid.rows, grid.cols)
+        if not self.released:
+            return every(self.eta, self.seed, grid)
+        i, j = block_indices(grid, of_chunk=True)
+        # The sum is a multiple of eta; reduced before they meet, both terms meet once.
+        return (17 * j % self.eta == -(131 * i + self.seed) % self.eta)[None, None]
+
+    def parts(self) -> tuple[Places, tuple[PositionSelector, ...]]:
+        return super().parts() if self.released else (Places(stride=(self.eta, self.seed)), ())

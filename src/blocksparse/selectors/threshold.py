@@ -6,6 +6,7 @@ from typing import final
 
 from attrs import field, frozen
 
+from blocksparse.kernels.within_reach import within_reach
 from blocksparse.per_head import PerHead, check, over_blocks, per_head
 from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.selectors.block_mask import BlockMask
@@ -25,6 +26,6 @@ class Threshold(Selector[BlockScores, BlockMask]):
 
     def __call__(self, scores: BlockScores) -> BlockMask:
         grid = scores.grid
-        always = grid.diagonal if scores.forced is None else grid.diagonal | scores.forced
         keep = scores.values > over_blocks(self.value, scores.values).float()
-        return BlockMask((keep | always) & grid.reachable, grid)
+        keep = keep if scores.forced is None else keep | scores.forced
+        return BlockMask(within_reach(keep, grid, diagonal=True), grid)

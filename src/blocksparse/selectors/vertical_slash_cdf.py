@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from blocksparse.kernels.running_share import running_share
+from blocksparse.kernels.within_reach import Places, within_reach
 from blocksparse.per_head import PerHead, check, over_blocks, per_head
 from blocksparse.scorers.vertical_slash import VerticalSlashScores
 from blocksparse.selectors.block_mask import BlockMask
@@ -59,8 +60,7 @@ class VerticalSlashCdf(Selector[VerticalSlashScores, BlockMask]):
         grid = scores.grid
         mass = over_blocks(self.mass, scores.values).float()
         chosen = self._as_released(scores, mass[..., 0]) if self.released else self._covering(scores, mass[..., 0])
-        always = grid.diagonal | grid.holding_first(1) | (mass >= 1)
-        return BlockMask((chosen | always) & grid.reachable, grid)
+        return BlockMask(within_reach(chosen | (mass >= 1), grid, places=Places(first=1), diagonal=True), grid)
 
     def _covering(self, scores: VerticalSlashScores, mass: Tensor) -> Tensor:
         block = scores.grid.k_block

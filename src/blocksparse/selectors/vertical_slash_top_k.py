@@ -8,6 +8,7 @@ import torch
 from attrs import field, frozen, validators
 from torch import Tensor
 
+from blocksparse.kernels.within_reach import within_reach
 from blocksparse.per_head import PerHead, check, over_blocks, per_head
 from blocksparse.scorers.vertical_slash import VerticalSlashScores
 from blocksparse.selectors.block_mask import BlockMask
@@ -45,10 +46,10 @@ class VerticalSlashTopK(Selector[VerticalSlashScores, BlockMask]):
 
     def __call__(self, scores: VerticalSlashScores) -> BlockMask:
         grid, distances = scores.grid, self.distances(scores)
-        keep = scores.columns_holding(self.keys(scores)) | scores.blocks_at(distances) | grid.diagonal
+        keep = scores.columns_holding(self.keys(scores)) | scores.blocks_at(distances)
         if self.released:
             keep = keep | _tiles(scores, distances)
-        return BlockMask(keep & grid.reachable, grid)
+        return BlockMask(within_reach(keep, grid, diagonal=True), grid)
 
     def keys(self, scores: VerticalSlashScores) -> Tensor:
         """The chosen columns, `[B, Hq, N]` bool."""
