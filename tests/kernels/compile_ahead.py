@@ -120,9 +120,10 @@ def compile_hopper(
         **{f"{name}_ptr": "*i32" for name in (
             "full_count", "partial_count", "q_position", "k_position", "queue")},
         "index_ptr": f"*{index}",
-        **{f"{name}_ptr": "*fp32" for name in ("k_tile", "v_tile", "pv_skip")},
+        "pv_skip_ptr": "*fp32",
         **{f"{name}_source": numbers_type(64 * tiles.consumers) for name in ("q_scale", "taken")},
         **{f"{name}_source": numbers_type(tiles.block_n) for name in ("k_token", "v_token")},
+        **{f"{name}_source": numbers_type(32) for name in ("k_tile", "v_tile")},
         **{f"{name}_strides": ("i32", "i32") for name in ("count", "index", "q_position", "k_position", "lse")},
         **dict.fromkeys(
             ("tiles", "M", "N", "cols", "rows", "kv_heads", "group", "heads_per_mask", "offset"), "i32"),

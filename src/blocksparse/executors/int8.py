@@ -131,8 +131,6 @@ class Int8Executor(Executor[GlobalPermutation, BlockMask]):
             permutation.k_index is None,
             v.dtype,
         )
-        if rounded.taken is not None:
-            lse = lse + rounded.taken
         return AttentionOutput(permutation.restore(out), permutation.restore(lse))
 
     def operands(

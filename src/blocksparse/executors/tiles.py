@@ -97,7 +97,7 @@ class HopperTiles:
         of_keys, of_values = (64 if x <= 64 else 128 for x in (D, Dv))
         queries, keys = 64 * self.consumers, self.num_stages * self.block_n
         needed = qk_bytes * of_keys * (2 * queries + keys) + pv_bytes * of_values * keys + 2 * queries * of_values
-        needed += (16 * queries + 12 * keys) * (qk_bytes == 1)
+        needed += (16 * queries + 12 * keys + 256 * self.num_stages) * (qk_bytes == 1)
         if (needed := self.per_sm * (needed + 1280)) <= _SHARED:
             return []
         return [f"{self} needs {-(-needed >> 10)} KiB of shared memory, and there are {_SHARED >> 10}"]

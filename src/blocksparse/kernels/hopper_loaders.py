@@ -23,6 +23,7 @@ from blocksparse.kernels.hopper_queue import (
     word_of,
 )
 
+TILE_NUMBERS = gl.constexpr(32)  # of which four are used: copies must lie at multiples of 128 bytes
 PANEL = gl.constexpr(64)  # columns of one bulk copy of halves: 128 bytes, the widest swizzle
 
 
@@ -129,7 +130,11 @@ def _copy_keys(
                 _copy_numbers(sources[7], b, h_key + x * kv_heads, start, k_full.index(stage), to)
         mbarrier.expect(k_full.index(stage), BYTES + C.BLOCK_N * (12 if C.PV8 else 4))
     else:
-        mbarrier.expect(k_full.index(stage), BYTES)
+        at = start // (C.BLOCK_N // 4)
+        _copy_numbers(sources[8], b, h_key, at, k_full.index(stage), bufs[8].index(stage))
+        if C.PV8:
+            _copy_numbers(sources[9], b, h_key, at, k_full.index(stage), bufs[8].index(C.STAGES + stage))
+        mbarrier.expect(k_full.index(stage), BYTES + TILE_NUMBERS * (8 if C.PV8 else 4))
 
 
 @gluon.jit

@@ -45,7 +45,7 @@ def int8_attention(
     k_in_order: bool,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """`out` `[B, Hq, M, D]` of `out_dtype` and `lse` `[B, Hq, M]` fp32, which is that of logits less `taken`."""
+    """`out` `[B, Hq, M, D]` of `out_dtype` and `lse` `[B, Hq, M]` fp32."""
     from blocksparse.kernels.int8_attention_hopper import int8_attention_hopper
 
     out, lse = _outputs(q, out_dtype)
@@ -152,7 +152,8 @@ def int8_attention_reference(
         of_tiles = values[:, :Hk] * of_slots(v_tile_log2).double().exp2()[..., None]
         of_tokens = values[:, Hk:] * v_token[:, :Hk].double().exp2()[..., None]
         out = weight.where(whole, 0.0) @ of_heads(of_tiles) + weight.masked_fill(whole, 0.0) @ of_heads(of_tokens)
-    return out.to(out_dtype), logits.logsumexp(-1).float()
+    lse = logits.logsumexp(-1) if taken is None else logits.logsumexp(-1) + taken
+    return out.to(out_dtype), lse.float()
 
 
 def _without_negligible(logits: Tensor, place: Tensor, whole: Tensor, pv_skip: Tensor, tile: int) -> Tensor:

@@ -24,7 +24,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from blocksparse.kernels.hopper_loaders import PANEL, load_keys, load_values, numbers, padded, panels, turned
+from blocksparse.kernels.hopper_loaders import (
+    PANEL,
+    TILE_NUMBERS,
+    load_keys,
+    load_values,
+    numbers,
+    padded,
+    panels,
+    turned,
+)
 from blocksparse.kernels.hopper_output import store_lse, store_out
 from blocksparse.kernels.hopper_queue import (
     LOADER_REGISTERS,
@@ -46,7 +55,6 @@ from blocksparse.kernels.int8_rows_hopper import (
     operand_of,
     promoted,
     rescaled,
-    scales_of,
     whole_tile,
 )
 from blocksparse.kernels.sparse_attention_triton import batch_head_strides
@@ -102,11 +110,12 @@ def int8_attention_hopper(
     queue = torch.zeros(1, dtype=torch.int32, device=q.device)
     of_queries = (numbers(x, block_m) for x in (q_scale, torch.zeros_like(q_scale) if taken is None else taken))
     of_tokens = (numbers(k_token_scale if x is None else x, block_n) for x in (k_token_scale, v_token))
+    of_tiles = (k_tile_scale if x is None else x for x in (k_tile_scale, v_tile_log2))
     _kernel[(min(programs, tiles),)](
         panels(q, 64), panels(k, block_n), turned(v, block_n) if fp8 else panels(v, block_n), panels(out, 64),
-        *of_queries, *of_tokens, lse,
+        *of_queries, *of_tokens, *(numbers(x.flatten(2), TILE_NUMBERS.value) for x in of_tiles), lse,
         full_count, partial_count, index, q_position, k_position, queue,
-        k_tile_scale, lse if v_tile_log2 is None else v_tile_log2, lse if pv_skip is None else pv_skip,
+        lse if pv_skip is None else pv_skip,
         batch_head_strides(full_count), batch_head_strides(index),
         batch_head_strides(q_position), batch_head_strides(k_position), lse.stride()[:2],
         tiles, M, N, index.shape[-1], rows, Hk, Hq // Hk, Hq // full_count.shape[1],
@@ -133,8 +142,8 @@ def _after(stage, phase, C):
 
 @gluon.jit
 def _step(
-    MASKED: gl.constexpr, C, bars, q, k_bufs, v_bufs, starts, of_tokens, factors, tiles_at, last, position_at,
-    k_position_ptr, N, q_factor, shift, pv_skip, stage, phase, highest, met, total, sums, weight, result, relative,
+    MASKED: gl.constexpr, C, bars, q, k_bufs, v_bufs, starts, of_tokens, of_tiles, last, position_at, k_position_ptr, N,
+    q_factor, shift, pv_skip, stage, phase, highest, met, total, sums, weight, result, relative,
     ON_TOP, HALF: gl.constexpr, SKIP: gl.constexpr, BASE: gl.constexpr,
 ):  # fmt: skip
     """The scores of the next keys beside the values of the last ones, then the softmax of the scores."""
@@ -147,9 +156,6 @@ def _step(
     none = gl.zeros([64, C.BLOCK_N], gl.int32, SCORES)
     mbarrier.wait(k_full.index(stage), phase)
     scores_token = warpgroup_mma(q, k_bufs.index(stage).permute([1, 0]), none, use_acc=False, is_async=True)
-    if not MASKED:
-        at = tiles_at + (read(starts, stage, 4).to(gl.uint32) // (C.BLOCK_N // 4)).to(gl.int32)
-        keys, logs = scales_of(factors, at, C)
     operand = operand_of(weight, WEIGHT, C)
     mbarrier.wait(v_full.index(v_stage), v_phase)
     values = v_bufs.index(v_stage)
@@ -168,7 +174,9 @@ def _step(
         )  # fmt: skip
         mbarrier.arrive(k_empty.index(stage), count=1)  # until then `starts` and `of_tokens` are read
     else:
-        new, met, weight, parts = whole_tile(scores, highest, met, q_factor, pv_skip, keys, logs, C, SKIP, BASE)
+        new, met, weight, parts = whole_tile(
+            scores, highest, met, q_factor, pv_skip, of_tiles, stage, C, SKIP, BASE
+        )
     rescale = gl.exp2(highest - new)
     total = total * rescale + parts
     if not (MASKED and C.PV8):
@@ -189,25 +197,24 @@ def _query_numbers(of_queries, slot, scale, WG: gl.constexpr, ROW: gl.constexpr)
 
 
 @gluon.jit
-def _head_numbers(factors, b, h, h_key, kv_heads, N, C, SKIP: gl.constexpr, FOUR: gl.constexpr):
-    """Where the scales of a head's tiles begin, one for each of four threads, and its `pv_skip` in base 2."""
+def _threshold(pv_skip_ptr, h, SKIP: gl.constexpr):
+    """A head's `pv_skip` in base 2."""
     pv_skip = 0.0
     if SKIP:
-        pv_skip = gl.load(factors[2] + h) * _LOG2_E
-    first = (b * kv_heads + h_key) * ((N + C.BLOCK_N - 1) // C.BLOCK_N) * 4
-    return first + gl.arange(0, 4, layout=FOUR), pv_skip
+        pv_skip = gl.load(pv_skip_ptr + h) * _LOG2_E
+    return pv_skip
 
 
 @gluon.jit
 def _consume(
     WG: gl.constexpr, C, SKIP: gl.constexpr,
-    sources, pointers, factors, bars, bufs, strides, sizes,
+    sources, pointers, bars, bufs, strides, sizes,
 ):  # fmt: skip
     """The softmax of 64 queries of each tile, and its products."""
     out_target = sources[3]
-    q_position_ptr, k_position_ptr, lse_ptr = pointers[3], pointers[4], pointers[6]
+    q_position_ptr, k_position_ptr, lse_ptr, pv_skip_ptr = pointers[3], pointers[4], pointers[6], pointers[7]
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    q_pieces, k_pieces, v_pieces, out_pieces, words, starts, query_numbers, token_numbers = bufs
+    q_pieces, k_pieces, v_pieces, out_pieces, words, starts, query_numbers, token_numbers, tile_numbers = bufs
     q_position_strides, k_position_strides, lse_strides = strides[2], strides[3], strides[4]
     tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale = sizes
     HALF: gl.constexpr = out_pieces.dtype
@@ -230,9 +237,9 @@ def _consume(
     IN_ORDER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     of_queries = query_numbers._reinterpret(gl.float32, [4, C.CONSUMERS * 64], IN_ORDER)
     of_tokens = token_numbers._reinterpret(gl.float32, [3 * C.STAGES, C.BLOCK_N], IN_ORDER)
+    of_tiles = tile_numbers._reinterpret(gl.float32, [2 * C.STAGES, TILE_NUMBERS], IN_ORDER)
     none = gl.zeros([64, C.BLOCK_N], gl.int32, SCORES)
     THREAD: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, by_thread(none).type.layout))
-    FOUR: gl.constexpr = gl.SliceLayout(0, THREAD)
     lowest = gl.full([64, 4], LOWEST, gl.float32, THREAD)
 
     # The weights of the very first keys.
@@ -243,7 +250,7 @@ def _consume(
     last = query_positions(q_position_ptr, q_position_strides, b, h, row, offset, WG, C, ROW)
     position_at = b.to(gl.int64) * k_position_strides[0] + h_key.to(gl.int64) * k_position_strides[1]
     q_factor, shift = _query_numbers(of_queries, 0, scale, WG, ROW)
-    tiles_at, pv_skip = _head_numbers(factors, b, h, h_key, kv_heads, N, C, SKIP, FOUR)
+    pv_skip = _threshold(pv_skip_ptr, h, SKIP)
     mbarrier.wait(k_full.index(0), 0)
     q = q_bufs.index(WG)
     scores_token = warpgroup_mma(q, k_bufs.index(0).permute([1, 0]), none, use_acc=False, is_async=True)
@@ -269,15 +276,15 @@ def _consume(
         relative = highest  # what `result` is relative to
         for _ in range(1, masked):
             stage, phase, highest, met, total, sums, weight, result, relative = _step(
-                True, C, bars, q, k_bufs, v_bufs, starts, of_tokens, factors, tiles_at, last, position_at,
-                k_position_ptr, N, q_factor, shift, pv_skip, stage, phase, highest, met, total, sums, weight, result,
+                True, C, bars, q, k_bufs, v_bufs, starts, of_tokens, of_tiles, last, position_at, k_position_ptr,
+                N, q_factor, shift, pv_skip, stage, phase, highest, met, total, sums, weight, result,
                 relative, not C.PV8, HALF, SKIP, BASE,
             )  # fmt: skip
         for begin in range(masked, steps, GROUP):
             for i in range(begin, gl.minimum(begin + GROUP, steps)):
                 stage, phase, highest, met, total, sums, weight, result, relative = _step(
-                    False, C, bars, q_again, k_bufs, v_bufs, starts, of_tokens, factors, tiles_at, last, position_at,
-                    k_position_ptr, N, q_factor, shift, pv_skip, stage, phase, highest, met, total, sums, weight, result,
+                    False, C, bars, q_again, k_bufs, v_bufs, starts, of_tokens, of_tiles, last, position_at, k_position_ptr,
+                    N, q_factor, shift, pv_skip, stage, phase, highest, met, total, sums, weight, result,
                     relative, i > begin if C.PV8 else True, HALF, SKIP, BASE,
                 )  # fmt: skip
             if C.PV8:
@@ -309,10 +316,10 @@ def _consume(
             q_position_ptr, q_position_strides, next_b, next_h, next_row, offset, WG, C, ROW,
         )  # fmt: skip
         position_at = next_b.to(gl.int64) * k_position_strides[0] + next_key.to(gl.int64) * k_position_strides[1]
-        q_factor, shift = _query_numbers(of_queries, visit % 2, scale, WG, ROW)
-        tiles_at, pv_skip = _head_numbers(factors, next_b, next_h, next_key, kv_heads, N, C, SKIP, FOUR)
         whole = gl.convert_layout(gl.sum(total, 1), ROW)
-        log2_sum = of_rows(highest, ROW) - BASE + gl.log2(whole)
+        log2_sum = of_rows(highest, ROW) + shift - BASE + gl.log2(whole)
+        q_factor, shift = _query_numbers(of_queries, visit % 2, scale, WG, ROW)
+        pv_skip = _threshold(pv_skip_ptr, next_h, SKIP)
         store_lse(lse_ptr, lse_strides, b, h, row, M, log2_sum, whole, WG, C, ROW)
         scores = warpgroup_mma_wait(1, [scores_token])
         if C.PV8:
@@ -336,9 +343,10 @@ def _consume(
 
 @gluon.jit
 def _kernel(
-    q_source, k_source, v_source, out_target, q_scale_source, taken_source, k_token_source, v_token_source, lse_ptr,
+    q_source, k_source, v_source, out_target, q_scale_source, taken_source, k_token_source, v_token_source,
+    k_tile_source, v_tile_source, lse_ptr,
     full_count_ptr, partial_count_ptr, index_ptr, q_position_ptr, k_position_ptr, queue_ptr,
-    k_tile_ptr, v_tile_ptr, pv_skip_ptr,
+    pv_skip_ptr,
     count_strides, index_strides, q_position_strides, k_position_strides, lse_strides,
     tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale_log2,
     DQ: gl.constexpr, DV: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
@@ -362,13 +370,23 @@ def _kernel(
     starts = gl.allocate_shared_memory(gl.int32, [STAGES, 1], mbarrier.MBarrierLayout())
     query_numbers = gl.allocate_shared_memory(gl.float32, [4, 1, 1, CONSUMERS * 64], q_scale_source.layout)
     token_numbers = gl.allocate_shared_memory(gl.float32, [3 * STAGES, 1, 1, BLOCK_N], k_token_source.layout)
+    tile_numbers = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, 1, TILE_NUMBERS], k_tile_source.layout)
     bars = make_rings(STAGES, CONSUMERS)
     sources = (
         q_source, k_source, v_source, out_target, q_scale_source, taken_source, k_token_source, v_token_source,
+        k_tile_source, v_tile_source,
     )  # fmt: skip
-    pointers = (full_count_ptr, partial_count_ptr, index_ptr, q_position_ptr, k_position_ptr, queue_ptr, lse_ptr)
-    factors = (k_tile_ptr, v_tile_ptr, pv_skip_ptr)
-    bufs = (q_pieces, k_pieces, v_pieces, out_pieces, words, starts, query_numbers, token_numbers)
+    pointers = (
+        full_count_ptr,
+        partial_count_ptr,
+        index_ptr,
+        q_position_ptr,
+        k_position_ptr,
+        queue_ptr,
+        lse_ptr,
+        pv_skip_ptr,
+    )
+    bufs = (q_pieces, k_pieces, v_pieces, out_pieces, words, starts, query_numbers, token_numbers, tile_numbers)
     strides = (count_strides, index_strides, q_position_strides, k_position_strides, lse_strides)
     sizes = (tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale_log2)
     C = Constants(
@@ -378,14 +396,14 @@ def _kernel(
     second: gl.constexpr = 1
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_consume, (first, C, SKIP, sources, pointers, factors, bars, bufs, strides, sizes)),
-            (_consume, (second, C, SKIP, sources, pointers, factors, bars, bufs, strides, sizes)),
+            (_consume, (first, C, SKIP, sources, pointers, bars, bufs, strides, sizes)),
+            (_consume, (second, C, SKIP, sources, pointers, bars, bufs, strides, sizes)),
             (load_keys, (C, sources, pointers, bars, bufs, strides, sizes)),
             (load_values, (C, sources, pointers, bars, bufs, strides, sizes)),
         ], [4, 1, 1], [CONSUMER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (first, C, SKIP, sources, pointers, factors, bars, bufs, strides, sizes)),
+            (_consume, (first, C, SKIP, sources, pointers, bars, bufs, strides, sizes)),
             (load_keys, (C, sources, pointers, bars, bufs, strides, sizes)),
             (load_values, (C, sources, pointers, bars, bufs, strides, sizes)),
         ], [1, 1], [LOADER_REGISTERS, LOADER_REGISTERS])  # fmt: skip

@@ -115,17 +115,9 @@ def kept(weight, WEIGHT: gl.constexpr, C, HALF: gl.constexpr):
 
 
 @gluon.jit
-def scales_of(factors, at, C):
-    """Of a tile, `[4]`, one for each thread that shares a row: the factor of its keys, and log2 of that of its values."""
-    keys = gl.load(factors[0] + at)
-    logs = keys
-    if C.PV8:
-        logs = gl.load(factors[1] + at)
-    return keys, logs
-
-
-@gluon.jit
-def whole_tile(scores, highest, met, q_factor, pv_skip, keys, logs, C, SKIP: gl.constexpr, BASE: gl.constexpr):
+def whole_tile(
+    scores, highest, met, q_factor, pv_skip, of_tiles, stage, C, SKIP: gl.constexpr, BASE: gl.constexpr
+):
     """The softmax over a tile that every query sees whole: new maxima, weights, and a thread's part of their sums.
 
     Where values have scales the maximum is that of logits plus the scale's logarithm, for weights carry the scale.
@@ -135,6 +127,9 @@ def whole_tile(scores, highest, met, q_factor, pv_skip, keys, logs, C, SKIP: gl.
     LAYOUT: gl.constexpr = whole.type.layout
     THREAD: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))  # [64, 4]
     queries = gl.convert_layout(q_factor, gl.SliceLayout(1, THREAD))[:, None]
+    keys = of_tiles.index(stage).slice(0, 4).load(gl.SliceLayout(0, THREAD))
+    if C.PV8:
+        logs = of_tiles.index(C.STAGES + stage).slice(0, 4).load(gl.SliceLayout(0, THREAD))
     # Maxima of integers: an instruction compares three.
     best = gl.max(gl.max(whole, 1), 2).to(gl.float32)
     best = gl.convert_layout(best, THREAD, assert_trivial=True) * queries * keys[None, :]
