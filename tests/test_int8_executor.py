@@ -62,14 +62,14 @@ def relative(x: Tensor, want: Tensor) -> float:
         (
             {"tiles": HopperTiles(1, 128, 2)},
             {},
-            (128, 64),
-            "HopperTiles(consumers=1, block_n=128, num_stages=2, per_sm=1) does not divide blocks of 128 x 64",
+            (128, 192),
+            "HopperTiles(consumers=1, block_n=128, num_stages=2, per_sm=1) does not divide blocks of 128 x 192",
         ),
         (
             {"tiles": HopperTiles(2, 128, 6)},
             {},
             (128, 128),
-            "HopperTiles(consumers=2, block_n=128, num_stages=6, per_sm=1) needs 269 KiB of shared memory, "
+            "HopperTiles(consumers=2, block_n=128, num_stages=6, per_sm=1) needs 272 KiB of shared memory, "
             "and there are 228",
         ),
         ({"pv_skip": [-1.0, -2.0]}, {}, (128, 128), "'pv_skip' has 2 entries for 4 query heads"),
@@ -113,7 +113,7 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tuned_tiles_divide_blocks_and_fit(blocks: tuple[int, int], D: int, fp8_pv: bool) -> None:
     found = tuned_int8(D, *blocks, fp8_pv)
     assert blocks[0] % (64 * found.consumers) == 0
-    assert blocks[1] % found.block_n == 0
+    assert max(blocks[1], found.block_n) % min(blocks[1], found.block_n) == 0
     assert found.too_large(D, D, qk_bytes=1, pv_bytes=1 if fp8_pv else 2) == []
 
 

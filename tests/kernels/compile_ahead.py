@@ -122,7 +122,7 @@ def compile_hopper(
         "index_ptr": f"*{index}",
         "pv_skip_ptr": "*fp32",
         **{f"{name}_source": numbers_type(64 * tiles.consumers) for name in ("q_scale", "taken")},
-        **{f"{name}_source": numbers_type(tiles.block_n) for name in ("k_token", "v_token")},
+        **{f"{name}_source": numbers_type(piece) for name in ("k_token", "v_token")},
         **{f"{name}_source": numbers_type(32) for name in ("k_tile", "v_tile")},
         **{f"{name}_strides": ("i32", "i32") for name in ("count", "index", "q_position", "k_position", "lse")},
         **dict.fromkeys(

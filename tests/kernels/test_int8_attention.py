@@ -44,10 +44,11 @@ def arguments(
     mean = k[:, :, :k_block].float().mean(2)
     early = max(k_block - 1 - (k.shape[2] - q.shape[2]), 0) if causal else 0
     queries, q_scale, taken = int8_query_tiles(q, None, mean=mean, scale=scale, early=early)
-    keys, k_tile, k_token = int8_key_tiles(k, permutation.key_slots, tiles.block_n, mean=mean)
+    piece = min(k_block, tiles.block_n)
+    keys, k_tile, k_token = int8_key_tiles(k, permutation.key_slots, piece, mean=mean)
     values: tuple[Tensor, Tensor | None, Tensor | None] = permutation.gather_keys(v), None, None
     if fp8:
-        values = fp8_value_tiles(v, permutation.key_slots, tiles.block_n)
+        values = fp8_value_tiles(v, permutation.key_slots, piece)
     return (
         queries, keys, values[0], plan.full_count, plan.partial_count, plan.index,
         grid.q_position, grid.k_position[:, :, 0], q_scale, k_tile, k_token, *values[1:], taken, pv_skip,
@@ -62,14 +63,18 @@ def exactly(call: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("block_n", [64, 128])
 @pytest.mark.parametrize(
     ("N", "M", "D", "causal"), [(300, 300, 64, True), (300, 200, 64, True), (256, 100, 128, False)]
 )
-def test_operands_stand_for_what_they_were_made_of(N: int, M: int, D: int, causal: bool, fp8: bool) -> None:
+def test_operands_stand_for_what_they_were_made_of(
+    N: int, M: int, D: int, causal: bool, block_n: int, fp8: bool
+) -> None:
     """All blocks kept: the operands' exact attention is dense attention of the inputs, up to rounding to 8 bits."""
     q, k, v = make_qkv(N=N, M=M, Hq=4, Hkv=2, D=D)
     k = k + 3 * torch.randn(1, 2, 1, D)  # what smoothing is for
-    call = arguments(q, k, v, HopperTiles(2, 64, 2), k_block=64, causal=causal, keep=1.1, sort=True, fp8=fp8)
+    tiles = HopperTiles(2, block_n, 2)
+    call = arguments(q, k, v, tiles, k_block=64, causal=causal, keep=1.1, sort=True, fp8=fp8)
     out, lse = int8_attention_reference(*call)
     scores = q.double() @ k.double().repeat_interleave(2, 1).mT * 0.1
     if causal:
@@ -104,6 +109,9 @@ def test_says_where_it_runs(device: str) -> None:
         (1000, 333, 128, 128, 128, True, True, True, False),
         (1000, 700, 64, 128, 64, True, False, False, True),
         (1111, 1111, 128, 64, 64, True, True, False, True),
+        (1111, 1111, 128, 128, 64, True, True, False, False),
+        (1500, 1400, 128, 128, 64, True, False, True, True),
+        (700, 900, 128, 128, 64, False, True, False, True),
         (900, 1000, 64, 256, 128, False, True, False, False),
         (2000, 2000, 128, 128, 256, True, False, True, False),
         (777, 500, 64, 64, 128, False, False, False, True),
@@ -144,11 +152,13 @@ def test_any_scale(scale: float, fp8: bool) -> None:
 
 
 @needs_hopper
+@pytest.mark.parametrize("k_block", [64, 128])
 @pytest.mark.parametrize("fp8", [False, True])
-def test_pv_skip(fp8: bool) -> None:
+def test_pv_skip(fp8: bool, k_block: int) -> None:
     q, k, v = make_qkv(N=2000, Hq=4, Hkv=2, D=128, dtype=torch.bfloat16, device="cuda")
     pv_skip = torch.tensor([-0.5, -1.0, -2.0, -30.0], device="cuda")
-    call = arguments(q, k, v, tuned_int8(128, 128, 128, fp8), keep=0.8, pv_skip=pv_skip, fp8=fp8)
+    tiles = tuned_int8(128, 128, k_block, fp8)
+    call = arguments(q, k, v, tiles, k_block=k_block, keep=0.8, pv_skip=pv_skip, fp8=fp8)
     want, want_lse = exactly(call)
     out, lse = int8_attention(*call)
     all_, _ = exactly((*call[:14], None, *call[15:]))

@@ -86,7 +86,7 @@ class Int8Executor(Executor[GlobalPermutation, BlockMask]):
         tiles = self._tiles(q, grid)
         if grid.q_block % 64 or grid.k_block % 64:
             reasons.append(f"blocks must be multiples of 64, not {grid.q_block} x {grid.k_block}")
-        elif grid.q_block % (64 * tiles.consumers) or grid.k_block % tiles.block_n:
+        elif grid.q_block % (64 * tiles.consumers) or max(grid.k_block, tiles.block_n) % self._piece(q, grid):
             reasons.append(f"{tiles} does not divide blocks of {grid.q_block} x {grid.k_block}")
         reasons += tiles.too_large(q.shape[-1], v.shape[-1], qk_bytes=1, pv_bytes=1 if self.fp8_pv else 2)
         reasons += tiles.too_many(q, grid.q_block)
@@ -137,7 +137,7 @@ class Int8Executor(Executor[GlobalPermutation, BlockMask]):
         self, q: Tensor, k: Tensor, v: Tensor, permutation: GlobalPermutation, grid: Grid, scale: float
     ) -> TileOperands:
         """Round `q` `[B, Hq, M, D]`, `k` and `v` `[B, Hkv, N, D]` on their way into slots."""
-        tile, mean, early = self._tiles(q, grid).block_n, None, 0
+        tile, mean, early = self._piece(q, grid), None, 0
         if self.smooth_k:
             # A row that sees a block whole sees as many tokens as the block has, and so the first ones.
             first = min(SMOOTHED_BY, grid.k_block)
@@ -150,6 +150,10 @@ class Int8Executor(Executor[GlobalPermutation, BlockMask]):
             return TileOperands(queries, keys, values[0], q_scale, k_tile, k_token, *values[1:], taken)
         halves = permutation.gather_keys(v)
         return TileOperands(queries, keys, halves, q_scale, k_tile, k_token, None, None, taken)
+
+    def _piece(self, q: Tensor, grid: Grid) -> int:
+        """Keys that share scales: a tile of the kernel, or the part of one that a block fills."""
+        return min(grid.k_block, self._tiles(q, grid).block_n)
 
     def _tiles(self, q: Tensor, grid: Grid) -> HopperTiles:
         return self.tiles or tuned_int8(q.shape[-1], grid.q_block, grid.k_block, self.fp8_pv)

@@ -97,7 +97,7 @@ class HopperTiles:
         of_keys, of_values = (64 if x <= 64 else 128 for x in (D, Dv))
         queries, keys = 64 * self.consumers, self.num_stages * self.block_n
         needed = qk_bytes * of_keys * (2 * queries + keys) + pv_bytes * of_values * keys + 2 * queries * of_values
-        needed += (16 * queries + 12 * keys + 256 * self.num_stages) * (qk_bytes == 1)
+        needed += (16 * queries + 12 * keys + 512 * self.num_stages) * (qk_bytes == 1)
         if (needed := self.per_sm * (needed + 1280)) <= _SHARED:
             return []
         return [f"{self} needs {-(-needed >> 10)} KiB of shared memory, and there are {_SHARED >> 10}"]
@@ -141,10 +141,10 @@ def tuned(q: Tensor, k: Tensor, v: Tensor, q_block: int, k_block: int, *, exact:
 
 
 def tuned_int8(head_dim: int, q_block: int, k_block: int, fp8_pv: bool) -> HopperTiles:
-    """The fastest tiles of 8-bit operands, as measured; a tile of keys is never wider than a block."""
-    block_n = 128 if k_block % 128 == 0 else 64
+    """The fastest tiles of 8-bit operands, as measured; two blocks of 64 keys make one tile."""
     if q_block % 128:
         return HopperTiles(1, 64, 3 if fp8_pv else 2, 2)
+    block_n = 64 if k_block % 128 and k_block > 64 else 128
     return HopperTiles(2, block_n, 4 if fp8_pv or head_dim <= 64 else 2)
 
 

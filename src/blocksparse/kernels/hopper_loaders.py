@@ -96,6 +96,24 @@ def _copy_numbers(source, b, h, start, barrier, target):
 
 
 @gluon.jit
+def _copy_scales(sources, bufs, b, h_key, kv_heads, start, barrier, at, ALONE, C):
+    """The scales of a piece of 8-bit keys and values; `ALONE`: of tokens."""
+    COUNT: gl.constexpr = C.STAGES * C.PIECES
+    if ALONE:
+        _copy_numbers(sources[6], b, h_key, start, barrier, bufs[7].index(at))
+        if C.PV8:
+            for x in gl.static_range(2):  # logarithms and inverses
+                _copy_numbers(
+                    sources[7], b, h_key + x * kv_heads, start, barrier, bufs[7].index((1 + x) * COUNT + at)
+                )
+    else:
+        tile = start // (C.BLOCK_N // C.PIECES // 4)
+        _copy_numbers(sources[8], b, h_key, tile, barrier, bufs[8].index(at))
+        if C.PV8:
+            _copy_numbers(sources[9], b, h_key, tile, barrier, bufs[8].index(COUNT + at))
+
+
+@gluon.jit
 def _copy_keys(
     sources, index_ptr, bufs, k_full, k_empty, block, list_at, b, h_key, pieces, first, masked, kv_heads, t, step, C,
 ):  # fmt: skip
@@ -117,24 +135,17 @@ def _copy_keys(
         starts.index(stage * C.PIECES + p).store(gl.full([1], 0, gl.int32, one) + start)
         at = stage * PANELS * C.PIECES + p
         _copy(k_source, b, h_copy, start, k_full.index(stage), k_pieces, at, C.PIECES, PANELS, WIDE)
+        if C.QK8:
+            at = stage * C.PIECES + p
+            _copy_scales(sources, bufs, b, h_key, kv_heads, start, k_full.index(stage), at, t < masked, C)
     # Last, for it also hands over `starts`.
     BYTES: gl.constexpr = C.BLOCK_N * C.DQ * (1 if C.QK8 else 2)
     if not C.QK8:
         mbarrier.expect(k_full.index(stage), BYTES)
     elif t < masked:
-        of_tokens = bufs[7]
-        _copy_numbers(sources[6], b, h_key, start, k_full.index(stage), of_tokens.index(stage))
-        if C.PV8:
-            for x in gl.static_range(2):  # logarithms and inverses
-                to = of_tokens.index((1 + x) * C.STAGES + stage)
-                _copy_numbers(sources[7], b, h_key + x * kv_heads, start, k_full.index(stage), to)
         mbarrier.expect(k_full.index(stage), BYTES + C.BLOCK_N * (12 if C.PV8 else 4))
     else:
-        at = start // (C.BLOCK_N // 4)
-        _copy_numbers(sources[8], b, h_key, at, k_full.index(stage), bufs[8].index(stage))
-        if C.PV8:
-            _copy_numbers(sources[9], b, h_key, at, k_full.index(stage), bufs[8].index(C.STAGES + stage))
-        mbarrier.expect(k_full.index(stage), BYTES + TILE_NUMBERS * (8 if C.PV8 else 4))
+        mbarrier.expect(k_full.index(stage), BYTES + C.PIECES * TILE_NUMBERS * (8 if C.PV8 else 4))
 
 
 @gluon.jit
@@ -245,8 +256,9 @@ def load_values(C, sources, pointers, bars, bufs, strides, sizes):
                 start = _start(block, pieces, turn, C)
                 if C.PV8:
                     h_copy = h_key + gl.where(t < masked, kv_heads, 0)
+                    at = stage * C.PIECES + p
                     tma.async_copy_global_to_shared(
-                        v_source, [b, h_copy, 0, start], v_full.index(stage), v_pieces.index(stage)
+                        v_source, [b, h_copy, 0, start], v_full.index(stage), v_pieces.index(at)
                     )
                 else:
                     at = stage * PANELS * C.PIECES + p

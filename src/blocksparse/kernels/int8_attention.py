@@ -5,9 +5,10 @@ As `sparse_attention`, with
     q[i] ~ q8[i] * q_scale[i],    k[j] ~ k8[j] * scale(j),    v[j] ~ v8[j] * scale(j)
 
 Tiles of keys that a row sees whole are read from heads 0 to Hk - 1 of `k` and of fp8 `v`, whose scales belong to a
-tile and a group of its keys; masked tiles from heads Hk to 2 Hk - 1, whose scales belong to a token. Which tiles
-count as masked: those of a row's partial blocks, and the last of its list. int8 products are exact; the tensor cores
-add fp8 products in some 14 bits, over four tiles at most, and fp32 does from there on.
+piece (a tile, or the part of one that a narrower block fills) and a group of its keys; masked tiles from heads Hk to
+2 Hk - 1, whose scales belong to a token. Which tiles count as masked: those with a part of a row's partial blocks,
+and the last of its list. int8 products are exact; the tensor cores add fp8 products in some 14 bits, over four tiles
+at most, and fp32 does from there on.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ def int8_attention_reference(
 ) -> tuple[Tensor, Tensor]:
     """The same in plain torch and float64, for tests: O(M N) memory; weights are not rounded to fp8."""
     (_, Hq, M, _), (_, twice, N, _) = q.shape, k.shape
-    Hk, tile = twice // 2, tiles[1]
+    Hk, tile = twice // 2, min(tiles[1], k_block)
+    per_tile = tiles[1] // tile  # pieces
 
     def of_queries(x: Tensor) -> Tensor:
         """`[B|1, Hm, rows, ...]` for each query head and query, `[B|1, Hq, M, ...]`."""
@@ -129,7 +131,11 @@ def int8_attention_reference(
         place[..., :cols, None] >= 0, -1
     )
     place = place.flatten(-2)[..., :tile_count]
-    least = torch.minimum(full_count * split, (full_count + partial_count) * split - 1).unsqueeze(-1)
+    # The last tile has what is left when all others are full.
+    pieces, partial = count * split, partial_count.unsqueeze(-1) * split
+    masked = (pieces - 1) % per_tile + 1
+    masked = masked + (partial - masked).clamp_min(0).add(per_tile - 1) // per_tile * per_tile
+    least = pieces - masked
     kept, whole = (of_queries(x).repeat_interleave(tile, -1)[..., :N] for x in (place >= 0, place < least))
 
     plain = logits_of(k[:, Hk:], k_token_scale)

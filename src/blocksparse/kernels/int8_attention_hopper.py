@@ -52,7 +52,7 @@ from blocksparse.kernels.int8_rows_hopper import (
     kept,
     masked_tile,
     of_rows,
-    operand_of,
+    operands_of,
     promoted,
     rescaled,
     whole_tile,
@@ -103,16 +103,16 @@ def int8_attention_hopper(
     B, Hq, M, D = q.shape
     Hk, N, Dv = k.shape[1] // 2, k.shape[2], out.shape[-1]
     fp8 = v_tile_log2 is not None
-    block_m = 64 * consumers
+    block_m, piece = 64 * consumers, min(k_block, block_n)
     rows = full_count.shape[-1] * (q_block // block_m)
     tiles = B * Hq * rows
     programs = torch.cuda.get_device_properties(q.device).multi_processor_count * per_sm
     queue = torch.zeros(1, dtype=torch.int32, device=q.device)
     of_queries = (numbers(x, block_m) for x in (q_scale, torch.zeros_like(q_scale) if taken is None else taken))
-    of_tokens = (numbers(k_token_scale if x is None else x, block_n) for x in (k_token_scale, v_token))
+    of_tokens = (numbers(k_token_scale if x is None else x, piece) for x in (k_token_scale, v_token))
     of_tiles = (k_tile_scale if x is None else x for x in (k_tile_scale, v_tile_log2))
     _kernel[(min(programs, tiles),)](
-        panels(q, 64), panels(k, block_n), turned(v, block_n) if fp8 else panels(v, block_n), panels(out, 64),
+        panels(q, 64), panels(k, piece), turned(v, piece) if fp8 else panels(v, piece), panels(out, 64),
         *of_queries, *of_tokens, *(numbers(x.flatten(2), TILE_NUMBERS.value) for x in of_tiles), lse,
         full_count, partial_count, index, q_position, k_position, queue,
         lse if pv_skip is None else pv_skip,
@@ -121,7 +121,7 @@ def int8_attention_hopper(
         tiles, M, N, index.shape[-1], rows, Hk, Hq // Hk, Hq // full_count.shape[1],
         N - M if causal else 0, scale * math.log2(math.e),
         DQ=padded(D), DV=padded(Dv), CONSUMERS=consumers, BLOCK_N=block_n, STAGES=num_stages,
-        K_SPLIT=k_block // block_n, Q_SPLIT=q_block // block_m,
+        PIECES=block_n // piece, K_SPLIT=k_block // piece, Q_SPLIT=q_block // block_m,
         CAUSAL=causal, Q_IN_ORDER=q_in_order, K_IN_ORDER=k_in_order,
         FP8=fp8, SKIP=pv_skip is not None,
         CONSUMER_REGISTERS=consumer_registers(consumers, per_sm),
@@ -141,6 +141,20 @@ def _after(stage, phase, C):
 
 
 @gluon.jit
+def _products(operands, v_bufs, stage, sums, ON_TOP, C):
+    """Starts those of weights and values; fp8 values of each piece lie apart."""
+    if C.PV8:
+        token = warpgroup_mma(
+            operands[0], v_bufs.index(stage * C.PIECES).permute([1, 0]), sums, use_acc=ON_TOP, is_async=True
+        )
+        if C.PIECES == 2:
+            token = warpgroup_mma(operands[1], v_bufs.index(stage * 2 + 1).permute([1, 0]), token, is_async=True)
+    else:
+        token = warpgroup_mma(operands[0], v_bufs.index(stage), sums, use_acc=ON_TOP, is_async=True)
+    return token
+
+
+@gluon.jit
 def _step(
     MASKED: gl.constexpr, C, bars, q, k_bufs, v_bufs, starts, of_tokens, of_tiles, last, position_at, k_position_ptr, N,
     q_factor, shift, pv_skip, stage, phase, highest, met, total, sums, weight, result, relative,
@@ -156,20 +170,17 @@ def _step(
     none = gl.zeros([64, C.BLOCK_N], gl.int32, SCORES)
     mbarrier.wait(k_full.index(stage), phase)
     scores_token = warpgroup_mma(q, k_bufs.index(stage).permute([1, 0]), none, use_acc=False, is_async=True)
-    operand = operand_of(weight, WEIGHT, C)
+    operands = operands_of(weight, WEIGHT, C)
     mbarrier.wait(v_full.index(v_stage), v_phase)
-    values = v_bufs.index(v_stage)
-    if C.PV8:
-        values = values.permute([1, 0])
-    sums_token = warpgroup_mma(operand, values, sums, use_acc=ON_TOP, is_async=True)
-    scores = warpgroup_mma_wait(1, [scores_token])
+    sums_token = _products(operands, v_bufs, v_stage, sums, ON_TOP, C)
+    scores = warpgroup_mma_wait(C.PIECES if C.PV8 else 1, [scores_token])
     if MASKED and C.PV8:  # registers are short: not beside the softmax
         result = promoted(result, relative, highest, warpgroup_mma_wait(0, [sums_token]))
         relative = highest
         mbarrier.arrive(v_empty.index(v_stage), count=1)
     if MASKED:
         new, met, weight, parts = masked_tile(
-            scores, highest, met, q_factor, shift, of_tokens, starts, stage, 1, last, k_position_ptr, position_at, N, C,
+            scores, highest, met, q_factor, shift, of_tokens, starts, stage, C.PIECES, last, k_position_ptr, position_at, N, C,
             SKIP, BASE,
         )  # fmt: skip
         mbarrier.arrive(k_empty.index(stage), count=1)  # until then `starts` and `of_tokens` are read
@@ -220,7 +231,8 @@ def _consume(
     HALF: gl.constexpr = out_pieces.dtype
     HALVES: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     EIGHTS: gl.constexpr = gl.NVMMASharedLayout(C.DQ, 8, rank=2)
-    TURNED: gl.constexpr = gl.NVMMASharedLayout(C.BLOCK_N, 8, rank=2)
+    PIECE: gl.constexpr = C.BLOCK_N // C.PIECES
+    TURNED: gl.constexpr = gl.NVMMASharedLayout(PIECE, 8, rank=2)
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 32])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.DV, 32 if C.PV8 else 16])
     WEIGHT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 4 if C.PV8 else 2)
@@ -230,14 +242,14 @@ def _consume(
     q_bufs = q_pieces._reinterpret(q_pieces.dtype, [2 * C.CONSUMERS, 64, C.DQ], EIGHTS)
     k_bufs = k_pieces._reinterpret(k_pieces.dtype, [C.STAGES, C.BLOCK_N, C.DQ], EIGHTS)
     if C.PV8:
-        v_bufs = v_pieces._reinterpret(v_pieces.dtype, [C.STAGES, C.DV, C.BLOCK_N], TURNED)
+        v_bufs = v_pieces._reinterpret(v_pieces.dtype, [C.STAGES * C.PIECES, C.DV, PIECE], TURNED)
     else:
         v_bufs = v_pieces._reinterpret(v_pieces.dtype, [C.STAGES, C.BLOCK_N, C.DV], HALVES)
     out_bufs = out_pieces._reinterpret(HALF, [C.CONSUMERS, 64, C.DV], HALVES)
     IN_ORDER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     of_queries = query_numbers._reinterpret(gl.float32, [4, C.CONSUMERS * 64], IN_ORDER)
     of_tokens = token_numbers._reinterpret(gl.float32, [3 * C.STAGES, C.BLOCK_N], IN_ORDER)
-    of_tiles = tile_numbers._reinterpret(gl.float32, [2 * C.STAGES, TILE_NUMBERS], IN_ORDER)
+    of_tiles = tile_numbers._reinterpret(gl.float32, [2 * C.STAGES * C.PIECES, TILE_NUMBERS], IN_ORDER)
     none = gl.zeros([64, C.BLOCK_N], gl.int32, SCORES)
     THREAD: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, by_thread(none).type.layout))
     lowest = gl.full([64, 4], LOWEST, gl.float32, THREAD)
@@ -303,13 +315,11 @@ def _consume(
         mbarrier.wait(k_full.index(stage), phase)
         q = q_bufs.index((visit % 2) * C.CONSUMERS + WG)
         scores_token = warpgroup_mma(q, k_bufs.index(stage).permute([1, 0]), none, use_acc=False, is_async=True)
-        operand = operand_of(weight, WEIGHT, C)
+        operands = operands_of(weight, WEIGHT, C)
         mbarrier.wait(v_full.index(v_stage), v_phase)
-        values = v_bufs.index(v_stage)
         if C.PV8:
-            values = values.permute([1, 0])
             sums = gl.zeros([64, C.DV], gl.float32, SUMS)
-        sums_token = warpgroup_mma(operand, values, sums, use_acc=not C.PV8, is_async=True)
+        sums_token = _products(operands, v_bufs, v_stage, sums, not C.PV8, C)
         next_b, next_h, next_key, next_row = unpacked_place(place)
         pieces, steps, first, masked = extent(word, C)
         last = query_positions(
@@ -321,7 +331,7 @@ def _consume(
         q_factor, shift = _query_numbers(of_queries, visit % 2, scale, WG, ROW)
         pv_skip = _threshold(pv_skip_ptr, next_h, SKIP)
         store_lse(lse_ptr, lse_strides, b, h, row, M, log2_sum, whole, WG, C, ROW)
-        scores = warpgroup_mma_wait(1, [scores_token])
+        scores = warpgroup_mma_wait(C.PIECES if C.PV8 else 1, [scores_token])
         if C.PV8:
             sums = promoted(result, relative, highest, warpgroup_mma_wait(0, [sums_token]))
             mbarrier.arrive(v_empty.index(v_stage), count=1)
@@ -350,27 +360,32 @@ def _kernel(
     count_strides, index_strides, q_position_strides, k_position_strides, lse_strides,
     tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale_log2,
     DQ: gl.constexpr, DV: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    K_SPLIT: gl.constexpr, Q_SPLIT: gl.constexpr,
+    PIECES: gl.constexpr, K_SPLIT: gl.constexpr, Q_SPLIT: gl.constexpr,
     CAUSAL: gl.constexpr, Q_IN_ORDER: gl.constexpr, K_IN_ORDER: gl.constexpr,
     FP8: gl.constexpr, SKIP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     V_PANELS: gl.constexpr = DV // PANEL
+    PIECE: gl.constexpr = BLOCK_N // PIECES
     q_pieces = gl.allocate_shared_memory(gl.int8, [2 * CONSUMERS, 1, 1, 64, DQ], q_source.layout)
-    k_pieces = gl.allocate_shared_memory(gl.int8, [STAGES, 1, 1, BLOCK_N, DQ], k_source.layout)
+    k_pieces = gl.allocate_shared_memory(gl.int8, [STAGES * PIECES, 1, 1, PIECE, DQ], k_source.layout)
     if FP8:
-        v_pieces = gl.allocate_shared_memory(v_source.dtype, [STAGES, 1, 1, DV, BLOCK_N], v_source.layout)
+        v_pieces = gl.allocate_shared_memory(v_source.dtype, [STAGES * PIECES, 1, 1, DV, PIECE], v_source.layout)
     else:
         v_pieces = gl.allocate_shared_memory(
-            v_source.dtype, [STAGES * V_PANELS, 1, 1, BLOCK_N, PANEL], v_source.layout
+            v_source.dtype, [STAGES * V_PANELS * PIECES, 1, 1, PIECE, PANEL], v_source.layout
         )
     out_pieces = gl.allocate_shared_memory(
         out_target.dtype, [CONSUMERS * V_PANELS, 1, 1, 64, PANEL], out_target.layout
     )
     words = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
-    starts = gl.allocate_shared_memory(gl.int32, [STAGES, 1], mbarrier.MBarrierLayout())
+    starts = gl.allocate_shared_memory(gl.int32, [STAGES * PIECES, 1], mbarrier.MBarrierLayout())
     query_numbers = gl.allocate_shared_memory(gl.float32, [4, 1, 1, CONSUMERS * 64], q_scale_source.layout)
-    token_numbers = gl.allocate_shared_memory(gl.float32, [3 * STAGES, 1, 1, BLOCK_N], k_token_source.layout)
-    tile_numbers = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, 1, TILE_NUMBERS], k_tile_source.layout)
+    token_numbers = gl.allocate_shared_memory(
+        gl.float32, [3 * STAGES * PIECES, 1, 1, PIECE], k_token_source.layout
+    )
+    tile_numbers = gl.allocate_shared_memory(
+        gl.float32, [2 * STAGES * PIECES, 1, 1, TILE_NUMBERS], k_tile_source.layout
+    )
     bars = make_rings(STAGES, CONSUMERS)
     sources = (
         q_source, k_source, v_source, out_target, q_scale_source, taken_source, k_token_source, v_token_source,
@@ -390,7 +405,7 @@ def _kernel(
     strides = (count_strides, index_strides, q_position_strides, k_position_strides, lse_strides)
     sizes = (tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale_log2)
     C = Constants(
-        DQ, DV, CONSUMERS, BLOCK_N, STAGES, 1, K_SPLIT, Q_SPLIT, CAUSAL, Q_IN_ORDER, K_IN_ORDER, True, FP8
+        DQ, DV, CONSUMERS, BLOCK_N, STAGES, PIECES, K_SPLIT, Q_SPLIT, CAUSAL, Q_IN_ORDER, K_IN_ORDER, True, FP8
     )
     first: gl.constexpr = 0
     second: gl.constexpr = 1

@@ -53,44 +53,50 @@ def _maximum_asm(lazy):
     lazy = float(lazy)
     return (
         "{ .reg .pred p, q; .reg .f32 a, b, c, d, e, f;"
-        f" add.f32 c, $6, {lazy}; add.f32 d, $7, {lazy}; setp.gt.f32 p, $4, c; setp.gt.f32 q, $5, d;"
-        " or.pred p, p, q; vote.sync.any.pred p, p, -1; mov.f32 $0, $6; mov.f32 $1, $7; @!p bra DONE;"
-        " shfl.sync.bfly.b32 a, $4, 2, 31, -1; shfl.sync.bfly.b32 b, $5, 2, 31, -1;"
-        " max.f32 a, a, $4; max.f32 b, b, $5;"
+        f" add.f32 c, $4, {lazy}; add.f32 d, $5, {lazy}; setp.gt.f32 p, $2, c; setp.gt.f32 q, $3, d;"
+        " or.pred p, p, q; vote.sync.any.pred p, p, -1; mov.f32 $0, $4; mov.f32 $1, $5; @!p bra DONE;"
+        " shfl.sync.bfly.b32 a, $2, 2, 31, -1; shfl.sync.bfly.b32 b, $3, 2, 31, -1;"
+        " max.f32 a, a, $2; max.f32 b, b, $3;"
         " shfl.sync.bfly.b32 e, a, 1, 31, -1; shfl.sync.bfly.b32 f, b, 1, 31, -1;"
         " max.f32 a, a, e; max.f32 b, b, f; setp.gt.f32 p, a, c; setp.gt.f32 q, b, d;"
-        " selp.f32 $0, a, $6, p; selp.f32 $1, b, $7, q; DONE: mul.f32 $2, $8, $10; mul.f32 $3, $9, $11; }"
+        " selp.f32 $0, a, $4, p; selp.f32 $1, b, $5, q; DONE: }"
     )
 
 
 @gluon.jit
-def _new_maximum(best, highest, queries, keys, LAZY: gl.constexpr):
-    """Of `[64, 4]`: the row's maximum of `best` where it passes `highest` by `LAZY`, else `highest`; and `queries * keys`.
+def _new_maximum(best, highest, LAZY: gl.constexpr):
+    """Of `[64, 4]`: the row's maximum of `best` where it passes `highest` by `LAZY`, else `highest`.
 
-    A warp without such a row, and that is most, does not look for maxima across threads. The product is here because
-    ptxas else has it, and the wait for `keys` to load, before the values' products begin.
+    A warp without such a row, and that is most, does not look for maxima across threads.
     """
     return gl.inline_asm_elementwise(
-        _maximum_asm(LAZY), "=&f,=&f,=&f,=&f,f,f,f,f,f,f,f,f", [best, highest, queries, keys],
-        (gl.float32, gl.float32), is_pure=True, pack=2,
-    )  # fmt: skip
+        _maximum_asm(LAZY), "=&f,=&f,f,f,f,f", [best, highest], gl.float32, is_pure=True, pack=2
+    )
 
 
 @gluon.jit
-def operand_of(weight, WEIGHT: gl.constexpr, C):
-    """Weights as the first operand of the product with values.
+def operands_of(weight, WEIGHT: gl.constexpr, C):
+    """Weights as first operands of the products with values, one for each piece of fp8.
 
     fp8: the registers of the scores are read again as those of the operand, which stand for keys in another order; the
     values are stored in that order, so nothing moves.
     """
-    if C.PV8:
-        y = gl.join(weight, weight)
-        y = gl.join(y, y).reshape([64, C.BLOCK_N])
-        y = gl.convert_layout(y, WEIGHT, assert_trivial=True)
-        y = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r", [y], gl.float8e4nv, is_pure=True, pack=4)
+    if not C.PV8:
+        operands = (weight,)
+    elif C.PIECES == 1:
+        operands = (_fp8_operand(weight, WEIGHT),)
     else:
-        y = weight
-    return y
+        first, second = gl.split(weight.reshape([64, 2, C.BLOCK_N // 8]).permute([0, 2, 1]))
+        operands = (_fp8_operand(first, WEIGHT), _fp8_operand(second, WEIGHT))
+    return operands
+
+
+@gluon.jit
+def _fp8_operand(weight, WEIGHT: gl.constexpr):
+    y = gl.join(weight, weight)
+    y = gl.join(y, y).reshape([64, 4 * weight.shape[1]])
+    y = gl.convert_layout(y, WEIGHT, assert_trivial=True)
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r", [y], gl.float8e4nv, is_pure=True, pack=4)
 
 
 @gluon.jit
@@ -115,6 +121,37 @@ def kept(weight, WEIGHT: gl.constexpr, C, HALF: gl.constexpr):
 
 
 @gluon.jit
+def _scales_of(of_tiles, stage, p: gl.constexpr, C, FOUR: gl.constexpr):
+    """Of a piece, `[4]`, one for each thread that shares a row: the factor of its keys, and log2 of that of its values."""
+    keys = of_tiles.index(stage * C.PIECES + p).slice(0, 4).load(FOUR)
+    logs = keys
+    if C.PV8:
+        logs = of_tiles.index((C.STAGES + stage) * C.PIECES + p).slice(0, 4).load(FOUR)
+    return keys[None, :], logs[None, :]
+
+
+@gluon.jit
+def _best_of(piece, factor, THREAD: gl.constexpr):
+    """The best logit of each row and thread, `[64, 4]`. Maxima of integers: an instruction compares three."""
+    best = gl.max(gl.max(piece, 1), 2).to(gl.float32)
+    return gl.convert_layout(best, THREAD, assert_trivial=True) * factor
+
+
+@gluon.jit
+def _weights_of(piece, factor, origin, THREAD: gl.constexpr):
+    """Weights, and their sums by row and thread."""
+    weight = gl.exp2(piece.to(gl.float32) * beside(factor, piece) - beside(origin, piece))
+    return weight, gl.convert_layout(gl.sum(gl.sum(weight, 1), 2), THREAD, assert_trivial=True)
+
+
+@gluon.jit
+def _without(origin, best, met, pv_skip, THREAD: gl.constexpr):
+    """An origin that makes weights 0 where a piece's best logit is negligible beside those met before; and the best met."""
+    best = of_threads(gl.max(best, 1), THREAD)
+    return gl.where(best - met < pv_skip, -LOWEST, origin), gl.maximum(met, best)
+
+
+@gluon.jit
 def whole_tile(
     scores, highest, met, q_factor, pv_skip, of_tiles, stage, C, SKIP: gl.constexpr, BASE: gl.constexpr
 ):
@@ -124,30 +161,42 @@ def whole_tile(
     """
     SCORES: gl.constexpr = scores.type.layout
     whole = by_thread(scores)
-    LAYOUT: gl.constexpr = whole.type.layout
-    THREAD: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))  # [64, 4]
+    THREAD: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, whole.type.layout))  # [64, 4]
+    FOUR: gl.constexpr = gl.SliceLayout(0, THREAD)
     queries = gl.convert_layout(q_factor, gl.SliceLayout(1, THREAD))[:, None]
-    keys = of_tiles.index(stage).slice(0, 4).load(gl.SliceLayout(0, THREAD))
-    if C.PV8:
-        logs = of_tiles.index(C.STAGES + stage).slice(0, 4).load(gl.SliceLayout(0, THREAD))
-    # Maxima of integers: an instruction compares three.
-    best = gl.max(gl.max(whole, 1), 2).to(gl.float32)
-    best = gl.convert_layout(best, THREAD, assert_trivial=True) * queries * keys[None, :]
-    if SKIP:
-        best_logit = of_threads(gl.max(best, 1), THREAD)
-    if C.PV8:
-        best = best + logs[None, :]
-    new, factor = _new_maximum(best, highest, queries, keys[None, :], LAZY if C.PV8 else 0.0)
+    keys, logs = _scales_of(of_tiles, stage, 0, C, FOUR)
+    factor = queries * keys
+    if C.PIECES == 1:
+        best_logit = _best_of(whole, factor, THREAD)
+        best = best_logit + logs if C.PV8 else best_logit
+    else:
+        pieces = whole.reshape([64, 2, C.BLOCK_N // 16, 4, 2]).permute([0, 2, 3, 4, 1])
+        whole, second = gl.split(pieces)
+        second_keys, second_logs = _scales_of(of_tiles, stage, 1, C, FOUR)
+        second_factor = queries * second_keys
+        best_logit, second_logit = _best_of(whole, factor, THREAD), _best_of(second, second_factor, THREAD)
+        if C.PV8:
+            best = gl.maximum(best_logit + logs, second_logit + second_logs)
+        else:
+            best = gl.maximum(best_logit, second_logit)
+    new = _new_maximum(best, highest, LAZY if C.PV8 else 0.0)
     origin = new - BASE
+    if C.PIECES == 2:
+        second_origin = origin - second_logs if C.PV8 else origin
+    if C.PV8:
+        origin = origin - logs
     if SKIP:
-        origin = gl.where(best_logit - met < pv_skip, -LOWEST, origin)  # weights come to 0
-        met = gl.maximum(met, best_logit)
+        origin, met = _without(origin, best_logit, met, pv_skip, THREAD)
+        if C.PIECES == 2:
+            second_origin, met = _without(second_origin, second_logit, met, pv_skip, THREAD)
+    weight, parts = _weights_of(whole, factor, origin, THREAD)
     if C.PV8:
-        origin = origin - logs[None, :]
-    weight = gl.exp2(whole.to(gl.float32) * beside(factor, whole) - beside(origin, whole))
-    parts = gl.convert_layout(gl.sum(gl.sum(weight, 1), 2), THREAD, assert_trivial=True)
-    if C.PV8:
-        parts = parts * gl.exp2(-logs)[None, :]
+        parts = parts * gl.exp2(-logs)
+    if C.PIECES == 2:
+        second_weight, second_parts = _weights_of(second, second_factor, second_origin, THREAD)
+        if C.PV8:
+            second_parts = second_parts * gl.exp2(-second_logs)
+        weight, parts = gl.join(weight, second_weight).permute([0, 4, 1, 2, 3]), parts + second_parts
     weight = gl.convert_layout(weight.reshape([64, C.BLOCK_N]), SCORES, assert_trivial=True)
     return new, met, weight, parts
 
