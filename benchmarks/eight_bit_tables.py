@@ -34,12 +34,14 @@ from blocksparse.kernels.int8_attention import int8_attention
 
 Arguments = tuple[Any, ...]
 
+EXACT_CALL = f"{OURS} call"  # lists included, as in the calls of 8 bits
+
 # The precision of weights and values, and how far an output may be from bf16's: relative L1, of any head.
 TOLERANCE = {"fp8": 0.05, "bf16": 0.02}
 
 
 def eight_bit(plan: Plan, device: torch.device) -> Iterator[Row]:
-    """8-bit attention, whole calls, rounding and kernels, beside the bf16 kernel, block lists built beforehand."""
+    """8-bit attention, whole calls, kernels and rounding, beside bf16; kernels have their lists beforehand."""
     for N in plan.kernel_lengths:
         for density in plan.densities:
             case = Case(N, plan.Hq, plan.Hkv, plan.D, *plan.blocks[0], density, plan.dtype)
@@ -56,6 +58,7 @@ def _row_of(case: Case, device: torch.device, budget_ms: float) -> Row:
     verify(out)
     want, errors = out[:, :, at], dict[str, float]()
     candidates = {OURS: Candidate(ready(exact), verify)}
+    candidates[EXACT_CALL] = Candidate(partial(exact_call, q, k, v, mask), verify)
     roundings: dict[str, Callable[[], object]] = {}
     for values, tolerance in TOLERANCE.items():
         near = _Near(values, at, want, tolerance, errors)
@@ -86,6 +89,12 @@ class _Near:
 
     def __call__(self, out: Tensor) -> None:
         self.errors[self.name] = check_near(out[:, :, self.at], self.want, tolerance=self.tolerance)
+
+
+def exact_call(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask) -> Call:
+    """`TritonExecutor`, block lists included."""
+    executor, order, scale = bs.TritonExecutor(), bs.GlobalPermutation(), q.shape[-1] ** -0.5
+    return lambda: executor(q, k, v, order, mask, scale=scale).out
 
 
 def executor_call(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask, fp8_pv: bool) -> Call:

@@ -48,7 +48,8 @@ def turned(v: Tensor, keys: int) -> TensorDescriptor:
 
 def numbers(x: Tensor, n: int) -> TensorDescriptor:
     """Runs of `n` numbers of `[B, H, N]` fp32."""
-    x = pad(x, (0, -x.shape[-1] % 4))  # the copy engine wants rows of 16-byte alignment
+    if x.shape[-1] % 4:  # the copy engine wants rows of 16-byte alignment
+        x = pad(x, (0, -x.shape[-1] % 4))
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, n], gl.NVMMASharedLayout(0, 32, rank=3))
 
 

@@ -114,8 +114,7 @@ def int8_attention_hopper(
     _kernel[(min(programs, tiles),)](
         panels(q, 64), panels(k, piece), turned(v, piece) if fp8 else panels(v, piece), panels(out, 64),
         *of_queries, *of_tokens, *(numbers(x.flatten(2), TILE_NUMBERS.value) for x in of_tiles), lse,
-        full_count, partial_count, index, q_position, k_position, queue,
-        lse if pv_skip is None else pv_skip,
+        full_count, partial_count, index, q_position, k_position, queue, lse if pv_skip is None else pv_skip,
         batch_head_strides(full_count), batch_head_strides(index),
         batch_head_strides(q_position), batch_head_strides(k_position), lse.stride()[:2],
         tiles, M, N, index.shape[-1], rows, Hk, Hq // Hk, Hq // full_count.shape[1],
@@ -217,10 +216,7 @@ def _threshold(pv_skip_ptr, h, SKIP: gl.constexpr):
 
 
 @gluon.jit
-def _consume(
-    WG: gl.constexpr, C, SKIP: gl.constexpr,
-    sources, pointers, bars, bufs, strides, sizes,
-):  # fmt: skip
+def _consume(WG: gl.constexpr, C, SKIP: gl.constexpr, sources, pointers, bars, bufs, strides, sizes):
     """The softmax of 64 queries of each tile, and its products."""
     out_target = sources[3]
     q_position_ptr, k_position_ptr, lse_ptr, pv_skip_ptr = pointers[3], pointers[4], pointers[6], pointers[7]
@@ -288,15 +284,15 @@ def _consume(
         relative = highest  # what `result` is relative to
         for _ in range(1, masked):
             stage, phase, highest, met, total, sums, weight, result, relative = _step(
-                True, C, bars, q, k_bufs, v_bufs, starts, of_tokens, of_tiles, last, position_at, k_position_ptr,
-                N, q_factor, shift, pv_skip, stage, phase, highest, met, total, sums, weight, result,
-                relative, not C.PV8, HALF, SKIP, BASE,
+                True, C, bars, q, k_bufs, v_bufs, starts, of_tokens, of_tiles, last, position_at, k_position_ptr, N,
+                q_factor, shift, pv_skip, stage, phase, highest, met, total, sums, weight, result, relative,
+                not C.PV8, HALF, SKIP, BASE,
             )  # fmt: skip
         for begin in range(masked, steps, GROUP):
             for i in range(begin, gl.minimum(begin + GROUP, steps)):
                 stage, phase, highest, met, total, sums, weight, result, relative = _step(
-                    False, C, bars, q_again, k_bufs, v_bufs, starts, of_tokens, of_tiles, last, position_at, k_position_ptr,
-                    N, q_factor, shift, pv_skip, stage, phase, highest, met, total, sums, weight, result,
+                    False, C, bars, q_again, k_bufs, v_bufs, starts, of_tokens, of_tiles, last, position_at,
+                    k_position_ptr, N, q_factor, shift, pv_skip, stage, phase, highest, met, total, sums, weight, result,
                     relative, i > begin if C.PV8 else True, HALF, SKIP, BASE,
                 )  # fmt: skip
             if C.PV8:
@@ -345,7 +341,6 @@ def _consume(
         if not C.PV8:
             sums, weight = warpgroup_mma_wait(0, [sums_token, weight])
             mbarrier.arrive(v_empty.index(v_stage), count=1)
-        if not C.PV8:
             store_out(out_target, out_pieces, out_bufs, sums, whole, b, h, row, WG, C)
         b, h, row = next_b, next_h, next_row
     tma.store_wait(0)
@@ -355,8 +350,7 @@ def _consume(
 def _kernel(
     q_source, k_source, v_source, out_target, q_scale_source, taken_source, k_token_source, v_token_source,
     k_tile_source, v_tile_source, lse_ptr,
-    full_count_ptr, partial_count_ptr, index_ptr, q_position_ptr, k_position_ptr, queue_ptr,
-    pv_skip_ptr,
+    full_count_ptr, partial_count_ptr, index_ptr, q_position_ptr, k_position_ptr, queue_ptr, pv_skip_ptr,
     count_strides, index_strides, q_position_strides, k_position_strides, lse_strides,
     tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale_log2,
     DQ: gl.constexpr, DV: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
@@ -392,15 +386,8 @@ def _kernel(
         k_tile_source, v_tile_source,
     )  # fmt: skip
     pointers = (
-        full_count_ptr,
-        partial_count_ptr,
-        index_ptr,
-        q_position_ptr,
-        k_position_ptr,
-        queue_ptr,
-        lse_ptr,
-        pv_skip_ptr,
-    )
+        full_count_ptr, partial_count_ptr, index_ptr, q_position_ptr, k_position_ptr, queue_ptr, lse_ptr, pv_skip_ptr,
+    )  # fmt: skip
     bufs = (q_pieces, k_pieces, v_pieces, out_pieces, words, starts, query_numbers, token_numbers, tile_numbers)
     strides = (count_strides, index_strides, q_position_strides, k_position_strides, lse_strides)
     sizes = (tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale_log2)
