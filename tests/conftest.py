@@ -24,6 +24,12 @@ def device() -> str:
 
 
 @pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """A test draws the same numbers alone, in any order and beside others."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def _no_grad() -> Iterator[None]:
     with torch.no_grad():
         yield
