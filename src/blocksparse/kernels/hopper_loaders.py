@@ -97,21 +97,23 @@ def _copy_numbers(source, b, h, start, barrier, target):
 
 
 @gluon.jit
-def _copy_scales(sources, bufs, b, h_key, kv_heads, start, barrier, at, ALONE, C):
-    """The scales of a piece of 8-bit keys and values; `ALONE`: of tokens."""
+def _copy_scales(sources, bufs, b, h_key, kv_heads, start, barrier, at, by_token, C):
+    """The scales of a piece of 8-bit keys and values: those of its tokens, or of the piece."""
     COUNT: gl.constexpr = C.STAGES * C.PIECES
-    if ALONE:
-        _copy_numbers(sources[6], b, h_key, start, barrier, bufs[7].index(at))
+    k_token_source, v_token_source = sources[5]
+    k_tile_source, v_tile_source = sources[6]
+    of_queries, of_tokens, of_tiles = bufs[6]
+    if by_token:
+        _copy_numbers(k_token_source, b, h_key, start, barrier, of_tokens.index(at))
         if C.PV8:
             for x in gl.static_range(2):  # logarithms and inverses
-                _copy_numbers(
-                    sources[7], b, h_key + x * kv_heads, start, barrier, bufs[7].index((1 + x) * COUNT + at)
-                )
+                to = of_tokens.index((1 + x) * COUNT + at)
+                _copy_numbers(v_token_source, b, h_key + x * kv_heads, start, barrier, to)
     else:
-        tile = start // (C.BLOCK_N // C.PIECES // 4)
-        _copy_numbers(sources[8], b, h_key, tile, barrier, bufs[8].index(at))
+        first = start // (C.BLOCK_N // C.PIECES // 4)
+        _copy_numbers(k_tile_source, b, h_key, first, barrier, of_tiles.index(at))
         if C.PV8:
-            _copy_numbers(sources[9], b, h_key, tile, barrier, bufs[8].index(COUNT + at))
+            _copy_numbers(v_tile_source, b, h_key, first, barrier, of_tiles.index(COUNT + at))
 
 
 @gluon.jit
@@ -193,10 +195,10 @@ def load_keys(C, sources, pointers, bars, bufs, strides, sizes):
         words.index(2 + slot).store(gl.full([1], 0, gl.int64, one) + packed_place(b, h, h_key, row))
         mbarrier.expect(q_full.index(slot), C.CONSUMERS * 64 * (C.DQ + 8 if C.QK8 else 2 * C.DQ))
         if C.QK8:
+            of_queries, of_tokens, of_tiles = bufs[6]
             for x in gl.static_range(2):  # scales, and what smoothing took
-                _copy_numbers(
-                    sources[4 + x], b, h, row * (C.CONSUMERS * 64), q_full.index(slot), bufs[6].index(2 * x + slot)
-                )
+                to = of_queries.index(2 * x + slot)
+                _copy_numbers(sources[4][x], b, h, row * (C.CONSUMERS * 64), q_full.index(slot), to)
         for c in gl.static_range(C.CONSUMERS):
             at = (slot * C.CONSUMERS + c) * PANELS
             _copy(q_source, b, h, (row * C.CONSUMERS + c) * 64, q_full.index(slot), q_pieces, at, 1, PANELS, WIDE)

@@ -221,7 +221,8 @@ def _consume(WG: gl.constexpr, C, SKIP: gl.constexpr, sources, pointers, bars, b
     out_target = sources[3]
     q_position_ptr, k_position_ptr, lse_ptr, pv_skip_ptr = pointers[3], pointers[4], pointers[6], pointers[7]
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    q_pieces, k_pieces, v_pieces, out_pieces, words, starts, query_numbers, token_numbers, tile_numbers = bufs
+    q_pieces, k_pieces, v_pieces, out_pieces, words, starts, numbers_bufs = bufs
+    query_numbers, token_numbers, tile_numbers = numbers_bufs
     q_position_strides, k_position_strides, lse_strides = strides[2], strides[3], strides[4]
     tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale = sizes
     HALF: gl.constexpr = out_pieces.dtype
@@ -382,13 +383,13 @@ def _kernel(
     )
     bars = make_rings(STAGES, CONSUMERS)
     sources = (
-        q_source, k_source, v_source, out_target, q_scale_source, taken_source, k_token_source, v_token_source,
-        k_tile_source, v_tile_source,
+        q_source, k_source, v_source, out_target,
+        (q_scale_source, taken_source), (k_token_source, v_token_source), (k_tile_source, v_tile_source),
     )  # fmt: skip
     pointers = (
         full_count_ptr, partial_count_ptr, index_ptr, q_position_ptr, k_position_ptr, queue_ptr, lse_ptr, pv_skip_ptr,
     )  # fmt: skip
-    bufs = (q_pieces, k_pieces, v_pieces, out_pieces, words, starts, query_numbers, token_numbers, tile_numbers)
+    bufs = (q_pieces, k_pieces, v_pieces, out_pieces, words, starts, (query_numbers, token_numbers, tile_numbers))
     strides = (count_strides, index_strides, q_position_strides, k_position_strides, lse_strides)
     sizes = (tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale_log2)
     C = Constants(
