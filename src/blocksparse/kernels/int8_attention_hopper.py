@@ -17,12 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from blocksparse.kernels.hopper_loaders import (
     PANEL,
@@ -47,16 +42,8 @@ from blocksparse.kernels.hopper_queue import (
     unpacked_place,
 )
 from blocksparse.kernels.hopper_rows import LOWEST, by_thread, query_positions
-from blocksparse.kernels.int8_rows_hopper import (
-    LAZY,
-    kept,
-    masked_tile,
-    of_rows,
-    operands_of,
-    promoted,
-    rescaled,
-    whole_tile,
-)
+from blocksparse.kernels.int8_rows_hopper import LAZY, kept, masked_tile, of_rows, operands_of, promoted
+from blocksparse.kernels.int8_step_hopper import after, products, step
 from blocksparse.kernels.sparse_attention_triton import batch_head_strides
 
 _LOG2_E = gl.constexpr(math.log2(math.e))
@@ -129,74 +116,6 @@ def int8_attention_hopper(
     if q_lead:
         for x, longer in zip(filled, (out, lse), strict=True):
             x.copy_(longer[:, :, q_lead:])
-
-
-@gluon.jit
-def _after(stage, phase, C):
-    """The next stage of the rings, and the parity of its barriers."""
-    stage += 1
-    phase = gl.where(stage == C.STAGES, 1 - phase, phase)
-    return gl.where(stage == C.STAGES, 0, stage), phase
-
-
-@gluon.jit
-def _products(operands, v_bufs, stage, sums, ON_TOP, C):
-    """Starts those of weights and values; fp8 values of each piece lie apart."""
-    if C.PV8:
-        token = warpgroup_mma(
-            operands[0], v_bufs.index(stage * C.PIECES).permute([1, 0]), sums, use_acc=ON_TOP, is_async=True
-        )
-        if C.PIECES == 2:
-            token = warpgroup_mma(operands[1], v_bufs.index(stage * 2 + 1).permute([1, 0]), token, is_async=True)
-    else:
-        token = warpgroup_mma(operands[0], v_bufs.index(stage), sums, use_acc=ON_TOP, is_async=True)
-    return token
-
-
-@gluon.jit
-def _step(
-    MASKED: gl.constexpr, C, bars, q, k_bufs, v_bufs, starts, of_tokens, of_tiles, last, position_at, k_position_ptr, N,
-    q_factor, shift, pv_skip, stage, phase, highest, met, total, sums, weight, result, relative,
-    ON_TOP, HALF: gl.constexpr, SKIP: gl.constexpr, BASE: gl.constexpr,
-):  # fmt: skip
-    """The scores of the next keys beside the values of the last ones, then the softmax of the scores."""
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 32])
-    SUMS: gl.constexpr = sums.type.layout
-    WEIGHT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 4 if C.PV8 else 2)
-    v_stage, v_phase = stage, phase
-    stage, phase = _after(stage, phase, C)
-    none = gl.zeros([64, C.BLOCK_N], gl.int32, SCORES)
-    mbarrier.wait(k_full.index(stage), phase)
-    scores_token = warpgroup_mma(q, k_bufs.index(stage).permute([1, 0]), none, use_acc=False, is_async=True)
-    operands = operands_of(weight, WEIGHT, C)
-    mbarrier.wait(v_full.index(v_stage), v_phase)
-    sums_token = _products(operands, v_bufs, v_stage, sums, ON_TOP, C)
-    scores = warpgroup_mma_wait(C.PIECES if C.PV8 else 1, [scores_token])
-    if MASKED and C.PV8:  # registers are short: not beside the softmax
-        result = promoted(result, relative, highest, warpgroup_mma_wait(0, [sums_token]))
-        relative = highest
-        mbarrier.arrive(v_empty.index(v_stage), count=1)
-    if MASKED:
-        new, met, weight, parts = masked_tile(
-            scores, highest, met, q_factor, shift, of_tokens, starts, stage, C.PIECES, last, k_position_ptr, position_at, N, C,
-            SKIP, BASE,
-        )  # fmt: skip
-        mbarrier.arrive(k_empty.index(stage), count=1)  # until then `starts` and `of_tokens` are read
-    else:
-        new, met, weight, parts = whole_tile(
-            scores, highest, met, q_factor, pv_skip, of_tiles, stage, C, SKIP, BASE
-        )
-    rescale = gl.exp2(highest - new)
-    total = total * rescale + parts
-    if not (MASKED and C.PV8):
-        sums, weight = warpgroup_mma_wait(0, [sums_token, weight])
-        if not MASKED:  # both at once: one barrier of the warps
-            mbarrier.arrive(k_empty.index(stage), count=1)
-        mbarrier.arrive(v_empty.index(v_stage), count=1)
-        sums = rescaled(sums, rescale)
-    weight = kept(weight, WEIGHT, C, HALF)
-    return stage, phase, new, met, total, sums, weight, result, relative
 
 
 @gluon.jit
@@ -284,14 +203,14 @@ def _consume(WG: gl.constexpr, C, SKIP: gl.constexpr, sources, pointers, bars, b
         result = sums
         relative = highest  # what `result` is relative to
         for _ in range(1, masked):
-            stage, phase, highest, met, total, sums, weight, result, relative = _step(
+            stage, phase, highest, met, total, sums, weight, result, relative = step(
                 True, C, bars, q, k_bufs, v_bufs, starts, of_tokens, of_tiles, last, position_at, k_position_ptr, N,
                 q_factor, shift, pv_skip, stage, phase, highest, met, total, sums, weight, result, relative,
                 not C.PV8, HALF, SKIP, BASE,
             )  # fmt: skip
         for begin in range(masked, steps, GROUP):
             for i in range(begin, gl.minimum(begin + GROUP, steps)):
-                stage, phase, highest, met, total, sums, weight, result, relative = _step(
+                stage, phase, highest, met, total, sums, weight, result, relative = step(
                     False, C, bars, q_again, k_bufs, v_bufs, starts, of_tokens, of_tiles, last, position_at,
                     k_position_ptr, N, q_factor, shift, pv_skip, stage, phase, highest, met, total, sums, weight, result,
                     relative, i > begin if C.PV8 else True, HALF, SKIP, BASE,
@@ -302,7 +221,7 @@ def _consume(WG: gl.constexpr, C, SKIP: gl.constexpr, sources, pointers, bars, b
 
         # The border: the first scores of the next tile beside the last values of this one.
         v_stage, v_phase = stage, phase
-        stage, phase = _after(stage, phase, C)
+        stage, phase = after(stage, phase, C)
         mbarrier.arrive(q_empty.index(visit % 2), count=1)
         visit += 1
         slot = 1 - slot
@@ -316,7 +235,7 @@ def _consume(WG: gl.constexpr, C, SKIP: gl.constexpr, sources, pointers, bars, b
         mbarrier.wait(v_full.index(v_stage), v_phase)
         if C.PV8:
             sums = gl.zeros([64, C.DV], gl.float32, SUMS)
-        sums_token = _products(operands, v_bufs, v_stage, sums, not C.PV8, C)
+        sums_token = products(operands, v_bufs, v_stage, sums, not C.PV8, C)
         next_b, next_h, next_key, next_row = unpacked_place(place)
         pieces, steps, first, masked = extent(word, C)
         last = query_positions(
