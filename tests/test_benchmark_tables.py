@@ -18,9 +18,9 @@ from benchmarks.timing import WrongOutputError, check_near
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.kernels.hardware import is_hopper
 from blocksparse.kernels.int8_attention import int8_attention_reference
 from blocksparse.testing import make_qkv
+from tests.machine import needs_hopper
 
 PLAN = evolve(TINY, Hq=2, Hkv=1, budget_ms=1.0, densities=(0.5,), kernel_lengths=(128,), taus=(0.01, 0.5))
 
@@ -210,9 +210,7 @@ def test_the_fastest_call_that_is_near_is_named() -> None:
     assert "- default, 128K tokens: OutOfMemoryError" in text
 
 
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or not is_hopper(torch.device("cuda")), reason="needs compute capability 9.0"
-)
+@needs_hopper
 def test_8_bits_on_hopper() -> None:
     plan = evolve(
         PLAN, dtype=torch.bfloat16, D=128, blocks=((128, 128),), kernel_lengths=(1024,), densities=(0.5,)

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import blocksparse as bs
 from blocksparse.executors import flex
-from blocksparse.kernels.hardware import is_hopper
 from blocksparse.testing import make_qkv
+from tests.machine import needs_gpu, needs_hopper
 
 
 def test_auto_takes_flex_on_a_cpu_with_a_compiler() -> None:
@@ -45,7 +45,7 @@ def test_auto_says_why_it_does_not_take_float64_elsewhere() -> None:
     }
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@needs_gpu
 def test_auto_takes_triton_on_a_gpu() -> None:
     q, k, v = make_qkv(N=64, D=16, device="cuda")
     trace = bs.pbs_attn(executor=bs.ReferenceExecutor()).trace(q, k, v)
@@ -53,10 +53,7 @@ def test_auto_takes_triton_on_a_gpu() -> None:
     assert str(bs.AutoExecutor().choose(q, k, v, trace.mask)).startswith("dense attention runs: on a GPU")
 
 
-@pytest.mark.skipif(
-    not (torch.cuda.is_available() and is_hopper(torch.device("cuda"))),
-    reason="needs a GPU of compute capability 9.0",
-)
+@needs_hopper
 def test_auto_rounds_on_hopper_if_told_to() -> None:
     q, k, v = make_qkv(N=300, D=64, dtype=torch.bfloat16, device="cuda")
     mask = bs.mean_pooling(executor=bs.ReferenceExecutor()).trace(q, k, v).mask

@@ -19,9 +19,8 @@ from blocksparse.head_groups import AnyPipeline
 from blocksparse.opaque_call import _attend
 from blocksparse.per_head import HeadValues
 from blocksparse.testing import every_preset, make_qkv
+from tests.machine import GPU, needs_gpu
 
-GPU = torch.cuda.is_available()
-needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
 each_preset = pytest.mark.parametrize("preset", every_preset.values(), ids=every_preset)
 PLAIN: AnyPipeline = bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(16), bs.TopK(2), bs.ReferenceExecutor())
 PER_HEAD: AnyPipeline = bs.Pipeline(

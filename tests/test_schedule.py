@@ -22,6 +22,7 @@ from blocksparse.head_groups import AnyPipeline, HeadGroups
 from blocksparse.pipeline import Trace
 from blocksparse.schedule import Schedule
 from blocksparse.testing import assert_within_budget, every_preset, make_qkv, masked_attention
+from tests.machine import needs_gpu
 
 A: AnyPipeline = Pipeline(Identity(), MeanPoolScorer(16), TopK(2), ReferenceExecutor())
 B: AnyPipeline = Pipeline(
@@ -114,7 +115,7 @@ def test_a_group_runs_in_one_call_and_consecutive_heads_are_not_copied() -> None
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@needs_gpu
 def test_the_host_does_not_wait_to_take_heads() -> None:
     q, k, v = make_qkv(Hq=8, Hkv=4, N=256, D=64, dtype=torch.bfloat16, device="cuda")
     groups = HeadGroups({(3, 0): None, (1, 2): None})

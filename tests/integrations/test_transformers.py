@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.machine import needs_gpu
 from torch import Tensor
 
 pytest.importorskip("transformers")
@@ -536,7 +537,7 @@ def test_compiled_models_give_the_same(static: bool) -> None:
     torch.testing.assert_close(actual, expected, atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@needs_gpu
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @pytest.mark.parametrize("min_queries", [2, 1000], ids=["sparse", "dense"])
 def test_chunks_on_a_gpu(static: bool, min_queries: int) -> None:

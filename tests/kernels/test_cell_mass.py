@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.kernels.scripts import printed_by
+from tests.machine import DTYPES
 from torch import Tensor
 
 import blocksparse as bs
@@ -16,7 +17,6 @@ from blocksparse.kernels.cell_products_triton import Tiles
 from blocksparse.testing import make_qkv
 
 SMALL = Tiles(32, 32, 32, 4, 2)  # several tiles in a short prompt
-DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if torch.cuda.is_available() else [])]
 
 
 def arguments(

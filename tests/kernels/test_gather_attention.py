@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from tests.kernels.scripts import printed_by
+from tests.machine import DTYPES, GPU, needs_hopper
 from torch import Tensor
 
 import blocksparse as bs
 from blocksparse.executors.gather import GatherExecutor
 from blocksparse.kernels.gather_attention import fits_hopper, gather_attention, gather_attention_reference
-from blocksparse.kernels.hardware import is_hopper
 from blocksparse.permuters.global_index_map import GlobalIndexMap
 from blocksparse.presets.s2o import s2o
 from blocksparse.testing import assert_within_budget, make_qkv
@@ -23,12 +23,7 @@ from blocksparse.testing import assert_within_budget, make_qkv
 pytest.importorskip("triton")
 from blocksparse.kernels.gather_attention_triton import gather_attention_triton
 
-GPU = torch.cuda.is_available()
-needs_hopper = pytest.mark.skipif(
-    not (GPU and is_hopper(torch.device("cuda"))), reason="needs a GPU of compute capability 9.0"
-)
-# The interpreter computes bfloat16 wrongly, and is slow.
-DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if GPU else [])]
+# The interpreter is slow.
 LENGTHS = [1, 63, 65, 129, *([200, 1000, 4096] if GPU else [])]
 Call = tuple[Any, ...]
 

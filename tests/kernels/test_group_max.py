@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.machine import DTYPES
 from torch import Tensor
 
 from blocksparse.kernels import group_max_triton
@@ -14,7 +15,6 @@ from blocksparse.kernels.group_max import group_max_reference
 from blocksparse.testing import make_qkv
 
 SMALL = Tiles(16, 16, 32, 4, 2)  # several tiles in a short prompt
-DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if torch.cuda.is_available() else [])]
 
 
 def arguments(q: Tensor, k: Tensor, g: int = 8, *, high: int = 4, wide: int = 4, **changed: Any) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.machine import HOPPER, needs_hopper
 from torch import Tensor
 
 import blocksparse as bs
@@ -14,12 +15,8 @@ from blocksparse.testing import make_qkv
 
 pytest.importorskip("triton")
 from blocksparse.executors.tiles import HopperTiles, tuned_int8
-from blocksparse.kernels.hardware import is_hopper
 from blocksparse.kernels.int8_attention import int8_attention, int8_attention_reference
 from blocksparse.kernels.tile_operands import fp8_value_tiles, int8_key_tiles, int8_query_tiles
-
-HOPPER = torch.cuda.is_available() and is_hopper(torch.device("cuda"))
-needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")
 
 
 def relative(x: Tensor, want: Tensor) -> float:

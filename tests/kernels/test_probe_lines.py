@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.machine import DTYPES
 
 from blocksparse.kernels import probe_lines_triton
 from blocksparse.kernels.probe_lines import probe_lines_reference
 from blocksparse.testing import make_qkv
-
-DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if torch.cuda.is_available() else [])]
 
 
 def assert_right(q: torch.Tensor, k: torch.Tensor, P: int, *, causal: bool) -> None:

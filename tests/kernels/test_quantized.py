@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.machine import DTYPES, GPU
 from torch import Tensor
 
 import blocksparse as bs
@@ -18,7 +19,6 @@ from blocksparse.executors.int8_qk import Int8QK
 from blocksparse.executors.tiles import TritonTiles, portable
 from blocksparse.kernels.sparse_attention import sparse_attention, sparse_attention_reference
 
-GPU = torch.cuda.is_available()
 FP8 = GPU and torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 9)
 needs_fp8 = pytest.mark.skipif(
     not FP8, reason="fp8 products need Ada or later; Triton's interpreter rounds to fp8 wrongly"
@@ -180,7 +180,7 @@ def test_options(int8: Int8QK, fp8: bool, device: str) -> None:
 
 
 @pytest.mark.parametrize("fp8", PV)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, *([torch.bfloat16] if GPU else [])], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("D", [64, 80, 128])
 def test_head_dims(D: int, dtype: torch.dtype, fp8: bool, device: str) -> None:
     q, k, v = (x.to(dtype) for x in structured(161, D=D, Hq=2, Hkv=1, device=device))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.kernels.scripts import printed_by
+from tests.machine import DTYPES, GPU, needs_hopper
 from torch import Tensor
 
 import blocksparse as bs
@@ -19,13 +20,10 @@ from blocksparse.testing import assert_within_budget, make_qkv
 pytest.importorskip("triton")
 from blocksparse.executors.tiles import HopperTiles, TritonTiles, portable, tuned
 from blocksparse.kernels import sparse_attention as op
-from blocksparse.kernels.hardware import is_hopper
 from blocksparse.kernels.sparse_attention import sparse_attention, sparse_attention_reference
 from blocksparse.kernels.sparse_attention_triton import runs_interpreted
 
-GPU = torch.cuda.is_available()
-# The interpreter computes bfloat16 wrongly, and is slow.
-DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if GPU else [])]
+# The interpreter is slow.
 LENGTHS = [1, 63, 65, 127, 129, 200, *([1000, 4096] if GPU else [])]
 
 
@@ -351,11 +349,10 @@ def test_config_is_refused_or_used(device: str) -> None:
     bs.Pipeline(*front, bs.TritonExecutor(TritonTiles(16, 32, 4, 2)))(q, k, v)
 
 
-HOPPER = GPU and is_hopper(torch.device("cuda"))
 HOPPER_TILES = (HopperTiles(2, 128, 2), HopperTiles(1, 64, 2, 2), HopperTiles(1, 128, 2), HopperTiles(2, 64, 3))
 
 
-@pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")
+@needs_hopper
 @pytest.mark.parametrize("tiles", HOPPER_TILES, ids=repr)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
@@ -409,7 +406,7 @@ def test_hopper(
     assert torch.equal(longer_lists, out)
 
 
-@pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")
+@needs_hopper
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0])
 def test_hopper_takes_any_scale(scale: float) -> None:
     q, k, v = make_qkv(N=500, D=64, dtype=torch.float16, device="cuda")
@@ -421,7 +418,7 @@ def test_hopper_takes_any_scale(scale: float) -> None:
     torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")
+@needs_hopper
 def test_hopper_reads_what_hosts_hand_over() -> None:
     """Heads behind tokens in memory, and the output lies as the queries do."""
     q, k, v = make_qkv(N=500, D=64, dtype=torch.bfloat16, device="cuda")

@@ -1,0 +1,16 @@
+"""What this machine has, and the marks of tests that need it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from blocksparse.kernels.hardware import is_hopper
+
+GPU = torch.cuda.is_available()
+HOPPER = GPU and is_hopper(torch.device("cuda"))
+
+needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
+needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")
+# The interpreter computes bfloat16 wrongly.
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if GPU else [])]
