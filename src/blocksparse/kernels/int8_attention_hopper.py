@@ -1,11 +1,11 @@
 """Attention over block lists on Hopper from int8 queries and keys, and values of 16 bits or fp8.
 
-The loaders and the queue are those of `sparse_attention_hopper.py`. A consumer differs in four ways. Scales come in
-between scores and softmax: one factor for each query and for each of the four threads that share a row of
-scores, so that they cost what `scale` alone would; masked tiles have a factor for each key. fp8 weights are the
-registers of the scores, read again in an order in which values are stored. The maximum of a row follows its scores
-late, so that most steps rescale nothing. And fp8 products, which the tensor cores add in some 14 bits, are added to
-each other in fp32 after every fourth tile.
+The loaders and the queue are those of `sparse_attention_hopper.py`. A consumer differs in four ways. Scales, which the
+loaders bring with what they belong to, come in between scores and softmax: one factor for each query and for each of
+the four threads that share a row of scores, so that they cost what `scale` alone would; masked tiles have a factor for
+each key. fp8 weights are the registers of the scores, read again in an order in which values are stored. The maximum of
+a row follows its scores late, so that most steps rescale nothing. And fp8 products, which the tensor cores add in some
+14 bits, are added to each other in fp32 after every fourth tile.
 """
 
 from __future__ import annotations
