@@ -102,6 +102,8 @@ def picture(results: dict[str, dict[str, Curve]], path: Path) -> None:
         for name, points in curves.items():
             axis.plot(*zip(*points, strict=True), marker="o", label=name)
         axis.set(title=title, xlabel="density", xscale="log", yscale="log")
+        axis.set_xticks([0.05, 0.1, 0.2, 0.4], ["5%", "10%", "20%", "40%"])
+        axis.xaxis.minorticks_off()
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("mean squared error of the output")
     axes[0][0].legend()
