@@ -33,7 +33,7 @@ class TileOperands(NamedTuple):
     k_tile_scale: Tensor  # [B, Hk, tiles, 4] fp32
     k_token_scale: Tensor  # [B, Hk, N] fp32
     v_tile_log2: Tensor | None  # [B, Hk, tiles, 4] fp32
-    v_token: Tensor | None  # [B, 2 * Hk, N] fp32
+    v_token: Tensor | None  # [B, 2 * Hk, N] fp32, log2 of scales, then their inverses
     taken: Tensor | None  # [B, Hq, M] fp32, what smoothing took from every logit of a query
 
 

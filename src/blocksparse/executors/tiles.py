@@ -56,7 +56,7 @@ class HopperTiles:
 
     Args:
         consumers: warp groups that compute, with 64 queries each: 1 or 2.
-        block_n: keys per tile, 64 or 128; narrower blocks fill it together, but not with `Int8Executor`.
+        block_n: keys per tile, 64 or 128; narrower blocks fill it together, of `Int8Executor` two of 64.
         num_stages: tiles of keys, and of values, in flight.
         per_sm: programs per multiprocessor.
     """
@@ -97,6 +97,7 @@ class HopperTiles:
         of_keys, of_values = (64 if x <= 64 else 128 for x in (D, Dv))
         queries, keys = 64 * self.consumers, self.num_stages * self.block_n
         needed = qk_bytes * of_keys * (2 * queries + keys) + pv_bytes * of_values * keys + 2 * queries * of_values
+        # Two numbers a query, twice; three a key; two runs of 128 bytes for each of up to two pieces.
         needed += (16 * queries + 12 * keys + 512 * self.num_stages) * (qk_bytes == 1)
         if (needed := self.per_sm * (needed + 1280)) <= _SHARED:
             return []

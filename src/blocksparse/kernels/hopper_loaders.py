@@ -1,7 +1,7 @@
 """The two warps that load for the kernels on Hopper: one queries and keys, the other values, by the bulk copy engine.
 
 Keys and values of 8 bits come twice, heads 0 to Hk - 1 for tiles that queries see whole, and heads Hk to 2 Hk - 1
-for masked ones; values of 8 bits come transposed.
+for masked ones; values of 8 bits come transposed. Their scales come with them, through the same barrier.
 """
 
 from __future__ import annotations

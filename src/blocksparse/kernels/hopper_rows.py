@@ -65,28 +65,37 @@ def query_positions(q_position_ptr, strides, b, h, row, offset, WG: gl.constexpr
 def _keep_asm(n):
     n = int(n)
     text = "{ .reg .b32 t; .reg .pred p; "
-    for i in range(n):  # a pair of the first row, a pair of the second
+    for i in range(n):
         bit = 1 << (i // 4 * 2 + i % 2)
         text += f"and.b32 t, ${2 * n + i // 2 % 2 * 2}, {bit}; setp.ne.u32 p, t, 0; selp.f32 ${i}, ${i}, 0fFF800000, p; "
     return text + "}"
 
 
 @gluon.constexpr_function
-def _keep_constraints(n):
-    n = int(n)
-    return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["r"] * n)
+def _constraints(n, kind):
+    n, kind = int(n), str(kind)
+    return ",".join(["=f"] * n + [str(i) for i in range(n)] + [kind] * n)
+
+
+@gluon.jit
+def on_registers(tile, of_rows, ASM: gl.constexpr, KIND: gl.constexpr):
+    """`ASM` on all numbers that a thread holds of `tile`, $0 to $n-1, in place; $2n and $2n+2 are its `of_rows`, `[64, 4]`.
+
+    Numbers come in pairs, of the first row and of the second in turn. `KIND` is the register of `of_rows`, r or f.
+    """
+    LAYOUT: gl.constexpr = tile.type.layout
+    N: gl.constexpr = tile.shape[1] // 2
+    x = by_thread(tile)
+    y = gl.inline_asm_elementwise(
+        ASM, _constraints(N, KIND), [x, beside(of_rows, x)], gl.float32, is_pure=True, pack=N
+    )
+    return gl.convert_layout(y.reshape([tile.shape[0], tile.shape[1]]), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
 def _kept(scores, bits):
     """-inf where a thread's bits, `[64, 4]` int32, the lowest of its first key, are 0: they become predicates many at a time."""
-    LAYOUT: gl.constexpr = scores.type.layout
-    N: gl.constexpr = scores.shape[1] // 2
-    x = by_thread(scores)
-    y = gl.inline_asm_elementwise(
-        _keep_asm(N), _keep_constraints(N), [x, beside(bits, x)], gl.float32, is_pure=True, pack=N
-    )
-    return gl.convert_layout(y.reshape([scores.shape[0], scores.shape[1]]), LAYOUT, assert_trivial=True)
+    return on_registers(scores, bits, _keep_asm(scores.shape[1] // 2), "r")
 
 
 @gluon.jit

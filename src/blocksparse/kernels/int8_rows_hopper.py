@@ -8,7 +8,15 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from blocksparse.kernels.hopper_rows import LOWEST, beside, by_thread, masked_scores, of_threads, row_max
+from blocksparse.kernels.hopper_rows import (
+    LOWEST,
+    beside,
+    by_thread,
+    masked_scores,
+    of_threads,
+    on_registers,
+    row_max,
+)
 
 # By how much (log2) a row may pass its maximum before that follows, where weights are fp8.
 LAZY = gl.constexpr(1.0)
@@ -24,12 +32,6 @@ def _rescale_asm(n):
     return text + " ".join(f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n)) + " DONE: }"
 
 
-@gluon.constexpr_function
-def _rescale_constraints(n):
-    n = int(n)
-    return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["f"] * n)
-
-
 @gluon.jit
 def of_rows(x, LAYOUT: gl.constexpr):
     """`[64, 4]` of equal numbers as `[64]`."""
@@ -39,13 +41,7 @@ def of_rows(x, LAYOUT: gl.constexpr):
 @gluon.jit
 def rescaled(sums, rescale):
     """`sums * rescale`, skipped by a warp all of whose factors are 1."""
-    LAYOUT: gl.constexpr = sums.type.layout
-    N: gl.constexpr = sums.shape[1] // 2
-    x = by_thread(sums)
-    y = gl.inline_asm_elementwise(
-        _rescale_asm(N), _rescale_constraints(N), [x, beside(rescale, x)], gl.float32, is_pure=True, pack=N
-    )
-    return gl.convert_layout(y.reshape([sums.shape[0], sums.shape[1]]), LAYOUT, assert_trivial=True)
+    return on_registers(sums, rescale, _rescale_asm(sums.shape[1] // 2), "f")
 
 
 @gluon.constexpr_function
