@@ -156,9 +156,11 @@ def test_small_tiles(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """Rows of many tiles; ties across them go to the lower position."""
     mean, k = whole_numbers(device, 2, 1, 200, 3, D=2)
     want = filled(coarse_order_reference, mean, k, 1, 64, 90)
-    for name, size in (("TILE", 32), ("WIDE", 32), ("NARROW", 16)):
+    for name, size in (("TILE", 32), ("WIDE", 32), ("NARROW", 16), ("CHUNK", 16), ("PIECE", 2)):
         monkeypatch.setattr(kernels, name, size)
-    assert torch.equal(filled(coarse_order_triton, mean, k, 1, 64, 90), want)
+    for chunks in (16, 2, 1):
+        monkeypatch.setattr(kernels, "CHUNKS", chunks)
+        assert torch.equal(filled(coarse_order_triton, mean, k, 1, 64, 90), want)
 
 
 @pytest.mark.slow
@@ -187,4 +189,5 @@ def test_compiles_ahead_of_time() -> None:
     printed = printed_by("compile_order_ahead")
     for target in TARGETS:
         assert f"{target} _steps bf16 D=128" in printed
+        assert f"{target} _count" in printed
         assert f"{target} _order" in printed

@@ -8,7 +8,7 @@ Mean queries are rounded to the dtype of the keys, products are summed in fp32 o
 of a row's scores, so that keys of one step weigh much the same, but neither the order inside a step nor which of its
 keys are the last to fit says anything about their scores. Positions are below 2^24.
 
-On GPUs four launches for some segments at a time, without a sort: scores are computed twice, first for their range and
+On GPUs five launches for some segments at a time, without a sort: scores are computed twice, first for their range and
 then for their steps, which take a byte each; a search finds the step at which a row is full, and a counting sort
 orders what is kept. Otherwise, and for float64, the plain torch below.
 """

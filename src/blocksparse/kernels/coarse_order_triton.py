@@ -1,4 +1,8 @@
-"""The Triton kernel of `coarse_order` that orders what is kept, and the launch of all four."""
+"""The Triton kernels of `coarse_order` that order what is kept, and the launch of all five.
+
+A row's kept keys are counted and ordered in chunks, a program each: where a chunk's keys of a step begin follows from
+the histograms of all chunks.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,12 @@ from blocksparse.kernels.coarse_choice_triton import TILE, choose, row_of_maps
 from blocksparse.kernels.coarse_order import STEPS
 from blocksparse.kernels.coarse_steps_triton import ROWS_AT_ONCE, coarse_steps
 from blocksparse.kernels.hardware import device_of
+from blocksparse.kernels.sizes import cdiv
 
-BYTES_AT_ONCE = 3 << 26  # of steps and kept keys
-WIDE, NARROW = 1024, 64  # kept keys at a time, to count and to order
+BYTES_AT_ONCE = 3 << 26  # of steps, kept keys and their histograms
+CHUNK, CHUNKS = 1024, 16  # kept keys per program, or more, so that a row has no more programs than these
+WIDE, NARROW = 1024, 32  # kept keys at a time, to count and to order
+PIECE = 8  # histograms at a time
 
 
 def coarse_order_triton(mean: Tensor, k: Tensor, first: int, S: int, out: Tensor) -> None:
@@ -22,54 +29,84 @@ def coarse_order_triton(mean: Tensor, k: Tensor, first: int, S: int, out: Tensor
     if count == 0:
         return
     mean, k = mean.to(k.dtype), k if k.stride(-1) == 1 else k.contiguous()
-    at_once = max(1, BYTES_AT_ONCE // (B * H * ((first + G) * S + 4 * count)))
+    chunk = CHUNK * cdiv(count, CHUNK * CHUNKS)
+    row_bytes = (first + G) * S + 4 * count + 4 * STEPS * cdiv(count, chunk)
+    at_once = max(1, BYTES_AT_ONCE // (B * H * row_bytes))
     whole = max(1, ROWS_AT_ONCE * k.shape[1] // H)  # segments whose rows fill a tile
     at_once = at_once // whole * whole or at_once
     with device_of(k):
         for g in range(0, G, at_once):
             some = slice(g, min(g + at_once, G))
-            _some_segments(mean[:, :, some], k, first + g, S, out[:, :, some])
+            _some_segments(mean[:, :, some], k, first + g, S, chunk, out[:, :, some])
 
 
-def _some_segments(mean: Tensor, k: Tensor, first: int, S: int, out: Tensor) -> None:
+def _some_segments(mean: Tensor, k: Tensor, first: int, S: int, chunk: int, out: Tensor) -> None:
     B, H, G, count = out.shape
     steps = coarse_steps(mean, k, first, S)  # [B, H, G, width]
     kept = torch.empty(out.shape, dtype=torch.int32, device=out.device)
-    grid = (B * H * G,)
-    choose[grid](
+    choose[(B * H * G,)](
         steps, steps.view(torch.int32), kept, first, S, H, G, steps.shape[-1], count,
         TILE=TILE, num_warps=4,
     )  # fmt: skip
+    chunks = cdiv(count, chunk)
+    numbers = torch.empty((B, H, G, chunks, STEPS), dtype=torch.int32, device=out.device)
+    grid = (B * H * G, chunks)
+    _count[grid](kept, numbers, first, S, H, G, count, chunk, STEPS=STEPS, WIDE=WIDE, num_warps=1)
     _order[grid](
-        kept, out, out.stride(), first, S, H, G, count,
-        STEPS=STEPS, WIDE=WIDE, NARROW=NARROW, num_warps=1,
+        kept, numbers, out, out.stride(), first, S, H, G, count, chunk,
+        STEPS=STEPS, NARROW=NARROW, PIECE=PIECE, num_warps=1,
     )  # fmt: skip
 
 
 @triton.jit
-def _order(
-    kept_ptr, out_ptr, out_strides, first, S, H, G, count,
-    STEPS: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr,
-):  # fmt: skip
-    """Kept keys by step, stable: a counting sort."""
+def _count(kept_ptr, numbers_ptr, first, S, H, G, count, chunk, STEPS: tl.constexpr, WIDE: tl.constexpr):
+    """How many kept keys of this chunk are of each step."""
     b, h, g, start, want = row_of_maps(H, G, first, S, count)
-    kept_at = kept_ptr + ((b * H + h).to(tl.int64) * G + g) * count
+    row = (b * H + h).to(tl.int64) * G + g
+    begin = tl.program_id(1) * chunk
+    end = tl.minimum(begin + chunk, want)
+    wide = tl.arange(0, WIDE)
+    number = tl.zeros([STEPS], tl.int32)
+    for at in range(begin, end, WIDE):
+        there = wide < end - at
+        kept = tl.load(kept_ptr + row * count + at + wide, mask=there, other=0)
+        number += tl.histogram((kept >> 24) & 255, STEPS, mask=there)
+    numbers_at = numbers_ptr + (row * tl.num_programs(1) + tl.program_id(1)) * STEPS
+    tl.store(numbers_at + tl.arange(0, STEPS), number)
+
+
+@triton.jit
+def _order(
+    kept_ptr, numbers_ptr, out_ptr, out_strides, first, S, H, G, count, chunk,
+    STEPS: tl.constexpr, NARROW: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """Kept keys of this chunk by step, stable: a counting sort."""
+    b, h, g, start, want = row_of_maps(H, G, first, S, count)
+    row = (b * H + h).to(tl.int64) * G + g
     out_at = out_ptr + b.to(tl.int64) * out_strides[0] + h.to(tl.int64) * out_strides[1]
     out_at = out_at + g.to(tl.int64) * out_strides[2]
-    wide, narrow = tl.arange(0, WIDE), tl.arange(0, NARROW)
+    begin = tl.program_id(1) * chunk
+    end = tl.minimum(begin + chunk, want)
+    narrow = tl.arange(0, NARROW)
 
-    number = tl.zeros([STEPS], tl.int32)
-    for at in range(0, want, WIDE):
-        there = wide < want - at
-        number += tl.histogram((tl.load(kept_at + at + wide, mask=there, other=0) >> 24) & 255, STEPS, mask=there)
-    following = tl.cumsum(number, 0) - number  # the slot of the next key of each step
-    for at in range(0, want, NARROW):
-        there = narrow < want - at
-        kept = tl.load(kept_at + at + narrow, mask=there, other=0)
-        step = (kept >> 24) & 255
-        same = (step[:, None] == step[None, :]) & (narrow[:, None] > narrow[None, :])
-        slot = tl.gather(following, step, 0) + tl.sum(same.to(tl.int32), 1)
-        tl.store(out_at + slot, kept & 0xFFFFFF, mask=there)
-        following += tl.histogram(step, STEPS, mask=there)
-    for at in range(want, count, WIDE):
-        tl.store(out_at + at + wide, wide * 0 - 1, mask=wide < count - at)
+    if begin < end:
+        numbers_at = numbers_ptr + row * tl.num_programs(1) * STEPS + tl.arange(0, STEPS)[None, :]
+        number = tl.zeros([STEPS], tl.int32)
+        following = tl.zeros([STEPS], tl.int32)  # the slot of the next key of each step
+        for at in range(0, tl.cdiv(want, chunk), PIECE):
+            other = at + tl.arange(0, PIECE)[:, None]
+            some = tl.load(numbers_at + other * STEPS, mask=other < tl.cdiv(want, chunk), other=0)
+            number += tl.sum(some, 0)
+            following += tl.sum(tl.where(other < tl.program_id(1), some, 0), 0)
+        following += tl.cumsum(number, 0) - number
+        earlier = (narrow[:, None] < narrow[None, :]).to(tl.int32)
+        for at in range(begin, end, NARROW):
+            there = narrow < end - at
+            kept = tl.load(kept_ptr + row * count + at + narrow, mask=there, other=0)
+            step = (kept >> 24) & 255
+            # Over the first axis: a thread holds whole columns.
+            before = tl.sum(tl.where(step[:, None] == step[None, :], earlier, 0), 0)
+            tl.store(out_at + tl.gather(following, step, 0) + before, kept & 0xFFFFFF, mask=there)
+            following += tl.histogram(step, STEPS, mask=there)
+    for at in range(tl.maximum(begin, want), tl.minimum(begin + chunk, count), NARROW):
+        tl.store(out_at + at + narrow, narrow * 0 - 1, mask=narrow < tl.minimum(begin + chunk, count) - at)
