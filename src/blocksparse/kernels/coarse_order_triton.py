@@ -19,8 +19,8 @@ from blocksparse.kernels.sizes import cdiv
 
 BYTES_AT_ONCE = 3 << 26  # of steps, kept keys and their histograms
 CHUNK, CHUNKS = 1024, 16  # kept keys per program, or more, so that a row has no more programs than these
-WIDE, NARROW = 1024, 32  # kept keys at a time, to count and to order
-PIECE = 8  # histograms at a time
+WIDE, NARROW = 1024, 32  # kept keys at a time, to count and to order; the bits of an int32 stand for the latter
+PIECE = 4  # histograms at a time
 
 
 def coarse_order_triton(mean: Tensor, k: Tensor, first: int, S: int, out: Tensor) -> None:
@@ -76,6 +76,14 @@ def _count(kept_ptr, numbers_ptr, first, S, H, G, count, chunk, STEPS: tl.conste
 
 
 @triton.jit
+def _number_of_ones(x):
+    """Among the bits of an int32."""
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    return ((((x + (x >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24) & 255
+
+
+@triton.jit
 def _order(
     kept_ptr, numbers_ptr, out_ptr, out_strides, first, S, H, G, count, chunk,
     STEPS: tl.constexpr, NARROW: tl.constexpr, PIECE: tl.constexpr,
@@ -99,14 +107,17 @@ def _order(
             number += tl.sum(some, 0)
             following += tl.sum(tl.where(other < tl.program_id(1), some, 0), 0)
         following += tl.cumsum(number, 0) - number
-        earlier = (narrow[:, None] < narrow[None, :]).to(tl.int32)
+        bit = 1 << narrow
+        kept_at = kept_ptr + row * count + narrow
+        kept = tl.load(kept_at + begin, mask=narrow < end - begin, other=0)
         for at in range(begin, end, NARROW):
             there = narrow < end - at
-            kept = tl.load(kept_ptr + row * count + at + narrow, mask=there, other=0)
+            upcoming = tl.load(kept_at + at + NARROW, mask=narrow < end - at - NARROW, other=0)
             step = (kept >> 24) & 255
-            # Over the first axis: a thread holds whole columns.
-            before = tl.sum(tl.where(step[:, None] == step[None, :], earlier, 0), 0)
-            tl.store(out_at + tl.gather(following, step, 0) + before, kept & 0xFFFFFF, mask=there)
+            same = tl.sum(tl.where(step[:, None] == step[None, :], bit[:, None], 0), 0)  # a thread holds columns
+            slot = tl.gather(following, step, 0) + _number_of_ones(same & (bit - 1))
+            tl.store(out_at + slot, kept & 0xFFFFFF, mask=there)
             following += tl.histogram(step, STEPS, mask=there)
+            kept = upcoming
     for at in range(tl.maximum(begin, want), tl.minimum(begin + chunk, count), NARROW):
         tl.store(out_at + at + narrow, narrow * 0 - 1, mask=narrow < tl.minimum(begin + chunk, count) - at)
