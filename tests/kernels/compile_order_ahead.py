@@ -18,7 +18,7 @@ from blocksparse.kernels import (
     coarse_steps_triton,
     guide_products_triton,
 )
-from blocksparse.kernels.coarse_order import STEPS
+from blocksparse.kernels.coarse_order import SAMPLED, STEPS
 from blocksparse.kernels.key_importance_triton import options_of_weights
 from blocksparse.kernels.sizes import power_of_2
 
@@ -27,14 +27,17 @@ ALIGNED = ("S", "width")  # sizes that are multiples of 16
 
 def scores(name: str, target: GPUTarget, dtype: str, head_dim: int) -> int:
     failed, block_d = 0, max(16, power_of_2(head_dim))
-    for kernel, own in ((coarse_steps_triton._range, {}), (coarse_steps_triton._steps, {"STEPS": STEPS})):
+    for kernel, own in (
+        (coarse_steps_triton._range, {"SHARE": coarse_steps_triton.RANGE_SHARE, "SAMPLED": SAMPLED}),
+        (coarse_steps_triton._steps, {"SHARE": coarse_steps_triton.SHARE, "STEPS": STEPS}),
+    ):
         options = options_of_weights(head_dim, ITEMSIZE[dtype], large=name in ("sm_90", "sm_100"))
         block = {key: options.pop(key) for key in ("BLOCK_M", "BLOCK_N")}
         types: dict[str, Any] = {
             **dict.fromkeys(("mean_ptr", "k_ptr"), f"*{dtype}"), **dict.fromkeys(("parts_ptr", "range_ptr"), "*fp32"),
             "steps_ptr": "*u8", **dict.fromkeys(("mean_strides", "k_strides"), ("i32",) * 3),
         }  # fmt: skip
-        constants = {"D": head_dim, "BLOCK_D": block_d, "SHARE": coarse_steps_triton.SHARE, **block, **own}
+        constants = {"D": head_dim, "BLOCK_D": block_d, **block, **own}
         compiled = compile_kernel(kernel, target, types, constants, ALIGNED, **options)
         found = compiled.asm[TEXT[target.backend]].count(MATRIX_INSTRUCTION[name])
         expected = dtype != "fp32"  # exact fp32 products run on the ordinary units

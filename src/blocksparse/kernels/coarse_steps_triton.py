@@ -11,13 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blocksparse.kernels.coarse_order import STEPS
+from blocksparse.kernels.coarse_order import SAMPLED, STEPS
 from blocksparse.kernels.hardware import has_large_memory
 from blocksparse.kernels.key_importance_triton import options_of_weights
 from blocksparse.kernels.sizes import cdiv, power_of_2
 
 ROWS_AT_ONCE = 128  # a tile's, or less
-SHARE = 2048  # keys per program
+SHARE, RANGE_SHARE = 2048, 4096  # keys per program; a range is that of a few of them
 _MOST = tl.constexpr(3.4028234663852886e38)
 
 
@@ -31,14 +31,20 @@ def coarse_steps(mean: Tensor, k: Tensor, first: int, S: int) -> Tensor:
     end = (first + G - 1) * S
     width = cdiv(end, 16) * 16
     options = options_of_weights(D, k.element_size(), large=has_large_memory(k))
-    shares = max(1, cdiv(end, SHARE))
+    shares = max(1, cdiv(end, RANGE_SHARE))
     parts = torch.empty((2, B * H * G, shares), dtype=torch.float32, device=k.device)
     steps = torch.empty((B, H, G, width), dtype=torch.uint8, device=k.device)
-    grid = (cdiv(H // Hkv * G, options["BLOCK_M"]), shares, B * Hkv)
+    tiles = cdiv(H // Hkv * G, options["BLOCK_M"])
     sizes = mean.stride()[:3], k.stride()[:3], Hkv, H // Hkv, G, first, S
-    constants = {"D": D, "BLOCK_D": max(16, power_of_2(D)), "SHARE": SHARE, **options}
-    _range[grid](mean, k, parts, *sizes, shares, **constants)
-    _steps[grid](mean, k, parts.amax(-1), steps, *sizes, width, STEPS=STEPS, **constants)
+    constants = {"D": D, "BLOCK_D": max(16, power_of_2(D)), **options}
+    _range[tiles, shares, B * Hkv](
+        mean, k, parts, *sizes, shares,
+        SHARE=RANGE_SHARE, SAMPLED=SAMPLED, **constants,
+    )  # fmt: skip
+    _steps[tiles, max(1, cdiv(end, SHARE)), B * Hkv](
+        mean, k, parts.amax(-1), steps, *sizes, width,
+        SHARE=SHARE, STEPS=STEPS, **constants,
+    )  # fmt: skip
     return steps
 
 
@@ -76,9 +82,10 @@ def _scores(mean, k_ptr, k_strides, b, h, key, end, D: tl.constexpr, BLOCK_D: tl
 @triton.jit
 def _range(
     mean_ptr, k_ptr, parts_ptr, mean_strides, k_strides, key_heads, heads, G, first, S, shares,
+    SAMPLED: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, SHARE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The greatest finite score of every row in this share of the keys, and minus the least; -inf without any."""
+    """The greatest finite score of every row among the sampled keys of this share, and minus the least; or -inf."""
     b, h, mean, row, start, there, last = _tile_of_rows(
         mean_ptr, mean_strides, key_heads, heads, G, first, S, D, BLOCK_D, BLOCK_M
     )
@@ -86,8 +93,8 @@ def _range(
     end = tl.minimum(begin + SHARE, last)
     high = tl.full([BLOCK_M], float("-inf"), tl.float32)
     minus_low = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    for at in range(begin, end, BLOCK_N):
-        key = at + tl.arange(0, BLOCK_N)
+    for at in range(begin, end, BLOCK_N * SAMPLED):
+        key = at + tl.arange(0, BLOCK_N) * SAMPLED + (SAMPLED - 1)
         scores = _scores(mean, k_ptr, k_strides, b, h, key, end, D, BLOCK_D)
         counted = (key[None, :] < start[:, None]) & (tl.abs(scores) <= _MOST)
         high = tl.maximum(high, tl.max(tl.where(counted, scores, float("-inf")), 1))

@@ -36,9 +36,10 @@ class GlobalIndexMap(Permuter[Permutation]):
         S: tokens per segment; the paper prints no value.
         prefix: keys of earlier segments in each map, the best ones; nobody attends to the rest. The paper
             keeps all, which takes `N * N / S` indices per head.
-        coarse: order and choose the earlier keys by 256 even steps from the greatest to the least score of a
-            map, in a step by position, and round the mean query to the dtype of the keys. Early stop asks
-            whole blocks what they add, and keys of one step weigh much the same; a GPU is spared the sort.
+        coarse: order and choose the earlier keys by 256 even steps from the greatest to the least score of
+            every eighth of them, in a step by position, and round the mean query to the dtype of the keys.
+            Early stop asks whole blocks what they add, and keys of one step weigh much the same; a GPU is
+            spared the sort.
         per_query_head: one order per query head, as the paper, which knows no groups; or one per KV head,
             from the mean query of its group, in a map that is as many times smaller.
         order_queries: `False` leaves queries in place.
