@@ -104,7 +104,9 @@ def others(name: str, target: GPUTarget, dtype: str, head_dim: int) -> None:
 def orders(name: str, target: GPUTarget) -> None:
     types: dict[str, Any] = {"values_ptr": "*fp32", "index_ptr": "*i32"}
     for S, rows, warps in ((64, 4, 1), (256, 1, 1), (1024, 1, 4)):
-        compile_kernel(segment_sort_triton._kernel, target, types, {"S": S, "ROWS": rows}, num_warps=warps)
+        for coarse in (False, True):
+            constants = {"S": S, "ROWS": rows, "COARSE": coarse}
+            compile_kernel(segment_sort_triton._kernel, target, types, constants, num_warps=warps)
     types = {
         **dict.fromkeys(("q_ptr", "k_ptr", "q_bounds_ptr", "k_bounds_ptr"), "*i32"), "k_whole_ptr": "*i1",
         "q_strides": ("i32",) * 2, "k_strides": ("i32",) * 3,

@@ -134,12 +134,17 @@ def test_queries_are_ordered_inside_segments() -> None:
             index = GlobalIndexMap(S, guide=guide)(q, k, causal=True, scale=1.0).q_index
             assert index is not None
             assert index.dtype == torch.int32
+            coarse = GlobalIndexMap(S, guide=guide, coarse=True)(q, k, causal=True, scale=1.0).q_index
+            assert coarse is not None
+            assert bool((coarse.sort(-1).values == torch.arange(M)).all())
             direction = k[:, :, : guide or S].double().mean(2)
             for b in range(2):
                 for h in range(4):
                     score = q[b, h].double() @ direction[b, h // 2]
                     want = sorted(range(M), key=lambda i: ((N - M + i) // S, -round(float(score[i]), 9), i))
                     assert index[b, h].tolist() == want
+                    near = score[coarse[b, h].long()] - score[want]
+                    assert bool((near.abs() <= 1e-4).all())
     assert GlobalIndexMap(S, order_queries=False)(q, k, causal=True, scale=1.0).q_index is None
 
 

@@ -1,4 +1,4 @@
-"""The Triton kernel of `segment_sort`: value and place packed in one int64, of which no two are equal."""
+"""The Triton kernel of `segment_sort`: value and place packed in one int64 or int32, of which no two are equal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from blocksparse.kernels.sizes import cdiv
 _TILE = 256  # tokens per program, where segments are shorter
 
 
-def segment_sort_triton(values: Tensor, S: int) -> Tensor:
+def segment_sort_triton(values: Tensor, S: int, coarse: bool = False) -> Tensor:
     """Launch the kernel; arguments as of `segment_sort`, `S` a power of two."""
     B, H, N = values.shape
     values = values.contiguous()
@@ -23,14 +23,14 @@ def segment_sort_triton(values: Tensor, S: int) -> Tensor:
         _kernel[(cdiv(N, rows * S), H, B)](
             values, index,
             N, N // S * S,
-            S=S, ROWS=rows,
+            S=S, ROWS=rows, COARSE=coarse,
             num_warps=min(max(rows * S // 256, 1), 8),
         )  # fmt: skip
     return index
 
 
 @triton.jit
-def _kernel(values_ptr, index_ptr, N, whole, S: tl.constexpr, ROWS: tl.constexpr):
+def _kernel(values_ptr, index_ptr, N, whole, S: tl.constexpr, ROWS: tl.constexpr, COARSE: tl.constexpr):
     start = (tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * N
     first = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None] * S
     place = tl.arange(0, S)[None, :]
@@ -41,6 +41,9 @@ def _kernel(values_ptr, index_ptr, N, whole, S: tl.constexpr, ROWS: tl.constexpr
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # whole numbers in the order of the values
     bits = tl.where(value != value, 0x7FFFFFFF, bits)
     falling = tl.where(token < whole, ~bits, 0)  # the tail is equal everywhere and so stays
-    ranked = tl.sort((falling.to(tl.int64) << 32) | place.to(tl.int64), dim=1)
-    order = (ranked & 0xFFFFFFFF).to(tl.int32)
+    if COARSE:
+        order = tl.sort((falling & -S) | place, dim=1) & (S - 1)
+    else:
+        ranked = tl.sort((falling.to(tl.int64) << 32) | place.to(tl.int64), dim=1)
+        order = (ranked & 0xFFFFFFFF).to(tl.int32)
     tl.store(index_ptr + start + token, first + order, mask=token < N)

@@ -39,7 +39,7 @@ class GlobalIndexMap(Permuter[Permutation]):
         coarse: order and choose the earlier keys by 256 even steps from the greatest to the least score of
             every eighth of them, in a step by position, and round the mean query to the dtype of the keys.
             Early stop asks whole blocks what they add, and keys of one step weigh much the same; a GPU is
-            spared the sort.
+            spared the sort. Queries then stand by the upper bits of their products, which sort as int32.
         per_query_head: one order per query head, as the paper, which knows no groups; or one per KV head,
             from the mean query of its group, in a map that is as many times smaller.
         order_queries: `False` leaves queries in place.
@@ -97,7 +97,7 @@ class GlobalIndexMap(Permuter[Permutation]):
         value = _numbers(guide_products(q, guide))
         # Segments become whole: what is before the first query stays first, what is after the last stays last.
         value = pad(pad(value, (lead, 0), value=float("inf")), (0, -(lead + M) % self.S), value=float("-inf"))
-        return segment_sort(value, self.S)[..., lead : lead + M] - lead
+        return segment_sort(value, self.S, coarse=self.coarse)[..., lead : lead + M] - lead
 
 
 def _best(scores: Tensor, start: Tensor, count: int) -> Tensor:
