@@ -16,7 +16,7 @@ from blocksparse.kernels import (
     coarse_choice_triton,
     coarse_order_triton,
     coarse_steps_triton,
-    guide_products_triton,
+    mean_and_products_triton,
 )
 from blocksparse.kernels.coarse_order import SAMPLED, STEPS
 from blocksparse.kernels.key_importance_triton import options_of_weights
@@ -64,14 +64,19 @@ def orders(name: str, target: GPUTarget) -> None:
         print(f"{name} {kernel.__name__}: {compiled.metadata.shared} B shared")
 
 
-def guides(name: str, target: GPUTarget, dtype: str, head_dim: int) -> None:
-    block_d = power_of_2(head_dim)
+def queries(name: str, target: GPUTarget, dtype: str, head_dim: int) -> int:
+    module, block_d = mean_and_products_triton, power_of_2(head_dim)
     types: dict[str, Any] = {
-        "q_ptr": f"*{dtype}", **dict.fromkeys(("guide_ptr", "out_ptr"), "*fp32"), "q_strides": ("i32",) * 3
+        "q_ptr": f"*{dtype}", **dict.fromkeys(("guide_ptr", "mean_ptr", "products_ptr"), "*fp32"),
+        "q_strides": ("i32",) * 3,
     }  # fmt: skip
-    constants = {"D": head_dim, "BLOCK_D": block_d, "ROWS": guide_products_triton.TILE // block_d}
-    compile_kernel(guide_products_triton._kernel, target, types, constants, num_warps=4)
-    print(f"{name} guide_products {dtype} D={head_dim}")
+    failed = 0
+    for S in (256, 1024):
+        constants = {"D": head_dim, "BLOCK_D": block_d, "S": S, "ROWS": module.rows_of(S, block_d)}
+        compiled = compile_kernel(module._kernel, target, types, constants, num_warps=4)
+        failed += compiled.metadata.shared > SHARED[name]
+        print(f"{name} mean_and_products {dtype} D={head_dim} S={S}: {compiled.metadata.shared} B shared")
+    return failed
 
 
 def main() -> int:
@@ -79,8 +84,8 @@ def main() -> int:
     for name, target in TARGETS.items():
         for dtype, head_dim in (("bf16", 128), ("fp16", 64), ("bf16", 80), ("bf16", 256), ("fp32", 64)):
             failed += scores(name, target, dtype, head_dim)
-        for dtype, head_dim in (("bf16", 128), ("fp32", 80)):
-            guides(name, target, dtype, head_dim)
+        for dtype, head_dim in (("bf16", 128), ("fp32", 80), ("bf16", 256)):
+            failed += queries(name, target, dtype, head_dim)
         orders(name, target)
     return int(failed > 0)
 

@@ -187,7 +187,7 @@ def test_layouts(device: str) -> None:
 
 @pytest.mark.slow
 def test_compiles_ahead_of_time() -> None:
-    """With `guide_products`, for sm_80, sm_90, sm_100 and gfx942."""
+    """With `mean_and_products`, for sm_80, sm_90, sm_100 and gfx942."""
     printed = printed_by("compile_order_ahead")
     for target in TARGETS:
         assert f"{target} _steps bf16 D=128" in printed

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from blocksparse.kernels.block_mean import block_mean
 from blocksparse.kernels.coarse_order import coarse_order
-from blocksparse.kernels.guide_products import guide_products
+from blocksparse.kernels.mean_and_products import mean_and_products
 from blocksparse.kernels.segment_sort import segment_sort
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.permuters.permuter import Permuter
@@ -58,12 +58,16 @@ class GlobalIndexMap(Permuter[Permutation]):
             raise ValueError(
                 "'GlobalIndexMap' orders what comes before a segment: call the pipeline with causal=True"
             )
-        return Permutation(self._keys(q, k), self._queries(q, k) if self.order_queries else None, group=self.S)
+        first, lead = divmod(k.shape[2] - q.shape[2], self.S)  # segments before the queries, tokens in theirs
+        if not self.order_queries:
+            return Permutation(self._keys(block_mean(q, self.S, lead=lead), k, first), group=self.S)
+        guide = k[:, :, : self.guide or self.S].mean(2, dtype=torch.promote_types(k.dtype, torch.float32))
+        mean, products = mean_and_products(q, guide, self.S, lead=lead)
+        return Permutation(self._keys(mean, k, first), self._queries(products, lead), group=self.S)
 
-    def _keys(self, q: Tensor, k: Tensor) -> Tensor:
-        """The key in every slot of every segment that has queries here, `[B, H, G, slots]` int32."""
+    def _keys(self, mean: Tensor, k: Tensor, first: int) -> Tensor:
+        """The key in every slot of segments `first` and on, `[B, H, G, slots]` int32."""
         S, Hkv, N = self.S, k.shape[1], k.shape[2]
-        mean, first = block_mean(q, S, lead=(N - q.shape[2]) % S), (N - q.shape[2]) // S
         if not self.per_query_head:
             mean = reduce(mean, "B (H R) G D -> B H G D", "mean", H=Hkv)
         B, H, G, _ = mean.shape
@@ -90,11 +94,9 @@ class GlobalIndexMap(Permuter[Permutation]):
             index[:, :, some, S : S + count] = _best(scores, start[some], count)
         return index
 
-    def _queries(self, q: Tensor, k: Tensor) -> Tensor:
-        """The query in every slot, `[B, Hq, M]` int32."""
-        guide = k[:, :, : self.guide or self.S].mean(2, dtype=torch.promote_types(k.dtype, torch.float32))
-        M, lead = q.shape[2], (k.shape[2] - q.shape[2]) % self.S
-        value = _numbers(guide_products(q, guide))
+    def _queries(self, products: Tensor, lead: int) -> Tensor:
+        """The query in every slot, `[B, Hq, M]` int32, where the first has `lead` places before it."""
+        M, value = products.shape[2], _numbers(products)
         # Segments become whole: what is before the first query stays first, what is after the last stays last.
         value = pad(pad(value, (lead, 0), value=float("inf")), (0, -(lead + M) % self.S), value=float("-inf"))
         return segment_sort(value, self.S, coarse=self.coarse)[..., lead : lead + M] - lead
