@@ -51,11 +51,15 @@ def scores(name: str, target: GPUTarget, dtype: str, head_dim: int) -> int:
 def orders(name: str, target: GPUTarget) -> None:
     module = coarse_order_triton
     types: dict[str, Any] = {
-        "steps_ptr": "*u8", **dict.fromkeys(("words_ptr", "kept_ptr", "numbers_ptr", "out_ptr"), "*i32"),
+        **dict.fromkeys(("words_ptr", "kept_ptr", "numbers_ptr", "out_ptr"), "*i32"),
         "out_strides": ("i32",) * 3,
     }  # fmt: skip
     for kernel, constants, warps in (
-        (coarse_choice_triton.choose, {"TILE": coarse_choice_triton.TILE}, 4),
+        (
+            coarse_choice_triton.choose,
+            {"TILE": coarse_choice_triton.TILE, "SAMPLE": coarse_choice_triton.SAMPLE},
+            4,
+        ),
         (module._count, {"STEPS": STEPS, "WIDE": module.WIDE}, 1),
         (module._order, {"STEPS": STEPS, "NARROW": module.NARROW, "PIECE": module.PIECE}, 1),
     ):

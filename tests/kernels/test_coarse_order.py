@@ -174,6 +174,24 @@ def test_more_tiles_than_a_byte_counts(monkeypatch: pytest.MonkeyPatch, device: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("odd", [100.0, -100.0, 0.0])
+def test_samples_that_mislead(odd: float, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """The guess sees keys that are all better or worse than the others, or like them."""
+    monkeypatch.setattr(kernels, "SAMPLE", 16)
+    S = 1090
+    apart = -(-S // 16) * 4 // 16 + 1  # words
+    k = torch.zeros(1, 1, S, 16)
+    k[..., 0] = torch.randint(-50, 50, (S,), generator=torch.Generator().manual_seed(0))
+    k[0, 0, torch.arange(S) // 4 % apart == 0, 0] += odd
+    mean = torch.zeros(1, 1, 1, 16)
+    mean[..., 0] = 1.0
+    mean, k = mean.to(device), k.to(device)
+    for count in (1, 300, 1000, S):
+        want = filled(coarse_order_reference, mean, k, 1, S, count)
+        assert torch.equal(filled(coarse_order_triton, mean, k, 1, S, count), want)
+
+
+@pytest.mark.slow
 def test_layouts(device: str) -> None:
     """Hosts hand over `[B, N, H, D]` transposed; mean queries may be a slice."""
     mean, k = whole_numbers(device, 2, 1, 100, 3, B=2)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blocksparse.kernels.coarse_choice_triton import TILE, choose, row_of_maps
+from blocksparse.kernels.coarse_choice_triton import SAMPLE, TILE, choose, row_of_maps
 from blocksparse.kernels.coarse_order import STEPS
 from blocksparse.kernels.coarse_steps_triton import ROWS_AT_ONCE, coarse_steps
 from blocksparse.kernels.hardware import device_of
@@ -45,8 +45,8 @@ def _some_segments(mean: Tensor, k: Tensor, first: int, S: int, chunk: int, out:
     steps = coarse_steps(mean, k, first, S)  # [B, H, G, width]
     kept = torch.empty(out.shape, dtype=torch.int32, device=out.device)
     choose[(B * H * G,)](
-        steps, steps.view(torch.int32), kept, first, S, H, G, steps.shape[-1], count,
-        TILE=TILE, num_warps=4,
+        steps.view(torch.int32), kept, first, S, H, G, steps.shape[-1], count,
+        TILE=TILE, SAMPLE=SAMPLE, num_warps=4,
     )  # fmt: skip
     chunks = cdiv(count, chunk)
     numbers = torch.empty((B, H, G, chunks, STEPS), dtype=torch.int32, device=out.device)
