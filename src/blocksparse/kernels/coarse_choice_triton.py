@@ -110,7 +110,7 @@ def choose(
     room = want - better  # for keys of the last step, of which there are as many before the row's end
     kept, tied = want * 0, want * 0
     kept_at = kept_ptr + row * count
-    word = tl.arange(0, 4)[:, None] + tl.arange(0, WORDS // 4)[None, :] * 4  # four in a thread, one after another
+    word = tl.arange(0, WORDS // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]  # a thread has four in a row
     upcoming = tl.load(words_at + word, mask=word < words, other=-1)
     for at in range(0, words, WORDS):
         some = upcoming
@@ -120,8 +120,8 @@ def choose(
         is_tied = _at_most(some, last) ^ is_better
         ties = is_tied * 0x01010101
         both = ((is_better * 0x01010101) >> 24) + ((ties >> 24) << 16)  # two counts in one
-        of_thread = tl.sum(both, 0)[None, :]
-        before = tl.cumsum(of_thread, 1) - of_thread + tl.cumsum(both, 0) - both
+        of_thread = tl.sum(both, 1)
+        before = (tl.cumsum(of_thread, 0) - of_thread)[:, None] + tl.cumsum(both, 1) - both
         ties_before = tied + (before >> 16)
         left = tl.minimum(tl.maximum(room - ties_before, 0), 4)
         is_kept = is_better | (is_tied & (((left * 0x01010101 | _HIGH) - ties) >> 7))
@@ -132,6 +132,6 @@ def choose(
             kept_key = ((some >> (8 * byte)) << 24) | (position + byte)
             is_there = ((is_kept >> (8 * byte)) & 1) != 0
             tl.store(kept_at + slot + ((slots >> (8 * byte)) & 255), kept_key, mask=is_there)
-        total = _total(of_thread)
+        total = _total(of_thread[None, :])
         kept += total & 0xFFFF
         tied += total >> 16
