@@ -329,7 +329,7 @@ def test_auto_tries_8_bits_for_long_prompts_alone(keys: int, tried: bool) -> Non
     assert "Int8Executor" not in bs.AutoExecutor(dense_below=0).choose(moved, k, v, mask).refused
     executor = bs.sparge().executor
     assert isinstance(executor, bs.AutoExecutor)
-    assert executor.int8_from == 131072
+    assert executor.int8_from == 65536
 
 
 @pytest.mark.parametrize(("keys", "dense"), [(64, True), (99, True), (100, False)])

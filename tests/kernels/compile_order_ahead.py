@@ -19,7 +19,7 @@ from blocksparse.kernels import (
     mean_and_products_triton,
 )
 from blocksparse.kernels.coarse_order import SAMPLED, STEPS
-from blocksparse.kernels.key_importance_triton import options_of_weights
+from blocksparse.kernels.coarse_steps_triton import options_of_scores
 from blocksparse.kernels.sizes import power_of_2
 
 ALIGNED = ("S", "width")  # sizes that are multiples of 16
@@ -31,7 +31,7 @@ def scores(name: str, target: GPUTarget, dtype: str, head_dim: int) -> int:
         (coarse_steps_triton._range, {"SHARE": coarse_steps_triton.RANGE_SHARE, "SAMPLED": SAMPLED}),
         (coarse_steps_triton._steps, {"SHARE": coarse_steps_triton.SHARE, "STEPS": STEPS}),
     ):
-        options = options_of_weights(head_dim, ITEMSIZE[dtype], large=name in ("sm_90", "sm_100"))
+        options = options_of_scores(head_dim, ITEMSIZE[dtype], large=name in ("sm_90", "sm_100"))
         block = {key: options.pop(key) for key in ("BLOCK_M", "BLOCK_N")}
         types: dict[str, Any] = {
             **dict.fromkeys(("mean_ptr", "k_ptr"), f"*{dtype}"), **dict.fromkeys(("parts_ptr", "range_ptr"), "*fp32"),
@@ -58,7 +58,7 @@ def orders(name: str, target: GPUTarget) -> None:
         (
             coarse_choice_triton.choose,
             {"TILE": coarse_choice_triton.TILE, "SAMPLE": coarse_choice_triton.SAMPLE},
-            4,
+            8,
         ),
         (module._count, {"STEPS": STEPS, "WIDE": module.WIDE}, 1),
         (module._order, {"STEPS": STEPS, "NARROW": module.NARROW, "PIECE": module.PIECE}, 1),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-TILE = 2048  # steps at a time; fewer than 2^15
+TILE = 4096  # steps at a time; fewer than 2^15
 SAMPLE = 1024  # words of four steps that the guess sees
 _HIGH = tl.constexpr(-0x7F7F7F80)  # 0x80808080
 

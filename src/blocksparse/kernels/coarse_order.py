@@ -7,12 +7,13 @@
 `high` and `low` are the greatest and the least finite score of every eighth key of a row, j = 7, 15, 23 and so on: an
 eighth of the work, and a range that the first token, whose score often stands far out, has no part in.
 
-Mean queries are rounded to the dtype of the keys, products are summed in fp32 or better. A step is 1/256 of that range, so that keys of one step weigh much the same, but neither the order inside a step nor which of its
-keys are the last to fit says anything about their scores. Positions are below 2^24.
+Mean queries are rounded to the dtype of the keys, products are summed in fp32 or better. A step is 1/256 of that range,
+so that keys of one step weigh much the same, but neither the order inside a step nor which of its keys are the last to
+fit says anything about their scores. Positions are below 2^24.
 
 On GPUs five launches for some segments at a time, without a sort: the first finds the range, the next computes all
-scores and writes their steps, which take a byte each; a search finds the step at which a row is full, and a counting sort
-orders what is kept. Otherwise, and for float64, the plain torch below.
+scores and writes their steps, which take a byte each; a search finds the step at which a row is full, and a counting
+sort orders what is kept. Otherwise, and for float64, the plain torch below.
 """
 
 from __future__ import annotations

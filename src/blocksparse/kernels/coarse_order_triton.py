@@ -17,7 +17,7 @@ from blocksparse.kernels.coarse_steps_triton import ROWS_AT_ONCE, coarse_steps
 from blocksparse.kernels.hardware import device_of
 from blocksparse.kernels.sizes import cdiv
 
-BYTES_AT_ONCE = 3 << 26  # of steps, kept keys and their histograms
+BYTES_AT_ONCE = 3 << 27  # of steps, kept keys and their histograms
 CHUNK, CHUNKS = 1024, 16  # kept keys per program, or more, so that a row has no more programs than these
 WIDE, NARROW = 1024, 32  # kept keys at a time, to count and to order; the bits of an int32 stand for the latter
 PIECE = 4  # histograms at a time
@@ -46,7 +46,7 @@ def _some_segments(mean: Tensor, k: Tensor, first: int, S: int, chunk: int, out:
     kept = torch.empty(out.shape, dtype=torch.int32, device=out.device)
     choose[(B * H * G,)](
         steps.view(torch.int32), kept, first, S, H, G, steps.shape[-1], count,
-        TILE=TILE, SAMPLE=SAMPLE, num_warps=4,
+        TILE=TILE, SAMPLE=SAMPLE, num_warps=8,
     )  # fmt: skip
     chunks = cdiv(count, chunk)
     numbers = torch.empty((B, H, G, chunks, STEPS), dtype=torch.int32, device=out.device)

@@ -30,7 +30,7 @@ def coarse_steps(mean: Tensor, k: Tensor, first: int, S: int) -> Tensor:
     mean = mean if mean.stride(-1) == 1 else mean.contiguous()
     end = (first + G - 1) * S
     width = cdiv(end, 16) * 16
-    options = options_of_weights(D, k.element_size(), large=has_large_memory(k))
+    options = options_of_scores(D, k.element_size(), large=has_large_memory(k))
     shares = max(1, cdiv(end, RANGE_SHARE))
     parts = torch.empty((2, B * H * G, shares), dtype=torch.float32, device=k.device)
     steps = torch.empty((B, H, G, width), dtype=torch.uint8, device=k.device)
@@ -46,6 +46,12 @@ def coarse_steps(mean: Tensor, k: Tensor, first: int, S: int) -> Tensor:
         SHARE=SHARE, STEPS=STEPS, **constants,
     )  # fmt: skip
     return steps
+
+
+def options_of_scores(head_dim: int, itemsize: int, *, large: bool) -> dict[str, int]:
+    """Tiles of rows and keys that fit on chip together; `large` as on Hopper, else 64 KiB must do."""
+    options = options_of_weights(head_dim, itemsize, large=large)
+    return {**options, "num_warps": 8} if large else options
 
 
 @triton.jit

@@ -21,7 +21,7 @@ from blocksparse.selectors.sink import Sink
 from blocksparse.selectors.top_cdf import TopCdf
 from blocksparse.selectors.top_k import TopK
 
-_INT8_FROM = 131072  # keys; measured with blocks of 128 x 64, see docs/performance.md
+_INT8_FROM = 65536  # keys; measured with blocks of 128 x 64, see docs/performance.md
 
 
 def sparge(
@@ -55,7 +55,7 @@ def sparge(
         order: of the tokens, `HilbertOrder(grid)` for images and video (section 3.7); `Identity()` unless given.
         as_released: choose as the authors' code: keys smoothed in causal calls too, a short last block never
             similar, `topk` a share of all key blocks. The diagonal, which it may lose, is kept all the same.
-        executor: unless given, `AutoExecutor(int8_from=131072)`: on Hopper 8-bit products (section 3.5) for
+        executor: unless given, `AutoExecutor(int8_from=65536)`: on Hopper 8-bit products (section 3.5) for
             prompts so long that they gain by it, else exact ones. Skipping PV is the executor's too, and off.
 
     Raises:
