@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -146,17 +147,20 @@ def measure(candidates: Mapping[str, Candidate], *, device: torch.device, budget
 def medians(
     calls: Mapping[str, Callable[[], object]], *, device: torch.device, budget_ms: float
 ) -> dict[str, Figure]:
-    """Milliseconds of each call: three rounds, in each as many repeats as its third of the budget has room for."""
+    """Milliseconds of each call: three rounds, in each as many repeats as its third of the budget has room for.
+
+    Every round has an order of its own, or one call would always run after the same other.
+    """
     times: dict[str, list[list[float]]] = {name: [] for name in calls}
     repeats = {}
     for name, call in calls.items():
         once = min(repeated(call, 2, device))
         repeats[name] = max(1, min(100, int(budget_ms / ROUNDS / max(once, 1e-3))))
     warm_up = 0 if device.type == "cpu" else 1
-    for _ in range(ROUNDS):
-        for name, call in calls.items():
-            repeated(call, warm_up * repeats[name], device)
-            times[name].append(repeated(call, repeats[name], device))
+    for turn in range(ROUNDS):
+        for name in random.Random(turn).sample(list(calls), len(calls)):
+            repeated(calls[name], warm_up * repeats[name], device)
+            times[name].append(repeated(calls[name], repeats[name], device))
     return {name: _figure(rounds) for name, rounds in times.items()}
 
 
