@@ -16,7 +16,7 @@ from benchmarks.cases import FULL, TINY, Plan, Preset
 from benchmarks.inputs import Case, everything, structured
 from benchmarks.peers import OURS, PORTABLE, SPARSE, peer_from
 from benchmarks.report import TABLES, Row, markdown, milliseconds
-from benchmarks.timing import Call, Candidate, WrongOutputError, check, measure, ready
+from benchmarks.timing import ROUNDS, Call, Candidate, WrongOutputError, check, measure, medians, ready
 from torch import Tensor
 
 import blocksparse as bs
@@ -91,6 +91,14 @@ def test_what_fails_its_check_is_not_timed() -> None:
     assert figures["missing"].why == "ModuleNotFoundError: No module named 'peer'"
     assert figures["right"].ms is not None
     assert figures["right"].why is None
+
+
+def test_rounds_have_orders_of_their_own() -> None:
+    turns: list[str] = []
+    medians({name: partial(turns.append, name) for name in "abcd"}, device=CPU, budget_ms=0.0)
+    rounds = ["".join(turns[-4 * (i + 1) : len(turns) - 4 * i]) for i in range(ROUNDS)]
+    assert all(sorted(order) == list("abcd") for order in rounds)
+    assert len(set(rounds)) > 1
 
 
 def test_rates_of_the_interpreted_kernel(device: str) -> None:

@@ -107,7 +107,7 @@ def choose(
         for i in range(4):
             last, better = _narrowed(words_at, words, want, last, better, 64 >> (2 * i), WORDS)
 
-    room = want - better  # for keys of the last step, of which there are as many before the row's end
+    room = want - better  # for keys of the last step; what fills the row up comes after as many of them
     kept, tied = want * 0, want * 0
     kept_at = kept_ptr + row * count
     word = tl.arange(0, WORDS // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]  # a thread has four in a row

@@ -34,7 +34,7 @@ def segment_sort(values: Tensor, S: int, *, coarse: bool = False) -> Tensor:
 
 def segment_sort_reference(values: Tensor, S: int, coarse: bool = False) -> Tensor:
     """The same in plain torch."""
-    values = _whole_numbers(values) >> (S - 1).bit_length() if coarse else values
+    values = whole_numbers(values) >> (S - 1).bit_length() if coarse else values
     N, segments = values.shape[-1], values.shape[-1] // S
     order = values[..., : segments * S].unflatten(-1, (segments, S)).argsort(dim=-1, descending=True, stable=True)
     order = order + S * torch.arange(segments, device=values.device)[:, None]
@@ -42,7 +42,7 @@ def segment_sort_reference(values: Tensor, S: int, coarse: bool = False) -> Tens
     return torch.cat((order.flatten(-2), tail), dim=-1).int()
 
 
-def _whole_numbers(values: Tensor) -> Tensor:
+def whole_numbers(values: Tensor) -> Tensor:
     """fp32 values as int32 of the same order; both zeros are one, and NaN is the greatest."""
     bits = (values.float() + 0.0).view(torch.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).masked_fill(values.isnan(), 0x7FFFFFFF)

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from blocksparse.kernels.block_mean import block_mean
 from blocksparse.kernels.coarse_order import coarse_order
 from blocksparse.kernels.mean_and_products import mean_and_products
-from blocksparse.kernels.segment_sort import segment_sort
+from blocksparse.kernels.segment_sort import segment_sort, whole_numbers
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.permuters.permuter import Permuter
 
@@ -108,7 +108,7 @@ def _best(scores: Tensor, start: Tensor, count: int) -> Tensor:
     Ties go to the lower position on every device, also where only the head of the order is wanted.
     """
     position = torch.arange(scores.shape[-1], device=scores.device)
-    rank = _whole_number(scores).where(position < start, torch.iinfo(torch.int32).min)
+    rank = whole_numbers(_numbers(scores)).where(position < start, torch.iinfo(torch.int32).min)
     if count == rank.shape[-1]:
         best = rank.argsort(dim=-1, descending=True, stable=True)
     else:
@@ -116,12 +116,6 @@ def _best(scores: Tensor, start: Tensor, count: int) -> Tensor:
         ranked = ((rank.long() << 32) + (0xFFFFFFFF - position)).topk(count, dim=-1).values
         best = 0xFFFFFFFF - (ranked & 0xFFFFFFFF)
     return best.where(torch.arange(count, device=scores.device) < start, -1).int()
-
-
-def _whole_number(scores: Tensor) -> Tensor:
-    """fp32 values as int32 of the same order, all over -2^31; NaN counts as the least."""
-    bits = _numbers(scores).view(torch.int32)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 def _numbers(scores: Tensor) -> Tensor:
