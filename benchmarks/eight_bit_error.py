@@ -16,6 +16,7 @@ from torch import Tensor
 
 import blocksparse as bs
 from benchmarks.quality import QKV, TEXT_START, first_tokens, layers_of, smollm2
+from blocksparse.demo import TEXT
 from blocksparse.demo.model import load
 
 EXECUTORS: dict[str, bs.Executor[bs.GlobalPermutation, bs.BlockMask]] = {
@@ -53,8 +54,7 @@ def errors(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    text = Path(__file__).parents[1] / "examples" / "data" / "persuasion.txt"
-    parser.add_argument("--text", type=Path, default=text)
+    parser.add_argument("--text", type=Path, default=TEXT)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--block", type=int, nargs="+", default=[128, 64])
     parser.add_argument("--every", type=int, default=2, help="take one of so many layers")

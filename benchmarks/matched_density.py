@@ -30,6 +30,7 @@ from benchmarks.quality import (
     smollm2,
     with_yarn,
 )
+from blocksparse.demo import TEXT
 from blocksparse.demo.model import load
 
 AnyPipeline = bs.Pipeline[Any, Any, Any]
@@ -112,8 +113,7 @@ def picture(results: dict[str, dict[str, Curve]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    text = Path(__file__).parents[1] / "examples" / "data" / "persuasion.txt"
-    parser.add_argument("--text", type=Path, default=text)
+    parser.add_argument("--text", type=Path, default=TEXT)
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384])
     parser.add_argument("--block", type=int, default=64)
     parser.add_argument("--every", type=int, default=5, help="take one of so many layers")

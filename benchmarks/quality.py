@@ -24,6 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import blocksparse as bs
 from benchmarks.oracle import TrueMassScorer
 from benchmarks.quality_settings import SETTINGS, Setting
+from blocksparse.demo import TEXT
 from blocksparse.demo.measure import perplexity
 from blocksparse.demo.model import Model, convert_smollm2, load
 from blocksparse.demo.prompt import Prompt, build
@@ -261,11 +262,9 @@ def report(r: Result) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    examples = Path(__file__).parents[1] / "examples" / "data"
+    jargon = Path(__file__).parents[1] / "examples" / "data" / "jargon.txt"
     parser.add_argument("--model", type=Path, help="a folder with a transformers model; SmolLM2 if not given")
-    parser.add_argument(
-        "--text", type=Path, nargs="+", default=[examples / "persuasion.txt", examples / "jargon.txt"]
-    )
+    parser.add_argument("--text", type=Path, nargs="+", default=[TEXT, jargon])
     parser.add_argument("--tokens", type=int, nargs="*", default=[2048, 4096, 8192])
     parser.add_argument("--yarn-tokens", type=int, nargs="*", default=[32768])
     parser.add_argument("--blocks", type=int, nargs="+", default=[128, 64])

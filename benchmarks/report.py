@@ -249,6 +249,17 @@ def growth(rows: list[Row]) -> str:
     return table([*head, "kernel, TFLOP/s", "extra GiB"], body)
 
 
+def crossover(rows: list[Row]) -> str:
+    others = list(dict.fromkeys(name for row in rows for name in row["figures"] if name != "dense"))
+    body = []
+    for row in sorted(rows, key=lambda row: (row["dtype"], row["operations"])):
+        dense = ms_of(row, "dense")
+        work = [str(row["Hq"]), tokens(row["M"]), tokens(row["N"]), row["dtype"], f"{row['operations']:.1e}"]
+        body.append([*work, milliseconds(dense), *(cell(ratio(dense, ms_of(row, name)), 2) for name in others)])
+    head = ["query heads", "queries", "keys", "dtype", "operations", "dense, ms"]
+    return table([*head, *(f"{name}, times dense" for name in others)], body)
+
+
 def cpu(rows: list[Row]) -> str:
     body = []
     for row in rows:
@@ -267,6 +278,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "s2o": ("S2O, ms", s2o),
     "calls": ("Whole calls", calls),
     "growth": ("Growth", growth),
+    "crossover": ("When selecting saves time", crossover),
     "cpu": ("FlexExecutor on a CPU", cpu),
 }
 

@@ -21,14 +21,22 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import call_tables, eight_bit_tables, gather_tables, kernel_tables, s2o_tables, stage_tables
+from benchmarks import (
+    call_tables,
+    crossover_table,
+    eight_bit_tables,
+    gather_tables,
+    kernel_tables,
+    s2o_tables,
+    stage_tables,
+)
 from benchmarks.cases import FULL, QUICK, TINY, Plan
 from benchmarks.peers import SPARSE, peer_from
 from benchmarks.report import Row, markdown
 from benchmarks.timing import reason
 
 # Calls last: it captures graphs.
-GPU_TABLES = ("rates", "blocks", "eight_bit", "gather", "stages", "s2o", "growth", "calls")
+GPU_TABLES = ("rates", "blocks", "eight_bit", "gather", "stages", "s2o", "growth", "crossover", "calls")
 
 Table = Callable[[Plan, torch.device], Iterator[Row]]
 
@@ -123,6 +131,7 @@ def main() -> None:
         "stages": stage_tables.stages,
         "s2o": s2o_tables.s2o,
         "growth": stage_tables.growth,
+        "crossover": crossover_table.crossover,
         "calls": call_tables.calls,
         "cpu": lambda plan, _: call_tables.cpu(plan, torch.device("cpu")),
     }

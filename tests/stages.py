@@ -183,6 +183,19 @@ def is_first(permuter: bs.Permuter[Any], scorer: bs.Scorer[Any, Any]) -> bool:
     return permuter is first and isinstance(permuter, kinds) and scorer is takes
 
 
+def cuts_anew(permuter: bs.Permuter[Any], scorer: bs.Scorer[Any, Any]) -> bool:
+    """Whether no earlier scorer cuts this order into such blocks, for as many selectors.
+
+    To an executor the others are this one again: it sees no scores, only a grid and what a selector kept.
+    """
+
+    def cut(scorer: Any) -> tuple[int, int, type]:
+        inner = getattr(scorer, "inner", scorer)
+        return inner.block, getattr(inner, "k_block", None) or inner.block, needs(scorer, bs.Scorer, 1)
+
+    return scorer is next(s for p, s in fronts() if p is permuter and cut(s) == cut(scorer))
+
+
 def reads(executor: bs.Executor[Any, Any], permuter: bs.Permuter[Any]) -> bool:
     """Whether the executor takes what the permuter gives."""
     return issubclass(needs(permuter, bs.Permuter, 0), needs(executor, bs.Executor, 0))

@@ -169,7 +169,7 @@ def test_gather_has_what_its_table_needs(device: str) -> None:
 def test_dense_rows() -> None:
     q, k, v = make_qkv(N=70, M=50, D=16, Hq=4, Hkv=2)
     at = torch.tensor([0, 7, 49, 7])
-    mask = bs.BlockMask(torch.ones(1, 1, 1, 1, dtype=torch.bool), grid_of(q, k))
+    mask = bs.BlockMask(torch.ones(1, 4, 1, 1, dtype=torch.bool), grid_of(q, k))
     want = bs.ReferenceExecutor()(q, k, v, bs.GlobalPermutation(), mask, scale=0.25).out
     torch.testing.assert_close(s2o_tables.dense_rows(q, k, v, at).float(), want[:, :, at], rtol=1e-5, atol=1e-5)
 

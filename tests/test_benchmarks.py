@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from attrs import evolve
-from benchmarks import call_tables, kernel_tables, matched_density, pictures, run, stage_tables
+from benchmarks import call_tables, crossover_table, kernel_tables, matched_density, pictures, run, stage_tables
 from benchmarks.cases import FULL, TINY, Plan, Preset
 from benchmarks.inputs import Case, everything, structured
 from benchmarks.peers import OURS, PORTABLE, SPARSE, peer_from
@@ -138,16 +138,21 @@ def test_structured_inputs_have_structure() -> None:
 
 @pytest.mark.parametrize("preset", FULL.presets, ids=lambda preset: preset.name)
 def test_presets_are_measured_without_rounding(preset: Preset) -> None:
-    """The check against float64 refuses 8 bits, which `sparge` takes for long prompts."""
+    """The check against float64 refuses 8 bits."""
     executor = FULL.pipeline(preset).executor
     assert isinstance(executor, bs.AutoExecutor) is preset.automatic
-    assert getattr(executor, "int8_from", None) is None
+    assert not isinstance(executor, bs.Int8Executor)
 
 
 @pytest.mark.slow
 def test_stages_calls_and_growth_have_what_tables_need(tmp_path: Path) -> None:
     plan = evolve(PLAN, presets=TINY.presets[:1])
-    made = {"stages": stage_tables.stages, "calls": call_tables.calls, "growth": stage_tables.growth}
+    made = {
+        "stages": stage_tables.stages,
+        "calls": call_tables.calls,
+        "growth": stage_tables.growth,
+        "crossover": crossover_table.crossover,
+    }
     tables = {name: list(table(plan, CPU)) for name, table in made.items()}
     (stage,) = tables["stages"]
     assert set(stage["figures"]) == {"permute", "score", "select", "plan", "attend"}
@@ -157,6 +162,9 @@ def test_stages_calls_and_growth_have_what_tables_need(tmp_path: Path) -> None:
     assert any(name.startswith("pbs_attn(0.") for name in names)
     graphs = [row for row in tables["calls"] if "graph" in row["method"]]
     assert all("NVIDIA" in row["why"] for row in graphs)
+    work = [(row["Hq"], row["M"], row["N"], row["operations"]) for row in tables["crossover"]]
+    assert work == [(4, 128, 128, 2 * 4 * 128 * 129 // 2 * 64), (2, 64, 128, 2 * 2 * 64 * 193 // 2 * 64)] * 2
+    assert all(figure["ms"] > 0 for row in tables["crossover"] for figure in row["figures"].values())
     assert [row["kept_blocks"] for row in tables["growth"]] == sorted(
         row["kept_blocks"] for row in tables["growth"]
     )
@@ -164,6 +172,7 @@ def test_stages_calls_and_growth_have_what_tables_need(tmp_path: Path) -> None:
     results = json.loads(json.dumps({"environment": {"torch": "2"}, "roofs": {}, "tables": tables}))
     text = markdown(results)
     assert "| pbs_attn |" in text
+    assert "| 4 | 128 | 128 | float32 | 4.2e+06 |" in text
     assert "CUDA graphs are for NVIDIA GPUs" in text
     drawn = pictures.draw(results, tmp_path)
     assert [path.name for path in drawn] == ["stages.png", "growth.png"]

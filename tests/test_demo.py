@@ -6,6 +6,7 @@ import json
 import logging
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from blocksparse import mean_pooling, pbs_attn
+from blocksparse.demo import TEXT
 from blocksparse.demo.cli import main
 from blocksparse.demo.errors import DemoError
 from blocksparse.demo.measure import Row, perplexity
@@ -27,8 +29,6 @@ from blocksparse.demo.picture import Panel, draw, pooled_attention
 from blocksparse.demo.prompt import build
 from blocksparse.demo.report import legend, table, write_json
 from blocksparse.testing import every_preset
-
-TEXT = Path(__file__).parents[1] / "examples" / "data" / "persuasion.txt"
 
 
 @pytest.fixture(autouse=True)
@@ -161,7 +161,7 @@ def test_legend_says_which_executor_ran_what() -> None:
 
 def always_sparse(pipeline: object) -> str:
     """How a demo's row writes it: it selects at any length, also on a GPU."""
-    return repr(pipeline).replace("dense_below=12288", "dense_below=0")
+    return repr(pipeline).replace("dense_below=None", "dense_below=0")
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_methods_are_written_as_in_python(written: str, expected: object) -> Non
         ("pbs_attn(0.95", "plain or with numbers as in 'pbs_attn(0.95)': pbs_attn(0.95"),
         ("pbs_attn(x)", "must be one of"),
         ("__import__('os').getcwd()", "must be one of"),
-        ("pbs_attn(2)", "'--preset' pbs_attn(2): 'mass' must be"),
+        ("pbs_attn(2)", "'--preset' pbs_attn(2): 'threshold' must be"),
         ("pbs_attn(blocks=64)", "'--preset' pbs_attn(blocks=64): pbs_attn() got an unexpected keyword argument"),
     ],
 )
@@ -228,7 +228,7 @@ def test_picture_shows_the_true_attention(tmp_path: Path) -> None:
     [
         (["--depth", "1.5"], "'--depth' must be in [0, 1]: 1.5"),
         (["--preset", "pbs_attn", "--preset", "nonsense"], "'--preset' must be one of pbs_attn, pbs_attn_plus"),
-        (["--preset", "pbs_attn(0)"], "'--preset' pbs_attn(0): 'mass' must be"),
+        (["--preset", "pbs_attn(0)"], "'--preset' pbs_attn(0): 'threshold' must be"),
         (["--model", "/nowhere"], "'--model' must be a folder that a transformers model was saved in: /nowhere"),
         (["--text", "/nowhere"], "'--text' must be a readable UTF-8 text: /nowhere"),
         (["--model", "TINY", "--tokens", "2000"], "'--tokens' must be at most 1024"),
@@ -243,10 +243,24 @@ def test_cli_says_in_one_sentence_what_is_wrong(
 ) -> None:
     options = [str(tiny) if option == "TINY" else option for option in options]
     assert main(["demo", "--text", str(TEXT), "--out", str(tmp_path), *options]) == 1
-    error = capsys.readouterr().err
+    printed, progress = capsys.readouterr()
+    *before, error = progress.splitlines()
     assert error.startswith("blocksparse demo: ")
     assert sentence in error
-    assert error.count("\n") == 1
+    assert before in ([], ["getting the model ready"])
+    assert not printed
+
+
+def test_every_file_of_the_package_is_in_its_wheel() -> None:
+    """Also those that are no Python, such as the text that the demo reads."""
+    root = Path(__file__).parents[1]
+    setuptools = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]
+    package = root / "src" / "blocksparse"
+    files = {path for path in package.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+    assert files == {
+        path for pattern in setuptools["package-data"]["blocksparse"] for path in package.glob(pattern)
+    }
+    assert TEXT in files
 
 
 @pytest.mark.slow
@@ -254,7 +268,14 @@ def test_whole_demo_on_a_tiny_model(tiny: Path, tmp_path: Path, capsys: pytest.C
     methods = ["mean_pooling", "pbs_attn(0.5)", "pbs_attn(1)"]
     chosen = [word for name in methods for word in ("--preset", name)]
     assert main(["demo", "--model", str(tiny), "--tokens", "700", "--out", str(tmp_path), *chosen]) == 0
-    printed = capsys.readouterr().out
+    printed, progress = capsys.readouterr()
+    assert printed.lstrip().startswith(f"{tiny.name} reads 700 tokens of persuasion.txt")
+    assert progress.splitlines() == [
+        "getting the model ready",
+        "reading with dense attention",
+        *(f"reading with {name} ({i} of 3)" for i, name in enumerate(methods, 1)),
+        "drawing the attention map",
+    ]
     written = json.loads((tmp_path / "results.json").read_text())["rows"]
     assert [row["method"] for row in written] == ["dense", *methods]
     for row in written:

@@ -68,7 +68,7 @@ def test_it_names_sizes_without_tiles(
 ) -> None:
     q, k, _ = make_qkv(N=300)
     grid = bs.Grid.of(q, k, bs.GlobalPermutation(), q_block=blocks[0], k_block=blocks[1], causal=True)
-    mask = bs.BlockMask(grid.reachable, grid)
+    mask = bs.BlockMask(grid.reachable.expand(grid.batch, grid.q_heads, -1, -1), grid)
     assert len(flash_attention_4._wrong_sizes(*dims, mask, hopper=hopper)) == count
 
 

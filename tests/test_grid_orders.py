@@ -253,16 +253,16 @@ def test_the_number_of_tokens_must_fit(text: dict[str, int], N: int, message: st
 
 
 FIELDS: list[tuple[Any, list[Any], dict[str, Any], type[Exception], str]] = [
-    (HilbertOrder, [(3, 4)], {}, TypeError, r"'grid' must be three ints \(T, H, W\); an image is \(1, H, W\): "),
-    (HilbertOrder, [[3, 4, 5]], {}, TypeError, r"'grid' must be three ints"),
-    (HilbertOrder, [(3, 4, 5.0)], {}, TypeError, r"'grid' must be three ints"),
-    (HilbertOrder, [(3, 0, 5)], {}, ValueError, r"'grid' must be three positive ints \(T, H, W\): \(3, 0, 5\)"),
-    (TileOrder, [(3, 4, 5), (0, 1, 1)], {}, ValueError, r"'tile' must be three positive ints"),
-    (HilbertOrder, [(3, 4, 5)], {"prefix": -1}, ValueError, r"'prefix' must be >= 0: -1"),
-    (HilbertOrder, [(3, 4, 5)], {"suffix": 1.5}, TypeError, r"'suffix' must be <class 'int'>"),
-    (GivenOrder, [(1, 2, 2), [0, 1, 2, 3]], {}, TypeError, r"'order' must be a tensor of integers"),
-    (GivenOrder, [(1, 2, 2), torch.rand(4)], {}, TypeError, r"'order' must be a tensor of integers"),
-    (GivenOrder, [(1, 2, 2), torch.arange(5)], {}, ValueError, r"must name 1 x 2 x 2 = 4 cells: \(5,\)"),
+    (HilbertOrder, [(3, 4)], {}, TypeError, r"'grid' must .*; an image is \(1, H, W\): \(3, 4\)"),
+    (HilbertOrder, [[3, 4, 5]], {}, TypeError, r"'grid' must be three whole numbers"),
+    (HilbertOrder, [(3, 4, 5.0)], {}, TypeError, r"'grid' must be three whole numbers"),
+    (HilbertOrder, [(3, 0, 5)], {}, ValueError, r"'grid' must be three whole numbers .*: \(3, 0, 5\)"),
+    (TileOrder, [(3, 4, 5), (0, 1, 1)], {}, ValueError, r"'tile' must be three whole numbers"),
+    (HilbertOrder, [(3, 4, 5)], {"prefix": -1}, ValueError, r"'prefix' must be a whole number, at least 0: -1"),
+    (HilbertOrder, [(3, 4, 5)], {"suffix": 1.5}, TypeError, r"'suffix' must be .* at least 0, or None: 1.5"),
+    (GivenOrder, [(1, 2, 2), [0, 1, 2, True]], {}, TypeError, r"'order' must be .*: \[0, 1, 2, True\]"),
+    (GivenOrder, [(1, 2, 2), torch.rand(4)], {}, TypeError, r"'order' must be a tensor or a sequence"),
+    (GivenOrder, [(1, 2, 2), torch.arange(5)], {}, ValueError, r"must name 1 x 2 x 2 = 4 cells: \[5\]"),
     (GivenOrder, [(1, 2, 2), torch.tensor([0, 1, 1, 3])], {}, ValueError, r"each cell from 0 to .* once"),
 ]  # fmt: skip
 

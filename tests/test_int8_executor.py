@@ -86,14 +86,14 @@ def test_every_reason(
 
 
 @needs_triton
-def test_values_of_16_bits_are_copied_in_bulk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """8-bit values are made anew, so theirs may lie anywhere."""
+def test_values_may_lie_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """8-bit values are made anew, and the kernel's launch moves others that the copy engine cannot read."""
     monkeypatch.setattr(int8, "is_hopper", lambda device: True)
     q, k, v = halves()
     v = torch.cat((v, v), -1)[..., 1:129]
     mask = mask_of(q, k, bs.GlobalPermutation())
-    assert bs.Int8Executor().unsupported(q, k, v, mask) == []
-    assert bs.Int8Executor(fp8_pv=False).unsupported(q, k, v, mask) == ["values need rows of 16-byte alignment"]
+    for fp8_pv in (True, False):
+        assert bs.Int8Executor(fp8_pv=fp8_pv).unsupported(q, k, v, mask) == []
 
 
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,10 +142,9 @@ def test_what_the_queue_cannot_count_is_left_to_the_portable_kernel(
     monkeypatch.setattr(tiles, "is_hopper", lambda device: True)
     q = torch.empty(shape, dtype=torch.bfloat16, device="meta")
     q_block = 64
-    reasons = HopperTiles(1, 64, 2, 2).too_many(q, q_block)
+    reasons = HopperTiles(1, 64, 2, 2).too_many(q, q_block, 1)
     assert (reasons == []) is fits
     assert fits or "takes up to 32768 prompts" in reasons[0]
-    monkeypatch.setattr(tiles, "copies_in_bulk", lambda x: True)  # asks where the memory lies
     assert isinstance(tuned(q, q, q, q_block, 64), HopperTiles if fits else TritonTiles)
 
 
@@ -225,3 +224,11 @@ def test_no_row_learns_of_a_later_token(blocks: tuple[int, int], offset: int) ->
         assert got.lse is not None
         assert torch.equal(got.out[:, :, :stands], want.out[:, :, :stands])
         assert torch.equal(got.lse[:, :, :stands], want.lse[:, :, :stands])
+
+
+def test_rows_of_more_blocks_than_the_queue_counts() -> None:
+    """A count of blocks has 19 bits there; more are refused, of 16 keys each from eight million keys on."""
+    q = torch.empty(1).expand(1, 1, 128, 64)
+    assert HopperTiles(2, 128, 4).too_many(q, 128, 2**19 - 1) == []
+    (reason,) = HopperTiles(2, 128, 4).too_many(q, 128, 2**19)
+    assert "takes rows of up to 524287 key blocks, not 524288" in reason

@@ -129,6 +129,81 @@ def test_what_a_pipeline_refuses_it_refuses_while_a_graph_is_traced() -> None:
         compiled(q, k[:, :, :50], v[:, :, :50])
 
 
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(("backend", "dynamic"), [("eager", None), pytest.param("aot_eager", True, marks=slow)])
+@pytest.mark.parametrize("scales", [(0.1, 0.25, None, 2), pytest.param((1, 2, 0.5, -0.3, 0, -0.1), marks=slow)])
+def test_a_graph_takes_any_scale(scales: tuple[float | None, ...], backend: str, dynamic: bool | None) -> None:
+    """The first is a constant of the graph; torch makes a symbol of what differs from call to call."""
+    compiled = torch.compile(
+        lambda q, k, v, scale: PLAIN(q, k, v, scale=scale), fullgraph=True, backend=backend, dynamic=dynamic
+    )
+    q, k, v = inputs("cpu", 40)
+    for scale in scales:
+        assert torch.equal(compiled(q, k, v, scale), PLAIN(q, k, v, scale=scale))
+
+
+class _Layer(torch.nn.Module):
+    """Attention with a scale of its own; or so many times the usual one, if that is given with a call."""
+
+    def __init__(self, scale: float | None) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, times: float | None = None) -> Tensor:
+        return PLAIN(q, k, v, scale=self.scale if times is None else times * q.shape[-1] ** -0.5)
+
+
+def test_modules_with_scales_of_their_own_compile_whole() -> None:
+    q, k, v = inputs("cpu", 40)
+    for scale in (0.1, 0.25, None):
+        layer = _Layer(scale)
+        assert torch.equal(torch.compile(layer, fullgraph=True, backend="eager")(q, k, v), layer(q, k, v))
+
+
+@pytest.mark.parametrize(("backend", "marked"), [("eager", False), pytest.param("aot_eager", True, marks=slow)])
+def test_a_scale_may_be_computed_from_a_symbolic_head_dim(backend: str, marked: bool) -> None:
+    layer = _Layer(None)
+    compiled: Any = torch.compile(layer, fullgraph=True, backend=backend, dynamic=None if marked else True)
+    for N, D, times in ((40, 64, None), (60, 32, None), (40, 64, 1.5), (60, 32, 0.5)):
+        q, k, v = make_qkv(N=N, D=D)
+        for x in (q, k, v) if marked else ():
+            torch._dynamo.mark_dynamic(x, 2)
+            torch._dynamo.mark_dynamic(x, 3)
+        assert torch.equal(compiled(q, k, v, times), layer(q, k, v, times))
+
+
+def test_a_graph_refuses_a_scale_out_of_range() -> None:
+    compiled = torch.compile(lambda q, k, v, s: PLAIN(q, k, v, scale=s), fullgraph=True, backend="eager")
+    q, k, v = inputs("cpu", 40)
+    compiled(q, k, v, 0.1)
+    with pytest.raises((torch._dynamo.exc.Unsupported, ValueError), match="'scale' must be 0 or of a magnitude"):
+        compiled(q, k, v, 1e300)
+
+
+# How q, k and v may lie in memory: `[B, H, N, D]` each.
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x,
+    "tokens first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "channels first": lambda x: x.mT.contiguous().mT,
+    "a slice": lambda x: torch.cat((x, x), -1)[..., : x.shape[-1]],
+    "one of three": lambda x: torch.stack((x, x, x), 3)[..., 1, :],
+    "expanded": lambda x: x[:, :, :1].expand(x.shape),
+    "batch last": lambda x: x.permute(1, 2, 3, 0).contiguous().permute(3, 0, 1, 2),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_graph_and_a_call_lay_out_alike(layout: Callable[[Tensor], Tensor], device: str) -> None:
+    q, k, v = (layout(x) for x in make_qkv(B=2, N=40, D=64, Dv=48, device=device))
+    compiled: Any = torch.compile(PLAIN.__call__, fullgraph=True, backend="aot_eager")
+    got, want = compiled(q, k, v), PLAIN(q, k, v)
+    assert got.stride() == want.stride()
+    assert torch.equal(got, want)
+    torch.testing.assert_close(want, PLAIN(q.contiguous(), k.contiguous(), v.contiguous()))
+
+
 @pytest.mark.parametrize("tokens_first", [False, True])
 def test_the_op_keeps_the_rules_of_ops(tokens_first: bool, device: str) -> None:
     q, k, v = inputs(device, 100, 70)
@@ -313,34 +388,84 @@ class _OnGpu(Tensor):
     is_cuda = True
 
 
+def shaped(Hq: int, M: int, N: int, dtype: torch.dtype = torch.bfloat16, **sizes: int) -> tuple[Tensor, ...]:
+    """q, k and v as large as a GPU's, of memory that nobody touches."""
+    B, D, Dv = sizes.get("B", 1), 128, sizes.get("Dv", 128)
+    one = torch.zeros((), dtype=dtype)
+    return one.expand(B, Hq, M, D).as_subclass(_OnGpu), one.expand(B, 1, N, D), one.expand(B, 1, N, Dv)
+
+
 def test_auto_never_turns_dense_on_a_cpu() -> None:
-    q, k, _ = inputs("cpu", 64)
-    assert bs.AutoExecutor().dense_because(q, k) is None
-    assert bs.TritonExecutor().dense_because(q.as_subclass(_OnGpu), k) is None
+    q, k, v = inputs("cpu", 64)
+    assert bs.AutoExecutor().dense_because(q, k, v, causal=True) is None
+    assert bs.TritonExecutor().dense_because(q.as_subclass(_OnGpu), k, v, causal=True) is None
 
 
-@pytest.mark.parametrize(("keys", "tried"), [(99, False), (100, True)])
-def test_auto_tries_8_bits_for_long_prompts_alone(keys: int, tried: bool) -> None:
-    q, k, v = inputs("cpu", keys)
-    mask = bs.mean_pooling(executor=bs.ReferenceExecutor()).trace(q, k, v).mask
-    moved = q.as_subclass(_OnGpu)
-    choice = bs.AutoExecutor(dense_below=0, int8_from=100).choose(moved, k, v, mask)
-    assert ("Int8Executor" in choice.refused) is tried
-    assert "Int8Executor" not in bs.AutoExecutor(dense_below=0).choose(moved, k, v, mask).refused
-    executor = bs.sparge().executor
-    assert isinstance(executor, bs.AutoExecutor)
-    assert executor.int8_from == 65536
+@pytest.mark.parametrize("pays", [False, True])
+@pytest.mark.parametrize(
+    ("Hq", "M", "short", "long"),
+    [
+        (32, None, 8192, 12288),
+        (8, None, 16384, 32768),
+        (4, None, 16384, 32768),  # a shard of a model
+        (32, 2048, 16384, 32768),  # the first chunks of a prompt
+        (32, 8192, 8192, 32768),
+    ],
+)
+def test_a_call_is_dense_where_selecting_saves_no_time_on_an_h200(
+    Hq: int, M: int | None, short: int, long: int, pays: bool
+) -> None:
+    """By heads, queries and keys, as measured; queries are as many as keys where M is None."""
+    N = long if pays else short
+    q, k, v = shaped(Hq, M or N, N)
+    assert (bs.AutoExecutor().dense_because(q, k, v, causal=True) is None) is pays
 
 
-@pytest.mark.parametrize(("keys", "dense"), [(64, True), (99, True), (100, False)])
-def test_short_prompts_are_dense_on_a_gpu(keys: int, dense: bool) -> None:
-    q, k, v = inputs("cpu", keys)
-    mask = PLAIN.trace(q, k, v).mask
-    executor, moved = bs.AutoExecutor(dense_below=100), q.as_subclass(_OnGpu)
-    reason = f"on a GPU, selecting among {keys} keys saves no time (dense_below=100)"
-    assert executor.dense_because(moved, k) == (reason if dense else None)
-    if dense:
-        assert str(executor.choose(moved, k, v, mask)) == f"dense attention runs: {reason}"
+def test_single_precision_pays_from_less_work_on() -> None:
+    half, single = (shaped(8, 8192, 8192, dtype) for dtype in (torch.float16, torch.float32))
+    assert bs.AutoExecutor().dense_because(*half, causal=True) is not None
+    assert bs.AutoExecutor().dense_because(*single, causal=True) is None
+
+
+@pytest.mark.parametrize(
+    ("sizes", "causal", "operations"),
+    [
+        ({"M": 100, "N": 100}, True, 2 * 4 * 5050 * 256),
+        ({"M": 1, "N": 100}, True, 2 * 4 * 100 * 256),
+        ({"M": 10, "N": 100}, True, 2 * 4 * (10 * 90 + 55) * 256),
+        ({"M": 10, "N": 100}, False, 2 * 4 * 1000 * 256),
+        ({"M": 10, "N": 100, "B": 3, "Dv": 64}, False, 2 * 3 * 4 * 1000 * 192),
+    ],
+)
+def test_work_is_that_of_both_products(sizes: dict[str, int], causal: bool, operations: int) -> None:
+    q, k, v = shaped(4, **sizes)  # type: ignore[arg-type]
+    assert bs.AutoExecutor(dense_below=operations).dense_because(q, k, v, causal=causal) is None
+    assert bs.AutoExecutor(dense_below=operations + 1).dense_because(q, k, v, causal=causal) is not None
+    assert bs.AutoExecutor(dense_below=0).dense_because(q, k, v, causal=causal) is None
+
+
+def test_a_dense_call_says_how_much_work_it_is() -> None:
+    q, k, v = inputs("cpu", 100)
+    mask, moved = PLAIN.trace(q, k, v).mask, q.as_subclass(_OnGpu)
+    reason = bs.AutoExecutor(dense_below=3e11).dense_because(moved, k, v, causal=True)
+    work = f"{2 * q.shape[1] * 5050 * (q.shape[3] + v.shape[3]):.1e}".replace("e+", "e")
+    assert reason == (
+        f"dense attention of this call is {work} floating-point operations, and selecting blocks saves time from "
+        "3.0e11 on (dense_below)"
+    )
+    assert str(bs.AutoExecutor(dense_below=3e11).choose(moved, k, v, mask)) == f"dense attention runs: {reason}"
+    assert bs.AutoExecutor(dense_below=0).choose(moved, k, v, mask).dense_because is None
+
+
+@each_preset
+def test_nobody_rounds_unasked(preset: Callable[..., AnyPipeline]) -> None:
+    executor = preset().executor
+    assert not isinstance(executor, bs.Int8Executor)
+    if isinstance(executor, bs.AutoExecutor):
+        q, k, v = inputs("cpu", 300)
+        mask = bs.mean_pooling(executor=bs.ReferenceExecutor()).trace(q, k, v).mask
+        choice = executor.choose(q.half().as_subclass(_OnGpu), k.half(), v.half(), mask)
+        assert "Int8Executor" not in {*choice.refused, type(choice.executor).__name__}
 
 
 @pytest.mark.parametrize("M", [500, 100])
@@ -348,7 +473,7 @@ def test_short_prompts_are_dense_on_a_gpu(keys: int, dense: bool) -> None:
 def test_a_dense_call_is_exact_and_says_so(
     M: int, causal: bool, device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(bs.AutoExecutor, "dense_because", lambda self, q, k: "it is a test")
+    monkeypatch.setattr(bs.AutoExecutor, "dense_because", lambda *inputs, causal: "it is a test")
     q, k, v = inputs(device, 500, M)
     pipeline = bs.mean_pooling(0.1)
     with caplog.at_level("DEBUG", logger="blocksparse"):

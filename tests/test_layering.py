@@ -11,12 +11,24 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "blocksparse"
 
-# A layer may import itself and what stands before it; `kernels` may import nothing of ours.
+# A layer may import itself and what stands before it; `kernels` may import nothing of ours but `precision`.
 LAYERS = [
-    "inputs", "per_head", "opaque_call", "permuters", "scorers", "selectors", "executors", "pipeline",
-    "head_groups", "schedule", "presets", "testing", "integrations", "demo",
+    "validators", "precision", "inputs", "per_head", "opaque_call", "class_line", "permuters", "scorers",
+    "selectors", "executors", "pipeline", "head_groups", "schedule", "presets", "testing", "integrations", "demo",
 ]  # fmt: skip
-MAY_IMPORT_KERNELS = {"permuters", "scorers", "selectors", "executors"}
+MAY_IMPORT_KERNELS = {"permuters", "scorers", "selectors", "executors", "pipeline"}
+
+# What multiplies matrices in torch obeys autocast, and what a process lets torch round fp32 to.
+MULTIPLY = {
+    "addbmm", "addmm", "addmv", "baddbmm", "bilinear", "bmm", "cdist", "chain_matmul", "corrcoef", "cov", "dot",
+    "einsum", "inner", "linear", "matmul", "mm", "multi_dot", "mv", "scaled_dot_product_attention", "tensordot",
+    "vdot", "vecdot",
+}  # fmt: skip
+# One function that is immune, dense attention beside it, the yardstick of tests, a host's attention, a picture.
+MAY_MULTIPLY = {
+    "kernels/products.py", "executors/dense_attention.py", "testing/budget.py", "integrations/transformers.py",
+    "demo/picture.py",
+}  # fmt: skip
 
 
 def imported(path: Path) -> set[str]:
@@ -42,7 +54,7 @@ def imported(path: Path) -> set[str]:
 def test_imports_go_one_way(path: Path) -> None:
     layer = path.relative_to(SOURCE).parts[0].removesuffix(".py")
     if layer == "kernels":
-        assert imported(path) <= {"kernels"}
+        assert imported(path) <= {"kernels", "precision"}
         return
     allowed = set(LAYERS[: LAYERS.index(layer) + 1])
     if layer in MAY_IMPORT_KERNELS:
@@ -50,6 +62,25 @@ def test_imports_go_one_way(path: Path) -> None:
     if layer in ("integrations", "demo", "testing"):
         allowed |= {""}  # the public surface itself
     assert imported(path) <= allowed
+
+
+def multiplies(path: Path) -> list[str]:
+    """Where a file multiplies matrices by torch; Triton's products and fields of stages have such names too."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.MatMult):
+            found.append(f"@ in line {node.lineno}")
+        elif isinstance(node, ast.Attribute) and node.attr in MULTIPLY:
+            if not (isinstance(node.value, ast.Name) and node.value.id in ("tl", "gl", "self")):
+                found.append(f"{node.attr} in line {node.lineno}")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("torch", "einops"):
+            found += [f"{alias.name} in line {node.lineno}" for alias in node.names if alias.name in MULTIPLY]
+    return found
+
+
+def test_one_function_multiplies_matrices() -> None:
+    found = {str(path.relative_to(SOURCE)): multiplies(path) for path in SOURCE.rglob("*.py")}
+    assert {path for path, where in found.items() if where} == MAY_MULTIPLY, found
 
 
 def test_import_needs_no_triton_and_no_host() -> None:

@@ -151,11 +151,11 @@ def test_dense_where() -> None:
     [
         ([A], TypeError, "'groups' must be a mapping of KV heads to pipelines: list"),
         ({}, ValueError, "'groups' must have at least one group"),
-        ({0: A}, TypeError, r"the heads of a group must be a tuple of ints, \(2,\) for one head: 0"),
-        ({(0, True): A}, TypeError, r"must be a tuple of ints, .*: \(0, True\)"),
-        ({(): A}, ValueError, r"a group must have KV heads from 0 on: \(\)"),
-        ({(0, -1): A}, ValueError, r"a group must have KV heads from 0 on: \(0, -1\)"),
-        ({(0,): TopK(2)}, TypeError, r"the group \(0,\) must have a Pipeline or None \(dense\): TopK"),
+        ({0: A}, TypeError, r"'groups' must name heads in tuples of whole numbers, \(2,\) for one head: 0"),
+        ({(0, True): A}, TypeError, r"tuples of whole numbers, .*: \(0, True\)"),
+        ({(): A}, ValueError, r"'groups' must name KV heads from 0 on: \(\)"),
+        ({(0, -1): A}, ValueError, r"'groups' must name KV heads from 0 on: \(0, -1\)"),
+        ({(0,): TopK(2)}, TypeError, r"'groups' must have a Pipeline or None \(dense\) for \(0,\): TopK"),
         ({(0, 1): A, (1, 0, 2): B}, ValueError, "must name a KV head once, and names these again: 0, 1"),
         ({(2, 2): A}, ValueError, "must name a KV head once, and names these again: 2"),
     ],
@@ -213,11 +213,15 @@ def test_a_layer_is_named_once() -> None:
     [
         ("pbs", {}, r"'default' must be a Pipeline, HeadGroups or None \(dense\): str"),
         (A, {"layers": [A, None]}, "'layers' must be a mapping of layers to pipelines: list"),
-        (A, {"layers": {"0": B}}, "'layers' must have ints as keys: '0'"),
-        (A, {"layers": {True: B}}, "'layers' must have ints as keys: True"),
-        (A, {"layers": {0: TopK(2)}}, r"layer 0 must be a Pipeline, HeadGroups or None \(dense\): TopK"),
-        (A, {"dense": 0}, "'dense' must be a sequence of ints: 0"),
-        (A, {"dense": "01"}, "'dense' must be a sequence of ints: '01'"),
+        (A, {"layers": {"0": B}}, "'layers' must have whole numbers as keys: '0'"),
+        (A, {"layers": {True: B}}, "'layers' must have whole numbers as keys: True"),
+        (
+            A,
+            {"layers": {0: TopK(2)}},
+            r"layer 0 of 'layers' must be a Pipeline, .* None \(dense\): TopK",
+        ),
+        (A, {"dense": 0}, "'dense' must be a sequence of whole numbers: 0"),
+        (A, {"dense": "01"}, "'dense' must be a sequence of whole numbers: '01'"),
     ],
 )
 def test_bad_schedules_are_named(default: Any, named: Any, sentence: str) -> None:

@@ -15,6 +15,8 @@ from blocksparse.executors.dense_attention import dense_attention
 from blocksparse.inputs import check_inputs
 from blocksparse.opaque_call import OpaqueCall, attend
 from blocksparse.pipeline import Pipeline, Trace
+from blocksparse.precision import without_autocast
+from blocksparse.validators import a, is_whole, shown, whole
 
 AnyPipeline = Pipeline[Any, Any, Any]
 AnyTrace = Trace[Any, Any, Any]
@@ -58,7 +60,10 @@ class HeadGroupsTrace:
 def _groups(groups: Mapping[Heads, AnyPipeline | None]) -> Mapping[Heads, AnyPipeline | None]:
     if not isinstance(groups, Mapping):
         raise TypeError(f"'groups' must be a mapping of KV heads to pipelines: {type(groups).__name__}")
-    return dict(groups)
+    return {
+        tuple(map(whole, heads)) if isinstance(heads, tuple) else heads: pipeline
+        for heads, pipeline in groups.items()
+    }
 
 
 @final
@@ -80,15 +85,17 @@ class HeadGroups:
     @groups.validator
     def _check_groups(self, _: object, groups: Mapping[Any, Any]) -> None:
         if not groups:
-            raise ValueError("'groups' must have at least one group")
+            raise ValueError("'groups' must have at least one group: {}")
         for heads, pipeline in groups.items():
-            if not isinstance(heads, tuple) or not all(is_index(head) for head in heads):
-                raise TypeError(f"the heads of a group must be a tuple of ints, (2,) for one head: {heads!r}")
+            if not isinstance(heads, tuple) or not all(map(is_whole, heads)):
+                raise TypeError(
+                    f"'groups' must name heads in tuples of whole numbers, (2,) for one head: {shown(heads)}"
+                )
             if not heads or min(heads) < 0:
-                raise ValueError(f"a group must have KV heads from 0 on: {heads}")
+                raise ValueError(f"'groups' must name KV heads from 0 on: {shown(heads)}")
             if pipeline is not None and not isinstance(pipeline, Pipeline):
                 raise TypeError(
-                    f"the group {heads} must have a Pipeline or None (dense): {type(pipeline).__name__}"
+                    f"'groups' must have a Pipeline or None (dense) for {shown(heads)}: {type(pipeline).__name__}"
                 )
         if twice := repeated(head for heads in groups for head in heads):
             raise ValueError(f"'groups' must name a KV head once, and names these again: {twice}")
@@ -96,9 +103,12 @@ class HeadGroups:
     @classmethod
     def dense_where(cls, dense: Sequence[bool], pipeline: AnyPipeline) -> HeadGroups:
         """`pipeline`, except in the KV heads where `dense` is true; one entry per KV head."""
+        a(Pipeline).check(pipeline=pipeline)
+        if not isinstance(dense, Sequence) or not all(isinstance(is_dense, bool) for is_dense in dense):
+            raise TypeError(f"'dense' must be a sequence of True and False, one per KV head: {shown(dense)}")
         split: dict[bool, list[int]] = {True: [], False: []}
         for head, is_dense in enumerate(dense):
-            split[bool(is_dense)].append(head)
+            split[is_dense].append(head)
         parts = ((split[True], None), (split[False], pipeline))
         return cls({tuple(heads): attention for heads, attention in parts if heads})
 
@@ -115,7 +125,7 @@ class HeadGroups:
             TypeError, ValueError: the inputs are not what the pipelines can run, or the groups are not of
                 all their KV heads.
         """
-        scale = check_inputs(q, k, v, causal=causal, scale=scale)
+        q, k, v, scale = check_inputs(q, k, v, causal=causal, scale=scale)
         self._refuse_other_heads(k.shape[1])
         return attend(self._call, q, k, v, causal=causal, scale=scale)
 
@@ -129,9 +139,13 @@ class HeadGroups:
     def trace(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None
     ) -> HeadGroupsTrace:
-        """The same call, with every value on the way. Takes what a plain call takes and costs the same time."""
-        scale = check_inputs(q, k, v, causal=causal, scale=scale)
+        """The same call, with every value on the way, all kept. Takes what a plain call takes."""
+        q, k, v, scale = check_inputs(q, k, v, causal=causal, scale=scale)
         self._refuse_other_heads(k.shape[1])
+        with without_autocast(q):
+            return self._trace(q, k, v, causal=causal, scale=scale)
+
+    def _trace(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> HeadGroupsTrace:
         size = q.shape[1] // k.shape[1]
         traces: dict[Heads, AnyTrace | None] = {}
         outputs: dict[Heads, AttentionOutput] = {}
@@ -161,11 +175,6 @@ class HeadGroups:
         ]
         if wrong:
             raise ValueError(f"the groups must name each of the {kv_heads} KV heads; {'; '.join(wrong)}")
-
-
-def is_index(value: object) -> bool:
-    """Whether a value is an int and no bool."""
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def repeated(values: Iterable[int]) -> str:

@@ -1,42 +1,43 @@
-"""Check q, k, v once, before any work."""
+"""Check q, k, v and the scale once, before any work."""
 
 from __future__ import annotations
 
 import math
+from numbers import Real
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 MAX_HEAD_DIM = 256
+# Kernels multiply the scale by log2(e) or by scales of their own in fp32, which these leave room for.
+LEAST_SCALE, MOST_SCALE = 2.0**-64, 2.0**64
+_AUTOCAST_TAKES = (torch.float16, torch.bfloat16, torch.float32)
+DTYPES = (*_AUTOCAST_TAKES, torch.float64)
 
 
-def check_inputs(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None) -> float:
-    """Refuse what no pipeline can run; give the softmax scale, `1 / sqrt(D)` unless given.
+def check_inputs(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Refuse what no pipeline can run; give what stages take.
+
+    That is one dtype and a scale above 0. Where autocast is on for their device, inputs of differing dtypes become
+    its dtype, as in `scaled_dot_product_attention`. A negative scale is that of negated queries, and a scale of 0
+    that of queries of zeros. All other inputs come back as they are. Unless given, the scale is `1 / sqrt(D)`.
 
     Raises:
-        TypeError: an input is not a floating-point tensor, dtypes differ, or `causal` is not a bool.
-        ValueError: ranks, sizes or devices do not fit, an input requires grad, or the scale is not finite.
+        TypeError: an input is not a plain floating-point tensor, dtypes differ without autocast, the scale is no
+            number, or `causal` is not a bool.
+        ValueError: ranks, sizes or devices do not fit, an input requires grad, or the scale is out of range.
     """
-    named = {"q": q, "k": k, "v": v}
-    for name, x in named.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"'{name}' must be a tensor: {type(x).__name__}")
-        if not x.is_floating_point():
-            raise TypeError(
-                f"'{name}' must be a floating-point tensor: {x.dtype}; convert it with .to(torch.float32)"
-            )
-        if x.ndim != 4:
-            raise ValueError(f"'{name}' must have the shape [B, H, N, D]: {tuple(x.shape)}")
-        if 0 in x.shape:
-            raise ValueError(f"'{name}' must not be empty: {tuple(x.shape)}")
-    if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(
-            f"q, k and v must have one dtype: {q.dtype}, {k.dtype}, {v.dtype}; convert them with .to()"
-        )
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _check_kind(name, x)
     if not q.device == k.device == v.device:
         raise ValueError(
             f"q, k and v must be on one device: {q.device}, {k.device}, {v.device}; move them with .to()"
         )
+    if q.is_meta:
+        raise ValueError("q, k and v must hold numbers: they are on the meta device; move them with .to_empty()")
     (B, Hq, M, D), (_, Hkv, N, _) = q.shape, k.shape
     if k.shape[0] != B or v.shape[0] != B:
         raise ValueError(f"q, k and v must have one batch size: {B}, {k.shape[0]}, {v.shape[0]}")
@@ -57,12 +58,75 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float 
             f"causal attention needs at least as many keys as queries, the queries being the last ones: "
             f"Nq={M}, Nk={N}; pass the cached keys too"
         )
-    if torch.is_grad_enabled() and any(x.requires_grad for x in named.values()):
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise ValueError("blocksparse computes no gradients: call it under torch.no_grad(), or detach q, k and v")
-    if scale is None:
-        return 1 / math.sqrt(D)
-    if isinstance(scale, bool) or not isinstance(scale, int | float):
-        raise TypeError(f"'scale' must be a number: {scale!r}")
-    if not math.isfinite(scale):
-        raise ValueError(f"'scale' must be finite: {scale}")
-    return float(scale)
+    if not torch.compiler.is_compiling():
+        refuse_tangents(q, k, v)
+    value = 1 / math.sqrt(D) if scale is None else _checked_scale(scale)
+    if not q.dtype == k.dtype == v.dtype:
+        q, k, v = _of_one_dtype(q, k, v)
+    # Kernels would not see the sign of views such as the imaginary part of z.conj(); ops of graphs never get them.
+    if not torch.compiler.is_compiling() and (q.is_neg() or k.is_neg() or v.is_neg()):
+        q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
+    if value <= 0:
+        q, value = (-q, -value) if value < 0 else (torch.zeros_like(q), 1.0)
+    return q, k, v, value
+
+
+def refuse_tangents(*inputs: Tensor) -> None:
+    """Refuse what forward-mode differentiation follows: kernels would give tangents of 0.
+
+    Raises:
+        ValueError: one of `inputs` has a tangent.
+    """
+    # No public name says whether any tensor can have one; to ask each takes microseconds.
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in inputs):
+        raise ValueError("blocksparse computes no forward-mode gradients: detach q, k and v")
+
+
+def _check_kind(name: str, x: Tensor) -> None:
+    """Refuse what is not a plain tensor `[B, H, N, D]` of floats."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"'{name}' must be a tensor: {type(x).__name__}")
+    if x.is_nested:
+        raise TypeError(f"'{name}' must not be a nested tensor: call once for the prompts of each length")
+    if x.layout != torch.strided:
+        raise TypeError(f"'{name}' must be a dense tensor: {x.layout}; convert it with .to_dense()")
+    # While a graph is traced, tensors are stand-ins by right.
+    if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not torch.compiler.is_compiling():
+        raise TypeError(
+            f"'{name}' must be a plain tensor: {type(x).__name__}; "
+            "pass the tensor that it wraps, as .to_local() of a DTensor gives it"
+        )
+    if x.dtype not in DTYPES:
+        raise TypeError(
+            f"'{name}' must be a floating-point tensor: {x.dtype}; "
+            "convert it to float16, bfloat16, float32 or float64"
+        )
+    if x.ndim != 4:
+        raise ValueError(f"'{name}' must have the shape [B, H, N, D]: {tuple(x.shape)}")
+    if 0 in x.shape:
+        raise ValueError(f"'{name}' must not be empty: {tuple(x.shape)}")
+
+
+def _of_one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """In autocast's dtype, where autocast would convert them."""
+    device, dtypes = q.device.type, (q.dtype, k.dtype, v.dtype)
+    if not torch.is_autocast_enabled(device) or any(dtype not in _AUTOCAST_TAKES for dtype in dtypes):
+        given = ", ".join(map(str, dtypes))
+        raise TypeError(f"q, k and v must have one dtype: {given}; convert them with .to()")
+    dtype = torch.get_autocast_dtype(device)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def _checked_scale(scale: float) -> float:
+    """The scale as a float; anything that is a real number to Python is one, numpy's scalars too."""
+    if isinstance(scale, bool) or not isinstance(scale, Real):
+        raise TypeError(f"'scale' must be a number: {type(scale).__name__}; convert it with float()")
+    try:
+        value = float(scale)
+    except OverflowError:  # of large integers
+        value = math.inf
+    if not (value == 0 or LEAST_SCALE <= abs(value) <= MOST_SCALE):
+        raise ValueError(f"'scale' must be 0 or of a magnitude from 2**-64 to 2**64: {value}")
+    return value

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch._library.opaque_object import register_opaque_type  # no public name up to torch 2.13
 from torch._opaque_base import OpaqueBase
 
+from blocksparse.precision import without_autocast
+
 Run = Callable[[Tensor, Tensor, Tensor, bool, float], Tensor]
 """`(q, k, v, causal, scale)`, all checked: `[B, Hq, M, Dv]`."""
 
@@ -21,6 +23,10 @@ class OpaqueCall(OpaqueBase):
     def __init__(self, run: Run) -> None:
         self.run = run
 
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+        with without_autocast(q):
+            return _laid_out_as(q, self.run(q, k, v, causal, scale))
+
 
 # `hoist` keeps what runs out of the key under which compiled graphs are cached: it is an input, not a constant.
 register_opaque_type(OpaqueCall, typ="reference", hoist=True)
@@ -31,12 +37,12 @@ def attend(call: OpaqueCall, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, s
     if torch.compiler.is_compiling():
         out: Tensor = _attend(q, k, v, call, causal, scale)
         return out
-    return call.run(q, k, v, causal, scale)
+    return call(q, k, v, causal, scale)
 
 
 @torch.library.custom_op("blocksparse::attend", mutates_args=())
 def _attend(q: Tensor, k: Tensor, v: Tensor, call: OpaqueCall, causal: bool, scale: float) -> Tensor:
-    return _laid_out_as(q, call.run(q, k, v, causal, scale))
+    return call(q, k, v, causal, scale)
 
 
 @_attend.register_fake
@@ -45,7 +51,10 @@ def _(q: Tensor, _k: Tensor, v: Tensor, *_: object) -> Tensor:
 
 
 def _laid_out_as(q: Tensor, out: Tensor) -> Tensor:
-    """`out` with tokens before heads in memory where `q` has them so, else contiguous: a graph must know which."""
+    """`out` with tokens before heads in memory where `q` has them so, else contiguous.
+
+    A graph must know which before anything runs; so it is the same for every executor, and without a graph too.
+    """
     if q.transpose(1, 2).is_contiguous():
         return out.transpose(1, 2).contiguous().transpose(1, 2)
     return out.contiguous()

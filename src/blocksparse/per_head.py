@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
+from blocksparse.validators import Rule, is_whole, whole
+
+WHOLE_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
 
 @final
 class HeadValues:
-    """One number for each query head, `[Hq]`, copied to each device once.
+    """One number for each query head, `[Hq]` float64, copied to each device once.
 
     A copy from the host makes it wait, and a CUDA graph cannot hold one: only the first call on a device makes it.
     """
@@ -27,7 +32,7 @@ class HeadValues:
         return self._copies[device]
 
     def __repr__(self) -> str:
-        return repr(self.values.tolist())
+        return f"[{', '.join(map(written, self.values.tolist()))}]"
 
     def __reduce__(self) -> tuple[type[HeadValues], tuple[Tensor]]:
         return HeadValues, (self.values,)
@@ -38,28 +43,69 @@ PerHead = float | HeadValues
 
 
 def per_head(value: float | Sequence[float] | Tensor | HeadValues) -> PerHead:
-    """Converter: a sequence or a tensor becomes `HeadValues`; numbers pass."""
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        value = torch.tensor(value, dtype=torch.float64)
-    return HeadValues(value) if isinstance(value, Tensor) else value
+    """Converter: a number becomes Python's, a sequence or a tensor `[Hq]` of them `HeadValues`.
+
+    What is neither stays as it is, for a rule to refuse.
+    """
+    found: Any = _number(value)
+    if found is None and isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray):
+        entries = [_number(entry) for entry in value]
+        if entries and None not in entries:
+            found = HeadValues(torch.tensor(entries, dtype=torch.float64, device="cpu"))
+    elif found is None and isinstance(value, Tensor) and value.ndim == 1 and len(value) and _is_plain(value):
+        found = HeadValues(value.to(torch.float64))
+    return value if found is None else found  # type: ignore[return-value]
 
 
-def optional_per_head(value: float | Sequence[float] | Tensor | HeadValues | None) -> PerHead | None:
-    """Converter: as `per_head`, and None passes."""
-    return None if value is None else per_head(value)
+def _number(value: Any) -> float | None:
+    """A real number as Python's own, or None."""
+    if isinstance(value, Tensor) and value.ndim == 0 and _is_plain(value):
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    try:
+        return whole(value) if is_whole(value) and abs(value) <= 2**53 else float(value)
+    except OverflowError:
+        return None
 
 
-def check(rule: str, holds: Callable[[Tensor], Tensor]) -> Callable[[object, Any, PerHead], None]:
-    """Validator: the rule must hold for every entry; NaN never passes."""
+def _is_plain(x: Tensor) -> bool:
+    """Whether a tensor holds real numbers, here and now, and nobody waits for its gradient."""
+    real = x.dtype.is_floating_point or x.dtype in WHOLE_DTYPES
+    waits = x.requires_grad and torch.is_grad_enabled()
+    return real and not waits and x.layout is torch.strided and not x.is_meta
 
-    def validate(_: object, attribute: Any, value: PerHead) -> None:
-        if isinstance(value, bool) or not isinstance(value, int | float | HeadValues):
-            raise TypeError(f"'{attribute.name}' must be a number or a tensor [Hq]: {value!r}")
-        entries = torch.as_tensor(value.values if isinstance(value, HeadValues) else value, dtype=torch.float64)
-        if entries.ndim > 1 or not bool(holds(entries).all()):
-            raise ValueError(f"'{attribute.name}' must be {rule}: {value}")
 
-    return validate
+def numbers(what: str, holds: Callable[[Tensor], Tensor]) -> Rule:
+    """A number, or one per query head, for which `holds`; it must not hold for NaN."""
+
+    def is_kind(value: Any) -> bool:
+        return isinstance(per_head(value), int | float | HeadValues) and not isinstance(value, bool)
+
+    def holds_for_all(value: Any) -> bool:
+        found = per_head(value)
+        if isinstance(found, int) and abs(found) > 2**53:  # beyond fp64, or it would be a float
+            return False
+        # On the CPU, also where the process makes its tensors elsewhere, as while a model is built on "meta".
+        values = found.values if isinstance(found, HeadValues) else found
+        entries = torch.as_tensor(values, dtype=torch.float64, device="cpu")
+        return bool(holds(entries).all())
+
+    return Rule(f"{what}, or one per query head", is_kind, holds_for_all)
+
+
+any_number = numbers("a number that fp64 can hold, not NaN", lambda x: ~x.isnan())
+share = numbers("a number in (0, 1]", lambda x: (x > 0) & (x <= 1))
+probability = numbers("a number in [0, 1]", lambda x: (x >= 0) & (x <= 1))
+cosine = numbers("a number in [-1, 1]", lambda x: (x >= -1) & (x <= 1))
+at_least_0 = numbers("a number, at least 0", lambda x: x >= 0)
+negative = numbers("a finite number below 0", lambda x: (x < 0) & x.float().isfinite())
+budget = numbers("a whole number, at least 1", lambda x: (x >= 1) & (x == x.floor()) & x.isfinite())
+
+
+def written(value: object) -> str:
+    """A value as Python reads it; `repr` of an infinity is the name of nothing."""
+    return f"float('{value}')" if value in (float("inf"), float("-inf")) else repr(value)
 
 
 def over_blocks(value: PerHead, scores: Tensor) -> Tensor:
@@ -71,11 +117,11 @@ def over_blocks(value: PerHead, scores: Tensor) -> Tensor:
     if not isinstance(value, HeadValues):
         return torch.full((1, 1, 1, 1), value, dtype=torch.float64, device=scores.device)
     entries = value.on(scores.device)
-    if entries.ndim == 1 and entries.shape[0] != scores.shape[1]:
+    if entries.shape[0] != scores.shape[1]:
         raise ValueError(
             f"a per-head value needs one entry per query head ({scores.shape[1]}): {entries.shape[0]}"
         )
-    return entries.to(torch.float64).reshape(1, -1, 1, 1)
+    return entries.reshape(1, -1, 1, 1)
 
 
 def number_or_blocks(value: PerHead, scores: Tensor) -> float | Tensor:
@@ -89,12 +135,11 @@ def by_head(value: PerHead | None, q: Tensor) -> Tensor | None:
         return None
     if not isinstance(value, HeadValues):
         return torch.full((q.shape[1],), value, dtype=torch.float32, device=q.device)
-    return value.on(q.device).float().expand(q.shape[1]).contiguous()
+    return value.on(q.device).float()
 
 
 def wrong_heads(name: str, value: PerHead | None, heads: int) -> list[str]:
     """Why a value does not fit `heads` query heads; empty where it does."""
-    entries = value.values if isinstance(value, HeadValues) else None
-    if entries is None or entries.ndim == 0 or len(entries) == heads:
+    if not isinstance(value, HeadValues) or len(value.values) == heads:
         return []
-    return [f"'{name}' has {len(entries)} entries for {heads} query heads"]
+    return [f"'{name}' has {len(value.values)} entries for {heads} query heads"]

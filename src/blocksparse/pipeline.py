@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import logging
-from typing import Generic, TypeVar, final
+from typing import Generic, NamedTuple, TypeVar, final
 
 import torch
-from attrs import Factory, field, frozen, validators
+from attrs import Factory, field, frozen
 from torch import Tensor
 
+from blocksparse.class_line import Declared, check_gave, check_takes, declared
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.dense_attention import dense_attention
 from blocksparse.executors.executor import Executor
 from blocksparse.inputs import check_inputs
+from blocksparse.kernels.products import products, wide_dtype
 from blocksparse.opaque_call import OpaqueCall, attend
 from blocksparse.permuters.permutation import GlobalPermutation, Permutation
 from blocksparse.permuters.permuter import Permuter
+from blocksparse.precision import without_autocast
 from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.scorers.grid import Grid
 from blocksparse.scorers.scorer import Scorer
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.selector import Selector
+from blocksparse.validators import a
 
 _log = logging.getLogger(__name__)
 
@@ -34,10 +38,10 @@ MaskT = TypeVar("MaskT", bound=BlockMask)
 class Trace(Generic[PermutationT, ScoresT, MaskT]):
     """Every value of one call. What is measured here is computed on demand, row by row."""
 
-    q: Tensor  # [B, Hq, M, D]
+    q: Tensor  # [B, Hq, M, D]; as the stages got it, as are k and v: in one dtype, negated for a negative scale
     k: Tensor  # [B, Hkv, N, D]
     v: Tensor  # [B, Hkv, N, Dv]
-    scale: float
+    scale: float  # above 0
     permutation: PermutationT
     scores: ScoresT
     mask: MaskT
@@ -65,10 +69,10 @@ class Trace(Generic[PermutationT, ScoresT, MaskT]):
         """Relative L1 distance of the output from dense attention's, `sum|o - o'| / sum|o'|`, `[B, Hq]`."""
         distance = self.q.new_zeros(self.q.shape[:2], dtype=torch.float64)
         norm = torch.zeros_like(distance)
-        values = self.v.repeat_interleave(self.q.shape[1] // self.v.shape[1], dim=1).float()
+        values = self.v.to(wide_dtype(self.v)).mT
         for row in range(self.visited.grid.rows):
             query = self.visited.queries(row)
-            dense = torch.matmul(self._dense_row(row)[0], values).double()
+            dense = products(self._dense_row(row)[0], values).double()
             index = query.unsqueeze(-1).expand(*query.shape, dense.shape[-1])
             distance += (self.output.out.gather(2, index).double() - dense).abs().sum((-1, -2))
             norm += dense.abs().sum((-1, -2))
@@ -77,12 +81,11 @@ class Trace(Generic[PermutationT, ScoresT, MaskT]):
     def _dense_row(self, row: int) -> tuple[Tensor, Tensor]:
         """Dense attention weights of one row of the mask, and which pairs are kept, `[B, Hq, m, N]` each."""
         query, allowed = self.visited.queries(row), self.visited.pairs(row)
-        rows = self.q.gather(2, query.unsqueeze(-1).expand(*query.shape, self.q.shape[-1])).float()
-        keys = self.k.repeat_interleave(self.q.shape[1] // self.k.shape[1], dim=1).float()
-        logits = torch.matmul(rows, keys.transpose(-1, -2)) * self.scale
+        rows = self.q.gather(2, query.unsqueeze(-1).expand(*query.shape, self.q.shape[-1]))
+        logits = products(*(x.to(wide_dtype(x)) for x in (rows, self.k))) * self.scale
         if self.visited.grid.causal:
             last = query + (self.k.shape[2] - self.q.shape[2])
-            future = torch.arange(keys.shape[2], device=keys.device) > last.unsqueeze(-1)
+            future = torch.arange(self.k.shape[2], device=query.device) > last.unsqueeze(-1)
             logits = logits.masked_fill(future, float("-inf"))
         return logits.softmax(-1), allowed
 
@@ -95,15 +98,32 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         Pipeline(SegmentKeySort(S=256), MeanPoolScorer(), TopCdf(0.9), TritonExecutor())(q, k, v)
 
     A pipeline is its own configuration; its repr can be pasted back. To torch.compile a call is one node.
+
+    Raises:
+        TypeError: a stage needs what the one before it does not give, as their class lines say. mypy says so too.
     """
 
-    permuter: Permuter[PermutationT] = field(validator=validators.instance_of(Permuter))
-    scorer: Scorer[PermutationT, ScoresT] = field(validator=validators.instance_of(Scorer))
-    selector: Selector[ScoresT, MaskT] = field(validator=validators.instance_of(Selector))
-    executor: Executor[PermutationT, MaskT] = field(validator=validators.instance_of(Executor))
+    permuter: Permuter[PermutationT] = field(validator=a(Permuter))
+    scorer: Scorer[PermutationT, ScoresT] = field(validator=a(Scorer))
+    selector: Selector[ScoresT, MaskT] = field(validator=a(Selector))
+    executor: Executor[PermutationT, MaskT] = field(validator=a(Executor))
     _call: OpaqueCall = field(
         init=False, repr=False, default=Factory(lambda self: OpaqueCall(self._attend), takes_self=True)
     )
+    _promised: _Promised = field(
+        init=False,
+        repr=False,
+        default=Factory(
+            lambda self: _promises(self.permuter, self.scorer, self.selector, self.executor), takes_self=True
+        ),
+    )
+
+    def __attrs_post_init__(self) -> None:
+        permutation, scores = declared(self.permuter, Permuter, 0), declared(self.scorer, Scorer, 1)
+        check_takes(declared(self.scorer, Scorer, 0), permutation)
+        check_takes(declared(self.executor, Executor, 0), permutation)
+        check_takes(declared(self.selector, Selector, 0), scores)
+        check_takes(declared(self.executor, Executor, 1), declared(self.selector, Selector, 1))
 
     def __call__(
         self,
@@ -126,17 +146,42 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
             TypeError, ValueError: the inputs are not what a pipeline, or its executor, can run.
         """
         _refuse_mask(attn_mask)
-        scale = check_inputs(q, k, v, causal=causal, scale=scale)
+        q, k, v, scale = check_inputs(q, k, v, causal=causal, scale=scale)
         return attend(self._call, q, k, v, causal=causal, scale=scale)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
-        if reason := self.executor.dense_because(q, k):
+        if reason := self.executor.dense_because(q, k, v, causal=causal):
             _log.debug("dense attention runs: %s", reason)
             return dense_attention(q, k, v, causal=causal, scale=scale)
+        permutation = self._order(q, k, causal, scale)
         # Unlike in a trace, nobody holds the scores while the executor runs.
+        mask = self._select(q, k, permutation, self._score(q, k, permutation, causal, scale), causal)
+        return self._execute(q, k, v, permutation, mask, scale).out
+
+    def _order(self, q: Tensor, k: Tensor, causal: bool, scale: float) -> PermutationT:
         permutation = self.permuter(q, k, causal=causal, scale=scale)
-        mask = self.selector(self.scorer(q, k, permutation, causal=causal, scale=scale))
-        return self.executor(q, k, v, permutation, mask, scale=scale).out
+        check_gave(self._promised.permutation, permutation)
+        permutation.check_fits(q, k, causal=causal)
+        return permutation
+
+    def _score(self, q: Tensor, k: Tensor, permutation: PermutationT, causal: bool, scale: float) -> ScoresT:
+        scores = self.scorer(q, k, permutation, causal=causal, scale=scale)
+        check_gave(self._promised.scores, scores)
+        scores.grid.check_fits(q, k, permutation, causal=causal)
+        return scores
+
+    def _select(self, q: Tensor, k: Tensor, permutation: PermutationT, scores: ScoresT, causal: bool) -> MaskT:
+        mask = self.selector(scores)
+        check_gave(self._promised.mask, mask)
+        mask.grid.check_fits(q, k, permutation, causal=causal)
+        return mask
+
+    def _execute(
+        self, q: Tensor, k: Tensor, v: Tensor, permutation: PermutationT, mask: MaskT, scale: float
+    ) -> AttentionOutput:
+        output = self.executor(q, k, v, permutation, mask, scale=scale)
+        check_gave((Declared(self.executor, AttentionOutput),), output)
+        return output
 
     def trace(
         self,
@@ -148,19 +193,46 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         causal: bool = True,
         scale: float | None = None,
     ) -> Trace[PermutationT, ScoresT, MaskT]:
-        """The same call, with every value on the way. Takes what a plain call takes and costs the same time."""
+        """The same call, with every value on the way. Takes what a plain call takes.
+
+        It keeps them all, so it takes more memory; and it chooses blocks even where the executor attends densely,
+        so it may take more time.
+        """
         _refuse_mask(attn_mask)
-        scale = check_inputs(q, k, v, causal=causal, scale=scale)
-        permutation = self.permuter(q, k, causal=causal, scale=scale)
-        scores = self.scorer(q, k, permutation, causal=causal, scale=scale)
-        mask = self.selector(scores)
-        if self.executor.dense_because(q, k) is None:
-            output = self.executor(q, k, v, permutation, mask, scale=scale)
-        else:
-            output = AttentionOutput(
-                dense_attention(q, k, v, causal=causal, scale=scale), None, _everything(q, k, mask)
-            )
+        q, k, v, scale = check_inputs(q, k, v, causal=causal, scale=scale)
+        with without_autocast(q):
+            permutation = self._order(q, k, causal, scale)
+            scores = self._score(q, k, permutation, causal, scale)
+            mask = self._select(q, k, permutation, scores, causal)
+            if self.executor.dense_because(q, k, v, causal=causal) is None:
+                output = self._execute(q, k, v, permutation, mask, scale)
+            else:
+                output = AttentionOutput(
+                    dense_attention(q, k, v, causal=causal, scale=scale), None, _everything(q, k, mask)
+                )
         return Trace(q, k, v, scale, permutation, scores, mask, output)
+
+
+class _Promised(NamedTuple):
+    """What three stages must give."""
+
+    permutation: tuple[Declared, ...]
+    scores: tuple[Declared, ...]
+    mask: tuple[Declared, ...]
+
+
+def _promises(permuter: object, scorer: object, selector: object, executor: object) -> _Promised:
+    """What their class lines promise; of one that promises nothing, what the stages after it need."""
+
+    def promise(stage: object, least: type, said: tuple[Declared, ...], *needs: Declared) -> tuple[Declared, ...]:
+        return Declared(stage, least), *(said or (Declared(stage, need.value) for need in needs))
+
+    orders = *declared(scorer, Scorer, 0), *declared(executor, Executor, 0)
+    return _Promised(
+        promise(permuter, Permutation, declared(permuter, Permuter, 0), *orders),
+        promise(scorer, BlockScores, declared(scorer, Scorer, 1), *declared(selector, Selector, 0)),
+        promise(selector, BlockMask, declared(selector, Selector, 1), *declared(executor, Executor, 1)),
+    )
 
 
 def _refuse_mask(attn_mask: None) -> None:

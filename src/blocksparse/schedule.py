@@ -7,8 +7,9 @@ from typing import Any, final
 
 from attrs import field, frozen
 
-from blocksparse.head_groups import AnyPipeline, HeadGroups, is_index, repeated
+from blocksparse.head_groups import AnyPipeline, HeadGroups, repeated
 from blocksparse.pipeline import Pipeline
+from blocksparse.validators import is_whole, shown, size, whole
 
 LayerPipeline = AnyPipeline | HeadGroups
 """What attends in one layer."""
@@ -17,13 +18,13 @@ LayerPipeline = AnyPipeline | HeadGroups
 def _layers(layers: Mapping[int, LayerPipeline | None]) -> Mapping[int, LayerPipeline | None]:
     if not isinstance(layers, Mapping):
         raise TypeError(f"'layers' must be a mapping of layers to pipelines: {type(layers).__name__}")
-    return dict(layers)
+    return {whole(layer): attention for layer, attention in layers.items()}
 
 
 def _indices(dense: Sequence[int]) -> Sequence[int]:
-    if not isinstance(dense, Sequence) or not all(is_index(layer) for layer in dense):
-        raise TypeError(f"'dense' must be a sequence of ints: {dense!r}")
-    return tuple(dense)
+    if not isinstance(dense, Sequence) or not all(map(is_whole, dense)):
+        raise TypeError(f"'dense' must be a sequence of whole numbers: {shown(dense)}")
+    return tuple(map(whole, dense))
 
 
 def _check_layer(where: str, attention: object) -> None:
@@ -56,9 +57,9 @@ class Schedule:
     @layers.validator
     def _check_layers(self, _: object, layers: Mapping[Any, Any]) -> None:
         for layer, attention in layers.items():
-            if not is_index(layer):
-                raise TypeError(f"'layers' must have ints as keys: {layer!r}")
-            _check_layer(f"layer {layer}", attention)
+            if not is_whole(layer):
+                raise TypeError(f"'layers' must have whole numbers as keys: {shown(layer)}")
+            _check_layer(f"layer {shown(layer)} of 'layers'", attention)
 
     @dense.validator
     def _check_dense(self, _: object, dense: Sequence[int]) -> None:
@@ -69,8 +70,10 @@ class Schedule:
         """What attends in each layer of a model with so many.
 
         Raises:
-            ValueError: a named layer is not there, or is named from both ends.
+            TypeError, ValueError: `layers` is not a whole number, at least 1; a named layer is not there, or is
+                named from both ends.
         """
+        size.check(layers=layers)
         named = {**self.layers, **dict.fromkeys(self.dense)}
         for layer in named:
             if not -layers <= layer < layers:

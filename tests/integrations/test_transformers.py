@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import inspect
+import pickle
+import sys
+import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +26,8 @@ pytest.importorskip("transformers")
 import transformers
 from attrs import evolve, frozen
 from transformers import AttentionInterface, DynamicCache, StaticCache
-from transformers.masking_utils import AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from blocksparse import (
     AttentionOutput,
@@ -34,6 +44,7 @@ from blocksparse import (
     TritonExecutor,
 )
 from blocksparse.head_groups import AnyPipeline, HeadGroups
+from blocksparse.integrations.chunk_mask import ChunkMask
 from blocksparse.integrations.transformers import Attachment, DensityRecorder, attach
 from blocksparse.schedule import LayerPipeline, Schedule
 from blocksparse.testing import every_preset, make_qkv
@@ -320,9 +331,10 @@ def test_every_preset_attends_in_a_model_as_when_called(preset: Callable[..., An
     model, recorder, pipeline = make("llama"), DensityRecorder(), small(preset)
     q, k, v = make_qkv(B=2, Hq=HEADS, Hkv=2, M=M, N=300, D=16)
     with attached(model, recorder, pipeline) as attachment:
-        AttentionMaskInterface._global_mapping[attachment.key](q_length=M, kv_length=300, q_offset=300 - M)
+        request: dict[str, Any] = {"batch_size": 2, "q_length": M, "kv_length": 300, "device": q.device}
+        mask = AttentionMaskInterface._global_mapping[attachment.key](**request, q_offset=300 - M)
         attend = AttentionInterface._global_mapping[attachment.key]
-        out, weights = attend(model.model.layers[1].self_attn, q, k, v, None, scaling=0.2)
+        out, weights = attend(model.model.layers[1].self_attn, q, k, v, mask, scaling=0.2)
     expected = pipeline.trace(q, k, v, scale=0.2)
     assert weights is None
     assert torch.equal(out, expected.output.out.transpose(1, 2))
@@ -487,6 +499,19 @@ def test_calls_with_gradients_are_dense() -> None:
     assert all_dense(recorder, "gradients")
 
 
+@pytest.mark.parametrize("cached", [False, True], ids=["mixed dtypes", "one dtype"])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_autocast_is_that_of_dense_attention(cached: bool, recorded: bool) -> None:
+    """Rotary embeddings widen queries and keys, a cache the values too; without one they come in bf16."""
+    model, ids = make("llama"), tokens(100, batch=2)
+    exact = model(ids).logits
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(ids, use_cache=cached).logits
+        with attach(model, DENSE_LIMIT, min_tokens=1, recorder=DensityRecorder() if recorded else None):
+            actual = model(ids, use_cache=cached).logits
+    assert float((actual - exact).abs().max()) < 2 * float((expected - exact).abs().max())
+
+
 def test_dropout_is_dense() -> None:
     model, recorder = make("llama"), DensityRecorder()
     for layer in model.model.layers:
@@ -535,6 +560,45 @@ def test_compiled_models_give_the_same(static: bool) -> None:
         actual = run(torch.compile(model, backend="eager"))
     torch.compiler.reset()
     torch.testing.assert_close(actual, expected, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "broken"])
+def test_compiled_chunks_are_sparse(whole: bool) -> None:
+    """In one graph, or in parts: what a mask says survives a break. Detached, the compiled model is as before."""
+    model, ids, recorder = make("llama"), tokens(60), DensityRecorder()
+    if not whole:
+        model.model.layers[0].register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
+
+    def run(call: Callable[..., Any]) -> Tensor:
+        cache = DynamicCache(config=model.config)
+        return torch.cat([call(chunk, past_key_values=cache).logits for chunk in ids.split([40, 20], 1)], 1)
+
+    expected = run(model)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=whole)
+    with attached(model, recorder):
+        torch.testing.assert_close(run(compiled), expected, atol=2e-4, rtol=1e-4)
+    assert recorder.sparse_calls() == {0: 2, 1: 2}
+    if whole:
+        torch.testing.assert_close(run(compiled), expected, atol=2e-4, rtol=1e-4)
+        assert recorder.sparse_calls() == {0: 2, 1: 2}
+    torch.compiler.reset()
+
+
+@pytest.mark.slow
+def test_generate_compiles_chunks_of_a_static_cache() -> None:
+    """As it does by itself on a GPU: it makes the masks outside of what it compiles."""
+    model, ids = make("llama"), tokens(80, batch=2)
+    how: dict[str, Any] = {"cache_implementation": "static", "prefill_chunk_size": 23}
+    expected = generate(model, ids, attention_mask=torch.ones_like(ids), **how)
+    compiling = transformers.generation.CompileConfig(backend="eager")
+    compiling._compile_all_devices = True
+    torch.compiler.reset()
+    with attached(model, DensityRecorder()):
+        actual = generate(model, ids, attention_mask=torch.ones_like(ids), compile_config=compiling, **how)
+    torch.compiler.reset()
+    assert torch.equal(actual, expected)
 
 
 @needs_gpu
@@ -744,7 +808,7 @@ class _OldModel(transformers.LlamaForCausalLM):  # type: ignore[misc]
         (None, {}, TypeError, "a Schedule: NoneType"),
         (Schedule(None, layers={2: SPARSE}), {}, ValueError, "no layer 2: the model has 2, 0 to 1"),
         (Schedule(SPARSE, dense=(0, -2)), {}, ValueError, "named once, from either end of the 2: 0"),
-        (SPARSE, {"min_tokens": 0}, ValueError, "'min_tokens' must be > 0: 0"),
+        (SPARSE, {"min_tokens": 0}, ValueError, "'min_tokens' must be a whole number, at least 1: 0"),
         (SPARSE, {"recorder": 1}, TypeError, "'recorder' must be"),
     ],
 )
@@ -779,3 +843,240 @@ def test_models_that_choose_keys_are_an_error() -> None:
         attend = AttentionInterface._global_mapping[attachment.key]
         with pytest.raises(ValueError, match="chooses keys by itself: detach the model"):
             attend(model.model.layers[0].self_attn, x, x, x, None, indices=torch.zeros(1))
+
+
+# ---- threads, nested calls, and models that share
+
+
+def in_chunks(model: Any, ids: Tensor, sizes: list[int], *, cache_len: int = 100) -> list[Tensor]:
+    """The logits of each chunk of `ids`, over a static cache."""
+    cache = StaticCache(config=model.config, max_cache_len=cache_len)
+    return [model(chunk, past_key_values=cache).logits for chunk in ids.split(sizes, dim=1)]
+
+
+def test_threads_share_a_model() -> None:
+    """Chunks of one size, in static caches of one size, that stand at different offsets."""
+    model, prompts = make("llama"), {16: tokens(36), 48: tokens(68)}
+    expected = {start: in_chunks(model, ids, [start, 20])[1] for start, ids in prompts.items()}
+    # No thread attends before both have asked for their masks.
+    meet = threading.Barrier(2, timeout=60)
+
+    def wait(*_: Any) -> None:
+        meet.wait()
+
+    hook = model.model.layers[0].register_forward_pre_hook(wait)
+
+    def run(start: int) -> Tensor:
+        with torch.no_grad():
+            return in_chunks(model, prompts[start], [start, 20])[1]
+
+    with attached(model, recorder := DensityRecorder()), ThreadPoolExecutor(2) as threads:
+        actual = dict(zip(prompts, threads.map(run, prompts), strict=True))
+    hook.remove()
+    for start, logits in expected.items():
+        torch.testing.assert_close(actual[start], logits, atol=2e-4, rtol=1e-4)
+    assert all_sparse(recorder, calls=4)
+
+
+def test_calls_nest() -> None:
+    """A hook may run the model on something else, between two layers of a call."""
+    model, ids, other = make("llama"), tokens(68), tokens(36)
+    expected, expected_inside = in_chunks(model, ids, [48, 20])[1], in_chunks(model, other, [16, 20])[1]
+    inside: list[Tensor] = []
+
+    def run_another(_module: Any, _args: Any, kwargs: Any, _out: Any) -> None:
+        if kwargs["past_key_values"].get_seq_length() == 68:
+            inside.append(in_chunks(model, other, [16, 20])[1])
+
+    hook = model.model.layers[0].register_forward_hook(run_another, with_kwargs=True)
+    with attached(model, recorder := DensityRecorder()):
+        actual = in_chunks(model, ids, [48, 20])[1]
+    hook.remove()
+    torch.testing.assert_close(actual, expected, atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(inside[0], expected_inside, atol=2e-4, rtol=1e-4)
+    assert all_sparse(recorder, calls=4)
+
+
+def test_a_chunk_mask_is_the_mask_of_a_chunk() -> None:
+    """To whoever looks at it; moved between devices it stays unmade."""
+    expected = sdpa_mask(batch_size=2, q_length=3, kv_length=7, q_offset=2)
+    mask: Any = ChunkMask((2, 1, 3, 7), 5, torch.device("cpu"))
+    assert (mask.shape, mask.ndim, mask.dtype) == (expected.shape, expected.ndim, expected.dtype)
+    for look in (
+        lambda x: x[:, :, 1:, :6],
+        lambda x: x & True,
+        lambda x: expected | x,
+        lambda x: ~x,
+        lambda x: x == 0,
+        lambda x: torch.cat([x, x], dim=-1),
+        lambda x: torch.where(x, 0.0, -1.0),
+        lambda x: x.mT,
+        lambda x: x.float(),
+        lambda x: x.to(torch.float64),
+        lambda x: x.sum(dim=-1),
+        lambda x: torch.tensor(x.tolist()),
+    ):
+        actual = look(mask)
+        assert type(actual) is Tensor
+        assert torch.equal(actual, look(expected))
+    q, k, v = make_qkv(B=2, Hq=2, Hkv=2, M=3, N=7, D=4)
+    attention = torch.nn.functional.scaled_dot_product_attention
+    assert torch.equal(attention(q, k, v, attn_mask=mask), attention(q, k, v, attn_mask=expected))
+    for moved in (mask.to("cpu", non_blocking=True), mask.to(device="meta"), mask.to(q.bool()), mask.contiguous()):
+        assert isinstance(moved, ChunkMask)
+        assert (moved.seen, moved.shape) == (5, mask.shape)
+    assert mask.to("meta").device.type == "meta"
+    with pytest.raises(TypeError, match=r"cannot be changed in place: clone it before fill_\(\)"):
+        mask.fill_(True)
+    with pytest.raises(TypeError):
+        mask[0] = True
+
+
+def test_a_chunk_sees_its_past_in_any_module() -> None:
+    """A mask is a mask, also for a module that calls itself bidirectional, and at the front of a static cache."""
+    model, (q, k, v) = make("llama"), make_qkv(B=2, Hq=HEADS, Hkv=2, M=30, N=70, D=8)
+    module = model.model.layers[0].self_attn
+    module.is_causal = False
+    for seen in (30, 50):
+        mask = ChunkMask((2, 1, 30, 70), seen, torch.device("cpu"))
+        expected, _ = sdpa_attention_forward(module, q, k, v, mask.made())
+        for least in (1, 1000):
+            with attach(model, DENSE_LIMIT, min_tokens=least, min_queries=least) as attachment:
+                actual, _ = AttentionInterface._global_mapping[attachment.key](module, q, k, v, mask)
+            torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_a_chunk_without_a_mask_is_an_error() -> None:
+    """Some attention means the first keys by that, other attention the last."""
+    model, (q, k, v) = make("llama"), make_qkv(Hq=HEADS, Hkv=2, M=30, N=70, D=8)
+    with (
+        attach(model, SPARSE) as attachment,
+        pytest.raises(ValueError, match=r"got 30 queries, 70 keys and no mask.*: attach to the whole model"),
+    ):
+        AttentionInterface._global_mapping[attachment.key](model.model.layers[0].self_attn, q, k, v, None)
+
+
+def test_recorders_count_calls_of_all_threads() -> None:
+    recorder, density = DensityRecorder(), torch.full((1, HEADS), 0.5)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+
+    def record(_: int) -> None:
+        for _ in range(200):
+            recorder.saw_sparse(0, density, q_len=8, k_len=8)
+            recorder.saw_dense(1, "decode")
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(record, range(8)))
+    sys.setswitchinterval(interval)
+    assert recorder.sparse_calls() == {0: 1600}
+    assert recorder.dense_calls() == {1: Counter(decode=1600)}
+    torch.testing.assert_close(recorder.density()[0], torch.full((HEADS,), 0.5, dtype=torch.float64))
+
+
+# ---- copies of a model, and models that end
+
+
+@pytest.mark.parametrize("attachments", [1, 2])
+@pytest.mark.parametrize("before", ["eager", "sdpa"])
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
+)
+def test_a_copy_of_an_attached_model_is_as_it_was(
+    duplicate: Callable[[Any], Any], before: str, attachments: int
+) -> None:
+    model, ids = make("llama"), tokens(128)
+    model.set_attn_implementation(before)
+    expected, recorder = model(ids).logits, DensityRecorder()
+    with ExitStack() as stack:
+        for _ in range(attachments):
+            stack.enter_context(attached(model, recorder, SPARSE))
+        copied = duplicate(model)
+        assert copied.config._attn_implementation == before
+        assert torch.equal(copied(ids).logits, expected)
+        assert recorder.sparse_calls() == {}
+        with attached(copied, DensityRecorder(), SPARSE):
+            assert not torch.equal(copied(ids).logits, expected)
+        model(ids)
+        assert all_sparse(recorder)
+    assert torch.equal(copied(ids).logits, expected)
+
+
+def test_a_shallow_copy_shares_the_attachment() -> None:
+    model, ids, recorder = make("llama"), tokens(128), DensityRecorder()
+    expected = model(ids).logits
+    with attached(model, recorder, SPARSE):
+        copied = copy.copy(model)
+        copied(ids)
+        assert all_sparse(recorder)
+    assert torch.equal(copied(ids).logits, expected)
+
+
+def test_a_saved_model_names_no_attachment(tmp_path: Path) -> None:
+    model, ids = make("llama"), tokens(128)
+    expected, names = model(ids).logits, set(model.state_dict())
+    with attached(model, DensityRecorder(), SPARSE) as attachment:
+        assert set(model.state_dict()) == names
+        model.save_pretrained(tmp_path)
+        config = model.config.to_dict()
+    assert attachment.key not in (tmp_path / "config.json").read_text()
+    assert attachment.key not in str(config)
+    loaded = type(model).from_pretrained(tmp_path, attn_implementation="eager")
+    torch.testing.assert_close(loaded(ids).logits, expected)
+
+
+def test_models_that_share_a_config_share_no_pipeline() -> None:
+    config = MODELS["llama"]()
+    one, two = (transformers.LlamaForCausalLM(config).eval() for _ in range(2))
+    ids, recorder = tokens(128), DensityRecorder()
+    expected = two(ids).logits
+    with attached(one, recorder, SPARSE):
+        torch.testing.assert_close(two(ids).logits, expected, atol=2e-4, rtol=1e-4)
+        assert recorder.sparse_calls() == recorder.dense_calls() == {}
+        one(ids)
+        assert all_sparse(recorder)
+        with pytest.raises(ValueError, match=r"shares its LlamaConfig with another model.*: give each model"):
+            attach(two, SPARSE)
+        with attached(one.model, DensityRecorder(), SPARSE):  # a part of the same model
+            one(ids)
+    assert config._attn_implementation == "sdpa"
+
+
+def test_what_fails_while_attaching_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids, recorder = make("llama"), tokens(60), DensityRecorder()
+
+    def fail_half_way(key: str) -> None:
+        model.config._attn_implementation_internal = key
+        raise KeyError("half-way")
+
+    with attached(model, recorder):
+        monkeypatch.setattr(model, "set_attn_implementation", fail_half_way)
+        with pytest.raises(KeyError, match="half-way"):
+            attach(model, SPARSE)
+        model(ids)
+        assert all_sparse(recorder)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_any_thread_may_detach() -> None:
+    model = make("llama")
+    attachment = attach(model, SPARSE)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda _: attachment.detach(), range(8)))
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("how", ["detached", "thrown away"])
+def test_nothing_keeps_a_pipeline_that_is_not_attached(how: str) -> None:
+    model, pipeline = make("llama"), Pipeline(Identity(), MeanPoolScorer(16), TopK(2), ReferenceExecutor())
+    config, alive = model.config, weakref.ref(pipeline)
+    attachments = [attach(model, pipeline), attach(model, Schedule(pipeline))]
+    del pipeline
+    if how == "detached":
+        for attachment in reversed(attachments):
+            attachment.detach()
+    else:
+        del model
+    gc.collect()
+    assert alive() is None
+    assert config._attn_implementation == "eager"

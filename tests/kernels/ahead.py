@@ -14,3 +14,8 @@ MATRIX_INSTRUCTION = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05"
 SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}  # bytes per program
 TEXT = {"cuda": "ptx", "hip": "amdgcn"}
 ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4}
+
+
+def as_on_hopper(name: str, dtype: str) -> bool:
+    """Whether sm_90 has compiled the same: exact fp32 products run on the ordinary units, and take longest to compile."""
+    return name == "sm_100" and dtype == "fp32"

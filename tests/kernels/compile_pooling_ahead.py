@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 import triton
-from tests.kernels.ahead import ITEMSIZE, MATRIX_INSTRUCTION, SHARED, TARGETS, TEXT
+from tests.kernels.ahead import ITEMSIZE, MATRIX_INSTRUCTION, SHARED, TARGETS, TEXT, as_on_hopper
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -60,7 +60,7 @@ def importance(name: str, target: GPUTarget, dtype: str, head_dim: int) -> int:
     module, block_d = key_importance_triton, max(16, power_of_2(head_dim))
     for kernel, options_of, own in (
         (module._sums, module.options_of_sums, {}),
-        (module._weights, module.options_of_weights, {"TILES": 1, "SPLITS": 32}),
+        (module._weights, module.options_of_weights, {"SPLITS": 32}),
     ):
         options = options_of(head_dim, ITEMSIZE[dtype], large=tma)
         block = {key: options.pop(key) for key in ("BLOCK_M", "BLOCK_N")}
@@ -108,7 +108,7 @@ def orders(name: str, target: GPUTarget) -> None:
             constants = {"S": S, "ROWS": rows, "COARSE": coarse}
             compile_kernel(segment_sort_triton._kernel, target, types, constants, num_warps=warps)
     types = {
-        **dict.fromkeys(("q_ptr", "k_ptr", "q_bounds_ptr", "k_bounds_ptr"), "*i32"), "k_whole_ptr": "*i1",
+        **{f"{side}{name}_ptr": "*i32" for side in "qk" for name in ("", "_first", "_last")}, "k_whole_ptr": "*i1",
         "q_strides": ("i32",) * 2, "k_strides": ("i32",) * 3,
     }  # fmt: skip
     constants = {
@@ -135,7 +135,7 @@ def main() -> int:
             ("fp32", 64),
             ("fp32", 256),
         ):
-            failed += importance(name, target, dtype, head_dim)
+            failed += 0 if as_on_hopper(name, dtype) else importance(name, target, dtype, head_dim)
         for dtype, head_dim in (("bf16", 128), ("fp32", 80)):
             others(name, target, dtype, head_dim)
         orders(name, target)

@@ -55,7 +55,7 @@ def compile_kernel(
     target: GPUTarget, kernel: Any, *, rows: int, cols: int, warps: int, index: str = "i16", **constants: Any
 ) -> triton.compiler.CompiledKernel:
     types = {**TYPES, "index_ptr": f"*{index}"}
-    constants = {"CAUSAL": True, "ROWS": rows, "COLS": cols, "CHUNKS": 1, **constants}
+    constants = {"CAUSAL": True, "ROWS": rows, "COLS": cols, "ALIGNED": True, **constants}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
     values: dict[tuple[int, ...], Any] = {}
@@ -65,7 +65,8 @@ def compile_kernel(
         if name in constants:
             values[(i,)] = constants[name]
         elif isinstance(kind, str):
-            aligned += [(i,)] if kind.startswith("*") or name == "cols" else []
+            looked_at = name == "cols" and name not in kernel.do_not_specialize
+            aligned += [(i,)] if kind.startswith("*") or looked_at else []
         elif name == "position_strides":
             signature[name] = (("i32", "i32", "i32", "constexpr"),) * 4
             values |= {(i, at, 3): 1 for at in range(4)}
@@ -83,8 +84,9 @@ def compile_kernel(
 
 def main() -> int:
     for name, target in TARGETS.items():
-        for cols in (64, 1024, 32768):
-            high, wide, warps = tile_of_rows(1024, cols)
+        # Short rows once for warps of 32 threads, and once for those of 64.
+        for cols in (64, 32768) if name in ("sm_90", "gfx942") else (32768,):
+            high, wide, warps = tile_of_rows(cols)
             search = {"rows": high, "cols": wide, "warps": warps}
             k_share = {"k": None, "FORCED_FIRST": True, "OF_ALL_KEYS": False}
             kernels: list[tuple[str, Any, dict[str, Any]]] = [
@@ -92,12 +94,13 @@ def main() -> int:
                 ("top_cdf last dropped", top_cdf_triton._kernel, {**search, "CROSSING": False, **dict.fromkeys(("forced_ptr", "forced_strides", "mass_ptr", "mass_stride"))}),
                 ("top_k share", top_k_triton._kernel, {**search, **k_share}),
                 ("products", block_products_triton._kernel, {"rows": 1, "cols": 64, "warps": 4, "TILE": 64, "SKIPS": True, "PRECISION": "tf32x3" if target.backend == "cuda" else "ieee"}),
-                ("lists", block_lists_triton._kernel, {"rows": 1, "cols": min(wide, 2048), "warps": 4, "CHUNKS": max(1, wide // 2048), "index": "i16" if cols < 2**15 else "i32"}),
-                ("softmax", block_softmax_triton._kernel, {"rows": 1, "cols": min(wide, 8192), "warps": 4, "CHUNKS": max(1, wide // 8192), "SEGMENT": 256, "seen_ptr": None, "seen_strides": None}),
-                ("prefix softmax", block_softmax_triton._kernel, {"rows": 1, "cols": min(wide, 8192), "warps": 4, "CHUNKS": max(1, wide // 8192), "SEGMENT": None, "positions": None, "position_strides": None, "own_ptr": None, "own_strides": None}),
+                ("products of any rows", block_products_triton._kernel, {"rows": 1, "cols": 64, "warps": 4, "TILE": 64, "SKIPS": False, "PRECISION": "tf32x3" if target.backend == "cuda" else "ieee", **dict.fromkeys(("q_last_ptr", "k_first_ptr", "q_last_strides", "k_first_strides"))}),
+                ("lists", block_lists_triton._kernel, {"rows": max(512 // wide, 1), "cols": min(wide, 1024), "warps": 1 if wide == 256 else 2, "index": "i16" if cols < 2**15 else "i32"}),
+                ("softmax", block_softmax_triton._kernel, {"rows": 1, "cols": min(wide, 8192), "warps": 4, "WHOLE": wide <= 8192, "SEGMENT": 256, "seen_ptr": None, "seen_strides": None}),
+                ("prefix softmax", block_softmax_triton._kernel, {"rows": 1, "cols": min(wide, 8192), "warps": 4, "WHOLE": wide <= 8192, "SEGMENT": None, "positions": None, "position_strides": None, "own_ptr": None, "own_strides": None}),
                 ("refined", within_reach_triton._kernel, {"rows": 16, "cols": 256, "warps": 4, "N": 4, "DIAGONAL": False}),
                 ("places", within_reach_triton._kernel, {"rows": 16, "cols": 256, "warps": 4, "N": 1, "DIAGONAL": True, "keep_ptr": None, "keep_strides": None}),
-                *((f"global_top_cdf{part.__name__}", part, {"rows": 4096 // min(wide, 4096), "cols": min(wide, 4096), "warps": 4, "TILE": 4096, "CROSSING": True}) for part in PARTS),
+                *((f"global_top_cdf{part.__name__}", part, {"rows": 16, "cols": 256, "warps": 4, "TILE": 4096, "CROSSING": True}) for part in PARTS),
             ]  # fmt: skip
             for title, kernel, options in kernels:
                 compiled = compile_kernel(target, kernel, **options)

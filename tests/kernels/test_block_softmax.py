@@ -49,7 +49,7 @@ def test_own_segment_left_out(kind: str, device: str) -> None:
 
 
 def test_rows_in_several_tiles(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    monkeypatch.setattr(kernel, "_TILE", 64)
+    monkeypatch.setattr(kernel, "_MOST", 64)
     grid = make_grid("wide", device)
     assert_right(random_logits(grid, device), grid)
     assert_right(random_logits(grid, device), grid, segment=64)
@@ -65,7 +65,7 @@ def test_infinite_logits(device: str) -> None:
 
 @pytest.mark.parametrize("tile", [32, 8192])
 def test_prefixes(tile: int, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    monkeypatch.setattr(kernel, "_TILE", tile)
+    monkeypatch.setattr(kernel, "_MOST", tile)
     logits = torch.randn(2, 3, 5, 100, generator=torch.Generator().manual_seed(0)).to(device)
     for seen in (
         torch.arange(0, 125, 25, device=device).view(1, 1, 5, 1),

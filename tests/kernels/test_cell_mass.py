@@ -98,7 +98,11 @@ def test_bands_do_not_change_mass(workspace: int, device: str, monkeypatch: pyte
     given = arguments(8 * q, k)
     whole = cell_mass_triton.cell_mass_triton(**given, tiles=SMALL)
     monkeypatch.setattr(cell_mass_triton, "_WORKSPACE", workspace)
-    assert torch.equal(cell_mass_triton.cell_mass_triton(**given, tiles=SMALL), whole)
+    in_bands = cell_mass_triton.cell_mass_triton(**given, tiles=SMALL)
+    if device == "cpu":  # interpreted, numpy's exponentials round by their place in an array, on some CPUs
+        torch.testing.assert_close(in_bands, whole, rtol=1e-5, atol=0)
+    else:
+        assert torch.equal(in_bands, whole)
 
 
 def test_large_logits(device: str) -> None:

@@ -211,3 +211,11 @@ def test_compiles_ahead_of_time() -> None:
         assert f"{target} _steps bf16 D=128" in printed
         assert f"{target} _count" in printed
         assert f"{target} _order" in printed
+
+
+def test_more_keys_than_positions_have_bits_for() -> None:
+    """A step and a position share an int32; the keys here take no memory."""
+    k = torch.zeros(1, 1, 1, 8).expand(1, 1, 2**24 + 512, 8)
+    mean, first = torch.zeros(1, 1, 1, 8), 2**24 // 256 + 1
+    with pytest.raises(ValueError, match="up to 16777216 keys before a segment: 16777472; use coarse=False"):
+        coarse_order(mean, k, first, 256, torch.zeros(1, 1, 1, 16, dtype=torch.int32))

@@ -308,8 +308,9 @@ def test_wide_query_blocks_are_refused(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_custom_op_contract(dtype: torch.dtype, device: str) -> None:
-    """Fake tensors, schema and mutation are as torch.compile expects."""
+    """Fake tensors, schema and mutation are as torch.compile expects; tokens may stand before heads."""
     q, k, v = make_qkv(N=70, Hq=2, Hkv=1, D=16, device=device, dtype=dtype)
+    q = q.transpose(1, 2).contiguous().transpose(1, 2)
     torch.library.opcheck(gather_attention, arguments(q, k, v), test_utils=("test_schema", "test_faketensor"))
 
 

@@ -416,7 +416,7 @@ def test_fp8_needs_wide_tiles(device: str) -> None:
 
 
 def test_options_are_checked() -> None:
-    with pytest.raises(ValueError, match="'scales' must be in"):
+    with pytest.raises(ValueError, match="'scales' must be 'token' or 'block': "):
         Int8QK("row")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="'smooth_k'"):
         Int8QK(smooth_k=1)  # type: ignore[arg-type]

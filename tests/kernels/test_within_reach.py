@@ -71,6 +71,19 @@ def test_places(kind: str, device: str) -> None:
                     assert torch.equal(compute(*args, places=places, diagonal=diagonal).expand_as(want), want)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_of_any_size(kind: str, device: str) -> None:
+    """All places are near, and first, whatever number beyond the prompt says so."""
+    grid = make_grid(kind, device)
+    for n in (2**20, 2**31 - 1, 2**32, 2**70):
+        for places in (Places(near=n), Places(first=n)):
+            for compute in (within_reach_triton, within_reach_reference):
+                assert torch.equal(compute(None, grid, places=places), grid.reachable)
+        rare = Places(stride=(n, 1))
+        want = within_reach_reference(None, grid, places=rare)
+        assert torch.equal(within_reach_triton(None, grid, places=rare).expand_as(want), want)
+
+
 def test_two_of_a_kind_are_not_one() -> None:
     assert Places(near=3).joined(Places(first=2)) == Places(near=3, first=2)
     assert Places(near=3).joined(Places(near=3)) is None

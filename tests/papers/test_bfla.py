@@ -339,7 +339,7 @@ def test_random_bounds_and_rates_per_head(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal(positions(rates, 640, Hq=4, Hkv=1), kept)
     with pytest.raises(ValueError, match=r"one entry per query head \(2\): 4"):
         positions(rates, 64, Hq=2, Hkv=1)
-    with pytest.raises(ValueError, match=r"'rho' must be in \[0, 1\]: 1.5"):
+    with pytest.raises(ValueError, match=r"'rho' must be a number in \[0, 1\], or one per query head: 1.5"):
         Random(1.5)
     with pytest.raises(ValueError, match="'seed' must be"):
         Random(0.5, -1)
@@ -474,5 +474,5 @@ def test_what_the_preset_refuses() -> None:
         bfla(n_local=256, n_local_tiles=8)
     with pytest.raises(ValueError, match=r"'block' must be a multiple of 'tile' \(96\): 256"):
         bfla(tile=96)
-    with pytest.raises(ValueError, match="'tokens' must be"):
+    with pytest.raises(ValueError, match="'n_local' must be a whole number, at least 0, or None: -1"):
         bfla(n_local=-1)

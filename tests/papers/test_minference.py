@@ -248,15 +248,15 @@ def test_last_queries() -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match="'vertical' must be a whole number, at least 1: 0"):
+    with pytest.raises(ValueError, match=r"'vertical' must be a whole number, at least 1, .*: 0"):
         VerticalSlashTopK(0)
     with pytest.raises(ValueError, match="'slash' must be a whole number, at least 1"):
         VerticalSlashTopK(slash=[100, 2.5])
     with pytest.raises(ValueError, match="one entry per query head"):
         VerticalSlashTopK([1, 2])(scores_of(96, vertical=[40], slash=[30]))
-    with pytest.raises(ValueError, match="'tokens' must be > 0"):
+    with pytest.raises(ValueError, match="'tokens' must be a whole number, at least 1"):
         LastQueries(0)
-    with pytest.raises(ValueError, match="'tokens' must be >= 0"):
+    with pytest.raises(ValueError, match="'local' must be a whole number, at least 1: 0"):
         a_shape(1, 0)
-    with pytest.raises(ValueError, match="'probe' must be > 0"):
+    with pytest.raises(ValueError, match="'probe' must be a whole number, at least 1"):
         VerticalSlashScorer(B16, probe=0)

@@ -503,7 +503,7 @@ def test_s2o_is_its_stages() -> None:
 
 def test_refused() -> None:
     for wrong in (-0.1, float("nan")):
-        with pytest.raises(ValueError, match="'tau' must be at least 0"):
+        with pytest.raises(ValueError, match="'tau' must be a number, at least 0"):
             GatherExecutor(wrong)
     with pytest.raises(ValueError, match="'reduction'"):
         GatherExecutor(0.1, reduction="max")

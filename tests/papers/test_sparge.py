@@ -238,6 +238,8 @@ def test_gate_by_its_definition(
     inner: bs.Scorer[bs.GlobalPermutation, bs.BlockMass], M: int, N: int, causal: bool
 ) -> None:
     """Not similar: key blocks hold nothing and are forced for every row, query blocks force their row."""
+    if causal and M > N:
+        pytest.skip("causal queries are the last ones of the keys")
     q, k, _ = make_qkv(B=2, Hq=6, Hkv=2, M=M, N=N, D=16)
     theta = [0.35, 0.45, 0.55, 0.35, 0.45, 0.55]
     ours, plain = score(gate(inner, theta, smooth_k=False), q, k, causal=causal), score(inner, q, k, causal=causal)
@@ -436,7 +438,7 @@ def test_top_k_shares() -> None:
 def test_errors() -> None:
     with pytest.raises(ValueError, match=r"give 'tau' or 'topk', not both: 0\.9 and 0\.5"):
         sparge(0.9, topk=0.5)
-    with pytest.raises(ValueError, match=r"'theta' must be in \[-1, 1\]: 1.5"):
+    with pytest.raises(ValueError, match=r"'theta' must be a number in \[-1, 1\], or one per query head: 1.5"):
         sparge(theta=1.5)
     with pytest.raises(ValueError, match="'of_all_keys' needs 'share'"):
         bs.TopK(3, of_all_keys=True)

@@ -312,9 +312,9 @@ def test_per_head_thresholds_and_errors() -> None:
         AntidiagonalScorer(8, block=20)
     with pytest.raises(ValueError, match=r"'k_block' must be a multiple of 'stride' \(8\): 20"):
         AntidiagonalScorer(8, block=16, k_block=20)
-    with pytest.raises(ValueError, match=r"'segment' must be a multiple of 'block' \(32\): 80"):
+    with pytest.raises(ValueError, match=r"'segment' must be a multiple of 'k_block' \(32\): 80"):
         AntidiagonalScorer(8, block=16, k_block=32, segment=80)
-    with pytest.raises(ValueError, match="'pattern' must be in"):
+    with pytest.raises(ValueError, match="'pattern' must be 'antidiagonal', 'slash' or 'sum': 'zigzag'"):
         AntidiagonalScorer(8, pattern="zigzag")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="'stride' must be > 0: 0"):
+    with pytest.raises(ValueError, match="'stride' must be a whole number from 1 to 16384: 0"):
         AntidiagonalScorer(0)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-_TEXT = Path(__file__).parents[3] / "examples" / "data" / "persuasion.txt"
+from blocksparse.demo import TEXT
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,6 +57,7 @@ def _demo(parsed: argparse.Namespace) -> int:
             head=parsed.head,
         ),
         Console(),
+        progress=Console(stderr=True),
     )
     return 0
 
@@ -80,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PRESET",
         help="a preset to run, with its own defaults or as in 'pbs_attn(0.95)'; may be repeated; all by default",
     )
-    demo.add_argument("--text", type=Path, default=_TEXT, help="the text to read")
+    demo.add_argument("--text", type=Path, default=TEXT, help="the text to read")
     demo.add_argument(
         "--model", type=Path, help="folder of a transformers model; SmolLM2-135M-Instruct by default"
     )

@@ -41,8 +41,12 @@ class Settings:
     head: int | None
 
 
-def run(settings: Settings, console: Console) -> list[Row]:
+def run(settings: Settings, console: Console, *, progress: Console) -> list[Row]:
     """Do everything, and print the table. Gives its rows, dense first.
+
+    Args:
+        console: the table goes here.
+        progress: and what is being done until then, here: a bar in a terminal, else a line for each step.
 
     Raises:
         DemoError: the model, the text or a number does not allow it.
@@ -50,10 +54,22 @@ def run(settings: Settings, console: Console) -> list[Row]:
     text = _read(settings.text)
     settings.out.mkdir(parents=True, exist_ok=True)
     bar = Progress(
-        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=progress,
+        disable=not progress.is_terminal,
     )
     with bar:
-        task = bar.add_task("getting the model ready", total=None)
+        task = bar.add_task("", total=None)
+
+        def begin(doing: str) -> None:
+            bar.update(task, description=doing)
+            if not progress.is_terminal:
+                progress.print(doing, highlight=False, markup=False)
+
+        begin("getting the model ready")
         model = _model(settings)
         layer, head = _layer_and_head(model, settings)
         if settings.tokens > model.longest:
@@ -67,13 +83,14 @@ def run(settings: Settings, console: Console) -> list[Row]:
 
         layers = model.network.config.num_hidden_layers
         methods = len(settings.pipelines)
-        bar.update(task, total=layers * (1 + methods) + 2, description="reading with dense attention")
+        bar.update(task, total=layers * (1 + methods) + 2)
+        begin("reading with dense attention")
         dense = measure(model, prompt, "dense", None, keep_layer=layer, on_layer=step)
         rows = [dense]
         for number, (name, pipeline) in enumerate(settings.pipelines.items(), 1):
-            bar.update(task, description=f"reading with {name} ({number} of {methods})")
+            begin(f"reading with {name} ({number} of {methods})")
             rows.append(measure(model, prompt, name, pipeline, warm_up=dense.qkv, on_layer=step))
-        bar.update(task, description="drawing the attention map")
+        begin("drawing the attention map")
         _picture(dense, settings, layer, head)
         bar.update(task, advance=2, description="done")
 

@@ -13,7 +13,10 @@ from blocksparse.selectors.block_mask import BlockMask
 @final
 @frozen(eq=False)
 class AttentionOutput:
-    """Attention over the kept pairs. A row with nothing kept has `out` 0 and `lse` -inf."""
+    """Attention over the kept pairs.
+
+    A row with nothing kept has `out` 0 and `lse` -inf.
+    """
 
     out: Tensor  # [B, Hq, M, Dv], the dtype of v
     lse: Tensor | None  # [B, Hq, M] fp32, natural logarithm; None where the backend gives none

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import logging
+from numbers import Real
 from typing import final
 
 from attrs import field, frozen
-from attrs.validators import ge, instance_of, optional
 from torch import Tensor
 
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.executor import Executor
 from blocksparse.executors.flex import FlexExecutor
-from blocksparse.executors.int8 import Int8Executor
 from blocksparse.executors.reference import ReferenceExecutor
 from blocksparse.executors.triton import TritonExecutor
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.selectors.block_mask import BlockMask
+from blocksparse.validators import Rule, optional
+
+# Floating-point operations of dense attention from which selecting blocks saves time. On an H200 that is where
+# dense attention takes 1.0 to 1.3 ms, whatever the heads, queries and keys.
+HALF_PRECISION_PAYS_FROM = 9e11
+# fp32 and float64: a fifteenth, as fp32 takes ten to twenty times as long per operation there.
+SINGLE_PRECISION_PAYS_FROM = 6e10
 
 _log = logging.getLogger(__name__)
 _last_resort = ReferenceExecutor()
@@ -38,37 +44,71 @@ class Choice:
         return f"{type(self.executor).__name__} runs{why}"
 
 
+def dense_operations(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> int:
+    """Floating-point operations of the two products of dense attention, a multiplication and an addition each."""
+    (B, Hq, M, D), N = q.shape, k.shape[2]
+    pairs = M * (2 * N - M + 1) // 2 if causal else M * N
+    return 2 * B * Hq * pairs * (D + v.shape[3])
+
+
+def _short(operations: float) -> str:
+    """Two digits that count: 3.1e11."""
+    return f"{operations:.1e}".replace("e+", "e")
+
+
+_operations = Rule(
+    "a number of floating-point operations from 0 to 1e30",
+    lambda x: isinstance(x, Real) and not isinstance(x, bool),
+    lambda x: 0 <= x <= 1e30,
+)
+
+
 @final
 @frozen(eq=False)
 class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
     """Takes `TritonExecutor` on a GPU, `FlexExecutor` on a CPU with a C++ compiler, else the reference.
 
-    On a GPU, a pipeline with it attends densely where the keys are fewer than `dense_below`: selecting blocks
-    would cost more time than it saves. `choose` says which and why, and so does the log: as a warning where it is
-    the reference, which is slow.
+    It never rounds to 8 bits: name `Int8Executor` for that. `choose` says which executor runs and why, and so does
+    the log: as a warning where it is the reference, which is slow.
+
+    On a GPU, a pipeline with it attends densely where dense attention is little work, since selecting blocks would
+    cost more time than it saves. Work is the floating-point operations of the two products of dense attention,
+    `2 B Hq pairs (D + Dv)`, where `pairs` is M N, and `M (2N - M + 1) / 2` when causal. So heads, queries and keys
+    count alike: of a prompt that is read in chunks the first ones may be dense and later ones not, and a few heads
+    of a model that is split over GPUs may be dense where all of its heads would not be.
 
     Args:
-        dense_below: keys; 0 is never dense. The default lies where selecting begins to pay on an H200 when every
-            kernel is launched from Python; in a CUDA graph it pays at 8192 keys already (docs/performance.md).
-        int8_from: keys from which a GPU tries `Int8Executor` first: rounding takes time that short prompts do not
-            give back. None, the default, never rounds.
+        dense_below: floating-point operations, below which a call is dense; 0 is never dense. None, the default,
+            is 9e11 in fp16 and bf16, as measured on an H200 with every kernel launched from Python (32 heads of
+            dim 128 do as many with 10K tokens, 4 heads with 29K), and 6e10 in fp32, estimated from its lower
+            rate. Other GPUs take the same numbers until they are measured: `python -m benchmarks.run crossover`.
+
+    Raises:
+        TypeError, ValueError: `dense_below` is not a number of operations.
     """
 
-    dense_below: int = field(default=12288, kw_only=True, validator=[instance_of(int), ge(0)])
-    int8_from: int | None = field(default=None, kw_only=True, validator=optional([instance_of(int), ge(0)]))
+    dense_below: float | None = field(default=None, kw_only=True, validator=optional(_operations))
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> list[str]:
         del q, k, v, mask
         return []
 
-    def dense_because(self, q: Tensor, k: Tensor) -> str | None:
-        if not q.is_cuda or k.shape[2] >= self.dense_below:
+    def dense_because(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> str | None:
+        if not q.is_cuda:
             return None
-        return f"on a GPU, selecting among {k.shape[2]} keys saves no time (dense_below={self.dense_below})"
+        work, pays_from = dense_operations(q, k, v, causal=causal), self.dense_below
+        if pays_from is None:
+            pays_from = HALF_PRECISION_PAYS_FROM if q.dtype.itemsize == 2 else SINGLE_PRECISION_PAYS_FROM
+        if work >= pays_from:
+            return None
+        return (
+            f"dense attention of this call is {_short(work)} floating-point operations, and selecting blocks "
+            f"saves time from {_short(pays_from)} on (dense_below)"
+        )
 
     def choose(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Choice:
         """What a pipeline would run for these inputs, and why nothing faster."""
-        if reason := self.dense_because(q, k):
+        if reason := self.dense_because(q, k, v, causal=mask.grid.causal):
             return Choice(None, {}, reason)
         executor, refused = self._fastest(q, k, v, mask)
         return Choice(executor, refused)
@@ -78,9 +118,7 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
     ) -> tuple[Executor[GlobalPermutation, BlockMask], dict[str, list[str]]]:
         """The fastest executor that can run these inputs, and why the faster ones cannot."""
         refused: dict[str, list[str]] = {}
-        rounds = self.int8_from is not None and k.shape[2] >= self.int8_from
-        on_gpu = (*((Int8Executor(),) if rounds else ()), TritonExecutor())
-        for candidate in (*(on_gpu if q.is_cuda else ()), FlexExecutor()):
+        for candidate in (*((TritonExecutor(),) if q.is_cuda else ()), FlexExecutor()):
             if not (reasons := candidate.unsupported(q, k, v, mask)):
                 return candidate, refused
             refused[type(candidate).__name__] = reasons
@@ -96,6 +134,7 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
         *,
         scale: float,
     ) -> AttentionOutput:
+        self.check(q, k, v, permutation, mask)
         executor, refused = self._fastest(q, k, v, mask)
         level = logging.WARNING if executor is _last_resort else logging.DEBUG
         _log.log(level, "%s", Choice(executor, refused))

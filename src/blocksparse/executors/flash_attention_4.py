@@ -52,7 +52,7 @@ class FlashAttention4Executor(Executor[GlobalPermutation, BlockMask]):
         *,
         scale: float,
     ) -> AttentionOutput:
-        self.refuse_unsupported(q, k, v, mask, hint="Use AutoExecutor(), or TritonExecutor().")
+        self.check(q, k, v, permutation, mask, hint="Use AutoExecutor(), or TritonExecutor().")
         from flash_attn.cute import flash_attn_func
 
         lead = mask.grid.q_lead

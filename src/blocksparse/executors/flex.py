@@ -16,14 +16,17 @@ from torch.nn.functional import pad
 
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.block_plan import BlockPlan
+from blocksparse.executors.compiling import uncompiled_because
 from blocksparse.executors.executor import Executor
 from blocksparse.kernels.block_lists import index_dtype
 from blocksparse.permuters.permutation import GlobalPermutation
+from blocksparse.precision import without_autocast
 from blocksparse.selectors.block_mask import BlockMask
 
 _PYTHON_HEADER = Path(sysconfig.get_path("include"), "Python.h")
 
 MAX_VARIANTS = 128
+_LEAST_HEAD_DIM = 24  # on a CPU
 
 
 @final
@@ -31,7 +34,8 @@ MAX_VARIANTS = 128
 class FlexExecutor(Executor[GlobalPermutation, BlockMask]):
     """Compiled FlexAttention over the block lists: fast on a CPU with a C++ compiler, and on a GPU.
 
-    The first call of a kind compiles, for seconds. On a CPU FlexAttention gives no lse, so `lse` is None.
+    The first call of a kind compiles, for seconds; where torch.compile is switched off, a call is refused. On a
+    CPU FlexAttention gives no lse, so `lse` is None.
     """
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> list[str]:
@@ -40,10 +44,18 @@ class FlexExecutor(Executor[GlobalPermutation, BlockMask]):
             reasons.append("FlexAttention must be compiled, and no C++ compiler is found (g++, or what CXX names)")
         elif q.device.type == "cpu" and not _PYTHON_HEADER.exists():
             reasons.append(f"FlexAttention must be compiled, and Python's headers are missing ({_PYTHON_HEADER})")
+        if because := uncompiled_because():
+            reasons.append(f"FlexAttention must be compiled, and {because}")
         if q.device.type not in ("cpu", "cuda"):
             reasons.append(f"FlexAttention is compiled for CPUs and GPUs, not for {q.device.type}")
         if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             reasons.append(f"FlexAttention takes float16, bfloat16 and float32, not {q.dtype}")
+        if q.device.type == "cpu" and q.shape[-1] in (8, 16) and mask.grid.k_block % 16 == 8:
+            # Inductor's product of 16 keys at a time writes 8 too many there, where vectors have 8 numbers (AVX2).
+            reasons.append(
+                f"on a CPU FlexAttention computes wrongly for a head dim of {q.shape[-1]} with key blocks of "
+                f"{mask.grid.k_block}, an odd multiple of 8"
+            )
         if q.is_cuda and (mask.grid.q_block % 16 or mask.grid.k_block % 16):
             blocks = f"{mask.grid.q_block} x {mask.grid.k_block}"
             reasons.append(f"on a GPU FlexAttention needs blocks in multiples of 16, not {blocks}")
@@ -59,19 +71,24 @@ class FlexExecutor(Executor[GlobalPermutation, BlockMask]):
         *,
         scale: float,
     ) -> AttentionOutput:
-        self.refuse_unsupported(q, k, v, mask, hint="Use ReferenceExecutor(), which needs no compiler.")
+        self.check(q, k, v, permutation, mask, hint="Use ReferenceExecutor(), which needs no compiler.")
         lead = mask.grid.q_lead
         queries = pad(permutation.gather_queries(q), (0, 0, lead, 0))
         keys, values = permutation.gather_keys_and_values(k, v)
         if q.device.type == "cpu":
             # FlexAttention's CPU kernel is a third faster in fp32 than in half precision (docs/performance.md).
             queries, keys, values = queries.float(), keys.float(), values.float()
+            # Under this head dim, Inductor's kernel for CPUs writes whole pairs of vectors where a block's keys
+            # fill half of one, over its own buffers (torch 2.13, AVX2: blocks of 8 keys). Zeros add nothing to a
+            # product.
+            if (missing := _LEAST_HEAD_DIM - q.shape[-1]) > 0:
+                queries, keys = pad(queries, (0, missing)), pad(keys, (0, missing))
         # Compiled, the lists decide which blocks are visited: only positions are left to test.
         block_mask = _block_mask(mask, _by_position(mask), q_len=queries.shape[2], k_len=keys.shape[2])
         aux = None if q.device.type == "cpu" else flex.AuxRequest(lse=True)
         gqa = queries.shape[1] != keys.shape[1]
         # Each block size, causality and table length compiles once; torch's own limit of 8 would soon be met.
-        with torch._dynamo.config.patch(recompile_limit=MAX_VARIANTS):
+        with without_autocast(q), torch._dynamo.config.patch(recompile_limit=MAX_VARIANTS):
             result = _compiled()(
                 queries,
                 keys,
@@ -88,10 +105,13 @@ class FlexExecutor(Executor[GlobalPermutation, BlockMask]):
 
 
 def _tiles(q: Tensor, mask: BlockMask) -> dict[str, Any]:
-    """Tiles for FlexAttention on a GPU, which must divide the blocks; the short-query kernel ignores blocks."""
+    """Tiles for FlexAttention on a GPU, which must divide the blocks; the short-query kernel ignores blocks.
+
+    And exact products of fp32, which else would be of TF32 where the process allows that.
+    """
     limit = 128 if q.element_size() == 2 and q.shape[-1] <= 128 else 32
     block_m, block_n = (min(block & -block, limit) for block in (mask.grid.q_block, mask.grid.k_block))
-    return {"BACKEND": "TRITON", "BLOCK_M": block_m, "BLOCK_N": block_n}
+    return {"BACKEND": "TRITON", "BLOCK_M": block_m, "BLOCK_N": block_n, "FLOAT32_PRECISION": "'ieee'"}
 
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -184,4 +204,18 @@ def compiler() -> str | None:
 
 @functools.cache
 def _compiled() -> Callable[..., Any]:
-    return torch.compile(flex.flex_attention, dynamic=True, fullgraph=True)
+    return torch.compile(_over_lists, dynamic=True, fullgraph=True)
+
+
+def _over_lists(*args: Any, **kwargs: Any) -> Any:
+    """FlexAttention, compiled: as it stands it ignores the lists, and would attend to what was dropped.
+
+    Raises:
+        ValueError: torch.compile runs it as it stands.
+    """
+    if not torch.compiler.is_compiling():
+        raise ValueError(
+            "FlexExecutor needs FlexAttention compiled, and torch.compile ran it as it stands: "
+            "leave its stance at the default, or use ReferenceExecutor()"
+        )
+    return flex.flex_attention(*args, **kwargs)

@@ -6,14 +6,15 @@ from importlib.util import find_spec
 from typing import final
 
 import torch
-from attrs import field, frozen, validators
+from attrs import field, frozen
 from torch import Tensor
 
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.executor import Executor
-from blocksparse.per_head import PerHead, check, over_blocks, per_head
+from blocksparse.per_head import PerHead, at_least_0, over_blocks, per_head, written
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.selectors.block_mask import BlockMask, RankedBlockMask
+from blocksparse.validators import flag, one_of, size, whole
 
 
 @final
@@ -39,10 +40,10 @@ class GatherExecutor(Executor[Permutation, RankedBlockMask]):
         commit: keep the block that ends the row. The printed algorithm throws it away.
     """
 
-    tau: PerHead = field(default=0.01, converter=per_head, validator=check("at least 0", lambda x: x >= 0))
-    reduction: str = field(default="all", validator=validators.in_(("all", "mean")), kw_only=True)
-    patience: int = field(default=1, validator=[validators.instance_of(int), validators.gt(0)], kw_only=True)
-    commit: bool = field(default=True, validator=validators.instance_of(bool), kw_only=True)
+    tau: PerHead = field(default=0.01, converter=per_head, validator=at_least_0, repr=written)
+    reduction: str = field(default="all", validator=one_of("all", "mean"), kw_only=True)
+    patience: int = field(default=1, converter=whole, validator=size, kw_only=True)
+    commit: bool = field(default=True, validator=flag, kw_only=True)
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: RankedBlockMask) -> list[str]:
         reasons = []
@@ -63,8 +64,9 @@ class GatherExecutor(Executor[Permutation, RankedBlockMask]):
         *,
         scale: float,
     ) -> AttentionOutput:
-        self.refuse_unsupported(q, k, v, mask, hint="Choose smaller blocks, or use ReferenceExecutor().")
+        self.check(q, k, v, permutation, mask, hint="Choose smaller blocks, or use ReferenceExecutor().")
         from blocksparse.kernels.gather_attention import gather_attention
+        from blocksparse.kernels.sizes import FAR
 
         grid, keep = mask.grid, mask.per_query_head()
         rank = mask.rank.repeat_interleave(grid.q_heads // mask.rank.shape[1], dim=1)
@@ -88,7 +90,7 @@ class GatherExecutor(Executor[Permutation, RankedBlockMask]):
             grid.k_block,
             grid.causal,
             scale,
-            self.patience,
+            min(self.patience, FAR),
             self.commit,
             self.reduction == "mean",
         )

@@ -5,22 +5,22 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import NamedTuple, final
 
-from attrs import field, frozen
-from attrs.validators import instance_of, optional
+from attrs import converters, field, frozen
 from torch import Tensor
 
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.block_plan import BlockPlan
 from blocksparse.executors.executor import Executor
 from blocksparse.executors.tiles import HALF, HopperTiles, tuned_int8
-from blocksparse.kernels.hardware import copies_in_bulk, is_hopper
+from blocksparse.kernels.hardware import is_hopper
 from blocksparse.kernels.int8_attention import int8_attention
 from blocksparse.kernels.quantize import SMOOTHED_BY, smoothing_mean
 from blocksparse.kernels.tile_operands import fp8_value_tiles, int8_key_tiles, int8_query_tiles
-from blocksparse.per_head import PerHead, by_head, check, optional_per_head, wrong_heads
+from blocksparse.per_head import PerHead, by_head, negative, per_head, wrong_heads
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.scorers.grid import Grid
 from blocksparse.selectors.block_mask import BlockMask
+from blocksparse.validators import a, flag, optional
 
 
 class TileOperands(NamedTuple):
@@ -61,15 +61,12 @@ class Int8Executor(Executor[GlobalPermutation, BlockMask]):
         ValueError: `pv_skip` is not negative.
     """
 
-    fp8_pv: bool = field(default=True, validator=instance_of(bool))
-    smooth_k: bool = field(default=True, kw_only=True, validator=instance_of(bool))
+    fp8_pv: bool = field(default=True, validator=flag)
+    smooth_k: bool = field(default=True, kw_only=True, validator=flag)
     pv_skip: PerHead | None = field(
-        default=None,
-        kw_only=True,
-        converter=optional_per_head,
-        validator=optional(check("negative", lambda x: x < 0)),
+        default=None, kw_only=True, converter=converters.optional(per_head), validator=optional(negative)
     )
-    tiles: HopperTiles | None = field(default=None, kw_only=True, validator=optional(instance_of(HopperTiles)))
+    tiles: HopperTiles | None = field(default=None, kw_only=True, validator=optional(a(HopperTiles)))
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> list[str]:
         if find_spec("triton") is None:
@@ -81,15 +78,13 @@ class Int8Executor(Executor[GlobalPermutation, BlockMask]):
             reasons.append(f"the kernel takes float16 and bfloat16, not {q.dtype}")
         if q.shape[-1] not in (64, 128) or v.shape[-1] != q.shape[-1]:
             reasons.append(f"head dims must be 64 or 128, and equal, not {q.shape[-1]} and {v.shape[-1]}")
-        if not self.fp8_pv and not copies_in_bulk(v):
-            reasons.append("values need rows of 16-byte alignment")
         tiles = self._tiles(q, grid)
         if grid.q_block % 64 or grid.k_block % 64:
             reasons.append(f"blocks must be multiples of 64, not {grid.q_block} x {grid.k_block}")
         elif grid.q_block % (64 * tiles.consumers) or max(grid.k_block, tiles.block_n) % self._piece(q, grid):
             reasons.append(f"{tiles} does not divide blocks of {grid.q_block} x {grid.k_block}")
         reasons += tiles.too_large(q.shape[-1], v.shape[-1], qk_bytes=1, pv_bytes=1 if self.fp8_pv else 2)
-        reasons += tiles.too_many(q, grid.q_block)
+        reasons += tiles.too_many(q, grid.q_block, grid.cols)
         return reasons + wrong_heads("pv_skip", self.pv_skip, grid.q_heads)
 
     def __call__(
@@ -102,7 +97,7 @@ class Int8Executor(Executor[GlobalPermutation, BlockMask]):
         *,
         scale: float,
     ) -> AttentionOutput:
-        self.refuse_unsupported(q, k, v, mask, hint="Use TritonExecutor() or AutoExecutor().")
+        self.check(q, k, v, permutation, mask, hint="Use TritonExecutor() or AutoExecutor().")
         grid, plan = mask.grid, BlockPlan.of(mask)
         rounded = self.operands(q, k, v, permutation, grid, scale)
         out, lse = int8_attention(

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Literal, NamedTuple, final
 
 from attrs import field, frozen
-from attrs.validators import in_, instance_of
 from torch import Tensor
 
 from blocksparse.kernels.int8_tokens import int8_keys, int8_queries
 from blocksparse.kernels.quantize import SMOOTHED_BY, smoothing_mean
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.scorers.grid import Grid
+from blocksparse.validators import flag, one_of
 
 
 class Int8Operands(NamedTuple):
@@ -39,8 +39,8 @@ class Int8QK:
             do not see all of those read keys that are not smoothed.
     """
 
-    scales: Literal["token", "block"] = field(default="token", validator=in_(("token", "block")))
-    smooth_k: bool = field(default=True, validator=instance_of(bool))
+    scales: Literal["token", "block"] = field(default="token", validator=one_of("token", "block"))
+    smooth_k: bool = field(default=True, validator=flag)
 
     def operands(
         self, q: Tensor, k: Tensor, permutation: GlobalPermutation, grid: Grid, scale: float

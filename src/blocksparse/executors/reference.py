@@ -10,6 +10,7 @@ from torch import Tensor
 
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.executor import Executor
+from blocksparse.kernels.products import products, wide_dtype
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.selectors.block_mask import BlockMask
 
@@ -20,7 +21,8 @@ class ReferenceExecutor(Executor[Permutation, BlockMask]):
     """Softmax attention over exactly the kept pairs: any permutation, dtype and device, no kernel.
 
     Walks the rows of the mask and gathers only the keys that each keeps, so memory stays with the kept
-    blocks of one row. Computes in fp32 or better; float64 inputs give the yardstick of every other executor.
+    blocks of one row. Computes in fp32 or better, on a GPU in float64; float64 inputs give the yardstick of every
+    other executor.
     """
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> list[str]:
@@ -30,11 +32,13 @@ class ReferenceExecutor(Executor[Permutation, BlockMask]):
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, permutation: Permutation, mask: BlockMask, *, scale: float
     ) -> AttentionOutput:
+        self.check(q, k, v, permutation, mask)
         grid, keep = mask.grid, mask.per_query_head()
         B, Hq, M, _ = q.shape
-        dtype = torch.promote_types(q.dtype, torch.float32)
+        # Plain torch may round fp32 on a GPU, where the process allows TF32.
+        dtype = torch.float64 if q.is_cuda else wide_dtype(q)
         out = q.new_zeros((B, Hq, M, v.shape[-1]), dtype=v.dtype)
-        lse = q.new_full((B, Hq, M), float("-inf"), dtype=dtype)
+        lse = q.new_full((B, Hq, M), float("-inf"), dtype=wide_dtype(q))
         head = torch.arange(Hq, device=q.device)[:, None] // (Hq // k.shape[1])
         batch = torch.arange(B, device=q.device)[:, None, None]
 
@@ -55,14 +59,14 @@ class ReferenceExecutor(Executor[Permutation, BlockMask]):
             if grid.causal:
                 allowed = allowed & (slots.unsqueeze(-2) <= query.unsqueeze(-1) + (grid.k_len - M))
             token = slots.clamp_min(0).long()
-            logits = torch.matmul(rows, k[batch, head, token].to(dtype).transpose(-1, -2)) * scale
+            logits = products(rows, k[batch, head, token].to(dtype)) * scale
             logits = logits.masked_fill(~allowed, float("-inf"))
             peak = logits.amax(-1, keepdim=True)
             weight = (logits - peak.masked_fill(peak == float("-inf"), 0.0)).exp()
             total = weight.sum(-1, keepdim=True)
             # An empty slot reads token 0; its weight is 0, which must not meet an infinite value.
             values = v[batch, head, token].to(dtype).masked_fill(slots.unsqueeze(-1) < 0, 0.0)
-            block = torch.matmul(weight / total.masked_fill(total == 0, 1.0), values)
+            block = products(weight / total.masked_fill(total == 0, 1.0), values.mT)
             out.scatter_(2, query.unsqueeze(-1).expand(block.shape), block.to(out.dtype))
-            lse.scatter_(2, query, (total.log() + peak).squeeze(-1))
+            lse.scatter_(2, query, (total.log() + peak).squeeze(-1).to(lse.dtype))
         return AttentionOutput(out, lse)

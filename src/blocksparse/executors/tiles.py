@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import torch
-from attrs import field, frozen, validators
+from attrs import field, frozen
 from torch import Tensor
 
-from blocksparse.kernels.hardware import copies_in_bulk, is_hopper
+from blocksparse.kernels.hardware import is_hopper
+from blocksparse.kernels.sizes import cdiv
+from blocksparse.validators import flag, one_of, size, whole
 
-_size = [validators.instance_of(int), validators.gt(0)]
 _SHARED = 228 << 10  # bytes of a Hopper multiprocessor
 HALF = (torch.float16, torch.bfloat16)
 
@@ -25,11 +26,11 @@ class TritonTiles:
         tma: load them through tensor descriptors, where the hardware and the tensors allow it.
     """
 
-    block_m: int = field(validator=_size)
-    block_n: int = field(validator=_size)
-    num_warps: int = field(validator=_size)
-    num_stages: int = field(validator=_size)
-    tma: bool = field(default=True, validator=validators.instance_of(bool))
+    block_m: int = field(converter=whole, validator=size)
+    block_n: int = field(converter=whole, validator=size)
+    num_warps: int = field(converter=whole, validator=one_of(1, 2, 4, 8, 16, 32))
+    num_stages: int = field(converter=whole, validator=size)
+    tma: bool = field(default=True, validator=flag)
 
     kernel = "triton"
 
@@ -61,10 +62,10 @@ class HopperTiles:
         per_sm: programs per multiprocessor.
     """
 
-    consumers: int = field(validator=validators.in_((1, 2)))
-    block_n: int = field(validator=validators.in_((64, 128)))
-    num_stages: int = field(validator=_size)
-    per_sm: int = field(default=1, validator=_size)
+    consumers: int = field(converter=whole, validator=one_of(1, 2))
+    block_n: int = field(converter=whole, validator=one_of(64, 128))
+    num_stages: int = field(converter=whole, validator=size)
+    per_sm: int = field(default=1, converter=whole, validator=size)
 
     kernel = "hopper"
 
@@ -84,13 +85,12 @@ class HopperTiles:
             reasons.append(
                 f"{self} takes head dims that are multiples of 8 up to 128, not {q.shape[-1]}, {v.shape[-1]}"
             )
-        if not all(copies_in_bulk(x) for x in (q, k, v)):
-            reasons.append(f"{self} needs rows of 16-byte alignment")
         if q_block % (64 * self.consumers) or (
             k_block % self.block_n and (self.block_n % k_block or k_block < 16)
         ):
             reasons.append(f"{self} does not divide blocks of {q_block} x {k_block}")
-        return reasons + self.too_large(q.shape[-1], v.shape[-1]) + self.too_many(q, q_block)
+        reasons += self.too_large(q.shape[-1], v.shape[-1])
+        return reasons + self.too_many(q, q_block, cdiv(k.shape[2], k_block))
 
     def too_large(self, D: int, Dv: int, *, qk_bytes: int = 2, pv_bytes: int = 2) -> list[str]:
         """Of a program: two buffers of queries, the stages, the output, scales, barriers, what CUDA reserves."""
@@ -103,8 +103,13 @@ class HopperTiles:
             return []
         return [f"{self} needs {-(-needed >> 10)} KiB of shared memory, and there are {_SHARED >> 10}"]
 
-    def too_many(self, q: Tensor, q_block: int) -> list[str]:
-        """The queue has 24 bits for the number of a tile of queries, and 15 or 16 for each part of its place."""
+    def too_many(self, q: Tensor, q_block: int, cols: int) -> list[str]:
+        """The queue has 24 bits for the number of a tile of queries, and 15 or 16 for each part of its place.
+
+        It has 19 for the number of key blocks in a row.
+        """
+        if cols >= 2**19:
+            return [f"{self} takes rows of up to {2**19 - 1} key blocks, not {cols}"]
         B, Hq, M, _ = q.shape
         tile = 64 * self.consumers
         rows = (M // q_block + 2) * max(q_block // tile, 1)  # or one less: a chunk may start inside a block

@@ -6,8 +6,7 @@ from importlib.util import find_spec
 from typing import final
 
 import torch
-from attrs import field, frozen
-from attrs.validators import instance_of, optional
+from attrs import converters, field, frozen
 from torch import Tensor
 
 from blocksparse.executors.attention_output import AttentionOutput
@@ -17,9 +16,10 @@ from blocksparse.executors.int8_qk import Int8QK
 from blocksparse.executors.tiles import HopperTiles, Tiles, TritonTiles, tuned
 from blocksparse.kernels.fp8_values import fp8_values
 from blocksparse.kernels.sparse_attention import sparse_attention
-from blocksparse.per_head import PerHead, by_head, check, optional_per_head, wrong_heads
+from blocksparse.per_head import PerHead, by_head, negative, per_head, wrong_heads
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.selectors.block_mask import BlockMask
+from blocksparse.validators import a, flag, optional
 
 
 @final
@@ -46,15 +46,12 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
         ValueError: `pv_skip` is not negative.
     """
 
-    tiles: Tiles | None = field(default=None, validator=optional(instance_of(HopperTiles | TritonTiles)))
+    tiles: Tiles | None = field(default=None, validator=optional(a(HopperTiles, TritonTiles)))
     pv_skip: PerHead | None = field(
-        default=None,
-        kw_only=True,
-        converter=optional_per_head,
-        validator=optional(check("negative", lambda x: x < 0)),
+        default=None, kw_only=True, converter=converters.optional(per_head), validator=optional(negative)
     )
-    int8_qk: Int8QK | None = field(default=None, kw_only=True, validator=optional(instance_of(Int8QK)))
-    fp8_pv: bool = field(default=False, kw_only=True, validator=instance_of(bool))
+    int8_qk: Int8QK | None = field(default=None, kw_only=True, validator=optional(a(Int8QK)))
+    fp8_pv: bool = field(default=False, kw_only=True, validator=flag)
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> list[str]:
         if find_spec("triton") is None:
@@ -111,9 +108,8 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
         *,
         scale: float,
     ) -> AttentionOutput:
-        self.refuse_unsupported(
-            q, k, v, mask, hint="Use AutoExecutor(), or FlexExecutor() or ReferenceExecutor() on a CPU."
-        )
+        hint = "Use AutoExecutor(), or FlexExecutor() or ReferenceExecutor() on a CPU."
+        self.check(q, k, v, permutation, mask, hint=hint)
         grid, plan = mask.grid, BlockPlan.of(mask)
         # Rounding moves tokens into slots on its way; the exact kernel's op moves them itself.
         exact, key_slots = not self._approximates, permutation.key_slots

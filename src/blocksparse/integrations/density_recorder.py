@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from threading import Lock
 from typing import final
 
 import torch
 from attrs import define, field
 from torch import Tensor
+
+_COUNTING = Lock()  # threads may run one model
 
 
 @final
@@ -28,13 +31,15 @@ class DensityRecorder:
         """Count a sparse call of the last `q_len` of `k_len` tokens, and its density `[B, Hq]`."""
         pairs = q_len * (2 * k_len - q_len + 1) // 2
         kept = density.mean(0) * pairs
-        self._sparse[layer] += 1
-        self._pairs[layer] += pairs
-        self._kept[layer] = self._kept[layer] + kept if layer in self._kept else kept
+        with _COUNTING:
+            self._sparse[layer] += 1
+            self._pairs[layer] += pairs
+            self._kept[layer] = self._kept[layer] + kept if layer in self._kept else kept
 
     def saw_dense(self, layer: int, reason: str) -> None:
         """Count a dense call."""
-        self._dense[layer][reason] += 1
+        with _COUNTING:
+            self._dense[layer][reason] += 1
 
     def sparse_calls(self) -> dict[int, int]:
         """How many calls of each layer were sparse."""

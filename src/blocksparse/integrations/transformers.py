@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, final
-from uuid import uuid4
 
 import torch
-from attrs import Factory, define, field, frozen, validators
+from attrs import Factory, define, field, frozen
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import sdpa_mask
 
 from blocksparse.head_groups import HeadGroups
 from blocksparse.inputs import check_inputs
+from blocksparse.integrations.attachment import Attachment as Attachment
+from blocksparse.integrations.chunk_mask import ChunkMask
 from blocksparse.integrations.density_recorder import DensityRecorder as DensityRecorder
 from blocksparse.opaque_call import OpaqueCall
 from blocksparse.opaque_call import attend as attend_opaquely
 from blocksparse.pipeline import Pipeline
 from blocksparse.schedule import LayerPipeline, Schedule
+from blocksparse.validators import size, whole
 
-_PREFIX = "blocksparse-"
-_REMEMBERED = 64
 # Arguments that change what attention computes, and their names in a DensityRecorder.
 _NOT_PLAIN = {
     "softcap": "softcap",
@@ -85,69 +84,10 @@ def attach(
         layer: pipeline if pipeline is None or recorder is None else _Recorded(pipeline, layer, recorder)
         for layer, pipeline in _layers_of(schedule, model).items()
     }
-    adapter = _Adapter(layers, min_tokens, min_queries, recorder)
-    attachment = Attachment(
-        _PREFIX + uuid4().hex, tuple((config, config._attn_implementation) for config in _configs(model))
-    )
-    refused = ValueError(
-        f"{type(model).__name__} cannot change its attention function: it does not support transformers' "
-        "AttentionInterface; call the pipeline yourself, in place of the model's attention"
-    )
-    if not model.is_backend_compatible():
-        raise refused
-    AttentionInterface.register(attachment.key, adapter.attend)
-    AttentionMaskInterface.register(attachment.key, adapter.mask)
-    try:
-        model.set_attn_implementation(attachment.key)
-        if model.config._attn_implementation != attachment.key:
-            raise refused
-    except BaseException:
-        attachment.detach()
-        raise
-    return attachment
-
-
-@final
-@frozen(eq=False)
-class Attachment:
-    """A pipeline in a model, under a name of its own in transformers' registries, until `detach()`.
-
-    Attachments of one model stack: the last one works, and they are detached in reverse order.
-    """
-
-    key: str
-    _before: tuple[tuple[Any, str | None], ...] = field(repr=False)  # every config, and what it named
-
-    def detach(self) -> None:
-        """Give the model its previous attention back and forget the name. Doing it twice does nothing.
-
-        A config that was set to something else in the meantime is left as it is.
-
-        Raises:
-            RuntimeError: a later attachment to the same model is still in place.
-        """
-        if self.key not in AttentionInterface._global_mapping:
-            return
-        for config, _ in self._before:
-            if (current := config._attn_implementation or "") != self.key and current.startswith(_PREFIX):
-                raise RuntimeError(f"{self.key} lies below a later attachment: detach that one ({current}) first")
-        for config, before in self._before:
-            if config._attn_implementation == self.key:
-                config._attn_implementation_internal = before  # the public setter would also set sub-configs
-        # transformers registers class-wide but deletes per instance only.
-        AttentionInterface._global_mapping.pop(self.key)
-        AttentionMaskInterface._global_mapping.pop(self.key)
-
-    def __enter__(self) -> Attachment:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.detach()
+    adapter = _Adapter(layers, frozenset(map(id, model.modules())), min_tokens, min_queries, recorder)
+    configs = tuple(_configs(model))
+    _refuse_shared(configs, adapter.modules, model)
+    return Attachment.of(model, configs, attend=adapter.attend, mask=adapter.mask)
 
 
 @final
@@ -156,26 +96,21 @@ class _Adapter:
     """The two functions that transformers calls: one makes masks, the other attends."""
 
     layers: Mapping[int, LayerPipeline | _Recorded | None]  # by `layer_idx`, -1 for attention without one
-    min_tokens: int = field(validator=[validators.instance_of(int), validators.gt(0)])
-    min_queries: int = field(validator=[validators.instance_of(int), validators.gt(0)])
+    modules: frozenset[int]  # ids of the model's modules: a config may be shared with another model
+    min_tokens: int = field(converter=whole, validator=size)
+    min_queries: int = field(converter=whole, validator=size)
     recorder: DensityRecorder | None
-    # How many keys the last query sees, by (queries, keys); transformers tells the mask function only. Never
-    # stale: attention gets no mask only where this forward pass has just asked for one of these lengths.
-    seen: dict[tuple[int, int], int] = field(factory=dict, init=False)
 
-    def mask(self, **request: Any) -> Tensor | None:
-        """None where `seen` says it all, so that a chunk needs no mask of its own; else what sdpa gets."""
+    def mask(self, **request: Any) -> Tensor | ChunkMask | None:
+        """None for all of a plain causal prompt, a `ChunkMask` for the end of one; else what sdpa gets."""
+        if isinstance(request.get("attention_mask"), ChunkMask):
+            request["attention_mask"] = None  # made here before, by `generate`; it says that nothing is padded
         seen = _plain_causal(**request)
         if seen is None:
             mask: Tensor | None = sdpa_mask(**request)
             return mask
-        lengths = request["q_length"], request["kv_length"]
-        if lengths[0] != lengths[1]:
-            self.seen.pop(lengths, None)
-            self.seen[lengths] = seen
-            if len(self.seen) > _REMEMBERED:
-                self.seen.pop(next(iter(self.seen)))
-        return None
+        B, M, N = request["batch_size"], request["q_length"], request["kv_length"]
+        return None if M == N else ChunkMask((B, 1, M, N), seen, request["device"])
 
     def attend(
         self,
@@ -183,23 +118,23 @@ class _Adapter:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None,
+        attention_mask: Tensor | ChunkMask | None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend `query` `[B, Hq, M, D]` to `key` `[B, Hkv, N, D]` and `value` `[B, Hkv, N, Dv]`.
 
         Gives `[B, M, Hq, Dv]`, contiguous, and the weights `[B, Hq, M, N]` if `output_attentions` asks for them.
         """
-        M, N = query.shape[2], key.shape[2]
-        seen = (N if M == N else self.seen.get((M, N))) if attention_mask is None else None
-        call = _Call(module, query, key, value, attention_mask, seen, kwargs)
-        pipeline = self.layers[call.layer]
+        call = _Call.of(module, query, key, value, attention_mask, kwargs)
+        own = id(module) in self.modules
+        pipeline = self.layers[call.layer] if own else None
         if reason := call.dense_because(pipeline is not None, self.min_tokens, self.min_queries):
             # A compiled decode step is recorded when it is traced at most, so it is not recorded at all.
-            if self.recorder is not None and not torch.compiler.is_compiling():
+            if own and self.recorder is not None and not torch.compiler.is_compiling():
                 self.recorder.saw_dense(call.layer, reason)
             return call.dense()
         assert pipeline is not None  # else there is a reason
+        seen = call.seen
         out = pipeline(query, key[:, :, :seen], value[:, :, :seen], scale=kwargs.get("scaling"))
         return out.transpose(1, 2).contiguous(), None
 
@@ -217,7 +152,7 @@ class _Recorded:
     )
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None) -> Tensor:
-        scale = check_inputs(q, k, v, causal=True, scale=scale)
+        q, k, v, scale = check_inputs(q, k, v, causal=True, scale=scale)
         return attend_opaquely(self._call, q, k, v, causal=True, scale=scale)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
@@ -236,18 +171,37 @@ class _Call:
     key: Tensor  # [B, Hkv, N, D]
     value: Tensor  # [B, Hkv, N, Dv]
     mask: Tensor | None  # [B|1, Hq|1, M, N] bool, or added to the logits
-    seen: int | None  # without a mask: how many keys the last query sees, if known
+    causal: bool  # without a mask: whether the queries are the last of the keys that the last one sees
+    seen: int | None  # without a mask: how many keys these are
     kwargs: dict[str, Any]  # what else the model passes
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | ChunkMask | None,
+        kwargs: dict[str, Any],
+    ) -> _Call:
+        M, N = query.shape[2], key.shape[2]
+        if isinstance(mask, ChunkMask):
+            if mask.shape[2:] == (M, N):
+                return cls(module, query, key, value, None, True, mask.seen, kwargs)
+            mask = mask.made()
+        asked = kwargs.get("is_causal")
+        causal = bool(getattr(module, "is_causal", True) if asked is None else asked)
+        if mask is None and causal and 1 < M != N:
+            raise ValueError(
+                f"{type(module).__name__} got {M} queries, {N} keys and no mask, and nothing says where the "
+                "queries stand: attach to the whole model, which makes the masks of its parts"
+            )
+        return cls(module, query, key, value, mask, causal, None if mask is not None else N, kwargs)
 
     @property
     def layer(self) -> int:
         return _layer_of(self.module)
-
-    @property
-    def causal(self) -> bool:
-        if (asked := self.kwargs.get("is_causal")) is not None:
-            return bool(asked)
-        return bool(getattr(self.module, "is_causal", True))
 
     @property
     def wants_weights(self) -> bool:
@@ -274,10 +228,8 @@ class _Call:
             return "gradients"
         if window is not None and (self.key.shape[2] if self.seen is None else self.seen) > window:
             return "sliding window"
-        if self.mask is not None:
+        if self.mask is not None or self.seen is None:
             return "mask"
-        if self.seen is None:
-            return "unknown offset"
         if self.seen < min_tokens:
             return "fewer than min_tokens"
         return "fewer than min_queries" if queries < min_queries else None
@@ -294,11 +246,11 @@ class _Call:
         M, N = self.query.shape[2], self.key.shape[2]
         eager = self.wants_weights or any(kwargs.get(name) is not None for name in _ONLY_EAGER)
         if mask is None and self.causal and M > 1:
-            seen = M if self.seen is None else self.seen  # transformers means the first M keys unless told more
-            if eager or (seen > M and kwargs.get("position_bias") is not None):
-                mask = self.query.new_ones((1, 1, M, N), dtype=torch.bool).tril(seen - M)
-            elif seen > M:
-                return self._dense_chunk(seen), None
+            assert self.seen is not None  # as there is no mask
+            if eager or (M != N and kwargs.get("position_bias") is not None):
+                mask = self.query.new_ones((1, 1, M, N), dtype=torch.bool).tril(self.seen - M)
+            elif M != N:
+                return self._dense_chunk(self.seen), None
         if not eager:
             output: tuple[Tensor, None] = sdpa_attention_forward(
                 self.module, self.query, self.key, self.value, mask, **kwargs
@@ -362,6 +314,18 @@ def _eager_of(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor]]:
         f"{type(module).__name__} needs its own dense attention, and {type(module).__module__} has no "
         "eager_attention_forward: detach the model"
     )
+
+
+def _refuse_shared(configs: Iterable[Any], modules: frozenset[int], model: PreTrainedModel) -> None:
+    """Of two models that share a config only one can have a pipeline."""
+    for config in configs:
+        below = AttentionInterface._global_mapping.get(config._attn_implementation)
+        adapter = getattr(below, "__self__", None)
+        if isinstance(adapter, _Adapter) and modules.isdisjoint(adapter.modules):
+            raise ValueError(
+                f"{type(model).__name__} shares its {type(config).__name__} with another model that has a "
+                "pipeline: give each model a config of its own, copy.deepcopy(config)"
+            )
 
 
 def _configs(model: PreTrainedModel) -> Iterator[Any]:

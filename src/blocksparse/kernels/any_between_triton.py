@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blocksparse.kernels.block_grid_triton import rows_at, strides, tile_of_grid
+from blocksparse.kernels.block_grid_triton import rows_at, strides, tile_of_blocks, tile_of_grid
 from blocksparse.kernels.hardware import device_of
-from blocksparse.kernels.sizes import cdiv, power_of_2
+from blocksparse.kernels.sizes import cdiv
 
 _TILE = 2048  # blocks at a time
 
@@ -18,18 +18,16 @@ def any_between_triton(count: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """Launch the kernel; arguments as of `any_between_reference`."""
     (B, H, entries), (rows, cols) = count.shape, low.shape[2:]
     out = torch.empty((B, H, rows, cols), dtype=torch.bool, device=count.device)
-    wide = min(power_of_2(cols), 256)
-    tall = min(power_of_2(rows), _TILE // wide)
+    tile = tile_of_blocks(_TILE)
     with device_of(count):
-        _kernel[(cdiv(rows, tall) * cdiv(cols, wide), H, B)](
+        _kernel[(cdiv(rows, tile["ROWS"]) * cdiv(cols, tile["COLS"]), H, B)](
             count.contiguous(), low, high, out, strides(low), strides(high), entries - 1, rows, cols,
-            ROWS=tall, COLS=wide,
-            num_warps=4,
+            **tile, num_warps=4,
         )  # fmt: skip
     return out
 
 
-@triton.jit(do_not_specialize=["n", "rows"])
+@triton.jit(do_not_specialize=["n", "rows", "cols"])
 def _kernel(
     count_ptr, low_ptr, high_ptr, out_ptr, low_strides, high_strides, n, rows, cols,
     ROWS: tl.constexpr, COLS: tl.constexpr,

@@ -11,8 +11,10 @@ from blocksparse.kernels.block_grid import BlockGrid
 from blocksparse.kernels.block_grid_triton import full_blocks, positions, rows_at, strides, tile
 from blocksparse.kernels.block_lists import index_dtype
 from blocksparse.kernels.hardware import device_of
+from blocksparse.kernels.sizes import cdiv
 
-_TILE = 2048  # blocks at a time; fewer than 2^15
+_ENTRIES = 512  # of a tile of short rows
+_NARROW, _WIDE = 256, 1024  # blocks of a row at a time; fewer than 2^15
 _PER_THREAD = 16
 
 
@@ -21,15 +23,15 @@ def block_lists_triton(keep: Tensor, grid: BlockGrid) -> tuple[Tensor, Tensor, T
     B, H, rows, cols = keep.shape
     index = torch.empty(keep.shape, dtype=index_dtype(cols), device=keep.device)
     full_count, partial_count = torch.empty((2, B, H, rows), dtype=torch.int32, device=keep.device)
-    wide = min(triton.next_power_of_2(cols), _TILE)
-    high = min(triton.next_power_of_2(rows), max(1, 512 // wide))
+    wide = _NARROW if cols <= _NARROW else _WIDE
+    high = max(_ENTRIES // wide, 1)
     with device_of(keep):
-        _kernel[(triton.cdiv(rows, high), H, B)](
+        _kernel[(cdiv(rows, high), H, B)](
             keep, *positions(grid), grid.k_whole, full_count, partial_count, index,
             strides(keep), strides(grid.k_whole),
             rows, cols,
-            CAUSAL=grid.causal, ROWS=high, COLS=wide, CHUNKS=triton.cdiv(cols, wide),
-            num_warps=max(1, high * wide // (32 * _PER_THREAD)),
+            CAUSAL=grid.causal, ROWS=high, COLS=wide,
+            num_warps=high * wide // (32 * _PER_THREAD),
         )  # fmt: skip
     return full_count, partial_count, index
 
@@ -55,12 +57,12 @@ def _kinds(
     return full.to(tl.int32), keep.to(tl.int32) - full.to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["full_count_ptr", "partial_count_ptr", "rows", "cols"])
 def _kernel(
     keep_ptr, positions, position_strides, k_whole_ptr, full_count_ptr, partial_count_ptr, index_ptr,
     keep_strides, k_whole_strides,
     rows, cols,
-    CAUSAL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CHUNKS: tl.constexpr,
+    CAUSAL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     b, h, row, col = tile(ROWS, COLS)
     there = row < rows
@@ -71,8 +73,8 @@ def _kernel(
 
     full_count = tl.zeros([ROWS, 1], tl.int32)
     partial_count = tl.zeros([ROWS, 1], tl.int32)
-    for i in range(CHUNKS):
-        at = i * COLS + col
+    for start in range(0, cols, COLS):
+        at = start + col
         full, partial = _kinds(
             keep_at, keep_strides[3], k_last_at, position_strides[3][3], k_whole_at, k_whole_strides[3],
             q_first, at, there & (at < cols), CAUSAL,
@@ -88,8 +90,8 @@ def _kernel(
     full_place = tl.zeros([ROWS, 1], tl.int32) - 1
     partial_place = full_count - 1
     listed = full_count + partial_count
-    for i in range(CHUNKS):
-        at = i * COLS + col
+    for start in range(0, cols, COLS):
+        at = start + col
         inside = there & (at < cols)
         full, partial = _kinds(
             keep_at, keep_strides[3], k_last_at, position_strides[3][3], k_whole_at, k_whole_strides[3],

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from blocksparse.kernels.hardware import device_of
 from blocksparse.kernels.sizes import cdiv, power_of_2
+from blocksparse.kernels.strides_triton import alike, head_at
 
 _TILE = 1024  # entries at a time: a program is one warp, and many of them share a multiprocessor
 _PIECE = 512  # tokens per partial sum of the mean of all tokens
@@ -49,7 +50,7 @@ def _launch(
     with device_of(x):
         _kernel[(blocks, H, B)](
             x, x if index is None else index, x if centre is None else centre, out,
-            x.stride()[:3], (0, 0) if index is None else index.stride()[:2],
+            x.stride()[:3], None if index is None else alike(*index.stride()[:2]),
             N, blocks, lead, H // Hx,
             D=D, BLOCK_D=block_d, BLOCK=block,
             ROWS=max(min(power_of_2(block), _TILE // block_d), 1),
@@ -59,7 +60,7 @@ def _launch(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "blocks", "lead"])
 def _kernel(
     x_ptr, index_ptr, centre_ptr, out_ptr,
     x_strides, index_strides,
@@ -72,7 +73,6 @@ def _kernel(
     b = tl.program_id(2)
     source_h = h // heads_per_source
     x_at = x_ptr + b.to(tl.int64) * x_strides[0] + source_h.to(tl.int64) * x_strides[1]
-    index_at = index_ptr + b.to(tl.int64) * index_strides[0] + h.to(tl.int64) * index_strides[1]
     dims = tl.arange(0, BLOCK_D)[None, :]
     if CENTRED:
         centre_at = centre_ptr + (b.to(tl.int64) * (tl.num_programs(1) // heads_per_source) + source_h) * D
@@ -84,7 +84,7 @@ def _kernel(
         slot = start + place
         there = (place < BLOCK) & (slot >= 0) & (slot < N)
         if INDEXED:
-            token = tl.load(index_at + slot, mask=there, other=0)
+            token = tl.load(index_ptr + head_at(index_strides, b, h) + slot, mask=there, other=0)
         else:
             token = slot
         x_rows = x_at + token.to(tl.int64)[:, None] * x_strides[2] + dims

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from blocksparse.kernels.block_grid import BlockGrid
-from blocksparse.kernels.cell_products import products
+from blocksparse.kernels.products import products
 
 
 def block_products(pooled_q: Tensor, pooled_k: Tensor, grid: BlockGrid) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from blocksparse.kernels.block_grid import BlockGrid
+from blocksparse.kernels.sizes import FAR
 
 
 def block_softmax(
@@ -26,6 +27,7 @@ def block_softmax(
     Returns:
         The mass, in fp32 or better, and the blocks of the own segment, `[B|1, H|1, rows, cols]` bool, or None.
     """
+    segment = None if segment is None else min(segment, FAR)
     if logits.is_cuda and logits.dtype == torch.float32:
         from blocksparse.kernels.block_softmax_triton import block_softmax_triton
 

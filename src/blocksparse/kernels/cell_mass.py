@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from blocksparse.kernels.cell_products import cells, means_of_short_cells, products, wide_dtype
+from blocksparse.kernels.cell_products import cells, means_of_short_cells
+from blocksparse.kernels.products import products, wide_dtype
+from blocksparse.kernels.sizes import ROOM
 
 _WORKSPACE = 2**28  # bytes of logits at a time; their softmax takes as much again
 
@@ -81,6 +83,8 @@ def cell_mass_reference(
     if in_order:
         q_last, k_first = cell.view(1, 1, -1), column.view(1, 1, -1)
 
+    # A block far larger than the prompt is one of all its cells, and takes no more memory.
+    high, wide = min(high, max(first_cell + q_cells.shape[2], ROOM)), min(wide, max(keys.shape[2], ROOM))
     empty = first_cell % high  # cells before the first one in row 0
     rows, cols = -(-(empty + q_cells.shape[2]) // high), -(-keys.shape[2] // wide)
     masses = []

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.cell_products import means_of_short_cells
-from blocksparse.kernels.cell_products_triton import Tiles, can_use_tma, head_strides, tiles_for, whole_cells
+from blocksparse.kernels.cell_products_triton import Tiles, can_use_tma, reach_strides, tiles_for, whole_cells
 from blocksparse.kernels.cell_sums_triton import sums_of_tiles
 from blocksparse.kernels.hardware import device_of
 from blocksparse.kernels.sizes import cdiv, power_of_2
@@ -82,7 +82,7 @@ def cell_mass_triton(
             q_tiles, k_tiles = cdiv(last - first, block_m), cdiv(end, block_n)
             sums_of_tiles[(q_tiles * (Hq // H) * k_tiles, H, B)](
                 q_source, k_source, q, k, q_filler, k_filler, q_last, k_first, sums, peaks[0], peaks[1],
-                q.stride()[:3], k.stride()[:3], head_strides(q_last), head_strides(k_first),
+                q.stride()[:3], k.stride()[:3], reach_strides(q_last), reach_strides(k_first),
                 M, N, q_lead, first, last, first_cell, end, q_tiles, k_tiles, weight * math.log2(math.e), segment,
                 D=D, SLOTS=slots, WIDE=wide, GROUP=_GROUP,
                 CAUSAL=causal, FLIPPED=flipped, TMA=tma,
@@ -101,7 +101,7 @@ def cell_mass_triton(
     return mass
 
 
-@triton.jit(do_not_specialize=["band", "k_tiles", "top", "before", "rows"])
+@triton.jit(do_not_specialize=["peak_ptr", "total_ptr", "band", "k_tiles", "top", "before", "rows", "cols"])
 def _mass_of_rows(
     sums_ptr, peak_ptr, total_ptr, mass_ptr,
     band, k_tiles, top, before, rows, cols,

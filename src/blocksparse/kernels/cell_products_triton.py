@@ -14,7 +14,9 @@ from attrs import frozen
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from blocksparse.kernels.hardware import copies_in_bulk, has_descriptors
+from blocksparse.kernels.hardware import has_descriptors
+from blocksparse.kernels.memory import copies_in_bulk
+from blocksparse.kernels.strides_triton import alike, head_strides
 
 
 @frozen
@@ -51,11 +53,9 @@ def whole_cells(x: Tensor, slots: int, lead: int, block: int, block_k: int) -> T
     return TensorDescriptor.from_tensor(view, [1, 1, 1, block, block_k])
 
 
-def head_strides(x: Tensor | None) -> tuple[int, int]:
-    """Strides of the first two axes of `[B|1, Hq|1, n]`, 0 where one entry holds for all."""
-    if x is None:
-        return 0, 0
-    return tuple(0 if size == 1 else stride for size, stride in zip(x.shape[:2], x.stride()[:2], strict=True))
+def reach_strides(x: Tensor | None) -> tuple[int, ...] | None:
+    """Strides of the first two axes of `[B|1, Hq|1, n]`, `alike`."""
+    return None if x is None else alike(*head_strides(x))
 
 
 @triton.jit

@@ -10,9 +10,10 @@ import triton
 import triton.language as tl
 
 from blocksparse.kernels.cell_products_triton import cell_products, grouped_tile, largest
+from blocksparse.kernels.strides_triton import head_at
 
-# Sizes that change from band to band: nothing is compiled anew for multiples of 16.
-_OF_BAND = ["M", "N", "q_lead", "first", "last", "first_cell", "end", "q_tiles", "k_tiles"]
+# Sizes that change from band to band, and memory that begins where another part ends.
+_OF_BAND = ["peak_ptr", "total_ptr", "M", "N", "q_lead", "first", "last", "first_cell", "end", "q_tiles", "k_tiles"]
 
 
 @triton.jit(do_not_specialize=_OF_BAND)
@@ -44,9 +45,9 @@ def sums_of_tiles(
     reach = first_cell + i  # the last key cell that each may see, or its last position
     start = j
     if q_last_ptr is not None:
-        q_last_at = q_last_ptr + b.to(tl.int64) * q_last_strides[0] + h.to(tl.int64) * q_last_strides[1]
+        q_last_at = q_last_ptr + head_at(q_last_strides, b, h)
         reach = tl.load(q_last_at + i, mask=q_there, other=-1)
-        k_first_at = k_first_ptr + b.to(tl.int64) * k_first_strides[0] + h.to(tl.int64) * k_first_strides[1]
+        k_first_at = k_first_ptr + head_at(k_first_strides, b, h)
         start = tl.load(k_first_at + j, mask=k_there, other=2147483647)
     some = True
     if CAUSAL:

@@ -84,7 +84,7 @@ def _guess(words_at, words, want, SAMPLE: tl.constexpr):
     return last
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "G"])
 def choose(
     words_ptr, kept_ptr, first, S, H, G, width, count,
     TILE: tl.constexpr, SAMPLE: tl.constexpr,

@@ -9,7 +9,7 @@ eighth of the work, and a range that the first token, whose score often stands f
 
 Mean queries are rounded to the dtype of the keys, products are summed in fp32 or better. A step is 1/256 of that range,
 so that keys of one step weigh much the same, but neither the order inside a step nor which of its keys are the last to
-fit says anything about their scores. Positions are below 2^24.
+fit says anything about their scores. Positions are below 2^24, which is checked.
 
 On GPUs five launches for some segments at a time, without a sort: the first finds the range, the next computes all
 scores and writes their steps, which take a byte each; a search finds the step at which a row is full, and a counting
@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from blocksparse.kernels.cell_products import products
+from blocksparse.kernels.products import products
 
 STEPS = 256
 SAMPLED = 8  # the range of scores is that of every such key
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _SCORES_AT_ONCE = 1 << 24
+MOST_KEYS = 1 << 24  # a key's step and its position share an int32
 
 
 def coarse_order(mean: Tensor, k: Tensor, first: int, S: int, out: Tensor) -> None:
@@ -37,7 +38,12 @@ def coarse_order(mean: Tensor, k: Tensor, first: int, S: int, out: Tensor) -> No
         mean: mean query of segments `first` and on, `[B, H, G, D]`.
         k: `[B, Hkv, N, D]`; `Hkv` divides `H`.
         S: tokens per segment.
+
+    Raises:
+        ValueError: more keys than positions have bits for.
     """
+    if (keys := (first + out.shape[2] - 1) * S) > MOST_KEYS:
+        raise ValueError(f"a coarse order takes up to {MOST_KEYS} keys before a segment: {keys}; use coarse=False")
     if k.is_cuda and k.dtype in _DTYPES:
         from blocksparse.kernels.coarse_order_triton import coarse_order_triton
 

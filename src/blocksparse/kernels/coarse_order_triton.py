@@ -58,7 +58,7 @@ def _some_segments(mean: Tensor, k: Tensor, first: int, S: int, chunk: int, out:
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "G"])
 def _count(kept_ptr, numbers_ptr, first, S, H, G, count, chunk, STEPS: tl.constexpr, WIDE: tl.constexpr):
     """How many kept keys of this chunk are of each step."""
     b, h, g, start, want = row_of_maps(H, G, first, S, count)
@@ -83,7 +83,7 @@ def _number_of_ones(x):
     return ((((x + (x >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24) & 255
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "G"])
 def _order(
     kept_ptr, numbers_ptr, out_ptr, out_strides, first, S, H, G, count, chunk,
     STEPS: tl.constexpr, NARROW: tl.constexpr, PIECE: tl.constexpr,

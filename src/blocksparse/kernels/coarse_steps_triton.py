@@ -85,7 +85,7 @@ def _scores(mean, k_ptr, k_strides, b, h, key, end, D: tl.constexpr, BLOCK_D: tl
     return tl.dot(mean, tl.trans(keys), input_precision="ieee")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["G", "first", "shares"])
 def _range(
     mean_ptr, k_ptr, parts_ptr, mean_strides, k_strides, key_heads, heads, G, first, S, shares,
     SAMPLED: tl.constexpr,
@@ -110,7 +110,7 @@ def _range(
     tl.store(parts_ptr + (rows + row) * shares + tl.program_id(1), minus_low, mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["G", "first"])
 def _steps(
     mean_ptr, k_ptr, range_ptr, steps_ptr, mean_strides, k_strides, key_heads, heads, G, first, S, width,
     STEPS: tl.constexpr,

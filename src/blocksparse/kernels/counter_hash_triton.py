@@ -10,9 +10,9 @@ from torch import Tensor
 from blocksparse.kernels.block_grid_triton import strides
 from blocksparse.kernels.counter_hash import mix
 from blocksparse.kernels.hardware import device_of
-from blocksparse.kernels.sizes import cdiv, power_of_2
+from blocksparse.kernels.sizes import cdiv
 
-_TILE = 1024  # numbers per program
+_ROWS, _COLS = 4, 256  # numbers per program
 
 
 def counter_hash_triton(seed: int, *counters: Tensor) -> Tensor:
@@ -20,13 +20,11 @@ def counter_hash_triton(seed: int, *counters: Tensor) -> Tensor:
     shape = torch.broadcast_shapes(*(x.shape for x in counters))
     out = torch.empty(shape, dtype=torch.int64, device=counters[0].device)
     depth, rows, cols = (1,) * (3 - len(shape)) + tuple(shape)
-    wide = min(power_of_2(cols), _TILE)
-    high = _TILE // wide
     given = tuple(x[(None,) * (3 - x.ndim)] for x in counters)
     with device_of(out):
-        _kernel[(cdiv(rows, high) * cdiv(cols, wide), depth)](
+        _kernel[(cdiv(rows, _ROWS) * cdiv(cols, _COLS), depth)](
             given, tuple(strides(x) for x in given), out, mix(seed), rows, cols,
-            COUNTERS=len(given), ROWS=high, COLS=wide,
+            COUNTERS=len(given), ROWS=_ROWS, COLS=_COLS,
         )  # fmt: skip
     return out
 
@@ -58,6 +56,6 @@ def _kernel(
     inside = (row < rows) & (col < cols)
     mixed = tl.zeros([ROWS, COLS], tl.uint32) + state.to(tl.uint32)
     for i in tl.static_range(COUNTERS):
-        at = z * counter_strides[i][0] + row * counter_strides[i][1] + col * counter_strides[i][2]
+        at = z * (counter_strides[i][0] >> 4) + row * (counter_strides[i][1] >> 4) + col * counter_strides[i][2]
         mixed = folded(mixed, tl.load(counters[i] + at, mask=inside, other=0))
     tl.store(out_ptr + (z * rows + row) * cols + col, mixed.to(tl.int64), mask=inside)

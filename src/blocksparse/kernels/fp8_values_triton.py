@@ -11,6 +11,7 @@ from blocksparse.kernels.hardware import converts_to_fp8, device_of
 from blocksparse.kernels.quantize import FP8_LIMIT
 from blocksparse.kernels.quantize_triton import divided, largest_of, read_tokens, scale_of
 from blocksparse.kernels.sizes import cdiv, power_of_2
+from blocksparse.kernels.strides_triton import alike
 
 _TILE = 8192  # entries per program
 _LIMIT = tl.constexpr(FP8_LIMIT)
@@ -28,7 +29,7 @@ def fp8_values_triton(v: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor]:
     rows = rows_of(D)
     with device_of(v):
         _kernel[(cdiv(slots, rows), H, B)](
-            v, values, scales, index, v.stride()[:3], None if index is None else index.stride()[:2],
+            v, values, scales, index, v.stride()[:3], None if index is None else alike(*index.stride()[:2]),
             slots, H // v.shape[1],
             D=D, BLOCK_D=power_of_2(D), ROWS=rows, HARDWARE=converts_to_fp8(v),
         )  # fmt: skip
@@ -53,7 +54,7 @@ def _fp8_bits(x):
     return (code | (bits >> 24 & 0x80)).to(tl.uint8)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"])
 def _kernel(
     x_ptr, values_ptr, scales_ptr, index_ptr, x_strides, index_strides,
     slots, heads_per_source,

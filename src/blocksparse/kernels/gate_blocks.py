@@ -17,10 +17,9 @@ from blocksparse.kernels.block_grid import BlockGrid
 def gate_blocks(
     values: Tensor, unlike_row: Tensor, unlike_col: Tensor, forced: Tensor | None, grid: BlockGrid
 ) -> tuple[Tensor, Tensor]:
-    """Gated `values` `[B, H, rows, cols]` and `forced`, bool of the same shape.
+    """Gated `values` `[B, H, rows, cols]`, in memory of their own, and `forced`, bool of the same shape.
 
     Args:
-        values: may be overwritten.
         unlike_row: `[B|1, H|1, rows, 1]` bool.
         unlike_col: `[B|1, H|1, rows|1, cols]` bool.
         forced: `[B|1, H|1, rows, cols]` bool.
@@ -35,7 +34,7 @@ def gate_blocks(
 def gate_blocks_reference(
     values: Tensor, unlike_row: Tensor, unlike_col: Tensor, forced: Tensor | None, grid: BlockGrid
 ) -> tuple[Tensor, Tensor]:
-    """The same in plain torch; leaves `values` as they are."""
+    """The same in plain torch."""
     chosen = unlike_row | unlike_col
     chosen = chosen if forced is None else chosen | forced
     return values.masked_fill(unlike_col, 0.0), (chosen & grid.reachable).expand(values.shape)

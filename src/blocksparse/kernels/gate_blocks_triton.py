@@ -1,4 +1,4 @@
-"""The Triton kernel of `gate_blocks`: in place where rows lie densely."""
+"""The Triton kernel of `gate_blocks`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from blocksparse.kernels.block_grid_triton import (
     reachable_blocks,
     rows_at,
     strides,
+    tile_of_blocks,
     tile_of_grid,
 )
 from blocksparse.kernels.hardware import device_of
-from blocksparse.kernels.sizes import cdiv, power_of_2
+from blocksparse.kernels.sizes import cdiv
 
 _TILE = 4096  # blocks at a time
 
@@ -26,27 +27,26 @@ def gate_blocks_triton(
     values: Tensor, unlike_row: Tensor, unlike_col: Tensor, forced: Tensor | None, grid: BlockGrid
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernel; arguments as of `gate_blocks`."""
-    values = values.contiguous()
     B, H, rows, cols = values.shape
+    gated = torch.empty(values.shape, dtype=torch.float32, device=values.device)
     out = torch.empty(values.shape, dtype=torch.bool, device=values.device)
     tensors, position_strides = positions(grid)
-    wide = min(power_of_2(cols), 1024)
-    high = min(power_of_2(rows), _TILE // wide)
+    tile = tile_of_blocks(_TILE)
     with device_of(values):
-        _kernel[(cdiv(rows, high) * cdiv(cols, wide), H, B)](
-            values, unlike_row, unlike_col, forced, out, tensors,
-            strides(unlike_row), strides(unlike_col), None if forced is None else strides(forced), position_strides,
+        _kernel[(cdiv(rows, tile["ROWS"]) * cdiv(cols, tile["COLS"]), H, B)](
+            values, unlike_row, unlike_col, forced, gated, out, tensors,
+            strides(values), strides(unlike_row), strides(unlike_col), None if forced is None else strides(forced), position_strides,
             rows, cols,
-            CAUSAL=grid.causal, ROWS=high, COLS=wide,
+            CAUSAL=grid.causal, **tile,
             num_warps=4,
         )  # fmt: skip
-    return values, out
+    return gated, out
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "cols"])
 def _kernel(
-    values_ptr, unlike_row_ptr, unlike_col_ptr, forced_ptr, out_ptr, position_ptrs,
-    unlike_row_strides, unlike_col_strides, forced_strides, position_strides,
+    values_ptr, unlike_row_ptr, unlike_col_ptr, forced_ptr, gated_ptr, out_ptr, position_ptrs,
+    values_strides, unlike_row_strides, unlike_col_strides, forced_strides, position_strides,
     rows, cols,
     CAUSAL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
@@ -65,4 +65,5 @@ def _kernel(
     )
     at = ((b * tl.num_programs(1) + h).to(tl.int64) * rows + row) * cols + col
     tl.store(out_ptr + at, chosen & reachable_blocks(q_last, k_first, k_last, CAUSAL), mask=inside)
-    tl.store(values_ptr + at, tl.zeros([ROWS, COLS], tl.float32), mask=inside & unlike_col)
+    values_at = rows_at(values_ptr, values_strides, b, h, row) + col * values_strides[3]
+    tl.store(gated_ptr + at, tl.load(values_at, mask=inside & ~unlike_col, other=0.0), mask=inside)

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from blocksparse.kernels.hardware import is_hopper
+from blocksparse.kernels.memory import empty_as
+from blocksparse.kernels.products import products
 
 
 @torch.library.custom_op("blocksparse::gather_attention", mutates_args=())
@@ -71,8 +73,8 @@ def _(q, k, v, index, opened, *_args):
 
 
 def _outputs(q: Tensor, v: Tensor, opened: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialised, of the right shapes."""
-    out = q.new_empty((*q.shape[:3], v.shape[-1]), dtype=v.dtype)
+    """Uninitialised, of the right shapes; from q as it is given, before a kernel has it moved."""
+    out = empty_as(q, v.shape[-1], v.dtype)
     lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
     return out, lse, opened.new_empty(opened.shape)
 
@@ -136,7 +138,7 @@ def gather_attention_reference(
         allowed = there & (slots.unsqueeze(1) <= q_at[running].unsqueeze(2)) if causal else there
         queries = q[b[:, None], h[:, None], query[running]].to(dtype)
         keys, values = (x[b[:, None], h[:, None] // (Hq // Hkv), token].to(dtype) for x in (k, v))
-        logits = torch.matmul(queries, keys.transpose(1, 2)) * scale
+        logits = products(queries.unsqueeze(0), keys.unsqueeze(0)).squeeze(0) * scale
         logits = logits.masked_fill(~allowed, float("-inf"))  # [running, q_block, k_block]
 
         new_peak = torch.maximum(peak[running], logits.amax(-1))
@@ -146,7 +148,8 @@ def gather_attention_reference(
         before, gain = total[running] * rescale, weight.sum(-1)  # relative to one maximum
         # An empty slot reads key 0; its weight is 0, which must not meet an infinite value.
         values = values.masked_fill(~there.transpose(1, 2), 0.0)
-        after = summed[running] * rescale.unsqueeze(-1) + torch.matmul(weight, values)
+        added = products(weight.unsqueeze(0), values.mT.unsqueeze(0)).squeeze(0)
+        after = summed[running] * rescale.unsqueeze(-1) + added
 
         share = (gain / before.masked_fill(before == 0, 1.0)).masked_fill(before == 0, float("inf"))
         share, present = share.masked_fill(~live[running], 0.0), live[running].sum(-1)

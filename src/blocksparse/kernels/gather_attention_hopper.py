@@ -31,6 +31,7 @@ from blocksparse.kernels.gather_votes_hopper import is_satisfied, post_vote
 from blocksparse.kernels.hardware import device_of
 from blocksparse.kernels.hopper_queue import make_barriers, positive, read, registers
 from blocksparse.kernels.hopper_rows import LOWEST, NEVER, partial_sum, row_max
+from blocksparse.kernels.memory import empty_as
 
 _LOADER_REGISTERS = gl.constexpr(56)
 
@@ -69,12 +70,12 @@ def gather_attention_hopper(
     mean: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the kernel; arguments as of `gather_attention`, of which `fits_hopper` says which it takes."""
-    q, scale = positive(q, scale)
     (B, Hq, M, D), Hkv, N = q.shape, k.shape[1], k.shape[2]
+    out = empty_as(q, D, v.dtype)
+    q, scale = positive(q, scale)
     q, k, v = (x if _copied_in_16_bytes(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
     index, opened, count, group, tau = (x.contiguous() for x in (index, opened, count, group, tau))
     q_position, k_position = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_position, k_position))
-    out = q.new_empty((B, Hq, M, D), dtype=v.dtype)
     lse = q.new_empty((B, Hq, M), dtype=torch.float32)
     visited = opened.new_empty(opened.shape)
     rows, cols = index.shape[2:]
@@ -84,7 +85,7 @@ def gather_attention_hopper(
         _kernel[(rows * (Hq // Hkv), Hkv, B)](
             q, k, v, out, lse, visited,
             index, opened, count, q_position, k_position, group, tau,
-            axis_strides(q), axis_strides(k), axis_strides(v), out.stride()[:3], lse.stride()[:2],
+            axis_strides(q), axis_strides(k), axis_strides(v), out.stride()[:3], *lse.stride()[:2],
             axis_strides(q_position), axis_strides(k_position),
             rows, cols, N - M if causal else 0,
             Hq // k_position.shape[1], scale * math.log2(math.e), patience,
@@ -254,11 +255,11 @@ def _consume(WG: gl.constexpr, C, given):
     gl.store(rows, q.load(WHOLE), mask=(at >= 0)[:, None])
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["lse_stride_b", "lse_stride_h", "rows", "cols", "offset"])
 def _kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, visited_ptr,
     index_ptr, opened_ptr, count_ptr, q_position_ptr, k_position_ptr, group_ptr, tau_ptr,
-    q_strides, k_strides, v_strides, out_strides, lse_strides, q_position_strides, k_position_strides,
+    q_strides, k_strides, v_strides, out_strides, lse_stride_b, lse_stride_h, q_position_strides, k_position_strides,
     rows, cols, offset,
     heads_per_map, scale_log2, patience,
     D: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, K_SPLIT: gl.constexpr, STAGES: gl.constexpr,
@@ -275,7 +276,7 @@ def _kernel(
     k_ptr += batch * k_strides[0] + h_key.to(gl.int64) * k_strides[1]
     v_ptr += batch * v_strides[0] + h_key.to(gl.int64) * v_strides[1]
     out_ptr += batch * out_strides[0] + h.to(gl.int64) * out_strides[1]
-    lse_ptr += batch * lse_strides[0] + h.to(gl.int64) * lse_strides[1]
+    lse_ptr += batch * lse_stride_b + h.to(gl.int64) * lse_stride_h
     q_position_ptr += batch * q_position_strides[0] + h.to(gl.int64) * q_position_strides[1]
     q_position_ptr += row * (64 * CONSUMERS)
     map_at = batch * k_position_strides[0] + (h // heads_per_map).to(gl.int64) * k_position_strides[1]

@@ -14,7 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.hardware import device_of, has_large_memory
+from blocksparse.kernels.memory import empty_as
 from blocksparse.kernels.sizes import power_of_2
+from blocksparse.kernels.strides_triton import alike, head_at
 
 # Blocks whose loads may be under way when a row stops; their products are thrown away.
 _AHEAD = 4
@@ -41,10 +43,10 @@ def gather_attention_triton(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the kernel; arguments as of `gather_attention`."""
     (B, Hq, M, D), (_, Hkv, N, _) = q.shape, k.shape
+    out = empty_as(q, v.shape[-1], v.dtype)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     index, opened, count, group, tau = (x.contiguous() for x in (index, opened, count, group, tau))
     q_position, k_position = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_position, k_position))
-    out = q.new_empty((B, Hq, M, v.shape[-1]), dtype=v.dtype)
     lse = q.new_empty((B, Hq, M), dtype=torch.float32)
     visited = opened.new_empty(opened.shape)
     rows, cols = index.shape[2:]
@@ -53,7 +55,7 @@ def gather_attention_triton(
         _kernel[(rows, Hq, B)](
             q, k, v, out, lse, visited,
             index, opened, count, q_position, k_position, group, tau,
-            q.stride()[:3], k.stride()[:3], v.stride()[:3], out.stride()[:3], lse.stride()[:2],
+            q.stride()[:3], k.stride()[:3], v.stride()[:3], out.stride()[:3], alike(*lse.stride()[:2]),
             axis_strides(q_position), axis_strides(k_position),
             rows, cols, N - M if causal else 0,
             Hq // Hkv, Hq // k_position.shape[1], scale * math.log2(math.e), patience,
@@ -143,7 +145,7 @@ def _tile(
     return new_max, before * rescale, gain * rescale + tl.sum(weight, 1), accumulator
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "cols", "offset"])
 def _kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, visited_ptr,
     index_ptr, opened_ptr, count_ptr, q_position_ptr, k_position_ptr, group_ptr, tau_ptr,
@@ -231,7 +233,7 @@ def _kernel(
     out_at = out_ptr + b.to(tl.int64) * out_strides[0] + h.to(tl.int64) * out_strides[1]
     out_at = out_at + queries.to(tl.int64)[:, None] * out_strides[2] + dims_v[None, :]
     tl.store(out_at, result.to(out_ptr.dtype.element_ty), mask=live[:, None] & (dims_v < DV)[None, :])
-    lse_at = lse_ptr + b.to(tl.int64) * lse_strides[0] + h.to(tl.int64) * lse_strides[1] + queries
+    lse_at = lse_ptr + head_at(lse_strides, b, h) + queries
     # 0.6931... is ln 2: scores are in base 2.
     log_sum = tl.where(
         empty, float("-inf"), (running_max + tl.log2(tl.where(empty, 1.0, running_sum))) * 0.6931471805599453

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from blocksparse.kernels.hardware import device_of
 from blocksparse.kernels.sizes import cdiv, power_of_2
+from blocksparse.kernels.strides_triton import alike, head_at
 
 _TILE = 8192  # entries of a tensor per program
 
@@ -40,7 +41,7 @@ def _launch(
     with device_of(x):
         _kernel[(cdiv(M, rows), H, B)](
             x, out[0], y, out[-1], index,
-            x.stride()[:3], y.stride()[:3], index.stride()[:2],
+            x.stride()[:3], y.stride()[:3], alike(*index.stride()[:2]),
             M, heads_per_source,
             DX=x.shape[-1], DY=y.shape[-1], BLOCK_DX=wide[0], BLOCK_DY=wide[1], ROWS=rows,
             TWO=len(tensors) == 2, SCATTER=scatter,
@@ -72,7 +73,7 @@ def _write(out_ptr, x, head, M, row, there, D: tl.constexpr, BLOCK_D: tl.constex
         tl.store(target, x, mask=there[:, None] & (dims < D)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _kernel(
     x_ptr, x_out_ptr, y_ptr, y_out_ptr, index_ptr,
     x_strides, y_strides, index_strides,
@@ -84,11 +85,7 @@ def _kernel(
     b = tl.program_id(2)
     here = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = here < M
-    named = tl.load(
-        index_ptr + b.to(tl.int64) * index_strides[0] + h.to(tl.int64) * index_strides[1] + here,
-        mask=there,
-        other=0,
-    )
+    named = tl.load(index_ptr + head_at(index_strides, b, h) + here, mask=there, other=0)
     if SCATTER:
         source, target = here, named
     else:

@@ -19,10 +19,12 @@ from blocksparse.kernels.block_grid_triton import (
     reachable_blocks,
     rows_at,
     strides,
+    tile_of_blocks,
     tile_of_grid,
 )
 from blocksparse.kernels.hardware import device_of
-from blocksparse.kernels.sizes import cdiv, power_of_2
+from blocksparse.kernels.sizes import cdiv
+from blocksparse.kernels.strides_triton import head_strides
 from blocksparse.kernels.top_cdf_triton import limit_of, ticks_of, weights_of
 
 _TILE = 4096  # blocks at a time
@@ -36,12 +38,11 @@ def global_top_cdf_triton(
     """Launch the kernels; arguments as of `global_top_cdf`."""
     B, H, rows, cols = values.shape
     n, device = rows * cols, values.device
-    wide = min(power_of_2(cols), _TILE)
-    high = min(power_of_2(rows), _TILE // wide)
-    over_grid = cdiv(rows, high) * cdiv(cols, wide), H, B
+    tile = tile_of_blocks(_TILE)
+    over_grid = cdiv(rows, tile["ROWS"]) * cdiv(cols, tile["COLS"]), H, B
     in_line = cdiv(n, _TILE), H, B
     where = (*positions(grid), rows, cols)
-    tiling = {"CAUSAL": grid.causal, "ROWS": high, "COLS": wide, "num_warps": 4}
+    tiling = {"CAUSAL": grid.causal, **tile, "num_warps": 4}
 
     ticks = torch.empty((B, H, n), dtype=torch.int32, device=device)
     heaviest, lightest = torch.zeros((2, B, H), dtype=torch.int32, device=device)
@@ -50,7 +51,7 @@ def global_top_cdf_triton(
     bounds = torch.empty((_PASSES, B, H, 2), dtype=torch.int32, device=device)
     ties = torch.empty((B, H, in_line[0]), dtype=torch.int32, device=device)
     keep = torch.empty(values.shape, dtype=torch.bool, device=device)
-    mass_stride = strides(mass)[1]
+    mass_stride = head_strides(mass)[1]
     with device_of(values):
         _heaviest[over_grid](values, heaviest, strides(values), *where, **tiling)
         _to_ticks[over_grid](values, heaviest, ticks, total, strides(values), *where, **tiling)
@@ -64,7 +65,7 @@ def global_top_cdf_triton(
             ticks, total, mass, mass_stride, bounds[-1], sums[-1], lightest, above, ties, n,
             CROSSING=crossing, TILE=_TILE, num_warps=4,
         )  # fmt: skip
-        before = ties.cumsum(-1, dtype=torch.int32) - ties
+        before = ties.cumsum(-1, dtype=torch.int64) - ties
         _keep[in_line](
             ticks, total, mass, mass_stride, lightest, above, before, keep, n,
             CROSSING=crossing, TILE=_TILE, num_warps=4,
@@ -87,7 +88,7 @@ def _reachable_weights(
     return weights_of(tl.load(at, mask=reachable, other=0.0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "cols"])
 def _heaviest(
     values_ptr, heaviest_ptr, values_strides, positions, position_strides, rows, cols,
     CAUSAL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
@@ -102,7 +103,7 @@ def _heaviest(
     tl.atomic_max(heaviest_ptr + b * tl.num_programs(1) + h, tl.max(tl.max(bits, 1), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "cols"])
 def _to_ticks(
     values_ptr, heaviest_ptr, ticks_ptr, total_ptr, values_strides, positions, position_strides, rows, cols,
     CAUSAL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
@@ -147,7 +148,7 @@ def _part(bounds_ptr, sums_ptr, target, head):
     return low, high
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _search(
     ticks_ptr, total_ptr, mass_ptr, mass_stride, last_bounds_ptr, last_sums_ptr, bounds_ptr, sums_ptr, n,
     CROSSING: tl.constexpr, TILE: tl.constexpr,
@@ -160,7 +161,7 @@ def _search(
     at = bounds_ptr + head * 2 + one
     tl.store(at, low, mask=one + tl.program_id(0) == 0)
     tl.store(at + 1, high, mask=one + tl.program_id(0) == 0)
-    place = tl.program_id(0) * TILE + tl.arange(0, TILE)[None, :]
+    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]  # a head may have over 2^31 blocks
     ticks = tl.load(ticks_ptr + head.to(tl.int64) * n + place, mask=place < n, other=0)
     for part in tl.static_range(1, 8):
         bound = low + ((high - low).to(tl.int64) * part // 8).to(tl.int32)
@@ -168,7 +169,7 @@ def _search(
         tl.atomic_add(sums_ptr + head * 8 + part - 1 + one, more)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _count(
     ticks_ptr, total_ptr, mass_ptr, mass_stride, bounds_ptr, sums_ptr, lightest_ptr, above_ptr, ties_ptr, n,
     CROSSING: tl.constexpr, TILE: tl.constexpr,
@@ -179,7 +180,7 @@ def _count(
     low, lightest = _part(bounds_ptr, sums_ptr, _target(total_ptr, mass_ptr, mass_stride, head, h, CROSSING), head)
     one = tl.zeros([1, 1], tl.int32)
     tl.store(lightest_ptr + head + one, lightest, mask=one + tl.program_id(0) == 0)
-    place = tl.program_id(0) * TILE + tl.arange(0, TILE)[None, :]
+    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]  # a head may have over 2^31 blocks
     ticks = tl.load(ticks_ptr + head.to(tl.int64) * n + place, mask=place < n, other=-1)
     more = tl.sum(tl.where(ticks > lightest, ticks, 0).to(tl.int64), 1, keep_dims=True)
     tl.atomic_add(above_ptr + head + one, more)
@@ -187,7 +188,7 @@ def _count(
     tl.store(ties_ptr + head.to(tl.int64) * tl.num_programs(0) + tl.program_id(0) + one, same)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _keep(
     ticks_ptr, total_ptr, mass_ptr, mass_stride, lightest_ptr, above_ptr, before_ptr, keep_ptr, n,
     CROSSING: tl.constexpr, TILE: tl.constexpr,
@@ -197,7 +198,7 @@ def _keep(
     one = tl.zeros([1, 1], tl.int32)
     missing = _target(total_ptr, mass_ptr, mass_stride, head, h, CROSSING) - tl.load(above_ptr + head + one)
     lightest = tl.load(lightest_ptr + head + one)
-    place = tl.program_id(0) * TILE + tl.arange(0, TILE)[None, :]
+    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]  # a head may have over 2^31 blocks
     ticks = tl.load(ticks_ptr + head.to(tl.int64) * n + place, mask=place < n, other=-1)
     tied = ticks == lightest
     before = tl.load(before_ptr + head.to(tl.int64) * tl.num_programs(0) + tl.program_id(0) + one)
@@ -206,7 +207,7 @@ def _keep(
     tl.store(keep_ptr + head.to(tl.int64) * n + place, taken, mask=place < n)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "cols"])
 def _finish(
     keep_ptr, forced_ptr, mass_ptr, mass_stride, keep_strides, forced_strides, positions, position_strides, rows, cols,
     CAUSAL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,

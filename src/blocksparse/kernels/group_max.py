@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from blocksparse.kernels.cell_products import products
+from blocksparse.kernels.products import products
+from blocksparse.kernels.sizes import ROOM, cdiv
 
 _WORKSPACE = 2**25  # group products at a time
 
@@ -63,8 +64,12 @@ def group_max_reference(
 ) -> Tensor:
     """The same in plain torch, some rows of blocks at a time."""
     M, N, device = q.shape[2], k.shape[2], q.device
-    rows, groups = -(-(q_lead + M) // (g * high)), -(-N // g)
-    cols = -(-groups // wide)
+    # A group, or a block, far larger than the prompt is one of all its tokens, and takes no more memory.
+    longest = max(q_lead + M, N, ROOM)
+    g = min(g, longest)
+    high, groups = min(high, cdiv(longest, g)), cdiv(N, g)
+    wide = min(wide, groups)
+    rows, cols = cdiv(q_lead + M, g * high), cdiv(groups, wide)
     queries = pad(q, (0, 0, q_lead, rows * high * g - q_lead - M)).unflatten(2, (-1, g)).flatten(3)
     keys = pad(k, (0, 0, 0, groups * g - N)).unflatten(2, (-1, g)).flatten(3)
     if q_last is None or k_first is None:

@@ -15,13 +15,14 @@ from blocksparse.kernels.cell_products_triton import (
     can_use_tma,
     cell_products,
     grouped_tile,
-    head_strides,
     largest,
+    reach_strides,
     tiles_for,
     whole_cells,
 )
 from blocksparse.kernels.hardware import device_of
 from blocksparse.kernels.sizes import cdiv
+from blocksparse.kernels.strides_triton import head_at
 
 _GROUP = 8  # query tiles that share a key tile in L2
 
@@ -63,7 +64,7 @@ def group_max_triton(
     with device_of(q):
         _kernel[(q_tiles * (Hq // H) * k_tiles, H, B)](
             q_source, k_source, q, k, q_last, k_first, best,
-            q.stride()[:3], k.stride()[:3], head_strides(q_last), head_strides(k_first),
+            q.stride()[:3], k.stride()[:3], reach_strides(q_last), reach_strides(k_first),
             M, N, q_lead, first_row, rows, cols, q_tiles, k_tiles,
             D=D, SLOTS=g, HIGH=high, WIDE=wide, GROUP=_GROUP,
             CAUSAL=causal, PER_TOKEN=per_token, PADDED=padded_tail,
@@ -101,9 +102,9 @@ def _kernel(
     reach = (first_row + i // HIGH + 1) * HIGH - 1  # the last key group that each may see, or its last position
     start = j
     if q_last_ptr is not None:
-        q_last_at = q_last_ptr + b.to(tl.int64) * q_last_strides[0] + h.to(tl.int64) * q_last_strides[1]
+        q_last_at = q_last_ptr + head_at(q_last_strides, b, h)
         reach = tl.load(q_last_at + i // HIGH, mask=i // HIGH < rows, other=-1)
-        k_first_at = k_first_ptr + b.to(tl.int64) * k_first_strides[0] + h.to(tl.int64) * k_first_strides[1]
+        k_first_at = k_first_ptr + head_at(k_first_strides, b, h)
         start = tl.load(k_first_at + j, mask=j * SLOTS < N, other=2147483647)
     some = True
     if CAUSAL:

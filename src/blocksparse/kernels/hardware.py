@@ -29,12 +29,3 @@ def has_large_memory(x: Tensor) -> bool:
 def converts_to_fp8(x: Tensor) -> bool:
     """Whether the GPU of `x` converts to fp8 (e4m3) in hardware: NVIDIA's from Ada on."""
     return x.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(x.device) >= (8, 9)
-
-
-def copies_in_bulk(x: Tensor) -> bool:
-    """Whether tensor descriptors can read `x`: rows contiguous, and aligned to 16 bytes."""
-    return (
-        x.stride(-1) == 1
-        and x.data_ptr() % 16 == 0
-        and all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:-1])
-    )

@@ -17,6 +17,13 @@ from triton.language.core import _aggregate  # no public name up to Triton 3.7
 
 LOADER_REGISTERS = gl.constexpr(24)
 
+# Arguments that change with the prompt's length: nothing is compiled anew where one is 1 or a multiple of 16, or where the
+# second half of some memory is aligned. Strides of tuples are looked at always; those of positions are whole blocks.
+OF_PROMPT = [
+    *("full_count_ptr", "partial_count_ptr", "tiles", "N", "cols", "rows", "offset"),
+    *(f"{name}_stride_{axis}" for name in ("count", "index", "lse") for axis in "bh"),
+]
+
 
 def positive(q: Tensor, scale: float) -> tuple[Tensor, float]:
     """Queries and a scale above 0 with the same logits: kernels for Hopper take maxima before the scale comes in."""

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from blocksparse.kernels.hardware import device_of
+from blocksparse.kernels.memory import empty_as
+from blocksparse.kernels.products import products
 
 
 @torch.library.custom_op("blocksparse::int8_attention", mutates_args=())
@@ -50,6 +52,7 @@ def int8_attention(
     from blocksparse.kernels.int8_attention_hopper import int8_attention_hopper
 
     out, lse = _outputs(q, out_dtype)
+    q_position, k_position = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_position, k_position))
     with device_of(q):
         int8_attention_hopper(
             q, k, v, out, lse, full_count, partial_count, index, q_position, k_position,
@@ -65,8 +68,8 @@ def _(q, *_args, **_named):
 
 
 def _outputs(q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Uninitialised, in memory as q lies."""
-    return torch.empty_like(q, dtype=dtype), q.new_empty(q.shape[:3], dtype=torch.float32)
+    """Uninitialised."""
+    return empty_as(q, q.shape[-1], dtype), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def int8_attention_reference(
@@ -114,9 +117,8 @@ def int8_attention_reference(
         return x.double().repeat_interleave(Hq // Hk, 1)
 
     def logits_of(keys: Tensor, factor: Tensor) -> Tensor:
-        return (
-            (q.double() @ of_heads(keys).mT) * q_scale.double()[..., None] * of_heads(factor)[:, :, None] * scale
-        )
+        exact = products(q.double(), keys.double())
+        return exact * q_scale.double()[..., None] * of_heads(factor)[:, :, None] * scale
 
     split = k_block // tile
     cols, tile_count = index.shape[-1], -(-N // tile)
@@ -152,12 +154,13 @@ def int8_attention_reference(
         logits = _without_negligible(logits, of_queries(place), whole, pv_skip, tile)
     weight = logits.softmax(-1).nan_to_num(0.0)
     if v_tile_log2 is None or v_token is None:
-        out = weight @ of_heads(v)
+        out = products(weight, v.double().mT)
     else:
         values = v.double().unflatten(-1, (-1, 4, 2, 2)).transpose(-3, -2).flatten(-4).mT[:, :, :N]
         of_tiles = values[:, :Hk] * of_slots(v_tile_log2).double().exp2()[..., None]
         of_tokens = values[:, Hk:] * v_token[:, :Hk].double().exp2()[..., None]
-        out = weight.where(whole, 0.0) @ of_heads(of_tiles) + weight.masked_fill(whole, 0.0) @ of_heads(of_tokens)
+        out = products(weight.where(whole, 0.0), of_tiles.mT)
+        out = out + products(weight.masked_fill(whole, 0.0), of_tokens.mT)
     lse = logits.logsumexp(-1) if taken is None else logits.logsumexp(-1) + taken
     return out.to(out_dtype), lse.float()
 

@@ -32,6 +32,7 @@ from blocksparse.kernels.hopper_loaders import (
 from blocksparse.kernels.hopper_output import store_lse, store_out
 from blocksparse.kernels.hopper_queue import (
     LOADER_REGISTERS,
+    OF_PROMPT,
     Constants,
     consumer_registers,
     extent,
@@ -44,7 +45,8 @@ from blocksparse.kernels.hopper_queue import (
 from blocksparse.kernels.hopper_rows import LOWEST, by_thread, query_positions
 from blocksparse.kernels.int8_rows_hopper import LAZY, kept, masked_tile, of_rows, operands_of, promoted
 from blocksparse.kernels.int8_step_hopper import after, products, step
-from blocksparse.kernels.sparse_attention_triton import batch_head_strides
+from blocksparse.kernels.memory import for_bulk_copies
+from blocksparse.kernels.strides_triton import head_strides
 
 _LOG2_E = gl.constexpr(math.log2(math.e))
 _GROUP = gl.constexpr(4)  # tiles whose fp8 products the tensor cores add before fp32 does
@@ -87,6 +89,7 @@ def int8_attention_hopper(
         q = pad(q, (0, 0, q_lead, 0))
         q_scale, taken = (x if x is None else pad(x, (q_lead, 0)) for x in (q_scale, taken))
         out, lse = (x.new_empty((*q.shape[:3], *x.shape[3:])) for x in filled)
+    q, k, v = (for_bulk_copies(x) for x in (q, k, v))
     B, Hq, M, D = q.shape
     Hk, N, Dv = k.shape[1] // 2, k.shape[2], out.shape[-1]
     fp8 = v_tile_log2 is not None
@@ -102,8 +105,8 @@ def int8_attention_hopper(
         panels(q, 64), panels(k, piece), turned(v, piece) if fp8 else panels(v, piece), panels(out, 64),
         *of_queries, *of_tokens, *(numbers(x.flatten(2), TILE_NUMBERS.value) for x in of_tiles), lse,
         full_count, partial_count, index, q_position, k_position, queue, lse if pv_skip is None else pv_skip,
-        batch_head_strides(full_count), batch_head_strides(index),
-        batch_head_strides(q_position), batch_head_strides(k_position), lse.stride()[:2],
+        *head_strides(full_count), *head_strides(index), *lse.stride()[:2],
+        head_strides(q_position), head_strides(k_position),
         tiles, M, N, index.shape[-1], rows, Hk, Hq // Hk, Hq // full_count.shape[1],
         N - M if causal else 0, scale * math.log2(math.e),
         DQ=padded(D), DV=padded(Dv), CONSUMERS=consumers, BLOCK_N=block_n, STAGES=num_stages,
@@ -266,12 +269,13 @@ def _consume(WG: gl.constexpr, C, SKIP: gl.constexpr, sources, pointers, bars, b
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=OF_PROMPT)
 def _kernel(
     q_source, k_source, v_source, out_target, q_scale_source, taken_source, k_token_source, v_token_source,
     k_tile_source, v_tile_source, lse_ptr,
     full_count_ptr, partial_count_ptr, index_ptr, q_position_ptr, k_position_ptr, queue_ptr, pv_skip_ptr,
-    count_strides, index_strides, q_position_strides, k_position_strides, lse_strides,
+    count_stride_b, count_stride_h, index_stride_b, index_stride_h, lse_stride_b, lse_stride_h,
+    q_position_strides, k_position_strides,
     tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale_log2,
     DQ: gl.constexpr, DV: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     PIECES: gl.constexpr, K_SPLIT: gl.constexpr, Q_SPLIT: gl.constexpr,
@@ -309,7 +313,10 @@ def _kernel(
         full_count_ptr, partial_count_ptr, index_ptr, q_position_ptr, k_position_ptr, queue_ptr, lse_ptr, pv_skip_ptr,
     )  # fmt: skip
     bufs = (q_pieces, k_pieces, v_pieces, out_pieces, words, starts, (query_numbers, token_numbers, tile_numbers))
-    strides = (count_strides, index_strides, q_position_strides, k_position_strides, lse_strides)
+    strides = (
+        (count_stride_b, count_stride_h), (index_stride_b, index_stride_h), q_position_strides, k_position_strides,
+        (lse_stride_b, lse_stride_h),
+    )  # fmt: skip
     sizes = (tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale_log2)
     C = Constants(
         DQ, DV, CONSUMERS, BLOCK_N, STAGES, PIECES, K_SPLIT, Q_SPLIT, CAUSAL, Q_IN_ORDER, K_IN_ORDER, True, FP8

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from blocksparse.kernels.gather_rows import gather_rows_reference
+from blocksparse.kernels.products import products
 from blocksparse.kernels.quantize import int8_per_block, int8_per_token
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -87,8 +88,7 @@ def int8_queries_reference(
     """The same in plain torch."""
     q, empty, taken = _in_slots(q, index), None if index is None else index < 0, None
     if mean is not None:
-        by_key = q.float().unflatten(1, (mean.shape[1], -1))  # [B, Hkv, G, M, D]
-        taken = scale * (by_key @ mean.unsqueeze(2).unsqueeze(-1)).squeeze(-1).flatten(1, 2)
+        taken = scale * products(q.float(), mean.unsqueeze(2)).squeeze(-1)
         if plain is not None:
             by_place = plain.repeat_interleave(block, -1)[..., lead : lead + q.shape[2]]
             taken = taken.masked_fill(by_place != 0, 0.0)

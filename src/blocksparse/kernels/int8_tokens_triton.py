@@ -11,6 +11,7 @@ from blocksparse.kernels.hardware import device_of
 from blocksparse.kernels.quantize import INT8_LIMIT
 from blocksparse.kernels.quantize_triton import divided, earliest_token, largest_of, read_tokens, scale_of
 from blocksparse.kernels.sizes import cdiv, power_of_2
+from blocksparse.kernels.strides_triton import alike, head_at
 
 _TILE = 8192  # entries per program where every token has its own scale
 _BLOCK_TILE = 16384  # and at a time where tokens share one
@@ -68,7 +69,7 @@ def _launch(
     with device_of(x):
         _kernel[(copies * cdiv(lead + slots, step), H, B)](
             x, values, scales, index, mean, taken, plain,
-            x.stride()[:3], *(None if y is None else y.stride()[:2] for y in (index, plain)),
+            x.stride()[:3], *(None if y is None else alike(*y.stride()[:2]) for y in (index, plain)),
             slots, lead, plain_below, factor,
             D=D, BLOCK_D=power_of_2(D), STEP=step, ROWS=rows, BLOCK=block, SHARED=shared, COPIES=copies,
             HEADS_PER_SOURCE=H // x.shape[1], HEADS_PER_MEAN=1 if mean is None else H // mean.shape[1],
@@ -102,7 +103,7 @@ def _tokens(
     return x, slot, inside, there
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "lead", "plain_below"])
 def _kernel(
     x_ptr, values_ptr, scales_ptr, index_ptr, mean_ptr, taken_ptr, plain_ptr,  # None: compiled away
     x_strides, index_strides, plain_strides,
@@ -146,7 +147,7 @@ def _kernel(
         if taken_ptr is not None:
             taken = tl.sum(x * mean, 1) * factor
             if plain_ptr is not None:
-                plain_at = plain_ptr + b.to(tl.int64) * plain_strides[0] + h.to(tl.int64) * plain_strides[1]
+                plain_at = plain_ptr + head_at(plain_strides, b, h)
                 plain = tl.load(plain_at + (slot + lead) // BLOCK, mask=inside, other=0)
                 taken = tl.where(plain != 0, 0.0, taken)
             tl.store(taken_ptr + out_h * slots + slot, taken, mask=inside)

@@ -10,8 +10,9 @@ Otherwise, and for float64, the plain torch below, which holds all products at o
 from __future__ import annotations
 
 import torch
-from einops import rearrange
 from torch import Tensor
+
+from blocksparse.kernels.products import products
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -41,9 +42,7 @@ def key_importance_reference(
     """The same in plain torch."""
     _, Hkv, N, _ = k.shape
     P = min(probe, q.shape[2])
-    # A group's queries are rows of one product, so that k is not copied per query head.
-    voters = rearrange(q[:, :, -P:], "B (H G) P D -> B H (G P) D", H=Hkv)
-    votes = rearrange(torch.matmul(voters, k.transpose(-1, -2)), "B H (G P) N -> B H G P N", P=P) * scale
+    votes = products(q[:, :, -P:], k, wide=False).unflatten(1, (Hkv, -1)) * scale  # [B, Hkv, Hq/Hkv, P, N]
     votes = votes.to(torch.promote_types(votes.dtype, torch.float32))
     position = torch.arange(N, device=k.device)
     if seen < N:

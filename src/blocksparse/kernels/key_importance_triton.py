@@ -15,12 +15,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from blocksparse.kernels.hardware import copies_in_bulk, device_of, has_large_memory
+from blocksparse.kernels.hardware import device_of, has_large_memory
+from blocksparse.kernels.memory import copies_in_bulk
 from blocksparse.kernels.sizes import cdiv, power_of_2
 
 _SPLITS = 32  # shares of the keys at most
 _PIECES = 8  # of 128 keys in a share at least
 _TMA_FROM = 16384  # keys; a descriptor takes the host some microseconds
+_OF_PROMPT = ["peak_ptr", "total_ptr", "N", "share", "splits", "seen", "plain"]
 _LEAST = tl.constexpr(-3.0e38)  # below every product; finite, so that differences of peaks are numbers
 
 
@@ -54,8 +56,8 @@ def key_importance_triton(
             q, _source(k, sums, tma), peak, total, *sizes, TMA=tma, **constants, **sums
         )  # fmt: skip
         _weights[(G * tiles, splits, B * Hkv)](
-            q, _source(k, weights, tma), peak, total, parts, *sizes, 1 / (P if per_query_head else P * G),
-            TILES=tiles, SPLITS=power_of_2(splits), TMA=tma, **constants, **weights,
+            q, _source(k, weights, tma), peak, total, parts, *sizes, 1 / (P if per_query_head else P * G), tiles,
+            SPLITS=_SPLITS, TMA=tma, **constants, **weights,
         )  # fmt: skip
     heads = Hq if per_query_head else Hkv
     return parts if heads == Hq * tiles else parts.view(B, heads, -1, N).sum(2)
@@ -159,7 +161,7 @@ def _more(
     return new, total * tl.exp2((peak - new) * scale) + tl.sum(weight, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_OF_PROMPT)
 def _sums(
     q_ptr, k_source, peak_ptr, total_ptr,
     q_strides, k_strides,
@@ -207,19 +209,19 @@ def _weigh(
         tl.store(out_at + key, tl.sum(tl.exp2(exponent), 1) * mean)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*_OF_PROMPT, "tiles"])
 def _weights(
     q_ptr, k_source, peak_ptr, total_ptr, out_ptr,
     q_strides, k_strides,
-    N, P, rows, share, splits, seen, plain, kv_heads, scale, mean,
+    N, P, rows, share, splits, seen, plain, kv_heads, scale, mean, tiles,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    TILES: tl.constexpr, CAUSAL: tl.constexpr, SPLITS: tl.constexpr, TMA: tl.constexpr,
+    CAUSAL: tl.constexpr, SPLITS: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Normalised weights of every key, summed over one of the `TILES` tiles of a query head's queries."""
+    """Normalised weights of every key, summed over one of the `tiles` tiles of a query head's queries."""
     b = tl.program_id(2) // kv_heads
     h = tl.program_id(2) % kv_heads
-    head = tl.program_id(0) // TILES  # in the group
-    probe = tl.program_id(0) % TILES * BLOCK_M + tl.arange(0, BLOCK_M)
+    head = tl.program_id(0) // tiles  # in the group
+    probe = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     last = _last_key(probe, N, P, seen, CAUSAL)
 
     split = tl.arange(0, SPLITS)

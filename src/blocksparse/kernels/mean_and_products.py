@@ -9,10 +9,10 @@ in fp32 or better. On GPUs one launch that reads every query once; otherwise, an
 from __future__ import annotations
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from blocksparse.kernels.block_mean import block_mean_reference
+from blocksparse.kernels.products import products
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _QUERIES_AT_ONCE = 1 << 12
@@ -34,10 +34,7 @@ def mean_and_products(q: Tensor, guide: Tensor, S: int, *, lead: int = 0) -> tup
 
 def mean_and_products_reference(q: Tensor, guide: Tensor, S: int, lead: int) -> tuple[Tensor, Tensor]:
     """The same in plain torch, products of some queries at a time."""
-    guide = guide.unsqueeze(-1)  # [B, Hkv, D, 1]
     parts = [
-        rearrange(torch.matmul(rows.to(guide.dtype), guide), "B H (R M) 1 -> B (H R) M", M=part.shape[2])
-        for part in q.split(_QUERIES_AT_ONCE, dim=2)
-        for rows in [rearrange(part, "B (H R) M D -> B H (R M) D", H=guide.shape[1])]
+        products(part.to(guide.dtype), guide.unsqueeze(2)).squeeze(-1) for part in q.split(_QUERIES_AT_ONCE, dim=2)
     ]
     return block_mean_reference(q, S, lead, False, None), torch.cat(parts, dim=-1)

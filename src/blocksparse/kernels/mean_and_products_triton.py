@@ -51,7 +51,7 @@ def _some_queries(
     return tl.load(q_at + row.to(tl.int64)[:, None] * q_stride + dims, mask=inside, other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "segments", "lead"])
 def _kernel(
     q_ptr, guide_ptr, mean_ptr, products_ptr, q_strides, M, segments, lead, heads_per_guide,
     D: tl.constexpr, BLOCK_D: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr,

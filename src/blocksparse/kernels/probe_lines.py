@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from blocksparse.kernels.cell_products import products, wide_dtype
+from blocksparse.kernels.products import products, wide_dtype
 
 _WORKSPACE = 2**28  # bytes of probabilities at a time
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from blocksparse.kernels.hardware import device_of
 from blocksparse.kernels.sizes import cdiv, power_of_2
+from blocksparse.kernels.strides_triton import alike, head_at
 
 _WORKSPACE = 2**28  # bytes of weights at a time
 _KEYS, _TILES, _DISTANCES = 128, 8, 512  # keys at a time, how often, and distances, per program
@@ -52,10 +53,10 @@ def probe_lines_triton(probe: Tensor, k: Tensor, q_len: int, causal: bool, scale
         for head in range(0, Hq, heads):
             some = min(heads, Hq - head)
             _weights[(k_parts, some, B)](
-                probe, k, total, weight, vertical, *strides, weight.stride()[:2], Hq, head, *sizes, **tile
+                probe, k, total, weight, vertical, *strides, alike(*weight.stride()[:2]), Hq, head, *sizes, **tile
             )
             _diagonals[(cdiv(slash.shape[2], _DISTANCES), some, B)](
-                weight, slash, weight.stride()[:2], Hq, head, P, N, slash.shape[2], first,
+                weight, slash, alike(*weight.stride()[:2]), Hq, head, P, N, slash.shape[2], first,
                 CAUSAL=causal, DISTANCES=_DISTANCES, AT_ONCE=8,
                 num_warps=4,
             )  # fmt: skip
@@ -68,7 +69,7 @@ def _queries(q_ptr, q_strides, b, h, P, D: tl.constexpr, BLOCK_D: tl.constexpr, 
     row = tl.arange(0, ROWS)[:, None]
     dim = tl.arange(0, BLOCK_D)[None, :]
     q_at = q_ptr + b.to(tl.int64) * q_strides[0] + h.to(tl.int64) * q_strides[1]
-    return tl.load(q_at + row * q_strides[2] + dim, mask=(row < P) & (dim < D), other=0.0)
+    return tl.load(q_at + row.to(tl.int64) * q_strides[2] + dim, mask=(row < P) & (dim < D), other=0.0)
 
 
 @triton.jit
@@ -129,7 +130,7 @@ def _weights(
     at = (b * heads + h).to(tl.int64)
     q_tile = _queries(q_ptr, q_strides, b, h, P, D, BLOCK_D, ROWS)
     total = tl.load(total_ptr + at * ROWS + row, mask=row < P, other=0.0) * 1.4426950408889634  # log2(e)
-    weight_at = weight_ptr + b.to(tl.int64) * weight_strides[0] + tl.program_id(1).to(tl.int64) * weight_strides[1]
+    weight_at = weight_ptr + head_at(weight_strides, b, tl.program_id(1))
     weight_at = weight_at + row.to(tl.int64)[:, None] * N
     for i in range(TILES):
         key = (tl.program_id(0) * TILES + i) * KEYS + tl.arange(0, KEYS)
@@ -150,7 +151,7 @@ def _diagonals(
     h = head + tl.program_id(1)
     b = tl.program_id(2)
     distance = tl.program_id(0) * DISTANCES + tl.arange(0, DISTANCES)[None, :]
-    weight_at = weight_ptr + b.to(tl.int64) * weight_strides[0] + tl.program_id(1).to(tl.int64) * weight_strides[1]
+    weight_at = weight_ptr + head_at(weight_strides, b, tl.program_id(1))
     sums = tl.zeros([AT_ONCE, DISTANCES], tl.float32)
     for top in range(0, P, AT_ONCE):
         row = top + tl.arange(0, AT_ONCE)[:, None]

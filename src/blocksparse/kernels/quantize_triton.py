@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from blocksparse.kernels.strides_triton import head_at
+
 
 @triton.jit
 def read_tokens(
@@ -15,8 +17,7 @@ def read_tokens(
     there = inside
     token = slot
     if index_ptr is not None:
-        index_at = index_ptr + b.to(tl.int64) * index_strides[0] + h.to(tl.int64) * index_strides[1]
-        token = tl.load(index_at + slot, mask=inside, other=-1)
+        token = tl.load(index_ptr + head_at(index_strides, b, h) + slot, mask=inside, other=-1)
         there = token >= 0
     x_at = x_ptr + b.to(tl.int64) * x_strides[0] + (h // heads_per_source).to(tl.int64) * x_strides[1]
     x_at = x_at + token.to(tl.int64)[:, None] * x_strides[2] + dims
@@ -33,7 +34,7 @@ def earliest_token(index_ptr, index_strides, b, h, start, slots, STEP: tl.conste
     earliest = start
     if index_ptr is not None:
         place = tl.arange(0, ROWS)[None, :]
-        index_at = index_ptr + b.to(tl.int64) * index_strides[0] + h.to(tl.int64) * index_strides[1]
+        index_at = index_ptr + head_at(index_strides, b, h)
         inside = (place < STEP) & (start + place < slots)
         token = tl.load(index_at + start + place, mask=inside, other=2147483647)
         earliest = tl.min(tl.min(token, 1), 0)

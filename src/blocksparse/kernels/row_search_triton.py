@@ -9,15 +9,16 @@ from blocksparse.kernels.block_grid_triton import any_of
 from blocksparse.kernels.sizes import power_of_2
 
 _PER_THREAD = 32  # keys: few warps for a row, since they wait for one another
+_ENTRIES, _LEAST = 512, 256  # of a tile of short rows, and of a row
 _STEPS = tl.constexpr(8)  # guesses before a look at which keys are left
 _NO_KEY = tl.constexpr(-(2**31))
 _LARGEST = tl.constexpr(2**31 - 1)
 
 
-def tile_of_rows(rows: int, cols: int) -> tuple[int, int, int]:
-    """Rows and columns of a tile that holds whole rows on chip, and warps."""
-    wide = power_of_2(cols)
-    high = min(power_of_2(rows), max(1, 512 // wide))
+def tile_of_rows(cols: int) -> tuple[int, int, int]:
+    """Rows and columns of a tile that holds whole rows on chip, and warps; the same for all short rows."""
+    wide = max(power_of_2(cols), _LEAST)
+    high = max(_ENTRIES // wide, 1)
     return high, wide, max(1, min(16, high * wide // (32 * _PER_THREAD)))
 
 

@@ -29,7 +29,7 @@ def segment_sort_triton(values: Tensor, S: int, coarse: bool = False) -> Tensor:
     return index
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "whole"])
 def _kernel(values_ptr, index_ptr, N, whole, S: tl.constexpr, ROWS: tl.constexpr, COARSE: tl.constexpr):
     start = (tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * N
     first = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None] * S

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+FAR = 2**30
+"""Farther than any two positions are from each other. A position and so many more still fit an int32."""
+
+ROOM = 1024
+"""Tokens, or cells, that a block is given room for however short the prompt is; a larger one has no more than that."""
+
 
 def cdiv(n: int, size: int) -> int:
     """How many pieces of `size` cover `n`."""

@@ -22,6 +22,8 @@ from torch import Tensor
 
 from blocksparse.kernels.gather_rows import gather_rows, gather_two
 from blocksparse.kernels.hardware import device_of
+from blocksparse.kernels.memory import empty_as
+from blocksparse.kernels.products import products
 from blocksparse.kernels.quantize import FP8_LIMIT
 
 _WORKSPACE = 2**28  # bytes of keys and values moved at a time
@@ -55,7 +57,7 @@ def sparse_attention(
     *,
     out_dtype: torch.dtype | None = None,  # that of v; to be given with v_scale
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the listed blocks: `out` `[B, Hq, M, Dv]` like v, in memory like q, `lse` `[B, Hq, M]` fp32.
+    """Attention over the listed blocks: `out` `[B, Hq, M, Dv]` like v, in memory as `empty_as` has it, `lse` `[B, Hq, M]` fp32.
 
     `pv_skip` is a difference of logits. In full blocks, a query leaves out a tile of keys whose best logit is more
     than `-pv_skip` below the best one that the query has met before. Where all queries of a tile leave it out, its
@@ -71,6 +73,7 @@ def sparse_attention(
         raise ValueError("'out_dtype' must be given with 'v_scale'")
     out, lse = _outputs(q, v, out_dtype)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    q_position, k_position = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_position, k_position))
     shape = q_block, k_block, q_lead, causal, scale
     for of in _by_heads(k, v, k_slots):
         part = [of(x) for x in (q, k, v, out, lse, full_count, partial_count, index, q_position, k_position)]
@@ -112,11 +115,8 @@ def _(q, k, v, *_args, out_dtype=None, **_named):
 
 
 def _outputs(q: Tensor, v: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
-    """Uninitialised. Hosts often hold heads behind tokens: `out` lies in memory as q does, and need not be moved."""
-    if v.shape[-1] == q.shape[-1]:
-        out = torch.empty_like(q, dtype=dtype or v.dtype)
-    else:
-        out = q.new_empty((*q.shape[:3], v.shape[-1]), dtype=dtype or v.dtype)
+    """Uninitialised; from q as it is given, before a kernel has it moved."""
+    out = empty_as(q, v.shape[-1], dtype or v.dtype)
     return out, q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
@@ -170,7 +170,7 @@ def sparse_attention_reference(
         k_at = k_at.repeat_interleave(Hq // k_at.shape[1], 1)
     pairs = pairs & (k_at >= 0) & ((k_at <= q_at) if causal else True)
 
-    per_copy = [q @ x.repeat_interleave(Hq // Hk, 1).transpose(-1, -2) * scale for x in k.split(Hk, 1)]
+    per_copy = [products(q, x, wide=False) * scale for x in k.split(Hk, 1)]
     logits = per_copy[0]
     if k_copy is not None:
         copy = k_copy.repeat_interleave(q_block, -1)[..., q_lead : q_lead + M, None]
@@ -178,7 +178,7 @@ def sparse_attention_reference(
     logits = logits.masked_fill(~pairs, float("-inf"))
     if pv_skip is None and v_scale is None:
         weight = logits.softmax(-1).masked_fill(~pairs, 0.0)
-        return (weight @ v).to(out_dtype), logits.logsumexp(-1).float()
+        return products(weight, v.mT, wide=False).to(out_dtype), logits.logsumexp(-1).float()
 
     # The tiles that each query meets, in order, and the largest logit it has met by then.
     split = k_block // block_n
@@ -215,8 +215,8 @@ def sparse_attention_reference(
         rounded = (turn * factor / unit.masked_fill(unit == 0, 1.0)).to(v.dtype).to(logits.dtype)
         weight = rounded * unit * (by_key(met) - origin).exp()
         v = v.to(logits.dtype)
-    out = (weight.to(v.dtype) @ v / total.masked_fill(total == 0, 1.0)).to(out_dtype)
-    return out, (total.log() + origin).squeeze(-1).float()
+    out = products(weight.to(v.dtype), v.mT, wide=False) / total.masked_fill(total == 0, 1.0)
+    return out.to(out_dtype), (total.log() + origin).squeeze(-1).float()
 
 
 def _visiting_rank(count: Tensor, index: Tensor) -> Tensor:

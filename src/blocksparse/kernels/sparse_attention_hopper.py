@@ -27,6 +27,7 @@ from blocksparse.kernels.hopper_loaders import PANEL, load_keys, load_values, pa
 from blocksparse.kernels.hopper_output import store_lse, store_out
 from blocksparse.kernels.hopper_queue import (
     LOADER_REGISTERS,
+    OF_PROMPT,
     Constants,
     consumer_registers,
     extent,
@@ -37,7 +38,8 @@ from blocksparse.kernels.hopper_queue import (
     unpacked_place,
 )
 from blocksparse.kernels.hopper_rows import LOWEST, masked_scores, partial_sum, query_positions, row_max
-from blocksparse.kernels.sparse_attention_triton import batch_head_strides
+from blocksparse.kernels.memory import for_bulk_copies
+from blocksparse.kernels.strides_triton import head_strides
 
 
 def sparse_attention_hopper(
@@ -69,6 +71,7 @@ def sparse_attention_hopper(
     if q_lead:  # the copy engine takes no negative row
         q = pad(q, (0, 0, q_lead, 0))
         out, lse = (x.new_empty((*q.shape[:3], *x.shape[3:])) for x in filled)
+    q, k, v = (for_bulk_copies(x) for x in (q, k, v))
     B, Hq, M, D = q.shape
     _, Hk, N, Dv = v.shape
     block_m, piece = 64 * consumers, min(k_block, block_n)
@@ -79,8 +82,8 @@ def sparse_attention_hopper(
     _kernel[(min(programs, tiles),)](
         panels(q, 64), panels(k, piece), panels(v, piece), panels(out, 64), lse,
         full_count, partial_count, index, q_position, k_position, queue,
-        batch_head_strides(full_count), batch_head_strides(index),
-        batch_head_strides(q_position), batch_head_strides(k_position), lse.stride()[:2],
+        *head_strides(full_count), *head_strides(index), *lse.stride()[:2],
+        head_strides(q_position), head_strides(k_position),
         tiles, M, N, index.shape[-1], rows, Hk, Hq // Hk, Hq // full_count.shape[1],
         N - M if causal else 0, scale * math.log2(math.e),
         DQ=padded(D), DV=padded(Dv), CONSUMERS=consumers, BLOCK_N=block_n, STAGES=num_stages,
@@ -202,11 +205,12 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes)
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=OF_PROMPT)
 def _kernel(
     q_source, k_source, v_source, out_target, lse_ptr,
     full_count_ptr, partial_count_ptr, index_ptr, q_position_ptr, k_position_ptr, queue_ptr,
-    count_strides, index_strides, q_position_strides, k_position_strides, lse_strides,
+    count_stride_b, count_stride_h, index_stride_b, index_stride_h, lse_stride_b, lse_stride_h,
+    q_position_strides, k_position_strides,
     tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale_log2,
     DQ: gl.constexpr, DV: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     PIECES: gl.constexpr, K_SPLIT: gl.constexpr, Q_SPLIT: gl.constexpr,
@@ -231,7 +235,10 @@ def _kernel(
     sources = (q_source, k_source, v_source, out_target)
     pointers = (full_count_ptr, partial_count_ptr, index_ptr, q_position_ptr, k_position_ptr, queue_ptr, lse_ptr)
     bufs = (q_pieces, k_pieces, v_pieces, out_pieces, words, starts)
-    strides = (count_strides, index_strides, q_position_strides, k_position_strides, lse_strides)
+    strides = (
+        (count_stride_b, count_stride_h), (index_stride_b, index_stride_h), q_position_strides, k_position_strides,
+        (lse_stride_b, lse_stride_h),
+    )  # fmt: skip
     sizes = (tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale_log2)
     C = Constants(
         DQ, DV, CONSUMERS, BLOCK_N, STAGES, PIECES, K_SPLIT, Q_SPLIT, CAUSAL, Q_IN_ORDER, K_IN_ORDER, False, False

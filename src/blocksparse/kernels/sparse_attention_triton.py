@@ -12,9 +12,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from blocksparse.kernels.hardware import copies_in_bulk, has_descriptors
+from blocksparse.kernels.hardware import has_descriptors
+from blocksparse.kernels.memory import copies_in_bulk
 from blocksparse.kernels.quantize import FP8_LIMIT
 from blocksparse.kernels.sizes import power_of_2
+from blocksparse.kernels.strides_triton import alike, head_at, head_strides
 
 _FP8_LIMIT = tl.constexpr(FP8_LIMIT)
 
@@ -59,11 +61,11 @@ def sparse_attention_triton(
     _kernel[(tiles, Hq, B)](
         q, k_source, v_source, out, lse,
         full_count, partial_count, index, q_position, k_position,
-        q.stride()[:3], k.stride()[:3], v.stride()[:3], out.stride()[:3], lse.stride()[:2],
-        batch_head_strides(full_count), batch_head_strides(index),
-        batch_head_strides(q_position), batch_head_strides(k_position),
+        q.stride()[:3], k.stride()[:3], v.stride()[:3], out.stride()[:3], alike(*lse.stride()[:2]),
+        alike(*head_strides(full_count)), alike(*head_strides(index)),
+        head_strides(q_position), head_strides(k_position),
         pv_skip, q_scale, k_scale, k_copy, v_scale,
-        *(None if x is None else batch_head_strides(x) for x in (q_scale, k_scale, k_copy, v_scale)),
+        *(None if x is None else alike(*head_strides(x)) for x in (q_scale, k_scale, k_copy, v_scale)),
         M, k.shape[2], index.shape[-1],
         Hq // Hk, Hq // full_count.shape[1], q_lead, scale * math.log2(math.e),
         D=D, DV=Dv,
@@ -78,11 +80,6 @@ def sparse_attention_triton(
 def runs_interpreted() -> bool:
     """Whether Triton's interpreter, not its compiler, runs the kernel (TRITON_INTERPRET at import time)."""
     return not isinstance(_kernel, triton.JITFunction)
-
-
-def batch_head_strides(x: Tensor) -> tuple[int, int]:
-    """Strides of the first two axes, 0 where an axis is broadcast."""
-    return tuple(0 if size == 1 else stride for size, stride in zip(x.shape[:2], x.stride()[:2], strict=True))
 
 
 def _least_depth(x: Tensor) -> int:
@@ -195,7 +192,7 @@ def _softmax_update(
     return new_max, running_sum, unit, accumulator
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["full_count_ptr", "partial_count_ptr", "M", "N", "cols", "q_lead"])
 def _kernel(
     q_ptr, k_source, v_source, out_ptr, lse_ptr,
     full_count_ptr, partial_count_ptr, index_ptr, q_position_ptr, k_position_ptr,
@@ -225,18 +222,17 @@ def _kernel(
 
     h_copy = h_key
     if k_copy_ptr is not None:
-        k_copy_at = b.to(tl.int64) * k_copy_strides[0] + h.to(tl.int64) * k_copy_strides[1]
-        h_copy = h_key + tl.load(k_copy_ptr + k_copy_at + row) * (tl.num_programs(1) // heads_per_key)
+        h_copy = h_key + tl.load(k_copy_ptr + head_at(k_copy_strides, b, h) + row) * (tl.num_programs(1) // heads_per_key)
     q_factor = None
     k_scale_at = 0
     if q_scale_ptr is not None:
-        q_scale_at = b.to(tl.int64) * q_scale_strides[0] + h.to(tl.int64) * q_scale_strides[1]
+        q_scale_at = head_at(q_scale_strides, b, h)
         asked = (queries >= 0) & (queries < M)
         q_factor = tl.load(q_scale_ptr + q_scale_at + queries, mask=asked, other=0.0) * scale_log2
-        k_scale_at = b.to(tl.int64) * k_scale_strides[0] + h_copy.to(tl.int64) * k_scale_strides[1]
+        k_scale_at = head_at(k_scale_strides, b, h_copy)
     v_scale_at = 0
     if v_scale_ptr is not None:
-        v_scale_at = b.to(tl.int64) * v_scale_strides[0] + h_key.to(tl.int64) * v_scale_strides[1]
+        v_scale_at = head_at(v_scale_strides, b, h_key)
     skip_log2 = None
     live = None
     if pv_skip_ptr is not None:
@@ -248,8 +244,8 @@ def _kernel(
     unit = tl.zeros([BLOCK_M], tl.float32)  # largest scale of a value so far
     accumulator = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
 
-    count_at = b.to(tl.int64) * count_strides[0] + h_mask.to(tl.int64) * count_strides[1] + row
-    index_at = b.to(tl.int64) * index_strides[0] + h_mask.to(tl.int64) * index_strides[1] + row.to(tl.int64) * cols
+    count_at = head_at(count_strides, b, h_mask) + row
+    index_at = head_at(index_strides, b, h_mask) + row.to(tl.int64) * cols
 
     full_count = tl.load(full_count_ptr + count_at)
     for i in range(full_count * K_SPLIT):
@@ -296,7 +292,7 @@ def _kernel(
     out_at = out_at + queries.to(tl.int64)[:, None] * out_strides[2] + dims_v[None, :]
     stored = (queries >= 0) & (queries < M)
     tl.store(out_at, result.to(out_ptr.dtype.element_ty), mask=stored[:, None] & (dims_v < DV)[None, :])
-    lse_at = lse_ptr + b.to(tl.int64) * lse_strides[0] + h.to(tl.int64) * lse_strides[1] + queries
+    lse_at = lse_ptr + head_at(lse_strides, b, h) + queries
     # 0.6931... is ln 2: scores are in base 2.
     log_sum = tl.where(
         empty, float("-inf"), (running_max + tl.log2(tl.where(empty, 1.0, running_sum))) * 0.6931471805599453

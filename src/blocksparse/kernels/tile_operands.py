@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 
 from blocksparse.kernels.hardware import has_large_memory
 from blocksparse.kernels.int8_tokens import _in_slots
+from blocksparse.kernels.products import products
 from blocksparse.kernels.quantize import FP8_LIMIT, int8_per_block, int8_per_token
 
 LEAST_LOG2 = -100.0  # of a scale of values: logarithms must be finite where all values are zero
@@ -92,10 +93,11 @@ def fp8_value_tiles(v: Tensor, index: Tensor | None, tile: int) -> tuple[Tensor,
 def rotated(x: Tensor) -> Tensor:
     """`x` `[..., D]` times the Hadamard matrix over `sqrt(D)`, fp32; its own inverse."""
     D = x.shape[-1]
-    sign = torch.ones(1, 1, device=x.device)
+    sign = torch.ones(1, 1, dtype=torch.float32, device=x.device)
     while len(sign) < D:
         sign = torch.cat((torch.cat((sign, sign), 1), torch.cat((sign, -sign), 1)))
-    return x.float() @ sign * D**-0.5
+    # The matrix is symmetric: its rows are its columns.
+    return products(x.float().reshape(1, 1, -1, D), sign[None, None]).view(x.shape) * D**-0.5
 
 
 def int8_query_tiles_reference(
@@ -105,8 +107,7 @@ def int8_query_tiles_reference(
     values, q_scale = int8_per_token(rotated(_in_slots(q, index)))
     if mean is None:
         return values, q_scale, None
-    by_key = values.float().unflatten(1, (mean.shape[1], -1))  # [B, Hkv, G, M, D]
-    taken = scale * q_scale * (by_key @ rotated(mean)[:, :, None, :, None]).squeeze(-1).flatten(1, 2)
+    taken = scale * q_scale * products(values.float(), rotated(mean).unsqueeze(2)).squeeze(-1)
     token = torch.arange(q.shape[2], device=q.device) if index is None else index
     return values, q_scale, taken.masked_fill(token < early, 0.0)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from blocksparse.kernels import tile_rotation_triton, tile_values_triton
 from blocksparse.kernels.hardware import converts_to_fp8, device_of
 from blocksparse.kernels.sizes import cdiv
+from blocksparse.kernels.strides_triton import alike
 from blocksparse.kernels.tile_operands import GROUP
 
 _STEPS = 32  # rounds of a program, at most: it makes the matrix once
@@ -100,6 +101,6 @@ def _launch(
     with device_of(x):
         kernel[(cdiv(parts, steps), H, B)](
             x, index, *(means or (None, 1)), values, scale, second,
-            x.stride()[:3], None if index is None else index.stride()[:2], slots, H // x.shape[1], *numbers,
+            x.stride()[:3], None if index is None else alike(*index.stride()[:2]), slots, H // x.shape[1], *numbers,
             D=D, ROWS=rows, **tiles, **constants, **options,
         )  # fmt: skip

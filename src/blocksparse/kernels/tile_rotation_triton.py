@@ -7,6 +7,7 @@ import triton.language as tl
 
 from blocksparse.kernels.quantize import INT8_LIMIT
 from blocksparse.kernels.quantize_triton import _INTERPRETED, largest_of, read_tokens, scale_of
+from blocksparse.kernels.strides_triton import head_at
 from blocksparse.kernels.tile_groups_triton import inverse_of, of_groups, of_tokens, store_groups
 
 _INT8_LIMIT = tl.constexpr(INT8_LIMIT)
@@ -79,8 +80,7 @@ def _tokens_in(index_ptr, index_strides, b, h, slot, inside):
     """The token in each slot, and whether there is one."""
     token, there = slot, inside
     if index_ptr is not None:
-        index_at = index_ptr + b.to(tl.int64) * index_strides[0] + h.to(tl.int64) * index_strides[1]
-        token = tl.load(index_at + slot, mask=inside, other=-1)
+        token = tl.load(index_ptr + head_at(index_strides, b, h) + slot, mask=inside, other=-1)
         there = token >= 0
     return token, there
 
@@ -104,7 +104,7 @@ def _larger(first, second):
     return tl.maximum(largest_of(first), largest_of(second))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "steps", "early"])
 def query_kernel(
     x_ptr, index_ptr, mean_ptr, heads_per_mean, values_ptr, scale_ptr, taken_ptr, x_strides, index_strides,
     slots, heads_per_source, steps, root, factor, early, D: tl.constexpr, ROWS: tl.constexpr,
@@ -131,7 +131,7 @@ def query_kernel(
             tl.store(taken_ptr + at, tl.where(token < early, 0.0, taken), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "steps"])
 def key_kernel(
     x_ptr, index_ptr, mean_ptr, heads_per_mean, values_ptr, tile_scale_ptr, token_scale_ptr, x_strides, index_strides,
     slots, heads_per_source, steps, root, D: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,

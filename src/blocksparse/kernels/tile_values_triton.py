@@ -61,7 +61,7 @@ def _codes(x0, x1, x2, x3, HARDWARE: tl.constexpr):
     return codes
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"])
 def value_kernel(
     x_ptr, index_ptr, mean_ptr, heads_per_mean, values_ptr, tile_log2_ptr, of_tokens_ptr, x_strides, index_strides,
     slots, heads_per_source, D: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, HARDWARE: tl.constexpr,

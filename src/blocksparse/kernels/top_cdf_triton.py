@@ -21,6 +21,7 @@ from blocksparse.kernels.block_grid_triton import (
 from blocksparse.kernels.hardware import device_of
 from blocksparse.kernels.row_search_triton import cut, first_of, tile_of_rows
 from blocksparse.kernels.sizes import cdiv
+from blocksparse.kernels.strides_triton import head_strides
 
 # In the place of ticks, so that few registers are live while a row is searched.
 _FORCED = tl.constexpr(-1.0)
@@ -34,13 +35,13 @@ def top_cdf_triton(
     """Launch the kernel; arguments as of `top_cdf`."""
     B, H, rows, cols = values.shape
     keep = torch.empty(values.shape, dtype=torch.bool, device=values.device)
-    high, wide, num_warps = tile_of_rows(rows, cols)
+    high, wide, num_warps = tile_of_rows(cols)
     of_head = mass if isinstance(mass, Tensor) else None
     with device_of(values):
         _kernel[(cdiv(rows, high), H, B)](
             values, forced, of_head, keep, *positions(grid),
             strides(values), None if forced is None else strides(forced),
-            None if of_head is None else strides(of_head)[1], strides(keep),
+            None if of_head is None else head_strides(of_head)[1], strides(keep),
             rows, cols, float(mass) if of_head is None else None,
             CAUSAL=grid.causal, CROSSING=crossing, ROWS=high, COLS=wide,
             num_warps=num_warps,
@@ -115,7 +116,7 @@ def _exact_cut(ticks, target):
     return high.to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "cols"])
 def _kernel(
     values_ptr, forced_ptr, mass_ptr, keep_ptr, positions, position_strides,
     values_strides, forced_strides, mass_stride, keep_strides,

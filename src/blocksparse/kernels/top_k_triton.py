@@ -20,6 +20,7 @@ from blocksparse.kernels.block_grid_triton import (
 from blocksparse.kernels.hardware import device_of
 from blocksparse.kernels.row_search_triton import cut, first_of, tile_of_rows
 from blocksparse.kernels.sizes import cdiv
+from blocksparse.kernels.strides_triton import head_strides
 
 _NO_KEY = tl.constexpr(-(2**31))
 
@@ -37,12 +38,12 @@ def top_k_triton(
     """Launch the kernel; arguments as of `top_k`."""
     B, H, rows, cols = values.shape
     keep = torch.empty(values.shape, dtype=torch.bool, device=values.device)
-    high, wide, num_warps = tile_of_rows(rows, cols)
+    high, wide, num_warps = tile_of_rows(cols)
     with device_of(values):
         _kernel[(cdiv(rows, high), H, B)](
             values, forced, share, keep, *positions(grid),
             strides(values), None if forced is None else strides(forced),
-            None if share is None else strides(share)[1], strides(keep),
+            None if share is None else head_strides(share)[1], strides(keep),
             rows, cols, k,
             CAUSAL=grid.causal, FORCED_FIRST=forced_first, OF_ALL_KEYS=of_all_keys, ROWS=high, COLS=wide,
             num_warps=num_warps,
@@ -57,7 +58,7 @@ def _sortable(x):
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "cols"])
 def _kernel(
     values_ptr, forced_ptr, share_ptr, keep_ptr, positions, position_strides,
     values_strides, forced_strides, share_stride, keep_strides,

@@ -9,10 +9,14 @@ from torch import Tensor
 
 from blocksparse.kernels.block_grid import BlockGrid
 from blocksparse.kernels.counter_hash import counter_hash
+from blocksparse.kernels.sizes import FAR
 
 
 class Places(NamedTuple):
-    """Blocks that are chosen for where they lie, as numbers that the kernel compares; None chooses none."""
+    """Blocks that are chosen for where they lie, as numbers that the kernel compares; None chooses none.
+
+    Numbers of any size: what is beyond every position is taken as `FAR`.
+    """
 
     near: int | None = None  # `BlockGrid.within` so many tokens
     first: int | None = None  # `BlockGrid.holding_first` so many tokens
@@ -24,6 +28,14 @@ class Places(NamedTuple):
         if any(a is not None and b is not None for a, b in pairs):
             return None
         return Places(*(b if a is None else a for a, b in pairs))
+
+    def fitted(self) -> Places:
+        """The same places in numbers that fit the kernel's; its twin sees to that itself."""
+        return Places(
+            None if self.near is None else min(self.near, FAR),
+            None if self.first is None else min(self.first, FAR),
+            None if self.stride is None else (min(self.stride[0], FAR), self.stride[1]),
+        )
 
 
 NOWHERE = Places()
@@ -82,7 +94,7 @@ def within_reach_reference(
 
 def every(eta: int, seed: int, grid: BlockGrid) -> Tensor:
     """One of every `eta` blocks of a row, from an offset drawn for the row, `[1, 1, rows, cols]` bool."""
-    rows, cols = grid.q_first.shape[2], grid.k_first.shape[3]
+    eta, rows, cols = min(eta, FAR), grid.q_first.shape[2], grid.k_first.shape[3]
     i = torch.arange(grid.first_row, grid.first_row + rows, device=grid.q_first.device)
     j = torch.arange(cols, device=i.device)
     # Their sum is a multiple of eta; reduced before they meet, they meet once.

@@ -15,12 +15,13 @@ from blocksparse.kernels.block_grid_triton import (
     reachable_blocks,
     rows_at,
     strides,
+    tile_of_blocks,
     tile_of_grid,
 )
 from blocksparse.kernels.counter_hash import mix
 from blocksparse.kernels.counter_hash_triton import folded
 from blocksparse.kernels.hardware import device_of
-from blocksparse.kernels.sizes import cdiv, power_of_2
+from blocksparse.kernels.sizes import cdiv
 from blocksparse.kernels.within_reach import NOWHERE, Places
 
 _TILE = 4096  # blocks at a time
@@ -43,15 +44,15 @@ def within_reach_triton(
     # `torch.broadcast_shapes` takes the host as long as a launch.
     B, H = (max(own[axis], *(x.shape[axis] for x in tensors)) for axis in (0, 1))
     rows, cols = grid.q_first.shape[2], grid.k_first.shape[3]
+    places = places if places is NOWHERE else places.fitted()
     eta, seed = places.stride or (None, None)
     out = torch.empty((B, H, rows, cols), dtype=torch.bool, device=grid.q_first.device)
-    wide = min(power_of_2(cols), 256)
-    high = min(power_of_2(rows), _TILE // wide)
+    tile = tile_of_blocks(_TILE)
     with device_of(out):
-        _kernel[(cdiv(rows, high) * cdiv(cols, wide), H, B)](
+        _kernel[(cdiv(rows, tile["ROWS"]) * cdiv(cols, tile["COLS"]), H, B)](
             keep, tensors, out, None if keep is None else strides(keep), position_strides, rows, cols, skipped,
             places.near, places.first, eta, None if seed is None else mix(seed), grid.first_row,
-            N=n, DIAGONAL=diagonal, CAUSAL=grid.causal, ROWS=high, COLS=wide,
+            N=n, DIAGONAL=diagonal, CAUSAL=grid.causal, **tile,
             num_warps=4,
         )  # fmt: skip
     return out
@@ -64,7 +65,7 @@ def _own(keep: Tensor) -> tuple[int, ...]:
     )
 
 
-@triton.jit(do_not_specialize=["rows", "skipped", "near", "first", "eta", "state", "first_row"])
+@triton.jit(do_not_specialize=["rows", "cols", "skipped", "near", "first", "eta", "state", "first_row"])
 def _kernel(
     keep_ptr, position_ptrs, out_ptr, keep_strides, position_strides, rows, cols, skipped,
     near, first, eta, state, first_row,

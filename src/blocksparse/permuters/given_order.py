@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import final
 
 import torch
 from attrs import field, frozen
 from torch import Tensor
 
+from blocksparse.per_head import WHOLE_DTYPES
 from blocksparse.permuters.grid_order import GridOrder
+from blocksparse.validators import is_whole, shown
+
+
+def _to_tensor(order: Tensor | Sequence[int]) -> Tensor:
+    """Converter: a tensor of its own, or what was given, for the validator to refuse."""
+    if isinstance(order, Tensor):
+        return order.detach().clone()  # later writes to the caller's tensor change nothing
+    if isinstance(order, Sequence) and all(is_whole(cell) and 0 <= cell < 2**31 for cell in order):
+        return torch.tensor([int(cell) for cell in order], dtype=torch.int64)
+    return order  # type: ignore[return-value]
+
+
+def _written(order: Tensor) -> str:
+    """All of it: a repr can be pasted back."""
+    return repr(order.tolist())
 
 
 @final
@@ -19,21 +36,21 @@ class GivenOrder(GridOrder):
         GivenOrder((13, 30, 45), HilbertOrder((13, 30, 45)).cells("cuda"))
 
     Args:
-        order: the cell in each place, `[T * H * W]` integers; each cell once. Keep it on the device of the keys:
-            elsewhere it is copied in every call.
+        order: the cell in each place, `[T * H * W]` whole numbers; each cell once. Keep a tensor on the device of
+            the keys: elsewhere it is copied in every call.
     """
 
-    order: Tensor = field()
+    order: Tensor = field(converter=_to_tensor, repr=_written)
 
     @order.validator
     def _names_each_cell_once(self, _: object, order: Tensor) -> None:
         T, H, W = self.grid
-        if not isinstance(order, Tensor) or order.is_floating_point() or order.dtype == torch.bool:
-            raise TypeError(f"'order' must be a tensor of integers: {order!r}")
+        if not isinstance(order, Tensor) or order.dtype not in WHOLE_DTYPES or order.is_meta or order.is_sparse:
+            raise TypeError(f"'order' must be a tensor or a sequence of whole numbers: {shown(order)}")
         if order.shape != (T * H * W,):
-            raise ValueError(f"'order' must name {T} x {H} x {W} = {T * H * W} cells: {tuple(order.shape)}")
+            raise ValueError(f"'order' must name {T} x {H} x {W} = {T * H * W} cells: {list(order.shape)}")
         if not bool((order.sort().values == torch.arange(T * H * W, device=order.device)).all()):
-            raise ValueError("'order' must name each cell from 0 to T * H * W - 1 once")
+            raise ValueError(f"'order' must name each cell from 0 to T * H * W - 1 once: {shown(order)}")
 
     def cells(self, device: torch.device | str) -> Tensor:
         return self.order.to(device, torch.int64)

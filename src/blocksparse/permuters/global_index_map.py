@@ -5,19 +5,20 @@ from __future__ import annotations
 from typing import final
 
 import torch
-from attrs import field, frozen, validators
-from einops import rearrange, reduce
+from attrs import converters, field, frozen
+from einops import reduce
 from torch import Tensor
 from torch.nn.functional import pad
 
 from blocksparse.kernels.block_mean import block_mean
 from blocksparse.kernels.coarse_order import coarse_order
 from blocksparse.kernels.mean_and_products import mean_and_products
+from blocksparse.kernels.products import products
 from blocksparse.kernels.segment_sort import segment_sort, whole_numbers
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.permuters.permuter import Permuter
+from blocksparse.validators import block_size, flag, optional, size, whole
 
-_positive = [validators.instance_of(int), validators.gt(0)]
 _SCORES_AT_ONCE = 1 << 24
 
 
@@ -46,12 +47,16 @@ class GlobalIndexMap(Permuter[Permutation]):
         guide: how many of the first keys are averaged to order the queries; the paper takes segment 0.
     """
 
-    S: int = field(default=256, validator=_positive)
-    prefix: int | None = field(default=None, validator=validators.optional(_positive), kw_only=True)
-    coarse: bool = field(default=False, validator=validators.instance_of(bool), kw_only=True)
-    per_query_head: bool = field(default=True, kw_only=True)
-    order_queries: bool = field(default=True, kw_only=True)
-    guide: int | None = field(default=None, validator=validators.optional(_positive), kw_only=True)
+    S: int = field(default=256, converter=whole, validator=block_size)
+    prefix: int | None = field(
+        default=None, converter=converters.optional(whole), validator=optional(size), kw_only=True
+    )
+    coarse: bool = field(default=False, validator=flag, kw_only=True)
+    per_query_head: bool = field(default=True, validator=flag, kw_only=True)
+    order_queries: bool = field(default=True, validator=flag, kw_only=True)
+    guide: int | None = field(
+        default=None, converter=converters.optional(whole), validator=optional(size), kw_only=True
+    )
 
     def __call__(self, q: Tensor, k: Tensor, *, causal: bool, scale: float) -> Permutation:
         if not causal:
@@ -81,15 +86,13 @@ class GlobalIndexMap(Permuter[Permutation]):
             coarse_order(mean, k, first, S, index[..., S:])
             return index
         index[..., S:] = -1
-        keys = k[:, :, :longest].to(mean.dtype).transpose(-1, -2)  # [B, Hkv, D, longest]
+        keys = k[:, :, :longest].to(mean.dtype)
         # A few segments at a time: the scores of all of them would take more memory than the map.
         step = max(1, _SCORES_AT_ONCE // (B * H * max(1, longest)))
         for g in range(0, G, step):
             some = slice(g, min(g + step, G))
             end = (first + some.stop - 1) * S  # no segment of these reads further
-            rows = rearrange(mean[:, :, some], "B (H R) G D -> B H (R G) D", H=Hkv)
-            scores = torch.matmul(rows, keys[..., :end])
-            scores = rearrange(scores, "B H (R G) N -> B (H R) G N", G=some.stop - g)
+            scores = products(mean[:, :, some], keys[:, :, :end])
             count = min(width, end)
             index[:, :, some, S : S + count] = _best(scores, start[some], count)
         return index

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
 
 import torch
-from attrs import Attribute, field, frozen, validators
+from attrs import converters, field, frozen
 from torch import Tensor
 
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.permuters.permuter import Permuter
+from blocksparse.validators import Rule, count, is_whole, optional, whole
 
 
-def three_sizes(_: object, attribute: Any, value: tuple[int, int, int]) -> None:
-    """Validator: frames, rows and columns, each a positive int."""
-    right_type = isinstance(value, tuple) and all(type(size) is int for size in value)
-    if not right_type or len(value) != 3:
-        raise TypeError(f"'{attribute.name}' must be three ints (T, H, W); an image is (1, H, W): {value!r}")
-    if min(value) < 1:
-        raise ValueError(f"'{attribute.name}' must be three positive ints (T, H, W): {value}")
+def three(sizes: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Converter: whole numbers in a tuple become Python's."""
+    return tuple(map(whole, sizes)) if isinstance(sizes, tuple) else sizes  # type: ignore[return-value]
 
 
-_tokens = [validators.instance_of(int), validators.ge(0)]
+three_sizes = Rule(
+    "three whole numbers (T, H, W), each at least 1; an image is (1, H, W)",
+    lambda x: isinstance(x, tuple) and len(x) == 3 and all(map(is_whole, x)),
+    lambda x: min(x) >= 1,
+)
 
 
 @frozen(eq=False)
@@ -43,13 +43,11 @@ class GridOrder(Permuter[GlobalPermutation]):
         suffix: tokens after the cells, left in place; None takes whatever is left.
     """
 
-    grid: tuple[int, int, int] = field(validator=three_sizes)
-    prefix: int = field(default=0, validator=_tokens, kw_only=True)
-    suffix: int | None = field(default=0, kw_only=True)
-
-    @suffix.validator
-    def _suffix_is_a_number(self, attribute: Attribute[Any], suffix: int | None) -> None:
-        validators.optional(_tokens)(self, attribute, suffix)
+    grid: tuple[int, int, int] = field(converter=three, validator=three_sizes)
+    prefix: int = field(default=0, converter=whole, validator=count, kw_only=True)
+    suffix: int | None = field(
+        default=0, converter=converters.optional(whole), validator=optional(count), kw_only=True
+    )
 
     @abstractmethod
     def cells(self, device: torch.device | str) -> Tensor | None:

@@ -2,41 +2,140 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import Any, final
 
-from attrs import frozen
+import torch
+from attrs import field, frozen
 from torch import Tensor
 
 from blocksparse.kernels.gather_rows import gather_rows, gather_two, inverse, scatter_rows
 
 
+def _rows_in_memory(index: Tensor | None) -> Tensor | None:
+    """Converter: kernels read a map as consecutive numbers, so one that is laid out otherwise is copied."""
+    return index.contiguous() if isinstance(index, Tensor) and index.ndim and index.stride(-1) != 1 else index
+
+
+def _is_an_index(dims: str) -> Any:
+    """Validator: an int32 tensor of these dimensions, or None."""
+
+    def validate(_: object, attribute: Any, index: Tensor | None) -> None:
+        if index is None:
+            return
+        if not isinstance(index, Tensor):
+            raise TypeError(f"'{attribute.name}' must be an int32 tensor {dims} or None: {type(index).__name__}")
+        if index.ndim != dims.count(",") + 1:
+            raise ValueError(f"'{attribute.name}' must have the shape {dims}: {tuple(index.shape)}")
+        if index.dtype != torch.int32:
+            raise TypeError(f"'{attribute.name}' must be int32: {index.dtype}; convert it with .int()")
+
+    return validate
+
+
 @frozen(eq=False)
 class Permutation:
-    """Which token stands in which slot.
+    """Which token stands in which slot: one order of keys for all queries, or one for each group of them.
 
     Slot `j` of query group `g` reads key `k_index[b, h, g, j]`; `-1` marks an empty slot. A group is the `group`
     consecutive *original* positions that share one map, counted from position 0 of the keys, so that group
     `g` of a chunk is the same group in the whole prompt; a chunk lists the groups its queries lie in.
     Query slot `i` holds query `q_index[b, h, i]`. `None` leaves that side in place and costs nothing.
+
+    Shapes and dtypes are checked when a permutation is made and when it meets q and k. What the maps say would
+    have to be read back from a GPU: `check_contents` does that on request, and `testing.check_permuter` for a
+    permuter.
+
+    Raises:
+        TypeError: a map is no int32 tensor.
+        ValueError: a map has another number of dimensions, or `group` does not go with it.
     """
 
-    k_index: Tensor | None = None  # [B, H, G, slots] int32, H is Hkv or Hq; with groups, slots need not be N
-    q_index: Tensor | None = None  # [B, Hq, M] int32
+    k_index: Tensor | None = field(
+        default=None, converter=_rows_in_memory, validator=_is_an_index("[B, H, G, slots]")
+    )  # H is Hkv or Hq; with groups, slots need not be N
+    q_index: Tensor | None = field(default=None, converter=_rows_in_memory, validator=_is_an_index("[B, Hq, M]"))
     group: int | None = None  # original positions per key map; None when one map serves every query (G == 1)
 
     def __attrs_post_init__(self) -> None:
-        if self.k_index is not None and self.k_index.ndim != 4:
-            raise ValueError(f"'k_index' must have the shape [B, H, G, N]: {tuple(self.k_index.shape)}")
-        if self.q_index is not None and self.q_index.ndim != 3:
-            raise ValueError(f"'q_index' must have the shape [B, Hq, M]: {tuple(self.q_index.shape)}")
         if self.group is None and self.k_index is not None and self.k_index.shape[2] != 1:
             raise ValueError(f"'group' must be given for more than one key map: G={self.k_index.shape[2]}")
+        if self.group is not None and (type(self.group) is not int or self.group < 1):
+            raise ValueError(f"'group' must be a number of positions, at least 1: {self.group!r}")
+
+    def orders_as(self, other: Permutation) -> bool:
+        """Whether this is the very order of `other`: it holds the same maps, not only equal ones."""
+        return self is other or (
+            self.k_index is other.k_index and self.q_index is other.q_index and self.group == other.group
+        )
+
+    def check_fits(self, q: Tensor, k: Tensor, *, causal: bool) -> None:
+        """Refuse maps of other sizes than `q` `[B, Hq, M, D]` and `k` `[B, Hkv, N, D]` need; reads no map.
+
+        Raises:
+            ValueError: batch size, heads, groups, slots or device differ.
+        """
+        (B, Hq, M, _), (_, Hkv, N, _) = q.shape, k.shape
+        if self.q_index is not None:
+            if self.q_index.shape != (B, Hq, M):
+                raise ValueError(
+                    f"'q_index' must have the shape [B, Hq, M] = {(B, Hq, M)}: {tuple(self.q_index.shape)}"
+                )
+            _check_device("q_index", self.q_index, q)
+        if self.k_index is None:
+            return
+        _check_device("k_index", self.k_index, k)
+        batch, heads, groups, slots = self.k_index.shape
+        if batch != B or heads not in (Hkv, Hq):
+            raise ValueError(
+                f"'k_index' must have B={B} batch entries and Hkv={Hkv} or Hq={Hq} heads: "
+                f"{tuple(self.k_index.shape)}; expand() one map that serves all"
+            )
+        if self.group is None:
+            if slots != N:
+                raise ValueError(f"'k_index' must name each of the {N} keys once: it has {slots} slots")
+            return
+        offset = N - M if causal else 0
+        if groups != (expected := (offset + M - 1) // self.group - offset // self.group + 1):
+            raise ValueError(
+                f"'k_index' must have a key map for each group of {self.group} positions that queries "
+                f"{offset} to {offset + M - 1} lie in, {expected} in all: {groups}"
+            )
+
+    def check_contents(self, q: Tensor, k: Tensor) -> None:
+        """Read the maps and refuse any that no executor could follow. Waits for a GPU.
+
+        Raises:
+            ValueError: a map names a token that is not there, or one token twice, or leaves out a query; or a map
+                without groups leaves out a key.
+        """
+        if self.q_index is not None:
+            _check_map("q_index", "query", self.q_index, q.shape[2], complete=True)
+        if self.k_index is not None:
+            _check_map("k_index", "key", self.k_index, k.shape[2], complete=self.group is None)
+
+
+def _check_device(name: str, index: Tensor, x: Tensor) -> None:
+    if index.device != x.device:
+        raise ValueError(f"'{name}' must be on the device of q and k ({x.device}): {index.device}")
+
+
+def _check_map(name: str, token: str, index: Tensor, tokens: int, *, complete: bool) -> None:
+    """Each of `tokens` at most once in the last axis of `index`, and once if `complete`; -1 is an empty slot."""
+    least = 0 if complete else -1
+    ordered = index.sort(dim=-1).values
+    if bool(((ordered < least) | (ordered >= tokens)).any()):
+        worst = ordered[(ordered < least) | (ordered >= tokens)][0]
+        empty = "" if complete else ", or be -1 for an empty slot"
+        raise ValueError(f"'{name}' must name {token} 0 to {tokens - 1}{empty}: {int(worst)}")
+    twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+    if bool(twice.any()):
+        raise ValueError(f"'{name}' must name each {token} once: {token} {int(ordered[..., 1:][twice][0])} twice")
 
 
 @final
 @frozen(eq=False)
 class GlobalPermutation(Permutation):
-    """One key map for all queries (`G == 1`): the only kind that may also be applied physically."""
+    """One order of keys for all queries (`G == 1`): the only kind that may also be applied physically."""
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import final
 
-from attrs import field, frozen, validators
+from attrs import field, frozen
 from torch import Tensor
 
 from blocksparse.kernels.key_importance import key_importance
 from blocksparse.kernels.segment_sort import segment_sort
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.permuters.permuter import Permuter
+from blocksparse.validators import flag, size, whole
 
 
 @final
@@ -30,10 +31,10 @@ class SegmentKeySort(Permuter[GlobalPermutation]):
             and leaves the tail out of the softmax; `False` reproduces that.
     """
 
-    S: int = field(default=256, validator=[validators.instance_of(int), validators.gt(0)])
-    probe: int = field(default=128, validator=[validators.instance_of(int), validators.gt(0)], kw_only=True)
-    per_query_head: bool = field(default=False, kw_only=True)
-    causal_probe: bool = field(default=True, kw_only=True)
+    S: int = field(default=256, converter=whole, validator=size)
+    probe: int = field(default=128, converter=whole, validator=size, kw_only=True)
+    per_query_head: bool = field(default=False, validator=flag, kw_only=True)
+    causal_probe: bool = field(default=True, validator=flag, kw_only=True)
 
     def __call__(self, q: Tensor, k: Tensor, *, causal: bool, scale: float) -> GlobalPermutation:
         if k.shape[2] < self.S:

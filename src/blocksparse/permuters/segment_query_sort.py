@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import final
 
 import torch
-from attrs import evolve, field, frozen, validators
-from einops import rearrange
+from attrs import evolve, field, frozen
 from torch import Tensor
 from torch.nn.functional import normalize, pad
 
+from blocksparse.class_line import Declared, check_takes, declared
+from blocksparse.kernels.products import products
 from blocksparse.permuters.identity import Identity
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.permuters.permuter import Permuter
+from blocksparse.validators import a, block_size, multiple, size, whole
 
 _WORKSPACE = 2**28  # bytes of similarities at a time
 
@@ -39,15 +41,13 @@ class SegmentQuerySort(Permuter[GlobalPermutation]):
         ValueError: when called, `keys` moves queries.
     """
 
-    S: int = field(default=256, validator=[validators.instance_of(int), validators.gt(0)])
-    block: int = field(default=128, validator=[validators.instance_of(int), validators.gt(0)], kw_only=True)
-    keys: Permuter[GlobalPermutation] = field(
-        factory=Identity, validator=validators.instance_of(Permuter), kw_only=True
-    )
+    S: int = field(default=256, converter=whole, validator=size)
+    block: int = field(default=128, converter=whole, validator=block_size, kw_only=True)
+    keys: Permuter[GlobalPermutation] = field(factory=Identity, validator=a(Permuter), kw_only=True)
 
     def __attrs_post_init__(self) -> None:
-        if self.S % self.block:
-            raise ValueError(f"'S' must be a multiple of 'block' ({self.block}): {self.S}")
+        multiple("S", self.S, "block", self.block)
+        check_takes((Declared(self, GlobalPermutation),), declared(self.keys, Permuter, 0))
 
     def __call__(self, q: Tensor, k: Tensor, *, causal: bool, scale: float) -> GlobalPermutation:
         permutation = self.keys(q, k, causal=causal, scale=scale)
@@ -79,18 +79,16 @@ class SegmentQuerySort(Permuter[GlobalPermutation]):
 
     def _nearest(self, q: Tensor, centroids: Tensor, *, offset: int, causal: bool) -> tuple[Tensor, Tensor]:
         """Each query's centroid and its cosine with it, `[B, Hq, M]` each."""
-        (B, Hq, M, _), (_, H, blocks, _) = q.shape, centroids.shape
+        (B, Hq, M, _), blocks = q.shape, centroids.shape[2]
         step = max(1, _WORKSPACE // (B * Hq * blocks * centroids.dtype.itemsize))
         per_segment = self.S // self.block
         nearest, cosines = [], []
         for first in range(0, M, step):
             last = min(first + step, M)
-            part = rearrange(q[:, :, first:last], "B (H G) m D -> B H (G m) D", H=H)
-            part = normalize(part.to(centroids.dtype), dim=-1)
+            part = normalize(q[:, :, first:last].to(centroids.dtype), dim=-1)
             # The part's last query knows most; one in the first segment knows nothing, which the mask says.
             end = max((offset + last - 1) // self.S * per_segment, 1) if causal else blocks
-            cosine = part @ centroids[:, :, :end].transpose(-1, -2)
-            cosine = rearrange(cosine, "B H (G m) blocks -> B (H G) m blocks", G=Hq // H)
+            cosine = products(part, centroids[:, :, :end])
             if causal:
                 known = torch.arange(offset + first, offset + last, device=q.device) // self.S * per_segment
                 cosine = cosine.masked_fill_(torch.arange(end, device=q.device) >= known[:, None], float("-inf"))

@@ -8,7 +8,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from blocksparse.permuters.grid_order import GridOrder, three_sizes
+from blocksparse.permuters.grid_order import GridOrder, three, three_sizes
 
 
 @final
@@ -23,10 +23,10 @@ class TileOrder(GridOrder):
         tile: frames, rows and columns `(t, h, w)` of a tile; 4 x 4 x 4 cells are a block of 64.
     """
 
-    tile: tuple[int, int, int] = field(default=(4, 4, 4), validator=three_sizes)
+    tile: tuple[int, int, int] = field(default=(4, 4, 4), converter=three, validator=three_sizes)
 
     def cells(self, device: torch.device | str) -> Tensor:
-        (_, H, W), (t, h, w) = self.grid, self.tile
+        (_, H, W), (t, h, w) = self.grid, map(min, self.tile, self.grid)
         frame, row, column = (torch.arange(size, device=device) for size in self.grid)
         across, down = -(-W // w), -(-H // h)
         tile = (frame[:, None, None] // t * down + row[:, None] // h) * across + column // w  # [T, H, W]

@@ -13,6 +13,7 @@ from blocksparse.selectors.any_of import AnyOf
 from blocksparse.selectors.band import Band
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.sink import Sink
+from blocksparse.validators import size
 
 
 def a_shape(
@@ -32,4 +33,10 @@ def a_shape(
         block: tokens per block.
         executor: `AutoExecutor()` unless given.
     """
-    return Pipeline(Identity(), NoScorer(block), AnyOf([Sink(sink), Band(local - 1)]), executor or AutoExecutor())
+    size.check(sink=sink, local=local)
+    return Pipeline(
+        Identity(),
+        NoScorer(block),
+        AnyOf([Sink(sink), Band(local - 1)]),
+        AutoExecutor() if executor is None else executor,
+    )

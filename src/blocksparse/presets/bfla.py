@@ -24,6 +24,7 @@ from blocksparse.selectors.shared_by_group import SharedByGroup
 from blocksparse.selectors.sink import Sink
 from blocksparse.selectors.stride import Stride
 from blocksparse.selectors.top_cdf import TopCdf
+from blocksparse.validators import block_size, count, flag, hash_seed, multiple, optional, size, whole
 
 
 def bfla(
@@ -69,12 +70,17 @@ def bfla(
     Raises:
         ValueError: `n_local` and `n_local_tiles` are both given, or `tile` does not divide `block`.
     """
+    block_size.check(block=block, tile=tile)
+    block, tile = whole(block), whole(tile)
+    multiple("block", block, "tile", tile)
+    optional(count).check(n_local=n_local, n_local_tiles=n_local_tiles)
+    size.check(sink=sink)
+    hash_seed.check(seed=seed)
+    flag.check(coarse_rescue=coarse_rescue, as_released=as_released)
     if n_local is not None and n_local_tiles is not None:
         raise ValueError(f"give 'n_local' or 'n_local_tiles', not both: {n_local} and {n_local_tiles}")
-    if block % tile:
-        raise ValueError(f"'block' must be a multiple of 'tile' ({tile}): {block}")
     if n_local is None:
-        n_local = 256 if n_local_tiles is None else n_local_tiles * tile  # table 5: 8 tiles of 32
+        n_local = 256 if n_local_tiles is None else whole(n_local_tiles) * tile  # table 5: 8 tiles of 32
     rescues: list[PositionSelector] = [Band(max(n_local, 1) if as_released else n_local), Sink(sink)]
     if eta is not None:
         rescues.append(Stride(eta, seed, released=as_released))
@@ -92,5 +98,5 @@ def bfla(
         Identity(),
         FlattenMaxPoolScorer(block, g, per_token=per_token, padded_tail=as_released),
         selector,
-        executor or AutoExecutor(),
+        AutoExecutor() if executor is None else executor,
     )

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from blocksparse.executors.auto import AutoExecutor
 from blocksparse.executors.executor import Executor
+from blocksparse.per_head import share
 from blocksparse.permuters.identity import Identity
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.pipeline import Pipeline
@@ -16,6 +17,7 @@ from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.global_top_cdf import GlobalTopCdf
 from blocksparse.selectors.routed_by_divergence import RoutedByDivergence
 from blocksparse.selectors.vertical_slash_cdf import VerticalSlashCdf
+from blocksparse.validators import flag
 
 
 def flex_prefill(
@@ -42,6 +44,8 @@ def flex_prefill(
             budget, one diagonal of blocks per band, no crossing block in query-aware heads.
         executor: `AutoExecutor()` unless given.
     """
+    share.check(gamma=gamma)
+    flag.check(as_released=as_released)
     floor = VerticalSlashCdf(0.0, min_budget=min_budget, released=as_released)
     return Pipeline(
         Identity(),
@@ -51,5 +55,5 @@ def flex_prefill(
             similar=GlobalTopCdf(gamma, crossing=not as_released) | floor,
             otherwise=VerticalSlashCdf(gamma, min_budget=min_budget, max_budget=max_budget, released=as_released),
         ),
-        executor or AutoExecutor(),
+        AutoExecutor() if executor is None else executor,
     )

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from blocksparse.executors.auto import AutoExecutor
 from blocksparse.executors.executor import Executor
+from blocksparse.per_head import share
 from blocksparse.permuters.identity import Identity
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.pipeline import Pipeline
@@ -16,6 +17,7 @@ from blocksparse.scorers.mean_pool import MeanPoolScorer
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.sink import Sink
 from blocksparse.selectors.top_cdf import TopCdf
+from blocksparse.validators import flag
 
 
 def mean_pooling(
@@ -33,9 +35,11 @@ def mean_pooling(
         as_released: average a short tail block over padding, as the authors' code.
         executor: `AutoExecutor()` unless given.
     """
+    share.check(threshold=threshold)
+    flag.check(as_released=as_released)
     return Pipeline(
         Identity(),
         MeanPoolScorer(block, padded_tail=as_released),
         TopCdf(threshold) | Sink(),
-        executor or AutoExecutor(),
+        AutoExecutor() if executor is None else executor,
     )

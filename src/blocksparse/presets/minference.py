@@ -14,6 +14,7 @@ from blocksparse.pipeline import Pipeline
 from blocksparse.scorers.vertical_slash import VerticalSlashScorer, VerticalSlashScores
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.vertical_slash_top_k import VerticalSlashTopK
+from blocksparse.validators import flag
 
 
 def minference(
@@ -40,9 +41,10 @@ def minference(
             distances end up to one block late.
         executor: `AutoExecutor()` unless given.
     """
+    flag.check(as_released=as_released)
     return Pipeline(
         Identity(),
         VerticalSlashScorer(block, probe=probe, pooled=False),
         VerticalSlashTopK(vertical, slash, sink=sink, recent=recent, released=as_released),
-        executor or AutoExecutor(),
+        AutoExecutor() if executor is None else executor,
     )

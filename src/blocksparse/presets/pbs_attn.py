@@ -8,6 +8,7 @@ from torch import Tensor
 
 from blocksparse.executors.auto import AutoExecutor
 from blocksparse.executors.executor import Executor
+from blocksparse.per_head import share
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.permuters.segment_key_sort import SegmentKeySort
 from blocksparse.pipeline import Pipeline
@@ -16,6 +17,7 @@ from blocksparse.scorers.mean_pool import MeanPoolScorer
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.first_token import FirstToken
 from blocksparse.selectors.top_cdf import TopCdf
+from blocksparse.validators import block_size, flag, multiple, size
 
 
 def pbs_attn(
@@ -40,9 +42,14 @@ def pbs_attn(
             causal and ignores the tail, and a tail block averaged over padding.
         executor: `AutoExecutor()` unless given.
     """
+    share.check(threshold=threshold)
+    block_size.check(block=block)
+    size.check(S=S)
+    flag.check(per_query_head=per_query_head, as_released=as_released)
+    multiple("S", S, "block", block)
     return Pipeline(
         SegmentKeySort(S, probe=block, per_query_head=per_query_head or as_released, causal_probe=not as_released),
         MeanPoolScorer(block, segment=S, padded_tail=as_released),
         TopCdf(threshold) | FirstToken(),
-        executor or AutoExecutor(),
+        AutoExecutor() if executor is None else executor,
     )

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from blocksparse.executors.auto import AutoExecutor
 from blocksparse.executors.executor import Executor
+from blocksparse.per_head import share
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.permuters.segment_key_sort import SegmentKeySort
 from blocksparse.pipeline import Pipeline
@@ -16,6 +17,7 @@ from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.first_token import FirstToken
 from blocksparse.selectors.top_cdf import TopCdf
+from blocksparse.validators import block_size, multiple, size
 
 
 def pbs_attn_plus(
@@ -39,9 +41,13 @@ def pbs_attn_plus(
         per_query_head: one key order per query head, as the paper, instead of one per KV head.
         executor: `AutoExecutor()` unless given.
     """
+    share.check(threshold=threshold)
+    block_size.check(block=block)
+    size.check(S=S)
+    multiple("S", S, "block", block)
     return Pipeline(
         SegmentKeySort(S, probe=block, per_query_head=per_query_head),
         AntidiagonalScorer(stride, block=block, segment=S, forced=False),
         TopCdf(threshold) | FirstToken(),
-        executor or AutoExecutor(),
+        AutoExecutor() if executor is None else executor,
     )

@@ -16,6 +16,7 @@ from blocksparse.scorers.no_scorer import NoScorer
 from blocksparse.selectors.block_mask import RankedBlockMask
 from blocksparse.selectors.everything import Everything
 from blocksparse.selectors.ranked import Ranked
+from blocksparse.validators import block_size, multiple, shown
 
 
 def s2o(
@@ -52,15 +53,15 @@ def s2o(
     """
     if executor is not None and tau is not None:
         raise ValueError(
-            f"'tau' belongs to the executor, and one is given: use s2o(executor=GatherExecutor({tau}))"
+            f"'tau' belongs to the executor, and one is given: use s2o(executor=GatherExecutor({shown(tau)}))"
         )
-    if S % block:
-        raise ValueError(f"'S' must be a multiple of 'block' ({block}): {S}")
+    block_size.check(S=S, block=block)
+    multiple("S", S, "block", block)
     return Pipeline(
         GlobalIndexMap(
             S, prefix=prefix, coarse=coarse, per_query_head=per_query_head, order_queries=order_queries
         ),
         NoScorer(block),
         Ranked(Everything()),
-        executor or GatherExecutor(0.01 if tau is None else tau),
+        GatherExecutor(0.01 if tau is None else tau) if executor is None else executor,
     )

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from blocksparse.executors.auto import AutoExecutor
 from blocksparse.executors.executor import Executor
+from blocksparse.per_head import share
 from blocksparse.permuters.identity import Identity
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.permuters.permuter import Permuter
@@ -20,8 +21,7 @@ from blocksparse.selectors.selector import Selector
 from blocksparse.selectors.sink import Sink
 from blocksparse.selectors.top_cdf import TopCdf
 from blocksparse.selectors.top_k import TopK
-
-_INT8_FROM = 65536  # keys; measured with blocks of 128 x 64, see docs/performance.md
+from blocksparse.validators import a, flag, optional, shown
 
 
 def sparge(
@@ -55,14 +55,17 @@ def sparge(
         order: of the tokens, `HilbertOrder(grid)` for images and video (section 3.7); `Identity()` unless given.
         as_released: choose as the authors' code: keys smoothed in causal calls too, a short last block never
             similar, `topk` a share of all key blocks. The diagonal, which it may lose, is kept all the same.
-        executor: unless given, `AutoExecutor(int8_from=65536)`: on Hopper 8-bit products (section 3.5) for
-            prompts so long that they gain by it, else exact ones. Skipping PV is the executor's too, and off.
+        executor: `AutoExecutor()` unless given, which rounds nothing. The paper's 8-bit products (section 3.5) are
+            `Int8Executor()` on Hopper; they save time from some 64K tokens on. Skipping PV is the executor's too.
 
     Raises:
         ValueError: `tau` and `topk` are both given.
     """
     if tau is not None and topk is not None:
-        raise ValueError(f"give 'tau' or 'topk', not both: {tau} and {topk}")
+        raise ValueError(f"give 'tau' or 'topk', not both: {shown(tau)} and {shown(topk)}")
+    optional(share).check(tau=tau, topk=topk)
+    optional(a(Permuter)).check(order=order)
+    flag.check(attention_sink=attention_sink, as_released=as_released)
     selector: Selector[BlockMass, BlockMask]
     if topk is None:
         # Released code, spas_sage2_attn_meansim_cuda; the paper tunes tau and theta per layer (section 3.6).
@@ -72,7 +75,7 @@ def sparge(
         selector = TopK(share=topk, forced_first=False, of_all_keys=as_released)
         theta = -0.1 if theta is None else theta  # released code, spas_sage2_attn_meansim_topk_cuda
     return Pipeline(
-        order or Identity(),
+        Identity() if order is None else order,
         SimilarityGatedScorer(
             MeanPoolScorer(block, k_block=k_block),
             theta,
@@ -80,5 +83,5 @@ def sparge(
             padded_tail=as_released,
         ),
         selector | Sink() if attention_sink else selector,
-        executor or AutoExecutor(int8_from=_INT8_FROM),
+        AutoExecutor() if executor is None else executor,
     )

@@ -14,6 +14,7 @@ from blocksparse.selectors.band import Band
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.last_queries import LastQueries
 from blocksparse.selectors.sink import Sink
+from blocksparse.validators import size
 
 
 def tri_shape(
@@ -35,9 +36,10 @@ def tri_shape(
         block: tokens per block.
         executor: `AutoExecutor()` unless given.
     """
+    size.check(sink=sink, local=local, last=last)
     return Pipeline(
         Identity(),
         NoScorer(block),
         AnyOf([Sink(sink), Band(local - 1), LastQueries(last)]),
-        executor or AutoExecutor(),
+        AutoExecutor() if executor is None else executor,
     )

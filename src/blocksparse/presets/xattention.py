@@ -8,6 +8,7 @@ from torch import Tensor
 
 from blocksparse.executors.auto import AutoExecutor
 from blocksparse.executors.executor import Executor
+from blocksparse.per_head import share
 from blocksparse.permuters.identity import Identity
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.pipeline import Pipeline
@@ -15,6 +16,7 @@ from blocksparse.scorers.antidiagonal import AntidiagonalScorer, Pattern
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.top_cdf import TopCdf
+from blocksparse.validators import flag
 
 
 def xattention(
@@ -39,9 +41,11 @@ def xattention(
             copied.
         executor: `AutoExecutor()` unless given.
     """
+    share.check(threshold=threshold)
+    flag.check(as_released=as_released)
     return Pipeline(
         Identity(),
         AntidiagonalScorer(stride, block=block, pattern=pattern, padded_tail=as_released),
         TopCdf(threshold),
-        executor or AutoExecutor(),
+        AutoExecutor() if executor is None else executor,
     )

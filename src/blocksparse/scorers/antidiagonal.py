@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from typing import Literal, final
 
-from attrs import Attribute, field, frozen, validators
+from attrs import converters, field, frozen
 from torch import Tensor
 
 from blocksparse.kernels.block_mean import block_mean
 from blocksparse.kernels.cell_mass import cell_mass
+from blocksparse.kernels.sizes import FAR
 from blocksparse.kernels.within_reach import Places, within_reach
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.scorers import pooling
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.scorers.grid import Grid
 from blocksparse.scorers.scorer import Scorer
+from blocksparse.validators import block_size, flag, multiple, one_of, optional, size, whole
 
 Pattern = Literal["antidiagonal", "slash", "sum"]
 
@@ -46,27 +48,25 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
         padded_tail: leave the empty slots of a short cell at zero, as the released code does.
     """
 
-    stride: int = field(default=8, validator=pooling.size)
-    block: int = field(default=128, validator=pooling.size, kw_only=True)
-    k_block: int | None = field(default=None, validator=validators.optional(pooling.size), kw_only=True)
-    pattern: Pattern = field(
-        default="antidiagonal", validator=validators.in_(("antidiagonal", "slash", "sum")), kw_only=True
+    stride: int = field(default=8, converter=whole, validator=block_size)
+    block: int = field(default=128, converter=whole, validator=block_size, kw_only=True)
+    k_block: int | None = field(
+        default=None, converter=converters.optional(whole), validator=optional(block_size), kw_only=True
     )
-    forced: bool = field(default=True, kw_only=True)
-    segment: int | None = field(default=None, validator=validators.optional(pooling.size), kw_only=True)
-    padded_tail: bool = field(default=False, kw_only=True)
+    pattern: Pattern = field(
+        default="antidiagonal", validator=one_of("antidiagonal", "slash", "sum"), kw_only=True
+    )
+    forced: bool = field(default=True, validator=flag, kw_only=True)
+    segment: int | None = field(
+        default=None, converter=converters.optional(whole), validator=optional(size), kw_only=True
+    )
+    padded_tail: bool = field(default=False, validator=flag, kw_only=True)
 
-    @block.validator
-    @k_block.validator
-    def _blocks_hold_cells(self, attribute: Attribute[int], size: int | None) -> None:
-        if size is not None and size % self.stride:
-            raise ValueError(f"'{attribute.name}' must be a multiple of 'stride' ({self.stride}): {size}")
-
-    @segment.validator
-    def _segment_holds_blocks(self, _: object, segment: int | None) -> None:
-        for block in (self.block, self.k_block or self.block):
-            if segment is not None and segment % block:
-                raise ValueError(f"'segment' must be a multiple of 'block' ({block}): {segment}")
+    def __attrs_post_init__(self) -> None:
+        multiple("block", self.block, "stride", self.stride)
+        multiple("k_block", self.k_block, "stride", self.stride)
+        multiple("segment", self.segment, "block", self.block)
+        multiple("segment", self.segment, "k_block", self.k_block or self.block)
 
     def __call__(
         self, q: Tensor, k: Tensor, permutation: GlobalPermutation, *, causal: bool, scale: float
@@ -94,7 +94,7 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
             self.block // self.stride,
             k_block // self.stride,
             causal,
-            self.segment // self.stride if causal and self.segment is not None else None,
+            min(self.segment, FAR) // self.stride if causal and self.segment is not None else None,
             weight,
             self.pattern == "antidiagonal",
             self.padded_tail,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from attrs import field, frozen
+import torch
+from attrs import frozen
 from torch import Tensor
 
 from blocksparse.scorers.grid import Grid
@@ -10,22 +11,36 @@ from blocksparse.scorers.grid import Grid
 
 @frozen(eq=False)
 class BlockScores:
-    """What each block is worth, on query heads.
+    """What each block is worth, a number per block on query heads.
 
     `forced` blocks are kept whatever their values say and are counted first by cumulative rules; that is not
     the same as a union after selection.
+
+    Raises:
+        TypeError: `values` is not fp32 (or float64), or `forced` not bool.
+        ValueError: one of them does not have an entry for each block of the grid.
     """
 
-    values: Tensor = field()  # [B, Hq, rows, cols] fp32
+    values: Tensor  # [B, Hq, rows, cols] fp32, or float64
     grid: Grid
     forced: Tensor | None = None  # [B|1, Hq|1, rows, cols] bool; None forces nothing
 
-    @values.validator
-    def _check_values(self, _: object, values: Tensor) -> None:
-        if values.ndim != 4:
-            raise ValueError(f"'values' must have the shape [B, Hq, rows, cols]: {tuple(values.shape)}")
+    def __attrs_post_init__(self) -> None:
+        shape = self.grid.batch, self.grid.q_heads, self.grid.rows, self.grid.cols
+        if self.values.dtype not in (torch.float32, torch.float64):
+            raise TypeError(f"'values' must be float32: {self.values.dtype}; convert them with .float()")
+        if self.values.shape != shape:
+            its = tuple(self.values.shape)
+            raise ValueError(f"'values' must have the shape [B, Hq, rows, cols] = {shape}: {its}")
+        if self.forced is None:
+            return
+        if self.forced.dtype != torch.bool:
+            raise TypeError(f"'forced' must be bool: {self.forced.dtype}")
+        its = tuple(self.forced.shape)
+        if its[2:] != shape[2:] or len(its) != 4 or its[0] not in (1, shape[0]) or its[1] not in (1, shape[1]):
+            raise ValueError(f"'forced' must have the shape [B|1, Hq|1, rows, cols] of {shape}: {its}")
 
 
 @frozen(eq=False)
 class BlockMass(BlockScores):
-    """Scores that are non-negative and add up along a row: only these have a cumulative rule."""
+    """Scores that are non-negative and add up along a row, which a cumulative rule needs."""

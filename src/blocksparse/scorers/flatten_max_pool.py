@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import final
 
-from attrs import field, frozen, validators
+from attrs import converters, field, frozen
 from torch import Tensor
 
 from blocksparse.kernels.block_softmax import block_softmax
 from blocksparse.kernels.group_max import group_max
 from blocksparse.permuters.permutation import GlobalPermutation
-from blocksparse.scorers import pooling
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.scorers.grid import Grid
 from blocksparse.scorers.scorer import Scorer
+from blocksparse.validators import block_size, flag, multiple, optional, whole
 
 
 @final
@@ -38,16 +38,17 @@ class FlattenMaxPoolScorer(Scorer[GlobalPermutation, BlockMass]):
             wins wherever all real pairs are below 0.
     """
 
-    block: int = field(default=256, validator=pooling.size)
-    g: int = field(default=64, validator=pooling.size)
-    k_block: int | None = field(default=None, validator=validators.optional(pooling.size), kw_only=True)
-    per_token: bool = field(default=False, kw_only=True)
-    padded_tail: bool = field(default=False, kw_only=True)
+    block: int = field(default=256, converter=whole, validator=block_size)
+    g: int = field(default=64, converter=whole, validator=block_size)
+    k_block: int | None = field(
+        default=None, converter=converters.optional(whole), validator=optional(block_size), kw_only=True
+    )
+    per_token: bool = field(default=False, validator=flag, kw_only=True)
+    padded_tail: bool = field(default=False, validator=flag, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
-        for name, size in (("block", self.block), ("k_block", self.k_block or self.block)):
-            if size % self.g:
-                raise ValueError(f"'{name}' must be a multiple of 'g' ({self.g}): {size}")
+        multiple("block", self.block, "g", self.g)
+        multiple("k_block", self.k_block, "g", self.g)
 
     def __call__(
         self, q: Tensor, k: Tensor, permutation: GlobalPermutation, *, causal: bool, scale: float

@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from blocksparse.kernels.block_bounds import block_bounds
+from blocksparse.kernels.sizes import FAR
 from blocksparse.permuters.permutation import Permutation
+from blocksparse.validators import shown, size
 
 
 @final
@@ -22,8 +24,12 @@ class Grid:
     prompt: the first `q_lead` places of row 0 are empty when a chunk starts inside a block, so a row means the
     same queries however the prompt is chunked. From the first and last original position of each block alone
     follow `reachable`, `full` and `diagonal`, for any permutation; nobody needs to know what a segment is.
+
+    A grid is of one permutation: scores, masks and executors ask it which.
     """
 
+    permutation: Permutation
+    batch: int
     q_len: int
     k_len: int
     q_block: int
@@ -49,9 +55,13 @@ class Grid:
         """The grid over `q` `[B, Hq, M, D]` and `k` `[B, Hkv, N, D]` in the slots of `permutation`.
 
         Raises:
-            ValueError: a query group of `permutation` is not a whole number of query blocks.
+            ValueError: `permutation` is not one of such q and k, a query group of it is not a whole number of
+                query blocks, or there are more causal queries than keys.
         """
-        (_, Hq, M, _), (_, Hkv, N, _) = q.shape, k.shape
+        (B, Hq, M, _), (_, Hkv, N, _) = q.shape, k.shape
+        if causal and M > N:
+            raise ValueError(f"a causal grid needs at least as many keys as queries: Nq={M}, Nk={N}")
+        permutation.check_fits(q, k, causal=causal)
         offset = N - M if causal else 0
         lead = offset % q_block
         if permutation.q_index is None or permutation.k_index is None:
@@ -83,6 +93,8 @@ class Grid:
             q_position,
             k_position,
             group_of_row,
+            permutation=permutation,
+            batch=B,
             q_len=M,
             k_len=N,
             q_block=q_block,
@@ -125,6 +137,39 @@ class Grid:
             **sizes,
         )
 
+    def check_fits(self, q: Tensor, k: Tensor, permutation: Permutation, *, causal: bool | None = None) -> None:
+        """Refuse a grid that was cut from another permutation, or from tensors of other sizes than these.
+
+        Args:
+            causal: whether the call is; None where only the grid says so.
+
+        Raises:
+            ValueError: the grid is not over `q` `[B, Hq, M, D]` and `k` `[B, Hkv, N, D]` in this permutation.
+        """
+        mine = self._over
+        (B, Hq, M, _), (_, Hkv, N, _) = q.shape, k.shape
+        its = B, Hq, Hkv, M, N
+        if mine != its:
+            raise ValueError(
+                f"the blocks are those of tensors of other sizes: (B, Hq, Hkv, M, N) = {mine}, and q and k have "
+                f"{its}; make them with Grid.of(q, k, permutation, ...)"
+            )
+        if not self.permutation.orders_as(permutation):
+            raise ValueError(
+                "the blocks were cut from another permutation than the one given, so they mean other tokens; "
+                "hand over the permutation that Grid.of(q, k, permutation, ...) got"
+            )
+        if causal not in (None, self.causal):
+            raise ValueError(f"the blocks were cut with causal={self.causal}, and the call has causal={causal}")
+
+    def same_blocks(self, other: Grid) -> bool:
+        """Whether a block of this grid means the same tokens as that block of the other."""
+        return self is other or (
+            (*self._over, self.causal, self.q_block, self.k_block)
+            == (*other._over, other.causal, other.q_block, other.k_block)
+            and self.permutation.orders_as(other.permutation)
+        )
+
     def refined(self, n: int) -> Grid:
         """The same places in blocks `n` times smaller on both sides; the same grid every time.
 
@@ -136,8 +181,9 @@ class Grid:
         return self._finer[n]
 
     def _refined(self, n: int) -> Grid:
+        size.check(n=n)
         if self.q_block % n or self.k_block % n:
-            raise ValueError(f"'n' must divide both blocks ({self.q_block} x {self.k_block}): {n}")
+            raise ValueError(f"'n' must divide both blocks ({self.q_block} x {self.k_block}): {shown(n)}")
         q_block, k_block = self.q_block // n, self.k_block // n
         # Rows and columns of empty places that the coarse blocks ended in are dropped.
         before = self.q_lead // q_block * q_block
@@ -149,6 +195,8 @@ class Grid:
             self.q_position[..., before:after],
             self.k_position[..., : -(-self.slots // k_block) * k_block],
             group_of_row,
+            permutation=self.permutation,
+            batch=self.batch,
             q_len=self.q_len,
             k_len=self.k_len,
             q_block=q_block,
@@ -200,15 +248,17 @@ class Grid:
 
     def holding_first(self, tokens: int) -> Tensor:
         """Reachable blocks that hold any of the first `tokens` original positions."""
-        return self.reachable & (self.k_first < tokens)
+        return self.reachable & (self.k_first < min(tokens, FAR))
 
     def within(self, tokens: int) -> Tensor:
         """Reachable blocks that may hold a key at most `tokens` before (or, not causal, after) some query."""
+        tokens = min(tokens, FAR)
         near = self.reachable & (self.k_last >= self.q_first - tokens)
         return near if self.causal else near & (self.k_first <= self.q_last + tokens)
 
     def own_segment(self, S: int) -> Tensor:
         """Reachable blocks in the segment of `S` original positions that the row lies in."""
+        S = min(S, FAR)
         return self.reachable & (self.k_first // S == self.q_first // S)
 
     def shared(self) -> Grid:
@@ -231,6 +281,11 @@ class Grid:
             k_last=over_group(self.k_last, "amax"),
             k_whole=over_group(self.k_whole, "all"),
         )
+
+    @property
+    def _over(self) -> tuple[int, int, int, int, int]:
+        """`(B, Hq, Hkv, M, N)` of the tensors that the grid lies over."""
+        return self.batch, self.q_heads, self.kv_heads, self.q_len, self.k_len
 
     @property
     def _shape(self) -> tuple[int, int, int, int]:

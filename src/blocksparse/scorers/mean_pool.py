@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import final
 
-from attrs import field, frozen, validators
+from attrs import converters, field, frozen
 from torch import Tensor
 
 from blocksparse.kernels.block_mean import block_mean
 from blocksparse.kernels.block_products import block_products
 from blocksparse.kernels.block_softmax import block_softmax
 from blocksparse.permuters.permutation import GlobalPermutation
-from blocksparse.scorers import pooling
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.scorers.grid import Grid
 from blocksparse.scorers.scorer import Scorer
+from blocksparse.validators import block_size, flag, multiple, optional, size, whole
 
 
 @final
@@ -31,15 +31,18 @@ class MeanPoolScorer(Scorer[GlobalPermutation, BlockMass]):
             default a mean is over the tokens that are there.
     """
 
-    block: int = field(default=128, validator=pooling.size)
-    k_block: int | None = field(default=None, validator=validators.optional(pooling.size), kw_only=True)
-    segment: int | None = field(default=None, validator=validators.optional(pooling.size), kw_only=True)
-    padded_tail: bool = field(default=False, kw_only=True)
+    block: int = field(default=128, converter=whole, validator=block_size)
+    k_block: int | None = field(
+        default=None, converter=converters.optional(whole), validator=optional(block_size), kw_only=True
+    )
+    segment: int | None = field(
+        default=None, converter=converters.optional(whole), validator=optional(size), kw_only=True
+    )
+    padded_tail: bool = field(default=False, validator=flag, kw_only=True)
 
-    @segment.validator
-    def _segment_holds_blocks(self, _: object, segment: int | None) -> None:
-        if segment is not None and (segment % self.block or segment % (self.k_block or self.block)):
-            raise ValueError(f"'segment' must be a multiple of 'block' ({self.block}): {segment}")
+    def __attrs_post_init__(self) -> None:
+        multiple("segment", self.segment, "block", self.block)
+        multiple("segment", self.segment, "k_block", self.k_block or self.block)
 
     def __call__(
         self, q: Tensor, k: Tensor, permutation: GlobalPermutation, *, causal: bool, scale: float

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import final
 
 import torch
-from attrs import field, frozen, validators
+from attrs import converters, field, frozen
 from torch import Tensor
 
 from blocksparse.permuters.permutation import Permutation
@@ -13,6 +13,7 @@ from blocksparse.scorers import pooling
 from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.scorers.grid import Grid
 from blocksparse.scorers.scorer import Scorer
+from blocksparse.validators import block_size, optional, whole
 
 
 @final
@@ -27,8 +28,10 @@ class NoScorer(Scorer[Permutation, BlockScores]):
         k_block: slots per key block.
     """
 
-    block: int = field(default=128, validator=pooling.size)
-    k_block: int | None = field(default=None, validator=validators.optional(pooling.size), kw_only=True)
+    block: int = field(default=128, converter=whole, validator=block_size)
+    k_block: int | None = field(
+        default=None, converter=converters.optional(whole), validator=optional(block_size), kw_only=True
+    )
 
     def __call__(
         self, q: Tensor, k: Tensor, permutation: Permutation, *, causal: bool, scale: float

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from attrs import validators
 from torch import Tensor
 
 from blocksparse.scorers.grid import Grid
-
-size = [validators.instance_of(int), validators.gt(0)]
-"""Validator of a number of tokens."""
 
 
 def own_segment(grid: Grid, segment: int | None) -> Tensor | None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 from typing import final
 
 import torch
-from attrs import field, frozen, validators
+from attrs import converters, field, frozen
 from torch import Tensor
 
 from blocksparse.kernels.block_mean import block_mean
 from blocksparse.kernels.block_softmax import prefix_softmax
-from blocksparse.kernels.cell_products import products
+from blocksparse.kernels.products import products
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.scorers import pooling
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.scorers.grid import Grid
 from blocksparse.scorers.scorer import Scorer
+from blocksparse.validators import block_size, optional, whole
 
 _SCORES_AT_ONCE = 1 << 24
 
@@ -35,8 +36,10 @@ class PrefixOrderScorer(Scorer[Permutation, BlockMass]):
         k_block: slots per key block.
     """
 
-    block: int = field(default=128, validator=pooling.size)
-    k_block: int | None = field(default=None, validator=validators.optional(pooling.size), kw_only=True)
+    block: int = field(default=128, converter=whole, validator=block_size)
+    k_block: int | None = field(
+        default=None, converter=converters.optional(whole), validator=optional(block_size), kw_only=True
+    )
 
     def __call__(self, q: Tensor, k: Tensor, permutation: Permutation, *, causal: bool, scale: float) -> BlockMass:
         grid = Grid.of(q, k, permutation, q_block=self.block, k_block=self.k_block or self.block, causal=causal)

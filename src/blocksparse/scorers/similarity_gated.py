@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import final
 
-from attrs import field, frozen, validators
+from attrs import field, frozen
 from torch import Tensor
 
+from blocksparse.class_line import Declared, check_takes, declared
 from blocksparse.kernels.block_mean import block_similarity
 from blocksparse.kernels.gate_blocks import gate_blocks
-from blocksparse.per_head import PerHead, check, over_blocks, per_head
+from blocksparse.per_head import PerHead, cosine, over_blocks, per_head
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.scorers.scorer import Scorer
+from blocksparse.validators import a, flag, optional
 
 
 @final
@@ -35,12 +37,13 @@ class SimilarityGatedScorer(Scorer[GlobalPermutation, BlockMass]):
             tokens that are there are judged.
     """
 
-    inner: Scorer[GlobalPermutation, BlockMass] = field(validator=validators.instance_of(Scorer))
-    theta: PerHead = field(converter=per_head, validator=check("in [-1, 1]", lambda x: (x >= -1) & (x <= 1)))
-    smooth_k: bool | None = field(
-        default=None, kw_only=True, validator=validators.optional(validators.instance_of(bool))
-    )
-    padded_tail: bool = field(default=False, kw_only=True)
+    inner: Scorer[GlobalPermutation, BlockMass] = field(validator=a(Scorer))
+    theta: PerHead = field(converter=per_head, validator=cosine)
+    smooth_k: bool | None = field(default=None, kw_only=True, validator=optional(flag))
+    padded_tail: bool = field(default=False, validator=flag, kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        check_takes((Declared(self, BlockMass),), declared(self.inner, Scorer, 1))
 
     def __call__(
         self, q: Tensor, k: Tensor, permutation: GlobalPermutation, *, causal: bool, scale: float

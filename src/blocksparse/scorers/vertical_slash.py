@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import final
 
 import torch
-from attrs import field, frozen, validators
+from attrs import converters, field, frozen
 from einops import rearrange
 from torch import Tensor
 
@@ -13,13 +13,13 @@ from blocksparse.kernels.any_between import any_between
 from blocksparse.kernels.block_mean import block_mean
 from blocksparse.kernels.block_products import block_products
 from blocksparse.kernels.block_softmax import block_softmax
-from blocksparse.kernels.cell_products import products
 from blocksparse.kernels.probe_lines import probe_lines
+from blocksparse.kernels.products import products
 from blocksparse.permuters.permutation import GlobalPermutation
-from blocksparse.scorers import pooling
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.scorers.grid import Grid
 from blocksparse.scorers.scorer import Scorer
+from blocksparse.validators import block_size, flag, optional, size, whole
 
 
 @final
@@ -77,9 +77,11 @@ class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
             alone.
     """
 
-    block: int = field(default=128, validator=pooling.size)
-    probe: int | None = field(default=None, validator=validators.optional(pooling.size), kw_only=True)
-    pooled: bool = field(default=True, validator=validators.instance_of(bool), kw_only=True)
+    block: int = field(default=128, converter=whole, validator=block_size)
+    probe: int | None = field(
+        default=None, converter=converters.optional(whole), validator=optional(size), kw_only=True
+    )
+    pooled: bool = field(default=True, validator=flag, kw_only=True)
 
     def __call__(
         self, q: Tensor, k: Tensor, permutation: GlobalPermutation, *, causal: bool, scale: float

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import reduce
 from operator import or_
-from typing import final
+from typing import Any, final
 
-from attrs import field, frozen, validators
+from attrs import Attribute, field, frozen
 from torch import Tensor
 
 from blocksparse.kernels.within_reach import NOWHERE, Places
 from blocksparse.scorers.grid import Grid
 from blocksparse.selectors.position_selector import PositionSelector
+from blocksparse.validators import shown
 
 
-def _to_tuple(rules: Iterable[PositionSelector]) -> tuple[PositionSelector, ...]:
-    return tuple(rules)
+def _to_tuple(rules: Iterable[PositionSelector]) -> Sequence[PositionSelector]:
+    return tuple(rules) if isinstance(rules, Iterable) else rules
 
 
 @final
@@ -27,13 +28,14 @@ class AnyOf(PositionSelector):
     `OnTiles` takes it, as any rule of position.
     """
 
-    rules: tuple[PositionSelector, ...] = field(
-        converter=_to_tuple,
-        validator=[
-            validators.min_len(1),
-            validators.deep_iterable(validators.instance_of(PositionSelector)),
-        ],
-    )
+    rules: Sequence[PositionSelector] = field(converter=_to_tuple)
+
+    @rules.validator
+    def _are_of_position(self, _: Attribute[Any], rules: object) -> None:
+        if not isinstance(rules, tuple) or not all(isinstance(rule, PositionSelector) for rule in rules):
+            raise TypeError(f"'rules' must hold rules of position, as Band(256) is one: {shown(rules)}")
+        if not rules:
+            raise ValueError("'rules' must hold at least one rule of position: ()")
 
     def where(self, grid: Grid) -> Tensor:
         return reduce(or_, (rule.where(grid) for rule in self.rules))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import final
 
-from attrs import field, frozen, validators
+from attrs import field, frozen
 from torch import Tensor
 
 from blocksparse.kernels.within_reach import Places
 from blocksparse.scorers.grid import Grid
 from blocksparse.selectors.position_selector import PositionSelector
+from blocksparse.validators import count, whole
 
 
 @final
@@ -21,7 +22,7 @@ class Band(PositionSelector):
     before the row's own are `Band(w * block)`.
     """
 
-    tokens: int = field(validator=[validators.instance_of(int), validators.ge(0)])
+    tokens: int = field(converter=whole, validator=count)
 
     def where(self, grid: Grid) -> Tensor:
         return grid.within(self.tokens)

@@ -6,36 +6,53 @@ from collections.abc import Callable
 from typing import final
 
 import torch
-from attrs import field, frozen
+from attrs import frozen
 from torch import Tensor
 
 from blocksparse.kernels.within_reach import NOWHERE, Places, within_reach
 from blocksparse.scorers.grid import Grid
+from blocksparse.validators import is_whole, shown
 
 
 @frozen(eq=False)
 class BlockMask:
-    """A set of blocks. Only reachable blocks are ever members.
+    """A set of blocks.
+
+    Only reachable blocks are ever members.
 
     Together with a permutation it means a set of (query, key) pairs: expand kept blocks to slots, send slots
     through the index maps, drop the pairs that causality forbids by original position.
+
+    Raises:
+        TypeError: `keep` is not bool.
+        ValueError: `keep` does not have an entry for each block of the grid, on query heads or on KV heads.
     """
 
-    keep: Tensor = field()  # [B, H, rows, cols] bool; H is Hq, or Hkv where query heads share one mask
+    keep: Tensor  # [B, H, rows, cols] bool; H is Hq, or Hkv where query heads share one mask
     grid: Grid
 
-    @keep.validator
-    def _check_keep(self, _: object, keep: Tensor) -> None:
-        if keep.ndim != 4:
-            raise ValueError(f"'keep' must have the shape [B, H, rows, cols]: {tuple(keep.shape)}")
+    def __attrs_post_init__(self) -> None:
+        grid, its = self.grid, self.keep.shape
+        if self.keep.dtype != torch.bool:
+            raise TypeError(f"'keep' must be bool: {self.keep.dtype}")
+        shape = grid.batch, grid.q_heads, grid.rows, grid.cols
+        if its != shape and its != (shape[0], grid.kv_heads, *shape[2:]):
+            raise ValueError(
+                f"'keep' must have the shape [B, H, rows, cols] = {shape}, or Hkv={grid.kv_heads} heads where "
+                f"query heads share a mask: {tuple(its)}"
+            )
 
     def __or__(self, other: BlockMask) -> BlockMask:
         """Blocks in either; the masks must share a grid."""
+        if not isinstance(other, BlockMask):
+            return NotImplemented
         self._check_same_grid(other)
         return BlockMask(_joined(torch.bitwise_or, self.keep, other.keep), self.grid)
 
     def __and__(self, other: BlockMask) -> BlockMask:
         """Blocks in both; the masks must share a grid."""
+        if not isinstance(other, BlockMask):
+            return NotImplemented
         self._check_same_grid(other)
         return BlockMask(_joined(torch.bitwise_and, self.keep, other.keep), self.grid)
 
@@ -75,14 +92,22 @@ class BlockMask:
             k_size = k_size[:, :, grid.group_of_row]
         area = (q_size[:1, :1] * k_size[:1, :1]).double()  # slots are filled alike in every head
         kept = (self.keep * area).sum((-1, -2))
-        row_end = grid.k_len - grid.q_len + q_size[0, 0, :, 0].cumsum(0) if grid.causal else grid.k_len
-        visited = (-(-torch.as_tensor(row_end) // grid.k_block) * grid.k_block).clamp_max(grid.k_len)
-        density: Tensor = kept / (q_size[0, 0, :, 0] * visited.to(kept.device)).sum()
+        if grid.causal:
+            row_end = grid.k_len - grid.q_len + q_size[0, 0, :, 0].cumsum(0)
+        else:
+            row_end = torch.full((), grid.k_len, device=kept.device)
+        visited = (-(-row_end // grid.k_block) * grid.k_block).clamp_max(grid.k_len)
+        density: Tensor = kept / (q_size[0, 0, :, 0] * visited).sum()
         return density
 
     def queries(self, row: int) -> Tensor:
-        """Indices of the queries in one row, `[B, Hq, m]` int64, as they stand in q."""
+        """Indices of the queries in one row, `[B, Hq, m]` int64, as they stand in q.
+
+        Raises:
+            TypeError, ValueError: there is no such row, as in `slots` and `pairs`; none is counted from the end.
+        """
         grid = self.grid
+        self._check_row(row)
         position = grid.q_position[..., row * grid.q_block : (row + 1) * grid.q_block]
         position = position[..., (position >= 0).flatten(0, -2).all(0)]
         offset = grid.k_len - grid.q_len if grid.causal else 0
@@ -91,6 +116,7 @@ class BlockMask:
     def slots(self, row: int) -> Tensor:
         """The key in every slot of every block of one row, `[B, Hq, cols, k_block]` int32; -1 is none."""
         grid = self.grid
+        self._check_row(row)
         group = 0 if grid.group_of_row is None else grid.group_of_row[row]
         slots: Tensor = grid.k_position[:, :, group].unflatten(-1, (-1, grid.k_block))
         if slots.shape[1] != 1:
@@ -111,12 +137,23 @@ class BlockMask:
         last = query + (grid.k_len - grid.q_len)
         return kept.unsqueeze(-2) & (torch.arange(grid.k_len, device=kept.device) <= last.unsqueeze(-1))
 
+    def _check_row(self, row: int) -> None:
+        if not is_whole(row):
+            raise TypeError(f"'row' must be a whole number: {shown(row)}")
+        if not 0 <= row < self.grid.rows:
+            raise ValueError(f"'row' must be from 0 to {self.grid.rows - 1}, the rows of this mask: {shown(row)}")
+
     def _check_same_grid(self, other: BlockMask) -> None:
         mine, its = ((m.grid.q_block, m.grid.k_block, m.grid.causal, tuple(m.keep.shape)) for m in (self, other))
         if mine != its:
             raise ValueError(
                 f"masks must share a grid: {mine} and {its} as (q_block, k_block, causal, shape of keep); "
                 "refine() the coarser one or share_heads() the other first"
+            )
+        if not self.grid.same_blocks(other.grid):
+            raise ValueError(
+                "masks must share a grid: these were cut from different permutations, so that the same block "
+                "means other tokens; score both with one permutation"
             )
 
 
@@ -125,7 +162,10 @@ def _joined(join: Callable[[Tensor, Tensor], Tensor], mine: Tensor, its: Tensor)
     heads = mine.shape[1]
     if not (mine.stride(1) or its.stride(1)):
         mine, its = mine[:, :1], its[:, :1]
-    if all(x.stride(-1) == 1 and not any(n % 8 for n in (x.shape[-1], *x.stride()[:-1])) for x in (mine, its)):
+    if all(
+        x.stride(-1) == 1 and not any(n % 8 for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
+        for x in (mine, its)
+    ):
         # Eight blocks at a time: a GPU joins bytes one by one where a choice stands for several heads.
         joined = join(mine.view(torch.int64), its.view(torch.int64)).view(torch.bool)
     else:
@@ -136,9 +176,17 @@ def _joined(join: Callable[[Tensor, Tensor], Tensor], mine: Tensor, its: Tensor)
 @final
 @frozen(eq=False)
 class RankedBlockMask(BlockMask):
-    """A mask with the order in which an executor that stops early visits the kept blocks.
+    """A mask with the order in which an executor that stops early visits the kept blocks; `Ranked(...)` makes one.
 
     Blocks of a negative rank are visited first and in any case: they open the row before the stop rule asks.
     """
 
     rank: Tensor  # [B, H, rows, cols] int32, smallest first; dropped blocks have no meaning
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        if self.rank.dtype != torch.int32:
+            raise TypeError(f"'rank' must be int32: {self.rank.dtype}; convert it with .int()")
+        if self.rank.shape != self.keep.shape:
+            mine, its = tuple(self.keep.shape), tuple(self.rank.shape)
+            raise ValueError(f"'rank' must have the shape of 'keep' {mine}: {its}")

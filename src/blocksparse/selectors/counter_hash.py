@@ -1,19 +1,14 @@
-"""What rules that draw for blocks share: seeds, and the indices that numbers are drawn for."""
+"""What rules that draw for blocks share: the indices that numbers are drawn for."""
 
 from __future__ import annotations
 
 import torch
-from attrs import validators
 from torch import Tensor
 
 from blocksparse.kernels.counter_hash import counter_hash as counter_hash
 from blocksparse.scorers.grid import Grid
 
 BITS = 32
-_MASK = 2**BITS - 1
-
-seed = [validators.instance_of(int), validators.ge(0), validators.le(_MASK)]
-"""Validator of a seed: 32 bits."""
 
 
 def block_indices(grid: Grid, *, of_chunk: bool = False) -> tuple[Tensor, Tensor]:

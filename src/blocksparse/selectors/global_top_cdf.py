@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import final
 
-from attrs import field, frozen, validators
+from attrs import field, frozen
 
 from blocksparse.kernels.global_top_cdf import global_top_cdf
-from blocksparse.per_head import PerHead, check, over_blocks, per_head
+from blocksparse.per_head import PerHead, over_blocks, per_head, share
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.selector import Selector
+from blocksparse.validators import flag
 
 
 @final
@@ -30,10 +31,8 @@ class GlobalTopCdf(Selector[BlockMass, BlockMask]):
             code drops it.
     """
 
-    mass: PerHead = field(
-        default=0.95, converter=per_head, validator=check("in (0, 1]", lambda x: (x > 0) & (x <= 1))
-    )
-    crossing: bool = field(default=True, kw_only=True, validator=validators.instance_of(bool))
+    mass: PerHead = field(default=0.95, converter=per_head, validator=share)
+    crossing: bool = field(default=True, kw_only=True, validator=flag)
 
     def __call__(self, scores: BlockMass) -> BlockMask:
         mass = over_blocks(self.mass, scores.values)

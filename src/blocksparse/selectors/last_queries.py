@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import final
 
-from attrs import field, frozen, validators
+from attrs import field, frozen
 from torch import Tensor
 
 from blocksparse.scorers.grid import Grid
 from blocksparse.selectors.position_selector import PositionSelector
+from blocksparse.validators import size, whole
 
 
 @final
@@ -19,8 +20,8 @@ class LastQueries(PositionSelector):
     The last queries of a chunk are not those of the prompt: the choice depends on how a prompt is chunked.
     """
 
-    tokens: int = field(validator=[validators.instance_of(int), validators.gt(0)])
+    tokens: int = field(converter=whole, validator=size)
 
     def where(self, grid: Grid) -> Tensor:
         end = grid.k_len if grid.causal else grid.q_len
-        return grid.q_last >= end - self.tokens
+        return grid.q_last >= end - min(self.tokens, end)

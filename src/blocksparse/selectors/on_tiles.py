@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import final
 
-from attrs import field, frozen, validators
+from attrs import field, frozen
 
 from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.position_selector import PositionSelector
 from blocksparse.selectors.selector import Selector
+from blocksparse.validators import a, size, whole
 
 
 @final
@@ -17,8 +18,8 @@ from blocksparse.selectors.selector import Selector
 class OnTiles(Selector[BlockScores, BlockMask]):
     """What `rule` keeps on blocks `n` times smaller on both sides: `Refined(a, n) | OnTiles(Band(256), n)`."""
 
-    rule: PositionSelector = field(validator=validators.instance_of(PositionSelector))
-    n: int = field(validator=[validators.instance_of(int), validators.gt(0)])
+    rule: PositionSelector = field(validator=a(PositionSelector))
+    n: int = field(converter=whole, validator=size)
 
     def __call__(self, scores: BlockScores) -> BlockMask:
         tiles = scores.grid.refined(self.n)

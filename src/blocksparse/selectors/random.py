@@ -8,11 +8,12 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from blocksparse.per_head import PerHead, check, over_blocks, per_head
+from blocksparse.per_head import PerHead, over_blocks, per_head, probability
 from blocksparse.scorers.grid import Grid
 from blocksparse.selectors import counter_hash
 from blocksparse.selectors.counter_hash import BITS, block_indices
 from blocksparse.selectors.position_selector import PositionSelector
+from blocksparse.validators import flag, hash_seed, whole
 
 _WORKSPACE = 2**24  # draws at a time
 
@@ -34,9 +35,9 @@ class Random(PositionSelector):
             runs of neighbouring blocks, and nearby seeds keep the same ones.
     """
 
-    rho: PerHead = field(converter=per_head, validator=check("in [0, 1]", lambda x: (x >= 0) & (x <= 1)))
-    seed: int = field(default=0, validator=counter_hash.seed)
-    released: bool = field(default=False, kw_only=True)
+    rho: PerHead = field(converter=per_head, validator=probability)
+    seed: int = field(default=0, converter=whole, validator=hash_seed)
+    released: bool = field(default=False, validator=flag, kw_only=True)
 
     def where(self, grid: Grid) -> Tensor:
         i, j = block_indices(grid, of_chunk=self.released)

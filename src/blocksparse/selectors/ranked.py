@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import final
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 
 from blocksparse.selectors.block_mask import BlockMask, RankedBlockMask
 from blocksparse.selectors.selector import ScoresT_contra, Selector
+from blocksparse.validators import a
 
 
 @final
@@ -23,7 +24,7 @@ class Ranked(Selector[ScoresT_contra, RankedBlockMask]):
         ValueError: `inner` changes the grid or shares masks between heads; rank inside those.
     """
 
-    inner: Selector[ScoresT_contra, BlockMask]
+    inner: Selector[ScoresT_contra, BlockMask] = field(validator=a(Selector))
 
     def __call__(self, scores: ScoresT_contra) -> RankedBlockMask:
         mask, grid = self.inner(scores), scores.grid

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import final
 
-from attrs import field, frozen, validators
+from attrs import field, frozen
 
 from blocksparse.kernels.within_reach import NOWHERE
 from blocksparse.selectors.any_of import AnyOf
@@ -12,6 +12,7 @@ from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.on_tiles import OnTiles
 from blocksparse.selectors.position_selector import PositionSelector
 from blocksparse.selectors.selector import ScoresT_contra, Selector
+from blocksparse.validators import a, optional, size, whole
 
 
 @final
@@ -24,11 +25,9 @@ class Refined(Selector[ScoresT_contra, BlockMask]):
             shared by the heads that share the mask of `inner`.
     """
 
-    inner: Selector[ScoresT_contra, BlockMask]
-    n: int = field(validator=[validators.instance_of(int), validators.gt(0)])
-    rescue: PositionSelector | None = field(
-        default=None, kw_only=True, validator=validators.optional(validators.instance_of(PositionSelector))
-    )
+    inner: Selector[ScoresT_contra, BlockMask] = field(validator=a(Selector))
+    n: int = field(converter=whole, validator=size)
+    rescue: PositionSelector | None = field(default=None, kw_only=True, validator=optional(a(PositionSelector)))
 
     def __call__(self, scores: ScoresT_contra) -> BlockMask:
         mask, grid = self.inner(scores), scores.grid

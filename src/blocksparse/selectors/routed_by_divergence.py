@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import final
 
 import torch
-from attrs import field, frozen, validators
+from attrs import field, frozen
 
-from blocksparse.per_head import PerHead, check, over_blocks, per_head
+from blocksparse.class_line import Declared, check_takes, declared
+from blocksparse.per_head import PerHead, at_least_0, over_blocks, per_head, written
 from blocksparse.scorers.vertical_slash import VerticalSlashScores
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.selector import Selector
+from blocksparse.validators import a
 
 
 @final
@@ -29,9 +31,13 @@ class RoutedByDivergence(Selector[VerticalSlashScores, BlockMask]):
         ValueError: a rule changes the grid or shares masks between heads; refine and share outside.
     """
 
-    tau: PerHead = field(converter=per_head, validator=check("at least 0", lambda x: x >= 0))
-    similar: Selector[VerticalSlashScores, BlockMask] = field(validator=validators.instance_of(Selector))
-    otherwise: Selector[VerticalSlashScores, BlockMask] = field(validator=validators.instance_of(Selector))
+    tau: PerHead = field(converter=per_head, validator=at_least_0, repr=written)
+    similar: Selector[VerticalSlashScores, BlockMask] = field(validator=a(Selector))
+    otherwise: Selector[VerticalSlashScores, BlockMask] = field(validator=a(Selector))
+
+    def __attrs_post_init__(self) -> None:
+        for rule in (self.similar, self.otherwise):
+            check_takes(declared(rule, Selector, 0), (Declared(self, VerticalSlashScores),))
 
     def __call__(self, scores: VerticalSlashScores) -> BlockMask:
         similar, otherwise = self.similar(scores).keep, self.otherwise(scores).keep

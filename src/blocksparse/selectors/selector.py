@@ -5,10 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Generic, TypeVar, final
 
-from attrs import frozen
+from attrs import field, frozen
 
 from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.selectors.block_mask import BlockMask
+from blocksparse.validators import a
 
 ScoresT = TypeVar("ScoresT", bound=BlockScores)
 ScoresT_contra = TypeVar("ScoresT_contra", bound=BlockScores, contravariant=True)
@@ -30,25 +31,25 @@ class Selector(ABC, Generic[ScoresT_contra, MaskT_co]):
         self: Selector[ScoresT, BlockMask], other: Selector[ScoresT, BlockMask]
     ) -> Selector[ScoresT, BlockMask]:
         """Keep what either keeps."""
-        return Union(self, other)
+        return Union(self, other) if isinstance(other, Selector) else NotImplemented
 
     def __ror__(
         self: Selector[ScoresT, BlockMask], other: Selector[ScoresT, BlockMask]
     ) -> Selector[ScoresT, BlockMask]:
         """The same; lets a type checker take the stronger need from the right-hand side."""
-        return Union(other, self)
+        return Union(other, self) if isinstance(other, Selector) else NotImplemented
 
     def __and__(
         self: Selector[ScoresT, BlockMask], other: Selector[ScoresT, BlockMask]
     ) -> Selector[ScoresT, BlockMask]:
         """Keep what both keep."""
-        return Intersection(self, other)
+        return Intersection(self, other) if isinstance(other, Selector) else NotImplemented
 
     def __rand__(
         self: Selector[ScoresT, BlockMask], other: Selector[ScoresT, BlockMask]
     ) -> Selector[ScoresT, BlockMask]:
         """The same; lets a type checker take the stronger need from the right-hand side."""
-        return Intersection(other, self)
+        return Intersection(other, self) if isinstance(other, Selector) else NotImplemented
 
 
 @final
@@ -56,8 +57,8 @@ class Selector(ABC, Generic[ScoresT_contra, MaskT_co]):
 class Union(Selector[ScoresT_contra, BlockMask]):
     """Keep what either part keeps; written `a | b`."""
 
-    first: Selector[ScoresT_contra, BlockMask]
-    second: Selector[ScoresT_contra, BlockMask]
+    first: Selector[ScoresT_contra, BlockMask] = field(validator=a(Selector))
+    second: Selector[ScoresT_contra, BlockMask] = field(validator=a(Selector))
 
     def __repr__(self) -> str:
         return f"({self.first!r} | {self.second!r})"
@@ -71,8 +72,8 @@ class Union(Selector[ScoresT_contra, BlockMask]):
 class Intersection(Selector[ScoresT_contra, BlockMask]):
     """Keep what both parts keep; written `a & b`."""
 
-    first: Selector[ScoresT_contra, BlockMask]
-    second: Selector[ScoresT_contra, BlockMask]
+    first: Selector[ScoresT_contra, BlockMask] = field(validator=a(Selector))
+    second: Selector[ScoresT_contra, BlockMask] = field(validator=a(Selector))
 
     def __repr__(self) -> str:
         return f"({self.first!r} & {self.second!r})"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import final
 
-from attrs import frozen
+from attrs import field, frozen
 
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.selector import ScoresT_contra, Selector
+from blocksparse.validators import a
 
 
 @final
@@ -15,7 +16,7 @@ from blocksparse.selectors.selector import ScoresT_contra, Selector
 class SharedByGroup(Selector[ScoresT_contra, BlockMask]):
     """Keep for a whole group of query heads what `inner` keeps for any of them (BFLA, eq. 14)."""
 
-    inner: Selector[ScoresT_contra, BlockMask]
+    inner: Selector[ScoresT_contra, BlockMask] = field(validator=a(Selector))
 
     def __call__(self, scores: ScoresT_contra) -> BlockMask:
         return self.inner(scores).share_heads()

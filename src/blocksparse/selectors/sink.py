@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import final
 
-from attrs import field, frozen, validators
+from attrs import field, frozen
 from torch import Tensor
 
 from blocksparse.kernels.within_reach import Places
 from blocksparse.scorers.grid import Grid
 from blocksparse.selectors.position_selector import PositionSelector
+from blocksparse.validators import size, whole
 
 
 @final
@@ -17,7 +18,7 @@ from blocksparse.selectors.position_selector import PositionSelector
 class Sink(PositionSelector):
     """Keep every block that holds one of the first `tokens` original positions (BFLA, eq. 16)."""
 
-    tokens: int = field(default=1, validator=[validators.instance_of(int), validators.gt(0)])
+    tokens: int = field(default=1, converter=whole, validator=size)
 
     def where(self, grid: Grid) -> Tensor:
         return grid.holding_first(self.tokens)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import final
 
-from attrs import field, frozen, validators
+from attrs import field, frozen
 from torch import Tensor
 
+from blocksparse.kernels.sizes import FAR
 from blocksparse.kernels.within_reach import Places, every
 from blocksparse.scorers.grid import Grid
-from blocksparse.selectors import counter_hash
 from blocksparse.selectors.counter_hash import block_indices
 from blocksparse.selectors.position_selector import PositionSelector
+from blocksparse.validators import flag, hash_seed, size, whole
 
 
 @final
@@ -30,16 +31,16 @@ class Stride(PositionSelector):
             the chunk. Where `eta` shares a factor with 17, it keeps whole rows and leaves others out.
     """
 
-    eta: int = field(validator=[validators.instance_of(int), validators.gt(0)])
-    seed: int = field(default=0, validator=counter_hash.seed)
-    released: bool = field(default=False, kw_only=True)
+    eta: int = field(converter=whole, validator=size)
+    seed: int = field(default=0, converter=whole, validator=hash_seed)
+    released: bool = field(default=False, validator=flag, kw_only=True)
 
     def where(self, grid: Grid) -> Tensor:
         if not self.released:
             return every(self.eta, self.seed, grid)
-        i, j = block_indices(grid, of_chunk=True)
+        eta, (i, j) = min(self.eta, FAR), block_indices(grid, of_chunk=True)
         # The sum is a multiple of eta; reduced before they meet, both terms meet once.
-        return (17 * j % self.eta == -(131 * i + self.seed) % self.eta)[None, None]
+        return (17 * j % eta == -(131 * i + self.seed) % eta)[None, None]
 
     def parts(self) -> tuple[Places, tuple[PositionSelector, ...]]:
         return super().parts() if self.released else (Places(stride=(self.eta, self.seed)), ())

@@ -7,7 +7,7 @@ from typing import final
 from attrs import field, frozen
 
 from blocksparse.kernels.within_reach import within_reach
-from blocksparse.per_head import PerHead, check, over_blocks, per_head
+from blocksparse.per_head import PerHead, any_number, over_blocks, per_head, written
 from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.selector import Selector
@@ -22,7 +22,7 @@ class Threshold(Selector[BlockScores, BlockMask]):
         value: in the units of the scores; a number, or one per query head.
     """
 
-    value: PerHead = field(converter=per_head, validator=check("a number, not NaN", lambda x: ~x.isnan()))
+    value: PerHead = field(converter=per_head, validator=any_number, repr=written)
 
     def __call__(self, scores: BlockScores) -> BlockMask:
         grid = scores.grid

@@ -7,10 +7,11 @@ from typing import final
 from attrs import field, frozen
 
 from blocksparse.kernels.top_cdf import top_cdf
-from blocksparse.per_head import PerHead, check, number_or_blocks, per_head
+from blocksparse.per_head import PerHead, number_or_blocks, per_head, share
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.selector import Selector
+from blocksparse.validators import flag
 
 
 @final
@@ -28,10 +29,8 @@ class TopCdf(Selector[BlockMass, BlockMask]):
             algorithm 2, BFLA, XAttention). SpargeAttn drops it, but keeps the heaviest scored block of a row.
     """
 
-    mass: PerHead = field(
-        default=0.9, converter=per_head, validator=check("in (0, 1]", lambda x: (x > 0) & (x <= 1))
-    )
-    crossing: bool = field(default=True, kw_only=True)
+    mass: PerHead = field(default=0.9, converter=per_head, validator=share)
+    crossing: bool = field(default=True, validator=flag, kw_only=True)
 
     def __call__(self, scores: BlockMass) -> BlockMask:
         mass = number_or_blocks(self.mass, scores.values)

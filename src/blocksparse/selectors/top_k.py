@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import final
 
-from attrs import field, frozen, validators
+from attrs import converters, field, frozen
 
+from blocksparse.kernels.sizes import FAR
 from blocksparse.kernels.top_k import top_k
-from blocksparse.per_head import PerHead, check, optional_per_head, over_blocks
+from blocksparse.per_head import PerHead, over_blocks, per_head, share
 from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.selector import Selector
+from blocksparse.validators import flag, optional, size, whole
 
 
 @final
@@ -30,17 +32,12 @@ class TopK(Selector[BlockScores, BlockMask]):
             SpargeAttn's released code does. Causal rows then keep more than the share of what they reach.
     """
 
-    k: int | None = field(
-        default=None, validator=validators.optional([validators.instance_of(int), validators.gt(0)])
-    )
+    k: int | None = field(default=None, converter=converters.optional(whole), validator=optional(size))
     share: PerHead | None = field(
-        default=None,
-        kw_only=True,
-        converter=optional_per_head,
-        validator=validators.optional(check("in (0, 1]", lambda x: (x > 0) & (x <= 1))),
+        default=None, kw_only=True, converter=converters.optional(per_head), validator=optional(share)
     )
-    forced_first: bool = field(default=True, kw_only=True)
-    of_all_keys: bool = field(default=False, kw_only=True)
+    forced_first: bool = field(default=True, validator=flag, kw_only=True)
+    of_all_keys: bool = field(default=False, validator=flag, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         if (self.k is None) == (self.share is None):
@@ -52,7 +49,7 @@ class TopK(Selector[BlockScores, BlockMask]):
         keep = top_k(
             scores.values,
             scores.forced,
-            self.k,
+            None if self.k is None else min(self.k, FAR),
             None if self.share is None else over_blocks(self.share, scores.values),
             scores.grid,
             forced_first=self.forced_first,

@@ -5,18 +5,20 @@ from __future__ import annotations
 from typing import final
 
 import torch
-from attrs import field, frozen, validators
+from attrs import converters, field, frozen
 from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import pad
 
 from blocksparse.kernels.running_share import running_share
+from blocksparse.kernels.sizes import FAR, cdiv
 from blocksparse.kernels.within_reach import Places, within_reach
-from blocksparse.per_head import PerHead, check, over_blocks, per_head
+from blocksparse.per_head import PerHead, over_blocks, per_head, probability
 from blocksparse.scorers.vertical_slash import VerticalSlashScores
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.counter_hash import block_indices
 from blocksparse.selectors.selector import Selector
+from blocksparse.validators import count, flag, optional, size, whole
 
 _TOKENS_PER_BUDGET = 128  # the released code divides by this whatever the block
 
@@ -40,16 +42,12 @@ class VerticalSlashCdf(Selector[VerticalSlashScores, BlockMask]):
             distances keeps one diagonal of the two that it crosses.
     """
 
-    mass: PerHead = field(
-        default=0.95, converter=per_head, validator=check("in [0, 1]", lambda x: (x >= 0) & (x <= 1))
-    )
-    min_budget: int = field(default=0, kw_only=True, validator=[validators.instance_of(int), validators.ge(0)])
+    mass: PerHead = field(default=0.95, converter=per_head, validator=probability)
+    min_budget: int = field(default=0, kw_only=True, converter=whole, validator=count)
     max_budget: int | None = field(
-        default=None,
-        kw_only=True,
-        validator=validators.optional([validators.instance_of(int), validators.gt(0)]),
+        default=None, kw_only=True, converter=converters.optional(whole), validator=optional(size)
     )
-    released: bool = field(default=False, kw_only=True, validator=validators.instance_of(bool))
+    released: bool = field(default=False, kw_only=True, validator=flag)
 
     @max_budget.validator
     def _budgets_are_in_order(self, _: object, most: int | None) -> None:
@@ -73,9 +71,10 @@ class VerticalSlashCdf(Selector[VerticalSlashScores, BlockMask]):
         """The heaviest of `lines` `[B, Hq, n]` up to the one with which they reach `mass`, within the budgets."""
         share = running_share(lines)
         rank = torch.arange(lines.shape[-1], device=lines.device)
-        taken = (share.before < mass) | (rank < -(-self.min_budget // block))
-        if self.max_budget is not None:
-            taken = taken & (rank < -(-self.max_budget // block))
+        least, most = self._blocks(block)
+        taken = (share.before < mass) | (rank < least)
+        if most is not None:
+            taken = taken & (rank < most)
         return share.put_back(taken)
 
     def _as_released(self, scores: VerticalSlashScores, mass: Tensor) -> Tensor:
@@ -88,15 +87,18 @@ class VerticalSlashCdf(Selector[VerticalSlashScores, BlockMask]):
         kept = []
         for lines, tokens in ((columns, scores.vertical), (diagonals, scores.slash.flip(-1))):
             count = (running_share(tokens).after <= mass).sum(-1, keepdim=True) + 1
-            count = (count // _TOKENS_PER_BUDGET + 1).clamp_min(-(-self.min_budget // block))
-            if self.max_budget is not None:
-                count = count.clamp_max(-(-self.max_budget // block))
+            count = (count // _TOKENS_PER_BUDGET + 1).clamp(*self._blocks(block))
             rank = lines.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
             kept.append(rank < count)
         i, j = block_indices(grid)
         lag = (i - j).abs()  # [rows, cols]
         on_diagonal = kept[1].gather(-1, lag.flatten().expand(*columns.shape[:2], -1))
         return kept[0].unsqueeze(2) | on_diagonal.view(*columns.shape[:2], *lag.shape)
+
+    def _blocks(self, block: int) -> tuple[int, int | None]:
+        """The least and the greatest budget in blocks."""
+        least, most = (None if x is None else cdiv(min(x, FAR), block) for x in (self.min_budget, self.max_budget))
+        return least or 0, most
 
 
 def _in_runs(x: Tensor, run: int) -> Tensor:

@@ -5,17 +5,18 @@ from __future__ import annotations
 from typing import final
 
 import torch
-from attrs import field, frozen, validators
+from attrs import field, frozen
 from torch import Tensor
 
+from blocksparse.kernels.sizes import FAR
 from blocksparse.kernels.within_reach import within_reach
-from blocksparse.per_head import PerHead, check, over_blocks, per_head
+from blocksparse.per_head import PerHead, budget, over_blocks, per_head
 from blocksparse.scorers.vertical_slash import VerticalSlashScores
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.counter_hash import block_indices
 from blocksparse.selectors.selector import Selector
+from blocksparse.validators import count, flag, whole
 
-_budget = check("a whole number, at least 1", lambda x: (x >= 1) & (x == x.floor()))
 _LEAST_VERTICAL, _LEAST_SLASH = 30, 50  # budgets that the released code raises smaller ones to
 
 
@@ -38,11 +39,11 @@ class VerticalSlashTopK(Selector[VerticalSlashScores, BlockMask]):
             into tiles that may start at any key and end up to one tile late.
     """
 
-    vertical: PerHead = field(default=1000, converter=per_head, validator=_budget)
-    slash: PerHead = field(default=6096, converter=per_head, validator=_budget)
-    sink: int = field(default=30, kw_only=True, validator=[validators.instance_of(int), validators.ge(0)])
-    recent: int = field(default=100, kw_only=True, validator=[validators.instance_of(int), validators.ge(0)])
-    released: bool = field(default=False, kw_only=True, validator=validators.instance_of(bool))
+    vertical: PerHead = field(default=1000, converter=per_head, validator=budget)
+    slash: PerHead = field(default=6096, converter=per_head, validator=budget)
+    sink: int = field(default=30, kw_only=True, converter=whole, validator=count)
+    recent: int = field(default=100, kw_only=True, converter=whole, validator=count)
+    released: bool = field(default=False, kw_only=True, validator=flag)
 
     def __call__(self, scores: VerticalSlashScores) -> BlockMask:
         grid, distances = scores.grid, self.distances(scores)
@@ -56,8 +57,8 @@ class VerticalSlashTopK(Selector[VerticalSlashScores, BlockMask]):
         position = torch.arange(scores.vertical.shape[-1], device=scores.vertical.device)
         spared = torch.zeros_like(position, dtype=torch.bool)
         if scores.grid.causal and not self.released:
-            forced = self._count(self.slash, _LEAST_SLASH, scores).clamp_max(self.recent)  # distances 0, 1, ...
-            spared = (position >= len(position) - forced) & (position >= self.sink)
+            nearest = self._count(self.slash, _LEAST_SLASH, scores).clamp_max(min(self.recent, FAR))
+            spared = (position >= len(position) - nearest) & (position >= min(self.sink, FAR))
         weight = scores.vertical.masked_fill(spared, -1.0)
         return _heaviest(weight, self._count(self.vertical, _LEAST_VERTICAL, scores), first=self.sink) & ~spared
 
@@ -73,7 +74,7 @@ class VerticalSlashTopK(Selector[VerticalSlashScores, BlockMask]):
 def _heaviest(weight: Tensor, count: Tensor, *, first: int) -> Tensor:
     """The `count` largest of `weight` `[B, Hq, n]`, the `first` ones before all others, as bool."""
     each = torch.arange(weight.shape[-1], device=weight.device)
-    weight = weight.nan_to_num(nan=0.0).masked_fill(each < first, float("inf"))
+    weight = weight.nan_to_num(nan=0.0).masked_fill(each < min(first, FAR), float("inf"))
     order = weight.argsort(dim=-1, descending=True, stable=True)
     return torch.empty_like(order, dtype=torch.bool).scatter_(-1, order, (each < count).expand(order.shape))
 

@@ -1,0 +1,49 @@
+"""The table `crossover`: from how much work on selecting blocks saves time, which `AutoExecutor` decides by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from benchmarks.cases import Plan
+from benchmarks.inputs import everything, structured
+from benchmarks.kernel_tables import Row
+from benchmarks.timing import Candidate, check, measure, ready, release
+from blocksparse.executors.auto import dense_operations
+from blocksparse.executors.dense_attention import dense_attention
+
+DENSE = "dense"
+PRESETS = ("pbs_attn", "mean_pooling")
+
+
+def crossover(plan: Plan, device: torch.device) -> Iterator[Row]:
+    """`dense_attention` and whole calls that always select, in half precision and fp32, causal."""
+    for dtype in (plan.dtype, torch.float32):
+        for Hq, M, N in plan.crossover:
+            release(device)
+            q, k, v = structured(N, Hq, max(1, Hq * plan.Hkv // plan.Hq), plan.D, device, dtype)
+            q = q[:, :, N - M :]
+            dense = partial(dense_attention, q, k, v, causal=True, scale=q.shape[-1] ** -0.5)
+            masks = {DENSE: everything(q, k)}
+            calls = {DENSE: dense}
+            for preset in plan.presets:
+                if preset.name in PRESETS:
+                    calls[preset.name] = partial(pipeline := plan.pipeline(preset, sparse=True), q, k, v)
+                    masks[preset.name] = pipeline.trace(q, k, v).mask
+            candidates = {
+                name: Candidate(ready(call), partial(check, q=q, k=k, v=v, mask=masks[name]))
+                for name, call in calls.items()
+            }
+            yield {
+                "Hq": Hq,
+                "M": M,
+                "N": N,
+                "dtype": str(dtype).removeprefix("torch."),
+                "operations": dense_operations(q, k, v, causal=True),
+                "figures": {
+                    name: figure.as_row()
+                    for name, figure in measure(candidates, device=device, budget_ms=plan.budget_ms).items()
+                },
+            }

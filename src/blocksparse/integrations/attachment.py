@@ -1,0 +1,119 @@
+"""A pipeline's stay in a transformers model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from types import TracebackType
+from typing import Any, final
+from uuid import uuid4
+from weakref import finalize
+
+from attrs import field, frozen
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+_PREFIX = "blocksparse-"
+
+
+@final
+@frozen(eq=False)
+class Attachment:
+    """A pipeline in a model, under a name of its own in transformers' registries, until `detach()`.
+
+    Attachments of one model stack: the last one works, and they are detached in reverse order. A deep copy or a
+    pickle of the model has no pipeline: it attends as the model did before. A model that is thrown away takes its
+    attachments along.
+    """
+
+    key: str
+    _before: tuple[tuple[Any, str | None], ...] = field(repr=False)  # every config, and what it named
+    _end: finalize[..., Any] = field(repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        model: PreTrainedModel,
+        configs: Sequence[Any],
+        *,
+        attend: Callable[..., Any],
+        mask: Callable[..., Any],
+    ) -> Attachment:
+        """Let all `configs` of `model` name these two functions.
+
+        Raises:
+            ValueError: the model cannot change its attention function.
+        """
+        key = _PREFIX + uuid4().hex
+        before = tuple((config, config._attn_implementation) for config in configs)
+        end = finalize(model, _restore, key, before)
+        end.atexit = False
+        try:
+            AttentionInterface.register(key, attend)
+            AttentionMaskInterface.register(key, mask)
+            if model.is_backend_compatible():
+                model.set_attn_implementation(key)
+            if model.config._attn_implementation != key:
+                raise ValueError(
+                    f"{type(model).__name__} cannot change its attention function: it does not support "
+                    "transformers' AttentionInterface; call the pipeline yourself, in its attention's place"
+                )
+        except BaseException:
+            end()
+            raise
+        for config, name in before:
+            if config._attn_implementation == key:
+                config._attn_implementation_internal = _Name(key, name)
+        return cls(key, before, end)
+
+    def detach(self) -> None:
+        """Give the model its previous attention back and forget the name. Doing it twice does nothing.
+
+        A config that was set to something else in the meantime is left as it is. No call of the model may be
+        running: its later layers would find another attention function than its earlier ones.
+
+        Raises:
+            RuntimeError: a later attachment to the same model is still in place.
+        """
+        for config, _ in self._before if self._end.alive else ():
+            if (current := config._attn_implementation or "") != self.key and current.startswith(_PREFIX):
+                raise RuntimeError(f"{self.key} lies below a later attachment: detach that one ({current}) first")
+        self._end()
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.detach()
+
+
+@final
+class _Name(str):
+    """A name in transformers' registries that ends with its attachment, so copies have the name before instead."""
+
+    before: str | None
+
+    def __new__(cls, name: str, before: str | None) -> _Name:
+        self = super().__new__(cls, name)
+        self.before = before
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> str | None:
+        return deepcopy(self.before, memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return deepcopy, (self.before,)
+
+
+def _restore(key: str, before: Sequence[tuple[Any, str | None]]) -> None:
+    for config, name in before:
+        if config._attn_implementation == key:
+            config._attn_implementation_internal = name  # the public setter would also set sub-configs
+    # transformers registers class-wide but deletes per instance only.
+    AttentionInterface._global_mapping.pop(key, None)
+    AttentionMaskInterface._global_mapping.pop(key, None)

@@ -1,0 +1,86 @@
+"""The mask of a chunk of a prompt, made only if somebody looks at it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+import torch
+from attrs import define
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+
+@final
+@define(eq=False)  # torch.compile cannot make frozen ones
+class ChunkMask:
+    """Which of N keys the last M of `seen` tokens see, `[B, 1, M, N]` bool: query `i` up to key `seen - M + i`.
+
+    transformers carries it from the function that makes masks to the function that attends, as it carries any
+    mask. Nothing needs to be remembered in between, so threads may share a model and calls may nest. Who knows
+    it reads `seen` and needs no memory for a mask; whatever else is done to it is done to the mask itself.
+    """
+
+    shape: tuple[int, ...]
+    seen: int
+    device: torch.device
+    dtype = torch.bool
+    ndim = 4
+
+    def made(self) -> Tensor:
+        """The mask itself."""
+        _, _, M, N = self.shape
+        mask = torch.ones(M, N, dtype=torch.bool, device=self.device).tril(self.seen - M)
+        return mask.expand(self.shape)
+
+    def contiguous(self) -> ChunkMask:
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> ChunkMask | Tensor:
+        """On another device, as models on several devices want it before every layer; or as numbers."""
+        probe = torch.zeros((), dtype=torch.bool, device=self.device).to(*args, **kwargs)
+        if probe.dtype == torch.bool:
+            return ChunkMask(self.shape, self.seen, probe.device)
+        return self.made().to(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name.endswith("_"):
+            raise TypeError(f"the mask of a chunk cannot be changed in place: clone it before {name}()")
+        return getattr(self.made(), name)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.made()[index]
+
+    def __invert__(self) -> Tensor:
+        return ~self.made()
+
+    def __and__(self, other: Tensor | bool) -> Tensor:
+        return torch.bitwise_and(self.made(), other)
+
+    def __or__(self, other: Tensor | bool) -> Tensor:
+        return torch.bitwise_or(self.made(), other)
+
+    def __eq__(self, other: object) -> Any:
+        return self.made() == other
+
+    def __ne__(self, other: object) -> Any:
+        return self.made() != other
+
+    __hash__ = object.__hash__
+    __rand__, __ror__ = __and__, __or__
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        return func(*tree_map(_made, args), **tree_map(_made, kwargs or {}))
+
+
+def _made(x: Any) -> Any:
+    return x.made() if isinstance(x, ChunkMask) else x

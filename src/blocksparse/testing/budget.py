@@ -1,0 +1,46 @@
+"""What a result may err by, and dense attention over a set of pairs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from blocksparse.validators import shown
+
+
+def assert_within_budget(got: Tensor, want: Tensor, yardstick: Tensor) -> None:
+    """`got` may err at most twice as much as `yardstick`, plus one rounding of the largest value.
+
+    Args:
+        got: what is tested, in its own precision.
+        want: the truth, float64, from the same low-precision inputs.
+        yardstick: plain torch in the precision of `got`.
+
+    Raises:
+        AssertionError: the error is over the budget, or something is not finite where `want` is.
+        TypeError, ValueError: one is no floating-point tensor, or `yardstick` has another shape than `got`.
+    """
+    for name, x in {"got": got, "want": want, "yardstick": yardstick}.items():
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            raise TypeError(f"'{name}' must be a floating-point tensor: {shown(x)}")
+    if yardstick.shape != got.shape:
+        raise ValueError(f"'yardstick' must have the shape of 'got' {list(got.shape)}: {list(yardstick.shape)}")
+    if got.shape != want.shape:
+        raise AssertionError(f"shapes differ: {tuple(got.shape)} against {tuple(want.shape)}")
+    finite = want.isfinite()
+    if not bool((got.isfinite() == finite).all()):
+        raise AssertionError("finite and non-finite values are not where they should be")
+    error, allowed = (
+        float((x.double() - want)[finite].abs().max()) if bool(finite.any()) else 0.0 for x in (got, yardstick)
+    )
+    largest = float(want[finite].abs().max()) if bool(finite.any()) else 0.0
+    budget = 2 * allowed + torch.finfo(got.dtype).eps * largest
+    if not error <= budget:
+        raise AssertionError(f"error {error:.3e} is over the budget {budget:.3e} (plain torch errs {allowed:.3e})")
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, pairs: Tensor, scale: float) -> Tensor:
+    """Plain torch in the precision of the inputs: softmax attention over `pairs` `[B, Hq, M, N]` bool."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    logits = (q @ k.transpose(-1, -2) * scale).masked_fill(~pairs, float("-inf"))
+    return logits.softmax(-1).nan_to_num(0.0) @ v

@@ -1,0 +1,54 @@
+"""What every permuter must guarantee."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blocksparse.class_line import Declared, check_gave, declared
+from blocksparse.permuters.permutation import Permutation
+from blocksparse.permuters.permuter import Permuter
+from blocksparse.testing.requirements import LENGTHS, SCALE, about, cases, require, unchanged
+
+
+def check_permuter(
+    permuter: Permuter[Any],
+    *,
+    causal: bool | None = None,
+    lengths: tuple[tuple[int, int], ...] = LENGTHS,
+    device: str = "cpu",
+) -> None:
+    """Call `permuter` with prompts and chunks of prompts, and hold it to what `Permuter` promises.
+
+    Maps must be of the kind that the class line names, fit q and k, and name each token once; the same inputs must
+    give the same maps, a batch entry those it would have alone, and nothing may be written into the inputs.
+
+    Args:
+        causal: which calls; None for both.
+        lengths: `(N, M)`, keys and queries of each case, for a permuter that takes some numbers of tokens only.
+
+    Raises:
+        AssertionError: one sentence with what is wrong, and the case in which it is.
+    """
+    for case in cases(lengths, causal):
+        q, k, _ = case.inputs(device=device)
+        with about(permuter, case), unchanged(q=q, k=k):
+            given = permuter(q, k, causal=case.causal, scale=SCALE)
+            check_gave((Declared(permuter, Permutation), *declared(permuter, Permuter, 0)), given)
+            given.check_fits(q, k, causal=case.causal)
+            given.check_contents(q, k)
+            again = permuter(q, k, causal=case.causal, scale=SCALE)
+            require(_same(given, again), "the same inputs gave other maps the second time")
+            alone = permuter(q[1:], k[1:], causal=case.causal, scale=SCALE)
+            require(_same(given, alone, skipped=1), "a batch entry has another order when it is alone")
+
+
+def _same(mine: Permutation, its: Permutation, *, skipped: int = 0) -> bool:
+    """Whether two permutations hold equal maps, the first without some batch entries."""
+
+    def equal(x: Tensor | None, y: Tensor | None) -> bool:
+        return (x is None) == (y is None) and (x is None or y is None or torch.equal(x[skipped:], y))
+
+    return mine.group == its.group and equal(mine.k_index, its.k_index) and equal(mine.q_index, its.q_index)

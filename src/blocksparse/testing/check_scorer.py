@@ -1,0 +1,102 @@
+"""What every scorer must guarantee."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blocksparse.class_line import Declared, check_gave, declared
+from blocksparse.permuters.permutation import GlobalPermutation
+from blocksparse.scorers.block_scores import BlockMass, BlockScores
+from blocksparse.scorers.scorer import Scorer
+from blocksparse.testing.requirements import LENGTHS, SCALE, Case, about, cases, orders, require, unchanged
+
+_N = 200  # tokens of the prompts that are cut and changed
+
+
+def check_scorer(
+    scorer: Scorer[Any, Any],
+    *,
+    causal: bool | None = None,
+    lengths: tuple[tuple[int, int], ...] = LENGTHS,
+    asks_last_queries: bool = False,
+    device: str = "cpu",
+) -> None:
+    """Call `scorer` with prompts, chunks and every order it takes, and hold it to what `Scorer` promises.
+
+    Scores must lie on a grid of the permutation that was given; masses must not be negative; the same inputs must
+    give the same scores, a batch entry those it would have alone, and nothing may be written into the inputs. In a
+    causal call, blocks before a tail, a chunk's start or a change of later tokens must keep their scores.
+
+    Args:
+        causal: which calls; None for both.
+        lengths: `(N, M)`, keys and queries of each case.
+        asks_last_queries: scores follow from what the last queries of a call see, and so depend on where a prompt
+            ends and how it is chunked.
+
+    Raises:
+        AssertionError: one sentence with what is wrong, and the case in which it is.
+    """
+    for case in cases(lengths, causal):
+        q, k, _ = case.inputs(device=device)
+        needed = tuple(each.value for each in declared(scorer, Scorer, 0))
+        for permutation in orders(q, k, needed, causal=case.causal):
+            with about(scorer, (case, permutation)), unchanged(q=q, k=k):
+                scores = scorer(q, k, permutation, causal=case.causal, scale=SCALE)
+                check_gave((Declared(scorer, BlockScores), *declared(scorer, Scorer, 1)), scores)
+                scores.grid.check_fits(q, k, permutation, causal=case.causal)
+                if isinstance(scores, BlockMass):
+                    negative = (scores.values < 0) & scores.grid.reachable
+                    require(~negative.any(), "a BlockMass must not be negative")
+                again = scorer(q, k, permutation, causal=case.causal, scale=SCALE)
+                require(
+                    torch.equal(scores.values, again.values), "the same inputs gave other scores the second time"
+                )
+        with about(scorer, case):
+            in_place = GlobalPermutation()
+            both, alone = (
+                scorer(x[n:], y[n:], in_place, causal=case.causal, scale=SCALE).values[1 - n :]
+                for n, x, y in ((0, q, k), (1, q, k))
+            )
+            require(_close(both, alone), "a batch entry has other scores when it is alone")
+    if causal is not False and not asks_last_queries:
+        _check_causality(scorer, device)
+
+
+def _check_causality(scorer: Scorer[Any, Any], device: str) -> None:
+    """Cut a prompt short, change its end, and begin in its middle."""
+    q, k, _ = Case(_N, _N, True).inputs(device=device)
+    whole = scorer(q, k, GlobalPermutation(), causal=True, scale=SCALE)
+    q_block, k_block, reachable = whole.grid.q_block, whole.grid.k_block, whole.grid.reachable
+    for N in (_N - 1, _N - 7, 130):
+        with about(scorer, f"a prompt cut at {N}"):
+            short = scorer(q[:, :, :N], k[:, :, :N], GlobalPermutation(), causal=True, scale=SCALE)
+            rows, cols = N // q_block, N // k_block
+            seen = reachable[..., :rows, :cols]
+            require(
+                _close(short.values[..., :rows, :cols], whole.values[..., :rows, :cols], seen),
+                "the tail of a shorter prompt changed the scores of whole blocks before it",
+            )
+    t = _N // 2 // q_block * q_block
+    with about(scorer, f"other tokens from {t} on"):
+        other_q, other_k = (torch.cat((x[:, :, :t], x[:, :, t:].flip(2)), dim=2) for x in (q, k))
+        other = scorer(other_q, other_k, GlobalPermutation(), causal=True, scale=SCALE)
+        rows = t // q_block
+        require(
+            _close(other.values[:, :, :rows], whole.values[:, :, :rows], reachable[:, :, :rows]),
+            "later tokens changed the scores of earlier rows",
+        )
+    with about(scorer, f"a chunk from {t} on"):
+        chunk = scorer(q[:, :, t:], k, GlobalPermutation(), causal=True, scale=SCALE)
+        require(
+            _close(chunk.values, whole.values[:, :, rows:], reachable[:, :, rows:]),
+            "a chunk that starts at a block has other scores than its rows in the whole prompt",
+        )
+
+
+def _close(mine: Tensor, its: Tensor, where: Tensor | bool = True) -> bool:
+    """Equal up to the order of summation, in the blocks that count."""
+    mine, its = (x.masked_fill(~torch.as_tensor(where, device=x.device), 0.0) for x in (mine, its))
+    return torch.allclose(mine, its, rtol=1e-4, atol=1e-5, equal_nan=True)

@@ -1,0 +1,247 @@
+"""Every argument of stages, presets, schedules and `testing`: of what kind it is, and what is bad for its kind."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+import torch
+
+import blocksparse as bs
+from blocksparse.testing import make_qkv
+
+nan, inf, far = float("nan"), float("inf"), 10**400
+PIPELINE = bs.pbs_attn()
+Draw = Callable[[random.Random], Any]
+
+
+def one(*values: Any) -> list[Draw]:
+    """Each of these."""
+    return [lambda _, value=value: value for value in values]  # type: ignore[misc]
+
+
+def beyond(limit: float, sign: int) -> list[Draw]:
+    """Numbers above a limit, or with `sign` -1 below it; also far, also in one of several heads."""
+    some, wrong = [limit - sign * 0.1, limit + sign], limit + sign
+    return [
+        lambda rng: limit + sign * (rng.random() * 9 + 1e-6),
+        *one(sign * inf, sign * 2.0**70, some, torch.tensor(some), np.float32(wrong), torch.tensor(float(wrong))),
+    ]
+
+
+def whole_below(limit: int) -> list[Draw]:
+    """Whole numbers below a limit."""
+    return [lambda rng: limit - rng.randrange(1, 99), *one(-(2**40), -far, np.int8(limit - 1))]
+
+
+def no(*roles: type) -> list[Draw]:
+    """No instance of these roles: other stages, classes, anything else."""
+    others: tuple[Any, ...] = (
+        bs.Identity(), bs.MeanPoolScorer(), bs.Ranked(bs.Sink()), bs.ReferenceExecutor(), PIPELINE, object(),
+        bs.TopK, bs.TritonTiles(16, 16, 4, 2), "TopK", b"", 0, 1, False, True, 0.5, nan, 1j, [], (), {},
+        torch.ones(()),
+    )  # fmt: skip
+    return one(*(x for x in others if not isinstance(x, roles)))
+
+
+NO_NUMBER = one(
+    True, False, 1j, object(), {}, int, max, bs.TopK(1), "", "1", "0.5", "none", b"1", "x\ny" * 99, Decimal("0.5"),
+    [], (), [[1]], ["1"], [True], np.zeros((3, 4)), np.bool_(1), torch.ones(2, 3), torch.tensor(True),
+)  # fmt: skip
+NO_WHOLE = [
+    *NO_NUMBER, *one(nan, inf, -inf, torch.tensor(3), np.float64(2.0), [3]),
+    lambda rng: rng.uniform(0.5, 400), lambda rng: float(rng.randrange(1, 999)),
+]  # fmt: skip
+NO_NUMBERS = NO_NUMBER + one(
+    nan, -far, [0.5, None], [0.5, "0.5"], [0.5, nan], [0.5, 1j], torch.tensor([0.5, nan]), torch.ones(3, 3),
+    torch.ones(0), torch.tensor([1j]), torch.tensor([True, False]), torch.ones(3, device="meta"),
+    torch.ones(2).to_sparse(),
+)  # fmt: skip
+SIZE = NO_WHOLE + whole_below(1)
+COUNT = NO_WHOLE + whole_below(0)
+WRONG_GROUPS: list[Any] = [
+    3, "0", {}, [PIPELINE], {0: None}, {"0": None}, {(0, True): None}, {(): None}, {(-1,): None}, {(0.5,): None},
+    {(0, 0): None}, {(0,): None, (1, 0): None}, *({(0,): x} for x in ("pbs", bs.TopK(1), bs.Schedule(None))),
+]  # fmt: skip
+KINDS: dict[str, list[Draw]] = {
+    "size": SIZE,
+    "count": COUNT,
+    "block": [*SIZE, lambda rng: rng.randrange(16385, 2**60), *one(far)],
+    "seed": COUNT + one(2**32, far),
+    "warps": SIZE + one(3, 64, 2**40),
+    "consumers": SIZE + one(3, 4),
+    "tile": SIZE + one(32, 65),
+    "flag": no(bool) + one("no", "yes", 1, np.bool_(1), torch.tensor(True)),
+    "option": no(str) + one("", "All", "none", "x\ny"),
+    "share": NO_NUMBERS + beyond(0, -1) + beyond(1, 1) + one(0, far, [0.0, 0.5]),
+    "probability": NO_NUMBERS + beyond(0, -1) + beyond(1, 1) + one(far),
+    "cosine": NO_NUMBERS + beyond(-1, -1) + beyond(1, 1) + one(far),
+    "at_least_0": NO_NUMBERS + beyond(0, -1),
+    "negative": NO_NUMBERS + beyond(0, 1) + one(0, far, [-1.0, 0.0], -inf),
+    "budget": [*NO_NUMBERS, *beyond(1, -1), lambda rng: rng.randrange(1, 99) + 0.5, *one(0, far, inf, [3, 2.5])],
+    "number": NO_NUMBERS + one(far),
+    "three": NO_NUMBERS + one((1, 2), [1, 2, 3], (1, 2, 0), (1, True, 2), (1, 2.0, 3), "123", (-1, -1, 1), 4),
+    "permuter": no(bs.Permuter),
+    "scorer": no(bs.Scorer),
+    "selector": no(bs.Selector),
+    "executor": no(bs.Executor),
+    "operations": [*NO_NUMBER, *beyond(0, -1), *one(nan, inf, [1.0], torch.tensor(1e12), 1e31, far)],
+    "rule": no(bs.PositionSelector) + one(bs.TopK(2)),
+    "rules": one(3, "ab", [], (), [3], [bs.TopK(2)], bs.Sink(), {"a": 1}, [bs.Sink(), None]),
+    "order": one(3, "0123", torch.rand(4), [0, 1, 2], *([0, 1, 2, wrong] for wrong in (2, -1, 2**70, True, 3.0))),
+    "tiles": no(bs.TritonTiles, bs.HopperTiles),
+    "hopper": no(bs.HopperTiles),
+    "int8_qk": no(bs.Int8QK),
+    "dtype": one("float32", float, torch.int32, torch.bool, torch.complex64, 1),
+    "device": no(str, torch.device),
+    "pipeline": no(bs.Pipeline),
+    "attention": one("pbs", 0, False, bs.TopK(1), bs.pbs_attn, [PIPELINE], nan),
+    "groups": one(*WRONG_GROUPS),
+    "layers": one([None], {"0": None}, {True: None}, {0.0: None}, {0: 3}, {1: bs.TopK(1)}, 3, "0", {None: None}),
+    "dense": one(0, "01", [0.0], [True], [None], ["0"], {0}, (0, 0), object()),
+    "flags": one(0, "no", ["no", "yes"], [0, 1], [None], torch.tensor([True]), [nan]),
+}
+
+# A target, what it must be given, and the kind of each argument; "?" where None says something.
+TARGETS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
+    (bs.Identity, {}, ""),
+    (bs.SegmentKeySort, {}, "S=size probe=size per_query_head=flag causal_probe=flag"),
+    (bs.SegmentQuerySort, {}, "S=size block=block keys=permuter"),
+    (bs.GlobalIndexMap, {}, "S=block prefix=size? coarse=flag per_query_head=flag order_queries=flag guide=size?"),
+    *(
+        (order, {"grid": (1, 2, 2)}, "grid=three prefix=count suffix=count?")
+        for order in (bs.HilbertOrder, bs.RasterOrder, bs.TimeOrder, bs.ColumnOrder)
+    ),
+    (bs.TileOrder, {"grid": (1, 2, 2)}, "grid=three tile=three prefix=count suffix=count?"),
+    (
+        bs.GivenOrder,
+        {"grid": (1, 2, 2), "order": [0, 2, 1, 3]},
+        "grid=three order=order prefix=count suffix=count?",
+    ),
+    (bs.NoScorer, {}, "block=block k_block=block?"),
+    (bs.PrefixOrderScorer, {}, "block=block k_block=block?"),
+    (bs.MeanPoolScorer, {}, "block=block k_block=block? segment=size? padded_tail=flag"),
+    (bs.FlattenMaxPoolScorer, {}, "block=block g=block k_block=block? per_token=flag padded_tail=flag"),
+    (
+        bs.AntidiagonalScorer,
+        {},
+        "stride=block block=block k_block=block? pattern=option forced=flag segment=size? padded_tail=flag",
+    ),
+    (
+        bs.SimilarityGatedScorer,
+        {"inner": bs.MeanPoolScorer(), "theta": 0.5},
+        "inner=scorer theta=cosine smooth_k=flag? padded_tail=flag",
+    ),
+    (bs.VerticalSlashScorer, {}, "block=block probe=size? pooled=flag"),
+    (bs.Everything, {}, ""),
+    (bs.FirstToken, {}, ""),
+    (bs.Band, {"tokens": 3}, "tokens=count"),
+    (bs.Sink, {}, "tokens=size"),
+    (bs.LastQueries, {"tokens": 3}, "tokens=size"),
+    (bs.Stride, {"eta": 3}, "eta=size seed=seed released=flag"),
+    (bs.Random, {"rho": 0.1}, "rho=probability seed=seed released=flag"),
+    (bs.AnyOf, {"rules": [bs.Sink()]}, "rules=rules"),
+    (bs.OnTiles, {"rule": bs.Sink(), "n": 2}, "rule=rule n=size"),
+    (bs.Refined, {"inner": bs.TopK(2), "n": 2}, "inner=selector n=size rescue=rule?"),
+    (bs.SharedByGroup, {"inner": bs.TopK(2)}, "inner=selector"),
+    (bs.Ranked, {"inner": bs.TopK(2)}, "inner=selector"),
+    (bs.TopCdf, {}, "mass=share crossing=flag"),
+    (bs.GlobalTopCdf, {}, "mass=share crossing=flag"),
+    (bs.TopK, {"k": 2}, "k=size share=share? forced_first=flag of_all_keys=flag"),
+    (bs.Threshold, {"value": 0.5}, "value=number"),
+    (
+        bs.RoutedByDivergence,
+        {"tau": 0.1, "similar": bs.TopK(1), "otherwise": bs.TopK(1)},
+        "tau=at_least_0 similar=selector otherwise=selector",
+    ),
+    (bs.VerticalSlashCdf, {}, "mass=probability min_budget=count max_budget=size? released=flag"),
+    (bs.VerticalSlashTopK, {}, "vertical=budget slash=budget sink=count recent=count released=flag"),
+    (bs.ReferenceExecutor, {}, ""),
+    (bs.AutoExecutor, {}, "dense_below=operations?"),
+    (bs.FlexExecutor, {}, ""),
+    (bs.FlashAttention4Executor, {}, ""),
+    (bs.TritonExecutor, {}, "tiles=tiles? pv_skip=negative? int8_qk=int8_qk? fp8_pv=flag"),
+    (bs.Int8Executor, {}, "fp8_pv=flag smooth_k=flag pv_skip=negative? tiles=hopper?"),
+    (bs.GatherExecutor, {}, "tau=at_least_0 reduction=option patience=size commit=flag"),
+    (bs.Int8QK, {}, "scales=option smooth_k=flag"),
+    (
+        bs.TritonTiles,
+        {"block_m": 64, "block_n": 64, "num_warps": 4, "num_stages": 2},
+        "block_m=size block_n=size num_warps=warps num_stages=size tma=flag",
+    ),
+    (
+        bs.HopperTiles,
+        {"consumers": 1, "block_n": 64, "num_stages": 2},
+        "consumers=consumers block_n=tile num_stages=size per_sm=size",
+    ),
+    (
+        bs.Pipeline,
+        {
+            "permuter": bs.Identity(),
+            "scorer": bs.NoScorer(),
+            "selector": bs.Sink(),
+            "executor": bs.ReferenceExecutor(),
+        },
+        "permuter=permuter scorer=scorer selector=selector executor=executor",
+    ),
+    (bs.HeadGroups, {"groups": {(0,): None}}, "groups=groups"),
+    (bs.HeadGroups.dense_where, {"dense": [False], "pipeline": PIPELINE}, "dense=flags pipeline=pipeline"),
+    (bs.Schedule, {"default": None}, "default=attention? layers=layers dense=dense"),
+    (bs.Schedule(None).resolve, {"layers": 4}, "layers=size"),
+    (
+        bs.pbs_attn,
+        {},
+        "threshold=share block=block S=size per_query_head=flag as_released=flag executor=executor?",
+    ),
+    (
+        bs.pbs_attn_plus,
+        {},
+        "threshold=share stride=block block=block S=size per_query_head=flag executor=executor?",
+    ),
+    (bs.mean_pooling, {}, "threshold=share block=block as_released=flag executor=executor?"),
+    (
+        bs.xattention,
+        {},
+        "threshold=share stride=block block=block pattern=option as_released=flag executor=executor?",
+    ),
+    (
+        bs.bfla,
+        {},
+        "mass=share block=block g=block tile=block n_local=count? n_local_tiles=count? sink=size eta=size? "
+        "rho=probability? seed=seed per_token=flag coarse_rescue=flag as_released=flag executor=executor?",
+    ),
+    (
+        bs.s2o,
+        {},
+        "tau=at_least_0? S=block block=block prefix=size? coarse=flag per_query_head=flag order_queries=flag "
+        "executor=executor?",
+    ),
+    (
+        bs.sparge,
+        {},
+        "tau=share? theta=cosine? topk=share? block=block k_block=block? attention_sink=flag smooth_k=flag? "
+        "order=permuter? as_released=flag executor=executor?",
+    ),
+    (
+        bs.flex_prefill,
+        {},
+        "gamma=share tau=at_least_0 block=block min_budget=count max_budget=size? as_released=flag "
+        "executor=executor?",
+    ),
+    (
+        bs.minference,
+        {},
+        "vertical=budget slash=budget sink=count recent=count block=block probe=size? as_released=flag "
+        "executor=executor?",
+    ),
+    (bs.a_shape, {}, "sink=size local=size block=block executor=executor?"),
+    (bs.tri_shape, {}, "sink=size local=size last=size block=block executor=executor?"),
+    (
+        make_qkv,
+        {"N": 5, "D": 4},
+        "B=size Hq=size Hkv=size M=size? N=size D=size Dv=size? dtype=dtype device=device seed=seed",
+    ),
+]

@@ -1,0 +1,89 @@
+"""How often each kernel would be compiled for prompts of many lengths; prints one line per target, pipeline and kernel.
+
+Run as a script, in a process of its own: the test suite interprets kernels. Nothing is compiled or run here. Launches
+are bound as Triton binds them, which says what each would be compiled for; what they would have written stays zeros.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+from tests.on_kernels import pretend_gpu, small_preset
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import JITFunction, compute_cache_key, create_function_from_signature
+
+import blocksparse as bs
+from blocksparse.executors import int8, tiles
+from blocksparse.kernels import gather_attention
+from blocksparse.testing import every_preset, make_qkv
+
+LENGTHS = 60
+# By target: compute capability, and how many times the least sizes its pipelines have; Hopper's kernels take 64 queries.
+TARGETS = {"sm_80": ((8, 0), 1), "sm_90": ((9, 0), 4)}
+LONGEST = 16384
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch, target: GPUTarget) -> dict[str, set[str]]:
+    """Where launches leave what they would be compiled for, by kernel."""
+    variants: dict[str, set[str]] = defaultdict(set)
+    backend = make_backend(target)
+    binders: dict[JITFunction, Any] = {}
+
+    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        if self not in binders:
+            binders[self] = create_function_from_signature(self.signature, self.params, backend)
+        _, specialization, options = binders[self](*args, **kwargs)
+        key = compute_cache_key({}, specialization, options)
+        variants[f"{self.module.rpartition('.')[2]}.{self.fn.__name__}"].add(key)
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    return variants
+
+
+def zeros_for_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What no kernel has written is an index that is in range."""
+    monkeypatch.setattr(torch, "empty", torch.zeros)
+    monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
+    monkeypatch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
+
+
+def pipelines(factor: int) -> dict[str, bs.Pipeline[Any, Any, Any]]:
+    """Every preset, and on Hopper 8 bits."""
+    found = {name: small_preset(name, factor) for name in every_preset}
+    if factor > 1:
+        found["sparge in 8 bits"] = evolve(found["sparge"], executor=bs.Int8Executor())
+    return found
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    generator = torch.Generator().manual_seed(0)
+    for target, (capability, factor) in TARGETS.items():
+        prompt = [x.half() for x in make_qkv(Hq=4, Hkv=2, N=LONGEST, D=64)]
+        lengths = torch.randint(1, LONGEST + 1, (LENGTHS,), generator=generator).tolist()
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            pretend_gpu(monkeypatch, capability)
+            for module in (int8, tiles, gather_attention):
+                monkeypatch.setattr(module, "is_hopper", lambda device, is_one=target == "sm_90": is_one)
+            zeros_for_empty(monkeypatch)
+            for name, pipeline in pipelines(factor).items():
+                with monkeypatch.context() as of_pipeline:
+                    variants = recorded(of_pipeline, GPUTarget("cuda", int(target[3:]), 32))
+                    for i, N in enumerate(lengths):
+                        q, k, v = (x[:, :, :N].clone() for x in prompt)
+                        chunk = N if i % 3 else N // 2 + 1  # every third call is one of a prompt's later half
+                        pipeline(q[:, :, N - chunk :].clone(), k, v)
+                for kernel, found in sorted(variants.items()):
+                    print(f"{target} {name.replace(' ', '_')} {kernel} {len(found)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

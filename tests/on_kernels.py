@@ -1,0 +1,49 @@
+"""Calls as on a GPU where there is none: every op takes its Triton kernel, and the interpreter runs it."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+
+import blocksparse as bs
+from blocksparse.testing import every_preset
+from tests.machine import GPU
+
+# A prompt of a few dozen tokens then has several blocks and segments of everything.
+_SMALL: dict[str, Any] = {
+    "block": 16, "k_block": 16, "S": 32, "g": 16, "tile": 16, "stride": 4, "prefix": 32, "n_local": 16, "local": 20,
+    "sink": 8, "last": 5, "min_budget": 16, "vertical": 5, "slash": 8, "recent": 4, "probe": 8,
+}  # fmt: skip
+
+
+class _OnDevice(contextlib.nullcontext[None]):
+    def __init__(self, device: object = None) -> None:
+        super().__init__()
+
+
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (8, 0)) -> None:
+    """CPU tensors say that they are on a GPU; nothing changes where they are."""
+    if GPU:
+        return
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(torch.cuda, "device", _OnDevice)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device=None: SimpleNamespace(multi_processor_count=4)
+    )
+
+
+def small_preset(name: str, factor: int = 1) -> bs.Pipeline[Any, Any, Any]:
+    """A preset with small sizes, `factor` times the least, and with the kernel that it has on a GPU at any length."""
+    preset = every_preset[name]
+    known = inspect.signature(preset).parameters
+    pipeline = preset(**{size: factor * value for size, value in _SMALL.items() if size in known})
+    if isinstance(pipeline.executor, bs.AutoExecutor):
+        return evolve(pipeline, executor=bs.TritonExecutor())
+    return pipeline

@@ -1,0 +1,123 @@
+"""Generated calls that cannot be: other ranks, sizes, dtypes, layouts and devices, arguments in wrong places."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import blocksparse as bs
+from blocksparse.testing import make_qkv
+from tests.test_bad_arguments import sentence
+
+Call = dict[str, Any]
+Spoil = Callable[[random.Random, Call], None]
+
+
+def names(rng: random.Random) -> str:
+    return rng.choice("qkv")
+
+
+def one(change: Callable[[torch.Tensor, random.Random], Any], of: str = "qkv") -> Spoil:
+    """Change one of the tensors."""
+
+    def spoil(rng: random.Random, call: Call) -> None:
+        name = rng.choice(of)
+        call[name] = change(call[name], rng)
+
+    return spoil
+
+
+def every(change: Callable[[torch.Tensor], Any]) -> Spoil:
+    """Change all of the tensors."""
+    return lambda _, call: call.update({name: change(call[name]) for name in "qkv"})
+
+
+def put(**values: Callable[[random.Random], Any]) -> Spoil:
+    """Replace arguments."""
+    return lambda rng, call: call.update({name: value(rng) for name, value in values.items()})
+
+
+def swap(order: str) -> Spoil:
+    """The tensors in another order."""
+    return lambda _, call: call.update(zip("qkv", [call[name] for name in order], strict=True))
+
+
+def cut(x: torch.Tensor, rng: random.Random, axes: tuple[int, ...]) -> torch.Tensor:
+    """One entry fewer along one axis."""
+    return x.narrow(axis := rng.choice(axes), 0, x.shape[axis] - 1)
+
+
+SPOILS: dict[str, Spoil] = {
+    "no tensor": one(lambda x, rng: rng.choice([None, 3, "q", x.tolist(), x.numpy(), (x,), np.zeros(3)])),
+    "another rank": one(lambda x, rng: rng.choice([x[0], x[0, 0], x[None], x.flatten(), x.sum()])),
+    "nothing along an axis": one(lambda x, rng: x.narrow(rng.randrange(4), 0, 0)),
+    "whole numbers": one(lambda x, rng: x.to(rng.choice([torch.int8, torch.int64, torch.bool, torch.uint8]))),
+    "complex": one(lambda x, _: x.to(torch.complex64)),
+    "another batch": one(lambda x, _: torch.cat((x, x))),
+    "another dtype": one(lambda x, rng: x.to(rng.choice([torch.float16, torch.float64])), of="qk"),
+    "another device": one(lambda x, _: x.to("meta")),
+    "heads that do not divide": one(lambda x, _: torch.cat((x, x[:, :1]), 1), of="qk"),
+    "another head dim": one(lambda x, _: x[..., :-1], of="qk"),
+    "other tokens": one(lambda x, rng: cut(x, rng, (1, 2)), of="v"),
+    "a head dim too wide": every(lambda x: x.repeat(1, 1, 1, 33)),
+    "more queries than keys": one(lambda x, _: torch.cat((x, x), 2), of="q"),
+    "tokens before heads": every(lambda x: x.transpose(1, 2)),
+    "k, q, v": swap("kqv"),
+    "v, k, q": swap("vkq"),
+    "k, v, q": swap("kvq"),
+    "waits for a gradient": one(lambda x, _: x.requires_grad_()),
+    "causal": put(causal=lambda rng: rng.choice([1, 0, None, "yes", torch.tensor(True), np.bool_(1), []])),
+    "scale": put(scale=lambda rng: rng.choice([float("nan"), float("inf"), -float("inf"), "1", True, 1j, [1.0]])),
+    "a mask": put(attn_mask=lambda rng: rng.choice([torch.ones(40, 40), True, "causal"])),
+    "an argument of others": put(dropout_p=lambda _: 0.1),
+    # What follows is refused by the newest checks of inputs.
+    "meta": every(lambda x: x.to("meta")),
+    "sparse": one(lambda x, _: x.to_sparse()),
+    "all sparse": every(lambda x: x.to_sparse()),
+    "nested": every(lambda x: torch.nested.as_nested_tensor(list(x))),
+    "8-bit floats": every(lambda x: x.to(torch.float8_e4m3fn)),
+    "a scale too large": put(scale=lambda rng: rng.choice([10**400, -(10**400), 1e300, -1e300, 1e-300])),
+}
+CALLED: dict[str, Any] = {
+    "pipeline": bs.pbs_attn(block=16, S=32, executor=bs.ReferenceExecutor()),
+    "early stop": bs.s2o(S=32, block=16),
+    "groups": bs.HeadGroups({(0,): bs.mean_pooling(block=16, executor=bs.ReferenceExecutor()), (1,): None}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("called", CALLED.values(), ids=CALLED)
+@pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS)
+def test_a_call_that_cannot_be_is_one_sentence(called: Any, spoil: Spoil) -> None:
+    rng = random.Random(0)
+    for i in range(6):
+        q, k, v = make_qkv(N=40, D=8, Dv=12, seed=i)
+        call: Call = {"q": q, "k": k, "v": v}
+        spoil(rng, call)
+        for run in (called, called.trace):
+            with torch.enable_grad(), pytest.raises((TypeError, ValueError)) as error:
+                run(call["q"], call["k"], call["v"], **{x: y for x, y in call.items() if x not in "qkv"})
+            sentence(error)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "arguments", "said"),
+    [
+        (bs.mean_pooling([0.5, 0.6, 0.7]), {}, r"one entry per query head \(4\): 3"),
+        (bs.sparge(theta=[0.5] * 5), {}, r"one entry per query head \(4\): 5"),
+        (bs.s2o([0.1, 0.2]), {}, r"one entry per query head \(4\): 2"),
+        (bs.s2o(), {"causal": False}, "call the pipeline with causal=True"),
+        (bs.sparge(order=bs.HilbertOrder((1, 8, 8))), {"causal": False}, "HilbertOrder needs 64 keys"),
+        (bs.bfla(block=32, g=8, tile=8, rho=[0.1] * 3), {}, r"one entry per query head \(4\): 3"),
+        (bs.HeadGroups({(0,): None}), {}, "each of the 2 KV heads; missing: 1"),
+    ],
+)
+def test_what_a_pipeline_wants_of_its_inputs(pipeline: Any, arguments: Call, said: str) -> None:
+    with pytest.raises(ValueError, match=said) as error:
+        pipeline(*make_qkv(N=40, D=8), **arguments)
+    sentence(error)

@@ -1,0 +1,219 @@
+"""`blocksparse.testing.check_*`: every stage here passes, and each way to break a promise is caught by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import Tensor
+
+import blocksparse as bs
+from blocksparse.testing import check_executor, check_permuter, check_scorer, check_selector
+from tests import stages
+
+IN_ORDER = bs.GlobalPermutation()
+SHORT = ((40, 40), (200, 77))
+
+PERMUTERS = [p for p in stages.PERMUTERS if not isinstance(p, stages.Shuffle)]  # it draws for a batch as a whole
+
+
+@pytest.mark.parametrize("permuter", PERMUTERS, ids=stages.name)
+def test_permuters(permuter: bs.Permuter[Any]) -> None:
+    causal = True if isinstance(permuter, stages.CAUSAL_ONLY) else None
+    lengths = ((70, 70), (200, 77)) if isinstance(permuter, bs.GridOrder) else ((1, 1), *SHORT)
+    check_permuter(permuter, causal=causal, lengths=lengths)
+
+
+@pytest.mark.parametrize("scorer", stages.SCORERS, ids=stages.name)
+def test_scorers(scorer: bs.Scorer[Any, Any]) -> None:
+    asks = isinstance(scorer, stages.PROBES) or getattr(scorer, "padded_tail", False)
+    check_scorer(scorer, lengths=SHORT, asks_last_queries=asks)
+
+
+def reads_scores(selector: bs.Selector[Any, Any]) -> bool:
+    """Rules of position, also inside others, know nothing of forced blocks."""
+    inner = getattr(selector, "inner", selector)
+    return not (isinstance(inner, bs.PositionSelector | bs.OnTiles) or "&" in stages.name(selector))
+
+
+@pytest.mark.parametrize("selector", [*stages.SELECTORS, *stages.REFINED], ids=stages.name)
+def test_selectors(selector: bs.Selector[Any, Any]) -> None:
+    lines = issubclass(stages.needs(selector, bs.Selector, 0), bs.VerticalSlashScores)
+    whole_call = lines or any(selector is x for x in stages.WHOLE_CALL)
+    released = "released=True" in repr(selector)
+    check_selector(
+        selector,
+        scorer=bs.VerticalSlashScorer(16) if lines else None,
+        lengths=SHORT,
+        by_row=not whole_call and not released,
+        keeps_forced=None if reads_scores(selector) else False,
+    )
+
+
+EXECUTORS = [
+    pytest.param(e, id=stages.name(e), marks=[pytest.mark.slow] if isinstance(e, bs.FlexExecutor) else [])
+    for e in stages.EXECUTORS
+    if not isinstance(e, bs.AutoExecutor | bs.FlashAttention4Executor | bs.Int8Executor)
+]
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_executors(executor: bs.Executor[Any, Any], device: str) -> None:
+    check_executor(executor, lengths=((40, 40), (90, 37)), head_dim=16, block=16, device=device)
+
+
+class Broken(bs.Permuter[bs.GlobalPermutation]):
+    """Keys in order, with one thing wrong."""
+
+    def __init__(self, spoil: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self.spoil = spoil
+
+    def __call__(self, q: Tensor, k: Tensor, *, causal: bool, scale: float) -> bs.GlobalPermutation:
+        index = torch.arange(k.shape[2], dtype=torch.int32).expand(*k.shape[:2], 1, -1)
+        return bs.GlobalPermutation(self.spoil(index, k))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (lambda index, k: index - 1, "must name key 0 to 0: -1"),
+        (lambda index, k: index // 2, "must name each key once: key 0 twice"),
+        (lambda index, k: index[:, :1], "Hkv=2 or Hq=4 heads"),
+        (lambda index, k: index.long(), "must be int32"),
+        (lambda index, k: torch.rand(index.shape).argsort(-1).int(), "other maps the second time"),
+        (lambda index, k: (index + len(k)) % index.shape[-1], "another order when it is alone"),
+        (lambda index, k: index + k.zero_().int().sum(), "wrote into 'k'"),
+    ],
+)
+def test_broken_permuters(spoil: Callable[[Tensor, Tensor], Tensor], sentence: str) -> None:
+    with pytest.raises(AssertionError, match=sentence):
+        check_permuter(Broken(spoil))
+
+
+class Scores(bs.Scorer[bs.GlobalPermutation, bs.BlockMass]):
+    """Mean keys of blocks, with one thing wrong."""
+
+    def __init__(self, spoil: Callable[[Tensor, bs.Grid, Tensor], Tensor]) -> None:
+        self.spoil = spoil
+
+    def __call__(
+        self, q: Tensor, k: Tensor, permutation: bs.GlobalPermutation, *, causal: bool, scale: float
+    ) -> bs.BlockMass:
+        right = bs.MeanPoolScorer(16)(q, k, permutation, causal=causal, scale=scale)
+        return bs.BlockMass(self.spoil(right.values, right.grid, k), right.grid)
+
+
+class OtherGrid(Scores):
+    def __call__(
+        self, q: Tensor, k: Tensor, permutation: bs.GlobalPermutation, *, causal: bool, scale: float
+    ) -> bs.BlockMass:
+        return bs.MeanPoolScorer(16)(q, k, IN_ORDER, causal=causal, scale=scale)
+
+
+@pytest.mark.parametrize(
+    ("scorer", "sentence"),
+    [
+        (OtherGrid(lambda values, grid, k: values), "another permutation"),
+        (Scores(lambda values, grid, k: values - 1), "must not be negative"),
+        (Scores(lambda values, grid, k: values + torch.rand(())), "other scores the second time"),
+        (Scores(lambda values, grid, k: values + k[:1].abs().mean()), "other scores when it is alone"),
+        (Scores(lambda values, grid, k: values + k[:, :, -1:, :1].abs().mean(1, keepdim=True)), "tail of a shorter prompt|later tokens"),
+        (Scores(lambda values, grid, k: values + torch.arange(grid.rows)[:, None]), "a chunk that starts at a block"),
+        (Scores(lambda values, grid, k: values.half()), "must be float32"),
+    ],
+)  # fmt: skip
+def test_broken_scorers(scorer: bs.Scorer[Any, Any], sentence: str) -> None:
+    with pytest.raises(AssertionError, match=sentence):
+        check_scorer(scorer, lengths=SHORT)
+
+
+class Keeps(bs.Selector[bs.BlockScores, bs.BlockMask]):
+    """Scores above a half, with one thing wrong."""
+
+    def __init__(self, spoil: Callable[[Tensor, bs.BlockScores], Tensor]) -> None:
+        self.spoil = spoil
+
+    def __call__(self, scores: bs.BlockScores) -> bs.BlockMask:
+        grid = scores.grid
+        kept = scores.values.where(grid.reachable, 0.0) > 0.5
+        forced = False if scores.forced is None else scores.forced
+        return bs.BlockMask(self.spoil((kept | forced | grid.diagonal) & grid.reachable, scores), grid)
+
+
+def rows_of_the_chunk(keep: Tensor, scores: bs.BlockScores) -> Tensor:
+    """Takes every other row to be dense, and forgets that a chunk does not begin with row 0."""
+    dense = torch.arange(scores.grid.rows)[:, None] % 2 == 0
+    return (keep | dense) & scores.grid.reachable
+
+
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (rows_of_the_chunk, "a chunk has another mask than its rows in the whole prompt"),
+        (lambda keep, scores: keep & ~scores.grid.diagonal, "drops diagonal blocks"),
+        (lambda keep, scores: torch.ones_like(keep), "keeps blocks in which no query may see a key"),
+        (lambda keep, scores: keep & ~(scores.forced & ~scores.grid.diagonal), "drops forced blocks"),
+        (lambda keep, scores: keep & (scores.grid.diagonal | scores.forced | (torch.rand(keep.shape) < 0.5)), "another mask the second time"),
+        (lambda keep, scores: (scores.values > scores.values.mean(-1, keepdim=True)) & scores.grid.reachable | keep, "no query reaches changed the mask"),
+        (lambda keep, scores: (keep | (scores.values.where(scores.grid.reachable, 0).sum((-1, -2), keepdim=True) % 1 > 0.2)) & scores.grid.reachable, "a later row changed an earlier one"),
+        (lambda keep, scores: keep.logical_and(scores.values.mul_(0.5) >= 0), "wrote into 'values'|second time"),
+        (lambda keep, scores: keep[:, :1], "must have the shape"),
+    ],
+)  # fmt: skip
+def test_broken_selectors(spoil: Callable[[Tensor, bs.BlockScores], Tensor], sentence: str) -> None:
+    with pytest.raises(AssertionError, match=sentence):
+        check_selector(Keeps(spoil), lengths=SHORT)
+
+
+class Attends(bs.Executor[bs.Permutation, bs.BlockMask]):
+    """The reference, with one thing wrong."""
+
+    def __init__(self, spoil: Callable[[Any, Tensor, Tensor, bs.BlockMask], Any]) -> None:
+        self.spoil = spoil
+
+    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask) -> list[str]:
+        return []
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, permutation: bs.Permutation, mask: bs.BlockMask, *, scale: float
+    ) -> bs.AttentionOutput:
+        right = bs.ReferenceExecutor()(q, k, v, permutation, mask, scale=scale)
+        spoilt: bs.AttentionOutput = self.spoil(right, q, k, mask)
+        return spoilt
+
+
+class NeverRuns(Attends):
+    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask) -> list[str]:
+        return ["it is Monday"]
+
+
+def changed(output: bs.AttentionOutput, **values: Any) -> bs.AttentionOutput:
+    return attrs.evolve(output, **values)
+
+
+@pytest.mark.parametrize(
+    ("executor", "sentence"),
+    [
+        (Attends(lambda right, q, k, mask: changed(right, out=right.out * 1.1)), "the relative error is 0.1"),
+        (Attends(lambda right, q, k, mask: changed(right, out=right.out.where(right.out != 0, float("nan")))), "error is nan"),
+        (Attends(lambda right, q, k, mask: changed(right, lse=right.lse.nan_to_num(neginf=0.0))), "must give lse -inf"),
+        (Attends(lambda right, q, k, mask: changed(right, out=right.out.half())), "'out' must be"),
+        (Attends(lambda right, q, k, mask: changed(right, out=right.out + 0 * k[:, :1, :1, :1])), "key 0, when NaN, reaches queries"),
+        (Attends(lambda right, q, k, mask: changed(right, out=(right.out + 1e-4 * q[:, :, -1:, :1]).where(right.out != 0, 0.0))), "later tokens change"),
+        (Attends(lambda right, q, k, mask: changed(right, out=right.out + (0 if q.stride(-1) == 1 else 1))), "laid out otherwise"),
+        (Attends(lambda right, q, k, mask: q), "must give an AttentionOutput"),
+        (NeverRuns(lambda right, q, k, mask: right), "has reasons against these inputs, and ran them"),
+    ],
+)  # fmt: skip
+def test_broken_executors(executor: bs.Executor[Any, Any], sentence: str) -> None:
+    with pytest.raises(AssertionError, match=sentence):
+        check_executor(executor, lengths=SHORT, head_dim=16, block=16, relative_error=0.05)
+
+
+def test_a_small_error_is_over_the_budget() -> None:
+    worse = Attends(lambda right, q, k, mask: changed(right, out=right.out * 1.0001))
+    with pytest.raises(AssertionError, match="over the budget"):
+        check_executor(worse, lengths=SHORT, head_dim=16, block=16)

@@ -1,0 +1,181 @@
+"""How tensors lie in memory changes no bit: of q, k and v, and of what stages of your own hand over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import blocksparse as bs
+from blocksparse.testing import every_preset, make_qkv
+from tests import stages
+from tests.layouts import LAYOUTS
+from tests.on_kernels import pretend_gpu, small_preset
+
+each_layout = pytest.mark.parametrize("layout", LAYOUTS)
+each_executor = pytest.mark.parametrize(
+    "executor",
+    [
+        bs.ReferenceExecutor(),
+        bs.TritonExecutor(),
+        *(
+            pytest.param(executor, marks=pytest.mark.slow)
+            for executor in (bs.GatherExecutor(0.1), bs.TritonExecutor(int8_qk=bs.Int8QK()))
+        ),
+    ],
+    ids=stages.name,
+)
+SIZES: dict[str, Any] = {"B": 2, "Hq": 2, "Hkv": 2, "N": 20, "D": 16}
+
+
+# Twins in plain torch take a moment, kernels that are interpreted many.
+in_torch_and_kernels = pytest.mark.parametrize("kernels", [False, True], ids=["torch", "kernels"])
+
+
+@pytest.fixture
+def _on_kernels(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    callspec = request.node.callspec.params
+    if callspec.get("kernels", True):
+        pretend_gpu(monkeypatch)
+
+
+def contiguous(*tensors: Tensor) -> Any:
+    return [x.clone(memory_format=torch.contiguous_format) for x in tensors]
+
+
+def assert_same(got: bs.AttentionOutput, want: bs.AttentionOutput) -> None:
+    assert torch.equal(got.out, want.out)
+    assert got.lse is not None
+    assert want.lse is not None
+    assert torch.equal(got.lse, want.lse)
+
+
+@pytest.mark.usefixtures("_on_kernels")
+@pytest.mark.parametrize("moved", ["keys", pytest.param("queries", marks=pytest.mark.slow)])
+@each_layout
+@each_executor
+def test_executors(executor: bs.Executor[Any, Any], layout: str, moved: str, device: str) -> None:
+    q, k, v = (LAYOUTS[layout](x) for x in make_qkv(**SIZES, M=18, device=device))
+    shuffled = stages.Shuffle()(q, k, causal=True, scale=0.25)
+    permutation = bs.GlobalPermutation(**{name: getattr(shuffled, name) for name in (f"{moved[0]}_index",)})
+    grid = bs.Grid.of(q, k, permutation, q_block=16, k_block=16, causal=True)
+    keep = (torch.rand(2, 2, grid.rows, grid.cols) < 0.7).to(device) & grid.reachable
+    mask = bs.RankedBlockMask(keep, grid, torch.zeros_like(keep, dtype=torch.int32))
+    in_rows = contiguous(q, k, v)
+    want = executor(in_rows[0], in_rows[1], in_rows[2], permutation, mask, scale=0.25)
+    assert_same(executor(q, k, v, permutation, mask, scale=0.25), want)
+
+
+INDEX_LAYOUTS: dict[str, Any] = {
+    "transposed": lambda x: x.permute(2, 0, 1).contiguous().permute(1, 2, 0),
+    "heads innermost": lambda x: x.mT.contiguous().mT,
+    "every second": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+    "one batch entry expanded": lambda x: x[:1].expand(x.shape),
+    "one head expanded": lambda x: x[:, :1].expand(x.shape),
+    "offset by one element": lambda x: torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape),
+}
+
+
+@pytest.mark.usefixtures("_on_kernels")
+@in_torch_and_kernels
+@pytest.mark.parametrize("layout", INDEX_LAYOUTS)
+@pytest.mark.parametrize(
+    "executor",
+    [bs.ReferenceExecutor(), bs.TritonExecutor(), pytest.param(bs.GatherExecutor(0.1), marks=pytest.mark.slow)],
+    ids=stages.name,
+)
+def test_orders(executor: bs.Executor[Any, Any], layout: str, kernels: bool, device: str) -> None:
+    """The grid, scores and outputs of maps that lie in any way; lengths of whole blocks, which nobody pads."""
+    q, k, v = make_qkv(B=2, Hq=2, Hkv=2, N=32, D=16, device=device)
+    shuffled = stages.Shuffle()(q, k, causal=True, scale=0.25)
+    assert shuffled.k_index is not None
+    k_index, q_index = (INDEX_LAYOUTS[layout](x) for x in (shuffled.k_index[:, :, 0], shuffled.q_index))
+    given = bs.GlobalPermutation(k_index.unsqueeze(2), q_index)
+    in_rows, q_in_rows = contiguous(k_index, q_index)
+    plain = bs.GlobalPermutation(in_rows.unsqueeze(2), q_in_rows)
+    outputs = []
+    for permutation in (given, plain):
+        scores = bs.MeanPoolScorer(16)(q, k, permutation, causal=True, scale=0.25)
+        mask = bs.Ranked(bs.TopK(1))(scores)
+        outputs.append((scores.values, mask.keep, executor(q, k, v, permutation, mask, scale=0.25)))
+    for got, want in zip(*(x[:2] for x in outputs), strict=True):
+        assert torch.equal(got, want)
+    assert_same(outputs[0][2], outputs[1][2])
+
+
+@pytest.mark.usefixtures("_on_kernels")
+@in_torch_and_kernels
+@each_layout
+@pytest.mark.parametrize(
+    "selector",
+    [
+        bs.TopCdf(torch.tensor([0.3, 9.0, 0.6, 9.0])[::2]) | bs.Sink(1),
+        *(
+            pytest.param(selector, marks=pytest.mark.slow)
+            for selector in (
+                bs.TopK(1),
+                bs.TopK(share=torch.tensor([0.5, 0.2]).expand(2)),
+                bs.Threshold(0.5) & bs.Band(8),
+                bs.GlobalTopCdf(0.5),
+                bs.Refined(bs.SharedByGroup(bs.TopCdf(0.3)), 2, rescue=bs.Band(4)),
+                bs.Ranked(bs.TopCdf(0.3)),
+            )
+        ),
+    ],
+    ids=stages.name,
+)
+def test_scores(selector: bs.Selector[Any, Any], layout: str, kernels: bool, device: str) -> None:
+    """Values and forced blocks that lie in any way."""
+    q, k, _ = make_qkv(**SIZES, device=device)
+    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), q_block=4, k_block=4, causal=True)
+    values = LAYOUTS[layout](torch.rand(2, 2, grid.rows, grid.cols).to(device))
+    forced = LAYOUTS[layout]((torch.rand(2, 2, grid.rows, grid.cols) < 0.2).to(device))
+    got = selector(bs.BlockMass(values, grid, forced))
+    in_rows = contiguous(values, forced)
+    want = selector(bs.BlockMass(in_rows[0], grid, in_rows[1]))
+    assert torch.equal(got.keep, want.keep)
+
+
+@pytest.mark.usefixtures("_on_kernels")
+@in_torch_and_kernels
+@each_layout
+@each_executor
+def test_masks(executor: bs.Executor[Any, Any], layout: str, kernels: bool, device: str) -> None:
+    """Chosen blocks and ranks that lie in any way."""
+    q, k, v = make_qkv(**SIZES | {"N": 64}, M=40, device=device)
+    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), q_block=16, k_block=16, causal=True)
+    keep = LAYOUTS[layout]((torch.rand(2, 2, grid.rows, grid.cols) < 0.5).to(device)) & grid.reachable
+    keep = LAYOUTS[layout](keep)
+    rank = LAYOUTS[layout](torch.rand(2, 2, grid.rows, grid.cols).argsort(-1).int().to(device))
+    masks = [bs.RankedBlockMask(x, grid, y) for x, y in ((keep, rank), contiguous(keep, rank))]
+    got, want = (executor(q, k, v, bs.GlobalPermutation(), mask, scale=0.25) for mask in masks)
+    assert_same(got, want)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 4, 8])
+def test_masks_join_from_any_place_in_memory(offset: int, device: str) -> None:
+    """Rows of whole eights, which are joined as numbers of 64 bits, from memory that begins at an odd place."""
+    q, k, _ = make_qkv(B=1, Hq=2, Hkv=1, N=64, D=16, device=device)
+    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), q_block=8, k_block=8, causal=True)
+    memory = (torch.rand(2, 128 + offset) < 0.5).to(device)
+    mine, its = (bs.BlockMask(x[offset:].view(1, 2, 8, 8), grid) for x in memory)
+    assert torch.equal((mine | its).keep, mine.keep | its.keep)
+    assert torch.equal((mine & its).keep, mine.keep & its.keep)
+
+
+@pytest.mark.usefixtures("_on_kernels")
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=[] if x in ("pbs_attn", "sparge") else [pytest.mark.slow]) for x in every_preset],
+)
+def test_presets(name: str, device: str) -> None:
+    """q, k and v in three different layouts a call, each layout in each place."""
+    pipeline, layouts = small_preset(name), list(LAYOUTS.values())
+    turn = list(every_preset).index(name)
+    q, k, v = make_qkv(B=2, Hq=2, Hkv=2, N=36, D=16, device=device)
+    q, k, v = (layouts[(5 * i + turn) % len(layouts)](x) for i, x in enumerate((q, k, v)))
+    got, want = pipeline.trace(q, k, v), pipeline.trace(*contiguous(q, k, v))
+    assert torch.equal(got.mask.keep, want.mask.keep)
+    assert_same(got.output, want.output)
