@@ -144,7 +144,9 @@ class OfMasses(Family[bs.BlockMass]):
     pass
 
 
-@pytest.mark.parametrize("scorer", [Mean(), OfAny(), OfEither(), WithANote()], ids=lambda scorer: type(scorer).__name__)
+@pytest.mark.parametrize(
+    "scorer", [Mean(), OfAny(), OfEither(), WithANote()], ids=lambda scorer: type(scorer).__name__
+)
 def test_a_class_line_may_say_little(scorer: bs.Scorer[Any, Any]) -> None:
     q, k, v = make_qkv(N=64, D=16)
     out = bs.Pipeline(bs.Identity(), scorer, bs.TopCdf(0.9), REFERENCE)(q, k, v)

@@ -15,6 +15,8 @@ from tests.layouts import LAYOUTS
 from tests.on_kernels import pretend_gpu, small_preset
 
 each_layout = pytest.mark.parametrize("layout", LAYOUTS)
+# One for each way in which a kernel may take a wrong step: along a row, from row to row, from head to head.
+THREE = ("head dim not innermost", "every second token", "one head expanded")
 each_executor = pytest.mark.parametrize(
     "executor",
     [
@@ -53,8 +55,13 @@ def assert_same(got: bs.AttentionOutput, want: bs.AttentionOutput) -> None:
 
 
 @pytest.mark.usefixtures("_on_kernels")
-@pytest.mark.parametrize("moved", ["keys", pytest.param("queries", marks=pytest.mark.slow)])
-@each_layout
+@pytest.mark.parametrize(
+    ("moved", "layout"),
+    [
+        *(("keys", layout) for layout in LAYOUTS),
+        *(pytest.param("queries", layout, marks=pytest.mark.slow) for layout in THREE),
+    ],
+)
 @each_executor
 def test_executors(executor: bs.Executor[Any, Any], layout: str, moved: str, device: str) -> None:
     q, k, v = (LAYOUTS[layout](x) for x in make_qkv(**SIZES, M=18, device=device))
@@ -105,26 +112,29 @@ def test_orders(executor: bs.Executor[Any, Any], layout: str, kernels: bool, dev
     assert_same(outputs[0][2], outputs[1][2])
 
 
+IN_ALL_LAYOUTS = bs.TopCdf(torch.tensor([0.3, 9.0, 0.6, 9.0])[::2]) | bs.Sink(1)
+IN_THREE = (
+    bs.TopK(1),
+    bs.TopK(share=torch.tensor([0.5, 0.2]).expand(2)),
+    bs.Threshold(0.5) & bs.Band(8),
+    bs.GlobalTopCdf(0.5),
+    bs.Refined(bs.SharedByGroup(bs.TopCdf(0.3)), 2, rescue=bs.Band(4)),
+    bs.Ranked(bs.TopCdf(0.3)),
+)
+
+
 @pytest.mark.usefixtures("_on_kernels")
 @in_torch_and_kernels
-@each_layout
 @pytest.mark.parametrize(
-    "selector",
+    ("selector", "layout"),
     [
-        bs.TopCdf(torch.tensor([0.3, 9.0, 0.6, 9.0])[::2]) | bs.Sink(1),
+        *(pytest.param(IN_ALL_LAYOUTS, layout, id=f"first-{layout}") for layout in LAYOUTS),
         *(
-            pytest.param(selector, marks=pytest.mark.slow)
-            for selector in (
-                bs.TopK(1),
-                bs.TopK(share=torch.tensor([0.5, 0.2]).expand(2)),
-                bs.Threshold(0.5) & bs.Band(8),
-                bs.GlobalTopCdf(0.5),
-                bs.Refined(bs.SharedByGroup(bs.TopCdf(0.3)), 2, rescue=bs.Band(4)),
-                bs.Ranked(bs.TopCdf(0.3)),
-            )
+            pytest.param(selector, layout, id=f"{stages.name(selector)}-{layout}", marks=pytest.mark.slow)
+            for selector in IN_THREE
+            for layout in THREE
         ),
     ],
-    ids=stages.name,
 )
 def test_scores(selector: bs.Selector[Any, Any], layout: str, kernels: bool, device: str) -> None:
     """Values and forced blocks that lie in any way."""
@@ -140,11 +150,11 @@ def test_scores(selector: bs.Selector[Any, Any], layout: str, kernels: bool, dev
 
 @pytest.mark.usefixtures("_on_kernels")
 @in_torch_and_kernels
-@each_layout
+@pytest.mark.parametrize("layout", [x if x in THREE else pytest.param(x, marks=pytest.mark.slow) for x in LAYOUTS])
 @each_executor
 def test_masks(executor: bs.Executor[Any, Any], layout: str, kernels: bool, device: str) -> None:
     """Chosen blocks and ranks that lie in any way."""
-    q, k, v = make_qkv(**SIZES | {"N": 64}, M=40, device=device)
+    q, k, v = make_qkv(**SIZES | {"N": 50}, M=40, device=device)
     grid = bs.Grid.of(q, k, bs.GlobalPermutation(), q_block=16, k_block=16, causal=True)
     keep = LAYOUTS[layout]((torch.rand(2, 2, grid.rows, grid.cols) < 0.5).to(device)) & grid.reachable
     keep = LAYOUTS[layout](keep)

@@ -30,7 +30,7 @@ KINDS = [
 
 def make_grid(kind: str, device: str) -> bs.Grid:
     """Two batches, three query heads on one KV head; blocks of few tokens, so that tests stay small."""
-    sizes: dict[str, Any] = {"N": 150, "B": 2, "Hq": 3, "Hkv": 1, "D": 4, "device": device}
+    sizes: dict[str, Any] = {"N": 70, "B": 2, "Hq": 3, "Hkv": 1, "D": 4, "device": device}
     generator = torch.Generator().manual_seed(0)
     if kind == "one block":
         sizes |= {"N": 1}
@@ -41,14 +41,14 @@ def make_grid(kind: str, device: str) -> bs.Grid:
     q, k, _ = make_qkv(**sizes)
     permuter: bs.Permuter[Any] = bs.Identity()
     if kind in ("sorted", "padded"):
-        permuter = bs.SegmentKeySort(S=64 if kind == "sorted" else 48)
+        permuter = bs.SegmentKeySort(S=32 if kind == "sorted" else 48)
     elif kind == "per segment":
         permuter = bs.GlobalIndexMap(32)
     causal = kind != "not causal"
     permutation = permuter(q, k, causal=causal, scale=0.5)
     if kind == "per query head":
         permutation = bs.GlobalPermutation(
-            torch.rand(2, 3, 1, 150, generator=generator).argsort(-1).int().to(device)
+            torch.rand(2, 3, 1, 70, generator=generator).argsort(-1).int().to(device)
         )
     q_block, k_block = (8, 4) if kind == "wide" else (16, 16) if kind == "padded" else (8, 16)
     return bs.Grid.of(q, k, permutation, q_block=q_block, k_block=k_block, causal=causal)

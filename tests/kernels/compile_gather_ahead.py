@@ -105,11 +105,9 @@ def main() -> int:
     for name, target in TARGETS.items():
         for dtype, head_dim, block, commit in (
             ("bf16", 128, 128, True),
-            ("bf16", 128, 64, True),
-            ("fp16", 64, 64, False),
-            ("bf16", 80, 128, True),
+            ("fp16", 80, 64, False),
             ("bf16", 256, 128, True),
-            ("fp32", 64, 128, True),
+            ("fp32", 32, 64, True),
         ):
             if as_on_hopper(name, dtype):
                 continue

@@ -100,8 +100,7 @@ def main() -> int:
             failed += max(shared) > SHARED[name]
             print(f"{name} int8_tokens, fp8_values {dtype} D={head_dim} indexed={indexed}: {max(shared)} B shared")
         # Only Hopper has a kernel that reads these.
-        others = [("fp16", 64), ("fp32", 64), ("fp32", 128)] if name == "sm_90" else []
-        for dtype, head_dim in [("bf16", 128), *others]:
+        for dtype, head_dim in (("bf16", 128), ("fp16", 64), ("fp32", 128)) if name == "sm_90" else ():
             for indexed, tile in ((False, 64), (True, 128)):
                 kernels = tile_operands(target, dtype, head_dim, indexed=indexed, tile=tile)
                 bytes_ = max(int(kernel.metadata.shared) for kernel in kernels.values())

@@ -31,6 +31,8 @@ def test_equals_the_twin(kind: str, with_forced: bool, device: str) -> None:
         want, want_forced = gate_blocks_reference(values, *unlike, forced, grid)
         given = values.clone()
         got, got_forced = gate_blocks_triton(values, *unlike, forced, grid)
-        torch.testing.assert_close(values, given, rtol=0, atol=0, equal_nan=True)  # an inner scorer may keep its own
+        torch.testing.assert_close(
+            values, given, rtol=0, atol=0, equal_nan=True
+        )  # an inner scorer may keep its own
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
         assert torch.equal(got_forced, want_forced)
