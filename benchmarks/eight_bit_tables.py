@@ -30,7 +30,7 @@ from benchmarks.timing import (
 )
 from blocksparse.executors.int8 import TileOperands
 from blocksparse.executors.tiles import tuned_int8
-from blocksparse.kernels.int8_attention import int8_attention
+from blocksparse.kernels.attention.int8_attention import int8_attention
 
 Arguments = tuple[Any, ...]
 

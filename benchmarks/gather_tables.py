@@ -14,7 +14,7 @@ from benchmarks.cases import Plan
 from benchmarks.kernel_tables import Row, pairs_kept
 from benchmarks.peers import OURS, kernel_call
 from benchmarks.timing import Call, Candidate, CannotRunError, attempt, check, measure, release
-from blocksparse.kernels.gather_attention import gather_attention
+from blocksparse.kernels.attention.gather_attention import gather_attention
 
 Op = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
@@ -108,8 +108,8 @@ def gather_call(op: Op, q: Tensor, k: Tensor, v: Tensor, mask: bs.RankedBlockMas
 
 def portable_gather_call(q: Tensor, k: Tensor, v: Tensor, mask: bs.RankedBlockMask) -> Call:
     """The kernel for any GPU that Triton compiles for, also where there is a faster one."""
-    from blocksparse.kernels.gather_attention_triton import gather_attention_triton
-    from blocksparse.kernels.sparse_attention_triton import runs_interpreted
+    from blocksparse.kernels.attention.gather_attention_triton import gather_attention_triton
+    from blocksparse.kernels.attention.sparse_attention_triton import runs_interpreted
 
     if not q.is_cuda and not runs_interpreted():
         raise CannotRunError("Triton compiles for GPUs")

@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import blocksparse as bs
 from benchmarks.timing import Call, CannotRunError
 from blocksparse.executors.tiles import portable, tuned
-from blocksparse.kernels.sparse_attention import sparse_attention
+from blocksparse.kernels.attention.sparse_attention import sparse_attention
 
 Peer = Callable[[Tensor, Tensor, Tensor, bs.BlockMask], Call]
 """`(q, k, v, mask)`: a call that attends to the blocks of `mask`, a causal mask in original order."""
@@ -102,7 +102,7 @@ def flash_attention_4_call(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask) 
     from flash_attn.cute import flash_attn_func
 
     from blocksparse.executors.flash_attention_4 import to_flash_attention_4
-    from blocksparse.kernels.flash_attention_4_mask import causal
+    from blocksparse.kernels.attention.flash_attention_4_mask import causal
 
     lists = to_flash_attention_4(mask)
     turned = [x.transpose(1, 2) for x in (q, k, v)]

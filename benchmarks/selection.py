@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.kernels.block_lists import block_lists, block_lists_reference
-from blocksparse.kernels.block_softmax import block_softmax, block_softmax_reference
-from blocksparse.kernels.top_cdf import top_cdf, top_cdf_reference
-from blocksparse.kernels.top_k import top_k, top_k_reference
+from blocksparse.kernels.positions.block_lists import block_lists, block_lists_reference
+from blocksparse.kernels.scoring.block_softmax import block_softmax, block_softmax_reference
+from blocksparse.kernels.selecting.top_cdf import top_cdf, top_cdf_reference
+from blocksparse.kernels.selecting.top_k import top_k, top_k_reference
 
 
 def setting(tokens: int, heads: int, *, sorted_keys: bool = False) -> tuple[bs.Grid, Tensor]:

@@ -20,7 +20,7 @@ from benchmarks.inputs import Case
 from benchmarks.kernel_tables import density_of, pairs_kept
 from benchmarks.peers import kernel_call
 from benchmarks.timing import Candidate, check, measure, release
-from blocksparse.kernels.hardware import is_hopper
+from blocksparse.kernels.common.hardware import is_hopper
 
 BLOCKS = ((128, 128), (128, 64), (64, 64))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from blocksparse.kernels.hardware import is_hopper
+from blocksparse.kernels.common.hardware import is_hopper
 
 GPU = torch.cuda.is_available()
 HOPPER = GPU and is_hopper(torch.device("cuda"))

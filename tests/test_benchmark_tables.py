@@ -18,7 +18,7 @@ from benchmarks.timing import WrongOutputError, check_near
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.kernels.int8_attention import int8_attention_reference
+from blocksparse.kernels.attention.int8_attention import int8_attention_reference
 from blocksparse.testing import make_qkv
 from tests.machine import needs_hopper
 

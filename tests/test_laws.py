@@ -37,25 +37,35 @@ ELSEWHERE = (bs.AutoExecutor, bs.FlashAttention4Executor, bs.Int8Executor)
 EXECUTORS = [pytest.param(e, id=stages.name(e)) for e in stages.EXECUTORS if not isinstance(e, ELSEWHERE)]
 # What an executor sees is an order and a mask: it gets each order in blocks of each shape and from each kind of
 # selector, and in the fast loop each kind of order once.
-RUNS = [
-    pytest.param(
-        (permuter, scorer),
-        executor,
-        id=stages.name(permuter, scorer, executor),
-        marks=[] if stages.is_first(permuter, scorer) else [pytest.mark.slow],
-    )
+PAIRS = [
+    ((permuter, scorer), executor)
     for permuter, scorer in stages.fronts()
     for executor in stages.EXECUTORS
     if not isinstance(executor, ELSEWHERE)
     and stages.reads(executor, permuter)
     and stages.cuts_anew(permuter, scorer)
 ]
-# In both directions where an order is met for the first time, else in turn in one of them.
+RUNS = [
+    pytest.param(
+        front,
+        executor,
+        id=stages.name(*front, executor),
+        marks=[] if stages.is_first(*front) else [pytest.mark.slow],
+    )
+    for front, executor in PAIRS
+]
+# In both directions where a kind of order is met for the first time, else in turn in one of them.
 DIRECTED_RUNS = [
-    pytest.param(*run.values, causal, id=f"{run.id}-{causal}", marks=run.marks if causal else [pytest.mark.slow])
-    for i, run in enumerate(RUNS)
+    pytest.param(
+        front,
+        executor,
+        causal,
+        id=f"{stages.name(*front, executor)}-{causal}",
+        marks=[] if causal and stages.is_first(*front) else [pytest.mark.slow],
+    )
+    for i, (front, executor) in enumerate(PAIRS)
     for causal in (True, False)
-    if not run.marks or causal == (i % 2 == 0 or isinstance(run.values[0][0], stages.CAUSAL_ONLY))
+    if stages.is_first(*front) or causal == (i % 2 == 0 or isinstance(front[0], stages.CAUSAL_ONLY))
 ]
 SIZES: dict[str, Any] = {"B": 2, "Hq": 4, "Hkv": 2, "N": 129, "D": 16}
 SMALL: dict[str, Any] = {"B": 1, "Hq": 2, "Hkv": 1, "N": 70, "D": 16}  # where kernels are interpreted
@@ -348,7 +358,7 @@ def test_ties_and_repeats_choose_alike(front: Front, device: str) -> None:
     """All-equal keys: twice the same, and the same on CPU and GPU for the same scores."""
     q, k, v = (torch.ones_like(x) for x in make_qkv(**SIZES))
     there = [x.to(device) for x in (q, k, v)]
-    for first, other in zip(traces(front, q, k, v), traces(front, *there), strict=True):
+    for first, other in zip(traces(front, q, k, v), traces(front, there[0], there[1], there[2]), strict=True):
         pairs = zip(
             attrs.astuple(first.scores, recurse=False), attrs.astuple(other.scores, recurse=False), strict=True
         )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,10 +15,16 @@ SOURCE = Path(__file__).parents[1] / "src" / "blocksparse"
 
 # A layer may import itself and what stands before it; `kernels` may import nothing of ours but `precision`.
 LAYERS = [
-    "validators", "precision", "inputs", "per_head", "opaque_call", "class_line", "permuters", "scorers",
-    "selectors", "executors", "pipeline", "head_groups", "schedule", "presets", "testing", "integrations", "demo",
+    "validators", "precision", "inputs", "per_head", "opaque_call", "class_line", "permuters", "geometry",
+    "scorers", "selectors", "executors", "pipeline", "head_groups", "schedule", "presets", "testing",
+    "integrations", "demo",
 ]  # fmt: skip
-MAY_IMPORT_KERNELS = {"permuters", "scorers", "selectors", "executors", "pipeline"}
+MAY_IMPORT_KERNELS = {"permuters", "geometry", "scorers", "selectors", "executors", "pipeline"}
+
+# So do the rooms of kernels.
+ROOMS = [
+    "common", "positions", "multiplying", "moving", "rounding", "scoring", "ordering", "selecting", "attention",
+]  # fmt: skip
 
 # What multiplies matrices in torch obeys autocast, and what a process lets torch round fp32 to.
 MULTIPLY = {
@@ -26,42 +34,74 @@ MULTIPLY = {
 }  # fmt: skip
 # One function that is immune, dense attention beside it, the yardstick of tests, a host's attention, a picture.
 MAY_MULTIPLY = {
-    "kernels/products.py", "executors/dense_attention.py", "testing/budget.py", "integrations/transformers.py",
-    "demo/picture.py",
+    "kernels/multiplying/products.py", "executors/dense_attention.py", "testing/budget.py",
+    "integrations/transformers.py", "demo/picture.py",
 }  # fmt: skip
 
 
-def imported(path: Path) -> set[str]:
-    """The layers of ours that a file imports."""
-    names: set[str] = set()
+MODULES = {
+    ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in SOURCE.rglob("*.py")
+}
+
+
+def imports(path: Path) -> Iterator[tuple[str, str]]:
+    """What a file imports of ours, inside functions too: the module, and the name that is taken from it or ""."""
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names.add(node.module)
+        if (
+            isinstance(node, ast.ImportFrom)
+            and not node.level
+            and (node.module or "").split(".")[0] == "blocksparse"
+        ):
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield (inner, "") if inner in MODULES else (str(node.module), alias.name)
         elif isinstance(node, ast.Import):
-            names.update(alias.name for alias in node.names)
-    return {
-        parts[1] if len(parts := name.split(".")) > 1 else ""
-        for name in names
-        if name.split(".")[0] == "blocksparse"
-    }
+            yield from ((alias.name, "") for alias in node.names if alias.name.split(".")[0] == "blocksparse")
 
 
-@pytest.mark.parametrize(
-    "path",
-    [p for p in SOURCE.rglob("*.py") if p.parent != SOURCE or p.stem != "__init__"],
-    ids=lambda p: str(p.relative_to(SOURCE)),
-)
-def test_imports_go_one_way(path: Path) -> None:
-    layer = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+def part(module: str, depth: int) -> str:
+    """The name at `depth` of a dotted one, or ""."""
+    return (module.split(".") + ["", ""])[depth]
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name != "blocksparse"])
+def test_imports_go_one_way(module: str) -> None:
+    imported, layer = {name for name, _ in imports(MODULES[module])}, part(module, 1)
+    layers = {part(name, 1) for name in imported}
     if layer == "kernels":
-        assert imported(path) <= {"kernels", "precision"}
+        assert layers <= {"kernels", "precision"}
+        rooms = {part(name, 2) for name in imported if part(name, 1) == "kernels"}
+        assert rooms <= set(ROOMS[: ROOMS.index(part(module, 2)) + 1]) if part(module, 2) else not rooms
         return
     allowed = set(LAYERS[: LAYERS.index(layer) + 1])
     if layer in MAY_IMPORT_KERNELS:
         allowed |= {"kernels"}
     if layer in ("integrations", "demo", "testing"):
         allowed |= {""}  # the public surface itself
-    assert imported(path) <= allowed
+    assert layers <= allowed
+
+
+def test_no_imports_go_in_circles() -> None:
+    """Of modules, imports inside functions included."""
+    graph = {name: {to for to, _ in imports(path)} - {name} for name, path in MODULES.items()}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
+def test_private_names_stay_at_home() -> None:
+    taken = [
+        f"{module} takes {name} from {home}"
+        for module, path in MODULES.items()
+        for home, name in imports(path)
+        if name.startswith("_")
+    ]
+    assert not taken
+
+
+def test_folders_can_be_read_at_a_glance() -> None:
+    """Of kernels; stages have one file each, as many as there are."""
+    for folder in (x for x in (SOURCE / "kernels").rglob("*") if x.is_dir() and x.name != "__pycache__"):
+        assert len(list(folder.glob("*.py"))) <= 20, folder
 
 
 def multiplies(path: Path) -> list[str]:

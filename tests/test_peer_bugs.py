@@ -29,7 +29,7 @@ WHERE = {
         "papers/test_xattention.py::test_forced_blocks_are_counted_by_xattention_and_not_by_a_union"
     ),
     "causality by perturbation": "test_laws.py::test_causality_by_perturbation",
-    "causality by perturbation in 8 bits": "kernels/test_quantized.py::test_later_tokens_change_no_bit",
+    "causality by perturbation in 8 bits": "kernels/attention/test_quantized.py::test_later_tokens_change_no_bit",
     "chunked equals unchunked": "test_laws.py::test_chunked_equals_unchunked",
     "a chunk keeps every query's own key": "papers/test_bfla.py::test_band_covers_the_whole_query_block",
     "padding changes no real block": "test_laws.py::test_padding_and_tail_never_change_a_real_block",
@@ -40,13 +40,15 @@ WHERE = {
     "stride rescue": "papers/test_bfla.py::test_stride_keeps_one_of_eta",
     "early stop and a constant on all logits": "papers/test_s2o.py::test_a_constant_on_all_logits_changes_nothing",
     "early stop and a rising maximum": "papers/test_s2o.py::test_a_rising_maximum_is_no_reason_to_stop",
-    "PV skip off is exact": "kernels/test_sparse_attention.py::test_pv_skip_off_is_exact",
-    "PV skip and its denominator": "kernels/test_sparse_attention.py::test_pv_skip_leaves_out_what_the_rule_says",
+    "PV skip off is exact": "kernels/attention/test_sparse_attention.py::test_pv_skip_off_is_exact",
+    "PV skip and its denominator": (
+        "kernels/attention/test_sparse_attention.py::test_pv_skip_leaves_out_what_the_rule_says"
+    ),
     "a row with nothing kept": "test_laws.py::test_a_row_with_nothing_kept",
     "streams, graphs, no state between calls": "test_peer_bugs.py::test_calls_leave_nothing_behind",
     "nothing is accepted and ignored": "test_inputs.py::test_arguments",
     "density": "test_peer_bugs.py::test_density_is_the_same_count_everywhere",
-    "kernels run with the warps they ask for": "kernels/compile_ahead.py::main",
+    "kernels run with the warps they ask for": "kernels/attention/compile_ahead.py::main",
     "scores in low precision": "test_peer_bugs.py::test_low_precision_covers_the_same_mass",
     "a diagonal at every offset": "papers/test_flex_prefill.py::test_a_diagonal_at_every_offset_is_covered",
 }

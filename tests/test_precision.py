@@ -13,8 +13,8 @@ from torch import Tensor
 import blocksparse as bs
 from blocksparse.executors.dense_attention import dense_attention
 from blocksparse.head_groups import AnyPipeline, AnyTrace
-from blocksparse.kernels import products as module
-from blocksparse.kernels.products import products
+from blocksparse.kernels.multiplying import products as module
+from blocksparse.kernels.multiplying.products import products
 from blocksparse.precision import without_autocast
 from blocksparse.testing import (
     check_executor,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.kernels.block_mean import block_mean
+from blocksparse.kernels.scoring.block_mean import block_mean
 from blocksparse.testing import make_qkv
 
 B16 = 16

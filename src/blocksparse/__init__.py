@@ -17,6 +17,7 @@ from blocksparse.executors.tiles import HopperTiles as HopperTiles
 from blocksparse.executors.tiles import Tiles as Tiles
 from blocksparse.executors.tiles import TritonTiles as TritonTiles
 from blocksparse.executors.triton import TritonExecutor as TritonExecutor
+from blocksparse.geometry import Grid as Grid
 from blocksparse.head_groups import HeadGroups as HeadGroups
 from blocksparse.head_groups import HeadGroupsTrace as HeadGroupsTrace
 from blocksparse.permuters.column_order import ColumnOrder as ColumnOrder
@@ -51,7 +52,6 @@ from blocksparse.scorers.antidiagonal import AntidiagonalScorer as AntidiagonalS
 from blocksparse.scorers.block_scores import BlockMass as BlockMass
 from blocksparse.scorers.block_scores import BlockScores as BlockScores
 from blocksparse.scorers.flatten_max_pool import FlattenMaxPoolScorer as FlattenMaxPoolScorer
-from blocksparse.scorers.grid import Grid as Grid
 from blocksparse.scorers.mean_pool import MeanPoolScorer as MeanPoolScorer
 from blocksparse.scorers.no_scorer import NoScorer as NoScorer
 from blocksparse.scorers.prefix_order import PrefixOrderScorer as PrefixOrderScorer

@@ -13,14 +13,14 @@ from blocksparse.class_line import Declared, check_gave, check_takes, declared
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.dense_attention import dense_attention
 from blocksparse.executors.executor import Executor
+from blocksparse.geometry import Grid
 from blocksparse.inputs import check_inputs
-from blocksparse.kernels.products import products, wide_dtype
+from blocksparse.kernels.multiplying.products import products, wide_dtype
 from blocksparse.opaque_call import OpaqueCall, attend
 from blocksparse.permuters.permutation import GlobalPermutation, Permutation
 from blocksparse.permuters.permuter import Permuter
 from blocksparse.precision import without_autocast
 from blocksparse.scorers.block_scores import BlockScores
-from blocksparse.scorers.grid import Grid
 from blocksparse.scorers.scorer import Scorer
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.selector import Selector

@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction, compute_cache_key, create_function_f
 
 import blocksparse as bs
 from blocksparse.executors import int8, tiles
-from blocksparse.kernels import gather_attention
+from blocksparse.kernels.attention import gather_attention
 from blocksparse.testing import every_preset, make_qkv
 
 LENGTHS = 60

@@ -12,7 +12,7 @@ from tests.papers.golden_inputs import Golden
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.kernels import group_max
+from blocksparse.kernels.scoring import group_max
 from blocksparse.presets.bfla import bfla
 from blocksparse.scorers.flatten_max_pool import FlattenMaxPoolScorer
 from blocksparse.selectors import random

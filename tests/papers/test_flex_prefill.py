@@ -12,7 +12,7 @@ from tests.papers.golden_cases import assert_same_output, cases, differing, load
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.kernels import probe_lines
+from blocksparse.kernels.scoring import probe_lines
 from blocksparse.presets.flex_prefill import flex_prefill
 from blocksparse.scorers import vertical_slash
 from blocksparse.scorers.vertical_slash import VerticalSlashScorer, VerticalSlashScores

@@ -11,8 +11,8 @@ from tests.papers.golden_inputs import Golden
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.kernels import block_mean
-from blocksparse.kernels.block_mean import block_similarity
+from blocksparse.kernels.scoring import block_mean
+from blocksparse.kernels.scoring.block_mean import block_similarity
 from blocksparse.permuters.hilbert_order import HilbertOrder
 from blocksparse.presets.sparge import sparge
 from blocksparse.scorers.antidiagonal import AntidiagonalScorer

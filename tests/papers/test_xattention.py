@@ -13,7 +13,7 @@ from tests.papers.golden_inputs import Golden
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.kernels import cell_mass
+from blocksparse.kernels.scoring import cell_mass
 from blocksparse.presets.xattention import xattention
 from blocksparse.scorers.antidiagonal import AntidiagonalScorer
 from blocksparse.testing import make_qkv

@@ -32,7 +32,7 @@ def _demo(parsed: argparse.Namespace) -> int:
 
         from blocksparse.demo.methods import method
         from blocksparse.demo.run import Settings, run
-        from blocksparse.testing import every_preset
+        from blocksparse.presets import every_preset
     except ModuleNotFoundError as error:
         raise DemoError(f"{error.name} is not installed: pip install 'blocksparse-attention[demo]'") from None
 

@@ -9,7 +9,7 @@ from attrs import evolve
 from blocksparse.demo.errors import DemoError
 from blocksparse.executors.auto import AutoExecutor
 from blocksparse.head_groups import AnyPipeline
-from blocksparse.testing import every_preset
+from blocksparse.presets import every_preset
 
 
 def method(written: str) -> AnyPipeline:

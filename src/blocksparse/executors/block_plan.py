@@ -8,7 +8,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from blocksparse.kernels.block_lists import block_lists
+from blocksparse.kernels.positions.block_lists import block_lists
 from blocksparse.selectors.block_mask import BlockMask
 
 

@@ -87,7 +87,7 @@ def to_flash_attention_4(mask: BlockMask) -> Any:
 
 def _positions(mask: BlockMask, permutation: GlobalPermutation) -> dict[str, Any]:
     """What the kernel tests in partial blocks; full ones it never masks."""
-    from blocksparse.kernels.flash_attention_4_mask import causal, key_not_after_query
+    from blocksparse.kernels.attention.flash_attention_4_mask import causal, key_not_after_query
 
     grid = mask.grid
     if permutation.k_index is None and permutation.q_index is None:

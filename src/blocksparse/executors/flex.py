@@ -18,7 +18,7 @@ from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.block_plan import BlockPlan
 from blocksparse.executors.compiling import uncompiled_because
 from blocksparse.executors.executor import Executor
-from blocksparse.kernels.block_lists import index_dtype
+from blocksparse.kernels.common.sizes import index_dtype
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.precision import without_autocast
 from blocksparse.selectors.block_mask import BlockMask

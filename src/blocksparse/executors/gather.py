@@ -65,8 +65,8 @@ class GatherExecutor(Executor[Permutation, RankedBlockMask]):
         scale: float,
     ) -> AttentionOutput:
         self.check(q, k, v, permutation, mask, hint="Choose smaller blocks, or use ReferenceExecutor().")
-        from blocksparse.kernels.gather_attention import gather_attention
-        from blocksparse.kernels.sizes import FAR
+        from blocksparse.kernels.attention.gather_attention import gather_attention
+        from blocksparse.kernels.common.sizes import FAR
 
         grid, keep = mask.grid, mask.per_query_head()
         rank = mask.rank.repeat_interleave(grid.q_heads // mask.rank.shape[1], dim=1)

@@ -12,19 +12,19 @@ from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.block_plan import BlockPlan
 from blocksparse.executors.executor import Executor
 from blocksparse.executors.tiles import HALF, HopperTiles, tuned_int8
-from blocksparse.kernels.hardware import is_hopper
-from blocksparse.kernels.int8_attention import int8_attention
-from blocksparse.kernels.quantize import SMOOTHED_BY, smoothing_mean
-from blocksparse.kernels.tile_operands import fp8_value_tiles, int8_key_tiles, int8_query_tiles
+from blocksparse.geometry import Grid
+from blocksparse.kernels.attention.int8_attention import int8_attention
+from blocksparse.kernels.common.hardware import is_hopper
+from blocksparse.kernels.rounding.quantize import SMOOTHED_BY, smoothing_mean
+from blocksparse.kernels.rounding.tile_operands import fp8_value_tiles, int8_key_tiles, int8_query_tiles
 from blocksparse.per_head import PerHead, by_head, negative, per_head, wrong_heads
 from blocksparse.permuters.permutation import GlobalPermutation
-from blocksparse.scorers.grid import Grid
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.validators import a, flag, optional
 
 
 class TileOperands(NamedTuple):
-    """What the kernel reads; scales as `kernels/tile_operands.py` says."""
+    """What the kernel reads; scales as `kernels/rounding/tile_operands.py` says."""
 
     q: Tensor  # [B, Hq, M, D] int8
     k: Tensor  # [B, 2 * Hk, N, D] int8

@@ -7,10 +7,10 @@ from typing import Literal, NamedTuple, final
 from attrs import field, frozen
 from torch import Tensor
 
-from blocksparse.kernels.int8_tokens import int8_keys, int8_queries
-from blocksparse.kernels.quantize import SMOOTHED_BY, smoothing_mean
+from blocksparse.geometry import Grid
+from blocksparse.kernels.rounding.int8_tokens import int8_keys, int8_queries
+from blocksparse.kernels.rounding.quantize import SMOOTHED_BY, smoothing_mean
 from blocksparse.permuters.permutation import GlobalPermutation
-from blocksparse.scorers.grid import Grid
 from blocksparse.validators import flag, one_of
 
 

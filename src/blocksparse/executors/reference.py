@@ -10,7 +10,7 @@ from torch import Tensor
 
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.executor import Executor
-from blocksparse.kernels.products import products, wide_dtype
+from blocksparse.kernels.multiplying.products import products, wide_dtype
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.selectors.block_mask import BlockMask
 

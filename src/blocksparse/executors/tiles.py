@@ -6,8 +6,8 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from blocksparse.kernels.hardware import is_hopper
-from blocksparse.kernels.sizes import cdiv
+from blocksparse.kernels.common.hardware import is_hopper
+from blocksparse.kernels.common.sizes import cdiv
 from blocksparse.validators import flag, one_of, size, whole
 
 _SHARED = 228 << 10  # bytes of a Hopper multiprocessor

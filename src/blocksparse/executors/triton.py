@@ -14,8 +14,8 @@ from blocksparse.executors.block_plan import BlockPlan
 from blocksparse.executors.executor import Executor
 from blocksparse.executors.int8_qk import Int8QK
 from blocksparse.executors.tiles import HopperTiles, Tiles, TritonTiles, tuned
-from blocksparse.kernels.fp8_values import fp8_values
-from blocksparse.kernels.sparse_attention import sparse_attention
+from blocksparse.kernels.attention.sparse_attention import sparse_attention
+from blocksparse.kernels.rounding.fp8_values import fp8_values
 from blocksparse.per_head import PerHead, by_head, negative, per_head, wrong_heads
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.selectors.block_mask import BlockMask
@@ -56,7 +56,7 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> list[str]:
         if find_spec("triton") is None:
             return ["triton is not installed"]
-        from blocksparse.kernels.sparse_attention_triton import runs_interpreted
+        from blocksparse.kernels.attention.sparse_attention_triton import runs_interpreted
 
         reasons = []
         if not q.is_cuda and not runs_interpreted():
@@ -82,7 +82,7 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
 
     def _without_fp8(self, q: Tensor, k_block: int) -> list[str]:
         """Why weights and values cannot be fp8."""
-        from blocksparse.kernels.sparse_attention_triton import runs_interpreted
+        from blocksparse.kernels.attention.sparse_attention_triton import runs_interpreted
 
         reasons = []
         if runs_interpreted():

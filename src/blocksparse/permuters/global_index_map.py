@@ -10,11 +10,11 @@ from einops import reduce
 from torch import Tensor
 from torch.nn.functional import pad
 
-from blocksparse.kernels.block_mean import block_mean
-from blocksparse.kernels.coarse_order import coarse_order
-from blocksparse.kernels.mean_and_products import mean_and_products
-from blocksparse.kernels.products import products
-from blocksparse.kernels.segment_sort import segment_sort, whole_numbers
+from blocksparse.kernels.multiplying.products import products
+from blocksparse.kernels.ordering.coarse_order import coarse_order
+from blocksparse.kernels.ordering.mean_and_products import mean_and_products
+from blocksparse.kernels.ordering.segment_sort import segment_sort, whole_numbers
+from blocksparse.kernels.scoring.block_mean import block_mean
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.permuters.permuter import Permuter
 from blocksparse.validators import block_size, flag, optional, size, whole

@@ -8,7 +8,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from blocksparse.kernels.gather_rows import gather_rows, gather_two, inverse, scatter_rows
+from blocksparse.kernels.moving.gather_rows import gather_rows, gather_two, inverse, scatter_rows
 
 
 def _rows_in_memory(index: Tensor | None) -> Tensor | None:

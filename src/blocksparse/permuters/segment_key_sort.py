@@ -7,8 +7,8 @@ from typing import final
 from attrs import field, frozen
 from torch import Tensor
 
-from blocksparse.kernels.key_importance import key_importance
-from blocksparse.kernels.segment_sort import segment_sort
+from blocksparse.kernels.ordering.key_importance import key_importance
+from blocksparse.kernels.ordering.segment_sort import segment_sort
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.permuters.permuter import Permuter
 from blocksparse.validators import flag, size, whole

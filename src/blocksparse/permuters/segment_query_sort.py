@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import normalize, pad
 
 from blocksparse.class_line import Declared, check_takes, declared
-from blocksparse.kernels.products import products
+from blocksparse.kernels.multiplying.products import products
 from blocksparse.permuters.identity import Identity
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.permuters.permuter import Permuter

@@ -7,14 +7,14 @@ from typing import Literal, final
 from attrs import converters, field, frozen
 from torch import Tensor
 
-from blocksparse.kernels.block_mean import block_mean
-from blocksparse.kernels.cell_mass import cell_mass
-from blocksparse.kernels.sizes import FAR
-from blocksparse.kernels.within_reach import Places, within_reach
+from blocksparse.geometry import Grid
+from blocksparse.kernels.common.sizes import FAR
+from blocksparse.kernels.positions.within_reach import within_reach
+from blocksparse.kernels.scoring.block_mean import block_mean
+from blocksparse.kernels.scoring.cell_mass import cell_mass
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.scorers import pooling
 from blocksparse.scorers.block_scores import BlockMass
-from blocksparse.scorers.grid import Grid
 from blocksparse.scorers.scorer import Scorer
 from blocksparse.validators import block_size, flag, multiple, one_of, optional, size, whole
 
@@ -116,5 +116,5 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
         own = pooling.own_segment(grid, self.segment)
         if not (self.forced and grid.causal):
             return own
-        counted: Tensor = within_reach(None, grid, places=Places(first=1), diagonal=True)
+        counted: Tensor = within_reach(None, grid, first=1, diagonal=True)
         return counted if own is None else counted | own

@@ -6,7 +6,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from blocksparse.scorers.grid import Grid
+from blocksparse.geometry import Grid
 
 
 @frozen(eq=False)

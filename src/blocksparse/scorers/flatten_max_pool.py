@@ -7,11 +7,11 @@ from typing import final
 from attrs import converters, field, frozen
 from torch import Tensor
 
-from blocksparse.kernels.block_softmax import block_softmax
-from blocksparse.kernels.group_max import group_max
+from blocksparse.geometry import Grid
+from blocksparse.kernels.scoring.block_softmax import block_softmax
+from blocksparse.kernels.scoring.group_max import group_max
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.scorers.block_scores import BlockMass
-from blocksparse.scorers.grid import Grid
 from blocksparse.scorers.scorer import Scorer
 from blocksparse.validators import block_size, flag, multiple, optional, whole
 

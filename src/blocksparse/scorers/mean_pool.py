@@ -7,12 +7,12 @@ from typing import final
 from attrs import converters, field, frozen
 from torch import Tensor
 
-from blocksparse.kernels.block_mean import block_mean
-from blocksparse.kernels.block_products import block_products
-from blocksparse.kernels.block_softmax import block_softmax
+from blocksparse.geometry import Grid
+from blocksparse.kernels.multiplying.block_products import block_products
+from blocksparse.kernels.scoring.block_mean import block_mean
+from blocksparse.kernels.scoring.block_softmax import block_softmax
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.scorers.block_scores import BlockMass
-from blocksparse.scorers.grid import Grid
 from blocksparse.scorers.scorer import Scorer
 from blocksparse.validators import block_size, flag, multiple, optional, size, whole
 

@@ -8,10 +8,10 @@ import torch
 from attrs import converters, field, frozen
 from torch import Tensor
 
+from blocksparse.geometry import Grid
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.scorers import pooling
 from blocksparse.scorers.block_scores import BlockScores
-from blocksparse.scorers.grid import Grid
 from blocksparse.scorers.scorer import Scorer
 from blocksparse.validators import block_size, optional, whole
 

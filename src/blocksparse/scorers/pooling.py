@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from blocksparse.scorers.grid import Grid
+from blocksparse.geometry import Grid
 
 
 def own_segment(grid: Grid, segment: int | None) -> Tensor | None:

@@ -8,13 +8,13 @@ import torch
 from attrs import converters, field, frozen
 from torch import Tensor
 
-from blocksparse.kernels.block_mean import block_mean
-from blocksparse.kernels.block_softmax import prefix_softmax
-from blocksparse.kernels.products import products
+from blocksparse.geometry import Grid
+from blocksparse.kernels.multiplying.products import products
+from blocksparse.kernels.scoring.block_mean import block_mean
+from blocksparse.kernels.scoring.block_softmax import prefix_softmax
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.scorers import pooling
 from blocksparse.scorers.block_scores import BlockMass
-from blocksparse.scorers.grid import Grid
 from blocksparse.scorers.scorer import Scorer
 from blocksparse.validators import block_size, optional, whole
 

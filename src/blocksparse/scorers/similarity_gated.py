@@ -8,8 +8,8 @@ from attrs import field, frozen
 from torch import Tensor
 
 from blocksparse.class_line import Declared, check_takes, declared
-from blocksparse.kernels.block_mean import block_similarity
-from blocksparse.kernels.gate_blocks import gate_blocks
+from blocksparse.kernels.scoring.block_mean import block_similarity
+from blocksparse.kernels.scoring.gate_blocks import gate_blocks
 from blocksparse.per_head import PerHead, cosine, over_blocks, per_head
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.scorers.block_scores import BlockMass

@@ -9,15 +9,15 @@ from attrs import converters, field, frozen
 from einops import rearrange
 from torch import Tensor
 
-from blocksparse.kernels.any_between import any_between
-from blocksparse.kernels.block_mean import block_mean
-from blocksparse.kernels.block_products import block_products
-from blocksparse.kernels.block_softmax import block_softmax
-from blocksparse.kernels.probe_lines import probe_lines
-from blocksparse.kernels.products import products
+from blocksparse.geometry import Grid
+from blocksparse.kernels.multiplying.block_products import block_products
+from blocksparse.kernels.multiplying.products import products
+from blocksparse.kernels.scoring.any_between import any_between
+from blocksparse.kernels.scoring.block_mean import block_mean
+from blocksparse.kernels.scoring.block_softmax import block_softmax
+from blocksparse.kernels.scoring.probe_lines import probe_lines
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.scorers.block_scores import BlockMass
-from blocksparse.scorers.grid import Grid
 from blocksparse.scorers.scorer import Scorer
 from blocksparse.validators import block_size, flag, optional, size, whole
 

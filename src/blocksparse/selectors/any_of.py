@@ -10,8 +10,8 @@ from typing import Any, final
 from attrs import Attribute, field, frozen
 from torch import Tensor
 
-from blocksparse.kernels.within_reach import NOWHERE, Places
-from blocksparse.scorers.grid import Grid
+from blocksparse.geometry import Grid
+from blocksparse.selectors.places import NOWHERE, Places
 from blocksparse.selectors.position_selector import PositionSelector
 from blocksparse.validators import shown
 

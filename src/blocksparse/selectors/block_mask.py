@@ -9,8 +9,9 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from blocksparse.kernels.within_reach import NOWHERE, Places, within_reach
-from blocksparse.scorers.grid import Grid
+from blocksparse.geometry import Grid
+from blocksparse.kernels.positions.within_reach import within_reach
+from blocksparse.selectors.places import NOWHERE, Places
 from blocksparse.validators import is_whole, shown
 
 
@@ -62,7 +63,7 @@ class BlockMask:
         if self.keep.shape[1] != fine.q_heads:
             fine = fine.shared()
         skipped = self.grid.q_lead // fine.q_block  # rows of empty places are not part of the finer grid
-        keep: Tensor = within_reach(self.keep, fine, n, skipped, places=places)
+        keep: Tensor = within_reach(self.keep, fine, n, skipped, **places._asdict())
         return BlockMask(keep.expand(*self.keep.shape[:2], -1, -1), fine)
 
     def share_heads(self) -> BlockMask:

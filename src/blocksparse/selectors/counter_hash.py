@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blocksparse.kernels.counter_hash import counter_hash as counter_hash
-from blocksparse.scorers.grid import Grid
+from blocksparse.geometry import Grid
+from blocksparse.kernels.positions.counter_hash import counter_hash as counter_hash
 
 BITS = 32
 

@@ -7,7 +7,7 @@ from typing import final
 from attrs import frozen
 from torch import Tensor
 
-from blocksparse.scorers.grid import Grid
+from blocksparse.geometry import Grid
 from blocksparse.selectors.position_selector import PositionSelector
 
 

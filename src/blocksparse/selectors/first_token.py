@@ -7,8 +7,8 @@ from typing import final
 from attrs import frozen
 from torch import Tensor
 
-from blocksparse.kernels.within_reach import Places
-from blocksparse.scorers.grid import Grid
+from blocksparse.geometry import Grid
+from blocksparse.selectors.places import Places
 from blocksparse.selectors.position_selector import PositionSelector
 
 

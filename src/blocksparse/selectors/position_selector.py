@@ -8,10 +8,11 @@ from operator import or_
 
 from torch import Tensor
 
-from blocksparse.kernels.within_reach import NOWHERE, Places, within_reach
+from blocksparse.geometry import Grid
+from blocksparse.kernels.positions.within_reach import within_reach
 from blocksparse.scorers.block_scores import BlockScores
-from blocksparse.scorers.grid import Grid
 from blocksparse.selectors.block_mask import BlockMask
+from blocksparse.selectors.places import NOWHERE, Places
 from blocksparse.selectors.selector import Selector
 
 
@@ -36,4 +37,4 @@ class PositionSelector(Selector[BlockScores, BlockMask]):
         """
         places, others = self.parts()
         keep = reduce(or_, (rule.where(grid) for rule in others)) if others else None
-        return within_reach(keep, grid, places=places, diagonal=True)
+        return within_reach(keep, grid, **places._asdict(), diagonal=True)

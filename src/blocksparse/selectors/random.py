@@ -8,8 +8,8 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
+from blocksparse.geometry import Grid
 from blocksparse.per_head import PerHead, over_blocks, per_head, probability
-from blocksparse.scorers.grid import Grid
 from blocksparse.selectors import counter_hash
 from blocksparse.selectors.counter_hash import BITS, block_indices
 from blocksparse.selectors.position_selector import PositionSelector

@@ -6,10 +6,10 @@ from typing import final
 
 from attrs import field, frozen
 
-from blocksparse.kernels.within_reach import NOWHERE
 from blocksparse.selectors.any_of import AnyOf
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.on_tiles import OnTiles
+from blocksparse.selectors.places import NOWHERE
 from blocksparse.selectors.position_selector import PositionSelector
 from blocksparse.selectors.selector import ScoresT_contra, Selector
 from blocksparse.validators import a, optional, size, whole

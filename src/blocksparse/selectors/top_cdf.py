@@ -6,7 +6,7 @@ from typing import final
 
 from attrs import field, frozen
 
-from blocksparse.kernels.top_cdf import top_cdf
+from blocksparse.kernels.selecting.top_cdf import top_cdf
 from blocksparse.per_head import PerHead, number_or_blocks, per_head, share
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.selectors.block_mask import BlockMask

@@ -6,8 +6,8 @@ from typing import final
 
 from attrs import converters, field, frozen
 
-from blocksparse.kernels.sizes import FAR
-from blocksparse.kernels.top_k import top_k
+from blocksparse.kernels.common.sizes import FAR
+from blocksparse.kernels.selecting.top_k import top_k
 from blocksparse.per_head import PerHead, over_blocks, per_head, share
 from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.selectors.block_mask import BlockMask

@@ -10,9 +10,9 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import pad
 
-from blocksparse.kernels.running_share import running_share
-from blocksparse.kernels.sizes import FAR, cdiv
-from blocksparse.kernels.within_reach import Places, within_reach
+from blocksparse.kernels.common.sizes import FAR, cdiv
+from blocksparse.kernels.positions.within_reach import within_reach
+from blocksparse.kernels.selecting.running_share import running_share
 from blocksparse.per_head import PerHead, over_blocks, per_head, probability
 from blocksparse.scorers.vertical_slash import VerticalSlashScores
 from blocksparse.selectors.block_mask import BlockMask
@@ -58,7 +58,7 @@ class VerticalSlashCdf(Selector[VerticalSlashScores, BlockMask]):
         grid = scores.grid
         mass = over_blocks(self.mass, scores.values).float()
         chosen = self._as_released(scores, mass[..., 0]) if self.released else self._covering(scores, mass[..., 0])
-        return BlockMask(within_reach(chosen | (mass >= 1), grid, places=Places(first=1), diagonal=True), grid)
+        return BlockMask(within_reach(chosen | (mass >= 1), grid, first=1, diagonal=True), grid)
 
     def _covering(self, scores: VerticalSlashScores, mass: Tensor) -> Tensor:
         block = scores.grid.k_block

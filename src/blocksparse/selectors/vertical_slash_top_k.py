@@ -8,8 +8,8 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from blocksparse.kernels.sizes import FAR
-from blocksparse.kernels.within_reach import within_reach
+from blocksparse.kernels.common.sizes import FAR
+from blocksparse.kernels.positions.within_reach import within_reach
 from blocksparse.per_head import PerHead, budget, over_blocks, per_head
 from blocksparse.scorers.vertical_slash import VerticalSlashScores
 from blocksparse.selectors.block_mask import BlockMask

@@ -1,5 +1,6 @@
 """What authors of stages need to test them: inputs, budgets, the presets, and one check for each role."""
 
+from blocksparse.presets import every_preset as every_preset
 from blocksparse.testing.budget import assert_within_budget as assert_within_budget
 from blocksparse.testing.budget import masked_attention as masked_attention
 from blocksparse.testing.check_executor import check_executor as check_executor
@@ -7,4 +8,3 @@ from blocksparse.testing.check_permuter import check_permuter as check_permuter
 from blocksparse.testing.check_scorer import check_scorer as check_scorer
 from blocksparse.testing.check_selector import check_selector as check_selector
 from blocksparse.testing.inputs import make_qkv as make_qkv
-from blocksparse.testing.presets import every_preset as every_preset

@@ -10,8 +10,8 @@ from torch import Tensor
 from blocksparse.class_line import Declared, check_gave, declared
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.executor import Executor
+from blocksparse.geometry import Grid
 from blocksparse.permuters.permutation import Permutation
-from blocksparse.scorers.grid import Grid
 from blocksparse.selectors.block_mask import BlockMask, RankedBlockMask
 from blocksparse.testing.budget import assert_within_budget, masked_attention
 from blocksparse.testing.requirements import (

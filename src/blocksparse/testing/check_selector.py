@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from blocksparse.class_line import Declared, a_name, check_gave, declared
+from blocksparse.geometry import Grid
 from blocksparse.permuters.permutation import GlobalPermutation, Permutation
 from blocksparse.scorers.block_scores import BlockMass, BlockScores
-from blocksparse.scorers.grid import Grid
 from blocksparse.scorers.scorer import Scorer
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.position_selector import PositionSelector

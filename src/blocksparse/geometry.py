@@ -1,0 +1,293 @@
+"""Geometry: how queries and keys are cut into blocks, and which original positions each block holds."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+from attrs import evolve, field, frozen
+from torch import Tensor
+from torch.nn.functional import pad
+
+from blocksparse.kernels.common.sizes import FAR
+from blocksparse.kernels.positions.block_bounds import block_bounds
+from blocksparse.permuters.permutation import Permutation
+from blocksparse.validators import shown, size
+
+
+@final
+@frozen(eq=False)
+class Grid:
+    """Rows of `q_block` query slots by columns of `k_block` key slots.
+
+    Queries are the last `q_len` of `k_len` positions when causal. Rows lie on the block grid of the *whole*
+    prompt: the first `q_lead` places of row 0 are empty when a chunk starts inside a block, so a row means the
+    same queries however the prompt is chunked. From the first and last original position of each block alone
+    follow `reachable`, `full` and `diagonal`, for any permutation; nobody needs to know what a segment is.
+
+    A grid is of one permutation: scores, masks and executors ask it which.
+    """
+
+    permutation: Permutation
+    batch: int
+    q_len: int
+    k_len: int
+    q_block: int
+    k_block: int
+    q_heads: int
+    kv_heads: int
+    causal: bool
+    slots: int  # of a key map; more than k_len where the tail of a segment is padded
+    q_position: Tensor  # [B|1, H|1, rows * q_block] int32, original position of each place, -1 where empty
+    k_position: Tensor  # [B|1, H|1, G, cols * k_block] int32
+    group_of_row: Tensor | None  # [rows] int64, the key map each row uses; None when G == 1
+    q_first: Tensor  # [B|1, H|1, rows, 1] int32
+    q_last: Tensor  # [B|1, H|1, rows, 1]
+    k_first: Tensor  # [B|1, H|1, rows|1, cols]
+    k_last: Tensor  # [B|1, H|1, rows|1, cols]; -1 for a block of empty slots
+    k_whole: Tensor  # [B|1, H|1, rows|1, cols] bool, no empty slot
+    _finer: dict[int, Grid] = field(init=False, repr=False, factory=dict)  # what `refined` gave
+
+    @classmethod
+    def of(
+        cls, q: Tensor, k: Tensor, permutation: Permutation, *, q_block: int, k_block: int, causal: bool
+    ) -> Grid:
+        """The grid over `q` `[B, Hq, M, D]` and `k` `[B, Hkv, N, D]` in the slots of `permutation`.
+
+        Raises:
+            ValueError: `permutation` is not one of such q and k, a query group of it is not a whole number of
+                query blocks, or there are more causal queries than keys.
+        """
+        (B, Hq, M, _), (_, Hkv, N, _) = q.shape, k.shape
+        if causal and M > N:
+            raise ValueError(f"a causal grid needs at least as many keys as queries: Nq={M}, Nk={N}")
+        permutation.check_fits(q, k, causal=causal)
+        offset = N - M if causal else 0
+        lead = offset % q_block
+        if permutation.q_index is None or permutation.k_index is None:
+            in_order = torch.arange(max(N, offset + M), dtype=torch.int32, device=q.device)
+        if permutation.q_index is None:
+            q_position = in_order[offset : offset + M].view(1, 1, M)
+        else:
+            q_position = permutation.q_index + offset
+        if lead or M % q_block:
+            q_position = pad(q_position, (lead, -(lead + M) % q_block), value=-1)
+        if permutation.k_index is None:
+            k_position = in_order[:N].view(1, 1, 1, N)
+        else:
+            k_position = permutation.k_index
+        slots = k_position.shape[-1]
+        if slots % k_block:
+            k_position = pad(k_position, (0, -slots % k_block), value=-1)
+
+        group_of_row = None
+        if permutation.group is not None:
+            if permutation.group % q_block:
+                raise ValueError(
+                    f"a query group must be a whole number of query blocks: group={permutation.group}, "
+                    f"q_block={q_block}; choose a block that divides the segment"
+                )
+            row = torch.arange(q_position.shape[-1] // q_block, device=q.device) + offset // q_block
+            group_of_row = row * q_block // permutation.group - offset // permutation.group
+        return cls._cut(
+            q_position,
+            k_position,
+            group_of_row,
+            permutation=permutation,
+            batch=B,
+            q_len=M,
+            k_len=N,
+            q_block=q_block,
+            k_block=k_block,
+            q_heads=Hq,
+            kv_heads=Hkv,
+            causal=causal,
+            slots=slots,
+        )
+
+    @classmethod
+    def _cut(
+        cls,
+        q_position: Tensor,
+        k_position: Tensor,
+        group_of_row: Tensor | None,
+        *,
+        q_block: int,
+        k_block: int,
+        q_heads: int,
+        **sizes: Any,
+    ) -> Grid:
+        """First and last positions of every block of the given places."""
+        bounds = block_bounds(q_position, k_position, q_block, k_block, q_heads)
+        q_first, q_last, k_first, k_last, k_whole = bounds
+        if group_of_row is not None:
+            k_first, k_last, k_whole = (x[:, :, group_of_row] for x in (k_first, k_last, k_whole))
+        return cls(
+            q_position=q_position,
+            k_position=k_position,
+            group_of_row=group_of_row,
+            q_block=q_block,
+            k_block=k_block,
+            q_heads=q_heads,
+            q_first=q_first,
+            q_last=q_last,
+            k_first=k_first,
+            k_last=k_last,
+            k_whole=k_whole,
+            **sizes,
+        )
+
+    def check_fits(self, q: Tensor, k: Tensor, permutation: Permutation, *, causal: bool | None = None) -> None:
+        """Refuse a grid that was cut from another permutation, or from tensors of other sizes than these.
+
+        Args:
+            causal: whether the call is; None where only the grid says so.
+
+        Raises:
+            ValueError: the grid is not over `q` `[B, Hq, M, D]` and `k` `[B, Hkv, N, D]` in this permutation.
+        """
+        mine = self._over
+        (B, Hq, M, _), (_, Hkv, N, _) = q.shape, k.shape
+        its = B, Hq, Hkv, M, N
+        if mine != its:
+            raise ValueError(
+                f"the blocks are those of tensors of other sizes: (B, Hq, Hkv, M, N) = {mine}, and q and k have "
+                f"{its}; make them with Grid.of(q, k, permutation, ...)"
+            )
+        if not self.permutation.orders_as(permutation):
+            raise ValueError(
+                "the blocks were cut from another permutation than the one given, so they mean other tokens; "
+                "hand over the permutation that Grid.of(q, k, permutation, ...) got"
+            )
+        if causal not in (None, self.causal):
+            raise ValueError(f"the blocks were cut with causal={self.causal}, and the call has causal={causal}")
+
+    def same_blocks(self, other: Grid) -> bool:
+        """Whether a block of this grid means the same tokens as that block of the other."""
+        return self is other or (
+            (*self._over, self.causal, self.q_block, self.k_block)
+            == (*other._over, other.causal, other.q_block, other.k_block)
+            and self.permutation.orders_as(other.permutation)
+        )
+
+    def refined(self, n: int) -> Grid:
+        """The same places in blocks `n` times smaller on both sides; the same grid every time.
+
+        Raises:
+            ValueError: `n` does not divide both block sizes.
+        """
+        if n not in self._finer:
+            self._finer[n] = self._refined(n)
+        return self._finer[n]
+
+    def _refined(self, n: int) -> Grid:
+        size.check(n=n)
+        if self.q_block % n or self.k_block % n:
+            raise ValueError(f"'n' must divide both blocks ({self.q_block} x {self.k_block}): {shown(n)}")
+        q_block, k_block = self.q_block // n, self.k_block // n
+        # Rows and columns of empty places that the coarse blocks ended in are dropped.
+        before = self.q_lead // q_block * q_block
+        after = before + -(-(self.q_lead - before + self.q_len) // q_block) * q_block
+        group_of_row = None
+        if self.group_of_row is not None:
+            group_of_row = self.group_of_row.repeat_interleave(n)[before // q_block : after // q_block]
+        return self._cut(
+            self.q_position[..., before:after],
+            self.k_position[..., : -(-self.slots // k_block) * k_block],
+            group_of_row,
+            permutation=self.permutation,
+            batch=self.batch,
+            q_len=self.q_len,
+            k_len=self.k_len,
+            q_block=q_block,
+            k_block=k_block,
+            q_heads=self.q_heads,
+            kv_heads=self.kv_heads,
+            causal=self.causal,
+            slots=self.slots,
+        )
+
+    @property
+    def rows(self) -> int:
+        return self.q_position.shape[-1] // self.q_block
+
+    @property
+    def cols(self) -> int:
+        return self.k_position.shape[-1] // self.k_block
+
+    @property
+    def first_row(self) -> int:
+        """Index of row 0 in the whole prompt: the same for the same queries however the prompt is chunked."""
+        return (self.k_len - self.q_len) // self.q_block if self.causal else 0
+
+    @property
+    def q_lead(self) -> int:
+        """Empty places before the first query slot in row 0."""
+        return (self.k_len - self.q_len) % self.q_block if self.causal else 0
+
+    @property
+    def reachable(self) -> Tensor:
+        """Blocks in which some query may see some key, `[B|1, H|1, rows, cols]`."""
+        seen = self.k_last >= 0
+        return seen & (self.k_first <= self.q_last) if self.causal else seen.expand(self._shape)
+
+    @property
+    def full(self) -> Tensor:
+        """Blocks in which every query may see every key: an executor need not mask them."""
+        return self.k_whole & (self.k_last <= self.q_first) if self.causal else self.k_whole.expand(self._shape)
+
+    @property
+    def diagonal(self) -> Tensor:
+        """Reachable blocks that may hold a row's own tokens: with them kept, no causal query is left alone.
+
+        All False when not causal: there a query has no key of its own.
+        """
+        if not self.causal:
+            return torch.zeros(self._shape, dtype=torch.bool, device=self.k_last.device)
+        return self.reachable & (self.k_last >= self.q_first)
+
+    def holding_first(self, tokens: int) -> Tensor:
+        """Reachable blocks that hold any of the first `tokens` original positions."""
+        return self.reachable & (self.k_first < min(tokens, FAR))
+
+    def within(self, tokens: int) -> Tensor:
+        """Reachable blocks that may hold a key at most `tokens` before (or, not causal, after) some query."""
+        tokens = min(tokens, FAR)
+        near = self.reachable & (self.k_last >= self.q_first - tokens)
+        return near if self.causal else near & (self.k_first <= self.q_last + tokens)
+
+    def own_segment(self, S: int) -> Tensor:
+        """Reachable blocks in the segment of `S` original positions that the row lies in."""
+        S = min(S, FAR)
+        return self.reachable & (self.k_first // S == self.q_first // S)
+
+    def shared(self) -> Grid:
+        """The grid of one mask per KV head: positions that hold for every query head of the group."""
+
+        def over_group(x: Tensor, reduce: str) -> Tensor:
+            if x.shape[1] != self.q_heads:
+                return x
+            grouped = x.unflatten(1, (self.kv_heads, -1))
+            result: Tensor = getattr(grouped, reduce)(2)
+            return result
+
+        if self.q_heads not in (x.shape[1] for x in (self.q_first, self.k_first)):
+            return self
+        return evolve(
+            self,
+            q_first=over_group(self.q_first, "amin"),
+            q_last=over_group(self.q_last, "amax"),
+            k_first=over_group(self.k_first, "amin"),
+            k_last=over_group(self.k_last, "amax"),
+            k_whole=over_group(self.k_whole, "all"),
+        )
+
+    @property
+    def _over(self) -> tuple[int, int, int, int, int]:
+        """`(B, Hq, Hkv, M, N)` of the tensors that the grid lies over."""
+        return self.batch, self.q_heads, self.kv_heads, self.q_len, self.k_len
+
+    @property
+    def _shape(self) -> tuple[int, int, int, int]:
+        B, H, rows, _ = torch.broadcast_shapes(self.q_last.shape, (*self.k_last.shape[:2], 1, 1))
+        return B, H, rows, self.cols

@@ -1,0 +1,340 @@
+"""`gather_attention` on Hopper: warps that gather keys and values, and warps that compute, at the same time.
+
+One program computes one row of blocks of one head: late rows first, the query heads of a key head side by side.
+Four warps gather (`gather_loader_hopper.py`), as many tiles ahead as there are stages. Each consumer, four warps,
+computes 64 queries: it starts the scores of the next keys before it multiplies the weights of the last ones with
+their values, so that the softmax in between is hidden behind matrix products.
+
+Once a row has visited what it visits in any case, the consumers ask after every tile whether it is satisfied
+(`gather_votes_hopper.py`). They learn the answer one tile later, when the next scores are under way; after a stop, those are thrown away.
+"""
+
+# Annotations stay what they are: Triton reads those of `_Constants`.
+
+import math
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.core import _aggregate  # no public name up to Triton 3.7
+
+from blocksparse.kernels.attention.gather_attention_triton import axis_strides
+from blocksparse.kernels.attention.gather_loader_hopper import load_gathered
+from blocksparse.kernels.attention.gather_votes_hopper import is_satisfied, post_vote
+from blocksparse.kernels.attention.hopper_queue import make_barriers, positive, read, registers
+from blocksparse.kernels.attention.hopper_rows import LOWEST, NEVER, partial_sum, row_max
+from blocksparse.kernels.common.hardware import device_of
+from blocksparse.kernels.common.memory import empty_as
+
+_LOADER_REGISTERS = gl.constexpr(56)
+
+
+def tile_options(q_block: int, k_block: int, head_dim: int) -> dict[str, int]:
+    """Tiles that fit on chip: one program per SM with 128 queries, two with 64."""
+    consumers = q_block // 64
+    block_n = min(k_block, 64 * consumers)
+    # Bytes left for keys, values and positions; 640 are for barriers, arguments and reductions.
+    room = (227 if consumers == 2 else 113) * 1024 - q_block * head_dim * 2 - 640
+    return {
+        "CONSUMERS": consumers,
+        "BLOCK_N": block_n,
+        "K_SPLIT": max(k_block // block_n, 1),
+        "STAGES": min(room // (block_n * (head_dim * 4 + 4)), 6),
+    }
+
+
+def gather_attention_hopper(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index: Tensor,
+    opened: Tensor,
+    count: Tensor,
+    q_position: Tensor,
+    k_position: Tensor,
+    group: Tensor,
+    tau: Tensor,
+    q_block: int,
+    k_block: int,
+    causal: bool,
+    scale: float,
+    patience: int,
+    commit: bool,
+    mean: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch the kernel; arguments as of `gather_attention`, of which `fits_hopper` says which it takes."""
+    (B, Hq, M, D), Hkv, N = q.shape, k.shape[1], k.shape[2]
+    out = empty_as(q, D, v.dtype)
+    q, scale = positive(q, scale)
+    q, k, v = (x if _copied_in_16_bytes(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
+    index, opened, count, group, tau = (x.contiguous() for x in (index, opened, count, group, tau))
+    q_position, k_position = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_position, k_position))
+    lse = q.new_empty((B, Hq, M), dtype=torch.float32)
+    visited = opened.new_empty(opened.shape)
+    rows, cols = index.shape[2:]
+    tiles = tile_options(q_block, k_block, D)
+    consumers, per_sm = tiles["CONSUMERS"], 3 - tiles["CONSUMERS"]
+    with device_of(q):
+        _kernel[(rows * (Hq // Hkv), Hkv, B)](
+            q, k, v, out, lse, visited,
+            index, opened, count, q_position, k_position, group, tau,
+            axis_strides(q), axis_strides(k), axis_strides(v), out.stride()[:3], *lse.stride()[:2],
+            axis_strides(q_position), axis_strides(k_position),
+            rows, cols, N - M if causal else 0,
+            Hq // k_position.shape[1], scale * math.log2(math.e), patience,
+            D=D, **tiles, CAUSAL=causal, MEAN=mean, CONSUMER_REGISTERS=_consumer_registers(consumers, per_sm),
+            num_warps=4, maxnreg=registers(consumers, per_sm),
+        )  # fmt: skip
+    return out, lse, visited
+
+
+def _copied_in_16_bytes(x: Tensor) -> bool:
+    """Whether the compiler knows that every row of `[B, H, N, D]` may be copied 16 bytes at a time."""
+    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in axis_strides(x))
+
+
+def _consumer_registers(consumers: int, per_sm: int) -> int:
+    """What is left for a thread of a consumer once the loader has given its own back."""
+    return (registers(consumers, per_sm) * (consumers + 1) - _LOADER_REGISTERS.value) // consumers // 8 * 8
+
+
+@_aggregate
+class _Constants:
+    """What a kernel is compiled for. Constants in a plain tuple would turn into run-time values."""
+
+    D: gl.constexpr
+    CONSUMERS: gl.constexpr
+    BLOCK_N: gl.constexpr  # keys per tile
+    K_SPLIT: gl.constexpr  # tiles per block
+    STAGES: gl.constexpr
+    CAUSAL: gl.constexpr
+    MEAN: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, D, CONSUMERS, BLOCK_N, K_SPLIT, STAGES, CAUSAL, MEAN):
+        self.D = gl.constexpr(D)
+        self.CONSUMERS = gl.constexpr(CONSUMERS)
+        self.BLOCK_N = gl.constexpr(BLOCK_N)
+        self.K_SPLIT = gl.constexpr(K_SPLIT)
+        self.STAGES = gl.constexpr(STAGES)
+        self.CAUSAL = gl.constexpr(CAUSAL)
+        self.MEAN = gl.constexpr(MEAN)
+
+
+@gluon.constexpr_function
+def _row_layout(D, rows):
+    """Whole rows of `[rows, D]` for four warps, 16 bytes a thread and access."""
+    lanes = D // 8
+    return gl.BlockedLayout([max(rows * lanes // 128, 1), 8], [32 // lanes, lanes], [4, 1], [1, 0])
+
+
+@gluon.jit
+def _masked(scores, last, slots):
+    """-inf where a slot holds no key, or one after the last that the query may see."""
+    position = slots.load(gl.SliceLayout(0, scores.type.layout))
+    return gl.where(position[None, :] <= last[:, None], scores, float("-inf"))
+
+
+@gluon.jit
+def _wait(full, t, C, pred=True):
+    """For the gathered rows of tile `t`, which the loader has fenced: the matrix units may read them."""
+    mbarrier.wait(full.index(t % C.STAGES), (t // C.STAGES) & 1, pred=pred)
+
+
+@gluon.jit
+def _consume(WG: gl.constexpr, C, given):
+    """The softmax of 64 queries over the row's tiles, and its products.
+
+    At the head of step `t`, the keys of `t` are there and the weights of `t - 1` wait for their values.
+    """
+    pointers, bars, bufs, strides, sizes = given
+    q_ptr, q_position_ptr, out_ptr, lse_ptr, visited_ptr = pointers
+    k_full, v_full, k_empty, v_empty, voted = bars
+    q_bufs, k_bufs, v_bufs, slots, flags, halt, votes = bufs
+    q_stride, out_stride = strides
+    opened, tiles, offset, scale, tau, patience, ends_at = sizes
+    HALF: gl.constexpr = q_bufs.dtype
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.D, 16])
+    WEIGHT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    OUT_ROW: gl.constexpr = gl.SliceLayout(1, SUMS)
+    WHOLE: gl.constexpr = _row_layout(C.D, 64)
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    none = gl.zeros([64, C.BLOCK_N], gl.float32, SCORES)
+    SUM_ROW: gl.constexpr = gl.SliceLayout(1, partial_sum(none).type.layout)
+    q = q_bufs.index(WG)
+    places = q_position_ptr + WG * 64
+
+    dims = gl.arange(0, C.D, layout=gl.SliceLayout(0, WHOLE))
+    at = gl.load(places + gl.arange(0, 64, layout=gl.SliceLayout(1, WHOLE)))
+    rows = q_ptr + ((at - offset).to(gl.int64) * q_stride)[:, None] + dims[None, :]
+    q.store(gl.load(rows, mask=(at >= 0)[:, None], other=0.0))
+    fence_async_shared()
+    q_at = gl.load(places + gl.arange(0, 64, layout=ROW))
+    live = q_at >= 0
+    seen = q_at if C.CAUSAL else gl.full([64], NEVER - 1, gl.int32, ROW)
+
+    _wait(k_full, 0, C)
+    scores_token = warpgroup_mma(q, k_bufs.index(0).permute([1, 0]), none, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(0, [scores_token])
+    if read(flags, 0, 4) != 0:
+        scores = _masked(scores, seen, slots.index(0))
+    mbarrier.arrive(k_empty.index(0), count=1)
+    highest = gl.maximum(row_max(scores, ROW) * scale, LOWEST)
+    weight = gl.exp2(scores * scale - highest[:, None])
+    total = partial_sum(weight)
+    sums = gl.zeros([64, C.D], gl.float32, SUMS)
+    operand = gl.convert_layout(weight.to(HALF), WEIGHT)
+    _wait(k_full, 1, C, tiles > 1)
+
+    # Where the row may stop, `total` is what was there before a block, and `gain` what the block adds.
+    gain = total
+    total = gl.zeros_like(gain)
+    t = 1
+    low = 0
+    going = tiles > 1
+    while going:
+        stage = t % C.STAGES
+        v_stage = (t - 1) % C.STAGES
+        scores_token = warpgroup_mma(q, k_bufs.index(stage).permute([1, 0]), none, use_acc=False, is_async=True)
+        _wait(v_full, t - 1, C)
+        sums_token = warpgroup_mma(operand, v_bufs.index(v_stage), sums, is_async=True)
+        partial = read(flags, stage, 4) != 0
+        first = t % C.K_SPLIT == 0
+        stop = False
+        if t > opened:
+            satisfied = is_satisfied(votes, voted, t - opened - 1, C)
+            low = gl.where(first, gl.where(satisfied, low + 1, 0), low)  # the vote is about a whole block
+            stop = low >= patience
+            if stop:  # both consumers, the same
+                halt.index(0).store(gl.full([1], 0, gl.int32, one) + t)
+        scores = warpgroup_mma_wait(1, [scores_token])
+        if partial:
+            scores = _masked(scores, seen, slots.index(stage))
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        new = gl.where(stop, highest, gl.maximum(highest, row_max(scores, ROW) * scale))
+        weight = gl.exp2(scores * scale - new[:, None])
+        rescale = gl.exp2(highest - new)
+        highest = new
+        by = gl.convert_layout(rescale, SUM_ROW)[:, None]
+        total = gl.where(first, total + gain, total) * by
+        gain = gl.where(stop, 0.0, gl.where(first, 0.0, gain * by) + partial_sum(weight))
+        if t >= opened:
+            post_vote(votes, voted, t - opened, gain, total, live, tau, WG, C, ROW)
+        # Here, so that the exponentials stay above the wait for the sums.
+        _wait(k_full, t + 1, C, t + 1 < tiles)
+        sums, weight = warpgroup_mma_wait(0, [sums_token, weight])
+        mbarrier.arrive(v_empty.index(v_stage), count=1)
+        operand = gl.convert_layout(weight.to(HALF), WEIGHT)
+        sums = sums * gl.convert_layout(rescale, OUT_ROW)[:, None]
+        t += 1
+        going = (low < patience) & (t < tiles)
+
+    if low < patience:
+        _wait(v_full, t - 1, C)
+        sums_token = warpgroup_mma(operand, v_bufs.index((t - 1) % C.STAGES), sums, is_async=True)
+        sums = warpgroup_mma_wait(0, [sums_token])
+    if WG == 0:
+        gl.store(visited_ptr, gl.where(low < patience, ends_at, (t - 1) // C.K_SPLIT))
+    whole = gl.convert_layout(gl.sum(total + gain, 1), ROW)
+    log_sum = (highest + gl.log2(whole)) * 0.6931471805599453  # ln 2: scores are in base 2
+    log_sum = gl.where(whole == 0.0, float("-inf"), log_sum)
+    gl.store(lse_ptr + (q_at - offset), log_sum, mask=live)
+    inverse = gl.where(whole == 0.0, 0.0, 1.0 / whole)
+    q.store((sums * gl.convert_layout(inverse, OUT_ROW)[:, None]).to(HALF))
+    at = gl.load(places + gl.arange(0, 64, layout=gl.SliceLayout(1, WHOLE)))
+    rows = out_ptr + ((at - offset).to(gl.int64) * out_stride)[:, None] + dims[None, :]
+    gl.store(rows, q.load(WHOLE), mask=(at >= 0)[:, None])
+
+
+@gluon.jit(do_not_specialize=["lse_stride_b", "lse_stride_h", "rows", "cols", "offset"])
+def _kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, visited_ptr,
+    index_ptr, opened_ptr, count_ptr, q_position_ptr, k_position_ptr, group_ptr, tau_ptr,
+    q_strides, k_strides, v_strides, out_strides, lse_stride_b, lse_stride_h, q_position_strides, k_position_strides,
+    rows, cols, offset,
+    heads_per_map, scale_log2, patience,
+    D: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, K_SPLIT: gl.constexpr, STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr, MEAN: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    heads_per_key = gl.num_programs(0) // rows
+    row = rows - 1 - gl.program_id(0) // heads_per_key  # late rows are the longest: start them first
+    h_key = gl.program_id(1)
+    h = h_key * heads_per_key + gl.program_id(0) % heads_per_key
+    b = gl.program_id(2)
+    batch = b.to(gl.int64)
+
+    q_ptr += batch * q_strides[0] + h.to(gl.int64) * q_strides[1]
+    k_ptr += batch * k_strides[0] + h_key.to(gl.int64) * k_strides[1]
+    v_ptr += batch * v_strides[0] + h_key.to(gl.int64) * v_strides[1]
+    out_ptr += batch * out_strides[0] + h.to(gl.int64) * out_strides[1]
+    lse_ptr += batch * lse_stride_b + h.to(gl.int64) * lse_stride_h
+    q_position_ptr += batch * q_position_strides[0] + h.to(gl.int64) * q_position_strides[1]
+    q_position_ptr += row * (64 * CONSUMERS)
+    map_at = batch * k_position_strides[0] + (h // heads_per_map).to(gl.int64) * k_position_strides[1]
+    k_position_ptr += map_at + gl.load(group_ptr + row).to(gl.int64) * k_position_strides[2]
+    list_at = (batch * gl.num_programs(1) * heads_per_key + h) * rows + row
+    index_ptr += list_at * cols
+    visited_ptr += list_at
+
+    q_at = gl.load(q_position_ptr + gl.arange(0, 64 * CONSUMERS, layout=gl.BlockedLayout([1], [32], [4], [0])))
+    least = gl.min(gl.where(q_at >= 0, q_at, NEVER), 0)  # the first query that lives
+    limit = least if CAUSAL else NEVER - 1
+    count = gl.load(count_ptr + list_at)
+    opened = gl.minimum(gl.load(opened_ptr + list_at), count)
+    tau = gl.load(tau_ptr + h)
+    # No gain is below a share of 0, and none of the first block below its share of nothing.
+    blocks = gl.where(tau > 0.0, gl.minimum(gl.maximum(opened, 1), count), count)
+    ends_at = count
+    if least == NEVER:  # all of no queries are satisfied, their mean is not
+        if not MEAN:
+            ends_at = gl.where(tau > 0.0, gl.minimum(opened + patience, count), count)
+        blocks = 0
+        count = 0
+    tiles = count * K_SPLIT
+
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    HALF: gl.constexpr = q_ptr.dtype.element_ty
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    q_bufs = gl.allocate_shared_memory(HALF, [CONSUMERS, 64, D], SHARED)
+    k_bufs = gl.allocate_shared_memory(HALF, [STAGES, BLOCK_N, D], SHARED)
+    v_bufs = gl.allocate_shared_memory(HALF, [STAGES, BLOCK_N, D], SHARED)
+    slots = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_N], mbarrier.MBarrierLayout())
+    flags = gl.allocate_shared_memory(gl.int32, [STAGES, 1], mbarrier.MBarrierLayout())
+    halt = gl.allocate_shared_memory(gl.int32, [1, 1], mbarrier.MBarrierLayout())
+    # Apart: on barriers allocated together, the compiler would hold a consumer's warps before each wait.
+    k_full = make_barriers(STAGES, 1)
+    v_full = make_barriers(STAGES, 1)
+    k_empty = make_barriers(STAGES, CONSUMERS)
+    v_empty = make_barriers(STAGES, CONSUMERS)
+    votes = gl.allocate_shared_memory(gl.float32, [2 * CONSUMERS, 4], mbarrier.MBarrierLayout())
+    voted = make_barriers(2, CONSUMERS)
+    halt.index(0).store(gl.full([1], NEVER, gl.int32, one))
+    fence_async_shared()
+    C = _Constants(D, CONSUMERS, BLOCK_N, K_SPLIT, STAGES, CAUSAL, MEAN)
+    load = (
+        (k_ptr, v_ptr, k_position_ptr, index_ptr), (k_full, v_full, k_empty, v_empty),
+        (k_bufs, v_bufs, slots, flags, halt), (k_strides[2], v_strides[2]), (tiles, limit),
+    )  # fmt: skip
+    consume = (
+        (q_ptr, q_position_ptr, out_ptr, lse_ptr, visited_ptr), (k_full, v_full, k_empty, v_empty, voted),
+        (q_bufs, k_bufs, v_bufs, slots, flags, halt, votes), (q_strides[2], out_strides[2]),
+        (blocks * K_SPLIT, tiles, offset, scale_log2, tau, patience, ends_at),
+    )  # fmt: skip
+    first: gl.constexpr = 0
+    second: gl.constexpr = 1
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [(_consume, (first, C, consume)), (_consume, (second, C, consume)), (load_gathered, (C, load))],
+            [4, 4], [CONSUMER_REGISTERS, _LOADER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize([(_consume, (first, C, consume)), (load_gathered, (C, load))], [4], [_LOADER_REGISTERS])

@@ -1,0 +1,241 @@
+"""The portable Triton kernel of `gather_attention`: fp16, bf16 and fp32.
+
+One program computes one row of blocks of one head, since the early stop is decided for a row as a whole. Longest
+rows start first. fp32 accumulation, base-2 softmax; exact up to rounding.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from blocksparse.kernels.common.hardware import device_of, has_large_memory
+from blocksparse.kernels.common.memory import empty_as
+from blocksparse.kernels.common.sizes import power_of_2
+from blocksparse.kernels.common.strides_triton import alike, head_at
+
+# Blocks whose loads may be under way when a row stops; their products are thrown away.
+_AHEAD = 4
+
+
+def gather_attention_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index: Tensor,
+    opened: Tensor,
+    count: Tensor,
+    q_position: Tensor,
+    k_position: Tensor,
+    group: Tensor,
+    tau: Tensor,
+    q_block: int,
+    k_block: int,
+    causal: bool,
+    scale: float,
+    patience: int,
+    commit: bool,
+    mean: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch the kernel; arguments as of `gather_attention`."""
+    (B, Hq, M, D), (_, Hkv, N, _) = q.shape, k.shape
+    out = empty_as(q, v.shape[-1], v.dtype)
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    index, opened, count, group, tau = (x.contiguous() for x in (index, opened, count, group, tau))
+    q_position, k_position = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_position, k_position))
+    lse = q.new_empty((B, Hq, M), dtype=torch.float32)
+    visited = opened.new_empty(opened.shape)
+    rows, cols = index.shape[2:]
+    launch = launch_options(q_block, k_block, max(D, v.shape[-1]), q.element_size(), large=has_large_memory(q))
+    with device_of(q):
+        _kernel[(rows, Hq, B)](
+            q, k, v, out, lse, visited,
+            index, opened, count, q_position, k_position, group, tau,
+            q.stride()[:3], k.stride()[:3], v.stride()[:3], out.stride()[:3], alike(*lse.stride()[:2]),
+            axis_strides(q_position), axis_strides(k_position),
+            rows, cols, N - M if causal else 0,
+            Hq // Hkv, Hq // k_position.shape[1], scale * math.log2(math.e), patience,
+            D=D, DV=v.shape[-1],
+            BLOCK_D=_padded(D), BLOCK_DV=_padded(v.shape[-1]),
+            Q_BLOCK=q_block, K_BLOCK=k_block, AHEAD=_AHEAD,
+            CAUSAL=causal, COMMIT=commit, MEAN=mean,
+            **launch,
+        )  # fmt: skip
+    return out, lse, visited
+
+
+def launch_options(q_block: int, k_block: int, head_dim: int, itemsize: int, *, large: bool) -> dict[str, int]:
+    """Tiles that hold the blocks and fit on chip; a key block wider than a tile takes several.
+
+    `large` says that a program may have 227 KiB of shared memory, as on Hopper; else 64 KiB must do.
+    """
+    row_bytes = _padded(head_dim) * itemsize
+    block_m = _padded(q_block)
+    widest = 32 if row_bytes > 256 else 128 if large and itemsize <= 2 and block_m == 128 else 64
+    return {
+        "BLOCK_M": block_m,
+        "BLOCK_N": min(_padded(k_block), widest),
+        "num_warps": 8 if block_m == 128 else 4,
+        "num_stages": 3 if row_bytes <= 256 else 2 if row_bytes <= 512 else 1,
+    }
+
+
+def _padded(size: int) -> int:
+    """The next power of two that a matrix product takes."""
+    return max(16, power_of_2(size))
+
+
+def axis_strides(x: Tensor) -> tuple[int, ...]:
+    """Strides of all axes but the last, 0 where batch or heads are broadcast."""
+    first = (0 if size == 1 else stride for size, stride in zip(x.shape[:2], x.stride()[:2], strict=True))
+    return (*first, *x.stride()[2:-1])
+
+
+@triton.jit
+def _rows(ptr, strides, b, h, at, there, dims, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows `at` of `[B, H, N, D]` at `(b, h)` where `there`, zeros elsewhere and past `D`."""
+    source = ptr + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
+    source = source + at.to(tl.int64)[:, None] * strides[2] + dims[None, :]
+    if BLOCK_D != D:
+        return tl.load(source, mask=there[:, None] & (dims < D)[None, :], other=0.0)
+    return tl.load(source, mask=there[:, None], other=0.0)
+
+
+@triton.jit
+def _satisfied(gain, before, live, tau, MEAN: tl.constexpr):
+    """Whether what a block added is little for every query of the row, or on average."""
+    share = tl.where(before > 0.0, gain / tl.where(before > 0.0, before, 1.0), float("inf"))
+    if MEAN:
+        satisfied = tl.sum(tl.where(live, share, 0.0), 0) < tau * tl.sum(live.to(tl.float32), 0)
+    else:
+        satisfied = tl.max(tl.where(live, share, 0.0), 0) < tau
+    return satisfied
+
+
+@triton.jit
+def _tile(
+    slots_at, inside, running, q_tile, q_at, running_max, before, gain, accumulator,
+    k_ptr, v_ptr, k_strides, v_strides, b, h_key, scale_log2,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """The online softmax over the keys in one tile of slots; nothing changes unless `running`.
+
+    The sum before the block and what the block adds stay relative to the running maximum. Masked scores are -inf,
+    and so may be a whole row.
+    """
+    k_at = tl.load(slots_at, mask=inside, other=-1)
+    there = k_at >= 0
+    k_tile = _rows(k_ptr, k_strides, b, h_key, k_at, there, tl.arange(0, BLOCK_D), D, BLOCK_D)
+    scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale_log2
+    allowed = (there & running)[None, :]
+    if CAUSAL:
+        allowed = allowed & (k_at[None, :] <= q_at[:, None])
+    scores = tl.where(allowed, scores, float("-inf"))
+    new_max = tl.maximum(running_max, tl.max(scores, 1))
+    origin = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weight = tl.exp2(scores - origin[:, None])
+    rescale = tl.exp2(running_max - origin)
+    v_tile = _rows(v_ptr, v_strides, b, h_key, k_at, there, tl.arange(0, BLOCK_DV), DV, BLOCK_DV)
+    accumulator = accumulator * rescale[:, None]
+    accumulator = tl.dot(weight.to(v_tile.dtype), v_tile, accumulator, input_precision="ieee")
+    return new_max, before * rescale, gain * rescale + tl.sum(weight, 1), accumulator
+
+
+@triton.jit(do_not_specialize=["rows", "cols", "offset"])
+def _kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, visited_ptr,
+    index_ptr, opened_ptr, count_ptr, q_position_ptr, k_position_ptr, group_ptr, tau_ptr,
+    q_strides, k_strides, v_strides, out_strides, lse_strides, q_position_strides, k_position_strides,
+    rows, cols, offset,
+    heads_per_key, heads_per_map, scale_log2, patience,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    AHEAD: tl.constexpr, CAUSAL: tl.constexpr, COMMIT: tl.constexpr, MEAN: tl.constexpr,
+):  # fmt: skip
+    K_SPLIT: tl.constexpr = (K_BLOCK + BLOCK_N - 1) // BLOCK_N
+    row = rows - 1 - tl.program_id(0)  # late rows are the longest: start them first
+    h = tl.program_id(1)
+    b = tl.program_id(2)
+    h_key = h // heads_per_key
+
+    places = tl.arange(0, BLOCK_M)
+    q_position_at = b.to(tl.int64) * q_position_strides[0] + h.to(tl.int64) * q_position_strides[1]
+    q_at = tl.load(q_position_ptr + q_position_at + row * Q_BLOCK + places, mask=places < Q_BLOCK, other=-1)
+    live = q_at >= 0
+    queries = q_at - offset
+    q_tile = _rows(q_ptr, q_strides, b, h, queries, live, tl.arange(0, BLOCK_D), D, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+
+    map_at = b.to(tl.int64) * k_position_strides[0] + (h // heads_per_map).to(tl.int64) * k_position_strides[1]
+    slots_ptr = k_position_ptr + map_at + tl.load(group_ptr + row).to(tl.int64) * k_position_strides[2]
+    list_at = (b * tl.num_programs(1) + h).to(tl.int64) * rows + row
+    index_at = index_ptr + list_at * cols
+    opened = tl.load(opened_ptr + list_at)
+    count = tl.load(count_ptr + list_at)
+    tau = tl.load(tau_ptr + h)
+
+    slot = tl.arange(0, BLOCK_N)
+    running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    running_sum = tl.zeros([BLOCK_M], tl.float32)
+    accumulator = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+
+    for i in range(opened * K_SPLIT):
+        within = i % K_SPLIT * BLOCK_N + slot
+        slots_at = slots_ptr + tl.load(index_at + i // K_SPLIT) * K_BLOCK + within
+        running_max, before, gain, accumulator = _tile(
+            slots_at, within < K_BLOCK, True, q_tile, q_at, running_max, running_sum, tl.zeros_like(running_sum), accumulator,
+            k_ptr, v_ptr, k_strides, v_strides, b, h_key, scale_log2, D, DV, BLOCK_D, BLOCK_DV, CAUSAL,
+        )  # fmt: skip
+        running_sum = before + gain
+
+    visited = opened
+    low = 0
+    gain = tl.zeros_like(running_sum)
+    if not COMMIT:
+        saved_max, saved_sum, saved_accumulator = running_max, running_sum, accumulator
+    while (visited < count) & (low < patience):
+        # A loop of known length, so that the compiler overlaps loads and products; what comes after a stop is masked.
+        for i in range(visited * K_SPLIT, tl.minimum(visited + AHEAD, count) * K_SPLIT):
+            running = low < patience
+            first, last = i % K_SPLIT == 0, (i + 1) % K_SPLIT == 0
+            running_sum = tl.where(first, running_sum + gain, running_sum)
+            gain = tl.where(first, 0.0, gain)
+            if not COMMIT:
+                save = first & running
+                saved_max = tl.where(save, running_max, saved_max)
+                saved_sum = tl.where(save, running_sum, saved_sum)
+                saved_accumulator = tl.where(save, accumulator, saved_accumulator)
+            within = i % K_SPLIT * BLOCK_N + slot
+            slots_at = slots_ptr + tl.load(index_at + i // K_SPLIT) * K_BLOCK + within
+            running_max, running_sum, gain, accumulator = _tile(
+                slots_at, within < K_BLOCK, running, q_tile, q_at, running_max, running_sum, gain, accumulator,
+                k_ptr, v_ptr, k_strides, v_strides, b, h_key, scale_log2, D, DV, BLOCK_D, BLOCK_DV, CAUSAL,
+            )  # fmt: skip
+            satisfied = _satisfied(gain, running_sum, live, tau, MEAN)
+            asked = last & running
+            low = tl.where(asked, tl.where(satisfied, low + 1, 0), low)
+            visited += asked.to(tl.int32)
+    running_sum += gain
+    if not COMMIT:
+        drop = low >= patience
+        running_max = tl.where(drop, saved_max, running_max)
+        running_sum = tl.where(drop, saved_sum, running_sum)
+        accumulator = tl.where(drop, saved_accumulator, accumulator)
+        visited -= drop.to(tl.int32)
+
+    tl.store(visited_ptr + list_at, visited)
+    empty = running_sum == 0.0
+    result = accumulator / tl.where(empty, 1.0, running_sum)[:, None]
+    dims_v = tl.arange(0, BLOCK_DV)
+    out_at = out_ptr + b.to(tl.int64) * out_strides[0] + h.to(tl.int64) * out_strides[1]
+    out_at = out_at + queries.to(tl.int64)[:, None] * out_strides[2] + dims_v[None, :]
+    tl.store(out_at, result.to(out_ptr.dtype.element_ty), mask=live[:, None] & (dims_v < DV)[None, :])
+    lse_at = lse_ptr + head_at(lse_strides, b, h) + queries
+    # 0.6931... is ln 2: scores are in base 2.
+    log_sum = tl.where(
+        empty, float("-inf"), (running_max + tl.log2(tl.where(empty, 1.0, running_sum))) * 0.6931471805599453
+    )
+    tl.store(lse_at, log_sum, mask=live)

@@ -1,0 +1,116 @@
+"""The four warps that gather keys and values for `gather_attention_hopper.py`, through the index map.
+
+16 bytes per thread and copy, straight into shared memory; keys are announced when the next keys are on their way, and so
+are values.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from blocksparse.kernels.attention.hopper_queue import read
+from blocksparse.kernels.attention.hopper_rows import NEVER
+
+_EMPTY = gl.constexpr(2**32 - 1)  # -1, unsigned
+
+
+@gluon.jit
+def _gather(source, stride, at, target, C):
+    """Copies the rows at `at`, zeros where there is none, into `target`; counts in bytes."""
+    stride = gl.full([C.BLOCK_N], 0, gl.uint32, at.type.layout) + stride
+    # One instruction, where the compiler would find a product of 64 bits.
+    offset = gl.inline_asm_elementwise(
+        "mul.wide.u32 $0, $1, $2;", "=l,r,r", [at, stride], gl.uint64, is_pure=True, pack=1
+    )
+    rows = source + gl.multiple_of(offset, 16)[:, None]
+    async_copy.async_copy_global_to_shared(target, rows, mask=(at != _EMPTY)[:, None])
+
+
+@gluon.jit
+def _offer(slots, flags, position, limit, stage, one: gl.constexpr):
+    """What the consumers mask by, and whether they must."""
+    slots.index(stage).store(gl.minimum(position, gl.to_tensor(NEVER).to(gl.uint32)).to(gl.int32))
+    flags.index(stage).store(gl.full([1], 0, gl.int32, one) + (gl.max(position, 0) > limit).to(gl.int32))
+
+
+@gluon.jit
+def load_gathered(C, given):
+    """Gathers the tiles of a row. Reads blocks two tiles ahead and slots one, so that no copy waits for a list.
+
+    Tile `t` waits until its stage was given back `t // STAGES` times: the parity before that; the first need not.
+    A stop at tile `t` is stored before the consumers give back its keys; the loader waits for these at tile
+    `t + STAGES`, and looks only then: a flag of `t` means nothing to earlier tiles, so all warps end at the same
+    one. What is loaded by then, up to the values of `t + STAGES - 1`, needs values up to `t - 1` to be given back,
+    as they are in the step that stops.
+    """
+    pointers, bars, bufs, strides, sizes = given
+    k_ptr, v_ptr, slots_ptr, list_ptr = pointers
+    k_full, v_full, k_empty, v_empty = bars
+    k_halves, v_halves, slots, flags, halt = bufs
+    tiles, limit = sizes
+    ALL: gl.constexpr = gl.BlockedLayout([C.BLOCK_N // 32], [32], [4], [0])  # every warp holds every slot
+    EIGHTS: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])  # a row's panel to eight threads
+    BYTES: gl.constexpr = gl.NVMMASharedLayout(128, 8, rank=2)
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    k_bufs = k_halves._reinterpret(gl.int8, [C.STAGES, C.BLOCK_N, 2 * C.D], BYTES)
+    v_bufs = v_halves._reinterpret(gl.int8, [C.STAGES, C.BLOCK_N, 2 * C.D], BYTES)
+    lanes = gl.arange(0, 2 * C.D, layout=gl.SliceLayout(0, EIGHTS))[None, :]
+    k_source = k_ptr.to(gl.pointer_type(gl.int8), bitcast=True) + lanes
+    v_source = v_ptr.to(gl.pointer_type(gl.int8), bitcast=True) + lanes
+    k_stride, v_stride = (strides[0] * 2).to(gl.uint32), (strides[1] * 2).to(gl.uint32)
+    limit = limit.to(gl.uint32)
+    column = gl.arange(0, C.BLOCK_N, layout=ALL)
+    row = gl.arange(0, C.BLOCK_N, layout=gl.SliceLayout(1, EIGHTS))
+    slots_ptr = slots_ptr.to(gl.pointer_type(gl.uint32), bitcast=True)
+    last = gl.maximum(tiles - 1, 0)
+    # A copy per lane, made one value only where it is used: a uniform register would wait for it at once.
+    lists = list_ptr + gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
+    there = tiles > 0  # a row without blocks gets one tile without keys
+    block = gl.load(list_ptr, mask=there, other=0)
+    start = slots_ptr + block * (C.K_SPLIT * C.BLOCK_N)
+    position = gl.where(there, gl.load(start + column), _EMPTY)
+    at = gl.where(there, gl.load(start + row), _EMPTY)
+    block = gl.load(lists + gl.minimum(last, 1) // C.K_SPLIT, mask=there, other=0)
+    _gather(k_source, k_stride, at, k_bufs.index(0), C)
+    async_copy.commit_group()
+    _offer(slots, flags, position, limit, 0, one)
+    start = slots_ptr + (gl.max(block, 0) * C.K_SPLIT + gl.minimum(last, 1) % C.K_SPLIT) * C.BLOCK_N
+    position = gl.load(start + column)
+    next_at = gl.load(start + row)
+    block = gl.load(lists + gl.minimum(last, 2) // C.K_SPLIT, mask=there, other=0)
+    t = 0
+    going = True
+    while going:
+        v_stage = t % C.STAGES
+        v_phase = ((t // C.STAGES) & 1) ^ 1
+        before = (t + C.STAGES - 1) % C.STAGES
+        has_before = t > 0
+        t += 1
+        stage = t % C.STAGES
+        more = t < tiles
+        mbarrier.wait(k_empty.index(stage), ((t // C.STAGES) & 1) ^ 1, pred=more)
+        going = more & (read(halt, 0, 4) > t - C.STAGES)
+        if going:
+            _gather(k_source, k_stride, next_at, k_bufs.index(stage), C)
+            _offer(slots, flags, position, limit, stage, one)
+        async_copy.commit_group()
+        # All but these keys are there: the keys before them, and the values before those.
+        async_copy.wait_group(1)
+        fence_async_shared()
+        mbarrier.arrive(k_full.index(v_stage), count=1)
+        mbarrier.arrive(v_full.index(before), count=1, pred=has_before)
+        start = slots_ptr + (gl.max(block, 0) * C.K_SPLIT + gl.minimum(t + 1, last) % C.K_SPLIT) * C.BLOCK_N
+        position = gl.load(start + column)
+        later = gl.load(start + row)
+        block = gl.load(lists + gl.minimum(t + 2, last) // C.K_SPLIT, mask=there, other=0)
+        mbarrier.wait(v_empty.index(v_stage), v_phase)
+        _gather(v_source, v_stride, at, v_bufs.index(v_stage), C)
+        async_copy.commit_group()
+        at = next_at
+        next_at = later
+    async_copy.wait_group(0)  # also: no copy is under way when the program ends
+    fence_async_shared()
+    mbarrier.arrive(v_full.index((t - 1) % C.STAGES), count=1)

@@ -1,0 +1,272 @@
+"""The two warps that load for the kernels on Hopper: one queries and keys, the other values, by the bulk copy engine.
+
+Keys and values of 8 bits come twice, heads 0 to Hk - 1 for tiles that queries see whole, and heads Hk to 2 Hk - 1
+for masked ones; values of 8 bits come transposed. Their scales come with them, through the same barrier.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn.functional import pad
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from blocksparse.kernels.attention.hopper_queue import (
+    counts_of,
+    extent,
+    packed_place,
+    place_of,
+    read,
+    unpacked_place,
+    word_of,
+)
+
+TILE_NUMBERS = gl.constexpr(32)  # of which four are used: copies must lie at multiples of 128 bytes
+PANEL = gl.constexpr(64)  # columns of one bulk copy of halves: 128 bytes, the widest swizzle
+
+
+def padded(D: int) -> int:
+    """Whole panels, a power of two of them."""
+    return 64 if D <= 64 else 128
+
+
+def panels(x: Tensor, rows: int) -> TensorDescriptor:
+    """Panels of `rows` rows of `[B, H, N, D]`."""
+    eight = x.element_size() == 1
+    wide = padded(x.shape[-1]) if eight else PANEL.value
+    layout = gl.NVMMASharedLayout(wide if eight else 128, 8 if eight else 16, rank=4)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, wide], layout)
+
+
+def turned(v: Tensor, keys: int) -> TensorDescriptor:
+    """Tiles of `keys` keys of `[B, H, D, N]`."""
+    box = [1, 1, padded(v.shape[2]), keys]
+    return TensorDescriptor(v, list(v.shape), list(v.stride()), box, gl.NVMMASharedLayout(keys, 8, rank=4))
+
+
+def numbers(x: Tensor, n: int) -> TensorDescriptor:
+    """Runs of `n` numbers of `[B, H, N]` fp32."""
+    if x.shape[-1] % 4:  # the copy engine wants rows of 16-byte alignment
+        x = pad(x, (0, -x.shape[-1] % 4))
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, n], gl.NVMMASharedLayout(0, 32, rank=3))
+
+
+@gluon.constexpr_function
+def panel_of(D, EIGHT):
+    """Columns of a bulk copy: all of them where a number is one byte."""
+    return D if EIGHT else 64
+
+
+@gluon.jit
+def _list_at(b, h, row, index_strides, cols, heads_per_mask, C):
+    """Where a row's list begins."""
+    at = b.to(gl.int64) * index_strides[0] + (h // heads_per_mask).to(gl.int64) * index_strides[1]
+    return at + (row // C.Q_SPLIT).to(gl.int64) * cols
+
+
+@gluon.jit
+def _turn(pieces, first, t, p, C):
+    """Which piece of a row's list is piece `p` of tile `t` of keys, counted from the end."""
+    before = gl.where(t == 0, 0, first + (t - 1) * C.PIECES)
+    return gl.maximum(pieces - 1 - before - p, 0)
+
+
+@gluon.jit
+def _start(block, pieces, turn, C):
+    """First slot of a piece of `block`; slot 0 where the list is empty."""
+    # Lists may be int16. Widened here, not where they are read: blocks are read ahead, and nothing may wait for them.
+    return gl.where(pieces > 0, block.to(gl.int32) * C.K_SPLIT + turn % C.K_SPLIT, 0) * (C.BLOCK_N // C.PIECES)
+
+
+@gluon.jit
+def _copy(
+    source, b, h, start, barrier, pieces, at, STRIDE: gl.constexpr, PANELS: gl.constexpr, WIDE: gl.constexpr
+):
+    """Rows from `start` on, panel by panel, into `pieces[at]`, `pieces[at + STRIDE]` and so on."""
+    for panel in gl.static_range(PANELS):
+        tma.async_copy_global_to_shared(
+            source, [b, h, start, panel * WIDE], barrier, pieces.index(at + panel * STRIDE)
+        )
+
+
+@gluon.jit
+def _copy_numbers(source, b, h, start, barrier, target):
+    tma.async_copy_global_to_shared(source, [b, h, start], barrier, target)
+
+
+@gluon.jit
+def _copy_scales(sources, bufs, b, h_key, kv_heads, start, barrier, at, by_token, C):
+    """The scales of a piece of 8-bit keys and values: those of its tokens, or of the piece."""
+    COUNT: gl.constexpr = C.STAGES * C.PIECES
+    k_token_source, v_token_source = sources[5]
+    k_tile_source, v_tile_source = sources[6]
+    of_queries, of_tokens, of_tiles = bufs[6]
+    if by_token:
+        _copy_numbers(k_token_source, b, h_key, start, barrier, of_tokens.index(at))
+        if C.PV8:
+            for x in gl.static_range(2):  # logarithms and inverses
+                to = of_tokens.index((1 + x) * COUNT + at)
+                _copy_numbers(v_token_source, b, h_key + x * kv_heads, start, barrier, to)
+    else:
+        first = start // (C.BLOCK_N // C.PIECES // 4)
+        _copy_numbers(k_tile_source, b, h_key, first, barrier, of_tiles.index(at))
+        if C.PV8:
+            _copy_numbers(v_tile_source, b, h_key, first, barrier, of_tiles.index(COUNT + at))
+
+
+@gluon.jit
+def _copy_keys(
+    sources, index_ptr, bufs, k_full, k_empty, block, list_at, b, h_key, pieces, first, masked, kv_heads, t, step, C,
+):  # fmt: skip
+    """Step `t` of a row's list; `block` is the first it needs."""
+    WIDE: gl.constexpr = panel_of(C.DQ, C.QK8)
+    PANELS: gl.constexpr = C.DQ // WIDE
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    k_source, k_pieces, starts = sources[1], bufs[1], bufs[5]
+    stage = step % C.STAGES
+    mbarrier.wait(k_empty.index(stage), ((step // C.STAGES) & 1) ^ 1)
+    h_copy = h_key
+    if C.QK8:  # where masks are, keys with scales of their own
+        h_copy = h_key + gl.where(t < masked, kv_heads, 0)
+    for p in gl.static_range(C.PIECES):
+        turn = _turn(pieces, first, t, p, C)
+        if p > 0:
+            block = gl.load(index_ptr + list_at + turn // C.K_SPLIT)
+        start = _start(block, pieces, turn, C)
+        starts.index(stage * C.PIECES + p).store(gl.full([1], 0, gl.int32, one) + start)
+        at = stage * PANELS * C.PIECES + p
+        _copy(k_source, b, h_copy, start, k_full.index(stage), k_pieces, at, C.PIECES, PANELS, WIDE)
+        if C.QK8:
+            at = stage * C.PIECES + p
+            _copy_scales(sources, bufs, b, h_key, kv_heads, start, k_full.index(stage), at, t < masked, C)
+    # Last, for it also hands over `starts`.
+    BYTES: gl.constexpr = C.BLOCK_N * C.DQ * (1 if C.QK8 else 2)
+    if not C.QK8:
+        mbarrier.expect(k_full.index(stage), BYTES)
+    elif t < masked:
+        mbarrier.expect(k_full.index(stage), BYTES + C.BLOCK_N * (12 if C.PV8 else 4))
+    else:
+        mbarrier.expect(k_full.index(stage), BYTES + C.PIECES * TILE_NUMBERS * (8 if C.PV8 else 4))
+
+
+@gluon.jit
+def load_keys(C, sources, pointers, bars, bufs, strides, sizes):
+    """Takes tiles from the queue, and loads their queries and keys.
+
+    What it reads, it reads ahead, so that nobody waits for a list: a block one step before its keys are loaded, a tile's
+    counts and its place in the queue while the tile before is loaded.
+    """
+    q_source = sources[0]
+    full_count_ptr, partial_count_ptr, index_ptr, queue_ptr = pointers[0], pointers[1], pointers[2], pointers[5]
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    q_pieces, words = bufs[0], bufs[4]
+    count_strides, index_strides = strides[0], strides[1]
+    tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale = sizes
+    WIDE: gl.constexpr = panel_of(C.DQ, C.QK8)
+    PANELS: gl.constexpr = C.DQ // WIDE
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    tile = gl.program_id(0)
+    full, partial = counts_of(
+        tile, full_count_ptr, partial_count_ptr, count_strides, rows, kv_heads, group, heads_per_mask, C
+    )
+    word = word_of(tile, tiles, full, partial)
+    tile += gl.num_programs(0)
+    b, h, h_key, row = place_of(gl.maximum(word, 0), rows, kv_heads, group)
+    pieces, steps, first, masked = extent(word, C)
+    list_at = _list_at(b, h, row, index_strides, cols, heads_per_mask, C)
+    block = gl.load(index_ptr + list_at + _turn(pieces, first, 0, 0, C) // C.K_SPLIT)
+    visit = 0
+    step = 0
+    going = word >= 0
+    while going:
+        # After the last tile comes an empty one, whose scores the consumers compute and drop.
+        live = word >= 0
+        pieces, steps, first, masked = extent(word, C)
+        known = gl.minimum(tile, tiles - 1)
+        full, partial = counts_of(
+            known, full_count_ptr, partial_count_ptr, count_strides, rows, kv_heads, group, heads_per_mask, C
+        )
+        taken = gl.atomic_add(queue_ptr, 1, sem="relaxed")
+        slot = visit % 2
+        mbarrier.wait(q_empty.index(slot), ((visit // 2) & 1) ^ 1)
+        words.index(slot).store(gl.full([1], 0, gl.int64, one) + word)
+        words.index(2 + slot).store(gl.full([1], 0, gl.int64, one) + packed_place(b, h, h_key, row))
+        mbarrier.expect(q_full.index(slot), C.CONSUMERS * 64 * (C.DQ + 8 if C.QK8 else 2 * C.DQ))
+        if C.QK8:
+            of_queries, of_tokens, of_tiles = bufs[6]
+            for x in gl.static_range(2):  # scales, and what smoothing took
+                to = of_queries.index(2 * x + slot)
+                _copy_numbers(sources[4][x], b, h, row * (C.CONSUMERS * 64), q_full.index(slot), to)
+        for c in gl.static_range(C.CONSUMERS):
+            at = (slot * C.CONSUMERS + c) * PANELS
+            _copy(q_source, b, h, (row * C.CONSUMERS + c) * 64, q_full.index(slot), q_pieces, at, 1, PANELS, WIDE)
+        second = gl.load(index_ptr + list_at + _turn(pieces, first, 1, 0, C) // C.K_SPLIT)
+        _copy_keys(
+            sources, index_ptr, bufs, k_full, k_empty, block, list_at, b, h_key, pieces, first, masked, kv_heads, 0,
+            step, C,
+        )  # fmt: skip
+        step += 1
+        following = word_of(tile, tiles, full, partial)
+        next_b, next_h, next_key, next_row = place_of(known, rows, kv_heads, group)
+        next_at = _list_at(next_b, next_h, next_row, index_strides, cols, heads_per_mask, C)
+        next_pieces, next_steps, next_first, next_masked = extent(following, C)
+        opening = gl.load(index_ptr + next_at + gl.maximum(next_pieces - 1, 0) // C.K_SPLIT)
+        block = second
+        for t in range(1, steps):
+            later = gl.load(index_ptr + list_at + _turn(pieces, first, t + 1, 0, C) // C.K_SPLIT)
+            _copy_keys(
+                sources, index_ptr, bufs, k_full, k_empty, block, list_at, b, h_key, pieces, first, masked, kv_heads, t,
+                step, C,
+            )  # fmt: skip
+            step += 1
+            block = later
+        block = opening
+        b, h, h_key, row, list_at = next_b, next_h, next_key, next_row, next_at
+        visit += 1
+        going = live
+        word = gl.where(live, following, -1)
+        tile = taken + 2 * gl.num_programs(0)
+
+
+@gluon.jit
+def load_values(C, sources, pointers, bars, bufs, strides, sizes):
+    """Follows the tiles that `load_keys` takes, and loads their values."""
+    v_source, index_ptr, index_strides = sources[2], pointers[2], strides[1]
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    v_pieces, words = bufs[2], bufs[4]
+    tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale = sizes
+    PANELS: gl.constexpr = C.DV // PANEL
+    visit = 0
+    step = 0
+    mbarrier.wait(q_full.index(0), 0)
+    word = read(words, 0, 1)
+    while word >= 0:
+        b, h, h_key, row = unpacked_place(read(words, 2 + visit % 2, 1))
+        mbarrier.arrive(q_empty.index(visit % 2), count=1)
+        pieces, steps, first, masked = extent(word, C)
+        list_at = _list_at(b, h, row, index_strides, cols, heads_per_mask, C)
+        for t in range(steps):
+            stage = step % C.STAGES
+            block = gl.load(index_ptr + list_at + _turn(pieces, first, t, 0, C) // C.K_SPLIT)
+            mbarrier.wait(v_empty.index(stage), ((step // C.STAGES) & 1) ^ 1)
+            mbarrier.expect(v_full.index(stage), C.BLOCK_N * C.DV * (1 if C.PV8 else 2))
+            for p in gl.static_range(C.PIECES):
+                turn = _turn(pieces, first, t, p, C)
+                if p > 0:
+                    block = gl.load(index_ptr + list_at + turn // C.K_SPLIT)
+                start = _start(block, pieces, turn, C)
+                if C.PV8:
+                    h_copy = h_key + gl.where(t < masked, kv_heads, 0)
+                    at = stage * C.PIECES + p
+                    tma.async_copy_global_to_shared(
+                        v_source, [b, h_copy, 0, start], v_full.index(stage), v_pieces.index(at)
+                    )
+                else:
+                    at = stage * PANELS * C.PIECES + p
+                    _copy(v_source, b, h_key, start, v_full.index(stage), v_pieces, at, C.PIECES, PANELS, PANEL)
+            step += 1
+        visit += 1
+        mbarrier.wait(q_full.index(visit % 2), (visit // 2) & 1)
+        word = read(words, visit % 2, 1)

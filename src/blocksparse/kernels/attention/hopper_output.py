@@ -1,0 +1,35 @@
+"""What a consumer on Hopper writes of a finished tile: 64 rows of the output, and their log-sum-exp."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+from blocksparse.kernels.attention.hopper_loaders import PANEL
+
+
+@gluon.jit
+def store_lse(lse_ptr, strides, b, h, row, M, log2_sum, whole, WG: gl.constexpr, C, ROW: gl.constexpr):
+    """The log-sum-exp of logits in base e, from that in base 2; -inf where the sum of weights, `whole`, is 0."""
+    log_sum = log2_sum * 0.6931471805599453  # ln 2
+    log_sum = gl.where(whole == 0.0, float("-inf"), log_sum)
+    query = (row * C.CONSUMERS + WG) * 64 + gl.arange(0, 64, layout=ROW)
+    lse_at = b.to(gl.int64) * strides[0] + h.to(gl.int64) * strides[1]
+    gl.store(lse_ptr + lse_at + query, log_sum, mask=query < M)
+
+
+@gluon.jit
+def store_out(out_target, out_pieces, out_bufs, sums, whole, b, h, row, WG: gl.constexpr, C):
+    """The mean of values, panel by panel, through shared memory; the next tile's waits until it has been read."""
+    OUT_ROW: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
+    PANELS: gl.constexpr = C.DV // PANEL
+    inverse = gl.where(whole == 0.0, 0.0, 1.0 / whole)
+    result = (sums * gl.convert_layout(inverse, OUT_ROW)[:, None]).to(out_pieces.dtype)
+    tma.store_wait(0)
+    out_bufs.index(WG).store(result)
+    fence_async_shared()
+    for panel in gl.static_range(PANELS):
+        tma.async_copy_shared_to_global(
+            out_target, [b, h, (row * C.CONSUMERS + WG) * 64, panel * PANEL], out_pieces.index(WG * PANELS + panel)
+        )

@@ -1,0 +1,179 @@
+"""Softmax attention over lists of kept blocks, from 8-bit operands as `tile_operands.py` makes them, for Hopper.
+
+As `sparse_attention`, with
+
+    q[i] ~ q8[i] * q_scale[i],    k[j] ~ k8[j] * scale(j),    v[j] ~ v8[j] * scale(j)
+
+Tiles of keys that a row sees whole are read from heads 0 to Hk - 1 of `k` and of fp8 `v`, whose scales belong to a
+piece (a tile, or the part of one that a narrower block fills) and a group of its keys; masked tiles from heads Hk to
+2 Hk - 1, whose scales belong to a token. Which tiles count as masked: those with a part of a row's partial blocks,
+and the last of its list. int8 products are exact; the tensor cores add fp8 products in some 14 bits, over four tiles
+at most, and fp32 does from there on.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from blocksparse.kernels.common.hardware import device_of
+from blocksparse.kernels.common.memory import empty_as
+from blocksparse.kernels.multiplying.products import products
+
+
+@torch.library.custom_op("blocksparse::int8_attention", mutates_args=())
+def int8_attention(
+    q: Tensor,  # [B, Hq, M, D] int8, in slot order
+    k: Tensor,  # [B, 2 * Hk, N, D] int8, in slot order; Hk is Hkv or Hq
+    v: Tensor,  # [B, Hk, N, D], or fp8 [B, 2 * Hk, D, N up to a multiple of 16]
+    full_count: Tensor,  # [B|1, Hm, rows] int32; Hm divides Hq
+    partial_count: Tensor,  # [B|1, Hm, rows] int32
+    index: Tensor,  # [B|1, Hm, rows, cols] int16 or int32, a row's full blocks, then its partial blocks
+    q_position: Tensor,  # [B|1, Hq|1, rows * q_block] int32, original positions by place, -1 where empty
+    k_position: Tensor,  # [B|1, Hk|1, cols * k_block] int32
+    q_scale: Tensor,  # [B, Hq, M] fp32
+    k_tile_scale: Tensor,  # [B, Hk, tiles, 4] fp32
+    k_token_scale: Tensor,  # [B, Hk, N] fp32
+    v_tile_log2: Tensor | None,  # [B, Hk, tiles, 4] fp32; None where v is not fp8
+    v_token: Tensor | None,  # [B, 2 * Hk, N] fp32: log2 of scales, then their inverses
+    taken: Tensor | None,  # [B, Hq, M] fp32: what keys without their mean take from a query's logits
+    pv_skip: Tensor | None,  # [Hq] fp32, negative; as of `sparse_attention`
+    q_block: int,
+    k_block: int,
+    q_lead: int,  # empty places before the first query
+    causal: bool,
+    scale: float,
+    tiles: list[int],  # as `HopperTiles` lists them
+    q_in_order: bool,
+    k_in_order: bool,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """`out` `[B, Hq, M, D]` of `out_dtype` and `lse` `[B, Hq, M]` fp32."""
+    from blocksparse.kernels.attention.int8_attention_hopper import int8_attention_hopper
+
+    out, lse = _outputs(q, out_dtype)
+    q_position, k_position = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_position, k_position))
+    with device_of(q):
+        int8_attention_hopper(
+            q, k, v, out, lse, full_count, partial_count, index, q_position, k_position,
+            q_scale, k_tile_scale, k_token_scale, v_tile_log2, v_token, taken, pv_skip,
+            q_block, k_block, q_lead, causal, scale, *tiles, q_in_order, k_in_order,
+        )  # fmt: skip
+    return out, lse
+
+
+@int8_attention.register_fake
+def _(q, *_args, **_named):
+    return _outputs(q, _named["out_dtype"] if "out_dtype" in _named else _args[-1])
+
+
+def _outputs(q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Uninitialised."""
+    return empty_as(q, q.shape[-1], dtype), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def int8_attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    full_count: Tensor,
+    partial_count: Tensor,
+    index: Tensor,
+    q_position: Tensor,
+    k_position: Tensor,
+    q_scale: Tensor,
+    k_tile_scale: Tensor,
+    k_token_scale: Tensor,
+    v_tile_log2: Tensor | None,
+    v_token: Tensor | None,
+    taken: Tensor | None,
+    pv_skip: Tensor | None,
+    q_block: int,
+    k_block: int,
+    q_lead: int,
+    causal: bool,
+    scale: float,
+    tiles: list[int],
+    q_in_order: bool,
+    k_in_order: bool,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """The same in plain torch and float64, for tests: O(M N) memory; weights are not rounded to fp8."""
+    (_, Hq, M, _), (_, twice, N, _) = q.shape, k.shape
+    Hk, tile = twice // 2, min(tiles[1], k_block)
+    per_tile = tiles[1] // tile  # pieces
+
+    def of_queries(x: Tensor) -> Tensor:
+        """`[B|1, Hm, rows, ...]` for each query head and query, `[B|1, Hq, M, ...]`."""
+        x = x.repeat_interleave(Hq // x.shape[1], 1).repeat_interleave(q_block, 2)
+        return x[:, :, q_lead : q_lead + M]
+
+    def of_slots(x: Tensor) -> Tensor:
+        """`[B, Hk, tiles, 4]` for each slot, `[B, Hk, N]`."""
+        slot = torch.arange(N, device=x.device)
+        return x[:, :, slot // tile, slot % 8 // 2]
+
+    def of_heads(x: Tensor) -> Tensor:
+        return x.double().repeat_interleave(Hq // Hk, 1)
+
+    def logits_of(keys: Tensor, factor: Tensor) -> Tensor:
+        exact = products(q.double(), keys.double())
+        return exact * q_scale.double()[..., None] * of_heads(factor)[:, :, None] * scale
+
+    split = k_block // tile
+    cols, tile_count = index.shape[-1], -(-N // tile)
+    turn = torch.arange(cols, device=q.device)
+    count = (full_count + partial_count).unsqueeze(-1)
+    listed = index.long().where(turn < count, cols)
+    # Tiles by place in the list, walked from its end: partial blocks, and the very last tile, are masked.
+    place = torch.full((*index.shape[:-1], cols + 1), -1, device=q.device).scatter_(
+        -1, listed, turn.expand_as(listed)
+    )
+    place = (place[..., :cols, None] * split + torch.arange(split, device=q.device)).where(
+        place[..., :cols, None] >= 0, -1
+    )
+    place = place.flatten(-2)[..., :tile_count]
+    # The last tile has what is left when all others are full.
+    pieces, partial = count * split, partial_count.unsqueeze(-1) * split
+    masked = (pieces - 1) % per_tile + 1
+    masked = masked + (partial - masked).clamp_min(0).add(per_tile - 1) // per_tile * per_tile
+    least = pieces - masked
+    kept, whole = (of_queries(x).repeat_interleave(tile, -1)[..., :N] for x in (place >= 0, place < least))
+
+    plain = logits_of(k[:, Hk:], k_token_scale)
+    if taken is not None:
+        plain = plain - taken.double()[..., None]
+    logits = logits_of(k[:, :Hk], of_slots(k_tile_scale)).where(whole, plain)
+    allowed = kept
+    if causal:
+        last = q_position.expand(-1, Hq, -1)[:, :, q_lead : q_lead + M]
+        at = k_position.repeat_interleave(Hq // k_position.shape[1], 1)[:, :, :N]
+        allowed = allowed & (at[:, :, None] <= last[..., None]) & (at[:, :, None] >= 0)
+    logits = logits.masked_fill(~allowed, float("-inf"))
+    if pv_skip is not None:
+        logits = _without_negligible(logits, of_queries(place), whole, pv_skip, tile)
+    weight = logits.softmax(-1).nan_to_num(0.0)
+    if v_tile_log2 is None or v_token is None:
+        out = products(weight, v.double().mT)
+    else:
+        values = v.double().unflatten(-1, (-1, 4, 2, 2)).transpose(-3, -2).flatten(-4).mT[:, :, :N]
+        of_tiles = values[:, :Hk] * of_slots(v_tile_log2).double().exp2()[..., None]
+        of_tokens = values[:, Hk:] * v_token[:, :Hk].double().exp2()[..., None]
+        out = products(weight.where(whole, 0.0), of_tiles.mT)
+        out = out + products(weight.masked_fill(whole, 0.0), of_tokens.mT)
+    lse = logits.logsumexp(-1) if taken is None else logits.logsumexp(-1) + taken
+    return out.to(out_dtype), lse.float()
+
+
+def _without_negligible(logits: Tensor, place: Tensor, whole: Tensor, pv_skip: Tensor, tile: int) -> Tensor:
+    """-inf in whole tiles whose best logit is more than `-pv_skip` below the best met before, the last place first."""
+    N, tile_count = logits.shape[-1], place.shape[-1]
+    padded = torch.nn.functional.pad(logits, (0, tile_count * tile - N), value=float("-inf"))
+    best = padded.unflatten(-1, (tile_count, tile)).amax(-1)
+    order = place.expand_as(best).argsort(-1, descending=True)
+    met = best.gather(-1, order).cummax(-1).values
+    before = torch.nn.functional.pad(met[..., :-1], (1, 0), value=float("-inf"))
+    out = torch.zeros_like(best, dtype=torch.bool).scatter_(
+        -1, order, best.gather(-1, order) - before < pv_skip.double()[:, None, None]
+    )
+    return logits.masked_fill(out.repeat_interleave(tile, -1)[..., :N] & whole, float("-inf"))

@@ -1,0 +1,338 @@
+"""Attention over block lists on Hopper from int8 queries and keys, and values of 16 bits or fp8.
+
+The loaders and the queue are those of `sparse_attention_hopper.py`. A consumer differs in four ways. Scales, which the
+loaders bring with what they belong to, come in between scores and softmax: one factor for each query and for each of
+the four threads that share a row of scores, so that they cost what `scale` alone would; masked tiles have a factor for
+each key. fp8 weights are the registers of the scores, read again in an order in which values are stored. The maximum of
+a row follows its scores late, so that most steps rescale nothing. And fp8 products, which the tensor cores add in some
+14 bits, are added to each other in fp32 after every fourth tile.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from blocksparse.kernels.attention.hopper_loaders import (
+    PANEL,
+    TILE_NUMBERS,
+    load_keys,
+    load_values,
+    numbers,
+    padded,
+    panels,
+    turned,
+)
+from blocksparse.kernels.attention.hopper_output import store_lse, store_out
+from blocksparse.kernels.attention.hopper_queue import (
+    LOADER_REGISTERS,
+    OF_PROMPT,
+    Constants,
+    consumer_registers,
+    extent,
+    make_rings,
+    positive,
+    read,
+    registers,
+    unpacked_place,
+)
+from blocksparse.kernels.attention.hopper_rows import LOWEST, by_thread, query_positions
+from blocksparse.kernels.attention.int8_rows_hopper import LAZY, kept, masked_tile, of_rows, operands_of, promoted
+from blocksparse.kernels.attention.int8_step_hopper import after, products, step
+from blocksparse.kernels.common.memory import for_bulk_copies
+from blocksparse.kernels.common.strides_triton import head_strides
+
+_LOG2_E = gl.constexpr(math.log2(math.e))
+_GROUP = gl.constexpr(4)  # tiles whose fp8 products the tensor cores add before fp32 does
+
+
+def int8_attention_hopper(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    full_count: Tensor,
+    partial_count: Tensor,
+    index: Tensor,
+    q_position: Tensor,
+    k_position: Tensor,
+    q_scale: Tensor,
+    k_tile_scale: Tensor,
+    k_token_scale: Tensor,
+    v_tile_log2: Tensor | None,
+    v_token: Tensor | None,
+    taken: Tensor | None,
+    pv_skip: Tensor | None,
+    q_block: int,
+    k_block: int,
+    q_lead: int,
+    causal: bool,
+    scale: float,
+    consumers: int,
+    block_n: int,
+    num_stages: int,
+    per_sm: int,
+    q_in_order: bool,
+    k_in_order: bool,
+) -> None:
+    """Fills `out` and `lse`; the arguments are those of `int8_attention` and of `HopperTiles`."""
+    q, scale = positive(q, scale)
+    filled = out, lse
+    if q_lead:  # the copy engine takes no negative row
+        q = pad(q, (0, 0, q_lead, 0))
+        q_scale, taken = (x if x is None else pad(x, (q_lead, 0)) for x in (q_scale, taken))
+        out, lse = (x.new_empty((*q.shape[:3], *x.shape[3:])) for x in filled)
+    q, k, v = (for_bulk_copies(x) for x in (q, k, v))
+    B, Hq, M, D = q.shape
+    Hk, N, Dv = k.shape[1] // 2, k.shape[2], out.shape[-1]
+    fp8 = v_tile_log2 is not None
+    block_m, piece = 64 * consumers, min(k_block, block_n)
+    rows = full_count.shape[-1] * (q_block // block_m)
+    tiles = B * Hq * rows
+    programs = torch.cuda.get_device_properties(q.device).multi_processor_count * per_sm
+    queue = torch.zeros(1, dtype=torch.int32, device=q.device)
+    of_queries = (numbers(x, block_m) for x in (q_scale, torch.zeros_like(q_scale) if taken is None else taken))
+    of_tokens = (numbers(k_token_scale if x is None else x, piece) for x in (k_token_scale, v_token))
+    of_tiles = (k_tile_scale if x is None else x for x in (k_tile_scale, v_tile_log2))
+    _kernel[(min(programs, tiles),)](
+        panels(q, 64), panels(k, piece), turned(v, piece) if fp8 else panels(v, piece), panels(out, 64),
+        *of_queries, *of_tokens, *(numbers(x.flatten(2), TILE_NUMBERS.value) for x in of_tiles), lse,
+        full_count, partial_count, index, q_position, k_position, queue, lse if pv_skip is None else pv_skip,
+        *head_strides(full_count), *head_strides(index), *lse.stride()[:2],
+        head_strides(q_position), head_strides(k_position),
+        tiles, M, N, index.shape[-1], rows, Hk, Hq // Hk, Hq // full_count.shape[1],
+        N - M if causal else 0, scale * math.log2(math.e),
+        DQ=padded(D), DV=padded(Dv), CONSUMERS=consumers, BLOCK_N=block_n, STAGES=num_stages,
+        PIECES=block_n // piece, K_SPLIT=k_block // piece, Q_SPLIT=q_block // block_m,
+        CAUSAL=causal, Q_IN_ORDER=q_in_order, K_IN_ORDER=k_in_order,
+        FP8=fp8, SKIP=pv_skip is not None,
+        CONSUMER_REGISTERS=consumer_registers(consumers, per_sm),
+        num_warps=4, maxnreg=registers(consumers, per_sm),
+    )  # fmt: skip
+    if q_lead:
+        for x, longer in zip(filled, (out, lse), strict=True):
+            x.copy_(longer[:, :, q_lead:])
+
+
+@gluon.jit
+def _query_numbers(of_queries, slot, scale, WG: gl.constexpr, ROW: gl.constexpr):
+    """What makes logits in base 2 of a query's products, and what is subtracted from them where keys hold their mean."""
+    factor = of_queries.index(slot).slice(WG * 64, 64).load(ROW) * scale
+    return factor, of_queries.index(2 + slot).slice(WG * 64, 64).load(ROW) * _LOG2_E
+
+
+@gluon.jit
+def _threshold(pv_skip_ptr, h, SKIP: gl.constexpr):
+    """A head's `pv_skip` in base 2."""
+    pv_skip = 0.0
+    if SKIP:
+        pv_skip = gl.load(pv_skip_ptr + h) * _LOG2_E
+    return pv_skip
+
+
+@gluon.jit
+def _consume(WG: gl.constexpr, C, SKIP: gl.constexpr, sources, pointers, bars, bufs, strides, sizes):
+    """The softmax of 64 queries of each tile, and its products."""
+    out_target = sources[3]
+    q_position_ptr, k_position_ptr, lse_ptr, pv_skip_ptr = pointers[3], pointers[4], pointers[6], pointers[7]
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    q_pieces, k_pieces, v_pieces, out_pieces, words, starts, numbers_bufs = bufs
+    query_numbers, token_numbers, tile_numbers = numbers_bufs
+    q_position_strides, k_position_strides, lse_strides = strides[2], strides[3], strides[4]
+    tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale = sizes
+    HALF: gl.constexpr = out_pieces.dtype
+    HALVES: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    EIGHTS: gl.constexpr = gl.NVMMASharedLayout(C.DQ, 8, rank=2)
+    PIECE: gl.constexpr = C.BLOCK_N // C.PIECES
+    TURNED: gl.constexpr = gl.NVMMASharedLayout(PIECE, 8, rank=2)
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 32])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.DV, 32 if C.PV8 else 16])
+    WEIGHT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 4 if C.PV8 else 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    BASE: gl.constexpr = 8.0 - LAZY if C.PV8 else 0.0  # weights up to 2^8: fp8 holds 448
+    GROUP: gl.constexpr = _GROUP if C.PV8 else 1 << 20
+    q_bufs = q_pieces._reinterpret(q_pieces.dtype, [2 * C.CONSUMERS, 64, C.DQ], EIGHTS)
+    k_bufs = k_pieces._reinterpret(k_pieces.dtype, [C.STAGES, C.BLOCK_N, C.DQ], EIGHTS)
+    if C.PV8:
+        v_bufs = v_pieces._reinterpret(v_pieces.dtype, [C.STAGES * C.PIECES, C.DV, PIECE], TURNED)
+    else:
+        v_bufs = v_pieces._reinterpret(v_pieces.dtype, [C.STAGES, C.BLOCK_N, C.DV], HALVES)
+    out_bufs = out_pieces._reinterpret(HALF, [C.CONSUMERS, 64, C.DV], HALVES)
+    IN_ORDER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    of_queries = query_numbers._reinterpret(gl.float32, [4, C.CONSUMERS * 64], IN_ORDER)
+    of_tokens = token_numbers._reinterpret(gl.float32, [3 * C.STAGES, C.BLOCK_N], IN_ORDER)
+    of_tiles = tile_numbers._reinterpret(gl.float32, [2 * C.STAGES * C.PIECES, TILE_NUMBERS], IN_ORDER)
+    none = gl.zeros([64, C.BLOCK_N], gl.int32, SCORES)
+    THREAD: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, by_thread(none).type.layout))
+    lowest = gl.full([64, 4], LOWEST, gl.float32, THREAD)
+
+    # The weights of the very first keys.
+    mbarrier.wait(q_full.index(0), 0)
+    word = read(words, 0, 4)
+    b, h, h_key, row = unpacked_place(read(words, 2, 4))
+    pieces, steps, first, masked = extent(word, C)
+    last = query_positions(q_position_ptr, q_position_strides, b, h, row, offset, WG, C, ROW)
+    position_at = b.to(gl.int64) * k_position_strides[0] + h_key.to(gl.int64) * k_position_strides[1]
+    q_factor, shift = _query_numbers(of_queries, 0, scale, WG, ROW)
+    pv_skip = _threshold(pv_skip_ptr, h, SKIP)
+    mbarrier.wait(k_full.index(0), 0)
+    q = q_bufs.index(WG)
+    scores_token = warpgroup_mma(q, k_bufs.index(0).permute([1, 0]), none, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(0, [scores_token])
+    highest, met, weight, total = masked_tile(
+        scores, lowest, lowest, q_factor, shift, of_tokens, starts, 0, first, last, k_position_ptr, position_at, N, C,
+        SKIP, BASE,
+    )  # fmt: skip
+    weight = kept(weight, WEIGHT, C, HALF)
+    mbarrier.arrive(k_empty.index(0), count=1)
+    stage = 0
+    phase = 0
+    visit = 0
+    slot = 0
+    while word >= 0:
+        pieces, steps, first, masked = extent(word, C)
+        # Two names of one buffer: ptxas 12.8 shares what both loops derive from it, but computes it before the first
+        # alone, which may not run.
+        q = q_bufs.index((visit % 2) * C.CONSUMERS + WG)
+        q_again = q_bufs.index(slot * C.CONSUMERS + WG)
+        sums = gl.zeros([64, C.DV], gl.float32, SUMS)
+        result = sums
+        relative = highest  # what `result` is relative to
+        for _ in range(1, masked):
+            stage, phase, highest, met, total, sums, weight, result, relative = step(
+                True, C, bars, q, k_bufs, v_bufs, starts, of_tokens, of_tiles, last, position_at, k_position_ptr, N,
+                q_factor, shift, pv_skip, stage, phase, highest, met, total, sums, weight, result, relative,
+                not C.PV8, HALF, SKIP, BASE,
+            )  # fmt: skip
+        for begin in range(masked, steps, GROUP):
+            for i in range(begin, gl.minimum(begin + GROUP, steps)):
+                stage, phase, highest, met, total, sums, weight, result, relative = step(
+                    False, C, bars, q_again, k_bufs, v_bufs, starts, of_tokens, of_tiles, last, position_at,
+                    k_position_ptr, N, q_factor, shift, pv_skip, stage, phase, highest, met, total, sums, weight, result,
+                    relative, i > begin if C.PV8 else True, HALF, SKIP, BASE,
+                )  # fmt: skip
+            if C.PV8:
+                result = promoted(result, relative, highest, sums)
+                relative = highest
+
+        # The border: the first scores of the next tile beside the last values of this one.
+        v_stage, v_phase = stage, phase
+        stage, phase = after(stage, phase, C)
+        mbarrier.arrive(q_empty.index(visit % 2), count=1)
+        visit += 1
+        slot = 1 - slot
+        mbarrier.wait(q_full.index(visit % 2), (visit // 2) & 1)
+        word = read(words, visit % 2, 4)
+        place = read(words, 2 + visit % 2, 4)
+        mbarrier.wait(k_full.index(stage), phase)
+        q = q_bufs.index((visit % 2) * C.CONSUMERS + WG)
+        scores_token = warpgroup_mma(q, k_bufs.index(stage).permute([1, 0]), none, use_acc=False, is_async=True)
+        operands = operands_of(weight, WEIGHT, C)
+        mbarrier.wait(v_full.index(v_stage), v_phase)
+        if C.PV8:
+            sums = gl.zeros([64, C.DV], gl.float32, SUMS)
+        sums_token = products(operands, v_bufs, v_stage, sums, not C.PV8, C)
+        next_b, next_h, next_key, next_row = unpacked_place(place)
+        pieces, steps, first, masked = extent(word, C)
+        last = query_positions(
+            q_position_ptr, q_position_strides, next_b, next_h, next_row, offset, WG, C, ROW,
+        )  # fmt: skip
+        position_at = next_b.to(gl.int64) * k_position_strides[0] + next_key.to(gl.int64) * k_position_strides[1]
+        whole = gl.convert_layout(gl.sum(total, 1), ROW)
+        log2_sum = of_rows(highest, ROW) + shift - BASE + gl.log2(whole)
+        q_factor, shift = _query_numbers(of_queries, visit % 2, scale, WG, ROW)
+        pv_skip = _threshold(pv_skip_ptr, next_h, SKIP)
+        store_lse(lse_ptr, lse_strides, b, h, row, M, log2_sum, whole, WG, C, ROW)
+        scores = warpgroup_mma_wait(C.PIECES if C.PV8 else 1, [scores_token])
+        if C.PV8:
+            sums = promoted(result, relative, highest, warpgroup_mma_wait(0, [sums_token]))
+            mbarrier.arrive(v_empty.index(v_stage), count=1)
+            store_out(out_target, out_pieces, out_bufs, sums, whole, b, h, row, WG, C)
+        highest, met, weight, total = masked_tile(
+            scores, lowest, lowest, q_factor, shift, of_tokens, starts, stage, first, last, k_position_ptr, position_at,
+            N, C, SKIP, BASE,
+        )  # fmt: skip
+        weight = kept(weight, WEIGHT, C, HALF)
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        if not C.PV8:
+            sums, weight = warpgroup_mma_wait(0, [sums_token, weight])
+            mbarrier.arrive(v_empty.index(v_stage), count=1)
+            store_out(out_target, out_pieces, out_bufs, sums, whole, b, h, row, WG, C)
+        b, h, row = next_b, next_h, next_row
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=OF_PROMPT)
+def _kernel(
+    q_source, k_source, v_source, out_target, q_scale_source, taken_source, k_token_source, v_token_source,
+    k_tile_source, v_tile_source, lse_ptr,
+    full_count_ptr, partial_count_ptr, index_ptr, q_position_ptr, k_position_ptr, queue_ptr, pv_skip_ptr,
+    count_stride_b, count_stride_h, index_stride_b, index_stride_h, lse_stride_b, lse_stride_h,
+    q_position_strides, k_position_strides,
+    tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale_log2,
+    DQ: gl.constexpr, DV: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    PIECES: gl.constexpr, K_SPLIT: gl.constexpr, Q_SPLIT: gl.constexpr,
+    CAUSAL: gl.constexpr, Q_IN_ORDER: gl.constexpr, K_IN_ORDER: gl.constexpr,
+    FP8: gl.constexpr, SKIP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    V_PANELS: gl.constexpr = DV // PANEL
+    PIECE: gl.constexpr = BLOCK_N // PIECES
+    q_pieces = gl.allocate_shared_memory(gl.int8, [2 * CONSUMERS, 1, 1, 64, DQ], q_source.layout)
+    k_pieces = gl.allocate_shared_memory(gl.int8, [STAGES * PIECES, 1, 1, PIECE, DQ], k_source.layout)
+    if FP8:
+        v_pieces = gl.allocate_shared_memory(v_source.dtype, [STAGES * PIECES, 1, 1, DV, PIECE], v_source.layout)
+    else:
+        v_pieces = gl.allocate_shared_memory(
+            v_source.dtype, [STAGES * V_PANELS * PIECES, 1, 1, PIECE, PANEL], v_source.layout
+        )
+    out_pieces = gl.allocate_shared_memory(
+        out_target.dtype, [CONSUMERS * V_PANELS, 1, 1, 64, PANEL], out_target.layout
+    )
+    words = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    starts = gl.allocate_shared_memory(gl.int32, [STAGES * PIECES, 1], mbarrier.MBarrierLayout())
+    query_numbers = gl.allocate_shared_memory(gl.float32, [4, 1, 1, CONSUMERS * 64], q_scale_source.layout)
+    token_numbers = gl.allocate_shared_memory(
+        gl.float32, [3 * STAGES * PIECES, 1, 1, PIECE], k_token_source.layout
+    )
+    tile_numbers = gl.allocate_shared_memory(
+        gl.float32, [2 * STAGES * PIECES, 1, 1, TILE_NUMBERS], k_tile_source.layout
+    )
+    bars = make_rings(STAGES, CONSUMERS)
+    sources = (
+        q_source, k_source, v_source, out_target,
+        (q_scale_source, taken_source), (k_token_source, v_token_source), (k_tile_source, v_tile_source),
+    )  # fmt: skip
+    pointers = (
+        full_count_ptr, partial_count_ptr, index_ptr, q_position_ptr, k_position_ptr, queue_ptr, lse_ptr, pv_skip_ptr,
+    )  # fmt: skip
+    bufs = (q_pieces, k_pieces, v_pieces, out_pieces, words, starts, (query_numbers, token_numbers, tile_numbers))
+    strides = (
+        (count_stride_b, count_stride_h), (index_stride_b, index_stride_h), q_position_strides, k_position_strides,
+        (lse_stride_b, lse_stride_h),
+    )  # fmt: skip
+    sizes = (tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale_log2)
+    C = Constants(
+        DQ, DV, CONSUMERS, BLOCK_N, STAGES, PIECES, K_SPLIT, Q_SPLIT, CAUSAL, Q_IN_ORDER, K_IN_ORDER, True, FP8
+    )
+    first: gl.constexpr = 0
+    second: gl.constexpr = 1
+    if CONSUMERS == 2:
+        gl.warp_specialize([
+            (_consume, (first, C, SKIP, sources, pointers, bars, bufs, strides, sizes)),
+            (_consume, (second, C, SKIP, sources, pointers, bars, bufs, strides, sizes)),
+            (load_keys, (C, sources, pointers, bars, bufs, strides, sizes)),
+            (load_values, (C, sources, pointers, bars, bufs, strides, sizes)),
+        ], [4, 1, 1], [CONSUMER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consume, (first, C, SKIP, sources, pointers, bars, bufs, strides, sizes)),
+            (load_keys, (C, sources, pointers, bars, bufs, strides, sizes)),
+            (load_values, (C, sources, pointers, bars, bufs, strides, sizes)),
+        ], [1, 1], [LOADER_REGISTERS, LOADER_REGISTERS])  # fmt: skip

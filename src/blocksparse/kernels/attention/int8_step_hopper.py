@@ -1,0 +1,84 @@
+"""One tile of keys of a consumer on Hopper with 8-bit operands: two products under way, and the softmax between."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from blocksparse.kernels.attention.int8_rows_hopper import (
+    kept,
+    masked_tile,
+    operands_of,
+    promoted,
+    rescaled,
+    whole_tile,
+)
+
+
+@gluon.jit
+def after(stage, phase, C):
+    """The next stage of the rings, and the parity of its barriers."""
+    stage += 1
+    phase = gl.where(stage == C.STAGES, 1 - phase, phase)
+    return gl.where(stage == C.STAGES, 0, stage), phase
+
+
+@gluon.jit
+def products(operands, v_bufs, stage, sums, ON_TOP, C):
+    """Starts those of weights and values; fp8 values of each piece lie apart."""
+    if C.PV8:
+        token = warpgroup_mma(
+            operands[0], v_bufs.index(stage * C.PIECES).permute([1, 0]), sums, use_acc=ON_TOP, is_async=True
+        )
+        if C.PIECES == 2:
+            token = warpgroup_mma(operands[1], v_bufs.index(stage * 2 + 1).permute([1, 0]), token, is_async=True)
+    else:
+        token = warpgroup_mma(operands[0], v_bufs.index(stage), sums, use_acc=ON_TOP, is_async=True)
+    return token
+
+
+@gluon.jit
+def step(
+    MASKED: gl.constexpr, C, bars, q, k_bufs, v_bufs, starts, of_tokens, of_tiles, last, position_at, k_position_ptr, N,
+    q_factor, shift, pv_skip, stage, phase, highest, met, total, sums, weight, result, relative,
+    ON_TOP, HALF: gl.constexpr, SKIP: gl.constexpr, BASE: gl.constexpr,
+):  # fmt: skip
+    """The scores of the next keys beside the values of the last ones, then the softmax of the scores."""
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 32])
+    SUMS: gl.constexpr = sums.type.layout
+    WEIGHT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 4 if C.PV8 else 2)
+    v_stage, v_phase = stage, phase
+    stage, phase = after(stage, phase, C)
+    none = gl.zeros([64, C.BLOCK_N], gl.int32, SCORES)
+    mbarrier.wait(k_full.index(stage), phase)
+    scores_token = warpgroup_mma(q, k_bufs.index(stage).permute([1, 0]), none, use_acc=False, is_async=True)
+    operands = operands_of(weight, WEIGHT, C)
+    mbarrier.wait(v_full.index(v_stage), v_phase)
+    sums_token = products(operands, v_bufs, v_stage, sums, ON_TOP, C)
+    scores = warpgroup_mma_wait(C.PIECES if C.PV8 else 1, [scores_token])
+    if MASKED and C.PV8:  # registers are short: not beside the softmax
+        result = promoted(result, relative, highest, warpgroup_mma_wait(0, [sums_token]))
+        relative = highest
+        mbarrier.arrive(v_empty.index(v_stage), count=1)
+    if MASKED:
+        new, met, weight, parts = masked_tile(
+            scores, highest, met, q_factor, shift, of_tokens, starts, stage, C.PIECES, last, k_position_ptr, position_at,
+            N, C, SKIP, BASE,
+        )  # fmt: skip
+        mbarrier.arrive(k_empty.index(stage), count=1)  # until then `starts` and `of_tokens` are read
+    else:
+        new, met, weight, parts = whole_tile(
+            scores, highest, met, q_factor, pv_skip, of_tiles, stage, C, SKIP, BASE
+        )
+    rescale = gl.exp2(highest - new)
+    total = total * rescale + parts
+    if not (MASKED and C.PV8):
+        sums, weight = warpgroup_mma_wait(0, [sums_token, weight])
+        if not MASKED:  # both at once: one barrier of the warps
+            mbarrier.arrive(k_empty.index(stage), count=1)
+        mbarrier.arrive(v_empty.index(v_stage), count=1)
+        sums = rescaled(sums, rescale)
+    weight = kept(weight, WEIGHT, C, HALF)
+    return stage, phase, new, met, total, sums, weight, result, relative

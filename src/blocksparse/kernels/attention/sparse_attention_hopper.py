@@ -1,0 +1,260 @@
+"""The same attention on Hopper's own units: warps that load, and warps that compute, at the same time.
+
+One program per SM takes tiles of queries from a queue (`hopper_queue.py`). Two warps load, one keys and queries, the
+other values, through the bulk copy engine (`hopper_loaders.py`); each consumer, four warps, computes 64 queries. A
+consumer starts the scores of the next keys before it multiplies the weights of the last ones with their values, so
+that the softmax in between is hidden behind matrix products, and that holds over the border between two tiles of
+queries too.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from blocksparse.kernels.attention.hopper_loaders import PANEL, load_keys, load_values, padded, panels
+from blocksparse.kernels.attention.hopper_output import store_lse, store_out
+from blocksparse.kernels.attention.hopper_queue import (
+    LOADER_REGISTERS,
+    OF_PROMPT,
+    Constants,
+    consumer_registers,
+    extent,
+    make_rings,
+    positive,
+    read,
+    registers,
+    unpacked_place,
+)
+from blocksparse.kernels.attention.hopper_rows import LOWEST, masked_scores, partial_sum, query_positions, row_max
+from blocksparse.kernels.common.memory import for_bulk_copies
+from blocksparse.kernels.common.strides_triton import head_strides
+
+
+def sparse_attention_hopper(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    full_count: Tensor,
+    partial_count: Tensor,
+    index: Tensor,
+    q_position: Tensor,
+    k_position: Tensor,
+    q_block: int,
+    k_block: int,
+    q_lead: int,
+    causal: bool,
+    scale: float,
+    consumers: int,
+    block_n: int,
+    num_stages: int,
+    per_sm: int,
+    q_in_order: bool,
+    k_in_order: bool,
+) -> None:
+    """Fills `out` and `lse`; the arguments are those of `sparse_attention` and of `HopperTiles`."""
+    q, scale = positive(q, scale)
+    filled = out, lse
+    if q_lead:  # the copy engine takes no negative row
+        q = pad(q, (0, 0, q_lead, 0))
+        out, lse = (x.new_empty((*q.shape[:3], *x.shape[3:])) for x in filled)
+    q, k, v = (for_bulk_copies(x) for x in (q, k, v))
+    B, Hq, M, D = q.shape
+    _, Hk, N, Dv = v.shape
+    block_m, piece = 64 * consumers, min(k_block, block_n)
+    rows = full_count.shape[-1] * (q_block // block_m)
+    tiles = B * Hq * rows
+    programs = torch.cuda.get_device_properties(q.device).multi_processor_count * per_sm
+    queue = torch.zeros(1, dtype=torch.int32, device=q.device)
+    _kernel[(min(programs, tiles),)](
+        panels(q, 64), panels(k, piece), panels(v, piece), panels(out, 64), lse,
+        full_count, partial_count, index, q_position, k_position, queue,
+        *head_strides(full_count), *head_strides(index), *lse.stride()[:2],
+        head_strides(q_position), head_strides(k_position),
+        tiles, M, N, index.shape[-1], rows, Hk, Hq // Hk, Hq // full_count.shape[1],
+        N - M if causal else 0, scale * math.log2(math.e),
+        DQ=padded(D), DV=padded(Dv), CONSUMERS=consumers, BLOCK_N=block_n, STAGES=num_stages,
+        PIECES=block_n // piece, K_SPLIT=k_block // piece, Q_SPLIT=q_block // block_m,
+        CAUSAL=causal, Q_IN_ORDER=q_in_order, K_IN_ORDER=k_in_order,
+        CONSUMER_REGISTERS=consumer_registers(consumers, per_sm),
+        num_warps=4, maxnreg=registers(consumers, per_sm),
+    )  # fmt: skip
+    if q_lead:
+        for x, longer in zip(filled, (out, lse), strict=True):
+            x.copy_(longer[:, :, q_lead:])
+
+
+@gluon.jit
+def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes):
+    """The softmax of 64 queries of each tile, and its products."""
+    out_target = sources[3]
+    q_position_ptr, k_position_ptr, lse_ptr = pointers[3], pointers[4], pointers[6]
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    q_pieces, k_pieces, v_pieces, out_pieces, words, starts = bufs
+    q_position_strides, k_position_strides, lse_strides = strides[2], strides[3], strides[4]
+    tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale = sizes
+    HALF: gl.constexpr = q_pieces.dtype
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.DV, 16])
+    WEIGHT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    OUT_ROW: gl.constexpr = gl.SliceLayout(1, SUMS)
+    q_bufs = q_pieces._reinterpret(HALF, [2 * C.CONSUMERS, 64, C.DQ], SHARED)
+    k_bufs = k_pieces._reinterpret(HALF, [C.STAGES, C.BLOCK_N, C.DQ], SHARED)
+    v_bufs = v_pieces._reinterpret(HALF, [C.STAGES, C.BLOCK_N, C.DV], SHARED)
+    out_bufs = out_pieces._reinterpret(HALF, [C.CONSUMERS, 64, C.DV], SHARED)
+    none = gl.zeros([64, C.BLOCK_N], gl.float32, SCORES)
+    SUM_ROW: gl.constexpr = gl.SliceLayout(1, partial_sum(none).type.layout)
+
+    # The scores of the very first keys.
+    mbarrier.wait(q_full.index(0), 0)
+    word = read(words, 0, 4)
+    b, h, h_key, row = unpacked_place(read(words, 2, 4))
+    pieces, steps, first, masked = extent(word, C)
+    last = query_positions(q_position_ptr, q_position_strides, b, h, row, offset, WG, C, ROW)
+    position_at = b.to(gl.int64) * k_position_strides[0] + h_key.to(gl.int64) * k_position_strides[1]
+    mbarrier.wait(k_full.index(0), 0)
+    q = q_bufs.index(WG)
+    scores_token = warpgroup_mma(q, k_bufs.index(0).permute([1, 0]), none, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(0, [scores_token])
+    scores = masked_scores(scores, last, starts, 0, first, k_position_ptr, position_at, N, C)
+    mbarrier.arrive(k_empty.index(0), count=1)
+    highest = gl.maximum(row_max(scores, ROW) * scale, LOWEST)
+    weight = gl.exp2(scores * scale - highest[:, None])
+    total = partial_sum(weight)
+    operand = gl.convert_layout(weight.to(HALF), WEIGHT)
+    step = 0
+    visit = 0
+    while word >= 0:
+        pieces, steps, first, masked = extent(word, C)
+        q = q_bufs.index((visit % 2) * C.CONSUMERS + WG)
+        sums = gl.zeros([64, C.DV], gl.float32, SUMS)
+        for t in range(1, steps):
+            v_stage = step % C.STAGES
+            v_phase = (step // C.STAGES) & 1
+            step += 1
+            stage = step % C.STAGES
+            mbarrier.wait(k_full.index(stage), (step // C.STAGES) & 1)
+            scores_token = warpgroup_mma(
+                q, k_bufs.index(stage).permute([1, 0]), none, use_acc=False, is_async=True
+            )
+            mbarrier.wait(v_full.index(v_stage), v_phase)
+            sums_token = warpgroup_mma(operand, v_bufs.index(v_stage), sums, is_async=True)
+            scores = warpgroup_mma_wait(1, [scores_token])
+            if t < masked:
+                scores = masked_scores(scores, last, starts, stage, C.PIECES, k_position_ptr, position_at, N, C)
+            mbarrier.arrive(k_empty.index(stage), count=1)
+            new = gl.maximum(highest, row_max(scores, ROW) * scale)
+            weight = gl.exp2(scores * scale - new[:, None])
+            rescale = gl.exp2(highest - new)
+            highest = new
+            total = total * gl.convert_layout(rescale, SUM_ROW)[:, None] + partial_sum(weight)
+            sums, weight = warpgroup_mma_wait(0, [sums_token, weight])
+            mbarrier.arrive(v_empty.index(v_stage), count=1)
+            operand = gl.convert_layout(weight.to(HALF), WEIGHT)
+            sums = sums * gl.convert_layout(rescale, OUT_ROW)[:, None]
+
+        # The border: the first scores of the next tile beside the last values of this one.
+        v_stage = step % C.STAGES
+        v_phase = (step // C.STAGES) & 1
+        step += 1
+        stage = step % C.STAGES
+        mbarrier.arrive(q_empty.index(visit % 2), count=1)
+        visit += 1
+        mbarrier.wait(q_full.index(visit % 2), (visit // 2) & 1)
+        word = read(words, visit % 2, 4)
+        place = read(words, 2 + visit % 2, 4)
+        mbarrier.wait(k_full.index(stage), (step // C.STAGES) & 1)
+        q = q_bufs.index((visit % 2) * C.CONSUMERS + WG)
+        scores_token = warpgroup_mma(q, k_bufs.index(stage).permute([1, 0]), none, use_acc=False, is_async=True)
+        mbarrier.wait(v_full.index(v_stage), v_phase)
+        sums_token = warpgroup_mma(operand, v_bufs.index(v_stage), sums, is_async=True)
+        next_b, next_h, next_key, next_row = unpacked_place(place)
+        pieces, steps, first, masked = extent(word, C)
+        last = query_positions(
+            q_position_ptr, q_position_strides, next_b, next_h, next_row, offset, WG, C, ROW,
+        )  # fmt: skip
+        position_at = next_b.to(gl.int64) * k_position_strides[0] + next_key.to(gl.int64) * k_position_strides[1]
+        whole = gl.convert_layout(gl.sum(total, 1), ROW)
+        store_lse(lse_ptr, lse_strides, b, h, row, M, highest + gl.log2(whole), whole, WG, C, ROW)
+        scores = warpgroup_mma_wait(1, [scores_token])
+        scores = masked_scores(scores, last, starts, stage, first, k_position_ptr, position_at, N, C)
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        highest = gl.maximum(row_max(scores, ROW) * scale, LOWEST)
+        weight = gl.exp2(scores * scale - highest[:, None])
+        total = partial_sum(weight)
+        sums, weight = warpgroup_mma_wait(0, [sums_token, weight])
+        mbarrier.arrive(v_empty.index(v_stage), count=1)
+        operand = gl.convert_layout(weight.to(HALF), WEIGHT)
+        store_out(out_target, out_pieces, out_bufs, sums, whole, b, h, row, WG, C)
+        b, h, row = next_b, next_h, next_row
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=OF_PROMPT)
+def _kernel(
+    q_source, k_source, v_source, out_target, lse_ptr,
+    full_count_ptr, partial_count_ptr, index_ptr, q_position_ptr, k_position_ptr, queue_ptr,
+    count_stride_b, count_stride_h, index_stride_b, index_stride_h, lse_stride_b, lse_stride_h,
+    q_position_strides, k_position_strides,
+    tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale_log2,
+    DQ: gl.constexpr, DV: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    PIECES: gl.constexpr, K_SPLIT: gl.constexpr, Q_SPLIT: gl.constexpr,
+    CAUSAL: gl.constexpr, Q_IN_ORDER: gl.constexpr, K_IN_ORDER: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    PANEL_ROWS: gl.constexpr = BLOCK_N // PIECES
+    HALF: gl.constexpr = q_source.dtype
+    Q_PANELS: gl.constexpr = DQ // PANEL
+    V_PANELS: gl.constexpr = DV // PANEL
+    q_pieces = gl.allocate_shared_memory(HALF, [2 * CONSUMERS * Q_PANELS, 1, 1, 64, PANEL], q_source.layout)
+    k_pieces = gl.allocate_shared_memory(
+        HALF, [STAGES * Q_PANELS * PIECES, 1, 1, PANEL_ROWS, PANEL], k_source.layout
+    )
+    v_pieces = gl.allocate_shared_memory(
+        HALF, [STAGES * V_PANELS * PIECES, 1, 1, PANEL_ROWS, PANEL], v_source.layout
+    )
+    out_pieces = gl.allocate_shared_memory(HALF, [CONSUMERS * V_PANELS, 1, 1, 64, PANEL], out_target.layout)
+    words = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    starts = gl.allocate_shared_memory(gl.int32, [STAGES * PIECES, 1], mbarrier.MBarrierLayout())
+    bars = make_rings(STAGES, CONSUMERS)
+    sources = (q_source, k_source, v_source, out_target)
+    pointers = (full_count_ptr, partial_count_ptr, index_ptr, q_position_ptr, k_position_ptr, queue_ptr, lse_ptr)
+    bufs = (q_pieces, k_pieces, v_pieces, out_pieces, words, starts)
+    strides = (
+        (count_stride_b, count_stride_h), (index_stride_b, index_stride_h), q_position_strides, k_position_strides,
+        (lse_stride_b, lse_stride_h),
+    )  # fmt: skip
+    sizes = (tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale_log2)
+    C = Constants(
+        DQ, DV, CONSUMERS, BLOCK_N, STAGES, PIECES, K_SPLIT, Q_SPLIT, CAUSAL, Q_IN_ORDER, K_IN_ORDER, False, False
+    )
+    first: gl.constexpr = 0
+    second: gl.constexpr = 1
+    if CONSUMERS == 2:
+        gl.warp_specialize([
+            (_consume, (first, C, sources, pointers, bars, bufs, strides, sizes)),
+            (_consume, (second, C, sources, pointers, bars, bufs, strides, sizes)),
+            (load_keys, (C, sources, pointers, bars, bufs, strides, sizes)),
+            (load_values, (C, sources, pointers, bars, bufs, strides, sizes)),
+        ], [4, 1, 1], [CONSUMER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consume, (first, C, sources, pointers, bars, bufs, strides, sizes)),
+            (load_keys, (C, sources, pointers, bars, bufs, strides, sizes)),
+            (load_values, (C, sources, pointers, bars, bufs, strides, sizes)),
+        ], [1, 1], [LOADER_REGISTERS, LOADER_REGISTERS])  # fmt: skip

@@ -1,0 +1,302 @@
+"""The portable kernel: any GPU that Triton compiles for, and its interpreter.
+
+One program computes `BLOCK_M` queries of one head; longest rows start first. Full blocks are walked before partial ones.
+"""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from blocksparse.kernels.common.hardware import has_descriptors
+from blocksparse.kernels.common.memory import copies_in_bulk
+from blocksparse.kernels.common.sizes import power_of_2
+from blocksparse.kernels.common.strides_triton import alike, head_at, head_strides
+from blocksparse.kernels.rounding.quantize import FP8_LIMIT
+
+_FP8_LIMIT = tl.constexpr(FP8_LIMIT)
+
+
+def sparse_attention_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    full_count: Tensor,
+    partial_count: Tensor,
+    index: Tensor,
+    q_position: Tensor,
+    k_position: Tensor,
+    q_block: int,
+    k_block: int,
+    q_lead: int,
+    causal: bool,
+    scale: float,
+    block_m: int,
+    block_n: int,
+    num_warps: int,
+    num_stages: int,
+    tma: int,
+    pv_skip: Tensor | None,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    k_copy: Tensor | None,
+    v_scale: Tensor | None,
+) -> None:
+    """Fills `out` and `lse`; the arguments are those of `sparse_attention` and of `TritonTiles`."""
+    B, Hq, M, D = q.shape
+    Hk, Dv = v.shape[1], v.shape[-1]
+    block_d, block_dv = (max(_least_depth(x), power_of_2(x.shape[-1])) for x in (k, v))
+    k_source, v_source = k, v
+    by_descriptor = bool(tma) and has_descriptors(k) and copies_in_bulk(k) and copies_in_bulk(v)
+    if by_descriptor:
+        k_source = TensorDescriptor.from_tensor(k, [1, 1, block_n, block_d])
+        v_source = TensorDescriptor.from_tensor(v, [1, 1, block_n, block_dv])
+    tiles = full_count.shape[-1] * (q_block // block_m)
+    _kernel[(tiles, Hq, B)](
+        q, k_source, v_source, out, lse,
+        full_count, partial_count, index, q_position, k_position,
+        q.stride()[:3], k.stride()[:3], v.stride()[:3], out.stride()[:3], alike(*lse.stride()[:2]),
+        alike(*head_strides(full_count)), alike(*head_strides(index)),
+        head_strides(q_position), head_strides(k_position),
+        pv_skip, q_scale, k_scale, k_copy, v_scale,
+        *(None if x is None else alike(*head_strides(x)) for x in (q_scale, k_scale, k_copy, v_scale)),
+        M, k.shape[2], index.shape[-1],
+        Hq // Hk, Hq // full_count.shape[1], q_lead, scale * math.log2(math.e),
+        D=D, DV=Dv,
+        BLOCK_D=block_d, BLOCK_DV=block_dv,
+        BLOCK_M=block_m, BLOCK_N=block_n,
+        Q_SPLIT=q_block // block_m, K_SPLIT=k_block // block_n,
+        CAUSAL=causal, TMA=by_descriptor,
+        num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
+
+
+def runs_interpreted() -> bool:
+    """Whether Triton's interpreter, not its compiler, runs the kernel (TRITON_INTERPRET at import time)."""
+    return not isinstance(_kernel, triton.JITFunction)
+
+
+def _least_depth(x: Tensor) -> int:
+    """Matrix units multiply tiles at least this deep."""
+    return 32 if x.element_size() == 1 else 16
+
+
+@triton.jit
+def _tile(ptr, strides, b, h, offsets, dims, limit, D: tl.constexpr, BLOCK_D: tl.constexpr, RAGGED: tl.constexpr):
+    """Rows `offsets` of `[B, H, N, D]` at `(b, h)`, zeros outside `[0, limit)` and past `D`."""
+    at = ptr + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
+    at = at + offsets.to(tl.int64)[:, None] * strides[2] + dims[None, :]
+    if RAGGED:
+        inside = (offsets >= 0) & (offsets < limit)
+        if BLOCK_D != D:
+            return tl.load(at, mask=inside[:, None] & (dims < D)[None, :], other=0.0)
+        return tl.load(at, mask=inside[:, None], other=0.0)
+    if BLOCK_D != D:
+        return tl.load(at, mask=(dims < D)[None, :], other=0.0)
+    return tl.load(at)
+
+
+@triton.jit
+def _block(
+    source, strides, b, h, start, within, dims, limit,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, RAGGED: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Keys or values `start + within`; `source` is a pointer, or a descriptor that fills with zeros itself."""
+    if TMA:
+        tile = source.load([b, h, start, 0]).reshape(within.shape[0], BLOCK_D)
+    else:
+        tile = _tile(source, strides, b, h, start + within, dims, limit, D, BLOCK_D, RAGGED)
+    return tile
+
+
+@triton.jit
+def _factors(ptr, at, inside, RAGGED: tl.constexpr):
+    """Scales of a tile's tokens, 0 outside; None where there are none."""
+    if ptr is None:
+        factors = None
+    elif RAGGED:
+        factors = tl.load(ptr + at, mask=inside, other=0.0)
+    else:
+        factors = tl.load(ptr + at)
+    return factors
+
+
+@triton.jit
+def _scores(q_tile, k_tile, q_factor, k_factor, scale_log2):
+    """Logits in base 2. With scales the products are of integers; `q_factor` holds `scale_log2` as well."""
+    if k_factor is None:
+        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale_log2
+    else:
+        scores = tl.dot(q_tile, tl.trans(k_tile)).to(tl.float32) * q_factor[:, None] * k_factor[None, :]
+    return scores
+
+
+@triton.jit
+def _add_values(accumulator, unit, rescale, weight, scores, values, v_factor, left_out, MASKED: tl.constexpr):
+    """Rescale what is accumulated, and add values by weight. With scales, in units of the largest scale met."""
+    if v_factor is None:
+        accumulator = accumulator * rescale[:, None]
+        accumulator = tl.dot(weight.to(values.dtype), values, accumulator, input_precision="ieee")
+        new_unit = unit
+    else:
+        if MASKED:
+            largest = tl.max(tl.where(scores > float("-inf"), v_factor[None, :], 0.0), 1)
+        else:
+            largest = tl.max(v_factor, 0)
+        if left_out is not None:
+            largest = tl.where(left_out, 0.0, largest)
+        new_unit = tl.maximum(unit, largest)
+        inverse = 1.0 / tl.where(new_unit == 0.0, 1.0, new_unit)
+        share = v_factor[None, :] * inverse[:, None]
+        if MASKED:
+            share = tl.minimum(share, 1.0)  # where a key is masked it may overflow, and its weight is 0
+        weight = weight * share * _FP8_LIMIT
+        accumulator = accumulator * (rescale * (unit * inverse))[:, None]
+        # Hopper adds fp8 products in some 14 bits: one tile so, and tiles to each other in fp32.
+        accumulator = tl.dot(weight.to(values.dtype), values, accumulator, max_num_imprecise_acc=values.shape[0])
+    return accumulator, new_unit
+
+
+@triton.jit
+def _softmax_update(
+    scores, values, v_factor, running_max, running_sum, unit, accumulator, skip_log2, live, MASKED: tl.constexpr
+):  # fmt: skip
+    """One step of the online softmax, base 2. Masked scores are -inf, and so may be a whole row."""
+    best = tl.max(scores, 1)
+    new_max = tl.maximum(running_max, best)
+    if MASKED:
+        origin = tl.where(new_max == float("-inf"), 0.0, new_max)
+    else:
+        origin = new_max
+    weight_origin = origin
+    left_out = None
+    needed = True
+    if skip_log2 is not None:
+        left_out = best - running_max < skip_log2  # never the first tile: inf, or NaN
+        weight_origin = tl.where(left_out, float("inf"), origin)
+        kept = (live & ~left_out).to(tl.int32)
+        needed = tl.max(tl.max(kept[None, :], 1), 0) > 0  # Triton 3.7 fails on sm_100 if it stays one-dimensional
+    weight = tl.exp2(scores - weight_origin[:, None])
+    rescale = tl.exp2(running_max - origin)
+    running_sum = running_sum * rescale + tl.sum(weight, 1)
+    if needed:  # else no maximum rose: nothing to rescale
+        accumulator, unit = _add_values(
+            accumulator, unit, rescale, weight, scores, values, v_factor, left_out, MASKED
+        )
+    return new_max, running_sum, unit, accumulator
+
+
+@triton.jit(do_not_specialize=["full_count_ptr", "partial_count_ptr", "M", "N", "cols", "q_lead"])
+def _kernel(
+    q_ptr, k_source, v_source, out_ptr, lse_ptr,
+    full_count_ptr, partial_count_ptr, index_ptr, q_position_ptr, k_position_ptr,
+    q_strides, k_strides, v_strides, out_strides, lse_strides,
+    count_strides, index_strides, q_position_strides, k_position_strides,
+    pv_skip_ptr, q_scale_ptr, k_scale_ptr, k_copy_ptr, v_scale_ptr,  # None: compiled away
+    q_scale_strides, k_scale_strides, k_copy_strides, v_scale_strides,
+    M, N, cols,
+    heads_per_key, heads_per_mask, q_lead, scale_log2,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, Q_SPLIT: tl.constexpr, K_SPLIT: tl.constexpr,
+    CAUSAL: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # late rows are the longest: start them first
+    h = tl.program_id(1)
+    b = tl.program_id(2)
+    row = tile // Q_SPLIT
+    h_key = h // heads_per_key
+    h_mask = h // heads_per_mask
+
+    dims = tl.arange(0, BLOCK_D)
+    dims_v = tl.arange(0, BLOCK_DV)
+    places = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    queries = places - q_lead
+    within = tl.arange(0, BLOCK_N)
+    q_tile = _tile(q_ptr, q_strides, b, h, queries, dims, M, D, BLOCK_D, True)  # [BLOCK_M, BLOCK_D]
+
+    h_copy = h_key
+    if k_copy_ptr is not None:
+        h_copy = h_key + tl.load(k_copy_ptr + head_at(k_copy_strides, b, h) + row) * (
+            tl.num_programs(1) // heads_per_key
+        )
+    q_factor = None
+    k_scale_at = 0
+    if q_scale_ptr is not None:
+        q_scale_at = head_at(q_scale_strides, b, h)
+        asked = (queries >= 0) & (queries < M)
+        q_factor = tl.load(q_scale_ptr + q_scale_at + queries, mask=asked, other=0.0) * scale_log2
+        k_scale_at = head_at(k_scale_strides, b, h_copy)
+    v_scale_at = 0
+    if v_scale_ptr is not None:
+        v_scale_at = head_at(v_scale_strides, b, h_key)
+    skip_log2 = None
+    live = None
+    if pv_skip_ptr is not None:
+        skip_log2 = tl.load(pv_skip_ptr + h) * 1.4426950408889634  # log2(e)
+        live = (queries >= 0) & (queries < M)
+
+    running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    running_sum = tl.zeros([BLOCK_M], tl.float32)
+    unit = tl.zeros([BLOCK_M], tl.float32)  # largest scale of a value so far
+    accumulator = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+
+    count_at = head_at(count_strides, b, h_mask) + row
+    index_at = head_at(index_strides, b, h_mask) + row.to(tl.int64) * cols
+
+    full_count = tl.load(full_count_ptr + count_at)
+    for i in range(full_count * K_SPLIT):
+        block = tl.load(index_ptr + index_at + i // K_SPLIT).to(tl.int32)
+        start = (block * K_SPLIT + i % K_SPLIT) * BLOCK_N
+        k_tile = _block(k_source, k_strides, b, h_copy, start, within, dims, N, D, BLOCK_D, False, TMA)
+        k_factor = _factors(k_scale_ptr, k_scale_at + start + within, within >= 0, False)
+        scores = _scores(q_tile, k_tile, q_factor, k_factor, scale_log2)
+        v_tile = _block(v_source, v_strides, b, h_key, start, within, dims_v, N, DV, BLOCK_DV, False, TMA)
+        v_factor = _factors(v_scale_ptr, v_scale_at + start + within, within >= 0, False)
+        running_max, running_sum, unit, accumulator = _softmax_update(
+            scores, v_tile, v_factor, running_max, running_sum, unit, accumulator, skip_log2, live, False
+        )
+
+    q_at = tl.load(
+        q_position_ptr + b.to(tl.int64) * q_position_strides[0] + h.to(tl.int64) * q_position_strides[1] + places
+    )
+    k_position_at = b.to(tl.int64) * k_position_strides[0] + h_key.to(tl.int64) * k_position_strides[1]
+    index_at += full_count
+    for i in range(tl.load(partial_count_ptr + count_at) * K_SPLIT):
+        block = tl.load(index_ptr + index_at + i // K_SPLIT).to(tl.int32)
+        start = (block * K_SPLIT + i % K_SPLIT) * BLOCK_N
+        k_tile = _block(k_source, k_strides, b, h_copy, start, within, dims, N, D, BLOCK_D, True, TMA)
+        k_at = tl.load(k_position_ptr + k_position_at + start + within)
+        inside = start + within < N
+        k_factor = _factors(k_scale_ptr, k_scale_at + start + within, inside, True)
+        scores = _scores(q_tile, k_tile, q_factor, k_factor, scale_log2)
+        allowed = (k_at >= 0)[None, :]
+        if CAUSAL:
+            allowed = allowed & (k_at[None, :] <= q_at[:, None])
+        scores = tl.where(allowed, scores, float("-inf"))
+        v_tile = _block(v_source, v_strides, b, h_key, start, within, dims_v, N, DV, BLOCK_DV, True, TMA)
+        v_factor = _factors(v_scale_ptr, v_scale_at + start + within, inside, True)
+        # Partial blocks hold a query's own neighbours: none is left out.
+        running_max, running_sum, unit, accumulator = _softmax_update(
+            scores, v_tile, v_factor, running_max, running_sum, unit, accumulator, None, live, True
+        )
+
+    empty = running_sum == 0.0
+    result = accumulator / tl.where(empty, 1.0, running_sum)[:, None]
+    if v_scale_ptr is not None:
+        result = result * (unit / _FP8_LIMIT)[:, None]
+    out_at = out_ptr + b.to(tl.int64) * out_strides[0] + h.to(tl.int64) * out_strides[1]
+    out_at = out_at + queries.to(tl.int64)[:, None] * out_strides[2] + dims_v[None, :]
+    stored = (queries >= 0) & (queries < M)
+    tl.store(out_at, result.to(out_ptr.dtype.element_ty), mask=stored[:, None] & (dims_v < DV)[None, :])
+    lse_at = lse_ptr + head_at(lse_strides, b, h) + queries
+    # 0.6931... is ln 2: scores are in base 2.
+    log_sum = tl.where(
+        empty, float("-inf"), (running_max + tl.log2(tl.where(empty, 1.0, running_sum))) * 0.6931471805599453
+    )
+    tl.store(lse_at, log_sum, mask=stored)

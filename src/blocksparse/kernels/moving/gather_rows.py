@@ -1,0 +1,58 @@
+"""Move tokens: rows of a tensor read through an index map, or written through it.
+
+    gather   out[b, h, i] = x[b, h // (H / Hx), index[b, h, i]]
+    scatter  out[b, h, index[b, h, i]] = x[b, h, i]
+
+On GPUs one launch, which reads every row and every index once; on other devices the plain torch below.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def gather_rows(x: Tensor, index: Tensor) -> Tensor:
+    """Rows of `x` `[B, Hx, N, D]` by `index` `[B, H, M]` int32, `[B, H, M, D]`; `Hx` divides `H`."""
+    if x.is_cuda:
+        from blocksparse.kernels.moving.gather_rows_triton import gather_rows_triton
+
+        return gather_rows_triton((x,), index)[0]
+    return gather_rows_reference(x, index)
+
+
+def gather_two(x: Tensor, y: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """`gather_rows` of `x` `[B, Hx, N, D]` and `y` `[B, Hx, N, Dy]` in one launch."""
+    if x.is_cuda:
+        from blocksparse.kernels.moving.gather_rows_triton import gather_rows_triton
+
+        return gather_rows_triton((x, y), index)
+    return gather_rows_reference(x, index), gather_rows_reference(y, index)
+
+
+def scatter_rows(x: Tensor, index: Tensor) -> Tensor:
+    """Undo a gather of as many rows: `x` `[B, H, M, ...]` and `index` `[B, H, M]` int32, each row named once."""
+    if x.is_cuda:
+        from blocksparse.kernels.moving.gather_rows_triton import scatter_rows_triton
+
+        return scatter_rows_triton(x, index)
+    return scatter_rows_reference(x, index)
+
+
+def gather_rows_reference(x: Tensor, index: Tensor) -> Tensor:
+    """The same in plain torch."""
+    if x.shape[1] != index.shape[1]:
+        x = x.repeat_interleave(index.shape[1] // x.shape[1], dim=1)
+    return x.gather(2, index.long().unsqueeze(-1).expand(*index.shape, x.shape[-1]))
+
+
+def scatter_rows_reference(x: Tensor, index: Tensor) -> Tensor:
+    """The same in plain torch: the rows of `x` by the inverse map."""
+    place = inverse(index).long()
+    return x.gather(2, place.view(*place.shape, *[1] * (x.ndim - 3)).expand(x.shape))
+
+
+def inverse(index: Tensor) -> Tensor:
+    """The map that undoes `index` along its last axis, int32."""
+    slots = torch.arange(index.shape[-1], dtype=torch.int32, device=index.device).expand(index.shape)
+    return torch.empty_like(slots, memory_format=torch.contiguous_format).scatter_(-1, index.long(), slots)

@@ -1,0 +1,32 @@
+"""Pooled queries times pooled keys, where some query of a block may see some key.
+
+    logits[b, h, row, col] = pooled_q[b, h, row] . pooled_k[b, h // G, col]
+
+On GPUs one kernel, which leaves out the tiles that causality does; there they hold anything. Its products are of
+three tf32 products each, as exact as fp32's own and on the tensor cores. On CPU tensors and in float64, plain torch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from blocksparse.kernels.multiplying.products import products
+from blocksparse.kernels.positions.block_grid import BlockGrid
+
+
+def block_products(pooled_q: Tensor, pooled_k: Tensor, grid: BlockGrid) -> Tensor:
+    """Logits `[B, Hq, rows, cols]` of `pooled_q` `[B, Hq, rows, D]` and `pooled_k` `[B, H, cols, D]`.
+
+    `H` divides `Hq`. Entries of blocks that are not reachable have no meaning, and may be NaN.
+    """
+    if pooled_q.is_cuda and pooled_q.dtype == torch.float32:
+        from blocksparse.kernels.multiplying.block_products_triton import block_products_triton
+
+        return block_products_triton(pooled_q, pooled_k, grid)
+    return block_products_reference(pooled_q, pooled_k, grid)
+
+
+def block_products_reference(pooled_q: Tensor, pooled_k: Tensor, grid: BlockGrid) -> Tensor:
+    """The same in plain torch; every entry is a product."""
+    return products(pooled_q, pooled_k)

@@ -1,0 +1,76 @@
+"""The Triton kernel of `block_products`, and of fp32 `products`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from blocksparse.kernels.common.hardware import device_of
+from blocksparse.kernels.common.sizes import cdiv
+from blocksparse.kernels.common.strides_triton import head_at
+from blocksparse.kernels.positions.block_grid import BlockGrid
+from blocksparse.kernels.positions.block_grid_triton import any_of, rows_at, strides
+
+_TILE = 64  # rows, columns, and dims at a time
+
+
+def block_products_triton(pooled_q: Tensor, pooled_k: Tensor, grid: BlockGrid) -> Tensor:
+    """Launch the kernel; arguments as of `block_products`."""
+    skips = grid.causal and grid.k_first.shape[2] == 1
+    positions = grid.q_last, grid.k_first, strides(grid.q_last), strides(grid.k_first)
+    return _launch(pooled_q, pooled_k, positions, skips)
+
+
+def products_triton(q: Tensor, k: Tensor) -> Tensor:
+    """Launch the kernel; arguments as of `products`, fp32."""
+    return _launch(q, k, (None,) * 4, False)
+
+
+def _launch(q: Tensor, k: Tensor, positions: tuple[Any, ...], skips: bool) -> Tensor:
+    (B, Hq, rows, D), (_, H, cols, _) = q.shape, k.shape
+    q, k = q.contiguous(), k.contiguous()
+    logits = torch.empty((B, Hq, rows, cols), dtype=torch.float32, device=q.device)
+    with device_of(q):
+        _kernel[(cdiv(cols, _TILE) * cdiv(rows, _TILE), Hq, B)](
+            q, k, logits, *positions,
+            rows, cols, D, Hq // H,
+            SKIPS=skips,
+            PRECISION="tf32x3" if torch.version.hip is None else "ieee",
+            TILE=_TILE, num_warps=4, num_stages=2,
+        )  # fmt: skip
+    return logits
+
+
+@triton.jit(do_not_specialize=["rows", "cols"])
+def _kernel(
+    q_ptr, k_ptr, logits_ptr, q_last_ptr, k_first_ptr, q_last_strides, k_first_strides,
+    rows, cols, D, group,
+    SKIPS: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    b, h = tl.program_id(2), tl.program_id(1)
+    wide = tl.cdiv(cols, TILE)
+    row = tl.program_id(0) // wide * TILE + tl.arange(0, TILE)[:, None]
+    col = tl.program_id(0) % wide * TILE + tl.arange(0, TILE)[None, :]
+    if SKIPS:
+        last = tl.load(rows_at(q_last_ptr, q_last_strides, b, h, row), mask=row < rows, other=-1)
+        at = k_first_ptr + head_at(k_first_strides, b, h)
+        first = tl.load(at + col * k_first_strides[3], mask=col < cols, other=2**31 - 1)
+        seen = any_of(tl.min(first, 1, keep_dims=True) <= tl.max(last, 0, keep_dims=True))
+    else:
+        seen = rows > 0
+    if seen:
+        heads = tl.num_programs(1)
+        q_at = q_ptr + ((b * heads + h).to(tl.int64) * rows + row) * D
+        k_at = k_ptr + ((b * (heads // group) + h // group).to(tl.int64) * cols + col) * D
+        sums = tl.zeros([TILE, TILE], tl.float32)
+        for start in range(0, D, TILE):
+            dim = start + tl.arange(0, TILE)
+            q = tl.load(q_at + dim[None, :], mask=(row < rows) & (dim[None, :] < D), other=0.0)
+            k = tl.load(k_at + dim[:, None], mask=(col < cols) & (dim[:, None] < D), other=0.0)
+            sums = tl.dot(q, k, sums, input_precision=PRECISION)
+        out_at = logits_ptr + ((b * heads + h).to(tl.int64) * rows + row) * cols + col
+        tl.store(out_at, sums, mask=(row < rows) & (col < cols))

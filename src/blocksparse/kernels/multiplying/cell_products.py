@@ -1,0 +1,35 @@
+"""What kernels over cells share: consecutive tokens as one vector."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from blocksparse.kernels.multiplying.products import wide_dtype
+from blocksparse.precision import without_autocast
+
+
+def cells(x: Tensor, slots: int, lead: int, filler: Tensor | None = None) -> Tensor:
+    """Tokens `[B, H, N, D]` in cells, `[B, H, cells, slots, D]`; `lead` empty slots come first.
+
+    Args:
+        filler: `[B, H, 2, D]`, what the empty slots hold at the start and at the end; zeros unless given.
+    """
+    missing = -(lead + x.shape[2]) % slots
+    if not (lead or missing):
+        return x.unflatten(2, (-1, slots))
+    if filler is None:
+        return pad(x, (0, 0, lead, missing)).unflatten(2, (-1, slots))
+    before, after = (filler[:, :, i : i + 1].expand(-1, -1, n, -1) for i, n in ((0, lead), (1, missing)))
+    with without_autocast(x):  # which refuses to join tensors of another half precision than its own
+        return torch.cat((before, x, after), dim=2).unflatten(2, (-1, slots))
+
+
+def means_of_short_cells(x: Tensor, slots: int, lead: int) -> Tensor | None:
+    """Mean of the tokens in the first and in the last cell, `[B, H, 2, D]`; None where no cell is short."""
+    missing = -(lead + x.shape[2]) % slots
+    if not (lead or missing):
+        return None
+    ends = (x[:, :, : slots - lead], x[:, :, -(slots - missing) :])
+    return torch.stack([end.mean(2, dtype=wide_dtype(x)) for end in ends], dim=2).to(x.dtype)

@@ -1,0 +1,146 @@
+"""The matrix product that kernels over cells share: cells of queries with cells of keys, in fp32 sums.
+
+A cell is `slots` consecutive tokens of `[B, H, N, D]`; nothing is copied to make one. A tile of cells is read one slot
+at a time, through tensor descriptors where the chip has them. Cells that lack tokens, at the tail and where a
+chunk starts, are read token by token, in the tiles that hold one.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from attrs import frozen
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from blocksparse.kernels.common.hardware import has_descriptors
+from blocksparse.kernels.common.memory import copies_in_bulk
+from blocksparse.kernels.common.strides_triton import alike, head_strides
+
+
+@frozen
+class Tiles:
+    """Cells per program on both sides, dims per step, and how the product is run."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+def tiles_for(x: Tensor, *, tma: bool) -> Tiles:
+    """Tiles for `x` `[B, H, N, D]`; head dims that leave half a step empty take smaller steps."""
+    if x.dtype == torch.float32:
+        return Tiles(64, 64, 32, 4, 2)
+    block_k = 32 if 0 < x.shape[-1] % 64 <= 32 else 64
+    return Tiles(128, 256, block_k, 8, 4) if tma else Tiles(128, 128, block_k, 8, 3)
+
+
+def can_use_tma(*tensors: Tensor) -> bool:
+    """Whether descriptors of cells can load these: Hopper or later, half precision, 16-byte aligned rows."""
+    return all(x.element_size() == 2 and has_descriptors(x) and copies_in_bulk(x) for x in tensors)
+
+
+def whole_cells(x: Tensor, slots: int, lead: int, block: int, block_k: int) -> TensorDescriptor | None:
+    """The cells of `[B, H, N, D]` that lack no token, as `[B, H, slots, cells, D]`; None if there is none."""
+    skipped = -lead % slots
+    count = (x.shape[2] - skipped) // slots
+    if count <= 0:
+        return None
+    view = x[:, :, skipped : skipped + count * slots].unflatten(2, (count, slots)).transpose(2, 3)
+    return TensorDescriptor.from_tensor(view, [1, 1, 1, block, block_k])
+
+
+def reach_strides(x: Tensor | None) -> tuple[int, ...] | None:
+    """Strides of the first two axes of `[B|1, Hq|1, n]`, `alike`."""
+    return None if x is None else alike(*head_strides(x))
+
+
+@triton.jit
+def largest(x):
+    """The largest entry of a vector; two-dimensional, since Triton 3.7 fails on sm_100 for the only axis of a tensor."""
+    return tl.max(tl.max(x[None, :], 1), 0)
+
+
+@triton.jit
+def grouped_tile(pid, q_tiles, k_tiles, heads, GROUP: tl.constexpr):
+    """Head, query tile and key tile of a program: `GROUP` query tiles, then the next key tile, for L2."""
+    first = pid // (GROUP * k_tiles) * GROUP
+    high = tl.minimum(q_tiles * heads - first, GROUP)
+    within = pid - first * k_tiles
+    row = first + within % high
+    return row // q_tiles, row % q_tiles, within // high
+
+
+@triton.jit
+def _by_token(
+    ptr, filler_ptr, strides, head, b, h, cell, slot, dims, lead, N,
+    D: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """One slot of the cells `cell`, `[cells, dims]`; where there is no token, what fills it, or zeros."""
+    token = cell * SLOTS + slot - lead
+    there = (token >= 0) & (token < N)
+    source = ptr + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
+    source = source + token.to(tl.int64)[:, None] * strides[2] + dims[None, :]
+    tile = tl.load(source, mask=there[:, None] & (dims < D)[None, :], other=0.0)
+    if filler_ptr is not None:
+        fill_at = filler_ptr + (head * 2 + (token >= N).to(tl.int32))[:, None] * D + dims[None, :]
+        filler = tl.load(fill_at, mask=(~there)[:, None] & (dims < D)[None, :], other=0.0)
+        tile = tl.where(there[:, None], tile, filler)
+    return tile
+
+
+@triton.jit
+def cell_products(
+    q_source, k_source, q_ptr, k_ptr, q_filler_ptr, k_filler_ptr, q_strides, k_strides,
+    b, h, h_key, heads, key_heads, q_cell, k_cell, q_lead, M, N,
+    D: tl.constexpr, SLOTS: tl.constexpr, FLIPPED: tl.constexpr, SHORT: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Products of the cells from `q_cell` on with those from `k_cell` on, `[BLOCK_M, BLOCK_N]` fp32.
+
+    `FLIPPED`: the last slot of a query cell meets the first of a key cell. `SHORT`: some cell lacks tokens. Cells
+    without any have no meaning.
+    """
+    STEPS: tl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
+    dim = tl.arange(0, BLOCK_K)
+    q_at = q_cell + tl.arange(0, BLOCK_M)
+    k_at = k_cell + tl.arange(0, BLOCK_N)
+    skipped = (q_lead + SLOTS - 1) // SLOTS  # cells before the first one that the descriptor holds
+    whole = True
+    if SHORT:
+        q_short = (q_cell * SLOTS < q_lead) & (q_lead % SLOTS != 0)
+        q_short = q_short | ((q_cell + BLOCK_M) * SLOTS > q_lead + M) & ((q_lead + M) % SLOTS != 0)
+        whole = (q_short | ((k_cell + BLOCK_N) * SLOTS > N) & (N % SLOTS != 0)) == 0
+    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if whole:
+        for step in range(SLOTS * STEPS):
+            slot = step // STEPS
+            start = step % STEPS * BLOCK_K
+            q_slot = slot
+            if FLIPPED:
+                q_slot = SLOTS - 1 - slot
+            if TMA:
+                q_tile = q_source.load([b, h, q_slot, q_cell - skipped, start]).reshape(BLOCK_M, BLOCK_K)
+                k_tile = k_source.load([b, h_key, slot, k_cell, start]).reshape(BLOCK_N, BLOCK_K)
+            else:
+                q_tile = _by_token(q_ptr, None, q_strides, 0, b, h, q_at, q_slot, start + dim, q_lead, M, D, SLOTS)
+                k_tile = _by_token(k_ptr, None, k_strides, 0, b, h_key, k_at, slot, start + dim, 0, N, D, SLOTS)
+            sums = tl.dot(q_tile, tl.trans(k_tile), sums, input_precision="ieee")
+    else:
+        q_head = b * heads + h
+        k_head = b * key_heads + h_key
+        for step in tl.range(SLOTS * STEPS, num_stages=1):  # few tiles come here
+            slot = step // STEPS
+            dims = step % STEPS * BLOCK_K + dim
+            q_slot = slot
+            if FLIPPED:
+                q_slot = SLOTS - 1 - slot
+            q_tile = _by_token(
+                q_ptr, q_filler_ptr, q_strides, q_head, b, h, q_at, q_slot, dims, q_lead, M, D, SLOTS
+            )
+            k_tile = _by_token(k_ptr, k_filler_ptr, k_strides, k_head, b, h_key, k_at, slot, dims, 0, N, D, SLOTS)
+            sums = tl.dot(q_tile, tl.trans(k_tile), sums, input_precision="ieee")
+    return sums

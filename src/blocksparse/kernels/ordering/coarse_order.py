@@ -1,0 +1,64 @@
+"""The best keys before each segment of queries, best first by coarse scores (S2O, eq. 2, without its full sort).
+
+    score[g, j] = mean[g] . k[j]                                  over the keys j < start = (first + g) * S
+    step[g, j]  = floor(256 * (high - score) / (high - low))      at least 0 and at most 255
+    out[g]      = the keys by rising step, equal steps by position; then -1
+
+`high` and `low` are the greatest and the least finite score of every eighth key of a row, j = 7, 15, 23 and so on: an
+eighth of the work, and a range that the first token, whose score often stands far out, has no part in.
+
+Mean queries are rounded to the dtype of the keys, products are summed in fp32 or better. A step is 1/256 of that range,
+so that keys of one step weigh much the same, but neither the order inside a step nor which of its keys are the last to
+fit says anything about their scores. Positions are below 2^24, which is checked.
+
+On GPUs five launches for some segments at a time, without a sort: the first finds the range, the next computes all
+scores and writes their steps, which take a byte each; a search finds the step at which a row is full, and a counting
+sort orders what is kept. Otherwise, and for float64, the plain torch below.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from blocksparse.kernels.multiplying.products import products
+from blocksparse.kernels.ordering.score_steps import MOST_KEYS, score_steps
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_SCORES_AT_ONCE = 1 << 24
+
+
+def coarse_order(mean: Tensor, k: Tensor, first: int, S: int, out: Tensor) -> None:
+    """Fill `out` `[B, H, G, count]` int32, the last slots of a map.
+
+    Args:
+        mean: mean query of segments `first` and on, `[B, H, G, D]`.
+        k: `[B, Hkv, N, D]`; `Hkv` divides `H`.
+        S: tokens per segment.
+
+    Raises:
+        ValueError: more keys than positions have bits for.
+    """
+    if (keys := (first + out.shape[2] - 1) * S) > MOST_KEYS:
+        raise ValueError(f"a coarse order takes up to {MOST_KEYS} keys before a segment: {keys}; use coarse=False")
+    if k.is_cuda and k.dtype in _DTYPES:
+        from blocksparse.kernels.ordering.coarse_order_triton import coarse_order_triton
+
+        return coarse_order_triton(mean, k, first, S, out)
+    return coarse_order_reference(mean, k, first, S, out)
+
+
+def coarse_order_reference(mean: Tensor, k: Tensor, first: int, S: int, out: Tensor) -> None:
+    """The same in plain torch."""
+    B, H, G, count = out.shape
+    mean = mean.to(k.dtype)
+    step = max(1, _SCORES_AT_ONCE // (B * H * max(1, (first + G - 1) * S)))
+    for g in range(0, G, step):
+        rows = slice(g, min(g + step, G))
+        end = (first + rows.stop - 1) * S
+        start = S * torch.arange(first + g, first + rows.stop, device=k.device)[:, None]
+        steps = score_steps(products(mean[:, :, rows], k[:, :, :end]), start)
+        order = steps.argsort(dim=-1, stable=True)[..., :count].int()
+        place = torch.arange(order.shape[-1], device=k.device)
+        out[:, :, rows, : order.shape[-1]] = order.where(place < start, -1)
+        out[:, :, rows, order.shape[-1] :] = -1

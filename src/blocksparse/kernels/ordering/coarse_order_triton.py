@@ -1,0 +1,123 @@
+"""The Triton kernels of `coarse_order` that order what is kept, and the launch of all five.
+
+A row's kept keys are counted and ordered in chunks, a program each: where a chunk's keys of a step begin follows from
+the histograms of all chunks.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from blocksparse.kernels.common.hardware import device_of
+from blocksparse.kernels.common.sizes import cdiv
+from blocksparse.kernels.ordering.coarse_choice_triton import SAMPLE, TILE, choose, row_of_maps
+from blocksparse.kernels.ordering.coarse_steps_triton import ROWS_AT_ONCE, coarse_steps
+from blocksparse.kernels.ordering.score_steps import STEPS
+
+BYTES_AT_ONCE = 3 << 27  # of steps, kept keys and their histograms
+CHUNK, CHUNKS = 1024, 16  # kept keys per program, or more, so that a row has no more programs than these
+WIDE, NARROW = 1024, 32  # kept keys at a time, to count and to order; the bits of an int32 stand for the latter
+PIECE = 4  # histograms at a time
+
+
+def coarse_order_triton(mean: Tensor, k: Tensor, first: int, S: int, out: Tensor) -> None:
+    """Launch the kernels; arguments as of `coarse_order`."""
+    B, H, G, count = out.shape
+    if count == 0:
+        return
+    mean, k = mean.to(k.dtype), k if k.stride(-1) == 1 else k.contiguous()
+    chunk = CHUNK * cdiv(count, CHUNK * CHUNKS)
+    row_bytes = (first + G) * S + 4 * count + 4 * STEPS * cdiv(count, chunk)
+    at_once = max(1, BYTES_AT_ONCE // (B * H * row_bytes))
+    whole = max(1, ROWS_AT_ONCE * k.shape[1] // H)  # segments whose rows fill a tile
+    at_once = at_once // whole * whole or at_once
+    with device_of(k):
+        for g in range(0, G, at_once):
+            some = slice(g, min(g + at_once, G))
+            _some_segments(mean[:, :, some], k, first + g, S, chunk, out[:, :, some])
+
+
+def _some_segments(mean: Tensor, k: Tensor, first: int, S: int, chunk: int, out: Tensor) -> None:
+    B, H, G, count = out.shape
+    steps = coarse_steps(mean, k, first, S)  # [B, H, G, width]
+    kept = torch.empty(out.shape, dtype=torch.int32, device=out.device)
+    choose[(B * H * G,)](
+        steps.view(torch.int32), kept, first, S, H, G, steps.shape[-1], count,
+        TILE=TILE, SAMPLE=SAMPLE, num_warps=8,
+    )  # fmt: skip
+    chunks = cdiv(count, chunk)
+    numbers = torch.empty((B, H, G, chunks, STEPS), dtype=torch.int32, device=out.device)
+    grid = (B * H * G, chunks)
+    _count[grid](kept, numbers, first, S, H, G, count, chunk, STEPS=STEPS, WIDE=WIDE, num_warps=1)
+    _order[grid](
+        kept, numbers, out, out.stride(), first, S, H, G, count, chunk,
+        STEPS=STEPS, NARROW=NARROW, PIECE=PIECE, num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["first", "G"])
+def _count(kept_ptr, numbers_ptr, first, S, H, G, count, chunk, STEPS: tl.constexpr, WIDE: tl.constexpr):
+    """How many kept keys of this chunk are of each step."""
+    b, h, g, start, want = row_of_maps(H, G, first, S, count)
+    row = (b * H + h).to(tl.int64) * G + g
+    begin = tl.program_id(1) * chunk
+    end = tl.minimum(begin + chunk, want)
+    wide = tl.arange(0, WIDE)
+    number = tl.zeros([STEPS], tl.int32)
+    for at in range(begin, end, WIDE):
+        there = wide < end - at
+        kept = tl.load(kept_ptr + row * count + at + wide, mask=there, other=0)
+        number += tl.histogram((kept >> 24) & 255, STEPS, mask=there)
+    numbers_at = numbers_ptr + (row * tl.num_programs(1) + tl.program_id(1)) * STEPS
+    tl.store(numbers_at + tl.arange(0, STEPS), number)
+
+
+@triton.jit
+def _number_of_ones(x):
+    """Among the bits of an int32."""
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    return ((((x + (x >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24) & 255
+
+
+@triton.jit(do_not_specialize=["first", "G"])
+def _order(
+    kept_ptr, numbers_ptr, out_ptr, out_strides, first, S, H, G, count, chunk,
+    STEPS: tl.constexpr, NARROW: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """Kept keys of this chunk by step, stable: a counting sort."""
+    b, h, g, start, want = row_of_maps(H, G, first, S, count)
+    row = (b * H + h).to(tl.int64) * G + g
+    out_at = out_ptr + b.to(tl.int64) * out_strides[0] + h.to(tl.int64) * out_strides[1]
+    out_at = out_at + g.to(tl.int64) * out_strides[2]
+    begin = tl.program_id(1) * chunk
+    end = tl.minimum(begin + chunk, want)
+    narrow = tl.arange(0, NARROW)
+
+    if begin < end:
+        numbers_at = numbers_ptr + row * tl.num_programs(1) * STEPS + tl.arange(0, STEPS)[None, :]
+        number = tl.zeros([STEPS], tl.int32)
+        following = tl.zeros([STEPS], tl.int32)  # the slot of the next key of each step
+        for at in range(0, tl.cdiv(want, chunk), PIECE):
+            other = at + tl.arange(0, PIECE)[:, None]
+            some = tl.load(numbers_at + other * STEPS, mask=other < tl.cdiv(want, chunk), other=0)
+            number += tl.sum(some, 0)
+            following += tl.sum(tl.where(other < tl.program_id(1), some, 0), 0)
+        following += tl.cumsum(number, 0) - number
+        bit = 1 << narrow
+        kept_at = kept_ptr + row * count + narrow
+        kept = tl.load(kept_at + begin, mask=narrow < end - begin, other=0)
+        for at in range(begin, end, NARROW):
+            there = narrow < end - at
+            upcoming = tl.load(kept_at + at + NARROW, mask=narrow < end - at - NARROW, other=0)
+            step = (kept >> 24) & 255
+            same = tl.sum(tl.where(step[:, None] == step[None, :], bit[:, None], 0), 0)  # a thread holds columns
+            slot = tl.gather(following, step, 0) + _number_of_ones(same & (bit - 1))
+            tl.store(out_at + slot, kept & 0xFFFFFF, mask=there)
+            following += tl.histogram(step, STEPS, mask=there)
+            kept = upcoming
+    for at in range(tl.maximum(begin, want), tl.minimum(begin + chunk, count), NARROW):
+        tl.store(out_at + at + narrow, narrow * 0 - 1, mask=narrow < tl.minimum(begin + chunk, count) - at)

@@ -1,0 +1,53 @@
+"""How much the last queries look at each key (PBS-Attn, eq. 10).
+
+    out[b, h, j] = mean over the last `probe` queries i, and over the query heads of h, of softmax_j(scale * q_i . k_j)
+
+On GPUs two passes over the keys, neither of which stores a product: the first finds the largest logit and the sum of
+every query, the second adds the weights of each key up. Sums are in a fixed order, which depends on `N` alone.
+Otherwise, and for float64, the plain torch below, which holds all products at once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from blocksparse.kernels.multiplying.products import products
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def key_importance(
+    q: Tensor, k: Tensor, *, probe: int, seen: int, causal: bool, scale: float, per_query_head: bool
+) -> Tensor:
+    """Mean weight of every key of `k` `[B, Hkv, N, D]` in fp32 or better, `[B, Hkv or Hq, N]`.
+
+    Args:
+        q: `[B, Hq, M, D]`; query `i` stands at position `N - M + i`.
+        probe: how many of the last queries vote; all of them where there are fewer.
+        seen: keys from here on have no part in the softmax and weigh nothing.
+        causal: nor have keys after the query.
+        per_query_head: the mean over a query head's own queries, `[B, Hq, N]`.
+    """
+    if q.is_cuda and q.dtype in _DTYPES:
+        from blocksparse.kernels.ordering.key_importance_triton import key_importance_triton as compute
+    else:
+        compute = key_importance_reference
+    return compute(q, k, probe, seen, causal, scale, per_query_head)
+
+
+def key_importance_reference(
+    q: Tensor, k: Tensor, probe: int, seen: int, causal: bool, scale: float, per_query_head: bool
+) -> Tensor:
+    """The same in plain torch."""
+    _, Hkv, N, _ = k.shape
+    P = min(probe, q.shape[2])
+    votes = products(q[:, :, -P:], k, wide=False).unflatten(1, (Hkv, -1)) * scale  # [B, Hkv, Hq/Hkv, P, N]
+    votes = votes.to(torch.promote_types(votes.dtype, torch.float32))
+    position = torch.arange(N, device=k.device)
+    if seen < N:
+        votes = votes.masked_fill(position >= seen, float("-inf"))
+    if causal:
+        votes = votes.masked_fill(position > position[-P:, None], float("-inf"))
+    weight = votes.softmax(dim=-1).mean(dim=-2)  # [B, Hkv, Hq/Hkv, N]
+    return weight.flatten(1, 2) if per_query_head else weight.mean(dim=2)

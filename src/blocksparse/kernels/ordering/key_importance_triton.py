@@ -1,0 +1,249 @@
+"""The Triton kernels of `key_importance`: fp16, bf16 and fp32.
+
+A program holds a tile of queries on chip and walks a share of the keys. The tiles of the query heads that share a KV
+head run side by side, so that a key comes from memory once a pass. Base-2 softmax; exact up to rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from blocksparse.kernels.common.hardware import device_of, has_large_memory
+from blocksparse.kernels.common.memory import copies_in_bulk
+from blocksparse.kernels.common.sizes import cdiv, power_of_2
+
+_SPLITS = 32  # shares of the keys at most
+_PIECES = 8  # of 128 keys in a share at least
+_TMA_FROM = 16384  # keys; a descriptor takes the host some microseconds
+_OF_PROMPT = ["peak_ptr", "total_ptr", "N", "share", "splits", "seen", "plain"]
+_LEAST = tl.constexpr(-3.0e38)  # below every product; finite, so that differences of peaks are numbers
+
+
+def key_importance_triton(
+    q: Tensor, k: Tensor, probe: int, seen: int, causal: bool, scale: float, per_query_head: bool
+) -> Tensor:
+    """Launch the kernels; arguments as of `key_importance`."""
+    (B, Hq, M, D), (_, Hkv, N, _) = q.shape, k.shape
+    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    P, G, seen = min(probe, M), Hq // Hkv, min(seen, N)
+    # A negative scale is that of negated queries: the largest product then stays the largest logit.
+    q = q[:, :, M - P :] if scale >= 0 else -q[:, :, M - P :]
+    large = has_large_memory(q)
+    sums, weights = (f(D, q.element_size(), large=large) for f in (options_of_sums, options_of_weights))
+    for options, rows in ((sums, G * P), (weights, P)):
+        options["BLOCK_M"] = min(max(power_of_2(rows), 16), options["BLOCK_M"])
+    row_tiles, tiles = cdiv(G * P, sums["BLOCK_M"]), cdiv(P, weights["BLOCK_M"])
+    pieces = cdiv(N, 128)
+    share = cdiv(pieces, min(_SPLITS, cdiv(pieces, _PIECES))) * 128
+    splits = cdiv(N, share)
+    peak, total = torch.empty((2, B * Hkv, splits, G * P), dtype=torch.float32, device=q.device)
+    parts = torch.empty((B, Hq * tiles, N), dtype=torch.float32, device=q.device)
+    # Keys that every query sees need no mask.
+    plain = min(seen, N - P + 1) if causal else seen
+    scale_log2 = abs(scale) * math.log2(math.e)
+    sizes = q.stride()[:3], k.stride()[:3], N, P, G * P, share, splits, seen, plain, Hkv, scale_log2
+    constants = {"D": D, "BLOCK_D": max(16, power_of_2(D)), "CAUSAL": causal}
+    tma = large and N >= _TMA_FROM and copies_in_bulk(k)
+    with device_of(q):
+        _sums[(row_tiles, splits, B * Hkv)](
+            q, _source(k, sums, tma), peak, total, *sizes, TMA=tma, **constants, **sums
+        )  # fmt: skip
+        _weights[(G * tiles, splits, B * Hkv)](
+            q, _source(k, weights, tma), peak, total, parts, *sizes, 1 / (P if per_query_head else P * G), tiles,
+            SPLITS=_SPLITS, TMA=tma, **constants, **weights,
+        )  # fmt: skip
+    heads = Hq if per_query_head else Hkv
+    return parts if heads == Hq * tiles else parts.view(B, heads, -1, N).sum(2)
+
+
+def options_of_sums(head_dim: int, itemsize: int, *, large: bool) -> dict[str, int]:
+    """Tiles of queries and keys that fit on chip together; `large` as on Hopper, else 64 KiB must do."""
+    row_bytes = max(16, power_of_2(head_dim)) * itemsize
+    if large and row_bytes <= 256:
+        # Two programs share a multiprocessor: one computes exponentials while the other multiplies.
+        return {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 2, "maxnreg": 128}
+    return _small_options(row_bytes, large=large)
+
+
+def options_of_weights(head_dim: int, itemsize: int, *, large: bool) -> dict[str, int]:
+    """As `options_of_sums`."""
+    row_bytes = max(16, power_of_2(head_dim)) * itemsize
+    if large and row_bytes <= 256:
+        return {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
+    return _small_options(row_bytes, large=large)
+
+
+def _small_options(row_bytes: int, *, large: bool) -> dict[str, int]:
+    if large:
+        return {"BLOCK_M": 128 if row_bytes <= 512 else 64, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2}
+    if row_bytes <= 256:
+        return {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2 if row_bytes <= 128 else 1}
+    block_m, block_n = (64, 32) if row_bytes <= 512 else (32, 16)
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": 4, "num_stages": 1}
+
+
+def _source(k: Tensor, options: dict[str, int], tma: bool) -> Any:
+    if not tma:
+        return k
+    block_d = max(16, power_of_2(k.shape[-1]))
+    return TensorDescriptor.from_tensor(k, [1, 1, options["BLOCK_N"], block_d])
+
+
+@triton.jit
+def _rows(ptr, strides, b, h, at, there, D: tl.constexpr, BLOCK_D: tl.constexpr, WHOLE: tl.constexpr):
+    """Rows `at` of heads `h` of `[B, H, N, D]`, zeros where not `there` unless `WHOLE`, and past `D`."""
+    dims = tl.arange(0, BLOCK_D)
+    source = ptr + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1] + at.to(tl.int64) * strides[2]
+    source = source[:, None] + dims[None, :]
+    if WHOLE and BLOCK_D == D:
+        rows = tl.load(source)
+    elif WHOLE:
+        rows = tl.load(source, mask=(dims < D)[None, :], other=0.0)
+    elif BLOCK_D == D:
+        rows = tl.load(source, mask=there[:, None], other=0.0)
+    else:
+        rows = tl.load(source, mask=there[:, None] & (dims < D)[None, :], other=0.0)
+    return rows
+
+
+@triton.jit
+def _keys(
+    k_source, k_strides, b, h, start, N,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """A tile of keys; `k_source` is a pointer, or a descriptor that fills with zeros itself."""
+    if TMA:
+        k_tile = k_source.load([b, h, start, 0]).reshape(BLOCK_N, BLOCK_D)
+    else:
+        key = start + tl.arange(0, BLOCK_N)
+        k_tile = _rows(k_source, k_strides, b, h, key, key < N, D, BLOCK_D, not MASKED)
+    return k_tile
+
+
+@triton.jit
+def _last_key(probe, N, P, seen, CAUSAL: tl.constexpr):
+    """The last key that each query sees."""
+    last = tl.zeros_like(probe) + seen - 1
+    if CAUSAL:
+        last = tl.minimum(last, N - P + probe)
+    return last
+
+
+@triton.jit
+def _share(share, plain, BLOCK_N: tl.constexpr):
+    """Where this program's keys begin, and from where on some query does not see them."""
+    begin = tl.program_id(1) * share
+    return begin, begin + tl.maximum(tl.minimum(begin + share, plain) - begin, 0) // BLOCK_N * BLOCK_N
+
+
+@triton.jit
+def _more(
+    peak, total, q_tile, k_source, k_strides, b, h, start, last, N, scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """The largest product and the sum of the weights, one tile of keys later."""
+    k_tile = _keys(k_source, k_strides, b, h, start, N, D, BLOCK_D, BLOCK_N, MASKED, TMA)
+    product = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+    if MASKED:
+        sees = (start + tl.arange(0, BLOCK_N))[None, :] <= last[:, None]
+        new = tl.maximum(peak, tl.max(tl.where(sees, product, _LEAST), 1))
+        weight = tl.exp2(tl.where(sees, product * scale - (new * scale)[:, None], float("-inf")))
+    else:
+        new = tl.maximum(peak, tl.max(product, 1))
+        weight = tl.exp2(product * scale - (new * scale)[:, None])
+    return new, total * tl.exp2((peak - new) * scale) + tl.sum(weight, 1)
+
+
+@triton.jit(do_not_specialize=_OF_PROMPT)
+def _sums(
+    q_ptr, k_source, peak_ptr, total_ptr,
+    q_strides, k_strides,
+    N, P, rows, share, splits, seen, plain, kv_heads, scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Largest product and sum of weights over each share of the keys, for the `rows` queries of a KV head."""
+    b = tl.program_id(2) // kv_heads
+    h = tl.program_id(2) % kv_heads
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    last = _last_key(row % P, N, P, seen, CAUSAL)
+    q_tile = _rows(q_ptr, q_strides, b, h * (rows // P) + row // P, row % P, row < rows, D, BLOCK_D, False)
+
+    begin, masked_from = _share(share, plain, BLOCK_N)
+    peak = tl.full([BLOCK_M], _LEAST, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    for start in range(begin, masked_from, BLOCK_N):
+        peak, total = _more(
+            peak, total, q_tile, k_source, k_strides, b, h, start, last, N, scale, D, BLOCK_D, BLOCK_N, False, TMA
+        )
+    for start in range(masked_from, tl.minimum(begin + share, seen), BLOCK_N):
+        peak, total = _more(
+            peak, total, q_tile, k_source, k_strides, b, h, start, last, N, scale, D, BLOCK_D, BLOCK_N, True, TMA
+        )
+    at = (tl.program_id(2) * splits + tl.program_id(1)).to(tl.int64) * rows + row
+    tl.store(peak_ptr + at, peak, mask=row < rows)
+    tl.store(total_ptr + at, total, mask=row < rows)
+
+
+@triton.jit
+def _weigh(
+    out_at, q_tile, k_source, k_strides, b, h, start, last, log_sum, N, scale, mean,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Add up the weights of a tile of keys over the queries, and store them."""
+    k_tile = _keys(k_source, k_strides, b, h, start, N, D, BLOCK_D, BLOCK_N, MASKED, TMA)
+    product = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")  # [BLOCK_N, BLOCK_M]
+    exponent = product * scale - log_sum[None, :]
+    key = start + tl.arange(0, BLOCK_N)
+    if MASKED:
+        exponent = tl.where(key[:, None] <= last[None, :], exponent, float("-inf"))
+        tl.store(out_at + key, tl.sum(tl.exp2(exponent), 1) * mean, mask=key < N)
+    else:
+        tl.store(out_at + key, tl.sum(tl.exp2(exponent), 1) * mean)
+
+
+@triton.jit(do_not_specialize=[*_OF_PROMPT, "tiles"])
+def _weights(
+    q_ptr, k_source, peak_ptr, total_ptr, out_ptr,
+    q_strides, k_strides,
+    N, P, rows, share, splits, seen, plain, kv_heads, scale, mean, tiles,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, SPLITS: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Normalised weights of every key, summed over one of the `tiles` tiles of a query head's queries."""
+    b = tl.program_id(2) // kv_heads
+    h = tl.program_id(2) % kv_heads
+    head = tl.program_id(0) // tiles  # in the group
+    probe = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    last = _last_key(probe, N, P, seen, CAUSAL)
+
+    split = tl.arange(0, SPLITS)
+    at = (tl.program_id(2) * splits + split).to(tl.int64)[:, None] * rows + (head * P + probe)[None, :]
+    there = (split < splits)[:, None] & (probe < P)[None, :]
+    peaks = tl.load(peak_ptr + at, mask=there, other=_LEAST)
+    totals = tl.load(total_ptr + at, mask=there, other=0.0)
+    peak = tl.max(peaks, 0)
+    total = tl.sum(totals * tl.exp2((peaks - peak[None, :]) * scale), 0)
+    log_sum = peak * scale + tl.log2(tl.where(probe < P, total, 1.0))
+    log_sum = tl.where(probe < P, log_sum, float("inf"))  # no query, no weight
+    q_tile = _rows(q_ptr, q_strides, b, h * (rows // P) + head, probe, probe < P, D, BLOCK_D, False)
+
+    begin, masked_from = _share(share, plain, BLOCK_N)
+    out_at = out_ptr + (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * N
+    for start in range(begin, masked_from, BLOCK_N):
+        _weigh(
+            out_at, q_tile, k_source, k_strides, b, h, start, last, log_sum, N, scale, mean,
+            D, BLOCK_D, BLOCK_N, False, TMA,
+        )  # fmt: skip
+    for start in range(masked_from, tl.minimum(begin + share, N), BLOCK_N):
+        _weigh(
+            out_at, q_tile, k_source, k_strides, b, h, start, last, log_sum, N, scale, mean,
+            D, BLOCK_D, BLOCK_N, True, TMA,
+        )  # fmt: skip

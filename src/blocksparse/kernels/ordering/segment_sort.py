@@ -1,0 +1,48 @@
+"""Order tokens by falling value inside each whole segment of `S` tokens.
+
+    index[b, h, g * S + i] = g * S + (place of the i-th greatest value of segment g)
+
+Equal values keep their order, NaN comes first, and the tail of `N mod S` tokens stays in place, all as a stable
+descending `torch.sort` has it. A coarse sort compares but the upper bits of fp32 values, as many as fit into an int32
+beside a place in the segment: with S = 1024 sign, exponent and 13 bits of the fraction.
+
+On GPUs one launch for fp32 values and `S` a power of two up to 4096: a segment is sorted on chip, by int64, or by int32
+where the sort is coarse. Otherwise the plain torch below, on whatever device the values are; torch then sorts on the
+GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_LONGEST = 4096
+
+
+def segment_sort(values: Tensor, S: int, *, coarse: bool = False) -> Tensor:
+    """The token in every slot, `[B, H, N]` int32, for `values` `[B, H, N]`; the same on every device.
+
+    Args:
+        coarse: values are equal where the bits of their int32 of the same order are, without the lowest `log2(S)`.
+    """
+    if values.is_cuda and values.dtype == torch.float32 and 1 < S <= _LONGEST and S & (S - 1) == 0:
+        from blocksparse.kernels.ordering.segment_sort_triton import segment_sort_triton
+
+        return segment_sort_triton(values, S, coarse)
+    return segment_sort_reference(values, S, coarse)
+
+
+def segment_sort_reference(values: Tensor, S: int, coarse: bool = False) -> Tensor:
+    """The same in plain torch."""
+    values = whole_numbers(values) >> (S - 1).bit_length() if coarse else values
+    N, segments = values.shape[-1], values.shape[-1] // S
+    order = values[..., : segments * S].unflatten(-1, (segments, S)).argsort(dim=-1, descending=True, stable=True)
+    order = order + S * torch.arange(segments, device=values.device)[:, None]
+    tail = torch.arange(segments * S, N, device=values.device).expand(*order.shape[:2], -1)
+    return torch.cat((order.flatten(-2), tail), dim=-1).int()
+
+
+def whole_numbers(values: Tensor) -> Tensor:
+    """fp32 values as int32 of the same order; both zeros are one, and NaN is the greatest."""
+    bits = (values.float() + 0.0).view(torch.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).masked_fill(values.isnan(), 0x7FFFFFFF)

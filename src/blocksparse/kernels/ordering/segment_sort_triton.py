@@ -1,0 +1,49 @@
+"""The Triton kernel of `segment_sort`: value and place packed in one int64 or int32, of which no two are equal."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from blocksparse.kernels.common.hardware import device_of
+from blocksparse.kernels.common.sizes import cdiv
+
+_TILE = 256  # tokens per program, where segments are shorter
+
+
+def segment_sort_triton(values: Tensor, S: int, coarse: bool = False) -> Tensor:
+    """Launch the kernel; arguments as of `segment_sort`, `S` a power of two."""
+    B, H, N = values.shape
+    values = values.contiguous()
+    index = torch.empty(values.shape, dtype=torch.int32, device=values.device)
+    rows = max(_TILE // S, 1)
+    with device_of(values):
+        _kernel[(cdiv(N, rows * S), H, B)](
+            values, index,
+            N, N // S * S,
+            S=S, ROWS=rows, COARSE=coarse,
+            num_warps=min(max(rows * S // 256, 1), 8),
+        )  # fmt: skip
+    return index
+
+
+@triton.jit(do_not_specialize=["N", "whole"])
+def _kernel(values_ptr, index_ptr, N, whole, S: tl.constexpr, ROWS: tl.constexpr, COARSE: tl.constexpr):
+    start = (tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * N
+    first = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None] * S
+    place = tl.arange(0, S)[None, :]
+    token = first + place
+    value = tl.load(values_ptr + start + token, mask=token < whole, other=0.0)
+
+    bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)  # -0 and 0 are equal
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # whole numbers in the order of the values
+    bits = tl.where(value != value, 0x7FFFFFFF, bits)
+    falling = tl.where(token < whole, ~bits, 0)  # the tail is equal everywhere and so stays
+    if COARSE:
+        order = tl.sort((falling & -S) | place, dim=1) & (S - 1)
+    else:
+        ranked = tl.sort((falling.to(tl.int64) << 32) | place.to(tl.int64), dim=1)
+        order = (ranked & 0xFFFFFFFF).to(tl.int32)
+    tl.store(index_ptr + start + token, first + order, mask=token < N)

@@ -1,0 +1,113 @@
+"""What the kernels over blocks share: where a row of blocks lies, and what its positions say.
+
+Tiles are two-dimensional, rows by columns: Triton 3.7 fails on sm_100 for sums over the only axis of a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from blocksparse.kernels.common.strides_triton import alike, head_at
+from blocksparse.kernels.positions.block_grid import BlockGrid
+
+_COLS = 256
+
+
+def plain_strides(x: Tensor) -> tuple[int, ...]:
+    """Strides of `[B|1, H|1, rows|1, cols|1]`, 0 where one entry holds for all."""
+    return tuple([0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)])
+
+
+def strides(x: Tensor) -> tuple[int, ...]:
+    """The same, but those of the outer axes are `alike`."""
+    *outer, of_cols = plain_strides(x)
+    return *alike(*outer), of_cols
+
+
+def positions(
+    grid: BlockGrid, of: Callable[[Tensor], tuple[int, ...]] = strides
+) -> tuple[tuple[Tensor, ...], tuple[tuple[int, ...], ...]]:
+    """First and last positions of query blocks, then of key blocks; and their strides."""
+    tensors = grid.q_first, grid.q_last, grid.k_first, grid.k_last
+    return tensors, tuple(of(x) for x in tensors)
+
+
+def tile_of_blocks(entries: int) -> dict[str, int]:
+    """Rows and columns of a tile that walks a grid of any size; what lies outside costs less than to compile anew."""
+    return {"ROWS": max(entries // _COLS, 1), "COLS": _COLS}
+
+
+@triton.jit
+def tile(ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Where this program stands: batch, head, rows `[ROWS, 1]`, columns `[1, COLS]`."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    return tl.program_id(2), tl.program_id(1), row, tl.arange(0, COLS)[None, :]
+
+
+@triton.jit
+def tile_of_grid(cols, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """The same where tiles cover columns too, all of a head in the first axis of programs."""
+    wide = tl.cdiv(cols, COLS)
+    row = tl.program_id(0) // wide * ROWS + tl.arange(0, ROWS)[:, None]
+    col = tl.program_id(0) % wide * COLS + tl.arange(0, COLS)[None, :]
+    return tl.program_id(2), tl.program_id(1), row, col
+
+
+@triton.jit
+def rows_at(ptr, strides, b, h, row, ALIKE: tl.constexpr = True):
+    """Pointers to the first entries of rows `[ROWS, 1]`."""
+    if ALIKE:
+        at = ptr + head_at(strides, b, h) + row.to(tl.int64) * (strides[2] >> 4)
+    else:
+        at = ptr + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1] + row.to(tl.int64) * strides[2]
+    return at
+
+
+@triton.jit
+def load_positions(pointers, strides, b, h, row, col, there, inside, ALIKE: tl.constexpr = True):
+    """Positions of a tile: `q_first` and `q_last` `[ROWS, 1]`, `k_first` and `k_last` `[ROWS, COLS]`."""
+    q_first = tl.load(rows_at(pointers[0], strides[0], b, h, row, ALIKE), mask=there, other=0)
+    q_last = tl.load(rows_at(pointers[1], strides[1], b, h, row, ALIKE), mask=there, other=-1)
+    k_first_at = rows_at(pointers[2], strides[2], b, h, row, ALIKE) + col * strides[2][3]
+    k_last_at = rows_at(pointers[3], strides[3], b, h, row, ALIKE) + col * strides[3][3]
+    k_first = tl.load(k_first_at, mask=inside, other=0)
+    k_last = tl.load(k_last_at, mask=inside, other=-1)
+    return q_first, q_last, k_first, k_last
+
+
+@triton.jit
+def reachable_blocks(q_last, k_first, k_last, CAUSAL: tl.constexpr):
+    """`BlockGrid.reachable` of a tile."""
+    reachable = k_last >= 0
+    if CAUSAL:
+        reachable = reachable & (k_first <= q_last)
+    return reachable
+
+
+@triton.jit
+def diagonal_blocks(reachable, q_first, k_last, CAUSAL: tl.constexpr):
+    """`BlockGrid.diagonal` of a tile."""
+    if CAUSAL:
+        diagonal = reachable & (k_last >= q_first)
+    else:
+        diagonal = tl.zeros_like(reachable)
+    return diagonal
+
+
+@triton.jit
+def full_blocks(q_first, k_last, k_whole, CAUSAL: tl.constexpr):
+    """`BlockGrid.full` of a tile."""
+    full = k_whole != 0
+    if CAUSAL:
+        full = full & (k_last <= q_first)
+    return full
+
+
+@triton.jit
+def any_of(x):
+    """Whether any entry of a column `[ROWS, 1]` holds."""
+    return tl.max(tl.max(x.to(tl.int32), 0), 0) > 0

@@ -1,0 +1,105 @@
+"""The Triton kernel of `block_lists`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from blocksparse.kernels.common.hardware import device_of
+from blocksparse.kernels.common.sizes import cdiv, index_dtype
+from blocksparse.kernels.positions.block_grid import BlockGrid
+from blocksparse.kernels.positions.block_grid_triton import full_blocks, positions, rows_at, strides, tile
+
+_ENTRIES = 512  # of a tile of short rows
+_NARROW, _WIDE = 256, 1024  # blocks of a row at a time; fewer than 2^15
+_PER_THREAD = 16
+
+
+def block_lists_triton(keep: Tensor, grid: BlockGrid) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch the kernel; arguments as of `block_lists`."""
+    B, H, rows, cols = keep.shape
+    index = torch.empty(keep.shape, dtype=index_dtype(cols), device=keep.device)
+    full_count, partial_count = torch.empty((2, B, H, rows), dtype=torch.int32, device=keep.device)
+    wide = _NARROW if cols <= _NARROW else _WIDE
+    high = max(_ENTRIES // wide, 1)
+    with device_of(keep):
+        _kernel[(cdiv(rows, high), H, B)](
+            keep, *positions(grid), grid.k_whole, full_count, partial_count, index,
+            strides(keep), strides(grid.k_whole),
+            rows, cols,
+            CAUSAL=grid.causal, ROWS=high, COLS=wide,
+            num_warps=high * wide // (32 * _PER_THREAD),
+        )  # fmt: skip
+    return full_count, partial_count, index
+
+
+@triton.jit
+def _kinds(
+    keep_at,
+    keep_stride,
+    k_last_at,
+    k_last_stride,
+    k_whole_at,
+    k_whole_stride,
+    q_first,
+    col,
+    inside,
+    CAUSAL: tl.constexpr,
+):
+    """Which blocks of a tile are kept and full, and kept and partial, as 0 or 1."""
+    keep = tl.load(keep_at + col * keep_stride, mask=inside, other=0) != 0
+    k_last = tl.load(k_last_at + col * k_last_stride, mask=inside, other=-1)
+    k_whole = tl.load(k_whole_at + col * k_whole_stride, mask=inside, other=0)
+    full = keep & full_blocks(q_first, k_last, k_whole, CAUSAL)
+    return full.to(tl.int32), keep.to(tl.int32) - full.to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["full_count_ptr", "partial_count_ptr", "rows", "cols"])
+def _kernel(
+    keep_ptr, positions, position_strides, k_whole_ptr, full_count_ptr, partial_count_ptr, index_ptr,
+    keep_strides, k_whole_strides,
+    rows, cols,
+    CAUSAL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    b, h, row, col = tile(ROWS, COLS)
+    there = row < rows
+    q_first = tl.load(rows_at(positions[0], position_strides[0], b, h, row), mask=there, other=0)
+    keep_at = rows_at(keep_ptr, keep_strides, b, h, row)
+    k_last_at = rows_at(positions[3], position_strides[3], b, h, row)
+    k_whole_at = rows_at(k_whole_ptr, k_whole_strides, b, h, row)
+
+    full_count = tl.zeros([ROWS, 1], tl.int32)
+    partial_count = tl.zeros([ROWS, 1], tl.int32)
+    for start in range(0, cols, COLS):
+        at = start + col
+        full, partial = _kinds(
+            keep_at, keep_strides[3], k_last_at, position_strides[3][3], k_whole_at, k_whole_strides[3],
+            q_first, at, there & (at < cols), CAUSAL,
+        )  # fmt: skip
+        full_count += tl.sum(full, 1, keep_dims=True)
+        partial_count += tl.sum(partial, 1, keep_dims=True)
+    out_row = (b * tl.num_programs(1) + h).to(tl.int64) * rows + row
+    tl.store(full_count_ptr + out_row, full_count, mask=there)
+    tl.store(partial_count_ptr + out_row, partial_count, mask=there)
+
+    INDEX: tl.constexpr = index_ptr.dtype.element_ty
+    index_at = index_ptr + out_row * cols
+    full_place = tl.zeros([ROWS, 1], tl.int32) - 1
+    partial_place = full_count - 1
+    listed = full_count + partial_count
+    for start in range(0, cols, COLS):
+        at = start + col
+        inside = there & (at < cols)
+        full, partial = _kinds(
+            keep_at, keep_strides[3], k_last_at, position_strides[3][3], k_whole_at, k_whole_strides[3],
+            q_first, at, inside, CAUSAL,
+        )  # fmt: skip
+        seen = tl.cumsum(full + (partial << 16), 1)  # two counts in one scan
+        place = tl.where(full != 0, full_place + (seen & 0xFFFF), partial_place + (seen >> 16))
+        block = tl.broadcast_to(at.to(INDEX), [ROWS, COLS])
+        tl.store(index_at + place, block, mask=(full + partial) != 0)
+        tl.store(index_at + at, tl.zeros([ROWS, COLS], INDEX), mask=inside & (at >= listed))
+        full_place += tl.sum(full, 1, keep_dims=True)
+        partial_place += tl.sum(partial, 1, keep_dims=True)

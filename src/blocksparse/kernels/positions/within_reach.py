@@ -1,0 +1,77 @@
+"""A choice of blocks as a mask on a grid: spread over finer blocks, with the diagonal, as far as queries can see."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from blocksparse.kernels.common.sizes import FAR
+from blocksparse.kernels.positions.block_grid import BlockGrid
+from blocksparse.kernels.positions.counter_hash import counter_hash
+
+
+def within_reach(
+    keep: Tensor | None,
+    grid: BlockGrid,
+    n: int = 1,
+    skipped: int = 0,
+    *,
+    near: int | None = None,
+    first: int | None = None,
+    stride: tuple[int, int] | None = None,
+    diagonal: bool = False,
+) -> Tensor:
+    """The blocks of `grid` that `keep` or a number chooses and some query can see, `[B|1, H|1, rows, cols]` bool.
+
+    One launch on a GPU; on other devices the plain torch below. Batch entries and heads for which neither `keep` nor
+    the positions differ stay one.
+
+    Args:
+        keep: bool, each entry `n` x `n` blocks of `grid`: `[B|1, H|1, ceil((rows + skipped) / n), ceil(cols / n)]`.
+            If `n` is 1 its last axes may be 1, and those before missing. None chooses none.
+        skipped: rows of blocks at the start of `keep` that are not part of `grid`.
+        near: tokens; a block is chosen that is `grid.within` so many.
+        first: tokens; a block is chosen that is `grid.holding_first` so many.
+        stride: `(eta, seed)`; one of every `eta` blocks in a row is chosen, from an offset drawn with the seed.
+        diagonal: keep `grid.diagonal` too.
+    """
+    if grid.q_first.is_cuda:
+        from blocksparse.kernels.positions.within_reach_triton import within_reach_triton as compute
+    else:
+        compute = within_reach_reference
+    return compute(keep, grid, n, skipped, near=near, first=first, stride=stride, diagonal=diagonal)
+
+
+def within_reach_reference(
+    keep: Tensor | None,
+    grid: BlockGrid,
+    n: int = 1,
+    skipped: int = 0,
+    *,
+    near: int | None = None,
+    first: int | None = None,
+    stride: tuple[int, int] | None = None,
+    diagonal: bool = False,
+) -> Tensor:
+    """The same in plain torch."""
+    reachable = grid.reachable
+    chosen = torch.zeros_like(reachable) if keep is None else keep
+    if n > 1:
+        chosen = chosen.repeat_interleave(n, dim=-2).repeat_interleave(n, dim=-1)
+        chosen = chosen[..., skipped : skipped + reachable.shape[-2], : reachable.shape[-1]]
+    if near is not None:
+        chosen = chosen | grid.within(near)
+    if first is not None:
+        chosen = chosen | grid.holding_first(first)
+    if stride is not None:
+        chosen = chosen | every(*stride, grid)
+    return (chosen | grid.diagonal if diagonal else chosen) & reachable
+
+
+def every(eta: int, seed: int, grid: BlockGrid) -> Tensor:
+    """One of every `eta` blocks of a row, from an offset drawn for the row, `[1, 1, rows, cols]` bool."""
+    eta, rows, cols = min(eta, FAR), grid.q_first.shape[2], grid.k_first.shape[3]
+    i = torch.arange(grid.first_row, grid.first_row + rows, device=grid.q_first.device)
+    j = torch.arange(cols, device=i.device)
+    # Their sum is a multiple of eta; reduced before they meet, they meet once.
+    return (j % eta == -counter_hash(seed, i).unsqueeze(1) % eta)[None, None]

@@ -1,0 +1,102 @@
+"""The Triton kernel of `within_reach`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from blocksparse.kernels.common.hardware import device_of
+from blocksparse.kernels.common.sizes import FAR, cdiv
+from blocksparse.kernels.positions.block_grid import BlockGrid
+from blocksparse.kernels.positions.block_grid_triton import (
+    diagonal_blocks,
+    load_positions,
+    positions,
+    reachable_blocks,
+    rows_at,
+    strides,
+    tile_of_blocks,
+    tile_of_grid,
+)
+from blocksparse.kernels.positions.counter_hash_triton import folded
+from blocksparse.kernels.positions.mix import mix
+
+_TILE = 4096  # blocks at a time
+
+
+def within_reach_triton(
+    keep: Tensor | None,
+    grid: BlockGrid,
+    n: int = 1,
+    skipped: int = 0,
+    *,
+    near: int | None = None,
+    first: int | None = None,
+    stride: tuple[int, int] | None = None,
+    diagonal: bool = False,
+) -> Tensor:
+    """Launch the kernel; arguments as of `within_reach`."""
+    if keep is not None and keep.ndim < 4:
+        keep = keep[(None,) * (4 - keep.ndim)]
+    tensors, position_strides = positions(grid)
+    own = (1, 1) if keep is None else _own(keep)
+    # `torch.broadcast_shapes` takes the host as long as a launch.
+    B, H = (max(own[axis], *(x.shape[axis] for x in tensors)) for axis in (0, 1))
+    rows, cols = grid.q_first.shape[2], grid.k_first.shape[3]
+    # What is beyond every position is taken as `FAR`, which fits the kernel's numbers.
+    near, first = (None if x is None else min(x, FAR) for x in (near, first))
+    eta, state = (None, None) if stride is None else (min(stride[0], FAR), mix(stride[1]))
+    out = torch.empty((B, H, rows, cols), dtype=torch.bool, device=grid.q_first.device)
+    tile = tile_of_blocks(_TILE)
+    with device_of(out):
+        _kernel[(cdiv(rows, tile["ROWS"]) * cdiv(cols, tile["COLS"]), H, B)](
+            keep, tensors, out, None if keep is None else strides(keep), position_strides, rows, cols, skipped,
+            near, first, eta, state, grid.first_row,
+            N=n, DIAGONAL=diagonal, CAUSAL=grid.causal, **tile,
+            num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def _own(keep: Tensor) -> tuple[int, ...]:
+    """Batch entries and heads that may differ: an expanded axis has one."""
+    return tuple(
+        1 if stride == 0 else size for size, stride in zip(keep.shape[:2], keep.stride()[:2], strict=True)
+    )
+
+
+@triton.jit(do_not_specialize=["rows", "cols", "skipped", "near", "first", "eta", "state", "first_row"])
+def _kernel(
+    keep_ptr, position_ptrs, out_ptr, keep_strides, position_strides, rows, cols, skipped,
+    near, first, eta, state, first_row,
+    N: tl.constexpr, DIAGONAL: tl.constexpr, CAUSAL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    b, h, row, col = tile_of_grid(cols, ROWS, COLS)
+    there = row < rows
+    inside = there & (col < cols)
+    q_first, q_last, k_first, k_last = load_positions(
+        position_ptrs, position_strides, b, h, row, col, there, inside
+    )
+    reachable = reachable_blocks(q_last, k_first, k_last, CAUSAL)
+    if keep_ptr is not None:
+        keep_at = rows_at(keep_ptr, keep_strides, b, h, (row + skipped) // N) + col // N * keep_strides[3]
+        keep = tl.load(keep_at, mask=inside, other=0) != 0
+    else:
+        keep = tl.zeros([ROWS, COLS], tl.int1)
+    if near is not None:
+        close = k_last >= q_first - near
+        if not CAUSAL:
+            close = close & (k_first <= q_last + near)
+        keep = keep | close
+    if first is not None:
+        keep = keep | (k_first < first)
+    if eta is not None:
+        drawn = folded(state, first_row + row).to(tl.int64)
+        keep = keep | ((col % eta).to(tl.int64) == (eta - drawn % eta) % eta)
+    keep = keep & reachable
+    if DIAGONAL:
+        keep = keep | diagonal_blocks(reachable, q_first, k_last, CAUSAL)
+    out_row = (b * tl.num_programs(1) + h).to(tl.int64) * rows + row
+    tl.store(out_ptr + out_row * cols + col, keep, mask=inside)

@@ -1,0 +1,168 @@
+"""What 8-bit attention on Hopper reads: queries, keys and values of 8 bits, on their way into slots.
+
+A tile is 64 or 128 consecutive slots; of the slots of a tile, thread `t` of the four that hold a row of a product of
+matrices has those with `i % 8 // 2 == t`, its *group*. Keys and values come twice: heads 0 to H - 1 have a scale per
+group, for tiles that a query sees whole; heads H to 2H - 1 have a scale per token, for tiles at the edge of what it
+sees, so that no row learns of a later token. An index of -1 is an empty slot: zeros.
+
+Queries and keys are rotated first, `x @ H / sqrt(D)`, `H[i, j] = (-1)^popcount(i & j)`: their products stay what they
+are, and rounding errs by about a third less, for large entries are spread over all.
+
+A token with an infinity or a NaN makes its own scale NaN and that of its group, whose tokens all become NaN, and no
+other. On GPUs one launch reads every token once; the plain torch below serves other devices and float64.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from blocksparse.kernels.common.hardware import has_large_memory
+from blocksparse.kernels.multiplying.products import products
+from blocksparse.kernels.rounding.int8_tokens import in_slot_order
+from blocksparse.kernels.rounding.quantize import FP8_LIMIT, GROUP, LEAST_LOG2, int8_per_block, int8_per_token
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def int8_query_tiles(
+    q: Tensor, index: Tensor | None, *, mean: Tensor | None = None, scale: float = 1.0, early: int = 0
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Rotated int8 `[B, Hq, M, D]` of `q` in slot order, scales `[B, Hq, M]` fp32, and what `mean` takes, `[B, Hq, M]`.
+
+    Args:
+        q: `[B, Hq, M, D]`.
+        index: `[B, Hq|1, M]` int32, the query in each slot; None leaves them in place.
+        mean: `[B, Hkv, D]` fp32, subtracted from the keys; every logit of a query loses `scale * q . mean`, of the
+            query as rounded.
+        scale: of logits.
+        early: queries of `q` before this one lose 0.
+    """
+    _check(q)
+    index = None if index is None else index.expand(*q.shape[:2], -1)
+    if _is_for_kernel(q):
+        from blocksparse.kernels.rounding.tile_operands_triton import int8_query_tiles_triton
+
+        return int8_query_tiles_triton(q, index, mean, scale, early)
+    return int8_query_tiles_reference(q, index, mean, scale, early)
+
+
+def int8_key_tiles(
+    k: Tensor, index: Tensor | None, tile: int, *, mean: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotated int8 `[B, 2 * H, slots, D]` of `k`, scales of groups `[B, H, tiles, 4]` and of tokens `[B, H, slots]` fp32.
+
+    Args:
+        k: `[B, Hkv, N, D]`; `Hkv` divides `H`.
+        index: `[B, H, slots]` int32, the key in each slot; None leaves keys in place.
+        tile: slots per tile.
+        mean: `[B, Hkv, D]` fp32, subtracted from the keys that have a scale per group.
+    """
+    _check(k, tile)
+    if _is_for_kernel(k):
+        from blocksparse.kernels.rounding.tile_operands_triton import int8_key_tiles_triton
+
+        return int8_key_tiles_triton(k, index, tile, mean)
+    return int8_key_tiles_reference(k, index, tile, mean)
+
+
+def fp8_value_tiles(v: Tensor, index: Tensor | None, tile: int) -> tuple[Tensor, Tensor, Tensor]:
+    """fp8 `[B, 2 * H, D, slots]` of `v`, log2 of groups' scales `[B, H, tiles, 4]`, and of tokens' `[B, 2 * H, slots]`, fp32.
+
+    Values are `[D, slots]`, as Hopper's 8-bit products want their second operand, with zeros up to a multiple of 16 slots.
+    Every 16 stand in the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15: a thread that holds weights as the product of
+    queries and keys left them in registers then holds them as the product with values takes them. Logarithms stay in
+    the order of slots; after those of tokens, as heads H to 2H - 1, come the scales' inverses.
+
+    Args:
+        v: `[B, Hkv, N, D]`; `Hkv` divides `H`.
+        index: `[B, H, slots]` int32, the value in each slot; None leaves values in place.
+        tile: slots per tile.
+    """
+    _check(v, tile)
+    if v.is_cuda and v.dtype in (*_HALVES, torch.float32):
+        from blocksparse.kernels.rounding.tile_operands_triton import fp8_value_tiles_triton
+
+        return fp8_value_tiles_triton(v, index, tile)
+    return fp8_value_tiles_reference(v, index, tile)
+
+
+def rotated(x: Tensor) -> Tensor:
+    """`x` `[..., D]` times the Hadamard matrix over `sqrt(D)`, fp32; its own inverse."""
+    D = x.shape[-1]
+    sign = torch.ones(1, 1, dtype=torch.float32, device=x.device)
+    while len(sign) < D:
+        sign = torch.cat((torch.cat((sign, sign), 1), torch.cat((sign, -sign), 1)))
+    # The matrix is symmetric: its rows are its columns.
+    return products(x.float().reshape(1, 1, -1, D), sign[None, None]).view(x.shape) * D**-0.5
+
+
+def int8_query_tiles_reference(
+    q: Tensor, index: Tensor | None, mean: Tensor | None, scale: float, early: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The same in plain torch."""
+    values, q_scale = int8_per_token(rotated(in_slot_order(q, index)))
+    if mean is None:
+        return values, q_scale, None
+    taken = scale * q_scale * products(values.float(), rotated(mean).unsqueeze(2)).squeeze(-1)
+    token = torch.arange(q.shape[2], device=q.device) if index is None else index
+    return values, q_scale, taken.masked_fill(token < early, 0.0)
+
+
+def int8_key_tiles_reference(
+    k: Tensor, index: Tensor | None, tile: int, mean: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same in plain torch."""
+    plain = smooth = rotated(in_slot_order(k, index))
+    if mean is not None:
+        smooth = plain - rotated(mean).repeat_interleave(plain.shape[1] // mean.shape[1], 1).unsqueeze(2)
+        smooth = smooth if index is None else smooth.masked_fill((index < 0).unsqueeze(-1), 0.0)
+    groups = _by_group(smooth, tile)
+    values, scale = int8_per_block(groups.flatten(2, 4), tile // 4)
+    tile_scale = scale.view(groups.shape[:-1])[..., 0]
+    plain_values, token_scale = int8_per_token(plain)
+    in_slots = _by_slot(values.view(groups.shape), plain.shape[2])
+    return torch.cat((in_slots, plain_values), 1), tile_scale, token_scale
+
+
+def fp8_value_tiles_reference(v: Tensor, index: Tensor | None, tile: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The same in plain torch."""
+    v = in_slot_order(v, index).float()
+    slots = v.shape[2]
+    groups = _by_group(v, tile)
+    tile_scale, token_scale = _fp8_scale(groups.abs().amax((-2, -1))), _fp8_scale(v.abs().amax(-1))
+    parts = _by_slot(groups * (1 / tile_scale)[..., None, None], slots), v * (1 / token_scale).unsqueeze(-1)
+    values = torch.cat(parts, 1).to(torch.float8_e4m3fn).view(torch.uint8)
+    # [B, 2 * H, slots / 16, 2, 4, 2, D]
+    values = pad(values, (0, 0, 0, -slots % GROUP)).unflatten(2, (-1, 2, 4, 2))
+    values = values.permute(0, 1, 6, 2, 4, 3, 5).flatten(3).contiguous()
+    of_tokens = torch.cat((token_scale.log2(), 1 / token_scale), 1)
+    return values.view(torch.float8_e4m3fn), tile_scale.log2(), of_tokens
+
+
+def _check(x: Tensor, tile: int = 64) -> None:
+    if x.shape[-1] not in (64, 128) or tile not in (64, 128):
+        raise ValueError(f"head dims and tiles are 64 or 128, not {x.shape[-1]} and {tile}")
+
+
+def _is_for_kernel(x: Tensor) -> bool:
+    # Elsewhere the rotation of fp32 takes more registers and shared memory than there are.
+    return x.is_cuda and (x.dtype in _HALVES or (x.dtype == torch.float32 and has_large_memory(x)))
+
+
+def _by_group(x: Tensor, tile: int) -> Tensor:
+    """`[B, H, slots, D]` as `[B, H, tiles, 4, tile / 4, D]`, with zeros in the last tile."""
+    x = pad(x, (0, 0, 0, -x.shape[2] % tile)).unflatten(2, (-1, tile // 8, 4, 2))
+    return x.transpose(3, 4).flatten(4, 5)
+
+
+def _by_slot(x: Tensor, slots: int) -> Tensor:
+    """Undo `_by_group`."""
+    return x.unflatten(4, (-1, 2)).transpose(3, 4).flatten(2, 5)[:, :, :slots]
+
+
+def _fp8_scale(largest: Tensor) -> Tensor:
+    # A GPU would multiply by the inverse of a number, but divides by a tensor, as a CPU does.
+    scale = largest / largest.new_full((), FP8_LIMIT)
+    return scale.masked_fill(largest == torch.inf, torch.nan).clamp_min(2.0**LEAST_LOG2)

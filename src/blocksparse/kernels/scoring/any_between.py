@@ -1,0 +1,31 @@
+"""Whether any chosen line crosses a block."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+
+def any_between(chosen: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """Whether `chosen` `[B, Hq, n]` bool has an entry from `low` to `high`, both included: `[B, Hq, rows, cols]`.
+
+    One sum and one launch on a GPU; on other devices the plain torch below.
+
+    Args:
+        low, high: `[B|1, Hq|1, rows, cols]` int32, of any value.
+    """
+    count = pad(chosen.cumsum(-1, dtype=torch.int32), (1, 0))  # [B, Hq, n + 1], chosen ones before each
+    if chosen.is_cuda:
+        from blocksparse.kernels.scoring.any_between_triton import any_between_triton
+
+        return any_between_triton(count, low, high)
+    return any_between_reference(count, low, high)
+
+
+def any_between_reference(count: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """The same in plain torch, of the numbers of chosen entries before each."""
+    n = count.shape[-1] - 1
+    shape = (*count.shape[:2], *low.shape[2:])
+    before, up_to = (count.gather(-1, x.clamp(0, n).long().expand(shape).flatten(2)) for x in (low, high + 1))
+    return (before < up_to).view(shape)

@@ -1,0 +1,84 @@
+"""What one number or vector says of a block of tokens: their mean, and how alike they are.
+
+    block_mean        out[b, h, i] = sum_j x[b, h, j] / (tokens of block i)
+    block_similarity  out[b, h, i] = |mean_j (x[b, h, j] - c[b, h]) / |x[b, h, j] - c[b, h]||^2, at most 1
+
+over the tokens `j` of block `i`. On GPUs each is one launch that reads every token once, through an index map if one
+is given, so that no token is moved; `c`, the mean of all tokens, takes one more pass. Otherwise, and for float64,
+the plain torch below. Sums are in fp32 or better, in a fixed order.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from blocksparse.kernels.moving.gather_rows import gather_rows_reference
+
+_WORKSPACE = 2**25  # unit vectors' entries at a time
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def block_mean(
+    x: Tensor, block: int, *, lead: int = 0, padded_tail: bool = False, index: Tensor | None = None
+) -> Tensor:
+    """Mean over the tokens of each block, `[B, Hx, N, D] -> [B, H, blocks, D]`, in fp32 or better.
+
+    Args:
+        block: slots per block.
+        lead: empty places before the first token in block 0, fewer than `block`.
+        padded_tail: divide a short block by the whole block instead of by its tokens.
+        index: `[B, H, N]` int32, the token in each slot; `Hx` divides `H`.
+    """
+    if x.is_cuda and x.dtype in _DTYPES:
+        from blocksparse.kernels.scoring.block_mean_triton import block_mean_triton
+
+        return block_mean_triton(x, block, lead, padded_tail, index)
+    return block_mean_reference(x, block, lead, padded_tail, index)
+
+
+def block_similarity(
+    x: Tensor, block: int, *, lead: int = 0, centred: bool = False, index: Tensor | None = None
+) -> Tensor:
+    """Mean cosine of all pairs of tokens of each block, `[B, Hx, N, D] -> [B, H, blocks]`, in fp32 or better.
+
+    A token of zeros has the cosine 0 with every token. Arguments as of `block_mean`; `centred` subtracts the mean of
+    all tokens of a head first.
+    """
+    if x.is_cuda and x.dtype in _DTYPES:
+        from blocksparse.kernels.scoring.block_mean_triton import block_similarity_triton
+
+        return block_similarity_triton(x, block, lead, centred, index)
+    return block_similarity_reference(x, block, lead, centred, index)
+
+
+def block_mean_reference(x: Tensor, block: int, lead: int, padded_tail: bool, index: Tensor | None) -> Tensor:
+    """The same in plain torch."""
+    x = x if index is None else gather_rows_reference(x, index)
+    N, dtype = x.shape[2], torch.promote_types(x.dtype, torch.float32)
+    whole_from = min(-lead % block, N)
+    whole_to = whole_from + (N - whole_from) // block * block
+    parts = [x[:, :, whole_from:whole_to].unflatten(2, (-1, block)).mean(3, dtype=dtype)]
+    for rest, first in ((x[:, :, :whole_from], True), (x[:, :, whole_to:], False)):
+        if rest.shape[2]:
+            count = block if padded_tail else rest.shape[2]
+            mean = rest.sum(2, keepdim=True, dtype=dtype) / count
+            parts = [mean, *parts] if first else [*parts, mean]
+    return torch.cat(parts, dim=2)
+
+
+def block_similarity_reference(x: Tensor, block: int, lead: int, centred: bool, index: Tensor | None) -> Tensor:
+    """The same in plain torch, a few blocks at a time."""
+    x = x if index is None else gather_rows_reference(x, index)
+    (B, H, N, D), dtype = x.shape, torch.promote_types(x.dtype, torch.float32)
+    centre = x.mean(2, keepdim=True, dtype=dtype) if centred else None
+    step = max(1, _WORKSPACE // (B * H * block * D)) * block
+    similarity = []
+    for start in range(-lead, N, step):
+        part = x[:, :, max(start, 0) : start + step].to(dtype)
+        part = part if centre is None else part - centre
+        length = torch.linalg.vector_norm(part, dim=-1, keepdim=True)
+        unit = part / length.masked_fill(length == 0, 1.0)
+        mean = block_mean_reference(unit, block, max(-start, 0), False, None)  # [B, H, blocks, D]
+        similarity.append(mean.square().sum(-1).clamp(max=1.0))
+    return torch.cat(similarity, dim=-1)

@@ -1,0 +1,110 @@
+"""The Triton kernel of `block_mean` and `block_similarity`: one program per block, each token read once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from blocksparse.kernels.common.hardware import device_of
+from blocksparse.kernels.common.sizes import cdiv, power_of_2
+from blocksparse.kernels.common.strides_triton import alike, head_at
+
+_TILE = 1024  # entries at a time: a program is one warp, and many of them share a multiprocessor
+_PIECE = 512  # tokens per partial sum of the mean of all tokens
+
+
+def block_mean_triton(x: Tensor, block: int, lead: int, padded_tail: bool, index: Tensor | None) -> Tensor:
+    """Launch the kernel; arguments as of `block_mean`."""
+    return _launch(x, block, lead % block, index, None, padded_tail=padded_tail, similarity=False)
+
+
+def block_similarity_triton(x: Tensor, block: int, lead: int, centred: bool, index: Tensor | None) -> Tensor:
+    """Launch the kernel; arguments as of `block_similarity`."""
+    centre = None
+    if centred:  # each piece divided alike, so that their sum needs no weights
+        pieces = block_mean_triton(x, _PIECE, 0, True, None)
+        centre = pieces.sum(2) * (_PIECE / x.shape[2])
+    return _launch(x, block, lead % block, index, centre, padded_tail=False, similarity=True)
+
+
+def _launch(
+    x: Tensor,
+    block: int,
+    lead: int,
+    index: Tensor | None,
+    centre: Tensor | None,
+    *,
+    padded_tail: bool,
+    similarity: bool,
+) -> Tensor:
+    B, Hx, N, D = x.shape
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    if index is not None and index.stride(-1) != 1:
+        index = index.contiguous()
+    H, N = (Hx, N) if index is None else index.shape[1:]
+    blocks = cdiv(lead + N, block)
+    out = torch.empty((B, H, blocks) if similarity else (B, H, blocks, D), dtype=torch.float32, device=x.device)
+    block_d = power_of_2(D)
+    with device_of(x):
+        _kernel[(blocks, H, B)](
+            x, x if index is None else index, x if centre is None else centre, out,
+            x.stride()[:3], None if index is None else alike(*index.stride()[:2]),
+            N, blocks, lead, H // Hx,
+            D=D, BLOCK_D=block_d, BLOCK=block,
+            ROWS=max(min(power_of_2(block), _TILE // block_d), 1),
+            PADDED=padded_tail, INDEXED=index is not None, CENTRED=centre is not None, SIMILARITY=similarity,
+            num_warps=1,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["N", "blocks", "lead"])
+def _kernel(
+    x_ptr, index_ptr, centre_ptr, out_ptr,
+    x_strides, index_strides,
+    N, blocks, lead, heads_per_source,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    PADDED: tl.constexpr, INDEXED: tl.constexpr, CENTRED: tl.constexpr, SIMILARITY: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    h = tl.program_id(1)
+    b = tl.program_id(2)
+    source_h = h // heads_per_source
+    x_at = x_ptr + b.to(tl.int64) * x_strides[0] + source_h.to(tl.int64) * x_strides[1]
+    dims = tl.arange(0, BLOCK_D)[None, :]
+    if CENTRED:
+        centre_at = centre_ptr + (b.to(tl.int64) * (tl.num_programs(1) // heads_per_source) + source_h) * D
+        centre = tl.load(centre_at + dims, mask=dims < D, other=0.0)  # [1, BLOCK_D]
+    start = block * BLOCK - lead
+    sums = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for first in range(0, BLOCK, ROWS):
+        place = first + tl.arange(0, ROWS)
+        slot = start + place
+        there = (place < BLOCK) & (slot >= 0) & (slot < N)
+        if INDEXED:
+            token = tl.load(index_ptr + head_at(index_strides, b, h) + slot, mask=there, other=0)
+        else:
+            token = slot
+        x_rows = x_at + token.to(tl.int64)[:, None] * x_strides[2] + dims
+        if BLOCK_D == D:
+            inside = there[:, None]
+        else:
+            inside = there[:, None] & (dims < D)
+        x = tl.load(x_rows, mask=inside, other=0.0).to(tl.float32)
+        if SIMILARITY:
+            if CENTRED:
+                x = tl.where(inside, x - centre, 0.0)
+            length = tl.sqrt_rn(tl.sum(x * x, 1))
+            x = x / tl.where(length == 0.0, 1.0, length)[:, None]
+        sums += x
+    tokens = BLOCK if PADDED else tl.minimum(start + BLOCK, N) - tl.maximum(start, 0)
+    mean = tl.sum(sums, 0)[None, :] / tokens
+    out_at = (b.to(tl.int64) * tl.num_programs(1) + h) * blocks + block
+    if SIMILARITY:
+        square = tl.sum(mean * mean, 1)  # [1]
+        one = tl.arange(0, 1)
+        tl.store(out_ptr + out_at + one, tl.where(square > 1.0, 1.0, square))
+    else:
+        tl.store(out_ptr + out_at * D + dims, mean, mask=dims < D)

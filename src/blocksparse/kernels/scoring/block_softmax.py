@@ -1,0 +1,67 @@
+"""Softmax over the blocks, or over the first keys, that a row may see.
+
+    mass[row, col] = exp(scale * logits[row, col]) / sum of the same over the row's eligible columns
+
+and 0 where a column is not eligible. A row without an eligible column holds no mass, and a logit of -inf none either.
+On GPUs one kernel reads and writes each logit once and makes no mask; on CPU tensors and in float64, plain torch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from blocksparse.kernels.common.sizes import FAR
+from blocksparse.kernels.positions.block_grid import BlockGrid
+
+
+def block_softmax(
+    logits: Tensor, grid: BlockGrid, *, scale: float = 1.0, segment: int | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Softmax of `logits` `[B, H, rows, cols]` over each row's reachable blocks; may overwrite them.
+
+    Args:
+        scale: taken into the exponent; positive.
+        segment: leave out the row's own segment of this many positions, too.
+
+    Returns:
+        The mass, in fp32 or better, and the blocks of the own segment, `[B|1, H|1, rows, cols]` bool, or None.
+    """
+    segment = None if segment is None else min(segment, FAR)
+    if logits.is_cuda and logits.dtype == torch.float32:
+        from blocksparse.kernels.scoring.block_softmax_triton import block_softmax_triton
+
+        return block_softmax_triton(logits, grid, scale=scale, segment=segment)
+    return block_softmax_reference(logits, grid, scale=scale, segment=segment)
+
+
+def block_softmax_reference(
+    logits: Tensor, grid: BlockGrid, *, scale: float = 1.0, segment: int | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The same in plain torch; leaves `logits` as they are."""
+    own = None if segment is None else grid.own_segment(segment)
+    return _softmax(logits * scale, grid.reachable if own is None else grid.reachable & ~own), own
+
+
+def prefix_softmax(logits: Tensor, seen: Tensor) -> Tensor:
+    """Softmax of `logits` `[B, H, rows, keys]` over the first `seen` keys of each row; may overwrite them.
+
+    Args:
+        seen: `[B|1, H|1, rows|1, 1]`, any integers.
+    """
+    if logits.is_cuda and logits.dtype == torch.float32:
+        from blocksparse.kernels.scoring.block_softmax_triton import prefix_softmax_triton
+
+        return prefix_softmax_triton(logits, seen)
+    return prefix_softmax_reference(logits, seen)
+
+
+def prefix_softmax_reference(logits: Tensor, seen: Tensor) -> Tensor:
+    """The same in plain torch; leaves `logits` as they are."""
+    return _softmax(logits, torch.arange(logits.shape[-1], device=logits.device) < seen)
+
+
+def _softmax(logits: Tensor, eligible: Tensor) -> Tensor:
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    eligible = eligible & (logits != float("-inf"))
+    return logits.masked_fill(~eligible, float("-inf")).softmax(dim=-1).masked_fill(~eligible, 0.0)

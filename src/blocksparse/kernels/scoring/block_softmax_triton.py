@@ -1,0 +1,141 @@
+"""The Triton kernel of `block_softmax` and `prefix_softmax`: fp32, in place where rows lie densely."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from blocksparse.kernels.common.hardware import device_of
+from blocksparse.kernels.common.sizes import cdiv, power_of_2
+from blocksparse.kernels.positions.block_grid import BlockGrid
+from blocksparse.kernels.positions.block_grid_triton import (
+    load_positions,
+    plain_strides,
+    positions,
+    reachable_blocks,
+    rows_at,
+    strides,
+    tile,
+)
+
+_LEAST, _MOST = 256, 8192  # logits of a row at a time; a longer row is read twice
+
+
+def block_softmax_triton(
+    logits: Tensor, grid: BlockGrid, *, scale: float = 1.0, segment: int | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Launch the kernel; arguments as of `block_softmax`."""
+    own, (tensors, position_strides) = None, positions(grid, plain_strides)
+    if segment is not None:
+        batch, heads = (max(x.shape[axis] for x in tensors) for axis in (0, 1))
+        own = torch.empty((batch, heads, *logits.shape[2:]), dtype=torch.bool, device=logits.device)
+    return _launch(logits, tensors, position_strides, None, own, segment, scale, causal=grid.causal), own
+
+
+def prefix_softmax_triton(logits: Tensor, seen: Tensor) -> Tensor:
+    """Launch the kernel; arguments as of `prefix_softmax`."""
+    return _launch(logits, None, None, seen, None, None, 1.0, causal=False)
+
+
+def _launch(
+    logits: Tensor,
+    pointers: tuple[Tensor, ...] | None,
+    position_strides: Any,
+    seen: Tensor | None,
+    own: Tensor | None,
+    segment: int | None,
+    scale: float,
+    *,
+    causal: bool,
+) -> Tensor:
+    logits = logits.contiguous()
+    B, H, rows, cols = logits.shape
+    wide = min(max(power_of_2(cols), _LEAST), _MOST)
+    high, aligned = max(1024 // wide, 1), cols % 16 == 0
+    with device_of(logits):
+        _kernel[(cdiv(rows, high), H, B)](
+            logits, pointers, seen, own,
+            position_strides, None if seen is None else strides(seen),
+            None if own is None else plain_strides(own) if aligned else strides(own),
+            rows, cols, scale,
+            SEGMENT=segment, CAUSAL=causal, ALIGNED=aligned, ROWS=high, COLS=wide, WHOLE=cols <= wide,
+            num_warps=high * wide // 512,
+        )  # fmt: skip
+    return logits
+
+
+@triton.jit
+def _scaled(
+    logits_at, positions, seen_ptr, own_ptr, position_strides, seen_strides, own_strides,
+    b, h, row, col, there, inside, scale,
+    SEGMENT: tl.constexpr, CAUSAL: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Scaled logits of a tile, -inf where a column is not eligible; notes what is in the own segment."""
+    if seen_ptr is not None:
+        seen = tl.load(rows_at(seen_ptr, seen_strides, b, h, row), mask=there, other=0)
+        eligible = inside & (col < seen)
+    else:
+        q_first, q_last, k_first, k_last = load_positions(
+            positions, position_strides, b, h, row, col, there, inside, False
+        )
+        eligible = inside & reachable_blocks(q_last, k_first, k_last, CAUSAL)
+        if SEGMENT is not None:
+            own = eligible & (k_first // SEGMENT == q_first // SEGMENT)
+            eligible = eligible & ~own
+            # Where all heads share positions, one of them writes.
+            writes = inside & ((b == 0) | (own_strides[0] != 0)) & ((h == 0) | (own_strides[1] != 0))
+            tl.store(rows_at(own_ptr, own_strides, b, h, row, not ALIGNED) + col, own, mask=writes)
+    logits = tl.load(logits_at + col, mask=eligible, other=float("-inf"))
+    return tl.where(eligible, logits * scale, float("-inf"))
+
+
+# Rows of a multiple of 16 are read in wider pieces and so summed in another order: unlike other kernels over blocks, this
+# one is compiled for either kind, or a score would depend on which came first.
+@triton.jit(do_not_specialize=["rows"])
+def _kernel(
+    logits_ptr, positions, seen_ptr, own_ptr,
+    position_strides, seen_strides, own_strides,
+    rows, cols, scale,
+    SEGMENT: tl.constexpr, CAUSAL: tl.constexpr, ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    b, h, row, col = tile(ROWS, COLS)
+    there = row < rows
+    logits_at = logits_ptr + ((b * tl.num_programs(1) + h).to(tl.int64) * rows + row) * cols
+    if WHOLE:
+        inside = there & (col < cols)
+        logits = _scaled(
+            logits_at, positions, seen_ptr, own_ptr, position_strides, seen_strides, own_strides,
+            b, h, row, col, there, inside, scale, SEGMENT, CAUSAL, ALIGNED,
+        )  # fmt: skip
+        best = tl.max(logits, 1, keep_dims=True)
+        weight = tl.exp(logits - tl.where(best == float("-inf"), 0.0, best))
+        total = tl.sum(weight, 1, keep_dims=True)
+        tl.store(logits_at + col, weight / tl.where(total == 0.0, 1.0, total), mask=inside)
+    else:
+        best = tl.full([ROWS, 1], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS, 1], tl.float32)
+        for start in range(0, cols, COLS):
+            at = start + col
+            logits = _scaled(
+                logits_at, positions, seen_ptr, own_ptr, position_strides, seen_strides, own_strides,
+                b, h, row, at, there, there & (at < cols), scale, SEGMENT, CAUSAL, ALIGNED,
+            )  # fmt: skip
+            new_best = tl.maximum(best, tl.max(logits, 1, keep_dims=True))
+            origin = tl.where(new_best == float("-inf"), 0.0, new_best)
+            total = total * tl.exp(best - origin) + tl.sum(tl.exp(logits - origin), 1, keep_dims=True)
+            best = new_best
+        origin = tl.where(best == float("-inf"), 0.0, best)
+        inverse = 1.0 / tl.where(total == 0.0, 1.0, total)
+        for start in range(0, cols, COLS):
+            at = start + col
+            inside = there & (at < cols)
+            logits = _scaled(
+                logits_at, positions, seen_ptr, own_ptr, position_strides, seen_strides, own_strides,
+                b, h, row, at, there, inside, scale, SEGMENT, CAUSAL, ALIGNED,
+            )  # fmt: skip
+            tl.store(logits_at + at, tl.exp(logits - origin) * inverse, mask=inside)

@@ -1,0 +1,120 @@
+"""Softmax over small cells of queries and keys, summed over the cells of each block.
+
+A cell is `slots` consecutive tokens. The logit of a query cell and a key cell is
+
+    weight * sum_r q[s(r)] . k[r]
+
+over its slots, with `s(r) = slots - 1 - r` if `flipped`, else `r`. A query cell spreads a mass of 1 over the key
+cells that it reaches; a block holds what its cells hold.
+
+One op with two implementations: on GPUs the Triton kernels in `cell_mass_triton.py`, which keep no logits, and
+for CPU tensors, float64 and cells that do not fill tiles the plain torch below, which computes in fp32 or better.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from blocksparse.kernels.common.sizes import ROOM
+from blocksparse.kernels.multiplying.cell_products import cells, means_of_short_cells
+from blocksparse.kernels.multiplying.products import products, wide_dtype
+
+_WORKSPACE = 2**28  # bytes of logits at a time; their softmax takes as much again
+
+
+def cell_mass(
+    q: Tensor,  # [B, Hq, M, D], in slot order
+    k: Tensor,  # [B, H, N, D], in slot order; H divides Hq
+    q_last: Tensor | None,  # [B|1, Hm, query cells] int32, last position of each; Hm divides Hq
+    k_first: Tensor | None,  # [B|1, Hm, key cells] int32, first position of each; both None: all stand in order
+    slots: int,
+    first_cell: int,  # index of the first query cell in the whole prompt
+    q_lead: int,  # its empty slots
+    high: int,  # query cells per block
+    wide: int,  # key cells per block
+    causal: bool,
+    segment: int | None,  # cells; a query cell looks at earlier segments alone
+    weight: float,
+    flipped: bool,
+    padded_tail: bool,  # empty slots of short cells hold zeros, not the mean of the cell's tokens
+) -> Tensor:
+    """Mass of every block, `[B, Hq, rows, cols]` fp32 or better; rows lie on the blocks of the whole prompt.
+
+    Not causal: a query cell reaches every key cell, and positions are not looked at.
+    """
+    compute = cell_mass_reference
+    if q.is_cuda:
+        from blocksparse.kernels.scoring import cell_mass_triton
+
+        if cell_mass_triton.takes(q, high, wide):
+            compute = cell_mass_triton.cell_mass_triton
+    return compute(
+        q, k, q_last, k_first, slots, first_cell, q_lead, high, wide, causal, segment, weight, flipped, padded_tail
+    )
+
+
+def cell_mass_reference(
+    q: Tensor,
+    k: Tensor,
+    q_last: Tensor | None,
+    k_first: Tensor | None,
+    slots: int,
+    first_cell: int,
+    q_lead: int,
+    high: int,
+    wide: int,
+    causal: bool,
+    segment: int | None,
+    weight: float,
+    flipped: bool,
+    padded_tail: bool,
+) -> Tensor:
+    """The same in plain torch, some rows of blocks at a time."""
+    q_filler, k_filler = (
+        None if padded_tail else means_of_short_cells(x, slots, lead) for x, lead in ((q, q_lead), (k, 0))
+    )
+    q_cells, k_cells = cells(q, slots, q_lead, q_filler), cells(k, slots, 0, k_filler)
+    keys = k_cells.flatten(3)  # [B, H, cells, slots * D]
+    column = torch.arange(keys.shape[2], device=q.device)
+    cell = torch.arange(first_cell, first_cell + q_cells.shape[2], device=q.device)
+    in_order = q_last is None
+    if in_order:
+        q_last, k_first = cell.view(1, 1, -1), column.view(1, 1, -1)
+
+    # A block far larger than the prompt is one of all its cells, and takes no more memory.
+    high, wide = min(high, max(first_cell + q_cells.shape[2], ROOM)), min(wide, max(keys.shape[2], ROOM))
+    empty = first_cell % high  # cells before the first one in row 0
+    rows, cols = -(-(empty + q_cells.shape[2]) // high), -(-keys.shape[2] // wide)
+    masses = []
+    step = max(1, _WORKSPACE // (q.shape[0] * q.shape[1] * high * keys.shape[2] * wide_dtype(q).itemsize))
+    for top in range(0, rows, step):
+        bottom = min(top + step, rows)
+        first, last = max(top * high - empty, 0), min(bottom * high - empty, q_cells.shape[2])
+        end = min(first_cell + last, keys.shape[2]) if causal and in_order else keys.shape[2]
+        queries = q_cells[:, :, first:last]
+        logits = products((queries.flip(3) if flipped else queries).flatten(3), keys[:, :, :end]).mul_(weight)
+        eligible = torch.ones(1, 1, last - first, end, dtype=torch.bool, device=q.device)
+        if causal:
+            eligible = k_first[..., :end].unsqueeze(2) <= q_last[..., first:last].unsqueeze(3)
+        if segment is not None:
+            eligible = eligible & (column[:end] < (cell[first:last] // segment * segment).unsqueeze(1))
+        mass = _softmax(logits, eligible, may_be_none=segment is not None)
+        mass = pad(mass, (0, cols * wide - end, first - (top * high - empty), bottom * high - empty - last))
+        masses.append(mass.unflatten(3, (cols, wide)).sum(4).unflatten(2, (-1, high)).sum(3))
+    return torch.cat(masses, dim=2)
+
+
+def _softmax(logits: Tensor, eligible: Tensor, *, may_be_none: bool) -> Tensor:
+    """Softmax over the eligible cells of each row, `[B, Hq, rows, cols]`; overwrites `logits`.
+
+    Args:
+        eligible: may have fewer heads, which query heads then share.
+        may_be_none: a row may have nothing eligible; it then holds no mass.
+    """
+    grouped, eligible = logits.unflatten(1, (eligible.shape[1], -1)), eligible.unsqueeze(2)
+    mass = grouped.masked_fill_(~eligible, float("-inf")).softmax(-1)
+    if may_be_none:
+        mass = mass.masked_fill_(~eligible.any(-1, keepdim=True), 0.0)
+    return mass.flatten(1, 2)

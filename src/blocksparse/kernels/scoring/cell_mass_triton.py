@@ -1,0 +1,148 @@
+"""The Triton kernels of `cell_mass`: fp16, bf16 and fp32.
+
+`cell_sums_triton.py` leaves, per query cell, sums over each block relative to its best logit in a tile; the kernel here
+turns these into mass. Logits never leave the chip. Query cells are taken in bands, so that the sums stay small.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from blocksparse.kernels.common.hardware import device_of
+from blocksparse.kernels.common.sizes import cdiv, power_of_2
+from blocksparse.kernels.multiplying.cell_products import means_of_short_cells
+from blocksparse.kernels.multiplying.cell_products_triton import (
+    Tiles,
+    can_use_tma,
+    reach_strides,
+    tiles_for,
+    whole_cells,
+)
+from blocksparse.kernels.scoring.cell_sums_triton import sums_of_tiles
+
+_WORKSPACE = 2**28  # bytes of sums at a time
+_GROUP = 16  # query tiles that share a key tile in L2
+
+
+def takes(q: Tensor, high: int, wide: int) -> bool:
+    """Whether the kernels compute in the precision of `q`, and their tiles hold whole blocks of `wide` cells."""
+    return q.dtype in (torch.float16, torch.bfloat16, torch.float32) and wide & (wide - 1) == 0 and wide <= 64
+
+
+def cell_mass_triton(
+    q: Tensor,
+    k: Tensor,
+    q_last: Tensor | None,
+    k_first: Tensor | None,
+    slots: int,
+    first_cell: int,
+    q_lead: int,
+    high: int,
+    wide: int,
+    causal: bool,
+    segment: int | None,
+    weight: float,
+    flipped: bool,
+    padded_tail: bool,
+    tiles: Tiles | None = None,
+) -> Tensor:
+    """Launch the kernels; arguments as of `cell_mass`. `tiles` are those of `tiles_for` unless given."""
+    (B, Hq, M, D), (_, H, N, _) = q.shape, k.shape
+    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    q_filler, k_filler = (
+        None if padded_tail else means_of_short_cells(x, slots, lead) for x, lead in ((q, q_lead), (k, 0))
+    )
+    tma = can_use_tma(q, k)
+    tiles = tiles or tiles_for(q, tma=tma)
+    block_m, block_n = tiles.block_m, tiles.block_n
+    q_source, k_source = (
+        whole_cells(x, slots, lead, block, tiles.block_k) if tma else None
+        for x, lead, block in ((q, q_lead, block_m), (k, 0, block_n))
+    )
+    tma = q_source is not None and k_source is not None
+    in_order = q_last is None
+    if not in_order:
+        q_last, k_first = (
+            x.repeat_interleave(Hq // x.shape[1], 1) if x.shape[1] not in (1, Hq) else x for x in (q_last, k_first)
+        )
+
+    q_cells, k_cells = -(-(q_lead + M) // slots), -(-N // slots)
+    empty = first_cell % high
+    rows, cols = -(-(empty + q_cells) // high), -(-k_cells // wide)
+    mass = torch.empty((B, Hq, rows, cols), dtype=torch.float32, device=q.device)
+    step = max(1, _WORKSPACE // (4 * B * Hq * high * cdiv(k_cells, block_n) * (block_n // wide)))
+    step = max(1, step * high // block_m * block_m // high)
+    most = min(step * high, q_cells), cdiv(k_cells, block_n)
+    sums = torch.empty(B * Hq * most[0] * most[1] * (block_n // wide), dtype=torch.float32, device=q.device)
+    peaks = torch.empty((2, B * Hq * most[0] * most[1]), dtype=torch.float32, device=q.device)
+    with device_of(q):
+        for top in range(0, rows, step):
+            bottom = min(top + step, rows)
+            first, last = max(top * high - empty, 0), min(bottom * high - empty, q_cells)
+            end = min(first_cell + last, k_cells) if causal and in_order else k_cells
+            q_tiles, k_tiles = cdiv(last - first, block_m), cdiv(end, block_n)
+            sums_of_tiles[(q_tiles * (Hq // H) * k_tiles, H, B)](
+                q_source, k_source, q, k, q_filler, k_filler, q_last, k_first, sums, peaks[0], peaks[1],
+                q.stride()[:3], k.stride()[:3], reach_strides(q_last), reach_strides(k_first),
+                M, N, q_lead, first, last, first_cell, end, q_tiles, k_tiles, weight * math.log2(math.e), segment,
+                D=D, SLOTS=slots, WIDE=wide, GROUP=_GROUP,
+                CAUSAL=causal, FLIPPED=flipped, TMA=tma,
+                SHORT=q_lead % slots != 0 or (q_lead + M) % slots != 0 or N % slots != 0,
+                BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=tiles.block_k,
+                num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+            )  # fmt: skip
+            _mass_of_rows[(bottom - top, Hq, B)](
+                sums, peaks[0], peaks[1], mass,
+                last - first, k_tiles, top, top * high - empty - first, rows, cols,
+                HIGH=high, PADDED_HIGH=power_of_2(high), TILE_COLS=block_n // wide,
+                TILES=max(16, min(power_of_2(k_tiles), 64)),
+                COLS=max(16, min(power_of_2(cols), 512)),
+                num_warps=4,
+            )  # fmt: skip
+    return mass
+
+
+@triton.jit(do_not_specialize=["peak_ptr", "total_ptr", "band", "k_tiles", "top", "before", "rows", "cols"])
+def _mass_of_rows(
+    sums_ptr, peak_ptr, total_ptr, mass_ptr,
+    band, k_tiles, top, before, rows, cols,
+    HIGH: tl.constexpr, PADDED_HIGH: tl.constexpr, TILE_COLS: tl.constexpr, TILES: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Sums over blocks, each query cell's relative to its total, added over a row of blocks."""
+    row = tl.program_id(0)
+    h = tl.program_id(1)
+    b = tl.program_id(2)
+    head = (b * tl.num_programs(1) + h).to(tl.int64)
+    places = tl.arange(0, PADDED_HIGH)
+    cell = before + row * HIGH + places  # within the band
+    there = (places < HIGH) & (cell >= 0) & (cell < band)
+    peak_at = head * k_tiles * band + cell[:, None]
+
+    best = tl.full([PADDED_HIGH], float("-inf"), tl.float32)
+    total = tl.zeros([PADDED_HIGH], tl.float32)
+    for first in range(0, k_tiles, TILES):
+        tile = first + tl.arange(0, TILES)
+        inside = there[:, None] & (tile < k_tiles)[None, :]
+        peak = tl.load(peak_ptr + peak_at + tile[None, :] * band, mask=inside, other=float("-inf"))
+        part = tl.load(total_ptr + peak_at + tile[None, :] * band, mask=inside, other=0.0)
+        new_best = tl.maximum(best, tl.max(peak, 1))
+        origin = tl.where(new_best == float("-inf"), 0.0, new_best)
+        total = total * tl.exp2(best - origin) + tl.sum(part * tl.exp2(peak - origin[:, None]), 1)
+        best = new_best
+    log_total = tl.where(total > 0.0, best + tl.log2(tl.where(total > 0.0, total, 1.0)), 0.0)
+
+    mass_at = mass_ptr + (head * rows + top + row) * cols
+    for first in range(0, cols, COLS):
+        col = first + tl.arange(0, COLS)
+        tile = col // TILE_COLS
+        inside = there[:, None] & (tile < k_tiles)[None, :]
+        peak = tl.load(peak_ptr + peak_at + tile[None, :] * band, mask=inside, other=float("-inf"))
+        sums_at = (head * band + cell)[:, None] * (k_tiles * TILE_COLS) + col[None, :]
+        sums = tl.load(sums_ptr + sums_at, mask=inside, other=0.0)  # not written where nothing was eligible
+        mass = tl.where(peak > float("-inf"), sums * tl.exp2(peak - log_total[:, None]), 0.0)
+        tl.store(mass_at + col, tl.sum(mass, 0), mask=col < cols)

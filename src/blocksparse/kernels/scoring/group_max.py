@@ -1,0 +1,97 @@
+"""The best product of two groups of tokens in each block.
+
+A group is `g` consecutive slots. The product of two groups is `q[t] . k[t]` summed over their places `t`; a block is
+worth its best pair of groups. A pair takes part if the row of blocks may see some key of the group, and the two
+share a place: short groups are compared over the tokens that are there.
+
+One op with two implementations: on GPUs the Triton kernel in `group_max_triton.py`, which keeps no product, and for
+CPU tensors, float64 and groups that do not fill tiles the plain torch below, which computes in fp32 or better.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from blocksparse.kernels.common.sizes import ROOM, cdiv
+from blocksparse.kernels.multiplying.products import products
+
+_WORKSPACE = 2**25  # group products at a time
+
+
+def group_max(
+    q: Tensor,  # [B, Hq, M, D], in slot order
+    k: Tensor,  # [B, H, N, D], in slot order; H divides Hq
+    q_last: Tensor | None,  # [B|1, Hm, rows] int32, last position of each row of blocks; Hm is Hq or 1
+    k_first: Tensor | None,  # [B|1, Hm, key groups] int32, first position of each; both None: all stand in order
+    g: int,
+    first_row: int,  # index of row 0 in the whole prompt
+    q_lead: int,  # empty places before the first query in row 0
+    high: int,  # query groups per block
+    wide: int,  # key groups per block
+    causal: bool,
+    per_token: bool,  # divide by the places that the pair shares
+    padded_tail: bool,  # what takes no part scores 0
+) -> Tensor:
+    """Best product of every block, `[B, Hq, rows, cols]` fp32 or better; -inf where no pair takes part.
+
+    Not causal: every row sees every key, and positions are not looked at. With `padded_tail`, products are divided
+    by `g`, and what takes no part counts as 0.
+    """
+    compute = group_max_reference
+    if q.is_cuda:
+        from blocksparse.kernels.scoring import group_max_triton
+
+        if group_max_triton.takes(q, high, wide):
+            compute = group_max_triton.group_max_triton
+    return compute(q, k, q_last, k_first, g, first_row, q_lead, high, wide, causal, per_token, padded_tail)
+
+
+def group_max_reference(
+    q: Tensor,
+    k: Tensor,
+    q_last: Tensor | None,
+    k_first: Tensor | None,
+    g: int,
+    first_row: int,
+    q_lead: int,
+    high: int,
+    wide: int,
+    causal: bool,
+    per_token: bool,
+    padded_tail: bool,
+) -> Tensor:
+    """The same in plain torch, some rows of blocks at a time."""
+    M, N, device = q.shape[2], k.shape[2], q.device
+    # A group, or a block, far larger than the prompt is one of all its tokens, and takes no more memory.
+    longest = max(q_lead + M, N, ROOM)
+    g = min(g, longest)
+    high, groups = min(high, cdiv(longest, g)), cdiv(N, g)
+    wide = min(wide, groups)
+    rows, cols = cdiv(q_lead + M, g * high), cdiv(groups, wide)
+    queries = pad(q, (0, 0, q_lead, rows * high * g - q_lead - M)).unflatten(2, (-1, g)).flatten(3)
+    keys = pad(k, (0, 0, 0, groups * g - N)).unflatten(2, (-1, g)).flatten(3)
+    if q_last is None or k_first is None:
+        q_last = (torch.arange(first_row + 1, first_row + rows + 1, device=device) * high - 1).view(1, 1, -1)
+        k_first = torch.arange(groups, device=device).view(1, 1, -1)
+
+    start = torch.arange(0, rows * high * g, g, device=device).unsqueeze(1)
+    ends = (q_lead + M - start, N - torch.arange(0, N, g, device=device))
+    places = torch.minimum(*ends).clamp_max(g) - (q_lead - start).clamp_min(0)  # shared ones; none if <= 0
+    left_out = 0.0 if padded_tail else float("-inf")
+    step = max(1, _WORKSPACE // (q.shape[0] * q.shape[1] * high * groups))
+    best = []
+    for top in range(0, rows, step):
+        product = products(queries[:, :, top * high : (top + step) * high], keys)
+        shared = places[top * high : (top + step) * high]
+        if per_token:
+            product = product / (g if padded_tail else shared.clamp_min(1))
+        takes_part = shared > 0
+        if causal:
+            seen = k_first.unsqueeze(2) <= q_last[..., top : top + step].unsqueeze(3)
+            takes_part = takes_part & seen.repeat_interleave(high, dim=2)
+        product = product.masked_fill(~takes_part, left_out)  # [B, Hq, step * high, groups]
+        product = pad(product, (0, cols * wide - groups), value=left_out)
+        best.append(product.unflatten(3, (cols, wide)).amax(4).unflatten(2, (-1, high)).amax(3))
+    return torch.cat(best, dim=2)

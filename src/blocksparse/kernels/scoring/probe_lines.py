@@ -1,0 +1,71 @@
+"""Softmax of the last queries over all keys, summed along columns and along diagonals.
+
+One op with two implementations: on GPUs the Triton kernels in `probe_lines_triton.py`, and for CPU tensors, float64 and
+long probes the plain torch below, which computes in fp32 or better.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from blocksparse.kernels.multiplying.products import products, wide_dtype
+
+_WORKSPACE = 2**28  # bytes of probabilities at a time
+
+
+def probe_lines(
+    probe: Tensor,  # [B, Hq, P, D], the last queries
+    k: Tensor,  # [B, H, N, D], in original order; H divides Hq
+    q_len: int,  # queries in all
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Mean weight that the queries give each key, `[B, Hq, N]`, and each distance, `[B, Hq, L]`; fp32 or better.
+
+    The distance of a pair is query position minus key position, or its absolute value when not causal; `L` is `N`, or
+    `max(q_len, N)` when not causal.
+    """
+    if probe.is_cuda:
+        from blocksparse.kernels.scoring import probe_lines_triton
+
+        if probe_lines_triton.takes(probe):
+            return probe_lines_triton.probe_lines_triton(probe, k, q_len, causal, scale)
+    return probe_lines_reference(probe, k, q_len, causal, scale)
+
+
+def probe_lines_reference(
+    probe: Tensor, k: Tensor, q_len: int, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The same in plain torch, some queries at a time."""
+    (B, Hq, P, _), N = probe.shape, k.shape[2]
+    wide = wide_dtype(k)
+    vertical = torch.zeros(B, Hq, N, dtype=wide, device=k.device)
+    slash = torch.zeros(B, Hq, N if causal else max(q_len, N), dtype=wide, device=k.device)
+    first = (N if causal else q_len) - P  # position of the first probe query
+    position = torch.arange(N, device=k.device)
+    step = max(1, _WORKSPACE // (B * Hq * N * wide.itemsize))
+    for top in range(0, P, step):
+        rows = probe[:, :, top : top + step]
+        count, begin = rows.shape[2], first + top
+        logits = products(rows, k).mul_(scale)
+        if causal:
+            query = torch.arange(begin, begin + count, device=k.device)
+            logits.masked_fill_(position > query[:, None], float("-inf"))
+        weight = logits.softmax(-1)
+        vertical += weight.sum(2)
+        diagonals = _sums_of_diagonals(weight)  # from distance begin - (N - 1) to begin + count - 1
+        ahead = max(N - 1 - begin, 0)  # of them belong to later keys
+        slash[..., max(begin - N + 1, 0) : begin + count] += diagonals[..., ahead:]
+        if not causal:
+            slash[..., 1 : 1 + ahead] += diagonals[..., :ahead].flip(-1)
+    return vertical / P, slash / P
+
+
+def _sums_of_diagonals(x: Tensor) -> Tensor:
+    """Sums of `x` `[B, H, rows, N]` where row minus column is 1 - N, ..., rows - 1: `[B, H, rows + N - 1]`."""
+    rows, N = x.shape[-2:]
+    # Read in rows one shorter than they are stored, each row moves one column on: a diagonal becomes a column.
+    stored = pad(x.flip(-1), (0, rows)).flatten(-2)
+    return stored[..., : rows * (rows + N - 1)].unflatten(-1, (rows, -1)).sum(-2)

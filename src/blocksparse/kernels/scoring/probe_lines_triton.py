@@ -1,0 +1,165 @@
+"""The Triton kernels of `probe_lines`: fp16, bf16 and fp32.
+
+Logits are computed twice: for the softmax denominators, then for the weights. Columns are added up on chip; diagonals
+cross tiles, so weights are stored, for some heads at a time, and read along them. No sum depends on which program
+comes first.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from blocksparse.kernels.common.hardware import device_of
+from blocksparse.kernels.common.sizes import cdiv, power_of_2
+from blocksparse.kernels.common.strides_triton import alike, head_at
+
+_WORKSPACE = 2**28  # bytes of weights at a time
+_KEYS, _TILES, _DISTANCES = 128, 8, 512  # keys at a time, how often, and distances, per program
+
+
+def takes(probe: Tensor) -> bool:
+    """Whether the kernels compute in the precision of the probe, and a program holds it."""
+    row_bytes = probe.shape[3] * probe.element_size()
+    fits = probe.shape[2] <= 128 and row_bytes <= (512 if torch.version.hip is None else 256)
+    return fits and probe.dtype in (torch.float16, torch.bfloat16, torch.float32)
+
+
+def probe_lines_triton(probe: Tensor, k: Tensor, q_len: int, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Launch the kernels; arguments as of `probe_lines`."""
+    (B, Hq, P, D), (_, H, N, _) = probe.shape, k.shape
+    probe, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (probe, k))
+    first = (N if causal else q_len) - P  # position of the first probe query
+    rows, k_parts = max(16, power_of_2(P)), cdiv(N, _KEYS * _TILES)
+    new = {"dtype": torch.float32, "device": k.device}
+    log_sum = torch.empty((B, Hq, k_parts, rows), **new)
+    vertical = torch.empty((B, Hq, N), **new)
+    slash = torch.empty((B, Hq, N if causal else max(q_len, N)), **new)
+    heads = max(1, min(Hq, _WORKSPACE // (4 * B * P * N)))
+    weight = torch.empty((B, heads, P, N), **new)
+    sizes = (P, N, first, Hq // H, scale * math.log2(math.e))
+    tile = {
+        "D": D, "BLOCK_D": max(16, power_of_2(D)), "ROWS": rows, "KEYS": _KEYS, "TILES": _TILES, "CAUSAL": causal,
+        "num_warps": 8, "num_stages": 3 if k.element_size() <= 2 and D <= 128 else 1,
+    }  # fmt: skip
+    strides = probe.stride()[:3], k.stride()[:3]
+    with device_of(k):
+        _log_sums[(k_parts, Hq, B)](probe, k, log_sum, *strides, *sizes, **tile)
+        total = log_sum.logsumexp(2)  # [B, Hq, rows]
+        for head in range(0, Hq, heads):
+            some = min(heads, Hq - head)
+            _weights[(k_parts, some, B)](
+                probe, k, total, weight, vertical, *strides, alike(*weight.stride()[:2]), Hq, head, *sizes, **tile
+            )
+            _diagonals[(cdiv(slash.shape[2], _DISTANCES), some, B)](
+                weight, slash, alike(*weight.stride()[:2]), Hq, head, P, N, slash.shape[2], first,
+                CAUSAL=causal, DISTANCES=_DISTANCES, AT_ONCE=8,
+                num_warps=4,
+            )  # fmt: skip
+    return vertical, slash
+
+
+@triton.jit
+def _queries(q_ptr, q_strides, b, h, P, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr):
+    """The probe of one head, `[ROWS, BLOCK_D]`."""
+    row = tl.arange(0, ROWS)[:, None]
+    dim = tl.arange(0, BLOCK_D)[None, :]
+    q_at = q_ptr + b.to(tl.int64) * q_strides[0] + h.to(tl.int64) * q_strides[1]
+    return tl.load(q_at + row.to(tl.int64) * q_strides[2] + dim, mask=(row < P) & (dim < D), other=0.0)
+
+
+@triton.jit
+def _logits(
+    q_tile, k_ptr, k_strides, b, h_key, key, P, N, first, scale_log2,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Base-2 logits of the keys `key`, `[ROWS, KEYS]`, -inf where a query sees no key."""
+    row = tl.arange(0, ROWS)[:, None]
+    dim = tl.arange(0, BLOCK_D)[None, :]
+    k_at = k_ptr + b.to(tl.int64) * k_strides[0] + h_key.to(tl.int64) * k_strides[1]
+    k_at = k_at + key.to(tl.int64)[:, None] * k_strides[2] + dim
+    k_tile = tl.load(k_at, mask=(key < N)[:, None] & (dim < D), other=0.0)
+    logits = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale_log2
+    seen = (row < P) & (key < N)[None, :]
+    if CAUSAL:
+        seen = seen & (key[None, :] <= first + row)
+    return tl.where(seen, logits, float("-inf"))
+
+
+@triton.jit(do_not_specialize=["P", "N", "first"])
+def _log_sums(
+    q_ptr, k_ptr, log_sum_ptr, q_strides, k_strides, P, N, first, heads_per_key, scale_log2,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TILES: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Natural logarithm of each query's sum over some tiles of keys, `[B, Hq, k_parts, ROWS]`."""
+    h = tl.program_id(1)
+    b = tl.program_id(2)
+    q_tile = _queries(q_ptr, q_strides, b, h, P, D, BLOCK_D, ROWS)
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    for i in range(TILES):
+        key = (tl.program_id(0) * TILES + i) * KEYS + tl.arange(0, KEYS)
+        logits = _logits(
+            q_tile, k_ptr, k_strides, b, h // heads_per_key, key, P, N, first, scale_log2, D, BLOCK_D, ROWS, CAUSAL
+        )
+        new_peak = tl.maximum(peak, tl.max(logits, 1))
+        origin = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        total = total * tl.exp2(peak - origin) + tl.sum(tl.exp2(logits - origin[:, None]), 1)
+        peak = new_peak
+    log_sum = (peak + tl.log2(tl.where(total > 0.0, total, 1.0))) * 0.6931471805599453  # ln 2
+    at = ((b * tl.num_programs(1) + h).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * ROWS
+    tl.store(log_sum_ptr + at + tl.arange(0, ROWS), log_sum)
+
+
+@triton.jit(do_not_specialize=["P", "N", "first", "head"])
+def _weights(
+    q_ptr, k_ptr, total_ptr, weight_ptr, vertical_ptr, q_strides, k_strides, weight_strides, heads, head,
+    P, N, first, heads_per_key, scale_log2,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TILES: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Softmax weights of the heads from `head` on, `[B, heads, P, N]`, and their means over the queries."""
+    h = head + tl.program_id(1)
+    b = tl.program_id(2)
+    row = tl.arange(0, ROWS)
+    at = (b * heads + h).to(tl.int64)
+    q_tile = _queries(q_ptr, q_strides, b, h, P, D, BLOCK_D, ROWS)
+    total = tl.load(total_ptr + at * ROWS + row, mask=row < P, other=0.0) * 1.4426950408889634  # log2(e)
+    weight_at = weight_ptr + head_at(weight_strides, b, tl.program_id(1))
+    weight_at = weight_at + row.to(tl.int64)[:, None] * N
+    for i in range(TILES):
+        key = (tl.program_id(0) * TILES + i) * KEYS + tl.arange(0, KEYS)
+        logits = _logits(
+            q_tile, k_ptr, k_strides, b, h // heads_per_key, key, P, N, first, scale_log2, D, BLOCK_D, ROWS, CAUSAL
+        )
+        weight = tl.exp2(logits - total[:, None])
+        tl.store(weight_at + key[None, :], weight, mask=(row < P)[:, None] & (key < N)[None, :])
+        tl.store(vertical_ptr + at * N + key, tl.sum(weight, 0) / P, mask=key < N)
+
+
+@triton.jit(do_not_specialize=["P", "N", "L", "first", "head"])
+def _diagonals(
+    weight_ptr, slash_ptr, weight_strides, heads, head, P, N, L, first,
+    CAUSAL: tl.constexpr, DISTANCES: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Means of weights along diagonals, `[B, Hq, L]`."""
+    h = head + tl.program_id(1)
+    b = tl.program_id(2)
+    distance = tl.program_id(0) * DISTANCES + tl.arange(0, DISTANCES)[None, :]
+    weight_at = weight_ptr + head_at(weight_strides, b, tl.program_id(1))
+    sums = tl.zeros([AT_ONCE, DISTANCES], tl.float32)
+    for top in range(0, P, AT_ONCE):
+        row = top + tl.arange(0, AT_ONCE)[:, None]
+        row_at = weight_at + row.to(tl.int64) * N
+        key = first + row - distance
+        sums += tl.load(row_at + key, mask=(row < P) & (key >= 0) & (key < N), other=0.0)
+        if not CAUSAL:
+            key = first + row + distance
+            sums += tl.load(row_at + key, mask=(row < P) & (key < N) & (distance > 0), other=0.0)
+    each = tl.program_id(0) * DISTANCES + tl.arange(0, DISTANCES)
+    tl.store(slash_ptr + (b * heads + h).to(tl.int64) * L + each, tl.sum(sums, 0) / P, mask=each < L)

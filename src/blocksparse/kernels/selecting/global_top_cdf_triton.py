@@ -1,0 +1,227 @@
+"""The Triton kernels of `global_top_cdf`: a search of eight parts a pass, over all programs of a head.
+
+A pass adds up, for seven bounds, what weighs more; the next pass starts from the part that holds the target. Sums meet
+in integers, so that it does not matter which program comes first.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from blocksparse.kernels.common.hardware import device_of
+from blocksparse.kernels.common.sizes import cdiv
+from blocksparse.kernels.common.strides_triton import head_strides
+from blocksparse.kernels.positions.block_grid import BlockGrid
+from blocksparse.kernels.positions.block_grid_triton import (
+    diagonal_blocks,
+    load_positions,
+    positions,
+    reachable_blocks,
+    rows_at,
+    strides,
+    tile_of_blocks,
+    tile_of_grid,
+)
+from blocksparse.kernels.selecting.top_cdf_triton import limit_of, ticks_of, weights_of
+
+_TILE = 4096  # blocks at a time
+_PASSES = 11  # of eight parts each, from 2^30 to 1
+_MOST = tl.constexpr(1 << 30)
+
+
+def global_top_cdf_triton(
+    values: Tensor, forced: Tensor | None, mass: Tensor, grid: BlockGrid, *, crossing: bool
+) -> Tensor:
+    """Launch the kernels; arguments as of `global_top_cdf`."""
+    B, H, rows, cols = values.shape
+    n, device = rows * cols, values.device
+    tile = tile_of_blocks(_TILE)
+    over_grid = cdiv(rows, tile["ROWS"]) * cdiv(cols, tile["COLS"]), H, B
+    in_line = cdiv(n, _TILE), H, B
+    where = (*positions(grid), rows, cols)
+    tiling = {"CAUSAL": grid.causal, **tile, "num_warps": 4}
+
+    ticks = torch.empty((B, H, n), dtype=torch.int32, device=device)
+    heaviest, lightest = torch.zeros((2, B, H), dtype=torch.int32, device=device)
+    total, above = torch.zeros((2, B, H), dtype=torch.int64, device=device)
+    sums = torch.zeros((_PASSES, B, H, 8), dtype=torch.int64, device=device)
+    bounds = torch.empty((_PASSES, B, H, 2), dtype=torch.int32, device=device)
+    ties = torch.empty((B, H, in_line[0]), dtype=torch.int32, device=device)
+    keep = torch.empty(values.shape, dtype=torch.bool, device=device)
+    mass_stride = head_strides(mass)[1]
+    with device_of(values):
+        _heaviest[over_grid](values, heaviest, strides(values), *where, **tiling)
+        _to_ticks[over_grid](values, heaviest, ticks, total, strides(values), *where, **tiling)
+        for i in range(_PASSES):
+            last = (bounds[i - 1], sums[i - 1]) if i else (None, None)
+            _search[in_line](
+                ticks, total, mass, mass_stride, *last, bounds[i], sums[i], n,
+                CROSSING=crossing, TILE=_TILE, num_warps=4,
+            )  # fmt: skip
+        _count[in_line](
+            ticks, total, mass, mass_stride, bounds[-1], sums[-1], lightest, above, ties, n,
+            CROSSING=crossing, TILE=_TILE, num_warps=4,
+        )  # fmt: skip
+        before = ties.cumsum(-1, dtype=torch.int64) - ties
+        _keep[in_line](
+            ticks, total, mass, mass_stride, lightest, above, before, keep, n,
+            CROSSING=crossing, TILE=_TILE, num_warps=4,
+        )  # fmt: skip
+        _finish[over_grid](
+            keep, forced, mass, mass_stride, strides(keep), None if forced is None else strides(forced), *where,
+            **tiling,
+        )  # fmt: skip
+    return keep
+
+
+@triton.jit
+def _reachable_weights(
+    values_ptr, values_strides, positions, position_strides, b, h, row, col, there, inside, CAUSAL: tl.constexpr
+):
+    """Of a tile; 0 where no query sees a key."""
+    q_first, q_last, k_first, k_last = load_positions(positions, position_strides, b, h, row, col, there, inside)
+    reachable = inside & reachable_blocks(q_last, k_first, k_last, CAUSAL)
+    at = rows_at(values_ptr, values_strides, b, h, row) + col * values_strides[3]
+    return weights_of(tl.load(at, mask=reachable, other=0.0))
+
+
+@triton.jit(do_not_specialize=["rows", "cols"])
+def _heaviest(
+    values_ptr, heaviest_ptr, values_strides, positions, position_strides, rows, cols,
+    CAUSAL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    b, h, row, col = tile_of_grid(cols, ROWS, COLS)
+    there = row < rows
+    weights = _reachable_weights(
+        values_ptr, values_strides, positions, position_strides, b, h, row, col, there, there & (col < cols),
+        CAUSAL,
+    )  # fmt: skip
+    bits = weights.to(tl.int32, bitcast=True)  # in the order of numbers that are not negative
+    tl.atomic_max(heaviest_ptr + b * tl.num_programs(1) + h, tl.max(tl.max(bits, 1), 0))
+
+
+@triton.jit(do_not_specialize=["rows", "cols"])
+def _to_ticks(
+    values_ptr, heaviest_ptr, ticks_ptr, total_ptr, values_strides, positions, position_strides, rows, cols,
+    CAUSAL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    b, h, row, col = tile_of_grid(cols, ROWS, COLS)
+    there = row < rows
+    inside = there & (col < cols)
+    weights = _reachable_weights(
+        values_ptr, values_strides, positions, position_strides, b, h, row, col, there, inside, CAUSAL
+    )
+    head = b * tl.num_programs(1) + h
+    heaviest = tl.load(heaviest_ptr + head + tl.zeros([1, 1], tl.int32)).to(tl.float32, bitcast=True)
+    ticks = ticks_of(weights, heaviest).to(tl.int32)
+    tl.store(ticks_ptr + (head.to(tl.int64) * rows + row) * cols + col, ticks, mask=inside)
+    tl.atomic_add(total_ptr + head, tl.sum(tl.sum(ticks.to(tl.int64), 1), 0))
+
+
+@triton.jit
+def _target(total_ptr, mass_ptr, mass_stride, head, h, CROSSING: tl.constexpr):
+    """The sum that is not reached by what is taken, `[1, 1]` int64."""
+    one = tl.zeros([1, 1], tl.int32)
+    mass = tl.load(mass_ptr + h * mass_stride + one).to(tl.float32)
+    return limit_of(tl.load(total_ptr + head + one), mass, CROSSING)
+
+
+@triton.jit
+def _part(bounds_ptr, sums_ptr, target, head):
+    """Bounds after the last pass, `[1, 1]`: what weighs more than `low` comes to the target, than `high` not."""
+    one = tl.zeros([1, 1], tl.int32)
+    if bounds_ptr is None:  # there was none
+        low, high = one - 1, one + _MOST
+    else:
+        at = head * 2 + one
+        low, high = tl.load(bounds_ptr + at), tl.load(bounds_ptr + at + 1)
+        part = 1 + tl.arange(0, 8)[None, :]  # the last bound is `high` itself
+        sums = tl.load(sums_ptr + head * 8 + part - 1, mask=part < 8, other=0)
+        bound = low + ((high - low).to(tl.int64) * part // 8).to(tl.int32)
+        less = (sums < target) | (part == 8)
+        first = tl.min(tl.where(less, bound, _MOST), 1, keep_dims=True)
+        low = tl.max(tl.where(less, low, bound), 1, keep_dims=True)
+        high = first
+    return low, high
+
+
+@triton.jit(do_not_specialize=["n"])
+def _search(
+    ticks_ptr, total_ptr, mass_ptr, mass_stride, last_bounds_ptr, last_sums_ptr, bounds_ptr, sums_ptr, n,
+    CROSSING: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    h = tl.program_id(1)
+    head = tl.program_id(2) * tl.num_programs(1) + h
+    target = _target(total_ptr, mass_ptr, mass_stride, head, h, CROSSING)
+    low, high = _part(last_bounds_ptr, last_sums_ptr, target, head)
+    one = tl.zeros([1, 1], tl.int32)
+    at = bounds_ptr + head * 2 + one
+    tl.store(at, low, mask=one + tl.program_id(0) == 0)
+    tl.store(at + 1, high, mask=one + tl.program_id(0) == 0)
+    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]  # a head may have over 2^31 blocks
+    ticks = tl.load(ticks_ptr + head.to(tl.int64) * n + place, mask=place < n, other=0)
+    for part in tl.static_range(1, 8):
+        bound = low + ((high - low).to(tl.int64) * part // 8).to(tl.int32)
+        more = tl.sum(tl.where(ticks > bound, ticks, 0).to(tl.int64), 1, keep_dims=True)
+        tl.atomic_add(sums_ptr + head * 8 + part - 1 + one, more)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _count(
+    ticks_ptr, total_ptr, mass_ptr, mass_stride, bounds_ptr, sums_ptr, lightest_ptr, above_ptr, ties_ptr, n,
+    CROSSING: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Of a tile: what weighs more than the lightest block taken, and how many weigh the same."""
+    h = tl.program_id(1)
+    head = tl.program_id(2) * tl.num_programs(1) + h
+    low, lightest = _part(bounds_ptr, sums_ptr, _target(total_ptr, mass_ptr, mass_stride, head, h, CROSSING), head)
+    one = tl.zeros([1, 1], tl.int32)
+    tl.store(lightest_ptr + head + one, lightest, mask=one + tl.program_id(0) == 0)
+    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]  # a head may have over 2^31 blocks
+    ticks = tl.load(ticks_ptr + head.to(tl.int64) * n + place, mask=place < n, other=-1)
+    more = tl.sum(tl.where(ticks > lightest, ticks, 0).to(tl.int64), 1, keep_dims=True)
+    tl.atomic_add(above_ptr + head + one, more)
+    same = tl.sum((ticks == lightest).to(tl.int32), 1, keep_dims=True)
+    tl.store(ties_ptr + head.to(tl.int64) * tl.num_programs(0) + tl.program_id(0) + one, same)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _keep(
+    ticks_ptr, total_ptr, mass_ptr, mass_stride, lightest_ptr, above_ptr, before_ptr, keep_ptr, n,
+    CROSSING: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    h = tl.program_id(1)
+    head = tl.program_id(2) * tl.num_programs(1) + h
+    one = tl.zeros([1, 1], tl.int32)
+    missing = _target(total_ptr, mass_ptr, mass_stride, head, h, CROSSING) - tl.load(above_ptr + head + one)
+    lightest = tl.load(lightest_ptr + head + one)
+    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]  # a head may have over 2^31 blocks
+    ticks = tl.load(ticks_ptr + head.to(tl.int64) * n + place, mask=place < n, other=-1)
+    tied = ticks == lightest
+    before = tl.load(before_ptr + head.to(tl.int64) * tl.num_programs(0) + tl.program_id(0) + one)
+    rank = before + tl.cumsum(tied.to(tl.int32), 1) - (1 if CROSSING else 0)
+    taken = (ticks > lightest) | (tied & (rank.to(tl.int64) * lightest.to(tl.int64) < missing))
+    tl.store(keep_ptr + head.to(tl.int64) * n + place, taken, mask=place < n)
+
+
+@triton.jit(do_not_specialize=["rows", "cols"])
+def _finish(
+    keep_ptr, forced_ptr, mass_ptr, mass_stride, keep_strides, forced_strides, positions, position_strides, rows, cols,
+    CAUSAL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """What is kept in any case, and nothing out of reach."""
+    b, h, row, col = tile_of_grid(cols, ROWS, COLS)
+    there = row < rows
+    inside = there & (col < cols)
+    q_first, q_last, k_first, k_last = load_positions(positions, position_strides, b, h, row, col, there, inside)
+    reachable = inside & reachable_blocks(q_last, k_first, k_last, CAUSAL)
+    at = rows_at(keep_ptr, keep_strides, b, h, row) + col
+    keep = (tl.load(at, mask=inside, other=0) != 0) | diagonal_blocks(reachable, q_first, k_last, CAUSAL)
+    keep = keep | (tl.load(mass_ptr + h * mass_stride + tl.zeros_like(row)).to(tl.float32) >= 1.0)
+    if forced_ptr is not None:
+        forced_at = rows_at(forced_ptr, forced_strides, b, h, row) + col * forced_strides[3]
+        keep = keep | (tl.load(forced_at, mask=inside, other=0) != 0)
+    tl.store(at, keep & reachable, mask=inside)

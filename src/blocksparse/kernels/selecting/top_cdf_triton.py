@@ -1,0 +1,178 @@
+"""The Triton kernel of `top_cdf`: one read of the scores, a search instead of a sort."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from blocksparse.kernels.common.hardware import device_of
+from blocksparse.kernels.common.sizes import cdiv
+from blocksparse.kernels.common.strides_triton import head_strides
+from blocksparse.kernels.positions.block_grid import BlockGrid
+from blocksparse.kernels.positions.block_grid_triton import (
+    any_of,
+    diagonal_blocks,
+    load_positions,
+    positions,
+    reachable_blocks,
+    rows_at,
+    strides,
+    tile,
+)
+from blocksparse.kernels.selecting.row_search_triton import cut, first_of, tile_of_rows
+
+# In the place of ticks, so that few registers are live while a row is searched.
+_FORCED = tl.constexpr(-1.0)
+_UNREACHABLE = tl.constexpr(-2.0)
+_MOST_TICKS = tl.constexpr(0x4E800000)  # 2^30 in fp32
+
+
+def top_cdf_triton(
+    values: Tensor, forced: Tensor | None, mass: float | Tensor, grid: BlockGrid, *, crossing: bool
+) -> Tensor:
+    """Launch the kernel; arguments as of `top_cdf`."""
+    B, H, rows, cols = values.shape
+    keep = torch.empty(values.shape, dtype=torch.bool, device=values.device)
+    high, wide, num_warps = tile_of_rows(cols)
+    of_head = mass if isinstance(mass, Tensor) else None
+    with device_of(values):
+        _kernel[(cdiv(rows, high), H, B)](
+            values, forced, of_head, keep, *positions(grid),
+            strides(values), None if forced is None else strides(forced),
+            None if of_head is None else head_strides(of_head)[1], strides(keep),
+            rows, cols, float(mass) if of_head is None else None,
+            CAUSAL=grid.causal, CROSSING=crossing, ROWS=high, COLS=wide,
+            num_warps=num_warps,
+        )  # fmt: skip
+    return keep
+
+
+@triton.jit
+def _exponent(x):
+    """The least `e` with `x < 2^e`, for positive fp32, also denormal."""
+    small = x < 7.8886090522101181e-31  # 2^-100
+    bits = (x * tl.where(small, 18446744073709551616.0, 1.0)).to(tl.int32, bitcast=True)  # 2^64
+    return ((bits >> 23) & 0xFF) - 126 - tl.where(small, 64, 0)
+
+
+@triton.jit
+def _power_of_two(n):
+    """`2^n` in fp32, for `n` of a normal number."""
+    return ((n + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def weights_of(values):
+    """Values of a tile as finite numbers that are not negative; NaN counts for nothing."""
+    return tl.where(values > 0.0, tl.minimum(values, 3.4028234663852886e38), 0.0)
+
+
+@triton.jit
+def ticks_of(weights, heaviest):
+    """Weights of a tile in integers, 2^30 to `heaviest`, as in `running_share`; fp32 holds them all."""
+    shift = 30 - _exponent(heaviest)  # up to 220: more than one fp32 factor holds
+    first = tl.minimum(shift, 100)
+    ticks = weights * _power_of_two(first) * _power_of_two(shift - first)
+    # Adding 2^23 rounds half to even; from there on fp32 has integers alone. Products with powers of 2 are exact.
+    return tl.where(ticks < 8388608.0, ticks + 8388608.0 - 8388608.0, ticks)
+
+
+@triton.jit
+def limit_of(total, mass, CROSSING: tl.constexpr):
+    """The least sum whose share of `total` in fp32 is no longer below `mass`, or, not `CROSSING`, is above it."""
+    bits = mass.to(tl.int32, bitcast=True)
+    beside = (bits - 1 if CROSSING else bits + 1).to(tl.float32, bitcast=True)
+    # Shares round to fp32 half way between two numbers; the product of total < 2^45 with that is off by less than 1.
+    whole = tl.maximum(total, 1).to(tl.float64)
+    limit = ((mass.to(tl.float64) + beside.to(tl.float64)) * 0.5 * whole).to(tl.int64) - 1
+    below = tl.zeros_like(limit)
+    for i in tl.static_range(3):
+        share = ((limit + i).to(tl.float64) / whole).to(tl.float32)
+        if CROSSING:
+            below += (share < mass).to(tl.int64)
+        else:
+            below += (share <= mass).to(tl.int64)
+    return tl.where(total > 0, limit + below, 0)
+
+
+@triton.jit
+def _sum(ticks):
+    """Of each row, `[ROWS, 1]` int64."""
+    return tl.sum(ticks.to(tl.int32).to(tl.int64), 1, keep_dims=True)
+
+
+@triton.jit
+def _exact_cut(ticks, target):
+    """The least whole number above which a row's ticks sum to less than `target`, in fp32."""
+    low = tl.zeros_like(target)
+    high = low + (1 << 30)
+    for _ in range(30):
+        middle = (low + high) >> 1
+        less = _sum(tl.where(ticks.to(tl.int32) > middle, ticks, 0.0)) < target
+        high = tl.where(less, middle, high)
+        low = tl.where(less, low, middle)
+    return high.to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["rows", "cols"])
+def _kernel(
+    values_ptr, forced_ptr, mass_ptr, keep_ptr, positions, position_strides,
+    values_strides, forced_strides, mass_stride, keep_strides,
+    rows, cols, mass,
+    CAUSAL: tl.constexpr, CROSSING: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    b, h, row, col = tile(ROWS, COLS)
+    there = row < rows
+    inside = there & (col < cols)
+    q_first, q_last, k_first, k_last = load_positions(positions, position_strides, b, h, row, col, there, inside)
+    reachable = inside & reachable_blocks(q_last, k_first, k_last, CAUSAL)
+    values_at = rows_at(values_ptr, values_strides, b, h, row) + col * values_strides[3]
+    weights = weights_of(tl.load(values_at, mask=reachable, other=0.0))
+    ticks = ticks_of(weights, tl.max(weights, 1, keep_dims=True))
+    total = _sum(ticks)
+    left = total
+    if forced_ptr is not None:
+        forced_at = rows_at(forced_ptr, forced_strides, b, h, row) + col * forced_strides[3]
+        forced = (tl.load(forced_at, mask=inside, other=0) != 0) & reachable
+        left = _sum(tl.where(forced, 0.0, ticks))
+        ticks = tl.where(forced, _FORCED, ticks)
+    ticks = tl.where(reachable, ticks, _UNREACHABLE)
+    if mass_ptr is None:
+        share = tl.zeros([ROWS, 1], tl.float32) + mass
+    else:
+        share = tl.load(mass_ptr + h * mass_stride + tl.zeros_like(row)).to(tl.float32)  # [ROWS, 1]
+    target = limit_of(total, share, CROSSING) - (total - left)
+
+    # As many blocks of no more than this weigh less than what may be missing.
+    spare = (tl.maximum(left - target, 0).to(tl.float32) / COLS).to(tl.int32, bitcast=True)
+    low = tl.maximum(tl.minimum(spare, _MOST_TICKS) - 16, 0)
+    high = tl.where(target > 0, _MOST_TICKS, low + 1)
+    key = ticks.to(tl.int32, bitcast=True)
+    lightest = cut(key, ticks, low, high, left.to(tl.float32), target.to(tl.float32), True)
+    lightest = lightest.to(tl.float32, bitcast=True)
+    above = _sum(tl.where(ticks > lightest, ticks, 0.0))
+    number = tl.sum((ticks == lightest).to(tl.int64), 1, keep_dims=True)
+    unit = lightest.to(tl.int32).to(tl.int64)
+    missing = target - above
+    # Sums in fp32 may be off where a target is all but met.
+    if any_of((target > 0) & (left >= target) & ((missing <= 0) | (number * unit < missing))):
+        lightest = _exact_cut(ticks, target)
+        above = _sum(tl.where(ticks > lightest, ticks, 0.0))
+        number = tl.sum((ticks == lightest).to(tl.int64), 1, keep_dims=True)
+        unit = lightest.to(tl.int32).to(tl.int64)
+        missing = target - above
+    tied = first_of(ticks == lightest, number, unit, missing, CROSSING)
+    taken = (ticks > 0.0) & (target > 0) & ((ticks > lightest) | tied)
+    if not CROSSING:
+        best = tl.max(ticks, 1, keep_dims=True)
+        first = tl.min(tl.where(ticks == best, col, COLS), 1, keep_dims=True)
+        taken = taken | ((ticks > 0.0) & (col == first))
+    # Loaded anew, and not kept in registers for all that time.
+    k_last_at = rows_at(positions[3], position_strides[3], b, h, row) + col * position_strides[3][3]
+    k_last = tl.load(k_last_at, mask=inside, other=-1, volatile=True)
+    reachable = ticks > _UNREACHABLE
+    always = diagonal_blocks(reachable, q_first, k_last, CAUSAL) | (ticks == _FORCED)
+    keep = taken | always | ((share >= 1.0) & reachable)
+    tl.store(rows_at(keep_ptr, keep_strides, b, h, row) + col, keep, mask=inside)

@@ -1,0 +1,70 @@
+"""A number, or a share, of the blocks of each row: those of the best values.
+
+Ties are taken by column. The GPU's kernel searches for the worst value taken, the plain torch below sorts; they choose
+the same blocks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from blocksparse.kernels.positions.block_grid import BlockGrid
+from blocksparse.kernels.selecting.top_cdf import MAX_COLS
+
+
+def top_k(
+    values: Tensor,
+    forced: Tensor | None,
+    k: int | None,
+    share: Tensor | None,
+    grid: BlockGrid,
+    *,
+    forced_first: bool,
+    of_all_keys: bool,
+) -> Tensor:
+    """Blocks kept, `[B, H, rows, cols]` bool, of `values` `[B, H, rows, cols]`; the diagonal is, in any case.
+
+    Args:
+        forced: `[B|1, H|1, rows|1, cols|1]` bool, kept in any case.
+        k: blocks per row; None where `share` says how many.
+        share: `[1, H|1, 1, 1]` float64, of the row's reachable blocks, rounded up.
+        forced_first: forced blocks and the diagonal are among the number; else forced blocks come on top of it, and
+            the diagonal ranks by its value.
+        of_all_keys: the share is of all columns, rounded down but at least 1.
+    """
+    if values.is_cuda and values.dtype == torch.float32 and values.shape[-1] <= MAX_COLS:
+        from blocksparse.kernels.selecting.top_k_triton import top_k_triton as compute
+    else:
+        compute = top_k_reference
+    return compute(values, forced, k, share, grid, forced_first=forced_first, of_all_keys=of_all_keys)
+
+
+def top_k_reference(
+    values: Tensor,
+    forced: Tensor | None,
+    k: int | None,
+    share: Tensor | None,
+    grid: BlockGrid,
+    *,
+    forced_first: bool,
+    of_all_keys: bool,
+) -> Tensor:
+    """The same in plain torch. Shares of a number are rounded to fp32: .07 of 100 is 7."""
+    reachable, cols = grid.reachable, values.shape[-1]
+    always = grid.diagonal if forced is None else (grid.diagonal | forced) & reachable
+    values = values.nan_to_num(nan=float("-inf"))
+    if forced_first:
+        values = values.masked_fill(always, float("inf"))
+    elif forced is not None:
+        values = values.masked_fill(forced, float("-inf"))
+    order = values.masked_fill(~reachable, float("-inf")).argsort(dim=-1, descending=True, stable=True)
+    if share is None:
+        count = values.new_full((1, 1, 1, 1), k or 0)
+    elif of_all_keys:
+        count = (share * cols).float().floor().clamp_min(1)
+    else:
+        count = (share * reachable.sum(-1, keepdim=True)).float().ceil()
+    taken = torch.arange(cols, device=values.device) < count
+    keep = torch.empty_like(values, dtype=torch.bool).scatter_(-1, order, taken.expand(values.shape))
+    return (keep | always) & reachable

@@ -1,0 +1,208 @@
+"""Compile every kernel for targets that are not here; prints one line per kernel, target and configuration.
+
+Run as a script, in a process of its own: the test suite interprets kernels, and this compiles them.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import triton
+from tests.kernels.ahead import MATRIX_INSTRUCTION, TARGETS, TEXT, as_on_hopper
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from blocksparse.executors.tiles import HopperTiles, portable, tuned_int8
+from blocksparse.kernels.attention import int8_attention_hopper, sparse_attention_hopper, sparse_attention_triton
+from blocksparse.kernels.attention.hopper_queue import consumer_registers, registers
+
+# Triton has no 8-bit integer products for sm_100's own matrix unit, and takes the older one.
+INTEGER_INSTRUCTION = {"sm_80": ".s8.s8", "sm_90": ".s8.s8", "sm_100": ".s8.s8", "gfx942": "_i8"}
+FP8_INSTRUCTION = {"sm_90": ".e4m3.e4m3", "sm_100": "f8f6f4"}  # the others have no such format
+
+
+def compile_sparse_attention(
+    target: GPUTarget,
+    dtype: str,
+    head_dim: int,
+    block: int,
+    tma: bool,
+    *,
+    pv_skip: bool = False,
+    int8_qk: bool = False,
+    fp8_pv: bool = False,
+    index: str = "i16",
+) -> triton.compiler.CompiledKernel:
+    itemsize = {"fp16": 2, "bf16": 2, "fp32": 4}[dtype]
+    config = portable(block, block, head_dim, itemsize)
+    padded = max(32 if int8_qk or fp8_pv else 16, triton.next_power_of_2(head_dim))
+    q_dtype, v_dtype = "i8" if int8_qk else dtype, "fp8e4nv" if fp8_pv else dtype
+    # Arguments that are None are constants too.
+    on = {"pv_skip": pv_skip, "q_scale": int8_qk, "k_scale": int8_qk, "k_copy": int8_qk, "v_scale": fp8_pv}
+    absent = [f"{name}_ptr" for name, given in on.items() if not given]
+    absent += [f"{name}_strides" for name, given in on.items() if not given and name != "pv_skip"]
+    constants = {
+        "D": head_dim, "DV": head_dim, "BLOCK_D": padded, "BLOCK_DV": padded,
+        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
+        "Q_SPLIT": block // config.block_m, "K_SPLIT": block // config.block_n,
+        "CAUSAL": True, "TMA": tma, **dict.fromkeys(absent),
+    }  # fmt: skip
+
+    def source_type(dtype: str) -> str:
+        return f"tensordesc<{dtype}[1, 1, {config.block_n}, {padded}]>" if tma else f"*{dtype}"
+
+    types = {
+        "q_ptr": f"*{q_dtype}", "k_source": source_type(q_dtype), "v_source": source_type(v_dtype),
+        "out_ptr": f"*{dtype}", "lse_ptr": "*fp32",
+        **{f"{name}_ptr": "*i32" for name in (
+            "full_count", "partial_count", "q_position", "k_position", "k_copy")},
+        "index_ptr": f"*{index}",
+        **{f"{name}_ptr": "*fp32" for name in ("pv_skip", "q_scale", "k_scale", "v_scale")},
+        **{f"{name}_strides": ("i32",) * 3 for name in ("q", "k", "v", "out")},
+        **{f"{name}_strides": ("i32",) * 2 for name in (
+            "lse", "count", "index", "q_position", "k_position", "q_scale", "k_scale", "k_copy", "v_scale")},
+        **dict.fromkeys(("M", "N", "cols", "heads_per_key", "heads_per_mask", "q_lead"), "i32"),
+        "scale_log2": "fp32",
+    }  # fmt: skip
+    kernel = sparse_attention_triton._kernel
+    signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
+    position = {name: i for i, name in enumerate(kernel.arg_names)}
+    pointers = [name for name, type_ in signature.items() if isinstance(type_, str) and type_.startswith("*")]
+    aligned: list[tuple[int, ...]] = [(position[name],) for name in pointers]
+    aligned += [(position[f"{name}_strides"], axis) for name in ("q", "k", "v", "out") for axis in range(3)]
+    source = ASTSource(
+        kernel,
+        signature,
+        constexprs={(position[name],): value for name, value in constants.items()},
+        attrs={path: [["tt.divisibility", 16]] for path in aligned},
+    )
+    compiled = triton.compile(
+        source, target=target, options={"num_warps": config.num_warps, "num_stages": config.num_stages}
+    )
+    got = compiled.metadata.num_warps, compiled.metadata.num_stages
+    if got != (config.num_warps, config.num_stages):
+        raise RuntimeError(f"asked for {config}, compiled with {got[0]} warps and {got[1]} stages")
+    return compiled
+
+
+def compile_hopper(
+    tiles: HopperTiles, dtype: str, head_dim: int, q_block: int, k_block: int, *, causal: bool, in_order: bool,
+    eight: str | None = None, index: str = "i16",
+) -> triton.compiler.CompiledKernel:  # fmt: skip
+    """A kernel for Hopper, as its launch function launches it; `eight` is the type of values beside int8 keys."""
+    kernel = (sparse_attention_hopper if eight is None else int8_attention_hopper)._kernel
+    piece, padded = min(k_block, tiles.block_n), 64 if head_dim <= 64 else 128
+    constants = {
+        "DQ": padded, "DV": padded, "CONSUMERS": tiles.consumers, "BLOCK_N": tiles.block_n,
+        "STAGES": tiles.num_stages, "PIECES": tiles.block_n // piece, "K_SPLIT": k_block // piece,
+        "Q_SPLIT": q_block // (64 * tiles.consumers), "CAUSAL": causal, "Q_IN_ORDER": in_order, "K_IN_ORDER": in_order,
+        "FP8": eight == "fp8e4nv", "SKIP": not in_order,
+        "CONSUMER_REGISTERS": consumer_registers(tiles.consumers, tiles.per_sm),
+    }  # fmt: skip
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+
+    def source_type(dtype: str, rows: int, wide: int) -> str:
+        bits = 16 if dtype in ("fp16", "bf16") else 8
+        layout = gl.NVMMASharedLayout(wide * bits // 8, bits, rank=4)
+        return f"tensordesc<{dtype}[1, 1, {rows}, {wide}],{layout!r}>"
+
+    def numbers_type(n: int) -> str:
+        return f"tensordesc<fp32[1, 1, {n}],{gl.NVMMASharedLayout(0, 32, rank=3)!r}>"
+
+    of_q, wide = (dtype, 64) if eight is None else ("i8", padded)
+    halves = source_type(dtype, piece, 64)
+    types: dict[str, object] = {
+        "q_source": source_type(of_q, 64, wide), "k_source": source_type(of_q, piece, wide),
+        "v_source": source_type("fp8e4nv", padded, piece) if eight == "fp8e4nv" else halves,
+        "out_target": source_type(dtype, 64, 64), "lse_ptr": "*fp32", "scale_log2": "fp32",
+        **{f"{name}_ptr": "*i32" for name in (
+            "full_count", "partial_count", "q_position", "k_position", "queue")},
+        "index_ptr": f"*{index}",
+        "pv_skip_ptr": "*fp32",
+        **{f"{name}_source": numbers_type(64 * tiles.consumers) for name in ("q_scale", "taken")},
+        **{f"{name}_source": numbers_type(piece) for name in ("k_token", "v_token")},
+        **{f"{name}_source": numbers_type(32) for name in ("k_tile", "v_tile")},
+        **{f"{name}_stride_{axis}": "i32" for name in ("count", "index", "lse") for axis in "bh"},
+        **{f"{name}_strides": ("i32", "i32") for name in ("q_position", "k_position")},
+        **dict.fromkeys(
+            ("tiles", "M", "N", "cols", "rows", "kv_heads", "group", "heads_per_mask", "offset"), "i32"),
+    }  # fmt: skip
+    source = GluonASTSource(
+        kernel,
+        {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names},
+        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
+        attrs={},
+    )
+    options = {"num_warps": 4, "maxnreg": registers(tiles.consumers, tiles.per_sm)}
+    return triton.compile(source, target=TARGETS["sm_90"], options=options)
+
+
+def main() -> int:
+    failed = 0
+    for tiles, dtype, head_dim, q_block, k_block, causal, in_order, eight in (
+        (HopperTiles(2, 128, 2), "bf16", 128, 128, 128, True, True, None),
+        (HopperTiles(2, 128, 2), "bf16", 128, 128, 64, True, False, None),
+        (HopperTiles(2, 128, 2), "fp16", 96, 256, 256, False, False, None),
+        (HopperTiles(2, 128, 4), "bf16", 64, 128, 128, True, True, None),
+        (HopperTiles(1, 64, 2, 2), "bf16", 128, 64, 64, True, True, None),
+        (HopperTiles(1, 128, 2, 2), "fp16", 64, 64, 64, True, False, None),
+        (tuned_int8(128, 128, 128, True), "bf16", 128, 128, 128, True, True, "fp8e4nv"),
+        (tuned_int8(128, 128, 128, False), "bf16", 128, 128, 256, True, False, "bf16"),
+        (tuned_int8(64, 64, 64, True), "fp16", 64, 64, 64, False, False, "fp8e4nv"),
+        (tuned_int8(64, 128, 64, False), "fp16", 64, 128, 64, True, True, "fp16"),
+    ):
+        index = "i32" if k_block == 256 else "i16"  # lists of both types
+        kernel = compile_hopper(
+            tiles, dtype, head_dim, q_block, k_block, causal=causal, in_order=in_order, eight=eight, index=index
+        )
+        found = {
+            name: kernel.asm["ptx"].count(name)
+            for name in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg")
+        }
+        fits = kernel.metadata.shared <= 227 * 1024 // tiles.per_sm
+        failed += not (fits and all(found.values()))
+        print(
+            f"sm_90 {tiles} {dtype} D={head_dim} blocks={q_block}x{k_block} 8-bit={eight} lists={index}: {found}, {kernel.metadata.shared} B shared"
+        )
+    for name, target in TARGETS.items():
+        with_tma = (False, True) if name in ("sm_90", "sm_100") else (False,)
+        for dtype, head_dim, block in (
+            ("bf16", 128, 128),
+            ("fp16", 64, 64),
+            ("bf16", 256, 128),
+            ("fp32", 32, 64),
+        ):
+            for tma in () if as_on_hopper(name, dtype) else with_tma if head_dim == 128 else with_tma[-1:]:
+                index = "i32" if head_dim == 64 else "i16"  # lists of both types
+                kernel = compile_sparse_attention(target, dtype, head_dim, block, tma, index=index)
+                text = kernel.asm[TEXT[target.backend]]
+                found = text.count(MATRIX_INSTRUCTION[name])
+                expected = dtype != "fp32"  # exact fp32 products run on the ordinary units
+                failed += expected and not found
+                print(
+                    f"{name} {dtype} D={head_dim} block={block} tma={tma} lists={index}: {found} x {MATRIX_INSTRUCTION[name]}, {kernel.metadata.shared} B shared"
+                )
+        for head_dim, pv_skip, int8_qk, fp8_pv in (
+            (128, False, False, True),
+            (128, True, True, True),
+            (80, True, True, False),
+        ):
+            if fp8_pv and name not in FP8_INSTRUCTION:
+                continue
+            kernel = compile_sparse_attention(
+                target, "bf16", head_dim, 128, with_tma[-1], pv_skip=pv_skip, int8_qk=int8_qk, fp8_pv=fp8_pv
+            )
+            text = kernel.asm[TEXT[target.backend]]
+            int8 = text.count(INTEGER_INSTRUCTION[name])
+            fp8 = text.count(FP8_INSTRUCTION[name]) if fp8_pv else 0
+            failed += (int8_qk and not int8) + (fp8_pv and not fp8)
+            print(
+                f"{name} D={head_dim} pv_skip={pv_skip} int8_qk={int8_qk} fp8_pv={fp8_pv}: {int8} integer and {fp8} fp8 products, {kernel.metadata.shared} B shared"
+            )
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

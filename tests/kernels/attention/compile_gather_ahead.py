@@ -1,0 +1,126 @@
+"""Compile the gather kernel for targets that are not here; prints one line per target and configuration.
+
+Run as a script, in a process of its own: the test suite interprets kernels, and this compiles them.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import triton
+from tests.kernels.ahead import ITEMSIZE, MATRIX_INSTRUCTION, SHARED, TARGETS, TEXT, as_on_hopper
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from blocksparse.kernels.attention import gather_attention_hopper, gather_attention_triton
+from blocksparse.kernels.attention.hopper_queue import registers
+
+
+def compile_gather_attention(
+    target: GPUTarget, dtype: str, head_dim: int, block: int, commit: bool
+) -> triton.compiler.CompiledKernel:
+    large = target.backend == "cuda" and target.arch >= 90
+    launch = gather_attention_triton.launch_options(block, block, head_dim, ITEMSIZE[dtype], large=large)
+    padded = max(16, triton.next_power_of_2(head_dim))
+    constants = {
+        "D": head_dim, "DV": head_dim, "BLOCK_D": padded, "BLOCK_DV": padded, "Q_BLOCK": block, "K_BLOCK": block,
+        "BLOCK_M": launch["BLOCK_M"], "BLOCK_N": launch["BLOCK_N"],
+        "AHEAD": gather_attention_triton._AHEAD, "CAUSAL": True, "COMMIT": commit, "MEAN": not commit,
+    }  # fmt: skip
+    types = {
+        **{f"{name}_ptr": f"*{dtype}" for name in ("q", "k", "v", "out")},
+        **{f"{name}_ptr": "*fp32" for name in ("lse", "tau")},
+        **{f"{name}_ptr": "*i32" for name in (
+            "visited", "index", "opened", "count", "q_position", "k_position", "group")},
+        **{f"{name}_strides": ("i32",) * 3 for name in ("q", "k", "v", "out", "k_position")},
+        **{f"{name}_strides": ("i32",) * 2 for name in ("lse", "q_position")},
+        **dict.fromkeys(("rows", "cols", "offset", "heads_per_key", "heads_per_map", "patience"), "i32"),
+        "scale_log2": "fp32",
+    }  # fmt: skip
+    kernel = gather_attention_triton._kernel
+    signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
+    position = {name: i for i, name in enumerate(kernel.arg_names)}
+    aligned: list[tuple[int, ...]] = [(position[f"{name}_ptr"],) for name in ("q", "k", "v", "out", "k_position")]
+    aligned += [(position[f"{name}_strides"], axis) for name in ("q", "k", "v", "out") for axis in range(3)]
+    source = ASTSource(
+        kernel,
+        signature,
+        constexprs={(position[name],): value for name, value in constants.items()},
+        attrs={path: [["tt.divisibility", 16]] for path in aligned},
+    )
+    options = {name: launch[name] for name in ("num_warps", "num_stages")}
+    return triton.compile(source, target=target, options=options)
+
+
+def compile_hopper(
+    dtype: str, head_dim: int, q_block: int, k_block: int, *, causal: bool, mean: bool
+) -> triton.compiler.CompiledKernel:
+    """The kernel for Hopper, as `gather_attention_hopper` launches it."""
+    kernel = gather_attention_hopper._kernel
+    tiles = gather_attention_hopper.tile_options(q_block, k_block, head_dim)
+    consumers, per_sm = tiles["CONSUMERS"], 3 - tiles["CONSUMERS"]
+    constants = {
+        "D": head_dim, **tiles, "CAUSAL": causal, "MEAN": mean,
+        "CONSUMER_REGISTERS": gather_attention_hopper._consumer_registers(consumers, per_sm),
+    }  # fmt: skip
+    types: dict[str, object] = {
+        **{f"{name}_ptr": f"*{dtype}" for name in ("q", "k", "v", "out")},
+        **{f"{name}_ptr": "*fp32" for name in ("lse", "tau")},
+        **{f"{name}_ptr": "*i32" for name in (
+            "visited", "index", "opened", "count", "q_position", "k_position", "group")},
+        **{f"{name}_strides": ("i32",) * 3 for name in ("q", "k", "v", "out", "k_position")},
+        "q_position_strides": ("i32",) * 2,
+        **dict.fromkeys(("lse_stride_b", "lse_stride_h", "rows", "cols", "offset", "heads_per_map", "patience"), "i32"),
+        "scale_log2": "fp32",
+    }  # fmt: skip
+    position = {name: i for i, name in enumerate(kernel.arg_names)}
+    aligned: list[tuple[int, ...]] = [(position[f"{name}_ptr"],) for name in ("q", "k", "v", "out", "k_position")]
+    aligned += [(position[f"{name}_strides"], axis) for name in ("q", "k", "v", "out") for axis in range(3)]
+    source = GluonASTSource(
+        kernel,
+        {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names},
+        constexprs={(position[name],): value for name, value in constants.items()},
+        attrs={path: [["tt.divisibility", 16]] for path in aligned},
+    )
+    options = {"num_warps": 4, "maxnreg": registers(consumers, per_sm)}
+    return triton.compile(source, target=TARGETS["sm_90"], options=options)
+
+
+def main() -> int:
+    failed = 0
+    for dtype, head_dim, q_block, k_block, causal, mean in (
+        ("bf16", 128, 128, 128, True, False),
+        ("bf16", 128, 64, 64, True, False),
+        ("fp16", 64, 128, 256, False, True),
+        ("fp16", 64, 64, 32, True, True),
+    ):
+        kernel = compile_hopper(dtype, head_dim, q_block, k_block, causal=causal, mean=mean)
+        found = {name: kernel.asm["ptx"].count(name) for name in ("wgmma.mma_async", "cp.async.cg", "setmaxnreg")}
+        fits = kernel.metadata.shared <= 227 * 1024 * q_block // 128
+        failed += not (fits and all(found.values()))
+        print(
+            f"sm_90 Hopper {dtype} D={head_dim} blocks={q_block}x{k_block}: {found}, {kernel.metadata.shared} B shared"
+        )
+    for name, target in TARGETS.items():
+        for dtype, head_dim, block, commit in (
+            ("bf16", 128, 128, True),
+            ("fp16", 80, 64, False),
+            ("bf16", 256, 128, True),
+            ("fp32", 32, 64, True),
+        ):
+            if as_on_hopper(name, dtype):
+                continue
+            kernel = compile_gather_attention(target, dtype, head_dim, block, commit)
+            text = kernel.asm[TEXT[target.backend]]
+            found = text.count(MATRIX_INSTRUCTION[name])
+            expected = dtype != "fp32"  # exact fp32 products run on the ordinary units
+            failed += (expected and not found) or kernel.metadata.shared > SHARED[name]
+            print(
+                f"{name} {dtype} D={head_dim} block={block}: {found} x {MATRIX_INSTRUCTION[name]}, {kernel.metadata.shared} B shared"
+            )
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,339 @@
+"""The gather kernel against its twin in plain torch: interpreted on a CPU, compiled on a GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.kernels.scripts import printed_by
+from tests.machine import DTYPES, GPU, needs_hopper
+from torch import Tensor
+
+import blocksparse as bs
+from blocksparse.executors.gather import GatherExecutor
+from blocksparse.kernels.attention.gather_attention import (
+    fits_hopper,
+    gather_attention,
+    gather_attention_reference,
+)
+from blocksparse.permuters.global_index_map import GlobalIndexMap
+from blocksparse.presets.s2o import s2o
+from blocksparse.testing import assert_within_budget, make_qkv
+
+pytest.importorskip("triton")
+from blocksparse.kernels.attention.gather_attention_triton import gather_attention_triton
+
+# The interpreter is slow.
+LENGTHS = [1, 63, 65, 129, *([200, 1000, 4096] if GPU else [])]
+Call = tuple[Any, ...]
+
+
+def arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    permuter: bs.Permuter[Any] | None = None,
+    block: int = 16,
+    k_block: int | None = None,
+    causal: bool = True,
+    tau: float = 0.2,
+    patience: int = 1,
+    commit: bool = True,
+    mean: bool = False,
+    keep: float = 0.8,
+) -> Call:
+    """What the kernel takes, for a random mask in random order, of which the diagonal opens each row."""
+    scale, k_block = q.shape[-1] ** -0.5, k_block or block
+    permutation = (permuter or GlobalIndexMap(64))(q, k, causal=causal, scale=scale)
+    grid = bs.Grid.of(q, k, permutation, q_block=block, k_block=k_block, causal=causal)
+    shape = q.shape[0], q.shape[1], grid.rows, grid.cols
+    generator = torch.Generator().manual_seed(0)
+    chosen = (torch.rand(shape, generator=generator) < keep).to(q.device)
+    rank = torch.rand(shape, generator=generator).argsort(-1).to(q.device)
+    listed, opening = (chosen | grid.diagonal) & grid.reachable, grid.diagonal.expand(shape)
+    order = (rank - grid.cols * opening.int()).where(listed, 1 << 20).argsort(-1).int()
+    group = grid.group_of_row
+    return (
+        q, k, v, order, opening.sum(-1).int(), listed.sum(-1).int(), grid.q_position, grid.k_position,
+        torch.zeros(grid.rows, device=q.device, dtype=torch.int32) if group is None else group.int(),
+        torch.full((q.shape[1],), tau, device=q.device), block, k_block, causal, scale, patience, commit, mean,
+    )  # fmt: skip
+
+
+def assert_right(call: Call, kernel: Callable[..., tuple[Tensor, ...]] = gather_attention_triton) -> Tensor:
+    """Right against float64 where the twin stops, and it stops there too; gives the blocks it left out."""
+    out, lse, visited = kernel(*call)
+    _, want_lse, want_visited = gather_attention_reference(*call)
+    assert torch.equal(visited, want_visited)
+    # Exactly the blocks that were visited, in one go.
+    rest = (*call[3:4], visited, visited, *call[6:])
+    want, _, _ = gather_attention_reference(*(x.double() for x in call[:3]), *rest)
+    assert_within_budget(out, want, plain(*call[:3], *rest))
+    torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3 if call[0].dtype != torch.float32 else 1e-5)
+    left: Tensor = call[5] - visited
+    return left
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+    """Masked softmax attention in the precision of the inputs, over the pairs that the lists mean."""
+    index, _, count, q_position, k_position, group, _, q_block, k_block, causal, scale = rest[:11]
+    (B, Hq, M, _), N = q.shape, k.shape[2]
+    pairs = torch.zeros(B, Hq, M, N + 1, dtype=torch.bool, device=q.device)
+    q_position, k_position = (
+        x.expand(B, -1, *x.shape[2:]).repeat_interleave(Hq // x.shape[1], 1) for x in (q_position, k_position)
+    )
+    for row in range(index.shape[2]):
+        slots = k_position[:, :, int(group[row])].unflatten(-1, (-1, k_block)).long()
+        listed = torch.arange(index.shape[3], device=q.device) < count[:, :, row, None]
+        visited = torch.zeros_like(listed).scatter_(-1, index[:, :, row].long(), listed)
+        token = slots.where(visited.unsqueeze(-1) & (slots >= 0), N).flatten(-2)
+        at = q_position[:, :, row * q_block : (row + 1) * q_block].long()
+        at = at[..., (at >= 0).flatten(0, 1).all(0)]
+        held = torch.zeros(B, Hq, 1, N + 1, dtype=torch.bool, device=q.device).scatter_(
+            -1, token[:, :, None], True
+        )
+        held = held & (torch.arange(N + 1, device=q.device) <= at[..., None]) if causal else held
+        query = (at - (N - M if causal else 0))[..., None].expand(-1, -1, -1, N + 1)
+        pairs.scatter_(2, query, held.expand(query.shape))
+    k, v = (x.repeat_interleave(Hq // x.shape[1], 1) for x in (k, v))
+    logits = (q @ k.transpose(-1, -2) * scale).masked_fill(~pairs[..., :N], float("-inf"))
+    out: Tensor = logits.softmax(-1).nan_to_num(0.0) @ v
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("N", LENGTHS)
+def test_lengths(N: int, dtype: torch.dtype, device: str) -> None:
+    q, k, v = make_qkv(N=N, Hq=2, Hkv=1, D=32, dtype=dtype, device=device)
+    left = assert_right(arguments(q, k, v, block=32))
+    assert N < 129 or int(left.sum()) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", [1, 3, 4])
+@pytest.mark.parametrize("per_query_head", [True, False])
+def test_groups(group: int, per_query_head: bool, device: str) -> None:
+    q, k, v = make_qkv(B=2, N=70, M=40, Hq=group, Hkv=1, D=16, device=device)
+    assert_right(arguments(q, k, v, permuter=GlobalIndexMap(32, per_query_head=per_query_head)))
+
+
+@pytest.mark.parametrize("M", [1, 31, 64, 100, 128])
+def test_chunks(M: int, device: str) -> None:
+    q, k, v = make_qkv(N=129, M=M, Hq=2, Hkv=1, D=16, device=device)
+    assert_right(arguments(q, k, v, block=32))
+
+
+@pytest.mark.parametrize("rule", [
+    {"tau": 0.0}, {"tau": 0.3, "commit": False}, {"tau": 0.3, "mean": True}, {"tau": 0.6, "patience": 2},
+    {"tau": 0.6, "patience": 2, "commit": False, "mean": True}, {"tau": float("inf")},
+], ids=repr)  # fmt: skip
+@pytest.mark.slow
+def test_stop_rules(rule: dict[str, Any], device: str) -> None:
+    q, k, v = make_qkv(N=160, Hq=2, Hkv=1, D=16, device=device)
+    left = assert_right(arguments(q, k, v, **rule))
+    assert (int(left.sum()) == 0) == (rule["tau"] == 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("permuter", [bs.Identity(), bs.SegmentKeySort(32, probe=8)], ids=repr)
+def test_one_map_for_all_queries(permuter: bs.Permuter[Any], causal: bool, device: str) -> None:
+    q, k, v = make_qkv(N=100, M=70, Hq=2, Hkv=1, D=16, device=device)
+    assert_right(arguments(q, k, v, permuter=permuter, causal=causal))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("block", "k_block"), [(64, 16), (16, 64), (32, 128), (48, 24), (8, 40), (128, 128)])
+def test_blocks(block: int, k_block: int, device: str) -> None:
+    """Any block: a wide one takes several tiles, and what does not fill a tile is masked."""
+    q, k, v = make_qkv(N=150, Hq=2, Hkv=1, D=16, device=device)
+    assert_right(arguments(q, k, v, permuter=GlobalIndexMap(16 * block), block=block, k_block=k_block))
+    assert_right(arguments(q, k, v, permuter=bs.SegmentKeySort(32, probe=8), block=block, k_block=k_block))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("N", "D", "Dv"), [(129, 80, 80), (129, 96, 32), (70, 5, 3), (129, 256, 256)])
+def test_head_dims(N: int, D: int, Dv: int, dtype: torch.dtype, device: str) -> None:
+    q, k, v = make_qkv(N=N, Hq=2, Hkv=1, D=D, Dv=Dv, dtype=dtype, device=device)
+    assert_right(arguments(q, k, v, block=32))
+
+
+def test_strides(device: str) -> None:
+    """The layouts hosts have: heads behind tokens, and a cache that is longer than the keys."""
+    q, k, v = make_qkv(N=70, Hq=2, Hkv=1, D=16, device=device)
+    q, k = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
+    cache = torch.full((1, 1, 90, 16), float("nan"), device=device)
+    cache[:, :, :70] = v
+    assert_right(arguments(q, k, cache[:, :, :70]))
+    assert_right(arguments(q, k, v.transpose(2, 3).contiguous().transpose(2, 3)))
+
+
+def test_a_row_with_nothing_kept(device: str) -> None:
+    q, k, v = make_qkv(B=2, N=70, Hq=2, Hkv=1, D=16, device=device)
+    call = list(arguments(q, k, v, permuter=GlobalIndexMap(64, order_queries=False)))
+    for at in (4, 5):
+        call[at] = call[at].clone()
+        call[at][:, 1, 2:4] = 0
+    out, lse, visited = gather_attention_triton(*call)
+    want, want_lse, want_visited = gather_attention_reference(*call)
+    assert torch.equal(visited, want_visited)
+    assert bool((visited[:, 1, 2:4] == 0).all())
+    assert bool((out[:, 1, 32:64] == 0).all())
+    assert bool((lse[:, 1, 32:64] == float("-inf")).all())
+    torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of overflow, in the interpreter
+def test_large_logits(device: str) -> None:
+    """The running maximum keeps exponents in range, and the stop rule does not see it."""
+    q, k, v = make_qkv(N=200, Hq=2, Hkv=1, D=64, device=device)
+    assert_right(arguments(100 * q, k, v, block=32))
+
+
+def test_the_executor_takes_the_kernel_on_a_gpu_and_the_twin_elsewhere(device: str) -> None:
+    q, k, v = make_qkv(N=150, D=32, device=device)
+    trace = s2o(0.1, S=64, block=16).trace(q, k, v)
+    q, k, v = (x.double() for x in (q, k, v))
+    again = GatherExecutor(0.1)(q, k, v, trace.permutation, trace.mask, scale=trace.scale)
+    assert again.visited is not None
+    assert torch.equal(trace.visited.keep, again.visited.keep)
+    torch.testing.assert_close(trace.output.out.double(), again.out, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changed", "fits"),
+    [
+        ({}, True),
+        ({"dtype": torch.float16, "q_block": 64, "D": 64, "Dv": 64}, True),
+        ({"q_block": 64, "k_block": 32}, True),
+        ({"q_block": 64, "k_block": 192}, True),
+        ({"k_block": 192}, False),  # not whole tiles of 128
+        ({"k_block": 16}, False),
+        ({"q_block": 32}, False),
+        ({"D": 96, "Dv": 96}, False),
+        ({"Dv": 64}, False),
+        ({"dtype": torch.float32}, False),
+        ({"commit": False}, False),
+    ],
+    ids=repr,
+)
+def test_what_the_kernel_for_hopper_takes(changed: dict[str, Any], fits: bool) -> None:
+    call: dict[str, Any] = {"dtype": torch.bfloat16, "D": 128, "Dv": 128, "q_block": 128, "k_block": 128}
+    call |= {"commit": True, **changed}
+    q, v = (torch.empty(1, 1, 1, call[D], dtype=call["dtype"]) for D in ("D", "Dv"))
+    assert fits_hopper(q, v, call["q_block"], call["k_block"], call["commit"]) is fits
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize(("q_block", "k_block"), [(64, 32), (64, 64), (64, 192), (128, 32), (128, 64), (128, 512)])
+def test_tiles_for_hopper_fit(q_block: int, k_block: int, D: int) -> None:
+    """The loader works a tile ahead, so there are two stages at least."""
+    from blocksparse.kernels.attention.gather_attention_hopper import tile_options
+
+    tiles = tile_options(q_block, k_block, D)
+    keys = tiles["BLOCK_N"] * tiles["STAGES"]
+    assert tiles["STAGES"] >= 2
+    assert tiles["BLOCK_N"] * tiles["K_SPLIT"] == k_block
+    assert q_block * D * 2 + keys * (4 * D + 4) <= (227 if q_block == 128 else 113) * 1024
+
+
+@needs_hopper
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rule", [
+    {"tau": 0.0}, {"tau": 0.3}, {"tau": 0.3, "patience": 2}, {"tau": 0.3, "mean": True},
+], ids=repr)  # fmt: skip
+@pytest.mark.parametrize(
+    ("N", "M", "D", "block", "k_block", "causal", "permuter"),
+    [
+        (1000, 1000, 128, 128, 128, True, GlobalIndexMap(256)),
+        (1000, 300, 64, 128, 64, True, GlobalIndexMap(256)),
+        (700, 700, 128, 64, 64, True, GlobalIndexMap(128, per_query_head=False)),
+        (900, 900, 128, 64, 256, True, bs.SegmentKeySort(256)),
+        (600, 600, 64, 128, 32, True, bs.Identity()),
+        (500, 777, 128, 128, 256, False, bs.Identity()),
+        (5, 5, 64, 64, 64, True, GlobalIndexMap(128)),
+    ],
+)
+def test_hopper(
+    N: int, M: int, D: int, block: int, k_block: int, causal: bool, permuter: bs.Permuter[Any], rule: dict[str, Any],
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    from blocksparse.kernels.attention.gather_attention_hopper import gather_attention_hopper
+
+    q, k, v = make_qkv(B=2, N=N, M=M, Hq=4, Hkv=2, D=D, dtype=dtype, device="cuda")
+    call = arguments(q, k, v, permuter=permuter, block=block, k_block=k_block, causal=causal, **rule)
+    assert fits_hopper(q, v, block, k_block, True)
+    left = assert_right(call, gather_attention_hopper)
+    assert rule["tau"] > 0 or not left.any()
+    want = gather_attention_hopper(*call)
+    for _ in range(3):
+        assert all(map(torch.equal, gather_attention_hopper(*call), want))  # a difference would be a race
+
+
+@needs_hopper
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0])
+def test_hopper_takes_any_scale(scale: float) -> None:
+    from blocksparse.kernels.attention.gather_attention_hopper import gather_attention_hopper
+
+    q, k, v = make_qkv(N=500, D=64, dtype=torch.float16, device="cuda")
+    call = arguments(q, k, v, permuter=GlobalIndexMap(256), block=128)
+    assert_right((*call[:13], scale, *call[14:]), gather_attention_hopper)
+
+
+@needs_hopper
+def test_hopper_reads_no_empty_slot() -> None:
+    """What lies at key 0 must not meet a slot that holds none: nothing times infinity is not nothing."""
+    from blocksparse.kernels.attention.gather_attention_hopper import gather_attention_hopper
+
+    q, k, v = make_qkv(N=300, D=64, dtype=torch.bfloat16, device="cuda")
+    call = arguments(q, k, v, permuter=bs.Identity(), block=128, causal=False, keep=1.1, tau=0.0)
+    k_position = call[7].clone()
+    k_position[..., 0] = -1  # key 0 stands nowhere
+    k[:, :, 0], v[:, :, 0] = float("nan"), float("inf")
+    call = (*call[:7], k_position, *call[8:])
+    out, lse, _ = gather_attention_hopper(*call)
+    assert out.isfinite().all()
+    assert lse.isfinite().all()
+
+
+@pytest.mark.skipif(not GPU, reason="the limits of the kernel are a GPU's")
+def test_wide_query_blocks_are_refused(device: str) -> None:
+    q, k, v = make_qkv(N=600, D=32, device=device)
+    with pytest.raises(ValueError, match=r"query blocks must be at most 128, not 256. Choose smaller blocks"):
+        s2o(S=256, block=256)(q, k, v)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_custom_op_contract(dtype: torch.dtype, device: str) -> None:
+    """Fake tensors, schema and mutation are as torch.compile expects; tokens may stand before heads."""
+    q, k, v = make_qkv(N=70, Hq=2, Hkv=1, D=16, device=device, dtype=dtype)
+    q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    torch.library.opcheck(gather_attention, arguments(q, k, v), test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.slow
+def test_compiles_ahead_of_time() -> None:
+    """For sm_80, sm_90, sm_100 and gfx942, without any of them here, in the shared memory that each has."""
+    printed = printed_by("attention.compile_gather_ahead")
+    for target in ("sm_80", "sm_90", "sm_100", "gfx942"):
+        assert f"{target} bf16 D=128" in printed
+
+
+@pytest.mark.slow
+def test_runs_without_triton() -> None:
+    """On a CPU nothing of Triton is imported."""
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch\nfrom blocksparse.presets.s2o import s2o\n"
+        "q, k, v = torch.rand(1, 4, 64, 16), torch.rand(1, 2, 64, 16), torch.rand(1, 2, 64, 16)\n"
+        "print(tuple(s2o(0.1, S=32, block=16)(q, k, v).shape))"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert printed.stdout.strip() == "(1, 4, 64, 16)", printed.stderr

@@ -1,0 +1,226 @@
+"""8-bit attention on Hopper beside float64 of the same operands, and those operands beside exact attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.machine import HOPPER, needs_hopper
+from torch import Tensor
+
+import blocksparse as bs
+from blocksparse.executors.block_plan import BlockPlan
+from blocksparse.testing import make_qkv
+
+pytest.importorskip("triton")
+from blocksparse.executors.tiles import HopperTiles, tuned_int8
+from blocksparse.kernels.attention.int8_attention import int8_attention, int8_attention_reference
+from blocksparse.kernels.rounding.tile_operands import fp8_value_tiles, int8_key_tiles, int8_query_tiles
+
+
+def relative(x: Tensor, want: Tensor) -> float:
+    return float((x.double() - want.double()).abs().sum() / want.double().abs().sum())
+
+
+def arguments(
+    q: Tensor, k: Tensor, v: Tensor, tiles: HopperTiles, *, q_block: int = 128, k_block: int = 128, causal: bool = True,
+    keep: float = 0.4, nothing: bool = False, sort: bool = False, shared: bool = False, fp8: bool = True,
+    pv_skip: Tensor | None = None, scale: float = 0.1,
+) -> tuple[Any, ...]:  # fmt: skip
+    """What the op takes, for a random mask; keys are smoothed by the mean of a block."""
+    k_index = None
+    if sort:
+        segment = torch.arange(k.shape[2], device=k.device) // 256
+        k_index = (torch.rand(k.shape[0], k.shape[1], 1, k.shape[2], device=k.device) + segment).argsort(-1).int()
+    permutation = bs.GlobalPermutation(k_index)
+    grid = bs.Grid.of(q, k, permutation, q_block=q_block, k_block=k_block, causal=causal)
+    kept = (torch.rand(*q.shape[:2], grid.rows, grid.cols, device=q.device) < keep) & grid.reachable
+    mask = bs.BlockMask(kept if nothing else kept | grid.diagonal, grid)
+    plan = BlockPlan.of(mask.share_heads() if shared else mask)
+    mean = k[:, :, :k_block].float().mean(2)
+    early = max(k_block - 1 - (k.shape[2] - q.shape[2]), 0) if causal else 0
+    queries, q_scale, taken = int8_query_tiles(q, None, mean=mean, scale=scale, early=early)
+    piece = min(k_block, tiles.block_n)
+    keys, k_tile, k_token = int8_key_tiles(k, permutation.key_slots, piece, mean=mean)
+    values: tuple[Tensor, Tensor | None, Tensor | None] = permutation.gather_keys(v), None, None
+    if fp8:
+        values = fp8_value_tiles(v, permutation.key_slots, piece)
+    return (
+        queries, keys, values[0], plan.full_count, plan.partial_count, plan.index,
+        grid.q_position, grid.k_position[:, :, 0], q_scale, k_tile, k_token, *values[1:], taken, pv_skip,
+        q_block, k_block, grid.q_lead, causal, scale, tiles.sizes, True, not sort, q.dtype,
+    )  # fmt: skip
+
+
+def exactly(call: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """Attention of the operands, in float64."""
+    operands = call[:-1]
+    return int8_attention_reference(*operands, out_dtype=torch.float64)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("block_n", [64, 128])
+@pytest.mark.parametrize(
+    ("N", "M", "D", "causal"), [(300, 300, 64, True), (300, 200, 64, True), (256, 100, 128, False)]
+)
+def test_operands_stand_for_what_they_were_made_of(
+    N: int, M: int, D: int, causal: bool, block_n: int, fp8: bool
+) -> None:
+    """All blocks kept: the operands' exact attention is dense attention of the inputs, up to rounding to 8 bits."""
+    q, k, v = make_qkv(N=N, M=M, Hq=4, Hkv=2, D=D)
+    k = k + 3 * torch.randn(1, 2, 1, D)  # what smoothing is for
+    tiles = HopperTiles(2, block_n, 2)
+    call = arguments(q, k, v, tiles, k_block=64, causal=causal, keep=1.1, sort=True, fp8=fp8)
+    out, lse = int8_attention_reference(*call)
+    scores = q.double() @ k.double().repeat_interleave(2, 1).mT * 0.1
+    if causal:
+        scores = scores.masked_fill(torch.ones(M, N, dtype=torch.bool).triu(N - M + 1), float("-inf"))
+    want = scores.softmax(-1) @ v.double().repeat_interleave(2, 1)
+    assert 1e-4 < relative(out, want) < (0.05 if fp8 else 0.03)
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=0, atol=0.2)
+
+
+def test_says_where_it_runs(device: str) -> None:
+    q, k, v = make_qkv(N=300, D=48, device=device)
+    front = bs.Identity(), bs.MeanPoolScorer(64), bs.TopK(2)
+    with pytest.raises(
+        ValueError, match=r"not torch.float32; head dims must be 64 or 128, and equal, not 48 and 48"
+    ):
+        bs.Pipeline(*front, bs.Int8Executor())(q, k, v)
+    with pytest.raises(ValueError, match="must be a finite number below 0"):
+        bs.Int8Executor(pv_skip=1.0)
+    if not HOPPER:
+        with pytest.raises(ValueError, match=r"compute capability 9.0.*Use TritonExecutor\(\)"):
+            bs.Pipeline(*front, bs.Int8Executor())(*make_qkv(N=300, D=64, dtype=torch.float16, device=device))
+
+
+@needs_hopper
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("N", "M", "D", "q_block", "k_block", "causal", "sort", "shared", "nothing"),
+    [
+        (1024, 1024, 128, 128, 128, True, False, False, False),
+        (1000, 1000, 128, 128, 128, True, True, False, False),
+        (1000, 333, 128, 128, 128, True, True, True, False),
+        (1000, 700, 64, 128, 64, True, False, False, True),
+        (1111, 1111, 128, 64, 64, True, True, False, True),
+        (1111, 1111, 128, 128, 64, True, True, False, False),
+        (1500, 1400, 128, 128, 64, True, False, True, True),
+        (700, 900, 128, 128, 64, False, True, False, True),
+        (900, 1000, 64, 256, 128, False, True, False, False),
+        (2000, 2000, 128, 128, 256, True, False, True, False),
+        (777, 500, 64, 64, 128, False, False, False, True),
+        (1, 1, 64, 128, 128, True, False, False, False),
+    ],
+)
+def test_kernel(
+    N: int, M: int, D: int, q_block: int, k_block: int, causal: bool, sort: bool, shared: bool, nothing: bool,
+    dtype: torch.dtype, fp8: bool,
+) -> None:  # fmt: skip
+    q, k, v = make_qkv(B=2, N=N, M=M, Hq=4, Hkv=2, D=D, dtype=dtype, device="cuda")
+    tiles = tuned_int8(D, q_block, k_block, fp8)
+    call = arguments(
+        q, k, v, tiles, q_block=q_block, k_block=k_block, causal=causal, sort=sort, shared=shared, nothing=nothing,
+        fp8=fp8,
+    )  # fmt: skip
+    out, lse = int8_attention(*call)
+    want, want_lse = exactly(call)
+    # Weights and outputs have 8 or 11 bits, and 4 where they are fp8.
+    assert relative(out, want) < (0.05 if fp8 else 6e-3 if dtype == torch.bfloat16 else 2e-3)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3)
+    for _ in range(3):
+        assert torch.equal(int8_attention(*call)[0], out)  # a difference would be a race
+    assert torch.equal(int8_attention(*call[:-3], False, False, q.dtype)[0], out)  # positions read
+    assert torch.equal(int8_attention(*call[:5], call[5].int(), *call[6:])[0], out)
+
+
+@needs_hopper
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0])
+def test_any_scale(scale: float, fp8: bool) -> None:
+    q, k, v = make_qkv(N=500, D=64, dtype=torch.float16, device="cuda")
+    call = arguments(q, k, v, tuned_int8(64, 128, 128, fp8), scale=scale, fp8=fp8)
+    want, want_lse = exactly(call)
+    out, lse = int8_attention(*call)
+    assert relative(out, want) < (0.05 if fp8 else 2e-3)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3)
+
+
+@needs_hopper
+@pytest.mark.parametrize("k_block", [64, 128])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_pv_skip(fp8: bool, k_block: int) -> None:
+    q, k, v = make_qkv(N=2000, Hq=4, Hkv=2, D=128, dtype=torch.bfloat16, device="cuda")
+    pv_skip = torch.tensor([-0.5, -1.0, -2.0, -80.0], device="cuda")
+    tiles = tuned_int8(128, 128, k_block, fp8)
+    call = arguments(q, k, v, tiles, k_block=k_block, keep=0.8, pv_skip=pv_skip, fp8=fp8)
+    want, want_lse = exactly(call)
+    out, lse = int8_attention(*call)
+    all_, _ = exactly((*call[:14], None, *call[15:]))
+    assert relative(want[:, 0], all_[:, 0]) > 0.05
+    assert torch.equal(want[:, 3], all_[:, 3])
+    # A query that stands on the very edge of a rule may decide otherwise.
+    off = (lse - want_lse).abs() > 1e-3
+    assert off.float().mean() < 1e-3
+    assert relative(out[~off], want[~off]) < (0.05 if fp8 else 6e-3)
+
+
+@needs_hopper
+@pytest.mark.parametrize("N", [8192, 65536, 262144])
+def test_fp8_sums_stay_sane(N: int) -> None:
+    """Values with a mean, and weights all alike: tensor cores alone would lose a tenth at 8192 keys, and most at 262144."""
+    q, k, v = make_qkv(N=N, M=128, Hq=1, Hkv=1, D=128, dtype=torch.bfloat16, device="cuda")
+    pipeline = bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(128), bs.Everything(), bs.Int8Executor())
+    out = pipeline(0.01 * q, k, v + 1).double()
+    weight = (0.01 * q.double() @ k.double().mT * 128**-0.5).masked_fill(
+        torch.ones(128, N, dtype=torch.bool, device="cuda").triu(N - 127), float("-inf")
+    )
+    assert relative(out, weight.softmax(-1) @ (v + 1).double()) < 0.01
+
+
+@needs_hopper
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("blocks", [(128, 128), (64, 64), (128, 64)])
+@pytest.mark.parametrize("offset", [0, 64, 300])
+def test_no_row_learns_of_a_later_token(blocks: tuple[int, int], offset: int, fp8: bool) -> None:
+    """Every path: smoothing by the first tokens, scales of tiles, sorted keys, chunks that start anywhere."""
+    q, k, v = make_qkv(N=1000, M=1000 - offset, Hq=4, Hkv=2, D=64, dtype=torch.bfloat16, device="cuda")
+    segment = torch.arange(1000, device="cuda") // 256
+    order = bs.GlobalPermutation((torch.rand(1, 2, 1, 1000, device="cuda") + segment).argsort(-1).int())
+    grid = bs.Grid.of(q, k, order, q_block=blocks[0], k_block=blocks[1], causal=True)
+    mask, executor = bs.BlockMask(grid.reachable.expand(1, 4, -1, -1), grid), bs.Int8Executor(fp8)
+    want = executor(q, k, v, order, mask, scale=0.125)
+    assert want.lse is not None
+    for token in (1, 40, 63, 64, 100, 127, 128, 200, 255, 256, 511, 513, 900):
+        stands = token - offset
+        if stands <= 0:
+            continue
+        q_after, k_after, v_after = q.clone(), k.clone(), v.clone()
+        for x, first in ((q_after, stands), (k_after, token), (v_after, token)):
+            x[:, :, first:] = 10 * torch.randn_like(x[:, :, first:])
+        got = executor(q_after, k_after, v_after, order, mask, scale=0.125)
+        assert got.lse is not None
+        assert torch.equal(got.out[:, :, :stands], want.out[:, :, :stands])
+        assert torch.equal(got.lse[:, :, :stands], want.lse[:, :, :stands])
+
+
+@needs_hopper
+def test_against_exact_attention_of_the_kept_blocks() -> None:
+    q, k, v = make_qkv(N=1500, Hq=4, Hkv=2, D=128, dtype=torch.bfloat16, device="cuda")
+    front = bs.SegmentKeySort(S=256), bs.MeanPoolScorer(128), bs.TopK(4)
+    want = bs.Pipeline(*front, bs.ReferenceExecutor()).trace(q, k, v).output
+    for fp8, limit in ((False, 0.03), (True, 0.06)):
+        got = bs.Pipeline(*front, bs.Int8Executor(fp8)).trace(q, k, v).output
+        assert got.lse is not None
+        assert want.lse is not None
+        assert relative(got.out, want.out) < limit
+        torch.testing.assert_close(got.lse, want.lse.float(), rtol=0, atol=0.1)
+
+
+@needs_hopper
+def test_registered() -> None:
+    q, k, v = make_qkv(N=300, D=64, dtype=torch.float16, device="cuda")
+    call = arguments(q, k, v, tuned_int8(64, 128, 128, False), fp8=False)  # the check multiplies its inputs
+    torch.library.opcheck(int8_attention, call, test_utils=("test_schema", "test_faketensor"))

@@ -1,0 +1,426 @@
+"""8-bit products: rounding, the kernel against its twin, the cost in accuracy, and who may learn of whom."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.machine import DTYPES, GPU
+from torch import Tensor
+
+import blocksparse as bs
+from blocksparse.executors.block_plan import BlockPlan
+from blocksparse.kernels.rounding.quantize import fp8_per_token, int8_per_block, int8_per_token, smoothing_mean
+from blocksparse.testing import make_qkv
+
+pytest.importorskip("triton")
+from blocksparse.executors.int8_qk import Int8QK
+from blocksparse.executors.tiles import TritonTiles, portable
+from blocksparse.kernels.attention.sparse_attention import sparse_attention, sparse_attention_reference
+
+FP8 = GPU and torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 9)
+needs_fp8 = pytest.mark.skipif(
+    not FP8, reason="fp8 products need Ada or later; Triton's interpreter rounds to fp8 wrongly"
+)
+PV = [False, pytest.param(True, marks=needs_fp8)]
+
+
+def arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    int8: Int8QK | None = None,
+    fp8: bool = False,
+    pv_skip: float | None = None,
+    block: int = 32,
+    causal: bool = True,
+    keep: float = 0.6,
+    nothing_in_row: int | None = None,
+    config: TritonTiles | None = None,
+    k_index: Tensor | None = None,
+) -> tuple[tuple[Any, ...], dict[str, Any], Tensor | None]:
+    """What the kernel takes for a random mask, and what smoothing took from every logit."""
+    permutation = bs.GlobalPermutation(k_index)
+    keys, values = permutation.gather_keys(k), permutation.gather_keys(v)
+    grid = bs.Grid.of(q, keys, permutation, q_block=block, k_block=block, causal=causal)
+    generator = torch.Generator().manual_seed(0)
+    chosen = torch.rand(q.shape[0], q.shape[1], grid.rows, grid.cols, generator=generator).to(q.device) < keep
+    chosen = (chosen | grid.diagonal) & grid.reachable
+    if nothing_in_row is not None:
+        chosen[:, :, nothing_in_row] = False
+    plan = BlockPlan.of(bs.BlockMask(chosen, grid))
+    c = config or portable(block, block, q.shape[-1], q.element_size())
+    scale, out_dtype = q.shape[-1] ** -0.5, v.dtype
+    q_scale = k_scale = k_copy = v_scale = taken = None
+    if int8 is not None:
+        q, keys, q_scale, k_scale, k_copy, taken = int8.operands(q, k, permutation, grid, scale)
+    if fp8:
+        values, v_scale = fp8_per_token(values)
+    skip = None if pv_skip is None else torch.full((grid.q_heads,), pv_skip, device=q.device)
+    call = (
+        q, keys, values, plan.full_count, plan.partial_count, plan.index,
+        grid.q_position, grid.k_position[:, :, 0], block, block, grid.q_lead, causal, scale,
+        c.kernel, c.sizes, False, False,
+        skip, q_scale, k_scale, k_copy, v_scale,
+    )  # fmt: skip
+    return call, {"out_dtype": out_dtype}, taken
+
+
+def in_float64(call: tuple[Any, ...]) -> tuple[Any, ...]:
+    """8-bit numbers and indices as they are, everything else in float64."""
+    return tuple(
+        x.double() if isinstance(x, Tensor) and x.dtype in (torch.float16, torch.bfloat16, torch.float32) else x
+        for x in call
+    )
+
+
+def assert_twins(call: tuple[Any, ...], named: dict[str, Any]) -> None:
+    out, lse = sparse_attention(*call, **named)
+    want, want_lse = sparse_attention_reference(*in_float64(call), out_dtype=torch.float64)
+    assert out.dtype == named["out_dtype"]
+    torch.testing.assert_close(lse, want_lse, rtol=1e-4, atol=1e-4)
+    if call[2].dtype == torch.float8_e4m3fn:
+        # A weight at the middle between two fp8 numbers may go either way.
+        assert relative_l1(out, want) < 2e-3
+    else:
+        eps = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[out.dtype]
+        torch.testing.assert_close(out.double(), want, rtol=eps, atol=eps * float(call[2].double().abs().max()))
+
+
+def relative_l1(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want.double()).abs().sum() / want.double().abs().sum())
+
+
+def structured(
+    N: int, *, M: int | None = None, Hq: int = 4, Hkv: int = 2, D: int = 64, device: str = "cpu"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As a model has it: keys share an offset larger than what tells them apart, values follow topics."""
+    q, k, v = make_qkv(N=N, M=M, Hq=Hq, Hkv=Hkv, D=D)
+    generator = torch.Generator().manual_seed(1)
+    k = k + 4 * torch.randn(1, Hkv, 1, D, generator=generator)
+    v = 0.5 * v + torch.randn(1, Hkv, (N + 39) // 40, D, generator=generator).repeat_interleave(40, 2)[:, :, :N]
+    return q.to(device), k.to(device), v.to(device)
+
+
+# Rounding
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_int8_rounds_to_half_a_step(dtype: torch.dtype) -> None:
+    x = make_qkv(N=70, D=16, dtype=dtype)[0]
+    for values, scale in (int8_per_token(x), int8_per_block(x, 32, lead=5)):
+        assert values.dtype == torch.int8
+        assert scale.shape == x.shape[:-1]
+        error = (values * scale.unsqueeze(-1) - x.float()).abs()
+        assert (error <= 0.5001 * scale.unsqueeze(-1)).all()
+    assert (int8_per_token(x)[0].abs().amax(-1) == 127).all()
+
+
+def test_int8_by_hand() -> None:
+    values, scale = int8_per_token(torch.tensor([[254.0, 3.0, -5.0, 1.0], [0.0, 0.0, 0.0, 0.0]]))
+    assert values.tolist() == [[127, 2, -2, 0], [0, 0, 0, 0]]  # 1.5, -2.5 and 0.5 go to even
+    assert scale.tolist() == [2.0, 0.0]
+
+
+def test_blocks_share_a_scale_on_the_grid() -> None:
+    x = torch.tensor([[1.0], [2.0], [3.0], [4.0], [5.0]])
+    assert torch.equal(int8_per_block(x, 2)[1] * 127, torch.tensor([2.0, 2.0, 4.0, 4.0, 5.0]))
+    assert torch.equal(int8_per_block(x, 2, lead=1)[1] * 127, torch.tensor([1.0, 3.0, 3.0, 5.0, 5.0]))
+
+
+@pytest.mark.parametrize("size", [1e-38, 1e-20, 1.0, 65504.0, 1e38])
+def test_rounding_at_every_size(size: float) -> None:
+    x = size * torch.tensor([[1.0, -0.5, 0.0]])
+    for values, scale in (int8_per_token(x), int8_per_block(x, 1), fp8_per_token(x)):
+        back = values.float() * scale.unsqueeze(-1)
+        torch.testing.assert_close(back, x if size > 1e-30 else torch.zeros_like(x), rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_bad_numbers_stay_in_their_token(value: float) -> None:
+    x = torch.rand(3, 8)
+    clean = [f(x) for f in (int8_per_token, fp8_per_token)]
+    x[1, 2] = value
+    for (values, scale), (want, want_scale) in zip(
+        [f(x) for f in (int8_per_token, fp8_per_token)], clean, strict=True
+    ):
+        assert not scale[1].isfinite()
+        assert torch.equal(values[[0, 2]].float(), want[[0, 2]].float())
+        assert torch.equal(scale[[0, 2]], want_scale[[0, 2]])
+
+
+def test_fp8_uses_its_range() -> None:
+    x = torch.randn(50, 64) * torch.logspace(-4, 4, 50)[:, None]
+    values, scale = fp8_per_token(x)
+    assert (values.float().abs().amax(-1) == 448).all()
+    error = (values.float() * scale[:, None] - x).abs()
+    assert (error <= x.abs() / 16 + 2**-10 * scale[:, None]).all()  # half a step of 3 bits, or of a subnormal
+
+
+def test_smoothing_mean_knows_no_later_token() -> None:
+    k = torch.randn(1, 2, 300, 8)
+    assert torch.allclose(smoothing_mean(k, False), k.mean(2, keepdim=True), atol=1e-6)
+    assert torch.allclose(smoothing_mean(k, True), k[:, :, :128].mean(2, keepdim=True), atol=1e-6)
+    assert torch.allclose(smoothing_mean(k, True, 64), k[:, :, :64].mean(2, keepdim=True), atol=1e-6)
+    assert torch.equal(smoothing_mean(k, False, 64), smoothing_mean(k, False))
+
+
+# The kernel against its twin
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fp8", PV)
+@pytest.mark.parametrize("int8", [Int8QK(), Int8QK("block"), Int8QK(smooth_k=False)], ids=str)
+def test_options(int8: Int8QK, fp8: bool, device: str) -> None:
+    q, k, v = structured(200, M=150, device=device)
+    for causal in (True, False):
+        assert_twins(*arguments(q, k, v, int8=int8, fp8=fp8, causal=causal)[:2])
+
+
+@pytest.mark.parametrize("fp8", PV)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("D", [64, 80, 128])
+def test_head_dims(D: int, dtype: torch.dtype, fp8: bool, device: str) -> None:
+    q, k, v = (x.to(dtype) for x in structured(161, D=D, Hq=2, Hkv=1, device=device))
+    assert_twins(*arguments(q, k, v, int8=Int8QK(), fp8=fp8, block=64)[:2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fp8", PV)
+@pytest.mark.parametrize("group", [1, 3, 4])
+def test_groups(group: int, fp8: bool, device: str) -> None:
+    q, k, v = structured(150, Hq=2 * group, device=device, D=32)
+    assert_twins(*arguments(q, k, v, int8=Int8QK(), fp8=fp8)[:2])
+
+
+@pytest.mark.parametrize("fp8", PV)
+@pytest.mark.parametrize("M", [1, 31, 64, 100, 170])
+def test_chunks(M: int, fp8: bool, device: str) -> None:
+    """Of 170 keys: rows before, across and after the end of what smoothing looks at."""
+    q, k, v = structured(170, M=M, Hq=2, Hkv=1, D=32, device=device)
+    assert_twins(*arguments(q, k, v, int8=Int8QK(), fp8=fp8)[:2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fp8", PV)
+@pytest.mark.parametrize("order_heads", [1, 2])
+def test_permuted_keys(order_heads: int, fp8: bool, device: str) -> None:
+    q, k, v = structured(180, Hq=2, Hkv=1, D=32, device=device)
+    k_index = torch.rand(1, order_heads, 1, 180, generator=torch.Generator().manual_seed(0)).argsort(-1).int()
+    assert_twins(*arguments(q, k, v, int8=Int8QK(), fp8=fp8, k_index=k_index.to(device))[:2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fp8", PV)
+def test_with_pv_skip_and_small_tiles(fp8: bool, device: str) -> None:
+    q, k, v = structured(150, Hq=1, Hkv=1, D=32, device=device)
+    tiles = TritonTiles(16, 32, 4, 2)
+    call, named, _ = arguments(3 * q, k, v, int8=Int8QK(), fp8=fp8, block=64, pv_skip=-3.0, keep=0.9, config=tiles)
+    assert_twins(call, named)
+    assert not torch.equal(
+        sparse_attention(*call, **named)[1], sparse_attention(*call[:17], None, *call[18:], **named)[1]
+    )
+
+
+@pytest.mark.parametrize("fp8", PV)
+def test_rows_with_nothing(fp8: bool, device: str) -> None:
+    q, k, v = structured(150, D=32, device=device)
+    call, named, _ = arguments(q, k, v, int8=Int8QK(), fp8=fp8, nothing_in_row=2)
+    assert_twins(call, named)
+    out, lse = sparse_attention(*call, **named)
+    assert (out[:, :, 64:96] == 0).all()
+    assert (lse[:, :, 64:96] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("fp8", PV)
+def test_values_of_every_size(fp8: bool, device: str) -> None:
+    """Zero tokens, and sizes that span all of fp8's range and more."""
+    q, k, v = structured(150, Hq=2, Hkv=1, D=32, device=device)
+    v *= torch.logspace(-5, 5, 150, device=device)[
+        torch.randperm(150, generator=torch.Generator().manual_seed(0)), None
+    ]
+    v[:, :, 10:50] = 0.0
+    assert_twins(*arguments(q, k, v, int8=Int8QK(), fp8=fp8)[:2])
+
+
+@pytest.mark.parametrize("fp8", PV)
+def test_inputs_of_zeros(fp8: bool, device: str) -> None:
+    x = torch.zeros(1, 2, 100, 32, device=device)
+    executor = bs.TritonExecutor(int8_qk=Int8QK(), fp8_pv=fp8)
+    output = bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(32), bs.TopK(9), executor).trace(x, x, x).output
+    assert (output.out == 0).all()
+    assert output.lse is not None
+    torch.testing.assert_close(output.lse[0, 0], torch.arange(1, 101, device=device).float().log())
+
+
+@pytest.mark.parametrize("fp8", PV)
+def test_constant_keys_give_the_mean_value(fp8: bool, device: str) -> None:
+    """Smoothing leaves nothing of them, whatever their size; `lse` gets it back."""
+    q, k, v = structured(256, Hq=2, Hkv=1, D=32, device=device)
+    k = 100 * k[:, :, :1].expand_as(k)
+    executor = bs.TritonExecutor(int8_qk=Int8QK(), fp8_pv=fp8)
+    output = bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(64), bs.TopK(9), executor).trace(q, k, v).output
+    means = v.cumsum(2) / torch.arange(1, 257, device=device)[:, None]
+    tolerance = 0.2 if fp8 else 1e-4
+    torch.testing.assert_close(output.out, means.expand(-1, 2, -1, -1), rtol=tolerance, atol=tolerance)
+    assert output.lse is not None
+    want = (q @ k[:, :, 0, :, None])[..., 0] * 32**-0.5 + torch.arange(1, 257, device=device).log()
+    torch.testing.assert_close(output.lse[..., 128:], want[..., 128:], rtol=1e-4, atol=1e-2)
+
+
+# What it costs
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("options", "budget"),
+    [
+        ({"int8_qk": Int8QK()}, 0.015),
+        pytest.param({"fp8_pv": True}, 0.04, marks=needs_fp8),
+        pytest.param({"int8_qk": Int8QK(), "fp8_pv": True}, 0.045, marks=needs_fp8),
+    ],
+    ids=["int8", "fp8", "both"],
+)
+def test_accuracy(options: dict[str, Any], budget: float, causal: bool, device: str) -> None:
+    q, k, v = structured(400, Hq=2, Hkv=1, device=device)
+    front = bs.SegmentKeySort(S=128) if causal else bs.Identity(), bs.MeanPoolScorer(64), bs.TopCdf(0.9)
+    want = bs.Pipeline(*front, bs.ReferenceExecutor()).trace(q, k, v, causal=causal)
+    exact = bs.ReferenceExecutor()(
+        q.double(), k.double(), v.double(), want.permutation, want.mask, scale=want.scale
+    )
+    got = bs.TritonExecutor(**options)(q, k, v, want.permutation, want.mask, scale=want.scale)
+    assert relative_l1(got.out, exact.out) < budget
+    assert got.lse is not None
+    assert exact.lse is not None
+    # When causal, the first rows are not smoothed.
+    assert float((got.lse - exact.lse)[..., 128:].abs().mean()) < (0.02 if "int8_qk" in options else 1e-4)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_accuracy_of_the_twin(fp8: bool) -> None:
+    """The meaning of 8 bits needs no GPU: the twin against float64 of what was rounded."""
+    q, k, v = structured(400)
+    call, _, taken = arguments(q, k, v, int8=Int8QK(), fp8=fp8)
+    exact, exact_lse = sparse_attention_reference(*in_float64(arguments(q, k, v)[0]), out_dtype=torch.float64)
+    out, lse = sparse_attention_reference(*in_float64(call), out_dtype=torch.float64)
+    assert relative_l1(out, exact) < (0.04 if fp8 else 0.015)
+    assert taken is not None
+    assert float((lse + taken - exact_lse).abs().mean()) < 0.02
+
+
+def test_smoothing_helps(device: str) -> None:
+    q, k, v = structured(300, Hq=2, Hkv=1, device=device)
+    exact, _ = sparse_attention_reference(*in_float64(arguments(q, k, v, block=64)[0]), out_dtype=torch.float64)
+    smooth, plain = (
+        relative_l1(sparse_attention(*arguments(q, k, v, int8=Int8QK(smooth_k=x), block=64)[0])[0], exact)
+        for x in (True, False)
+    )
+    assert smooth < 0.7 * plain
+
+
+# Who learns of whom
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"int8_qk": Int8QK()},
+        {"int8_qk": Int8QK(), "pv_skip": -2.0},
+        pytest.param({"fp8_pv": True}, marks=needs_fp8),
+        pytest.param({"int8_qk": Int8QK(), "fp8_pv": True, "pv_skip": -2.0}, marks=needs_fp8),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("permuted", [False, True])
+def test_later_tokens_change_no_bit(permuted: bool, options: dict[str, Any], device: str) -> None:
+    """With the choice of blocks held, and far larger later tokens."""
+    q, k, v = structured(200, Hq=2, Hkv=1, D=16, device=device)
+    order = bs.SegmentKeySort(S=64) if permuted else bs.Identity()
+    front = order, bs.MeanPoolScorer(32), bs.TopCdf(0.95)
+    held = bs.Pipeline(*front, bs.ReferenceExecutor()).trace(q, k, v)
+    executor = bs.TritonExecutor(**options)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        output = executor(q, k, v, held.permutation, held.mask, scale=held.scale)
+        assert output.lse is not None
+        return output.out, output.lse
+
+    before = run(q, k, v)
+    for t in (1, 40, 127, 150):
+        changed = (torch.cat((x[:, :, :t], 30 * x[:, :, t:].flip(-1) + 1), 2) for x in (q, k, v))
+        after = run(*changed)
+        for was, now in zip(before, after, strict=True):
+            assert torch.equal(now[:, :, :t], was[:, :, :t])
+            assert not torch.equal(now[:, :, t:], was[:, :, t:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("M", [20, 72, 100])
+def test_chunked_equals_unchunked(M: int, device: str) -> None:
+    """Every token is rounded as in the whole prompt, so chunks of later rows differ by fp32 alone."""
+    q, k, v = structured(200, Hq=2, Hkv=1, D=32, device=device)
+    everything = bs.Identity(), bs.MeanPoolScorer(32), bs.TopK(99)
+    pipeline = bs.Pipeline(*everything, bs.TritonExecutor(int8_qk=Int8QK(), fp8_pv=FP8))
+    whole, chunk = pipeline(q, k, v), pipeline(q[:, :, -M:], k, v)
+    if FP8:
+        assert relative_l1(chunk, whole[:, :, -M:]) < 2e-3
+    else:
+        torch.testing.assert_close(chunk, whole[:, :, -M:], rtol=1e-5, atol=1e-5)
+
+
+# The executor
+
+
+def test_custom_op_contract(device: str) -> None:
+    q, k, v = structured(70, Hq=2, Hkv=1, D=16, device=device)
+    call, named, _ = arguments(q, k, v, int8=Int8QK(), pv_skip=-3.0)
+    torch.library.opcheck(sparse_attention, call, named, test_utils=("test_schema", "test_faketensor"))
+    if FP8:  # torch's check of the schema cannot compare fp8 tensors
+        call, named, _ = arguments(q, k, v, int8=Int8QK(), fp8=True)
+        torch.library.opcheck(sparse_attention, call, named, test_utils=("test_faketensor",))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fp8", PV)
+def test_kernel_compiles_in_a_full_graph(fp8: bool, device: str) -> None:
+    q, k, v = structured(70, Hq=2, Hkv=1, D=16, device=device)
+    call, named, _ = arguments(q, k, v, int8=Int8QK(), fp8=fp8, pv_skip=-3.0)
+
+    def model(q_scale: Tensor) -> Tensor:
+        out: Tensor = sparse_attention(*call[:18], 2 * q_scale, *call[19:], **named)[0]
+        return out + 1
+
+    assert call[18] is not None
+    torch.testing.assert_close(torch.compile(model, fullgraph=True)(call[18]), model(call[18]))
+
+
+def test_fp8_values_need_an_output_dtype(device: str) -> None:
+    call, _, _ = arguments(*structured(70, Hq=2, Hkv=1, D=16, device=device), fp8=True)
+    with pytest.raises(ValueError, match="'out_dtype' must be given with 'v_scale'"):
+        sparse_attention(*call)
+
+
+@pytest.mark.skipif(GPU, reason="what the interpreter cannot do")
+def test_interpreter_refuses_fp8() -> None:
+    with pytest.raises(ValueError, match="interpreter rounds to fp8 wrongly"):
+        bs.pbs_attn(executor=bs.TritonExecutor(fp8_pv=True))(*make_qkv(D=16))
+
+
+def test_fp8_needs_wide_tiles(device: str) -> None:
+    front = bs.Identity(), bs.MeanPoolScorer(16), bs.TopK(2)
+    with pytest.raises(ValueError, match="fp8 products need tiles of at least 32 keys, not 16"):
+        bs.Pipeline(*front, bs.TritonExecutor(fp8_pv=True))(*make_qkv(D=16, device=device))
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(ValueError, match="'scales' must be 'token' or 'block': "):
+        Int8QK("row")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="'smooth_k'"):
+        Int8QK(smooth_k=1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="'int8_qk'"):
+        bs.TritonExecutor(int8_qk="int8")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="'fp8_pv'"):
+        bs.TritonExecutor(fp8_pv=1)  # type: ignore[arg-type]

@@ -1,0 +1,530 @@
+"""The kernel against float64 under the budget: interpreted on a CPU, compiled on a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.kernels.scripts import printed_by
+from tests.layouts import LAYOUTS
+from tests.machine import DTYPES, GPU, needs_hopper
+from torch import Tensor
+
+import blocksparse as bs
+from blocksparse.executors.block_plan import BlockPlan
+from blocksparse.testing import assert_within_budget, make_qkv
+
+pytest.importorskip("triton")
+from blocksparse.executors.tiles import HopperTiles, TritonTiles, portable, tuned
+from blocksparse.kernels.attention import sparse_attention as op
+from blocksparse.kernels.attention.sparse_attention import sparse_attention, sparse_attention_reference
+from blocksparse.kernels.attention.sparse_attention_triton import runs_interpreted
+
+# The interpreter is slow.
+LENGTHS = [1, 63, 65, 127, 129, 200, *([1000, 4096] if GPU else [])]
+
+
+def arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    block: int,
+    causal: bool = True,
+    keep: float = 0.5,
+    config: TritonTiles | None = None,
+    k_index: Tensor | None = None,
+) -> tuple[Any, ...]:
+    """What the kernel takes, for a random mask."""
+    permutation = bs.GlobalPermutation(k_index)
+    k, v = permutation.gather_keys(k), permutation.gather_keys(v)
+    grid = bs.Grid.of(q, k, permutation, q_block=block, k_block=block, causal=causal)
+    generator = torch.Generator().manual_seed(0)
+    chosen = torch.rand(q.shape[0], q.shape[1], grid.rows, grid.cols, generator=generator).to(q.device) < keep
+    plan = BlockPlan.of(bs.BlockMask((chosen | grid.diagonal) & grid.reachable, grid))
+    c = config or portable(block, block, q.shape[-1], q.element_size())
+    return (
+        q, k, v, plan.full_count, plan.partial_count, plan.index,
+        grid.q_position, grid.k_position[:, :, 0], block, block, grid.q_lead, causal, q.shape[-1] ** -0.5,
+        c.kernel, c.sizes, True, k_index is None,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def multiplied_by_numpy() -> Iterator[None]:
+    """As in Triton's interpreter: on some CPUs, the library behind NumPy sums less exactly than the one behind torch."""
+
+    def bmm(a: Tensor, b: Tensor) -> Tensor:
+        return torch.from_numpy(np.matmul(a.numpy(), b.numpy()))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "bmm", bmm)
+        yield
+
+
+def assert_right(call: tuple[Any, ...]) -> None:
+    """The tiles asked for, and those that a pipeline would take here."""
+    want, want_lse = sparse_attention_reference(*(x.double() for x in call[:3]), *call[3:])
+    # On the CPU, also for a GPU: sums in another order err by as much.
+    on_cpu: Any = [x.cpu() if isinstance(x, Tensor) else x for x in call]
+    with multiplied_by_numpy():
+        yardstick = sparse_attention_reference(*on_cpu)[0].to(want.device)
+    fastest = tuned(*call[:3], *call[8:10])
+    for kernel, sizes in ((call[13], call[14]), (fastest.kernel, fastest.sizes)):
+        out, lse = sparse_attention(*call[:13], kernel, sizes, *call[15:])
+        assert_within_budget(out, want, yardstick)
+        torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3 if call[0].dtype != torch.float32 else 1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("N", LENGTHS)
+def test_lengths(N: int, dtype: torch.dtype, device: str) -> None:
+    q, k, v = make_qkv(N=N, Hq=2, Hkv=1, dtype=dtype, device=device)
+    assert_right(arguments(q, k, v, block=64))
+
+
+def test_lists_of_either_type(device: str) -> None:
+    """The same bits, also where a block's number fits int16 and that of its tile does not."""
+    q, k, v = make_qkv(N=600_000, M=1, Hq=1, Hkv=1, D=16, dtype=torch.float16, device=device)
+    call = arguments(q, k, v, block=64, keep=0.002, config=TritonTiles(64, 16, 4, 2))
+    assert call[5].dtype == torch.int16
+    assert call[5][0, 0, 0, call[3].item() - 1].item() * 4 > 2**15
+    for a, b in zip(sparse_attention(*call), sparse_attention(*call[:5], call[5].int(), *call[6:]), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", [1, 3, 4, 7])
+def test_groups(group: int, device: str) -> None:
+    q, k, v = make_qkv(B=2, N=90, Hq=2 * group, Hkv=2, D=32, device=device)
+    assert_right(arguments(q, k, v, block=32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("D", [64, 80, 96, 128, 256])
+def test_head_dims(D: int, dtype: torch.dtype, device: str) -> None:
+    q, k, v = make_qkv(N=129, Hq=2, Hkv=1, D=D, dtype=dtype, device=device)
+    assert_right(arguments(q, k, v, block=64))
+
+
+@pytest.mark.parametrize(("D", "Dv"), [(64, 32), (48, 128), (16, 8), (5, 3)])
+def test_value_dim_differs(D: int, Dv: int, device: str) -> None:
+    q, k, v = make_qkv(N=70, Hq=2, Hkv=1, D=D, Dv=Dv, device=device)
+    assert_right(arguments(q, k, v, block=32))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("M", [1, 31, 64, 100, 129])
+def test_chunks(M: int, causal: bool, device: str) -> None:
+    q, k, v = make_qkv(N=129, M=M, Hq=2, Hkv=1, D=32, device=device)
+    assert_right(arguments(q, k, v, block=32, causal=causal))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("block", "tile_m", "tile_n"), [(64, 16, 32), (64, 64, 16), (96, 32, 32), (48, 16, 16)])
+def test_tiles_smaller_than_blocks(block: int, tile_m: int, tile_n: int, device: str) -> None:
+    q, k, v = make_qkv(N=200, M=150, Hq=2, Hkv=1, D=32, device=device)
+    assert_right(arguments(q, k, v, block=block, config=TritonTiles(tile_m, tile_n, 4, 2)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order_heads", [1, 2])
+def test_permuted_keys(order_heads: int, device: str) -> None:
+    """One order per KV head, or per query head."""
+    q, k, v = make_qkv(N=150, Hq=2, Hkv=1, D=32, device=device)
+    k_index = torch.rand(1, order_heads, 1, 150, generator=torch.Generator().manual_seed(0)).argsort(-1).int()
+    assert_right(arguments(q, k, v, block=32, k_index=k_index.to(device)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order_heads", [2, 4])
+def test_moves_keys_a_few_heads_at_a_time(order_heads: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one go or head by head, the same bits, and the same as keys that were moved beforehand."""
+    q, k, v = make_qkv(B=2, N=150, Hq=4, Hkv=2, D=32, device=device)
+    k_index = torch.rand(2, order_heads, 1, 150, generator=torch.Generator().manual_seed(0)).argsort(-1).int()
+    moved = arguments(q, k, v, block=32, k_index=k_index.to(device))
+    call = (q, k, v, *moved[3:])
+    want, want_lse = sparse_attention(*moved)
+    for bytes_at_a_time in (2**28, 1):
+        monkeypatch.setattr(op, "_WORKSPACE", bytes_at_a_time)
+        out, lse = sparse_attention(*call, k_slots=k_index[:, :, 0].to(device))
+        assert torch.equal(out, want)
+        assert torch.equal(lse, want_lse)
+
+
+@pytest.mark.slow
+def test_strides(device: str) -> None:
+    """The layouts hosts have: heads behind tokens, and a cache that is longer than the keys."""
+    q, k, v = make_qkv(N=100, Hq=4, Hkv=2, D=32, device=device)
+    q, k = q.transpose(1, 2).contiguous().transpose(1, 2), k.transpose(1, 2).contiguous().transpose(1, 2)
+    cache = torch.full((1, 2, 160, 32), float("nan"), device=device)
+    cache[:, :, :100] = v
+    assert_right(arguments(q, k, cache[:, :, :100], block=32))
+    assert_right(arguments(q, k, v.transpose(2, 3).contiguous().transpose(2, 3), block=32))
+
+
+def test_large_logits(device: str) -> None:
+    """The running maximum keeps exponents in range, whatever the order in which blocks come."""
+    q, k, v = make_qkv(N=200, Hq=2, Hkv=1, D=64, device=device)
+    assert_right(arguments(100 * q, k, v, block=32))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of NaN, in the interpreter
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_bad_numbers_stay_in_their_rows(value: float, device: str) -> None:
+    q, k, v = make_qkv(N=100, Hq=2, Hkv=1, D=32, device=device)
+    clean = sparse_attention(*arguments(q, k, v, block=32))[0]
+    q[:, :, 40] = value
+    out = sparse_attention(*arguments(q, k, v, block=32))[0]
+    others = [i for i in range(100) if i != 40]
+    assert torch.equal(out[:, :, others], clean[:, :, others])
+
+
+def falling(N: int, D: int, device: str, *, gap: float, step: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits by hand (scale times product): 0 for the first 32 keys, then `gap`, `step` more for each query."""
+    q = torch.zeros(1, 1, N, D, device=device)
+    q[..., 0], q[..., 1] = math.sqrt(D), torch.arange(N, device=device) * step * math.sqrt(D)
+    k = torch.zeros(1, 1, N, D, device=device)
+    k[:, :, 32:, 0], k[:, :, 32:, 1] = gap, 1.0
+    v = torch.ones(1, 1, N, D, device=device)
+    v[:, :, 32:] = -1.0
+    return q, k, v
+
+
+def left_out_by_hand(call: tuple[Any, ...], pv_skip: list[float]) -> Tensor:
+    """Which pairs the rule leaves out, one tile after the other; B = 1, and keys in place."""
+    q, k, count, index, block, lead, tile = call[0], call[1], call[3], call[5], call[8], call[10], call[14][1]
+    Hq, M, N = q.shape[1], q.shape[2], k.shape[2]
+    out = torch.zeros(1, Hq, M, N, dtype=torch.bool, device=q.device)
+    for h in range(Hq):
+        logits = (q[0, h].double() @ k[0, h * k.shape[1] // Hq].double().T * call[12]).tolist()
+        for i in range(M):
+            row, met = (lead + i) // block, -math.inf
+            for turn in range(int(count[0, h, row])):
+                first = int(index[0, h, row, turn]) * block
+                for start in range(first, first + block, tile):
+                    best = max(logits[i][start : start + tile])
+                    if best - met < pv_skip[h]:
+                        out[0, h, i, start : start + tile] = True
+                    met = max(met, best)
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("M", "block", "tile"), [(200, 32, 32), (100, 64, 16), (129, 32, 16)])
+def test_pv_skip_leaves_out_what_the_rule_says(M: int, block: int, tile: int, causal: bool, device: str) -> None:
+    """Kernel and twin against a walk by hand, one number for each head; and the bounds of docs/numerics.md."""
+    q, k, v = make_qkv(N=200, M=M, Hq=2, Hkv=1, D=32, device=device)
+    pv_skip = [-2.0, -4.0]
+    call = arguments(3 * q, k, v, block=block, causal=causal, keep=0.8, config=TritonTiles(tile, tile, 4, 2))
+    gone = left_out_by_hand(call, pv_skip)
+    assert gone.any((-1, -2)).all()
+    skip = torch.tensor(pv_skip, device=device)
+    out, lse = sparse_attention(*call, skip)
+    args = [x.double() for x in call[:3]] + [*call[3:], skip]
+    kept, kept_lse = sparse_attention_reference(*args)
+    torch.testing.assert_close(out, kept.float(), rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(lse, kept_lse, rtol=1e-4, atol=2e-5)
+
+    exact, exact_lse = sparse_attention_reference(*(x.double() for x in call[:3]), *call[3:])
+    mass = gone.sum(-1) * skip.double().exp()[:, None]  # [B, Hq, M], m e^lambda
+    lost = 1 - (kept_lse - exact_lse).double().exp()
+    logits = call[0].double() @ k.double().repeat_interleave(2, 1).transpose(-1, -2) * call[12]
+    share = (logits - exact_lse.unsqueeze(-1)).exp().masked_fill(~gone, 0.0).sum(-1)
+    torch.testing.assert_close(lost, share, rtol=1e-4, atol=1e-5)
+    assert (lost <= mass / (1 + mass) + 1e-6).all()
+    assert (exact_lse - kept_lse <= mass.log1p() + 1e-6).all()
+    spread = v.amax(2) - v.amin(2)
+    assert ((out - exact).abs() <= (mass / (1 + mass)).unsqueeze(-1) * spread.unsqueeze(-2) + 2e-5).all()
+
+
+def test_pv_skip_bound_is_reached(device: str) -> None:
+    """Every later tile just under the limit: the bounds of docs/numerics.md, with nothing to spare."""
+    q, k, v = falling(256, 16, device, gap=-5.0)
+    call = arguments(q, k, v, block=32, keep=1.0)
+    exact, exact_lse = sparse_attention_reference(*(x.double() for x in call[:3]), *call[3:])
+    out, lse = sparse_attention(*call, torch.tensor([-4.999], device=device))
+    m = (torch.arange(256, device=device) // 32 * 32 - 32).clamp_min(0)  # full blocks, but for the first
+    own = torch.arange(256, device=device) % 32 + 1
+    kept = 32 + own * math.exp(-5)
+    kept[:32] = own[:32].float()
+    lost = m * math.exp(-5) / (m * math.exp(-5) + kept)
+    torch.testing.assert_close(1 - (lse - exact_lse).exp(), lost.expand_as(lse), rtol=1e-4, atol=1e-6)
+    error = (out - exact)[0, 0, :, 0]  # what was left out has the value -1
+    torch.testing.assert_close(error, lost * (out[0, 0, :, 0] + 1.0).double(), rtol=1e-3, atol=1e-6)
+    assert float(error.max()) > 0.04
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_pv_skip_off_is_exact(dtype: torch.dtype, device: str) -> None:
+    """Very negative equals none, bit for bit; and so does a head of its own."""
+    q, k, v = make_qkv(N=200, M=150, Hq=2, Hkv=1, dtype=dtype, device=device)
+    call = arguments(10 * q, k, v, block=32, keep=0.8)
+    exact = sparse_attention(*call)
+    for got, want in zip(sparse_attention(*call, torch.full((2,), -1e30, device=device)), exact, strict=True):
+        assert torch.equal(got, want)
+    out, lse = sparse_attention(*call, torch.tensor([-1.0, -torch.inf], device=device))
+    assert torch.equal(out[:, 1], exact[0][:, 1])
+    assert torch.equal(lse[:, 1], exact[1][:, 1])
+    assert not torch.equal(lse[:, 0], exact[1][:, 0])
+
+
+def test_pv_skip_saves_the_product(device: str) -> None:
+    """Values that all queries leave out are never multiplied: not even NaN gets through."""
+    q, k, v = falling(129, 16, device, gap=-20.0)
+    clean = sparse_attention(*arguments(q, k, v, block=32, keep=1.0), torch.tensor([-10.0], device=device))[0]
+    v[:, :, 32:64] = float("nan")
+    call = arguments(q, k, v, block=32, keep=1.0)
+    skipped = sparse_attention(*call, torch.tensor([-10.0], device=device))[0]
+    assert torch.equal(skipped[:, :, 64:], clean[:, :, 64:])
+    assert sparse_attention(*call)[0][:, :, 64:].isnan().all()
+
+
+def test_pv_skip_is_each_query_s_own(device: str) -> None:
+    """What a query leaves out does not depend on its neighbours in the tile, so not on later tokens."""
+    q, k, v = falling(128, 16, device, gap=-8.0, step=0.05)  # later queries fall less
+    skip = torch.tensor([-4.0], device=device)
+    out, lse = sparse_attention(*arguments(q, k, v, block=32, keep=1.0), skip)
+    exact = sparse_attention(*arguments(q, k, v, block=32, keep=1.0))[0]
+    changed = (out != exact).any(-1)[0, 0]
+    assert changed[64:80].all()  # left out by some queries of a tile,
+    assert not changed[81:96].any()  # and not by others
+    q[:, :, 70:] += 3.0
+    k[:, :, 70:] -= 2.0
+    v[:, :, 70:] *= 5.0
+    after, after_lse = sparse_attention(*arguments(q, k, v, block=32, keep=1.0), skip)
+    assert torch.equal(after[:, :, :70], out[:, :, :70])
+    assert torch.equal(after_lse[..., :70], lse[..., :70])
+
+
+def test_pv_skip_keeps_partial_blocks(device: str) -> None:
+    q, k, v = make_qkv(N=32, Hq=1, Hkv=1, D=16, device=device)
+    call = arguments(20 * q, k, v, block=32, config=TritonTiles(16, 16, 4, 2))
+    for got, want in zip(
+        sparse_attention(*call, torch.tensor([-1e-6], device=device)), sparse_attention(*call), strict=True
+    ):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.slow
+def test_pv_skip_of_the_executor(device: str) -> None:
+    q, k, v = make_qkv(N=300, Hq=2, Hkv=1, D=32, device=device)
+    front = bs.Identity(), bs.MeanPoolScorer(32), bs.TopCdf(0.95)
+    by_head = bs.Pipeline(*front, bs.TritonExecutor(pv_skip=[-1.0, -50.0]))(4 * q, k, v)
+    exact = bs.Pipeline(*front, bs.TritonExecutor())(4 * q, k, v)
+    assert torch.equal(by_head[:, 1], exact[:, 1])
+    assert not torch.equal(by_head[:, 0], exact[:, 0])
+    one = bs.Pipeline(*front, bs.TritonExecutor(pv_skip=-1.0))(4 * q, k, v)
+    assert torch.equal(one[:, 0], by_head[:, 0])
+
+
+def test_pv_skip_is_checked(device: str) -> None:
+    for value in (0.0, 1.0, [-1.0, 0.5], float("nan")):
+        with pytest.raises(
+            ValueError, match="'pv_skip' must be a finite number below 0, or one per query head, or None"
+        ):
+            bs.TritonExecutor(pv_skip=value)
+    with pytest.raises(TypeError, match="'pv_skip' must be a finite number"):
+        bs.TritonExecutor(pv_skip="-1")  # type: ignore[arg-type]
+    executor = bs.TritonExecutor(pv_skip=[-1.0, -2.0, -3.0])
+    with pytest.raises(ValueError, match="'pv_skip' has 3 entries for 4 query heads"):
+        bs.pbs_attn(executor=executor)(*make_qkv(D=16, device=device))
+
+
+@pytest.mark.parametrize("layout", ["tokens before heads", "head dim not innermost", "one head expanded"])
+def test_fake_outputs_lie_as_real_ones(layout: str, device: str) -> None:
+    q, k, v = (LAYOUTS[layout](x) for x in make_qkv(N=20, Hq=2, Hkv=2, D=16, device=device))
+    torch.library.opcheck(sparse_attention, arguments(q, k, v, block=16), test_utils=("test_faketensor",))
+
+
+def test_custom_op_contract(device: str) -> None:
+    """Fake tensors, schema and mutation are as torch.compile expects."""
+    q, k, v = make_qkv(N=70, Hq=2, Hkv=1, D=16, device=device)
+    checks = ("test_schema", "test_faketensor")
+    call = arguments(q, k, v, block=32)
+    torch.library.opcheck(sparse_attention, call, test_utils=checks)
+    torch.library.opcheck(sparse_attention, (*call, torch.full((2,), -3.0, device=device)), test_utils=checks)
+
+
+@pytest.mark.slow
+def test_kernel_compiles_in_a_full_graph(device: str) -> None:
+    q, k, v = make_qkv(N=70, Hq=2, Hkv=1, D=16, device=device)
+    call = arguments(q, k, v, block=32)
+
+    def model(q: Tensor) -> Tensor:
+        out: Tensor = sparse_attention(2 * q, *call[1:])[0]
+        return out + 1
+
+    torch.testing.assert_close(torch.compile(model, fullgraph=True)(q), model(q))
+
+
+def test_config_is_refused_or_used(device: str) -> None:
+    q, k, v = make_qkv(N=70, D=16, device=device)
+    front = bs.Identity(), bs.MeanPoolScorer(32), bs.TopK(2)
+    with pytest.raises(ValueError, match=r"block_m=64.* does not divide blocks of 32 x 32"):
+        bs.Pipeline(*front, bs.TritonExecutor(TritonTiles(64, 32, 4, 2)))(q, k, v)
+    bs.Pipeline(*front, bs.TritonExecutor(TritonTiles(16, 32, 4, 2)))(q, k, v)
+
+
+HOPPER_TILES = (HopperTiles(2, 128, 2), HopperTiles(1, 64, 2, 2), HopperTiles(1, 128, 2), HopperTiles(2, 64, 3))
+
+
+@needs_hopper
+@pytest.mark.parametrize("tiles", HOPPER_TILES, ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("N", "M", "D", "Dv", "q_block", "k_block", "causal", "ordered", "shared", "nothing"),
+    [
+        (1024, 1024, 128, 128, 128, 128, True, True, False, False),
+        (1000, 1000, 128, 128, 128, 128, True, False, False, False),
+        (1000, 333, 128, 128, 128, 128, True, False, True, False),
+        (1000, 700, 64, 64, 128, 64, True, True, False, True),
+        (1111, 1111, 96, 96, 128, 32, True, False, False, True),
+        (900, 1000, 80, 48, 256, 128, False, False, False, False),
+        (2000, 2000, 40, 128, 128, 256, True, True, True, False),
+        (777, 500, 64, 64, 128, 16, False, True, False, True),
+        (1, 1, 8, 8, 128, 128, True, True, False, False),
+    ],
+)
+def test_hopper(
+    tiles: HopperTiles, dtype: torch.dtype, N: int, M: int, D: int, Dv: int, q_block: int, k_block: int,
+    causal: bool, ordered: bool, shared: bool, nothing: bool,
+) -> None:  # fmt: skip
+    """Every way into the kernel: tails, chunks, orders, masks per KV head, rows with nothing kept."""
+    q, k, v = make_qkv(B=2, N=N, M=M, Hq=4, Hkv=2, D=D, Dv=Dv, dtype=dtype, device="cuda")
+    k_index = None
+    if not ordered:  # inside segments, so that causal blocks stay reachable
+        segment = torch.arange(N, device="cuda") // 256
+        k_index = (torch.rand(2, 2, 1, N, device="cuda") + segment).argsort(-1).int()
+    permutation = bs.GlobalPermutation(k_index)
+    keys, values = permutation.gather_keys(k), permutation.gather_keys(v)
+    grid = bs.Grid.of(q, k, permutation, q_block=q_block, k_block=k_block, causal=causal)
+    keep = (torch.rand(2, 4, grid.rows, grid.cols, device="cuda") < 0.3) & grid.reachable
+    if not nothing:
+        keep = keep | grid.diagonal
+    mask = bs.BlockMask(keep, grid)
+    plan = BlockPlan.of(mask.share_heads() if shared else mask)
+    call: tuple[Any, ...] = (
+        q, keys, values, plan.full_count, plan.partial_count, plan.index, grid.q_position,
+        grid.k_position[:, :, 0], q_block, k_block, grid.q_lead, causal, 0.1, tiles.kernel, tiles.sizes, True, ordered,
+    )  # fmt: skip
+    if reasons := tiles.unsupported(q, keys, values, q_block, k_block):
+        pytest.skip(str(reasons))
+    out, lse = sparse_attention(*call)
+    want, want_lse = sparse_attention_reference(*(x.double() for x in call[:3]), *call[3:])
+    yardstick, _ = sparse_attention_reference(*call)
+    assert_within_budget(out, want, yardstick)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3)
+    again, _ = sparse_attention(*call)
+    assert torch.equal(again, out)  # a tile is computed in one order: a difference would be a race
+    by_position, _ = sparse_attention(*call[:15], False, False)
+    assert torch.equal(by_position, out)
+    longer_lists, _ = sparse_attention(*call[:5], plan.index.int(), *call[6:])
+    assert torch.equal(longer_lists, out)
+
+
+@needs_hopper
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0])
+def test_hopper_takes_any_scale(scale: float) -> None:
+    q, k, v = make_qkv(N=500, D=64, dtype=torch.float16, device="cuda")
+    call = arguments(q, k, v, block=128)
+    call = (*call[:12], scale, "hopper", HopperTiles(2, 128, 2).sizes, *call[15:])
+    want, want_lse = sparse_attention_reference(*(x.double() for x in call[:3]), *call[3:])
+    out, lse = sparse_attention(*call)
+    assert_within_budget(out, want, sparse_attention_reference(*call)[0])
+    torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3)
+
+
+@needs_hopper
+def test_hopper_reads_what_hosts_hand_over() -> None:
+    """Heads behind tokens in memory, and the output lies as the queries do."""
+    q, k, v = make_qkv(N=500, D=64, dtype=torch.bfloat16, device="cuda")
+    apart = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    want = sparse_attention(*arguments(q, k, v, block=128)[:13], "hopper", [2, 128, 2, 1])[0]
+    out = sparse_attention(*arguments(*apart, block=128)[:13], "hopper", [2, 128, 2, 1])[0]
+    assert torch.equal(out, want)
+    assert out.stride() == apart[0].stride()
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0])
+def test_a_scale_above_zero_gives_the_same_logits(scale: float) -> None:
+    from blocksparse.kernels.attention.hopper_queue import positive
+
+    q, k, _ = make_qkv(N=20, D=16)
+    queries, factor = positive(q, scale)
+    assert factor > 0
+    assert torch.equal(queries @ k[:, :1].mT * factor, q @ k[:, :1].mT * scale)
+
+
+def test_hopper_says_what_it_cannot(device: str) -> None:
+    q, k, v = make_qkv(N=70, D=20, device=device)
+    front = bs.Identity(), bs.MeanPoolScorer(48), bs.TopK(2)
+    with pytest.raises(
+        ValueError, match=r"takes float16 and bfloat16, not torch.float32.*multiples of 8 up to 128"
+    ):
+        bs.Pipeline(*front, bs.TritonExecutor(HopperTiles(2, 128, 2)))(q, k, v)
+    with pytest.raises(ValueError, match="computes exactly, without 'pv_skip'"):
+        bs.Pipeline(*front, bs.TritonExecutor(HopperTiles(2, 128, 2), pv_skip=-3.0))(q, k, v)
+    with pytest.raises(ValueError, match=r"does not divide blocks of 48 x 48"):
+        bs.Pipeline(*front, bs.TritonExecutor(HopperTiles(2, 128, 2)))(q, k, v)
+    wide = make_qkv(N=70, D=128, dtype=torch.float16, device=device)
+    with pytest.raises(ValueError, match=r"num_stages=4.* needs 354 KiB of shared memory, and there are 228"):
+        bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(128), bs.TopK(2), bs.TritonExecutor(HopperTiles(2, 128, 4)))(
+            *wide
+        )
+    with pytest.raises(ValueError, match="'consumers' must be 1 or 2: "):
+        HopperTiles(3, 128, 2)
+
+
+@pytest.mark.skipif(GPU, reason="what the interpreter cannot do")
+def test_interpreter_refuses_bfloat16() -> None:
+    assert runs_interpreted()
+    with pytest.raises(ValueError, match="interpreter computes bfloat16 wrongly"):
+        bs.pbs_attn(executor=bs.TritonExecutor())(*make_qkv(dtype=torch.bfloat16))
+
+
+@pytest.mark.slow
+def test_plain_cpu_tensors_say_what_to_use() -> None:
+    """Outside the interpreter, the line that runs on a GPU tells a CPU user all reasons and the way out."""
+    code = (
+        "import os; os.environ.pop('TRITON_INTERPRET', None)\n"
+        "import torch\nfrom blocksparse import *\n"
+        "q, k, v = torch.rand(1, 4, 64, 16), torch.rand(1, 2, 64, 16), torch.rand(1, 2, 64, 16)\n"
+        "try: Pipeline(SegmentKeySort(S=256), MeanPoolScorer(), TopCdf(0.9), TritonExecutor())(q, k, v)\n"
+        "except ValueError as error: print(error)"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "TritonExecutor cannot run q (1, 4, 64, 16) float32 on cpu" in printed
+    assert "Triton compiles for GPUs, and these tensors are on cpu" in printed
+    assert "Use AutoExecutor(), or FlexExecutor() or ReferenceExecutor() on a CPU." in printed
+
+
+def test_verbatim(device: str) -> None:
+    q, k, v = make_qkv(N=600, Hq=2, Hkv=1, D=32, device=device)
+    names = vars(bs)
+    line = "Pipeline(SegmentKeySort(S=256), MeanPoolScorer(), TopCdf(0.9), TritonExecutor())(q, k, v)"
+    assert eval(line, names, {"q": q, "k": k, "v": v}).shape == q.shape
+
+
+@pytest.mark.slow
+def test_compiles_ahead_of_time() -> None:
+    """For sm_80, sm_90, sm_100 and gfx942, without any of them here."""
+    printed = printed_by("attention.compile_ahead")
+    for target in ("sm_80", "sm_90", "sm_100", "gfx942"):
+        assert f"{target} bf16 D=128" in printed
+        assert f"{target} D=80 pv_skip=True int8_qk=True fp8_pv=False" in printed
+    for target in ("sm_90", "sm_100"):
+        assert f"{target} D=128 pv_skip=True int8_qk=True fp8_pv=True" in printed
+    assert "sm_90 HopperTiles(consumers=1, block_n=128, num_stages=2, per_sm=2) fp16 D=64" in printed
+    for kind in ("None lists=i16", "None lists=i32", "fp8e4nv lists=i16", "bf16 lists=i32"):
+        assert f"8-bit={kind}" in printed

@@ -1,0 +1,141 @@
+"""Compile the kernels that order and pool tokens for targets that are not here; one line per kernel and target.
+
+Run as a script, in a process of its own: the test suite interprets kernels, and this compiles them.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import triton
+from tests.kernels.ahead import ITEMSIZE, MATRIX_INSTRUCTION, SHARED, TARGETS, TEXT, as_on_hopper
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from blocksparse.kernels.common.sizes import power_of_2
+from blocksparse.kernels.moving import gather_rows_triton
+from blocksparse.kernels.ordering import key_importance_triton, segment_sort_triton
+from blocksparse.kernels.positions import block_bounds_triton
+from blocksparse.kernels.scoring import block_mean_triton
+
+
+def compile_kernel(
+    kernel: Any,
+    target: GPUTarget,
+    types: dict[str, Any],
+    constants: dict[str, Any],
+    aligned: tuple[str, ...] = (),
+    /,
+    **options: int,
+) -> Any:
+    """Pointers and strides are multiples of 16, as those of whole tensors are, and `aligned` sizes; others any int32."""
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    position = {name: i for i, name in enumerate(kernel.arg_names)}
+    multiples: list[tuple[int, ...]] = [
+        (position[name],)
+        for name, type_ in signature.items()
+        if name in aligned or (isinstance(type_, str) and type_.startswith("*"))
+    ]
+    multiples += [
+        (position[name], axis)
+        for name, type_ in signature.items()
+        if isinstance(type_, tuple)
+        for axis in range(len(type_))
+    ]
+    source = ASTSource(
+        kernel,
+        signature,
+        constexprs={(position[name],): value for name, value in constants.items()},
+        attrs={path: [["tt.divisibility", 16]] for path in multiples},
+    )
+    return triton.compile(source, target=target, options=options)
+
+
+def importance(name: str, target: GPUTarget, dtype: str, head_dim: int) -> int:
+    failed, tma = 0, name in ("sm_90", "sm_100")
+    module, block_d = key_importance_triton, max(16, power_of_2(head_dim))
+    for kernel, options_of, own in (
+        (module._sums, module.options_of_sums, {}),
+        (module._weights, module.options_of_weights, {"SPLITS": 32}),
+    ):
+        options = options_of(head_dim, ITEMSIZE[dtype], large=tma)
+        block = {key: options.pop(key) for key in ("BLOCK_M", "BLOCK_N")}
+        keys = f"tensordesc<{dtype}[1, 1, {block['BLOCK_N']}, {block_d}]>" if tma else f"*{dtype}"
+        types = {
+            "q_ptr": f"*{dtype}", "k_source": keys, "scale": "fp32", "mean": "fp32",
+            **dict.fromkeys(("peak_ptr", "total_ptr", "out_ptr"), "*fp32"),
+            **dict.fromkeys(("q_strides", "k_strides"), ("i32",) * 3),
+        }  # fmt: skip
+        constants = {"D": head_dim, "BLOCK_D": block_d, "CAUSAL": True, "TMA": tma, **block, **own}
+        compiled = compile_kernel(kernel, target, types, constants, **options)
+        found = compiled.asm[TEXT[target.backend]].count(MATRIX_INSTRUCTION[name])
+        expected = dtype != "fp32"  # exact fp32 products run on the ordinary units
+        failed += (expected and not found) or compiled.metadata.shared > SHARED[name]
+        print(
+            f"{name} {kernel.__name__} {dtype} D={head_dim}: {found} x {MATRIX_INSTRUCTION[name]}, {compiled.metadata.shared} B shared"
+        )
+    return failed
+
+
+def others(name: str, target: GPUTarget, dtype: str, head_dim: int) -> None:
+    block_d, strides = power_of_2(head_dim), {f"{x}_strides": ("i32",) * 3 for x in "xy"}
+    pointers = dict.fromkeys(("x_ptr", "y_ptr", "x_out_ptr", "y_out_ptr"), f"*{dtype}")
+    types: dict[str, Any] = {**pointers, **strides, "index_ptr": "*i32", "index_strides": ("i32",) * 2}
+    for scatter in (False, True):
+        constants = {
+            "DX": head_dim, "DY": head_dim, "BLOCK_DX": block_d, "BLOCK_DY": block_d, "ROWS": 8192 // block_d,
+            "TWO": not scatter, "SCATTER": scatter,
+        }  # fmt: skip
+        compile_kernel(gather_rows_triton._kernel, target, types, constants, num_warps=4)
+    types = {**types, "centre_ptr": "*fp32", "out_ptr": "*fp32"}
+    for similarity in (False, True):
+        constants = {
+            "D": head_dim, "BLOCK_D": block_d, "BLOCK": 128, "ROWS": 1024 // block_d,
+            "PADDED": False, "INDEXED": similarity, "CENTRED": similarity, "SIMILARITY": similarity,
+        }  # fmt: skip
+        compile_kernel(block_mean_triton._kernel, target, types, constants, num_warps=1)
+    print(f"{name} gather_rows, block_mean {dtype} D={head_dim}")
+
+
+def orders(name: str, target: GPUTarget) -> None:
+    types: dict[str, Any] = {"values_ptr": "*fp32", "index_ptr": "*i32"}
+    for S, rows, warps in ((64, 4, 1), (256, 1, 1), (1024, 1, 4)):
+        for coarse in (False, True):
+            constants = {"S": S, "ROWS": rows, "COARSE": coarse}
+            compile_kernel(segment_sort_triton._kernel, target, types, constants, num_warps=warps)
+    types = {
+        **{f"{side}{name}_ptr": "*i32" for side in "qk" for name in ("", "_first", "_last")}, "k_whole_ptr": "*i1",
+        "q_strides": ("i32",) * 2, "k_strides": ("i32",) * 3,
+    }  # fmt: skip
+    constants = {
+        "Q_BLOCK": 128,
+        "K_BLOCK": 64,
+        "Q_WIDE": 128,
+        "K_WIDE": 64,
+        "TILE": 2048,
+        "Q_COPIES": 1,
+        "K_COPIES": 4,
+    }
+    compile_kernel(block_bounds_triton._kernel, target, types, constants, num_warps=4)
+    print(f"{name} segment_sort, block_bounds")
+
+
+def main() -> int:
+    failed = 0
+    for name, target in TARGETS.items():
+        for dtype, head_dim in (
+            ("bf16", 128),
+            ("fp16", 64),
+            ("bf16", 256),
+            ("fp32", 80),
+        ):
+            failed += 0 if as_on_hopper(name, dtype) else importance(name, target, dtype, head_dim)
+        for dtype, head_dim in (("bf16", 128), ("fp32", 80)):
+            others(name, target, dtype, head_dim)
+        orders(name, target)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""Mass of blocks of cells: the Triton kernels against the plain torch twin in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.kernels.scripts import printed_by
+from tests.machine import DTYPES
+from torch import Tensor
+
+import blocksparse as bs
+from blocksparse.kernels.multiplying.cell_products_triton import Tiles
+from blocksparse.kernels.scoring import cell_mass_triton
+from blocksparse.kernels.scoring.cell_mass import cell_mass_reference
+from blocksparse.testing import make_qkv
+
+SMALL = Tiles(32, 32, 32, 4, 2)  # several tiles in a short prompt
+
+
+def arguments(
+    q: Tensor, k: Tensor, slots: int = 4, *, high: int = 4, wide: int = 4, **changed: Any
+) -> dict[str, Any]:
+    causal = changed.get("causal", True)
+    offset = k.shape[2] - q.shape[2] if causal else 0
+    given = {
+        "q": q, "k": k, "q_last": None, "k_first": None, "slots": slots, "first_cell": offset // slots,
+        "q_lead": offset % slots, "high": high, "wide": wide, "causal": causal, "segment": None,
+        "weight": q.shape[-1] ** -0.5 / slots, "flipped": True, "padded_tail": False,
+    }  # fmt: skip
+    return {**given, **changed}
+
+
+def assert_right(given: dict[str, Any], tiles: Tiles | None = SMALL) -> Tensor:
+    got = cell_mass_triton.cell_mass_triton(**given, tiles=tiles)
+    wide = {name: x.double() if name in ("q", "k") else x for name, x in given.items()}
+    want = cell_mass_reference(**wide)
+    assert got.dtype == torch.float32
+    # What fills a short cell is rounded to the precision of its tokens.
+    rounding = {torch.float32: 0.0, torch.float16: 1e-3, torch.bfloat16: 1e-2}[given["q"].dtype]
+    torch.testing.assert_close(got.double(), want, rtol=1e-4 + rounding, atol=1e-6 + rounding / 10)
+    return got
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("N", [1, 63, 65, 127, 129, 200])
+def test_lengths(N: int, dtype: torch.dtype, device: str) -> None:
+    q, k, _ = make_qkv(N=N, Hq=2, Hkv=1, D=32, dtype=dtype, device=device)
+    got = assert_right(arguments(4 * q, k))
+    cells_in_row = torch.full((got.shape[2],), 4.0, device=device)
+    cells_in_row[-1] = -(-N // 4) - 4 * (got.shape[2] - 1)
+    torch.testing.assert_close(got.sum(-1), cells_in_row.expand(got.shape[:3]), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize(("M", "causal"), [(1, True), (30, False), (65, True), (128, True)])
+def test_chunks(M: int, causal: bool, device: str) -> None:
+    q, k, _ = make_qkv(N=130, M=M, Hq=2, Hkv=1, D=16, device=device)
+    assert_right(arguments(8 * q, k, causal=causal))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changed", [
+    {"flipped": False}, {"padded_tail": True}, {"segment": 8}, {"high": 3, "wide": 8}, {"high": 16, "wide": 1},
+    {"slots": 1, "flipped": False}, {"slots": 16, "high": 1, "wide": 2},
+], ids=repr)  # fmt: skip
+def test_options(changed: dict[str, Any], device: str) -> None:
+    q, k, _ = make_qkv(B=2, N=143, M=122, Hq=2, Hkv=2, D=16, device=device)
+    assert_right(arguments(8 * q, k, **changed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("Hq", "Hkv"), [(1, 1), (3, 1), (8, 2), (7, 1)])
+@pytest.mark.parametrize("heads", [1, 2, 8])
+def test_orders(Hq: int, Hkv: int, heads: int, device: str) -> None:
+    """Positions of any order, for all heads, each KV head or each query head; whole tiles are out of reach."""
+    heads = {1: 1, 2: Hkv, 8: Hq}[heads]
+    q, k, _ = make_qkv(N=128, Hq=Hq, Hkv=Hkv, D=16, device=device)
+    generator = torch.Generator().manual_seed(0)
+    first = (torch.rand(1, heads, 32, generator=generator) * 128).int().to(device)
+    first[..., 0] = 0  # every query reaches a cell
+    last = torch.arange(3, 128, 4, dtype=torch.int32, device=device).view(1, 1, -1)
+    assert_right(arguments(8 * q, k, q_last=last, k_first=first))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("D", [64, 80, 96, 128, 256])
+def test_head_dims(D: int, device: str) -> None:
+    q, k, _ = make_qkv(N=70, Hq=2, Hkv=1, D=D, dtype=torch.float16, device=device)
+    assert_right(arguments(4 * q, k, 8, high=2, wide=2), tiles=None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workspace", [1, 2**13])
+def test_bands_do_not_change_mass(workspace: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, _ = make_qkv(N=200, M=150, Hq=2, Hkv=1, D=16, device=device)
+    given = arguments(8 * q, k)
+    whole = cell_mass_triton.cell_mass_triton(**given, tiles=SMALL)
+    monkeypatch.setattr(cell_mass_triton, "_WORKSPACE", workspace)
+    in_bands = cell_mass_triton.cell_mass_triton(**given, tiles=SMALL)
+    if device == "cpu":  # interpreted, numpy's exponentials round by their place in an array, on some CPUs
+        torch.testing.assert_close(in_bands, whole, rtol=1e-5, atol=0)
+    else:
+        assert torch.equal(in_bands, whole)
+
+
+def test_large_logits(device: str) -> None:
+    """A cell that beats another by hundreds takes all the mass; nothing overflows."""
+    q, k, _ = make_qkv(N=96, Hq=1, Hkv=1, D=16, device=device)
+    assert_right(arguments(300 * q, k))
+
+
+@pytest.mark.slow
+def test_of_a_gpu_s_tiles(device: str) -> None:
+    """Tiles of the size that a GPU takes, whole ones and short ones."""
+    for N, M, segment in ((1000, 1000, None), (1024, 1024, 64), (1000, 615, None)):
+        q, k, _ = make_qkv(N=N, M=M, Hq=2, Hkv=1, D=64, dtype=torch.float16, device=device)
+        assert_right(arguments(4 * q, k, 4, high=8, wide=8, segment=segment), tiles=Tiles(128, 128, 64, 8, 3))
+
+
+@pytest.mark.parametrize("M", [64, 50])
+def test_a_scorer_takes_it(M: int, device: str) -> None:
+    q, k, _ = make_qkv(N=64, M=M, Hq=2, Hkv=1, D=16, device=device)
+    scorer = bs.AntidiagonalScorer(4, block=16)
+    got = scorer(q, k, bs.GlobalPermutation(), causal=True, scale=0.25).values
+    want = scorer(q.cpu(), k.cpu(), bs.GlobalPermutation(), causal=True, scale=0.25).values
+    torch.testing.assert_close(got.cpu(), want, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_compiles_ahead_of_time() -> None:
+    """The kernels over cells, BFLA's groups too, for sm_80, sm_90, sm_100 and gfx942, without any of them here."""
+    printed = printed_by("scoring.compile_cells_ahead")
+    for target in ("sm_80", "sm_90", "sm_100", "gfx942"):
+        assert f"{target} " in printed

@@ -1,0 +1,107 @@
+"""Compile the kernels over blocks for targets that are not here; prints one line per target and kernel.
+
+Run as a script, in a process of its own: the test suite interprets kernels, and this compiles them.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import triton
+from tests.kernels.ahead import TARGETS
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from blocksparse.kernels.multiplying import block_products_triton
+from blocksparse.kernels.positions import block_lists_triton, within_reach_triton
+from blocksparse.kernels.scoring import block_softmax_triton
+from blocksparse.kernels.selecting import global_top_cdf_triton, top_cdf_triton, top_k_triton
+from blocksparse.kernels.selecting.row_search_triton import tile_of_rows
+
+PARTS = [
+    getattr(global_top_cdf_triton, f"_{x}") for x in ("heaviest", "to_ticks", "search", "count", "keep", "finish")
+]
+TYPES: dict[str, Any] = {
+    **{f"{name}_ptr": "*i1" for name in ("forced", "keep", "k_whole", "own")},
+    **{f"{name}_ptr": "*fp32" for name in ("values", "logits", "q", "k")},
+    **{f"{name}_ptr": "*fp64" for name in ("mass", "share")},
+    **{f"{name}_ptr": "*i32" for name in ("full_count", "partial_count", "seen", "q_last", "k_first")},
+    **{
+        f"{name}_ptr": "*i32"
+        for name in ("heaviest", "lightest", "ticks", "bounds", "last_bounds", "ties", "before")
+    },
+    **{f"{name}_ptr": "*i64" for name in ("total", "sums", "last_sums", "above")},
+    **dict.fromkeys(("positions", "position_ptrs"), ("*i32",) * 4),
+    "position_strides": (("i32",) * 4,) * 4,
+    **{
+        f"{name}_strides": ("i32", "i32", "i32", "constexpr")
+        for name in ("values", "forced", "keep", "k_whole", "own", "seen", "q_last", "k_first")
+    },
+    **dict.fromkeys(("rows", "cols", "k", "D", "n", "group", "mass_stride", "share_stride"), "i32"),
+    **dict.fromkeys(("skipped", "near", "first", "eta", "first_row"), "i32"),
+    "out_ptr": "*i1",
+    "state": "i64",
+    **dict.fromkeys(("scale", "mass"), "fp32"),
+}
+
+
+def compile_kernel(
+    target: GPUTarget, kernel: Any, *, rows: int, cols: int, warps: int, index: str = "i16", **constants: Any
+) -> triton.compiler.CompiledKernel:
+    types = {**TYPES, "index_ptr": f"*{index}"}
+    constants = {"CAUSAL": True, "ROWS": rows, "COLS": cols, "ALIGNED": True, **constants}
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
+    values: dict[tuple[int, ...], Any] = {}
+    aligned: list[tuple[int, ...]] = []
+    for i, name in enumerate(kernel.arg_names):
+        kind = signature[name]
+        if name in constants:
+            values[(i,)] = constants[name]
+        elif isinstance(kind, str):
+            looked_at = name == "cols" and name not in kernel.do_not_specialize
+            aligned += [(i,)] if kind.startswith("*") or looked_at else []
+        elif name == "position_strides":
+            signature[name] = (("i32", "i32", "i32", "constexpr"),) * 4
+            values |= {(i, at, 3): 1 for at in range(4)}
+            aligned += [(i, at, axis) for at in range(4) for axis in range(3)]
+        elif name.endswith("_strides"):
+            values[(i, 3)] = 1
+            aligned += [(i, axis) for axis in range(3)]
+        else:
+            aligned += [(i, at) for at in range(len(kind))]
+    source = ASTSource(
+        kernel, signature, constexprs=values, attrs={at: [["tt.divisibility", 16]] for at in aligned}
+    )
+    return triton.compile(source, target=target, options={"num_warps": warps})
+
+
+def main() -> int:
+    for name, target in TARGETS.items():
+        # Short and long rows for warps of 32 threads, and for those of 64.
+        for cols in (64, 32768) if name in ("sm_90", "gfx942") else (64,):
+            high, wide, warps = tile_of_rows(cols)
+            search = {"rows": high, "cols": wide, "warps": warps}
+            k_share = {"k": None, "FORCED_FIRST": True, "OF_ALL_KEYS": False}
+            kernels: list[tuple[str, Any, dict[str, Any]]] = [
+                ("top_cdf", top_cdf_triton._kernel, {**search, "CROSSING": True, "mass": None}),
+                ("top_cdf last dropped", top_cdf_triton._kernel, {**search, "CROSSING": False, **dict.fromkeys(("forced_ptr", "forced_strides", "mass_ptr", "mass_stride"))}),
+                ("top_k share", top_k_triton._kernel, {**search, **k_share}),
+                ("products", block_products_triton._kernel, {"rows": 1, "cols": 64, "warps": 4, "TILE": 64, "SKIPS": True, "PRECISION": "tf32x3" if target.backend == "cuda" else "ieee"}),
+                ("products of any rows", block_products_triton._kernel, {"rows": 1, "cols": 64, "warps": 4, "TILE": 64, "SKIPS": False, "PRECISION": "tf32x3" if target.backend == "cuda" else "ieee", **dict.fromkeys(("q_last_ptr", "k_first_ptr", "q_last_strides", "k_first_strides"))}),
+                ("lists", block_lists_triton._kernel, {"rows": max(512 // wide, 1), "cols": min(wide, 1024), "warps": 1 if wide == 256 else 2, "index": "i16" if cols < 2**15 else "i32"}),
+                ("softmax", block_softmax_triton._kernel, {"rows": 1, "cols": min(wide, 8192), "warps": 4, "WHOLE": wide <= 8192, "SEGMENT": 256, "seen_ptr": None, "seen_strides": None}),
+                ("prefix softmax", block_softmax_triton._kernel, {"rows": 1, "cols": min(wide, 8192), "warps": 4, "WHOLE": wide <= 8192, "SEGMENT": None, "positions": None, "position_strides": None, "own_ptr": None, "own_strides": None}),
+                ("refined", within_reach_triton._kernel, {"rows": 16, "cols": 256, "warps": 4, "N": 4, "DIAGONAL": False}),
+                ("places", within_reach_triton._kernel, {"rows": 16, "cols": 256, "warps": 4, "N": 1, "DIAGONAL": True, "keep_ptr": None, "keep_strides": None}),
+                *((f"global_top_cdf{part.__name__}", part, {"rows": 16, "cols": 256, "warps": 4, "TILE": 4096, "CROSSING": True}) for part in PARTS),
+            ]  # fmt: skip
+            for title, kernel, options in kernels:
+                compiled = compile_kernel(target, kernel, **options)
+                print(f"{name} {title} cols={cols}: {compiled.metadata.shared} B shared")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
