@@ -78,12 +78,12 @@ def _at_density(pipeline: AnyPipeline, q: Tensor, k: Tensor, density: float) -> 
     low, high = 1, 999
     while low < high:
         middle = (low + high) // 2
-        mask = (bs.TopCdf(middle / 1000) | bs.FirstToken())(scores)
+        mask = (bs.TopCdf(middle / 1000) | bs.Sink(1))(scores)
         if float(mask.density().mean()) < density:
             low = middle + 1
         else:
             high = middle
-    selector = bs.TopCdf(low / 1000) | bs.FirstToken()
+    selector = bs.TopCdf(low / 1000) | bs.Sink(1)
     return low / 1000, bs.Pipeline(pipeline.permuter, pipeline.scorer, selector, pipeline.executor)
 
 

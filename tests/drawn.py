@@ -139,7 +139,8 @@ class Drawer:
         if kind is bs.GridOrder:  # examples, if `N` has room for their grids
             return self.one(*(p for p in stages.PERMUTERS if isinstance(p, kind))) if N > 60 else bs.Identity()
         if kind is bs.SegmentKeySort:
-            return kind(some, probe=self.number(1, N + 9), per_query_head=self.flag(), causal_probe=self.flag())
+            flags = {"per_query_head": self.flag(), "causal_probe": self.flag()}
+            return kind(self.one(some, segment), probe=self.number(1, N + 9), **flags)
         if kind is bs.SegmentQuerySort:
             keys = self.one(bs.Identity(), self.permuter(bs.SegmentKeySort, block, N))
             return kind(segment, block=block, keys=keys)
@@ -154,17 +155,14 @@ class Drawer:
         part = self.one(*(n for n in (1, 2, 4, 8, 16) if block % n == 0))
         # What halves the blocks halves these too.
         columns = self.one(None, 3 * block, *(block // n for n in (2, 4, 8) if block % (2 * n) == 0))
-        segment = self.maybe(block * self.number(1, 3))
         if kind is bs.MeanPoolScorer:
-            if segment is None:
-                return kind(block, k_block=columns, padded_tail=self.flag())
-            return kind(block, segment=segment)
+            return kind(block, k_block=columns, padded_tail=self.flag())
         if kind is bs.FlattenMaxPoolScorer:
             return kind(block, part, per_token=self.flag(), padded_tail=self.flag())
         if kind is bs.AntidiagonalScorer:
             pattern = self.one("antidiagonal", "slash", "sum")
             flags = {"forced": self.flag(), "padded_tail": self.flag()}
-            return kind(part, block=block, pattern=pattern, segment=segment, **flags)
+            return kind(part, block=block, pattern=pattern, **flags)
         if kind is bs.SimilarityGatedScorer:
             return kind(self.scorer(bs.MeanPoolScorer, block), self.one(-1.0, 0.2, 0.9))
         if kind is bs.VerticalSlashScorer:

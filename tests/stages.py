@@ -71,7 +71,6 @@ KEYS_ONLY: tuple[bs.Permuter[Any], ...] = (
 SCORERS: tuple[bs.Scorer[Any, Any], ...] = (
     bs.MeanPoolScorer(16),
     bs.MeanPoolScorer(32, padded_tail=True),
-    bs.MeanPoolScorer(16, segment=64),
     bs.MeanPoolScorer(32, k_block=16),
     bs.NoScorer(16),
     bs.FlattenMaxPoolScorer(32, 16),
@@ -80,7 +79,6 @@ SCORERS: tuple[bs.Scorer[Any, Any], ...] = (
     bs.AntidiagonalScorer(4, block=16),
     bs.AntidiagonalScorer(8, block=32, pattern="slash", padded_tail=True),
     bs.AntidiagonalScorer(4, block=32, k_block=16, pattern="sum", forced=False),
-    bs.AntidiagonalScorer(8, block=16, segment=64),
     bs.PrefixOrderScorer(16),
     bs.SimilarityGatedScorer(bs.MeanPoolScorer(32, k_block=16), 0.3),
     bs.SimilarityGatedScorer(bs.FlattenMaxPoolScorer(16, 16), 0.2, smooth_k=None),
@@ -95,14 +93,14 @@ SELECTORS: tuple[bs.Selector[Any, Any], ...] = (
     bs.Threshold(0.2),
     bs.Band(20),
     bs.Sink(5),
-    bs.FirstToken(),
+    bs.Sink(1),
     bs.Everything(),
     bs.SharedByGroup(bs.TopCdf(0.4)),
     bs.TopCdf(0.3) | bs.Band(8),
     bs.TopCdf(0.8) & bs.TopK(3),
     bs.TopK(share=0.4, forced_first=False, of_all_keys=True),
     bs.Stride(3),
-    bs.AnyOf([bs.Band(8), bs.Sink(3)]),
+    bs.Band(8) | bs.Sink(3),
     bs.Random(0.2, 1),
     bs.SharedByGroup(bs.Random(0.3)),
     bs.LastQueries(20),
@@ -119,7 +117,7 @@ SELECTORS: tuple[bs.Selector[Any, Any], ...] = (
 REFINED: tuple[bs.Selector[Any, Any], ...] = (
     bs.Refined(bs.TopCdf(0.4), 2),
     bs.OnTiles(bs.Band(8), 2),
-    bs.Refined(bs.SharedByGroup(bs.TopCdf(0.4)), 2, rescue=bs.AnyOf([bs.Band(8), bs.Random(0.3)])),
+    bs.Refined(bs.SharedByGroup(bs.TopCdf(0.4)), 2) | bs.OnTiles(bs.Band(8) | bs.Random(0.3), 2),
     bs.Refined(bs.SharedByGroup(bs.TopCdf(0.4)), 2) | bs.SharedByGroup(bs.OnTiles(bs.Random(0.3), 2)),
 )
 POSITIONS = tuple(s for s in SELECTORS if isinstance(s, bs.PositionSelector))

@@ -37,7 +37,7 @@ PLAN = evolve(
 
 def trace_of(q: Tensor, k: Tensor, v: Tensor) -> bs.Trace[bs.GlobalPermutation, bs.BlockMass, bs.BlockMask]:
     """Permuted keys, a tail, and, where queries are fewer, a chunk."""
-    parts = bs.SegmentKeySort(S=32), bs.MeanPoolScorer(16, segment=32), bs.TopCdf(0.6), bs.ReferenceExecutor()
+    parts = bs.SegmentKeySort(S=32), bs.MeanPoolScorer(16), bs.TopCdf(0.6), bs.ReferenceExecutor()
     return bs.Pipeline(*parts).trace(q, k, v)
 
 

@@ -62,7 +62,9 @@ EXECUTORS = [
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_executors(executor: bs.Executor[Any, Any], device: str) -> None:
-    check_executor(executor, lengths=((40, 40), (50, 37)), head_dim=16, block=16, device=device)
+    # The interpreter takes seconds for a length.
+    lengths = ((40, 37),) if isinstance(executor, bs.TritonExecutor) and device == "cpu" else ((40, 40), (50, 37))
+    check_executor(executor, lengths=lengths, head_dim=16, block=16, device=device)
 
 
 class Broken(bs.Permuter[bs.GlobalPermutation]):

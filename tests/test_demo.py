@@ -291,8 +291,8 @@ def test_whole_demo_on_a_tiny_model(tiny: Path, tmp_path: Path, capsys: pytest.C
 @pytest.mark.slow
 @pytest.mark.skipif(wheel_folder() is None, reason="the model is not installed: make test installs it")
 def test_whole_demo_on_the_real_model(tmp_path: Path) -> None:
-    methods = ["pbs_attn", "mean_pooling", "s2o", "sparge"]
-    options = ["--tokens", "768", "--out", str(tmp_path), *(word for x in methods for word in ("--preset", x))]
+    methods = ["pbs_attn", "mean_pooling", "s2o"]
+    options = ["--tokens", "640", "--out", str(tmp_path), *(word for x in methods for word in ("--preset", x))]
     command = [sys.executable, "-m", "blocksparse.demo.cli", "demo", *options]
     subprocess.run(command, check=True, capture_output=True)
     written = json.loads((tmp_path / "results.json").read_text())

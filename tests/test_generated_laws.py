@@ -51,7 +51,7 @@ def run(executor: bs.Executor[Any, Any], trace: AnyTrace, mask: bs.BlockMask | N
     return executor(trace.q, trace.k, trace.v, trace.permutation, mask, scale=trace.scale)
 
 
-@law(40, 400, cases())
+@law(40, 200, cases())
 def test_the_output_is_attention_over_what_is_kept(device: str, case: Case) -> None:
     """Of a call too; and every causal query keeps its own key."""
     q, k, v = case.qkv(device)
@@ -64,7 +64,7 @@ def test_the_output_is_attention_over_what_is_kept(device: str, case: Case) -> N
         assert bool(pairs[:, :, own, own + k.shape[2] - q.shape[2]].all())
 
 
-@law(15, 150, cases(), st.sampled_from([0.0, 0.3, 1.0]), st.integers(0, 99))
+@law(15, 75, cases(), st.sampled_from([0.0, 0.3, 1.0]), st.integers(0, 99))
 def test_executors_obey_any_mask(device: str, case: Case, share: float, seed: int) -> None:
     """Whatever was chosen by whomever, rows with nothing kept included."""
     trace = trace_of(evolve(case, selector=bs.Ranked(bs.Everything())), device)
@@ -88,7 +88,7 @@ ORDERED = cases(
 )
 
 
-@law(2, 25, ORDERED, st.sampled_from(["float32", "float16"]), st.tuples(*3 * [st.sampled_from(drawn.LAYOUTS[1:])]))
+@law(2, 12, ORDERED, st.sampled_from(["float32", "float16"]), st.tuples(*3 * [st.sampled_from(drawn.LAYOUTS[1:])]))
 def test_a_kernel_computes_the_same_wherever_numbers_lie(
     device: str, case: Case, dtype: str, layouts: tuple[str, str, str]
 ) -> None:
@@ -102,7 +102,7 @@ def test_a_kernel_computes_the_same_wherever_numbers_lie(
     assert same(output.out, plain.out)
 
 
-@law(15, 150, cases())
+@law(15, 75, cases())
 def test_keeping_everything_is_dense_attention(device: str, case: Case) -> None:
     assume(getattr(case.permuter, "prefix", None) is None or not isinstance(case.permuter, bs.GlobalIndexMap))
     assume(getattr(case.executor, "tau", 0.0) == 0.0)
@@ -114,7 +114,7 @@ def test_keeping_everything_is_dense_attention(device: str, case: Case) -> None:
     assert_means(trace.output, trace.permutation, trace.mask, trace.scale, q, trace.k, trace.v)
 
 
-@law(15, 150, cases(causal=True), st.data())
+@law(15, 75, cases(causal=True), st.data())
 def test_the_future_changes_nothing(device: str, case: Case, data: st.DataObject) -> None:
     """With the choice held, changing every token from one on leaves the rows before it bit-identical."""
     trace = trace_of(case, device)
@@ -141,7 +141,7 @@ IN_PLACE = cases(
 )
 
 
-@law(20, 200, IN_PLACE, st.integers(0, 70), st.integers(71, 129))
+@law(20, 100, IN_PLACE, st.integers(0, 70), st.integers(71, 129))
 def test_a_chunk_is_part_of_its_prompt(device: str, case: Case, begin: int, end: int) -> None:
     """Rows that lie wholly in a chunk, with all they may see, choose as in the prompt, wherever it lies."""
     assume(chooses_by_row(case.selector))
@@ -160,7 +160,7 @@ def test_a_chunk_is_part_of_its_prompt(device: str, case: Case, begin: int, end:
 
 def chooses_by_row(selector: Any) -> bool:
     """Whether each row of blocks chooses by itself, by where it stands in the prompt."""
-    parts = [selector, *(getattr(selector, name, None) for name in ("first", "second", "inner", "rescue", "rule"))]
+    parts = [selector, *(getattr(selector, name, None) for name in ("first", "second", "inner", "rule"))]
     if any(isinstance(s, bs.LastQueries) or any(s is x for x in stages.WHOLE_CALL) for s in parts):
         return False
     if any(getattr(s, "released", False) for s in parts):  # the authors count rows from where the chunk starts
@@ -171,7 +171,7 @@ def chooses_by_row(selector: Any) -> bool:
 STOPS = tuple(e for e in drawn.EXECUTORS if isinstance(e, bs.GatherExecutor))
 
 
-@law(15, 150, cases(executors=STOPS))
+@law(15, 75, cases(executors=STOPS))
 def test_an_early_stop_reports_what_it_visited(device: str, case: Case) -> None:
     """Visiting just that gives the same bits; it is the head of each row's order."""
     trace = trace_of(case, device)
@@ -196,14 +196,14 @@ def assert_same_call(one: AnyTrace, other: AnyTrace) -> None:
         assert same(one.output.lse, other.output.lse)
 
 
-@law(25, 250, cases())
+@law(25, 125, cases())
 def test_where_numbers_lie_in_memory_changes_nothing(device: str, case: Case) -> None:
     q, k, v = case.qkv(device)
     plain = case.pipeline.trace(q.contiguous(), k.contiguous(), v.contiguous(), **case.call)
     assert_same_call(case.pipeline.trace(q, k, v, **case.call), plain)
 
 
-@law(15, 150, cases(), st.sampled_from([torch.bfloat16, torch.float16]))
+@law(15, 75, cases(), st.sampled_from([torch.bfloat16, torch.float16]))
 def test_autocast_changes_nothing(device: str, case: Case, dtype: torch.dtype) -> None:
     plain, (q, k, v) = trace_of(case, device), case.qkv(device)
     with torch.autocast(device, dtype):
@@ -212,7 +212,7 @@ def test_autocast_changes_nothing(device: str, case: Case, dtype: torch.dtype) -
     assert_same_call(cast, plain)
 
 
-@law(4, 40, cases())
+@law(4, 20, cases())
 def test_threads_change_nothing(device: str, case: Case) -> None:
     """One pipeline, three threads, inputs of their own."""
     inputs = [evolve(case, seed=case.seed + i, sizes=case.sizes | {"B": 1 + i}).qkv(device) for i in range(3)]
@@ -228,7 +228,7 @@ def test_threads_change_nothing(device: str, case: Case) -> None:
             assert_same_call(together, expected)
 
 
-@law(10, 100, cases(dtype="float32"), st.data())
+@law(10, 50, cases(dtype="float32"), st.data())
 def test_what_is_not_finite_reaches_only_who_sees_it(device: str, case: Case, data: st.DataObject) -> None:
     """A key, or a query, of NaN or infinity: the other rows are attention over what is kept, as ever."""
     q, k, v = (x.clone() for x in case.qkv(device))
@@ -251,7 +251,7 @@ def test_what_is_not_finite_reaches_only_who_sees_it(device: str, case: Case, da
     assert bool((error <= torch.finfo(torch.float32).eps * unit + 1e-30)[~bad].all())
 
 
-@law(10, 100, cases(values="zeros"))
+@law(10, 50, cases(values="zeros"))
 def test_zeros_have_no_sign(device: str, case: Case) -> None:
     signed, (q, k, v) = trace_of(case, device), case.qkv(device)
     plain = case.pipeline.trace(q.abs(), k.abs(), v.abs(), **case.call)
@@ -264,9 +264,9 @@ SIZED: dict[str, Callable[[int], AnyPipeline]] = {
     "Sink": lambda n: pick(bs.Sink(n)),
     "LastQueries": lambda n: pick(bs.LastQueries(n)),
     "TopK": lambda n: pick(bs.TopK(n)),
-    "AnyOf": lambda n: pick(bs.AnyOf([bs.Sink(n), bs.Band(3)])),
+    "union": lambda n: pick(bs.Sink(n) | bs.Band(3)),
     "OnTiles": lambda n: pick(bs.OnTiles(bs.Band(n), 2)),
-    "rescue": lambda n: pick(bs.Refined(bs.TopCdf(0.4), 2, rescue=bs.Sink(n))),
+    "rescue": lambda n: pick(bs.Refined(bs.TopCdf(0.4), 2) | bs.OnTiles(bs.Sink(n), 2)),
     "S": lambda n: pick(bs.TopCdf(0.5), bs.SegmentKeySort(64, probe=n)),
     "a_shape": lambda n: bs.a_shape(local=n, block=16, executor=bs.ReferenceExecutor()),
     "tri_shape": lambda n: bs.tri_shape(last=n, block=16, executor=bs.ReferenceExecutor()),
@@ -280,14 +280,14 @@ def pick(selector: bs.Selector[Any, Any], permuter: bs.Permuter[Any] | None = No
 FAR = [2**31 - 1, 2**31, 2**32, 2**32 + 1, 2**40, 10**30]
 
 
-@law(12, 120, cases(), st.sampled_from(list(SIZED)), st.sampled_from(FAR))
+@law(12, 60, cases(), st.sampled_from(list(SIZED)), st.sampled_from(FAR))
 def test_sizes_beyond_the_prompt_are_its_length(device: str, case: Case, name: str, size: int) -> None:
     q, k, v = case.qkv(device)
     far, near = (SIZED[name](n).trace(q, k, v, **case.call) for n in (size, sum(q.shape[2:3] + k.shape[2:3])))
     assert_same_call(far, near)
 
 
-@law(1, 8, cases(dtype="float32", layouts=("plain", "plain", "plain")))
+@law(1, 4, cases(dtype="float32", layouts=("plain", "plain", "plain")))
 def test_graphs_take_any_scale(device: str, case: Case) -> None:
     """As an argument that changes, and as a field of two modules."""
     q, k, v = case.qkv(device)
@@ -304,7 +304,7 @@ def test_graphs_take_any_scale(device: str, case: Case) -> None:
     torch.compiler.reset()
 
 
-@law(20, 200, cases())
+@law(20, 100, cases())
 def test_a_case_prints_as_what_makes_it(device: str, case: Case) -> None:
     again = eval(repr(case), {**vars(bs), "Case": Case, "Shuffle": stages.Shuffle, "AnyOrder": stages.AnyOrder})
     assert repr(again) == repr(case)

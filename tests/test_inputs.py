@@ -236,12 +236,11 @@ def test_arguments(arguments: dict[str, Any], kind: type[Exception], sentence: s
         (lambda: bs.SegmentKeySort(wrong(2.5)), TypeError, "'S' must be a whole number, at least 1: 2.5"),
         (lambda: bs.SegmentKeySort(256, probe=-1), ValueError, "'probe' must be a whole number, at least 1: -1"),
         (lambda: bs.MeanPoolScorer(0), ValueError, "'block' must be a whole number from 1 to 16384: 0"),
-        (lambda: bs.MeanPoolScorer(128, segment=200), ValueError, r"'segment' must be a multiple of 'block' \(128\): 200"),
         (lambda: bs.pbs_attn(block=128, S=200), ValueError, r"'S' must be a multiple of 'block' \(128\): 200"),
         (lambda: bs.Band(-1), ValueError, "'tokens' must be a whole number, at least 0: -1"),
         (lambda: bs.Sink(0), ValueError, "'tokens' must be a whole number, at least 1: 0"),
         (lambda: bs.Refined(bs.Everything(), 0), ValueError, "'n' must be a whole number, at least 1: 0"),
-        (lambda: bs.Refined(bs.Everything(), 2, rescue=wrong(bs.TopK(3))), TypeError, "'rescue' must be a PositionSelector, or None: TopK"),
+        (lambda: bs.OnTiles(wrong(bs.TopK(3)), 2), TypeError, "'rule' must be a PositionSelector: TopK"),
         (lambda: bs.Pipeline(wrong(bs.TopCdf(0.9)), bs.MeanPoolScorer(), bs.TopCdf(0.9), bs.ReferenceExecutor()), TypeError, "'permuter' must be a Permuter: TopCdf"),
         (lambda: bs.Permutation(torch.zeros(1, 1, 4).int()), ValueError, r"'k_index' must have the shape \[B, H, G, slots\]: \(1, 1, 4\)"),
         (lambda: bs.Permutation(torch.zeros(1, 1, 2, 4).int()), ValueError, "'group' must be given for more than one key map: G=2"),
@@ -276,7 +275,7 @@ def test_masks_of_different_grids_do_not_mix() -> None:
 
 def test_a_frozen_object_is_its_configuration() -> None:
     both = (bs.TopCdf(0.5) | bs.Sink(4)) & bs.TopK(3)
-    pipeline = bs.Pipeline(bs.SegmentKeySort(64), bs.MeanPoolScorer(32, segment=64), both, bs.ReferenceExecutor())
+    pipeline = bs.Pipeline(bs.SegmentKeySort(64), bs.MeanPoolScorer(32), both, bs.ReferenceExecutor())
     again = eval(repr(pipeline), vars(bs))
     assert repr(again) == repr(pipeline)
     inputs = make_qkv(N=200)

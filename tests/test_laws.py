@@ -35,6 +35,14 @@ FRONTS = [
 # One takes another of these, one needs a kernel from elsewhere, one rounds: they have tests of their own.
 ELSEWHERE = (bs.AutoExecutor, bs.FlashAttention4Executor, bs.Int8Executor)
 EXECUTORS = [pytest.param(e, id=stages.name(e)) for e in stages.EXECUTORS if not isinstance(e, ELSEWHERE)]
+
+
+def is_enough(front: Front, executor: bs.Executor[Any, Any]) -> bool:
+    """Executors that are interpreted or compiled anew take a second a call: they meet each order once."""
+    slow = isinstance(executor, bs.TritonExecutor | bs.FlexExecutor) and not torch.cuda.is_available()
+    return not slow or front == next(pair for pair in stages.fronts() if pair[0] is front[0])
+
+
 # What an executor sees is an order and a mask: it gets each order in blocks of each shape and from each kind of
 # selector, and in the fast loop each kind of order once.
 PAIRS = [
@@ -44,6 +52,7 @@ PAIRS = [
     if not isinstance(executor, ELSEWHERE)
     and stages.reads(executor, permuter)
     and stages.cuts_anew(permuter, scorer)
+    and is_enough((permuter, scorer), executor)
 ]
 RUNS = [
     pytest.param(
@@ -261,7 +270,7 @@ def test_selection_sees_no_future_block(scorer: bs.Scorer[Any, Any]) -> None:
         assert torch.equal(before.output.out[:, :, :t], after.output.out[:, :, :t])
 
 
-@pytest.mark.parametrize("start", [1, 40, 64, *(pytest.param(x, marks=pytest.mark.slow) for x in (32, 63, 82))])
+@pytest.mark.parametrize("start", [1, 40, 64, *(pytest.param(x, marks=pytest.mark.slow) for x in (32, 63, 69))])
 @each_executor
 @pytest.mark.parametrize("permuter", stages.KEYS_ONLY, ids=stages.name)
 def test_chunked_equals_unchunked(

@@ -118,7 +118,7 @@ IN_THREE = (
     bs.TopK(share=torch.tensor([0.5, 0.2]).expand(2)),
     bs.Threshold(0.5) & bs.Band(8),
     bs.GlobalTopCdf(0.5),
-    bs.Refined(bs.SharedByGroup(bs.TopCdf(0.3)), 2, rescue=bs.Band(4)),
+    bs.Refined(bs.SharedByGroup(bs.TopCdf(0.3)), 2) | bs.OnTiles(bs.Band(4), 2),
     bs.Ranked(bs.TopCdf(0.3)),
 )
 
@@ -150,7 +150,7 @@ def test_scores(selector: bs.Selector[Any, Any], layout: str, kernels: bool, dev
 
 @pytest.mark.usefixtures("_on_kernels")
 @in_torch_and_kernels
-@pytest.mark.parametrize("layout", [x if x in THREE else pytest.param(x, marks=pytest.mark.slow) for x in LAYOUTS])
+@pytest.mark.parametrize("layout", THREE)
 @each_executor
 def test_masks(executor: bs.Executor[Any, Any], layout: str, kernels: bool, device: str) -> None:
     """Chosen blocks and ranks that lie in any way."""
@@ -178,7 +178,7 @@ def test_masks_join_from_any_place_in_memory(offset: int, device: str) -> None:
 @pytest.mark.usefixtures("_on_kernels")
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(x, marks=[] if x in ("pbs_attn", "sparge") else [pytest.mark.slow]) for x in every_preset],
+    ["pbs_attn", "sparge", *(pytest.param(x, marks=pytest.mark.slow) for x in ("bfla", "s2o", "flex_prefill"))],
 )
 def test_presets(name: str, device: str) -> None:
     """q, k and v in three different layouts a call, each layout in each place."""

@@ -24,7 +24,7 @@ ODD: list[Any] = [
     bs.GatherExecutor(inf), bs.GatherExecutor([inf, 0]), bs.RoutedByDivergence(inf, bs.TopK(1), bs.TopCdf(HEADS)),
     bs.VerticalSlashTopK([1, 2], torch.tensor([3, 4])), bs.SimilarityGatedScorer(bs.MeanPoolScorer(), [-1, 1, 0]),
     bs.TritonExecutor(bs.TritonTiles(64, 32, 4, 2), pv_skip=[-1.0, -1e30], int8_qk=bs.Int8QK("block")),
-    bs.Int8Executor(tiles=bs.HopperTiles(1, 64, 2)), bs.Band(2**70), bs.AnyOf([bs.Band(1), bs.AnyOf([bs.Sink()])]),
+    bs.Int8Executor(tiles=bs.HopperTiles(1, 64, 2)), bs.Band(2**70), bs.Band(1) | (bs.Sink() | bs.Band(2)),
     bs.GivenOrder((1, 2, 2), torch.tensor([3, 1, 0, 2])), bs.GivenOrder((2, 30, 30), torch.arange(1799, -1, -1)),
     (bs.Sink() | bs.Band(3)) & (bs.TopK(1) | bs.Refined(bs.Ranked(bs.Sink()), 2)),
     bs.HeadGroups({(0, 2): PAPER, (1,): None}),

@@ -43,7 +43,7 @@ TAKES: dict[str, Callable[[int], AnyPipeline]] = {
     "Band": lambda n: pick(bs.Band(n)),
     "Sink": lambda n: pick(bs.Sink(n)),
     "LastQueries": lambda n: pick(bs.LastQueries(n)),
-    "AnyOf": lambda n: pick(bs.AnyOf([bs.Band(n), bs.Sink(n)])),
+    "union": lambda n: pick(bs.Band(n) | bs.Sink(n)),
     "OnTiles": lambda n: pick(bs.OnTiles(bs.Band(n), 2)),
     "Stride": lambda n: pick(bs.Stride(n)),
     "Stride released": lambda n: pick(bs.Stride(n, released=True)),
@@ -68,8 +68,10 @@ TAKES: dict[str, Callable[[int], AnyPipeline]] = {
     "SegmentKeySort S": lambda n: pick(HALF, permuter=bs.SegmentKeySort(n)),
     "SegmentKeySort probe": lambda n: pick(HALF, permuter=bs.SegmentKeySort(64, probe=n)),
     "SegmentQuerySort S": lambda n: pick(HALF, permuter=bs.SegmentQuerySort(16 * n, block=16)),
-    "MeanPoolScorer segment": lambda n: pick(HALF, bs.MeanPoolScorer(16, segment=16 * n)),
-    "AntidiagonalScorer segment": lambda n: pick(HALF, bs.AntidiagonalScorer(4, block=16, segment=16 * n)),
+    "SegmentKeySort S, of whole blocks": lambda n: pick(HALF, bs.MeanPoolScorer(16), bs.SegmentKeySort(16 * n)),
+    "SegmentKeySort S, of whole cells": lambda n: pick(
+        HALF, bs.AntidiagonalScorer(4, block=16), bs.SegmentKeySort(16 * n)
+    ),
     "pbs_attn S": lambda n: bs.pbs_attn(block=16, S=16 * n, executor=EXECUTOR),
     "pbs_attn_plus S": lambda n: bs.pbs_attn_plus(block=16, S=16 * n, executor=EXECUTOR),
     "TileOrder tile": lambda n: pick(HALF, permuter=bs.TileOrder((2, 4, 9), (n, n, n))),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import or_
+
 import pytest
 import torch
 from torch import Tensor
@@ -93,54 +96,66 @@ def test_patterns() -> None:
     assert [kept(bs.Sink(B16 + 1)(scores), row) for row in range(4)] == [[0], [0, 1], [0, 1, 2], [0, 1, 3]]
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_any_of_is_the_union(causal: bool) -> None:
-    rules = [bs.Band(20), bs.Sink(), bs.Stride(3), bs.Random([0.1, 0.2, 0.3, 0.4])]
-    scores = bs.BlockScores(torch.zeros(1, 4, 6, 6), grid(6, heads=4, kv_heads=2, causal=causal))
-    united: bs.Selector[bs.BlockScores, bs.BlockMask] = rules[0] | rules[1] | rules[2] | rules[3]
-    assert torch.equal(bs.AnyOf(rules)(scores).keep, united(scores).keep)
-    with pytest.raises(ValueError, match="rules"):
-        bs.AnyOf([])
+class ByScores(bs.Selector[bs.BlockScores, bs.BlockMask]):
+    """A rule that does not say it is one of position, so that its mask is made by itself."""
+
+    def __init__(self, rule: bs.Selector[bs.BlockScores, bs.BlockMask]) -> None:
+        self.rule = rule
+
+    def __call__(self, scores: bs.BlockScores) -> bs.BlockMask:
+        return self.rule(scores)
+
+
+def apart(*rules: bs.Selector[bs.BlockScores, bs.BlockMask]) -> bs.Selector[bs.BlockScores, bs.BlockMask]:
+    """Their union, one mask after the other."""
+    return reduce(or_, (ByScores(rule) for rule in rules))
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_any_of_two_of_a_kind(causal: bool) -> None:
-    """What a kernel takes one of: the second is given to it as a mask."""
-    near = bs.Band(40) | bs.Band(3)
-    first = bs.Sink(50) | bs.FirstToken()
-    strides = bs.Stride(4) | bs.Stride(3, 5) | bs.Stride(5, released=True)
+def test_rules_of_position_join(causal: bool) -> None:
+    """As one rule, on top of a choice by scores, and where there are two of a kind, of which a kernel takes one."""
     rules = [
-        bs.Band(3), bs.AnyOf([bs.Stride(4), bs.Band(40)]), bs.FirstToken(), bs.Sink(50), bs.Stride(3, 5),
-        bs.Stride(5, released=True),
+        bs.Band(3), bs.Stride(4) | bs.Band(40), bs.Sink(1), bs.Sink(50), bs.Stride(3, 5), bs.Stride(5, released=True),
+        bs.Random([0.1, 0.2, 0.3, 0.4]),
     ]  # fmt: skip
-    scores = bs.BlockScores(torch.zeros(1, 1, 9, 9), grid(9, causal=causal))
-    assert torch.equal(bs.AnyOf(rules)(scores).keep, (near | first | strides)(scores).keep)
+    scores = bs.BlockMass(torch.rand(1, 4, 9, 9), grid(9, heads=4, kv_heads=2, causal=causal))
+    united = reduce(or_, rules)
+    assert isinstance(united, bs.PositionSelector)
+    assert torch.equal(united(scores).keep, apart(*rules)(scores).keep)
+    for inner in (bs.TopCdf(0.3), bs.SharedByGroup(bs.TopCdf(0.3))):
+        for rule in (bs.Band(3) | bs.Sink(1), united):
+            mine: bs.Selector[bs.BlockScores, bs.BlockMask] = apart(rule)
+            if isinstance(inner, bs.SharedByGroup):
+                mine = bs.SharedByGroup(mine)
+            assert torch.equal((inner | rule)(scores).keep, (inner | mine)(scores).keep)
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("orders", [0, 2, 4])
 @pytest.mark.parametrize("M", [160, 37])
-def test_a_rescue_of_finer_blocks_is_the_union(M: int, orders: int, shared: bool, causal: bool) -> None:
+def test_finer_blocks_of_a_rule_join(M: int, orders: int, shared: bool, causal: bool) -> None:
     """With one order of keys for all heads, and one for each group or each head."""
     q, k, _ = make_qkv(N=160, M=M, Hq=4, Hkv=2, D=8)
     order = torch.rand(1, orders, 1, 160, generator=torch.Generator().manual_seed(0)).argsort(-1).int()
     permutation = bs.GlobalPermutation(order if orders else None)
     scores = bs.FlattenMaxPoolScorer(32, 8)(q, k, permutation, causal=causal, scale=1.0)
-    rule = bs.AnyOf([bs.Band(9), bs.Sink(), bs.Stride(3), bs.Random([0.1, 0.2, 0.3, 0.4]), bs.Band(2)])
     inner: bs.Selector[bs.BlockMass, bs.BlockMask] = bs.TopCdf(0.5)
-    rescue: bs.Selector[bs.BlockScores, bs.BlockMask] = bs.OnTiles(rule, 4)
-    if shared:
-        inner, rescue = bs.SharedByGroup(inner), bs.SharedByGroup(rescue)
-    mask, united = bs.Refined(inner, 4, rescue=rule)(scores), (bs.Refined(inner, 4) | rescue)(scores)
-    assert torch.equal(mask.keep, united.keep)
-    plain = bs.Refined(inner, 4, rescue=bs.Stride(2))(scores)
-    alone: bs.Selector[bs.BlockScores, bs.BlockMask] = bs.OnTiles(bs.Stride(2), 4)
-    alone = bs.SharedByGroup(alone) if shared else alone
-    assert torch.equal(plain.keep, (bs.Refined(inner, 4) | alone)(scores).keep)
-    assert torch.equal(
-        bs.Refined(bs.Refined(inner, 2), 2, rescue=rule)(scores).keep, mask.keep
-    )  # the rule goes by the finest blocks
+    inner = bs.SharedByGroup(inner) if shared else inner
+    several = bs.Band(9) | bs.Sink() | bs.Stride(3) | bs.Random([0.1, 0.2, 0.3, 0.4]) | bs.Band(2)
+    for rule in (bs.Stride(2), several):
+        mine = apart(bs.OnTiles(rule, 4))
+        mine = bs.SharedByGroup(mine) if shared else mine
+        mask = (bs.Refined(inner, 4) | bs.OnTiles(rule, 4))(scores)
+        assert torch.equal(mask.keep, (bs.Refined(inner, 4) | mine)(scores).keep)
+        twice = bs.Refined(bs.Refined(inner, 2), 2) | bs.OnTiles(rule, 4)
+        assert torch.equal(twice(scores).keep, mask.keep)
+
+
+def test_rules_of_position_go_by_the_blocks_of_the_scores() -> None:
+    scores = bs.BlockMass(torch.rand(1, 4, 9, 9), grid(9, heads=4, kv_heads=2, causal=True))
+    with pytest.raises(ValueError, match="masks must share a grid"):
+        (bs.Refined(bs.TopCdf(0.3), 2) | bs.Band(3))(scores)
 
 
 def test_a_grid_is_refined_once() -> None:
@@ -177,7 +192,7 @@ def test_first_token_follows_the_permutation() -> None:
     q = torch.zeros(1, 1, 64, 8)
     k_index = torch.arange(64).roll(20).view(1, 1, 1, 64).int()  # token 0 now stands in slot 20
     moved = bs.Grid.of(q, q, bs.GlobalPermutation(k_index), q_block=B16, k_block=B16, causal=False)
-    assert kept(bs.FirstToken()(bs.BlockScores(torch.zeros(1, 1, 4, 4), moved))) == [1]
+    assert kept(bs.Sink(1)(bs.BlockScores(torch.zeros(1, 1, 4, 4), moved))) == [1]
 
 
 def test_shared_by_group_is_the_union() -> None:

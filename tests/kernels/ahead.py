@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from triton.backends.compiler import GPUTarget
 
 TARGETS = {
@@ -16,6 +18,9 @@ TEXT = {"cuda": "ptx", "hip": "amdgcn"}
 ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4}
 
 
-def as_on_hopper(name: str, dtype: str) -> bool:
-    """Whether sm_90 has compiled the same: exact fp32 products run on the ordinary units, and take longest to compile."""
-    return name == "sm_100" and dtype == "fp32"
+Variant = TypeVar("Variant")
+
+
+def for_target(name: str, *variants: Variant) -> tuple[Variant, ...]:
+    """All variants of a kernel for sm_90, the first two for other targets: a compilation takes a second and more."""
+    return variants if name == "sm_90" else variants[:2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attrs import evolve
 from tests.papers.golden_cases import load
 from torch import Tensor
 
@@ -65,14 +66,24 @@ def test_better_scores_after_the_same_order(name: str) -> None:
     assert float(plus.covered_mass().mean()) > float(pooled.covered_mass().mean()) - 0.005
 
 
+class InPlace(bs.Permuter[bs.GlobalPermutation]):
+    """No key moves, so each stays in its segment."""
+
+    def __init__(self, S: int) -> None:
+        self.S = S
+
+    def __call__(self, q: Tensor, k: Tensor, *, causal: bool, scale: float) -> bs.GlobalPermutation:
+        return bs.GlobalPermutation(segment=self.S)
+
+
 @pytest.mark.parametrize("name", STRUCTURED)
 def test_sorted_keys_choose_better_than_keys_in_place(name: str) -> None:
     """Appendix B.2, figure 6: the blocks outside the own segment bring more mass each."""
     case = load(name)
     for threshold in (0.7, 0.9):
         covered, blocks = [], []
-        for permuter in (bs.Identity(), bs.SegmentKeySort(256)):
-            scorer, selector = AntidiagonalScorer(8, segment=256, forced=False), bs.TopCdf(threshold)
+        for permuter in (InPlace(256), bs.SegmentKeySort(256)):
+            scorer, selector = AntidiagonalScorer(8, forced=False), bs.TopCdf(threshold)
             trace = bs.Pipeline(permuter, scorer, selector, REFERENCE).trace(case.q, case.k, case.v)
             blocks.append(int((trace.mask.keep & ~trace.mask.grid.own_segment(256)).sum()))
             covered.append(float(trace.covered_mass().mean()))
@@ -80,10 +91,20 @@ def test_sorted_keys_choose_better_than_keys_in_place(name: str) -> None:
         assert covered[1] / blocks[1] > 1.01 * covered[0] / blocks[0]
 
 
+class Unpromised(bs.Permuter[bs.GlobalPermutation]):
+    """Sorted inside segments, without saying so."""
+
+    def __init__(self, S: int) -> None:
+        self.inner = bs.SegmentKeySort(S)
+
+    def __call__(self, q: Tensor, k: Tensor, *, causal: bool, scale: float) -> bs.GlobalPermutation:
+        return evolve(self.inner(q, k, causal=causal, scale=scale), segment=None)
+
+
 def test_counting_the_own_segment_is_the_other_reading() -> None:
-    """Without `segment` the own segment's mass counts toward the target, as XAttention's diagonal does."""
+    """Where no segment is promised the own one's mass counts toward the target, as XAttention's diagonal does."""
     case = load(STRUCTURED[1])
-    counted = bs.Pipeline(bs.SegmentKeySort(256), AntidiagonalScorer(8), bs.TopCdf(0.9), REFERENCE)
+    counted = bs.Pipeline(Unpromised(256), AntidiagonalScorer(8), bs.TopCdf(0.9), REFERENCE)
     theirs, ours = (p.trace(case.q, case.k, case.v) for p in (counted, pbs_attn_plus(executor=REFERENCE)))
     grid = theirs.mask.grid
     assert torch.equal(grid.diagonal & grid.own_segment(256), grid.diagonal)
@@ -196,7 +217,7 @@ def test_alike_queries_together_need_fewer_blocks() -> None:
     k, v = k + 0.1 * torch.randn(k.shape, generator=generator), torch.randn(k.shape, generator=generator)
     kept, covered = [], []
     for permuter in (bs.Identity(), SegmentQuerySort(128, block=32)):
-        pipeline = bs.Pipeline(permuter, bs.MeanPoolScorer(32, segment=128), bs.TopCdf(0.9), REFERENCE)
+        pipeline = bs.Pipeline(permuter, bs.MeanPoolScorer(32), bs.TopCdf(0.9), REFERENCE)
         trace = pipeline.trace(q, k, v)
         kept.append(int((trace.mask.keep & ~trace.mask.grid.own_segment(128)).sum()))
         covered.append(float(trace.covered_mass()))

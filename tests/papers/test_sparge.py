@@ -25,7 +25,7 @@ EXAMPLE = "spargeex_01_n512_d64"  # the authors' Triton example: its caller smoo
 INNER: tuple[bs.Scorer[bs.GlobalPermutation, bs.BlockMass], ...] = (
     bs.MeanPoolScorer(32, k_block=16),
     bs.MeanPoolScorer(16, k_block=32),
-    bs.MeanPoolScorer(16, segment=32),
+    bs.MeanPoolScorer(16),
     AntidiagonalScorer(4, block=16),
     FlattenMaxPoolScorer(16, 8, per_token=True),
 )

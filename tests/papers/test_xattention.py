@@ -129,8 +129,13 @@ def by_loops(
                 for j, (keys, y) in k_cells.items():
                     if causal and min(keys) > max(positions):
                         continue
-                    S = scorer.segment
-                    if causal and S is not None and min(keys) // S == min(positions) // S:
+                    S = permutation.segment
+                    if (
+                        causal
+                        and S is not None
+                        and S % high == S % wide == 0
+                        and min(keys) // S == min(positions) // S
+                    ):
                         continue
                     pairs = {
                         "antidiagonal": [(stride - 1 - r, r) for r in range(stride)],
@@ -153,8 +158,8 @@ SCORERS = (
     AntidiagonalScorer(4, block=32, k_block=16, pattern="sum"),
     AntidiagonalScorer(16, block=16),
     AntidiagonalScorer(8, block=16, padded_tail=True),
-    AntidiagonalScorer(8, block=16, pattern="sum", padded_tail=True, segment=32),
-    AntidiagonalScorer(4, block=16, k_block=32, segment=32),
+    AntidiagonalScorer(8, block=16, pattern="sum", padded_tail=True),
+    AntidiagonalScorer(4, block=16, k_block=32),
 )
 
 
@@ -168,8 +173,9 @@ def test_scores_are_those_of_a_slow_loop(scorer: AntidiagonalScorer, M: int) -> 
         torch.rand(1, 1, 1, 83, generator=generator).argsort(-1).int(),
         torch.rand(1, 2, M, generator=generator).argsort(-1).int(),
     )
-    orders = [bs.GlobalPermutation(), bs.SegmentKeySort(32, probe=8)(q, k, causal=True, scale=0.3)]
-    for permutation in orders if scorer.segment else [*orders, shuffled]:
+    orders = [bs.GlobalPermutation(), bs.GlobalPermutation(segment=32)]
+    orders += [bs.SegmentKeySort(S, probe=8)(q, k, causal=True, scale=0.3) for S in (32, 20)]
+    for permutation in [*orders, shuffled]:
         for causal in (True, False):
             got = scorer(q, k, permutation, causal=causal, scale=0.3)
             want = by_loops(scorer, q, k, permutation, causal=causal, scale=0.3)
@@ -312,8 +318,6 @@ def test_per_head_thresholds_and_errors() -> None:
         AntidiagonalScorer(8, block=20)
     with pytest.raises(ValueError, match=r"'k_block' must be a multiple of 'stride' \(8\): 20"):
         AntidiagonalScorer(8, block=16, k_block=20)
-    with pytest.raises(ValueError, match=r"'segment' must be a multiple of 'k_block' \(32\): 80"):
-        AntidiagonalScorer(8, block=16, k_block=32, segment=80)
     with pytest.raises(ValueError, match="'pattern' must be 'antidiagonal', 'slash' or 'sum': 'zigzag'"):
         AntidiagonalScorer(8, pattern="zigzag")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="'stride' must be a whole number from 1 to 16384: 0"):

@@ -135,12 +135,31 @@ def _check_map(name: str, token: str, index: Tensor, tokens: int, *, complete: b
 @final
 @frozen(eq=False)
 class GlobalPermutation(Permutation):
-    """One order of keys for all queries (`G == 1`): the only kind that may also be applied physically."""
+    """One order of keys for all queries (`G == 1`): the only kind that may also be applied physically.
+
+    A permuter that keeps every key inside its segment of so many original positions says so in `segment`; scorers
+    then treat the segment that a row of blocks lies in as PBS-Attn does.
+    """
+
+    segment: int | None = field(default=None, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
         if self.group is not None:
             raise ValueError(f"'group' must be None: one map serves every query: {self.group}")
+        if self.segment is not None and (type(self.segment) is not int or self.segment < 1):
+            raise ValueError(f"'segment' must be a number of positions, at least 1: {self.segment!r}")
+
+    def check_contents(self, q: Tensor, k: Tensor) -> None:
+        super().check_contents(q, k)
+        if self.segment is not None and self.k_index is not None:
+            slot = torch.arange(self.k_index.shape[-1], device=self.k_index.device)
+            strays = self.k_index // self.segment != slot // self.segment
+            if bool(strays.any()):
+                key = int(self.k_index[strays][0])
+                raise ValueError(
+                    f"'segment' promises that keys stay inside segments of {self.segment}: key {key} does not"
+                )
 
     @property
     def key_slots(self) -> Tensor | None:
@@ -170,4 +189,5 @@ class GlobalPermutation(Permutation):
         return GlobalPermutation(
             k_index=None if self.k_index is None else inverse(self.k_index),
             q_index=None if self.q_index is None else inverse(self.q_index),
+            segment=self.segment,
         )

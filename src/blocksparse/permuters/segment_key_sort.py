@@ -38,9 +38,9 @@ class SegmentKeySort(Permuter[GlobalPermutation]):
 
     def __call__(self, q: Tensor, k: Tensor, *, causal: bool, scale: float) -> GlobalPermutation:
         if k.shape[2] < self.S:
-            return GlobalPermutation()
+            return GlobalPermutation(segment=self.S)
         index = segment_sort(self._importance(q, k, causal=causal, scale=scale), self.S)
-        return GlobalPermutation(k_index=index.unsqueeze(2))
+        return GlobalPermutation(k_index=index.unsqueeze(2), segment=self.S)
 
     def _importance(self, q: Tensor, k: Tensor, *, causal: bool, scale: float) -> Tensor:
         """Mean weight of every key over the probe queries, `[B, Hkv or Hq, N]` in fp32 or better."""

@@ -9,7 +9,6 @@ from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.pipeline import Pipeline
 from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.scorers.no_scorer import NoScorer
-from blocksparse.selectors.any_of import AnyOf
 from blocksparse.selectors.band import Band
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.sink import Sink
@@ -37,6 +36,6 @@ def a_shape(
     return Pipeline(
         Identity(),
         NoScorer(block),
-        AnyOf([Sink(sink), Band(local - 1)]),
+        Sink(sink) | Band(local - 1),
         AutoExecutor() if executor is None else executor,
     )

@@ -13,9 +13,9 @@ from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.pipeline import Pipeline
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.scorers.flatten_max_pool import FlattenMaxPoolScorer
-from blocksparse.selectors.any_of import AnyOf
 from blocksparse.selectors.band import Band
 from blocksparse.selectors.block_mask import BlockMask
+from blocksparse.selectors.on_tiles import OnTiles
 from blocksparse.selectors.position_selector import PositionSelector
 from blocksparse.selectors.random import Random
 from blocksparse.selectors.refined import Refined
@@ -81,19 +81,18 @@ def bfla(
         raise ValueError(f"give 'n_local' or 'n_local_tiles', not both: {n_local} and {n_local_tiles}")
     if n_local is None:
         n_local = 256 if n_local_tiles is None else whole(n_local_tiles) * tile  # table 5: 8 tiles of 32
-    rescues: list[PositionSelector] = [Band(max(n_local, 1) if as_released else n_local), Sink(sink)]
+    rescue: PositionSelector = Band(max(n_local, 1) if as_released else n_local) | Sink(sink)
     if eta is not None:
-        rescues.append(Stride(eta, seed, released=as_released))
+        rescue = rescue | Stride(eta, seed, released=as_released)
     if rho is not None:
-        rescues.append(Random(rho, seed, released=as_released))
-    rescue = AnyOf(rescues)
+        rescue = rescue | Random(rho, seed, released=as_released)
 
     n = block // tile
     selector: Selector[BlockMass, BlockMask]
     if coarse_rescue or as_released:
         selector = Refined(SharedByGroup(TopCdf(mass) | rescue), n)
     else:
-        selector = Refined(SharedByGroup(TopCdf(mass)), n, rescue=rescue)
+        selector = Refined(SharedByGroup(TopCdf(mass)), n) | OnTiles(rescue, n)
     return Pipeline(
         Identity(),
         FlattenMaxPoolScorer(block, g, per_token=per_token, padded_tail=as_released),

@@ -15,7 +15,7 @@ from blocksparse.pipeline import Pipeline
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.scorers.mean_pool import MeanPoolScorer
 from blocksparse.selectors.block_mask import BlockMask
-from blocksparse.selectors.first_token import FirstToken
+from blocksparse.selectors.sink import Sink
 from blocksparse.selectors.top_cdf import TopCdf
 from blocksparse.validators import block_size, flag, multiple, size
 
@@ -49,7 +49,7 @@ def pbs_attn(
     multiple("S", S, "block", block)
     return Pipeline(
         SegmentKeySort(S, probe=block, per_query_head=per_query_head or as_released, causal_probe=not as_released),
-        MeanPoolScorer(block, segment=S, padded_tail=as_released),
-        TopCdf(threshold) | FirstToken(),
+        MeanPoolScorer(block, padded_tail=as_released),
+        TopCdf(threshold) | Sink(1),
         AutoExecutor() if executor is None else executor,
     )

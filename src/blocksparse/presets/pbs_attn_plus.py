@@ -15,7 +15,7 @@ from blocksparse.pipeline import Pipeline
 from blocksparse.scorers.antidiagonal import AntidiagonalScorer
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.selectors.block_mask import BlockMask
-from blocksparse.selectors.first_token import FirstToken
+from blocksparse.selectors.sink import Sink
 from blocksparse.selectors.top_cdf import TopCdf
 from blocksparse.validators import block_size, multiple, size
 
@@ -47,7 +47,7 @@ def pbs_attn_plus(
     multiple("S", S, "block", block)
     return Pipeline(
         SegmentKeySort(S, probe=block, per_query_head=per_query_head),
-        AntidiagonalScorer(stride, block=block, segment=S, forced=False),
-        TopCdf(threshold) | FirstToken(),
+        AntidiagonalScorer(stride, block=block, forced=False),
+        TopCdf(threshold) | Sink(1),
         AutoExecutor() if executor is None else executor,
     )

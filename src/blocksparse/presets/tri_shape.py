@@ -9,7 +9,6 @@ from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.pipeline import Pipeline
 from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.scorers.no_scorer import NoScorer
-from blocksparse.selectors.any_of import AnyOf
 from blocksparse.selectors.band import Band
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.last_queries import LastQueries
@@ -40,6 +39,6 @@ def tri_shape(
     return Pipeline(
         Identity(),
         NoScorer(block),
-        AnyOf([Sink(sink), Band(local - 1), LastQueries(last)]),
+        Sink(sink) | Band(local - 1) | LastQueries(last),
         AutoExecutor() if executor is None else executor,
     )

@@ -16,7 +16,7 @@ from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.scorers import pooling
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.scorers.scorer import Scorer
-from blocksparse.validators import block_size, flag, multiple, one_of, optional, size, whole
+from blocksparse.validators import block_size, flag, multiple, one_of, optional, whole
 
 Pattern = Literal["antidiagonal", "slash", "sum"]
 
@@ -31,6 +31,9 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
     through whole cells meets the antidiagonal. Positions say which cells a query cell reaches, as they do for
     blocks, and it spreads a mass of 1 over them; a row of blocks thus holds `block / stride` in all.
 
+    After a permuter that keeps keys inside segments of whole blocks, as `SegmentKeySort` does, the segment that a
+    causal row lies in is forced and takes no part in the softmax, as PBS-Attn has it.
+
     The empty slots of a short cell, at the tail or where a chunk starts, are filled with the mean of its tokens.
     This takes M N D / stride multiplications per query head, half of them when causal and in original order.
 
@@ -42,9 +45,6 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
             of them ("sum": cells are pooled, which takes fewer multiplications, in fp32).
         forced: force the block of token 0 and the diagonal, and count their mass, as XAttention does; `False`
             leaves both to the selector. Not causal: nothing is forced, as in the released code.
-        segment: where a permuter sorts inside segments, the same `S`: the row's own segment is then forced
-            and takes no part in the softmax, as PBS-Attn has it; keys that an order moves beyond it are not
-            looked at. `None` scores every reachable cell of any order.
         padded_tail: leave the empty slots of a short cell at zero, as the released code does.
     """
 
@@ -57,16 +57,11 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
         default="antidiagonal", validator=one_of("antidiagonal", "slash", "sum"), kw_only=True
     )
     forced: bool = field(default=True, validator=flag, kw_only=True)
-    segment: int | None = field(
-        default=None, converter=converters.optional(whole), validator=optional(size), kw_only=True
-    )
     padded_tail: bool = field(default=False, validator=flag, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         multiple("block", self.block, "stride", self.stride)
         multiple("k_block", self.k_block, "stride", self.stride)
-        multiple("segment", self.segment, "block", self.block)
-        multiple("segment", self.segment, "k_block", self.k_block or self.block)
 
     def __call__(
         self, q: Tensor, k: Tensor, permutation: GlobalPermutation, *, causal: bool, scale: float
@@ -75,6 +70,7 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
         grid = Grid.of(q, k, permutation, q_block=self.block, k_block=k_block, causal=causal)
         offset = k.shape[2] - q.shape[2] if causal else 0
         lead, slots, weight = offset % self.stride, self.stride, scale / self.stride
+        segment = pooling.segment_of(permutation, grid)
         q_last, k_first = self._reach(q, k, permutation, causal=causal)
         queries, keys = permutation.gather_queries(q), permutation.gather_keys(k)
         if self.pattern == "sum":
@@ -94,12 +90,12 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
             self.block // self.stride,
             k_block // self.stride,
             causal,
-            min(self.segment, FAR) // self.stride if causal and self.segment is not None else None,
+            None if segment is None else min(segment, FAR) // self.stride,
             weight,
             self.pattern == "antidiagonal",
             self.padded_tail,
         )
-        return BlockMass(mass, grid, self._force(grid))  # [B, Hq, rows, cols]
+        return BlockMass(mass, grid, self._force(grid, segment))  # [B, Hq, rows, cols]
 
     def _reach(
         self, q: Tensor, k: Tensor, permutation: GlobalPermutation, *, causal: bool
@@ -112,8 +108,8 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
             cells = cells.shared() if permutation.k_index.shape[1] == k.shape[1] else cells
         return cells.q_last.squeeze(3), cells.k_first.squeeze(2)  # [B|1, Hm, cells] each
 
-    def _force(self, grid: Grid) -> Tensor | None:
-        own = pooling.own_segment(grid, self.segment)
+    def _force(self, grid: Grid, segment: int | None) -> Tensor | None:
+        own = pooling.own_segment(grid, segment)
         if not (self.forced and grid.causal):
             return own
         counted: Tensor = within_reach(None, grid, first=1, diagonal=True)

@@ -12,9 +12,10 @@ from blocksparse.kernels.multiplying.block_products import block_products
 from blocksparse.kernels.scoring.block_mean import block_mean
 from blocksparse.kernels.scoring.block_softmax import block_softmax
 from blocksparse.permuters.permutation import GlobalPermutation
+from blocksparse.scorers import pooling
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.scorers.scorer import Scorer
-from blocksparse.validators import block_size, flag, multiple, optional, size, whole
+from blocksparse.validators import block_size, flag, optional, whole
 
 
 @final
@@ -22,11 +23,12 @@ from blocksparse.validators import block_size, flag, multiple, optional, size, w
 class MeanPoolScorer(Scorer[GlobalPermutation, BlockMass]):
     """Softmax over key blocks of mean query . mean key (PBS-Attn, appendix B.1).
 
+    After a permuter that keeps keys inside segments of whole blocks, as `SegmentKeySort` does, the segment that a
+    causal row lies in is forced and takes no part in the softmax. Else every reachable block is scored.
+
     Args:
         block: slots per block, on both sides unless `k_block` is given.
         k_block: slots per key block; SpargeAttn's are half as wide as its query blocks.
-        segment: where a permuter sorts inside segments, the same `S`: the row's own segment is then forced
-            and takes no part in the softmax, as PBS-Attn has it. `None` scores every reachable block.
         padded_tail: divide a short tail block by the whole block, as the released PBS-Attn code does; by
             default a mean is over the tokens that are there.
     """
@@ -35,14 +37,7 @@ class MeanPoolScorer(Scorer[GlobalPermutation, BlockMass]):
     k_block: int | None = field(
         default=None, converter=converters.optional(whole), validator=optional(block_size), kw_only=True
     )
-    segment: int | None = field(
-        default=None, converter=converters.optional(whole), validator=optional(size), kw_only=True
-    )
     padded_tail: bool = field(default=False, validator=flag, kw_only=True)
-
-    def __attrs_post_init__(self) -> None:
-        multiple("segment", self.segment, "block", self.block)
-        multiple("segment", self.segment, "k_block", self.k_block or self.block)
 
     def __call__(
         self, q: Tensor, k: Tensor, permutation: GlobalPermutation, *, causal: bool, scale: float
@@ -53,6 +48,6 @@ class MeanPoolScorer(Scorer[GlobalPermutation, BlockMass]):
             q, self.block, lead=grid.q_lead, padded_tail=self.padded_tail, index=permutation.q_index
         )
         pooled_k = block_mean(k, k_block, padded_tail=self.padded_tail, index=permutation.key_slots)
-        logits, segment = block_products(pooled_q, pooled_k, grid), self.segment if causal else None
+        logits, segment = block_products(pooled_q, pooled_k, grid), pooling.segment_of(permutation, grid)
         mass, forced = block_softmax(logits, grid, scale=scale, segment=segment)
         return BlockMass(mass, grid, forced)  # [B, Hq, rows, cols]

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from blocksparse.geometry import Grid
 from blocksparse.kernels.positions.within_reach import within_reach
-from blocksparse.selectors.places import NOWHERE, Places
 from blocksparse.validators import is_whole, shown
 
 
@@ -57,13 +56,13 @@ class BlockMask:
         self._check_same_grid(other)
         return BlockMask(_joined(torch.bitwise_and, self.keep, other.keep), self.grid)
 
-    def refine(self, n: int, places: Places = NOWHERE) -> BlockMask:
-        """The same pairs on a grid `n` times finer on both sides, and those of its blocks that lie in `places`."""
+    def refine(self, n: int) -> BlockMask:
+        """The same pairs on a grid `n` times finer on both sides."""
         fine = self.grid.refined(n)
         if self.keep.shape[1] != fine.q_heads:
             fine = fine.shared()
         skipped = self.grid.q_lead // fine.q_block  # rows of empty places are not part of the finer grid
-        keep: Tensor = within_reach(self.keep, fine, n, skipped, **places._asdict())
+        keep: Tensor = within_reach(self.keep, fine, n, skipped)
         return BlockMask(keep.expand(*self.keep.shape[:2], -1, -1), fine)
 
     def share_heads(self) -> BlockMask:

@@ -22,6 +22,7 @@ class OnTiles(Selector[BlockScores, BlockMask]):
     n: int = field(converter=whole, validator=size)
 
     def __call__(self, scores: BlockScores) -> BlockMask:
-        tiles = scores.grid.refined(self.n)
-        B, Hq = scores.values.shape[:2]
-        return BlockMask(self.rule.on(tiles).expand(B, Hq, tiles.rows, tiles.cols), tiles)
+        return self.rule.on(scores.grid.refined(self.n))
+
+    def added_to(self, mask: BlockMask, scores: BlockScores) -> BlockMask:
+        return self.rule.joined(mask, scores.grid.refined(self.n))

@@ -1,11 +1,11 @@
-"""Role: selectors that look at positions alone."""
+"""Role: selectors that look at positions alone, and their union."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from functools import reduce
-from operator import or_
+from typing import Any, final, overload
 
+from attrs import field, frozen
 from torch import Tensor
 
 from blocksparse.geometry import Grid
@@ -13,11 +13,15 @@ from blocksparse.kernels.positions.within_reach import within_reach
 from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.places import NOWHERE, Places
-from blocksparse.selectors.selector import Selector
+from blocksparse.selectors.selector import ScoresT, Selector
+from blocksparse.validators import a
 
 
 class PositionSelector(Selector[BlockScores, BlockMask]):
-    """Keeps blocks for where they lie, whatever their scores. `OnTiles` applies one to finer blocks."""
+    """Keeps blocks for where they lie, whatever their scores. `OnTiles` applies one to finer blocks.
+
+    `a | b` of two of them is one of them, and takes one launch.
+    """
 
     @abstractmethod
     def where(self, grid: Grid) -> Tensor:
@@ -27,14 +31,68 @@ class PositionSelector(Selector[BlockScores, BlockMask]):
         """The rule as places that a kernel works out by itself, and rules whose `where` it is given."""
         return NOWHERE, (self,)
 
+    @overload
+    def __or__(self, other: PositionSelector) -> PositionSelector: ...
+    @overload
+    def __or__(self, other: Selector[ScoresT, BlockMask]) -> Selector[ScoresT, BlockMask]: ...
+    def __or__(self, other: Any) -> Any:
+        """Keep what either keeps."""
+        return PositionUnion(self, other) if isinstance(other, PositionSelector) else super().__or__(other)
+
+    @overload
+    def __ror__(self, other: PositionSelector) -> PositionSelector: ...
+    @overload
+    def __ror__(self, other: Selector[ScoresT, BlockMask]) -> Selector[ScoresT, BlockMask]: ...
+    def __ror__(self, other: Any) -> Any:
+        return PositionUnion(other, self) if isinstance(other, PositionSelector) else super().__ror__(other)
+
     def __call__(self, scores: BlockScores) -> BlockMask:
-        return BlockMask(self.on(scores.grid).expand(scores.values.shape), scores.grid)
+        return self.on(scores.grid)
 
-    def on(self, grid: Grid) -> Tensor:
-        """What the mask on `grid` keeps: `where`, and the diagonal, as far as they are reachable.
+    def added_to(self, mask: BlockMask, scores: BlockScores) -> BlockMask:
+        return self.joined(mask, scores.grid)
 
-        `[B|1, H|1, rows, cols]`; one entry serves all batch entries, or heads, that do not differ.
+    def on(self, grid: Grid) -> BlockMask:
+        """The mask on `grid`: `where`, and the diagonal, as far as they are reachable."""
+        keep = self._within_reach(None, grid)
+        return BlockMask(keep.expand(grid.batch, grid.q_heads, grid.rows, grid.cols), grid)
+
+    def joined(self, mask: BlockMask, grid: Grid) -> BlockMask:
+        """`mask`, which lies on the blocks of `grid`, with what the rule keeps on them, in one launch.
+
+        Where query heads share `mask`, they share what the rule keeps for any of them.
         """
+        shared = mask.keep.shape[1] != grid.q_heads
+        alike = not self.parts()[1] and grid.shared() is grid  # the rule keeps the same for all heads of a group
+        if not mask.grid.same_blocks(grid) or (shared and not alike):
+            mine = self.on(grid)
+            return mask | (mine.share_heads() if shared else mine)
+        return BlockMask(self._within_reach(mask.keep, mask.grid).expand(mask.keep.shape), mask.grid)
+
+    def _within_reach(self, keep: Tensor | None, grid: Grid) -> Tensor:
+        """`[B|1, H|1, rows, cols]`; one entry serves all batch entries, or heads, that do not differ."""
         places, others = self.parts()
-        keep = reduce(or_, (rule.where(grid) for rule in others)) if others else None
+        for rule in others:
+            more = rule.where(grid)
+            keep = more if keep is None else keep | more
         return within_reach(keep, grid, **places._asdict(), diagonal=True)
+
+
+@final
+@frozen(eq=False, repr=False)
+class PositionUnion(PositionSelector):
+    """Keep what either rule of position keeps; written `a | b`."""
+
+    first: PositionSelector = field(validator=a(PositionSelector))
+    second: PositionSelector = field(validator=a(PositionSelector))
+
+    def __repr__(self) -> str:
+        return f"({self.first!r} | {self.second!r})"
+
+    def where(self, grid: Grid) -> Tensor:
+        return self.first.where(grid) | self.second.where(grid)
+
+    def parts(self) -> tuple[Places, tuple[PositionSelector, ...]]:
+        (mine, rest), (its, others) = self.first.parts(), self.second.parts()
+        both = mine.joined(its)
+        return (mine, (*rest, self.second)) if both is None else (both, (*rest, *others))

@@ -51,6 +51,10 @@ class Selector(ABC, Generic[ScoresT_contra, MaskT_co]):
         """The same; lets a type checker take the stronger need from the right-hand side."""
         return Intersection(other, self) if isinstance(other, Selector) else NotImplemented
 
+    def added_to(self, mask: BlockMask, scores: ScoresT_contra) -> BlockMask:
+        """What `mask`, which came of the same scores, keeps, and what this selector keeps: how `a | b` unites them."""
+        return mask | self(scores)
+
 
 @final
 @frozen(eq=False, repr=False)
@@ -64,7 +68,7 @@ class Union(Selector[ScoresT_contra, BlockMask]):
         return f"({self.first!r} | {self.second!r})"
 
     def __call__(self, scores: ScoresT_contra) -> BlockMask:
-        return self.first(scores) | self.second(scores)
+        return self.second.added_to(self.first(scores), scores)
 
 
 @final

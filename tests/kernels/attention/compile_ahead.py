@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 import triton
-from tests.kernels.ahead import MATRIX_INSTRUCTION, TARGETS, TEXT, as_on_hopper
+from tests.kernels.ahead import MATRIX_INSTRUCTION, TARGETS, TEXT, for_target
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
@@ -168,13 +168,10 @@ def main() -> int:
         )
     for name, target in TARGETS.items():
         with_tma = (False, True) if name in ("sm_90", "sm_100") else (False,)
-        for dtype, head_dim, block in (
-            ("bf16", 128, 128),
-            ("fp16", 64, 64),
-            ("bf16", 256, 128),
-            ("fp32", 32, 64),
+        for dtype, head_dim, block in for_target(
+            name, ("bf16", 128, 128), ("bf16", 256, 128), ("fp16", 64, 64), ("fp32", 32, 64)
         ):
-            for tma in () if as_on_hopper(name, dtype) else with_tma if head_dim == 128 else with_tma[-1:]:
+            for tma in with_tma if head_dim == 128 else with_tma[-1:]:
                 index = "i32" if head_dim == 64 else "i16"  # lists of both types
                 kernel = compile_sparse_attention(target, dtype, head_dim, block, tma, index=index)
                 text = kernel.asm[TEXT[target.backend]]
@@ -184,10 +181,8 @@ def main() -> int:
                 print(
                     f"{name} {dtype} D={head_dim} block={block} tma={tma} lists={index}: {found} x {MATRIX_INSTRUCTION[name]}, {kernel.metadata.shared} B shared"
                 )
-        for head_dim, pv_skip, int8_qk, fp8_pv in (
-            (128, False, False, True),
-            (128, True, True, True),
-            (80, True, True, False),
+        for head_dim, pv_skip, int8_qk, fp8_pv in for_target(
+            name, (128, True, True, True), (80, True, True, False), (128, False, False, True)
         ):
             if fp8_pv and name not in FP8_INSTRUCTION:
                 continue

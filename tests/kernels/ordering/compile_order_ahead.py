@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from tests.kernels.ahead import ITEMSIZE, MATRIX_INSTRUCTION, SHARED, TARGETS, TEXT, as_on_hopper
+from tests.kernels.ahead import ITEMSIZE, MATRIX_INSTRUCTION, SHARED, TARGETS, TEXT, for_target
 from tests.kernels.ordering.compile_pooling_ahead import compile_kernel
 from triton.backends.compiler import GPUTarget
 
@@ -86,9 +86,9 @@ def queries(name: str, target: GPUTarget, dtype: str, head_dim: int) -> int:
 def main() -> int:
     failed = 0
     for name, target in TARGETS.items():
-        for dtype, head_dim in (("bf16", 128), ("fp16", 80), ("fp32", 64)):
-            failed += 0 if as_on_hopper(name, dtype) else scores(name, target, dtype, head_dim)
-        for dtype, head_dim in (("bf16", 128), ("fp32", 80), ("bf16", 256)):
+        for dtype, head_dim in for_target(name, ("bf16", 128), ("fp16", 80), ("fp32", 64)):
+            failed += scores(name, target, dtype, head_dim)
+        for dtype, head_dim in for_target(name, ("bf16", 128), ("fp32", 80), ("bf16", 256)):
             failed += queries(name, target, dtype, head_dim)
         orders(name, target)
     return int(failed > 0)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import triton
-from tests.kernels.ahead import MATRIX_INSTRUCTION, SHARED, TARGETS, TEXT, as_on_hopper
+from tests.kernels.ahead import MATRIX_INSTRUCTION, SHARED, TARGETS, TEXT, for_target
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -73,14 +73,9 @@ def main() -> int:
     }
     for name, target in TARGETS.items():
         for op, (kernel, sizes) in kernels.items():
-            for dtype, head_dim, short in (
-                ("bf16", 128, False),
-                ("bf16", 128, True),
-                ("fp16", 80, True),
-                ("fp32", 64, True),
+            for dtype, head_dim, short in for_target(
+                name, ("bf16", 128, False), ("fp16", 80, True), ("bf16", 128, True), ("fp32", 64, True)
             ):
-                if as_on_hopper(name, dtype):
-                    continue
                 tma = name in ("sm_90", "sm_100") and dtype != "fp32"
                 tiles = tiles_for(torch.empty(0, head_dim, dtype=DTYPES[dtype]), tma=tma)
                 compiled = compile_cells(target, kernel, dtype, head_dim, tiles, tma=tma, short=short, **sizes)
