@@ -28,6 +28,7 @@ from benchmarks.timing import (
     release,
     some_rows,
 )
+from blocksparse.executors.block_plan import BlockPlan
 from blocksparse.executors.int8 import TileOperands
 from blocksparse.executors.tiles import tuned_int8
 from blocksparse.kernels.attention.int8_attention import int8_attention
@@ -123,7 +124,7 @@ def rounded(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask, fp8_pv: bool) -
 
 def kernel_arguments(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask, fp8_pv: bool) -> Arguments:
     """What `int8_attention` takes, for a mask in original order."""
-    grid, plan, D = mask.grid, bs.BlockPlan.of(mask), q.shape[-1]
+    grid, plan, D = mask.grid, BlockPlan.of(mask), q.shape[-1]
     tiles = tuned_int8(D, grid.q_block, grid.k_block, fp8_pv)
     queries, keys, values, *scales, taken = rounded(q, k, v, mask, fp8_pv)
     return (

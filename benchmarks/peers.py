@@ -15,7 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import blocksparse as bs
 from benchmarks.timing import Call, CannotRunError
-from blocksparse.executors.tiles import portable, tuned
+from blocksparse.executors.block_plan import BlockPlan
+from blocksparse.executors.tiles import Tiles, portable, tuned
 from blocksparse.kernels.attention.sparse_attention import sparse_attention
 
 Peer = Callable[[Tensor, Tensor, Tensor, bs.BlockMask], Call]
@@ -34,14 +35,14 @@ def kernel_call(
     mask: bs.BlockMask,
     *,
     permutation: bs.GlobalPermutation | None = None,
-    tiles: bs.Tiles | None = None,
+    tiles: Tiles | None = None,
 ) -> Call:
     """Our kernel; where keys are permuted, they are gathered beforehand too."""
     executor, grid = bs.TritonExecutor(tiles), mask.grid
     if reasons := executor.unsupported(q, k, v, mask):
         raise CannotRunError("; ".join(reasons))
 
-    order, plan = permutation or bs.GlobalPermutation(), bs.BlockPlan.of(mask)
+    order, plan = permutation or bs.GlobalPermutation(), BlockPlan.of(mask)
     tokens = order.gather_queries(q), order.gather_keys(k), order.gather_keys(v)
     tiles = tiles or tuned(*tokens, grid.q_block, grid.k_block)
     arguments = (
@@ -63,7 +64,7 @@ def flex_call(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask) -> Call:
     """PyTorch's compiled FlexAttention, static shapes, and the plain causal `mask_mod` that it needs on a GPU."""
     from torch.nn.attention import flex_attention as flex
 
-    plan, grid = bs.BlockPlan.of(mask), mask.grid
+    plan, grid = BlockPlan.of(mask), mask.grid
     block_mask = flex.BlockMask.from_kv_blocks(
         plan.partial_count,
         plan.partial_index,

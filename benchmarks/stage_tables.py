@@ -14,6 +14,7 @@ from benchmarks.cases import AnyPipeline, Plan
 from benchmarks.kernel_tables import Row, density_of, pairs_kept
 from benchmarks.peers import kernel_call
 from benchmarks.timing import Candidate, attempt, check, measure, medians, peak_bytes, ready, release
+from blocksparse.executors.block_plan import BlockPlan
 
 
 def stages(plan: Plan, device: torch.device) -> Iterator[Row]:
@@ -41,7 +42,7 @@ def _stages_of(pipeline: AnyPipeline, q: Tensor, k: Tensor, v: Tensor, budget_ms
         "attend": lambda: pipeline.executor(q, k, v, permutation, mask, scale=scale),
     }
     if mask.grid.group_of_row is None:  # else the executor walks index maps, not lists
-        steps["plan"] = lambda: bs.BlockPlan.of(mask)
+        steps["plan"] = lambda: BlockPlan.of(mask)
     figures = medians(steps, device=q.device, budget_ms=budget_ms)
     return {
         "density": density_of(trace.visited),

@@ -20,20 +20,21 @@ from benchmarks.inputs import Case
 from benchmarks.kernel_tables import density_of, pairs_kept
 from benchmarks.peers import kernel_call
 from benchmarks.timing import Candidate, check, measure, release
+from blocksparse.executors.tiles import Tiles
 from blocksparse.kernels.common.hardware import is_hopper
 
 BLOCKS = ((128, 128), (128, 64), (64, 64))
 
 
-def candidates(device: torch.device) -> list[bs.Tiles]:
+def candidates(device: torch.device) -> list[Tiles]:
     """Tiles worth trying; those that do not fit a shape say so."""
-    portable: list[bs.Tiles] = [
+    portable: list[Tiles] = [
         bs.TritonTiles(m, n, warps, stages)
         for (m, n), warps, stages in itertools.product(((128, 128), (128, 64), (64, 64)), (4, 8), (2, 3, 4))
     ]
     if not is_hopper(device):
         return portable
-    hopper: list[bs.Tiles] = [
+    hopper: list[Tiles] = [
         bs.HopperTiles(consumers, n, stages, per_sm)
         for consumers, n, stages, per_sm in itertools.product((2, 1), (128, 64), (2, 3, 4), (1, 2, 3))
         if per_sm == 1 or consumers == 1

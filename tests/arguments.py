@@ -192,18 +192,18 @@ TARGETS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (
         bs.pbs_attn,
         {},
-        "threshold=share block=block S=size per_query_head=flag as_released=flag executor=executor?",
+        "mass=share block=block S=size per_query_head=flag as_released=flag executor=executor?",
     ),
     (
         bs.pbs_attn_plus,
         {},
-        "threshold=share stride=block block=block S=size per_query_head=flag executor=executor?",
+        "mass=share stride=block block=block S=size per_query_head=flag executor=executor?",
     ),
-    (bs.mean_pooling, {}, "threshold=share block=block as_released=flag executor=executor?"),
+    (bs.mean_pooling, {}, "mass=share block=block as_released=flag executor=executor?"),
     (
         bs.xattention,
         {},
-        "threshold=share stride=block block=block pattern=option as_released=flag executor=executor?",
+        "mass=share stride=block block=block pattern=option as_released=flag executor=executor?",
     ),
     (
         bs.bfla,
@@ -220,13 +220,13 @@ TARGETS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (
         bs.sparge,
         {},
-        "tau=share? theta=cosine? topk=share? block=block k_block=block? attention_sink=flag smooth_k=flag? "
+        "mass=share? theta=cosine? share=share? block=block k_block=block? attention_sink=flag smooth_k=flag? "
         "order=permuter? as_released=flag executor=executor?",
     ),
     (
         bs.flex_prefill,
         {},
-        "gamma=share tau=at_least_0 block=block min_budget=count max_budget=size? as_released=flag "
+        "mass=share tau=at_least_0 block=block min_budget=count max_budget=size? as_released=flag "
         "executor=executor?",
     ),
     (

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import blocksparse as bs
 from blocksparse.executors import flex
+from blocksparse.executors.block_plan import BlockPlan
 from blocksparse.executors.compiling import uncompiled_because
 from blocksparse.testing import make_qkv
 from tests.machine import needs_gpu
@@ -92,8 +93,9 @@ def test_whether_torch_compiles_is_asked_as_often_as_one_likes() -> None:
 
 def test_flex_never_runs_uncompiled() -> None:
     """Nor where torch.compile gives up in the middle."""
-    with pytest.raises(ValueError, match=r"needs FlexAttention compiled, .* or use ReferenceExecutor\(\)"):
-        flex._over_lists(*make_qkv(N=64, D=16))
+    message = r"needs FlexAttention compiled, .* or use ReferenceExecutor\(\)"
+    with torch.compiler.set_stance("force_eager"), pytest.raises(ValueError, match=message):
+        flex._compiled()(*make_qkv(N=64, D=16))
 
 
 @pytest.mark.slow
@@ -154,7 +156,7 @@ def test_plan_round_trips_through_flex(start: int) -> None:
     block_mask = flex.to_flex(trace.mask)
     assert torch.equal(block_mask.to_dense().bool(), trace.mask.keep)
     plan = flex.plan_from_flex(block_mask)
-    assert plan.index.dtype == bs.BlockPlan.of(trace.mask).index.dtype
+    assert plan.index.dtype == BlockPlan.of(trace.mask).index.dtype
     assert torch.equal(plan.to_dense(), trace.mask.keep)
 
 

@@ -30,7 +30,7 @@ ODD: list[Any] = [
     bs.HeadGroups({(0, 2): PAPER, (1,): None}),
     bs.Schedule(PAPER, layers={3: bs.HeadGroups({(0,): bs.sparge(HEADS)}), -1: None}, dense=range(2)),
     *(preset() for preset in every_preset.values()),
-    bs.bfla(rho=HEADS, eta=None), bs.s2o(inf, prefix=None), bs.sparge(topk=HEADS, order=bs.TileOrder((1, 8, 8))),
+    bs.bfla(rho=HEADS, eta=None), bs.s2o(inf, prefix=None), bs.sparge(share=HEADS, order=bs.TileOrder((1, 8, 8))),
     bs.flex_prefill(HEADS, [inf, 0, 1]), bs.minference([5, 6], as_released=True),
 ]  # fmt: skip
 STAGES = [s for s in (*PERMUTERS, *SCORERS, *SELECTORS, *REFINED, *EXECUTORS) if not isinstance(s, Shuffle)]

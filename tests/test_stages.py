@@ -113,10 +113,10 @@ def apart(*rules: bs.Selector[bs.BlockScores, bs.BlockMask]) -> bs.Selector[bs.B
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_rules_of_position_join(causal: bool) -> None:
-    """As one rule, on top of a choice by scores, and where there are two of a kind, of which a kernel takes one."""
+    """As one rule and on top of a choice by scores; also two of a kind, of which a kernel takes one."""
     rules = [
-        bs.Band(3), bs.Stride(4) | bs.Band(40), bs.Sink(1), bs.Sink(50), bs.Stride(3, 5), bs.Stride(5, released=True),
-        bs.Random([0.1, 0.2, 0.3, 0.4]),
+        bs.Band(3), bs.Stride(4) | bs.Band(40), bs.Sink(1), bs.Sink(50), bs.Stride(3, 5),
+        bs.Stride(5, released=True), bs.Random([0.1, 0.2, 0.3, 0.4]),
     ]  # fmt: skip
     scores = bs.BlockMass(torch.rand(1, 4, 9, 9), grid(9, heads=4, kv_heads=2, causal=causal))
     united = reduce(or_, rules)

@@ -5,7 +5,6 @@ q, k --Permuter--> Permutation --Scorer--> BlockScores --Selector--> BlockMask -
 
 from blocksparse.executors.attention_output import AttentionOutput as AttentionOutput
 from blocksparse.executors.auto import AutoExecutor as AutoExecutor
-from blocksparse.executors.block_plan import BlockPlan as BlockPlan
 from blocksparse.executors.executor import Executor as Executor
 from blocksparse.executors.flash_attention_4 import FlashAttention4Executor as FlashAttention4Executor
 from blocksparse.executors.flex import FlexExecutor as FlexExecutor
@@ -14,12 +13,10 @@ from blocksparse.executors.int8 import Int8Executor as Int8Executor
 from blocksparse.executors.int8_qk import Int8QK as Int8QK
 from blocksparse.executors.reference import ReferenceExecutor as ReferenceExecutor
 from blocksparse.executors.tiles import HopperTiles as HopperTiles
-from blocksparse.executors.tiles import Tiles as Tiles
 from blocksparse.executors.tiles import TritonTiles as TritonTiles
 from blocksparse.executors.triton import TritonExecutor as TritonExecutor
 from blocksparse.geometry import Grid as Grid
 from blocksparse.head_groups import HeadGroups as HeadGroups
-from blocksparse.head_groups import HeadGroupsTrace as HeadGroupsTrace
 from blocksparse.permuters.column_order import ColumnOrder as ColumnOrder
 from blocksparse.permuters.given_order import GivenOrder as GivenOrder
 from blocksparse.permuters.global_index_map import GlobalIndexMap as GlobalIndexMap
@@ -80,3 +77,5 @@ from blocksparse.selectors.top_cdf import TopCdf as TopCdf
 from blocksparse.selectors.top_k import TopK as TopK
 from blocksparse.selectors.vertical_slash_cdf import VerticalSlashCdf as VerticalSlashCdf
 from blocksparse.selectors.vertical_slash_top_k import VerticalSlashTopK as VerticalSlashTopK
+
+__version__ = "0.1.0.dev0"

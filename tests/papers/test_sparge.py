@@ -43,7 +43,7 @@ def run(case: Golden, *, as_released: bool) -> Trace:
     pipeline = sparge(
         params.get("cdfthreshd"),
         params["simthreshd1"],
-        topk=params.get("topk"),
+        share=params.get("topk"),
         block=params["BLKQ"],
         k_block=params["BLKK"],
         attention_sink=False,
@@ -366,7 +366,7 @@ def test_a_short_last_block_is_judged_by_its_tokens() -> None:
 def test_topk_counts_similar_blocks_alone(causal: bool) -> None:
     """Blocks that are not similar come on top of it, as they come on top of a mass."""
     q, k, v = make_qkv(N=512, D=16)
-    pipeline = sparge(topk=0.25, theta=0.5, block=32, k_block=16, smooth_k=False, executor=bs.ReferenceExecutor())
+    pipeline = sparge(share=0.25, theta=0.5, block=32, k_block=16, smooth_k=False, executor=bs.ReferenceExecutor())
     trace = pipeline.trace(q, k, v, causal=causal)
     forced, reachable = trace.scores.forced, trace.mask.grid.reachable
     assert forced is not None
@@ -436,8 +436,8 @@ def test_top_k_shares() -> None:
 
 
 def test_errors() -> None:
-    with pytest.raises(ValueError, match=r"give 'tau' or 'topk', not both: 0\.9 and 0\.5"):
-        sparge(0.9, topk=0.5)
+    with pytest.raises(ValueError, match=r"give 'mass' or 'share', not both: 0\.9 and 0\.5"):
+        sparge(0.9, share=0.5)
     with pytest.raises(ValueError, match=r"'theta' must be a number in \[-1, 1\], or one per query head: 1.5"):
         sparge(theta=1.5)
     with pytest.raises(ValueError, match="'of_all_keys' needs 'share'"):

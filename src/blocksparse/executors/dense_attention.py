@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.backends.cuda import (
@@ -10,7 +12,6 @@ from torch.backends.cuda import (
     can_use_efficient_attention,
     can_use_flash_attention,
 )
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from blocksparse.precision import without_autocast
@@ -30,6 +31,12 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: flo
     """
     with without_autocast(q):
         return _attend(q, k, v, causal=causal, scale=scale)
+
+
+def _chunk_mask(M: int, N: int) -> Any:
+    from torch.nn.attention.bias import causal_lower_right  # brings Dynamo, which takes long to import
+
+    return causal_lower_right(M, N)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
@@ -55,7 +62,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> T
         q,
         k,
         v,
-        attn_mask=causal_lower_right(M, N) if chunk else None,
+        attn_mask=_chunk_mask(M, N) if chunk else None,
         is_causal=causal and not chunk,
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],

@@ -6,12 +6,11 @@ import functools
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from attrs import frozen
 from torch import Tensor
-from torch.nn.attention import flex_attention as flex
 from torch.nn.functional import pad
 
 from blocksparse.executors.attention_output import AttentionOutput
@@ -22,6 +21,9 @@ from blocksparse.kernels.common.sizes import index_dtype
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.precision import without_autocast
 from blocksparse.selectors.block_mask import BlockMask
+
+if TYPE_CHECKING:  # FlexAttention brings Dynamo, which takes longer to import than all of this package
+    from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
 _PYTHON_HEADER = Path(sysconfig.get_path("include"), "Python.h")
 
@@ -85,7 +87,7 @@ class FlexExecutor(Executor[GlobalPermutation, BlockMask]):
                 queries, keys = pad(queries, (0, missing)), pad(keys, (0, missing))
         # Compiled, the lists decide which blocks are visited: only positions are left to test.
         block_mask = _block_mask(mask, _by_position(mask), q_len=queries.shape[2], k_len=keys.shape[2])
-        aux = None if q.device.type == "cpu" else flex.AuxRequest(lse=True)
+        aux = None if q.device.type == "cpu" else _lse_too()
         gqa = queries.shape[1] != keys.shape[1]
         # Each block size, causality and table length compiles once; torch's own limit of 8 would soon be met.
         with without_autocast(q), torch._dynamo.config.patch(recompile_limit=MAX_VARIANTS):
@@ -117,7 +119,7 @@ def _tiles(q: Tensor, mask: BlockMask) -> dict[str, Any]:
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def to_flex(mask: BlockMask) -> flex.BlockMask:
+def to_flex(mask: BlockMask) -> FlexBlockMask:
     """FlexAttention's `BlockMask` for queries padded in front by `grid.q_lead` and keys in slot order.
 
     Uncompiled FlexAttention ignores block lists and looks only at `mask_mod`, so `mask_mod` says it all: the
@@ -132,7 +134,7 @@ def to_flex(mask: BlockMask) -> flex.BlockMask:
     return _block_mask(mask, allowed, q_len=grid.q_lead + grid.q_len, k_len=grid.k_len)
 
 
-def plan_from_flex(block_mask: flex.BlockMask) -> BlockPlan:
+def plan_from_flex(block_mask: FlexBlockMask) -> BlockPlan:
     """The lists of FlexAttention's `BlockMask`; its `mask_mod` is not part of a plan.
 
     Raises:
@@ -148,10 +150,12 @@ def plan_from_flex(block_mask: flex.BlockMask) -> BlockPlan:
     return BlockPlan(full_count, partial_count, index, *block_mask.BLOCK_SIZE)
 
 
-def _block_mask(mask: BlockMask, mask_mod: MaskMod, *, q_len: int, k_len: int) -> flex.BlockMask:
+def _block_mask(mask: BlockMask, mask_mod: MaskMod, *, q_len: int, k_len: int) -> FlexBlockMask:
+    from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
+
     plan = BlockPlan.of(mask)
     per_head = mask.grid.q_heads // plan.full_count.shape[1]
-    return flex.BlockMask.from_kv_blocks(
+    return FlexBlockMask.from_kv_blocks(
         plan.partial_count.repeat_interleave(per_head, dim=1),
         plan.partial_index.repeat_interleave(per_head, dim=1),
         plan.full_count.repeat_interleave(per_head, dim=1),
@@ -202,20 +206,23 @@ def compiler() -> str | None:
         return None
 
 
+def _lse_too() -> Any:
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    return AuxRequest(lse=True)
+
+
 @functools.cache
 def _compiled() -> Callable[..., Any]:
-    return torch.compile(_over_lists, dynamic=True, fullgraph=True)
+    """FlexAttention, compiled: as it stands it ignores the lists, and would attend to what was dropped."""
+    from torch.nn.attention.flex_attention import flex_attention
 
+    def over_lists(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            raise ValueError(
+                "FlexExecutor needs FlexAttention compiled, and torch.compile ran it as it stands: "
+                "leave its stance at the default, or use ReferenceExecutor()"
+            )
+        return flex_attention(*args, **kwargs)
 
-def _over_lists(*args: Any, **kwargs: Any) -> Any:
-    """FlexAttention, compiled: as it stands it ignores the lists, and would attend to what was dropped.
-
-    Raises:
-        ValueError: torch.compile runs it as it stands.
-    """
-    if not torch.compiler.is_compiling():
-        raise ValueError(
-            "FlexExecutor needs FlexAttention compiled, and torch.compile ran it as it stands: "
-            "leave its stance at the default, or use ReferenceExecutor()"
-        )
-    return flex.flex_attention(*args, **kwargs)
+    return torch.compile(over_lists, dynamic=True, fullgraph=True)

@@ -21,7 +21,7 @@ from blocksparse.validators import flag
 
 
 def flex_prefill(
-    gamma: float | Sequence[float] | Tensor = 0.95,  # the authors' runs: Llama 3.1 and GLM-4; 0.9 for Yi and Qwen2
+    mass: float | Sequence[float] | Tensor = 0.95,  # the authors' runs: Llama 3.1 and GLM-4; 0.9 for Yi and Qwen2
     tau: float | Sequence[float] | Tensor = 0.1,  # the authors' runs
     *,
     block: int = 128,  # the authors' runs
@@ -35,7 +35,7 @@ def flex_prefill(
     The block of token 0 and the diagonal are always kept, outside the budgets.
 
     Args:
-        gamma: share of the attention mass to keep; a number, or one per query head.
+        mass: gamma of the paper, the share of the attention mass to keep; a number, or one per query head.
         tau: divergence below which a head is query-aware; a number, or one per query head. 0 for none.
         block: tokens per block, and queries in the probe.
         min_budget: tokens that the columns, and the diagonals, of every head come to at least.
@@ -44,7 +44,7 @@ def flex_prefill(
             budget, one diagonal of blocks per band, no crossing block in query-aware heads.
         executor: `AutoExecutor()` unless given.
     """
-    share.check(gamma=gamma)
+    share.check(mass=mass)
     flag.check(as_released=as_released)
     floor = VerticalSlashCdf(0.0, min_budget=min_budget, released=as_released)
     return Pipeline(
@@ -52,8 +52,8 @@ def flex_prefill(
         VerticalSlashScorer(block),
         RoutedByDivergence(
             tau,
-            similar=GlobalTopCdf(gamma, crossing=not as_released) | floor,
-            otherwise=VerticalSlashCdf(gamma, min_budget=min_budget, max_budget=max_budget, released=as_released),
+            similar=GlobalTopCdf(mass, crossing=not as_released) | floor,
+            otherwise=VerticalSlashCdf(mass, min_budget=min_budget, max_budget=max_budget, released=as_released),
         ),
         AutoExecutor() if executor is None else executor,
     )

@@ -21,25 +21,25 @@ from blocksparse.validators import flag
 
 
 def mean_pooling(
-    threshold: float | Sequence[float] | Tensor = 0.9,  # section 4.1
+    mass: float | Sequence[float] | Tensor = 0.9,  # section 4.1
     *,
     block: int = 128,  # section 4.1
     as_released: bool = False,
     executor: Executor[GlobalPermutation, BlockMask] | None = None,
 ) -> Pipeline[GlobalPermutation, BlockMass, BlockMask]:
-    """Keep the heaviest pooled blocks; the first block and the diagonal are always kept, outside the threshold.
+    """Keep the heaviest pooled blocks; the first block and the diagonal are always kept, and not counted.
 
     Args:
-        threshold: share of the row's pooled mass to keep; a number, or one per query head.
+        mass: share of the row's pooled mass to keep; a number, or one per query head.
         block: tokens per block.
         as_released: average a short tail block over padding, as the authors' code.
         executor: `AutoExecutor()` unless given.
     """
-    share.check(threshold=threshold)
+    share.check(mass=mass)
     flag.check(as_released=as_released)
     return Pipeline(
         Identity(),
         MeanPoolScorer(block, padded_tail=as_released),
-        TopCdf(threshold) | Sink(),
+        TopCdf(mass) | Sink(),
         AutoExecutor() if executor is None else executor,
     )

@@ -21,7 +21,7 @@ from blocksparse.validators import block_size, flag, multiple, size
 
 
 def pbs_attn(
-    threshold: float | Sequence[float] | Tensor = 0.9,  # section 4.1
+    mass: float | Sequence[float] | Tensor = 0.9,  # section 4.1
     *,
     block: int = 128,  # section 4.1
     S: int = 256,  # section 4.1
@@ -31,10 +31,10 @@ def pbs_attn(
 ) -> Pipeline[GlobalPermutation, BlockMass, BlockMask]:
     """Sort keys by importance inside segments, then keep the heaviest pooled blocks of earlier segments.
 
-    The row's own segment and the block that holds token 0 are always kept, outside the threshold.
+    The row's own segment and the block that holds token 0 are always kept, and not counted.
 
     Args:
-        threshold: share of the mass outside the own segment to keep; a number, or one per query head.
+        mass: share of the mass outside the own segment to keep; a number, or one per query head.
         block: tokens per block.
         S: tokens per segment, a multiple of `block`.
         per_query_head: one key order per query head, as the paper, instead of one per KV head.
@@ -42,7 +42,7 @@ def pbs_attn(
             causal and ignores the tail, and a tail block averaged over padding.
         executor: `AutoExecutor()` unless given.
     """
-    share.check(threshold=threshold)
+    share.check(mass=mass)
     block_size.check(block=block)
     size.check(S=S)
     flag.check(per_query_head=per_query_head, as_released=as_released)
@@ -50,6 +50,6 @@ def pbs_attn(
     return Pipeline(
         SegmentKeySort(S, probe=block, per_query_head=per_query_head or as_released, causal_probe=not as_released),
         MeanPoolScorer(block, padded_tail=as_released),
-        TopCdf(threshold) | Sink(1),
+        TopCdf(mass) | Sink(1),
         AutoExecutor() if executor is None else executor,
     )

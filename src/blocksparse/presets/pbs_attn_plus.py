@@ -21,7 +21,7 @@ from blocksparse.validators import block_size, multiple, size
 
 
 def pbs_attn_plus(
-    threshold: float | Sequence[float] | Tensor = 0.9,  # section 4.1
+    mass: float | Sequence[float] | Tensor = 0.9,  # section 4.1
     *,
     stride: int = 8,  # XAttention; appendix B.2 does not say
     block: int = 128,  # section 4.1
@@ -31,23 +31,23 @@ def pbs_attn_plus(
 ) -> Pipeline[GlobalPermutation, BlockMass, BlockMask]:
     """Sort keys by importance inside segments, then keep the heaviest antidiagonal scores of earlier segments.
 
-    The row's own segment and the block that holds token 0 are always kept, outside the threshold.
+    The row's own segment and the block that holds token 0 are always kept, and not counted.
 
     Args:
-        threshold: share of the mass outside the own segment to keep; a number, or one per query head.
+        mass: share of the mass outside the own segment to keep; a number, or one per query head.
         stride: side of the cells whose antidiagonals are looked at.
         block: tokens per block, a multiple of `stride`.
         S: tokens per segment, a multiple of `block`.
         per_query_head: one key order per query head, as the paper, instead of one per KV head.
         executor: `AutoExecutor()` unless given.
     """
-    share.check(threshold=threshold)
+    share.check(mass=mass)
     block_size.check(block=block)
     size.check(S=S)
     multiple("S", S, "block", block)
     return Pipeline(
         SegmentKeySort(S, probe=block, per_query_head=per_query_head),
         AntidiagonalScorer(stride, block=block, forced=False),
-        TopCdf(threshold) | Sink(1),
+        TopCdf(mass) | Sink(1),
         AutoExecutor() if executor is None else executor,
     )

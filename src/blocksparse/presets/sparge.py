@@ -8,7 +8,7 @@ from torch import Tensor
 
 from blocksparse.executors.auto import AutoExecutor
 from blocksparse.executors.executor import Executor
-from blocksparse.per_head import share
+from blocksparse.per_head import share as a_share
 from blocksparse.permuters.identity import Identity
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.permuters.permuter import Permuter
@@ -25,10 +25,10 @@ from blocksparse.validators import a, flag, optional, shown
 
 
 def sparge(
-    tau: float | Sequence[float] | Tensor | None = None,
+    mass: float | Sequence[float] | Tensor | None = None,
     theta: float | Sequence[float] | Tensor | None = None,
     *,
-    topk: float | Sequence[float] | Tensor | None = None,
+    share: float | Sequence[float] | Tensor | None = None,
     block: int = 128,  # appendix A.1
     k_block: int = 64,  # appendix A.1
     attention_sink: bool = True,  # released code, the tuned module; its functions have False
@@ -42,11 +42,11 @@ def sparge(
     Blocks whose tokens are not alike are kept on top and hold no mass. A causal diagonal is kept in any case.
 
     Args:
-        tau: share of a row's pooled mass that the kept blocks may not exceed; a number, or one per query head.
-            0.98 unless given here, or `topk` is.
+        mass: tau of the paper, the share of a row's pooled mass that the kept blocks may not exceed; a number, or
+            one per query head. 0.98 unless given here, or `share` is.
         theta: least self-similarity of a block that is judged by its mean; a number, or one per query head. 0.6
-            unless given, and -0.1, which judges every block by its mean, with `topk`.
-        topk: keep this share of a row's reachable key blocks instead of a share of its mass.
+            unless given, and -0.1, which judges every block by its mean, with `share`.
+        share: keep this share of a row's reachable key blocks instead of a share of its mass.
         block: tokens per query block.
         k_block: tokens per key block.
         attention_sink: keep the block that holds token 0 too.
@@ -54,25 +54,25 @@ def sparge(
             and everywhere with `as_released`.
         order: of the tokens, `HilbertOrder(grid)` for images and video (section 3.7); `Identity()` unless given.
         as_released: choose as the authors' code: keys smoothed in causal calls too, a short last block never
-            similar, `topk` a share of all key blocks. The diagonal, which it may lose, is kept all the same.
+            similar, `share` a share of all key blocks. The diagonal, which it may lose, is kept all the same.
         executor: `AutoExecutor()` unless given, which rounds nothing. The paper's 8-bit products (section 3.5) are
             `Int8Executor()` on Hopper; they save time from some 64K tokens on. Skipping PV is the executor's too.
 
     Raises:
-        ValueError: `tau` and `topk` are both given.
+        ValueError: `mass` and `share` are both given.
     """
-    if tau is not None and topk is not None:
-        raise ValueError(f"give 'tau' or 'topk', not both: {shown(tau)} and {shown(topk)}")
-    optional(share).check(tau=tau, topk=topk)
+    if mass is not None and share is not None:
+        raise ValueError(f"give 'mass' or 'share', not both: {shown(mass)} and {shown(share)}")
+    optional(a_share).check(mass=mass, share=share)
     optional(a(Permuter)).check(order=order)
     flag.check(attention_sink=attention_sink, as_released=as_released)
     selector: Selector[BlockMass, BlockMask]
-    if topk is None:
-        # Released code, spas_sage2_attn_meansim_cuda; the paper tunes tau and theta per layer (section 3.6).
-        selector = TopCdf(0.98 if tau is None else tau, crossing=False)
+    if share is None:
+        # Released code, spas_sage2_attn_meansim_cuda; the paper tunes both numbers per layer (section 3.6).
+        selector = TopCdf(0.98 if mass is None else mass, crossing=False)
         theta = 0.6 if theta is None else theta
     else:
-        selector = TopK(share=topk, forced_first=False, of_all_keys=as_released)
+        selector = TopK(share=share, forced_first=False, of_all_keys=as_released)
         theta = -0.1 if theta is None else theta  # released code, spas_sage2_attn_meansim_topk_cuda
     return Pipeline(
         Identity() if order is None else order,

@@ -20,7 +20,7 @@ from blocksparse.validators import flag
 
 
 def xattention(
-    threshold: float | Sequence[float] | Tensor = 0.9,  # released code, xattn_estimate
+    mass: float | Sequence[float] | Tensor = 0.9,  # released code, xattn_estimate
     *,
     stride: int = 8,  # the paper has 8 and 16; 16 in the released loader
     block: int = 128,  # the only size that the released code takes
@@ -28,12 +28,12 @@ def xattention(
     as_released: bool = False,
     executor: Executor[GlobalPermutation, BlockMask] | None = None,
 ) -> Pipeline[GlobalPermutation, BlockMass, BlockMask]:
-    """Keep the first block, the diagonal, and the heaviest antidiagonal scores until the threshold is reached.
+    """Keep the first block, the diagonal, and the heaviest antidiagonal scores until they hold enough of the mass.
 
-    The first block and the diagonal count toward the threshold.
+    The first block and the diagonal count toward that share.
 
     Args:
-        threshold: share of the row's mass to keep; a number, or one per query head.
+        mass: share of the row's mass to keep; a number, or one per query head.
         stride: side of the cells whose antidiagonals are looked at.
         block: tokens per block, a multiple of `stride`.
         pattern: the pairs of a cell that are looked at.
@@ -41,11 +41,11 @@ def xattention(
             copied.
         executor: `AutoExecutor()` unless given.
     """
-    share.check(threshold=threshold)
+    share.check(mass=mass)
     flag.check(as_released=as_released)
     return Pipeline(
         Identity(),
         AntidiagonalScorer(stride, block=block, pattern=pattern, padded_tail=as_released),
-        TopCdf(threshold),
+        TopCdf(mass),
         AutoExecutor() if executor is None else executor,
     )

@@ -52,7 +52,7 @@ class Selector(ABC, Generic[ScoresT_contra, MaskT_co]):
         return Intersection(other, self) if isinstance(other, Selector) else NotImplemented
 
     def added_to(self, mask: BlockMask, scores: ScoresT_contra) -> BlockMask:
-        """What `mask`, which came of the same scores, keeps, and what this selector keeps: how `a | b` unites them."""
+        """What `mask`, chosen by the same scores, keeps and what this selector keeps: how `a | b` unites them."""
         return mask | self(scores)
 
 

@@ -6,7 +6,8 @@ from typing import assert_type
 import torch
 
 import blocksparse as bs
-from blocksparse import HeadGroups, HeadGroupsTrace, Schedule
+from blocksparse import HeadGroups, Schedule
+from blocksparse.head_groups import HeadGroupsTrace
 from blocksparse.schedule import LayerPipeline
 
 paper = bs.pbs_attn(0.9)
