@@ -185,7 +185,7 @@ def test_methods_are_written_as_in_python(written: str, expected: object) -> Non
         ("pbs_attn(0.95", "plain or with numbers as in 'pbs_attn(0.95)': pbs_attn(0.95"),
         ("pbs_attn(x)", "must be one of"),
         ("__import__('os').getcwd()", "must be one of"),
-        ("pbs_attn(2)", "'--preset' pbs_attn(2): 'threshold' must be"),
+        ("pbs_attn(2)", "'--preset' pbs_attn(2): 'mass' must be"),
         ("pbs_attn(blocks=64)", "'--preset' pbs_attn(blocks=64): pbs_attn() got an unexpected keyword argument"),
     ],
 )
@@ -228,7 +228,7 @@ def test_picture_shows_the_true_attention(tmp_path: Path) -> None:
     [
         (["--depth", "1.5"], "'--depth' must be in [0, 1]: 1.5"),
         (["--preset", "pbs_attn", "--preset", "nonsense"], "'--preset' must be one of pbs_attn, pbs_attn_plus"),
-        (["--preset", "pbs_attn(0)"], "'--preset' pbs_attn(0): 'threshold' must be"),
+        (["--preset", "pbs_attn(0)"], "'--preset' pbs_attn(0): 'mass' must be"),
         (["--model", "/nowhere"], "'--model' must be a folder that a transformers model was saved in: /nowhere"),
         (["--text", "/nowhere"], "'--text' must be a readable UTF-8 text: /nowhere"),
         (["--model", "TINY", "--tokens", "2000"], "'--tokens' must be at most 1024"),
@@ -291,7 +291,7 @@ def test_whole_demo_on_a_tiny_model(tiny: Path, tmp_path: Path, capsys: pytest.C
 @pytest.mark.slow
 @pytest.mark.skipif(wheel_folder() is None, reason="the model is not installed: make test installs it")
 def test_whole_demo_on_the_real_model(tmp_path: Path) -> None:
-    methods = ["pbs_attn", "mean_pooling", "s2o"]
+    methods = ["pbs_attn", "s2o"]
     options = ["--tokens", "640", "--out", str(tmp_path), *(word for x in methods for word in ("--preset", x))]
     command = [sys.executable, "-m", "blocksparse.demo.cli", "demo", *options]
     subprocess.run(command, check=True, capture_output=True)

@@ -181,7 +181,7 @@ def test_every_composition_means_what_it_says(front: Front, causal: bool) -> Non
     Only reachable blocks are members, and every causal query keeps its own key. Every selector behind every front
     where that is causal, else what `selectors_for` names.
     """
-    q, k, v = make_qkv(**SIZES, M=100, dtype=torch.float64)
+    q, k, v = make_qkv(**SIZES | {"B": 1}, M=100, dtype=torch.float64)
     for trace in traces(front, q, k, v, stages.selectors_for(front[1]) if causal else None, causal=causal):
         grid, pairs = trace.mask.grid, pairs_of(trace.mask)
         want = masked_attention(q, k, v, pairs, trace.scale)

@@ -70,7 +70,7 @@ TAKES: dict[str, Callable[[int], AnyPipeline]] = {
     "SegmentQuerySort S": lambda n: pick(HALF, permuter=bs.SegmentQuerySort(16 * n, block=16)),
     "SegmentKeySort S, of whole blocks": lambda n: pick(HALF, bs.MeanPoolScorer(16), bs.SegmentKeySort(16 * n)),
     "SegmentKeySort S, of whole cells": lambda n: pick(
-        HALF, bs.AntidiagonalScorer(4, block=16), bs.SegmentKeySort(16 * n)
+        HALF, bs.AntidiagonalScorer(4, block=16, forced=False), bs.SegmentKeySort(16 * n)
     ),
     "pbs_attn S": lambda n: bs.pbs_attn(block=16, S=16 * n, executor=EXECUTOR),
     "pbs_attn_plus S": lambda n: bs.pbs_attn_plus(block=16, S=16 * n, executor=EXECUTOR),

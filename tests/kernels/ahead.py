@@ -22,5 +22,5 @@ Variant = TypeVar("Variant")
 
 
 def for_target(name: str, *variants: Variant) -> tuple[Variant, ...]:
-    """All variants of a kernel for sm_90, the first two for other targets: a compilation takes a second and more."""
-    return variants if name == "sm_90" else variants[:2]
+    """All variants of a kernel for sm_90, the first for other targets: a compilation takes a second and more."""
+    return variants if name == "sm_90" else variants[:1]

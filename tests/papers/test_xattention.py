@@ -129,7 +129,7 @@ def by_loops(
                 for j, (keys, y) in k_cells.items():
                     if causal and min(keys) > max(positions):
                         continue
-                    S = permutation.segment
+                    S = None if scorer.forced else permutation.segment
                     if (
                         causal
                         and S is not None
@@ -158,8 +158,8 @@ SCORERS = (
     AntidiagonalScorer(4, block=32, k_block=16, pattern="sum"),
     AntidiagonalScorer(16, block=16),
     AntidiagonalScorer(8, block=16, padded_tail=True),
-    AntidiagonalScorer(8, block=16, pattern="sum", padded_tail=True),
-    AntidiagonalScorer(4, block=16, k_block=32),
+    AntidiagonalScorer(8, block=16, pattern="sum", padded_tail=True, forced=False),
+    AntidiagonalScorer(4, block=16, k_block=32, forced=False),
 )
 
 
@@ -284,7 +284,7 @@ def test_query_heads_of_a_group_need_no_copies() -> None:
     q, k, _ = make_qkv(B=2, Hq=6, Hkv=2, N=83, M=60, D=16)
     scorer = AntidiagonalScorer(8, block=16)
     order = bs.SegmentKeySort(32, probe=8)(q, k, causal=True, scale=0.25)
-    repeated = bs.GlobalPermutation(order.k_index.repeat_interleave(3, 1))  # type: ignore[union-attr]
+    repeated = bs.GlobalPermutation(order.k_index.repeat_interleave(3, 1), segment=32)  # type: ignore[union-attr]
     torch.testing.assert_close(
         scorer(q, k, order, causal=True, scale=0.25).values,
         scorer(q, k.repeat_interleave(3, 1), repeated, causal=True, scale=0.25).values,

@@ -8,7 +8,6 @@ from attrs import converters, field, frozen
 from torch import Tensor
 
 from blocksparse.geometry import Grid
-from blocksparse.kernels.common.sizes import FAR
 from blocksparse.kernels.positions.within_reach import within_reach
 from blocksparse.kernels.scoring.block_mean import block_mean
 from blocksparse.kernels.scoring.cell_mass import cell_mass
@@ -31,9 +30,6 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
     through whole cells meets the antidiagonal. Positions say which cells a query cell reaches, as they do for
     blocks, and it spreads a mass of 1 over them; a row of blocks thus holds `block / stride` in all.
 
-    After a permuter that keeps keys inside segments of whole blocks, as `SegmentKeySort` does, the segment that a
-    causal row lies in is forced and takes no part in the softmax, as PBS-Attn has it.
-
     The empty slots of a short cell, at the tail or where a chunk starts, are filled with the mean of its tokens.
     This takes M N D / stride multiplications per query head, half of them when causal and in original order.
 
@@ -44,7 +40,9 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
         pattern: the pairs of a cell that are looked at: its "antidiagonal", its main diagonal ("slash"), or all
             of them ("sum": cells are pooled, which takes fewer multiplications, in fp32).
         forced: force the block of token 0 and the diagonal, and count their mass, as XAttention does; `False`
-            leaves both to the selector. Not causal: nothing is forced, as in the released code.
+            leaves both to the selector, and after a permuter that keeps keys inside segments of whole blocks, as
+            `SegmentKeySort` does, forces the segment that a causal row lies in and leaves it out of the softmax, as
+            PBS-Attn has it. Not causal: nothing is forced, as in the released code.
         padded_tail: leave the empty slots of a short cell at zero, as the released code does.
     """
 
@@ -70,7 +68,7 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
         grid = Grid.of(q, k, permutation, q_block=self.block, k_block=k_block, causal=causal)
         offset = k.shape[2] - q.shape[2] if causal else 0
         lead, slots, weight = offset % self.stride, self.stride, scale / self.stride
-        segment = pooling.segment_of(permutation, grid)
+        segment = None if self.forced else pooling.segment_of(permutation, grid)
         q_last, k_first = self._reach(q, k, permutation, causal=causal)
         queries, keys = permutation.gather_queries(q), permutation.gather_keys(k)
         if self.pattern == "sum":
@@ -90,7 +88,7 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
             self.block // self.stride,
             k_block // self.stride,
             causal,
-            None if segment is None else min(segment, FAR) // self.stride,
+            None if segment is None else segment // self.stride,
             weight,
             self.pattern == "antidiagonal",
             self.padded_tail,
@@ -109,8 +107,7 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
         return cells.q_last.squeeze(3), cells.k_first.squeeze(2)  # [B|1, Hm, cells] each
 
     def _force(self, grid: Grid, segment: int | None) -> Tensor | None:
-        own = pooling.own_segment(grid, segment)
         if not (self.forced and grid.causal):
-            return own
+            return pooling.own_segment(grid, segment)
         counted: Tensor = within_reach(None, grid, first=1, diagonal=True)
-        return counted if own is None else counted | own
+        return counted

@@ -5,15 +5,18 @@ from __future__ import annotations
 from torch import Tensor
 
 from blocksparse.geometry import Grid
+from blocksparse.kernels.common.sizes import FAR
 from blocksparse.permuters.permutation import GlobalPermutation
 
 
 def segment_of(permutation: GlobalPermutation, grid: Grid) -> int | None:
     """The segments that keys stay in, as far as causal rows of blocks have one of their own: of whole blocks."""
     S = permutation.segment
-    if S is None or not grid.causal or S % grid.q_block or S % grid.k_block:
+    if S is None or not grid.causal:
         return None
-    return S
+    if grid.k_len <= S:  # one segment, whatever its blocks
+        return FAR
+    return None if S % grid.q_block or S % grid.k_block else S
 
 
 def own_segment(grid: Grid, segment: int | None) -> Tensor | None:
