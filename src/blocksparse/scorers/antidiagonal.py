@@ -41,8 +41,8 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
             of them ("sum": cells are pooled, which takes fewer multiplications, in fp32).
         forced: force the block of token 0 and the diagonal, and count their mass, as XAttention does; `False`
             leaves both to the selector, and after a permuter that keeps keys inside segments of whole blocks, as
-            `SegmentKeySort` does, forces the segment that a causal row lies in and leaves it out of the softmax, as
-            PBS-Attn has it. Not causal: nothing is forced, as in the released code.
+            `SegmentKeySort` does, forces the segment that a causal row lies in and leaves it out of the softmax,
+            as PBS-Attn has it. Not causal: nothing is forced, as in the released code.
         padded_tail: leave the empty slots of a short cell at zero, as the released code does.
     """
 
