@@ -110,9 +110,9 @@ def test_refining_by_what_does_not_divide(n: Any) -> None:
         (bs.pbs_attn, {"S": 2.5}, "'S' must be a whole number, at least 1: 2.5"),
         (bs.pbs_attn, {"S": 200}, "'S' must be a multiple of 'block' (128): 200"),
         (bs.pbs_attn_plus, {"S": 200}, "'S' must be a multiple of 'block' (128): 200"),
-        (bs.pbs_attn, {"threshold": 2}, "'threshold' must be a number in (0, 1], or one per query head: 2"),
+        (bs.pbs_attn, {"mass": 2}, "'mass' must be a number in (0, 1], or one per query head: 2"),
         (bs.xattention, {"block": 20}, "'block' must be a multiple of 'stride' (8): 20"),
-        (bs.sparge, {"tau": [0.5], "topk": 0.5}, "give 'tau' or 'topk', not both: [0.5] and 0.5"),
+        (bs.sparge, {"mass": [0.5], "share": 0.5}, "give 'mass' or 'share', not both: [0.5] and 0.5"),
         (bs.mean_pooling, {"executor": 0}, "'executor' must be an Executor: 0"),
     ],
 )

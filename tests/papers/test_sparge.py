@@ -304,7 +304,9 @@ def test_one_threshold_per_query_head() -> None:
         sparge(theta=[0.1, 0.2, 0.3], executor=reference)(q, k, v)
 
 
-@pytest.mark.parametrize("fields", [{}, {"mass": 0.7, "theta": 0.45}, {"share": 0.4}, {"share": 0.4, "theta": 0.45}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"mass": 0.7, "theta": 0.45}, {"share": 0.4}, {"share": 0.4, "theta": 0.45}]
+)
 @pytest.mark.parametrize("N", [255, 256, 257, 300])
 def test_choice_sees_no_later_token(fields: dict[str, Any], N: int) -> None:
     """Rows before a change choose alike and give the same bits; smoothed keys would break this."""
