@@ -160,6 +160,7 @@ TARGETS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (bs.ReferenceExecutor, {}, ""),
     (bs.AutoExecutor, {}, "dense_below=operations?"),
     (bs.FlexExecutor, {}, ""),
+    (bs.CpuExecutor, {}, ""),
     (bs.FlashAttention4Executor, {}, ""),
     (bs.TritonExecutor, {}, "tiles=tiles? pv_skip=negative? int8_qk=int8_qk? fp8_pv=flag"),
     (bs.Int8Executor, {}, "fp8_pv=flag smooth_k=flag pv_skip=negative? tiles=hopper?"),

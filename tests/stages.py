@@ -132,6 +132,7 @@ WHOLE_CALL = tuple(
 CAUSAL_ONLY: tuple[type, ...] = (bs.GlobalIndexMap,)
 EXECUTORS: tuple[bs.Executor[Any, Any], ...] = (
     bs.ReferenceExecutor(),
+    bs.CpuExecutor(),
     bs.TritonExecutor(),
     bs.GatherExecutor(0.0),
     bs.GatherExecutor(0.1, patience=2),

@@ -5,6 +5,7 @@ q, k --Permuter--> Permutation --Scorer--> BlockScores --Selector--> BlockMask -
 
 from blocksparse.executors.attention_output import AttentionOutput as AttentionOutput
 from blocksparse.executors.auto import AutoExecutor as AutoExecutor
+from blocksparse.executors.cpu import CpuExecutor as CpuExecutor
 from blocksparse.executors.executor import Executor as Executor
 from blocksparse.executors.flash_attention_4 import FlashAttention4Executor as FlashAttention4Executor
 from blocksparse.executors.flex import FlexExecutor as FlexExecutor

@@ -10,6 +10,7 @@ from attrs import field, frozen
 from torch import Tensor
 
 from blocksparse.executors.attention_output import AttentionOutput
+from blocksparse.executors.cpu import CpuExecutor
 from blocksparse.executors.executor import Executor
 from blocksparse.executors.flex import FlexExecutor
 from blocksparse.executors.reference import ReferenceExecutor
@@ -66,7 +67,7 @@ _operations = Rule(
 @final
 @frozen(eq=False)
 class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
-    """Takes `TritonExecutor` on a GPU, `FlexExecutor` on a CPU with a C++ compiler, else the reference.
+    """Takes `CpuExecutor` on a CPU, on a GPU `TritonExecutor` or else `FlexExecutor`, and elsewhere the reference.
 
     It never rounds to 8 bits: name `Int8Executor` for that. `choose` says which executor runs and why, and so does
     the log: as a warning where it is the reference, which is slow.
@@ -118,7 +119,8 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
     ) -> tuple[Executor[GlobalPermutation, BlockMask], dict[str, list[str]]]:
         """The fastest executor that can run these inputs, and why the faster ones cannot."""
         refused: dict[str, list[str]] = {}
-        for candidate in (*((TritonExecutor(),) if q.is_cuda else ()), FlexExecutor()):
+        candidates = (TritonExecutor(), FlexExecutor()) if q.is_cuda else (CpuExecutor(), FlexExecutor())
+        for candidate in candidates:
             if not (reasons := candidate.unsupported(q, k, v, mask)):
                 return candidate, refused
             refused[type(candidate).__name__] = reasons

@@ -1,4 +1,4 @@
-"""The plan handed to PyTorch's compiled FlexAttention: the default on a CPU."""
+"""The plan handed to PyTorch's compiled FlexAttention."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
         *,
         scale: float,
     ) -> AttentionOutput:
-        hint = "Use AutoExecutor(), or FlexExecutor() or ReferenceExecutor() on a CPU."
+        hint = "Use AutoExecutor(), or CpuExecutor() on a CPU."
         self.check(q, k, v, permutation, mask, hint=hint)
         grid, plan = mask.grid, BlockPlan.of(mask)
         # Rounding moves tokens into slots on its way; the exact kernel's op moves them itself.

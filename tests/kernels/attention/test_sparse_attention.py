@@ -506,7 +506,7 @@ def test_plain_cpu_tensors_say_what_to_use() -> None:
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "TritonExecutor cannot run q (1, 4, 64, 16) float32 on cpu" in printed
     assert "Triton compiles for GPUs, and these tensors are on cpu" in printed
-    assert "Use AutoExecutor(), or FlexExecutor() or ReferenceExecutor() on a CPU." in printed
+    assert "Use AutoExecutor(), or CpuExecutor() on a CPU." in printed
 
 
 def test_verbatim(device: str) -> None:

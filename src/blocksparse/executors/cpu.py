@@ -1,0 +1,118 @@
+"""Kept keys gathered row by row, and dense attention over them: the default on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import final
+
+import torch
+from attrs import frozen
+from torch import Tensor
+from torch.nn.functional import pad
+
+from blocksparse.executors.attention_output import AttentionOutput
+from blocksparse.executors.block_plan import BlockPlan
+from blocksparse.executors.executor import Executor
+from blocksparse.kernels.moving.gather_rows import gather_rows, scatter_rows
+from blocksparse.kernels.multiplying.products import products, wide_dtype
+from blocksparse.permuters.permutation import Permutation
+from blocksparse.selectors.block_mask import BlockMask
+
+_WORKSPACE = 2**20  # logits that are held at a time, so that they stay in the caches
+
+
+@final
+@frozen(eq=False)
+class CpuExecutor(Executor[Permutation, BlockMask]):
+    """Gather the keys that a row of blocks keeps, then attend to them densely, many rows at a time.
+
+    It needs no compiler, so the first call takes no longer than the next one. It takes any permutation, dtype and
+    head dim, computes in fp32 or better, and holds the keys of a few rows at a time.
+    """
+
+    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> list[str]:
+        return [] if q.device.type == "cpu" else [f"it runs on a CPU, and these tensors are on {q.device.type}"]
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, permutation: Permutation, mask: BlockMask, *, scale: float
+    ) -> AttentionOutput:
+        self.check(q, k, v, permutation, mask, hint="Use TritonExecutor() or AutoExecutor() on a GPU.")
+        grid, plan = mask.grid, BlockPlan.of(mask)
+        queries = q if permutation.q_index is None else gather_rows(q, permutation.q_index)
+        after = grid.rows * grid.q_block - grid.q_lead - grid.q_len
+        rows = _Rows(mask, pad(queries, (0, 0, grid.q_lead, after)) if grid.q_lead or after else queries, k, v)
+        out = rows.q.new_zeros(*rows.q.shape[:2], v.shape[-1])
+        lse = rows.q.new_full(rows.q.shape[:2], float("-inf"))
+        for some, blocks, partial in rows.alike(plan):
+            out[some], lse[some] = rows.attention(some, blocks, partial, scale)
+        parts = [rows.by_head(x)[:, :, grid.q_lead : grid.q_lead + grid.q_len] for x in (out.to(v.dtype), lse)]
+        if permutation.q_index is not None:
+            parts = [scatter_rows(x, permutation.q_index) for x in parts]
+        return AttentionOutput(*parts)
+
+
+class _Rows:
+    """The rows of a mask one behind another; a row has the query places of all heads that share its mask."""
+
+    def __init__(self, mask: BlockMask, queries: Tensor, k: Tensor, v: Tensor) -> None:
+        grid, dtype = mask.grid, wide_dtype(queries)
+        (B, Hm), (Hkv, N) = mask.keep.shape[:2], k.shape[1:3]
+        self.shape = B, Hm, grid.q_heads // Hm, grid.rows, grid.q_block
+        self.causal = grid.causal
+        self.q = self.by_row(queries).to(dtype)  # [R, places, D], R = B Hm rows
+        self.k, self.v = (x.to(dtype).flatten(0, 2) for x in (k, v))  # [B Hkv N, D] and [B Hkv N, Dv]
+        # The original position of every place, [R, places], -1 where empty; and the key in every slot of the
+        # blocks of a map, [maps, cols, k_block], -1 where empty.
+        self.q_at = self.by_row(grid.q_position.expand(B, grid.q_heads, -1))
+        self.k_at = grid.k_position.unflatten(-1, (-1, grid.k_block)).flatten(0, 2)
+        b, h, row = torch.meshgrid(*(torch.arange(n) for n in (B, Hm, grid.rows)), indexing="ij")
+        maps_b, maps_h, maps = grid.k_position.shape[:3]
+        group = 0 * row if grid.group_of_row is None else grid.group_of_row.expand_as(row)
+        self.map = ((b % maps_b * maps_h + h * maps_h // Hm) * maps + group).flatten()  # [R], into `k_at`
+        self.first_key = ((b * Hkv + h * Hkv // Hm) * N).flatten()  # [R], into `k` and `v`
+
+    def by_row(self, x: Tensor) -> Tensor:
+        """`[B, Hq, rows * q_block, ...]` as `[R, places, ...]`."""
+        B, Hm, per, rows, q_block = self.shape
+        x = x.reshape(B, Hm, per, rows, q_block, *x.shape[3:])
+        return x.transpose(2, 3).reshape(B * Hm * rows, per * q_block, *x.shape[5:])
+
+    def by_head(self, x: Tensor) -> Tensor:
+        """And back."""
+        B, Hm, per, rows, q_block = self.shape
+        x = x.reshape(B, Hm, rows, per, q_block, *x.shape[2:])
+        return x.transpose(2, 3).reshape(B, Hm * per, rows * q_block, *x.shape[5:])
+
+    def alike(self, plan: BlockPlan) -> Iterator[tuple[Tensor, Tensor, int]]:
+        """Rows that keep equally many blocks, `[n]`, those blocks, `[n, blocks]`, and how many of the last are partial.
+
+        Full blocks come first in a list. Where rows of a batch differ in that, some of the last ones are full too.
+        """
+        count, partial = (plan.full_count + plan.partial_count).flatten(), plan.partial_count.flatten()
+        index, places, threads = plan.index.flatten(0, 2), self.q.shape[1], torch.get_num_threads()
+        for blocks in count.unique().tolist():
+            if blocks:
+                at_once = _WORKSPACE // (blocks * self.k_at.shape[-1] * places)
+                at_once = max(at_once // threads, 1) * threads
+                for some in (count == blocks).nonzero().flatten().split(at_once):
+                    yield some, index[some, :blocks].long(), int(partial[some].max())
+
+    def attention(self, some: Tensor, blocks: Tensor, partial: int, scale: float) -> tuple[Tensor, Tensor]:
+        """Attention of some rows to the pairs of their blocks that positions allow, and its lse."""
+        slots = self.k_at[self.map[some, None], blocks].flatten(1)  # [n, slots]
+        token = (slots.clamp_min(0) + self.first_key[some, None]).flatten()
+        k, v = (x.index_select(0, token).unflatten(0, slots.shape) for x in (self.k, self.v))  # [n, slots, D]
+        logits = products((self.q[some] * scale).unsqueeze(0), k.unsqueeze(0))[0]  # [n, places, slots]
+        if partial:
+            last = slots[:, None, -partial * self.k_at.shape[-1] :]
+            allowed = (last >= 0) & (last <= self.q_at[some].unsqueeze(2)) if self.causal else last >= 0
+            logits[..., -last.shape[-1] :].masked_fill_(~allowed, float("-inf"))
+            # An empty slot reads key 0; its weight is 0, which must not meet an infinite value.
+            v[:, -last.shape[-1] :].masked_fill_((last < 0).mT, 0.0)
+        peak = logits.amax(-1, keepdim=True)
+        weight = logits.softmax(-1)
+        lse = peak - weight.amax(-1, keepdim=True).log()  # the greatest weight is 1 / sum(exp(logits - peak))
+        if bool((nothing := peak == float("-inf")).any()):  # queries that see none of these keys
+            weight.masked_fill_(nothing, 0.0)
+            lse.masked_fill_(nothing, float("-inf"))
+        return products(weight.unsqueeze(0), v.mT.unsqueeze(0))[0], lse.squeeze(-1)
