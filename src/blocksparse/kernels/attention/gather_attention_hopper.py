@@ -293,7 +293,7 @@ def _kernel(
     visited_ptr += list_at
 
     q_at = gl.load(q_position_ptr + gl.arange(0, 64 * CONSUMERS, layout=gl.BlockedLayout([1], [32], [4], [0])))
-    least = gl.min(gl.where(q_at >= 0, q_at, NEVER), 0)  # the position of the row's first query, NEVER if it has none
+    least = gl.min(gl.where(q_at >= 0, q_at, NEVER), 0)  # position of the row's first query, or NEVER
     limit = least if CAUSAL else NEVER - 1
     count = gl.load(count_ptr + list_at)
     opened = gl.minimum(gl.load(opened_ptr + list_at), count)

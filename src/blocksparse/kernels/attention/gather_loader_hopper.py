@@ -32,7 +32,7 @@ def _gather(source, stride, at, target, C):
 
 @gluon.jit
 def _offer(slots, flags, position, limit, stage, one: gl.constexpr):
-    """Stores the positions of a tile's keys, by which consumers mask, and whether any is after `limit`, so that they must."""
+    """Stores the positions of a tile's keys, and as a flag whether one is after `limit`, so that consumers must mask."""
     slots.index(stage).store(gl.minimum(position, gl.to_tensor(NEVER).to(gl.uint32)).to(gl.int32))
     flags.index(stage).store(gl.full([1], 0, gl.int32, one) + (gl.max(position, 0) > limit).to(gl.int32))
 
@@ -62,7 +62,7 @@ def load_gathered(C, given):
     k_halves, v_halves, slots, flags, halt = bufs
     tiles, limit = sizes
     ALL: gl.constexpr = gl.BlockedLayout([C.BLOCK_N // 32], [32], [4], [0])  # every warp holds all slots
-    EIGHTS: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])  # eight threads copy 128 bytes of a row
+    EIGHTS: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])  # eight threads per 128 bytes
     BYTES: gl.constexpr = gl.NVMMASharedLayout(128, 8, rank=2)
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     k_bufs = k_halves._reinterpret(gl.int8, [C.STAGES, C.BLOCK_N, 2 * C.D], BYTES)

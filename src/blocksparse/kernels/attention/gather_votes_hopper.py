@@ -1,7 +1,7 @@
 """How the consumers of `gather_attention_hopper.py` agree whether a row has seen enough.
 
-After a tile of keys each consumer posts votes for its queries (`post_vote`), and in the next step each adds up the votes
-of all (`is_satisfied`), so that both decide alike. Votes and their barriers have two places, used in turn.
+After a tile of keys each consumer posts votes for its queries (`post_vote`), and in the next step each combines the
+votes of all (`is_satisfied`), so that both decide alike. Votes and their barriers have two places, used in turn.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 def post_vote(votes, voted, turn, gain, total, live, tau, WG: gl.constexpr, C, ROW: gl.constexpr):
     """Posts one vote for each warp's 16 queries, which is below 0 if they are satisfied.
 
-    The vote is the most by which a query's gain exceeds `tau` times its sum before the block; with `MEAN` it is the sum, over
-    queries, of the gain's share less `tau`. Queries that do not exist never vote against.
+    The vote is the most by which a query's gain exceeds `tau` times its sum before the block; with `MEAN` it is the sum,
+    over queries, of the gain's share less `tau`. Places without a query never vote against.
 
     No wait is needed before turn `n + 2` overwrites turn `n`: this consumer has read turn `n + 1`, so the other one had
     posted that, and it reads turn `n` before it posts turn `n + 1`.

@@ -117,12 +117,14 @@ def place_of(word, rows, kv_heads, group):
 
 @gluon.jit
 def packed_place(b, h, h_key, row):
-    """A place in an int64. `load_keys` alone works it out (`place_of` divides), and hands it to the other warps.
+    """The place of a tile of queries in an int64.
 
         bits 0 to 15    row, the number of the tile of queries in its head
         bits 16 to 31   KV head
         bits 32 to 47   query head
-        bits 48 to 63   batch entry, below 2^15, for the last shift to the right copies the sign
+        bits 48 to 63   batch entry, below 2^15, for the shift that unpacks it copies the sign
+
+    Only `load_keys` works it out, since `place_of` divides, and hands it to the other warps.
     """
     return (b.to(gl.int64) << 48) | (h.to(gl.int64) << 32) | (h_key.to(gl.int64) << 16) | row
 
@@ -209,7 +211,7 @@ def make_rings(STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
     of a phase, and passes once that phase is over. So readers wait for `(i // n) & 1` of the full barrier, and who fills
     waits for the phase before, `((i // n) & 1) ^ 1`, of the empty one; the first time this asks for the phase before
     the first one, which counts as over. One bit is enough: a buffer is refilled only after all readers gave it back,
-    so no barrier gets a phase further than who waits for it can tell.
+    so no barrier is ever two phases ahead of anyone who waits for it.
     """
     q_full = make_barriers(2, 1)
     q_empty = make_barriers(2, CONSUMERS + 1)

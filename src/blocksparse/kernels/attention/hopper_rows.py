@@ -1,7 +1,7 @@
 """Rows of scores in the registers of a consumer on Hopper: which keys are allowed, maxima and sums.
 
 The matrix product of a warp group (wgmma) leaves scores `[64, n]`, of 64 queries and `n` keys, in registers so: warp `w`
-has rows `16 w` to `16 w + 15`; its lane `l` has the two rows `16 w + l / 4` and 8 further, and of each row the columns
+has rows `16 w` to `16 w + 15`; its lane `l` has the rows `16 w + l // 4` and `16 w + l // 4 + 8`, and of each the columns
 `8 j + 2 t` and `8 j + 2 t + 1` for `t = l % 4` and all `j` below `n / 8`. So four threads `t` share a row, and each of
 them has `n / 4` keys of it. `by_thread` gives these indices axes of their own: `[64, n / 8, 4, 2]` is row, `j`, `t` and
 which of the two. A number for each row and thread, such as a partial sum, is `[64, 4]`.
@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from blocksparse.kernels.attention.hopper_queue import read
 
 NEVER = gl.constexpr(2**31 - 1)  # the position of an empty slot: later than any query's
-LOWEST = gl.constexpr(-1.0e30)  # where a row's maximum starts: finite, so that weights of rows without a key come to 0
+LOWEST = gl.constexpr(-1.0e30)  # a row's first maximum: finite, so that weights of rows without a key come to 0
 
 
 @gluon.jit

@@ -5,10 +5,11 @@ sum that belongs to a row and to one of the four threads that share it is an ent
 holds two, one for each of its rows. Logits, maxima and scales of values are in base 2, as logarithms.
 
 A row's maximum follows its logits late ("lazy"). A row keeps the maximum `highest` until a logit passes it by more than
-`LAZY`, and only then takes the new one, so in most steps no sum is rescaled (in masked steps it follows at once). The result is the same for any `highest`, for
-weights and sums are relative to the same one; all that it must prevent is overflow. fp8 weights are
-`2^(logit - highest + BASE)` with `BASE = 8 - LAZY`, so at most 2^8, where fp8 (e4m3) holds 448. Weights of 16 bits have
-`BASE = 0`, and their maximum follows at once. Each row decides by its own logits, so no row depends on another.
+`LAZY`, and only then takes the new one, so in most steps no sum is rescaled. (In masked steps it follows at once.) But for
+rounding the result is the same for any `highest`, since weights and sums are relative to the same one; what it must prevent
+is overflow. fp8 weights are `2^(logit - highest + BASE)` with `BASE = 8 - LAZY`, so at most 2^8, and fp8 (e4m3) holds 448.
+Weights of 16 bits have `BASE = 0`, and their maximum follows at once. Each row decides by its own logits, so no row depends
+on another.
 """
 
 from __future__ import annotations
@@ -100,10 +101,10 @@ def _new_maximum(best, highest, LAZY: gl.constexpr):
 def operands_of(weight, WEIGHT: gl.constexpr, C):
     """Weights as first operands of the products with values: one, or for fp8 one for each piece.
 
-    No fp8 weight moves between threads. Of 16 keys thread `t` of a row has the weights of `2 t`, `2 t + 1`, `2 t + 8` and
-    `2 t + 9` (`hopper_rows.py`), while the fp8 operand wants those of its columns `4 t` to `4 t + 3` from it, in one register.
-    So the four weights are used as these columns; the product sums over keys, in any order, and needs only that values
-    stand in the same one: 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15. They are stored so (`tile_operands.py`).
+    No fp8 weight moves between threads. Of 16 keys, thread `t` of a row has the weights of `2 t`, `2 t + 1`, `2 t + 8` and
+    `2 t + 9` (`hopper_rows.py`), while the fp8 operand takes from it its columns `4 t` to `4 t + 3`, in one register. So the
+    four weights are used as these columns. The product sums over keys in any order, as long as values stand in the same
+    one: 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15. They are stored so (`tile_operands.py`).
     """
     if not C.PV8:
         operands = (weight,)

@@ -50,9 +50,9 @@ def step(
 ):  # fmt: skip
     """Starts the scores of the next keys and the product with the values of the last ones; then the softmax of the scores.
 
-    `weight` is what `kept` gave of the last keys, and becomes that of these. `sums` is what the tensor cores add up, and with
-    fp8 `result` what was promoted to fp32 from it, relative to the maxima `relative`. `ON_TOP` says whether the product is
-    added to `sums` or replaces them.
+    `weight` is what `kept` gave of the last keys, and becomes that of these. `sums` is what the tensor cores add up, and
+    with fp8 `result` is what was added in fp32 before (`promoted`), relative to the maxima `relative`. `ON_TOP` says whether
+    the product is added to `sums` or replaces them.
     """
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 32])
@@ -76,7 +76,7 @@ def step(
             scores, highest, met, q_factor, shift, of_tokens, starts, stage, C.PIECES, last, k_position_ptr, position_at,
             N, C, SKIP, BASE,
         )  # fmt: skip
-        mbarrier.arrive(k_empty.index(stage), count=1)  # not before: the softmax reads `starts` and `of_tokens`, too
+        mbarrier.arrive(k_empty.index(stage), count=1)  # the softmax has read `starts` and `of_tokens`, too
     else:
         new, met, weight, parts = whole_tile(
             scores, highest, met, q_factor, pv_skip, of_tiles, stage, C, SKIP, BASE

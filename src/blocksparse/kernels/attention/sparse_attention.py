@@ -69,8 +69,8 @@ def sparse_attention(
     With `k_slots`, keys and values are moved into slot order here, once per head of `k_slots`, and so many heads at a
     time that the workspace stays small.
 
-    With scales, token `i` is `x[i] * scale[i]`. Row `r` of the mask reads the keys of head `k_copy[r] * Hk + h`, where `h` is
-    its KV head, so that rows may differ in how their keys were rounded. Weights of fp8 values are rounded to fp8 too.
+    With scales, token `i` is `x[i] * scale[i]`. Row `r` of the mask reads the keys of head `k_copy[r] * Hk + h`, where
+    `h` is its KV head, so that rows may differ in how their keys were rounded. Weights of fp8 values become fp8, too.
     """
     if v_scale is not None and out_dtype is None:
         raise ValueError("'out_dtype' must be given with 'v_scale'")

@@ -111,7 +111,7 @@ def _block(
     source, strides, b, h, start, within, dims, limit,
     D: tl.constexpr, BLOCK_D: tl.constexpr, RAGGED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """The keys or values `start + within`. `source` is a pointer, or with `TMA` a descriptor, which fills in zeros itself."""
+    """The keys or values `start + within`. `source` is a pointer, or with `TMA` a descriptor, which fills in zeros."""
     if TMA:
         tile = source.load([b, h, start, 0]).reshape(within.shape[0], BLOCK_D)
     else:
@@ -190,7 +190,7 @@ def _softmax_update(
         left_out = best - running_max < skip_log2  # false in the first tile: inf, or NaN
         weight_origin = tl.where(left_out, float("inf"), origin)
         kept = (live & ~left_out).to(tl.int32)
-        needed = tl.max(tl.max(kept[None, :], 1), 0) > 0  # Triton 3.7 fails on sm_100 to reduce it in one dimension
+        needed = tl.max(tl.max(kept[None, :], 1), 0) > 0  # two axes: Triton 3.7 fails on sm_100 to reduce one
     weight = tl.exp2(scores - weight_origin[:, None])
     rescale = tl.exp2(running_max - origin)
     running_sum = running_sum * rescale + tl.sum(weight, 1)

@@ -10,7 +10,7 @@ FAR = 2**30
 ROOM = 1024
 """The least number of tokens, or of cells, that a block is given room for, however short the prompt is.
 
-A block larger than that, and than the prompt, is cut to the prompt, and takes no more memory.
+A block larger than both that and the prompt is cut to the larger of the two, and takes no more memory.
 """
 
 
@@ -20,7 +20,7 @@ def cdiv(n: int, size: int) -> int:
 
 
 def index_dtype(cols: int) -> torch.dtype:
-    """The dtype of lists of up to `cols` blocks, which are as large as the mask: int16 if it can hold each block's number."""
+    """The dtype of lists over `cols` blocks, which are as large as the mask: int16 if it holds every block's number."""
     return torch.int16 if cols < 2**15 else torch.int32
 
 

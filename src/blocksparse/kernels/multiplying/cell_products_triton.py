@@ -44,7 +44,7 @@ def can_use_tma(*tensors: Tensor) -> bool:
 
 
 def whole_cells(x: Tensor, slots: int, lead: int, block: int, block_k: int) -> TensorDescriptor | None:
-    """A descriptor of the cells of `x` `[B, H, N, D]` that lack no token, `[B, H, slots, cells, D]`; None if there is none."""
+    """A descriptor of the cells of `x` `[B, H, N, D]` that lack no token, `[B, H, slots, cells, D]`; None without any."""
     skipped = -lead % slots
     count = (x.shape[2] - skipped) // slots
     if count <= 0:

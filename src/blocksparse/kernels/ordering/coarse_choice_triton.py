@@ -43,8 +43,8 @@ def _at_most(words, step):
     """A 1 in each byte of the result where that byte `w` of `words` is at most `step`, else a 0; all are from 0 to 255.
 
     One subtraction compares the lower 7 bits of four bytes. A product with 0x01010101 copies the lower bits of `step` into
-    all bytes, and `_HIGH` sets each byte's highest bit, so a byte becomes `128 + step % 128 - w % 128`. That is between 1 and
-    255, so no byte borrows from its neighbour, and it is 128 or more, with its highest bit set, just where
+    all bytes, and `_HIGH` sets each byte's highest bit, so a byte becomes `128 + step % 128 - w % 128`. That is between 1
+    and 255, so no byte borrows from its neighbour, and it is 128 or more, with its highest bit set, just where
     `w % 128 <= step % 128`.
 
     The highest bits of `w` and `step` then decide with it: if `step` is below 128, `w <= step` needs the highest bit of `w`
@@ -67,7 +67,7 @@ def _sum_of_bytes(words):
 
 @triton.jit
 def _narrowed(words_at, words, want, last, better, unit, WORDS: tl.constexpr):
-    """One round of the search for the greatest step that is kept, known to be from `last` to `last + 4 * unit - 1`.
+    """One round of the search for the greatest step that is kept, taken to be from `last` to `last + 4 * unit - 1`.
 
     It counts the row's keys of steps below `last` plus one, two and three times `unit`. Where fewer than `want` keys lie
     below a bound, the step that is sought is at or after it. Returns the greatest such bound, or `last`, and how many
@@ -126,7 +126,8 @@ def choose(
     last, better = least, want * 0
     for i in range(2):
         last, better = _narrowed(words_at, words, want, last, better, 4 >> (2 * i), WORDS)
-    # If the answer is the first or the last of the 16, the step may lie outside them: search all 256.
+    # If the answer is the first or the last of the 16, the step may lie outside them (and below the first one `better` was
+    # not counted): search all 256.
     if ((last == least) & (least > 0)) | ((last == least + 15) & (least < 240)):
         last, better = want * 0, want * 0
         for i in range(4):
@@ -145,12 +146,12 @@ def choose(
         is_better = tl.where(last > 0, _at_most(some, last - 1), 0)
         is_tied = _at_most(some, last) ^ is_better
         ties = is_tied * 0x01010101
-        both = ((is_better * 0x01010101) >> 24) + ((ties >> 24) << 16)  # better keys in the lower 16 bits, tied ones above
+        both = ((is_better * 0x01010101) >> 24) + ((ties >> 24) << 16)  # tied keys above the lower 16 bits
         of_thread = tl.sum(both, 1)
         before = (tl.cumsum(of_thread, 0) - of_thread)[:, None] + tl.cumsum(both, 1) - both
         ties_before = tied + (before >> 16)
-        # A tied key is kept if it is among the `left` first ones of its word. Byte by byte `128 + left - ties` has its highest
-        # bit set just there, as in `_at_most`; `is_tied` picks that bit after the shift.
+        # A tied key is kept if it is among the `left` first ones of its word. Byte by byte, `128 + left - ties` has its
+        # highest bit set just there, as in `_at_most`; `is_tied` picks that bit after the shift.
         left = tl.minimum(tl.maximum(room - ties_before, 0), 4)
         is_kept = is_better | (is_tied & (((left * 0x01010101 | _HIGH) - ties) >> 7))
         slots = is_kept * 0x01010101

@@ -18,7 +18,7 @@ from blocksparse.kernels.ordering.coarse_steps_triton import ROWS_AT_ONCE, coars
 from blocksparse.kernels.ordering.score_steps import STEPS
 
 BYTES_AT_ONCE = 3 << 27  # of workspace: steps, kept keys, and counts of steps
-CHUNK, CHUNKS = 1024, 16  # kept keys per program, and programs per row at most: in long rows programs take more keys
+CHUNK, CHUNKS = 1024, 16  # kept keys per program, or more, so that a row has at most this many programs
 WIDE, NARROW = 1024, 32  # kept keys at a time: to count them, and to order them, one for each bit of an int32
 PIECE = 4  # chunks whose counts are read at a time
 

@@ -18,7 +18,7 @@ from blocksparse.kernels.ordering.key_importance_triton import options_of_weight
 from blocksparse.kernels.ordering.score_steps import SAMPLED, STEPS
 
 ROWS_AT_ONCE = 128  # rows of a tile of rows, at most
-SHARE, RANGE_SHARE = 2048, 4096  # keys per program, of steps and of ranges; a range needs only every eighth of its keys
+SHARE, RANGE_SHARE = 2048, 4096  # keys per program of `_steps`, and of `_range`, which reads every eighth
 _MOST = tl.constexpr(3.4028234663852886e38)  # the greatest finite fp32
 
 

@@ -96,7 +96,7 @@ def _kernel(
             keep_at, keep_strides[3], k_last_at, position_strides[3][3], k_whole_at, k_whole_strides[3],
             q_first, at, inside, CAUSAL,
         )  # fmt: skip
-        seen = tl.cumsum(full + (partial << 16), 1)  # full blocks are counted in the lower 16 bits, partial ones above
+        seen = tl.cumsum(full + (partial << 16), 1)  # partial blocks are counted above the lower 16 bits
         place = tl.where(full != 0, full_place + (seen & 0xFFFF), partial_place + (seen >> 16))
         block = tl.broadcast_to(at.to(INDEX), [ROWS, COLS])
         tl.store(index_at + place, block, mask=(full + partial) != 0)

@@ -30,7 +30,7 @@ def int8_queries(
     scale: float = 1.0,
     plain: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """int8 `[B, Hq, M, D]` of `q` `[B, Hq, M, D]` in slot order, scales `[B, Hq, M]` fp32, and what `mean` takes from logits.
+    """int8 `[B, Hq, M, D]` of `q` `[B, Hq, M, D]` in slot order, scales `[B, Hq, M]` fp32, and what `mean` takes.
 
     Args:
         index: `[B, Hq, M]` int32, the query in each slot; None leaves queries in place.

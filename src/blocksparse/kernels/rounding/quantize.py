@@ -17,7 +17,7 @@ INT8_LIMIT = 127.0
 FP8_LIMIT = 448.0
 LEAST_LOG2 = -100.0  # log2 of the least scale in `fp8_value_tiles`: finite even if all values are zero
 GROUP = 16  # slots that `fp8_value_tiles` reorders among themselves
-SMOOTHED_BY = 128  # tokens whose mean smooths causal keys; a row that cannot see them all takes keys that are not smoothed
+SMOOTHED_BY = 128  # tokens of a causal mean; a row that cannot see them all takes keys that are not smoothed
 _SMALLEST = 1e-30  # tokens without a larger entry count as zero
 
 

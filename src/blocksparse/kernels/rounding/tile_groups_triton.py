@@ -14,7 +14,7 @@ def inverse_of(scale):
 
 @triton.jit
 def of_groups(largest, ROWS: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr):
-    """The largest of each group, `[tiles, 4]`, of `largest` `[ROWS]`, of which runs of `RUN` belong to the groups in turn."""
+    """The largest of each group, `[tiles, 4]`; runs of `RUN` entries of `largest` `[ROWS]` belong to the groups in turn."""
     largest = tl.reshape(largest, [ROWS // TILE, TILE // (4 * RUN), 4, RUN])
     return tl.max(tl.max(largest, 3), 1)
 
