@@ -223,6 +223,7 @@ def _consume(WG: gl.constexpr, C, given):
             stop = low >= patience
             if stop:  # both consumers decide alike, and store the same number
                 halt.index(0).store(gl.full([1], 0, gl.int32, one) + t)
+        # Of the two products in flight only the older one, the scores, is waited for.
         scores = warpgroup_mma_wait(1, [scores_token])
         if partial:
             scores = _masked(scores, seen, slots.index(stage))

@@ -169,7 +169,7 @@ def _consume(WG: gl.constexpr, C, SKIP: gl.constexpr, sources, pointers, bars, b
     WEIGHT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 4 if C.PV8 else 2)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     BASE: gl.constexpr = 8.0 - LAZY if C.PV8 else 0.0  # weights are at most 2^(BASE + LAZY) = 2^8: fp8 holds 448
-    GROUP: gl.constexpr = _GROUP if C.PV8 else 1 << 20
+    GROUP: gl.constexpr = _GROUP if C.PV8 else 1 << 20  # without fp8 all tiles of keys are one group
     q_bufs = q_pieces._reinterpret(q_pieces.dtype, [2 * C.CONSUMERS, 64, C.DQ], EIGHTS)
     k_bufs = k_pieces._reinterpret(k_pieces.dtype, [C.STAGES, C.BLOCK_N, C.DQ], EIGHTS)
     if C.PV8:
@@ -224,6 +224,7 @@ def _consume(WG: gl.constexpr, C, SKIP: gl.constexpr, sources, pointers, bars, b
                 not C.PV8, HALF, SKIP, BASE,
             )  # fmt: skip
         for begin in range(masked, steps, GROUP):
+            # With fp8 the first product of a group replaces `sums`; at the group's end these are added to `result` in fp32.
             for i in range(begin, gl.minimum(begin + GROUP, steps)):
                 stage, phase, highest, met, total, sums, weight, result, relative = step(
                     False, C, bars, q_again, k_bufs, v_bufs, starts, of_tokens, of_tiles, last, position_at,

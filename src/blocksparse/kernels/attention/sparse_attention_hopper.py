@@ -162,6 +162,7 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes)
             )
             mbarrier.wait(v_full.index(v_stage), v_phase)
             sums_token = warpgroup_mma(operand, v_bufs.index(v_stage), sums, is_async=True)
+            # Of the two products in flight only the older one, the scores, is waited for.
             scores = warpgroup_mma_wait(1, [scores_token])
             if t < masked:
                 scores = masked_scores(scores, last, starts, stage, C.PIECES, k_position_ptr, position_at, N, C)

@@ -1,4 +1,4 @@
-"""What the hardware can do: the only place that asks."""
+"""What the hardware can do: the questions that several kernels and executors ask, in one place."""
 
 from __future__ import annotations
 
