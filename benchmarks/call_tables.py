@@ -117,18 +117,23 @@ def _captured(pipeline: AnyPipeline, q: Tensor, k: Tensor, v: Tensor) -> Call:
 
 
 def cpu(plan: Plan, device: torch.device) -> Iterator[Row]:
-    """`FlexExecutor`, block lists included, against dense SDPA: 9 query heads, 3 KV heads, head dim 64."""
+    """Executors for CPUs, block lists included, against dense SDPA: 9 query heads, 3 KV heads, head dim 64."""
     for N in plan.cpu_lengths:
         for dtype in (torch.float32, torch.bfloat16):
             case = Case(N, 9, 3, 64, 128, 128, plan.call_density, dtype)
             q, k, v = case.inputs(device)
             mask, everyone = case.mask(q, k), everything(q, k)
             dense = partial(scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=True)
-            sparse = partial(_flex, q, k, v, mask)
             figures = measure(
                 {
                     "dense": Candidate(ready(dense), partial(check, q=q, k=k, v=v, mask=everyone)),
-                    "FlexExecutor": Candidate(ready(sparse), partial(check, q=q, k=k, v=v, mask=mask)),
+                    **{
+                        type(executor).__name__: Candidate(
+                            ready(partial(_attend, executor, q, k, v, mask)),
+                            partial(check, q=q, k=k, v=v, mask=mask),
+                        )
+                        for executor in (bs.CpuExecutor(), bs.FlexExecutor())
+                    },
                 },
                 device=device,
                 budget_ms=20 * plan.budget_ms,
@@ -141,5 +146,7 @@ def cpu(plan: Plan, device: torch.device) -> Iterator[Row]:
             }
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask) -> Tensor:
-    return bs.FlexExecutor()(q, k, v, bs.GlobalPermutation(), mask, scale=q.shape[-1] ** -0.5).out
+def _attend(
+    executor: bs.Executor[bs.GlobalPermutation, bs.BlockMask], q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask
+) -> Tensor:
+    return executor(q, k, v, bs.GlobalPermutation(), mask, scale=q.shape[-1] ** -0.5).out

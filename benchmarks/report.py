@@ -261,12 +261,13 @@ def crossover(rows: list[Row]) -> str:
 
 
 def cpu(rows: list[Row]) -> str:
-    body = []
+    body, executors = [], ("CpuExecutor", "FlexExecutor")
     for row in rows:
-        dense, flex = ms_of(row, "dense"), ms_of(row, "FlexExecutor")
-        times = [milliseconds(dense), milliseconds(flex), cell(ratio(dense, flex), 1)]
-        body.append([tokens(row["N"]), row["dtype"], cell(row["density"], 3), *times])
-    return table(["tokens", "dtype", "density", "dense SDPA, ms", "FlexExecutor, ms", "times dense"], body)
+        dense, *others = (ms_of(row, name) for name in ("dense", *executors))
+        times = [x for other in others for x in (milliseconds(other), cell(ratio(dense, other), 1))]
+        body.append([tokens(row["N"]), row["dtype"], cell(row["density"], 3), milliseconds(dense), *times])
+    head = [x for name in executors for x in (f"{name}, ms", "times dense")]
+    return table(["tokens", "dtype", "density", "dense SDPA, ms", *head], body)
 
 
 TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
@@ -279,7 +280,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "calls": ("Whole calls", calls),
     "growth": ("Growth", growth),
     "crossover": ("When selecting saves time", crossover),
-    "cpu": ("FlexExecutor on a CPU", cpu),
+    "cpu": ("On a CPU", cpu),
 }
 
 

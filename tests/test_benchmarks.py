@@ -195,6 +195,19 @@ def test_a_table_that_breaks_leaves_the_others(tmp_path: Path) -> None:
     assert "torch" in results["environment"]
 
 
+def test_density_of_one_head_after_the_other() -> None:
+    case = Case(200, 4, 2, 16, 32, 16, 0.3, torch.float32)
+    q, k, _ = case.inputs(CPU)
+    mask = case.mask(q, k)
+    assert kernel_tables.density_of(mask) == pytest.approx(float(mask.density().mean()))
+
+
+@pytest.mark.slow
+def test_executors_for_cpus_are_measured() -> None:
+    for row in call_tables.cpu(PLAN, CPU):
+        assert all("ms" in row["figures"][name] for name in ("dense", "CpuExecutor", "FlexExecutor"))
+
+
 @pytest.mark.slow
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("TINY", "QUICK"):

@@ -74,7 +74,7 @@ class HeadGroups:
         HeadGroups({(0, 1, 3): pbs_attn(0.9), (2,): None})(q, k, v)
 
     Called as a `Pipeline` is. The heads of a group run in one call, in the order in which they are written: a
-    `threshold` per query head of its pipeline has the query heads of the group alone.
+    `mass` per query head of its pipeline has the query heads of the group alone.
     """
 
     groups: Mapping[Heads, AnyPipeline | None] = field(converter=_groups)

@@ -45,10 +45,11 @@ class CpuExecutor(Executor[Permutation, BlockMask]):
         lse = rows.q.new_full(rows.q.shape[:2], float("-inf"))
         for some, blocks, partial in rows.alike(plan):
             out[some], lse[some] = rows.attention(some, blocks, partial, scale)
-        parts = [rows.by_head(x)[:, :, grid.q_lead : grid.q_lead + grid.q_len] for x in (out.to(v.dtype), lse)]
+        inside = slice(grid.q_lead, grid.q_lead + grid.q_len)
+        out, lse = (rows.by_head(x)[:, :, inside] for x in (out.to(v.dtype), lse))
         if permutation.q_index is not None:
-            parts = [scatter_rows(x, permutation.q_index) for x in parts]
-        return AttentionOutput(*parts)
+            out, lse = (scatter_rows(x, permutation.q_index) for x in (out, lse))
+        return AttentionOutput(out, lse)
 
 
 class _Rows:
@@ -84,9 +85,11 @@ class _Rows:
         return x.transpose(2, 3).reshape(B, Hm * per, rows * q_block, *x.shape[5:])
 
     def alike(self, plan: BlockPlan) -> Iterator[tuple[Tensor, Tensor, int]]:
-        """Rows that keep equally many blocks, `[n]`, those blocks, `[n, blocks]`, and how many of the last are partial.
+        """Batches of rows that keep equally many blocks.
 
-        Full blocks come first in a list. Where rows of a batch differ in that, some of the last ones are full too.
+        Yields:
+            The rows, `[n]`; their blocks, `[n, blocks]`, full ones first; and how many of the last blocks are
+            partial in some row of the batch. In the other rows, some of those are full.
         """
         count, partial = (plan.full_count + plan.partial_count).flatten(), plan.partial_count.flatten()
         index, places, threads = plan.index.flatten(0, 2), self.q.shape[1], torch.get_num_threads()

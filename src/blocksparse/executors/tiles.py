@@ -1,4 +1,4 @@
-"""Which kernel attends over block lists, and with which tiles."""
+"""Which kernel computes attention over block lists, and how large the tiles are that it works on at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from blocksparse.kernels.common.hardware import is_hopper
 from blocksparse.kernels.common.sizes import cdiv
 from blocksparse.validators import flag, one_of, size, whole
 
-_SHARED = 228 << 10  # bytes of a Hopper multiprocessor
+_SHARED = 228 << 10  # bytes of shared memory of a Hopper multiprocessor
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -19,11 +19,11 @@ class TritonTiles:
     """How the portable kernel is launched.
 
     Args:
-        block_m: queries per tile, a power of two from 16 on that divides the mask's query block.
-        block_n: keys per tile, the same for the key block.
+        block_m: queries in a tile of queries: a power of two, at least 16, that divides the mask's query block.
+        block_n: keys in a tile of keys: a power of two, at least 16, that divides the mask's key block.
         num_warps: warps per program.
-        num_stages: tiles of keys and values in flight.
-        tma: load them through tensor descriptors, where the hardware and the tensors allow it.
+        num_stages: tiles of keys and of values whose loads are in flight at a time.
+        tma: load keys and values through tensor descriptors, where the hardware and the tensors allow it.
     """
 
     block_m: int = field(converter=whole, validator=size)
@@ -40,7 +40,7 @@ class TritonTiles:
         return [self.block_m, self.block_n, self.num_warps, self.num_stages, int(self.tma)]
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, q_block: int, k_block: int) -> list[str]:
-        """Tiles are powers of two, at least 16, that divide the mask's blocks."""
+        """Reasons against these tiles: both must be powers of two, at least 16, that divide the mask's blocks."""
         fits = all(
             tile >= 16 and tile & (tile - 1) == 0 and block % tile == 0
             for tile, block in ((self.block_m, q_block), (self.block_n, k_block))
@@ -52,14 +52,15 @@ class TritonTiles:
 class HopperTiles:
     """How a kernel for Hopper is launched.
 
-    `TritonExecutor`'s takes half precision and head dims that are multiples of 8 up to 128; `Int8Executor` says
-    what its own takes.
+    The kernel of `TritonExecutor` takes half precision and head dims that are multiples of 8 up to 128;
+    `Int8Executor` says what its own kernel takes.
 
     Args:
-        consumers: warp groups that compute, with 64 queries each: 1 or 2.
-        block_n: keys per tile, 64 or 128; narrower blocks fill it together, of `Int8Executor` two of 64.
-        num_stages: tiles of keys, and of values, in flight.
-        per_sm: programs per multiprocessor.
+        consumers: warp groups that compute, 1 or 2; each computes 64 queries of a tile of queries.
+        block_n: keys in a tile of keys, 64 or 128. Several narrower blocks share one tile; with `Int8Executor`
+            only two blocks of 64 keys can.
+        num_stages: tiles of keys, and as many of values, that shared memory holds at a time.
+        per_sm: programs that run on a multiprocessor at a time.
     """
 
     consumers: int = field(converter=whole, validator=one_of(1, 2))
@@ -75,7 +76,7 @@ class HopperTiles:
         return [self.consumers, self.block_n, self.num_stages, self.per_sm]
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, q_block: int, k_block: int) -> list[str]:
-        """What the copy engine and the consumers' registers ask for."""
+        """Reasons against these tiles, from what the bulk copy engine and the consumers' registers require."""
         reasons = []
         if not is_hopper(q.device):
             reasons.append(f"{self} needs a GPU of compute capability 9.0")
@@ -93,26 +94,39 @@ class HopperTiles:
         return reasons + self.too_many(q, q_block, cdiv(k.shape[2], k_block))
 
     def too_large(self, D: int, Dv: int, *, qk_bytes: int = 2, pv_bytes: int = 2) -> list[str]:
-        """Of a program: two buffers of queries, the stages, the output, scales, barriers, what CUDA reserves."""
+        """A reason if `per_sm` programs need more shared memory than a multiprocessor has.
+
+        A number of queries and keys has `qk_bytes` bytes, one of values `pv_bytes`. A program holds, with head
+        dims padded to 64 or 128: two buffers of queries, since the next tile of queries is loaded while one is
+        computed; `num_stages` tiles of keys and as many of values; one tile of output, 2 bytes a number; with
+        8-bit operands their scales as well; and 1280 bytes for barriers, the queue's words and what CUDA reserves.
+        """
         of_keys, of_values = (64 if x <= 64 else 128 for x in (D, Dv))
         queries, keys = 64 * self.consumers, self.num_stages * self.block_n
         needed = qk_bytes * of_keys * (2 * queries + keys) + pv_bytes * of_values * keys + 2 * queries * of_values
-        # Two numbers a query, twice; three a key; two runs of 128 bytes for each of up to two pieces.
+        # What comes with 8-bit operands (`int8_attention_hopper.py`), in fp32: two numbers for each query, in each
+        # of the two buffers; three for each key in flight; and in each stage, for each of up to two pieces (blocks
+        # of 64 keys that share a tile of keys), two runs of 128 bytes: scales of keys, and of values.
         needed += (16 * queries + 12 * keys + 512 * self.num_stages) * (qk_bytes == 1)
         if (needed := self.per_sm * (needed + 1280)) <= _SHARED:
             return []
         return [f"{self} needs {-(-needed >> 10)} KiB of shared memory, and there are {_SHARED >> 10}"]
 
     def too_many(self, q: Tensor, q_block: int, cols: int) -> list[str]:
-        """The queue has 24 bits for the number of a tile of queries, and 15 or 16 for each part of its place.
+        """A reason if a count does not fit the bits that `hopper_queue.py` has for it.
 
-        It has 19 for the number of key blocks in a row.
+        The queue's word (`word_of`) is an int64: 24 bits for the number of a tile of queries among all
+        `B * Hq * rows`, 20 for the number of full blocks in a row's list, and the upper 20 for partial blocks.
+        The word's sign bit must stay 0, because -1 marks the end of the queue, so partial blocks have 19 bits. All
+        `cols` key blocks of a row may be partial: hence `cols < 2^19`. A second int64, the tile's place
+        (`packed_place`), has 16 bits each for batch entry, query head, KV head and the tile's number in its head.
+        The batch entry stands at the top, where the sign bit must stay 0, and so has 15.
         """
         if cols >= 2**19:
             return [f"{self} takes rows of up to {2**19 - 1} key blocks, not {cols}"]
         B, Hq, M, _ = q.shape
         tile = 64 * self.consumers
-        rows = (M // q_block + 2) * max(q_block // tile, 1)  # or one less: a chunk may start inside a block
+        rows = (M // q_block + 2) * max(q_block // tile, 1)  # at most; a chunk may start inside a block
         if B <= 2**15 and max(Hq, rows) <= 2**16 and B * Hq * rows <= 2**24:
             return []
         return [
@@ -123,7 +137,8 @@ class HopperTiles:
 
 Tiles = TritonTiles | HopperTiles
 
-# By head dim (up to) and whether 128 queries fill whole rows; `python -m benchmarks.tune` measures candidates.
+# By the largest head dim that an entry serves, and by whether 128 divides the query block, so that a tile of two
+# consumers lies in one row of blocks. `python -m benchmarks.tune` measures candidates.
 _HOPPER = {
     (64, True): HopperTiles(2, 128, 4),
     (64, False): HopperTiles(1, 128, 2, 2),
@@ -136,7 +151,7 @@ def tuned(q: Tensor, k: Tensor, v: Tensor, q_block: int, k_block: int, *, exact:
     """The fastest tiles for blocks of `q_block` x `k_block`, as measured (docs/performance.md).
 
     Args:
-        exact: nothing is approximated; the Hopper kernel only computes exactly.
+        exact: whether nothing is approximated. Only then is the Hopper kernel taken, which only computes exactly.
     """
     head_dim = max(q.shape[-1], v.shape[-1])
     if exact and head_dim <= 128:
@@ -147,7 +162,7 @@ def tuned(q: Tensor, k: Tensor, v: Tensor, q_block: int, k_block: int, *, exact:
 
 
 def tuned_int8(head_dim: int, q_block: int, k_block: int, fp8_pv: bool) -> HopperTiles:
-    """The fastest tiles of 8-bit operands, as measured; two blocks of 64 keys make one tile."""
+    """The fastest tiles for 8-bit operands, as measured; two blocks of 64 keys share a tile of 128 keys."""
     if q_block % 128:
         return HopperTiles(1, 64, 3 if fp8_pv else 2, 2)
     block_n = 64 if k_block % 128 and k_block > 64 else 128
@@ -155,7 +170,7 @@ def tuned_int8(head_dim: int, q_block: int, k_block: int, fp8_pv: bool) -> Hoppe
 
 
 def portable(q_block: int, k_block: int, head_dim: int, itemsize: int) -> TritonTiles:
-    """Tiles of the portable kernel that divide the blocks and fit on chip."""
+    """Tiles for the portable kernel that divide the blocks and fit on chip."""
     row_bytes = head_dim * itemsize
     large = itemsize <= 2 and 128 < row_bytes <= 256
     limit = 128 if large else 64 if row_bytes <= 512 else 32

@@ -1,4 +1,7 @@
-"""What flash-attn-4 asks of partial blocks, in its own language. Imports CuTe: only for those who have it."""
+"""The masks of partial blocks that flash-attn-4 calls, in its own language, CuTe.
+
+This module imports CuTe, so only code that has found flash-attn-4 may import it.
+"""
 
 import cutlass
 import cutlass.cute as cute
@@ -18,5 +21,5 @@ def key_not_after_query(batch, head, q_place, k_slot, lengths, positions):
 
 @cute.jit
 def causal(batch, head, q_place, k_slot, lengths, positions):
-    """The same for keys and queries in original order, the queries being the last ones."""
+    """The same if keys and queries stand in original order, and the queries are the last of the keys' tokens."""
     return k_slot <= q_place + scalar_to_ssa(lengths.seqlen_k - lengths.seqlen_q, cutlass.Int32)

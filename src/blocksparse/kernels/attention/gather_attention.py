@@ -1,4 +1,4 @@
-"""Softmax attention over ranked lists of blocks, keys loaded through an index map, with an early stop.
+"""Softmax attention over ranked lists of blocks, whose keys are read through an index map, with an early stop.
 
     out[b, h, i] = sum_j softmax_j(scale * q[b, h, i] . k[b, h // G, j]) v[b, h // G, j]
 
@@ -8,9 +8,9 @@ adds, both relative to the same running maximum, a query is satisfied if `gain <
 queries were satisfied `patience` times in a row (S2O, algorithm 3). Nothing is moved: keys, values and queries are
 read, and outputs written, where they stand.
 
-One op with three implementations: the portable Triton kernel in `gather_attention_triton.py`, the one for Hopper in
-`gather_attention_hopper.py` where it fits (`fits_hopper`), and for CPU tensors and float64 the plain torch below, which
-computes in fp32 or better. The same rows stop after the same blocks.
+The op has three implementations: the portable Triton kernel in `gather_attention_triton.py`; the kernel for Hopper in
+`gather_attention_hopper.py`, for the arguments that `fits_hopper` names; and for CPU tensors and float64 the plain torch
+below, which computes in fp32 or better. In all of them the same rows stop after the same blocks.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def gather_attention(
     k: Tensor,  # [B, Hkv, N, D], in original order
     v: Tensor,  # [B, Hkv, N, Dv]
     index: Tensor,  # [B, Hq, rows, cols] int32, blocks in visiting order
-    opened: Tensor,  # [B, Hq, rows] int32, blocks visited in any case
-    count: Tensor,  # [B, Hq, rows] int32, blocks that may be visited
+    opened: Tensor,  # [B, Hq, rows] int32, how many blocks are visited in any case
+    count: Tensor,  # [B, Hq, rows] int32, how many blocks may be visited
     q_position: Tensor,  # [B|1, Hq|1, rows * q_block] int32, original positions by place, -1 where empty
     k_position: Tensor,  # [B|1, Hm|1, G, cols * k_block] int32, the key in each slot, -1 where empty
     group: Tensor,  # [rows] int32, the key map of each row
@@ -40,10 +40,10 @@ def gather_attention(
     causal: bool,
     scale: float,
     patience: int,
-    commit: bool,  # the block that ends a row counts
-    mean: bool,  # the mean of gain / l over a row's queries must be below tau, not each
+    commit: bool,  # whether the block after which a row stops is part of the result
+    mean: bool,  # a row is satisfied if the mean of gain / l over its queries is below tau; else each must be
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`out` `[B, Hq, M, Dv]` like v, `lse` `[B, Hq, M]` fp32 or better, blocks visited `[B, Hq, rows]` int32."""
+    """`out` `[B, Hq, M, Dv]` of the dtype of v, `lse` `[B, Hq, M]` fp32 or better, blocks visited `[B, Hq, rows]` int32."""
     compute = gather_attention_reference
     if is_hopper(q.device) and fits_hopper(q, v, q_block, k_block, commit):
         from blocksparse.kernels.attention.gather_attention_hopper import gather_attention_hopper as compute
@@ -73,7 +73,7 @@ def _(q, k, v, index, opened, *_args):
 
 
 def _outputs(q: Tensor, v: Tensor, opened: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialised, of the right shapes; from q as it is given, before a kernel has it moved."""
+    """Uninitialised outputs. `out` lies in memory as `q` does, so `q` must come as the caller gave it, not a copy."""
     out = empty_as(q, v.shape[-1], v.dtype)
     lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
     return out, lse, opened.new_empty(opened.shape)
@@ -100,8 +100,8 @@ def gather_attention_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same in plain torch: step `i` computes the `i`-th block of every row that has not stopped.
 
-    Gathers one block of keys and values per running row at a time. Asks after each step which rows still run,
-    so on a GPU it waits for the device.
+    Each step gathers one block of keys and values for every row that still runs. It asks which rows those are after each
+    step, so on a GPU it waits for the device.
     """
     (B, Hq, M, _), (_, Hkv, N, _), Dv = q.shape, k.shape, v.shape[-1]
     rows, dtype, device = index.shape[2], torch.promote_types(q.dtype, torch.float32), q.device
@@ -145,8 +145,8 @@ def gather_attention_reference(
         origin = new_peak.masked_fill(new_peak == float("-inf"), 0.0)
         weight = (logits - origin.unsqueeze(-1)).exp()
         rescale = (peak[running] - origin).exp()
-        before, gain = total[running] * rescale, weight.sum(-1)  # relative to one maximum
-        # An empty slot reads key 0; its weight is 0, which must not meet an infinite value.
+        before, gain = total[running] * rescale, weight.sum(-1)  # both relative to the new maximum
+        # An empty slot reads the value of token 0. Its weight is 0, but 0 times an infinity would be NaN.
         values = values.masked_fill(~there.transpose(1, 2), 0.0)
         added = products(weight.unsqueeze(0), values.mT.unsqueeze(0)).squeeze(0)
         after = summed[running] * rescale.unsqueeze(-1) + added

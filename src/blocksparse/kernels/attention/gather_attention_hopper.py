@@ -1,15 +1,19 @@
 """`gather_attention` on Hopper: warps that gather keys and values, and warps that compute, at the same time.
 
-One program computes one row of blocks of one head: late rows first, the query heads of a key head side by side.
-Four warps gather (`gather_loader_hopper.py`), as many tiles ahead as there are stages. Each consumer, four warps,
-computes 64 queries: it starts the scores of the next keys before it multiplies the weights of the last ones with
-their values, so that the softmax in between is hidden behind matrix products.
+One program computes one row of blocks of one head. The last rows start first, and the query heads of a KV head run side
+by side. Four warps gather (`gather_loader_hopper.py`), as many tiles of keys ahead as there are stages. Each consumer is
+four warps and computes 64 queries: it starts the scores of the next keys before it multiplies the weights of the last
+ones with their values, so that the softmax in between is hidden behind matrix products.
 
-Once a row has visited what it visits in any case, the consumers ask after every tile whether it is satisfied
-(`gather_votes_hopper.py`). They learn the answer one tile later, when the next scores are under way; after a stop, those are thrown away.
+Once a row has visited what it visits in any case, the consumers vote after every tile of keys whether the row is
+satisfied (`gather_votes_hopper.py`). They learn the result one tile later, when the next scores are in flight already;
+after a stop those are thrown away.
+
+Every buffer has a full and an empty barrier, used as `make_rings` in `hopper_queue.py` explains. Here a full barrier
+expects no bytes: the loader arrives at it when its own copies are done.
 """
 
-# Annotations stay what they are: Triton reads those of `_Constants`.
+# No `from __future__ import annotations` here: Triton reads the annotations of `_Constants` as objects, not as strings.
 
 import math
 
@@ -33,14 +37,15 @@ from blocksparse.kernels.attention.hopper_rows import LOWEST, NEVER, partial_sum
 from blocksparse.kernels.common.hardware import device_of
 from blocksparse.kernels.common.memory import empty_as
 
-_LOADER_REGISTERS = gl.constexpr(56)
+_LOADER_REGISTERS = gl.constexpr(56)  # of each thread of the loading warps, once registers are reallocated
 
 
 def tile_options(q_block: int, k_block: int, head_dim: int) -> dict[str, int]:
-    """Tiles that fit on chip: one program per SM with 128 queries, two with 64."""
+    """How the kernel is launched, so that it fits on chip: one program per multiprocessor with 128 queries, two with 64."""
     consumers = q_block // 64
     block_n = min(k_block, 64 * consumers)
-    # Bytes left for keys, values and positions; 640 are for barriers, arguments and reductions.
+    # Bytes of shared memory left for the stages, that is for keys, values and positions. A program may have 227 KiB, or
+    # each of two 113; queries take their part, and 640 bytes are for barriers, arguments and reductions.
     room = (227 if consumers == 2 else 113) * 1024 - q_block * head_dim * 2 - 640
     return {
         "CONSUMERS": consumers,
@@ -69,7 +74,7 @@ def gather_attention_hopper(
     commit: bool,
     mean: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the kernel; arguments as of `gather_attention`, of which `fits_hopper` says which it takes."""
+    """Launch the kernel. The arguments are those of `gather_attention`; `fits_hopper` says which of them it takes."""
     (B, Hq, M, D), Hkv, N = q.shape, k.shape[1], k.shape[2]
     out = empty_as(q, D, v.dtype)
     q, scale = positive(q, scale)
@@ -96,12 +101,12 @@ def gather_attention_hopper(
 
 
 def _copied_in_16_bytes(x: Tensor) -> bool:
-    """Whether the compiler knows that every row of `[B, H, N, D]` may be copied 16 bytes at a time."""
+    """Whether the compiler can tell that every row of `x` `[B, H, N, D]` may be copied 16 bytes at a time."""
     return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in axis_strides(x))
 
 
 def _consumer_registers(consumers: int, per_sm: int) -> int:
-    """What is left for a thread of a consumer once the loader has given its own back."""
+    """Registers of each thread of a consumer, after the loader has given back all but `_LOADER_REGISTERS` of its own."""
     return (registers(consumers, per_sm) * (consumers + 1) - _LOADER_REGISTERS.value) // consumers // 8 * 8
 
 
@@ -111,11 +116,11 @@ class _Constants:
 
     D: gl.constexpr
     CONSUMERS: gl.constexpr
-    BLOCK_N: gl.constexpr  # keys per tile
-    K_SPLIT: gl.constexpr  # tiles per block
-    STAGES: gl.constexpr
+    BLOCK_N: gl.constexpr  # keys in a tile of keys
+    K_SPLIT: gl.constexpr  # tiles of keys per block
+    STAGES: gl.constexpr  # tiles of keys, and of values, in shared memory
     CAUSAL: gl.constexpr
-    MEAN: gl.constexpr
+    MEAN: gl.constexpr  # as `mean` of `gather_attention`
 
     @gluon.constexpr_function
     def __init__(self, D, CONSUMERS, BLOCK_N, K_SPLIT, STAGES, CAUSAL, MEAN):
@@ -130,7 +135,7 @@ class _Constants:
 
 @gluon.constexpr_function
 def _row_layout(D, rows):
-    """Whole rows of `[rows, D]` for four warps, 16 bytes a thread and access."""
+    """A layout of `[rows, D]` in which four warps read and write whole rows, each thread 16 bytes at a time."""
     lanes = D // 8
     return gl.BlockedLayout([max(rows * lanes // 128, 1), 8], [32 // lanes, lanes], [4, 1], [1, 0])
 
@@ -144,15 +149,16 @@ def _masked(scores, last, slots):
 
 @gluon.jit
 def _wait(full, t, C, pred=True):
-    """For the gathered rows of tile `t`, which the loader has fenced: the matrix units may read them."""
+    """Waits for the gathered rows of tile `t`. The loader has fenced them, so matrix products may read them."""
     mbarrier.wait(full.index(t % C.STAGES), (t // C.STAGES) & 1, pred=pred)
 
 
 @gluon.jit
 def _consume(WG: gl.constexpr, C, given):
-    """The softmax of 64 queries over the row's tiles, and its products.
+    """Computes attention of 64 queries over the row's tiles of keys.
 
-    At the head of step `t`, the keys of `t` are there and the weights of `t - 1` wait for their values.
+    When step `t` begins, the keys of tile `t` are in shared memory, and the weights of tile `t - 1` are in registers and
+    have not been multiplied with their values yet.
     """
     pointers, bars, bufs, strides, sizes = given
     q_ptr, q_position_ptr, out_ptr, lse_ptr, visited_ptr = pointers
@@ -195,7 +201,7 @@ def _consume(WG: gl.constexpr, C, given):
     operand = gl.convert_layout(weight.to(HALF), WEIGHT)
     _wait(k_full, 1, C, tiles > 1)
 
-    # Where the row may stop, `total` is what was there before a block, and `gain` what the block adds.
+    # `total` is the sum of weights before the current block, and `gain` what the block adds: the vote compares them.
     gain = total
     total = gl.zeros_like(gain)
     t = 1
@@ -212,10 +218,12 @@ def _consume(WG: gl.constexpr, C, given):
         stop = False
         if t > opened:
             satisfied = is_satisfied(votes, voted, t - opened - 1, C)
-            low = gl.where(first, gl.where(satisfied, low + 1, 0), low)  # the vote is about a whole block
+            # Only the vote after a block's last tile is about the whole block; it is read in the next block's first step.
+            low = gl.where(first, gl.where(satisfied, low + 1, 0), low)
             stop = low >= patience
-            if stop:  # both consumers, the same
+            if stop:  # both consumers decide alike, and store the same number
                 halt.index(0).store(gl.full([1], 0, gl.int32, one) + t)
+        # Of the two products in flight only the older one, the scores, is waited for.
         scores = warpgroup_mma_wait(1, [scores_token])
         if partial:
             scores = _masked(scores, seen, slots.index(stage))
@@ -229,7 +237,7 @@ def _consume(WG: gl.constexpr, C, given):
         gain = gl.where(stop, 0.0, gl.where(first, 0.0, gain * by) + partial_sum(weight))
         if t >= opened:
             post_vote(votes, voted, t - opened, gain, total, live, tau, WG, C, ROW)
-        # Here, so that the exponentials stay above the wait for the sums.
+        # This wait stands here so that the compiler leaves the exponentials above the wait for the sums.
         _wait(k_full, t + 1, C, t + 1 < tiles)
         sums, weight = warpgroup_mma_wait(0, [sums_token, weight])
         mbarrier.arrive(v_empty.index(v_stage), count=1)
@@ -286,15 +294,18 @@ def _kernel(
     visited_ptr += list_at
 
     q_at = gl.load(q_position_ptr + gl.arange(0, 64 * CONSUMERS, layout=gl.BlockedLayout([1], [32], [4], [0])))
-    least = gl.min(gl.where(q_at >= 0, q_at, NEVER), 0)  # the first query that lives
+    least = gl.min(gl.where(q_at >= 0, q_at, NEVER), 0)  # position of the row's first query, or NEVER
     limit = least if CAUSAL else NEVER - 1
     count = gl.load(count_ptr + list_at)
     opened = gl.minimum(gl.load(opened_ptr + list_at), count)
     tau = gl.load(tau_ptr + h)
-    # No gain is below a share of 0, and none of the first block below its share of nothing.
+    # `blocks` is how many blocks are visited without a vote. If `tau` is not above 0 that is all of them, for no gain is
+    # less than 0. The first block is always one of them, for before it there is no sum that its gain could be little of.
     blocks = gl.where(tau > 0.0, gl.minimum(gl.maximum(opened, 1), count), count)
     ends_at = count
-    if least == NEVER:  # all of no queries are satisfied, their mean is not
+    # A row without queries visits no keys, but must report what the other implementations do: "every query is satisfied"
+    # is true of no queries, so the row stops as early as it can; "their mean is below tau" is not, so it never stops.
+    if least == NEVER:
         if not MEAN:
             ends_at = gl.where(tau > 0.0, gl.minimum(opened + patience, count), count)
         blocks = 0
@@ -310,7 +321,8 @@ def _kernel(
     slots = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_N], mbarrier.MBarrierLayout())
     flags = gl.allocate_shared_memory(gl.int32, [STAGES, 1], mbarrier.MBarrierLayout())
     halt = gl.allocate_shared_memory(gl.int32, [1, 1], mbarrier.MBarrierLayout())
-    # Apart: on barriers allocated together, the compiler would hold a consumer's warps before each wait.
+    # Each ring of barriers is allocated on its own: with one allocation for all, the compiler would make a consumer's warps
+    # wait for each other before each wait.
     k_full = make_barriers(STAGES, 1)
     v_full = make_barriers(STAGES, 1)
     k_empty = make_barriers(STAGES, CONSUMERS)

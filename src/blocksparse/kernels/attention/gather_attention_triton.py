@@ -1,7 +1,7 @@
 """The portable Triton kernel of `gather_attention`: fp16, bf16 and fp32.
 
-One program computes one row of blocks of one head, since the early stop is decided for a row as a whole. Longest
-rows start first. fp32 accumulation, base-2 softmax; exact up to rounding.
+One program computes one row of blocks of one head, since the early stop is decided for a row as a whole. The longest
+rows start first. The softmax is in base 2, sums are in fp32, and the result is exact up to rounding.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from blocksparse.kernels.common.memory import empty_as
 from blocksparse.kernels.common.sizes import power_of_2
 from blocksparse.kernels.common.strides_triton import alike, head_at
 
-# Blocks whose loads may be under way when a row stops; their products are thrown away.
+# Blocks in a loop of known length. What it computes after its row has stopped is thrown away.
 _AHEAD = 4
 
 
@@ -69,9 +69,9 @@ def gather_attention_triton(
 
 
 def launch_options(q_block: int, k_block: int, head_dim: int, itemsize: int, *, large: bool) -> dict[str, int]:
-    """Tiles that hold the blocks and fit on chip; a key block wider than a tile takes several.
+    """Tiles that hold the blocks and fit on chip; a key block wider than a tile of keys takes several.
 
-    `large` says that a program may have 227 KiB of shared memory, as on Hopper; else 64 KiB must do.
+    `large` says that a program may have 227 KiB of shared memory, as on Hopper; else it must do with 64 KiB.
     """
     row_bytes = _padded(head_dim) * itemsize
     block_m = _padded(q_block)
@@ -85,7 +85,7 @@ def launch_options(q_block: int, k_block: int, head_dim: int, itemsize: int, *, 
 
 
 def _padded(size: int) -> int:
-    """The next power of two that a matrix product takes."""
+    """The least power of two that is not below `size` and that a matrix product takes."""
     return max(16, power_of_2(size))
 
 
@@ -97,7 +97,7 @@ def axis_strides(x: Tensor) -> tuple[int, ...]:
 
 @triton.jit
 def _rows(ptr, strides, b, h, at, there, dims, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows `at` of `[B, H, N, D]` at `(b, h)` where `there`, zeros elsewhere and past `D`."""
+    """Rows `at` of head `(b, h)` of a tensor `[B, H, N, D]`, where `there`; zeros elsewhere, and in columns past `D`."""
     source = ptr + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
     source = source + at.to(tl.int64)[:, None] * strides[2] + dims[None, :]
     if BLOCK_D != D:
@@ -107,7 +107,7 @@ def _rows(ptr, strides, b, h, at, there, dims, D: tl.constexpr, BLOCK_D: tl.cons
 
 @triton.jit
 def _satisfied(gain, before, live, tau, MEAN: tl.constexpr):
-    """Whether what a block added is little for every query of the row, or on average."""
+    """Whether what a block added to the sums of weights is a share below `tau`, for every query of the row or on average."""
     share = tl.where(before > 0.0, gain / tl.where(before > 0.0, before, 1.0), float("inf"))
     if MEAN:
         satisfied = tl.sum(tl.where(live, share, 0.0), 0) < tau * tl.sum(live.to(tl.float32), 0)
@@ -124,8 +124,8 @@ def _tile(
 ):  # fmt: skip
     """The online softmax over the keys in one tile of slots; nothing changes unless `running`.
 
-    The sum before the block and what the block adds stay relative to the running maximum. Masked scores are -inf,
-    and so may be a whole row.
+    `before` is the sum of weights before the block, and `gain` what the block has added; both stay relative to the running
+    maximum. Masked scores are -inf, and all scores of a query may be masked.
     """
     k_at = tl.load(slots_at, mask=inside, other=-1)
     there = k_at >= 0
@@ -197,7 +197,8 @@ def _kernel(
     if not COMMIT:
         saved_max, saved_sum, saved_accumulator = running_max, running_sum, accumulator
     while (visited < count) & (low < patience):
-        # A loop of known length, so that the compiler overlaps loads and products; what comes after a stop is masked.
+        # The length of this loop is known when it starts, so that the compiler overlaps loads and products. A row may
+        # stop inside it: what comes then is masked.
         for i in range(visited * K_SPLIT, tl.minimum(visited + AHEAD, count) * K_SPLIT):
             running = low < patience
             first, last = i % K_SPLIT == 0, (i + 1) % K_SPLIT == 0
@@ -234,7 +235,7 @@ def _kernel(
     out_at = out_at + queries.to(tl.int64)[:, None] * out_strides[2] + dims_v[None, :]
     tl.store(out_at, result.to(out_ptr.dtype.element_ty), mask=live[:, None] & (dims_v < DV)[None, :])
     lse_at = lse_ptr + head_at(lse_strides, b, h) + queries
-    # 0.6931... is ln 2: scores are in base 2.
+    # Scores are in base 2, and 0.6931... is ln 2.
     log_sum = tl.where(
         empty, float("-inf"), (running_max + tl.log2(tl.where(empty, 1.0, running_sum))) * 0.6931471805599453
     )

@@ -1,7 +1,8 @@
 """The four warps that gather keys and values for `gather_attention_hopper.py`, through the index map.
 
-16 bytes per thread and copy, straight into shared memory; keys are announced when the next keys are on their way, and so
-are values.
+Each thread copies 16 bytes at a time, straight into shared memory (cp.async). A thread cannot ask for one copy, but only
+wait until all but its last so many groups of copies are done. So keys are announced to the consumers once the next keys
+are in flight, and values likewise.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from blocksparse.kernels.attention.hopper_queue import read
 from blocksparse.kernels.attention.hopper_rows import NEVER
 
-_EMPTY = gl.constexpr(2**32 - 1)  # -1, unsigned
+_EMPTY = gl.constexpr(2**32 - 1)  # the position of an empty slot: -1, read as unsigned
 
 
 @gluon.jit
 def _gather(source, stride, at, target, C):
-    """Copies the rows at `at`, zeros where there is none, into `target`; counts in bytes."""
+    """Starts to copy the rows with the numbers `at` into `target`, zeros for empty slots; `stride` is in bytes."""
     stride = gl.full([C.BLOCK_N], 0, gl.uint32, at.type.layout) + stride
-    # One instruction, where the compiler would find a product of 64 bits.
+    # One instruction multiplies two numbers of 32 bits into one of 64; the compiler would take a product of 64 bits.
     offset = gl.inline_asm_elementwise(
         "mul.wide.u32 $0, $1, $2;", "=l,r,r", [at, stride], gl.uint64, is_pure=True, pack=1
     )
@@ -31,28 +32,37 @@ def _gather(source, stride, at, target, C):
 
 @gluon.jit
 def _offer(slots, flags, position, limit, stage, one: gl.constexpr):
-    """What the consumers mask by, and whether they must."""
+    """Stores the positions of a tile's keys, and as a flag whether one is after `limit`, so that consumers must mask."""
     slots.index(stage).store(gl.minimum(position, gl.to_tensor(NEVER).to(gl.uint32)).to(gl.int32))
     flags.index(stage).store(gl.full([1], 0, gl.int32, one) + (gl.max(position, 0) > limit).to(gl.int32))
 
 
 @gluon.jit
 def load_gathered(C, given):
-    """Gathers the tiles of a row. Reads blocks two tiles ahead and slots one, so that no copy waits for a list.
+    """Gathers the tiles of keys of a row, and their values.
 
-    Tile `t` waits until its stage was given back `t // STAGES` times: the parity before that; the first need not.
-    A stop at tile `t` is stored before the consumers give back its keys; the loader waits for these at tile
-    `t + STAGES`, and looks only then: a flag of `t` means nothing to earlier tiles, so all warps end at the same
-    one. What is loaded by then, up to the values of `t + STAGES - 1`, needs values up to `t - 1` to be given back,
-    as they are in the step that stops.
+    A block's number is read two tiles before its keys are gathered, and the tokens in its slots one tile before, so that
+    no copy waits for a list.
+
+    Order: round `t` starts the keys of tile `t + 1` as one group of copies, waits until all groups but that one are done,
+    announces the keys of `t` and the values of `t - 1`, and starts the values of `t` as the next group. Before tile `t` is
+    written into its stage, the consumers must have given the stage back `t // STAGES` times; the wait names the parity of
+    the phase before, as `make_rings` explains.
+
+    Early stop: consumers that stop in step `s` store `s` in `halt` before they give back the keys of tile `s`. The loader
+    looks at `halt` when it has waited for the keys of `t - STAGES`, to load tile `t`, and ends only if `halt` is at most
+    `t - STAGES`. A stop at such a step was stored before that wait ended, and a stop at a later step, which some warps
+    might see and others not, changes nothing: so all four warps end at the same tile, `s + STAGES`. By then it has only
+    to gather values up to tile `s + STAGES - 1`, whose stage must have been given back by tile `s - 1`; the consumers do
+    that in step `s`. So nobody waits for ever.
     """
     pointers, bars, bufs, strides, sizes = given
     k_ptr, v_ptr, slots_ptr, list_ptr = pointers
     k_full, v_full, k_empty, v_empty = bars
     k_halves, v_halves, slots, flags, halt = bufs
     tiles, limit = sizes
-    ALL: gl.constexpr = gl.BlockedLayout([C.BLOCK_N // 32], [32], [4], [0])  # every warp holds every slot
-    EIGHTS: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])  # a row's panel to eight threads
+    ALL: gl.constexpr = gl.BlockedLayout([C.BLOCK_N // 32], [32], [4], [0])  # every warp holds all slots
+    EIGHTS: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])  # eight threads per 128 bytes
     BYTES: gl.constexpr = gl.NVMMASharedLayout(128, 8, rank=2)
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     k_bufs = k_halves._reinterpret(gl.int8, [C.STAGES, C.BLOCK_N, 2 * C.D], BYTES)
@@ -66,7 +76,8 @@ def load_gathered(C, given):
     row = gl.arange(0, C.BLOCK_N, layout=gl.SliceLayout(1, EIGHTS))
     slots_ptr = slots_ptr.to(gl.pointer_type(gl.uint32), bitcast=True)
     last = gl.maximum(tiles - 1, 0)
-    # A copy per lane, made one value only where it is used: a uniform register would wait for it at once.
+    # A block's number is loaded once per lane, and reduced to one value only where it is used. As a scalar it would go
+    # to a uniform register, for which the warp would wait at once.
     lists = list_ptr + gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
     there = tiles > 0  # a row without blocks gets one tile without keys
     block = gl.load(list_ptr, mask=there, other=0)
@@ -97,7 +108,7 @@ def load_gathered(C, given):
             _gather(k_source, k_stride, next_at, k_bufs.index(stage), C)
             _offer(slots, flags, position, limit, stage, one)
         async_copy.commit_group()
-        # All but these keys are there: the keys before them, and the values before those.
+        # All copies but these keys are done: the keys of the tile before, and the values of the one before that.
         async_copy.wait_group(1)
         fence_async_shared()
         mbarrier.arrive(k_full.index(v_stage), count=1)
@@ -111,6 +122,6 @@ def load_gathered(C, given):
         async_copy.commit_group()
         at = next_at
         next_at = later
-    async_copy.wait_group(0)  # also: no copy is under way when the program ends
+    async_copy.wait_group(0)  # for the last values; also, no copy may be in flight when the program ends
     fence_async_shared()
     mbarrier.arrive(v_full.index((t - 1) % C.STAGES), count=1)

@@ -1,4 +1,8 @@
-"""How the consumers of `gather_attention_hopper.py` agree whether a row has seen enough."""
+"""How the consumers of `gather_attention_hopper.py` agree whether a row has seen enough.
+
+After a tile of keys each consumer posts votes for its queries (`post_vote`), and in the next step each combines the
+votes of all (`is_satisfied`), so that both decide alike. Votes and their barriers have two places, used in turn.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,13 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 @gluon.jit
 def post_vote(votes, voted, turn, gain, total, live, tau, WG: gl.constexpr, C, ROW: gl.constexpr):
-    """Of each warp's queries, the most by which a gain exceeds its share, or the sum: satisfied below 0.
+    """Posts one vote for each warp's 16 queries, which is below 0 if they are satisfied.
 
-    Two turns later the other consumer has posted, so has read, one more: the place is free again.
+    The vote is the most by which a query's gain exceeds `tau` times its sum before the block; with `MEAN` it is the sum,
+    over queries, of the gain's share less `tau`. Places without a query never vote against.
+
+    No wait is needed before turn `n + 2` overwrites turn `n`: this consumer has read turn `n + 1`, so the other one had
+    posted that, and it reads turn `n` before it posts turn `n + 1`.
     """
     if C.MEAN:
         added = gl.convert_layout(gl.sum(gain, 1), ROW)
@@ -28,7 +36,7 @@ def post_vote(votes, voted, turn, gain, total, live, tau, WG: gl.constexpr, C, R
 
 @gluon.jit
 def is_satisfied(votes, voted, turn, C):
-    """Whether all queries of the row are, or their mean is; the same in both consumers."""
+    """Whether all queries of the row are satisfied, or with `MEAN` their mean is; both consumers get the same answer."""
     four: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     if C.CONSUMERS == 2:
         mbarrier.wait(voted.index(turn % 2), (turn // 2) & 1)

@@ -1,7 +1,11 @@
-"""The two warps that load for the kernels on Hopper: one queries and keys, the other values, by the bulk copy engine.
+"""The two warps that load for the kernels on Hopper through the bulk copy engine (TMA).
 
-Keys and values of 8 bits come twice, heads 0 to Hk - 1 for tiles that queries see whole, and heads Hk to 2 Hk - 1
-for masked ones; values of 8 bits come transposed. Their scales come with them, through the same barrier.
+One warp takes work from the queue and loads queries and keys (`load_keys`), the other loads values (`load_values`).
+`hopper_queue.py` explains the words that are used here, the queue's word, and the barriers of the buffers.
+
+8-bit keys and values are stored twice: heads 0 to Hk - 1 are read for tiles of keys that every query sees whole, heads
+Hk to 2 Hk - 1 for masked ones. fp8 values are stored transposed. The scales of keys and values are loaded together with
+the keys, and counted by the same full barrier.
 """
 
 from __future__ import annotations
@@ -23,17 +27,19 @@ from blocksparse.kernels.attention.hopper_queue import (
     word_of,
 )
 
-TILE_NUMBERS = gl.constexpr(32)  # of which four are used: copies must lie at multiples of 128 bytes
-PANEL = gl.constexpr(64)  # columns of one bulk copy of halves: 128 bytes, the widest swizzle
+# fp32 numbers that are copied for a piece's scales, of which four are used: a bulk copy must land at a multiple of 128
+# bytes of shared memory, and 32 numbers fill them.
+TILE_NUMBERS = gl.constexpr(32)
+PANEL = gl.constexpr(64)  # columns that one bulk copy of 16-bit numbers takes: 128 bytes, the widest swizzle
 
 
 def padded(D: int) -> int:
-    """Whole panels, a power of two of them."""
+    """The head dim `D` rounded up to one or two whole panels."""
     return 64 if D <= 64 else 128
 
 
 def panels(x: Tensor, rows: int) -> TensorDescriptor:
-    """Panels of `rows` rows of `[B, H, N, D]`."""
+    """A descriptor that copies a panel of `rows` rows of `x` `[B, H, N, D]`: 64 columns, or all where a number is a byte."""
     eight = x.element_size() == 1
     wide = padded(x.shape[-1]) if eight else PANEL.value
     layout = gl.NVMMASharedLayout(wide if eight else 128, 8 if eight else 16, rank=4)
@@ -41,42 +47,47 @@ def panels(x: Tensor, rows: int) -> TensorDescriptor:
 
 
 def turned(v: Tensor, keys: int) -> TensorDescriptor:
-    """Tiles of `keys` keys of `[B, H, D, N]`."""
+    """A descriptor that copies `keys` keys, with all their channels, of transposed values `v` `[B, H, D, N]`."""
     box = [1, 1, padded(v.shape[2]), keys]
     return TensorDescriptor(v, list(v.shape), list(v.stride()), box, gl.NVMMASharedLayout(keys, 8, rank=4))
 
 
 def numbers(x: Tensor, n: int) -> TensorDescriptor:
-    """Runs of `n` numbers of `[B, H, N]` fp32."""
-    if x.shape[-1] % 4:  # the copy engine wants rows of 16-byte alignment
+    """A descriptor that copies `n` consecutive numbers of `x` `[B, H, N]` fp32."""
+    if x.shape[-1] % 4:  # the copy engine wants every row to begin at a multiple of 16 bytes
         x = pad(x, (0, -x.shape[-1] % 4))
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, n], gl.NVMMASharedLayout(0, 32, rank=3))
 
 
 @gluon.constexpr_function
 def panel_of(D, EIGHT):
-    """Columns of a bulk copy: all of them where a number is one byte."""
+    """Columns that one bulk copy takes: all `D` where a number is one byte, else a panel."""
     return D if EIGHT else 64
 
 
 @gluon.jit
 def _list_at(b, h, row, index_strides, cols, heads_per_mask, C):
-    """Where a row's list begins."""
+    """The offset in `index` at which a row's list begins."""
     at = b.to(gl.int64) * index_strides[0] + (h // heads_per_mask).to(gl.int64) * index_strides[1]
     return at + (row // C.Q_SPLIT).to(gl.int64) * cols
 
 
 @gluon.jit
 def _turn(pieces, first, t, p, C):
-    """Which piece of a row's list is piece `p` of tile `t` of keys, counted from the end."""
+    """Which piece of a row's list, counted from its front, is piece `p` of step `t`: the list is walked from its end.
+
+    Step 0 has `first` pieces, every later one `PIECES`; what step 0 loads beyond its `first` pieces is masked. Before the
+    list's front the answer is piece 0, of which nothing is used.
+    """
     before = gl.where(t == 0, 0, first + (t - 1) * C.PIECES)
     return gl.maximum(pieces - 1 - before - p, 0)
 
 
 @gluon.jit
 def _start(block, pieces, turn, C):
-    """First slot of a piece of `block`; slot 0 where the list is empty."""
-    # Lists may be int16. Widened here, not where they are read: blocks are read ahead, and nothing may wait for them.
+    """The first slot of piece `turn` of a list, which lies in `block`; slot 0 where the list is empty."""
+    # Lists may be int16. A block is widened here and not where it is loaded, since blocks are loaded a step ahead, and
+    # a conversion there would wait for the load.
     return gl.where(pieces > 0, block.to(gl.int32) * C.K_SPLIT + turn % C.K_SPLIT, 0) * (C.BLOCK_N // C.PIECES)
 
 
@@ -84,7 +95,7 @@ def _start(block, pieces, turn, C):
 def _copy(
     source, b, h, start, barrier, pieces, at, STRIDE: gl.constexpr, PANELS: gl.constexpr, WIDE: gl.constexpr
 ):
-    """Rows from `start` on, panel by panel, into `pieces[at]`, `pieces[at + STRIDE]` and so on."""
+    """Starts to copy rows from `start` on, panel by panel, into `pieces[at]`, `pieces[at + STRIDE]` and so on."""
     for panel in gl.static_range(PANELS):
         tma.async_copy_global_to_shared(
             source, [b, h, start, panel * WIDE], barrier, pieces.index(at + panel * STRIDE)
@@ -93,12 +104,13 @@ def _copy(
 
 @gluon.jit
 def _copy_numbers(source, b, h, start, barrier, target):
+    """Starts to copy the fp32 numbers from `start` on of one head."""
     tma.async_copy_global_to_shared(source, [b, h, start], barrier, target)
 
 
 @gluon.jit
 def _copy_scales(sources, bufs, b, h_key, kv_heads, start, barrier, at, by_token, C):
-    """The scales of a piece of 8-bit keys and values: those of its tokens, or of the piece."""
+    """Starts to copy the scales of a piece of 8-bit keys and values: one per token if `by_token`, else four per piece."""
     COUNT: gl.constexpr = C.STAGES * C.PIECES
     k_token_source, v_token_source = sources[5]
     k_tile_source, v_tile_source = sources[6]
@@ -106,11 +118,11 @@ def _copy_scales(sources, bufs, b, h_key, kv_heads, start, barrier, at, by_token
     if by_token:
         _copy_numbers(k_token_source, b, h_key, start, barrier, of_tokens.index(at))
         if C.PV8:
-            for x in gl.static_range(2):  # logarithms and inverses
+            for x in gl.static_range(2):  # the logarithms of the scales, then their inverses
                 to = of_tokens.index((1 + x) * COUNT + at)
                 _copy_numbers(v_token_source, b, h_key + x * kv_heads, start, barrier, to)
     else:
-        first = start // (C.BLOCK_N // C.PIECES // 4)
+        first = start // (C.BLOCK_N // C.PIECES // 4)  # four numbers for each piece
         _copy_numbers(k_tile_source, b, h_key, first, barrier, of_tiles.index(at))
         if C.PV8:
             _copy_numbers(v_tile_source, b, h_key, first, barrier, of_tiles.index(COUNT + at))
@@ -120,7 +132,10 @@ def _copy_scales(sources, bufs, b, h_key, kv_heads, start, barrier, at, by_token
 def _copy_keys(
     sources, index_ptr, bufs, k_full, k_empty, block, list_at, b, h_key, pieces, first, masked, kv_heads, t, step, C,
 ):  # fmt: skip
-    """Step `t` of a row's list; `block` is the first it needs."""
+    """Waits for the next stage and starts to load the keys of step `t` of a row's list.
+
+    `block` is the block of the step's first piece; `step` counts all steps of the program, and gives the stage.
+    """
     WIDE: gl.constexpr = panel_of(C.DQ, C.QK8)
     PANELS: gl.constexpr = C.DQ // WIDE
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -128,7 +143,7 @@ def _copy_keys(
     stage = step % C.STAGES
     mbarrier.wait(k_empty.index(stage), ((step // C.STAGES) & 1) ^ 1)
     h_copy = h_key
-    if C.QK8:  # where masks are, keys with scales of their own
+    if C.QK8:  # a masked step reads the copy of the keys with a scale per token
         h_copy = h_key + gl.where(t < masked, kv_heads, 0)
     for p in gl.static_range(C.PIECES):
         turn = _turn(pieces, first, t, p, C)
@@ -141,7 +156,8 @@ def _copy_keys(
         if C.QK8:
             at = stage * C.PIECES + p
             _copy_scales(sources, bufs, b, h_key, kv_heads, start, k_full.index(stage), at, t < masked, C)
-    # Last, for it also hands over `starts`.
+    # This arrival comes last, for it also hands over `starts`. Copies that finish before it do no harm: without the
+    # arrival the phase cannot end.
     BYTES: gl.constexpr = C.BLOCK_N * C.DQ * (1 if C.QK8 else 2)
     if not C.QK8:
         mbarrier.expect(k_full.index(stage), BYTES)
@@ -153,10 +169,12 @@ def _copy_keys(
 
 @gluon.jit
 def load_keys(C, sources, pointers, bars, bufs, strides, sizes):
-    """Takes tiles from the queue, and loads their queries and keys.
+    """Takes tiles of queries from the queue, and loads their queries and keys.
 
-    What it reads, it reads ahead, so that nobody waits for a list: a block one step before its keys are loaded, a tile's
-    counts and its place in the queue while the tile before is loaded.
+    A program's first two tiles of queries are its own number, and that plus the number of programs. Every later one comes
+    from a counter in global memory. What is read is read ahead, so that copies need not wait for it: the first block of a
+    step one step ahead (further pieces of a step read theirs when they need it), the counts of a tile of queries while the
+    tile before it is loaded; and the number that the counter gives is that of the tile after the next.
     """
     q_source = sources[0]
     full_count_ptr, partial_count_ptr, index_ptr, queue_ptr = pointers[0], pointers[1], pointers[2], pointers[5]
@@ -181,7 +199,8 @@ def load_keys(C, sources, pointers, bars, bufs, strides, sizes):
     step = 0
     going = word >= 0
     while going:
-        # After the last tile comes an empty one, whose scores the consumers compute and drop.
+        # After the last tile of queries comes one with the word -1 and an empty list: the consumers start its scores at
+        # the border, as they would those of any tile, and drop them. No values are loaded for it.
         live = word >= 0
         pieces, steps, first, masked = extent(word, C)
         known = gl.minimum(tile, tiles - 1)
@@ -196,7 +215,7 @@ def load_keys(C, sources, pointers, bars, bufs, strides, sizes):
         mbarrier.expect(q_full.index(slot), C.CONSUMERS * 64 * (C.DQ + 8 if C.QK8 else 2 * C.DQ))
         if C.QK8:
             of_queries, of_tokens, of_tiles = bufs[6]
-            for x in gl.static_range(2):  # scales, and what smoothing took
+            for x in gl.static_range(2):  # the queries' scales, then what smoothing takes from their logits
                 to = of_queries.index(2 * x + slot)
                 _copy_numbers(sources[4][x], b, h, row * (C.CONSUMERS * 64), q_full.index(slot), to)
         for c in gl.static_range(C.CONSUMERS):
@@ -232,7 +251,7 @@ def load_keys(C, sources, pointers, bars, bufs, strides, sizes):
 
 @gluon.jit
 def load_values(C, sources, pointers, bars, bufs, strides, sizes):
-    """Follows the tiles that `load_keys` takes, and loads their values."""
+    """Loads the values of the tiles of queries that `load_keys` takes: it reads their words when their queries are there."""
     v_source, index_ptr, index_strides = sources[2], pointers[2], strides[1]
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     v_pieces, words = bufs[2], bufs[4]

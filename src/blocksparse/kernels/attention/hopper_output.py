@@ -1,4 +1,4 @@
-"""What a consumer on Hopper writes of a finished tile: 64 rows of the output, and their log-sum-exp."""
+"""What a consumer on Hopper writes when a tile of queries is done: 64 rows of the output, and their log-sum-exp."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from blocksparse.kernels.attention.hopper_loaders import PANEL
 
 @gluon.jit
 def store_lse(lse_ptr, strides, b, h, row, M, log2_sum, whole, WG: gl.constexpr, C, ROW: gl.constexpr):
-    """The log-sum-exp of logits in base e, from that in base 2; -inf where the sum of weights, `whole`, is 0."""
+    """Stores the log-sum-exp of logits in base e, from that in base 2; -inf where the sum of weights, `whole`, is 0."""
     log_sum = log2_sum * 0.6931471805599453  # ln 2
     log_sum = gl.where(whole == 0.0, float("-inf"), log_sum)
     query = (row * C.CONSUMERS + WG) * 64 + gl.arange(0, 64, layout=ROW)
@@ -21,7 +21,11 @@ def store_lse(lse_ptr, strides, b, h, row, M, log2_sum, whole, WG: gl.constexpr,
 
 @gluon.jit
 def store_out(out_target, out_pieces, out_bufs, sums, whole, b, h, row, WG: gl.constexpr, C):
-    """The mean of values, panel by panel, through shared memory; the next tile's waits until it has been read."""
+    """Starts to copy the weighted mean of values to the output, panel by panel, through shared memory.
+
+    It returns before the copies have read that memory: `store_wait` in the call for the next tile of queries, and at the
+    end of the kernel, waits for them.
+    """
     OUT_ROW: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
     PANELS: gl.constexpr = C.DV // PANEL
     inverse = gl.where(whole == 0.0, 0.0, 1.0 / whole)

@@ -1,12 +1,23 @@
-"""The queue of tiles that the kernels for Hopper work off, and what they agree on.
+"""The queue of work of the persistent kernels for Hopper, and what their warps agree on.
 
-A tile is what a program computes at a time: 64 queries for each of its consumers, of one row of one head's lists. A
-row's list is walked from its end, so that partial blocks, which are masked, come first: the first keys of a tile
-are always masked, and every later step knows from the counts whether it is. Blocks narrower than `BLOCK_N` fill
-one tile of keys together, from anywhere; an odd one stands alone in the first, masked, tile.
+Words that these kernels share:
+
+    tile of queries  what a program computes at a time: 64 queries for each of its consumers, all of one head and of one
+                     row of blocks. Such tiles are numbered across the launch, and the queue hands the numbers out.
+    row              in the kernels, the number of a tile of queries within its head; `row // Q_SPLIT` is the row of
+                     the mask's blocks whose list it uses.
+    tile of keys     the `BLOCK_N` keys that one step of a consumer computes.
+    piece            a run of `min(k_block, BLOCK_N)` slots of one block. A block wider than `BLOCK_N` has `K_SPLIT`
+                     pieces, each a tile of keys; of narrower blocks `PIECES` fill one tile of keys, and they may come
+                     from anywhere.
+    stage            one of `STAGES` buffers in shared memory, for one tile of keys, or of values.
+
+A row's list names its full blocks first, then its partial blocks, which are masked. It is walked from its end, so that
+the masked steps come first. Step 0 is always masked: if the number of pieces is not a multiple of `PIECES`, it is the
+step with fewer. Whether a later step is masked follows from the counts of blocks alone (`extent`).
 """
 
-# Annotations stay what they are: Triton reads those of `Constants`.
+# No `from __future__ import annotations` here: Triton reads the annotations of `Constants` as objects, not as strings.
 
 import torch
 from torch import Tensor
@@ -15,10 +26,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.core import _aggregate  # no public name up to Triton 3.7
 
-LOADER_REGISTERS = gl.constexpr(24)
+LOADER_REGISTERS = gl.constexpr(24)  # of each thread of a loading warp, once registers are reallocated
 
-# Arguments that change with the prompt's length: nothing is compiled anew where one is 1 or a multiple of 16, or where the
-# second half of some memory is aligned. Strides of tuples are looked at always; those of positions are whole blocks.
+# Arguments that change with the prompt's length, and that Triton must not specialise on: else it would compile anew
+# when an integer is 1 or a multiple of 16, or when a pointer (the counts are two parts of one memory) happens to be
+# aligned. Entries of a tuple are always specialised on; strides of positions may be, for they count whole blocks.
 OF_PROMPT = [
     *("full_count_ptr", "partial_count_ptr", "tiles", "N", "cols", "rows", "offset"),
     *(f"{name}_stride_{axis}" for name in ("count", "index", "lse") for axis in "bh"),
@@ -26,19 +38,28 @@ OF_PROMPT = [
 
 
 def positive(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """Queries and a scale above 0 with the same logits: kernels for Hopper take maxima before the scale comes in."""
+    """Queries and a positive scale that give the same logits.
+
+    The kernels for Hopper take the maximum of unscaled scores, which is that of the logits only if the scale is positive.
+    """
     if scale > 0:
         return q, scale
     return (torch.zeros_like(q), 1.0) if scale == 0 else (-q, -scale)
 
 
 def registers(consumers: int, per_sm: int) -> int:
-    """Of each thread at launch. Warps come in fours: the consumers', and one four that holds both loaders."""
+    """Registers of each thread at launch, a multiple of 8: an equal share of the 65536 of a multiprocessor.
+
+    Registers are reallocated by groups of four warps: each consumer is one, and one more holds the two loading warps.
+    """
     return 65536 // (per_sm * (consumers + 1) * 128) // 8 * 8
 
 
 def consumer_registers(consumers: int, per_sm: int) -> int:
-    """What is left for a thread of a consumer once the loaders have given theirs back."""
+    """Registers of each thread of a consumer, a multiple of 8, after warp specialisation has reallocated them.
+
+    The loaders keep `LOADER_REGISTERS` of what they had at launch and give the rest back; the consumers share it.
+    """
     return (registers(consumers, per_sm) * (consumers + 1) - LOADER_REGISTERS.value) // consumers // 8 * 8
 
 
@@ -46,19 +67,19 @@ def consumer_registers(consumers: int, per_sm: int) -> int:
 class Constants:
     """What a kernel is compiled for. Constants in a plain tuple would turn into run-time values."""
 
-    DQ: gl.constexpr  # padded head dims
-    DV: gl.constexpr
-    CONSUMERS: gl.constexpr
-    BLOCK_N: gl.constexpr  # keys per tile
-    STAGES: gl.constexpr
-    PIECES: gl.constexpr  # parts of blocks that fill a tile
+    DQ: gl.constexpr  # head dim of queries and keys, padded to 64 or 128
+    DV: gl.constexpr  # head dim of values, padded likewise
+    CONSUMERS: gl.constexpr  # warp groups that compute 64 queries each
+    BLOCK_N: gl.constexpr  # keys in a tile of keys
+    STAGES: gl.constexpr  # tiles of keys, and of values, in shared memory
+    PIECES: gl.constexpr  # pieces that fill a tile of keys
     K_SPLIT: gl.constexpr  # pieces per block
     Q_SPLIT: gl.constexpr  # tiles of queries per row of blocks
     CAUSAL: gl.constexpr
-    Q_IN_ORDER: gl.constexpr
-    K_IN_ORDER: gl.constexpr
-    QK8: gl.constexpr  # int8 queries and keys
-    PV8: gl.constexpr  # fp8 weights and values; these are transposed
+    Q_IN_ORDER: gl.constexpr  # a query's position follows from its place, and is not read
+    K_IN_ORDER: gl.constexpr  # a key's position is its slot, and is not read
+    QK8: gl.constexpr  # queries and keys are int8
+    PV8: gl.constexpr  # weights and values are fp8; the values are then stored transposed
 
     @gluon.constexpr_function
     def __init__(
@@ -81,7 +102,11 @@ class Constants:
 
 @gluon.jit
 def place_of(word, rows, kv_heads, group):
-    """Batch, query head, KV head and row of a tile: KV head by KV head, the last rows first."""
+    """Batch entry, query head, KV head and row of a tile of queries, from its number or from the queue's word.
+
+    Numbers run through one KV head after the other; within a KV head through the rows, the last one first; and within
+    a row through the `group` query heads that share the KV head.
+    """
     tile = (word & 0xFFFFFF).to(gl.int32)
     per_key = rows * group
     key = tile // per_key
@@ -92,12 +117,21 @@ def place_of(word, rows, kv_heads, group):
 
 @gluon.jit
 def packed_place(b, h, h_key, row):
-    """A place in 64 bits."""
+    """The place of a tile of queries in an int64.
+
+        bits 0 to 15    row, the number of the tile of queries in its head
+        bits 16 to 31   KV head
+        bits 32 to 47   query head
+        bits 48 to 63   batch entry, below 2^15, for the shift that unpacks it copies the sign
+
+    Only `load_keys` works it out, since `place_of` divides, and hands it to the other warps.
+    """
     return (b.to(gl.int64) << 48) | (h.to(gl.int64) << 32) | (h_key.to(gl.int64) << 16) | row
 
 
 @gluon.jit
 def unpacked_place(place):
+    """Batch entry, query head, KV head and row of a `packed_place`."""
     return (
         (place >> 48).to(gl.int32), ((place >> 32) & 0xFFFF).to(gl.int32), ((place >> 16) & 0xFFFF).to(gl.int32),
         (place & 0xFFFF).to(gl.int32),
@@ -106,7 +140,12 @@ def unpacked_place(place):
 
 @gluon.jit
 def extent(word, C):
-    """Of a row's list: pieces in all, tiles of keys, pieces in the first of them, and how many tiles are masked."""
+    """What the counts in the queue's word (`word_of`) say about a row's list.
+
+    Returns the number of pieces in the list; the number of steps, which is that of its tiles of keys and at least 1; the
+    number of pieces in step 0, from 1 to `PIECES` unless the list is empty; and the number of steps that are masked: step
+    0, and as many as the partial blocks need beyond it. The word -1 counts as one of an empty list.
+    """
     word = gl.maximum(word, 0)
     full = ((word >> 24) & 0xFFFFF).to(gl.int32) * C.K_SPLIT
     partial = (word >> 44).to(gl.int32) * C.K_SPLIT
@@ -119,7 +158,7 @@ def extent(word, C):
 
 @gluon.jit
 def counts_of(tile, full_count_ptr, partial_count_ptr, count_strides, rows, kv_heads, group, heads_per_mask, C):
-    """Full and partial blocks of a tile's row."""
+    """How many full and how many partial blocks the row of a tile of queries lists."""
     b, h, h_key, row = place_of(tile, rows, kv_heads, group)
     at = (
         b.to(gl.int64) * count_strides[0]
@@ -131,9 +170,14 @@ def counts_of(tile, full_count_ptr, partial_count_ptr, count_strides, rows, kv_h
 
 @gluon.jit
 def word_of(tile, tiles, full, partial):
-    """A tile and the counts of its row in 64 bits; -1 after the last tile.
+    """The queue's word: the number of a tile of queries and the counts of its row in one int64; -1 after the last tile.
 
-    One word, because Triton 3.6 drops a value that a loop carries only to bound an inner loop.
+        bits 0 to 23    number of the tile of queries
+        bits 24 to 43   full blocks in its row's list
+        bits 44 to 63   partial blocks, below 2^19: the sign bit stays 0, so that only -1 is negative
+
+    `HopperTiles.too_many` refuses what does not fit. It is one word, because Triton 3.6 drops a value that a loop
+    carries only to bound an inner loop.
     """
     word = tile.to(gl.int64) | (full.to(gl.int64) << 24) | (partial.to(gl.int64) << 44)
     return gl.where(tile < tiles, word, -1)
@@ -141,11 +185,13 @@ def word_of(tile, tiles, full, partial):
 
 @gluon.jit
 def read(words, slot, NUM_WARPS: gl.constexpr):
+    """The one number in `words[slot]` in shared memory, as a scalar of every thread of `NUM_WARPS` warps."""
     return gl.max(words.index(slot).load(gl.BlockedLayout([1], [32], [NUM_WARPS], [0])), 0)
 
 
 @gluon.jit
 def make_barriers(N: gl.constexpr, COUNT: gl.constexpr):
+    """`N` barriers in shared memory; a phase of each ends after `COUNT` arrivals, and after the bytes it expects."""
     barriers = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(N):
         mbarrier.init(barriers.index(i), count=COUNT)
@@ -154,7 +200,19 @@ def make_barriers(N: gl.constexpr, COUNT: gl.constexpr):
 
 @gluon.jit
 def make_rings(STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Barriers of two tiles of queries, and of the stages of keys and of values: what is full, and what is empty."""
+    """Pairs of barriers, full and empty, of three rings of buffers: two of queries, `STAGES` of keys, `STAGES` of values.
+
+    Who fills a buffer waits for its empty barrier, starts bulk copies that report their bytes to its full barrier, and
+    tells that barrier once how many bytes to expect, which is also its one arrival. Who reads the buffer waits for the
+    full barrier, and arrives at the empty one when it has read everything that the buffer holds. Both consumers read
+    every buffer; the warp that loads values reads the queue's words, which come with the queries: one arrival more.
+
+    Use `i` of a ring of `n` buffers takes buffer `i % n`, in phase `i // n` of its barriers. To wait names the parity
+    of a phase, and passes once that phase is over. So readers wait for `(i // n) & 1` of the full barrier, and who fills
+    waits for the phase before, `((i // n) & 1) ^ 1`, of the empty one; the first time this asks for the phase before
+    the first one, which counts as over. One bit is enough: a buffer is refilled only after all readers gave it back,
+    so no barrier is ever two phases ahead of anyone who waits for it.
+    """
     q_full = make_barriers(2, 1)
     q_empty = make_barriers(2, CONSUMERS + 1)
     k_full = make_barriers(STAGES, 1)

@@ -1,7 +1,10 @@
 """Rows of scores in the registers of a consumer on Hopper: which keys are allowed, maxima and sums.
 
-A thread holds two rows of a tile of scores, and of each of them the keys `8 j + 2 t` and `8 j + 2 t + 1`, four threads
-`t` a row. So a tile `[64, n]` is `[64, n / 8, 4, 2]` (`by_thread`).
+The matrix product of a warp group (wgmma) leaves scores `[64, n]`, of 64 queries and `n` keys, in registers so: warp `w`
+has rows `16 w` to `16 w + 15`; its lane `l` has the rows `16 w + l // 4` and `16 w + l // 4 + 8`, and of each the columns
+`8 j + 2 t` and `8 j + 2 t + 1` for `t = l % 4` and all `j` below `n / 8`. So four threads `t` share a row, and each of
+them has `n / 4` keys of it. `by_thread` gives these indices axes of their own: `[64, n / 8, 4, 2]` is row, `j`, `t` and
+which of the two. A number for each row and thread, such as a partial sum, is `[64, 4]`.
 """
 
 from __future__ import annotations
@@ -11,8 +14,8 @@ from triton.experimental.gluon import language as gl
 
 from blocksparse.kernels.attention.hopper_queue import read
 
-NEVER = gl.constexpr(2**31 - 1)
-LOWEST = gl.constexpr(-1.0e30)  # of a row's maximum: where nothing is allowed, weights come to 0
+NEVER = gl.constexpr(2**31 - 1)  # the position of an empty slot: later than any query's
+LOWEST = gl.constexpr(-1.0e30)  # a row's first maximum: finite, so that weights of rows without a key come to 0
 
 
 @gluon.jit
@@ -23,7 +26,7 @@ def by_thread(x):
 
 @gluon.jit
 def beside(x, tile):
-    """`[64, 4]`, one for each row and thread, so that it meets `tile`, a `by_thread`."""
+    """`x` `[64, 4]` as `[64, 1, 4, 1]`, to be combined with `tile`, which is as `by_thread` gives it."""
     LAYOUT: gl.constexpr = tile.type.layout
     THREAD: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))
     return gl.expand_dims(gl.expand_dims(gl.convert_layout(x, THREAD, assert_trivial=True), 1), 3)
@@ -31,26 +34,26 @@ def beside(x, tile):
 
 @gluon.jit
 def of_threads(x, THREAD: gl.constexpr):
-    """`[64]` as `[64, 4]` of equal numbers."""
+    """`x` `[64]` as `[64, 4]`: the four threads of a row get the same number."""
     return gl.convert_layout(x, gl.SliceLayout(1, THREAD))[:, None] + gl.zeros([64, 4], x.dtype, THREAD)
 
 
 @gluon.jit
 def row_max(scores, LAYOUT: gl.constexpr):
-    """Maximum of each row. In two steps, so that a thread runs two chains of comparisons a row instead of one."""
+    """The maximum of each row, in two steps, so that a thread runs two chains of comparisons for a row instead of one."""
     by_eight = scores.reshape([scores.shape[0], scores.shape[1] // 8, 8])
     return gl.convert_layout(gl.max(gl.max(by_eight, 1), 1), LAYOUT)
 
 
 @gluon.jit
 def partial_sum(weight):
-    """Row sums as far as a thread holds them; a tile's end adds the rest."""
+    """Row sums `[64, 8]` of which each thread adds only what it holds; the eight are added when the keys are done."""
     return gl.sum(weight.reshape([weight.shape[0], weight.shape[1] // 8, 8]), 1)
 
 
 @gluon.jit
 def query_positions(q_position_ptr, strides, b, h, row, offset, WG: gl.constexpr, C, LAYOUT: gl.constexpr):
-    """The last position that each query may see."""
+    """The last position that each of a consumer's 64 queries may see."""
     place = (row * C.CONSUMERS + WG) * 64 + gl.arange(0, 64, layout=LAYOUT)
     if not C.CAUSAL:
         last = gl.full([64], NEVER - 1, gl.int32, LAYOUT)
@@ -63,6 +66,11 @@ def query_positions(q_position_ptr, strides, b, h, row, offset, WG: gl.constexpr
 
 @gluon.constexpr_function
 def _keep_asm(n):
+    """PTX for `_kept`: of `n` numbers, number `i` becomes -inf unless its bit is set.
+
+    By the order that `on_registers` states, number `i` is of row `i / 2 % 2` and of that row's key `i / 4 * 2 + i % 2`,
+    which is also its bit. 0fFF800000 is -inf.
+    """
     n = int(n)
     text = "{ .reg .b32 t; .reg .pred p; "
     for i in range(n):
@@ -73,15 +81,18 @@ def _keep_asm(n):
 
 @gluon.constexpr_function
 def _constraints(n, kind):
+    """Operands of `on_registers`: `n` outputs, `n` inputs in the same registers, and `n` inputs of another kind."""
     n, kind = int(n), str(kind)
     return ",".join(["=f"] * n + [str(i) for i in range(n)] + [kind] * n)
 
 
 @gluon.jit
 def on_registers(tile, of_rows, ASM: gl.constexpr, KIND: gl.constexpr):
-    """`ASM` on all numbers that a thread holds of `tile`, $0 to $n-1, in place; $2n and $2n+2 are its `of_rows`, `[64, 4]`.
+    """Runs `ASM` once on all `n` numbers that a thread holds of `tile`, as operands $0 to $n-1, in place.
 
-    Numbers come in pairs, of the first row and of the second in turn. `KIND` is the register of `of_rows`, r or f.
+    The numbers come in pairs, the first row's and the second row's in turn: $0 and $1 are of the first row, $2 and $3 of the
+    second, $4 and $5 of the first again. Operand $2n+i is the entry of `of_rows` `[64, 4]` for number `i`, so all of the
+    first row equal $2n and all of the second $2n+2. `KIND` is the kind of register of `of_rows`: r (32 bits) or f (fp32).
     """
     LAYOUT: gl.constexpr = tile.type.layout
     N: gl.constexpr = tile.shape[1] // 2
@@ -94,13 +105,21 @@ def on_registers(tile, of_rows, ASM: gl.constexpr, KIND: gl.constexpr):
 
 @gluon.jit
 def _kept(scores, bits):
-    """-inf where a thread's bits, `[64, 4]` int32, the lowest of its first key, are 0: they become predicates many at a time."""
+    """Scores, with -inf wherever the key's bit is 0. `bits` `[64, 4]` int32 has one for each key of a row and thread.
+
+    Bit 0 is that of the first key. A thread has at most 32 keys of a row, for a tile has at most 128.
+    """
     return on_registers(scores, bits, _keep_asm(scores.shape[1] // 2), "r")
 
 
 @gluon.jit
 def _bits_up_to(limit, THREAD: gl.constexpr, PIECE: gl.constexpr):
-    """Of a thread's keys among the first `PIECE`, bits of those whose column is at most `limit`, `[64]`."""
+    """Bits, `[64, 4]`, of a thread's keys among the first `PIECE` columns: 1 up to column `limit` `[64]`, 0 after it.
+
+    The keys of thread `t` are the columns `8 j + 2 t + e` for `e` in 0 and 1. With `left = limit - 2 t` those at most
+    `limit` have `8 j + e <= left`: two for each `j` below `left >> 3`, and for `j = left >> 3` itself one, or two if
+    `left & 7` is not 0. As keys stand in rising order, their bits are the lowest `count`; a shift by 32 has no meaning.
+    """
     thread = gl.arange(0, 4, layout=gl.SliceLayout(0, THREAD))
     left = of_threads(limit, THREAD) - 2 * thread[None, :]
     count = (left >> 3) * 2 + 1 + gl.minimum(left & 7, 1)
@@ -110,7 +129,10 @@ def _bits_up_to(limit, THREAD: gl.constexpr, PIECE: gl.constexpr):
 
 @gluon.jit
 def masked_scores(scores, last, starts, stage, valid, k_position_ptr, position_at, N, C):
-    """-inf where a slot holds no key, or one after the last that the query may see."""
+    """Scores, with -inf where a slot holds no key, or one after `last`, the last position that the query may see.
+
+    `starts` has the first slot of each of the tile's pieces, of which the first `valid` exist.
+    """
     PIECE: gl.constexpr = scores.shape[1] // C.PIECES
     if C.K_IN_ORDER:
         THREAD: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, by_thread(scores).type.layout))

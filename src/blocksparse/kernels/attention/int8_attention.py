@@ -1,14 +1,14 @@
 """Softmax attention over lists of kept blocks, from 8-bit operands as `tile_operands.py` makes them, for Hopper.
 
-As `sparse_attention`, with
+It computes what `sparse_attention` does, with
 
     q[i] ~ q8[i] * q_scale[i],    k[j] ~ k8[j] * scale(j),    v[j] ~ v8[j] * scale(j)
 
-Tiles of keys that a row sees whole are read from heads 0 to Hk - 1 of `k` and of fp8 `v`, whose scales belong to a
-piece (a tile, or the part of one that a narrower block fills) and a group of its keys; masked tiles from heads Hk to
-2 Hk - 1, whose scales belong to a token. Which tiles count as masked: those with a part of a row's partial blocks,
-and the last of its list. int8 products are exact; the tensor cores add fp8 products in some 14 bits, over four tiles
-at most, and fp32 does from there on.
+Tiles of keys that a row sees whole are read from heads 0 to Hk - 1 of `k` and of fp8 `v`. There a piece (a tile of
+keys, or the part of one that a narrower block fills) has four scales, one for each group of its keys. Masked tiles of
+keys are read from heads Hk to 2 Hk - 1, where each token has a scale. A tile of keys counts as masked if it holds a part
+of the row's partial blocks, or is the last of the row's list. int8 products are exact; fp8 products are added by the
+tensor cores in some 14 bits, over four tiles of keys at most, and from there on in fp32.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def int8_attention(
     k_token_scale: Tensor,  # [B, Hk, N] fp32
     v_tile_log2: Tensor | None,  # [B, Hk, tiles, 4] fp32; None where v is not fp8
     v_token: Tensor | None,  # [B, 2 * Hk, N] fp32: log2 of scales, then their inverses
-    taken: Tensor | None,  # [B, Hq, M] fp32: what keys without their mean take from a query's logits
+    taken: Tensor | None,  # [B, Hq, M] fp32: by how much a query's logits fall when keys lose their mean
     pv_skip: Tensor | None,  # [Hq] fp32, negative; as of `sparse_attention`
     q_block: int,
     k_block: int,
@@ -68,7 +68,7 @@ def _(q, *_args, **_named):
 
 
 def _outputs(q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Uninitialised."""
+    """Uninitialised `out` and `lse`."""
     return empty_as(q, q.shape[-1], dtype), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
@@ -104,19 +104,21 @@ def int8_attention_reference(
     per_tile = tiles[1] // tile  # pieces
 
     def of_queries(x: Tensor) -> Tensor:
-        """`[B|1, Hm, rows, ...]` for each query head and query, `[B|1, Hq, M, ...]`."""
+        """`x` `[B|1, Hm, rows, ...]` repeated for each query head and query, `[B|1, Hq, M, ...]`."""
         x = x.repeat_interleave(Hq // x.shape[1], 1).repeat_interleave(q_block, 2)
         return x[:, :, q_lead : q_lead + M]
 
     def of_slots(x: Tensor) -> Tensor:
-        """`[B, Hk, tiles, 4]` for each slot, `[B, Hk, N]`."""
+        """`x` `[B, Hk, tiles, 4]` repeated for each slot, `[B, Hk, N]`: a slot's group is `slot % 8 // 2`."""
         slot = torch.arange(N, device=x.device)
         return x[:, :, slot // tile, slot % 8 // 2]
 
     def of_heads(x: Tensor) -> Tensor:
+        """`x` `[B, Hk, ...]` in float64, repeated for each query head."""
         return x.double().repeat_interleave(Hq // Hk, 1)
 
     def logits_of(keys: Tensor, factor: Tensor) -> Tensor:
+        """Logits `[B, Hq, M, N]` of int8 keys whose scales are `factor` `[B, Hk, N]`."""
         exact = products(q.double(), keys.double())
         return exact * q_scale.double()[..., None] * of_heads(factor)[:, :, None] * scale
 
@@ -125,7 +127,8 @@ def int8_attention_reference(
     turn = torch.arange(cols, device=q.device)
     count = (full_count + partial_count).unsqueeze(-1)
     listed = index.long().where(turn < count, cols)
-    # Tiles by place in the list, walked from its end: partial blocks, and the very last tile, are masked.
+    # The place of each piece in its row's list, -1 where it is not listed. The kernel walks the list from its end:
+    # partial blocks come first and are masked, and the very first step is masked in any case.
     place = torch.full((*index.shape[:-1], cols + 1), -1, device=q.device).scatter_(
         -1, listed, turn.expand_as(listed)
     )
@@ -133,7 +136,7 @@ def int8_attention_reference(
         place[..., :cols, None] >= 0, -1
     )
     place = place.flatten(-2)[..., :tile_count]
-    # The last tile has what is left when all others are full.
+    # The kernel's first step has the pieces that are left when all other steps have `per_tile`.
     pieces, partial = count * split, partial_count.unsqueeze(-1) * split
     masked = (pieces - 1) % per_tile + 1
     masked = masked + (partial - masked).clamp_min(0).add(per_tile - 1) // per_tile * per_tile
@@ -166,7 +169,10 @@ def int8_attention_reference(
 
 
 def _without_negligible(logits: Tensor, place: Tensor, whole: Tensor, pv_skip: Tensor, tile: int) -> Tensor:
-    """-inf in whole tiles whose best logit is more than `-pv_skip` below the best met before, the last place first."""
+    """Logits, with -inf in pieces that a row sees whole and whose best logit is negligible.
+
+    It is if it lies more than `-pv_skip` below the best one met before; pieces are met from the last place to the first.
+    """
     N, tile_count = logits.shape[-1], place.shape[-1]
     padded = torch.nn.functional.pad(logits, (0, tile_count * tile - N), value=float("-inf"))
     best = padded.unflatten(-1, (tile_count, tile)).amax(-1)

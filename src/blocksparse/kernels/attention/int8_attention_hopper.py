@@ -1,11 +1,14 @@
 """Attention over block lists on Hopper from int8 queries and keys, and values of 16 bits or fp8.
 
-The loaders and the queue are those of `sparse_attention_hopper.py`. A consumer differs in four ways. Scales, which the
-loaders bring with what they belong to, come in between scores and softmax: one factor for each query and for each of
-the four threads that share a row of scores, so that they cost what `scale` alone would; masked tiles have a factor for
-each key. fp8 weights are the registers of the scores, read again in an order in which values are stored. The maximum of
-a row follows its scores late, so that most steps rescale nothing. And fp8 products, which the tensor cores add in some
-14 bits, are added to each other in fp32 after every fourth tile.
+The loaders and the queue are those of `sparse_attention_hopper.py`. A consumer differs in four ways.
+
+* Scales, which are loaded together with what they belong to, come in between scores and softmax. A tile of keys that is
+  seen whole has one factor for each query and each of the four threads that share a row of scores, so that scales cost
+  what `scale` alone would; a masked tile has a factor for each key.
+* fp8 weights need not move between threads: the registers of the scores are read as those of the next product's operand,
+  whose columns stand for keys in another order, and values are stored in that order (`operands_of`).
+* The maximum of a row follows its scores late, so that most steps rescale nothing (`int8_rows_hopper.py`).
+* fp8 products, which the tensor cores add in some 14 bits, are added to each other in fp32 after every fourth tile of keys.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ from blocksparse.kernels.common.memory import for_bulk_copies
 from blocksparse.kernels.common.strides_triton import head_strides
 
 _LOG2_E = gl.constexpr(math.log2(math.e))
-_GROUP = gl.constexpr(4)  # tiles whose fp8 products the tensor cores add before fp32 does
+_GROUP = gl.constexpr(4)  # tiles of keys whose fp8 products the tensor cores add, before fp32 does
 
 
 def int8_attention_hopper(
@@ -85,7 +88,7 @@ def int8_attention_hopper(
     """Fills `out` and `lse`; the arguments are those of `int8_attention` and of `HopperTiles`."""
     q, scale = positive(q, scale)
     filled = out, lse
-    if q_lead:  # the copy engine takes no negative row
+    if q_lead:  # the copy engine takes no negative row numbers, so the empty places become rows
         q = pad(q, (0, 0, q_lead, 0))
         q_scale, taken = (x if x is None else pad(x, (q_lead, 0)) for x in (q_scale, taken))
         out, lse = (x.new_empty((*q.shape[:3], *x.shape[3:])) for x in filled)
@@ -123,14 +126,18 @@ def int8_attention_hopper(
 
 @gluon.jit
 def _query_numbers(of_queries, slot, scale, WG: gl.constexpr, ROW: gl.constexpr):
-    """What makes logits in base 2 of a query's products, and what is subtracted from them where keys hold their mean."""
+    """Two numbers `[64]` for a consumer's queries, from slot `slot` of the two that are loaded in turn.
+
+    The first makes logits in base 2 of a query's integer products with keys, before the keys' scales. The second is what
+    the mean key adds to the logits, in base 2: masked tiles, whose keys hold their mean, subtract it.
+    """
     factor = of_queries.index(slot).slice(WG * 64, 64).load(ROW) * scale
     return factor, of_queries.index(2 + slot).slice(WG * 64, 64).load(ROW) * _LOG2_E
 
 
 @gluon.jit
 def _threshold(pv_skip_ptr, h, SKIP: gl.constexpr):
-    """A head's `pv_skip` in base 2."""
+    """A head's `pv_skip` as a difference of logits in base 2; 0 if there is none."""
     pv_skip = 0.0
     if SKIP:
         pv_skip = gl.load(pv_skip_ptr + h) * _LOG2_E
@@ -139,7 +146,12 @@ def _threshold(pv_skip_ptr, h, SKIP: gl.constexpr):
 
 @gluon.jit
 def _consume(WG: gl.constexpr, C, SKIP: gl.constexpr, sources, pointers, bars, bufs, strides, sizes):
-    """The softmax of 64 queries of each tile, and its products."""
+    """Computes attention of 64 queries of each tile of queries; `WG` is the number of this consumer.
+
+    It goes as `_consume` of `sparse_attention_hopper.py`. A step (`int8_step_hopper.py`) leaves the weights of its keys in
+    `weight`, not yet multiplied with their values. `stage` and `phase` are those of the last keys; `visit` counts tiles of
+    queries, and `slot` is `visit % 2`.
+    """
     out_target = sources[3]
     q_position_ptr, k_position_ptr, lse_ptr, pv_skip_ptr = pointers[3], pointers[4], pointers[6], pointers[7]
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
@@ -156,8 +168,8 @@ def _consume(WG: gl.constexpr, C, SKIP: gl.constexpr, sources, pointers, bars, b
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.DV, 32 if C.PV8 else 16])
     WEIGHT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 4 if C.PV8 else 2)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    BASE: gl.constexpr = 8.0 - LAZY if C.PV8 else 0.0  # weights up to 2^8: fp8 holds 448
-    GROUP: gl.constexpr = _GROUP if C.PV8 else 1 << 20
+    BASE: gl.constexpr = 8.0 - LAZY if C.PV8 else 0.0  # weights are at most 2^(BASE + LAZY) = 2^8: fp8 holds 448
+    GROUP: gl.constexpr = _GROUP if C.PV8 else 1 << 20  # without fp8 all tiles of keys are one group
     q_bufs = q_pieces._reinterpret(q_pieces.dtype, [2 * C.CONSUMERS, 64, C.DQ], EIGHTS)
     k_bufs = k_pieces._reinterpret(k_pieces.dtype, [C.STAGES, C.BLOCK_N, C.DQ], EIGHTS)
     if C.PV8:
@@ -173,7 +185,7 @@ def _consume(WG: gl.constexpr, C, SKIP: gl.constexpr, sources, pointers, bars, b
     THREAD: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, by_thread(none).type.layout))
     lowest = gl.full([64, 4], LOWEST, gl.float32, THREAD)
 
-    # The weights of the very first keys.
+    # The very first tile of keys has nothing before it to overlap with.
     mbarrier.wait(q_full.index(0), 0)
     word = read(words, 0, 4)
     b, h, h_key, row = unpacked_place(read(words, 2, 4))
@@ -198,13 +210,13 @@ def _consume(WG: gl.constexpr, C, SKIP: gl.constexpr, sources, pointers, bars, b
     slot = 0
     while word >= 0:
         pieces, steps, first, masked = extent(word, C)
-        # Two names of one buffer: ptxas 12.8 shares what both loops derive from it, but computes it before the first
-        # alone, which may not run.
+        # The two loops below get two names of one buffer. With one name ptxas 12.8 lets them share what they derive from
+        # it, but computes that only before the first loop, which may not run.
         q = q_bufs.index((visit % 2) * C.CONSUMERS + WG)
         q_again = q_bufs.index(slot * C.CONSUMERS + WG)
         sums = gl.zeros([64, C.DV], gl.float32, SUMS)
         result = sums
-        relative = highest  # what `result` is relative to
+        relative = highest  # the maxima that `result` is relative to
         for _ in range(1, masked):
             stage, phase, highest, met, total, sums, weight, result, relative = step(
                 True, C, bars, q, k_bufs, v_bufs, starts, of_tokens, of_tiles, last, position_at, k_position_ptr, N,
@@ -212,6 +224,7 @@ def _consume(WG: gl.constexpr, C, SKIP: gl.constexpr, sources, pointers, bars, b
                 not C.PV8, HALF, SKIP, BASE,
             )  # fmt: skip
         for begin in range(masked, steps, GROUP):
+            # With fp8 the first product of a group replaces `sums`; at the group's end these are added to `result` in fp32.
             for i in range(begin, gl.minimum(begin + GROUP, steps)):
                 stage, phase, highest, met, total, sums, weight, result, relative = step(
                     False, C, bars, q_again, k_bufs, v_bufs, starts, of_tokens, of_tiles, last, position_at,
@@ -222,7 +235,7 @@ def _consume(WG: gl.constexpr, C, SKIP: gl.constexpr, sources, pointers, bars, b
                 result = promoted(result, relative, highest, sums)
                 relative = highest
 
-        # The border: the first scores of the next tile beside the last values of this one.
+        # The border: the first scores of the next tile of queries, beside the product with the last values of this one.
         v_stage, v_phase = stage, phase
         stage, phase = after(stage, phase, C)
         mbarrier.arrive(q_empty.index(visit % 2), count=1)

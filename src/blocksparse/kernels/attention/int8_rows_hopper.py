@@ -1,6 +1,15 @@
-"""Rows of 8-bit scores in the registers of a consumer on Hopper: scales, softmax, fp8 weights.
+"""Rows of scores of 8-bit operands in the registers of a consumer on Hopper: scales, softmax, fp8 weights.
 
-What belongs to a row and a thread (`by_thread`), as a scale or a sum does, is `[64, 4]`.
+`hopper_rows.py` describes which scores a thread holds: two rows of the 64, and a quarter of each row's keys. A scale or a
+sum that belongs to a row and to one of the four threads that share it is an entry of a tensor `[64, 4]`, of which a thread
+holds two, one for each of its rows. Logits, maxima and scales of values are in base 2, as logarithms.
+
+A row's maximum follows its logits late ("lazy"). A row keeps the maximum `highest` until a logit passes it by more than
+`LAZY`, and only then takes the new one, so in most steps no sum is rescaled. (In masked steps it follows at once.) But for
+rounding the result is the same for any `highest`, since weights and sums are relative to the same one; what it must prevent
+is overflow. fp8 weights are `2^(logit - highest + BASE)` with `BASE = 8 - LAZY`, so at most 2^8, and fp8 (e4m3) holds 448.
+Weights of 16 bits have `BASE = 0`, and their maximum follows at once. Each row decides by its own logits, so no row depends
+on another.
 """
 
 from __future__ import annotations
@@ -18,12 +27,18 @@ from blocksparse.kernels.attention.hopper_rows import (
     row_max,
 )
 
-# By how much (log2) a row may pass its maximum before that follows, where weights are fp8.
+# By how much, as a logarithm in base 2, a logit may pass its row's maximum before that follows, if weights are fp8.
 LAZY = gl.constexpr(1.0)
 
 
 @gluon.constexpr_function
 def _rescale_asm(n):
+    """PTX for `rescaled`: multiplies a thread's `n` numbers by its rows' factors, unless no lane of the warp needs it.
+
+    Operands are those of `on_registers`: number `i` is $i and its factor $(2n+i), so the factors of a thread's two rows are
+    $2n and $(2n+2). `p` is whether one of them is not 1 (0f3F800000). The vote tells all lanes whether any lane has such a
+    row; if none has, the whole warp skips the products.
+    """
     n = int(n)
     text = (
         f"{{ .reg .pred p, q; setp.neu.f32 p, ${2 * n}, 0f3F800000; setp.neu.f32 q, ${2 * n + 2}, 0f3F800000;"
@@ -34,18 +49,29 @@ def _rescale_asm(n):
 
 @gluon.jit
 def of_rows(x, LAYOUT: gl.constexpr):
-    """`[64, 4]` of equal numbers as `[64]`."""
+    """`x` `[64, 4]`, where the four threads of a row hold the same number, as `[64]`."""
     return gl.convert_layout(gl.max(x, 1), LAYOUT)
 
 
 @gluon.jit
 def rescaled(sums, rescale):
-    """`sums * rescale`, skipped by a warp all of whose factors are 1."""
+    """`sums * rescale`, with a factor for each row and thread `[64, 4]`; a warp all of whose factors are 1 skips it."""
     return on_registers(sums, rescale, _rescale_asm(sums.shape[1] // 2), "f")
 
 
 @gluon.constexpr_function
 def _maximum_asm(lazy):
+    """PTX for `_new_maximum`, on the two numbers that a thread holds of each `[64, 4]`, one for each of its rows.
+
+    $2 and $3 are the thread's best logits of its two rows, $4 and $5 the rows' maxima so far, $0 and $1 the new ones.
+
+    1. `c` and `d` are the maxima plus `lazy`. `p` is whether the thread has a logit above its row's bound, and the vote
+       tells all lanes whether any has. If none has, no row of the warp passes its bound, and the old maxima stay.
+    2. Else two exchanges, with the lanes whose number differs in bit 1 and then in bit 0, leave in `a` and `b` the best
+       logits of whole rows: the four lanes that share a row have numbers that differ in these two bits only.
+    3. A row whose best logit passes its bound takes that as its maximum; the others keep theirs. The four threads of a row
+       have the same `highest`, `a` and bound, and so decide alike.
+    """
     lazy = float(lazy)
     return (
         "{ .reg .pred p, q; .reg .f32 a, b, c, d, e, f;"
@@ -61,9 +87,10 @@ def _maximum_asm(lazy):
 
 @gluon.jit
 def _new_maximum(best, highest, LAZY: gl.constexpr):
-    """Of `[64, 4]`: the row's maximum of `best` where it passes `highest` by `LAZY`, else `highest`.
+    """New maxima `[64, 4]`: the row's maximum of `best` where it passes `highest` by more than `LAZY`, else `highest`.
 
-    A warp without such a row, and that is most, does not look for maxima across threads.
+    `best` is the best logit of a row and thread. A warp without such a row, and most are, does not exchange maxima between
+    threads.
     """
     return gl.inline_asm_elementwise(
         _maximum_asm(LAZY), "=&f,=&f,f,f,f,f", [best, highest], gl.float32, is_pure=True, pack=2
@@ -72,10 +99,12 @@ def _new_maximum(best, highest, LAZY: gl.constexpr):
 
 @gluon.jit
 def operands_of(weight, WEIGHT: gl.constexpr, C):
-    """Weights as first operands of the products with values, one for each piece of fp8.
+    """Weights as first operands of the products with values: one, or for fp8 one for each piece.
 
-    fp8: the registers of the scores are read again as those of the operand, which stand for keys in another order; the
-    values are stored in that order, so nothing moves.
+    No fp8 weight moves between threads. Of 16 keys, thread `t` of a row has the weights of `2 t`, `2 t + 1`, `2 t + 8` and
+    `2 t + 9` (`hopper_rows.py`), while the fp8 operand takes from it its columns `4 t` to `4 t + 3`, in one register. So the
+    four weights are used as these columns. The product sums over keys in any order, as long as values stand in the same
+    one: 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15. They are stored so (`tile_operands.py`).
     """
     if not C.PV8:
         operands = (weight,)
@@ -89,6 +118,10 @@ def operands_of(weight, WEIGHT: gl.constexpr, C):
 
 @gluon.jit
 def _fp8_operand(weight, WEIGHT: gl.constexpr):
+    """The operand `[64, 4 n]` in fp8 that four numbers in each int32 of `weight` `[64, n]` stand for.
+
+    Elementwise code must have as many inputs as outputs, so each int32 comes four times, of which the first is used.
+    """
     y = gl.join(weight, weight)
     y = gl.join(y, y).reshape([64, 4 * weight.shape[1]])
     y = gl.convert_layout(y, WEIGHT, assert_trivial=True)
@@ -97,14 +130,16 @@ def _fp8_operand(weight, WEIGHT: gl.constexpr):
 
 @gluon.jit
 def kept(weight, WEIGHT: gl.constexpr, C, HALF: gl.constexpr):
-    """What is kept of weights for the next step: as the operand's registers are, four fp8 numbers in an int32.
+    """What is kept of weights for the next step: for fp8 int32 `[64, n / 4]`, with the four weights that make a register.
 
-    fp8 tensors would cross a loop's edge as single bytes.
+    `operands_of` says which four. A tensor of fp8 would cross the edge of a loop as single bytes. Weights of 16 bits are
+    kept as the operand itself.
     """
     if C.PV8:
         x = weight.reshape([64, C.BLOCK_N // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([64, C.BLOCK_N])
         x = gl.convert_layout(x, WEIGHT, assert_trivial=True)
-        # Four at a time: the language's own conversion takes them apart again.
+        # Four numbers at a time become one register, the first lowest. Triton's own conversion takes them apart again.
+        # The four outputs are equal, since elementwise code has as many outputs as inputs; the splits keep one.
         y = gl.inline_asm_elementwise(
             "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $5, $4; cvt.rn.satfinite.e4m3x2.f32 hi, $7, $6;"
             " mov.b32 $0, {lo, hi}; mov.b32 $1, $0; mov.b32 $2, $0; mov.b32 $3, $0; }",
@@ -118,7 +153,10 @@ def kept(weight, WEIGHT: gl.constexpr, C, HALF: gl.constexpr):
 
 @gluon.jit
 def _scales_of(of_tiles, stage, p: gl.constexpr, C, FOUR: gl.constexpr):
-    """Of a piece, `[4]`, one for each thread that shares a row: the factor of its keys, and log2 of that of its values."""
+    """The four scales of a piece's keys, and log2 of those of its values (of keys again if values have none), `[1, 4]`.
+
+    Each is for the keys that one of the four threads of a row holds.
+    """
     keys = of_tiles.index(stage * C.PIECES + p).slice(0, 4).load(FOUR)
     logs = keys
     if C.PV8:
@@ -128,21 +166,28 @@ def _scales_of(of_tiles, stage, p: gl.constexpr, C, FOUR: gl.constexpr):
 
 @gluon.jit
 def _best_of(piece, factor, THREAD: gl.constexpr):
-    """The best logit of each row and thread, `[64, 4]`. Maxima of integers: an instruction compares three."""
+    """The best logit of each row and thread, `[64, 4]`: the scale comes after the maximum, which is one of integers.
+
+    For integers one instruction compares three.
+    """
     best = gl.max(gl.max(piece, 1), 2).to(gl.float32)
     return gl.convert_layout(best, THREAD, assert_trivial=True) * factor
 
 
 @gluon.jit
 def _weights_of(piece, factor, origin, THREAD: gl.constexpr):
-    """Weights, and their sums by row and thread."""
+    """Weights `2^(factor * piece - origin)`, and their sums by row and thread, `[64, 4]`."""
     weight = gl.exp2(piece.to(gl.float32) * beside(factor, piece) - beside(origin, piece))
     return weight, gl.convert_layout(gl.sum(gl.sum(weight, 1), 2), THREAD, assert_trivial=True)
 
 
 @gluon.jit
 def _without(origin, best, met, pv_skip, THREAD: gl.constexpr):
-    """An origin that makes weights 0 where a piece's best logit is negligible beside those met before; and the best met."""
+    """Applies `pv_skip`: the origin to subtract from a piece's logits, and the best logit met by now, both `[64, 4]`.
+
+    Where the row's best logit in the piece is negligible beside the best one met before, the origin becomes so large that
+    all weights come to 0.
+    """
     best = of_threads(gl.max(best, 1), THREAD)
     return gl.where(best - met < pv_skip, -LOWEST, origin), gl.maximum(met, best)
 
@@ -151,9 +196,11 @@ def _without(origin, best, met, pv_skip, THREAD: gl.constexpr):
 def whole_tile(
     scores, highest, met, q_factor, pv_skip, of_tiles, stage, C, SKIP: gl.constexpr, BASE: gl.constexpr
 ):
-    """The softmax over a tile that every query sees whole: new maxima, weights, and a thread's part of their sums.
+    """The softmax over a tile of keys that every query sees whole.
 
-    Where values have scales the maximum is that of logits plus the scale's logarithm, for weights carry the scale.
+    Returns new maxima `[64, 4]`, the best logits met `[64, 4]`, weights `[64, n]`, and each thread's part of their sums
+    `[64, 4]`. If values have scales, weights carry them: the scale's logarithm `logs` is added to the logit, the maximum is
+    that of these sums, and the denominator's parts are divided by the scale again.
     """
     SCORES: gl.constexpr = scores.type.layout
     whole = by_thread(scores)
@@ -202,7 +249,11 @@ def masked_tile(
     scores, highest, met, q_factor, shift, of_tokens, starts, stage, valid, last, k_position_ptr, position_at, N, C,
     SKIP: gl.constexpr, BASE: gl.constexpr,
 ):  # fmt: skip
-    """The softmax over a tile with a scale for each key, and masks; `shift` is what smoothing took from other tiles."""
+    """The softmax over a tile of keys with a scale for each key, and with masks; it returns what `whole_tile` does.
+
+    These keys still hold their mean, and tiles that are seen whole do not. `shift` `[64]` is by how much the mean raises a
+    query's logits; maxima are kept without it.
+    """
     SCORES: gl.constexpr = scores.type.layout
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     COLUMN: gl.constexpr = gl.SliceLayout(0, SCORES)
@@ -231,7 +282,10 @@ def masked_tile(
 
 @gluon.jit
 def promoted(result, relative, highest, sums):
-    """The sums of all tiles, relative to `highest`, from those relative to `relative` and the last ones."""
+    """The fp32 sums over all tiles so far, relative to `highest`.
+
+    `result` holds earlier tiles, relative to the maxima `relative`; `sums` holds the last ones, relative to `highest`.
+    """
     LAYOUT: gl.constexpr = result.type.layout
     x = by_thread(result)
     x = x * beside(gl.exp2(relative - highest), x)

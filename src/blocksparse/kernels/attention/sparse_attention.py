@@ -3,14 +3,15 @@
     out[b, h, i] = sum_j softmax_j(scale * q[b, h, i] . k[b, h // G, j]) v[b, h // G, j]
 
 over the keys `j` of the blocks listed for the row of query `i`. A row's full blocks are never masked; its partial
-blocks are masked by original position. fp32 accumulation, base-2 softmax; exact up to rounding.
+blocks are masked by original position. The softmax is in base 2, sums are in fp32, and the result is exact up to rounding.
 
-One op, two kernels: the portable one in `sparse_attention_triton.py`, and the one for Hopper in
-`sparse_attention_hopper.py`. The executor says which runs, and with which tiles.
+The op has two kernels: the portable one in `sparse_attention_triton.py`, and the one for Hopper in
+`sparse_attention_hopper.py`. The executor says which of them runs, and with which tiles.
 
-Two approximations are off unless asked for, and then cost the exact kernel nothing: leaving out the products of
-negligible weights (`pv_skip`), and 8-bit operands with scales (`q_scale`, `k_scale`, `v_scale`). Each query decides
-for itself, so that no query's result depends on another query, or on a later key. The portable kernel has them.
+Two approximations are off unless asked for, and while they are off they cost the exact kernel nothing: leaving out the
+products of negligible weights (`pv_skip`), and 8-bit operands with scales (`q_scale`, `k_scale`, `v_scale`). Each query
+decides for itself, so that no query's result depends on another query, or on a later key. Only the portable kernel has
+them.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def sparse_attention(
     scale: float,
     kernel: str,  # "triton" or "hopper"
     tiles: list[int],  # as `TritonTiles` or `HopperTiles` list them
-    q_in_order: bool = False,  # queries stand in place: positions need not be read
-    k_in_order: bool = False,
+    q_in_order: bool = False,  # queries stand in original order, so that positions need not be read
+    k_in_order: bool = False,  # likewise keys
     pv_skip: Tensor | None = None,  # [Hq] fp32, negative
     q_scale: Tensor | None = None,  # [B, Hq, M] fp32; q and k are then int8
     k_scale: Tensor | None = None,  # [B, copies * Hk, N] fp32
@@ -55,19 +56,21 @@ def sparse_attention(
     v_scale: Tensor | None = None,  # [B, Hk, N] fp32; v is then fp8 (e4m3)
     k_slots: Tensor | None = None,  # [B, H, N] int32, the key in each slot; k and v are then [B, Hkv, N, D]
     *,
-    out_dtype: torch.dtype | None = None,  # that of v; to be given with v_scale
+    out_dtype: torch.dtype | None = None,  # by default that of v; it must be given with v_scale
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the listed blocks: `out` `[B, Hq, M, Dv]` like v, in memory as `empty_as` has it, `lse` `[B, Hq, M]` fp32.
+    """Attention over the listed blocks: `out` `[B, Hq, M, Dv]` of the dtype of v, and `lse` `[B, Hq, M]` fp32.
+
+    `out` lies in memory as `empty_as` has it.
 
     `pv_skip` is a difference of logits. In full blocks, a query leaves out a tile of keys whose best logit is more
-    than `-pv_skip` below the best one that the query has met before. Where all queries of a tile leave it out, its
-    product with the values is not computed. `lse` is that of what was not left out.
+    than `-pv_skip` below the best one that the query has met before. If all queries of a tile of queries leave it out,
+    the product of its weights and values is not computed. `lse` is that of what was not left out.
 
     With `k_slots`, keys and values are moved into slot order here, once per head of `k_slots`, and so many heads at a
     time that the workspace stays small.
 
-    With scales, token `i` is `x[i] * scale[i]`. Row `r` of the mask reads the keys of head `k_copy[r] * Hk + h`, so
-    that rows may differ in how their keys were rounded. Weights that meet fp8 values are rounded to fp8 too.
+    With scales, token `i` is `x[i] * scale[i]`. Row `r` of the mask reads the keys of head `k_copy[r] * Hk + h`, where
+    `h` is its KV head, so that rows may differ in how their keys were rounded. Weights of fp8 values become fp8, too.
     """
     if v_scale is not None and out_dtype is None:
         raise ValueError("'out_dtype' must be given with 'v_scale'")
@@ -92,7 +95,7 @@ def sparse_attention(
 
 
 def _by_heads(k: Tensor, v: Tensor, k_slots: Tensor | None) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Cuts of tensors along their heads, so that what one cut moves fits the workspace."""
+    """Functions that cut a tensor to some heads each, so that the keys and values moved for one cut fit the workspace."""
     if k_slots is None:
         yield lambda x: x
         return
@@ -115,7 +118,7 @@ def _(q, k, v, *_args, out_dtype=None, **_named):
 
 
 def _outputs(q: Tensor, v: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
-    """Uninitialised; from q as it is given, before a kernel has it moved."""
+    """Uninitialised outputs. `out` lies in memory as `q` does, so `q` must come as the caller gave it, not a copy."""
     out = empty_as(q, v.shape[-1], dtype or v.dtype)
     return out, q.new_empty(q.shape[:3], dtype=torch.float32)
 
@@ -147,7 +150,7 @@ def sparse_attention_reference(
     *,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The same in plain torch: one masked softmax over all pairs. O(M N) memory, for tests.
+    """The same in plain torch, for tests: one masked softmax over all pairs, in O(M N) memory.
 
     It rounds where the kernel rounds, and computes in the precision of the inputs or of their scales.
     """
@@ -180,19 +183,19 @@ def sparse_attention_reference(
         weight = logits.softmax(-1).masked_fill(~pairs, 0.0)
         return products(weight, v.mT, wide=False).to(out_dtype), logits.logsumexp(-1).float()
 
-    # The tiles that each query meets, in order, and the largest logit it has met by then.
+    # The tiles of keys in the order in which each query meets them, and the largest logit that it has met by each.
     split = k_block // block_n
     order = rank.argsort(-1).unsqueeze(-1) * split + torch.arange(split, device=q.device)
     order = order.flatten(-2).repeat_interleave(Hq // rank.shape[1], 1).repeat_interleave(q_block, 2)
     order = order[:, :, q_lead : q_lead + M].expand(*logits.shape[:3], -1)  # [B, Hq, M, tiles]
 
     def by_turn(x: Tensor) -> Tensor:
-        """Largest entry of every tile, in the order of visits."""
+        """The largest entry of every tile of keys, in the order of visits."""
         x = torch.nn.functional.pad(x, (0, order.shape[-1] * block_n - N), value=float("-inf"))
         return x.unflatten(-1, (-1, block_n)).amax(-1).gather(-1, order)
 
     def by_key(x: Tensor) -> Tensor:
-        """What holds at the turn of a tile, for each of its keys."""
+        """Undo the order of `by_turn`: an entry for each visit becomes one for each key of the tile visited."""
         return torch.zeros_like(x).scatter_(-1, order, x).repeat_interleave(block_n, -1)[..., :N]
 
     best = by_turn(logits)
@@ -207,7 +210,7 @@ def sparse_attention_reference(
     weight = (logits - origin).exp()
     total = weight.sum(-1, keepdim=True)
     if v_scale is not None:
-        # Rounded at the turn of its tile, relative to the maximum and to the largest scale met by then.
+        # The kernel rounds a weight when it visits its tile, relative to the maximum and the largest scale met by then.
         factor = v_scale.repeat_interleave(Hq // Hk, 1).unsqueeze(-2).expand_as(logits)
         largest = by_turn(factor.masked_fill(logits == float("-inf"), 0.0)).clamp_min(0).cummax(-1).values
         unit = by_key(largest) / FP8_LIMIT

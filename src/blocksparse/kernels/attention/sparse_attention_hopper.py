@@ -1,10 +1,14 @@
-"""The same attention on Hopper's own units: warps that load, and warps that compute, at the same time.
+"""`sparse_attention` on Hopper: some warps load while others compute, and programs take their work from a queue.
 
-One program per SM takes tiles of queries from a queue (`hopper_queue.py`). Two warps load, one keys and queries, the
-other values, through the bulk copy engine (`hopper_loaders.py`); each consumer, four warps, computes 64 queries. A
-consumer starts the scores of the next keys before it multiplies the weights of the last ones with their values, so
-that the softmax in between is hidden behind matrix products, and that holds over the border between two tiles of
-queries too.
+`per_sm` programs run on each multiprocessor for the whole launch, and take tiles of queries from the queue of
+`hopper_queue.py`, which also explains stages and barriers. Two warps of a program load through the bulk copy engine
+(`hopper_loaders.py`): one queries and keys, the other values. Each consumer is four warps, and computes 64 queries. It
+starts the scores of the next keys before it multiplies the weights of the last ones with their values, so that the softmax
+in between is hidden behind matrix products. It does so across the border between two tiles of queries, too: the next
+tile's first scores are computed beside this one's last values.
+
+Warp specialisation gives each of these roles its own warps and, at the start, moves registers between them: loaders keep
+few, consumers get the rest (`registers`, `consumer_registers`).
 """
 
 from __future__ import annotations
@@ -68,7 +72,7 @@ def sparse_attention_hopper(
     """Fills `out` and `lse`; the arguments are those of `sparse_attention` and of `HopperTiles`."""
     q, scale = positive(q, scale)
     filled = out, lse
-    if q_lead:  # the copy engine takes no negative row
+    if q_lead:  # the copy engine takes no negative row numbers, so the empty places become rows
         q = pad(q, (0, 0, q_lead, 0))
         out, lse = (x.new_empty((*q.shape[:3], *x.shape[3:])) for x in filled)
     q, k, v = (for_bulk_copies(x) for x in (q, k, v))
@@ -99,7 +103,11 @@ def sparse_attention_hopper(
 
 @gluon.jit
 def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes):
-    """The softmax of 64 queries of each tile, and its products."""
+    """Computes attention of 64 queries of each tile of queries; `WG` is the number of this consumer.
+
+    `step` counts steps since the program's start, and gives stage and parity (`make_rings`); `visit` counts tiles of
+    queries. When a step begins, the weights of the last keys are in `operand`, not yet multiplied with their values.
+    """
     out_target = sources[3]
     q_position_ptr, k_position_ptr, lse_ptr = pointers[3], pointers[4], pointers[6]
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
@@ -120,7 +128,7 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes)
     none = gl.zeros([64, C.BLOCK_N], gl.float32, SCORES)
     SUM_ROW: gl.constexpr = gl.SliceLayout(1, partial_sum(none).type.layout)
 
-    # The scores of the very first keys.
+    # The very first tile of keys has nothing before it to overlap with.
     mbarrier.wait(q_full.index(0), 0)
     word = read(words, 0, 4)
     b, h, h_key, row = unpacked_place(read(words, 2, 4))
@@ -154,6 +162,7 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes)
             )
             mbarrier.wait(v_full.index(v_stage), v_phase)
             sums_token = warpgroup_mma(operand, v_bufs.index(v_stage), sums, is_async=True)
+            # Of the two products in flight only the older one, the scores, is waited for.
             scores = warpgroup_mma_wait(1, [scores_token])
             if t < masked:
                 scores = masked_scores(scores, last, starts, stage, C.PIECES, k_position_ptr, position_at, N, C)
@@ -168,7 +177,7 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes)
             operand = gl.convert_layout(weight.to(HALF), WEIGHT)
             sums = sums * gl.convert_layout(rescale, OUT_ROW)[:, None]
 
-        # The border: the first scores of the next tile beside the last values of this one.
+        # The border: the first scores of the next tile of queries, beside the product with the last values of this one.
         v_stage = step % C.STAGES
         v_phase = (step // C.STAGES) & 1
         step += 1

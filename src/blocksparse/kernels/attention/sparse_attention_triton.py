@@ -1,6 +1,7 @@
-"""The portable kernel: any GPU that Triton compiles for, and its interpreter.
+"""The portable kernel of `sparse_attention`: for any GPU that Triton compiles for, and for its interpreter.
 
-One program computes `BLOCK_M` queries of one head; longest rows start first. Full blocks are walked before partial ones.
+One program computes `BLOCK_M` queries of one head; the longest rows start first. Full blocks are visited before partial
+ones.
 """
 
 from __future__ import annotations
@@ -83,13 +84,16 @@ def runs_interpreted() -> bool:
 
 
 def _least_depth(x: Tensor) -> int:
-    """Matrix units multiply tiles at least this deep."""
+    """The least length of the axis over which Triton's matrix products sum, for numbers of the size of those of `x`."""
     return 32 if x.element_size() == 1 else 16
 
 
 @triton.jit
 def _tile(ptr, strides, b, h, offsets, dims, limit, D: tl.constexpr, BLOCK_D: tl.constexpr, RAGGED: tl.constexpr):
-    """Rows `offsets` of `[B, H, N, D]` at `(b, h)`, zeros outside `[0, limit)` and past `D`."""
+    """Rows `offsets` of head `(b, h)` of a tensor `[B, H, N, D]`.
+
+    Columns past `D` are zeros, and if `RAGGED` so are rows outside `[0, limit)`; else no offset may lie there.
+    """
     at = ptr + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
     at = at + offsets.to(tl.int64)[:, None] * strides[2] + dims[None, :]
     if RAGGED:
@@ -107,7 +111,7 @@ def _block(
     source, strides, b, h, start, within, dims, limit,
     D: tl.constexpr, BLOCK_D: tl.constexpr, RAGGED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Keys or values `start + within`; `source` is a pointer, or a descriptor that fills with zeros itself."""
+    """The keys or values `start + within`. `source` is a pointer, or with `TMA` a descriptor, which fills in zeros."""
     if TMA:
         tile = source.load([b, h, start, 0]).reshape(within.shape[0], BLOCK_D)
     else:
@@ -117,7 +121,7 @@ def _block(
 
 @triton.jit
 def _factors(ptr, at, inside, RAGGED: tl.constexpr):
-    """Scales of a tile's tokens, 0 outside; None where there are none."""
+    """The scales of the tokens of a tile of keys, 0 for those outside; None if the kernel has no scales."""
     if ptr is None:
         factors = None
     elif RAGGED:
@@ -129,7 +133,7 @@ def _factors(ptr, at, inside, RAGGED: tl.constexpr):
 
 @triton.jit
 def _scores(q_tile, k_tile, q_factor, k_factor, scale_log2):
-    """Logits in base 2. With scales the products are of integers; `q_factor` holds `scale_log2` as well."""
+    """Logits in base 2. With scales the products are those of integers, and `q_factor` contains `scale_log2`."""
     if k_factor is None:
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale_log2
     else:
@@ -139,7 +143,11 @@ def _scores(q_tile, k_tile, q_factor, k_factor, scale_log2):
 
 @triton.jit
 def _add_values(accumulator, unit, rescale, weight, scores, values, v_factor, left_out, MASKED: tl.constexpr):
-    """Rescale what is accumulated, and add values by weight. With scales, in units of the largest scale met."""
+    """Rescale what is accumulated, and add the values by their weights; returns it, and the new `unit`.
+
+    With scales, what is accumulated is in units of `unit / FP8_LIMIT`, where `unit` is the largest scale of a value that
+    each query has met. So weights times scales, relative to `unit`, are at most 1, and use fp8's whole range.
+    """
     if v_factor is None:
         accumulator = accumulator * rescale[:, None]
         accumulator = tl.dot(weight.to(values.dtype), values, accumulator, input_precision="ieee")
@@ -155,10 +163,11 @@ def _add_values(accumulator, unit, rescale, weight, scores, values, v_factor, le
         inverse = 1.0 / tl.where(new_unit == 0.0, 1.0, new_unit)
         share = v_factor[None, :] * inverse[:, None]
         if MASKED:
-            share = tl.minimum(share, 1.0)  # where a key is masked it may overflow, and its weight is 0
+            # A masked key has no part in `unit`, so its share may be huge or infinite, and its weight is 0.
+            share = tl.minimum(share, 1.0)
         weight = weight * share * _FP8_LIMIT
         accumulator = accumulator * (rescale * (unit * inverse))[:, None]
-        # Hopper adds fp8 products in some 14 bits: one tile so, and tiles to each other in fp32.
+        # Hopper adds fp8 products in some 14 bits. Those of one tile of keys are added so, tiles to each other in fp32.
         accumulator = tl.dot(weight.to(values.dtype), values, accumulator, max_num_imprecise_acc=values.shape[0])
     return accumulator, new_unit
 
@@ -167,7 +176,7 @@ def _add_values(accumulator, unit, rescale, weight, scores, values, v_factor, le
 def _softmax_update(
     scores, values, v_factor, running_max, running_sum, unit, accumulator, skip_log2, live, MASKED: tl.constexpr
 ):  # fmt: skip
-    """One step of the online softmax, base 2. Masked scores are -inf, and so may be a whole row."""
+    """One step of the online softmax, in base 2. Masked scores are -inf, and all scores of a query may be masked."""
     best = tl.max(scores, 1)
     new_max = tl.maximum(running_max, best)
     if MASKED:
@@ -178,14 +187,14 @@ def _softmax_update(
     left_out = None
     needed = True
     if skip_log2 is not None:
-        left_out = best - running_max < skip_log2  # never the first tile: inf, or NaN
+        left_out = best - running_max < skip_log2  # false in the first tile: inf, or NaN
         weight_origin = tl.where(left_out, float("inf"), origin)
         kept = (live & ~left_out).to(tl.int32)
-        needed = tl.max(tl.max(kept[None, :], 1), 0) > 0  # Triton 3.7 fails on sm_100 if it stays one-dimensional
+        needed = tl.max(tl.max(kept[None, :], 1), 0) > 0  # two axes: Triton 3.7 fails on sm_100 to reduce one
     weight = tl.exp2(scores - weight_origin[:, None])
     rescale = tl.exp2(running_max - origin)
     running_sum = running_sum * rescale + tl.sum(weight, 1)
-    if needed:  # else no maximum rose: nothing to rescale
+    if needed:  # else every query left the tile out, so no maximum rose and nothing is to be rescaled
         accumulator, unit = _add_values(
             accumulator, unit, rescale, weight, scores, values, v_factor, left_out, MASKED
         )
@@ -198,7 +207,7 @@ def _kernel(
     full_count_ptr, partial_count_ptr, index_ptr, q_position_ptr, k_position_ptr,
     q_strides, k_strides, v_strides, out_strides, lse_strides,
     count_strides, index_strides, q_position_strides, k_position_strides,
-    pv_skip_ptr, q_scale_ptr, k_scale_ptr, k_copy_ptr, v_scale_ptr,  # None: compiled away
+    pv_skip_ptr, q_scale_ptr, k_scale_ptr, k_copy_ptr, v_scale_ptr,  # what is None is compiled away
     q_scale_strides, k_scale_strides, k_copy_strides, v_scale_strides,
     M, N, cols,
     heads_per_key, heads_per_mask, q_lead, scale_log2,
@@ -243,7 +252,7 @@ def _kernel(
 
     running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     running_sum = tl.zeros([BLOCK_M], tl.float32)
-    unit = tl.zeros([BLOCK_M], tl.float32)  # largest scale of a value so far
+    unit = tl.zeros([BLOCK_M], tl.float32)  # the largest scale of a value met so far
     accumulator = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
 
     count_at = head_at(count_strides, b, h_mask) + row
@@ -281,7 +290,7 @@ def _kernel(
         scores = tl.where(allowed, scores, float("-inf"))
         v_tile = _block(v_source, v_strides, b, h_key, start, within, dims_v, N, DV, BLOCK_DV, True, TMA)
         v_factor = _factors(v_scale_ptr, v_scale_at + start + within, inside, True)
-        # Partial blocks hold a query's own neighbours: none is left out.
+        # Partial blocks hold a query's own neighbours, so none is left out: no `skip_log2` here.
         running_max, running_sum, unit, accumulator = _softmax_update(
             scores, v_tile, v_factor, running_max, running_sum, unit, accumulator, None, live, True
         )
@@ -295,7 +304,7 @@ def _kernel(
     stored = (queries >= 0) & (queries < M)
     tl.store(out_at, result.to(out_ptr.dtype.element_ty), mask=stored[:, None] & (dims_v < DV)[None, :])
     lse_at = lse_ptr + head_at(lse_strides, b, h) + queries
-    # 0.6931... is ln 2: scores are in base 2.
+    # Scores are in base 2, and 0.6931... is ln 2.
     log_sum = tl.where(
         empty, float("-inf"), (running_max + tl.log2(tl.where(empty, 1.0, running_sum))) * 0.6931471805599453
     )

@@ -1,4 +1,4 @@
-"""How tensors lie in memory: what outputs follow, and what the copy engine takes."""
+"""How tensors lie in memory: which order of axes outputs get, and what the bulk copy engine takes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from torch import Tensor
 def empty_as(q: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     """Uninitialised `[B, H, M, width]` whose axes lie in the order of those of `q` `[B, H, M, D]`.
 
-    Hosts often hold heads behind tokens, and need not move what attention gives them. Contiguous where the last axis
-    of `q` is not innermost, or entries of `q` share memory: kernels write whole rows, and no entry twice.
+    Callers often hold the axis of heads behind that of tokens, and need not move what attention gives them. The result is
+    contiguous if the last axis of `q` is not innermost, or if entries of `q` share memory, since kernels write whole rows,
+    and no entry twice.
     """
     B, H, M, _ = q.shape
     if q.is_contiguous():
         return q.new_empty((B, H, M, width), dtype=dtype)
-    if q.transpose(1, 2).is_contiguous():  # every call of such a host comes here
+    if q.transpose(1, 2).is_contiguous():  # every call of such a caller comes here
         return q.new_empty((B, M, H, width), dtype=dtype).transpose(1, 2)
     shared = any(stride == 0 and size > 1 for size, stride in zip(q.shape, q.stride(), strict=True))
     axes = [0, 1, 2]
@@ -26,7 +27,7 @@ def empty_as(q: Tensor, width: int, dtype: torch.dtype) -> Tensor:
 
 
 def copies_in_bulk(x: Tensor) -> bool:
-    """Whether tensor descriptors can read `x`: rows contiguous, aligned to 16 bytes, and no memory that entries share."""
+    """Whether tensor descriptors can read `x`: rows are contiguous and aligned to 16 bytes, and no entries share memory."""
     *outer, inner = x.stride()
     if inner != 1 or x.data_ptr() % 16:
         return False
@@ -37,6 +38,6 @@ def copies_in_bulk(x: Tensor) -> bool:
 
 
 def for_bulk_copies(x: Tensor) -> Tensor:
-    """`x` as tensor descriptors can read it; a copy only where it must be. Rows are multiples of 16 bytes."""
-    # Not `contiguous`, which leaves as they are strides of axes of one entry, and memory that is not aligned.
+    """`x` as tensor descriptors can read it, a copy only if it must be; rows have to be multiples of 16 bytes."""
+    # `contiguous` would not do: it keeps odd strides of axes of one entry, and memory that is not aligned.
     return x if copies_in_bulk(x) else x.clone(memory_format=torch.contiguous_format)

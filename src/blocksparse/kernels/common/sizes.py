@@ -1,23 +1,26 @@
-"""Sizes of grids and tiles. `triton.cdiv` and its like take the host microseconds a call."""
+"""Sizes of grids and tiles, in plain Python: `triton.cdiv` and its like take the host microseconds a call."""
 
 from __future__ import annotations
 
 import torch
 
 FAR = 2**30
-"""Farther than any two positions are from each other. A position and so many more still fit an int32."""
+"""A distance greater than that of any two positions. A position plus `FAR` still fits an int32."""
 
 ROOM = 1024
-"""Tokens, or cells, that a block is given room for however short the prompt is; a larger one has no more than that."""
+"""The least number of tokens, or of cells, that a block is given room for, however short the prompt is.
+
+A block larger than both that and the prompt is cut to the larger of the two, and takes no more memory.
+"""
 
 
 def cdiv(n: int, size: int) -> int:
-    """How many pieces of `size` cover `n`."""
+    """How many pieces of size `size` cover `n`."""
     return -(-n // size)
 
 
 def index_dtype(cols: int) -> torch.dtype:
-    """That of lists over `cols` blocks. They are as large as the mask: int16 where it holds every block's number."""
+    """The dtype of lists over `cols` blocks, which are as large as the mask: int16 if it holds every block's number."""
     return torch.int16 if cols < 2**15 else torch.int32
 
 

@@ -1,8 +1,9 @@
-"""Strides that change with the prompt's length, so that a kernel need not be compiled anew for each kind of them.
+"""Strides that change with the prompt's length, handed over so that a kernel need not be compiled anew.
 
-Triton compiles a kernel for every combination of integers that are 1, multiples of 16, or neither; it can be told not to
-look at an argument, but looks at every entry of a tuple. Strides of q, k and v, multiples of the head dim, keep their
-kind whatever the length. Those of lists, masks and scores do not.
+Triton specialises a kernel on each integer argument: it compiles anew when the integer becomes 1, a multiple of 16, or
+neither. It can be told not to specialise on an argument, but always does so on entries of a tuple. Strides of q, k and v
+are multiples of the head dim, and keep their kind whatever the length; those of lists, masks and scores do not. So these
+are multiplied by 16 (`alike`), and the kernel divides by 16 again (`head_at`).
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from torch import Tensor
 
 
 def alike(*strides: int) -> tuple[int, ...]:
-    """Strides of which all are of one kind: sixteen times each."""
+    """Sixteen times each stride: all are then multiples of 16, and the kernel is compiled once."""
     return tuple([16 * stride for stride in strides])
 
 
 def head_strides(x: Tensor) -> tuple[int, ...]:
-    """Strides of the first two axes, 0 where one entry holds for all."""
+    """Strides of the first two axes, 0 for an axis of one entry, which holds for all."""
     return tuple([0 if size == 1 else stride for size, stride in zip(x.shape[:2], x.stride()[:2], strict=True)])
 
 
 @triton.jit
 def head_at(strides, b, h):
-    """Where a head begins, of strides that are `alike`."""
+    """The offset at which a head begins, from strides as `alike` gives them."""
     return b.to(tl.int64) * (strides[0] >> 4) + h.to(tl.int64) * (strides[1] >> 4)

@@ -3,7 +3,7 @@
     gather   out[b, h, i] = x[b, h // (H / Hx), index[b, h, i]]
     scatter  out[b, h, index[b, h, i]] = x[b, h, i]
 
-On GPUs one launch, which reads every row and every index once; on other devices the plain torch below.
+On GPUs one launch does it, which reads every row and every index once; other devices take the plain torch below.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
-    """Rows of `x` `[B, Hx, N, D]` by `index` `[B, H, M]` int32, `[B, H, M, D]`; `Hx` divides `H`."""
+    """The rows of `x` `[B, Hx, N, D]` that `index` `[B, H, M]` int32 names, `[B, H, M, D]`; `Hx` divides `H`."""
     if x.is_cuda:
         from blocksparse.kernels.moving.gather_rows_triton import gather_rows_triton
 
@@ -47,7 +47,7 @@ def gather_rows_reference(x: Tensor, index: Tensor) -> Tensor:
 
 
 def scatter_rows_reference(x: Tensor, index: Tensor) -> Tensor:
-    """The same in plain torch: the rows of `x` by the inverse map."""
+    """The same in plain torch, as a gather through the inverse map."""
     place = inverse(index).long()
     return x.gather(2, place.view(*place.shape, *[1] * (x.ndim - 3)).expand(x.shape))
 

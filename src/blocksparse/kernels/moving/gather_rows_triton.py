@@ -15,7 +15,7 @@ _TILE = 8192  # entries of a tensor per program
 
 
 def gather_rows_triton(tensors: tuple[Tensor, ...], index: Tensor) -> tuple[Tensor, ...]:
-    """Rows of one or two tensors; arguments as of `gather_rows`."""
+    """Launch the kernel to gather rows of one or two tensors; arguments as of `gather_rows`."""
     (B, H, M), Hx = index.shape, tensors[0].shape[1]
     out = tuple(x.new_empty((B, H, M, x.shape[-1])) for x in tensors)
     _launch(tensors, out, index, heads_per_source=H // Hx, scatter=False)
@@ -23,7 +23,7 @@ def gather_rows_triton(tensors: tuple[Tensor, ...], index: Tensor) -> tuple[Tens
 
 
 def scatter_rows_triton(x: Tensor, index: Tensor) -> Tensor:
-    """Rows of `x` to their places; arguments as of `scatter_rows`."""
+    """Launch the kernel to move the rows of `x` to their places; arguments as of `scatter_rows`."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows = (*index.shape, -1)
     _launch((x.reshape(rows),), (out.view(rows),), index, heads_per_source=1, scatter=True)
@@ -51,7 +51,7 @@ def _launch(
 
 @triton.jit
 def _read(x_ptr, strides, b, h, row, there, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows `row` of `[B, H, N, D]` at `(b, h)`."""
+    """Rows `row` of head `(b, h)` of a tensor `[B, H, N, D]`."""
     dims = tl.arange(0, BLOCK_D)
     source = x_ptr + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
     source = source + row.to(tl.int64)[:, None] * strides[2] + dims[None, :]
@@ -64,7 +64,7 @@ def _read(x_ptr, strides, b, h, row, there, D: tl.constexpr, BLOCK_D: tl.constex
 
 @triton.jit
 def _write(out_ptr, x, head, M, row, there, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows `row` of head `head` of a contiguous `[B * H, M, D]`."""
+    """Stores `x` as rows `row` of head `head` of a contiguous tensor `[B * H, M, D]`."""
     dims = tl.arange(0, BLOCK_D)
     target = out_ptr + (head * M + row)[:, None] * D + dims[None, :]
     if BLOCK_D == D:
@@ -91,7 +91,7 @@ def _kernel(
     else:
         source, target = named, here
     head = b.to(tl.int64) * tl.num_programs(1) + h
-    # Both tensors are under way before either is written.
+    # The loads of both tensors are in flight before either is written.
     x = _read(x_ptr, x_strides, b, h // heads_per_source, source, there, DX, BLOCK_DX)
     if TWO:
         y = _read(y_ptr, y_strides, b, h // heads_per_source, source, there, DY, BLOCK_DY)

@@ -1,9 +1,10 @@
-"""Pooled queries times pooled keys, where some query of a block may see some key.
+"""Pooled queries times pooled keys, for blocks in which some query may see some key.
 
     logits[b, h, row, col] = pooled_q[b, h, row] . pooled_k[b, h // G, col]
 
-On GPUs one kernel, which leaves out the tiles that causality does; there they hold anything. Its products are of
-three tf32 products each, as exact as fp32's own and on the tensor cores. On CPU tensors and in float64, plain torch.
+On GPUs one kernel does it. It leaves out launch tiles in which causality allows no block, so entries there hold anything.
+Each of its products is made of three tf32 products on the tensor cores, and as exact as one in fp32. CPU tensors and
+float64 take plain torch.
 """
 
 from __future__ import annotations
@@ -28,5 +29,5 @@ def block_products(pooled_q: Tensor, pooled_k: Tensor, grid: BlockGrid) -> Tenso
 
 
 def block_products_reference(pooled_q: Tensor, pooled_k: Tensor, grid: BlockGrid) -> Tensor:
-    """The same in plain torch; every entry is a product."""
+    """The same in plain torch, which computes every entry."""
     return products(pooled_q, pooled_k)

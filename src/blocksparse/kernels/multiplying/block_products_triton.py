@@ -15,7 +15,7 @@ from blocksparse.kernels.common.strides_triton import head_at
 from blocksparse.kernels.positions.block_grid import BlockGrid
 from blocksparse.kernels.positions.block_grid_triton import any_of, rows_at, strides
 
-_TILE = 64  # rows, columns, and dims at a time
+_TILE = 64  # rows and columns of a launch tile, and dims that are multiplied at a time
 
 
 def block_products_triton(pooled_q: Tensor, pooled_k: Tensor, grid: BlockGrid) -> Tensor:

@@ -1,4 +1,4 @@
-"""What kernels over cells share: consecutive tokens as one vector."""
+"""What kernels over cells share. A cell is some consecutive tokens, taken as one long vector."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def cells(x: Tensor, slots: int, lead: int, filler: Tensor | None = None) -> Ten
     """Tokens `[B, H, N, D]` in cells, `[B, H, cells, slots, D]`; `lead` empty slots come first.
 
     Args:
-        filler: `[B, H, 2, D]`, what the empty slots hold at the start and at the end; zeros unless given.
+        filler: `[B, H, 2, D]`, what empty slots at the start and at the end hold; zeros unless given.
     """
     missing = -(lead + x.shape[2]) % slots
     if not (lead or missing):
@@ -22,12 +22,12 @@ def cells(x: Tensor, slots: int, lead: int, filler: Tensor | None = None) -> Ten
     if filler is None:
         return pad(x, (0, 0, lead, missing)).unflatten(2, (-1, slots))
     before, after = (filler[:, :, i : i + 1].expand(-1, -1, n, -1) for i, n in ((0, lead), (1, missing)))
-    with without_autocast(x):  # which refuses to join tensors of another half precision than its own
+    with without_autocast(x):  # autocast refuses to join tensors of another half precision than its own
         return torch.cat((before, x, after), dim=2).unflatten(2, (-1, slots))
 
 
 def means_of_short_cells(x: Tensor, slots: int, lead: int) -> Tensor | None:
-    """Mean of the tokens in the first and in the last cell, `[B, H, 2, D]`; None where no cell is short."""
+    """The mean of the tokens in the first and in the last cell, `[B, H, 2, D]`; None if no cell lacks tokens."""
     missing = -(lead + x.shape[2]) % slots
     if not (lead or missing):
         return None

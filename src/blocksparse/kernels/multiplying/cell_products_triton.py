@@ -1,8 +1,8 @@
-"""The matrix product that kernels over cells share: cells of queries with cells of keys, in fp32 sums.
+"""The matrix product that kernels over cells share: cells of queries times cells of keys, with sums in fp32.
 
-A cell is `slots` consecutive tokens of `[B, H, N, D]`; nothing is copied to make one. A tile of cells is read one slot
-at a time, through tensor descriptors where the chip has them. Cells that lack tokens, at the tail and where a
-chunk starts, are read token by token, in the tiles that hold one.
+A cell is `slots` consecutive tokens of a tensor `[B, H, N, D]`; nothing is copied to make one. A tile of cells is read one
+slot at a time, through tensor descriptors if the GPU has them. Cells may lack tokens at the tail and where a chunk starts:
+a tile that holds such a cell is read token by token.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from blocksparse.kernels.common.strides_triton import alike, head_strides
 
 @frozen
 class Tiles:
-    """Cells per program on both sides, dims per step, and how the product is run."""
+    """How a product is launched: cells of queries and of keys per program, dims per step, warps and stages."""
 
     block_m: int
     block_n: int
@@ -31,7 +31,7 @@ class Tiles:
 
 
 def tiles_for(x: Tensor, *, tma: bool) -> Tiles:
-    """Tiles for `x` `[B, H, N, D]`; head dims that leave half a step empty take smaller steps."""
+    """Tiles for `x` `[B, H, N, D]`; head dims that would leave half of the last step empty take smaller steps."""
     if x.dtype == torch.float32:
         return Tiles(64, 64, 32, 4, 2)
     block_k = 32 if 0 < x.shape[-1] % 64 <= 32 else 64
@@ -39,12 +39,12 @@ def tiles_for(x: Tensor, *, tma: bool) -> Tiles:
 
 
 def can_use_tma(*tensors: Tensor) -> bool:
-    """Whether descriptors of cells can load these: Hopper or later, half precision, 16-byte aligned rows."""
+    """Whether descriptors can load cells of these: it takes Hopper or later, 2-byte numbers, and rows at 16 bytes."""
     return all(x.element_size() == 2 and has_descriptors(x) and copies_in_bulk(x) for x in tensors)
 
 
 def whole_cells(x: Tensor, slots: int, lead: int, block: int, block_k: int) -> TensorDescriptor | None:
-    """The cells of `[B, H, N, D]` that lack no token, as `[B, H, slots, cells, D]`; None if there is none."""
+    """A descriptor of the cells of `x` `[B, H, N, D]` that lack no token, `[B, H, slots, cells, D]`; None without any."""
     skipped = -lead % slots
     count = (x.shape[2] - skipped) // slots
     if count <= 0:
@@ -54,19 +54,22 @@ def whole_cells(x: Tensor, slots: int, lead: int, block: int, block_k: int) -> T
 
 
 def reach_strides(x: Tensor | None) -> tuple[int, ...] | None:
-    """Strides of the first two axes of `[B|1, Hq|1, n]`, `alike`."""
+    """Strides of the first two axes of `x` `[B|1, Hq|1, n]`, as `alike` gives them."""
     return None if x is None else alike(*head_strides(x))
 
 
 @triton.jit
 def largest(x):
-    """The largest entry of a vector; two-dimensional, since Triton 3.7 fails on sm_100 for the only axis of a tensor."""
+    """The largest entry of a vector, in two dimensions, since Triton 3.7 fails on sm_100 to reduce an only axis."""
     return tl.max(tl.max(x[None, :], 1), 0)
 
 
 @triton.jit
 def grouped_tile(pid, q_tiles, k_tiles, heads, GROUP: tl.constexpr):
-    """Head, query tile and key tile of a program: `GROUP` query tiles, then the next key tile, for L2."""
+    """Head, tile of queries and tile of keys of a program.
+
+    `GROUP` tiles of queries meet one tile of keys before the next tile of keys comes, so that it stays in the L2 cache.
+    """
     first = pid // (GROUP * k_tiles) * GROUP
     high = tl.minimum(q_tiles * heads - first, GROUP)
     within = pid - first * k_tiles
@@ -79,7 +82,7 @@ def _by_token(
     ptr, filler_ptr, strides, head, b, h, cell, slot, dims, lead, N,
     D: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """One slot of the cells `cell`, `[cells, dims]`; where there is no token, what fills it, or zeros."""
+    """Slot `slot` of the cells `cell`, `[cells, dims]`; what fills slots without a token, or zeros."""
     token = cell * SLOTS + slot - lead
     there = (token >= 0) & (token < N)
     source = ptr + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
@@ -101,8 +104,8 @@ def cell_products(
 ):  # fmt: skip
     """Products of the cells from `q_cell` on with those from `k_cell` on, `[BLOCK_M, BLOCK_N]` fp32.
 
-    `FLIPPED`: the last slot of a query cell meets the first of a key cell. `SHORT`: some cell lacks tokens. Cells
-    without any have no meaning.
+    With `FLIPPED` the last slot of a query cell meets the first one of a key cell, and so on. `SHORT` says that some cell
+    may lack tokens. Products of cells without any token have no meaning.
     """
     STEPS: tl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
     dim = tl.arange(0, BLOCK_K)
@@ -132,7 +135,7 @@ def cell_products(
     else:
         q_head = b * heads + h
         k_head = b * key_heads + h_key
-        for step in tl.range(SLOTS * STEPS, num_stages=1):  # few tiles come here
+        for step in tl.range(SLOTS * STEPS, num_stages=1):  # not pipelined, since few tiles come here
             slot = step // STEPS
             dims = step % STEPS * BLOCK_K + dim
             q_slot = slot

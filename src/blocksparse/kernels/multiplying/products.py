@@ -1,10 +1,10 @@
-"""Products of matrices: the only place where plain torch multiplies them.
+"""Products of matrices: this is the only place where plain torch multiplies them.
 
     products[b, h, i, j] = q[b, h, i] . k[b, h // (Hq / H), j]
 
 The result depends on the inputs alone: neither on autocast nor on what the process lets torch round fp32 to (TF32 on
-GPUs, bf16 and TF32 on CPUs). cuBLAS obeys such settings, so that on GPUs fp32 takes the kernel in
-`block_products_triton.py`. oneDNN obeys them on CPUs that can; there, while they are on, fp32 is multiplied in float64.
+GPUs, bf16 and TF32 on CPUs). cuBLAS obeys such settings, so on GPUs fp32 takes the kernel in `block_products_triton.py`.
+oneDNN obeys them on CPUs that have such products; there, while the settings are on, fp32 is multiplied in float64.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ def products(q: Tensor, k: Tensor, *, wide: bool = True) -> Tensor:
     `H` divides `Hq`; keys are not repeated. Rows of weights times values are `products(weights, values.mT)`.
 
     Args:
-        wide: give fp32 or better: half precision would round long sums, and fp16 may not hold them. A GPU's tensor
-            cores take half precision as it is; elsewhere it is converted. Else the products have the dtype of `q`.
+        wide: give fp32 or better, since half precision would round long sums, and fp16 may not hold them. A GPU's
+            tensor cores take half precision as it is; elsewhere it is converted first. If not `wide`, the products
+            have the dtype of `q`.
     """
     dtype = wide_dtype(q) if wide else q.dtype
     if q.dtype != dtype and (not q.is_cuda or torch.version.hip is not None):
@@ -50,14 +51,14 @@ def products(q: Tensor, k: Tensor, *, wide: bool = True) -> Tensor:
 
 
 def _rounds_fp32() -> bool:
-    """Whether a CPU's products of fp32 would be of less, as `torch.set_float32_matmul_precision` may ask for."""
+    """Whether a CPU would round fp32 before it multiplies, as `torch.set_float32_matmul_precision` may ask for."""
     can = _roundings()
     return bool(can) and torch.backends.mkldnn.matmul.fp32_precision in can
 
 
 @functools.cache
 def _roundings() -> frozenset[str]:
-    """What oneDNN can round fp32 to on this CPU."""
+    """The formats that oneDNN can round fp32 to on this CPU."""
     if not torch.backends.mkldnn.is_available():
         return frozenset()
     can = {"bf16": torch.ops.mkldnn._is_mkldnn_bf16_supported(), "tf32": torch.cpu._is_amx_fp16_supported()}

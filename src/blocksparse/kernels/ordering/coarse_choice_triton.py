@@ -1,8 +1,12 @@
-"""The Triton kernel of `coarse_order` that chooses: one program per row, no sort.
+"""The Triton kernel of `coarse_order` that chooses which keys are kept: one program per row, without a sort.
 
-Four steps are read at a time, as the bytes of an int32. A sample guesses the step at which a row is full, and a search
-around it counts all keys; where it fails, one over all steps does. A kept key is its step in the upper 8 bits of an int32
-and its position in the lower 24.
+A key has a step, a number from 0 to 255, and keys of low steps are better. A row keeps its `count` keys of the lowest
+steps, so all that is to be found is the greatest step that is kept: all better keys are kept, and of the keys of that step
+(the tied ones) as many as there is room for, in order of position. A sample guesses that step, and a search among the 16
+steps around the guess counts all keys; if the step may lie outside them, a search among all steps follows.
+
+A step is a byte, and four are read at a time, as a *word*: an int32 whose lowest byte is the step of the first key.
+`score_steps.py` says how a kept key is stored.
 """
 
 from __future__ import annotations
@@ -10,14 +14,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-TILE = 4096  # steps at a time; fewer than 2^15
-SAMPLE = 1024  # words of four steps that the guess sees
+TILE = 4096  # steps that a program reads at a time; fewer than 2^15, so that two counts of them fit one int32
+SAMPLE = 1024  # words of four steps that the guess looks at
 _HIGH = tl.constexpr(-0x7F7F7F80)  # 0x80808080
 
 
 @triton.jit
 def row_of_maps(H, G, first, S, count):
-    """Batch, head and segment of this program, the keys before it, how many of them fit; longest rows first."""
+    """This program's batch entry, head and segment, the keys before that segment, and how many of these are kept.
+
+    The longest rows start first.
+    """
     heads = tl.num_programs(0) // G
     g = G - 1 - tl.program_id(0) // heads
     bh = tl.program_id(0) % heads
@@ -27,31 +34,49 @@ def row_of_maps(H, G, first, S, count):
 
 @triton.jit
 def _total(x):
-    """Of a tile `[1, n]`; sums over the only axis of a tensor fail in Triton 3.7 on sm_100."""
+    """The sum of `x` `[1, n]`. The tensor has two axes because Triton 3.7 fails on sm_100 to sum over an only axis."""
     return tl.sum(tl.sum(x, 1), 0)
 
 
 @triton.jit
 def _at_most(words, step):
-    """A 1 in every byte of an int32 that is no more than `step`, as numbers of 0 to 255."""
-    fits = (((step & 127) * 0x01010101) | _HIGH) - (words & 0x7F7F7F7F)  # in the highest bit: their lower 7 bits
+    """A 1 in each byte of the result where that byte `w` of `words` is at most `step`, else a 0; all are from 0 to 255.
+
+    One subtraction compares the lower 7 bits of four bytes. A product with 0x01010101 copies the lower bits of `step` into
+    all bytes, and `_HIGH` sets each byte's highest bit, so a byte becomes `128 + step % 128 - w % 128`. That is between 1
+    and 255, so no byte borrows from its neighbour, and it is 128 or more, with its highest bit set, just where
+    `w % 128 <= step % 128`.
+
+    The highest bits of `w` and `step` then decide with it: if `step` is below 128, `w <= step` needs the highest bit of `w`
+    to be 0 and the lower bits to fit; else one of the two is enough. The answer is shifted to each byte's lowest bit.
+    """
+    fits = (((step & 127) * 0x01010101) | _HIGH) - (words & 0x7F7F7F7F)
     fits = (fits & ~words) | (tl.where(step > 127, _HIGH, 0) & (fits | ~words))
     return (fits >> 7) & 0x01010101
 
 
 @triton.jit
 def _sum_of_bytes(words):
-    """Over a tile of int32 `[1, n]`."""
+    """The sum of all bytes, from 0 to 255 each, of `words` `[1, n]`.
+
+    Each word's bytes are added in pairs into two fields of 16 bits, at most 510 each, then these to each other.
+    """
     pairs = (words & 0x00FF00FF) + ((words >> 8) & 0x00FF00FF)
     return _total((pairs & 0xFFFF) + (pairs >> 16))
 
 
 @triton.jit
 def _narrowed(words_at, words, want, last, better, unit, WORDS: tl.constexpr):
-    """The greatest step that is kept, `last` or more, to `unit` of four: how many keys of a row are below 1, 2 and 3?"""
+    """One round of the search for the greatest step that is kept, taken to be from `last` to `last + 4 * unit - 1`.
+
+    It counts the row's keys of steps below `last` plus one, two and three times `unit`. Where fewer than `want` keys lie
+    below a bound, the step that is sought is at or after it. Returns the greatest such bound, or `last`, and how many
+    keys lie below it; `better` is how many lie below `last`. Words past the row's end read as four steps of 255, which are
+    never counted: no bound exceeds 255.
+    """
     word = tl.arange(0, WORDS)[None, :]
     below_one, below_two, below_three = want * 0, want * 0, want * 0
-    for part in range(0, words, 255 * WORDS):  # a byte counts to 255
+    for part in range(0, words, 255 * WORDS):  # each byte counts the keys in its own place, and holds up to 255
         one = tl.zeros([1, WORDS], tl.int32)
         two = tl.zeros([1, WORDS], tl.int32)
         three = tl.zeros([1, WORDS], tl.int32)
@@ -72,7 +97,7 @@ def _narrowed(words_at, words, want, last, better, unit, WORDS: tl.constexpr):
 
 @triton.jit
 def _guess(words_at, words, want, SAMPLE: tl.constexpr):
-    """The greatest step that is kept, by words that are evenly apart."""
+    """A guess of the greatest step that is kept, from up to `SAMPLE` words at even distances: a search bit by bit."""
     apart = tl.cdiv(words, SAMPLE)
     word = tl.arange(0, SAMPLE)[None, :] * apart
     sample = tl.load(words_at + word, mask=word < words, other=-1)
@@ -89,40 +114,44 @@ def choose(
     words_ptr, kept_ptr, first, S, H, G, width, count,
     TILE: tl.constexpr, SAMPLE: tl.constexpr,
 ):  # fmt: skip
-    """The `count` keys of the least steps, by position."""
+    """Stores the `count` keys of the lowest steps of a row, in order of position."""
     b, h, g, start, want = row_of_maps(H, G, first, S, count)
     row = (b * H + h).to(tl.int64) * G + g
-    words = (start + 15) // 16 * 4  # with 255 after the last key
+    words = (start + 15) // 16 * 4  # the last ones are filled up with steps of 255
     WORDS: tl.constexpr = TILE // 4
     words_at = words_ptr + row * (width // 4)
 
-    # The greatest step that is kept, two bits at a time: first among the 16 around a guess.
+    # The greatest step that is kept, two bits in each round: first among 16 around the guess.
     least = tl.minimum(tl.maximum(_guess(words_at, words, want, SAMPLE) - 7, 0), 240)
     last, better = least, want * 0
     for i in range(2):
         last, better = _narrowed(words_at, words, want, last, better, 4 >> (2 * i), WORDS)
-    # At an end of the 16 it may lie beyond.
+    # If the answer is the first or the last of the 16, the step may lie outside them (and below the first one `better` was
+    # not counted): search all 256.
     if ((last == least) & (least > 0)) | ((last == least + 15) & (least < 240)):
         last, better = want * 0, want * 0
         for i in range(4):
             last, better = _narrowed(words_at, words, want, last, better, 64 >> (2 * i), WORDS)
 
-    room = want - better  # for keys of the last step; what fills the row up comes after as many of them
+    room = want - better  # how many keys of step `last` are kept: the first ones by position
     kept, tied = want * 0, want * 0
     kept_at = kept_ptr + row * count
-    word = tl.arange(0, WORDS // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]  # a thread has four in a row
+    word = tl.arange(0, WORDS // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]  # a thread has four neighbouring words
     upcoming = tl.load(words_at + word, mask=word < words, other=-1)
     for at in range(0, words, WORDS):
         some = upcoming
         upcoming = tl.load(words_at + at + WORDS + word, mask=word < words - at - WORDS, other=-1)
-        # A 1 in the byte of each key that is better or tied; a product with 0x01010101 counts them up to each byte.
+        # `is_better` and `is_tied` have a 1 in the byte of each such key. Their product with 0x01010101 has in each byte the
+        # sum of this byte and of all lower ones: how many such keys the word has up to there, and in byte 3 in all.
         is_better = tl.where(last > 0, _at_most(some, last - 1), 0)
         is_tied = _at_most(some, last) ^ is_better
         ties = is_tied * 0x01010101
-        both = ((is_better * 0x01010101) >> 24) + ((ties >> 24) << 16)  # two counts in one
+        both = ((is_better * 0x01010101) >> 24) + ((ties >> 24) << 16)  # tied keys above the lower 16 bits
         of_thread = tl.sum(both, 1)
         before = (tl.cumsum(of_thread, 0) - of_thread)[:, None] + tl.cumsum(both, 1) - both
         ties_before = tied + (before >> 16)
+        # A tied key is kept if it is among the `left` first ones of its word. Byte by byte, `128 + left - ties` has its
+        # highest bit set just there, as in `_at_most`; `is_tied` picks that bit after the shift.
         left = tl.minimum(tl.maximum(room - ties_before, 0), 4)
         is_kept = is_better | (is_tied & (((left * 0x01010101 | _HIGH) - ties) >> 7))
         slots = is_kept * 0x01010101

@@ -4,16 +4,16 @@
     step[g, j]  = floor(256 * (high - score) / (high - low))      at least 0 and at most 255
     out[g]      = the keys by rising step, equal steps by position; then -1
 
-`high` and `low` are the greatest and the least finite score of every eighth key of a row, j = 7, 15, 23 and so on: an
-eighth of the work, and a range that the first token, whose score often stands far out, has no part in.
+`high` and `low` are the greatest and the least finite score of every eighth key of a row, j = 7, 15, 23 and so on. That
+takes an eighth of the work, and the first token, whose score often stands far out, has no part in the range.
 
-Mean queries are rounded to the dtype of the keys, products are summed in fp32 or better. A step is 1/256 of that range,
-so that keys of one step weigh much the same, but neither the order inside a step nor which of its keys are the last to
+Mean queries are rounded to the dtype of the keys, and products are summed in fp32 or better. A step is 1/256 of that range,
+so that keys of one step weigh much the same; but neither the order inside a step nor which of its keys are the last to
 fit says anything about their scores. Positions are below 2^24, which is checked.
 
-On GPUs five launches for some segments at a time, without a sort: the first finds the range, the next computes all
-scores and writes their steps, which take a byte each; a search finds the step at which a row is full, and a counting
-sort orders what is kept. Otherwise, and for float64, the plain torch below.
+On GPUs five launches serve some segments at a time, without a sort. The first finds the range; the second computes all
+scores and writes their steps, which take a byte each; the third searches for the step at which a row is full, and writes
+the keys that are kept; and two more order these by a counting sort. CPU tensors and float64 take the plain torch below.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def coarse_order(mean: Tensor, k: Tensor, first: int, S: int, out: Tensor) -> No
     """Fill `out` `[B, H, G, count]` int32, the last slots of a map.
 
     Args:
-        mean: mean query of segments `first` and on, `[B, H, G, D]`.
+        mean: mean queries of the segments from `first` on, `[B, H, G, D]`.
         k: `[B, Hkv, N, D]`; `Hkv` divides `H`.
         S: tokens per segment.
 
     Raises:
-        ValueError: more keys than positions have bits for.
+        ValueError: there are more keys than positions have bits for.
     """
     if (keys := (first + out.shape[2] - 1) * S) > MOST_KEYS:
         raise ValueError(f"a coarse order takes up to {MOST_KEYS} keys before a segment: {keys}; use coarse=False")

@@ -1,7 +1,7 @@
-"""The Triton kernels of `coarse_order` that order what is kept, and the launch of all five.
+"""The Triton kernels of `coarse_order` that order the keys that are kept, and the launch of all five kernels.
 
-A row's kept keys are counted and ordered in chunks, a program each: where a chunk's keys of a step begin follows from
-the histograms of all chunks.
+They are a counting sort. Each program takes a chunk of a row's kept keys. The first kernel counts how many keys of each
+step its chunk has; from the counts of all chunks, the second knows where in the output its keys of each step begin.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from blocksparse.kernels.ordering.coarse_choice_triton import SAMPLE, TILE, choo
 from blocksparse.kernels.ordering.coarse_steps_triton import ROWS_AT_ONCE, coarse_steps
 from blocksparse.kernels.ordering.score_steps import STEPS
 
-BYTES_AT_ONCE = 3 << 27  # of steps, kept keys and their histograms
-CHUNK, CHUNKS = 1024, 16  # kept keys per program, or more, so that a row has no more programs than these
-WIDE, NARROW = 1024, 32  # kept keys at a time, to count and to order; the bits of an int32 stand for the latter
-PIECE = 4  # histograms at a time
+BYTES_AT_ONCE = 3 << 27  # of workspace: steps, kept keys, and counts of steps
+CHUNK, CHUNKS = 1024, 16  # kept keys per program, or more, so that a row has at most this many programs
+WIDE, NARROW = 1024, 32  # kept keys at a time: to count them, and to order them, one for each bit of an int32
+PIECE = 4  # chunks whose counts are read at a time
 
 
 def coarse_order_triton(mean: Tensor, k: Tensor, first: int, S: int, out: Tensor) -> None:
@@ -32,7 +32,7 @@ def coarse_order_triton(mean: Tensor, k: Tensor, first: int, S: int, out: Tensor
     chunk = CHUNK * cdiv(count, CHUNK * CHUNKS)
     row_bytes = (first + G) * S + 4 * count + 4 * STEPS * cdiv(count, chunk)
     at_once = max(1, BYTES_AT_ONCE // (B * H * row_bytes))
-    whole = max(1, ROWS_AT_ONCE * k.shape[1] // H)  # segments whose rows fill a tile
+    whole = max(1, ROWS_AT_ONCE * k.shape[1] // H)  # segments whose rows fill a tile of rows
     at_once = at_once // whole * whole or at_once
     with device_of(k):
         for g in range(0, G, at_once):
@@ -41,6 +41,7 @@ def coarse_order_triton(mean: Tensor, k: Tensor, first: int, S: int, out: Tensor
 
 
 def _some_segments(mean: Tensor, k: Tensor, first: int, S: int, chunk: int, out: Tensor) -> None:
+    """Fill `out` for as many segments as the workspace holds."""
     B, H, G, count = out.shape
     steps = coarse_steps(mean, k, first, S)  # [B, H, G, width]
     kept = torch.empty(out.shape, dtype=torch.int32, device=out.device)
@@ -60,7 +61,7 @@ def _some_segments(mean: Tensor, k: Tensor, first: int, S: int, chunk: int, out:
 
 @triton.jit(do_not_specialize=["first", "G"])
 def _count(kept_ptr, numbers_ptr, first, S, H, G, count, chunk, STEPS: tl.constexpr, WIDE: tl.constexpr):
-    """How many kept keys of this chunk are of each step."""
+    """Stores how many kept keys of this chunk have each step."""
     b, h, g, start, want = row_of_maps(H, G, first, S, count)
     row = (b * H + h).to(tl.int64) * G + g
     begin = tl.program_id(1) * chunk
@@ -77,7 +78,7 @@ def _count(kept_ptr, numbers_ptr, first, S, H, G, count, chunk, STEPS: tl.conste
 
 @triton.jit
 def _number_of_ones(x):
-    """Among the bits of an int32."""
+    """How many bits of the int32 `x` are 1: counted in fields of 2, then 4, then 8 bits, which a product adds up."""
     x = x - ((x >> 1) & 0x55555555)
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
     return ((((x + (x >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24) & 255
@@ -88,7 +89,7 @@ def _order(
     kept_ptr, numbers_ptr, out_ptr, out_strides, first, S, H, G, count, chunk,
     STEPS: tl.constexpr, NARROW: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """Kept keys of this chunk by step, stable: a counting sort."""
+    """Stores the positions of this chunk's kept keys by rising step, equal steps in the order in which they come."""
     b, h, g, start, want = row_of_maps(H, G, first, S, count)
     row = (b * H + h).to(tl.int64) * G + g
     out_at = out_ptr + b.to(tl.int64) * out_strides[0] + h.to(tl.int64) * out_strides[1]
@@ -100,7 +101,7 @@ def _order(
     if begin < end:
         numbers_at = numbers_ptr + row * tl.num_programs(1) * STEPS + tl.arange(0, STEPS)[None, :]
         number = tl.zeros([STEPS], tl.int32)
-        following = tl.zeros([STEPS], tl.int32)  # the slot of the next key of each step
+        following = tl.zeros([STEPS], tl.int32)  # the slot that the next key of each step goes to
         for at in range(0, tl.cdiv(want, chunk), PIECE):
             other = at + tl.arange(0, PIECE)[:, None]
             some = tl.load(numbers_at + other * STEPS, mask=other < tl.cdiv(want, chunk), other=0)
@@ -114,7 +115,9 @@ def _order(
             there = narrow < end - at
             upcoming = tl.load(kept_at + at + NARROW, mask=narrow < end - at - NARROW, other=0)
             step = (kept >> 24) & 255
-            same = tl.sum(tl.where(step[:, None] == step[None, :], bit[:, None], 0), 0)  # a thread holds columns
+            # For each of the 32 keys, the bits of all that have the same step; those below its own bit come before it. The
+            # sum is over rows, for a thread holds whole columns.
+            same = tl.sum(tl.where(step[:, None] == step[None, :], bit[:, None], 0), 0)
             slot = tl.gather(following, step, 0) + _number_of_ones(same & (bit - 1))
             tl.store(out_at + slot, kept & 0xFFFFFF, mask=there)
             following += tl.histogram(step, STEPS, mask=there)

@@ -1,7 +1,8 @@
 """The Triton kernels of `coarse_order` that score: the range of every row, then the step of every key in a byte.
 
-A program holds a tile of rows on chip, segment by segment with the heads that share keys side by side, and walks a
-share of the keys. Tiles are of one size whatever the prompt, so that a score has the same bits in every chunk.
+A row is the mean query of one segment and one query head. A program holds a tile of rows on chip, and walks a share of the
+keys. Rows are numbered segment by segment, with the query heads that share keys side by side. The size of a tile of rows
+does not depend on the prompt, so that a score has the same bits however the prompt is cut into chunks.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from blocksparse.kernels.common.sizes import cdiv, power_of_2
 from blocksparse.kernels.ordering.key_importance_triton import options_of_weights
 from blocksparse.kernels.ordering.score_steps import SAMPLED, STEPS
 
-ROWS_AT_ONCE = 128  # a tile's, or less
-SHARE, RANGE_SHARE = 2048, 4096  # keys per program; a range is that of a few of them
-_MOST = tl.constexpr(3.4028234663852886e38)
+ROWS_AT_ONCE = 128  # rows of a tile of rows, at most
+SHARE, RANGE_SHARE = 2048, 4096  # keys per program of `_steps`, and of `_range`, which reads every eighth
+_MOST = tl.constexpr(3.4028234663852886e38)  # the greatest finite fp32
 
 
 def coarse_steps(mean: Tensor, k: Tensor, first: int, S: int) -> Tensor:
-    """Steps of all keys before a segment, `[B, H, G, width]` uint8.
+    """Steps of all keys before each segment, `[B, H, G, width]` uint8.
 
-    Then 255 up to a multiple of 16; the rest of a row has no meaning.
+    After the last key a row is 255 up to a multiple of 16 entries; the rest of it has no meaning.
     """
     (B, H, G, D), Hkv = mean.shape, k.shape[1]
     mean = mean if mean.stride(-1) == 1 else mean.contiguous()
@@ -49,7 +50,7 @@ def coarse_steps(mean: Tensor, k: Tensor, first: int, S: int) -> Tensor:
 
 
 def options_of_scores(head_dim: int, itemsize: int, *, large: bool) -> dict[str, int]:
-    """Tiles of rows and keys that fit on chip together; `large` as on Hopper, else 64 KiB must do."""
+    """Tiles of rows and of keys that fit on chip together: in 227 KiB if `large`, as on Hopper, else in 64 KiB."""
     options = options_of_weights(head_dim, itemsize, large=large)
     return {**options, "num_warps": 8} if large else options
 
@@ -59,7 +60,11 @@ def _tile_of_rows(
     mean_ptr, mean_strides, key_heads, heads, G, first, S,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Batch and KV head, mean queries `[BLOCK_M, BLOCK_D]`, number, start and presence of rows, the last start."""
+    """The tile of rows of this program.
+
+    Returns its batch entry and KV head; the mean queries `[BLOCK_M, BLOCK_D]`; for each row its number in the output, the
+    keys before its segment, and whether it exists; and the number of keys before the tile's last segment.
+    """
     b = tl.program_id(2) // key_heads
     h = tl.program_id(2) % key_heads
     place = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -77,7 +82,7 @@ def _tile_of_rows(
 
 @triton.jit
 def _scores(mean, k_ptr, k_strides, b, h, key, end, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Of a tile of keys, `[BLOCK_M, BLOCK_N]` fp32."""
+    """Scores of the keys `key`, `[BLOCK_M, BLOCK_N]` fp32; those from `end` on count as zeros."""
     dims = tl.arange(0, BLOCK_D)
     at = k_ptr + b.to(tl.int64) * k_strides[0] + h.to(tl.int64) * k_strides[1]
     at = at + key.to(tl.int64)[:, None] * k_strides[2] + dims[None, :]
@@ -91,7 +96,10 @@ def _range(
     SAMPLED: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, SHARE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The greatest finite score of every row among the sampled keys of this share, and minus the least; or -inf."""
+    """Stores the greatest finite score of every row among the sampled keys of this share, and minus the least.
+
+    Both are -inf if there is none.
+    """
     b, h, mean, row, start, there, last = _tile_of_rows(
         mean_ptr, mean_strides, key_heads, heads, G, first, S, D, BLOCK_D, BLOCK_M
     )
@@ -116,7 +124,7 @@ def _steps(
     STEPS: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, SHARE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The step of every key in this share of the keys before the row's segment."""
+    """Stores the step of every key of this share, for the rows whose segment it precedes, and 255 after a row's last."""
     b, h, mean, row, start, there, last = _tile_of_rows(
         mean_ptr, mean_strides, key_heads, heads, G, first, S, D, BLOCK_D, BLOCK_M
     )

@@ -2,9 +2,9 @@
 
     out[b, h, j] = mean over the last `probe` queries i, and over the query heads of h, of softmax_j(scale * q_i . k_j)
 
-On GPUs two passes over the keys, neither of which stores a product: the first finds the largest logit and the sum of
-every query, the second adds the weights of each key up. Sums are in a fixed order, which depends on `N` alone.
-Otherwise, and for float64, the plain torch below, which holds all products at once.
+On GPUs there are two passes over the keys, neither of which stores a product: the first finds the largest logit of every
+query and the sum of its weights, the second adds up the weights of each key. Sums are in a fixed order, which depends on
+`N` alone. CPU tensors and float64 take the plain torch below, which holds all products at once.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def key_importance(
     Args:
         q: `[B, Hq, M, D]`; query `i` stands at position `N - M + i`.
         probe: how many of the last queries vote; all of them where there are fewer.
-        seen: keys from here on have no part in the softmax and weigh nothing.
-        causal: nor have keys after the query.
-        per_query_head: the mean over a query head's own queries, `[B, Hq, N]`.
+        seen: keys from this one on have no part in the softmax, and weigh nothing.
+        causal: neither have keys after the query.
+        per_query_head: take the mean over each query head's own queries, `[B, Hq, N]`.
     """
     if q.is_cuda and q.dtype in _DTYPES:
         from blocksparse.kernels.ordering.key_importance_triton import key_importance_triton as compute

@@ -1,7 +1,7 @@
 """The Triton kernels of `key_importance`: fp16, bf16 and fp32.
 
 A program holds a tile of queries on chip and walks a share of the keys. The tiles of the query heads that share a KV
-head run side by side, so that a key comes from memory once a pass. Base-2 softmax; exact up to rounding.
+head run side by side, so that a key comes from memory once in each pass. The softmax is in base 2, and exact up to rounding.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from blocksparse.kernels.common.hardware import device_of, has_large_memory
 from blocksparse.kernels.common.memory import copies_in_bulk
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
 
-_SPLITS = 32  # shares of the keys at most
-_PIECES = 8  # of 128 keys in a share at least
-_TMA_FROM = 16384  # keys; a descriptor takes the host some microseconds
+_SPLITS = 32  # shares that the keys are divided into, at most
+_PIECES = 8  # pieces of 128 keys in a share, at most while there are fewer than `_SPLITS` shares
+_TMA_FROM = 16384  # keys from which on a descriptor is made, which takes the host some microseconds
 _OF_PROMPT = ["peak_ptr", "total_ptr", "N", "share", "splits", "seen", "plain"]
 _LEAST = tl.constexpr(-3.0e38)  # below every product; finite, so that differences of peaks are numbers
 
@@ -45,7 +45,7 @@ def key_importance_triton(
     splits = cdiv(N, share)
     peak, total = torch.empty((2, B * Hkv, splits, G * P), dtype=torch.float32, device=q.device)
     parts = torch.empty((B, Hq * tiles, N), dtype=torch.float32, device=q.device)
-    # Keys that every query sees need no mask.
+    # How many of the first keys every query sees: those need no mask.
     plain = min(seen, N - P + 1) if causal else seen
     scale_log2 = abs(scale) * math.log2(math.e)
     sizes = q.stride()[:3], k.stride()[:3], N, P, G * P, share, splits, seen, plain, Hkv, scale_log2
@@ -64,7 +64,7 @@ def key_importance_triton(
 
 
 def options_of_sums(head_dim: int, itemsize: int, *, large: bool) -> dict[str, int]:
-    """Tiles of queries and keys that fit on chip together; `large` as on Hopper, else 64 KiB must do."""
+    """Tiles of queries and of keys that fit on chip together: in 227 KiB if `large`, as on Hopper, else in 64 KiB."""
     row_bytes = max(16, power_of_2(head_dim)) * itemsize
     if large and row_bytes <= 256:
         # Two programs share a multiprocessor: one computes exponentials while the other multiplies.
@@ -73,7 +73,7 @@ def options_of_sums(head_dim: int, itemsize: int, *, large: bool) -> dict[str, i
 
 
 def options_of_weights(head_dim: int, itemsize: int, *, large: bool) -> dict[str, int]:
-    """As `options_of_sums`."""
+    """As `options_of_sums`, for the second pass."""
     row_bytes = max(16, power_of_2(head_dim)) * itemsize
     if large and row_bytes <= 256:
         return {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
@@ -98,7 +98,10 @@ def _source(k: Tensor, options: dict[str, int], tma: bool) -> Any:
 
 @triton.jit
 def _rows(ptr, strides, b, h, at, there, D: tl.constexpr, BLOCK_D: tl.constexpr, WHOLE: tl.constexpr):
-    """Rows `at` of heads `h` of `[B, H, N, D]`, zeros where not `there` unless `WHOLE`, and past `D`."""
+    """Rows `at` of heads `h` of a tensor `[B, H, N, D]`; columns past `D` are zeros.
+
+    So are rows that are not `there`, unless `WHOLE` says that all are.
+    """
     dims = tl.arange(0, BLOCK_D)
     source = ptr + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1] + at.to(tl.int64) * strides[2]
     source = source[:, None] + dims[None, :]
@@ -118,7 +121,7 @@ def _keys(
     k_source, k_strides, b, h, start, N,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """A tile of keys; `k_source` is a pointer, or a descriptor that fills with zeros itself."""
+    """The tile of keys from `start` on. `k_source` is a pointer, or with `TMA` a descriptor, which fills in zeros itself."""
     if TMA:
         k_tile = k_source.load([b, h, start, 0]).reshape(BLOCK_N, BLOCK_D)
     else:
@@ -138,7 +141,7 @@ def _last_key(probe, N, P, seen, CAUSAL: tl.constexpr):
 
 @triton.jit
 def _share(share, plain, BLOCK_N: tl.constexpr):
-    """Where this program's keys begin, and from where on some query does not see them."""
+    """Where this program's share of the keys begins, and the start of its first tile of keys that needs a mask."""
     begin = tl.program_id(1) * share
     return begin, begin + tl.maximum(tl.minimum(begin + share, plain) - begin, 0) // BLOCK_N * BLOCK_N
 
@@ -148,7 +151,7 @@ def _more(
     peak, total, q_tile, k_source, k_strides, b, h, start, last, N, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """The largest product and the sum of the weights, one tile of keys later."""
+    """The largest product of each query and the sum of its weights, with one more tile of keys."""
     k_tile = _keys(k_source, k_strides, b, h, start, N, D, BLOCK_D, BLOCK_N, MASKED, TMA)
     product = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
     if MASKED:
@@ -169,7 +172,7 @@ def _sums(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Largest product and sum of weights over each share of the keys, for the `rows` queries of a KV head."""
+    """Stores the largest product and the sum of weights over each share of the keys, for the `rows` queries of a KV head."""
     b = tl.program_id(2) // kv_heads
     h = tl.program_id(2) % kv_heads
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -197,7 +200,7 @@ def _weigh(
     out_at, q_tile, k_source, k_strides, b, h, start, last, log_sum, N, scale, mean,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Add up the weights of a tile of keys over the queries, and store them."""
+    """Adds up the weights of each key of a tile of keys over the program's queries, and stores the sums."""
     k_tile = _keys(k_source, k_strides, b, h, start, N, D, BLOCK_D, BLOCK_N, MASKED, TMA)
     product = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")  # [BLOCK_N, BLOCK_M]
     exponent = product * scale - log_sum[None, :]
@@ -217,10 +220,10 @@ def _weights(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, SPLITS: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Normalised weights of every key, summed over one of the `tiles` tiles of a query head's queries."""
+    """Stores normalised weights of every key, summed over one of the `tiles` tiles of a query head's queries."""
     b = tl.program_id(2) // kv_heads
     h = tl.program_id(2) % kv_heads
-    head = tl.program_id(0) // tiles  # in the group
+    head = tl.program_id(0) // tiles  # the query head's number among those that share the KV head
     probe = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     last = _last_key(probe, N, P, seen, CAUSAL)
 
@@ -232,7 +235,7 @@ def _weights(
     peak = tl.max(peaks, 0)
     total = tl.sum(totals * tl.exp2((peaks - peak[None, :]) * scale), 0)
     log_sum = peak * scale + tl.log2(tl.where(probe < P, total, 1.0))
-    log_sum = tl.where(probe < P, log_sum, float("inf"))  # no query, no weight
+    log_sum = tl.where(probe < P, log_sum, float("inf"))  # where there is no query, weights come to 0
     q_tile = _rows(q_ptr, q_strides, b, h * (rows // P) + head, probe, probe < P, D, BLOCK_D, False)
 
     begin, masked_from = _share(share, plain, BLOCK_N)

@@ -3,7 +3,8 @@
     mean[b, h, g]     = sum_i q[b, h, i] / (queries of segment g)     over the queries `i` of segment g
     products[b, h, i] = q[b, h, i] . guide[b, h // R]
 
-in fp32 or better. On GPUs one launch that reads every query once; otherwise, and for float64, the plain torch below.
+Both are computed in fp32 or better. On GPUs one launch reads every query once; CPU tensors and float64 take the plain torch
+below.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def mean_and_products(q: Tensor, guide: Tensor, S: int, *, lead: int = 0) -> tup
 
 
 def mean_and_products_reference(q: Tensor, guide: Tensor, S: int, lead: int) -> tuple[Tensor, Tensor]:
-    """The same in plain torch, products of some queries at a time."""
+    """The same in plain torch, which multiplies some queries at a time."""
     parts = [
         products(part.to(guide.dtype), guide.unsqueeze(2)).squeeze(-1) for part in q.split(_QUERIES_AT_ONCE, dim=2)
     ]

@@ -1,4 +1,4 @@
-"""The Triton kernel of `mean_and_products`: fp16, bf16 and fp32; one program per segment, which loads ahead."""
+"""The Triton kernel of `mean_and_products`: fp16, bf16 and fp32; one program per segment, which loads ahead of its sums."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from blocksparse.kernels.common.hardware import device_of
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
 
-TILE = 4096  # entries at a time
+TILE = 4096  # entries of queries that a program holds at a time
 
 
 def mean_and_products_triton(q: Tensor, guide: Tensor, S: int, lead: int) -> tuple[Tensor, Tensor]:
@@ -30,7 +30,7 @@ def mean_and_products_triton(q: Tensor, guide: Tensor, S: int, lead: int) -> tup
 
 
 def rows_of(S: int, block_d: int) -> int:
-    """Queries at a time."""
+    """How many queries a program holds at a time."""
     return max(1, min(power_of_2(S), TILE // block_d))
 
 
@@ -39,7 +39,7 @@ def _some_queries(
     q_at, q_stride, start, first, M,
     D: tl.constexpr, BLOCK_D: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Those from place `first` of a segment on, `[ROWS, BLOCK_D]`; zeros where there are none."""
+    """The queries from place `first` of a segment on, `[ROWS, BLOCK_D]`; zeros where there are none."""
     dims = tl.arange(0, BLOCK_D)[None, :]
     place = first + tl.arange(0, ROWS)
     row = start + place

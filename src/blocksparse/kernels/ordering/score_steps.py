@@ -1,8 +1,9 @@
-"""How `coarse_order` counts scores in steps, and how a step and a position share one int32.
+"""How `coarse_order` turns scores into steps, and how a step and a position share one int32.
 
     step[j] = floor(256 * (high - score[j]) / (high - low))      at least 0 and at most 255
 
-A kept key is the number `step << 24 | position`: 8 bits of step over 24 bits of position.
+A kept key is the int32 `step << 24 | position`: its step in the upper 8 bits, its position in the lower 24. A step of 128 or
+more sets the sign bit, so a step is read back as `kept >> 24 & 255`.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 STEPS = 256
-SAMPLED = 8  # the range of scores is that of every such key
+SAMPLED = 8  # of every eight keys the last one has a part in the range of scores
 MOST_KEYS = 1 << 24  # the positions that fit below a step
 
 
 def score_steps(scores: Tensor, start: Tensor) -> Tensor:
-    """Steps of `scores` `[B, H, G, N]` among the first `start` `[G, 1]` of each row; 256 for the others, int16.
+    """Steps of `scores` `[B, H, G, N]`, int16, for the first `start` `[G, 1]` keys of each row; 256 for the others.
 
-    NaN counts as the least score. Where no range of the sampled scores is finite and above 0, all are of one step.
+    NaN counts as the least score. If the range of a row's sampled scores is not finite and above 0, all keys have one step.
     """
     before, most = torch.arange(scores.shape[-1], device=scores.device) < start, torch.finfo(torch.float32).max
     sampled = scores[..., SAMPLED - 1 :: SAMPLED]

@@ -2,13 +2,12 @@
 
     index[b, h, g * S + i] = g * S + (place of the i-th greatest value of segment g)
 
-Equal values keep their order, NaN comes first, and the tail of `N mod S` tokens stays in place, all as a stable
-descending `torch.sort` has it. A coarse sort compares but the upper bits of fp32 values, as many as fit into an int32
-beside a place in the segment: with S = 1024 sign, exponent and 13 bits of the fraction.
+Equal values keep their order and NaN comes first, as a stable descending `torch.sort` has it; the tail of `N mod S`
+tokens stays in place. A coarse sort compares only the upper bits of fp32 values, as many as fit into an int32 beside a
+place in the segment: with S = 1024 these are sign, exponent and 13 bits of the fraction.
 
-On GPUs one launch for fp32 values and `S` a power of two up to 4096: a segment is sorted on chip, by int64, or by int32
-where the sort is coarse. Otherwise the plain torch below, on whatever device the values are; torch then sorts on the
-GPU.
+On GPUs, for fp32 values and `S` a power of two up to 4096, one launch sorts segments on chip, as int64, or as int32 if the
+sort is coarse. Everything else takes the plain torch below, on whatever device the values are.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ def segment_sort(values: Tensor, S: int, *, coarse: bool = False) -> Tensor:
     """The token in every slot, `[B, H, N]` int32, for `values` `[B, H, N]`; the same on every device.
 
     Args:
-        coarse: values are equal where the bits of their int32 of the same order are, without the lowest `log2(S)`.
+        coarse: values count as equal if their `whole_numbers` are equal but for the lowest `log2(S)` bits.
     """
     if values.is_cuda and values.dtype == torch.float32 and 1 < S <= _LONGEST and S & (S - 1) == 0:
         from blocksparse.kernels.ordering.segment_sort_triton import segment_sort_triton
@@ -43,6 +42,9 @@ def segment_sort_reference(values: Tensor, S: int, coarse: bool = False) -> Tens
 
 
 def whole_numbers(values: Tensor) -> Tensor:
-    """fp32 values as int32 of the same order; both zeros are one, and NaN is the greatest."""
+    """fp32 values as int32 that stand in the same order; both zeros become 0, and NaN becomes the greatest.
+
+    The bits of floats from 0 up rise with them, but those of negative floats fall: all but the sign bit are flipped.
+    """
     bits = (values.float() + 0.0).view(torch.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).masked_fill(values.isnan(), 0x7FFFFFFF)

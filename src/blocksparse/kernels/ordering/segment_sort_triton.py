@@ -1,4 +1,9 @@
-"""The Triton kernel of `segment_sort`: value and place packed in one int64 or int32, of which no two are equal."""
+"""The Triton kernel of `segment_sort`.
+
+It sorts integers, each of which has a value in its upper bits and the value's place in the segment in its lower ones: an
+int64 with 32 bits of each, or for a coarse sort an int32 with `log2(S)` bits of place. So no two are equal, and equal values
+keep their order.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,7 @@ from torch import Tensor
 from blocksparse.kernels.common.hardware import device_of
 from blocksparse.kernels.common.sizes import cdiv
 
-_TILE = 256  # tokens per program, where segments are shorter
+_TILE = 256  # tokens per program, if segments are shorter than that
 
 
 def segment_sort_triton(values: Tensor, S: int, coarse: bool = False) -> Tensor:
@@ -38,9 +43,9 @@ def _kernel(values_ptr, index_ptr, N, whole, S: tl.constexpr, ROWS: tl.constexpr
     value = tl.load(values_ptr + start + token, mask=token < whole, other=0.0)
 
     bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)  # -0 and 0 are equal
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # whole numbers in the order of the values
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of the values, as `whole_numbers`
     bits = tl.where(value != value, 0x7FFFFFFF, bits)
-    falling = tl.where(token < whole, ~bits, 0)  # the tail is equal everywhere and so stays
+    falling = tl.where(token < whole, ~bits, 0)  # the tail's tokens are all equal, and so stay in place
     if COARSE:
         order = tl.sort((falling & -S) | place, dim=1) & (S - 1)
     else:

@@ -1,6 +1,6 @@
-"""First and last original position in every block of query places and of key slots.
+"""The first and the last original position in every block of query places and of key slots.
 
-One launch on a GPU for both sides; on other devices the plain torch below.
+On a GPU one launch serves both sides; other devices take the plain torch below.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ Bounds = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def block_bounds(q_position: Tensor, k_position: Tensor, q_block: int, k_block: int, heads: int) -> Bounds:
-    """Of `q_position` `[B|1, H|1, rows * q_block]` and `k_position` `[B|1, H|1, G, cols * k_block]` int32, -1 where empty.
+    """Bounds of the blocks of queries and keys.
 
     Args:
-        heads: heads of the result where there is more than one; a multiple of `H`, and heads are repeated.
+        q_position: `[B|1, H|1, rows * q_block]` int32, -1 where empty.
+        k_position: `[B|1, H|1, G, cols * k_block]` int32, -1 where empty.
+        heads: heads of the result if `H` is more than 1; a multiple of `H`, and heads are repeated.
 
     Returns:
         `q_first`, `q_last` `[B|1, heads|1, rows, 1]`, `k_first`, `k_last` `[B|1, heads|1, G, cols]` int32, and
-        `k_whole` bool, no slot empty. A block of empty slots is from `NEVER` to -1.
+        `k_whole` bool, whether no slot is empty. A block of empty slots goes from `NEVER` to -1.
     """
     if q_position.is_cuda:
         from blocksparse.kernels.positions.block_bounds_triton import block_bounds_triton

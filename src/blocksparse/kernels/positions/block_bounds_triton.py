@@ -12,7 +12,7 @@ from blocksparse.kernels.common.sizes import cdiv, power_of_2
 from blocksparse.kernels.common.strides_triton import head_strides
 
 _NEVER = tl.constexpr(2**31 - 1)
-_TILE = 2048  # places at a time
+_TILE = 2048  # places that a program reads at a time
 
 
 def block_bounds_triton(
@@ -23,7 +23,7 @@ def block_bounds_triton(
     (Bq, Qh, _), (Bk, Kh, G, _) = q_position.shape, k_position.shape
     rows, cols = q_position.shape[-1] // q_block, k_position.shape[-1] // k_block
     q_copies, k_copies = (1 if H == 1 else heads // H for H in (Qh, Kh))
-    # Each in memory of its own: kernels that read them are compiled for whether they are aligned.
+    # Each tensor has memory of its own, and so is aligned: Triton specialises the kernels that read them on that.
     q_first, q_last = (
         torch.empty((Bq, Qh * q_copies, rows, 1), dtype=torch.int32, device=q_position.device) for _ in range(2)
     )
@@ -51,11 +51,11 @@ def _side(
     pid, position_ptr, first_ptr, last_ptr, whole_ptr, stride_b, stride_h, stride_g, heads, G, blocks,
     BLOCK: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COPIES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """`ROWS` blocks of one map."""
+    """Stores the bounds of `ROWS` blocks of one map of positions; `WHOLE` says whether emptiness is stored, too."""
     tiles = tl.cdiv(blocks, ROWS)
     row = pid % tiles * ROWS + tl.arange(0, ROWS)
     g = pid // tiles % G
-    head = pid // tiles // G  # of all those of the batch
+    head = pid // tiles // G  # its number among the heads of all batch entries
     there = row < blocks
     source = position_ptr + (head // heads).to(tl.int64) * stride_b + (head % heads).to(tl.int64) * stride_h
     source = source + g.to(tl.int64) * stride_g

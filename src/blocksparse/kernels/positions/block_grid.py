@@ -1,4 +1,4 @@
-"""What kernels over blocks know of the grid: the first and last original position of every block."""
+"""What kernels over blocks know of the grid: the first and the last original position of every block."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 class BlockGrid(Protocol):
     """Positions of blocks, and what follows from them, as `blocksparse.Grid` has it.
 
-    All four axes are `[B|1, H|1, rows|1, cols|1]`; axes of one entry hold for all. Kernels read the positions and
-    work out the rest block by block; the twins take the properties.
+    Every tensor has four axes, `[B|1, H|1, rows|1, cols|1]`; an axis of one entry holds for all. Kernels read the positions
+    and work out the rest block by block; the functions in plain torch take the other properties.
     """
 
     @property
@@ -35,7 +35,7 @@ class BlockGrid(Protocol):
 
     @property
     def k_whole(self) -> Tensor:
-        """`[B|1, H|1, rows|1, cols]` bool, no empty slot."""
+        """`[B|1, H|1, rows|1, cols]` bool, whether the block has no empty slot."""
 
     @property
     def first_row(self) -> int:
@@ -43,21 +43,21 @@ class BlockGrid(Protocol):
 
     @property
     def reachable(self) -> Tensor:
-        """Some query may see some key: `k_last >= 0`, and when causal `k_first <= q_last`."""
+        """Blocks in which some query may see some key: `k_last >= 0`, and when causal `k_first <= q_last`."""
 
     @property
     def full(self) -> Tensor:
-        """Every query may see every key: `k_whole`, and when causal `k_last <= q_first`."""
+        """Blocks in which every query may see every key: `k_whole`, and when causal `k_last <= q_first`."""
 
     @property
     def diagonal(self) -> Tensor:
-        """Reachable, and when causal `k_last >= q_first`; nothing when not."""
+        """When causal, reachable blocks with `k_last >= q_first`; when not, none."""
 
     def holding_first(self, tokens: int) -> Tensor:
-        """Reachable, and `k_first < tokens`."""
+        """Reachable blocks with `k_first < tokens`."""
 
     def within(self, tokens: int) -> Tensor:
-        """Reachable, `k_last >= q_first - tokens`, and when not causal `k_first <= q_last + tokens`."""
+        """Reachable blocks with `k_last >= q_first - tokens`, and when not causal `k_first <= q_last + tokens`."""
 
     def own_segment(self, S: int) -> Tensor:
-        """Reachable, and `k_first // S == q_first // S`."""
+        """Reachable blocks with `k_first // S == q_first // S`."""

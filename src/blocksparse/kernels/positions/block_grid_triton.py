@@ -1,6 +1,7 @@
 """What the kernels over blocks share: where a row of blocks lies, and what its positions say.
 
-Tiles are two-dimensional, rows by columns: Triton 3.7 fails on sm_100 for sums over the only axis of a tensor.
+A launch tile is some rows times some columns of blocks. It has two axes even if one would do, because Triton 3.7 fails on
+sm_100 for sums over the only axis of a tensor.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ _COLS = 256
 
 
 def plain_strides(x: Tensor) -> tuple[int, ...]:
-    """Strides of `[B|1, H|1, rows|1, cols|1]`, 0 where one entry holds for all."""
+    """Strides of `x` `[B|1, H|1, rows|1, cols|1]`, 0 for an axis of one entry, which holds for all."""
     return tuple([0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)])
 
 
 def strides(x: Tensor) -> tuple[int, ...]:
-    """The same, but those of the outer axes are `alike`."""
+    """The same, but those of all axes except the last are as `alike` gives them."""
     *outer, of_cols = plain_strides(x)
     return *alike(*outer), of_cols
 
@@ -37,20 +38,20 @@ def positions(
 
 
 def tile_of_blocks(entries: int) -> dict[str, int]:
-    """Rows and columns of a tile that walks a grid of any size; what lies outside costs less than to compile anew."""
+    """Rows and columns of a launch tile for a grid of any size: what lies outside costs less than to compile anew."""
     return {"ROWS": max(entries // _COLS, 1), "COLS": _COLS}
 
 
 @triton.jit
 def tile(ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Where this program stands: batch, head, rows `[ROWS, 1]`, columns `[1, COLS]`."""
+    """This program's batch entry, head, rows `[ROWS, 1]`, and the first columns `[1, COLS]`."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     return tl.program_id(2), tl.program_id(1), row, tl.arange(0, COLS)[None, :]
 
 
 @triton.jit
 def tile_of_grid(cols, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """The same where tiles cover columns too, all of a head in the first axis of programs."""
+    """The same if programs divide columns too: the first axis of programs runs over all launch tiles of a head."""
     wide = tl.cdiv(cols, COLS)
     row = tl.program_id(0) // wide * ROWS + tl.arange(0, ROWS)[:, None]
     col = tl.program_id(0) % wide * COLS + tl.arange(0, COLS)[None, :]
@@ -59,7 +60,7 @@ def tile_of_grid(cols, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 @triton.jit
 def rows_at(ptr, strides, b, h, row, ALIKE: tl.constexpr = True):
-    """Pointers to the first entries of rows `[ROWS, 1]`."""
+    """Pointers `[ROWS, 1]` to the first entries of rows; with `ALIKE`, `strides` are those of `strides`, else plain ones."""
     if ALIKE:
         at = ptr + head_at(strides, b, h) + row.to(tl.int64) * (strides[2] >> 4)
     else:
@@ -69,7 +70,7 @@ def rows_at(ptr, strides, b, h, row, ALIKE: tl.constexpr = True):
 
 @triton.jit
 def load_positions(pointers, strides, b, h, row, col, there, inside, ALIKE: tl.constexpr = True):
-    """Positions of a tile: `q_first` and `q_last` `[ROWS, 1]`, `k_first` and `k_last` `[ROWS, COLS]`."""
+    """Positions of a launch tile: `q_first` and `q_last` `[ROWS, 1]`, `k_first` and `k_last` `[ROWS, COLS]`."""
     q_first = tl.load(rows_at(pointers[0], strides[0], b, h, row, ALIKE), mask=there, other=0)
     q_last = tl.load(rows_at(pointers[1], strides[1], b, h, row, ALIKE), mask=there, other=-1)
     k_first_at = rows_at(pointers[2], strides[2], b, h, row, ALIKE) + col * strides[2][3]
@@ -81,7 +82,7 @@ def load_positions(pointers, strides, b, h, row, col, there, inside, ALIKE: tl.c
 
 @triton.jit
 def reachable_blocks(q_last, k_first, k_last, CAUSAL: tl.constexpr):
-    """`BlockGrid.reachable` of a tile."""
+    """`BlockGrid.reachable` of a launch tile."""
     reachable = k_last >= 0
     if CAUSAL:
         reachable = reachable & (k_first <= q_last)
@@ -90,7 +91,7 @@ def reachable_blocks(q_last, k_first, k_last, CAUSAL: tl.constexpr):
 
 @triton.jit
 def diagonal_blocks(reachable, q_first, k_last, CAUSAL: tl.constexpr):
-    """`BlockGrid.diagonal` of a tile."""
+    """`BlockGrid.diagonal` of a launch tile."""
     if CAUSAL:
         diagonal = reachable & (k_last >= q_first)
     else:
@@ -100,7 +101,7 @@ def diagonal_blocks(reachable, q_first, k_last, CAUSAL: tl.constexpr):
 
 @triton.jit
 def full_blocks(q_first, k_last, k_whole, CAUSAL: tl.constexpr):
-    """`BlockGrid.full` of a tile."""
+    """`BlockGrid.full` of a launch tile."""
     full = k_whole != 0
     if CAUSAL:
         full = full & (k_last <= q_first)
@@ -109,5 +110,5 @@ def full_blocks(q_first, k_last, k_whole, CAUSAL: tl.constexpr):
 
 @triton.jit
 def any_of(x):
-    """Whether any entry of a column `[ROWS, 1]` holds."""
+    """Whether any entry of a tensor of two axes is true."""
     return tl.max(tl.max(x.to(tl.int32), 0), 0) > 0

@@ -2,8 +2,8 @@
 
     index[row] = columns kept and full, ascending, then columns kept and partial, ascending, then zeros
 
-One launch: every row is counted and written by itself, without a sort, and nothing is read back to the host. On
-CPU tensors the plain torch below, with the same result.
+On GPUs one launch counts and writes every row by itself, without a sort, and nothing is read back to the host. CPU
+tensors take the plain torch below, with the same result.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def block_lists_reference(keep: Tensor, grid: BlockGrid) -> tuple[Tensor, Tensor
     """The same in plain torch."""
     full = keep & grid.full
     full_count, count = full.sum(-1, dtype=torch.int32), keep.sum(-1, dtype=torch.int32)
-    group = keep.to(torch.uint8) + full  # dropped, partial, full
+    group = keep.to(torch.uint8) + full  # 0 for dropped, 1 for partial, 2 for full
     cols = keep.shape[-1]
     index = group.argsort(dim=-1, descending=True, stable=True).to(index_dtype(cols))
     listed = torch.arange(cols, device=keep.device) < count.unsqueeze(-1)

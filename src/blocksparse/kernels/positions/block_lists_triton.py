@@ -12,9 +12,9 @@ from blocksparse.kernels.common.sizes import cdiv, index_dtype
 from blocksparse.kernels.positions.block_grid import BlockGrid
 from blocksparse.kernels.positions.block_grid_triton import full_blocks, positions, rows_at, strides, tile
 
-_ENTRIES = 512  # of a tile of short rows
-_NARROW, _WIDE = 256, 1024  # blocks of a row at a time; fewer than 2^15
-_PER_THREAD = 16
+_ENTRIES = 512  # blocks of a launch tile, if rows are short
+_NARROW, _WIDE = 256, 1024  # blocks of a row at a time; fewer than 2^15, so that two counts of them fit one int32
+_PER_THREAD = 16  # blocks of a launch tile per thread
 
 
 def block_lists_triton(keep: Tensor, grid: BlockGrid) -> tuple[Tensor, Tensor, Tensor]:
@@ -48,7 +48,7 @@ def _kinds(
     inside,
     CAUSAL: tl.constexpr,
 ):
-    """Which blocks of a tile are kept and full, and kept and partial, as 0 or 1."""
+    """Which blocks of a launch tile are kept and full, and which are kept and partial, as 0 or 1."""
     keep = tl.load(keep_at + col * keep_stride, mask=inside, other=0) != 0
     k_last = tl.load(k_last_at + col * k_last_stride, mask=inside, other=-1)
     k_whole = tl.load(k_whole_at + col * k_whole_stride, mask=inside, other=0)
@@ -96,7 +96,7 @@ def _kernel(
             keep_at, keep_strides[3], k_last_at, position_strides[3][3], k_whole_at, k_whole_strides[3],
             q_first, at, inside, CAUSAL,
         )  # fmt: skip
-        seen = tl.cumsum(full + (partial << 16), 1)  # two counts in one scan
+        seen = tl.cumsum(full + (partial << 16), 1)  # partial blocks are counted above the lower 16 bits
         place = tl.where(full != 0, full_place + (seen & 0xFFFF), partial_place + (seen >> 16))
         block = tl.broadcast_to(at.to(INDEX), [ROWS, COLS])
         tl.store(index_at + place, block, mask=(full + partial) != 0)

@@ -11,8 +11,8 @@ def counter_hash(seed: int, *counters: Tensor) -> Tensor:
     """32 mixed bits for every combination of counters, int64 in [0, 2^32), in the shape they broadcast to.
 
     Each counter is hashed by itself and folded into the hash of those before it, so numbers are uniform along
-    every axis, whatever steps the counters take. Integer arithmetic alone: the same bits on every device. One
-    launch on a GPU for up to three counters of up to three axes; else the plain torch below.
+    every axis, whatever steps the counters take. All arithmetic is on integers, so every device gives the same bits. On
+    a GPU one launch serves up to three counters of up to three axes; everything else takes the plain torch below.
 
     Args:
         seed: non-negative and below 2^32.
@@ -26,7 +26,7 @@ def counter_hash(seed: int, *counters: Tensor) -> Tensor:
 
 
 def counter_hash_reference(seed: int, *counters: Tensor) -> Tensor:
-    """The same in plain torch, without overflow."""
+    """The same in plain torch, in which no product overflows int64."""
     state = mix(seed)
     for counter in counters:
         state = mix(mix(counter) ^ state)

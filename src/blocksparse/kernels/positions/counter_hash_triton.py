@@ -31,7 +31,7 @@ def counter_hash_triton(seed: int, *counters: Tensor) -> Tensor:
 
 @triton.jit
 def _mix(x):
-    """`mix` of 32 bits, in which products wrap."""
+    """`mix` on uint32, whose sums and products wrap around as they should."""
     x = x + 0x9E3779B9
     x = (x ^ (x >> 16)) * 0x21F0AAAD
     x = (x ^ (x >> 15)) * 0x735A2D97
@@ -40,7 +40,7 @@ def _mix(x):
 
 @triton.jit
 def folded(state, counter):
-    """The hash of counters so far, and of one more: what is hashed by itself is folded in."""
+    """The hash of the counters so far (`state`) and of one more, which is hashed by itself before it is folded in."""
     return _mix(_mix(counter.to(tl.uint32)) ^ state.to(tl.uint32))
 
 

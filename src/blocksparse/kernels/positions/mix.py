@@ -1,4 +1,4 @@
-"""A bijection of 32 bits, on the host and in plain torch; the Triton kernels have their own, of the same bits."""
+"""A bijection of 32-bit numbers, for Python and plain torch; the Triton kernels have their own with the same results."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ _MASK = 2**32 - 1
 
 
 def mix(x):
-    """A bijection of 32 bits, int or int64: two rounds of shift, xor and multiply (C. Wellons' hash-prospector).
+    """A bijection of 32-bit numbers, as int or int64: two rounds of shift, xor and multiply (C. Wellons' hash-prospector).
 
-    Both factors are below 2^31, so a product fits int64; the sum keeps 0 from being its own hash.
+    Both factors are below 2^31, so a product fits int64; the number added first keeps 0 from being its own hash.
     """
     x = (x + 0x9E3779B9) & _MASK
     x = ((x ^ (x >> 16)) * 0x21F0AAAD) & _MASK

@@ -23,17 +23,17 @@ def within_reach(
 ) -> Tensor:
     """The blocks of `grid` that `keep` or a number chooses and some query can see, `[B|1, H|1, rows, cols]` bool.
 
-    One launch on a GPU; on other devices the plain torch below. Batch entries and heads for which neither `keep` nor
-    the positions differ stay one.
+    On a GPU it is one launch; other devices take the plain torch below. An axis of batch entries or heads along which
+    neither `keep` nor the positions differ has one entry.
 
     Args:
-        keep: bool, each entry `n` x `n` blocks of `grid`: `[B|1, H|1, ceil((rows + skipped) / n), ceil(cols / n)]`.
-            If `n` is 1 its last axes may be 1, and those before missing. None chooses none.
+        keep: bool, each entry for `n` x `n` blocks of `grid`: `[B|1, H|1, ceil((rows + skipped) / n), ceil(cols / n)]`.
+            If `n` is 1, its last axes may be 1, and those before them may be missing. None chooses no block.
         skipped: rows of blocks at the start of `keep` that are not part of `grid`.
-        near: tokens; a block is chosen that is `grid.within` so many.
-        first: tokens; a block is chosen that is `grid.holding_first` so many.
+        near: a number of tokens; the blocks of `grid.within(near)` are chosen, too.
+        first: a number of tokens; the blocks of `grid.holding_first(first)` are chosen, too.
         stride: `(eta, seed)`; one of every `eta` blocks in a row is chosen, from an offset drawn with the seed.
-        diagonal: keep `grid.diagonal` too.
+        diagonal: the blocks of `grid.diagonal` are chosen, too.
     """
     if grid.q_first.is_cuda:
         from blocksparse.kernels.positions.within_reach_triton import within_reach_triton as compute
@@ -73,5 +73,6 @@ def every(eta: int, seed: int, grid: BlockGrid) -> Tensor:
     eta, rows, cols = min(eta, FAR), grid.q_first.shape[2], grid.k_first.shape[3]
     i = torch.arange(grid.first_row, grid.first_row + rows, device=grid.q_first.device)
     j = torch.arange(cols, device=i.device)
-    # Their sum is a multiple of eta; reduced before they meet, they meet once.
+    # A column is chosen if its sum with the row's hash is a multiple of eta. Both are reduced modulo eta before they are
+    # broadcast against each other, so that the only operation over all blocks is one comparison.
     return (j % eta == -counter_hash(seed, i).unsqueeze(1) % eta)[None, None]

@@ -23,7 +23,7 @@ from blocksparse.kernels.positions.block_grid_triton import (
 from blocksparse.kernels.positions.counter_hash_triton import folded
 from blocksparse.kernels.positions.mix import mix
 
-_TILE = 4096  # blocks at a time
+_TILE = 4096  # blocks of a launch tile
 
 
 def within_reach_triton(
@@ -45,7 +45,7 @@ def within_reach_triton(
     # `torch.broadcast_shapes` takes the host as long as a launch.
     B, H = (max(own[axis], *(x.shape[axis] for x in tensors)) for axis in (0, 1))
     rows, cols = grid.q_first.shape[2], grid.k_first.shape[3]
-    # What is beyond every position is taken as `FAR`, which fits the kernel's numbers.
+    # Numbers beyond every position become `FAR`, so that the kernel's int32 hold them and their sums with positions.
     near, first = (None if x is None else min(x, FAR) for x in (near, first))
     eta, state = (None, None) if stride is None else (min(stride[0], FAR), mix(stride[1]))
     out = torch.empty((B, H, rows, cols), dtype=torch.bool, device=grid.q_first.device)
@@ -61,7 +61,7 @@ def within_reach_triton(
 
 
 def _own(keep: Tensor) -> tuple[int, ...]:
-    """Batch entries and heads that may differ: an expanded axis has one."""
+    """Batch entries and heads of `keep` that may differ: 1 for an axis that was expanded."""
     return tuple(
         1 if stride == 0 else size for size, stride in zip(keep.shape[:2], keep.stride()[:2], strict=True)
     )

@@ -2,8 +2,9 @@
 
     v[b, h // (H / Hv), index[b, h, i]] ~ values[b, h, i] * scale[b, h, i]
 
-An index of -1 is an empty slot: zeros, and a scale of zero. On GPUs one launch reads every token once and writes 8
-bits, the same numbers as the plain torch below (but -0.0 may be 0.0), which serves other devices and float64.
+An index of -1 is an empty slot, which gets zeros and a scale of zero. On GPUs one launch reads every token once and
+writes 8 bits a number. The numbers are those of the plain torch below, but -0.0 may be 0.0. CPU tensors and float64 take
+the plain torch.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from blocksparse.kernels.common.strides_triton import alike
 from blocksparse.kernels.rounding.quantize import FP8_LIMIT
 from blocksparse.kernels.rounding.quantize_triton import divided, largest_of, read_tokens, scale_of
 
-_TILE = 8192  # entries per program
+_TILE = 8192  # entries of values per program
 _LIMIT = tl.constexpr(FP8_LIMIT)
 
 
@@ -43,12 +43,18 @@ def rows_of(head_dim: int) -> int:
 
 @triton.jit
 def fp8_bits(x):
-    """The byte of `x` in e4m3, `|x|` at most 448 or a NaN, ties to even; by arithmetic, for those without hardware."""
+    """The byte of fp32 `x` in e4m3, by integer arithmetic, for GPUs that cannot convert; `|x|` is at most 448, or `x` a NaN.
+
+    e4m3 has a sign, 4 bits of exponent (bias 7) and 3 of mantissa; fp32 has 8 bits of exponent (bias 127) and 23. Ties
+    are rounded to even.
+    """
     bits = x.to(tl.int32, bitcast=True)
     size = tl.minimum(bits & 0x7FFFFFFF, 0x7F800000)
-    # 3 bits of mantissa stay; exponents start 120 later.
+    # From 2^-6 on: of the mantissa 3 bits stay, so 20 are rounded off; adding half a step less one, and the lowest bit that
+    # stays, makes ties even. Biases differ by 120, which 960 is above 3 bits of mantissa.
     normal = ((size + 0x7FFFF + (size >> 20 & 1)) >> 20) - 960
-    # At 2^14 floats are multiples of 2^-9, as fp8 is below 2^-6.
+    # Below 2^-6 (0x3C800000) e4m3 has multiples of 2^-9. From 2^14 to 2^15 floats have the same step, so adding 2^14 (16384,
+    # whose bits are 0x46800000) rounds to it, and the difference of the bits is the multiple.
     subnormal = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     code = tl.minimum(tl.where(size < 0x3C800000, subnormal, normal), 0x7F)  # 0x7F is NaN
     return (code | (bits >> 24 & 0x80)).to(tl.uint8)

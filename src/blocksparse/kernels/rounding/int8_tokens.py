@@ -3,8 +3,8 @@
     x[b, h // (H / Hx), index[b, h, i]] - mean[b, h] ~ values[b, h, i] * scale[b, h, i]
 
 Rounding is that of `quantize.py`, with a scale per token or one shared by the tokens of a block. An index of -1 is
-an empty slot: zeros, and a scale of zero. On GPUs one launch reads every token once and writes 8 bits, to the bit what
-the plain torch below writes, which serves other devices and float64.
+an empty slot, which gets zeros and a scale of zero. On GPUs one launch reads every token once and writes 8 bits a number,
+to the bit what the plain torch below writes. CPU tensors and float64 take the plain torch.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def int8_queries(
     """int8 `[B, Hq, M, D]` of `q` `[B, Hq, M, D]` in slot order, scales `[B, Hq, M]` fp32, and what `mean` takes.
 
     Args:
-        index: `[B, Hq, M]` int32, the query in each slot; None leaves them in place.
+        index: `[B, Hq, M]` int32, the query in each slot; None leaves queries in place.
         block: places per row of the mask.
         lead: empty places before the first slot in row 0, fewer than `block`.
-        shared: one scale for the slots of a row.
+        shared: the slots of a row of the mask share one scale.
         mean: `[B, Hkv, D]` fp32, subtracted from the keys; every logit of a query loses `scale * q . mean`, which
             is returned, `[B, Hq, M]` fp32.
-        scale: of logits.
-        plain: `[B|1, Hq|1, rows]` int32, not 0 for the rows whose keys keep their mean: they lose 0.
+        scale: what products are multiplied by to become logits.
+        plain: `[B|1, Hq|1, rows]` int32, not 0 for rows that read keys which keep their mean: their queries lose 0.
     """
     if q.is_cuda and q.dtype in _DTYPES:
         from blocksparse.kernels.rounding.int8_tokens_triton import int8_queries_triton
@@ -62,11 +62,11 @@ def int8_keys(
 
     Args:
         index: `[B, H, slots]` int32, the key in each slot; `Hkv` divides `H`. None leaves keys in place.
-        block: slots that share a scale, if they do.
-        shared: whether they do.
-        mean: `[B, Hkv, D]` fp32, subtracted first.
-        plain_below: if not 0, as many heads follow as there are, rounded without subtracting: `[B, 2 * H, slots, D]`. In
-            those, a block that holds no key before this one may hold anything: nobody reads it.
+        block: slots that share a scale if `shared`.
+        shared: whether the slots of a block share one scale.
+        mean: `[B, Hkv, D]` fp32, subtracted before rounding.
+        plain_below: if not 0, `H` more heads follow, rounded without subtracting the mean: `[B, 2 * H, slots, D]`. In
+            them a block without any key before this one may hold anything, for nobody reads it.
     """
     if k.is_cuda and k.dtype in _DTYPES:
         from blocksparse.kernels.rounding.int8_tokens_triton import int8_keys_triton
@@ -108,6 +108,7 @@ def int8_keys_reference(
 
 
 def in_slot_order(x: Tensor, index: Tensor | None) -> Tensor:
+    """Tokens of `x` `[B, Hx, N, D]` by `index` `[B, H, slots]`, zeros in empty slots; `x` itself without an index."""
     if index is None:
         return x
     return gather_rows_reference(x, index.clamp_min(0)).masked_fill((index < 0).unsqueeze(-1), 0.0)

@@ -13,8 +13,8 @@ from blocksparse.kernels.common.strides_triton import alike, head_at
 from blocksparse.kernels.rounding.quantize import INT8_LIMIT
 from blocksparse.kernels.rounding.quantize_triton import divided, earliest_token, largest_of, read_tokens, scale_of
 
-_TILE = 8192  # entries per program where every token has its own scale
-_BLOCK_TILE = 16384  # and at a time where tokens share one
+_TILE = 8192  # entries per program, if every token has a scale of its own
+_BLOCK_TILE = 16384  # entries that a program holds at a time, if the tokens of a block share a scale
 _LIMIT = tl.constexpr(INT8_LIMIT)
 
 
@@ -79,7 +79,7 @@ def _launch(
 
 
 def tile_of(head_dim: int, block: int) -> tuple[int, int]:
-    """Tokens at a time, and warps; `block` is 0 where every token has its own scale."""
+    """How many tokens a program holds at a time, and its warps; `block` is 0 if every token has a scale of its own."""
     block_d = power_of_2(head_dim)
     if block == 0:
         return max(_TILE // block_d, 1), 4
@@ -91,7 +91,10 @@ def _tokens(
     x_ptr, x_strides, index_ptr, index_strides, b, h, heads_per_source, start, first, slots, dims, centre,
     D: tl.constexpr, BLOCK_D: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Tokens from slot `start + first` on less `centre`, their slots, which are in range, and which exist."""
+    """Tokens from slot `start + first` on less `centre`, `[ROWS, BLOCK_D]` fp32.
+
+    Also their slots, which of these this program writes, and which of them hold a token.
+    """
     place = first + tl.arange(0, ROWS)
     slot = start + place
     inside = (place < STEP) & (slot >= 0) & (slot < slots)
@@ -105,14 +108,14 @@ def _tokens(
 
 @triton.jit(do_not_specialize=["slots", "lead", "plain_below"])
 def _kernel(
-    x_ptr, values_ptr, scales_ptr, index_ptr, mean_ptr, taken_ptr, plain_ptr,  # None: compiled away
+    x_ptr, values_ptr, scales_ptr, index_ptr, mean_ptr, taken_ptr, plain_ptr,  # what is None is compiled away
     x_strides, index_strides, plain_strides,
     slots, lead, plain_below, factor,
     D: tl.constexpr, BLOCK_D: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, SHARED: tl.constexpr, COPIES: tl.constexpr,
     HEADS_PER_SOURCE: tl.constexpr, HEADS_PER_MEAN: tl.constexpr,
 ):  # fmt: skip
-    # The copies of a tile are neighbours: the second one reads it from the cache.
+    # The programs of both copies of the same tokens are neighbours, so that the second one reads them from the cache.
     copy = tl.program_id(0) % COPIES
     start = tl.program_id(0) // COPIES * STEP - lead
     h = tl.program_id(1)
@@ -130,7 +133,7 @@ def _kernel(
     end = STEP
     if COPIES == 2 and STEP <= ROWS:
         earliest = earliest_token(index_ptr, index_strides, b, h, start, slots, STEP, ROWS)
-        end = tl.where((copy == 1) & (earliest >= plain_below), 0, STEP)  # nobody reads these
+        end = tl.where((copy == 1) & (earliest >= plain_below), 0, STEP)  # nobody reads this block
     if SHARED:
         for first in range(0, end, ROWS):
             x, slot, inside, there = _tokens(
@@ -139,7 +142,7 @@ def _kernel(
             )  # fmt: skip
             largest = tl.maximum(largest, tl.max(largest_of(x)[None, :], 1))
     out_h = (b.to(tl.int64) * COPIES + copy) * H + h
-    for first in range(0, end, ROWS):  # one round, which reads nothing again, where the tile holds all
+    for first in range(0, end, ROWS):  # if one round holds all tokens, none is read again
         x, slot, inside, there = _tokens(
             x_ptr, x_strides, index_ptr, index_strides, b, h, HEADS_PER_SOURCE, start, first, slots, dims,
             centre, D, BLOCK_D, STEP, ROWS,
@@ -156,7 +159,8 @@ def _kernel(
         else:
             scale = scale_of(largest_of(x), _LIMIT)
         tl.store(scales_ptr + out_h * slots + slot, scale, mask=inside)
-        # At 1.5 * 2^23 floats are whole numbers, ties go to even, and the last byte is the number itself.
+        # Around 1.5 * 2^23 (12582912) neighbouring floats differ by 1, so the sum is rounded to a whole number, ties to
+        # even. Its lowest byte is that number in two's complement, since that of 12582912 (0xC00000 in the mantissa) is 0.
         rounded = (divided(x, scale) + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
         values_at = values_ptr + (out_h * slots + slot)[:, None] * D + dims
         if BLOCK_D == D:

@@ -1,10 +1,10 @@
-"""Rounding to 8 bits, in plain torch: what `int8_tokens.py`, `fp8_values.py` and `tile_operands.py` do on a GPU.
+"""Rounding to 8 bits in plain torch, as `int8_tokens.py`, `fp8_values.py` and `tile_operands.py` use it.
 
     x[..., i, :] ~ values[..., i, :] * scale[..., i]
 
 int8 is for queries and keys (SageAttention), whose products int32 adds exactly; fp8 (e4m3) is for values. A
 scale per token depends on nothing but that token, so no row learns of a later token. Scales are fp32. A token
-whose entries all lie below 1e-30 counts as zero; one with an infinity or a NaN becomes NaN.
+whose entries are all smaller than 1e-30 counts as zero; the scale of one with an infinity or a NaN is NaN.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch.nn.functional import pad
 
 INT8_LIMIT = 127.0
 FP8_LIMIT = 448.0
-LEAST_LOG2 = -100.0  # of a scale of values in tiles: logarithms must be finite where all values are zero
-GROUP = 16  # slots of values in tiles that are reordered among themselves
-SMOOTHED_BY = 128  # tokens; a row that cannot see them all takes keys that are not smoothed
-_SMALLEST = 1e-30
+LEAST_LOG2 = -100.0  # log2 of the least scale in `fp8_value_tiles`: finite even if all values are zero
+GROUP = 16  # slots that `fp8_value_tiles` reorders among themselves
+SMOOTHED_BY = 128  # tokens of a causal mean; a row that cannot see them all takes keys that are not smoothed
+_SMALLEST = 1e-30  # tokens without a larger entry count as zero
 
 
 def int8_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,19 +52,20 @@ def fp8_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
 def smoothing_mean(k: Tensor, causal: bool, first: int = SMOOTHED_BY) -> Tensor:
     """The mean key `[B, Hkv, 1, D]` fp32, of `k` `[B, Hkv, N, D]` in original order.
 
-    What all keys have in common shifts all logits of a row alike, and takes up most of int8's range. When causal
-    the mean is that of the `first` keys, for later ones must not be known.
+    What all keys have in common shifts all logits of a row alike, and takes up most of int8's range. When causal,
+    the mean is that of the `first` keys, since rows must not learn of later ones.
     """
     return (k[:, :, :first] if causal else k).mean(2, keepdim=True, dtype=torch.float32)
 
 
 def _scale(largest: Tensor, limit: float) -> Tensor:
-    # A GPU would multiply by the inverse of a number, but divides by a tensor, as a CPU does.
+    # The divisor is a tensor because on a GPU torch would turn division by a number into a product with its inverse.
     scale = (largest / largest.new_full((), limit)).masked_fill(largest == torch.inf, torch.nan)
     return scale.masked_fill(largest < _SMALLEST, 0.0)
 
 
 def _divisor(scale: Tensor) -> Tensor:
+    """What entries are divided by: infinity where the scale is 0, so that they become 0."""
     return scale.masked_fill(scale == 0, torch.inf).unsqueeze(-1)
 
 

@@ -30,7 +30,7 @@ def read_tokens(
 
 @triton.jit
 def earliest_token(index_ptr, index_strides, b, h, start, slots, STEP: tl.constexpr, ROWS: tl.constexpr):
-    """The first token of the `STEP` slots from `start` on; -1 counts."""
+    """The least token number in the `STEP` slots from `start` on; an empty slot counts as -1."""
     earliest = start
     if index_ptr is not None:
         place = tl.arange(0, ROWS)[None, :]
@@ -43,24 +43,32 @@ def earliest_token(index_ptr, index_strides, b, h, start, slots, STEP: tl.conste
 
 @triton.jit
 def largest_of(x):
-    """Largest absolute entry of each row, as the bits of a float: ordered like it, and a NaN is the largest."""
+    """The largest absolute entry of each row, as the bits of a float in an int32.
+
+    Without their sign, floats stand in the same order as their bits, and a NaN is larger than any number.
+    """
     return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
 
 
 @triton.jit
 def scale_of(largest, LIMIT: tl.constexpr):
-    """What makes `largest`, bits as of `largest_of`, become `LIMIT`; 0 for next to nothing, NaN for infinity."""
+    """The scale by which `largest`, given as `largest_of` does, is divided to become `LIMIT`.
+
+    It is 0 for a `largest` below 1e-30, and NaN for infinity: the difference added to it is 0, or NaN if `largest` is not
+    finite.
+    """
     largest = largest.to(tl.float32, bitcast=True)
     return tl.where(largest < 1e-30, 0.0, tl.div_rn(largest, LIMIT) + (largest - largest))
 
 
 @triton.jit
 def divided(x, scale):
-    """Rows `x` over their scales, rounded as division rounds, with one division for a row (Markstein 1990).
+    """Rows `x` divided by their scales, to the bit as division rounds, with one division for a row (Markstein 1990).
 
-    But -0.0 becomes 0.0, and so does what has no scale.
+    A product with the inverse is off by less than one step; each of two corrections adds the remainder, which a fused
+    multiply-add gives exactly, times the inverse. Unlike division this makes 0.0 of -0.0, and of rows whose scale is 0.
     """
-    lift = tl.where(scale < 1e-20, 18446744073709551616.0, 1.0)  # 2^64, or remainders may fall below floats
+    lift = tl.where(scale < 1e-20, 18446744073709551616.0, 1.0)  # 2^64: else remainders could underflow
     divisor = tl.where(scale == 0.0, 1.0, scale * lift)
     inverse = tl.where(scale == 0.0, 0.0, tl.div_rn(1.0, divisor))[:, None]
     divisor = -divisor[:, None]
@@ -72,7 +80,7 @@ def divided(x, scale):
 
 @triton.jit
 def _fma(x, y, z):
-    """`x * y + z`, rounded once: the interpreter's `tl.fma` rounds twice."""
+    """`x * y + z`, rounded once. It is computed in float64 in the interpreter, whose `tl.fma` rounds twice."""
     if INTERPRETED:
         result = (x.to(tl.float64) * y.to(tl.float64) + z.to(tl.float64)).to(tl.float32)
     else:

@@ -1,15 +1,16 @@
-"""What 8-bit attention on Hopper reads: queries, keys and values of 8 bits, on their way into slots.
+"""What 8-bit attention on Hopper reads: queries, keys and values are rounded to 8 bits on their way into slots.
 
-A tile is 64 or 128 consecutive slots; of the slots of a tile, thread `t` of the four that hold a row of a product of
-matrices has those with `i % 8 // 2 == t`, its *group*. Keys and values come twice: heads 0 to H - 1 have a scale per
-group, for tiles that a query sees whole; heads H to 2H - 1 have a scale per token, for tiles at the edge of what it
-sees, so that no row learns of a later token. An index of -1 is an empty slot: zeros.
+A tile here is 64 or 128 consecutive slots. In a matrix product on Hopper four threads share a row of scores, and thread
+`t` of them holds the columns `i` with `i % 8 // 2 == t` (`hopper_rows.py`). The slots `i` of a tile with the same `t` are a
+*group*. Keys and values are stored twice: heads 0 to H - 1 have a scale per group, and serve tiles that a query sees whole;
+heads H to 2H - 1 have a scale per token, and serve tiles at the edge of what a query sees, so that no row learns of a later
+token. An index of -1 is an empty slot, which gets zeros.
 
-Queries and keys are rotated first, `x @ H / sqrt(D)`, `H[i, j] = (-1)^popcount(i & j)`: their products stay what they
-are, and rounding errs by about a third less, for large entries are spread over all.
+Queries and keys are rotated first, `x @ H / sqrt(D)` with `H[i, j] = (-1)^popcount(i & j)`. Their products stay what they
+are, and rounding errs by about a third less, since a large entry is spread over all.
 
-A token with an infinity or a NaN makes its own scale NaN and that of its group, whose tokens all become NaN, and no
-other. On GPUs one launch reads every token once; the plain torch below serves other devices and float64.
+A token with an infinity or a NaN makes its own scale NaN, and that of its group, whose tokens then all become NaN; other
+tokens do not change. On GPUs one launch reads every token once; other tensors take the plain torch below.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ def int8_query_tiles(
 
     Args:
         q: `[B, Hq, M, D]`.
-        index: `[B, Hq|1, M]` int32, the query in each slot; None leaves them in place.
-        mean: `[B, Hkv, D]` fp32, subtracted from the keys; every logit of a query loses `scale * q . mean`, of the
-            query as rounded.
-        scale: of logits.
+        index: `[B, Hq|1, M]` int32, the query in each slot; None leaves queries in place.
+        mean: `[B, Hkv, D]` fp32, subtracted from the keys; every logit of a query loses `scale * q . mean`, with the
+            query as it was rounded.
+        scale: what products are multiplied by to become logits.
         early: queries of `q` before this one lose 0.
     """
     _check(q)
@@ -71,9 +72,10 @@ def fp8_value_tiles(v: Tensor, index: Tensor | None, tile: int) -> tuple[Tensor,
     """fp8 `[B, 2 * H, D, slots]` of `v`, log2 of groups' scales `[B, H, tiles, 4]`, and of tokens' `[B, 2 * H, slots]`, fp32.
 
     Values are `[D, slots]`, as Hopper's 8-bit products want their second operand, with zeros up to a multiple of 16 slots.
-    Every 16 stand in the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15: a thread that holds weights as the product of
-    queries and keys left them in registers then holds them as the product with values takes them. Logarithms stay in
-    the order of slots; after those of tokens, as heads H to 2H - 1, come the scales' inverses.
+    Every 16 slots stand in the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15. Weights that the product of queries and keys
+    left in a thread's registers then are where the product with values takes them (`operands_of` in `int8_rows_hopper.py`
+    derives this). Logarithms stay in the order of slots. Those of tokens are heads 0 to H - 1, and the inverses of the same
+    scales are heads H to 2H - 1.
 
     Args:
         v: `[B, Hkv, N, D]`; `Hkv` divides `H`.
@@ -89,12 +91,12 @@ def fp8_value_tiles(v: Tensor, index: Tensor | None, tile: int) -> tuple[Tensor,
 
 
 def rotated(x: Tensor) -> Tensor:
-    """`x` `[..., D]` times the Hadamard matrix over `sqrt(D)`, fp32; its own inverse."""
+    """`x` `[..., D]` times the Hadamard matrix over `sqrt(D)`, in fp32; twice it gives `x` again."""
     D = x.shape[-1]
     sign = torch.ones(1, 1, dtype=torch.float32, device=x.device)
     while len(sign) < D:
         sign = torch.cat((torch.cat((sign, sign), 1), torch.cat((sign, -sign), 1)))
-    # The matrix is symmetric: its rows are its columns.
+    # `products` takes rows of its second operand; the matrix is symmetric, so its rows are its columns.
     return products(x.float().reshape(1, 1, -1, D), sign[None, None]).view(x.shape) * D**-0.5
 
 
@@ -134,7 +136,7 @@ def fp8_value_tiles_reference(v: Tensor, index: Tensor | None, tile: int) -> tup
     tile_scale, token_scale = _fp8_scale(groups.abs().amax((-2, -1))), _fp8_scale(v.abs().amax(-1))
     parts = _by_slot(groups * (1 / tile_scale)[..., None, None], slots), v * (1 / token_scale).unsqueeze(-1)
     values = torch.cat(parts, 1).to(torch.float8_e4m3fn).view(torch.uint8)
-    # [B, 2 * H, slots / 16, 2, 4, 2, D]
+    # [B, 2 * H, slots / 16, 2, 4, 2, D]: slot 8 i + 2 j + k of 16 goes to place 4 j + 2 i + k
     values = pad(values, (0, 0, 0, -slots % GROUP)).unflatten(2, (-1, 2, 4, 2))
     values = values.permute(0, 1, 6, 2, 4, 3, 5).flatten(3).contiguous()
     of_tokens = torch.cat((token_scale.log2(), 1 / token_scale), 1)
@@ -147,7 +149,7 @@ def _check(x: Tensor, tile: int = 64) -> None:
 
 
 def _is_for_kernel(x: Tensor) -> bool:
-    # Elsewhere the rotation of fp32 takes more registers and shared memory than there are.
+    # On GPUs with less shared memory the rotation of fp32 takes more registers and shared memory than there are.
     return x.is_cuda and (x.dtype in _HALVES or (x.dtype == torch.float32 and has_large_memory(x)))
 
 
@@ -158,11 +160,11 @@ def _by_group(x: Tensor, tile: int) -> Tensor:
 
 
 def _by_slot(x: Tensor, slots: int) -> Tensor:
-    """Undo `_by_group`."""
+    """Undo `_by_group`: `[B, H, tiles, 4, tile / 4, D]` as `[B, H, slots, D]`."""
     return x.unflatten(4, (-1, 2)).transpose(3, 4).flatten(2, 5)[:, :, :slots]
 
 
 def _fp8_scale(largest: Tensor) -> Tensor:
-    # A GPU would multiply by the inverse of a number, but divides by a tensor, as a CPU does.
+    # The divisor is a tensor because on a GPU torch would turn division by a number into a product with its inverse.
     scale = largest / largest.new_full((), FP8_LIMIT)
     return scale.masked_fill(largest == torch.inf, torch.nan).clamp_min(2.0**LEAST_LOG2)

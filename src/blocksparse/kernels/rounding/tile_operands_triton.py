@@ -1,4 +1,4 @@
-"""Launches of `int8_query_tiles`, `int8_key_tiles` and `fp8_value_tiles`: one each, every token read from memory once."""
+"""The launches of `int8_query_tiles`, `int8_key_tiles` and `fp8_value_tiles`: one each, which reads every token once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from blocksparse.kernels.common.strides_triton import alike
 from blocksparse.kernels.rounding import tile_rotation_triton, tile_values_triton
 from blocksparse.kernels.rounding.quantize import GROUP
 
-_STEPS = 32  # rounds of a program, at most: it makes the matrix once
+_STEPS = 32  # rounds of a program that rotates, at most about; it makes the Hadamard matrix once for all of them
 
 
 def int8_query_tiles_triton(
@@ -54,19 +54,19 @@ def fp8_value_tiles_triton(v: Tensor, index: Tensor | None, tile: int) -> tuple[
 
 
 def rows_of(head_dim: int, *, rotates: bool, queries: bool) -> tuple[int, int]:
-    """Slots at a time, of keys and values a tile or two, and warps."""
+    """How many slots a program holds at a time, for keys and values one or two tiles; and its warps."""
     if queries:
         return 64, 4
     return 128, 4 if rotates else max(head_dim // 16, 4)
 
 
 def options_of(warps: int, itemsize: int, *, cuda: bool = True) -> dict[str, int]:
-    """Of a launch. Of three stages the last tokens are on their way while these are rotated; of two, none are."""
+    """Options of a launch. With three stages the next tokens are loaded while these are rotated; with two none are."""
     return {"num_warps": warps, "num_stages": 3 if itemsize == 2 and cuda else 2}
 
 
 def _resident(x: Tensor, queries: bool) -> int:
-    """Programs that rotate at once."""
+    """How many programs that rotate run at a time."""
     per_multiprocessor = 3 if queries else 4
     if not x.is_cuda:
         return per_multiprocessor
@@ -74,7 +74,7 @@ def _resident(x: Tensor, queries: bool) -> int:
 
 
 def _scales(x: Tensor, B: int, H: int, of_tokens: int, slots: int, tile: int) -> tuple[Tensor, Tensor]:
-    """Of groups, and `of_tokens` heads of those of tokens."""
+    """Uninitialised scales of groups for `H` heads, and of tokens for `of_tokens` heads."""
     tile_scale = torch.empty((B, H, cdiv(slots, tile), 4), dtype=torch.float32, device=x.device)
     return tile_scale, torch.empty((B, of_tokens, slots), dtype=torch.float32, device=x.device)
 
@@ -83,7 +83,7 @@ def _launch(
     kernel: Any, x: Tensor, index: Tensor | None, mean: Tensor | None, values: Tensor,
     scale: Tensor, second: Tensor | None, tile: int | None, *numbers: float, **constants: bool,
 ) -> None:  # fmt: skip
-    """`numbers` end the arguments of a kernel that rotates."""
+    """Launch `kernel`. `numbers` are the last arguments of a kernel that rotates, and empty for one that does not."""
     B, H, slots = x.shape[:3] if index is None else index.shape
     x = x if x.stride(-1) == 1 else x.contiguous()
     if index is not None and index.stride(-1) != 1:

@@ -15,7 +15,7 @@ _INT8_LIMIT = tl.constexpr(INT8_LIMIT)
 
 @triton.jit
 def _sign(i, j):
-    """Entries of the Hadamard matrix."""
+    """Entries `(-1)^popcount(i & j)` of the Hadamard matrix, for `i` and `j` below 256: exclusive ors leave a parity."""
     bits = i & j
     bits = bits ^ (bits >> 4)
     bits = bits ^ (bits >> 2)
@@ -24,7 +24,7 @@ def _sign(i, j):
 
 @triton.jit
 def _matrix(dtype: tl.constexpr, HALF: tl.constexpr):
-    """The matrix of half the size, of the type in which `_product` multiplies."""
+    """The Hadamard matrix of half the size, in the dtype in which `_product` multiplies."""
     sign = _sign(tl.arange(0, HALF)[:, None], tl.arange(0, HALF)[None, :])
     if dtype == tl.float32 and not INTERPRETED:
         matrix = sign.to(tl.bfloat16)
@@ -35,10 +35,11 @@ def _matrix(dtype: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def _rotated_mean(mean_ptr, b, h, heads_per_mean, matrix, D: tl.constexpr, ROWS: tl.constexpr):
-    """Both halves of a mean times the whole matrix, `[1, D / 2]`."""
+    """A mean times the whole Hadamard matrix, as two halves `[1, D / 2]`."""
     HALF: tl.constexpr = D // 2
     at = mean_ptr + (b.to(tl.int64) * (tl.num_programs(1) // heads_per_mean) + h // heads_per_mean) * D
-    # The sums are where a product of tokens has its columns: from elsewhere each thread would keep whole rows.
+    # The matrix comes out of a product with the identity, and so lies in threads as a product of tokens does. Its sums then
+    # lie where such a product has its columns; in another layout each thread would keep whole rows.
     i = tl.arange(0, ROWS)[:, None]
     sign = tl.dot((i == tl.arange(0, HALF)[None, :]).to(matrix.dtype), matrix, input_precision="ieee")
     even = tl.sum(tl.load(at + i, mask=i < HALF, other=0.0) * sign, 0)[None, :]
@@ -48,9 +49,9 @@ def _rotated_mean(mean_ptr, b, h, heads_per_mean, matrix, D: tl.constexpr, ROWS:
 
 @triton.jit
 def _product(x, matrix, dtype: tl.constexpr):
-    """Tokens of type `dtype`, held in fp32, times the matrix: all products are exact."""
+    """Tokens of dtype `dtype`, held in fp32, times the matrix. Entries of the matrix are 1 or -1: all products are exact."""
     if dtype == tl.float32 and not INTERPRETED:
-        # Three numbers of 8 bits make one of 24, and matrix units multiply them; the interpreter takes fp32 itself.
+        # A significand of 24 bits is the sum of three of 8, which matrix units multiply. The interpreter takes fp32 itself.
         high = x.to(tl.bfloat16)
         x = x - high.to(tl.float32)
         middle = x.to(tl.bfloat16)
@@ -63,7 +64,7 @@ def _product(x, matrix, dtype: tl.constexpr):
 
 @triton.jit
 def _rotated(x_ptr, x_strides, b, h, heads_per_source, token, there, matrix, D: tl.constexpr):
-    """The first and the second half of the entries of tokens times the whole matrix, [[M, M], [M, -M]]."""
+    """Tokens times the whole Hadamard matrix [[M, M], [M, -M]], as the first and the second half of the entries."""
     HALF: tl.constexpr = D // 2
     dims = tl.arange(0, HALF)[None, :]
     first, _ = read_tokens(x_ptr, x_strides, None, None, b, h, heads_per_source, token, there, dims, HALF, HALF)
@@ -87,13 +88,19 @@ def _tokens_in(index_ptr, index_strides, b, h, slot, inside):
 
 @triton.jit
 def _whole(x):
-    """Rounded to whole numbers, ties to even, 12582912 higher: the last byte of such a float is the number itself."""
+    """`x` rounded to whole numbers, ties to even, and raised by 12582912 (1.5 * 2^23).
+
+    Floats there are whole numbers, and the lowest byte of such a float is the number itself, in two's complement.
+    """
     return x + 12582912.0
 
 
 @triton.jit
 def _store(values_ptr, x, at, inside, HALF: tl.constexpr):
-    """The last bytes of half of the entries of rows; of another shape than what is read, or threads would be alike."""
+    """Stores the lowest bytes of half of the entries of rows.
+
+    The store has another shape than the loads, or the compiler would arrange the threads of both alike.
+    """
     values = x.to(tl.int32, bitcast=True).to(tl.int8)[:, None, :]
     values_at = values_ptr + at[:, None, None] * (2 * HALF) + tl.arange(0, HALF)[None, None, :]
     tl.store(values_at, values, mask=inside[:, None, None])
@@ -101,6 +108,7 @@ def _store(values_ptr, x, at, inside, HALF: tl.constexpr):
 
 @triton.jit
 def _larger(first, second):
+    """The largest absolute entry of each token, as `largest_of` gives it, from both halves."""
     return tl.maximum(largest_of(first), largest_of(second))
 
 

@@ -22,7 +22,10 @@ def _fp8_scale(largest):
 
 @triton.jit
 def _values_at(source, slot, inside, at, inverse_at, D: tl.constexpr):
-    """Values in slots `[ROWS]`, their largest entries, and the inverse scales of tokens, which are stored, as are logarithms."""
+    """Values in the slots `slot`, their largest entries, and the inverses of their tokens' scales.
+
+    Stores the logarithms of these scales at `at`, and the inverses `inverse_at` entries later.
+    """
     x_ptr, x_strides, index_ptr, index_strides, b, h, heads_per_source = source
     dims = tl.arange(0, D)[None, :]
     x, there = read_tokens(
@@ -38,9 +41,9 @@ def _values_at(source, slot, inside, at, inverse_at, D: tl.constexpr):
 
 @triton.jit
 def _codes(x0, x1, x2, x3, HARDWARE: tl.constexpr):
-    """Four bytes as one int32, that of `x0` lowest."""
+    """Four numbers rounded to fp8, as the bytes of an int32, that of `x0` lowest."""
     if HARDWARE:
-        # Each instruction rounds two numbers: here those that stay neighbours, so that no byte has to move.
+        # One instruction rounds two numbers. These are numbers that stay neighbours, so that no byte has to move.
         codes = tl.inline_asm_elementwise(
             """{
             .reg .b16 low, high;
@@ -68,7 +71,8 @@ def value_kernel(
     h, b = tl.program_id(1), tl.program_id(2)
     H = tl.num_programs(1)
     head = b.to(tl.int64) * H + h
-    # Four places in a row hold slots of one group, `slot` and those 1, 8 and 9 later: they turn over as one number.
+    # Four neighbouring places hold slots of one group: `slot`, and those 1, 8 and 9 later (`fp8_value_tiles` has the order).
+    # Their bytes make one int32, so the transposition moves them together.
     four = tl.program_id(0) * (ROWS // 4) + tl.arange(0, ROWS // 4)
     slot = four // 4 * 16 + four % 4 * 2
     left, at = slots - slot, of_tokens_ptr + (head + b.to(tl.int64) * H) * slots + slot

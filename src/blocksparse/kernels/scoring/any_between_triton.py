@@ -11,7 +11,7 @@ from blocksparse.kernels.common.hardware import device_of
 from blocksparse.kernels.common.sizes import cdiv
 from blocksparse.kernels.positions.block_grid_triton import rows_at, strides, tile_of_blocks, tile_of_grid
 
-_TILE = 2048  # blocks at a time
+_TILE = 2048  # blocks of a launch tile
 
 
 def any_between_triton(count: Tensor, low: Tensor, high: Tensor) -> Tensor:

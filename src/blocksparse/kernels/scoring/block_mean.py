@@ -1,11 +1,11 @@
-"""What one number or vector says of a block of tokens: their mean, and how alike they are.
+"""One vector or one number for each block of tokens: their mean, and how alike they are.
 
     block_mean        out[b, h, i] = sum_j x[b, h, j] / (tokens of block i)
     block_similarity  out[b, h, i] = |mean_j (x[b, h, j] - c[b, h]) / |x[b, h, j] - c[b, h]||^2, at most 1
 
-over the tokens `j` of block `i`. On GPUs each is one launch that reads every token once, through an index map if one
-is given, so that no token is moved; `c`, the mean of all tokens, takes one more pass. Otherwise, and for float64,
-the plain torch below. Sums are in fp32 or better, in a fixed order.
+over the tokens `j` of block `i`; `c` is the mean of all tokens. On GPUs each is one launch that reads every token once,
+through an index map if one is given, so that no token is moved; `c` takes one more pass. CPU tensors and float64 take the
+plain torch below. Sums are in fp32 or better, in a fixed order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from blocksparse.kernels.moving.gather_rows import gather_rows_reference
 
-_WORKSPACE = 2**25  # unit vectors' entries at a time
+_WORKSPACE = 2**25  # entries of unit vectors that are held at a time
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -27,7 +27,7 @@ def block_mean(
     Args:
         block: slots per block.
         lead: empty places before the first token in block 0, fewer than `block`.
-        padded_tail: divide a short block by the whole block instead of by its tokens.
+        padded_tail: divide the sum of a short block by the slots of a whole block instead of by its tokens.
         index: `[B, H, N]` int32, the token in each slot; `Hx` divides `H`.
     """
     if x.is_cuda and x.dtype in _DTYPES:

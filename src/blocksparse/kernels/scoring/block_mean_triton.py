@@ -11,7 +11,7 @@ from blocksparse.kernels.common.hardware import device_of
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
 from blocksparse.kernels.common.strides_triton import alike, head_at
 
-_TILE = 1024  # entries at a time: a program is one warp, and many of them share a multiprocessor
+_TILE = 1024  # entries that a program holds at a time: it is one warp, and many of them share a multiprocessor
 _PIECE = 512  # tokens per partial sum of the mean of all tokens
 
 
@@ -23,7 +23,7 @@ def block_mean_triton(x: Tensor, block: int, lead: int, padded_tail: bool, index
 def block_similarity_triton(x: Tensor, block: int, lead: int, centred: bool, index: Tensor | None) -> Tensor:
     """Launch the kernel; arguments as of `block_similarity`."""
     centre = None
-    if centred:  # each piece divided alike, so that their sum needs no weights
+    if centred:  # the sum of every piece is divided by the same number, so that the pieces need no weights
         pieces = block_mean_triton(x, _PIECE, 0, True, None)
         centre = pieces.sum(2) * (_PIECE / x.shape[2])
     return _launch(x, block, lead % block, index, centre, padded_tail=False, similarity=True)

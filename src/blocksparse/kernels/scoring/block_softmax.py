@@ -2,8 +2,8 @@
 
     mass[row, col] = exp(scale * logits[row, col]) / sum of the same over the row's eligible columns
 
-and 0 where a column is not eligible. A row without an eligible column holds no mass, and a logit of -inf none either.
-On GPUs one kernel reads and writes each logit once and makes no mask; on CPU tensors and in float64, plain torch.
+and 0 where a column is not eligible. A row without an eligible column holds no mass, nor does a logit of -inf.
+On GPUs one kernel reads and writes each logit once and makes no mask. CPU tensors and float64 take plain torch.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from blocksparse.kernels.positions.block_grid import BlockGrid
 def block_softmax(
     logits: Tensor, grid: BlockGrid, *, scale: float = 1.0, segment: int | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Softmax of `logits` `[B, H, rows, cols]` over each row's reachable blocks; may overwrite them.
+    """Softmax of `logits` `[B, H, rows, cols]` over each row's reachable blocks; it may overwrite the logits.
 
     Args:
-        scale: taken into the exponent; positive.
-        segment: leave out the row's own segment of this many positions, too.
+        scale: a positive number that logits are multiplied by.
+        segment: also leave out the row's own segment, if segments have this many positions.
 
     Returns:
-        The mass, in fp32 or better, and the blocks of the own segment, `[B|1, H|1, rows, cols]` bool, or None.
+        The mass, in fp32 or better; and with `segment` the blocks of each row's own segment, `[B|1, H|1, rows, cols]`
+        bool, else None.
     """
     segment = None if segment is None else min(segment, FAR)
     if logits.is_cuda and logits.dtype == torch.float32:
@@ -44,10 +45,10 @@ def block_softmax_reference(
 
 
 def prefix_softmax(logits: Tensor, seen: Tensor) -> Tensor:
-    """Softmax of `logits` `[B, H, rows, keys]` over the first `seen` keys of each row; may overwrite them.
+    """Softmax of `logits` `[B, H, rows, keys]` over the first `seen` keys of each row; it may overwrite the logits.
 
     Args:
-        seen: `[B|1, H|1, rows|1, 1]`, any integers.
+        seen: `[B|1, H|1, rows|1, 1]`, of any integer dtype and value.
     """
     if logits.is_cuda and logits.dtype == torch.float32:
         from blocksparse.kernels.scoring.block_softmax_triton import prefix_softmax_triton

@@ -1,4 +1,4 @@
-"""The Triton kernel of `block_softmax` and `prefix_softmax`: fp32, in place where rows lie densely."""
+"""The Triton kernel of `block_softmax` and `prefix_softmax`: fp32, in place if `logits` is contiguous."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from blocksparse.kernels.positions.block_grid_triton import (
     tile,
 )
 
-_LEAST, _MOST = 256, 8192  # logits of a row at a time; a longer row is read twice
+_LEAST, _MOST = 256, 8192  # logits of a row that a program holds, at least and at most; a longer row is read twice
 
 
 def block_softmax_triton(
@@ -74,7 +74,7 @@ def _scaled(
     b, h, row, col, there, inside, scale,
     SEGMENT: tl.constexpr, CAUSAL: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Scaled logits of a tile, -inf where a column is not eligible; notes what is in the own segment."""
+    """Scaled logits of a launch tile, -inf where a column is not eligible; stores which blocks are of the own segment."""
     if seen_ptr is not None:
         seen = tl.load(rows_at(seen_ptr, seen_strides, b, h, row), mask=there, other=0)
         eligible = inside & (col < seen)
@@ -86,15 +86,16 @@ def _scaled(
         if SEGMENT is not None:
             own = eligible & (k_first // SEGMENT == q_first // SEGMENT)
             eligible = eligible & ~own
-            # Where all heads share positions, one of them writes.
+            # If all batch entries or heads share positions, only the first of them writes.
             writes = inside & ((b == 0) | (own_strides[0] != 0)) & ((h == 0) | (own_strides[1] != 0))
             tl.store(rows_at(own_ptr, own_strides, b, h, row, not ALIGNED) + col, own, mask=writes)
     logits = tl.load(logits_at + col, mask=eligible, other=float("-inf"))
     return tl.where(eligible, logits * scale, float("-inf"))
 
 
-# Rows of a multiple of 16 are read in wider pieces and so summed in another order: unlike other kernels over blocks, this
-# one is compiled for either kind, or a score would depend on which came first.
+# If the length of rows is a multiple of 16, they are read in wider pieces, and so summed in another order. Unlike other
+# kernels over blocks, this one is therefore compiled for both kinds of `cols`: with one program for both, a score would
+# depend on which kind came first.
 @triton.jit(do_not_specialize=["rows"])
 def _kernel(
     logits_ptr, positions, seen_ptr, own_ptr,

@@ -4,11 +4,11 @@ A cell is `slots` consecutive tokens. The logit of a query cell and a key cell i
 
     weight * sum_r q[s(r)] . k[r]
 
-over its slots, with `s(r) = slots - 1 - r` if `flipped`, else `r`. A query cell spreads a mass of 1 over the key
-cells that it reaches; a block holds what its cells hold.
+over its slots `r`, with `s(r) = slots - 1 - r` if `flipped`, else `r`. A query cell spreads a mass of 1 over the key
+cells that it reaches; a block holds the mass of its pairs of cells.
 
-One op with two implementations: on GPUs the Triton kernels in `cell_mass_triton.py`, which keep no logits, and
-for CPU tensors, float64 and cells that do not fill tiles the plain torch below, which computes in fp32 or better.
+There are two implementations: on GPUs the Triton kernels in `cell_mass_triton.py`, which keep no logits; and for CPU
+tensors, float64 and blocks that do not fill tiles (`takes`) the plain torch below, which computes in fp32 or better.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from blocksparse.kernels.common.sizes import ROOM
 from blocksparse.kernels.multiplying.cell_products import cells, means_of_short_cells
 from blocksparse.kernels.multiplying.products import products, wide_dtype
 
-_WORKSPACE = 2**28  # bytes of logits at a time; their softmax takes as much again
+_WORKSPACE = 2**28  # bytes of logits that are held at a time; their softmax takes as much again
 
 
 def cell_mass(
     q: Tensor,  # [B, Hq, M, D], in slot order
     k: Tensor,  # [B, H, N, D], in slot order; H divides Hq
-    q_last: Tensor | None,  # [B|1, Hm, query cells] int32, last position of each; Hm divides Hq
-    k_first: Tensor | None,  # [B|1, Hm, key cells] int32, first position of each; both None: all stand in order
-    slots: int,
+    q_last: Tensor | None,  # [B|1, Hm, query cells] int32, last position in each; Hm divides Hq
+    k_first: Tensor | None,  # [B|1, Hm, key cells] int32, first position in each; both None: all stand in order
+    slots: int,  # tokens per cell
     first_cell: int,  # index of the first query cell in the whole prompt
-    q_lead: int,  # its empty slots
+    q_lead: int,  # empty slots at the start of the first query cell
     high: int,  # query cells per block
     wide: int,  # key cells per block
     causal: bool,
-    segment: int | None,  # cells; a query cell looks at earlier segments alone
+    segment: int | None,  # cells per segment; a query cell then looks at earlier segments only
     weight: float,
     flipped: bool,
     padded_tail: bool,  # empty slots of short cells hold zeros, not the mean of the cell's tokens
 ) -> Tensor:
     """Mass of every block, `[B, Hq, rows, cols]` fp32 or better; rows lie on the blocks of the whole prompt.
 
-    Not causal: a query cell reaches every key cell, and positions are not looked at.
+    If not causal, a query cell reaches every key cell, and positions are not looked at.
     """
     compute = cell_mass_reference
     if q.is_cuda:
@@ -83,9 +83,9 @@ def cell_mass_reference(
     if in_order:
         q_last, k_first = cell.view(1, 1, -1), column.view(1, 1, -1)
 
-    # A block far larger than the prompt is one of all its cells, and takes no more memory.
+    # A block far larger than the prompt is cut to one that holds all of its cells, and takes no more memory.
     high, wide = min(high, max(first_cell + q_cells.shape[2], ROOM)), min(wide, max(keys.shape[2], ROOM))
-    empty = first_cell % high  # cells before the first one in row 0
+    empty = first_cell % high  # how many cells row 0 lacks at its start
     rows, cols = -(-(empty + q_cells.shape[2]) // high), -(-keys.shape[2] // wide)
     masses = []
     step = max(1, _WORKSPACE // (q.shape[0] * q.shape[1] * high * keys.shape[2] * wide_dtype(q).itemsize))
@@ -110,8 +110,8 @@ def _softmax(logits: Tensor, eligible: Tensor, *, may_be_none: bool) -> Tensor:
     """Softmax over the eligible cells of each row, `[B, Hq, rows, cols]`; overwrites `logits`.
 
     Args:
-        eligible: may have fewer heads, which query heads then share.
-        may_be_none: a row may have nothing eligible; it then holds no mass.
+        eligible: bool; it may have fewer heads than `logits`, which then share them.
+        may_be_none: whether a row may have no eligible cell; it then holds no mass.
     """
     grouped, eligible = logits.unflatten(1, (eligible.shape[1], -1)), eligible.unsqueeze(2)
     mass = grouped.masked_fill_(~eligible, float("-inf")).softmax(-1)

@@ -1,7 +1,8 @@
 """The Triton kernels of `cell_mass`: fp16, bf16 and fp32.
 
-`cell_sums_triton.py` leaves, per query cell, sums over each block relative to its best logit in a tile; the kernel here
-turns these into mass. Logits never leave the chip. Query cells are taken in bands, so that the sums stay small.
+The kernel in `cell_sums_triton.py` leaves, for each query cell and tile of key cells, the best logit in the tile, and sums
+of weights over each block of the tile, relative to that logit. The kernel here turns these into mass. Logits never leave
+the chip. Query cells are taken in bands of some rows of blocks, so that the sums stay small.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from blocksparse.kernels.multiplying.cell_products_triton import (
 )
 from blocksparse.kernels.scoring.cell_sums_triton import sums_of_tiles
 
-_WORKSPACE = 2**28  # bytes of sums at a time
-_GROUP = 16  # query tiles that share a key tile in L2
+_WORKSPACE = 2**28  # bytes of sums that are held at a time
+_GROUP = 16  # tiles of query cells that meet a tile of key cells while it is in the L2 cache
 
 
 def takes(q: Tensor, high: int, wide: int) -> bool:
@@ -113,13 +114,13 @@ def _mass_of_rows(
     band, k_tiles, top, before, rows, cols,
     HIGH: tl.constexpr, PADDED_HIGH: tl.constexpr, TILE_COLS: tl.constexpr, TILES: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Sums over blocks, each query cell's relative to its total, added over a row of blocks."""
+    """Stores the mass of a row of blocks: sums over blocks, divided by each query cell's total, and added over its cells."""
     row = tl.program_id(0)
     h = tl.program_id(1)
     b = tl.program_id(2)
     head = (b * tl.num_programs(1) + h).to(tl.int64)
     places = tl.arange(0, PADDED_HIGH)
-    cell = before + row * HIGH + places  # within the band
+    cell = before + row * HIGH + places  # numbers of cells within the band
     there = (places < HIGH) & (cell >= 0) & (cell < band)
     peak_at = head * k_tiles * band + cell[:, None]
 

@@ -1,7 +1,7 @@
 """Cells of queries times cells of keys, and the sums of their weights over blocks.
 
-One program multiplies a tile of query cells with a tile of key cells. It leaves, per query cell, its best logit in the
-tile and the sums over each block of keys relative to it.
+One program multiplies a tile of query cells with a tile of key cells. It leaves, for each query cell, the best logit in the
+tile of key cells, and the sums of weights over each block of keys, relative to that logit.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import triton.language as tl
 from blocksparse.kernels.common.strides_triton import head_at
 from blocksparse.kernels.multiplying.cell_products_triton import cell_products, grouped_tile, largest
 
-# Sizes that change from band to band, and memory that begins where another part ends.
+# Arguments that Triton must not specialise on: sizes that change from band to band, and pointers to parts of one memory,
+# which need not be aligned.
 _OF_BAND = [
     "peak_ptr",
     "total_ptr",
@@ -38,7 +39,7 @@ def sums_of_tiles(
     CAUSAL: tl.constexpr, FLIPPED: tl.constexpr, TMA: tl.constexpr, SHORT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Sums over blocks `[B, Hq, band, cols]`, best logits and sums over the tile `[B, Hq, k_tiles, band]`."""
+    """Stores sums over blocks `[B, Hq, band, cols]`, and best logits and sums over each tile `[B, Hq, k_tiles, band]`."""
     TILE_COLS: tl.constexpr = BLOCK_N // WIDE
     heads_per_key = tl.num_programs(0) // (q_tiles * k_tiles)
     h_key = tl.program_id(1)

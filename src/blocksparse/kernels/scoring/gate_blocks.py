@@ -1,9 +1,9 @@
-"""Scores without the blocks that they cannot speak for: those hold nothing, and are forced.
+"""Forces blocks in rows and columns whose tokens are too unlike each other for one score to speak for them.
 
     forced[row, col] = reachable and (unlike_row[row] or unlike_col[col] or forced before)
     values[row, col] = 0 where unlike_col[col]
 
-On GPUs one kernel reads and writes each score once; on CPU tensors and in float64, plain torch.
+On GPUs one kernel reads and writes each score once. CPU tensors and float64 take plain torch.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ def gate_blocks(
     """Gated `values` `[B, H, rows, cols]`, in memory of their own, and `forced`, bool of the same shape.
 
     Args:
-        unlike_row: `[B|1, H|1, rows, 1]` bool.
-        unlike_col: `[B|1, H|1, rows|1, cols]` bool.
-        forced: `[B|1, H|1, rows, cols]` bool.
+        unlike_row: `[B|1, H|1, rows, 1]` bool, rows to force.
+        unlike_col: `[B|1, H|1, rows|1, cols]` bool, columns to force, whose blocks then hold nothing.
+        forced: `[B|1, H|1, rows, cols]` bool, what was forced before.
     """
     if values.is_cuda and values.dtype == torch.float32:
         from blocksparse.kernels.scoring.gate_blocks_triton import gate_blocks_triton

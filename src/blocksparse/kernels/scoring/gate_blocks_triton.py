@@ -20,7 +20,7 @@ from blocksparse.kernels.positions.block_grid_triton import (
     tile_of_grid,
 )
 
-_TILE = 4096  # blocks at a time
+_TILE = 4096  # blocks of a launch tile
 
 
 def gate_blocks_triton(

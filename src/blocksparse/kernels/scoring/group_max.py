@@ -1,11 +1,11 @@
 """The best product of two groups of tokens in each block.
 
-A group is `g` consecutive slots. The product of two groups is `q[t] . k[t]` summed over their places `t`; a block is
-worth its best pair of groups. A pair takes part if the row of blocks may see some key of the group, and the two
-share a place: short groups are compared over the tokens that are there.
+A group is `g` consecutive slots. The product of two groups is `q[t] . k[t]` summed over their places `t`; the score of a
+block is the best product of its pairs of groups. A pair takes part if the row of blocks may see some key of the group, and
+if some place has a token in both groups: short groups are compared over the tokens that are there.
 
-One op with two implementations: on GPUs the Triton kernel in `group_max_triton.py`, which keeps no product, and for
-CPU tensors, float64 and groups that do not fill tiles the plain torch below, which computes in fp32 or better.
+There are two implementations: on GPUs the Triton kernel in `group_max_triton.py`, which keeps no product; and for CPU
+tensors, float64 and blocks that do not fill tiles (`takes`) the plain torch below, which computes in fp32 or better.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from torch.nn.functional import pad
 from blocksparse.kernels.common.sizes import ROOM, cdiv
 from blocksparse.kernels.multiplying.products import products
 
-_WORKSPACE = 2**25  # group products at a time
+_WORKSPACE = 2**25  # products of groups that are held at a time
 
 
 def group_max(
     q: Tensor,  # [B, Hq, M, D], in slot order
     k: Tensor,  # [B, H, N, D], in slot order; H divides Hq
     q_last: Tensor | None,  # [B|1, Hm, rows] int32, last position of each row of blocks; Hm is Hq or 1
-    k_first: Tensor | None,  # [B|1, Hm, key groups] int32, first position of each; both None: all stand in order
-    g: int,
+    k_first: Tensor | None,  # [B|1, Hm, key groups] int32, first position in each; both None: all stand in order
+    g: int,  # slots per group
     first_row: int,  # index of row 0 in the whole prompt
     q_lead: int,  # empty places before the first query in row 0
     high: int,  # query groups per block
     wide: int,  # key groups per block
     causal: bool,
-    per_token: bool,  # divide by the places that the pair shares
-    padded_tail: bool,  # what takes no part scores 0
+    per_token: bool,  # divide a product by the number of places that have a token in both groups
+    padded_tail: bool,  # what takes no part counts as 0
 ) -> Tensor:
     """Best product of every block, `[B, Hq, rows, cols]` fp32 or better; -inf where no pair takes part.
 
-    Not causal: every row sees every key, and positions are not looked at. With `padded_tail`, products are divided
-    by `g`, and what takes no part counts as 0.
+    If not causal, every row sees every key, and positions are not looked at. With `padded_tail`, what takes no part counts
+    as 0, and with `per_token` as well products are divided by `g`.
     """
     compute = group_max_reference
     if q.is_cuda:
@@ -64,7 +64,7 @@ def group_max_reference(
 ) -> Tensor:
     """The same in plain torch, some rows of blocks at a time."""
     M, N, device = q.shape[2], k.shape[2], q.device
-    # A group, or a block, far larger than the prompt is one of all its tokens, and takes no more memory.
+    # A group, or a block, far larger than the prompt is cut to one that holds all tokens, and takes no more memory.
     longest = max(q_lead + M, N, ROOM)
     g = min(g, longest)
     high, groups = min(high, cdiv(longest, g)), cdiv(N, g)
@@ -78,7 +78,7 @@ def group_max_reference(
 
     start = torch.arange(0, rows * high * g, g, device=device).unsqueeze(1)
     ends = (q_lead + M - start, N - torch.arange(0, N, g, device=device))
-    places = torch.minimum(*ends).clamp_max(g) - (q_lead - start).clamp_min(0)  # shared ones; none if <= 0
+    places = torch.minimum(*ends).clamp_max(g) - (q_lead - start).clamp_min(0)  # that a pair shares; none if <= 0
     left_out = 0.0 if padded_tail else float("-inf")
     step = max(1, _WORKSPACE // (q.shape[0] * q.shape[1] * high * groups))
     best = []

@@ -1,6 +1,6 @@
 """The Triton kernel of `group_max`: fp16, bf16 and fp32.
 
-One program multiplies a tile of query groups with a tile of key groups and leaves the best product of each block.
+One program multiplies a tile of query groups with a tile of key groups, and stores the best product of each block.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from blocksparse.kernels.multiplying.cell_products_triton import (
     whole_cells,
 )
 
-_GROUP = 8  # query tiles that share a key tile in L2
+_GROUP = 8  # tiles of query groups that meet a tile of key groups while it is in the L2 cache
 
 
 def takes(q: Tensor, high: int, wide: int) -> bool:

@@ -1,7 +1,7 @@
-"""Softmax of the last queries over all keys, summed along columns and along diagonals.
+"""The softmax of the last queries (the probe) over all keys, summed along columns and along diagonals.
 
-One op with two implementations: on GPUs the Triton kernels in `probe_lines_triton.py`, and for CPU tensors, float64 and
-long probes the plain torch below, which computes in fp32 or better.
+There are two implementations: on GPUs the Triton kernels in `probe_lines_triton.py`; and for CPU tensors, float64 and long
+probes the plain torch below, which computes in fp32 or better.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from blocksparse.kernels.multiplying.products import products, wide_dtype
 
-_WORKSPACE = 2**28  # bytes of probabilities at a time
+_WORKSPACE = 2**28  # bytes of probabilities that are held at a time
 
 
 def probe_lines(
@@ -22,10 +22,10 @@ def probe_lines(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Mean weight that the queries give each key, `[B, Hq, N]`, and each distance, `[B, Hq, L]`; fp32 or better.
+    """The mean weight that the queries give to each key, `[B, Hq, N]`, and to each distance, `[B, Hq, L]`; fp32 or better.
 
-    The distance of a pair is query position minus key position, or its absolute value when not causal; `L` is `N`, or
-    `max(q_len, N)` when not causal.
+    The distance of a pair is query position minus key position, or the absolute value of that when not causal. `L` is `N`,
+    or `max(q_len, N)` when not causal.
     """
     if probe.is_cuda:
         from blocksparse.kernels.scoring import probe_lines_triton
@@ -56,7 +56,7 @@ def probe_lines_reference(
         weight = logits.softmax(-1)
         vertical += weight.sum(2)
         diagonals = _sums_of_diagonals(weight)  # from distance begin - (N - 1) to begin + count - 1
-        ahead = max(N - 1 - begin, 0)  # of them belong to later keys
+        ahead = max(N - 1 - begin, 0)  # how many of them belong to keys after the query
         slash[..., max(begin - N + 1, 0) : begin + count] += diagonals[..., ahead:]
         if not causal:
             slash[..., 1 : 1 + ahead] += diagonals[..., :ahead].flip(-1)
@@ -66,6 +66,7 @@ def probe_lines_reference(
 def _sums_of_diagonals(x: Tensor) -> Tensor:
     """Sums of `x` `[B, H, rows, N]` where row minus column is 1 - N, ..., rows - 1: `[B, H, rows + N - 1]`."""
     rows, N = x.shape[-2:]
-    # Read in rows one shorter than they are stored, each row moves one column on: a diagonal becomes a column.
+    # Rows are stored with `rows` zeros at their end, and read again as if they had one entry less. So each row stands one
+    # column further on than the row before it, and a diagonal becomes a column.
     stored = pad(x.flip(-1), (0, rows)).flatten(-2)
     return stored[..., : rows * (rows + N - 1)].unflatten(-1, (rows, -1)).sum(-2)

@@ -1,8 +1,8 @@
 """The Triton kernels of `probe_lines`: fp16, bf16 and fp32.
 
-Logits are computed twice: for the softmax denominators, then for the weights. Columns are added up on chip; diagonals
-cross tiles, so weights are stored, for some heads at a time, and read along them. No sum depends on which program
-comes first.
+Logits are computed twice: for the softmax denominators, then for the weights. Columns are added up on chip. Diagonals
+cross tiles of keys, so weights are stored, for some heads at a time, and read along diagonals. No sum depends on which
+program comes first.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from blocksparse.kernels.common.hardware import device_of
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
 from blocksparse.kernels.common.strides_triton import alike, head_at
 
-_WORKSPACE = 2**28  # bytes of weights at a time
-_KEYS, _TILES, _DISTANCES = 128, 8, 512  # keys at a time, how often, and distances, per program
+_WORKSPACE = 2**28  # bytes of weights that are held at a time
+_KEYS, _TILES, _DISTANCES = 128, 8, 512  # keys of a tile of keys; such tiles, and distances, per program
 
 
 def takes(probe: Tensor) -> bool:
-    """Whether the kernels compute in the precision of the probe, and a program holds it."""
+    """Whether the kernels compute in the precision of the probe, and a program can hold all of its queries."""
     row_bytes = probe.shape[3] * probe.element_size()
     fits = probe.shape[2] <= 128 and row_bytes <= (512 if torch.version.hip is None else 256)
     return fits and probe.dtype in (torch.float16, torch.bfloat16, torch.float32)
@@ -96,7 +96,7 @@ def _log_sums(
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TILES: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Natural logarithm of each query's sum over some tiles of keys, `[B, Hq, k_parts, ROWS]`."""
+    """Stores the natural logarithm of each query's sum over this program's keys, `[B, Hq, k_parts, ROWS]`."""
     h = tl.program_id(1)
     b = tl.program_id(2)
     q_tile = _queries(q_ptr, q_strides, b, h, P, D, BLOCK_D, ROWS)
@@ -123,7 +123,7 @@ def _weights(
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TILES: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Softmax weights of the heads from `head` on, `[B, heads, P, N]`, and their means over the queries."""
+    """Stores the softmax weights of the heads from `head` on, `[B, heads, P, N]`, and their means over the queries."""
     h = head + tl.program_id(1)
     b = tl.program_id(2)
     row = tl.arange(0, ROWS)
@@ -147,7 +147,7 @@ def _diagonals(
     weight_ptr, slash_ptr, weight_strides, heads, head, P, N, L, first,
     CAUSAL: tl.constexpr, DISTANCES: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Means of weights along diagonals, `[B, Hq, L]`."""
+    """Stores the means of weights along diagonals, `[B, Hq, L]`."""
     h = head + tl.program_id(1)
     b = tl.program_id(2)
     distance = tl.program_id(0) * DISTANCES + tl.arange(0, DISTANCES)[None, :]

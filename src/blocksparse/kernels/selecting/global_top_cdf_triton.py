@@ -1,7 +1,8 @@
-"""The Triton kernels of `global_top_cdf`: a search of eight parts a pass, over all programs of a head.
+"""The Triton kernels of `global_top_cdf`: a search for the lightest block taken, in passes over all blocks of a head.
 
-A pass adds up, for seven bounds, what weighs more; the next pass starts from the part that holds the target. Sums meet
-in integers, so that it does not matter which program comes first.
+The search knows a range of weights in which that block's weight lies. A pass divides the range by seven bounds into eight
+parts, and adds up for each bound the weights above it; the next pass starts from the part in which the sum crosses the
+target. Programs add their parts of a sum with integer atomics, so that it does not matter which comes first.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from blocksparse.kernels.positions.block_grid_triton import (
 )
 from blocksparse.kernels.selecting.top_cdf_triton import limit_of, ticks_of, weights_of
 
-_TILE = 4096  # blocks at a time
-_PASSES = 11  # of eight parts each, from 2^30 to 1
+_TILE = 4096  # blocks per program
+_PASSES = 11  # enough to divide the range from -1 to 2^30 by eight until one number is left
 _MOST = tl.constexpr(1 << 30)
 
 
@@ -81,7 +82,7 @@ def global_top_cdf_triton(
 def _reachable_weights(
     values_ptr, values_strides, positions, position_strides, b, h, row, col, there, inside, CAUSAL: tl.constexpr
 ):
-    """Of a tile; 0 where no query sees a key."""
+    """Weights of the blocks of a launch tile; 0 where no query sees a key."""
     q_first, q_last, k_first, k_last = load_positions(positions, position_strides, b, h, row, col, there, inside)
     reachable = inside & reachable_blocks(q_last, k_first, k_last, CAUSAL)
     at = rows_at(values_ptr, values_strides, b, h, row) + col * values_strides[3]
@@ -99,7 +100,7 @@ def _heaviest(
         values_ptr, values_strides, positions, position_strides, b, h, row, col, there, there & (col < cols),
         CAUSAL,
     )  # fmt: skip
-    bits = weights.to(tl.int32, bitcast=True)  # in the order of numbers that are not negative
+    bits = weights.to(tl.int32, bitcast=True)  # for numbers that are not negative, bits stand in the same order
     tl.atomic_max(heaviest_ptr + b * tl.num_programs(1) + h, tl.max(tl.max(bits, 1), 0))
 
 
@@ -123,7 +124,7 @@ def _to_ticks(
 
 @triton.jit
 def _target(total_ptr, mass_ptr, mass_stride, head, h, CROSSING: tl.constexpr):
-    """The sum that is not reached by what is taken, `[1, 1]` int64."""
+    """The target in ticks, `[1, 1]` int64: a block is taken while the sum is below it (`limit_of`)."""
     one = tl.zeros([1, 1], tl.int32)
     mass = tl.load(mass_ptr + h * mass_stride + one).to(tl.float32)
     return limit_of(tl.load(total_ptr + head + one), mass, CROSSING)
@@ -131,9 +132,12 @@ def _target(total_ptr, mass_ptr, mass_stride, head, h, CROSSING: tl.constexpr):
 
 @triton.jit
 def _part(bounds_ptr, sums_ptr, target, head):
-    """Bounds after the last pass, `[1, 1]`: what weighs more than `low` comes to the target, than `high` not."""
+    """The range after the last pass, as bounds `low` and `high` `[1, 1]`.
+
+    The blocks that weigh more than `low` add up to the target or more, those that weigh more than `high` to less.
+    """
     one = tl.zeros([1, 1], tl.int32)
-    if bounds_ptr is None:  # there was none
+    if bounds_ptr is None:  # before the first pass
         low, high = one - 1, one + _MOST
     else:
         at = head * 2 + one
@@ -174,7 +178,7 @@ def _count(
     ticks_ptr, total_ptr, mass_ptr, mass_stride, bounds_ptr, sums_ptr, lightest_ptr, above_ptr, ties_ptr, n,
     CROSSING: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile: what weighs more than the lightest block taken, and how many weigh the same."""
+    """Adds up the weights above that of the lightest block taken, and counts the blocks that weigh as much, per program."""
     h = tl.program_id(1)
     head = tl.program_id(2) * tl.num_programs(1) + h
     low, lightest = _part(bounds_ptr, sums_ptr, _target(total_ptr, mass_ptr, mass_stride, head, h, CROSSING), head)
@@ -212,7 +216,7 @@ def _finish(
     keep_ptr, forced_ptr, mass_ptr, mass_stride, keep_strides, forced_strides, positions, position_strides, rows, cols,
     CAUSAL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """What is kept in any case, and nothing out of reach."""
+    """Adds what is kept in any case to the blocks taken, and removes what is out of reach."""
     b, h, row, col = tile_of_grid(cols, ROWS, COLS)
     there = row < rows
     inside = there & (col < cols)

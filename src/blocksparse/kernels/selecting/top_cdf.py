@@ -1,8 +1,9 @@
 """The smallest set of blocks that holds a share of each row's mass.
 
-Forced blocks are taken first, then the heaviest, ties by column, until `mass` of the row's total is reached. Sums are
-of integers (`ticks`: 2^30 to the heaviest block of a row), so the choice does not depend on their order: the GPU's
-kernel, which searches for the lightest block taken, and the plain torch below, which sorts, choose the same blocks.
+Forced blocks are taken first, then the heaviest, ties by column, until `mass` of the row's total is reached. Weights are
+rounded to integers, called ticks, of which the heaviest block of a row has up to 2^30 (`running_share.py`). Sums of
+integers do not depend on their order, so the GPU's kernel, which searches for the lightest block that is taken, and the
+plain torch below, which sorts, choose the same blocks.
 """
 
 from __future__ import annotations
@@ -14,19 +15,21 @@ from blocksparse.kernels.positions.block_grid import BlockGrid
 from blocksparse.kernels.selecting.running_share import running_share
 
 MAX_COLS = 32768
-"""Longest row that the kernel takes."""
+"""Columns of the longest row that the kernel takes."""
 
 
 def top_cdf(
     values: Tensor, forced: Tensor | None, mass: float | Tensor, grid: BlockGrid, *, crossing: bool
 ) -> Tensor:
-    """Blocks kept, `[B, H, rows, cols]` bool, of `values` `[B, H, rows, cols]`; the diagonal is, in any case.
+    """Which blocks are kept, `[B, H, rows, cols]` bool, by their `values` `[B, H, rows, cols]`.
+
+    The diagonal is kept in any case.
 
     Args:
         forced: `[B|1, H|1, rows|1, cols|1]` bool, kept and counted first.
         mass: a number, or `[1, H|1, 1, 1]`, in (0, 1]; it is rounded to fp32, as shares are. 1 keeps what is reachable.
-        crossing: keep the block that takes the sum from below the target to it or over it; else keep the heaviest
-            block that is not forced.
+        crossing: also keep the block that takes the sum from below the target to the target or above it. Without it,
+            the heaviest block that is not forced is kept in any case.
     """
     if values.is_cuda and values.dtype == torch.float32 and values.shape[-1] <= MAX_COLS:
         from blocksparse.kernels.selecting.top_cdf_triton import top_cdf_triton
@@ -40,7 +43,7 @@ def top_cdf_reference(
 ) -> Tensor:
     """The same in plain torch."""
     if not isinstance(mass, Tensor):
-        mass = torch.full((1, 1, 1, 1), mass, dtype=torch.float64, device=values.device)  # a copy would wait
+        mass = torch.full((1, 1, 1, 1), mass, dtype=torch.float64, device=values.device)  # a host copy would wait
     mass, reachable = mass.float(), grid.reachable
     always = grid.diagonal if forced is None else grid.diagonal | forced
     share = running_share(values.masked_fill(~reachable, 0.0), first=forced)

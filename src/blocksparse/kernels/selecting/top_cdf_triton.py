@@ -23,10 +23,10 @@ from blocksparse.kernels.positions.block_grid_triton import (
 )
 from blocksparse.kernels.selecting.row_search_triton import cut, first_of, tile_of_rows
 
-# In the place of ticks, so that few registers are live while a row is searched.
+# These stand in the place of a block's ticks, so that few registers are live while a row is searched.
 _FORCED = tl.constexpr(-1.0)
 _UNREACHABLE = tl.constexpr(-2.0)
-_MOST_TICKS = tl.constexpr(0x4E800000)  # 2^30 in fp32
+_MOST_TICKS = tl.constexpr(0x4E800000)  # the bits of 2^30 in fp32
 
 
 def top_cdf_triton(
@@ -51,7 +51,7 @@ def top_cdf_triton(
 
 @triton.jit
 def _exponent(x):
-    """The least `e` with `x < 2^e`, for positive fp32, also denormal."""
+    """The least `e` with `x < 2^e`, for positive fp32: its exponent field less 126, small numbers times 2^64 first."""
     small = x < 7.8886090522101181e-31  # 2^-100
     bits = (x * tl.where(small, 18446744073709551616.0, 1.0)).to(tl.int32, bitcast=True)  # 2^64
     return ((bits >> 23) & 0xFF) - 126 - tl.where(small, 64, 0)
@@ -59,32 +59,38 @@ def _exponent(x):
 
 @triton.jit
 def _power_of_two(n):
-    """`2^n` in fp32, for `n` of a normal number."""
+    """`2^n` in fp32, for an `n` at which that is a normal number."""
     return ((n + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def weights_of(values):
-    """Values of a tile as finite numbers that are not negative; NaN counts for nothing."""
+    """Values of a launch tile as finite numbers that are not negative; NaN counts as 0."""
     return tl.where(values > 0.0, tl.minimum(values, 3.4028234663852886e38), 0.0)
 
 
 @triton.jit
 def ticks_of(weights, heaviest):
-    """Weights of a tile in integers, 2^30 to `heaviest`, as in `running_share`; fp32 holds them all."""
-    shift = 30 - _exponent(heaviest)  # up to 220: more than one fp32 factor holds
+    """Weights of a launch tile as ticks (`running_share.py`): integers in fp32, which holds them all; below 2^30."""
+    shift = 30 - _exponent(heaviest)  # up to 220, and so in two factors, for fp32 does not hold 2^220
     first = tl.minimum(shift, 100)
     ticks = weights * _power_of_two(first) * _power_of_two(shift - first)
-    # Adding 2^23 rounds half to even; from there on fp32 has integers alone. Products with powers of 2 are exact.
+    # From 2^23 (8388608) on fp32 has integers only: adding that rounds to them, ties to even, and greater numbers are
+    # integers already. Products with powers of two are exact.
     return tl.where(ticks < 8388608.0, ticks + 8388608.0 - 8388608.0, ticks)
 
 
 @triton.jit
 def limit_of(total, mass, CROSSING: tl.constexpr):
-    """The least sum whose share of `total` in fp32 is no longer below `mass`, or, not `CROSSING`, is above it."""
+    """The least sum whose share of `total`, rounded to fp32, is not below `mass`; or without `CROSSING`, is above `mass`.
+
+    So a block is taken if the sum before it is below this, or without `CROSSING` if the sum with it is.
+    """
     bits = mass.to(tl.int32, bitcast=True)
     beside = (bits - 1 if CROSSING else bits + 1).to(tl.float32, bitcast=True)
-    # Shares round to fp32 half way between two numbers; the product of total < 2^45 with that is off by less than 1.
+    # A share is rounded to `mass` or to its neighbour by the side of their midpoint on which it lies. The product of the
+    # midpoint and the total, which is below 2^45, is off by less than 1 in fp64. So the answer is near it: of three sums in
+    # a row, those whose share does not suffice are counted, and the answer comes after them.
     whole = tl.maximum(total, 1).to(tl.float64)
     limit = ((mass.to(tl.float64) + beside.to(tl.float64)) * 0.5 * whole).to(tl.int64) - 1
     below = tl.zeros_like(limit)
@@ -99,13 +105,13 @@ def limit_of(total, mass, CROSSING: tl.constexpr):
 
 @triton.jit
 def _sum(ticks):
-    """Of each row, `[ROWS, 1]` int64."""
+    """The sum of each row of ticks, `[ROWS, 1]` int64."""
     return tl.sum(ticks.to(tl.int32).to(tl.int64), 1, keep_dims=True)
 
 
 @triton.jit
 def _exact_cut(ticks, target):
-    """The least whole number above which a row's ticks sum to less than `target`, in fp32."""
+    """The least whole number, as fp32, such that the blocks of a row with more ticks sum to less than `target`."""
     low = tl.zeros_like(target)
     high = low + (1 << 30)
     for _ in range(30):
@@ -145,7 +151,8 @@ def _kernel(
         share = tl.load(mass_ptr + h * mass_stride + tl.zeros_like(row)).to(tl.float32)  # [ROWS, 1]
     target = limit_of(total, share, CROSSING) - (total - left)
 
-    # As many blocks of no more than this weigh less than what may be missing.
+    # Where the search begins: `COLS` blocks that weigh `spare` or less weigh no more together than may be missing
+    # (`left - target`), so the lightest block taken weighs more, or the same. `low` is 16 fp32 numbers below it.
     spare = (tl.maximum(left - target, 0).to(tl.float32) / COLS).to(tl.int32, bitcast=True)
     low = tl.maximum(tl.minimum(spare, _MOST_TICKS) - 16, 0)
     high = tl.where(target > 0, _MOST_TICKS, low + 1)
@@ -156,7 +163,7 @@ def _kernel(
     number = tl.sum((ticks == lightest).to(tl.int64), 1, keep_dims=True)
     unit = lightest.to(tl.int32).to(tl.int64)
     missing = target - above
-    # Sums in fp32 may be off where a target is all but met.
+    # Sums in fp32 may be off, which matters if they come very near to the target: then search again with integers.
     if any_of((target > 0) & (left >= target) & ((missing <= 0) | (number * unit < missing))):
         lightest = _exact_cut(ticks, target)
         above = _sum(tl.where(ticks > lightest, ticks, 0.0))
@@ -169,7 +176,7 @@ def _kernel(
         best = tl.max(ticks, 1, keep_dims=True)
         first = tl.min(tl.where(ticks == best, col, COLS), 1, keep_dims=True)
         taken = taken | ((ticks > 0.0) & (col == first))
-    # Loaded anew, and not kept in registers for all that time.
+    # `k_last` is loaded again, so that it is not kept in registers during the search.
     k_last_at = rows_at(positions[3], position_strides[3], b, h, row) + col * position_strides[3][3]
     k_last = tl.load(k_last_at, mask=inside, other=-1, volatile=True)
     reachable = ticks > _UNREACHABLE

@@ -1,7 +1,7 @@
-"""A number, or a share, of the blocks of each row: those of the best values.
+"""The blocks of the best values of each row: a number of them, or a share.
 
-Ties are taken by column. The GPU's kernel searches for the worst value taken, the plain torch below sorts; they choose
-the same blocks.
+Ties are taken by column. The GPU's kernel searches for the worst value that is taken, and the plain torch below sorts; both
+choose the same blocks.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ def top_k(
     forced_first: bool,
     of_all_keys: bool,
 ) -> Tensor:
-    """Blocks kept, `[B, H, rows, cols]` bool, of `values` `[B, H, rows, cols]`; the diagonal is, in any case.
+    """Which blocks are kept, `[B, H, rows, cols]` bool, by their `values` `[B, H, rows, cols]`.
+
+    The diagonal is kept in any case.
 
     Args:
         forced: `[B|1, H|1, rows|1, cols|1]` bool, kept in any case.
-        k: blocks per row; None where `share` says how many.
+        k: blocks per row; None if `share` says how many.
         share: `[1, H|1, 1, 1]` float64, of the row's reachable blocks, rounded up.
-        forced_first: forced blocks and the diagonal are among the number; else forced blocks come on top of it, and
-            the diagonal ranks by its value.
-        of_all_keys: the share is of all columns, rounded down but at least 1.
+        forced_first: count forced blocks and the diagonal among the number, before all others. Else forced blocks
+            come on top of it, and the diagonal ranks by its value.
+        of_all_keys: the share is that of all columns, rounded down, but at least 1.
     """
     if values.is_cuda and values.dtype == torch.float32 and values.shape[-1] <= MAX_COLS:
         from blocksparse.kernels.selecting.top_k_triton import top_k_triton as compute
@@ -50,7 +52,7 @@ def top_k_reference(
     forced_first: bool,
     of_all_keys: bool,
 ) -> Tensor:
-    """The same in plain torch. Shares of a number are rounded to fp32: .07 of 100 is 7."""
+    """The same in plain torch. A share of a number is rounded to fp32 before it is rounded up: .07 of 100 is 7."""
     reachable, cols = grid.reachable, values.shape[-1]
     always = grid.diagonal if forced is None else (grid.diagonal | forced) & reachable
     values = values.nan_to_num(nan=float("-inf"))

@@ -53,7 +53,10 @@ def top_k_triton(
 
 @triton.jit
 def _sortable(x):
-    """int32 in the order of the fp32 `x`, which is not NaN; both zeros are one."""
+    """int32 in the same order as the fp32 numbers `x`, none of them NaN; both zeros become 0.
+
+    The bits of negative numbers stand in falling order, so all but their sign are flipped.
+    """
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -86,7 +89,7 @@ def _kernel(
             values = tl.where(forced, float("-inf"), values)
     if FORCED_FIRST:
         values = tl.where(always, float("inf"), values)
-    # Blocks that cannot be kept are ranked too, last: among them are those that hold no number.
+    # Blocks that cannot be kept are ranked, too, after all others; so are those whose value is NaN.
     key = tl.where(inside, _sortable(tl.where(reachable, values, float("-inf"))), _NO_KEY)
 
     if share_ptr is None:
