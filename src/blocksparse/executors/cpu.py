@@ -37,7 +37,10 @@ class CpuExecutor(Executor[Permutation, BlockMask]):
         self, q: Tensor, k: Tensor, v: Tensor, permutation: Permutation, mask: BlockMask, *, scale: float
     ) -> AttentionOutput:
         self.check(q, k, v, permutation, mask, hint="Use TritonExecutor() or AutoExecutor() on a GPU.")
-        grid, plan = mask.grid, BlockPlan.of(mask)
+        grid = mask.grid
+        if grid.k_position.shape[1] > mask.keep.shape[1]:  # heads that share a mask have key orders of their own
+            mask = BlockMask(mask.per_query_head(), grid)
+        plan = BlockPlan.of(mask)
         queries = q if permutation.q_index is None else gather_rows(q, permutation.q_index)
         after = grid.rows * grid.q_block - grid.q_lead - grid.q_len
         rows = _Rows(mask, pad(queries, (0, 0, grid.q_lead, after)) if grid.q_lead or after else queries, k, v)

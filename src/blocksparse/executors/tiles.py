@@ -96,7 +96,7 @@ class HopperTiles:
     def too_large(self, D: int, Dv: int, *, qk_bytes: int = 2, pv_bytes: int = 2) -> list[str]:
         """A reason if `per_sm` programs need more shared memory than a multiprocessor has.
 
-        A number of queries and keys has `qk_bytes` bytes, one of values `pv_bytes`. A program holds, with head
+        An entry of queries and keys has `qk_bytes` bytes, one of values `pv_bytes`. A program holds, with head
         dims padded to 64 or 128: two buffers of queries, since the next tile of queries is loaded while one is
         computed; `num_stages` tiles of keys and as many of values; one tile of output, 2 bytes a number; with
         8-bit operands their scales as well; and 1280 bytes for barriers, the queue's words and what CUDA reserves.

@@ -5,9 +5,11 @@ sum that belongs to a row and to one of the four threads that share it is an ent
 holds two, one for each of its rows. Logits, maxima and scales of values are in base 2, as logarithms.
 
 A row's maximum follows its logits late ("lazy"). A row keeps the maximum `highest` until a logit passes it by more than
-`LAZY`, and only then takes the new one, so in most steps no sum is rescaled. (In masked steps it follows at once.) But for
-rounding the result is the same for any `highest`, since weights and sums are relative to the same one; what it must prevent
-is overflow. fp8 weights are `2^(logit - highest + BASE)` with `BASE = 8 - LAZY`, so at most 2^8, and fp8 (e4m3) holds 448.
+`LAZY`, and only then takes the new one, so in most steps no sum is rescaled. (In masked steps it follows at once.) Apart
+from rounding, the result is the same for any `highest`, since weights and sums are relative to the same one; `highest` only
+has to prevent overflow. fp8 weights are `2^(logit - highest + BASE)` with `BASE = 8 - LAZY`, so at most 2^8, and fp8 (e4m3)
+holds 448. With fp8 values, "logit" stands for the logit plus the logarithm of the value's scale, here and in the maximum:
+a weight then brings its value's scale along (`whole_tile`).
 Weights of 16 bits have `BASE = 0`, and their maximum follows at once. Each row decides by its own logits, so no row depends
 on another.
 """

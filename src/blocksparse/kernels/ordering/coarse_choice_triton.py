@@ -1,7 +1,7 @@
 """The Triton kernel of `coarse_order` that chooses which keys are kept: one program per row, without a sort.
 
-A key has a step, a number from 0 to 255, and keys of low steps are better. A row keeps its `count` keys of the lowest
-steps, so all that is to be found is the greatest step that is kept: all better keys are kept, and of the keys of that step
+A key has a step, a number from 0 to 255, and keys of low steps are better. A row keeps its keys of the lowest
+steps, `count` of them or all that it has, so all that is to be found is the greatest step that is kept: all better keys are kept, and of the keys of that step
 (the tied ones) as many as there is room for, in order of position. A sample guesses that step, and a search among the 16
 steps around the guess counts all keys; if the step may lie outside them, a search among all steps follows.
 
@@ -34,7 +34,7 @@ def row_of_maps(H, G, first, S, count):
 
 @triton.jit
 def _total(x):
-    """The sum of `x` `[1, n]`. The tensor has two axes because Triton 3.7 fails on sm_100 to sum over an only axis."""
+    """The sum of `x` `[1, n]`. Triton 3.7 cannot sum a tensor of one axis for sm_100, so `x` has two."""
     return tl.sum(tl.sum(x, 1), 0)
 
 
@@ -47,8 +47,9 @@ def _at_most(words, step):
     and 255, so no byte borrows from its neighbour, and it is 128 or more, with its highest bit set, just where
     `w % 128 <= step % 128`.
 
-    The highest bits of `w` and `step` then decide with it: if `step` is below 128, `w <= step` needs the highest bit of `w`
-    to be 0 and the lower bits to fit; else one of the two is enough. The answer is shifted to each byte's lowest bit.
+    What remains is the highest bit of `w` and that of `step`. If `step` is below 128, `w <= step` needs both that the
+    highest bit of `w` is 0 and that the lower bits fit: `fits & ~w`. Else one of the two is enough: `fits | ~w`. The answer
+    is shifted to each byte's lowest bit.
     """
     fits = (((step & 127) * 0x01010101) | _HIGH) - (words & 0x7F7F7F7F)
     fits = (fits & ~words) | (tl.where(step > 127, _HIGH, 0) & (fits | ~words))
@@ -69,19 +70,24 @@ def _sum_of_bytes(words):
 def _narrowed(words_at, words, want, last, better, unit, WORDS: tl.constexpr):
     """One round of the search for the greatest step that is kept, taken to be from `last` to `last + 4 * unit - 1`.
 
-    It counts the row's keys of steps below `last` plus one, two and three times `unit`. Where fewer than `want` keys lie
-    below a bound, the step that is sought is at or after it. Returns the greatest such bound, or `last`, and how many
-    keys lie below it; `better` is how many lie below `last`. Words past the row's end read as four steps of 255, which are
-    never counted: no bound exceeds 255.
+    The three inner bounds are `last` plus one, two and three times `unit`, and for each the keys are counted whose step
+    lies below it, which is at most the bound less one. The greatest step that is kept is the first one at which `want` keys
+    are reached; so where fewer than `want` keys lie below a bound, that step is at or after the bound. Counts grow with the
+    bound, so as many bounds as have fewer are all before that step.
+
+    Returns the greatest such bound, or `last`, and how many keys lie below it. If that is `last`, the count is `better` as
+    it was given: the number of keys below `last`, or 0 at the start of a search at a guess, which counted none and starts
+    anew among all steps if it ends there. Words past the row's end read as four steps of 255, which are never counted: no
+    bound exceeds 255.
     """
-    word = tl.arange(0, WORDS)[None, :]
+    place = tl.arange(0, WORDS)[None, :]
     below_one, below_two, below_three = want * 0, want * 0, want * 0
     for part in range(0, words, 255 * WORDS):  # each byte counts the keys in its own place, and holds up to 255
         one = tl.zeros([1, WORDS], tl.int32)
         two = tl.zeros([1, WORDS], tl.int32)
         three = tl.zeros([1, WORDS], tl.int32)
         for at in tl.range(part, tl.minimum(part + 255 * WORDS, words), WORDS, loop_unroll_factor=4):
-            some = tl.load(words_at + at + word, mask=word < words - at, other=-1)
+            some = tl.load(words_at + at + place, mask=place < words - at, other=-1)
             one += _at_most(some, last + unit - 1)
             two += _at_most(some, last + 2 * unit - 1)
             three += _at_most(some, last + 3 * unit - 1)
