@@ -13,6 +13,7 @@ from torch import Tensor
 import blocksparse as bs
 from blocksparse.testing import check_executor, check_permuter, check_scorer, check_selector
 from tests import stages
+from tests.machine import needs_hopper
 
 IN_ORDER = bs.GlobalPermutation()
 SHORT = ((40, 40), (200, 77))
@@ -65,6 +66,25 @@ def test_executors(executor: bs.Executor[Any, Any], device: str) -> None:
     # The interpreter takes seconds for a length.
     lengths = ((40, 37),) if isinstance(executor, bs.TritonExecutor) and device == "cpu" else ((40, 40), (50, 37))
     check_executor(executor, lengths=lengths, head_dim=16, block=16, device=device)
+
+
+@needs_hopper
+@pytest.mark.parametrize(
+    ("executor", "relative_error"),
+    [(bs.TritonExecutor(), None), (bs.TritonExecutor(bs.HopperTiles(2, 128, 2)), None), (bs.Int8Executor(), 0.1)],
+    ids=stages.name,
+)
+def test_executors_on_hopper(executor: bs.Executor[Any, Any], relative_error: float | None) -> None:
+    """In the kernels of their own, which take half precision; keys that are NaN among the rest."""
+    check_executor(
+        executor,
+        lengths=((300, 300), (300, 170)),
+        head_dim=128,
+        block=128,
+        dtype=torch.bfloat16,
+        device="cuda",
+        relative_error=relative_error,
+    )
 
 
 class Broken(bs.Permuter[bs.GlobalPermutation]):

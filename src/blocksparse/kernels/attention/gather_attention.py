@@ -105,73 +105,92 @@ def gather_attention_reference(
     """
     (B, Hq, M, _), (_, Hkv, N, _), Dv = q.shape, k.shape, v.shape[-1]
     rows, dtype, device = index.shape[2], torch.promote_types(q.dtype, torch.float32), q.device
-    q_at = q_position.expand(B, Hq, -1).reshape(-1, q_block)  # [R, q_block], R = B * Hq * rows
-    if k_position.shape[1] != 1:
-        k_position = k_position.repeat_interleave(Hq // k_position.shape[1], dim=1)
-    k_blocks = k_position.unflatten(-1, (-1, k_block))  # [B|1, Hq|1, G, cols, k_block]
+    R = B * Hq * rows  # rows of all heads, one behind another
     where_b, where_h, row = (
         x.flatten()
         for x in torch.meshgrid(*(torch.arange(n, device=device) for n in (B, Hq, rows)), indexing="ij")
     )
-    order, opened, count = index.flatten(0, 2).long(), opened.flatten(), count.flatten()
+    q_at = q_position.expand(B, Hq, -1).reshape(R, q_block)
     query = (q_at - (N - M if causal else 0)).clamp_min(0).long()  # an empty place reads query 0
     live = q_at >= 0
-    limit = tau.to(dtype)[where_h]
+    maps_b, maps_h, G = k_position.shape[:3]
+    # Which map a row reads, of [maps, cols, k_block] slots; and where the keys of its head begin among all tokens.
+    slots_of = k_position.unflatten(-1, (-1, k_block)).flatten(0, 2)
+    map_of = (where_b % maps_b * maps_h + where_h * maps_h // Hq) * G + group.long()[row]
+    first_key = (where_b * Hkv + where_h * Hkv // Hq) * N
+    keys, values = (x.to(dtype).reshape(B * Hkv * N, -1) for x in (k, v))
+    queries = q[where_b[:, None], where_h[:, None], query].to(dtype) * scale  # [R, q_block, D]
 
-    peak = q.new_full(q_at.shape, float("-inf"), dtype=dtype)
-    total = torch.zeros_like(peak)
-    summed = q.new_zeros((*q_at.shape, Dv), dtype=dtype)
-    visited, low = torch.zeros_like(count), torch.zeros_like(count)
+    result = q.new_zeros((R, q_block, Dv), dtype=dtype)
+    lse_of = q.new_full((R, q_block), float("-inf"), dtype=dtype)
+    visited = torch.zeros(R, dtype=torch.int32, device=device)
 
-    running = (count > 0).nonzero().flatten()
+    # Of the rows that run, [n, ...] each. Softmax sums are relative to `peak`.
+    at = (count.flatten() > 0).nonzero().flatten()
+    peak = q.new_full((len(at), q_block), float("-inf"), dtype=dtype)
+    total, summed = torch.zeros_like(peak), q.new_zeros((len(at), q_block, Dv), dtype=dtype)
+    low = torch.zeros_like(at)
+    order, opened, count, limit = index.flatten(0, 2), opened.flatten(), count.flatten(), tau.to(dtype)[where_h]
+    earliest = q_at.where(live, torch.iinfo(torch.int32).max).amin(-1, keepdim=True)  # of the queries of a row
+
+    def finish(which: Tensor, blocks: int) -> None:
+        """Note the result of those rows; they have visited so many blocks."""
+        rows_, sums = at[which], total[which]
+        result[rows_] = summed[which] / sums.masked_fill(sums == 0, 1.0).unsqueeze(-1)
+        lse_of[rows_] = sums.log() + peak[which]
+        visited[rows_] = blocks
+
     for i in range(order.shape[1]):
-        if not len(running):
+        if not len(at):
             break
-        b, h = where_b[running], where_h[running]
-        slots = k_blocks[
-            b if k_blocks.shape[0] > 1 else 0,
-            h if k_blocks.shape[1] > 1 else 0,
-            group[row[running]].long(),
-            order[running, i],
-        ]  # [running, k_block]
-        there, token = (slots >= 0).unsqueeze(1), slots.clamp_min(0).long()
-        allowed = there & (slots.unsqueeze(1) <= q_at[running].unsqueeze(2)) if causal else there
-        queries = q[b[:, None], h[:, None], query[running]].to(dtype)
-        keys, values = (x[b[:, None], h[:, None] // (Hq // Hkv), token].to(dtype) for x in (k, v))
-        logits = products(queries.unsqueeze(0), keys.unsqueeze(0)).squeeze(0) * scale
-        logits = logits.masked_fill(~allowed, float("-inf"))  # [running, q_block, k_block]
+        slots = slots_of[map_of[at], order[at, i].long()]  # [n, k_block]
+        token = (slots.clamp_min(0) + first_key[at, None]).flatten()
+        some_keys, some_values = (x.index_select(0, token).unflatten(0, slots.shape) for x in (keys, values))
+        logits = products(queries[at].unsqueeze(0), some_keys.unsqueeze(0))[0]  # [n, q_block, k_block]
+        there = slots >= 0
+        if not bool((there & ((slots <= earliest[at]) if causal else there)).all()):
+            allowed = there.unsqueeze(1)
+            if causal:
+                allowed = allowed & (slots.unsqueeze(1) <= q_at[at].unsqueeze(2))
+            logits.masked_fill_(~allowed, float("-inf"))
+            # An empty slot reads key 0; its weight is 0, which must not meet an infinite value.
+            some_values.masked_fill_(~there.unsqueeze(2), 0.0)
 
-        new_peak = torch.maximum(peak[running], logits.amax(-1))
+        new_peak = torch.maximum(peak, logits.amax(-1))
         origin = new_peak.masked_fill(new_peak == float("-inf"), 0.0)
-        weight = (logits - origin.unsqueeze(-1)).exp()
-        rescale = (peak[running] - origin).exp()
-        before, gain = total[running] * rescale, weight.sum(-1)  # both relative to the new maximum
-        # An empty slot reads the value of token 0. Its weight is 0, but 0 times an infinity would be NaN.
-        values = values.masked_fill(~there.transpose(1, 2), 0.0)
-        added = products(weight.unsqueeze(0), values.mT.unsqueeze(0)).squeeze(0)
-        after = summed[running] * rescale.unsqueeze(-1) + added
+        weight = logits.sub_(origin.unsqueeze(-1)).exp_()
+        rescale = (peak - origin).exp()
+        before, gain = total * rescale, weight.sum(-1)  # relative to one maximum
 
         share = (gain / before.masked_fill(before == 0, 1.0)).masked_fill(before == 0, float("inf"))
-        share, present = share.masked_fill(~live[running], 0.0), live[running].sum(-1)
+        share = share.masked_fill(~live[at], 0.0)
         if mean:
-            satisfied = share.sum(-1) < limit[running] * present
+            satisfied = share.sum(-1) < limit[at] * live[at].sum(-1)
         else:
-            satisfied = share.amax(-1) < limit[running]
-        asked = i >= opened[running]
-        low[running] = (low[running] + 1).where(satisfied & asked, 0).to(low.dtype)
-        stops = low[running] >= patience
-        counts = ~stops | commit
-        taken = running[counts]
-        peak[taken], total[taken] = new_peak[counts], (before + gain)[counts]
-        summed[taken] = after[counts]
-        visited[taken] += 1
-        running = running[~stops & (i + 1 < count[running])]
+            satisfied = share.amax(-1) < limit[at]
+        low = (low + 1).where(satisfied & (i >= opened[at]), 0)
+        stops = low >= patience
 
-    out, lse, _ = _outputs(q, v, opened)
+        if not commit and bool(stops.any()):  # the block that ends a row does not count
+            finish(stops, i)
+            runs = ~stops
+            at, low, new_peak, before, gain = (x[runs] for x in (at, low, new_peak, before, gain))
+            rescale, summed, weight, some_values = (x[runs] for x in (rescale, summed, weight, some_values))
+            stops = stops[runs]
+            if not len(at):
+                break
+        peak, total = new_peak, before + gain
+        summed = summed.mul_(rescale.unsqueeze(-1)).add_(products(weight.unsqueeze(0), some_values.mT.unsqueeze(0))[0])
+        ends = stops | (i + 1 >= count[at])
+        if bool(ends.any()):
+            finish(ends, i + 1)
+            runs = ~ends
+            at, low, peak, total, summed = (x[runs] for x in (at, low, peak, total, summed))
+
+    out, lse, _ = _outputs(q, v, index[..., 0])
     out, lse = out.zero_(), lse.fill_(float("-inf"))
-    result = summed / total.masked_fill(total == 0, 1.0).unsqueeze(-1)
     place, slot = live.nonzero(as_tuple=True)
-    at = (where_b[place], where_h[place], query[place, slot])
-    out[at] = result[place, slot].to(out.dtype)
-    lse[at] = (total.log() + peak)[place, slot]
+    to = where_b[place], where_h[place], query[place, slot]
+    out[to] = result[place, slot].to(out.dtype)
+    lse[to] = lse_of[place, slot]
     return out, lse, visited.view(B, Hq, rows)
