@@ -30,6 +30,45 @@ def test_auto_takes_the_cpu_executor_on_a_cpu() -> None:
         assert str(bs.AutoExecutor().choose(q, k, v, trace.mask)) == "CpuExecutor runs"
 
 
+def test_heads_that_share_a_mask_may_have_key_orders_of_their_own() -> None:
+    q, k, v = make_qkv(N=64, D=16)
+    front = bs.SegmentKeySort(16, probe=16, per_query_head=True), bs.NoScorer(4), bs.SharedByGroup(bs.Random(0.3))
+    want = bs.Pipeline(*front, bs.ReferenceExecutor())(q, k, v)
+    torch.testing.assert_close(bs.Pipeline(*front, bs.CpuExecutor())(q, k, v), want)
+
+
+def test_the_default_device_changes_nothing() -> None:
+    q, k, v = make_qkv(N=64, D=16)
+    want = bs.pbs_attn(0.5, block=16, S=32)(q, k, v)
+    with torch.device("meta"):
+        assert torch.equal(bs.pbs_attn(0.5, block=16, S=32)(q, k, v), want)
+
+
+def test_a_large_scale_meets_logits_alone() -> None:
+    """Which are small: a query times the scale would overflow."""
+    q, k, v = make_qkv(N=64, D=16)
+    for make in (bs.a_shape, bs.s2o):
+        call = make(block=16)(q * 1e20, k * 1e-38, v, scale=2.0**64)
+        assert bool(call.isfinite().all())
+
+
+def test_blocks_far_longer_than_the_prompt_take_no_memory() -> None:
+    q, k, v = make_qkv(N=10, D=16)
+    largest = 0
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            largest = max(largest, out.numel() if isinstance(out, torch.Tensor) else 0)
+            return out
+
+    pipeline = bs.mean_pooling(block=16384, executor=bs.CpuExecutor())
+    with Sizes():  # type: ignore[no-untyped-call]
+        pipeline(q, k, v)
+    assert largest <= 2 * 4 * 16384 * 16
+
+
 def test_flex_says_that_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex, "compiler", lambda: None)
     q, k, v = make_qkv(N=64, D=16)

@@ -65,7 +65,7 @@ TAKES: dict[str, Callable[[int], AnyPipeline]] = {
     "VerticalSlashTopK sink": lambda n: lines(bs.VerticalSlashTopK(9, 9, sink=n)),
     "VerticalSlashTopK recent": lambda n: lines(bs.VerticalSlashTopK(9, 9, recent=n)),
     "VerticalSlashTopK released": lambda n: lines(bs.VerticalSlashTopK(9, 9, sink=n, recent=n, released=True)),
-    "SegmentKeySort S": lambda n: pick(HALF, permuter=bs.SegmentKeySort(n)),
+    "SegmentKeySort S": lambda n: pick(HALF, bs.FlattenMaxPoolScorer(16, 8), bs.SegmentKeySort(n)),
     "SegmentKeySort probe": lambda n: pick(HALF, permuter=bs.SegmentKeySort(64, probe=n)),
     "SegmentQuerySort S": lambda n: pick(HALF, permuter=bs.SegmentQuerySort(16 * n, block=16)),
     "SegmentKeySort S, of whole blocks": lambda n: pick(HALF, bs.MeanPoolScorer(16), bs.SegmentKeySort(16 * n)),

@@ -320,3 +320,25 @@ def test_per_segment_orders(M: int) -> None:
     assert float(trace.covered_mass().min()) == pytest.approx(1.0, abs=1e-6)
     with pytest.raises(ValueError, match="whole number of query blocks: group=32, q_block=64"):
         bs.Grid.of(q, k, trace.permutation, q_block=64, k_block=16, causal=True)
+
+
+def test_a_rule_of_position_says_where_alone() -> None:
+    with pytest.raises(TypeError, match="Mine has its own __call__, which unions would not ask"):
+
+        class Mine(bs.PositionSelector):
+            def where(self, grid: bs.Grid) -> Tensor:
+                return grid.reachable
+
+            def __call__(self, scores: bs.BlockScores) -> bs.BlockMask:
+                return super().__call__(scores)
+
+
+def test_a_mask_of_kv_heads_lies_on_a_shared_grid() -> None:
+    """Whoever made it: bounds of blocks hold for all query heads of a group."""
+    q, k, v = make_qkv(N=100, D=16)
+    order = bs.SegmentKeySort(32, probe=16)(q, k, causal=True, scale=0.25)
+    cut = bs.Grid.of(q, k, order, q_block=16, k_block=16, causal=True)
+    keep = cut.reachable.expand(1, 4, -1, -1).unflatten(1, (2, 2)).any(2)
+    mask = bs.BlockMask(keep, cut)
+    got, want = (e(q, k, v, order, mask, scale=0.25).out for e in (bs.CpuExecutor(), bs.ReferenceExecutor()))
+    torch.testing.assert_close(got, want)

@@ -19,6 +19,7 @@ from blocksparse.permuters.permutation import Permutation
 from blocksparse.selectors.block_mask import BlockMask
 
 _WORKSPACE = 2**20  # logits that are held at a time, so that they stay in the caches
+_PLACES = 256  # queries of a row that are computed at a time
 
 
 @final
@@ -37,13 +38,9 @@ class CpuExecutor(Executor[Permutation, BlockMask]):
         self, q: Tensor, k: Tensor, v: Tensor, permutation: Permutation, mask: BlockMask, *, scale: float
     ) -> AttentionOutput:
         self.check(q, k, v, permutation, mask, hint="Use TritonExecutor() or AutoExecutor() on a GPU.")
-        grid = mask.grid
-        if grid.k_position.shape[1] > mask.keep.shape[1]:  # heads that share a mask have key orders of their own
-            mask = BlockMask(mask.per_query_head(), grid)
-        plan = BlockPlan.of(mask)
+        grid, plan = mask.grid, BlockPlan.of(mask)
         queries = q if permutation.q_index is None else gather_rows(q, permutation.q_index)
-        after = grid.rows * grid.q_block - grid.q_lead - grid.q_len
-        rows = _Rows(mask, pad(queries, (0, 0, grid.q_lead, after)) if grid.q_lead or after else queries, k, v)
+        rows = _Rows(mask, queries, k, v)
         out = rows.q.new_zeros(*rows.q.shape[:2], v.shape[-1])
         lse = rows.q.new_full(rows.q.shape[:2], float("-inf"))
         for some, blocks, partial in rows.alike(plan):
@@ -61,15 +58,26 @@ class _Rows:
     def __init__(self, mask: BlockMask, queries: Tensor, k: Tensor, v: Tensor) -> None:
         grid, dtype = mask.grid, wide_dtype(queries)
         (B, Hm), (Hkv, N) = mask.keep.shape[:2], k.shape[1:3]
-        self.shape = B, Hm, grid.q_heads // Hm, grid.rows, grid.q_block
+        # Heads that share a mask may still have key orders of their own; then each has rows of its own.
+        self.copies = max(grid.k_position.shape[1] // Hm, 1)
+        Hm *= self.copies
+        # A mask of one row, or of one column, has blocks that may be far longer than the prompt.
+        q_block = grid.q_block if grid.rows > 1 else grid.q_lead + grid.q_len
+        k_block = grid.k_block if grid.cols > 1 else grid.slots
+        self.shape = B, Hm, grid.q_heads // Hm, grid.rows, q_block
         self.causal = grid.causal
+        after = grid.rows * q_block - grid.q_lead - grid.q_len
+        if grid.q_lead or after:
+            queries = pad(queries, (0, 0, grid.q_lead, after))
         self.q = self.by_row(queries).to(dtype)  # [R, places, D], R = B Hm rows
         self.k, self.v = (x.to(dtype).flatten(0, 2) for x in (k, v))  # [B Hkv N, D] and [B Hkv N, Dv]
         # The original position of every place, [R, places], -1 where empty; and the key in every slot of the
         # blocks of a map, [maps, cols, k_block], -1 where empty.
-        self.q_at = self.by_row(grid.q_position.expand(B, grid.q_heads, -1))
-        self.k_at = grid.k_position.unflatten(-1, (-1, grid.k_block)).flatten(0, 2)
-        b, h, row = torch.meshgrid(*(torch.arange(n) for n in (B, Hm, grid.rows)), indexing="ij")
+        self.q_at = self.by_row(grid.q_position[..., : grid.rows * q_block].expand(B, grid.q_heads, -1))
+        self.k_at = grid.k_position[..., : grid.cols * k_block].unflatten(-1, (-1, k_block)).flatten(0, 2)
+        b, h, row = torch.meshgrid(
+            *(torch.arange(n, device=queries.device) for n in (B, Hm, grid.rows)), indexing="ij"
+        )
         maps_b, maps_h, maps = grid.k_position.shape[:3]
         group = 0 * row if grid.group_of_row is None else grid.group_of_row.expand_as(row)
         self.map = ((b % maps_b * maps_h + h * maps_h // Hm) * maps + group).flatten()  # [R], into `k_at`
@@ -94,12 +102,15 @@ class _Rows:
             The rows, `[n]`; their blocks, `[n, blocks]`, full ones first; and how many of the last blocks are
             partial in some row of the batch. In the other rows, some of those are full.
         """
-        count, partial = (plan.full_count + plan.partial_count).flatten(), plan.partial_count.flatten()
-        index, places, threads = plan.index.flatten(0, 2), self.q.shape[1], torch.get_num_threads()
+        full, partial, index = (
+            x.repeat_interleave(self.copies, 1) for x in (plan.full_count, plan.partial_count, plan.index)
+        )
+        count, partial = (full + partial).flatten(), partial.flatten()
+        index, places, threads = index.flatten(0, 2), min(self.q.shape[1], _PLACES), torch.get_num_threads()
         for blocks in count.unique().tolist():
             if blocks:
                 at_once = _WORKSPACE // (blocks * self.k_at.shape[-1] * places)
-                at_once = max(at_once // threads, 1) * threads
+                at_once = at_once // threads * threads or max(at_once, 1)
                 for some in (count == blocks).nonzero().flatten().split(at_once):
                     yield some, index[some, :blocks].long(), int(partial[some].max())
 
@@ -108,10 +119,19 @@ class _Rows:
         slots = self.k_at[self.map[some, None], blocks].flatten(1)  # [n, slots]
         token = (slots.clamp_min(0) + self.first_key[some, None]).flatten()
         k, v = (x.index_select(0, token).unflatten(0, slots.shape) for x in (self.k, self.v))  # [n, slots, D]
-        logits = products((self.q[some] * scale).unsqueeze(0), k.unsqueeze(0))[0]  # [n, places, slots]
+        parts = zip(self.q[some].split(_PLACES, 1), self.q_at[some].split(_PLACES, 1), strict=True)
+        each = [self._attention(q, q_at, k, v, slots, partial, scale) for q, q_at in parts]
+        out, lse = zip(*each, strict=True)
+        return torch.cat(out, 1), torch.cat(lse, 1)
+
+    def _attention(
+        self, q: Tensor, q_at: Tensor, k: Tensor, v: Tensor, slots: Tensor, partial: int, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """The same for some places, `q` `[n, places, D]`; overwrites the values of empty slots."""
+        logits = products(q.unsqueeze(0), k.unsqueeze(0))[0].mul_(scale)  # [n, places, slots]
         if partial:
             last = slots[:, None, -partial * self.k_at.shape[-1] :]
-            allowed = (last >= 0) & (last <= self.q_at[some].unsqueeze(2)) if self.causal else last >= 0
+            allowed = (last >= 0) & (last <= q_at.unsqueeze(2)) if self.causal else last >= 0
             logits[..., -last.shape[-1] :].masked_fill_(~allowed, float("-inf"))
             # An empty slot reads key 0; its weight is 0, which must not meet an infinite value.
             v[:, -last.shape[-1] :].masked_fill_((last < 0).mT, 0.0)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any, final
 
 import torch
-from attrs import field, frozen
+from attrs import converters, field, frozen
 from torch import Tensor
 
 from blocksparse.kernels.moving.gather_rows import gather_rows, gather_two, inverse, scatter_rows
+from blocksparse.validators import optional, size, whole
 
 
 def _rows_in_memory(index: Tensor | None) -> Tensor | None:
@@ -141,14 +142,14 @@ class GlobalPermutation(Permutation):
     then treat the segment that a row of blocks lies in as PBS-Attn does.
     """
 
-    segment: int | None = field(default=None, kw_only=True)
+    segment: int | None = field(
+        default=None, converter=converters.optional(whole), validator=optional(size), kw_only=True
+    )
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
         if self.group is not None:
             raise ValueError(f"'group' must be None: one map serves every query: {self.group}")
-        if self.segment is not None and (type(self.segment) is not int or self.segment < 1):
-            raise ValueError(f"'segment' must be a number of positions, at least 1: {self.segment!r}")
 
     def check_contents(self, q: Tensor, k: Tensor) -> None:
         super().check_contents(q, k)

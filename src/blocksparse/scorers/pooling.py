@@ -12,11 +12,9 @@ from blocksparse.permuters.permutation import GlobalPermutation
 def segment_of(permutation: GlobalPermutation, grid: Grid) -> int | None:
     """The segments that keys stay in, as far as causal rows of blocks have one of their own: of whole blocks."""
     S = permutation.segment
-    if S is None or not grid.causal:
+    if S is None or not grid.causal or S % grid.q_block or S % grid.k_block:
         return None
-    if grid.k_len <= S:  # one segment, whatever its blocks
-        return FAR
-    return None if S % grid.q_block or S % grid.k_block else S
+    return min(S, FAR)
 
 
 def own_segment(grid: Grid, segment: int | None) -> Tensor | None:

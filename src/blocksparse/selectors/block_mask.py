@@ -41,6 +41,8 @@ class BlockMask:
                 f"'keep' must have the shape [B, H, rows, cols] = {shape}, or Hkv={grid.kv_heads} heads where "
                 f"query heads share a mask: {tuple(its)}"
             )
+        if its[1] != grid.q_heads:
+            object.__setattr__(self, "grid", grid.shared())  # positions that hold for all heads of a group
 
     def __or__(self, other: BlockMask) -> BlockMask:
         """Blocks in either; the masks must share a grid."""

@@ -20,8 +20,20 @@ from blocksparse.validators import a
 class PositionSelector(Selector[BlockScores, BlockMask]):
     """Keeps blocks for where they lie, whatever their scores. `OnTiles` applies one to finer blocks.
 
-    `a | b` of two of them is one of them, and takes one launch.
+    `a | b` of two of them is one of them, and takes one launch. A rule of your own says `where`, and nothing
+    else: a union asks for that alone.
+
+    Raises:
+        TypeError: a subclass has `__call__`, `on`, `joined` or `added_to` of its own.
     """
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        if own := {"__call__", "on", "joined", "added_to"} & set(vars(cls)):
+            raise TypeError(
+                f"{cls.__name__} has its own {', '.join(sorted(own))}, which unions would not ask: a "
+                "PositionSelector says 'where' alone; make it a Selector"
+            )
 
     @abstractmethod
     def where(self, grid: Grid) -> Tensor:

@@ -119,7 +119,7 @@ def gather_attention_reference(
     map_of = (where_b % maps_b * maps_h + where_h * maps_h // Hq) * G + group.long()[row]
     first_key = (where_b * Hkv + where_h * Hkv // Hq) * N
     keys, values = (x.to(dtype).reshape(B * Hkv * N, -1) for x in (k, v))
-    queries = q[where_b[:, None], where_h[:, None], query].to(dtype) * scale  # [R, q_block, D]
+    queries = q[where_b[:, None], where_h[:, None], query].to(dtype)  # [R, q_block, D]
 
     result = q.new_zeros((R, q_block, Dv), dtype=dtype)
     lse_of = q.new_full((R, q_block), float("-inf"), dtype=dtype)
@@ -146,7 +146,7 @@ def gather_attention_reference(
         slots = slots_of[map_of[at], order[at, i].long()]  # [n, k_block]
         token = (slots.clamp_min(0) + first_key[at, None]).flatten()
         some_keys, some_values = (x.index_select(0, token).unflatten(0, slots.shape) for x in (keys, values))
-        logits = products(queries[at].unsqueeze(0), some_keys.unsqueeze(0))[0]  # [n, q_block, k_block]
+        logits = products(queries[at].unsqueeze(0), some_keys.unsqueeze(0))[0].mul_(scale)  # [n, q_block, k_block]
         there = slots >= 0
         if not bool((there & ((slots <= earliest[at]) if causal else there)).all()):
             allowed = there.unsqueeze(1)
@@ -180,7 +180,9 @@ def gather_attention_reference(
             if not len(at):
                 break
         peak, total = new_peak, before + gain
-        summed = summed.mul_(rescale.unsqueeze(-1)).add_(products(weight.unsqueeze(0), some_values.mT.unsqueeze(0))[0])
+        summed = summed.mul_(rescale.unsqueeze(-1)).add_(
+            products(weight.unsqueeze(0), some_values.mT.unsqueeze(0))[0]
+        )
         ends = stops | (i + 1 >= count[at])
         if bool(ends.any()):
             finish(ends, i + 1)
