@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Places(NamedTuple):
-    """Blocks that are chosen by their positions; a field of None chooses none. `within_reach` takes these fields."""
+    """Blocks that are chosen by position; a field of None chooses none. They are arguments of `within_reach`."""
 
     near: int | None = None  # tokens: the blocks of `Grid.within(near)`
     first: int | None = None  # tokens: the blocks of `Grid.holding_first(first)`

@@ -52,7 +52,7 @@ class Selector(ABC, Generic[ScoresT_contra, MaskT_co]):
         return Intersection(other, self) if isinstance(other, Selector) else NotImplemented
 
     def added_to(self, mask: BlockMask, scores: ScoresT_contra) -> BlockMask:
-        """`mask` and what this selector keeps by the same scores; `a | b` calls this of `b` with the mask of `a`."""
+        """`mask` and what this selector keeps by the same scores: `a | b` is `b.added_to(a(scores), scores)`."""
         return mask | self(scores)
 
 

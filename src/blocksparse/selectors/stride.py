@@ -41,8 +41,8 @@ class Stride(PositionSelector):
         if not self.released:
             return every(self.eta, self.seed, grid)
         eta, (i, j) = min(self.eta, FAR), block_indices(grid, of_chunk=True)
-        # Both terms are reduced modulo eta before they are broadcast against each other, so that the only operation
-        # over all blocks is one comparison.
+        # Both terms are reduced modulo eta before they are broadcast against each other, so that the only
+        # operation over all blocks is one comparison.
         return (17 * j % eta == -(131 * i + self.seed) % eta)[None, None]
 
     def parts(self) -> tuple[Places, tuple[PositionSelector, ...]]:

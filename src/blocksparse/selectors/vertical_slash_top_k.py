@@ -73,7 +73,7 @@ class VerticalSlashTopK(Selector[VerticalSlashScores, BlockMask]):
 
 
 def _heaviest(weight: Tensor, count: Tensor, *, first: int) -> Tensor:
-    """Whether each of `weight` `[B, Hq, n]` is among the `count` largest; the first `first` entries precede all."""
+    """The `count` largest of `weight` `[B, Hq, n]`, as bool; the first `first` entries precede all others."""
     each = torch.arange(weight.shape[-1], device=weight.device)
     weight = weight.nan_to_num(nan=0.0).masked_fill(each < min(first, FAR), float("inf"))
     order = weight.argsort(dim=-1, descending=True, stable=True)
