@@ -40,7 +40,7 @@ def cases(lengths: tuple[tuple[int, int], ...], causal: bool | None) -> list[Cas
 
 
 def orders(q: Tensor, k: Tensor, needed: tuple[type | UnionType, ...], *, causal: bool) -> list[Permutation]:
-    """Permutations to check with: tokens in place, shuffled and, if `needed` allows it, a key map per query group."""
+    """The permutations of a check: identity, shuffled tokens and, if `needed` allows, a map per query group."""
     (B, Hq, M, _), (_, Hkv, N, _) = q.shape, k.shape
     draw = uniform(0)
     keys, queries = (draw(shape).argsort(-1).int() for shape in ((B, Hkv, 1, N), (B, Hq, M)))
