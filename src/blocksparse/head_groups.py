@@ -29,7 +29,7 @@ Heads = tuple[int, ...]
 class HeadGroupsTrace:
     """The traces of all groups of heads in one call. The methods measure when they are called, as in a `Trace`."""
 
-    traces: Mapping[Heads, AnyTrace | None]  # None is a dense group
+    traces: Mapping[Heads, AnyTrace | None]  # None for a dense group
     output: AttentionOutput
 
     def density(self) -> Tensor:

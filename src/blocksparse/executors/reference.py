@@ -18,7 +18,7 @@ from blocksparse.selectors.block_mask import BlockMask
 @final
 @frozen(eq=False)
 class ReferenceExecutor(Executor[Permutation, BlockMask]):
-    """Softmax attention over exactly the kept pairs: any permutation, dtype and device, no kernel.
+    """Softmax attention over exactly the kept pairs, for any permutation, dtype and device, without kernels.
 
     It computes one row of blocks at a time and gathers only the keys that the row keeps, so it takes memory for
     the kept blocks of one row. It computes in fp32 or better, on a GPU in float64. Every other executor is tested

@@ -37,8 +37,8 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
         tiles: which kernel runs and how it is launched, `HopperTiles` or `TritonTiles`; by default the fastest.
         pv_skip: lambda of SpargeAttn 3.4, negative, a difference of logits; one for all query heads or one for
             each. In blocks without a masked pair, a query leaves out each tile of keys whose greatest logit is
-            more than `-pv_skip` below the greatest one before it. If `m` keys are left out, at most the share
-            `m e^pv_skip` of the query's mass is lost.
+            more than `-pv_skip` below the greatest one that it met before. If `m` keys are left out, at most the
+            share `m e^pv_skip` of the query's mass is lost.
         int8_qk: compute logits from int8 queries and keys.
         fp8_pv: round weights and values to fp8 (e4m3), with one scale for each token, and add products in fp32.
             It needs an NVIDIA GPU from Ada on.

@@ -76,6 +76,6 @@ class DensityRecorder:
         return "\n".join(lines)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Delete all records."""
         for recorded in (self._sparse, self._dense, self._kept, self._pairs):
             recorded.clear()

@@ -66,7 +66,8 @@ class GlobalIndexMap(Permuter[Permutation]):
             raise ValueError(
                 "'GlobalIndexMap' orders what comes before a segment: call the pipeline with causal=True"
             )
-        first, lead = divmod(k.shape[2] - q.shape[2], self.S)  # segments before the queries, tokens in theirs
+        # Whole segments before the first query, and tokens before it in its own segment.
+        first, lead = divmod(k.shape[2] - q.shape[2], self.S)
         if not self.order_queries:
             return Permutation(self._keys(block_mean(q, self.S, lead=lead), k, first), group=self.S)
         guide = k[:, :, : self.guide or self.S].mean(2, dtype=torch.promote_types(k.dtype, torch.float32))
@@ -90,7 +91,7 @@ class GlobalIndexMap(Permuter[Permutation]):
             return index
         index[..., S:] = -1
         keys = k[:, :, :longest].to(mean.dtype)
-        # A few segments at a time: the scores of all of them would take more memory than the map.
+        # A few segments at a time, because the scores of all of them would take more memory than the map.
         step = max(1, _SCORES_AT_ONCE // (B * H * max(1, longest)))
         for g in range(0, G, step):
             some = slice(g, min(g + step, G))

@@ -16,7 +16,7 @@ from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.permuters.permuter import Permuter
 from blocksparse.validators import a, block_size, multiple, size, whole
 
-_WORKSPACE = 2**28  # bytes of similarities at a time
+_WORKSPACE = 2**28  # bytes of similarities that are held at a time
 
 
 @final
@@ -57,7 +57,8 @@ class SegmentQuerySort(Permuter[GlobalPermutation]):
         offset = k.shape[2] - M if causal else 0
         sorted_to = (offset + M) // S * S  # position where the tail begins
         lead, whole = offset % S, sorted_to - offset
-        known = sorted_to - S if causal else k.shape[2]  # keys before the last whole segment
+        # The keys that make centroids: if causal, those before the last whole segment.
+        known = sorted_to - S if causal else k.shape[2]
         if whole <= 0 or known <= 0:
             return permutation
 

@@ -23,7 +23,7 @@ from blocksparse.validators import block_size, multiple, size
 def pbs_attn_plus(
     mass: float | Sequence[float] | Tensor = 0.9,  # section 4.1
     *,
-    stride: int = 8,  # XAttention; appendix B.2 does not say
+    stride: int = 8,  # the value of XAttention; appendix B.2 prints none
     block: int = 128,  # section 4.1
     S: int = 256,  # section 4.1
     per_query_head: bool = False,

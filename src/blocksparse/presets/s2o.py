@@ -22,8 +22,8 @@ from blocksparse.validators import block_size, multiple, shown
 def s2o(
     tau: float | Sequence[float] | Tensor | None = None,
     *,
-    S: int = 256,  # not printed; measured, see docs/papers/s2o.md
-    block: int = 64,  # not printed (algorithm 2 names tiles B_M and B_N)
+    S: int = 256,  # measured, see docs/papers/s2o.md; the paper prints no value
+    block: int = 64,  # the paper prints no value (algorithm 2 names tiles B_M and B_N)
     prefix: int | None = 8192,  # algorithm 1 ranks all earlier keys, as None does
     coarse: bool = True,  # equation 2 orders exactly, as False does
     per_query_head: bool = True,  # algorithm 1 has H heads of q and of k

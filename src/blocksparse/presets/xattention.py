@@ -22,7 +22,7 @@ from blocksparse.validators import flag
 def xattention(
     mass: float | Sequence[float] | Tensor = 0.9,  # released code, xattn_estimate
     *,
-    stride: int = 8,  # the paper has 8 and 16; 16 in the released loader
+    stride: int = 8,  # the paper has 8 and 16, the released loader 16
     block: int = 128,  # the only size that the released code takes
     pattern: Pattern = "antidiagonal",
     as_released: bool = False,

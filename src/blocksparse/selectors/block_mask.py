@@ -92,7 +92,7 @@ class BlockMask:
         k_size = (grid.k_position.unflatten(-1, (-1, grid.k_block)) >= 0).sum(-1)  # [.., G, cols]
         if grid.group_of_row is not None:
             k_size = k_size[:, :, grid.group_of_row]
-        area = (q_size[:1, :1] * k_size[:1, :1]).double()  # slots are filled alike in every head
+        area = (q_size[:1, :1] * k_size[:1, :1]).double()  # a block has as many tokens in every head
         kept = (self.keep * area).sum((-1, -2))
         if grid.causal:
             row_end = grid.k_len - grid.q_len + q_size[0, 0, :, 0].cumsum(0)

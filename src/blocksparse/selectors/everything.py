@@ -1,4 +1,4 @@
-"""Keep every reachable block: the dense limit."""
+"""Keep every reachable block, which gives dense attention."""
 
 from __future__ import annotations
 

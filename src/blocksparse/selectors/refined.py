@@ -1,4 +1,4 @@
-"""The same choice on finer blocks (BFLA, section 3.3)."""
+"""A choice of blocks, cut into smaller blocks (BFLA, section 3.3)."""
 
 from __future__ import annotations
 

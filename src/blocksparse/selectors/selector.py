@@ -36,7 +36,7 @@ class Selector(ABC, Generic[ScoresT_contra, MaskT_co]):
     def __ror__(
         self: Selector[ScoresT, BlockMask], other: Selector[ScoresT, BlockMask]
     ) -> Selector[ScoresT, BlockMask]:
-        """The same; lets a type checker take the stronger need from the right-hand side."""
+        """Keep what either keeps. With this method a type checker also finds a stronger need on the right of `|`."""
         return Union(other, self) if isinstance(other, Selector) else NotImplemented
 
     def __and__(
@@ -48,7 +48,7 @@ class Selector(ABC, Generic[ScoresT_contra, MaskT_co]):
     def __rand__(
         self: Selector[ScoresT, BlockMask], other: Selector[ScoresT, BlockMask]
     ) -> Selector[ScoresT, BlockMask]:
-        """The same; lets a type checker take the stronger need from the right-hand side."""
+        """Keep what both keep. With this method a type checker also finds a stronger need on the right of `&`."""
         return Intersection(other, self) if isinstance(other, Selector) else NotImplemented
 
     def added_to(self, mask: BlockMask, scores: ScoresT_contra) -> BlockMask:

@@ -88,7 +88,7 @@ def _tiles(scores: VerticalSlashScores, distances: Tensor) -> Tensor:
     """
     grid, L, b = scores.grid, distances.shape[-1], scores.grid.k_block
     each = torch.arange(L, device=distances.device)
-    below = each.where(distances, -1).cummax(-1).values  # the next smaller chosen distance, or -1
+    below = each.where(distances, -1).cummax(-1).values  # the greatest chosen distance up to each, or -1
     row_end = ((block_indices(grid)[0].flatten() + 1) * b).expand(*distances.shape[:2], -1)
     touched = torch.zeros(*row_end.shape, grid.cols + 1, dtype=torch.bool, device=distances.device)
     end = torch.full_like(row_end, -b - 1)  # where the last tile ends; far before the first key, as there is none

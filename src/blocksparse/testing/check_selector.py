@@ -121,7 +121,7 @@ def _check_chunks(selector: Selector[Any, Any], scorer: Scorer[Any, Any] | None,
         )
         with about(selector, f"a chunk that starts at {start}"):
             chunk = selector(chunk_scores)
-            missing = chunk.grid.q_lead > 0  # its first row has fewer queries than in the whole prompt
+            missing = chunk.grid.q_lead > 0  # whether its first row lacks queries that it has in the whole prompt
             skipped = -(-start // chunk.grid.q_block)
             require(
                 torch.equal(chunk.keep[:, :, int(missing) :], whole.keep[:, :, skipped:]),
