@@ -36,7 +36,7 @@ class Selector(ABC, Generic[ScoresT_contra, MaskT_co]):
     def __ror__(
         self: Selector[ScoresT, BlockMask], other: Selector[ScoresT, BlockMask]
     ) -> Selector[ScoresT, BlockMask]:
-        """Keep what either keeps. With this method a type checker also finds a stronger need on the right of `|`."""
+        """Keep what either keeps. Thanks to this method a type checker sees a stronger need right of `|`, too."""
         return Union(other, self) if isinstance(other, Selector) else NotImplemented
 
     def __and__(
@@ -48,7 +48,7 @@ class Selector(ABC, Generic[ScoresT_contra, MaskT_co]):
     def __rand__(
         self: Selector[ScoresT, BlockMask], other: Selector[ScoresT, BlockMask]
     ) -> Selector[ScoresT, BlockMask]:
-        """Keep what both keep. With this method a type checker also finds a stronger need on the right of `&`."""
+        """Keep what both keep. Thanks to this method a type checker sees a stronger need right of `&`, too."""
         return Intersection(other, self) if isinstance(other, Selector) else NotImplemented
 
     def added_to(self, mask: BlockMask, scores: ScoresT_contra) -> BlockMask:
