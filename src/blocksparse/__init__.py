@@ -1,4 +1,4 @@
-"""Training-free block-sparse prefill attention: four typed stages, and every paper a preset.
+"""Training-free block-sparse prefill attention as a pipeline of four typed stages, with a preset for each paper.
 
 q, k --Permuter--> Permutation --Scorer--> BlockScores --Selector--> BlockMask --Executor--> AttentionOutput
 """

@@ -1,7 +1,8 @@
-"""What a stage's class line says that it needs and gives, for those who compose without a type checker.
+"""Checks at run time of the types that stages declare, for users who compose stages without a type checker.
 
-`class TopCdf(Selector[BlockMass, BlockMask])` needs a `BlockMass` and gives a `BlockMask`. mypy reads that line
-before anything runs; a pipeline reads it when it is made, and then holds each stage to it.
+The "class line" of a stage is the first line of its class, with the type parameters of its role:
+`class TopCdf(Selector[BlockMass, BlockMask])` needs a `BlockMass` and gives a `BlockMask`. mypy checks these
+types before anything runs. A pipeline checks them when it is made, and checks the values when it is called.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ import attrs
 
 
 class Declared(NamedTuple):
-    """A type, or several of which any will do, and the stage whose class line names it."""
+    """A type (or a union of types, any of which will do) and the stage whose class line names it."""
 
     stage: object
     value: type | UnionType
 
 
 def declared(stage: object, role: type, place: int) -> tuple[Declared, ...]:
-    """What `stage` declares in place `place` of the type parameters of `role`; all of it holds.
+    """The types that `stage` declares as type parameter number `place` of `role`; values must be of all of them.
 
-    Where a wrapper leaves the type open (`Ranked(inner)` needs what `inner` needs), its parts are asked. Empty
-    where nothing is declared: such a stage is not checked before it runs.
+    A wrapper may leave the type open: `Ranked(inner)` needs what `inner` needs. Then the types are those that the
+    stages in its fields declare. The result is empty if nothing is declared, and then there is nothing to check.
     """
     cls: type = type(stage)
     said = _said(cls, role, place)
@@ -37,7 +38,10 @@ def declared(stage: object, role: type, place: int) -> tuple[Declared, ...]:
 
 @cache
 def _said(cls: type, role: type, place: int) -> type | UnionType | TypeVar | None:
-    """What the nearest class line that names `role` has in a place, with what later ones put for its variables."""
+    """Type parameter number `place` of `role` in the nearest class line that names it.
+
+    If it is a type variable there, a subclass may have put a type in for it, and that type is returned.
+    """
     for base in cls.__dict__.get("__orig_bases__", cls.__bases__):
         parent: Any = get_origin(base) or base
         given = get_args(base)
@@ -47,7 +51,7 @@ def _said(cls: type, role: type, place: int) -> type | UnionType | TypeVar | Non
         elif role in getattr(parent, "__mro__", ()):
             said = _said(parent, role, place)
             parameters = getattr(parent, "__parameters__", ())
-            # Without arguments a variable stays open, and the parts of the stage are asked.
+            # Without arguments the variable stays open, and `declared` looks at the fields of the stage.
             if given and said in parameters:
                 said = _asked(given[parameters.index(said)])
         if said is not None:
@@ -56,7 +60,7 @@ def _said(cls: type, role: type, place: int) -> type | UnionType | TypeVar | Non
 
 
 def _asked(said: Any) -> type | UnionType | TypeVar | None:
-    """A type of a class line as one that values can be asked for; None where it says nothing, as `Any` does."""
+    """A type of a class line in a form that `isinstance` takes; None if it says nothing, as `Any` does."""
     if isinstance(said, TypeVar):
         return said
     origin = get_origin(said)
@@ -70,10 +74,10 @@ def _asked(said: Any) -> type | UnionType | TypeVar | None:
 
 
 def check_takes(needed: tuple[Declared, ...], given: tuple[Declared, ...]) -> None:
-    """Refuse a stage that does not take what another one gives.
+    """Refuse a stage that does not take what another stage gives, by what both declare.
 
     Raises:
-        TypeError: says what is needed, and what is given.
+        TypeError: names both stages, the type needed and the type given.
     """
     for need in needed:
         if given and not any(all(issubclass(one, need.value) for one in _each(gift.value)) for gift in given):
@@ -84,14 +88,14 @@ def check_takes(needed: tuple[Declared, ...], given: tuple[Declared, ...]) -> No
 
 
 def check_got(taker: object, role: type, place: int, value: object) -> None:
-    """Refuse a value that `taker` does not take.
+    """Refuse a value that the stage `taker` does not take in place `place` of its `role`.
 
     Raises:
-        TypeError: says what is needed, and what it is.
+        TypeError: names the stage, the type needed and the type of the value.
     """
     cls: type = type(taker)
     said = _said(cls, role, place)
-    if isinstance(said, type) and isinstance(value, said):  # every call comes here
+    if isinstance(said, type) and isinstance(value, said):  # a fast way out, as this runs in every call
         return
     for stage, need in declared(taker, role, place):
         if not isinstance(value, need):
@@ -99,10 +103,10 @@ def check_got(taker: object, role: type, place: int, value: object) -> None:
 
 
 def check_gave(promised: tuple[Declared, ...], value: object) -> None:
-    """Refuse what a stage gave if it is not what its class line promises.
+    """Refuse a value if it is not of the types that the stage which gave it has promised.
 
     Raises:
-        TypeError: says what was promised, and what came.
+        TypeError: names the stage, the type promised and the type of the value.
     """
     for stage, promise in promised:
         if not isinstance(value, promise):
@@ -123,7 +127,7 @@ def a_name(value: type | UnionType) -> str:
 
 
 def _meaning(value: type | UnionType) -> str:
-    """What a value is, in the words of its docstring's first line; empty where it has none."""
+    """The first line of the docstring of a type, as the end of an error message; empty if there is none."""
     lines = (value.__doc__ or "").strip().splitlines()
     if not lines or not isinstance(value, type):
         return ""

@@ -1,4 +1,4 @@
-"""Geometry: how queries and keys are cut into blocks, and which original positions each block holds."""
+"""The grid: how queries and keys are cut into blocks, and which original positions each block holds."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from blocksparse.validators import shown, size
 class Grid:
     """Rows of `q_block` query slots by columns of `k_block` key slots.
 
-    Queries are the last `q_len` of `k_len` positions when causal. Rows lie on the block grid of the *whole*
-    prompt: the first `q_lead` places of row 0 are empty when a chunk starts inside a block, so a row means the
-    same queries however the prompt is chunked. From the first and last original position of each block alone
-    follow `reachable`, `full` and `diagonal`, for any permutation; nobody needs to know what a segment is.
+    When causal, the queries are the last `q_len` of `k_len` positions. Rows are cut where those of the *whole*
+    prompt are: when a chunk starts inside a block, the first `q_lead` places of row 0 are empty, so that a row
+    means the same queries however the prompt is chunked. `reachable`, `full` and `diagonal` follow from the first
+    and the last original position of each block alone, for any permutation.
 
-    A grid is of one permutation: scores, masks and executors ask it which.
+    A grid belongs to one permutation and holds it, so that scores, masks and executors can compare theirs.
     """
 
     permutation: Permutation
@@ -37,16 +37,16 @@ class Grid:
     q_heads: int
     kv_heads: int
     causal: bool
-    slots: int  # of a key map; more than k_len where the tail of a segment is padded
-    q_position: Tensor  # [B|1, H|1, rows * q_block] int32, original position of each place, -1 where empty
-    k_position: Tensor  # [B|1, H|1, G, cols * k_block] int32
+    slots: int  # slots of one key map; they may be more or fewer than k_len where query groups have own maps
+    q_position: Tensor  # [B|1, H|1, rows * q_block] int32, the original position in each place, -1 where empty
+    k_position: Tensor  # [B|1, H|1, G, cols * k_block] int32, the same of keys, for each key map
     group_of_row: Tensor | None  # [rows] int64, the key map each row uses; None when G == 1
     q_first: Tensor  # [B|1, H|1, rows, 1] int32
     q_last: Tensor  # [B|1, H|1, rows, 1]
     k_first: Tensor  # [B|1, H|1, rows|1, cols]
     k_last: Tensor  # [B|1, H|1, rows|1, cols]; -1 for a block of empty slots
-    k_whole: Tensor  # [B|1, H|1, rows|1, cols] bool, no empty slot
-    _finer: dict[int, Grid] = field(init=False, repr=False, factory=dict)  # what `refined` gave
+    k_whole: Tensor  # [B|1, H|1, rows|1, cols] bool, whether the block has no empty slot
+    _finer: dict[int, Grid] = field(init=False, repr=False, factory=dict)  # the grids that `refined` made, by n
 
     @classmethod
     def of(
@@ -55,8 +55,8 @@ class Grid:
         """The grid over `q` `[B, Hq, M, D]` and `k` `[B, Hkv, N, D]` in the slots of `permutation`.
 
         Raises:
-            ValueError: `permutation` is not one of such q and k, a query group of it is not a whole number of
-                query blocks, or there are more causal queries than keys.
+            ValueError: `permutation` does not fit these q and k, its query groups are not whole numbers of query
+                blocks, or the grid is causal and there are more queries than keys.
         """
         (B, Hq, M, _), (_, Hkv, N, _) = q.shape, k.shape
         if causal and M > N:
@@ -117,7 +117,7 @@ class Grid:
         q_heads: int,
         **sizes: Any,
     ) -> Grid:
-        """First and last positions of every block of the given places."""
+        """The grid of these places, with the first and the last position of every block."""
         bounds = block_bounds(q_position, k_position, q_block, k_block, q_heads)
         q_first, q_last, k_first, k_last, k_whole = bounds
         if group_of_row is not None:
@@ -141,7 +141,7 @@ class Grid:
         """Refuse a grid that was cut from another permutation, or from tensors of other sizes than these.
 
         Args:
-            causal: whether the call is; None where only the grid says so.
+            causal: whether the call is causal; None if the caller does not know, and then it is not compared.
 
         Raises:
             ValueError: the grid is not over `q` `[B, Hq, M, D]` and `k` `[B, Hkv, N, D]` in this permutation.
@@ -163,7 +163,7 @@ class Grid:
             raise ValueError(f"the blocks were cut with causal={self.causal}, and the call has causal={causal}")
 
     def same_blocks(self, other: Grid) -> bool:
-        """Whether a block of this grid means the same tokens as that block of the other."""
+        """Whether block (i, j) means the same tokens in both grids, for all i and j."""
         return self is other or (
             (*self._over, self.causal, self.q_block, self.k_block)
             == (*other._over, other.causal, other.q_block, other.k_block)
@@ -171,7 +171,7 @@ class Grid:
         )
 
     def refined(self, n: int) -> Grid:
-        """The same places in blocks `n` times smaller on both sides; the same grid every time.
+        """The same places in blocks `n` times smaller on both sides. Each call with one `n` gives one object.
 
         Raises:
             ValueError: `n` does not divide both block sizes.
@@ -185,7 +185,7 @@ class Grid:
         if self.q_block % n or self.k_block % n:
             raise ValueError(f"'n' must divide both blocks ({self.q_block} x {self.k_block}): {shown(n)}")
         q_block, k_block = self.q_block // n, self.k_block // n
-        # Rows and columns of empty places that the coarse blocks ended in are dropped.
+        # A coarse block may begin or end with empty places; fine blocks that hold nothing else are left out.
         before = self.q_lead // q_block * q_block
         after = before + -(-(self.q_lead - before + self.q_len) // q_block) * q_block
         group_of_row = None
@@ -217,52 +217,56 @@ class Grid:
 
     @property
     def first_row(self) -> int:
-        """Index of row 0 in the whole prompt: the same for the same queries however the prompt is chunked."""
+        """The index of row 0 among the rows of the whole prompt; 0 when not causal."""
         return (self.k_len - self.q_len) // self.q_block if self.causal else 0
 
     @property
     def q_lead(self) -> int:
-        """Empty places before the first query slot in row 0."""
+        """How many empty places row 0 has before its first query."""
         return (self.k_len - self.q_len) % self.q_block if self.causal else 0
 
     @property
     def reachable(self) -> Tensor:
-        """Blocks in which some query may see some key, `[B|1, H|1, rows, cols]`."""
+        """The blocks in which some query may see some key, `[B|1, H|1, rows, cols]`."""
         seen = self.k_last >= 0
         return seen & (self.k_first <= self.q_last) if self.causal else seen.expand(self._shape)
 
     @property
     def full(self) -> Tensor:
-        """Blocks in which every query may see every key: an executor need not mask them."""
+        """The blocks in which every query may see every key, so that an executor need not mask them."""
         return self.k_whole & (self.k_last <= self.q_first) if self.causal else self.k_whole.expand(self._shape)
 
     @property
     def diagonal(self) -> Tensor:
-        """Reachable blocks that may hold a row's own tokens: with them kept, no causal query is left alone.
+        """The reachable blocks whose keys may be the row's own tokens.
 
-        All False when not causal: there a query has no key of its own.
+        If they are kept, no causal query is left without a key. When not causal, queries need not be the same
+        tokens as the keys, and all entries are False.
         """
         if not self.causal:
             return torch.zeros(self._shape, dtype=torch.bool, device=self.k_last.device)
         return self.reachable & (self.k_last >= self.q_first)
 
     def holding_first(self, tokens: int) -> Tensor:
-        """Reachable blocks that hold any of the first `tokens` original positions."""
+        """The reachable blocks that hold any of the first `tokens` original positions."""
         return self.reachable & (self.k_first < min(tokens, FAR))
 
     def within(self, tokens: int) -> Tensor:
-        """Reachable blocks that may hold a key at most `tokens` before (or, not causal, after) some query."""
+        """The reachable blocks that may hold a key at most `tokens` before some query of the row.
+
+        When not causal, keys at most `tokens` after a query count as well.
+        """
         tokens = min(tokens, FAR)
         near = self.reachable & (self.k_last >= self.q_first - tokens)
         return near if self.causal else near & (self.k_first <= self.q_last + tokens)
 
     def own_segment(self, S: int) -> Tensor:
-        """Reachable blocks in the segment of `S` original positions that the row lies in."""
+        """The reachable blocks that lie in the same segment of `S` original positions as the row."""
         S = min(S, FAR)
         return self.reachable & (self.k_first // S == self.q_first // S)
 
     def shared(self) -> Grid:
-        """The grid of one mask per KV head: positions that hold for every query head of the group."""
+        """The grid for one mask per KV head: the bounds of each block cover all query heads of the group."""
 
         def over_group(x: Tensor, reduce: str) -> Tensor:
             if x.shape[1] != self.q_heads:
@@ -284,7 +288,7 @@ class Grid:
 
     @property
     def _over(self) -> tuple[int, int, int, int, int]:
-        """`(B, Hq, Hkv, M, N)` of the tensors that the grid lies over."""
+        """`(B, Hq, Hkv, M, N)` of the q and k that the grid was made for."""
         return self.batch, self.q_heads, self.kv_heads, self.q_len, self.k_len
 
     @property

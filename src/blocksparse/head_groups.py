@@ -1,4 +1,4 @@
-"""Which pipeline attends in which KV heads of a layer."""
+"""`HeadGroups` says which pipeline attends in which KV heads of a layer."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ Heads = tuple[int, ...]
 @final
 @frozen(eq=False)
 class HeadGroupsTrace:
-    """What each group of heads did in one call. Measured on demand, as in a `Trace`."""
+    """The traces of all groups of heads in one call. The methods measure when they are called, as in a `Trace`."""
 
-    traces: Mapping[Heads, AnyTrace | None]  # None is a dense group
+    traces: Mapping[Heads, AnyTrace | None]  # None for a dense group
     output: AttentionOutput
 
     def density(self) -> Tensor:
-        """Work done, as a share of dense attention's, per query head, `[B, Hq]`; 1 where dense."""
+        """The work done, as a share of the work of dense attention, `[B, Hq]`; 1 for heads of a dense group."""
         return self._per_query_head(lambda trace: trace.density(), dense=1.0)
 
     def covered_mass(self) -> Tensor:
-        """Share of the true attention mass that lies on kept pairs, `[B, Hq]`; 1 where dense."""
+        """The share of the dense attention weights on visited pairs, `[B, Hq]`; 1 for heads of a dense group."""
         return self._per_query_head(lambda trace: trace.covered_mass(), dense=1.0)
 
     def error(self) -> Tensor:
-        """Relative L1 distance of the output from dense attention's, `[B, Hq]`; 0 where dense."""
+        """The relative L1 distance of the output from the dense one, `[B, Hq]`; 0 for heads of a dense group."""
         return self._per_query_head(lambda trace: trace.error(), dense=0.0)
 
     def _per_query_head(self, measure: Callable[[AnyTrace], Tensor], *, dense: float) -> Tensor:
@@ -69,12 +69,12 @@ def _groups(groups: Mapping[Heads, AnyPipeline | None]) -> Mapping[Heads, AnyPip
 @final
 @frozen(eq=False)
 class HeadGroups:
-    """Pipelines of one layer by KV head; the query heads of a KV head go with it, and None is dense.
+    """Several pipelines for one layer. Each attends in some KV heads and their query heads; None is dense.
 
         HeadGroups({(0, 1, 3): pbs_attn(0.9), (2,): None})(q, k, v)
 
-    Called as a `Pipeline` is. The heads of a group run in one call, in the order in which they are written: a
-    `mass` per query head of its pipeline has the query heads of the group alone.
+    It is called like a `Pipeline`. The heads of a group run in one call, in the order in which the group names
+    them. If an option of its pipeline has one number per query head, these are the query heads of the group alone.
     """
 
     groups: Mapping[Heads, AnyPipeline | None] = field(converter=_groups)
@@ -102,7 +102,7 @@ class HeadGroups:
 
     @classmethod
     def dense_where(cls, dense: Sequence[bool], pipeline: AnyPipeline) -> HeadGroups:
-        """`pipeline`, except in the KV heads where `dense` is true; one entry per KV head."""
+        """Dense attention in the KV heads where `dense` `[Hkv]` is true, and `pipeline` in the others."""
         a(Pipeline).check(pipeline=pipeline)
         if not isinstance(dense, Sequence) or not all(isinstance(is_dense, bool) for is_dense in dense):
             raise TypeError(f"'dense' must be a sequence of True and False, one per KV head: {shown(dense)}")
@@ -118,12 +118,11 @@ class HeadGroups:
         """Attend `q` `[B, Hq, M, D]` to `k` `[B, Hkv, N, D]` and `v` `[B, Hkv, N, Dv]`: `[B, Hq, M, Dv]`.
 
         Args:
-            causal: query `i` sees keys up to position `N - M + i` (bottom-right aligned).
-            scale: of the logits; `1 / sqrt(D)` unless given.
+            causal: whether query `i` sees only the keys up to position `N - M + i` (bottom-right aligned).
+            scale: factor of the logits; `1 / sqrt(D)` if None.
 
         Raises:
-            TypeError, ValueError: the inputs are not what the pipelines can run, or the groups are not of
-                all their KV heads.
+            TypeError, ValueError: a pipeline cannot run its inputs, or the groups do not name each KV head of `k`.
         """
         q, k, v, scale = check_inputs(q, k, v, causal=causal, scale=scale)
         self._refuse_other_heads(k.shape[1])
@@ -139,7 +138,7 @@ class HeadGroups:
     def trace(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None
     ) -> HeadGroupsTrace:
-        """The same call, with every value on the way, all kept. Takes what a plain call takes."""
+        """Make the same call with the same arguments, and return every value of it."""
         q, k, v, scale = check_inputs(q, k, v, causal=causal, scale=scale)
         self._refuse_other_heads(k.shape[1])
         with without_autocast(q):
@@ -178,25 +177,25 @@ class HeadGroups:
 
 
 def repeated(values: Iterable[int]) -> str:
-    """The values that are there more than once, as text."""
+    """The values that occur more than once, as text."""
     return ", ".join(str(value) for value, times in Counter(values).items() if times > 1)
 
 
 def _take(x: Tensor, heads: Heads, size: int) -> Tensor:
-    """The heads of `x` `[B, Hkv * size, ...]` that belong to some KV heads; a view if these are consecutive."""
+    """The heads of `x` `[B, Hkv * size, ...]` that belong to these KV heads; a view if they are consecutive."""
     if heads == tuple(range(heads[0], heads[0] + len(heads))):
         return x[:, heads[0] * size : (heads[-1] + 1) * size]
-    # An index on the device would have to be copied there, for which the host waits.
+    # Indexing would need a tensor of indices on the device, and the host would wait for its copy.
     return torch.cat([x[:, head * size : (head + 1) * size] for head in heads], dim=1)
 
 
 def _part(q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of some KV heads."""
+    """The queries, keys and values that belong to these KV heads."""
     return _take(q, heads, q.shape[1] // k.shape[1]), _take(k, heads, 1), _take(v, heads, 1)
 
 
 def _put_back(parts: Mapping[Heads, Tensor], size: int) -> Tensor:
-    """The `[B, Hkv * size, ...]` that `_take` would take `parts` from."""
+    """The inverse of `_take`: the tensor `[B, Hkv * size, ...]` of which these are the parts."""
     by_head = {
         head: one for heads, part in parts.items() for head, one in zip(heads, part.split(size, 1), strict=True)
     }

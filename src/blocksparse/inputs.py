@@ -1,4 +1,4 @@
-"""Check q, k, v and the scale once, before any work."""
+"""Checks of q, k, v and the scale, made once per call before any work."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 MAX_HEAD_DIM = 256
-# Kernels multiply the scale by log2(e) or by scales of their own in fp32, which these leave room for.
+# Kernels multiply the scale by log2(e) and by scales of their own in fp32; these bounds leave room for that.
 LEAST_SCALE, MOST_SCALE = 2.0**-64, 2.0**64
 _AUTOCAST_TAKES = (torch.float16, torch.bfloat16, torch.float32)
 DTYPES = (*_AUTOCAST_TAKES, torch.float64)
@@ -19,15 +19,16 @@ DTYPES = (*_AUTOCAST_TAKES, torch.float64)
 def check_inputs(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor, float]:
-    """Refuse what no pipeline can run; give what stages take.
+    """Refuse what no pipeline can run, and return q, k, v and the scale in the form that stages take.
 
-    That is one dtype and a scale above 0. Where autocast is on for their device, inputs of differing dtypes become
-    its dtype, as in `scaled_dot_product_attention`. A negative scale is that of negated queries, and a scale of 0
-    that of queries of zeros. All other inputs come back as they are. Unless given, the scale is `1 / sqrt(D)`.
+    In that form q, k and v have one dtype and the scale is above 0. Where the dtypes differ and autocast is on for
+    the device, all become autocast's dtype, as in `scaled_dot_product_attention`. For a negative scale the queries
+    are negated, and for a scale of 0 they become zeros. All other inputs come back as they are. A scale of None
+    means `1 / sqrt(D)`.
 
     Raises:
-        TypeError: an input is not a plain floating-point tensor, dtypes differ without autocast, the scale is no
-            number, or `causal` is not a bool.
+        TypeError: an input is not a plain floating-point tensor, dtypes differ without autocast, the scale is not
+            a number, or `causal` is not a bool.
         ValueError: ranks, sizes or devices do not fit, an input requires grad, or the scale is out of range.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -65,7 +66,8 @@ def check_inputs(
     value = 1 / math.sqrt(D) if scale is None else _checked_scale(scale)
     if not q.dtype == k.dtype == v.dtype:
         q, k, v = _of_one_dtype(q, k, v)
-    # Kernels would not see the sign of views such as the imaginary part of z.conj(); ops of graphs never get them.
+    # In views such as the imaginary part of z.conj(), PyTorch stores the minus sign apart from the numbers, and
+    # kernels would miss it. An op inside a compiled graph never gets such a view.
     if not torch.compiler.is_compiling() and (q.is_neg() or k.is_neg() or v.is_neg()):
         q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
     if value <= 0:
@@ -74,25 +76,25 @@ def check_inputs(
 
 
 def refuse_tangents(*inputs: Tensor) -> None:
-    """Refuse what forward-mode differentiation follows: kernels would give tangents of 0.
+    """Refuse tensors that forward-mode differentiation follows: kernels would give their outputs tangents of 0.
 
     Raises:
         ValueError: one of `inputs` has a tangent.
     """
-    # No public name says whether any tensor can have one; to ask each takes microseconds.
+    # PyTorch has no public way to ask whether this mode is on; to ask each tensor takes microseconds.
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in inputs):
         raise ValueError("blocksparse computes no forward-mode gradients: detach q, k and v")
 
 
 def _check_kind(name: str, x: Tensor) -> None:
-    """Refuse what is not a plain tensor `[B, H, N, D]` of floats."""
+    """Refuse anything but a plain tensor of floats with the shape `[B, H, N, D]`."""
     if not isinstance(x, Tensor):
         raise TypeError(f"'{name}' must be a tensor: {type(x).__name__}")
     if x.is_nested:
         raise TypeError(f"'{name}' must not be a nested tensor: call once for the prompts of each length")
     if x.layout != torch.strided:
         raise TypeError(f"'{name}' must be a dense tensor: {x.layout}; convert it with .to_dense()")
-    # While a graph is traced, tensors are stand-ins by right.
+    # While a graph is traced, the inputs are fake tensors, a subclass that is fine here.
     if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not torch.compiler.is_compiling():
         raise TypeError(
             f"'{name}' must be a plain tensor: {type(x).__name__}; "
@@ -110,7 +112,7 @@ def _check_kind(name: str, x: Tensor) -> None:
 
 
 def _of_one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """In autocast's dtype, where autocast would convert them."""
+    """q, k and v in autocast's dtype; refuse them where autocast would not convert them."""
     device, dtypes = q.device.type, (q.dtype, k.dtype, v.dtype)
     if not torch.is_autocast_enabled(device) or any(dtype not in _AUTOCAST_TAKES for dtype in dtypes):
         given = ", ".join(map(str, dtypes))
@@ -120,12 +122,12 @@ def _of_one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tens
 
 
 def _checked_scale(scale: float) -> float:
-    """The scale as a float; anything that is a real number to Python is one, numpy's scalars too."""
+    """The scale as a float. Any `numbers.Real` is taken, numpy's scalars included."""
     if isinstance(scale, bool) or not isinstance(scale, Real):
         raise TypeError(f"'scale' must be a number: {type(scale).__name__}; convert it with float()")
     try:
         value = float(scale)
-    except OverflowError:  # of large integers
+    except OverflowError:  # an integer that is too large for a float
         value = math.inf
     if not (value == 0 or LEAST_SCALE <= abs(value) <= MOST_SCALE):
         raise ValueError(f"'scale' must be 0 or of a magnitude from 2**-64 to 2**64: {value}")

@@ -1,4 +1,4 @@
-"""One call of attention as one node of a compiled graph, whatever Python runs behind it."""
+"""A call of attention that torch.compile keeps as one node of its graph, whatever Python runs behind it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch._opaque_base import OpaqueBase
 from blocksparse.precision import without_autocast
 
 Run = Callable[[Tensor, Tensor, Tensor, bool, float], Tensor]
-"""`(q, k, v, causal, scale)`, all checked: `[B, Hq, M, Dv]`."""
+"""A function of checked `(q, k, v, causal, scale)` that gives the output `[B, Hq, M, Dv]`."""
 
 
 @final
 class OpaqueCall(OpaqueBase):
-    """Attention that torch.compile calls and does not look into: an input of the graph, told apart by identity."""
+    """Attention that torch.compile calls without tracing it. To the graph it is an input, compared by identity."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -28,12 +28,12 @@ class OpaqueCall(OpaqueBase):
             return _laid_out_as(q, self.run(q, k, v, causal, scale))
 
 
-# `hoist` keeps what runs out of the key under which compiled graphs are cached: it is an input, not a constant.
+# With `hoist` the object is an input of the graph, not a constant, and so no part of the key of cached graphs.
 register_opaque_type(OpaqueCall, typ="reference", hoist=True)
 
 
 def attend(call: OpaqueCall, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
-    """Run `call`; while a graph is traced, leave a node there that will."""
+    """Run `call`, or, while a graph is traced, put a node into the graph that runs it."""
     if torch.compiler.is_compiling():
         out: Tensor = _attend(q, k, v, call, causal, scale)
         return out
@@ -51,9 +51,10 @@ def _(q: Tensor, _k: Tensor, v: Tensor, *_: object) -> Tensor:
 
 
 def _laid_out_as(q: Tensor, out: Tensor) -> Tensor:
-    """`out` with tokens before heads in memory where `q` has them so, else contiguous.
+    """`out` with tokens before heads in memory if `q` lies in memory like that, and contiguous otherwise.
 
-    A graph must know which before anything runs; so it is the same for every executor, and without a graph too.
+    A graph must know the strides before anything runs, so they cannot depend on the executor. Calls without a
+    graph follow the same rule.
     """
     if q.transpose(1, 2).is_contiguous():
         return out.transpose(1, 2).contiguous().transpose(1, 2)

@@ -1,4 +1,4 @@
-"""A number that may differ by query head."""
+"""Options that are one number for all query heads, or one number for each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ WHOLE_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 class HeadValues:
     """One number for each query head, `[Hq]` float64, copied to each device once.
 
-    A copy from the host makes it wait, and a CUDA graph cannot hold one: only the first call on a device makes it.
+    The host waits for a copy to a device, and a CUDA graph cannot hold one, so only the first call on a device
+    makes the copy.
     """
 
     def __init__(self, values: Tensor) -> None:
@@ -43,9 +44,9 @@ PerHead = float | HeadValues
 
 
 def per_head(value: float | Sequence[float] | Tensor | HeadValues) -> PerHead:
-    """Converter: a number becomes Python's, a sequence or a tensor `[Hq]` of them `HeadValues`.
+    """Converter: a number becomes a Python number, and a sequence or a tensor `[Hq]` of numbers `HeadValues`.
 
-    What is neither stays as it is, for a rule to refuse.
+    Any other value stays as it is, for a rule to refuse.
     """
     found: Any = _number(value)
     if found is None and isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray):
@@ -58,7 +59,7 @@ def per_head(value: float | Sequence[float] | Tensor | HeadValues) -> PerHead:
 
 
 def _number(value: Any) -> float | None:
-    """A real number as Python's own, or None."""
+    """A real number as a Python `int` or `float`; None for any other value."""
     if isinstance(value, Tensor) and value.ndim == 0 and _is_plain(value):
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -70,23 +71,24 @@ def _number(value: Any) -> float | None:
 
 
 def _is_plain(x: Tensor) -> bool:
-    """Whether a tensor holds real numbers, here and now, and nobody waits for its gradient."""
+    """Whether a tensor is dense and not on "meta", holds real numbers, and needs no gradient."""
     real = x.dtype.is_floating_point or x.dtype in WHOLE_DTYPES
     waits = x.requires_grad and torch.is_grad_enabled()
     return real and not waits and x.layout is torch.strided and not x.is_meta
 
 
 def numbers(what: str, holds: Callable[[Tensor], Tensor]) -> Rule:
-    """A number, or one per query head, for which `holds`; it must not hold for NaN."""
+    """A rule for a number, or one per query head, of which `holds` must be true; `holds` must be false for NaN."""
 
     def is_kind(value: Any) -> bool:
         return isinstance(per_head(value), int | float | HeadValues) and not isinstance(value, bool)
 
     def holds_for_all(value: Any) -> bool:
         found = per_head(value)
-        if isinstance(found, int) and abs(found) > 2**53:  # beyond fp64, or it would be a float
+        # An `int` as large as this was too large for a float, or `per_head` would have made it one.
+        if isinstance(found, int) and abs(found) > 2**53:
             return False
-        # On the CPU, also where the process makes its tensors elsewhere, as while a model is built on "meta".
+        # The CPU is named because the default device may be another one, "meta" while a model is built.
         values = found.values if isinstance(found, HeadValues) else found
         entries = torch.as_tensor(values, dtype=torch.float64, device="cpu")
         return bool(holds(entries).all())
@@ -104,12 +106,12 @@ budget = numbers("a whole number, at least 1", lambda x: (x >= 1) & (x == x.floo
 
 
 def written(value: object) -> str:
-    """A value as Python reads it; `repr` of an infinity is the name of nothing."""
+    """The repr of a value as a Python expression; the plain repr `inf` of an infinity is not one."""
     return f"float('{value}')" if value in (float("inf"), float("-inf")) else repr(value)
 
 
 def over_blocks(value: PerHead, scores: Tensor) -> Tensor:
-    """The value as float64, broadcast against `scores` `[B, Hq, rows, cols]`.
+    """The value as a float64 tensor that broadcasts against `scores` `[B, Hq, rows, cols]`.
 
     Raises:
         ValueError: there is not one entry per query head.
@@ -125,7 +127,7 @@ def over_blocks(value: PerHead, scores: Tensor) -> Tensor:
 
 
 def number_or_blocks(value: PerHead, scores: Tensor) -> float | Tensor:
-    """`over_blocks`, or the one number for all heads as it is: a kernel takes that without a launch."""
+    """`over_blocks` of a number per head; one number for all stays a number, which costs no launch to pass on."""
     return over_blocks(value, scores) if isinstance(value, HeadValues) else value
 
 
@@ -139,7 +141,7 @@ def by_head(value: PerHead | None, q: Tensor) -> Tensor | None:
 
 
 def wrong_heads(name: str, value: PerHead | None, heads: int) -> list[str]:
-    """Why a value does not fit `heads` query heads; empty where it does."""
+    """A list with the reason why a value does not fit `heads` query heads; empty if it fits."""
     if not isinstance(value, HeadValues) or len(value.values) == heads:
         return []
     return [f"'{name}' has {len(value.values)} entries for {heads} query heads"]

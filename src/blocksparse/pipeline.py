@@ -1,4 +1,4 @@
-"""The four stages in order and nothing else; and the trace of one call."""
+"""`Pipeline` runs the four stages in order and does nothing else; `Trace` holds every value of one such call."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ MaskT = TypeVar("MaskT", bound=BlockMask)
 @final
 @frozen(eq=False)
 class Trace(Generic[PermutationT, ScoresT, MaskT]):
-    """Every value of one call. What is measured here is computed on demand, row by row."""
+    """Every value of one call. The methods measure it when they are called, one row of blocks at a time."""
 
-    q: Tensor  # [B, Hq, M, D]; as the stages got it, as are k and v: in one dtype, negated for a negative scale
+    # q, k and v are those that the stages got: in one dtype, with q negated if the caller's scale was negative.
+    q: Tensor  # [B, Hq, M, D]
     k: Tensor  # [B, Hkv, N, D]
     v: Tensor  # [B, Hkv, N, Dv]
     scale: float  # above 0
@@ -49,16 +50,16 @@ class Trace(Generic[PermutationT, ScoresT, MaskT]):
 
     @property
     def visited(self) -> BlockMask:
-        """The blocks that were computed: the mask, what an early stop left of it, or all of a dense call."""
+        """The blocks that were computed: those of the mask, fewer after an early stop, all in a dense call."""
         return self.mask if self.output.visited is None else self.output.visited
 
     def density(self) -> Tensor:
-        """Work done, as a share of dense attention's, per query head, `[B, Hq]`. See `BlockMask.density`."""
+        """The work done, as a share of the work of dense attention, `[B, Hq]`. See `BlockMask.density`."""
         density = self.visited.density()
         return density.repeat_interleave(self.q.shape[1] // density.shape[1], dim=1)
 
     def covered_mass(self) -> Tensor:
-        """Share of the true attention mass that lies on kept pairs, mean over queries, `[B, Hq]`."""
+        """The share of the dense attention weights that lies on visited pairs, mean over queries, `[B, Hq]`."""
         total = self.q.new_zeros(self.q.shape[:2], dtype=torch.float64)
         for row in range(self.visited.grid.rows):
             weight, allowed = self._dense_row(row)
@@ -66,7 +67,7 @@ class Trace(Generic[PermutationT, ScoresT, MaskT]):
         return total / self.q.shape[2]
 
     def error(self) -> Tensor:
-        """Relative L1 distance of the output from dense attention's, `sum|o - o'| / sum|o'|`, `[B, Hq]`."""
+        """The relative L1 distance `sum|o - o'| / sum|o'|` of the output `o` from dense `o'`, `[B, Hq]`."""
         distance = self.q.new_zeros(self.q.shape[:2], dtype=torch.float64)
         norm = torch.zeros_like(distance)
         values = self.v.to(wide_dtype(self.v)).mT
@@ -79,7 +80,7 @@ class Trace(Generic[PermutationT, ScoresT, MaskT]):
         return distance / norm
 
     def _dense_row(self, row: int) -> tuple[Tensor, Tensor]:
-        """Dense attention weights of one row of the mask, and which pairs are kept, `[B, Hq, m, N]` each."""
+        """The dense attention weights of one row of blocks, and which pairs are visited, `[B, Hq, m, N]` each."""
         query, allowed = self.visited.queries(row), self.visited.pairs(row)
         rows = self.q.gather(2, query.unsqueeze(-1).expand(*query.shape, self.q.shape[-1]))
         logits = products(*(x.to(wide_dtype(x)) for x in (rows, self.k))) * self.scale
@@ -97,10 +98,12 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
 
         Pipeline(SegmentKeySort(S=256), MeanPoolScorer(), TopCdf(0.9), TritonExecutor())(q, k, v)
 
-    A pipeline is its own configuration; its repr can be pasted back. To torch.compile a call is one node.
+    A pipeline is its own configuration: its repr is the Python expression that makes it. torch.compile sees a
+    call as one node of the graph.
 
     Raises:
-        TypeError: a stage needs what the one before it does not give, as their class lines say. mypy says so too.
+        TypeError: a stage needs a type that the stage before it does not give, by the type parameters that their
+            classes declare. mypy reports the same.
     """
 
     permuter: Permuter[PermutationT] = field(validator=a(Permuter))
@@ -138,12 +141,12 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         """Attend `q` `[B, Hq, M, D]` to `k` `[B, Hkv, N, D]` and `v` `[B, Hkv, N, Dv]`: `[B, Hq, M, Dv]`.
 
         Args:
-            attn_mask: always None; the selector makes the mask.
-            causal: query `i` sees keys up to position `N - M + i` (bottom-right aligned).
-            scale: of the logits; `1 / sqrt(D)` unless given.
+            attn_mask: must be None, because the selector makes the mask.
+            causal: whether query `i` sees only the keys up to position `N - M + i` (bottom-right aligned).
+            scale: factor of the logits; `1 / sqrt(D)` if None.
 
         Raises:
-            TypeError, ValueError: the inputs are not what a pipeline, or its executor, can run.
+            TypeError, ValueError: the pipeline or its executor cannot run these inputs.
         """
         _refuse_mask(attn_mask)
         q, k, v, scale = check_inputs(q, k, v, causal=causal, scale=scale)
@@ -154,7 +157,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
             _log.debug("dense attention runs: %s", reason)
             return dense_attention(q, k, v, causal=causal, scale=scale)
         permutation = self._order(q, k, causal, scale)
-        # Unlike in a trace, nobody holds the scores while the executor runs.
+        # The scores get no name here, so that their memory is free while the executor runs.
         mask = self._select(q, k, permutation, self._score(q, k, permutation, causal, scale), causal)
         return self._execute(q, k, v, permutation, mask, scale).out
 
@@ -193,10 +196,10 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         causal: bool = True,
         scale: float | None = None,
     ) -> Trace[PermutationT, ScoresT, MaskT]:
-        """The same call, with every value on the way. Takes what a plain call takes.
+        """Make the same call with the same arguments, and return every value of it.
 
-        It keeps them all, so it takes more memory; and it chooses blocks even where the executor attends densely,
-        so it may take more time.
+        This takes more memory, because all values are kept. It may take more time, because blocks are chosen
+        even where the executor then attends densely.
         """
         _refuse_mask(attn_mask)
         q, k, v, scale = check_inputs(q, k, v, causal=causal, scale=scale)
@@ -214,7 +217,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
 
 
 class _Promised(NamedTuple):
-    """What three stages must give."""
+    """The types that each of the first three stages must give, and the stages that say so."""
 
     permutation: tuple[Declared, ...]
     scores: tuple[Declared, ...]
@@ -222,7 +225,7 @@ class _Promised(NamedTuple):
 
 
 def _promises(permuter: object, scorer: object, selector: object, executor: object) -> _Promised:
-    """What their class lines promise; of one that promises nothing, what the stages after it need."""
+    """What each stage must give: the type that its class declares or, without one, what later stages need."""
 
     def promise(stage: object, least: type, said: tuple[Declared, ...], *needs: Declared) -> tuple[Declared, ...]:
         return Declared(stage, least), *(said or (Declared(stage, need.value) for need in needs))
@@ -244,7 +247,7 @@ def _refuse_mask(attn_mask: None) -> None:
 
 
 def _everything(q: Tensor, k: Tensor, mask: BlockMask) -> BlockMask:
-    """What dense attention visits: every block that is reachable in original order."""
+    """The mask of what dense attention visits: every block that is reachable in original order."""
     sizes = mask.grid
     grid = Grid.of(q, k, GlobalPermutation(), q_block=sizes.q_block, k_block=sizes.k_block, causal=sizes.causal)
     return BlockMask(grid.reachable.expand(q.shape[0], q.shape[1], -1, -1), grid)

@@ -1,4 +1,4 @@
-"""What a call computes depends on its inputs alone, not on the autocast that a caller has on."""
+"""Autocast is switched off inside a call, so that its result depends on its inputs alone."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 _AS_IT_IS = nullcontext()
-# torch.compile compiles anew for each autocast dtype, even where autocast is off: so that is torch's first.
+# torch.compile recompiles when the autocast dtype changes, even with autocast off: so it is set to the default.
 _FIRST_DTYPE = {"cpu": torch.bfloat16, "cuda": torch.float16}
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """A context in which autocast is off for the device of `x`; free where it is off anyway."""
+    """A context in which autocast is off for the device of `x`. It does nothing if autocast is off already."""
     device = x.device.type
     if not torch.is_autocast_enabled(device):
         return _AS_IT_IS

@@ -1,4 +1,4 @@
-"""Which pipeline attends in which layer of a model."""
+"""`Schedule` says which pipeline attends in which layer of a model."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def _check_layer(where: str, attention: object) -> None:
 @final
 @frozen(eq=False)
 class Schedule:
-    """Which pipeline attends in which layer of a model; None is dense, and negative indices count from the last.
+    """Which pipeline attends in which layer of a model. None is dense; negative indices count from the last layer.
 
         Schedule(pbs_attn(0.9), dense=(0, 1, -1))
         Schedule(pbs_attn(0.9), layers={3: pbs_attn(0.95), 4: HeadGroups({(0, 1): mean_pooling(), (2,): None})})
 
     Args:
-        default: for every layer that is not named.
-        layers: single layers by index.
-        dense: indices of dense layers, short for None in `layers`.
+        default: the pipeline of every layer that is not named.
+        layers: the pipelines of single layers, by index.
+        dense: the indices of dense layers; the same as None for them in `layers`.
     """
 
     default: LayerPipeline | None = field()
@@ -67,11 +67,11 @@ class Schedule:
             raise ValueError(f"'layers' and 'dense' must name a layer once, and name these again: {twice}")
 
     def resolve(self, layers: int) -> tuple[LayerPipeline | None, ...]:
-        """What attends in each layer of a model with so many.
+        """What attends in each layer of a model that has `layers` layers.
 
         Raises:
-            TypeError, ValueError: `layers` is not a whole number, at least 1; a named layer is not there, or is
-                named from both ends.
+            TypeError, ValueError: `layers` is not a whole number, at least 1; the model has no such layer as one
+                that is named; or a layer is named twice, once from either end.
         """
         size.check(layers=layers)
         named = {**self.layers, **dict.fromkeys(self.dense)}

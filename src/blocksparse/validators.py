@@ -1,4 +1,4 @@
-"""What arguments must be. A rule refuses a value in one sentence, by the name that the user wrote."""
+"""Rules for arguments. A rule refuses a value in one sentence that has the name of the user's argument."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any, TypeGuard, final
 from attrs import Attribute, frozen
 from torch import Tensor
 
-MAX_BLOCK = 16384  # tokens; what has room for whole blocks then stays small, however short the prompt is
+MAX_BLOCK = 16384  # tokens; buffers are padded to whole blocks, and this bounds them for short prompts
 
 
 @final
 @frozen(eq=False)
 class Rule:
-    """A validator of attrs fields, and by `check` of arguments of a function.
+    """A validator of attrs fields; its method `check` does the same for the arguments of a function.
 
     Args:
-        what: what a value must be, as the end of a sentence.
-        is_kind: whether a value is of the right kind; otherwise a `TypeError` is raised.
-        holds: whether a value of the right kind is a right one; otherwise a `ValueError` is raised.
+        what: what a value must be; the error says "'name' must be {what}".
+        is_kind: whether a value has the right type; if not, a `TypeError` is raised.
+        holds: whether a value of the right type is allowed; if not, a `ValueError` is raised.
     """
 
     what: str
@@ -31,7 +31,7 @@ class Rule:
         self.check(**{attribute.name: value})
 
     def check(self, **named: object) -> None:
-        """Raise unless all these values, by name, are what they must be."""
+        """Raise unless every one of these named values passes the rule."""
         for name, value in named.items():
             if not self.is_kind(value):
                 raise TypeError(f"'{name}' must be {self.what}: {shown(value)}")
@@ -40,12 +40,12 @@ class Rule:
 
 
 def is_whole(value: object) -> TypeGuard[int]:
-    """Whether a value is a whole number of Python's or numpy's, and no bool."""
+    """Whether a value is a whole number of Python or numpy, bools excluded."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def whole(value: int) -> int:
-    """Converter: whole numbers become Python's, and what is none stays as it is, for a rule to refuse."""
+    """Converter: a whole number becomes a Python `int`; any other value stays as it is, for a rule to refuse."""
     return int(value) if is_whole(value) else value
 
 
@@ -57,7 +57,7 @@ flag = Rule("True or False", lambda x: isinstance(x, bool))
 
 
 def one_of(*options: str | int) -> Rule:
-    """One of these values, which are of one type."""
+    """A rule for values that must be one of `options`, which all have one type."""
     kind, (*before, last) = type(options[0]), map(repr, options)
     return Rule(
         f"{', '.join(before)} or {last}",
@@ -67,31 +67,31 @@ def one_of(*options: str | int) -> Rule:
 
 
 def a(*roles: type) -> Rule:
-    """An instance of one of these classes."""
+    """A rule for values that must be instances of one of these classes."""
     names = (f"{'an' if role.__name__[0] in 'AEIOU' else 'a'} {role.__name__}" for role in roles)
     return Rule(" or ".join(names), lambda x: isinstance(x, roles))
 
 
 def optional(rule: Rule) -> Rule:
-    """The rule, or None."""
+    """A rule that also lets None pass."""
     return Rule(
         f"{rule.what}, or None", lambda x: x is None or rule.is_kind(x), lambda x: x is None or rule.holds(x)
     )
 
 
 def multiple(name: str, value: int | None, of: str, size: int) -> None:
-    """Raise a `ValueError` unless the argument `name`, if there is one, is a multiple of the argument `of`."""
+    """Raise a `ValueError` unless argument `name` is None or a multiple of argument `of` (which is `size`)."""
     if value is not None and whole(value) % whole(size):
         raise ValueError(f"'{name}' must be a multiple of '{of}' ({size}): {shown(value)}")
 
 
 def shown(value: object) -> str:
-    """A value on one short line."""
+    """A value as text for an error message: one line of at most 80 characters."""
     if isinstance(value, Tensor):
         grad = " that requires grad (detach it)" if value.requires_grad else ""
         return f"a tensor {list(value.shape)} of {value.dtype} on {value.device}{grad}"
     try:
         text = " ".join(repr(value).split())
-    except ValueError:  # Python prints no whole number of more than 4300 digits
+    except ValueError:  # Python refuses to print a whole number of more than 4300 digits
         text = f"a value of type {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,4 +1,4 @@
-"""Value: what an executor gives."""
+"""The value that executors give."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from blocksparse.selectors.block_mask import BlockMask
 class AttentionOutput:
     """Attention over the kept pairs.
 
-    A row with nothing kept has `out` 0 and `lse` -inf.
+    A query without a kept key has `out` 0 and `lse` -inf.
     """
 
     out: Tensor  # [B, Hq, M, Dv], the dtype of v
-    lse: Tensor | None  # [B, Hq, M] fp32, natural logarithm; None where the backend gives none
+    lse: Tensor | None  # [B, Hq, M] fp32, log of the softmax denominator (natural); None if the backend gives none
     visited: BlockMask | None = (
-        None  # the blocks computed, after an early stop or densely; None: those of the mask
+        None  # the blocks that were computed, if an early stop or dense attention made them differ from the mask
     )

@@ -1,4 +1,4 @@
-"""Value: a mask as the lists that kernels walk."""
+"""A mask as lists of blocks, which is what kernels read."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from blocksparse.selectors.block_mask import BlockMask
 class BlockPlan:
     """Which key blocks each row visits: those with all pairs allowed (`full`), then those with some (`partial`).
 
-    One list per row, both parts ascending. Shapes are static and nothing is read back to the host; entries past
-    a row's counts have no meaning, but are in range. FlexAttention's `BlockMask` and flash-attn-4's
-    `BlockSparseTensorsTorch` take the two parts as int32 lists of their own: `full_index` and `partial_index`.
+    Each row has one list, and each part of it is ascending. Shapes do not depend on the mask, and nothing is read
+    back to the host. Entries after a row's two counts have no meaning, but are valid columns. FlexAttention's
+    `BlockMask` and flash-attn-4's `BlockSparseTensorsTorch` take the two parts as separate int32 lists, which
+    are `full_index` and `partial_index`.
     """
 
     full_count: Tensor  # [B, H, rows] int32; H is Hq, or Hkv where query heads share one mask
@@ -30,23 +31,23 @@ class BlockPlan:
 
     @classmethod
     def of(cls, mask: BlockMask) -> BlockPlan:
-        """The lists of `mask`; partial and full follow from its grid."""
+        """The lists of `mask`. Its grid says which blocks are full."""
         return cls(*block_lists(mask.keep, mask.grid), mask.grid.q_block, mask.grid.k_block)
 
     @property
     def full_index(self) -> Tensor:
-        """Full blocks from entry 0 on, `[B, H, rows, cols]` int32: the one list serves."""
+        """A list with the full blocks from entry 0 on, `[B, H, rows, cols]` int32: `index` as it is."""
         return self.index.int()
 
     @property
     def partial_index(self) -> Tensor:
-        """Partial blocks from entry 0 on, `[B, H, rows, cols]` int32; a copy."""
+        """A list with the partial blocks from entry 0 on, `[B, H, rows, cols]` int32; this makes a copy."""
         cols = self.index.shape[-1]
         place = torch.arange(cols, device=self.index.device) + self.full_count.unsqueeze(-1)
         return self.index.gather(-1, place.clamp_max(cols - 1)).int()
 
     def to_dense(self) -> Tensor:
-        """Every listed block, `[B, H, rows, cols]` bool."""
+        """Which blocks are listed, `[B, H, rows, cols]` bool."""
         cols = self.index.shape[-1]
         count = (self.full_count + self.partial_count).unsqueeze(-1)
         listed = torch.arange(cols, device=self.index.device) < count

@@ -1,4 +1,4 @@
-"""Whether torch.compile compiles: where it is switched off, it runs things as they stand, without a word."""
+"""Whether torch.compile compiles: if it is switched off, it runs functions uncompiled, without a warning."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode  # no public
 
 
 def uncompiled_because() -> str | None:
-    """Why torch.compile would not compile what is called now, or None; takes some microseconds."""
+    """The reason why torch.compile would not compile a function called now, or None. Takes some microseconds."""
     if _get_current_dispatch_mode() is not None:
-        # Not to be tried: what torch.compile once met under such a mode it never compiles again.
+        # Do not test this by a call: torch.compile never compiles a function that it once met under such a mode.
         return "under an active TorchDispatchMode torch.compile does nothing"
     if torch.compiler.is_compiling() or (not torch._dynamo.config.disable and _compiled_question()()):
         return None
@@ -21,7 +21,7 @@ def uncompiled_because() -> str | None:
 
 @functools.cache
 def _compiled_question() -> Callable[[], bool]:
-    # Its answer depends on nothing that a guard watches: without guards it is compiled once.
+    # The answer does not depend on anything that guards watch. Without guards it is compiled only once.
     return torch.compile(
         _is_compiled,
         backend="eager",
@@ -31,5 +31,5 @@ def _compiled_question() -> Callable[[], bool]:
 
 
 def _is_compiled() -> bool:
-    """True in what Dynamo makes of it, False as it stands."""
+    """True if Dynamo has traced this function, False if it runs as plain Python."""
     return torch.compiler.is_compiling()

@@ -1,4 +1,4 @@
-"""Dense attention by the fastest kernel that PyTorch has, for calls that select no blocks."""
+"""Dense attention by the fastest kernel of PyTorch, for calls that select no blocks."""
 
 from __future__ import annotations
 
@@ -16,32 +16,33 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from blocksparse.precision import without_autocast
 
-# Queries whose weights `_by_rows` holds at a time: about as many numbers as the keys that it holds anyway.
+# `_by_rows` holds the weights of so many queries at a time: about as many numbers as its copy of the keys.
 _ROWS = 128
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
     """Softmax attention of `q` `[B, Hq, M, D]` over all of `k` `[B, Hkv, N, D]` and `v`: `[B, Hq, M, Dv]`.
 
-    When causal, the queries are the last ones of the keys. Takes cuDNN where that can run, else FlashAttention-2,
-    else the memory-efficient kernel, and plain products of a few queries at a time where PyTorch has no kernel.
-    So memory grows with M + N, not with M N, for every dtype, group of heads and head dim. PyTorch's own choice
-    is another: its order can be changed for the whole process only, and where no kernel takes the inputs as they
-    are it holds all weights. What the caller switched off (`sdpa_kernel`, `torch.backends.cuda`) is not taken.
+    When causal, the queries are the last M of the N tokens. It runs cuDNN if that can run, else FlashAttention-2,
+    else the memory-efficient kernel, and if PyTorch has no kernel, plain products of a few queries at a time. So
+    memory grows with M + N, not with M N, for every dtype, number of heads and head dim. PyTorch's own choice is
+    not used, because its order can be changed only for the whole process, and because it holds all weights if no
+    kernel takes the inputs as they are. Backends that the caller switched off (`sdpa_kernel`,
+    `torch.backends.cuda`) are not run.
     """
     with without_autocast(q):
         return _attend(q, k, v, causal=causal, scale=scale)
 
 
 def _chunk_mask(M: int, N: int) -> Any:
-    from torch.nn.attention.bias import causal_lower_right  # brings Dynamo, which takes long to import
+    from torch.nn.attention.bias import causal_lower_right  # this imports Dynamo, which takes long
 
     return causal_lower_right(M, N)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
     M, N, Dv = q.shape[2], k.shape[2], v.shape[3]
-    chunk = causal and M < N  # where PyTorch's flag would align the first query with the first key
+    chunk = causal and M < N  # PyTorch's `is_causal` would align the first query with the first key here
     q, k, v = (_loadable(x, x.shape[3]) for x in (q, k, v))
     if not chunk and can_use_cudnn_attention(_params(q, k, v, causal)):
         # 1.7 times as fast as FlashAttention-2 on an H200.
@@ -70,14 +71,15 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> T
 
 
 def _params(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> SDPAParams:
-    """A call without mask and dropout, for PyTorch to say whether a kernel can run it."""
+    """A call without mask and dropout, described for the functions that say if a kernel of PyTorch can run it."""
     return SDPAParams(q, k, v, None, 0.0, causal, q.shape[1] != k.shape[1])
 
 
 def _loadable(x: Tensor, width: int) -> Tensor:
-    """`x` in `width` columns, rounded up to a multiple of 8, whose tokens kernels can load by 16 bytes at a time.
+    """`x` with `width` columns, rounded up to a multiple of 8, so that kernels can load 16 bytes at a time.
 
-    Columns of zeros are added, which change no product; in the output they are cut off. Copies where it must.
+    The added columns are zeros, which change no product; the caller cuts them off the output. It copies only if
+    it must.
     """
     missing = -(-width // 8) * 8 - x.shape[3]
     if missing:
@@ -88,15 +90,16 @@ def _loadable(x: Tensor, width: int) -> Tensor:
 
 
 def _for_each_query_head(x: Tensor, q: Tensor) -> Tensor:
-    """`x` `[B, Hkv, N, D]` with a copy of a head for each of its query heads, `[B, Hq, N, D]`."""
+    """`x` `[B, Hkv, N, D]` with each head repeated for each of its query heads, `[B, Hq, N, D]`."""
     size = q.shape[1] // x.shape[1]
     return x if size == 1 else x.repeat_interleave(size, dim=1)
 
 
 def _chunk_on_a_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """The last M of N tokens, M < N: attention to the keys before them, and causal attention to their own, merged.
+    """Causal attention of the last M of N tokens, M < N, merged from two calls.
 
-    The kernel takes a mask instead, but that has M N entries, and a key that is NaN reaches queries before it.
+    One call attends to the keys before these tokens, the other causally to the keys of these tokens. The kernel
+    would also take a mask, but that has M N entries, and a key that is NaN would reach queries before it.
     """
     earlier = k.shape[2] - q.shape[2]
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -108,7 +111,7 @@ def _chunk_on_a_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def _by_rows(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
-    """The same in plain products, for `k` and `v` `[B, Hq, N, D]`: float64 on a GPU, and other devices."""
+    """Dense attention in plain products, `k` and `v` `[B, Hq, N, D]`; for float64 on a GPU, and other devices."""
     M, N = q.shape[2], k.shape[2]
     wide = torch.promote_types(q.dtype, torch.float32)
     keys, values = k.to(wide).transpose(2, 3), v.to(wide)
@@ -116,7 +119,7 @@ def _by_rows(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> 
     out = torch.empty_like(q)
     for start in range(0, M, _ROWS):
         stop = min(start + _ROWS, M)
-        end = N - M + stop if causal else N  # none of these queries sees a key from here on
+        end = N - M + stop if causal else N  # these queries see only keys before this one
         logits = torch.matmul(q[:, :, start:stop].to(wide), keys[..., :end]).mul_(scale)
         if causal:
             logits.masked_fill_(position[:end] > position[N - M + start : end].unsqueeze(1), float("-inf"))

@@ -1,4 +1,4 @@
-"""Role: q, k, v, Permutation, BlockMask -> AttentionOutput."""
+"""The role of an executor: q, k, v, Permutation, BlockMask -> AttentionOutput."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ MaskT_contra = TypeVar("MaskT_contra", bound=BlockMask, contravariant=True)
 class Executor(ABC, Generic[PermutationT_contra, MaskT_contra]):
     """Computes softmax attention over exactly the pairs that a permutation and a mask mean together.
 
-    Drop the pairs that causality forbids *by original position*; what remains of each kept block is attended
-    to. Every executor is an optimisation of that sentence, which `ReferenceExecutor` is in plain torch.
+    These are the pairs of all kept blocks, except those that causality forbids *by original position*.
+    `ReferenceExecutor` computes this definition in plain torch; all other executors are faster ways to it.
     """
 
     @abstractmethod
@@ -39,13 +39,14 @@ class Executor(ABC, Generic[PermutationT_contra, MaskT_contra]):
 
     @abstractmethod
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskT_contra) -> list[str]:
-        """Every reason why this executor cannot run these inputs; empty when it can."""
+        """Every reason why this executor cannot run these inputs; empty if it can."""
 
     def dense_because(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> str | None:
-        """Why a pipeline should attend densely before it looks at any block; mostly None.
+        """The reason why a pipeline should attend densely instead of running its stages, or None.
 
-        Decided by shapes, dtype and device, never by contents. An executor that is handed a mask obeys it. Only
-        `AutoExecutor` ever gives a reason.
+        The answer may depend on shapes, dtype and device, but not on contents. It concerns only the pipeline: an
+        executor that gets a mask always obeys it. Of the executors in this library only `AutoExecutor` ever gives
+        a reason.
         """
         return None
 
@@ -59,16 +60,16 @@ class Executor(ABC, Generic[PermutationT_contra, MaskT_contra]):
         *,
         hint: str = "",
     ) -> None:
-        """Refuse what this executor cannot attend to; the first thing that a call does.
+        """Refuse inputs that this executor cannot run. Each `__call__` should begin with it.
 
         Args:
-            hint: the way out where there are reasons in `unsupported`.
+            hint: a sentence that ends the error message if `unsupported` gives reasons.
 
         Raises:
-            TypeError: the permutation or the mask is not of the kind that the class line names, or q, k and v
-                have different dtypes or none of a pipeline's.
-            ValueError: the mask is not one of these tensors in this permutation, v does not go with k, one of them
-                has a forward-mode tangent, or there are reasons in `unsupported`.
+            TypeError: the permutation or the mask is not of the type that the executor's class declares, or q, k
+                and v do not have one of the dtypes that pipelines take, the same for all three.
+            ValueError: the mask was not made for these tensors and this permutation, q, k and v do not fit each
+                other, one of them has a forward-mode tangent, or `unsupported` gives reasons.
         """
         check_got(self, Executor, 0, permutation)
         check_got(self, Executor, 1, mask)

@@ -1,4 +1,4 @@
-"""The plan handed to flash-attn-4's block-sparse kernels (extra `fa4`)."""
+"""Block-sparse attention by the kernels of flash-attn-4 (extra `fa4`)."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ _NOWHERE = torch.iinfo(torch.int32).max  # a position after every query
 @final
 @frozen(eq=False)
 class FlashAttention4Executor(Executor[GlobalPermutation, BlockMask]):
-    """flash-attn-4's forward over the block lists: fp16 and bf16, on NVIDIA GPUs from Hopper on.
+    """flash-attn-4's forward kernel over the kept blocks: fp16 and bf16, on NVIDIA GPUs from Hopper on.
 
-    Exact up to rounding. Keys and values are gathered once per KV head, as `TritonExecutor` does. The first call
-    of a kind compiles, for seconds. Its interface is in beta: written for 4.0.0b36.
+    The result is exact up to rounding. Keys and values are gathered once per KV head, as in `TritonExecutor`. The
+    first call with a new combination of sizes and options compiles for some seconds. The interface of flash-attn-4
+    is in beta; this is written for 4.0.0b36.
     """
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> list[str]:
@@ -73,7 +74,7 @@ class FlashAttention4Executor(Executor[GlobalPermutation, BlockMask]):
 
 
 def to_flash_attention_4(mask: BlockMask) -> Any:
-    """flash-attn-4's `BlockSparseTensorsTorch`, one list per query head."""
+    """The mask as flash-attn-4's `BlockSparseTensorsTorch`, with one list per query head."""
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
     plan = BlockPlan.of(mask)
@@ -86,7 +87,7 @@ def to_flash_attention_4(mask: BlockMask) -> Any:
 
 
 def _positions(mask: BlockMask, permutation: GlobalPermutation) -> dict[str, Any]:
-    """What the kernel tests in partial blocks; full ones it never masks."""
+    """The arguments by which the kernel masks pairs in partial blocks. It masks none in full blocks."""
     from blocksparse.kernels.attention.flash_attention_4_mask import causal, key_not_after_query
 
     grid = mask.grid
@@ -102,7 +103,7 @@ def _positions(mask: BlockMask, permutation: GlobalPermutation) -> dict[str, Any
 
 
 def _wrong_sizes(head_dim: int, value_dim: int, mask: BlockMask, *, hopper: bool) -> list[str]:
-    """Head dims and blocks that the kernel has no tiles for."""
+    """The reasons why the kernel has no tiles for these head dims and blocks; empty if it has."""
     reasons = []
     largest, q_block, k_block = max(head_dim, value_dim), mask.grid.q_block, mask.grid.k_block
     limit = 256 if hopper else 128
@@ -120,5 +121,5 @@ def _wrong_sizes(head_dim: int, value_dim: int, mask: BlockMask, *, hopper: bool
 
 
 def _installed() -> bool:
-    """Whether flash-attn-4 is there; its predecessor has the same parent package."""
+    """Whether flash-attn-4 is installed; the package `flash_attn` alone may be its predecessor."""
     return find_spec("flash_attn") is not None and find_spec("flash_attn.cute") is not None

@@ -1,4 +1,4 @@
-"""Keys loaded through an index map, best blocks first, with an early stop (S2O, section 3.2)."""
+"""Attention that loads keys through an index map, best blocks first, and stops early (S2O, section 3.2)."""
 
 from __future__ import annotations
 
@@ -22,22 +22,23 @@ from blocksparse.validators import flag, one_of, size, whole
 class GatherExecutor(Executor[Permutation, RankedBlockMask]):
     """Visit a row's kept blocks by rank and stop when they add little (S2O, algorithms 2 and 3).
 
-    Blocks of a negative rank come first and in any case. After each later block, a query is satisfied if the
-    block added less than `tau` times what its softmax denominator was, both relative to the same
-    running maximum; a row of blocks stops when its queries are satisfied. The output is attention over exactly
-    the blocks that it reports as `visited`.
+    Blocks of a negative rank are visited first and in any case. After each later block, a query is satisfied if
+    the gain of that block, by which the query's softmax denominator grew, is less than `tau` times the denominator
+    before it, both relative to the same running maximum. A row of blocks stops when its queries are satisfied. The
+    output is attention over exactly the blocks that it reports as `visited`.
 
-    Tokens are loaded through the index map and never moved, so that each query group may have a map of its
-    own. On a GPU a Triton kernel runs (fp16, bf16, fp32; query blocks up to 128), on Hopper one of its own where
-    it can: half precision, head dims 64 and 128, query blocks of 64 or 128, key blocks of 32, 64 or a multiple of
-    the query block, and `commit`. CPU tensors and float64 take plain torch. All visit the same blocks.
+    Tokens are loaded through the index map and never moved, so each query group may have its own map. On a GPU a
+    Triton kernel runs (fp16, bf16, fp32; query blocks up to 128). Hopper has its own kernel for half precision,
+    head dims 64 and 128, query blocks of 64 or 128, key blocks of 32, 64 or a multiple of the query block, and
+    `commit=True`. CPU tensors and float64 take plain torch. All of these visit the same blocks.
 
     Args:
-        tau: 0 never stops; a number, or one per query head. The paper prints no value.
-        reduction: a row stops when "all" its queries are satisfied, or when the "mean" of their gains, each
-            as a share of its denominator, is below `tau`. The paper does not say.
-        patience: how many blocks in a row must satisfy; 1 as in the paper.
-        commit: keep the block that ends the row. The printed algorithm throws it away.
+        tau: bound of the gain, a number or one per query head; with 0 no row stops early. The paper prints no
+            value.
+        reduction: whether a row stops when "all" its queries are satisfied, or when the "mean" of their gains,
+            each divided by its denominator, is below `tau`. The paper does not say.
+        patience: after how many such blocks in succession a row stops; 1 as in the paper.
+        commit: include the block after which a row stops in the output. The printed algorithm drops it.
     """
 
     tau: PerHead = field(default=0.01, converter=per_head, validator=at_least_0, repr=written)

@@ -1,4 +1,4 @@
-"""Block lists on Hopper, from int8 queries and keys and 8-bit values."""
+"""Block-sparse attention in 8 bits on Hopper: int8 queries and keys, and fp8 weights and values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from blocksparse.validators import a, flag, optional
 
 
 class TileOperands(NamedTuple):
-    """What the kernel reads; scales as `kernels/rounding/tile_operands.py` says."""
+    """The tensors that the kernel reads. `kernels/rounding/tile_operands.py` defines their scales."""
 
     q: Tensor  # [B, Hq, M, D] int8
     k: Tensor  # [B, 2 * Hk, N, D] int8
@@ -34,27 +34,27 @@ class TileOperands(NamedTuple):
     k_token_scale: Tensor  # [B, Hk, N] fp32
     v_tile_log2: Tensor | None  # [B, Hk, tiles, 4] fp32
     v_token: Tensor | None  # [B, 2 * Hk, N] fp32, log2 of scales, then their inverses
-    taken: Tensor | None  # [B, Hq, M] fp32, what smoothing took from every logit of a query
+    taken: Tensor | None  # [B, Hq, M] fp32, what smoothing subtracted from every logit of a query
 
 
 @final
 @frozen(eq=False)
 class Int8Executor(Executor[GlobalPermutation, BlockMask]):
-    """Round to 8 bits on the way into slots, then walk each row's kept blocks in one kernel.
+    """Round tokens to 8 bits while they move into slots, then attend to each row's kept blocks in one kernel.
 
-    SageAttention's arithmetic (SpargeAttn 3.5) in a kernel for GPUs of compute capability 9.0 (Hopper); fp16 and
-    bf16, head dims 64 and 128. Queries and keys are rotated by a Hadamard matrix first, which leaves their
-    products as they are and evens out their entries. A query has one scale. Blocks that a row of the mask sees
-    whole have four scales for each tile of keys, as the threads of a matrix product share them; blocks that
-    masks cut have one for each key, so that no bit of a row depends on later tokens. docs/numerics.md has the
-    errors.
+    This is SageAttention's arithmetic (SpargeAttn 3.5) in a kernel for GPUs of compute capability 9.0 (Hopper),
+    for fp16 and bf16 and head dims 64 and 128. Queries and keys are rotated by a Hadamard matrix first, which does
+    not change their products and makes their entries more even. Each query has one scale. In blocks without a
+    masked pair, each tile of keys has four scales, one for each group of columns that a thread of a matrix product
+    holds. In blocks with masked pairs, each key has its own scale, so that no bit of a row depends on later
+    tokens. docs/numerics.md has the errors.
 
     Args:
-        fp8_pv: fp8 (e4m3) weights and values, added in fp32 after four tiles at most; else both have the input's
-            precision.
-        smooth_k: subtract the mean key first, which softmax ignores and `lse` makes good. When causal, the mean is
-            that of the first tokens, as many as a key block has, at most 128.
-        pv_skip: lambda of SpargeAttn 3.4, negative, a difference of logits, as `TritonExecutor` has it.
+        fp8_pv: round weights and values to fp8 (e4m3), with sums that are moved to fp32 after four tiles at most.
+            `False` leaves both in the precision of the input.
+        smooth_k: subtract the mean key from all keys first. Softmax ignores this, and `lse` is corrected. When
+            causal, the mean is that of the first tokens, as many as a key block has, but at most 128.
+        pv_skip: lambda of SpargeAttn 3.4, negative, a difference of logits, as in `TritonExecutor`.
         tiles: how the kernel is launched; by default the fastest.
 
     Raises:
@@ -134,7 +134,7 @@ class Int8Executor(Executor[GlobalPermutation, BlockMask]):
         """Round `q` `[B, Hq, M, D]`, `k` and `v` `[B, Hkv, N, D]` on their way into slots."""
         tile, mean, early = self._piece(q, grid), None, 0
         if self.smooth_k:
-            # A row that sees a block whole sees as many tokens as the block has, and so the first ones.
+            # A row that sees a whole block sees at least as many tokens as that, and so all of the first ones.
             first = min(SMOOTHED_BY, grid.k_block)
             mean = smoothing_mean(k, grid.causal, first).squeeze(2)
             early = max(first - 1 - (grid.k_len - grid.q_len), 0) if grid.causal else 0
@@ -147,7 +147,7 @@ class Int8Executor(Executor[GlobalPermutation, BlockMask]):
         return TileOperands(queries, keys, halves, q_scale, k_tile, k_token, None, None, taken)
 
     def _piece(self, q: Tensor, grid: Grid) -> int:
-        """Keys that share scales: a tile of the kernel, or the part of one that a block fills."""
+        """How many keys share scales: those of a tile of the kernel, or those of a block if that is smaller."""
         return min(grid.k_block, self._tiles(q, grid).block_n)
 
     def _tiles(self, q: Tensor, grid: Grid) -> HopperTiles:

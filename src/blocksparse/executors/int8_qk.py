@@ -1,4 +1,4 @@
-"""How queries and keys become int8."""
+"""The option of `TritonExecutor` that rounds queries and keys to int8."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from blocksparse.validators import flag, one_of
 
 
 class Int8Operands(NamedTuple):
-    """What the kernel multiplies, and what smoothing took from every logit of a query."""
+    """The rounded queries and keys, their scales, and what smoothing subtracted from the logits."""
 
     q: Tensor  # [B, Hq, M, D] int8
     k: Tensor  # [B, copies * Hk, N, D] int8
     q_scale: Tensor  # [B, Hq, M] fp32
     k_scale: Tensor  # [B, copies * Hk, N] fp32
     k_copy: Tensor | None  # [B|1, Hq|1, rows] int32, the copy of k that a row reads; None when there is one
-    taken: Tensor | None  # [B, Hq, M] fp32
+    taken: Tensor | None  # [B, Hq, M] fp32, what smoothing subtracted from every logit of a query
 
 
 @final
@@ -31,12 +31,12 @@ class Int8QK:
     """Logits from int8 queries and keys (SageAttention; SpargeAttn 3.5).
 
     Args:
-        scales: `"token"`: one scale for each query and each key, so that later tokens change no bit of
-            earlier rows. `"block"`: one for each block of the mask, as SageAttention and SpargeAttn have it; a row
-            then feels later tokens of its own block in how it is rounded, though not in what it attends to.
-        smooth_k: subtract the mean key first. It shifts all logits of a row alike, which softmax ignores, and
-            `lse` is corrected. When causal, the mean is that of the first 128 tokens, and rows of blocks that
-            do not see all of those read keys that are not smoothed.
+        scales: `"token"` has one scale for each query and each key, so that later tokens change no bit of earlier
+            rows. `"block"` has one for each block of the mask, as SageAttention and SpargeAttn do; later tokens of
+            its own block then change how a row is rounded, but not to which keys it attends.
+        smooth_k: subtract the mean key from all keys first. This shifts all logits of a query alike, which softmax
+            ignores, and `lse` is corrected. When causal, the mean is that of the first 128 tokens, and rows of
+            blocks with a query that does not see all of these read keys that are not smoothed.
     """
 
     scales: Literal["token", "block"] = field(default="token", validator=one_of("token", "block"))
@@ -52,7 +52,7 @@ class Int8QK:
             mean = smoothing_mean(k, grid.causal).squeeze(2)
             if grid.causal and grid.k_len - grid.q_len < SMOOTHED_BY - 1:
                 k_copy = (grid.q_first[..., 0] < SMOOTHED_BY - 1).int()
-                # Where queries stand in order, the rows that read plain keys end here, and so does what they see.
+                # In original order, only keys up to here are read by rows that take keys which are not smoothed.
                 in_order = permutation.q_index is None
                 plain_below = min(SMOOTHED_BY - 2 + grid.q_block, grid.k_len) if in_order else grid.k_len
         queries, q_scale, taken = int8_queries(

@@ -1,4 +1,4 @@
-"""The meaning itself, in plain torch."""
+"""The executor that defines the result of all others, in plain torch."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from blocksparse.selectors.block_mask import BlockMask
 @final
 @frozen(eq=False)
 class ReferenceExecutor(Executor[Permutation, BlockMask]):
-    """Softmax attention over exactly the kept pairs: any permutation, dtype and device, no kernel.
+    """Softmax attention over exactly the kept pairs, for any permutation, dtype and device, without kernels.
 
-    Walks the rows of the mask and gathers only the keys that each keeps, so memory stays with the kept
-    blocks of one row. Computes in fp32 or better, on a GPU in float64; float64 inputs give the yardstick of every
-    other executor.
+    It computes one row of blocks at a time and gathers only the keys that the row keeps, so it takes memory for
+    the kept blocks of one row. It computes in fp32 or better, on a GPU in float64. Every other executor is tested
+    against its result for float64 inputs.
     """
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> list[str]:
@@ -35,7 +35,7 @@ class ReferenceExecutor(Executor[Permutation, BlockMask]):
         self.check(q, k, v, permutation, mask)
         grid, keep = mask.grid, mask.per_query_head()
         B, Hq, M, _ = q.shape
-        # Plain torch may round fp32 on a GPU, where the process allows TF32.
+        # On a GPU plain torch may round fp32 to TF32, if the process allows that.
         dtype = torch.float64 if q.is_cuda else wide_dtype(q)
         out = q.new_zeros((B, Hq, M, v.shape[-1]), dtype=v.dtype)
         lse = q.new_full((B, Hq, M), float("-inf"), dtype=wide_dtype(q))
@@ -64,7 +64,7 @@ class ReferenceExecutor(Executor[Permutation, BlockMask]):
             peak = logits.amax(-1, keepdim=True)
             weight = (logits - peak.masked_fill(peak == float("-inf"), 0.0)).exp()
             total = weight.sum(-1, keepdim=True)
-            # An empty slot reads token 0; its weight is 0, which must not meet an infinite value.
+            # An empty slot reads token 0 with a weight of 0. If that value is infinite, 0 * inf would be NaN.
             values = v[batch, head, token].to(dtype).masked_fill(slots.unsqueeze(-1) < 0, 0.0)
             block = products(weight / total.masked_fill(total == 0, 1.0), values.mT)
             out.scatter_(2, query.unsqueeze(-1).expand(block.shape), block.to(out.dtype))

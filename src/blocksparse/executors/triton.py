@@ -1,4 +1,4 @@
-"""Block lists on a GPU, any vendor that Triton compiles for."""
+"""Block-sparse attention by Triton kernels, on GPUs of any vendor that Triton compiles for."""
 
 from __future__ import annotations
 
@@ -25,22 +25,23 @@ from blocksparse.validators import a, flag, optional
 @final
 @frozen(eq=False)
 class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
-    """Gather keys and values once per KV head, then walk each row's kept blocks in one kernel.
+    """Gather keys and values once per KV head, then attend to the kept blocks of each row in one kernel.
 
-    fp16, bf16 and fp32; head dims up to 256 (padded to a power of two on chip); native GQA; `Nq <= Nk`.
-    Runs compiled on a GPU, and on CPU tensors under Triton's interpreter (fp16 and fp32). A GPU of compute
-    capability 9.0 (Hopper) computes half precision with head dims up to 128 in a kernel of its own.
+    It takes fp16, bf16 and fp32, head dims up to 256 (padded to a power of two on chip) and grouped query heads
+    without copies of keys. It runs compiled on a GPU, and on CPU tensors under Triton's interpreter (fp16 and
+    fp32). On GPUs of compute capability 9.0 (Hopper), half precision with head dims up to 128 has its own kernel.
 
     The options after `tiles` approximate, and are off by default (docs/numerics.md has their bounds).
 
     Args:
-        tiles: which kernel, and how it is launched: `HopperTiles` or `TritonTiles`; by default the fastest.
+        tiles: which kernel runs and how it is launched, `HopperTiles` or `TritonTiles`; by default the fastest.
         pv_skip: lambda of SpargeAttn 3.4, negative, a difference of logits; one for all query heads or one for
-            each. In blocks without a masked pair, a query leaves out the tiles of keys whose best logit is more
-            than `-pv_skip` below the best one met before. With `m` keys left out, at most a share
-            `m e^pv_skip` of the query's mass is lost.
-        int8_qk: logits from int8 queries and keys.
-        fp8_pv: fp8 (e4m3) weights and values, one scale for each token; added in fp32. NVIDIA GPUs from Ada on.
+            each. In blocks without a masked pair, a query leaves out each tile of keys whose greatest logit is
+            more than `-pv_skip` below the greatest one that it met before. If `m` keys are left out, at most the
+            share `m e^pv_skip` of the query's mass is lost.
+        int8_qk: compute logits from int8 queries and keys.
+        fp8_pv: round weights and values to fp8 (e4m3), with one scale for each token, and add products in fp32.
+            It needs an NVIDIA GPU from Ada on.
 
     Raises:
         ValueError: `pv_skip` is not negative.
@@ -81,7 +82,7 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
         return self.pv_skip is not None or self.int8_qk is not None or self.fp8_pv
 
     def _without_fp8(self, q: Tensor, k_block: int) -> list[str]:
-        """Why weights and values cannot be fp8."""
+        """The reasons why weights and values cannot be fp8; empty if they can."""
         from blocksparse.kernels.attention.sparse_attention_triton import runs_interpreted
 
         reasons = []
@@ -111,7 +112,8 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
         hint = "Use AutoExecutor(), or CpuExecutor() on a CPU."
         self.check(q, k, v, permutation, mask, hint=hint)
         grid, plan = mask.grid, BlockPlan.of(mask)
-        # Rounding moves tokens into slots on its way; the exact kernel's op moves them itself.
+        # The op of the exact kernels moves keys and values into slots itself. For approximate kernels they are
+        # moved here, by the function that rounds them if they are rounded.
         exact, key_slots = not self._approximates, permutation.key_slots
         q_scale = k_scale = k_copy = v_scale = taken = None
         if self.int8_qk is not None:

@@ -1,1 +1,1 @@
-"""One file per host library."""
+"""Integrations: how pipelines run inside the models of other libraries."""

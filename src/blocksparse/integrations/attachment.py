@@ -1,4 +1,4 @@
-"""A pipeline's stay in a transformers model."""
+"""`Attachment`: a pipeline that a transformers model uses until it is detached."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _PREFIX = "blocksparse-"
 @final
 @frozen(eq=False)
 class Attachment:
-    """A pipeline in a model, under a name of its own in transformers' registries, until `detach()`.
+    """A pipeline in a model, under its own name in transformers' registries, until `detach()`.
 
-    Attachments of one model stack: the last one works, and they are detached in reverse order. A deep copy or a
-    pickle of the model has no pipeline: it attends as the model did before. A model that is thrown away takes its
-    attachments along.
+    A model may have several attachments. The latest one is in use, and they must be detached in reverse order. A
+    deep copy or a pickle of the model has no pipeline; it attends as the model did before. When the model is
+    garbage-collected, its attachments end too.
     """
 
     key: str
-    _before: tuple[tuple[Any, str | None], ...] = field(repr=False)  # every config, and what it named
+    _before: tuple[tuple[Any, str | None], ...] = field(repr=False)  # every config and the name that it had before
     _end: finalize[..., Any] = field(repr=False)
 
     @classmethod
@@ -39,7 +39,7 @@ class Attachment:
         attend: Callable[..., Any],
         mask: Callable[..., Any],
     ) -> Attachment:
-        """Let all `configs` of `model` name these two functions.
+        """Register these two functions and let all `configs` of `model` name them.
 
         Raises:
             ValueError: the model cannot change its attention function.
@@ -67,13 +67,13 @@ class Attachment:
         return cls(key, before, end)
 
     def detach(self) -> None:
-        """Give the model its previous attention back and forget the name. Doing it twice does nothing.
+        """Give the model its previous attention back and delete the name. A second call does nothing.
 
         A config that was set to something else in the meantime is left as it is. No call of the model may be
-        running: its later layers would find another attention function than its earlier ones.
+        running, because its later layers would use another attention function than its earlier ones.
 
         Raises:
-            RuntimeError: a later attachment to the same model is still in place.
+            RuntimeError: the same model still has a later attachment.
         """
         for config, _ in self._before if self._end.alive else ():
             if (current := config._attn_implementation or "") != self.key and current.startswith(_PREFIX):
@@ -94,7 +94,7 @@ class Attachment:
 
 @final
 class _Name(str):
-    """A name in transformers' registries that ends with its attachment, so copies have the name before instead."""
+    """A name in transformers' registries. It ends with its attachment, so a copy of it is the previous name."""
 
     before: str | None
 
@@ -114,6 +114,6 @@ def _restore(key: str, before: Sequence[tuple[Any, str | None]]) -> None:
     for config, name in before:
         if config._attn_implementation == key:
             config._attn_implementation_internal = name  # the public setter would also set sub-configs
-    # transformers registers class-wide but deletes per instance only.
+    # transformers can register a name for the class, but can delete it only from an instance.
     AttentionInterface._global_mapping.pop(key, None)
     AttentionMaskInterface._global_mapping.pop(key, None)

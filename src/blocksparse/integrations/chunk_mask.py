@@ -1,4 +1,4 @@
-"""The mask of a chunk of a prompt, made only if somebody looks at it."""
+"""The mask of a chunk of a prompt, which is made only if it is needed as a tensor."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from torch.utils._pytree import tree_map
 
 
 @final
-@define(eq=False)  # torch.compile cannot make frozen ones
+@define(eq=False)  # torch.compile cannot create frozen instances
 class ChunkMask:
     """Which of N keys the last M of `seen` tokens see, `[B, 1, M, N]` bool: query `i` up to key `seen - M + i`.
 
-    transformers carries it from the function that makes masks to the function that attends, as it carries any
-    mask. Nothing needs to be remembered in between, so threads may share a model and calls may nest. Who knows
-    it reads `seen` and needs no memory for a mask; whatever else is done to it is done to the mask itself.
+    transformers hands it from the function that makes masks to the function that attends, as it does any mask. No
+    other state is needed in between, so threads may share a model and calls may nest. The attention function of
+    this library reads only `seen`, so no memory is taken for a mask. Any other operation on this object makes the
+    mask and works on that tensor.
     """
 
     shape: tuple[int, ...]
@@ -28,7 +29,7 @@ class ChunkMask:
     ndim = 4
 
     def made(self) -> Tensor:
-        """The mask itself."""
+        """The mask as a tensor."""
         _, _, M, N = self.shape
         mask = torch.ones(M, N, dtype=torch.bool, device=self.device).tril(self.seen - M)
         return mask.expand(self.shape)
@@ -37,7 +38,7 @@ class ChunkMask:
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> ChunkMask | Tensor:
-        """On another device, as models on several devices want it before every layer; or as numbers."""
+        """As `Tensor.to`. A move to another device, which models on several devices make, needs no tensor yet."""
         probe = torch.zeros((), dtype=torch.bool, device=self.device).to(*args, **kwargs)
         if probe.dtype == torch.bool:
             return ChunkMask(self.shape, self.seen, probe.device)

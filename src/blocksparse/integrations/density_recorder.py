@@ -1,4 +1,4 @@
-"""What the attention calls of a model did, layer by layer; any host may keep one."""
+"""A record of what the attention calls of a model did, layer by layer. It does not depend on transformers."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-_COUNTING = Lock()  # threads may run one model
+_COUNTING = Lock()  # several threads may run one model
 
 
 @final
 @define(eq=False)
 class DensityRecorder:
-    """What each attention call did: the density of sparse ones, the reason of dense ones.
+    """What attention calls did: the density of sparse calls, and the reasons of dense calls.
 
-    Recording never synchronises with the GPU; reading does. Layers are transformers' `layer_idx`; attention
-    without one counts as layer -1.
+    The host waits for the GPU when a density is read, never when it is recorded. Layers are transformers'
+    `layer_idx`; attention modules without one count as layer -1.
     """
 
     _sparse: dict[int, int] = field(factory=lambda: defaultdict(int), init=False)
     _dense: dict[int, Counter[str]] = field(factory=lambda: defaultdict(Counter), init=False)
-    _kept: dict[int, Tensor] = field(factory=dict, init=False, repr=False)  # [Hq] float64, density times pairs
+    _kept: dict[int, Tensor] = field(factory=dict, init=False, repr=False)  # [Hq] float64, sum of density * pairs
     _pairs: dict[int, int] = field(factory=lambda: defaultdict(int), init=False, repr=False)
 
     def saw_sparse(self, layer: int, density: Tensor, *, q_len: int, k_len: int) -> None:
-        """Count a sparse call of the last `q_len` of `k_len` tokens, and its density `[B, Hq]`."""
+        """Record a sparse call for the last `q_len` of `k_len` tokens, and its density `[B, Hq]`."""
         pairs = q_len * (2 * k_len - q_len + 1) // 2
         kept = density.mean(0) * pairs
         with _COUNTING:
@@ -37,7 +37,7 @@ class DensityRecorder:
             self._kept[layer] = self._kept[layer] + kept if layer in self._kept else kept
 
     def saw_dense(self, layer: int, reason: str) -> None:
-        """Count a dense call."""
+        """Record a dense call and its reason."""
         with _COUNTING:
             self._dense[layer][reason] += 1
 
@@ -50,10 +50,10 @@ class DensityRecorder:
         return {layer: Counter(reasons) for layer, reasons in self._dense.items()}
 
     def density(self) -> Tensor:
-        """Mean density of the sparse calls, `[layers, Hq]` float64 on the CPU; NaN for a layer without any.
+        """The mean density of the sparse calls, `[layers, Hq]` float64 on the CPU; NaN for a layer without any.
 
-        Each call weighs as much as it has causal (query, key) pairs, so that the chunks of a prompt add up to
-        the density of the prompt.
+        Calls are weighted by their number of causal (query, key) pairs, so that the chunks of a prompt have the
+        density of the whole prompt.
         """
         layers = 1 + max((*self._sparse, *self._dense), default=-1)
         heads = max((kept.shape[0] for kept in self._kept.values()), default=0)
@@ -64,7 +64,7 @@ class DensityRecorder:
         return density
 
     def table(self) -> str:
-        """One line per layer: sparse calls, their density (mean, and range over heads), dense calls by reason."""
+        """A line per layer: sparse calls, their density (mean, and range over heads), dense calls by reason."""
         lines = [f"{'layer':>5}  {'sparse':>6}  {'density':>7}  {'heads':<13}  dense"]
         for layer in sorted({*self._sparse, *self._dense}):
             mean, heads = "", ""
@@ -76,6 +76,6 @@ class DensityRecorder:
         return "\n".join(lines)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Delete all records."""
         for recorded in (self._sparse, self._dense, self._kept, self._pairs):
             recorded.clear()

@@ -26,7 +26,7 @@ from blocksparse.pipeline import Pipeline
 from blocksparse.schedule import LayerPipeline, Schedule
 from blocksparse.validators import size, whole
 
-# Arguments that change what attention computes, and their names in a DensityRecorder.
+# Arguments with which attention must be dense, and the reasons that a DensityRecorder gets for them.
 _NOT_PLAIN = {
     "softcap": "softcap",
     "s_aux": "attention sinks",
@@ -38,7 +38,7 @@ _NOT_PLAIN = {
     "block_indices": "chosen keys",
 }
 _ONLY_EAGER = ("softcap", "s_aux", "sinks")
-# Models that select keys themselves turn their choice into a mask for "eager" and "sdpa" only.
+# Models that choose keys themselves turn their choice into a mask only for "eager" and "sdpa", not for others.
 _CHOSEN_KEYS = ("indices", "block_indices")
 
 
@@ -52,20 +52,20 @@ def attach(
 ) -> Attachment:
     """Run the prefill of `model` through `pipeline`, and everything else through exact dense attention.
 
-    Lasts until `detach()`, or for a block:
+    This lasts until `detach()` is called, or for a `with` block:
 
         with attach(model, pbs_attn()):
             model.generate(...)
 
     Args:
-        pipeline: for every layer; or a `Schedule`, which chooses by `layer_idx`.
+        pipeline: what attends in every layer; or a `Schedule`, which chooses by `layer_idx`.
         min_tokens: attention over fewer tokens than this, context and queries together, stays dense.
-        min_queries: so does attention of fewer queries at once (decoding always does).
-        recorder: is told what each call did; without one nothing is recorded.
+        min_queries: attention with fewer queries at once stays dense. Decoding always does.
+        recorder: gets a record of what each call did; if None, nothing is recorded.
 
     Raises:
-        TypeError: `model` is not a transformers model, or `pipeline` is none.
-        ValueError: the model cannot change its attention function, or has no layer that the schedule names.
+        TypeError: `model` is not a transformers model, or `pipeline` is not a pipeline.
+        ValueError: the model cannot change its attention function, or lacks a layer that the schedule names.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
@@ -96,15 +96,15 @@ class _Adapter:
     """The two functions that transformers calls: one makes masks, the other attends."""
 
     layers: Mapping[int, LayerPipeline | _Recorded | None]  # by `layer_idx`, -1 for attention without one
-    modules: frozenset[int]  # ids of the model's modules: a config may be shared with another model
+    modules: frozenset[int]  # ids of the model's modules, because another model may share a config and call this
     min_tokens: int = field(converter=whole, validator=size)
     min_queries: int = field(converter=whole, validator=size)
     recorder: DensityRecorder | None
 
     def mask(self, **request: Any) -> Tensor | ChunkMask | None:
-        """None for all of a plain causal prompt, a `ChunkMask` for the end of one; else what sdpa gets."""
+        """None for a whole plain causal prompt, a `ChunkMask` for the end of one, else the mask that sdpa gets."""
         if isinstance(request.get("attention_mask"), ChunkMask):
-            request["attention_mask"] = None  # made here before, by `generate`; it says that nothing is padded
+            request["attention_mask"] = None  # `generate` got it from this function, so no token is padding
         seen = _plain_causal(**request)
         if seen is None:
             mask: Tensor | None = sdpa_mask(**request)
@@ -123,17 +123,17 @@ class _Adapter:
     ) -> tuple[Tensor, Tensor | None]:
         """Attend `query` `[B, Hq, M, D]` to `key` `[B, Hkv, N, D]` and `value` `[B, Hkv, N, Dv]`.
 
-        Gives `[B, M, Hq, Dv]`, contiguous, and the weights `[B, Hq, M, N]` if `output_attentions` asks for them.
+        Returns `[B, M, Hq, Dv]`, contiguous, and the weights `[B, Hq, M, N]` if `output_attentions` asks for them.
         """
         call = _Call.of(module, query, key, value, attention_mask, kwargs)
         own = id(module) in self.modules
         pipeline = self.layers[call.layer] if own else None
         if reason := call.dense_because(pipeline is not None, self.min_tokens, self.min_queries):
-            # A compiled decode step is recorded when it is traced at most, so it is not recorded at all.
+            # Inside torch.compile this line would run only when the graph is traced, so nothing is recorded there.
             if own and self.recorder is not None and not torch.compiler.is_compiling():
                 self.recorder.saw_dense(call.layer, reason)
             return call.dense()
-        assert pipeline is not None  # else there is a reason
+        assert pipeline is not None  # or there would be a reason
         seen = call.seen
         out = pipeline(query, key[:, :, :seen], value[:, :, :seen], scale=kwargs.get("scaling"))
         return out.transpose(1, 2).contiguous(), None
@@ -142,7 +142,7 @@ class _Adapter:
 @final
 @frozen(eq=False)
 class _Recorded:
-    """What attends in one layer, and is told of."""
+    """A pipeline of one layer that records its calls."""
 
     pipeline: LayerPipeline
     layer: int
@@ -162,18 +162,18 @@ class _Recorded:
 
 
 @final
-@define(eq=False)  # torch.compile cannot make frozen ones
+@define(eq=False)  # torch.compile cannot create frozen instances
 class _Call:
-    """One call of attention: whether it must be dense, and how."""
+    """One call of attention by a model: why it must be dense, and how it is computed densely."""
 
     module: nn.Module
     query: Tensor  # [B, Hq, M, D]
     key: Tensor  # [B, Hkv, N, D]
     value: Tensor  # [B, Hkv, N, Dv]
-    mask: Tensor | None  # [B|1, Hq|1, M, N] bool, or added to the logits
-    causal: bool  # without a mask: whether the queries are the last of the keys that the last one sees
-    seen: int | None  # without a mask: how many keys these are
-    kwargs: dict[str, Any]  # what else the model passes
+    mask: Tensor | None  # [B|1, Hq|1, M, N] bool, or numbers that are added to the logits
+    causal: bool  # if there is no mask: whether the queries are the last of `seen` tokens
+    seen: int | None  # if there is no mask: how many keys the last query sees
+    kwargs: dict[str, Any]  # all other arguments of the model
 
     @classmethod
     def of(
@@ -210,7 +210,7 @@ class _Call:
         return bool(getattr(getattr(self.module, "config", None), "output_attentions", False))
 
     def dense_because(self, pipeline: bool, min_tokens: int, min_queries: int) -> str | None:
-        """The first reason against attending sparsely, or None; `pipeline` is whether the layer has one."""
+        """The first reason why this call must be dense, or None; `pipeline` says whether the layer has one."""
         queries, window = self.query.shape[2], self.kwargs.get("sliding_window")
         if queries == 1:
             return "decode"
@@ -235,7 +235,7 @@ class _Call:
         return "fewer than min_queries" if queries < min_queries else None
 
     def dense(self) -> tuple[Tensor, Tensor | None]:
-        """Exact attention: by the model's own function where sdpa cannot compute it, else by sdpa.
+        """Exact attention by sdpa or, if sdpa cannot compute it, by the model's own eager function.
 
         Raises:
             ValueError: the model chooses keys by itself, or its own function is needed and not found.
@@ -246,7 +246,7 @@ class _Call:
         M, N = self.query.shape[2], self.key.shape[2]
         eager = self.wants_weights or any(kwargs.get(name) is not None for name in _ONLY_EAGER)
         if mask is None and self.causal and M > 1:
-            assert self.seen is not None  # as there is no mask
+            assert self.seen is not None  # because there is no mask
             if eager or (M != N and kwargs.get("position_bias") is not None):
                 mask = self.query.new_ones((1, 1, M, N), dtype=torch.bool).tril(self.seen - M)
             elif M != N:
@@ -263,7 +263,7 @@ class _Call:
         return out, weights if self.wants_weights else None
 
     def _dense_chunk(self, seen: int) -> Tensor:
-        """Attention of the last queries of `seen` tokens, `[B, M, Hq, Dv]`; on a GPU no mask is made for it."""
+        """Dense attention of the last queries of `seen` tokens, `[B, M, Hq, Dv]`; on a GPU it makes no mask."""
         out = scaled_dot_product_attention(
             self.query,
             self.key[:, :, :seen],
@@ -287,10 +287,10 @@ def _plain_causal(
     allow_is_causal_skip: bool = True,
     **_: Any,
 ) -> int | None:
-    """How many keys the last query sees if each query sees every key up to its own, and nothing is padded.
+    """How many keys the last query sees, if the request is for a plain causal mask without padding.
 
-    None for every other request: packed, overlaid (`allow_is_causal_skip` is False for these), windowed, padded.
-    `attention_mask` is `[B, N]`.
+    It is None for every other request: for packed prompts and for masks that are combined with others
+    (`allow_is_causal_skip` is False for both), for windows and for padding. `attention_mask` is `[B, N]`.
     """
     if not allow_is_causal_skip or q_length == 1 or kv_offset != 0:
         return None
@@ -305,7 +305,7 @@ def _plain_causal(
 
 
 def _eager_of(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The `eager_attention_forward` that stands beside the attention class, or beside a class it derives from."""
+    """`eager_attention_forward` of the module that defines the attention class, or one of its base classes."""
     for owner in type(module).__mro__:
         if eager := getattr(sys.modules.get(owner.__module__), "eager_attention_forward", None):
             found: Callable[..., tuple[Tensor, Tensor]] = eager
@@ -317,7 +317,7 @@ def _eager_of(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def _refuse_shared(configs: Iterable[Any], modules: frozenset[int], model: PreTrainedModel) -> None:
-    """Of two models that share a config only one can have a pipeline."""
+    """Refuse to attach if another model shares a config and has a pipeline: one config names one pipeline."""
     for config in configs:
         below = AttentionInterface._global_mapping.get(config._attn_implementation)
         adapter = getattr(below, "__self__", None)
@@ -329,7 +329,7 @@ def _refuse_shared(configs: Iterable[Any], modules: frozenset[int], model: PreTr
 
 
 def _configs(model: PreTrainedModel) -> Iterator[Any]:
-    """Every config that names an attention function: of the model, of its parts, and what these hold."""
+    """Every config that names an attention function: those of the model and its parts, and their sub-configs."""
     found: set[int] = set()
     waiting = [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
     while waiting:
@@ -343,7 +343,7 @@ def _configs(model: PreTrainedModel) -> Iterator[Any]:
 
 
 def _layers_of(schedule: Schedule, model: PreTrainedModel) -> dict[int, LayerPipeline | None]:
-    """What attends in every layer that some module of the model stands in, and in none (-1)."""
+    """What attends in every layer of the model, by `layer_idx`, and in modules without a layer (-1)."""
     layers: dict[int, LayerPipeline | None] = {}
     layers.update(dict.fromkeys((-1, *map(_layer_of, model.modules())), schedule.default))
     if schedule.layers or schedule.dense:
@@ -358,6 +358,6 @@ def _layers_of(schedule: Schedule, model: PreTrainedModel) -> dict[int, LayerPip
 
 
 def _layer_of(module: nn.Module) -> int:
-    """transformers' index of the layer that a module stands in, or -1."""
+    """transformers' index of the layer to which a module belongs, or -1."""
     layer = getattr(module, "layer_idx", None)
     return -1 if layer is None else int(layer)

@@ -1,1 +1,1 @@
-"""Stage 1: in which order tokens stand. q, k -> Permutation."""
+"""Stage 1: permuters decide the order of the tokens. q, k -> Permutation."""

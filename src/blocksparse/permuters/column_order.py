@@ -1,4 +1,4 @@
-"""Image and video tokens column by column (Columnmajor in SpargeAttn, appendix A.1)."""
+"""Image and video tokens in column order (Columnmajor in SpargeAttn, appendix A.1)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from blocksparse.permuters.grid_order import GridOrder
 @final
 @frozen(eq=False)
 class ColumnOrder(GridOrder):
-    """Frame by frame, and inside a frame column by column: tokens run along H."""
+    """Order cells frame by frame, and inside a frame column by column: neighbours in the order differ in H."""
 
     def cells(self, device: torch.device | str) -> Tensor:
         T, H, W = self.grid

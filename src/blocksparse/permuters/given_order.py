@@ -1,4 +1,4 @@
-"""Image and video tokens in an order that was computed before."""
+"""Image and video tokens in an order that the user gives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from blocksparse.validators import is_whole, shown
 
 
 def _to_tensor(order: Tensor | Sequence[int]) -> Tensor:
-    """Converter: a tensor of its own, or what was given, for the validator to refuse."""
+    """Converter: a new tensor; a value that cannot be one stays as it is, for the validator to refuse."""
     if isinstance(order, Tensor):
         return order.detach().clone()  # later writes to the caller's tensor change nothing
     if isinstance(order, Sequence) and all(is_whole(cell) and 0 <= cell < 2**31 for cell in order):
@@ -24,20 +24,20 @@ def _to_tensor(order: Tensor | Sequence[int]) -> Tensor:
 
 
 def _written(order: Tensor) -> str:
-    """All of it: a repr can be pasted back."""
+    """Every entry, so that the repr is a Python expression that makes the same order."""
     return repr(order.tolist())
 
 
 @final
 @frozen(eq=False)
 class GivenOrder(GridOrder):
-    """Cells in the order given: any order of your own, or one computed once and held for every layer.
+    """Cells in a given order: any order of your own, or one that is computed once and used in every layer.
 
         GivenOrder((13, 30, 45), HilbertOrder((13, 30, 45)).cells("cuda"))
 
     Args:
-        order: the cell in each place, `[T * H * W]` whole numbers; each cell once. Keep a tensor on the device of
-            the keys: elsewhere it is copied in every call.
+        order: the cell in each place, `[T * H * W]` whole numbers, each cell once. Give a tensor on the device of
+            the keys; from another device it is copied in every call.
     """
 
     order: Tensor = field(converter=_to_tensor, repr=_written)

@@ -1,4 +1,4 @@
-"""An order of the keys for every segment of queries, as an index map (S2O, section 3.1)."""
+"""A separate order of the keys for every segment of queries, as index maps (S2O, section 3.1)."""
 
 from __future__ import annotations
 
@@ -27,24 +27,27 @@ _SCORES_AT_ONCE = 1 << 24
 class GlobalIndexMap(Permuter[Permutation]):
     """Each segment of `S` queries reads its own keys in order, then the keys before it, best first (S2O, alg. 1).
 
-    The first `S` slots of a map hold the segment's own keys, with empty slots where the prompt ends inside it.
-    Then come the keys of earlier segments by falling `<mean query of the segment, key>` (eq. 2), compared in
-    fp32, ties to the lower position. Inside a segment, queries stand by falling product with the mean of the
-    first keys (eq. 1). The mean is over the segment's queries in this call: a chunk that starts inside
-    a segment has fewer of them. Only for causal attention.
+    The first `S` slots of a map hold the segment's own keys; the slots are empty where the prompt ends inside the
+    segment. Then come the keys of earlier segments, sorted by `<mean query of the segment, key>` (eq. 2), greatest
+    first. These scores are compared in fp32, and of equal ones the lower position comes first. The mean is over
+    the segment's queries in this call, which are fewer if a chunk starts inside the segment. Queries are sorted
+    inside their segment by their product with the mean of the first keys (eq. 1), greatest first. This order
+    exists for causal attention only.
 
     Args:
         S: tokens per segment; the paper prints no value.
-        prefix: keys of earlier segments in each map, the best ones; nobody attends to the rest. The paper
-            keeps all, which takes `N * N / S` indices per head.
-        coarse: order and choose the earlier keys by 256 even steps from the greatest to the least score of
-            every eighth of them, in a step by position, and round the mean query to the dtype of the keys.
-            Early stop asks whole blocks what they add, and keys of one step weigh much the same; a GPU is
-            spared the sort. Queries then stand by the upper bits of their products, which sort as int32.
-        per_query_head: one order per query head, as the paper, which knows no groups; or one per KV head,
-            from the mean query of its group, in a map that is as many times smaller.
-        order_queries: `False` leaves queries in place.
-        guide: how many of the first keys are averaged to order the queries; the paper takes segment 0.
+        prefix: how many keys of earlier segments each map holds. They are the best ones, and the segment attends
+            to no others. The paper keeps all (None here), which takes `N * N / S` indices per head.
+        coarse: choose and order the earlier keys without a full sort: scores are rounded to 256 even steps, which
+            lie between the greatest and the least score of every eighth key, and keys of one step stay in order
+            of position. The mean query is rounded to the dtype of the keys. This changes little, since an early
+            stop looks at whole blocks, and keys of one step have much the same weight. Queries are then sorted by
+            the upper bits of their products, in int32.
+        per_query_head: make one order per query head, as the paper does, which has no grouped heads. `False` makes
+            one order per KV head, from the mean query of its query heads, in maps that are smaller by the number
+            of these heads.
+        order_queries: sort the queries inside their segment; `False` leaves them in place.
+        guide: how many of the first keys are averaged to order the queries; `S` if None, as in the paper.
     """
 
     S: int = field(default=256, converter=whole, validator=block_size)
@@ -63,7 +66,8 @@ class GlobalIndexMap(Permuter[Permutation]):
             raise ValueError(
                 "'GlobalIndexMap' orders what comes before a segment: call the pipeline with causal=True"
             )
-        first, lead = divmod(k.shape[2] - q.shape[2], self.S)  # segments before the queries, tokens in theirs
+        # Whole segments before the first query, and tokens before it in its own segment.
+        first, lead = divmod(k.shape[2] - q.shape[2], self.S)
         if not self.order_queries:
             return Permutation(self._keys(block_mean(q, self.S, lead=lead), k, first), group=self.S)
         guide = k[:, :, : self.guide or self.S].mean(2, dtype=torch.promote_types(k.dtype, torch.float32))
@@ -71,7 +75,7 @@ class GlobalIndexMap(Permuter[Permutation]):
         return Permutation(self._keys(mean, k, first), self._queries(products, lead), group=self.S)
 
     def _keys(self, mean: Tensor, k: Tensor, first: int) -> Tensor:
-        """The key in every slot of segments `first` and on, `[B, H, G, slots]` int32."""
+        """The key in every slot of the segments from `first` on, `[B, H, G, slots]` int32."""
         S, Hkv, N = self.S, k.shape[1], k.shape[2]
         if not self.per_query_head:
             mean = reduce(mean, "B (H R) G D -> B H G D", "mean", H=Hkv)
@@ -87,40 +91,40 @@ class GlobalIndexMap(Permuter[Permutation]):
             return index
         index[..., S:] = -1
         keys = k[:, :, :longest].to(mean.dtype)
-        # A few segments at a time: the scores of all of them would take more memory than the map.
+        # A few segments at a time, because the scores of all of them would take more memory than the map.
         step = max(1, _SCORES_AT_ONCE // (B * H * max(1, longest)))
         for g in range(0, G, step):
             some = slice(g, min(g + step, G))
-            end = (first + some.stop - 1) * S  # no segment of these reads further
+            end = (first + some.stop - 1) * S  # none of these segments has earlier keys from here on
             scores = products(mean[:, :, some], keys[:, :, :end])
             count = min(width, end)
             index[:, :, some, S : S + count] = _best(scores, start[some], count)
         return index
 
     def _queries(self, products: Tensor, lead: int) -> Tensor:
-        """The query in every slot, `[B, Hq, M]` int32, where the first has `lead` places before it."""
+        """The query in every slot, `[B, Hq, M]` int32. In its segment, `lead` places precede the first query."""
         M, value = products.shape[2], _numbers(products)
-        # Segments become whole: what is before the first query stays first, what is after the last stays last.
+        # Padding makes all segments whole; +inf keeps it before the first query, -inf after the last one.
         value = pad(pad(value, (lead, 0), value=float("inf")), (0, -(lead + M) % self.S), value=float("-inf"))
         return segment_sort(value, self.S, coarse=self.coarse)[..., lead : lead + M] - lead
 
 
 def _best(scores: Tensor, start: Tensor, count: int) -> Tensor:
-    """The `count` best positions before `start` `[G, 1]`, best first, then -1, by `scores` `[B, H, G, N]`.
+    """The `count` positions before `start` `[G, 1]` with the greatest `scores` `[B, H, G, N]`, best first.
 
-    Ties go to the lower position on every device, also where only the head of the order is wanted.
+    Where there are fewer positions, -1 follows. Ties go to the lower position on every device.
     """
     position = torch.arange(scores.shape[-1], device=scores.device)
     rank = whole_numbers(_numbers(scores)).where(position < start, torch.iinfo(torch.int32).min)
     if count == rank.shape[-1]:
         best = rank.argsort(dim=-1, descending=True, stable=True)
     else:
-        # Score and position in one number: no two are equal, so the order is defined without a stable topk.
+        # Each number holds a score and a position, so no two are equal, and `topk` need not be stable.
         ranked = ((rank.long() << 32) + (0xFFFFFFFF - position)).topk(count, dim=-1).values
         best = 0xFFFFFFFF - (ranked & 0xFFFFFFFF)
     return best.where(torch.arange(count, device=scores.device) < start, -1).int()
 
 
 def _numbers(scores: Tensor) -> Tensor:
-    """fp32 values, finite; NaN counts as the least, and both zeros are one."""
+    """The scores as finite fp32 numbers: NaN becomes the least of them, and -0 becomes 0."""
     return scores.float().nan_to_num(nan=torch.finfo(torch.float32).min) + 0.0

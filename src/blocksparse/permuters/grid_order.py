@@ -1,4 +1,4 @@
-"""What orders of image and video tokens share (SpargeAttn, section 3.7 and appendix A.1)."""
+"""The base class of orders of image and video tokens (SpargeAttn, section 3.7 and appendix A.1)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from blocksparse.validators import Rule, count, is_whole, optional, whole
 
 
 def three(sizes: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Converter: whole numbers in a tuple become Python's."""
+    """Converter: whole numbers in a tuple become Python `int`s."""
     return tuple(map(whole, sizes)) if isinstance(sizes, tuple) else sizes  # type: ignore[return-value]
 
 
@@ -27,20 +27,21 @@ three_sizes = Rule(
 
 @frozen(eq=False)
 class GridOrder(Permuter[GlobalPermutation]):
-    """An order of tokens that stand for the cells of a video, one order for every head.
+    """An order of tokens that stand for the cells of a video; all heads have the same order.
 
-    Tokens arrive as models flatten them: `prefix` tokens of text, then the cells frame by frame and row by row,
-    then `suffix` tokens of text. Only cells move. Queries take the order of the keys where they are the same
-    tokens: as many queries as keys, or, causal, a chunk of them. Not causal with another number of queries, the
-    queries are other tokens (cross attention) and stay in place.
+    Tokens must arrive as models flatten them: `prefix` tokens of text, then the cells frame by frame and row by
+    row, then `suffix` tokens of text. Only cells move. Queries get the order of the keys if they are the same
+    tokens: if there are as many queries as keys, or if the call is causal, where the queries are the last tokens.
+    In a call that is not causal and has another number of queries, the queries are other tokens (cross attention)
+    and stay in place.
 
-    Made for attention that is not causal. Causal attention is exact too, but many blocks then hold pairs above
-    the diagonal. Orders are computed on the device: nothing is copied to it and nothing waits for it.
+    These orders are made for attention that is not causal. Causal attention is exact too, but many blocks then
+    hold pairs above the diagonal. The order is computed on the device of the keys, without a copy from the host.
 
     Args:
         grid: frames, rows and columns `(T, H, W)` in tokens, after patching; an image is `(1, H, W)`.
-        prefix: tokens before the cells, left in place.
-        suffix: tokens after the cells, left in place; None takes whatever is left.
+        prefix: how many tokens before the cells stay in place.
+        suffix: how many tokens after the cells stay in place; None means any number.
     """
 
     grid: tuple[int, int, int] = field(converter=three, validator=three_sizes)
@@ -51,9 +52,9 @@ class GridOrder(Permuter[GlobalPermutation]):
 
     @abstractmethod
     def cells(self, device: torch.device | str) -> Tensor | None:
-        """Which cell stands in each place, `[T * H * W]` int64, cells counted frame by frame and row by row.
+        """The cell in each place, `[T * H * W]` int64. Cells are counted frame by frame and row by row.
 
-        None leaves all of them where they are.
+        None means that all cells stay in place.
         """
 
     def __call__(self, q: Tensor, k: Tensor, *, causal: bool, scale: float) -> GlobalPermutation:
@@ -75,7 +76,7 @@ class GridOrder(Permuter[GlobalPermutation]):
             return GlobalPermutation(k_index, order.int().expand(B, Hq, N))
         if not causal:
             return GlobalPermutation(k_index)
-        # A chunk: the queries that are there, in the order of the places that their keys have.
+        # The queries are a chunk: they stand in the order in which their own keys stand.
         place = torch.empty_like(position).scatter_(0, order, position)
         return GlobalPermutation(k_index, place[N - M :].argsort().int().expand(B, Hq, M))
 

@@ -16,9 +16,9 @@ from blocksparse.permuters.grid_order import GridOrder
 class HilbertOrder(GridOrder):
     """Cells along a Hilbert curve: a block of tokens is a compact piece of the video (SpargeAttn, section 3.7).
 
-    The curve is that of the smallest cube which holds the grid and has a power of two for a side; cells outside
-    the grid are left out. Where the grid is such a cube, every step goes to a neighbour; elsewhere a few jump
-    (1.5 % of the steps of 13 x 30 x 45). Axes of size 1 do not count: an image gets the curve of a square.
+    The curve is that of the smallest cube which contains the grid and whose side is a power of two; cells outside
+    the grid are left out. If the grid is such a cube, every step leads to a neighbour; in other grids a few steps
+    do not (1.5 % of those of 13 x 30 x 45). Axes of size 1 are ignored, so an image gets the curve of a square.
     """
 
     def cells(self, device: torch.device | str) -> Tensor:
@@ -30,26 +30,26 @@ class HilbertOrder(GridOrder):
 
 
 def hilbert_index(axes: list[Tensor], *, bits: int) -> Tensor:
-    """How far along the Hilbert curve of a cube of side `2 ** bits` the cells with these coordinates stand.
+    """The index along the Hilbert curve of a cube of side `2 ** bits` of the cells with these coordinates.
 
-    Bit by bit, as J. Skilling, Programming the Hilbert curve (AIP Conference Proceedings 707, 2004).
+    The method goes bit by bit: J. Skilling, Programming the Hilbert curve (AIP Conference Proceedings 707, 2004).
 
     Args:
         axes: non-negative int64 coordinates, one tensor per axis, all of one shape `[...]`.
-        bits: of a coordinate; times the number of axes at most 63.
+        bits: bits per coordinate; at most 63 for all axes together.
     """
     x, n = list(axes), len(axes)
     for level in range(bits - 1, 0, -1):
         below = (1 << level) - 1
         for i in range(n):
-            # In the upper half of an axis the first axis runs backwards below this bit;
-            # in the lower half this axis and the first one change places there.
+            # In the upper half of axis i the lower bits of the first axis are inverted;
+            # in the lower half axis i and the first axis exchange their lower bits.
             backwards = (x[i] >> level & 1) * below
             exchanged = (x[0] ^ x[i]) & (below - backwards)
             x[0] = x[0] ^ backwards ^ exchanged
             x[i] = x[i] ^ exchanged
 
-    # From here the bits of all axes, highest first, are one Gray code: decode it.
+    # The bits of all axes, the highest bit of each axis first, now form one Gray code, which is decoded here.
     for i in range(1, n):
         x[i] = x[i] ^ x[i - 1]
     carry, shift = x[-1], 1

@@ -1,4 +1,4 @@
-"""Values: what a permuter gives. Always an index map; nothing is moved until an executor asks for it."""
+"""The values that permuters give. They are index maps: no token moves until another stage gathers by them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from blocksparse.validators import optional, size, whole
 
 
 def _rows_in_memory(index: Tensor | None) -> Tensor | None:
-    """Converter: kernels read a map as consecutive numbers, so one that is laid out otherwise is copied."""
+    """Converter: kernels need the last axis of a map to be consecutive in memory, so other maps are copied."""
     return index.contiguous() if isinstance(index, Tensor) and index.ndim and index.stride(-1) != 1 else index
 
 
@@ -37,23 +37,24 @@ def _is_an_index(dims: str) -> Any:
 class Permutation:
     """Which token stands in which slot: one order of keys for all queries, or one for each group of them.
 
-    Slot `j` of query group `g` reads key `k_index[b, h, g, j]`; `-1` marks an empty slot. A group is the `group`
-    consecutive *original* positions that share one map, counted from position 0 of the keys, so that group
-    `g` of a chunk is the same group in the whole prompt; a chunk lists the groups its queries lie in.
-    Query slot `i` holds query `q_index[b, h, i]`. `None` leaves that side in place and costs nothing.
+    Slot `j` of query group `g` reads key `k_index[b, h, g, j]`; `-1` marks an empty slot. A query group is `group`
+    consecutive *original* positions, whose queries share one map. Groups are counted from position 0 of the keys,
+    so that a chunk is cut into the same groups as the whole prompt; its maps are those of the groups in which its
+    queries lie. Query slot `i` holds query `q_index[b, h, i]`. If an index is `None`, the keys or queries stay in
+    place, which costs nothing.
 
-    Shapes and dtypes are checked when a permutation is made and when it meets q and k. What the maps say would
-    have to be read back from a GPU: `check_contents` does that on request, and `testing.check_permuter` for a
-    permuter.
+    Shapes and dtypes are checked when a permutation is made and when it is used with q and k. The contents are
+    not, since they would have to be read back from a GPU; `check_contents` does that on request, and
+    `testing.check_permuter` does it for a permuter.
 
     Raises:
-        TypeError: a map is no int32 tensor.
-        ValueError: a map has another number of dimensions, or `group` does not go with it.
+        TypeError: a map is not an int32 tensor.
+        ValueError: a map has the wrong number of dimensions, or `group` does not go with it.
     """
 
     k_index: Tensor | None = field(
         default=None, converter=_rows_in_memory, validator=_is_an_index("[B, H, G, slots]")
-    )  # H is Hkv or Hq; with groups, slots need not be N
+    )  # H is Hkv or Hq; slots is N, or any number if `group` is given
     q_index: Tensor | None = field(default=None, converter=_rows_in_memory, validator=_is_an_index("[B, Hq, M]"))
     group: int | None = None  # original positions per key map; None when one map serves every query (G == 1)
 
@@ -64,13 +65,13 @@ class Permutation:
             raise ValueError(f"'group' must be a number of positions, at least 1: {self.group!r}")
 
     def orders_as(self, other: Permutation) -> bool:
-        """Whether this is the very order of `other`: it holds the same maps, not only equal ones."""
+        """Whether this permutation holds the same tensors as `other`; equal maps in other tensors do not count."""
         return self is other or (
             self.k_index is other.k_index and self.q_index is other.q_index and self.group == other.group
         )
 
     def check_fits(self, q: Tensor, k: Tensor, *, causal: bool) -> None:
-        """Refuse maps of other sizes than `q` `[B, Hq, M, D]` and `k` `[B, Hkv, N, D]` need; reads no map.
+        """Refuse maps whose sizes do not fit `q` `[B, Hq, M, D]` and `k` `[B, Hkv, N, D]`. Reads no contents.
 
         Raises:
             ValueError: batch size, heads, groups, slots or device differ.
@@ -103,11 +104,11 @@ class Permutation:
             )
 
     def check_contents(self, q: Tensor, k: Tensor) -> None:
-        """Read the maps and refuse any that no executor could follow. Waits for a GPU.
+        """Read the maps and refuse contents that no executor can follow. The host waits for the GPU.
 
         Raises:
-            ValueError: a map names a token that is not there, or one token twice, or leaves out a query; or a map
-                without groups leaves out a key.
+            ValueError: a map names a token that does not exist, names a token twice, or leaves out a query; or the
+                only map of all queries leaves out a key.
         """
         if self.q_index is not None:
             _check_map("q_index", "query", self.q_index, q.shape[2], complete=True)
@@ -121,7 +122,7 @@ def _check_device(name: str, index: Tensor, x: Tensor) -> None:
 
 
 def _check_map(name: str, token: str, index: Tensor, tokens: int, *, complete: bool) -> None:
-    """Each of `tokens` at most once in the last axis of `index`, and once if `complete`; -1 is an empty slot."""
+    """Refuse a map that names a token twice or one not from 0 to `tokens - 1`; -1 is allowed unless `complete`."""
     least = 0 if complete else -1
     ordered = index.sort(dim=-1).values
     if bool(((ordered < least) | (ordered >= tokens)).any()):
@@ -138,8 +139,8 @@ def _check_map(name: str, token: str, index: Tensor, tokens: int, *, complete: b
 class GlobalPermutation(Permutation):
     """One order of keys for all queries (`G == 1`): the only kind that may also be applied physically.
 
-    A permuter that keeps every key inside its segment of so many original positions says so in `segment`; scorers
-    then treat the segment that a row of blocks lies in as PBS-Attn does.
+    `segment` is a promise of the permuter that every key stays inside its segment of that many original
+    positions. Scorers then treat the segment in which a row of blocks lies as PBS-Attn does and force its blocks.
     """
 
     segment: int | None = field(
@@ -168,25 +169,25 @@ class GlobalPermutation(Permutation):
         return None if self.k_index is None else self.k_index[:, :, 0]
 
     def gather_keys(self, x: Tensor) -> Tensor:
-        """Keys or values `[B, Hkv, N, D]` in slot order, `[B, H, N, D]`. Free when keys stay in place."""
+        """Keys or values `[B, Hkv, N, D]` in slot order, `[B, H, N, D]`; `x` itself if keys stay in place."""
         slots = self.key_slots
         return x if slots is None else gather_rows(x, slots)
 
     def gather_keys_and_values(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """`gather_keys` of both, `[B, Hkv, N, D]` and `[B, Hkv, N, Dv]`, at once: a GPU reads the map one time."""
+        """`gather_keys` of `k` `[B, Hkv, N, D]` and `v` `[B, Hkv, N, Dv]` together, which reads the map once."""
         slots = self.key_slots
         return (k, v) if slots is None else gather_two(k, v, slots)
 
     def gather_queries(self, q: Tensor) -> Tensor:
-        """Queries `[B, Hq, M, D]` in slot order. Free when queries stay in place."""
+        """Queries `[B, Hq, M, D]` in slot order; `q` itself if queries stay in place."""
         return q if self.q_index is None else gather_rows(q, self.q_index)
 
     def restore(self, x: Tensor) -> Tensor:
-        """Anything per query slot, `[B, Hq, M, ...]`, back in the order of the original queries."""
+        """A tensor `[B, Hq, M, ...]` with entries per query slot, put back into the original order of queries."""
         return x if self.q_index is None else scatter_rows(x, self.q_index)
 
     def inverse(self) -> GlobalPermutation:
-        """The map that undoes this one: key `n` stands in slot `inverse().k_index[b, h, 0, n]`."""
+        """The permutation that undoes this one: key `n` stands in slot `inverse().k_index[b, h, 0, n]`."""
         return GlobalPermutation(
             k_index=None if self.k_index is None else inverse(self.k_index),
             q_index=None if self.q_index is None else inverse(self.q_index),

@@ -1,4 +1,4 @@
-"""Role: q, k -> Permutation."""
+"""The role of a permuter: q, k -> Permutation."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ PermutationT_co = TypeVar("PermutationT_co", bound=Permutation, covariant=True)
 
 
 class Permuter(ABC, Generic[PermutationT_co]):
-    """Decides in which order tokens stand. Gives an index map; moves nothing."""
+    """Decides the order of the tokens. It gives an index map and moves no token."""
 
     @abstractmethod
     def __call__(self, q: Tensor, k: Tensor, *, causal: bool, scale: float) -> PermutationT_co:
-        """Order `q` `[B, Hq, M, D]` and `k` `[B, Hkv, N, D]`; query `i` stands at position `N - M + i`."""
+        """Order `q` `[B, Hq, M, D]` and `k` `[B, Hkv, N, D]`; if causal, query `i` has position `N - M + i`."""

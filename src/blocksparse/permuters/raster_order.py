@@ -1,4 +1,4 @@
-"""Image and video tokens as models give them (Rowmajor in SpargeAttn, appendix A.1)."""
+"""Image and video tokens in row order, as models give them (Rowmajor in SpargeAttn, appendix A.1)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from blocksparse.permuters.grid_order import GridOrder
 @final
 @frozen(eq=False)
 class RasterOrder(GridOrder):
-    """Frame by frame and row by row, the order tokens arrive in: costs nothing, and still checks the grid."""
+    """Leave cells in the order in which they arrive, frame by frame and row by row. The grid is still checked."""
 
     def cells(self, device: torch.device | str) -> None:
         del device

@@ -19,16 +19,17 @@ from blocksparse.validators import flag, size, whole
 class SegmentKeySort(Permuter[GlobalPermutation]):
     """Sort the keys inside each whole segment of `S` tokens, most important first (PBS-Attn, eq. 9 to 11).
 
-    Importance is the mean softmax weight that the last `probe` queries give a key (eq. 10). The tail of
-    `N mod S` keys keeps its order, and no key leaves its segment, so causality between segments is untouched.
+    The importance of a key is the mean softmax weight that the last `probe` queries give it (eq. 10). The tail of
+    `N mod S` keys keeps its order. No key leaves its segment, so causality between segments is unchanged.
 
     Args:
         S: tokens per segment.
-        probe: how many of the last queries vote; PBS-Attn takes one block.
-        per_query_head: one order per query head, as the paper; by default the query heads of a KV head share
-            one order (their mean vote), which moves a quarter of the memory at the same sparsity.
-        causal_probe: a probe query votes only on keys it may see. The released code lets it see later keys
-            and leaves the tail out of the softmax; `False` reproduces that.
+        probe: how many of the last queries the importance is measured with; PBS-Attn takes one block.
+        per_query_head: make one order per query head, as the paper does. By default the query heads of a KV head
+            share one order, by their mean importance: one copy of the keys and values per KV head is then moved
+            instead of one per query head.
+        causal_probe: let a probe query give weight only to keys that it may see. `False` does as the released
+            code, in which it sees later keys too and the tail takes no part in the softmax.
     """
 
     S: int = field(default=256, converter=whole, validator=size)
@@ -43,7 +44,7 @@ class SegmentKeySort(Permuter[GlobalPermutation]):
         return GlobalPermutation(k_index=index.unsqueeze(2), segment=self.S)
 
     def _importance(self, q: Tensor, k: Tensor, *, causal: bool, scale: float) -> Tensor:
-        """Mean weight of every key over the probe queries, `[B, Hkv or Hq, N]` in fp32 or better."""
+        """The mean weight of every key over the probe queries, `[B, Hkv or Hq, N]` in fp32 or better."""
         N = k.shape[2]
         importance: Tensor = key_importance(
             q,

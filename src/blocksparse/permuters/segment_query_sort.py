@@ -16,29 +16,29 @@ from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.permuters.permuter import Permuter
 from blocksparse.validators import a, block_size, multiple, size, whole
 
-_WORKSPACE = 2**28  # bytes of similarities at a time
+_WORKSPACE = 2**28  # bytes of similarities that are held at a time
 
 
 @final
 @frozen(eq=False)
 class SegmentQuerySort(Permuter[GlobalPermutation]):
-    """Stand queries that look at the same keys together, inside each whole segment (PBS-Attn, section 4.3).
+    """Sort queries inside each whole segment by the keys that they look at most (PBS-Attn, section 4.3).
 
-    A centroid is the mean key of a block. A query goes to the centroid of highest cosine similarity, and the
-    queries of a segment are sorted by centroid, then by falling similarity; ties keep their order. The paper says
-    "greedily" and no more: here a centroid may take any number of queries. When causal, a query chooses among the
-    centroids of earlier segments: the blocks of its own segment are kept whatever it chooses, and the order thus
-    depends on no key of its own segment or later. The first segment and the tail of `N mod S` tokens keep their
-    order; of a segment that a chunk holds in part, that part is sorted.
+    A centroid is the mean key of a block. A query is assigned to the centroid with which its cosine is greatest,
+    and the queries of a segment are sorted by centroid, then by cosine, greatest first; ties keep their order. The
+    paper only says "greedily"; here any number of queries may be assigned to a centroid. When causal, a query
+    chooses among the centroids of earlier segments, so that the order depends on no key of its own segment or
+    later; the blocks of its own segment are kept in any case. The first segment and the tail of `N mod S` tokens
+    keep their order. If a chunk holds a part of a segment, that part is sorted.
 
     Args:
         S: tokens per segment, a multiple of `block`. Segments are counted from position 0.
         block: keys per centroid.
-        keys: order of the keys, which stay in place by default; centroids are then blocks of that order. With
-            `SegmentKeySort(S)` both sides are sorted.
+        keys: a permuter that orders the keys; by default they stay in place. Centroids are blocks in its order.
+            With `SegmentKeySort(S)` both keys and queries are sorted.
 
     Raises:
-        ValueError: when called, `keys` moves queries.
+        ValueError: in a call, if the permuter `keys` moves queries.
     """
 
     S: int = field(default=256, converter=whole, validator=size)
@@ -57,13 +57,14 @@ class SegmentQuerySort(Permuter[GlobalPermutation]):
         offset = k.shape[2] - M if causal else 0
         sorted_to = (offset + M) // S * S  # position where the tail begins
         lead, whole = offset % S, sorted_to - offset
-        known = sorted_to - S if causal else k.shape[2]  # keys before the last whole segment
+        # The keys that make centroids: if causal, those before the last whole segment.
+        known = sorted_to - S if causal else k.shape[2]
         if whole <= 0 or known <= 0:
             return permutation
 
         centroids = self._centroids(permutation.gather_keys(k)[:, :, :known])
         nearest, cosine = self._nearest(q[:, :, :whole], centroids, offset=offset, causal=causal)
-        # Places before a chunk's first query sort first, so they stay where they are.
+        # The places before a chunk's first query get values that sort first, so they stay where they are.
         nearest, cosine = pad(nearest, (lead, 0), value=-1), pad(cosine, (lead, 0))
         order = _argsort(nearest.unflatten(2, (-1, S)), cosine.unflatten(2, (-1, S)))
         start = torch.arange(-lead, whole, S, device=q.device)
@@ -72,13 +73,13 @@ class SegmentQuerySort(Permuter[GlobalPermutation]):
         return evolve(permutation, q_index=torch.cat((index, tail), dim=2).int())
 
     def _centroids(self, k: Tensor) -> Tensor:
-        """Directions of the mean keys of blocks, `[B, H, N, D] -> [B, H, blocks, D]` in fp32 or better."""
+        """The mean keys of blocks, at length 1, `[B, H, N, D] -> [B, H, blocks, D]` in fp32 or better."""
         blocks = pad(k, (0, 0, 0, -k.shape[2] % self.block)).unflatten(2, (-1, self.block))
-        # A cosine does not see lengths, so a sum serves as well as a mean, also of a short tail.
+        # Vectors are scaled to length 1, so a sum serves as well as a mean, also for a short last block.
         return normalize(blocks.sum(3, dtype=torch.promote_types(k.dtype, torch.float32)), dim=-1)
 
     def _nearest(self, q: Tensor, centroids: Tensor, *, offset: int, causal: bool) -> tuple[Tensor, Tensor]:
-        """Each query's centroid and its cosine with it, `[B, Hq, M]` each."""
+        """The centroid of each query and its cosine with it, `[B, Hq, M]` each."""
         (B, Hq, M, _), blocks = q.shape, centroids.shape[2]
         step = max(1, _WORKSPACE // (B * Hq * blocks * centroids.dtype.itemsize))
         per_segment = self.S // self.block
@@ -86,19 +87,20 @@ class SegmentQuerySort(Permuter[GlobalPermutation]):
         for first in range(0, M, step):
             last = min(first + step, M)
             part = normalize(q[:, :, first:last].to(centroids.dtype), dim=-1)
-            # The part's last query knows most; one in the first segment knows nothing, which the mask says.
+            # The last query of the part may choose among the most centroids. Queries of the first segment may
+            # choose none, and are masked below.
             end = max((offset + last - 1) // self.S * per_segment, 1) if causal else blocks
             cosine = products(part, centroids[:, :, :end])
             if causal:
                 known = torch.arange(offset + first, offset + last, device=q.device) // self.S * per_segment
                 cosine = cosine.masked_fill_(torch.arange(end, device=q.device) >= known[:, None], float("-inf"))
-            best = cosine.max(-1)  # the first of equal ones
+            best = cosine.max(-1)  # of equal ones, the first
             nearest.append(best.indices)
             cosines.append(best.values)
         return torch.cat(nearest, dim=2), torch.cat(cosines, dim=2)
 
 
 def _argsort(rising: Tensor, falling: Tensor) -> Tensor:
-    """Stable order along the last axis: by `rising`, then by `-falling`."""
+    """The stable order along the last axis by `rising`, least first, and then by `falling`, greatest first."""
     order = falling.argsort(dim=-1, descending=True, stable=True)
     return order.gather(-1, rising.gather(-1, order).argsort(dim=-1, stable=True))

@@ -1,4 +1,4 @@
-"""Image and video tokens tile by tile."""
+"""Image and video tokens in the order of tiles."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from blocksparse.permuters.grid_order import GridOrder, three, three_sizes
 @final
 @frozen(eq=False)
 class TileOrder(GridOrder):
-    """Tiles one after another, frame by frame and row by row, and so the cells inside each.
+    """Order cells tile by tile. Tiles, and the cells inside each, go frame by frame and row by row.
 
-    A tile at a far edge holds the cells that are left. Blocks of tokens are tiles only where a tile has as many
-    cells as a block and divides the grid; elsewhere a block may hold parts of several tiles.
+    A tile at a far edge holds the cells that are left. A block of tokens is one tile only if a tile has as many
+    cells as a block and the tiles divide the grid; otherwise a block may hold parts of several tiles.
 
     Args:
-        tile: frames, rows and columns `(t, h, w)` of a tile; 4 x 4 x 4 cells are a block of 64.
+        tile: frames, rows and columns `(t, h, w)` of a tile; 4 x 4 x 4 cells make a block of 64.
     """
 
     tile: tuple[int, int, int] = field(default=(4, 4, 4), converter=three, validator=three_sizes)

@@ -1,4 +1,4 @@
-"""Image and video tokens pixel by pixel (Timemajor in SpargeAttn, appendix A.1)."""
+"""Image and video tokens in time order (Timemajor in SpargeAttn, appendix A.1)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from blocksparse.permuters.grid_order import GridOrder
 @final
 @frozen(eq=False)
 class TimeOrder(GridOrder):
-    """All frames of one place together, places row by row: tokens run along T."""
+    """Order cells place by place, places row by row; the cells of one place in all frames stand together."""
 
     def cells(self, device: torch.device | str) -> Tensor:
         T, H, W = self.grid

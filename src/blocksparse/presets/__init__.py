@@ -1,4 +1,4 @@
-"""The papers, one preset in a file, and all of them by name."""
+"""The presets: one function for each paper, in a file of its own, and a dict of all of them."""
 
 from __future__ import annotations
 
@@ -31,4 +31,4 @@ every_preset: dict[str, Callable[..., Pipeline[Any, Any, Any]]] = {
     "a_shape": a_shape,
     "tri_shape": tri_shape,
 }
-"""Every preset by name; each takes its defaults, and `executor=`."""
+"""Every preset by name. Each can be called without arguments, or with `executor=` alone."""

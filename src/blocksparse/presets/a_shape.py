@@ -16,21 +16,21 @@ from blocksparse.validators import size
 
 
 def a_shape(
-    sink: int = 128,  # released code of MInference, n_init
-    local: int = 3968,  # the same, n_local
+    sink: int = 128,  # n_init in the released code of MInference
+    local: int = 3968,  # n_local in the same code
     *,
-    block: int = 64,  # the same
+    block: int = 64,  # the same code
     executor: Executor[GlobalPermutation, BlockMask] | None = None,
 ) -> Pipeline[GlobalPermutation, BlockScores, BlockMask]:
     """Keep the first `sink` keys and the last `local` ones, a query's own included.
 
-    Blocks that hold any of these are kept whole, so a query sees up to two blocks more.
+    Blocks that hold any of these keys are kept whole, so a query may see up to two blocks of keys more.
 
     Args:
-        sink: tokens at the start of the prompt.
-        local: tokens of the window that ends with the query, at least 1.
+        sink: how many tokens at the start of the prompt are kept.
+        local: tokens in the window that ends with the query, at least 1.
         block: tokens per block.
-        executor: `AutoExecutor()` unless given.
+        executor: `AutoExecutor()` if None.
     """
     size.check(sink=sink, local=local)
     return Pipeline(

@@ -32,40 +32,42 @@ def bfla(
     *,
     block: int = 256,  # b; section 4.5
     g: int = 64,  # section 3.3; table 5
-    tile: int = 64,  # T is the tile of the paper's kernel, 32 in its code; 64 is the least that ours is fast with
+    tile: int = 64,  # T, the tile of the paper's kernel, is 32 in its code; our kernels are fast from 64 on
     n_local: int | None = None,
     n_local_tiles: int | None = None,
-    sink: int = 32,  # eq. 16: the first tile, T tokens in the released code
+    sink: int = 32,  # eq. 16: the first tile, which has 32 tokens in the released code
     eta: int | None = 16,  # section 4.5
     rho: float | Sequence[float] | Tensor | None = None,  # section 4.5: rho = 0
-    seed: int = 1,  # the released code's; the paper names none
+    seed: int = 1,  # released code; the paper names none
     per_token: bool = False,
     coarse_rescue: bool = False,
     as_released: bool = False,
     executor: Executor[GlobalPermutation, BlockMask] | None = None,
 ) -> Pipeline[GlobalPermutation, BlockMass, BlockMask]:
-    """Keep the heaviest coarse blocks for a whole group of query heads, then rescue tiles by position.
+    """Keep the heaviest coarse blocks for all query heads of a KV head, then also keep tiles by position.
 
-    The local band, the sink and both rescues come on top of the mass and are not counted.
+    A tile is a block of the final mask. A rescue keeps tiles that the scores dropped: one of every `eta`, or
+    random ones. The local band, the sink and both rescues are added to the blocks that `mass` asks for, and are
+    not counted.
 
     Args:
         mass: share of a row's block mass to keep; a number, or one per query head.
         block: tokens per coarse block.
         g: tokens per group that is compared as one vector; divides `block`.
-        tile: tokens per block of the final mask; divides `block`.
-        n_local: tokens of the local band: tiles with a key at most so far before the query tile are kept. 256
-            unless given here or in tiles (8 tiles of 32; table 5).
+        tile: tokens per tile; divides `block`.
+        n_local: tokens in the local band: tiles with a key at most so far before a query of the row are kept. If
+            neither this nor `n_local_tiles` is given, it is 256 (8 tiles of 32; table 5).
         n_local_tiles: the same as a number of tiles, `n_local / tile`.
         sink: tokens at the start of the prompt whose tiles are kept.
         eta: keep one tile of every `eta` in a row; None for no stride rescue.
         rho: keep a tile with this probability, a number or one per query head; None for no random rescue.
-        seed: of both rescues.
+        seed: seed of both rescues.
         per_token: divide the products of groups by their tokens, so that the softmax over blocks is not one-hot.
-        coarse_rescue: apply band, sink and rescues to whole coarse blocks, as the released code, not to tiles.
-        as_released: choose as the authors' code does for chunks that start on the block grid: rescue on coarse
-            blocks by its linear hashes, rows counted from the start of the chunk, at least one block of band,
-            and padding in the scores.
-        executor: `AutoExecutor()` unless given.
+        coarse_rescue: apply band, sink and rescues to coarse blocks, as the released code does, not to tiles.
+        as_released: choose as the authors' code does for chunks that start at a block: band, sink and rescues work
+            on coarse blocks, rescues by linear hashes with rows counted from the start of the chunk; the band has
+            at least one block; and scores include padding.
+        executor: `AutoExecutor()` if None.
 
     Raises:
         ValueError: `n_local` and `n_local_tiles` are both given, or `tile` does not divide `block`.

@@ -30,19 +30,21 @@ def flex_prefill(
     as_released: bool = False,
     executor: Executor[GlobalPermutation, BlockMask] | None = None,
 ) -> Pipeline[GlobalPermutation, VerticalSlashScores, BlockMask]:
-    """Columns and diagonals for heads with a fixed pattern, pooled blocks for heads that pooling describes well.
+    """Keep pooled blocks in heads that pooling describes well, and columns and diagonals in the others.
 
-    The block of token 0 and the diagonal are always kept, outside the budgets.
+    The paper calls the first kind of head query-aware. The block of token 0 and the diagonal are always kept,
+    outside the budgets.
 
     Args:
         mass: gamma of the paper, the share of the attention mass to keep; a number, or one per query head.
-        tau: divergence below which a head is query-aware; a number, or one per query head. 0 for none.
+        tau: divergence below which a head is query-aware; a number, or one per query head. With 0 no head is.
         block: tokens per block, and queries in the probe.
-        min_budget: tokens that the columns, and the diagonals, of every head come to at least.
-        max_budget: tokens that they come to at most, in heads that are not query-aware; None for no limit.
-        as_released: choose as the authors' code: a block for every 128 tokens counted, forced blocks inside the
-            budget, one diagonal of blocks per band, no crossing block in query-aware heads.
-        executor: `AutoExecutor()` unless given.
+        min_budget: the least number of tokens in the columns, and in the diagonals, of every head.
+        max_budget: the greatest number of tokens in each, in heads that are not query-aware; None for no limit.
+        as_released: choose as the authors' code does: it keeps one block for every 128 tokens that it counts,
+            takes forced blocks out of the budget, keeps one diagonal of blocks per band, and in query-aware heads
+            drops the block with which the sum reaches `mass`.
+        executor: `AutoExecutor()` if None.
     """
     share.check(mass=mass)
     flag.check(as_released=as_released)

@@ -27,13 +27,13 @@ def mean_pooling(
     as_released: bool = False,
     executor: Executor[GlobalPermutation, BlockMask] | None = None,
 ) -> Pipeline[GlobalPermutation, BlockMass, BlockMask]:
-    """Keep the heaviest pooled blocks; the first block and the diagonal are always kept, and not counted.
+    """Keep the heaviest pooled blocks and, in addition, always the first block and the diagonal.
 
     Args:
         mass: share of the row's pooled mass to keep; a number, or one per query head.
         block: tokens per block.
-        as_released: average a short tail block over padding, as the authors' code.
-        executor: `AutoExecutor()` unless given.
+        as_released: include padding in the mean of a short tail block, as the authors' code does.
+        executor: `AutoExecutor()` if None.
     """
     share.check(mass=mass)
     flag.check(as_released=as_released)

@@ -18,28 +18,28 @@ from blocksparse.validators import flag
 
 
 def minference(
-    vertical: int | Sequence[int] | Tensor = 1000,  # released code, heads without an entry in the table
+    vertical: int | Sequence[int] | Tensor = 1000,  # released code, for heads that its table of budgets lacks
     slash: int | Sequence[int] | Tensor = 6096,  # the same
     *,
     sink: int = 30,  # released code
-    recent: int = 100,  # released code; its search forces 30
+    recent: int = 100,  # released code; its search for budgets forces 30
     block: int = 64,  # section 3.2; released code
     probe: int = 64,  # section 3.2, algorithm 1
     as_released: bool = False,
     executor: Executor[GlobalPermutation, BlockMask] | None = None,
 ) -> Pipeline[GlobalPermutation, VerticalSlashScores, BlockMask]:
-    """Keep a fixed number of the columns and diagonals that the last queries look at.
+    """Keep a fixed number of columns and diagonals, the heaviest for the last queries.
 
     Args:
-        vertical: how many keys; a number, or one per query head.
-        slash: how many distances; a number, or one per query head.
-        sink: first keys, kept inside the budget.
-        recent: nearest distances, kept inside the budget.
+        vertical: how many keys (columns); a number, or one per query head.
+        slash: how many distances (diagonals); a number, or one per query head.
+        sink: how many of the first keys are always kept, as a part of `vertical`.
+        recent: how many of the nearest distances are always kept, as a part of `slash`.
         block: tokens per block.
-        probe: how many of the last queries are looked at.
-        as_released: choose as the authors' code: keys near the end may use up the vertical budget, and runs of
-            distances end up to one block late.
-        executor: `AutoExecutor()` unless given.
+        probe: with how many of the last queries the lines are measured.
+        as_released: choose as the authors' code does: keys near the end may use up the vertical budget, and tiles
+            of keys at chosen distances end up to one block late.
+        executor: `AutoExecutor()` if None.
     """
     flag.check(as_released=as_released)
     return Pipeline(

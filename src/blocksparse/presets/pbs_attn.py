@@ -31,16 +31,16 @@ def pbs_attn(
 ) -> Pipeline[GlobalPermutation, BlockMass, BlockMask]:
     """Sort keys by importance inside segments, then keep the heaviest pooled blocks of earlier segments.
 
-    The row's own segment and the block that holds token 0 are always kept, and not counted.
+    In addition, the row's own segment and the block that holds token 0 are always kept.
 
     Args:
-        mass: share of the mass outside the own segment to keep; a number, or one per query head.
+        mass: share of the mass outside the row's own segment to keep; a number, or one per query head.
         block: tokens per block.
         S: tokens per segment, a multiple of `block`.
-        per_query_head: one key order per query head, as the paper, instead of one per KV head.
-        as_released: choose exactly as the authors' code: an order per query head, from a probe that is not
-            causal and ignores the tail, and a tail block averaged over padding.
-        executor: `AutoExecutor()` unless given.
+        per_query_head: make one key order per query head, as the paper does, instead of one per KV head.
+        as_released: choose exactly as the authors' code does: there is an order per query head, it comes from a
+            probe that is not causal and ignores the tail, and the mean of a short tail block includes padding.
+        executor: `AutoExecutor()` if None.
     """
     share.check(mass=mass)
     block_size.check(block=block)

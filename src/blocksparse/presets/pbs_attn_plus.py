@@ -23,7 +23,7 @@ from blocksparse.validators import block_size, multiple, size
 def pbs_attn_plus(
     mass: float | Sequence[float] | Tensor = 0.9,  # section 4.1
     *,
-    stride: int = 8,  # XAttention; appendix B.2 does not say
+    stride: int = 8,  # the value of XAttention; appendix B.2 prints none
     block: int = 128,  # section 4.1
     S: int = 256,  # section 4.1
     per_query_head: bool = False,
@@ -31,15 +31,15 @@ def pbs_attn_plus(
 ) -> Pipeline[GlobalPermutation, BlockMass, BlockMask]:
     """Sort keys by importance inside segments, then keep the heaviest antidiagonal scores of earlier segments.
 
-    The row's own segment and the block that holds token 0 are always kept, and not counted.
+    In addition, the row's own segment and the block that holds token 0 are always kept.
 
     Args:
-        mass: share of the mass outside the own segment to keep; a number, or one per query head.
-        stride: side of the cells whose antidiagonals are looked at.
+        mass: share of the mass outside the row's own segment to keep; a number, or one per query head.
+        stride: side of the cells of pairs whose antidiagonals are scored.
         block: tokens per block, a multiple of `stride`.
         S: tokens per segment, a multiple of `block`.
-        per_query_head: one key order per query head, as the paper, instead of one per KV head.
-        executor: `AutoExecutor()` unless given.
+        per_query_head: make one key order per query head, as the paper does, instead of one per KV head.
+        executor: `AutoExecutor()` if None.
     """
     share.check(mass=mass)
     block_size.check(block=block)

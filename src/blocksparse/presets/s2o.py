@@ -22,31 +22,33 @@ from blocksparse.validators import block_size, multiple, shown
 def s2o(
     tau: float | Sequence[float] | Tensor | None = None,
     *,
-    S: int = 256,  # not printed; measured, see docs/papers/s2o.md
-    block: int = 64,  # not printed (algorithm 2 names tiles B_M and B_N)
-    prefix: int | None = 8192,  # algorithm 1 ranks all earlier keys; None does
-    coarse: bool = True,  # equation 2 orders exactly; False does
+    S: int = 256,  # measured, see docs/papers/s2o.md; the paper prints no value
+    block: int = 64,  # the paper prints no value (algorithm 2 names tiles B_M and B_N)
+    prefix: int | None = 8192,  # algorithm 1 ranks all earlier keys, as None does
+    coarse: bool = True,  # equation 2 orders exactly, as False does
     per_query_head: bool = True,  # algorithm 1 has H heads of q and of k
     order_queries: bool = True,  # section 3.1 (i)
     executor: Executor[Permutation, RankedBlockMask] | None = None,
 ) -> Pipeline[Permutation, BlockScores, RankedBlockMask]:
-    """Read the own segment, then earlier keys by their product with its mean query, and stop early.
+    """Attend to the keys of a row's own segment, then to earlier keys, best first, and stop early.
+
+    Earlier keys are sorted by their product with the mean query of the segment.
 
     Args:
         tau: a row stops after a block that adds less than this share to its softmax denominators; a number, or
-            one per query head. 0.01 unless given; the paper prints no value.
-        S: tokens per segment, a multiple of `block`. Larger segments take fewer index maps; the own segment,
-            which is always computed, is the floor of the density.
+            one per query head. 0.01 if None; the paper prints no value.
+        S: tokens per segment, a multiple of `block`. Larger segments need fewer index maps, but a row's own
+            segment is always computed, so the density cannot be lower than its share.
         block: tokens per block, on both sides; a row of blocks stops as a whole.
-        prefix: only so many of the earlier keys stand in a map, the best ones; a row that has not stopped by then
-            ends there. At 16384 tokens the default costs a `tau` of 0.01 nothing to speak of, and smaller ones
-            much (docs/papers/s2o.md). See `GlobalIndexMap` for what maps take.
-        coarse: choose and order them by steps of their scores, which a GPU does without a sort, and which costs
-            next to no error (docs/papers/s2o.md).
-        per_query_head: one key order per query head instead of one per KV head.
-        order_queries: sort the queries of a segment, so that alike ones stop together.
-        executor: `GatherExecutor(tau)` unless given. One that does not stop early, as the reference, computes
-            every block.
+        prefix: how many of the earlier keys a map holds, the best ones; a row attends to no others, even if it has
+            not stopped by then. At 16384 tokens the default adds almost no error to that of a `tau` of 0.01, but
+            much to that of smaller ones (docs/papers/s2o.md). `GlobalIndexMap` says how much memory maps take.
+        coarse: choose and order the earlier keys by rounded scores, which takes no full sort on a GPU and adds
+            almost no error (docs/papers/s2o.md).
+        per_query_head: make one key order per query head instead of one per KV head.
+        order_queries: sort the queries of a segment, so that similar ones stop together.
+        executor: `GatherExecutor(tau)` if None. An executor that does not stop early, such as
+            `ReferenceExecutor`, computes every block.
 
     Raises:
         ValueError: both `tau` and `executor` are given, or `S` is not a multiple of `block`.

@@ -31,32 +31,34 @@ def sparge(
     share: float | Sequence[float] | Tensor | None = None,
     block: int = 128,  # appendix A.1
     k_block: int = 64,  # appendix A.1
-    attention_sink: bool = True,  # released code, the tuned module; its functions have False
+    attention_sink: bool = True,  # released code, its module for tuned models; its plain functions have False
     smooth_k: bool | None = None,
     order: Permuter[GlobalPermutation] | None = None,
     as_released: bool = False,
     executor: Executor[GlobalPermutation, BlockMask] | None = None,
 ) -> Pipeline[GlobalPermutation, BlockMass, BlockMask]:
-    """Keep the heaviest pooled blocks, as long as their mass fits the target, and every block that pooling blurs.
+    """Keep the heaviest pooled blocks within a target for their mass, and every block whose tokens are unlike.
 
-    Blocks whose tokens are not alike are kept on top and hold no mass. A causal diagonal is kept in any case.
+    Blocks whose tokens are unlike are kept in addition and hold no mass. A causal diagonal is kept in any case.
 
     Args:
         mass: tau of the paper, the share of a row's pooled mass that the kept blocks may not exceed; a number, or
-            one per query head. 0.98 unless given here, or `share` is.
-        theta: least self-similarity of a block that is judged by its mean; a number, or one per query head. 0.6
-            unless given, and -0.1, which judges every block by its mean, with `share`.
+            one per query head. 0.98 if neither this nor `share` is given.
+        theta: a block is judged by its mean only if its self-similarity is greater than this; a number, or one per
+            query head. If None, 0.6; with `share` -0.1, so that every block is judged by its mean.
         share: keep this share of a row's reachable key blocks instead of a share of its mass.
         block: tokens per query block.
         k_block: tokens per key block.
-        attention_sink: keep the block that holds token 0 too.
-        smooth_k: subtract the mean of all keys before keys are judged. Unless given, where the call is not causal,
-            and everywhere with `as_released`.
-        order: of the tokens, `HilbertOrder(grid)` for images and video (section 3.7); `Identity()` unless given.
-        as_released: choose as the authors' code: keys smoothed in causal calls too, a short last block never
-            similar, `share` a share of all key blocks. The diagonal, which it may lose, is kept all the same.
-        executor: `AutoExecutor()` unless given, which rounds nothing. The paper's 8-bit products (section 3.5) are
-            `Int8Executor()` on Hopper; they save time from some 64K tokens on. Skipping PV is the executor's too.
+        attention_sink: also keep the block that holds token 0.
+        smooth_k: subtract the mean of all keys before the similarity of key blocks is measured. None does so only
+            if the call is not causal, and with `as_released` always.
+        order: a permuter, `HilbertOrder(grid)` for images and video (section 3.7); `Identity()` if None.
+        as_released: choose as the authors' code does: keys are smoothed in causal calls too, a short last block is
+            never similar, and `share` is a share of all key blocks. Their code may drop the diagonal, which is
+            kept here all the same.
+        executor: `AutoExecutor()` if None, which rounds nothing. `Int8Executor()` has the paper's 8-bit products
+            (section 3.5) on Hopper, which save time from about 64K tokens on, and `pv_skip` of an executor leaves
+            out products with values as the paper does (section 3.4).
 
     Raises:
         ValueError: `mass` and `share` are both given.

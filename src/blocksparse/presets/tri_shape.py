@@ -17,23 +17,24 @@ from blocksparse.validators import size
 
 
 def tri_shape(
-    sink: int = 128,  # released code of MInference, n_init
-    local: int = 3968,  # the same, n_local
-    last: int = 100,  # the same, n_last
+    sink: int = 128,  # n_init in the released code of MInference
+    local: int = 3968,  # n_local in the same code
+    last: int = 100,  # n_last in the same code
     *,
-    block: int = 64,  # the same
+    block: int = 64,  # the same code
     executor: Executor[GlobalPermutation, BlockMask] | None = None,
 ) -> Pipeline[GlobalPermutation, BlockScores, BlockMask]:
     """Keep the first `sink` keys and the last `local` ones, and every key for the `last` queries.
 
-    Blocks that hold any of these are kept whole: up to a block of rows more is dense.
+    Blocks that hold any of these keys are kept whole. A row of blocks that holds one of these queries keeps every
+    key for all its queries, so up to a block of queries more is dense.
 
     Args:
-        sink: tokens at the start of the prompt.
-        local: tokens of the window that ends with the query, at least 1.
-        last: queries at the end of the call that see everything.
+        sink: how many tokens at the start of the prompt are kept.
+        local: tokens in the window that ends with the query, at least 1.
+        last: how many queries at the end of the call see every key.
         block: tokens per block.
-        executor: `AutoExecutor()` unless given.
+        executor: `AutoExecutor()` if None.
     """
     size.check(sink=sink, local=local, last=last)
     return Pipeline(

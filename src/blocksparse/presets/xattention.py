@@ -22,7 +22,7 @@ from blocksparse.validators import flag
 def xattention(
     mass: float | Sequence[float] | Tensor = 0.9,  # released code, xattn_estimate
     *,
-    stride: int = 8,  # the paper has 8 and 16; 16 in the released loader
+    stride: int = 8,  # the paper has 8 and 16, the released loader 16
     block: int = 128,  # the only size that the released code takes
     pattern: Pattern = "antidiagonal",
     as_released: bool = False,
@@ -30,16 +30,16 @@ def xattention(
 ) -> Pipeline[GlobalPermutation, BlockMass, BlockMask]:
     """Keep the first block, the diagonal, and the heaviest antidiagonal scores until they hold enough of the mass.
 
-    The first block and the diagonal count toward that share.
+    The first block and the diagonal are counted in that share.
 
     Args:
         mass: share of the row's mass to keep; a number, or one per query head.
-        stride: side of the cells whose antidiagonals are looked at.
+        stride: side of the cells of pairs whose antidiagonals are scored.
         block: tokens per block, a multiple of `stride`.
-        pattern: the pairs of a cell that are looked at.
-        as_released: fill a short tail cell with zeros, as the authors' code. Its slips in selecting are not
+        pattern: which pairs of a cell are scored; `AntidiagonalScorer` lists the patterns.
+        as_released: fill a short tail cell with zeros, as the authors' code does. Errors in its selection are not
             copied.
-        executor: `AutoExecutor()` unless given.
+        executor: `AutoExecutor()` if None.
     """
     share.check(mass=mass)
     flag.check(as_released=as_released)

@@ -1,1 +1,1 @@
-"""Stage 2: what each pair of blocks is worth. q, k, Permutation -> BlockScores."""
+"""Stage 2: scorers say how much each block of (query, key) pairs is worth. q, k, Permutation -> BlockScores."""

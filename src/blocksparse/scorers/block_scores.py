@@ -1,4 +1,4 @@
-"""Values: what a scorer gives."""
+"""The values that scorers give."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from blocksparse.geometry import Grid
 class BlockScores:
     """What each block is worth, a number per block on query heads.
 
-    `forced` blocks are kept whatever their values say and are counted first by cumulative rules; that is not
-    the same as a union after selection.
+    Blocks that are `forced` are kept whatever their values are. A rule that keeps a share of the mass may count
+    them first, and then fewer others are kept than if forced blocks were added after the selection.
 
     Raises:
-        TypeError: `values` is not fp32 (or float64), or `forced` not bool.
+        TypeError: `values` is not fp32 (or float64), or `forced` is not bool.
         ValueError: one of them does not have an entry for each block of the grid.
     """
 

@@ -1,4 +1,4 @@
-"""Flattened groups of queries against flattened groups of keys, the best pair of a block (BFLA, section 3.2)."""
+"""Products of groups of queries with groups of keys; a block gets its greatest one (BFLA, section 3.2)."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ from blocksparse.validators import block_size, flag, multiple, optional, whole
 class FlattenMaxPoolScorer(Scorer[GlobalPermutation, BlockMass]):
     """Softmax over key blocks of the best product of two token groups (BFLA, eq. 3 to 9).
 
-    A group is `g` consecutive slots. The product of two groups is `q[t] . k[t]` summed over their places `t`: one
-    diagonal of their `g x g` logits. A block is worth its best pair of groups. A pair takes part if some query
-    of the row of blocks may see some key of the group, and the two share a place: short groups are
-    compared over the tokens that are there.
+    A group is `g` consecutive slots. The product of two groups is `q[t] . k[t]` summed over their places `t`: the
+    sum of the main diagonal of their `g x g` logits. The score of a block is the greatest product of a query group
+    and a key group in it. A pair of groups takes part if some query of the row of blocks may see some key of the
+    key group, and if some place has a token in both groups; short groups are compared over these places only.
 
-    The paper does not divide the sum by `g`. Its spread grows with `g`, so that the softmax over blocks is close
-    to one-hot, and a threshold on its mass hardly acts. `per_token` tames it.
+    The paper does not divide the sum by `g`. The spread of the sums grows with `g`, so that the softmax over
+    blocks is close to one-hot and a target for the mass has little effect. `per_token` divides the sums.
 
     Args:
         block: slots per block, on both sides unless `k_block` is given.
         g: slots per group; divides the blocks.
         k_block: slots per key block.
-        per_token: divide each product by the places the pair shares, which makes it a mean logit.
-        padded_tail: let groups without a token take part, as zeros, as the released code does. They score 0, which
-            wins wherever all real pairs are below 0.
+        per_token: divide each product by the number of places that have a token in both groups, which makes it a
+            mean logit.
+        padded_tail: let pairs that take no part score 0, as zero padding does in the released code. A 0 wins where
+            all real products of a block are below 0.
     """
 
     block: int = field(default=256, converter=whole, validator=block_size)

@@ -1,4 +1,4 @@
-"""Pooled queries against pooled keys (PBS-Attn, appendix B.1; also its MeanPooling baseline)."""
+"""Products of mean queries and mean keys of blocks (PBS-Attn, appendix B.1; also its MeanPooling baseline)."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from blocksparse.validators import block_size, flag, optional, whole
 @final
 @frozen(eq=False)
 class MeanPoolScorer(Scorer[GlobalPermutation, BlockMass]):
-    """Softmax over key blocks of mean query . mean key (PBS-Attn, appendix B.1).
+    """Softmax over key blocks of the product of a block's mean query and mean key (PBS-Attn, appendix B.1).
 
-    After a permuter that keeps keys inside segments of whole blocks, as `SegmentKeySort` does, the segment that a
-    causal row lies in is forced and takes no part in the softmax. Else every reachable block is scored.
+    After a permuter that keeps keys inside segments of whole blocks, as `SegmentKeySort` does, and in a causal
+    call, the segment in which a row lies is forced and takes no part in the softmax. Otherwise every reachable
+    block is scored.
 
     Args:
         block: slots per block, on both sides unless `k_block` is given.
-        k_block: slots per key block; SpargeAttn's are half as wide as its query blocks.
-        padded_tail: divide a short tail block by the whole block, as the released PBS-Attn code does; by
-            default a mean is over the tokens that are there.
+        k_block: slots per key block; in SpargeAttn they are half as long as query blocks.
+        padded_tail: divide the sum over a short block at the tail by the size of a whole block, as the released
+            PBS-Attn code does. By default the mean is over the tokens that exist.
     """
 
     block: int = field(default=128, converter=whole, validator=block_size)

@@ -1,4 +1,4 @@
-"""No scores: for selectors that need none, and orders that speak for themselves (S2O)."""
+"""No scores, for selectors that use none and for orders in which the best keys come first (S2O)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from blocksparse.validators import block_size, optional, whole
 class NoScorer(Scorer[Permutation, BlockScores]):
     """Zeros that take no memory: blocks differ by position alone, and ties go to the lower column.
 
-    Where each query group has a key order of its own (`GlobalIndexMap`), the group's own keys are forced.
+    If each query group has its own order of the keys (`GlobalIndexMap`), the blocks of its own segment are forced.
 
     Args:
         block: slots per block, on both sides unless `k_block` is given.

@@ -1,4 +1,4 @@
-"""What scorers of blocks share."""
+"""How scorers treat the segments of a permutation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from blocksparse.permuters.permutation import GlobalPermutation
 
 
 def segment_of(permutation: GlobalPermutation, grid: Grid) -> int | None:
-    """The segments that keys stay in, as far as causal rows of blocks have one of their own: of whole blocks."""
+    """The length of the segments that keys stay in; None unless causal and each block lies in one segment."""
     S = permutation.segment
     if S is None or not grid.causal or S % grid.q_block or S % grid.k_block:
         return None
@@ -18,5 +18,5 @@ def segment_of(permutation: GlobalPermutation, grid: Grid) -> int | None:
 
 
 def own_segment(grid: Grid, segment: int | None) -> Tensor | None:
-    """What PBS-Attn forces: the row's own segment; nothing without segments or without causality."""
+    """The blocks that PBS-Attn forces: those of the row's own segment; None without segments or if not causal."""
     return grid.own_segment(segment) if segment is not None and grid.causal else None

@@ -1,4 +1,4 @@
-"""The scores that order the keys, as block scores (S2O, eq. 2)."""
+"""Block scores from the products by which S2O orders single keys (S2O, eq. 2)."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _SCORES_AT_ONCE = 1 << 24
 class PrefixOrderScorer(Scorer[Permutation, BlockMass]):
     """Softmax of `<mean query of the group, key>` over the keys before the group, summed by block.
 
-    What `GlobalIndexMap` ranks single keys by (S2O, eq. 2), with the scale and softmax that ranking does not
-    need, so that a share of the mass can be kept instead of stopping early. The group's own keys are
-    forced and take no part. Under a permutation without groups, each row of query blocks is a group: its
-    softmax runs over all keys that its last query may see, and nothing is forced.
+    `GlobalIndexMap` sorts single keys by the same products (S2O, eq. 2). Here they are scaled and get a softmax,
+    so that a selector can keep a share of the mass, as an alternative to the early stop. The group's own keys are
+    forced and take no part in the softmax. If the permutation has no query groups, each row of blocks is a group:
+    its softmax runs over all keys that its last query may see, and nothing is forced.
 
     Args:
         block: slots per block, on both sides unless `k_block` is given.
@@ -60,12 +60,12 @@ class PrefixOrderScorer(Scorer[Permutation, BlockMass]):
         return BlockMass(values, grid, pooling.own_segment(grid, group))
 
     def _mass(self, mean: Tensor, k: Tensor, grid: Grid, seen: Tensor) -> Tensor:
-        """Mass of every block for every mean query, `[B, Hq, G, cols]`; it may look at keys before `seen`."""
+        """The mass of every block for every mean query, `[B, Hq, G, cols]`, which sees the keys before `seen`."""
         B, Hq, G, _ = mean.shape
         keys = k.to(mean.dtype)
         slots = grid.k_position  # [B|1, H|1, G|1, cols * k_block]
         parts = []
-        # Some groups at a time: scores of single keys take more memory than those of blocks.
+        # Some groups at a time, because scores of single keys take more memory than scores of blocks.
         step = max(1, _SCORES_AT_ONCE // (B * Hq * max(k.shape[2], slots.shape[-1])))
         for g in range(0, G, step):
             rows = slice(g, min(g + step, G))

@@ -1,4 +1,4 @@
-"""Role: q, k, Permutation -> BlockScores."""
+"""The role of a scorer: q, k, Permutation -> BlockScores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ScoresT_co = TypeVar("ScoresT_co", bound=BlockScores, covariant=True)
 
 
 class Scorer(ABC, Generic[PermutationT_contra, ScoresT_co]):
-    """Says what each pair of blocks is worth."""
+    """Says how much each block, the pairs of one row of queries and one column of keys, is worth."""
 
     @abstractmethod
     def __call__(

@@ -1,4 +1,4 @@
-"""Scores for blocks whose tokens are alike; the other blocks are kept (SpargeAttn, section 3.2)."""
+"""Scores only for blocks whose tokens are alike; all other blocks are forced (SpargeAttn, section 3.2)."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ from blocksparse.validators import a, flag, optional
 @final
 @frozen(eq=False)
 class SimilarityGatedScorer(Scorer[GlobalPermutation, BlockMass]):
-    """The mass that `inner` gives, without the blocks that one number cannot stand for; those are forced.
+    """The mass that `inner` gives, except for blocks whose tokens are too unlike for one number; those are forced.
 
-    A block's self-similarity is the mean cosine of all pairs of its tokens, a token with itself included; it lies
-    in [0, 1]. A block is similar if that is greater than `theta`. A key block that is not is forced for every
-    row and holds no mass; a query block that is not forces its whole row (SpargeAttn, eq. 5). Shares of a row's
-    remaining mass are then the paper's softmax over similar key blocks. Where the forced blocks outweigh all
-    others by more than e^87, fp32 leaves the others nothing, and the row keeps what is forced.
+    The self-similarity of a block is the mean cosine of all pairs of its tokens, including each token with itself;
+    it lies in [0, 1]. A block is similar if its self-similarity is greater than `theta`. A key block that is not
+    similar is forced for every row and holds no mass; a query block that is not similar forces its whole row
+    (SpargeAttn, eq. 5). Each share of a row's remaining mass is then the paper's softmax over similar key blocks.
+    If the blocks that are not similar outweigh all others by more than e^87, the mass of the others is 0 in fp32,
+    and the row keeps only forced blocks.
 
     Args:
-        inner: any scorer of masses, on any grid.
+        inner: any scorer that gives a `BlockMass`, on any grid.
         theta: in [-1, 1]; a number, or one per query head. Below 0 every block is similar, at 1 none is.
-        smooth_k: subtract the mean of all keys before keys are judged (K smoothing of SageAttention). None does so
-            where the call is not causal: in a causal one, later keys would have a say in an early row's choice.
-        padded_tail: never call a block with an empty place similar, as the released code does; by default the
-            tokens that are there are judged.
+        smooth_k: subtract the mean of all keys before the similarity of key blocks is measured (K smoothing of
+            SageAttention). None does so only if the call is not causal, because in a causal call later keys would
+            change the choice of earlier rows.
+        padded_tail: never take a block with an empty place as similar, as the released code does. By default the
+            tokens that exist decide.
     """
 
     inner: Scorer[GlobalPermutation, BlockMass] = field(validator=a(Scorer))
@@ -57,7 +59,7 @@ class SimilarityGatedScorer(Scorer[GlobalPermutation, BlockMass]):
         of_k = of_k.repeat_interleave(grid.q_heads // of_k.shape[1], dim=1)
 
         theta = over_blocks(self.theta, scores.values).to(of_q.dtype)
-        rows = ~(of_q.unsqueeze(-1) > theta)  # [B, Hq, rows, 1]; what is NaN is not similar
+        rows = ~(of_q.unsqueeze(-1) > theta)  # [B, Hq, rows, 1]; a block whose similarity is NaN is not similar
         cols = ~(of_k.unsqueeze(-2) > theta)  # [B, Hq, 1, cols]
         if self.padded_tail:
             rows = rows | (grid.q_position.unflatten(-1, (-1, grid.q_block)) < 0).any(-1, keepdim=True)

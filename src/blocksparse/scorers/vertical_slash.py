@@ -1,4 +1,4 @@
-"""Columns and diagonals that the last queries look at (MInference, FlexPrefill)."""
+"""Scores of the columns and diagonals that the last queries look at (MInference, FlexPrefill)."""
 
 from __future__ import annotations
 
@@ -27,27 +27,33 @@ from blocksparse.validators import block_size, flag, optional, size, whole
 class VerticalSlashScores(BlockMass):
     """Pooled mass of every block, and the mass of the vertical and slash lines of a probe.
 
-    Lines are told by original positions. The distance of a pair is query position minus key position, or its
-    absolute value when not causal.
+    The probe is the last queries of the call. A vertical line is one key, and a slash line is all pairs at one
+    distance. The distance of a pair is query position minus key position in original order, or the absolute value
+    of that when not causal.
     """
 
-    vertical: Tensor = field(kw_only=True)  # [B, Hq, N] fp32, mean over probe queries of the weight of a key
-    slash: Tensor = field(kw_only=True)  # [B, Hq, L] fp32, the same of a distance; L is N, or max(M, N) not causal
+    # The mean weight that probe queries give to each key, and to each distance; L is N, or max(M, N) not causal.
+    vertical: Tensor = field(kw_only=True)  # [B, Hq, N] fp32
+    slash: Tensor = field(kw_only=True)  # [B, Hq, L] fp32
     divergence: Tensor = field(kw_only=True)  # [B, Hq] fp32, of pooled from true block weights, 0 to sqrt(ln 2)
 
     def mass_of_columns(self) -> Tensor:
-        """What `vertical` comes to on each block of keys, `[B, Hq, cols]`."""
+        """The sum of `vertical` over each block of keys, `[B, Hq, cols]`."""
         return _by_block(self.vertical, self.grid).sum(-1)
 
     def columns_holding(self, keys: Tensor) -> Tensor:
-        """Blocks that hold one of the chosen `keys` `[B, Hq, N]` bool: `[B, Hq, 1, cols]`."""
+        """The columns of blocks that hold one of the chosen `keys` `[B, Hq, N]` bool: `[B, Hq, 1, cols]`."""
         return _by_block(keys, self.grid).any(-1).unsqueeze(2)
 
     def blocks_at(self, distances: Tensor) -> Tensor:
-        """Blocks that may hold a pair at one of the chosen `distances` `[B, Hq, L]` bool: `[B, Hq, rows, cols]`.
+        """The blocks that may hold a pair at a chosen distance, `[B, Hq, rows, cols]`.
 
-        A block holds distances from its first query minus its last key to its last query minus its first key. So
-        a band as wide as a block crosses two diagonals of blocks, and every chosen pair is in a block given here.
+        The distances in a block lie between its first query minus its last key and its last query minus its first
+        key, so every chosen pair is in one of these blocks. A band of distances as wide as a block crosses two
+        diagonals of blocks.
+
+        Args:
+            distances: `[B, Hq, L]` bool, the chosen distances.
         """
         grid = self.grid
         low, high = grid.q_first - grid.k_last, grid.q_last - grid.k_first
@@ -60,21 +66,22 @@ class VerticalSlashScores(BlockMass):
 @final
 @frozen(eq=False)
 class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
-    """Softmax of the last queries over all keys, summed along columns and along diagonals.
+    """Softmax of the last queries (the probe) over all keys, summed along columns and along diagonals.
 
-    MInference's estimate (section 3.2) and FlexPrefill's (section 3). Values are those of `MeanPoolScorer`: pooled
-    queries with pooled keys, for FlexPrefill's query-aware heads. The divergence is FlexPrefill's test
-    whether pooling can be trusted: the square root of the Jensen-Shannon divergence (natural logarithm)
-    between the weights of key blocks from the mean query of the probe, and their true weights.
+    This is the estimate of MInference (section 3.2) and of FlexPrefill (section 3). The `values` are those of
+    `MeanPoolScorer`, from mean queries and mean keys, for FlexPrefill's query-aware heads. The divergence is
+    FlexPrefill's test of whether pooling describes a head well: the square root of the Jensen-Shannon divergence
+    (natural logarithm) between the weights of key blocks that the mean query of the probe gives to mean keys, and
+    the true weights that the probe gives to key blocks.
 
-    The lines are those of the last queries of a call, so a choice made from them is not causal, and depends
-    on how a prompt is chunked. Takes probe N D multiplications per query head.
+    Lines are measured with the last queries of a call, so a choice made from them is not causal and depends on
+    how a prompt is chunked. It takes `probe * N * D` multiplications per query head.
 
     Args:
         block: slots per block, on both sides.
-        probe: how many of the last queries are looked at; one block unless given, as FlexPrefill. MInference: 64.
-        pooled: compute the pooled values; `False` leaves them 0, in no memory, for selectors that look at lines
-            alone.
+        probe: how many of the last queries are measured; `block` if None, as in FlexPrefill. MInference takes 64.
+        pooled: compute `values` from pooled queries and keys. `False` leaves them 0, which takes no memory, for
+            selectors that look only at lines.
     """
 
     block: int = field(default=128, converter=whole, validator=block_size)
@@ -97,7 +104,8 @@ class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
         probe = q[:, :, -min(self.probe or self.block, q.shape[2]) :]
         vertical, slash = probe_lines(probe, k, q.shape[2], causal, scale)
         mean = probe.mean(2, keepdim=True, dtype=keys.dtype)
-        pooled = (products(mean, keys) * scale).softmax(-1).squeeze(2)  # the last query reaches every block
+        # No mask is needed, because the last query reaches every block.
+        pooled = (products(mean, keys) * scale).softmax(-1).squeeze(2)
         true = _by_block(vertical, grid).sum(-1)
         return VerticalSlashScores(
             values, grid, vertical=vertical, slash=slash, divergence=_divergence(pooled, true)
@@ -105,7 +113,7 @@ class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
 
 
 def _by_block(per_key: Tensor, grid: Grid) -> Tensor:
-    """What belongs to each key, `[B, Hq, N]`, by slots, `[B, Hq, cols, k_block]`; 0 in empty ones."""
+    """Values per key, `[B, Hq, N]`, put into the slots of blocks, `[B, Hq, cols, k_block]`; 0 in empty slots."""
     position = grid.k_position[:, :, 0]  # [B|1, H|1, slots]
     H, Hq = position.shape[1], grid.q_heads
     position = position if H in (1, Hq) else position.repeat_interleave(Hq // H, dim=1)
@@ -115,7 +123,7 @@ def _by_block(per_key: Tensor, grid: Grid) -> Tensor:
 
 
 def _divergence(p: Tensor, q: Tensor) -> Tensor:
-    """Square root of the Jensen-Shannon divergence over the last axis; what has no weight adds nothing."""
+    """The square root of the Jensen-Shannon divergence over the last axis; weights of 0 add nothing."""
     mean = (p + q) / 2
     parts = (torch.xlogy(x, x) - torch.xlogy(x, mean) for x in (p, q))
     return (sum(parts, torch.zeros_like(p)).sum(-1) / 2).clamp_min(0.0).sqrt()

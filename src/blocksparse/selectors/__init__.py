@@ -1,1 +1,1 @@
-"""Stage 3: which blocks are kept. BlockScores -> BlockMask."""
+"""Stage 3: selectors decide which blocks are kept. BlockScores -> BlockMask."""

@@ -1,4 +1,4 @@
-"""Keep what is near the query (BFLA, eq. 15)."""
+"""Keep the keys near the query (BFLA, eq. 15)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from blocksparse.validators import count, whole
 @final
 @frozen(eq=False)
 class Band(PositionSelector):
-    """Keep every block with a key at most `tokens` away from some query of the row (BFLA, eq. 15).
+    """Keep every block that may hold a key at most `tokens` away from some query of the row (BFLA, eq. 15).
 
-    Distances are between original positions: backwards when causal, both ways otherwise. `w` whole blocks
-    before the row's own are `Band(w * block)`.
+    Distances are between original positions, to keys before the query when causal, to keys on both sides
+    otherwise. To keep `w` whole blocks before the row's own, use `Band(w * block)`.
     """
 
     tokens: int = field(converter=whole, validator=count)

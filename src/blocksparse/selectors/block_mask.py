@@ -1,4 +1,4 @@
-"""Values: what a selector gives."""
+"""The values that selectors give."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from blocksparse.validators import is_whole, shown
 class BlockMask:
     """A set of blocks.
 
-    Only reachable blocks are ever members.
+    Only reachable blocks may be in it.
 
-    Together with a permutation it means a set of (query, key) pairs: expand kept blocks to slots, send slots
-    through the index maps, drop the pairs that causality forbids by original position.
+    Together with the permutation of its grid, a mask means a set of (query, key) pairs: all pairs of slots in kept
+    blocks, with each slot replaced by the token that the index maps put there, without the pairs that causality
+    forbids by original position.
 
     Raises:
         TypeError: `keep` is not bool.
@@ -45,35 +46,35 @@ class BlockMask:
             object.__setattr__(self, "grid", grid.shared())  # positions that hold for all heads of a group
 
     def __or__(self, other: BlockMask) -> BlockMask:
-        """Blocks in either; the masks must share a grid."""
+        """The blocks that are in either mask; the masks must share a grid."""
         if not isinstance(other, BlockMask):
             return NotImplemented
         self._check_same_grid(other)
         return BlockMask(_joined(torch.bitwise_or, self.keep, other.keep), self.grid)
 
     def __and__(self, other: BlockMask) -> BlockMask:
-        """Blocks in both; the masks must share a grid."""
+        """The blocks that are in both masks; the masks must share a grid."""
         if not isinstance(other, BlockMask):
             return NotImplemented
         self._check_same_grid(other)
         return BlockMask(_joined(torch.bitwise_and, self.keep, other.keep), self.grid)
 
     def refine(self, n: int) -> BlockMask:
-        """The same pairs on a grid `n` times finer on both sides."""
+        """The mask of the same pairs on a grid whose blocks are `n` times smaller on both sides."""
         fine = self.grid.refined(n)
         if self.keep.shape[1] != fine.q_heads:
             fine = fine.shared()
-        skipped = self.grid.q_lead // fine.q_block  # rows of empty places are not part of the finer grid
+        skipped = self.grid.q_lead // fine.q_block  # the finer grid leaves out rows that hold empty places only
         keep: Tensor = within_reach(self.keep, fine, n, skipped)
         return BlockMask(keep.expand(*self.keep.shape[:2], -1, -1), fine)
 
     def share_heads(self) -> BlockMask:
-        """One mask per KV head: keep what any query head of its group keeps (BFLA, eq. 14)."""
+        """The mask with one entry per KV head, which keeps what any of its query heads keeps (BFLA, eq. 14)."""
         if self.keep.shape[1] != self.grid.q_heads:
             return self
         if self.keep.stride(1):
             keep = self.keep.unflatten(1, (self.grid.kv_heads, -1)).any(2)
-        else:  # one choice stands for all heads
+        else:  # stride 0: all heads have one choice
             keep = self.keep[:, : self.grid.kv_heads]
         return BlockMask(keep, self.grid.shared())
 
@@ -82,17 +83,18 @@ class BlockMask:
         return self.keep.repeat_interleave(self.grid.q_heads // self.keep.shape[1], dim=1)
 
     def density(self) -> Tensor:
-        """Work as a share of dense attention's, `[B, H]`: pairs in kept blocks over pairs in causal blocks.
+        """The work as a share of the work of dense attention, `[B, H]`.
 
-        Dense attention visits the blocks that are reachable in original order; a tail block counts its
-        tokens only. Permuted orders pay for the blocks they visit above the diagonal, so this may exceed 1.
+        It is the number of pairs in kept blocks over the number of pairs in the blocks that are reachable in
+        original order, which dense attention visits. Empty slots do not count. A permuted order may reach more
+        blocks, and then the share may exceed 1.
         """
         grid = self.grid
         q_size = (grid.q_position.unflatten(-1, (-1, grid.q_block)) >= 0).sum(-1)[..., None]  # [.., rows, 1]
         k_size = (grid.k_position.unflatten(-1, (-1, grid.k_block)) >= 0).sum(-1)  # [.., G, cols]
         if grid.group_of_row is not None:
             k_size = k_size[:, :, grid.group_of_row]
-        area = (q_size[:1, :1] * k_size[:1, :1]).double()  # slots are filled alike in every head
+        area = (q_size[:1, :1] * k_size[:1, :1]).double()  # a block has as many tokens in every head
         kept = (self.keep * area).sum((-1, -2))
         if grid.causal:
             row_end = grid.k_len - grid.q_len + q_size[0, 0, :, 0].cumsum(0)
@@ -103,10 +105,10 @@ class BlockMask:
         return density
 
     def queries(self, row: int) -> Tensor:
-        """Indices of the queries in one row, `[B, Hq, m]` int64, as they stand in q.
+        """The indices into q of the queries in one row of blocks, `[B, Hq, m]` int64.
 
         Raises:
-            TypeError, ValueError: there is no such row, as in `slots` and `pairs`; none is counted from the end.
+            TypeError, ValueError: `row` is not from 0 to `grid.rows - 1`. `slots` and `pairs` raise the same.
         """
         grid = self.grid
         self._check_row(row)
@@ -116,7 +118,7 @@ class BlockMask:
         return (position.long() - offset).expand(self.keep.shape[0], grid.q_heads, -1)
 
     def slots(self, row: int) -> Tensor:
-        """The key in every slot of every block of one row, `[B, Hq, cols, k_block]` int32; -1 is none."""
+        """The key in every slot of every block of one row, `[B, Hq, cols, k_block]` int32; -1 is an empty slot."""
         grid = self.grid
         self._check_row(row)
         group = 0 if grid.group_of_row is None else grid.group_of_row[row]
@@ -126,9 +128,10 @@ class BlockMask:
         return slots.expand(self.keep.shape[0], grid.q_heads, -1, -1)
 
     def pairs(self, row: int) -> Tensor:
-        """What the mask means for one row: which keys each query attends to, `[B, Hq, m, N]` bool.
+        """Which keys each query of one row attends to, `[B, Hq, m, N]` bool.
 
-        Both in original order. Dense and slow: for tests, measurements and pictures.
+        Queries come in the order of `queries(row)`, keys in original order. This is slow and takes memory for all
+        pairs of the row; it is meant for tests, measurements and pictures.
         """
         grid, slots, query = self.grid, self.slots(row), self.queries(row)
         taken = slots.masked_fill(~self.per_query_head()[:, :, row].unsqueeze(-1), -1).flatten(-2).long()
@@ -160,7 +163,7 @@ class BlockMask:
 
 
 def _joined(join: Callable[[Tensor, Tensor], Tensor], mine: Tensor, its: Tensor) -> Tensor:
-    """Two choices joined; where one choice stands for all heads in both, it does so in the result."""
+    """Two choices joined by `join`. If all heads have one choice (stride 0) in both, so they do in the result."""
     heads = mine.shape[1]
     if not (mine.stride(1) or its.stride(1)):
         mine, its = mine[:, :1], its[:, :1]
@@ -168,7 +171,7 @@ def _joined(join: Callable[[Tensor, Tensor], Tensor], mine: Tensor, its: Tensor)
         x.stride(-1) == 1 and not any(n % 8 for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
         for x in (mine, its)
     ):
-        # Eight blocks at a time: a GPU joins bytes one by one where a choice stands for several heads.
+        # Eight blocks are joined as one int64, because a GPU joins expanded bytes one by one, which is slow.
         joined = join(mine.view(torch.int64), its.view(torch.int64)).view(torch.bool)
     else:
         joined = join(mine, its)
@@ -180,10 +183,10 @@ def _joined(join: Callable[[Tensor, Tensor], Tensor], mine: Tensor, its: Tensor)
 class RankedBlockMask(BlockMask):
     """A mask with the order in which an executor that stops early visits the kept blocks; `Ranked(...)` makes one.
 
-    Blocks of a negative rank are visited first and in any case: they open the row before the stop rule asks.
+    Blocks of a negative rank are visited first and in any case: the row may stop only after them.
     """
 
-    rank: Tensor  # [B, H, rows, cols] int32, smallest first; dropped blocks have no meaning
+    rank: Tensor  # [B, H, rows, cols] int32, the smallest is visited first; ranks of dropped blocks mean nothing
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()

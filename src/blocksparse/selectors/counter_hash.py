@@ -1,4 +1,4 @@
-"""What rules that draw for blocks share: the indices that numbers are drawn for."""
+"""The indices of rows and columns by which random rules draw numbers for blocks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ BITS = 32
 
 
 def block_indices(grid: Grid, *, of_chunk: bool = False) -> tuple[Tensor, Tensor]:
-    """Index of every row, `[rows, 1]`, and of every column, `[cols]`, int64.
+    """The index of every row, `[rows, 1]`, and of every column, `[cols]`, int64.
 
-    Rows are counted in the whole prompt, so that a block has the same index however the prompt is chunked, or
-    from the start of the chunk if `of_chunk`.
+    Rows are counted in the whole prompt, so that a block has the same index however the prompt is chunked. With
+    `of_chunk` they are counted from the start of the chunk.
     """
     device = grid.q_position.device
     skipped = 0 if of_chunk else grid.first_row

@@ -1,4 +1,4 @@
-"""Keep every reachable block: the dense limit."""
+"""Keep every reachable block, which gives dense attention."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from blocksparse.selectors.position_selector import PositionSelector
 @final
 @frozen(eq=False)
 class Everything(PositionSelector):
-    """Keep every reachable block: full attention, whatever the scores."""
+    """Keep every reachable block, whatever its score. The result is dense attention."""
 
     def where(self, grid: Grid) -> Tensor:
         return grid.reachable

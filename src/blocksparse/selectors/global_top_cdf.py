@@ -19,15 +19,16 @@ from blocksparse.validators import flag
 class GlobalTopCdf(Selector[BlockMass, BlockMask]):
     """Take the heaviest blocks of all rows of a head together, until `mass` of their total is reached.
 
-    One budget serves the whole head, so a row may keep much more or much less than `mass` of its own; `TopCdf`
-    gives each row what it asks for. Later rows compete with earlier ones: the choice is not causal, and
-    depends on how a prompt is chunked. Forced blocks are kept but not counted. On a GPU a search takes
-    5 bytes per block; elsewhere sorting takes about 45.
+    The whole head has one budget, so a row may keep much more or much less than the share `mass` of its own total;
+    `TopCdf` has a budget for each row. Earlier rows compete with later ones, so the choice is not causal and
+    depends on how a prompt is chunked. Forced blocks are kept in any case, but are not counted first: they are
+    ranked and counted like all others. The search on a GPU takes 5 bytes per block; the sort on other devices
+    takes about 45.
 
     Args:
         mass: share of the head's total mass, in (0, 1]; a number, or one per query head. 1 keeps every
             reachable block.
-        crossing: keep the block that takes the sum over the target, as the paper's algorithm; the released
+        crossing: keep the block with which the sum reaches the target, as the paper's algorithm does; the released
             code drops it.
     """
 

@@ -1,4 +1,4 @@
-"""Dense rows at the end of the prompt (tri-shape, of MInference's released code)."""
+"""Keep everything for the last queries (tri-shape of MInference's released code)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from blocksparse.validators import size, whole
 class LastQueries(PositionSelector):
     """Keep every block of the rows that hold one of the last `tokens` queries of the call.
 
-    The last queries of a chunk are not those of the prompt: the choice depends on how a prompt is chunked.
+    Each chunk has its own last queries, so the choice depends on how a prompt is chunked.
     """
 
     tokens: int = field(converter=whole, validator=size)

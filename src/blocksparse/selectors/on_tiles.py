@@ -1,4 +1,4 @@
-"""A rescue on finer blocks than the scores have (BFLA, section 3.3)."""
+"""A rule of position on smaller blocks than those of the scores (BFLA, section 3.3)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from blocksparse.validators import a, size, whole
 @final
 @frozen(eq=False)
 class OnTiles(Selector[BlockScores, BlockMask]):
-    """What `rule` keeps on blocks `n` times smaller on both sides: `Refined(a, n) | OnTiles(Band(256), n)`."""
+    """Keep what `rule` keeps on blocks `n` times smaller on both sides.
+
+    It goes with a refined rule on scores, as in `Refined(a, n) | OnTiles(Band(256), n)`.
+    """
 
     rule: PositionSelector = field(validator=a(PositionSelector))
     n: int = field(converter=whole, validator=size)

@@ -1,4 +1,4 @@
-"""Rules of position as three numbers, which one launch works out together."""
+"""Rules of position as numbers, which one kernel launch applies together."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 
 class Places(NamedTuple):
-    """Blocks that are chosen for where they lie; None chooses none. `within_reach` takes these numbers by name."""
+    """Blocks that are chosen by position; a field of None chooses none. They are arguments of `within_reach`."""
 
-    near: int | None = None  # `Grid.within` so many tokens
-    first: int | None = None  # `Grid.holding_first` so many tokens
-    stride: tuple[int, int] | None = None  # one of so many blocks in a row, from an offset drawn with this seed
+    near: int | None = None  # tokens: the blocks of `Grid.within(near)`
+    first: int | None = None  # tokens: the blocks of `Grid.holding_first(first)`
+    stride: tuple[int, int] | None = None  # (eta, seed): one of every eta blocks of a row, as `Stride` draws them
 
     def joined(self, other: Places) -> Places | None:
-        """Both as one; None where both say how many of a kind."""
+        """The places that either chooses; None if both set the same field."""
         if any(mine is not None and its is not None for mine, its in zip(self, other, strict=True)):
             return None
         return Places(

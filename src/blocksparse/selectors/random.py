@@ -15,7 +15,7 @@ from blocksparse.selectors.counter_hash import BITS, block_indices
 from blocksparse.selectors.position_selector import PositionSelector
 from blocksparse.validators import flag, hash_seed, whole
 
-_WORKSPACE = 2**24  # draws at a time
+_WORKSPACE = 2**24  # draws that are held at a time
 
 
 @final
@@ -23,16 +23,17 @@ _WORKSPACE = 2**24  # draws at a time
 class Random(PositionSelector):
     """Keep each block with probability `rho`, independently of every other one (BFLA, eq. 19).
 
-    A draw depends on the seed, the KV head and the block's indices in the whole prompt: the same blocks
-    in every call, on every device, in every batch entry, however the prompt is chunked. Query heads of a group
-    draw alike, so that a mask that they share (`SharedByGroup`) holds a share of `rho` too. The paper
-    rescues dropped blocks only; `a | Random(rho)` is the same set.
+    A draw depends only on the seed, the KV head and the block's indices in the whole prompt, so the same blocks
+    are kept in every call, on every device, in every batch entry and however the prompt is chunked. The query
+    heads of a KV head have the same draws, so that a mask which they share (`SharedByGroup`) keeps a share of
+    `rho` too.
+    The paper applies the rule only to blocks that another rule dropped; `a | Random(rho)` keeps the same set.
 
     Args:
         rho: probability in [0, 1]; a number, or one per query head. A larger one keeps the same blocks and more.
-        seed: of the draws, in [0, 2^32).
-        released: the linear rule of the authors' code, with rows counted from the start of the chunk. It keeps
-            runs of neighbouring blocks, and nearby seeds keep the same ones.
+        seed: seed of the draws, in [0, 2^32).
+        released: use the linear rule of the authors' code, with rows counted from the start of the chunk. It keeps
+            runs of neighbouring blocks, and nearby seeds keep mostly the same blocks.
     """
 
     rho: PerHead = field(converter=per_head, validator=probability)
@@ -49,7 +50,7 @@ class Random(PositionSelector):
         return torch.cat(keep, dim=2).flatten(0, 1).unsqueeze(0)  # [1, Hq, rows, cols]
 
     def _kept(self, head: Tensor, i: Tensor, j: Tensor, rho: Tensor) -> Tensor:
-        """`[Hkv, G, rows, cols]` bool: integers are compared, so that no rounding differs between devices."""
+        """Which blocks are kept, `[Hkv, G, rows, cols]` bool. Integers are compared, so all devices agree."""
         if self.released:
             linear = 1103515245 * (i + 1) + 12345 * (j + 1) + 2654435761 * (head + 1) + self.seed
             psi, bound = (linear & 0x7FFFFFFF) % 1_000_000, (rho * 1_000_000).floor()

@@ -15,13 +15,13 @@ from blocksparse.validators import a
 @final
 @frozen(eq=False)
 class Ranked(Selector[ScoresT_contra, RankedBlockMask]):
-    """What `inner` keeps, best score first, for executors that stop early.
+    """Keep what `inner` keeps, ranked by score, best first, for executors that stop early.
 
-    Forced blocks and the diagonal open the row: their rank is negative, so they are visited in any case. Ties
-    go to the lower column, so without scores (`NoScorer`) blocks are visited in the order of the permutation.
+    Forced blocks and the diagonal get negative ranks, so they are visited first and in any case. Ties go to the
+    lower column, so without scores (`NoScorer`) blocks are visited in the order of the permutation.
 
     Raises:
-        ValueError: `inner` changes the grid or shares masks between heads; rank inside those.
+        ValueError: in a call, if `inner` changes the grid or shares masks between heads.
     """
 
     inner: Selector[ScoresT_contra, BlockMask] = field(validator=a(Selector))

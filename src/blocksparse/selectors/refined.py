@@ -1,4 +1,4 @@
-"""The same choice on finer blocks (BFLA, section 3.3)."""
+"""A choice of blocks, cut into smaller blocks (BFLA, section 3.3)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from blocksparse.validators import a, size, whole
 @final
 @frozen(eq=False)
 class Refined(Selector[ScoresT_contra, BlockMask]):
-    """What `inner` keeps, cut into blocks `n` times smaller on both sides; unreachable ones fall away.
+    """Keep what `inner` keeps, cut into blocks `n` times smaller on both sides, without unreachable ones.
 
-    `Refined(a, n) | OnTiles(rule, n)` also keeps the finer blocks that a rule of position keeps.
+    `Refined(a, n) | OnTiles(rule, n)` also keeps the smaller blocks that `rule` keeps by their positions.
     """
 
     inner: Selector[ScoresT_contra, BlockMask] = field(validator=a(Selector))

@@ -1,4 +1,4 @@
-"""One rule or another, head by head (FlexPrefill, arXiv 2502.20766)."""
+"""One of two rules for each head (FlexPrefill, arXiv 2502.20766)."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from blocksparse.validators import a
 @final
 @frozen(eq=False)
 class RoutedByDivergence(Selector[VerticalSlashScores, BlockMask]):
-    """`similar` for heads whose pooled block weights are near the true ones, `otherwise` for the rest.
+    """Choose by `similar` in heads whose pooled block weights are near the true ones, else by `otherwise`.
 
-    FlexPrefill calls the first query-aware and the second vertical-slash heads. Near is a divergence below `tau`,
-    which a divergence that is not a number never is. Both rules are computed for every head.
+    FlexPrefill calls heads of the first kind query-aware and heads of the second kind vertical-slash. The weights
+    are near if their divergence is below `tau`; a NaN is not. Both rules are computed for every head.
 
     Args:
-        tau: bound of the divergence, which is at most sqrt(ln 2) = 0.833; a number, or one per query head. 0
-            sends every head to `otherwise`.
+        tau: bound of the divergence, which is at most sqrt(ln 2) = 0.833; a number, or one per query head. With 0
+            every head chooses by `otherwise`.
 
     Raises:
-        ValueError: a rule changes the grid or shares masks between heads; refine and share outside.
+        ValueError: in a call, if a rule changes the grid or shares masks between heads. Put `Refined` and
+            `SharedByGroup` around this selector instead.
     """
 
     tau: PerHead = field(converter=per_head, validator=at_least_0, repr=written)

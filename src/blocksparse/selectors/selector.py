@@ -1,4 +1,4 @@
-"""Role: BlockScores -> BlockMask, and its algebra."""
+"""The role of a selector: BlockScores -> BlockMask; and `a | b` and `a & b` of two selectors."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ MaskT_co = TypeVar("MaskT_co", bound=BlockMask, covariant=True)
 
 
 class Selector(ABC, Generic[ScoresT_contra, MaskT_co]):
-    """Says which blocks are kept.
+    """Decides which blocks are kept.
 
-    A selector keeps `grid.diagonal`, so that no causal query is left without a key, and only ever keeps
+    A selector must keep `grid.diagonal`, so that no causal query is left without a key, and may keep only
     `grid.reachable` blocks. Ties go to the lower column.
     """
 
@@ -36,7 +36,7 @@ class Selector(ABC, Generic[ScoresT_contra, MaskT_co]):
     def __ror__(
         self: Selector[ScoresT, BlockMask], other: Selector[ScoresT, BlockMask]
     ) -> Selector[ScoresT, BlockMask]:
-        """The same; lets a type checker take the stronger need from the right-hand side."""
+        """Keep what either keeps. Thanks to this method a type checker sees a stronger need right of `|`, too."""
         return Union(other, self) if isinstance(other, Selector) else NotImplemented
 
     def __and__(
@@ -48,11 +48,11 @@ class Selector(ABC, Generic[ScoresT_contra, MaskT_co]):
     def __rand__(
         self: Selector[ScoresT, BlockMask], other: Selector[ScoresT, BlockMask]
     ) -> Selector[ScoresT, BlockMask]:
-        """The same; lets a type checker take the stronger need from the right-hand side."""
+        """Keep what both keep. Thanks to this method a type checker sees a stronger need right of `&`, too."""
         return Intersection(other, self) if isinstance(other, Selector) else NotImplemented
 
     def added_to(self, mask: BlockMask, scores: ScoresT_contra) -> BlockMask:
-        """What `mask`, chosen by the same scores, keeps and what this selector keeps: how `a | b` unites them."""
+        """`mask` and what this selector keeps by the same scores: `a | b` is `b.added_to(a(scores), scores)`."""
         return mask | self(scores)
 
 

@@ -21,15 +21,16 @@ from blocksparse.validators import flag, hash_seed, size, whole
 class Stride(PositionSelector):
     """Keep one block of every `eta` consecutive ones in a row, for all heads alike (BFLA, eq. 18).
 
-    The blocks kept in a row start at an offset drawn for that row, so that each column, too, is kept in one
-    row of `eta` on average, without a pattern. Indices are those of the whole prompt. The paper rescues
-    dropped blocks only; `a | Stride(eta)` is the same set.
+    The kept blocks of a row start at an offset that is drawn for the row, so that each column, too, is kept in one
+    of `eta` rows on average, without a regular pattern. The draw is by the row's index in the whole prompt. The
+    paper applies the rule only to blocks that another rule dropped; `a | Stride(eta)` keeps the same set.
 
     Args:
-        eta: distance between the blocks kept in a row.
-        seed: of the offsets, in [0, 2^32).
-        released: the linear rule of the authors' code, `131 i + 17 j + seed`, with rows counted from the start of
-            the chunk. Where `eta` shares a factor with 17, it keeps whole rows and leaves others out.
+        eta: distance between the kept blocks of a row.
+        seed: seed of the offsets, in [0, 2^32).
+        released: use the linear rule of the authors' code, by which `131 i + 17 j + seed` must be a multiple of
+            `eta`, with rows counted from the start of the chunk. If `eta` is a multiple of 17, most rows keep
+            nothing, and the others keep one block of every `eta / 17`.
     """
 
     eta: int = field(converter=whole, validator=size)
@@ -40,7 +41,8 @@ class Stride(PositionSelector):
         if not self.released:
             return every(self.eta, self.seed, grid)
         eta, (i, j) = min(self.eta, FAR), block_indices(grid, of_chunk=True)
-        # The sum is a multiple of eta; reduced before they meet, both terms meet once.
+        # Both terms are reduced modulo eta before they are broadcast against each other, so that the only
+        # operation over all blocks is one comparison.
         return (17 * j % eta == -(131 * i + self.seed) % eta)[None, None]
 
     def parts(self) -> tuple[Places, tuple[PositionSelector, ...]]:

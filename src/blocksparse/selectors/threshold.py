@@ -19,7 +19,7 @@ class Threshold(Selector[BlockScores, BlockMask]):
     """Keep blocks whose score is greater than `value`, forced blocks, and the diagonal.
 
     Args:
-        value: in the units of the scores; a number, or one per query head.
+        value: the threshold, in the units of the scores; a number, or one per query head.
     """
 
     value: PerHead = field(converter=per_head, validator=any_number, repr=written)

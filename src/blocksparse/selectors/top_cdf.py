@@ -19,14 +19,15 @@ from blocksparse.validators import flag
 class TopCdf(Selector[BlockMass, BlockMask]):
     """Take forced blocks first, then the heaviest, until `mass` of the row's total is reached.
 
-    Sums are of integers, so the choice does not depend on the order of summation: the same scores give the
-    same mask on every device.
+    Masses are rounded to integers before they are added, so the sums do not depend on the order of summation, and
+    the same scores give the same mask on every device.
 
     Args:
         mass: share of the row's total mass, in (0, 1]; a number, or one per query head. 1 keeps every
             reachable block.
-        crossing: keep the block that takes the sum from below the target to it or over it (PBS-Attn
-            algorithm 2, BFLA, XAttention). SpargeAttn drops it, but keeps the heaviest scored block of a row.
+        crossing: keep the block with which the sum reaches the target (PBS-Attn algorithm 2, BFLA, XAttention).
+            With `False` a block is taken only if the sum stays within the target, as in SpargeAttn, but the
+            heaviest block that is not forced is kept in any case.
     """
 
     mass: PerHead = field(default=0.9, converter=per_head, validator=share)

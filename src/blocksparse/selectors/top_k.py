@@ -20,16 +20,16 @@ from blocksparse.validators import flag, optional, size, whole
 class TopK(Selector[BlockScores, BlockMask]):
     """Keep the `k` best blocks of each row, or the best `share` of its reachable blocks (rounded up).
 
-    Give one of the two. Forced blocks and the diagonal are kept in any case.
+    Give either `k` or `share`. Forced blocks and the diagonal are kept in any case.
 
     Args:
         k: blocks per row, at least 1.
         share: share of the row's reachable blocks, in (0, 1]; a number, or one per query head.
-        forced_first: count forced blocks and the diagonal first: a row keeps more than its number only where these
-            are more. Otherwise forced blocks come on top, and the diagonal ranks by its value (SpargeAttn's
-            top-k).
+        forced_first: count forced blocks and the diagonal first, so that a row keeps more blocks than its number
+            only if these alone are more. With `False` forced blocks are added to that number, and the diagonal is
+            ranked by its value (SpargeAttn's top-k).
         of_all_keys: take the share of all key blocks, reachable or not, rounded down but at least 1, as
-            SpargeAttn's released code does. Causal rows then keep more than the share of what they reach.
+            SpargeAttn's released code does. Causal rows then keep more than that share of their reachable blocks.
     """
 
     k: int | None = field(default=None, converter=converters.optional(whole), validator=optional(size))

@@ -20,26 +20,27 @@ from blocksparse.selectors.counter_hash import block_indices
 from blocksparse.selectors.selector import Selector
 from blocksparse.validators import count, flag, optional, size, whole
 
-_TOKENS_PER_BUDGET = 128  # the released code divides by this whatever the block
+_TOKENS_PER_BUDGET = 128  # the released code divides by this number for every block size
 
 
 @final
 @frozen(eq=False)
 class VerticalSlashCdf(Selector[VerticalSlashScores, BlockMask]):
-    """Keep vertical blocks, and bands of distances as wide as a block, heaviest first, until each reach `mass`.
+    """Keep the heaviest columns of blocks until they hold `mass`, and the heaviest bands of distances likewise.
 
-    The block that holds token 0 and the diagonal are kept on top and not counted. The columns alone hold `mass`
-    of the probe's weight, and so do the bands alone, so their union holds no less; rows before the probe are
-    taken to look alike. `max_budget` may cut that short.
+    A band is as many distances as a block has tokens. The columns alone hold the share `mass` of the probe's
+    weight, and so do the bands alone, so their union holds at least as much, unless `max_budget` cuts it short.
+    Rows before the probe are assumed to have the same pattern. The block that holds token 0 and the diagonal are
+    kept in addition and not counted.
 
     Args:
-        mass: share of the probe's mass, in [0, 1]; a number, or one per query head. 0 keeps what the least budget
-            says, 1 every reachable block.
-        min_budget: tokens that the columns, and the bands, come to at least; rounded up to blocks.
-        max_budget: tokens that they come to at most; None for no limit.
-        released: the rule of the authors' code, for keys in their place. It counts the *tokens* that hold `mass`
-            and keeps one block for every 128 of them; block 0 and the main diagonal use up that budget; a band of
-            distances keeps one diagonal of the two that it crosses.
+        mass: share of the probe's mass, in [0, 1]; a number, or one per query head. 0 keeps only as much as
+            `min_budget` says, 1 every reachable block.
+        min_budget: the least number of tokens in the columns, and in the bands; rounded up to blocks.
+        max_budget: the greatest number of tokens in each; None for no limit.
+        released: choose by the rule of the authors' code, which is for keys in original order. It counts the
+            *tokens* that hold `mass` and keeps one block for every 128 of them. Block 0 and the main diagonal are
+            taken out of that budget. Of the two diagonals of blocks that a band crosses, one is kept.
     """
 
     mass: PerHead = field(default=0.95, converter=per_head, validator=probability)
@@ -68,7 +69,7 @@ class VerticalSlashCdf(Selector[VerticalSlashScores, BlockMask]):
         return columns | scores.blocks_at(distances)
 
     def _fewest(self, lines: Tensor, mass: Tensor, block: int) -> Tensor:
-        """The heaviest of `lines` `[B, Hq, n]` up to the one with which they reach `mass`, within the budgets."""
+        """Which of `lines` `[B, Hq, n]` are kept: the heaviest until they hold `mass`, within the budgets."""
         share = running_share(lines)
         rank = torch.arange(lines.shape[-1], device=lines.device)
         least, most = self._blocks(block)
@@ -81,7 +82,7 @@ class VerticalSlashCdf(Selector[VerticalSlashScores, BlockMask]):
         grid, block = scores.grid, scores.grid.k_block
         columns = scores.mass_of_columns()
         columns[..., 0] = float("inf")
-        # Their bins count from the far end, so the short one, if there is one, holds the nearest distances.
+        # The released code bins distances from the far end, so a short bin holds the nearest distances.
         diagonals = _in_runs(scores.slash.flip(-1), block).flip(-1)
         diagonals[..., 0] = float("inf")
         kept = []
@@ -96,11 +97,11 @@ class VerticalSlashCdf(Selector[VerticalSlashScores, BlockMask]):
         return kept[0].unsqueeze(2) | on_diagonal.view(*columns.shape[:2], *lag.shape)
 
     def _blocks(self, block: int) -> tuple[int, int | None]:
-        """The least and the greatest budget in blocks."""
+        """`min_budget` and `max_budget` in blocks, rounded up; None for no limit."""
         least, most = (None if x is None else cdiv(min(x, FAR), block) for x in (self.min_budget, self.max_budget))
         return least or 0, most
 
 
 def _in_runs(x: Tensor, run: int) -> Tensor:
-    """Sums of `run` entries each along the last axis; the last may be short."""
+    """The sums over runs of `run` entries along the last axis; the last run may be shorter."""
     return rearrange(pad(x, (0, -x.shape[-1] % run)), "B H (runs each) -> B H runs each", each=run).sum(-1)

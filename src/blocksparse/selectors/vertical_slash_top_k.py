@@ -17,7 +17,7 @@ from blocksparse.selectors.counter_hash import block_indices
 from blocksparse.selectors.selector import Selector
 from blocksparse.validators import count, flag, whole
 
-_LEAST_VERTICAL, _LEAST_SLASH = 30, 50  # budgets that the released code raises smaller ones to
+_LEAST_VERTICAL, _LEAST_SLASH = 30, 50  # the least budgets in the released code
 
 
 @final
@@ -25,18 +25,19 @@ _LEAST_VERTICAL, _LEAST_SLASH = 30, 50  # budgets that the released code raises 
 class VerticalSlashTopK(Selector[VerticalSlashScores, BlockMask]):
     """Choose the `vertical` heaviest keys and the `slash` heaviest distances, and keep the blocks that hold them.
 
-    Every pair that the lines choose is kept, and what shares a block with it; the diagonal is kept too. Budgets
-    are of tokens, and forced lines use them up first.
+    Every block that holds a pair on a chosen line is kept whole; the diagonal is kept too. Budgets count keys and
+    distances, and forced ones are taken out of them first.
 
     Args:
         vertical: how many keys; a number, or one per query head.
         slash: how many distances; a number, or one per query head.
-        sink: the first keys, which are forced, the lowest first.
-        recent: the nearest distances, which are forced, the nearest first. Every causal query that sees one of
-            the last `recent` keys then keeps it, so no vertical budget is spent on those.
-        released: the rule of the authors' code, for keys in their place: budgets of at least 30 keys and 50
-            distances; keys near the end may use up the vertical budget; and the keys of a row's distances are cut
-            into tiles that may start at any key and end up to one tile late.
+        sink: how many of the first keys are forced. If the budget is smaller, the lowest ones are.
+        recent: how many of the nearest distances are forced. If the budget is smaller, the nearest ones are. Every
+            causal query that sees one of the last `recent` keys then keeps it, so these keys are not chosen as
+            columns.
+        released: choose by the rule of the authors' code, which is for keys in original order: the budgets are at
+            least 30 keys and 50 distances, keys near the end may use up the vertical budget, and the keys at a
+            row's distances are covered with tiles that may start at any key and end up to one tile late.
     """
 
     vertical: PerHead = field(default=1000, converter=per_head, validator=budget)
@@ -72,7 +73,7 @@ class VerticalSlashTopK(Selector[VerticalSlashScores, BlockMask]):
 
 
 def _heaviest(weight: Tensor, count: Tensor, *, first: int) -> Tensor:
-    """The `count` largest of `weight` `[B, Hq, n]`, the `first` ones before all others, as bool."""
+    """The `count` largest of `weight` `[B, Hq, n]`, as bool; the first `first` entries precede all others."""
     each = torch.arange(weight.shape[-1], device=weight.device)
     weight = weight.nan_to_num(nan=0.0).masked_fill(each < min(first, FAR), float("inf"))
     order = weight.argsort(dim=-1, descending=True, stable=True)
@@ -80,21 +81,21 @@ def _heaviest(weight: Tensor, count: Tensor, *, first: int) -> Tensor:
 
 
 def _tiles(scores: VerticalSlashScores, distances: Tensor) -> Tensor:
-    """Blocks that the tiles of the released code touch, `[B, Hq, rows, cols]`.
+    """The blocks that the tiles of the released code touch, `[B, Hq, rows, cols]` bool.
 
-    Distance `d` wants the tile of keys that ends `d` before the row's end. From the first key on, the next tile is
-    the one wanted next, or, if that touches or overlaps the tile before, the one that starts where it ends.
+    Each chosen distance `d` asks for the tile of keys that ends `d` before the row's end. The tiles are taken from
+    the first key on. If a tile touches or overlaps the tile before it, it is moved to start where that one ends.
     """
     grid, L, b = scores.grid, distances.shape[-1], scores.grid.k_block
     each = torch.arange(L, device=distances.device)
-    below = each.where(distances, -1).cummax(-1).values  # the next smaller chosen distance, or -1
+    below = each.where(distances, -1).cummax(-1).values  # the greatest chosen distance up to each, or -1
     row_end = ((block_indices(grid)[0].flatten() + 1) * b).expand(*distances.shape[:2], -1)
     touched = torch.zeros(*row_end.shape, grid.cols + 1, dtype=torch.bool, device=distances.device)
-    end = torch.full_like(row_end, -b - 1)  # of the last tile; none yet
+    end = torch.full_like(row_end, -b - 1)  # where the last tile ends; far before the first key, as there is none
     for _ in range(grid.cols):
         farthest = torch.minimum(row_end - 1 - end, (row_end - 1).clamp_max(L - 1))
         distance = below.gather(-1, farthest.clamp_min(0))
-        wanted = (row_end - distance).clamp_min(b)  # where the next block of keys ends
+        wanted = (row_end - distance).clamp_min(b)  # where the tile of this distance ends
         start = torch.where(wanted > end + b, wanted - b, end)
         more = (farthest >= 0) & (distance >= 0)
         for key in (start, start + b - 1):

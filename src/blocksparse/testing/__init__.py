@@ -1,4 +1,4 @@
-"""What authors of stages need to test them: inputs, budgets, the presets, and one check for each role."""
+"""Tools to test a stage of your own: inputs, error budgets, the presets, and one check for each role."""
 
 from blocksparse.presets import every_preset as every_preset
 from blocksparse.testing.budget import assert_within_budget as assert_within_budget

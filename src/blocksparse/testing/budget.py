@@ -1,4 +1,4 @@
-"""What a result may err by, and dense attention over a set of pairs."""
+"""The error that a result may have, and dense attention over a set of pairs."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from blocksparse.validators import shown
 
 
 def assert_within_budget(got: Tensor, want: Tensor, yardstick: Tensor) -> None:
-    """`got` may err at most twice as much as `yardstick`, plus one rounding of the largest value.
+    """Require that `got` errs at most twice as much as `yardstick`, plus one rounding of the largest value.
 
     Args:
-        got: what is tested, in its own precision.
-        want: the truth, float64, from the same low-precision inputs.
-        yardstick: plain torch in the precision of `got`.
+        got: the result to test, in its own precision.
+        want: the true result in float64, from the same low-precision inputs.
+        yardstick: the result of plain torch in the precision of `got`.
 
     Raises:
-        AssertionError: the error is over the budget, or something is not finite where `want` is.
-        TypeError, ValueError: one is no floating-point tensor, or `yardstick` has another shape than `got`.
+        AssertionError: the error is over the budget, or `got` and `want` are not finite in the same places, or
+            their shapes differ.
+        TypeError, ValueError: one is not a floating-point tensor, or `yardstick` has another shape than `got`.
     """
     for name, x in {"got": got, "want": want, "yardstick": yardstick}.items():
         if not isinstance(x, Tensor) or not x.is_floating_point():
@@ -40,7 +41,7 @@ def assert_within_budget(got: Tensor, want: Tensor, yardstick: Tensor) -> None:
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, pairs: Tensor, scale: float) -> Tensor:
-    """Plain torch in the precision of the inputs: softmax attention over `pairs` `[B, Hq, M, N]` bool."""
+    """Softmax attention over `pairs` `[B, Hq, M, N]` bool, in plain torch and the precision of the inputs."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     logits = (q @ k.transpose(-1, -2) * scale).masked_fill(~pairs, float("-inf"))
     return logits.softmax(-1).nan_to_num(0.0) @ v

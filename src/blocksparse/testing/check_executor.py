@@ -1,4 +1,4 @@
-"""What every executor must guarantee."""
+"""A check of what every executor must guarantee."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ def check_executor(
     device: str = "cpu",
     relative_error: float | None = None,
 ) -> None:
-    """Call `executor` with random masks of prompts and chunks in every order it takes, and hold it to its promise.
+    """Call `executor` with random masks of prompts and chunks, in every order that it takes, and check results.
 
-    The output must be softmax attention over exactly the pairs of the mask, or of the part that it reports as
-    `visited`, as a float64 softmax has it; a row with nothing kept must give 0 and `lse` -inf. A key that is NaN
-    must reach only the queries that attend to it, and later tokens must change no bit of an earlier row. q may
-    lie in memory in any way, and nothing may be written into the inputs.
+    The output must be softmax attention over exactly the pairs of the mask, or of the blocks that it reports as
+    `visited`, compared with float64; a query without a kept key must give 0 and `lse` -inf. A key that is NaN must
+    reach only the queries that attend to it, and later tokens must change no bit of an earlier row. The layout of
+    q in memory must not matter, and nothing may be written into the inputs.
 
     Args:
-        causal: which calls; None for both.
-        lengths: `(N, M)`, keys and queries of each case.
-        block: of the masks, on both sides.
-        relative_error: bound on `sum|o - o'| / sum|o'|` for one that approximates; None asks for the budget of
-            `assert_within_budget`.
+        causal: whether calls are causal; None for both kinds.
+        lengths: `(N, M)`, the keys and queries of each case.
+        block: slots per block of the masks, on both sides.
+        relative_error: bound on `sum|o - o'| / sum|o'|` for an executor that approximates; None asks for the
+            budget of `assert_within_budget`.
 
     Raises:
-        AssertionError: one sentence with what is wrong, and the case in which it is.
+        AssertionError: says in one sentence what is wrong and in which case.
     """
     ran, reasons = 0, ["no case"]
     needed = tuple(each.value for each in declared(executor, Executor, 0))
@@ -67,7 +67,7 @@ def check_executor(
                     continue
                 ran += 1
                 _check_meaning(executor, q, k, v, permutation, mask, relative_error)
-                # Blocks of a negative rank are visited in any case: an early stop has no choice left to make.
+                # Blocks of a negative rank are visited in any case, so an early stop cannot drop any of them.
                 held = RankedBlockMask(mask.keep, mask.grid, torch.full_like(mask.rank, -1))
                 _check_bad_keys(executor, q, k, v, permutation, held)
                 if case.causal:
@@ -78,7 +78,7 @@ def check_executor(
 
 
 def _random_mask(q: Tensor, k: Tensor, permutation: Permutation, block: int, *, causal: bool) -> RankedBlockMask:
-    """Two blocks in five, some rows with none, in random order."""
+    """A mask that keeps two blocks in five and nothing in some rows, with random ranks."""
     grid = Grid.of(q, k, permutation, q_block=block, k_block=block, causal=causal)
     draw = uniform(2)
     shape = (*q.shape[:2], grid.rows, grid.cols)
@@ -134,7 +134,7 @@ def _check_meaning(
 def _check_bad_keys(
     executor: Executor[Any, Any], q: Tensor, k: Tensor, v: Tensor, permutation: Permutation, held: RankedBlockMask
 ) -> None:
-    """A key that is NaN reaches the queries that attend to it, and no other."""
+    """Require that a key which is NaN reaches only the queries that attend to it."""
     pairs = _pairs(held)
     before = executor(q, k, v, permutation, held, scale=SCALE).out
     for j in sorted({0, k.shape[2] // 2, k.shape[2] - 1}):
@@ -157,7 +157,7 @@ def _check_causality(
     permutation: Permutation,
     held: RankedBlockMask,
 ) -> None:
-    """With the choice of blocks held, other tokens after a query change no bit of its row."""
+    """Require that, with the same mask, other tokens after a query change no bit of its output."""
     t = case.N - (case.M + 1) // 2  # the position from which tokens change
     if t <= case.N - case.M:
         return

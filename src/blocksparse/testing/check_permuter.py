@@ -1,4 +1,4 @@
-"""What every permuter must guarantee."""
+"""A check of what every permuter must guarantee."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ def check_permuter(
     lengths: tuple[tuple[int, int], ...] = LENGTHS,
     device: str = "cpu",
 ) -> None:
-    """Call `permuter` with prompts and chunks of prompts, and hold it to what `Permuter` promises.
+    """Call `permuter` with prompts and chunks of prompts, and check the permutations that it gives.
 
-    Maps must be of the kind that the class line names, fit q and k, and name each token once; the same inputs must
-    give the same maps, a batch entry those it would have alone, and nothing may be written into the inputs.
+    They must be of the type that the permuter's class declares, fit q and k, and name no token twice. The same
+    inputs must give the same maps, a batch entry must have the maps that it has alone, and nothing may be written
+    into the inputs.
 
     Args:
-        causal: which calls; None for both.
-        lengths: `(N, M)`, keys and queries of each case, for a permuter that takes some numbers of tokens only.
+        causal: whether calls are causal; None for both kinds.
+        lengths: `(N, M)`, the keys and queries of each case; give those that the permuter takes if not all do.
 
     Raises:
-        AssertionError: one sentence with what is wrong, and the case in which it is.
+        AssertionError: says in one sentence what is wrong and in which case.
     """
     for case in cases(lengths, causal):
         q, k, _ = case.inputs(device=device)
@@ -46,7 +47,7 @@ def check_permuter(
 
 
 def _same(mine: Permutation, its: Permutation, *, skipped: int = 0) -> bool:
-    """Whether two permutations hold equal maps, the first without some batch entries."""
+    """Whether two permutations hold equal maps, after the first `skipped` batch entries of `mine` are left out."""
 
     def equal(x: Tensor | None, y: Tensor | None) -> bool:
         return (x is None) == (y is None) and (x is None or y is None or torch.equal(x[skipped:], y))

@@ -1,4 +1,4 @@
-"""What every scorer must guarantee."""
+"""A check of what every scorer must guarantee."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from blocksparse.scorers.block_scores import BlockMass, BlockScores
 from blocksparse.scorers.scorer import Scorer
 from blocksparse.testing.requirements import LENGTHS, SCALE, Case, about, cases, orders, require, unchanged
 
-_N = 200  # tokens of the prompts that are cut and changed
+_N = 200  # tokens of the prompt that `_check_causality` cuts and changes
 
 
 def check_scorer(
@@ -24,20 +24,21 @@ def check_scorer(
     asks_last_queries: bool = False,
     device: str = "cpu",
 ) -> None:
-    """Call `scorer` with prompts, chunks and every order it takes, and hold it to what `Scorer` promises.
+    """Call `scorer` with prompts and chunks, in every order that it takes, and check the scores.
 
-    Scores must lie on a grid of the permutation that was given; masses must not be negative; the same inputs must
-    give the same scores, a batch entry those it would have alone, and nothing may be written into the inputs. In a
-    causal call, blocks before a tail, a chunk's start or a change of later tokens must keep their scores.
+    The grid of the scores must belong to the permutation that was given, and a `BlockMass` must not be negative.
+    The same inputs must give the same scores, a batch entry must have the scores that it has alone, and nothing
+    may be written into the inputs. In a causal call, a block must keep its score if the prompt is cut after it, if
+    later tokens change, and if the call has only a chunk of the queries.
 
     Args:
-        causal: which calls; None for both.
-        lengths: `(N, M)`, keys and queries of each case.
-        asks_last_queries: scores follow from what the last queries of a call see, and so depend on where a prompt
-            ends and how it is chunked.
+        causal: whether calls are causal; None for both kinds.
+        lengths: `(N, M)`, the keys and queries of each case.
+        asks_last_queries: the scores are made with the last queries of a call, and so depend on where a prompt
+            ends and how it is chunked. Then nothing is checked with cut, changed or chunked prompts.
 
     Raises:
-        AssertionError: one sentence with what is wrong, and the case in which it is.
+        AssertionError: says in one sentence what is wrong and in which case.
     """
     for case in cases(lengths, causal):
         q, k, _ = case.inputs(device=device)
@@ -66,7 +67,7 @@ def check_scorer(
 
 
 def _check_causality(scorer: Scorer[Any, Any], device: str) -> None:
-    """Cut a prompt short, change its end, and begin in its middle."""
+    """Require that scores stay if a prompt is cut short, if its end changes, and if only a chunk is scored."""
     q, k, _ = Case(_N, _N, True).inputs(device=device)
     whole = scorer(q, k, GlobalPermutation(), causal=True, scale=SCALE)
     q_block, k_block, reachable = whole.grid.q_block, whole.grid.k_block, whole.grid.reachable
@@ -97,6 +98,6 @@ def _check_causality(scorer: Scorer[Any, Any], device: str) -> None:
 
 
 def _close(mine: Tensor, its: Tensor, where: Tensor | bool = True) -> bool:
-    """Equal up to the order of summation, in the blocks that count."""
+    """Whether scores are equal up to rounding in the blocks `where`."""
     mine, its = (x.masked_fill(~torch.as_tensor(where, device=x.device), 0.0) for x in (mine, its))
     return torch.allclose(mine, its, rtol=1e-4, atol=1e-5, equal_nan=True)

@@ -1,4 +1,4 @@
-"""What every selector must guarantee."""
+"""A check of what every selector must guarantee."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ def check_selector(
     keeps_forced: bool | None = None,
     device: str = "cpu",
 ) -> None:
-    """Call `selector` with scores of prompts, chunks and orders, and hold it to what `Selector` promises.
+    """Call `selector` with scores of prompts and chunks in several orders, and check the masks.
 
-    It must keep the diagonal, and only reachable blocks; the same scores must give the same mask, and scores of
-    blocks that nothing can reach, or of other rows, must not matter; a chunk must get its rows of the mask of the
-    whole prompt; and nothing may be written into the scores.
+    A mask must keep the diagonal, and only reachable blocks. The same scores must give the same mask; scores of
+    blocks that no query reaches, and of later rows, must not matter. A chunk must get its rows of the mask of the
+    whole prompt. Nothing may be written into the scores.
 
     Args:
-        scorer: makes the scores; drawn at random unless given, which serves `BlockScores` and `BlockMass`.
-        causal: which calls; None for both.
-        lengths: `(N, M)`, keys and queries of each case.
-        by_row: a row of the mask follows from that row of the scores. False for one that chooses for all rows of a
-            call at once, as `GlobalTopCdf` and `LastQueries`.
-        keeps_forced: it keeps forced blocks; None asks that of all but rules of position.
+        scorer: makes the scores. If None, they are random, for selectors of `BlockScores` and `BlockMass`.
+        causal: whether calls are causal; None for both kinds.
+        lengths: `(N, M)`, the keys and queries of each case.
+        by_row: a row of the mask depends only on the same row of the scores. Give False for a selector that
+            chooses for all rows of a call at once, such as `GlobalTopCdf` and `LastQueries`.
+        keeps_forced: whether forced blocks must be kept; None means yes, except for a `PositionSelector`.
 
     Raises:
-        AssertionError: one sentence with what is wrong, and the case in which it is.
+        AssertionError: says in one sentence what is wrong and in which case.
     """
     keeps_forced = not isinstance(selector, PositionSelector) if keeps_forced is None else keeps_forced
     for case in cases(lengths, causal):
@@ -75,7 +75,7 @@ def check_selector(
 
 
 def _check_one(selector: Selector[Any, Any], scores: BlockScores, *, keeps_forced: bool) -> None:
-    """What holds for any one mask."""
+    """Check what must hold for each mask by itself."""
     mask = selector(scores)
     check_gave((Declared(selector, BlockMask), *declared(selector, Selector, 1)), mask)
     grid = mask.grid
@@ -92,7 +92,7 @@ def _check_one(selector: Selector[Any, Any], scores: BlockScores, *, keeps_force
 
 
 def _check_rows(selector: Selector[Any, Any], scores: BlockScores) -> None:
-    """Other scores in the last row leave every row before it as it was."""
+    """Require that other scores in the last row change no row before it."""
     values = scores.values.clone()
     values[:, :, -1] = values[:, :, -1].flip(-1) * 0.5 + 0.1
     mine, its = selector(scores), selector(attrs.evolve(scores, values=values))
@@ -104,7 +104,7 @@ def _check_rows(selector: Selector[Any, Any], scores: BlockScores) -> None:
 
 
 def _check_chunks(selector: Selector[Any, Any], scorer: Scorer[Any, Any] | None, device: str) -> None:
-    """A chunk gets its rows of the mask of the whole prompt, wherever it starts."""
+    """Require that a chunk gets its rows of the mask of the whole prompt, wherever it starts."""
     q, k, _ = Case(200, 200, True).inputs(device=device)
     whole_scores = _scores(selector, scorer, q, k, GlobalPermutation(), causal=True)
     whole, sizes = selector(whole_scores), whole_scores.grid
@@ -121,7 +121,7 @@ def _check_chunks(selector: Selector[Any, Any], scorer: Scorer[Any, Any] | None,
         )
         with about(selector, f"a chunk that starts at {start}"):
             chunk = selector(chunk_scores)
-            missing = chunk.grid.q_lead > 0  # its first row has fewer queries than in the whole prompt
+            missing = chunk.grid.q_lead > 0  # whether its first row lacks queries that it has in the whole prompt
             skipped = -(-start // chunk.grid.q_block)
             require(
                 torch.equal(chunk.keep[:, :, int(missing) :], whole.keep[:, :, skipped:]),
@@ -142,13 +142,13 @@ def _scores(
     *,
     causal: bool,
 ) -> Any:
-    """What `scorer` gives; or random masses with ties, and some forced blocks."""
+    """The scores that `scorer` gives, or random masses with ties and some forced blocks."""
     if scorer is not None:
         return scorer(q, k, permutation, causal=causal, scale=SCALE)
     grid = Grid.of(q, k, permutation, q_block=_BLOCK, k_block=_BLOCK, causal=causal)
     draw = uniform(1)
     shape = (*q.shape[:2], grid.rows, grid.cols)
-    values = (draw(shape) * 8).floor() / 8 + 0.125  # eighths: many blocks are alike
+    values = (draw(shape) * 8).floor() / 8 + 0.125  # multiples of 1/8, so that many blocks are equal
     forced = draw(shape) < 0.1
     scores = BlockMass(values.to(q.device), grid, forced.to(q.device) & grid.reachable)
     for each in declared(selector, Selector, 0):

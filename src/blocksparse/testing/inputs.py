@@ -1,4 +1,4 @@
-"""Inputs in which there is something to select."""
+"""Random inputs whose attention is concentrated on some blocks."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def make_qkv(
     device: str | torch.device = "cpu",
     seed: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Random `q` `[B, Hq, M, D]`, `k` `[B, Hkv, N, D]`, `v` `[B, Hkv, N, Dv]` with something to select.
+    """Random `q` `[B, Hq, M, D]`, `k` `[B, Hkv, N, D]`, `v` `[B, Hkv, N, Dv]` whose blocks differ in importance.
 
-    Nearby tokens look alike, a few keys draw every query, and the first key is a sink, so that block scores
-    differ as they do in a real model. Drawn in fp32 on the CPU and rounded once to `dtype`. `M` is `N` and `Dv` is
-    `D` unless given. The queries are the last `M` of `N` tokens; with more queries than keys, which is for calls
-    that are not causal, the keys are the first `N` of `M`.
+    Nearby tokens are similar, all queries attend strongly to the same few keys, and the first key is a sink, so
+    that block scores differ as in a real model. Numbers are drawn in fp32 on the CPU and rounded once to `dtype`.
+    `M` is `N` and `Dv` is `D` if None. The queries are the last `M` of `N` tokens; if there are more queries than
+    keys, which only calls that are not causal take, the keys are the first `N` of `M`.
 
     Raises:
         TypeError, ValueError: a size is not a whole number, at least 1; `Hq` is not a multiple of `Hkv`; or

@@ -1,4 +1,4 @@
-"""What the checks of all roles share: one sentence for what is wrong, with the stage and the case."""
+"""What the checks of all roles share: the cases, and errors of one sentence that name the stage and the case."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from blocksparse.permuters.permutation import GlobalPermutation, Permutation
 from blocksparse.testing.inputs import make_qkv
 
 LENGTHS = ((1, 1), (40, 40), (129, 129), (200, 77), (200, 1))
-"""`(N, M)`: keys, and the queries at their end, of every case unless others are given."""
+"""The default cases `(N, M)`: N keys, and M queries at their end."""
 SCALE = 0.25
 
 
@@ -35,12 +35,12 @@ class Case:
 
 
 def cases(lengths: tuple[tuple[int, int], ...], causal: bool | None) -> list[Case]:
-    """Every length, causal, not causal, or both (None)."""
+    """A case for every length: causal, not causal, or one of each if `causal` is None."""
     return [Case(N, M, c) for N, M in lengths for c in ((True, False) if causal is None else (causal,))]
 
 
 def orders(q: Tensor, k: Tensor, needed: tuple[type | UnionType, ...], *, causal: bool) -> list[Permutation]:
-    """Tokens in place, keys and queries shuffled, and an order per query segment where `needed` allows it."""
+    """The permutations of a check: identity, shuffled tokens and, if `needed` allows, a map per query group."""
     (B, Hq, M, _), (_, Hkv, N, _) = q.shape, k.shape
     draw = uniform(0)
     keys, queries = (draw(shape).argsort(-1).int() for shape in ((B, Hkv, 1, N), (B, Hq, M)))
@@ -51,7 +51,7 @@ def orders(q: Tensor, k: Tensor, needed: tuple[type | UnionType, ...], *, causal
 
 
 def uniform(seed: int) -> Callable[[Sequence[int]], Tensor]:
-    """Draws fp32 numbers in [0, 1): the same ones whatever device and dtype the process gives new tensors."""
+    """A function that draws fp32 numbers in [0, 1) on the CPU, whatever the default device and dtype are."""
     draw = torch.Generator("cpu").manual_seed(seed)
     return lambda shape: torch.rand(tuple(shape), generator=draw, dtype=torch.float32, device="cpu")
 
@@ -64,7 +64,7 @@ def require(holds: bool | Tensor, sentence: str) -> None:
 
 @contextmanager
 def about(stage: object, case: object) -> Iterator[None]:
-    """Put the stage and the case before whatever a check finds, and before what the library refuses."""
+    """Put the stage and the case in front of the message of an error that a check or the library raises."""
     try:
         yield
     except (AssertionError, TypeError, ValueError) as found:
