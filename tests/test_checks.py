@@ -227,7 +227,7 @@ def changed(output: bs.AttentionOutput, **values: Any) -> bs.AttentionOutput:
         (Attends(lambda right, q, k, mask: changed(right, out=(right.out + 1e-4 * q[:, :, -1:, :1]).where(right.out != 0, 0.0))), "later tokens change"),
         (Attends(lambda right, q, k, mask: changed(right, out=right.out + (0 if q.stride(-1) == 1 else 1))), "laid out otherwise"),
         (Attends(lambda right, q, k, mask: q), "must give an AttentionOutput"),
-        (NeverRuns(lambda right, q, k, mask: right), "has reasons against these inputs, and ran them"),
+        (NeverRuns(lambda right, q, k, mask: right), "gives reasons against these inputs, but the executor ran them"),
     ],
 )  # fmt: skip
 def test_broken_executors(executor: bs.Executor[Any, Any], sentence: str) -> None:

@@ -26,7 +26,7 @@ def composed(*four: Any) -> Callable[[], object]:
 
 
 NONSENSE: list[tuple[Callable[[], object], str]] = [
-    (composed(bs.GlobalIndexMap(256), bs.NoScorer(), bs.Everything(), TRITON), "TritonExecutor needs a GlobalPermutation, and GlobalIndexMap gives a Permutation: a GlobalPermutation is one order of keys for all queries"),
+    (composed(bs.GlobalIndexMap(256), bs.NoScorer(), bs.Everything(), TRITON), "TritonExecutor needs a GlobalPermutation, and GlobalIndexMap gives a Permutation: a GlobalPermutation is one order of the keys that all queries share"),
     (composed(bs.GlobalIndexMap(256), bs.MeanPoolScorer(), bs.TopCdf(0.9), REFERENCE), "MeanPoolScorer needs a GlobalPermutation, and GlobalIndexMap gives a Permutation"),
     (composed(bs.GlobalIndexMap(256), bs.SimilarityGatedScorer(bs.MeanPoolScorer(), 0.5), bs.TopCdf(0.9), REFERENCE), "SimilarityGatedScorer needs a GlobalPermutation, and GlobalIndexMap gives"),
     (composed(bs.GlobalIndexMap(256), bs.NoScorer(), bs.Everything(), bs.AutoExecutor()), "AutoExecutor needs a GlobalPermutation"),

@@ -156,8 +156,8 @@ def test_dense_where() -> None:
         ({(): A}, ValueError, r"'groups' must name KV heads from 0 on: \(\)"),
         ({(0, -1): A}, ValueError, r"'groups' must name KV heads from 0 on: \(0, -1\)"),
         ({(0,): TopK(2)}, TypeError, r"'groups' must have a Pipeline or None \(dense\) for \(0,\): TopK"),
-        ({(0, 1): A, (1, 0, 2): B}, ValueError, "must name a KV head once, and names these again: 0, 1"),
-        ({(2, 2): A}, ValueError, "must name a KV head once, and names these again: 2"),
+        ({(0, 1): A, (1, 0, 2): B}, ValueError, "but names these more than once: 0, 1"),
+        ({(2, 2): A}, ValueError, "but names these more than once: 2"),
     ],
 )
 def test_bad_groups_are_named(groups: Any, error: type[Exception], sentence: str) -> None:
@@ -198,12 +198,12 @@ def test_layers_that_are_not_there(layer: int) -> None:
 
 
 def test_a_layer_is_named_once() -> None:
-    with pytest.raises(ValueError, match="'layers' and 'dense' must name a layer once, and name these again: 1"):
+    with pytest.raises(ValueError, match="but name these more than once: 1"):
         Schedule(A, layers={1: B, 2: B}, dense=(0, 1))
-    with pytest.raises(ValueError, match="name these again: 0"):
+    with pytest.raises(ValueError, match="but name these more than once: 0"):
         Schedule(A, dense=(0, 0))
     schedule = Schedule(A, layers={3: B}, dense=(0, -1))
-    with pytest.raises(ValueError, match="named once, from either end of the 4: 3"):
+    with pytest.raises(ValueError, match=r"these of the 4 layers are named twice, .*: 3"):
         schedule.resolve(4)
     assert schedule.resolve(5) == (None, A, A, B, None)
 

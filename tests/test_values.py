@@ -96,9 +96,9 @@ def test_contents_on_request(permutation: bs.Permutation, sentence: str) -> None
 def test_a_mask_of_another_order_or_prompt(executor: bs.Executor[Any, Any]) -> None:
     """A mask means tokens only together with the permutation that its grid was cut from."""
     there = bs.GlobalPermutation(order(1, 2, 1, 64).flip(-1))
-    with pytest.raises(ValueError, match="cut from another permutation than the one given"):
+    with pytest.raises(ValueError, match="belong to another permutation than the one given"):
         executor(Q, K, V, bs.GlobalPermutation(), everything(grid(there)), scale=0.25)
-    with pytest.raises(ValueError, match="cut from another permutation than the one given"):
+    with pytest.raises(ValueError, match="belong to another permutation than the one given"):
         executor(Q, K, V, there, everything(grid()), scale=0.25)
     shorter = everything(grid(q=Q[:, :, :40], k=K[:, :, :40]))
     with pytest.raises(
@@ -183,7 +183,7 @@ class GivesATensor(bs.Executor[bs.Permutation, bs.BlockMask]):
     ("stages_", "kind", "sentence"),
     [
         ((Zeros(), bs.NoScorer(16), bs.TopK(1), bs.ReferenceExecutor()), TypeError, "Zeros must give a Permutation, and gave a Tensor"),
-        ((bs.Identity(), OfItsOwn(causal=False), bs.TopK(1), bs.ReferenceExecutor()), ValueError, "cut with causal=False, and the call has causal=True"),
+        ((bs.Identity(), OfItsOwn(causal=False), bs.TopK(1), bs.ReferenceExecutor()), ValueError, "made with causal=False, and the call has causal=True"),
         ((bs.Identity(), OfItsOwn(permutation=bs.GlobalPermutation(order(1, 2, 1, 64))), bs.TopK(1), bs.ReferenceExecutor()), ValueError, "another permutation"),
         ((bs.Identity(), bs.NoScorer(16), GivesScores(), bs.ReferenceExecutor()), TypeError, "GivesScores must give a BlockMask, and gave a BlockScores"),
         ((bs.Identity(), bs.NoScorer(16), bs.TopK(1), GivesATensor()), TypeError, "GivesATensor must give an AttentionOutput, and gave a Tensor"),

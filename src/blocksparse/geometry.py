@@ -151,16 +151,19 @@ class Grid:
         its = B, Hq, Hkv, M, N
         if mine != its:
             raise ValueError(
-                f"the blocks are those of tensors of other sizes: (B, Hq, Hkv, M, N) = {mine}, and q and k have "
-                f"{its}; make them with Grid.of(q, k, permutation, ...)"
+                f"these scores, or this mask, were made for tensors of other sizes: (B, Hq, Hkv, M, N) = {mine}, "
+                f"and q and k have {its}; make their grid with Grid.of(q, k, permutation, ...)"
             )
         if not self.permutation.orders_as(permutation):
             raise ValueError(
-                "the blocks were cut from another permutation than the one given, so they mean other tokens; "
-                "hand over the permutation that Grid.of(q, k, permutation, ...) got"
+                "these scores, or this mask, belong to another permutation than the one given, so that the same "
+                "block means other tokens; pass the permutation that Grid.of(q, k, permutation, ...) got"
             )
         if causal not in (None, self.causal):
-            raise ValueError(f"the blocks were cut with causal={self.causal}, and the call has causal={causal}")
+            raise ValueError(
+                f"these scores, or this mask, were made with causal={self.causal}, and the call has "
+                f"causal={causal}"
+            )
 
     def same_blocks(self, other: Grid) -> bool:
         """Whether block (i, j) means the same tokens in both grids, for all i and j."""

@@ -98,7 +98,7 @@ class HeadGroups:
                     f"'groups' must have a Pipeline or None (dense) for {shown(heads)}: {type(pipeline).__name__}"
                 )
         if twice := repeated(head for heads in groups for head in heads):
-            raise ValueError(f"'groups' must name a KV head once, and names these again: {twice}")
+            raise ValueError(f"'groups' must name each KV head once, but names these more than once: {twice}")
 
     @classmethod
     def dense_where(cls, dense: Sequence[bool], pipeline: AnyPipeline) -> HeadGroups:

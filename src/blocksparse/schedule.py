@@ -64,7 +64,9 @@ class Schedule:
     @dense.validator
     def _check_dense(self, _: object, dense: Sequence[int]) -> None:
         if twice := repeated((*self.layers, *dense)):
-            raise ValueError(f"'layers' and 'dense' must name a layer once, and name these again: {twice}")
+            raise ValueError(
+                f"'layers' and 'dense' must name each layer once in all, but name these more than once: {twice}"
+            )
 
     def resolve(self, layers: int) -> tuple[LayerPipeline | None, ...]:
         """What attends in each layer of a model that has `layers` layers.
@@ -79,6 +81,8 @@ class Schedule:
             if not -layers <= layer < layers:
                 raise ValueError(f"there is no layer {layer}: the model has {layers}, 0 to {layers - 1}")
         if twice := repeated(layer % layers for layer in named):
-            raise ValueError(f"a layer must be named once, from either end of the {layers}: {twice}")
+            raise ValueError(
+                f"these of the {layers} layers are named twice, once from the start and once from the end: {twice}"
+            )
         by_layer = {layer % layers: attention for layer, attention in named.items()}
         return tuple(by_layer.get(layer, self.default) for layer in range(layers))

@@ -807,7 +807,7 @@ class _OldModel(transformers.LlamaForCausalLM):  # type: ignore[misc]
         ({0: SPARSE}, {}, TypeError, r"a Schedule: dict; Schedule\(None, layers=\{\.\.\.\}\) attends sparsely"),
         (None, {}, TypeError, "a Schedule: NoneType"),
         (Schedule(None, layers={2: SPARSE}), {}, ValueError, "no layer 2: the model has 2, 0 to 1"),
-        (Schedule(SPARSE, dense=(0, -2)), {}, ValueError, "named once, from either end of the 2: 0"),
+        (Schedule(SPARSE, dense=(0, -2)), {}, ValueError, "these of the 2 layers are named twice"),
         (SPARSE, {"min_tokens": 0}, ValueError, "'min_tokens' must be a whole number, at least 1: 0"),
         (SPARSE, {"recorder": 1}, TypeError, "'recorder' must be"),
     ],
@@ -841,7 +841,7 @@ def test_models_that_choose_keys_are_an_error() -> None:
     x = torch.zeros(1, HEADS, 70, 8)
     with attach(model, SPARSE, min_tokens=1) as attachment:
         attend = AttentionInterface._global_mapping[attachment.key]
-        with pytest.raises(ValueError, match="chooses keys by itself: detach the model"):
+        with pytest.raises(ValueError, match="selects its own keys, which cannot run while"):
             attend(model.model.layers[0].self_attn, x, x, x, None, indices=torch.zeros(1))
 
 

@@ -442,7 +442,7 @@ def test_errors() -> None:
         sparge(0.9, share=0.5)
     with pytest.raises(ValueError, match=r"'theta' must be a number in \[-1, 1\], or one per query head: 1.5"):
         sparge(theta=1.5)
-    with pytest.raises(ValueError, match="'of_all_keys' needs 'share'"):
+    with pytest.raises(ValueError, match="'of_all_keys' applies to 'share' alone"):
         bs.TopK(3, of_all_keys=True)
     with pytest.raises(TypeError, match="'inner' must be"):
         SimilarityGatedScorer(bs.TopCdf(0.9), 0.5)  # type: ignore[arg-type]

@@ -73,7 +73,7 @@ class Int8Executor(Executor[GlobalPermutation, BlockMask]):
             return ["triton is not installed"]
         reasons, grid = [], mask.grid
         if not is_hopper(q.device):
-            reasons.append("8-bit products run on GPUs of compute capability 9.0")
+            reasons.append("the kernel needs a GPU of compute capability 9.0 (Hopper)")
         if q.dtype not in HALF:
             reasons.append(f"the kernel takes float16 and bfloat16, not {q.dtype}")
         if q.shape[-1] not in (64, 128) or v.shape[-1] != q.shape[-1]:

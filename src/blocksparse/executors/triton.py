@@ -72,7 +72,9 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
         elif self.tiles is not None:
             reasons += self.tiles.unsupported(q, k, v, grid.q_block, grid.k_block)
         if isinstance(self.tiles, HopperTiles) and self._approximates:
-            reasons.append(f"{self.tiles} computes exactly, without 'pv_skip', 'int8_qk' and 'fp8_pv'")
+            reasons.append(
+                f"{self.tiles} cannot be combined with 'pv_skip', 'int8_qk' or 'fp8_pv', but TritonTiles can"
+            )
         if self.fp8_pv:
             reasons += self._without_fp8(q, grid.k_block)
         return reasons + wrong_heads("pv_skip", self.pv_skip, grid.q_heads)

@@ -242,7 +242,10 @@ class _Call:
         """
         kwargs, mask = self.kwargs, self.mask
         if any(kwargs.get(name) is not None for name in _CHOSEN_KEYS):
-            raise ValueError(f"{type(self.module).__name__} chooses keys by itself: detach the model to run it")
+            raise ValueError(
+                f"{type(self.module).__name__} selects its own keys, which cannot run while a pipeline is "
+                "attached: call detach() first"
+            )
         M, N = self.query.shape[2], self.key.shape[2]
         eager = self.wants_weights or any(kwargs.get(name) is not None for name in _ONLY_EAGER)
         if mask is None and self.causal and M > 1:
@@ -351,7 +354,8 @@ def _layers_of(schedule: Schedule, model: PreTrainedModel) -> dict[int, LayerPip
         count: int | None = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
         if count is None:
             raise ValueError(
-                f"to name layers their number must be known: {type(config).__name__} has no num_hidden_layers"
+                "a Schedule that names layers needs their number, and "
+                f"{type(config).__name__} has no num_hidden_layers"
             )
         layers.update(enumerate(schedule.resolve(count)))
     return layers

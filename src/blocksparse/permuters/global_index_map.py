@@ -64,7 +64,8 @@ class GlobalIndexMap(Permuter[Permutation]):
     def __call__(self, q: Tensor, k: Tensor, *, causal: bool, scale: float) -> Permutation:
         if not causal:
             raise ValueError(
-                "'GlobalIndexMap' orders what comes before a segment: call the pipeline with causal=True"
+                "'GlobalIndexMap' is for causal attention, since it orders the keys before each segment: call the "
+                "pipeline with causal=True"
             )
         # Whole segments before the first query, and tokens before it in its own segment.
         first, lead = divmod(k.shape[2] - q.shape[2], self.S)

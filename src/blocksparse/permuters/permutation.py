@@ -137,7 +137,9 @@ def _check_map(name: str, token: str, index: Tensor, tokens: int, *, complete: b
 @final
 @frozen(eq=False)
 class GlobalPermutation(Permutation):
-    """One order of keys for all queries (`G == 1`): the only kind that may also be applied physically.
+    """One order of the keys that all queries share.
+
+    There is one map (`G == 1`), so this is the only kind that may also be applied physically.
 
     `segment` is a promise of the permuter that every key stays inside its segment of that many original
     positions. Scorers then treat the segment in which a row of blocks lies as PBS-Attn does and force its blocks.
@@ -160,7 +162,8 @@ class GlobalPermutation(Permutation):
             if bool(strays.any()):
                 key = int(self.k_index[strays][0])
                 raise ValueError(
-                    f"'segment' promises that keys stay inside segments of {self.segment}: key {key} does not"
+                    f"'segment'={self.segment} says that every key stays inside its segment of so many positions, "
+                    f"but 'k_index' moves key {key} out of it"
                 )
 
     @property

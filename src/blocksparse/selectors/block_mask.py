@@ -16,7 +16,7 @@ from blocksparse.validators import is_whole, shown
 
 @frozen(eq=False)
 class BlockMask:
-    """A set of blocks.
+    """The set of blocks that are kept.
 
     Only reachable blocks may be in it.
 

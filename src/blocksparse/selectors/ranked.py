@@ -30,8 +30,8 @@ class Ranked(Selector[ScoresT_contra, RankedBlockMask]):
         mask, grid = self.inner(scores), scores.grid
         if mask.keep.shape != scores.values.shape:
             raise ValueError(
-                f"'Ranked' needs one mask per score: {tuple(mask.keep.shape)} for {tuple(scores.values.shape)}; "
-                "put 'Refined' and 'SharedByGroup' aside"
+                f"'Ranked' needs a mask of the shape of the scores, {tuple(scores.values.shape)}, and 'inner' "
+                f"gives {tuple(mask.keep.shape)}; leave 'Refined' and 'SharedByGroup' out of 'inner'"
             )
         opening = grid.diagonal if scores.forced is None else grid.diagonal | scores.forced
         order = scores.values.nan_to_num(nan=float("-inf")).argsort(dim=-1, descending=True, stable=True)

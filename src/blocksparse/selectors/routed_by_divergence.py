@@ -45,8 +45,9 @@ class RoutedByDivergence(Selector[VerticalSlashScores, BlockMask]):
         for keep in (similar, otherwise):
             if keep.shape != scores.values.shape:
                 raise ValueError(
-                    f"'RoutedByDivergence' needs one mask per score: {tuple(keep.shape)} for "
-                    f"{tuple(scores.values.shape)}; put 'Refined' and 'SharedByGroup' around it"
+                    "both rules of 'RoutedByDivergence' must give masks of the shape of the scores, "
+                    f"{tuple(scores.values.shape)}: {tuple(keep.shape)}; put 'Refined' and 'SharedByGroup' "
+                    "around it"
                 )
         near = scores.divergence[..., None, None] < over_blocks(self.tau, scores.values)
         return BlockMask(torch.where(near, similar, otherwise), scores.grid)

@@ -43,7 +43,9 @@ class TopK(Selector[BlockScores, BlockMask]):
         if (self.k is None) == (self.share is None):
             raise ValueError(f"'TopK' takes either 'k' or 'share': k={self.k}, share={self.share}")
         if self.of_all_keys and self.share is None:
-            raise ValueError("'of_all_keys' needs 'share'; 'k' is a number of blocks by itself")
+            raise ValueError(
+                "'of_all_keys' applies to 'share' alone: give 'share' in place of 'k', or leave 'of_all_keys' out"
+            )
 
     def __call__(self, scores: BlockScores) -> BlockMask:
         keep = top_k(

@@ -94,7 +94,10 @@ def _check_that_it_refuses(
         executor(q, k, v, permutation, mask, scale=SCALE)
     except ValueError:
         return
-    raise AssertionError("it has reasons against these inputs, and ran them; call self.check(...) first")
+    raise AssertionError(
+        "unsupported() gives reasons against these inputs, but the executor ran them; begin __call__ with "
+        "self.check(...)"
+    )
 
 
 def _check_meaning(
