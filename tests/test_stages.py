@@ -128,6 +128,7 @@ def test_rules_of_position_join(causal: bool) -> None:
             if isinstance(inner, bs.SharedByGroup):
                 mine = bs.SharedByGroup(mine)
             assert torch.equal((inner | rule)(scores).keep, (inner | mine)(scores).keep)
+            assert torch.equal((rule | inner)(scores).keep, (inner | mine)(scores).keep)
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -13,7 +13,7 @@ from blocksparse.kernels.positions.within_reach import within_reach
 from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.places import NOWHERE, Places
-from blocksparse.selectors.selector import ScoresT, Selector
+from blocksparse.selectors.selector import ScoresT, Selector, Union
 from blocksparse.validators import a
 
 
@@ -48,8 +48,10 @@ class PositionSelector(Selector[BlockScores, BlockMask]):
     @overload
     def __or__(self, other: Selector[ScoresT, BlockMask]) -> Selector[ScoresT, BlockMask]: ...
     def __or__(self, other: Any) -> Any:
-        """Keep what either keeps."""
-        return PositionUnion(self, other) if isinstance(other, PositionSelector) else super().__or__(other)
+        """Keep what either keeps. A choice by scores goes first, so that the rule can join its mask."""
+        if isinstance(other, PositionSelector):
+            return PositionUnion(self, other)
+        return Union(other, self) if isinstance(other, Selector) else NotImplemented
 
     @overload
     def __ror__(self, other: PositionSelector) -> PositionSelector: ...
