@@ -25,6 +25,8 @@ def _interpret_faster() -> None:
         from triton.runtime import interpreter
     except ImportError:
         return
+    if not hasattr(interpreter, "_LangPatchScope"):  # another Triton than 3.7, and no public names for this
+        return
     prepare = interpreter._patch_lang
 
     def unless_done(fn: Any) -> Any:

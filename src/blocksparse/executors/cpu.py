@@ -13,7 +13,6 @@ from torch.nn.functional import pad
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.block_plan import BlockPlan
 from blocksparse.executors.executor import Executor
-from blocksparse.kernels.moving.gather_rows import gather_rows, scatter_rows
 from blocksparse.kernels.multiplying.products import products, wide_dtype
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.selectors.block_mask import BlockMask
@@ -39,16 +38,13 @@ class CpuExecutor(Executor[Permutation, BlockMask]):
     ) -> AttentionOutput:
         self.check(q, k, v, permutation, mask, hint="Use TritonExecutor() or AutoExecutor() on a GPU.")
         grid, plan = mask.grid, BlockPlan.of(mask)
-        queries = q if permutation.q_index is None else gather_rows(q, permutation.q_index)
-        rows = _Rows(mask, queries, k, v)
+        rows = _Rows(mask, permutation.gather_queries(q), k, v)
         out = rows.q.new_zeros(*rows.q.shape[:2], v.shape[-1])
         lse = rows.q.new_full(rows.q.shape[:2], float("-inf"))
         for some, blocks, partial in rows.alike(plan):
             out[some], lse[some] = rows.attention(some, blocks, partial, scale)
         inside = slice(grid.q_lead, grid.q_lead + grid.q_len)
-        out, lse = (rows.by_head(x)[:, :, inside] for x in (out.to(v.dtype), lse))
-        if permutation.q_index is not None:
-            out, lse = (scatter_rows(x, permutation.q_index) for x in (out, lse))
+        out, lse = (permutation.restore(rows.by_head(x)[:, :, inside]) for x in (out.to(v.dtype), lse))
         return AttentionOutput(out, lse)
 
 
@@ -80,7 +76,7 @@ class _Rows:
         )
         maps_b, maps_h, maps = grid.k_position.shape[:3]
         group = 0 * row if grid.group_of_row is None else grid.group_of_row.expand_as(row)
-        self.map = ((b % maps_b * maps_h + h * maps_h // Hm) * maps + group).flatten()  # [R], into `k_at`
+        self.map_of = ((b % maps_b * maps_h + h * maps_h // Hm) * maps + group).flatten()  # [R], into `k_at`
         self.first_key = ((b * Hkv + h * Hkv // Hm) * N).flatten()  # [R], into `k` and `v`
 
     def by_row(self, x: Tensor) -> Tensor:
@@ -116,7 +112,7 @@ class _Rows:
 
     def attention(self, some: Tensor, blocks: Tensor, partial: int, scale: float) -> tuple[Tensor, Tensor]:
         """Attention of some rows to the pairs of their blocks that positions allow, and its lse."""
-        slots = self.k_at[self.map[some, None], blocks].flatten(1)  # [n, slots]
+        slots = self.k_at[self.map_of[some, None], blocks].flatten(1)  # [n, slots]
         token = (slots.clamp_min(0) + self.first_key[some, None]).flatten()
         k, v = (x.index_select(0, token).unflatten(0, slots.shape) for x in (self.k, self.v))  # [n, slots, D]
         parts = zip(self.q[some].split(_PLACES, 1), self.q_at[some].split(_PLACES, 1), strict=True)

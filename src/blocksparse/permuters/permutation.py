@@ -115,6 +115,14 @@ class Permutation:
         if self.k_index is not None:
             _check_map("k_index", "key", self.k_index, k.shape[2], complete=self.group is None)
 
+    def gather_queries(self, q: Tensor) -> Tensor:
+        """Queries `[B, Hq, M, D]` in slot order; `q` itself if queries stay in place."""
+        return q if self.q_index is None else gather_rows(q, self.q_index)
+
+    def restore(self, x: Tensor) -> Tensor:
+        """A tensor `[B, Hq, M, ...]` with entries per query slot, put back into the original order of queries."""
+        return x if self.q_index is None else scatter_rows(x, self.q_index)
+
 
 def _check_device(name: str, index: Tensor, x: Tensor) -> None:
     if index.device != x.device:
@@ -180,14 +188,6 @@ class GlobalPermutation(Permutation):
         """`gather_keys` of `k` `[B, Hkv, N, D]` and `v` `[B, Hkv, N, Dv]` together, which reads the map once."""
         slots = self.key_slots
         return (k, v) if slots is None else gather_two(k, v, slots)
-
-    def gather_queries(self, q: Tensor) -> Tensor:
-        """Queries `[B, Hq, M, D]` in slot order; `q` itself if queries stay in place."""
-        return q if self.q_index is None else gather_rows(q, self.q_index)
-
-    def restore(self, x: Tensor) -> Tensor:
-        """A tensor `[B, Hq, M, ...]` with entries per query slot, put back into the original order of queries."""
-        return x if self.q_index is None else scatter_rows(x, self.q_index)
 
     def inverse(self) -> GlobalPermutation:
         """The permutation that undoes this one: key `n` stands in slot `inverse().k_index[b, h, 0, n]`."""

@@ -135,10 +135,10 @@ def gather_attention_reference(
 
     def finish(which: Tensor, blocks: int) -> None:
         """Note the result of those rows; they have visited so many blocks."""
-        rows_, sums = at[which], total[which]
-        result[rows_] = summed[which] / sums.masked_fill(sums == 0, 1.0).unsqueeze(-1)
-        lse_of[rows_] = sums.log() + peak[which]
-        visited[rows_] = blocks
+        done, sums = at[which], total[which]
+        result[done] = summed[which] / sums.masked_fill(sums == 0, 1.0).unsqueeze(-1)
+        lse_of[done] = sums.log() + peak[which]
+        visited[done] = blocks
 
     for i in range(order.shape[1]):
         if not len(at):
