@@ -29,11 +29,12 @@ from benchmarks.timing import (
     some_rows,
 )
 from blocksparse.executors.block_plan import BlockPlan
-from blocksparse.executors.int8 import TileOperands
+from blocksparse.executors.int8_operands import tile_operands
 from blocksparse.executors.tiles import tuned_int8
 from blocksparse.kernels.attention.int8_attention import int8_attention
+from blocksparse.kernels.rounding.tile_operands import TileOperands
 
-Arguments = tuple[Any, ...]
+Arguments = dict[str, Any]
 
 EXACT_CALL = f"{OURS} call"  # lists included, as in the calls of 8 bits
 
@@ -100,7 +101,7 @@ def exact_call(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask) -> Call:
 
 def executor_call(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask, fp8_pv: bool) -> Call:
     """`Int8Executor`, block lists and rounding included."""
-    executor, order, scale = bs.Int8Executor(fp8_pv), bs.GlobalPermutation(), q.shape[-1] ** -0.5
+    executor, order, scale = on_hopper(q, mask, fp8_pv), bs.GlobalPermutation(), q.shape[-1] ** -0.5
     _refuse_unsupported(q, k, v, mask, fp8_pv)
     return lambda: executor(q, k, v, order, mask, scale=scale).out
 
@@ -109,26 +110,36 @@ def int8_kernel_call(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask, fp8_pv
     """The kernel alone, all it reads made beforehand."""
     _refuse_unsupported(q, k, v, mask, fp8_pv)
     arguments = kernel_arguments(q, k, v, mask, fp8_pv)
-    return lambda: int8_attention(*arguments)[0]
+    return lambda: int8_attention(**arguments)[0]
 
 
 def _refuse_unsupported(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask, fp8_pv: bool) -> None:
-    if reasons := bs.Int8Executor(fp8_pv).unsupported(q, k, v, mask):
+    if reasons := on_hopper(q, mask, fp8_pv).unsupported(q, k, v, mask):
         raise CannotRunError("; ".join(reasons))
+
+
+def on_hopper(q: Tensor, mask: bs.BlockMask, fp8_pv: bool) -> bs.Int8Executor:
+    """The executor with the kernel for Hopper and its fastest tiles."""
+    tiles = tuned_int8(q.shape[-1], mask.grid.q_block, mask.grid.k_block, fp8_pv)
+    return bs.Int8Executor(fp8_pv, tiles=tiles)
 
 
 def rounded(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask, fp8_pv: bool) -> TileOperands:
     """What `Int8Executor` does before its kernel, lists aside."""
-    return bs.Int8Executor(fp8_pv).operands(q, k, v, bs.GlobalPermutation(), mask.grid, q.shape[-1] ** -0.5)
+    grid, D = mask.grid, q.shape[-1]
+    piece = min(grid.k_block, tuned_int8(D, grid.q_block, grid.k_block, fp8_pv).block_n)
+    return tile_operands(q, k, v, bs.GlobalPermutation(), grid, piece, scale=D**-0.5, smooth_k=True, fp8=fp8_pv)
 
 
 def kernel_arguments(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask, fp8_pv: bool) -> Arguments:
     """What `int8_attention` takes, for a mask in original order."""
     grid, plan, D = mask.grid, BlockPlan.of(mask), q.shape[-1]
-    tiles = tuned_int8(D, grid.q_block, grid.k_block, fp8_pv)
-    queries, keys, values, *scales, taken = rounded(q, k, v, mask, fp8_pv)
-    return (
-        *(queries, keys, values, plan.full_count, plan.partial_count, plan.index),
-        *(grid.q_position, grid.k_position[:, :, 0], *scales, taken, None),
-        *(grid.q_block, grid.k_block, grid.q_lead, grid.causal, D**-0.5, tiles.sizes, True, True, v.dtype),
-    )
+    return {
+        "operands": rounded(q, k, v, mask, fp8_pv),
+        "lists": plan,
+        "positions": grid.positions,
+        "tiles": tuned_int8(D, grid.q_block, grid.k_block, fp8_pv),
+        "scale": D**-0.5,
+        "pv_skip": None,
+        "out_dtype": v.dtype,
+    }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from benchmarks.cases import Plan
 from benchmarks.kernel_tables import Row, pairs_kept
 from benchmarks.peers import OURS, kernel_call
 from benchmarks.timing import Call, Candidate, CannotRunError, attempt, check, measure, release
+from blocksparse.kernels.attention.arguments import RankedLists, StopRule
 from blocksparse.kernels.attention.gather_attention import gather_attention
 
 Op = Callable[..., tuple[Tensor, Tensor, Tensor]]
@@ -95,15 +95,11 @@ def gather_call(op: Op, q: Tensor, k: Tensor, v: Tensor, mask: bs.RankedBlockMas
     _refuse_unsupported(q, k, v, mask)
     grid, keep = mask.grid, mask.per_query_head()
     order = mask.rank.where(keep, torch.iinfo(torch.int32).max).argsort(dim=-1, stable=True)
-    count, group = keep.sum(-1).int(), grid.group_of_row
-    assert group is not None
-    arguments: tuple[Any, ...] = (
-        *(q, k, v, order.int(), count, count, grid.q_position, grid.k_position, group.int()),
-        torch.zeros(q.shape[1], device=q.device),  # tau
-        *(grid.q_block, grid.k_block, grid.causal, q.shape[-1] ** -0.5),
-        *(1, True, False),  # patience, commit, mean
-    )
-    return lambda: op(*arguments)[0]
+    count = keep.sum(-1).int()
+    lists = RankedLists(order.int(), count, count, grid.q_block, grid.k_block)
+    rule = StopRule(torch.zeros(q.shape[1], device=q.device), patience=1, commit=True, mean=False)
+    run = partial(op, q, k, v, lists, grid.positions, rule, scale=q.shape[-1] ** -0.5)
+    return lambda: run()[0]
 
 
 def portable_gather_call(q: Tensor, k: Tensor, v: Tensor, mask: bs.RankedBlockMask) -> Call:

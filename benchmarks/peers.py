@@ -45,13 +45,8 @@ def kernel_call(
     order, plan = permutation or bs.GlobalPermutation(), BlockPlan.of(mask)
     tokens = order.gather_queries(q), order.gather_keys(k), order.gather_keys(v)
     tiles = tiles or tuned(*tokens, grid.q_block, grid.k_block)
-    arguments = (
-        *tokens,
-        *(plan.full_count, plan.partial_count, plan.index, grid.q_position, grid.k_position[:, :, 0]),
-        *(grid.q_block, grid.k_block, grid.q_lead, grid.causal, q.shape[-1] ** -0.5),
-        *(tiles.kernel, tiles.sizes, order.q_index is None, order.k_index is None),
-    )
-    return lambda: order.restore(sparse_attention(*arguments)[0])
+    run = functools.partial(sparse_attention, *tokens, plan, grid.positions, tiles, scale=q.shape[-1] ** -0.5)
+    return lambda: order.restore(run()[0])
 
 
 def portable_call(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask) -> Call:
@@ -103,7 +98,7 @@ def flash_attention_4_call(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask) 
     from flash_attn.cute import flash_attn_func
 
     from blocksparse.executors.flash_attention_4 import to_flash_attention_4
-    from blocksparse.kernels.attention.flash_attention_4_mask import causal
+    from blocksparse.kernels.positions.flash_attention_4_mask import causal
 
     lists = to_flash_attention_4(mask)
     turned = [x.transpose(1, 2) for x in (q, k, v)]

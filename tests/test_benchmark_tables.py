@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import attrs
 import pytest
 import torch
 from attrs import evolve
@@ -18,6 +20,7 @@ from benchmarks.timing import WrongOutputError, check_near
 from torch import Tensor
 
 import blocksparse as bs
+from blocksparse.executors.tiles import HopperTiles
 from blocksparse.kernels.attention.int8_attention import int8_attention_reference
 from blocksparse.testing import make_qkv
 from tests.machine import needs_hopper
@@ -44,6 +47,15 @@ def test_outputs_that_are_not_near_are_refused(wrong: str) -> None:
         check_near(out, want, tolerance=0.02)
 
 
+def alike(ours: Any, its: Any) -> bool:
+    """Equal, and objects that kernels take entry by entry."""
+    if isinstance(its, Tensor):
+        return torch.equal(ours.float(), its.float())
+    if attrs.has(type(its)) and not isinstance(its, HopperTiles):
+        return all(alike(getattr(ours, each.name), getattr(its, each.name)) for each in attrs.fields(type(its)))
+    return bool(ours == its)
+
+
 @pytest.mark.parametrize("fp8_pv", [True, False])
 def test_the_8_bit_kernel_is_given_what_the_executor_gives_it(
     fp8_pv: bool, monkeypatch: pytest.MonkeyPatch, device: str
@@ -53,20 +65,20 @@ def test_the_8_bit_kernel_is_given_what_the_executor_gives_it(
     q, k, v = case.inputs(torch.device(device))
     mask, scale, given = case.mask(q, k), 64**-0.5, []
 
-    def op(*arguments: object) -> tuple[Tensor, Tensor]:
-        given.append(arguments)
+    def op(*arguments: object, **named: object) -> tuple[Tensor, Tensor]:
+        given.append((*arguments, *named.values()))
         return torch.zeros_like(q), q.new_zeros(q.shape[:3], dtype=torch.float32)
 
     monkeypatch.setattr("blocksparse.executors.int8.int8_attention", op)
     monkeypatch.setattr(bs.Int8Executor, "unsupported", lambda *_: [])
+    monkeypatch.setattr(bs.Int8Executor, "_hopper_reasons", lambda *_: [])
     bs.Int8Executor(fp8_pv)(q, k, v, bs.GlobalPermutation(), mask, scale=scale)
     arguments = eight_bit_tables.kernel_arguments(q, k, v, mask, fp8_pv)
-    assert len(arguments) == len(given[0])
-    for ours, its in zip(arguments, given[0], strict=True):
-        assert torch.equal(ours.float(), its.float()) if isinstance(its, Tensor) else ours == its
+    for ours, its in zip(arguments.values(), given[0], strict=True):
+        assert alike(ours, its)
     want = bs.ReferenceExecutor()(q, k, v, bs.GlobalPermutation(), mask, scale=scale).out
     tolerance = eight_bit_tables.TOLERANCE["fp8" if fp8_pv else "bf16"]
-    check_near(int8_attention_reference(*arguments)[0], want, tolerance=tolerance)
+    check_near(int8_attention_reference(**arguments)[0], want, tolerance=tolerance)
 
 
 def test_8_bits_are_measured_beside_the_kernel(device: str) -> None:

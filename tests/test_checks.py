@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import attrs
 import pytest
 import torch
 from torch import Tensor
@@ -213,7 +213,7 @@ class NeverRuns(Attends):
 
 
 def changed(output: bs.AttentionOutput, **values: Any) -> bs.AttentionOutput:
-    return attrs.evolve(output, **values)
+    return dataclasses.replace(output, **values)
 
 
 @pytest.mark.parametrize(

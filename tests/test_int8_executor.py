@@ -41,6 +41,13 @@ def relative(x: Tensor, want: Tensor) -> float:
 
 # ---- what is refused
 
+TILES = HopperTiles(2, 128, 4)
+
+
+def _named(options: dict[str, Any], reason: str) -> str:
+    """Reasons that come from tiles name them."""
+    return f"{options['tiles']} {reason}" if "tiles" in options else reason
+
 
 @needs_triton
 @pytest.mark.parametrize(
@@ -48,29 +55,33 @@ def relative(x: Tensor, want: Tensor) -> float:
     [
         ({}, {}, (128, 128), None),
         ({"fp8_pv": False, "pv_skip": [-1.0, -2.0, -3.0, -4.0]}, {"D": 64}, (64, 192), None),
-        ({}, {"dtype": torch.float32}, (128, 128), "the kernel takes float16 and bfloat16, not torch.float32"),
-        ({}, {"D": 96}, (128, 128), "head dims must be 64 or 128, and equal, not 96 and 96"),
-        ({}, {"Dv": 64}, (128, 128), "head dims must be 64 or 128, and equal, not 128 and 64"),
-        ({}, {}, (128, 32), "blocks must be multiples of 64, not 128 x 32"),
-        ({}, {}, (96, 64), "blocks must be multiples of 64, not 96 x 64"),
         (
-            {"tiles": HopperTiles(2, 128, 2)},
-            {},
-            (64, 128),
-            "HopperTiles(consumers=2, block_n=128, num_stages=2, per_sm=1) does not divide blocks of 64 x 128",
+            {"tiles": TILES},
+            {"dtype": torch.float32},
+            (128, 128),
+            "takes float16 and bfloat16, not torch.float32",
         ),
+        ({"tiles": TILES}, {"D": 96}, (128, 128), "takes head dims 64 or 128, and equal, not 96 and 96"),
+        (
+            {"tiles": TILES},
+            {"Dv": 64},
+            (128, 128),
+            "takes head dims 64 or 128, and equal, not 128 and 64",
+        ),
+        ({"tiles": TILES}, {}, (128, 32), "takes blocks that are multiples of 64, not 128 x 32"),
+        ({"tiles": TILES}, {}, (96, 64), "takes blocks that are multiples of 64, not 96 x 64"),
+        ({"tiles": TILES}, {}, (64, 128), "does not divide blocks of 64 x 128"),
         (
             {"tiles": HopperTiles(1, 128, 2)},
             {},
             (128, 192),
-            "HopperTiles(consumers=1, block_n=128, num_stages=2, per_sm=1) does not divide blocks of 128 x 192",
+            "does not divide blocks of 128 x 192",
         ),
         (
             {"tiles": HopperTiles(2, 128, 6)},
             {},
             (128, 128),
-            "HopperTiles(consumers=2, block_n=128, num_stages=6, per_sm=1) needs 272 KiB of shared memory, "
-            "and there are 228",
+            "needs 272 KiB of shared memory, and there are 228",
         ),
         ({"pv_skip": [-1.0, -2.0]}, {}, (128, 128), "'pv_skip' has 2 entries for 4 query heads"),
     ],
@@ -82,7 +93,31 @@ def test_every_reason(
     monkeypatch.setattr(int8, "is_hopper", lambda device: True)
     q, k, v = halves(**inputs)
     mask = mask_of(q, k, bs.GlobalPermutation(), blocks=blocks)
-    assert bs.Int8Executor(**options).unsupported(q, k, v, mask) == ([] if reason is None else [reason])
+    assert bs.Int8Executor(**options).unsupported(q, k, v, mask) == (
+        [] if reason is None else [_named(options, reason)]
+    )
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("inputs", "blocks", "scales"),
+    [
+        ({"dtype": torch.float16, "D": 96}, (128, 128), "token"),
+        ({"dtype": torch.float32}, (128, 128), "token"),
+        ({"dtype": torch.float16}, (128, 32), "token"),
+        ({"dtype": torch.float16}, (128, 128), "block"),
+    ],
+)
+def test_what_the_kernel_for_hopper_does_not_take_takes_the_portable_one(
+    inputs: dict[str, Any], blocks: tuple[int, int], scales: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(int8, "is_hopper", lambda device: True)
+    q, k, v = halves(**inputs)
+    grid = mask_of(q, k, bs.GlobalPermutation(), blocks=blocks).grid
+    assert isinstance(bs.Int8Executor(scales=scales)._tiles(q, k, v, grid), TritonTiles)
+    q, k, v = halves()
+    grid = mask_of(q, k, bs.GlobalPermutation()).grid
+    assert isinstance(bs.Int8Executor()._tiles(q, k, v, grid), HopperTiles)
 
 
 @needs_triton
@@ -156,6 +191,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Operands as ever; float64 in place of the kernel."""
     monkeypatch.setattr(int8, "int8_attention", int8_attention_reference)
     monkeypatch.setattr(bs.Int8Executor, "unsupported", lambda *_: [])
+    monkeypatch.setattr(bs.Int8Executor, "_hopper_reasons", lambda *_: [])
 
 
 def random_order(H: int, N: int, S: int) -> bs.GlobalPermutation:

@@ -19,6 +19,7 @@ from blocksparse.head_groups import AnyPipeline
 from blocksparse.opaque_call import _attend
 from blocksparse.per_head import HeadValues
 from blocksparse.testing import every_preset, make_qkv
+from tests import stages
 from tests.machine import GPU, needs_gpu
 
 each_preset = pytest.mark.parametrize("preset", every_preset.values(), ids=every_preset)
@@ -63,6 +64,37 @@ def test_every_preset_compiles_whole(preset: Callable[..., AnyPipeline], device:
     for M, N in ((300, 300), (513, 513), (130, 400)):
         q, k, v = inputs(device, N, M)
         assert torch.equal(compiled(q, k, v), pipeline(q, k, v).abs())
+
+
+@pytest.mark.parametrize(
+    ("permuter", "executor"),
+    [
+        (bs.SegmentKeySort(64), bs.TritonExecutor()),
+        (bs.Identity(), bs.Int8Executor(False)),
+        (bs.GlobalIndexMap(64), bs.GatherExecutor(0.3)),
+    ],
+    ids=stages.name,
+)
+def test_an_executor_alone_is_one_node(
+    permuter: bs.Permuter[Any], executor: bs.Executor[Any, Any], device: str
+) -> None:
+    """Queries are computed beside it in the graph, in a chunk, and tokens may stand before heads."""
+    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in make_qkv(N=150, M=100, D=16, device=device))
+    permutation = permuter(q, k, causal=True, scale=0.3)
+    mask = bs.Ranked(bs.Everything())(bs.NoScorer(32)(q, k, permutation, causal=True, scale=0.3))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> bs.AttentionOutput:
+        output = executor(2 * q, k, v, permutation, mask, scale=0.3)
+        return bs.AttentionOutput(output.out + 1, output.lse, output.visit)
+
+    got, want = torch.compile(attend, fullgraph=True, backend="aot_eager")(q, k, v), attend(q, k, v)
+    assert torch.equal(got.out, want.out)
+    assert got.lse is not None
+    assert want.lse is not None
+    assert torch.equal(got.lse, want.lse)
+    assert (got.visited is None) == (want.visited is None)
+    if got.visited is not None and want.visited is not None:
+        assert torch.equal(got.visited.keep, want.visited.keep)
 
 
 @pytest.mark.slow

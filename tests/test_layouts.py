@@ -24,7 +24,7 @@ each_executor = pytest.mark.parametrize(
         bs.TritonExecutor(),
         *(
             pytest.param(executor, marks=pytest.mark.slow)
-            for executor in (bs.GatherExecutor(0.1), bs.TritonExecutor(int8_qk=bs.Int8QK()))
+            for executor in (bs.GatherExecutor(0.1), bs.Int8Executor(False))
         ),
     ],
     ids=stages.name,

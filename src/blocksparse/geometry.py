@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 
 from blocksparse.kernels.common.sizes import FAR
 from blocksparse.kernels.positions.block_bounds import block_bounds
+from blocksparse.kernels.positions.token_positions import TokenPositions
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.validators import shown, size
 
@@ -227,6 +228,18 @@ class Grid:
     def q_lead(self) -> int:
         """How many empty places row 0 has before its first query."""
         return (self.k_len - self.q_len) % self.q_block if self.causal else 0
+
+    @property
+    def positions(self) -> TokenPositions:
+        """What attention kernels read of the grid."""
+        order = self.permutation
+        q_position, k_position = (
+            x if x.stride(-1) == 1 else x.contiguous() for x in (self.q_position, self.k_position)
+        )
+        return TokenPositions(
+            q_position, k_position, self.group_of_row, self.q_lead, self.causal,
+            order.q_index is None, order.k_index is None,
+        )  # fmt: skip
 
     @property
     def reachable(self) -> Tensor:

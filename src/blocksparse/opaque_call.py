@@ -25,7 +25,7 @@ class OpaqueCall(OpaqueBase):
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
         with without_autocast(q):
-            return _laid_out_as(q, self.run(q, k, v, causal, scale))
+            return laid_out_as(q, self.run(q, k, v, causal, scale))
 
 
 # With `hoist` the object is an input of the graph, not a constant, and so no part of the key of cached graphs.
@@ -47,10 +47,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, call: OpaqueCall, causal: bool, sca
 
 @_attend.register_fake
 def _(q: Tensor, _k: Tensor, v: Tensor, *_: object) -> Tensor:
-    return _laid_out_as(q, q.new_empty((*q.shape[:3], v.shape[-1])))
+    return laid_out_as(q, q.new_empty((*q.shape[:3], v.shape[-1])))
 
 
-def _laid_out_as(q: Tensor, out: Tensor) -> Tensor:
+def laid_out_as(q: Tensor, out: Tensor) -> Tensor:
     """`out` with tokens before heads in memory if `q` lies in memory like that, and contiguous otherwise.
 
     A graph must know the strides before anything runs, so they cannot depend on the executor. Calls without a

@@ -131,10 +131,8 @@ def number_or_blocks(value: PerHead, scores: Tensor) -> float | Tensor:
     return over_blocks(value, scores) if isinstance(value, HeadValues) else value
 
 
-def by_head(value: PerHead | None, q: Tensor) -> Tensor | None:
+def by_head(value: PerHead, q: Tensor) -> Tensor:
     """The value as fp32 `[Hq]` on the device of `q` `[B, Hq, M, D]`."""
-    if value is None:
-        return None
     if not isinstance(value, HeadValues):
         return torch.full((q.shape[1],), value, dtype=torch.float32, device=q.device)
     return value.on(q.device).float()

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -677,7 +678,7 @@ class _FirstBlockOnly(Executor[Permutation, BlockMask]):
         self, q: Tensor, k: Tensor, v: Tensor, permutation: Permutation, mask: BlockMask, *, scale: float
     ) -> AttentionOutput:
         visited = BlockMask(mask.keep & (torch.arange(mask.grid.cols) == 0), mask.grid)
-        return evolve(ReferenceExecutor()(q, k, v, permutation, visited, scale=scale), visited=visited)
+        return replace(ReferenceExecutor()(q, k, v, permutation, visited, scale=scale), visit=visited)
 
 
 def test_an_early_stop_counts_in_the_density() -> None:

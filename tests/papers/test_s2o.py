@@ -513,7 +513,7 @@ def test_refused() -> None:
         s2o(0.1, executor=GatherExecutor(0.2))
     with pytest.raises(ValueError, match="'S' must be a multiple of 'block' \\(64\\): 100"):
         s2o(S=100, block=64)
-    with pytest.raises(ValueError, match="one entry per query head"):
+    with pytest.raises(ValueError, match="'tau' has 2 entries for 4 query heads"):
         s2o([0.1, 0.2], S=32, block=16)(*make_qkv(N=64, D=16))
     q, k, v = make_qkv(N=64, D=16)
     with pytest.raises(ValueError, match="whole number of query blocks"):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import final
 
-from attrs import frozen
 from torch import Tensor
 
 from blocksparse.selectors.block_mask import BlockMask
 
 
+# A dataclass, unlike the other values: torch.compile can trace how one is made, but not how an attrs object is.
 @final
-@frozen(eq=False)
+@dataclass(frozen=True, eq=False)
 class AttentionOutput:
     """Attention over the kept pairs.
 
@@ -20,6 +22,13 @@ class AttentionOutput:
 
     out: Tensor  # [B, Hq, M, Dv], the dtype of v
     lse: Tensor | None  # [B, Hq, M] fp32, log of the softmax denominator (natural); None if the backend gives none
-    visited: BlockMask | None = (
-        None  # the blocks that were computed, if an early stop or dense attention made them differ from the mask
-    )
+    visit: BlockMask | Callable[[], BlockMask] | None = None  # what `visited` gives, or a function that makes it
+
+    @property
+    def visited(self) -> BlockMask | None:
+        """The blocks that were computed; None if they are those of the mask.
+
+        An early stop computes fewer, and dense attention others. An executor may hand over a function in place of
+        the mask, since a call whose caller does not ask should not spend time on it.
+        """
+        return self.visit() if callable(self.visit) else self.visit

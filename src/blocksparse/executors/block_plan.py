@@ -8,26 +8,23 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from blocksparse.kernels.attention.arguments import Lists
 from blocksparse.kernels.positions.block_lists import block_lists
 from blocksparse.selectors.block_mask import BlockMask
 
 
 @final
 @frozen(eq=False)
-class BlockPlan:
+class BlockPlan(Lists):
     """Which key blocks each row visits: those with all pairs allowed (`full`), then those with some (`partial`).
 
-    Each row has one list, and each part of it is ascending. Shapes do not depend on the mask, and nothing is read
-    back to the host. Entries after a row's two counts have no meaning, but are valid columns. FlexAttention's
-    `BlockMask` and flash-attn-4's `BlockSparseTensorsTorch` take the two parts as separate int32 lists, which
-    are `full_index` and `partial_index`.
+    Each row has one list, `index` `[B, H, rows, cols]` of int16, or of int32 from 32768 columns on, and each part
+    of it is ascending. `full_count` and `partial_count` are `[B, H, rows]` int32; H is Hq, or Hkv where query
+    heads share one mask. Shapes do not depend on the mask, and nothing is read back to the host. Entries after a
+    row's two counts have no meaning, but are valid columns. FlexAttention's `BlockMask` and flash-attn-4's
+    `BlockSparseTensorsTorch` take the two parts as separate int32 lists, which are `full_index` and
+    `partial_index`.
     """
-
-    full_count: Tensor  # [B, H, rows] int32; H is Hq, or Hkv where query heads share one mask
-    partial_count: Tensor  # [B, H, rows] int32
-    index: Tensor  # [B, H, rows, cols] int16, or int32 from 32768 columns on
-    q_block: int
-    k_block: int
 
     @classmethod
     def of(cls, mask: BlockMask) -> BlockPlan:

@@ -65,7 +65,7 @@ class _Rows:
         after = grid.rows * q_block - grid.q_lead - grid.q_len
         if grid.q_lead or after:
             queries = pad(queries, (0, 0, grid.q_lead, after))
-        self.q = self.by_row(queries).to(dtype)  # [R, places, D], R = B Hm rows
+        self.q = self.by_row(queries).to(dtype)  # [R, positions, D], R = B Hm rows
         self.k, self.v = (x.to(dtype).flatten(0, 2) for x in (k, v))  # [B Hkv N, D] and [B Hkv N, Dv]
         # The original position of every place, [R, places], -1 where empty; and the key in every slot of the
         # blocks of a map, [maps, cols, k_block], -1 where empty.
@@ -80,7 +80,7 @@ class _Rows:
         self.first_key = ((b * Hkv + h * Hkv // Hm) * N).flatten()  # [R], into `k` and `v`
 
     def by_row(self, x: Tensor) -> Tensor:
-        """`[B, Hq, rows * q_block, ...]` as `[R, places, ...]`."""
+        """`[B, Hq, rows * q_block, ...]` as `[R, positions, ...]`."""
         B, Hm, per, rows, q_block = self.shape
         x = x.reshape(B, Hm, per, rows, q_block, *x.shape[3:])
         return x.transpose(2, 3).reshape(B * Hm * rows, per * q_block, *x.shape[5:])
@@ -102,10 +102,10 @@ class _Rows:
             x.repeat_interleave(self.copies, 1) for x in (plan.full_count, plan.partial_count, plan.index)
         )
         count, partial = (full + partial).flatten(), partial.flatten()
-        index, places, threads = index.flatten(0, 2), min(self.q.shape[1], _PLACES), torch.get_num_threads()
+        index, positions, threads = index.flatten(0, 2), min(self.q.shape[1], _PLACES), torch.get_num_threads()
         for blocks in count.unique().tolist():
             if blocks:
-                at_once = _WORKSPACE // (blocks * self.k_at.shape[-1] * places)
+                at_once = _WORKSPACE // (blocks * self.k_at.shape[-1] * positions)
                 at_once = at_once // threads * threads or max(at_once, 1)
                 for some in (count == blocks).nonzero().flatten().split(at_once):
                     yield some, index[some, :blocks].long(), int(partial[some].max())
@@ -123,8 +123,8 @@ class _Rows:
     def _attention(
         self, q: Tensor, q_at: Tensor, k: Tensor, v: Tensor, slots: Tensor, partial: int, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """The same for some places, `q` `[n, places, D]`; overwrites the values of empty slots."""
-        logits = products(q.unsqueeze(0), k.unsqueeze(0))[0].mul_(scale)  # [n, places, slots]
+        """The same for some positions, `q` `[n, positions, D]`; overwrites the values of empty slots."""
+        logits = products(q.unsqueeze(0), k.unsqueeze(0))[0].mul_(scale)  # [n, positions, slots]
         if partial:
             last = slots[:, None, -partial * self.k_at.shape[-1] :]
             allowed = (last >= 0) & (last <= q_at.unsqueeze(2)) if self.causal else last >= 0

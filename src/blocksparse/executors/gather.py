@@ -6,12 +6,16 @@ from importlib.util import find_spec
 from typing import final
 
 import torch
-from attrs import field, frozen
+from attrs import Factory, field, frozen
 from torch import Tensor
 
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.executor import Executor
-from blocksparse.per_head import PerHead, at_least_0, over_blocks, per_head, written
+from blocksparse.executors.one_node import OneNode, one_node
+from blocksparse.kernels.attention.arguments import RankedLists, StopRule
+from blocksparse.kernels.attention.gather_attention import gather_attention
+from blocksparse.kernels.common.sizes import FAR
+from blocksparse.per_head import PerHead, at_least_0, by_head, per_head, written, wrong_heads
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.selectors.block_mask import BlockMask, RankedBlockMask
 from blocksparse.validators import flag, one_of, size, whole
@@ -45,6 +49,7 @@ class GatherExecutor(Executor[Permutation, RankedBlockMask]):
     reduction: str = field(default="all", validator=one_of("all", "mean"), kw_only=True)
     patience: int = field(default=1, converter=whole, validator=size, kw_only=True)
     commit: bool = field(default=True, validator=flag, kw_only=True)
+    _node: OneNode = field(init=False, repr=False, default=Factory(lambda self: OneNode(self), takes_self=True))
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: RankedBlockMask) -> list[str]:
         reasons = []
@@ -53,7 +58,7 @@ class GatherExecutor(Executor[Permutation, RankedBlockMask]):
                 reasons.append("triton is not installed")
             if mask.grid.q_block > 128:
                 reasons.append(f"query blocks must be at most 128, not {mask.grid.q_block}")
-        return reasons
+        return reasons + wrong_heads("tau", self.tau, mask.grid.q_heads)
 
     def __call__(
         self,
@@ -65,36 +70,25 @@ class GatherExecutor(Executor[Permutation, RankedBlockMask]):
         *,
         scale: float,
     ) -> AttentionOutput:
+        if torch.compiler.is_compiling():
+            return one_node(self._node, q, k, v, permutation, mask, mask.rank, scale=scale)
         self.check(q, k, v, permutation, mask, hint="Choose smaller blocks, or use ReferenceExecutor().")
-        from blocksparse.kernels.attention.gather_attention import gather_attention
-        from blocksparse.kernels.common.sizes import FAR
-
         grid, keep = mask.grid, mask.per_query_head()
-        rank = mask.rank.repeat_interleave(grid.q_heads // mask.rank.shape[1], dim=1)
-        tau = over_blocks(self.tau, keep)
-        order = rank.where(keep, torch.iinfo(torch.int32).max).argsort(dim=-1, stable=True)
-        count = keep.sum(-1)
-        opened = (keep & ((rank < 0) | (tau == 0))).sum(-1)
-        group = grid.group_of_row
-        out, lse, visited = gather_attention(
-            q,
-            k,
-            v,
-            order.int(),
-            opened.int(),
-            count.int(),
-            grid.q_position,
-            grid.k_position,
-            torch.zeros(grid.rows, dtype=torch.int32, device=q.device) if group is None else group.int(),
-            tau.float().flatten().expand(q.shape[1]),
-            grid.q_block,
-            grid.k_block,
-            grid.causal,
-            scale,
-            min(self.patience, FAR),
-            self.commit,
-            self.reduction == "mean",
+        rank = (
+            mask.rank
+            if mask.rank.shape == keep.shape
+            else mask.rank.repeat_interleave(grid.q_heads // grid.kv_heads, 1)
         )
-        seen = torch.arange(grid.cols, device=q.device) < visited.unsqueeze(-1)
-        reached = torch.zeros_like(keep).scatter_(-1, order, seen)
-        return AttentionOutput(out, lse, BlockMask(reached, grid))
+        tau = by_head(self.tau, q)
+        order = rank.where(keep, torch.iinfo(torch.int32).max).argsort(dim=-1, stable=True)
+        forced = keep & ((rank < 0) | (tau == 0).view(-1, 1, 1))
+        opened, count = (x.sum(-1, dtype=torch.int32) for x in (forced, keep))
+        lists = RankedLists(order.int(), opened, count, grid.q_block, grid.k_block)
+        rule = StopRule(tau, min(self.patience, FAR), self.commit, self.reduction == "mean")
+        out, lse, blocks = gather_attention(q, k, v, lists, grid.positions, rule, scale=scale)
+
+        def visited() -> BlockMask:
+            seen = torch.arange(grid.cols, device=q.device) < blocks.unsqueeze(-1)
+            return BlockMask(torch.zeros_like(keep).scatter_(-1, order, seen), grid)
+
+        return AttentionOutput(out, lse, visited)

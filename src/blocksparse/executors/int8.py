@@ -1,40 +1,31 @@
-"""Block-sparse attention in 8 bits on Hopper: int8 queries and keys, and fp8 weights and values."""
+"""Block-sparse attention in 8 bits: int8 queries and keys, and fp8 weights and values."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import NamedTuple, final
+from typing import Literal, final
 
-from attrs import converters, field, frozen
+import torch
+from attrs import Factory, converters, field, frozen
 from torch import Tensor
 
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.block_plan import BlockPlan
 from blocksparse.executors.executor import Executor
-from blocksparse.executors.tiles import HALF, HopperTiles, tuned_int8
+from blocksparse.executors.int8_operands import tile_operands, token_operands
+from blocksparse.executors.one_node import OneNode, one_node
+from blocksparse.executors.tiles import HALF, HopperTiles, Tiles, TritonTiles, portable, tuned_int8
+from blocksparse.executors.triton import portable_reasons
 from blocksparse.geometry import Grid
+from blocksparse.kernels.attention.arguments import Approximation
 from blocksparse.kernels.attention.int8_attention import int8_attention
+from blocksparse.kernels.attention.sparse_attention import sparse_attention
 from blocksparse.kernels.common.hardware import is_hopper
-from blocksparse.kernels.rounding.quantize import SMOOTHED_BY, smoothing_mean
-from blocksparse.kernels.rounding.tile_operands import fp8_value_tiles, int8_key_tiles, int8_query_tiles
+from blocksparse.kernels.rounding.fp8_values import fp8_values
 from blocksparse.per_head import PerHead, by_head, negative, per_head, wrong_heads
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.selectors.block_mask import BlockMask
-from blocksparse.validators import a, flag, optional
-
-
-class TileOperands(NamedTuple):
-    """The tensors that the kernel reads. `kernels/rounding/tile_operands.py` defines their scales."""
-
-    q: Tensor  # [B, Hq, M, D] int8
-    k: Tensor  # [B, 2 * Hk, N, D] int8
-    v: Tensor  # [B, 2 * Hk, D, N up to a multiple of 16] fp8, or [B, Hk, N, D]
-    q_scale: Tensor  # [B, Hq, M] fp32
-    k_tile_scale: Tensor  # [B, Hk, tiles, 4] fp32
-    k_token_scale: Tensor  # [B, Hk, N] fp32
-    v_tile_log2: Tensor | None  # [B, Hk, tiles, 4] fp32
-    v_token: Tensor | None  # [B, 2 * Hk, N] fp32, log2 of scales, then their inverses
-    taken: Tensor | None  # [B, Hq, M] fp32, what smoothing subtracted from every logit of a query
+from blocksparse.validators import a, flag, one_of, optional
 
 
 @final
@@ -42,50 +33,53 @@ class TileOperands(NamedTuple):
 class Int8Executor(Executor[GlobalPermutation, BlockMask]):
     """Round tokens to 8 bits while they move into slots, then attend to each row's kept blocks in one kernel.
 
-    This is SageAttention's arithmetic (SpargeAttn 3.5) in a kernel for GPUs of compute capability 9.0 (Hopper),
-    for fp16 and bf16 and head dims 64 and 128. Queries and keys are rotated by a Hadamard matrix first, which does
-    not change their products and makes their entries more even. Each query has one scale. In blocks without a
-    masked pair, each tile of keys has four scales, one for each group of columns that a thread of a matrix product
-    holds. In blocks with masked pairs, each key has its own scale, so that no bit of a row depends on later
-    tokens. docs/numerics.md has the errors.
+    This is SageAttention's arithmetic (SpargeAttn 3.5). GPUs of compute capability 9.0 (Hopper) have a kernel of
+    their own for fp16 and bf16, head dims 64 and 128 and blocks that are multiples of 64. There queries and keys
+    are rotated by a Hadamard matrix first, which does not change their products and makes their entries more even;
+    and in blocks without a masked pair, each tile of keys has four scales, one for each group of columns that a
+    thread of a matrix product holds. Everything else takes the portable kernel, in which each query, key and value
+    has one scale. In both no bit of a row depends on later tokens. docs/numerics.md has the errors of both.
 
     Args:
-        fp8_pv: round weights and values to fp8 (e4m3), with sums that are moved to fp32 after four tiles at most.
-            `False` leaves both in the precision of the input.
+        fp8_pv: round weights and values to fp8 (e4m3), which needs an NVIDIA GPU from Ada on. `False` leaves both
+            in the precision of the input.
         smooth_k: subtract the mean key from all keys first. Softmax ignores this, and `lse` is corrected. When
-            causal, the mean is that of the first tokens, as many as a key block has, but at most 128.
+            causal, the mean is that of the first tokens, at most 128, and queries that do not see all of these
+            read keys that are not smoothed.
+        scales: "token" as above. "block" has one scale for the queries, and one for the keys, of each block of the
+            mask, as SageAttention and SpargeAttn do, always in the portable kernel; later tokens of its own block
+            then change how a row is rounded, but not to which keys it attends.
         pv_skip: lambda of SpargeAttn 3.4, negative, a difference of logits, as in `TritonExecutor`.
-        tiles: how the kernel is launched; by default the fastest.
+        tiles: which kernel runs and how it is launched, `HopperTiles` or `TritonTiles`; by default the fastest.
 
     Raises:
-        ValueError: `pv_skip` is not negative.
+        ValueError: `pv_skip` is not negative, or `scales` is "block" beside `HopperTiles`.
     """
 
     fp8_pv: bool = field(default=True, validator=flag)
     smooth_k: bool = field(default=True, kw_only=True, validator=flag)
+    scales: Literal["token", "block"] = field(default="token", kw_only=True, validator=one_of("token", "block"))
     pv_skip: PerHead | None = field(
         default=None, kw_only=True, converter=converters.optional(per_head), validator=optional(negative)
     )
-    tiles: HopperTiles | None = field(default=None, kw_only=True, validator=optional(a(HopperTiles)))
+    tiles: Tiles | None = field(default=None, kw_only=True, validator=optional(a(HopperTiles, TritonTiles)))
+    _node: OneNode = field(init=False, repr=False, default=Factory(lambda self: OneNode(self), takes_self=True))
+
+    def __attrs_post_init__(self) -> None:
+        if self.scales == "block" and isinstance(self.tiles, HopperTiles):
+            raise ValueError("'scales' must be 'token' beside HopperTiles, or 'tiles' TritonTiles: 'block'")
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> list[str]:
         if find_spec("triton") is None:
             return ["triton is not installed"]
-        reasons, grid = [], mask.grid
-        if not is_hopper(q.device):
-            reasons.append("the kernel needs a GPU of compute capability 9.0 (Hopper)")
-        if q.dtype not in HALF:
-            reasons.append(f"the kernel takes float16 and bfloat16, not {q.dtype}")
-        if q.shape[-1] not in (64, 128) or v.shape[-1] != q.shape[-1]:
-            reasons.append(f"head dims must be 64 or 128, and equal, not {q.shape[-1]} and {v.shape[-1]}")
-        tiles = self._tiles(q, grid)
-        if grid.q_block % 64 or grid.k_block % 64:
-            reasons.append(f"blocks must be multiples of 64, not {grid.q_block} x {grid.k_block}")
-        elif grid.q_block % (64 * tiles.consumers) or max(grid.k_block, tiles.block_n) % self._piece(q, grid):
-            reasons.append(f"{tiles} does not divide blocks of {grid.q_block} x {grid.k_block}")
-        reasons += tiles.too_large(q.shape[-1], v.shape[-1], qk_bytes=1, pv_bytes=1 if self.fp8_pv else 2)
-        reasons += tiles.too_many(q, grid.q_block, grid.cols)
-        return reasons + wrong_heads("pv_skip", self.pv_skip, grid.q_heads)
+        tiles = self._tiles(q, k, v, mask.grid)
+        if isinstance(tiles, HopperTiles):
+            reasons = self._hopper_reasons(q, v, mask.grid, tiles)
+        else:
+            reasons = portable_reasons(q, k, v, mask, self.tiles)
+            if self.fp8_pv:
+                reasons += _without_fp8(q, tiles.block_n)
+        return reasons + wrong_heads("pv_skip", self.pv_skip, mask.grid.q_heads)
 
     def __call__(
         self,
@@ -97,58 +91,79 @@ class Int8Executor(Executor[GlobalPermutation, BlockMask]):
         *,
         scale: float,
     ) -> AttentionOutput:
-        self.check(q, k, v, permutation, mask, hint="Use TritonExecutor() or AutoExecutor().")
+        if torch.compiler.is_compiling():
+            return one_node(self._node, q, k, v, permutation, mask, None, scale=scale)
+        hint = "Use Int8Executor(fp8_pv=False) if only fp8 is missing, or TritonExecutor() or AutoExecutor()."
+        self.check(q, k, v, permutation, mask, hint=hint)
         grid, plan = mask.grid, BlockPlan.of(mask)
-        rounded = self.operands(q, k, v, permutation, grid, scale)
-        out, lse = int8_attention(
-            rounded.q,
-            rounded.k,
-            rounded.v,
-            plan.full_count,
-            plan.partial_count,
-            plan.index,
-            grid.q_position,
-            grid.k_position[:, :, 0],
-            rounded.q_scale,
-            rounded.k_tile_scale,
-            rounded.k_token_scale,
-            rounded.v_tile_log2,
-            rounded.v_token,
-            rounded.taken,
-            by_head(self.pv_skip, q),
-            grid.q_block,
-            grid.k_block,
-            grid.q_lead,
-            grid.causal,
-            scale,
-            self._tiles(q, grid).sizes,
-            permutation.q_index is None,
-            permutation.k_index is None,
-            v.dtype,
-        )
+        tiles, skip = self._tiles(q, k, v, grid), None if self.pv_skip is None else by_head(self.pv_skip, q)
+        if isinstance(tiles, HopperTiles):
+            piece = min(grid.k_block, tiles.block_n)
+            operands = tile_operands(
+                q, k, v, permutation, grid, piece, scale=scale, smooth_k=self.smooth_k, fp8=self.fp8_pv
+            )
+            out, lse = int8_attention(
+                operands, plan, grid.positions, tiles, scale=scale, pv_skip=skip, out_dtype=v.dtype
+            )
+        else:
+            shared = self.scales == "block"
+            rounded = token_operands(q, k, permutation, grid, scale=scale, smooth_k=self.smooth_k, shared=shared)
+            values, v_scale = (
+                fp8_values(v, permutation.key_slots) if self.fp8_pv else (permutation.gather_keys(v), None)
+            )
+            out, lse = sparse_attention(
+                rounded.q,
+                rounded.k,
+                values,
+                plan,
+                grid.positions,
+                tiles,
+                scale=scale,
+                approximation=Approximation(skip, rounded.q_scale, rounded.k_scale, rounded.k_copy, v_scale),
+                out_dtype=v.dtype,
+            )
+            lse = lse if rounded.taken is None else lse + rounded.taken
         return AttentionOutput(permutation.restore(out), permutation.restore(lse))
 
-    def operands(
-        self, q: Tensor, k: Tensor, v: Tensor, permutation: GlobalPermutation, grid: Grid, scale: float
-    ) -> TileOperands:
-        """Round `q` `[B, Hq, M, D]`, `k` and `v` `[B, Hkv, N, D]` on their way into slots."""
-        tile, mean, early = self._piece(q, grid), None, 0
-        if self.smooth_k:
-            # A row that sees a whole block sees at least as many tokens as that, and so all of the first ones.
-            first = min(SMOOTHED_BY, grid.k_block)
-            mean = smoothing_mean(k, grid.causal, first).squeeze(2)
-            early = max(first - 1 - (grid.k_len - grid.q_len), 0) if grid.causal else 0
-        queries, q_scale, taken = int8_query_tiles(q, permutation.q_index, mean=mean, scale=scale, early=early)
-        keys, k_tile, k_token = int8_key_tiles(k, permutation.key_slots, tile, mean=mean)
-        if self.fp8_pv:
-            values = fp8_value_tiles(v, permutation.key_slots, tile)
-            return TileOperands(queries, keys, values[0], q_scale, k_tile, k_token, *values[1:], taken)
-        halves = permutation.gather_keys(v)
-        return TileOperands(queries, keys, halves, q_scale, k_tile, k_token, None, None, taken)
+    def _tiles(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tiles:
+        """The tiles given, or the fastest of the first kernel that takes these inputs."""
+        if self.tiles is not None:
+            return self.tiles
+        if self.scales == "token":
+            tiles = tuned_int8(q.shape[-1], grid.q_block, grid.k_block, self.fp8_pv)
+            if not self._hopper_reasons(q, v, grid, tiles):
+                return tiles
+        return portable(grid.q_block, grid.k_block, max(q.shape[-1], v.shape[-1]), 1)
 
-    def _piece(self, q: Tensor, grid: Grid) -> int:
-        """How many keys share scales: those of a tile of the kernel, or those of a block if that is smaller."""
-        return min(grid.k_block, self._tiles(q, grid).block_n)
+    def _hopper_reasons(self, q: Tensor, v: Tensor, grid: Grid, tiles: HopperTiles) -> list[str]:
+        """The reasons why the kernel for Hopper cannot run these inputs with `tiles`."""
+        reasons = []
+        if not is_hopper(q.device):
+            reasons.append(f"{tiles} needs a GPU of compute capability 9.0 (Hopper)")
+        if q.dtype not in HALF:
+            reasons.append(f"{tiles} takes float16 and bfloat16, not {q.dtype}")
+        if q.shape[-1] not in (64, 128) or v.shape[-1] != q.shape[-1]:
+            reasons.append(f"{tiles} takes head dims 64 or 128, and equal, not {q.shape[-1]} and {v.shape[-1]}")
+        piece = min(grid.k_block, tiles.block_n)
+        if grid.q_block % 64 or grid.k_block % 64:
+            reasons.append(f"{tiles} takes blocks that are multiples of 64, not {grid.q_block} x {grid.k_block}")
+        elif grid.q_block % (64 * tiles.consumers) or max(grid.k_block, tiles.block_n) % piece:
+            reasons.append(f"{tiles} does not divide blocks of {grid.q_block} x {grid.k_block}")
+        reasons += tiles.too_large(q.shape[-1], v.shape[-1], qk_bytes=1, pv_bytes=1 if self.fp8_pv else 2)
+        return reasons + tiles.too_many(q, grid.q_block, grid.cols)
 
-    def _tiles(self, q: Tensor, grid: Grid) -> HopperTiles:
-        return self.tiles or tuned_int8(q.shape[-1], grid.q_block, grid.k_block, self.fp8_pv)
+
+def _without_fp8(q: Tensor, block_n: int) -> list[str]:
+    """The reasons why the portable kernel cannot have weights and values of fp8."""
+    from blocksparse.kernels.attention.sparse_attention_triton import runs_interpreted
+
+    reasons = []
+    if runs_interpreted():
+        reasons.append("Triton's interpreter rounds to fp8 wrongly")
+    elif torch.version.hip is not None:
+        reasons.append("fp8 products are for NVIDIA GPUs")
+    elif q.is_cuda and (capability := torch.cuda.get_device_capability(q.device)) < (8, 9):
+        reasons.append(f"fp8 products need compute capability 8.9 or later, not {capability[0]}.{capability[1]}")
+    if block_n < 32:
+        reasons.append(f"fp8 products need tiles of at least 32 keys, not {block_n}")
+    return reasons

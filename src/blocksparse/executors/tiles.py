@@ -34,11 +34,6 @@ class TritonTiles:
 
     kernel = "triton"
 
-    @property
-    def sizes(self) -> list[int]:
-        """What the op takes."""
-        return [self.block_m, self.block_n, self.num_warps, self.num_stages, int(self.tma)]
-
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, q_block: int, k_block: int) -> list[str]:
         """Reasons against these tiles: both must be powers of two, at least 16, that divide the mask's blocks."""
         fits = all(
@@ -69,11 +64,6 @@ class HopperTiles:
     per_sm: int = field(default=1, converter=whole, validator=size)
 
     kernel = "hopper"
-
-    @property
-    def sizes(self) -> list[int]:
-        """What the op takes."""
-        return [self.consumers, self.block_n, self.num_stages, self.per_sm]
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, q_block: int, k_block: int) -> list[str]:
         """Reasons against these tiles, from what the bulk copy engine and the consumers' registers require."""

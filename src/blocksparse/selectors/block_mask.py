@@ -80,7 +80,10 @@ class BlockMask:
 
     def per_query_head(self) -> Tensor:
         """`keep` with one entry per query head, `[B, Hq, rows, cols]`."""
-        return self.keep.repeat_interleave(self.grid.q_heads // self.keep.shape[1], dim=1)
+        heads = self.keep.shape[1]
+        return (
+            self.keep if heads == self.grid.q_heads else self.keep.repeat_interleave(self.grid.q_heads // heads, 1)
+        )
 
     def density(self) -> Tensor:
         """The work as a share of the work of dense attention, `[B, H]`.

@@ -34,8 +34,11 @@ class Ranked(Selector[ScoresT_contra, RankedBlockMask]):
                 f"gives {tuple(mask.keep.shape)}; leave 'Refined' and 'SharedByGroup' out of 'inner'"
             )
         opening = grid.diagonal if scores.forced is None else grid.diagonal | scores.forced
-        order = scores.values.nan_to_num(nan=float("-inf")).argsort(dim=-1, descending=True, stable=True)
-        place = torch.arange(grid.cols, device=order.device).expand(order.shape)
-        rank = torch.empty_like(order).scatter_(-1, order, place)
-        rank = rank.where(~opening, rank - grid.cols).int()
+        place = torch.arange(grid.cols, dtype=torch.int32, device=mask.keep.device).expand(mask.keep.shape)
+        if any(scores.values.stride()):
+            order = scores.values.nan_to_num(nan=float("-inf")).argsort(dim=-1, descending=True, stable=True)
+            rank = torch.empty_like(place, memory_format=torch.contiguous_format).scatter_(-1, order, place)
+        else:  # all blocks have one score, that of `NoScorer`, so none comes before another
+            rank = place
+        rank = rank.where(~opening, rank - grid.cols)
         return RankedBlockMask(mask.keep, mask.grid, rank)

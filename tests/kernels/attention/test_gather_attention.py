@@ -9,17 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import evolve, frozen
 from tests.kernels.scripts import printed_by
 from tests.machine import DTYPES, GPU, needs_hopper
 from torch import Tensor
 
 import blocksparse as bs
 from blocksparse.executors.gather import GatherExecutor
-from blocksparse.kernels.attention.gather_attention import (
-    fits_hopper,
-    gather_attention,
-    gather_attention_reference,
-)
+from blocksparse.kernels.attention.arguments import RankedLists, StopRule
+from blocksparse.kernels.attention.gather_attention import fits_hopper, gather_attention_reference
+from blocksparse.kernels.positions.token_positions import TokenPositions
 from blocksparse.permuters.global_index_map import GlobalIndexMap
 from blocksparse.presets.s2o import s2o
 from blocksparse.testing import assert_within_budget, make_qkv
@@ -29,7 +28,27 @@ from blocksparse.kernels.attention.gather_attention_triton import gather_attenti
 
 # The interpreter is slow.
 LENGTHS = [1, 63, 65, 129, *([200, 1000, 4096] if GPU else [])]
-Call = tuple[Any, ...]
+Kernel = Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+@frozen(eq=False)
+class Call:
+    """What the kernel takes."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    lists: RankedLists
+    positions: TokenPositions
+    rule: StopRule
+    scale: float
+
+    def by(self, kernel: Kernel) -> tuple[Tensor, Tensor, Tensor]:
+        return kernel(self.q, self.k, self.v, self.lists, self.positions, self.rule, scale=self.scale)
+
+    def in_float64(self) -> Call:
+        q, k, v = (x.double() for x in (self.q, self.k, self.v))
+        return evolve(self, q=q, k=k, v=v)
 
 
 def arguments(
@@ -57,42 +76,41 @@ def arguments(
     rank = torch.rand(shape, generator=generator).argsort(-1).to(q.device)
     listed, opening = (chosen | grid.diagonal) & grid.reachable, grid.diagonal.expand(shape)
     order = (rank - grid.cols * opening.int()).where(listed, 1 << 20).argsort(-1).int()
-    group = grid.group_of_row
-    return (
-        q, k, v, order, opening.sum(-1).int(), listed.sum(-1).int(), grid.q_position, grid.k_position,
-        torch.zeros(grid.rows, device=q.device, dtype=torch.int32) if group is None else group.int(),
-        torch.full((q.shape[1],), tau, device=q.device), block, k_block, causal, scale, patience, commit, mean,
-    )  # fmt: skip
+    lists = RankedLists(order, opening.sum(-1).int(), listed.sum(-1).int(), block, k_block)
+    rule = StopRule(torch.full((q.shape[1],), tau, device=q.device), patience, commit, mean)
+    return Call(q, k, v, lists, grid.positions, rule, scale)
 
 
-def assert_right(call: Call, kernel: Callable[..., tuple[Tensor, ...]] = gather_attention_triton) -> Tensor:
+def assert_right(call: Call, kernel: Kernel = gather_attention_triton) -> Tensor:
     """Right against float64 where the twin stops, and it stops there too; gives the blocks it left out."""
-    out, lse, visited = kernel(*call)
-    _, want_lse, want_visited = gather_attention_reference(*call)
+    out, lse, visited = call.by(kernel)
+    _, want_lse, want_visited = call.by(gather_attention_reference)
     assert torch.equal(visited, want_visited)
     # Exactly the blocks that were visited, in one go.
-    rest = (*call[3:4], visited, visited, *call[6:])
-    want, _, _ = gather_attention_reference(*(x.double() for x in call[:3]), *rest)
-    assert_within_budget(out, want, plain(*call[:3], *rest))
-    torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3 if call[0].dtype != torch.float32 else 1e-5)
-    left: Tensor = call[5] - visited
-    return left
+    whole = evolve(call, lists=evolve(call.lists, opened=visited, count=visited))
+    want, _, _ = whole.in_float64().by(gather_attention_reference)
+    assert_within_budget(out, want, plain(whole))
+    torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3 if call.q.dtype != torch.float32 else 1e-5)
+    return call.lists.count - visited
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+def plain(call: Call) -> Tensor:
     """Masked softmax attention in the precision of the inputs, over the pairs that the lists mean."""
-    index, _, count, q_position, k_position, group, _, q_block, k_block, causal, scale = rest[:11]
+    q, k, v, lists, positions = call.q, call.k, call.v, call.lists, call.positions
+    index, count, causal, group = lists.index, lists.count, positions.causal, positions.group_of_row
     (B, Hq, M, _), N = q.shape, k.shape[2]
     pairs = torch.zeros(B, Hq, M, N + 1, dtype=torch.bool, device=q.device)
     q_position, k_position = (
-        x.expand(B, -1, *x.shape[2:]).repeat_interleave(Hq // x.shape[1], 1) for x in (q_position, k_position)
+        x.expand(B, -1, *x.shape[2:]).repeat_interleave(Hq // x.shape[1], 1)
+        for x in (positions.q_position, positions.k_position)
     )
     for row in range(index.shape[2]):
-        slots = k_position[:, :, int(group[row])].unflatten(-1, (-1, k_block)).long()
+        slots = k_position[:, :, 0 if group is None else int(group[row])]
+        slots = slots.unflatten(-1, (-1, lists.k_block)).long()
         listed = torch.arange(index.shape[3], device=q.device) < count[:, :, row, None]
         visited = torch.zeros_like(listed).scatter_(-1, index[:, :, row].long(), listed)
         token = slots.where(visited.unsqueeze(-1) & (slots >= 0), N).flatten(-2)
-        at = q_position[:, :, row * q_block : (row + 1) * q_block].long()
+        at = q_position[:, :, row * lists.q_block : (row + 1) * lists.q_block].long()
         at = at[..., (at >= 0).flatten(0, 1).all(0)]
         held = torch.zeros(B, Hq, 1, N + 1, dtype=torch.bool, device=q.device).scatter_(
             -1, token[:, :, None], True
@@ -101,7 +119,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
         query = (at - (N - M if causal else 0))[..., None].expand(-1, -1, -1, N + 1)
         pairs.scatter_(2, query, held.expand(query.shape))
     k, v = (x.repeat_interleave(Hq // x.shape[1], 1) for x in (k, v))
-    logits = (q @ k.transpose(-1, -2) * scale).masked_fill(~pairs[..., :N], float("-inf"))
+    logits = (q @ k.transpose(-1, -2) * call.scale).masked_fill(~pairs[..., :N], float("-inf"))
     out: Tensor = logits.softmax(-1).nan_to_num(0.0) @ v
     return out
 
@@ -176,12 +194,11 @@ def test_strides(device: str) -> None:
 
 def test_a_row_with_nothing_kept(device: str) -> None:
     q, k, v = make_qkv(B=2, N=70, Hq=2, Hkv=1, D=16, device=device)
-    call = list(arguments(q, k, v, permuter=GlobalIndexMap(64, order_queries=False)))
-    for at in (4, 5):
-        call[at] = call[at].clone()
-        call[at][:, 1, 2:4] = 0
-    out, lse, visited = gather_attention_triton(*call)
-    want, want_lse, want_visited = gather_attention_reference(*call)
+    call = arguments(q, k, v, permuter=GlobalIndexMap(64, order_queries=False))
+    for counts in (call.lists.opened, call.lists.count):
+        counts[:, 1, 2:4] = 0
+    out, lse, visited = call.by(gather_attention_triton)
+    want, want_lse, want_visited = call.by(gather_attention_reference)
     assert torch.equal(visited, want_visited)
     assert bool((visited[:, 1, 2:4] == 0).all())
     assert bool((out[:, 1, 32:64] == 0).all())
@@ -272,9 +289,9 @@ def test_hopper(
     assert fits_hopper(q, v, block, k_block, True)
     left = assert_right(call, gather_attention_hopper)
     assert rule["tau"] > 0 or not left.any()
-    want = gather_attention_hopper(*call)
+    want = call.by(gather_attention_hopper)
     for _ in range(3):
-        assert all(map(torch.equal, gather_attention_hopper(*call), want))  # a difference would be a race
+        assert all(map(torch.equal, call.by(gather_attention_hopper), want))  # a difference would be a race
 
 
 @needs_hopper
@@ -284,7 +301,7 @@ def test_hopper_takes_any_scale(scale: float) -> None:
 
     q, k, v = make_qkv(N=500, D=64, dtype=torch.float16, device="cuda")
     call = arguments(q, k, v, permuter=GlobalIndexMap(256), block=128)
-    assert_right((*call[:13], scale, *call[14:]), gather_attention_hopper)
+    assert_right(evolve(call, scale=scale), gather_attention_hopper)
 
 
 @needs_hopper
@@ -294,11 +311,11 @@ def test_hopper_reads_no_empty_slot() -> None:
 
     q, k, v = make_qkv(N=300, D=64, dtype=torch.bfloat16, device="cuda")
     call = arguments(q, k, v, permuter=bs.Identity(), block=128, causal=False, keep=1.1, tau=0.0)
-    k_position = call[7].clone()
+    k_position = call.positions.k_position.clone()
     k_position[..., 0] = -1  # key 0 stands nowhere
     k[:, :, 0], v[:, :, 0] = float("nan"), float("inf")
-    call = (*call[:7], k_position, *call[8:])
-    out, lse, _ = gather_attention_hopper(*call)
+    call = evolve(call, positions=evolve(call.positions, k_position=k_position))
+    out, lse, _ = call.by(gather_attention_hopper)
     assert out.isfinite().all()
     assert lse.isfinite().all()
 
@@ -308,14 +325,6 @@ def test_wide_query_blocks_are_refused(device: str) -> None:
     q, k, v = make_qkv(N=600, D=32, device=device)
     with pytest.raises(ValueError, match=r"query blocks must be at most 128, not 256. Choose smaller blocks"):
         s2o(S=256, block=256)(q, k, v)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_custom_op_contract(dtype: torch.dtype, device: str) -> None:
-    """Fake tensors, schema and mutation are as torch.compile expects; tokens may stand before heads."""
-    q, k, v = make_qkv(N=70, Hq=2, Hkv=1, D=16, device=device, dtype=dtype)
-    q = q.transpose(1, 2).contiguous().transpose(1, 2)
-    torch.library.opcheck(gather_attention, arguments(q, k, v), test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.slow

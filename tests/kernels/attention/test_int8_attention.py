@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import evolve, frozen
 from tests.machine import HOPPER, needs_hopper
 from torch import Tensor
 
@@ -14,21 +15,53 @@ from blocksparse.executors.block_plan import BlockPlan
 from blocksparse.testing import make_qkv
 
 pytest.importorskip("triton")
+from blocksparse.executors.int8_operands import tile_operands
 from blocksparse.executors.tiles import HopperTiles, tuned_int8
 from blocksparse.kernels.attention.int8_attention import int8_attention, int8_attention_reference
-from blocksparse.kernels.rounding.tile_operands import fp8_value_tiles, int8_key_tiles, int8_query_tiles
+from blocksparse.kernels.positions.token_positions import TokenPositions
+from blocksparse.kernels.rounding.tile_operands import TileOperands
 
 
 def relative(x: Tensor, want: Tensor) -> float:
     return float((x.double() - want.double()).abs().sum() / want.double().abs().sum())
 
 
+@frozen(eq=False)
+class Call:
+    """What the kernel takes."""
+
+    operands: TileOperands
+    lists: BlockPlan
+    positions: TokenPositions
+    tiles: HopperTiles
+    scale: float
+    pv_skip: Tensor | None
+    out_dtype: torch.dtype
+
+    def __call__(self) -> tuple[Tensor, Tensor]:
+        return self._with(int8_attention, self.out_dtype)
+
+    def twin(self) -> tuple[Tensor, Tensor]:
+        return self._with(int8_attention_reference, self.out_dtype)
+
+    def exactly(self) -> tuple[Tensor, Tensor]:
+        """Attention of the operands, in float64."""
+        return self._with(int8_attention_reference, torch.float64)
+
+    def _with(self, compute: Any, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        given: tuple[Tensor, Tensor] = compute(
+            self.operands, self.lists, self.positions, self.tiles, scale=self.scale, pv_skip=self.pv_skip,
+            out_dtype=out_dtype,
+        )  # fmt: skip
+        return given
+
+
 def arguments(
     q: Tensor, k: Tensor, v: Tensor, tiles: HopperTiles, *, q_block: int = 128, k_block: int = 128, causal: bool = True,
     keep: float = 0.4, nothing: bool = False, sort: bool = False, shared: bool = False, fp8: bool = True,
     pv_skip: Tensor | None = None, scale: float = 0.1,
-) -> tuple[Any, ...]:  # fmt: skip
-    """What the op takes, for a random mask; keys are smoothed by the mean of a block."""
+) -> Call:  # fmt: skip
+    """What the kernel takes, for a random mask."""
     k_index = None
     if sort:
         segment = torch.arange(k.shape[2], device=k.device) // 256
@@ -38,25 +71,9 @@ def arguments(
     kept = (torch.rand(*q.shape[:2], grid.rows, grid.cols, device=q.device) < keep) & grid.reachable
     mask = bs.BlockMask(kept if nothing else kept | grid.diagonal, grid)
     plan = BlockPlan.of(mask.share_heads() if shared else mask)
-    mean = k[:, :, :k_block].float().mean(2)
-    early = max(k_block - 1 - (k.shape[2] - q.shape[2]), 0) if causal else 0
-    queries, q_scale, taken = int8_query_tiles(q, None, mean=mean, scale=scale, early=early)
     piece = min(k_block, tiles.block_n)
-    keys, k_tile, k_token = int8_key_tiles(k, permutation.key_slots, piece, mean=mean)
-    values: tuple[Tensor, Tensor | None, Tensor | None] = permutation.gather_keys(v), None, None
-    if fp8:
-        values = fp8_value_tiles(v, permutation.key_slots, piece)
-    return (
-        queries, keys, values[0], plan.full_count, plan.partial_count, plan.index,
-        grid.q_position, grid.k_position[:, :, 0], q_scale, k_tile, k_token, *values[1:], taken, pv_skip,
-        q_block, k_block, grid.q_lead, causal, scale, tiles.sizes, True, not sort, q.dtype,
-    )  # fmt: skip
-
-
-def exactly(call: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    """Attention of the operands, in float64."""
-    operands = call[:-1]
-    return int8_attention_reference(*operands, out_dtype=torch.float64)  # type: ignore[misc]
+    operands = tile_operands(q, k, v, permutation, grid, piece, scale=scale, smooth_k=True, fp8=fp8)
+    return Call(operands, plan, grid.positions, tiles, scale, pv_skip, q.dtype)
 
 
 @pytest.mark.parametrize("fp8", [False, True])
@@ -72,7 +89,7 @@ def test_operands_stand_for_what_they_were_made_of(
     k = k + 3 * torch.randn(1, 2, 1, D)  # what smoothing is for
     tiles = HopperTiles(2, block_n, 2)
     call = arguments(q, k, v, tiles, k_block=64, causal=causal, keep=1.1, sort=True, fp8=fp8)
-    out, lse = int8_attention_reference(*call)
+    out, lse = call.twin()
     scores = q.double() @ k.double().repeat_interleave(2, 1).mT * 0.1
     if causal:
         scores = scores.masked_fill(torch.ones(M, N, dtype=torch.bool).triu(N - M + 1), float("-inf"))
@@ -85,14 +102,16 @@ def test_says_where_it_runs(device: str) -> None:
     q, k, v = make_qkv(N=300, D=48, device=device)
     front = bs.Identity(), bs.MeanPoolScorer(64), bs.TopK(2)
     with pytest.raises(
-        ValueError, match=r"not torch.float32; head dims must be 64 or 128, and equal, not 48 and 48"
+        ValueError, match=r"not torch.float32; .* takes head dims 64 or 128, and equal, not 48 and 48"
     ):
-        bs.Pipeline(*front, bs.Int8Executor())(q, k, v)
+        bs.Pipeline(*front, bs.Int8Executor(tiles=HopperTiles(2, 64, 2)))(q, k, v)
     with pytest.raises(ValueError, match="must be a finite number below 0"):
         bs.Int8Executor(pv_skip=1.0)
     if not HOPPER:
-        with pytest.raises(ValueError, match=r"compute capability 9.0.*Use TritonExecutor\(\)"):
-            bs.Pipeline(*front, bs.Int8Executor())(*make_qkv(N=300, D=64, dtype=torch.float16, device=device))
+        with pytest.raises(ValueError, match=r"compute capability 9.0.*TritonExecutor\(\)"):
+            bs.Pipeline(*front, bs.Int8Executor(tiles=HopperTiles(2, 64, 2)))(
+                *make_qkv(N=300, D=64, dtype=torch.float16, device=device)
+            )
 
 
 @needs_hopper
@@ -125,15 +144,16 @@ def test_kernel(
         q, k, v, tiles, q_block=q_block, k_block=k_block, causal=causal, sort=sort, shared=shared, nothing=nothing,
         fp8=fp8,
     )  # fmt: skip
-    out, lse = int8_attention(*call)
-    want, want_lse = exactly(call)
+    out, lse = call()
+    want, want_lse = call.exactly()
     # Weights and outputs have 8 or 11 bits, and 4 where they are fp8.
     assert relative(out, want) < (0.05 if fp8 else 6e-3 if dtype == torch.bfloat16 else 2e-3)
     torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3)
     for _ in range(3):
-        assert torch.equal(int8_attention(*call)[0], out)  # a difference would be a race
-    assert torch.equal(int8_attention(*call[:-3], False, False, q.dtype)[0], out)  # positions read
-    assert torch.equal(int8_attention(*call[:5], call[5].int(), *call[6:])[0], out)
+        assert torch.equal(call()[0], out)  # a difference would be a race
+    read = evolve(call, positions=evolve(call.positions, q_in_order=False, k_in_order=False))
+    assert torch.equal(read()[0], out)  # positions read
+    assert torch.equal(evolve(call, lists=evolve(call.lists, index=call.lists.index.int()))()[0], out)
 
 
 @needs_hopper
@@ -142,8 +162,8 @@ def test_kernel(
 def test_any_scale(scale: float, fp8: bool) -> None:
     q, k, v = make_qkv(N=500, D=64, dtype=torch.float16, device="cuda")
     call = arguments(q, k, v, tuned_int8(64, 128, 128, fp8), scale=scale, fp8=fp8)
-    want, want_lse = exactly(call)
-    out, lse = int8_attention(*call)
+    want, want_lse = call.exactly()
+    out, lse = call()
     assert relative(out, want) < (0.05 if fp8 else 2e-3)
     torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3)
 
@@ -156,9 +176,9 @@ def test_pv_skip(fp8: bool, k_block: int) -> None:
     pv_skip = torch.tensor([-0.5, -1.0, -2.0, -80.0], device="cuda")
     tiles = tuned_int8(128, 128, k_block, fp8)
     call = arguments(q, k, v, tiles, k_block=k_block, keep=0.8, pv_skip=pv_skip, fp8=fp8)
-    want, want_lse = exactly(call)
-    out, lse = int8_attention(*call)
-    all_, _ = exactly((*call[:14], None, *call[15:]))
+    want, want_lse = call.exactly()
+    out, lse = call()
+    all_, _ = evolve(call, pv_skip=None).exactly()
     assert relative(want[:, 0], all_[:, 0]) > 0.05
     assert torch.equal(want[:, 3], all_[:, 3])
     # A query that stands on the very edge of a rule may decide otherwise.
@@ -217,10 +237,3 @@ def test_against_exact_attention_of_the_kept_blocks() -> None:
         assert want.lse is not None
         assert relative(got.out, want.out) < limit
         torch.testing.assert_close(got.lse, want.lse.float(), rtol=0, atol=0.1)
-
-
-@needs_hopper
-def test_registered() -> None:
-    q, k, v = make_qkv(N=300, D=64, dtype=torch.float16, device="cuda")
-    call = arguments(q, k, v, tuned_int8(64, 128, 128, False), fp8=False)  # the check multiplies its inputs
-    torch.library.opcheck(int8_attention, call, test_utils=("test_schema", "test_faketensor"))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import pytest
 import torch
+from attrs import evolve, frozen
 from tests.machine import DTYPES, GPU
 from torch import Tensor
 
@@ -15,9 +17,12 @@ from blocksparse.kernels.rounding.quantize import fp8_per_token, int8_per_block,
 from blocksparse.testing import make_qkv
 
 pytest.importorskip("triton")
-from blocksparse.executors.int8_qk import Int8QK
+from blocksparse.executors.int8_operands import token_operands
 from blocksparse.executors.tiles import TritonTiles, portable
-from blocksparse.kernels.attention.sparse_attention import sparse_attention, sparse_attention_reference
+from blocksparse.kernels.attention.approximate_attention import approximate_attention_reference
+from blocksparse.kernels.attention.arguments import Approximation
+from blocksparse.kernels.attention.sparse_attention import sparse_attention
+from blocksparse.kernels.positions.token_positions import TokenPositions
 
 FP8 = GPU and torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 9)
 needs_fp8 = pytest.mark.skipif(
@@ -26,21 +31,63 @@ needs_fp8 = pytest.mark.skipif(
 PV = [False, pytest.param(True, marks=needs_fp8)]
 
 
+@frozen(eq=False)
+class Call:
+    """What the kernel takes."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    lists: BlockPlan
+    positions: TokenPositions
+    tiles: TritonTiles
+    scale: float
+    approximation: Approximation
+    out_dtype: torch.dtype
+
+    def __call__(self, **changed: Any) -> tuple[Tensor, Tensor]:
+        options: dict[str, Any] = {"approximation": self.approximation, "out_dtype": self.out_dtype, **changed}
+        return sparse_attention(
+            self.q, self.k, self.v, self.lists, self.positions, self.tiles, scale=self.scale, **options
+        )
+
+    def in_float64(self) -> tuple[Tensor, Tensor]:
+        """The specification: 8-bit numbers and indices as they are, everything else in float64."""
+        scales = [getattr(self.approximation, field.name) for field in attrs.fields(Approximation)]
+        return approximate_attention_reference(
+            widened(self.q), widened(self.k), widened(self.v), self.lists, self.positions, self.tiles.block_n,
+            scale=self.scale, approximation=Approximation(*map(widened, scales)), out_dtype=torch.float64,
+        )  # fmt: skip
+
+
+def widened(x: Any) -> Any:
+    floats = torch.float16, torch.bfloat16, torch.float32
+    return x.double() if isinstance(x, Tensor) and x.dtype in floats else x
+
+
+@frozen
+class Int8:
+    """How queries and keys are rounded."""
+
+    shared: bool = False  # a scale for each block instead of each token
+    smooth_k: bool = True
+
+
 def arguments(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
-    int8: Int8QK | None = None,
+    int8: Int8 | None = None,
     fp8: bool = False,
     pv_skip: float | None = None,
     block: int = 32,
     causal: bool = True,
     keep: float = 0.6,
     nothing_in_row: int | None = None,
-    config: TritonTiles | None = None,
+    tiles: TritonTiles | None = None,
     k_index: Tensor | None = None,
-) -> tuple[tuple[Any, ...], dict[str, Any], Tensor | None]:
+) -> tuple[Call, Tensor | None]:
     """What the kernel takes for a random mask, and what smoothing took from every logit."""
     permutation = bs.GlobalPermutation(k_index)
     keys, values = permutation.gather_keys(k), permutation.gather_keys(v)
@@ -51,42 +98,33 @@ def arguments(
     if nothing_in_row is not None:
         chosen[:, :, nothing_in_row] = False
     plan = BlockPlan.of(bs.BlockMask(chosen, grid))
-    c = config or portable(block, block, q.shape[-1], q.element_size())
+    tiles = tiles or portable(block, block, q.shape[-1], q.element_size())
     scale, out_dtype = q.shape[-1] ** -0.5, v.dtype
-    q_scale = k_scale = k_copy = v_scale = taken = None
+    skip = None if pv_skip is None else torch.full((grid.q_heads,), pv_skip, device=q.device)
+    approximation, taken = Approximation(skip), None
     if int8 is not None:
-        q, keys, q_scale, k_scale, k_copy, taken = int8.operands(q, k, permutation, grid, scale)
+        rounded = token_operands(q, k, permutation, grid, scale=scale, smooth_k=int8.smooth_k, shared=int8.shared)
+        q, keys, taken = rounded.q, rounded.k, rounded.taken
+        approximation = Approximation(skip, rounded.q_scale, rounded.k_scale, rounded.k_copy)
     if fp8:
         values, v_scale = fp8_per_token(values)
-    skip = None if pv_skip is None else torch.full((grid.q_heads,), pv_skip, device=q.device)
-    call = (
-        q, keys, values, plan.full_count, plan.partial_count, plan.index,
-        grid.q_position, grid.k_position[:, :, 0], block, block, grid.q_lead, causal, scale,
-        c.kernel, c.sizes, False, False,
-        skip, q_scale, k_scale, k_copy, v_scale,
-    )  # fmt: skip
-    return call, {"out_dtype": out_dtype}, taken
+        approximation = evolve(approximation, v_scale=v_scale)
+    # Kernels are not told that tokens stand in order, so that they read positions.
+    positions = evolve(grid.positions, q_in_order=False, k_in_order=False)
+    return Call(q, keys, values, plan, positions, tiles, scale, approximation, out_dtype), taken
 
 
-def in_float64(call: tuple[Any, ...]) -> tuple[Any, ...]:
-    """8-bit numbers and indices as they are, everything else in float64."""
-    return tuple(
-        x.double() if isinstance(x, Tensor) and x.dtype in (torch.float16, torch.bfloat16, torch.float32) else x
-        for x in call
-    )
-
-
-def assert_twins(call: tuple[Any, ...], named: dict[str, Any]) -> None:
-    out, lse = sparse_attention(*call, **named)
-    want, want_lse = sparse_attention_reference(*in_float64(call), out_dtype=torch.float64)
-    assert out.dtype == named["out_dtype"]
+def assert_twins(call: Call) -> None:
+    out, lse = call()
+    want, want_lse = call.in_float64()
+    assert out.dtype == call.out_dtype
     torch.testing.assert_close(lse, want_lse, rtol=1e-4, atol=1e-4)
-    if call[2].dtype == torch.float8_e4m3fn:
+    if call.v.dtype == torch.float8_e4m3fn:
         # A weight at the middle between two fp8 numbers may go either way.
         assert relative_l1(out, want) < 2e-3
     else:
         eps = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[out.dtype]
-        torch.testing.assert_close(out.double(), want, rtol=eps, atol=eps * float(call[2].double().abs().max()))
+        torch.testing.assert_close(out.double(), want, rtol=eps, atol=eps * float(call.v.double().abs().max()))
 
 
 def relative_l1(got: Tensor, want: Tensor) -> float:
@@ -172,11 +210,11 @@ def test_smoothing_mean_knows_no_later_token() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fp8", PV)
-@pytest.mark.parametrize("int8", [Int8QK(), Int8QK("block"), Int8QK(smooth_k=False)], ids=str)
-def test_options(int8: Int8QK, fp8: bool, device: str) -> None:
+@pytest.mark.parametrize("int8", [Int8(), Int8(shared=True), Int8(smooth_k=False)], ids=str)
+def test_options(int8: Int8, fp8: bool, device: str) -> None:
     q, k, v = structured(200, M=150, device=device)
     for causal in (True, False):
-        assert_twins(*arguments(q, k, v, int8=int8, fp8=fp8, causal=causal)[:2])
+        assert_twins(arguments(q, k, v, int8=int8, fp8=fp8, causal=causal)[0])
 
 
 @pytest.mark.parametrize("fp8", PV)
@@ -184,7 +222,7 @@ def test_options(int8: Int8QK, fp8: bool, device: str) -> None:
 @pytest.mark.parametrize("D", [64, 80, 128])
 def test_head_dims(D: int, dtype: torch.dtype, fp8: bool, device: str) -> None:
     q, k, v = (x.to(dtype) for x in structured(161, D=D, Hq=2, Hkv=1, device=device))
-    assert_twins(*arguments(q, k, v, int8=Int8QK(), fp8=fp8, block=64)[:2])
+    assert_twins(arguments(q, k, v, int8=Int8(), fp8=fp8, block=64)[0])
 
 
 @pytest.mark.slow
@@ -192,7 +230,7 @@ def test_head_dims(D: int, dtype: torch.dtype, fp8: bool, device: str) -> None:
 @pytest.mark.parametrize("group", [1, 3, 4])
 def test_groups(group: int, fp8: bool, device: str) -> None:
     q, k, v = structured(150, Hq=2 * group, device=device, D=32)
-    assert_twins(*arguments(q, k, v, int8=Int8QK(), fp8=fp8)[:2])
+    assert_twins(arguments(q, k, v, int8=Int8(), fp8=fp8)[0])
 
 
 @pytest.mark.parametrize("fp8", PV)
@@ -200,7 +238,7 @@ def test_groups(group: int, fp8: bool, device: str) -> None:
 def test_chunks(M: int, fp8: bool, device: str) -> None:
     """Of 170 keys: rows before, across and after the end of what smoothing looks at."""
     q, k, v = structured(170, M=M, Hq=2, Hkv=1, D=32, device=device)
-    assert_twins(*arguments(q, k, v, int8=Int8QK(), fp8=fp8)[:2])
+    assert_twins(arguments(q, k, v, int8=Int8(), fp8=fp8)[0])
 
 
 @pytest.mark.slow
@@ -209,7 +247,7 @@ def test_chunks(M: int, fp8: bool, device: str) -> None:
 def test_permuted_keys(order_heads: int, fp8: bool, device: str) -> None:
     q, k, v = structured(180, Hq=2, Hkv=1, D=32, device=device)
     k_index = torch.rand(1, order_heads, 1, 180, generator=torch.Generator().manual_seed(0)).argsort(-1).int()
-    assert_twins(*arguments(q, k, v, int8=Int8QK(), fp8=fp8, k_index=k_index.to(device))[:2])
+    assert_twins(arguments(q, k, v, int8=Int8(), fp8=fp8, k_index=k_index.to(device))[0])
 
 
 @pytest.mark.slow
@@ -217,19 +255,17 @@ def test_permuted_keys(order_heads: int, fp8: bool, device: str) -> None:
 def test_with_pv_skip_and_small_tiles(fp8: bool, device: str) -> None:
     q, k, v = structured(150, Hq=1, Hkv=1, D=32, device=device)
     tiles = TritonTiles(16, 32, 4, 2)
-    call, named, _ = arguments(3 * q, k, v, int8=Int8QK(), fp8=fp8, block=64, pv_skip=-3.0, keep=0.9, config=tiles)
-    assert_twins(call, named)
-    assert not torch.equal(
-        sparse_attention(*call, **named)[1], sparse_attention(*call[:17], None, *call[18:], **named)[1]
-    )
+    call, _ = arguments(3 * q, k, v, int8=Int8(), fp8=fp8, block=64, pv_skip=-3.0, keep=0.9, tiles=tiles)
+    assert_twins(call)
+    assert not torch.equal(call()[1], call(approximation=evolve(call.approximation, pv_skip=None))[1])
 
 
 @pytest.mark.parametrize("fp8", PV)
 def test_rows_with_nothing(fp8: bool, device: str) -> None:
     q, k, v = structured(150, D=32, device=device)
-    call, named, _ = arguments(q, k, v, int8=Int8QK(), fp8=fp8, nothing_in_row=2)
-    assert_twins(call, named)
-    out, lse = sparse_attention(*call, **named)
+    call, _ = arguments(q, k, v, int8=Int8(), fp8=fp8, nothing_in_row=2)
+    assert_twins(call)
+    out, lse = call()
     assert (out[:, :, 64:96] == 0).all()
     assert (lse[:, :, 64:96] == -torch.inf).all()
 
@@ -242,13 +278,13 @@ def test_values_of_every_size(fp8: bool, device: str) -> None:
         torch.randperm(150, generator=torch.Generator().manual_seed(0)), None
     ]
     v[:, :, 10:50] = 0.0
-    assert_twins(*arguments(q, k, v, int8=Int8QK(), fp8=fp8)[:2])
+    assert_twins(arguments(q, k, v, int8=Int8(), fp8=fp8)[0])
 
 
 @pytest.mark.parametrize("fp8", PV)
 def test_inputs_of_zeros(fp8: bool, device: str) -> None:
     x = torch.zeros(1, 2, 100, 32, device=device)
-    executor = bs.TritonExecutor(int8_qk=Int8QK(), fp8_pv=fp8)
+    executor = bs.Int8Executor(fp8)
     output = bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(32), bs.TopK(9), executor).trace(x, x, x).output
     assert (output.out == 0).all()
     assert output.lse is not None
@@ -260,7 +296,7 @@ def test_constant_keys_give_the_mean_value(fp8: bool, device: str) -> None:
     """Smoothing leaves nothing of them, whatever their size; `lse` gets it back."""
     q, k, v = structured(256, Hq=2, Hkv=1, D=32, device=device)
     k = 100 * k[:, :, :1].expand_as(k)
-    executor = bs.TritonExecutor(int8_qk=Int8QK(), fp8_pv=fp8)
+    executor = bs.Int8Executor(fp8)
     output = bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(64), bs.TopK(9), executor).trace(q, k, v).output
     means = v.cumsum(2) / torch.arange(1, 257, device=device)[:, None]
     tolerance = 0.2 if fp8 else 1e-4
@@ -277,11 +313,11 @@ def test_constant_keys_give_the_mean_value(fp8: bool, device: str) -> None:
 @pytest.mark.parametrize(
     ("options", "budget"),
     [
-        ({"int8_qk": Int8QK()}, 0.015),
-        pytest.param({"fp8_pv": True}, 0.04, marks=needs_fp8),
-        pytest.param({"int8_qk": Int8QK(), "fp8_pv": True}, 0.045, marks=needs_fp8),
+        ({"fp8_pv": False}, 0.015),
+        ({"fp8_pv": False, "scales": "block"}, 0.02),
+        pytest.param({"fp8_pv": True}, 0.045, marks=needs_fp8),
     ],
-    ids=["int8", "fp8", "both"],
+    ids=str,
 )
 def test_accuracy(options: dict[str, Any], budget: float, causal: bool, device: str) -> None:
     q, k, v = structured(400, Hq=2, Hkv=1, device=device)
@@ -290,21 +326,21 @@ def test_accuracy(options: dict[str, Any], budget: float, causal: bool, device: 
     exact = bs.ReferenceExecutor()(
         q.double(), k.double(), v.double(), want.permutation, want.mask, scale=want.scale
     )
-    got = bs.TritonExecutor(**options)(q, k, v, want.permutation, want.mask, scale=want.scale)
+    got = bs.Int8Executor(**options)(q, k, v, want.permutation, want.mask, scale=want.scale)
     assert relative_l1(got.out, exact.out) < budget
     assert got.lse is not None
     assert exact.lse is not None
     # When causal, the first rows are not smoothed.
-    assert float((got.lse - exact.lse)[..., 128:].abs().mean()) < (0.02 if "int8_qk" in options else 1e-4)
+    assert float((got.lse - exact.lse)[..., 128:].abs().mean()) < 0.02
 
 
 @pytest.mark.parametrize("fp8", [False, True])
 def test_accuracy_of_the_twin(fp8: bool) -> None:
     """The meaning of 8 bits needs no GPU: the twin against float64 of what was rounded."""
     q, k, v = structured(400)
-    call, _, taken = arguments(q, k, v, int8=Int8QK(), fp8=fp8)
-    exact, exact_lse = sparse_attention_reference(*in_float64(arguments(q, k, v)[0]), out_dtype=torch.float64)
-    out, lse = sparse_attention_reference(*in_float64(call), out_dtype=torch.float64)
+    call, taken = arguments(q, k, v, int8=Int8(), fp8=fp8)
+    exact, exact_lse = arguments(q, k, v)[0].in_float64()
+    out, lse = call.in_float64()
     assert relative_l1(out, exact) < (0.04 if fp8 else 0.015)
     assert taken is not None
     assert float((lse + taken - exact_lse).abs().mean()) < 0.02
@@ -312,10 +348,9 @@ def test_accuracy_of_the_twin(fp8: bool) -> None:
 
 def test_smoothing_helps(device: str) -> None:
     q, k, v = structured(300, Hq=2, Hkv=1, device=device)
-    exact, _ = sparse_attention_reference(*in_float64(arguments(q, k, v, block=64)[0]), out_dtype=torch.float64)
+    exact, _ = arguments(q, k, v, block=64)[0].in_float64()
     smooth, plain = (
-        relative_l1(sparse_attention(*arguments(q, k, v, int8=Int8QK(smooth_k=x), block=64)[0])[0], exact)
-        for x in (True, False)
+        relative_l1(arguments(q, k, v, int8=Int8(smooth_k=x), block=64)[0]()[0], exact) for x in (True, False)
     )
     assert smooth < 0.7 * plain
 
@@ -327,10 +362,9 @@ def test_smoothing_helps(device: str) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"int8_qk": Int8QK()},
-        {"int8_qk": Int8QK(), "pv_skip": -2.0},
-        pytest.param({"fp8_pv": True}, marks=needs_fp8),
-        pytest.param({"int8_qk": Int8QK(), "fp8_pv": True, "pv_skip": -2.0}, marks=needs_fp8),
+        {"fp8_pv": False},
+        {"fp8_pv": False, "pv_skip": -2.0},
+        pytest.param({"pv_skip": -2.0}, marks=needs_fp8),
     ],
     ids=str,
 )
@@ -341,7 +375,7 @@ def test_later_tokens_change_no_bit(permuted: bool, options: dict[str, Any], dev
     order = bs.SegmentKeySort(S=64) if permuted else bs.Identity()
     front = order, bs.MeanPoolScorer(32), bs.TopCdf(0.95)
     held = bs.Pipeline(*front, bs.ReferenceExecutor()).trace(q, k, v)
-    executor = bs.TritonExecutor(**options)
+    executor = bs.Int8Executor(**options)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         output = executor(q, k, v, held.permutation, held.mask, scale=held.scale)
@@ -363,7 +397,7 @@ def test_chunked_equals_unchunked(M: int, device: str) -> None:
     """Every token is rounded as in the whole prompt, so chunks of later rows differ by fp32 alone."""
     q, k, v = structured(200, Hq=2, Hkv=1, D=32, device=device)
     everything = bs.Identity(), bs.MeanPoolScorer(32), bs.TopK(99)
-    pipeline = bs.Pipeline(*everything, bs.TritonExecutor(int8_qk=Int8QK(), fp8_pv=FP8))
+    pipeline = bs.Pipeline(*everything, bs.Int8Executor(FP8))
     whole, chunk = pipeline(q, k, v), pipeline(q[:, :, -M:], k, v)
     if FP8:
         assert relative_l1(chunk, whole[:, :, -M:]) < 2e-3
@@ -374,53 +408,30 @@ def test_chunked_equals_unchunked(M: int, device: str) -> None:
 # The executor
 
 
-def test_custom_op_contract(device: str) -> None:
-    q, k, v = structured(70, Hq=2, Hkv=1, D=16, device=device)
-    call, named, _ = arguments(q, k, v, int8=Int8QK(), pv_skip=-3.0)
-    torch.library.opcheck(sparse_attention, call, named, test_utils=("test_schema", "test_faketensor"))
-    if FP8:  # torch's check of the schema cannot compare fp8 tensors
-        call, named, _ = arguments(q, k, v, int8=Int8QK(), fp8=True)
-        torch.library.opcheck(sparse_attention, call, named, test_utils=("test_faketensor",))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fp8", PV)
-def test_kernel_compiles_in_a_full_graph(fp8: bool, device: str) -> None:
-    q, k, v = structured(70, Hq=2, Hkv=1, D=16, device=device)
-    call, named, _ = arguments(q, k, v, int8=Int8QK(), fp8=fp8, pv_skip=-3.0)
-
-    def model(q_scale: Tensor) -> Tensor:
-        out: Tensor = sparse_attention(*call[:18], 2 * q_scale, *call[19:], **named)[0]
-        return out + 1
-
-    assert call[18] is not None
-    torch.testing.assert_close(torch.compile(model, fullgraph=True)(call[18]), model(call[18]))
-
-
 def test_fp8_values_need_an_output_dtype(device: str) -> None:
-    call, _, _ = arguments(*structured(70, Hq=2, Hkv=1, D=16, device=device), fp8=True)
+    call, _ = arguments(*structured(70, Hq=2, Hkv=1, D=16, device=device), fp8=True)
     with pytest.raises(ValueError, match="'out_dtype' must be given with 'v_scale'"):
-        sparse_attention(*call)
+        call(out_dtype=None)
 
 
 @pytest.mark.skipif(GPU, reason="what the interpreter cannot do")
 def test_interpreter_refuses_fp8() -> None:
     with pytest.raises(ValueError, match="interpreter rounds to fp8 wrongly"):
-        bs.pbs_attn(executor=bs.TritonExecutor(fp8_pv=True))(*make_qkv(D=16))
+        bs.pbs_attn(executor=bs.Int8Executor())(*make_qkv(D=16))
 
 
 def test_fp8_needs_wide_tiles(device: str) -> None:
     front = bs.Identity(), bs.MeanPoolScorer(16), bs.TopK(2)
     with pytest.raises(ValueError, match="fp8 products need tiles of at least 32 keys, not 16"):
-        bs.Pipeline(*front, bs.TritonExecutor(fp8_pv=True))(*make_qkv(D=16, device=device))
+        bs.Pipeline(*front, bs.Int8Executor())(*make_qkv(D=16, device=device))
 
 
 def test_options_are_checked() -> None:
     with pytest.raises(ValueError, match="'scales' must be 'token' or 'block': "):
-        Int8QK("row")  # type: ignore[arg-type]
+        bs.Int8Executor(scales="row")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="'smooth_k'"):
-        Int8QK(smooth_k=1)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="'int8_qk'"):
-        bs.TritonExecutor(int8_qk="int8")  # type: ignore[arg-type]
+        bs.Int8Executor(smooth_k=1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="'fp8_pv'"):
-        bs.TritonExecutor(fp8_pv=1)  # type: ignore[arg-type]
+        bs.Int8Executor(fp8_pv=1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="'scales' must be 'token' beside HopperTiles"):
+        bs.Int8Executor(scales="block", tiles=bs.HopperTiles(2, 128, 2))

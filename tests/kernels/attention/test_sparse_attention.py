@@ -9,11 +9,12 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 import torch
+from attrs import evolve, frozen
 from tests.kernels.scripts import printed_by
-from tests.layouts import LAYOUTS
 from tests.machine import DTYPES, GPU, needs_hopper
 from torch import Tensor
 
@@ -22,13 +23,54 @@ from blocksparse.executors.block_plan import BlockPlan
 from blocksparse.testing import assert_within_budget, make_qkv
 
 pytest.importorskip("triton")
-from blocksparse.executors.tiles import HopperTiles, TritonTiles, portable, tuned
+from blocksparse.executors.tiles import HopperTiles, Tiles, TritonTiles, portable, tuned
 from blocksparse.kernels.attention import sparse_attention as op
+from blocksparse.kernels.attention.approximate_attention import approximate_attention_reference
+from blocksparse.kernels.attention.arguments import Approximation
 from blocksparse.kernels.attention.sparse_attention import sparse_attention, sparse_attention_reference
 from blocksparse.kernels.attention.sparse_attention_triton import runs_interpreted
+from blocksparse.kernels.positions.token_positions import TokenPositions
 
 # The interpreter is slow.
 LENGTHS = [1, 63, 65, 127, 129, 200, *([1000, 4096] if GPU else [])]
+
+
+@frozen(eq=False)
+class Call:
+    """What the kernel takes."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    lists: BlockPlan
+    positions: TokenPositions
+    tiles: Tiles
+    scale: float
+
+    def __call__(self, **changed: Any) -> tuple[Tensor, Tensor]:
+        """Run the kernel with other options, or with other fields, for this once."""
+        mine = {name: changed.pop(name) for name in list(changed) if name in attrs.fields_dict(Call)}
+        if mine:
+            return evolve(self, **mine)(**changed)
+        return sparse_attention(
+            self.q, self.k, self.v, self.lists, self.positions, self.tiles, scale=self.scale, **changed
+        )
+
+    def exactly(self) -> tuple[Tensor, Tensor]:
+        """The specification in the dtype of the inputs."""
+        return sparse_attention_reference(self.q, self.k, self.v, self.lists, self.positions, scale=self.scale)
+
+    def in_float64(self) -> Call:
+        q, k, v = (x.double() for x in (self.q, self.k, self.v))
+        return evolve(self, q=q, k=k, v=v)
+
+    def on_cpu(self) -> Call:
+        def moved(x: Any) -> Any:
+            entries = {each.name: getattr(x, each.name) for each in attrs.fields(type(x))}
+            return evolve(x, **{name: y.cpu() if isinstance(y, Tensor) else y for name, y in entries.items()})
+
+        q, k, v = self.q.cpu(), self.k.cpu(), self.v.cpu()
+        return evolve(self, q=q, k=k, v=v, lists=moved(self.lists), positions=moved(self.positions))
 
 
 def arguments(
@@ -39,9 +81,9 @@ def arguments(
     block: int,
     causal: bool = True,
     keep: float = 0.5,
-    config: TritonTiles | None = None,
+    tiles: Tiles | None = None,
     k_index: Tensor | None = None,
-) -> tuple[Any, ...]:
+) -> Call:
     """What the kernel takes, for a random mask."""
     permutation = bs.GlobalPermutation(k_index)
     k, v = permutation.gather_keys(k), permutation.gather_keys(v)
@@ -49,12 +91,8 @@ def arguments(
     generator = torch.Generator().manual_seed(0)
     chosen = torch.rand(q.shape[0], q.shape[1], grid.rows, grid.cols, generator=generator).to(q.device) < keep
     plan = BlockPlan.of(bs.BlockMask((chosen | grid.diagonal) & grid.reachable, grid))
-    c = config or portable(block, block, q.shape[-1], q.element_size())
-    return (
-        q, k, v, plan.full_count, plan.partial_count, plan.index,
-        grid.q_position, grid.k_position[:, :, 0], block, block, grid.q_lead, causal, q.shape[-1] ** -0.5,
-        c.kernel, c.sizes, True, k_index is None,
-    )  # fmt: skip
+    tiles = tiles or portable(block, block, q.shape[-1], q.element_size())
+    return Call(q, k, v, plan, grid.positions, tiles, q.shape[-1] ** -0.5)
 
 
 @contextlib.contextmanager
@@ -69,18 +107,16 @@ def multiplied_by_numpy() -> Iterator[None]:
         yield
 
 
-def assert_right(call: tuple[Any, ...]) -> None:
+def assert_right(call: Call) -> None:
     """The tiles asked for, and those that a pipeline would take here."""
-    want, want_lse = sparse_attention_reference(*(x.double() for x in call[:3]), *call[3:])
+    want, want_lse = call.in_float64().exactly()
     # On the CPU, also for a GPU: sums in another order err by as much.
-    on_cpu: Any = [x.cpu() if isinstance(x, Tensor) else x for x in call]
     with multiplied_by_numpy():
-        yardstick = sparse_attention_reference(*on_cpu)[0].to(want.device)
-    fastest = tuned(*call[:3], *call[8:10])
-    for kernel, sizes in ((call[13], call[14]), (fastest.kernel, fastest.sizes)):
-        out, lse = sparse_attention(*call[:13], kernel, sizes, *call[15:])
+        yardstick = call.on_cpu().exactly()[0].to(want.device)
+    for tiles in (call.tiles, tuned(call.q, call.k, call.v, call.lists.q_block, call.lists.k_block)):
+        out, lse = call(tiles=tiles)
         assert_within_budget(out, want, yardstick)
-        torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3 if call[0].dtype != torch.float32 else 1e-5)
+        torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3 if call.q.dtype != torch.float32 else 1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -93,10 +129,11 @@ def test_lengths(N: int, dtype: torch.dtype, device: str) -> None:
 def test_lists_of_either_type(device: str) -> None:
     """The same bits, also where a block's number fits int16 and that of its tile does not."""
     q, k, v = make_qkv(N=600_000, M=1, Hq=1, Hkv=1, D=16, dtype=torch.float16, device=device)
-    call = arguments(q, k, v, block=64, keep=0.002, config=TritonTiles(64, 16, 4, 2))
-    assert call[5].dtype == torch.int16
-    assert call[5][0, 0, 0, call[3].item() - 1].item() * 4 > 2**15
-    for a, b in zip(sparse_attention(*call), sparse_attention(*call[:5], call[5].int(), *call[6:]), strict=True):
+    call = arguments(q, k, v, block=64, keep=0.002, tiles=TritonTiles(64, 16, 4, 2))
+    lists = call.lists
+    assert lists.index.dtype == torch.int16
+    assert lists.index[0, 0, 0, int(lists.full_count.item()) - 1].item() * 4 > 2**15
+    for a, b in zip(call(), call(lists=evolve(lists, index=lists.index.int())), strict=True):
         assert torch.equal(a, b)
 
 
@@ -132,7 +169,7 @@ def test_chunks(M: int, causal: bool, device: str) -> None:
 @pytest.mark.parametrize(("block", "tile_m", "tile_n"), [(64, 16, 32), (64, 64, 16), (96, 32, 32), (48, 16, 16)])
 def test_tiles_smaller_than_blocks(block: int, tile_m: int, tile_n: int, device: str) -> None:
     q, k, v = make_qkv(N=200, M=150, Hq=2, Hkv=1, D=32, device=device)
-    assert_right(arguments(q, k, v, block=block, config=TritonTiles(tile_m, tile_n, 4, 2)))
+    assert_right(arguments(q, k, v, block=block, tiles=TritonTiles(tile_m, tile_n, 4, 2)))
 
 
 @pytest.mark.slow
@@ -151,11 +188,10 @@ def test_moves_keys_a_few_heads_at_a_time(order_heads: int, device: str, monkeyp
     q, k, v = make_qkv(B=2, N=150, Hq=4, Hkv=2, D=32, device=device)
     k_index = torch.rand(2, order_heads, 1, 150, generator=torch.Generator().manual_seed(0)).argsort(-1).int()
     moved = arguments(q, k, v, block=32, k_index=k_index.to(device))
-    call = (q, k, v, *moved[3:])
-    want, want_lse = sparse_attention(*moved)
+    want, want_lse = moved()
     for bytes_at_a_time in (2**28, 1):
         monkeypatch.setattr(op, "_WORKSPACE", bytes_at_a_time)
-        out, lse = sparse_attention(*call, k_slots=k_index[:, :, 0].to(device))
+        out, lse = moved(k=k, v=v, key_slots=k_index[:, :, 0].to(device))
         assert torch.equal(out, want)
         assert torch.equal(lse, want_lse)
 
@@ -181,9 +217,9 @@ def test_large_logits(device: str) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_bad_numbers_stay_in_their_rows(value: float, device: str) -> None:
     q, k, v = make_qkv(N=100, Hq=2, Hkv=1, D=32, device=device)
-    clean = sparse_attention(*arguments(q, k, v, block=32))[0]
+    clean = arguments(q, k, v, block=32)()[0]
     q[:, :, 40] = value
-    out = sparse_attention(*arguments(q, k, v, block=32))[0]
+    out = arguments(q, k, v, block=32)()[0]
     others = [i for i in range(100) if i != 40]
     assert torch.equal(out[:, :, others], clean[:, :, others])
 
@@ -199,13 +235,14 @@ def falling(N: int, D: int, device: str, *, gap: float, step: float = 0.0) -> tu
     return q, k, v
 
 
-def left_out_by_hand(call: tuple[Any, ...], pv_skip: list[float]) -> Tensor:
+def left_out_by_hand(call: Call, pv_skip: list[float], tile: int) -> Tensor:
     """Which pairs the rule leaves out, one tile after the other; B = 1, and keys in place."""
-    q, k, count, index, block, lead, tile = call[0], call[1], call[3], call[5], call[8], call[10], call[14][1]
+    q, k, lists, lead = call.q, call.k, call.lists, call.positions.q_lead
+    count, index, block = lists.full_count, lists.index, lists.q_block
     Hq, M, N = q.shape[1], q.shape[2], k.shape[2]
     out = torch.zeros(1, Hq, M, N, dtype=torch.bool, device=q.device)
     for h in range(Hq):
-        logits = (q[0, h].double() @ k[0, h * k.shape[1] // Hq].double().T * call[12]).tolist()
+        logits = (q[0, h].double() @ k[0, h * k.shape[1] // Hq].double().T * call.scale).tolist()
         for i in range(M):
             row, met = (lead + i) // block, -math.inf
             for turn in range(int(count[0, h, row])):
@@ -225,20 +262,29 @@ def test_pv_skip_leaves_out_what_the_rule_says(M: int, block: int, tile: int, ca
     """Kernel and twin against a walk by hand, one number for each head; and the bounds of docs/numerics.md."""
     q, k, v = make_qkv(N=200, M=M, Hq=2, Hkv=1, D=32, device=device)
     pv_skip = [-2.0, -4.0]
-    call = arguments(3 * q, k, v, block=block, causal=causal, keep=0.8, config=TritonTiles(tile, tile, 4, 2))
-    gone = left_out_by_hand(call, pv_skip)
+    call = arguments(3 * q, k, v, block=block, causal=causal, keep=0.8, tiles=TritonTiles(tile, tile, 4, 2))
+    gone = left_out_by_hand(call, pv_skip, tile)
     assert gone.any((-1, -2)).all()
     skip = torch.tensor(pv_skip, device=device)
-    out, lse = sparse_attention(*call, skip)
-    args = [x.double() for x in call[:3]] + [*call[3:], skip]
-    kept, kept_lse = sparse_attention_reference(*args)
+    out, lse = call(approximation=Approximation(skip))
+    wide = call.in_float64()
+    kept, kept_lse = approximate_attention_reference(
+        wide.q,
+        wide.k,
+        wide.v,
+        wide.lists,
+        wide.positions,
+        tile,
+        scale=wide.scale,
+        approximation=Approximation(skip),
+    )
     torch.testing.assert_close(out, kept.float(), rtol=1e-4, atol=2e-5)
     torch.testing.assert_close(lse, kept_lse, rtol=1e-4, atol=2e-5)
 
-    exact, exact_lse = sparse_attention_reference(*(x.double() for x in call[:3]), *call[3:])
+    exact, exact_lse = wide.exactly()
     mass = gone.sum(-1) * skip.double().exp()[:, None]  # [B, Hq, M], m e^lambda
     lost = 1 - (kept_lse - exact_lse).double().exp()
-    logits = call[0].double() @ k.double().repeat_interleave(2, 1).transpose(-1, -2) * call[12]
+    logits = wide.q @ k.double().repeat_interleave(2, 1).transpose(-1, -2) * call.scale
     share = (logits - exact_lse.unsqueeze(-1)).exp().masked_fill(~gone, 0.0).sum(-1)
     torch.testing.assert_close(lost, share, rtol=1e-4, atol=1e-5)
     assert (lost <= mass / (1 + mass) + 1e-6).all()
@@ -251,8 +297,8 @@ def test_pv_skip_bound_is_reached(device: str) -> None:
     """Every later tile just under the limit: the bounds of docs/numerics.md, with nothing to spare."""
     q, k, v = falling(256, 16, device, gap=-5.0)
     call = arguments(q, k, v, block=32, keep=1.0)
-    exact, exact_lse = sparse_attention_reference(*(x.double() for x in call[:3]), *call[3:])
-    out, lse = sparse_attention(*call, torch.tensor([-4.999], device=device))
+    exact, exact_lse = call.in_float64().exactly()
+    out, lse = call(approximation=Approximation(torch.tensor([-4.999], device=device)))
     m = (torch.arange(256, device=device) // 32 * 32 - 32).clamp_min(0)  # full blocks, but for the first
     own = torch.arange(256, device=device) % 32 + 1
     kept = 32 + own * math.exp(-5)
@@ -270,10 +316,12 @@ def test_pv_skip_off_is_exact(dtype: torch.dtype, device: str) -> None:
     """Very negative equals none, bit for bit; and so does a head of its own."""
     q, k, v = make_qkv(N=200, M=150, Hq=2, Hkv=1, dtype=dtype, device=device)
     call = arguments(10 * q, k, v, block=32, keep=0.8)
-    exact = sparse_attention(*call)
-    for got, want in zip(sparse_attention(*call, torch.full((2,), -1e30, device=device)), exact, strict=True):
+    exact = call()
+    for got, want in zip(
+        call(approximation=Approximation(torch.full((2,), -1e30, device=device))), exact, strict=True
+    ):
         assert torch.equal(got, want)
-    out, lse = sparse_attention(*call, torch.tensor([-1.0, -torch.inf], device=device))
+    out, lse = call(approximation=Approximation(torch.tensor([-1.0, -torch.inf], device=device)))
     assert torch.equal(out[:, 1], exact[0][:, 1])
     assert torch.equal(lse[:, 1], exact[1][:, 1])
     assert not torch.equal(lse[:, 0], exact[1][:, 0])
@@ -282,37 +330,37 @@ def test_pv_skip_off_is_exact(dtype: torch.dtype, device: str) -> None:
 def test_pv_skip_saves_the_product(device: str) -> None:
     """Values that all queries leave out are never multiplied: not even NaN gets through."""
     q, k, v = falling(129, 16, device, gap=-20.0)
-    clean = sparse_attention(*arguments(q, k, v, block=32, keep=1.0), torch.tensor([-10.0], device=device))[0]
+    skip = Approximation(torch.tensor([-10.0], device=device))
+    clean = arguments(q, k, v, block=32, keep=1.0)(approximation=skip)[0]
     v[:, :, 32:64] = float("nan")
     call = arguments(q, k, v, block=32, keep=1.0)
-    skipped = sparse_attention(*call, torch.tensor([-10.0], device=device))[0]
+    skipped = call(approximation=skip)[0]
     assert torch.equal(skipped[:, :, 64:], clean[:, :, 64:])
-    assert sparse_attention(*call)[0][:, :, 64:].isnan().all()
+    assert call()[0][:, :, 64:].isnan().all()
 
 
 def test_pv_skip_is_each_query_s_own(device: str) -> None:
     """What a query leaves out does not depend on its neighbours in the tile, so not on later tokens."""
     q, k, v = falling(128, 16, device, gap=-8.0, step=0.05)  # later queries fall less
-    skip = torch.tensor([-4.0], device=device)
-    out, lse = sparse_attention(*arguments(q, k, v, block=32, keep=1.0), skip)
-    exact = sparse_attention(*arguments(q, k, v, block=32, keep=1.0))[0]
+    skip = Approximation(torch.tensor([-4.0], device=device))
+    out, lse = arguments(q, k, v, block=32, keep=1.0)(approximation=skip)
+    exact = arguments(q, k, v, block=32, keep=1.0)()[0]
     changed = (out != exact).any(-1)[0, 0]
     assert changed[64:80].all()  # left out by some queries of a tile,
     assert not changed[81:96].any()  # and not by others
     q[:, :, 70:] += 3.0
     k[:, :, 70:] -= 2.0
     v[:, :, 70:] *= 5.0
-    after, after_lse = sparse_attention(*arguments(q, k, v, block=32, keep=1.0), skip)
+    after, after_lse = arguments(q, k, v, block=32, keep=1.0)(approximation=skip)
     assert torch.equal(after[:, :, :70], out[:, :, :70])
     assert torch.equal(after_lse[..., :70], lse[..., :70])
 
 
 def test_pv_skip_keeps_partial_blocks(device: str) -> None:
     q, k, v = make_qkv(N=32, Hq=1, Hkv=1, D=16, device=device)
-    call = arguments(20 * q, k, v, block=32, config=TritonTiles(16, 16, 4, 2))
-    for got, want in zip(
-        sparse_attention(*call, torch.tensor([-1e-6], device=device)), sparse_attention(*call), strict=True
-    ):
+    call = arguments(20 * q, k, v, block=32, tiles=TritonTiles(16, 16, 4, 2))
+    skip = Approximation(torch.tensor([-1e-6], device=device))
+    for got, want in zip(call(approximation=skip), call(), strict=True):
         assert torch.equal(got, want)
 
 
@@ -339,33 +387,6 @@ def test_pv_skip_is_checked(device: str) -> None:
     executor = bs.TritonExecutor(pv_skip=[-1.0, -2.0, -3.0])
     with pytest.raises(ValueError, match="'pv_skip' has 3 entries for 4 query heads"):
         bs.pbs_attn(executor=executor)(*make_qkv(D=16, device=device))
-
-
-@pytest.mark.parametrize("layout", ["tokens before heads", "head dim not innermost", "one head expanded"])
-def test_fake_outputs_lie_as_real_ones(layout: str, device: str) -> None:
-    q, k, v = (LAYOUTS[layout](x) for x in make_qkv(N=20, Hq=2, Hkv=2, D=16, device=device))
-    torch.library.opcheck(sparse_attention, arguments(q, k, v, block=16), test_utils=("test_faketensor",))
-
-
-def test_custom_op_contract(device: str) -> None:
-    """Fake tensors, schema and mutation are as torch.compile expects."""
-    q, k, v = make_qkv(N=70, Hq=2, Hkv=1, D=16, device=device)
-    checks = ("test_schema", "test_faketensor")
-    call = arguments(q, k, v, block=32)
-    torch.library.opcheck(sparse_attention, call, test_utils=checks)
-    torch.library.opcheck(sparse_attention, (*call, torch.full((2,), -3.0, device=device)), test_utils=checks)
-
-
-@pytest.mark.slow
-def test_kernel_compiles_in_a_full_graph(device: str) -> None:
-    q, k, v = make_qkv(N=70, Hq=2, Hkv=1, D=16, device=device)
-    call = arguments(q, k, v, block=32)
-
-    def model(q: Tensor) -> Tensor:
-        out: Tensor = sparse_attention(2 * q, *call[1:])[0]
-        return out + 1
-
-    torch.testing.assert_close(torch.compile(model, fullgraph=True)(q), model(q))
 
 
 def test_config_is_refused_or_used(device: str) -> None:
@@ -414,22 +435,19 @@ def test_hopper(
         keep = keep | grid.diagonal
     mask = bs.BlockMask(keep, grid)
     plan = BlockPlan.of(mask.share_heads() if shared else mask)
-    call: tuple[Any, ...] = (
-        q, keys, values, plan.full_count, plan.partial_count, plan.index, grid.q_position,
-        grid.k_position[:, :, 0], q_block, k_block, grid.q_lead, causal, 0.1, tiles.kernel, tiles.sizes, True, ordered,
-    )  # fmt: skip
+    call = Call(q, keys, values, plan, grid.positions, tiles, 0.1)
     if reasons := tiles.unsupported(q, keys, values, q_block, k_block):
         pytest.skip(str(reasons))
-    out, lse = sparse_attention(*call)
-    want, want_lse = sparse_attention_reference(*(x.double() for x in call[:3]), *call[3:])
-    yardstick, _ = sparse_attention_reference(*call)
+    out, lse = call()
+    want, want_lse = call.in_float64().exactly()
+    yardstick, _ = call.exactly()
     assert_within_budget(out, want, yardstick)
     torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3)
-    again, _ = sparse_attention(*call)
+    again, _ = call()
     assert torch.equal(again, out)  # a tile is computed in one order: a difference would be a race
-    by_position, _ = sparse_attention(*call[:15], False, False)
+    by_position, _ = call(positions=evolve(call.positions, q_in_order=False, k_in_order=False))
     assert torch.equal(by_position, out)
-    longer_lists, _ = sparse_attention(*call[:5], plan.index.int(), *call[6:])
+    longer_lists, _ = call(lists=evolve(plan, index=plan.index.int()))
     assert torch.equal(longer_lists, out)
 
 
@@ -437,11 +455,10 @@ def test_hopper(
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0])
 def test_hopper_takes_any_scale(scale: float) -> None:
     q, k, v = make_qkv(N=500, D=64, dtype=torch.float16, device="cuda")
-    call = arguments(q, k, v, block=128)
-    call = (*call[:12], scale, "hopper", HopperTiles(2, 128, 2).sizes, *call[15:])
-    want, want_lse = sparse_attention_reference(*(x.double() for x in call[:3]), *call[3:])
-    out, lse = sparse_attention(*call)
-    assert_within_budget(out, want, sparse_attention_reference(*call)[0])
+    call = evolve(arguments(q, k, v, block=128, tiles=HopperTiles(2, 128, 2)), scale=scale)
+    want, want_lse = call.in_float64().exactly()
+    out, lse = call()
+    assert_within_budget(out, want, call.exactly()[0])
     torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3)
 
 
@@ -450,8 +467,7 @@ def test_hopper_reads_what_hosts_hand_over() -> None:
     """Heads behind tokens in memory, and the output lies as the queries do."""
     q, k, v = make_qkv(N=500, D=64, dtype=torch.bfloat16, device="cuda")
     apart = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
-    want = sparse_attention(*arguments(q, k, v, block=128)[:13], "hopper", [2, 128, 2, 1])[0]
-    out = sparse_attention(*arguments(*apart, block=128)[:13], "hopper", [2, 128, 2, 1])[0]
+    want, out = (arguments(*x, block=128, tiles=HopperTiles(2, 128, 2))()[0] for x in ((q, k, v), apart))
     assert torch.equal(out, want)
     assert out.stride() == apart[0].stride()
 

@@ -15,7 +15,7 @@ from tests.kernels.scripts import printed_by
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.executors import int8_qk
+from blocksparse.executors import int8_operands
 from blocksparse.kernels.rounding.int8_tokens import int8_keys_reference, int8_queries_reference
 from blocksparse.kernels.rounding.int8_tokens_triton import int8_keys_triton, int8_queries_triton
 from blocksparse.kernels.rounding.quantize_triton import divided
@@ -162,7 +162,7 @@ def test_nobody_reads_what_is_left_out(
 ) -> None:
     q, k, v = (x.to(device) for x in make_qkv(N=333, M=M, Hq=2, Hkv=1, D=128))
     order = bs.SegmentKeySort(S=64) if permuted else bs.Identity()
-    executor = bs.TritonExecutor(int8_qk=int8_qk.Int8QK(scales))
+    executor = bs.Int8Executor(False, scales=scales)
     pipeline = bs.Pipeline(order, bs.MeanPoolScorer(32), bs.TopK(99), executor)
 
     def run(*, by_kernel: bool) -> Tensor:
@@ -173,7 +173,7 @@ def test_nobody_reads_what_is_left_out(
                 k, index, block, shared, mean, plain_below
             )
 
-        monkeypatch.setattr(int8_qk, "int8_keys", keys)
+        monkeypatch.setattr(int8_operands, "int8_keys", keys)
         return pipeline(q, k, v)
 
     assert torch.equal(run(by_kernel=True), run(by_kernel=False))

@@ -18,41 +18,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from blocksparse.kernels.attention.arguments import RankedLists, StopRule
 from blocksparse.kernels.common.hardware import is_hopper
 from blocksparse.kernels.common.memory import empty_as
 from blocksparse.kernels.multiplying.products import products
+from blocksparse.kernels.positions.token_positions import TokenPositions
 
 
-@torch.library.custom_op("blocksparse::gather_attention", mutates_args=())
 def gather_attention(
-    q: Tensor,  # [B, Hq, M, D], in original order
-    k: Tensor,  # [B, Hkv, N, D], in original order
-    v: Tensor,  # [B, Hkv, N, Dv]
-    index: Tensor,  # [B, Hq, rows, cols] int32, blocks in visiting order
-    opened: Tensor,  # [B, Hq, rows] int32, how many blocks are visited in any case
-    count: Tensor,  # [B, Hq, rows] int32, how many blocks may be visited
-    q_position: Tensor,  # [B|1, Hq|1, rows * q_block] int32, original positions by place, -1 where empty
-    k_position: Tensor,  # [B|1, Hm|1, G, cols * k_block] int32, the key in each slot, -1 where empty
-    group: Tensor,  # [rows] int32, the key map of each row
-    tau: Tensor,  # [Hq] fp32
-    q_block: int,
-    k_block: int,
-    causal: bool,
-    scale: float,
-    patience: int,
-    commit: bool,  # whether the block after which a row stops is part of the result
-    mean: bool,  # a row is satisfied if the mean of gain / l over its queries is below tau; else each must be
+    q: Tensor, k: Tensor, v: Tensor, lists: RankedLists, positions: TokenPositions, rule: StopRule, *, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`out` `[B, Hq, M, Dv]` of the dtype of v, `lse` `[B, Hq, M]` fp32 or better, blocks visited `[B, Hq, rows]` int32."""
+    """`out` `[B, Hq, M, Dv]` of the dtype of v, `lse` `[B, Hq, M]` fp32 or better, blocks visited `[B, Hq, rows]` int32.
+
+    `q` `[B, Hq, M, D]`, `k` `[B, Hkv, N, D]` and `v` `[B, Hkv, N, Dv]` are in original order.
+    """
     compute = gather_attention_reference
-    if is_hopper(q.device) and fits_hopper(q, v, q_block, k_block, commit):
+    if is_hopper(q.device) and fits_hopper(q, v, lists.q_block, lists.k_block, rule.commit):
         from blocksparse.kernels.attention.gather_attention_hopper import gather_attention_hopper as compute
     elif q.is_cuda and q.dtype != torch.float64:
         from blocksparse.kernels.attention.gather_attention_triton import gather_attention_triton as compute
-    return compute(
-        q, k, v, index, opened, count, q_position, k_position, group, tau,
-        q_block, k_block, causal, scale, patience, commit, mean,
-    )  # fmt: skip
+    return compute(q, k, v, lists, positions, rule, scale=scale)
 
 
 def fits_hopper(q: Tensor, v: Tensor, q_block: int, k_block: int, commit: bool) -> bool:
@@ -67,56 +52,31 @@ def fits_hopper(q: Tensor, v: Tensor, q_block: int, k_block: int, commit: bool) 
     )
 
 
-@gather_attention.register_fake
-def _(q, k, v, index, opened, *_args):
-    return _outputs(q, v, opened)
-
-
-def _outputs(q: Tensor, v: Tensor, opened: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialised outputs. `out` lies in memory as `q` does, so `q` must come as the caller gave it, not a copy."""
-    out = empty_as(q, v.shape[-1], v.dtype)
-    lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-    return out, lse, opened.new_empty(opened.shape)
-
-
 def gather_attention_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    index: Tensor,
-    opened: Tensor,
-    count: Tensor,
-    q_position: Tensor,
-    k_position: Tensor,
-    group: Tensor,
-    tau: Tensor,
-    q_block: int,
-    k_block: int,
-    causal: bool,
-    scale: float,
-    patience: int,
-    commit: bool,
-    mean: bool,
+    q: Tensor, k: Tensor, v: Tensor, lists: RankedLists, positions: TokenPositions, rule: StopRule, *, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same in plain torch: step `i` computes the `i`-th block of every row that has not stopped.
 
     Each step gathers one block of keys and values for every row that still runs. It asks which rows those are after each
     step, so on a GPU it waits for the device.
     """
-    (B, Hq, M, _), (_, Hkv, N, _), Dv = q.shape, k.shape, v.shape[-1]
+    (B, Hq, M, _), (_, Hkv, N, _), Dv, causal = q.shape, k.shape, v.shape[-1], positions.causal
+    index, q_block = lists.index, lists.q_block
     rows, dtype, device = index.shape[2], torch.promote_types(q.dtype, torch.float32), q.device
     R = B * Hq * rows  # rows of all heads, one behind another
     where_b, where_h, row = (
         x.flatten()
         for x in torch.meshgrid(*(torch.arange(n, device=device) for n in (B, Hq, rows)), indexing="ij")
     )
-    q_at = q_position.expand(B, Hq, -1).reshape(R, q_block)
+    q_at = positions.q_position.expand(B, Hq, -1).reshape(R, q_block)
     query = (q_at - (N - M if causal else 0)).clamp_min(0).long()  # an empty place reads query 0
     live = q_at >= 0
-    maps_b, maps_h, G = k_position.shape[:3]
+    maps_b, maps_h, G = positions.k_position.shape[:3]
     # Which map a row reads, of [maps, cols, k_block] slots; and where the keys of its head begin among all tokens.
-    slots_of = k_position.unflatten(-1, (-1, k_block)).flatten(0, 2)
-    map_of = (where_b % maps_b * maps_h + where_h * maps_h // Hq) * G + group.long()[row]
+    slots_of = positions.k_position.unflatten(-1, (-1, lists.k_block)).flatten(0, 2)
+    map_of = (where_b % maps_b * maps_h + where_h * maps_h // Hq) * G
+    if positions.group_of_row is not None:
+        map_of = map_of + positions.group_of_row.long()[row]
     first_key = (where_b * Hkv + where_h * Hkv // Hq) * N
     keys, values = (x.to(dtype).reshape(B * Hkv * N, -1) for x in (k, v))
     queries = q[where_b[:, None], where_h[:, None], query].to(dtype)  # [R, q_block, D]
@@ -126,11 +86,12 @@ def gather_attention_reference(
     visited = torch.zeros(R, dtype=torch.int32, device=device)
 
     # Of the rows that run, [n, ...] each. Softmax sums are relative to `peak`.
-    at = (count.flatten() > 0).nonzero().flatten()
+    at = (lists.count.flatten() > 0).nonzero().flatten()
     peak = q.new_full((len(at), q_block), float("-inf"), dtype=dtype)
     total, summed = torch.zeros_like(peak), q.new_zeros((len(at), q_block, Dv), dtype=dtype)
     low = torch.zeros_like(at)
-    order, opened, count, limit = index.flatten(0, 2), opened.flatten(), count.flatten(), tau.to(dtype)[where_h]
+    order, opened, count = index.flatten(0, 2), lists.opened.flatten(), lists.count.flatten()
+    limit = rule.tau.to(dtype)[where_h]
     earliest = q_at.where(live, torch.iinfo(torch.int32).max).amin(-1, keepdim=True)  # of the queries of a row
 
     def finish(which: Tensor, blocks: int) -> None:
@@ -164,14 +125,14 @@ def gather_attention_reference(
 
         share = (gain / before.masked_fill(before == 0, 1.0)).masked_fill(before == 0, float("inf"))
         share = share.masked_fill(~live[at], 0.0)
-        if mean:
+        if rule.mean:
             satisfied = share.sum(-1) < limit[at] * live[at].sum(-1)
         else:
             satisfied = share.amax(-1) < limit[at]
         low = (low + 1).where(satisfied & (i >= opened[at]), 0)
-        stops = low >= patience
+        stops = low >= rule.patience
 
-        if not commit and bool(stops.any()):  # the block that ends a row does not count
+        if not rule.commit and bool(stops.any()):  # the block that ends a row does not count
             finish(stops, i)
             runs = ~stops
             at, low, new_peak, before, gain = (x[runs] for x in (at, low, new_peak, before, gain))
@@ -189,8 +150,8 @@ def gather_attention_reference(
             runs = ~ends
             at, low, peak, total, summed = (x[runs] for x in (at, low, peak, total, summed))
 
-    out, lse, _ = _outputs(q, v, index[..., 0])
-    out, lse = out.zero_(), lse.fill_(float("-inf"))
+    out = empty_as(q, Dv, v.dtype).zero_()  # as q lies in memory, not a copy of it
+    lse = q.new_full(q.shape[:3], float("-inf"), dtype=dtype)
     place, slot = live.nonzero(as_tuple=True)
     to = where_b[place], where_h[place], query[place, slot]
     out[to] = result[place, slot].to(out.dtype)

@@ -29,13 +29,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate  # no public name up to Triton 3.7
 
-from blocksparse.kernels.attention.gather_attention_triton import axis_strides
+from blocksparse.kernels.attention.arguments import RankedLists, StopRule
+from blocksparse.kernels.attention.gather_attention_triton import axis_strides, gathered_by
 from blocksparse.kernels.attention.gather_loader_hopper import load_gathered
 from blocksparse.kernels.attention.gather_votes_hopper import is_satisfied, post_vote
 from blocksparse.kernels.attention.hopper_queue import make_barriers, positive, read, registers
 from blocksparse.kernels.attention.hopper_rows import LOWEST, NEVER, partial_sum, row_max
 from blocksparse.kernels.common.hardware import device_of
 from blocksparse.kernels.common.memory import empty_as
+from blocksparse.kernels.positions.token_positions import TokenPositions
 
 _LOADER_REGISTERS = gl.constexpr(56)  # of each thread of the loading warps, once registers are reallocated
 
@@ -56,45 +58,29 @@ def tile_options(q_block: int, k_block: int, head_dim: int) -> dict[str, int]:
 
 
 def gather_attention_hopper(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    index: Tensor,
-    opened: Tensor,
-    count: Tensor,
-    q_position: Tensor,
-    k_position: Tensor,
-    group: Tensor,
-    tau: Tensor,
-    q_block: int,
-    k_block: int,
-    causal: bool,
-    scale: float,
-    patience: int,
-    commit: bool,
-    mean: bool,
+    q: Tensor, k: Tensor, v: Tensor, lists: RankedLists, positions: TokenPositions, rule: StopRule, *, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the kernel. The arguments are those of `gather_attention`; `fits_hopper` says which of them it takes."""
     (B, Hq, M, D), Hkv, N = q.shape, k.shape[1], k.shape[2]
     out = empty_as(q, D, v.dtype)
     q, scale = positive(q, scale)
     q, k, v = (x if _copied_in_16_bytes(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
-    index, opened, count, group, tau = (x.contiguous() for x in (index, opened, count, group, tau))
-    q_position, k_position = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_position, k_position))
+    index, opened, count, group, tau = gathered_by(lists, positions, rule)
     lse = q.new_empty((B, Hq, M), dtype=torch.float32)
     visited = opened.new_empty(opened.shape)
     rows, cols = index.shape[2:]
-    tiles = tile_options(q_block, k_block, D)
+    tiles = tile_options(lists.q_block, lists.k_block, D)
     consumers, per_sm = tiles["CONSUMERS"], 3 - tiles["CONSUMERS"]
     with device_of(q):
         _kernel[(rows * (Hq // Hkv), Hkv, B)](
             q, k, v, out, lse, visited,
-            index, opened, count, q_position, k_position, group, tau,
+            index, opened, count, positions.q_position, positions.k_position, group, tau,
             axis_strides(q), axis_strides(k), axis_strides(v), out.stride()[:3], *lse.stride()[:2],
-            axis_strides(q_position), axis_strides(k_position),
-            rows, cols, N - M if causal else 0,
-            Hq // k_position.shape[1], scale * math.log2(math.e), patience,
-            D=D, **tiles, CAUSAL=causal, MEAN=mean, CONSUMER_REGISTERS=_consumer_registers(consumers, per_sm),
+            axis_strides(positions.q_position), axis_strides(positions.k_position),
+            rows, cols, N - M if positions.causal else 0,
+            Hq // positions.k_position.shape[1], scale * math.log2(math.e), rule.patience,
+            D=D, **tiles, CAUSAL=positions.causal, MEAN=rule.mean,
+            CONSUMER_REGISTERS=_consumer_registers(consumers, per_sm),
             num_warps=4, maxnreg=registers(consumers, per_sm),
         )  # fmt: skip
     return out, lse, visited

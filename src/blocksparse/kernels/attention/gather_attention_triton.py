@@ -13,59 +13,52 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blocksparse.kernels.common.hardware import device_of, has_large_memory
+from blocksparse.kernels.attention.arguments import RankedLists, StopRule
+from blocksparse.kernels.common.hardware import device_of, fp32_products, has_large_memory
 from blocksparse.kernels.common.memory import empty_as
 from blocksparse.kernels.common.sizes import power_of_2
 from blocksparse.kernels.common.strides_triton import alike, head_at
+from blocksparse.kernels.positions.token_positions import TokenPositions
 
 # Blocks in a loop of known length. What it computes after its row has stopped is thrown away.
 _AHEAD = 4
 
 
 def gather_attention_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    index: Tensor,
-    opened: Tensor,
-    count: Tensor,
-    q_position: Tensor,
-    k_position: Tensor,
-    group: Tensor,
-    tau: Tensor,
-    q_block: int,
-    k_block: int,
-    causal: bool,
-    scale: float,
-    patience: int,
-    commit: bool,
-    mean: bool,
+    q: Tensor, k: Tensor, v: Tensor, lists: RankedLists, positions: TokenPositions, rule: StopRule, *, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the kernel; arguments as of `gather_attention`."""
-    (B, Hq, M, D), (_, Hkv, N, _) = q.shape, k.shape
-    out = empty_as(q, v.shape[-1], v.dtype)
+    (B, Hq, M, D), (_, Hkv, N, _), Dv = q.shape, k.shape, v.shape[-1]
+    out = empty_as(q, Dv, v.dtype)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    index, opened, count, group, tau = (x.contiguous() for x in (index, opened, count, group, tau))
-    q_position, k_position = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_position, k_position))
+    index, opened, count, group, tau = gathered_by(lists, positions, rule)
     lse = q.new_empty((B, Hq, M), dtype=torch.float32)
     visited = opened.new_empty(opened.shape)
     rows, cols = index.shape[2:]
-    launch = launch_options(q_block, k_block, max(D, v.shape[-1]), q.element_size(), large=has_large_memory(q))
+    launch = launch_options(lists.q_block, lists.k_block, max(D, Dv), q.element_size(), large=has_large_memory(q))
     with device_of(q):
         _kernel[(rows, Hq, B)](
             q, k, v, out, lse, visited,
-            index, opened, count, q_position, k_position, group, tau,
+            index, opened, count, positions.q_position, positions.k_position, group, tau,
             q.stride()[:3], k.stride()[:3], v.stride()[:3], out.stride()[:3], alike(*lse.stride()[:2]),
-            axis_strides(q_position), axis_strides(k_position),
-            rows, cols, N - M if causal else 0,
-            Hq // Hkv, Hq // k_position.shape[1], scale * math.log2(math.e), patience,
-            D=D, DV=v.shape[-1],
-            BLOCK_D=_padded(D), BLOCK_DV=_padded(v.shape[-1]),
-            Q_BLOCK=q_block, K_BLOCK=k_block, AHEAD=_AHEAD,
-            CAUSAL=causal, COMMIT=commit, MEAN=mean,
+            axis_strides(positions.q_position), axis_strides(positions.k_position),
+            rows, cols, N - M if positions.causal else 0,
+            Hq // Hkv, Hq // positions.k_position.shape[1], scale * math.log2(math.e), rule.patience,
+            D=D, DV=Dv,
+            BLOCK_D=_padded(D), BLOCK_DV=_padded(Dv),
+            Q_BLOCK=lists.q_block, K_BLOCK=lists.k_block, AHEAD=_AHEAD,
+            CAUSAL=positions.causal, COMMIT=rule.commit, MEAN=rule.mean, PRECISION=fp32_products(),
             **launch,
         )  # fmt: skip
     return out, lse, visited
+
+
+def gathered_by(lists: RankedLists, positions: TokenPositions, rule: StopRule) -> tuple[Tensor, ...]:
+    """The lists, the key map of each row and `tau` as kernels read them: contiguous, and a map for every row."""
+    group = positions.group_of_row
+    if group is None:
+        group = torch.zeros(lists.index.shape[2], dtype=torch.int32, device=lists.index.device)
+    return tuple(x.contiguous() for x in (lists.index, lists.opened, lists.count, group.int(), rule.tau))
 
 
 def launch_options(q_block: int, k_block: int, head_dim: int, itemsize: int, *, large: bool) -> dict[str, int]:
@@ -121,6 +114,7 @@ def _tile(
     slots_at, inside, running, q_tile, q_at, running_max, before, gain, accumulator,
     k_ptr, v_ptr, k_strides, v_strides, b, h_key, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over the keys in one tile of slots; nothing changes unless `running`.
 
@@ -130,7 +124,7 @@ def _tile(
     k_at = tl.load(slots_at, mask=inside, other=-1)
     there = k_at >= 0
     k_tile = _rows(k_ptr, k_strides, b, h_key, k_at, there, tl.arange(0, BLOCK_D), D, BLOCK_D)
-    scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale_log2
+    scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
     allowed = (there & running)[None, :]
     if CAUSAL:
         allowed = allowed & (k_at[None, :] <= q_at[:, None])
@@ -141,7 +135,7 @@ def _tile(
     rescale = tl.exp2(running_max - origin)
     v_tile = _rows(v_ptr, v_strides, b, h_key, k_at, there, tl.arange(0, BLOCK_DV), DV, BLOCK_DV)
     accumulator = accumulator * rescale[:, None]
-    accumulator = tl.dot(weight.to(v_tile.dtype), v_tile, accumulator, input_precision="ieee")
+    accumulator = tl.dot(weight.to(v_tile.dtype), v_tile, accumulator, input_precision=PRECISION)
     return new_max, before * rescale, gain * rescale + tl.sum(weight, 1), accumulator
 
 
@@ -154,7 +148,7 @@ def _kernel(
     heads_per_key, heads_per_map, scale_log2, patience,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    AHEAD: tl.constexpr, CAUSAL: tl.constexpr, COMMIT: tl.constexpr, MEAN: tl.constexpr,
+    AHEAD: tl.constexpr, CAUSAL: tl.constexpr, COMMIT: tl.constexpr, MEAN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     K_SPLIT: tl.constexpr = (K_BLOCK + BLOCK_N - 1) // BLOCK_N
     row = rows - 1 - tl.program_id(0)  # late rows are the longest: start them first
@@ -182,18 +176,22 @@ def _kernel(
     running_sum = tl.zeros([BLOCK_M], tl.float32)
     accumulator = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
 
+    # `running_sum` is the sum of weights before a block, and `gain` what the block adds. The two are joined when the next
+    # block begins, here as below, so that a row gives the same bits whether its blocks are opened or stopped after.
+    gain = tl.zeros_like(running_sum)
     for i in range(opened * K_SPLIT):
+        first = i % K_SPLIT == 0
+        running_sum = tl.where(first, running_sum + gain, running_sum)
+        gain = tl.where(first, 0.0, gain)
         within = i % K_SPLIT * BLOCK_N + slot
         slots_at = slots_ptr + tl.load(index_at + i // K_SPLIT) * K_BLOCK + within
-        running_max, before, gain, accumulator = _tile(
-            slots_at, within < K_BLOCK, True, q_tile, q_at, running_max, running_sum, tl.zeros_like(running_sum), accumulator,
-            k_ptr, v_ptr, k_strides, v_strides, b, h_key, scale_log2, D, DV, BLOCK_D, BLOCK_DV, CAUSAL,
+        running_max, running_sum, gain, accumulator = _tile(
+            slots_at, within < K_BLOCK, True, q_tile, q_at, running_max, running_sum, gain, accumulator,
+            k_ptr, v_ptr, k_strides, v_strides, b, h_key, scale_log2, D, DV, BLOCK_D, BLOCK_DV, CAUSAL, PRECISION,
         )  # fmt: skip
-        running_sum = before + gain
 
     visited = opened
     low = 0
-    gain = tl.zeros_like(running_sum)
     if not COMMIT:
         saved_max, saved_sum, saved_accumulator = running_max, running_sum, accumulator
     while (visited < count) & (low < patience):
@@ -213,7 +211,7 @@ def _kernel(
             slots_at = slots_ptr + tl.load(index_at + i // K_SPLIT) * K_BLOCK + within
             running_max, running_sum, gain, accumulator = _tile(
                 slots_at, within < K_BLOCK, running, q_tile, q_at, running_max, running_sum, gain, accumulator,
-                k_ptr, v_ptr, k_strides, v_strides, b, h_key, scale_log2, D, DV, BLOCK_D, BLOCK_DV, CAUSAL,
+                k_ptr, v_ptr, k_strides, v_strides, b, h_key, scale_log2, D, DV, BLOCK_D, BLOCK_DV, CAUSAL, PRECISION,
             )  # fmt: skip
             satisfied = _satisfied(gain, running_sum, live, tau, MEAN)
             asked = last & running

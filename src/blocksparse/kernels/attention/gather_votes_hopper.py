@@ -1,7 +1,7 @@
 """How the consumers of `gather_attention_hopper.py` agree whether a row has seen enough.
 
 After a tile of keys each consumer posts votes for its queries (`post_vote`), and in the next step each combines the
-votes of all (`is_satisfied`), so that both decide alike. Votes and their barriers have two places, used in turn.
+votes of all (`is_satisfied`), so that both decide alike. Votes and their barriers have two positions, used in turn.
 """
 
 from __future__ import annotations

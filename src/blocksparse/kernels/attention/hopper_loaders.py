@@ -10,6 +10,8 @@ the keys, and counted by the same full barrier.
 
 from __future__ import annotations
 
+import functools
+
 from torch import Tensor
 from torch.nn.functional import pad
 from triton.experimental import gluon
@@ -42,21 +44,27 @@ def panels(x: Tensor, rows: int) -> TensorDescriptor:
     """A descriptor that copies a panel of `rows` rows of `x` `[B, H, N, D]`: 64 columns, or all where a number is a byte."""
     eight = x.element_size() == 1
     wide = padded(x.shape[-1]) if eight else PANEL.value
-    layout = gl.NVMMASharedLayout(wide if eight else 128, 8 if eight else 16, rank=4)
+    layout = _layout(wide, 8, 4) if eight else _layout(128, 16, 4)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, wide], layout)
 
 
 def turned(v: Tensor, keys: int) -> TensorDescriptor:
     """A descriptor that copies `keys` keys, with all their channels, of transposed values `v` `[B, H, D, N]`."""
     box = [1, 1, padded(v.shape[2]), keys]
-    return TensorDescriptor(v, list(v.shape), list(v.stride()), box, gl.NVMMASharedLayout(keys, 8, rank=4))
+    return TensorDescriptor(v, list(v.shape), list(v.stride()), box, _layout(keys, 8, 4))
 
 
 def numbers(x: Tensor, n: int) -> TensorDescriptor:
     """A descriptor that copies `n` consecutive numbers of `x` `[B, H, N]` fp32."""
     if x.shape[-1] % 4:  # the copy engine wants every row to begin at a multiple of 16 bytes
         x = pad(x, (0, -x.shape[-1] % 4))
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, n], gl.NVMMASharedLayout(0, 32, rank=3))
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, n], _layout(0, 32, 3))
+
+
+@functools.cache
+def _layout(swizzled_bytes: int, bits: int, rank: int) -> gl.NVMMASharedLayout:
+    """A layout in shared memory, made once: making one takes the host longer than all else about a descriptor."""
+    return gl.NVMMASharedLayout(swizzled_bytes, bits, rank=rank)
 
 
 @gluon.constexpr_function

@@ -16,92 +16,54 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from blocksparse.kernels.attention.arguments import Lists, Tiles
 from blocksparse.kernels.common.hardware import device_of
 from blocksparse.kernels.common.memory import empty_as
 from blocksparse.kernels.multiplying.products import products
+from blocksparse.kernels.positions.token_positions import TokenPositions
+from blocksparse.kernels.rounding.tile_operands import TileOperands
 
 
-@torch.library.custom_op("blocksparse::int8_attention", mutates_args=())
 def int8_attention(
-    q: Tensor,  # [B, Hq, M, D] int8, in slot order
-    k: Tensor,  # [B, 2 * Hk, N, D] int8, in slot order; Hk is Hkv or Hq
-    v: Tensor,  # [B, Hk, N, D], or fp8 [B, 2 * Hk, D, N up to a multiple of 16]
-    full_count: Tensor,  # [B|1, Hm, rows] int32; Hm divides Hq
-    partial_count: Tensor,  # [B|1, Hm, rows] int32
-    index: Tensor,  # [B|1, Hm, rows, cols] int16 or int32, a row's full blocks, then its partial blocks
-    q_position: Tensor,  # [B|1, Hq|1, rows * q_block] int32, original positions by place, -1 where empty
-    k_position: Tensor,  # [B|1, Hk|1, cols * k_block] int32
-    q_scale: Tensor,  # [B, Hq, M] fp32
-    k_tile_scale: Tensor,  # [B, Hk, tiles, 4] fp32
-    k_token_scale: Tensor,  # [B, Hk, N] fp32
-    v_tile_log2: Tensor | None,  # [B, Hk, tiles, 4] fp32; None where v is not fp8
-    v_token: Tensor | None,  # [B, 2 * Hk, N] fp32: log2 of scales, then their inverses
-    taken: Tensor | None,  # [B, Hq, M] fp32: by how much a query's logits fall when keys lose their mean
-    pv_skip: Tensor | None,  # [Hq] fp32, negative; as of `sparse_attention`
-    q_block: int,
-    k_block: int,
-    q_lead: int,  # empty places before the first query
-    causal: bool,
+    operands: TileOperands,
+    lists: Lists,
+    positions: TokenPositions,
+    tiles: Tiles,
+    *,
     scale: float,
-    tiles: list[int],  # as `HopperTiles` lists them
-    q_in_order: bool,
-    k_in_order: bool,
+    pv_skip: Tensor | None = None,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """`out` `[B, Hq, M, D]` of `out_dtype` and `lse` `[B, Hq, M]` fp32."""
+    """`out` `[B, Hq, M, D]` of `out_dtype` and `lse` `[B, Hq, M]` fp32.
+
+    Args:
+        pv_skip: `[Hq]` fp32, negative, as in `Approximation`.
+    """
     from blocksparse.kernels.attention.int8_attention_hopper import int8_attention_hopper
 
-    out, lse = _outputs(q, out_dtype)
-    q_position, k_position = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_position, k_position))
+    q = operands.q
+    out, lse = empty_as(q, q.shape[-1], out_dtype), q.new_empty(q.shape[:3], dtype=torch.float32)
     with device_of(q):
-        int8_attention_hopper(
-            q, k, v, out, lse, full_count, partial_count, index, q_position, k_position,
-            q_scale, k_tile_scale, k_token_scale, v_tile_log2, v_token, taken, pv_skip,
-            q_block, k_block, q_lead, causal, scale, *tiles, q_in_order, k_in_order,
-        )  # fmt: skip
+        int8_attention_hopper(operands, out, lse, lists, positions, tiles, scale, pv_skip)
     return out, lse
 
 
-@int8_attention.register_fake
-def _(q, *_args, **_named):
-    return _outputs(q, _named["out_dtype"] if "out_dtype" in _named else _args[-1])
-
-
-def _outputs(q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Uninitialised `out` and `lse`."""
-    return empty_as(q, q.shape[-1], dtype), q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
 def int8_attention_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    full_count: Tensor,
-    partial_count: Tensor,
-    index: Tensor,
-    q_position: Tensor,
-    k_position: Tensor,
-    q_scale: Tensor,
-    k_tile_scale: Tensor,
-    k_token_scale: Tensor,
-    v_tile_log2: Tensor | None,
-    v_token: Tensor | None,
-    taken: Tensor | None,
-    pv_skip: Tensor | None,
-    q_block: int,
-    k_block: int,
-    q_lead: int,
-    causal: bool,
+    operands: TileOperands,
+    lists: Lists,
+    positions: TokenPositions,
+    tiles: Tiles,
+    *,
     scale: float,
-    tiles: list[int],
-    q_in_order: bool,
-    k_in_order: bool,
+    pv_skip: Tensor | None = None,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """The same in plain torch and float64, for tests: O(M N) memory; weights are not rounded to fp8."""
+    q, k, v, taken = operands.q, operands.k, operands.v, operands.taken
+    q_block, k_block, q_lead, index = lists.q_block, lists.k_block, positions.q_lead, lists.index
     (_, Hq, M, _), (_, twice, N, _) = q.shape, k.shape
-    Hk, tile = twice // 2, min(tiles[1], k_block)
-    per_tile = tiles[1] // tile  # pieces
+    Hk, tile = twice // 2, min(tiles.block_n, k_block)
+    per_tile = tiles.block_n // tile  # pieces
 
     def of_queries(x: Tensor) -> Tensor:
         """`x` `[B|1, Hm, rows, ...]` repeated for each query head and query, `[B|1, Hq, M, ...]`."""
@@ -120,12 +82,12 @@ def int8_attention_reference(
     def logits_of(keys: Tensor, factor: Tensor) -> Tensor:
         """Logits `[B, Hq, M, N]` of int8 keys whose scales are `factor` `[B, Hk, N]`."""
         exact = products(q.double(), keys.double())
-        return exact * q_scale.double()[..., None] * of_heads(factor)[:, :, None] * scale
+        return exact * operands.q_scale.double()[..., None] * of_heads(factor)[:, :, None] * scale
 
     split = k_block // tile
     cols, tile_count = index.shape[-1], -(-N // tile)
     turn = torch.arange(cols, device=q.device)
-    count = (full_count + partial_count).unsqueeze(-1)
+    count = (lists.full_count + lists.partial_count).unsqueeze(-1)
     listed = index.long().where(turn < count, cols)
     # The place of each piece in its row's list, -1 where it is not listed. The kernel walks the list from its end:
     # partial blocks come first and are masked, and the very first step is masked in any case.
@@ -137,25 +99,26 @@ def int8_attention_reference(
     )
     place = place.flatten(-2)[..., :tile_count]
     # The kernel's first step has the pieces that are left when all other steps have `per_tile`.
-    pieces, partial = count * split, partial_count.unsqueeze(-1) * split
+    pieces, partial = count * split, lists.partial_count.unsqueeze(-1) * split
     masked = (pieces - 1) % per_tile + 1
     masked = masked + (partial - masked).clamp_min(0).add(per_tile - 1) // per_tile * per_tile
     least = pieces - masked
     kept, whole = (of_queries(x).repeat_interleave(tile, -1)[..., :N] for x in (place >= 0, place < least))
 
-    plain = logits_of(k[:, Hk:], k_token_scale)
+    plain = logits_of(k[:, Hk:], operands.k_token_scale)
     if taken is not None:
         plain = plain - taken.double()[..., None]
-    logits = logits_of(k[:, :Hk], of_slots(k_tile_scale)).where(whole, plain)
+    logits = logits_of(k[:, :Hk], of_slots(operands.k_tile_scale)).where(whole, plain)
     allowed = kept
-    if causal:
-        last = q_position.expand(-1, Hq, -1)[:, :, q_lead : q_lead + M]
-        at = k_position.repeat_interleave(Hq // k_position.shape[1], 1)[:, :, :N]
+    if positions.causal:
+        last = positions.q_position.expand(-1, Hq, -1)[:, :, q_lead : q_lead + M]
+        at = positions.k_position[:, :, 0].repeat_interleave(Hq // positions.k_position.shape[1], 1)[:, :, :N]
         allowed = allowed & (at[:, :, None] <= last[..., None]) & (at[:, :, None] >= 0)
     logits = logits.masked_fill(~allowed, float("-inf"))
     if pv_skip is not None:
         logits = _without_negligible(logits, of_queries(place), whole, pv_skip, tile)
     weight = logits.softmax(-1).nan_to_num(0.0)
+    v_tile_log2, v_token = operands.v_tile_log2, operands.v_token
     if v_tile_log2 is None or v_token is None:
         out = products(weight, v.double().mT)
     else:

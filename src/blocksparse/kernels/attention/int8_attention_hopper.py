@@ -22,13 +22,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from blocksparse.kernels.attention.arguments import Lists, Tiles
+from blocksparse.kernels.attention.hopper_launch import copy_back, launch_of, whole_rows
 from blocksparse.kernels.attention.hopper_loaders import (
     PANEL,
     TILE_NUMBERS,
     load_keys,
     load_values,
     numbers,
-    padded,
     panels,
     turned,
 )
@@ -37,91 +38,51 @@ from blocksparse.kernels.attention.hopper_queue import (
     LOADER_REGISTERS,
     OF_PROMPT,
     Constants,
-    consumer_registers,
     extent,
     make_rings,
     positive,
     read,
-    registers,
     unpacked_place,
 )
 from blocksparse.kernels.attention.hopper_rows import LOWEST, by_thread, query_positions
 from blocksparse.kernels.attention.int8_rows_hopper import LAZY, kept, masked_tile, of_rows, operands_of, promoted
 from blocksparse.kernels.attention.int8_step_hopper import after, products, step
 from blocksparse.kernels.common.memory import for_bulk_copies
-from blocksparse.kernels.common.strides_triton import head_strides
+from blocksparse.kernels.positions.token_positions import TokenPositions
+from blocksparse.kernels.rounding.tile_operands import TileOperands
 
 _LOG2_E = gl.constexpr(math.log2(math.e))
 _GROUP = gl.constexpr(4)  # tiles of keys whose fp8 products the tensor cores add, before fp32 does
 
 
 def int8_attention_hopper(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    operands: TileOperands,
     out: Tensor,
     lse: Tensor,
-    full_count: Tensor,
-    partial_count: Tensor,
-    index: Tensor,
-    q_position: Tensor,
-    k_position: Tensor,
-    q_scale: Tensor,
-    k_tile_scale: Tensor,
-    k_token_scale: Tensor,
-    v_tile_log2: Tensor | None,
-    v_token: Tensor | None,
-    taken: Tensor | None,
-    pv_skip: Tensor | None,
-    q_block: int,
-    k_block: int,
-    q_lead: int,
-    causal: bool,
+    lists: Lists,
+    positions: TokenPositions,
+    tiles: Tiles,
     scale: float,
-    consumers: int,
-    block_n: int,
-    num_stages: int,
-    per_sm: int,
-    q_in_order: bool,
-    k_in_order: bool,
+    pv_skip: Tensor | None,
 ) -> None:
-    """Fills `out` and `lse`; the arguments are those of `int8_attention` and of `HopperTiles`."""
-    q, scale = positive(q, scale)
-    filled = out, lse
-    if q_lead:  # the copy engine takes no negative row numbers, so the empty places become rows
-        q = pad(q, (0, 0, q_lead, 0))
-        q_scale, taken = (x if x is None else pad(x, (q_lead, 0)) for x in (q_scale, taken))
-        out, lse = (x.new_empty((*q.shape[:3], *x.shape[3:])) for x in filled)
-    q, k, v = (for_bulk_copies(x) for x in (q, k, v))
-    B, Hq, M, D = q.shape
-    Hk, N, Dv = k.shape[1] // 2, k.shape[2], out.shape[-1]
-    fp8 = v_tile_log2 is not None
-    block_m, piece = 64 * consumers, min(k_block, block_n)
-    rows = full_count.shape[-1] * (q_block // block_m)
-    tiles = B * Hq * rows
-    programs = torch.cuda.get_device_properties(q.device).multi_processor_count * per_sm
-    queue = torch.zeros(1, dtype=torch.int32, device=q.device)
-    of_queries = (numbers(x, block_m) for x in (q_scale, torch.zeros_like(q_scale) if taken is None else taken))
-    of_tokens = (numbers(k_token_scale if x is None else x, piece) for x in (k_token_scale, v_token))
-    of_tiles = (k_tile_scale if x is None else x for x in (k_tile_scale, v_tile_log2))
-    _kernel[(min(programs, tiles),)](
-        panels(q, 64), panels(k, piece), turned(v, piece) if fp8 else panels(v, piece), panels(out, 64),
-        *of_queries, *of_tokens, *(numbers(x.flatten(2), TILE_NUMBERS.value) for x in of_tiles), lse,
-        full_count, partial_count, index, q_position, k_position, queue, lse if pv_skip is None else pv_skip,
-        *head_strides(full_count), *head_strides(index), *lse.stride()[:2],
-        head_strides(q_position), head_strides(k_position),
-        tiles, M, N, index.shape[-1], rows, Hk, Hq // Hk, Hq // full_count.shape[1],
-        N - M if causal else 0, scale * math.log2(math.e),
-        DQ=padded(D), DV=padded(Dv), CONSUMERS=consumers, BLOCK_N=block_n, STAGES=num_stages,
-        PIECES=block_n // piece, K_SPLIT=k_block // piece, Q_SPLIT=q_block // block_m,
-        CAUSAL=causal, Q_IN_ORDER=q_in_order, K_IN_ORDER=k_in_order,
-        FP8=fp8, SKIP=pv_skip is not None,
-        CONSUMER_REGISTERS=consumer_registers(consumers, per_sm),
-        num_warps=4, maxnreg=registers(consumers, per_sm),
+    """Fills `out` and `lse`; the arguments are those of `int8_attention`."""
+    lead, of = positions.q_lead, operands
+    q, scale = positive(of.q, scale)
+    q, *filled = whole_rows(q, out, lse, lead)
+    of_query = of.q_scale, torch.zeros_like(of.q_scale) if of.taken is None else of.taken
+    of_query = of_query if not lead else tuple(pad(x, (lead, 0)) for x in of_query)
+    q, k, v = (for_bulk_copies(x) for x in (q, of.k, of.v))
+    launch = launch_of(q, *filled, (k.shape[1] // 2, k.shape[2]), lists, positions, tiles, scale)
+    fp8, piece = of.v_tile_log2 is not None, min(lists.k_block, tiles.block_n)
+    of_token = of.k_token_scale, of.v_token if fp8 else of.k_token_scale
+    of_tile = of.k_tile_scale, of.v_tile_log2 if fp8 else of.k_tile_scale
+    _kernel[launch.grid](
+        panels(q, 64), panels(k, piece), turned(v, piece) if fp8 else panels(v, piece), panels(filled[0], 64),
+        *(numbers(x, 64 * tiles.consumers) for x in of_query), *(numbers(x, piece) for x in of_token),
+        *(numbers(x.flatten(2), TILE_NUMBERS.value) for x in of_tile), lse if pv_skip is None else pv_skip,
+        *launch.arguments, FP8=fp8, SKIP=pv_skip is not None, **launch.options,
     )  # fmt: skip
-    if q_lead:
-        for x, longer in zip(filled, (out, lse), strict=True):
-            x.copy_(longer[:, :, q_lead:])
+    copy_back(filled, (out, lse), lead)
 
 
 @gluon.jit
@@ -285,8 +246,8 @@ def _consume(WG: gl.constexpr, C, SKIP: gl.constexpr, sources, pointers, bars, b
 @gluon.jit(do_not_specialize=OF_PROMPT)
 def _kernel(
     q_source, k_source, v_source, out_target, q_scale_source, taken_source, k_token_source, v_token_source,
-    k_tile_source, v_tile_source, lse_ptr,
-    full_count_ptr, partial_count_ptr, index_ptr, q_position_ptr, k_position_ptr, queue_ptr, pv_skip_ptr,
+    k_tile_source, v_tile_source, pv_skip_ptr,
+    lse_ptr, full_count_ptr, partial_count_ptr, index_ptr, q_position_ptr, k_position_ptr, queue_ptr,
     count_stride_b, count_stride_h, index_stride_b, index_stride_h, lse_stride_b, lse_stride_h,
     q_position_strides, k_position_strides,
     tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale_log2,

@@ -13,11 +13,7 @@ few, consumers get the rest (`registers`, `consumer_registers`).
 
 from __future__ import annotations
 
-import math
-
-import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -27,23 +23,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from blocksparse.kernels.attention.hopper_loaders import PANEL, load_keys, load_values, padded, panels
+from blocksparse.kernels.attention.arguments import Lists, Tiles
+from blocksparse.kernels.attention.hopper_launch import copy_back, launch_of, whole_rows
+from blocksparse.kernels.attention.hopper_loaders import PANEL, load_keys, load_values, panels
 from blocksparse.kernels.attention.hopper_output import store_lse, store_out
 from blocksparse.kernels.attention.hopper_queue import (
     LOADER_REGISTERS,
     OF_PROMPT,
     Constants,
-    consumer_registers,
     extent,
     make_rings,
     positive,
     read,
-    registers,
     unpacked_place,
 )
 from blocksparse.kernels.attention.hopper_rows import LOWEST, masked_scores, partial_sum, query_positions, row_max
 from blocksparse.kernels.common.memory import for_bulk_copies
-from blocksparse.kernels.common.strides_triton import head_strides
+from blocksparse.kernels.positions.token_positions import TokenPositions
 
 
 def sparse_attention_hopper(
@@ -52,53 +48,26 @@ def sparse_attention_hopper(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    full_count: Tensor,
-    partial_count: Tensor,
-    index: Tensor,
-    q_position: Tensor,
-    k_position: Tensor,
-    q_block: int,
-    k_block: int,
-    q_lead: int,
-    causal: bool,
+    lists: Lists,
+    positions: TokenPositions,
+    tiles: Tiles,
     scale: float,
-    consumers: int,
-    block_n: int,
-    num_stages: int,
-    per_sm: int,
-    q_in_order: bool,
-    k_in_order: bool,
 ) -> None:
-    """Fills `out` and `lse`; the arguments are those of `sparse_attention` and of `HopperTiles`."""
+    """Fills `out` and `lse`; the arguments are those of `sparse_attention`."""
     q, scale = positive(q, scale)
-    filled = out, lse
-    if q_lead:  # the copy engine takes no negative row numbers, so the empty places become rows
-        q = pad(q, (0, 0, q_lead, 0))
-        out, lse = (x.new_empty((*q.shape[:3], *x.shape[3:])) for x in filled)
+    q, *filled = whole_rows(q, out, lse, positions.q_lead)
     q, k, v = (for_bulk_copies(x) for x in (q, k, v))
-    B, Hq, M, D = q.shape
-    _, Hk, N, Dv = v.shape
-    block_m, piece = 64 * consumers, min(k_block, block_n)
-    rows = full_count.shape[-1] * (q_block // block_m)
-    tiles = B * Hq * rows
-    programs = torch.cuda.get_device_properties(q.device).multi_processor_count * per_sm
-    queue = torch.zeros(1, dtype=torch.int32, device=q.device)
-    _kernel[(min(programs, tiles),)](
-        panels(q, 64), panels(k, piece), panels(v, piece), panels(out, 64), lse,
-        full_count, partial_count, index, q_position, k_position, queue,
-        *head_strides(full_count), *head_strides(index), *lse.stride()[:2],
-        head_strides(q_position), head_strides(k_position),
-        tiles, M, N, index.shape[-1], rows, Hk, Hq // Hk, Hq // full_count.shape[1],
-        N - M if causal else 0, scale * math.log2(math.e),
-        DQ=padded(D), DV=padded(Dv), CONSUMERS=consumers, BLOCK_N=block_n, STAGES=num_stages,
-        PIECES=block_n // piece, K_SPLIT=k_block // piece, Q_SPLIT=q_block // block_m,
-        CAUSAL=causal, Q_IN_ORDER=q_in_order, K_IN_ORDER=k_in_order,
-        CONSUMER_REGISTERS=consumer_registers(consumers, per_sm),
-        num_warps=4, maxnreg=registers(consumers, per_sm),
-    )  # fmt: skip
-    if q_lead:
-        for x, longer in zip(filled, (out, lse), strict=True):
-            x.copy_(longer[:, :, q_lead:])
+    launch = launch_of(q, *filled, (v.shape[1], v.shape[2]), lists, positions, tiles, scale)
+    piece = min(lists.k_block, tiles.block_n)
+    _kernel[launch.grid](
+        panels(q, 64),
+        panels(k, piece),
+        panels(v, piece),
+        panels(filled[0], 64),
+        *launch.arguments,
+        **launch.options,
+    )
+    copy_back(filled, (out, lse), positions.q_lead)
 
 
 @gluon.jit

@@ -13,10 +13,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from blocksparse.kernels.common.hardware import has_descriptors
+from blocksparse.kernels.attention.arguments import Approximation, Lists, Tiles
+from blocksparse.kernels.common.hardware import fp32_products, has_descriptors
 from blocksparse.kernels.common.memory import copies_in_bulk
 from blocksparse.kernels.common.sizes import power_of_2
 from blocksparse.kernels.common.strides_triton import alike, head_at, head_strides
+from blocksparse.kernels.positions.token_positions import TokenPositions
 from blocksparse.kernels.rounding.quantize import FP8_LIMIT
 
 _FP8_LIMIT = tl.constexpr(FP8_LIMIT)
@@ -28,53 +30,38 @@ def sparse_attention_triton(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    full_count: Tensor,
-    partial_count: Tensor,
-    index: Tensor,
-    q_position: Tensor,
-    k_position: Tensor,
-    q_block: int,
-    k_block: int,
-    q_lead: int,
-    causal: bool,
+    lists: Lists,
+    positions: TokenPositions,
+    tiles: Tiles,
     scale: float,
-    block_m: int,
-    block_n: int,
-    num_warps: int,
-    num_stages: int,
-    tma: int,
-    pv_skip: Tensor | None,
-    q_scale: Tensor | None,
-    k_scale: Tensor | None,
-    k_copy: Tensor | None,
-    v_scale: Tensor | None,
+    approximation: Approximation,
 ) -> None:
-    """Fills `out` and `lse`; the arguments are those of `sparse_attention` and of `TritonTiles`."""
+    """Fills `out` and `lse`; the arguments are those of `sparse_attention`."""
     B, Hq, M, D = q.shape
     Hk, Dv = v.shape[1], v.shape[-1]
     block_d, block_dv = (max(_least_depth(x), power_of_2(x.shape[-1])) for x in (k, v))
     k_source, v_source = k, v
-    by_descriptor = bool(tma) and has_descriptors(k) and copies_in_bulk(k) and copies_in_bulk(v)
+    by_descriptor = tiles.tma and has_descriptors(k) and copies_in_bulk(k) and copies_in_bulk(v)
     if by_descriptor:
-        k_source = TensorDescriptor.from_tensor(k, [1, 1, block_n, block_d])
-        v_source = TensorDescriptor.from_tensor(v, [1, 1, block_n, block_dv])
-    tiles = full_count.shape[-1] * (q_block // block_m)
-    _kernel[(tiles, Hq, B)](
+        k_source = TensorDescriptor.from_tensor(k, [1, 1, tiles.block_n, block_d])
+        v_source = TensorDescriptor.from_tensor(v, [1, 1, tiles.block_n, block_dv])
+    q_split, a = lists.q_block // tiles.block_m, approximation
+    _kernel[(lists.full_count.shape[-1] * q_split, Hq, B)](
         q, k_source, v_source, out, lse,
-        full_count, partial_count, index, q_position, k_position,
+        lists.full_count, lists.partial_count, lists.index, positions.q_position, positions.k_position,
         q.stride()[:3], k.stride()[:3], v.stride()[:3], out.stride()[:3], alike(*lse.stride()[:2]),
-        alike(*head_strides(full_count)), alike(*head_strides(index)),
-        head_strides(q_position), head_strides(k_position),
-        pv_skip, q_scale, k_scale, k_copy, v_scale,
-        *(None if x is None else alike(*head_strides(x)) for x in (q_scale, k_scale, k_copy, v_scale)),
-        M, k.shape[2], index.shape[-1],
-        Hq // Hk, Hq // full_count.shape[1], q_lead, scale * math.log2(math.e),
+        alike(*head_strides(lists.full_count)), alike(*head_strides(lists.index)),
+        head_strides(positions.q_position), head_strides(positions.k_position),
+        a.pv_skip, a.q_scale, a.k_scale, a.k_copy, a.v_scale,
+        *(None if x is None else alike(*head_strides(x)) for x in (a.q_scale, a.k_scale, a.k_copy, a.v_scale)),
+        M, k.shape[2], lists.index.shape[-1],
+        Hq // Hk, Hq // lists.full_count.shape[1], positions.q_lead, scale * math.log2(math.e),
         D=D, DV=Dv,
         BLOCK_D=block_d, BLOCK_DV=block_dv,
-        BLOCK_M=block_m, BLOCK_N=block_n,
-        Q_SPLIT=q_block // block_m, K_SPLIT=k_block // block_n,
-        CAUSAL=causal, TMA=by_descriptor,
-        num_warps=num_warps, num_stages=num_stages,
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
+        Q_SPLIT=q_split, K_SPLIT=lists.k_block // tiles.block_n,
+        CAUSAL=positions.causal, TMA=by_descriptor, PRECISION=fp32_products(),
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
 
 
@@ -132,17 +119,19 @@ def _factors(ptr, at, inside, RAGGED: tl.constexpr):
 
 
 @triton.jit
-def _scores(q_tile, k_tile, q_factor, k_factor, scale_log2):
+def _scores(q_tile, k_tile, q_factor, k_factor, scale_log2, PRECISION: tl.constexpr):
     """Logits in base 2. With scales the products are those of integers, and `q_factor` contains `scale_log2`."""
     if k_factor is None:
-        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale_log2
+        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
     else:
         scores = tl.dot(q_tile, tl.trans(k_tile)).to(tl.float32) * q_factor[:, None] * k_factor[None, :]
     return scores
 
 
 @triton.jit
-def _add_values(accumulator, unit, rescale, weight, scores, values, v_factor, left_out, MASKED: tl.constexpr):
+def _add_values(
+    accumulator, unit, rescale, weight, scores, values, v_factor, left_out, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Rescale what is accumulated, and add the values by their weights; returns it, and the new `unit`.
 
     With scales, what is accumulated is in units of `unit / FP8_LIMIT`, where `unit` is the largest scale of a value that
@@ -150,7 +139,7 @@ def _add_values(accumulator, unit, rescale, weight, scores, values, v_factor, le
     """
     if v_factor is None:
         accumulator = accumulator * rescale[:, None]
-        accumulator = tl.dot(weight.to(values.dtype), values, accumulator, input_precision="ieee")
+        accumulator = tl.dot(weight.to(values.dtype), values, accumulator, input_precision=PRECISION)
         new_unit = unit
     else:
         if MASKED:
@@ -174,7 +163,8 @@ def _add_values(accumulator, unit, rescale, weight, scores, values, v_factor, le
 
 @triton.jit
 def _softmax_update(
-    scores, values, v_factor, running_max, running_sum, unit, accumulator, skip_log2, live, MASKED: tl.constexpr
+    scores, values, v_factor, running_max, running_sum, unit, accumulator, skip_log2, live, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax, in base 2. Masked scores are -inf, and all scores of a query may be masked."""
     best = tl.max(scores, 1)
@@ -196,7 +186,7 @@ def _softmax_update(
     running_sum = running_sum * rescale + tl.sum(weight, 1)
     if needed:  # else every query left the tile out, so no maximum rose and nothing is to be rescaled
         accumulator, unit = _add_values(
-            accumulator, unit, rescale, weight, scores, values, v_factor, left_out, MASKED
+            accumulator, unit, rescale, weight, scores, values, v_factor, left_out, MASKED, PRECISION
         )
     return new_max, running_sum, unit, accumulator
 
@@ -213,7 +203,7 @@ def _kernel(
     heads_per_key, heads_per_mask, q_lead, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, Q_SPLIT: tl.constexpr, K_SPLIT: tl.constexpr,
-    CAUSAL: tl.constexpr, TMA: tl.constexpr,
+    CAUSAL: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # late rows are the longest: start them first
     h = tl.program_id(1)
@@ -264,11 +254,21 @@ def _kernel(
         start = (block * K_SPLIT + i % K_SPLIT) * BLOCK_N
         k_tile = _block(k_source, k_strides, b, h_copy, start, within, dims, N, D, BLOCK_D, False, TMA)
         k_factor = _factors(k_scale_ptr, k_scale_at + start + within, within >= 0, False)
-        scores = _scores(q_tile, k_tile, q_factor, k_factor, scale_log2)
+        scores = _scores(q_tile, k_tile, q_factor, k_factor, scale_log2, PRECISION)
         v_tile = _block(v_source, v_strides, b, h_key, start, within, dims_v, N, DV, BLOCK_DV, False, TMA)
         v_factor = _factors(v_scale_ptr, v_scale_at + start + within, within >= 0, False)
         running_max, running_sum, unit, accumulator = _softmax_update(
-            scores, v_tile, v_factor, running_max, running_sum, unit, accumulator, skip_log2, live, False
+            scores,
+            v_tile,
+            v_factor,
+            running_max,
+            running_sum,
+            unit,
+            accumulator,
+            skip_log2,
+            live,
+            False,
+            PRECISION,
         )
 
     q_at = tl.load(
@@ -283,7 +283,7 @@ def _kernel(
         k_at = tl.load(k_position_ptr + k_position_at + start + within)
         inside = start + within < N
         k_factor = _factors(k_scale_ptr, k_scale_at + start + within, inside, True)
-        scores = _scores(q_tile, k_tile, q_factor, k_factor, scale_log2)
+        scores = _scores(q_tile, k_tile, q_factor, k_factor, scale_log2, PRECISION)
         allowed = (k_at >= 0)[None, :]
         if CAUSAL:
             allowed = allowed & (k_at[None, :] <= q_at[:, None])
@@ -292,7 +292,7 @@ def _kernel(
         v_factor = _factors(v_scale_ptr, v_scale_at + start + within, inside, True)
         # Partial blocks hold a query's own neighbours, so none is left out: no `skip_log2` here.
         running_max, running_sum, unit, accumulator = _softmax_update(
-            scores, v_tile, v_factor, running_max, running_sum, unit, accumulator, None, live, True
+            scores, v_tile, v_factor, running_max, running_sum, unit, accumulator, None, live, True, PRECISION
         )
 
     empty = running_sum == 0.0

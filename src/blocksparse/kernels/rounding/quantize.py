@@ -53,9 +53,11 @@ def smoothing_mean(k: Tensor, causal: bool, first: int = SMOOTHED_BY) -> Tensor:
     """The mean key `[B, Hkv, 1, D]` fp32, of `k` `[B, Hkv, N, D]` in original order.
 
     What all keys have in common shifts all logits of a row alike, and takes up most of int8's range. When causal,
-    the mean is that of the `first` keys, since rows must not learn of later ones.
+    the mean is that of the `first` keys, since rows must not learn of later ones. A channel in which some key is NaN
+    or infinite is not smoothed (its mean is 0), so that such a key stays with the queries that attend to it.
     """
-    return (k[:, :, :first] if causal else k).mean(2, keepdim=True, dtype=torch.float32)
+    mean = (k[:, :, :first] if causal else k).mean(2, keepdim=True, dtype=torch.float32)
+    return mean.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _scale(largest: Tensor, limit: float) -> Tensor:

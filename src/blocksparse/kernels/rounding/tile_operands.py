@@ -16,6 +16,7 @@ tokens do not change. On GPUs one launch reads every token once; other tensors t
 from __future__ import annotations
 
 import torch
+from attrs import frozen
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -25,6 +26,21 @@ from blocksparse.kernels.rounding.int8_tokens import in_slot_order
 from blocksparse.kernels.rounding.quantize import FP8_LIMIT, GROUP, LEAST_LOG2, int8_per_block, int8_per_token
 
 _HALVES = (torch.float16, torch.bfloat16)
+
+
+@frozen(eq=False)
+class TileOperands:
+    """All that the kernel reads of queries, keys and values. H is Hkv or Hq."""
+
+    q: Tensor  # [B, Hq, M, D] int8
+    k: Tensor  # [B, 2 * H, N, D] int8
+    v: Tensor  # [B, 2 * H, D, N up to a multiple of 16] fp8, or as they were, [B, H, N, D]
+    q_scale: Tensor  # [B, Hq, M] fp32
+    k_tile_scale: Tensor  # [B, H, tiles, 4] fp32
+    k_token_scale: Tensor  # [B, H, N] fp32
+    v_tile_log2: Tensor | None = None  # [B, H, tiles, 4] fp32; None where v is not fp8
+    v_token: Tensor | None = None  # [B, 2 * H, N] fp32: log2 of scales, then their inverses
+    taken: Tensor | None = None  # [B, Hq, M] fp32: by how much a query's logits fall when keys lose their mean
 
 
 def int8_query_tiles(

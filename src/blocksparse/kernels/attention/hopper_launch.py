@@ -1,0 +1,84 @@
+"""How the two kernels over block lists are launched on Hopper: what they take alike, worked out once."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+from torch.nn.functional import pad
+
+from blocksparse.kernels.attention.arguments import Lists, Tiles
+from blocksparse.kernels.attention.hopper_loaders import padded
+from blocksparse.kernels.attention.hopper_queue import consumer_registers, registers
+from blocksparse.kernels.common.strides_triton import head_strides
+from blocksparse.kernels.positions.token_positions import TokenPositions
+
+
+@frozen(eq=False)
+class Launch:
+    """A grid of programs, the arguments that follow a kernel's own, and its constants and options."""
+
+    grid: tuple[int]
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+def launch_of(
+    q: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    keys: tuple[int, int],
+    lists: Lists,
+    positions: TokenPositions,
+    tiles: Tiles,
+    scale: float,
+) -> Launch:
+    """The launch for `q` `[B, Hq, M, D]` and `keys`, the number of KV heads and of keys.
+
+    The queries have their empty places as rows (`whole_rows`). `per_sm` programs run on each multiprocessor, and share
+    the tiles of queries through a queue, whose counter is in `arguments`.
+    """
+    (B, Hq, M, D), (Hk, N), causal = q.shape, keys, positions.causal
+    block_m, piece = 64 * tiles.consumers, min(lists.k_block, tiles.block_n)
+    full_count, index = lists.full_count, lists.index
+    rows = full_count.shape[-1] * (lists.q_block // block_m)
+    programs = torch.cuda.get_device_properties(q.device).multi_processor_count * tiles.per_sm
+    arguments = (
+        lse, full_count, lists.partial_count, index, positions.q_position, positions.k_position,
+        torch.zeros(1, dtype=torch.int32, device=q.device),
+        *head_strides(full_count), *head_strides(index), *lse.stride()[:2],
+        head_strides(positions.q_position), head_strides(positions.k_position),
+        B * Hq * rows, M, N, index.shape[-1], rows, Hk, Hq // Hk, Hq // full_count.shape[1],
+        N - M if causal else 0, scale * math.log2(math.e),
+    )  # fmt: skip
+    options = {
+        "DQ": padded(D), "DV": padded(out.shape[-1]),
+        "CONSUMERS": tiles.consumers, "BLOCK_N": tiles.block_n, "STAGES": tiles.num_stages,
+        "PIECES": tiles.block_n // piece, "K_SPLIT": lists.k_block // piece, "Q_SPLIT": lists.q_block // block_m,
+        "CAUSAL": causal, "Q_IN_ORDER": positions.q_in_order, "K_IN_ORDER": positions.k_in_order,
+        "CONSUMER_REGISTERS": consumer_registers(tiles.consumers, tiles.per_sm),
+        "num_warps": 4, "maxnreg": registers(tiles.consumers, tiles.per_sm),
+    }  # fmt: skip
+    return Launch((min(programs, B * Hq * rows),), arguments, options)
+
+
+def whole_rows(q: Tensor, out: Tensor, lse: Tensor, lead: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`q`, `out` and `lse` with `lead` more queries in front.
+
+    The bulk copy engine takes no negative row numbers. So where a chunk starts inside a block, the empty places before
+    its first query become rows, and `out` and `lse` are new tensors, to be copied back (`copy_back`).
+    """
+    if not lead:
+        return q, out, lse
+    q = pad(q, (0, 0, lead, 0))
+    return q, out.new_empty((*q.shape[:3], out.shape[-1])), lse.new_empty(q.shape[:3])
+
+
+def copy_back(longer: tuple[Tensor, Tensor], filled: tuple[Tensor, Tensor], lead: int) -> None:
+    """Copy `out` and `lse` of `whole_rows`, less the rows in front, to where the caller wants them."""
+    if lead:
+        for x, whole in zip(filled, longer, strict=True):
+            x.copy_(whole[:, :, lead:])
