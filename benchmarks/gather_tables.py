@@ -15,6 +15,7 @@ from benchmarks.peers import OURS, kernel_call
 from benchmarks.timing import Call, Candidate, CannotRunError, attempt, check, measure, release
 from blocksparse.kernels.attention.arguments import RankedLists, StopRule
 from blocksparse.kernels.attention.gather_attention import gather_attention
+from blocksparse.kernels.selecting.visiting_order import visiting_order
 
 Op = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
@@ -94,10 +95,8 @@ def gather_call(op: Op, q: Tensor, k: Tensor, v: Tensor, mask: bs.RankedBlockMas
     """The kernel alone, blocks put in order beforehand as `GatherExecutor(tau=0)` does."""
     _refuse_unsupported(q, k, v, mask)
     grid, keep = mask.grid, mask.per_query_head()
-    order = mask.rank.where(keep, torch.iinfo(torch.int32).max).argsort(dim=-1, stable=True)
-    count = keep.sum(-1).int()
-    lists = RankedLists(order.int(), count, count, grid.q_block, grid.k_block)
     rule = StopRule(torch.zeros(q.shape[1], device=q.device), patience=1, commit=True, mean=False)
+    lists = RankedLists(*visiting_order(keep, mask.rank, rule.tau), grid.q_block, grid.k_block)
     run = partial(op, q, k, v, lists, grid.positions, rule, scale=q.shape[-1] ** -0.5)
     return lambda: run()[0]
 

@@ -54,6 +54,9 @@ def assert_same(got: Any, want: Any) -> None:
     if isinstance(want, Tensor):
         assert got.dtype == want.dtype
         assert torch.equal(got.nan_to_num(), want.nan_to_num())
+    elif isinstance(want, bs.AttentionOutput):
+        for name in ("out", "lse", "visited"):
+            assert_same(getattr(got, name), getattr(want, name))
     elif attrs.has(type(want)):
         for field in attrs.fields(type(want)):
             assert_same(getattr(got, field.name), getattr(want, field.name))

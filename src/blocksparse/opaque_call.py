@@ -7,6 +7,7 @@ from typing import final
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack  # no public name up to torch 2.13
 from torch._library.opaque_object import register_opaque_type  # no public name up to torch 2.13
 from torch._opaque_base import OpaqueBase
 
@@ -32,9 +33,17 @@ class OpaqueCall(OpaqueBase):
 register_opaque_type(OpaqueCall, typ="reference", hoist=True)
 
 
+def is_transformed() -> bool:
+    """Whether tensors may be stand-ins now: those of a graph that is traced, or of a transform of `torch.func`.
+
+    Kernels cannot read stand-ins. An op gets the tensors behind them.
+    """
+    return torch.compiler.is_compiling() or peek_interpreter_stack() is not None
+
+
 def attend(call: OpaqueCall, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
     """Run `call`, or, while a graph is traced, put a node into the graph that runs it."""
-    if torch.compiler.is_compiling():
+    if is_transformed():
         out: Tensor = _attend(q, k, v, call, causal, scale)
         return out
     return call(q, k, v, causal, scale)

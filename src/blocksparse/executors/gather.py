@@ -15,6 +15,8 @@ from blocksparse.executors.one_node import OneNode, one_node
 from blocksparse.kernels.attention.arguments import RankedLists, StopRule
 from blocksparse.kernels.attention.gather_attention import gather_attention
 from blocksparse.kernels.common.sizes import FAR
+from blocksparse.kernels.selecting.visiting_order import visiting_order
+from blocksparse.opaque_call import is_transformed
 from blocksparse.per_head import PerHead, at_least_0, by_head, per_head, written, wrong_heads
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.selectors.block_mask import BlockMask, RankedBlockMask
@@ -70,7 +72,7 @@ class GatherExecutor(Executor[Permutation, RankedBlockMask]):
         *,
         scale: float,
     ) -> AttentionOutput:
-        if torch.compiler.is_compiling():
+        if is_transformed():
             return one_node(self._node, q, k, v, permutation, mask, mask.rank, scale=scale)
         self.check(q, k, v, permutation, mask, hint="Choose smaller blocks, or use ReferenceExecutor().")
         grid, keep = mask.grid, mask.per_query_head()
@@ -80,15 +82,12 @@ class GatherExecutor(Executor[Permutation, RankedBlockMask]):
             else mask.rank.repeat_interleave(grid.q_heads // grid.kv_heads, 1)
         )
         tau = by_head(self.tau, q)
-        order = rank.where(keep, torch.iinfo(torch.int32).max).argsort(dim=-1, stable=True)
-        forced = keep & ((rank < 0) | (tau == 0).view(-1, 1, 1))
-        opened, count = (x.sum(-1, dtype=torch.int32) for x in (forced, keep))
-        lists = RankedLists(order.int(), opened, count, grid.q_block, grid.k_block)
+        lists = RankedLists(*visiting_order(keep, rank, tau), grid.q_block, grid.k_block)
         rule = StopRule(tau, min(self.patience, FAR), self.commit, self.reduction == "mean")
         out, lse, blocks = gather_attention(q, k, v, lists, grid.positions, rule, scale=scale)
 
         def visited() -> BlockMask:
             seen = torch.arange(grid.cols, device=q.device) < blocks.unsqueeze(-1)
-            return BlockMask(torch.zeros_like(keep).scatter_(-1, order, seen), grid)
+            return BlockMask(torch.zeros_like(keep).scatter_(-1, lists.index.long(), seen), grid)
 
         return AttentionOutput(out, lse, visited)

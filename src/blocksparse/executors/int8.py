@@ -22,6 +22,7 @@ from blocksparse.kernels.attention.int8_attention import int8_attention
 from blocksparse.kernels.attention.sparse_attention import sparse_attention
 from blocksparse.kernels.common.hardware import is_hopper
 from blocksparse.kernels.rounding.fp8_values import fp8_values
+from blocksparse.opaque_call import is_transformed
 from blocksparse.per_head import PerHead, by_head, negative, per_head, wrong_heads
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.selectors.block_mask import BlockMask
@@ -91,7 +92,7 @@ class Int8Executor(Executor[GlobalPermutation, BlockMask]):
         *,
         scale: float,
     ) -> AttentionOutput:
-        if torch.compiler.is_compiling():
+        if is_transformed():
             return one_node(self._node, q, k, v, permutation, mask, None, scale=scale)
         hint = "Use Int8Executor(fp8_pv=False) if only fp8 is missing, or TritonExecutor() or AutoExecutor()."
         self.check(q, k, v, permutation, mask, hint=hint)

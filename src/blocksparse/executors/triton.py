@@ -16,6 +16,7 @@ from blocksparse.executors.one_node import OneNode, one_node
 from blocksparse.executors.tiles import HopperTiles, Tiles, TritonTiles, tuned
 from blocksparse.kernels.attention.arguments import Approximation
 from blocksparse.kernels.attention.sparse_attention import EXACT, sparse_attention
+from blocksparse.opaque_call import is_transformed
 from blocksparse.per_head import PerHead, by_head, negative, per_head, wrong_heads
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.selectors.block_mask import BlockMask
@@ -65,7 +66,7 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
         *,
         scale: float,
     ) -> AttentionOutput:
-        if torch.compiler.is_compiling():
+        if is_transformed():
             return one_node(self._node, q, k, v, permutation, mask, None, scale=scale)
         self.check(q, k, v, permutation, mask, hint="Use AutoExecutor(), or CpuExecutor() on a CPU.")
         grid, queries = mask.grid, permutation.gather_queries(q)

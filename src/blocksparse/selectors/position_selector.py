@@ -77,8 +77,8 @@ class PositionSelector(Selector[BlockScores, BlockMask]):
         Where query heads share `mask`, they share what the rule keeps for any of them.
         """
         shared = mask.keep.shape[1] != grid.q_heads
-        alike = not self.parts()[1] and grid.shared() is grid  # the rule keeps the same for all heads of a group
-        if not mask.grid.same_blocks(grid) or (shared and not alike):
+        if not mask.grid.same_blocks(grid) or (shared and (self.parts()[1] or grid.shared() is not grid)):
+            # The rule may keep other blocks in another head of a group.
             mine = self.on(grid)
             return mask | (mine.share_heads() if shared else mine)
         return BlockMask(self._within_reach(mask.keep, mask.grid).expand(mask.keep.shape), mask.grid)

@@ -16,7 +16,12 @@ from triton.compiler import ASTSource
 from blocksparse.kernels.multiplying import block_products_triton
 from blocksparse.kernels.positions import block_lists_triton, within_reach_triton
 from blocksparse.kernels.scoring import block_softmax_triton
-from blocksparse.kernels.selecting import global_top_cdf_triton, top_cdf_triton, top_k_triton
+from blocksparse.kernels.selecting import (
+    global_top_cdf_triton,
+    top_cdf_triton,
+    top_k_triton,
+    visiting_order_triton,
+)
 from blocksparse.kernels.selecting.row_search_triton import tile_of_rows
 
 PARTS = [
@@ -24,9 +29,12 @@ PARTS = [
 ]
 TYPES: dict[str, Any] = {
     **{f"{name}_ptr": "*i1" for name in ("forced", "keep", "k_whole", "own")},
-    **{f"{name}_ptr": "*fp32" for name in ("values", "logits", "q", "k")},
+    **{f"{name}_ptr": "*fp32" for name in ("values", "logits", "q", "k", "tau")},
     **{f"{name}_ptr": "*fp64" for name in ("mass", "share")},
-    **{f"{name}_ptr": "*i32" for name in ("full_count", "partial_count", "seen", "q_last", "k_first")},
+    **{
+        f"{name}_ptr": "*i32"
+        for name in ("full_count", "partial_count", "seen", "q_last", "k_first", "rank", "opened", "count")
+    },
     **{
         f"{name}_ptr": "*i32"
         for name in ("heaviest", "lightest", "ticks", "bounds", "last_bounds", "ties", "before")
@@ -36,7 +44,7 @@ TYPES: dict[str, Any] = {
     "position_strides": (("i32",) * 4,) * 4,
     **{
         f"{name}_strides": ("i32", "i32", "i32", "constexpr")
-        for name in ("values", "forced", "keep", "k_whole", "own", "seen", "q_last", "k_first")
+        for name in ("values", "forced", "keep", "k_whole", "own", "seen", "q_last", "k_first", "rank")
     },
     **dict.fromkeys(("rows", "cols", "k", "D", "n", "group", "mass_stride", "share_stride"), "i32"),
     **dict.fromkeys(("skipped", "near", "first", "eta", "first_row"), "i32"),
@@ -94,6 +102,7 @@ def main() -> int:
                 ("softmax", block_softmax_triton._kernel, {"rows": 1, "cols": min(wide, 8192), "warps": 4, "WHOLE": wide <= 8192, "SEGMENT": 256, "seen_ptr": None, "seen_strides": None}),
                 ("prefix softmax", block_softmax_triton._kernel, {"rows": 1, "cols": min(wide, 8192), "warps": 4, "WHOLE": wide <= 8192, "SEGMENT": None, "positions": None, "position_strides": None, "own_ptr": None, "own_strides": None}),
                 ("refined", within_reach_triton._kernel, {"rows": 16, "cols": 256, "warps": 4, "N": 4, "DIAGONAL": False}),
+                ("visiting order", visiting_order_triton._kernel, {"rows": 1, "cols": 256, "warps": 4, "CHUNK": 16}),
                 ("places", within_reach_triton._kernel, {"rows": 16, "cols": 256, "warps": 4, "N": 1, "DIAGONAL": True, "keep_ptr": None, "keep_strides": None}),
                 *((f"global_top_cdf{part.__name__}", part, {"rows": 16, "cols": 256, "warps": 4, "TILE": 4096, "CROSSING": True}) for part in PARTS),
             ]  # fmt: skip

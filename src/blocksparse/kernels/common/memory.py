@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
+
+from blocksparse.kernels.common.sizes import REMEMBERED
 
 
 def empty_as(q: Tensor, width: int, dtype: torch.dtype) -> Tensor:
@@ -28,12 +32,14 @@ def empty_as(q: Tensor, width: int, dtype: torch.dtype) -> Tensor:
 
 def copies_in_bulk(x: Tensor) -> bool:
     """Whether tensor descriptors can read `x`: rows are contiguous and aligned to 16 bytes, and no entries share memory."""
-    *outer, inner = x.stride()
-    if inner != 1 or x.data_ptr() % 16:
-        return False
-    in_bytes = x.element_size()
-    return not any(
-        step * in_bytes % 16 or (step == 0 and size > 1) for size, step in zip(x.shape, outer, strict=False)
+    return x.data_ptr() % 16 == 0 and _copies_in_bulk(x.shape, x.stride(), x.element_size())
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def _copies_in_bulk(shape: tuple[int, ...], strides: tuple[int, ...], in_bytes: int) -> bool:
+    *outer, inner = strides
+    return inner == 1 and not any(
+        step * in_bytes % 16 or (step == 0 and size > 1) for size, step in zip(shape, outer, strict=False)
     )
 
 

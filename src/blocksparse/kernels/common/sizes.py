@@ -13,6 +13,9 @@ ROOM = 1024
 A block larger than both that and the prompt is cut to the larger of the two, and takes no more memory.
 """
 
+REMEMBERED = 4096
+"""For how many shapes what follows from a shape alone is kept, so that calls need not work it out again."""
+
 
 def cdiv(n: int, size: int) -> int:
     """How many pieces of size `size` cover `n`."""

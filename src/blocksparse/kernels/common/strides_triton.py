@@ -8,9 +8,13 @@ are multiplied by 16 (`alike`), and the kernel divides by 16 again (`head_at`).
 
 from __future__ import annotations
 
+import functools
+
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from blocksparse.kernels.common.sizes import REMEMBERED
 
 
 def alike(*strides: int) -> tuple[int, ...]:
@@ -20,7 +24,12 @@ def alike(*strides: int) -> tuple[int, ...]:
 
 def head_strides(x: Tensor) -> tuple[int, ...]:
     """Strides of the first two axes, 0 for an axis of one entry, which holds for all."""
-    return tuple([0 if size == 1 else stride for size, stride in zip(x.shape[:2], x.stride()[:2], strict=True)])
+    return _head_strides(x.shape, x.stride())
+
+
+@functools.lru_cache(maxsize=REMEMBERED)  # shapes alone decide them, and kernels ask for them in every call
+def _head_strides(shape: tuple[int, ...], of_memory: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple([0 if size == 1 else stride for size, stride in zip(shape[:2], of_memory[:2], strict=True)])
 
 
 @triton.jit

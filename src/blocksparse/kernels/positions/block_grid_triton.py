@@ -6,12 +6,14 @@ sm_100 for sums over the only axis of a tensor.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from blocksparse.kernels.common.sizes import REMEMBERED
 from blocksparse.kernels.common.strides_triton import alike, head_at
 from blocksparse.kernels.positions.block_grid import BlockGrid
 
@@ -20,12 +22,23 @@ _COLS = 256
 
 def plain_strides(x: Tensor) -> tuple[int, ...]:
     """Strides of `x` `[B|1, H|1, rows|1, cols|1]`, 0 for an axis of one entry, which holds for all."""
-    return tuple([0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)])
+    return _plain_strides(x.shape, x.stride())
 
 
 def strides(x: Tensor) -> tuple[int, ...]:
     """The same, but those of all axes except the last are as `alike` gives them."""
-    *outer, of_cols = plain_strides(x)
+    return _strides(x.shape, x.stride())
+
+
+# Shapes alone decide these numbers, and a call asks for them some twenty times: so they are remembered.
+@functools.lru_cache(maxsize=REMEMBERED)
+def _plain_strides(shape: tuple[int, ...], of_memory: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple([0 if size == 1 else stride for size, stride in zip(shape, of_memory, strict=True)])
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def _strides(shape: tuple[int, ...], of_memory: tuple[int, ...]) -> tuple[int, ...]:
+    *outer, of_cols = _plain_strides(shape, of_memory)
     return *alike(*outer), of_cols
 
 

@@ -1,0 +1,36 @@
+"""Ranks as lists: the kept blocks of every row in the order in which the row visits them.
+
+    index[row] = columns kept, the smallest rank first and ties by column; then the columns that are not kept
+
+On GPUs one launch writes the lists and counts of rows of up to `LONGEST` blocks. Longer rows, and CPU tensors, take the
+plain torch below, with the same result.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LONGEST = 1024
+
+
+def visiting_order(keep: Tensor, rank: Tensor, tau: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`index` `[B, H, rows, cols]`, and per row how many blocks are visited in any case, and how many at most; int32.
+
+    Args:
+        keep: `[B, H, rows, cols]` bool.
+        rank: `[B, H, rows, cols]` int32. Kept blocks of a negative rank are visited in any case.
+        tau: `[H]` fp32; where it is 0, so are all others.
+    """
+    if keep.is_cuda and keep.shape[-1] <= LONGEST:
+        from blocksparse.kernels.selecting.visiting_order_triton import visiting_order_triton
+
+        return visiting_order_triton(keep, rank, tau)
+    return visiting_order_reference(keep, rank, tau)
+
+
+def visiting_order_reference(keep: Tensor, rank: Tensor, tau: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same in plain torch."""
+    order = rank.where(keep, torch.iinfo(torch.int32).max).argsort(dim=-1, stable=True)
+    opened = keep & ((rank < 0) | (tau == 0).view(-1, 1, 1))
+    return order.int(), opened.sum(-1, dtype=torch.int32), keep.sum(-1, dtype=torch.int32)
