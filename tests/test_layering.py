@@ -15,8 +15,8 @@ SOURCE = Path(__file__).parents[1] / "src" / "blocksparse"
 
 # A layer may import itself and what stands before it; `kernels` may import nothing of ours but `precision`.
 LAYERS = [
-    "validators", "precision", "inputs", "per_head", "opaque_call", "class_line", "permuters", "geometry",
-    "scorers", "selectors", "executors", "pipeline", "head_groups", "schedule", "presets", "testing",
+    "validators", "precision", "sequences", "inputs", "per_head", "opaque_call", "class_line", "permuters",
+    "geometry", "scorers", "selectors", "executors", "pipeline", "head_groups", "schedule", "presets", "testing",
     "integrations", "demo",
 ]  # fmt: skip
 MAY_IMPORT_KERNELS = {"permuters", "geometry", "scorers", "selectors", "executors", "pipeline"}

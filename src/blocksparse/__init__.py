@@ -78,5 +78,7 @@ from blocksparse.selectors.top_cdf import TopCdf as TopCdf
 from blocksparse.selectors.top_k import TopK as TopK
 from blocksparse.selectors.vertical_slash_cdf import VerticalSlashCdf as VerticalSlashCdf
 from blocksparse.selectors.vertical_slash_top_k import VerticalSlashTopK as VerticalSlashTopK
+from blocksparse.sequences import Sequences as Sequences
+from blocksparse.sequences import Span as Span
 
 __version__ = "0.1.0.dev0"

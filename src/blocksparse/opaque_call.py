@@ -11,6 +11,7 @@ from torch._library.opaque_object import register_opaque_type  # no public name 
 from torch._opaque_base import OpaqueBase
 
 from blocksparse.precision import without_autocast
+from blocksparse.sequences import Sequences
 
 Run = Callable[[Tensor, Tensor, Tensor, bool, float], Tensor]
 """A function of checked `(q, k, v, causal, scale)` that gives the output `[B, Hq, M, Dv]`."""
@@ -27,26 +28,58 @@ class OpaqueCall(OpaqueBase):
         with without_autocast(q):
             return _laid_out_as(q, self.run(q, k, v, causal, scale))
 
+    def each(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, causal: bool, scale: float) -> Tensor:
+        """Run each sequence by itself, on views of q, k and v. Other rows of the output are 0."""
+        parts = sequences.parts(q, k, v, causal=causal)
+        out = _laid_out_as(q, q.new_zeros((*q.shape[:3], v.shape[-1])))
+        with without_autocast(q):
+            for span, part in zip(sequences.spans, parts, strict=True):
+                if part is not None:
+                    span.rows(out).copy_(self.run(*part, causal, scale))
+        return out
+
 
 # With `hoist` the object is an input of the graph, not a constant, and so no part of the key of cached graphs.
 register_opaque_type(OpaqueCall, typ="reference", hoist=True)
 
 
-def attend(call: OpaqueCall, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
+def attend(
+    call: OpaqueCall,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    sequences: Sequences | None = None,
+) -> Tensor:
     """Run `call`, or, while a graph is traced, put a node into the graph that runs it."""
-    if torch.compiler.is_compiling():
-        out: Tensor = _attend(q, k, v, call, causal, scale)
-        return out
-    return call(q, k, v, causal, scale)
+    whole, each = (
+        (_attend, _attend_each) if torch.compiler.is_compiling() else (OpaqueCall.__call__, OpaqueCall.each)
+    )
+    if sequences is None:
+        out: Tensor = whole(call, q, k, v, causal, scale)
+    else:
+        out = each(call, q, k, v, sequences, causal, scale)
+    return out
 
 
 @torch.library.custom_op("blocksparse::attend", mutates_args=())
-def _attend(q: Tensor, k: Tensor, v: Tensor, call: OpaqueCall, causal: bool, scale: float) -> Tensor:
+def _attend(call: OpaqueCall, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
     return call(q, k, v, causal, scale)
 
 
+# PyTorch knows no op with an argument that is such an object or None, so this is an op of its own.
+@torch.library.custom_op("blocksparse::attend_each", mutates_args=())
+def _attend_each(
+    call: OpaqueCall, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, causal: bool, scale: float
+) -> Tensor:
+    return call.each(q, k, v, sequences, causal, scale)
+
+
 @_attend.register_fake
-def _(q: Tensor, _k: Tensor, v: Tensor, *_: object) -> Tensor:
+@_attend_each.register_fake
+def _output(_call: OpaqueCall, q: Tensor, _k: Tensor, v: Tensor, *_: object) -> Tensor:
     return _laid_out_as(q, q.new_empty((*q.shape[:3], v.shape[-1])))
 
 
