@@ -35,7 +35,7 @@ MULTIPLY = {
 # One function that is immune, dense attention beside it, the yardstick of tests, a host's attention, a picture.
 MAY_MULTIPLY = {
     "kernels/multiplying/products.py", "executors/dense_attention.py", "testing/budget.py",
-    "integrations/transformers.py", "demo/picture.py",
+    "integrations/transformers/dense.py", "demo/picture.py",
 }  # fmt: skip
 
 

@@ -33,6 +33,12 @@ class HeadGroupsTrace:
     traces: Mapping[Heads, AnyTrace | None]  # None for a dense group
     output: AttentionOutput
 
+    @property
+    def dense_because(self) -> str | None:
+        """Why the executor of a group attended densely, if none of the groups was sparse."""
+        reasons = [trace.dense_because for trace in self.traces.values() if trace is not None]
+        return next(iter(reasons), None) if all(reasons) else None
+
     def density(self) -> Tensor:
         """The work done, as a share of the work of dense attention, `[B, Hq]`; 1 for heads of a dense group."""
         return self._per_query_head(lambda trace: trace.density(), dense=1.0)

@@ -18,6 +18,14 @@ _AUTOCAST_TAKES = (torch.float16, torch.bfloat16, torch.float32)
 DTYPES = (*_AUTOCAST_TAKES, torch.float64)
 
 
+class UnsupportedError(ValueError):
+    """Inputs that are right, but that this pipeline cannot run. `because` is the reason alone."""
+
+    def __init__(self, message: str, because: str) -> None:
+        super().__init__(message)
+        self.because = because
+
+
 def check_inputs(
     q: Tensor,
     k: Tensor,

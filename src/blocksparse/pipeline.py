@@ -48,6 +48,7 @@ class Trace(Generic[PermutationT, ScoresT, MaskT]):
     scores: ScoresT
     mask: MaskT
     output: AttentionOutput
+    dense_because: str | None = None  # why the executor attended densely, if it did
 
     @property
     def visited(self) -> BlockMask:
@@ -248,13 +249,13 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         permutation = self._order(q, k, causal, scale)
         scores = self._score(q, k, permutation, causal, scale)
         mask = self._select(q, k, permutation, scores, causal)
-        if self.executor.dense_because(q, k, v, causal=causal) is None:
+        if (reason := self.executor.dense_because(q, k, v, causal=causal)) is None:
             output = self._execute(q, k, v, permutation, mask, scale)
         else:
             output = AttentionOutput(
                 dense_attention(q, k, v, causal=causal, scale=scale), None, _everything(q, k, mask)
             )
-        return Trace(q, k, v, scale, permutation, scores, mask, output)
+        return Trace(q, k, v, scale, permutation, scores, mask, output, reason)
 
 
 class _Promised(NamedTuple):

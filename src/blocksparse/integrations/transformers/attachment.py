@@ -38,32 +38,21 @@ class Attachment:
         *,
         attend: Callable[..., Any],
         mask: Callable[..., Any],
+        ended: Callable[[], None],
     ) -> Attachment:
-        """Register these two functions and let all `configs` of `model` name them.
-
-        Raises:
-            ValueError: the model cannot change its attention function.
-        """
+        """Register these two functions and let all `configs` name them, until the end; then call `ended`."""
         key = _PREFIX + uuid4().hex
         before = tuple((config, config._attn_implementation) for config in configs)
-        end = finalize(model, _restore, key, before)
+        end = finalize(model, _restore, key, before, ended)
         end.atexit = False
         try:
             AttentionInterface.register(key, attend)
             AttentionMaskInterface.register(key, mask)
-            if model.is_backend_compatible():
-                model.set_attn_implementation(key)
-            if model.config._attn_implementation != key:
-                raise ValueError(
-                    f"{type(model).__name__} cannot change its attention function: it does not support "
-                    "transformers' AttentionInterface; call the pipeline yourself, in its attention's place"
-                )
+            for config, name in before:
+                config._attn_implementation_internal = _Name(key, name)  # the public setter sets sub-configs too
         except BaseException:
             end()
             raise
-        for config, name in before:
-            if config._attn_implementation == key:
-                config._attn_implementation_internal = _Name(key, name)
         return cls(key, before, end)
 
     def detach(self) -> None:
@@ -110,10 +99,11 @@ class _Name(str):
         return deepcopy, (self.before,)
 
 
-def _restore(key: str, before: Sequence[tuple[Any, str | None]]) -> None:
+def _restore(key: str, before: Sequence[tuple[Any, str | None]], ended: Callable[[], None]) -> None:
     for config, name in before:
         if config._attn_implementation == key:
-            config._attn_implementation_internal = name  # the public setter would also set sub-configs
+            config._attn_implementation_internal = name
     # transformers can register a name for the class, but can delete it only from an instance.
     AttentionInterface._global_mapping.pop(key, None)
     AttentionMaskInterface._global_mapping.pop(key, None)
+    ended()
