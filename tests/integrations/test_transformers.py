@@ -456,10 +456,11 @@ def test_short_calls_are_dense() -> None:
     with attach(model, SPARSE, min_tokens=60, min_queries=60, recorder=(just_enough := DensityRecorder())):
         model(ids)
     assert all_sparse(just_enough)
-    for limits, reason in (
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"min_tokens": 61}, "fewer than min_tokens"),
         ({"min_tokens": 1, "min_queries": 61}, "fewer than min_queries"),
-    ):
+    ]
+    for limits, reason in cases:
         recorder = DensityRecorder()
         with attach(model, SPARSE, recorder=recorder, **limits):
             torch.testing.assert_close(model(ids).logits, expected, atol=2e-4, rtol=1e-4)

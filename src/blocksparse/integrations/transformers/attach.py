@@ -18,7 +18,7 @@ from blocksparse.integrations.transformers.layer import LayerAttention
 from blocksparse.integrations.transformers.outcomes import Outcomes
 from blocksparse.pipeline import Pipeline
 from blocksparse.schedule import LayerPipeline, Schedule
-from blocksparse.validators import size, whole
+from blocksparse.validators import flag, size, whole
 
 
 def attach(
@@ -28,6 +28,7 @@ def attach(
     min_tokens: int = 512,
     min_queries: int = 64,
     recorder: DensityRecorder | None = None,
+    continuous_batching: bool = False,
 ) -> Attachment:
     """Run the prefill of `model` through `pipeline`, and everything else through exact dense attention.
 
@@ -42,6 +43,8 @@ def attach(
         min_tokens: prompts of fewer tokens than this, context and queries together, stay dense.
         min_queries: prompts with fewer queries at once stay dense. Decoding always does.
         recorder: gets a record of what each call did; if None, nothing is recorded.
+        continuous_batching: attach to the calls of `generate_batch` instead, and to no others. transformers takes
+            only its own names there, so "sdpa" is the name of the pipeline until the end, for this model alone.
 
     Raises:
         TypeError: there is not one transformers model in `model`, or `pipeline` is not a pipeline.
@@ -58,6 +61,7 @@ def attach(
     if recorder is not None and not isinstance(recorder, DensityRecorder):
         raise TypeError(f"'recorder' must be a DensityRecorder: {type(recorder).__name__}")
     min_tokens, min_queries = whole(min_tokens), whole(min_queries)
+    flag.check(continuous_batching=continuous_batching)
     size.check(min_tokens=min_tokens, min_queries=min_queries)
     outcomes = Outcomes(type(model).__name__, recorder)
     layers = {
@@ -67,7 +71,7 @@ def attach(
     adapter = Adapter(layers, frozenset(map(id, model.modules())), outcomes)
     configs = _configs(model)
     _refuse_shared(configs, adapter.modules, model)
-    return Attachment.of(model, configs, attend=adapter.attend, mask=adapter.mask, ended=outcomes.tell)
+    return Attachment.of(model, configs, adapter, continuous_batching=continuous_batching)
 
 
 def _inside(model: nn.Module) -> PreTrainedModel:

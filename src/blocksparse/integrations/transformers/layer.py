@@ -37,6 +37,8 @@ class LayerAttention:
 
     def dense_because(self, queries: int, keys: int) -> str | None:
         """The reason why a prompt of this size is dense in this layer, or None."""
+        if queries == 1:
+            return "decode"
         if self.pipeline is None:
             return "no pipeline for this layer"
         if keys < self.min_tokens:
