@@ -18,6 +18,7 @@ from blocksparse.executors.tiles import TritonTiles as TritonTiles
 from blocksparse.executors.triton import TritonExecutor as TritonExecutor
 from blocksparse.geometry import Grid as Grid
 from blocksparse.head_groups import HeadGroups as HeadGroups
+from blocksparse.page_table import PageTable as PageTable
 from blocksparse.permuters.column_order import ColumnOrder as ColumnOrder
 from blocksparse.permuters.given_order import GivenOrder as GivenOrder
 from blocksparse.permuters.global_index_map import GlobalIndexMap as GlobalIndexMap

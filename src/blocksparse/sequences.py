@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._library.opaque_object import register_opaque_type  # no public name up to torch 2.13
 from torch._opaque_base import OpaqueBase
 
-from blocksparse.validators import count, is_whole, shown, whole
+from blocksparse.validators import count, is_whole, numbers_on_host, shown, whole
 
 
 class Span(NamedTuple):
@@ -102,8 +102,8 @@ class Sequences(OpaqueBase):
             TypeError: the lengths are not whole numbers.
             ValueError: a length is below 0, or there are not as many key lengths as lengths.
         """
-        queries = _numbers("lengths", lengths)
-        keys = queries if key_lengths is None else _numbers("key_lengths", key_lengths)
+        queries = numbers_on_host("lengths", lengths)
+        keys = queries if key_lengths is None else numbers_on_host("key_lengths", key_lengths)
         for name, numbers in (("lengths", queries), ("key_lengths", keys)):
             if min(numbers, default=0) < 0:
                 raise ValueError(f"'{name}' must not be below 0: {shown(numbers)}")
@@ -125,8 +125,10 @@ class Sequences(OpaqueBase):
             TypeError: the entries are not whole numbers.
             ValueError: they do not begin with 0 and rise, or the two have not as many entries.
         """
-        ends_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-        return cls.packed(_steps("cu_seqlens_q", cu_seqlens_q), _steps("cu_seqlens_k", ends_k))
+        lengths = _steps("cu_seqlens_q", cu_seqlens_q)
+        if cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q:  # the host need not wait for it twice
+            return cls.packed(lengths)
+        return cls.packed(lengths, _steps("cu_seqlens_k", cu_seqlens_k))
 
     @classmethod
     def padded(cls, attention_mask: Tensor, *, queries: int | None = None) -> Sequences:
@@ -201,21 +203,9 @@ class Sequences(OpaqueBase):
 register_opaque_type(Sequences, typ="reference", hoist=True)
 
 
-def _numbers(name: str, values: Sequence[int] | Tensor) -> list[int]:
-    """Whole numbers as a list; the host waits if they are on a GPU."""
-    if isinstance(values, Tensor):
-        if values.ndim != 1 or values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
-            raise TypeError(f"'{name}' must be whole numbers along one axis: {shown(values)}")
-        found: list[int] = values.tolist()
-        return found
-    if not isinstance(values, Sequence) or not all(map(is_whole, values)):
-        raise TypeError(f"'{name}' must be a sequence of whole numbers, or a tensor of them: {shown(values)}")
-    return [whole(value) for value in values]
-
-
 def _steps(name: str, values: Sequence[int] | Tensor) -> list[int]:
     """The differences of sums that begin with 0 and do not fall."""
-    sums = _numbers(name, values)
+    sums = numbers_on_host(name, values)
     steps = [after - before for before, after in pairwise(sums)]
     if sums[:1] != [0] or min(steps, default=0) < 0:
         raise ValueError(f"'{name}' must begin with 0 and never fall: {shown(sums)}")
