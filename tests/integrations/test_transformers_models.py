@@ -192,6 +192,35 @@ def test_decoders_of_two_part_models_are_sparse(build: Callable[[], Any], padded
         assert recorder.dense_calls()[0] == Counter({"not causal": 2, "position bias": 1})
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_modules_that_do_not_say_whether_they_are_causal(padded: bool) -> None:
+    """An encoder sees all keys; a decoder of which the mask says it is causal is sparse."""
+    ids = tokens(60, batch=2)
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    given: dict[str, Any] = {"attention_mask": mask} if padded else {}
+    sizes = {
+        name: SIZES[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+    }
+    config = transformers.SplinterConfig(**sizes, intermediate_size=48, question_token_id=3)
+    model, real = (
+        random_model(transformers.SplinterModel._from_config, config),
+        mask.bool() if padded else slice(None),
+    )
+    expected, recorder = model(ids, **given).last_hidden_state[real], DensityRecorder()
+    with attached(model, recorder):
+        assert_same(model(ids, **given).last_hidden_state[real], expected)
+    assert recorder.sparse_calls() == {}
+    decoder = make("llama")
+    for layer in decoder.model.layers:
+        del layer.self_attn.is_causal
+    expected = decoder(ids, **given).logits[real]
+    with attached(decoder, recorder):
+        actual = decoder(ids, **given).logits[real]
+    torch.testing.assert_close(actual, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
+    assert recorder.sparse_calls() == dict.fromkeys(range(2), 2 if padded else 1)
+
+
 def test_what_an_executor_cannot_run_is_dense() -> None:
     """With its reason; so are heads of a group that it cannot run."""
     model, ids = make("llama"), tokens(60)
@@ -259,7 +288,8 @@ def test_dense_attention_holds_a_few_rows_of_logits(
     """Softcap, sinks and windows: neither logits nor a mask of all pairs."""
     import blocksparse.integrations.transformers.dense as integration
 
-    monkeypatch.setattr(integration, "NUMBERS_AT_ONCE", 2**14)
+    for name_of_it in ("LOGITS_AT_ONCE", "MASK_AT_ONCE"):
+        monkeypatch.setattr(integration, name_of_it, 2**14)
     model, ids, recorder = make(name), tokens(600), DensityRecorder()
     given: dict[str, Any] = {"use_cache": False}
     if padded:

@@ -26,11 +26,12 @@ class Adapter:
     layers: Mapping[int, LayerAttention]  # by `layer_idx`, -1 for attention without one
     modules: frozenset[int]  # ids of the model's modules, because another model may share a config and call this
     outcomes: Outcomes
+    explicit_masks: bool = False  # because some of the modules do not say whether they are causal without a mask
     lengths: LastLengths = field(factory=LastLengths, init=False)
 
     def mask(self, **request: Any) -> Tensor | PromptMask | None:
-        """None for a whole plain causal prompt, and in place of any other mask a `PromptMask`."""
-        return mask_of(**request)
+        """None where all keys are seen, or a whole causal prompt is; in place of any other mask a `PromptMask`."""
+        return mask_of(explicit=self.explicit_masks, **request)
 
     def attend(
         self,

@@ -68,7 +68,8 @@ def attach(
         layer: LayerAttention(pipeline, layer, min_tokens, min_queries, outcomes)
         for layer, pipeline in _layers_of(schedule, model).items()
     }
-    adapter = Adapter(layers, frozenset(map(id, model.modules())), outcomes)
+    silent = any(_asks_for_its_function(x) and not hasattr(x, "is_causal") for x in model.modules())
+    adapter = Adapter(layers, frozenset(map(id, model.modules())), outcomes, explicit_masks=silent)
     configs = _configs(model)
     _refuse_shared(configs, adapter.modules, model)
     return Attachment.of(model, configs, adapter, continuous_batching=continuous_batching)

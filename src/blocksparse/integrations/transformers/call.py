@@ -63,7 +63,8 @@ class Call:
             elif mask.request is None:
                 return cls(module, query, key, value, mask, True, mask.seen, kwargs)
         asked = kwargs.get("is_causal")
-        causal = bool(getattr(module, "is_causal", True) if asked is None else asked)
+        # transformers' sdpa takes a module that says nothing for causal; but encoders are among them.
+        causal = bool(getattr(module, "is_causal", False) if asked is None else asked)
         if mask is not None:
             return cls(module, query, key, value, mask, causal, None, kwargs)
         if causal and 1 < M != N:

@@ -18,8 +18,8 @@ from blocksparse.integrations.transformers.prompt_mask import PromptMask
 _ONLY_EAGER = ("softcap", "s_aux", "sinks")
 # Models that choose keys themselves turn their choice into a mask only for "eager" and "sdpa", not for others.
 _CHOSEN_KEYS = ("indices", "block_indices")
-# Attention that holds its logits, or a mask, has at most about so many of them at once.
-NUMBERS_AT_ONCE = 2**24
+# Eager attention has about so many logits at once, and sdpa so many entries of a mask.
+LOGITS_AT_ONCE, MASK_AT_ONCE = 2**24, 2**26
 
 
 def dense(call: Call) -> tuple[Tensor, Tensor | None]:
@@ -50,7 +50,9 @@ def dense(call: Call) -> tuple[Tensor, Tensor | None]:
     if call.wants_weights or mask is None or not (eager or isinstance(mask, PromptMask)):
         out, weights = attend(call.query, mask.made() if isinstance(mask, PromptMask) else mask, kwargs)
         return out, weights if call.wants_weights else None
-    rows = max(16, NUMBERS_AT_ONCE // (B * (Hq if eager else 1) * N))
+    rows = max(16, LOGITS_AT_ONCE // (B * Hq * N) if eager else MASK_AT_ONCE // (B * N))
+    if rows >= M and isinstance(mask, PromptMask):
+        return attend(call.query, mask.made(), kwargs)[0], None
     bias = kwargs.get("position_bias")
     outs = []
     for start in range(0, M, rows):
@@ -58,7 +60,7 @@ def dense(call: Call) -> tuple[Tensor, Tensor | None]:
         part = mask.rows(start, stop) if isinstance(mask, PromptMask) else mask[:, :, start:stop]
         own = kwargs if bias is None else kwargs | {"position_bias": bias[:, :, start:stop]}
         outs.append(attend(call.query[:, :, start:stop], part, own)[0])
-    return outs[0] if len(outs) == 1 else torch.cat(outs, 1), None
+    return torch.cat(outs, 1), None
 
 
 _Attend = Callable[[Tensor, Tensor | None, dict[str, Any]], tuple[Tensor, Tensor | None]]
@@ -67,6 +69,7 @@ _Attend = Callable[[Tensor, Tensor | None, dict[str, Any]], tuple[Tensor, Tensor
 
 def _sdpa(call: Call) -> _Attend:
     def attend(query: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+        kwargs = kwargs | {"is_causal": call.causal}
         output: tuple[Tensor, None] = sdpa_attention_forward(
             call.module, query, call.key, call.value, mask, **kwargs
         )

@@ -15,11 +15,11 @@ from blocksparse.sequences import Sequences
 _ROWS = 256  # queries of a mask that are looked at together
 
 
-def mask_of(**request: Any) -> Tensor | PromptMask | None:
+def mask_of(*, explicit: bool = False, **request: Any) -> Tensor | PromptMask | None:
     """None for a whole causal prompt in each entry of the batch, and for every other request what sdpa would get.
 
     That is made later, if at all. While a graph is traced, and for a mask that is not a function of indices, it is
-    made at once.
+    made at once. With `explicit` None means only that all keys are seen.
     """
     if isinstance(given := request.get("attention_mask"), PromptMask):
         return given  # `generate` got it from this function
@@ -32,7 +32,7 @@ def mask_of(**request: Any) -> Tensor | PromptMask | None:
                 return _later(request)
             if all(span.queries == M and span.keys == seen for span in sequences.spans):
                 sequences = None
-        if sequences is not None or M != N:
+        if sequences is not None or M != N or explicit:
             return PromptMask((B, 1, M, N), seen, request["device"], sequences)
         return None
     return _later(request)
