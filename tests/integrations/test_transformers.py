@@ -580,18 +580,22 @@ def test_compiled_chunks_are_sparse(whole: bool) -> None:
 
 
 @pytest.mark.slow
-def test_generate_compiles_chunks_of_a_static_cache() -> None:
+@pytest.mark.parametrize("padding", [0, 17])
+def test_generate_compiles_chunks_of_a_static_cache(padding: int) -> None:
     """As it does by itself on a GPU: it makes the masks outside of what it compiles."""
     model, ids = make("llama"), tokens(80, batch=2)
-    how: dict[str, Any] = {"cache_implementation": "static", "prefill_chunk_size": 23}
-    expected = generate(model, ids, attention_mask=torch.ones_like(ids), **how)
+    mask, recorder = torch.ones_like(ids), DensityRecorder()
+    mask[0, :padding] = 0
+    how: dict[str, Any] = {"cache_implementation": "static", "prefill_chunk_size": 23, "attention_mask": mask}
+    expected = generate(model, ids, **how)
     compiling = transformers.generation.CompileConfig(backend="eager")
     compiling._compile_all_devices = True
     torch.compiler.reset()
-    with attached(model, DensityRecorder()):
-        actual = generate(model, ids, attention_mask=torch.ones_like(ids), compile_config=compiling, **how)
+    with attached(model, recorder):
+        actual = generate(model, ids, compile_config=compiling, **how)
     torch.compiler.reset()
     assert torch.equal(actual, expected)
+    assert recorder.sparse_calls()[0] >= 3
 
 
 @needs_gpu

@@ -362,6 +362,24 @@ def test_adapters_of_peft_are_attached_to() -> None:
     assert all_sparse(recorder)
 
 
+@pytest.mark.parametrize("heads", [1, 4])
+def test_masks_of_one_row_are_for_all_queries(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the model's own function runs a few queries at a time."""
+    import blocksparse.integrations.transformers.dense as integration
+
+    monkeypatch.setattr(integration, "LOGITS_AT_ONCE", 1)
+    model, (q, k, v) = make("gemma2"), (torch.randn(2, n, 50, 8) for n in (4, 2, 2))
+    added = torch.zeros(2, heads, 1, 50).masked_fill(torch.rand(2, heads, 1, 50) < 0.3, -1e9)
+    module = model.model.layers[0].self_attn
+    given: dict[str, Any] = {"softcap": 3.0, "scaling": 0.3}
+    expected, _ = transformers.models.gemma2.modeling_gemma2.eager_attention_forward(
+        module, q, k, v, added, **given
+    )
+    with attached(model, DensityRecorder()) as attachment:
+        attend = transformers.AttentionInterface._global_mapping[attachment.key]
+        torch.testing.assert_close(attend(module, q, k, v, added, **given)[0], expected)
+
+
 def test_a_whole_layer_may_be_dense_for_its_head_dim() -> None:
     model, recorder = make("llama"), DensityRecorder()
     wide = torch.randn(1, 4, 70, 512)

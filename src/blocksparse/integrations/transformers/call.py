@@ -112,6 +112,8 @@ class Call:
         packed = self.kwargs.get("cu_seq_lens_q") is not None and self.sequences is None
         if packed and (self.query.shape[0] > 1 or torch.compiler.is_compiling()):
             return "packed batch"
+        if isinstance(self.kwargs.get("scaling"), Tensor):
+            return "a tensor as the scale"
         if max(self.query.shape[3], self.value.shape[3]) > MAX_HEAD_DIM:
             return f"head dim above {MAX_HEAD_DIM}"
         return None

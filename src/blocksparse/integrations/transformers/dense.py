@@ -57,8 +57,8 @@ def dense(call: Call) -> tuple[Tensor, Tensor | None]:
     outs = []
     for start in range(0, M, rows):
         stop = min(start + rows, M)
-        part = mask.rows(start, stop) if isinstance(mask, PromptMask) else mask[:, :, start:stop]
-        own = kwargs if bias is None else kwargs | {"position_bias": bias[:, :, start:stop]}
+        part = mask.rows(start, stop) if isinstance(mask, PromptMask) else _rows(mask, start, stop)
+        own = kwargs if bias is None else kwargs | {"position_bias": _rows(bias, start, stop)}
         outs.append(attend(call.query[:, :, start:stop], part, own)[0])
     return torch.cat(outs, 1), None
 
@@ -88,6 +88,11 @@ def _eager(call: Call) -> _Attend:
         return function(call.module, query, call.key, call.value, mask, **kwargs)
 
     return attend
+
+
+def _rows(x: Tensor, start: int, stop: int) -> Tensor:
+    """The rows of some queries of `x` `[B|1, Hq|1, M|1, N]`."""
+    return x if x.shape[2] == 1 else x[:, :, start:stop]
 
 
 def _chunk(call: Call, seen: int) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from threading import Lock
 from typing import final
 
 from attrs import define, field
@@ -12,6 +13,7 @@ from blocksparse.head_groups import AnyTrace, HeadGroupsTrace
 from blocksparse.integrations.density_recorder import DensityRecorder
 
 _log = logging.getLogger(__name__)
+_COUNTING = Lock()  # several threads may run one model
 
 
 @final
@@ -41,15 +43,17 @@ class Outcomes:
             self.recorder.saw_dense(layer, reason)
         if self._settled:
             return
-        if reason != "decode":
-            self._reasons[reason] += 1
-        elif self._reasons:
-            self.tell()  # a prompt was read, and all of it was dense
+        if reason == "decode":
+            self.tell()  # whatever prompt was read, all of it was dense
+        else:
+            with _COUNTING:
+                self._reasons[reason] += 1
 
     def tell(self) -> None:
         """Log one line if calls were dense and none was sparse. A later call does nothing."""
-        if self._settled or not self._reasons:
-            return
-        self._settled = True
+        with _COUNTING:
+            if self._settled or not self._reasons:
+                return
+            self._settled = True
         reasons = ", ".join(f"{times} x {why}" for why, times in self._reasons.most_common())
         _log.warning("no attention of %s was sparse so far; dense calls: %s", self.model, reasons)

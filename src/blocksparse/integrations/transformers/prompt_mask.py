@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import torch
-from attrs import define, field
+from attrs import define
 from torch import Tensor
 from torch.utils._pytree import tree_map
 from transformers.masking_utils import sdpa_mask
@@ -33,15 +33,15 @@ class PromptMask:
     device: torch.device
     sequences: Sequences | None = None
     request: Mapping[str, Any] | None = None  # what transformers asked for, if this is neither of the two
-    _tensor: Tensor | None = field(default=None, init=False)  # the mask, once it is made
+    tensor: Tensor | None = None  # the mask, once it is made
     dtype = torch.bool
     ndim = 4
 
     def made(self) -> Tensor:
         """The mask as a tensor, which all layers share."""
-        if self._tensor is None:
-            self._tensor = self.rows(0, self.shape[2]).expand(self.shape)
-        return self._tensor
+        if self.tensor is None:
+            self.tensor = self.rows(0, self.shape[2]).expand(self.shape)
+        return self.tensor
 
     def rows(self, start: int, stop: int) -> Tensor:
         """The rows of the queries from `start` to `stop`, `[B|1, 1, stop - start, N]`."""
