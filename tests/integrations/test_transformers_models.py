@@ -108,6 +108,26 @@ TABLE: dict[str, tuple[Callable[[], Any], list[int], set[str]]] = {
         [0, 1],
         set(),
     ),
+    "opt": (
+        lambda: transformers.OPTConfig(
+            **ENDS, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=32
+        ),
+        [0, 1],
+        set(),
+    ),
+    "gpt_neox": (
+        lambda: transformers.GPTNeoXConfig(**SMALL, num_hidden_layers=2, num_attention_heads=4),
+        [0, 1],
+        set(),
+    ),
+    "cohere2": (lambda: transformers.Cohere2Config(**FOUR, sliding_window=WINDOW), [3], {"sliding window"}),
+    "llama4": (
+        lambda: transformers.Llama4TextConfig(
+            **FOUR, head_dim=8, intermediate_size_mlp=48, num_local_experts=2, attention_chunk_size=WINDOW
+        ),
+        [3],
+        {"mask"},  # chunks of attention
+    ),
     "mistral": (MODELS["mistral"], [], {"sliding window"}),
     "gemma3": (MODELS["gemma3"], [1], {"sliding window"}),
     "gemma2": (MODELS["gemma2"], [], {"softcap"}),
@@ -190,6 +210,18 @@ def test_decoders_of_two_part_models_are_sparse(build: Callable[[], Any], padded
     else:
         assert recorder.sparse_calls() == {}
         assert recorder.dense_calls()[0] == Counter({"not causal": 2, "position bias": 1})
+
+
+def test_the_decoder_of_a_speech_model_is_sparse() -> None:
+    sizes: dict[str, Any] = {"encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "num_mel_bins": 8}
+    config = transformers.WhisperConfig(**SEQ2SEQ, **LAYERS_OF, **sizes, max_source_positions=50, bos_token_id=1)
+    model = random_model(transformers.WhisperForConditionalGeneration._from_config, config)
+    given = {"input_features": torch.randn(2, 8, 100), "decoder_input_ids": tokens(80, batch=2)}
+    expected, recorder = model(**given).logits, DensityRecorder()
+    with attached(model, recorder):
+        assert_same(model(**given).logits, expected)
+    assert recorder.sparse_calls() == {0: 1, 1: 1}
+    assert {reason for calls in recorder.dense_calls().values() for reason in calls} == {"not causal"}
 
 
 @pytest.mark.parametrize("padded", [False, True])
