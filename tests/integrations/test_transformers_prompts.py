@@ -11,9 +11,11 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
+import transformers
 from tests.integrations.test_transformers import (
     DENSE_LIMIT,
     LAYERS,
+    SIZES,
     SPARSE,
     WINDOW,
     _no_grad,
@@ -25,9 +27,10 @@ from tests.integrations.test_transformers import (
     make,
     tokens,
 )
+from tests.machine import needs_gpu
 from transformers import DynamicCache, StaticCache
 
-from blocksparse import Schedule
+from blocksparse import Everything, MeanPoolScorer, Pipeline, Schedule, SegmentKeySort, TritonExecutor
 from blocksparse.integrations.transformers import DensityRecorder, attach
 
 __all__ = ["_no_grad", "_one_thread", "_registries_are_left_as_found"]  # fixtures of these tests too
@@ -248,3 +251,29 @@ def test_a_mask_of_prompts_is_the_mask_that_sdpa_gets(how: str) -> None:
     assert torch.equal(mask.made(), expected & real)
     assert torch.equal(mask.rows(5, 9), (expected & real)[:, :, 5:9])
     assert mask.made().shape == expected.shape
+
+
+@needs_gpu
+@pytest.mark.parametrize("how", ["left", "right", "packed"])
+def test_prompts_on_a_gpu(how: str) -> None:
+    """bf16, in the dense limit, by Triton."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SIZES | {"hidden_size": 256})
+    model: Any = transformers.LlamaForCausalLM._from_config(config, attn_implementation="eager")
+    model = model.to("cuda", torch.bfloat16).eval()
+    lengths, N = (300, 200, 130), 630 if how == "packed" else 300
+    real = torch.ones(1, N, dtype=torch.bool, device="cuda")
+    if how == "packed":
+        positions = torch.cat([torch.arange(n) for n in lengths])[None].cuda()
+        given: dict[str, Any] = {"position_ids": positions, "use_cache": False}
+    else:
+        ends = [(N - n, N) if how == "left" else (0, n) for n in lengths]
+        given = {"attention_mask": mask_of(*ends, N=N).cuda()}
+        real = given["attention_mask"].bool()
+    ids, recorder = tokens(N, batch=len(real)).cuda(), DensityRecorder()
+    expected = model(ids, **given).logits[real].float()
+    pipeline = Pipeline(SegmentKeySort(S=128), MeanPoolScorer(64), Everything(), TritonExecutor())
+    with attach(model, pipeline, min_tokens=1, recorder=recorder):
+        actual = model(ids, **given).logits[real].float()
+    assert recorder.sparse_calls() == dict.fromkeys(range(LAYERS), 3)
+    assert float((actual - expected).abs().max()) < 0.03 * float(expected.abs().max())
