@@ -12,6 +12,7 @@ from torch import Tensor
 
 import blocksparse as bs
 from blocksparse.head_groups import HeadGroupsTrace
+from blocksparse.opaque_call import _attend_each
 from blocksparse.testing import make_qkv
 from tests import drawn
 from tests.drawn import Case, cases
@@ -121,6 +122,17 @@ def test_a_graph_takes_any_sequences(groups: bool, heads_inside: bool, device: s
     with pytest.raises(ValueError, match="must sum to the tokens of q and k"):
         compiled(q, k, v, bs.Sequences.packed([119]))
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("tokens_first", [False, True])
+def test_the_op_keeps_the_rules_of_ops(tokens_first: bool, device: str) -> None:
+    q, k, v = (x.to(device) for x in make_qkv(Hq=4, Hkv=2, N=60, D=16, Dv=8))
+    if tokens_first:
+        q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    checks = ("test_faketensor", "test_aot_dispatch_dynamic")  # the schema's own test takes no opaque objects
+    given = (q, k, v, SPARSE._call, bs.Sequences.packed([40, 20]), True, 0.125)
+    torch.library.opcheck(_attend_each, given, test_utils=checks)
+    assert _attend_each(*given).transpose(1, 2).is_contiguous() == tokens_first
 
 
 class _DenseForShort(bs.Executor[Any, Any]):

@@ -54,32 +54,34 @@ def attend(
     sequences: Sequences | None = None,
 ) -> Tensor:
     """Run `call`, or, while a graph is traced, put a node into the graph that runs it."""
-    whole, each = (
-        (_attend, _attend_each) if torch.compiler.is_compiling() else (OpaqueCall.__call__, OpaqueCall.each)
-    )
+    if torch.compiler.is_compiling():
+        out: Tensor = (
+            _attend(q, k, v, call, causal, scale)
+            if sequences is None
+            else _attend_each(q, k, v, call, sequences, causal, scale)
+        )
+        return out
     if sequences is None:
-        out: Tensor = whole(call, q, k, v, causal, scale)
-    else:
-        out = each(call, q, k, v, sequences, causal, scale)
-    return out
+        return call(q, k, v, causal, scale)
+    return call.each(q, k, v, sequences, causal, scale)
 
 
 @torch.library.custom_op("blocksparse::attend", mutates_args=())
-def _attend(call: OpaqueCall, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, call: OpaqueCall, causal: bool, scale: float) -> Tensor:
     return call(q, k, v, causal, scale)
 
 
 # PyTorch knows no op with an argument that is such an object or None, so this is an op of its own.
 @torch.library.custom_op("blocksparse::attend_each", mutates_args=())
 def _attend_each(
-    call: OpaqueCall, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, causal: bool, scale: float
+    q: Tensor, k: Tensor, v: Tensor, call: OpaqueCall, sequences: Sequences, causal: bool, scale: float
 ) -> Tensor:
     return call.each(q, k, v, sequences, causal, scale)
 
 
 @_attend.register_fake
 @_attend_each.register_fake
-def _output(_call: OpaqueCall, q: Tensor, _k: Tensor, v: Tensor, *_: object) -> Tensor:
+def _(q: Tensor, _k: Tensor, v: Tensor, *_: object) -> Tensor:
     return _laid_out_as(q, q.new_empty((*q.shape[:3], v.shape[-1])))
 
 
