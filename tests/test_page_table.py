@@ -105,6 +105,8 @@ def test_the_table_serves_every_layer() -> None:
         assert torch.equal(v, expected[..., 20:])
         apart = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in cached.split(20, dim=-1)]
         assert all(map(torch.equal, table.gather(*apart), (k, v)))
+    table.block_table.zero_()
+    assert torch.equal(table.gather(*layers[2].split(20, dim=-1))[0], k)
     assert table.sequences([5]).spans == ((0, 0, 5, 0, 27),)
     assert bs.PageTable(torch.zeros(2, 0, dtype=torch.int32), [0, 0], page_size=16).gather(layers[0], layers[0])[
         0
@@ -147,6 +149,7 @@ KEYS = torch.zeros(3, 2, 16, 8)
             TypeError,
             "'keys' must be a tensor of float16.*float8_e4m3fn.*caches in 8 bits must be converted first",
         ),
+        (lambda: gather_with_grad(), ValueError, "'keys' must not require grad"),
         (lambda: good().gather(KEYS.to("meta"), KEYS), ValueError, "must be on the device of the table"),
         (lambda: good().sequences([3]), ValueError, r"'key_lengths' must have an entry per sequence \(1\): 2"),
     ],
@@ -154,6 +157,11 @@ KEYS = torch.zeros(3, 2, 16, 8)
 def test_what_cannot_be_is_one_sentence(make: Any, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         make()
+
+
+def gather_with_grad() -> None:
+    with torch.enable_grad():
+        good().gather(KEYS.clone().requires_grad_(), KEYS)
 
 
 def good() -> bs.PageTable:

@@ -29,7 +29,8 @@ class PageTable:
         pipeline(q, k, v, sequences=table.sequences(query_lengths))
 
     Token `t` of request `r` lies in slot `t % page_size` of page `block_table[r, t // page_size]`. Requests may
-    share pages, and pages may stand in any order. Entries behind the last page of a request are not read.
+    share pages, and pages may stand in any order. Entries behind the last page of a request are not read, and later
+    writes to `block_table` change nothing.
 
     Args:
         block_table: `[requests, pages of the longest]` int32 or int64, on the device of the cache.
@@ -100,8 +101,8 @@ class PageTable:
 
         Raises:
             TypeError: keys and values are not in one floating-point dtype that pipelines take; fp8 is none.
-            ValueError: their sizes or devices do not fit each other or the table, or, in a table on a CPU, a page
-                does not exist.
+            ValueError: their sizes or devices do not fit each other or the table, one of them requires grad, or, in
+                a table on a CPU, a page does not exist.
         """
         self._check(keys, values)
         step = _rows_per_page(keys)
@@ -124,6 +125,8 @@ class PageTable:
                     f"'{name}' must have the shape [pages, Hkv, {self.page_size}, D], with pages and heads as "
                     f"the keys have them: {shown(x)}"
                 )
+            if x.requires_grad and torch.is_grad_enabled():
+                raise ValueError(f"'{name}' must not require grad, as no gradients are computed: {shown(x)}")
             if x.device != self._page.device:
                 raise ValueError(f"'{name}' must be on the device of the table ({self._page.device}): {x.device}")
         if self._page.device.type == "cpu" and len(self._page) and (last := int(self._page.max())) >= len(keys):
