@@ -29,7 +29,7 @@ class PageTable:
         pipeline(q, k, v, sequences=table.sequences(query_lengths))
 
     Token `t` of request `r` lies in slot `t % page_size` of page `block_table[r, t // page_size]`. Requests may
-    share pages, and pages may stand in any order. Entries behind the last page of a request are not read, and later
+    share pages, and pages may stand in any order. Entries behind the last page of a request are not read. Later
     writes to `block_table` change nothing.
 
     Args:
@@ -101,8 +101,8 @@ class PageTable:
 
         Raises:
             TypeError: keys and values are not in one floating-point dtype that pipelines take; fp8 is none.
-            ValueError: their sizes or devices do not fit each other or the table, one of them requires grad, or, in
-                a table on a CPU, a page does not exist.
+            ValueError: their sizes or devices do not fit each other or the table, one of them requires grad, or a
+                page of a table on a CPU does not exist.
         """
         self._check(keys, values)
         step = _rows_per_page(keys)

@@ -803,6 +803,7 @@ def test_detach_follows_an_error() -> None:
         (Schedule(SPARSE, dense=(0, -2)), {}, ValueError, "these of the 2 layers are named twice"),
         (SPARSE, {"min_tokens": 0}, ValueError, "'min_tokens' must be a whole number, at least 1: 0"),
         (SPARSE, {"recorder": 1}, TypeError, "'recorder' must be"),
+        (SPARSE, {"continuous_batching": 1}, TypeError, "'continuous_batching' must be True or False: 1"),
     ],
 )
 def test_bad_arguments_are_named(pipeline: Any, kwargs: Any, error: type[Exception], sentence: str) -> None:
