@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,15 +25,15 @@ from tests.integrations.test_transformers import (
     tokens,
 )
 from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from blocksparse.integrations.transformers import DensityRecorder, attach
 
 __all__ = ["_no_grad", "_one_thread", "_registries_are_left_as_found"]  # fixtures of these tests too
 
-pytestmark = [
-    pytest.mark.skipif(not hasattr(transformers, "ContinuousBatchingConfig"), reason="an older transformers"),
-    pytest.mark.filterwarnings("ignore"),  # of transformers about its own configuration
-]
+pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers about its own configuration
+OLD = "cache" not in inspect.signature(sdpa_attention_forward).parameters
+new = pytest.mark.skipif(OLD, reason="an older transformers")
 PROMPTS = [tokens(n)[0].tolist() for n in (70, 33, 90)]
 
 
@@ -51,6 +52,17 @@ def generated(model: Any, prompts: list[list[int]] = PROMPTS) -> list[list[int]]
     return [answer.generated_tokens for _, answer in sorted(answers.items())]
 
 
+def test_an_older_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import blocksparse.integrations.transformers.continuous_batching as integration
+
+    model = make("llama")
+    monkeypatch.setattr(integration, "sdpa_attention_forward", lambda module, query, key, value, mask: None)
+    with pytest.raises(ValueError, match=r"continuous batching needs transformers 5\.23 or later: 5"):
+        attach(model, SPARSE, continuous_batching=True)
+    assert model.config._attn_implementation == "eager"
+
+
+@new
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_requests_are_sparse_one_by_one(name: str) -> None:
     """In the dense limit they get the model's tokens; sparse, the first ones are those of each prompt alone."""
@@ -76,6 +88,7 @@ def test_requests_are_sparse_one_by_one(name: str) -> None:
     assert generated(model) == expected
 
 
+@new
 def test_other_calls_and_other_models_are_as_before() -> None:
     model, other, recorder, ids = make("llama"), make("qwen3"), DensityRecorder(), tokens(60)
     for each in (model, other):

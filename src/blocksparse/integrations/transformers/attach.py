@@ -48,8 +48,8 @@ def attach(
 
     Raises:
         TypeError: there is not one transformers model in `model`, or `pipeline` is not a pipeline.
-        ValueError: no attention of the model asks transformers which function to call, or the model lacks a layer
-            that the schedule names.
+        ValueError: no attention of the model asks transformers which function to call, the model lacks a layer
+            that the schedule names, or transformers is too old for `continuous_batching`.
     """
     model = _inside(model)
     if not isinstance(pipeline, Pipeline | HeadGroups | Schedule):

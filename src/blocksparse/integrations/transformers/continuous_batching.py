@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any, final
 
+import transformers
 from attrs import define, evolve
 from torch import Tensor, nn
 from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from blocksparse.integrations.transformers.adapter import Adapter
 from blocksparse.integrations.transformers.call import Call
@@ -31,7 +34,16 @@ class SdpaInPlace:
 
     @classmethod
     def put(cls, adapter: Adapter) -> SdpaInPlace:
-        """Take the name."""
+        """Take the name.
+
+        Raises:
+            ValueError: this version of transformers does not give its sdpa function the paged cache.
+        """
+        if "cache" not in signature(sdpa_attention_forward).parameters:
+            raise ValueError(
+                f"continuous batching needs transformers 5.23 or later: {transformers.__version__}; before, "
+                "its calls do not come to the function of the name sdpa"
+            )
         self = cls(adapter, AttentionInterface._global_mapping[SDPA])
         AttentionInterface.register(SDPA, self)
         return self
