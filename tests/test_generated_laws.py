@@ -43,7 +43,8 @@ def law(fast: int, slow: int, *strategies: st.SearchStrategy[Any]) -> Callable[[
 
 
 def trace_of(case: Case, device: str) -> AnyTrace:
-    return case.pipeline.trace(*case.qkv(device), **case.call)
+    trace: AnyTrace = case.pipeline.trace(*case.qkv(device), **case.call)
+    return trace
 
 
 def run(executor: bs.Executor[Any, Any], trace: AnyTrace, mask: bs.BlockMask | None = None) -> bs.AttentionOutput:
@@ -221,7 +222,8 @@ def test_threads_change_nothing(device: str, case: Case) -> None:
 
     def call(qkv: tuple[Tensor, Tensor, Tensor]) -> AnyTrace:
         with torch.no_grad():
-            return pipeline.trace(*qkv, **case.call)
+            trace: AnyTrace = pipeline.trace(*qkv, **case.call)
+            return trace
 
     with ThreadPoolExecutor(3) as threads:
         for together, expected in zip(threads.map(call, 2 * inputs), 2 * alone, strict=True):

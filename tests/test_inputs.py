@@ -205,7 +205,7 @@ def test_executors_alone_take_floats(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("arguments", "kind", "sentence"),
     [
-        ({"attn_mask": torch.ones(16, 16)}, TypeError, "takes no attention mask, its selector makes one; slice padding off"),
+        ({"attn_mask": torch.ones(16, 16)}, TypeError, "takes no attention mask, its selector makes one; sequences=Sequences.padded"),
         ({"causal": 1}, TypeError, "'causal' must be a bool: 1"),
         *(({"scale": s}, ValueError, r"'scale' must be 0 or of a magnitude from 2\*\*-64 to 2\*\*64: " + shown) for s, shown in SCALES),
         *(({"scale": s}, TypeError, "'scale' must be a number: ") for s in ("1", True, np.True_, 1j, [0.1], torch.tensor(0.1), Decimal("0.1"))),

@@ -17,6 +17,7 @@ from blocksparse.executors.tiles import TritonTiles as TritonTiles
 from blocksparse.executors.triton import TritonExecutor as TritonExecutor
 from blocksparse.geometry import Grid as Grid
 from blocksparse.head_groups import HeadGroups as HeadGroups
+from blocksparse.page_table import PageTable as PageTable
 from blocksparse.permuters.column_order import ColumnOrder as ColumnOrder
 from blocksparse.permuters.given_order import GivenOrder as GivenOrder
 from blocksparse.permuters.global_index_map import GlobalIndexMap as GlobalIndexMap
@@ -77,5 +78,7 @@ from blocksparse.selectors.top_cdf import TopCdf as TopCdf
 from blocksparse.selectors.top_k import TopK as TopK
 from blocksparse.selectors.vertical_slash_cdf import VerticalSlashCdf as VerticalSlashCdf
 from blocksparse.selectors.vertical_slash_top_k import VerticalSlashTopK as VerticalSlashTopK
+from blocksparse.sequences import Sequences as Sequences
+from blocksparse.sequences import Span as Span
 
 __version__ = "0.1.0.dev0"

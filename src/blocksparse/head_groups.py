@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, final
+from typing import Any, final, overload
 
 import torch
 from attrs import Factory, field, frozen
@@ -16,6 +16,7 @@ from blocksparse.inputs import check_inputs
 from blocksparse.opaque_call import OpaqueCall, attend
 from blocksparse.pipeline import Pipeline, Trace
 from blocksparse.precision import without_autocast
+from blocksparse.sequences import Sequences
 from blocksparse.validators import a, is_whole, shown, whole
 
 AnyPipeline = Pipeline[Any, Any, Any]
@@ -31,6 +32,12 @@ class HeadGroupsTrace:
 
     traces: Mapping[Heads, AnyTrace | None]  # None for a dense group
     output: AttentionOutput
+
+    @property
+    def dense_because(self) -> str | None:
+        """Why the executor of a group attended densely, if none of the groups was sparse."""
+        reasons = [trace.dense_because for trace in self.traces.values() if trace is not None]
+        return next(iter(reasons), None) if all(reasons) else None
 
     def density(self) -> Tensor:
         """The work done, as a share of the work of dense attention, `[B, Hq]`; 1 for heads of a dense group."""
@@ -113,20 +120,28 @@ class HeadGroups:
         return cls({tuple(heads): attention for heads, attention in parts if heads})
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool = True,
+        scale: float | None = None,
+        sequences: Sequences | None = None,
     ) -> Tensor:
         """Attend `q` `[B, Hq, M, D]` to `k` `[B, Hkv, N, D]` and `v` `[B, Hkv, N, Dv]`: `[B, Hq, M, Dv]`.
 
         Args:
             causal: whether query `i` sees only the keys up to position `N - M + i` (bottom-right aligned).
             scale: factor of the logits; `1 / sqrt(D)` if None.
+            sequences: where several prompts lie in q, k and v, as for a `Pipeline`.
 
         Raises:
             TypeError, ValueError: a pipeline cannot run its inputs, or the groups do not name each KV head of `k`.
         """
-        q, k, v, scale = check_inputs(q, k, v, causal=causal, scale=scale)
+        q, k, v, scale = check_inputs(q, k, v, causal=causal, scale=scale, sequences=sequences)
         self._refuse_other_heads(k.shape[1])
-        return attend(self._call, q, k, v, causal=causal, scale=scale)
+        return attend(self._call, q, k, v, causal=causal, scale=scale, sequences=sequences)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
         parts: dict[Heads, Tensor] = {}
@@ -135,14 +150,51 @@ class HeadGroups:
             parts[heads] = attention(*_part(q, k, v, heads), causal=causal, scale=scale)
         return _put_back(parts, q.shape[1] // k.shape[1])
 
+    @overload
     def trace(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None
-    ) -> HeadGroupsTrace:
-        """Make the same call with the same arguments, and return every value of it."""
-        q, k, v, scale = check_inputs(q, k, v, causal=causal, scale=scale)
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool = True,
+        scale: float | None = None,
+        sequences: None = None,
+    ) -> HeadGroupsTrace: ...
+
+    @overload
+    def trace(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool = True,
+        scale: float | None = None,
+        sequences: Sequences,
+    ) -> list[HeadGroupsTrace | None]: ...
+
+    def trace(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool = True,
+        scale: float | None = None,
+        sequences: Sequences | None = None,
+    ) -> HeadGroupsTrace | list[HeadGroupsTrace | None]:
+        """Make the same call with the same arguments, and return every value of it.
+
+        Of `sequences` it returns a list with the trace of each one, and None for one without queries or keys.
+        """
+        q, k, v, scale = check_inputs(q, k, v, causal=causal, scale=scale, sequences=sequences)
         self._refuse_other_heads(k.shape[1])
         with without_autocast(q):
-            return self._trace(q, k, v, causal=causal, scale=scale)
+            if sequences is None:
+                return self._trace(q, k, v, causal=causal, scale=scale)
+            parts = sequences.parts(q, k, v, causal=causal)
+            return [None if part is None else self._trace(*part, causal=causal, scale=scale) for part in parts]
 
     def _trace(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> HeadGroupsTrace:
         size = q.shape[1] // k.shape[1]

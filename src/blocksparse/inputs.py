@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from blocksparse.sequences import Sequences
+
 MAX_HEAD_DIM = 256
 # Kernels multiply the scale by log2(e) and by scales of their own in fp32; these bounds leave room for that.
 LEAST_SCALE, MOST_SCALE = 2.0**-64, 2.0**64
@@ -16,19 +18,33 @@ _AUTOCAST_TAKES = (torch.float16, torch.bfloat16, torch.float32)
 DTYPES = (*_AUTOCAST_TAKES, torch.float64)
 
 
+class UnsupportedError(ValueError):
+    """Inputs that are right, but that this pipeline cannot run. `because` is the reason alone."""
+
+    def __init__(self, message: str, because: str) -> None:
+        super().__init__(message)
+        self.because = because
+
+
 def check_inputs(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float | None,
+    sequences: Sequences | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, float]:
     """Refuse what no pipeline can run, and return q, k, v and the scale in the form that stages take.
 
     In that form q, k and v have one dtype and the scale is above 0. Where the dtypes differ and autocast is on for
     the device, all become autocast's dtype, as in `scaled_dot_product_attention`. For a negative scale the queries
     are negated, and for a scale of 0 they become zeros. All other inputs come back as they are. A scale of None
-    means `1 / sqrt(D)`.
+    means `1 / sqrt(D)`. Whether `sequences` fit q and k is checked when they are cut (`Sequences.parts`).
 
     Raises:
         TypeError: an input is not a plain floating-point tensor, dtypes differ without autocast, the scale is not
-            a number, or `causal` is not a bool.
+            a number, `causal` is not a bool, or `sequences` is something else.
         ValueError: ranks, sizes or devices do not fit, an input requires grad, or the scale is out of range.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -54,7 +70,12 @@ def check_inputs(
         )
     if not isinstance(causal, bool):
         raise TypeError(f"'causal' must be a bool: {causal!r}")
-    if causal and M > N:
+    if sequences is not None and not isinstance(sequences, Sequences):
+        raise TypeError(
+            f"'sequences' must be a Sequences or None: {type(sequences).__name__}; "
+            "Sequences.packed(lengths) makes one"
+        )
+    if causal and M > N and sequences is None:
         raise ValueError(
             f"causal attention needs at least as many keys as queries, the queries being the last ones: "
             f"Nq={M}, Nk={N}; pass the cached keys too"

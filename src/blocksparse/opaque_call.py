@@ -12,6 +12,7 @@ from torch._library.opaque_object import register_opaque_type  # no public name 
 from torch._opaque_base import OpaqueBase
 
 from blocksparse.precision import without_autocast
+from blocksparse.sequences import Sequences
 
 Run = Callable[[Tensor, Tensor, Tensor, bool, float], Tensor]
 """A function of checked `(q, k, v, causal, scale)` that gives the output `[B, Hq, M, Dv]`."""
@@ -28,6 +29,16 @@ class OpaqueCall(OpaqueBase):
         with without_autocast(q):
             return laid_out_as(q, self.run(q, k, v, causal, scale))
 
+    def each(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, causal: bool, scale: float) -> Tensor:
+        """Run each sequence by itself, on views of q, k and v. Other rows of the output are 0."""
+        parts = sequences.parts(q, k, v, causal=causal)
+        out = laid_out_as(q, q.new_zeros((*q.shape[:3], v.shape[-1])))
+        with without_autocast(q):
+            for span, part in zip(sequences.spans, parts, strict=True):
+                if part is not None:
+                    span.rows(out).copy_(self.run(*part, causal, scale))
+        return out
+
 
 # With `hoist` the object is an input of the graph, not a constant, and so no part of the key of cached graphs.
 register_opaque_type(OpaqueCall, typ="reference", hoist=True)
@@ -41,12 +52,27 @@ def is_transformed() -> bool:
     return torch.compiler.is_compiling() or peek_interpreter_stack() is not None
 
 
-def attend(call: OpaqueCall, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
+def attend(
+    call: OpaqueCall,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    sequences: Sequences | None = None,
+) -> Tensor:
     """Run `call`, or, while a graph is traced, put a node into the graph that runs it."""
     if is_transformed():
-        out: Tensor = _attend(q, k, v, call, causal, scale)
+        out: Tensor = (
+            _attend(q, k, v, call, causal, scale)
+            if sequences is None
+            else _attend_each(q, k, v, call, sequences, causal, scale)
+        )
         return out
-    return call(q, k, v, causal, scale)
+    if sequences is None:
+        return call(q, k, v, causal, scale)
+    return call.each(q, k, v, sequences, causal, scale)
 
 
 @torch.library.custom_op("blocksparse::attend", mutates_args=())
@@ -54,7 +80,16 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, call: OpaqueCall, causal: bool, sca
     return call(q, k, v, causal, scale)
 
 
+# PyTorch knows no op with an argument that is such an object or None, so this is an op of its own.
+@torch.library.custom_op("blocksparse::attend_each", mutates_args=())
+def _attend_each(
+    q: Tensor, k: Tensor, v: Tensor, call: OpaqueCall, sequences: Sequences, causal: bool, scale: float
+) -> Tensor:
+    return call.each(q, k, v, sequences, causal, scale)
+
+
 @_attend.register_fake
+@_attend_each.register_fake
 def _(q: Tensor, _k: Tensor, v: Tensor, *_: object) -> Tensor:
     return laid_out_as(q, q.new_empty((*q.shape[:3], v.shape[-1])))
 

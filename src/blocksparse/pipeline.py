@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Generic, NamedTuple, TypeVar, final
+from typing import Generic, NamedTuple, TypeVar, final, overload
 
 import torch
 from attrs import Factory, field, frozen
@@ -24,6 +24,7 @@ from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.scorers.scorer import Scorer
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.selector import Selector
+from blocksparse.sequences import Sequences
 from blocksparse.validators import a
 
 _log = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class Trace(Generic[PermutationT, ScoresT, MaskT]):
     scores: ScoresT
     mask: MaskT
     output: AttentionOutput
+    dense_because: str | None = None  # why the executor attended densely, if it did
 
     @property
     def visited(self) -> BlockMask:
@@ -137,6 +139,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         *,
         causal: bool = True,
         scale: float | None = None,
+        sequences: Sequences | None = None,
     ) -> Tensor:
         """Attend `q` `[B, Hq, M, D]` to `k` `[B, Hkv, N, D]` and `v` `[B, Hkv, N, Dv]`: `[B, Hq, M, Dv]`.
 
@@ -144,13 +147,15 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
             attn_mask: must be None, because the selector makes the mask.
             causal: whether query `i` sees only the keys up to position `N - M + i` (bottom-right aligned).
             scale: factor of the logits; `1 / sqrt(D)` if None.
+            sequences: where several prompts lie in q, k and v; each runs by itself, and sees only its own keys.
+                None for one prompt in each entry of the batch.
 
         Raises:
             TypeError, ValueError: the pipeline or its executor cannot run these inputs.
         """
         _refuse_mask(attn_mask)
-        q, k, v, scale = check_inputs(q, k, v, causal=causal, scale=scale)
-        return attend(self._call, q, k, v, causal=causal, scale=scale)
+        q, k, v, scale = check_inputs(q, k, v, causal=causal, scale=scale, sequences=sequences)
+        return attend(self._call, q, k, v, causal=causal, scale=scale, sequences=sequences)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
         if reason := self.executor.dense_because(q, k, v, causal=causal):
@@ -186,6 +191,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         check_gave((Declared(self.executor, AttentionOutput),), output)
         return output
 
+    @overload
     def trace(
         self,
         q: Tensor,
@@ -195,25 +201,61 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         *,
         causal: bool = True,
         scale: float | None = None,
-    ) -> Trace[PermutationT, ScoresT, MaskT]:
+        sequences: None = None,
+    ) -> Trace[PermutationT, ScoresT, MaskT]: ...
+
+    @overload
+    def trace(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: None = None,
+        *,
+        causal: bool = True,
+        scale: float | None = None,
+        sequences: Sequences,
+    ) -> list[Trace[PermutationT, ScoresT, MaskT] | None]: ...
+
+    def trace(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: None = None,
+        *,
+        causal: bool = True,
+        scale: float | None = None,
+        sequences: Sequences | None = None,
+    ) -> Trace[PermutationT, ScoresT, MaskT] | list[Trace[PermutationT, ScoresT, MaskT] | None]:
         """Make the same call with the same arguments, and return every value of it.
+
+        Of `sequences` it returns a list with the trace of each one, and None for one without queries or keys.
 
         This takes more memory, because all values are kept. It may take more time, because blocks are chosen
         even where the executor then attends densely.
         """
         _refuse_mask(attn_mask)
-        q, k, v, scale = check_inputs(q, k, v, causal=causal, scale=scale)
+        q, k, v, scale = check_inputs(q, k, v, causal=causal, scale=scale, sequences=sequences)
         with without_autocast(q):
-            permutation = self._order(q, k, causal, scale)
-            scores = self._score(q, k, permutation, causal, scale)
-            mask = self._select(q, k, permutation, scores, causal)
-            if self.executor.dense_because(q, k, v, causal=causal) is None:
-                output = self._execute(q, k, v, permutation, mask, scale)
-            else:
-                output = AttentionOutput(
-                    dense_attention(q, k, v, causal=causal, scale=scale), None, _everything(q, k, mask)
-                )
-        return Trace(q, k, v, scale, permutation, scores, mask, output)
+            if sequences is None:
+                return self._trace(q, k, v, causal, scale)
+            parts = sequences.parts(q, k, v, causal=causal)
+            return [None if part is None else self._trace(*part, causal, scale) for part in parts]
+
+    def _trace(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+    ) -> Trace[PermutationT, ScoresT, MaskT]:
+        permutation = self._order(q, k, causal, scale)
+        scores = self._score(q, k, permutation, causal, scale)
+        mask = self._select(q, k, permutation, scores, causal)
+        if (reason := self.executor.dense_because(q, k, v, causal=causal)) is None:
+            output = self._execute(q, k, v, permutation, mask, scale)
+        else:
+            output = AttentionOutput(
+                dense_attention(q, k, v, causal=causal, scale=scale), None, _everything(q, k, mask)
+            )
+        return Trace(q, k, v, scale, permutation, scores, mask, output, reason)
 
 
 class _Promised(NamedTuple):
@@ -241,8 +283,8 @@ def _promises(permuter: object, scorer: object, selector: object, executor: obje
 def _refuse_mask(attn_mask: None) -> None:
     if attn_mask is not None:
         raise TypeError(
-            "a pipeline takes no attention mask, its selector makes one; slice padding off q, k and v, "
-            "and for windows or packing use dense attention (integrations.transformers does so by itself)"
+            "a pipeline takes no attention mask, its selector makes one; sequences=Sequences.padded(mask [B, N]) "
+            "leaves padding out, Sequences.packed(lengths) separates prompts, and windows need dense attention"
         )
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from numbers import Integral
 from typing import Any, TypeGuard, final
 
+import torch
 from attrs import Attribute, frozen
 from torch import Tensor
 
@@ -77,6 +78,18 @@ def optional(rule: Rule) -> Rule:
     return Rule(
         f"{rule.what}, or None", lambda x: x is None or rule.is_kind(x), lambda x: x is None or rule.holds(x)
     )
+
+
+def numbers_on_host(name: str, values: Sequence[int] | Tensor) -> list[int]:
+    """Whole numbers as a list; the host waits if they are on a GPU."""
+    if isinstance(values, Tensor):
+        if values.ndim != 1 or values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
+            raise TypeError(f"'{name}' must be whole numbers along one axis: {shown(values)}")
+        found: list[int] = values.tolist()
+        return found
+    if not isinstance(values, Sequence) or not all(map(is_whole, values)):
+        raise TypeError(f"'{name}' must be a sequence of whole numbers, or a tensor of them: {shown(values)}")
+    return [whole(value) for value in values]
 
 
 def multiple(name: str, value: int | None, of: str, size: int) -> None:

@@ -45,8 +45,8 @@ from blocksparse import (
     TritonExecutor,
 )
 from blocksparse.head_groups import AnyPipeline, HeadGroups
-from blocksparse.integrations.chunk_mask import ChunkMask
 from blocksparse.integrations.transformers import Attachment, DensityRecorder, attach
+from blocksparse.integrations.transformers.prompt_mask import PromptMask
 from blocksparse.schedule import LayerPipeline, Schedule
 from blocksparse.testing import every_preset, make_qkv
 
@@ -205,7 +205,7 @@ def test_unaligned_chunks_are_sparse_and_add_up(name: str, static: bool, masked:
 
 
 def test_chunks_need_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    import blocksparse.integrations.transformers as integration
+    import blocksparse.integrations.transformers.mask_request as integration
 
     model, recorder = make("llama"), DensityRecorder()
     monkeypatch.setattr(integration, "sdpa_mask", lambda **request: pytest.fail(f"a mask is made for {request}"))
@@ -292,7 +292,8 @@ def test_generate_from_left_padded_prompts() -> None:
     with attached(model, recorder):
         actual = generate(model, ids, attention_mask=mask)
     assert torch.equal(actual, expected)
-    assert recorder.dense_calls()[0] == Counter(mask=1, decode=5)
+    assert recorder.sparse_calls() == dict.fromkeys(range(LAYERS), 2)  # one for each prompt
+    assert recorder.dense_calls() == {layer: Counter(decode=5) for layer in range(LAYERS)}
 
 
 # ---- every preset
@@ -345,11 +346,10 @@ def test_every_preset_attends_in_a_model_as_when_called(preset: Callable[..., An
 
 @each_preset
 def test_every_preset_generates(preset: Callable[..., AnyPipeline]) -> None:
-    """Prefill of one length is sparse and says the first token; padded prefill and decoding are dense."""
+    """Prefill is sparse and says the first token, padding or not; decoding is dense."""
     model, ids, recorder = make("llama"), tokens(300, batch=2), DensityRecorder()
     padded = torch.ones_like(ids)
     padded[0, :17] = 0
-    dense = generate(model, ids, attention_mask=padded)
     with attached(model, recorder, small(preset)):
         first = model(ids).logits[:, -1].argmax(-1)
         recorder.clear()
@@ -358,31 +358,23 @@ def test_every_preset_generates(preset: Callable[..., AnyPipeline]) -> None:
         assert recorder.dense_calls() == {layer: Counter(decode=5) for layer in range(LAYERS)}
         assert torch.equal(answer[:, 300], first)
         recorder.clear()
-        assert torch.equal(generate(model, ids, attention_mask=padded), dense)
-        assert recorder.dense_calls() == {layer: Counter(mask=1, decode=5) for layer in range(LAYERS)}
+        assert torch.equal(generate(model, ids, attention_mask=padded)[1], answer[1])
+        assert recorder.sparse_calls() == dict.fromkeys(range(LAYERS), 2)
+        assert recorder.dense_calls() == {layer: Counter(decode=5) for layer in range(LAYERS)}
 
 
 # ---- everything else is dense and exact
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "deepseek_v3"])
-def test_left_padding_is_dense(name: str) -> None:
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+def test_padding_of_models_that_are_dense(name: str) -> None:
     recorder = DensityRecorder()
     ids = tokens(40, batch=2)  # below the window
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
     seen = mask.bool().unsqueeze(-1)
     assert_same_logits(make(name), lambda m: m(ids, attention_mask=mask).logits.where(seen, 0.0), recorder)
-    reason = {"gemma2": "softcap", "gpt_oss": "attention sinks"}.get(name, "mask")
-    assert all_dense(recorder, reason)
-
-
-def test_packed_prompts_are_dense() -> None:
-    recorder = DensityRecorder()
-    ids, positions = tokens(90), torch.cat((torch.arange(33), torch.arange(57))).unsqueeze(0)
-    run = lambda model: model(ids, position_ids=positions, use_cache=False).logits  # noqa: E731
-    assert_same_logits(make("llama"), run, recorder)
-    assert all_dense(recorder, "mask")
+    assert all_dense(recorder, {"gemma2": "softcap", "gpt_oss": "attention sinks"}[name])
 
 
 @pytest.mark.parametrize("boolean", [False, True], ids=["added", "bool"])
@@ -465,10 +457,11 @@ def test_short_calls_are_dense() -> None:
     with attach(model, SPARSE, min_tokens=60, min_queries=60, recorder=(just_enough := DensityRecorder())):
         model(ids)
     assert all_sparse(just_enough)
-    for limits, reason in (
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"min_tokens": 61}, "fewer than min_tokens"),
         ({"min_tokens": 1, "min_queries": 61}, "fewer than min_queries"),
-    ):
+    ]
+    for limits, reason in cases:
         recorder = DensityRecorder()
         with attach(model, SPARSE, recorder=recorder, **limits):
             torch.testing.assert_close(model(ids).logits, expected, atol=2e-4, rtol=1e-4)
@@ -588,18 +581,22 @@ def test_compiled_chunks_are_sparse(whole: bool) -> None:
 
 
 @pytest.mark.slow
-def test_generate_compiles_chunks_of_a_static_cache() -> None:
+@pytest.mark.parametrize("padding", [0, 17])
+def test_generate_compiles_chunks_of_a_static_cache(padding: int) -> None:
     """As it does by itself on a GPU: it makes the masks outside of what it compiles."""
     model, ids = make("llama"), tokens(80, batch=2)
-    how: dict[str, Any] = {"cache_implementation": "static", "prefill_chunk_size": 23}
-    expected = generate(model, ids, attention_mask=torch.ones_like(ids), **how)
+    mask, recorder = torch.ones_like(ids), DensityRecorder()
+    mask[0, :padding] = 0
+    how: dict[str, Any] = {"cache_implementation": "static", "prefill_chunk_size": 23, "attention_mask": mask}
+    expected = generate(model, ids, **how)
     compiling = transformers.generation.CompileConfig(backend="eager")
     compiling._compile_all_devices = True
     torch.compiler.reset()
-    with attached(model, DensityRecorder()):
-        actual = generate(model, ids, attention_mask=torch.ones_like(ids), compile_config=compiling, **how)
+    with attached(model, recorder):
+        actual = generate(model, ids, compile_config=compiling, **how)
     torch.compiler.reset()
     assert torch.equal(actual, expected)
+    assert recorder.sparse_calls()[0] >= 3
 
 
 @needs_gpu
@@ -797,10 +794,6 @@ def test_detach_follows_an_error() -> None:
     assert model.config._attn_implementation == "eager"
 
 
-class _OldModel(transformers.LlamaForCausalLM):  # type: ignore[misc]
-    _supports_attention_backend = False
-
-
 @pytest.mark.parametrize(
     ("pipeline", "kwargs", "error", "sentence"),
     [
@@ -811,6 +804,7 @@ class _OldModel(transformers.LlamaForCausalLM):  # type: ignore[misc]
         (Schedule(SPARSE, dense=(0, -2)), {}, ValueError, "these of the 2 layers are named twice"),
         (SPARSE, {"min_tokens": 0}, ValueError, "'min_tokens' must be a whole number, at least 1: 0"),
         (SPARSE, {"recorder": 1}, TypeError, "'recorder' must be"),
+        (SPARSE, {"continuous_batching": 1}, TypeError, "'continuous_batching' must be True or False: 1"),
     ],
 )
 def test_bad_arguments_are_named(pipeline: Any, kwargs: Any, error: type[Exception], sentence: str) -> None:
@@ -822,19 +816,18 @@ def test_bad_arguments_are_named(pipeline: Any, kwargs: Any, error: type[Excepti
 
 def test_models_that_cannot_be_attached_to_are_named() -> None:
     other: Any = torch.nn.Linear(1, 1)
-    with pytest.raises(TypeError, match=r"must be a transformers.PreTrainedModel: Linear; take the model"):
+    with pytest.raises(TypeError, match=r"must be a transformers.PreTrainedModel or hold one: Linear holds 0"):
         attach(other, SPARSE)
-    with pytest.raises(ValueError, match="_OldModel cannot change its attention function"):
-        attach(_OldModel(MODELS["llama"]()), SPARSE)
-
-
-def test_what_a_pipeline_cannot_run_is_an_error() -> None:
-    model = make("llama")
-    wide = torch.zeros(1, HEADS, 70, 512)
-    with attach(model, SPARSE, min_tokens=1) as attachment:
-        attend = AttentionInterface._global_mapping[attachment.key]
-        with pytest.raises(ValueError, match="the head dim must be at most 256: 512"):
-            attend(model.model.layers[0].self_attn, wide, wide, wide, None)
+    with pytest.raises(TypeError, match=r"ModuleList holds 2"):
+        attach(torch.nn.ModuleList([make("llama"), make("qwen3")]), SPARSE)
+    other = 3
+    with pytest.raises(TypeError, match=r"must be a transformers.PreTrainedModel: int"):
+        attach(other, SPARSE)
+    config = transformers.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=1, n_head=4)
+    bloom = transformers.BloomForCausalLM(config)
+    with pytest.raises(ValueError, match="BloomForCausalLM cannot change its attention function: none of its"):
+        attach(bloom, SPARSE)
+    assert config._attn_implementation == transformers.BloomForCausalLM(config).config._attn_implementation
 
 
 def test_models_that_choose_keys_are_an_error() -> None:
@@ -901,7 +894,7 @@ def test_calls_nest() -> None:
 def test_a_chunk_mask_is_the_mask_of_a_chunk() -> None:
     """To whoever looks at it; moved between devices it stays unmade."""
     expected = sdpa_mask(batch_size=2, q_length=3, kv_length=7, q_offset=2)
-    mask: Any = ChunkMask((2, 1, 3, 7), 5, torch.device("cpu"))
+    mask: Any = PromptMask((2, 1, 3, 7), 5, torch.device("cpu"))
     assert (mask.shape, mask.ndim, mask.dtype) == (expected.shape, expected.ndim, expected.dtype)
     for look in (
         lambda x: x[:, :, 1:, :6],
@@ -924,7 +917,7 @@ def test_a_chunk_mask_is_the_mask_of_a_chunk() -> None:
     attention = torch.nn.functional.scaled_dot_product_attention
     assert torch.equal(attention(q, k, v, attn_mask=mask), attention(q, k, v, attn_mask=expected))
     for moved in (mask.to("cpu", non_blocking=True), mask.to(device="meta"), mask.to(q.bool()), mask.contiguous()):
-        assert isinstance(moved, ChunkMask)
+        assert isinstance(moved, PromptMask)
         assert (moved.seen, moved.shape) == (5, mask.shape)
     assert mask.to("meta").device.type == "meta"
     with pytest.raises(TypeError, match=r"cannot be changed in place: clone it before fill_\(\)"):
@@ -939,7 +932,7 @@ def test_a_chunk_sees_its_past_in_any_module() -> None:
     module = model.model.layers[0].self_attn
     module.is_causal = False
     for seen in (30, 50):
-        mask = ChunkMask((2, 1, 30, 70), seen, torch.device("cpu"))
+        mask = PromptMask((2, 1, 30, 70), seen, torch.device("cpu"))
         expected, _ = sdpa_attention_forward(module, q, k, v, mask.made())
         for least in (1, 1000):
             with attach(model, DENSE_LIMIT, min_tokens=least, min_queries=least) as attachment:
@@ -1046,12 +1039,11 @@ def test_models_that_share_a_config_share_no_pipeline() -> None:
 def test_what_fails_while_attaching_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids, recorder = make("llama"), tokens(60), DensityRecorder()
 
-    def fail_half_way(key: str) -> None:
-        model.config._attn_implementation_internal = key
+    def fail_half_way(key: str, _: Any) -> None:
         raise KeyError("half-way")
 
     with attached(model, recorder):
-        monkeypatch.setattr(model, "set_attn_implementation", fail_half_way)
+        monkeypatch.setattr(AttentionMaskInterface, "register", fail_half_way)
         with pytest.raises(KeyError, match="half-way"):
             attach(model, SPARSE)
         model(ids)

@@ -86,7 +86,7 @@ def measure(
         method,
         first_token_s,
         attention_s,
-        1.0 if pipeline is None else float(recorder.density().mean()),
+        float(recorder.density().mean()) if recorder.sparse_calls() else 1.0,
         perplexity(network, read.last_hidden_state, ids, prompt.is_text.to(model.device)),
         reply := answer(model, token, read.past_key_values),
         prompt.is_answered_by(reply),

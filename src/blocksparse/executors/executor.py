@@ -9,7 +9,7 @@ from torch import Tensor
 
 from blocksparse.class_line import check_got
 from blocksparse.executors.attention_output import AttentionOutput
-from blocksparse.inputs import DTYPES, refuse_tangents
+from blocksparse.inputs import DTYPES, UnsupportedError, refuse_tangents
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.selectors.block_mask import BlockMask
 
@@ -94,4 +94,5 @@ class Executor(ABC, Generic[PermutationT_contra, MaskT_contra]):
                 for name, x in (("q", q), ("k", k), ("v", v))
             )
             listed = "; ".join(reasons)
-            raise ValueError(f"{type(self).__name__} cannot run {inputs}: {listed}. {hint}")
+            name = type(self).__name__
+            raise UnsupportedError(f"{name} cannot run {inputs}: {listed}. {hint}", f"{name}: {listed}")

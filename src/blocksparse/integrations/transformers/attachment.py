@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from types import TracebackType
 from typing import Any, final
@@ -12,6 +12,10 @@ from weakref import finalize
 from attrs import field, frozen
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
+
+from blocksparse.integrations.transformers.adapter import Adapter
+from blocksparse.integrations.transformers.continuous_batching import SDPA, SdpaInPlace
+from blocksparse.integrations.transformers.outcomes import Outcomes
 
 _PREFIX = "blocksparse-"
 
@@ -32,38 +36,26 @@ class Attachment:
 
     @classmethod
     def of(
-        cls,
-        model: PreTrainedModel,
-        configs: Sequence[Any],
-        *,
-        attend: Callable[..., Any],
-        mask: Callable[..., Any],
+        cls, model: PreTrainedModel, configs: Sequence[Any], adapter: Adapter, *, continuous_batching: bool
     ) -> Attachment:
-        """Register these two functions and let all `configs` of `model` name them.
-
-        Raises:
-            ValueError: the model cannot change its attention function.
-        """
+        """Register the functions of `adapter` and let all `configs` name them, until the end."""
         key = _PREFIX + uuid4().hex
         before = tuple((config, config._attn_implementation) for config in configs)
-        end = finalize(model, _restore, key, before)
+        places: list[SdpaInPlace] = []
+        end = finalize(model, _restore, key, before, places, adapter.outcomes)
         end.atexit = False
         try:
-            AttentionInterface.register(key, attend)
-            AttentionMaskInterface.register(key, mask)
-            if model.is_backend_compatible():
-                model.set_attn_implementation(key)
-            if model.config._attn_implementation != key:
-                raise ValueError(
-                    f"{type(model).__name__} cannot change its attention function: it does not support "
-                    "transformers' AttentionInterface; call the pipeline yourself, in its attention's place"
-                )
+            if continuous_batching:
+                places.append(SdpaInPlace.put(adapter))
+            else:
+                AttentionInterface.register(key, adapter.attend)
+                AttentionMaskInterface.register(key, adapter.mask)
+            for config, name in before:
+                # The public setter would also set sub-configs.
+                config._attn_implementation_internal = _Name(SDPA if continuous_batching else key, name, key)
         except BaseException:
             end()
             raise
-        for config, name in before:
-            if config._attn_implementation == key:
-                config._attn_implementation_internal = _Name(key, name)
         return cls(key, before, end)
 
     def detach(self) -> None:
@@ -76,8 +68,8 @@ class Attachment:
             RuntimeError: the same model still has a later attachment.
         """
         for config, _ in self._before if self._end.alive else ():
-            if (current := config._attn_implementation or "") != self.key and current.startswith(_PREFIX):
-                raise RuntimeError(f"{self.key} lies below a later attachment: detach that one ({current}) first")
+            if (owner := _owner(config)) not in (None, self.key):
+                raise RuntimeError(f"{self.key} lies below a later attachment: detach that one ({owner}) first")
         self._end()
 
     def __enter__(self) -> Attachment:
@@ -97,10 +89,11 @@ class _Name(str):
     """A name in transformers' registries. It ends with its attachment, so a copy of it is the previous name."""
 
     before: str | None
+    owner: str  # the key of its attachment
 
-    def __new__(cls, name: str, before: str | None) -> _Name:
+    def __new__(cls, name: str, before: str | None, owner: str) -> _Name:
         self = super().__new__(cls, name)
-        self.before = before
+        self.before, self.owner = before, owner
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> str | None:
@@ -110,10 +103,20 @@ class _Name(str):
         return deepcopy, (self.before,)
 
 
-def _restore(key: str, before: Sequence[tuple[Any, str | None]]) -> None:
+def _owner(config: Any) -> str | None:
+    """The key of the attachment whose name a config has, or None."""
+    return getattr(config._attn_implementation, "owner", None)
+
+
+def _restore(
+    key: str, before: Sequence[tuple[Any, str | None]], places: Sequence[SdpaInPlace], outcomes: Outcomes
+) -> None:
     for config, name in before:
-        if config._attn_implementation == key:
-            config._attn_implementation_internal = name  # the public setter would also set sub-configs
+        if _owner(config) == key:
+            config._attn_implementation_internal = name
+    for place in places:
+        place.end()
     # transformers can register a name for the class, but can delete it only from an instance.
     AttentionInterface._global_mapping.pop(key, None)
     AttentionMaskInterface._global_mapping.pop(key, None)
+    outcomes.tell()

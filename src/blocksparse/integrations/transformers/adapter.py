@@ -1,0 +1,64 @@
+"""The two functions that transformers calls for an attached model: one makes masks, the other attends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+import torch
+from attrs import field, frozen
+from torch import Tensor, nn
+
+from blocksparse.integrations.transformers.call import Call
+from blocksparse.integrations.transformers.dense import dense
+from blocksparse.integrations.transformers.last_lengths import LastLengths
+from blocksparse.integrations.transformers.layer import LayerAttention
+from blocksparse.integrations.transformers.mask_request import mask_of
+from blocksparse.integrations.transformers.outcomes import Outcomes
+from blocksparse.integrations.transformers.prompt_mask import PromptMask
+
+
+@final
+@frozen(eq=False)
+class Adapter:
+    """What an attached model calls."""
+
+    layers: Mapping[int, LayerAttention]  # by `layer_idx`, -1 for attention without one
+    modules: frozenset[int]  # ids of the model's modules, because another model may share a config and call this
+    outcomes: Outcomes
+    explicit_masks: bool = False  # because some of the modules do not say whether they are causal without a mask
+    lengths: LastLengths = field(factory=LastLengths, init=False)
+
+    def mask(self, **request: Any) -> Tensor | PromptMask | None:
+        """None where all keys are seen, or a whole causal prompt is; in place of any other mask a `PromptMask`."""
+        return mask_of(explicit=self.explicit_masks, **request)
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | PromptMask | None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend `query` `[B, Hq, M, D]` to `key` `[B, Hkv, N, D]` and `value` `[B, Hkv, N, Dv]`.
+
+        Returns `[B, M, Hq, Dv]`, contiguous, and the weights `[B, Hq, M, N]` if `output_attentions` asks for them.
+        """
+        call = Call.of(module, query, key, value, attention_mask, kwargs, self.lengths)
+        if id(module) not in self.modules:
+            return dense(call)
+        layer, seen = self.layers[call.layer], call.seen
+        reason = call.dense_because()
+        if reason is None and call.sequences is None:
+            assert seen is not None  # or there would be a reason
+            reason = layer.dense_because(query.shape[2], seen)
+        if reason is not None:
+            # Inside torch.compile this line would run only when the graph is traced, so nothing is recorded there.
+            if not torch.compiler.is_compiling():
+                self.outcomes.saw_dense(call.layer, reason)
+            return dense(call)
+        scale, sequences = kwargs.get("scaling"), call.sequences
+        out = layer(query, key[:, :, :seen], value[:, :, :seen], scale=scale, sequences=sequences)
+        return out.transpose(1, 2).contiguous(), None

@@ -1,0 +1,156 @@
+"""`attach`: a pipeline into a transformers model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from blocksparse.head_groups import HeadGroups
+from blocksparse.integrations.density_recorder import DensityRecorder
+from blocksparse.integrations.transformers.adapter import Adapter
+from blocksparse.integrations.transformers.attachment import Attachment
+from blocksparse.integrations.transformers.call import layer_of
+from blocksparse.integrations.transformers.layer import LayerAttention
+from blocksparse.integrations.transformers.outcomes import Outcomes
+from blocksparse.pipeline import Pipeline
+from blocksparse.schedule import LayerPipeline, Schedule
+from blocksparse.validators import flag, size, whole
+
+
+def attach(
+    model: nn.Module,
+    pipeline: LayerPipeline | Schedule,
+    *,
+    min_tokens: int = 512,
+    min_queries: int = 64,
+    recorder: DensityRecorder | None = None,
+    continuous_batching: bool = False,
+) -> Attachment:
+    """Run the prefill of `model` through `pipeline`, and everything else through exact dense attention.
+
+    This lasts until `detach()` is called, or for a `with` block:
+
+        with attach(model, pbs_attn()):
+            model.generate(...)
+
+    Args:
+        model: a transformers model, or a module around one, as torch.compile and PEFT make it.
+        pipeline: what attends in every layer; or a `Schedule`, which chooses by `layer_idx`.
+        min_tokens: prompts of fewer tokens than this, context and queries together, stay dense.
+        min_queries: prompts with fewer queries at once stay dense. Decoding always does.
+        recorder: gets a record of what each call did; if None, nothing is recorded.
+        continuous_batching: attach to the calls of `generate_batch` instead, and to no others. transformers takes
+            only its own names there, so "sdpa" is the name of the pipeline until the end, for this model alone.
+
+    Raises:
+        TypeError: there is not one transformers model in `model`, or `pipeline` is not a pipeline.
+        ValueError: no attention of the model asks transformers which function to call, the model lacks a layer
+            that the schedule names, or transformers is too old for `continuous_batching`.
+    """
+    model = _inside(model)
+    if not isinstance(pipeline, Pipeline | HeadGroups | Schedule):
+        raise TypeError(
+            f"'pipeline' must be a Pipeline, HeadGroups or a Schedule: {type(pipeline).__name__}; "
+            "Schedule(None, layers={...}) attends sparsely in single layers"
+        )
+    schedule = pipeline if isinstance(pipeline, Schedule) else Schedule(pipeline)
+    if recorder is not None and not isinstance(recorder, DensityRecorder):
+        raise TypeError(f"'recorder' must be a DensityRecorder: {type(recorder).__name__}")
+    min_tokens, min_queries = whole(min_tokens), whole(min_queries)
+    flag.check(continuous_batching=continuous_batching)
+    size.check(min_tokens=min_tokens, min_queries=min_queries)
+    outcomes = Outcomes(type(model).__name__, recorder)
+    layers = {
+        layer: LayerAttention(pipeline, layer, min_tokens, min_queries, outcomes)
+        for layer, pipeline in _layers_of(schedule, model).items()
+    }
+    silent = any(_asks_for_its_function(x) and not hasattr(x, "is_causal") for x in model.modules())
+    adapter = Adapter(layers, frozenset(map(id, model.modules())), outcomes, explicit_masks=silent)
+    configs = _configs(model)
+    _refuse_shared(configs, adapter.modules, model)
+    return Attachment.of(model, configs, adapter, continuous_batching=continuous_batching)
+
+
+def _inside(model: nn.Module) -> PreTrainedModel:
+    """The transformers model that `model` is or wraps."""
+    if isinstance(model, PreTrainedModel):
+        return model
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"'model' must be a transformers.PreTrainedModel: {type(model).__name__}")
+    models = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    within = {id(part) for outer in models for part in outer.modules() if part is not outer}
+    outermost = [part for part in models if id(part) not in within]
+    if len(outermost) != 1:
+        raise TypeError(
+            f"'model' must be a transformers.PreTrainedModel or hold one: {type(model).__name__} holds "
+            f"{len(outermost)}"
+        )
+    return outermost[0]
+
+
+def _asks_for_its_function(module: nn.Module) -> bool:
+    """Whether a module calls the function that transformers has under the name in its config.
+
+    What a class says of itself (`_supports_attention_backend`) is missing in many models that do. So this looks at
+    which names the forward of the module uses.
+    """
+    forward: Any = type(module).forward
+    while (inner := getattr(forward, "__wrapped__", None)) is not None:
+        forward = inner
+    return isinstance(forward, FunctionType) and "ALL_ATTENTION_FUNCTIONS" in forward.__code__.co_names
+
+
+def _configs(model: PreTrainedModel) -> list[Any]:
+    """The configs of all attention that asks for its function, and of the models around it, which make its masks.
+
+    Raises:
+        ValueError: there is no such attention.
+    """
+    asking = [module for module in model.modules() if _asks_for_its_function(module)]
+    if not asking:
+        raise ValueError(
+            f"{type(model).__name__} cannot change its attention function: none of its modules asks "
+            "transformers' AttentionInterface for one; call the pipeline yourself, in its attention's place"
+        )
+    ids = set(map(id, asking))
+    around = [
+        part
+        for part in model.modules()
+        if isinstance(part, PreTrainedModel) and any(id(module) in ids for module in part.modules())
+    ]
+    found = {
+        id(config): config for part in [*around, *asking] if (config := getattr(part, "config", None)) is not None
+    }
+    return list(found.values())
+
+
+def _refuse_shared(configs: Iterable[Any], modules: frozenset[int], model: PreTrainedModel) -> None:
+    """Refuse to attach if another model shares a config and has a pipeline: one config names one pipeline."""
+    for config in configs:
+        below = AttentionInterface._global_mapping.get(config._attn_implementation)
+        adapter = getattr(below, "__self__", None)
+        if isinstance(adapter, Adapter) and modules.isdisjoint(adapter.modules):
+            raise ValueError(
+                f"{type(model).__name__} shares its {type(config).__name__} with another model that has a "
+                "pipeline: give each model a config of its own, copy.deepcopy(config)"
+            )
+
+
+def _layers_of(schedule: Schedule, model: PreTrainedModel) -> dict[int, LayerPipeline | None]:
+    """What attends in every layer of the model, by `layer_idx`, and in modules without a layer (-1)."""
+    layers: dict[int, LayerPipeline | None] = {}
+    layers.update(dict.fromkeys((-1, *map(layer_of, model.modules())), schedule.default))
+    if schedule.layers or schedule.dense:
+        config = model.config
+        count: int | None = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
+        if count is None:
+            raise ValueError(
+                "a Schedule that names layers needs their number, and "
+                f"{type(config).__name__} has no num_hidden_layers"
+            )
+        layers.update(enumerate(schedule.resolve(count)))
+    return layers

@@ -1,0 +1,134 @@
+"""One call of attention by a model: which prompts it holds, and why it must be dense."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+from attrs import define
+from torch import Tensor, nn
+
+from blocksparse.inputs import MAX_HEAD_DIM
+from blocksparse.integrations.transformers.last_lengths import LastLengths
+from blocksparse.integrations.transformers.prompt_mask import PromptMask
+from blocksparse.sequences import Sequences
+
+# Arguments with which attention must be dense, and the reasons that a DensityRecorder gets for them.
+_NOT_PLAIN = {
+    "softcap": "softcap",
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "position_bias": "position bias",
+    "cache": "paged cache",
+    "indices": "chosen keys",
+    "block_indices": "chosen keys",
+}
+
+
+def layer_of(module: nn.Module) -> int:
+    """transformers' index of the layer to which a module belongs, or -1."""
+    layer = getattr(module, "layer_idx", None)
+    return -1 if layer is None else int(layer)
+
+
+@final
+@define(eq=False)  # torch.compile cannot create frozen instances
+class Call:
+    """One call of attention by a model."""
+
+    module: nn.Module
+    query: Tensor  # [B, Hq, M, D]
+    key: Tensor  # [B, Hkv, N, D]
+    value: Tensor  # [B, Hkv, N, Dv]
+    mask: Tensor | PromptMask | None  # [B|1, Hq|1, M, N] bool, or numbers that are added to the logits
+    causal: bool  # whether the queries are the last of `seen` tokens, in each of the mask's `sequences`
+    seen: int | None  # how many keys the last query sees, if the mask does not say anything else
+    kwargs: dict[str, Any]  # all other arguments of the model
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | PromptMask | None,
+        kwargs: dict[str, Any],
+        lengths: LastLengths,
+    ) -> Call:
+        B, M, N = query.shape[0], query.shape[2], key.shape[2]
+        if isinstance(mask, PromptMask):
+            if mask.shape[2:] != (M, N):
+                mask = mask.made()
+            elif mask.request is None:
+                return cls(module, query, key, value, mask, True, mask.seen, kwargs)
+        asked = kwargs.get("is_causal")
+        # transformers' sdpa takes a module that says nothing for causal; but encoders are among them.
+        causal = bool(getattr(module, "is_causal", False) if asked is None else asked)
+        if mask is not None:
+            return cls(module, query, key, value, mask, causal, None, kwargs)
+        if causal and 1 < M != N:
+            raise ValueError(
+                f"{type(module).__name__} got {M} queries, {N} keys and no mask, and nothing says where the "
+                "queries stand: attach to the whole model, which makes the masks of its parts"
+            )
+        if causal and M > 1 and (packed := _packed(kwargs, query, lengths)) is not None:
+            mask = PromptMask((B, 1, M, N), N, query.device, packed)
+        return cls(module, query, key, value, mask, causal, N, kwargs)
+
+    @property
+    def layer(self) -> int:
+        return layer_of(self.module)
+
+    @property
+    def sequences(self) -> Sequences | None:
+        return self.mask.sequences if isinstance(self.mask, PromptMask) else None
+
+    @property
+    def wants_weights(self) -> bool:
+        if (asked := self.kwargs.get("output_attentions")) is not None:
+            return bool(asked)
+        return bool(getattr(getattr(self.module, "config", None), "output_attentions", False))
+
+    def dense_because(self) -> str | None:
+        """The first reason why all of this call must be dense, whatever its layer and its lengths, or None."""
+        window = self.kwargs.get("sliding_window")
+        if self.query.shape[2] == 1:
+            return "decode"
+        if not self.causal:
+            return "not causal"
+        if because := next((why for name, why in _NOT_PLAIN.items() if self.kwargs.get(name) is not None), None):
+            return because
+        if self.wants_weights:
+            return "output_attentions"
+        if self.kwargs.get("dropout"):
+            return "dropout"
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (self.query, self.key, self.value)):
+            return "gradients"
+        if window is not None and self._longest() > window:
+            return "sliding window"
+        if self.seen is None:
+            return "mask"
+        packed = self.kwargs.get("cu_seq_lens_q") is not None and self.sequences is None
+        if packed and (self.query.shape[0] > 1 or torch.compiler.is_compiling()):
+            return "packed batch"
+        if isinstance(self.kwargs.get("scaling"), Tensor):
+            return "a tensor as the scale"
+        if max(self.query.shape[3], self.value.shape[3]) > MAX_HEAD_DIM:
+            return f"head dim above {MAX_HEAD_DIM}"
+        return None
+
+    def _longest(self) -> int:
+        """The keys of the longest prompt."""
+        if self.sequences is not None:
+            return max((span.keys for span in self.sequences.spans), default=0)
+        return self.key.shape[2] if self.seen is None else self.seen
+
+
+def _packed(kwargs: dict[str, Any], query: Tensor, lengths: LastLengths) -> Sequences | None:
+    """The prompts that FlashAttention's arguments describe, if they are several in one entry of the batch."""
+    ends = [kwargs[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k") if kwargs.get(name) is not None]
+    if not ends or kwargs.get("cache") is not None or query.shape[0] > 1 or torch.compiler.is_compiling():
+        return None
+    sequences = lengths.of(*ends)
+    return sequences if len(sequences.spans) > 1 else None

@@ -1,0 +1,64 @@
+"""What attends in one layer: its pipeline, or dense attention for short prompts."""
+
+from __future__ import annotations
+
+from typing import final
+
+from attrs import Factory, field, frozen
+from torch import Tensor
+
+from blocksparse.executors.dense_attention import dense_attention
+from blocksparse.inputs import UnsupportedError, check_inputs
+from blocksparse.integrations.transformers.outcomes import Outcomes
+from blocksparse.opaque_call import OpaqueCall, attend
+from blocksparse.schedule import LayerPipeline
+from blocksparse.sequences import Sequences
+
+
+@final
+@frozen(eq=False)
+class LayerAttention:
+    """Attends each prompt of a call sparsely if it is long enough and the pipeline can run it, or else densely."""
+
+    pipeline: LayerPipeline | None
+    layer: int
+    min_tokens: int
+    min_queries: int
+    outcomes: Outcomes
+    _call: OpaqueCall = field(
+        init=False, repr=False, default=Factory(lambda self: OpaqueCall(self._attend), takes_self=True)
+    )
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, sequences: Sequences | None
+    ) -> Tensor:
+        q, k, v, scale = check_inputs(q, k, v, causal=True, scale=scale, sequences=sequences)
+        return attend(self._call, q, k, v, causal=True, scale=scale, sequences=sequences)
+
+    def dense_because(self, queries: int, keys: int) -> str | None:
+        """The reason why a prompt of this size is dense in this layer, or None."""
+        if queries == 1:
+            return "decode"
+        if self.pipeline is None:
+            return "no pipeline for this layer"
+        if keys < self.min_tokens:
+            return "fewer than min_tokens"
+        return "fewer than min_queries" if queries < self.min_queries else None
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+        reason = self.dense_because(q.shape[2], k.shape[2])
+        if reason is None:
+            assert self.pipeline is not None  # or there would be a reason
+            try:
+                if self.outcomes.recorder is None:
+                    out = self.pipeline(q, k, v, causal=causal, scale=scale)
+                    self.outcomes.saw_sparse()
+                    return out
+                trace = self.pipeline.trace(q, k, v, causal=causal, scale=scale)
+            except UnsupportedError as error:
+                reason = error.because
+            else:
+                self.outcomes.saw(self.layer, trace, q_len=q.shape[2], k_len=k.shape[2])
+                return trace.output.out
+        self.outcomes.saw_dense(self.layer, reason)
+        return dense_attention(q, k, v, causal=causal, scale=scale)

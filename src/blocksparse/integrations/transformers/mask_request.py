@@ -1,0 +1,151 @@
+"""What a request of transformers for a mask means: a causal prompt, several of them, or something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import sdpa_mask
+
+from blocksparse.integrations.transformers.prompt_mask import PromptMask
+from blocksparse.sequences import Sequences
+
+_ROWS = 256  # queries of a mask that are looked at together
+
+
+def mask_of(*, explicit: bool = False, **request: Any) -> Tensor | PromptMask | None:
+    """None for a whole causal prompt in each entry of the batch, and for every other request what sdpa would get.
+
+    That is made later, if at all. While a graph is traced, and for a mask that is not a function of indices, it is
+    made at once. With `explicit` None means only that all keys are seen.
+    """
+    if isinstance(given := request.get("attention_mask"), PromptMask):
+        return given  # `generate` got it from this function
+    B, M, N = request["batch_size"], request["q_length"], request["kv_length"]
+    if (seen := _seen(**request)) is not None:
+        sequences = None
+        if request.get("attention_mask") is not None or not request.get("allow_is_causal_skip", True):
+            sequences = _sequences(seen, **request)
+            if sequences is None:
+                return _later(request)
+            if all(span.queries == M and span.keys == seen for span in sequences.spans):
+                sequences = None
+        if sequences is not None or M != N or explicit:
+            return PromptMask((B, 1, M, N), seen, request["device"], sequences)
+        return None
+    return _later(request)
+
+
+def _later(request: dict[str, Any]) -> Tensor | PromptMask | None:
+    """A mask that nothing is known about. `None` of sdpa means that every key is seen."""
+    B, M, N = request["batch_size"], request["q_length"], request["kv_length"]
+    if (
+        M == 1
+        or torch.compiler.is_compiling()
+        or request.get("use_vmap")
+        or request.get("allow_is_bidirectional_skip")
+    ):
+        mask: Tensor | None = sdpa_mask(**request)
+        return mask
+    return PromptMask((B, 1, M, N), N, request["device"], request=request)
+
+
+def _seen(
+    *,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
+    **_: Any,
+) -> int | None:
+    """How many keys the last query may see, if the request can be one for causal prompts; otherwise None.
+
+    Padding is such a request, and so are packed prompts: for these, and for masks that are combined with others,
+    `allow_is_causal_skip` is False. Windows that hide something are not.
+    """
+    if q_length == 1 or kv_offset != 0 or use_vmap or allow_is_bidirectional_skip:
+        return None
+    if torch.compiler.is_compiling() and (
+        attention_mask is not None or isinstance(q_offset, Tensor) or not allow_is_causal_skip
+    ):
+        return None  # reading a tensor would break the graph
+    seen = int(q_offset) + q_length
+    if seen > kv_length or (local_size is not None and seen > local_size and allow_is_causal_skip):
+        return None
+    return seen
+
+
+def _sequences(
+    seen: int,
+    *,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., Tensor] | None = None,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    device: torch.device | str = "cpu",
+    **_: Any,
+) -> Sequences | None:
+    """The prompts of a padded batch, or those of which a mask is made, if it is made of causal prompts."""
+    if allow_is_causal_skip:
+        assert attention_mask is not None
+        if attention_mask.shape[0] != batch_size or attention_mask.shape[1] < seen:
+            return None
+        try:
+            return Sequences.padded(attention_mask[:, :seen], queries=q_length)
+        except ValueError:  # padding inside of a prompt
+            return None
+    if mask_function is None or attention_mask is not None or not seen == q_length == kv_length:
+        return None
+    sequences = _packed(mask_function, batch_size, kv_length, device)
+    if (
+        sequences is not None
+        and local_size is not None
+        and max(span.keys for span in sequences.spans) > local_size
+    ):
+        return None
+    return sequences
+
+
+def _packed(
+    mask_function: Callable[..., Tensor], batch: int, tokens: int, device: torch.device | str
+) -> Sequences | None:
+    """The prompts that stand behind one another in every entry of the batch, if the mask lets them see just that.
+
+    transformers does not say so; it gives a function of indices. Where a query does not see the key before it, a
+    prompt begins; and then every pair is compared, a few rows at a time. The host waits once.
+    """
+    entry = torch.arange(batch, device=device)[:, None, None, None]
+    head = torch.zeros(1, dtype=torch.int64, device=device)[:, None, None, None]
+    token = torch.arange(tokens, device=device)
+
+    def sees(query: Tensor, key: Tensor) -> Tensor:
+        return mask_function(entry, head, query, key)
+
+    begins = ~sees(token[1:, None], token[:-1, None]).expand(batch, 1, -1, 1)[:, 0, :, 0]  # [B, N - 1]
+    number = torch.nn.functional.pad(begins.cumsum(1), (1, 0))[:, None]  # [B, 1, N]
+    same = torch.ones((), dtype=torch.bool, device=device)
+    for rows in token.split(_ROWS):
+        query = rows[:, None]
+        expected = (number[..., rows, None] == number[..., None, :]) & (token <= query)
+        same &= (sees(query, token) == expected).all()
+    *flags, known = torch.cat((begins.flatten(), same[None])).tolist()
+    if not known:
+        return None
+    spans = []
+    for row in range(batch):
+        begin = 0
+        for end in range(1, tokens + 1):
+            if end == tokens or flags[row * (tokens - 1) + end - 1]:
+                spans.append((row, begin, end - begin, begin, end - begin))
+                begin = end
+    return Sequences(spans, batch=batch, queries=tokens, keys=tokens)

@@ -1,0 +1,127 @@
+"""The mask of prompts, which is made only if it is needed as a tensor, and then a few rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+import torch
+from attrs import define
+from torch import Tensor
+from torch.utils._pytree import tree_map
+from transformers.masking_utils import sdpa_mask
+
+from blocksparse.sequences import Sequences
+
+
+@final
+@define(eq=False)  # torch.compile cannot create frozen instances
+class PromptMask:
+    """Which of N keys each of M queries sees, `[B, 1, M, N]` bool.
+
+    transformers hands it from the function that makes masks to the function that attends, as it does any mask. No
+    other state is needed in between, so threads may share a model and calls may nest. The attention function of
+    this library reads its fields, so no memory is taken for a mask. Any other operation on this object makes the
+    mask and works on that tensor.
+
+    Without `sequences` and `request` the queries are the last M of `seen` tokens: query `i` sees the keys up to
+    `seen - M + i`. With `sequences` this holds in each of them.
+    """
+
+    shape: tuple[int, ...]
+    seen: int
+    device: torch.device
+    sequences: Sequences | None = None
+    request: Mapping[str, Any] | None = None  # what transformers asked for, if this is neither of the two
+    tensor: Tensor | None = None  # the mask, once it is made
+    dtype = torch.bool
+    ndim = 4
+
+    def made(self) -> Tensor:
+        """The mask as a tensor, which all layers share."""
+        if self.tensor is None:
+            self.tensor = self.rows(0, self.shape[2]).expand(self.shape)
+        return self.tensor
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """The rows of the queries from `start` to `stop`, `[B|1, 1, stop - start, N]`."""
+        if self.request is not None:
+            offset = self.request.get("q_offset", 0) + start
+            rows: Tensor = sdpa_mask(
+                **{
+                    **self.request,
+                    "q_offset": offset,
+                    "q_length": stop - start,
+                    "allow_is_causal_skip": False,  # a None would mean another mask for some of the rows
+                }
+            )
+            return rows.to(self.device)
+        _, _, M, N = self.shape
+        key = torch.arange(N, device=self.device)
+        if self.sequences is None:
+            last = torch.arange(start, stop, device=self.device) + (self.seen - M)
+            return (key <= last.unsqueeze(-1))[None, None]
+        first, last = (x[:, start:stop, None] for x in self._queries(self.sequences))
+        return ((key >= first) & (key <= last)).unsqueeze(1)
+
+    def _queries(self, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        """The first key and the last one that each query sees, `[B, M]` each; of no sequence it sees none."""
+        B, _, M, _ = self.shape
+        first, last = torch.full((2, B, M), -1, device="cpu")
+        first += 1
+        for entry, query, queries, key, keys in sequences.spans:
+            first[entry, query : query + queries] = key
+            last[entry, query : query + queries] = torch.arange(key + keys - queries, key + keys, device="cpu")
+        return first.to(self.device), last.to(self.device)
+
+    def contiguous(self) -> PromptMask:
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> PromptMask | Tensor:
+        """As `Tensor.to`. A move to another device, which models on several devices make, needs no tensor yet."""
+        probe = torch.zeros((), dtype=torch.bool, device=self.device).to(*args, **kwargs)
+        if probe.dtype == torch.bool:
+            return PromptMask(self.shape, self.seen, probe.device, self.sequences, self.request)
+        return self.made().to(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name.endswith("_"):
+            raise TypeError(f"the mask of prompts cannot be changed in place: clone it before {name}()")
+        return getattr(self.made(), name)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.made()[index]
+
+    def __invert__(self) -> Tensor:
+        return ~self.made()
+
+    def __and__(self, other: Tensor | bool) -> Tensor:
+        return torch.bitwise_and(self.made(), other)
+
+    def __or__(self, other: Tensor | bool) -> Tensor:
+        return torch.bitwise_or(self.made(), other)
+
+    def __eq__(self, other: object) -> Any:
+        return self.made() == other
+
+    def __ne__(self, other: object) -> Any:
+        return self.made() != other
+
+    __hash__ = object.__hash__
+    __rand__, __ror__ = __and__, __or__
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        return func(*tree_map(_made, args), **tree_map(_made, kwargs or {}))
+
+
+def _made(x: Any) -> Any:
+    return x.made() if isinstance(x, PromptMask) else x

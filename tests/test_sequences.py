@@ -1,0 +1,241 @@
+"""Several prompts in one call: each is what it is alone, and none sees another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import strategies as st
+from torch import Tensor
+
+import blocksparse as bs
+from blocksparse.head_groups import HeadGroupsTrace
+from blocksparse.opaque_call import _attend_each
+from blocksparse.testing import make_qkv
+from tests import drawn
+from tests.drawn import Case, cases
+from tests.meaning import same
+from tests.test_generated_laws import assert_same_call, law
+
+# A grid order is made for one number of tokens.
+MANY = cases(permuters=tuple(p for p in drawn.PERMUTERS[:-1] if p is not bs.GridOrder), sizes={"B": 1})
+LENGTHS = st.lists(st.tuples(st.integers(0, 70), st.integers(0, 40)), min_size=1, max_size=4)
+SPARSE = bs.Pipeline(bs.SegmentKeySort(S=32), bs.MeanPoolScorer(16), bs.TopK(2), bs.ReferenceExecutor())
+
+
+def packed(case: Case, lengths: list[tuple[int, int]], device: str) -> tuple[bs.Sequences, list[Tensor]]:
+    """Prompts of drawn queries and earlier keys behind one another; not causal, every other has fewer keys."""
+    queries = [M for M, _ in lengths]
+    keys = [M + more if case.causal or i % 2 else more for i, (M, more) in enumerate(lengths)]
+    queries, keys = [*queries, 1], [*keys, 1]  # no tensor is empty
+    case = evolve(case, sizes=case.sizes | {"M": sum(queries), "N": sum(keys)})
+    return bs.Sequences.packed(queries, keys), list(case.qkv(device))
+
+
+@law(20, 100, MANY, LENGTHS)
+def test_packed_prompts_are_one_by_one(device: str, case: Case, lengths: list[tuple[int, int]]) -> None:
+    sequences, (q, k, v) = packed(case, lengths, device)
+    out = case.pipeline(q, k, v, sequences=sequences, **case.call)
+    traces = case.pipeline.trace(q, k, v, sequences=sequences, **case.call)
+    assert len(traces) == len(sequences.spans)
+    for span, trace in zip(sequences.spans, traces, strict=True):
+        rows, keys = span.rows(out), span.columns(k).contiguous()
+        if trace is None:
+            assert 0 in (span.queries, span.keys)
+            assert not rows.any()
+            continue
+        values, queries = span.columns(v).contiguous(), span.rows(q).contiguous()
+        alone = case.pipeline.trace(queries, keys, values, **case.call)
+        assert_same_call(trace, alone)
+        assert same(rows, alone.output.out)
+
+
+@law(15, 75, MANY, LENGTHS, st.data())
+def test_what_is_not_finite_stays_in_its_prompt(
+    device: str, case: Case, lengths: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    sequences, (q, k, v) = packed(case, lengths, device)
+    expected = case.pipeline(q, k, v, sequences=sequences, **case.call)
+    span = data.draw(st.sampled_from(sequences.spans))
+    spoiled = [torch.full_like(x, float("nan")) for x in (q, k, v)]
+    for x, bad, of in zip((q, k, v), spoiled, (span.rows, span.columns, span.columns), strict=True):
+        of(bad).copy_(of(x))
+    q, k, v = spoiled
+    out = case.pipeline(q, k, v, sequences=sequences, **case.call)
+    assert same(span.rows(out), span.rows(expected))
+
+
+PADDING = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=3)
+
+
+@law(15, 75, MANY, PADDING, st.integers(0, 99), st.sampled_from(["int64", "bool"]))
+def test_a_padded_batch_is_packed_prompts(
+    device: str, case: Case, rows: list[tuple[int, int, int]], share: int, dtype: str
+) -> None:
+    """Tokens and padding on both sides of each entry; the queries are all tokens or the last ones."""
+    N = max(sum(row) for row in rows) + 1
+    M = N - share * (N - 1) // 100
+    case = evolve(case, sizes=case.sizes | {"B": len(rows), "M": M, "N": N})
+    q, k, v = (x.clone() for x in case.qkv(device))
+    mask = torch.zeros(len(rows), N, dtype=getattr(torch, dtype), device=device)
+    for entry, (tokens, left, _) in enumerate(rows):
+        mask[entry, left : left + tokens] = 1
+    padding = (mask == 0)[:, None, :, None]
+    k, v = k.masked_fill(padding, float("nan")), v.masked_fill(padding, float("nan"))
+    q = q.masked_fill(padding[:, :, N - M :], float("nan"))
+    out = case.pipeline(q, k, v, sequences=bs.Sequences.padded(mask, queries=M), **case.call)
+    assert not out.where(padding[:, :, N - M :], 0.0).any()
+    real = mask.bool()
+    queries = [int(entry[N - M :].sum()) for entry in real]
+    keys = [int(entry.sum()) if M else 0 for entry, M in zip(real, queries, strict=True)]
+    if sum(queries):
+        q, out = (torch.cat([x[b, :, real[b, N - M :]] for b in range(len(rows))], 1)[None] for x in (q, out))
+        k, v = (torch.cat([x[b, :, real[b]][:, : keys[b]] for b in range(len(rows))], 1)[None] for x in (k, v))
+        assert same(out, case.pipeline(q, k, v, sequences=bs.Sequences.packed(queries, keys), **case.call))
+
+
+@pytest.mark.parametrize("groups", [False, True], ids=["pipeline", "head groups"])
+@pytest.mark.parametrize("heads_inside", [False, True])
+def test_a_graph_takes_any_sequences(groups: bool, heads_inside: bool, device: str) -> None:
+    """It is compiled once, whatever the lengths, and as many as there are; and again for a call without any."""
+    attention: Any = bs.HeadGroups({(1,): SPARSE, (0,): None}) if groups else SPARSE
+    q, k, v = (x.to(device) for x in make_qkv(Hq=4, Hkv=2, N=120, D=16))
+    if heads_inside:
+        q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    graphs = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    compiled = torch.compile(lambda *x: attention(*x[:3], sequences=x[3]) + 1, backend=backend, fullgraph=True)
+    for more in range(12):
+        sequences = bs.Sequences.packed([120 - 3 * more, *(more * [3])])
+        out = compiled(q, k, v, sequences)
+        assert same(out, attention(q, k, v, sequences=sequences) + 1)
+        assert out.stride() == q.stride()
+    assert len(graphs) == 1
+    assert same(compiled(q, k, v, None), attention(q, k, v) + 1)
+    with pytest.raises(ValueError, match="must sum to the tokens of q and k"):
+        compiled(q, k, v, bs.Sequences.packed([119]))
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("tokens_first", [False, True])
+def test_the_op_keeps_the_rules_of_ops(tokens_first: bool, device: str) -> None:
+    q, k, v = (x.to(device) for x in make_qkv(Hq=4, Hkv=2, N=60, D=16, Dv=8))
+    if tokens_first:
+        q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    checks = ("test_faketensor", "test_aot_dispatch_dynamic")  # the schema's own test takes no opaque objects
+    given = (q, k, v, SPARSE._call, bs.Sequences.packed([40, 20]), True, 0.125)
+    torch.library.opcheck(_attend_each, given, test_utils=checks)
+    assert _attend_each(*given).transpose(1, 2).is_contiguous() == tokens_first
+
+
+class _DenseForShort(bs.Executor[Any, Any]):
+    """What `AutoExecutor` does on a GPU."""
+
+    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask) -> list[str]:
+        return []
+
+    def dense_because(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> str | None:
+        return "few keys" if k.shape[2] < 60 else None
+
+    def __call__(self, *args: Any, scale: float) -> bs.AttentionOutput:
+        return bs.ReferenceExecutor()(*args, scale=scale)
+
+
+def test_each_prompt_has_the_executor_that_it_has_alone(device: str) -> None:
+    pipeline = evolve(SPARSE, executor=_DenseForShort())
+    q, k, v = (x.to(device) for x in make_qkv(N=150, D=16))
+    short, long = pipeline.trace(q, k, v, sequences=bs.Sequences.packed([50, 100]))
+    assert short is not None
+    assert long is not None
+    assert bool((short.visited.keep == short.visited.grid.reachable).all())
+    assert not bool((long.visited.keep == long.visited.grid.reachable).all())
+
+
+def test_head_groups_trace_each_prompt() -> None:
+    groups, (q, k, v) = bs.HeadGroups({(1,): SPARSE, (0,): None}), make_qkv(N=150, D=16)
+    none, trace = groups.trace(q, k, v, sequences=bs.Sequences.packed([0, 150]))
+    assert none is None
+    assert isinstance(trace, HeadGroupsTrace)
+    assert same(trace.output.out, groups(q, k, v))
+
+
+def test_sequences_are_made_of_what_callers_have(device: str) -> None:
+    expected = bs.Sequences([(0, 0, 3, 0, 5), (0, 3, 0, 5, 2), (0, 3, 2, 7, 2)], batch=1, queries=5, keys=9)
+    ends_q, ends_k = [0, 3, 3, 5], [0, 5, 7, 9]
+    for dtype in (torch.int32, torch.int64):
+        tensors = [torch.tensor(x, dtype=dtype, device=device) for x in (ends_q, ends_k)]
+        assert repr(bs.Sequences.from_cu_seqlens(*tensors)) == repr(expected)
+        assert repr(bs.Sequences.packed(*(x.diff() for x in tensors))) == repr(expected)
+    assert repr(bs.Sequences.from_cu_seqlens(ends_q, ends_k)) == repr(expected)
+    assert repr(eval(repr(expected), vars(bs).copy())) == repr(expected)
+    assert bs.Sequences.packed([3, 4]).keys == 7
+
+
+def test_rows_of_no_prompt_are_zeros() -> None:
+    """And prompts may share keys."""
+    q, k, v = make_qkv(N=60, D=16)
+    shared = bs.Sequences([(0, 5, 20, 0, 40), (0, 30, 30, 0, 60)], batch=1, queries=60, keys=60)
+    out = SPARSE(q, k, v, sequences=shared)
+    assert same(out[:, :, 5:25], SPARSE(q[:, :, 5:25], k[:, :, :40], v[:, :, :40]))
+    assert same(out[:, :, 30:], SPARSE(q[:, :, 30:], k, v))
+    assert not out[:, :, :5].any()
+    assert not out[:, :, 25:30].any()
+
+
+S: Any = bs.Sequences
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "said"),
+    [
+        (lambda: S.packed([3, -1]), ValueError, r"'lengths' must not be below 0: \[3, -1\]"),
+        (lambda: S.packed([3], [4, 5]), ValueError, r"'key_lengths' must have an entry per sequence \(1\): 2"),
+        (lambda: S.packed([3.0]), TypeError, r"'lengths' must be a sequence of whole numbers.*: \[3.0\]"),
+        (lambda: S.packed(3), TypeError, "'lengths' must be a sequence of whole numbers"),
+        (lambda: S.packed(torch.ones(2)), TypeError, "'lengths' must be whole numbers along one axis"),
+        (lambda: S.packed([3], torch.ones(1, 1).long()), TypeError, "'key_lengths' must be whole numbers along"),
+        (lambda: S.from_cu_seqlens([0, 4, 3]), ValueError, r"'cu_seqlens_q' must begin with 0 and never fall"),
+        (lambda: S.from_cu_seqlens([0, 4], [1, 4]), ValueError, "'cu_seqlens_k' must begin with 0"),
+        (lambda: S.from_cu_seqlens([]), ValueError, "'cu_seqlens_q' must begin with 0"),
+        (lambda: S.padded(torch.ones(2, 3)), TypeError, "'attention_mask' must be a tensor of whole numbers"),
+        (lambda: S.padded(torch.ones(3).bool()), ValueError, r"'attention_mask' must have the shape \[B, N\]"),
+        (lambda: S.padded(torch.tensor([[1, 0, 1]])), ValueError, "entry 0 has some inside; its prompt lies"),
+        (lambda: S.padded(torch.ones(1, 3).int(), queries=4), ValueError, r"'queries' must be at most .*\(3\): 4"),
+        (lambda: S.padded(torch.ones(1, 3).int(), queries=0.5), TypeError, "'queries' must be a whole number"),
+        (lambda: S([(0, 0, 1, 0)], batch=1, queries=2, keys=2), TypeError, "'spans' must have five whole numbers"),
+        (lambda: S([(1, 0, 1, 0, 1)], batch=1, queries=2, keys=2), ValueError, "must lie in one of 1 entries"),
+        (lambda: S([(0, 0, 1, 1, 2)], batch=1, queries=2, keys=2), ValueError, "must lie in 2 queries and 2 keys"),
+        (
+            lambda: S([(0, 1, 1, 0, 2), (0, 0, 2, 0, 2)], batch=1, queries=2, keys=2),
+            ValueError,
+            "'spans' must not share queries",
+        ),
+        (lambda: called(S.packed([100])), ValueError, "must sum to the tokens of q and k"),
+        (
+            lambda: called(S.packed([20, 30], [20, 30])),
+            ValueError,
+            "with 50 queries and 50 keys, but q and k have",
+        ),
+        (lambda: called(S.padded(torch.ones(2, 16).int())), ValueError, "lie in 2 entries of a batch"),
+        (lambda: called(S.packed([10, 6], [9, 7])), ValueError, "sequence 0 has 10 queries and 9 keys"),
+        (lambda: called([10, 6]), TypeError, r"'sequences' must be a Sequences or None: list; Sequences.packed"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(make: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        make()
+
+
+def called(sequences: Any) -> None:
+    q, k, v = make_qkv(N=16, D=16)
+    for run in (SPARSE, SPARSE.trace, bs.HeadGroups({(0, 1): SPARSE}), bs.HeadGroups({(0, 1): None}).trace):
+        with pytest.raises((TypeError, ValueError)) as error:
+            run(q, k, v, sequences=sequences)
+    raise error.value
