@@ -62,6 +62,7 @@ from blocksparse.selectors.block_mask import BlockMask as BlockMask
 from blocksparse.selectors.block_mask import RankedBlockMask as RankedBlockMask
 from blocksparse.selectors.everything import Everything as Everything
 from blocksparse.selectors.global_top_cdf import GlobalTopCdf as GlobalTopCdf
+from blocksparse.selectors.last_keys import LastKeys as LastKeys
 from blocksparse.selectors.last_queries import LastQueries as LastQueries
 from blocksparse.selectors.on_tiles import OnTiles as OnTiles
 from blocksparse.selectors.position_selector import PositionSelector as PositionSelector

@@ -1,0 +1,143 @@
+"""`Attachment`: a pipeline that a diffusers model uses until it is detached."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, final
+
+from attrs import field, frozen
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from blocksparse.integrations.diffusers.adapter import Adapter
+from blocksparse.integrations.diffusers.doors import BACKEND, Backend
+
+
+@final
+@frozen(eq=False)
+class Layer:
+    """An attention module with its own processor, and the one that stands in for it."""
+
+    name: str
+    module: nn.Module
+    own: Any
+    stand_in: Any
+    backend: Backend | None  # what the stand-in names, if its attention is dispatched
+
+    def check(self) -> None:
+        """Refuse a module whose attention was changed since it was attached.
+
+        Raises:
+            RuntimeError: it has another processor, or the processor another backend.
+        """
+        if self.module.processor is not self.stand_in:
+            changed = "processor"
+        elif self.backend is not None and getattr(self.stand_in, BACKEND) is not self.backend.name:
+            changed = "attention backend"
+        else:
+            return
+        raise RuntimeError(
+            f"the {changed} of {self.name} was changed while a pipeline is attached, which would leave it out: "
+            "detach(), change it, then attach again"
+        )
+
+    def restore(self) -> None:
+        """Give the module its own processor back, with what was set on the stand-in in the meantime."""
+        kept = {name: value for name, value in vars(self.stand_in).items() if name != BACKEND}
+        vars(self.own).update(kept)
+        if self.module.processor is self.stand_in:
+            self.module.processor = self.own
+
+
+@final
+@frozen(eq=False)
+class Attachment:
+    """A pipeline in a model of diffusers, until `detach()` or the end of a `with` block.
+
+    A deep copy or a pickle of the model has no pipeline; it attends as the model did before.
+    """
+
+    layers: tuple[Layer, ...] = field(repr=lambda layers: f"<{len(layers)} attention modules>")
+    _adapter: Adapter = field(repr=False)
+    _hooks: tuple[RemovableHandle, ...] = field(repr=False)
+
+    @classmethod
+    def of(cls, model: nn.Module, layers: tuple[Layer, ...], adapter: Adapter) -> Attachment:
+        """Let these stand-ins attend, and the adapter know of every forward call of `model`."""
+        for layer in layers:
+            layer.module.processor = layer.stand_in
+        hooks = (
+            model.register_forward_pre_hook(_Begin(adapter, layers), with_kwargs=True),
+            # The end is noted after a forward call that fails, too.
+            model.register_forward_hook(_End(adapter), with_kwargs=True, always_call=True),
+        )
+        return cls(layers, adapter, hooks)
+
+    def detach(self) -> None:
+        """Give the model its previous attention back. A second call does nothing.
+
+        Raises:
+            RuntimeError: a forward call of the model runs.
+        """
+        if self._adapter.now is not None:
+            raise RuntimeError("a forward call of the model still runs: detach when it has ended")
+        for hook in self._hooks:
+            hook.remove()
+        for layer in self.layers:
+            layer.restore()
+            if layer.backend is not None:
+                layer.backend.unregister()
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.detach()
+
+
+def _nothing(*_: Any) -> None:
+    """The hook of a copy of an attached model."""
+
+
+def _no_hook() -> Callable[..., None]:
+    return _nothing
+
+
+@frozen(eq=False)
+class _Hook:
+    """A hook that does nothing in copies and pickles of the model."""
+
+    adapter: Adapter
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _nothing
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _no_hook, ()
+
+
+@final
+@frozen(eq=False)
+class _Begin(_Hook):
+    layers: tuple[Layer, ...]
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        for layer in self.layers:
+            layer.check()
+        given = inspect.signature(type(model).forward).bind(model, *args, **kwargs)
+        given.apply_defaults()
+        self.adapter.begin(given.arguments, model.device)
+
+
+@final
+@frozen(eq=False)
+class _End(_Hook):
+    def __call__(self, *_: Any) -> None:
+        self.adapter.end()

@@ -1,0 +1,206 @@
+"""The two ways by which attention of a diffusers model reaches an adapter: its dispatcher, and PyTorch's function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy, deepcopy
+from typing import Any, final
+
+import torch
+from attrs import frozen
+from diffusers.models.attention_dispatch import (
+    AttentionBackendName,
+    _AttentionBackendRegistry,
+    _native_attention_backward_op,
+    _templated_context_parallel_attention,
+    dispatch_attention_fn,
+)
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+from blocksparse.integrations.diffusers.adapter import Adapter
+
+BACKEND = "_attention_backend"
+"""The attribute by which a processor names the backend that the dispatcher takes."""
+
+
+@final
+@frozen(eq=False)
+class Backend:
+    """A backend of diffusers' dispatcher for layers that have one adapter, one pipeline and one backend before.
+
+    The dispatcher looks backends up by the members of an enumeration that is closed. It accepts this name, which
+    is of the enumeration's type without being a member, so no other model can select it.
+    """
+
+    name: AttentionBackendName
+    before: AttentionBackendName | None  # what computes dense calls; None is what is active then
+    layer: int
+    adapter: Adapter
+
+    @classmethod
+    def registered(cls, value: str, before: AttentionBackendName | None, layer: int, adapter: Adapter) -> Backend:
+        """A backend under a new name in the dispatcher's registry."""
+        name = str.__new__(AttentionBackendName, value)
+        name._name_ = name._value_ = value
+        backend = cls(name, before, layer, adapter)
+        _AttentionBackendRegistry.register(name, supports_context_parallel=True)(backend.attend)
+        return backend
+
+    def unregister(self) -> None:
+        """Delete the name. A second call does nothing."""
+        for table in ("_backends", "_constraints", "_supported_arg_names"):
+            getattr(_AttentionBackendRegistry, table).pop(self.name, None)
+        _AttentionBackendRegistry._supports_context_parallel.discard(self.name.value)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        _parallel_config: Any = None,
+    ) -> Tensor:
+        """Attend `query` `[B, N, Hq, D]` to `key` and `value` `[B, N, Hkv, D]`: `[B, N, Hq, D]`."""
+
+        def dense() -> Tensor:
+            out: Tensor = dispatch_attention_fn(
+                query,
+                key,
+                value,
+                attn_mask,
+                dropout_p,
+                is_causal,
+                scale,
+                enable_gqa,
+                backend=self.before,
+                parallel_config=_parallel_config,
+            )
+            return out.transpose(1, 2)
+
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        parallel = _parallel_config and _parallel_config.context_parallel_config
+        if parallel is None:
+            out = self.adapter.attend(self.layer, q, k, v, attn_mask, dropout_p, is_causal, scale, dense=dense)
+            return out.transpose(1, 2)
+        if reason := self.adapter.dense_before_gathering(self.layer, q, attn_mask, ring=parallel.ring_degree > 1):
+            self.adapter.saw_dense(self.layer, reason)
+            return dense().transpose(1, 2)
+
+        def with_all_tokens(
+            ctx: Any,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            attn_mask: Tensor | None,
+            dropout_p: float,
+            is_causal: bool,
+            scale: float | None,
+            enable_gqa: bool,
+            *_: Any,
+            **__: Any,
+        ) -> Tensor:
+            del ctx
+            q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+
+            def dense() -> Tensor:
+                return scaled_dot_product_attention(
+                    q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+                )
+
+            ranks = parallel.ulysses_degree
+            out = self.adapter.attend(
+                self.layer, q, k, v, attn_mask, dropout_p, is_causal, scale, ranks=ranks, dense=dense
+            )
+            return out.transpose(1, 2)
+
+        out: Tensor = _templated_context_parallel_attention(
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale,
+            enable_gqa,
+            forward_op=with_all_tokens,
+            backward_op=_native_attention_backward_op,
+            _parallel_config=_parallel_config,
+        )
+        return out
+
+
+@final
+class _Redirected(TorchFunctionMode):
+    """While it is entered, calls of PyTorch's attention go to `attend`, and everything else runs as it is."""
+
+    def __init__(self, attend: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.attend = attend
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        del types
+        if func is scaled_dot_product_attention:
+            return self.attend(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def of_dispatcher(processor: Any, backend: Backend) -> Any:
+    """A copy of `processor` that names `backend`; copies and pickles of it are of `processor`."""
+    return _twin(processor, {}, {BACKEND: backend.name})
+
+
+def of_torch(processor: Any, layer: int, adapter: Adapter) -> Any:
+    """A copy of `processor` whose calls of PyTorch's attention go to `adapter`."""
+    kind = type(processor)
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        def dense() -> Tensor:
+            return scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+
+        return adapter.attend(layer, query, key, value, attn_mask, dropout_p, is_causal, scale, dense=dense)
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        with _Redirected(attend):
+            return kind.__call__(self, *args, **kwargs)
+
+    # Models ask for the names of the arguments that a processor takes, and find them through this attribute.
+    __call__.__wrapped__ = kind.__call__  # type: ignore[attr-defined]
+    return _twin(processor, {"__call__": __call__}, {})
+
+
+def _twin(processor: Any, methods: dict[str, Any], attributes: dict[str, Any]) -> Any:
+    """A copy of `processor`, of a subclass with these methods, whose own copies are copies of `processor`."""
+    kind = type(processor)
+    methods = {
+        "__deepcopy__": lambda _, memo: deepcopy(processor, memo),
+        "__reduce__": lambda _: (copy, (processor,)),
+        "__module__": kind.__module__,
+        "stands_in_for": processor,
+        **methods,
+    }
+    twin = object.__new__(type(kind.__name__, (kind,), methods))
+    twin.__dict__.update(processor.__dict__, **attributes)
+    return twin
