@@ -39,7 +39,7 @@ def coordinates(cells: Tensor, grid: Sizes) -> Tensor:
 def cells_of(order: GridOrder) -> Tensor:
     """With places that stay written out."""
     cells = order.cells("cpu")
-    return torch.arange(math.prod(order.grid)) if cells is None else cells
+    return torch.arange(math.prod(order.sizes)) if cells is None else cells
 
 
 @each_grid

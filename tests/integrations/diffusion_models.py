@@ -180,7 +180,8 @@ def hunyuan_video_15_given(grid: tuple[int, int, int], batch: int) -> dict[str, 
 def cogvideox() -> Any:
     return diffusers.CogVideoXTransformer3DModel(
         num_attention_heads=2, attention_head_dim=16, in_channels=4, out_channels=4, time_embed_dim=8,
-        text_embed_dim=16, num_layers=2, patch_size=2, max_text_seq_length=TEXT, use_rotary_positional_embeddings=True,
+        text_embed_dim=16, num_layers=2, patch_size=2, max_text_seq_length=TEXT,
+        use_rotary_positional_embeddings=True,
     )  # fmt: skip
 
 

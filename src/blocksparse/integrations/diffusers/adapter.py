@@ -21,7 +21,7 @@ from blocksparse.schedule import LayerPipeline
 _MAX_LAYOUTS = 32  # sizes of pictures and lengths of text for which pipelines are kept
 
 Attention = LayerPipeline | Recorded
-Placed = Mapping[tuple[int, int], Attention]
+Placed = Mapping[tuple[int | None, int], Attention]
 """What attends, by the key of a pipeline and the number of tokens of text."""
 
 
@@ -30,10 +30,13 @@ Placed = Mapping[tuple[int, int], Attention]
 class ForwardCall:
     """One forward call of a model: its tokens, and what attends to them. Compiled code reads it."""
 
-    layout: TokenLayout | None
+    layout: TokenLayout
     placed: Placed
     dense: str | None  # why all attention of the call is dense
-    thread: int
+    thread: int | None  # None for no call
+
+
+_NO_CALL = ForwardCall(TokenLayout(()), {}, "outside a forward call", None)
 
 
 @final
@@ -55,38 +58,50 @@ class Adapter:
     dense_steps: frozenset[int]
     min_tokens: int
     recorder: DensityRecorder | None
-    now: ForwardCall | None = None
+    now: ForwardCall = _NO_CALL
     _steps: StepCounter = field(init=False)
     _kept: dict[Any, Placed] = field(init=False, factory=dict)
 
     def __attrs_post_init__(self) -> None:
         self._steps = StepCounter(self.family.rising)
 
-    def begin(self, given: Arguments, device: torch.device) -> None:
+    def begin(self, given: Arguments) -> None:
         """Take note of the arguments of a forward call that begins.
 
         Raises:
             RuntimeError: another forward call of the model still runs.
             ValueError: a pipeline does not fit the layout.
         """
-        if self.now is not None:
-            where = "in another thread" if self.now.thread != get_ident() else "around this one"
+        if self.elsewhere:
             raise RuntimeError(
-                f"a forward call of this model still runs {where}, and an attached model runs one at a time"
+                "a forward call of this model still runs in another thread; an attached model runs one at a time"
             )
-        dense = None
         if self.dense_steps:
             timestep = float(torch.as_tensor(given["timestep"]).max())  # per token where the first frame is given
             if self._steps.at(timestep) in self.dense_steps:
-                dense = "dense step"
-        layout = None if dense else self.family.layout(self.config, given)
+                self.now = ForwardCall(TokenLayout(()), {}, "dense step", get_ident())
+                return
+        layout = self.family.layout(self.config, given)
         if layout is None:
-            dense = dense or "tokens of no whole grid"
-        self.now = ForwardCall(layout, self._placed(layout, device) if layout else {}, dense, get_ident())
+            self.now = ForwardCall(TokenLayout(()), {}, "tokens of no whole grid", get_ident())
+        else:
+            # Not the model's device, which may be offloaded.
+            device = next(x.device for x in given.values() if isinstance(x, Tensor))
+            self.now = ForwardCall(layout, self._placed(layout, device), None, get_ident())
 
     def end(self) -> None:
-        """Take note that the forward call has ended, by an exception or not."""
-        self.now = None
+        """Take note that the forward call of this thread has ended, by an exception or not."""
+        if not self.elsewhere:
+            self.now = _NO_CALL
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether a forward call runs in another thread.
+
+        One of this thread has ended, even if that was not noted: PyTorch calls no hook after an interrupt from the
+        keyboard.
+        """
+        return self.now.thread not in (None, get_ident())
 
     def _placed(self, layout: TokenLayout, device: torch.device) -> Placed:
         kept = layout.grids, layout.texts, device
@@ -125,9 +140,7 @@ class Adapter:
         if reason := self._dense_because(layer, q, k, v, attn_mask, dropout_p, is_causal):
             self.saw_dense(layer, reason)
             return dense()
-        now, key = self.now, self.keys[layer]
-        assert now is not None and now.layout is not None and key is not None  # or there would be a reason
-        layout, by_text = now.layout, now.placed
+        layout, by_text, key = self.now.layout, self.now.placed, self.keys[layer]
         text = q.shape[2] - layout.cells
 
         def attend(text: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -146,21 +159,22 @@ class Adapter:
             self.recorder.saw_dense(layer, reason)
 
     def dense_before_gathering(
-        self, layer: int, q: Tensor, attn_mask: Tensor | None, *, ring: bool
+        self, layer: int, q: Tensor, attn_mask: Tensor | None, *, ranks: int, ring: bool
     ) -> str | None:
         """The first reason for dense attention that is known before ranks exchange tokens and heads, or None."""
         if reason := self._dense_anyway(layer):
             return reason
         if ring:
             return "ring attention"
+        layout = self.now.layout
+        if layout.text and (layout.text % ranks or layout.cells % ranks):
+            return "uneven parts of ranks"
         if attn_mask is not None:
             return "mask"
         return "gradients" if torch.is_grad_enabled() and q.requires_grad else None
 
     def _dense_anyway(self, layer: int) -> str | None:
         """The reason for dense attention that does not depend on the tensors, or None."""
-        if self.now is None:
-            return "outside a forward call"
         return "no pipeline for this layer" if self.keys[layer] is None else self.now.dense
 
     def _dense_because(
@@ -176,7 +190,6 @@ class Adapter:
         """The first reason why this call must be dense, or None."""
         if reason := self._dense_anyway(layer):
             return reason
-        assert self.now is not None and self.now.layout is not None  # or there would be a reason
         layout = self.now.layout
         text = q.shape[2] - layout.cells
         if q.shape[2] != k.shape[2]:

@@ -79,11 +79,15 @@ def attach(
         )
     names = layer_names(model, family)
     if not names:
-        raise ValueError(f"{type(model).__name__} has no blocks with attention named {' or '.join(family.attention)}")
+        raise ValueError(
+            f"{type(model).__name__} has no blocks with attention named {' or '.join(family.attention)}"
+        )
     schedule = pipeline if isinstance(pipeline, Schedule) else Schedule(pipeline)
     by_layer = schedule.resolve(len(names))
     keys = tuple(_key(layer, by_layer, recorded=recorder is not None) for layer in range(len(names)))
-    pipelines = {key: attention for key, attention in zip(keys, by_layer, strict=True) if key is not None and attention}
+    pipelines = {
+        key: attention for key, attention in zip(keys, by_layer, strict=True) if key is not None and attention
+    }
     for attention in pipelines.values():
         check_orders(attention)
     adapter = Adapter(

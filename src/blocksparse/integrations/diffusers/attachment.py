@@ -79,10 +79,12 @@ class Attachment:
         """Give the model its previous attention back. A second call does nothing.
 
         Raises:
-            RuntimeError: a forward call of the model runs.
+            RuntimeError: a forward call of the model runs in another thread.
         """
-        if self._adapter.now is not None:
-            raise RuntimeError("a forward call of the model still runs: detach when it has ended")
+        if self._adapter.elsewhere:
+            raise RuntimeError(
+                "a forward call of the model still runs in another thread: detach when it has ended"
+            )
         for hook in self._hooks:
             hook.remove()
         for layer in self.layers:
@@ -133,7 +135,7 @@ class _Begin(_Hook):
             layer.check()
         given = inspect.signature(type(model).forward).bind(model, *args, **kwargs)
         given.apply_defaults()
-        self.adapter.begin(given.arguments, model.device)
+        self.adapter.begin(given.arguments)
 
 
 @final

@@ -1,4 +1,4 @@
-"""The two ways by which attention of a diffusers model reaches an adapter: its dispatcher, and PyTorch's function."""
+"""The two ways by which attention of a model reaches an adapter: diffusers' dispatcher, and PyTorch's function."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy, deepcopy
 from typing import Any, final
 
-import torch
 from attrs import frozen
 from diffusers.models.attention_dispatch import (
     AttentionBackendName,
@@ -88,7 +87,8 @@ class Backend:
         if parallel is None:
             out = self.adapter.attend(self.layer, q, k, v, attn_mask, dropout_p, is_causal, scale, dense=dense)
             return out.transpose(1, 2)
-        if reason := self.adapter.dense_before_gathering(self.layer, q, attn_mask, ring=parallel.ring_degree > 1):
+        ranks, ring = parallel.ulysses_degree, parallel.ring_degree > 1
+        if reason := self.adapter.dense_before_gathering(self.layer, q, attn_mask, ranks=ranks, ring=ring):
             self.adapter.saw_dense(self.layer, reason)
             return dense().transpose(1, 2)
 
@@ -113,13 +113,12 @@ class Backend:
                     q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
                 )
 
-            ranks = parallel.ulysses_degree
             out = self.adapter.attend(
                 self.layer, q, k, v, attn_mask, dropout_p, is_causal, scale, ranks=ranks, dense=dense
             )
             return out.transpose(1, 2)
 
-        out: Tensor = _templated_context_parallel_attention(
+        gathered: Tensor = _templated_context_parallel_attention(
             query,
             key,
             value,
@@ -132,7 +131,7 @@ class Backend:
             backward_op=_native_attention_backward_op,
             _parallel_config=_parallel_config,
         )
-        return out
+        return gathered
 
 
 @final
@@ -201,6 +200,6 @@ def _twin(processor: Any, methods: dict[str, Any], attributes: dict[str, Any]) -
         "stands_in_for": processor,
         **methods,
     }
-    twin = object.__new__(type(kind.__name__, (kind,), methods))
+    twin: Any = object.__new__(type(kind.__name__, (kind,), methods))
     twin.__dict__.update(processor.__dict__, **attributes)
     return twin

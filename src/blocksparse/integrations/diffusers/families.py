@@ -39,18 +39,20 @@ def _wan(config: Any, given: Arguments) -> TokenLayout:
     return TokenLayout((_patches(given["hidden_states"].shape[2:], config.patch_size),))
 
 
-def _ltx(config: Any, given: Arguments) -> TokenLayout | None:
+def _ltx(_: Any, given: Arguments) -> TokenLayout | None:
     grid = given["num_frames"], given["height"], given["width"]
     tokens = given["hidden_states"].shape[1]
     return _checked((grid,), tokens) if None not in grid else None
 
 
-def _flux(config: Any, given: Arguments) -> TokenLayout | None:
+def _flux(_: Any, given: Arguments) -> TokenLayout | None:
     """Flux and Flux 2: pictures are known by the position of each token, `[N, 3]` or `[N, 4]`."""
     ids = given["img_ids"]
     grids = _grids_of(ids[0] if ids.ndim == 3 else ids)
     text = given["encoder_hidden_states"].shape[1]
-    return grids and _checked(grids, given["hidden_states"].shape[1], text=text, text_first=True)
+    if grids is None:
+        return None
+    return _checked(grids, given["hidden_states"].shape[1], text=text, text_first=True)
 
 
 def _flux_2(config: Any, given: Arguments) -> TokenLayout | None:
@@ -58,7 +60,7 @@ def _flux_2(config: Any, given: Arguments) -> TokenLayout | None:
     return None if given["kv_cache_mode"] is not None else _flux(config, given)
 
 
-def _qwen_image(config: Any, given: Arguments) -> TokenLayout | None:
+def _qwen_image(_: Any, given: Arguments) -> TokenLayout | None:
     shapes, text, mask = given["img_shapes"], given["encoder_hidden_states"], given["encoder_hidden_states_mask"]
     if not shapes:
         return None
@@ -99,9 +101,7 @@ def _cogvideox(config: Any, given: Arguments) -> TokenLayout:
     T, _, H, W = given["hidden_states"].shape[1:]
     p, p_t = config.patch_size, config.patch_size_t
     frames = T if p_t is None else (T + p_t - 1) // p_t
-    return TokenLayout(
-        ((frames, H // p, W // p),), text=given["encoder_hidden_states"].shape[1], text_first=True
-    )
+    return TokenLayout(((frames, H // p, W // p),), text=given["encoder_hidden_states"].shape[1], text_first=True)
 
 
 def _mochi(config: Any, given: Arguments) -> TokenLayout:

@@ -21,9 +21,7 @@ from blocksparse.selectors.last_queries import LastQueries
 from blocksparse.selectors.selector import ScoresT_contra, Selector
 
 
-def placed(
-    attention: LayerPipeline, grids: tuple[Sizes, ...], text: int, device: torch.device
-) -> LayerPipeline:
+def placed(attention: LayerPipeline, grids: tuple[Sizes, ...], text: int, device: torch.device) -> LayerPipeline:
     """`attention` for sequences of pictures on these grids, followed by `text` tokens of text.
 
     Blocks that hold text are kept, as keys of all queries and with all keys for their own queries. An order of
@@ -63,9 +61,7 @@ def check_orders(attention: LayerPipeline) -> None:
             )
 
 
-def _on_grids(
-    order: Permuter[Any], grids: tuple[Sizes, ...], text: int, device: torch.device
-) -> Permuter[Any]:
+def _on_grids(order: Permuter[Any], grids: tuple[Sizes, ...], text: int, device: torch.device) -> Permuter[Any]:
     if not isinstance(order, GridOrder):
         return order
     if order.grid is not None and (order.grid,) != grids:

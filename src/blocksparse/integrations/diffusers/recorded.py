@@ -31,7 +31,5 @@ class Recorded:
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
         trace = self.pipeline.trace(q, k, v, causal=causal, scale=scale)
-        self.recorder.saw_sparse(
-            self.layer, trace.density(), q_len=q.shape[2], k_len=k.shape[2], causal=causal
-        )
+        self.recorder.saw_sparse(self.layer, trace.density(), q_len=q.shape[2], k_len=k.shape[2], causal=causal)
         return trace.output.out
