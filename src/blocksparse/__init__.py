@@ -57,6 +57,7 @@ from blocksparse.scorers.scorer import Scorer as Scorer
 from blocksparse.scorers.similarity_gated import SimilarityGatedScorer as SimilarityGatedScorer
 from blocksparse.scorers.vertical_slash import VerticalSlashScorer as VerticalSlashScorer
 from blocksparse.scorers.vertical_slash import VerticalSlashScores as VerticalSlashScores
+from blocksparse.sdpa import scaled_dot_product_attention as scaled_dot_product_attention
 from blocksparse.selectors.band import Band as Band
 from blocksparse.selectors.block_mask import BlockMask as BlockMask
 from blocksparse.selectors.block_mask import RankedBlockMask as RankedBlockMask

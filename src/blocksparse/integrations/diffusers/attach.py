@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import signature
 from typing import Any
 from uuid import uuid4
 
@@ -76,6 +77,10 @@ def attach(
         raise ValueError(
             f"{type(model).__name__} is not a known transformer ({', '.join(FAMILIES)}): "
             "give family=Family(...), which says where its tokens stand"
+        )
+    if dense_steps and "timestep" not in signature(type(model).forward).parameters:
+        raise ValueError(
+            f"'dense_steps' needs a model that is told the 'timestep', and {type(model).__name__} is not"
         )
     names = layer_names(model, family)
     if not names:
