@@ -41,7 +41,7 @@ from blocksparse import (
     TopK,
 )
 from blocksparse.head_groups import AnyPipeline
-from blocksparse.integrations.diffusers import DensityRecorder, Family, TokenLayout, attach
+from blocksparse.integrations.diffusers import FAMILIES, DensityRecorder, Family, TokenLayout, attach
 from blocksparse.schedule import LayerPipeline
 
 each_model = pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
@@ -396,14 +396,74 @@ def test_few_tokens_and_gradients_are_dense() -> None:
     assert recorder.dense_calls()[0] == Counter({"fewer than min_tokens": 1, "gradients": 1})
 
 
-def test_another_mask_is_dense() -> None:
-    """A mask of one's own, given to the processor as diffusers lets users do."""
+def test_a_mask_of_ones_own_is_dense() -> None:
+    """Given to each attention module, which diffusers' blocks let pass."""
     model, inputs, recorder = made(CASES["flux"]), given(CASES["flux"], SMALL), DensityRecorder()
-    inputs["joint_attention_kwargs"] = {"attention_mask": torch.ones(1, 1, 79, 79, dtype=torch.bool).tril()}
+    mask = torch.ones(79, 79, dtype=torch.bool).tril()
+    for block in model.single_transformer_blocks:
+        block.attn.register_forward_pre_hook(
+            lambda module, args, kwargs: (args, {**kwargs, "attention_mask": mask}), with_kwargs=True
+        )
+    expected = run(model, inputs)
+    with attached(model, Schedule(SPARSE, dense=(0,)), recorder=recorder):
+        assert torch.equal(run(model, inputs), expected)
+    assert recorder.dense_calls()[1] == recorder.dense_calls()[2] == Counter({"mask": 1})
+
+
+def test_modules_called_by_themselves_are_dense() -> None:
+    model, recorder, x = made(CASES["flux"]), DensityRecorder(), torch.randn(1, 79, 32)
+    attention = model.single_transformer_blocks[0].attn
+    expected = attention(x)
     with attached(model, recorder=recorder):
-        run(model, {**inputs, "joint_attention_kwargs": {}})
-        model.single_transformer_blocks[0].attn(torch.randn(1, 79, 32))
+        assert torch.equal(attention(x), expected)
     assert recorder.dense_calls() == {1: Counter({"outside a forward call": 1})}
+
+
+@pytest.mark.parametrize("name", ["flux", "qwen_image", "cogvideox"])
+def test_fused_projections_and_half_precision(name: str) -> None:
+    model, recorder = made(CASES[name]).bfloat16(), DensityRecorder()
+    model.fuse_qkv_projections()
+    inputs = {
+        name: x.bfloat16() if isinstance(x, Tensor) and name.endswith(("hidden_states", "projections")) else x
+        for name, x in given(CASES[name], SMALL).items()
+    }
+    expected = run(model, inputs)
+    with attached(model, DENSE_LIMIT):
+        assert (run(model, inputs) - expected).abs().max() <= 2**-6  # two steps of bfloat16 at 2
+    with attached(model, recorder=recorder):
+        assert run(model, inputs).dtype == torch.bfloat16
+    assert recorder.dense_calls() == {}
+    assert torch.equal(run(model, inputs), expected)
+
+
+def test_image_prompts() -> None:
+    """The second attention of their processor is to the image prompt."""
+    from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
+
+    model, inputs, recorder = made(CASES["flux"]), given(CASES["flux"], SMALL), DensityRecorder()
+    model.transformer_blocks[0].attn.set_processor(FluxIPAdapterAttnProcessor(32, 16, (4,)))
+    inputs["joint_attention_kwargs"] = {"ip_hidden_states": [torch.randn(1, 1, 4, 16)]}
+    expected = run(model, inputs)
+    with attached(model, DENSE_LIMIT, recorder=recorder):
+        assert (run(model, inputs) - expected).abs().max() <= 1e-6
+    assert recorder.sparse_calls() == {0: 1, 1: 1, 2: 1}
+    assert recorder.dense_calls() == {0: Counter({"cross attention": 1})}
+    assert torch.equal(run(model, inputs), expected)
+
+
+def test_ring_and_uneven_parts_are_dense() -> None:
+    """Known before ranks exchange anything, so that one process can tell."""
+    adapter = attached(model := made(CASES["flux"]))._adapter
+    inputs, q = given(CASES["flux"], SMALL), torch.zeros(1, 2, 79, 16)
+    found = []
+    model.proj_out.register_forward_hook(
+        lambda *_: found.extend(
+            adapter.dense_before_gathering(0, q, mask, ranks=ranks, ring=ring)
+            for ranks, ring, mask in ((1, True, None), (2, False, None), (1, False, q), (1, False, None))
+        )
+    )
+    run(model, inputs)
+    assert found == ["ring attention", "uneven parts of ranks", "mask", None]
 
 
 def test_dense_calls_take_the_backend_that_was_set() -> None:
@@ -552,6 +612,16 @@ def test_blocks_compile_whole(name: str) -> None:
             for step, out in zip(steps, expected, strict=True):
                 assert torch.equal(run(model, step), out)
     torch._dynamo.reset()
+
+
+def test_every_row_of_the_page_names_its_test() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "hosts" / "diffusers.md").read_text(encoding="utf-8")
+    rows = [line for line in page.split("## When it is sparse")[1].splitlines() if line.startswith("| ")][1:]
+    named = {row.rsplit("`", 2)[1] for row in rows}
+    assert len(rows) > 20
+    assert {name for name in named if name not in globals()} == set()
+    classes = page.split("## Models")[1].split("## Steps")[0]
+    assert all(f"| `{name}` |" in classes for name in FAMILIES)
 
 
 def test_a_model_of_ones_own() -> None:

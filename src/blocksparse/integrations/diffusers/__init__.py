@@ -1,4 +1,4 @@
-"""Sparse attention inside Hugging Face diffusers (0.42 or later): `attach(pipe.transformer, pipeline)`."""
+"""Sparse attention inside Hugging Face diffusers (0.41 or later): `attach(pipe.transformer, pipeline)`."""
 
 from blocksparse.integrations.density_recorder import DensityRecorder as DensityRecorder
 from blocksparse.integrations.diffusers.attach import attach as attach
