@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import pickle
 import subprocess
 import sys
 import threading
+import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -455,7 +457,7 @@ def test_ring_and_uneven_parts_are_dense() -> None:
     """Known before ranks exchange anything, so that one process can tell."""
     adapter = attached(model := made(CASES["flux"]))._adapter
     inputs, q = given(CASES["flux"], SMALL), torch.zeros(1, 2, 79, 16)
-    found = []
+    found: list[str | None] = []
     model.proj_out.register_forward_hook(
         lambda *_: found.extend(
             adapter.dense_before_gathering(0, q, mask, ranks=ranks, ring=ring)
@@ -548,6 +550,35 @@ def test_processors_that_layers_share_are_told_apart() -> None:
         run(model, inputs)
     assert recorder.sparse_calls() == {1: 1}
     assert all(block.attn1.processor is shared for block in model.blocks)
+
+
+def test_nothing_outlives_a_model() -> None:
+    registry = diffusers.models.attention_dispatch._AttentionBackendRegistry
+    before = dict(registry._backends)
+    model = made(CASES["wan"])
+    attached(model)
+    assert before != registry._backends
+    seen = weakref.ref(model)
+    del model
+    gc.collect()
+    assert seen() is None
+    assert before == registry._backends
+
+
+def test_a_processor_that_attends_by_itself_is_an_error() -> None:
+    class Own:
+        def __call__(
+            self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, **_: Any
+        ) -> tuple[Tensor, Tensor]:
+            return hidden_states, encoder_hidden_states
+
+    model = made(CASES["cogvideox"])
+    model.transformer_blocks[1].attn1.set_processor(Own())
+    with (
+        attached(model),
+        pytest.raises(RuntimeError, match="Own computed attention by itself, so no pipeline can"),
+    ):
+        run(model, given(CASES["cogvideox"], SMALL))
 
 
 def test_changes_while_attached_are_refused() -> None:

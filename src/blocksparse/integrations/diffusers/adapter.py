@@ -108,8 +108,14 @@ class Adapter:
         if kept not in self._kept:
             while len(self._kept) >= _MAX_LAYOUTS:
                 self._kept.pop(next(iter(self._kept)))
+            different = {id(pipeline): pipeline for pipeline in self.pipelines.values()}
+            once = {
+                (same, text): placed(pipeline, layout.grids, text, device)
+                for same, pipeline in different.items()
+                for text in layout.texts
+            }
             self._kept[kept] = {
-                (key, text): self._recorded(placed(pipeline, layout.grids, text, device), key)
+                (key, text): self._recorded(once[id(pipeline), text], key)
                 for key, pipeline in self.pipelines.items()
                 for text in layout.texts
             }

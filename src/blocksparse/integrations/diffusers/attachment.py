@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, final
+from weakref import finalize
 
 from attrs import field, frozen
 from torch import nn
@@ -56,12 +57,14 @@ class Layer:
 class Attachment:
     """A pipeline in a model of diffusers, until `detach()` or the end of a `with` block.
 
-    A deep copy or a pickle of the model has no pipeline; it attends as the model did before.
+    A deep copy or a pickle of the model has no pipeline; it attends as the model did before. When the model is
+    garbage-collected, nothing of its attachment stays behind.
     """
 
     layers: tuple[Layer, ...] = field(repr=lambda layers: f"<{len(layers)} attention modules>")
     _adapter: Adapter = field(repr=False)
     _hooks: tuple[RemovableHandle, ...] = field(repr=False)
+    _end: finalize[..., Any] = field(repr=False)
 
     @classmethod
     def of(cls, model: nn.Module, layers: tuple[Layer, ...], adapter: Adapter) -> Attachment:
@@ -73,7 +76,9 @@ class Attachment:
             # The end is noted after a forward call that fails, too.
             model.register_forward_hook(_End(adapter), with_kwargs=True, always_call=True),
         )
-        return cls(layers, adapter, hooks)
+        end = finalize(model, _unregister, tuple(layer.backend for layer in layers if layer.backend is not None))
+        end.atexit = False
+        return cls(layers, adapter, hooks, end)
 
     def detach(self) -> None:
         """Give the model its previous attention back. A second call does nothing.
@@ -87,10 +92,10 @@ class Attachment:
             )
         for hook in self._hooks:
             hook.remove()
-        for layer in self.layers:
-            layer.restore()
-            if layer.backend is not None:
-                layer.backend.unregister()
+        if self._end.alive:
+            for layer in self.layers:
+                layer.restore()
+        self._end()
 
     def __enter__(self) -> Attachment:
         return self
@@ -102,6 +107,11 @@ class Attachment:
         traceback: TracebackType | None,
     ) -> None:
         self.detach()
+
+
+def _unregister(backends: Iterable[Backend]) -> None:
+    for backend in backends:
+        backend.unregister()
 
 
 def _nothing(*_: Any) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy, deepcopy
 from typing import Any, final
 
+import torch
 from attrs import frozen
 from diffusers.models.attention_dispatch import (
     AttentionBackendName,
@@ -141,6 +142,7 @@ class _Redirected(TorchFunctionMode):
     def __init__(self, attend: Callable[..., Tensor]) -> None:
         super().__init__()
         self.attend = attend
+        self.used = False
 
     def __torch_function__(
         self,
@@ -151,6 +153,7 @@ class _Redirected(TorchFunctionMode):
     ) -> Any:
         del types
         if func is scaled_dot_product_attention:
+            self.used = True
             return self.attend(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
@@ -182,8 +185,14 @@ def of_torch(processor: Any, layer: int, adapter: Adapter) -> Any:
         return adapter.attend(layer, query, key, value, attn_mask, dropout_p, is_causal, scale, dense=dense)
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-        with _Redirected(attend):
-            return kind.__call__(self, *args, **kwargs)
+        with _Redirected(attend) as mode:
+            out = kind.__call__(self, *args, **kwargs)
+        if not (torch.compiler.is_compiling() or mode.used):
+            raise RuntimeError(
+                f"{kind.__name__} computed attention by itself, so no pipeline can: it calls neither diffusers' "
+                "dispatcher nor PyTorch's scaled_dot_product_attention; give its modules another processor"
+            )
+        return out
 
     # Models ask for the names of the arguments that a processor takes, and find them through this attribute.
     __call__.__wrapped__ = kind.__call__  # type: ignore[attr-defined]
