@@ -35,7 +35,8 @@ MULTIPLY = {
 # One function that is immune, dense attention beside it, the yardstick of tests, a host's attention, a picture.
 MAY_MULTIPLY = {
     "kernels/multiplying/products.py", "executors/dense_attention.py", "testing/budget.py",
-    "integrations/transformers.py", "integrations/diffusers/doors.py", "demo/picture.py",
+    "integrations/transformers.py", "integrations/diffusers/backend.py",
+    "integrations/diffusers/stand_in.py", "demo/picture.py",
 }  # fmt: skip
 
 

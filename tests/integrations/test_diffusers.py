@@ -17,7 +17,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from tests.integrations.diffusion_models import CASES, LARGE, SMALL, TEXT, Case, at, given, positions
 from torch import Tensor
 
@@ -41,6 +41,7 @@ from blocksparse import (
     Schedule,
     TileOrder,
     TopK,
+    TritonExecutor,
 )
 from blocksparse.head_groups import AnyPipeline
 from blocksparse.integrations.diffusers import FAMILIES, DensityRecorder, Family, TokenLayout, attach
@@ -189,6 +190,16 @@ def test_cross_attention_and_text_alone_are_left_to_the_model() -> None:
         changed = {name for name, own in processors.items() if model.attn_processors[name] is not own}
     assert changed == {"blocks.0.attn1.processor", "blocks.1.attn1.processor"}
     assert recorder.sparse_calls() == {0: 1, 1: 1}
+
+
+@pytest.mark.parametrize("name", ["wan", "flux"])
+def test_kernels_run(name: str, device: str) -> None:
+    model, inputs = made(CASES[name]).to(device), given(CASES[name], SMALL)
+    inputs = {key: x.to(device) for key, x in inputs.items()}
+    with attached(model):
+        expected = run(model, inputs)
+    with attached(model, evolve(SPARSE, executor=TritonExecutor())):
+        assert torch.allclose(run(model, inputs), expected, atol=1e-5)
 
 
 def test_any_pipeline_and_head_groups_run() -> None:
@@ -426,7 +437,7 @@ def test_fused_projections_and_half_precision(name: str) -> None:
     model, recorder = made(CASES[name]).bfloat16(), DensityRecorder()
     model.fuse_qkv_projections()
     inputs = {
-        name: x.bfloat16() if isinstance(x, Tensor) and name.endswith(("hidden_states", "projections")) else x
+        name: x.bfloat16() if isinstance(x, Tensor) and name.endswith(("states", "projections", "ids")) else x
         for name, x in given(CASES[name], SMALL).items()
     }
     expected = run(model, inputs)

@@ -14,9 +14,10 @@ from blocksparse.head_groups import HeadGroups
 from blocksparse.integrations.density_recorder import DensityRecorder
 from blocksparse.integrations.diffusers.adapter import Adapter, layer_names
 from blocksparse.integrations.diffusers.attachment import Attachment, Layer
-from blocksparse.integrations.diffusers.doors import BACKEND, Backend, of_dispatcher, of_torch
+from blocksparse.integrations.diffusers.backend import Backend
 from blocksparse.integrations.diffusers.families import FAMILIES, Family
 from blocksparse.integrations.diffusers.placed import check_orders
+from blocksparse.integrations.diffusers.stand_in import BACKEND, of_dispatcher, of_torch
 from blocksparse.pipeline import Pipeline
 from blocksparse.schedule import LayerPipeline, Schedule
 from blocksparse.validators import a, count, is_whole, optional, shown, size

@@ -13,7 +13,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from blocksparse.integrations.diffusers.adapter import Adapter
-from blocksparse.integrations.diffusers.doors import BACKEND, Backend
+from blocksparse.integrations.diffusers.backend import Backend
+from blocksparse.integrations.diffusers.stand_in import BACKEND
 
 
 @final

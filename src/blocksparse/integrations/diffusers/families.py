@@ -154,7 +154,7 @@ def _grids_of(ids: Tensor) -> tuple[Sizes, ...] | None:
 
     None if the tokens are not one whole grid after the other, row by row. The host waits for the coordinates.
     """
-    places, grids = ids[:, :3].cpu(), []
+    places, grids = ids[:, :3].float().cpu(), []
     _, lengths = places[:, 0].unique_consecutive(return_counts=True)
     for picture in places[:, 1:].split(lengths.tolist()):
         rows, columns = picture[:, 0].unique(), picture[:, 1].unique()
