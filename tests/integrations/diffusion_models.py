@@ -121,7 +121,7 @@ def flux2_given(grid: tuple[int, int, int], batch: int) -> dict[str, Any]:
 
 def qwen_image() -> Any:
     return diffusers.QwenImageTransformer2DModel(
-        in_channels=4, out_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=2,
+        in_channels=4, out_channels=1, num_layers=2, attention_head_dim=16, num_attention_heads=2,
         joint_attention_dim=16, axes_dims_rope=(4, 6, 6),
     )  # fmt: skip
 

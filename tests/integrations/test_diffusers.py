@@ -14,12 +14,16 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import pytest
 import torch
 from attrs import evolve, field, frozen
-from tests.integrations.diffusion_models import CASES, LARGE, SMALL, TEXT, Case, at, given, positions
 from torch import Tensor
+
+pytest.importorskip("diffusers")
+
+import diffusers
+from tests.integrations.diffusion_models import CASES, LARGE, SMALL, TEXT, Case, at, given, positions
+from tests.integrations.diffusion_pipelines import PIPELINES
 
 from blocksparse import (
     AttentionOutput,
@@ -296,46 +300,53 @@ def test_a_timestep_per_token() -> None:
     assert recorder.sparse_calls() == {0: 1, 1: 1}
 
 
-@pytest.mark.parametrize("guidance", [1.0, 5.0], ids=["alone", "guidance"])
-def test_a_pipeline_end_to_end(guidance: float) -> None:
-    """Wan, 4 steps, dense in the first; with guidance the transformer is called twice a step."""
-    transformer, recorder = made(CASES["wan"]), DensityRecorder()
-    pipe = diffusers.WanPipeline(
-        tokenizer=None,
-        text_encoder=None,
-        vae=None,
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
-        transformer=transformer,
-    )
-    pipe.set_progress_bar_config(disable=True)
-    torch.manual_seed(0)
-    text, negative = torch.randn(2, 1, TEXT, 16)
+@pytest.mark.parametrize(
+    ("name", "options", "calls"),
+    [
+        ("wan", {"guidance_scale": 1.0}, 1),
+        ("wan", {"guidance_scale": 5.0}, 2),  # one call for each half
+        ("ltx", {"guidance_scale": 3.0}, 1),  # both halves in one batch, as with all whose text is not padded
+        ("flux", {}, 1),  # guidance is an input of the model
+        ("flux2", {}, 1),
+        ("qwen_image", {"true_cfg_scale": 4.0}, 2),
+        ("hunyuan_video", {}, 1),
+        ("hunyuan_video", {"true_cfg_scale": 4.0}, 2),
+        ("cogvideox", {"guidance_scale": 6.0}, 1),
+        ("cogvideox", {"guidance_scale": 1.0}, 1),
+        ("mochi", {"guidance_scale": 4.5}, 2),  # one batch, and the model attends entry by entry
+        ("sd3", {"guidance_scale": 7.0}, 1),
+    ],
+)
+def test_a_pipeline_end_to_end(name: str, options: dict[str, Any], calls: int) -> None:
+    """4 steps, dense in the first; twice, because each call of a pipeline counts its steps anew."""
+    transformer, recorder = made(CASES[name]), DensityRecorder()
+    pipe, arguments = PIPELINES[name](transformer)
+    if name == "hunyuan_video" and options:
+        negative = {"prompt_embeds": 1, "pooled_prompt_embeds": 1, "prompt_attention_mask": 0}
+        options |= {f"negative_{key}": arguments[key] + shift for key, shift in negative.items()}
 
-    def video(steps: int = 4) -> Tensor:
-        frames: Tensor = pipe(
-            prompt_embeds=text,
-            negative_prompt_embeds=negative,
-            height=64,
-            width=96,
-            num_frames=9,
-            num_inference_steps=steps,
-            guidance_scale=guidance,
-            generator=torch.Generator().manual_seed(0),
+    def latents() -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        made_by: Any = pipe(
+            **arguments | options,
+            num_inference_steps=4,
+            generator=generator,
             output_type="latent",
-        ).frames
-        return frames
+            return_dict=False,
+        )
+        return torch.as_tensor(made_by[0])
 
-    expected = video()
+    expected = latents()
     with attached(transformer, DENSE_LIMIT, dense_steps=(0,)):
-        assert (video() - expected).abs().max() <= 2e-5  # of four steps
+        assert (latents() - expected).abs().max() <= 2e-6 * max(1.0, float(expected.abs().max()))
     with attached(transformer, dense_steps=(0,), recorder=recorder):
-        first = video()
-        assert torch.equal(video(), first)
-    calls = 1 if guidance == 1.0 else 2
-    assert recorder.sparse_calls() == {0: 2 * 3 * calls, 1: 2 * 3 * calls}
-    assert recorder.dense_calls() == {layer: Counter({"dense step": 2 * calls}) for layer in (0, 1)}
-    assert (first - expected).abs().max() > 1e-2
-    assert torch.equal(video(), expected)
+        sparse = latents()
+        assert torch.equal(latents(), sparse)
+    last = CASES[name].layers - 1  # a block with one attention module, in all of them
+    assert recorder.sparse_calls()[last] == 2 * 3 * calls
+    assert recorder.dense_calls()[last] == Counter({"dense step": 2 * calls})
+    assert (sparse - expected).abs().max() > 1e-2
+    assert torch.equal(latents(), expected)
 
 
 def test_several_pictures() -> None:
