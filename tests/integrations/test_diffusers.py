@@ -323,18 +323,11 @@ def test_a_pipeline_end_to_end(name: str, options: dict[str, Any], calls: int) -
     pipe, arguments = PIPELINES[name](transformer)
     if name == "hunyuan_video" and options:
         negative = {"prompt_embeds": 1, "pooled_prompt_embeds": 1, "prompt_attention_mask": 0}
-        options |= {f"negative_{key}": arguments[key] + shift for key, shift in negative.items()}
+        arguments |= {f"negative_{key}": arguments[key] + shift for key, shift in negative.items()}
+    arguments |= options | {"num_inference_steps": 4, "output_type": "latent", "return_dict": False}
 
     def latents() -> Tensor:
-        generator = torch.Generator().manual_seed(0)
-        made_by: Any = pipe(
-            **arguments | options,
-            num_inference_steps=4,
-            generator=generator,
-            output_type="latent",
-            return_dict=False,
-        )
-        return torch.as_tensor(made_by[0])
+        return torch.as_tensor(pipe(**arguments, generator=torch.Generator().manual_seed(0))[0])
 
     expected = latents()
     with attached(transformer, DENSE_LIMIT, dense_steps=(0,)):
