@@ -567,6 +567,19 @@ def test_processors_that_layers_share_are_told_apart() -> None:
     assert all(block.attn1.processor is shared for block in model.blocks)
 
 
+@pytest.mark.parametrize("name", ["wan", "cogvideox"])
+def test_all_layers_share_one_graph(name: str) -> None:
+    """PyTorch gives up after 8 variants of one block, and real models have 40."""
+    few, inputs = made(CASES[name]), given(CASES[name], SMALL)
+    model = type(few).from_config({**few.config, "num_layers": 10}).eval()
+    torch._dynamo.reset()
+    with attached(model):
+        expected = run(model, inputs)
+        model.compile_repeated_blocks(backend="eager", fullgraph=True)
+        assert torch.equal(run(model, inputs), expected)
+    torch._dynamo.reset()
+
+
 def test_nothing_outlives_a_model() -> None:
     registry = diffusers.models.attention_dispatch._AttentionBackendRegistry
     before = dict(registry._backends)
@@ -683,8 +696,28 @@ def test_a_model_of_ones_own() -> None:
     family = Family(lambda config, given: TokenLayout((SMALL,)), attention=("attn1",))
     with attached(wan), attached(model, family=family):
         assert torch.equal(run(model, inputs), run(wan, inputs))
+    with pytest.raises(TypeError, match="'attention' must be a tuple: 'attn1'"):
+        Family(lambda config, given: None, "attn1")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no blocks with attention named attn9"):
         attached(model, family=Family(lambda config, given: None, attention=("attn9",)))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"grids": SMALL}, TypeError, r"'grids' must be a tuple of grids \(T, H, W\), .*: \(3, 4, 6\)"),
+        ({"grids": ((0, 4, 6),)}, ValueError, r"'grids' must be a tuple of grids"),
+        ({"text": -1}, ValueError, "'text' must be a whole number, at least 0: -1"),
+        (
+            {"text": 3, "real": (3, 4)},
+            ValueError,
+            r"'real' must name at most 'text' \(3\) tokens per entry: \(3, 4\)",
+        ),
+    ],
+)
+def test_bad_layouts(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        TokenLayout(**{"grids": (SMALL,), **options})
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from blocksparse.integrations.diffusers.attachment import Attachment, Layer
 from blocksparse.integrations.diffusers.backend import Backend
 from blocksparse.integrations.diffusers.families import FAMILIES, Family
 from blocksparse.integrations.diffusers.placed import check_orders
-from blocksparse.integrations.diffusers.stand_in import BACKEND, of_dispatcher, of_torch
+from blocksparse.integrations.diffusers.stand_in import BACKEND, OWN, REDIRECT, Redirect, stand_in
 from blocksparse.pipeline import Pipeline
 from blocksparse.schedule import LayerPipeline, Schedule
 from blocksparse.validators import a, count, is_whole, optional, shown, size
@@ -103,10 +103,7 @@ def attach(
 
 
 def _key(layer: int, by_layer: Sequence[LayerPipeline | None], *, recorded: bool) -> int | None:
-    """The first layer that has the same pipeline: layers with one key are compiled once.
-
-    If calls are recorded, the layer itself.
-    """
+    """The first layer that has the same pipeline; if calls are recorded, the layer itself; None if it is dense."""
     if by_layer[layer] is None:
         return None
     return layer if recorded else next(i for i, other in enumerate(by_layer) if other is by_layer[layer])
@@ -120,20 +117,19 @@ def _layers(
     Raises:
         ValueError: a module is attached already, or has no processor.
     """
-    prefix, backends, layers = f"blocksparse-{uuid4().hex}", dict[Any, Backend](), []
+    prefix, routes, layers = f"blocksparse-{uuid4().hex}", dict[Any, Backend | Redirect](), []
     for layer, name in ((layer, name) for layer, names_of_block in enumerate(names) for name in names_of_block):
         module = model.get_submodule(name)
         own = getattr(module, "processor", None)
         if own is None:
             raise ValueError(f"{name} of {type(model).__name__} has no attention processor")
-        if hasattr(own, "stands_in_for"):
+        if hasattr(own, OWN):
             raise ValueError(f"{type(model).__name__} is attached already: detach() that pipeline first")
-        if not hasattr(own, BACKEND):
-            layers.append(Layer(name, module, own, of_torch(own, layer, adapter), None))
-            continue
-        before = getattr(own, BACKEND)
-        key = keys[layer], before, layer if adapter.recorder is not None else None
-        if key not in backends:
-            backends[key] = Backend.registered(f"{prefix}-{len(backends)}", before, layer, adapter)
-        layers.append(Layer(name, module, own, of_dispatcher(own, backends[key]), backends[key]))
+        # What layers share is compiled once.
+        route = keys[layer] if adapter.recorder is None else layer, getattr(own, BACKEND, REDIRECT)
+        if route not in routes and not hasattr(own, BACKEND):
+            routes[route] = Redirect(layer, adapter)
+        elif route not in routes:
+            routes[route] = Backend.registered(f"{prefix}-{len(routes)}", getattr(own, BACKEND), layer, adapter)
+        layers.append(Layer(name, module, own, stand_in(own, routes[route]), routes[route]))
     return tuple(layers)

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from blocksparse.integrations.diffusers.adapter import Adapter
 from blocksparse.integrations.diffusers.backend import Backend
-from blocksparse.integrations.diffusers.stand_in import BACKEND
+from blocksparse.integrations.diffusers.stand_in import BACKEND, OWN, REDIRECT, Redirect
 
 
 @final
@@ -26,7 +26,7 @@ class Layer:
     module: nn.Module
     own: Any
     stand_in: Any
-    backend: Backend | None  # what the stand-in names, if its attention is dispatched
+    route: Backend | Redirect  # where attention of the stand-in goes
 
     def check(self) -> None:
         """Refuse a module whose attention was changed since it was attached.
@@ -36,7 +36,7 @@ class Layer:
         """
         if self.module.processor is not self.stand_in:
             changed = "processor"
-        elif self.backend is not None and getattr(self.stand_in, BACKEND) is not self.backend.name:
+        elif isinstance(self.route, Backend) and getattr(self.stand_in, BACKEND) is not self.route.name:
             changed = "attention backend"
         else:
             return
@@ -47,7 +47,8 @@ class Layer:
 
     def restore(self) -> None:
         """Give the module its own processor back, with what was set on the stand-in in the meantime."""
-        kept = {name: value for name, value in vars(self.stand_in).items() if name != BACKEND}
+        added = BACKEND, OWN, REDIRECT
+        kept = {name: value for name, value in vars(self.stand_in).items() if name not in added}
         vars(self.own).update(kept)
         if self.module.processor is self.stand_in:
             self.module.processor = self.own
@@ -77,7 +78,7 @@ class Attachment:
             # The end is noted after a forward call that fails, too.
             model.register_forward_hook(_End(adapter), with_kwargs=True, always_call=True),
         )
-        end = finalize(model, _unregister, tuple(layer.backend for layer in layers if layer.backend is not None))
+        end = finalize(model, _unregister, [layer.route for layer in layers if isinstance(layer.route, Backend)])
         end.atexit = False
         return cls(layers, adapter, hooks, end)
 

@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 from torch import Tensor
 
 from blocksparse.integrations.diffusers.token_layout import Sizes, TokenLayout
+from blocksparse.validators import a, flag
 
 Arguments = Mapping[str, Any]
 """The arguments of a forward call by name, those with defaults included."""
@@ -31,8 +32,8 @@ class Family:
     """
 
     layout: Callable[[Any, Arguments], TokenLayout | None]
-    attention: tuple[str, ...]
-    rising: bool = False
+    attention: tuple[str, ...] = field(validator=a(tuple))
+    rising: bool = field(default=False, validator=flag)
 
 
 def _wan(config: Any, given: Arguments) -> TokenLayout:
@@ -70,10 +71,11 @@ def _qwen_image(_: Any, given: Arguments) -> TokenLayout | None:
     real = None
     if mask is not None:
         mask = mask.bool()
-        # Padding inside the text is left to the model's own mask.
-        if not bool((mask.cummin(dim=1).values == mask).all()):
-            return None
         real = _counts(mask)
+        # Padding inside the text is left to the model's own mask.
+        place = torch.arange(mask.shape[1], device=mask.device)
+        if not torch.equal(place < mask.sum(dim=1, keepdim=True), mask):
+            return None
     grids = tuple((int(T), int(H), int(W)) for T, H, W in first)
     return _checked(grids, given["hidden_states"].shape[1], text=text.shape[1], text_first=True, real=real)
 

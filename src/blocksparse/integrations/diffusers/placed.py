@@ -69,17 +69,15 @@ def _on_grids(order: Permuter[Any], grids: tuple[Sizes, ...], text: int, device:
             f"{type(order).__name__} was made for the grid {order.grid}, and the tokens of this call have "
             f"{' and '.join(map(str, grids))}: leave the grid out, and it is taken from the model"
         )
-    all_cells, before = [], 0
-    for grid in grids:
-        cells = evolve(order, grid=grid).cells(device)
-        if cells is None:
-            cells = torch.arange(prod(grid), device=device)
-        all_cells.append(cells + before)
-        before += prod(grid)
-    line = (1, 1, before)
-    if isinstance(order, RasterOrder):
+    parts = [evolve(order, grid=grid).cells(device) for grid in grids]
+    line = (1, 1, sum(map(prod, grids)))
+    if all(cells is None for cells in parts):
         return RasterOrder(line, suffix=text)
-    return GivenOrder(line, torch.cat(all_cells), suffix=text)
+    before, in_turn = 0, []
+    for grid, cells in zip(grids, parts, strict=True):
+        in_turn.append(before + (torch.arange(prod(grid), device=device) if cells is None else cells))
+        before += prod(grid)
+    return GivenOrder(line, torch.cat(in_turn), suffix=text)
 
 
 @final

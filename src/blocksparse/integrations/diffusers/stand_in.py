@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy, deepcopy
+from functools import cache
 from typing import Any, final
 
 import torch
+from attrs import frozen
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
@@ -20,6 +22,9 @@ from blocksparse.integrations.diffusers.backend import Backend
 
 BACKEND = "_attention_backend"
 """The attribute by which a processor names the backend that the dispatcher takes."""
+
+OWN, REDIRECT = "stands_in_for", "redirected_to"
+"""The attributes by which a stand-in knows the processor of the model, and what its attention goes to."""
 
 
 @final
@@ -45,16 +50,16 @@ class _Redirected(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def of_dispatcher(processor: Any, backend: Backend) -> Any:
-    """A copy of `processor` that names `backend`; copies and pickles of it are of `processor`."""
-    return _twin(processor, {}, {BACKEND: backend.name})
+@final
+@frozen(eq=False)
+class Redirect:
+    """PyTorch's attention for layers that have one adapter and one pipeline."""
 
+    layer: int
+    adapter: Adapter
 
-def of_torch(processor: Any, layer: int, adapter: Adapter) -> Any:
-    """A copy of `processor` whose calls of PyTorch's attention go to `adapter`."""
-    kind = type(processor)
-
-    def attend(
+    def __call__(
+        self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -64,15 +69,33 @@ def of_torch(processor: Any, layer: int, adapter: Adapter) -> Any:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
+        """Attend `query` `[B, Hq, N, D]` to `key` and `value` `[B, Hkv, N, D]`: `[B, Hq, N, D]`."""
+
         def dense() -> Tensor:
             return scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
 
-        return adapter.attend(layer, query, key, value, attn_mask, dropout_p, is_causal, scale, dense=dense)
+        return self.adapter.attend(
+            self.layer, query, key, value, attn_mask, dropout_p, is_causal, scale, dense=dense
+        )
 
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-        with _Redirected(attend) as mode:
+
+def stand_in(processor: Any, to: Backend | Redirect) -> Any:
+    """A copy of `processor` whose attention goes to a backend or a redirect; copies of it are of `processor`."""
+    twin: Any = object.__new__(_kind(type(processor), redirected=isinstance(to, Redirect)))
+    vars(twin).update(vars(processor))
+    vars(twin)[OWN] = processor
+    vars(twin).update({REDIRECT: to} if isinstance(to, Redirect) else {BACKEND: to.name})
+    return twin
+
+
+@cache
+def _kind(kind: Any, *, redirected: bool) -> Any:
+    """A subclass of a class of processors, one for all layers, so that compiled code serves all of them."""
+
+    def call_redirected(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _Redirected(self.redirected_to) as mode:
             out = kind.__call__(self, *args, **kwargs)
         if not (torch.compiler.is_compiling() or mode.used):
             raise RuntimeError(
@@ -82,20 +105,10 @@ def of_torch(processor: Any, layer: int, adapter: Adapter) -> Any:
         return out
 
     # Models ask for the names of the arguments that a processor takes, and find them through this attribute.
-    __call__.__wrapped__ = kind.__call__  # type: ignore[attr-defined]
-    return _twin(processor, {"__call__": __call__}, {})
-
-
-def _twin(processor: Any, methods: dict[str, Any], attributes: dict[str, Any]) -> Any:
-    """A copy of `processor`, of a subclass with these methods, whose own copies are copies of `processor`."""
-    kind = type(processor)
-    methods = {
-        "__deepcopy__": lambda _, memo: deepcopy(processor, memo),
-        "__reduce__": lambda _: (copy, (processor,)),
+    call_redirected.__wrapped__ = kind.__call__  # type: ignore[attr-defined]
+    methods: dict[str, Any] = {
+        "__deepcopy__": lambda self, memo: deepcopy(self.stands_in_for, memo),
+        "__reduce__": lambda self: (copy, (self.stands_in_for,)),
         "__module__": kind.__module__,
-        "stands_in_for": processor,
-        **methods,
     }
-    twin: Any = object.__new__(type(kind.__name__, (kind,), methods))
-    twin.__dict__.update(processor.__dict__, **attributes)
-    return twin
+    return type(kind.__name__, (kind,), methods | ({"__call__": call_redirected} if redirected else {}))

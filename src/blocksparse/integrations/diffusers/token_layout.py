@@ -10,11 +10,18 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from blocksparse.validators import count, flag, whole
+from blocksparse.permuters.grid_order import three_sizes
+from blocksparse.validators import Rule, count, flag, shown, whole
 
 Sizes = tuple[int, int, int]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A function of q, k, v `[B, H, N, D]` that gives the output `[B, H, N, Dv]`."""
+
+_several_sizes = Rule(
+    "a tuple of grids (T, H, W), each of three whole numbers",
+    lambda x: isinstance(x, tuple) and all(map(three_sizes.is_kind, x)),
+    lambda x: all(map(three_sizes.holds, x)),
+)
 
 
 @final
@@ -32,10 +39,15 @@ class TokenLayout:
             them are padding. None means that there is no padding.
     """
 
-    grids: tuple[Sizes, ...]
+    grids: tuple[Sizes, ...] = field(validator=_several_sizes)
     text: int = field(default=0, converter=whole, validator=count)
     text_first: bool = field(default=False, validator=flag)
-    real: tuple[int, ...] | None = None
+    real: tuple[int, ...] | None = field(default=None)
+
+    @real.validator
+    def _check_real(self, _: object, real: tuple[int, ...] | None) -> None:
+        if real is not None and not all(0 <= n <= self.text for n in real):
+            raise ValueError(f"'real' must name at most 'text' ({self.text}) tokens per entry: {shown(real)}")
 
     @property
     def cells(self) -> int:
