@@ -83,7 +83,8 @@ class Redirect:
 
 def stand_in(processor: Any, to: Backend | Redirect) -> Any:
     """A copy of `processor` whose attention goes to a backend or a redirect; copies of it are of `processor`."""
-    twin: Any = object.__new__(_kind(type(processor), redirected=isinstance(to, Redirect)))
+    kind: Any = type(processor)
+    twin: Any = object.__new__(_kind(kind, redirected=isinstance(to, Redirect)))
     vars(twin).update(vars(processor))
     vars(twin)[OWN] = processor
     vars(twin).update({REDIRECT: to} if isinstance(to, Redirect) else {BACKEND: to.name})
