@@ -111,10 +111,10 @@ TARGETS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (bs.SegmentQuerySort, {}, "S=size block=block keys=permuter"),
     (bs.GlobalIndexMap, {}, "S=block prefix=size? coarse=flag per_query_head=flag order_queries=flag guide=size?"),
     *(
-        (order, {"grid": (1, 2, 2)}, "grid=three prefix=count suffix=count?")
+        (order, {"grid": (1, 2, 2)}, "grid=three? prefix=count suffix=count?")
         for order in (bs.HilbertOrder, bs.RasterOrder, bs.TimeOrder, bs.ColumnOrder)
     ),
-    (bs.TileOrder, {"grid": (1, 2, 2)}, "grid=three tile=three prefix=count suffix=count?"),
+    (bs.TileOrder, {"grid": (1, 2, 2)}, "grid=three? tile=three prefix=count suffix=count?"),
     (
         bs.GivenOrder,
         {"grid": (1, 2, 2), "order": [0, 2, 1, 3]},
@@ -139,6 +139,7 @@ TARGETS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (bs.Band, {"tokens": 3}, "tokens=count"),
     (bs.Sink, {}, "tokens=size"),
     (bs.LastQueries, {"tokens": 3}, "tokens=size"),
+    (bs.LastKeys, {"tokens": 3}, "tokens=size"),
     (bs.Stride, {"eta": 3}, "eta=size seed=seed released=flag"),
     (bs.Random, {"rho": 0.1}, "rho=probability seed=seed released=flag"),
     (bs.OnTiles, {"rule": bs.Sink(), "n": 2}, "rule=rule n=size"),

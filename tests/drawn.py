@@ -176,6 +176,7 @@ class Drawer:
             bs.Band(tokens),
             bs.Sink(tokens),
             bs.LastQueries(tokens),
+            bs.LastKeys(tokens),
             bs.Stride(tokens, seed, released=self.flag()),
             bs.Random(share, seed, released=self.flag()),
         )

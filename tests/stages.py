@@ -104,6 +104,7 @@ SELECTORS: tuple[bs.Selector[Any, Any], ...] = (
     bs.Random(0.2, 1),
     bs.SharedByGroup(bs.Random(0.3)),
     bs.LastQueries(20),
+    bs.LastKeys(20),
     bs.GlobalTopCdf(0.7),
     bs.VerticalSlashCdf(0.8),
     bs.VerticalSlashTopK(10, 12, sink=2, recent=5),
@@ -123,11 +124,11 @@ REFINED: tuple[bs.Selector[Any, Any], ...] = (
 POSITIONS = tuple(s for s in SELECTORS if isinstance(s, bs.PositionSelector))
 # Their choice depends on the last queries of a call, by their nature.
 PROBES: tuple[type, ...] = (bs.SegmentKeySort, bs.VerticalSlashScorer)
-# These choose for the whole call at once: one budget for all rows, the last rows, a share of all keys.
+# These choose for the whole call at once: one budget for all rows, the last rows or columns, a share of all keys.
 WHOLE_CALL = tuple(
     s
     for s in SELECTORS
-    if isinstance(s, bs.GlobalTopCdf | bs.LastQueries) or (isinstance(s, bs.TopK) and s.of_all_keys)
+    if isinstance(s, bs.GlobalTopCdf | bs.LastQueries | bs.LastKeys) or (isinstance(s, bs.TopK) and s.of_all_keys)
 )
 CAUSAL_ONLY: tuple[type, ...] = (bs.GlobalIndexMap,)
 EXECUTORS: tuple[bs.Executor[Any, Any], ...] = (

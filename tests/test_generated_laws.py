@@ -24,7 +24,7 @@ from tests.drawn import LAWS, Case, cases
 from tests.meaning import assert_means, attention, pairs_of, same
 
 AnyTrace = bs.Trace[Any, Any, Any]
-NO_LAST_QUERIES = (bs.LastQueries,)
+NO_LAST_QUERIES = (bs.LastQueries, bs.LastKeys)
 
 
 def law(fast: int, slow: int, *strategies: st.SearchStrategy[Any]) -> Callable[[Callable[..., None]], Any]:
@@ -162,7 +162,7 @@ def test_a_chunk_is_part_of_its_prompt(device: str, case: Case, begin: int, end:
 def chooses_by_row(selector: Any) -> bool:
     """Whether each row of blocks chooses by itself, by where it stands in the prompt."""
     parts = [selector, *(getattr(selector, name, None) for name in ("first", "second", "inner", "rule"))]
-    if any(isinstance(s, bs.LastQueries) or any(s is x for x in stages.WHOLE_CALL) for s in parts):
+    if any(isinstance(s, bs.LastQueries | bs.LastKeys) or any(s is x for x in stages.WHOLE_CALL) for s in parts):
         return False
     if any(getattr(s, "released", False) for s in parts):  # the authors count rows from where the chunk starts
         return False
@@ -265,6 +265,7 @@ SIZED: dict[str, Callable[[int], AnyPipeline]] = {
     "Band": lambda n: pick(bs.Band(n)),
     "Sink": lambda n: pick(bs.Sink(n)),
     "LastQueries": lambda n: pick(bs.LastQueries(n)),
+    "LastKeys": lambda n: pick(bs.LastKeys(n)),
     "TopK": lambda n: pick(bs.TopK(n)),
     "union": lambda n: pick(bs.Sink(n) | bs.Band(3)),
     "OnTiles": lambda n: pick(bs.OnTiles(bs.Band(n), 2)),

@@ -39,7 +39,7 @@ def coordinates(cells: Tensor, grid: Sizes) -> Tensor:
 def cells_of(order: GridOrder) -> Tensor:
     """With places that stay written out."""
     cells = order.cells("cpu")
-    return torch.arange(math.prod(order.grid)) if cells is None else cells
+    return torch.arange(math.prod(order.sizes)) if cells is None else cells
 
 
 @each_grid
@@ -343,3 +343,14 @@ def test_the_example_finds_the_papers_order() -> None:
     assert random.best > raster.best > hilbert.best
     assert random.density > raster.density > hilbert.density
     assert all(row.error < 0.05 for row in rows.values())
+
+
+@pytest.mark.parametrize(
+    "order", [HilbertOrder(), TimeOrder(), ColumnOrder(), RasterOrder(), TileOrder(tile=(1, 2, 2))]
+)
+def test_an_order_without_a_grid_cannot_be_called(order: GridOrder) -> None:
+    """A host may give it one."""
+    q, k, _ = make_qkv(N=24, D=8)
+    with pytest.raises(ValueError, match=r"Order has no grid: give it as .*Order\(\(T, H, W\)\) in tokens"):
+        order(q, k, causal=False, scale=1.0)
+    assert repr(order).startswith(f"{type(order).__name__}(grid=None, ")

@@ -16,8 +16,8 @@ SOURCE = Path(__file__).parents[1] / "src" / "blocksparse"
 # A layer may import itself and what stands before it; `kernels` may import nothing of ours but `precision`.
 LAYERS = [
     "validators", "precision", "sequences", "inputs", "page_table", "per_head", "opaque_call", "class_line",
-    "permuters", "geometry", "scorers", "selectors", "executors", "pipeline", "head_groups", "schedule", "presets",
-    "testing", "integrations", "demo",
+    "permuters", "geometry", "scorers", "selectors", "executors", "pipeline", "head_groups", "schedule", "sdpa",
+    "presets", "testing", "integrations", "demo",
 ]  # fmt: skip
 MAY_IMPORT_KERNELS = {"page_table", "permuters", "geometry", "scorers", "selectors", "executors", "pipeline"}
 
@@ -35,7 +35,8 @@ MULTIPLY = {
 # One function that is immune, dense attention beside it, the yardstick of tests, a host's attention, a picture.
 MAY_MULTIPLY = {
     "kernels/multiplying/products.py", "executors/dense_attention.py", "testing/budget.py",
-    "integrations/transformers/dense.py", "demo/picture.py",
+    "integrations/transformers/dense.py", "integrations/diffusers/backend.py",
+    "integrations/diffusers/stand_in.py", "demo/picture.py",
 }  # fmt: skip
 
 

@@ -43,6 +43,7 @@ TAKES: dict[str, Callable[[int], AnyPipeline]] = {
     "Band": lambda n: pick(bs.Band(n)),
     "Sink": lambda n: pick(bs.Sink(n)),
     "LastQueries": lambda n: pick(bs.LastQueries(n)),
+    "LastKeys": lambda n: pick(bs.LastKeys(n)),
     "union": lambda n: pick(bs.Band(n) | bs.Sink(n)),
     "OnTiles": lambda n: pick(bs.OnTiles(bs.Band(n), 2)),
     "Stride": lambda n: pick(bs.Stride(n)),

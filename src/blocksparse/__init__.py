@@ -57,11 +57,13 @@ from blocksparse.scorers.scorer import Scorer as Scorer
 from blocksparse.scorers.similarity_gated import SimilarityGatedScorer as SimilarityGatedScorer
 from blocksparse.scorers.vertical_slash import VerticalSlashScorer as VerticalSlashScorer
 from blocksparse.scorers.vertical_slash import VerticalSlashScores as VerticalSlashScores
+from blocksparse.sdpa import scaled_dot_product_attention as scaled_dot_product_attention
 from blocksparse.selectors.band import Band as Band
 from blocksparse.selectors.block_mask import BlockMask as BlockMask
 from blocksparse.selectors.block_mask import RankedBlockMask as RankedBlockMask
 from blocksparse.selectors.everything import Everything as Everything
 from blocksparse.selectors.global_top_cdf import GlobalTopCdf as GlobalTopCdf
+from blocksparse.selectors.last_keys import LastKeys as LastKeys
 from blocksparse.selectors.last_queries import LastQueries as LastQueries
 from blocksparse.selectors.on_tiles import OnTiles as OnTiles
 from blocksparse.selectors.position_selector import PositionSelector as PositionSelector

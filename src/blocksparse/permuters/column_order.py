@@ -17,5 +17,5 @@ class ColumnOrder(GridOrder):
     """Order cells frame by frame, and inside a frame column by column: neighbours in the order differ in H."""
 
     def cells(self, device: torch.device | str) -> Tensor:
-        T, H, W = self.grid
+        T, H, W = self.sizes
         return torch.arange(T * H * W, device=device).view(T, H, W).transpose(1, 2).flatten()

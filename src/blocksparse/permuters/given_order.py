@@ -10,7 +10,7 @@ from attrs import field, frozen
 from torch import Tensor
 
 from blocksparse.per_head import WHOLE_DTYPES
-from blocksparse.permuters.grid_order import GridOrder
+from blocksparse.permuters.grid_order import GridOrder, three, three_sizes
 from blocksparse.validators import is_whole, shown
 
 
@@ -40,11 +40,12 @@ class GivenOrder(GridOrder):
             the keys; from another device it is copied in every call.
     """
 
+    grid: tuple[int, int, int] = field(converter=three, validator=three_sizes)
     order: Tensor = field(converter=_to_tensor, repr=_written)
 
     @order.validator
     def _names_each_cell_once(self, _: object, order: Tensor) -> None:
-        T, H, W = self.grid
+        T, H, W = self.sizes
         if not isinstance(order, Tensor) or order.dtype not in WHOLE_DTYPES or order.is_meta or order.is_sparse:
             raise TypeError(f"'order' must be a tensor or a sequence of whole numbers: {shown(order)}")
         if order.shape != (T * H * W,):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 
 import torch
-from attrs import converters, field, frozen
+from attrs import converters, field, frozen, validators
 from torch import Tensor
 
 from blocksparse.permuters.permutation import GlobalPermutation
@@ -39,16 +39,34 @@ class GridOrder(Permuter[GlobalPermutation]):
     hold pairs above the diagonal. The order is computed on the device of the keys, without a copy from the host.
 
     Args:
-        grid: frames, rows and columns `(T, H, W)` in tokens, after patching; an image is `(1, H, W)`.
+        grid: frames, rows and columns `(T, H, W)` in tokens, after patching; an image is `(1, H, W)`. None leaves
+            it to a host that knows it (`integrations.diffusers`), and the order cannot be called by itself.
         prefix: how many tokens before the cells stay in place.
         suffix: how many tokens after the cells stay in place; None means any number.
     """
 
-    grid: tuple[int, int, int] = field(converter=three, validator=three_sizes)
+    grid: tuple[int, int, int] | None = field(
+        default=None, converter=converters.optional(three), validator=validators.optional(three_sizes)
+    )
     prefix: int = field(default=0, converter=whole, validator=count, kw_only=True)
     suffix: int | None = field(
         default=0, converter=converters.optional(whole), validator=optional(count), kw_only=True
     )
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """The grid.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if self.grid is None:
+            name = type(self).__name__
+            raise ValueError(
+                f"{name} has no grid: give it as {name}((T, H, W)) in tokens, after patching; only "
+                "integrations.diffusers.attach takes it from the model"
+            )
+        return self.grid
 
     @abstractmethod
     def cells(self, device: torch.device | str) -> Tensor | None:
@@ -81,7 +99,7 @@ class GridOrder(Permuter[GlobalPermutation]):
         return GlobalPermutation(k_index, place[N - M :].argsort().int().expand(B, Hq, M))
 
     def _check_length(self, N: int) -> None:
-        T, H, W = self.grid
+        T, H, W = self.sizes
         expected = self.prefix + T * H * W + (self.suffix or 0)
         if expected == N or (self.suffix is None and expected < N):
             return

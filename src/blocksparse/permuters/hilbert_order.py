@@ -22,11 +22,11 @@ class HilbertOrder(GridOrder):
     """
 
     def cells(self, device: torch.device | str) -> Tensor:
-        T, H, W = self.grid
+        T, H, W = self.sizes
         cell = torch.arange(T * H * W, device=device)
         axes = [cell // (H * W), cell // W % H, cell % W]
-        axes = [x for x, size in zip(axes, self.grid, strict=True) if size > 1]
-        return hilbert_index(axes, bits=(max(self.grid) - 1).bit_length()).argsort() if axes else cell
+        axes = [x for x, size in zip(axes, self.sizes, strict=True) if size > 1]
+        return hilbert_index(axes, bits=(max(self.sizes) - 1).bit_length()).argsort() if axes else cell
 
 
 def hilbert_index(axes: list[Tensor], *, bits: int) -> Tensor:

@@ -26,8 +26,8 @@ class TileOrder(GridOrder):
     tile: tuple[int, int, int] = field(default=(4, 4, 4), converter=three, validator=three_sizes)
 
     def cells(self, device: torch.device | str) -> Tensor:
-        (_, H, W), (t, h, w) = self.grid, map(min, self.tile, self.grid)
-        frame, row, column = (torch.arange(size, device=device) for size in self.grid)
+        (_, H, W), (t, h, w) = self.sizes, map(min, self.tile, self.sizes)
+        frame, row, column = (torch.arange(size, device=device) for size in self.sizes)
         across, down = -(-W // w), -(-H // h)
         tile = (frame[:, None, None] // t * down + row[:, None] // h) * across + column // w  # [T, H, W]
         return tile.flatten().argsort(stable=True)

@@ -17,5 +17,5 @@ class TimeOrder(GridOrder):
     """Order cells place by place, places row by row; the cells of one place in all frames stand together."""
 
     def cells(self, device: torch.device | str) -> Tensor:
-        T, H, W = self.grid
+        T, H, W = self.sizes
         return torch.arange(T * H * W, device=device).view(T, H, W).permute(1, 2, 0).flatten()

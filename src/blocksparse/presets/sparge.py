@@ -52,7 +52,8 @@ def sparge(
         attention_sink: also keep the block that holds token 0.
         smooth_k: subtract the mean of all keys before the similarity of key blocks is measured. None does so only
             if the call is not causal, and with `as_released` always.
-        order: a permuter, `HilbertOrder(grid)` for images and video (section 3.7); `Identity()` if None.
+        order: a permuter, `HilbertOrder(grid)` for images and video (section 3.7), and `HilbertOrder()` where a
+            host knows the grid; `Identity()` if None.
         as_released: choose as the authors' code does: keys are smoothed in causal calls too, a short last block is
             never similar, and `share` is a share of all key blocks. Their code may drop the diagonal, which is
             kept here all the same.

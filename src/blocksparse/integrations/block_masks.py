@@ -1,0 +1,150 @@
+"""Masks from and for the block-sparse kernels of others: FlexAttention, flash-attn-4 and FlashInfer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from blocksparse.executors.flash_attention_4 import to_flash_attention_4 as to_flash_attention_4
+from blocksparse.executors.flex import to_flex as to_flex
+from blocksparse.geometry import Grid
+from blocksparse.permuters.permutation import GlobalPermutation
+from blocksparse.selectors.block_mask import BlockMask
+from blocksparse.validators import a, count, flag, shown
+
+if TYPE_CHECKING:  # FlexAttention brings Dynamo, which takes longer to import than all of this package
+    from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
+
+_PAIRS_AT_ONCE = 1 << 22
+
+
+def from_flex(block_mask: FlexBlockMask, q: Tensor, k: Tensor, *, causal: bool) -> BlockMask:
+    """The mask of a `BlockMask` of FlexAttention, for any executor: tokens stay in place.
+
+        mask = from_flex(block_mask, q, k, causal=True)
+        out = TritonExecutor()(q, k, v, GlobalPermutation(), mask, scale=D**-0.5).out
+
+    A mask here is a set of blocks and, perhaps, the causal rule. So `mask_mod` is tried on every pair of the
+    blocks to which FlexAttention applies it, and a pair that the two see differently is an error.
+
+    Args:
+        block_mask: over the tokens of q and k in their order.
+        q: the queries of the call `[B, Hq, M, D]`.
+        k: the keys of the call `[B, Hkv, N, D]`.
+        causal: whether query `i` sees no key after position `N - M + i`.
+
+    Raises:
+        ValueError: the mask is for tensors of other sizes, or allows pairs that blocks and the causal rule do not
+            describe, as windows and documents inside a block do.
+    """
+    flag.check(causal=causal)
+    q_block, k_block = block_mask.BLOCK_SIZE
+    B, Hq, M, N = *q.shape[:3], k.shape[2]
+    its_batch, its_heads = block_mask.kv_num_blocks.shape[:2]
+    if block_mask.seq_lengths != (M, N) or its_batch not in (1, B) or its_heads not in (1, Hq):
+        its = its_batch, its_heads, *block_mask.seq_lengths
+        raise ValueError(f"'block_mask' was made for (B, Hq, M, N) = {its}, and q and k have {(B, Hq, M, N)}")
+    grid = Grid.of(q, k, GlobalPermutation(), q_block=q_block, k_block=k_block, causal=causal)
+    if grid.q_lead:
+        raise ValueError(
+            f"{M} queries at the end of {N} tokens must start at a block of {q_block} tokens, because causal rows "
+            f"are counted from token 0: they start at {N - M}"
+        )
+    partial = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, grid.cols)
+    full = torch.zeros_like(partial)
+    if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
+        full = _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, grid.cols)
+    hidden = full & (grid.k_last > grid.q_first) if causal else torch.zeros_like(full)
+    if bool(hidden.any()):
+        b, h, row, col = hidden.nonzero()[0].tolist()
+        raise ValueError(
+            f"'block_mask' allows all pairs of block ({row}, {col}) in head {h} of entry {b}, and causality "
+            "forbids some of them: say causal=False"
+        )
+    _check_pairs(block_mask, partial, N - M if causal else None)
+    keep = (partial | full) & grid.reachable
+    return BlockMask(keep.expand(B, Hq, -1, -1), grid)
+
+
+def _listed(number: Tensor, index: Tensor, cols: int) -> Tensor:
+    """Which blocks are listed, `[B, H, rows, cols]` bool, from their number in each row and their columns."""
+    place = torch.arange(index.shape[-1], device=index.device)
+    column = index.long().where(place < number.unsqueeze(-1), cols)
+    found = torch.zeros(*index.shape[:-1], cols + 1, dtype=torch.bool, device=index.device)
+    return found.scatter_(-1, column, True)[..., :cols]
+
+
+def _check_pairs(block_mask: FlexBlockMask, partial: Tensor, offset: int | None) -> None:
+    """Refuse a mask whose `mask_mod` does not allow, in these blocks, just what the causal rule does.
+
+    `offset` is the position of the first query; None without that rule.
+    """
+    (q_block, k_block), (M, N) = block_mask.BLOCK_SIZE, block_mask.seq_lengths
+    place = torch.arange(q_block * k_block, device=partial.device)
+    for blocks in partial.nonzero().split(max(1, _PAIRS_AT_ONCE // len(place))):
+        b, h, row, col = blocks.unsqueeze(-1).unbind(1)  # [blocks, 1]
+        query, slot = row * q_block + place // k_block, col * k_block + place % k_block
+        b, h, query, slot = (x.expand_as(query)[(query < M) & (slot < N)] for x in (b, h, query, slot))
+        allowed = torch.vmap(block_mask.mask_mod)(b, h, query, slot)
+        expected = slot <= query + offset if offset is not None else torch.ones_like(allowed)
+        if bool((wrong := allowed != expected).any()):
+            first = int(wrong.nonzero()[0])
+            where = f"query {int(query[first])} and key {int(slot[first])} in head {int(h[first])}"
+            said = "allows" if bool(allowed[first]) else "forbids"
+            rule = "all pairs of a block" if offset is None else "the pairs of a block that causality allows"
+            raise ValueError(
+                f"'block_mask' {said} {where} of entry {int(b[first])}, and a mask of blocks means {rule}: "
+                f"{'say causal=True, or ' if offset is None else ''}leave such rules to FlexAttention itself"
+            )
+
+
+class FlashInferBlocks(NamedTuple):
+    """What FlashInfer's `VariableBlockSparseAttentionWrapper.plan` takes for one entry of a batch."""
+
+    block_mask_map: Tensor  # [Hkv, rows, cols] bool
+    block_row_sz: Tensor  # [Hkv, rows] int32, the queries in each row
+    block_col_sz: Tensor  # [Hkv, cols] int32, the keys in each column
+
+    def lists(self, head: int) -> tuple[Tensor, Tensor]:
+        """`indptr` `[rows + 1]` and `indices` of one KV head, int32: for `BlockSparseAttentionWrapper.plan`.
+
+        Their length depends on the mask, so on a GPU the host waits.
+        """
+        keep = self.block_mask_map[head]
+        ends = keep.sum(-1).cumsum(0)
+        return torch.cat((ends.new_zeros(1), ends)).int(), keep.nonzero()[:, 1].int()
+
+
+def to_flashinfer(mask: BlockMask, *, entry: int = 0) -> FlashInferBlocks:
+    """A mask for FlashInfer's block-sparse kernels, which take queries and keys in slot order.
+
+    Args:
+        mask: one for each KV head, as `SharedByGroup` makes them for grouped queries.
+        entry: of the batch; these kernels have none.
+
+    Raises:
+        ValueError: query heads of a group have masks of their own; or causality forbids pairs of a kept block,
+            which these kernels would attend to.
+    """
+    a(BlockMask).check(mask=mask)
+    count.check(entry=entry)
+    grid = mask.grid
+    if mask.keep.shape[1] != grid.kv_heads:
+        raise ValueError(
+            f"FlashInfer takes one mask per KV head, and this one has {mask.keep.shape[1]} for {grid.kv_heads}: "
+            "use SharedByGroup, or mask.share_heads()"
+        )
+    if entry >= grid.batch:
+        raise ValueError(f"'entry' must be less than the batch of {grid.batch}: {shown(entry)}")
+    if grid.causal and bool((mask.keep & (grid.k_last > grid.q_first)).any()):
+        raise ValueError(
+            "FlashInfer's block-sparse kernels attend to all pairs of a block, and causality forbids some in the "
+            "blocks of this mask: call the pipeline with causal=False, or run it with an executor of this package"
+        )
+    sizes = (
+        (position[0, 0].unflatten(-1, (-1, block)) >= 0).sum(-1, dtype=torch.int32).expand(grid.kv_heads, -1)
+        for position, block in ((grid.q_position, grid.q_block), (grid.k_position[:, :, 0], grid.k_block))
+    )
+    return FlashInferBlocks(mask.keep[entry].contiguous(), *(x.contiguous() for x in sizes))

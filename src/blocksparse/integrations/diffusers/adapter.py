@@ -1,0 +1,228 @@
+"""What attends in each layer of a model while one of its forward calls runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from threading import get_ident
+from typing import Any, final
+
+import torch
+from attrs import define, field
+from torch import Tensor, nn
+
+from blocksparse.integrations.density_recorder import DensityRecorder
+from blocksparse.integrations.diffusers.families import Arguments, Family
+from blocksparse.integrations.diffusers.placed import placed
+from blocksparse.integrations.diffusers.recorded import Recorded
+from blocksparse.integrations.diffusers.steps import StepCounter
+from blocksparse.integrations.diffusers.token_layout import TokenLayout
+from blocksparse.schedule import LayerPipeline
+
+_MAX_LAYOUTS = 32  # sizes of pictures and lengths of text for which pipelines are kept
+
+Attention = LayerPipeline | Recorded
+Placed = Mapping[tuple[int | None, int], Attention]
+"""What attends, by the key of a pipeline and the number of tokens of text."""
+
+
+@final
+@define(eq=False)
+class ForwardCall:
+    """One forward call of a model: its tokens, and what attends to them. Compiled code reads it."""
+
+    layout: TokenLayout
+    placed: Placed
+    dense: str | None  # why all attention of the call is dense
+    thread: int | None  # None for no call
+
+
+_NO_CALL = ForwardCall(TokenLayout(()), {}, "outside a forward call", None)
+
+
+@final
+@define(eq=False)
+class Adapter:
+    """The state of an attached model: what attends in each layer, and the forward call that runs now, if one does.
+
+    Args:
+        pipelines: every pipeline by a key, which is its layer if calls are recorded.
+        keys: the key of each layer, None for a dense one.
+        dense_steps: the denoising steps in which all attention is dense.
+        min_tokens: calls with fewer tokens are dense.
+    """
+
+    family: Family
+    config: Any
+    pipelines: Mapping[int, LayerPipeline]
+    keys: tuple[int | None, ...]
+    dense_steps: frozenset[int]
+    min_tokens: int
+    recorder: DensityRecorder | None
+    now: ForwardCall = _NO_CALL
+    _steps: StepCounter = field(init=False)
+    _kept: dict[Any, Placed] = field(init=False, factory=dict)
+
+    def __attrs_post_init__(self) -> None:
+        self._steps = StepCounter(self.family.rising)
+
+    def begin(self, given: Arguments) -> None:
+        """Take note of the arguments of a forward call that begins.
+
+        Raises:
+            RuntimeError: another forward call of the model still runs.
+            ValueError: a pipeline does not fit the layout.
+        """
+        if self.elsewhere:
+            raise RuntimeError(
+                "a forward call of this model still runs in another thread; an attached model runs one at a time"
+            )
+        if self.dense_steps:
+            timestep = float(torch.as_tensor(given["timestep"]).max())  # per token where the first frame is given
+            if self._steps.at(timestep) in self.dense_steps:
+                self.now = ForwardCall(TokenLayout(()), {}, "dense step", get_ident())
+                return
+        layout = self.family.layout(self.config, given)
+        if layout is None:
+            self.now = ForwardCall(TokenLayout(()), {}, "tokens of no whole grid", get_ident())
+        else:
+            # Not the model's device, which may be offloaded.
+            device = next(x.device for x in given.values() if isinstance(x, Tensor))
+            self.now = ForwardCall(layout, self._placed(layout, device), None, get_ident())
+
+    def end(self) -> None:
+        """Take note that the forward call of this thread has ended, by an exception or not."""
+        if not self.elsewhere:
+            self.now = _NO_CALL
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether a forward call runs in another thread.
+
+        One of this thread has ended, even if that was not noted: PyTorch calls no hook after an interrupt from the
+        keyboard.
+        """
+        return self.now.thread not in (None, get_ident())
+
+    def _placed(self, layout: TokenLayout, device: torch.device) -> Placed:
+        kept = layout.grids, layout.texts, device
+        if kept not in self._kept:
+            while len(self._kept) >= _MAX_LAYOUTS:
+                self._kept.pop(next(iter(self._kept)))
+            different = {id(pipeline): pipeline for pipeline in self.pipelines.values()}
+            once = {
+                (same, text): placed(pipeline, layout.grids, text, device)
+                for same, pipeline in different.items()
+                for text in layout.texts
+            }
+            self._kept[kept] = {
+                (key, text): self._recorded(once[id(pipeline), text], key)
+                for key, pipeline in self.pipelines.items()
+                for text in layout.texts
+            }
+        return self._kept[kept]
+
+    def _recorded(self, pipeline: LayerPipeline, key: int) -> Attention:
+        return pipeline if self.recorder is None else Recorded(pipeline, key, self.recorder)
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        *,
+        ranks: int = 1,
+        dense: Callable[[], Tensor],
+    ) -> Tensor:
+        """Attend `q` `[B, Hq, N, D]` to `k` and `v` `[B, Hkv, N, D]` by the pipeline of `layer`, or by `dense()`.
+
+        Args:
+            ranks: over how many ranks of Ulysses the tokens were spread, each with its own part of the text.
+        """
+        if reason := self._dense_because(layer, q, k, v, attn_mask, dropout_p, is_causal):
+            self.saw_dense(layer, reason)
+            return dense()
+        layout, by_text, key = self.now.layout, self.now.placed, self.keys[layer]
+        text = q.shape[2] - layout.cells
+
+        def attend(text: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+            pipeline = by_text[key, text]
+            return lambda q, k, v: pipeline(q, k, v, causal=False, scale=scale)
+
+        if ranks > 1:
+            q, k, v = (layout.gathered(x, ranks, text) for x in (q, k, v))
+        out = layout.attend(attend, q, k, v, padded=attn_mask is not None)
+        return layout.scattered(out, ranks, text) if ranks > 1 else out
+
+    def saw_dense(self, layer: int, reason: str) -> None:
+        """Record a dense call."""
+        # Inside torch.compile this would run only when the graph is traced, so nothing is recorded there.
+        if self.recorder is not None and not torch.compiler.is_compiling():
+            self.recorder.saw_dense(layer, reason)
+
+    def dense_before_gathering(
+        self, layer: int, q: Tensor, attn_mask: Tensor | None, *, ranks: int, ring: bool
+    ) -> str | None:
+        """The first reason for dense attention that is known before ranks exchange tokens and heads, or None."""
+        if reason := self._dense_anyway(layer):
+            return reason
+        if ring:
+            return "ring attention"
+        layout = self.now.layout
+        if layout.text and (layout.text % ranks or layout.cells % ranks):
+            return "uneven parts of ranks"
+        if attn_mask is not None:
+            return "mask"
+        return "gradients" if torch.is_grad_enabled() and q.requires_grad else None
+
+    def _dense_anyway(self, layer: int) -> str | None:
+        """The reason for dense attention that does not depend on the tensors, or None."""
+        return "no pipeline for this layer" if self.keys[layer] is None else self.now.dense
+
+    def _dense_because(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+    ) -> str | None:
+        """The first reason why this call must be dense, or None."""
+        if reason := self._dense_anyway(layer):
+            return reason
+        layout = self.now.layout
+        text = q.shape[2] - layout.cells
+        if q.shape[2] != k.shape[2]:
+            return "cross attention"
+        if text not in layout.texts:
+            return "other tokens"
+        if attn_mask is not None and not (layout.real and len(layout.real) == q.shape[0] and text == layout.text):
+            return "mask"
+        if is_causal:
+            return "causal"
+        if dropout_p:
+            return "dropout"
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+            return "gradients"
+        return "fewer than min_tokens" if q.shape[2] < self.min_tokens else None
+
+
+def layer_names(model: nn.Module, family: Family) -> list[list[str]]:
+    """The names of the attention modules over pictures in each block of the model, block by block."""
+    blocks = [
+        (f"{name}.{i}", block)
+        for name, part in model.named_children()
+        if isinstance(part, nn.ModuleList)
+        for i, block in enumerate(part)
+    ]
+    found = [
+        [f"{name}.{attention}" for attention in family.attention if getattr(block, attention, None) is not None]
+        for name, block in blocks
+    ]
+    return [names for names in found if names]

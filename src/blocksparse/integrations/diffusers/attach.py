@@ -1,0 +1,135 @@
+"""Sparse attention inside Hugging Face diffusers: `attach(pipe.transformer, sparge(order=HilbertOrder()))`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from inspect import signature
+from typing import Any
+from uuid import uuid4
+
+from diffusers import ModelMixin
+from torch import nn
+
+from blocksparse.head_groups import HeadGroups
+from blocksparse.integrations.density_recorder import DensityRecorder
+from blocksparse.integrations.diffusers.adapter import Adapter, layer_names
+from blocksparse.integrations.diffusers.attachment import Attachment, Layer
+from blocksparse.integrations.diffusers.backend import Backend
+from blocksparse.integrations.diffusers.families import FAMILIES, Family
+from blocksparse.integrations.diffusers.placed import check_orders
+from blocksparse.integrations.diffusers.stand_in import BACKEND, OWN, REDIRECT, Redirect, stand_in
+from blocksparse.pipeline import Pipeline
+from blocksparse.schedule import LayerPipeline, Schedule
+from blocksparse.validators import a, count, is_whole, optional, shown, size
+
+
+def attach(
+    model: ModelMixin,
+    pipeline: LayerPipeline | Schedule,
+    *,
+    dense_steps: Sequence[int] = (),
+    min_tokens: int = 512,
+    recorder: DensityRecorder | None = None,
+    family: Family | None = None,
+) -> Attachment:
+    """Let `pipeline` attend wherever tokens of pictures or videos attend to one another in `model`.
+
+    This lasts until `detach()` is called, or for a `with` block:
+
+        with attach(pipe.transformer, sparge(order=HilbertOrder()), dense_steps=range(5)):
+            pipe(prompt)
+
+    Attention is not causal. Orders without a grid get that of each call. Text in the same sequence is always kept,
+    as keys of all queries and with all keys for its own queries. Its padding is left out.
+
+    Args:
+        model: the transformer of a pipeline, one of the classes in `FAMILIES`.
+        pipeline: what attends in every layer; or a `Schedule`, which chooses by the index of the block: blocks are
+            counted from 0 in the order in which the model runs them.
+        dense_steps: the denoising steps in which all attention stays dense, counted from 0 in each call of a
+            diffusers pipeline.
+        min_tokens: attention over fewer tokens than this stays dense.
+        recorder: gets a record of what each call did; if None, nothing is recorded.
+        family: how a model that is not known lays out its tokens.
+
+    Raises:
+        TypeError: `model` is not a model of diffusers, or `pipeline` is not a pipeline.
+        ValueError: the model is not known, is attached already, or lacks a layer that the schedule names; or an
+            order places text by itself.
+    """
+    if not isinstance(model, ModelMixin):
+        raise TypeError(
+            f"'model' must be a model of diffusers: {type(model).__name__}; "
+            "of a pipeline give the transformer, of a compiled model the model in it"
+        )
+    if not isinstance(pipeline, Pipeline | HeadGroups | Schedule):
+        raise TypeError(
+            f"'pipeline' must be a Pipeline, HeadGroups or a Schedule: {type(pipeline).__name__}; "
+            "Schedule(None, layers={...}) attends sparsely in single layers"
+        )
+    if not isinstance(dense_steps, Sequence) or not all(map(is_whole, dense_steps)):
+        raise TypeError(f"'dense_steps' must be a sequence of whole numbers: {shown(dense_steps)}")
+    count.check(**{f"dense_steps[{i}]": step for i, step in enumerate(dense_steps)})
+    size.check(min_tokens=min_tokens)
+    optional(a(DensityRecorder)).check(recorder=recorder)
+    optional(a(Family)).check(family=family)
+    family = family or FAMILIES.get(type(model).__name__)
+    if family is None:
+        raise ValueError(
+            f"{type(model).__name__} is not a known transformer ({', '.join(FAMILIES)}): "
+            "give family=Family(...), which says where its tokens stand"
+        )
+    if dense_steps and "timestep" not in signature(type(model).forward).parameters:
+        raise ValueError(
+            f"'dense_steps' needs a model that is told the 'timestep', and {type(model).__name__} is not"
+        )
+    names = layer_names(model, family)
+    if not names:
+        raise ValueError(
+            f"{type(model).__name__} has no blocks with attention named {' or '.join(family.attention)}"
+        )
+    schedule = pipeline if isinstance(pipeline, Schedule) else Schedule(pipeline)
+    by_layer = schedule.resolve(len(names))
+    keys = tuple(_key(layer, by_layer, recorded=recorder is not None) for layer in range(len(names)))
+    pipelines = {
+        key: attention for key, attention in zip(keys, by_layer, strict=True) if key is not None and attention
+    }
+    for attention in pipelines.values():
+        check_orders(attention)
+    adapter = Adapter(
+        family, model.config, pipelines, keys, frozenset(map(int, dense_steps)), int(min_tokens), recorder
+    )
+    return Attachment.of(model, _layers(model, names, keys, adapter), adapter)
+
+
+def _key(layer: int, by_layer: Sequence[LayerPipeline | None], *, recorded: bool) -> int | None:
+    """The first layer that has the same pipeline; if calls are recorded, the layer itself; None if it is dense."""
+    if by_layer[layer] is None:
+        return None
+    return layer if recorded else next(i for i, other in enumerate(by_layer) if other is by_layer[layer])
+
+
+def _layers(
+    model: nn.Module, names: Sequence[Sequence[str]], keys: Sequence[int | None], adapter: Adapter
+) -> tuple[Layer, ...]:
+    """Every attention module over pictures, with the processor that stands in for its own.
+
+    Raises:
+        ValueError: a module is attached already, or has no processor.
+    """
+    prefix, routes, layers = f"blocksparse-{uuid4().hex}", dict[Any, Backend | Redirect](), []
+    for layer, name in ((layer, name) for layer, names_of_block in enumerate(names) for name in names_of_block):
+        module = model.get_submodule(name)
+        own = getattr(module, "processor", None)
+        if own is None:
+            raise ValueError(f"{name} of {type(model).__name__} has no attention processor")
+        if hasattr(own, OWN):
+            raise ValueError(f"{type(model).__name__} is attached already: detach() that pipeline first")
+        # What layers share is compiled once.
+        route = keys[layer] if adapter.recorder is None else layer, getattr(own, BACKEND, REDIRECT)
+        if route not in routes and not hasattr(own, BACKEND):
+            routes[route] = Redirect(layer, adapter)
+        elif route not in routes:
+            routes[route] = Backend.registered(f"{prefix}-{len(routes)}", getattr(own, BACKEND), layer, adapter)
+        layers.append(Layer(name, module, own, stand_in(own, routes[route]), routes[route]))
+    return tuple(layers)

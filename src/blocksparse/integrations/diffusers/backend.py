@@ -1,0 +1,128 @@
+"""A backend of diffusers' dispatcher, by which attention of a model reaches an adapter."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+from attrs import frozen
+from diffusers.models.attention_dispatch import (
+    AttentionBackendName,
+    _AttentionBackendRegistry,
+    _native_attention_backward_op,
+    _templated_context_parallel_attention,
+    dispatch_attention_fn,
+)
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from blocksparse.integrations.diffusers.adapter import Adapter
+
+
+@final
+@frozen(eq=False)
+class Backend:
+    """A backend of diffusers' dispatcher for layers that have one adapter, one pipeline and one backend before.
+
+    The dispatcher looks backends up by the members of an enumeration that is closed. It accepts this name, which
+    is of the enumeration's type without being a member, so no other model can select it.
+    """
+
+    name: AttentionBackendName
+    before: AttentionBackendName | None  # what computes dense calls; None is what is active then
+    layer: int
+    adapter: Adapter
+
+    @classmethod
+    def registered(cls, value: str, before: AttentionBackendName | None, layer: int, adapter: Adapter) -> Backend:
+        """A backend under a new name in the dispatcher's registry."""
+        name = str.__new__(AttentionBackendName, value)
+        name._name_ = name._value_ = value
+        backend = cls(name, before, layer, adapter)
+        _AttentionBackendRegistry.register(name, supports_context_parallel=True)(backend.attend)
+        return backend
+
+    def unregister(self) -> None:
+        """Delete the name. A second call does nothing."""
+        for table in ("_backends", "_constraints", "_supported_arg_names"):
+            getattr(_AttentionBackendRegistry, table).pop(self.name, None)
+        _AttentionBackendRegistry._supports_context_parallel.discard(self.name.value)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        _parallel_config: Any = None,
+    ) -> Tensor:
+        """Attend `query` `[B, N, Hq, D]` to `key` and `value` `[B, N, Hkv, D]`: `[B, N, Hq, D]`."""
+
+        def dense() -> Tensor:
+            out: Tensor = dispatch_attention_fn(
+                query,
+                key,
+                value,
+                attn_mask,
+                dropout_p,
+                is_causal,
+                scale,
+                enable_gqa,
+                backend=self.before,
+                parallel_config=_parallel_config,
+            )
+            return out.transpose(1, 2)
+
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        parallel = _parallel_config and _parallel_config.context_parallel_config
+        if parallel is None:
+            out = self.adapter.attend(self.layer, q, k, v, attn_mask, dropout_p, is_causal, scale, dense=dense)
+            return out.transpose(1, 2)
+        ranks, ring = parallel.ulysses_degree, parallel.ring_degree > 1
+        if reason := self.adapter.dense_before_gathering(self.layer, q, attn_mask, ranks=ranks, ring=ring):
+            self.adapter.saw_dense(self.layer, reason)
+            return dense().transpose(1, 2)
+
+        def with_all_tokens(
+            ctx: Any,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            attn_mask: Tensor | None,
+            dropout_p: float,
+            is_causal: bool,
+            scale: float | None,
+            enable_gqa: bool,
+            *_: Any,
+            **__: Any,
+        ) -> Tensor:
+            del ctx
+            q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+
+            def dense() -> Tensor:
+                return scaled_dot_product_attention(
+                    q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+                )
+
+            out = self.adapter.attend(
+                self.layer, q, k, v, attn_mask, dropout_p, is_causal, scale, ranks=ranks, dense=dense
+            )
+            return out.transpose(1, 2)
+
+        gathered: Tensor = _templated_context_parallel_attention(
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale,
+            enable_gqa,
+            forward_op=with_all_tokens,
+            backward_op=_native_attention_backward_op,
+            _parallel_config=_parallel_config,
+        )
+        return gathered

@@ -1,0 +1,93 @@
+"""A pipeline of the user's, for the tokens of one layout: its order gets the grid, and text is always kept."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, final
+
+import torch
+from attrs import evolve, frozen
+
+from blocksparse.head_groups import HeadGroups
+from blocksparse.integrations.diffusers.token_layout import Sizes
+from blocksparse.permuters.given_order import GivenOrder
+from blocksparse.permuters.grid_order import GridOrder
+from blocksparse.permuters.permuter import Permuter
+from blocksparse.permuters.raster_order import RasterOrder
+from blocksparse.schedule import LayerPipeline
+from blocksparse.selectors.block_mask import BlockMask
+from blocksparse.selectors.last_keys import LastKeys
+from blocksparse.selectors.last_queries import LastQueries
+from blocksparse.selectors.selector import ScoresT_contra, Selector
+
+
+def placed(attention: LayerPipeline, grids: tuple[Sizes, ...], text: int, device: torch.device) -> LayerPipeline:
+    """`attention` for sequences of pictures on these grids, followed by `text` tokens of text.
+
+    Blocks that hold text are kept, as keys of all queries and with all keys for their own queries. An order of
+    cells is computed here, once for all layers and steps.
+
+    Raises:
+        TypeError: a pipeline stops early, which it cannot if blocks are added to its choice.
+        ValueError: an order was made for another grid, or places text by itself.
+    """
+    if isinstance(attention, HeadGroups):
+        groups = attention.groups.items()
+        return HeadGroups({heads: p and placed(p, grids, text, device) for heads, p in groups})  # type: ignore[misc]
+    permuter = _on_grids(attention.permuter, grids, text, device)
+    selector = WithText(attention.selector, text) if text else attention.selector
+    try:
+        return evolve(attention, permuter=permuter, selector=selector)
+    except TypeError as error:
+        raise TypeError(
+            "blocks that hold text are added to what a pipeline selects, and this one then does not fit together: "
+            f"{error}; use an executor that does not stop early"
+        ) from None
+
+
+def check_orders(attention: LayerPipeline) -> None:
+    """Refuse orders that place text by themselves.
+
+    Raises:
+        ValueError: an order has a prefix or a suffix.
+    """
+    pipelines = attention.groups.values() if isinstance(attention, HeadGroups) else (attention,)
+    for pipeline in pipelines:
+        order = pipeline and pipeline.permuter
+        if isinstance(order, GridOrder) and (order.prefix or order.suffix):
+            raise ValueError(
+                f"the model says where its text stands, so leave out 'prefix' and 'suffix': {order!r}; "
+                f"{type(order).__name__}() takes the grid from the model too"
+            )
+
+
+def _on_grids(order: Permuter[Any], grids: tuple[Sizes, ...], text: int, device: torch.device) -> Permuter[Any]:
+    if not isinstance(order, GridOrder):
+        return order
+    if order.grid is not None and (order.grid,) != grids:
+        raise ValueError(
+            f"{type(order).__name__} was made for the grid {order.grid}, and the tokens of this call have "
+            f"{' and '.join(map(str, grids))}: leave the grid out, and it is taken from the model"
+        )
+    parts = [evolve(order, grid=grid).cells(device) for grid in grids]
+    line = (1, 1, sum(map(prod, grids)))
+    if all(cells is None for cells in parts):
+        return RasterOrder(line, suffix=text)
+    before, in_turn = 0, []
+    for grid, cells in zip(grids, parts, strict=True):
+        in_turn.append(before + (torch.arange(prod(grid), device=device) if cells is None else cells))
+        before += prod(grid)
+    return GivenOrder(line, torch.cat(in_turn), suffix=text)
+
+
+@final
+@frozen(eq=False)
+class WithText(Selector[ScoresT_contra, BlockMask]):
+    """What `inner` keeps, and every block, however fine, that holds one of the last `text` queries or keys."""
+
+    inner: Selector[ScoresT_contra, BlockMask]
+    text: int
+
+    def __call__(self, scores: ScoresT_contra) -> BlockMask:
+        mask = self.inner(scores)
+        return (LastQueries(self.text) | LastKeys(self.text)).joined(mask, mask.grid)

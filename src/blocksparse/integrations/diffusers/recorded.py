@@ -1,0 +1,35 @@
+"""A pipeline of one layer that records its calls."""
+
+from __future__ import annotations
+
+from typing import final
+
+from attrs import Factory, field, frozen
+from torch import Tensor
+
+from blocksparse.inputs import check_inputs
+from blocksparse.integrations.density_recorder import DensityRecorder
+from blocksparse.opaque_call import OpaqueCall, attend
+from blocksparse.schedule import LayerPipeline
+
+
+@final
+@frozen(eq=False)
+class Recorded:
+    """A pipeline that is called as it is by itself, and tells a recorder the density of every call."""
+
+    pipeline: LayerPipeline
+    layer: int
+    recorder: DensityRecorder
+    _call: OpaqueCall = field(
+        init=False, repr=False, default=Factory(lambda self: OpaqueCall(self._attend), takes_self=True)
+    )
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None) -> Tensor:
+        q, k, v, scale = check_inputs(q, k, v, causal=causal, scale=scale)
+        return attend(self._call, q, k, v, causal=causal, scale=scale)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+        trace = self.pipeline.trace(q, k, v, causal=causal, scale=scale)
+        self.recorder.saw_sparse(self.layer, trace.density(), q_len=q.shape[2], k_len=k.shape[2], causal=causal)
+        return trace.output.out

@@ -1,0 +1,27 @@
+"""Keep the end of the sequence for all queries (text behind a picture)."""
+
+from __future__ import annotations
+
+from typing import final
+
+from attrs import field, frozen
+from torch import Tensor
+
+from blocksparse.geometry import Grid
+from blocksparse.selectors.position_selector import PositionSelector
+from blocksparse.validators import size, whole
+
+
+@final
+@frozen(eq=False)
+class LastKeys(PositionSelector):
+    """Keep every block that holds one of the last `tokens` keys, for every query that may see it.
+
+    With text behind a picture, `LastKeys(text) | LastQueries(text)` lets the picture see all text, and the text
+    everything. Where text stands in front, `Sink(text)` does the first.
+    """
+
+    tokens: int = field(converter=whole, validator=size)
+
+    def where(self, grid: Grid) -> Tensor:
+        return grid.k_last >= grid.k_len - min(self.tokens, grid.k_len)

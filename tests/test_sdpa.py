@@ -1,0 +1,83 @@
+"""`scaled_dot_product_attention` in the place of PyTorch's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+import blocksparse as bs
+from blocksparse.testing import make_qkv
+
+DENSE_LIMIT: bs.Pipeline[Any, Any, Any] = bs.Pipeline(
+    bs.Identity(), bs.MeanPoolScorer(16), bs.Everything(), bs.ReferenceExecutor()
+)
+SPARSE: bs.Pipeline[Any, Any, Any] = bs.Pipeline(
+    bs.Identity(), bs.MeanPoolScorer(16), bs.TopK(2), bs.ReferenceExecutor()
+)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"is_causal": True}, {"is_causal": True, "scale": 0.3}, {"enable_gqa": True}]
+)
+def test_it_is_pytorchs_in_the_dense_limit(options: dict[str, Any]) -> None:
+    q, k, v = make_qkv(Hq=4, Hkv=2 if options.get("enable_gqa") else 4, N=75, D=16)
+    expected = functional.scaled_dot_product_attention(q, k, v, **options)
+    for pipeline in (DENSE_LIMIT, bs.HeadGroups({tuple(range(k.shape[1])): DENSE_LIMIT})):
+        out = bs.scaled_dot_product_attention(q, k, v, **options, pipeline=pipeline)
+        assert torch.allclose(out, expected, atol=1e-6)
+    causal = options.pop("is_causal", False)
+    options.pop("enable_gqa", None)
+    sparse = bs.scaled_dot_product_attention(
+        q, k, v, None, 0.0, causal, enable_gqa=True, pipeline=SPARSE, **options
+    )
+    assert torch.equal(sparse, SPARSE(q, k, v, causal=causal, **options))
+    assert not torch.allclose(sparse, expected, atol=1e-2)
+
+
+def test_more_keys_than_queries() -> None:
+    q, k, v = make_qkv(Hq=2, Hkv=2, N=75, D=16)
+    expected = functional.scaled_dot_product_attention(q[:, :, :20], k, v)
+    out = bs.scaled_dot_product_attention(q[:, :, :20], k, v, pipeline=DENSE_LIMIT)
+    assert torch.allclose(out, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (
+            {"attn_mask": torch.ones(75, 75, dtype=torch.bool)},
+            ValueError,
+            r"'attn_mask' must be None, .*\[75, 75\]",
+        ),
+        ({"dropout_p": 0.1}, ValueError, "'dropout_p' must be 0, .*: 0.1"),
+        ({"pipeline": functional.scaled_dot_product_attention}, TypeError, "'pipeline' must be a Pipeline or"),
+        ({"is_causal": 1}, TypeError, "'is_causal' must be True or False: 1"),
+        ({"enable_gqa": False}, ValueError, "'enable_gqa' must be True for 4 heads of queries and 2 of keys"),
+        ({"query": None}, TypeError, "'query' must be a Tensor: None"),
+        ({"query": torch.zeros(4, 75, 16)}, ValueError, r"must have the shape \[B, H, N, D\]: \(4, 75, 16\)"),
+        (
+            {"query": torch.zeros(1, 4, 9, 16), "is_causal": True},
+            ValueError,
+            "as many queries as keys here: 9 and 75",
+        ),
+        ({"query": torch.zeros(1, 4, 75, 16, requires_grad=True)}, ValueError, "grad"),
+    ],
+)
+def test_what_a_pipeline_cannot_honour_is_refused(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    q, k, v = make_qkv(Hq=4, Hkv=2, N=75, D=16)
+    arguments: dict[str, Any] = {
+        "query": q, "key": k, "value": v, "enable_gqa": True, "pipeline": SPARSE, **options
+    }  # fmt: skip
+    with torch.enable_grad(), pytest.raises(error, match=message):
+        bs.scaled_dot_product_attention(**arguments)
+
+
+def test_a_pipeline_must_be_named() -> None:
+    q, k, v = make_qkv(N=32, D=16)
+    with pytest.raises(TypeError, match="pipeline"):
+        bs.scaled_dot_product_attention(q, k, v)  # type: ignore[call-arg]
