@@ -19,9 +19,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from blocksparse import mean_pooling, pbs_attn
+from blocksparse.cli.main import main
 from blocksparse.demo import TEXT
-from blocksparse.demo.cli import main
-from blocksparse.demo.errors import DemoError
 from blocksparse.demo.measure import Row, perplexity
 from blocksparse.demo.methods import method
 from blocksparse.demo.model import wheel_folder
@@ -29,6 +28,7 @@ from blocksparse.demo.picture import Panel, draw, pooled_attention
 from blocksparse.demo.prompt import build
 from blocksparse.demo.report import legend, table, write_json
 from blocksparse.testing import every_preset
+from blocksparse.user_error import UserError
 
 
 @pytest.fixture(autouse=True)
@@ -96,9 +96,9 @@ def test_prompt_of_a_seed_is_always_the_same(tokenizer: Any) -> None:
 
 
 def test_prompt_refuses_what_does_not_fit(tokenizer: Any) -> None:
-    with pytest.raises(DemoError, match="'--tokens' must be over"):
+    with pytest.raises(UserError, match="'--tokens' must be over"):
         build(tokenizer, "x" * 999, tokens=100, depth=0.5)
-    with pytest.raises(DemoError, match="the text has 99 tokens"):
+    with pytest.raises(UserError, match="the text has 99 tokens"):
         build(tokenizer, "x" * 99, tokens=500, depth=0.5)
 
 
@@ -190,7 +190,7 @@ def test_methods_are_written_as_in_python(written: str, expected: object) -> Non
     ],
 )
 def test_methods_that_are_not_there_are_named(written: str, sentence: str) -> None:
-    with pytest.raises(DemoError) as raised:
+    with pytest.raises(UserError) as raised:
         method(written)
     assert sentence in str(raised.value)
 
@@ -293,7 +293,7 @@ def test_whole_demo_on_a_tiny_model(tiny: Path, tmp_path: Path, capsys: pytest.C
 def test_whole_demo_on_the_real_model(tmp_path: Path) -> None:
     methods = ["pbs_attn", "s2o"]
     options = ["--tokens", "640", "--out", str(tmp_path), *(word for x in methods for word in ("--preset", x))]
-    command = [sys.executable, "-m", "blocksparse.demo.cli", "demo", *options]
+    command = [sys.executable, "-m", "blocksparse.cli.main", "demo", *options]
     subprocess.run(command, check=True, capture_output=True)
     written = json.loads((tmp_path / "results.json").read_text())
     dense, *sparse = written["rows"]
