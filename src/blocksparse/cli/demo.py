@@ -32,12 +32,12 @@ def add_to(commands: Commands) -> None:
     parser.add_argument("--depth", type=float, default=0.5, help="share of the text before the planted fact")
     parser.add_argument("--seed", type=int, default=0, help="chooses the planted fact")
     add_presets(parser, by_default="all")
-    parser.add_argument("--text", type=Path, help="the text to read; a novel, in the package, if there is none")
+    parser.add_argument("--text", type=Path, help="the text to read; a novel that is in the package unless given")
     parser.add_argument(
-        "--model", type=Path, help="folder of a transformers model; SmolLM2-135M-Instruct if there is none"
+        "--model", type=Path, help="folder of a transformers model; SmolLM2-135M-Instruct unless given"
     )
-    parser.add_argument("--layer", type=int, help="layer of the picture; 8 if there is none")
-    parser.add_argument("--head", type=int, help="query head of the picture; 1 if there is none")
+    parser.add_argument("--layer", type=int, help="layer of the picture; 8 unless given")
+    parser.add_argument("--head", type=int, help="query head of the picture; 1 unless given")
     parser.add_argument("--out", type=Path, default=Path("demo-output"), help="folder for what the demo writes")
     add_json(parser)
 

@@ -44,7 +44,7 @@ def add_presets(parser: argparse.ArgumentParser, *, by_default: str) -> None:
         action="append",
         metavar="PRESET",
         help="a preset to run, with its own defaults or as in 'pbs_attn(0.95)'; may be repeated; "
-        f"{by_default} if there is none",
+        f"{by_default} unless given",
     )
 
 

@@ -7,7 +7,7 @@ import ast
 from attrs import evolve
 
 from blocksparse.executors.auto import AutoExecutor
-from blocksparse.head_groups import AnyPipeline
+from blocksparse.head_groups import AnyPipeline, AnyTrace
 from blocksparse.presets import every_preset
 from blocksparse.user_error import UserError
 
@@ -41,3 +41,10 @@ def method(written: str) -> AnyPipeline:
     if isinstance(executor, AutoExecutor):
         pipeline = evolve(pipeline, executor=evolve(executor, dense_below=0))
     return pipeline
+
+
+def executor_of(pipeline: AnyPipeline, trace: AnyTrace) -> str:
+    """Which executor of `pipeline` runs inputs like those of `trace`, and why not the faster ones."""
+    if isinstance(pipeline.executor, AutoExecutor):
+        return str(pipeline.executor.choose(trace.q, trace.k, trace.v, trace.mask))
+    return type(pipeline.executor).__name__
