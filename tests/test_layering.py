@@ -16,10 +16,10 @@ SOURCE = Path(__file__).parents[1] / "src" / "blocksparse"
 # A layer may import itself and what stands before it; `kernels` may import nothing of ours but `precision`.
 LAYERS = [
     "validators", "user_error", "precision", "inputs", "per_head", "opaque_call", "class_line", "permuters",
-    "geometry", "scorers", "selectors", "executors", "pipeline", "head_groups", "schedule", "presets", "testing",
-    "integrations", "demo", "bench", "cli",
+    "geometry", "scorers", "selectors", "executors", "pipeline", "head_groups", "schedule", "audit", "presets",
+    "testing", "integrations", "demo", "bench", "cli",
 ]  # fmt: skip
-MAY_IMPORT_KERNELS = {"permuters", "geometry", "scorers", "selectors", "executors", "pipeline"}
+MAY_IMPORT_KERNELS = {"permuters", "geometry", "scorers", "selectors", "executors", "pipeline", "audit"}
 
 # So do the rooms of kernels.
 ROOMS = [

@@ -15,6 +15,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from blocksparse.audit.audit import Audit
+from blocksparse.audit.audited_pipeline import AuditedPipeline
 from blocksparse.head_groups import HeadGroups
 from blocksparse.inputs import check_inputs
 from blocksparse.integrations.attachment import Attachment as Attachment
@@ -49,6 +51,7 @@ def attach(
     min_tokens: int = 512,
     min_queries: int = 64,
     recorder: DensityRecorder | None = None,
+    audit: Audit | None = None,
 ) -> Attachment:
     """Run the prefill of `model` through `pipeline`, and everything else through exact dense attention.
 
@@ -62,6 +65,7 @@ def attach(
         min_tokens: attention over fewer tokens than this, context and queries together, stays dense.
         min_queries: attention with fewer queries at once stays dense. Decoding always does.
         recorder: gets a record of what each call did; if None, nothing is recorded.
+        audit: compares a few random queries of some sparse calls with dense attention; None for no audit.
 
     Raises:
         TypeError: `model` is not a transformers model, or `pipeline` is not a pipeline.
@@ -80,8 +84,10 @@ def attach(
     schedule = pipeline if isinstance(pipeline, Schedule) else Schedule(pipeline)
     if recorder is not None and not isinstance(recorder, DensityRecorder):
         raise TypeError(f"'recorder' must be a DensityRecorder: {type(recorder).__name__}")
+    if audit is not None and not isinstance(audit, Audit):
+        raise TypeError(f"'audit' must be an Audit: {type(audit).__name__}")
     layers = {
-        layer: pipeline if pipeline is None or recorder is None else _Recorded(pipeline, layer, recorder)
+        layer: None if pipeline is None else _watched(pipeline, layer, recorder, audit)
         for layer, pipeline in _layers_of(schedule, model).items()
     }
     adapter = _Adapter(layers, frozenset(map(id, model.modules())), min_tokens, min_queries, recorder)
@@ -95,7 +101,8 @@ def attach(
 class _Adapter:
     """The two functions that transformers calls: one makes masks, the other attends."""
 
-    layers: Mapping[int, LayerPipeline | _Recorded | None]  # by `layer_idx`, -1 for attention without one
+    # By `layer_idx`, -1 for attention without one.
+    layers: Mapping[int, LayerPipeline | AuditedPipeline | _Recorded | None]
     modules: frozenset[int]  # ids of the model's modules, because another model may share a config and call this
     min_tokens: int = field(converter=whole, validator=size)
     min_queries: int = field(converter=whole, validator=size)
@@ -144,7 +151,7 @@ class _Adapter:
 class _Recorded:
     """A pipeline of one layer that records its calls."""
 
-    pipeline: LayerPipeline
+    pipeline: LayerPipeline | AuditedPipeline
     layer: int
     recorder: DensityRecorder
     _call: OpaqueCall = field(
@@ -159,6 +166,14 @@ class _Recorded:
         trace = self.pipeline.trace(q, k, v, causal=causal, scale=scale)
         self.recorder.saw_sparse(self.layer, trace.density(), q_len=q.shape[2], k_len=k.shape[2])
         return trace.output.out
+
+
+def _watched(
+    pipeline: LayerPipeline, layer: int, recorder: DensityRecorder | None, audit: Audit | None
+) -> LayerPipeline | AuditedPipeline | _Recorded:
+    """The pipeline of one layer with the audit and the record that were asked for."""
+    audited = pipeline if audit is None else AuditedPipeline(pipeline, layer, audit)
+    return audited if recorder is None else _Recorded(audited, layer, recorder)
 
 
 @final
