@@ -12,7 +12,7 @@ from blocksparse.cli.main import main
 from blocksparse.cli.options import extra
 from blocksparse.user_error import UserError
 
-COMMANDS = ["demo", "bench"]
+COMMANDS = ["demo", "bench", "inspect"]
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,9 +17,9 @@ SOURCE = Path(__file__).parents[1] / "src" / "blocksparse"
 LAYERS = [
     "validators", "user_error", "precision", "inputs", "per_head", "opaque_call", "class_line", "permuters",
     "geometry", "scorers", "selectors", "executors", "pipeline", "head_groups", "schedule", "audit", "presets",
-    "testing", "integrations", "demo", "bench", "cli",
+    "testing", "integrations", "demo", "bench", "inspection", "cli",
 ]  # fmt: skip
-MAY_IMPORT_KERNELS = {"permuters", "geometry", "scorers", "selectors", "executors", "pipeline", "audit"}
+MAY_IMPORT_KERNELS = {"permuters", "geometry", "scorers", "selectors", "executors", "pipeline", "audit", "inspection"}
 
 # So do the rooms of kernels.
 ROOMS = [
