@@ -17,7 +17,7 @@ ROWS, EVERY = 64, 16  # the defaults of `Audit`
 
 
 def audit(plan: Plan, device: torch.device) -> Iterator[Row]:
-    """Whole calls without and with an audit, on structured inputs; the share is of calls of which one in 16 has it."""
+    """Whole calls without and with an audit, on structured inputs; the share is for an audit of one call in 16."""
     for N in plan.lengths:
         release(device)
         q, k, v = plan.inputs(N, device)

@@ -15,8 +15,7 @@ import pytest
 import torch
 from attrs import evolve
 from rich.console import Console
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM
 
 from blocksparse import mean_pooling, pbs_attn
 from blocksparse.cli.main import main
@@ -29,6 +28,7 @@ from blocksparse.demo.prompt import build
 from blocksparse.demo.report import legend, table, write_json
 from blocksparse.testing import every_preset
 from blocksparse.user_error import UserError
+from tests.tiny_model import byte_tokenizer, save_tiny
 
 
 @pytest.fixture(autouse=True)
@@ -41,33 +41,13 @@ def _logging_as_it_was() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    """One token per byte; needs no file."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bytes_only = Tokenizer(models.BPE(vocab={sign: i for i, sign in enumerate(alphabet)}, merges=[]))
-    bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bytes_only.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=bytes_only)
+    return byte_tokenizer()
 
 
 @pytest.fixture(scope="module")
 def tiny(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama with two layers, saved with its tokenizer."""
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
     folder = tmp_path_factory.mktemp("tiny")
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save_tiny(folder, tokenizer)
     return folder
 
 

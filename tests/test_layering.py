@@ -19,7 +19,16 @@ LAYERS = [
     "geometry", "scorers", "selectors", "executors", "pipeline", "head_groups", "schedule", "audit", "presets",
     "testing", "integrations", "demo", "bench", "inspection", "cli",
 ]  # fmt: skip
-MAY_IMPORT_KERNELS = {"permuters", "geometry", "scorers", "selectors", "executors", "pipeline", "audit", "inspection"}
+MAY_IMPORT_KERNELS = {
+    "permuters",
+    "geometry",
+    "scorers",
+    "selectors",
+    "executors",
+    "pipeline",
+    "audit",
+    "inspection",
+}
 
 # So do the rooms of kernels.
 ROOMS = [

@@ -28,9 +28,9 @@ def add_to(commands: Commands) -> None:
         "inspect",
         _run,
         summary="write an HTML report: where a model's heads look, and what presets keep of it",
-        description="A model reads a text with dense attention; presets are tried on every layer of it, and then on\n"
-        "the whole model. The report is one HTML file: maps of every head, density, coverage and error\n"
-        "by layer, what each preset changes in the next-token distributions, and the time of each stage.",
+        description="A model reads a text with dense attention; presets are tried on every layer of it, and then\n"
+        "on the whole model. The report is one HTML file: maps of every head, density, coverage and\n"
+        "error by layer, what each preset changes in the next-token distributions, and stage times.",
         examples=_EXAMPLES,
     )
     parser.add_argument(

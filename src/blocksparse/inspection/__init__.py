@@ -1,1 +1,1 @@
-"""`blocksparse inspect`: where a model's heads look, what presets keep of it, and what that costs, as one HTML file."""
+"""`blocksparse inspect`: where a model's heads look, and what presets keep of it, as one HTML file."""

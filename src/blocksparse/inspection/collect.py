@@ -15,13 +15,13 @@ from blocksparse.demo.model import Model
 from blocksparse.demo.watch import QKV, watch
 from blocksparse.executors.dense_attention import dense_attention
 from blocksparse.head_groups import AnyPipeline, AnyTrace
-from blocksparse.inspection.maps import Figures, Maps, look
 from blocksparse.inputs import check_inputs
+from blocksparse.inspection.maps import Figures, Maps, look
 from blocksparse.integrations.transformers import attach
 from blocksparse.pipeline import Trace
 
 STAGES = ("permute", "score", "select", "attend")
-_PIXELS = 128
+_PIXELS = 104  # what 270 heads have room for in the file
 _CHUNK = 256  # positions whose logits are held at once
 
 
@@ -35,7 +35,9 @@ class Preset:
     layers: dict[int, Figures] = field(factory=dict)
     seconds: dict[str, float] = field(factory=lambda: dict.fromkeys(STAGES, 0.0))  # of each stage, over layers
     executor: str = ""
-    kl: float = float("nan")  # of next-token distributions, when every layer attends like this; nats, mean over tokens
+    kl: float = float(
+        "nan"
+    )  # of next-token distributions, when every layer attends like this; nats, mean over tokens
 
 
 @final
@@ -97,20 +99,18 @@ def _not_plain(qkv: QKV, options: dict[str, Any]) -> str | None:
         return "it attends to other tokens than its own"
     if window is not None and k.shape[2] > window:
         return f"it has a sliding window of {window} tokens"
-    return next((f"it has {name}" for name in ("softcap", "s_aux", "sinks") if options.get(name) is not None), None)
+    return next(
+        (f"it has {name}" for name in ("softcap", "s_aux", "sinks") if options.get(name) is not None), None
+    )
 
 
 def _trace(preset: Preset, q: Tensor, k: Tensor, v: Tensor, scale: float) -> AnyTrace:
     """The trace of one call, whose stages are timed."""
     stages, seconds = preset.pipeline, {}
     permutation, seconds["permute"] = _timed(lambda: stages.permuter(q, k, causal=True, scale=scale), q.device)
-    scores, seconds["score"] = _timed(
-        lambda: stages.scorer(q, k, permutation, causal=True, scale=scale), q.device
-    )
+    scores, seconds["score"] = _timed(lambda: stages.scorer(q, k, permutation, causal=True, scale=scale), q.device)
     mask, seconds["select"] = _timed(lambda: stages.selector(scores), q.device)
-    output, seconds["attend"] = _timed(
-        lambda: stages.executor(q, k, v, permutation, mask, scale=scale), q.device
-    )
+    output, seconds["attend"] = _timed(lambda: stages.executor(q, k, v, permutation, mask, scale=scale), q.device)
     for stage in STAGES:
         preset.seconds[stage] += seconds[stage]
     return Trace(q, k, v, scale, permutation, scores, mask, output)
@@ -133,6 +133,8 @@ def _kl(network: Any, dense: Tensor, sparse: Tensor) -> float:
     """KL divergence of next-token distributions from those of `dense`, from hidden states `[1, N, C]`, in nats."""
     total = torch.zeros((), dtype=torch.float64, device=dense.device)
     for start in range(0, dense.shape[1], _CHUNK):
-        right, other = (network.lm_head(x[0, start : start + _CHUNK]).float().log_softmax(-1) for x in (dense, sparse))
+        right, other = (
+            network.lm_head(x[0, start : start + _CHUNK]).float().log_softmax(-1) for x in (dense, sparse)
+        )
         total += (right.exp() * (right - other)).sum(-1).double().sum()
     return float(total) / dense.shape[1]

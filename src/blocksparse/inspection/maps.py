@@ -25,7 +25,7 @@ class Figures:
     density: Tensor  # work as a share of dense attention's
     covered_mass: Tensor  # share of the dense weights on visited pairs, mean over queries
     error: Tensor  # relative L1 distance of the output from dense attention's
-    kl: Tensor  # of the sparse weights from the dense ones, mean over queries: minus the logarithm of the covered mass
+    kl: Tensor  # of the sparse weights from the dense ones: minus the logarithm of a query's covered mass, mean
 
 
 @final
@@ -59,8 +59,8 @@ class Maps:
 def look(traces: Mapping[str, AnyTrace], shown: str, *, pixels: int) -> tuple[dict[str, Figures], Maps]:
     """Figures of every trace of one prompt in one layer, and the maps of the trace `shown`.
 
-    The traces are of causal calls with the same q `[1, Hq, N, D]`, k and v. At most four queries of each of at most
-    `pixels` rows of pixels are looked at; their dense attention is computed once, for all traces.
+    The traces are of causal calls with the same q `[1, Hq, N, D]`, k and v. There are at most `pixels` rows of
+    pixels. At most four queries of each are looked at; their dense attention is computed once, for all traces.
     """
     first = traces[shown]
     q, k, values, N = first.q, first.k, first.v.to(wide_dtype(first.v)), first.k.shape[2]
@@ -137,7 +137,9 @@ class _Order:
         index = row.unsqueeze(-1).expand(-1, -1, self.keep.shape[-1])
         kept = self.keep.gather(1, index).repeat_interleave(grid.k_block, dim=-1) & (key >= 0)
         seen = (key >= 0) & (key <= query.unsqueeze(-1))
-        share = _pool((kept & seen).to(weights.dtype), pixels) / _pool(seen.to(weights.dtype), pixels).clamp_min(1e-9)
+        share = _pool((kept & seen).to(weights.dtype), pixels) / _pool(seen.to(weights.dtype), pixels).clamp_min(
+            1e-9
+        )
         return _pool(weights, pixels), _pool(in_slots, pixels), share, _pool(in_slots.where(~kept, 0.0), pixels)
 
 

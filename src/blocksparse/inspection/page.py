@@ -49,7 +49,9 @@ def table(findings: Findings) -> str:
         lines.append(
             f"{preset.name:<{width}}  {density:>7}  {covered:>8}  {error:>6}  {preset.kl:>13.2e}  {seconds:>9}"
         )
-    lines.append(f"{'dense':<{width}}  {'100.0%':>7}  {'100.0%':>8}  {'':>6}  {'':>13}  {findings.dense_seconds:>7.3g} s")
+    lines.append(
+        f"{'dense':<{width}}  {'100.0%':>7}  {'100.0%':>8}  {'':>6}  {'':>13}  {findings.dense_seconds:>7.3g} s"
+    )
     return "\n".join(lines)
 
 
@@ -102,7 +104,7 @@ def _packed(maps: Maps) -> list[str]:
         if maps.text is not None:
             parts.append(_shade(maps.text[head], heaviest))
         raw = b"".join(part.numpy().tobytes() for part in parts)
-        heads.append(base64.b64encode(zlib.compress(raw, 9)).decode())
+        heads.append(base64.b64encode(zlib.compress(raw)).decode())
     return heads
 
 
