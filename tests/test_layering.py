@@ -20,15 +20,8 @@ LAYERS = [
     "testing", "integrations", "demo", "bench", "inspection", "cli",
 ]  # fmt: skip
 MAY_IMPORT_KERNELS = {
-    "permuters",
-    "geometry",
-    "scorers",
-    "selectors",
-    "executors",
-    "pipeline",
-    "audit",
-    "inspection",
-}
+    "permuters", "geometry", "scorers", "selectors", "executors", "pipeline", "audit", "inspection",
+}  # fmt: skip
 
 # So do the rooms of kernels.
 ROOMS = [

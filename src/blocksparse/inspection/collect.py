@@ -35,9 +35,8 @@ class Preset:
     layers: dict[int, Figures] = field(factory=dict)
     seconds: dict[str, float] = field(factory=lambda: dict.fromkeys(STAGES, 0.0))  # of each stage, over layers
     executor: str = ""
-    kl: float = float(
-        "nan"
-    )  # of next-token distributions, when every layer attends like this; nats, mean over tokens
+    # Of next-token distributions, when every layer attends like this; in nats, mean over tokens.
+    kl: float = float("nan")
 
 
 @final
@@ -99,9 +98,8 @@ def _not_plain(qkv: QKV, options: dict[str, Any]) -> str | None:
         return "it attends to other tokens than its own"
     if window is not None and k.shape[2] > window:
         return f"it has a sliding window of {window} tokens"
-    return next(
-        (f"it has {name}" for name in ("softcap", "s_aux", "sinks") if options.get(name) is not None), None
-    )
+    more = (name for name in ("softcap", "s_aux", "sinks", "position_bias") if options.get(name) is not None)
+    return next((f"it has {name}" for name in more), None)
 
 
 def _trace(preset: Preset, q: Tensor, k: Tensor, v: Tensor, scale: float) -> AnyTrace:
@@ -133,8 +131,7 @@ def _kl(network: Any, dense: Tensor, sparse: Tensor) -> float:
     """KL divergence of next-token distributions from those of `dense`, from hidden states `[1, N, C]`, in nats."""
     total = torch.zeros((), dtype=torch.float64, device=dense.device)
     for start in range(0, dense.shape[1], _CHUNK):
-        right, other = (
-            network.lm_head(x[0, start : start + _CHUNK]).float().log_softmax(-1) for x in (dense, sparse)
-        )
+        parts = (x[0, start : start + _CHUNK] for x in (dense, sparse))
+        right, other = (network.lm_head(part).float().log_softmax(-1) for part in parts)
         total += (right.exp() * (right - other)).sum(-1).double().sum()
     return float(total) / dense.shape[1]

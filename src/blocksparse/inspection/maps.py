@@ -137,10 +137,9 @@ class _Order:
         index = row.unsqueeze(-1).expand(-1, -1, self.keep.shape[-1])
         kept = self.keep.gather(1, index).repeat_interleave(grid.k_block, dim=-1) & (key >= 0)
         seen = (key >= 0) & (key <= query.unsqueeze(-1))
-        share = _pool((kept & seen).to(weights.dtype), pixels) / _pool(seen.to(weights.dtype), pixels).clamp_min(
-            1e-9
-        )
-        return _pool(weights, pixels), _pool(in_slots, pixels), share, _pool(in_slots.where(~kept, 0.0), pixels)
+        pairs, visited = (_pool(x.to(weights.dtype), pixels) for x in (seen, kept & seen))
+        share, dropped = visited / pairs.clamp_min(1e-9), in_slots.where(~kept, 0.0)
+        return _pool(weights, pixels), _pool(in_slots, pixels), share, _pool(dropped, pixels)
 
 
 def _pool(x: Tensor, pixels: int) -> Tensor:

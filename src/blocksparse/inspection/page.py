@@ -49,9 +49,8 @@ def table(findings: Findings) -> str:
         lines.append(
             f"{preset.name:<{width}}  {density:>7}  {covered:>8}  {error:>6}  {preset.kl:>13.2e}  {seconds:>9}"
         )
-    lines.append(
-        f"{'dense':<{width}}  {'100.0%':>7}  {'100.0%':>8}  {'':>6}  {'':>13}  {findings.dense_seconds:>7.3g} s"
-    )
+    seconds = f"{findings.dense_seconds:.3g} s"
+    lines.append(f"{'dense':<{width}}  {1:>7.1%}  {1:>8.1%}  {0:>6.1%}  {0:>13}  {seconds:>9}")
     return "\n".join(lines)
 
 
