@@ -269,6 +269,13 @@ def test_whole_demo_on_a_tiny_model(tiny: Path, tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.slow
+def test_json_on_stdout_is_the_file(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--tokens", "400", "--out", str(tmp_path), "--preset", "mean_pooling", "--json"]
+    assert main(["demo", "--model", str(tiny), *options]) == 0
+    assert capsys.readouterr().out == (tmp_path / "results.json").read_text()
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(wheel_folder() is None, reason="the model is not installed: make test installs it")
 def test_whole_demo_on_the_real_model(tmp_path: Path) -> None:
     methods = ["pbs_attn", "s2o"]

@@ -72,8 +72,8 @@ def _run(parsed: argparse.Namespace) -> int:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"'TEXT' must be a readable UTF-8 text: {path}: {error}") from None
-    if not parsed.out.parent.is_dir():
-        raise UserError(f"'--out' must be in a folder that is there: {parsed.out}")
+    if not parsed.out.parent.is_dir() or parsed.out.is_dir():
+        raise UserError(f"'--out' must be a file in a folder that is there: {parsed.out}")
     disable_progress_bar()
     set_verbosity_error()
     _say("getting the model ready")
@@ -100,7 +100,10 @@ def _run(parsed: argparse.Namespace) -> int:
         "tokens": len(ids),
         "device": torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads",
     }
-    parsed.out.write_text(page(findings, **about), encoding="utf-8")
+    try:
+        parsed.out.write_text(page(findings, **about), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"'--out' cannot be written: {parsed.out}: {error}") from None
     if parsed.json:
         print(json.dumps(numbers(findings, **about), indent=2, allow_nan=False))
     else:
