@@ -82,11 +82,11 @@ def collect(
     begin("reading with dense attention")
     network, ids = model.network, ids.to(model.device)
     with watch(network, on_qkv=see):
-        dense = network.model(ids).last_hidden_state
+        dense = network.model(ids, use_cache=False).last_hidden_state
     for number, preset in enumerate(presets, 1):
         begin(f"reading with {preset.name} ({number} of {len(presets)})")
         with attach(network, preset.pipeline, min_tokens=1, min_queries=1):
-            preset.kl = _kl(network, dense, network.model(ids).last_hidden_state)
+            preset.kl = _kl(network, dense, network.model(ids, use_cache=False).last_hidden_state)
     return Findings(presets, findings, dense_seconds, skipped)
 
 
