@@ -78,8 +78,8 @@ class Audit:
         every: one call of so many of each layer is audited.
         min_mass: bound for the covered mass, below which it is crossed; None for no bound.
         max_error: bound for the error, above which it is crossed; None for no bound.
-        on_crossed: called with a `Crossing` for each call that crosses a bound, in the thread that learns of it: one
-            that runs the model, or one that reads the audit.
+        on_crossed: called with a `Crossing` for each call that crosses a bound, in the thread that learns of it,
+            which runs the model or reads the audit.
         fall_back: after a crossing the layer attends densely, until `resume`.
         confidence: of the intervals.
         window: audited calls of a layer that the estimates are over, the latest ones.
