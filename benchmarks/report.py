@@ -270,6 +270,17 @@ def cpu(rows: list[Row]) -> str:
     return table(["tokens", "dtype", "density", "dense SDPA, ms", *head], body)
 
 
+def audit(rows: list[Row]) -> str:
+    names, body = ("call", "counted", "audited"), []
+    for row in rows:
+        share = row.get("share")
+        times = [milliseconds(ms_of(row, name)) for name in names]
+        point = [tokens(row["N"]), row["preset"], cell(row.get("density"), 3)]
+        body.append([*point, *times, NONE if share is None else f"{share:.2%}"])
+    head = ["tokens", "preset", "density", "call, ms", "counted, not audited, ms", "audited, ms"]
+    return table([*head, "cost of auditing one call in 16"], body)
+
+
 TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "rates": ("Kernel rates, TFLOP/s over kept blocks", rates),
     "blocks": ("Finer blocks, TFLOP/s over kept blocks", blocks),
@@ -280,6 +291,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "calls": ("Whole calls", calls),
     "growth": ("Growth", growth),
     "crossover": ("When selecting saves time", crossover),
+    "audit": ("Audits of 64 queries of each head", audit),
     "cpu": ("On a CPU", cpu),
 }
 

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import (
+    audit_table,
     call_tables,
     crossover_table,
     eight_bit_tables,
@@ -36,7 +37,7 @@ from benchmarks.report import Row, markdown
 from benchmarks.timing import reason
 
 # Calls last: it captures graphs.
-GPU_TABLES = ("rates", "blocks", "eight_bit", "gather", "stages", "s2o", "growth", "crossover", "calls")
+GPU_TABLES = ("rates", "blocks", "eight_bit", "gather", "stages", "s2o", "growth", "crossover", "audit", "calls")
 
 Table = Callable[[Plan, torch.device], Iterator[Row]]
 
@@ -132,6 +133,7 @@ def main() -> None:
         "s2o": s2o_tables.s2o,
         "growth": stage_tables.growth,
         "crossover": crossover_table.crossover,
+        "audit": audit_table.audit,
         "calls": call_tables.calls,
         "cpu": lambda plan, _: call_tables.cpu(plan, torch.device("cpu")),
     }

@@ -11,7 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 from attrs import evolve
-from benchmarks import call_tables, crossover_table, kernel_tables, matched_density, pictures, run, stage_tables
+from benchmarks import (
+    audit_table,
+    call_tables,
+    crossover_table,
+    kernel_tables,
+    matched_density,
+    pictures,
+    run,
+    stage_tables,
+)
 from benchmarks.cases import FULL, TINY, Plan, Preset
 from benchmarks.inputs import Case, everything, structured
 from benchmarks.peers import OURS, PORTABLE, SPARSE, peer_from
@@ -152,9 +161,11 @@ def test_stages_calls_and_growth_have_what_tables_need(tmp_path: Path) -> None:
         "calls": call_tables.calls,
         "growth": stage_tables.growth,
         "crossover": crossover_table.crossover,
+        "audit": audit_table.audit,
     }
     tables = {name: list(table(plan, CPU)) for name, table in made.items()}
-    (stage,) = tables["stages"]
+    (stage,), (audited,) = tables["stages"], tables["audit"]
+    assert audited["figures"]["audited"]["ms"] > audited["figures"]["call"]["ms"] > 0
     assert set(stage["figures"]) == {"permute", "score", "select", "plan", "attend"}
     assert stage["density"] > 0
     names = [row["method"] for row in tables["calls"] if row.get("ms") is not None]
@@ -174,6 +185,7 @@ def test_stages_calls_and_growth_have_what_tables_need(tmp_path: Path) -> None:
     assert "| pbs_attn |" in text
     assert "| 4 | 128 | 128 | float32 | 4.2e+06 |" in text
     assert "CUDA graphs are for NVIDIA GPUs" in text
+    assert f"{audited['share']:.2%}" in text
     drawn = pictures.draw(results, tmp_path)
     assert [path.name for path in drawn] == ["stages.png", "growth.png"]
 

@@ -15,13 +15,11 @@ import pytest
 import torch
 from attrs import evolve
 from rich.console import Console
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM
 
 from blocksparse import mean_pooling, pbs_attn
+from blocksparse.cli.main import main
 from blocksparse.demo import TEXT
-from blocksparse.demo.cli import main
-from blocksparse.demo.errors import DemoError
 from blocksparse.demo.measure import Row, perplexity
 from blocksparse.demo.methods import method
 from blocksparse.demo.model import wheel_folder
@@ -29,6 +27,8 @@ from blocksparse.demo.picture import Panel, draw, pooled_attention
 from blocksparse.demo.prompt import build
 from blocksparse.demo.report import legend, table, write_json
 from blocksparse.testing import every_preset
+from blocksparse.user_error import UserError
+from tests.tiny_model import byte_tokenizer, save_tiny
 
 
 @pytest.fixture(autouse=True)
@@ -41,33 +41,13 @@ def _logging_as_it_was() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    """One token per byte; needs no file."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bytes_only = Tokenizer(models.BPE(vocab={sign: i for i, sign in enumerate(alphabet)}, merges=[]))
-    bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bytes_only.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=bytes_only)
+    return byte_tokenizer()
 
 
 @pytest.fixture(scope="module")
 def tiny(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama with two layers, saved with its tokenizer."""
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
     folder = tmp_path_factory.mktemp("tiny")
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save_tiny(folder, tokenizer)
     return folder
 
 
@@ -96,9 +76,9 @@ def test_prompt_of_a_seed_is_always_the_same(tokenizer: Any) -> None:
 
 
 def test_prompt_refuses_what_does_not_fit(tokenizer: Any) -> None:
-    with pytest.raises(DemoError, match="'--tokens' must be over"):
+    with pytest.raises(UserError, match="'--tokens' must be over"):
         build(tokenizer, "x" * 999, tokens=100, depth=0.5)
-    with pytest.raises(DemoError, match="the text has 99 tokens"):
+    with pytest.raises(UserError, match="the text has 99 tokens"):
         build(tokenizer, "x" * 99, tokens=500, depth=0.5)
 
 
@@ -190,7 +170,7 @@ def test_methods_are_written_as_in_python(written: str, expected: object) -> Non
     ],
 )
 def test_methods_that_are_not_there_are_named(written: str, sentence: str) -> None:
-    with pytest.raises(DemoError) as raised:
+    with pytest.raises(UserError) as raised:
         method(written)
     assert sentence in str(raised.value)
 
@@ -289,11 +269,18 @@ def test_whole_demo_on_a_tiny_model(tiny: Path, tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.slow
+def test_json_on_stdout_is_the_file(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--tokens", "400", "--out", str(tmp_path), "--preset", "mean_pooling", "--json"]
+    assert main(["demo", "--model", str(tiny), *options]) == 0
+    assert capsys.readouterr().out == (tmp_path / "results.json").read_text()
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(wheel_folder() is None, reason="the model is not installed: make test installs it")
 def test_whole_demo_on_the_real_model(tmp_path: Path) -> None:
     methods = ["pbs_attn", "s2o"]
     options = ["--tokens", "640", "--out", str(tmp_path), *(word for x in methods for word in ("--preset", x))]
-    command = [sys.executable, "-m", "blocksparse.demo.cli", "demo", *options]
+    command = [sys.executable, "-m", "blocksparse.cli.main", "demo", *options]
     subprocess.run(command, check=True, capture_output=True)
     written = json.loads((tmp_path / "results.json").read_text())
     dense, *sparse = written["rows"]

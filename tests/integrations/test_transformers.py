@@ -463,7 +463,7 @@ def test_short_calls_are_dense() -> None:
     ]
     for limits, reason in cases:
         recorder = DensityRecorder()
-        with attach(model, SPARSE, recorder=recorder, **limits):
+        with attach(model, SPARSE, recorder=recorder, audit=None, **limits):
             torch.testing.assert_close(model(ids).logits, expected, atol=2e-4, rtol=1e-4)
         assert all_dense(recorder, reason)
 

@@ -12,11 +12,11 @@ from attrs import field, frozen
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from blocksparse.demo.methods import executor_of
 from blocksparse.demo.model import Model
 from blocksparse.demo.prompt import Prompt
 from blocksparse.demo.watch import QKV, watch
-from blocksparse.executors.auto import AutoExecutor
-from blocksparse.head_groups import AnyPipeline, AnyTrace
+from blocksparse.head_groups import AnyPipeline
 from blocksparse.integrations.transformers import DensityRecorder, attach
 
 _ANSWER_TOKENS = 8
@@ -69,7 +69,7 @@ def measure(
     else:
         trace = pipeline.trace(*warm_up)
         _wait(model.device)
-        executor = _executor(pipeline, trace)
+        executor = executor_of(pipeline, trace)
     compile_s = time.perf_counter() - begin
 
     # The prompt is longer than attach's own limit for dense attention, or the user wants it sparse all the same.
@@ -116,12 +116,6 @@ def answer(model: Model, token: Tensor, cache: Any) -> str:
         tokens.append(_next(model.network, read.last_hidden_state))
     text: str = model.tokenizer.decode(torch.cat(tokens, dim=1)[0], skip_special_tokens=True)
     return text.strip().split("\n")[0].rstrip(".")
-
-
-def _executor(pipeline: AnyPipeline, trace: AnyTrace) -> str:
-    if isinstance(pipeline.executor, AutoExecutor):
-        return str(pipeline.executor.choose(trace.q, trace.k, trace.v, trace.mask))
-    return type(pipeline.executor).__name__
 
 
 def _next(network: Any, hidden: Tensor) -> Tensor:

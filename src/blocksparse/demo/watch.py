@@ -48,13 +48,18 @@ class Sight:
 
 @contextmanager
 def watch(
-    network: Any, *, keep_layer: int | None = None, on_call: Callable[[], None] | None = None
+    network: Any,
+    *,
+    keep_layer: int | None = None,
+    on_call: Callable[[], None] | None = None,
+    on_qkv: Callable[[int, QKV, dict[str, Any]], None] | None = None,
 ) -> Iterator[Sight]:
     """Watch the attention function that `network` uses now, whichever it is.
 
     Args:
         keep_layer: the layer whose q, k, v to keep, as attention gets them (RoPE applied); None keeps none.
         on_call: called after every call of attention.
+        on_qkv: called before every call of attention, with the layer, its q, k, v and the model's other arguments.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -64,6 +69,8 @@ def watch(
     def watched(module: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Any:
         if module.layer_idx == keep_layer:
             sight.kept = q.detach(), k.detach(), v.detach()
+        if on_qkv is not None:
+            on_qkv(module.layer_idx, (q, k, v), options)
         with sight.timed(q.device):
             output = attention(module, q, k, v, *rest, **options)
         if on_call is not None:

@@ -9,6 +9,8 @@ from typing import Any
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from blocksparse.audit.audit import Audit
+from blocksparse.audit.audited_pipeline import AuditedPipeline
 from blocksparse.head_groups import HeadGroups
 from blocksparse.integrations.density_recorder import DensityRecorder
 from blocksparse.integrations.transformers.adapter import Adapter
@@ -28,6 +30,7 @@ def attach(
     min_tokens: int = 512,
     min_queries: int = 64,
     recorder: DensityRecorder | None = None,
+    audit: Audit | None = None,
     continuous_batching: bool = False,
 ) -> Attachment:
     """Run the prefill of `model` through `pipeline`, and everything else through exact dense attention.
@@ -43,6 +46,7 @@ def attach(
         min_tokens: prompts of fewer tokens than this, context and queries together, stay dense.
         min_queries: prompts with fewer queries at once stay dense. Decoding always does.
         recorder: gets a record of what each call did; if None, nothing is recorded.
+        audit: compares a few random queries of some sparse calls with dense attention; None for no audit.
         continuous_batching: attach to the calls of `generate_batch` instead, and to no others. transformers takes
             only its own names there, so "sdpa" is the name of the pipeline until the end, for this model alone.
 
@@ -60,12 +64,14 @@ def attach(
     schedule = pipeline if isinstance(pipeline, Schedule) else Schedule(pipeline)
     if recorder is not None and not isinstance(recorder, DensityRecorder):
         raise TypeError(f"'recorder' must be a DensityRecorder: {type(recorder).__name__}")
+    if audit is not None and not isinstance(audit, Audit):
+        raise TypeError(f"'audit' must be an Audit: {type(audit).__name__}")
     min_tokens, min_queries = whole(min_tokens), whole(min_queries)
     flag.check(continuous_batching=continuous_batching)
     size.check(min_tokens=min_tokens, min_queries=min_queries)
     outcomes = Outcomes(type(model).__name__, recorder)
     layers = {
-        layer: LayerAttention(pipeline, layer, min_tokens, min_queries, outcomes)
+        layer: LayerAttention(_audited(pipeline, layer, audit), layer, min_tokens, min_queries, outcomes)
         for layer, pipeline in _layers_of(schedule, model).items()
     }
     silent = any(_asks_for_its_function(x) and not hasattr(x, "is_causal") for x in model.modules())
@@ -73,6 +79,12 @@ def attach(
     configs = _configs(model)
     _refuse_shared(configs, adapter.modules, model)
     return Attachment.of(model, configs, adapter, continuous_batching=continuous_batching)
+
+
+def _audited(
+    pipeline: LayerPipeline | None, layer: int, audit: Audit | None
+) -> LayerPipeline | AuditedPipeline | None:
+    return pipeline if pipeline is None or audit is None else AuditedPipeline(pipeline, layer, audit)
 
 
 def _inside(model: nn.Module) -> PreTrainedModel:

@@ -7,6 +7,7 @@ from typing import final
 from attrs import Factory, field, frozen
 from torch import Tensor
 
+from blocksparse.audit.audited_pipeline import AuditedPipeline
 from blocksparse.executors.dense_attention import dense_attention
 from blocksparse.inputs import UnsupportedError, check_inputs
 from blocksparse.integrations.transformers.outcomes import Outcomes
@@ -20,7 +21,7 @@ from blocksparse.sequences import Sequences
 class LayerAttention:
     """Attends each prompt of a call sparsely if it is long enough and the pipeline can run it, or else densely."""
 
-    pipeline: LayerPipeline | None
+    pipeline: LayerPipeline | AuditedPipeline | None
     layer: int
     min_tokens: int
     min_queries: int

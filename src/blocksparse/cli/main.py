@@ -1,0 +1,55 @@
+"""The command `blocksparse` and what all of its subcommands share: exit statuses, and no tracebacks for users."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+import blocksparse
+from blocksparse.cli import bench, demo, inspect
+from blocksparse.user_error import UserError
+
+_COMMANDS = (demo, bench, inspect)
+_EPILOG = """\
+exit status: 0 if all went well, 1 if the command cannot run as asked, 2 if its arguments are not understood,
+130 after Ctrl-C. Results go to stdout, progress and errors to stderr.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; give its exit status, 1 with one sentence on stderr when it cannot run as asked."""
+    parsed = _parser().parse_args(arguments)
+    try:
+        status: int = parsed.run(parsed)
+        sys.stdout.flush()
+    except UserError as error:
+        print(f"blocksparse {parsed.command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"blocksparse {parsed.command}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # Whoever read the output, such as `head`, has seen enough. Python would complain when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="blocksparse",
+        description="Block-sparse prefill attention for models that were trained dense.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"blocksparse {blocksparse.__version__}")
+    commands = parser.add_subparsers(required=True, metavar="command", dest="command")
+    for command in _COMMANDS:
+        command.add_to(commands)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
