@@ -18,6 +18,11 @@ TEXT = {"cuda": "ptx", "hip": "amdgcn"}
 ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4}
 
 
+def fp32_products(target: GPUTarget) -> str:
+    """How kernels multiply fp32 numbers there; `kernels.common.hardware` asks which PyTorch runs."""
+    return "tf32x3" if target.backend == "cuda" else "ieee"
+
+
 Variant = TypeVar("Variant")
 
 

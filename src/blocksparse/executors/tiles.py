@@ -160,9 +160,12 @@ def tuned_int8(head_dim: int, q_block: int, k_block: int, fp8_pv: bool) -> Hoppe
 
 
 def portable(q_block: int, k_block: int, head_dim: int, itemsize: int) -> TritonTiles:
-    """Tiles for the portable kernel that divide the blocks and fit on chip."""
+    """Tiles for the portable kernel that divide the blocks and fit on chip.
+
+    Single precision has smaller ones, since its products keep two parts of every number in shared memory.
+    """
     row_bytes = head_dim * itemsize
     large = itemsize <= 2 and 128 < row_bytes <= 256
-    limit = 128 if large else 64 if row_bytes <= 512 else 32
+    limit = 128 if large else 64 if row_bytes <= (512 if itemsize <= 2 else 256) else 32
     block_m, block_n = (min(block & -block, limit) for block in (q_block, k_block))
     return TritonTiles(block_m, block_n, num_warps=8 if block_m == 128 else 4, num_stages=2)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 import triton
-from tests.kernels.ahead import MATRIX_INSTRUCTION, TARGETS, TEXT, for_target
+from tests.kernels.ahead import MATRIX_INSTRUCTION, TARGETS, TEXT, for_target, fp32_products
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
@@ -47,7 +47,7 @@ def compile_sparse_attention(
         "D": head_dim, "DV": head_dim, "BLOCK_D": padded, "BLOCK_DV": padded,
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
         "Q_SPLIT": block // config.block_m, "K_SPLIT": block // config.block_n,
-        "CAUSAL": True, "TMA": tma, **dict.fromkeys(absent),
+        "CAUSAL": True, "TMA": tma, "PRECISION": fp32_products(target), **dict.fromkeys(absent),
     }  # fmt: skip
 
     def source_type(dtype: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 import triton
-from tests.kernels.ahead import ITEMSIZE, MATRIX_INSTRUCTION, SHARED, TARGETS, TEXT, for_target
+from tests.kernels.ahead import ITEMSIZE, MATRIX_INSTRUCTION, SHARED, TARGETS, TEXT, for_target, fp32_products
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -27,6 +27,7 @@ def compile_gather_attention(
         "D": head_dim, "DV": head_dim, "BLOCK_D": padded, "BLOCK_DV": padded, "Q_BLOCK": block, "K_BLOCK": block,
         "BLOCK_M": launch["BLOCK_M"], "BLOCK_N": launch["BLOCK_N"],
         "AHEAD": gather_attention_triton._AHEAD, "CAUSAL": True, "COMMIT": commit, "MEAN": not commit,
+        "PRECISION": fp32_products(target),
     }  # fmt: skip
     types = {
         **{f"{name}_ptr": f"*{dtype}" for name in ("q", "k", "v", "out")},

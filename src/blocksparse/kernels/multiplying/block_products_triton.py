@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blocksparse.kernels.common.hardware import device_of
+from blocksparse.kernels.common.hardware import device_of, fp32_products
 from blocksparse.kernels.common.sizes import cdiv
 from blocksparse.kernels.common.strides_triton import head_at
 from blocksparse.kernels.positions.block_grid import BlockGrid
@@ -39,7 +39,7 @@ def _launch(q: Tensor, k: Tensor, positions: tuple[Any, ...], skips: bool) -> Te
             q, k, logits, *positions,
             rows, cols, D, Hq // H,
             SKIPS=skips,
-            PRECISION="tf32x3" if torch.version.hip is None else "ieee",
+            PRECISION=fp32_products(),
             TILE=_TILE, num_warps=4, num_stages=2,
         )  # fmt: skip
     return logits

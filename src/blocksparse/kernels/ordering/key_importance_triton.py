@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from blocksparse.kernels.common.hardware import device_of, has_large_memory
+from blocksparse.kernels.common.hardware import device_of, fp32_products, has_large_memory
 from blocksparse.kernels.common.memory import copies_in_bulk
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
 
@@ -49,7 +49,7 @@ def key_importance_triton(
     plain = min(seen, N - P + 1) if causal else seen
     scale_log2 = abs(scale) * math.log2(math.e)
     sizes = q.stride()[:3], k.stride()[:3], N, P, G * P, share, splits, seen, plain, Hkv, scale_log2
-    constants = {"D": D, "BLOCK_D": max(16, power_of_2(D)), "CAUSAL": causal}
+    constants = {"D": D, "BLOCK_D": max(16, power_of_2(D)), "CAUSAL": causal, "PRECISION": fp32_products()}
     tma = large and N >= _TMA_FROM and copies_in_bulk(k)
     with device_of(q):
         _sums[(row_tiles, splits, B * Hkv)](
@@ -150,10 +150,11 @@ def _share(share, plain, BLOCK_N: tl.constexpr):
 def _more(
     peak, total, q_tile, k_source, k_strides, b, h, start, last, N, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The largest product of each query and the sum of its weights, with one more tile of keys."""
     k_tile = _keys(k_source, k_strides, b, h, start, N, D, BLOCK_D, BLOCK_N, MASKED, TMA)
-    product = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+    product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
     if MASKED:
         sees = (start + tl.arange(0, BLOCK_N))[None, :] <= last[:, None]
         new = tl.maximum(peak, tl.max(tl.where(sees, product, _LEAST), 1))
@@ -170,7 +171,7 @@ def _sums(
     q_strides, k_strides,
     N, P, rows, share, splits, seen, plain, kv_heads, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, TMA: tl.constexpr,
+    CAUSAL: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Stores the largest product and the sum of weights over each share of the keys, for the `rows` queries of a KV head."""
     b = tl.program_id(2) // kv_heads
@@ -184,12 +185,14 @@ def _sums(
     total = tl.zeros([BLOCK_M], tl.float32)
     for start in range(begin, masked_from, BLOCK_N):
         peak, total = _more(
-            peak, total, q_tile, k_source, k_strides, b, h, start, last, N, scale, D, BLOCK_D, BLOCK_N, False, TMA
-        )
+            peak, total, q_tile, k_source, k_strides, b, h, start, last, N, scale,
+            D, BLOCK_D, BLOCK_N, False, TMA, PRECISION,
+        )  # fmt: skip
     for start in range(masked_from, tl.minimum(begin + share, seen), BLOCK_N):
         peak, total = _more(
-            peak, total, q_tile, k_source, k_strides, b, h, start, last, N, scale, D, BLOCK_D, BLOCK_N, True, TMA
-        )
+            peak, total, q_tile, k_source, k_strides, b, h, start, last, N, scale,
+            D, BLOCK_D, BLOCK_N, True, TMA, PRECISION,
+        )  # fmt: skip
     at = (tl.program_id(2) * splits + tl.program_id(1)).to(tl.int64) * rows + row
     tl.store(peak_ptr + at, peak, mask=row < rows)
     tl.store(total_ptr + at, total, mask=row < rows)
@@ -199,10 +202,11 @@ def _sums(
 def _weigh(
     out_at, q_tile, k_source, k_strides, b, h, start, last, log_sum, N, scale, mean,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds up the weights of each key of a tile of keys over the program's queries, and stores the sums."""
     k_tile = _keys(k_source, k_strides, b, h, start, N, D, BLOCK_D, BLOCK_N, MASKED, TMA)
-    product = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")  # [BLOCK_N, BLOCK_M]
+    product = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
     exponent = product * scale - log_sum[None, :]
     key = start + tl.arange(0, BLOCK_N)
     if MASKED:
@@ -218,7 +222,7 @@ def _weights(
     q_strides, k_strides,
     N, P, rows, share, splits, seen, plain, kv_heads, scale, mean, tiles,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, SPLITS: tl.constexpr, TMA: tl.constexpr,
+    CAUSAL: tl.constexpr, SPLITS: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Stores normalised weights of every key, summed over one of the `tiles` tiles of a query head's queries."""
     b = tl.program_id(2) // kv_heads
@@ -243,10 +247,10 @@ def _weights(
     for start in range(begin, masked_from, BLOCK_N):
         _weigh(
             out_at, q_tile, k_source, k_strides, b, h, start, last, log_sum, N, scale, mean,
-            D, BLOCK_D, BLOCK_N, False, TMA,
+            D, BLOCK_D, BLOCK_N, False, TMA, PRECISION,
         )  # fmt: skip
     for start in range(masked_from, tl.minimum(begin + share, N), BLOCK_N):
         _weigh(
             out_at, q_tile, k_source, k_strides, b, h, start, last, log_sum, N, scale, mean,
-            D, BLOCK_D, BLOCK_N, True, TMA,
+            D, BLOCK_D, BLOCK_N, True, TMA, PRECISION,
         )  # fmt: skip
