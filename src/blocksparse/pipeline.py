@@ -161,7 +161,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         executor would have a plain call attend densely, since dense attention gives no lse here.
 
         Raises:
-            TypeError, ValueError: the pipeline or its executor cannot run these inputs, or the executor gives no lse.
+            TypeError, ValueError: the pipeline or its executor cannot run these inputs, or there is no lse.
         """
         q, k, v, scale = check_inputs(q, k, v, causal=causal, scale=scale)
         with without_autocast(q):

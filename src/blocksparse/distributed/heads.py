@@ -1,0 +1,93 @@
+"""Which heads a rank attends in, and the pipeline for these heads alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+import attrs
+
+from blocksparse.head_groups import AnyPipeline, Heads
+from blocksparse.per_head import HeadValues
+from blocksparse.selectors.random import Random
+from blocksparse.selectors.shared_by_group import SharedByGroup
+
+T = TypeVar("T")
+
+
+def spread(loads: Sequence[float], ranks: int) -> list[Heads]:
+    """Equally many of `len(loads)` heads for each rank, so that the loads of ranks are much alike.
+
+    The heaviest head left goes to the rank with the least load that has room; of equal ones the first. With equal
+    loads, rank 0 gets the first heads.
+    """
+    if len(set(loads)) <= 1:
+        each = len(loads) // ranks
+        return [tuple(range(rank * each, (rank + 1) * each)) for rank in range(ranks)]
+    taken: list[list[int]] = [[] for _ in range(ranks)]
+    total = [0.0] * ranks
+    for head in sorted(range(len(loads)), key=lambda head: (-loads[head], head)):
+        room = [rank for rank in range(ranks) if len(taken[rank]) < len(loads) // ranks]
+        rank = min(room, key=lambda rank: (total[rank], rank))
+        taken[rank].append(head)
+        total[rank] += loads[head]
+    return [tuple(sorted(heads)) for heads in taken]
+
+
+def of_heads(stage: T, heads: Heads, of: int) -> T:
+    """`stage`, or a whole pipeline, for some query heads of `of`: options per query head are those of these heads.
+
+    Raises:
+        ValueError: an option does not have one number for each of the `of` query heads.
+    """
+    changed = {}
+    for name, alias in _fields(stage):
+        old = getattr(stage, name)
+        new: Any = _values_of(old, heads, of) if isinstance(old, HeadValues) else of_heads(old, heads, of)
+        if new is not old:
+            changed[alias] = new
+    return attrs.evolve(stage, **changed) if changed else stage  # type: ignore[misc]
+
+
+def _values_of(values: HeadValues, heads: Heads, of: int) -> HeadValues:
+    if len(values.values) != of:
+        raise ValueError(f"a per-head value needs one entry per query head ({of}): {len(values.values)}")
+    return HeadValues(values.values[list(heads)])
+
+
+def refuse_apart(pipeline: AnyPipeline, *, split: bool) -> None:
+    """Refuse a pipeline that chooses otherwise in some heads than in all of them.
+
+    Args:
+        split: whether the query heads of one KV head are apart.
+
+    Raises:
+        ValueError: names the stage.
+    """
+    for stage in _stages(pipeline):
+        name = type(stage).__name__
+        if isinstance(stage, Random):
+            raise ValueError(f"'{name}' draws by the index of the KV head, which no rank with some heads knows")
+        if split and isinstance(stage, SharedByGroup):
+            raise ValueError(
+                f"'{name}' joins the query heads of a KV head, and more ranks than KV heads take them apart: leave "
+                "it out, or use at most as many ranks as KV heads"
+            )
+        if split and getattr(stage, "per_query_head", True) is False:
+            raise ValueError(
+                f"'{name}' has one order for the query heads of a KV head, and more ranks than KV heads take them "
+                "apart: give it per_query_head=True, or use at most as many ranks as KV heads"
+            )
+
+
+def _stages(stage: object) -> Iterator[object]:
+    """A pipeline or a stage, and every stage inside it."""
+    yield stage
+    for name, _ in _fields(stage):
+        yield from _stages(getattr(stage, name))
+
+
+def _fields(stage: object) -> list[tuple[str, str]]:
+    """The fields from which a stage is made, and the names of their arguments."""
+    cls: Any = type(stage)
+    return [(each.name, each.alias) for each in attrs.fields(cls) if each.init] if attrs.has(cls) else []
