@@ -70,8 +70,8 @@ def refuse_apart(pipeline: AnyPipeline, *, split: bool) -> None:
             raise ValueError(f"'{name}' draws by the index of the KV head, which no rank with some heads knows")
         if split and isinstance(stage, SharedByGroup):
             raise ValueError(
-                f"'{name}' joins the query heads of a KV head, and more ranks than KV heads take them apart: leave "
-                "it out, or use at most as many ranks as KV heads"
+                f"'{name}' joins the query heads of a KV head, and more ranks than KV heads take them apart: "
+                "leave it out, or use at most as many ranks as KV heads"
             )
         if split and getattr(stage, "per_query_head", True) is False:
             raise ValueError(

@@ -79,7 +79,7 @@ class Scheme(ABC):
         """Attention of checked inputs; `q` and `k` may have some heads of the whole call."""
 
     @abstractmethod
-    def shard(self, x: Tensor, dim: int = 2, *, before: int = 0) -> Tensor:
+    def shard(self, x: Tensor, dim: int = 2, *, before: int = 0, causal: bool = True) -> Tensor:
         """This rank's tokens of `x`, which has those of all ranks along its dimension `dim`.
 
         It cuts where the scheme wants shards to be cut: `shard(torch.arange(N), 0)` are the positions of this
@@ -88,7 +88,8 @@ class Scheme(ABC):
         Args:
             before: how many keys stand before the first token of `x`: `N - M` if there are fewer queries than
                 keys.
+            causal: whether calls will be causal; some pipelines can be cut for one kind of call only.
 
         Raises:
-            ValueError: there are too few tokens for so many ranks.
+            ValueError: there are too few tokens for so many ranks, or the pipeline cannot be cut.
         """

@@ -168,9 +168,9 @@ class Ulysses(Scheme):
                 inner = inner.attention
             refuse_apart(inner, split=self._ranks.size > Hkv)
 
-    def shard(self, x: Tensor, dim: int = 2, *, before: int = 0) -> Tensor:
+    def shard(self, x: Tensor, dim: int = 2, *, before: int = 0, causal: bool = True) -> Tensor:
         if isinstance(self.attention, Scheme):
-            x = self.attention.shard(x, dim, before=before)
+            x = self.attention.shard(x, dim, before=before, causal=causal)
         if x.shape[dim] < self._ranks.size:
             raise ValueError(f"{x.shape[dim]} tokens are too few for {self._ranks.size} ranks")
         return x.tensor_split(self._ranks.size, dim)[self._ranks.rank]

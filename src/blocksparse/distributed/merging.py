@@ -1,0 +1,28 @@
+"""Outputs over disjoint sets of keys, merged by their lse."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from torch import Tensor
+
+
+@final
+class Merged:
+    """Attention of queries over all the keys that were added so far, in fp32 or better."""
+
+    def __init__(self, q: Tensor, Dv: int) -> None:
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        self.out = q.new_zeros((*q.shape[:3], Dv), dtype=dtype)  # [B, Hq, M, Dv]
+        self.lse = q.new_full(q.shape[:3], float("-inf"), dtype=torch.float32)  # [B, Hq, M]
+
+    def add(self, some: slice, out: Tensor, lse: Tensor) -> None:
+        """Add attention of the queries `some` over keys that were not added before."""
+        before, lse = self.lse[:, :, some], lse.to(self.lse.dtype)
+        both = torch.logaddexp(before, lse)
+        # A query that saw no key yet has an lse of -inf on both sides, and must not become NaN.
+        finite = both.masked_fill(both == float("-inf"), 0.0)
+        old, new = ((x - finite).exp().unsqueeze(-1) for x in (before, lse))
+        self.out[:, :, some] = self.out[:, :, some] * old + out.to(self.out.dtype) * new
+        self.lse[:, :, some] = both
