@@ -17,7 +17,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "blocksparse"
 LAYERS = [
     "validators", "precision", "inputs", "per_head", "opaque_call", "class_line", "permuters", "geometry",
     "scorers", "selectors", "executors", "pipeline", "head_groups", "schedule", "presets", "testing",
-    "integrations", "demo",
+    "distributed", "integrations", "demo",
 ]  # fmt: skip
 MAY_IMPORT_KERNELS = {"permuters", "geometry", "scorers", "selectors", "executors", "pipeline"}
 

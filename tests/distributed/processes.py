@@ -13,16 +13,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-WAIT = 20.0  # seconds that a process group waits for a rank
-LIMIT = 120.0  # seconds after which processes are killed
+WAIT = 60.0  # seconds that a process group waits for a rank
+LIMIT = 240.0  # seconds after which processes are killed
 
 
 def _start(rank: int, size: int, folder: str, work: Callable[..., Any], *arguments: Any) -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)  # what nobody writes reads as NaN
     path = Path(folder)
-    store = dist.FileStore(str(path / "store"), size)
+    store = FileStore(str(path / "store"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=WAIT))
     try:
         with torch.no_grad():
@@ -35,7 +36,7 @@ def _start(rank: int, size: int, folder: str, work: Callable[..., Any], *argumen
 
 
 def on_ranks(size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What `work(rank, *arguments)` returns in each of `size` processes, a traceback as text, or None if it dies."""
+    """What `work(rank, *arguments)` returns in each process; its traceback if it raises, and None if it dies."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         processes = [

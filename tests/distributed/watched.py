@@ -1,4 +1,4 @@
-"""An executor that remembers which pairs it was given, and a call on ranks compared with one on a single process."""
+"""An executor that remembers which pairs it was given; and calls on ranks compared with one process."""
 
 from __future__ import annotations
 
@@ -85,6 +85,8 @@ def compare(make: Any, pipeline: Any, qkv: QKV, *, causal: bool = True, lse: boo
         outputs.append(output.out)
         assert output.lse is not None
         assert output.lse.shape == local[0].shape[:3]
+        assert truth.lse is not None
+        assert one.output.lse is not None
         assert_within_budget(output.lse, truth.lse[:, :, mine].double(), one.output.lse[:, :, mine])
         assert torch.equal(pairs, kept)
     for out in outputs:

@@ -6,6 +6,7 @@ from functools import singledispatch
 from math import lcm
 from typing import Any
 
+from blocksparse.distributed.stages import parts
 from blocksparse.head_groups import AnyPipeline
 from blocksparse.permuters.global_index_map import GlobalIndexMap
 from blocksparse.permuters.identity import Identity
@@ -20,6 +21,7 @@ from blocksparse.scorers.similarity_gated import SimilarityGatedScorer
 from blocksparse.selectors.band import Band
 from blocksparse.selectors.everything import Everything
 from blocksparse.selectors.on_tiles import OnTiles
+from blocksparse.selectors.position_selector import PositionUnion
 from blocksparse.selectors.random import Random
 from blocksparse.selectors.ranked import Ranked
 from blocksparse.selectors.refined import Refined
@@ -93,7 +95,7 @@ def _(stage: Any, _causal: bool) -> int:
 def _(stage: SimilarityGatedScorer, causal: bool) -> int:
     if causal and stage.smooth_k:
         raise ValueError("'smooth_k' subtracts the mean of all keys, and a chunk has only those up to its end")
-    return alignment(stage.inner, causal)
+    return lcm(*(alignment(part, causal) for part in parts(stage)))
 
 
 @alignment.register
@@ -118,16 +120,9 @@ def _(stage: Band | Random | Stride, causal: bool) -> int:
 @alignment.register(Ranked)
 @alignment.register(Refined)
 @alignment.register(SharedByGroup)
-def _(stage: Any, causal: bool) -> int:
-    return alignment(stage.inner, causal)
-
-
-@alignment.register
-def _(stage: OnTiles, causal: bool) -> int:
-    return alignment(stage.rule, causal)
-
-
+@alignment.register(OnTiles)
 @alignment.register(Intersection)
+@alignment.register(PositionUnion)
 @alignment.register(Union)
 def _(stage: Any, causal: bool) -> int:
-    return lcm(alignment(stage.first, causal), alignment(stage.second, causal))
+    return lcm(*(alignment(part, causal) for part in parts(stage)))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import attrs
 
+from blocksparse.distributed.stages import all_in, arguments
 from blocksparse.head_groups import AnyPipeline, Heads
 from blocksparse.per_head import HeadValues
 from blocksparse.selectors.random import Random
@@ -41,11 +42,10 @@ def of_heads(stage: T, heads: Heads, of: int) -> T:
         ValueError: an option does not have one number for each of the `of` query heads.
     """
     changed = {}
-    for name, alias in _fields(stage):
-        old = getattr(stage, name)
+    for name, old in arguments(stage).items():
         new: Any = _values_of(old, heads, of) if isinstance(old, HeadValues) else of_heads(old, heads, of)
         if new is not old:
-            changed[alias] = new
+            changed[name] = new
     return attrs.evolve(stage, **changed) if changed else stage  # type: ignore[misc]
 
 
@@ -64,7 +64,7 @@ def refuse_apart(pipeline: AnyPipeline, *, split: bool) -> None:
     Raises:
         ValueError: names the stage.
     """
-    for stage in _stages(pipeline):
+    for stage in all_in(pipeline):
         name = type(stage).__name__
         if isinstance(stage, Random):
             raise ValueError(f"'{name}' draws by the index of the KV head, which no rank with some heads knows")
@@ -78,16 +78,3 @@ def refuse_apart(pipeline: AnyPipeline, *, split: bool) -> None:
                 f"'{name}' has one order for the query heads of a KV head, and more ranks than KV heads take them "
                 "apart: give it per_query_head=True, or use at most as many ranks as KV heads"
             )
-
-
-def _stages(stage: object) -> Iterator[object]:
-    """A pipeline or a stage, and every stage inside it."""
-    yield stage
-    for name, _ in _fields(stage):
-        yield from _stages(getattr(stage, name))
-
-
-def _fields(stage: object) -> list[tuple[str, str]]:
-    """The fields from which a stage is made, and the names of their arguments."""
-    cls: Any = type(stage)
-    return [(each.name, each.alias) for each in attrs.fields(cls) if each.init] if attrs.has(cls) else []
