@@ -89,7 +89,8 @@ class Here:
         device = torch.device(kind, dist.get_node_local_rank()) if kind == "cuda" else torch.device(kind)
         if kind == "cuda":
             torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=timedelta(seconds=limit))
+        options: Row = {"device_id": device} if kind == "cuda" else {}
+        dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=timedelta(seconds=limit), **options)
         ranks = dist.get_world_size()
         return cls(dist.get_rank(), ranks, device, init_device_mesh(kind, (ranks,), mesh_dim_names=("ranks",)))
 
@@ -212,7 +213,9 @@ def at_length(here: Here, shape: Shape, N: int, mass: float | None, arguments: a
     here.release()
     for name, scheme in makers.items():
         q, k, v, expected = shards[kind_of(name)]
-        off = here.worst(float(relative_l1(scheme(q, k, v), expected).max()), together=True)
+        some = slice(None, None, max(1, N >> 13))  # rows that are compared
+        off = float(relative_l1(scheme(q, k, v)[:, :, some], expected[:, :, some]).max())
+        off = here.worst(off, together=True)
         if not off < 1e-2:
             raise WrongOutputError(f"{name}: relative L1 {off:.2e} from one process")
         row = base | {"scheme": name, "ranks": here.ranks, "bytes_sent": shape.bytes_sent(name, N, here.ranks)}

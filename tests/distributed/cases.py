@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import attrs
 import torch
+from benchmarks.distributed import SCHEMES as BENCHMARKED
+from benchmarks.distributed import Here, Shape, at_length
+from benchmarks.distributed_report import table
 from torch.distributed.device_mesh import DeviceMesh
 
 import blocksparse as bs
@@ -134,6 +138,17 @@ def compiled(mesh: DeviceMesh) -> None:
     torch.testing.assert_close(graph(*part), scheme(*part) + 1)
 
 
+def benchmarked(mesh: DeviceMesh) -> None:
+    """The benchmark measures every scheme, and tells it as a table."""
+    here = Here(mesh.get_local_rank("ranks"), 2, torch.device("cpu"), mesh)
+    shape = Shape(4, 2, 16, 16, 0.5, torch.float32)
+    rows = at_length(here, shape, 256, 0.8, Namespace(budget=1.0, schemes=BENCHMARKED))
+    if here.rank == 0:
+        assert [row["scheme"] for row in rows] == ["one process", *BENCHMARKED]
+        assert all(row["ms"] > 0 and row["attention_ms"] > 0 for row in rows)
+        assert len(table(rows).strip().splitlines()) == 2 + len(rows)
+
+
 TWO: dict[str, Case] = {
     "ulysses, ragged": equal(ulysses, PBS, N=201, B=2),
     "ulysses, last queries": equal(ulysses, bs.flex_prefill(0.7, block=16), M=75),
@@ -160,6 +175,7 @@ TWO: dict[str, Case] = {
     "unequal shards": unequal_shards,
     "dense or sparse as a whole": decided_as_a_whole,
     "compiled": compiled,
+    "benchmarked": benchmarked,
 }
 
 

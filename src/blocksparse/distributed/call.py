@@ -42,9 +42,10 @@ def checked(
         flag.check(causal=causal)
         # Whether there are enough keys is a question of the whole call: of one rank there may be fewer.
         q, k, v, scale = check_inputs(q, k, v, causal=False, scale=scale)
-        if q.device.type != ranks.mesh.device_type:
+        if q.device != ranks.device:
             raise ValueError(
-                f"q, k and v are on {q.device.type}, and the mesh is of {ranks.mesh.device_type} devices"
+                f"q, k and v are on {q.device}, and this rank sends from {ranks.device}: move them with .to(), or "
+                "call torch.cuda.set_device() first"
             )
     except Exception:
         ranks.told([0] * (len(_SAME) + 3))

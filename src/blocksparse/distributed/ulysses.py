@@ -96,7 +96,7 @@ class Ulysses(Scheme):
         lse = q.new_empty(q.shape[:3], dtype=torch.float32) if call.with_lse else None
         density = torch.zeros(Hq, dtype=torch.float64, device=q.device)
         begin = partial(_Arriving.of, ranks, q, k, v, queries, keys)
-        leaving = []
+        leaving: list[Transfer] = []
         coming = begin(plan[0])
         for i, part in enumerate(plan):
             here = coming
@@ -107,12 +107,12 @@ class Ulysses(Scheme):
             if output.visited is not None:
                 per_head = output.visited.density().mean(0)
                 density[list(heads)] = per_head.repeat_interleave(len(heads) // len(per_head))
-            leaving.append(_back(ranks, part, queries, output.out, out))
+            _wait(leaving)  # outputs of the part before, which have travelled meanwhile: their memory is free now
+            leaving = [_back(ranks, part, queries, output.out, out)]
             if lse is not None and output.lse is not None:
                 leaving.append(_back(ranks, part, queries, output.lse.float(), lse))
             del here, output
-        for transfer in leaving:
-            transfer.wait()
+        _wait(leaving)
         return AttentionOutput(out, lse), density
 
     def _attend_in(self, heads: Heads, Hq: int, here: _Arriving, call: Call) -> AttentionOutput:
@@ -235,6 +235,11 @@ def _back(ranks: Ranks, part: Sequence[_Share], tokens: Sequence[int], x: Tensor
     """Begin to send results `x` `[B, heads here, all tokens, ...]` into `whole` `[B, Hq, own tokens, ...]`."""
     what = "sending outputs"
     return ranks.exchange(what, _tokens_for(x, tokens), _heads_for(whole, [share.queries for share in part]))
+
+
+def _wait(transfers: Sequence[Transfer]) -> None:
+    for transfer in transfers:
+        transfer.wait()
 
 
 def _heads_for(x: Tensor, heads: Sequence[Heads]) -> list[tuple[int, Tensor]]:
