@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import final
 
 import torch
@@ -15,6 +16,7 @@ from blocksparse.distributed.key_order import for_chunks, probed
 from blocksparse.distributed.last_queries import last_queries
 from blocksparse.distributed.pieces import joined, refuse_cuts, split
 from blocksparse.distributed.sequence_scheme import SequenceScheme
+from blocksparse.distributed.whole import Later
 from blocksparse.executors.attention_output import AttentionOutput
 
 
@@ -52,19 +54,17 @@ class AllGatherKV(SequenceScheme):
         dense = whole.is_dense(pipeline, q, k, v.shape[3], call, M=M, N=N)
         every_k = all_k()
         permuter = pipeline.permuter if dense else for_chunks(pipeline.permuter, probe, every_k, call)
-        values: list[Tensor] = []
         outputs = []
         mine = q_pieces[ranks.rank]
         for piece, part in zip(mine, split(q, mine), strict=True):
             end = piece.end if call.causal else N
-
-            def some_v(end: int = end) -> Tensor:
-                if not values:
-                    values.append(all_v())
-                return values[0][:, :, :end]
-
-            some_k = every_k[:, :, :end]
+            some_k, some_v = every_k[:, :, :end], partial(_first, all_v, end)
             outputs.append(whole.attend(pipeline, part, some_k, some_v, call, dense=dense, permuter=permuter))
         lse = [output.lse for output in outputs if output.lse is not None]
         out = torch.cat([output.out for output in outputs], dim=2)
         return AttentionOutput(out, torch.cat(lse, dim=2) if call.with_lse else None)
+
+
+def _first(tokens: Later, end: int) -> Tensor:
+    """The first tokens of those that are on their way."""
+    return tokens()[:, :, :end]

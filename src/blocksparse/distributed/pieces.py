@@ -87,13 +87,16 @@ def split(x: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
 
 
 def joined(parts: Callable[[], list[Tensor]], pieces: Sequence[Sequence[Piece]]) -> Callable[[], Tensor]:
-    """A function that waits for the shards of all ranks and puts their pieces in order, `[B, H, N, D]`."""
+    """A function that waits for the shards of all ranks, and returns their pieces in order, `[B, H, N, D]`."""
+    waiting, found = [parts], list[Tensor]()
 
     def join() -> Tensor:
-        each: dict[Piece, Tensor] = {}
-        for its, part in zip(pieces, parts(), strict=True):
-            each.update(zip(its, split(part, its), strict=True))
-        return torch.cat([each[piece] for piece in sorted(each)], dim=2)
+        if waiting:  # after the first call, nothing holds the shards any more
+            each: dict[Piece, Tensor] = {}
+            for its, part in zip(pieces, waiting.pop()(), strict=True):
+                each.update(zip(its, split(part, its), strict=True))
+            found.append(torch.cat([each[piece] for piece in sorted(each)], dim=2))
+        return found[0]
 
     return join
 
