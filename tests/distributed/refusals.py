@@ -122,7 +122,7 @@ REFUSED: dict[str, Case] = {
     ),
     "three heads": refused(
         ValueError,
-        "3 query heads and 3 KV heads cannot be spread evenly over the 2 ranks",
+        "3 query heads and 3 KV heads cannot be spread evenly over 2 ranks",
         call_of(lambda mesh: Ulysses(PBS, mesh, "ranks"), Hq=3, Hkv=3),
     ),
     "split heads with one order": refused(

@@ -7,9 +7,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from blocksparse.distributed.heads import spread
 from blocksparse.distributed.pieces import Piece, cut, head_tail, in_order
 from blocksparse.distributed.regions import regions
+from blocksparse.distributed.shares import spread
 
 
 @pytest.mark.parametrize("both_ends", [False, True])

@@ -1,8 +1,7 @@
-"""Which heads a rank attends in, and the pipeline for these heads alone."""
+"""A pipeline for some of the heads of a layer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import attrs
@@ -14,25 +13,6 @@ from blocksparse.selectors.random import Random
 from blocksparse.selectors.shared_by_group import SharedByGroup
 
 T = TypeVar("T")
-
-
-def spread(loads: Sequence[float], ranks: int) -> list[Heads]:
-    """Equally many of `len(loads)` heads for each rank, so that the loads of ranks are much alike.
-
-    The heaviest head left goes to the rank with the least load that has room; of equal ones the first. With equal
-    loads, rank 0 gets the first heads.
-    """
-    if len(set(loads)) <= 1:
-        each = len(loads) // ranks
-        return [tuple(range(rank * each, (rank + 1) * each)) for rank in range(ranks)]
-    taken: list[list[int]] = [[] for _ in range(ranks)]
-    total = [0.0] * ranks
-    for head in sorted(range(len(loads)), key=lambda head: (-loads[head], head)):
-        room = [rank for rank in range(ranks) if len(taken[rank]) < len(loads) // ranks]
-        rank = min(room, key=lambda rank: (total[rank], rank))
-        taken[rank].append(head)
-        total[rank] += loads[head]
-    return [tuple(sorted(heads)) for heads in taken]
 
 
 def of_heads(stage: T, heads: Heads, of: int) -> T:
