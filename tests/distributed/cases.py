@@ -32,6 +32,9 @@ BFLA: AnyPipeline = bs.Pipeline(
     bs.Refined(bs.SharedByGroup(bs.TopCdf(0.5)), 2) | bs.OnTiles(bs.Band(8) | bs.Stride(3), 2),
     bs.CpuExecutor(),
 )
+DRAWN: AnyPipeline = bs.Pipeline(
+    bs.Identity(), bs.PrefixOrderScorer(16), bs.TopCdf(0.3) | (bs.Random(0.2) | bs.Stride(5)), bs.CpuExecutor()
+)
 QUERIES_SORTED: AnyPipeline = bs.Pipeline(
     bs.SegmentQuerySort(32, block=16, keys=bs.SegmentKeySort(32, probe=70)),
     bs.MeanPoolScorer(16),
@@ -164,6 +167,8 @@ TWO: dict[str, Case] = {
     "gathered, head and tail": equal(partial(gathered, head_tail=True), PBS, M=200, N=370),
     "gathered, early stop": equal(partial(gathered, head_tail=True), STOPS_EARLY, N=201),
     "gathered, shared masks": equal(gathered, BFLA, Hq=6, Hkv=2, Dv=32),
+    "gathered, random blocks": equal(partial(gathered, head_tail=True), DRAWN, M=150, N=200),
+    "gathered, antidiagonals": equal(gathered, bs.pbs_attn_plus(0.7, stride=4, block=16, S=32), N=201),
     "gathered, options per head": equal(gathered, PER_HEAD, M=100),
     "gathered, float64": equal(partial(gathered, head_tail=True), PBS, dtype=torch.float64),
     "gathered, not causal": equal(gathered, NOT_CAUSAL, causal=False, M=90, N=130),
@@ -172,6 +177,7 @@ TWO: dict[str, Case] = {
     "ring, chunk": equal(ring, PBS, M=150, N=310),
     "ring, head and tail of a chunk": equal(partial(ring, head_tail=True), PBS, M=224, N=320),
     "ring, shared masks": equal(ring, BFLA, Hq=6, Hkv=2, Dv=32),
+    "ring, antidiagonals": equal(ring, bs.xattention(0.7, stride=4, block=16), N=201),
     "ring, options per head": equal(ring, PER_HEAD, M=104),
     "ring, bfloat16": equal(ring, PBS, dtype=torch.bfloat16),
     "ring, not causal": equal(ring, NOT_CAUSAL, causal=False, M=90, N=130),

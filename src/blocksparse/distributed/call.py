@@ -45,7 +45,7 @@ def checked(
         if q.device != ranks.device:
             raise ValueError(
                 f"q, k and v are on {q.device}, and this rank sends from {ranks.device}: move them with .to(), or "
-                "call torch.cuda.set_device() first"
+                "make that the current device first"
             )
     except Exception:
         ranks.told([0] * (len(_SAME) + 3))

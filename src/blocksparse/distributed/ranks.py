@@ -82,7 +82,8 @@ class Ranks:
     def device(self) -> torch.device:
         """The device whose tensors this process sends."""
         kind = self.mesh.device_type
-        return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        index = None if kind == "cpu" else torch.accelerator.current_device_index()
+        return torch.device(kind, index)
 
     def told(self, numbers: Sequence[int]) -> list[list[int]]:
         """The `numbers` of every rank, in their order; the host waits for them.

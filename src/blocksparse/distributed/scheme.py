@@ -24,7 +24,8 @@ class Scheme(ABC):
     """Attention of sequences whose tokens are spread over the ranks of a dimension of a mesh.
 
     It is called like a pipeline, on every rank at once, with the tokens that this rank has. The queries, put
-    together in the order of positions, are the last ones of all keys, as in a call on one rank.
+    together in the order of positions, are the last ones of all keys, as in a call on one rank. Every rank must
+    have the same scheme around the same pipeline.
     """
 
     attention: AnyPipeline | Scheme
