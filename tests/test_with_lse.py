@@ -38,29 +38,35 @@ def test_halves_of_the_keys_merge() -> None:
     torch.testing.assert_close(lse.logsumexp(0), whole.lse)
 
 
+@attrs.frozen(eq=False)
+class Wrapped(bs.Executor[bs.GlobalPermutation, bs.BlockMask]):
+    """`CpuExecutor`, but it would have a plain call attend densely, and may leave out the lse."""
+
+    lse: bool
+
+    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask) -> list[str]:
+        return []
+
+    def dense_because(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> str | None:
+        return "it always is"
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        permutation: bs.GlobalPermutation,
+        mask: bs.BlockMask,
+        *,
+        scale: float,
+    ) -> bs.AttentionOutput:
+        output = bs.CpuExecutor()(q, k, v, permutation, mask, scale=scale)
+        return output if self.lse else attrs.evolve(output, lse=None)
+
+
 def test_it_is_sparse_where_a_call_would_be_dense() -> None:
-    @attrs.frozen(eq=False)
-    class Dense(bs.Executor[bs.GlobalPermutation, bs.BlockMask]):
-        def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask) -> list[str]:
-            return []
-
-        def dense_because(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> str | None:
-            return "it always is"
-
-        def __call__(
-            self,
-            q: Tensor,
-            k: Tensor,
-            v: Tensor,
-            permutation: bs.GlobalPermutation,
-            mask: bs.BlockMask,
-            *,
-            scale: float,
-        ) -> bs.AttentionOutput:
-            return bs.CpuExecutor()(q, k, v, permutation, mask, scale=scale)
-
     q, k, v = make_qkv()
-    dense = attrs.evolve(PIPELINE, executor=Dense())
+    dense = attrs.evolve(PIPELINE, executor=Wrapped(lse=True))
     assert not torch.allclose(dense(q, k, v), PIPELINE(q, k, v))
     assert torch.equal(dense.with_lse(q, k, v).out, PIPELINE(q, k, v))
 
@@ -74,26 +80,8 @@ def test_short_prompts_are_sparse_on_a_gpu_too() -> None:
 
 def test_an_executor_without_lse_is_refused() -> None:
     q, k, v = make_qkv()
-
-    @attrs.frozen(eq=False)
-    class NoLse(bs.Executor[bs.GlobalPermutation, bs.BlockMask]):
-        def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask) -> list[str]:
-            return []
-
-        def __call__(
-            self,
-            q: Tensor,
-            k: Tensor,
-            v: Tensor,
-            permutation: bs.GlobalPermutation,
-            mask: bs.BlockMask,
-            *,
-            scale: float,
-        ) -> bs.AttentionOutput:
-            return bs.AttentionOutput(torch.zeros_like(q), None)
-
-    with pytest.raises(ValueError, match=r"^NoLse gives no lse for tensors on cpu: [^.]*$"):
-        attrs.evolve(PIPELINE, executor=NoLse()).with_lse(q, k, v)
+    with pytest.raises(ValueError, match=r"^Wrapped gives no lse for tensors on cpu: [^.]*$"):
+        attrs.evolve(PIPELINE, executor=Wrapped(lse=False)).with_lse(q, k, v)
     with pytest.raises(ValueError, match="at least as many keys as queries"):
         PIPELINE.with_lse(q, k[:, :, :8], v[:, :, :8])
 

@@ -95,6 +95,17 @@ def inside_blocks(mesh: DeviceMesh) -> object:
 class NoLse(Dense):
     """An executor without lse."""
 
+    def __call__(self, *arguments: Any, **options: Any) -> bs.AttentionOutput:
+        return attrs.evolve(super().__call__(*arguments, **options), lse=None)
+
+
+def without_lse(kind: type[Scheme]) -> Callable[[DeviceMesh], object]:
+    def call(mesh: DeviceMesh) -> object:
+        q, k, v = make_qkv(N=64)
+        return kind(attrs.evolve(POOLED, executor=NoLse(0)), mesh, "ranks").with_lse(q, k, v)
+
+    return call
+
 
 @attrs.frozen(eq=False)
 class OwnSelector(bs.Selector[bs.BlockScores, bs.BlockMask]):
@@ -202,6 +213,9 @@ REFUSED: dict[str, Case] = {
         "must begin at a multiple of 16 tokens",
         call_of(lambda mesh: Ring(POOLED, mesh, "ranks"), M=60),
     ),
+    "ulysses without lse": refused(ValueError, "NoLse gives no lse for tensors on cpu", without_lse(Ulysses)),
+    "gathered without lse": refused(ValueError, "NoLse gives no lse for tensors on cpu", without_lse(AllGatherKV)),
+    "ring without lse": refused(ValueError, "NoLse gives no lse .* by which a ring merges", without_lse(Ring)),
     "ranks with other sizes": on_rank_1(D=32),
     "ranks with other scales": on_rank_1(scale=0.5),
     "ranks with other causality": on_rank_1(causal=False),

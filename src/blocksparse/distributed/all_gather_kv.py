@@ -41,7 +41,7 @@ class AllGatherKV(SequenceScheme):
             causal calls, in which late queries have more work. By default rank `r` has the piece `r` of `n`.
     """
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
         pipeline, ranks = self._pipeline, self._ranks
         queries, keys = lengths(q, k, v, call, ranks, options=f"{type(self).__name__} {self.head_tail}")
         at = aligned(pipeline, causal=call.causal)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Callable
 from typing import final
 
 from attrs import frozen
 from torch import Tensor
 
 from blocksparse.distributed.ranks import Ranks
+from blocksparse.executors.attention_output import AttentionOutput
+from blocksparse.head_groups import Heads
 from blocksparse.inputs import DTYPES, check_inputs
 from blocksparse.validators import flag
 
@@ -26,6 +29,8 @@ class Call:
     with_lse: bool  # then the stages always run; a plain call may be dense where the executor says so
     Hq: int  # heads of the whole call; a rank may have fewer of them
     Hkv: int
+    # Gets some heads of this rank and their output of all tokens, part by part, where heads are spread.
+    note: Callable[[Heads, AttentionOutput], None] | None = None
 
 
 def checked(

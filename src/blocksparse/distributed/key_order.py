@@ -16,8 +16,9 @@ from blocksparse.permuters.segment_query_sort import SegmentQuerySort
 
 
 @singledispatch
-def probed(_permuter: object) -> int:
+def probed(permuter: object) -> int:
     """How many of the last queries of the whole call order its keys."""
+    del permuter
     return 0
 
 
@@ -32,13 +33,14 @@ def _(permuter: SegmentQuerySort) -> int:
 
 
 @singledispatch
-def for_chunks(permuter: Permuter[Any], _probe: Tensor | None, _k: Tensor, _call: Call) -> Permuter[Any]:
+def for_chunks(permuter: Permuter[Any], probe: Tensor | None, k: Tensor, call: Call) -> Permuter[Any]:
     """A permuter that orders a chunk's tokens as `permuter` orders them in the whole call.
 
     Args:
-        _probe: the last queries of the whole call, `[B, Hq, probed(permuter), D]` or all if there are fewer.
-        _k: the keys of the whole call, `[B, Hkv, N, D]`.
+        probe: the last queries of the whole call, `[B, Hq, probed(permuter), D]` or all if there are fewer.
+        k: the keys of the whole call, `[B, Hkv, N, D]`.
     """
+    del probe, k, call
     return permuter
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, final
 
 import torch
@@ -35,6 +35,7 @@ class Transfer:
         Raises:
             RuntimeError: another rank has not answered.
         """
+        self._ranks.forget(self)
         with self._ranks.answering(self._what):
             for work in self._works:
                 work.wait()
@@ -56,6 +57,7 @@ class Ranks:
     group: dist.ProcessGroup = field(init=False, repr=False)
     size: int = field(init=False)
     rank: int = field(init=False)
+    _under_way: list[Transfer] = field(init=False, repr=False, factory=list)
 
     def __attrs_post_init__(self) -> None:
         mesh, dim = self.mesh, self.dim
@@ -82,8 +84,9 @@ class Ranks:
     def device(self) -> torch.device:
         """The device whose tensors this process sends."""
         kind = self.mesh.device_type
-        index = None if kind == "cpu" else torch.accelerator.current_device_index()
-        return torch.device(kind, index)
+        if kind == "cpu":
+            return torch.device(kind)
+        return torch.device(kind, torch.accelerator.current_device_index())
 
     def told(self, numbers: Sequence[int]) -> list[list[int]]:
         """The `numbers` of every rank, in their order; the host waits for them.
@@ -108,7 +111,7 @@ class Ranks:
         them = x.new_empty((self.size, *mine.shape))
         with self.answering("gathering keys and values"):
             work = _all_gather(them.view(-1), mine.view(-1), group=self.group, async_op=True)
-        transfer = Transfer(self, "gathering keys and values", [work], [mine])
+        transfer = self._begun("gathering keys and values", [work], [mine])
 
         def parts() -> list[Tensor]:
             transfer.wait()
@@ -153,7 +156,23 @@ class Ranks:
                 ops.append(dist.P2POp(dist.irecv, x, group=self.group, group_peer=source))
         with self.answering(what):
             works = dist.batch_isend_irecv(ops) if ops else []
-        return Transfer(self, what, works, kept)
+        return self._begun(what, works, kept)
+
+    def _begun(self, what: str, works: Sequence[Any], kept: Sequence[Tensor]) -> Transfer:
+        transfer = Transfer(self, what, works, kept)
+        self._under_way.append(transfer)
+        return transfer
+
+    def forget(self, transfer: Transfer) -> None:
+        """Note that someone waits for this transfer."""
+        if transfer in self._under_way:
+            self._under_way.remove(transfer)
+
+    def settle(self) -> None:
+        """Wait for all that is under way when a call fails, so that no message of it meets the next call."""
+        while self._under_way:
+            with suppress(RuntimeError):  # the error of the call says more
+                self._under_way[-1].wait()
 
     @contextmanager
     def answering(self, what: str) -> Iterator[None]:

@@ -64,7 +64,7 @@ class Ring(SequenceScheme):
                     "the keys of one rank at a time: use AllGatherKV or Ulysses"
                 )
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
         pipeline, ranks = self._pipeline, self._ranks
         queries, keys = lengths(q, k, v, call, ranks, options=f"{type(self).__name__} {self.head_tail}")
         at = aligned(pipeline, causal=call.causal)

@@ -75,9 +75,17 @@ class Scheme(ABC):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
         return self.run(q, k, v, Call(causal, scale, False, q.shape[1], k.shape[1])).out
 
-    @abstractmethod
     def run(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
         """Attention of checked inputs; `q` and `k` may have some heads of the whole call."""
+        try:
+            return self._run(q, k, v, call)
+        except Exception:
+            self._ranks.settle()
+            raise
+
+    @abstractmethod
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
+        """The same; it may leave transfers under way if it fails."""
 
     @abstractmethod
     def shard(self, x: Tensor, dim: int = 2, *, before: int = 0, causal: bool = True) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import final
 
@@ -84,16 +84,10 @@ class Ulysses(Scheme):
                 density[list(heads)] = its.repeat_interleave(len(heads) // len(its))
 
         with without_autocast(q):
-            self._run(q, k, v, Call(causal, scale, True, q.shape[1], k.shape[1]), note)
+            self.run(q, k, v, Call(causal, scale, True, q.shape[1], k.shape[1], note))
         return self._ranks.summed(density)
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
-        return self._run(q, k, v, call, lambda _heads, _output: None)
-
-    def _run(
-        self, q: Tensor, k: Tensor, v: Tensor, call: Call, note: Callable[[Heads, AttentionOutput], None]
-    ) -> AttentionOutput:
-        """Attention; `note` gets the heads of this rank and their output, of all tokens, part by part."""
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
         ranks, Hq, Hkv = self._ranks, q.shape[1], k.shape[1]
         queries, keys = lengths(q, k, v, call, ranks, options=f"Ulysses {self.parts} {self.density!r}")
         parts = shares(Hq, Hkv, ranks.size, self._loads(Hq), self.parts)
@@ -109,7 +103,8 @@ class Ulysses(Scheme):
             if i + 1 < len(parts):
                 coming = begin(parts[i + 1])
             output = self._attend_in(heads, Hq, here, call)
-            note(heads, output)
+            if call.note is not None:
+                call.note(heads, output)
             _wait(leaving)  # outputs of the part before, which have travelled meanwhile: their memory is free now
             leaving = [back(ranks, part, queries, output.out, out)]
             if lse is not None and output.lse is not None:
