@@ -17,7 +17,8 @@ SOURCE = Path(__file__).parents[1] / "src" / "blocksparse"
 LAYERS = [
     "validators", "user_error", "precision", "sequences", "inputs", "page_table", "per_head", "opaque_call",
     "class_line", "permuters", "geometry", "scorers", "selectors", "executors", "pipeline", "head_groups",
-    "schedule", "sdpa", "audit", "presets", "testing", "integrations", "demo", "bench", "inspection", "cli",
+    "schedule", "sdpa", "audit", "presets", "testing", "distributed", "integrations", "demo", "bench",
+    "inspection", "cli",
 ]  # fmt: skip
 MAY_IMPORT_KERNELS = {
     "page_table", "permuters", "geometry", "scorers", "selectors", "executors", "pipeline", "audit", "inspection",

@@ -157,14 +157,38 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         q, k, v, scale = check_inputs(q, k, v, causal=causal, scale=scale, sequences=sequences)
         return attend(self._call, q, k, v, causal=causal, scale=scale, sequences=sequences)
 
+    def with_lse(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None
+    ) -> AttentionOutput:
+        """Make the same call, and return the log of the softmax denominators beside the output.
+
+        Outputs over disjoint sets of keys can be merged by their lse. The stages always run, even where the
+        executor would have a plain call attend densely, since dense attention gives no lse here.
+
+        Raises:
+            TypeError, ValueError: the pipeline or its executor cannot run these inputs, or there is no lse.
+        """
+        q, k, v, scale = check_inputs(q, k, v, causal=causal, scale=scale)
+        with without_autocast(q):
+            output = self._attend_sparsely(q, k, v, causal, scale)
+        if output.lse is None:
+            raise ValueError(
+                f"{type(self.executor).__name__} gives no lse for tensors on {q.device.type}: call the pipeline "
+                "itself, or choose another executor"
+            )
+        return output
+
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
         if reason := self.executor.dense_because(q, k, v, causal=causal):
             _log.debug("dense attention runs: %s", reason)
             return dense_attention(q, k, v, causal=causal, scale=scale)
+        return self._attend_sparsely(q, k, v, causal, scale).out
+
+    def _attend_sparsely(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> AttentionOutput:
         permutation = self._order(q, k, causal, scale)
         # The scores get no name here, so that their memory is free while the executor runs.
         mask = self._select(q, k, permutation, self._score(q, k, permutation, causal, scale), causal)
-        return self._execute(q, k, v, permutation, mask, scale).out
+        return self._execute(q, k, v, permutation, mask, scale)
 
     def _order(self, q: Tensor, k: Tensor, causal: bool, scale: float) -> PermutationT:
         permutation = self.permuter(q, k, causal=causal, scale=scale)

@@ -1,0 +1,95 @@
+"""Stages by which a call on many ranks is taken apart: one that notes times, and some that do nothing."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, TypeVar, final
+
+import torch
+from attrs import evolve, field, frozen
+from torch import Tensor
+
+import blocksparse as bs
+from blocksparse.head_groups import AnyPipeline
+
+PermutationT = TypeVar("PermutationT", bound=bs.Permutation)
+MaskT = TypeVar("MaskT", bound=bs.BlockMask)
+
+
+@final
+class Spans:
+    """Stretches of time on a device, of which the sum is read at the end."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._spans: list[tuple[Any, Any]] = []
+
+    def now(self) -> Any:
+        """A moment on the device's queue, or of the clock."""
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def add(self, start: Any) -> None:
+        """Note the stretch from `start` until now."""
+        self._spans.append((start, self.now()))
+
+    def taken(self) -> float:
+        """Milliseconds in all since the last call of this; waits for the device."""
+        spans, self._spans = self._spans, []
+        if self._device.type != "cuda":
+            return float(sum(end - start for start, end in spans) * 1e3)
+        torch.cuda.synchronize(self._device)
+        return float(sum(start.elapsed_time(end) for start, end in spans))
+
+
+@final
+@frozen(eq=False)
+class Timed(bs.Executor[PermutationT, MaskT]):
+    """Attends as `inner` does and notes how long that takes."""
+
+    inner: bs.Executor[PermutationT, MaskT]
+    spans: Spans = field(repr=False)
+
+    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskT) -> list[str]:
+        return self.inner.unsupported(q, k, v, mask)
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, permutation: PermutationT, mask: MaskT, *, scale: float
+    ) -> bs.AttentionOutput:
+        start = self.spans.now()
+        output = self.inner(q, k, v, permutation, mask, scale=scale)
+        self.spans.add(start)
+        return output
+
+
+@final
+@frozen(eq=False)
+class Idle(bs.Executor[bs.Permutation, bs.BlockMask]):
+    """Computes nothing: the output is whatever the memory holds."""
+
+    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask) -> list[str]:
+        return []
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, permutation: bs.Permutation, mask: bs.BlockMask, *, scale: float
+    ) -> bs.AttentionOutput:
+        lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+        return bs.AttentionOutput(q.new_empty((*q.shape[:3], v.shape[3])), lse)
+
+
+def only_communication(block: int) -> AnyPipeline:
+    """A pipeline that chooses hardly anything, in blocks of this size, and computes nothing."""
+    return bs.Pipeline(bs.Identity(), bs.NoScorer(block), bs.Sink(1), Idle())
+
+
+def only_masks(pipeline: AnyPipeline) -> AnyPipeline:
+    """The pipeline without attending."""
+    return evolve(pipeline, executor=Idle())
+
+
+def timed(pipeline: AnyPipeline, spans: Spans) -> AnyPipeline:
+    """The pipeline, with the time noted in which it attends."""
+    return evolve(pipeline, executor=Timed(pipeline.executor, spans))

@@ -1,0 +1,94 @@
+"""What the ranks must agree on before they send anything: the sizes and options of a call."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable
+from typing import final
+
+from attrs import frozen
+from torch import Tensor
+
+from blocksparse.distributed.ranks import Ranks
+from blocksparse.executors.attention_output import AttentionOutput
+from blocksparse.head_groups import Heads
+from blocksparse.inputs import DTYPES, check_inputs
+from blocksparse.validators import flag
+
+_SAME = ("B", "Hq", "Hkv", "D", "Dv", "dtype", "causal", "scale", "kind of call", "options of the scheme")
+
+
+@final
+@frozen(eq=False)
+class Call:
+    """A call of attention, of which each rank has a part."""
+
+    causal: bool
+    scale: float
+    with_lse: bool  # then the stages always run; a plain call may be dense where the executor says so
+    Hq: int  # heads of the whole call; a rank may have fewer of them
+    Hkv: int
+    # Gets some heads of this rank and their output of all tokens, part by part, where heads are spread.
+    note: Callable[[Heads, AttentionOutput], None] | None = None
+
+
+def checked(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None, ranks: Ranks
+) -> tuple[Tensor, Tensor, Tensor, float]:
+    """The inputs of this rank in the form that stages take.
+
+    If they are refused, the other ranks are told, so that none of them waits for this one.
+
+    Raises:
+        TypeError, ValueError: the inputs are refused.
+    """
+    try:
+        flag.check(causal=causal)
+        # Whether there are enough keys is a question of the whole call: of one rank there may be fewer.
+        q, k, v, scale = check_inputs(q, k, v, causal=False, scale=scale)
+        if q.device != ranks.device:
+            raise ValueError(
+                f"q, k and v are on {q.device}, and this rank sends from {ranks.device}: move them with .to(), or "
+                "make that the current device first"
+            )
+    except Exception:
+        ranks.told([0] * (len(_SAME) + 3))
+        raise
+    return q, k, v, scale
+
+
+def lengths(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, ranks: Ranks, *, options: str = ""
+) -> tuple[list[int], list[int]]:
+    """How many queries and how many keys each rank has.
+
+    Raises:
+        RuntimeError: another rank has refused its inputs, or does not answer.
+        ValueError: the ranks differ in what must be the same, or a causal call has more queries than keys.
+    """
+    (B, Hq, M, D), (_, Hkv, N, _) = q.shape, k.shape
+    bits = struct.unpack("<q", struct.pack("<d", call.scale))[0]
+    same = (
+        B, Hq, Hkv, D, v.shape[3], DTYPES.index(q.dtype), int(call.causal), bits, int(call.with_lse),
+        zlib.crc32(options.encode()),
+    )  # fmt: skip
+    them = ranks.told([1, M, N, *same])
+    for rank, (agreed, *_) in enumerate(them):
+        if not agreed:
+            raise RuntimeError(
+                f"rank {rank} of mesh dimension {ranks.dim!r} refused its inputs, and its own error says why"
+            )
+    for rank, (_, _, _, *its) in enumerate(them):
+        if differ := [name for name, x, y in zip(_SAME, them[0][3:], its, strict=True) if x != y]:
+            raise ValueError(
+                f"the ranks of mesh dimension {ranks.dim!r} must make one call with the same {', '.join(differ)}: "
+                f"rank {rank} differs from rank 0 there"
+            )
+    queries, keys = [row[1] for row in them], [row[2] for row in them]
+    if call.causal and sum(queries) > sum(keys):
+        raise ValueError(
+            f"causal attention needs at least as many keys as queries, the queries being the last ones: "
+            f"Nq={sum(queries)}, Nk={sum(keys)} over all ranks; pass the cached keys too"
+        )
+    return queries, keys

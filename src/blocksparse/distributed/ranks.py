@@ -1,0 +1,188 @@
+"""The processes along one dimension of a mesh, and what they send each other through `torch.distributed`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from attrs import field, frozen
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import pad
+
+from blocksparse.validators import shown
+
+# torch 2.13 renamed this collective, and warns of the old name; 2.11 has only the old one.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@final
+@frozen(eq=False)
+class Transfer:
+    """Messages on their way. Sent tensors must stay as they are, and received ones are unset, until `wait`."""
+
+    _ranks: Ranks
+    _what: str
+    _works: Sequence[Any]
+    _kept: Sequence[Tensor] = ()
+
+    def wait(self) -> None:
+        """Wait for all messages; on a GPU the current stream waits, and the host does not.
+
+        Raises:
+            RuntimeError: another rank has not answered.
+        """
+        self._ranks.forget(self)
+        with self._ranks.answering(self._what):
+            for work in self._works:
+                work.wait()
+
+
+@final
+@frozen(eq=False)
+class Ranks:
+    """This process and the others along dimension `dim` of `mesh`.
+
+    Raises:
+        TypeError: `mesh` is not a DeviceMesh, or `dim` not a string.
+        ValueError: the mesh has no such dimension, or does not hold this process.
+        RuntimeError: no process group is initialised.
+    """
+
+    mesh: DeviceMesh = field(repr=False)
+    dim: str
+    group: dist.ProcessGroup = field(init=False, repr=False)
+    size: int = field(init=False)
+    rank: int = field(init=False)
+    _under_way: list[Transfer] = field(init=False, repr=False, factory=list)
+
+    def __attrs_post_init__(self) -> None:
+        mesh, dim = self.mesh, self.dim
+        if not isinstance(mesh, DeviceMesh):
+            raise TypeError(f"'mesh' must be a DeviceMesh, as init_device_mesh makes one: {type(mesh).__name__}")
+        if not isinstance(dim, str):
+            raise TypeError(f"'dim' must be the name of a dimension of the mesh: {shown(dim)}")
+        names = mesh.mesh_dim_names or ()
+        if dim not in names:
+            its = ", ".join(map(repr, names)) or "dimensions without names; pass mesh_dim_names"
+            raise ValueError(f"the mesh has no dimension {dim!r}; it has {its}")
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "no process group is initialised: call torch.distributed.init_process_group(), or make the mesh "
+                "with init_device_mesh, after which other ranks can be reached"
+            )
+        if mesh.get_coordinate() is None:
+            raise ValueError(f"this process, rank {dist.get_rank()}, is not in the mesh")
+        object.__setattr__(self, "group", mesh.get_group(dim))
+        object.__setattr__(self, "size", dist.get_world_size(self.group))
+        object.__setattr__(self, "rank", dist.get_rank(self.group))
+
+    @property
+    def device(self) -> torch.device:
+        """The device whose tensors this process sends."""
+        kind = self.mesh.device_type
+        if kind == "cpu":
+            return torch.device(kind)
+        return torch.device(kind, torch.accelerator.current_device_index())
+
+    def told(self, numbers: Sequence[int]) -> list[list[int]]:
+        """The `numbers` of every rank, in their order; the host waits for them.
+
+        Raises:
+            RuntimeError: another rank has not answered.
+        """
+        with self.answering("comparing their inputs"):
+            mine = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+            them = torch.zeros(self.size * len(numbers), dtype=torch.int64, device=self.device)
+            _all_gather(them, mine, group=self.group)
+            return [list(map(int, row)) for row in them.view(self.size, -1).tolist()]
+
+    def gathered(self, x: Tensor, lengths: Sequence[int]) -> Callable[[], list[Tensor]]:
+        """Begin to gather `x` `[B, H, N, D]`, of which rank `r` has `lengths[r]` tokens, from all ranks.
+
+        Returns:
+            A function that waits for the parts and returns them in the order of ranks.
+        """
+        # A collective takes parts of one size, so shorter ones are padded.
+        mine = pad(x, (0, 0, 0, max(lengths) - x.shape[2])).contiguous()
+        them = x.new_empty((self.size, *mine.shape))
+        with self.answering("gathering keys and values"):
+            work = _all_gather(them.view(-1), mine.view(-1), group=self.group, async_op=True)
+        transfer = self._begun("gathering keys and values", [work], [mine])
+
+        def parts() -> list[Tensor]:
+            transfer.wait()
+            return [part[:, :, :n] for part, n in zip(them, lengths, strict=True)]
+
+        return parts
+
+    def summed(self, x: Tensor) -> Tensor:
+        """The sum of `x` over all ranks; overwrites `x`."""
+        with self.answering("adding up densities"):
+            dist.all_reduce(x, group=self.group)
+        return x
+
+    def from_rank(self, x: Tensor, source: int) -> Tensor:
+        """`x` of rank `source`; on other ranks a tensor of the same shape, which is overwritten."""
+        with self.answering("sending the last queries"):
+            dist.broadcast(x, group=self.group, group_src=source)
+        return x
+
+    def exchange(
+        self, what: str, sends: Iterable[tuple[int, Tensor]], receives: Iterable[tuple[int, Tensor]]
+    ) -> Transfer:
+        """Begin to send tensors to ranks, and to receive others from ranks into contiguous tensors.
+
+        Messages between two ranks arrive in the order in which they are listed. What a rank has for itself is
+        copied.
+        """
+        own: list[Tensor] = []
+        kept: list[Tensor] = []
+        ops: list[dist.P2POp] = []
+        for to, x in sends:
+            if to == self.rank:
+                own.append(x)
+                continue
+            x = x.contiguous()
+            kept.append(x)
+            ops.append(dist.P2POp(dist.isend, x, group=self.group, group_peer=to))
+        for source, x in receives:
+            if source == self.rank:
+                x.copy_(own.pop(0))
+            else:
+                ops.append(dist.P2POp(dist.irecv, x, group=self.group, group_peer=source))
+        with self.answering(what):
+            works = dist.batch_isend_irecv(ops) if ops else []
+        return self._begun(what, works, kept)
+
+    def _begun(self, what: str, works: Sequence[Any], kept: Sequence[Tensor]) -> Transfer:
+        transfer = Transfer(self, what, works, kept)
+        self._under_way.append(transfer)
+        return transfer
+
+    def forget(self, transfer: Transfer) -> None:
+        """Note that someone waits for this transfer."""
+        if transfer in self._under_way:
+            self._under_way.remove(transfer)
+
+    def settle(self) -> None:
+        """Wait for all that is under way when a call fails, so that no message of it meets the next call."""
+        while self._under_way:
+            with suppress(RuntimeError):  # the error of the call says more
+                self._under_way[-1].wait()
+
+    @contextmanager
+    def answering(self, what: str) -> Iterator[None]:
+        """A context in which an error of a collective says which rank waited for what."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {self.rank} of mesh dimension {self.dim!r} got no answer while {what}: another rank has "
+                "raised, died or made another call, and its own error says why"
+            ) from error

@@ -1,0 +1,160 @@
+"""Keys and values travel from rank to rank, and no rank ever holds those of all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import final
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from blocksparse.class_line import declared
+from blocksparse.distributed.alignment import aligned
+from blocksparse.distributed.call import Call, lengths
+from blocksparse.distributed.heads import of_heads, refuse_apart
+from blocksparse.distributed.key_order import for_chunks, probed
+from blocksparse.distributed.last_queries import last_queries
+from blocksparse.distributed.merging import Merged
+from blocksparse.distributed.pieces import Piece, joined, refuse_cuts, split
+from blocksparse.distributed.ranks import Ranks
+from blocksparse.distributed.regions import Choice, regions
+from blocksparse.distributed.sequence_scheme import SequenceScheme
+from blocksparse.executors.attention_output import AttentionOutput
+from blocksparse.executors.executor import Executor
+from blocksparse.permuters.permutation import GlobalPermutation
+from blocksparse.permuters.permuter import Permuter
+from blocksparse.selectors.block_mask import BlockMask, RankedBlockMask
+
+
+@final
+@frozen(eq=False)
+class Ring(SequenceScheme):
+    """Every rank attends with its own queries to the keys and values of one rank after another (Ring Attention).
+
+    Keys and values go round (arXiv 2310.01889), outputs are merged by their lse, and no rank ever holds the values
+    of others than two ranks. A mask of the whole call needs the scores of all keys before any block is chosen. So
+    blocks are chosen first, from the keys of one KV head after another, gathered and dropped: a rank holds the
+    `2 N D` numbers of two heads meanwhile, and keys travel twice.
+
+    It takes the pipelines that `AllGatherKV` takes, if keys stay in place or inside segments (`SegmentKeySort`),
+    if a row's blocks do not depend on one another (no early stop), and if the executor gives an lse. A ring never
+    attends densely. Keys, too, must be cut at multiples of the tokens by which the pipeline chooses.
+
+    Args:
+        attention: a pipeline.
+        mesh: a DeviceMesh.
+        dim: the name of the dimension of the mesh over which sequences are spread.
+        head_tail: as for `AllGatherKV`.
+    """
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        pipeline = self._pipeline
+        for said in declared(pipeline.permuter, Permuter, 0):
+            if not (isinstance(said.value, type) and issubclass(said.value, GlobalPermutation)):
+                raise ValueError(
+                    f"{type(pipeline.permuter).__name__} may give each group of queries an order of its own, and "
+                    "the keys of a ring must stay inside segments: use AllGatherKV or Ulysses"
+                )
+        for said in declared(pipeline.executor, Executor, 1):
+            if said.value is RankedBlockMask:
+                raise ValueError(
+                    f"{type(pipeline.executor).__name__} visits all blocks of a row in one order, and a ring has "
+                    "the keys of one rank at a time: use AllGatherKV or Ulysses"
+                )
+
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
+        pipeline, ranks = self._pipeline, self._ranks
+        queries, keys = lengths(q, k, v, call, ranks, options=f"{type(self).__name__} {self.head_tail}")
+        at = aligned(pipeline, causal=call.causal)
+        refuse_apart(pipeline, split=False)
+        before = sum(keys) - sum(queries) if call.causal else 0
+        if before % at:
+            raise ValueError(
+                f"the queries of a ring must begin at a multiple of {at} tokens, by which this pipeline chooses "
+                f"blocks, and begin after {before} keys"
+            )
+        q_pieces, k_pieces = self._pieces(queries, before, at), self._pieces(keys, 0, at)
+        refuse_cuts(q_pieces, at, "queries")
+        refuse_cuts(k_pieces, at, "keys")
+        choices = self._choices(q, k, q_pieces, k_pieces, keys, at, call)
+        merged = [Merged(part, v.shape[3]) for part in split(q, q_pieces[ranks.rank])]
+        for source, some_k, some_v in _round(ranks, k, v, keys):
+            its = k_pieces[source]
+            for k_piece, piece_k, piece_v in zip(its, split(some_k, its), split(some_v, its), strict=True):
+                for part, choice, result in zip(split(q, q_pieces[ranks.rank]), choices, merged, strict=True):
+                    self._add(part, piece_k, piece_v, k_piece, choice, result, call)
+        out = torch.cat([result.out for result in merged], dim=2).to(v.dtype)
+        return AttentionOutput(out, torch.cat([result.lse for result in merged], dim=2))
+
+    def _add(
+        self, q: Tensor, k: Tensor, v: Tensor, k_piece: Piece, choice: Choice, result: Merged, call: Call
+    ) -> None:
+        """Attend with the queries of a piece to a piece of keys."""
+        executor = self._pipeline.executor
+        for region in regions(choice.piece, k_piece, causal=call.causal):
+            some_q, some_k = region.queries.within(choice.piece), region.keys.within(k_piece)
+            part_q, part_k, part_v = q[:, :, some_q], k[:, :, some_k], v[:, :, some_k]
+            permutation, mask = choice.within(region, part_q, part_k)
+            output = executor(part_q, part_k, part_v, permutation, mask, scale=call.scale)
+            if output.lse is None:
+                raise ValueError(
+                    f"{type(executor).__name__} gives no lse for tensors on {q.device.type}, by which a ring "
+                    "merges outputs: choose another executor"
+                )
+            result.add(some_q, output.out, output.lse)
+
+    def _choices(
+        self,
+        q: Tensor,
+        k: Tensor,
+        q_pieces: Sequence[Sequence[Piece]],
+        k_pieces: Sequence[Sequence[Piece]],
+        keys: Sequence[int],
+        at: int,
+        call: Call,
+    ) -> list[Choice]:
+        """The blocks that each piece of this rank keeps, chosen in one KV head after another."""
+        pipeline, ranks, causal, scale = self._pipeline, self._ranks, call.causal, call.scale
+        (Hq, Hkv), mine = (q.shape[1], k.shape[1]), q_pieces[ranks.rank]
+        group = Hq // Hkv
+        probe = last_queries(q, q_pieces, probed(pipeline.permuter), ranks)
+        chosen: list[list[tuple[GlobalPermutation, BlockMask]]] = [[] for _ in mine]
+        coming = joined(ranks.gathered(k[:, :1], keys), k_pieces)
+        for h in range(Hkv):
+            every_k = coming()
+            if h + 1 < Hkv:
+                coming = joined(ranks.gathered(k[:, h + 1 : h + 2], keys), k_pieces)
+            heads = slice(h * group, (h + 1) * group)
+            stages = of_heads(pipeline, tuple(range(Hq))[heads], Hq)
+            its_probe = None if probe is None else probe[:, heads]
+            permuter = for_chunks(stages.permuter, its_probe, every_k, call)
+            for masks, piece, part in zip(chosen, mine, split(q[:, heads], mine), strict=True):
+                some_k = every_k[:, :, : piece.end] if causal else every_k
+                permutation = permuter(part, some_k, causal=causal, scale=scale)
+                if permutation.k_index is not None and (permutation.segment is None or at % permutation.segment):
+                    raise ValueError(
+                        f"the keys of a ring must stay inside segments, and {type(pipeline.permuter).__name__} "
+                        "does not promise that they do: use AllGatherKV or Ulysses"
+                    )
+                scores = stages.scorer(part, some_k, permutation, causal=causal, scale=scale)
+                masks.append((permutation, stages.selector(scores)))
+        return [Choice.of(piece, masks) for piece, masks in zip(mine, chosen, strict=True)]
+
+
+def _round(ranks: Ranks, k: Tensor, v: Tensor, keys: Sequence[int]) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Each rank, and its keys and values; the first is this rank. Those of the next rank travel meanwhile."""
+    left, right = (ranks.rank - 1) % ranks.size, (ranks.rank + 1) % ranks.size
+    for step in range(ranks.size):
+        source, following = ((ranks.rank - step - i) % ranks.size for i in (0, 1))
+        if step + 1 == ranks.size:
+            yield source, k, v
+            return
+        next_k, next_v = (x.new_empty((*x.shape[:2], keys[following], x.shape[3])) for x in (k, v))
+        transfer = ranks.exchange(
+            "sending keys and values round", [(right, k), (right, v)], [(left, next_k), (left, next_v)]
+        )
+        yield source, k, v
+        transfer.wait()
+        k, v = next_k, next_v

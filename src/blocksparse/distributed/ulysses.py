@@ -1,0 +1,158 @@
+"""Sequence shards become head shards: an all-to-all before and one after attention (DeepSpeed-Ulysses)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import final
+
+import torch
+from attrs import converters, evolve, field, frozen
+from torch import Tensor
+
+from blocksparse.distributed import whole
+from blocksparse.distributed.call import Call, checked, lengths
+from blocksparse.distributed.head_exchange import Arriving, back
+from blocksparse.distributed.heads import of_heads, refuse_apart
+from blocksparse.distributed.ranks import Transfer
+from blocksparse.distributed.scheme import Scheme
+from blocksparse.distributed.shares import shares
+from blocksparse.executors.attention_output import AttentionOutput
+from blocksparse.head_groups import AnyPipeline, Heads
+from blocksparse.per_head import HeadValues, PerHead, at_least_0, per_head
+from blocksparse.pipeline import Pipeline
+from blocksparse.precision import without_autocast
+from blocksparse.validators import a, optional, size
+from blocksparse.validators import whole as a_whole_number
+
+
+@final
+@frozen(eq=False)
+class Ulysses(Scheme):
+    """Every rank attends in some heads to whole sequences (DeepSpeed-Ulysses, arXiv 2309.14509).
+
+    An all-to-all turns the ranks' shards of sequences into whole sequences of a share of the heads; attention runs
+    there unchanged, with any pipeline that chooses in each KV head by itself; another all-to-all turns its output
+    back. Shards are consecutive tokens in the order of ranks, and may be of unequal lengths.
+
+    The ranks must divide the KV heads. If there are more ranks than KV heads, they must be a multiple of them and
+    divide the query heads; a KV head is then copied to each rank that has some of its query heads.
+
+        Ulysses(pbs_attn(0.9), init_device_mesh("cuda", (8,), mesh_dim_names=("heads",)), "heads")
+
+    Args:
+        attention: a pipeline; or another scheme along another dimension, whose shards are then split.
+        mesh: a DeviceMesh.
+        dim: the name of the dimension of the mesh over which heads are spread.
+        density: the density of each query head, as `measured` gives it, by which heads are spread so that ranks
+            have equally many heads and much the same work. Equal densities if None. All ranks must give the same.
+        parts: in how many parts a rank attends to its KV heads, one after another, so that the heads of the next
+            part travel meanwhile, and so do outputs; at most as many as it has KV heads.
+    """
+
+    density: PerHead | None = field(
+        default=None, converter=converters.optional(per_head), validator=optional(at_least_0), kw_only=True
+    )
+    parts: int = field(default=2, converter=a_whole_number, validator=size, kw_only=True)
+    _of_heads: dict[tuple[Heads, int], AnyPipeline | Scheme] = field(init=False, repr=False, factory=dict)
+
+    def __attrs_post_init__(self) -> None:
+        a(Pipeline, Scheme).check(attention=self.attention)
+        inner = self.attention
+        if isinstance(inner, Scheme) and (inner.mesh, inner.dim) == (self.mesh, self.dim):
+            raise ValueError(f"'attention' must go along another dimension of the mesh than {self.dim!r}")
+
+    def measured(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None
+    ) -> Tensor:
+        """Make the call, and return the density of every query head, `[Hq]` float64, the same on every rank.
+
+        Densities of heads differ a lot, and are much alike from call to call: `attrs.evolve(ulysses, density=...)`
+        spreads heads by them.
+
+        Raises:
+            ValueError: `attention` is another scheme, of which a rank sees some rows only.
+        """
+        q, k, v, scale = checked(q, k, v, causal=causal, scale=scale, ranks=self._ranks)
+        if isinstance(self.attention, Scheme):
+            raise ValueError("densities are measured for whole sequences: give a Ulysses around a pipeline")
+        density = torch.zeros(q.shape[1], dtype=torch.float64, device=q.device)
+
+        def note(heads: Heads, output: AttentionOutput) -> None:
+            if output.visited is not None:
+                its = output.visited.density().mean(0)
+                density[list(heads)] = its.repeat_interleave(len(heads) // len(its))
+
+        with without_autocast(q):
+            self.run(q, k, v, Call(causal, scale, True, q.shape[1], k.shape[1], note))
+        return self._ranks.summed(density)
+
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
+        ranks, Hq, Hkv = self._ranks, q.shape[1], k.shape[1]
+        queries, keys = lengths(q, k, v, call, ranks, options=f"Ulysses {self.parts} {self.density!r}")
+        parts = shares(Hq, Hkv, ranks.size, self._loads(Hq), self.parts)
+        if ranks.size > 1:
+            refuse_apart(_innermost(self.attention), split=ranks.size > Hkv)
+        out = q.new_empty((*q.shape[:3], v.shape[3]))
+        lse = q.new_empty(q.shape[:3], dtype=torch.float32) if call.with_lse else None
+        begin = partial(Arriving.of, ranks, q, k, v, queries, keys)
+        leaving: list[Transfer] = []
+        coming = begin(parts[0])
+        for i, part in enumerate(parts):
+            here, heads = coming, part[ranks.rank].queries
+            if i + 1 < len(parts):
+                coming = begin(parts[i + 1])
+            output = self._attend_in(heads, Hq, here, call)
+            if call.note is not None:
+                call.note(heads, output)
+            _wait(leaving)  # outputs of the part before, which have travelled meanwhile: their memory is free now
+            leaving = [back(ranks, part, queries, output.out, out)]
+            if lse is not None and output.lse is not None:
+                leaving.append(back(ranks, part, queries, output.lse.to(lse.dtype), lse))
+            del here, output
+        _wait(leaving)
+        return AttentionOutput(out, lse)
+
+    def _attend_in(self, heads: Heads, Hq: int, here: Arriving, call: Call) -> AttentionOutput:
+        """Attention to whole sequences, or to those of the inner scheme's shard, in the heads that arrive."""
+        if (heads, Hq) not in self._of_heads:
+            self._of_heads[heads, Hq] = _for(self.attention, heads, Hq)
+        attention = self._of_heads[heads, Hq]
+        here.wait()
+        if isinstance(attention, Scheme):
+            return attention.run(here.q, here.k, here.waited_v(), call)
+        M, N, Dv = here.q.shape[2], here.k.shape[2], here.v.shape[3]
+        dense = whole.is_dense(attention, here.q, here.k, Dv, call, M=M, N=N)
+        return whole.attend(attention, here.q, here.k, here.waited_v, call, dense=dense)
+
+    def _loads(self, Hq: int) -> list[float]:
+        if not isinstance(self.density, HeadValues):
+            return [1.0] * Hq
+        if len(self.density.values) != Hq:
+            raise ValueError(f"'density' must have one entry per query head ({Hq}): {len(self.density.values)}")
+        loads: list[float] = self.density.values.tolist()
+        return loads
+
+    def shard(self, x: Tensor, dim: int = 2, *, before: int = 0, causal: bool = True) -> Tensor:
+        if isinstance(self.attention, Scheme):
+            x = self.attention.shard(x, dim, before=before, causal=causal)
+        if x.shape[dim] < self._ranks.size:
+            raise ValueError(f"{x.shape[dim]} tokens are too few for {self._ranks.size} ranks")
+        return x.tensor_split(self._ranks.size, dim)[self._ranks.rank]
+
+
+def _wait(transfers: Sequence[Transfer]) -> None:
+    for transfer in transfers:
+        transfer.wait()
+
+
+def _for(attention: AnyPipeline | Scheme, heads: Heads, of: int) -> AnyPipeline | Scheme:
+    """`attention` for some query heads."""
+    if isinstance(attention, Scheme):
+        return evolve(attention, attention=_for(attention.attention, heads, of))
+    return of_heads(attention, heads, of)
+
+
+def _innermost(attention: AnyPipeline | Scheme) -> AnyPipeline:
+    """The pipeline inside all schemes."""
+    return _innermost(attention.attention) if isinstance(attention, Scheme) else attention

@@ -1,0 +1,63 @@
+"""Attention of whole sequences, or of a chunk of their queries, on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from blocksparse.distributed.call import Call
+from blocksparse.executors.attention_output import AttentionOutput
+from blocksparse.executors.dense_attention import dense_attention
+from blocksparse.head_groups import AnyPipeline
+from blocksparse.permuters.permuter import Permuter
+
+Later = Callable[[], Tensor]
+"""Waits for a tensor that is on its way, and returns it."""
+
+
+def is_dense(pipeline: AnyPipeline, q: Tensor, k: Tensor, Dv: int, call: Call, *, M: int, N: int) -> bool:
+    """Whether the executor would have the whole call, of `M` queries and `N` keys in all heads, attend densely."""
+    if call.with_lse:
+        return False
+    B, D = q.shape[0], q.shape[3]
+    # Shapes, dtype and device are all that an executor may ask for, so these tensors take no memory.
+    shapes = (B, call.Hq, M, D), (B, call.Hkv, N, D), (B, call.Hkv, N, Dv)
+    whole = (x.new_empty(()).expand(shape) for x, shape in zip((q, k, k), shapes, strict=True))
+    return pipeline.executor.dense_because(*whole, causal=call.causal) is not None
+
+
+def attend(
+    pipeline: AnyPipeline,
+    q: Tensor,
+    k: Tensor,
+    v: Later,
+    call: Call,
+    *,
+    dense: bool,
+    permuter: Permuter[Any] | None = None,
+) -> AttentionOutput:
+    """Attention of `q` `[B, Hq, M, D]`, the last queries of a causal call, to `k` `[B, Hkv, N, D]`.
+
+    Blocks are chosen before `v` is waited for. The output says which blocks were visited, unless it is dense.
+
+    Args:
+        permuter: what orders tokens instead of the pipeline's own permuter.
+
+    Raises:
+        ValueError: the call is for an lse, and the executor gives none.
+    """
+    causal, scale = call.causal, call.scale
+    if dense:
+        return AttentionOutput(dense_attention(q, k, v(), causal=causal, scale=scale), None)
+    permutation = (permuter or pipeline.permuter)(q, k, causal=causal, scale=scale)
+    permutation.check_fits(q, k, causal=causal)
+    mask = pipeline.selector(pipeline.scorer(q, k, permutation, causal=causal, scale=scale))
+    output: AttentionOutput = pipeline.executor(q, k, v(), permutation, mask, scale=scale)
+    if call.with_lse and output.lse is None:
+        raise ValueError(
+            f"{type(pipeline.executor).__name__} gives no lse for tensors on {q.device.type}: call without it, or "
+            "choose another executor"
+        )
+    return AttentionOutput(output.out, output.lse, output.visited or mask)

@@ -1,0 +1,210 @@
+"""What every rank of two or of four processes does, by name; a case raises where a scheme is not one process."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import attrs
+import torch
+from benchmarks.distributed import SCHEMES as BENCHMARKED
+from benchmarks.distributed import Here, Shape, at_length
+from benchmarks.distributed_report import table
+from torch.distributed.device_mesh import DeviceMesh
+
+import blocksparse as bs
+from blocksparse.distributed import AllGatherKV, Ring, Ulysses
+from blocksparse.distributed.scheme import Scheme
+from blocksparse.head_groups import AnyPipeline
+from blocksparse.testing import make_qkv
+from tests.distributed.watched import compare
+
+Case = Callable[[DeviceMesh], None]
+Make = Callable[[AnyPipeline, DeviceMesh], Scheme]
+
+PBS: AnyPipeline = bs.pbs_attn(0.7, block=16, S=32)
+PER_HEAD: AnyPipeline = bs.mean_pooling([0.4, 0.9, 0.6, 0.7], block=16)
+BFLA: AnyPipeline = bs.Pipeline(
+    bs.Identity(),
+    bs.FlattenMaxPoolScorer(32, 8),
+    bs.Refined(bs.SharedByGroup(bs.TopCdf(0.5)), 2) | bs.OnTiles(bs.Band(8) | bs.Stride(3), 2),
+    bs.CpuExecutor(),
+)
+DRAWN: AnyPipeline = bs.Pipeline(
+    bs.Identity(), bs.PrefixOrderScorer(16), bs.TopCdf(0.3) | (bs.Random(0.2) | bs.Stride(5)), bs.CpuExecutor()
+)
+QUERIES_SORTED: AnyPipeline = bs.Pipeline(
+    bs.SegmentQuerySort(32, block=16, keys=bs.SegmentKeySort(32, probe=70)),
+    bs.MeanPoolScorer(16),
+    bs.TopK(share=0.4) & bs.TopCdf(0.9),
+    bs.CpuExecutor(),
+)
+STOPS_EARLY: AnyPipeline = bs.s2o(0.1, S=32, block=16)
+NOT_CAUSAL: AnyPipeline = bs.sparge(0.6, block=16, k_block=16)
+
+
+def ulysses(pipeline: AnyPipeline, mesh: DeviceMesh, **options: Any) -> Scheme:
+    return Ulysses(pipeline, mesh, "ranks", **options)
+
+
+def gathered(pipeline: AnyPipeline, mesh: DeviceMesh, **options: Any) -> Scheme:
+    return AllGatherKV(pipeline, mesh, "ranks", **options)
+
+
+def ring(pipeline: AnyPipeline, mesh: DeviceMesh, **options: Any) -> Scheme:
+    return Ring(pipeline, mesh, "ranks", **options)
+
+
+def equal(make: Make, pipeline: AnyPipeline, *, causal: bool = True, **sizes: Any) -> Case:
+    """A case: the scheme is one process on these inputs."""
+
+    def case(mesh: DeviceMesh) -> None:
+        compare(lambda watched: make(watched, mesh), pipeline, make_qkv(**sizes), causal=causal)
+
+    return case
+
+
+def measured(mesh: DeviceMesh) -> None:
+    """Densities measured on ranks are those of one process, and heads spread by them give the same output."""
+    q, k, v = make_qkv(Hq=8, Hkv=4)
+    pipeline = bs.mean_pooling([0.2, 0.3, 0.9, 0.95, 0.3, 0.3, 0.9, 0.8], block=16)
+    plain = Ulysses(pipeline, mesh, "ranks")
+    local = [plain.shard(x) for x in (q, k, v)]
+    density = plain.measured(*local)
+    assert torch.equal(density, pipeline.trace(q, k, v).density()[0])
+    balanced = attrs.evolve(plain, density=density)
+    torch.testing.assert_close(balanced(*local), plain(*local))
+    compare(lambda watched: Ulysses(watched, mesh, "ranks", density=density), pipeline, (q, k, v))
+
+
+def unequal_shards(mesh: DeviceMesh) -> None:
+    """Ranks may have any numbers of tokens, in memory as models have them, and a negative scale."""
+    rank, (q, k, v) = mesh.get_local_rank("ranks"), make_qkv(N=160, M=100, B=2)
+    queries, keys = ([slice(0, 33), slice(0, 128)], [slice(33, 100), slice(128, 160)])[rank]
+    q, want = q.transpose(1, 2).contiguous().transpose(1, 2), PBS(q, k, v, scale=-0.2)
+    for scheme in (Ulysses(PBS, mesh, "ranks"), AllGatherKV(bs.mean_pooling(block=1), mesh, "ranks")):
+        want = scheme.attention(q, k, v, scale=-0.2)
+        got = scheme(q[:, :, queries], k[:, :, keys], v[:, :, keys], scale=-0.2)
+        torch.testing.assert_close(got, want[:, :, queries])
+    ends = slice(0, 64) if rank == 0 else slice(64, 160)
+    got = Ring(PBS, mesh, "ranks")(k[:, :, ends], k[:, :, ends], v[:, :, ends])
+    torch.testing.assert_close(got, PBS(k, k, v)[:, :, ends])
+
+
+@attrs.frozen(eq=False)
+class Dense(bs.Executor[bs.GlobalPermutation, bs.BlockMask]):
+    """Like `AutoExecutor` on a GPU: dense where there is little work, by the sizes of the whole call."""
+
+    least: int
+
+    def unsupported(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: bs.BlockMask) -> list[str]:
+        return []
+
+    def dense_because(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> str | None:
+        return "there is little work" if q.shape[1] * q.shape[2] * k.shape[2] < self.least else None
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        permutation: bs.GlobalPermutation,
+        mask: bs.BlockMask,
+        *,
+        scale: float,
+    ) -> bs.AttentionOutput:
+        return bs.CpuExecutor()(q, k, v, permutation, mask, scale=scale)
+
+
+def decided_as_a_whole(mesh: DeviceMesh) -> None:
+    """Whether a call is dense follows from all of its heads and tokens, not from those of a rank."""
+    q, k, v = make_qkv(N=128)
+    work = 4 * 128 * 128
+    for least in (work, work + 1):
+        pipeline = attrs.evolve(PBS, executor=Dense(least))
+        want = pipeline(q, k, v)
+        assert torch.equal(want, PBS(q, k, v)) == (least == work)
+        for scheme in (Ulysses(pipeline, mesh, "ranks"), AllGatherKV(pipeline, mesh, "ranks", head_tail=True)):
+            part = [scheme.shard(x) for x in (q, k, v)]
+            torch.testing.assert_close(scheme(*part), scheme.shard(want))
+            torch.testing.assert_close(scheme.with_lse(*part).out, scheme.shard(PBS(q, k, v)))
+
+
+def compiled(mesh: DeviceMesh) -> None:
+    """A call is one node of a graph."""
+    q, k, v = make_qkv(N=128)
+    scheme = Ulysses(PBS, mesh, "ranks")
+    part = [scheme.shard(x) for x in (q, k, v)]
+    graph = torch.compile(lambda q, k, v: scheme(q, k, v) + 1, backend="eager", fullgraph=True)
+    torch.testing.assert_close(graph(*part), scheme(*part) + 1)
+
+
+def benchmarked(mesh: DeviceMesh) -> None:
+    """The benchmark measures every scheme, and tells it as a table."""
+    here = Here(mesh.get_local_rank("ranks"), 2, torch.device("cpu"), mesh)
+    shape = Shape(4, 2, 16, 16, 0.5, torch.float32)
+    rows = at_length(here, shape, 256, 0.8, Namespace(budget=1.0, schemes=BENCHMARKED))
+    if here.rank == 0:
+        assert [row["scheme"] for row in rows] == ["one process", *BENCHMARKED]
+        assert all(row["ms"] > 0 and row["attention_ms"] > 0 for row in rows)
+        assert len(table(rows).strip().splitlines()) == 2 + len(rows)
+
+
+TWO: dict[str, Case] = {
+    "ulysses, ragged": equal(ulysses, PBS, N=201, B=2),
+    "ulysses, last queries": equal(ulysses, bs.flex_prefill(0.7, block=16), M=75),
+    "ulysses, options per head": equal(partial(ulysses, density=[1, 5, 1, 1], parts=1), PER_HEAD, Hkv=4),
+    "ulysses, early stop": equal(partial(ulysses, parts=3), STOPS_EARLY, Hq=12, Hkv=6, N=161),
+    "ulysses, shared masks": equal(ulysses, BFLA, Hq=6, Hkv=2, Dv=32),
+    "ulysses, not causal": equal(ulysses, NOT_CAUSAL, causal=False, M=90, N=130),
+    "ulysses, bfloat16": equal(ulysses, PBS, dtype=torch.bfloat16),
+    "ulysses, float64": equal(ulysses, PBS, dtype=torch.float64),
+    "ulysses, measured densities": measured,
+    "gathered, keys ordered by queries of both ranks": equal(gathered, QUERIES_SORTED, N=129),
+    "gathered, chunk": equal(gathered, PBS, M=75, N=300, B=2),
+    "gathered, head and tail": equal(partial(gathered, head_tail=True), PBS, M=200, N=370),
+    "gathered, early stop": equal(partial(gathered, head_tail=True), STOPS_EARLY, N=201),
+    "gathered, shared masks": equal(gathered, BFLA, Hq=6, Hkv=2, Dv=32),
+    "gathered, random blocks": equal(partial(gathered, head_tail=True), DRAWN, M=150, N=200),
+    "gathered, antidiagonals": equal(gathered, bs.pbs_attn_plus(0.7, stride=4, block=16, S=32), N=201),
+    "gathered, options per head": equal(gathered, PER_HEAD, M=100),
+    "gathered, float64": equal(partial(gathered, head_tail=True), PBS, dtype=torch.float64),
+    "gathered, not causal": equal(gathered, NOT_CAUSAL, causal=False, M=90, N=130),
+    "ring, ragged": equal(ring, PBS, N=201, B=2),
+    "ring, queries sorted": equal(partial(ring, head_tail=True), QUERIES_SORTED, N=201),
+    "ring, chunk": equal(ring, PBS, M=150, N=310),
+    "ring, head and tail of a chunk": equal(partial(ring, head_tail=True), PBS, M=224, N=320),
+    "ring, shared masks": equal(ring, BFLA, Hq=6, Hkv=2, Dv=32),
+    "ring, antidiagonals": equal(ring, bs.xattention(0.7, stride=4, block=16), N=201),
+    "ring, options per head": equal(ring, PER_HEAD, M=104),
+    "ring, bfloat16": equal(ring, PBS, dtype=torch.bfloat16),
+    "ring, not causal": equal(ring, NOT_CAUSAL, causal=False, M=90, N=130),
+    "unequal shards": unequal_shards,
+    "dense or sparse as a whole": decided_as_a_whole,
+    "compiled": compiled,
+    "benchmarked": benchmarked,
+}
+
+
+def both(inner: type[AllGatherKV] | type[Ring]) -> Make:
+    """Heads over one dimension of a mesh, sequences over the other."""
+    return lambda pipeline, mesh: Ulysses(inner(pipeline, mesh, "sequence", head_tail=True), mesh, "heads")
+
+
+FOUR: dict[str, Case] = {
+    "ulysses, replicated keys": equal(ulysses, PER_HEAD, N=201),
+    "ulysses, replicated keys, own orders": equal(
+        partial(ulysses, density=range(1, 9)), bs.pbs_attn(0.7, block=16, S=32, per_query_head=True), Hq=8, Hkv=2
+    ),
+    "gathered, few tokens": equal(gathered, PBS, M=97, N=98 + 32),
+    "gathered, head and tail": equal(partial(gathered, head_tail=True), PBS, N=250, B=2),
+    "ring": equal(partial(ring, head_tail=True), PBS, N=250),
+}
+TWO_BY_TWO: dict[str, Case] = {
+    "heads and gathered sequences": equal(both(AllGatherKV), PBS, N=201, B=2),
+    "heads and gathered chunk": equal(both(AllGatherKV), PBS, M=200, N=370),
+    "heads and gathered sequences, options per head": equal(both(AllGatherKV), PER_HEAD),
+    "heads and ring": equal(both(Ring), PBS, N=201),
+}

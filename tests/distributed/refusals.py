@@ -1,0 +1,226 @@
+"""What is refused, on every rank and in one sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+import blocksparse as bs
+from blocksparse.distributed import AllGatherKV, Ring, Ulysses
+from blocksparse.distributed.scheme import Scheme
+from blocksparse.head_groups import AnyPipeline
+from blocksparse.testing import make_qkv
+from tests.distributed.cases import BFLA, PBS, STOPS_EARLY, Case, Dense
+
+Error = type[Exception]
+POOLED: AnyPipeline = bs.mean_pooling(block=16)
+
+
+def refused(error: Error, words: str, call: Callable[[DeviceMesh], object]) -> Case:
+    """A case: the call is refused with an error that has these words, in one sentence."""
+
+    def case(mesh: DeviceMesh) -> None:
+        with pytest.raises(error, match=words) as caught:
+            call(mesh)
+        assert ". " not in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+    return case
+
+
+def call_of(make: Callable[[DeviceMesh], Scheme], *, causal: bool = True, **sizes: Any) -> Callable[..., object]:
+    """A call with shards of equal length."""
+
+    def call(mesh: DeviceMesh) -> object:
+        rank, size = mesh.get_local_rank("ranks"), mesh.size()
+        q, k, v = (x.tensor_split(size, 2)[rank] for x in make_qkv(**{"N": 128, **sizes}))
+        return make(mesh)(q, k, v, causal=causal)
+
+    return call
+
+
+def gather(pipeline: AnyPipeline, **sizes: Any) -> Callable[..., object]:
+    return call_of(lambda mesh: AllGatherKV(pipeline, mesh, "ranks"), **sizes)
+
+
+def on_rank_1(**changed: Any) -> Case:
+    """A case: rank 1 makes another call than rank 0, and both say so."""
+
+    def case(mesh: DeviceMesh) -> None:
+        rank, arguments = (
+            mesh.get_local_rank("ranks"),
+            {"N": 32, **(changed if mesh.get_local_rank("ranks") else {})},
+        )
+        options = {name: arguments.pop(name) for name in ("causal", "scale") if name in arguments}
+        parts = arguments.pop("parts", 2)
+        with pytest.raises(
+            ValueError, match=r"^the ranks of mesh dimension 'ranks' must make one call with the same"
+        ):
+            Ulysses(POOLED, mesh, "ranks", parts=parts)(*make_qkv(seed=rank, **arguments), **options)
+
+    return case
+
+
+def one_rank_is_refused(mesh: DeviceMesh) -> None:
+    """The rank whose inputs are refused says why, and the other that it has."""
+    rank, (q, k, v) = mesh.get_local_rank("ranks"), make_qkv(N=32)
+    for scheme in (
+        Ulysses(POOLED, mesh, "ranks"),
+        AllGatherKV(POOLED, mesh, "ranks"),
+        Ring(POOLED, mesh, "ranks"),
+    ):
+        if rank == 1:
+            with pytest.raises(ValueError, match="'k' must have the head dim of 'q'"):
+                scheme(q, k[..., :8], v)
+        else:
+            with pytest.raises(RuntimeError, match="rank 1 of mesh dimension 'ranks' refused its inputs"):
+                scheme(q, k, v)
+
+
+def uneven_head_and_tail(mesh: DeviceMesh) -> object:
+    q, k, v = make_qkv(N=80 - 16 * mesh.get_local_rank("ranks"))
+    return AllGatherKV(POOLED, mesh, "ranks", head_tail=True)(q, k, v)
+
+
+def inside_blocks(mesh: DeviceMesh) -> object:
+    q, k, v = make_qkv(N=72)
+    return AllGatherKV(POOLED, mesh, "ranks")(q, k, v)
+
+
+class NoLse(Dense):
+    """An executor without lse."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> bs.AttentionOutput:
+        return dataclasses.replace(super().__call__(*arguments, **options), lse=None)
+
+
+def without_lse(kind: type[Scheme]) -> Callable[[DeviceMesh], object]:
+    def call(mesh: DeviceMesh) -> object:
+        q, k, v = make_qkv(N=64)
+        return kind(attrs.evolve(POOLED, executor=NoLse(0)), mesh, "ranks").with_lse(q, k, v)
+
+    return call
+
+
+@attrs.frozen(eq=False)
+class OwnSelector(bs.Selector[bs.BlockScores, bs.BlockMask]):
+    """A stage of a user."""
+
+    def __call__(self, scores: bs.BlockScores) -> bs.BlockMask:
+        return bs.BlockMask(scores.grid.reachable.expand(scores.values.shape), scores.grid)
+
+
+def pipeline(selector: bs.Selector[Any, Any], scorer: bs.Scorer[Any, Any] | None = None) -> AnyPipeline:
+    return bs.Pipeline(bs.Identity(), scorer or bs.MeanPoolScorer(16), selector, bs.CpuExecutor())
+
+
+REFUSED: dict[str, Case] = {
+    "no such dimension": refused(
+        ValueError, "the mesh has no dimension 'sp'; it has 'ranks'", lambda mesh: Ulysses(PBS, mesh, "sp")
+    ),
+    "a number": refused(TypeError, "'dim' must be the name", lambda mesh: Ring(PBS, mesh, 0)),  # type: ignore[arg-type]
+    "no mesh": refused(TypeError, "'mesh' must be a DeviceMesh", lambda _: Ring(PBS, "cpu", "x")),  # type: ignore[arg-type]
+    "no pipeline": refused(
+        TypeError, "must be a Pipeline", lambda mesh: AllGatherKV(Ring(PBS, mesh, "ranks"), mesh, "ranks")
+    ),
+    "one dimension twice": refused(
+        ValueError, "along another dimension", lambda mesh: Ulysses(Ring(PBS, mesh, "ranks"), mesh, "ranks")
+    ),
+    "three heads": refused(
+        ValueError,
+        "3 query heads and 3 KV heads cannot be spread evenly over 2 ranks",
+        call_of(lambda mesh: Ulysses(PBS, mesh, "ranks"), Hq=3, Hkv=3),
+    ),
+    "split heads with one order": refused(
+        ValueError, "per_query_head=True", call_of(lambda mesh: Ulysses(PBS, mesh, "ranks"), Hkv=1)
+    ),
+    "split heads with one mask": refused(
+        ValueError, "'SharedByGroup' joins", call_of(lambda mesh: Ulysses(BFLA, mesh, "ranks"), Hkv=1)
+    ),
+    "draws by head": refused(
+        ValueError,
+        "'Random' draws by the index",
+        call_of(lambda mesh: Ulysses(pipeline(bs.Random(0.5)), mesh, "ranks")),
+    ),
+    "density of other heads": refused(
+        ValueError,
+        r"'density' must have one entry per query head \(4\): 3",
+        call_of(lambda mesh: Ulysses(PBS, mesh, "ranks", density=[1, 2, 3])),
+    ),
+    "options of other heads": refused(
+        ValueError,
+        r"a per-head value needs one entry per query head \(4\): 2",
+        call_of(lambda mesh: Ulysses(bs.mean_pooling([0.5, 0.6], block=16), mesh, "ranks")),
+    ),
+    "last queries": refused(ValueError, "VerticalSlashScorer is not known to", gather(bs.minference(block=16))),
+    "budget of a head": refused(ValueError, "GlobalTopCdf is not known to", gather(pipeline(bs.GlobalTopCdf()))),
+    "own stage": refused(ValueError, "OwnSelector is not known to", gather(pipeline(OwnSelector()))),
+    "own stage in a union": refused(
+        ValueError, "OwnSelector is not known to", gather(pipeline(bs.TopK(1) | OwnSelector()))
+    ),
+    "share of all keys": refused(
+        ValueError, "'of_all_keys'", gather(pipeline(bs.TopK(share=0.5, of_all_keys=True)))
+    ),
+    "mean of all keys": refused(
+        ValueError,
+        "'smooth_k'",
+        gather(pipeline(bs.TopK(1), bs.SimilarityGatedScorer(bs.MeanPoolScorer(16), 0.5, smooth_k=True))),
+    ),
+    "rows of a chunk": refused(
+        ValueError, "'Stride' with 'released'", gather(pipeline(bs.Stride(3, released=True)))
+    ),
+    "band without positions": refused(
+        ValueError, "'Band' asks where queries stand", gather(pipeline(bs.Band(3)), causal=False)
+    ),
+    "order of a video": refused(
+        ValueError,
+        "HilbertOrder is not known to",
+        gather(bs.sparge(order=bs.HilbertOrder((2, 8, 8)), block=16, k_block=16), causal=False),
+    ),
+    "cut inside a block": refused(
+        ValueError, "shards of queries must begin at multiples of 16 tokens", inside_blocks
+    ),
+    "head and tail of other lengths": refused(
+        ValueError, "head-tail shards must be pieces of one length", uneven_head_and_tail
+    ),
+    "more queries than keys": refused(
+        ValueError, "Nq=130, Nk=128 over all ranks", call_of(lambda mesh: Ulysses(PBS, mesh, "ranks"), M=130)
+    ),
+    "too few tokens": refused(
+        ValueError,
+        "20 tokens are too few for 4 pieces over 2 ranks",
+        lambda mesh: AllGatherKV(POOLED, mesh, "ranks", head_tail=True).shard(torch.arange(20), 0),
+    ),
+    "ring of own orders": refused(
+        ValueError, "an order of its own", lambda mesh: Ring(STOPS_EARLY, mesh, "ranks")
+    ),
+    "ring that stops early": refused(
+        ValueError,
+        "visits all blocks of a row in one order",
+        lambda mesh: Ring(
+            bs.Pipeline(
+                bs.Identity(), bs.MeanPoolScorer(16), bs.Ranked(bs.TopK(2)), bs.GatherExecutor(0.1)
+            ), mesh, "ranks"
+        ),
+    ),
+    "ring of a chunk inside a block": refused(
+        ValueError,
+        "must begin at a multiple of 16 tokens",
+        call_of(lambda mesh: Ring(POOLED, mesh, "ranks"), M=60),
+    ),
+    "ulysses without lse": refused(ValueError, "NoLse gives no lse for tensors on cpu", without_lse(Ulysses)),
+    "gathered without lse": refused(ValueError, "NoLse gives no lse for tensors on cpu", without_lse(AllGatherKV)),
+    "ring without lse": refused(ValueError, "NoLse gives no lse .* by which a ring merges", without_lse(Ring)),
+    "ranks with other sizes": on_rank_1(D=32),
+    "ranks with other scales": on_rank_1(scale=0.5),
+    "ranks with other causality": on_rank_1(causal=False),
+    "ranks with other dtypes": on_rank_1(dtype=torch.float16),
+    "ranks with other options": on_rank_1(parts=1),
+    "one rank is refused": one_rank_is_refused,
+}  # fmt: skip
