@@ -1,7 +1,8 @@
-"""Kept keys gathered row by row, and dense attention over them: the default on a CPU."""
+"""Kept keys gathered for rows of blocks, and dense attention over them: the default on a CPU."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import final
 
 import torch
@@ -10,7 +11,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from blocksparse.executors.attention_output import AttentionOutput
-from blocksparse.executors.block_plan import BlockPlan
 from blocksparse.executors.executor import Executor
 from blocksparse.kernels.attention.flash_on_cpu import flash_on_cpu
 from blocksparse.kernels.common.sizes import FAR
@@ -19,19 +19,19 @@ from blocksparse.permuters.permutation import Permutation
 from blocksparse.selectors.block_mask import BlockMask
 
 _WORKSPACE = 2**20  # numbers that are held at a time, so that they stay in the caches
-_PLACES = 256  # queries of a row whose logits are held at a time
+_PLACES = 256  # queries of neighbouring rows that attend together; and queries whose logits are held at a time
 
 
 @final
 @frozen(eq=False)
 class CpuExecutor(Executor[Permutation, BlockMask]):
-    """Gather the keys that a row of blocks keeps, then attend to them densely, many rows at a time.
+    """Gather the keys that rows of blocks keep, then attend to them densely by PyTorch's flash kernel.
 
-    All queries of a row see the keys that stand before the first of them. To those they attend by one call of
-    PyTorch's flash kernel, without a mask; to their own tokens by another one, or by plain products where some of
-    those are dropped or stand in another order. Nothing is compiled, so the first call takes no longer than the
-    next one. It takes any permutation, dtype and head dim, computes in fp32 or better, and holds the keys of a few
-    rows at a time.
+    A row attends to keys in three parts, which are merged by their lse: to its own tokens, in plain products if
+    some of these are dropped or stand in another order; to blocks before them that neighbouring rows and the other
+    heads of its KV head keep as well, together with these; and to what else it keeps. Nothing is compiled, so the
+    first call takes no longer than the next one. It takes any permutation, dtype and head dim, computes in fp32 or
+    better, and holds the keys of a few rows at a time.
     """
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> list[str]:
@@ -43,144 +43,182 @@ class CpuExecutor(Executor[Permutation, BlockMask]):
         self.check(q, k, v, permutation, mask, hint="Use TritonExecutor() or AutoExecutor() on a GPU.")
         rows = _Rows(mask, permutation.gather_queries(q), k, v)
         rows.attend(scale)
-        grid = mask.grid
-        inside = slice(grid.q_lead, grid.q_lead + grid.q_len)
-        out, lse = (rows.by_head(x)[:, :, inside] for x in (rows.out[..., : v.shape[-1]].to(v.dtype), rows.lse))
+        out, lse = rows.by_head(rows.out[..., : v.shape[-1]].to(v.dtype)), rows.by_head(rows.lse)
         return AttentionOutput(permutation.restore(out), permutation.restore(lse))
 
 
 class _Rows:
-    """The rows of a mask; a row has the query places of all heads that share its mask.
+    """The rows of a mask in stacks: neighbouring rows of all query heads that read the same keys.
 
-    Rows that have equally many keys lie together, so that they are computed together without being moved.
+    There are S stacks of n rows each, and R = S n rows in all. The queries of a stack lie one behind another.
     """
 
     def __init__(self, mask: BlockMask, queries: Tensor, k: Tensor, v: Tensor) -> None:
-        grid, plan, device = mask.grid, BlockPlan.of(mask), queries.device
-        (B, Hm), (Hkv, N) = mask.keep.shape[:2], k.shape[1:3]
-        # Heads that share a mask may still have key orders of their own; then each has rows of its own.
-        copies = max(grid.k_position.shape[1] // Hm, 1)
-        Hm *= copies
-        # A mask of one row, or of one column, has blocks that may be far longer than the prompt.
-        q_block = grid.q_block if grid.rows > 1 else grid.q_lead + grid.q_len
-        k_block = grid.k_block if grid.cols > 1 else grid.slots
-        self.shape = B, Hm, grid.q_heads // Hm, grid.rows, q_block
-        self.full, partial, index = (
-            x.repeat_interleave(copies, 1).flatten(0, 2).int()
-            for x in (plan.full_count, plan.partial_count, plan.index)
-        )  # how many blocks a row keeps, [R] with R = B Hm rows; and which, full ones first, [R, cols]
-        self.kept = self.full + partial
-
-        # The key in every slot of the blocks of all maps, [maps * cols, k_block], -1 where empty.
-        self.k_at = grid.k_position[..., : grid.cols * k_block].unflatten(-1, (-1, k_block)).flatten(0, 3)
-        b, h, row = torch.meshgrid(*(torch.arange(n, device=device) for n in (B, Hm, grid.rows)), indexing="ij")
+        grid = mask.grid
+        B, Hkv, N, D = k.shape
         maps_b, maps_h, maps = grid.k_position.shape[:3]
-        group = 0 * row if grid.group_of_row is None else grid.group_of_row.expand_as(row)
-        map_of = ((b % maps_b * maps_h + h * maps_h // Hm) * maps + group).flatten()
-        self.block = map_of.int().unsqueeze(1) * grid.cols + index  # into `k_at`
-        self.first_key = ((b * Hkv + h * Hkv // Hm) * N).flatten()  # of the head of a row, in `k` and `v`
+        # A mask of one row, or of one column, has blocks that may be far longer than the prompt.
+        self.q_block = grid.q_block if grid.rows > 1 else grid.q_lead + grid.q_len
+        k_block = grid.k_block if grid.cols > 1 else grid.slots
+        heads, high = max(Hkv, maps_h), max(_PLACES // self.q_block, 1) if grid.group_of_row is None else 1
+        stacks = -(-grid.rows // high)
+        self.shape = B, heads, grid.q_heads // heads, stacks, high
+        self.n, after = self.shape[2] * high, stacks * high - grid.rows
+        self.inside = slice(grid.q_lead, grid.q_lead + grid.q_len)
 
-        # The original position of every place, [R, places], -1 where empty, and of the first and the last query of
-        # each row, [R]. When not causal, every query sees as much as one that stands behind all keys.
-        q_at = grid.q_position[..., : grid.rows * q_block].expand(B, grid.q_heads, -1)
-        self.q_at = self.by_row(q_at if grid.causal else torch.full_like(q_at, FAR))
+        # Blocks that all rows of a stack keep and see whole, [S, cols]; what else a row keeps, [R, cols].
+        keep, full = (x.repeat_interleave(grid.q_heads // x.shape[1], 1) for x in (mask.keep, grid.full))
+        common = self.by_row(pad(keep & full, (0, 0, 0, after), value=True)).unflatten(0, (-1, self.n)).all(1)
+        keep, full = (self.by_row(pad(x, (0, 0, 0, after))) for x in (keep, full.expand(keep.shape)))
+        self.common, self.common_count = _lists(common, common)
+        keep &= ~common.repeat_interleave(self.n, 0)
+        self.rest, self.rest_count = _lists(keep, full)  # full blocks first
+        self.full_count = (keep & full).sum(1)
+
+        # The key in every slot of the blocks of all maps, [maps * cols, k_block], -1 where empty; for each stack
+        # its first block there, and the first key of its head in `k` and `v`.
+        self.k_at = grid.k_position[..., : grid.cols * k_block].unflatten(-1, (-1, k_block)).flatten(0, 3)
+        b, h, row = torch.meshgrid(*(torch.arange(n, device=k.device) for n in (B, heads, stacks)), indexing="ij")
+        group = 0 * row if grid.group_of_row is None else grid.group_of_row.expand_as(row)
+        self.first_block = ((b % maps_b * maps_h + h * maps_h // heads) * maps + group).flatten() * grid.cols
+        self.first_key = ((b * Hkv + h * Hkv // heads) * N).flatten()
+
+        # The original position of every place, [R, q_block], -1 where empty, and of the first and the last query
+        # of each row. When not causal, every query sees as much as one that stands behind all keys.
+        q_at = grid.q_position[..., : grid.rows * self.q_block].expand(B, grid.q_heads, -1)
+        if not grid.causal:
+            q_at = torch.full_like(q_at, FAR)
+        self.q_at = self.by_row(pad(q_at, (0, after * self.q_block), value=-1), self.q_block)
         self.first, self.last = self.q_at.where(self.q_at >= 0, FAR).amin(1), self.q_at.amax(1)
 
-        before, own = self._counts()
-        each = self.first[:, None] + torch.arange(q_block, dtype=torch.int32, device=device)
-        in_order = (self.q_at.unflatten(1, (-1, q_block)) == each.unsqueeze(1)).flatten(1).all(1)
-        kinds = torch.stack((before, own, in_order & (own == q_block)), dim=1)
-        self.kinds, kind, self.sizes = kinds.unique(dim=0, return_inverse=True, return_counts=True)
-        self.order = kind.argsort(stable=True)
-
-        if after := grid.rows * q_block - grid.q_lead - grid.q_len or grid.q_lead:
-            queries = pad(queries, (0, 0, grid.q_lead, after))
-        width = max(k.shape[-1], v.shape[-1])  # the flash kernel takes one head dim for all
+        width = max(D, v.shape[-1])  # the flash kernel takes one head dim for all
+        behind = (grid.rows + after) * self.q_block - self.inside.stop
+        if width > D or grid.q_lead or behind:
+            queries = pad(queries, (0, width - D, grid.q_lead, behind))
+        queries = self.by_row(queries, self.q_block)
         self.q, self.k, self.v = (
             (pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x).to(wide_dtype(x))
-            for x in (self.by_row(queries)[self.order], k.flatten(0, 2), v.flatten(0, 2))
-        )  # [R, places, width], and [B Hkv N, width]
+            for x in (queries, k.flatten(0, 2), v.flatten(0, 2))
+        )  # [R, q_block, width], and [B Hkv N, width]
         self.out = torch.zeros_like(self.q)
         self.lse = self.q.new_full(self.q.shape[:2], float("-inf"))
 
-    def by_row(self, x: Tensor) -> Tensor:
-        """`[B, Hq, rows * q_block, ...]` as `[R, places, ...]`."""
-        B, Hm, per, rows, q_block = self.shape
-        x = x.reshape(B, Hm, per, rows, q_block, *x.shape[3:])
-        return x.transpose(2, 3).reshape(B * Hm * rows, per * q_block, *x.shape[5:])
+    def by_row(self, x: Tensor, length: int = 1) -> Tensor:
+        """`[B, Hq, rows * length, ...]` as `[R, length, ...]`, with rows stacked; `[R, ...]` for a length of 1."""
+        B, heads, per, stacks, high = self.shape
+        x = x.reshape(B, heads, per, stacks, high * length, *x.shape[3:]).transpose(2, 3)
+        x = x.reshape(-1, length, *x.shape[5:])
+        return x.squeeze(1) if length == 1 else x
 
     def by_head(self, x: Tensor) -> Tensor:
-        """And back, from the order in which rows lie."""
-        B, Hm, per, rows, q_block = self.shape
-        x = torch.empty_like(x).index_copy_(0, self.order, x)
-        x = x.reshape(B, Hm, rows, per, q_block, *x.shape[2:])
-        return x.transpose(2, 3).reshape(B, Hm * per, rows * q_block, *x.shape[5:])
-
-    def _counts(self) -> tuple[Tensor, Tensor]:
-        """How many kept keys stand before the first query of each row, and how many from there to its last, `[R]`."""
-        partial, k_block = self.kept - self.full, self.k_at.shape[-1]
-        before, own = self.full * k_block, torch.zeros_like(self.full)
-        for blocks in partial.unique().tolist():
-            which = (partial == blocks).nonzero().flatten()
-            for some in which.split(max(_WORKSPACE // (blocks * k_block), 1)) if blocks else ():
-                full, first, last = (x[some, None] for x in (self.full, self.first, self.last))
-                place = full + torch.arange(blocks, device=some.device)
-                at = self.k_at[self.block[some].gather(1, place)].flatten(1)
-                before[some] += ((at >= 0) & (at < first)).sum(1, dtype=torch.int32)
-                own[some] += ((at >= first) & (at <= last)).sum(1, dtype=torch.int32)
-        return before, own
+        """`[R, q_block, ...]` as `[B, Hq, M, ...]`."""
+        B, heads, per, stacks, high = self.shape
+        x = x.view(B, heads, stacks, per, high * self.q_block, *x.shape[2:]).transpose(2, 3)
+        return x.reshape(B, heads * per, stacks * high * self.q_block, *x.shape[5:])[:, :, self.inside]
 
     def attend(self, scale: float) -> None:
-        """Compute `out` and `lse`, some rows of a kind at a time."""
-        end, threads = 0, torch.get_num_threads()
-        for (before, own, in_order), size in zip(self.kinds.tolist(), self.sizes.tolist(), strict=True):
-            begin, end = end, end + size
-            wide = 2 * (before + own) * self.k.shape[-1] + (0 if in_order else own * min(self.q.shape[1], _PLACES))
-            if wide:
-                at_once = _WORKSPACE // wide
-                at_once = at_once // threads * threads or max(at_once, 1)
-                for start in range(begin, end, at_once):
-                    rows = slice(start, min(start + at_once, end))
-                    self.out[rows], self.lse[rows] = self._attention(rows, before, own, bool(in_order), scale)
+        """Compute `out` and `lse`: of the own tokens of rows, of what stacks share, and of what else rows keep."""
+        k_block, width, R = self.k_at.shape[1], self.k.shape[1], len(self.q)
+        in_stack = torch.arange(R, device=self.q.device) // self.n
+        block, key = self.first_block[in_stack], self.first_key[in_stack]  # where each row's begin
+        before, own = self._counts(block)
 
-    def _attention(self, rows: slice, before: int, own: int, in_order: bool, scale: float) -> tuple[Tensor, Tensor]:
-        """`out` and `lse` of some rows of a kind."""
-        some, q = self.order[rows], self.q[rows]
-        first, last, full, kept = (x[some, None, None] for x in (self.first, self.last, self.full, self.kept))
-        place = torch.arange(int(kept.max()), device=some.device).unsqueeze(1)
-        at = self.k_at[self.block[some, : len(place)]]  # [n, blocks, k_block]
-        if before:
-            seen = (place < full) | ((place < kept) & (at >= 0) & (at < first))
-            k, v = self._gathered(some, at[seen].view(-1, before))
-            out, lse = (x.squeeze(1) for x in flash_on_cpu(q.unsqueeze(1), k, v, scale))
-        if not own:
-            return out, lse
-        if in_order:
-            k, v = self._gathered(some, first.squeeze(2) + torch.arange(own, device=some.device))
-            heads = q.unflatten(1, (-1, own))
-            own_out, own_lse = (x.flatten(1, 2) for x in flash_on_cpu(heads, k, v, scale, causal=True))
-        else:
-            at = at[(place >= full) & (place < kept) & (at >= first) & (at <= last)].view(-1, own)
-            own_out, own_lse = _masked_attention(q, *self._gathered(some, at), self.q_at[some], at, scale)
-        if not before:
-            return own_out, own_lse
-        share = torch.sigmoid(lse - own_lse).masked_fill_(own_lse == float("-inf"), 1.0)
-        return torch.lerp(own_out, out, share.unsqueeze(2)), torch.logaddexp(lse, own_lse)
+        each = self.first[:, None] + torch.arange(self.q_block, dtype=torch.int32, device=block.device)
+        in_order = (self.q_at == each).all(1) & (own == self.q_block)
+        for keys, some in _alike(own.where(in_order, 0), 2 * width):
+            at = self.first[some, None] + torch.arange(keys, device=some.device)
+            out, lse = self._flash(self.q.index_select(0, some), key[some], at, scale, causal=True)
+            self.out.index_copy_(0, some, out)
+            self.lse.index_copy_(0, some, lse)
+        for keys, some in _alike(own.where(~in_order, 0), 2 * width + min(self.q_block, _PLACES)):
+            first, last, full, kept = (
+                x[some, None, None] for x in (self.first, self.last, self.full_count, self.rest_count)
+            )
+            place = torch.arange(int(kept.max()), device=some.device).unsqueeze(1)
+            at = self._slots(block[some], self.rest[some, : len(place)])
+            at = at[(place >= full) & (place < kept) & (at >= first) & (at <= last)].view(-1, keys)
+            k, v = self._gathered(key[some], at)
+            self.out[some], self.lse[some] = _masked_attention(self.q[some], k, v, self.q_at[some], at, scale)
 
-    def _gathered(self, some: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values at the positions `at` `[n, keys]` of some rows, `[n, keys, width]` each."""
-        token = (at + self.first_key[some, None]).flatten()
+        q, out, lse = (x.unflatten(0, (-1, self.n)).flatten(1, 2) for x in (self.q, self.out, self.lse))
+        for blocks, some in _alike(self.common_count, 2 * width * k_block):
+            at = self._slots(self.first_block[some], self.common[some, :blocks]).flatten(1)
+            _add(out, lse, some, *self._flash(q.index_select(0, some), self.first_key[some], at, scale))
+
+        for keys, some in _alike(before, 2 * width):
+            first, full, kept = (x[some, None, None] for x in (self.first, self.full_count, self.rest_count))
+            place = torch.arange(int(kept.max()), device=some.device).unsqueeze(1)
+            at = self._slots(block[some], self.rest[some, : len(place)])
+            at = at[(place < full) | ((place < kept) & (at >= 0) & (at < first))].view(-1, keys)
+            _add(self.out, self.lse, some, *self._flash(self.q.index_select(0, some), key[some], at, scale))
+
+    def _counts(self, block: Tensor) -> tuple[Tensor, Tensor]:
+        """How many keys of the rest stand before the first query of each row, and how many of them not, `[R]`.
+
+        Keys after the last query of a row do not count.
+        """
+        partial, k_block = self.rest_count - self.full_count, self.k_at.shape[1]
+        before, own = self.full_count * k_block, torch.zeros_like(partial)
+        for blocks, some in _alike(partial, k_block):
+            full, first, last = (x[some, None] for x in (self.full_count, self.first, self.last))
+            place = full + torch.arange(blocks, device=some.device)
+            at = self._slots(block[some], self.rest[some].gather(1, place)).flatten(1)
+            before[some] += ((at >= 0) & (at < first)).sum(1)
+            own[some] = ((at >= first) & (at <= last)).sum(1)
+        return before, own
+
+    def _flash(self, q: Tensor, first_key: Tensor, at: Tensor, scale: float, **causal: bool) -> tuple[Tensor, Tensor]:
+        """Attention of `q` `[n, M, width]` to the keys at the positions `at` `[n, keys]` of heads, and its lse."""
+        return flash_on_cpu(q, *self._gathered(first_key, at), scale, **causal)
+
+    def _slots(self, first_block: Tensor, blocks: Tensor) -> Tensor:
+        """The keys in the slots of `blocks` `[n, blocks]`, `[n, blocks, k_block]`, -1 where empty."""
+        return self.k_at.index_select(0, (first_block.unsqueeze(1) + blocks).flatten()).unflatten(0, blocks.shape)
+
+    def _gathered(self, first_key: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values at the positions `at` `[n, keys]`, `[n, keys, width]` each."""
+        token = (at + first_key.unsqueeze(1)).flatten()
         k, v = (x.index_select(0, token).unflatten(0, at.shape) for x in (self.k, self.v))
         return k, v
+
+
+def _lists(keep: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+    """The kept columns of each row `[X, cols]`, those of `first` at the front, and how many they are, `[X]`."""
+    return (keep.to(torch.uint8) + (keep & first)).argsort(dim=1, descending=True, stable=True), keep.sum(1)
+
+
+def _alike(counts: Tensor, wide: int) -> Iterator[tuple[int, Tensor]]:
+    """Rows with the same count, other than 0: that count, and which rows, some at a time.
+
+    Args:
+        counts: `[X]`.
+        wide: numbers to hold for each thing that is counted.
+    """
+    threads = torch.get_num_threads()
+    for count in counts.unique().tolist():
+        if count:
+            at_once = _WORKSPACE // (count * wide)
+            at_once = at_once // threads * threads or max(at_once, 1)
+            for some in (counts == count).nonzero().flatten().split(at_once):
+                yield count, some
+
+
+def _add(out: Tensor, lse: Tensor, some: Tensor, more: Tensor, more_lse: Tensor) -> None:
+    """Merge attention of some rows to further keys into `out` `[X, M, D]` and `lse` `[X, M]`."""
+    before = lse[some]
+    share = torch.sigmoid(more_lse - before).masked_fill_(before == float("-inf"), 1.0)
+    lse[some] = torch.logaddexp(before, more_lse)
+    share = share.unsqueeze(2)
+    out.index_copy_(0, some, more.mul_(share).addcmul_(out.index_select(0, some), 1 - share))
 
 
 def _masked_attention(
     q: Tensor, k: Tensor, v: Tensor, q_at: Tensor, k_at: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention of `q` `[n, places, D]` to those of `k` `[n, keys, D]` whose position is at most theirs, and its lse."""
+    """Attention of `q` `[n, M, D]` to those of `k` `[n, keys, D]` whose position is at most its own, and its lse."""
     parts = []
     for some, their_at in zip(q.split(_PLACES, 1), q_at.split(_PLACES, 1), strict=True):
-        logits = products(some.unsqueeze(0), k.unsqueeze(0))[0].mul_(scale)  # [n, places, keys]
+        logits = products(some.unsqueeze(0), k.unsqueeze(0))[0].mul_(scale)  # [n, M, keys]
         logits.masked_fill_(k_at.unsqueeze(1) > their_at.unsqueeze(2), float("-inf"))
         peak = logits.amax(-1, keepdim=True)
         weight = logits.softmax(-1)

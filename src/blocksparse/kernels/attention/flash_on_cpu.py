@@ -1,6 +1,6 @@
 """Dense attention with its lse by PyTorch's flash kernel for CPUs.
 
-    out[n, h, i] = sum_j softmax_j(scale * q[n, h, i] . k[n, j]) v[n, j]
+    out[n, i] = sum_j softmax_j(scale * q[n, i] . k[n, j]) v[n, j]
 
 over all keys `j`, or when causal over those up to `i`. The kernel holds a few logits at a time and needs no compiler. As
 with `products`, the result depends on the inputs alone: neither on autocast nor on what the process lets torch round fp32
@@ -16,22 +16,19 @@ from blocksparse.kernels.multiplying.products import rounds_fp32
 from blocksparse.precision import without_autocast
 
 
-def flash_on_cpu(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool = False
-) -> tuple[Tensor, Tensor]:
-    """`out` `[n, h, M, D]` of the dtype of q, and lse `[n, h, M]`.
+def flash_on_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool = False) -> tuple[Tensor, Tensor]:
+    """`out` `[n, M, D]` of the dtype of q, and lse `[n, M]`.
 
     Args:
-        q: `[n, h, M, D]` on a CPU, in fp32 or float64.
+        q: `[n, M, D]` on a CPU, in fp32 or float64.
         k: `[n, N, D]`, at least one key, and M keys when causal.
         v: `[n, N, D]`; the kernel takes one head dim for all three.
     """
     if q.dtype == torch.float32 and rounds_fp32():
         out, lse = flash_on_cpu(q.double(), k.double(), v.double(), scale, causal=causal)
         return out.float(), lse.float()
-    k, v = (x.unsqueeze(1).expand(-1, q.shape[1], -1, -1) for x in (k, v))
     with without_autocast(q):
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, is_causal=causal, scale=scale
+            q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), is_causal=causal, scale=scale
         )
-    return out, lse
+    return out.squeeze(1), lse.squeeze(1)
