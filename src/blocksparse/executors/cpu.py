@@ -43,7 +43,7 @@ class CpuExecutor(Executor[Permutation, BlockMask]):
         self.check(q, k, v, permutation, mask, hint="Use TritonExecutor() or AutoExecutor() on a GPU.")
         rows = _Rows(mask, permutation.gather_queries(q), k, v)
         rows.attend(scale)
-        out, lse = rows.by_head(rows.out[..., : v.shape[-1]].to(v.dtype)), rows.by_head(rows.lse)
+        out, lse = rows.by_head(rows.out.to(v.dtype)), rows.by_head(rows.lse)
         return AttentionOutput(permutation.restore(out), permutation.restore(lse))
 
 
@@ -55,7 +55,7 @@ class _Rows:
 
     def __init__(self, mask: BlockMask, queries: Tensor, k: Tensor, v: Tensor) -> None:
         grid = mask.grid
-        B, Hkv, N, D = k.shape
+        B, Hkv, N, _ = k.shape
         maps_b, maps_h, maps = grid.k_position.shape[:3]
         # A mask of one row, or of one column, has blocks that may be far longer than the prompt.
         self.q_block = grid.q_block if grid.rows > 1 else grid.q_lead + grid.q_len
@@ -91,16 +91,12 @@ class _Rows:
         self.q_at = self.by_row(pad(q_at, (0, after * self.q_block), value=-1), self.q_block)
         self.first, self.last = self.q_at.where(self.q_at >= 0, FAR).amin(1), self.q_at.amax(1)
 
-        width = max(D, v.shape[-1])  # the flash kernel takes one head dim for all
         behind = (grid.rows + after) * self.q_block - self.inside.stop
-        if width > D or grid.q_lead or behind:
-            queries = pad(queries, (0, width - D, grid.q_lead, behind))
-        queries = self.by_row(queries, self.q_block)
-        self.q, self.k, self.v = (
-            (pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x).to(wide_dtype(x))
-            for x in (queries, k.flatten(0, 2), v.flatten(0, 2))
-        )  # [R, q_block, width], and [B Hkv N, width]
-        self.out = torch.zeros_like(self.q)
+        if grid.q_lead or behind:
+            queries = pad(queries, (0, 0, grid.q_lead, behind))
+        self.q = self.by_row(queries, self.q_block).to(wide_dtype(k))  # [R, q_block, D]
+        self.k, self.v = (x.flatten(0, 2).to(wide_dtype(k)) for x in (k, v))  # [B Hkv N, D], [B Hkv N, Dv]
+        self.out = self.q.new_zeros(*self.q.shape[:2], v.shape[-1])
         self.lse = self.q.new_full(self.q.shape[:2], float("-inf"))
 
     def by_row(self, x: Tensor, length: int = 1) -> Tensor:
@@ -118,19 +114,19 @@ class _Rows:
 
     def attend(self, scale: float) -> None:
         """Compute `out` and `lse`: of the own tokens of rows, of what stacks share, and of what else rows keep."""
-        k_block, width, R = self.k_at.shape[1], self.k.shape[1], len(self.q)
+        k_block, width, R = self.k_at.shape[1], self.k.shape[1] + self.v.shape[1], len(self.q)
         in_stack = torch.arange(R, device=self.q.device) // self.n
         block, key = self.first_block[in_stack], self.first_key[in_stack]  # where each row's begin
         before, own = self._counts(block)
 
         each = self.first[:, None] + torch.arange(self.q_block, dtype=torch.int32, device=block.device)
         in_order = (self.q_at == each).all(1) & (own == self.q_block)
-        for keys, some in _alike(own.where(in_order, 0), 2 * width):
+        for keys, some in _alike(own.where(in_order, 0), width):
             at = self.first[some, None] + torch.arange(keys, device=some.device)
             out, lse = self._flash(self.q.index_select(0, some), key[some], at, scale, causal=True)
             self.out.index_copy_(0, some, out)
             self.lse.index_copy_(0, some, lse)
-        for keys, some in _alike(own.where(~in_order, 0), 2 * width + min(self.q_block, _PLACES)):
+        for keys, some in _alike(own.where(~in_order, 0), width + min(self.q_block, _PLACES)):
             first, last, full, kept = (
                 x[some, None, None] for x in (self.first, self.last, self.full_count, self.rest_count)
             )
@@ -141,11 +137,11 @@ class _Rows:
             self.out[some], self.lse[some] = _masked_attention(self.q[some], k, v, self.q_at[some], at, scale)
 
         q, out, lse = (x.unflatten(0, (-1, self.n)).flatten(1, 2) for x in (self.q, self.out, self.lse))
-        for blocks, some in _alike(self.common_count, 2 * width * k_block):
+        for blocks, some in _alike(self.common_count, width * k_block):
             at = self._slots(self.first_block[some], self.common[some, :blocks]).flatten(1)
             _add(out, lse, some, *self._flash(q.index_select(0, some), self.first_key[some], at, scale))
 
-        for keys, some in _alike(before, 2 * width):
+        for keys, some in _alike(before, width):
             first, full, kept = (x[some, None, None] for x in (self.first, self.full_count, self.rest_count))
             place = torch.arange(int(kept.max()), device=some.device).unsqueeze(1)
             at = self._slots(block[some], self.rest[some, : len(place)])
@@ -168,15 +164,17 @@ class _Rows:
         return before, own
 
     def _flash(self, q: Tensor, first_key: Tensor, at: Tensor, scale: float, **causal: bool) -> tuple[Tensor, Tensor]:
-        """Attention of `q` `[n, M, width]` to the keys at the positions `at` `[n, keys]` of heads, and its lse."""
-        return flash_on_cpu(q, *self._gathered(first_key, at), scale, **causal)
+        """Attention of `q` `[n, M, D]` to the keys at the positions `at` `[n, keys]` of heads, and its lse."""
+        q, k, v = (x.unsqueeze(1) for x in (q, *self._gathered(first_key, at)))
+        out, lse = flash_on_cpu(q, k, v, scale, **causal)
+        return out.squeeze(1), lse.squeeze(1)
 
     def _slots(self, first_block: Tensor, blocks: Tensor) -> Tensor:
         """The keys in the slots of `blocks` `[n, blocks]`, `[n, blocks, k_block]`, -1 where empty."""
         return self.k_at.index_select(0, (first_block.unsqueeze(1) + blocks).flatten()).unflatten(0, blocks.shape)
 
     def _gathered(self, first_key: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values at the positions `at` `[n, keys]`, `[n, keys, width]` each."""
+        """Keys and values at the positions `at` `[n, keys]`, `[n, keys, D]` and `[n, keys, Dv]`."""
         token = (at + first_key.unsqueeze(1)).flatten()
         k, v = (x.index_select(0, token).unflatten(0, at.shape) for x in (self.k, self.v))
         return k, v
