@@ -18,7 +18,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blocksparse.kernels.attention.flash_on_cpu import flash_on_cpu
 from blocksparse.kernels.common.hardware import is_hopper
 from blocksparse.kernels.common.memory import empty_as
 from blocksparse.kernels.multiplying.products import products
@@ -99,10 +98,10 @@ def gather_attention_reference(
     commit: bool,
     mean: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same in plain torch: a step computes some next blocks of some rows that have not stopped.
+    """The same in plain torch: step `i` computes the `i`-th block of every row that has not stopped.
 
-    Blocks of a step after the one with which a row stops are computed in vain, so steps are short at first. Each
-    step asks which rows still run, so on a GPU it waits for the device.
+    Each step gathers one block of keys and values for every row that still runs. It asks which rows those are after each
+    step, so on a GPU it waits for the device.
     """
     (B, Hq, M, _), (_, Hkv, N, _), Dv = q.shape, k.shape, v.shape[-1]
     rows, dtype, device = index.shape[2], torch.promote_types(q.dtype, torch.float32), q.device
@@ -120,76 +119,75 @@ def gather_attention_reference(
     map_of = (where_b % maps_b * maps_h + where_h * maps_h // Hq) * G + group.long()[row]
     first_key = (where_b * Hkv + where_h * Hkv // Hq) * N
     keys, values = (x.to(dtype).reshape(B * Hkv * N, -1) for x in (k, v))
-    earliest = q_at.where(live, torch.iinfo(torch.int32).max).amin(-1, keepdim=True)  # of the queries of a row
-    order, opened, count, limit = index.flatten(0, 2), opened.flatten(), count.flatten(), tau.to(dtype)[where_h]
 
     result = q.new_zeros((R, q_block, Dv), dtype=dtype)
     lse_of = q.new_full((R, q_block), float("-inf"), dtype=dtype)
     visited = torch.zeros(R, dtype=torch.int32, device=device)
 
-    longest_first = count.argsort(descending=True)[: int((count > 0).sum())]
-    for at in longest_first.split(max(2**21 // (8 * q_block * k_block), 1)):
-        # Of the rows that run, [n, ...] each.
-        queries = q[where_b[at, None], where_h[at, None], query[at]].to(dtype)  # [n, q_block, D]
-        lse, out = queries.new_full(queries.shape[:2], float("-inf")), queries.new_zeros((*queries.shape[:2], Dv))
-        low, i = torch.zeros_like(at), 0
-        while len(at):
-            blocks = torch.arange(i, min(i + max(i // 4, 4), order.shape[1]), device=device)
-            listed = blocks < count[at, None]  # [n, blocks]
-            slots = slots_of[map_of[at, None], order[at, i : i + len(blocks)].long()]  # [n, blocks, k_block]
-            token = (slots.clamp_min(0) + first_key[at, None, None]).flatten()
-            some_keys, some_values = (x.index_select(0, token).unflatten(0, slots.shape) for x in (keys, values))
-            some_queries = queries.unsqueeze(1).expand(-1, len(blocks), -1, -1)
-            there = slots >= 0
-            seen = there & (slots <= earliest[at, None]) if causal else there
-            # Attention to each block alone, [n, blocks, q_block, Dv], and its lse.
-            if q.device.type == "cpu" and bool((seen | ~listed.unsqueeze(2)).all()):
-                each, gain = flash_on_cpu(some_queries, some_keys, some_values, scale)
-            else:
-                logits = products(some_queries, some_keys).mul_(scale)
-                allowed = there.unsqueeze(2)
-                if causal:
-                    allowed = allowed & (slots.unsqueeze(2) <= q_at[at, None, :, None])
-                logits.masked_fill_(~allowed, float("-inf"))
-                # An empty slot reads key 0; its weight is 0, which must not meet an infinite value.
-                some_values.masked_fill_(~there.unsqueeze(3), 0.0)
-                gain = logits.logsumexp(-1)
-                weight = logits.sub_(gain.masked_fill(gain == float("-inf"), 0.0).unsqueeze(3)).exp_()
-                each = products(weight, some_values.mT)
+    # Of the rows that run, [n, ...] each. Softmax sums are relative to `peak`.
+    at = (count.flatten() > 0).nonzero().flatten()
+    peak = q.new_full((len(at), q_block), float("-inf"), dtype=dtype)
+    total, summed = torch.zeros_like(peak), q.new_zeros((len(at), q_block, Dv), dtype=dtype)
+    queries = q[where_b[at, None], where_h[at, None], query[at]].to(dtype)  # [n, q_block, D]
+    low = torch.zeros_like(at)
+    order, opened, count, limit = index.flatten(0, 2), opened.flatten(), count.flatten(), tau.to(dtype)[where_h]
+    earliest = q_at.where(live, torch.iinfo(torch.int32).max).amin(-1, keepdim=True)  # of the queries of a row
 
-            # Logarithms of what was added before each block: sums could underflow beside that of a later block.
-            sums = torch.cat((lse.unsqueeze(1), gain), dim=1).logcumsumexp(1)  # [n, 1 + blocks, q_block]
-            before = sums[:, :-1]
-            share = (gain - before).exp_().masked_fill_(before == float("-inf"), float("inf"))
-            share.masked_fill_(~live[at].unsqueeze(1), 0.0)
-            if mean:
-                satisfied = share.sum(2) < (limit[at] * live[at].sum(-1)).unsqueeze(1)
-            else:
-                satisfied = share.amax(2) < limit[at, None]
-            satisfied &= blocks >= opened[at, None]
+    def finish(which: Tensor, blocks: int) -> None:
+        """Note the result of those rows; they have visited so many blocks."""
+        done, sums = at[which], total[which]
+        result[done] = summed[which] / sums.masked_fill(sums == 0, 1.0).unsqueeze(-1)
+        lse_of[done] = sums.log() + peak[which]
+        visited[done] = blocks
 
-            taken, stopped = listed.sum(1), torch.zeros_like(at, dtype=torch.bool)
-            for j in range(len(blocks)):
-                low = (low + 1).where(satisfied[:, j], 0)
-                stops = (low >= patience) & listed[:, j] & ~stopped
-                taken, stopped = taken.where(~stops, j + commit), stopped | stops
+    for i in range(order.shape[1]):
+        if not len(at):
+            break
+        slots = slots_of[map_of[at], order[at, i].long()]  # [n, k_block]
+        token = (slots.clamp_min(0) + first_key[at, None]).flatten()
+        some_keys, some_values = (x.index_select(0, token).unflatten(0, slots.shape) for x in (keys, values))
+        logits = products(queries.unsqueeze(0), some_keys.unsqueeze(0))[0].mul_(scale)  # [n, q_block, k_block]
+        there = slots >= 0
+        if not bool((there & ((slots <= earliest[at]) if causal else there)).all()):
+            allowed = there.unsqueeze(1)
+            if causal:
+                allowed = allowed & (slots.unsqueeze(1) <= q_at[at].unsqueeze(2))
+            logits.masked_fill_(~allowed, float("-inf"))
+            # An empty slot reads key 0; its weight is 0, which must not meet an infinite value.
+            some_values.masked_fill_(~there.unsqueeze(2), 0.0)
 
-            new_lse = sums.gather(1, taken[:, None, None].expand(-1, 1, q_block))
-            part = (gain - new_lse).exp_().masked_fill_(new_lse == float("-inf"), 0.0)
-            outside = torch.arange(len(blocks), device=device) >= taken.unsqueeze(1)
-            if bool(outside.any()):  # what a row does not visit may be infinite or NaN
-                part.masked_fill_(outside.unsqueeze(2), 0.0)
-                each.masked_fill_(outside[:, :, None, None], 0.0)
-            new_lse = new_lse.squeeze(1)
-            kept = (lse - new_lse).exp_().masked_fill_(lse == float("-inf"), 0.0)
-            out.mul_(kept.unsqueeze(2)).add_(each.mul_(part.unsqueeze(3)).sum(1))
-            lse, i = new_lse, i + len(blocks)
-            ends = stopped | (i >= count[at])
-            if bool(ends.any()):
-                done = at[ends]
-                result[done], lse_of[done] = out[ends], lse[ends]
-                visited[done] = (i - len(blocks) + taken[ends]).int()
-                at, low, lse, out, queries = (x[~ends] for x in (at, low, lse, out, queries))
+        new_peak = torch.maximum(peak, logits.amax(-1))
+        origin = new_peak.masked_fill(new_peak == float("-inf"), 0.0)
+        weight = logits.sub_(origin.unsqueeze(-1)).exp_()
+        rescale = (peak - origin).exp()
+        before, gain = total * rescale, weight.sum(-1)  # relative to one maximum
+
+        share = (gain / before.masked_fill(before == 0, 1.0)).masked_fill(before == 0, float("inf"))
+        share = share.masked_fill(~live[at], 0.0)
+        if mean:
+            satisfied = share.sum(-1) < limit[at] * live[at].sum(-1)
+        else:
+            satisfied = share.amax(-1) < limit[at]
+        low = (low + 1).where(satisfied & (i >= opened[at]), 0)
+        stops = low >= patience
+
+        if not commit and bool(stops.any()):  # the block that ends a row does not count
+            finish(stops, i)
+            runs = ~stops
+            at, low, queries, new_peak, before, gain = (x[runs] for x in (at, low, queries, new_peak, before, gain))
+            rescale, summed, weight, some_values = (x[runs] for x in (rescale, summed, weight, some_values))
+            stops = stops[runs]
+            if not len(at):
+                break
+        peak, total = new_peak, before + gain
+        summed = summed.mul_(rescale.unsqueeze(-1)).add_(
+            products(weight.unsqueeze(0), some_values.mT.unsqueeze(0))[0]
+        )
+        ends = stops | (i + 1 >= count[at])
+        if bool(ends.any()):
+            finish(ends, i + 1)
+            runs = ~ends
+            at, low, queries, peak, total, summed = (x[runs] for x in (at, low, queries, peak, total, summed))
 
     out, lse, _ = _outputs(q, v, index[..., 0])
     out, lse = out.zero_(), lse.fill_(float("-inf"))
