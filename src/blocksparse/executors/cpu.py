@@ -68,8 +68,9 @@ class _Rows:
 
         # Blocks that all rows of a stack keep and see whole, [S, cols]; what else a row keeps, [R, cols].
         keep, full = (x.repeat_interleave(grid.q_heads // x.shape[1], 1) for x in (mask.keep, grid.full))
-        common = self.by_row(pad(keep & full, (0, 0, 0, after), value=True)).unflatten(0, (-1, self.n)).all(1)
-        keep, full = (self.by_row(pad(x, (0, 0, 0, after))) for x in (keep, full.expand(keep.shape)))
+        full = full.expand(keep.shape)
+        common = self.by_row(pad(keep & full, (0, 0, 0, after), value=True), 1).view(-1, self.n, grid.cols).all(1)
+        keep, full = (self.by_row(pad(x, (0, 0, 0, after)), 1).squeeze(1) for x in (keep, full))
         self.common, self.common_count = _lists(common, common)
         keep &= ~common.repeat_interleave(self.n, 0)
         self.rest, self.rest_count = _lists(keep, full)  # full blocks first
@@ -90,6 +91,7 @@ class _Rows:
             q_at = torch.full_like(q_at, FAR)
         self.q_at = self.by_row(pad(q_at, (0, after * self.q_block), value=-1), self.q_block)
         self.first, self.last = self.q_at.where(self.q_at >= 0, FAR).amin(1), self.q_at.amax(1)
+        self.first += self.first == self.last  # all keys that a lone query sees stand "before" it
 
         behind = (grid.rows + after) * self.q_block - self.inside.stop
         if grid.q_lead or behind:
@@ -99,18 +101,18 @@ class _Rows:
         self.out = self.q.new_zeros(*self.q.shape[:2], v.shape[-1])
         self.lse = self.q.new_full(self.q.shape[:2], float("-inf"))
 
-    def by_row(self, x: Tensor, length: int = 1) -> Tensor:
-        """`[B, Hq, rows * length, ...]` as `[R, length, ...]`, with rows stacked; `[R, ...]` for a length of 1."""
+    def by_row(self, x: Tensor, length: int) -> Tensor:
+        """`[B, Hq, rows * length, ...]` as `[R, length, ...]`, with rows stacked."""
         B, heads, per, stacks, high = self.shape
         x = x.reshape(B, heads, per, stacks, high * length, *x.shape[3:]).transpose(2, 3)
-        x = x.reshape(-1, length, *x.shape[5:])
-        return x.squeeze(1) if length == 1 else x
+        return x.reshape(-1, length, *x.shape[5:])
 
     def by_head(self, x: Tensor) -> Tensor:
         """`[R, q_block, ...]` as `[B, Hq, M, ...]`."""
         B, heads, per, stacks, high = self.shape
         x = x.view(B, heads, stacks, per, high * self.q_block, *x.shape[2:]).transpose(2, 3)
-        return x.reshape(B, heads * per, stacks * high * self.q_block, *x.shape[5:])[:, :, self.inside]
+        x = x.reshape(B, heads * per, stacks * high * self.q_block, *x.shape[5:])
+        return x[:, :, self.inside]
 
     def attend(self, scale: float) -> None:
         """Compute `out` and `lse`: of the own tokens of rows, of what stacks share, and of what else rows keep."""
@@ -163,7 +165,9 @@ class _Rows:
             own[some] = ((at >= first) & (at <= last)).sum(1)
         return before, own
 
-    def _flash(self, q: Tensor, first_key: Tensor, at: Tensor, scale: float, **causal: bool) -> tuple[Tensor, Tensor]:
+    def _flash(
+        self, q: Tensor, first_key: Tensor, at: Tensor, scale: float, **causal: bool
+    ) -> tuple[Tensor, Tensor]:
         """Attention of `q` `[n, M, D]` to the keys at the positions `at` `[n, keys]` of heads, and its lse."""
         q, k, v = (x.unsqueeze(1) for x in (q, *self._gathered(first_key, at)))
         out, lse = flash_on_cpu(q, k, v, scale, **causal)
@@ -171,12 +175,14 @@ class _Rows:
 
     def _slots(self, first_block: Tensor, blocks: Tensor) -> Tensor:
         """The keys in the slots of `blocks` `[n, blocks]`, `[n, blocks, k_block]`, -1 where empty."""
-        return self.k_at.index_select(0, (first_block.unsqueeze(1) + blocks).flatten()).unflatten(0, blocks.shape)
+        block = (first_block.unsqueeze(1) + blocks).flatten()
+        at: Tensor = self.k_at.index_select(0, block).view(*blocks.shape, -1)
+        return at
 
     def _gathered(self, first_key: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values at the positions `at` `[n, keys]`, `[n, keys, D]` and `[n, keys, Dv]`."""
         token = (at + first_key.unsqueeze(1)).flatten()
-        k, v = (x.index_select(0, token).unflatten(0, at.shape) for x in (self.k, self.v))
+        k, v = (x.index_select(0, token).view(*at.shape, -1) for x in (self.k, self.v))
         return k, v
 
 
@@ -213,7 +219,7 @@ def _add(out: Tensor, lse: Tensor, some: Tensor, more: Tensor, more_lse: Tensor)
 def _masked_attention(
     q: Tensor, k: Tensor, v: Tensor, q_at: Tensor, k_at: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention of `q` `[n, M, D]` to those of `k` `[n, keys, D]` whose position is at most its own, and its lse."""
+    """Attention of `q` `[n, M, D]` to the keys of `k` `[n, keys, D]` at or before their positions, and its lse."""
     parts = []
     for some, their_at in zip(q.split(_PLACES, 1), q_at.split(_PLACES, 1), strict=True):
         logits = products(some.unsqueeze(0), k.unsqueeze(0))[0].mul_(scale)  # [n, M, keys]

@@ -174,7 +174,9 @@ def gather_attention_reference(
         if not commit and bool(stops.any()):  # the block that ends a row does not count
             finish(stops, i)
             runs = ~stops
-            at, low, queries, new_peak, before, gain = (x[runs] for x in (at, low, queries, new_peak, before, gain))
+            at, low, queries, new_peak, before, gain = (
+                x[runs] for x in (at, low, queries, new_peak, before, gain)
+            )
             rescale, summed, weight, some_values = (x[runs] for x in (rescale, summed, weight, some_values))
             stops = stops[runs]
             if not len(at):

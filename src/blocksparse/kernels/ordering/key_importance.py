@@ -40,7 +40,7 @@ def key_importance_reference(
     q: Tensor, k: Tensor, probe: int, seen: int, causal: bool, scale: float, per_query_head: bool
 ) -> Tensor:
     """The same in plain torch, one KV head after another: fewer numbers are held at a time."""
-    (B, Hkv, N, _), P = k.shape, min(probe, q.shape[2])
+    Hkv, N, P = k.shape[1], k.shape[2], min(probe, q.shape[2])
     later = torch.ones(P, P, dtype=torch.bool, device=k.device).triu(1)  # the last keys, behind their query
     weights = []
     for queries, keys in zip(q[:, :, -P:].chunk(Hkv, 1), k.unbind(1), strict=True):
