@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import final
 
-from attrs import frozen
+from attrs import field, frozen
 from torch import Tensor
 
+from blocksparse.executors.logits import Logits
 from blocksparse.selectors.block_mask import BlockMask
 
 
@@ -23,3 +24,4 @@ class AttentionOutput:
     visited: BlockMask | None = (
         None  # the blocks that were computed, if an early stop or dense attention made them differ from the mask
     )
+    logits: Logits = field(factory=Logits)  # what the executor did to logits, so that a trace measures alike

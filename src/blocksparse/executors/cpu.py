@@ -6,17 +6,19 @@ from collections.abc import Iterator
 from typing import final
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 from torch import Tensor
 from torch.nn.functional import pad
 
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.executor import Executor
+from blocksparse.executors.logits import Logits
 from blocksparse.kernels.attention.flash_on_cpu import flash_on_cpu
 from blocksparse.kernels.common.sizes import FAR
 from blocksparse.kernels.multiplying.products import products, wide_dtype
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.selectors.block_mask import BlockMask
+from blocksparse.validators import a
 
 _WORKSPACE = 2**20  # numbers that are held at a time, so that they stay in the caches
 _PLACES = 256  # queries of neighbouring rows that attend together; and queries whose logits are held at a time
@@ -32,19 +34,26 @@ class CpuExecutor(Executor[Permutation, BlockMask]):
     heads of its KV head keep as well, together with these; and to what else it keeps. Nothing is compiled, so the
     first call takes no longer than the next one. It takes any permutation, dtype and head dim, computes in fp32 or
     better, and holds the keys of a few rows at a time.
+
+    Args:
+        logits: what the layer does to logits and their softmax, exactly; nothing by default. The flash kernel
+            knows no softcap, so that with one all products are plain, which takes longer.
     """
 
+    logits: Logits = field(default=Logits(), validator=a(Logits), kw_only=True)
+
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> list[str]:
-        return [] if q.device.type == "cpu" else [f"it runs on a CPU, and these tensors are on {q.device.type}"]
+        elsewhere = [f"it runs on a CPU, and these tensors are on {q.device.type}"] * (q.device.type != "cpu")
+        return elsewhere + self.logits.unsupported(q)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, permutation: Permutation, mask: BlockMask, *, scale: float
     ) -> AttentionOutput:
         self.check(q, k, v, permutation, mask, hint="Use TritonExecutor() or AutoExecutor() on a GPU.")
-        rows = _Rows(mask, permutation.gather_queries(q), k, v)
+        rows = _Rows(mask, permutation.gather_queries(q), k, v, self.logits)
         rows.attend(scale)
-        out, lse = rows.by_head(rows.out.to(v.dtype)), rows.by_head(rows.lse)
-        return AttentionOutput(permutation.restore(out), permutation.restore(lse))
+        out, lse = self.logits.with_sinks(rows.by_head(rows.out), rows.by_head(rows.lse))
+        return AttentionOutput(permutation.restore(out.to(v.dtype)), permutation.restore(lse), logits=self.logits)
 
 
 class _Rows:
@@ -53,8 +62,8 @@ class _Rows:
     There are S stacks of n rows each, and R = S n rows in all. The queries of a stack lie one behind another.
     """
 
-    def __init__(self, mask: BlockMask, queries: Tensor, k: Tensor, v: Tensor) -> None:
-        grid = mask.grid
+    def __init__(self, mask: BlockMask, queries: Tensor, k: Tensor, v: Tensor, logits: Logits) -> None:
+        grid, self.logits = mask.grid, logits
         B, Hkv, N, _ = k.shape
         maps_b, maps_h, maps = grid.k_position.shape[:3]
         # A mask of one row, or of one column, has blocks that may be far longer than the prompt.
@@ -122,7 +131,7 @@ class _Rows:
         before, own = self._counts(block)
 
         each = self.first[:, None] + torch.arange(self.q_block, dtype=torch.int32, device=block.device)
-        in_order = (self.q_at == each).all(1) & (own == self.q_block)
+        in_order = (self.q_at == each).all(1) & (own == self.q_block) & (self.logits.softcap is None)
         for keys, some in _alike(own.where(in_order, 0), width):
             at = self.first[some, None] + torch.arange(keys, device=some.device)
             out, lse = self._flash(self.q.index_select(0, some), key[some], at, scale, causal=True)
@@ -136,7 +145,8 @@ class _Rows:
             at = self._slots(block[some], self.rest[some, : len(place)])
             at = at[(place >= full) & (place < kept) & (at >= first) & (at <= last)].view(-1, keys)
             k, v = self._gathered(key[some], at)
-            self.out[some], self.lse[some] = _masked_attention(self.q[some], k, v, self.q_at[some], at, scale)
+            later = at.unsqueeze(1) > self.q_at[some].unsqueeze(2)
+            self.out[some], self.lse[some] = _plain(self.q[some], k, v, later, scale, self.logits)
 
         q, out, lse = (x.unflatten(0, (-1, self.n)).flatten(1, 2) for x in (self.q, self.out, self.lse))
         for blocks, some in _alike(self.common_count, width * k_block):
@@ -169,7 +179,10 @@ class _Rows:
         self, q: Tensor, first_key: Tensor, at: Tensor, scale: float, **causal: bool
     ) -> tuple[Tensor, Tensor]:
         """Attention of `q` `[n, M, D]` to the keys at the positions `at` `[n, keys]` of heads, and its lse."""
-        q, k, v = (x.unsqueeze(1) for x in (q, *self._gathered(first_key, at)))
+        k, v = self._gathered(first_key, at)
+        if self.logits.softcap is not None:
+            return _plain(q, k, v, torch.zeros(1, q.shape[1], 1, dtype=torch.bool), scale, self.logits)
+        q, k, v = (x.unsqueeze(1) for x in (q, k, v))
         out, lse = flash_on_cpu(q, k, v, scale, **causal)
         return out.squeeze(1), lse.squeeze(1)
 
@@ -216,14 +229,12 @@ def _add(out: Tensor, lse: Tensor, some: Tensor, more: Tensor, more_lse: Tensor)
     out.index_copy_(0, some, more.mul_(share).addcmul_(out.index_select(0, some), 1 - share))
 
 
-def _masked_attention(
-    q: Tensor, k: Tensor, v: Tensor, q_at: Tensor, k_at: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Attention of `q` `[n, M, D]` to the keys of `k` `[n, keys, D]` at or before their positions, and its lse."""
+def _plain(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float, capped: Logits) -> tuple[Tensor, Tensor]:
+    """Attention of `q` `[n, M, D]` to `k` `[n, keys, D]` but for hidden pairs `[n|1, M, keys|1]`, and its lse."""
     parts = []
-    for some, their_at in zip(q.split(_PLACES, 1), q_at.split(_PLACES, 1), strict=True):
-        logits = products(some.unsqueeze(0), k.unsqueeze(0))[0].mul_(scale)  # [n, M, keys]
-        logits.masked_fill_(k_at.unsqueeze(1) > their_at.unsqueeze(2), float("-inf"))
+    for some, their_hidden in zip(q.split(_PLACES, 1), hidden.split(_PLACES, 1), strict=True):
+        logits = capped.capped(products(some.unsqueeze(0), k.unsqueeze(0))[0].mul_(scale))  # [n, M, keys]
+        logits.masked_fill_(their_hidden, float("-inf"))
         peak = logits.amax(-1, keepdim=True)
         weight = logits.softmax(-1)
         lse = peak - weight.amax(-1, keepdim=True).log()  # the greatest weight is 1 / sum(exp(logits - peak))
@@ -231,5 +242,5 @@ def _masked_attention(
         weight.masked_fill_(nothing, 0.0)
         lse.masked_fill_(nothing, float("-inf"))
         parts.append((products(weight.unsqueeze(0), v.mT.unsqueeze(0))[0], lse.squeeze(-1)))
-    out, lse = zip(*parts, strict=True)
-    return torch.cat(out, 1), torch.cat(lse, 1)
+    outs, lses = zip(*parts, strict=True)
+    return torch.cat(outs, 1), torch.cat(lses, 1)
