@@ -21,6 +21,8 @@ from blocksparse.executors.compiling import uncompiled_because
 from blocksparse.testing import make_qkv
 from tests.machine import needs_gpu
 
+EXACT = bs.CpuExecutor(), bs.ReferenceExecutor()
+
 
 def test_auto_takes_the_cpu_executor_on_a_cpu() -> None:
     """For any dtype, and without a compiler, so without a word."""
@@ -219,3 +221,34 @@ def test_flex_refuses_what_its_cpu_kernel_computes_wrongly() -> None:
     pipeline = bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(8), bs.TopCdf(0.5), bs.FlexExecutor())
     with pytest.raises(ValueError, match="head dim of 16 with key blocks of 8"):
         pipeline(q, k, v)
+
+
+@pytest.mark.parametrize("width", [8, 24])
+def test_cpu_takes_values_of_another_width_and_one_query(width: int) -> None:
+    q, k, v = make_qkv(N=200, D=16)
+    v = torch.cat((v, v.flip(2)), dim=-1)[..., :width]
+    for start in (0, 37, 199):
+        front = bs.SegmentKeySort(64, probe=16), bs.MeanPoolScorer(16), bs.TopCdf(0.5)
+        got, want = (bs.Pipeline(*front, e).trace(q[:, :, start:], k, v).output for e in EXACT)
+        torch.testing.assert_close((got.out, got.lse), (want.out, want.lse))
+
+
+def test_cpu_joins_neighbouring_rows_to_no_other_result() -> None:
+    """Rows and heads that keep the same blocks attend together; here some do, and some keep less."""
+    q, k, v = make_qkv(N=700, D=16)
+    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), q_block=64, k_block=32, causal=True)
+    keep = grid.reachable.repeat(1, 4, 1, 1)
+    keep[:, 1, 5:, 2] = keep[:, 2, 9] = keep[:, 3, 4, 8:] = False
+    outputs = [e(q, k, v, bs.GlobalPermutation(), bs.BlockMask(keep, grid), scale=0.25) for e in EXACT]
+    torch.testing.assert_close(*((output.out, output.lse) for output in outputs))
+
+
+def test_cpu_keeps_fp32_where_products_may_be_rounded() -> None:
+    q, k, v = make_qkv(N=200, D=16)
+    pipeline = bs.mean_pooling(0.5, block=16, executor=bs.CpuExecutor())
+    want = pipeline(q, k, v)
+    try:
+        torch.set_float32_matmul_precision("medium")
+        torch.testing.assert_close(pipeline(q, k, v), want)
+    finally:
+        torch.set_float32_matmul_precision("highest")

@@ -11,6 +11,7 @@ from blocksparse.executors.flash_attention_4 import FlashAttention4Executor as F
 from blocksparse.executors.flex import FlexExecutor as FlexExecutor
 from blocksparse.executors.gather import GatherExecutor as GatherExecutor
 from blocksparse.executors.int8 import Int8Executor as Int8Executor
+from blocksparse.executors.logits import Logits as Logits
 from blocksparse.executors.reference import ReferenceExecutor as ReferenceExecutor
 from blocksparse.executors.tiles import HopperTiles as HopperTiles
 from blocksparse.executors.tiles import TritonTiles as TritonTiles

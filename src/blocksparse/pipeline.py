@@ -85,12 +85,13 @@ class Trace(Generic[PermutationT, ScoresT, MaskT]):
         """The dense attention weights of one row of blocks, and which pairs are visited, `[B, Hq, m, N]` each."""
         query, allowed = self.visited.queries(row), self.visited.pairs(row)
         rows = self.q.gather(2, query.unsqueeze(-1).expand(*query.shape, self.q.shape[-1]))
-        logits = products(*(x.to(wide_dtype(x)) for x in (rows, self.k))) * self.scale
+        change = self.output.logits
+        logits = change.capped(products(*(x.to(wide_dtype(x)) for x in (rows, self.k))) * self.scale)
         if self.visited.grid.causal:
             last = query + (self.k.shape[2] - self.q.shape[2])
             future = torch.arange(self.k.shape[2], device=query.device) > last.unsqueeze(-1)
             logits = logits.masked_fill(future, float("-inf"))
-        return logits.softmax(-1), allowed
+        return change.with_sinks(logits.softmax(-1), logits.logsumexp(-1))[0], allowed
 
 
 @final

@@ -1,4 +1,4 @@
-"""Kept keys gathered row by row, and dense attention over them: the default on a CPU."""
+"""Kept keys gathered for rows of blocks, and dense attention over them: the default on a CPU."""
 
 from __future__ import annotations
 
@@ -6,135 +6,241 @@ from collections.abc import Iterator
 from typing import final
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 from torch import Tensor
 from torch.nn.functional import pad
 
 from blocksparse.executors.attention_output import AttentionOutput
-from blocksparse.executors.block_plan import BlockPlan
 from blocksparse.executors.executor import Executor
+from blocksparse.executors.logits import PLAIN, Logits
+from blocksparse.kernels.attention.flash_on_cpu import flash_on_cpu
+from blocksparse.kernels.common.sizes import FAR
 from blocksparse.kernels.multiplying.products import products, wide_dtype
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.selectors.block_mask import BlockMask
+from blocksparse.validators import a
 
-_WORKSPACE = 2**20  # logits that are held at a time, so that they stay in the caches
-_PLACES = 256  # queries of a row that are computed at a time
+_WORKSPACE = 2**20  # numbers that are held at a time, so that they stay in the caches
+_PLACES = 256  # queries of neighbouring rows that attend together; and queries whose logits are held at a time
 
 
 @final
 @frozen(eq=False)
 class CpuExecutor(Executor[Permutation, BlockMask]):
-    """Gather the keys that a row of blocks keeps, then attend to them densely, many rows at a time.
+    """Gather the keys that rows of blocks keep, then attend to them densely by PyTorch's flash kernel.
 
-    It needs no compiler, so the first call takes no longer than the next one. It takes any permutation, dtype and
-    head dim, computes in fp32 or better, and holds the keys of a few rows at a time.
+    A row attends to keys in three parts, which are merged by their lse: to its own tokens, in plain products if
+    some of these are dropped or stand in another order; to blocks before them that neighbouring rows and the other
+    heads of its KV head keep as well, together with these; and to what else it keeps. Nothing is compiled, so the
+    first call takes no longer than the next one. It takes any permutation, dtype and head dim, computes in fp32 or
+    better, and holds the keys of a few rows at a time.
+
+    Args:
+        logits: what the layer does to logits and their softmax, exactly; nothing by default. The flash kernel
+            knows no softcap, so that with one all products are plain, which takes longer.
     """
 
+    logits: Logits = field(default=PLAIN, validator=a(Logits), kw_only=True)
+
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> list[str]:
-        return [] if q.device.type == "cpu" else [f"it runs on a CPU, and these tensors are on {q.device.type}"]
+        elsewhere = [f"it runs on a CPU, and these tensors are on {q.device.type}"] * (q.device.type != "cpu")
+        return elsewhere + self.logits.unsupported(q)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, permutation: Permutation, mask: BlockMask, *, scale: float
     ) -> AttentionOutput:
         self.check(q, k, v, permutation, mask, hint="Use TritonExecutor() or AutoExecutor() on a GPU.")
-        grid, plan = mask.grid, BlockPlan.of(mask)
-        rows = _Rows(mask, permutation.gather_queries(q), k, v)
-        out = rows.q.new_zeros(*rows.q.shape[:2], v.shape[-1])
-        lse = rows.q.new_full(rows.q.shape[:2], float("-inf"))
-        for some, blocks, partial in rows.alike(plan):
-            out[some], lse[some] = rows.attention(some, blocks, partial, scale)
-        inside = slice(grid.q_lead, grid.q_lead + grid.q_len)
-        out, lse = (permutation.restore(rows.by_head(x)[:, :, inside]) for x in (out.to(v.dtype), lse))
-        return AttentionOutput(out, lse)
+        rows = _Rows(mask, permutation.gather_queries(q), k, v, self.logits)
+        rows.attend(scale)
+        out, lse = self.logits.with_sinks(rows.by_head(rows.out), rows.by_head(rows.lse))
+        return AttentionOutput(permutation.restore(out.to(v.dtype)), permutation.restore(lse), logits=self.logits)
 
 
 class _Rows:
-    """The rows of a mask one behind another; a row has the query places of all heads that share its mask."""
+    """The rows of a mask in stacks: neighbouring rows of all query heads that read the same keys.
 
-    def __init__(self, mask: BlockMask, queries: Tensor, k: Tensor, v: Tensor) -> None:
-        grid, dtype = mask.grid, wide_dtype(queries)
-        (B, Hm), (Hkv, N) = mask.keep.shape[:2], k.shape[1:3]
-        # Heads that share a mask may still have key orders of their own; then each has rows of its own.
-        self.copies = max(grid.k_position.shape[1] // Hm, 1)
-        Hm *= self.copies
-        # A mask of one row, or of one column, has blocks that may be far longer than the prompt.
-        q_block = grid.q_block if grid.rows > 1 else grid.q_lead + grid.q_len
-        k_block = grid.k_block if grid.cols > 1 else grid.slots
-        self.shape = B, Hm, grid.q_heads // Hm, grid.rows, q_block
-        self.causal = grid.causal
-        after = grid.rows * q_block - grid.q_lead - grid.q_len
-        if grid.q_lead or after:
-            queries = pad(queries, (0, 0, grid.q_lead, after))
-        self.q = self.by_row(queries).to(dtype)  # [R, positions, D], R = B Hm rows
-        self.k, self.v = (x.to(dtype).flatten(0, 2) for x in (k, v))  # [B Hkv N, D] and [B Hkv N, Dv]
-        # The original position of every place, [R, places], -1 where empty; and the key in every slot of the
-        # blocks of a map, [maps, cols, k_block], -1 where empty.
-        self.q_at = self.by_row(grid.q_position[..., : grid.rows * q_block].expand(B, grid.q_heads, -1))
-        self.k_at = grid.k_position[..., : grid.cols * k_block].unflatten(-1, (-1, k_block)).flatten(0, 2)
-        b, h, row = torch.meshgrid(
-            *(torch.arange(n, device=queries.device) for n in (B, Hm, grid.rows)), indexing="ij"
-        )
+    There are S stacks of n rows each, and R = S n rows in all. The queries of a stack lie one behind another.
+    """
+
+    def __init__(self, mask: BlockMask, queries: Tensor, k: Tensor, v: Tensor, logits: Logits) -> None:
+        grid, self.logits = mask.grid, logits
+        B, Hkv, N, _ = k.shape
         maps_b, maps_h, maps = grid.k_position.shape[:3]
-        group = 0 * row if grid.group_of_row is None else grid.group_of_row.expand_as(row)
-        self.map_of = ((b % maps_b * maps_h + h * maps_h // Hm) * maps + group).flatten()  # [R], into `k_at`
-        self.first_key = ((b * Hkv + h * Hkv // Hm) * N).flatten()  # [R], into `k` and `v`
+        # A mask of one row, or of one column, has blocks that may be far longer than the prompt.
+        self.q_block = grid.q_block if grid.rows > 1 else grid.q_lead + grid.q_len
+        k_block = grid.k_block if grid.cols > 1 else grid.slots
+        heads, high = max(Hkv, maps_h), max(_PLACES // self.q_block, 1) if grid.group_of_row is None else 1
+        stacks = -(-grid.rows // high)
+        self.shape = B, heads, grid.q_heads // heads, stacks, high
+        self.n, after = self.shape[2] * high, stacks * high - grid.rows
+        self.inside = slice(grid.q_lead, grid.q_lead + grid.q_len)
 
-    def by_row(self, x: Tensor) -> Tensor:
-        """`[B, Hq, rows * q_block, ...]` as `[R, positions, ...]`."""
-        B, Hm, per, rows, q_block = self.shape
-        x = x.reshape(B, Hm, per, rows, q_block, *x.shape[3:])
-        return x.transpose(2, 3).reshape(B * Hm * rows, per * q_block, *x.shape[5:])
+        # Blocks that all rows of a stack keep and see whole, [S, cols]; what else a row keeps, [R, cols].
+        keep, full = (x.repeat_interleave(grid.q_heads // x.shape[1], 1) for x in (mask.keep, grid.full))
+        full = full.expand(keep.shape)
+        common = self.by_row(pad(keep & full, (0, 0, 0, after), value=True), 1).view(-1, self.n, grid.cols).all(1)
+        keep, full = (self.by_row(pad(x, (0, 0, 0, after)), 1).squeeze(1) for x in (keep, full))
+        self.common, self.common_count = _lists(common, common)
+        keep &= ~common.repeat_interleave(self.n, 0)
+        self.rest, self.rest_count = _lists(keep, full)  # full blocks first
+        self.full_count = (keep & full).sum(1)
+
+        # The key in every slot of the blocks of all maps, [maps * cols, k_block], -1 where empty; for each stack
+        # its first block there, and the first key of its head in `k` and `v`.
+        self.k_at = grid.k_position[..., : grid.cols * k_block].unflatten(-1, (-1, k_block)).flatten(0, 3)
+        b, h, row = torch.meshgrid(*(torch.arange(n, device=k.device) for n in (B, heads, stacks)), indexing="ij")
+        group = 0 * row if grid.group_of_row is None else grid.group_of_row.expand_as(row)
+        self.first_block = ((b % maps_b * maps_h + h * maps_h // heads) * maps + group).flatten() * grid.cols
+        self.first_key = ((b * Hkv + h * Hkv // heads) * N).flatten()
+
+        # The original position of every place, [R, q_block], -1 where empty, and of the first and the last query
+        # of each row. When not causal, every query sees as much as one that stands behind all keys.
+        q_at = grid.q_position[..., : grid.rows * self.q_block].expand(B, grid.q_heads, -1)
+        if not grid.causal:
+            q_at = torch.full_like(q_at, FAR)
+        self.q_at = self.by_row(pad(q_at, (0, after * self.q_block), value=-1), self.q_block)
+        self.first, self.last = self.q_at.where(self.q_at >= 0, FAR).amin(1), self.q_at.amax(1)
+        self.first += self.first == self.last  # all keys that a lone query sees stand "before" it
+
+        behind = (grid.rows + after) * self.q_block - self.inside.stop
+        if grid.q_lead or behind:
+            queries = pad(queries, (0, 0, grid.q_lead, behind))
+        self.q = self.by_row(queries, self.q_block).to(wide_dtype(k))  # [R, q_block, D]
+        self.k, self.v = (x.flatten(0, 2).to(wide_dtype(k)) for x in (k, v))  # [B Hkv N, D], [B Hkv N, Dv]
+        self.out = self.q.new_zeros(*self.q.shape[:2], v.shape[-1])
+        self.lse = self.q.new_full(self.q.shape[:2], float("-inf"))
+
+    def by_row(self, x: Tensor, length: int) -> Tensor:
+        """`[B, Hq, rows * length, ...]` as `[R, length, ...]`, with rows stacked."""
+        B, heads, per, stacks, high = self.shape
+        x = x.reshape(B, heads, per, stacks, high * length, *x.shape[3:]).transpose(2, 3)
+        return x.reshape(-1, length, *x.shape[5:])
 
     def by_head(self, x: Tensor) -> Tensor:
-        """And back."""
-        B, Hm, per, rows, q_block = self.shape
-        x = x.reshape(B, Hm, rows, per, q_block, *x.shape[2:])
-        return x.transpose(2, 3).reshape(B, Hm * per, rows * q_block, *x.shape[5:])
+        """`[R, q_block, ...]` as `[B, Hq, M, ...]`."""
+        B, heads, per, stacks, high = self.shape
+        x = x.view(B, heads, stacks, per, high * self.q_block, *x.shape[2:]).transpose(2, 3)
+        x = x.reshape(B, heads * per, stacks * high * self.q_block, *x.shape[5:])
+        return x[:, :, self.inside]
 
-    def alike(self, plan: BlockPlan) -> Iterator[tuple[Tensor, Tensor, int]]:
-        """Batches of rows that keep equally many blocks.
+    def attend(self, scale: float) -> None:
+        """Compute `out` and `lse`: of the own tokens of rows, of what stacks share, and of what else rows keep."""
+        k_block, width, R = self.k_at.shape[1], self.k.shape[1] + self.v.shape[1], len(self.q)
+        in_stack = torch.arange(R, device=self.q.device) // self.n
+        block, key = self.first_block[in_stack], self.first_key[in_stack]  # where each row's begin
+        before, own = self._counts(block)
 
-        Yields:
-            The rows, `[n]`; their blocks, `[n, blocks]`, full ones first; and how many of the last blocks are
-            partial in some row of the batch. In the other rows, some of those are full.
+        each = self.first[:, None] + torch.arange(self.q_block, dtype=torch.int32, device=block.device)
+        in_order = (self.q_at == each).all(1) & (own == self.q_block) & (self.logits.softcap is None)
+        for keys, some in _alike(own.where(in_order, 0), width):
+            at = self.first[some, None] + torch.arange(keys, device=some.device)
+            out, lse = self._flash(self.q.index_select(0, some), key[some], at, scale, causal=True)
+            self.out.index_copy_(0, some, out)
+            self.lse.index_copy_(0, some, lse)
+        for keys, some in _alike(own.where(~in_order, 0), width + min(self.q_block, _PLACES)):
+            first, last, full, kept = (
+                x[some, None, None] for x in (self.first, self.last, self.full_count, self.rest_count)
+            )
+            place = torch.arange(int(kept.max()), device=some.device).unsqueeze(1)
+            at = self._slots(block[some], self.rest[some, : len(place)])
+            at = at[(place >= full) & (place < kept) & (at >= first) & (at <= last)].view(-1, keys)
+            k, v = self._gathered(key[some], at)
+            later = at.unsqueeze(1) > self.q_at[some].unsqueeze(2)
+            self.out[some], self.lse[some] = _plain(self.q[some], k, v, later, scale, self.logits)
+
+        q, out, lse = (x.unflatten(0, (-1, self.n)).flatten(1, 2) for x in (self.q, self.out, self.lse))
+        for blocks, some in _alike(self.common_count, width * k_block):
+            at = self._slots(self.first_block[some], self.common[some, :blocks]).flatten(1)
+            _add(out, lse, some, *self._flash(q.index_select(0, some), self.first_key[some], at, scale))
+
+        for keys, some in _alike(before, width):
+            first, full, kept = (x[some, None, None] for x in (self.first, self.full_count, self.rest_count))
+            place = torch.arange(int(kept.max()), device=some.device).unsqueeze(1)
+            at = self._slots(block[some], self.rest[some, : len(place)])
+            at = at[(place < full) | ((place < kept) & (at >= 0) & (at < first))].view(-1, keys)
+            _add(self.out, self.lse, some, *self._flash(self.q.index_select(0, some), key[some], at, scale))
+
+    def _counts(self, block: Tensor) -> tuple[Tensor, Tensor]:
+        """How many keys of the rest stand before the first query of each row, and how many of them not, `[R]`.
+
+        Keys after the last query of a row do not count.
         """
-        full, partial, index = (
-            x.repeat_interleave(self.copies, 1) for x in (plan.full_count, plan.partial_count, plan.index)
-        )
-        count, partial = (full + partial).flatten(), partial.flatten()
-        index, positions, threads = index.flatten(0, 2), min(self.q.shape[1], _PLACES), torch.get_num_threads()
-        for blocks in count.unique().tolist():
-            if blocks:
-                at_once = _WORKSPACE // (blocks * self.k_at.shape[-1] * positions)
-                at_once = at_once // threads * threads or max(at_once, 1)
-                for some in (count == blocks).nonzero().flatten().split(at_once):
-                    yield some, index[some, :blocks].long(), int(partial[some].max())
+        partial, k_block = self.rest_count - self.full_count, self.k_at.shape[1]
+        before, own = self.full_count * k_block, torch.zeros_like(partial)
+        for blocks, some in _alike(partial, k_block):
+            full, first, last = (x[some, None] for x in (self.full_count, self.first, self.last))
+            place = full + torch.arange(blocks, device=some.device)
+            at = self._slots(block[some], self.rest[some].gather(1, place)).flatten(1)
+            before[some] += ((at >= 0) & (at < first)).sum(1)
+            own[some] = ((at >= first) & (at <= last)).sum(1)
+        return before, own
 
-    def attention(self, some: Tensor, blocks: Tensor, partial: int, scale: float) -> tuple[Tensor, Tensor]:
-        """Attention of some rows to the pairs of their blocks that positions allow, and its lse."""
-        slots = self.k_at[self.map_of[some, None], blocks].flatten(1)  # [n, slots]
-        token = (slots.clamp_min(0) + self.first_key[some, None]).flatten()
-        k, v = (x.index_select(0, token).unflatten(0, slots.shape) for x in (self.k, self.v))  # [n, slots, D]
-        parts = zip(self.q[some].split(_PLACES, 1), self.q_at[some].split(_PLACES, 1), strict=True)
-        each = [self._attention(q, q_at, k, v, slots, partial, scale) for q, q_at in parts]
-        out, lse = zip(*each, strict=True)
-        return torch.cat(out, 1), torch.cat(lse, 1)
-
-    def _attention(
-        self, q: Tensor, q_at: Tensor, k: Tensor, v: Tensor, slots: Tensor, partial: int, scale: float
+    def _flash(
+        self, q: Tensor, first_key: Tensor, at: Tensor, scale: float, **causal: bool
     ) -> tuple[Tensor, Tensor]:
-        """The same for some positions, `q` `[n, positions, D]`; overwrites the values of empty slots."""
-        logits = products(q.unsqueeze(0), k.unsqueeze(0))[0].mul_(scale)  # [n, positions, slots]
-        if partial:
-            last = slots[:, None, -partial * self.k_at.shape[-1] :]
-            allowed = (last >= 0) & (last <= q_at.unsqueeze(2)) if self.causal else last >= 0
-            logits[..., -last.shape[-1] :].masked_fill_(~allowed, float("-inf"))
-            # An empty slot reads key 0; its weight is 0, which must not meet an infinite value.
-            v[:, -last.shape[-1] :].masked_fill_((last < 0).mT, 0.0)
+        """Attention of `q` `[n, M, D]` to the keys at the positions `at` `[n, keys]` of heads, and its lse."""
+        k, v = self._gathered(first_key, at)
+        if self.logits.softcap is not None:
+            return _plain(q, k, v, torch.zeros(1, q.shape[1], 1, dtype=torch.bool), scale, self.logits)
+        q, k, v = (x.unsqueeze(1) for x in (q, k, v))
+        out, lse = flash_on_cpu(q, k, v, scale, **causal)
+        return out.squeeze(1), lse.squeeze(1)
+
+    def _slots(self, first_block: Tensor, blocks: Tensor) -> Tensor:
+        """The keys in the slots of `blocks` `[n, blocks]`, `[n, blocks, k_block]`, -1 where empty."""
+        block = (first_block.unsqueeze(1) + blocks).flatten()
+        at: Tensor = self.k_at.index_select(0, block).view(*blocks.shape, -1)
+        return at
+
+    def _gathered(self, first_key: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values at the positions `at` `[n, keys]`, `[n, keys, D]` and `[n, keys, Dv]`."""
+        token = (at + first_key.unsqueeze(1)).flatten()
+        k, v = (x.index_select(0, token).view(*at.shape, -1) for x in (self.k, self.v))
+        return k, v
+
+
+def _lists(keep: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+    """The kept columns of each row `[X, cols]`, those of `first` at the front, and how many they are, `[X]`."""
+    return (keep.to(torch.uint8) + (keep & first)).argsort(dim=1, descending=True, stable=True), keep.sum(1)
+
+
+def _alike(counts: Tensor, wide: int) -> Iterator[tuple[int, Tensor]]:
+    """Rows with the same count, other than 0: that count, and which rows, some at a time.
+
+    Args:
+        counts: `[X]`.
+        wide: numbers to hold for each thing that is counted.
+    """
+    threads = torch.get_num_threads()
+    for count in counts.unique().tolist():
+        if count:
+            at_once = _WORKSPACE // (count * wide)
+            at_once = at_once // threads * threads or max(at_once, 1)
+            for some in (counts == count).nonzero().flatten().split(at_once):
+                yield count, some
+
+
+def _add(out: Tensor, lse: Tensor, some: Tensor, more: Tensor, more_lse: Tensor) -> None:
+    """Merge attention of some rows to further keys into `out` `[X, M, D]` and `lse` `[X, M]`."""
+    before = lse[some]
+    share = torch.sigmoid(more_lse - before).masked_fill_(before == float("-inf"), 1.0)
+    lse[some] = torch.logaddexp(before, more_lse)
+    share = share.unsqueeze(2)
+    out.index_copy_(0, some, more.mul_(share).addcmul_(out.index_select(0, some), 1 - share))
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float, capped: Logits) -> tuple[Tensor, Tensor]:
+    """Attention of `q` `[n, M, D]` to `k` `[n, keys, D]` but for hidden pairs `[n|1, M, keys|1]`, and its lse."""
+    parts = []
+    for some, their_hidden in zip(q.split(_PLACES, 1), hidden.split(_PLACES, 1), strict=True):
+        logits = capped.capped(products(some.unsqueeze(0), k.unsqueeze(0))[0].mul_(scale))  # [n, M, keys]
+        logits.masked_fill_(their_hidden, float("-inf"))
         peak = logits.amax(-1, keepdim=True)
         weight = logits.softmax(-1)
         lse = peak - weight.amax(-1, keepdim=True).log()  # the greatest weight is 1 / sum(exp(logits - peak))
-        if bool((nothing := peak == float("-inf")).any()):  # queries that see none of these keys
-            weight.masked_fill_(nothing, 0.0)
-            lse.masked_fill_(nothing, float("-inf"))
-        return products(weight.unsqueeze(0), v.mT.unsqueeze(0))[0], lse.squeeze(-1)
+        nothing = peak == float("-inf")  # queries that see none of these keys
+        weight.masked_fill_(nothing, 0.0)
+        lse.masked_fill_(nothing, float("-inf"))
+        parts.append((products(weight.unsqueeze(0), v.mT.unsqueeze(0))[0], lse.squeeze(-1)))
+    outs, lses = zip(*parts, strict=True)
+    return torch.cat(outs, 1), torch.cat(lses, 1)

@@ -5,14 +5,17 @@ from __future__ import annotations
 from typing import final
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 from torch import Tensor
 
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.executor import Executor
+from blocksparse.executors.logits import PLAIN, Logits
 from blocksparse.kernels.multiplying.products import products, wide_dtype
+from blocksparse.per_head import over_blocks
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.selectors.block_mask import BlockMask
+from blocksparse.validators import a
 
 
 @final
@@ -23,11 +26,16 @@ class ReferenceExecutor(Executor[Permutation, BlockMask]):
     It computes one row of blocks at a time and gathers only the keys that the row keeps, so it takes memory for
     the kept blocks of one row. It computes in fp32 or better, on a GPU in float64. Every other executor is tested
     against its result for float64 inputs.
+
+    Args:
+        logits: what the layer does to logits and their softmax, exactly; nothing by default.
     """
 
+    logits: Logits = field(default=PLAIN, validator=a(Logits), kw_only=True)
+
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> list[str]:
-        del q, k, v, mask
-        return []
+        del k, v, mask
+        return self.logits.unsupported(q)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, permutation: Permutation, mask: BlockMask, *, scale: float
@@ -38,7 +46,9 @@ class ReferenceExecutor(Executor[Permutation, BlockMask]):
         # On a GPU plain torch may round fp32 to TF32, if the process allows that.
         dtype = torch.float64 if q.is_cuda else wide_dtype(q)
         out = q.new_zeros((B, Hq, M, v.shape[-1]), dtype=v.dtype)
-        lse = q.new_full((B, Hq, M), float("-inf"), dtype=wide_dtype(q))
+        sinks = self.logits.sinks
+        sink = over_blocks(float("-inf") if sinks is None else sinks, keep).to(dtype)
+        lse = sink.squeeze(-1).to(wide_dtype(q)).expand(B, Hq, M).clone()
         head = torch.arange(Hq, device=q.device)[:, None] // (Hq // k.shape[1])
         batch = torch.arange(B, device=q.device)[:, None, None]
 
@@ -59,14 +69,15 @@ class ReferenceExecutor(Executor[Permutation, BlockMask]):
             if grid.causal:
                 allowed = allowed & (slots.unsqueeze(-2) <= query.unsqueeze(-1) + (grid.k_len - M))
             token = slots.clamp_min(0).long()
-            logits = products(rows, k[batch, head, token].to(dtype)) * scale
+            logits = self.logits.capped(products(rows, k[batch, head, token].to(dtype)) * scale)
             logits = logits.masked_fill(~allowed, float("-inf"))
-            peak = logits.amax(-1, keepdim=True)
-            weight = (logits - peak.masked_fill(peak == float("-inf"), 0.0)).exp()
-            total = weight.sum(-1, keepdim=True)
+            peak = logits.amax(-1, keepdim=True).maximum(sink)
+            origin = peak.masked_fill(peak == float("-inf"), 0.0)
+            weight = (logits - origin).exp()
+            total = weight.sum(-1, keepdim=True) + (sink - origin).exp()
             # An empty slot reads token 0 with a weight of 0. If that value is infinite, 0 * inf would be NaN.
             values = v[batch, head, token].to(dtype).masked_fill(slots.unsqueeze(-1) < 0, 0.0)
             block = products(weight / total.masked_fill(total == 0, 1.0), values.mT)
             out.scatter_(2, query.unsqueeze(-1).expand(block.shape), block.to(out.dtype))
             lse.scatter_(2, query, (total.log() + peak).squeeze(-1).to(lse.dtype))
-        return AttentionOutput(out, lse)
+        return AttentionOutput(out, lse, logits=self.logits)

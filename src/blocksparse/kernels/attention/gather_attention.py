@@ -79,7 +79,6 @@ def gather_attention_reference(
         map_of = map_of + positions.group_of_row.long()[row]
     first_key = (where_b * Hkv + where_h * Hkv // Hq) * N
     keys, values = (x.to(dtype).reshape(B * Hkv * N, -1) for x in (k, v))
-    queries = q[where_b[:, None], where_h[:, None], query].to(dtype)  # [R, q_block, D]
 
     result = q.new_zeros((R, q_block, Dv), dtype=dtype)
     lse_of = q.new_full((R, q_block), float("-inf"), dtype=dtype)
@@ -89,6 +88,7 @@ def gather_attention_reference(
     at = (lists.count.flatten() > 0).nonzero().flatten()
     peak = q.new_full((len(at), q_block), float("-inf"), dtype=dtype)
     total, summed = torch.zeros_like(peak), q.new_zeros((len(at), q_block, Dv), dtype=dtype)
+    queries = q[where_b[at, None], where_h[at, None], query[at]].to(dtype)  # [n, q_block, D]
     low = torch.zeros_like(at)
     order, opened, count = index.flatten(0, 2), lists.opened.flatten(), lists.count.flatten()
     limit = rule.tau.to(dtype)[where_h]
@@ -107,7 +107,7 @@ def gather_attention_reference(
         slots = slots_of[map_of[at], order[at, i].long()]  # [n, k_block]
         token = (slots.clamp_min(0) + first_key[at, None]).flatten()
         some_keys, some_values = (x.index_select(0, token).unflatten(0, slots.shape) for x in (keys, values))
-        logits = products(queries[at].unsqueeze(0), some_keys.unsqueeze(0))[0].mul_(scale)  # [n, q_block, k_block]
+        logits = products(queries.unsqueeze(0), some_keys.unsqueeze(0))[0].mul_(scale)  # [n, q_block, k_block]
         there = slots >= 0
         if not bool((there & ((slots <= earliest[at]) if causal else there)).all()):
             allowed = there.unsqueeze(1)
@@ -135,7 +135,9 @@ def gather_attention_reference(
         if not rule.commit and bool(stops.any()):  # the block that ends a row does not count
             finish(stops, i)
             runs = ~stops
-            at, low, new_peak, before, gain = (x[runs] for x in (at, low, new_peak, before, gain))
+            at, low, queries, new_peak, before, gain = (
+                x[runs] for x in (at, low, queries, new_peak, before, gain)
+            )
             rescale, summed, weight, some_values = (x[runs] for x in (rescale, summed, weight, some_values))
             stops = stops[runs]
             if not len(at):
@@ -148,7 +150,7 @@ def gather_attention_reference(
         if bool(ends.any()):
             finish(ends, i + 1)
             runs = ~ends
-            at, low, peak, total, summed = (x[runs] for x in (at, low, peak, total, summed))
+            at, low, queries, peak, total, summed = (x[runs] for x in (at, low, queries, peak, total, summed))
 
     out = empty_as(q, Dv, v.dtype).zero_()  # as q lies in memory, not a copy of it
     lse = q.new_full(q.shape[:3], float("-inf"), dtype=dtype)

@@ -40,7 +40,7 @@ def products(q: Tensor, k: Tensor, *, wide: bool = True) -> Tensor:
             from blocksparse.kernels.multiplying.block_products_triton import products_triton
 
             return products_triton(q, k)
-        if _rounds_fp32():
+        if rounds_fp32():
             return products(q.double(), k.double()).float()
     rows = q.shape[2]
     queries = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3).flatten(0, 1)  # [B H, G rows, E]
@@ -50,7 +50,7 @@ def products(q: Tensor, k: Tensor, *, wide: bool = True) -> Tensor:
     return sums.view(q.shape[0], q.shape[1], rows, -1)
 
 
-def _rounds_fp32() -> bool:
+def rounds_fp32() -> bool:
     """Whether a CPU would round fp32 before it multiplies, as `torch.set_float32_matmul_precision` may ask for."""
     can = _roundings()
     return bool(can) and torch.backends.mkldnn.matmul.fp32_precision in can

@@ -1,0 +1,59 @@
+"""What some models do to logits and to the softmax over them."""
+
+from __future__ import annotations
+
+from numbers import Real
+from typing import final
+
+import torch
+from attrs import converters, field, frozen
+from torch import Tensor
+
+from blocksparse.per_head import PerHead, numbers, over_blocks, per_head, wrong_heads
+from blocksparse.validators import Rule, optional
+
+_softcap = Rule(
+    "a number above 0, at most 1e30",
+    lambda x: isinstance(x, Real) and not isinstance(x, bool),
+    lambda x: 0 < x <= 1e30,
+)
+_finite = numbers("a finite number", lambda x: x.isfinite())
+
+
+@final
+@frozen(eq=False)
+class Logits:
+    """How a layer changes its logits, exactly: nothing here approximates.
+
+    Args:
+        softcap: a logit `x`, after the scale, becomes `softcap * tanh(x / softcap)` (Gemma 2); None caps nothing.
+        sinks: one more logit that has no value, and so enters the softmax denominator alone (GPT-OSS); one for
+            all query heads or one for each. It is neither scaled nor capped. None is a plain softmax.
+    """
+
+    softcap: float | None = field(default=None, validator=optional(_softcap))
+    sinks: PerHead | None = field(
+        default=None, converter=converters.optional(per_head), validator=optional(_finite)
+    )
+
+    def unsupported(self, q: Tensor) -> list[str]:
+        """Reasons why these do not fit `q` `[B, Hq, M, D]`."""
+        return wrong_heads("sinks", self.sinks, q.shape[1])
+
+    def capped(self, logits: Tensor) -> Tensor:
+        """The logits after the cap; they are overwritten."""
+        return logits if self.softcap is None else logits.div_(self.softcap).tanh_().mul_(self.softcap)
+
+    def with_sinks(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """Attention `out` `[B, Hq, M, Dv]` without sinks and its lse `[B, Hq, M]`, as both are with them.
+
+        A query without a kept key keeps its output of 0, and has the sink as its lse.
+        """
+        if self.sinks is None:
+            return out, lse
+        sinks = over_blocks(self.sinks, lse.unsqueeze(3)).squeeze(3).to(lse.dtype)
+        share = torch.sigmoid(lse - sinks)  # of the softmax that is not the sink's
+        return out * share.unsqueeze(3), torch.logaddexp(lse, sinks)
+
+
+PLAIN = Logits()

@@ -1,0 +1,40 @@
+"""Dense attention with its lse by PyTorch's flash kernel for CPUs.
+
+    out[b, h, i] = sum_j softmax_j(scale * q[b, h, i] . k[b, h, j]) v[b, h, j]
+
+over all keys `j`, or when causal over those up to `i`. The kernel holds a few logits at a time and needs no compiler. As
+with `products`, the result depends on the inputs alone: neither on autocast nor on what the process lets torch round fp32
+products to.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from blocksparse.kernels.multiplying.products import rounds_fp32
+from blocksparse.precision import without_autocast
+
+
+def flash_on_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool = False) -> tuple[Tensor, Tensor]:
+    """`out` `[B, H, M, Dv]` of the dtype of q, and lse `[B, H, M]`.
+
+    Args:
+        q: `[B, H, M, D]` on a CPU, in fp32 or float64.
+        k: `[B, H, N, D]`, at least one key, and M keys when causal.
+        v: `[B, H, N, Dv]`.
+    """
+    if q.dtype == torch.float32 and rounds_fp32():
+        out, lse = flash_on_cpu(q.double(), k.double(), v.double(), scale, causal=causal)
+        return out.float(), lse.float()
+    Dv, missing = v.shape[-1], v.shape[-1] - q.shape[-1]  # the kernel takes one head dim for all three
+    if missing > 0:
+        q, k = pad(q, (0, missing)), pad(k, (0, missing))
+    elif missing:
+        v = pad(v, (0, -missing))
+    with without_autocast(q):
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, is_causal=causal, scale=scale
+        )
+    return out[..., :Dv], lse
