@@ -17,7 +17,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "blocksparse"
 LAYERS = [
     "validators", "precision", "inputs", "per_head", "opaque_call", "class_line", "permuters", "geometry",
     "scorers", "selectors", "executors", "pipeline", "head_groups", "schedule", "presets", "testing",
-    "integrations", "demo",
+    "integrations", "demo", "tune",
 ]  # fmt: skip
 MAY_IMPORT_KERNELS = {"permuters", "geometry", "scorers", "selectors", "executors", "pipeline"}
 
@@ -77,7 +77,7 @@ def test_imports_go_one_way(module: str) -> None:
     allowed = set(LAYERS[: LAYERS.index(layer) + 1])
     if layer in MAY_IMPORT_KERNELS:
         allowed |= {"kernels"}
-    if layer in ("integrations", "demo", "testing"):
+    if layer in ("integrations", "demo", "tune", "testing"):
         allowed |= {""}  # the public surface itself
     assert layers <= allowed
 
@@ -127,7 +127,7 @@ def test_import_needs_no_triton_and_no_host() -> None:
     """Nor a host library, which its own integration imports, nor Dynamo, which takes longer than all the rest."""
     code = (
         "import sys; sys.modules['triton'] = None; import blocksparse;"
-        "hosts = 'transformers', 'matplotlib', 'rich', 'diffusers', 'torch._dynamo';"
+        "hosts = 'transformers', 'matplotlib', 'rich', 'diffusers', 'scipy', 'cattrs', 'torch._dynamo';"
         "print([m for m in hosts if m in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,0 +1,7 @@
+"""What tuning refuses, as one sentence for the user."""
+
+from __future__ import annotations
+
+
+class TuneError(ValueError):
+    """A model cannot be tuned as asked, or a plan cannot be used; the message says why and what to do."""
