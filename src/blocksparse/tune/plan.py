@@ -104,7 +104,8 @@ class Plan:
         """
         if difference := self.model.difference(Fingerprint.of(model)):
             raise TuneError(
-                f"the plan was made for another model, {self.model.name} (it differs in {difference}): tune this one"
+                f"the plan was made for another model, {self.model.name} (it differs in {difference}): "
+                "tune this one"
             )
         groups: dict[int, dict[Heads, AnyPipeline | None]] = {}
         chosen: dict[int, set[str]] = {}

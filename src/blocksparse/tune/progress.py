@@ -10,6 +10,7 @@ from attrs import define, field
 
 Report = Callable[[str, float, float | None], None]
 """Gets what is being done, the share of the work that is done, and seconds left, None before that is known."""
+_SAYS_NOTHING = 0.02  # of the work
 
 
 @final
@@ -33,8 +34,17 @@ class Work:
         self._done += amount
         self.todo[phase] = max(0.0, self.todo[phase] - amount)
         left = sum(self.todo.values())
-        rate = self._seconds / self._measured if self._measured else None
-        self.report(phase, self._done / max(self._done + left, 1e-9), None if rate is None else left * rate)
+        # A few measurements say nothing yet; the first ones also compile and warm up.
+        known = self._measured > _SAYS_NOTHING * (self._measured + left)
+        self.report(
+            phase,
+            self._done / max(self._done + left, 1e-9),
+            left * self._seconds / self._measured if known else None,
+        )
+
+    def begins(self) -> None:
+        """What took time until now was no part of this."""
+        self._last = time.perf_counter()
 
     def is_over(self, phase: str) -> None:
         """Nothing is left of a phase, whatever was expected."""

@@ -49,7 +49,7 @@ def tune(
     candidates: Sequence[Candidate] = DEFAULT_CANDIDATES,
     minimise: str = "time",
     head_groups: int = 1,
-    keep: int = 8,
+    keep: int = 6,
     positions: int = 384,
     rounds: int = 6,
     report: Report = lambda *_: None,
@@ -65,7 +65,8 @@ def tune(
         network: a causal language model of transformers, on the device and in the dtype in which it will run.
         prompts: what candidates are compared on; the longest of them gives q, k, v and times.
         held: other prompts, which whole plans are verified on.
-        journal: a file that gets every measurement. A run that was killed goes on from there.
+        journal: a file that gets every measurement. A run that was killed goes on from there, and a run with
+            the same model and prompts but another budget, say, takes what it needs from there.
         budget: what the plan may lose.
         candidates: what may attend in a layer; dense attention always may.
         minimise: "time", as predicted for this device at the length of the longest prompt; or "density".
@@ -81,6 +82,8 @@ def tune(
     """
     one_of("time", "density").check(minimise=minimise)
     size.check(head_groups=head_groups, keep=keep, positions=positions, rounds=rounds)
+    if not candidates:
+        raise TuneError("'candidates' must have at least one candidate")
     by_name = {str(candidate): candidate for candidate in candidates}
     every = tuple(by_name.values())
     session = Session.begin(
@@ -90,11 +93,7 @@ def tune(
         journal=journal,
         positions=positions,
         report=report,
-        strategy="kl",
-        candidates=list(by_name),
-        minimise=minimise,
         head_groups=head_groups,
-        keep=keep,
     )
     bench, units, work = session.bench, session.units, session.bench.work
     timed = session.timed_units()
@@ -105,7 +104,8 @@ def tune(
         "running the model": run * (keep + 1),
         "verifying": 2.0 * len(held) * (rounds + 1),
     }
-    probes = bench.probes(session.longest, dict.fromkeys(units, every))
+    work.begins()
+    probes = bench.probes(prompts.index(session.longest), session.longest, dict.fromkeys(units, every))
     costs = Costs.of(probes, bench.times(session.longest, dict.fromkeys(timed, every)), minimise)
     kept = {
         unit: worth_running(
@@ -128,7 +128,9 @@ def tune(
         lambda taken: session.verified([option.name for option in taken], by_name, costs),
         rounds,
     )
-    return session.plan(taken, by_name, costs, tried, tries, budget=(budget.text_kl, budget.answer_kl))
+    return session.plan(
+        taken, by_name, costs, tried, tries, strategy="kl", budget=(budget.text_kl, budget.answer_kl)
+    )
 
 
 def _losses(

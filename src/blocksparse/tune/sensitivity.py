@@ -82,12 +82,16 @@ class Bench:
         return self._read[id(prompt)]
 
     def probes(
-        self, prompt: TunePrompt, candidates: Mapping[Unit, Sequence[Candidate]]
+        self, number: int, prompt: TunePrompt, candidates: Mapping[Unit, Sequence[Candidate]]
     ) -> dict[Unit, dict[str, Probe]]:
-        """Density and error of each candidate on each unit's q, k and v of one dense reading of the prompt."""
+        """Density and error of candidates on each unit's q, k and v of one dense reading of the prompt.
+
+        Args:
+            number: of the prompt, which tells it from others in the journal.
+        """
 
         def key(unit: Unit, candidate: Candidate) -> str:
-            return f"probe {unit} {candidate}"
+            return f"probe {number} {unit} {candidate}"
 
         def see(call: Call) -> None:
             for unit in (unit for unit in candidates if unit.layer == call.layer):
@@ -103,7 +107,6 @@ class Bench:
                     self.work.did("comparing attention", PROBE, now=now)
 
         self._read_with(prompt, see)
-        self.work.is_over("comparing attention")
         return {
             unit: {str(x): Probe(**self.journal[key(unit, x)]) for x in some} for unit, some in candidates.items()
         }
@@ -134,7 +137,7 @@ class Bench:
         """What one unit loses with this candidate while all else is dense; None keeps everything.
 
         Args:
-            number: of the prompt, which tells it from others in the journal.
+            number: of the prompt.
         """
         key = f"loss {number} {unit} {candidate or 'everything'}"
         now = not self.journal.knows(key)
@@ -151,7 +154,7 @@ class Bench:
 
     def part_of_a_reading(self, unit: Unit) -> float:
         """The work of a run from this layer on, in dense readings."""
-        layers = self.network.config.get_text_config().num_hidden_layers
+        layers = int(self.network.config.get_text_config().num_hidden_layers)
         return 0.2 + (layers - unit.layer) / layers
 
     def _read_with(self, prompt: TunePrompt, see: Callable[[Call], None]) -> None:
@@ -161,4 +164,5 @@ class Bench:
 
 def _distance(out: Tensor, dense: Tensor) -> float:
     """Relative L1, in float64."""
-    return float((out.double() - dense.double()).abs().sum() / dense.double().abs().sum())
+    distance = (out.double() - dense.double()).abs().sum() / dense.double().abs().sum()
+    return float(distance)

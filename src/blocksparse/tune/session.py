@@ -51,10 +51,7 @@ class Session:
         journal: Path,
         positions: int,
         report: Report,
-        strategy: str,
-        candidates: Sequence[str],
-        head_groups: int,
-        **settings: Any,
+        head_groups: int = 1,
     ) -> Session:
         """Check everything, and open the journal.
 
@@ -64,22 +61,17 @@ class Session:
         for what, some in (("prompts", prompts), ("held", held)):
             if not some or min(prompt.ids.shape[1] for prompt in some) < 2:
                 raise TuneError(f"'{what}' must have at least one prompt, each of at least 2 tokens")
-        if not candidates:
-            raise TuneError("'candidates' must have at least one candidate")
         model, device = Fingerprint.of(network), network.device
         if head_groups > model.kv_heads:
             raise TuneError(f"'head_groups' must be at most {model.kv_heads}, the model's KV heads: {head_groups}")
         versions = {name: version(name) for name in ("torch", "transformers", "scipy")}
+        # Nothing else is here, so that other candidates, budgets and strategies use the same measurements.
         about = {
-            "strategy": strategy,
             "model": model.weights,
             "dtype": str(network.dtype).removeprefix("torch."),
             "prompts": hash_of(prompts),
             "held": hash_of(held),
-            "candidates": list(candidates),
             "positions": positions,
-            "head_groups": head_groups,
-            **settings,
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device.type),
             "versions": {"blocksparse": blocksparse.__version__, **versions},
         }
@@ -112,6 +104,7 @@ class Session:
         tried: Try,
         tries: Sequence[Try],
         *,
+        strategy: str,
         budget: tuple[float | None, float | None],
     ) -> Plan:
         """The plan with all evidence; layers that no pipeline can attend in are dense."""
@@ -132,8 +125,8 @@ class Session:
         noise = self.verifier.noise({unit.layer for unit in self.units})
         every = [*self.prompts, *self.verifier.held]
         evidence = Evidence(
-            strategy=self.about["strategy"],
-            minimise=self.about.get("minimise", "density"),
+            strategy=strategy,
+            minimise=costs.minimise,
             text_kl_budget=budget[0],
             answer_kl_budget=budget[1],
             tokens=tuple(sorted({prompt.ids.shape[1] for prompt in every})),

@@ -12,6 +12,7 @@ from attrs import asdict, define, frozen
 from blocksparse.integrations.transformers import DensityRecorder
 from blocksparse.schedule import LayerPipeline
 from blocksparse.tune.choice import Option, choose
+from blocksparse.tune.errors import TuneError
 from blocksparse.tune.plan import Try
 from blocksparse.tune.prompts import TunePrompt
 from blocksparse.tune.reading import Loss
@@ -75,9 +76,10 @@ class Verifier:
         reading, recorder = self.bench.reading(prompt, keep_outputs=False), DensityRecorder()
         with self.bench.attached(layers, recorder):
             loss = reading.losses()
-        sparse = recorder.density()[sorted(layers)].mean(-1) if layers else recorder.density()[:0, 0]
-        dense = self.layers - len(layers)
-        return {**asdict(loss), "density": (float(sparse.sum()) + dense) / self.layers}
+        if dense := sorted(set(layers) & set(recorder.dense_calls())):
+            raise TuneError(f"layer {dense[0]} was dense in a held prompt, though it was sparse in another one")
+        sparse = float(recorder.density()[sorted(layers)].mean(-1).sum()) if layers else 0.0
+        return {**asdict(loss), "density": (sparse + self.layers - len(layers)) / self.layers}
 
 
 @final
