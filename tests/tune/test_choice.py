@@ -1,0 +1,106 @@
+"""The knapsack against every choice there is, and the loop that makes a plan keep its budget."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+pytest.importorskip("scipy")
+
+from blocksparse.tune.choice import Option, choose
+from blocksparse.tune.cost import Line
+from blocksparse.tune.plan import Try
+from blocksparse.tune.prefilter import worth_running
+from blocksparse.tune.verify import plan_that_fits
+
+
+def drawn(seed: int, units: int = 5, options: int = 4) -> list[list[Option]]:
+    draw = random.Random(seed)
+    return [
+        [
+            Option("dense", 1.0, (0.0, 0.0)),
+            *(
+                Option(f"{unit}-{i}", draw.random(), (draw.random() ** 4, draw.random() ** 4))
+                for i in range(options - 1)
+            ),
+        ]
+        for unit in range(units)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_choice_is_cheaper(seed: int) -> None:
+    units, budgets = drawn(seed), (random.Random(seed).choice([0.0, 0.01, 0.3, 2.0]), 0.5)
+    taken = choose(units, budgets)
+    assert [option in unit for option, unit in zip(taken, units, strict=True)] == [True] * len(units)
+
+    def fits(options: tuple[Option, ...] | list[Option]) -> bool:
+        return all(sum(o.losses[i] for o in options) <= 1.000001 * budget for i, budget in enumerate(budgets))
+
+    assert fits(taken)
+    least = min(sum(o.cost for o in options) for options in itertools.product(*units) if fits(options))
+    assert sum(option.cost for option in taken) == pytest.approx(least, abs=1e-6)
+
+
+def test_tiny_budgets_are_kept() -> None:
+    """KL budgets are far below a solver's absolute tolerance when losses are small."""
+    units = [[Option("dense", 1.0, (0.0,)), Option("sparse", 0.5, (1e-8,))] for _ in range(4)]
+    assert [option.name for option in choose(units, [2.5e-8])].count("sparse") == 2
+
+
+def test_nothing_fits() -> None:
+    with pytest.raises(ValueError, match="no choice of candidates fits the budgets"):
+        choose([[Option("sparse", 0.5, (1.0,))]], [0.5])
+
+
+@pytest.mark.parametrize("grows", [0.5, 1.0, 2.5])
+def test_what_a_plan_really_loses_keeps_the_budget_and_uses_it(grows: float) -> None:
+    """Losses of single layers add up to less or more than what they lose together."""
+    units = [
+        [Option("dense", 1.0, (0.0, 0.0)), *(Option(f"{i}", 1 - i / 20, (i / 1000, 0.0)) for i in range(1, 20))]
+    ] * 6
+
+    def measure(taken: list[Option]) -> Try:
+        text = grows * sum(option.losses[0] for option in taken)
+        return Try(0.5, text, 0.0, 0, 0.0)
+
+    taken, tried, tries = plan_that_fits(units, (0.05, 0.1), measure, rounds=8)
+    assert tried.text_kl == grows * sum(option.losses[0] for option in taken)
+    assert 0.04 <= tried.text_kl <= 0.05
+    assert tried in tries
+    assert len(tries) <= 8
+
+
+def test_a_plan_that_never_fits_becomes_dense() -> None:
+    units = [[Option("dense", 1.0, (0.0, 0.0)), Option("sparse", 0.1, (0.0, 0.0))]] * 3
+
+    def measure(taken: list[Option]) -> Try:
+        sparse = sum(option.name == "sparse" for option in taken)
+        return Try(0.5, float(sparse), 0.0, 0, 0.0)
+
+    taken, tried, _ = plan_that_fits(units, (0.05, 0.1), measure, rounds=3)
+    assert [option.name for option in taken] == ["dense"] * 3
+    assert tried.text_kl == 0
+
+
+def test_candidates_that_others_beat_by_far_are_not_run() -> None:
+    costs = {"a": 0.1, "b": 0.2, "c": 0.3, "worse than a": 0.2, "as dear as dense": 1.0, "near b": 0.25}
+    errors = {"a": 0.4, "b": 0.2, "c": 0.1, "worse than a": 3.0, "as dear as dense": 0.01, "near b": 0.21}
+    assert worth_running(costs, errors, keep=4, dense=1.0) == ["a", "b", "near b", "c"]
+    assert worth_running(costs, errors, keep=9, dense=1.0) == ["a", "b", "worse than a", "near b", "c"]
+    # Of unbeaten ones the ends stay, and those whose neighbours are far.
+    many = {f"{i}": float(i) for i in range(1, 7)}
+    kept = worth_running(many, {name: 1 / cost for name, cost in many.items()}, keep=3, dense=9.0)
+    assert kept[0] == "1"
+    assert kept[-1] == "6"
+    assert len(kept) == 3
+    assert worth_running(costs, errors, keep=3, dense=0.05) == []
+
+
+def test_times_grow_with_density_and_never_fall() -> None:
+    line = Line.through([(0.1, 3.0), (0.5, 5.0), (0.9, 7.0)])
+    assert line.at(0.3) == pytest.approx(4.0)
+    falling = Line.through([(0.1, 5.0), (0.9, 1.0)])
+    assert falling.at(0.9) >= falling.at(0.1) >= 0
