@@ -87,7 +87,7 @@ def test_loss_is_the_divergence_of_predictions(model: Any) -> None:
 
 
 def test_the_noise_of_kernels_costs_nothing(tmp_path: Path) -> None:
-    """In bf16 a kernel that keeps everything loses something, and a candidate that does so is not blamed for it."""
+    """In bf16 a kernel that keeps everything loses something, and a candidate that does so is not blamed."""
     model, (prompt,) = tiny.network().to(torch.bfloat16), tiny.prompts(1, 0)
     whole = Candidate("mean_pooling", {"mass": 1.0, "block": 128})
     bench = Bench(model, Journal.open(tmp_path / "j", {}), Work(lambda *_: None, {"running the model": 9.0}), 60)
