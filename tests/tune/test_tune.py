@@ -137,6 +137,26 @@ def test_layers_that_are_never_sparse_stay_dense(tmp_path: Path) -> None:
         tuned(windowed.eval(), tmp_path / "j")
 
 
+def test_what_cannot_be_tuned_on_is_named(model: Any, tmp_path: Path) -> None:
+    some, ids = tiny.prompts(2, 0), torch.arange(20)[None]
+    for prompts, held, sentence in (
+        ([], some, "'prompts' must have at least one prompt"),
+        (some, [], "'held' must have at least one prompt"),
+        (some, some[1:], "'held' must have other prompts than 'prompts'"),
+    ):
+        with pytest.raises(TuneError, match=sentence):
+            tune(model, prompts, held, journal=tmp_path / "j")
+    with pytest.raises(TuneError, match="must not be in training"):
+        tune(tiny.network().train(), some[:1], some[1:], journal=tmp_path / "j")
+    for wrong in (ids[0], ids.int(), ids[:, :1]):
+        with pytest.raises(TuneError, match=r"'ids' must be \[1, N\] int64 with at least 2 tokens: "):
+            TunePrompt(wrong)
+    for answer in ((0, 4), (1, 3), (5, 5), (18, 21)):
+        with pytest.raises(TuneError, match="an answer must lie between token 2 and the end of its prompt, 20: "):
+            TunePrompt(ids, (answer,))
+    assert not (tmp_path / "j").exists()
+
+
 # ---- after a kill
 
 
@@ -213,9 +233,9 @@ def test_sparge_then_takes_the_boldest_lambda_under_its_bound(tmp_path: Path, l2
     """Where there is no GPU, Triton's interpreter runs the kernel."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = tiny.network(num_hidden_layers=1).to(device)
-    prompt = TunePrompt(torch.arange(64)[None] % 60)
+    prompt, held = (TunePrompt(torch.arange(64)[None] % size) for size in (60, 50))
     plan = sparge_search(
-        model, [prompt], [prompt], journal=tmp_path / "j", bounds=ErrorBounds(5.0, l2), lambdas=(-9.0, -4.0)
+        model, [prompt], [held], journal=tmp_path / "j", bounds=ErrorBounds(5.0, l2), lambdas=(-9.0, -4.0)
     )
     attention = plan.layers[0].attention
     assert attention is not None
@@ -319,6 +339,8 @@ def test_the_command_writes_a_plan_and_says_what_it_does(
             ["no-such-model"],
             "the model cannot be loaded; it must be a folder that a transformers model was saved in",
         ),
+        (["MODEL", "--device", "none"], "'--device' cannot be used: none: "),
+        (["MODEL", "--out", "none/plan.json", "--tokens", "900"], "the journal cannot be written: none/plan.json"),
         (["MODEL", "--count", "0"], "'--count' must be at least 1: 0"),
         (["MODEL", "--tokens", "5000"], "tokens for each prompt"),
         (["MODEL", "--tokens", "1025", "--count", "1"], "prompts must be of at most 1024 tokens"),
@@ -339,7 +361,8 @@ def test_the_command_refuses_in_one_sentence(
     text.write_text(TEXT)
     words = [str(folder) if word == "MODEL" else word for word in options]
     given = [] if "--text" in words else ["--text", str(text)]
-    assert main([*words, *given, "--out", str(tmp_path / "plan.json")]) == 1
+    out = [] if "--out" in words else ["--out", str(tmp_path / "plan.json")]
+    assert main([*words, *given, *out]) == 1
     printed, said = capsys.readouterr()
     assert printed == ""
     assert sentence in said

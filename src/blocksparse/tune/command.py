@@ -130,8 +130,12 @@ def _load(folder: Path, device: str | None) -> tuple[Any, Any]:
     disable_progress_bar()
     set_verbosity_error()
     try:
-        model = load(folder, device=torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
-    except (DemoError, RuntimeError) as error:
+        place = torch.empty(0, device=device or ("cuda" if torch.cuda.is_available() else "cpu")).device
+    except (RuntimeError, AssertionError) as error:
+        raise TuneError(f"'--device' cannot be used: {device}: {str(error).splitlines()[0]}") from None
+    try:
+        model = load(folder, device=place)
+    except DemoError as error:
         reason = str(error).removeprefix("'--model' must be ")
         raise TuneError(f"the model cannot be loaded; it must be {reason}") from None
     return model.network, model.tokenizer
@@ -202,6 +206,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_arguments(parser)
     try:
         return run(parser.parse_args(arguments))
-    except (TuneError, TypeError, ValueError) as error:
+    except ValueError as error:
         print(f"blocksparse tune: {error}", file=sys.stderr)
         return 1

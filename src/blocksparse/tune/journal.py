@@ -44,7 +44,10 @@ class Journal:
             if found and not json.dumps(header).encode().startswith(found):
                 raise TuneError(f"{path} is not a journal of tuning: move it away, or give another name")
             journal = cls(path, {})
-            path.write_bytes(b"")
+            try:
+                path.write_bytes(b"")
+            except OSError as error:
+                raise TuneError(f"the journal cannot be written: {path}: {error}") from None
             journal._append(header)
             return journal
         try:

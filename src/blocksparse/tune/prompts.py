@@ -14,7 +14,7 @@ from attrs import frozen
 from torch import Tensor
 
 from blocksparse.tune.errors import TuneError
-from blocksparse.validators import shown
+from blocksparse.validators import a, shown
 
 _CITIES = (
     "Athens", "Berlin", "Cairo", "Dublin", "Geneva", "Havana", "Kyoto", "Lima", "Madrid", "Oslo", "Paris",
@@ -29,12 +29,26 @@ class TunePrompt:
     """Tokens to read, and which of them are answers.
 
     Args:
-        ids: `[1, N]` int64.
+        ids: `[1, N]` int64, at least 2.
         answers: the tokens from a start up to, not including, a stop, for each answer; none if there is no answer.
+
+    Raises:
+        TuneError: `ids` has another shape or dtype, or an answer is not inside it after two tokens or more.
     """
 
     ids: Tensor
     answers: tuple[tuple[int, int], ...] = ()
+
+    def __attrs_post_init__(self) -> None:
+        a(Tensor).check(ids=self.ids)
+        if self.ids.dim() != 2 or len(self.ids) != 1 or self.ids.shape[1] < 2 or self.ids.dtype != torch.int64:
+            raise TuneError(f"'ids' must be [1, N] int64 with at least 2 tokens: {shown(self.ids)}")
+        for start, stop in self.answers:
+            if not 2 <= start < stop <= self.ids.shape[1]:
+                raise TuneError(
+                    f"an answer must lie between token 2 and the end of its prompt, {self.ids.shape[1]}: {start} to "
+                    f"{stop}"
+                )
 
     def text_at(self, positions: int) -> Tensor:
         """Positions spread evenly over the tokens before the first answer, `[at most positions]` int64."""

@@ -96,13 +96,16 @@ class Reading:
     def _from(self, first: int) -> Iterator[None]:
         """Layers before `first` give what they gave before, without any work."""
         before = decoder_layers(self.network)[:first]
+        own = [vars(layer).get("forward") for layer in before]  # None where it is the method of the class
         for layer, output in zip(before, self.outputs, strict=False):
             layer.forward = partial(_again, output)
         try:
             yield
         finally:
-            for layer in before:
-                del layer.forward  # what is left is the method of its class
+            for layer, forward in zip(before, own, strict=True):
+                del layer.forward
+                if forward is not None:
+                    layer.forward = forward
 
 
 @final

@@ -59,8 +59,12 @@ class Session:
             TuneError: there are too few prompts, the model cannot be tuned, or the journal is another run's.
         """
         for what, some in (("prompts", prompts), ("held", held)):
-            if not some or min(prompt.ids.shape[1] for prompt in some) < 2:
-                raise TuneError(f"'{what}' must have at least one prompt, each of at least 2 tokens")
+            if not some:
+                raise TuneError(f"'{what}' must have at least one prompt")
+        if {hash_of([prompt]) for prompt in prompts} & {hash_of([prompt]) for prompt in held}:
+            raise TuneError("'held' must have other prompts than 'prompts', or nothing is verified")
+        if network.training:
+            raise TuneError("the model must not be in training, where dropout draws numbers: call eval() first")
         model, device = Fingerprint.of(network), network.device
         if head_groups > model.kv_heads:
             raise TuneError(f"'head_groups' must be at most {model.kv_heads}, the model's KV heads: {head_groups}")
