@@ -41,13 +41,13 @@ class TunePrompt:
 
     def __attrs_post_init__(self) -> None:
         a(Tensor).check(ids=self.ids)
-        if self.ids.dim() != 2 or len(self.ids) != 1 or self.ids.shape[1] < 2 or self.ids.dtype != torch.int64:
+        if self.ids.dim() != 2 or len(self.ids) != 1 or self.ids.numel() < 2 or self.ids.dtype != torch.int64:
             raise TuneError(f"'ids' must be [1, N] int64 with at least 2 tokens: {shown(self.ids)}")
         for start, stop in self.answers:
             if not 2 <= start < stop <= self.ids.shape[1]:
                 raise TuneError(
-                    f"an answer must lie between token 2 and the end of its prompt, {self.ids.shape[1]}: {start} to "
-                    f"{stop}"
+                    f"an answer must lie between token 2 and the end of its prompt, {self.ids.shape[1]}: "
+                    f"{start} to {stop}"
                 )
 
     def text_at(self, positions: int) -> Tensor:
