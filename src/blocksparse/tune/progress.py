@@ -49,3 +49,8 @@ class Work:
     def is_over(self, phase: str) -> None:
         """Nothing is left of a phase, whatever was expected."""
         self.todo[phase] = 0.0
+
+    def ends(self) -> None:
+        """All is done."""
+        self.todo.clear()
+        self.report("done", 1.0, 0.0)

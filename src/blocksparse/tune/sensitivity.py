@@ -72,10 +72,10 @@ class Bench:
         return found
 
     def reading(self, prompt: TunePrompt, *, keep_outputs: bool) -> Reading:
-        """A dense reading, made when it is first needed; only the last one is held if it has outputs of layers."""
+        """A dense reading, made when it is first needed; of those with outputs of layers only the last is held."""
         if id(prompt) not in self._read:
-            if keep_outputs:
-                self._read.clear()
+            for other in [other for other, reading in self._read.items() if reading.outputs]:
+                del self._read[other]
             self._read[id(prompt)] = Reading.of(
                 self.network, prompt, positions=self.positions, keep_outputs=keep_outputs
             )
@@ -93,20 +93,26 @@ class Bench:
         def key(unit: Unit, candidate: Candidate) -> str:
             return f"probe {number} {unit} {candidate}"
 
-        def see(call: Call) -> None:
-            for unit in (unit for unit in candidates if unit.layer == call.layer):
-                missing = [x for x in candidates[unit] if not self.journal.knows(key(unit, x))]
-                part = unit.part(call.q, call.k, call.v)
-                if missing:
-                    dense = dense_attention(*part, causal=True, scale=call.scale)
-                for candidate in candidates[unit]:
-                    if now := candidate in missing:
-                        trace = candidate.pipeline().trace(*part, scale=call.scale)
-                        probe = Probe(float(trace.density().mean()), _distance(trace.output.out, dense))
-                        self.journal.note(key(unit, candidate), asdict(probe))
-                    self.work.did("comparing attention", PROBE, now=now)
+        missing = {
+            unit: [x for x in some if not self.journal.knows(key(unit, x))] for unit, some in candidates.items()
+        }
 
-        self._read_with(prompt, see)
+        def see(call: Call) -> None:
+            for unit, some in missing.items():
+                if unit.layer != call.layer or not some:
+                    continue
+                part = unit.part(call.q, call.k, call.v)
+                dense = dense_attention(*part, causal=True, scale=call.scale)
+                for candidate in some:
+                    trace = candidate.pipeline().trace(*part, scale=call.scale)
+                    probe = Probe(float(trace.density().mean()), _distance(trace.output.out, dense))
+                    self.journal.note(key(unit, candidate), asdict(probe))
+                    self.work.did("comparing attention", PROBE)
+
+        known = sum(map(len, candidates.values())) - sum(map(len, missing.values()))
+        self.work.did("comparing attention", PROBE * known, now=False)
+        if any(missing.values()):
+            self._read_with(prompt, see)
         return {
             unit: {str(x): Probe(**self.journal[key(unit, x)]) for x in some} for unit, some in candidates.items()
         }
@@ -115,23 +121,26 @@ class Bench:
         self, prompt: TunePrompt, candidates: Mapping[Unit, Sequence[Candidate]]
     ) -> dict[tuple[Unit, str], float]:
         """Milliseconds of candidates on some units; those of the whole layer's own attention are named "dense"."""
-        found: dict[tuple[Unit, str], float] = {}
+
+        def key(unit: Unit, name: str) -> str:
+            return f"time {unit} {name}"
+
+        names = {unit: [DENSE, *map(str, some)] for unit, some in candidates.items()}
+        missing = {unit: [x for x in some if not self.journal.knows(key(unit, x))] for unit, some in names.items()}
 
         def see(call: Call) -> None:
             for unit in (unit for unit in candidates if unit.layer == call.layer):
                 part = unit.part(call.q, call.k, call.v)
                 calls: dict[str, Callable[[], Any]] = {DENSE: call.own}
                 calls |= {str(x): partial(x.pipeline(), *part, scale=call.scale) for x in candidates[unit]}
-                for name, attention in calls.items():
-                    key = f"time {unit} {name}"
-                    if now := not self.journal.knows(key):
-                        self.journal.note(key, milliseconds(attention, call.q.device))
-                    found[unit, name] = self.journal[key]
-                    self.work.did("timing", 3 * PROBE, now=now)
+                for name in missing[unit]:
+                    self.journal.note(key(unit, name), milliseconds(calls[name], call.q.device))
+                    self.work.did("timing", 3 * PROBE)
 
-        self._read_with(prompt, see)
+        if any(missing.values()):
+            self._read_with(prompt, see)
         self.work.is_over("timing")
-        return found
+        return {(unit, name): self.journal[key(unit, name)] for unit, some in names.items() for name in some}
 
     def loss(self, number: int, prompt: TunePrompt, unit: Unit, candidate: Candidate | None) -> Loss:
         """What one unit loses with this candidate while all else is dense; None keeps everything.

@@ -148,6 +148,7 @@ class Session:
             device=self.about["device"],
             versions=self.about["versions"],
         )
+        self.bench.work.ends()
         return Plan(self.model, tuple(parts[key] for key in sorted(parts)), evidence)
 
     def _layers(self, names: Sequence[str], candidates: Mapping[str, Candidate]) -> dict[int, LayerPipeline]:

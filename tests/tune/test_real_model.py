@@ -1,0 +1,44 @@
+"""A plan for the real model keeps its budget on prompts that it was not tuned on, and the facts in them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("scipy")
+pytest.importorskip("cattrs")
+
+from blocksparse.demo import TEXT
+from blocksparse.demo.model import convert_smollm2, load, wheel_folder
+from blocksparse.integrations.transformers import attach
+from blocksparse.tune import Budget, Candidate, prompts_from_text, tune
+from blocksparse.tune.reading import Reading
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(wheel_folder() is None, reason="the model is not installed: make test installs it")
+def test_a_plan_for_the_real_model(tmp_path: Path) -> None:
+    convert_smollm2(tmp_path / "model")
+    model = load(tmp_path / "model", device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    tuned, held, unseen = prompts_from_text(model.tokenizer, TEXT.read_text(), tokens=512, count=3)
+    candidates = [
+        Candidate("xattention", {"mass": 0.8, "block": 32}, 32),
+        Candidate("a_shape", {"sink": 32, "local": 64, "block": 32}),
+    ]
+    plan = tune(
+        model.network, [tuned], [held], journal=tmp_path / "j", candidates=candidates, minimise="density",
+        budget=Budget(0.05, 0.1), keep=2, rounds=3,
+    )  # fmt: skip
+    found = plan.evidence
+    assert found.plan.text_kl <= 0.05
+    assert found.plan.density < 0.9
+    assert found.plan.found >= found.dense_found - 1
+    assert len({str(part.attention) for part in plan.layers}) >= 2  # layers differ
+    reading = Reading.of(model.network, unseen, positions=300, keep_outputs=False)
+    with attach(model.network, plan.schedule(model.network), min_tokens=1):
+        loss = reading.losses()
+    assert 0 < loss.text < 0.15
+    assert loss.found >= reading.found - 1
