@@ -186,6 +186,9 @@ def test_a_run_writes_results_and_goes_on(
     assert len(capsys.readouterr().out.splitlines()) == 5
     again = json.loads(out.read_text())
     assert again[:4] == first
+    with pytest.raises(SystemExit, match="was begun with other options"):
+        main([*options, "--methods", "random", "--seed", "1"])
+    assert json.loads(out.read_text()) == again
     assert [x["density"] for x in again[4:]] == sorted(x["density"] for x in again[4:])
 
 

@@ -48,6 +48,12 @@ def windows(model: Model, text: str, tokens: int, count: int) -> list[torch.Tens
     return [torch.tensor([ids[start : start + tokens]]) for start in starts]
 
 
+def about(model: Model, options: argparse.Namespace) -> dict[str, Any]:
+    """What rows must share to be compared."""
+    names = ("samples", "seed", "windows", "positions", "block")
+    return {"model": model.name, "text": options.text.name, **{name: getattr(options, name) for name in names}}
+
+
 def run(model: Model, tokens: int, options: argparse.Namespace, done: list[dict[str, Any]], until: float) -> None:
     """Every method at one length; appends to `done` and writes it."""
     text = options.text.read_text(encoding="utf-8")
@@ -56,7 +62,10 @@ def run(model: Model, tokens: int, options: argparse.Namespace, done: list[dict[
     texts = Texts.of(model, windows(model, text, tokens, options.windows), options.positions)
     every = [*methods(options.block, options.band), *plans(options.plan, model.network)]
     wanted = [m for m in every if not options.methods or m.preset in options.methods or m.preset == DENSE]
-    known = {(row["preset"], row["setting"]) for row in done if row["tokens"] == tokens}
+    mine = [row for row in done if row["tokens"] == tokens]
+    if any(row[what] != value for row in mine for what, value in about(model, options).items()):
+        raise SystemExit(f"{options.out} was begun with other options: remove it, or give another name with --out")
+    known = {(row["preset"], row["setting"]) for row in mine}
     for method in wanted:
         if (method.preset, method.setting) in known:
             continue
@@ -67,7 +76,7 @@ def run(model: Model, tokens: int, options: argparse.Namespace, done: list[dict[
         if dense is not None:
             samples = {t: some for t, some in samples.items() if sum(dense["scores"][t]) / len(some) > CAN}
         result = measure(model, method, samples, texts, repeats=options.repeats)
-        done.append({**asdict(result), "model": model.name, "samples": options.samples, "seed": options.seed})
+        done.append({**asdict(result), **about(model, options)})
         options.out.write_text(json.dumps(done, indent=1), encoding="utf-8")
         print(line(result), flush=True)
 
@@ -101,6 +110,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--report", action="store_true", help="measure nothing: print tables, draw OUT.png")
     options = parser.parse_args(arguments)
     options.band = options.band or None
+    for name in ("samples", "windows", "positions", "repeats"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} must be at least 1: {getattr(options, name)}")
     done: list[dict[str, Any]] = json.loads(options.out.read_text()) if options.out.exists() else []
     if options.report:
         print(report(done, options.out.with_suffix(".png")))
