@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -161,3 +163,18 @@ def test_candidates_are_written_as_python(candidate: Candidate) -> None:
     if isinstance(made.executor, bs.AutoExecutor):
         made = evolve(made, executor=bs.AutoExecutor(dense_below=0))
     assert repr(candidate.pipeline()) == repr(made)
+
+
+def test_the_package_needs_no_extra_until_it_tunes() -> None:
+    """The command line may hook the command in, and say what is missing, where the extra is not installed."""
+    code = (
+        "import sys; extra = 'transformers', 'scipy', 'cattrs', 'rich'; sys.modules.update(dict.fromkeys(extra));"
+        "from blocksparse.tune.command import main;"
+        "from blocksparse.tune import Plan;"
+        "sys.exit(main(['model']))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 1
+    assert result.stderr.startswith("blocksparse tune: transformers")
+    assert "is not installed: pip install 'blocksparse-attention[tune]'" in result.stderr
+    assert result.stderr.count("\n") == 1

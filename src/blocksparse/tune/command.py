@@ -165,8 +165,11 @@ def _prompts(tokenizer: Any, arguments: argparse.Namespace) -> tuple[Sequence[Tu
 @contextmanager
 def _progress() -> Iterator[Report]:
     """A bar in a terminal, else a line now and then; on stderr."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    except ModuleNotFoundError as error:
+        raise TuneError(f"{error.name} is not installed: pip install 'blocksparse-attention[tune]'") from None
 
     console = Console(stderr=True)
     bar = Progress(

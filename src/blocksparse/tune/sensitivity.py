@@ -12,7 +12,7 @@ from torch import Tensor
 
 from blocksparse.executors.dense_attention import dense_attention
 from blocksparse.head_groups import AnyPipeline
-from blocksparse.integrations.transformers import DensityRecorder, attach
+from blocksparse.integrations.density_recorder import DensityRecorder
 from blocksparse.permuters.identity import Identity
 from blocksparse.pipeline import Pipeline
 from blocksparse.schedule import LayerPipeline, Schedule
@@ -47,6 +47,8 @@ class Bench:
 
     def attached(self, layers: Mapping[int, LayerPipeline | None], recorder: DensityRecorder | None = None) -> Any:
         """The model with these layers sparse, at any length."""
+        from blocksparse.integrations.transformers import attach
+
         schedule = Schedule(None, layers=layers)
         return attach(self.network, schedule, min_tokens=1, min_queries=1, recorder=recorder)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, final
 
@@ -68,7 +68,10 @@ class Session:
         model, device = Fingerprint.of(network), network.device
         if head_groups > model.kv_heads:
             raise TuneError(f"'head_groups' must be at most {model.kv_heads}, the model's KV heads: {head_groups}")
-        versions = {name: version(name) for name in ("torch", "transformers", "scipy")}
+        try:
+            versions = {name: version(name) for name in ("torch", "transformers", "scipy", "cattrs")}
+        except PackageNotFoundError as error:
+            raise TuneError(f"{error.name} is not installed: pip install 'blocksparse-attention[tune]'") from None
         # Nothing else is here, so that other candidates, budgets and strategies use the same measurements.
         about = {
             "model": model.weights,

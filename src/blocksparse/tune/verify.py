@@ -9,7 +9,7 @@ from typing import Any, final
 
 from attrs import asdict, define, frozen
 
-from blocksparse.integrations.transformers import DensityRecorder
+from blocksparse.integrations.density_recorder import DensityRecorder
 from blocksparse.schedule import LayerPipeline
 from blocksparse.tune.choice import Option, choose
 from blocksparse.tune.errors import TuneError
