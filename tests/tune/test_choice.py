@@ -85,18 +85,14 @@ def test_a_plan_that_never_fits_becomes_dense() -> None:
     assert tried.text_kl == 0
 
 
-def test_candidates_that_others_beat_by_far_are_not_run() -> None:
-    costs = {"a": 0.1, "b": 0.2, "c": 0.3, "worse than a": 0.2, "as dear as dense": 1.0, "near b": 0.25}
-    errors = {"a": 0.4, "b": 0.2, "c": 0.1, "worse than a": 3.0, "as dear as dense": 0.01, "near b": 0.21}
-    assert worth_running(costs, errors, keep=4, dense=1.0) == ["a", "b", "near b", "c"]
-    assert worth_running(costs, errors, keep=9, dense=1.0) == ["a", "b", "worse than a", "near b", "c"]
-    # Of unbeaten ones the ends stay, and those whose neighbours are far.
-    many = {f"{i}": float(i) for i in range(1, 7)}
-    kept = worth_running(many, {name: 1 / cost for name, cost in many.items()}, keep=3, dense=9.0)
-    assert kept[0] == "1"
-    assert kept[-1] == "6"
-    assert len(kept) == 3
-    assert worth_running(costs, errors, keep=3, dense=0.05) == []
+def test_families_take_turns_because_errors_do_not_compare_presets() -> None:
+    costs = {"a1": 0.1, "a2": 0.2, "a3": 0.3, "a worse": 0.25, "b1": 0.15, "b2": 0.35, "dear": 1.0}
+    errors = {"a1": 0.2, "a2": 0.09, "a3": 0.05, "a worse": 0.11, "b1": 0.9, "b2": 0.4, "dear": 0.01}
+    families = {name: name[0] for name in costs}
+    assert worth_running(costs, errors, families, keep=2, dense=1.0) == ["b1", "a3"]
+    assert worth_running(costs, errors, families, keep=4, dense=1.0) == ["b1", "a2", "a3", "b2"]
+    assert worth_running(costs, errors, families, keep=9, dense=1.0) == ["a1", "b1", "a2", "a3", "b2"]
+    assert worth_running(costs, errors, families, keep=3, dense=0.05) == []
 
 
 def test_times_grow_with_density_and_never_fall() -> None:

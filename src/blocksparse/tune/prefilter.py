@@ -18,24 +18,35 @@ class Probe:
     error: float  # relative L1 distance of the output from dense attention's
 
 
-def worth_running(costs: Mapping[str, float], errors: Mapping[str, float], keep: int, dense: float) -> list[str]:
-    """The `keep` candidates that others beat the least, the cheapest first; none that costs as much as `dense`.
+def worth_running(
+    costs: Mapping[str, float],
+    errors: Mapping[str, float],
+    families: Mapping[str, str],
+    keep: int,
+    dense: float,
+) -> list[str]:
+    """The `keep` candidates to run the model with, the cheapest first; none that costs as much as `dense`.
 
-    A candidate is beaten by one that costs no more and errs less, by the factor between the errors. Errors of
-    layers order candidates only roughly, so one that is beaten by little stays. If more are unbeaten than are
-    kept, those go whose neighbours are nearest in cost.
+    Errors of layers order the settings of one preset, but not presets: `s2o` has the least error and loses most at
+    answers. So a candidate goes if another of its family costs no more and errs no more, and then families take
+    turns. Each offers the one that errs least in comparison with all that cost no more.
     """
     cheaper = sorted((name for name in costs if costs[name] < dense), key=lambda name: (costs[name], errors[name]))
 
-    def beaten(name: str) -> float:
+    def beaten(name: str) -> tuple[float, float]:
         least = min(errors[other] for other in cheaper if costs[other] <= costs[name])
-        return math.log(max(errors[name], 1e-12) / max(least, 1e-12))
+        return errors[name] / max(least, 1e-12), costs[name] * errors[name]
 
-    unbeaten = [name for name in cheaper if beaten(name) == 0]
-    if len(unbeaten) <= keep:
-        kept = sorted(cheaper, key=lambda name: (beaten(name), costs[name]))[:keep]
-        return [name for name in cheaper if name in kept]
-    while len(unbeaten) > max(keep, 2):
-        gaps = [costs[c] / max(costs[a], 1e-12) for a, c in zip(unbeaten, unbeaten[2:], strict=False)]
-        del unbeaten[1 + gaps.index(min(gaps))]
-    return unbeaten[-keep:]
+    offers: dict[str, list[str]] = {}
+    least: dict[str, float] = {}
+    for name in cheaper:
+        if errors[name] < least.get(families[name], math.inf):
+            least[families[name]] = errors[name]
+            offers.setdefault(families[name], []).append(name)
+    kept: list[str] = []
+    while any(offers.values()) and len(kept) < keep:
+        turn = [min(some, key=beaten) for some in offers.values() if some]
+        for name in sorted(turn, key=beaten)[: keep - len(kept)]:
+            offers[families[name]].remove(name)
+            kept.append(name)
+    return [name for name in cheaper if name in kept]

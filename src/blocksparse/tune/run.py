@@ -111,6 +111,7 @@ def tune(
         unit: worth_running(
             {name: costs(unit, name) for name in by_name},
             {name: probe.error for name, probe in probes[unit].items()},
+            {name: candidate.preset for name, candidate in by_name.items()},
             keep,
             costs(unit, DENSE),
         )

@@ -18,6 +18,8 @@ from blocksparse.tune.prompts import TunePrompt
 from blocksparse.tune.reading import Loss
 from blocksparse.tune.sensitivity import EVERYTHING, Bench
 
+_MORE_ROUNDS = 8  # before a plan is dense because none fitted
+
 
 @final
 @frozen
@@ -101,7 +103,7 @@ class Search:
             self.factor *= min(ratio, 2.0)
         else:
             self._fails = min(self._fails, self.factor)
-            self.factor *= max(0.95 * ratio, 0.1)
+            self.factor *= max(0.8 * ratio, 0.1)
         if not self._fits < self.factor < self._fails and self._fits:
             self.factor = (self._fits * self._fails) ** 0.5 if self._fits < self._fails else self._fails / 2
         return fits
@@ -116,16 +118,18 @@ def plan_that_fits(
     """The cheapest of the verified plans that keep the budgets of text and answers, its figures, and all tries.
 
     Losses of single layers do not add up exactly, so budgets for the solver are tightened, or loosened, and the
-    plan is chosen and measured again. If no plan of `rounds` fits, budgets are halved; at last all is dense.
+    plan is chosen and measured again, `rounds` times. If none of these plans fits, this goes on for a few more; at
+    last all is dense.
     """
     searches = [Search(budget) for budget in budgets]
     tries: list[Try] = []
     best: tuple[float, list[Option], Try] | None = None
-    for number in range(2 * rounds):
+    last = rounds + _MORE_ROUNDS
+    for number in range(last + 1):
         if number >= rounds and best is not None:
             break
         taken = choose(options, [search.budget * search.factor for search in searches])
-        if number == 2 * rounds - 1:
+        if number == last:
             taken = [unit[0] for unit in options]  # the first option is dense
         tried = measure(taken)
         tries.append(tried)
@@ -134,8 +138,5 @@ def plan_that_fits(
         cost = sum(option.cost for option in taken)
         if all(fits) and (best is None or cost < best[0]):
             best = cost, taken, tried
-        if number >= rounds - 1:
-            for search in searches:
-                search.factor /= 2
     assert best is not None  # the last try is dense, which loses nothing
     return best[1], best[2], tries
