@@ -17,7 +17,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "blocksparse"
 LAYERS = [
     "validators", "user_error", "precision", "sequences", "inputs", "page_table", "per_head", "opaque_call",
     "class_line", "permuters", "geometry", "scorers", "selectors", "executors", "pipeline", "head_groups",
-    "schedule", "sdpa", "audit", "presets", "testing", "distributed", "integrations", "demo", "bench",
+    "schedule", "sdpa", "audit", "presets", "testing", "distributed", "integrations", "demo", "tune", "bench",
     "inspection", "cli",
 ]  # fmt: skip
 MAY_IMPORT_KERNELS = {
@@ -81,7 +81,7 @@ def test_imports_go_one_way(module: str) -> None:
     allowed = set(LAYERS[: LAYERS.index(layer) + 1])
     if layer in MAY_IMPORT_KERNELS:
         allowed |= {"kernels"}
-    if layer in ("integrations", "demo", "testing", "cli"):
+    if layer in ("integrations", "demo", "testing", "tune", "cli"):
         allowed |= {""}  # the public surface itself
     assert layers <= allowed
 
@@ -131,7 +131,7 @@ def test_import_needs_no_triton_and_no_host() -> None:
     """Nor a host library, which its own integration imports, nor Dynamo, which takes longer than all the rest."""
     code = (
         "import sys; sys.modules['triton'] = None; import blocksparse;"
-        "hosts = 'transformers', 'matplotlib', 'rich', 'diffusers', 'torch._dynamo';"
+        "hosts = 'transformers', 'matplotlib', 'rich', 'diffusers', 'scipy', 'cattrs', 'torch._dynamo';"
         "print([m for m in hosts if m in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

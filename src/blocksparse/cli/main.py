@@ -8,10 +8,10 @@ import sys
 from collections.abc import Sequence
 
 import blocksparse
-from blocksparse.cli import bench, demo, inspect
+from blocksparse.cli import bench, demo, inspect, tune
 from blocksparse.user_error import UserError
 
-_COMMANDS = (demo, bench, inspect)
+_COMMANDS = (demo, bench, inspect, tune)
 _EPILOG = """\
 exit status: 0 if all went well, 1 if the command cannot run as asked, 2 if its arguments are not understood,
 130 after Ctrl-C. Results go to stdout, progress and errors to stderr.

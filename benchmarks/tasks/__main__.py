@@ -1,0 +1,133 @@
+"""What users lose: `python -m benchmarks.tasks`. Every preset at three settings on tasks like RULER's.
+
+Dense attention is measured first, and only tasks in which it scores over 60 % are run for the others. Results are
+written after each method, and a second run goes on from there. On one H200 about 15 minutes for 4096 and 7680
+tokens; on a CPU choose --tokens 2048, few samples and few methods. With --report tables and the picture are made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import asdict
+
+from benchmarks.quality import smollm2, with_yarn
+from benchmarks.tasks.generators import TASKS
+from benchmarks.tasks.measure import Result, Texts, measure
+from benchmarks.tasks.methods import DENSE, methods, plans
+from benchmarks.tasks.report import report
+from benchmarks.tasks.sample import Haystack, Sample
+from blocksparse.demo import TEXT
+from blocksparse.demo.model import Model, load
+
+CAN = 0.6  # what dense attention must score in a task
+WINDOWS_FROM = 0.5  # texts for KL and perplexity come from the second half, prompts of tasks from the first
+
+
+def samples_of(haystack: Haystack, tokens: int, count: int, seed: int) -> dict[str, list[Sample]]:
+    """Samples of every task; each has a seed of its own, so more samples begin with the same ones."""
+    return {
+        task: [make(haystack, random.Random(f"{task} {tokens} {seed} {i}"), tokens) for i in range(count)]
+        for task, make in TASKS.items()
+    }
+
+
+def windows(model: Model, text: str, tokens: int, count: int) -> list[torch.Tensor]:
+    """Equal shares of the second half of a text, `[1, tokens]` from the start of each."""
+    ids = model.tokenizer.encode(text[int(len(text) * WINDOWS_FROM) :], add_special_tokens=False)
+    if len(ids) < tokens * count:
+        raise SystemExit(f"the text gives {len(ids)} tokens, and {tokens * count} are needed: take fewer windows")
+    starts = [len(ids) * i // count for i in range(count)]
+    return [torch.tensor([ids[start : start + tokens]]) for start in starts]
+
+
+def about(model: Model, options: argparse.Namespace) -> dict[str, Any]:
+    """What rows must share to be compared."""
+    names = ("samples", "seed", "windows", "positions", "block")
+    return {"model": model.name, "text": options.text.name, **{name: getattr(options, name) for name in names}}
+
+
+def run(model: Model, tokens: int, options: argparse.Namespace, done: list[dict[str, Any]], until: float) -> None:
+    """Every method at one length; appends to `done` and writes it."""
+    text = options.text.read_text(encoding="utf-8")
+    haystack = Haystack(model.tokenizer, text[: int(len(text) * WINDOWS_FROM)])
+    samples = samples_of(haystack, tokens, options.samples, options.seed)
+    texts = Texts.of(model, windows(model, text, tokens, options.windows), options.positions)
+    every = [*methods(options.block, options.band), *plans(options.plan, model.network)]
+    wanted = [m for m in every if not options.methods or m.preset in options.methods or m.preset == DENSE]
+    mine = [row for row in done if row["tokens"] == tokens]
+    if any(row[what] != value for row in mine for what, value in about(model, options).items()):
+        raise SystemExit(f"{options.out} was begun with other options: remove it, or give another name with --out")
+    known = {(row["preset"], row["setting"]) for row in mine}
+    for method in wanted:
+        if (method.preset, method.setting) in known:
+            continue
+        if time.monotonic() > until:
+            print("the time is over; the same command goes on from here", flush=True)
+            return
+        dense = next((row for row in done if row["tokens"] == tokens and row["preset"] == DENSE), None)
+        if dense is not None:
+            samples = {t: some for t, some in samples.items() if sum(dense["scores"][t]) / len(some) > CAN}
+        result = measure(model, method, samples, texts, repeats=options.repeats)
+        done.append({**asdict(result), **about(model, options)})
+        options.out.write_text(json.dumps(done, indent=1), encoding="utf-8")
+        print(line(result), flush=True)
+
+
+def line(result: Result) -> str:
+    """One line for a result."""
+    means = "  ".join(f"{task} {sum(some) / len(some):.2f}" for task, some in result.scores.items())
+    return (
+        f"{result.tokens:6} {result.preset:28} {result.setting:22} density {result.density:.3f} "
+        f"KL {result.kl:.4f} ppl {result.perplexity:.2f} {result.attention_ms:.1f} ms  {means}"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="a folder with a transformers model; SmolLM2 if not given")
+    parser.add_argument("--text", type=Path, default=TEXT)
+    parser.add_argument("--tokens", type=int, nargs="*", default=[4096, 7680])
+    parser.add_argument("--yarn-tokens", type=int, nargs="*", default=[], help="lengths to read with YaRN x 4")
+    parser.add_argument("--samples", type=int, default=32, help="of each task")
+    parser.add_argument("--windows", type=int, default=3, help="of text, for KL, perplexity and time")
+    parser.add_argument("--positions", type=int, default=1024, help="of a window at which KL is measured")
+    parser.add_argument("--block", type=int, default=64)
+    parser.add_argument("--band", type=int, default=128, help="width of the bands that are added; 0 adds none")
+    parser.add_argument("--plan", type=Path, nargs="*", default=[], help="tuned plans of this model")
+    parser.add_argument("--methods", nargs="*", help="only these presets, by the names in the table")
+    parser.add_argument("--repeats", type=int, default=3, help="of timed readings")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=25.0, help="begin no method after so long")
+    parser.add_argument("--out", type=Path, default=Path("tasks.json"))
+    parser.add_argument("--report", action="store_true", help="measure nothing: print tables, draw OUT.png")
+    options = parser.parse_args(arguments)
+    options.band = options.band or None
+    for name in ("samples", "windows", "positions", "repeats"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} must be at least 1: {getattr(options, name)}")
+    done: list[dict[str, Any]] = json.loads(options.out.read_text()) if options.out.exists() else []
+    if options.report:
+        print(report(done, options.out.with_suffix(".png")))
+        return
+    until = time.monotonic() + 60 * options.minutes
+    folder, device = options.model or smollm2(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if options.tokens:
+        model = load(folder, device=device)
+        for tokens in options.tokens:
+            run(model, tokens, options, done, until)
+    if options.yarn_tokens:
+        model = with_yarn(folder, device)
+        for tokens in options.yarn_tokens:
+            run(model, tokens, options, done, until)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""One method on all tasks of one length, and on windows of text: scores, KL, perplexity, density and time."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import final
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from benchmarks.tasks.methods import Method
+from benchmarks.tasks.sample import Sample
+from blocksparse.demo.measure import perplexity
+from blocksparse.demo.model import Model
+from blocksparse.demo.watch import watch
+from blocksparse.integrations.transformers import DensityRecorder, attach
+from blocksparse.tune.prompts import TunePrompt
+from blocksparse.tune.reading import Reading
+
+_TOKENS_AT_ONCE = 131072  # of prompts that are read in one batch, on a GPU
+
+
+@final
+@frozen
+class Result:
+    """What one method gave at one length."""
+
+    preset: str
+    setting: str
+    tokens: int
+    scores: Mapping[str, Sequence[float]]  # by task, one for each sample
+    density: float  # mean over layers and windows; dense layers count as 1
+    kl: float  # nats, mean over windows; the noise of kernels is not subtracted
+    perplexity: float
+    attention_ms: float  # of one window, summed over layers
+
+
+@contextmanager
+def attached(model: Model, method: Method, recorder: DensityRecorder | None = None) -> Iterator[None]:
+    """The model reads by the method, at any length."""
+    if method.attention is None:
+        yield
+    else:
+        with attach(model.network, method.attention, min_tokens=1, min_queries=2, recorder=recorder):
+            yield
+
+
+@torch.inference_mode()
+def replies(model: Model, method: Method, samples: Sequence[Sample]) -> list[str]:
+    """Greedy continuations of samples that are equally long; only reading is sparse, writing is dense."""
+    tokens, written = len(samples[0].ids), []
+    batch = max(1, _TOKENS_AT_ONCE // tokens) if model.device.type == "cuda" else 1
+    for start in range(0, len(samples), batch):
+        part = samples[start : start + batch]
+        ids = torch.tensor([sample.ids for sample in part], device=model.device)
+        with attached(model, method):
+            read = model.network(ids, use_cache=True, logits_to_keep=1)
+        token, tokens_so_far = read.logits[:, -1:].argmax(-1), []
+        for _ in range(part[0].new_tokens):
+            tokens_so_far.append(token)
+            read = model.network(token, past_key_values=read.past_key_values, use_cache=True, logits_to_keep=1)
+            token = read.logits[:, -1:].argmax(-1)
+        written += model.tokenizer.batch_decode(torch.cat(tokens_so_far, 1), skip_special_tokens=True)
+    return written
+
+
+@final
+@frozen(eq=False)
+class Texts:
+    """Windows of text that dense attention has read."""
+
+    readings: Sequence[Reading]
+
+    @classmethod
+    def of(cls, model: Model, windows: Sequence[Tensor], positions: int) -> Texts:
+        """Windows are `[1, N]`."""
+        return cls(
+            [
+                Reading.of(model.network, TunePrompt(ids), positions=positions, keep_outputs=False)
+                for ids in windows
+            ]
+        )
+
+
+@torch.inference_mode()
+def measure(
+    model: Model, method: Method, samples: Mapping[str, Sequence[Sample]], texts: Texts, *, repeats: int
+) -> Result:
+    """Everything about one method."""
+    losses, perplexities, times, recorder = [], [], [], DensityRecorder()
+    for reading in texts.readings:
+        with attached(model, method, recorder):
+            losses.append(reading.losses().text)
+        ids = reading.prompt.ids
+        with attached(model, method):
+            for repeat in range(repeats + 1):  # the first one warms up
+                with watch(model.network) as sight:
+                    hidden = model.network.model(ids, use_cache=False).last_hidden_state
+                    if repeat:
+                        times.append(1000 * sight.seconds())
+        counted = torch.ones(ids.shape[1], dtype=torch.bool, device=ids.device)
+        perplexities.append(perplexity(model.network, hidden, ids, counted))
+    return Result(
+        method.preset,
+        method.setting,
+        texts.readings[0].prompt.ids.shape[1],
+        {
+            task: [s.score(reply) for s, reply in zip(some, replies(model, method, some), strict=True)]
+            for task, some in samples.items()
+        },
+        _density(model, recorder),
+        statistics.fmean(losses),
+        statistics.fmean(perplexities),
+        statistics.median(times),
+    )
+
+
+def _density(model: Model, recorder: DensityRecorder) -> float:
+    layers = int(model.network.config.num_hidden_layers)
+    sparse = recorder.density()
+    sparse = sparse.mean(-1) if sparse.numel() else sparse.new_empty(0)
+    known = sparse[~sparse.isnan()]
+    return (float(known.sum()) + layers - len(known)) / layers

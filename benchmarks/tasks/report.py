@@ -1,0 +1,161 @@
+"""Tables and the picture of what `python -m benchmarks.tasks` measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from benchmarks.tasks.methods import CEILING, DENSE, FLOOR, PLAN
+from benchmarks.tasks.paired import Difference, difference
+
+Row = dict[str, Any]
+
+
+def overall(row: Row, dense: Row, tasks: Sequence[str]) -> tuple[float, Difference]:
+    """The mean score over the samples of these tasks, and its difference from dense attention."""
+    scores = [score for task in tasks for score in row["scores"][task]]
+    return sum(scores) / len(scores), difference(
+        scores, [score for task in tasks for score in dense["scores"][task]]
+    )
+
+
+def counted(dense: Row, rows: Iterable[Row]) -> list[str]:
+    """The tasks that were run sparsely, or those of `dense` if nothing was."""
+    sparse = [list(row["scores"]) for row in rows if row["preset"] != DENSE]
+    return sparse[0] if sparse else list(dense["scores"])
+
+
+def between(points: Sequence[tuple[float, float]], x: float) -> float | None:
+    """The height at `x` of the line through points, or None outside of them."""
+    for (a, low), (b, high) in pairwise(sorted(points)):
+        if a <= x <= b:
+            return low if a == b else low + (high - low) * (x - a) / (b - a)
+    return None
+
+
+def saving(rows: Sequence[Row], plan: Row) -> tuple[str, float, float] | None:
+    """The single preset that needs the least density for the KL of a plan, that density, and what the plan saves.
+
+    Between two settings of a preset, the logarithm of density is a straight line over that of KL; outside of the
+    settings that were measured a preset is not compared.
+    """
+    best: tuple[str, float] | None = None
+    for preset in {row["preset"] for row in rows} - {DENSE, FLOOR, CEILING, PLAN}:
+        points = [
+            (math.log(row["kl"]), math.log(row["density"]))
+            for row in rows
+            if row["preset"] == preset and row["kl"] > 0
+        ]
+        there = between(points, math.log(plan["kl"]))
+        if there is not None and (best is None or math.exp(there) < best[1]):
+            best = preset, math.exp(there)
+    return None if best is None else (*best, 1 - plan["density"] / best[1])
+
+
+def report(rows: Sequence[Row], picture_path: Path) -> str:
+    """Markdown tables, a length each; draws the picture."""
+    parts = []
+    lengths = [n for n in sorted({row["tokens"] for row in rows}) if any(_is_dense(row, n) for row in rows)]
+    for tokens in lengths:
+        parts.append(_table([row for row in rows if row["tokens"] == tokens]))
+    if lengths:
+        _draw(rows, lengths, picture_path)
+    return "\n".join(parts)
+
+
+def _is_dense(row: Row, tokens: int) -> bool:
+    return bool(row["tokens"] == tokens and row["preset"] == DENSE)
+
+
+def _table(rows: Sequence[Row]) -> str:
+    dense = next(row for row in rows if row["preset"] == DENSE)
+    tasks = counted(dense, rows)
+    of_dense = ", ".join(f"{task} {100 * _mean(some):.0f} %" for task, some in dense["scores"].items())
+    lines = [
+        f"### {dense['tokens']} tokens, {dense['samples']} samples of each task\n",
+        f"Dense attention: {of_dense}; perplexity {dense['perplexity']:.2f}, attention "
+        f"{dense['attention_ms']:.1f} ms. Counted: {', '.join(tasks)}.\n",
+        f"| method | setting | density | KL | perplexity | attention ms | {' | '.join(tasks)} | all, from dense "
+        "(95 %) | random, oracle at this density |",
+        "|" + "---|" * (8 + len(tasks)),
+    ]
+    for row in sorted(rows, key=lambda row: (row["preset"], row["density"])):
+        if row["preset"] == DENSE:
+            continue
+        score, from_dense = overall(row, dense, tasks)
+        each = " | ".join(f"{100 * _mean(row['scores'][task]):.0f}" for task in tasks)
+        bounds = ", ".join(
+            "-" if value is None else f"{100 * value:.0f}"
+            for value in (_level(rows, dense, tasks, name, row["density"]) for name in (FLOOR, CEILING))
+        )
+        lines.append(
+            f"| `{row['preset']}` | {row['setting']} | {row['density']:.3f} | {row['kl']:.4f} | "
+            f"{row['perplexity']:.2f} | {row['attention_ms']:.1f} | {each} | {100 * score:.0f} "
+            f"({100 * from_dense.mean:+.0f}: {100 * from_dense.low:+.0f} to {100 * from_dense.high:+.0f}) | "
+            f"{bounds} |"
+        )
+    for plan in (row for row in rows if row["preset"] == PLAN):
+        if (found := saving(rows, plan)) is not None:
+            name, density, saved = found
+            lines.append(
+                f"\nAt the KL of plan {plan['setting']} ({plan['kl']:.4f}) the best single preset, `{name}`, "
+                f"keeps {density:.3f} of the blocks, and the plan {plan['density']:.3f}: {100 * saved:.0f} % "
+                "fewer."
+            )
+    return "\n".join(lines) + "\n"
+
+
+def _level(rows: Sequence[Row], dense: Row, tasks: Sequence[str], preset: str, density: float) -> float | None:
+    points = [(row["density"], overall(row, dense, tasks)[0]) for row in rows if row["preset"] == preset]
+    return between(points, density)
+
+
+def _mean(scores: Sequence[float]) -> float:
+    return sum(scores) / len(scores)
+
+
+def _draw(rows: Sequence[Row], lengths: Sequence[int], path: Path) -> None:
+    """Score against density and against time: a row of panels per length, a line per preset."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, grid = plt.subplots(len(lengths), 2, figsize=(12, 4.8 * len(lengths)), squeeze=False)
+    names = list(dict.fromkeys(row["preset"] for row in rows if row["preset"] != DENSE))
+    colours = [f"C{i}" for i in range(10)]
+    for i, tokens in enumerate(lengths):
+        some = [row for row in rows if row["tokens"] == tokens]
+        dense = next(row for row in some if row["preset"] == DENSE)
+        tasks = counted(dense, some)
+        for axes, figure_of, label in (
+            (grid[i][0], "density", "density (work over dense attention's)"),
+            (grid[i][1], "attention_ms", "milliseconds of attention, all layers"),
+        ):
+            for number, name in enumerate(names):
+                mine = sorted(
+                    (row[figure_of], 100 * overall(row, dense, tasks)[0]) for row in some if row["preset"] == name
+                )
+                if mine:
+                    x, y = zip(*mine, strict=True)
+                    bound = {FLOOR: ":", CEILING: "--"}.get(name)
+                    axes.plot(
+                        x, y, bound or "-", color="black" if bound else colours[number % 10],
+                        marker="." if bound else "*" if name == PLAN else "osD^v"[number // 10 % 5], label=name,
+                    )  # fmt: skip
+            axes.axhline(100 * overall(dense, dense, tasks)[0], color="grey", linewidth=1)
+            if figure_of == "attention_ms":
+                axes.axvline(dense["attention_ms"], color="grey", linewidth=1)
+            axes.set(
+                xscale="log", xlabel=label, ylabel="score, %", title=f"{tokens} tokens; grey is dense attention"
+            )
+            axes.grid(visible=True, which="both", alpha=0.2)
+    handles = {label: h for axes in grid.flat for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    rows_of_legend = math.ceil(len(handles) / 5)
+    figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=5, frameon=False)
+    figure.tight_layout(rect=(0, 0.03 * rows_of_legend / len(lengths) + 0.02, 1, 1))
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

@@ -1,0 +1,219 @@
+"""`blocksparse tune`: what attends in every layer of a model, chosen by what the model then says."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from blocksparse.cli.options import Commands, add_command
+from blocksparse.demo import TEXT
+from blocksparse.tune.errors import TuneError
+from blocksparse.tune.plan import Plan
+from blocksparse.tune.progress import Report
+from blocksparse.tune.prompts import TunePrompt, prompts_from_file, prompts_from_text
+from blocksparse.tune.run import Budget, tune
+from blocksparse.tune.sparge_search import ErrorBounds, sparge_search
+from blocksparse.user_error import UserError
+
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+_EXAMPLES = """\
+  blocksparse tune path/to/model
+  blocksparse tune path/to/model --tokens 8192 --count 6 --out plan.json
+  blocksparse tune path/to/model --prompts prompts.jsonl --minimise density
+"""
+
+
+def add_to(commands: Commands) -> None:
+    """Say what `tune` takes."""
+    parser = add_command(
+        commands,
+        "tune",
+        _run,
+        summary="choose the attention of every layer by the answers of the model, and write a plan",
+        description="One layer at a time attends sparsely, and the next-token distributions are compared with those\n"
+        "of dense attention, over a text and at answers. A plan that keeps to a budget of both is verified\n"
+        "on other prompts. Killed, and run again, it goes on where it was.",
+        examples=_EXAMPLES,
+    )
+    parser.add_argument(
+        "model", type=Path, metavar="MODEL", help="folder of a causal language model of transformers"
+    )
+    parser.add_argument("--out", type=Path, default=Path("plan.json"), help="the plan; measurements go beside it")
+    parser.add_argument("--tokens", type=int, default=4096, help="length of the prompts that are made from --text")
+    parser.add_argument("--text", type=Path, default=TEXT, help="a text to make prompts from, with planted facts")
+    parser.add_argument(
+        "--count", type=int, default=2, help="prompts to make for comparing, and as many to verify on"
+    )
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        help='your own prompts instead: a JSON line {"prompt": ..., "answer": ...} each; every second verifies',
+    )
+    parser.add_argument("--strategy", choices=("kl", "sparge"), default="kl", help="how candidates are chosen")
+    parser.add_argument("--minimise", choices=("time", "density"), default="time", help="what the plan saves")
+    parser.add_argument("--text-kl", type=float, default=Budget().text_kl, help="budget of KL over the text, nats")
+    parser.add_argument(
+        "--answer-kl", type=float, default=Budget().answer_kl, help="the same at tokens of answers"
+    )
+    parser.add_argument("--keep", type=int, default=6, help="candidates of a layer with which the model is run")
+    parser.add_argument("--head-groups", type=int, default=1, help="groups of KV heads with a choice of their own")
+    parser.add_argument("--seed", type=int, default=0, help="chooses the planted facts")
+    parser.add_argument(
+        "--l1", type=float, default=ErrorBounds().l1, help="of sparge: error that tau and theta make"
+    )
+    parser.add_argument("--l2", type=float, default=ErrorBounds().l2, help="of sparge: error with lambda, too")
+    parser.add_argument("--device", help="where to run; a GPU if there is one")
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    """Tune, write the plan, and print what it costs and loses.
+
+    Raises:
+        TuneError: the model, the prompts or a number does not allow it; nothing was written.
+    """
+    logging.getLogger("blocksparse").setLevel(logging.ERROR)  # which executor runs is said once, by the plan
+    network, tokenizer = _load(arguments.model, arguments.device)
+    prompts, held = _prompts(tokenizer, arguments)
+    longest = max(prompt.ids.shape[1] for prompt in (*prompts, *held))
+    if longest > (most := network.config.get_text_config().max_position_embeddings):
+        raise TuneError(f"prompts must be of at most {most} tokens, what the model can read: {longest}")
+    journal = arguments.out.with_name(arguments.out.name + ".journal")
+    begin = time.perf_counter()
+    with _progress() as report:
+        if arguments.strategy == "sparge":
+            plan = sparge_search(
+                network,
+                prompts,
+                held,
+                journal=journal,
+                bounds=ErrorBounds(arguments.l1, arguments.l2),
+                report=report,
+            )
+        else:
+            plan = tune(
+                network,
+                prompts,
+                held,
+                journal=journal,
+                budget=Budget(arguments.text_kl, arguments.answer_kl),
+                minimise=arguments.minimise,
+                head_groups=arguments.head_groups,
+                keep=arguments.keep,
+                report=report,
+            )
+    plan.save(arguments.out)
+    print(summary(plan))
+    print(f"written in {time.perf_counter() - begin:.0f} s: {arguments.out}; its measurements: {journal}")
+    return 0
+
+
+def summary(plan: Plan) -> str:
+    """What attends in each layer, and what the whole plan costs and loses."""
+    found, of_plan = plan.evidence, plan.evidence.plan
+    lines = [f"{'layer':>8}  {'density':>7}  {'text KL':>8}  {'answers':>8}  attention"]
+    for part in plan.layers:
+        heads = "" if part.heads is None else f":{part.heads[0]}-{part.heads[-1]}"
+        lines.append(
+            f"{f'{part.layer}{heads}':>8}  {part.density:7.3f}  {part.text_kl:8.5f}  {part.answer_kl:8.5f}  "
+            f"{part.attention or 'dense'}"
+        )
+    return "\n".join(
+        [
+            *lines,
+            f"on held prompts: density {of_plan.density:.3f}, KL over the text {of_plan.text_kl:.4f} and at "
+            f"answers {of_plan.answer_kl:.4f} (less noise of {found.noise_text_kl:.4f} and "
+            f"{found.noise_answer_kl:.4f})",
+            f"answers found: {of_plan.found} of {found.answers}, by dense attention {found.dense_found}; "
+            f"predicted time of attention: {of_plan.ms:.1f} ms, dense {found.dense_ms:.1f} ms on {found.device}",
+        ]
+    )
+
+
+def _load(folder: Path, device: str | None) -> tuple[Any, Any]:
+    try:
+        import torch
+        from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+
+                from blocksparse.demo.model import load
+    except ModuleNotFoundError as error:
+        raise TuneError(f"{error.name} is not installed: pip install 'blocksparse-attention[tune]'") from None
+    disable_progress_bar()
+    set_verbosity_error()
+    try:
+        place = torch.empty(0, device=device or ("cuda" if torch.cuda.is_available() else "cpu")).device
+    except (RuntimeError, AssertionError) as error:
+        raise TuneError(f"'--device' cannot be used: {device}: {str(error).splitlines()[0]}") from None
+    try:
+        model = load(folder, device=place)
+    except UserError as error:
+        reason = str(error).removeprefix("'--model' must be ")
+        raise TuneError(f"the model cannot be loaded; it must be {reason}") from None
+    return model.network, model.tokenizer
+
+
+def _prompts(tokenizer: Any, arguments: argparse.Namespace) -> tuple[Sequence[TunePrompt], Sequence[TunePrompt]]:
+    """Prompts to compare candidates on, and prompts to verify on."""
+    if arguments.count < 1:
+        raise TuneError(f"'--count' must be at least 1: {arguments.count}")
+    if arguments.prompts is not None:
+        every = prompts_from_file(tokenizer, arguments.prompts)
+        if len(every) < 2:
+            raise TuneError(
+                f"{arguments.prompts} must have at least two prompts, one to tune and one to verify on"
+            )
+    else:
+        try:
+            text = arguments.text.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise TuneError(f"'--text' must be a readable UTF-8 text: {arguments.text}: {error}") from None
+        every = prompts_from_text(
+            tokenizer, text, tokens=arguments.tokens, count=2 * arguments.count, seed=arguments.seed
+        )
+    return every[::2], every[1::2]
+
+
+@contextmanager
+def _progress() -> Iterator[Report]:
+    """A bar in a terminal, else a line now and then; on stderr."""
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    except ModuleNotFoundError as error:
+        raise TuneError(f"{error.name} is not installed: pip install 'blocksparse-attention[tune]'") from None
+
+    console = Console(stderr=True)
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:3.0f} %"),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[left]}"),
+        console=console,
+        disable=not console.is_terminal,
+    )
+    with bar:
+        task = bar.add_task("reading", total=1.0, left="")
+        last = -_SECONDS_BETWEEN_LINES
+
+        def report(doing: str, share: float, seconds_left: float | None) -> None:
+            nonlocal last
+            left = "" if seconds_left is None else f"about {_time(seconds_left)} left"
+            bar.update(task, description=doing, completed=share, left=left)
+            if not console.is_terminal and time.perf_counter() - last >= _SECONDS_BETWEEN_LINES:
+                last = time.perf_counter()
+                console.print(f"{doing}: {100 * share:.0f} % {left}".rstrip(), highlight=False)
+
+        yield report
+
+
+def _time(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -1,0 +1,104 @@
+"""`Candidate` names a pipeline readably: a preset, its arguments, and what is added to its choice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any, final
+
+from attrs import evolve, field, frozen
+
+from blocksparse.executors.auto import AutoExecutor
+from blocksparse.executors.triton import TritonExecutor
+from blocksparse.head_groups import AnyPipeline
+from blocksparse.presets import every_preset
+from blocksparse.selectors.band import Band
+from blocksparse.tune.errors import TuneError
+from blocksparse.validators import count, optional, shown
+
+ALWAYS_SPARSE = AutoExecutor(dense_below=0)  # a plan holds "dense" where dense attention is the better choice
+
+
+def _plain(value: object) -> bool:
+    """Whether JSON gives a value back as it was."""
+    if isinstance(value, list):
+        return all(isinstance(x, Real) and not isinstance(x, bool) for x in value)
+    return value is None or isinstance(value, bool | int | float)
+
+
+@final
+@frozen
+class Candidate:
+    """A preset with keyword arguments, and optionally a band on top of its choice.
+
+        Candidate("xattention", {"mass": 0.9, "block": 64}, band=128)
+
+    Args:
+        preset: a name in `blocksparse.presets.every_preset`.
+        arguments: keyword arguments of the preset: numbers, lists of numbers (one per query head), True, False
+            and None.
+        band: also keep blocks that hold a key at most so many tokens before a query; None adds no band.
+        pv_skip: `pv_skip` of `TritonExecutor`, which runs on a GPU only; None takes `AutoExecutor`.
+
+    Raises:
+        TuneError: there is no such preset, or it does not take these arguments or this band.
+    """
+
+    preset: str = field()
+    arguments: Mapping[str, Any] = field(factory=dict)
+    band: int | None = None
+    pv_skip: float | None = None
+
+    def __attrs_post_init__(self) -> None:
+        self.pipeline()
+
+    def __str__(self) -> str:
+        """As Python, to paste: `xattention(mass=0.9, block=64) | Band(128)`."""
+        arguments = [f"{name}={value!r}" for name, value in self.arguments.items()]
+        if self.pv_skip is not None:
+            arguments.append(f"executor=TritonExecutor(pv_skip={self.pv_skip!r})")
+        band = "" if self.band is None else f" | Band({self.band})"
+        return f"{self.preset}({', '.join(arguments)}){band}"
+
+    def pipeline(self) -> AnyPipeline:
+        """The pipeline itself; it selects at any length, also where dense attention would be faster."""
+        if self.preset not in every_preset:
+            raise TuneError(f"there is no preset {shown(self.preset)}; there are {', '.join(every_preset)}")
+        for name, value in self.arguments.items():
+            if not _plain(value):
+                raise TuneError(
+                    f"argument '{name}' of {self.preset} must be a number, a list of numbers, true, false or "
+                    f"null: {shown(value)}"
+                )
+        try:
+            optional(count).check(band=self.band)
+            more = {} if self.pv_skip is None else {"executor": TritonExecutor(pv_skip=self.pv_skip)}
+            pipeline = every_preset[self.preset](**self.arguments, **more)
+            if self.band is not None:
+                pipeline = evolve(pipeline, selector=pipeline.selector | Band(self.band))
+        except (TypeError, ValueError) as error:
+            raise TuneError(f"the choice {self} cannot be made: {error}") from None
+        executor = pipeline.executor
+        return evolve(pipeline, executor=ALWAYS_SPARSE) if isinstance(executor, AutoExecutor) else pipeline
+
+
+def _grid(preset: str, argument: str, *values: Any, band: int | None = None, **rest: Any) -> list[Candidate]:
+    return [Candidate(preset, {argument: value, **rest}, band) for value in values]
+
+
+DEFAULT_CANDIDATES: tuple[Candidate, ...] = (
+    *_grid("s2o", "tau", 0.03, 0.1, 0.3, S=128),
+    *_grid("xattention", "mass", 0.7, 0.8, 0.9, 0.95, band=64, block=64),
+    *_grid("xattention", "mass", 0.8, 0.9, band=128, block=64),
+    *_grid("mean_pooling", "mass", 0.8, 0.9, 0.97, band=128, block=64),
+    *_grid("pbs_attn", "mass", 0.5, 0.75, 0.9, band=128),
+    *_grid("pbs_attn_plus", "mass", 0.5, 0.75, 0.9, band=128),
+    *_grid("sparge", "mass", 0.9, 0.95, band=128, theta=0.3),
+    Candidate("bfla", {"mass": 0.9, "per_token": True}),
+    Candidate("flex_prefill", {"mass": 0.9, "min_budget": 128}, 128),
+    Candidate("minference", {"vertical": 60, "slash": 120}, 128),
+    Candidate("a_shape", {"sink": 64, "local": 256}),
+    Candidate("a_shape", {"sink": 64, "local": 1024}),
+    Candidate("tri_shape", {"sink": 64, "local": 256}),
+)
+"""What is tried unless the caller names candidates: every preset family, most of them with a band."""

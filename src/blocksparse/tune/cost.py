@@ -1,0 +1,98 @@
+"""What candidates cost: times on the device, and a line of time over density for each candidate."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import final
+
+import torch
+from attrs import frozen
+
+from blocksparse.tune.prefilter import Probe
+from blocksparse.tune.unit import DENSE, Unit
+
+
+def milliseconds(call: Callable[[], object], device: torch.device) -> float:
+    """Time of a call, after calls that compile and warm up: on a GPU by events, the median; else the least."""
+    call()
+    if device.type == "cuda":
+        call()
+        spans = []
+        for _ in range(5):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            call()
+            end.record()
+            end.synchronize()
+            spans.append(start.elapsed_time(end))
+        return float(statistics.median(spans))
+    times = []
+    for _ in range(2):
+        begin = time.perf_counter()
+        call()
+        times.append(1000 * (time.perf_counter() - begin))
+    return min(times)
+
+
+@final
+@frozen
+class Line:
+    """Milliseconds as `overhead + slope * density`, neither below 0."""
+
+    overhead: float
+    slope: float
+
+    @classmethod
+    def through(cls, points: Sequence[tuple[float, float]]) -> Line:
+        """The line that fits pairs of density and milliseconds best, by least squares."""
+        import numpy as np
+        from scipy.optimize import nnls
+
+        density, ms = np.array(points, dtype=float).T
+        (overhead, slope), _ = nnls(np.stack((np.ones_like(density), density), axis=1), ms)
+        return cls(float(overhead), float(slope))
+
+    def at(self, density: float) -> float:
+        return self.overhead + self.slope * density
+
+
+@final
+@frozen(eq=False)
+class Costs:
+    """What each candidate costs in each unit: by its density there, and by its line of time over density."""
+
+    density: Mapping[tuple[Unit, str], float]
+    lines: Mapping[str, Line]  # by candidate
+    dense_ms: float  # of a whole layer
+    minimise: str  # "time" or "density"
+
+    @classmethod
+    def of(
+        cls, probes: Mapping[Unit, Mapping[str, Probe]], times: Mapping[tuple[Unit, str], float], minimise: str
+    ) -> Costs:
+        """Of densities of all units and times of some, in which dense attention has the name "dense"."""
+        density = {(unit, name): probe.density for unit, some in probes.items() for name, probe in some.items()}
+        names = {name for _, name in times if name != DENSE}
+        return cls(
+            density,
+            {
+                name: Line.through([(density[unit, name], ms) for (unit, of), ms in times.items() if of == name])
+                for name in names
+            },
+            statistics.fmean(ms for (_, name), ms in times.items() if name == DENSE),
+            minimise,
+        )
+
+    def ms(self, unit: Unit, name: str) -> float:
+        """Predicted milliseconds of a candidate, or of "dense", in one unit."""
+        if name == DENSE:
+            return self.dense_ms * len(unit.heads) / unit.kv_heads
+        return self.lines[name].at(self.density[unit, name])
+
+    def __call__(self, unit: Unit, name: str) -> float:
+        """What is minimised."""
+        if self.minimise == "time":
+            return self.ms(unit, name)
+        return 1.0 if name == DENSE else self.density[unit, name]

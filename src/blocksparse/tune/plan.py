@@ -1,0 +1,182 @@
+"""`Plan` says what attends in each layer of one model, and why; it is a JSON file that people can read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, final
+
+from attrs import field, frozen
+
+from blocksparse.head_groups import AnyPipeline, HeadGroups, Heads
+from blocksparse.schedule import LayerPipeline, Schedule
+from blocksparse.tune.candidate import Candidate
+from blocksparse.tune.errors import TuneError
+from blocksparse.tune.fingerprint import Fingerprint
+from blocksparse.validators import shown
+
+FORMAT = "blocksparse plan 1"
+
+
+@final
+@frozen
+class Part:
+    """What attends in one layer, or in some KV heads of it, and what was measured with this part alone sparse."""
+
+    layer: int
+    heads: tuple[int, ...] | None  # KV heads; None is all
+    attention: Candidate | None  # None is dense
+    density: float
+    text_kl: float  # nats, less the noise of kernels, mean over positions of the text
+    answer_kl: float  # the same at the tokens of answers
+    ms: float  # predicted
+
+
+@final
+@frozen
+class Try:
+    """A plan that was verified: what it really loses on held prompts."""
+
+    density: float  # work as a share of dense attention's, mean over layers and query heads
+    text_kl: float  # nats, less `noise`
+    answer_kl: float
+    found: int  # answers of which every token was the likeliest
+    ms: float  # predicted for attention in all layers
+
+
+@final
+@frozen
+class Evidence:
+    """How a plan was found, and how it fared on prompts that it was not tuned on."""
+
+    strategy: str
+    minimise: str
+    text_kl_budget: float | None  # None where the strategy has none
+    answer_kl_budget: float | None
+    tokens: tuple[int, ...]  # lengths of the prompts
+    prompts: str  # hash of the prompts that candidates were compared on
+    held: str  # hash of the prompts that plans were verified on
+    answers: int  # in the held prompts
+    dense_found: int  # of these, by dense attention
+    noise_text_kl: float  # everything kept in all layers, against dense attention
+    noise_answer_kl: float
+    dense_ms: float
+    plan: Try
+    tries: tuple[Try, ...]  # all that were verified, in order
+    candidates: int
+    dtype: str  # of the model
+    device: str
+    versions: Mapping[str, str]
+
+
+@final
+@frozen
+class Plan:
+    """What attends in each layer of one model: `attach(model, Plan.load("plan.json").schedule(model))`."""
+
+    model: Fingerprint
+    layers: tuple[Part, ...] = field()
+    evidence: Evidence
+
+    @layers.validator
+    def _check_layers(self, _: object, parts: tuple[Part, ...]) -> None:
+        every = tuple(range(self.model.kv_heads))
+        heads: dict[int, list[int]] = {}
+        for part in parts:
+            heads.setdefault(part.layer, []).extend(every if part.heads is None else part.heads)
+        layers = self.model.layers
+        if wrong := sorted(set(heads) ^ set(range(layers))):
+            state = "has no" if wrong[0] in range(layers) else "has a"
+            raise TuneError(
+                f"the plan is for a model of {layers} layers, 0 to {layers - 1}, but {state} layer {wrong[0]}"
+            )
+        for layer, named in heads.items():
+            if sorted(named) != list(every):
+                raise TuneError(f"layer {layer} of the plan must name each of {len(every)} KV heads once: {named}")
+
+    def schedule(self, model: Any) -> Schedule:
+        """What `attach` takes.
+
+        Raises:
+            TuneError: `model` is not the model that the plan was made for.
+        """
+        if difference := self.model.difference(Fingerprint.of(model)):
+            raise TuneError(
+                f"the plan was made for another model, {self.model.name} (it differs in {difference}): "
+                "tune this one"
+            )
+        groups: dict[int, dict[Heads, AnyPipeline | None]] = {}
+        chosen: dict[int, set[str]] = {}
+        for part in self.layers:
+            pipeline = None if part.attention is None else part.attention.pipeline()
+            groups.setdefault(part.layer, {})[part.heads or tuple(range(self.model.kv_heads))] = pipeline
+            chosen.setdefault(part.layer, set()).add(str(part.attention))
+        layers: dict[int, LayerPipeline | None] = {
+            layer: next(iter(of_heads.values())) if len(chosen[layer]) == 1 else HeadGroups(of_heads)
+            for layer, of_heads in groups.items()
+        }
+        return Schedule(None, layers=layers)
+
+    def save(self, path: Path) -> None:
+        """Write the plan as JSON."""
+        content = {"format": FORMAT, **_converter().unstructure(self)}
+        unfinished = path.with_name(path.name + ".unfinished")
+        unfinished.write_text(json.dumps({**content, "checksum": _checksum(content)}, indent=2) + "\n")
+        unfinished.replace(path)  # so that a run that is killed leaves no half plan behind
+
+    @classmethod
+    def load(cls, path: Path | str, *, edited: bool = False) -> Plan:
+        """Read a plan.
+
+        Args:
+            edited: take the plan although it was changed by hand, so that its evidence is for another one.
+
+        Raises:
+            TuneError: the file cannot be read, is no plan, was edited, or names what there is not.
+        """
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise TuneError(f"the plan cannot be read: {path}: {error}") from None
+        if not isinstance(content, dict) or not str(content.get("format", "")).startswith("blocksparse plan "):
+            raise TuneError(f"{path} is not a plan of blocksparse")
+        if content["format"] != FORMAT:
+            raise TuneError(f"{path} is a {content['format']!r}, and this version reads {FORMAT!r}: tune again")
+        checksum = content.pop("checksum", None)
+        if not edited and checksum != _checksum(content):
+            raise TuneError(
+                f"{path} was edited after it was made, so its evidence is for another plan: tune again, or take "
+                "it all the same with Plan.load(path, edited=True)"
+            )
+        del content["format"]
+        try:
+            plan: Plan = _converter().structure(content, cls)
+        except TuneError as error:
+            raise TuneError(f"{path}: {error}") from None
+        except Exception as error:  # cattrs raises what the classes raise, and errors of its own
+            raise TuneError(f"{path} is not a whole plan: {type(error).__name__}: {shown(str(error))}") from None
+        return plan
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _converter() -> Any:
+    """JSON to plans and back; it turns no text into numbers and leaves nothing out."""
+    try:
+        from cattrs.preconf.json import make_converter
+    except ModuleNotFoundError as error:
+        raise TuneError(f"{error.name} is not installed: pip install 'blocksparse-attention[tune]'") from None
+    converter = make_converter(forbid_extra_keys=True, detailed_validation=False)
+    for kind, takes in ((int, int), (float, int | float), (str, str)):
+
+        def exactly(value: Any, _: Any, kind: Any = kind, takes: Any = takes) -> Any:
+            if not isinstance(value, takes) or isinstance(value, bool):
+                raise TypeError(f"{shown(value)} is not of type {kind.__name__}")
+            return kind(value)
+
+        converter.register_structure_hook(kind, exactly)
+    return converter

@@ -1,0 +1,179 @@
+"""What each candidate does to each unit: to its attention, and to predictions with that unit alone sparse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, final
+
+import torch
+from attrs import asdict, field, frozen
+from torch import Tensor
+
+from blocksparse.executors.dense_attention import dense_attention
+from blocksparse.head_groups import AnyPipeline
+from blocksparse.integrations.density_recorder import DensityRecorder
+from blocksparse.permuters.identity import Identity
+from blocksparse.pipeline import Pipeline
+from blocksparse.schedule import LayerPipeline, Schedule
+from blocksparse.scorers.no_scorer import NoScorer
+from blocksparse.selectors.everything import Everything
+from blocksparse.tune.candidate import ALWAYS_SPARSE, Candidate
+from blocksparse.tune.cost import milliseconds
+from blocksparse.tune.errors import TuneError
+from blocksparse.tune.journal import Journal
+from blocksparse.tune.prefilter import Probe
+from blocksparse.tune.progress import Work
+from blocksparse.tune.prompts import TunePrompt
+from blocksparse.tune.reading import Call, Loss, Reading, on_attention
+from blocksparse.tune.unit import DENSE, Unit
+
+EVERYTHING: AnyPipeline = Pipeline(Identity(), NoScorer(128), Everything(), ALWAYS_SPARSE)
+"""Keeps every block, so what it loses is the noise of another kernel."""
+
+PROBE = 0.1  # of a dense reading, about; only the estimate of the time left rests on it
+
+
+@final
+@frozen(eq=False)
+class Bench:
+    """A model, and the measurements that were made with it so far."""
+
+    network: Any
+    journal: Journal
+    work: Work
+    positions: int  # of the text at which predictions are compared
+    _read: dict[int, Reading] = field(factory=dict, init=False)
+
+    def attached(self, layers: Mapping[int, LayerPipeline | None], recorder: DensityRecorder | None = None) -> Any:
+        """The model with these layers sparse, at any length."""
+        from blocksparse.integrations.transformers import attach
+
+        schedule = Schedule(None, layers=layers)
+        return attach(self.network, schedule, min_tokens=1, min_queries=1, recorder=recorder)
+
+    def sparse_layers(self, prompt: TunePrompt, layers: int) -> list[int]:
+        """Layers that attend as a pipeline may: causal, without a window or another mask.
+
+        Raises:
+            TuneError: there is none.
+        """
+
+        def measure() -> list[int]:
+            recorder = DensityRecorder()
+            with self.attached(dict.fromkeys(range(layers), EVERYTHING), recorder), torch.inference_mode():
+                self.network(prompt.ids.to(self.network.device), use_cache=False, logits_to_keep=1)
+            if not recorder.sparse_calls():
+                reasons = {why for calls in recorder.dense_calls().values() for why in calls}
+                raise TuneError(
+                    f"no layer of the model can be sparse; its attention is dense: {', '.join(reasons)}"
+                )
+            return sorted(recorder.sparse_calls())
+
+        found: list[int] = self.journal.once("layers that can be sparse", measure)
+        return found
+
+    def reading(self, prompt: TunePrompt, *, keep_outputs: bool) -> Reading:
+        """A dense reading, made when it is first needed; of those with outputs of layers only the last is held."""
+        if id(prompt) not in self._read:
+            for other in [other for other, reading in self._read.items() if reading.outputs]:
+                del self._read[other]
+            self._read[id(prompt)] = Reading.of(
+                self.network, prompt, positions=self.positions, keep_outputs=keep_outputs
+            )
+        return self._read[id(prompt)]
+
+    def probes(
+        self, number: int, prompt: TunePrompt, candidates: Mapping[Unit, Sequence[Candidate]]
+    ) -> dict[Unit, dict[str, Probe]]:
+        """Density and error of candidates on each unit's q, k and v of one dense reading of the prompt.
+
+        Args:
+            number: of the prompt, which tells it from others in the journal.
+        """
+
+        def key(unit: Unit, candidate: Candidate) -> str:
+            return f"probe {number} {unit} {candidate}"
+
+        missing = {
+            unit: [x for x in some if not self.journal.knows(key(unit, x))] for unit, some in candidates.items()
+        }
+
+        def see(call: Call) -> None:
+            for unit, some in missing.items():
+                if unit.layer != call.layer or not some:
+                    continue
+                part = unit.part(call.q, call.k, call.v)
+                dense = dense_attention(*part, causal=True, scale=call.scale)
+                for candidate in some:
+                    trace = candidate.pipeline().trace(*part, scale=call.scale)
+                    probe = Probe(float(trace.density().mean()), _distance(trace.output.out, dense))
+                    self.journal.note(key(unit, candidate), asdict(probe))
+                    self.work.did("comparing attention", PROBE)
+
+        known = sum(map(len, candidates.values())) - sum(map(len, missing.values()))
+        self.work.did("comparing attention", PROBE * known, now=False)
+        if any(missing.values()):
+            self._read_with(prompt, see)
+        return {
+            unit: {str(x): Probe(**self.journal[key(unit, x)]) for x in some} for unit, some in candidates.items()
+        }
+
+    def times(
+        self, prompt: TunePrompt, candidates: Mapping[Unit, Sequence[Candidate]]
+    ) -> dict[tuple[Unit, str], float]:
+        """Milliseconds of candidates on some units; those of the whole layer's own attention are named "dense"."""
+
+        def key(unit: Unit, name: str) -> str:
+            return f"time {unit} {name}"
+
+        names = {unit: [DENSE, *map(str, some)] for unit, some in candidates.items()}
+        missing = {unit: [x for x in some if not self.journal.knows(key(unit, x))] for unit, some in names.items()}
+
+        def see(call: Call) -> None:
+            for unit in (unit for unit in candidates if unit.layer == call.layer):
+                part = unit.part(call.q, call.k, call.v)
+                calls: dict[str, Callable[[], Any]] = {DENSE: call.own}
+                calls |= {str(x): partial(x.pipeline(), *part, scale=call.scale) for x in candidates[unit]}
+                for name in missing[unit]:
+                    self.journal.note(key(unit, name), milliseconds(calls[name], call.q.device))
+                    self.work.did("timing", 3 * PROBE)
+
+        if any(missing.values()):
+            self._read_with(prompt, see)
+        self.work.is_over("timing")
+        return {(unit, name): self.journal[key(unit, name)] for unit, some in names.items() for name in some}
+
+    def loss(self, number: int, prompt: TunePrompt, unit: Unit, candidate: Candidate | None) -> Loss:
+        """What one unit loses with this candidate while all else is dense; None keeps everything.
+
+        Args:
+            number: of the prompt.
+        """
+        key = f"loss {number} {unit} {candidate or 'everything'}"
+        now = not self.journal.knows(key)
+
+        def measure() -> dict[str, Any]:
+            reading = self.reading(prompt, keep_outputs=True)
+            pipeline = EVERYTHING if candidate is None else candidate.pipeline()
+            with self.attached({unit.layer: unit.alone(pipeline)}):
+                return asdict(reading.losses(unit.layer))
+
+        loss = Loss(**self.journal.once(key, measure))
+        self.work.did("running the model", self.part_of_a_reading(unit), now=now)
+        return loss
+
+    def part_of_a_reading(self, unit: Unit) -> float:
+        """The work of a run from this layer on, in dense readings."""
+        layers = int(self.network.config.get_text_config().num_hidden_layers)
+        return 0.2 + (layers - unit.layer) / layers
+
+    def _read_with(self, prompt: TunePrompt, see: Callable[[Call], None]) -> None:
+        with on_attention(self.network, see), torch.inference_mode():
+            self.network(prompt.ids.to(self.network.device), use_cache=False, logits_to_keep=1)
+
+
+def _distance(out: Tensor, dense: Tensor) -> float:
+    """Relative L1, in float64."""
+    distance = (out.double() - dense.double()).abs().sum() / dense.double().abs().sum()
+    return float(distance)

@@ -1,0 +1,142 @@
+"""What a whole plan really loses, on prompts that it was not tuned on, and the budgets to try next."""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, final
+
+from attrs import asdict, define, frozen
+
+from blocksparse.integrations.density_recorder import DensityRecorder
+from blocksparse.schedule import LayerPipeline
+from blocksparse.tune.choice import Option, choose
+from blocksparse.tune.errors import TuneError
+from blocksparse.tune.plan import Try
+from blocksparse.tune.prompts import TunePrompt
+from blocksparse.tune.reading import Loss
+from blocksparse.tune.sensitivity import EVERYTHING, Bench
+
+_MORE_ROUNDS = 8  # before a plan is dense because none fitted
+
+
+@final
+@frozen
+class Verified:
+    """Means over the held prompts, noise not yet subtracted."""
+
+    loss: Loss  # `found` is a sum
+    density: float  # mean over layers and query heads; dense layers count as 1
+
+
+@final
+@frozen(eq=False)
+class Verifier:
+    """Measures whole plans on held prompts."""
+
+    bench: Bench
+    held: Sequence[TunePrompt]
+    layers: int  # of the model
+
+    def noise(self, sparse: Iterable[int]) -> Loss:
+        """Everything kept in all layers that can be sparse."""
+        return self.of("everything", dict.fromkeys(sorted(sparse), EVERYTHING)).loss
+
+    def dense_found(self) -> int:
+        """How many answers dense attention finds."""
+
+        def measure() -> int:
+            return sum(self.bench.reading(prompt, keep_outputs=False).found for prompt in self.held)
+
+        found: int = self.bench.journal.once("found by dense attention", measure)
+        return found
+
+    def of(self, plan: str, layers: Mapping[int, LayerPipeline]) -> Verified:
+        """A plan with these layers sparse; `plan` tells it from others."""
+        name = hashlib.sha256(plan.encode()).hexdigest()[:16]
+        rows = []
+        for number, prompt in enumerate(self.held):
+            key = f"plan {name} held {number}"
+            if now := not self.bench.journal.knows(key):
+                self.bench.journal.note(key, self._measure(prompt, layers))
+            rows.append(self.bench.journal[key])
+            self.bench.work.did("verifying", 2.0, now=now)
+        return Verified(
+            Loss(
+                statistics.fmean(row["text"] for row in rows),
+                # Prompts without an answer say nothing about answers.
+                statistics.fmean(
+                    [r["answers"] for r, p in zip(rows, self.held, strict=True) if p.answers] or [0.0]
+                ),
+                sum(row["found"] for row in rows),
+            ),
+            statistics.fmean(row["density"] for row in rows),
+        )
+
+    def _measure(self, prompt: TunePrompt, layers: Mapping[int, LayerPipeline]) -> dict[str, Any]:
+        reading, recorder = self.bench.reading(prompt, keep_outputs=False), DensityRecorder()
+        with self.bench.attached(layers, recorder):
+            loss = reading.losses()
+        if dense := sorted(set(layers) & set(recorder.dense_calls())):
+            raise TuneError(f"layer {dense[0]} was dense in a held prompt, though it was sparse in another one")
+        sparse = float(recorder.density()[sorted(layers)].mean(-1).sum()) if layers else 0.0
+        return {**asdict(loss), "density": (sparse + self.layers - len(layers)) / self.layers}
+
+
+@final
+@define
+class Search:
+    """One budget: by which factor to change it, so that what is truly lost comes just under it."""
+
+    budget: float
+    factor: float = 1.0
+    _fits: float = 0.0  # the greatest factor that was seen to fit
+    _fails: float = float("inf")  # the least that was not
+
+    def saw(self, true: float) -> bool:
+        """Learn what the plan for `budget * factor` truly loses; gives whether that fits."""
+        fits = true <= self.budget
+        ratio = self.budget / max(true, 1e-12)
+        if fits:
+            self._fits = max(self._fits, self.factor)
+            self.factor *= min(ratio, 2.0)
+        else:
+            self._fails = min(self._fails, self.factor)
+            self.factor *= max(0.8 * ratio, 0.1)
+        if not self._fits < self.factor < self._fails and self._fits:
+            self.factor = (self._fits * self._fails) ** 0.5 if self._fits < self._fails else self._fails / 2
+        return fits
+
+
+def plan_that_fits(
+    options: Sequence[Sequence[Option]],
+    budgets: Sequence[float],
+    measure: Callable[[list[Option]], Try],
+    rounds: int,
+) -> tuple[list[Option], Try, list[Try]]:
+    """The cheapest of the verified plans that keep the budgets of text and answers, its figures, and all tries.
+
+    Losses of single layers do not add up exactly, so budgets for the solver are tightened, or loosened, and the
+    plan is chosen and measured again, `rounds` times. If none of these plans fits, this goes on for a few more; at
+    last all is dense.
+    """
+    searches = [Search(budget) for budget in budgets]
+    tries: list[Try] = []
+    best: tuple[float, list[Option], Try] | None = None
+    last = rounds + _MORE_ROUNDS
+    for number in range(last + 1):
+        if number >= rounds and best is not None:
+            break
+        taken = choose(options, [search.budget * search.factor for search in searches])
+        if number == last:
+            taken = [unit[0] for unit in options]  # the first option is dense
+        tried = measure(taken)
+        tries.append(tried)
+        losses = (tried.text_kl, tried.answer_kl)
+        fits = [search.saw(true) for search, true in zip(searches, losses, strict=True)]
+        cost = sum(option.cost for option in taken)
+        if all(fits) and (best is None or cost < best[0]):
+            best = cost, taken, tried
+    assert best is not None  # the last try is dense, which loses nothing
+    return best[1], best[2], tries

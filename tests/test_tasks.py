@@ -1,0 +1,198 @@
+"""The benchmark's tasks: what they ask has one answer, scores mean what they say, and a run goes on."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+pytest.importorskip("transformers")
+pytest.importorskip("cattrs")
+
+from benchmarks.tasks.__main__ import main, samples_of
+from benchmarks.tasks.generators import TASKS
+from benchmarks.tasks.methods import methods
+from benchmarks.tasks.paired import difference
+from benchmarks.tasks.report import between, report, saving
+from benchmarks.tasks.sample import Haystack, Sample
+from transformers import PreTrainedTokenizerFast
+
+from blocksparse.demo import TEXT
+from tests.tune import tiny
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    """One token per byte; needs no file."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bytes_only = Tokenizer(models.BPE(vocab={sign: i for i, sign in enumerate(alphabet)}, merges=[]))
+    bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_only.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=bytes_only)
+
+
+@pytest.fixture(scope="module")
+def haystack(tokenizer: Any) -> Haystack:
+    return Haystack(tokenizer, TEXT.read_text()[:60_000])
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_prompts_are_exactly_as_long_as_asked_and_seeded(haystack: Haystack, task: str) -> None:
+    for tokens in (1500, 4001):
+        one, same = (TASKS[task](haystack, random.Random(5), tokens) for _ in range(2))
+        other = TASKS[task](haystack, random.Random(6), tokens)
+        assert len(one.ids) == len(other.ids) == tokens
+        assert one.ids == same.ids != other.ids
+        assert one.expected == same.expected
+
+
+def prompts(haystack: Haystack, task: str) -> list[tuple[str, Sample]]:
+    samples = [TASKS[task](haystack, random.Random(seed), 4000) for seed in range(4)]
+    return [(haystack.tokenizer.decode(sample.ids), sample) for sample in samples]
+
+
+@pytest.mark.parametrize("task", ["single", "several keys", "distractors"])
+def test_retrieval_has_one_answer(haystack: Haystack, task: str) -> None:
+    for text, sample in prompts(haystack, task):
+        city = re.findall(r"is the magic number for (\w+)\?", text)[-1]
+        assert re.findall(rf"The magic number for {city} is (\d+)\.", text) == list(sample.expected)
+        facts = len(re.findall(r"The \w+ number for \w+ is \d+\.", text))
+        assert facts == {"single": 1, "several keys": 4, "distractors": 5}[task]
+
+
+def test_several_values_are_all_in_the_text(haystack: Haystack) -> None:
+    for text, sample in prompts(haystack, "several values"):
+        assert sorted(re.findall(r"One of the magic numbers for \w+ is (\d+)\.", text)) == sorted(sample.expected)
+
+
+def test_tracking_expects_exactly_the_variables_with_the_value(haystack: Haystack) -> None:
+    for text, sample in prompts(haystack, "tracking"):
+        has: dict[str, str] = {}
+        for name, copied, number in re.findall(r"VAR (\w+) = (?:VAR (\w+)|(\d+))", text):
+            has[name] = number or has[copied]  # in order: a value is there before it is handed on
+        (asked,) = set(re.findall(r"have the value (\d+)\?", text))
+        assert {name for name, value in has.items() if value == asked} == set(sample.expected)
+        assert len(has) == 6
+
+
+@pytest.mark.parametrize("task", ["common words", "frequent words"])
+def test_expected_words_are_those_that_occur_most(haystack: Haystack, task: str) -> None:
+    for text, sample in prompts(haystack, task):
+        listed = text.split("A list of words: ")[1].split(".\n")[0].split(", ")
+        often = sorted(set(listed), key=listed.count, reverse=True)
+        expected = len(sample.expected)
+        assert set(often[:expected]) == set(sample.expected)
+        assert listed.count(often[expected - 1]) > listed.count(often[expected])
+
+
+def test_scores_are_the_share_of_what_is_found() -> None:
+    sample = Sample([1], ("Oslo", "123"), 4)
+    assert [sample.score(reply) for reply in ("oslo and 123", "OSLO", "", "12 3")] == [1.0, 0.5, 0.0, 0.0]
+
+
+def test_intervals_of_paired_differences() -> None:
+    same = difference([1.0] * 20, [1.0] * 20)
+    assert same.mean == 0
+    assert same.low < 0 < same.high  # twenty pairs do not prove that nothing is lost
+    assert difference([1.0] * 2000, [1.0] * 2000).high < 0.01
+    worse = difference([0.0] * 10 + [1.0] * 10, [1.0] * 20)
+    assert worse.mean == -0.5
+    assert worse.high < 0
+    assert worse.low == pytest.approx(-0.69, abs=0.02)
+    with pytest.raises(ValueError, match="as many scores, at least one, as dense ones: 1 and 2"):
+        difference([1.0], [1.0, 0.0])
+
+
+def test_intervals_cover_what_they_should() -> None:
+    draw, covered, true = random.Random(0), 0, -0.15
+    for _ in range(400):
+        dense = [float(draw.random() < 0.9) for _ in range(32)]
+        sparse = [x if draw.random() > 1 / 6 else 0.0 for x in dense]  # loses 0.15 in the mean
+        found = difference(sparse, dense)
+        covered += found.low <= true <= found.high
+    assert covered / 400 > 0.92
+
+
+def row(preset: str, setting: str, density: float, kl: float, *scores: float) -> dict[str, Any]:
+    return {
+        "preset": preset, "setting": setting, "tokens": 64, "density": density, "kl": kl, "perplexity": 9.0,
+        "attention_ms": 10 * density, "samples": len(scores), "scores": {"single": list(scores)},
+    }  # fmt: skip
+
+
+def test_a_plan_is_compared_at_equal_kl_with_the_best_preset(tmp_path: Path) -> None:
+    rows = [
+        row("dense", "", 1.0, 0.0, 1, 1),
+        row("random", "0.1", 0.1, 1.0, 0, 0), row("random", "0.5", 0.5, 0.5, 1, 0),
+        row("pbs_attn", "0.5", 0.2, 0.1, 0, 1), row("pbs_attn", "0.9", 0.4, 0.01, 1, 1),
+        row("s2o", "0.1", 0.1, 0.2, 1, 1), row("s2o", "0.01", 0.3, 0.02, 1, 1),
+        row("plan", "mine", 0.1, 0.0447213, 1, 1),
+    ]  # fmt: skip
+    found = saving(rows, rows[-1])
+    assert found is not None
+    # From KL .2 to .02 its density grows from .1 to .3, by a power of log 3 / log 10.
+    assert found[0] == "s2o"
+    assert found[1] == pytest.approx(0.1 * (0.2 / 0.0447213) ** (0.4771213), rel=1e-4)
+    assert found[2] == pytest.approx(1 - 0.1 / found[1])
+    assert saving(rows, row("plan", "bold", 0.1, 5.0, 1)) is None
+    assert between([(0.0, 1.0), (2.0, 3.0)], 1.0) == 2.0
+    assert between([(0.0, 1.0), (2.0, 3.0)], 2.1) is None
+    text = report(rows, tmp_path / "tasks.png")
+    assert "| `s2o` | 0.1 | 0.100 | 0.2000 |" in text
+    assert "| 25, - |" in text  # random at a density of .3, half way between 0 and 50 %
+    assert "100 (+0: -" in text
+    assert "the best single preset, `s2o`" in text
+    assert (tmp_path / "tasks.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_preset_is_there_at_three_settings_with_and_without_a_band() -> None:
+    names = [method.preset for method in methods(64, 128)]
+    plain = [name for name in names if " | " not in name]
+    for preset in set(plain) - {"dense", "random", "oracle"}:
+        assert plain.count(preset) == 3
+    assert names.count("xattention | Band(128)") == 3
+    assert "s2o | Band(128)" not in names  # its choice is a ranking, which no rule of position joins
+    assert "a_shape | Band(128)" not in names  # it has one
+    assert not any(" | " in method.preset for method in methods(64, None))
+
+
+def test_a_run_writes_results_and_goes_on(
+    tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, out = tmp_path / "model", tmp_path / "tasks.json"
+    tiny.network(num_hidden_layers=1).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    options = ["--model", str(folder), "--tokens", "700", "--samples", "2", "--windows", "1", "--out", str(out)]
+    main([*options, "--methods", "a_shape", "--repeats", "1"])
+    first = json.loads(out.read_text())
+    assert [x["preset"] for x in first] == ["dense", "a_shape", "a_shape", "a_shape"]
+    dense, *sparse = first
+    assert set(dense["scores"]) == set(TASKS)
+    assert dense["kl"] == 0
+    assert dense["density"] == 1
+    solved = {task for task, some in dense["scores"].items() if sum(some) / 2 > 0.6}
+    for one in sparse:
+        assert set(one["scores"]) == solved
+        assert one["attention_ms"] > 0
+    assert [one["density"] for one in sparse] == [1, 1, 1]  # the least window of 1024 tokens sees all
+    capsys.readouterr()
+    main([*options, "--methods", "random", "a_shape", "--repeats", "1"])
+    assert len(capsys.readouterr().out.splitlines()) == 5
+    again = json.loads(out.read_text())
+    assert again[:4] == first
+    with pytest.raises(SystemExit, match="was begun with other options"):
+        main([*options, "--methods", "random", "--seed", "1"])
+    assert json.loads(out.read_text()) == again
+    assert [x["density"] for x in again[4:]] == sorted(x["density"] for x in again[4:])
+
+
+def test_more_samples_begin_with_the_same_ones(haystack: Haystack) -> None:
+    few, many = samples_of(haystack, 1500, 1, 0), samples_of(haystack, 1500, 2, 0)
+    assert all(many[task][0].ids == few[task][0].ids for task in TASKS)
+    assert torch.tensor(many["single"][0].ids).shape == (1500,)

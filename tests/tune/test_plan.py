@@ -1,0 +1,180 @@
+"""The plan's file: what people may do to it, and what they are told. Candidates, which it names."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+
+pytest.importorskip("transformers")
+pytest.importorskip("cattrs")
+
+import blocksparse as bs
+from blocksparse.integrations.transformers import DensityRecorder, attach
+from blocksparse.tune import DEFAULT_CANDIDATES, Candidate, Plan, TuneError
+from blocksparse.tune.fingerprint import Fingerprint
+from blocksparse.tune.plan import Evidence, Part, Try
+from tests.tune import tiny
+
+
+def plan_for(model: Any) -> Plan:
+    tried = Try(0.5, 0.01, 0.02, 3, 1.5)
+    evidence = Evidence(
+        "kl", "density", 0.03, 0.1, (256,), "abc", "def", 4, 3, 1e-4, 2e-4, 3.0, tried, (tried,), 8,
+        "float32", "cpu", {"blocksparse": "0"},
+    )  # fmt: skip
+    parts = (
+        Part(0, None, None, 1.0, 0.0, 0.0, 1.0),
+        Part(1, (0,), tiny.pooled(0.8, 32), 0.5, 0.01, 0.02, 0.5),
+        Part(1, (1,), None, 1.0, 0.0, 0.0, 0.5),
+        Part(2, None, Candidate("s2o", {"tau": 0.1, "S": 64, "block": 16}), 0.4, 0.01, 0.02, 0.5),
+    )
+    return Plan(Fingerprint.of(model), parts, evidence)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny.network()
+
+
+@pytest.fixture
+def saved(model: Any, tmp_path: Path) -> Path:
+    path = tmp_path / "plan.json"
+    plan_for(model).save(path)
+    return path
+
+
+def test_a_plan_comes_back_and_attends_as_it_says(model: Any, saved: Path) -> None:
+    plan = Plan.load(saved)
+    assert plan == plan_for(model)
+    recorder = DensityRecorder()
+    with attach(model, plan.schedule(model), min_tokens=1, min_queries=1, recorder=recorder):
+        model(torch.arange(200)[None])
+    assert recorder.sparse_calls() == {1: 1, 2: 1}
+    density = recorder.density()
+    assert bool((density[1, :2] < 1).all())
+    assert bool((density[1, 2:] == 1).all())  # the second KV head is dense
+
+
+def test_the_file_is_for_people(saved: Path) -> None:
+    layers = json.loads(saved.read_text())["layers"]
+    assert layers[1]["attention"] == {
+        "preset": "mean_pooling", "arguments": {"mass": 0.8, "block": 16}, "band": 32, "pv_skip": None,
+    }  # fmt: skip
+
+
+def change(path: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
+    content = json.loads(path.read_text())
+    edit(content)
+    path.write_text(json.dumps(content))
+
+
+def put(*where: Any, value: Any) -> Callable[[dict[str, Any]], Any]:
+    def edit(content: Any) -> None:
+        for key in where[:-1]:
+            content = content[key]
+        content[where[-1]] = value
+
+    return edit
+
+
+EDITS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
+    (put("layers", 3, "layer", value=3), "for a model of 3 layers, 0 to 2, but has no layer 2"),
+    (lambda x: x["layers"].append({**x["layers"][0], "layer": 3}), "of 3 layers, 0 to 2, but has a layer 3"),
+    (lambda x: x["layers"].append(x["layers"][0]), "layer 0 of the plan must name each of 2 KV heads once"),
+    (put("layers", 2, "heads", value=[0]), "layer 1 of the plan must name each of 2 KV heads once"),
+    (put("layers", 1, "attention", "preset", value="pbs"), "there is no preset 'pbs'; there are pbs_attn, "),
+    (put("layers", 1, "attention", "preset", value="__import__"), "there is no preset '__import__'"),
+    (put("layers", 1, "attention", "arguments", "mass", value=2), "'mass' must be"),
+    (put("layers", 1, "attention", "arguments", "mass", value="0.8"), "argument 'mass' of mean_pooling must be"),
+    (put("layers", 1, "attention", "arguments", value={"tau": 1}), "unexpected keyword argument 'tau'"),
+    (put("layers", 3, "attention", "band", value=64), "s2o.* cannot be made"),
+    (put("layers", 1, "attention", "band", value="64"), "is not a whole plan: .*'64'"),
+    (put("layers", 0, "density", value="1"), "is not a whole plan: .*'1' is not of type float"),
+    (put("layers", 0, "more", value=1), "is not a whole plan: .*more"),
+    (lambda x: x.pop("evidence"), "is not a whole plan: .*evidence"),
+    (put("layers", value=None), "is not a whole plan"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("edit", "sentence"), EDITS)
+def test_an_edited_plan_is_refused_and_says_what_is_wrong(saved: Path, edit: Any, sentence: str) -> None:
+    change(saved, edit)
+    before = saved.read_bytes()
+    if "has no" not in sentence or edit is EDITS[0][0]:
+        with pytest.raises(TuneError, match="was edited after it was made"):
+            Plan.load(saved)
+    with pytest.raises(TuneError, match=sentence) as refused:
+        Plan.load(saved, edited=True)
+    assert str(saved) in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert saved.read_bytes() == before
+
+
+def test_an_edited_plan_may_be_taken_all_the_same(saved: Path) -> None:
+    change(saved, put("layers", 1, "attention", "band", value=64))
+    assert Plan.load(saved, edited=True).layers[1].attention == tiny.pooled(0.8, 64)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("no json", "the plan cannot be read"),
+        ("[1, 2]", "is not a plan of blocksparse"),
+        ('{"layers": []}', "is not a plan of blocksparse"),
+        (
+            '{"format": "blocksparse plan 9"}',
+            "is a 'blocksparse plan 9', and this version reads 'blocksparse plan 1'",
+        ),
+        (None, "the plan cannot be read"),
+    ],
+)
+def test_wrong_files(tmp_path: Path, content: str | None, sentence: str) -> None:
+    path = tmp_path / "wrong.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(TuneError, match=sentence):
+        Plan.load(path)
+
+
+def test_a_plan_for_another_model(model: Any, saved: Path) -> None:
+    plan = Plan.load(saved)
+    with pytest.raises(TuneError, match=r"made for another model, .*\(it differs in weights\)"):
+        plan.schedule(tiny.network(seed=1))
+    with pytest.raises(TuneError, match=r"\(it differs in layers: 3 and 4\)"):
+        plan.schedule(tiny.network(num_hidden_layers=4))
+    assert plan.schedule(model.to(torch.float64)).resolve(3)[0] is None  # the same numbers in another dtype
+    model.to(torch.float32)
+
+
+@pytest.mark.parametrize("candidate", DEFAULT_CANDIDATES, ids=str)
+def test_candidates_are_written_as_python(candidate: Candidate) -> None:
+    written, _, band = str(candidate).partition(" | ")
+    made = eval(written, dict(vars(bs)))
+    if band:
+        made = evolve(made, selector=made.selector | eval(band, dict(vars(bs))))
+    if isinstance(made.executor, bs.AutoExecutor):
+        made = evolve(made, executor=bs.AutoExecutor(dense_below=0))
+    assert repr(candidate.pipeline()) == repr(made)
+
+
+def test_the_package_needs_no_extra_until_it_tunes() -> None:
+    """The command line may hook the command in, and say what is missing, where the extra is not installed."""
+    code = (
+        "import sys; extra = 'transformers', 'scipy', 'cattrs', 'rich'; sys.modules.update(dict.fromkeys(extra));"
+        "from blocksparse.cli.main import main;"
+        "from blocksparse.tune import Plan;"
+        "sys.exit(main(['tune', 'model']))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 1
+    assert result.stderr.startswith("blocksparse tune: transformers")
+    assert "is not installed: pip install 'blocksparse-attention[tune]'" in result.stderr
+    assert result.stderr.count("\n") == 1

@@ -1,0 +1,44 @@
+"""A plan for the real model keeps its budget on the prompt that it was verified on, as its evidence says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("scipy")
+pytest.importorskip("cattrs")
+
+from blocksparse.demo import TEXT
+from blocksparse.demo.model import convert_smollm2, load, wheel_folder
+from blocksparse.integrations.transformers import attach
+from blocksparse.tune import Budget, Candidate, prompts_from_text, tune
+from blocksparse.tune.reading import Reading
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(wheel_folder() is None, reason="the model is not installed: make test installs it")
+def test_a_plan_for_the_real_model(tmp_path: Path) -> None:
+    convert_smollm2(tmp_path / "model")
+    model = load(tmp_path / "model", device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    # Short, because the model runs once for each layer and candidate, and once more for the noise.
+    tuned, held, _ = prompts_from_text(model.tokenizer, TEXT.read_text(), tokens=320, count=3)
+    candidates = [Candidate("xattention", {"mass": 0.8, "block": 32}, 32)]
+    plan = tune(
+        model.network, [tuned], [held], journal=tmp_path / "j", candidates=candidates, minimise="density",
+        budget=Budget(0.03, 0.1), rounds=2,
+    )  # fmt: skip
+    found = plan.evidence
+    assert found.plan.text_kl <= 0.03
+    assert found.plan.density < 1
+    assert found.plan.found >= found.dense_found - 1
+    assert any(part.attention for part in plan.layers)
+    reading = Reading.of(model.network, held, positions=384, keep_outputs=False)
+    assert reading.found == found.dense_found
+    with attach(model.network, plan.schedule(model.network), min_tokens=1):
+        loss = reading.losses()
+    assert loss.found == found.plan.found
+    assert loss.text - found.noise_text_kl == pytest.approx(found.plan.text_kl, rel=0.02)
+    assert loss.answers - found.noise_answer_kl == pytest.approx(found.plan.answer_kl, rel=0.02, abs=1e-4)

@@ -1,0 +1,372 @@
+"""Tuning a tiny random model: what its measurements mean, that it goes on after a kill, and its command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+pytest.importorskip("transformers")
+pytest.importorskip("scipy")
+pytest.importorskip("cattrs")
+
+from transformers import MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
+
+from blocksparse import Schedule
+from blocksparse.cli.main import main
+from blocksparse.integrations.transformers import DensityRecorder, attach
+from blocksparse.tune import (
+    Budget,
+    Candidate,
+    Plan,
+    TuneError,
+    TunePrompt,
+    prompts_from_file,
+    prompts_from_text,
+    tune,
+)
+from blocksparse.tune.journal import Journal
+from blocksparse.tune.progress import Work
+from blocksparse.tune.reading import Reading
+from blocksparse.tune.sensitivity import Bench
+from blocksparse.tune.sparge_search import ErrorBounds, sparge_search
+from blocksparse.tune.unit import Unit
+from tests.tune import tiny
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny.network()
+
+
+def tuned(model: Any, journal: Path, **other: Any) -> Plan:
+    settings: dict[str, Any] = {
+        "candidates": tiny.CANDIDATES,
+        "budget": Budget(0.05, 0.1),
+        "minimise": "density",
+        "keep": 3,
+        "positions": 60,
+        "rounds": 3,
+    }
+    return tune(model, tiny.prompts(2, 0), tiny.prompts(2, 1), journal=journal, **settings | other)
+
+
+# ---- what is measured
+
+
+@pytest.mark.parametrize("layer", range(tiny.LAYERS))
+def test_layers_before_the_sparse_one_need_not_run(model: Any, layer: int) -> None:
+    """The same bits as when the whole model runs, and the model is as it was."""
+    (prompt,) = tiny.prompts(1, 0)
+    reading = Reading.of(model, prompt, positions=50, keep_outputs=True)
+    schedule = Schedule(None, layers={layer: tiny.pooled(0.5).pipeline()})
+    with attach(model, schedule, min_tokens=1):
+        quick, whole = reading.losses(layer), reading.losses(0)
+    assert quick == whole
+    assert quick.text > 0
+    assert reading.losses(0).text == 0  # nothing is attached now
+
+
+def test_loss_is_the_divergence_of_predictions(model: Any) -> None:
+    (prompt,) = tiny.prompts(1, 0)
+    reading = Reading.of(model, prompt, positions=1000, keep_outputs=False)
+    dense = model(prompt.ids).logits[0].double().log_softmax(-1)
+    with attach(model, tiny.pooled(0.5).pipeline(), min_tokens=1):
+        loss = reading.losses()
+        sparse = model(prompt.ids).logits[0].double().log_softmax(-1)
+    each = (dense.exp() * (dense - sparse)).sum(-1)
+    answer = tiny.TOKENS - 4
+    assert loss.text == pytest.approx(float(each[: answer - 1].mean()), rel=1e-3)
+    assert loss.answers == pytest.approx(float(each[answer - 1 : -1].mean()), rel=1e-3)
+    right = [int(dense[i - 1].argmax()) == int(prompt.ids[0, i]) for i in range(answer, tiny.TOKENS)]
+    assert reading.found == all(right)
+
+
+def test_the_noise_of_kernels_costs_nothing(tmp_path: Path) -> None:
+    """In bf16 a kernel that keeps everything loses something, and a candidate that does so is not blamed."""
+    model, (prompt,) = tiny.network().to(torch.bfloat16), tiny.prompts(1, 0)
+    whole = Candidate("mean_pooling", {"mass": 1.0, "block": 128})
+    bench = Bench(model, Journal.open(tmp_path / "j", {}), Work(lambda *_: None, {"running the model": 9.0}), 60)
+    (unit,) = Unit.of_layer(1, tiny.KV_HEADS, 1)
+    noise, loss = bench.loss(0, prompt, unit, None), bench.loss(0, prompt, unit, whole)
+    assert noise.text > 0
+    assert loss.text > 0
+    assert loss.less(noise) == (0, 0)
+    assert bench.loss(0, prompt, unit, tiny.pooled(0.5)).less(noise)[0] > 0
+
+
+def test_a_plan_keeps_its_budget_and_saves_work(model: Any, tmp_path: Path) -> None:
+    shares = []
+    plan = tuned(model, tmp_path / "j", report=lambda _, share, left: shares.append((share, left)))
+    found = plan.evidence
+    assert found.plan.text_kl <= 0.05
+    assert found.plan.answer_kl <= 0.1
+    assert found.plan.density < 1
+    assert found.plan in found.tries
+    assert shares[-1] == (1.0, 0.0)
+    assert all(0 <= share <= 1 for share, _ in shares)
+    assert all(left is None or left >= 0 for _, left in shares)
+    assert any(left is not None for _, left in shares[: len(shares) // 2])
+    # What the evidence says is what one measures.
+    readings = [Reading.of(model, prompt, positions=60, keep_outputs=False) for prompt in tiny.prompts(2, 1)]
+    recorder = DensityRecorder()
+    with attach(model, plan.schedule(model), min_tokens=1, min_queries=1, recorder=recorder):
+        text = [reading.losses().text for reading in readings]
+    density = recorder.density().mean(-1).nan_to_num(1.0)  # no sparse call: dense
+    density = torch.cat((density, torch.ones(tiny.LAYERS - len(density))))
+    assert sum(text) / 2 - found.noise_text_kl == pytest.approx(found.plan.text_kl, rel=1e-3)
+    assert float(density.mean()) == pytest.approx(found.plan.density, rel=1e-3)
+    looser = tuned(model, tmp_path / "j", budget=Budget(0.5, 1.0))
+    assert looser.evidence.plan.density <= found.plan.density
+
+
+def test_groups_of_heads_get_choices_of_their_own(model: Any, tmp_path: Path) -> None:
+    plan = tuned(model, tmp_path / "j", head_groups=2, candidates=[tiny.pooled(0.5), tiny.pooled(0.9)], keep=2)
+    assert [(part.layer, part.heads) for part in plan.layers] == [(i, (h,)) for i in range(3) for h in range(2)]
+    plan.save(tmp_path / "plan.json")
+    with attach(model, Plan.load(tmp_path / "plan.json").schedule(model), min_tokens=1):
+        model(tiny.prompts(1, 1)[0].ids)
+
+
+def test_layers_that_are_never_sparse_stay_dense(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    windowed = MistralForCausalLM(MistralConfig(**sizes, vocab_size=260, num_key_value_heads=2, sliding_window=32))
+    with pytest.raises(TuneError, match="no layer of the model can be sparse; its attention is dense: "):
+        tuned(windowed.eval(), tmp_path / "j")
+
+
+def test_what_cannot_be_tuned_on_is_named(model: Any, tmp_path: Path) -> None:
+    some, ids = tiny.prompts(2, 0), torch.arange(20)[None]
+    for prompts, held, sentence in (
+        ([], some, "'prompts' must have at least one prompt"),
+        (some, [], "'held' must have at least one prompt"),
+        (some, some[1:], "'held' must have other prompts than 'prompts'"),
+    ):
+        with pytest.raises(TuneError, match=sentence):
+            tune(model, prompts, held, journal=tmp_path / "j")
+    with pytest.raises(TuneError, match="must not be in training"):
+        tune(tiny.network().train(), some[:1], some[1:], journal=tmp_path / "j")
+    for wrong in (ids[0], ids.int(), ids[:, :1]):
+        with pytest.raises(TuneError, match=r"'ids' must be \[1, N\] int64 with at least 2 tokens: "):
+            TunePrompt(wrong)
+    for answer in ((0, 4), (1, 3), (5, 5), (18, 21)):
+        with pytest.raises(TuneError, match="an answer must lie between token 2 and the end of its prompt, 20: "):
+            TunePrompt(ids, (answer,))
+    assert not (tmp_path / "j").exists()
+
+
+# ---- after a kill
+
+
+def test_killed_anywhere_it_ends_with_the_same_plan(model: Any, tmp_path: Path) -> None:
+    """All that a killed run leaves is a part of its journal, maybe with half a line at the end."""
+    some = {"candidates": tiny.CANDIDATES[1:7:2], "keep": 2, "rounds": 2}
+    whole = tuned(model, tmp_path / "whole", **some)
+    written = (tmp_path / "whole").read_bytes()
+    header = written.index(b"\n")
+    for cut in (header // 2, len(written) // 3, 2 * len(written) // 3 + 7, len(written) - 1):
+        journal = tmp_path / f"{cut}"
+        journal.write_bytes(written[:cut])
+        again = tuned(model, journal, **some)
+        # Times are measured anew where they were lost, and nothing here rests on them.
+        assert [part.attention for part in again.layers] == [part.attention for part in whole.layers], cut
+        assert again.evidence.plan.density == whole.evidence.plan.density
+        assert again.evidence.plan.text_kl == whole.evidence.plan.text_kl
+        names = [json.loads(line).get("what") for line in journal.read_bytes().splitlines()]
+        assert sorted(map(str, names)) == sorted(
+            str(json.loads(line).get("what")) for line in written.splitlines()
+        )
+
+
+def test_a_finished_run_measures_nothing_again(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = tuned(model, tmp_path / "j", minimise="time")
+    monkeypatch.setattr(Reading, "of", None)
+    assert tuned(model, tmp_path / "j", minimise="time") == first
+
+
+def test_journals_of_other_runs_and_other_files(model: Any, tmp_path: Path) -> None:
+    tuned(model, tmp_path / "j", candidates=[tiny.pooled(0.5)], rounds=1)
+    before = (tmp_path / "j").read_bytes()
+    with pytest.raises(TuneError, match=r"was begun with other settings \(positions changed\)"):
+        tuned(model, tmp_path / "j", positions=61)
+    with pytest.raises(TuneError, match=r"was begun with other settings \(model changed\)"):
+        tuned(tiny.network(seed=1), tmp_path / "j")
+    assert (tmp_path / "j").read_bytes() == before
+    for content in ("my notes\n", "my notes", '{"a": 1}\n', "[]\n"):
+        (tmp_path / "notes").write_text(content)
+        with pytest.raises(TuneError, match="notes is not a journal of tuning"):
+            tuned(model, tmp_path / "notes")
+        assert (tmp_path / "notes").read_text() == content
+
+
+# ---- SpargeAttn's search
+
+
+def test_sparge_takes_the_fewest_blocks_under_its_bounds(model: Any, tmp_path: Path) -> None:
+    plan = sparge_search(
+        model, tiny.prompts(2, 0), tiny.prompts(1, 1), journal=tmp_path / "j", bounds=ErrorBounds(0.3, 0.4)
+    )
+    known = [json.loads(line) for line in (tmp_path / "j").read_text().splitlines()[1:]]
+    probes = {line["what"]: line["value"] for line in known if line["what"].startswith("probe")}
+    for part in plan.layers:
+        means = {}
+        for what in probes:
+            _, number, layer, name = what.split(" ", 3)
+            if number == "0" and int(layer) == part.layer:
+                both = [probes[f"probe {i} {layer} {name}"] for i in range(2)]
+                means[name] = tuple(sum(x[figure] for x in both) / 2 for figure in ("error", "density"))
+        fits = [density for error, density in means.values() if error < 0.3]
+        assert (part.attention is None) == (not fits)
+        if fits:
+            assert part.density == pytest.approx(min(fits), rel=1e-4)
+            assert part.attention is not None
+            assert part.attention.preset == "sparge"
+    assert plan.evidence.text_kl_budget is None
+
+
+@pytest.mark.parametrize("l2", [1e-9, 5.0])
+def test_sparge_then_takes_the_boldest_lambda_under_its_bound(tmp_path: Path, l2: float) -> None:
+    """Where there is no GPU, Triton's interpreter runs the kernel."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = tiny.network(num_hidden_layers=1).to(device)
+    prompt, held = (TunePrompt(torch.arange(64)[None] % size) for size in (60, 50))
+    plan = sparge_search(
+        model, [prompt], [held], journal=tmp_path / "j", bounds=ErrorBounds(5.0, l2), lambdas=(-9.0, -4.0)
+    )
+    attention = plan.layers[0].attention
+    assert attention is not None
+    assert attention.pv_skip == (-4.0 if l2 > 1 else None)
+
+
+# ---- prompts
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    """One token per byte; needs no file."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bytes_only = Tokenizer(models.BPE(vocab={sign: i for i, sign in enumerate(alphabet)}, merges=[]))
+    bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_only.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=bytes_only)
+
+
+TEXT = "".join(f"This is sentence {i} of a text that says little.\n\n" for i in range(200))
+
+
+def test_prompts_ask_at_the_end_for_what_they_planted(tokenizer: Any) -> None:
+    some = prompts_from_text(tokenizer, TEXT, tokens=1500, count=3, seed=4)
+    assert [prompt.ids.shape for prompt in some] == [(1, 1500)] * 3
+    read = [tokenizer.decode(prompt.ids[0]) for prompt in some]
+    assert len(set(read)) == 3
+    for prompt, text in zip(some, read, strict=True):
+        for start, stop in prompt.answers:
+            answer = tokenizer.decode(prompt.ids[0, start:stop])
+            city = tokenizer.decode(prompt.ids[0, :start]).split()[-2]
+            assert text.count(f"The magic number for {city} is{answer}.") == 1
+        assert len(prompt.answers) == 4
+        assert (
+            int(prompt.text_at(10_000).max()) == prompt.answers[0][0] - 2
+        )  # it predicts what precedes the answer
+    again = prompts_from_text(tokenizer, TEXT, tokens=1500, count=3, seed=4)
+    assert [prompt.ids.tolist() for prompt in again] == [prompt.ids.tolist() for prompt in some]
+    with pytest.raises(TuneError, match="the text has 2472 tokens for each prompt, and "):
+        prompts_from_text(tokenizer, TEXT, tokens=4000, count=4)
+    with pytest.raises(TuneError, match="'tokens' must be at least "):
+        prompts_from_text(tokenizer, TEXT, tokens=100, count=1)
+
+
+def test_prompts_of_ones_own(tokenizer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "2 + 2 =", "answer": " 4"}\n\n{"prompt": "Once upon"}\n')
+    first, second = prompts_from_file(tokenizer, path)
+    assert tokenizer.decode(first.ids[0]) == "2 + 2 = 4"
+    assert first.answers == ((7, 9),)
+    assert second.answers == ()
+    for line in (
+        "{",
+        "[]",
+        '{"answer": "x"}',
+        '{"prompt": 3}',
+        '{"prompt": "a b", "answers": "c"}',
+        '{"prompt": ""}',
+    ):
+        path.write_text(line)
+        with pytest.raises(TuneError, match="line 1, must "):
+            prompts_from_file(tokenizer, path)
+    with pytest.raises(TuneError, match="must be a readable UTF-8 file"):
+        prompts_from_file(tokenizer, tmp_path / "none")
+
+
+# ---- the command
+
+
+@pytest.fixture(scope="module")
+def folder(model: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def test_the_command_writes_a_plan_and_says_what_it_does(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tune, "__kwdefaults__", {**(tune.__kwdefaults__ or {}), "candidates": tiny.CANDIDATES[:2]})
+    out, text = tmp_path / "plan.json", tmp_path / "text.txt"
+    text.write_text(TEXT)
+    options = [str(folder), "--out", str(out), "--text", str(text), "--tokens", "900", "--count", "1"]
+    assert main(["tune", *options, "--minimise", "density"]) == 0
+    printed, progress = capsys.readouterr()
+    plan = Plan.load(out)
+    assert [line.split()[0] for line in printed.splitlines()[1:4]] == ["0", "1", "2"]
+    assert f"density {plan.evidence.plan.density:.3f}" in printed
+    assert f"answers found: {plan.evidence.plan.found} of 4" in printed
+    assert "comparing attention: " in progress
+    first = out.read_bytes()
+    assert main(["tune", *options, "--minimise", "density"]) == 0
+    assert out.read_bytes() == first
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (
+            ["no-such-model"],
+            "the model cannot be loaded; it must be a folder that a transformers model was saved in",
+        ),
+        (["MODEL", "--device", "none"], "'--device' cannot be used: none: "),
+        (["MODEL", "--out", "none/plan.json", "--tokens", "900"], "the journal cannot be written: none/plan.json"),
+        (["MODEL", "--count", "0"], "'--count' must be at least 1: 0"),
+        (["MODEL", "--tokens", "5000"], "tokens for each prompt"),
+        (["MODEL", "--tokens", "1025", "--count", "1"], "prompts must be of at most 1024 tokens"),
+        (["MODEL", "--text", "none.txt"], "'--text' must be a readable UTF-8 text: none.txt"),
+        (["MODEL", "--prompts", "none.jsonl"], "must be a readable UTF-8 file: none.jsonl"),
+        (["MODEL", "--text-kl", "-1", "--tokens", "900"], "'text_kl' must be a number above 0: -1"),
+        (["MODEL", "--keep", "0", "--tokens", "900"], "'keep' must be a whole number, at least 1: 0"),
+        (
+            ["MODEL", "--head-groups", "3", "--tokens", "900"],
+            "'head_groups' must be at most 2, the model's KV heads: 3",
+        ),
+    ],
+)
+def test_the_command_refuses_in_one_sentence(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], sentence: str
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    words = [str(folder) if word == "MODEL" else word for word in options]
+    given = [] if "--text" in words else ["--text", str(text)]
+    out = [] if "--out" in words else ["--out", str(tmp_path / "plan.json")]
+    assert main(["tune", *words, *given, *out]) == 1
+    printed, said = capsys.readouterr()
+    assert printed == ""
+    assert sentence in said
+    assert said.count("\n") == 1
+    assert not (tmp_path / "plan.json").exists()

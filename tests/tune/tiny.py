@@ -1,0 +1,54 @@
+"""A random Llama whose attention matters, and prompts for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from blocksparse.tune import Candidate, TunePrompt
+
+LAYERS, HEADS, KV_HEADS, VOCABULARY, TOKENS = 3, 4, 2, 260, 256
+
+
+def network(seed: int = 0, **other: Any) -> Any:
+    """Weights are drawn larger than usual, so that what attention sees changes what the model predicts."""
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "max_position_embeddings": 1024,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(LlamaConfig(**sizes | other)).eval()
+    for name, weight in model.requires_grad_(False).named_parameters():
+        weight.mul_(15 if "q_proj" in name or "k_proj" in name else 3 if "norm" not in name else 1)
+    return model
+
+
+def prompts(count: int, seed: int) -> list[TunePrompt]:
+    """Random tokens with one answer of four tokens at the end."""
+    draw = torch.Generator().manual_seed(seed)
+    return [
+        TunePrompt(torch.randint(VOCABULARY, (1, TOKENS), generator=draw), ((TOKENS - 4, TOKENS),))
+        for _ in range(count)
+    ]
+
+
+def pooled(mass: float, band: int | None = None) -> Candidate:
+    """Mean pooling in small blocks."""
+    return Candidate("mean_pooling", {"mass": mass, "block": 16}, band)
+
+
+CANDIDATES = (
+    *(pooled(mass, band) for mass in (0.5, 0.8, 0.95) for band in (None, 32)),
+    Candidate("a_shape", {"sink": 16, "local": 64, "block": 16}),
+    Candidate("s2o", {"tau": 0.1, "S": 64, "block": 16}),
+)
