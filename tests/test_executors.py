@@ -180,8 +180,9 @@ def test_plan_round_trips_through_flex(start: int) -> None:
     assert torch.equal(plan.to_dense(), trace.mask.keep)
 
 
-def test_flex_mask_is_right_even_uncompiled() -> None:
+def test_flex_mask_is_right_even_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uncompiled FlexAttention looks at `mask_mod` alone, so that must say everything."""
+    monkeypatch.setattr(torch.nn.attention.flex_attention, "_WARNINGS_SHOWN", set())  # it warns once a process
     q, k, v = make_qkv(N=100, Hq=2, Hkv=2, D=16)
     trace = bs.pbs_attn(0.5, block=16, S=32, executor=bs.ReferenceExecutor()).trace(q, k, v)
     keys, values = trace.permutation.gather_keys(k), trace.permutation.gather_keys(v)

@@ -13,6 +13,7 @@ from blocksparse.class_line import Declared, check_gave, check_takes, declared
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.dense_attention import dense_attention
 from blocksparse.executors.executor import Executor
+from blocksparse.executors.logits import PLAIN
 from blocksparse.geometry import Grid
 from blocksparse.inputs import check_inputs
 from blocksparse.kernels.multiplying.products import products, wide_dtype
@@ -85,7 +86,7 @@ class Trace(Generic[PermutationT, ScoresT, MaskT]):
         """The dense attention weights of one row of blocks, and which pairs are visited, `[B, Hq, m, N]` each."""
         query, allowed = self.visited.queries(row), self.visited.pairs(row)
         rows = self.q.gather(2, query.unsqueeze(-1).expand(*query.shape, self.q.shape[-1]))
-        change = self.output.logits
+        change = self.output.logits or PLAIN
         logits = change.capped(products(*(x.to(wide_dtype(x)) for x in (rows, self.k))) * self.scale)
         if self.visited.grid.causal:
             last = query + (self.k.shape[2] - self.q.shape[2])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -38,9 +37,9 @@ def add_to(commands: Commands) -> None:
         "tune",
         _run,
         summary="choose the attention of every layer by the answers of the model, and write a plan",
-        description="One layer at a time attends sparsely, and the next-token distributions are compared with those\n"
-        "of dense attention, over a text and at answers. A plan that keeps to a budget of both is verified\n"
-        "on other prompts. Killed, and run again, it goes on where it was.",
+        description="One layer at a time attends sparsely, and the next-token distributions are compared with\n"
+        "those of dense attention, over a text and at answers. A plan that keeps to a budget of both is\n"
+        "verified on other prompts. Killed, and run again, it goes on where it was.",
         examples=_EXAMPLES,
     )
     parser.add_argument(
@@ -74,6 +73,13 @@ def add_to(commands: Commands) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    try:
+        return _tune(arguments)
+    except ValueError as error:  # of an option that `tune` itself refuses
+        raise UserError(str(error)) from None
+
+
+def _tune(arguments: argparse.Namespace) -> int:
     """Tune, write the plan, and print what it costs and loses.
 
     Raises:
@@ -142,7 +148,7 @@ def _load(folder: Path, device: str | None) -> tuple[Any, Any]:
         import torch
         from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-                from blocksparse.demo.model import load
+        from blocksparse.demo.model import load
     except ModuleNotFoundError as error:
         raise TuneError(f"{error.name} is not installed: pip install 'blocksparse-attention[tune]'") from None
     disable_progress_bar()

@@ -8,7 +8,7 @@ from typing import final
 
 from torch import Tensor
 
-from blocksparse.executors.logits import PLAIN, Logits
+from blocksparse.executors.logits import Logits
 from blocksparse.selectors.block_mask import BlockMask
 
 
@@ -24,7 +24,7 @@ class AttentionOutput:
     out: Tensor  # [B, Hq, M, Dv], the dtype of v
     lse: Tensor | None  # [B, Hq, M] fp32, log of the softmax denominator (natural); None if the backend gives none
     visit: BlockMask | Callable[[], BlockMask] | None = None  # what `visited` gives, or a function that makes it
-    logits: Logits = PLAIN  # what the executor did to logits, so that a trace measures alike
+    logits: Logits | None = None  # what the executor did to logits, so that a trace measures alike
 
     @property
     def visited(self) -> BlockMask | None:

@@ -13,8 +13,8 @@ from torch.nn.functional import pad
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.executor import Executor
 from blocksparse.executors.logits import PLAIN, Logits
-from blocksparse.kernels.attention.flash_on_cpu import flash_on_cpu
 from blocksparse.kernels.common.sizes import FAR
+from blocksparse.kernels.multiplying.flash_on_cpu import flash_on_cpu
 from blocksparse.kernels.multiplying.products import products, wide_dtype
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.selectors.block_mask import BlockMask
