@@ -147,3 +147,19 @@ def test_without_triton_the_executor_says_so() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "triton is not installed" in result.stdout
+
+
+def parameters(path: Path) -> Iterator[tuple[str, int]]:
+    """Every function outside of jitted code, and how many parameters it takes."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef) and not any("jit" in ast.unparse(x) for x in node.decorator_list):
+            given = [x.arg for x in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+            yield node.name, len([name for name in given if name not in ("self", "cls")])
+
+
+def test_no_function_takes_more_than_one_can_hold_in_the_head() -> None:
+    """A preset may: it lists the options of its paper, by name."""
+    sources = [path for path in SOURCE.rglob("*.py") if path.parent.name != "presets"]
+    many = {name: count for path in sources for name, count in parameters(path) if count > 12}
+    # Of Triton's own kinds: a class of constants that a kernel is compiled for, and functions of them.
+    assert many.keys() <= {"__init__"}

@@ -54,7 +54,7 @@ def one_node(
         refuse_tangents(q, k, v)
     out, lse, visited = _execute(
         q, k, v, mask.keep, rank, permutation.k_index, permutation.q_index, node, permutation.group,
-        grid.q_block, grid.k_block, grid.causal, scale,
+        [grid.q_block, grid.k_block], grid.causal, scale,
     )  # fmt: skip
     return AttentionOutput(out, lse, None if rank is None else lambda: BlockMask(visited, grid))
 
@@ -70,15 +70,14 @@ def _execute(
     q_index: Tensor | None,
     node: OneNode,
     group: int | None,
-    q_block: int,
-    k_block: int,
+    blocks: list[int],  # slots of a block of queries, and of keys
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     permutation = Permutation(k_index, q_index, group=group)
     if group is None:
         permutation = GlobalPermutation(k_index, q_index)
-    grid = Grid.of(q, k, permutation, q_block=q_block, k_block=k_block, causal=causal)
+    grid = Grid.of(q, k, permutation, q_block=blocks[0], k_block=blocks[1], causal=causal)
     mask = BlockMask(keep, grid) if rank is None else RankedBlockMask(keep, grid, rank)
     given = node.executor(q, k, v, permutation, mask, scale=scale)
     assert given.lse is not None  # the executors that have a node all give it

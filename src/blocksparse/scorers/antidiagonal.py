@@ -8,6 +8,7 @@ from attrs import converters, field, frozen
 from torch import Tensor
 
 from blocksparse.geometry import Grid
+from blocksparse.kernels.multiplying.cell_products import Cells
 from blocksparse.kernels.positions.within_reach import within_reach
 from blocksparse.kernels.scoring.block_mean import block_mean
 from blocksparse.kernels.scoring.cell_mass import cell_mass
@@ -77,21 +78,15 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
                 for x, first in ((queries, lead), (keys, 0))
             )
             lead, slots, weight = 0, 1, scale
+        high, wide = self.block // self.stride, k_block // self.stride
         mass = cell_mass(
             queries,
             keys,
-            q_last,
-            k_first,
-            slots,
-            offset // self.stride,
-            lead,
-            self.block // self.stride,
-            k_block // self.stride,
-            causal,
-            None if segment is None else segment // self.stride,
-            weight,
-            self.pattern == "antidiagonal",
-            self.padded_tail,
+            Cells(slots, lead, high, wide, causal, self.padded_tail, q_last, k_first),
+            first_cell=offset // self.stride,
+            segment=None if segment is None else segment // self.stride,
+            weight=weight,
+            flipped=self.pattern == "antidiagonal",
         )
         return BlockMass(mass, grid, self._force(grid, segment))  # [B, Hq, rows, cols]
 

@@ -8,6 +8,7 @@ from attrs import converters, field, frozen
 from torch import Tensor
 
 from blocksparse.geometry import Grid
+from blocksparse.kernels.multiplying.cell_products import Cells
 from blocksparse.kernels.scoring.block_softmax import block_softmax
 from blocksparse.kernels.scoring.group_max import group_max
 from blocksparse.permuters.permutation import GlobalPermutation
@@ -60,19 +61,13 @@ class FlattenMaxPoolScorer(Scorer[GlobalPermutation, BlockMass]):
         if causal and (permutation.q_index is not None or permutation.k_index is not None):
             groups = Grid.of(q, k, permutation, q_block=self.block, k_block=self.g, causal=causal)
             q_last, k_first = groups.q_last.squeeze(3), groups.k_first.squeeze(2)  # [B|1, Hq|1, rows or groups]
+        high, wide = self.block // self.g, k_block // self.g
         best = group_max(
             permutation.gather_queries(q),
             permutation.gather_keys(k),
-            q_last,
-            k_first,
-            self.g,
-            grid.first_row,
-            grid.q_lead,
-            self.block // self.g,
-            k_block // self.g,
-            causal,
-            self.per_token,
-            self.padded_tail,
+            Cells(self.g, grid.q_lead, high, wide, causal, self.padded_tail, q_last, k_first),
+            first_row=grid.first_row,
+            per_token=self.per_token,
         )
         mass, _ = block_softmax(best, grid, scale=scale)
         return BlockMass(mass, grid)  # [B, Hq, rows, cols]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from tests.kernels.scripts import printed_by
@@ -11,6 +12,7 @@ from tests.machine import DTYPES
 from torch import Tensor
 
 import blocksparse as bs
+from blocksparse.kernels.multiplying.cell_products import Cells
 from blocksparse.kernels.multiplying.cell_products_triton import Tiles
 from blocksparse.kernels.scoring import cell_mass_triton
 from blocksparse.kernels.scoring.cell_mass import cell_mass_reference
@@ -29,7 +31,9 @@ def arguments(
         "q_lead": offset % slots, "high": high, "wide": wide, "causal": causal, "segment": None,
         "weight": q.shape[-1] ** -0.5 / slots, "flipped": True, "padded_tail": False,
     }  # fmt: skip
-    return {**given, **changed}
+    given |= changed
+    of = Cells(**{each.name: given.pop(each.name) for each in attrs.fields(Cells)})
+    return {**given, "of": of}
 
 
 def assert_right(given: dict[str, Any], tiles: Tiles | None = SMALL) -> Tensor:

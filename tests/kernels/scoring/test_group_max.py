@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from tests.machine import DTYPES
 from torch import Tensor
 
+from blocksparse.kernels.multiplying.cell_products import Cells
 from blocksparse.kernels.multiplying.cell_products_triton import Tiles
 from blocksparse.kernels.scoring import group_max_triton
 from blocksparse.kernels.scoring.group_max import group_max_reference
@@ -21,11 +23,13 @@ def arguments(q: Tensor, k: Tensor, g: int = 8, *, high: int = 4, wide: int = 4,
     causal = changed.get("causal", True)
     offset = k.shape[2] - q.shape[2] if causal else 0
     given = {
-        "q": q, "k": k, "q_last": None, "k_first": None, "g": g, "first_row": offset // (g * high),
+        "q": q, "k": k, "q_last": None, "k_first": None, "slots": g, "first_row": offset // (g * high),
         "q_lead": offset % (g * high), "high": high, "wide": wide, "causal": causal, "per_token": False,
         "padded_tail": False,
     }  # fmt: skip
-    return {**given, **changed}
+    given |= changed
+    of = Cells(**{each.name: given.pop(each.name) for each in attrs.fields(Cells)})
+    return {**given, "of": of}
 
 
 def assert_right(given: dict[str, Any], tiles: Tiles | None = SMALL) -> Tensor:

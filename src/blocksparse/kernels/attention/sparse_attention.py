@@ -15,7 +15,8 @@ products of negligible weights, and 8-bit operands with scales. Only the portabl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable
 
 import torch
 from attrs import evolve
@@ -62,67 +63,45 @@ def sparse_attention(
     out = empty_as(q, v.shape[-1], out_dtype or v.dtype)  # as q lies in memory, so before any copy of it
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    attend = _kernel(tiles, approximation)
     with device_of(q):
         if key_slots is None:
-            _launch(q, k, v, out, lse, lists, positions, tiles, scale, approximation)
-            return out, lse
-        for cut in _by_heads(k, v, key_slots):
-            some_lists, some_positions, some_approximation = lists, positions, approximation
-            if cut is not _all:
-                names = ("full_count", "partial_count", "index")
-                some_lists = evolve(lists, **{name: cut(getattr(lists, name)) for name in names})
-                some_positions = positions.of_heads(cut)
-                some_approximation = approximation.of_heads(cut)
-            keys, values = gather_two(cut(k), cut(v), cut(key_slots))
-            _launch(
-                cut(q), keys, values, cut(out), cut(lse), some_lists, some_positions, tiles, scale,
-                some_approximation,
-            )  # fmt: skip
+            attend(q, k, v, out, lse, lists, positions, tiles, scale)
+        elif (step := _heads_at_a_time(k, v, key_slots)) == k.shape[1]:
+            attend(q, *gather_two(k, v, key_slots), out, lse, lists, positions, tiles, scale)
+        else:
+            for first in range(0, k.shape[1], step):
+                of = functools.partial(_of_heads, first=first, step=step, heads=k.shape[1])
+                counts = {name: of(getattr(lists, name)) for name in ("full_count", "partial_count", "index")}
+                _kernel(tiles, approximation.of_heads(of))(
+                    of(q), *gather_two(of(k), of(v), of(key_slots)), of(out), of(lse),
+                    evolve(lists, **counts), positions.of_heads(of), tiles, scale,
+                )  # fmt: skip
     return out, lse
 
 
-def _launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    lists: Lists,
-    positions: TokenPositions,
-    tiles: Tiles,
-    scale: float,
-    approximation: Approximation,
-) -> None:
-    """Fill `out` and `lse` by the kernel that `tiles` names."""
+def _kernel(tiles: Tiles, approximation: Approximation) -> Callable[..., None]:
+    """The function that fills `out` and `lse` by the kernel that `tiles` names."""
     if tiles.kernel == "hopper":
         from blocksparse.kernels.attention.sparse_attention_hopper import sparse_attention_hopper
 
-        sparse_attention_hopper(q, k, v, out, lse, lists, positions, tiles, scale)
-    else:
-        from blocksparse.kernels.attention.sparse_attention_triton import sparse_attention_triton
+        return sparse_attention_hopper
+    from blocksparse.kernels.attention.sparse_attention_triton import sparse_attention_triton
 
-        sparse_attention_triton(q, k, v, out, lse, lists, positions, tiles, scale, approximation)
-
-
-def _all(x: Tensor) -> Tensor:
-    return x
+    return functools.partial(sparse_attention_triton, approximation=approximation)
 
 
-def _by_heads(k: Tensor, v: Tensor, key_slots: Tensor) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Functions that cut a tensor to some heads each, so that the keys and values moved for one cut fit the workspace."""
+def _heads_at_a_time(k: Tensor, v: Tensor, key_slots: Tensor) -> int:
+    """For how many KV heads the keys and values that are moved fit the workspace."""
     heads = k.shape[1]
     moved = sum(x[:, 0].numel() * x.element_size() for x in (k, v)) * key_slots.shape[1] // heads
-    step = max(1, min(heads, _WORKSPACE // moved))
-    if step == heads:
-        yield _all
-        return
-    for first in range(0, heads, step):
+    return max(1, min(heads, _WORKSPACE // moved))
 
-        def cut(x: Tensor, first: int = first) -> Tensor:
-            per_key = x.shape[1] // heads  # 0 where one entry serves all heads
-            return x if per_key == 0 else x[:, first * per_key : (first + step) * per_key]
 
-        yield cut
+def _of_heads(x: Tensor, first: int, step: int, heads: int) -> Tensor:
+    """What belongs to KV heads `first` to `first + step` of `heads`; all of `x` where one entry serves all heads."""
+    per_key = x.shape[1] // heads
+    return x if per_key == 0 else x[:, first * per_key : (first + step) * per_key]
 
 
 def sparse_attention_reference(

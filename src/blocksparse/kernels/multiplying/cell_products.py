@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 import torch
+from attrs import frozen
 from torch import Tensor
 from torch.nn.functional import pad
 
 from blocksparse.kernels.multiplying.products import wide_dtype
 from blocksparse.precision import without_autocast
+
+
+@frozen(eq=False)
+class Cells:
+    """How tokens are cut into cells, cells into blocks, and which pairs of cells may meet."""
+
+    slots: int  # tokens per cell
+    q_lead: int  # empty slots before the first query, in its cell or in its row of blocks
+    high: int  # query cells per block
+    wide: int  # key cells per block
+    causal: bool  # if not, every query meets every key, and positions are not looked at
+    padded_tail: bool  # what takes no part counts as zeros, not as the mean of the tokens of its cell
+    q_last: Tensor | None = None  # [B|1, Hm, query cells or rows of blocks] int32, the last position in each
+    k_first: Tensor | None = (
+        None  # [B|1, Hm, key cells] int32, the first position in each; both None: all in order
+    )
 
 
 def cells(x: Tensor, slots: int, lead: int, filler: Tensor | None = None) -> Tensor:

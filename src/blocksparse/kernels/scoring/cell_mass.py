@@ -18,62 +18,40 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from blocksparse.kernels.common.sizes import ROOM
-from blocksparse.kernels.multiplying.cell_products import cells, means_of_short_cells
+from blocksparse.kernels.multiplying.cell_products import Cells, cells, means_of_short_cells
 from blocksparse.kernels.multiplying.products import products, wide_dtype
 
 _WORKSPACE = 2**28  # bytes of logits that are held at a time; their softmax takes as much again
 
 
 def cell_mass(
-    q: Tensor,  # [B, Hq, M, D], in slot order
-    k: Tensor,  # [B, H, N, D], in slot order; H divides Hq
-    q_last: Tensor | None,  # [B|1, Hm, query cells] int32, last position in each; Hm divides Hq
-    k_first: Tensor | None,  # [B|1, Hm, key cells] int32, first position in each; both None: all stand in order
-    slots: int,  # tokens per cell
-    first_cell: int,  # index of the first query cell in the whole prompt
-    q_lead: int,  # empty slots at the start of the first query cell
-    high: int,  # query cells per block
-    wide: int,  # key cells per block
-    causal: bool,
-    segment: int | None,  # cells per segment; a query cell then looks at earlier segments only
-    weight: float,
-    flipped: bool,
-    padded_tail: bool,  # empty slots of short cells hold zeros, not the mean of the cell's tokens
+    q: Tensor, k: Tensor, of: Cells, *, first_cell: int, segment: int | None, weight: float, flipped: bool
 ) -> Tensor:
     """Mass of every block, `[B, Hq, rows, cols]` fp32 or better; rows lie on the blocks of the whole prompt.
 
-    If not causal, a query cell reaches every key cell, and positions are not looked at.
+    Args:
+        q: `[B, Hq, M, D]`, in slot order.
+        k: `[B, H, N, D]`, in slot order; H divides Hq.
+        of: the cells, with the last position of each query cell.
+        first_cell: index of the first query cell in the whole prompt.
+        segment: cells per segment; a query cell then looks at earlier segments only.
     """
     compute = cell_mass_reference
     if q.is_cuda:
         from blocksparse.kernels.scoring import cell_mass_triton
 
-        if cell_mass_triton.takes(q, high, wide):
+        if cell_mass_triton.takes(q, of.high, of.wide):
             compute = cell_mass_triton.cell_mass_triton
-    return compute(
-        q, k, q_last, k_first, slots, first_cell, q_lead, high, wide, causal, segment, weight, flipped, padded_tail
-    )
+    return compute(q, k, of, first_cell=first_cell, segment=segment, weight=weight, flipped=flipped)
 
 
 def cell_mass_reference(
-    q: Tensor,
-    k: Tensor,
-    q_last: Tensor | None,
-    k_first: Tensor | None,
-    slots: int,
-    first_cell: int,
-    q_lead: int,
-    high: int,
-    wide: int,
-    causal: bool,
-    segment: int | None,
-    weight: float,
-    flipped: bool,
-    padded_tail: bool,
+    q: Tensor, k: Tensor, of: Cells, *, first_cell: int, segment: int | None, weight: float, flipped: bool
 ) -> Tensor:
     """The same in plain torch, some rows of blocks at a time."""
+    slots, q_lead, causal, q_last, k_first = of.slots, of.q_lead, of.causal, of.q_last, of.k_first
     q_filler, k_filler = (
-        None if padded_tail else means_of_short_cells(x, slots, lead) for x, lead in ((q, q_lead), (k, 0))
+        None if of.padded_tail else means_of_short_cells(x, slots, lead) for x, lead in ((q, q_lead), (k, 0))
     )
     q_cells, k_cells = cells(q, slots, q_lead, q_filler), cells(k, slots, 0, k_filler)
     keys = k_cells.flatten(3)  # [B, H, cells, slots * D]
@@ -84,7 +62,8 @@ def cell_mass_reference(
         q_last, k_first = cell.view(1, 1, -1), column.view(1, 1, -1)
 
     # A block far larger than the prompt is cut to one that holds all of its cells, and takes no more memory.
-    high, wide = min(high, max(first_cell + q_cells.shape[2], ROOM)), min(wide, max(keys.shape[2], ROOM))
+    high = min(of.high, max(first_cell + q_cells.shape[2], ROOM))
+    wide = min(of.wide, max(keys.shape[2], ROOM))
     empty = first_cell % high  # how many cells row 0 lacks at its start
     rows, cols = -(-(empty + q_cells.shape[2]) // high), -(-keys.shape[2] // wide)
     masses = []

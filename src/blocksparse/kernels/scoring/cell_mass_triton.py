@@ -16,7 +16,7 @@ from torch import Tensor
 
 from blocksparse.kernels.common.hardware import device_of
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
-from blocksparse.kernels.multiplying.cell_products import means_of_short_cells
+from blocksparse.kernels.multiplying.cell_products import Cells, means_of_short_cells
 from blocksparse.kernels.multiplying.cell_products_triton import (
     Tiles,
     can_use_tma,
@@ -38,25 +38,21 @@ def takes(q: Tensor, high: int, wide: int) -> bool:
 def cell_mass_triton(
     q: Tensor,
     k: Tensor,
-    q_last: Tensor | None,
-    k_first: Tensor | None,
-    slots: int,
+    of: Cells,
+    *,
     first_cell: int,
-    q_lead: int,
-    high: int,
-    wide: int,
-    causal: bool,
     segment: int | None,
     weight: float,
     flipped: bool,
-    padded_tail: bool,
     tiles: Tiles | None = None,
 ) -> Tensor:
     """Launch the kernels; arguments as of `cell_mass`. `tiles` are those of `tiles_for` unless given."""
     (B, Hq, M, D), (_, H, N, _) = q.shape, k.shape
+    slots, q_lead, high, wide, causal = of.slots, of.q_lead, of.high, of.wide, of.causal
+    q_last, k_first = of.q_last, of.k_first
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     q_filler, k_filler = (
-        None if padded_tail else means_of_short_cells(x, slots, lead) for x, lead in ((q, q_lead), (k, 0))
+        None if of.padded_tail else means_of_short_cells(x, slots, lead) for x, lead in ((q, q_lead), (k, 0))
     )
     tma = can_use_tma(q, k)
     tiles = tiles or tiles_for(q, tma=tma)

@@ -15,60 +15,43 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from blocksparse.kernels.common.sizes import ROOM, cdiv
+from blocksparse.kernels.multiplying.cell_products import Cells
 from blocksparse.kernels.multiplying.products import products
 
 _WORKSPACE = 2**25  # products of groups that are held at a time
 
 
-def group_max(
-    q: Tensor,  # [B, Hq, M, D], in slot order
-    k: Tensor,  # [B, H, N, D], in slot order; H divides Hq
-    q_last: Tensor | None,  # [B|1, Hm, rows] int32, last position of each row of blocks; Hm is Hq or 1
-    k_first: Tensor | None,  # [B|1, Hm, key groups] int32, first position in each; both None: all stand in order
-    g: int,  # slots per group
-    first_row: int,  # index of row 0 in the whole prompt
-    q_lead: int,  # empty places before the first query in row 0
-    high: int,  # query groups per block
-    wide: int,  # key groups per block
-    causal: bool,
-    per_token: bool,  # divide a product by the number of places that have a token in both groups
-    padded_tail: bool,  # what takes no part counts as 0
-) -> Tensor:
+def group_max(q: Tensor, k: Tensor, of: Cells, *, first_row: int, per_token: bool) -> Tensor:
     """Best product of every block, `[B, Hq, rows, cols]` fp32 or better; -inf where no pair takes part.
 
-    If not causal, every row sees every key, and positions are not looked at. With `padded_tail`, what takes no part counts
-    as 0, and with `per_token` as well products are divided by `g`.
+    With `padded_tail`, what takes no part counts as 0, and with `per_token` as well products are divided by the slots of a
+    group.
+
+    Args:
+        q: `[B, Hq, M, D]`, in slot order.
+        k: `[B, H, N, D]`, in slot order; H divides Hq.
+        of: the groups, as cells, with the last position of each row of blocks.
+        first_row: index of row 0 in the whole prompt.
+        per_token: divide a product by the number of places that have a token in both groups.
     """
     compute = group_max_reference
     if q.is_cuda:
         from blocksparse.kernels.scoring import group_max_triton
 
-        if group_max_triton.takes(q, high, wide):
+        if group_max_triton.takes(q, of.high, of.wide):
             compute = group_max_triton.group_max_triton
-    return compute(q, k, q_last, k_first, g, first_row, q_lead, high, wide, causal, per_token, padded_tail)
+    return compute(q, k, of, first_row=first_row, per_token=per_token)
 
 
-def group_max_reference(
-    q: Tensor,
-    k: Tensor,
-    q_last: Tensor | None,
-    k_first: Tensor | None,
-    g: int,
-    first_row: int,
-    q_lead: int,
-    high: int,
-    wide: int,
-    causal: bool,
-    per_token: bool,
-    padded_tail: bool,
-) -> Tensor:
+def group_max_reference(q: Tensor, k: Tensor, of: Cells, *, first_row: int, per_token: bool) -> Tensor:
     """The same in plain torch, some rows of blocks at a time."""
     M, N, device = q.shape[2], k.shape[2], q.device
+    q_lead, causal, padded_tail, q_last, k_first = of.q_lead, of.causal, of.padded_tail, of.q_last, of.k_first
     # A group, or a block, far larger than the prompt is cut to one that holds all tokens, and takes no more memory.
     longest = max(q_lead + M, N, ROOM)
-    g = min(g, longest)
-    high, groups = min(high, cdiv(longest, g)), cdiv(N, g)
-    wide = min(wide, groups)
+    g = min(of.slots, longest)
+    high, groups = min(of.high, cdiv(longest, g)), cdiv(N, g)
+    wide = min(of.wide, groups)
     rows, cols = cdiv(q_lead + M, g * high), cdiv(groups, wide)
     queries = pad(q, (0, 0, q_lead, rows * high * g - q_lead - M)).unflatten(2, (-1, g)).flatten(3)
     keys = pad(k, (0, 0, 0, groups * g - N)).unflatten(2, (-1, g)).flatten(3)

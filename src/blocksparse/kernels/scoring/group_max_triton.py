@@ -13,6 +13,7 @@ from torch import Tensor
 from blocksparse.kernels.common.hardware import device_of
 from blocksparse.kernels.common.sizes import cdiv
 from blocksparse.kernels.common.strides_triton import head_at
+from blocksparse.kernels.multiplying.cell_products import Cells
 from blocksparse.kernels.multiplying.cell_products_triton import (
     Tiles,
     can_use_tma,
@@ -34,22 +35,11 @@ def takes(q: Tensor, high: int, wide: int) -> bool:
 
 
 def group_max_triton(
-    q: Tensor,
-    k: Tensor,
-    q_last: Tensor | None,
-    k_first: Tensor | None,
-    g: int,
-    first_row: int,
-    q_lead: int,
-    high: int,
-    wide: int,
-    causal: bool,
-    per_token: bool,
-    padded_tail: bool,
-    tiles: Tiles | None = None,
+    q: Tensor, k: Tensor, of: Cells, *, first_row: int, per_token: bool, tiles: Tiles | None = None
 ) -> Tensor:
     """Launch the kernel; arguments as of `group_max`. `tiles` are those of `tiles_for` unless given."""
     (B, Hq, M, D), (_, H, N, _) = q.shape, k.shape
+    g, q_lead, high, wide, q_last, k_first = of.slots, of.q_lead, of.high, of.wide, of.q_last, of.k_first
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     tma = can_use_tma(q, k)
     tiles = tiles or tiles_for(q, tma=tma)
@@ -67,7 +57,7 @@ def group_max_triton(
             q.stride()[:3], k.stride()[:3], reach_strides(q_last), reach_strides(k_first),
             M, N, q_lead, first_row, rows, cols, q_tiles, k_tiles,
             D=D, SLOTS=g, HIGH=high, WIDE=wide, GROUP=_GROUP,
-            CAUSAL=causal, PER_TOKEN=per_token, PADDED=padded_tail,
+            CAUSAL=of.causal, PER_TOKEN=per_token, PADDED=of.padded_tail,
             SHORT=q_lead % g != 0 or (q_lead + M) % g != 0 or N % g != 0,
             TMA=q_source is not None and k_source is not None,
             BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=tiles.block_k,
