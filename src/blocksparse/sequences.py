@@ -178,7 +178,19 @@ class Sequences(OpaqueBase):
         Raises:
             ValueError: q and k have other sizes, or attention is causal and a sequence has more queries than keys.
         """
-        sizes, given = (self.batch, self.queries, self.keys), (q.shape[0], q.shape[2], k.shape[2])
+        self.check_fits(q.shape[0], q.shape[2], k.shape[2], causal=causal)
+        return [
+            (span.rows(q), span.columns(k), span.columns(v)) if span.queries and span.keys else None
+            for span in self.spans
+        ]
+
+    def check_fits(self, batch: int, queries: int, keys: int, *, causal: bool) -> None:
+        """Refuse sequences that do not lie in tensors of these sizes.
+
+        Raises:
+            ValueError: as of `parts`.
+        """
+        sizes, given = (self.batch, self.queries, self.keys), (batch, queries, keys)
         if sizes != given:
             raise ValueError(
                 "the sequences lie in {} entries of a batch with {} queries and {} keys, but q and k ".format(
@@ -193,10 +205,6 @@ class Sequences(OpaqueBase):
                     "causal attention needs at least as many keys as queries in every sequence, the queries being "
                     f"the last ones: sequence {i} has {span.queries} queries and {span.keys} keys"
                 )
-        return [
-            (span.rows(q), span.columns(k), span.columns(v)) if span.queries and span.keys else None
-            for span in self.spans
-        ]
 
 
 # An input of compiled graphs: no graph is specialised on the numbers or on how many sequences there are.

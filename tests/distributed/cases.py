@@ -132,6 +132,17 @@ def decided_as_a_whole(mesh: DeviceMesh) -> None:
             torch.testing.assert_close(scheme.with_lse(*part).out, scheme.shard(PBS(q, k, v)))
 
 
+def packed(mesh: DeviceMesh) -> None:
+    """Prompts that lie across the ranks' shards, one of them a chunk; what belongs to none is 0."""
+    q, k, v = make_qkv(N=230, M=190)
+    spans = [(0, 0, 70, 0, 70), (0, 70, 60, 70, 100), (0, 135, 55, 170, 55)]
+    sequences = bs.Sequences(spans, batch=1, queries=190, keys=230)
+    for pipeline in (PBS, STOPS_EARLY, PER_HEAD):
+        scheme = Ulysses(pipeline, mesh, "ranks")
+        got = scheme(*(scheme.shard(x) for x in (q, k, v)), sequences=sequences)
+        torch.testing.assert_close(got, scheme.shard(pipeline(q, k, v, sequences=sequences)))
+
+
 def compiled(mesh: DeviceMesh) -> None:
     """A call is one node of a graph."""
     q, k, v = make_qkv(N=128)
@@ -184,6 +195,7 @@ TWO: dict[str, Case] = {
     "unequal shards": unequal_shards,
     "dense or sparse as a whole": decided_as_a_whole,
     "compiled": compiled,
+    "packed": packed,
     "benchmarked": benchmarked,
 }
 

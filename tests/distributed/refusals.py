@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import blocksparse as bs
 from blocksparse.distributed import AllGatherKV, Ring, Ulysses
@@ -131,6 +131,23 @@ REFUSED: dict[str, Case] = {
     ),
     "one dimension twice": refused(
         ValueError, "along another dimension", lambda mesh: Ulysses(Ring(PBS, mesh, "ranks"), mesh, "ranks")
+    ),
+    "packed otherwise": refused(
+        ValueError,
+        "the lengths of packed sequences must sum to the tokens",
+        lambda mesh: Ulysses(PBS, mesh, "ranks")(
+            *(x.tensor_split(2, 2)[mesh.get_local_rank("ranks")] for x in make_qkv(N=64)),
+            sequences=bs.Sequences.packed([30, 33]),
+        ),
+    ),
+    "packed around a scheme": refused(
+        ValueError,
+        "'sequences' are for a Ulysses around a pipeline",
+        lambda _: Ulysses(
+            Ring(PBS, init_device_mesh("cpu", (1, 2), mesh_dim_names=("one", "ranks")), "ranks"),
+            init_device_mesh("cpu", (1, 2), mesh_dim_names=("one", "ranks")),
+            "one",
+        )(*make_qkv(N=64), sequences=bs.Sequences.packed([30, 34])),
     ),
     "three heads": refused(
         ValueError,

@@ -14,6 +14,7 @@ from blocksparse.distributed.ranks import Ranks
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.head_groups import Heads
 from blocksparse.inputs import DTYPES, check_inputs
+from blocksparse.sequences import Sequences
 from blocksparse.validators import flag
 
 _SAME = ("B", "Hq", "Hkv", "D", "Dv", "dtype", "causal", "scale", "kind of call", "options of the scheme")
@@ -31,6 +32,7 @@ class Call:
     Hkv: int
     # Gets some heads of this rank and their output of all tokens, part by part, where heads are spread.
     note: Callable[[Heads, AttentionOutput], None] | None = None
+    sequences: Sequences | None = None  # prompts that share the tokens of all ranks
 
 
 def checked(

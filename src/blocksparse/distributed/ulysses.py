@@ -22,6 +22,7 @@ from blocksparse.head_groups import AnyPipeline, Heads
 from blocksparse.per_head import HeadValues, PerHead, at_least_0, per_head
 from blocksparse.pipeline import Pipeline
 from blocksparse.precision import without_autocast
+from blocksparse.sequences import Sequences
 from blocksparse.validators import a, optional, size
 from blocksparse.validators import whole as a_whole_number
 
@@ -62,6 +63,41 @@ class Ulysses(Scheme):
         if isinstance(inner, Scheme) and (inner.mesh, inner.dim) == (self.mesh, self.dim):
             raise ValueError(f"'attention' must go along another dimension of the mesh than {self.dim!r}")
 
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool = True,
+        scale: float | None = None,
+        sequences: Sequences | None = None,
+    ) -> Tensor:
+        """As of `Scheme`.
+
+        Args:
+            sequences: where several prompts lie in the tokens of all ranks, the same on every rank. A rank may
+                have parts of prompts, and each prompt is attended to by itself. None for one prompt in each entry
+                of the batch.
+
+        Raises:
+            ValueError: `sequences` do not lie in these tokens, `attention` is another scheme, or torch.compile
+                traces the call.
+        """
+        if sequences is None:
+            return super().__call__(q, k, v, causal=causal, scale=scale)
+        if isinstance(self.attention, Scheme):
+            raise ValueError(
+                "'sequences' are for a Ulysses around a pipeline, which has whole prompts of some heads"
+            )
+        if torch.compiler.is_compiling():
+            raise ValueError(
+                "torch.compile takes no 'sequences' over ranks: call without, or leave the call out of it"
+            )
+        q, k, v, scale = checked(q, k, v, causal=causal, scale=scale, ranks=self._ranks)
+        with without_autocast(q):
+            return self.run(q, k, v, Call(causal, scale, False, q.shape[1], k.shape[1], sequences=sequences)).out
+
     def measured(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None
     ) -> Tensor:
@@ -89,7 +125,10 @@ class Ulysses(Scheme):
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
         ranks, Hq, Hkv = self._ranks, q.shape[1], k.shape[1]
-        queries, keys = lengths(q, k, v, call, ranks, options=f"Ulysses {self.parts} {self.density!r}")
+        options = f"Ulysses {self.parts} {self.density!r} {call.sequences!r}"
+        queries, keys = lengths(q, k, v, call, ranks, options=options)
+        if call.sequences is not None:
+            call.sequences.check_fits(q.shape[0], sum(queries), sum(keys), causal=call.causal)
         parts = shares(Hq, Hkv, ranks.size, self._loads(Hq), self.parts)
         if ranks.size > 1:
             refuse_apart(_innermost(self.attention), split=ranks.size > Hkv)
@@ -121,9 +160,16 @@ class Ulysses(Scheme):
         here.wait()
         if isinstance(attention, Scheme):
             return attention.run(here.q, here.k, here.waited_v(), call)
-        M, N, Dv = here.q.shape[2], here.k.shape[2], here.v.shape[3]
-        dense = whole.is_dense(attention, here.q, here.k, Dv, call, M=M, N=N)
-        return whole.attend(attention, here.q, here.k, here.waited_v, call, dense=dense)
+        if call.sequences is None:
+            return _attend(attention, here.q, here.k, here.waited_v, here.v.shape[3], call)
+        v = here.waited_v()
+        out = here.q.new_zeros((*here.q.shape[:3], v.shape[3]))
+        parts = call.sequences.parts(here.q, here.k, v, causal=call.causal)
+        for span, part in zip(call.sequences.spans, parts, strict=True):
+            if part is not None:
+                q, k, its_v = part
+                span.rows(out).copy_(_attend(attention, q, k, partial(_here, its_v), v.shape[3], call).out)
+        return AttentionOutput(out, None)
 
     def _loads(self, Hq: int) -> list[float]:
         if not isinstance(self.density, HeadValues):
@@ -139,6 +185,16 @@ class Ulysses(Scheme):
         if x.shape[dim] < self._ranks.size:
             raise ValueError(f"{x.shape[dim]} tokens are too few for {self._ranks.size} ranks")
         return x.tensor_split(self._ranks.size, dim)[self._ranks.rank]
+
+
+def _here(x: Tensor) -> Tensor:
+    return x
+
+
+def _attend(pipeline: AnyPipeline, q: Tensor, k: Tensor, v: whole.Later, Dv: int, call: Call) -> AttentionOutput:
+    """Attention of whole sequences; whether it is dense follows from all heads of the call."""
+    dense = whole.is_dense(pipeline, q, k, Dv, call, M=q.shape[2], N=k.shape[2])
+    return whole.attend(pipeline, q, k, v, call, dense=dense)
 
 
 def _wait(transfers: Sequence[Transfer]) -> None:
