@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-WAIT = 60.0  # seconds that a process group waits for a rank
-LIMIT = 240.0  # seconds after which processes are killed
+WAIT = 180.0  # seconds that a process group waits for a rank; a slow machine takes a minute to start four
+LIMIT = 600.0  # seconds after which processes are killed
 
 
 def _start(rank: int, size: int, folder: str, work: Callable[..., Any], *arguments: Any) -> None:
