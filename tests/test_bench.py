@@ -167,6 +167,8 @@ def process(*options: str, **streams: Any) -> subprocess.Popen[str]:
         env={**os.environ, "PYTHONPATH": root},
         stderr=subprocess.PIPE,
         text=True,
+        # A test run in the background of a shell ignores Ctrl-C, and hands that on to its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         **streams,
     )
 

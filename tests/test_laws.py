@@ -169,7 +169,8 @@ def test_every_stage_has_an_example() -> None:
     ):
         missing = {x for x in exported if issubclass(x, role)} - {type(x) for x in examples}
         assert not missing, f"add an example of {missing} to tests/stages.py"
-    presets = {n for n, x in vars(bs).items() if inspect.isfunction(x)}
+    functions = {n: x for n, x in vars(bs).items() if inspect.isfunction(x)}
+    presets = {n for n, x in functions.items() if x.__module__.startswith("blocksparse.presets.")}
     assert presets == set(every_preset), "add the preset to blocksparse.testing.every_preset"
 
 
