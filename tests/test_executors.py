@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
@@ -19,6 +20,7 @@ from blocksparse.executors import flex
 from blocksparse.executors.block_plan import BlockPlan
 from blocksparse.executors.compiling import uncompiled_because
 from blocksparse.testing import make_qkv
+from tests import stages
 from tests.machine import needs_gpu
 
 EXACT = bs.CpuExecutor(), bs.ReferenceExecutor()
@@ -253,3 +255,30 @@ def test_cpu_keeps_fp32_where_products_may_be_rounded() -> None:
         torch.testing.assert_close(pipeline(q, k, v), want)
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize(
+    "executor", [bs.CpuExecutor(), bs.ReferenceExecutor(), bs.TritonExecutor()], ids=stages.name
+)
+def test_an_executor_by_itself_refuses_gradients_too(executor: bs.Executor[Any, Any], device: str) -> None:
+    if device == "cuda" and isinstance(executor, bs.CpuExecutor):
+        pytest.skip("it runs on a CPU")
+    q, k, v = make_qkv(N=32, D=16, device=device)
+    pipeline = bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(16), bs.TopK(1), executor)
+    trace = pipeline.trace(q, k, v)
+    with torch.enable_grad(), pytest.raises(ValueError, match="computes no gradients: call it under"):
+        executor(q.requires_grad_(), k, v, trace.permutation, trace.mask, scale=0.25)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize(("N", "block", "at"), [(65, 64, 64), (40, 8, 8), (1, 1, 0), (70, 16, 69)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_cpu_hides_no_key_that_is_not_finite(causal: bool, N: int, block: int, at: int, bad: float) -> None:
+    """Also where a few such keys are all that a part of a row has."""
+    q, k, v = make_qkv(N=N, D=8)
+    k[:, :, at] = bad
+    everything = bs.Pipeline(bs.Identity(), bs.NoScorer(block), bs.Everything(), bs.CpuExecutor())
+    want = attrs.evolve(everything, executor=bs.ReferenceExecutor())(q, k, v, causal=causal)
+    out = everything(q, k, v, causal=causal)
+    assert torch.equal(out.isfinite(), want.isfinite())
+    assert torch.allclose(out, want, atol=1e-5, equal_nan=True)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import blocksparse as bs
+from blocksparse.audit import Audit, AuditedPipeline
 from blocksparse.testing import assert_within_budget, make_qkv
 
 SINKS = torch.tensor([-1.0, 0.5, 2.0, 5.0], dtype=torch.float64)
@@ -90,3 +91,19 @@ def test_they_are_refused_in_one_sentence() -> None:
     for other in others:
         with pytest.raises(TypeError, match="unexpected keyword argument 'logits'"):
             other(logits=bs.Logits())
+
+
+@each_change
+def test_an_audit_compares_with_dense_attention_with_the_same_logits(change: bs.Logits) -> None:
+    q, k, v = make_qkv(N=100, D=16)
+    everything = bs.Pipeline(bs.Identity(), bs.NoScorer(16), bs.Everything(), bs.CpuExecutor(logits=change))
+    audit = Audit(rows=100, every=1)
+    AuditedPipeline(everything, 0, audit)(q * 4, k, v)
+    (layer,) = audit.layers()
+    assert layer.covered_mass is not None
+    assert layer.error is not None
+    assert abs(layer.covered_mass.value - 1) < 1e-5
+    assert layer.error.value < 1e-5
+    falls_back = AuditedPipeline(everything, 0, Audit(rows=16, every=1, max_error=0.1, fall_back=True))
+    with pytest.raises(ValueError, match=r"^'fall_back' attends by a plain softmax, .* say fall_back=False"):
+        falls_back(q, k, v)

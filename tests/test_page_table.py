@@ -127,7 +127,16 @@ KEYS = torch.zeros(3, 2, 16, 8)
         (lambda: P(TABLE[0], [3, 3], page_size=16), ValueError, "must have a row for each of 2 lengths"),
         (lambda: P(TABLE, [33, 3], page_size=16), ValueError, "'lengths' must be from 0 to 32.*request 0 has 33"),
         (lambda: P(TABLE, [3, -1], page_size=16), ValueError, "'lengths' must be from 0 to 32.*request 1 has -1"),
-        (lambda: P(TABLE, [3, 17], page_size=16), ValueError, "must name pages from 0 on for every token: -1"),
+        (
+            lambda: P(TABLE, [3, 17], page_size=16),
+            ValueError,
+            "must name pages from 0 on, below 2..31, for every token: -1",
+        ),
+        (
+            lambda: P(TABLE.long() + 2**32, [3, 3], page_size=16),
+            ValueError,
+            "below 2..31, for every token: 4294967296",
+        ),
         (lambda: P(TABLE, [3.5, 1], page_size=16), TypeError, "'lengths' must be a sequence of whole numbers"),
         (lambda: P(TABLE, [3, 1], page_size=0), ValueError, "'page_size' must be a whole number from 1"),
         (lambda: P(TABLE, [3, 1], page_size="x"), TypeError, "'page_size' must be a whole number from 1"),

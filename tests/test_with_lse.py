@@ -97,3 +97,10 @@ def test_a_negative_scale_and_autocast_change_nothing() -> None:
     assert output.lse is not None
     assert want.lse is not None
     assert torch.equal(output.lse, want.lse)
+
+
+@pytest.mark.parametrize("method", ["with_lse", "trace"])
+def test_transforms_take_calls_only(method: str) -> None:
+    q, k, v = make_qkv(N=32)
+    with pytest.raises(ValueError, match=rf"^torch.compile and torch.func take calls of a pipeline, .*'{method}'"):
+        torch.vmap(lambda x: getattr(PIPELINE, method)(x[None], k, v))(q)

@@ -80,10 +80,7 @@ def check_inputs(
             f"causal attention needs at least as many keys as queries, the queries being the last ones: "
             f"Nq={M}, Nk={N}; pass the cached keys too"
         )
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        raise ValueError("blocksparse computes no gradients: call it under torch.no_grad(), or detach q, k and v")
-    if not torch.compiler.is_compiling():
-        refuse_tangents(q, k, v)
+    refuse_gradients(q, k, v)
     value = 1 / math.sqrt(D) if scale is None else _checked_scale(scale)
     if not q.dtype == k.dtype == v.dtype:
         q, k, v = _of_one_dtype(q, k, v)
@@ -96,14 +93,18 @@ def check_inputs(
     return q, k, v, value
 
 
-def refuse_tangents(*inputs: Tensor) -> None:
-    """Refuse tensors that forward-mode differentiation follows: kernels would give their outputs tangents of 0.
+def refuse_gradients(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuse tensors that differentiation follows: outputs of kernels have no gradients, and tangents of 0.
 
     Raises:
-        ValueError: one of `inputs` has a tangent.
+        ValueError: one of them requires a gradient, or has a forward-mode tangent.
     """
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        raise ValueError("blocksparse computes no gradients: call it under torch.no_grad(), or detach q, k and v")
+    if torch.compiler.is_compiling():
+        return
     # PyTorch has no public way to ask whether this mode is on; to ask each tensor takes microseconds.
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in inputs):
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v)):
         raise ValueError("blocksparse computes no forward-mode gradients: detach q, k and v")
 
 

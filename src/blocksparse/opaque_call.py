@@ -52,6 +52,18 @@ def is_transformed() -> bool:
     return torch.compiler.is_compiling() or peek_interpreter_stack() is not None
 
 
+def refuse_transforms(method: str) -> None:
+    """Refuse a call of a method of pipelines for which there is no node that a graph could have.
+
+    Raises:
+        ValueError: tensors may be stand-ins now.
+    """
+    if is_transformed():
+        raise ValueError(
+            f"torch.compile and torch.func take calls of a pipeline, but not {method!r}: leave it out of them"
+        )
+
+
 def attend(
     call: OpaqueCall,
     q: Tensor,

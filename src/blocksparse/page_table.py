@@ -74,10 +74,12 @@ class PageTable:
             row[: -(-length // self.page_size)].repeat_interleave(self.page_size)[:length]
             for row, length in zip(table, self.lengths, strict=True)
         ]
-        pages = torch.cat(rows).to(torch.int32) if rows else table.new_zeros(0, dtype=torch.int32)
-        if pages.device.type == "cpu" and bool((pages < 0).any()):
-            raise ValueError(f"'block_table' must name pages from 0 on for every token: {int(pages.min())}")
-        return pages
+        pages = torch.cat(rows) if rows else table.new_zeros(0)
+        if pages.device.type == "cpu" and bool((wrong := (pages < 0) | (pages > 2**31 - 1)).any()):
+            raise ValueError(
+                f"'block_table' must name pages from 0 on, below 2**31, for every token: {int(pages[wrong][0])}"
+            )
+        return pages.to(torch.int32)
 
     def _slots(self) -> Tensor:
         slots = [torch.arange(length, dtype=torch.int32, device=self._page.device) for length in self.lengths]

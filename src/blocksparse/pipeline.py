@@ -17,7 +17,7 @@ from blocksparse.executors.logits import PLAIN
 from blocksparse.geometry import Grid
 from blocksparse.inputs import check_inputs
 from blocksparse.kernels.multiplying.products import products, wide_dtype
-from blocksparse.opaque_call import OpaqueCall, attend
+from blocksparse.opaque_call import OpaqueCall, attend, refuse_transforms
 from blocksparse.permuters.permutation import GlobalPermutation, Permutation
 from blocksparse.permuters.permuter import Permuter
 from blocksparse.precision import without_autocast
@@ -170,6 +170,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         Raises:
             TypeError, ValueError: the pipeline or its executor cannot run these inputs, or there is no lse.
         """
+        refuse_transforms("with_lse")
         q, k, v, scale = check_inputs(q, k, v, causal=causal, scale=scale)
         with without_autocast(q):
             output = self._attend_sparsely(q, k, v, causal, scale)
@@ -262,6 +263,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         even where the executor then attends densely.
         """
         _refuse_mask(attn_mask)
+        refuse_transforms("trace")
         q, k, v, scale = check_inputs(q, k, v, causal=causal, scale=scale, sequences=sequences)
         with without_autocast(q):
             if sequences is None:

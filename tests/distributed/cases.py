@@ -141,6 +141,11 @@ def packed(mesh: DeviceMesh) -> None:
         scheme = Ulysses(pipeline, mesh, "ranks")
         got = scheme(*(scheme.shard(x) for x in (q, k, v)), sequences=sequences)
         torch.testing.assert_close(got, scheme.shard(pipeline(q, k, v, sequences=sequences)))
+    # Prompts that continue the same keys: there are more queries than keys.
+    scheme = Ulysses(PBS, mesh, "ranks")
+    shared = bs.Sequences([(0, i, 60, 0, 60) for i in (0, 60, 120)], batch=1, queries=190, keys=60)
+    got = scheme(*(scheme.shard(x) for x in (q, k[:, :, :60], v[:, :, :60])), sequences=shared)
+    torch.testing.assert_close(got, scheme.shard(PBS(q, k[:, :, :60], v[:, :, :60], sequences=shared)))
 
 
 def compiled(mesh: DeviceMesh) -> None:

@@ -132,6 +132,11 @@ REFUSED: dict[str, Case] = {
     "one dimension twice": refused(
         ValueError, "along another dimension", lambda mesh: Ulysses(Ring(PBS, mesh, "ranks"), mesh, "ranks")
     ),
+    "packed by a list": refused(
+        TypeError,
+        "'sequences' must be a Sequences or None: list",
+        lambda mesh: Ulysses(PBS, mesh, "ranks")(*make_qkv(N=64), sequences=[64, 64]),  # type: ignore[arg-type]
+    ),
     "packed otherwise": refused(
         ValueError,
         "the lengths of packed sequences must sum to the tokens",
@@ -224,6 +229,15 @@ REFUSED: dict[str, Case] = {
             bs.Pipeline(
                 bs.Identity(), bs.MeanPoolScorer(16), bs.Ranked(bs.TopK(2)), bs.GatherExecutor(0.1)
             ), mesh, "ranks"
+        ),
+    ),
+    "ring with sinks": refused(
+        ValueError,
+        "CpuExecutor has sinks, and a ring, .* would count them each time: use AllGatherKV",
+        call_of(
+            lambda mesh: Ring(
+                attrs.evolve(POOLED, executor=bs.CpuExecutor(logits=bs.Logits(sinks=3.0))), mesh, "ranks"
+            )
         ),
     ),
     "ring of a chunk inside a block": refused(

@@ -156,3 +156,21 @@ def test_what_flashinfer_cannot_honour_is_refused() -> None:
         to_flashinfer(mask.share_heads(), entry=1)
     with pytest.raises(ValueError, match="attend to all pairs of a block, and causality forbids some"):
         to_flashinfer(own.trace(q, k, v).mask.share_heads())
+
+
+def test_a_function_that_tells_heads_apart_is_tried_in_every_head() -> None:
+    """FlexAttention calls it with each head, also where the blocks were made for all of them at once."""
+    q, k, _ = make_qkv(B=2, Hq=2, Hkv=1, N=72, D=16)
+    for name, other in {"head 1 of entry 0": lambda b, h: h, "head 0 of entry 1": lambda b, h: b}.items():
+        block_mask = made(
+            lambda b, h, q, k, other=other: causal(b, h, q, k) & ((other(b, h) == 0) | (k < 20)), None
+        )
+        with pytest.raises(ValueError, match=f"forbids query 20 and key 20 in {name}"):
+            from_flex(block_mask, q, k, causal=True)
+
+
+def test_a_mask_without_partial_blocks() -> None:
+    q, k, _ = make_qkv(B=2, Hq=2, Hkv=1, N=64, D=16)
+    block_mask = made(lambda b, h, q, k: q // BLOCK >= k // BLOCK, None, 64, 64)
+    keep = from_flex(block_mask, q, k, causal=False).keep
+    assert torch.equal(keep[1, 1], torch.ones_like(keep[1, 1]).tril())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -210,6 +211,22 @@ def test_the_host_reads_lengths_once_for_all_layers(monkeypatch: pytest.MonkeyPa
             first = model(tokens(60), cu_seq_lens_q=ends, cu_seq_lens_k=ends).logits
     assert len(reads) == 3
     assert first.shape[1] == 60
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+@pytest.mark.parametrize("write", [lambda x, y: x.copy_(y), lambda x, y: x.data.copy_(y)], ids=["op", "data"])
+def test_a_buffer_for_lengths_may_be_filled_anew(write: Callable[..., object], mode: Callable[[], Any]) -> None:
+    """Servers keep one. No version tells of a write to an inference tensor, nor of one by `.data`."""
+    model, ids = make("llama"), tokens(90)
+    with mode():
+        ends = torch.zeros(3, dtype=torch.int32)
+        want = [torch.cat([model(x).logits for x in ids.split((cut, 90 - cut), 1)], 1) for cut in (30, 60)]
+        with attached(model, DensityRecorder()):
+            for cut, expected in zip((30, 60), want, strict=True):
+                write(ends, torch.tensor([0, cut, 90]))
+                positions = torch.cat((torch.arange(cut), torch.arange(90 - cut)))[None]
+                given: Any = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 60, "max_length_k": 60}
+                assert_close(model(ids, position_ids=positions, **given).logits, expected)
 
 
 def test_a_mask_that_joins_prompts_is_dense() -> None:

@@ -89,6 +89,9 @@ EDITS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (put("layers", 3, "layer", value=3), "for a model of 3 layers, 0 to 2, but has no layer 2"),
     (lambda x: x["layers"].append({**x["layers"][0], "layer": 3}), "of 3 layers, 0 to 2, but has a layer 3"),
     (lambda x: x["layers"].append(x["layers"][0]), "layer 0 of the plan must name each of 2 KV heads once"),
+    (put("layers", 2, "heads", value=[]), "a part of layer 1 of the plan names no KV heads"),
+    (put("model", "layers", value=10**10), "from 1 to 10000 layers and KV heads, and the plan names 10000000000"),
+    (put("model", "kv_heads", value=0), "from 1 to 10000 layers and KV heads, and the plan names 3 and 0"),
     (put("layers", 2, "heads", value=[0]), "layer 1 of the plan must name each of 2 KV heads once"),
     (put("layers", 1, "attention", "preset", value="pbs"), "there is no preset 'pbs'; there are pbs_attn, "),
     (put("layers", 1, "attention", "preset", value="__import__"), "there is no preset '__import__'"),
@@ -127,6 +130,7 @@ def test_an_edited_plan_may_be_taken_all_the_same(saved: Path) -> None:
     ("content", "sentence"),
     [
         ("no json", "the plan cannot be read"),
+        ("[" * 200_000, "the plan cannot be read"),
         ("[1, 2]", "is not a plan of blocksparse"),
         ('{"layers": []}', "is not a plan of blocksparse"),
         (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from blocksparse.executors.logits import PLAIN
 from blocksparse.head_groups import AnyTrace
 from blocksparse.kernels.multiplying.products import products, wide_dtype
 
@@ -32,20 +33,21 @@ def row_sums(trace: AnyTrace, rows: int, generator: torch.Generator) -> Tensor:
         )
     (B, Hq, M, _), N, causal = q.shape, k.shape[2], trace.mask.grid.causal
     stretch, query = M / rows, draw(B, Hq, M, rows, generator)
-    key = torch.arange(N, device=q.device)
+    key, change = torch.arange(N, device=q.device), output.logits or PLAIN
     sums = []
     for start in range(0, rows, _AT_ONCE):
         some = query[:, :, start : start + _AT_ONCE]
         # The host knows a key that no query of these stretches sees, without knowing the queries.
         end = min(N, N - M + int((start + _AT_ONCE) * stretch) + 1) if causal else N
-        logits = products(_rows(q, some), k[:, :, :end]) * trace.scale  # [B, Hq, some, end]
+        # [B, Hq, some, end]
+        logits = change.capped(products(_rows(q, some), k[:, :, :end]) * trace.scale)
         if causal:
             logits.masked_fill_(key[:end] > some.unsqueeze(-1) + (N - M), float("-inf"))
         most = logits.amax(-1, keepdim=True)
         weights = logits.sub_(most).exp_()
         total = weights.sum(-1, keepdim=True)
-        dense = _weighted(weights, v[:, :, :end]) / total
-        covered = (output.lse.gather(2, some) - (most + total.log()).squeeze(-1)).exp()
+        dense, lse = change.with_sinks(_weighted(weights, v[:, :, :end]) / total, (most + total.log()).squeeze(-1))
+        covered = (output.lse.gather(2, some) - lse).exp()
         distance = _rows(output.out, some).to(dense.dtype) - dense
         parts = covered, torch.ones_like(covered), distance.abs().sum(-1), dense.abs().sum(-1)
         sums.append(torch.stack([part.double().sum((0, 1)) for part in parts]))

@@ -36,7 +36,14 @@ class Call:
 
 
 def checked(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None, ranks: Ranks
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float | None,
+    ranks: Ranks,
+    sequences: Sequences | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, float]:
     """The inputs of this rank in the form that stages take.
 
@@ -48,7 +55,7 @@ def checked(
     try:
         flag.check(causal=causal)
         # Whether there are enough keys is a question of the whole call: of one rank there may be fewer.
-        q, k, v, scale = check_inputs(q, k, v, causal=False, scale=scale)
+        q, k, v, scale = check_inputs(q, k, v, causal=False, scale=scale, sequences=sequences)
         if q.device != ranks.device:
             raise ValueError(
                 f"q, k and v are on {q.device}, and this rank sends from {ranks.device}: move them with .to(), or "
@@ -88,7 +95,7 @@ def lengths(
                 f"rank {rank} differs from rank 0 there"
             )
     queries, keys = [row[1] for row in them], [row[2] for row in them]
-    if call.causal and sum(queries) > sum(keys):
+    if call.causal and sum(queries) > sum(keys) and call.sequences is None:
         raise ValueError(
             f"causal attention needs at least as many keys as queries, the queries being the last ones: "
             f"Nq={sum(queries)}, Nk={sum(keys)} over all ranks; pass the cached keys too"

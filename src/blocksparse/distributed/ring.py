@@ -38,8 +38,9 @@ class Ring(SequenceScheme):
     `2 N D` numbers of two heads meanwhile, and keys travel twice.
 
     It takes the pipelines that `AllGatherKV` takes, if keys stay in place or inside segments (`SegmentKeySort`),
-    if a row's blocks do not depend on one another (no early stop), and if the executor gives an lse. A ring never
-    attends densely. Keys, too, must be cut at multiples of the tokens by which the pipeline chooses.
+    if a row's blocks do not depend on one another (no early stop), and if the executor gives an lse and has no
+    sinks. A ring never attends densely. Keys, too, must be cut at multiples of the tokens by which the pipeline
+    chooses.
 
     Args:
         attention: a pipeline.
@@ -102,6 +103,11 @@ class Ring(SequenceScheme):
                 raise ValueError(
                     f"{type(executor).__name__} gives no lse for tensors on {q.device.type}, by which a ring "
                     "merges outputs: choose another executor"
+                )
+            if output.logits is not None and output.logits.sinks is not None:
+                raise ValueError(
+                    f"{type(executor).__name__} has sinks, and a ring, which calls it for the keys of one rank "
+                    "after another, would count them each time: use AllGatherKV or Ulysses"
                 )
             result.add(some_q, output.out, output.lse)
 

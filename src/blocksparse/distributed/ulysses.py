@@ -94,7 +94,7 @@ class Ulysses(Scheme):
             raise ValueError(
                 "torch.compile takes no 'sequences' over ranks: call without, or leave the call out of it"
             )
-        q, k, v, scale = checked(q, k, v, causal=causal, scale=scale, ranks=self._ranks)
+        q, k, v, scale = checked(q, k, v, causal=causal, scale=scale, ranks=self._ranks, sequences=sequences)
         with without_autocast(q):
             return self.run(q, k, v, Call(causal, scale, False, q.shape[1], k.shape[1], sequences=sequences)).out
 

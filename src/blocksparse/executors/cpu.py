@@ -176,15 +176,18 @@ class _Rows:
         return before, own
 
     def _flash(
-        self, q: Tensor, first_key: Tensor, at: Tensor, scale: float, **causal: bool
+        self, q: Tensor, first_key: Tensor, at: Tensor, scale: float, *, causal: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Attention of `q` `[n, M, D]` to the keys at the positions `at` `[n, keys]` of heads, and its lse."""
         k, v = self._gathered(first_key, at)
         if self.logits.softcap is not None:
-            return _plain(q, k, v, torch.zeros(1, q.shape[1], 1, dtype=torch.bool), scale, self.logits)
-        q, k, v = (x.unsqueeze(1) for x in (q, k, v))
-        out, lse = flash_on_cpu(q, k, v, scale, **causal)
-        return out.squeeze(1), lse.squeeze(1)
+            return _plain(q, k, v, _hidden(q, k, causal=causal), scale, self.logits)
+        one_q, one_k, one_v = (x.unsqueeze(1) for x in (q, k, v))
+        out, lse = (x.squeeze(1) for x in flash_on_cpu(one_q, one_k, one_v, scale, causal=causal))
+        # PyTorch's kernel takes a few logits that are all NaN for no key at all, for which it gives an lse of 0.
+        if bool((lse == 0).any()):
+            return _plain(q, k, v, _hidden(q, k, causal=causal), scale, self.logits)
+        return out, lse
 
     def _slots(self, first_block: Tensor, blocks: Tensor) -> Tensor:
         """The keys in the slots of `blocks` `[n, blocks]`, `[n, blocks, k_block]`, -1 where empty."""
@@ -227,6 +230,12 @@ def _add(out: Tensor, lse: Tensor, some: Tensor, more: Tensor, more_lse: Tensor)
     lse[some] = torch.logaddexp(before, more_lse)
     share = share.unsqueeze(2)
     out.index_copy_(0, some, more.mul_(share).addcmul_(out.index_select(0, some), 1 - share))
+
+
+def _hidden(q: Tensor, k: Tensor, *, causal: bool) -> Tensor:
+    """The pairs of `q` `[n, M, D]` and `k` `[n, keys, D]` that a flash kernel leaves out, `[1, M, keys]`."""
+    shape = 1, q.shape[1], k.shape[1]
+    return torch.ones(shape, dtype=torch.bool, device=q.device).triu(1 if causal else k.shape[1])
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float, capped: Logits) -> tuple[Tensor, Tensor]:

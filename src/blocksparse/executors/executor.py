@@ -9,7 +9,7 @@ from torch import Tensor
 
 from blocksparse.class_line import check_got
 from blocksparse.executors.attention_output import AttentionOutput
-from blocksparse.inputs import DTYPES, UnsupportedError, refuse_tangents
+from blocksparse.inputs import DTYPES, UnsupportedError, refuse_gradients
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.selectors.block_mask import BlockMask
 
@@ -69,7 +69,7 @@ class Executor(ABC, Generic[PermutationT_contra, MaskT_contra]):
             TypeError: the permutation or the mask is not of the type that the executor's class declares, or q, k
                 and v do not have one of the dtypes that pipelines take, the same for all three.
             ValueError: the mask was not made for these tensors and this permutation, q, k and v do not fit each
-                other, one of them has a forward-mode tangent, or `unsupported` gives reasons.
+                other, one of them requires a gradient or has a tangent, or `unsupported` gives reasons.
         """
         check_got(self, Executor, 0, permutation)
         check_got(self, Executor, 1, mask)
@@ -81,7 +81,7 @@ class Executor(ABC, Generic[PermutationT_contra, MaskT_contra]):
                 f"q, k and v must be floating-point tensors: {q.dtype}; "
                 "convert them to float16, bfloat16, float32 or float64"
             )
-        refuse_tangents(q, k, v)
+        refuse_gradients(q, k, v)
         (*heads_and_tokens, D), its = k.shape, v.shape
         if [*its[:3]] != heads_and_tokens or q.shape[3] != D or not q.device == k.device == v.device:
             raise ValueError(

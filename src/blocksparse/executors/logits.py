@@ -36,6 +36,11 @@ class Logits:
         default=None, converter=converters.optional(per_head), validator=optional(_finite)
     )
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is changed."""
+        return self.softcap is None and self.sinks is None
+
     def unsupported(self, q: Tensor) -> list[str]:
         """Reasons why these do not fit `q` `[B, Hq, M, D]`."""
         return wrong_heads("sinks", self.sinks, q.shape[1])

@@ -16,7 +16,7 @@ from torch._opaque_base import OpaqueBase
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.executor import Executor
 from blocksparse.geometry import Grid
-from blocksparse.inputs import refuse_tangents
+from blocksparse.inputs import refuse_gradients
 from blocksparse.opaque_call import laid_out_as
 from blocksparse.permuters.permutation import GlobalPermutation, Permutation
 from blocksparse.selectors.block_mask import BlockMask, RankedBlockMask
@@ -50,8 +50,7 @@ def one_node(
     `rank` is that of a `RankedBlockMask` if the executor takes one; it then reports which blocks it visited.
     """
     grid = mask.grid
-    if not torch.compiler.is_compiling():
-        refuse_tangents(q, k, v)
+    refuse_gradients(q, k, v)
     out, lse, visited = _execute(
         q, k, v, mask.keep, rank, permutation.k_index, permutation.q_index, node, permutation.group,
         [grid.q_block, grid.k_block], grid.causal, scale,

@@ -63,7 +63,8 @@ def from_flex(block_mask: FlexBlockMask, q: Tensor, k: Tensor, *, causal: bool) 
             f"'block_mask' allows all pairs of block ({row}, {col}) in head {h} of entry {b}, and causality "
             "forbids some of them: say causal=False"
         )
-    _check_pairs(block_mask, partial, N - M if causal else None)
+    # A mask that was made for one head may have a function that tells heads apart all the same.
+    _check_pairs(block_mask, partial.expand(B, Hq, -1, -1), N - M if causal else None)
     keep = (partial | full) & grid.reachable
     return BlockMask(keep.expand(B, Hq, -1, -1), grid)
 
@@ -83,7 +84,8 @@ def _check_pairs(block_mask: FlexBlockMask, partial: Tensor, offset: int | None)
     """
     (q_block, k_block), (M, N) = block_mask.BLOCK_SIZE, block_mask.seq_lengths
     place = torch.arange(q_block * k_block, device=partial.device)
-    for blocks in partial.nonzero().split(max(1, _PAIRS_AT_ONCE // len(place))):
+    listed = partial.nonzero()
+    for blocks in listed.split(max(1, _PAIRS_AT_ONCE // len(place))) if len(listed) else ():
         b, h, row, col = blocks.unsqueeze(-1).unbind(1)  # [blocks, 1]
         query, slot = row * q_block + place // k_block, col * k_block + place % k_block
         b, h, query, slot = (x.expand_as(query)[(query < M) & (slot < N)] for x in (b, h, query, slot))

@@ -71,6 +71,9 @@ class Evidence:
     versions: Mapping[str, str]
 
 
+_LARGEST = 10_000  # layers or KV heads, so that a wrong number in a file takes no memory
+
+
 @final
 @frozen
 class Plan:
@@ -82,11 +85,18 @@ class Plan:
 
     @layers.validator
     def _check_layers(self, _: object, parts: tuple[Part, ...]) -> None:
-        every = tuple(range(self.model.kv_heads))
+        layers, kv_heads = self.model.layers, self.model.kv_heads
+        # Each layer has a part, and a KV head that stands alone has one too: sizes far beyond them are no model's.
+        if not 1 <= layers <= _LARGEST or not 1 <= kv_heads <= _LARGEST:
+            raise TuneError(
+                f"a model has from 1 to {_LARGEST} layers and KV heads, and the plan names {layers} and {kv_heads}"
+            )
+        every = tuple(range(kv_heads))
         heads: dict[int, list[int]] = {}
         for part in parts:
+            if part.heads == ():
+                raise TuneError(f"a part of layer {part.layer} of the plan names no KV heads")
             heads.setdefault(part.layer, []).extend(every if part.heads is None else part.heads)
-        layers = self.model.layers
         if wrong := sorted(set(heads) ^ set(range(layers))):
             state = "has no" if wrong[0] in range(layers) else "has a"
             raise TuneError(
@@ -111,7 +121,9 @@ class Plan:
         chosen: dict[int, set[str]] = {}
         for part in self.layers:
             pipeline = None if part.attention is None else part.attention.pipeline()
-            groups.setdefault(part.layer, {})[part.heads or tuple(range(self.model.kv_heads))] = pipeline
+            groups.setdefault(part.layer, {})[
+                tuple(range(self.model.kv_heads)) if part.heads is None else part.heads
+            ] = pipeline
             chosen.setdefault(part.layer, set()).add(str(part.attention))
         layers: dict[int, LayerPipeline | None] = {
             layer: next(iter(of_heads.values())) if len(chosen[layer]) == 1 else HeadGroups(of_heads)
@@ -138,7 +150,7 @@ class Plan:
         """
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise TuneError(f"the plan cannot be read: {path}: {error}") from None
         if not isinstance(content, dict) or not str(content.get("format", "")).startswith("blocksparse plan "):
             raise TuneError(f"{path} is not a plan of blocksparse")

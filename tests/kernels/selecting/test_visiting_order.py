@@ -40,3 +40,11 @@ def test_layouts(device: str) -> None:
     keep = (torch.rand(1, 1, 4, 20) < 0.5).to(device).expand(2, 3, -1, -1)
     rank = torch.randint(-9, 9, (2, 3, 20, 4), dtype=torch.int32, device=device).mT
     assert_same(keep, rank, torch.zeros(6, device=device)[::2])
+
+
+def test_kept_blocks_come_first_whatever_their_rank(device: str) -> None:
+    keep = torch.eye(4, dtype=torch.bool, device=device).expand(1, 1, 4, 4)
+    rank = torch.full((1, 1, 4, 4), torch.iinfo(torch.int32).max, dtype=torch.int32, device=device)
+    for compute in (visiting_order_triton, visiting_order_reference):
+        index, _, _ = compute(keep, rank, torch.tensor([0.5], device=device))
+        assert index[0, 0, :, 0].tolist() == [0, 1, 2, 3]

@@ -72,7 +72,7 @@ class Call:
                 f"{type(module).__name__} got {M} queries, {N} keys and no mask, and nothing says where the "
                 "queries stand: attach to the whole model, which makes the masks of its parts"
             )
-        if causal and M > 1 and (packed := _packed(kwargs, query, lengths)) is not None:
+        if causal and M > 1 and (packed := _packed(layer_of(module), kwargs, query, lengths)) is not None:
             mask = PromptMask((B, 1, M, N), N, query.device, packed)
         return cls(module, query, key, value, mask, causal, N, kwargs)
 
@@ -125,10 +125,10 @@ class Call:
         return self.key.shape[2] if self.seen is None else self.seen
 
 
-def _packed(kwargs: dict[str, Any], query: Tensor, lengths: LastLengths) -> Sequences | None:
+def _packed(layer: int, kwargs: dict[str, Any], query: Tensor, lengths: LastLengths) -> Sequences | None:
     """The prompts that FlashAttention's arguments describe, if they are several in one entry of the batch."""
     ends = [kwargs[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k") if kwargs.get(name) is not None]
     if not ends or kwargs.get("cache") is not None or query.shape[0] > 1 or torch.compiler.is_compiling():
         return None
-    sequences = lengths.of(*ends)
+    sequences = lengths.of(layer, *ends)
     return sequences if len(sequences.spans) > 1 else None

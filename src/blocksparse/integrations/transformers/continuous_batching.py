@@ -13,7 +13,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from blocksparse.integrations.transformers.adapter import Adapter
-from blocksparse.integrations.transformers.call import Call
+from blocksparse.integrations.transformers.call import Call, layer_of
 from blocksparse.integrations.transformers.dense import dense
 from blocksparse.integrations.transformers.prompt_mask import PromptMask
 
@@ -79,7 +79,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend the requests of a batch, which stand behind one another: `[1, M, Hq, Dv]`."""
     M, N = query.shape[2], key.shape[2]
-    sequences = adapter.lengths.of(kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"])
+    sequences = adapter.lengths.of(layer_of(module), kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"])
     sequences = evolve(sequences, queries=M, keys=N)  # rows behind the last request are padding
     prompts = PromptMask((1, 1, M, N), N, query.device, sequences)
     call = Call(module, query, key, value, prompts, True, N, kwargs)

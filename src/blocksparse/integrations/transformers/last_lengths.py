@@ -14,25 +14,27 @@ from blocksparse.sequences import Sequences
 @final
 @define(eq=False)
 class LastLengths:
-    """Makes `Sequences` of `cu_seq_lens_q` and `cu_seq_lens_k`, and keeps them as long as these are the same.
+    """Makes `Sequences` of `cu_seq_lens_q` and `cu_seq_lens_k`, and keeps them for the later layers of the pass.
 
-    transformers gives every layer the same two tensors. To read one, the host waits for a GPU.
+    transformers gives every layer the same two tensors. To read one, the host waits for a GPU. What is written
+    into a tensor between two passes does not always change its version, above all not in `torch.inference_mode`.
+    So a layer that does not come after the last one belongs to another pass, for which both are read again.
     """
 
-    _last: tuple[list[tuple[ref[Tensor], int]], Sequences] | None = field(default=None, init=False)
+    _last: tuple[int, list[tuple[ref[Tensor], int]], Sequences] | None = field(default=None, init=False)
 
-    def of(self, *ends: Tensor) -> Sequences:
+    def of(self, layer: int, *ends: Tensor) -> Sequences:
         """The sequences that end there, in the queries and, if two tensors are given, in the keys."""
+        tensors = [(ref(x), _version(x)) for x in ends]
         last = self._last  # read once: other threads may replace it
-        if last is not None and len(last[0]) == len(ends):
-            known = zip(last[0], ends, strict=True)
-            if all(at() is x and version == _version(x) for (at, version), x in known):
-                return last[1]
-        sequences = Sequences.from_cu_seqlens(*ends)
-        self._last = [(ref(x), _version(x)) for x in ends], sequences
+        if last is not None and last[0] < layer and last[1] == tensors:
+            sequences = last[2]
+        else:
+            sequences = Sequences.from_cu_seqlens(*ends)
+        self._last = layer, tensors, sequences
         return sequences
 
 
 def _version(x: Tensor) -> int:
-    """A number that changes with what is in the tensor."""
+    """A number that changes when an op writes to the tensor; inference tensors have none."""
     return 0 if x.is_inference() else x._version

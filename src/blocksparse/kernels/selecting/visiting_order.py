@@ -2,6 +2,8 @@
 
     index[row] = columns kept, the smallest rank first and ties by column; then the columns that are not kept
 
+The greatest int32 stands for blocks that are not kept. So a kept block of that rank ties with those of the rank before it.
+
 On GPUs one launch writes the lists and counts of rows of up to `LONGEST` blocks. Longer rows, and CPU tensors, take the
 plain torch below, with the same result.
 """
@@ -31,6 +33,7 @@ def visiting_order(keep: Tensor, rank: Tensor, tau: Tensor) -> tuple[Tensor, Ten
 
 def visiting_order_reference(keep: Tensor, rank: Tensor, tau: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The same in plain torch."""
-    order = rank.where(keep, torch.iinfo(torch.int32).max).argsort(dim=-1, stable=True)
+    dropped = torch.iinfo(torch.int32).max
+    order = rank.clamp(max=dropped - 1).where(keep, dropped).argsort(dim=-1, stable=True)
     opened = keep & ((rank < 0) | (tau == 0).view(-1, 1, 1))
     return order.int(), opened.sum(-1, dtype=torch.int32), keep.sum(-1, dtype=torch.int32)

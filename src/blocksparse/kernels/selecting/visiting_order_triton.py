@@ -16,7 +16,8 @@ from blocksparse.kernels.common.sizes import power_of_2
 from blocksparse.kernels.positions.block_grid_triton import rows_at, strides
 
 _CHUNK = 16  # columns that all others are compared with at a time
-_DROPPED = tl.constexpr(2**31 - 1)  # stands for the rank of a block that is not kept: no rank is greater
+_DROPPED = tl.constexpr(2**31 - 1)  # stands for the rank of a block that is not kept
+_GREATEST = tl.constexpr(2**31 - 2)  # the greatest rank of one that is
 
 
 def visiting_order_triton(keep: Tensor, rank: Tensor, tau: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -39,7 +40,7 @@ def _ranks(keep_at, rank_at, keep_stride, rank_stride, col, cols):
     inside = col < cols
     keep = tl.load(keep_at + col * keep_stride, mask=inside, other=0) != 0
     rank = tl.load(rank_at + col * rank_stride, mask=inside, other=0)
-    return tl.where(keep, rank, _DROPPED), keep
+    return tl.where(keep, tl.minimum(rank, _GREATEST), _DROPPED), keep
 
 
 @triton.jit(do_not_specialize=["cols"])
