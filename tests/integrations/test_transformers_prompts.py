@@ -31,8 +31,9 @@ from tests.integrations.test_transformers import (
 from tests.machine import needs_gpu
 from transformers import DynamicCache, StaticCache
 
-from blocksparse import Everything, MeanPoolScorer, Pipeline, Schedule, SegmentKeySort, TritonExecutor
+from blocksparse import Everything, MeanPoolScorer, Pipeline, Schedule, SegmentKeySort, Sequences, TritonExecutor
 from blocksparse.integrations.transformers import DensityRecorder, attach
+from blocksparse.integrations.transformers.last_lengths import LastLengths
 
 __all__ = ["_no_grad", "_one_thread", "_registries_are_left_as_found"]  # fixtures of these tests too
 
@@ -193,8 +194,6 @@ def test_cu_seq_lens_count_where_no_mask_tells() -> None:
 
 def test_the_host_reads_lengths_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """And again when they are others, in the same tensor too."""
-    from blocksparse import Sequences
-
     reads: list[Tensor] = []
     made = Sequences.from_cu_seqlens
 
@@ -227,6 +226,13 @@ def test_a_buffer_for_lengths_may_be_filled_anew(write: Callable[..., object], m
                 positions = torch.cat((torch.arange(cut), torch.arange(90 - cut)))[None]
                 given: Any = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 60, "max_length_k": 60}
                 assert_close(model(ids, position_ids=positions, **given).logits, expected)
+
+
+def test_layers_may_have_lengths_of_their_own() -> None:
+    """As layers with a window have in continuous batching."""
+    lengths, first, second = LastLengths(), torch.tensor([0, 30, 60]), torch.tensor([0, 20, 60])
+    for layer, ends in enumerate((first, second, second, first)):
+        assert lengths.of(layer, ends).spans == Sequences.from_cu_seqlens(ends).spans
 
 
 def test_a_mask_that_joins_prompts_is_dense() -> None:
