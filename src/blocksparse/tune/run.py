@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
-from attrs import Attribute, field, frozen
+from attrs import field, frozen
 
+from blocksparse.tune.bound import above_0
 from blocksparse.tune.candidate import DEFAULT_CANDIDATES, Candidate
 from blocksparse.tune.choice import Option
 from blocksparse.tune.cost import Costs
@@ -21,7 +22,7 @@ from blocksparse.tune.sensitivity import PROBE
 from blocksparse.tune.session import Session
 from blocksparse.tune.unit import DENSE, Unit
 from blocksparse.tune.verify import plan_that_fits
-from blocksparse.validators import one_of, shown, size
+from blocksparse.validators import one_of, size
 
 
 @final
@@ -29,14 +30,8 @@ from blocksparse.validators import one_of, shown, size
 class Budget:
     """What a plan may lose on held prompts, in nats, less the noise of kernels."""
 
-    text_kl: float = field(default=0.03)  # mean KL of next-token distributions over the text
-    answer_kl: float = field(default=0.1)  # the same at the tokens of answers
-
-    @text_kl.validator
-    @answer_kl.validator
-    def _check(self, attribute: Attribute[float], value: object) -> None:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise TuneError(f"'{attribute.name}' must be a number above 0: {shown(value)}")
+    text_kl: float = field(default=0.03, validator=above_0)  # mean KL of next-token distributions over the text
+    answer_kl: float = field(default=0.1, validator=above_0)  # the same at the tokens of answers
 
 
 def tune(

@@ -8,12 +8,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any, final
 
-from attrs import Attribute, evolve, field, frozen
+from attrs import evolve, field, frozen
 
+from blocksparse.tune.bound import above_0
 from blocksparse.tune.candidate import Candidate
 from blocksparse.tune.choice import Option
 from blocksparse.tune.cost import Costs
-from blocksparse.tune.errors import TuneError
 from blocksparse.tune.plan import Plan
 from blocksparse.tune.prefilter import Probe
 from blocksparse.tune.progress import Report
@@ -21,7 +21,6 @@ from blocksparse.tune.prompts import TunePrompt
 from blocksparse.tune.sensitivity import PROBE
 from blocksparse.tune.session import Session
 from blocksparse.tune.unit import DENSE, Unit
-from blocksparse.validators import shown
 
 # The paper searches grids and prints none.
 GRID: tuple[Candidate, ...] = tuple(
@@ -36,14 +35,8 @@ LAMBDAS = (-4.0, -6.0, -8.0, -10.0, -14.0)  # the boldest first
 class ErrorBounds:
     """Relative L1 distance of a layer's output from dense attention's, as a mean over prompts."""
 
-    l1: float = field(default=0.08)  # section 4.1, Llama 3.1
-    l2: float = field(default=0.09)  # the same
-
-    @l1.validator
-    @l2.validator
-    def _check(self, attribute: Attribute[float], value: object) -> None:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise TuneError(f"'{attribute.name}' must be a number above 0: {shown(value)}")
+    l1: float = field(default=0.08, validator=above_0)  # section 4.1, Llama 3.1
+    l2: float = field(default=0.09, validator=above_0)  # the same
 
 
 def sparge_search(
