@@ -70,7 +70,7 @@ class Grid:
         if permutation.q_index is None:
             q_position = in_order[offset : offset + M].view(1, 1, M)
         else:
-            q_position = permutation.q_index + offset
+            q_position = permutation.q_index + offset if offset else permutation.q_index
         if lead or M % q_block:
             q_position = pad(q_position, (lead, -(lead + M) % q_block), value=-1)
         if permutation.k_index is None:
@@ -88,8 +88,9 @@ class Grid:
                     f"a query group must be a whole number of query blocks: group={permutation.group}, "
                     f"q_block={q_block}; choose a block that divides the segment"
                 )
-            row = torch.arange(q_position.shape[-1] // q_block, device=q.device) + offset // q_block
-            group_of_row = row * q_block // permutation.group - offset // permutation.group
+            first, rows = offset // q_block, q_position.shape[-1] // q_block
+            start = torch.arange(first * q_block, (first + rows) * q_block, q_block, device=q.device)
+            group_of_row = start // permutation.group - offset // permutation.group
         return cls._cut(
             q_position,
             k_position,
@@ -122,7 +123,7 @@ class Grid:
         bounds = block_bounds(q_position, k_position, q_block, k_block, q_heads)
         q_first, q_last, k_first, k_last, k_whole = bounds
         if group_of_row is not None:
-            k_first, k_last, k_whole = (x[:, :, group_of_row] for x in (k_first, k_last, k_whole))
+            k_first, k_last, k_whole = (x.index_select(2, group_of_row) for x in (k_first, k_last, k_whole))
         return cls(
             q_position=q_position,
             k_position=k_position,
@@ -279,7 +280,8 @@ class Grid:
     def own_segment(self, S: int) -> Tensor:
         """The reachable blocks that lie in the same segment of `S` original positions as the row."""
         S = min(S, FAR)
-        return self.reachable & (self.k_first // S == self.q_first // S)
+        own = self.k_first // S == self.q_first // S  # never so for empty blocks: their `k_first` is 2**31 - 1
+        return own & (self.k_first <= self.q_last) if self.causal else own.expand(self._shape)
 
     def shared(self) -> Grid:
         """The grid for one mask per KV head: the bounds of each block cover all query heads of the group."""

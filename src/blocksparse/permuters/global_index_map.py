@@ -81,16 +81,18 @@ class GlobalIndexMap(Permuter[Permutation]):
         if not self.per_query_head:
             mean = reduce(mean, "B (H R) G D -> B H G D", "mean", H=Hkv)
         B, H, G, _ = mean.shape
-        start = S * torch.arange(first, first + G, device=k.device)[:, None]  # [G, 1]
-        own = start + torch.arange(S, device=k.device)
+        own = torch.arange(first * S, (first + G) * S, dtype=torch.int32, device=k.device)
+        own[N - first * S :] = -1  # the prompt may end inside the last segment
+        own = own.view(G, S)
         longest = (first + G - 1) * S
         width = longest if self.prefix is None else min(self.prefix, longest)
         index = torch.empty((B, H, G, S + width), dtype=torch.int32, device=k.device)
-        index[..., :S] = own.where(own < N, -1)
+        index[..., :S] = own
         if self.coarse:
             coarse_order(mean, k, first, S, index[..., S:])
             return index
         index[..., S:] = -1
+        start = own[:, :1]
         keys = k[:, :, :longest].to(mean.dtype)
         # A few segments at a time, because the scores of all of them would take more memory than the map.
         step = max(1, _SCORES_AT_ONCE // (B * H * max(1, longest)))
@@ -106,8 +108,12 @@ class GlobalIndexMap(Permuter[Permutation]):
         """The query in every slot, `[B, Hq, M]` int32. In its segment, `lead` places precede the first query."""
         M, value = products.shape[2], _numbers(products)
         # Padding makes all segments whole; +inf keeps it before the first query, -inf after the last one.
-        value = pad(pad(value, (lead, 0), value=float("inf")), (0, -(lead + M) % self.S), value=float("-inf"))
-        return segment_sort(value, self.S, coarse=self.coarse)[..., lead : lead + M] - lead
+        if lead:
+            value = pad(value, (lead, 0), value=float("inf"))
+        if after := -(lead + M) % self.S:
+            value = pad(value, (0, after), value=float("-inf"))
+        order = segment_sort(value, self.S, coarse=self.coarse)[..., lead : lead + M]
+        return order - lead if lead else order
 
 
 def _best(scores: Tensor, start: Tensor, count: int) -> Tensor:

@@ -7,6 +7,7 @@ from typing import final
 import torch
 from attrs import field, frozen
 
+from blocksparse.kernels.positions.within_reach import within_reach
 from blocksparse.selectors.block_mask import BlockMask, RankedBlockMask
 from blocksparse.selectors.selector import ScoresT_contra, Selector
 from blocksparse.validators import a
@@ -33,12 +34,12 @@ class Ranked(Selector[ScoresT_contra, RankedBlockMask]):
                 f"'Ranked' needs a mask of the shape of the scores, {tuple(scores.values.shape)}, and 'inner' "
                 f"gives {tuple(mask.keep.shape)}; leave 'Refined' and 'SharedByGroup' out of 'inner'"
             )
-        opening = grid.diagonal if scores.forced is None else grid.diagonal | scores.forced
+        opening = within_reach(scores.forced, grid, diagonal=True)
         place = torch.arange(grid.cols, dtype=torch.int32, device=mask.keep.device).expand(mask.keep.shape)
         if any(scores.values.stride()):
             order = scores.values.nan_to_num(nan=float("-inf")).argsort(dim=-1, descending=True, stable=True)
             rank = torch.empty_like(place, memory_format=torch.contiguous_format).scatter_(-1, order, place)
         else:  # all blocks have one score, that of `NoScorer`, so none comes before another
             rank = place
-        rank = rank.where(~opening, rank - grid.cols)
+        rank = rank.add(opening, alpha=-grid.cols)
         return RankedBlockMask(mask.keep, mask.grid, rank)

@@ -66,7 +66,7 @@ def compile_sparse_attention(
         **dict.fromkeys(("M", "N", "cols", "heads_per_key", "heads_per_mask", "q_lead"), "i32"),
         "scale_log2": "fp32",
     }  # fmt: skip
-    kernel = sparse_attention_triton._kernel
+    kernel = sparse_attention_triton._kernel.jit
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
     position = {name: i for i, name in enumerate(kernel.arg_names)}
     pointers = [name for name, type_ in signature.items() if isinstance(type_, str) and type_.startswith("*")]
@@ -92,7 +92,7 @@ def compile_hopper(
     eight: str | None = None, index: str = "i16",
 ) -> triton.compiler.CompiledKernel:  # fmt: skip
     """A kernel for Hopper, as its launch function launches it; `eight` is the type of values beside int8 keys."""
-    kernel = (sparse_attention_hopper if eight is None else int8_attention_hopper)._kernel
+    kernel = (sparse_attention_hopper if eight is None else int8_attention_hopper)._kernel.jit
     piece, padded = min(k_block, tiles.block_n), 64 if head_dim <= 64 else 128
     constants = {
         "DQ": padded, "DV": padded, "CONSUMERS": tiles.consumers, "BLOCK_N": tiles.block_n,

@@ -39,7 +39,7 @@ def compile_gather_attention(
         **dict.fromkeys(("rows", "cols", "offset", "heads_per_key", "heads_per_map", "patience"), "i32"),
         "scale_log2": "fp32",
     }  # fmt: skip
-    kernel = gather_attention_triton._kernel
+    kernel = gather_attention_triton._kernel.jit
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
     position = {name: i for i, name in enumerate(kernel.arg_names)}
     aligned: list[tuple[int, ...]] = [(position[f"{name}_ptr"],) for name in ("q", "k", "v", "out", "k_position")]
@@ -58,7 +58,7 @@ def compile_hopper(
     dtype: str, head_dim: int, q_block: int, k_block: int, *, causal: bool, mean: bool
 ) -> triton.compiler.CompiledKernel:
     """The kernel for Hopper, as `gather_attention_hopper` launches it."""
-    kernel = gather_attention_hopper._kernel
+    kernel = gather_attention_hopper._kernel.jit
     tiles = gather_attention_hopper.tile_options(q_block, k_block, head_dim)
     consumers, per_sm = tiles["CONSUMERS"], 3 - tiles["CONSUMERS"]
     constants = {

@@ -43,7 +43,7 @@ def scores(name: str, target: GPUTarget, dtype: str, head_dim: int) -> int:
         expected = dtype != "fp32"  # exact fp32 products run on the ordinary units
         failed += (expected and not found) or compiled.metadata.shared > SHARED[name]
         print(
-            f"{name} {kernel.__name__} {dtype} D={head_dim}: {found} x {MATRIX_INSTRUCTION[name]}, {compiled.metadata.shared} B shared"
+            f"{name} {kernel.jit.__name__} {dtype} D={head_dim}: {found} x {MATRIX_INSTRUCTION[name]}, {compiled.metadata.shared} B shared"
         )
     return failed
 
@@ -63,9 +63,9 @@ def orders(name: str, target: GPUTarget) -> None:
         (module._count, {"STEPS": STEPS, "WIDE": module.WIDE}, 1),
         (module._order, {"STEPS": STEPS, "NARROW": module.NARROW, "PIECE": module.PIECE}, 1),
     ):
-        signature = {key: types[key] for key in types if key in kernel.arg_names}
+        signature = {key: types[key] for key in types if key in kernel.jit.arg_names}
         compiled = compile_kernel(kernel, target, signature, constants, ALIGNED, num_warps=warps)
-        print(f"{name} {kernel.__name__}: {compiled.metadata.shared} B shared")
+        print(f"{name} {kernel.jit.__name__}: {compiled.metadata.shared} B shared")
 
 
 def queries(name: str, target: GPUTarget, dtype: str, head_dim: int) -> int:

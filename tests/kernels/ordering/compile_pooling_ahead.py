@@ -30,8 +30,8 @@ def compile_kernel(
     **options: int,
 ) -> Any:
     """Pointers and strides are multiples of 16, as those of whole tensors are, and `aligned` sizes; others any int32."""
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
-    position = {name: i for i, name in enumerate(kernel.arg_names)}
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.jit.arg_names}
+    position = {name: i for i, name in enumerate(kernel.jit.arg_names)}
     multiples: list[tuple[int, ...]] = [
         (position[name],)
         for name, type_ in signature.items()
@@ -44,7 +44,7 @@ def compile_kernel(
         for axis in range(len(type_))
     ]
     source = ASTSource(
-        kernel,
+        kernel.jit,
         signature,
         constexprs={(position[name],): value for name, value in constants.items()},
         attrs={path: [["tt.divisibility", 16]] for path in multiples},
@@ -76,7 +76,7 @@ def importance(name: str, target: GPUTarget, dtype: str, head_dim: int) -> int:
         )  # elsewhere fp32 is multiplied by the ordinary units
         failed += (expected and not found) or compiled.metadata.shared > SHARED[name]
         print(
-            f"{name} {kernel.__name__} {dtype} D={head_dim}: {found} x {MATRIX_INSTRUCTION[name]}, {compiled.metadata.shared} B shared"
+            f"{name} {kernel.jit.__name__} {dtype} D={head_dim}: {found} x {MATRIX_INSTRUCTION[name]}, {compiled.metadata.shared} B shared"
         )
     return failed
 

@@ -49,14 +49,14 @@ def compile_cells(
         **{f"{name}_strides": ("i32",) * 2 for name in ("q_last", "k_first")},
         "weight_log2": "fp32",
     }  # fmt: skip
-    names = kernel.arg_names
+    names = kernel.jit.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     position = {name: i for i, name in enumerate(names)}
     pointers = [name for name, type_ in signature.items() if isinstance(type_, str) and type_.startswith("*")]
     aligned: list[tuple[int, ...]] = [(position[name],) for name in pointers]
     aligned += [(position[f"{name}_strides"], axis) for name in ("q", "k") for axis in range(3)]
     source = ASTSource(
-        kernel,
+        kernel.jit,
         signature,
         constexprs={(position[name],): value for name, value in constants.items() if name in position},
         attrs={path: [["tt.divisibility", 16]] for path in aligned},

@@ -59,16 +59,16 @@ def compile_kernel(
 ) -> triton.compiler.CompiledKernel:
     types = {**TYPES, "index_ptr": f"*{index}"}
     constants = {"CAUSAL": True, "ROWS": rows, "COLS": cols, "ALIGNED": True, **constants}
-    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
+    constants = {name: value for name, value in constants.items() if name in kernel.jit.arg_names}
+    signature = {name: "constexpr" if name in constants else types[name] for name in kernel.jit.arg_names}
     values: dict[tuple[int, ...], Any] = {}
     aligned: list[tuple[int, ...]] = []
-    for i, name in enumerate(kernel.arg_names):
+    for i, name in enumerate(kernel.jit.arg_names):
         kind = signature[name]
         if name in constants:
             values[(i,)] = constants[name]
         elif isinstance(kind, str):
-            looked_at = name == "cols" and name not in kernel.do_not_specialize
+            looked_at = name == "cols" and name not in kernel.jit.do_not_specialize
             aligned += [(i,)] if kind.startswith("*") or looked_at else []
         elif name == "position_strides":
             signature[name] = (("i32", "i32", "i32", "constexpr"),) * 4
@@ -80,7 +80,7 @@ def compile_kernel(
         else:
             aligned += [(i, at) for at in range(len(kind))]
     source = ASTSource(
-        kernel, signature, constexprs=values, attrs={at: [["tt.divisibility", 16]] for at in aligned}
+        kernel.jit, signature, constexprs=values, attrs={at: [["tt.divisibility", 16]] for at in aligned}
     )
     return triton.compile(source, target=target, options={"num_warps": warps})
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import deepcopy
 from types import TracebackType
 from typing import Any, final
 from uuid import uuid4
@@ -15,6 +14,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from blocksparse.integrations.transformers.adapter import Adapter
 from blocksparse.integrations.transformers.continuous_batching import SDPA, SdpaInPlace
+from blocksparse.integrations.transformers.ending_name import ending_name
 from blocksparse.integrations.transformers.outcomes import Outcomes
 
 _PREFIX = "blocksparse-"
@@ -52,7 +52,7 @@ class Attachment:
                 AttentionMaskInterface.register(key, adapter.mask)
             for config, name in before:
                 # The public setter would also set sub-configs.
-                config._attn_implementation_internal = _Name(SDPA if continuous_batching else key, name, key)
+                config._attn_implementation_internal = ending_name(SDPA if continuous_batching else key, name, key)
         except BaseException:
             end()
             raise
@@ -82,25 +82,6 @@ class Attachment:
         traceback: TracebackType | None,
     ) -> None:
         self.detach()
-
-
-@final
-class _Name(str):
-    """A name in transformers' registries. It ends with its attachment, so a copy of it is the previous name."""
-
-    before: str | None
-    owner: str  # the key of its attachment
-
-    def __new__(cls, name: str, before: str | None, owner: str) -> _Name:
-        self = super().__new__(cls, name)
-        self.before, self.owner = before, owner
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> str | None:
-        return deepcopy(self.before, memo)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return deepcopy, (self.before,)
 
 
 def _owner(config: Any) -> str | None:

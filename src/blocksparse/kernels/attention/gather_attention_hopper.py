@@ -36,6 +36,7 @@ from blocksparse.kernels.attention.gather_votes_hopper import is_satisfied, post
 from blocksparse.kernels.attention.hopper_queue import make_barriers, positive, read, registers
 from blocksparse.kernels.attention.hopper_rows import LOWEST, NEVER, partial_sum, row_max
 from blocksparse.kernels.common.hardware import device_of
+from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.memory import empty_as
 from blocksparse.kernels.positions.token_positions import TokenPositions
 
@@ -249,6 +250,7 @@ def _consume(WG: gl.constexpr, C, given):
     gl.store(rows, q.load(WHOLE), mask=(at >= 0)[:, None])
 
 
+@remembered
 @gluon.jit(do_not_specialize=["lse_stride_b", "lse_stride_h", "rows", "cols", "offset"])
 def _kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, visited_ptr,

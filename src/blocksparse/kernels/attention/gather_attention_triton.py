@@ -15,6 +15,7 @@ from torch import Tensor
 
 from blocksparse.kernels.attention.arguments import RankedLists, StopRule
 from blocksparse.kernels.common.hardware import device_of, fp32_products, has_large_memory
+from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.memory import empty_as
 from blocksparse.kernels.common.sizes import power_of_2
 from blocksparse.kernels.common.strides_triton import alike, head_at
@@ -139,6 +140,7 @@ def _tile(
     return new_max, before * rescale, gain * rescale + tl.sum(weight, 1), accumulator
 
 
+@remembered
 @triton.jit(do_not_specialize=["rows", "cols", "offset"])
 def _kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, visited_ptr,

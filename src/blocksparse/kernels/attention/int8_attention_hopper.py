@@ -47,6 +47,7 @@ from blocksparse.kernels.attention.hopper_queue import (
 from blocksparse.kernels.attention.hopper_rows import LOWEST, by_thread, query_positions
 from blocksparse.kernels.attention.int8_rows_hopper import LAZY, kept, masked_tile, of_rows, operands_of, promoted
 from blocksparse.kernels.attention.int8_step_hopper import after, products, step
+from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.memory import for_bulk_copies
 from blocksparse.kernels.positions.token_positions import TokenPositions
 from blocksparse.kernels.rounding.tile_operands import TileOperands
@@ -243,6 +244,7 @@ def _consume(WG: gl.constexpr, C, SKIP: gl.constexpr, sources, pointers, bars, b
     tma.store_wait(0)
 
 
+@remembered
 @gluon.jit(do_not_specialize=OF_PROMPT)
 def _kernel(
     q_source, k_source, v_source, out_target, q_scale_source, taken_source, k_token_source, v_token_source,

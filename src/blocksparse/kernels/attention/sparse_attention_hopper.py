@@ -38,6 +38,7 @@ from blocksparse.kernels.attention.hopper_queue import (
     unpacked_place,
 )
 from blocksparse.kernels.attention.hopper_rows import LOWEST, masked_scores, partial_sum, query_positions, row_max
+from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.memory import for_bulk_copies
 from blocksparse.kernels.positions.token_positions import TokenPositions
 
@@ -183,6 +184,7 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes)
     tma.store_wait(0)
 
 
+@remembered
 @gluon.jit(do_not_specialize=OF_PROMPT)
 def _kernel(
     q_source, k_source, v_source, out_target, lse_ptr,

@@ -15,6 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from blocksparse.kernels.attention.arguments import Approximation, Lists, Tiles
 from blocksparse.kernels.common.hardware import fp32_products, has_descriptors
+from blocksparse.kernels.common.launches_triton import Remembered, remembered
 from blocksparse.kernels.common.memory import copies_in_bulk
 from blocksparse.kernels.common.sizes import power_of_2
 from blocksparse.kernels.common.strides_triton import alike, head_at, head_strides
@@ -67,7 +68,7 @@ def sparse_attention_triton(
 
 def runs_interpreted() -> bool:
     """Whether Triton's interpreter, not its compiler, runs the kernel (TRITON_INTERPRET at import time)."""
-    return not isinstance(_kernel, triton.JITFunction)
+    return not isinstance(_kernel, Remembered)
 
 
 def _least_depth(x: Tensor) -> int:
@@ -191,6 +192,7 @@ def _softmax_update(
     return new_max, running_sum, unit, accumulator
 
 
+@remembered
 @triton.jit(do_not_specialize=["full_count_ptr", "partial_count_ptr", "M", "N", "cols", "q_lead"])
 def _kernel(
     q_ptr, k_source, v_source, out_ptr, lse_ptr,

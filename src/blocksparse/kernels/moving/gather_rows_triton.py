@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.common.hardware import device_of
+from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
 from blocksparse.kernels.common.strides_triton import alike, head_at
 
@@ -73,6 +74,7 @@ def _write(out_ptr, x, head, M, row, there, D: tl.constexpr, BLOCK_D: tl.constex
         tl.store(target, x, mask=there[:, None] & (dims < D)[None, :])
 
 
+@remembered
 @triton.jit(do_not_specialize=["M"])
 def _kernel(
     x_ptr, x_out_ptr, y_ptr, y_out_ptr, index_ptr,

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.common.hardware import device_of, fp32_products
+from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.sizes import cdiv
 from blocksparse.kernels.common.strides_triton import head_at
 from blocksparse.kernels.positions.block_grid import BlockGrid
@@ -45,6 +46,7 @@ def _launch(q: Tensor, k: Tensor, positions: tuple[Any, ...], skips: bool) -> Te
     return logits
 
 
+@remembered
 @triton.jit(do_not_specialize=["rows", "cols"])
 def _kernel(
     q_ptr, k_ptr, logits_ptr, q_last_ptr, k_first_ptr, q_last_strides, k_first_strides,

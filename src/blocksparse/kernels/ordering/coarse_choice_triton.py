@@ -14,6 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from blocksparse.kernels.common.launches_triton import remembered
+
 TILE = 4096  # steps that a program reads at a time; fewer than 2^15, so that two counts of them fit one int32
 SAMPLE = 1024  # words of four steps that the guess looks at
 _HIGH = tl.constexpr(-0x7F7F7F80)  # 0x80808080
@@ -115,6 +117,7 @@ def _guess(words_at, words, want, SAMPLE: tl.constexpr):
     return last
 
 
+@remembered
 @triton.jit(do_not_specialize=["first", "G"])
 def choose(
     words_ptr, kept_ptr, first, S, H, G, width, count,

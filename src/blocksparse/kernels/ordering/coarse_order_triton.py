@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.common.hardware import device_of
+from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.sizes import cdiv
 from blocksparse.kernels.ordering.coarse_choice_triton import SAMPLE, TILE, choose, row_of_maps
 from blocksparse.kernels.ordering.coarse_steps_triton import ROWS_AT_ONCE, coarse_steps
@@ -59,6 +60,7 @@ def _some_segments(mean: Tensor, k: Tensor, first: int, S: int, chunk: int, out:
     )  # fmt: skip
 
 
+@remembered
 @triton.jit(do_not_specialize=["first", "G"])
 def _count(kept_ptr, numbers_ptr, first, S, H, G, count, chunk, STEPS: tl.constexpr, WIDE: tl.constexpr):
     """Stores how many kept keys of this chunk have each step."""
@@ -84,6 +86,7 @@ def _number_of_ones(x):
     return ((((x + (x >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24) & 255
 
 
+@remembered
 @triton.jit(do_not_specialize=["first", "G"])
 def _order(
     kept_ptr, numbers_ptr, out_ptr, out_strides, first, S, H, G, count, chunk,

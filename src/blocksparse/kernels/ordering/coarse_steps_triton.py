@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.common.hardware import has_large_memory
+from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
 from blocksparse.kernels.ordering.key_importance_triton import options_of_weights
 from blocksparse.kernels.ordering.score_steps import SAMPLED, STEPS
@@ -90,6 +91,7 @@ def _scores(mean, k_ptr, k_strides, b, h, key, end, D: tl.constexpr, BLOCK_D: tl
     return tl.dot(mean, tl.trans(keys), input_precision="ieee")
 
 
+@remembered
 @triton.jit(do_not_specialize=["G", "first", "shares"])
 def _range(
     mean_ptr, k_ptr, parts_ptr, mean_strides, k_strides, key_heads, heads, G, first, S, shares,
@@ -118,6 +120,7 @@ def _range(
     tl.store(parts_ptr + (rows + row) * shares + tl.program_id(1), minus_low, mask=there)
 
 
+@remembered
 @triton.jit(do_not_specialize=["G", "first"])
 def _steps(
     mean_ptr, k_ptr, range_ptr, steps_ptr, mean_strides, k_strides, key_heads, heads, G, first, S, width,

@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from blocksparse.kernels.common.hardware import device_of, fp32_products, has_large_memory
+from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.memory import copies_in_bulk
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
 
@@ -165,6 +166,7 @@ def _more(
     return new, total * tl.exp2((peak - new) * scale) + tl.sum(weight, 1)
 
 
+@remembered
 @triton.jit(do_not_specialize=_OF_PROMPT)
 def _sums(
     q_ptr, k_source, peak_ptr, total_ptr,
@@ -216,6 +218,7 @@ def _weigh(
         tl.store(out_at + key, tl.sum(tl.exp2(exponent), 1) * mean)
 
 
+@remembered
 @triton.jit(do_not_specialize=[*_OF_PROMPT, "tiles"])
 def _weights(
     q_ptr, k_source, peak_ptr, total_ptr, out_ptr,

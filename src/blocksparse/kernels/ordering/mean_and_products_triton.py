@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.common.hardware import device_of
+from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
 
 TILE = 4096  # entries of queries that a program holds at a time
@@ -51,6 +52,7 @@ def _some_queries(
     return tl.load(q_at + row.to(tl.int64)[:, None] * q_stride + dims, mask=inside, other=0.0)
 
 
+@remembered
 @triton.jit(do_not_specialize=["M", "segments", "lead"])
 def _kernel(
     q_ptr, guide_ptr, mean_ptr, products_ptr, q_strides, M, segments, lead, heads_per_guide,

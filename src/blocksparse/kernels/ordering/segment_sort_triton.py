@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.common.hardware import device_of
+from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.sizes import cdiv
 
 _TILE = 256  # tokens per program, if segments are shorter than that
@@ -34,6 +35,7 @@ def segment_sort_triton(values: Tensor, S: int, coarse: bool = False) -> Tensor:
     return index
 
 
+@remembered
 @triton.jit(do_not_specialize=["N", "whole"])
 def _kernel(values_ptr, index_ptr, N, whole, S: tl.constexpr, ROWS: tl.constexpr, COARSE: tl.constexpr):
     start = (tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * N

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.common.hardware import device_of
+from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
 from blocksparse.kernels.common.strides_triton import head_strides
 
@@ -77,6 +78,7 @@ def _side(
             tl.store(whole_ptr + at, empty == 0, mask=there)
 
 
+@remembered
 @triton.jit(do_not_specialize=["q_programs", "G", "rows", "cols"])
 def _kernel(
     q_ptr, k_ptr, q_first_ptr, q_last_ptr, k_first_ptr, k_last_ptr, k_whole_ptr,

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.common.hardware import device_of
+from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.sizes import cdiv, index_dtype
 from blocksparse.kernels.positions.block_grid import BlockGrid
 from blocksparse.kernels.positions.block_grid_triton import full_blocks, positions, rows_at, strides, tile
@@ -56,6 +57,7 @@ def _kinds(
     return full.to(tl.int32), keep.to(tl.int32) - full.to(tl.int32)
 
 
+@remembered
 @triton.jit(do_not_specialize=["full_count_ptr", "partial_count_ptr", "rows", "cols"])
 def _kernel(
     keep_ptr, positions, position_strides, k_whole_ptr, full_count_ptr, partial_count_ptr, index_ptr,

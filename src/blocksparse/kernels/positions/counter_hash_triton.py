@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.common.hardware import device_of
+from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.sizes import cdiv
 from blocksparse.kernels.positions.block_grid_triton import strides
 from blocksparse.kernels.positions.mix import mix
@@ -44,6 +45,7 @@ def folded(state, counter):
     return _mix(_mix(counter.to(tl.uint32)) ^ state.to(tl.uint32))
 
 
+@remembered
 @triton.jit(do_not_specialize=["state", "rows", "cols"])
 def _kernel(
     counters, counter_strides, out_ptr, state, rows, cols,

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.common.hardware import device_of
+from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.sizes import FAR, cdiv
 from blocksparse.kernels.positions.block_grid import BlockGrid
 from blocksparse.kernels.positions.block_grid_triton import (
@@ -67,6 +68,7 @@ def _own(keep: Tensor) -> tuple[int, ...]:
     )
 
 
+@remembered
 @triton.jit(do_not_specialize=["rows", "cols", "skipped", "near", "first", "eta", "state", "first_row"])
 def _kernel(
     keep_ptr, position_ptrs, out_ptr, keep_strides, position_strides, rows, cols, skipped,

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.common.hardware import converts_to_fp8, device_of
+from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
 from blocksparse.kernels.common.strides_triton import alike
 from blocksparse.kernels.rounding.quantize import FP8_LIMIT
@@ -60,6 +61,7 @@ def fp8_bits(x):
     return (code | (bits >> 24 & 0x80)).to(tl.uint8)
 
 
+@remembered
 @triton.jit(do_not_specialize=["slots"])
 def _kernel(
     x_ptr, values_ptr, scales_ptr, index_ptr, x_strides, index_strides,

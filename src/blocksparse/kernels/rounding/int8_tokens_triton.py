@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.common.hardware import device_of
+from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
 from blocksparse.kernels.common.strides_triton import alike, head_at
 from blocksparse.kernels.rounding.quantize import INT8_LIMIT
@@ -106,6 +107,7 @@ def _tokens(
     return x, slot, inside, there
 
 
+@remembered
 @triton.jit(do_not_specialize=["slots", "lead", "plain_below"])
 def _kernel(
     x_ptr, values_ptr, scales_ptr, index_ptr, mean_ptr, taken_ptr, plain_ptr,  # what is None is compiled away

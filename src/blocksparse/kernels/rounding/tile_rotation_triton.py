@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.strides_triton import head_at
 from blocksparse.kernels.rounding.quantize import INT8_LIMIT
 from blocksparse.kernels.rounding.quantize_triton import INTERPRETED, largest_of, read_tokens, scale_of
@@ -112,6 +113,7 @@ def _larger(first, second):
     return tl.maximum(largest_of(first), largest_of(second))
 
 
+@remembered
 @triton.jit(do_not_specialize=["slots", "steps", "early"])
 def query_kernel(
     x_ptr, index_ptr, mean_ptr, heads_per_mean, values_ptr, scale_ptr, taken_ptr, x_strides, index_strides,
@@ -139,6 +141,7 @@ def query_kernel(
             tl.store(taken_ptr + at, tl.where(token < early, 0.0, taken), mask=inside)
 
 
+@remembered
 @triton.jit(do_not_specialize=["slots", "steps"])
 def key_kernel(
     x_ptr, index_ptr, mean_ptr, heads_per_mean, values_ptr, tile_scale_ptr, token_scale_ptr, x_strides, index_strides,

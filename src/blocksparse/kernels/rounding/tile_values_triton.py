@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.rounding.fp8_values_triton import fp8_bits
 from blocksparse.kernels.rounding.quantize import FP8_LIMIT, LEAST_LOG2
 from blocksparse.kernels.rounding.quantize_triton import largest_of, read_tokens, scale_of
@@ -63,6 +64,7 @@ def _codes(x0, x1, x2, x3, HARDWARE: tl.constexpr):
     return codes
 
 
+@remembered
 @triton.jit(do_not_specialize=["slots"])
 def value_kernel(
     x_ptr, index_ptr, mean_ptr, heads_per_mean, values_ptr, tile_log2_ptr, of_tokens_ptr, x_strides, index_strides,

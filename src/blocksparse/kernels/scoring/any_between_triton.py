@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.common.hardware import device_of
+from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.sizes import cdiv
 from blocksparse.kernels.positions.block_grid_triton import rows_at, strides, tile_of_blocks, tile_of_grid
 
@@ -27,6 +28,7 @@ def any_between_triton(count: Tensor, low: Tensor, high: Tensor) -> Tensor:
     return out
 
 
+@remembered
 @triton.jit(do_not_specialize=["n", "rows", "cols"])
 def _kernel(
     count_ptr, low_ptr, high_ptr, out_ptr, low_strides, high_strides, n, rows, cols,

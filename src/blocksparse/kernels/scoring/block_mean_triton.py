@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.common.hardware import device_of
+from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
 from blocksparse.kernels.common.strides_triton import alike, head_at
 
@@ -60,6 +61,7 @@ def _launch(
     return out
 
 
+@remembered
 @triton.jit(do_not_specialize=["N", "blocks", "lead"])
 def _kernel(
     x_ptr, index_ptr, centre_ptr, out_ptr,

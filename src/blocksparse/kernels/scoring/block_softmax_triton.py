@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.common.hardware import device_of
+from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
 from blocksparse.kernels.positions.block_grid import BlockGrid
 from blocksparse.kernels.positions.block_grid_triton import (
@@ -96,6 +97,7 @@ def _scaled(
 # If the length of rows is a multiple of 16, they are read in wider pieces, and so summed in another order. Unlike other
 # kernels over blocks, this one is therefore compiled for both kinds of `cols`: with one program for both, a score would
 # depend on which kind came first.
+@remembered
 @triton.jit(do_not_specialize=["rows"])
 def _kernel(
     logits_ptr, positions, seen_ptr, own_ptr,

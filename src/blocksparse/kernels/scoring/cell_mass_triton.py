@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.common.hardware import device_of
+from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
 from blocksparse.kernels.multiplying.cell_products import Cells, means_of_short_cells
 from blocksparse.kernels.multiplying.cell_products_triton import (
@@ -104,6 +105,7 @@ def cell_mass_triton(
     return mass
 
 
+@remembered
 @triton.jit(do_not_specialize=["peak_ptr", "total_ptr", "band", "k_tiles", "top", "before", "rows", "cols"])
 def _mass_of_rows(
     sums_ptr, peak_ptr, total_ptr, mass_ptr,

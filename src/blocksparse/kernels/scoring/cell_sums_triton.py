@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.strides_triton import head_at
 from blocksparse.kernels.multiplying.cell_products_triton import cell_products, grouped_tile, largest
 
@@ -29,6 +30,7 @@ _OF_BAND = [
 ]
 
 
+@remembered
 @triton.jit(do_not_specialize=_OF_BAND)
 def sums_of_tiles(
     q_source, k_source, q_ptr, k_ptr, q_filler_ptr, k_filler_ptr, q_last_ptr, k_first_ptr,

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.common.hardware import device_of
+from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.sizes import cdiv
 from blocksparse.kernels.positions.block_grid import BlockGrid
 from blocksparse.kernels.positions.block_grid_triton import (
@@ -43,6 +44,7 @@ def gate_blocks_triton(
     return gated, out
 
 
+@remembered
 @triton.jit(do_not_specialize=["rows", "cols"])
 def _kernel(
     values_ptr, unlike_row_ptr, unlike_col_ptr, forced_ptr, gated_ptr, out_ptr, position_ptrs,

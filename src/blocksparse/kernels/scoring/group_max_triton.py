@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.common.hardware import device_of
+from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.sizes import cdiv
 from blocksparse.kernels.common.strides_triton import head_at
 from blocksparse.kernels.multiplying.cell_products import Cells
@@ -66,6 +67,7 @@ def group_max_triton(
     return best
 
 
+@remembered
 @triton.jit(do_not_specialize=["M", "N", "q_lead", "first_row", "rows", "cols", "q_tiles", "k_tiles"])
 def _kernel(
     q_source, k_source, q_ptr, k_ptr, q_last_ptr, k_first_ptr, best_ptr,

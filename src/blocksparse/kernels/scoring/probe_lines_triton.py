@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.common.hardware import device_of
+from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
 from blocksparse.kernels.common.strides_triton import alike, head_at
 
@@ -90,6 +91,7 @@ def _logits(
     return tl.where(seen, logits, float("-inf"))
 
 
+@remembered
 @triton.jit(do_not_specialize=["P", "N", "first"])
 def _log_sums(
     q_ptr, k_ptr, log_sum_ptr, q_strides, k_strides, P, N, first, heads_per_key, scale_log2,
@@ -116,6 +118,7 @@ def _log_sums(
     tl.store(log_sum_ptr + at + tl.arange(0, ROWS), log_sum)
 
 
+@remembered
 @triton.jit(do_not_specialize=["P", "N", "first", "head"])
 def _weights(
     q_ptr, k_ptr, total_ptr, weight_ptr, vertical_ptr, q_strides, k_strides, weight_strides, heads, head,
@@ -142,6 +145,7 @@ def _weights(
         tl.store(vertical_ptr + at * N + key, tl.sum(weight, 0) / P, mask=key < N)
 
 
+@remembered
 @triton.jit(do_not_specialize=["P", "N", "L", "first", "head"])
 def _diagonals(
     weight_ptr, slash_ptr, weight_strides, heads, head, P, N, L, first,

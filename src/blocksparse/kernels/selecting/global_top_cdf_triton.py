@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.common.hardware import device_of
+from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.sizes import cdiv
 from blocksparse.kernels.common.strides_triton import head_strides
 from blocksparse.kernels.positions.block_grid import BlockGrid
@@ -89,6 +90,7 @@ def _reachable_weights(
     return weights_of(tl.load(at, mask=reachable, other=0.0))
 
 
+@remembered
 @triton.jit(do_not_specialize=["rows", "cols"])
 def _heaviest(
     values_ptr, heaviest_ptr, values_strides, positions, position_strides, rows, cols,
@@ -104,6 +106,7 @@ def _heaviest(
     tl.atomic_max(heaviest_ptr + b * tl.num_programs(1) + h, tl.max(tl.max(bits, 1), 0))
 
 
+@remembered
 @triton.jit(do_not_specialize=["rows", "cols"])
 def _to_ticks(
     values_ptr, heaviest_ptr, ticks_ptr, total_ptr, values_strides, positions, position_strides, rows, cols,
@@ -152,6 +155,7 @@ def _part(bounds_ptr, sums_ptr, target, head):
     return low, high
 
 
+@remembered
 @triton.jit(do_not_specialize=["n"])
 def _search(
     ticks_ptr, total_ptr, mass_ptr, mass_stride, last_bounds_ptr, last_sums_ptr, bounds_ptr, sums_ptr, n,
@@ -173,6 +177,7 @@ def _search(
         tl.atomic_add(sums_ptr + head * 8 + part - 1 + one, more)
 
 
+@remembered
 @triton.jit(do_not_specialize=["n"])
 def _count(
     ticks_ptr, total_ptr, mass_ptr, mass_stride, bounds_ptr, sums_ptr, lightest_ptr, above_ptr, ties_ptr, n,
@@ -192,6 +197,7 @@ def _count(
     tl.store(ties_ptr + head.to(tl.int64) * tl.num_programs(0) + tl.program_id(0) + one, same)
 
 
+@remembered
 @triton.jit(do_not_specialize=["n"])
 def _keep(
     ticks_ptr, total_ptr, mass_ptr, mass_stride, lightest_ptr, above_ptr, before_ptr, keep_ptr, n,
@@ -211,6 +217,7 @@ def _keep(
     tl.store(keep_ptr + head.to(tl.int64) * n + place, taken, mask=place < n)
 
 
+@remembered
 @triton.jit(do_not_specialize=["rows", "cols"])
 def _finish(
     keep_ptr, forced_ptr, mass_ptr, mass_stride, keep_strides, forced_strides, positions, position_strides, rows, cols,

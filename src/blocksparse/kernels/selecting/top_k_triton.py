@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.common.hardware import device_of
+from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.sizes import cdiv
 from blocksparse.kernels.common.strides_triton import head_strides
 from blocksparse.kernels.positions.block_grid import BlockGrid
@@ -61,6 +62,7 @@ def _sortable(x):
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
+@remembered
 @triton.jit(do_not_specialize=["rows", "cols"])
 def _kernel(
     values_ptr, forced_ptr, share_ptr, keep_ptr, positions, position_strides,

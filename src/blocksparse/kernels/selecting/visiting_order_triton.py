@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.common.hardware import device_of
+from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.sizes import power_of_2
 from blocksparse.kernels.positions.block_grid_triton import rows_at, strides
 
@@ -43,6 +44,7 @@ def _ranks(keep_at, rank_at, keep_stride, rank_stride, col, cols):
     return tl.where(keep, tl.minimum(rank, _GREATEST), _DROPPED), keep
 
 
+@remembered
 @triton.jit(do_not_specialize=["cols"])
 def _kernel(
     keep_ptr, rank_ptr, tau_ptr, index_ptr, opened_ptr, count_ptr, keep_strides, rank_strides, cols,

@@ -1,0 +1,70 @@
+"""Launches that find their compiled kernel at once if there was one with such arguments before.
+
+`kernel[grid](...)` of Triton works out in every launch what the arguments specialise the kernel on, and looks the compiled
+kernel up by that. A call of a pipeline launches some ten kernels, and this took the host half of the call's time. So the
+compiled kernel is remembered here, by all that Triton specialises on: the device, each constant, each integer, and for
+tensors their dtype and whether they are aligned to 16 bytes. To launch a compiled kernel is Triton's own public call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from blocksparse.kernels.common.sizes import REMEMBERED
+
+
+@final
+class Remembered:
+    """A kernel that is launched as a `triton.jit` function is, `kernel[grid](...)`, with constants and options by name.
+
+    No parameter has a default. A tuple among the arguments is of integers, of tensors or of such tuples.
+    """
+
+    def __init__(self, jit: JITFunction[Any]) -> None:
+        self.jit = jit
+        self._compiled: dict[tuple[object, ...], tuple[Any, list[str]]] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return partial(self._launch, (*grid, 1, 1)[:3])
+
+    def _launch(self, grid: tuple[int, int, int], *args: Any, **named: Any) -> None:
+        kinds = [x if type(x) is int else _kind(x) for x in args]
+        key = torch.cuda.current_device(), *named, *named.values(), *kinds
+        if (known := self._compiled.get(key)) is not None:
+            compiled, constants = known
+            compiled[grid](*args, *[named[name] for name in constants])
+            return
+        compiled = self.jit[grid](*args, **named)
+        if compiled is None:  # one of Triton's hooks kept it from being compiled
+            return
+        if len(self._compiled) >= REMEMBERED:
+            self._compiled.clear()
+        self._compiled[key] = compiled, self.jit.arg_names[len(args) :]
+
+
+def remembered(jit: Any) -> Any:
+    """The kernel with its launches remembered, or the kernel itself where Triton interprets kernels."""
+    return Remembered(jit) if isinstance(jit, JITFunction) else jit
+
+
+def _kind(x: Any) -> object:
+    """What Triton may specialise a kernel on in an argument that is no integer; those stand for themselves."""
+    if isinstance(x, Tensor):
+        return x.dtype, x.data_ptr() % 16
+    if isinstance(x, tuple):
+        return tuple(map(_kind, x)) if x and isinstance(x[0], (Tensor, tuple)) else x
+    if isinstance(x, float):
+        return float
+    if isinstance(x, TensorDescriptor):
+        return TensorDescriptor, x.base.dtype, *x.block_shape, x.padding
+    if isinstance(x, GluonDescriptor):
+        return GluonDescriptor, x.base.dtype, *x.block_shape, x.padding, x.layout
+    return type(x), x

@@ -1,0 +1,133 @@
+"""A launch finds the compiled kernel of an earlier one only where Triton would have taken the same."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from blocksparse.kernels.common import launches_triton
+from blocksparse.kernels.common.launches_triton import Remembered
+
+
+class Compiled:
+    """A compiled kernel that notes its launches."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[tuple[int, ...], tuple[Any, ...]]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *args: self.launches.append((grid, args))
+
+
+class Jit:
+    """A function of Triton that notes how often it was asked for a compiled kernel."""
+
+    arg_names = ("x", "strides", "N", "scale", "ROWS", "WIDE")
+
+    def __init__(self) -> None:
+        self.made: list[Compiled] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Compiled]:
+        def compiled(*_: Any, **__: Any) -> Compiled:
+            self.made.append(Compiled())
+            return self.made[-1]
+
+        return compiled
+
+
+@pytest.fixture
+def jit(monkeypatch: pytest.MonkeyPatch) -> Jit:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    return Jit()
+
+
+MEMORY = torch.zeros(64)
+
+
+def launch(kernel: Any, x: Any = MEMORY, strides: Any = (4, 1), N: Any = 7, scale: Any = 0.5, **named: Any) -> None:
+    kernel[(3, 2)](x, strides, N, scale, **{"WIDE": 8, "ROWS": 4, "num_warps": 1, **named})
+
+
+def test_a_second_launch_is_of_the_compiled_kernel(jit: Jit) -> None:
+    """With the arguments of its own, the constants in the order of the parameters, and no options."""
+    kernel = Remembered(jit)
+    launch(kernel)
+    other = torch.ones(64)
+    launch(kernel, other, scale=0.25)
+    assert len(jit.made) == 1
+    ((grid, args),) = jit.made[0].launches
+    assert grid == (3, 2, 1)
+    assert args[0] is other
+    assert args[1:] == ((4, 1), 7, 0.25, 4, 8)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"x": MEMORY[1:]}, {"x": MEMORY.half()}, {"x": None}, {"strides": (4, 2)}, {"N": 16}, {"N": True}, {"N": 1},
+        {"scale": 1}, {"WIDE": 16}, {"num_warps": 2}, {"strides": (MEMORY, MEMORY)}, {"maxnreg": 1},
+        {"x": TensorDescriptor(MEMORY, [4, 16], [16, 1], [4, 16])},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_triton_specialises_on_is_not_mistaken(jit: Jit, changed: dict[str, Any]) -> None:
+    kernel = Remembered(jit)
+    for arguments in ({}, changed, {}, changed):
+        launch(kernel, **arguments)
+    assert [len(compiled.launches) for compiled in jit.made] == [1, 1]
+
+
+@pytest.mark.parametrize("again", [lambda: MEMORY, lambda: (MEMORY, MEMORY[4:])])
+def test_no_tensor_is_kept_alive(jit: Jit, again: Callable[[], Any]) -> None:
+    kernel = Remembered(jit)
+    launch(kernel, again())
+    assert not holds_tensors(list(kernel._compiled))
+
+
+def holds_tensors(x: object) -> bool:
+    return isinstance(x, Tensor) or (isinstance(x, (tuple, list)) and any(map(holds_tensors, x)))
+
+
+def test_another_device_has_kernels_of_its_own(jit: Jit, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = Remembered(jit)
+    launch(kernel)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    launch(kernel)
+    assert len(jit.made) == 2
+
+
+def test_memory_is_bounded(jit: Jit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launches_triton, "REMEMBERED", 3)
+    kernel = Remembered(jit)
+    for N in range(2, 10):
+        launch(kernel, N=N)
+    assert len(kernel._compiled) <= 3
+
+
+def test_kernels_have_no_defaults() -> None:
+    """A default would be missing from the arguments of a compiled kernel."""
+    code = """
+import os; os.environ.pop("TRITON_INTERPRET", None)
+import importlib, pkgutil, blocksparse.kernels
+from inspect import Parameter
+from blocksparse.kernels.common.launches_triton import Remembered
+found = 0
+for module in pkgutil.walk_packages(blocksparse.kernels.__path__, "blocksparse.kernels."):
+    if not module.name.endswith(("_triton", "_hopper")):
+        continue
+    for name, kernel in vars(importlib.import_module(module.name)).items():
+        if isinstance(kernel, Remembered):
+            found += 1
+            assert all(p.default is Parameter.empty for p in kernel.jit.signature.parameters.values()), name
+print(found)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout) > 30
