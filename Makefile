@@ -24,9 +24,10 @@ lint: $(VENV)/.installed
 	@$(VENV)/bin/ruff check
 	@$(VENV)/bin/mypy
 
-# A broken link, an anchor that is not there or a page without a place in the navigation fails it.
+# A broken link, an anchor that is not there or a page without a place in the navigation fails it; with --quiet none
+# would, since strictness counts the warnings that are printed.
 docs: $(DOCS_VENV)/.installed
-	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
 	@echo "make docs: build/site/index.html; with a search, at a local address: $(DOCS_VENV)/bin/mkdocs serve" >&2
 
 venv: $(VENV)/.installed
