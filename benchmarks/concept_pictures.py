@@ -90,6 +90,7 @@ def one_head(model_folder: Path) -> tuple[Tensor, Tensor, Tensor]:
 
 def scored(scores: bs.BlockScores) -> Any:
     """An image: values in shades, forced blocks in one colour, what no query can reach white."""
+    assert scores.forced is not None  # a row's own segment is
     values, forced, reachable = (
         x.expand(1, 1, scores.grid.rows, scores.grid.cols)[0, 0].numpy()
         for x in (scores.values, scores.forced, scores.grid.reachable)
