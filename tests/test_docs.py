@@ -80,6 +80,8 @@ def test_commands_exist(page: Path) -> None:
             _parser().parse_args(words)
         elif command == "make":
             assert words[0] in targets, match["command"]
+            for options in (word.removeprefix("ARGS=") for word in words[1:] if word.startswith("ARGS=")):
+                _parser().parse_args([words[0], *shlex.split(options)])
         else:
             source = _source(words[1])
             assert all(word in source for word in words[2:] if word.startswith("--")), match["command"]
