@@ -1,7 +1,8 @@
-# make demo, make test and make lint each create what they need, once: a virtual environment in .venv. What they say
-# meanwhile goes to stderr.
+# make demo, make test and make lint each create what they need, once: a virtual environment in .venv. make docs has a
+# small one of its own, without PyTorch. What they say meanwhile goes to stderr.
 
 VENV := .venv
+DOCS_VENV := .venv-docs
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 # Another interpreter: make demo PYTHON=/path/to/python3.12
 PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,\
@@ -9,7 +10,7 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 py
 # Options of the demo: make demo ARGS="--tokens 7680 --depth 0.9"
 ARGS ?=
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint docs venv clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.model
@@ -23,17 +24,36 @@ lint: $(VENV)/.installed
 	@$(VENV)/bin/ruff check
 	@$(VENV)/bin/mypy
 
+# A broken link, an anchor that is not there or a page without a place in the navigation fails it; with --quiet none
+# would, since strictness counts the warnings that are printed.
+docs: $(DOCS_VENV)/.installed
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
+	@echo "make docs: build/site/index.html; with a search, at a local address: $(DOCS_VENV)/bin/mkdocs serve" >&2
+
+venv: $(VENV)/.installed
+
 clean:
-	@echo "make clean: removing caches and demo-output; remove $(VENV) by hand to install anew"
+	@echo "make clean: removing caches, build and demo-output; remove $(VENV) and $(DOCS_VENV) by hand to install anew"
 	@rm -rf demo-output build .pytest_cache .mypy_cache .ruff_cache
 	@find src tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} +
 
-$(VENV)/.installed: requirements-dev.txt pyproject.toml
+define need_python
 	@test -n "$(PYTHON)" || { echo "make: Python 3.11 or later is needed; give one with PYTHON=/path/to/python3" >&2; exit 1; }
+endef
+
+$(VENV)/.installed: requirements-dev.txt pyproject.toml
+	$(need_python)
 	@echo "make: preparing $(VENV) with $(PYTHON) and requirements-dev.txt; PyTorch is large, the first time takes minutes" >&2
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) -r requirements-dev.txt
 	@$(PIP) --no-deps -e .
+	@touch $@
+
+$(DOCS_VENV)/.installed: requirements-docs.txt
+	$(need_python)
+	@echo "make: preparing $(DOCS_VENV) with $(PYTHON) and requirements-docs.txt" >&2
+	@test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
+	@$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
 $(VENV)/.model: $(VENV)/.installed

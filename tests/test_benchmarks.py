@@ -14,6 +14,7 @@ from attrs import evolve
 from benchmarks import (
     audit_table,
     call_tables,
+    concept_pictures,
     crossover_table,
     kernel_tables,
     matched_density,
@@ -151,6 +152,11 @@ def test_presets_are_measured_without_rounding(preset: Preset) -> None:
     executor = FULL.pipeline(preset).executor
     assert isinstance(executor, bs.AutoExecutor) is preset.automatic
     assert not isinstance(executor, bs.Int8Executor)
+
+
+def test_picture_of_one_meaning() -> None:
+    """It asserts that the pairs it draws are those of the mask."""
+    assert len(concept_pictures.one_meaning().axes) == 3
 
 
 @pytest.mark.slow

@@ -1,22 +1,36 @@
 """Every python block of README and docs runs, every link leads somewhere, and what users write type-checks.
 
+`make docs` builds the site and looks at links, anchors and the navigation more closely.
+
 A fence may say more: `gpu` runs where a GPU is, `no-run` needs a host that is not here, `rejected` is for mypy,
 which must report what stands behind `# E: `.
 """
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import itertools
 import re
 import runpy
+import shlex
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```python(?P<kind>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:)(?P<path>[^)#]+)")
+COMMAND = re.compile(r"^    (?P<command>(blocksparse|python -m|make) .*)$", re.MULTILINE)
+REFERENCE = re.compile(r"^::: (?P<path>[\w.]+)$", re.MULTILINE)
+PUBLIC = (
+    "blocksparse", "blocksparse.testing", "blocksparse.distributed", "blocksparse.tune", "blocksparse.audit",
+    "blocksparse.integrations.transformers", "blocksparse.integrations.diffusers",
+)  # fmt: skip
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -52,6 +66,62 @@ def test_fences_are_known(page: Path) -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     for match in LINK.finditer(page.read_text(encoding="utf-8")):
         assert (page.parent / match["path"]).exists(), match["path"]
+
+
+@each_page
+def test_commands_exist(page: Path) -> None:
+    """Every line of a shell names a command that is there, with options that it has."""
+    from blocksparse.cli.main import _parser
+
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    for match in COMMAND.finditer(page.read_text(encoding="utf-8")):
+        command, *words = itertools.takewhile(lambda x: x != ">", shlex.split(match["command"], comments=True))
+        if command == "blocksparse":
+            _parser().parse_args(words)
+        elif command == "make":
+            assert words[0] in targets, match["command"]
+            for options in (word.removeprefix("ARGS=") for word in words[1:] if word.startswith("ARGS=")):
+                _parser().parse_args([words[0], *shlex.split(options)])
+        else:
+            source = _source(words[1])
+            assert all(word in source for word in words[2:] if word.startswith("--")), match["command"]
+
+
+def _source(module: str) -> str:
+    """The text of what `python -m` runs."""
+    found = find_spec(module)
+    if found is not None and found.submodule_search_locations:
+        found = find_spec(f"{module}.__main__")
+    assert found is not None
+    assert found.origin is not None
+    return Path(found.origin).read_text(encoding="utf-8")
+
+
+def test_navigation_names_every_page() -> None:
+    named = set(re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
+    assert {str(page.relative_to(ROOT / "docs")) for page in PAGES if ROOT / "docs" in page.parents} <= named
+
+
+def test_reference_has_every_class_and_function() -> None:
+    for host in ("transformers", "diffusers"):
+        pytest.importorskip(host)
+
+    def resolved(path: str) -> object:
+        module, name = path.rsplit(".", 1)
+        return getattr(importlib.import_module(module), name)
+
+    def exported(module: ModuleType) -> list[object]:
+        names = re.findall(r" as (\w+)$", inspect.getsource(module), re.MULTILINE)
+        return [x for x in map(vars(module).get, names) if inspect.isclass(x) or inspect.isfunction(x)]
+
+    pages = (page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
+    paths = [path for page in pages for path in REFERENCE.findall(page)]
+    # The site would show the module where a function in it has the same name.
+    assert not [path for path in paths if (ROOT / "src" / f"{path.replace('.', '/')}.py").exists()]
+    shown = [resolved(path) for path in paths]
+    wanted = [x for name in PUBLIC for x in exported(importlib.import_module(name))]
+    assert not [x for x in wanted if x not in shown]
+    assert len(shown) == len(set(shown))
 
 
 @pytest.mark.slow

@@ -62,11 +62,10 @@ class TokenLayout:
     def attend(self, attend: Callable[[int], Attend], q: Tensor, k: Tensor, v: Tensor, *, padded: bool) -> Tensor:
         """Call `attend(text)` on the pictures, followed by as many tokens of text, and put everything back.
 
-        Queries that are padding get zeros.
+        `q`, `k` and `v` are `[B, H, N, D]` in the model's order. Queries that are padding get zeros.
 
         Args:
             attend: gives for a number of tokens of text the function that attends.
-            q, k, v: `[B, H, N, D]` in the model's order.
             padded: whether the model masks the padding of its text. If not, every token is real.
         """
         text = q.shape[2] - self.cells

@@ -1,0 +1,62 @@
+"""Makes the site of pages that also read well where the repository is browsed.
+
+Files outside of docs/ that pages link to are pages of the site too, and links between all of these are rewritten.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[2]
+# Files of the repository, and what they are called in the site. README is its first page.
+OUTSIDE = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "LICENSE": "licence.md",
+    "examples/mix_two_papers.py": "examples/mix_two_papers.md",
+    "examples/own_selector.py": "examples/own_selector.md",
+    "examples/video_tokens.py": "examples/video_tokens.md",
+}
+SOURCE = {page: file for file, page in OUTSIDE.items()}
+LINK = re.compile(r"(?<=\]\()(?P<path>[^)#\s:]+)(?P<rest>[^)]*\))")
+KIND = re.compile(r"^```python [\w-]+$", re.MULTILINE)  # what tests do with a block is nothing that readers need
+CODE = re.compile(r"`[^`\n]+`")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages from outside."""
+    for file, page in OUTSIDE.items():
+        files.append(File.generated(config, page, content=_as_markdown(ROOT / file)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
+    """Turn a page of the repository into one of the site."""
+    here = page.file.src_uri
+    folder = posixpath.dirname(SOURCE.get(here, f"docs/{here}"))
+
+    def to_page(link: re.Match[str]) -> str:
+        file = posixpath.normpath(posixpath.join(folder, link["path"]))
+        if not (ROOT / file).is_file():
+            return link[0]  # for mkdocs to complain about
+        target = OUTSIDE.get(file) or posixpath.relpath(file, "docs")
+        return posixpath.relpath(target, posixpath.dirname(here) or ".") + link["rest"]
+
+    lines = KIND.sub("```python", LINK.sub(to_page, markdown)).split("\n")
+    # In a table a forge wants `a \| b`, and Python's Markdown would show the backslash.
+    return "\n".join(CODE.sub(lambda x: x[0].replace(r"\|", "|"), x) if x.startswith("|") else x for x in lines)
+
+
+def _as_markdown(file: Path) -> str:
+    text = file.read_text(encoding="utf-8")
+    if file.suffix == ".md":
+        return text
+    language = "python" if file.suffix == ".py" else "text"
+    return f"# {file.relative_to(ROOT).as_posix()}\n\n```{language}\n{text.rstrip()}\n```\n"
