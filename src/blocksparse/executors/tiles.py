@@ -163,7 +163,7 @@ Tiles = TritonTiles | HopperTiles
 _HOPPER = {
     (64, 64): (HopperTiles(2, 128, 4), HopperTiles(1, 128, 2, 2)),
     (128, 128): (HopperTiles(2, 128, 2), HopperTiles(1, 64, 2, 2)),
-    (192, 128): (HopperTiles(2, 128, 2), HopperTiles(1, 64, 2)),
+    (192, 128): (HopperTiles(2, 128, 2), HopperTiles(1, 64, 1, 2)),
     (256, 256): (HopperTiles(2, 64, 2), HopperTiles(1, 64, 2)),
 }
 

@@ -153,6 +153,7 @@ def main() -> int:
         (HopperTiles(2, 64, 2), "bf16", 256, 128, 128, True, True, None),
         (HopperTiles(1, 64, 2), "fp16", 256, 64, 64, True, False, None),
         (HopperTiles(2, 128, 2), "bf16", (192, 128), 128, 128, True, True, None),
+        (HopperTiles(1, 64, 1, 2), "bf16", (192, 128), 64, 64, True, False, None),
         (tuned_int8(128, 128, 128, True), "bf16", 128, 128, 128, True, True, "fp8e4nv"),
         (tuned_int8(128, 128, 128, False), "bf16", 128, 128, 256, True, False, "bf16"),
         (tuned_int8(64, 64, 64, True), "fp16", 64, 64, 64, False, False, "fp8e4nv"),

@@ -202,9 +202,9 @@ def load_keys(C, sources, pointers, bars, bufs, strides, sizes):
     step one step ahead (further pieces of a step read theirs when they need it), the counts of a tile of queries while the
     tile before it is loaded; and the number that the counter gives is that of the tile after the next.
 
-    Where there is only one buffer of queries, it becomes free when the consumers are done with the tile before, so that a
-    tile's first keys go ahead of its queries. That cannot end in a circle of waits: consumers wait for queries only
-    between tiles, when they have given back all keys of the tile before, and so the buffer that its first keys need.
+    Where there is only one buffer of queries, it becomes free with the last scores of the tile before, so that a tile's
+    first keys go ahead of its queries. That cannot end in a circle of waits: consumers wait for queries only between
+    tiles, when they have given back all keys of the tile before, and so the buffer that its first keys need.
     """
     full_count_ptr, partial_count_ptr, index_ptr, queue_ptr = pointers[0], pointers[1], pointers[2], pointers[5]
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars

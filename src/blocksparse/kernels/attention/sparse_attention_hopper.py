@@ -92,6 +92,24 @@ def _start_scores(q_bufs, tile, k_bufs, stage, none, C):
 
 
 @gluon.jit
+def _give_back(k_empty, stage, q_empty, last, C):
+    """Gives back a stage of keys whose scores are there; `last` says whether these were the last scores of their tile.
+
+    If there is only one buffer of queries, it is given back with the last scores, so that the next queries are loaded
+    during the softmax of these. If there are two, it is given back at the border, which is early enough.
+
+    What the loader then overwrites is no longer read. Queries are read by the products that make scores and by nothing
+    else, and each arrival stands behind a barrier of the consumer's four warps, all of which have waited for the last
+    product; the queue's word and the place, which lie beside the queries, were read before the first. Every tile is
+    given back exactly once, also the empty one at the end, whose buffer nobody waits for. And there is no circle of
+    waits (`load_keys`): a consumer waits for nothing between the last keys of a tile and giving back its queries.
+    """
+    mbarrier.arrive(k_empty.index(stage), count=1)
+    if C.Q_BUFFERS == 1:
+        mbarrier.arrive(q_empty.index(0), count=1, pred=last)
+
+
+@gluon.jit
 def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes):
     """Computes attention of 64 queries of each tile of queries; `WG` is the number of this consumer.
 
@@ -130,7 +148,7 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes)
     scores_token = _start_scores(q_bufs, WG, k_bufs, 0, none, C)
     scores = warpgroup_mma_wait(0, [scores_token])
     scores = masked_scores(scores, last, starts, 0, first, k_position_ptr, position_at, N, C)
-    mbarrier.arrive(k_empty.index(0), count=1)
+    _give_back(k_empty, 0, q_empty, steps == 1, C)
     highest = gl.maximum(row_max(scores, ROW) * scale, LOWEST)
     weight = gl.exp2(scores * scale - highest[:, None])
     total = partial_sum(weight)
@@ -154,7 +172,7 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes)
             scores = warpgroup_mma_wait(1, [scores_token])
             if t < masked:
                 scores = masked_scores(scores, last, starts, stage, C.PIECES, k_position_ptr, position_at, N, C)
-            mbarrier.arrive(k_empty.index(stage), count=1)
+            _give_back(k_empty, stage, q_empty, t == steps - 1, C)
             new = gl.maximum(highest, row_max(scores, ROW) * scale)
             weight = gl.exp2(scores * scale - new[:, None])
             rescale = gl.exp2(highest - new)
@@ -170,7 +188,8 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes)
         v_phase = (step // C.STAGES) & 1
         step += 1
         stage = step % C.STAGES
-        mbarrier.arrive(q_empty.index(visit % C.Q_BUFFERS), count=1)
+        if C.Q_BUFFERS > 1:
+            mbarrier.arrive(q_empty.index(visit % C.Q_BUFFERS), count=1)
         visit += 1
         mbarrier.wait(q_full.index(visit % C.Q_BUFFERS), (visit // C.Q_BUFFERS) & 1)
         word = read(words, visit % C.Q_BUFFERS, 4)
@@ -190,7 +209,7 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes)
         store_lse(lse_ptr, lse_strides, b, h, row, M, highest + gl.log2(whole), whole, WG, C, ROW)
         scores = warpgroup_mma_wait(1, [scores_token])
         scores = masked_scores(scores, last, starts, stage, first, k_position_ptr, position_at, N, C)
-        mbarrier.arrive(k_empty.index(stage), count=1)
+        _give_back(k_empty, stage, q_empty, steps == 1, C)
         highest = gl.maximum(row_max(scores, ROW) * scale, LOWEST)
         weight = gl.exp2(scores * scale - highest[:, None])
         total = partial_sum(weight)
