@@ -32,7 +32,9 @@ class Plan:
     Hkv: int
     dtype: torch.dtype
     head_dims: tuple[int, ...]  # rates, blocks
-    kernel_lengths: tuple[int, ...]  # rates, blocks, eight_bit, gather, s2o
+    wide: tuple[tuple[int, int], ...]  # wide: head dims of keys and of values
+    wide_densities: tuple[float, ...]  # wide
+    kernel_lengths: tuple[int, ...]  # rates, wide, blocks, eight_bit, gather, s2o
     densities: tuple[float, ...]  # rates, eight_bit
     blocks: tuple[tuple[int, int], ...]  # blocks; the first is what all else takes
     block_densities: tuple[float, ...]  # blocks
@@ -77,6 +79,8 @@ FULL = Plan(
     Hkv=8,
     dtype=torch.bfloat16,
     head_dims=(128, 64),
+    wide=((256, 256), (192, 128), (128, 128)),
+    wide_densities=(1.0, 0.1),
     kernel_lengths=(32768, 131072),
     densities=(1.0, 0.3, 0.1, 0.05),
     blocks=((128, 128), (128, 64), (64, 64)),
@@ -114,6 +118,8 @@ QUICK = Plan(
     Hkv=8,
     dtype=torch.bfloat16,
     head_dims=(128,),
+    wide=((256, 256), (192, 128)),
+    wide_densities=(0.1,),
     kernel_lengths=(32768,),
     densities=(1.0, 0.1),
     blocks=FULL.blocks,
@@ -138,6 +144,8 @@ TINY = Plan(
     Hkv=2,
     dtype=torch.float32,
     head_dims=(32,),
+    wide=((64, 32),),
+    wide_densities=(1.0,),
     kernel_lengths=(256,),
     densities=(1.0, 0.3),
     blocks=((64, 64), (64, 32), (32, 32)),

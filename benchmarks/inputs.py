@@ -23,12 +23,13 @@ class Case:
     k_block: int
     density: float
     dtype: torch.dtype
+    Dv: int | None = None  # as `D`
 
     def inputs(self, device: torch.device) -> QKV:
-        """White noise: `q` `[1, Hq, N, D]`, `k` and `v` `[1, Hkv, N, D]`."""
+        """White noise: `q` `[1, Hq, N, D]`, `k` `[1, Hkv, N, D]` and `v` `[1, Hkv, N, Dv]`."""
         q, k, v = (
-            torch.randn(1, H, self.N, self.D, device=device, dtype=self.dtype)
-            for H in (self.Hq, self.Hkv, self.Hkv)
+            torch.randn(1, H, self.N, D, device=device, dtype=self.dtype)
+            for H, D in ((self.Hq, self.D), (self.Hkv, self.D), (self.Hkv, self.Dv or self.D))
         )
         return q, k, v
 

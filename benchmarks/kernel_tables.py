@@ -1,4 +1,4 @@
-"""Tables of kernels alone, block lists built beforehand: `rates`, `blocks`, and the roofs over them."""
+"""Tables of kernels alone, block lists built beforehand: `rates`, `wide`, `blocks`, and the roofs over them."""
 
 from __future__ import annotations
 
@@ -26,6 +26,16 @@ def rates(plan: Plan, device: torch.device, peers: Mapping[str, Peer] = SPARSE) 
             for density in plan.densities:
                 case = Case(N, plan.Hq, plan.Hkv, D, q_block, k_block, density, plan.dtype)
                 yield _rates_of(case, peers, DENSE if density == 1 else {}, device, plan.budget_ms)
+
+
+def wide(plan: Plan, device: torch.device) -> Iterator[Row]:
+    """Our kernels by head dims of keys and values, on half the query heads; dense kernels too at density 1."""
+    ours = {name: SPARSE[name] for name in (OURS, PORTABLE)}
+    for D, Dv in plan.wide:
+        for N in plan.kernel_lengths:
+            for density in plan.wide_densities:
+                case = Case(N, plan.Hq // 2, plan.Hkv, D, *plan.blocks[0], density, plan.dtype, Dv)
+                yield _rates_of(case, ours, DENSE if density == 1 else {}, device, plan.budget_ms)
 
 
 def blocks(plan: Plan, device: torch.device) -> Iterator[Row]:
@@ -56,11 +66,13 @@ def _rates_of(
     return {
         "N": case.N,
         "D": case.D,
+        "Dv": v.shape[-1],
         "q_block": case.q_block,
         "k_block": case.k_block,
         "density": density_of(mask),
-        "tflop": 4e-12 * case.D * pairs_kept(mask),
-        "bytes": 2 * (q.nbytes + k.nbytes),  # q, k, v and the output, once each
+        "tflop": 2e-12 * (q.shape[-1] + v.shape[-1]) * pairs_kept(mask),
+        # q, k, v and the output, once each
+        "bytes": q.nbytes + k.nbytes + v.nbytes + q.nbytes // q.shape[-1] * v.shape[-1],
         "figures": {name: figure.as_row() for name, figure in figures.items()},
     }
 

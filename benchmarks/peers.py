@@ -51,7 +51,8 @@ def kernel_call(
 
 def portable_call(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask) -> Call:
     """Our kernel for any GPU that Triton compiles for, also where there is a faster one."""
-    tiles = portable(mask.grid.q_block, mask.grid.k_block, q.shape[-1], q.element_size())
+    head_dim = max(q.shape[-1], v.shape[-1])
+    tiles = portable(mask.grid.q_block, mask.grid.k_block, head_dim, q.element_size())
     return kernel_call(q, k, v, mask, tiles=tiles)
 
 

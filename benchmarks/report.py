@@ -86,6 +86,12 @@ def notes(rows: list[Row]) -> str:
     return "\n".join(found)
 
 
+def head_dims(row: Row) -> str:
+    """192/128 where values have another head dim than keys, else one number."""
+    D, Dv = row["D"], row.get("Dv", row["D"])
+    return str(D) if Dv == D else f"{D}/{Dv}"
+
+
 def rates(rows: list[Row]) -> str:
     names = list(dict.fromkeys(name for row in rows for name in row["figures"]))
     ours, others = OURS, [name for name in names if name not in (OURS, PORTABLE)]
@@ -101,7 +107,7 @@ def rates(rows: list[Row]) -> str:
     for row in rows:
         rate = {name: rate_of(row, name) for name in names}
         body.append(
-            [tokens(row["N"]), str(row["D"]), cell(row["density"], 3)]
+            [tokens(row["N"]), head_dims(row), cell(row["density"], 3)]
             + [cell(rate[name], 0) for name in names]
             + [cell(ratio(rate[ours], rate[name]), 2) for name in others]
             + [cell(ratio(rate[PORTABLE], rate.get(FLEX)), 2)]
@@ -283,6 +289,7 @@ def audit(rows: list[Row]) -> str:
 
 TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "rates": ("Kernel rates, TFLOP/s over kept blocks", rates),
+    "wide": ("Head dims above 128, TFLOP/s over kept blocks", rates),
     "blocks": ("Finer blocks, TFLOP/s over kept blocks", blocks),
     "eight_bit": ("8 bits, TFLOP/s over kept blocks", eight_bit),
     "gather": ("Keys through index maps, TFLOP/s over visited blocks", gather),

@@ -37,7 +37,9 @@ from benchmarks.report import Row, markdown
 from benchmarks.timing import reason
 
 # Calls last: it captures graphs.
-GPU_TABLES = ("rates", "blocks", "eight_bit", "gather", "stages", "s2o", "growth", "crossover", "audit", "calls")
+GPU_TABLES = (
+    "rates", "wide", "blocks", "eight_bit", "gather", "stages", "s2o", "growth", "crossover", "audit", "calls",
+)  # fmt: skip
 
 Table = Callable[[Plan, torch.device], Iterator[Row]]
 
@@ -126,6 +128,7 @@ def main() -> None:
     others = {name: peer_from(Path(path)) for name, _, path in (x.partition("=") for x in arguments.peer)}
     tables: dict[str, Table] = {
         "rates": partial(kernel_tables.rates, peers={**SPARSE, **others}),
+        "wide": kernel_tables.wide,
         "blocks": kernel_tables.blocks,
         "eight_bit": eight_bit_tables.eight_bit,
         "gather": gather_tables.gather,

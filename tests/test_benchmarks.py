@@ -124,6 +124,17 @@ def test_rates_of_the_interpreted_kernel(device: str) -> None:
     assert rows[0]["tflop"] == pytest.approx(4e-12 * 32 * 3 * 64 * 64 * 2)
 
 
+def test_rates_where_values_have_another_head_dim(device: str) -> None:
+    rows = list(kernel_tables.wide(PLAN, torch.device(device)))
+    assert [(row["N"], row["D"], row["Dv"], row["density"]) for row in rows] == [(128, 64, 32, 1.0)]
+    assert rows[0]["figures"][OURS]["ms"] > 0
+    assert rows[0]["figures"][PORTABLE]["ms"] > 0
+    # Three blocks of 64 x 64 of one head; the products are 64 deep and 32 wide.
+    assert rows[0]["tflop"] == pytest.approx(2e-12 * (64 + 32) * 3 * 64 * 64)
+    assert rows[0]["bytes"] == 4 * 128 * (64 + 64 + 32 + 32)
+    assert "| 128 | 64/32 | 1.000 |" in TABLES["wide"][1](rows)
+
+
 def absent(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask) -> Call:
     raise ValueError("not here")
 

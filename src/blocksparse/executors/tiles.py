@@ -7,10 +7,11 @@ from attrs import field, frozen
 from torch import Tensor
 
 from blocksparse.kernels.common.hardware import is_hopper
-from blocksparse.kernels.common.sizes import cdiv
+from blocksparse.kernels.common.sizes import cdiv, padded_keys, padded_values
 from blocksparse.validators import flag, one_of, size, whole
 
 _SHARED = 228 << 10  # bytes of shared memory of a Hopper multiprocessor
+_BUFFERS = (2, 1), (1, 1), (1, 2)  # buffers of queries, and parts in which the output leaves, from the best on
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -47,7 +48,7 @@ class TritonTiles:
 class HopperTiles:
     """How a kernel for Hopper is launched.
 
-    The kernel of `TritonExecutor` takes half precision and head dims that are multiples of 8 up to 128;
+    The kernel of `TritonExecutor` takes half precision and head dims that are multiples of 8 up to 256;
     `Int8Executor` says what its own kernel takes.
 
     Args:
@@ -72,35 +73,64 @@ class HopperTiles:
             reasons.append(f"{self} needs a GPU of compute capability 9.0")
         if q.dtype not in HALF:
             reasons.append(f"{self} takes float16 and bfloat16, not {q.dtype}")
-        if any(x.shape[-1] > 128 or x.shape[-1] % 8 for x in (q, v)):
+        if any(x.shape[-1] > 256 or x.shape[-1] % 8 for x in (q, v)):
             reasons.append(
-                f"{self} takes head dims that are multiples of 8 up to 128, not {q.shape[-1]}, {v.shape[-1]}"
+                f"{self} takes head dims that are multiples of 8 up to 256, not {q.shape[-1]}, {v.shape[-1]}"
             )
         if q_block % (64 * self.consumers) or (
             k_block % self.block_n and (self.block_n % k_block or k_block < 16)
         ):
             reasons.append(f"{self} does not divide blocks of {q_block} x {k_block}")
         reasons += self.too_large(q.shape[-1], v.shape[-1])
+        # A thread of a consumer holds 1/128 of 64 sums per channel of values. The compiler wants room for those at
+        # launch, and for some 30 other registers, although consumers get more later.
+        least, share = padded_values(v.shape[-1]) // 2 + 32, 65536 // (self.per_sm * (self.consumers + 1) * 128)
+        if share < least:
+            reasons.append(f"{self} has {share} registers a thread, and head dim {v.shape[-1]} needs {least}")
         return reasons + self.too_many(q, q_block, cdiv(k.shape[2], k_block))
 
     def too_large(self, D: int, Dv: int, *, qk_bytes: int = 2, pv_bytes: int = 2) -> list[str]:
         """A reason if `per_sm` programs need more shared memory than a multiprocessor has.
 
-        An entry of queries and keys has `qk_bytes` bytes, one of values `pv_bytes`. A program holds, with head
-        dims padded to 64 or 128: two buffers of queries, since the next tile of queries is loaded while one is
-        computed; `num_stages` tiles of keys and as many of values; one tile of output, 2 bytes a number; with
-        8-bit operands their scales as well; and 1280 bytes for barriers, the queue's words and what CUDA reserves.
+        An entry of queries and keys has `qk_bytes` bytes, one of values `pv_bytes`.
         """
-        of_keys, of_values = (64 if x <= 64 else 128 for x in (D, Dv))
+        buffers = _BUFFERS[0] if qk_bytes == 1 else self._buffers(D, Dv)
+        needed = self._needed(D, Dv, *buffers, qk_bytes, pv_bytes)
+        if needed <= _SHARED:
+            return []
+        return [f"{self} needs {-(-needed >> 10)} KiB of shared memory, and there are {_SHARED >> 10}"]
+
+    def buffers(self, D: int, Dv: int) -> dict[str, int]:
+        """What the kernel of `TritonExecutor` is compiled for beside these tiles' own fields (`hopper_queue.py`).
+
+        With two buffers of queries, the next ones are loaded while these are used; in one part, the output leaves
+        at once. Where that does not fit, a consumer waits at the end of a tile of queries.
+        """
+        q_buffers, out_parts = self._buffers(D, Dv)
+        return {"Q_BUFFERS": q_buffers, "OUT_PARTS": out_parts}
+
+    def _buffers(self, D: int, Dv: int) -> tuple[int, int]:
+        """Buffers of queries and parts of the output: the first that fit, else the smallest."""
+        possible = [(n, parts) for n, parts in _BUFFERS if padded_values(Dv) // parts >= 64]
+        fitting = (pair for pair in possible if self._needed(D, Dv, *pair, 2, 2) <= _SHARED)
+        return next(fitting, possible[-1])
+
+    def _needed(self, D: int, Dv: int, q_buffers: int, out_parts: int, qk_bytes: int, pv_bytes: int) -> int:
+        """Bytes of shared memory of `per_sm` programs.
+
+        Each holds, with padded head dims: the buffers of queries; `num_stages` tiles of keys and as many of
+        values; a part of a tile of output, 2 bytes a number; with 8-bit operands their scales as well; and 1280
+        bytes for barriers, the queue's words and what CUDA reserves.
+        """
+        of_keys, of_values = padded_keys(D), padded_values(Dv)
         queries, keys = 64 * self.consumers, self.num_stages * self.block_n
-        needed = qk_bytes * of_keys * (2 * queries + keys) + pv_bytes * of_values * keys + 2 * queries * of_values
+        needed = qk_bytes * of_keys * (q_buffers * queries + keys) + pv_bytes * of_values * keys
+        needed += 2 * queries * of_values // out_parts
         # What comes with 8-bit operands (`int8_attention_hopper.py`), in fp32: two numbers for each query, in each
         # of the two buffers; three for each key in flight; and in each stage, for each of up to two pieces (blocks
         # of 64 keys that share a tile of keys), two runs of 128 bytes: scales of keys, and of values.
         needed += (16 * queries + 12 * keys + 512 * self.num_stages) * (qk_bytes == 1)
-        if (needed := self.per_sm * (needed + 1280)) <= _SHARED:
-            return []
-        return [f"{self} needs {-(-needed >> 10)} KiB of shared memory, and there are {_SHARED >> 10}"]
+        return self.per_sm * (needed + 1280)
 
     def too_many(self, q: Tensor, q_block: int, cols: int) -> list[str]:
         """A reason if a count does not fit the bits that `hopper_queue.py` has for it.
@@ -127,13 +157,14 @@ class HopperTiles:
 
 Tiles = TritonTiles | HopperTiles
 
-# By the largest head dim that an entry serves, and by whether 128 divides the query block, so that a tile of two
-# consumers lies in one row of blocks. `python -m benchmarks.tune` measures candidates.
+# By the largest head dims of keys and of values that an entry serves: tiles where 128 divides the query block, so
+# that a tile of two consumers lies in one row of blocks, and where it does not. `python -m benchmarks.tune`
+# measures candidates.
 _HOPPER = {
-    (64, True): HopperTiles(2, 128, 4),
-    (64, False): HopperTiles(1, 128, 2, 2),
-    (128, True): HopperTiles(2, 128, 2),
-    (128, False): HopperTiles(1, 64, 2, 2),
+    (64, 64): (HopperTiles(2, 128, 4), HopperTiles(1, 128, 2, 2)),
+    (128, 128): (HopperTiles(2, 128, 2), HopperTiles(1, 64, 2, 2)),
+    (192, 128): (HopperTiles(2, 128, 2), HopperTiles(1, 64, 1, 2)),
+    (256, 256): (HopperTiles(2, 64, 2), HopperTiles(1, 64, 2)),
 }
 
 
@@ -143,12 +174,13 @@ def tuned(q: Tensor, k: Tensor, v: Tensor, q_block: int, k_block: int, *, exact:
     Args:
         exact: whether nothing is approximated. Only then is the Hopper kernel taken, which only computes exactly.
     """
-    head_dim = max(q.shape[-1], v.shape[-1])
-    if exact and head_dim <= 128:
-        tiles = _HOPPER[64 if head_dim <= 64 else 128, q_block % 128 == 0]
+    D, Dv = q.shape[-1], v.shape[-1]
+    serving = (pair for (of_keys, of_values), pair in _HOPPER.items() if of_keys >= D and of_values >= Dv)
+    if exact and (pair := next(serving, None)):
+        tiles = pair[q_block % 128 > 0]
         if not tiles.unsupported(q, k, v, q_block, k_block):
             return tiles
-    return portable(q_block, k_block, head_dim, q.element_size())
+    return portable(q_block, k_block, max(D, Dv), q.element_size())
 
 
 def tuned_int8(head_dim: int, q_block: int, k_block: int, fp8_pv: bool) -> HopperTiles:

@@ -17,6 +17,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from blocksparse.executors.tiles import HopperTiles, portable, tuned_int8
 from blocksparse.kernels.attention import int8_attention_hopper, sparse_attention_hopper, sparse_attention_triton
 from blocksparse.kernels.attention.hopper_queue import consumer_registers, registers
+from blocksparse.kernels.common.sizes import padded_keys, padded_values
 
 # Triton has no 8-bit integer products for sm_100's own matrix unit, and takes the older one.
 INTEGER_INSTRUCTION = {"sm_80": ".s8.s8", "sm_90": ".s8.s8", "sm_100": ".s8.s8", "gfx942": "_i8"}
@@ -89,17 +90,19 @@ def compile_sparse_attention(
 
 def compile_hopper(
     tiles: HopperTiles, dtype: str, head_dim: int, q_block: int, k_block: int, *, causal: bool, in_order: bool,
-    eight: str | None = None, index: str = "i16",
+    eight: str | None = None, index: str = "i16", value_dim: int | None = None,
 ) -> triton.compiler.CompiledKernel:  # fmt: skip
     """A kernel for Hopper, as its launch function launches it; `eight` is the type of values beside int8 keys."""
     kernel = (sparse_attention_hopper if eight is None else int8_attention_hopper)._kernel.jit
-    piece, padded = min(k_block, tiles.block_n), 64 if head_dim <= 64 else 128
+    value_dim = value_dim or head_dim
+    piece, padded = min(k_block, tiles.block_n), padded_keys(head_dim)
     constants = {
-        "DQ": padded, "DV": padded, "CONSUMERS": tiles.consumers, "BLOCK_N": tiles.block_n,
+        "DQ": padded, "DV": padded_values(value_dim), "CONSUMERS": tiles.consumers, "BLOCK_N": tiles.block_n,
         "STAGES": tiles.num_stages, "PIECES": tiles.block_n // piece, "K_SPLIT": k_block // piece,
         "Q_SPLIT": q_block // (64 * tiles.consumers), "CAUSAL": causal, "Q_IN_ORDER": in_order, "K_IN_ORDER": in_order,
         "FP8": eight == "fp8e4nv", "SKIP": not in_order,
         "CONSUMER_REGISTERS": consumer_registers(tiles.consumers, tiles.per_sm),
+        **tiles.buffers(head_dim, value_dim),
     }  # fmt: skip
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
 
@@ -141,20 +144,27 @@ def compile_hopper(
 
 def main() -> int:
     failed = 0
-    for tiles, dtype, head_dim, q_block, k_block, causal, in_order, eight in (
+    for tiles, dtype, dims, q_block, k_block, causal, in_order, eight in (
         (HopperTiles(2, 128, 2), "bf16", 128, 128, 128, True, True, None),
         (HopperTiles(2, 128, 2), "bf16", 128, 128, 64, True, False, None),
         (HopperTiles(2, 128, 2), "fp16", 96, 256, 256, False, False, None),
         (HopperTiles(1, 64, 2, 2), "bf16", 128, 64, 64, True, True, None),
         (HopperTiles(1, 128, 2, 2), "fp16", 64, 64, 64, True, False, None),
+        (HopperTiles(2, 64, 2), "bf16", 256, 128, 128, True, True, None),
+        (HopperTiles(1, 64, 2), "fp16", 256, 64, 64, True, False, None),
+        (HopperTiles(2, 128, 2), "bf16", (192, 128), 128, 128, True, True, None),
+        (HopperTiles(1, 64, 1, 2), "bf16", (192, 128), 64, 64, True, False, None),
         (tuned_int8(128, 128, 128, True), "bf16", 128, 128, 128, True, True, "fp8e4nv"),
         (tuned_int8(128, 128, 128, False), "bf16", 128, 128, 256, True, False, "bf16"),
         (tuned_int8(64, 64, 64, True), "fp16", 64, 64, 64, False, False, "fp8e4nv"),
     ):
         index = "i32" if k_block == 256 else "i16"  # lists of both types
+        head_dim, value_dim = dims if isinstance(dims, tuple) else (dims, dims)
+        shown = f"{head_dim}" if value_dim == head_dim else f"{head_dim},{value_dim}"
         kernel = compile_hopper(
-            tiles, dtype, head_dim, q_block, k_block, causal=causal, in_order=in_order, eight=eight, index=index
-        )
+            tiles, dtype, head_dim, q_block, k_block, causal=causal, in_order=in_order, eight=eight, index=index,
+            value_dim=value_dim,
+        )  # fmt: skip
         found = {
             name: kernel.asm["ptx"].count(name)
             for name in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg")
@@ -162,7 +172,7 @@ def main() -> int:
         fits = kernel.metadata.shared <= 227 * 1024 // tiles.per_sm
         failed += not (fits and all(found.values()))
         print(
-            f"sm_90 {tiles} {dtype} D={head_dim} blocks={q_block}x{k_block} 8-bit={eight} lists={index}: {found}, {kernel.metadata.shared} B shared"
+            f"sm_90 {tiles} {dtype} D={shown} blocks={q_block}x{k_block} 8-bit={eight} lists={index}: {found}, {kernel.metadata.shared} B shared"
         )
     for name, target in TARGETS.items():
         with_tma = (False, True) if name in ("sm_90", "sm_100") else (False,)

@@ -401,7 +401,13 @@ def test_config_is_refused_or_used(device: str) -> None:
     bs.Pipeline(*front, bs.TritonExecutor(TritonTiles(16, 32, 4, 2)))(q, k, v)
 
 
-HOPPER_TILES = (HopperTiles(2, 128, 2), HopperTiles(1, 64, 2, 2), HopperTiles(1, 128, 2), HopperTiles(2, 64, 3))
+HOPPER_TILES = (
+    HopperTiles(2, 128, 2),
+    HopperTiles(1, 64, 2, 2),
+    HopperTiles(1, 128, 2),
+    HopperTiles(2, 64, 3),
+    HopperTiles(2, 64, 2),
+)
 
 
 @needs_hopper
@@ -419,6 +425,11 @@ HOPPER_TILES = (HopperTiles(2, 128, 2), HopperTiles(1, 64, 2, 2), HopperTiles(1,
         (2000, 2000, 40, 128, 128, 256, True, True, True, False),
         (777, 500, 64, 64, 128, 16, False, True, False, True),
         (1, 1, 8, 8, 128, 128, True, True, False, False),
+        (1000, 700, 256, 256, 128, 64, True, True, False, True),
+        (1000, 333, 256, 256, 128, 128, True, False, True, False),
+        (777, 500, 240, 200, 128, 16, False, True, False, True),
+        (1000, 1000, 192, 128, 128, 128, True, True, False, False),
+        (900, 1000, 136, 72, 256, 128, False, False, False, True),
     ],
 )
 def test_hopper(
@@ -456,6 +467,24 @@ def test_hopper(
 
 
 @needs_hopper
+@pytest.mark.parametrize("block", [128, 64])
+@pytest.mark.parametrize(("D", "Dv"), [(256, 256), (192, 128), (160, 192)])
+def test_hopper_takes_wide_heads_by_default(D: int, Dv: int, block: int) -> None:
+    """The executor as it is: a chunk of queries, permuted keys, tails, and rows of few blocks."""
+    q, k, v = make_qkv(N=1500, M=1100, Hq=4, Hkv=2, D=D, Dv=Dv, dtype=torch.bfloat16, device="cuda")
+    assert isinstance(tuned(q, k, v, block, block), HopperTiles)
+    front = bs.SegmentKeySort(S=256), bs.MeanPoolScorer(block), bs.TopK(1)
+    trace = bs.Pipeline(*front, bs.TritonExecutor()).trace(q, k, v)
+    exact, yardstick = (
+        bs.ReferenceExecutor()(
+            q.to(dtype), k.to(dtype), v.to(dtype), trace.permutation, trace.mask, scale=trace.scale
+        ).out
+        for dtype in (torch.float64, q.dtype)
+    )
+    assert_within_budget(trace.output.out, exact, yardstick)
+
+
+@needs_hopper
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0])
 def test_hopper_takes_any_scale(scale: float) -> None:
     q, k, v = make_qkv(N=500, D=64, dtype=torch.float16, device="cuda")
@@ -490,7 +519,7 @@ def test_hopper_says_what_it_cannot(device: str) -> None:
     q, k, v = make_qkv(N=70, D=20, device=device)
     front = bs.Identity(), bs.MeanPoolScorer(48), bs.TopK(2)
     with pytest.raises(
-        ValueError, match=r"takes float16 and bfloat16, not torch.float32.*multiples of 8 up to 128"
+        ValueError, match=r"takes float16 and bfloat16, not torch.float32.*multiples of 8 up to 256"
     ):
         bs.Pipeline(*front, bs.TritonExecutor(HopperTiles(2, 128, 2)))(q, k, v)
     with pytest.raises(ValueError, match="cannot be combined with 'pv_skip'"):
@@ -498,12 +527,55 @@ def test_hopper_says_what_it_cannot(device: str) -> None:
     with pytest.raises(ValueError, match=r"does not divide blocks of 48 x 48"):
         bs.Pipeline(*front, bs.TritonExecutor(HopperTiles(2, 128, 2)))(q, k, v)
     wide = make_qkv(N=70, D=128, dtype=torch.float16, device=device)
-    with pytest.raises(ValueError, match=r"num_stages=4.* needs 354 KiB of shared memory, and there are 228"):
+    with pytest.raises(ValueError, match=r"num_stages=4.* needs 306 KiB of shared memory, and there are 228"):
         bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(128), bs.TopK(2), bs.TritonExecutor(HopperTiles(2, 128, 4)))(
             *wide
         )
     with pytest.raises(ValueError, match="'consumers' must be 1 or 2: "):
         HopperTiles(3, 128, 2)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "D", "Dv", "q_buffers", "out_parts"),
+    [
+        (HopperTiles(2, 128, 4), 64, 64, 2, 1),
+        (HopperTiles(2, 128, 2), 128, 128, 2, 1),
+        (HopperTiles(2, 128, 2), 192, 128, 1, 2),
+        (HopperTiles(2, 64, 2), 192, 128, 2, 1),
+        (HopperTiles(2, 64, 2), 256, 256, 1, 2),
+        (HopperTiles(1, 64, 2), 256, 256, 2, 1),
+        (HopperTiles(1, 64, 1, 2), 192, 128, 2, 1),
+        (HopperTiles(2, 128, 6), 64, 64, 1, 1),  # half of 64 columns would be less than a bulk copy takes
+    ],
+    ids=repr,
+)
+def test_hopper_has_the_best_buffers_that_fit(
+    tiles: HopperTiles, D: int, Dv: int, q_buffers: int, out_parts: int
+) -> None:
+    assert tiles.buffers(D, Dv) == {"Q_BUFFERS": q_buffers, "OUT_PARTS": out_parts}
+    assert tiles.too_large(D, Dv) == []
+
+
+@pytest.mark.parametrize(
+    ("D", "Dv", "q_block", "want"),
+    [
+        (64, 64, 128, HopperTiles(2, 128, 4)),
+        (40, 128, 128, HopperTiles(2, 128, 2)),
+        (128, 128, 64, HopperTiles(1, 64, 2, 2)),
+        (192, 128, 128, HopperTiles(2, 128, 2)),
+        (136, 72, 64, HopperTiles(1, 64, 1, 2)),
+        (192, 192, 128, HopperTiles(2, 64, 2)),
+        (256, 64, 256, HopperTiles(2, 64, 2)),
+        (256, 256, 64, HopperTiles(1, 64, 2)),
+        (100, 100, 128, portable(128, 128, 100, 2)),  # no multiple of 8
+    ],
+)
+def test_tiles_for_hopper_follow_head_dims_and_blocks(
+    D: int, Dv: int, q_block: int, want: Tiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blocksparse.executors.tiles.is_hopper", lambda device: True)
+    q, k, v = (torch.empty(1, 2, 1000, x, dtype=torch.bfloat16, device="meta") for x in (D, D, Dv))
+    assert tuned(q, k, v, q_block, 128) == want
 
 
 @pytest.mark.skipif(GPU, reason="what the interpreter cannot do")
@@ -545,5 +617,8 @@ def test_compiles_ahead_of_time() -> None:
         assert f"{target} D=80 pv_skip=True int8_qk=True fp8_pv=False" in printed
     assert "sm_90 D=128 pv_skip=True int8_qk=True fp8_pv=True" in printed
     assert "sm_90 HopperTiles(consumers=1, block_n=128, num_stages=2, per_sm=2) fp16 D=64" in printed
+    assert "sm_90 HopperTiles(consumers=2, block_n=64, num_stages=2, per_sm=1) bf16 D=256" in printed
+    assert "sm_90 HopperTiles(consumers=2, block_n=128, num_stages=2, per_sm=1) bf16 D=192,128" in printed
+    assert "sm_90 HopperTiles(consumers=1, block_n=64, num_stages=1, per_sm=2) bf16 D=192,128" in printed
     for kind in ("None lists=i16", "None lists=i32", "fp8e4nv lists=i16", "bf16 lists=i32"):
         assert f"8-bit={kind}" in printed

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from blocksparse.kernels.attention.arguments import Lists, Tiles
-from blocksparse.kernels.attention.hopper_loaders import padded
 from blocksparse.kernels.attention.hopper_queue import consumer_registers, registers
+from blocksparse.kernels.common.sizes import padded_keys, padded_values
 from blocksparse.kernels.common.strides_triton import head_strides
 from blocksparse.kernels.positions.token_positions import TokenPositions
 
@@ -55,7 +55,7 @@ def launch_of(
         N - M if causal else 0, scale * math.log2(math.e),
     )  # fmt: skip
     options = {
-        "DQ": padded(D), "DV": padded(out.shape[-1]),
+        "DQ": padded_keys(D), "DV": padded_values(out.shape[-1]),
         "CONSUMERS": tiles.consumers, "BLOCK_N": tiles.block_n, "STAGES": tiles.num_stages,
         "PIECES": tiles.block_n // piece, "K_SPLIT": lists.k_block // piece, "Q_SPLIT": lists.q_block // block_m,
         "CAUSAL": causal, "Q_IN_ORDER": positions.q_in_order, "K_IN_ORDER": positions.k_in_order,

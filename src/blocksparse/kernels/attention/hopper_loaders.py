@@ -28,6 +28,7 @@ from blocksparse.kernels.attention.hopper_queue import (
     unpacked_place,
     word_of,
 )
+from blocksparse.kernels.common.sizes import padded_keys, padded_values
 
 # fp32 numbers that are copied for a piece's scales, of which four are used: a bulk copy must land at a multiple of 128
 # bytes of shared memory, and 32 numbers fill them.
@@ -35,22 +36,17 @@ TILE_NUMBERS = gl.constexpr(32)
 PANEL = gl.constexpr(64)  # columns that one bulk copy of 16-bit numbers takes: 128 bytes, the widest swizzle
 
 
-def padded(D: int) -> int:
-    """The head dim `D` rounded up to one or two whole panels."""
-    return 64 if D <= 64 else 128
-
-
 def panels(x: Tensor, rows: int) -> TensorDescriptor:
     """A descriptor that copies a panel of `rows` rows of `x` `[B, H, N, D]`: 64 columns, or all where a number is a byte."""
     eight = x.element_size() == 1
-    wide = padded(x.shape[-1]) if eight else PANEL.value
+    wide = padded_keys(x.shape[-1]) if eight else PANEL.value
     layout = _layout(wide, 8, 4) if eight else _layout(128, 16, 4)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, wide], layout)
 
 
 def turned(v: Tensor, keys: int) -> TensorDescriptor:
     """A descriptor that copies `keys` keys, with all their channels, of transposed values `v` `[B, H, D, N]`."""
-    box = [1, 1, padded(v.shape[2]), keys]
+    box = [1, 1, padded_values(v.shape[2]), keys]
     return TensorDescriptor(v, list(v.shape), list(v.stride()), box, _layout(keys, 8, 4))
 
 
@@ -176,6 +172,28 @@ def _copy_keys(
 
 
 @gluon.jit
+def _copy_queries(sources, bufs, q_full, q_empty, word, b, h, h_key, row, visit, C):
+    """Waits for the next buffer of queries and starts to load a tile of queries, which its word and place come with."""
+    WIDE: gl.constexpr = panel_of(C.DQ, C.QK8)
+    PANELS: gl.constexpr = C.DQ // WIDE
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    q_source, q_pieces, words = sources[0], bufs[0], bufs[4]
+    slot = visit % C.Q_BUFFERS
+    mbarrier.wait(q_empty.index(slot), ((visit // C.Q_BUFFERS) & 1) ^ 1)
+    words.index(slot).store(gl.full([1], 0, gl.int64, one) + word)
+    words.index(C.Q_BUFFERS + slot).store(gl.full([1], 0, gl.int64, one) + packed_place(b, h, h_key, row))
+    mbarrier.expect(q_full.index(slot), C.CONSUMERS * 64 * (C.DQ + 8 if C.QK8 else 2 * C.DQ))
+    if C.QK8:
+        of_queries, of_tokens, of_tiles = bufs[6]
+        for x in gl.static_range(2):  # the queries' scales, then what smoothing takes from their logits
+            to = of_queries.index(2 * x + slot)
+            _copy_numbers(sources[4][x], b, h, row * (C.CONSUMERS * 64), q_full.index(slot), to)
+    for c in gl.static_range(C.CONSUMERS):
+        at = (slot * C.CONSUMERS + c) * PANELS
+        _copy(q_source, b, h, (row * C.CONSUMERS + c) * 64, q_full.index(slot), q_pieces, at, 1, PANELS, WIDE)
+
+
+@gluon.jit
 def load_keys(C, sources, pointers, bars, bufs, strides, sizes):
     """Takes tiles of queries from the queue, and loads their queries and keys.
 
@@ -183,16 +201,15 @@ def load_keys(C, sources, pointers, bars, bufs, strides, sizes):
     from a counter in global memory. What is read is read ahead, so that copies need not wait for it: the first block of a
     step one step ahead (further pieces of a step read theirs when they need it), the counts of a tile of queries while the
     tile before it is loaded; and the number that the counter gives is that of the tile after the next.
+
+    Where there is only one buffer of queries, it becomes free with the last scores of the tile before, so that a tile's
+    first keys go ahead of its queries. That cannot end in a circle of waits: consumers wait for queries only between
+    tiles, when they have given back all keys of the tile before, and so the buffer that its first keys need.
     """
-    q_source = sources[0]
     full_count_ptr, partial_count_ptr, index_ptr, queue_ptr = pointers[0], pointers[1], pointers[2], pointers[5]
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    q_pieces, words = bufs[0], bufs[4]
     count_strides, index_strides = strides[0], strides[1]
     tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale = sizes
-    WIDE: gl.constexpr = panel_of(C.DQ, C.QK8)
-    PANELS: gl.constexpr = C.DQ // WIDE
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     tile = gl.program_id(0)
     full, partial = counts_of(
         tile, full_count_ptr, partial_count_ptr, count_strides, rows, kv_heads, group, heads_per_mask, C
@@ -216,24 +233,15 @@ def load_keys(C, sources, pointers, bars, bufs, strides, sizes):
             known, full_count_ptr, partial_count_ptr, count_strides, rows, kv_heads, group, heads_per_mask, C
         )
         taken = gl.atomic_add(queue_ptr, 1, sem="relaxed")
-        slot = visit % 2
-        mbarrier.wait(q_empty.index(slot), ((visit // 2) & 1) ^ 1)
-        words.index(slot).store(gl.full([1], 0, gl.int64, one) + word)
-        words.index(2 + slot).store(gl.full([1], 0, gl.int64, one) + packed_place(b, h, h_key, row))
-        mbarrier.expect(q_full.index(slot), C.CONSUMERS * 64 * (C.DQ + 8 if C.QK8 else 2 * C.DQ))
-        if C.QK8:
-            of_queries, of_tokens, of_tiles = bufs[6]
-            for x in gl.static_range(2):  # the queries' scales, then what smoothing takes from their logits
-                to = of_queries.index(2 * x + slot)
-                _copy_numbers(sources[4][x], b, h, row * (C.CONSUMERS * 64), q_full.index(slot), to)
-        for c in gl.static_range(C.CONSUMERS):
-            at = (slot * C.CONSUMERS + c) * PANELS
-            _copy(q_source, b, h, (row * C.CONSUMERS + c) * 64, q_full.index(slot), q_pieces, at, 1, PANELS, WIDE)
+        if C.Q_BUFFERS > 1:
+            _copy_queries(sources, bufs, q_full, q_empty, word, b, h, h_key, row, visit, C)
         second = gl.load(index_ptr + list_at + _turn(pieces, first, 1, 0, C) // C.K_SPLIT)
         _copy_keys(
             sources, index_ptr, bufs, k_full, k_empty, block, list_at, b, h_key, pieces, first, masked, kv_heads, 0,
             step, C,
         )  # fmt: skip
+        if C.Q_BUFFERS == 1:
+            _copy_queries(sources, bufs, q_full, q_empty, word, b, h, h_key, row, visit, C)
         step += 1
         following = word_of(tile, tiles, full, partial)
         next_b, next_h, next_key, next_row = place_of(known, rows, kv_heads, group)
@@ -270,8 +278,8 @@ def load_values(C, sources, pointers, bars, bufs, strides, sizes):
     mbarrier.wait(q_full.index(0), 0)
     word = read(words, 0, 1)
     while word >= 0:
-        b, h, h_key, row = unpacked_place(read(words, 2 + visit % 2, 1))
-        mbarrier.arrive(q_empty.index(visit % 2), count=1)
+        b, h, h_key, row = unpacked_place(read(words, C.Q_BUFFERS + visit % C.Q_BUFFERS, 1))
+        mbarrier.arrive(q_empty.index(visit % C.Q_BUFFERS), count=1)
         pieces, steps, first, masked = extent(word, C)
         list_at = _list_at(b, h, row, index_strides, cols, heads_per_mask, C)
         for t in range(steps):
@@ -295,5 +303,5 @@ def load_values(C, sources, pointers, bars, bufs, strides, sizes):
                     _copy(v_source, b, h_key, start, v_full.index(stage), v_pieces, at, C.PIECES, PANELS, PANEL)
             step += 1
         visit += 1
-        mbarrier.wait(q_full.index(visit % 2), (visit // 2) & 1)
-        word = read(words, visit % 2, 1)
+        mbarrier.wait(q_full.index(visit % C.Q_BUFFERS), (visit // C.Q_BUFFERS) & 1)
+        word = read(words, visit % C.Q_BUFFERS, 1)

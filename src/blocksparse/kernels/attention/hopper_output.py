@@ -21,19 +21,34 @@ def store_lse(lse_ptr, strides, b, h, row, M, log2_sum, whole, WG: gl.constexpr,
 
 @gluon.jit
 def store_out(out_target, out_pieces, out_bufs, sums, whole, b, h, row, WG: gl.constexpr, C):
-    """Starts to copy the weighted mean of values to the output, panel by panel, through shared memory.
+    """Starts to copy the weighted mean of values to the output, part by part, through shared memory.
 
-    It returns before the copies have read that memory: `store_wait` in the call for the next tile of queries, and at the
-    end of the kernel, waits for them.
+    It returns before the copies have read that memory: `store_wait` ahead of the next part, be it of this tile of queries
+    or of the next one, and at the end of the kernel, waits for them.
     """
     OUT_ROW: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
-    PANELS: gl.constexpr = C.DV // PANEL
     inverse = gl.where(whole == 0.0, 0.0, 1.0 / whole)
     result = (sums * gl.convert_layout(inverse, OUT_ROW)[:, None]).to(out_pieces.dtype)
+    if C.OUT_PARTS == 1:
+        _store_part(out_target, out_pieces, out_bufs, result, 0, b, h, row, WG, C)
+    else:
+        left, right = result.reshape([64, 2, C.DV // 2]).permute([0, 2, 1]).split()
+        _store_part(out_target, out_pieces, out_bufs, left, 0, b, h, row, WG, C)
+        _store_part(out_target, out_pieces, out_bufs, right, 1, b, h, row, WG, C)
+
+
+@gluon.jit
+def _store_part(
+    out_target, out_pieces, out_bufs, result, part: gl.constexpr, b, h, row, WG: gl.constexpr, C,
+):  # fmt: skip
+    """Starts to copy part `part` of the output's columns, panel by panel, once the part before has left shared memory."""
+    PANELS: gl.constexpr = C.DV // C.OUT_PARTS // PANEL
     tma.store_wait(0)
     out_bufs.index(WG).store(result)
     fence_async_shared()
     for panel in gl.static_range(PANELS):
         tma.async_copy_shared_to_global(
-            out_target, [b, h, (row * C.CONSUMERS + WG) * 64, panel * PANEL], out_pieces.index(WG * PANELS + panel)
+            out_target,
+            [b, h, (row * C.CONSUMERS + WG) * 64, (part * PANELS + panel) * PANEL],
+            out_pieces.index(WG * PANELS + panel),
         )

@@ -67,11 +67,15 @@ def consumer_registers(consumers: int, per_sm: int) -> int:
 class Constants:
     """What a kernel is compiled for. Constants in a plain tuple would turn into run-time values."""
 
-    DQ: gl.constexpr  # head dim of queries and keys, padded to 64 or 128
-    DV: gl.constexpr  # head dim of values, padded likewise
+    DQ: gl.constexpr  # head dim of queries and keys, padded to a multiple of 64 (`padded_keys`)
+    DV: gl.constexpr  # head dim of values, padded to 64, 128 or 256 (`padded_values`)
     CONSUMERS: gl.constexpr  # warp groups that compute 64 queries each
     BLOCK_N: gl.constexpr  # keys in a tile of keys
     STAGES: gl.constexpr  # tiles of keys, and of values, in shared memory
+    Q_BUFFERS: gl.constexpr  # tiles of queries in shared memory, 1 or 2
+    OUT_PARTS: (
+        gl.constexpr
+    )  # parts of the output's columns, 1 or 2, that leave through the same shared memory in turn
     PIECES: gl.constexpr  # pieces that fill a tile of keys
     K_SPLIT: gl.constexpr  # pieces per block
     Q_SPLIT: gl.constexpr  # tiles of queries per row of blocks
@@ -83,13 +87,16 @@ class Constants:
 
     @gluon.constexpr_function
     def __init__(
-        self, DQ, DV, CONSUMERS, BLOCK_N, STAGES, PIECES, K_SPLIT, Q_SPLIT, CAUSAL, Q_IN_ORDER, K_IN_ORDER, QK8, PV8
+        self, DQ, DV, CONSUMERS, BLOCK_N, STAGES, Q_BUFFERS, OUT_PARTS, PIECES, K_SPLIT, Q_SPLIT, CAUSAL, Q_IN_ORDER,
+        K_IN_ORDER, QK8, PV8,
     ):  # fmt: skip
         self.DQ = gl.constexpr(DQ)
         self.DV = gl.constexpr(DV)
         self.CONSUMERS = gl.constexpr(CONSUMERS)
         self.BLOCK_N = gl.constexpr(BLOCK_N)
         self.STAGES = gl.constexpr(STAGES)
+        self.Q_BUFFERS = gl.constexpr(Q_BUFFERS)
+        self.OUT_PARTS = gl.constexpr(OUT_PARTS)
         self.PIECES = gl.constexpr(PIECES)
         self.K_SPLIT = gl.constexpr(K_SPLIT)
         self.Q_SPLIT = gl.constexpr(Q_SPLIT)
@@ -199,8 +206,8 @@ def make_barriers(N: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def make_rings(STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Pairs of barriers, full and empty, of three rings of buffers: two of queries, `STAGES` of keys, `STAGES` of values.
+def make_rings(C):
+    """Pairs of barriers, full and empty, of three rings of buffers: `Q_BUFFERS` of queries, `STAGES` of keys and of values.
 
     Who fills a buffer waits for its empty barrier, starts bulk copies that report their bytes to its full barrier, and
     tells that barrier once how many bytes to expect, which is also its one arrival. Who reads the buffer waits for the
@@ -213,11 +220,11 @@ def make_rings(STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
     the first one, which counts as over. One bit is enough: a buffer is refilled only after all readers gave it back,
     so no barrier is ever two phases ahead of anyone who waits for it.
     """
-    q_full = make_barriers(2, 1)
-    q_empty = make_barriers(2, CONSUMERS + 1)
-    k_full = make_barriers(STAGES, 1)
-    k_empty = make_barriers(STAGES, CONSUMERS)
-    v_full = make_barriers(STAGES, 1)
-    v_empty = make_barriers(STAGES, CONSUMERS)
+    q_full = make_barriers(C.Q_BUFFERS, 1)
+    q_empty = make_barriers(C.Q_BUFFERS, C.CONSUMERS + 1)
+    k_full = make_barriers(C.STAGES, 1)
+    k_empty = make_barriers(C.STAGES, C.CONSUMERS)
+    v_full = make_barriers(C.STAGES, 1)
+    v_empty = make_barriers(C.STAGES, C.CONSUMERS)
     fence_async_shared()
     return q_full, q_empty, k_full, k_empty, v_full, v_empty

@@ -280,7 +280,6 @@ def _kernel(
     tile_numbers = gl.allocate_shared_memory(
         gl.float32, [2 * STAGES * PIECES, 1, 1, TILE_NUMBERS], k_tile_source.layout
     )
-    bars = make_rings(STAGES, CONSUMERS)
     sources = (
         q_source, k_source, v_source, out_target,
         (q_scale_source, taken_source), (k_token_source, v_token_source), (k_tile_source, v_tile_source),
@@ -295,8 +294,9 @@ def _kernel(
     )  # fmt: skip
     sizes = (tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale_log2)
     C = Constants(
-        DQ, DV, CONSUMERS, BLOCK_N, STAGES, PIECES, K_SPLIT, Q_SPLIT, CAUSAL, Q_IN_ORDER, K_IN_ORDER, True, FP8
-    )
+        DQ, DV, CONSUMERS, BLOCK_N, STAGES, 2, 1, PIECES, K_SPLIT, Q_SPLIT, CAUSAL, Q_IN_ORDER, K_IN_ORDER, True, FP8
+    )  # fmt: skip
+    bars = make_rings(C)
     first: gl.constexpr = 0
     second: gl.constexpr = 1
     if CONSUMERS == 2:

@@ -67,8 +67,47 @@ def sparse_attention_hopper(
         panels(filled[0], 64),
         *launch.arguments,
         **launch.options,
+        **tiles.buffers(q.shape[-1], v.shape[-1]),
     )
     copy_back(filled, (out, lse), positions.q_lead)
+
+
+@gluon.jit
+def _start_scores(q_bufs, tile, k_bufs, stage, none, C):
+    """Starts the product of tile `tile` of queries with the keys of a stage, and returns what to wait for.
+
+    Buffers hold a tile of queries or keys as consecutive parts, whose depth is a power of two: one part, or three for
+    head dim 192. Each part's product is added to the last one's, so that to wait for the last is to wait for all.
+    """
+    PARTS: gl.constexpr = C.DQ // q_bufs.shape[2]
+    token = none
+    for part in gl.static_range(PARTS):
+        token = warpgroup_mma(
+            q_bufs.index(tile * PARTS + part),
+            k_bufs.index(stage * PARTS + part).permute([1, 0]),
+            token,
+            use_acc=part > 0,
+            is_async=True,
+        )
+    return token
+
+
+@gluon.jit
+def _give_back(k_empty, stage, q_empty, last, C):
+    """Gives back a stage of keys whose scores are there; `last` says whether these were the last scores of their tile.
+
+    If there is only one buffer of queries, it is given back with the last scores, so that the next queries are loaded
+    during the softmax of these. If there are two, it is given back at the border, which is early enough.
+
+    What the loader then overwrites is no longer read. Queries are read by the products that make scores and by nothing
+    else, and each arrival stands behind a barrier of the consumer's four warps, all of which have waited for the last
+    product; the queue's word and the place, which lie beside the queries, were read before the first. Every tile is
+    given back exactly once, also the empty one at the end, whose buffer nobody waits for. And there is no circle of
+    waits (`load_keys`): a consumer waits for nothing between the last keys of a tile and giving back its queries.
+    """
+    mbarrier.arrive(k_empty.index(stage), count=1)
+    if C.Q_BUFFERS == 1:
+        mbarrier.arrive(q_empty.index(0), count=1, pred=last)
 
 
 @gluon.jit
@@ -91,26 +130,26 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes)
     WEIGHT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     OUT_ROW: gl.constexpr = gl.SliceLayout(1, SUMS)
-    q_bufs = q_pieces._reinterpret(HALF, [2 * C.CONSUMERS, 64, C.DQ], SHARED)
-    k_bufs = k_pieces._reinterpret(HALF, [C.STAGES, C.BLOCK_N, C.DQ], SHARED)
+    DEPTH: gl.constexpr = C.DQ & -C.DQ
+    q_bufs = q_pieces._reinterpret(HALF, [C.Q_BUFFERS * C.CONSUMERS * C.DQ // DEPTH, 64, DEPTH], SHARED)
+    k_bufs = k_pieces._reinterpret(HALF, [C.STAGES * C.DQ // DEPTH, C.BLOCK_N, DEPTH], SHARED)
     v_bufs = v_pieces._reinterpret(HALF, [C.STAGES, C.BLOCK_N, C.DV], SHARED)
-    out_bufs = out_pieces._reinterpret(HALF, [C.CONSUMERS, 64, C.DV], SHARED)
+    out_bufs = out_pieces._reinterpret(HALF, [C.CONSUMERS, 64, C.DV // C.OUT_PARTS], SHARED)
     none = gl.zeros([64, C.BLOCK_N], gl.float32, SCORES)
     SUM_ROW: gl.constexpr = gl.SliceLayout(1, partial_sum(none).type.layout)
 
     # The very first tile of keys has nothing before it to overlap with.
     mbarrier.wait(q_full.index(0), 0)
     word = read(words, 0, 4)
-    b, h, h_key, row = unpacked_place(read(words, 2, 4))
+    b, h, h_key, row = unpacked_place(read(words, C.Q_BUFFERS, 4))
     pieces, steps, first, masked = extent(word, C)
     last = query_positions(q_position_ptr, q_position_strides, b, h, row, offset, WG, C, ROW)
     position_at = b.to(gl.int64) * k_position_strides[0] + h_key.to(gl.int64) * k_position_strides[1]
     mbarrier.wait(k_full.index(0), 0)
-    q = q_bufs.index(WG)
-    scores_token = warpgroup_mma(q, k_bufs.index(0).permute([1, 0]), none, use_acc=False, is_async=True)
+    scores_token = _start_scores(q_bufs, WG, k_bufs, 0, none, C)
     scores = warpgroup_mma_wait(0, [scores_token])
     scores = masked_scores(scores, last, starts, 0, first, k_position_ptr, position_at, N, C)
-    mbarrier.arrive(k_empty.index(0), count=1)
+    _give_back(k_empty, 0, q_empty, steps == 1, C)
     highest = gl.maximum(row_max(scores, ROW) * scale, LOWEST)
     weight = gl.exp2(scores * scale - highest[:, None])
     total = partial_sum(weight)
@@ -119,7 +158,7 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes)
     visit = 0
     while word >= 0:
         pieces, steps, first, masked = extent(word, C)
-        q = q_bufs.index((visit % 2) * C.CONSUMERS + WG)
+        q_tile = (visit % C.Q_BUFFERS) * C.CONSUMERS + WG
         sums = gl.zeros([64, C.DV], gl.float32, SUMS)
         for t in range(1, steps):
             v_stage = step % C.STAGES
@@ -127,16 +166,14 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes)
             step += 1
             stage = step % C.STAGES
             mbarrier.wait(k_full.index(stage), (step // C.STAGES) & 1)
-            scores_token = warpgroup_mma(
-                q, k_bufs.index(stage).permute([1, 0]), none, use_acc=False, is_async=True
-            )
+            scores_token = _start_scores(q_bufs, q_tile, k_bufs, stage, none, C)
             mbarrier.wait(v_full.index(v_stage), v_phase)
             sums_token = warpgroup_mma(operand, v_bufs.index(v_stage), sums, is_async=True)
             # Of the two products in flight only the older one, the scores, is waited for.
             scores = warpgroup_mma_wait(1, [scores_token])
             if t < masked:
                 scores = masked_scores(scores, last, starts, stage, C.PIECES, k_position_ptr, position_at, N, C)
-            mbarrier.arrive(k_empty.index(stage), count=1)
+            _give_back(k_empty, stage, q_empty, t == steps - 1, C)
             new = gl.maximum(highest, row_max(scores, ROW) * scale)
             weight = gl.exp2(scores * scale - new[:, None])
             rescale = gl.exp2(highest - new)
@@ -152,14 +189,15 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes)
         v_phase = (step // C.STAGES) & 1
         step += 1
         stage = step % C.STAGES
-        mbarrier.arrive(q_empty.index(visit % 2), count=1)
+        if C.Q_BUFFERS > 1:
+            mbarrier.arrive(q_empty.index(visit % C.Q_BUFFERS), count=1)
         visit += 1
-        mbarrier.wait(q_full.index(visit % 2), (visit // 2) & 1)
-        word = read(words, visit % 2, 4)
-        place = read(words, 2 + visit % 2, 4)
+        mbarrier.wait(q_full.index(visit % C.Q_BUFFERS), (visit // C.Q_BUFFERS) & 1)
+        word = read(words, visit % C.Q_BUFFERS, 4)
+        place = read(words, C.Q_BUFFERS + visit % C.Q_BUFFERS, 4)
         mbarrier.wait(k_full.index(stage), (step // C.STAGES) & 1)
-        q = q_bufs.index((visit % 2) * C.CONSUMERS + WG)
-        scores_token = warpgroup_mma(q, k_bufs.index(stage).permute([1, 0]), none, use_acc=False, is_async=True)
+        q_tile = (visit % C.Q_BUFFERS) * C.CONSUMERS + WG
+        scores_token = _start_scores(q_bufs, q_tile, k_bufs, stage, none, C)
         mbarrier.wait(v_full.index(v_stage), v_phase)
         sums_token = warpgroup_mma(operand, v_bufs.index(v_stage), sums, is_async=True)
         next_b, next_h, next_key, next_row = unpacked_place(place)
@@ -172,7 +210,7 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes)
         store_lse(lse_ptr, lse_strides, b, h, row, M, highest + gl.log2(whole), whole, WG, C, ROW)
         scores = warpgroup_mma_wait(1, [scores_token])
         scores = masked_scores(scores, last, starts, stage, first, k_position_ptr, position_at, N, C)
-        mbarrier.arrive(k_empty.index(stage), count=1)
+        _give_back(k_empty, stage, q_empty, steps == 1, C)
         highest = gl.maximum(row_max(scores, ROW) * scale, LOWEST)
         weight = gl.exp2(scores * scale - highest[:, None])
         total = partial_sum(weight)
@@ -195,23 +233,26 @@ def _kernel(
     DQ: gl.constexpr, DV: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     PIECES: gl.constexpr, K_SPLIT: gl.constexpr, Q_SPLIT: gl.constexpr,
     CAUSAL: gl.constexpr, Q_IN_ORDER: gl.constexpr, K_IN_ORDER: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, Q_BUFFERS: gl.constexpr, OUT_PARTS: gl.constexpr,
 ):  # fmt: skip
     PANEL_ROWS: gl.constexpr = BLOCK_N // PIECES
     HALF: gl.constexpr = q_source.dtype
     Q_PANELS: gl.constexpr = DQ // PANEL
     V_PANELS: gl.constexpr = DV // PANEL
-    q_pieces = gl.allocate_shared_memory(HALF, [2 * CONSUMERS * Q_PANELS, 1, 1, 64, PANEL], q_source.layout)
+    q_pieces = gl.allocate_shared_memory(
+        HALF, [Q_BUFFERS * CONSUMERS * Q_PANELS, 1, 1, 64, PANEL], q_source.layout
+    )
     k_pieces = gl.allocate_shared_memory(
         HALF, [STAGES * Q_PANELS * PIECES, 1, 1, PANEL_ROWS, PANEL], k_source.layout
     )
     v_pieces = gl.allocate_shared_memory(
         HALF, [STAGES * V_PANELS * PIECES, 1, 1, PANEL_ROWS, PANEL], v_source.layout
     )
-    out_pieces = gl.allocate_shared_memory(HALF, [CONSUMERS * V_PANELS, 1, 1, 64, PANEL], out_target.layout)
-    words = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    out_pieces = gl.allocate_shared_memory(
+        HALF, [CONSUMERS * V_PANELS // OUT_PARTS, 1, 1, 64, PANEL], out_target.layout
+    )
+    words = gl.allocate_shared_memory(gl.int64, [2 * Q_BUFFERS, 1], mbarrier.MBarrierLayout())
     starts = gl.allocate_shared_memory(gl.int32, [STAGES * PIECES, 1], mbarrier.MBarrierLayout())
-    bars = make_rings(STAGES, CONSUMERS)
     sources = (q_source, k_source, v_source, out_target)
     pointers = (full_count_ptr, partial_count_ptr, index_ptr, q_position_ptr, k_position_ptr, queue_ptr, lse_ptr)
     bufs = (q_pieces, k_pieces, v_pieces, out_pieces, words, starts)
@@ -221,8 +262,10 @@ def _kernel(
     )  # fmt: skip
     sizes = (tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale_log2)
     C = Constants(
-        DQ, DV, CONSUMERS, BLOCK_N, STAGES, PIECES, K_SPLIT, Q_SPLIT, CAUSAL, Q_IN_ORDER, K_IN_ORDER, False, False
-    )
+        DQ, DV, CONSUMERS, BLOCK_N, STAGES, Q_BUFFERS, OUT_PARTS, PIECES, K_SPLIT, Q_SPLIT, CAUSAL, Q_IN_ORDER,
+        K_IN_ORDER, False, False,
+    )  # fmt: skip
+    bars = make_rings(C)
     first: gl.constexpr = 0
     second: gl.constexpr = 1
     if CONSUMERS == 2:

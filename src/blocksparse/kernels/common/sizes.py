@@ -30,3 +30,13 @@ def index_dtype(cols: int) -> torch.dtype:
 def power_of_2(n: int) -> int:
     """The least power of two that is not below `n`, which is at least 1."""
     return 1 << (n - 1).bit_length()
+
+
+def padded_keys(D: int) -> int:
+    """The head dim of queries and keys as the kernels for Hopper hold it: whole panels, which are of 64 columns."""
+    return cdiv(D, 64) * 64
+
+
+def padded_values(Dv: int) -> int:
+    """That of values: a power of two as well, since their sums lie in registers, where Triton has no other lengths."""
+    return max(power_of_2(Dv), 64)
