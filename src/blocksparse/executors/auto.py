@@ -88,6 +88,7 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
         TypeError, ValueError: `dense_below` is not a number of operations.
     """
 
+    takes_windows = True
     dense_below: float | None = field(default=None, kw_only=True, validator=optional(_operations))
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> list[str]:

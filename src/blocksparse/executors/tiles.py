@@ -137,14 +137,15 @@ _HOPPER = {
 }
 
 
-def tuned(q: Tensor, k: Tensor, v: Tensor, q_block: int, k_block: int, *, exact: bool = True) -> Tiles:
+def tuned(q: Tensor, k: Tensor, v: Tensor, q_block: int, k_block: int, *, plain: bool = True) -> Tiles:
     """The fastest tiles for blocks of `q_block` x `k_block`, as measured (docs/performance.md).
 
     Args:
-        exact: whether nothing is approximated. Only then is the Hopper kernel taken, which only computes exactly.
+        plain: whether nothing is approximated and there is no sliding window. Only then is the Hopper kernel
+            taken, which has neither.
     """
     head_dim = max(q.shape[-1], v.shape[-1])
-    if exact and head_dim <= 128:
+    if plain and head_dim <= 128:
         tiles = _HOPPER[64 if head_dim <= 64 else 128, q_block % 128 == 0]
         if not tiles.unsupported(q, k, v, q_block, k_block):
             return tiles
