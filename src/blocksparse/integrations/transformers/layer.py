@@ -1,10 +1,10 @@
-"""What attends in one layer: its pipeline, or dense attention for short prompts."""
+"""What attends in one layer: its pipeline, or dense attention for short prompts and short windows."""
 
 from __future__ import annotations
 
 from typing import final
 
-from attrs import Factory, field, frozen
+from attrs import Factory, evolve, field, frozen
 from torch import Tensor
 
 from blocksparse.audit.audited_pipeline import AuditedPipeline
@@ -26,9 +26,20 @@ class LayerAttention:
     min_tokens: int
     min_queries: int
     outcomes: Outcomes
+    windows: bool = True  # whether the pipeline attends within a sliding window; if not, it is dense
+    window: int | None = None  # how many keys a query sees at most
+    _others: dict[int | None, LayerAttention] = field(factory=dict, init=False, repr=False)  # by their window
     _call: OpaqueCall = field(
         init=False, repr=False, default=Factory(lambda self: OpaqueCall(self._attend), takes_self=True)
     )
+
+    def in_window(self, window: int | None) -> LayerAttention:
+        """The same layer with a sliding window. Each window gives one object, which compiled graphs may hold."""
+        if window == self.window:
+            return self
+        if window not in self._others:
+            self._others[window] = evolve(self, window=window)
+        return self._others[window]
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, sequences: Sequences | None
@@ -44,6 +55,11 @@ class LayerAttention:
             return "no pipeline for this layer"
         if keys < self.min_tokens:
             return "fewer than min_tokens"
+        if self.window is not None and self.window < keys:
+            if not self.windows:
+                return "sliding window"
+            if self.window < self.min_tokens:
+                return "a sliding window of fewer than min_tokens"
         return "fewer than min_queries" if queries < self.min_queries else None
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
@@ -51,15 +67,16 @@ class LayerAttention:
         if reason is None:
             assert self.pipeline is not None  # or there would be a reason
             try:
+                pipeline = self.pipeline if self.window is None else self.pipeline.in_window(self.window)
                 if self.outcomes.recorder is None:
-                    out = self.pipeline(q, k, v, causal=causal, scale=scale)
+                    out = pipeline(q, k, v, causal=causal, scale=scale)
                     self.outcomes.saw_sparse()
                     return out
-                trace = self.pipeline.trace(q, k, v, causal=causal, scale=scale)
+                trace = pipeline.trace(q, k, v, causal=causal, scale=scale)
             except UnsupportedError as error:
                 reason = error.because
             else:
-                self.outcomes.saw(self.layer, trace, q_len=q.shape[2], k_len=k.shape[2])
+                self.outcomes.saw(self.layer, trace, q_len=q.shape[2], k_len=k.shape[2], window=self.window)
                 return trace.output.out
         self.outcomes.saw_dense(self.layer, reason)
-        return dense_attention(q, k, v, causal=causal, scale=scale)
+        return dense_attention(q, k, v, causal=causal, scale=scale, window=self.window)
