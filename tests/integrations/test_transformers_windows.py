@@ -166,3 +166,21 @@ def test_only_requests_for_windows_are_taken_for_them(kind: str, q_offset: int, 
         seen, rows = mask.columns(start, stop), want[:, :, start:stop]
         assert torch.equal(mask.rows(start, stop, seen).expand(rows[..., seen].shape), rows[..., seen])
         assert int(rows.sum()) == int(rows[..., seen].sum())
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+def test_padded_chunks_beyond_the_window(name: str) -> None:
+    """A cache hands over the last keys of each layer alone, and the padding of the whole prompt."""
+    recorder, ids, mask = DensityRecorder(), tokens(150, batch=2), torch.ones(2, 150, dtype=torch.int64)
+    mask[0, :33] = 0
+
+    def run(model: Any) -> Tensor:
+        cache, parts, done = transformers.DynamicCache(config=model.config), [], 0
+        for chunk in ids.split([40, 45, 35, 30], dim=1):
+            done += chunk.shape[1]
+            parts.append(model(chunk, attention_mask=mask[:, :done], past_key_values=cache).logits)
+        return torch.cat(parts, 1)[mask.bool()]
+
+    assert_same_logits(make(name), run, recorder, evolve(DENSE_LIMIT, executor=CPU))
+    # Prompt by prompt, and both at once where the keys of a layer hold no padding any more.
+    assert recorder.sparse_calls() == {0: 5, 1: 5 if name == "mistral" else 7}
