@@ -12,6 +12,7 @@ from torch import Tensor
 import blocksparse as bs
 from blocksparse.audit import Audit, AuditedPipeline
 from blocksparse.executors.dense_attention import dense_attention
+from blocksparse.executors.one_node import one_node
 from blocksparse.testing import assert_within_budget, every_preset, make_qkv
 from tests import stages
 from tests.machine import GPU
@@ -286,6 +287,13 @@ def test_triton_takes_the_portable_kernel(monkeypatch: pytest.MonkeyPatch) -> No
     trace = all_of_it(bs.TritonExecutor(), 100, 128).trace(q, k, v, scale=SCALE)
     want = written_out(q, k, v, 100)
     assert float((trace.output.out - want).abs().max()) < 4e-3
+
+
+def test_a_node_of_a_graph_has_the_window() -> None:
+    q, k, v = make_qkv(N=60, Hq=2, Hkv=1, D=16, dtype=torch.float32)
+    trace = some_of_it(PORTABLE, bs.Identity(), 20).trace(q, k, v, scale=SCALE)
+    output = one_node(PORTABLE._node, q, k, v, trace.permutation, trace.mask, None, scale=SCALE)
+    assert torch.equal(output.out, trace.output.out)
 
 
 def test_an_audit_compares_within_the_window() -> None:
