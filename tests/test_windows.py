@@ -18,6 +18,8 @@ from tests import stages
 from tests.machine import GPU
 from tests.meaning import assert_means
 from tests.on_kernels import pretend_gpu
+from tests.test_logits import CHANGES
+from tests.test_logits import written_out as with_logits
 
 SCALE = 0.25
 WINDOWS = (1, 7, 16, 33, 64, 199)
@@ -294,6 +296,18 @@ def test_a_node_of_a_graph_has_the_window() -> None:
     trace = some_of_it(PORTABLE, bs.Identity(), 20).trace(q, k, v, scale=SCALE)
     output = one_node(PORTABLE._node, q, k, v, trace.permutation, trace.mask, None, scale=SCALE)
     assert torch.equal(output.out, trace.output.out)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=("softcap", "sinks", "both"))
+def test_softcap_and_sinks_in_a_window(change: bs.Logits) -> None:
+    q, k, v = make_qkv(N=120, D=16, dtype=torch.float64)
+    for executor in (bs.ReferenceExecutor(logits=change), bs.CpuExecutor(logits=change)):
+        for order in ORDERS[:2]:
+            trace = some_of_it(executor, order, 33).trace(q[:, :, 11:] * 4, k, v)
+            out, lse = with_logits(trace, change, torch.float64)
+            assert trace.output.lse is not None
+            torch.testing.assert_close(trace.output.out, out, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(trace.output.lse, lse, rtol=1e-12, atol=1e-12)
 
 
 def test_an_audit_compares_within_the_window() -> None:
