@@ -27,7 +27,8 @@ class LayerAttention:
     min_queries: int
     outcomes: Outcomes
     windows: bool = True  # whether the pipeline attends within a sliding window; if not, it is dense
-    window: int | None = None  # how many keys a query sees at most
+    window: int | None = None  # how many keys a query sees at most; the pipeline then has it too
+    none_because: str = "no pipeline for this layer"
     _others: dict[int | None, LayerAttention] = field(factory=dict, init=False, repr=False)  # by their window
     _call: OpaqueCall = field(
         init=False, repr=False, default=Factory(lambda self: OpaqueCall(self._attend), takes_self=True)
@@ -38,7 +39,12 @@ class LayerAttention:
         if window == self.window:
             return self
         if window not in self._others:
-            self._others[window] = evolve(self, window=window)
+            pipeline, because = self.pipeline, self.none_because
+            try:
+                pipeline = None if pipeline is None else pipeline.in_window(window)
+            except UnsupportedError as error:
+                pipeline, because = None, error.because
+            self._others[window] = evolve(self, pipeline=pipeline, window=window, none_because=because)
         return self._others[window]
 
     def __call__(
@@ -52,7 +58,7 @@ class LayerAttention:
         if queries == 1:
             return "decode"
         if self.pipeline is None:
-            return "no pipeline for this layer"
+            return self.none_because
         if keys < self.min_tokens:
             return "fewer than min_tokens"
         if self.window is not None and self.window < keys:
@@ -67,12 +73,11 @@ class LayerAttention:
         if reason is None:
             assert self.pipeline is not None  # or there would be a reason
             try:
-                pipeline = self.pipeline if self.window is None else self.pipeline.in_window(self.window)
                 if self.outcomes.recorder is None:
-                    out = pipeline(q, k, v, causal=causal, scale=scale)
+                    out = self.pipeline(q, k, v, causal=causal, scale=scale)
                     self.outcomes.saw_sparse()
                     return out
-                trace = pipeline.trace(q, k, v, causal=causal, scale=scale)
+                trace = self.pipeline.trace(q, k, v, causal=causal, scale=scale)
             except UnsupportedError as error:
                 reason = error.because
             else:

@@ -87,24 +87,24 @@ def _seen(
         return (seen, None) if int(kv_offset) == 0 else None
     if torch.compiler.is_compiling() or mask_function is None:
         return None
-    if allow_is_causal_skip and not _is_window(mask_function, local_size):
+    if allow_is_causal_skip and not _is_window(mask_function, local_size, int(q_offset) + q_length - 1):
         return None  # chunks of so many tokens, of which each sees itself alone, come with a size too
     return seen, local_size
 
 
-def _is_window(mask_function: Callable[..., Tensor], size: int) -> bool:
+def _is_window(mask_function: Callable[..., Tensor], size: int, last: int) -> bool:
     """Whether a mask function without padding is that of causal queries which see `size` keys at most.
 
-    transformers does not say so, so it is asked for some pairs about both ends of two windows. It is asked with
-    numbers on the CPU, for which nobody waits.
+    transformers does not say so, so the function is asked for pairs at both ends of two windows, the first one
+    that hides a key and that of the `last` position. It gets numbers on the CPU, for which nobody waits.
     """
     zero = torch.zeros((), dtype=torch.int64, device="cpu")
-    for query in (size, 2 * size + 1):
-        for distance in (-1, 0, size - 1, size):
-            seen = mask_function(zero, zero, zero + query, zero + query - distance)
-            if bool(seen) != (0 <= distance < size):
-                return False
-    return True
+    return all(
+        bool(mask_function(zero, zero, zero + query, zero + key)) == (query - size < key <= query)
+        for query in (size, last)
+        for key in (query - size, query - size + 1, query, query + 1)
+        if key <= last
+    )
 
 
 def _sequences(
@@ -124,7 +124,7 @@ def _sequences(
     """The prompts of a padded batch, or those of which a mask is made, if it is made of causal prompts."""
     if allow_is_causal_skip:
         assert attention_mask is not None
-        if attention_mask.shape[0] != batch_size or attention_mask.shape[1] < kv_offset + seen:
+        if attention_mask.shape[0] != batch_size or attention_mask.shape[1] < int(kv_offset) + seen:
             return None
         try:
             real = attention_mask[:, int(kv_offset) : int(kv_offset) + seen]
