@@ -180,6 +180,22 @@ def test_scorers_look_only_at_what_is_seen(scorer: bs.Scorer[Any, Any]) -> None:
             )
 
 
+@pytest.mark.parametrize("scorer", stages.SCORERS, ids=repr)
+def test_cells_are_counted_by_their_places_as_by_their_positions(scorer: bs.Scorer[Any, Any]) -> None:
+    """Tokens in order have the scores of an index map that leaves them in order."""
+    q, k, _ = make_qkv(B=1, N=170, Hq=2, Hkv=1, D=16, dtype=torch.float64)
+    in_order = torch.arange(170, dtype=torch.int32).view(1, 1, 1, -1)
+    for window in (1, 2, 8, 9, 33, 100):
+        windowed = scorer.in_window(window)
+        one, other = (
+            windowed(q, k, permutation, causal=True, scale=SCALE)
+            for permutation in (bs.GlobalPermutation(), bs.GlobalPermutation(in_order))
+        )
+        torch.testing.assert_close(one.values, other.values)
+        assert (one.forced is None) == (other.forced is None)
+        assert one.forced is None or torch.equal(one.forced, other.forced)
+
+
 @pytest.mark.parametrize("scorer", [x for x in stages.SCORERS if not isinstance(x, stages.PROBES)], ids=repr)
 def test_tokens_before_the_window_change_nothing(scorer: bs.Scorer[Any, Any]) -> None:
     """Neither scores nor choices of rows whose window begins at a block behind them; a bad key stays out."""

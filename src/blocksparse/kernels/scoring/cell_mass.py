@@ -70,7 +70,10 @@ def cell_mass_reference(
     empty = first_cell % high  # how many cells row 0 lacks at its start
     rows, cols = -(-(empty + q_cells.shape[2]) // high), -(-keys.shape[2] // wide)
     masses = []
-    step = max(1, _WORKSPACE // (q.shape[0] * q.shape[1] * high * keys.shape[2] * wide_dtype(q).itemsize))
+    # In a window some rows together look at few keys besides their own, and at no others.
+    looked_at = keys.shape[2] if of.behind is None else min(keys.shape[2], 2 * max(of.behind, high))
+    step = max(1, _WORKSPACE // (q.shape[0] * q.shape[1] * high * looked_at * wide_dtype(q).itemsize))
+    step = step if of.behind is None else min(step, max(1, of.behind // high))
     for top in range(0, rows, step):
         bottom = min(top + step, rows)
         first, last = max(top * high - empty, 0), min(bottom * high - empty, q_cells.shape[2])
