@@ -131,7 +131,7 @@ def tokens(length: int, *, batch: int = 1) -> Tensor:
 
 
 def attached(model: Any, recorder: DensityRecorder, pipeline: LayerPipeline = DENSE_LIMIT) -> Attachment:
-    return attach(model, pipeline, min_tokens=16, min_queries=2, recorder=recorder)
+    return attach(model, pipeline, min_tokens=16, min_queries=2, min_window=16, recorder=recorder)
 
 
 def assert_same_logits(

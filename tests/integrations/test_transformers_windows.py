@@ -88,19 +88,27 @@ def test_windows_are_dense_with_a_reason_where_nothing_else_pays_or_works(name: 
     ranked = evolve(DENSE_LIMIT, selector=Ranked(Everything()), executor=GatherExecutor(0.0))
     custom = evolve(DENSE_LIMIT, scorer=_Ones())
     cases: list[tuple[LayerPipeline | Schedule, dict[str, Any], str]] = [
-        (DENSE_LIMIT, {"windows": False}, "sliding window"),
-        (DENSE_LIMIT, {"min_tokens": WINDOW + 1}, "a sliding window of fewer than min_tokens"),
+        (DENSE_LIMIT, {"min_window": None}, "sliding window"),
+        (DENSE_LIMIT, {"min_window": WINDOW + 1}, "a sliding window of fewer than min_window"),
         (Schedule(DENSE_LIMIT, dense=sliding), {}, "no pipeline for this layer"),
         (ranked, {}, "GatherExecutor: it knows no sliding window, and this call has one of 48 tokens"),
         (custom, {}, "_Ones knows no sliding window"),
     ]
     for pipeline, given, reason in cases:
         recorder = DensityRecorder()
-        with attach(model, pipeline, recorder=recorder, **{"min_tokens": 16, "min_queries": 2, **given}):
+        limits = {"min_tokens": 16, "min_queries": 2, "min_window": WINDOW}
+        with attach(model, pipeline, recorder=recorder, **{**limits, **given}):
             actual = model(ids).logits
         torch.testing.assert_close(actual, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
         assert recorder.dense_calls() == {layer: Counter({reason: 1}) for layer in sliding}
         assert recorder.sparse_calls() == {layer: 1 for layer in range(LAYERS) if layer not in sliding}
+
+
+def test_limits_of_windows_are_whole_numbers() -> None:
+    for wrong, error in ((0, ValueError), (2.5, TypeError), (True, TypeError)):
+        given: Any = wrong
+        with pytest.raises(error, match="'min_window' must be a whole number, at least 1, or None: "):
+            attach(make("mistral"), DENSE_LIMIT, min_window=given)
 
 
 def test_windows_under_audits_and_in_groups_of_heads() -> None:
@@ -108,7 +116,7 @@ def test_windows_under_audits_and_in_groups_of_heads() -> None:
     expected, audit = model(ids).logits, Audit(rows=50, every=1)
     groups = HeadGroups({(0,): None, (1,): DENSE_LIMIT})
     for pipeline, watched in ((DENSE_LIMIT, audit), (groups, None)):
-        with attach(model, pipeline, min_tokens=16, min_queries=2, audit=watched):
+        with attach(model, pipeline, min_tokens=16, min_queries=2, min_window=WINDOW, audit=watched):
             actual = model(ids).logits
         torch.testing.assert_close(actual, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
     for layer in audit.layers():
@@ -135,7 +143,8 @@ def test_peak_memory_is_flat(name: str, sparse: bool) -> None:
     pipeline: Any = evolve(DENSE_LIMIT, executor=CPU)
     for length in (256, 512):
         ids = tokens(length)
-        with attach(model, Schedule(pipeline if sparse else None), min_tokens=16), _Largest() as seen:
+        schedule = Schedule(pipeline if sparse else None)
+        with attach(model, schedule, min_tokens=16, min_window=16), _Largest() as seen:
             actual = model(ids, use_cache=False).last_hidden_state
         torch.testing.assert_close(actual, model(ids, use_cache=False).last_hidden_state, rtol=1e-4, atol=1e-4)
         largest[length] = seen.numbers

@@ -25,8 +25,8 @@ class LayerAttention:
     layer: int
     min_tokens: int
     min_queries: int
+    min_window: int | None  # a sliding window of fewer tokens is dense; None for all windows
     outcomes: Outcomes
-    windows: bool = True  # whether the pipeline attends within a sliding window; if not, it is dense
     window: int | None = None  # how many keys a query sees at most; the pipeline then has it too
     none_because: str = "no pipeline for this layer"
     _others: dict[int | None, LayerAttention] = field(factory=dict, init=False, repr=False)  # by their window
@@ -62,10 +62,10 @@ class LayerAttention:
         if keys < self.min_tokens:
             return "fewer than min_tokens"
         if self.window is not None and self.window < keys:
-            if not self.windows:
+            if self.min_window is None:
                 return "sliding window"
-            if self.window < self.min_tokens:
-                return "a sliding window of fewer than min_tokens"
+            if self.window < self.min_window:
+                return "a sliding window of fewer than min_window"
         return "fewer than min_queries" if queries < self.min_queries else None
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
