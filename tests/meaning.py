@@ -34,7 +34,10 @@ def pairs_of(permutation: bs.Permutation, mask: bs.BlockMask, q: Tensor, k: Tens
             kept = keep[:, torch.arange(key.shape[1]) // k_block] & (key >= 0)
             counts = torch.zeros(M, N, dtype=torch.int32).scatter_add_(1, key.clamp_min(0), kept.int())
             pairs[b, h] = counts > 0
-    return pairs & (torch.arange(N) <= offset + query[:, None]) if causal else pairs
+    if not causal:
+        return pairs
+    distance = offset + query[:, None] - torch.arange(N)
+    return pairs & (distance >= 0) & (distance < (mask.grid.window or N))
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, pairs: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,7 @@ import blocksparse as bs
 from blocksparse.head_groups import AnyPipeline
 from tests import drawn, stages
 from tests.drawn import LAWS, Case, cases
+from tests.machine import GPU
 from tests.meaning import assert_means, attention, pairs_of, same
 
 AnyTrace = bs.Trace[Any, Any, Any]
@@ -76,6 +77,32 @@ def test_executors_obey_any_mask(device: str, case: Case, share: float, seed: in
     mask = bs.RankedBlockMask(keep, grid, rank)
     output = run(case.executor, trace, mask)
     assert_means(output, trace.permutation, mask, trace.scale, trace.q, trace.k, trace.v)
+
+
+WINDOWED = cases(
+    causal=True,
+    permuters=drawn.PERMUTERS[:-1],
+    scorers=tuple(s for s in drawn.SCORERS if s is not stages.AnyOrder),
+    executors=(bs.ReferenceExecutor(),) if GPU else (bs.ReferenceExecutor(), bs.CpuExecutor()),
+)
+
+
+@law(25, 150, WINDOWED, st.integers(1, 140))
+def test_nothing_outside_of_a_window_is_attended_to(device: str, case: Case, window: int) -> None:
+    """And the query's own key is; with everything kept, all that is inside."""
+    q, k, v = case.qkv(device)
+    (M, N), pipeline = (q.shape[2], k.shape[2]), case.pipeline.in_window(window)
+    distance = torch.arange(N - M, N)[:, None] - torch.arange(N)
+    inside = (distance >= 0) & (distance < window)
+    everything = evolve(pipeline, selector=bs.Everything(), executor=bs.ReferenceExecutor())
+    for attention_of, exact in ((pipeline, False), (everything, True)):
+        trace = attention_of.trace(q, k, v, **case.call)
+        pairs = pairs_of(trace.permutation, trace.mask, trace.q, trace.k)
+        assert not bool((pairs & ~inside).any())
+        assert bool((pairs | (distance != 0)).all())
+        assert not exact or torch.equal(pairs, inside.expand(pairs.shape))
+        assert not bool((trace.mask.keep & ~trace.mask.grid.reachable).any())
+        assert_means(trace.output, trace.permutation, trace.mask, trace.scale, trace.q, trace.k, trace.v)
 
 
 KERNEL = bs.TritonExecutor()

@@ -11,9 +11,10 @@ from torch.nn.functional import pad
 
 from blocksparse.kernels.common.sizes import FAR
 from blocksparse.kernels.positions.block_bounds import block_bounds
+from blocksparse.kernels.positions.sight import sees
 from blocksparse.kernels.positions.token_positions import TokenPositions
 from blocksparse.permuters.permutation import Permutation
-from blocksparse.validators import shown, size
+from blocksparse.validators import shown, size, whole
 
 
 @final
@@ -21,7 +22,8 @@ from blocksparse.validators import shown, size
 class Grid:
     """Rows of `q_block` query slots by columns of `k_block` key slots.
 
-    When causal, the queries are the last `q_len` of `k_len` positions. Rows are cut where those of the *whole*
+    When causal, the queries are the last `q_len` of `k_len` positions, and a query at position `p` sees the keys
+    at `k <= p`; with a sliding window only those at `p - window < k <= p`. Rows are cut where those of the *whole*
     prompt are: when a chunk starts inside a block, the first `q_lead` places of row 0 are empty, so that a row
     means the same queries however the prompt is chunked. `reachable`, `full` and `diagonal` follow from the first
     and the last original position of each block alone, for any permutation.
@@ -47,19 +49,35 @@ class Grid:
     k_first: Tensor  # [B|1, H|1, rows|1, cols]
     k_last: Tensor  # [B|1, H|1, rows|1, cols]; -1 for a block of empty slots
     k_whole: Tensor  # [B|1, H|1, rows|1, cols] bool, whether the block has no empty slot
+    # How many tokens a query sees at most, its own included. None unless causal, and where it would hide nothing.
+    window: int | None = None
     _finer: dict[int, Grid] = field(init=False, repr=False, factory=dict)  # the grids that `refined` made, by n
 
     @classmethod
     def of(
-        cls, q: Tensor, k: Tensor, permutation: Permutation, *, q_block: int, k_block: int, causal: bool
+        cls,
+        q: Tensor,
+        k: Tensor,
+        permutation: Permutation,
+        *,
+        q_block: int,
+        k_block: int,
+        causal: bool,
+        window: int | None = None,
     ) -> Grid:
         """The grid over `q` `[B, Hq, M, D]` and `k` `[B, Hkv, N, D]` in the slots of `permutation`.
 
+        Args:
+            window: how many tokens a query sees at most, its own included; None for all up to its own. A window of
+                at least N tokens hides nothing, and the grid is that without one.
+
         Raises:
             ValueError: `permutation` does not fit these q and k, its query groups are not whole numbers of query
-                blocks, or the grid is causal and there are more queries than keys.
+                blocks, the grid is causal and there are more queries than keys, or it has a window and is not
+                causal.
         """
         (B, Hq, M, _), (_, Hkv, N, _) = q.shape, k.shape
+        window = hiding(window, N, causal=causal)
         if causal and M > N:
             raise ValueError(f"a causal grid needs at least as many keys as queries: Nq={M}, Nk={N}")
         permutation.check_fits(q, k, causal=causal)
@@ -105,6 +123,7 @@ class Grid:
             kv_heads=Hkv,
             causal=causal,
             slots=slots,
+            window=window,
         )
 
     @classmethod
@@ -139,11 +158,21 @@ class Grid:
             **sizes,
         )
 
-    def check_fits(self, q: Tensor, k: Tensor, permutation: Permutation, *, causal: bool | None = None) -> None:
+    def check_fits(
+        self,
+        q: Tensor,
+        k: Tensor,
+        permutation: Permutation,
+        *,
+        causal: bool | None = None,
+        window: int | None = None,
+    ) -> None:
         """Refuse a grid that was cut from another permutation, or from tensors of other sizes than these.
 
         Args:
-            causal: whether the call is causal; None if the caller does not know, and then it is not compared.
+            causal: whether the call is causal; None if the caller does not know, and then neither this nor the
+                window is compared.
+            window: the window of the call, or None.
 
         Raises:
             ValueError: the grid is not over `q` `[B, Hq, M, D]` and `k` `[B, Hkv, N, D]` in this permutation.
@@ -161,17 +190,24 @@ class Grid:
                 "these scores, or this mask, belong to another permutation than the one given, so that the same "
                 "block means other tokens; pass the permutation that Grid.of(q, k, permutation, ...) got"
             )
-        if causal not in (None, self.causal):
+        if causal is None:
+            return
+        if causal != self.causal:
             raise ValueError(
                 f"these scores, or this mask, were made with causal={self.causal}, and the call has "
                 f"causal={causal}"
+            )
+        if (hides := hiding(window, N, causal=causal)) != self.window:
+            raise ValueError(
+                f"these scores, or this mask, were made with window={self.window}, and the call has "
+                f"window={hides}: pass the scorer's window to Grid.of(..., window=...)"
             )
 
     def same_blocks(self, other: Grid) -> bool:
         """Whether block (i, j) means the same tokens in both grids, for all i and j."""
         return self is other or (
-            (*self._over, self.causal, self.q_block, self.k_block)
-            == (*other._over, other.causal, other.q_block, other.k_block)
+            (*self._over, self.causal, self.window, self.q_block, self.k_block)
+            == (*other._over, other.causal, other.window, other.q_block, other.k_block)
             and self.permutation.orders_as(other.permutation)
         )
 
@@ -210,6 +246,7 @@ class Grid:
             kv_heads=self.kv_heads,
             causal=self.causal,
             slots=self.slots,
+            window=self.window,
         )
 
     @property
@@ -239,19 +276,29 @@ class Grid:
         )
         return TokenPositions(
             q_position, k_position, self.group_of_row, self.q_lead, self.causal,
-            order.q_index is None, order.k_index is None,
+            order.q_index is None, order.k_index is None, self.window,
         )  # fmt: skip
 
     @property
     def reachable(self) -> Tensor:
         """The blocks in which some query may see some key, `[B|1, H|1, rows, cols]`."""
-        seen = self.k_last >= 0
-        return seen & (self.k_first <= self.q_last) if self.causal else seen.expand(self._shape)
+        there = self.k_last >= 0
+        if not self.causal:
+            return there.expand(self._shape)
+        seen = there & (self.k_first <= self.q_last)
+        return seen if self.window is None else seen & (self.k_last > self.q_first - self.window)
 
     @property
     def full(self) -> Tensor:
         """The blocks in which every query may see every key, so that an executor need not mask them."""
-        return self.k_whole & (self.k_last <= self.q_first) if self.causal else self.k_whole.expand(self._shape)
+        if not self.causal:
+            return self.k_whole.expand(self._shape)
+        full = self.k_whole & (self.k_last <= self.q_first)
+        return full if self.window is None else full & (self.k_first > self.q_last - self.window)
+
+    def sees(self, q_at: Tensor, k_at: Tensor) -> Tensor:
+        """Whether queries at the original positions `q_at` see keys at `k_at`, broadcast against each other."""
+        return sees(q_at, k_at, causal=self.causal, window=self.window)
 
     @property
     def diagonal(self) -> Tensor:
@@ -280,8 +327,7 @@ class Grid:
     def own_segment(self, S: int) -> Tensor:
         """The reachable blocks that lie in the same segment of `S` original positions as the row."""
         S = min(S, FAR)
-        own = self.k_first // S == self.q_first // S  # never so for empty blocks: their `k_first` is 2**31 - 1
-        return own & (self.k_first <= self.q_last) if self.causal else own.expand(self._shape)
+        return self.reachable & (self.k_first // S == self.q_first // S)
 
     def shared(self) -> Grid:
         """The grid for one mask per KV head: the bounds of each block cover all query heads of the group."""
@@ -313,3 +359,21 @@ class Grid:
     def _shape(self) -> tuple[int, int, int, int]:
         B, H, rows, _ = torch.broadcast_shapes(self.q_last.shape, (*self.k_last.shape[:2], 1, 1))
         return B, H, rows, self.cols
+
+
+def hiding(window: int | None, k_len: int, *, causal: bool) -> int | None:
+    """The window as far as it hides any of `k_len` keys from any query: None where it hides none.
+
+    Raises:
+        TypeError, ValueError: the window is not a whole number, at least 1; or there is one, and attention is not
+            causal.
+    """
+    if window is None:
+        return None
+    size.check(window=window)
+    if not causal:
+        raise ValueError(
+            f"a sliding window is causal, a query sees the window={shown(window)} tokens that end with its own: "
+            "call with causal=True, or take the pipeline without the window"
+        )
+    return whole(window) if window < k_len else None

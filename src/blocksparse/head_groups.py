@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final, overload
 
 import torch
-from attrs import Factory, field, frozen
+from attrs import Factory, converters, evolve, field, frozen
 from torch import Tensor
 
 from blocksparse.executors.attention_output import AttentionOutput
@@ -17,7 +17,7 @@ from blocksparse.opaque_call import OpaqueCall, attend
 from blocksparse.pipeline import Pipeline, Trace
 from blocksparse.precision import without_autocast
 from blocksparse.sequences import Sequences
-from blocksparse.validators import a, is_whole, shown, whole
+from blocksparse.validators import a, is_whole, optional, shown, size, whole
 
 AnyPipeline = Pipeline[Any, Any, Any]
 AnyTrace = Trace[Any, Any, Any]
@@ -82,9 +82,17 @@ class HeadGroups:
 
     It is called like a `Pipeline`. The heads of a group run in one call, in the order in which the group names
     them. If an option of its pipeline has one number per query head, these are the query heads of the group alone.
+
+    Args:
+        groups: the pipelines by KV heads.
+        window: how many tokens a query of a dense head sees at most, its own included; `in_window` sets it, and
+            that of all pipelines. None for all tokens up to its own.
     """
 
     groups: Mapping[Heads, AnyPipeline | None] = field(converter=_groups)
+    window: int | None = field(
+        default=None, converter=converters.optional(whole), validator=optional(size), kw_only=True
+    )
     _call: OpaqueCall = field(
         init=False, repr=False, default=Factory(lambda self: OpaqueCall(self._attend), takes_self=True)
     )
@@ -106,6 +114,14 @@ class HeadGroups:
                 )
         if twice := repeated(head for heads in groups for head in heads):
             raise ValueError(f"'groups' must name each KV head once, but names these more than once: {twice}")
+
+    def in_window(self, window: int | None) -> HeadGroups:
+        """These groups for a layer with a sliding window, in dense heads too; see `Pipeline.in_window`."""
+        groups = {
+            heads: None if pipeline is None else pipeline.in_window(window)
+            for heads, pipeline in self.groups.items()
+        }
+        return evolve(self, groups=groups, window=window)
 
     @classmethod
     def dense_where(cls, dense: Sequence[bool], pipeline: AnyPipeline) -> HeadGroups:
@@ -146,8 +162,12 @@ class HeadGroups:
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
         parts: dict[Heads, Tensor] = {}
         for heads, pipeline in self.groups.items():
-            attention = dense_attention if pipeline is None else pipeline
-            parts[heads] = attention(*_part(q, k, v, heads), causal=causal, scale=scale)
+            part = _part(q, k, v, heads)
+            parts[heads] = (
+                dense_attention(*part, causal=causal, scale=scale, window=self.window)
+                if pipeline is None
+                else pipeline(*part, causal=causal, scale=scale)
+            )
         return _put_back(parts, q.shape[1] // k.shape[1])
 
     @overload
@@ -203,7 +223,7 @@ class HeadGroups:
         for heads, pipeline in self.groups.items():
             part = _part(q, k, v, heads)
             if pipeline is None:
-                out = dense_attention(*part, causal=causal, scale=scale)
+                out = dense_attention(*part, causal=causal, scale=scale, window=self.window)
                 traces[heads], outputs[heads] = None, AttentionOutput(out, None)
             else:
                 traces[heads] = trace = pipeline.trace(*part, causal=causal, scale=scale)

@@ -6,7 +6,7 @@ import logging
 from typing import Generic, NamedTuple, TypeVar, final, overload
 
 import torch
-from attrs import Factory, field, frozen
+from attrs import Factory, evolve, field, frozen
 from torch import Tensor
 
 from blocksparse.class_line import Declared, check_gave, check_takes, declared
@@ -14,7 +14,7 @@ from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.dense_attention import dense_attention
 from blocksparse.executors.executor import Executor
 from blocksparse.executors.logits import PLAIN
-from blocksparse.geometry import Grid
+from blocksparse.geometry import Grid, hiding
 from blocksparse.inputs import check_inputs
 from blocksparse.kernels.multiplying.products import products, wide_dtype
 from blocksparse.opaque_call import OpaqueCall, attend, refuse_transforms
@@ -38,7 +38,10 @@ MaskT = TypeVar("MaskT", bound=BlockMask)
 @final
 @frozen(eq=False)
 class Trace(Generic[PermutationT, ScoresT, MaskT]):
-    """Every value of one call. The methods measure it when they are called, one row of blocks at a time."""
+    """Every value of one call. The methods measure it when they are called, one row of blocks at a time.
+
+    With a sliding window, dense attention means dense attention within it.
+    """
 
     # q, k and v are those that the stages got: in one dtype, with q negated if the caller's scale was negative.
     q: Tensor  # [B, Hq, M, D]
@@ -88,10 +91,9 @@ class Trace(Generic[PermutationT, ScoresT, MaskT]):
         rows = self.q.gather(2, query.unsqueeze(-1).expand(*query.shape, self.q.shape[-1]))
         change = self.output.logits or PLAIN
         logits = change.capped(products(*(x.to(wide_dtype(x)) for x in (rows, self.k))) * self.scale)
-        if self.visited.grid.causal:
-            last = query + (self.k.shape[2] - self.q.shape[2])
-            future = torch.arange(self.k.shape[2], device=query.device) > last.unsqueeze(-1)
-            logits = logits.masked_fill(future, float("-inf"))
+        grid, key = self.visited.grid, torch.arange(self.k.shape[2], device=query.device)
+        position = query + (grid.k_len - grid.q_len if grid.causal else 0)
+        logits = logits.masked_fill(~grid.sees(position.unsqueeze(-1), key), float("-inf"))
         return change.with_sinks(logits.softmax(-1), logits.logsumexp(-1))[0], allowed
 
 
@@ -131,6 +133,27 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         check_takes(declared(self.executor, Executor, 0), permutation)
         check_takes(declared(self.selector, Selector, 0), scores)
         check_takes(declared(self.executor, Executor, 1), declared(self.selector, Selector, 1))
+
+    @property
+    def window(self) -> int | None:
+        """How many tokens a query sees at most, its own included; None for all tokens up to its own."""
+        return self.scorer.window
+
+    def in_window(self, window: int | None) -> Pipeline[PermutationT, ScoresT, MaskT]:
+        """This pipeline for a layer with a sliding window, exactly: what lies outside of it is never attended to.
+
+            pbs_attn(0.9).in_window(4096)(q, k, v)
+
+        A query at position `p` sees the keys at `p - window < k <= p`, and of these those in selected blocks. It
+        is Hugging Face's `sliding_window`. Blocks that lie outside get no score and are not selected, and
+        `density()` is the share of dense attention within the window. Calls must be causal. None takes a window
+        away.
+
+        Raises:
+            TypeError, ValueError: `window` is not a whole number, at least 1; or, as an `UnsupportedError`, the
+                scorer knows no window. An executor that knows none refuses calls.
+        """
+        return evolve(self, scorer=self.scorer.in_window(window))
 
     def __call__(
         self,
@@ -182,10 +205,22 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         return output
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
-        if reason := self.executor.dense_because(q, k, v, causal=causal):
+        if reason := self.dense_because(q, k, v, causal=causal):
             _log.debug("dense attention runs: %s", reason)
-            return dense_attention(q, k, v, causal=causal, scale=scale)
+            return dense_attention(q, k, v, causal=causal, scale=scale, window=self.window)
         return self._attend_sparsely(q, k, v, causal, scale).out
+
+    def dense_because(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> str | None:
+        """The reason why a call would attend densely, in the window if there is one; None if the stages run.
+
+        Raises:
+            ValueError: the call is not causal, and the pipeline has a window.
+        """
+        window = hiding(self.window, k.shape[2], causal=causal)
+        if window is None:
+            return self.executor.dense_because(q, k, v, causal=causal)
+        # Dense attention within the window is as much work as that to `window` keys.
+        return self.executor.dense_because(q, k[:, :, :window], v[:, :, :window], causal=False)
 
     def _attend_sparsely(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> AttentionOutput:
         permutation = self._order(q, k, causal, scale)
@@ -194,6 +229,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         return self._execute(q, k, v, permutation, mask, scale)
 
     def _order(self, q: Tensor, k: Tensor, causal: bool, scale: float) -> PermutationT:
+        hiding(self.window, k.shape[2], causal=causal)
         permutation = self.permuter(q, k, causal=causal, scale=scale)
         check_gave(self._promised.permutation, permutation)
         permutation.check_fits(q, k, causal=causal)
@@ -202,13 +238,13 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
     def _score(self, q: Tensor, k: Tensor, permutation: PermutationT, causal: bool, scale: float) -> ScoresT:
         scores = self.scorer(q, k, permutation, causal=causal, scale=scale)
         check_gave(self._promised.scores, scores)
-        scores.grid.check_fits(q, k, permutation, causal=causal)
+        scores.grid.check_fits(q, k, permutation, causal=causal, window=self.window)
         return scores
 
     def _select(self, q: Tensor, k: Tensor, permutation: PermutationT, scores: ScoresT, causal: bool) -> MaskT:
         mask = self.selector(scores)
         check_gave(self._promised.mask, mask)
-        mask.grid.check_fits(q, k, permutation, causal=causal)
+        mask.grid.check_fits(q, k, permutation, causal=causal, window=self.window)
         return mask
 
     def _execute(
@@ -277,11 +313,13 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         permutation = self._order(q, k, causal, scale)
         scores = self._score(q, k, permutation, causal, scale)
         mask = self._select(q, k, permutation, scores, causal)
-        if (reason := self.executor.dense_because(q, k, v, causal=causal)) is None:
+        if (reason := self.dense_because(q, k, v, causal=causal)) is None:
             output = self._execute(q, k, v, permutation, mask, scale)
         else:
             output = AttentionOutput(
-                dense_attention(q, k, v, causal=causal, scale=scale), None, _everything(q, k, mask)
+                dense_attention(q, k, v, causal=causal, scale=scale, window=self.window),
+                None,
+                _everything(q, k, mask),
             )
         return Trace(q, k, v, scale, permutation, scores, mask, output, reason)
 
@@ -312,12 +350,16 @@ def _refuse_mask(attn_mask: None) -> None:
     if attn_mask is not None:
         raise TypeError(
             "a pipeline takes no attention mask, its selector makes one; sequences=Sequences.padded(mask [B, N]) "
-            "leaves padding out, Sequences.packed(lengths) separates prompts, and windows need dense attention"
+            "leaves padding out, Sequences.packed(lengths) separates prompts, and pipeline.in_window(tokens) has "
+            "a sliding window"
         )
 
 
 def _everything(q: Tensor, k: Tensor, mask: BlockMask) -> BlockMask:
     """The mask of what dense attention visits: every block that is reachable in original order."""
     sizes = mask.grid
-    grid = Grid.of(q, k, GlobalPermutation(), q_block=sizes.q_block, k_block=sizes.k_block, causal=sizes.causal)
+    grid = Grid.of(
+        q, k, GlobalPermutation(), q_block=sizes.q_block, k_block=sizes.k_block, causal=sizes.causal,
+        window=sizes.window,
+    )  # fmt: skip
     return BlockMask(grid.reachable.expand(q.shape[0], q.shape[1], -1, -1), grid)

@@ -45,6 +45,10 @@ def call_of(make: Callable[[DeviceMesh], Scheme], *, causal: bool = True, **size
     return call
 
 
+def with_a_window(scheme: Callable[..., Scheme]) -> Callable[[DeviceMesh], Scheme]:
+    return lambda mesh: scheme(POOLED.in_window(40), mesh, "ranks")
+
+
 def gather(pipeline: AnyPipeline, **sizes: Any) -> Callable[..., object]:
     return call_of(lambda mesh: AllGatherKV(pipeline, mesh, "ranks"), **sizes)
 
@@ -240,6 +244,14 @@ REFUSED: dict[str, Case] = {
             )
         ),
     ),
+    **{
+        f"{scheme.__name__} with a window": refused(
+            ValueError,
+            "'attention' has a sliding window of 40 tokens, and no scheme knows windows",
+            call_of(with_a_window(scheme)),
+        )
+        for scheme in (Ulysses, AllGatherKV, Ring)
+    },
     "ring of a chunk inside a block": refused(
         ValueError,
         "must begin at a multiple of 16 tokens",

@@ -726,6 +726,7 @@ def test_bad_layouts(options: dict[str, Any], error: type[Exception], message: s
     ("options", "error", "message"),
     [
         ({"pipeline": lambda q, k, v: q}, TypeError, "'pipeline' must be a Pipeline, HeadGroups or a Schedule"),
+        ({"pipeline": SPARSE.in_window(9)}, ValueError, "'pipeline' has a sliding window of 9 tokens"),
         ({"dense_steps": 2}, TypeError, r"'dense_steps' must be a sequence of whole numbers: 2"),
         ({"dense_steps": (0, -1)}, ValueError, r"'dense_steps\[1\]' must be a whole number, at least 0: -1"),
         ({"min_tokens": 0}, ValueError, "'min_tokens' must be a whole number, at least 1: 0"),

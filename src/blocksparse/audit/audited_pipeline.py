@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import final
 
 import torch
-from attrs import Factory, field, frozen
+from attrs import Factory, evolve, field, frozen
 from torch import Tensor
 
 from blocksparse.audit.audit import Audit
@@ -28,6 +28,10 @@ class AuditedPipeline:
         init=False, repr=False, default=Factory(lambda self: OpaqueCall(self._attend), takes_self=True)
     )
 
+    def in_window(self, window: int | None) -> AuditedPipeline:
+        """The same for a layer with a sliding window; see `Pipeline.in_window`."""
+        return evolve(self, pipeline=self.pipeline.in_window(window))
+
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None
     ) -> Tensor:
@@ -38,7 +42,7 @@ class AuditedPipeline:
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
         dense, audited = self.audit.begins(self.layer, may_audit=not _is_captured(q))
         if dense:
-            return dense_attention(q, k, v, causal=causal, scale=scale)
+            return dense_attention(q, k, v, causal=causal, scale=scale, window=self.pipeline.window)
         if not audited:
             return self.pipeline(q, k, v, causal=causal, scale=scale)
         trace = self.pipeline.trace(q, k, v, causal=causal, scale=scale)
@@ -51,7 +55,7 @@ class AuditedPipeline:
         """Make the same call with the same arguments, and return every value of it."""
         dense, audited = self.audit.begins(self.layer, may_audit=not _is_captured(q))
         if dense:
-            everywhere = HeadGroups({tuple(range(k.shape[1])): None})
+            everywhere = HeadGroups({tuple(range(k.shape[1])): None}, window=self.pipeline.window)
             return everywhere.trace(q, k, v, causal=causal, scale=scale)
         trace = self.pipeline.trace(q, k, v, causal=causal, scale=scale)
         if audited:

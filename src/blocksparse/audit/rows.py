@@ -42,7 +42,8 @@ def row_sums(trace: AnyTrace, rows: int, generator: torch.Generator) -> Tensor:
         # [B, Hq, some, end]
         logits = change.capped(products(_rows(q, some), k[:, :, :end]) * trace.scale)
         if causal:
-            logits.masked_fill_(key[:end] > some.unsqueeze(-1) + (N - M), float("-inf"))
+            seen = trace.mask.grid.sees(some.unsqueeze(-1) + (N - M), key[:end])
+            logits.masked_fill_(~seen, float("-inf"))
         most = logits.amax(-1, keepdim=True)
         weights = logits.sub_(most).exp_()
         total = weights.sum(-1, keepdim=True)

@@ -16,6 +16,7 @@ from blocksparse.head_groups import AnyPipeline
 from blocksparse.inputs import check_inputs
 from blocksparse.opaque_call import OpaqueCall
 from blocksparse.opaque_call import attend as attend_opaquely
+from blocksparse.pipeline import Pipeline
 from blocksparse.precision import without_autocast
 
 
@@ -28,7 +29,7 @@ class Scheme(ABC):
     have the same scheme around the same pipeline.
     """
 
-    attention: AnyPipeline | Scheme
+    attention: AnyPipeline | Scheme = field()
     mesh: DeviceMesh = field(repr=False)
     dim: str
     _ranks: Ranks = field(
@@ -37,6 +38,14 @@ class Scheme(ABC):
     _call: OpaqueCall = field(
         init=False, repr=False, default=Factory(lambda self: OpaqueCall(self._attend), takes_self=True)
     )
+
+    @attention.validator
+    def _refuse_windows(self, _: object, attention: object) -> None:
+        if isinstance(attention, Pipeline) and attention.window is not None:
+            raise ValueError(
+                f"'attention' has a sliding window of {attention.window} tokens, and no scheme knows windows: "
+                "spread heads instead (tensor parallel), or take the pipeline without its window"
+            )
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None

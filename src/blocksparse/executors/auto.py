@@ -88,6 +88,7 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
         TypeError, ValueError: `dense_below` is not a number of operations.
     """
 
+    takes_windows = True
     dense_below: float | None = field(default=None, kw_only=True, validator=optional(_operations))
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> list[str]:
@@ -109,7 +110,9 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
 
     def choose(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Choice:
         """What a pipeline would run for these inputs, and why nothing faster."""
-        if reason := self.dense_because(q, k, v, causal=mask.grid.causal):
+        keys = slice(mask.grid.window)  # a query in a window has as much work as with so many keys
+        causal = mask.grid.causal and mask.grid.window is None
+        if reason := self.dense_because(q, k[:, :, keys], v[:, :, keys], causal=causal):
             return Choice(None, {}, reason)
         executor, refused = self._fastest(q, k, v, mask)
         return Choice(executor, refused)

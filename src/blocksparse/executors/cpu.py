@@ -31,15 +31,17 @@ class CpuExecutor(Executor[Permutation, BlockMask]):
 
     A row attends to keys in three parts, which are merged by their lse: to its own tokens, in plain products if
     some of these are dropped or stand in another order; to blocks before them that neighbouring rows and the other
-    heads of its KV head keep as well, together with these; and to what else it keeps. Nothing is compiled, so the
-    first call takes no longer than the next one. It takes any permutation, dtype and head dim, computes in fp32 or
-    better, and holds the keys of a few rows at a time.
+    heads of its KV head keep as well, together with these; and to what else it keeps. With a sliding window there
+    is a fourth part, keys that only the first queries of a row still see, in plain products. Nothing is compiled,
+    so the first call takes no longer than the next one. It takes any permutation, dtype and head dim, computes in
+    fp32 or better, and holds the keys of a few rows at a time.
 
     Args:
         logits: what the layer does to logits and their softmax, exactly; nothing by default. The flash kernel
             knows no softcap, so that with one all products are plain, which takes longer.
     """
 
+    takes_windows = True
     logits: Logits = field(default=PLAIN, validator=a(Logits), kw_only=True)
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> list[str]:
@@ -101,6 +103,10 @@ class _Rows:
         self.q_at = self.by_row(pad(q_at, (0, after * self.q_block), value=-1), self.q_block)
         self.first, self.last = self.q_at.where(self.q_at >= 0, FAR).amin(1), self.q_at.amax(1)
         self.first += self.first == self.last  # all keys that a lone query sees stand "before" it
+        # Keys up to `dim` are hidden by the window from the last query of a row, up to `dark` from all of them.
+        self.window = grid.window
+        if self.window is not None:
+            self.dim, self.dark = ((x - self.window).clamp_min(-1) for x in (self.last, self.first))
 
         behind = (grid.rows + after) * self.q_block - self.inside.stop
         if grid.q_lead or behind:
@@ -128,25 +134,24 @@ class _Rows:
         k_block, width, R = self.k_at.shape[1], self.k.shape[1] + self.v.shape[1], len(self.q)
         in_stack = torch.arange(R, device=self.q.device) // self.n
         block, key = self.first_block[in_stack], self.first_key[in_stack]  # where each row's begin
-        before, own = self._counts(block)
+        before, own, edge = self._counts(block)
 
         each = self.first[:, None] + torch.arange(self.q_block, dtype=torch.int32, device=block.device)
         in_order = (self.q_at == each).all(1) & (own == self.q_block) & (self.logits.softcap is None)
+        if self.window is not None:
+            in_order &= self.first > self.dim
         for keys, some in _alike(own.where(in_order, 0), width):
             at = self.first[some, None] + torch.arange(keys, device=some.device)
             out, lse = self._flash(self.q.index_select(0, some), key[some], at, scale, causal=True)
             self.out.index_copy_(0, some, out)
             self.lse.index_copy_(0, some, lse)
         for keys, some in _alike(own.where(~in_order, 0), width + min(self.q_block, _PLACES)):
-            first, last, full, kept = (
-                x[some, None, None] for x in (self.first, self.last, self.full_count, self.rest_count)
-            )
-            place = torch.arange(int(kept.max()), device=some.device).unsqueeze(1)
-            at = self._slots(block[some], self.rest[some, : len(place)])
-            at = at[(place >= full) & (place < kept) & (at >= first) & (at <= last)].view(-1, keys)
-            k, v = self._gathered(key[some], at)
-            later = at.unsqueeze(1) > self.q_at[some].unsqueeze(2)
-            self.out[some], self.lse[some] = _plain(self.q[some], k, v, later, scale, self.logits)
+            parts = self._partial(some, keys, block, key, self.first - 1, self.last, scale)
+            self.out[some], self.lse[some] = parts
+        if edge is not None:
+            for keys, some in _alike(edge, width + min(self.q_block, _PLACES)):
+                last = torch.minimum(self.dim, self.first - 1)
+                _add(self.out, self.lse, some, *self._partial(some, keys, block, key, self.dark, last, scale))
 
         q, out, lse = (x.unflatten(0, (-1, self.n)).flatten(1, 2) for x in (self.q, self.out, self.lse))
         for blocks, some in _alike(self.common_count, width * k_block):
@@ -157,23 +162,48 @@ class _Rows:
             first, full, kept = (x[some, None, None] for x in (self.first, self.full_count, self.rest_count))
             place = torch.arange(int(kept.max()), device=some.device).unsqueeze(1)
             at = self._slots(block[some], self.rest[some, : len(place)])
-            at = at[(place < full) | ((place < kept) & (at >= 0) & (at < first))].view(-1, keys)
+            hidden = -1 if self.window is None else self.dim[some, None, None]
+            at = at[(place < full) | ((place < kept) & (at > hidden) & (at < first))].view(-1, keys)
             _add(self.out, self.lse, some, *self._flash(self.q.index_select(0, some), key[some], at, scale))
 
-    def _counts(self, block: Tensor) -> tuple[Tensor, Tensor]:
+    def _counts(self, block: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """How many keys of the rest stand before the first query of each row, and how many of them not, `[R]`.
 
-        Keys after the last query of a row do not count.
+        Keys after the last query of a row do not count. With a window, keys before the first query that it hides
+        from the last one are counted apart, in a third tensor, and those that it hides from all are not counted.
         """
         partial, k_block = self.rest_count - self.full_count, self.k_at.shape[1]
         before, own = self.full_count * k_block, torch.zeros_like(partial)
+        edge = None if self.window is None else torch.zeros_like(partial)
         for blocks, some in _alike(partial, k_block):
             full, first, last = (x[some, None] for x in (self.full_count, self.first, self.last))
             place = full + torch.arange(blocks, device=some.device)
             at = self._slots(block[some], self.rest[some].gather(1, place)).flatten(1)
-            before[some] += ((at >= 0) & (at < first)).sum(1)
+            hidden: int | Tensor = -1
+            if edge is not None:
+                hidden = self.dim[some, None]
+                edge[some] = ((at > self.dark[some, None]) & (at <= hidden) & (at < first)).sum(1)
+            before[some] += ((at > hidden) & (at < first)).sum(1)
             own[some] = ((at >= first) & (at <= last)).sum(1)
-        return before, own
+        return before, own, edge
+
+    def _partial(
+        self, some: Tensor, keys: int, block: Tensor, key: Tensor, after: Tensor, last: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of some rows to those `keys` of their partial blocks that stand behind `after`, up to `last`.
+
+        `block`, `key`, `after` and `last` are `[R]`. Each query attends to what it sees of them.
+        """
+        full, kept, after, last = (x[some, None, None] for x in (self.full_count, self.rest_count, after, last))
+        place = torch.arange(int(kept.max()), device=some.device).unsqueeze(1)
+        at = self._slots(block[some], self.rest[some, : len(place)])
+        at = at[(place >= full) & (place < kept) & (at > after) & (at <= last)].view(-1, keys)
+        k, v = self._gathered(key[some], at)
+        query = self.q_at[some].unsqueeze(2)
+        hidden = at.unsqueeze(1) > query
+        if self.window is not None:
+            hidden |= at.unsqueeze(1) <= query - self.window
+        return _plain(self.q[some], k, v, hidden, scale, self.logits)
 
     def _flash(
         self, q: Tensor, first_key: Tensor, at: Tensor, scale: float, *, causal: bool = False

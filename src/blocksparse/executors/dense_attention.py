@@ -14,13 +14,20 @@ from torch.backends.cuda import (
 )
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from blocksparse.executors.auto import AutoExecutor
+from blocksparse.geometry import Grid, hiding
+from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.precision import without_autocast
+from blocksparse.selectors.block_mask import BlockMask
 
 # `_by_rows` holds the weights of so many queries at a time: about as many numbers as its copy of the keys.
 _ROWS = 128
+_BLOCK = 128  # tokens of the blocks of attention within a window
 
 
-def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
+def dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, window: int | None = None
+) -> Tensor:
     """Softmax attention of `q` `[B, Hq, M, D]` over all of `k` `[B, Hkv, N, D]` and `v`: `[B, Hq, M, Dv]`.
 
     When causal, the queries are the last M of the N tokens. It runs cuDNN if that can run, else FlashAttention-2,
@@ -29,9 +36,24 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: flo
     not used, because its order can be changed only for the whole process, and because it holds all weights if no
     kernel takes the inputs as they are. Backends that the caller switched off (`sdpa_kernel`,
     `torch.backends.cuda`) are not run.
+
+    Args:
+        window: of causal attention, how many tokens a query sees at most, its own included. PyTorch's kernels know
+            none, so a window that hides something takes the executor of `AutoExecutor`, with every block that a
+            query sees: its time grows with M times the window, and it takes no mask.
     """
+    if (window := hiding(window, k.shape[2], causal=causal)) is not None:
+        return _in_window(q, k, v, scale, window)
     with without_autocast(q):
         return _attend(q, k, v, causal=causal, scale=scale)
+
+
+def _in_window(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
+    in_place = GlobalPermutation()
+    grid = Grid.of(q, k, in_place, q_block=_BLOCK, k_block=_BLOCK, causal=True, window=window)
+    mask = BlockMask(grid.reachable.expand(grid.batch, grid.kv_heads, -1, -1), grid)
+    with without_autocast(q):
+        return AutoExecutor()(q, k, v, in_place, mask, scale=scale).out
 
 
 def _chunk_mask(M: int, N: int) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 from torch import Tensor
 
@@ -20,9 +20,13 @@ MaskT_contra = TypeVar("MaskT_contra", bound=BlockMask, contravariant=True)
 class Executor(ABC, Generic[PermutationT_contra, MaskT_contra]):
     """Computes softmax attention over exactly the pairs that a permutation and a mask mean together.
 
-    These are the pairs of all kept blocks, except those that causality forbids *by original position*.
-    `ReferenceExecutor` computes this definition in plain torch; all other executors are faster ways to it.
+    These are the pairs of all kept blocks, except those that causality or a sliding window forbids *by original
+    position*. `ReferenceExecutor` computes this definition in plain torch; all other executors are faster ways to
+    it.
     """
+
+    takes_windows: ClassVar[bool] = False
+    """Whether it leaves out pairs outside of `mask.grid.window`. If not, `check` refuses masks with a window."""
 
     @abstractmethod
     def __call__(
@@ -88,7 +92,10 @@ class Executor(ABC, Generic[PermutationT_contra, MaskT_contra]):
                 f"'v' must have the heads, tokens and device of 'k', and 'q' its head dim: q {tuple(q.shape)} on "
                 f"{q.device}, k {tuple(k.shape)} on {k.device}, v {tuple(v.shape)} on {v.device}"
             )
-        if reasons := self.unsupported(q, k, v, mask):
+        reasons = self.unsupported(q, k, v, mask)
+        if mask.grid.window is not None and not self.takes_windows:
+            reasons = [*reasons, f"it knows no sliding window, and this call has one of {mask.grid.window} tokens"]
+        if reasons:
             inputs = ", ".join(
                 f"{name} {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} on {x.device.type}"
                 for name, x in (("q", q), ("k", k), ("v", v))

@@ -74,7 +74,16 @@ class FlashAttention4Executor(Executor[GlobalPermutation, BlockMask]):
 
 
 def to_flash_attention_4(mask: BlockMask) -> Any:
-    """The mask as flash-attn-4's `BlockSparseTensorsTorch`, with one list per query head."""
+    """The mask as flash-attn-4's `BlockSparseTensorsTorch`, with one list per query head.
+
+    Raises:
+        ValueError: the mask has a sliding window, which block lists do not say.
+    """
+    if mask.grid.window is not None:
+        raise ValueError(
+            f"flash-attn-4 gets block lists and the causal rule, and this mask has a sliding window of "
+            f"{mask.grid.window} tokens: run it with TritonExecutor()"
+        )
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
     plan = BlockPlan.of(mask)

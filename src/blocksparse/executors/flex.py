@@ -40,6 +40,8 @@ class FlexExecutor(Executor[GlobalPermutation, BlockMask]):
     CPU FlexAttention gives no lse, so `lse` is None.
     """
 
+    takes_windows = True
+
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> list[str]:
         reasons = []
         if q.device.type == "cpu" and compiler() is None:
@@ -123,7 +125,7 @@ def to_flex(mask: BlockMask) -> FlexBlockMask:
     """FlexAttention's `BlockMask` for queries padded in front by `grid.q_lead` and keys in slot order.
 
     Uncompiled FlexAttention ignores block lists and looks only at `mask_mod`, so `mask_mod` says it all: the
-    block is kept, and the key stands at or before the query.
+    block is kept, and the key stands at or before the query, and inside of its window.
     """
     grid, keep = mask.grid, mask.per_query_head()
     q_block, k_block, by_position = grid.q_block, grid.k_block, _by_position(mask)
@@ -168,15 +170,18 @@ def _block_mask(mask: BlockMask, mask_mod: MaskMod, *, q_len: int, k_len: int) -
 
 
 def _by_position(mask: BlockMask) -> MaskMod:
-    """A slot holds a key, and when causal the key stands at or before the query."""
+    """A slot holds a key, and when causal the key stands at or before the query, and inside of its window."""
     grid = mask.grid
     B, Hq = mask.keep.shape[0], grid.q_heads
     q_table, k_table = _table(grid.q_position, B, Hq), _table(grid.k_position[:, :, 0], B, Hq)
-    causal = grid.causal
+    causal, window = grid.causal, grid.window
+    # The last position before the window of each query, in a table too: an int would become a symbol.
+    before = None if window is None else _table(grid.q_position - window, B, Hq)
 
     def allowed(b: Tensor, h: Tensor, q_place: Tensor, k_slot: Tensor) -> Tensor:
         k_at = k_table[b, h, k_slot]
-        return (k_at >= 0) & (k_at <= q_table[b, h, q_place]) if causal else k_at >= 0
+        seen = (k_at >= 0) & (k_at <= q_table[b, h, q_place]) if causal else k_at >= 0
+        return seen if before is None else seen & (k_at > before[b, h, q_place])
 
     return allowed
 

@@ -53,7 +53,7 @@ def one_node(
     refuse_gradients(q, k, v)
     out, lse, visited = _execute(
         q, k, v, mask.keep, rank, permutation.k_index, permutation.q_index, node, permutation.group,
-        [grid.q_block, grid.k_block], grid.causal, scale,
+        [grid.q_block, grid.k_block, grid.window or 0], grid.causal, scale,
     )  # fmt: skip
     return AttentionOutput(out, lse, None if rank is None else lambda: BlockMask(visited, grid))
 
@@ -69,14 +69,15 @@ def _execute(
     q_index: Tensor | None,
     node: OneNode,
     group: int | None,
-    blocks: list[int],  # slots of a block of queries, and of keys
+    sizes: list[int],  # slots of a block of queries, and of keys; and tokens of the window, 0 for none
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     permutation = Permutation(k_index, q_index, group=group)
     if group is None:
         permutation = GlobalPermutation(k_index, q_index)
-    grid = Grid.of(q, k, permutation, q_block=blocks[0], k_block=blocks[1], causal=causal)
+    q_block, k_block, window = sizes
+    grid = Grid.of(q, k, permutation, q_block=q_block, k_block=k_block, causal=causal, window=window or None)
     mask = BlockMask(keep, grid) if rank is None else RankedBlockMask(keep, grid, rank)
     given = node.executor(q, k, v, permutation, mask, scale=scale)
     assert given.lse is not None  # the executors that have a node all give it

@@ -31,6 +31,7 @@ class ReferenceExecutor(Executor[Permutation, BlockMask]):
         logits: what the layer does to logits and their softmax, exactly; nothing by default.
     """
 
+    takes_windows = True
     logits: Logits = field(default=PLAIN, validator=a(Logits), kw_only=True)
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> list[str]:
@@ -65,9 +66,8 @@ class ReferenceExecutor(Executor[Permutation, BlockMask]):
             slots = mask.slots(row).gather(2, index)
             slots = slots.masked_fill(~kept.unsqueeze(-1), -1).flatten(-2)  # [B, Hq, count * k_block]
 
-            allowed = (slots >= 0).unsqueeze(-2)
-            if grid.causal:
-                allowed = allowed & (slots.unsqueeze(-2) <= query.unsqueeze(-1) + (grid.k_len - M))
+            position = query + (grid.k_len - M if grid.causal else 0)
+            allowed = grid.sees(position.unsqueeze(-1), slots.unsqueeze(-2))
             token = slots.clamp_min(0).long()
             logits = self.logits.capped(products(rows, k[batch, head, token].to(dtype)) * scale)
             logits = logits.masked_fill(~allowed, float("-inf"))

@@ -168,15 +168,16 @@ _HOPPER = {
 }
 
 
-def tuned(q: Tensor, k: Tensor, v: Tensor, q_block: int, k_block: int, *, exact: bool = True) -> Tiles:
+def tuned(q: Tensor, k: Tensor, v: Tensor, q_block: int, k_block: int, *, plain: bool = True) -> Tiles:
     """The fastest tiles for blocks of `q_block` x `k_block`, as measured (docs/performance.md).
 
     Args:
-        exact: whether nothing is approximated. Only then is the Hopper kernel taken, which only computes exactly.
+        plain: whether nothing is approximated and there is no sliding window. Only then is the Hopper kernel
+            taken, which has neither.
     """
     D, Dv = q.shape[-1], v.shape[-1]
     serving = (pair for (of_keys, of_values), pair in _HOPPER.items() if of_keys >= D and of_values >= Dv)
-    if exact and (pair := next(serving, None)):
+    if plain and (pair := next(serving, None)):
         tiles = pair[q_block % 128 > 0]
         if not tiles.unsupported(q, k, v, q_block, k_block):
             return tiles

@@ -31,7 +31,7 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
     It takes fp16, bf16 and fp32, head dims up to 256 (padded to a power of two on chip) and grouped query heads
     without copies of keys. It runs compiled on a GPU, and on CPU tensors under Triton's interpreter (fp16 and
     fp32). GPUs of compute capability 9.0 (Hopper) have their own kernel for half precision and head dims that are
-    multiples of 8.
+    multiples of 8, which calls with a sliding window do not take.
 
     Args:
         tiles: which kernel runs and how it is launched, `HopperTiles` or `TritonTiles`; by default the fastest.
@@ -45,6 +45,7 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
         ValueError: `pv_skip` is not negative.
     """
 
+    takes_windows = True
     tiles: Tiles | None = field(default=None, validator=optional(a(HopperTiles, TritonTiles)))
     pv_skip: PerHead | None = field(
         default=None, kw_only=True, converter=converters.optional(per_head), validator=optional(negative)
@@ -55,6 +56,8 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
         reasons = portable_reasons(q, k, v, mask, self.tiles)
         if isinstance(self.tiles, HopperTiles) and self.pv_skip is not None:
             reasons.append(f"{self.tiles} cannot be combined with 'pv_skip', but TritonTiles can")
+        if isinstance(self.tiles, HopperTiles) and mask.grid.window is not None:
+            reasons.append(f"{self.tiles} knows no sliding window, but TritonTiles do")
         return reasons + wrong_heads("pv_skip", self.pv_skip, mask.grid.q_heads)
 
     def __call__(
@@ -71,13 +74,14 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
             return one_node(self._node, q, k, v, permutation, mask, None, scale=scale)
         self.check(q, k, v, permutation, mask, hint="Use AutoExecutor(), or CpuExecutor() on a CPU.")
         grid, queries = mask.grid, permutation.gather_queries(q)
+        plain = self.pv_skip is None and grid.window is None
         out, lse = sparse_attention(
             queries,
             k,
             v,
             BlockPlan.of(mask),
             grid.positions,
-            self.tiles or tuned(queries, k, v, grid.q_block, grid.k_block, exact=self.pv_skip is None),
+            self.tiles or tuned(queries, k, v, grid.q_block, grid.k_block, plain=plain),
             scale=scale,
             key_slots=permutation.key_slots,
             approximation=EXACT if self.pv_skip is None else Approximation(by_head(self.pv_skip, q)),

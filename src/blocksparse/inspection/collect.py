@@ -85,7 +85,7 @@ def collect(
         dense = network.model(ids, use_cache=False).last_hidden_state
     for number, preset in enumerate(presets, 1):
         begin(f"reading with {preset.name} ({number} of {len(presets)})")
-        with attach(network, preset.pipeline, min_tokens=1, min_queries=1):
+        with attach(network, preset.pipeline, min_tokens=1, min_queries=1, min_window=None):
             preset.kl = _kl(network, dense, network.model(ids, use_cache=False).last_hidden_state)
     return Findings(presets, findings, dense_seconds, skipped)
 

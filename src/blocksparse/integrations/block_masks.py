@@ -140,7 +140,10 @@ def to_flashinfer(mask: BlockMask, *, entry: int = 0) -> FlashInferBlocks:
         )
     if entry >= grid.batch:
         raise ValueError(f"'entry' must be less than the batch of {grid.batch}: {shown(entry)}")
-    if grid.causal and bool((mask.keep & (grid.k_last > grid.q_first)).any()):
+    hides = grid.causal and grid.k_last > grid.q_first
+    if grid.window is not None:
+        hides = hides | (grid.k_first <= grid.q_last - grid.window)
+    if grid.causal and bool((mask.keep & hides).any()):
         raise ValueError(
             "FlashInfer's block-sparse kernels attend to all pairs of a block, and causality forbids some in the "
             "blocks of this mask: call the pipeline with causal=False, or run it with an executor of this package"

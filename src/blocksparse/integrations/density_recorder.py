@@ -27,9 +27,21 @@ class DensityRecorder:
     _kept: dict[int, Tensor] = field(factory=dict, init=False, repr=False)  # [Hq] float64, sum of density * pairs
     _pairs: dict[int, int] = field(factory=lambda: defaultdict(int), init=False, repr=False)
 
-    def saw_sparse(self, layer: int, density: Tensor, *, q_len: int, k_len: int, causal: bool = True) -> None:
+    def saw_sparse(
+        self,
+        layer: int,
+        density: Tensor,
+        *,
+        q_len: int,
+        k_len: int,
+        causal: bool = True,
+        window: int | None = None,
+    ) -> None:
         """Record a sparse call for the last `q_len` of `k_len` tokens, and its density `[B, Hq]`."""
         pairs = q_len * (2 * k_len - q_len + 1) // 2 if causal else q_len * k_len
+        if window is not None:  # the query at position p sees window of its p + 1 tokens, if there are so many
+            beyond, first = max(k_len - window, 0), max(k_len - q_len - window, 0)
+            pairs -= (beyond * (beyond + 1) - first * (first + 1)) // 2
         kept = density.mean(0) * pairs
         with _COUNTING:
             self._sparse[layer] += 1

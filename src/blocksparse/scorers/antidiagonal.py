@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Literal, final
+from typing import Any, Literal, Self, final
 
-from attrs import converters, field, frozen
+from attrs import converters, evolve, field, frozen
 from torch import Tensor
 
 from blocksparse.geometry import Grid
-from blocksparse.kernels.multiplying.cell_products import Cells
+from blocksparse.kernels.multiplying.cell_products import Cells, cells_behind
 from blocksparse.kernels.positions.within_reach import within_reach
 from blocksparse.kernels.scoring.block_mean import block_mean
 from blocksparse.kernels.scoring.cell_mass import cell_mass
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.scorers import pooling
 from blocksparse.scorers.block_scores import BlockMass
+from blocksparse.scorers.pooling import reach_of
 from blocksparse.scorers.scorer import Scorer
-from blocksparse.validators import block_size, flag, multiple, one_of, optional, whole
+from blocksparse.validators import block_size, flag, multiple, one_of, optional, size, whole
 
 Pattern = Literal["antidiagonal", "slash", "sum"]
 
@@ -45,6 +46,7 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
             `SegmentKeySort` does, forces the segment that a causal row lies in and leaves it out of the softmax,
             as PBS-Attn has it. Not causal: nothing is forced, as in the released code.
         padded_tail: leave the empty slots of a short cell at zero, as the released code does.
+        window: how many tokens a query sees at most, its own included; `Pipeline.in_window` sets it.
     """
 
     stride: int = field(default=8, converter=whole, validator=block_size)
@@ -57,20 +59,26 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
     )
     forced: bool = field(default=True, validator=flag, kw_only=True)
     padded_tail: bool = field(default=False, validator=flag, kw_only=True)
+    window: int | None = field(
+        default=None, converter=converters.optional(whole), validator=optional(size), kw_only=True
+    )
 
     def __attrs_post_init__(self) -> None:
         multiple("block", self.block, "stride", self.stride)
         multiple("k_block", self.k_block, "stride", self.stride)
 
+    def in_window(self, window: int | None) -> Self:
+        return evolve(self, window=window)
+
     def __call__(
         self, q: Tensor, k: Tensor, permutation: GlobalPermutation, *, causal: bool, scale: float
     ) -> BlockMass:
         k_block = self.k_block or self.block
-        grid = Grid.of(q, k, permutation, q_block=self.block, k_block=k_block, causal=causal)
+        grid = Grid.of(q, k, permutation, q_block=self.block, k_block=k_block, causal=causal, window=self.window)
         offset = k.shape[2] - q.shape[2] if causal else 0
         lead, slots, weight = offset % self.stride, self.stride, scale / self.stride
         segment = None if self.forced else pooling.segment_of(permutation, grid)
-        q_last, k_first = self._reach(q, k, permutation, causal=causal)
+        reach = _reach(q, k, permutation, grid, self.stride)
         queries, keys = permutation.gather_queries(q), permutation.gather_keys(k)
         if self.pattern == "sum":
             queries, keys = (
@@ -82,7 +90,7 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
         mass = cell_mass(
             queries,
             keys,
-            Cells(slots, lead, high, wide, causal, self.padded_tail, q_last, k_first),
+            Cells(slots, lead, high, wide, causal, self.padded_tail, **reach),
             first_cell=offset // self.stride,
             segment=None if segment is None else segment // self.stride,
             weight=weight,
@@ -90,19 +98,20 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
         )
         return BlockMass(mass, grid, self._force(grid, segment))  # [B, Hq, rows, cols]
 
-    def _reach(
-        self, q: Tensor, k: Tensor, permutation: GlobalPermutation, *, causal: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Last position of every query cell and first of every key cell; None where indices say as much."""
-        if not causal or (permutation.q_index is None and permutation.k_index is None):
-            return None, None
-        cells = Grid.of(q, k, permutation, q_block=self.stride, k_block=self.stride, causal=causal)
-        if permutation.q_index is None and permutation.k_index is not None:
-            cells = cells.shared() if permutation.k_index.shape[1] == k.shape[1] else cells
-        return cells.q_last.squeeze(3), cells.k_first.squeeze(2)  # [B|1, Hm, cells] each
-
     def _force(self, grid: Grid, segment: int | None) -> Tensor | None:
         if not (self.forced and grid.causal):
             return pooling.own_segment(grid, segment)
         counted: Tensor = within_reach(None, grid, first=1, diagonal=True)
         return counted
+
+
+def _reach(q: Tensor, k: Tensor, permutation: GlobalPermutation, grid: Grid, stride: int) -> dict[str, Any]:
+    """Fields of `Cells` that say by positions which cells may meet; none where their indices say as much."""
+    if not grid.causal:
+        return {}
+    if permutation.q_index is None and permutation.k_index is None:
+        return {} if grid.window is None else {"behind": cells_behind(grid.window, stride)}
+    cells = Grid.of(q, k, permutation, q_block=stride, k_block=stride, causal=True, window=grid.window)
+    if permutation.q_index is None and permutation.k_index is not None:
+        cells = cells.shared() if permutation.k_index.shape[1] == k.shape[1] else cells
+    return reach_of(cells)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import Self, final
 
-from attrs import converters, field, frozen
+from attrs import converters, evolve, field, frozen
 from torch import Tensor
 
 from blocksparse.geometry import Grid
@@ -15,7 +15,7 @@ from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.scorers import pooling
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.scorers.scorer import Scorer
-from blocksparse.validators import block_size, flag, optional, whole
+from blocksparse.validators import block_size, flag, optional, size, whole
 
 
 @final
@@ -32,6 +32,7 @@ class MeanPoolScorer(Scorer[GlobalPermutation, BlockMass]):
         k_block: slots per key block; in SpargeAttn they are half as long as query blocks.
         padded_tail: divide the sum over a short block at the tail by the size of a whole block, as the released
             PBS-Attn code does. By default the mean is over the tokens that exist.
+        window: how many tokens a query sees at most, its own included; `Pipeline.in_window` sets it.
     """
 
     block: int = field(default=128, converter=whole, validator=block_size)
@@ -39,12 +40,18 @@ class MeanPoolScorer(Scorer[GlobalPermutation, BlockMass]):
         default=None, converter=converters.optional(whole), validator=optional(block_size), kw_only=True
     )
     padded_tail: bool = field(default=False, validator=flag, kw_only=True)
+    window: int | None = field(
+        default=None, converter=converters.optional(whole), validator=optional(size), kw_only=True
+    )
+
+    def in_window(self, window: int | None) -> Self:
+        return evolve(self, window=window)
 
     def __call__(
         self, q: Tensor, k: Tensor, permutation: GlobalPermutation, *, causal: bool, scale: float
     ) -> BlockMass:
         k_block = self.k_block or self.block
-        grid = Grid.of(q, k, permutation, q_block=self.block, k_block=k_block, causal=causal)
+        grid = Grid.of(q, k, permutation, q_block=self.block, k_block=k_block, causal=causal, window=self.window)
         pooled_q = block_mean(
             q, self.block, lead=grid.q_lead, padded_tail=self.padded_tail, index=permutation.q_index
         )

@@ -20,3 +20,11 @@ def segment_of(permutation: GlobalPermutation, grid: Grid) -> int | None:
 def own_segment(grid: Grid, segment: int | None) -> Tensor | None:
     """The blocks that PBS-Attn forces: those of the row's own segment; None without segments or if not causal."""
     return grid.own_segment(segment) if segment is not None and grid.causal else None
+
+
+def reach_of(cells: Grid) -> dict[str, Tensor]:
+    """Fields of `Cells` for a grid whose blocks are cells, or rows of blocks by groups of keys."""
+    reach = {"q_last": cells.q_last.squeeze(3), "k_first": cells.k_first.squeeze(2)}
+    if cells.window is not None:
+        reach |= {"q_floor": cells.q_first.squeeze(3) - cells.window, "k_last": cells.k_last.squeeze(2)}
+    return reach

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import Self, final
 
 import torch
-from attrs import converters, field, frozen
+from attrs import converters, evolve, field, frozen
 from torch import Tensor
 
 from blocksparse.geometry import Grid
@@ -16,7 +16,7 @@ from blocksparse.permuters.permutation import Permutation
 from blocksparse.scorers import pooling
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.scorers.scorer import Scorer
-from blocksparse.validators import block_size, optional, whole
+from blocksparse.validators import block_size, optional, size, whole
 
 _SCORES_AT_ONCE = 1 << 24
 
@@ -34,33 +34,50 @@ class PrefixOrderScorer(Scorer[Permutation, BlockMass]):
     Args:
         block: slots per block, on both sides unless `k_block` is given.
         k_block: slots per key block.
+        window: how many tokens a query sees at most, its own included; `Pipeline.in_window` sets it.
     """
 
     block: int = field(default=128, converter=whole, validator=block_size)
     k_block: int | None = field(
         default=None, converter=converters.optional(whole), validator=optional(block_size), kw_only=True
     )
+    window: int | None = field(
+        default=None, converter=converters.optional(whole), validator=optional(size), kw_only=True
+    )
+
+    def in_window(self, window: int | None) -> Self:
+        return evolve(self, window=window)
 
     def __call__(self, q: Tensor, k: Tensor, permutation: Permutation, *, causal: bool, scale: float) -> BlockMass:
-        grid = Grid.of(q, k, permutation, q_block=self.block, k_block=self.k_block or self.block, causal=causal)
+        grid = Grid.of(
+            q,
+            k,
+            permutation,
+            q_block=self.block,
+            k_block=self.k_block or self.block,
+            causal=causal,
+            window=self.window,
+        )
         N, group = k.shape[2], permutation.group
         if group is not None:
             offset = N - q.shape[2] if causal else 0
             mean = block_mean(q, group, lead=offset % group)  # [B, Hq, G, D]
             seen = (offset // group + torch.arange(mean.shape[2], device=q.device)).view(1, 1, -1, 1) * group
+            first = seen.clamp_min(offset)
         else:
             mean = block_mean(_in_slots(q, permutation.q_index), self.block, lead=grid.q_lead)
-            seen = grid.q_last + 1  # [B|1, H|1, rows, 1]
+            seen, first = grid.q_last + 1, grid.q_first  # [B|1, H|1, rows, 1]
         if not causal:
             seen = torch.full_like(seen, N)
 
-        values = self._mass(mean * scale, k, grid, seen)  # [B, Hq, G, cols]
+        hidden = None if grid.window is None else first - grid.window  # keys up to there are
+        values = self._mass(mean * scale, k, grid, seen, hidden)  # [B, Hq, G, cols]
         if grid.group_of_row is not None:
             values = values[:, :, grid.group_of_row]
         return BlockMass(values, grid, pooling.own_segment(grid, group))
 
-    def _mass(self, mean: Tensor, k: Tensor, grid: Grid, seen: Tensor) -> Tensor:
-        """The mass of every block for every mean query, `[B, Hq, G, cols]`, which sees the keys before `seen`."""
+    def _mass(self, mean: Tensor, k: Tensor, grid: Grid, seen: Tensor, hidden: Tensor | None) -> Tensor:
+        """The mass of every block for every mean query, of keys before `seen` and behind `hidden`."""
         B, Hq, G, _ = mean.shape
         keys = k.to(mean.dtype)
         slots = grid.k_position  # [B|1, H|1, G|1, cols * k_block]
@@ -69,7 +86,10 @@ class PrefixOrderScorer(Scorer[Permutation, BlockMass]):
         step = max(1, _SCORES_AT_ONCE // (B * Hq * max(k.shape[2], slots.shape[-1])))
         for g in range(0, G, step):
             rows = slice(g, min(g + step, G))
-            mass = prefix_softmax(products(mean[:, :, rows], keys), seen[:, :, rows])
+            logits = products(mean[:, :, rows], keys)
+            if hidden is not None:
+                logits.masked_fill_(torch.arange(k.shape[2], device=k.device) <= hidden[:, :, rows], float("-inf"))
+            mass = prefix_softmax(logits, seen[:, :, rows])
             part = slots[:, :, rows] if slots.shape[2] > 1 else slots
             if part.shape[1] not in (1, Hq):
                 part = part.repeat_interleave(Hq // part.shape[1], dim=1)

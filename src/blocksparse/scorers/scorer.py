@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Generic, TypeVar
+from typing import Generic, Self, TypeVar
 
 from torch import Tensor
 
+from blocksparse.inputs import UnsupportedError
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.scorers.block_scores import BlockScores
 
@@ -15,7 +16,34 @@ ScoresT_co = TypeVar("ScoresT_co", bound=BlockScores, covariant=True)
 
 
 class Scorer(ABC, Generic[PermutationT_contra, ScoresT_co]):
-    """Says how much each block, the pairs of one row of queries and one column of keys, is worth."""
+    """Says how much each block, the pairs of one row of queries and one column of keys, is worth.
+
+    It makes the grid, and so it says which pairs may be attended to at all: those that causality and a sliding
+    window leave. Selectors, executors and traces take both from the grid.
+    """
+
+    @property
+    def window(self) -> int | None:
+        """How many tokens a query sees at most, its own included; None for all tokens up to its own."""
+        return None
+
+    def in_window(self, window: int | None) -> Self:
+        """This scorer for a layer with a sliding window: a query at `p` sees the keys at `p - window < k <= p`.
+
+        It then cuts its grid with the window, `Grid.of(..., window=self.window)`, and counts what is seen alone.
+        None is this scorer without a window.
+
+        Raises:
+            TypeError, ValueError: `window` is not a whole number, at least 1.
+            UnsupportedError: the scorer has no field for it.
+        """
+        if window is None and self.window is None:
+            return self
+        because = f"{type(self).__name__} knows no sliding window"
+        raise UnsupportedError(
+            f"{because}: give it a field 'window', Grid.of(..., window=self.window), and a method 'in_window'",
+            because,
+        )
 
     @abstractmethod
     def __call__(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import Self, final
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from torch import Tensor
 
 from blocksparse.class_line import Declared, check_takes, declared
@@ -46,6 +46,13 @@ class SimilarityGatedScorer(Scorer[GlobalPermutation, BlockMass]):
 
     def __attrs_post_init__(self) -> None:
         check_takes((Declared(self, BlockMass),), declared(self.inner, Scorer, 1))
+
+    @property
+    def window(self) -> int | None:
+        return self.inner.window
+
+    def in_window(self, window: int | None) -> Self:
+        return evolve(self, inner=self.inner.in_window(window))
 
     def __call__(
         self, q: Tensor, k: Tensor, permutation: GlobalPermutation, *, causal: bool, scale: float

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import Self, final
 
 import torch
-from attrs import converters, field, frozen
+from attrs import converters, evolve, field, frozen
 from einops import rearrange
 from torch import Tensor
 
@@ -82,6 +82,7 @@ class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
         probe: how many of the last queries are measured; `block` if None, as in FlexPrefill. MInference takes 64.
         pooled: compute `values` from pooled queries and keys. `False` leaves them 0, which takes no memory, for
             selectors that look only at lines.
+        window: how many tokens a query sees at most, its own included; `Pipeline.in_window` sets it.
     """
 
     block: int = field(default=128, converter=whole, validator=block_size)
@@ -89,11 +90,19 @@ class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
         default=None, converter=converters.optional(whole), validator=optional(size), kw_only=True
     )
     pooled: bool = field(default=True, validator=flag, kw_only=True)
+    window: int | None = field(
+        default=None, converter=converters.optional(whole), validator=optional(size), kw_only=True
+    )
+
+    def in_window(self, window: int | None) -> Self:
+        return evolve(self, window=window)
 
     def __call__(
         self, q: Tensor, k: Tensor, permutation: GlobalPermutation, *, causal: bool, scale: float
     ) -> VerticalSlashScores:
-        grid = Grid.of(q, k, permutation, q_block=self.block, k_block=self.block, causal=causal)
+        grid = Grid.of(
+            q, k, permutation, q_block=self.block, k_block=self.block, causal=causal, window=self.window
+        )
         keys = block_mean(k, self.block, index=permutation.key_slots)
         if self.pooled:
             queries = block_mean(permutation.gather_queries(q), self.block, lead=grid.q_lead)
@@ -102,10 +111,14 @@ class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
             values = keys.new_zeros(()).expand(*q.shape[:2], grid.rows, grid.cols)
 
         probe = q[:, :, -min(self.probe or self.block, q.shape[2]) :]
-        vertical, slash = probe_lines(probe, k, q.shape[2], causal, scale)
+        vertical, slash = probe_lines(probe, k, q.shape[2], causal, scale, grid.window)
         mean = probe.mean(2, keepdim=True, dtype=keys.dtype)
-        # No mask is needed, because the last query reaches every block.
-        pooled = (products(mean, keys) * scale).softmax(-1).squeeze(2)
+        logits = products(mean, keys) * scale
+        # Without a window no mask is needed, because the last query reaches every block.
+        if grid.window is not None:
+            seen = grid.k_last > grid.k_len - probe.shape[2] - grid.window  # by some query of the probe
+            logits = logits.masked_fill(~seen, float("-inf"))
+        pooled = logits.softmax(-1).squeeze(2)
         true = _by_block(vertical, grid).sum(-1)
         return VerticalSlashScores(
             values, grid, vertical=vertical, slash=slash, divergence=_divergence(pooled, true)

@@ -21,8 +21,8 @@ class BlockMask:
     Only reachable blocks may be in it.
 
     Together with the permutation of its grid, a mask means a set of (query, key) pairs: all pairs of slots in kept
-    blocks, with each slot replaced by the token that the index maps put there, without the pairs that causality
-    forbids by original position.
+    blocks, with each slot replaced by the token that the index maps put there, without the pairs that causality or
+    a sliding window forbids by original position.
 
     Raises:
         TypeError: `keep` is not bool.
@@ -89,8 +89,8 @@ class BlockMask:
         """The work as a share of the work of dense attention, `[B, H]`.
 
         It is the number of pairs in kept blocks over the number of pairs in the blocks that are reachable in
-        original order, which dense attention visits. Empty slots do not count. A permuted order may reach more
-        blocks, and then the share may exceed 1.
+        original order, which dense attention visits, within the window if there is one. Empty slots do not count.
+        A permuted order may reach more blocks, and then the share may exceed 1.
         """
         grid = self.grid
         q_size = (grid.q_position.unflatten(-1, (-1, grid.q_block)) >= 0).sum(-1)[..., None]  # [.., rows, 1]
@@ -104,6 +104,9 @@ class BlockMask:
         else:
             row_end = torch.full((), grid.k_len, device=kept.device)
         visited = (-(-row_end // grid.k_block) * grid.k_block).clamp_max(grid.k_len)
+        if grid.window is not None:
+            first_seen = (row_end - q_size[0, 0, :, 0] - grid.window + 1).clamp_min(0)
+            visited = visited - first_seen // grid.k_block * grid.k_block
         density: Tensor = kept / (q_size[0, 0, :, 0] * visited).sum()
         return density
 
@@ -140,10 +143,9 @@ class BlockMask:
         taken = slots.masked_fill(~self.per_query_head()[:, :, row].unsqueeze(-1), -1).flatten(-2).long()
         kept = torch.zeros(*taken.shape[:2], grid.k_len + 1, dtype=torch.bool, device=taken.device)
         kept = kept.scatter_(-1, taken.where(taken >= 0, grid.k_len), True)[..., : grid.k_len]
-        if not grid.causal:
-            return kept.unsqueeze(-2).expand(*query.shape, -1)
-        last = query + (grid.k_len - grid.q_len)
-        return kept.unsqueeze(-2) & (torch.arange(grid.k_len, device=kept.device) <= last.unsqueeze(-1))
+        offset = grid.k_len - grid.q_len if grid.causal else 0
+        key = torch.arange(grid.k_len, device=kept.device)
+        return kept.unsqueeze(-2) & grid.sees((query + offset).unsqueeze(-1), key)
 
     def _check_row(self, row: int) -> None:
         if not is_whole(row):
@@ -152,10 +154,13 @@ class BlockMask:
             raise ValueError(f"'row' must be from 0 to {self.grid.rows - 1}, the rows of this mask: {shown(row)}")
 
     def _check_same_grid(self, other: BlockMask) -> None:
-        mine, its = ((m.grid.q_block, m.grid.k_block, m.grid.causal, tuple(m.keep.shape)) for m in (self, other))
+        mine, its = (
+            (m.grid.q_block, m.grid.k_block, m.grid.causal, m.grid.window, tuple(m.keep.shape))
+            for m in (self, other)
+        )
         if mine != its:
             raise ValueError(
-                f"masks must share a grid: {mine} and {its} as (q_block, k_block, causal, shape of keep); "
+                f"masks must share a grid: {mine} and {its} as (q_block, k_block, causal, window, shape of keep); "
                 "refine() the coarser one or share_heads() the other first"
             )
         if not self.grid.same_blocks(other.grid):

@@ -41,9 +41,10 @@ def check_executor(
     """Call `executor` with random masks of prompts and chunks, in every order that it takes, and check results.
 
     The output must be softmax attention over exactly the pairs of the mask, or of the blocks that it reports as
-    `visited`, compared with float64; a query without a kept key must give 0 and `lse` -inf. A key that is NaN must
-    reach only the queries that attend to it, and later tokens must change no bit of an earlier row. The layout of
-    q in memory must not matter, and nothing may be written into the inputs.
+    `visited`, compared with float64; in a sliding window, too, if the executor takes windows. A query without a
+    kept key must give 0 and `lse` -inf. A key that is NaN must reach only the queries that attend to it, and later
+    tokens must change no bit of an earlier row. The layout of q in memory must not matter, and nothing may be
+    written into the inputs.
 
     Args:
         causal: whether calls are causal; None for both kinds.
@@ -61,6 +62,11 @@ def check_executor(
         q, k, v = case.inputs(D=head_dim, dtype=dtype, device=device)
         for permutation in orders(q, k, needed, causal=case.causal):
             mask = _random_mask(q, k, permutation, block, causal=case.causal)
+            if case.causal and executor.takes_windows and case.M < case.N:
+                windowed = _random_mask(q, k, permutation, block, causal=True, window=block + 7)
+                with about(executor, (case, permutation, "a sliding window")):
+                    if not executor.unsupported(q, k, v, windowed):
+                        _check_meaning(executor, q, k, v, permutation, windowed, relative_error)
             with about(executor, (case, permutation)), unchanged(q=q, k=k, v=v):
                 if reasons := executor.unsupported(q, k, v, mask):
                     _check_that_it_refuses(executor, q, k, v, permutation, mask)
@@ -77,9 +83,11 @@ def check_executor(
     )
 
 
-def _random_mask(q: Tensor, k: Tensor, permutation: Permutation, block: int, *, causal: bool) -> RankedBlockMask:
+def _random_mask(
+    q: Tensor, k: Tensor, permutation: Permutation, block: int, *, causal: bool, window: int | None = None
+) -> RankedBlockMask:
     """A mask that keeps two blocks in five and nothing in some rows, with random ranks."""
-    grid = Grid.of(q, k, permutation, q_block=block, k_block=block, causal=causal)
+    grid = Grid.of(q, k, permutation, q_block=block, k_block=block, causal=causal, window=window)
     draw = uniform(2)
     shape = (*q.shape[:2], grid.rows, grid.cols)
     keep = (draw(shape) < 0.4).to(q.device) | grid.diagonal

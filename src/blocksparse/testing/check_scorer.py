@@ -47,7 +47,7 @@ def check_scorer(
             with about(scorer, (case, permutation)), unchanged(q=q, k=k):
                 scores = scorer(q, k, permutation, causal=case.causal, scale=SCALE)
                 check_gave((Declared(scorer, BlockScores), *declared(scorer, Scorer, 1)), scores)
-                scores.grid.check_fits(q, k, permutation, causal=case.causal)
+                scores.grid.check_fits(q, k, permutation, causal=case.causal, window=scorer.window)
                 if isinstance(scores, BlockMass):
                     negative = (scores.values < 0) & scores.grid.reachable
                     require(~negative.any(), "a BlockMass must not be negative")

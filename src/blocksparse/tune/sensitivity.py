@@ -50,7 +50,7 @@ class Bench:
         from blocksparse.integrations.transformers import attach
 
         schedule = Schedule(None, layers=layers)
-        return attach(self.network, schedule, min_tokens=1, min_queries=1, recorder=recorder)
+        return attach(self.network, schedule, min_tokens=1, min_queries=1, recorder=recorder, min_window=None)
 
     def sparse_layers(self, prompt: TunePrompt, layers: int) -> list[int]:
         """Layers that attend as a pipeline may: causal, without a window or another mask.

@@ -34,6 +34,7 @@ def compile_sparse_attention(
     pv_skip: bool = False,
     int8_qk: bool = False,
     fp8_pv: bool = False,
+    window: bool = False,
     index: str = "i16",
 ) -> triton.compiler.CompiledKernel:
     itemsize = {"fp16": 2, "bf16": 2, "fp32": 4}[dtype]
@@ -44,6 +45,7 @@ def compile_sparse_attention(
     on = {"pv_skip": pv_skip, "q_scale": int8_qk, "k_scale": int8_qk, "k_copy": int8_qk, "v_scale": fp8_pv}
     absent = [f"{name}_ptr" for name, given in on.items() if not given]
     absent += [f"{name}_strides" for name, given in on.items() if not given and name != "pv_skip"]
+    absent += [] if window else ["window"]
     constants = {
         "D": head_dim, "DV": head_dim, "BLOCK_D": padded, "BLOCK_DV": padded,
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
@@ -64,7 +66,7 @@ def compile_sparse_attention(
         **{f"{name}_strides": ("i32",) * 3 for name in ("q", "k", "v", "out")},
         **{f"{name}_strides": ("i32",) * 2 for name in (
             "lse", "count", "index", "q_position", "k_position", "q_scale", "k_scale", "k_copy", "v_scale")},
-        **dict.fromkeys(("M", "N", "cols", "heads_per_key", "heads_per_mask", "q_lead"), "i32"),
+        **dict.fromkeys(("M", "N", "cols", "heads_per_key", "heads_per_mask", "q_lead", "window"), "i32"),
         "scale_log2": "fp32",
     }  # fmt: skip
     kernel = sparse_attention_triton._kernel.jit
@@ -189,6 +191,8 @@ def main() -> int:
                 print(
                     f"{name} {dtype} D={head_dim} block={block} tma={tma} lists={index}: {found} x {MATRIX_INSTRUCTION[name]}, {kernel.metadata.shared} B shared"
                 )
+        kernel = compile_sparse_attention(target, "bf16", 128, 128, with_tma[-1], window=True)
+        print(f"{name} bf16 D=128 block=128 in a window: {kernel.metadata.shared} B shared")
         for head_dim, pv_skip, int8_qk, fp8_pv in for_target(
             name, (80, True, True, False), (128, True, True, True), (128, False, False, True)
         ):

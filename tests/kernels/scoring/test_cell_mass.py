@@ -32,7 +32,7 @@ def arguments(
         "weight": q.shape[-1] ** -0.5 / slots, "flipped": True, "padded_tail": False,
     }  # fmt: skip
     given |= changed
-    of = Cells(**{each.name: given.pop(each.name) for each in attrs.fields(Cells)})
+    of = Cells(**{each.name: given.pop(each.name) for each in attrs.fields(Cells) if each.name in given})
     return {**given, "of": of}
 
 

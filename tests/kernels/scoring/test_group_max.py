@@ -28,7 +28,7 @@ def arguments(q: Tensor, k: Tensor, g: int = 8, *, high: int = 4, wide: int = 4,
         "padded_tail": False,
     }  # fmt: skip
     given |= changed
-    of = Cells(**{each.name: given.pop(each.name) for each in attrs.fields(Cells)})
+    of = Cells(**{each.name: given.pop(each.name) for each in attrs.fields(Cells) if each.name in given})
     return {**given, "of": of}
 
 

@@ -58,7 +58,7 @@ def compile_kernel(
     target: GPUTarget, kernel: Any, *, rows: int, cols: int, warps: int, index: str = "i16", **constants: Any
 ) -> triton.compiler.CompiledKernel:
     types = {**TYPES, "index_ptr": f"*{index}"}
-    constants = {"CAUSAL": True, "ROWS": rows, "COLS": cols, "ALIGNED": True, **constants}
+    constants = {"CAUSAL": True, "WINDOW": None, "ROWS": rows, "COLS": cols, "ALIGNED": True, **constants}
     constants = {name: value for name, value in constants.items() if name in kernel.jit.arg_names}
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.jit.arg_names}
     values: dict[tuple[int, ...], Any] = {}
@@ -99,6 +99,8 @@ def main() -> int:
                 ("products", block_products_triton._kernel, {"rows": 1, "cols": 64, "warps": 4, "TILE": 64, "SKIPS": True, "PRECISION": fp32_products(target)}),
                 ("products of any rows", block_products_triton._kernel, {"rows": 1, "cols": 64, "warps": 4, "TILE": 64, "SKIPS": False, "PRECISION": fp32_products(target), **dict.fromkeys(("q_last_ptr", "k_first_ptr", "q_last_strides", "k_first_strides"))}),
                 ("lists", block_lists_triton._kernel, {"rows": max(512 // wide, 1), "cols": min(wide, 1024), "warps": 1 if wide == 256 else 2, "index": "i16" if cols < 2**15 else "i32"}),
+                ("lists in a window", block_lists_triton._kernel, {"rows": max(512 // wide, 1), "cols": min(wide, 1024), "warps": 1 if wide == 256 else 2, "index": "i16" if cols < 2**15 else "i32", "WINDOW": 1024}),
+                ("places in a window", within_reach_triton._kernel, {"rows": 16, "cols": 256, "warps": 4, "N": 1, "DIAGONAL": True, "WINDOW": 1024, "keep_ptr": None, "keep_strides": None}),
                 ("softmax", block_softmax_triton._kernel, {"rows": 1, "cols": min(wide, 8192), "warps": 4, "WHOLE": wide <= 8192, "SEGMENT": 256, "seen_ptr": None, "seen_strides": None}),
                 ("prefix softmax", block_softmax_triton._kernel, {"rows": 1, "cols": min(wide, 8192), "warps": 4, "WHOLE": wide <= 8192, "SEGMENT": None, "positions": None, "position_strides": None, "own_ptr": None, "own_strides": None}),
                 ("refined", within_reach_triton._kernel, {"rows": 16, "cols": 256, "warps": 4, "N": 4, "DIAGONAL": False}),

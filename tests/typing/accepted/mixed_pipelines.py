@@ -24,6 +24,10 @@ bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(), bs.TopCdf(0.9) | bs.Band(256) | 
 bs.TopCdf([0.6, 0.7, 0.8, 0.9])
 bs.TopCdf(torch.full((32,), 0.9))
 
+# A window changes no type.
+assert_type(paper.in_window(4096), bs.Pipeline[bs.GlobalPermutation, bs.BlockMass, bs.BlockMask])
+assert_type(bs.MeanPoolScorer().in_window(4096), bs.MeanPoolScorer)
+
 trace = paper.trace(torch.rand(1, 4, 8, 16), torch.rand(1, 2, 8, 16), torch.rand(1, 2, 8, 16))
 assert_type(trace.permutation, bs.GlobalPermutation)
 assert_type(trace.scores, bs.BlockMass)

@@ -49,9 +49,10 @@ class Adapter:
         call = Call.of(module, query, key, value, attention_mask, kwargs, self.lengths)
         if id(module) not in self.modules:
             return dense(call)
-        layer, seen = self.layers[call.layer], call.seen
+        layer, seen = self.layers[call.layer].in_window(call.window), call.seen
         reason = call.dense_because()
-        if reason is None and call.sequences is None:
+        # In a window the layer itself attends densely, where it does: transformers' functions would take a mask.
+        if reason is None and call.sequences is None and call.window is None:
             assert seen is not None  # or there would be a reason
             reason = layer.dense_because(query.shape[2], seen)
         if reason is not None:

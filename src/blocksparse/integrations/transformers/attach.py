@@ -20,7 +20,7 @@ from blocksparse.integrations.transformers.layer import LayerAttention
 from blocksparse.integrations.transformers.outcomes import Outcomes
 from blocksparse.pipeline import Pipeline
 from blocksparse.schedule import LayerPipeline, Schedule
-from blocksparse.validators import flag, size, whole
+from blocksparse.validators import flag, optional, size, whole
 
 
 def attach(
@@ -32,6 +32,7 @@ def attach(
     recorder: DensityRecorder | None = None,
     audit: Audit | None = None,
     continuous_batching: bool = False,
+    min_window: int | None = 2048,
 ) -> Attachment:
     """Run the prefill of `model` through `pipeline`, and everything else through exact dense attention.
 
@@ -49,6 +50,8 @@ def attach(
         audit: compares a few random queries of some sparse calls with dense attention; None for no audit.
         continuous_batching: attach to the calls of `generate_batch` instead, and to no others. transformers takes
             only its own names there, so "sdpa" is the name of the pipeline until the end, for this model alone.
+        min_window: layers with a sliding window of fewer tokens than this, which hides something of a prompt, are
+            exactly dense within it; None for all windows. So are those for which the pipeline knows no window.
 
     Raises:
         TypeError: there is not one transformers model in `model`, or `pipeline` is not a pipeline.
@@ -69,9 +72,12 @@ def attach(
     min_tokens, min_queries = whole(min_tokens), whole(min_queries)
     flag.check(continuous_batching=continuous_batching)
     size.check(min_tokens=min_tokens, min_queries=min_queries)
+    optional(size).check(min_window=min_window)
     outcomes = Outcomes(type(model).__name__, recorder)
     layers = {
-        layer: LayerAttention(_audited(pipeline, layer, audit), layer, min_tokens, min_queries, outcomes)
+        layer: LayerAttention(
+            _audited(pipeline, layer, audit), layer, min_tokens, min_queries, min_window, outcomes
+        )
         for layer, pipeline in _layers_of(schedule, model).items()
     }
     silent = any(_asks_for_its_function(x) and not hasattr(x, "is_causal") for x in model.modules())

@@ -85,6 +85,11 @@ class Call:
         return self.mask.sequences if isinstance(self.mask, PromptMask) else None
 
     @property
+    def window(self) -> int | None:
+        """How many keys a query sees at most, if the mask says so and nothing else beside the prompts."""
+        return self.mask.window if isinstance(self.mask, PromptMask) else None
+
+    @property
     def wants_weights(self) -> bool:
         if (asked := self.kwargs.get("output_attentions")) is not None:
             return bool(asked)
@@ -105,8 +110,8 @@ class Call:
             return "dropout"
         if torch.is_grad_enabled() and any(x.requires_grad for x in (self.query, self.key, self.value)):
             return "gradients"
-        if window is not None and self._longest() > window:
-            return "sliding window"
+        if window not in (None, self.window) and self._longest() > window:
+            return "sliding window"  # and the mask, which counts, says something else
         if self.seen is None:
             return "mask"
         packed = self.kwargs.get("cu_seq_lens_q") is not None and self.sequences is None

@@ -81,12 +81,12 @@ def _attend(
     M, N = query.shape[2], key.shape[2]
     sequences = adapter.lengths.of(layer_of(module), kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"])
     sequences = evolve(sequences, queries=M, keys=N)  # rows behind the last request are padding
-    prompts = PromptMask((1, 1, M, N), N, query.device, sequences)
+    prompts = PromptMask((1, 1, M, N), N, query.device, sequences, window=kwargs.get("sliding_window"))
     call = Call(module, query, key, value, prompts, True, N, kwargs)
     reason = "decode" if all(span.queries <= 1 for span in sequences.spans) else call.dense_because()
     if reason is not None:
         adapter.outcomes.saw_dense(call.layer, reason)
         return dense(evolve(call, mask=prompts if mask is None else mask))
-    layer = adapter.layers[call.layer]
+    layer = adapter.layers[call.layer].in_window(call.window)
     out = layer(query, key, value, scale=kwargs.get("scaling"), sequences=sequences)
     return out.transpose(1, 2).contiguous(), None

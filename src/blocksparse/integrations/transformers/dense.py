@@ -39,40 +39,52 @@ def dense(call: Call) -> tuple[Tensor, Tensor | None]:
         )
     (B, Hq, M, _), N = call.query.shape, call.key.shape[2]
     eager = call.wants_weights or any(kwargs.get(name) is not None for name in _ONLY_EAGER)
-    plain = mask is None or (isinstance(mask, PromptMask) and mask.request is None and mask.sequences is None)
+    plain = mask is None or (
+        isinstance(mask, PromptMask) and mask.request is None and mask.sequences is None and mask.window is None
+    )
     if plain and call.causal and M > 1:
         assert call.seen is not None  # because nothing else is known of its mask
         if not eager and kwargs.get("position_bias") is None and M != N:
             return _chunk(call, call.seen), None
         if eager or M != N:
             mask = PromptMask((B, 1, M, N), call.seen, call.query.device)
-    attend = _eager(call) if eager else _sdpa(call)
+    attend, bias = _eager(call) if eager else _sdpa(call), kwargs.get("position_bias")
+    key, value = call.key, call.value
     if call.wants_weights or mask is None or not (eager or isinstance(mask, PromptMask)):
-        out, weights = attend(call.query, mask.made() if isinstance(mask, PromptMask) else mask, kwargs)
+        out, weights = attend(
+            call.query, key, value, mask.made() if isinstance(mask, PromptMask) else mask, kwargs
+        )
         return out, weights if call.wants_weights else None
-    rows = max(16, LOGITS_AT_ONCE // (B * Hq * N) if eager else MASK_AT_ONCE // (B * N))
+    # A few queries see few keys of a window, and only those are multiplied.
+    window = None if bias is not None or not isinstance(mask, PromptMask) else mask.window
+    width = N if window is None else min(N, 2 * window)
+    rows = max(16, LOGITS_AT_ONCE // (B * Hq * width) if eager else MASK_AT_ONCE // (B * width))
+    rows = rows if window is None else min(rows, max(16, window))
     if rows >= M and isinstance(mask, PromptMask):
-        return attend(call.query, mask.made(), kwargs)[0], None
-    bias = kwargs.get("position_bias")
+        return attend(call.query, key, value, mask.made(), kwargs)[0], None
     outs = []
     for start in range(0, M, rows):
-        stop = min(start + rows, M)
-        part = mask.rows(start, stop) if isinstance(mask, PromptMask) else _rows(mask, start, stop)
+        stop, seen = min(start + rows, M), slice(None)
+        if isinstance(mask, PromptMask):
+            seen = seen if window is None else mask.columns(start, stop)
+            part = mask.rows(start, stop, seen)
+        else:
+            part = _rows(mask, start, stop)
         own = kwargs if bias is None else kwargs | {"position_bias": _rows(bias, start, stop)}
-        outs.append(attend(call.query[:, :, start:stop], part, own)[0])
+        outs.append(attend(call.query[:, :, start:stop], key[:, :, seen], value[:, :, seen], part, own)[0])
     return torch.cat(outs, 1), None
 
 
-_Attend = Callable[[Tensor, Tensor | None, dict[str, Any]], tuple[Tensor, Tensor | None]]
-"""A function of the queries, their mask and the arguments of the model."""
+_Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, dict[str, Any]], tuple[Tensor, Tensor | None]]
+"""A function of queries, keys and values, the mask of these and the arguments of the model."""
 
 
 def _sdpa(call: Call) -> _Attend:
-    def attend(query: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor | None]:
         kwargs = kwargs | {"is_causal": call.causal}
-        output: tuple[Tensor, None] = sdpa_attention_forward(
-            call.module, query, call.key, call.value, mask, **kwargs
-        )
+        output: tuple[Tensor, None] = sdpa_attention_forward(call.module, query, key, value, mask, **kwargs)
         return output
 
     return attend
@@ -81,11 +93,13 @@ def _sdpa(call: Call) -> _Attend:
 def _eager(call: Call) -> _Attend:
     function = _eager_of(call.module)
 
-    def attend(query: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor | None]:
         if mask is not None and mask.dtype == torch.bool:
             lowest = torch.finfo(query.dtype).min
             mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, lowest)
-        return function(call.module, query, call.key, call.value, mask, **kwargs)
+        return function(call.module, query, key, value, mask, **kwargs)
 
     return attend
 

@@ -1,10 +1,10 @@
-"""What attends in one layer: its pipeline, or dense attention for short prompts."""
+"""What attends in one layer: its pipeline, or dense attention for short prompts and short windows."""
 
 from __future__ import annotations
 
 from typing import final
 
-from attrs import Factory, field, frozen
+from attrs import Factory, evolve, field, frozen
 from torch import Tensor
 
 from blocksparse.audit.audited_pipeline import AuditedPipeline
@@ -25,10 +25,27 @@ class LayerAttention:
     layer: int
     min_tokens: int
     min_queries: int
+    min_window: int | None  # a sliding window of fewer tokens is dense; None for all windows
     outcomes: Outcomes
+    window: int | None = None  # how many keys a query sees at most; the pipeline then has it too
+    none_because: str = "no pipeline for this layer"
+    _others: dict[int | None, LayerAttention] = field(factory=dict, init=False, repr=False)  # by their window
     _call: OpaqueCall = field(
         init=False, repr=False, default=Factory(lambda self: OpaqueCall(self._attend), takes_self=True)
     )
+
+    def in_window(self, window: int | None) -> LayerAttention:
+        """The same layer with a sliding window. Each window gives one object, which compiled graphs may hold."""
+        if window == self.window:
+            return self
+        if window not in self._others:
+            pipeline, because = self.pipeline, self.none_because
+            try:
+                pipeline = None if pipeline is None else pipeline.in_window(window)
+            except UnsupportedError as error:
+                pipeline, because = None, error.because
+            self._others[window] = evolve(self, pipeline=pipeline, window=window, none_because=because)
+        return self._others[window]
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, sequences: Sequences | None
@@ -41,9 +58,14 @@ class LayerAttention:
         if queries == 1:
             return "decode"
         if self.pipeline is None:
-            return "no pipeline for this layer"
+            return self.none_because
         if keys < self.min_tokens:
             return "fewer than min_tokens"
+        if self.window is not None and self.window < keys:
+            if self.min_window is None:
+                return "sliding window"
+            if self.window < self.min_window:
+                return "a sliding window of fewer than min_window"
         return "fewer than min_queries" if queries < self.min_queries else None
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
@@ -59,7 +81,7 @@ class LayerAttention:
             except UnsupportedError as error:
                 reason = error.because
             else:
-                self.outcomes.saw(self.layer, trace, q_len=q.shape[2], k_len=k.shape[2])
+                self.outcomes.saw(self.layer, trace, q_len=q.shape[2], k_len=k.shape[2], window=self.window)
                 return trace.output.out
         self.outcomes.saw_dense(self.layer, reason)
-        return dense_attention(q, k, v, causal=causal, scale=scale)
+        return dense_attention(q, k, v, causal=causal, scale=scale, window=self.window)

@@ -1,4 +1,4 @@
-"""What a request of transformers for a mask means: a causal prompt, several of them, or something else."""
+"""What a request of transformers for a mask means: causal prompts, perhaps with a window, or something else."""
 
 from __future__ import annotations
 
@@ -24,16 +24,19 @@ def mask_of(*, explicit: bool = False, **request: Any) -> Tensor | PromptMask | 
     if isinstance(given := request.get("attention_mask"), PromptMask):
         return given  # `generate` got it from this function
     B, M, N = request["batch_size"], request["q_length"], request["kv_length"]
-    if (seen := _seen(**request)) is not None:
+    if (found := _seen(**request)) is not None:
+        seen, window = found
         sequences = None
         if request.get("attention_mask") is not None or not request.get("allow_is_causal_skip", True):
-            sequences = _sequences(seen, **request)
+            sequences = _sequences(seen, window, **request)
             if sequences is None:
                 return _later(request)
             if all(span.queries == M and span.keys == seen for span in sequences.spans):
                 sequences = None
-        if sequences is not None or M != N or explicit:
-            return PromptMask((B, 1, M, N), seen, request["device"], sequences)
+        if sequences is not None and all(span.keys <= (window or N) for span in sequences.spans):
+            window = None
+        if sequences is not None or M != N or explicit or window is not None:
+            return PromptMask((B, 1, M, N), seen, request["device"], sequences, window=window)
         return None
     return _later(request)
 
@@ -62,35 +65,58 @@ def _seen(
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
+    mask_function: Callable[..., Tensor] | None = None,
     use_vmap: bool = False,
     **_: Any,
-) -> int | None:
-    """How many keys the last query may see, if the request can be one for causal prompts; otherwise None.
+) -> tuple[int, int | None] | None:
+    """The keys up to that of the last query and its window, None if it hides nothing; None for other requests.
 
-    Padding is such a request, and so are packed prompts: for these, and for masks that are combined with others,
-    `allow_is_causal_skip` is False. Windows that hide something are not.
+    Other requests are those that cannot be for causal prompts. Padding is a request for causal prompts, and so are
+    packed prompts: for these, and for masks that are combined with others, `allow_is_causal_skip` is False.
     """
-    if q_length == 1 or kv_offset != 0 or use_vmap or allow_is_bidirectional_skip:
+    if q_length == 1 or use_vmap or allow_is_bidirectional_skip:
         return None
     if torch.compiler.is_compiling() and (
         attention_mask is not None or isinstance(q_offset, Tensor) or not allow_is_causal_skip
     ):
         return None  # reading a tensor would break the graph
-    seen = int(q_offset) + q_length
-    if seen > kv_length or (local_size is not None and seen > local_size and allow_is_causal_skip):
+    seen = int(q_offset) + q_length - int(kv_offset)
+    if not q_length <= seen <= kv_length:
         return None
-    return seen
+    if local_size is None or seen <= local_size:
+        return (seen, None) if int(kv_offset) == 0 else None
+    if torch.compiler.is_compiling() or mask_function is None:
+        return None
+    if allow_is_causal_skip and not _is_window(mask_function, local_size, int(q_offset) + q_length - 1):
+        return None  # chunks of so many tokens, of which each sees itself alone, come with a size too
+    return seen, local_size
+
+
+def _is_window(mask_function: Callable[..., Tensor], size: int, last: int) -> bool:
+    """Whether a mask function without padding is that of causal queries which see `size` keys at most.
+
+    transformers does not say so, so the function is asked for pairs at both ends of two windows, the first one
+    that hides a key and that of the `last` position. It gets numbers on the CPU, for which nobody waits.
+    """
+    zero = torch.zeros((), dtype=torch.int64, device="cpu")
+    return all(
+        bool(mask_function(zero, zero, zero + query, zero + key)) == (query - size < key <= query)
+        for query in (size, last)
+        for key in (query - size, query - size + 1, query, query + 1)
+        if key <= last
+    )
 
 
 def _sequences(
     seen: int,
+    window: int | None,
     *,
     batch_size: int,
     q_length: int,
     kv_length: int,
     mask_function: Callable[..., Tensor] | None = None,
+    kv_offset: int = 0,
     attention_mask: Tensor | None = None,
-    local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     device: torch.device | str = "cpu",
     **_: Any,
@@ -98,26 +124,20 @@ def _sequences(
     """The prompts of a padded batch, or those of which a mask is made, if it is made of causal prompts."""
     if allow_is_causal_skip:
         assert attention_mask is not None
-        if attention_mask.shape[0] != batch_size or attention_mask.shape[1] < seen:
+        if attention_mask.shape[0] != batch_size or attention_mask.shape[1] < int(kv_offset) + seen:
             return None
         try:
-            return Sequences.padded(attention_mask[:, :seen], queries=q_length)
+            real = attention_mask[:, int(kv_offset) : int(kv_offset) + seen]
+            return Sequences.padded(real, queries=q_length)
         except ValueError:  # padding inside of a prompt
             return None
     if mask_function is None or attention_mask is not None or not seen == q_length == kv_length:
         return None
-    sequences = _packed(mask_function, batch_size, kv_length, device)
-    if (
-        sequences is not None
-        and local_size is not None
-        and max(span.keys for span in sequences.spans) > local_size
-    ):
-        return None
-    return sequences
+    return _packed(mask_function, window, batch_size, kv_length, device)
 
 
 def _packed(
-    mask_function: Callable[..., Tensor], batch: int, tokens: int, device: torch.device | str
+    mask_function: Callable[..., Tensor], window: int | None, batch: int, tokens: int, device: torch.device | str
 ) -> Sequences | None:
     """The prompts that stand behind one another in every entry of the batch, if the mask lets them see just that.
 
@@ -137,6 +157,8 @@ def _packed(
     for rows in token.split(_ROWS):
         query = rows[:, None]
         expected = (number[..., rows, None] == number[..., None, :]) & (token <= query)
+        if window is not None:
+            expected &= token > query - window
         same &= (sees(query, token) == expected).all()
     *flags, known = torch.cat((begins.flatten(), same[None])).tolist()
     if not known:

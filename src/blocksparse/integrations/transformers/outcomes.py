@@ -26,14 +26,16 @@ class Outcomes:
     _reasons: Counter[str] = field(factory=Counter, init=False)
     _settled: bool = field(default=False, init=False)  # a call was sparse, or the line is in the log
 
-    def saw(self, layer: int, trace: AnyTrace | HeadGroupsTrace, *, q_len: int, k_len: int) -> None:
+    def saw(
+        self, layer: int, trace: AnyTrace | HeadGroupsTrace, *, q_len: int, k_len: int, window: int | None
+    ) -> None:
         """A call of the pipeline, whose executor may have attended densely."""
         assert self.recorder is not None  # or nothing would be traced
         if trace.dense_because is not None:
             self.saw_dense(layer, trace.dense_because)
             return
         self.saw_sparse()
-        self.recorder.saw_sparse(layer, trace.density(), q_len=q_len, k_len=k_len)
+        self.recorder.saw_sparse(layer, trace.density(), q_len=q_len, k_len=k_len, window=window)
 
     def saw_sparse(self) -> None:
         self._settled = True

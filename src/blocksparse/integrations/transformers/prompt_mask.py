@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import torch
-from attrs import define
+from attrs import define, evolve
 from torch import Tensor
 from torch.utils._pytree import tree_map
 from transformers.masking_utils import sdpa_mask
@@ -25,7 +25,8 @@ class PromptMask:
     mask and works on that tensor.
 
     Without `sequences` and `request` the queries are the last M of `seen` tokens: query `i` sees the keys up to
-    `seen - M + i`. With `sequences` this holds in each of them.
+    `seen - M + i`. With `sequences` this holds in each of them, and with a `window` a query sees at most so many
+    keys, the last of these.
     """
 
     shape: tuple[int, ...]
@@ -34,6 +35,7 @@ class PromptMask:
     sequences: Sequences | None = None
     request: Mapping[str, Any] | None = None  # what transformers asked for, if this is neither of the two
     tensor: Tensor | None = None  # the mask, once it is made
+    window: int | None = None  # how many keys a query sees at most
     dtype = torch.bool
     ndim = 4
 
@@ -43,8 +45,8 @@ class PromptMask:
             self.tensor = self.rows(0, self.shape[2]).expand(self.shape)
         return self.tensor
 
-    def rows(self, start: int, stop: int) -> Tensor:
-        """The rows of the queries from `start` to `stop`, `[B|1, 1, stop - start, N]`."""
+    def rows(self, start: int, stop: int, columns: slice = slice(None)) -> Tensor:
+        """The rows of the queries from `start` to `stop`, `[B|1, 1, stop - start, N]`, or some columns of them."""
         if self.request is not None:
             offset = self.request.get("q_offset", 0) + start
             rows: Tensor = sdpa_mask(
@@ -55,14 +57,25 @@ class PromptMask:
                     "allow_is_causal_skip": False,  # a None would mean another mask for some of the rows
                 }
             )
-            return rows.to(self.device)
+            return rows[..., columns].to(self.device)
         _, _, M, N = self.shape
-        key = torch.arange(N, device=self.device)
+        key = torch.arange(*columns.indices(N), device=self.device)
         if self.sequences is None:
             last = torch.arange(start, stop, device=self.device) + (self.seen - M)
-            return (key <= last.unsqueeze(-1))[None, None]
+            return self._within(key, last.unsqueeze(-1))[None, None]
         first, last = (x[:, start:stop, None] for x in self._queries(self.sequences))
-        return ((key >= first) & (key <= last)).unsqueeze(1)
+        return ((key >= first) & self._within(key, last)).unsqueeze(1)
+
+    def columns(self, start: int, stop: int) -> slice:
+        """Keys outside of which the queries from `start` to `stop` see none, as far as the window alone says."""
+        if self.window is None or self.sequences is not None or self.request is not None:
+            return slice(None)
+        offset = self.seen - self.shape[2]
+        return slice(max(0, offset + start - self.window + 1), offset + stop)
+
+    def _within(self, key: Tensor, last: Tensor) -> Tensor:
+        """Whether keys are seen if the key at `last` is a query's own."""
+        return key <= last if self.window is None else (key <= last) & (key > last - self.window)
 
     def _queries(self, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """The first key and the last one that each query sees, `[B, M]` each; of no sequence it sees none."""
@@ -81,7 +94,7 @@ class PromptMask:
         """As `Tensor.to`. A move to another device, which models on several devices make, needs no tensor yet."""
         probe = torch.zeros((), dtype=torch.bool, device=self.device).to(*args, **kwargs)
         if probe.dtype == torch.bool:
-            return PromptMask(self.shape, self.seen, probe.device, self.sequences, self.request)
+            return evolve(self, device=probe.device, tensor=None)
         return self.made().to(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

@@ -37,6 +37,8 @@ def gather_attention(
         from blocksparse.kernels.attention.gather_attention_hopper import gather_attention_hopper as compute
     elif q.is_cuda and q.dtype != torch.float64:
         from blocksparse.kernels.attention.gather_attention_triton import gather_attention_triton as compute
+    if positions.window is not None:
+        raise ValueError(f"attention that stops early knows no sliding window: {positions.window}")
     return compute(q, k, v, lists, positions, rule, scale=scale)
 
 

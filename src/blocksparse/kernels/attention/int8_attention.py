@@ -41,6 +41,8 @@ def int8_attention(
     """
     from blocksparse.kernels.attention.int8_attention_hopper import int8_attention_hopper
 
+    if positions.window is not None:
+        raise ValueError(f"attention in 8 bits knows no sliding window: {positions.window}")
     q = operands.q
     out, lse = empty_as(q, q.shape[-1], out_dtype), q.new_empty(q.shape[:3], dtype=torch.float32)
     with device_of(q):

@@ -3,10 +3,10 @@
     out[b, h, i] = sum_j softmax_j(scale * q[b, h, i] . k[b, h // G, j]) v[b, h // G, j]
 
 over the keys `j` of the blocks listed for the row of query `i`. A row's full blocks are never masked; its partial
-blocks are masked by original position. The softmax is in base 2, sums are in fp32, and the result is exact up to rounding.
+blocks are masked by original position: by causality, and by a sliding window if there is one. The softmax is in base 2, sums are in fp32, and the result is exact up to rounding.
 
 There are two kernels: the portable one in `sparse_attention_triton.py`, and the one for Hopper in
-`sparse_attention_hopper.py`. The tiles say which of them runs. `sparse_attention_reference` below is the specification.
+`sparse_attention_hopper.py`, which knows no sliding window. The tiles say which of them runs. `sparse_attention_reference` below is the specification.
 
 Two approximations are off unless asked for, and while they are off they cost the exact kernel nothing: leaving out the
 products of negligible weights, and 8-bit operands with scales. Only the portable kernel has them, and
@@ -63,6 +63,8 @@ def sparse_attention(
     out = empty_as(q, v.shape[-1], out_dtype or v.dtype)  # as q lies in memory, so before any copy of it
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    if positions.window is not None and tiles.kernel == "hopper":
+        raise ValueError(f"the Hopper kernel knows no sliding window, the portable one does: {positions.window}")
     attend = _kernel(tiles, approximation)
     with device_of(q):
         if key_slots is None:
@@ -124,7 +126,7 @@ def listed_pairs(lists: Lists, positions: TokenPositions, q: Tensor, k: Tensor) 
     pairs = pairs.repeat_interleave(Hq // pairs.shape[1], 1)[:, :, queries, :N]
     q_at, k_at = positions.q_position[..., queries, None], positions.k_position[..., :N]  # one key map: G is 1
     k_at = k_at if k_at.shape[1] == 1 else k_at.repeat_interleave(Hq // k_at.shape[1], 1)
-    return pairs & (k_at >= 0) & ((k_at <= q_at) if positions.causal else True)
+    return pairs & positions.sees(q_at, k_at)
 
 
 def visiting_rank(lists: Lists) -> Tensor:

@@ -56,7 +56,7 @@ def sparse_attention_triton(
         a.pv_skip, a.q_scale, a.k_scale, a.k_copy, a.v_scale,
         *(None if x is None else alike(*head_strides(x)) for x in (a.q_scale, a.k_scale, a.k_copy, a.v_scale)),
         M, k.shape[2], lists.index.shape[-1],
-        Hq // Hk, Hq // lists.full_count.shape[1], positions.q_lead, scale * math.log2(math.e),
+        Hq // Hk, Hq // lists.full_count.shape[1], positions.q_lead, scale * math.log2(math.e), positions.window,
         D=D, DV=Dv,
         BLOCK_D=block_d, BLOCK_DV=block_dv,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
@@ -193,16 +193,16 @@ def _softmax_update(
 
 
 @remembered
-@triton.jit(do_not_specialize=["full_count_ptr", "partial_count_ptr", "M", "N", "cols", "q_lead"])
+@triton.jit(do_not_specialize=["full_count_ptr", "partial_count_ptr", "M", "N", "cols", "q_lead", "window"])
 def _kernel(
     q_ptr, k_source, v_source, out_ptr, lse_ptr,
     full_count_ptr, partial_count_ptr, index_ptr, q_position_ptr, k_position_ptr,
     q_strides, k_strides, v_strides, out_strides, lse_strides,
     count_strides, index_strides, q_position_strides, k_position_strides,
-    pv_skip_ptr, q_scale_ptr, k_scale_ptr, k_copy_ptr, v_scale_ptr,  # what is None is compiled away
+    pv_skip_ptr, q_scale_ptr, k_scale_ptr, k_copy_ptr, v_scale_ptr,  # what is None is compiled away, `window` too
     q_scale_strides, k_scale_strides, k_copy_strides, v_scale_strides,
     M, N, cols,
-    heads_per_key, heads_per_mask, q_lead, scale_log2,
+    heads_per_key, heads_per_mask, q_lead, scale_log2, window,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, Q_SPLIT: tl.constexpr, K_SPLIT: tl.constexpr,
     CAUSAL: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
@@ -289,10 +289,12 @@ def _kernel(
         allowed = (k_at >= 0)[None, :]
         if CAUSAL:
             allowed = allowed & (k_at[None, :] <= q_at[:, None])
+        if window is not None:
+            allowed = allowed & (k_at[None, :] > q_at[:, None] - window)
         scores = tl.where(allowed, scores, float("-inf"))
         v_tile = _block(v_source, v_strides, b, h_key, start, within, dims_v, N, DV, BLOCK_DV, True, TMA)
         v_factor = _factors(v_scale_ptr, v_scale_at + start + within, inside, True)
-        # Partial blocks hold a query's own neighbours, so none is left out: no `skip_log2` here.
+        # Partial blocks hold a query's own neighbours, or the last ones in its window: none is left out, no `skip_log2`.
         running_max, running_sum, unit, accumulator = _softmax_update(
             scores, v_tile, v_factor, running_max, running_sum, unit, accumulator, None, live, True, PRECISION
         )

@@ -25,6 +25,21 @@ class Cells:
     k_first: Tensor | None = (
         None  # [B|1, Hm, key cells] int32, the first position in each; both None: all in order
     )
+    # With a sliding window. In order: how many key cells before its own, or before the first of its row of blocks, a
+    # query cell reaches. Else a query cell, or a row, reaches only key cells whose last position is above its floor.
+    behind: int | None = None
+    q_floor: Tensor | None = None  # as `q_last`
+    k_last: Tensor | None = None  # as `k_first`
+
+    @property
+    def windowed(self) -> bool:
+        """Whether a window hides cells, which only the implementations in plain torch leave out."""
+        return self.behind is not None or self.q_floor is not None
+
+
+def cells_behind(window: int, slots: int) -> int:
+    """How many cells of `slots` tokens before its own cell a token sees at most, if it is the first of its cell."""
+    return (window + slots - 2) // slots
 
 
 def cells(x: Tensor, slots: int, lead: int, filler: Tensor | None = None) -> Tensor:

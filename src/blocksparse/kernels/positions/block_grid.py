@@ -18,6 +18,10 @@ class BlockGrid(Protocol):
     def causal(self) -> bool: ...
 
     @property
+    def window(self) -> int | None:
+        """How many tokens a query sees at most, its own included; None unless causal, and if nothing is hidden."""
+
+    @property
     def q_first(self) -> Tensor:
         """`[B|1, H|1, rows, 1]` int32."""
 
@@ -43,11 +47,17 @@ class BlockGrid(Protocol):
 
     @property
     def reachable(self) -> Tensor:
-        """Blocks in which some query may see some key: `k_last >= 0`, and when causal `k_first <= q_last`."""
+        """Blocks in which some query may see some key: `k_last >= 0`, and when causal `k_first <= q_last`.
+
+        With a window also `k_last > q_first - window`.
+        """
 
     @property
     def full(self) -> Tensor:
-        """Blocks in which every query may see every key: `k_whole`, and when causal `k_last <= q_first`."""
+        """Blocks in which every query may see every key: `k_whole`, and when causal `k_last <= q_first`.
+
+        With a window also `k_first > q_last - window`.
+        """
 
     @property
     def diagonal(self) -> Tensor:

@@ -94,11 +94,13 @@ def load_positions(pointers, strides, b, h, row, col, there, inside, ALIKE: tl.c
 
 
 @triton.jit
-def reachable_blocks(q_last, k_first, k_last, CAUSAL: tl.constexpr):
-    """`BlockGrid.reachable` of a launch tile."""
+def reachable_blocks(q_first, q_last, k_first, k_last, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """`BlockGrid.reachable` of a launch tile; `WINDOW` is the grid's, and None is compiled away."""
     reachable = k_last >= 0
     if CAUSAL:
         reachable = reachable & (k_first <= q_last)
+    if WINDOW is not None:
+        reachable = reachable & (k_last > q_first - WINDOW)
     return reachable
 
 
@@ -113,11 +115,13 @@ def diagonal_blocks(reachable, q_first, k_last, CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def full_blocks(q_first, k_last, k_whole, CAUSAL: tl.constexpr):
+def full_blocks(q_first, q_last, k_first, k_last, k_whole, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
     """`BlockGrid.full` of a launch tile."""
     full = k_whole != 0
     if CAUSAL:
         full = full & (k_last <= q_first)
+    if WINDOW is not None:  # only then are `q_last` and `k_first` looked at
+        full = full & (k_first > q_last - WINDOW)
     return full
 
 

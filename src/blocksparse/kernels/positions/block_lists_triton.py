@@ -30,7 +30,7 @@ def block_lists_triton(keep: Tensor, grid: BlockGrid) -> tuple[Tensor, Tensor, T
             keep, *positions(grid), grid.k_whole, full_count, partial_count, index,
             strides(keep), strides(grid.k_whole),
             rows, cols,
-            CAUSAL=grid.causal, ROWS=high, COLS=wide,
+            CAUSAL=grid.causal, WINDOW=grid.window, ROWS=high, COLS=wide,
             num_warps=high * wide // (32 * _PER_THREAD),
         )  # fmt: skip
     return full_count, partial_count, index
@@ -40,20 +40,27 @@ def block_lists_triton(keep: Tensor, grid: BlockGrid) -> tuple[Tensor, Tensor, T
 def _kinds(
     keep_at,
     keep_stride,
+    k_first_at,
+    k_first_stride,
     k_last_at,
     k_last_stride,
     k_whole_at,
     k_whole_stride,
     q_first,
+    q_last,
     col,
     inside,
     CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     """Which blocks of a launch tile are kept and full, and which are kept and partial, as 0 or 1."""
     keep = tl.load(keep_at + col * keep_stride, mask=inside, other=0) != 0
     k_last = tl.load(k_last_at + col * k_last_stride, mask=inside, other=-1)
     k_whole = tl.load(k_whole_at + col * k_whole_stride, mask=inside, other=0)
-    full = keep & full_blocks(q_first, k_last, k_whole, CAUSAL)
+    k_first = k_last
+    if WINDOW is not None:
+        k_first = tl.load(k_first_at + col * k_first_stride, mask=inside, other=0)
+    full = keep & full_blocks(q_first, q_last, k_first, k_last, k_whole, CAUSAL, WINDOW)
     return full.to(tl.int32), keep.to(tl.int32) - full.to(tl.int32)
 
 
@@ -63,12 +70,16 @@ def _kernel(
     keep_ptr, positions, position_strides, k_whole_ptr, full_count_ptr, partial_count_ptr, index_ptr,
     keep_strides, k_whole_strides,
     rows, cols,
-    CAUSAL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     b, h, row, col = tile(ROWS, COLS)
     there = row < rows
     q_first = tl.load(rows_at(positions[0], position_strides[0], b, h, row), mask=there, other=0)
+    q_last = q_first
+    if WINDOW is not None:
+        q_last = tl.load(rows_at(positions[1], position_strides[1], b, h, row), mask=there, other=0)
     keep_at = rows_at(keep_ptr, keep_strides, b, h, row)
+    k_first_at = rows_at(positions[2], position_strides[2], b, h, row)
     k_last_at = rows_at(positions[3], position_strides[3], b, h, row)
     k_whole_at = rows_at(k_whole_ptr, k_whole_strides, b, h, row)
 
@@ -77,8 +88,8 @@ def _kernel(
     for start in range(0, cols, COLS):
         at = start + col
         full, partial = _kinds(
-            keep_at, keep_strides[3], k_last_at, position_strides[3][3], k_whole_at, k_whole_strides[3],
-            q_first, at, there & (at < cols), CAUSAL,
+            keep_at, keep_strides[3], k_first_at, position_strides[2][3], k_last_at, position_strides[3][3], k_whole_at, k_whole_strides[3],
+            q_first, q_last, at, there & (at < cols), CAUSAL, WINDOW,
         )  # fmt: skip
         full_count += tl.sum(full, 1, keep_dims=True)
         partial_count += tl.sum(partial, 1, keep_dims=True)
@@ -95,8 +106,8 @@ def _kernel(
         at = start + col
         inside = there & (at < cols)
         full, partial = _kinds(
-            keep_at, keep_strides[3], k_last_at, position_strides[3][3], k_whole_at, k_whole_strides[3],
-            q_first, at, inside, CAUSAL,
+            keep_at, keep_strides[3], k_first_at, position_strides[2][3], k_last_at, position_strides[3][3], k_whole_at, k_whole_strides[3],
+            q_first, q_last, at, inside, CAUSAL, WINDOW,
         )  # fmt: skip
         seen = tl.cumsum(full + (partial << 16), 1)  # partial blocks are counted above the lower 16 bits
         place = tl.where(full != 0, full_place + (seen & 0xFFFF), partial_place + (seen >> 16))

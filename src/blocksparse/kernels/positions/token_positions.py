@@ -7,6 +7,8 @@ from collections.abc import Callable
 from attrs import evolve, frozen
 from torch import Tensor
 
+from blocksparse.kernels.positions.sight import sees
+
 
 @frozen(eq=False)
 class TokenPositions:
@@ -19,6 +21,11 @@ class TokenPositions:
     causal: bool  # whether keys after a query are masked
     q_in_order: bool  # queries stand in original order, so that their positions need not be read
     k_in_order: bool  # keys likewise
+    window: int | None = None  # when causal, how many tokens a query sees at most, its own included; None: all
+
+    def sees(self, q_at: Tensor, k_at: Tensor) -> Tensor:
+        """Whether queries at the positions `q_at` see keys at `k_at`, broadcast against each other."""
+        return sees(q_at, k_at, causal=self.causal, window=self.window)
 
     def of_heads(self, cut: Callable[[Tensor], Tensor]) -> TokenPositions:
         """The positions of some heads. `cut` takes them from a tensor whose second axis counts heads."""

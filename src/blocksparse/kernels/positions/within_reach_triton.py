@@ -55,7 +55,7 @@ def within_reach_triton(
         _kernel[(cdiv(rows, tile["ROWS"]) * cdiv(cols, tile["COLS"]), H, B)](
             keep, tensors, out, None if keep is None else strides(keep), position_strides, rows, cols, skipped,
             near, first, eta, state, grid.first_row,
-            N=n, DIAGONAL=diagonal, CAUSAL=grid.causal, **tile,
+            N=n, DIAGONAL=diagonal, CAUSAL=grid.causal, WINDOW=grid.window, **tile,
             num_warps=4,
         )  # fmt: skip
     return out
@@ -73,7 +73,7 @@ def _own(keep: Tensor) -> tuple[int, ...]:
 def _kernel(
     keep_ptr, position_ptrs, out_ptr, keep_strides, position_strides, rows, cols, skipped,
     near, first, eta, state, first_row,
-    N: tl.constexpr, DIAGONAL: tl.constexpr, CAUSAL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    N: tl.constexpr, DIAGONAL: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     b, h, row, col = tile_of_grid(cols, ROWS, COLS)
     there = row < rows
@@ -81,7 +81,7 @@ def _kernel(
     q_first, q_last, k_first, k_last = load_positions(
         position_ptrs, position_strides, b, h, row, col, there, inside
     )
-    reachable = reachable_blocks(q_last, k_first, k_last, CAUSAL)
+    reachable = reachable_blocks(q_first, q_last, k_first, k_last, CAUSAL, WINDOW)
     if keep_ptr is not None:
         keep_at = rows_at(keep_ptr, keep_strides, b, h, (row + skipped) // N) + col // N * keep_strides[3]
         keep = tl.load(keep_at, mask=inside, other=0) != 0

@@ -34,7 +34,10 @@ def block_softmax_triton(
     if segment is not None:
         batch, heads = (max(x.shape[axis] for x in tensors) for axis in (0, 1))
         own = torch.empty((batch, heads, *logits.shape[2:]), dtype=torch.bool, device=logits.device)
-    return _launch(logits, tensors, position_strides, None, own, segment, scale, causal=grid.causal), own
+    mass = _launch(
+        logits, tensors, position_strides, None, own, segment, scale, causal=grid.causal, window=grid.window
+    )
+    return mass, own
 
 
 def prefix_softmax_triton(logits: Tensor, seen: Tensor) -> Tensor:
@@ -52,6 +55,7 @@ def _launch(
     scale: float,
     *,
     causal: bool,
+    window: int | None = None,
 ) -> Tensor:
     logits = logits.contiguous()
     B, H, rows, cols = logits.shape
@@ -63,7 +67,7 @@ def _launch(
             position_strides, None if seen is None else strides(seen),
             None if own is None else plain_strides(own) if aligned else strides(own),
             rows, cols, scale,
-            SEGMENT=segment, CAUSAL=causal, ALIGNED=aligned, ROWS=high, COLS=wide, WHOLE=cols <= wide,
+            SEGMENT=segment, CAUSAL=causal, WINDOW=window, ALIGNED=aligned, ROWS=high, COLS=wide, WHOLE=cols <= wide,
             num_warps=high * wide // 512,
         )  # fmt: skip
     return logits
@@ -73,7 +77,7 @@ def _launch(
 def _scaled(
     logits_at, positions, seen_ptr, own_ptr, position_strides, seen_strides, own_strides,
     b, h, row, col, there, inside, scale,
-    SEGMENT: tl.constexpr, CAUSAL: tl.constexpr, ALIGNED: tl.constexpr,
+    SEGMENT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Scaled logits of a launch tile, -inf where a column is not eligible; stores which blocks are of the own segment."""
     if seen_ptr is not None:
@@ -83,7 +87,7 @@ def _scaled(
         q_first, q_last, k_first, k_last = load_positions(
             positions, position_strides, b, h, row, col, there, inside, False
         )
-        eligible = inside & reachable_blocks(q_last, k_first, k_last, CAUSAL)
+        eligible = inside & reachable_blocks(q_first, q_last, k_first, k_last, CAUSAL, WINDOW)
         if SEGMENT is not None:
             own = eligible & (k_first // SEGMENT == q_first // SEGMENT)
             eligible = eligible & ~own
@@ -103,7 +107,7 @@ def _kernel(
     logits_ptr, positions, seen_ptr, own_ptr,
     position_strides, seen_strides, own_strides,
     rows, cols, scale,
-    SEGMENT: tl.constexpr, CAUSAL: tl.constexpr, ALIGNED: tl.constexpr,
+    SEGMENT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, ALIGNED: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     b, h, row, col = tile(ROWS, COLS)
@@ -113,7 +117,7 @@ def _kernel(
         inside = there & (col < cols)
         logits = _scaled(
             logits_at, positions, seen_ptr, own_ptr, position_strides, seen_strides, own_strides,
-            b, h, row, col, there, inside, scale, SEGMENT, CAUSAL, ALIGNED,
+            b, h, row, col, there, inside, scale, SEGMENT, CAUSAL, WINDOW, ALIGNED,
         )  # fmt: skip
         best = tl.max(logits, 1, keep_dims=True)
         weight = tl.exp(logits - tl.where(best == float("-inf"), 0.0, best))
@@ -126,7 +130,7 @@ def _kernel(
             at = start + col
             logits = _scaled(
                 logits_at, positions, seen_ptr, own_ptr, position_strides, seen_strides, own_strides,
-                b, h, row, at, there, there & (at < cols), scale, SEGMENT, CAUSAL, ALIGNED,
+                b, h, row, at, there, there & (at < cols), scale, SEGMENT, CAUSAL, WINDOW, ALIGNED,
             )  # fmt: skip
             new_best = tl.maximum(best, tl.max(logits, 1, keep_dims=True))
             origin = tl.where(new_best == float("-inf"), 0.0, new_best)
@@ -139,6 +143,6 @@ def _kernel(
             inside = there & (at < cols)
             logits = _scaled(
                 logits_at, positions, seen_ptr, own_ptr, position_strides, seen_strides, own_strides,
-                b, h, row, at, there, inside, scale, SEGMENT, CAUSAL, ALIGNED,
+                b, h, row, at, there, inside, scale, SEGMENT, CAUSAL, WINDOW, ALIGNED,
             )  # fmt: skip
             tl.store(logits_at + at, tl.exp(logits - origin) * inverse, mask=inside)

@@ -8,7 +8,8 @@ over its slots `r`, with `s(r) = slots - 1 - r` if `flipped`, else `r`. A query 
 cells that it reaches; a block holds the mass of its pairs of cells.
 
 There are two implementations: on GPUs the Triton kernels in `cell_mass_triton.py`, which keep no logits; and for CPU
-tensors, float64 and blocks that do not fill tiles (`takes`) the plain torch below, which computes in fp32 or better.
+tensors, float64, blocks that do not fill tiles (`takes`) and sliding windows the plain torch below, which computes in fp32
+or better.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def cell_mass(
         segment: cells per segment; a query cell then looks at earlier segments only.
     """
     compute = cell_mass_reference
-    if q.is_cuda:
+    if q.is_cuda and not of.windowed:
         from blocksparse.kernels.scoring import cell_mass_triton
 
         if cell_mass_triton.takes(q, of.high, of.wide):
@@ -57,9 +58,11 @@ def cell_mass_reference(
     keys = k_cells.flatten(3)  # [B, H, cells, slots * D]
     column = torch.arange(keys.shape[2], device=q.device)
     cell = torch.arange(first_cell, first_cell + q_cells.shape[2], device=q.device)
-    in_order = q_last is None
+    in_order, q_floor, k_last = q_last is None, of.q_floor, of.k_last
     if in_order:
         q_last, k_first = cell.view(1, 1, -1), column.view(1, 1, -1)
+        if of.behind is not None:
+            q_floor, k_last = q_last - of.behind - 1, k_first
 
     # A block far larger than the prompt is cut to one that holds all of its cells, and takes no more memory.
     high = min(of.high, max(first_cell + q_cells.shape[2], ROOM))
@@ -67,20 +70,26 @@ def cell_mass_reference(
     empty = first_cell % high  # how many cells row 0 lacks at its start
     rows, cols = -(-(empty + q_cells.shape[2]) // high), -(-keys.shape[2] // wide)
     masses = []
-    step = max(1, _WORKSPACE // (q.shape[0] * q.shape[1] * high * keys.shape[2] * wide_dtype(q).itemsize))
+    # In a window some rows together look at few keys besides their own, and at no others.
+    looked_at = keys.shape[2] if of.behind is None else min(keys.shape[2], 2 * max(of.behind, high))
+    step = max(1, _WORKSPACE // (q.shape[0] * q.shape[1] * high * looked_at * wide_dtype(q).itemsize))
+    step = step if of.behind is None else min(step, max(1, of.behind // high))
     for top in range(0, rows, step):
         bottom = min(top + step, rows)
         first, last = max(top * high - empty, 0), min(bottom * high - empty, q_cells.shape[2])
         end = min(first_cell + last, keys.shape[2]) if causal and in_order else keys.shape[2]
+        begin = 0 if of.behind is None else min(max(first_cell + first - of.behind, 0), end)
         queries = q_cells[:, :, first:last]
-        logits = products((queries.flip(3) if flipped else queries).flatten(3), keys[:, :, :end]).mul_(weight)
-        eligible = torch.ones(1, 1, last - first, end, dtype=torch.bool, device=q.device)
+        logits = products((queries.flip(3) if flipped else queries).flatten(3), keys[:, :, begin:end]).mul_(weight)
+        eligible = torch.ones(1, 1, last - first, end - begin, dtype=torch.bool, device=q.device)
         if causal:
-            eligible = k_first[..., :end].unsqueeze(2) <= q_last[..., first:last].unsqueeze(3)
+            eligible = k_first[..., begin:end].unsqueeze(2) <= q_last[..., first:last].unsqueeze(3)
+        if q_floor is not None and k_last is not None:
+            eligible = eligible & (k_last[..., begin:end].unsqueeze(2) > q_floor[..., first:last].unsqueeze(3))
         if segment is not None:
-            eligible = eligible & (column[:end] < (cell[first:last] // segment * segment).unsqueeze(1))
+            eligible = eligible & (column[begin:end] < (cell[first:last] // segment * segment).unsqueeze(1))
         mass = _softmax(logits, eligible, may_be_none=segment is not None)
-        mass = pad(mass, (0, cols * wide - end, first - (top * high - empty), bottom * high - empty - last))
+        mass = pad(mass, (begin, cols * wide - end, first - (top * high - empty), bottom * high - empty - last))
         masses.append(mass.unflatten(3, (cols, wide)).sum(4).unflatten(2, (-1, high)).sum(3))
     return torch.cat(masses, dim=2)
 

@@ -38,7 +38,7 @@ def gate_blocks_triton(
             values, unlike_row, unlike_col, forced, gated, out, tensors,
             strides(values), strides(unlike_row), strides(unlike_col), None if forced is None else strides(forced), position_strides,
             rows, cols,
-            CAUSAL=grid.causal, **tile,
+            CAUSAL=grid.causal, WINDOW=grid.window, **tile,
             num_warps=4,
         )  # fmt: skip
     return gated, out
@@ -50,7 +50,7 @@ def _kernel(
     values_ptr, unlike_row_ptr, unlike_col_ptr, forced_ptr, gated_ptr, out_ptr, position_ptrs,
     values_strides, unlike_row_strides, unlike_col_strides, forced_strides, position_strides,
     rows, cols,
-    CAUSAL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     b, h, row, col = tile_of_grid(cols, ROWS, COLS)
     there = row < rows
@@ -66,6 +66,8 @@ def _kernel(
         position_ptrs, position_strides, b, h, row, col, there, inside
     )
     at = ((b * tl.num_programs(1) + h).to(tl.int64) * rows + row) * cols + col
-    tl.store(out_ptr + at, chosen & reachable_blocks(q_last, k_first, k_last, CAUSAL), mask=inside)
+    tl.store(
+        out_ptr + at, chosen & reachable_blocks(q_first, q_last, k_first, k_last, CAUSAL, WINDOW), mask=inside
+    )
     values_at = rows_at(values_ptr, values_strides, b, h, row) + col * values_strides[3]
     tl.store(gated_ptr + at, tl.load(values_at, mask=inside & ~unlike_col, other=0.0), mask=inside)

@@ -5,7 +5,8 @@ block is the best product of its pairs of groups. A pair takes part if the row o
 if some place has a token in both groups: short groups are compared over the tokens that are there.
 
 There are two implementations: on GPUs the Triton kernel in `group_max_triton.py`, which keeps no product; and for CPU
-tensors, float64 and blocks that do not fill tiles (`takes`) the plain torch below, which computes in fp32 or better.
+tensors, float64, blocks that do not fill tiles (`takes`) and sliding windows the plain torch below, which computes in fp32
+or better.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def group_max(q: Tensor, k: Tensor, of: Cells, *, first_row: int, per_token: boo
         per_token: divide a product by the number of places that have a token in both groups.
     """
     compute = group_max_reference
-    if q.is_cuda:
+    if q.is_cuda and not of.windowed:
         from blocksparse.kernels.scoring import group_max_triton
 
         if group_max_triton.takes(q, of.high, of.wide):
@@ -47,6 +48,7 @@ def group_max_reference(q: Tensor, k: Tensor, of: Cells, *, first_row: int, per_
     """The same in plain torch, some rows of blocks at a time."""
     M, N, device = q.shape[2], k.shape[2], q.device
     q_lead, causal, padded_tail, q_last, k_first = of.q_lead, of.causal, of.padded_tail, of.q_last, of.k_first
+    q_floor, k_last = of.q_floor, of.k_last
     # A group, or a block, far larger than the prompt is cut to one that holds all tokens, and takes no more memory.
     longest = max(q_lead + M, N, ROOM)
     g = min(of.slots, longest)
@@ -58,6 +60,8 @@ def group_max_reference(q: Tensor, k: Tensor, of: Cells, *, first_row: int, per_
     if q_last is None or k_first is None:
         q_last = (torch.arange(first_row + 1, first_row + rows + 1, device=device) * high - 1).view(1, 1, -1)
         k_first = torch.arange(groups, device=device).view(1, 1, -1)
+        if of.behind is not None:
+            q_floor, k_last = q_last - high - of.behind, k_first
 
     start = torch.arange(0, rows * high * g, g, device=device).unsqueeze(1)
     ends = (q_lead + M - start, N - torch.arange(0, N, g, device=device))
@@ -73,6 +77,8 @@ def group_max_reference(q: Tensor, k: Tensor, of: Cells, *, first_row: int, per_
         takes_part = shared > 0
         if causal:
             seen = k_first.unsqueeze(2) <= q_last[..., top : top + step].unsqueeze(3)
+            if q_floor is not None and k_last is not None:
+                seen = seen & (k_last.unsqueeze(2) > q_floor[..., top : top + step].unsqueeze(3))
             takes_part = takes_part & seen.repeat_interleave(high, dim=2)
         product = product.masked_fill(~takes_part, left_out)  # [B, Hq, step * high, groups]
         product = pad(product, (0, cols * wide - groups), value=left_out)

@@ -1,7 +1,7 @@
 """The softmax of the last queries (the probe) over all keys, summed along columns and along diagonals.
 
-There are two implementations: on GPUs the Triton kernels in `probe_lines_triton.py`; and for CPU tensors, float64 and long
-probes the plain torch below, which computes in fp32 or better.
+There are two implementations: on GPUs the Triton kernels in `probe_lines_triton.py`; and for CPU tensors, float64, long
+probes and sliding windows the plain torch below, which computes in fp32 or better.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from blocksparse.kernels.multiplying.products import products, wide_dtype
+from blocksparse.kernels.positions.sight import sees
 
 _WORKSPACE = 2**28  # bytes of probabilities that are held at a time
 
@@ -21,22 +22,23 @@ def probe_lines(
     q_len: int,  # queries in all
     causal: bool,
     scale: float,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The mean weight that the queries give to each key, `[B, Hq, N]`, and to each distance, `[B, Hq, L]`; fp32 or better.
 
     The distance of a pair is query position minus key position, or the absolute value of that when not causal. `L` is `N`,
-    or `max(q_len, N)` when not causal.
+    or `max(q_len, N)` when not causal. With a `window` a query sees only so many tokens, its own included.
     """
-    if probe.is_cuda:
+    if probe.is_cuda and window is None:
         from blocksparse.kernels.scoring import probe_lines_triton
 
         if probe_lines_triton.takes(probe):
             return probe_lines_triton.probe_lines_triton(probe, k, q_len, causal, scale)
-    return probe_lines_reference(probe, k, q_len, causal, scale)
+    return probe_lines_reference(probe, k, q_len, causal, scale, window)
 
 
 def probe_lines_reference(
-    probe: Tensor, k: Tensor, q_len: int, causal: bool, scale: float
+    probe: Tensor, k: Tensor, q_len: int, causal: bool, scale: float, window: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """The same in plain torch, some queries at a time."""
     (B, Hq, P, _), N = probe.shape, k.shape[2]
@@ -52,7 +54,8 @@ def probe_lines_reference(
         logits = products(rows, k).mul_(scale)
         if causal:
             query = torch.arange(begin, begin + count, device=k.device)
-            logits.masked_fill_(position > query[:, None], float("-inf"))
+            seen = sees(query[:, None], position, causal=causal, window=window)
+            logits.masked_fill_(~seen, float("-inf"))
         weight = logits.softmax(-1)
         vertical += weight.sum(2)
         diagonals = _sums_of_diagonals(weight)  # from distance begin - (N - 1) to begin + count - 1

@@ -44,7 +44,7 @@ def global_top_cdf_triton(
     over_grid = cdiv(rows, tile["ROWS"]) * cdiv(cols, tile["COLS"]), H, B
     in_line = cdiv(n, _TILE), H, B
     where = (*positions(grid), rows, cols)
-    tiling = {"CAUSAL": grid.causal, **tile, "num_warps": 4}
+    tiling = {"CAUSAL": grid.causal, "WINDOW": grid.window, **tile, "num_warps": 4}
 
     ticks = torch.empty((B, H, n), dtype=torch.int32, device=device)
     heaviest, lightest = torch.zeros((2, B, H), dtype=torch.int32, device=device)
@@ -81,11 +81,12 @@ def global_top_cdf_triton(
 
 @triton.jit
 def _reachable_weights(
-    values_ptr, values_strides, positions, position_strides, b, h, row, col, there, inside, CAUSAL: tl.constexpr
-):
+    values_ptr, values_strides, positions, position_strides, b, h, row, col, there, inside,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
     """Weights of the blocks of a launch tile; 0 where no query sees a key."""
     q_first, q_last, k_first, k_last = load_positions(positions, position_strides, b, h, row, col, there, inside)
-    reachable = inside & reachable_blocks(q_last, k_first, k_last, CAUSAL)
+    reachable = inside & reachable_blocks(q_first, q_last, k_first, k_last, CAUSAL, WINDOW)
     at = rows_at(values_ptr, values_strides, b, h, row) + col * values_strides[3]
     return weights_of(tl.load(at, mask=reachable, other=0.0))
 
@@ -94,13 +95,13 @@ def _reachable_weights(
 @triton.jit(do_not_specialize=["rows", "cols"])
 def _heaviest(
     values_ptr, heaviest_ptr, values_strides, positions, position_strides, rows, cols,
-    CAUSAL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     b, h, row, col = tile_of_grid(cols, ROWS, COLS)
     there = row < rows
     weights = _reachable_weights(
         values_ptr, values_strides, positions, position_strides, b, h, row, col, there, there & (col < cols),
-        CAUSAL,
+        CAUSAL, WINDOW,
     )  # fmt: skip
     bits = weights.to(tl.int32, bitcast=True)  # for numbers that are not negative, bits stand in the same order
     tl.atomic_max(heaviest_ptr + b * tl.num_programs(1) + h, tl.max(tl.max(bits, 1), 0))
@@ -110,13 +111,13 @@ def _heaviest(
 @triton.jit(do_not_specialize=["rows", "cols"])
 def _to_ticks(
     values_ptr, heaviest_ptr, ticks_ptr, total_ptr, values_strides, positions, position_strides, rows, cols,
-    CAUSAL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     b, h, row, col = tile_of_grid(cols, ROWS, COLS)
     there = row < rows
     inside = there & (col < cols)
     weights = _reachable_weights(
-        values_ptr, values_strides, positions, position_strides, b, h, row, col, there, inside, CAUSAL
+        values_ptr, values_strides, positions, position_strides, b, h, row, col, there, inside, CAUSAL, WINDOW
     )
     head = b * tl.num_programs(1) + h
     heaviest = tl.load(heaviest_ptr + head + tl.zeros([1, 1], tl.int32)).to(tl.float32, bitcast=True)
@@ -221,14 +222,14 @@ def _keep(
 @triton.jit(do_not_specialize=["rows", "cols"])
 def _finish(
     keep_ptr, forced_ptr, mass_ptr, mass_stride, keep_strides, forced_strides, positions, position_strides, rows, cols,
-    CAUSAL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Adds what is kept in any case to the blocks taken, and removes what is out of reach."""
     b, h, row, col = tile_of_grid(cols, ROWS, COLS)
     there = row < rows
     inside = there & (col < cols)
     q_first, q_last, k_first, k_last = load_positions(positions, position_strides, b, h, row, col, there, inside)
-    reachable = inside & reachable_blocks(q_last, k_first, k_last, CAUSAL)
+    reachable = inside & reachable_blocks(q_first, q_last, k_first, k_last, CAUSAL, WINDOW)
     at = rows_at(keep_ptr, keep_strides, b, h, row) + col
     keep = (tl.load(at, mask=inside, other=0) != 0) | diagonal_blocks(reachable, q_first, k_last, CAUSAL)
     keep = keep | (tl.load(mass_ptr + h * mass_stride + tl.zeros_like(row)).to(tl.float32) >= 1.0)

@@ -44,7 +44,7 @@ def top_cdf_triton(
             strides(values), None if forced is None else strides(forced),
             None if of_head is None else head_strides(of_head)[1], strides(keep),
             rows, cols, float(mass) if of_head is None else None,
-            CAUSAL=grid.causal, CROSSING=crossing, ROWS=high, COLS=wide,
+            CAUSAL=grid.causal, WINDOW=grid.window, CROSSING=crossing, ROWS=high, COLS=wide,
             num_warps=num_warps,
         )  # fmt: skip
     return keep
@@ -129,13 +129,13 @@ def _kernel(
     values_ptr, forced_ptr, mass_ptr, keep_ptr, positions, position_strides,
     values_strides, forced_strides, mass_stride, keep_strides,
     rows, cols, mass,
-    CAUSAL: tl.constexpr, CROSSING: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CROSSING: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     b, h, row, col = tile(ROWS, COLS)
     there = row < rows
     inside = there & (col < cols)
     q_first, q_last, k_first, k_last = load_positions(positions, position_strides, b, h, row, col, there, inside)
-    reachable = inside & reachable_blocks(q_last, k_first, k_last, CAUSAL)
+    reachable = inside & reachable_blocks(q_first, q_last, k_first, k_last, CAUSAL, WINDOW)
     values_at = rows_at(values_ptr, values_strides, b, h, row) + col * values_strides[3]
     weights = weights_of(tl.load(values_at, mask=reachable, other=0.0))
     ticks = ticks_of(weights, tl.max(weights, 1, keep_dims=True))

@@ -46,7 +46,7 @@ def top_k_triton(
             strides(values), None if forced is None else strides(forced),
             None if share is None else head_strides(share)[1], strides(keep),
             rows, cols, k,
-            CAUSAL=grid.causal, FORCED_FIRST=forced_first, OF_ALL_KEYS=of_all_keys, ROWS=high, COLS=wide,
+            CAUSAL=grid.causal, WINDOW=grid.window, FORCED_FIRST=forced_first, OF_ALL_KEYS=of_all_keys, ROWS=high, COLS=wide,
             num_warps=num_warps,
         )  # fmt: skip
     return keep
@@ -68,13 +68,13 @@ def _kernel(
     values_ptr, forced_ptr, share_ptr, keep_ptr, positions, position_strides,
     values_strides, forced_strides, share_stride, keep_strides,
     rows, cols, k,
-    CAUSAL: tl.constexpr, FORCED_FIRST: tl.constexpr, OF_ALL_KEYS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, FORCED_FIRST: tl.constexpr, OF_ALL_KEYS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     b, h, row, col = tile(ROWS, COLS)
     there = row < rows
     inside = there & (col < cols)
     q_first, q_last, k_first, k_last = load_positions(positions, position_strides, b, h, row, col, there, inside)
-    reachable = inside & reachable_blocks(q_last, k_first, k_last, CAUSAL)
+    reachable = inside & reachable_blocks(q_first, q_last, k_first, k_last, CAUSAL, WINDOW)
     always = diagonal_blocks(reachable, q_first, k_last, CAUSAL)
     values_at = rows_at(values_ptr, values_strides, b, h, row) + col * values_strides[3]
     values = tl.load(values_at, mask=reachable, other=float("-inf"))

@@ -1,0 +1,395 @@
+"""Sliding windows: one meaning for every executor, scores of what is seen alone, and plain refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import Tensor
+
+import blocksparse as bs
+from blocksparse.audit import Audit, AuditedPipeline
+from blocksparse.executors.dense_attention import dense_attention
+from blocksparse.executors.one_node import one_node
+from blocksparse.testing import assert_within_budget, every_preset, make_qkv
+from tests import stages
+from tests.machine import GPU
+from tests.meaning import assert_means
+from tests.on_kernels import pretend_gpu
+from tests.test_logits import CHANGES
+from tests.test_logits import written_out as with_logits
+
+SCALE = 0.25
+WINDOWS = (1, 7, 16, 33, 64, 199)
+ORDERS: tuple[bs.Permuter[Any], ...] = (
+    bs.Identity(),
+    bs.SegmentKeySort(64, probe=16),
+    bs.SegmentQuerySort(32, block=16),
+    stages.Shuffle(),
+)
+each_order = pytest.mark.parametrize("order", ORDERS, ids=lambda order: type(order).__name__)
+PORTABLE = bs.TritonExecutor(bs.TritonTiles(16, 16, num_warps=4, num_stages=2))
+
+
+class SomeRows(bs.Selector[bs.BlockScores, bs.BlockMask]):
+    """Every fifth row keeps nothing, the others two blocks in three of those that they reach."""
+
+    def __call__(self, scores: bs.BlockScores) -> bs.BlockMask:
+        grid = scores.grid
+        row, col = (torch.arange(n, device=scores.values.device) for n in (grid.rows, grid.cols))
+        keep = grid.reachable & (row[:, None] % 5 != 1) & ((row[:, None] + col) % 3 != 0)
+        return bs.BlockMask(keep.expand(grid.batch, grid.q_heads, -1, -1), grid)
+
+
+def some_of_it(
+    executor: bs.Executor[Any, Any], order: bs.Permuter[Any], window: int
+) -> bs.Pipeline[Any, Any, Any]:
+    return bs.Pipeline(order, bs.NoScorer(16), SomeRows(), executor).in_window(window)
+
+
+def all_of_it(executor: bs.Executor[Any, Any], window: int, block: int = 16) -> bs.Pipeline[Any, Any, Any]:
+    return bs.Pipeline(bs.Identity(), bs.NoScorer(block), bs.Everything(), executor).in_window(window)
+
+
+def written_out(q: Tensor, k: Tensor, v: Tensor, window: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Hugging Face's rule over all pairs: `q_idx - window < kv_idx <= q_idx`."""
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    query = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device)[:, None]
+    key = torch.arange(k.shape[2], device=q.device)
+    logits = (q @ k.mT * SCALE).masked_fill(~((key > query - window) & (key <= query)), float("-inf"))
+    return logits.softmax(-1) @ v
+
+
+@each_order
+@pytest.mark.parametrize("start", [0, 37, 199])
+@pytest.mark.parametrize("executor", [bs.ReferenceExecutor(), bs.CpuExecutor()], ids=lambda x: type(x).__name__)
+def test_the_law(executor: Any, start: int, order: Any) -> None:
+    """A whole prompt, a chunk that starts inside a block, and one query; three query heads on each KV head."""
+    q, k, v = make_qkv(N=200, Hq=6, Hkv=2, D=16, dtype=torch.float32)
+    for window in WINDOWS:
+        trace = some_of_it(executor, order, window).trace(q[:, :, start:], k, v, scale=SCALE)
+        assert trace.mask.grid.window == window
+        assert_means(trace.output, trace.permutation, trace.mask, SCALE, q[:, :, start:], k, v)
+
+
+@pytest.mark.parametrize("window", [1, 16, pytest.param(7, marks=pytest.mark.slow), 33])
+@pytest.mark.parametrize("order", [ORDERS[0], ORDERS[1], pytest.param(ORDERS[3], marks=pytest.mark.slow)])
+def test_the_law_for_the_portable_kernel(order: Any, window: int, device: str) -> None:
+    q, k, v = make_qkv(N=83, Hq=2, Hkv=1, D=16, dtype=torch.float32, device=device)
+    for start in (0, 37):
+        trace = some_of_it(PORTABLE, order, window).trace(q[:, :, start:], k, v, scale=SCALE)
+        assert_means(trace.output, trace.permutation, trace.mask, SCALE, q[:, :, start:], k, v)
+
+
+@pytest.mark.slow
+@each_order
+def test_the_law_for_flex_attention(order: Any, device: str) -> None:
+    q, k, v = make_qkv(N=200, Hq=6, Hkv=2, D=32, dtype=torch.float32, device=device)
+    for window in (16, 50):
+        for start in (0, 37):
+            trace = some_of_it(bs.FlexExecutor(), order, window).trace(q[:, :, start:], k, v, scale=SCALE)
+            assert_means(trace.output, trace.permutation, trace.mask, SCALE, q[:, :, start:], k, v)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not GPU, reason="compiled kernels")
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("window", [100, 128, 1024, 4096])
+def test_dense_attention_in_a_window_on_a_gpu(window: int, head_dim: int, device: str) -> None:
+    for M, N in ((5000, 5000), (777, 5000)):
+        q, k, v = make_qkv(N=N, M=M, Hq=4, Hkv=2, D=head_dim, dtype=torch.bfloat16, device=device)
+        want, plain = (written_out(q, k, v, window, dtype) for dtype in (torch.float64, torch.bfloat16))
+        assert_within_budget(dense_attention(q, k, v, causal=True, scale=SCALE, window=window), want, plain)
+        for executor, block in ((bs.TritonExecutor(), 128), (bs.AutoExecutor(dense_below=0), 64)):
+            out = all_of_it(executor, window, block)(q, k, v, scale=SCALE)
+            assert_within_budget(out, want, plain)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not GPU, reason="compiled kernels")
+@pytest.mark.parametrize("name", [name for name in every_preset if name != "s2o"])
+def test_presets_in_a_window_on_a_gpu(name: str, device: str) -> None:
+    """The kernels choose blocks within the window alone, and the output is attention over them."""
+    q, k, v = make_qkv(N=3000, Hq=4, Hkv=2, D=64, dtype=torch.bfloat16, device=device)
+    executor: Any = bs.TritonExecutor()
+    pipeline = attrs.evolve(every_preset[name](), executor=executor)
+    trace = pipeline.in_window(1000).trace(q, k, v, scale=SCALE)
+    grid = trace.mask.grid
+    assert not bool((trace.mask.keep & ~grid.reachable).any())
+    assert bool((trace.mask.keep | ~grid.diagonal).all())
+    want = bs.ReferenceExecutor()(q, k, v, trace.permutation, trace.mask, scale=SCALE).out
+    torch.testing.assert_close(trace.output.out, want, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("executor", [bs.ReferenceExecutor(), bs.CpuExecutor(), bs.AutoExecutor()])
+def test_the_dense_limit(executor: Any) -> None:
+    q, k, v = make_qkv(N=150, Hq=4, Hkv=2, D=16, dtype=torch.float64)
+    for window in (*WINDOWS, 150, 10**9):
+        for start in (0, 101):
+            trace = all_of_it(executor, window).trace(q[:, :, start:], k, v, scale=SCALE)
+            want = written_out(q[:, :, start:], k, v, window)
+            assert float((trace.output.out - want).abs().max()) < 1e-13
+            # It visits what dense attention within the window visits, and all of its mass.
+            assert torch.equal(trace.density(), torch.ones(2, 4, dtype=torch.float64)[:1])
+            assert float((trace.covered_mass() - 1).abs().max()) < 1e-12
+            assert float(trace.error().max()) < 1e-12
+
+
+def test_a_window_that_hides_nothing_is_none() -> None:
+    q, k, v = make_qkv(N=100, D=16)
+    pipeline = bs.mean_pooling(0.5, block=16)
+    assert pipeline.in_window(100).trace(q, k, v).mask.grid.window is None
+    assert torch.equal(pipeline.in_window(100)(q, k, v), pipeline(q, k, v))
+    assert pipeline.in_window(99).trace(q, k, v).mask.grid.window == 99
+    assert pipeline.window is None
+    assert pipeline.in_window(50).in_window(7).window == 7
+    assert pipeline.in_window(50).in_window(None).window is None
+
+
+@pytest.mark.parametrize("scorer", stages.SCORERS, ids=repr)
+def test_scorers_look_only_at_what_is_seen(scorer: bs.Scorer[Any, Any]) -> None:
+    """Blocks outside hold no mass and are not forced; a row of a BlockMass spreads what it has inside."""
+    window = 50
+    q, k, v = make_qkv(N=200, Hq=4, Hkv=2, D=16, dtype=torch.float32)
+    for order in (bs.Identity(), bs.SegmentKeySort(64, probe=16)):
+        for start in (0, 37):
+            given = q[:, :, start:]
+            permutation = order(given, k, causal=True, scale=SCALE)
+            windowed = scorer.in_window(window)
+            assert windowed.window == window
+            scores = windowed(given, k, permutation, causal=True, scale=SCALE)
+            grid = scores.grid
+            assert grid.window == window
+            hidden = ~grid.reachable.expand(scores.values.shape)
+            if isinstance(scores, bs.BlockMass):
+                assert not bool(scores.values[hidden].any())
+            if scores.forced is not None:
+                assert not bool((scores.forced & ~grid.reachable).any())
+            mask = bs.Everything()(scores)
+            assert_means(
+                bs.CpuExecutor()(given, k, v, permutation, mask, scale=SCALE),
+                permutation,
+                mask,
+                SCALE,
+                given,
+                k,
+                v,
+            )
+
+
+@pytest.mark.parametrize("scorer", stages.SCORERS, ids=repr)
+def test_cells_are_counted_by_their_places_as_by_their_positions(scorer: bs.Scorer[Any, Any]) -> None:
+    """Tokens in order have the scores of an index map that leaves them in order."""
+    q, k, _ = make_qkv(B=1, N=170, Hq=2, Hkv=1, D=16, dtype=torch.float64)
+    in_order = torch.arange(170, dtype=torch.int32).view(1, 1, 1, -1)
+    for window in (1, 2, 8, 9, 33, 100):
+        windowed = scorer.in_window(window)
+        one, other = (
+            windowed(q, k, permutation, causal=True, scale=SCALE)
+            for permutation in (bs.GlobalPermutation(), bs.GlobalPermutation(in_order))
+        )
+        torch.testing.assert_close(one.values, other.values)
+        assert (one.forced is None) == (other.forced is None)
+        assert one.forced is None or torch.equal(one.forced, other.forced)
+
+
+@pytest.mark.parametrize("scorer", [x for x in stages.SCORERS if not isinstance(x, stages.PROBES)], ids=repr)
+def test_tokens_before_the_window_change_nothing(scorer: bs.Scorer[Any, Any]) -> None:
+    """Neither scores nor choices of rows whose window begins at a block behind them; a bad key stays out."""
+    window, t = 49, 96  # rows from 144 on see keys from 96 on, which is the start of blocks of 16 and of 32
+    q, k, v = make_qkv(N=224, Hq=4, Hkv=2, D=16, dtype=torch.float32)
+    other_k, other_v = (torch.cat((x[:, :, :t].flip(2) * 3, x[:, :, t:]), dim=2) for x in (k, v))
+    other_v[:, :, 5] = float("inf")
+    pipeline = bs.Pipeline(bs.Identity(), scorer, bs.TopK(2), bs.CpuExecutor()).in_window(window)
+    before, after = (pipeline.trace(q, *kv, scale=SCALE) for kv in ((k, v), (other_k, other_v)))
+    rows = slice(-(-144 // before.mask.grid.q_block), None)
+    one, two = (x.scores.values[:, :, rows].where(x.mask.grid.reachable[:, :, rows], 0.0) for x in (before, after))
+    torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-6)
+    queries = slice(rows.start * before.mask.grid.q_block, None)
+    if not (isinstance(scorer, bs.SimilarityGatedScorer) or torch.equal(one, two)):
+        return  # rounding may choose otherwise
+    torch.testing.assert_close(before.output.out[:, :, queries], after.output.out[:, :, queries])
+
+
+def test_budgets_are_of_what_is_seen() -> None:
+    """A share is one of reachable blocks, the rescue rules add none outside, and causal mass does not dilute."""
+    q, k, v = make_qkv(N=320, D=16, dtype=torch.float32)
+    k[:, :, :16] = 4 * q.mean((0, 1, 2))  # a sink that would take the whole budget
+    for selector in (bs.TopCdf(0.9), bs.TopK(2), bs.TopK(share=0.5), bs.Sink(16) | bs.Band(200), bs.Stride(2)):
+        pipeline: Any = bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(16), selector, bs.ReferenceExecutor())
+        trace = pipeline.in_window(64).trace(q, k, v)
+        grid, keep = trace.mask.grid, trace.mask.keep
+        assert not bool((keep & ~grid.reachable).any())
+        assert bool((keep | ~grid.diagonal).all())
+        assert float(trace.density().max()) <= 1
+        if isinstance(selector, bs.TopCdf):
+            mass = (trace.scores.values * keep).sum(-1)
+            torch.testing.assert_close(trace.scores.values.sum(-1), torch.ones_like(mass))
+            assert float(mass.min()) > 0.9 - 1e-5
+
+
+@pytest.mark.parametrize("name", [name for name in every_preset if name != "s2o"])
+def test_every_preset(name: str) -> None:
+    q, k, v = make_qkv(N=700, Hq=4, Hkv=2, D=16, dtype=torch.float32)
+    executor: Any = bs.ReferenceExecutor()
+    trace = attrs.evolve(every_preset[name](), executor=executor).in_window(300).trace(q, k, v, scale=SCALE)
+    assert trace.mask.grid.window == 300
+    assert_means(trace.output, trace.permutation, trace.mask, SCALE, q, k, v)
+    assert float(trace.density().max()) <= 1.5
+
+
+def test_packed_and_padded_prompts() -> None:
+    """Each prompt has its own window: a packed batch is the prompts one by one."""
+    lengths = (40, 7, 130)
+    q, k, v = make_qkv(N=sum(lengths), Hq=4, Hkv=2, D=16, dtype=torch.float32)
+    pipeline = bs.mean_pooling(0.6, block=16, executor=bs.CpuExecutor()).in_window(30)
+    packed = pipeline(q, k, v, sequences=bs.Sequences.packed(lengths))
+    alone = [pipeline(*part) for part in zip(*(x.split(lengths, dim=2) for x in (q, k, v)), strict=True)]
+    assert torch.equal(packed, torch.cat(alone, dim=2))
+    everything = all_of_it(bs.CpuExecutor(), 30)(q, k, v, scale=SCALE, sequences=bs.Sequences.packed(lengths))
+    own = [written_out(a, b, c, 30) for a, b, c in zip(*(x.split(lengths, dim=2) for x in (q, k, v)), strict=True)]
+    torch.testing.assert_close(everything.double(), torch.cat(own, dim=2), rtol=1e-5, atol=1e-5)
+    mask = torch.ones(1, 177, dtype=torch.int64)
+    mask[:, :20] = 0
+    left = all_of_it(bs.CpuExecutor(), 30)(q, k, v, scale=SCALE, sequences=bs.Sequences.padded(mask))
+    whole = all_of_it(bs.CpuExecutor(), 30)(q[:, :, 20:], k[:, :, 20:], v[:, :, 20:], scale=SCALE)
+    assert torch.equal(left[:, :, 20:], whole)
+
+
+def test_chunk_by_chunk() -> None:
+    q, k, v = make_qkv(N=200, Hq=4, Hkv=2, D=16, dtype=torch.float64)
+    pipeline = bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(16), bs.TopCdf(0.6), bs.CpuExecutor()).in_window(50)
+    whole, done = pipeline(q, k, v), 0
+    for step in (48, 16, 80, 56):
+        chunk = pipeline(q[:, :, done : done + step], k[:, :, : done + step], v[:, :, : done + step])
+        torch.testing.assert_close(chunk, whole[:, :, done : done + step])
+        done += step
+
+
+def test_dense_attention_has_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where an executor would have the pipeline attend densely, and in dense heads."""
+    q, k, v = make_qkv(N=150, Hq=4, Hkv=2, D=16, dtype=torch.float64)
+    want = written_out(q, k, v, 40)
+    out = dense_attention(q, k, v, causal=True, scale=SCALE, window=40)
+    assert float((out - want).abs().max()) < 1e-13
+    groups = bs.HeadGroups({(1,): None, (0,): all_of_it(bs.CpuExecutor(), 9)}).in_window(40)
+    assert float((groups(q, k, v, scale=SCALE) - want).abs().max()) < 1e-13
+    trace = groups.trace(q, k, v, scale=SCALE)
+    assert float((trace.output.out - want).abs().max()) < 1e-13
+    asked = []
+
+    def dense_because(_: object, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> str:
+        asked.append((q.shape[2], k.shape[2], v.shape[2], causal))
+        return "little work"
+
+    monkeypatch.setattr(bs.CpuExecutor, "dense_because", dense_because)
+    pipeline = all_of_it(bs.CpuExecutor(), 40)
+    assert float((pipeline(q, k, v, scale=SCALE) - want).abs().max()) < 1e-13
+    dense = pipeline.trace(q, k, v, scale=SCALE)
+    assert dense.dense_because == "little work"
+    assert torch.equal(dense.density(), torch.ones(1, 4, dtype=torch.float64))
+    assert asked == [(150, 40, 40, False)] * 2  # as much work as M queries have with the keys of one window
+
+
+def test_triton_takes_the_portable_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    if GPU:
+        pytest.skip("test_presets_in_a_window_on_a_gpu runs it")
+    q, k, v = make_qkv(N=300, Hq=2, Hkv=1, D=64, dtype=torch.float16)
+    hopper = bs.TritonExecutor(bs.HopperTiles(2, 128, 2))
+    mask = all_of_it(bs.ReferenceExecutor(), 100, 128).trace(q, k, v).mask
+    assert any("knows no sliding window, but TritonTiles do" in why for why in hopper.unsupported(q, k, v, mask))
+    pretend_gpu(monkeypatch, (9, 0))  # where the Hopper kernel would be the faster one
+    trace = all_of_it(bs.TritonExecutor(), 100, 128).trace(q, k, v, scale=SCALE)
+    want = written_out(q, k, v, 100)
+    assert float((trace.output.out - want).abs().max()) < 4e-3
+
+
+def test_a_node_of_a_graph_has_the_window(device: str) -> None:
+    q, k, v = make_qkv(N=60, Hq=2, Hkv=1, D=16, dtype=torch.float32, device=device)
+    trace = some_of_it(PORTABLE, bs.Identity(), 20).trace(q, k, v, scale=SCALE)
+    output = one_node(PORTABLE._node, q, k, v, trace.permutation, trace.mask, None, scale=SCALE)
+    assert torch.equal(output.out, trace.output.out)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=("softcap", "sinks", "both"))
+def test_softcap_and_sinks_in_a_window(change: bs.Logits) -> None:
+    q, k, v = make_qkv(N=120, D=16, dtype=torch.float64)
+    for executor in (bs.ReferenceExecutor(logits=change), bs.CpuExecutor(logits=change)):
+        for order in ORDERS[:2]:
+            trace = some_of_it(executor, order, 33).trace(q[:, :, 11:] * 4, k, v)
+            out, lse = with_logits(trace, change, torch.float64)
+            assert trace.output.lse is not None
+            torch.testing.assert_close(trace.output.out, out, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(trace.output.lse, lse, rtol=1e-12, atol=1e-12)
+
+
+def test_an_audit_compares_within_the_window() -> None:
+    q, k, v = make_qkv(N=100, D=16)
+    audit = Audit(rows=100, every=1)
+    AuditedPipeline(all_of_it(bs.CpuExecutor(), 9), 0, audit).in_window(20)(q, k, v)
+    (layer,) = audit.layers()
+    assert layer.covered_mass is not None
+    assert layer.error is not None
+    assert abs(layer.covered_mass.value - 1) < 1e-5
+    assert layer.error.value < 1e-5
+
+
+class Custom(bs.Scorer[bs.Permutation, bs.BlockScores]):
+    """A scorer that was written before there were windows."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, permutation: bs.Permutation, *, causal: bool, scale: float
+    ) -> bs.BlockScores:
+        grid = bs.Grid.of(q, k, permutation, q_block=16, k_block=16, causal=causal)
+        return bs.BlockScores(torch.zeros(*q.shape[:2], grid.rows, grid.cols), grid)
+
+
+@attrs.frozen(eq=False)
+class Forgetful(bs.Scorer[bs.Permutation, bs.BlockScores]):
+    """A scorer that has a window and does not use it."""
+
+    window: int | None = None
+
+    def in_window(self, window: int | None) -> Forgetful:
+        return Forgetful(window)
+
+    __call__ = Custom.__call__
+
+
+def test_what_knows_no_window_says_so() -> None:
+    q, k, v = make_qkv(N=100, D=64, dtype=torch.float16)
+    everything = bs.Pipeline(bs.Identity(), bs.NoScorer(64), bs.Ranked(bs.Everything()), bs.ReferenceExecutor())
+    executors: tuple[Any, ...] = (bs.GatherExecutor(), bs.Int8Executor(fp8_pv=False), bs.FlashAttention4Executor())
+    for executor in executors:
+        with pytest.raises(ValueError, match="it knows no sliding window, and this call has one of 40 tokens"):
+            attrs.evolve(everything, executor=executor).in_window(40)(q, k, v)
+    with pytest.raises(ValueError, match="Custom knows no sliding window: give it a field 'window'"):
+        attrs.evolve(everything, scorer=Custom()).in_window(40)
+    forgetful = attrs.evolve(everything, scorer=Forgetful()).in_window(40)
+    with pytest.raises(ValueError, match=r"made with window=None, and the call has window=40: pass the scorer's"):
+        forgetful(q, k, v)
+    for call in (everything.in_window(40), everything.in_window(40).trace, everything.in_window(40).with_lse):
+        with pytest.raises(ValueError, match=r"a sliding window is causal, .* call with causal=True"):
+            call(q, k, v, causal=False)
+    with pytest.raises(ValueError, match="'window' must be a whole number, at least 1, or None: 0"):
+        everything.in_window(0)
+    wrong: Any = 4.0
+    with pytest.raises(TypeError, match=r"'window' must be a whole number, at least 1, or None: 4\.0"):
+        everything.in_window(wrong)
+    with pytest.raises(ValueError, match="'window' must be a whole number, at least 1"):
+        bs.Grid.of(q, k, bs.GlobalPermutation(), q_block=16, k_block=16, causal=True, window=-1)
+    with pytest.raises(ValueError, match="'window' must be a whole number, at least 1"):
+        dense_attention(q, k, v, causal=True, scale=1.0, window=0)
+
+
+def test_masks_of_other_windows_do_not_mix() -> None:
+    q, k, _ = make_qkv(N=100, D=16)
+    one, other = (
+        bs.Band(8).on(bs.Grid.of(q, k, bs.GlobalPermutation(), q_block=16, k_block=16, causal=True, window=window))
+        for window in (40, None)
+    )
+    with pytest.raises(ValueError, match="masks must share a grid"):
+        one | other
