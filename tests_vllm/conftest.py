@@ -1,9 +1,9 @@
-"""Engines run in processes of their own, because vLLM keeps much in its process. Needs the environment of
-`make test-vllm`."""
+"""Engines in processes of their own, because vLLM keeps much in its process; `make test-vllm` runs these tests."""
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tiny_model import VOCABULARY, llama
 
 HERE = Path(__file__).parent
 Run = Callable[..., dict[str, Any]]
 # Everything is kept, so that sparse attention is dense attention, by other means.
-EVERYTHING = {"preset": "a_shape", "settings": {"sink": 32, "local": 4096, "block": 32}}
-SOME = {"preset": "a_shape", "settings": {"sink": 32, "local": 64, "block": 32}}
-EAGER = {"min_tokens": 48, "min_queries": 16, "record": True}
+EVERYTHING: dict[str, Any] = {"preset": "a_shape", "settings": {"sink": 32, "local": 4096, "block": 32}}
+SOME: dict[str, Any] = {"preset": "a_shape", "settings": {"sink": 32, "local": 64, "block": 32}}
+EAGER: dict[str, Any] = {"min_tokens": 48, "min_queries": 16, "record": True}
 
 
 @pytest.fixture(scope="session")
@@ -31,14 +32,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Serve mixes in an engine of its own."""
 
-    def serve(mixes: list[Any], blocksparse: object = None, **engine: Any) -> dict[str, Any]:
+    def serve(
+        mixes: list[Any],
+        blocksparse: object = None,
+        *,
+        backend: str = "",
+        plugins: str | None = None,
+        **engine: Any,
+    ) -> dict[str, Any]:
         out = tmp_path_factory.mktemp("served") / "result.json"
         options = {"model": str(model), "enforce_eager": True, "num_gpu_blocks_override": 34, **engine}
         if blocksparse is not None:
             options["additional_config"] = {"blocksparse": blocksparse}
         done = subprocess.run(
             [sys.executable, HERE / "serving.py", out],
-            input=json.dumps({"engine": options, "mixes": mixes}),
+            input=json.dumps({"engine": options, "mixes": mixes, "backend": backend}),
+            env=os.environ | ({} if plugins is None else {"VLLM_PLUGINS": plugins}),
             capture_output=True,
             text=True,
             timeout=900,
@@ -50,20 +59,16 @@ def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return serve
 
 
-@pytest.fixture(scope="session")
-def prompt() -> Callable[[int], list[int]]:
-    """A prompt of so many tokens; the same for the same number, and no start of another one."""
-
-    def tokens(length: int) -> list[int]:
-        return random.Random(length).choices(range(3, VOCABULARY), k=length)
-
-    return tokens
+def alone(length: int, *, chunk: int = 512, tokens: int = 8) -> dict[str, Any]:
+    """One request with a prompt of so many tokens, always the same ones."""
+    prompt = random.Random(length).choices(range(3, VOCABULARY), k=length)
+    return {"chunk": chunk, "requests": [{"arrives": 0, "prompt": prompt, "tokens": tokens}]}
 
 
 def mix(seed: int) -> dict[str, Any]:
     """Two to seven requests that arrive one after another, some of which begin as an earlier one did.
 
-    Every fifth mix is a crowd, which grows until the pages are used up, so that requests lose theirs and begin anew.
+    Every fifth mix is a crowd, which grows until no page is left, so that requests lose theirs and begin anew.
     """
     draw = random.Random(seed)
     shared = draw.choices(range(3, VOCABULARY), k=600)

@@ -1,7 +1,7 @@
 """One engine in a process of its own: it reads a job as JSON from stdin and writes what came of it to a file.
 
-A job has the options of the engine, and mixes of requests that are served one after another. Requests of a mix arrive
-at given steps, and the mix says into how many tokens at once its prompts are cut.
+A job has the options of the engine, and mixes of requests that are served one after another. Requests of a mix
+arrive at given steps, and the mix says how many tokens are read at once.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ os.environ.update(
 )
 
 from vllm import LLM, SamplingParams
+from vllm.plugins import load_general_plugins
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 ALWAYS = {
     "skip_tokenizer_init": True,
@@ -72,6 +74,9 @@ def serve(llm: LLM, watched: Watched, mix: dict[str, Any], number: int) -> tuple
 
 def main(out: Path) -> None:
     job = json.load(sys.stdin)
+    if job.get("backend"):
+        load_general_plugins()  # which would put another one in its place later
+        register_backend(AttentionBackendEnum.CPU_ATTN, job["backend"])
     llm = LLM(**ALWAYS | job["engine"])
     watched = Watched(llm)
     served = [serve(llm, watched, mix, number) for number, mix in enumerate(job["mixes"])]

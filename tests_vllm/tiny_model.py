@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 VOCABULARY = 512
 
@@ -28,4 +28,22 @@ def llama(folder: Path, **options: Any) -> Path:
         **options,
     )
     LlamaForCausalLM(config).eval().save_pretrained(folder)
+    return folder
+
+
+def gemma(folder: Path) -> Path:
+    """Save a Gemma 2 of two layers: the first has a window, and both a softcap."""
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        sliding_window=64,
+        initializer_range=0.2,
+    )
+    Gemma2ForCausalLM(config).eval().save_pretrained(folder)
     return folder

@@ -108,7 +108,7 @@ class Settings:
 
 def _preset(given: Mapping[str, Any], served: Served) -> Schedule:
     name, arguments, dense = given["preset"], given.get("settings", {}), given.get("dense", [])
-    if name not in every_preset:
+    if name not in list(every_preset):  # a list, because JSON may hold what no dict can look up
         raise ValueError(f"there is no preset {shown(name)}; there are {', '.join(every_preset)}")
     a(Mapping).check(settings=arguments)
     for argument, value in arguments.items():
