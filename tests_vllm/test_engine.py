@@ -33,9 +33,7 @@ def mixes() -> list[dict[str, Any]]:
 @pytest.fixture(scope="session")
 def stock(run: Run, mixes: list[Any]) -> dict[str, Any]:
     """What vLLM does without this plugin."""
-    result = run(mixes, plugins="")
-    assert "blocksparse" not in result["log"].replace("integrations.vllm.worker", "")
-    return result
+    return run(mixes, plugins="")
 
 
 def test_the_dense_limit(run: Run, mixes: list[Any], stock: dict[str, Any]) -> None:

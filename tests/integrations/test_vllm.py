@@ -220,12 +220,16 @@ def test_settings() -> None:
         ({"preset": ["s2o"]}, "there is no preset ['s2o']; there are "),
         ({"preset": "xattention", "settings": 0.9}, "'settings' must be a Mapping: 0.9"),
         ({"preset": "xattention", "settings": {"mass": 2}}, "'mass' must be "),
+        (
+            {"preset": "xattention", "settings": {"mass": [0.5]}},
+            "'mass' must have a number per query head (8): [0.5]",
+        ),
         ({"preset": "xattention", "settings": {"masses": 0.5}}, "unexpected keyword argument 'masses'"),
         ({"preset": "xattention", "dense": [9]}, "there is no layer 9: the model has 4, 0 to 3"),
         ({"preset": "xattention", "dense": 1}, "'dense' must be a sequence of whole numbers: 1"),
         ({"preset": "xattention", "min_tokens": 0}, "'min_tokens' must be a whole number, at least 1: 0"),
         ({"preset": "xattention", "min_tokens": "1k"}, "'min_tokens' must be a whole number, at least 1: '1k'"),
-        ({"preset": "xattention", "min_queries": 1}, "'min_queries' must be above 1, as "),
+        ({"preset": "xattention", "min_queries": 1}, "'min_queries' must be above 1, the most "),
         ({"preset": "xattention", "record": 1}, "'record' must be True or False: 1"),
         ({"plan": 3}, "'plan' must be the path of a file: 3"),
         ({"plan": "no-plan.json", "dense": [1]}, "a plan says what each layer does, so 'dense' must be left out"),
@@ -255,7 +259,7 @@ def test_what_does_not_go_with_several_gpus_or_drafts() -> None:
         ConfigurationError, match=r"'mass' must be one number for all heads, because each of 2 GPUs "
     ):
         Settings.of(given, Served("llama", 4, 8, 2, ranks=2))
-    with pytest.raises(ConfigurationError, match=r"'min_queries' must be above 81, as a request that decodes may"):
+    with pytest.raises(ConfigurationError, match=r"'min_queries' must be above 81, the most queries that a "):
         Settings.of({"blocksparse": {"preset": "s2o"}}, Served("llama", 4, 8, 2, draft_tokens=40))
 
 
@@ -352,8 +356,12 @@ def test_all_layers_of_an_engine_share_its_record() -> None:
     assert "1 x decode" in reader.blocksparse_table()
     reader.blocksparse_clear()
     assert "decode" not in reader.blocksparse_table()
-    reader.vllm_config = config_of({"blocksparse": {"preset": "pbs_attn"}})
+    silent = config_of({"blocksparse": {"preset": "pbs_attn"}})
+    reader.vllm_config = silent
+    assert reader.blocksparse_table().startswith("no layer has a pipeline: ")
+    reader.vllm_config = config_of({}, SimpleNamespace(engine=Engine.of(silent)))
     assert reader.blocksparse_table().startswith("nothing is recorded: ")
+    reader.blocksparse_clear()
 
 
 def test_names_of_layers() -> None:

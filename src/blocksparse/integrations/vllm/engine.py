@@ -24,18 +24,21 @@ class Engine:
         return DensityRecorder() if self.settings.record else None
 
     @classmethod
+    def there(cls, config: Any) -> Engine | None:
+        """That of the layers which are there already. vLLM lists them in its config, so this needs no state."""
+        for layer in config.compilation_config.static_forward_context.values():
+            if isinstance(engine := getattr(getattr(layer, "impl", None), "engine", None), cls):
+                return engine
+        return None
+
+    @classmethod
     def of(cls, config: Any) -> Engine:
         """That of the layers which are there already, or a new one.
-
-        vLLM makes layers one by one and lists them in its config, so this needs no state of its own.
 
         Raises:
             ConfigurationError: the configuration of this library does not fit.
         """
-        for layer in config.compilation_config.static_forward_context.values():
-            if isinstance(engine := getattr(getattr(layer, "impl", None), "engine", None), cls):
-                return engine
-        return cls(Settings.of(config.additional_config, Served.of(config)))
+        return cls.there(config) or cls(Settings.of(config.additional_config, Served.of(config)))
 
     def attention(self, layer: int) -> LayerAttention | str:
         """What attends in a layer, or the reason why it is dense."""

@@ -101,7 +101,8 @@ class Settings:
         # A drafter that runs in parallel adds as many tokens again.
         if settings.min_queries <= (most := 1 + 2 * served.draft_tokens):
             raise ValueError(
-                f"'min_queries' must be above {most}, as a request that decodes may have: {settings.min_queries}"
+                f"'min_queries' must be above {most}, the most queries that a request has while it decodes: "
+                f"{settings.min_queries}"
             )
         return settings
 
@@ -112,11 +113,13 @@ def _preset(given: Mapping[str, Any], served: Served) -> Schedule:
         raise ValueError(f"there is no preset {shown(name)}; there are {', '.join(every_preset)}")
     a(Mapping).check(settings=arguments)
     for argument, value in arguments.items():
-        if served.ranks > 1 and isinstance(value, list):
+        if isinstance(value, list) and served.ranks > 1:
             raise ValueError(
                 f"'{argument}' must be one number for all heads, because each of {served.ranks} GPUs has some of "
                 f"the heads: {shown(value)}"
             )
+        if isinstance(value, list) and len(value) != served.heads:
+            raise ValueError(f"'{argument}' must have a number per query head ({served.heads}): {shown(value)}")
     return Schedule(every_preset[name](**arguments), dense=dense)
 
 

@@ -15,12 +15,15 @@ class RecordReader:
 
     def blocksparse_table(self) -> str:
         """A line per layer: sparse calls, their density, and dense calls by reason."""
-        recorder = Engine.of(self.vllm_config).recorder
-        if recorder is None:
+        engine = Engine.there(self.vllm_config)
+        if engine is None:
+            return "no layer has a pipeline: select --attention-backend BLOCKSPARSE"
+        if engine.recorder is None:
             return """nothing is recorded: add "record": true to the configuration of blocksparse"""
-        return recorder.table()
+        return engine.recorder.table()
 
     def blocksparse_clear(self) -> None:
         """Begin a new record."""
-        if (recorder := Engine.of(self.vllm_config).recorder) is not None:
-            recorder.clear()
+        engine = Engine.there(self.vllm_config)
+        if engine is not None and engine.recorder is not None:
+            engine.recorder.clear()
