@@ -158,7 +158,8 @@ def test_sparse_prompts_attend_to_their_pages(queries: list[int]) -> None:
     out, recorder = torch.full((sum(queries), 8, D), 7.0), DensityRecorder()
     pipeline = a_shape(sink=16, local=32, block=16)
     attend = LayerAttention(pipeline, 3, recorder)
-    attend(query, *cache.split(D, dim=-1), out, batch.prefills, scale=0.3)
+    keys_of_all, values_of_all = cache.split(D, dim=-1)
+    attend(query, keys_of_all, values_of_all, out, batch.prefills, scale=0.3)
     start = 0
     for request, count in enumerate(queries):
         rows = slice(start, start + count)
@@ -322,7 +323,7 @@ def test_a_plan_for_single_heads_needs_all_heads(tmp_path: Path) -> None:
     ],
 )
 def test_layers_that_cannot_go_sparse(changed: dict[str, Any], reason: str | None) -> None:
-    plain = {"head_size": 128, "kv_cache_dtype": "auto", "attn_type": "decoder", "options": {}}
+    plain: dict[str, Any] = {"head_size": 128, "kv_cache_dtype": "auto", "attn_type": "decoder", "options": {}}
     assert dense_because(**plain | changed) == reason
 
 
