@@ -86,6 +86,12 @@ def test_the_same_tokens_as_in_transformers(run: Run, model: Path) -> None:
     assert [mix[0] for mix in ours["tokens"]] == [text[0, 700:].tolist()] * 3
 
 
+def test_with_torch_compile(run: Run, mixes: list[Any], stock: dict[str, Any]) -> None:
+    ours = run(mixes[:3], EVERYTHING | EAGER, enforce_eager=False)
+    assert ours["tokens"] == stock["tokens"][:3]
+    assert [density for _, density, _ in rows(ours)] == [1.0, 1.0]
+
+
 def test_short_requests_and_layers_without_a_pipeline(run: Run) -> None:
     requests = [alone(40), alone(600), alone(300, chunk=100)]
     ours = run(requests, SOME | {"dense": [0], "min_tokens": 200, "min_queries": 64, "record": True})
