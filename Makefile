@@ -22,7 +22,7 @@ test: $(VENV)/.model
 
 # Engines of vLLM on a CPU, in an environment of their own of about 4 GB; no part of make test.
 test-vllm: $(VLLM_VENV)/.installed
-	@echo "make test-vllm: about 20 engines of vLLM, one after another: about 6 minutes on two idle cores" >&2
+	@echo "make test-vllm: some 25 engines of vLLM, one after another: about 6 minutes on two cores" >&2
 	@cd tests_vllm && $(abspath $(VLLM_VENV))/bin/python -m pytest -c pytest.ini
 
 lint: $(VENV)/.installed
