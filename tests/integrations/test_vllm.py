@@ -1,0 +1,380 @@
+"""What of the vLLM backend needs no vLLM: configurations, how a batch is split, and attention over pages.
+
+The backend itself runs inside of vLLM in `tests_vllm`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from blocksparse import HeadGroups, Pipeline, a_shape, pbs_attn
+from blocksparse.integrations.vllm import ConfigurationError, DensityRecorder, Settings, register
+from blocksparse.integrations.vllm.batch import Batch, part_of
+from blocksparse.integrations.vllm.engine import Engine, is_configured, layer_of
+from blocksparse.integrations.vllm.layer import LayerAttention, record_dense
+from blocksparse.integrations.vllm.reasons import dense_because
+from blocksparse.integrations.vllm.runs import Runs
+from blocksparse.integrations.vllm.settings import Served
+from blocksparse.integrations.vllm.split import Split
+from blocksparse.integrations.vllm.worker import RecordReader
+from blocksparse.pipeline import Trace
+from blocksparse.testing import make_qkv
+
+SERVED = Served("llama", layers=4, heads=8, kv_heads=2)
+
+
+@dataclass
+class Common:
+    """Fields of vLLM's CommonAttentionMetadata: those with an entry per request or token, and some others."""
+
+    query_start_loc: Tensor
+    query_start_loc_cpu: Tensor
+    seq_lens: Tensor
+    seq_lens_cpu_upper_bound: Tensor
+    block_table_tensor: Tensor
+    slot_mapping: Tensor
+    req_idx: Any
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: int
+    mm_req_doc_ranges: dict[int, list[tuple[int, int]]] | None = None
+    positions: Tensor | None = None
+    causal: bool = True
+    _num_computed_tokens_cache: Tensor | None = None
+    _token_to_req_indices_cache: Tensor | None = None
+
+    def replace(self, **changed: Any) -> Common:
+        return replace(self, **changed)
+
+
+def batch_of(queries: list[int], keys: list[int], page_size: int = 16) -> Common:
+    starts = torch.tensor([0, *queries], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    pages = -(-max(keys) // page_size)
+    table = torch.randperm(pages * len(keys), dtype=torch.int32).view(len(keys), pages)
+    lengths, tokens = torch.tensor(keys, dtype=torch.int32), sum(queries)
+    return Common(
+        starts,
+        starts.clone(),
+        lengths,
+        lengths.clone(),
+        table,
+        torch.arange(tokens),
+        np.arange(len(keys)),
+        len(keys),
+        tokens,
+        max(queries),
+    )
+
+
+def split(queries: list[int], keys: list[int], **options: Any) -> Split:
+    starts = [0, *np.cumsum(queries).tolist()]
+    return Split.of(starts, keys, **{"min_tokens": 100, "min_queries": 16} | options)
+
+
+def test_runs() -> None:
+    runs = Runs.of([0, 1, 4, 6, 7])
+    assert runs.ranges == ((0, 2), (4, 5), (6, 8))
+    assert len(runs) == 5
+    assert [*runs] == [0, 1, 4, 6, 7]
+    x = torch.arange(8)
+    assert runs.take(x).tolist() == runs.take(x.numpy()).tolist() == [*runs]
+    assert Runs.of([2, 3]).take(x).data_ptr() == x[2:].data_ptr()  # no copy of what lies together
+    assert Runs().take(x).shape == Runs().take(x.numpy()).shape == (0,)
+    assert runs.of_tokens([0, 3, 3, 5, 6, 9, 9, 11, 12]).ranges == ((0, 3), (6, 9), (9, 12))
+    y = torch.zeros(8, dtype=torch.int64)
+    runs.put(y, runs.take(x))
+    assert y.tolist() == [0, 1, 0, 0, 4, 0, 6, 7]
+
+
+def test_a_batch_of_decodes_and_prefills_is_split() -> None:
+    found = split([1, 1, 3, 200, 20, 30, 16], [500, 1, 300, 200, 60, 430, 100])
+    assert [*found.sparse] == [3, 5, 6]
+    assert [*found.rest] == [0, 1, 2, 4]
+    assert found.reasons == Counter({"decode": 2, "fewer than min_queries": 1, "fewer than min_tokens": 1})
+
+
+def test_whole_batches_and_single_requests_stay_dense() -> None:
+    everything = split([200, 1], [200, 90], dense="not causal")
+    assert not everything.sparse.ranges
+    assert everything.reasons == Counter({"not causal": 1, "decode": 1})
+    pictures = split([200, 200], [200, 200], masked=frozenset({1}))
+    assert [*pictures.sparse] == [0]
+    assert pictures.reasons == Counter({"mask": 1})
+
+
+def test_requests_without_queries_and_trial_runs() -> None:
+    """They pad a batch; and a trial run may have requests with fewer tokens than queries."""
+    found = split([200, 0, 0], [200, 0, 0])
+    assert ([*found.sparse], [*found.rest], found.reasons) == ([0], [1, 2], Counter())
+    assert split([200], [1]).reasons == Counter({"fewer than min_tokens": 1})
+
+
+def test_the_rest_is_a_batch_of_its_own() -> None:
+    common = batch_of([1, 150, 3, 200, 5], [40, 150, 33, 260, 70])
+    common.mm_req_doc_ranges = {2: [(1, 3)], 3: [(5, 9)]}
+    common.positions = torch.arange(359)
+    rest = part_of(common, Runs.of([0, 2, 4]), Runs(((0, 1), (151, 154), (354, 359))))
+    tokens = [0, 151, 152, 153, *range(354, 359)]
+    assert rest.query_start_loc.tolist() == rest.query_start_loc_cpu.tolist() == [0, 1, 4, 9]
+    assert rest.query_start_loc.dtype == torch.int32
+    assert (rest.num_reqs, rest.num_actual_tokens, rest.max_query_len) == (3, 9, 5)
+    assert rest.seq_lens.tolist() == rest.seq_lens_cpu_upper_bound.tolist() == [40, 33, 70]
+    assert rest.slot_mapping.tolist() == rest.positions.tolist() == tokens
+    assert torch.equal(rest.block_table_tensor, common.block_table_tensor[[0, 2, 4]])
+    assert rest.req_idx.tolist() == [0, 2, 4]
+    assert rest.mm_req_doc_ranges == {1: [(1, 3)]}
+
+
+def paged(common: Common, page_size: int, heads: int, D: int) -> Tensor:
+    """A cache `[pages, Hkv, page_size, 2D]` with tokens before heads in memory."""
+    pages = int(common.block_table_tensor.max()) + 1
+    return torch.randn(pages, page_size, heads, 2 * D).transpose(1, 2)
+
+
+def keys_of(common: Common, cache: Tensor, request: int) -> Tensor:
+    """Keys and values of a request, `[1, Hkv, N, 2D]`."""
+    rows = cache[common.block_table_tensor[request].long()]  # [pages, Hkv, page_size, 2D]
+    return rows.transpose(1, 2).flatten(0, 1)[: int(common.seq_lens[request])].transpose(0, 1)[None]
+
+
+@pytest.mark.parametrize("queries", [[1, 1, 120, 64], [130, 1, 70]], ids=["rest first", "rest between"])
+def test_sparse_prompts_attend_to_their_pages(queries: list[int]) -> None:
+    keys, D = [n + 30 for n in queries], 16
+    common = batch_of(queries, keys)
+    cache, query = paged(common, 16, 2, D), torch.randn(sum(queries), 8, D)
+    found, asked = split(queries, keys, min_tokens=1), []
+    batch = Batch.of(common, found, keys, page_size=16, build=lambda rest: asked.append(rest))
+    assert batch.prefills is not None
+    assert [rest.max_query_len for rest in asked] == [1]  # what decodes keeps the fastest kernels for that
+    out, recorder = torch.full((sum(queries), 8, D), 7.0), DensityRecorder()
+    pipeline = a_shape(sink=16, local=32, block=16)
+    attend = LayerAttention(pipeline, 3, recorder)
+    keys_of_all, values_of_all = cache.split(D, dim=-1)
+    attend(query, keys_of_all, values_of_all, out, batch.prefills, scale=0.3)
+    start = 0
+    for request, count in enumerate(queries):
+        rows = slice(start, start + count)
+        if count > 1:
+            k, v = keys_of(common, cache, request).split(D, dim=-1)
+            alone = pipeline(query[rows].transpose(0, 1)[None], k, v, scale=0.3)
+            torch.testing.assert_close(out[rows].transpose(0, 1)[None], alone, rtol=0, atol=2e-6)
+        else:
+            assert (out[rows] == 7).all()  # of the stock backend
+        start += count
+    record_dense(recorder, 3, batch, None)
+    record_dense(recorder, 0, batch, "softcap")
+    decodes = queries.count(1)
+    assert recorder.sparse_calls() == {3: 2}
+    assert recorder.dense_calls() == {3: Counter(decode=decodes), 0: Counter(decode=decodes, softcap=2)}
+    assert 0 < recorder.density()[3].mean() < 1
+
+
+def test_a_batch_without_sparse_prompts_asks_for_nothing() -> None:
+    common = batch_of([1, 3], [40, 30])
+    found = split([1, 3], [40, 30])
+    batch = Batch.of(common, found, [40, 30], page_size=16, build=lambda _: pytest.fail("nothing to build"))
+    assert batch.prefills is None
+    assert batch.reasons == Counter({"decode": 1, "fewer than min_queries": 1})
+
+
+def test_what_the_executor_leaves_dense_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = make_qkv(Hq=2, Hkv=1, N=64, D=16)
+    pipeline, recorder = a_shape(), DensityRecorder()
+    traced = pipeline.trace
+
+    def dense(*args: Any, **kwargs: Any) -> Any:
+        trace: Trace[Any, Any, Any] = traced(*args, **kwargs)
+        object.__setattr__(trace, "dense_because", "little work")
+        return trace
+
+    monkeypatch.setattr(Pipeline, "trace", lambda self, *args, **kwargs: dense(*args, **kwargs))
+    LayerAttention(pipeline, 0, recorder)._attend(q, k, v, 1.0)
+    assert recorder.dense_calls() == {0: Counter({"little work": 1})}
+
+
+def test_settings() -> None:
+    given = {"preset": "pbs_attn", "settings": {"mass": 0.8}, "dense": [0, -1], "min_tokens": 4096, "record": True}
+    settings = Settings.of({"blocksparse": given, "other": 1}, SERVED)
+    first, second, third, last = settings.layers
+    assert first is last is None
+    assert repr(second) == repr(third) == repr(pbs_attn(0.8))
+    assert (settings.min_tokens, settings.min_queries, settings.record) == (4096, 64, True)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (7, "it must be an object with some of preset, settings, plan, dense, min_tokens, min_queries, record: 7"),
+        ({"preset": "pbs_attn", "tau": 1}, "there is no 'tau'; there are preset, settings, plan, dense, "),
+        ({}, "it must have one of 'preset' and 'plan': {}"),
+        ({"preset": "s2o", "plan": "x"}, "it must have one of 'preset' and 'plan': {"),
+        ({"preset": "pbs"}, "there is no preset 'pbs'; there are pbs_attn, "),
+        ({"preset": ["s2o"]}, "there is no preset ['s2o']; there are "),
+        ({"preset": "xattention", "settings": 0.9}, "'settings' must be a Mapping: 0.9"),
+        ({"preset": "xattention", "settings": {"mass": 2}}, "'mass' must be "),
+        (
+            {"preset": "xattention", "settings": {"mass": [0.5]}},
+            "'mass' must have a number per query head (8): [0.5]",
+        ),
+        ({"preset": "xattention", "settings": {"masses": 0.5}}, "unexpected keyword argument 'masses'"),
+        ({"preset": "xattention", "dense": [9]}, "there is no layer 9: the model has 4, 0 to 3"),
+        ({"preset": "xattention", "dense": 1}, "'dense' must be a sequence of whole numbers: 1"),
+        ({"preset": "xattention", "min_tokens": 0}, "'min_tokens' must be a whole number, at least 1: 0"),
+        ({"preset": "xattention", "min_tokens": "1k"}, "'min_tokens' must be a whole number, at least 1: '1k'"),
+        ({"preset": "xattention", "min_queries": 1}, "'min_queries' must be above 1, the most "),
+        ({"preset": "xattention", "record": 1}, "'record' must be True or False: 1"),
+        ({"plan": 3}, "'plan' must be the path of a file: 3"),
+        ({"plan": "no-plan.json", "dense": [1]}, "a plan says what each layer does, so 'dense' must be left out"),
+        ({"plan": "no-plan.json"}, "the plan cannot be read: no-plan.json"),
+    ],
+)
+def test_a_wrong_configuration_is_one_sentence(given: object, sentence: str) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        Settings.of({"blocksparse": given}, SERVED)
+    assert str(error.value).startswith("'blocksparse' in --additional-config cannot be used: ")
+    assert sentence in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("additional", [{}, {"other": 1}, None, {"blocksparse": None}])
+def test_no_configuration_is_one_sentence(additional: object) -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"^the attention backend BLOCKSPARSE needs to know what to run: "
+    ):
+        Settings.of(additional, SERVED)
+
+
+def test_what_does_not_go_with_several_gpus_or_drafts() -> None:
+    given = {"blocksparse": {"preset": "pbs_attn", "settings": {"mass": [0.9] * 8}}}
+    Settings.of(given, SERVED)
+    with pytest.raises(
+        ConfigurationError, match=r"'mass' must be one number for all heads, because each of 2 GPUs "
+    ):
+        Settings.of(given, Served("llama", 4, 8, 2, ranks=2))
+    with pytest.raises(ConfigurationError, match=r"'min_queries' must be above 81, the most queries that a "):
+        Settings.of({"blocksparse": {"preset": "s2o"}}, Served("llama", 4, 8, 2, draft_tokens=40))
+
+
+def plan_file(folder: Path, heads: tuple[int, ...] | None) -> str:
+    pytest.importorskip("cattrs")
+    pytest.importorskip("scipy")
+    from blocksparse.tune.candidate import Candidate
+    from blocksparse.tune.fingerprint import Fingerprint
+    from blocksparse.tune.plan import Evidence, Part, Plan, Try
+
+    tried = Try(0.3, 0.0, 0.0, 1, 1.0)
+    evidence = Evidence(
+        "kl", "density", 0.1, 0.1, (64,), "", "", 1, 1, 0.0, 0.0, 1.0, tried, (tried,), 1, "float32", "cpu", {}
+    )
+    chosen = Candidate("pbs_attn", {"mass": 0.8})
+    parts = [Part(0, heads, chosen, 0.3, 0.0, 0.0, 1.0), Part(1, None, None, 1.0, 0.0, 0.0, 1.0)]
+    if heads is not None:
+        parts.append(Part(0, (1,), None, 1.0, 0.0, 0.0, 1.0))
+    plan = Plan(Fingerprint("tiny", "llama", 2, 8, 2, "0" * 32), tuple(parts), evidence)
+    plan.save(folder / "plan.json")
+    return str(folder / "plan.json")
+
+
+def test_a_plan_says_what_each_layer_does(tmp_path: Path) -> None:
+    given = {"blocksparse": {"plan": plan_file(tmp_path, None), "min_tokens": 2048}}
+    settings = Settings.of(given, Served("llama", 2, 8, 2, ranks=2))
+    assert isinstance(settings.layers[0], Pipeline)
+    assert settings.layers[1] is None
+    with pytest.raises(
+        ConfigurationError, match=r"made for another model, tiny \(it differs in layers: 2 and 4\)"
+    ):
+        Settings.of(given, SERVED)
+
+
+def test_a_plan_for_single_heads_needs_all_heads(tmp_path: Path) -> None:
+    given = {"blocksparse": {"plan": plan_file(tmp_path, (0,))}}
+    assert isinstance(Settings.of(given, Served("llama", 2, 8, 2)).layers[0], HeadGroups)
+    with pytest.raises(
+        ConfigurationError, match="the plan chooses for single heads in layer 0, but each of 2 GPUs"
+    ):
+        Settings.of(given, Served("llama", 2, 8, 2, ranks=2))
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({}, None),
+        ({"attn_type": "encoder_only"}, "not causal"),
+        ({"attn_type": "encoder"}, "not causal"),
+        ({"attn_type": "encoder_decoder"}, "cross attention"),
+        ({"kv_cache_dtype": "bfloat16"}, None),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "KV cache in fp8_e4m3"),
+        ({"head_size": 512}, "head dim above 256"),
+        ({"options": {"sliding_window": 128}}, "sliding window"),
+        ({"options": {"alibi_slopes": [0.5]}}, "position bias"),
+        ({"options": {"logits_soft_cap": 30.0}}, "softcap"),
+        ({"options": {"logits_soft_cap": 0, "sinks": None}}, None),
+        ({"options": {"sinks": torch.zeros(4)}}, "attention sinks"),
+        ({"options": {"something_new": 1}}, "something_new"),
+    ],
+)
+def test_layers_that_cannot_go_sparse(changed: dict[str, Any], reason: str | None) -> None:
+    plain: dict[str, Any] = {"head_size": 128, "kv_cache_dtype": "auto", "attn_type": "decoder", "options": {}}
+    assert dense_because(**plain | changed) == reason
+
+
+def config_of(additional: object, *impls: object) -> Any:
+    text = SimpleNamespace(model_type="llama", num_hidden_layers=2, num_attention_heads=4)
+    layers = {f"model.layers.{i}.attn": SimpleNamespace(impl=impl) for i, impl in enumerate(impls)}
+    return SimpleNamespace(
+        additional_config=additional,
+        model_config=SimpleNamespace(hf_text_config=text),
+        speculative_config=None,
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        compilation_config=SimpleNamespace(static_forward_context=layers),
+    )
+
+
+def test_all_layers_of_an_engine_share_its_record() -> None:
+    given = {"blocksparse": {"preset": "pbs_attn", "dense": [1], "record": True}}
+    assert is_configured(config_of(given))
+    assert not is_configured(config_of({}))
+    first = Engine.of(config_of(given, SimpleNamespace()))
+    assert Engine.of(config_of(given, SimpleNamespace(), SimpleNamespace(engine=first))) is first
+    attention = first.attention(0)
+    assert isinstance(attention, LayerAttention)
+    assert attention.recorder is first.recorder is not None
+    assert first.attention(1) == "no pipeline for this layer"
+    assert first.attention(2) == "no layer of the model"
+
+    reader = RecordReader()
+    reader.vllm_config = config_of(given, SimpleNamespace(engine=first))
+    first.recorder.saw_dense(0, "decode")
+    assert "1 x decode" in reader.blocksparse_table()
+    reader.blocksparse_clear()
+    assert "decode" not in reader.blocksparse_table()
+    silent = config_of({"blocksparse": {"preset": "pbs_attn"}})
+    reader.vllm_config = silent
+    assert reader.blocksparse_table().startswith("no layer has a pipeline: ")
+    reader.vllm_config = config_of({}, SimpleNamespace(engine=Engine.of(silent)))
+    assert reader.blocksparse_table().startswith("nothing is recorded: ")
+    reader.blocksparse_clear()
+
+
+def test_names_of_layers() -> None:
+    assert layer_of("model.layers.13.self_attn.attn") == 13
+    assert layer_of("attn") == 0
+
+
+def test_vllm_finds_the_plugin() -> None:
+    import tomllib
+
+    root = Path(__file__).parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["entry-points"]["vllm.general_plugins"] == {
+        "blocksparse": f"{register.__module__}:{register.__name__}"
+    }

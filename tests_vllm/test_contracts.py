@@ -1,0 +1,85 @@
+"""What vLLM asks of the classes before it runs them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+from vllm.config.attention import AttentionConfig
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends import flash_attn
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+from blocksparse.integrations.vllm import cpu, cuda, register
+
+
+@pytest.fixture
+def _clean() -> Iterator[None]:
+    yield
+    for place in (AttentionBackendEnum.CUSTOM, AttentionBackendEnum.CPU_ATTN):
+        place.clear_override()
+    AttentionBackendEnum._member_map_.pop("BLOCKSPARSE", None)
+
+
+@pytest.mark.usefixtures("_clean")
+def test_the_name_is_one_of_vllms_own_place() -> None:
+    register()
+    register()
+    config = AttentionConfig(backend="blocksparse", backend_per_kind={"full_attention": "BLOCKSPARSE"})
+    assert config.backend is config.backend_per_kind["full_attention"] is AttentionBackendEnum.CUSTOM
+    assert config.backend.get_class() is cuda.Backend
+    assert AttentionBackendEnum[cuda.Backend.get_name()].get_class() is cuda.Backend  # layers ask by this name
+    assert AttentionBackendEnum[cpu.Backend.get_name()].get_class() is cpu.Backend
+
+
+@pytest.mark.usefixtures("_clean")
+def test_another_plugin_keeps_its_place(caplog: pytest.LogCaptureFixture) -> None:
+    register_backend(AttentionBackendEnum.CUSTOM, "another.plugin.Backend")
+    logger = logging.getLogger("vllm")
+    logger.addHandler(caplog.handler)  # vLLM's loggers do not propagate
+    try:
+        register()
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert "another plugin has vLLM's one place for backends: another.plugin.Backend" in caplog.text
+    assert AttentionBackendEnum.CUSTOM.get_path() == "another.plugin.Backend"
+    assert "BLOCKSPARSE" not in AttentionBackendEnum.__members__
+
+
+@pytest.mark.parametrize(
+    ("stock", "ours"),
+    [("ALWAYS", "UNIFORM_BATCH"), ("UNIFORM_BATCH", "UNIFORM_BATCH"), ("NEVER", "NEVER")],
+)
+def test_graphs_are_kept_for_decoding_alone(monkeypatch: pytest.MonkeyPatch, stock: str, ours: str) -> None:
+    builder = flash_attn.FlashAttentionMetadataBuilder
+    monkeypatch.setattr(builder, "_cudagraph_support", AttentionCGSupport[stock])
+    assert cuda.Builder.get_cudagraph_support(None, None) is AttentionCGSupport[ours]
+
+
+@pytest.mark.parametrize(
+    ("asked", "reasons"),
+    [
+        ({}, []),
+        ({"use_dcp": True}, ["DCP not supported"]),
+        ({"use_pcp": True}, ["PCP not supported"]),
+        ({"use_mla": True}, ["MLA not supported"]),
+        ({"use_batch_invariant": True}, ["batch invariance not supported"]),
+    ],
+)
+def test_what_vllm_refuses_at_start(asked: dict[str, bool], reasons: list[str]) -> None:
+    plain = dict.fromkeys(
+        ("use_mla", "has_sink", "use_sparse", "use_mm_prefix", "use_per_head_quant_scales"), False
+    )
+    found = cuda.Backend.validate_configuration(
+        **plain | asked,
+        head_size=128,
+        dtype=torch.bfloat16,
+        kv_cache_dtype="auto",
+        block_size=16,
+        device_capability=DeviceCapability(9, 0),
+        attn_type="decoder",
+    )
+    assert found == reasons

@@ -1,0 +1,157 @@
+"""Whole engines on a CPU, around tiny random models."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from blocksparse import a_shape
+from blocksparse.integrations.transformers import attach
+from conftest import EAGER, EVERYTHING, HERE, SOME, Run, alone, mix
+from tiny_model import gemma
+
+
+def rows(result: dict[str, Any]) -> list[tuple[int, float | None, str]]:
+    """Of each layer in the table: sparse calls, their density, and dense calls by reason."""
+    lines = result["table"].splitlines()[1:]
+    return [(int(line[7:13]), float(line[15:22]) if line[15:22].strip() else None, line[39:]) for line in lines]
+
+
+@pytest.fixture(scope="session")
+def mixes() -> list[dict[str, Any]]:
+    return [mix(seed) for seed in range(50)]
+
+
+@pytest.fixture(scope="session")
+def stock(run: Run, mixes: list[Any]) -> dict[str, Any]:
+    """What vLLM does without this plugin."""
+    return run(mixes, plugins="")
+
+
+def test_the_dense_limit(run: Run, mixes: list[Any], stock: dict[str, Any]) -> None:
+    """The same tokens over chunks, mixed batches, hits of the prefix cache, and requests that begin anew."""
+    ours = run(mixes, EVERYTHING | EAGER)
+    assert ours["tokens"] == stock["tokens"]
+    for result in (stock, ours):
+        assert result["preempted"] >= 10
+        assert result["cached"] > 1000
+        assert result["mixed"] > 200
+        assert result["chunks"] > 500
+    for sparse, density, dense in rows(ours):
+        assert sparse > 300
+        assert density == 1.0
+        assert re.fullmatch(r"\d+ x decode, (\d+ x fewer than min_(tokens|queries)(, )?){2}", dense)
+
+
+def test_the_dense_limit_of_the_classes_for_gpus(run: Run, mixes: list[Any], stock: dict[str, Any]) -> None:
+    """vLLM's FlashAttention classes around kernels in plain torch, with pages that are split, in both layouts."""
+    for backend, some in (("Backend", slice(0, 12)), ("TokensFirst", slice(12, 18))):
+        ours = run(mixes[some], EVERYTHING | EAGER, backend=f"gpu_stand_in.{backend}")
+        assert ours["tokens"] == stock["tokens"][some]
+        assert [density for _, density, _ in rows(ours)] == [1.0, 1.0]
+
+
+def test_without_a_configuration_the_stock_backend_runs(run: Run, mixes: list[Any], stock: dict[str, Any]) -> None:
+    ours = run(mixes[:5])
+    assert ours["tokens"] == stock["tokens"][:5]
+    assert "sparse in layers" not in ours["log"]
+
+
+def test_true_sparsity(run: Run, mixes: list[Any], stock: dict[str, Any]) -> None:
+    ours = run(mixes[:20], SOME | EAGER)
+    assert ours["tokens"] != stock["tokens"][:20]
+    for sparse, density, _ in rows(ours):
+        assert sparse > 100
+        assert density is not None
+        assert 0.2 < density < 0.8
+
+
+def test_the_same_tokens_as_in_transformers(run: Run, model: Path) -> None:
+    """One pipeline in the same model, and a prompt that vLLM cuts into chunks of 512, 128 and 50 tokens."""
+    served = [alone(700, chunk=chunk) for chunk in (512, 128, 50)]
+    ours = run(served, SOME | EAGER | {"min_tokens": 1, "min_queries": 2}, enable_prefix_caching=False)
+    reference = LlamaForCausalLM.from_pretrained(model).eval()
+    prompt = torch.tensor([served[0]["requests"][0]["prompt"]])
+    ones = torch.ones_like(prompt)
+    with torch.no_grad(), attach(reference, a_shape(**SOME["settings"]), min_tokens=1, min_queries=2):
+        text = reference.generate(prompt, attention_mask=ones, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+    assert [mix[0] for mix in ours["tokens"]] == [text[0, 700:].tolist()] * 3
+
+
+def test_with_torch_compile(run: Run, mixes: list[Any], stock: dict[str, Any]) -> None:
+    ours = run(mixes[:3], EVERYTHING | EAGER, enforce_eager=False)
+    assert ours["tokens"] == stock["tokens"][:3]
+    assert [density for _, density, _ in rows(ours)] == [1.0, 1.0]
+
+
+def test_short_requests_and_layers_without_a_pipeline(run: Run) -> None:
+    requests = [alone(40), alone(600), alone(300, chunk=100)]
+    ours = run(requests, SOME | {"dense": [0], "min_tokens": 200, "min_queries": 64, "record": True})
+    decode = "21 x decode"
+    assert rows(ours) == [
+        # Of 300 tokens in chunks of 100 the first one is short, and of 600 in 512 and 88 none is.
+        (
+            0,
+            None,
+            f"{decode}, 4 x no pipeline for this layer, 1 x fewer than min_queries, 1 x fewer than min_tokens",
+        ),
+        (4, rows(ours)[1][1], f"{decode}, 1 x fewer than min_queries, 1 x fewer than min_tokens"),
+    ]
+
+
+def test_windows_and_softcaps_are_dense(run: Run, tmp_path: Path) -> None:
+    model = str(gemma(tmp_path / "gemma"))
+    requests = [alone(300, chunk=128)]
+    ours = run(requests, SOME | EAGER, model=model, num_gpu_blocks_override=128)
+    assert ours["tokens"] == run(requests, plugins="", model=model, num_gpu_blocks_override=128)["tokens"]
+    assert [dense for _, _, dense in rows(ours)] == ["7 x decode, 3 x sliding window", "7 x decode, 3 x softcap"]
+
+
+def test_drafts_are_verified_densely(run: Run) -> None:
+    """Prompt lookup: a request that decodes has some queries, not one."""
+    speculative = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    requests = [alone(300, tokens=30)]
+    ours = run(requests, EVERYTHING | EAGER, speculative_config=speculative)
+    assert ours["tokens"] == run(requests, plugins="")["tokens"]
+    assert {sparse for sparse, _, _ in rows(ours)} == {1}
+
+
+def test_a_spawned_engine(model: Path) -> None:
+    """The name of the backend and its configuration reach a process that begins with nothing."""
+    done = start(model, {"blocksparse": SOME | EAGER})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^ +1 +1 +0\.\d+ .*1 x decode$", done.stdout, re.MULTILINE), done.stdout
+
+
+@pytest.mark.parametrize(
+    ("configuration", "sentence"),
+    [
+        (
+            {"blocksparse": {"preset": "pbs"}},
+            "ConfigurationError: 'blocksparse' in --additional-config cannot be used: there is no preset 'pbs'; "
+            "there are pbs_attn, pbs_attn_plus, ",
+        ),
+        (
+            {"blocksparse": {"plan": "no/such/plan.json"}},
+            "ConfigurationError: 'blocksparse' in --additional-config cannot be used: the plan cannot be read: "
+            "no/such/plan.json: ",
+        ),
+    ],
+)
+def test_a_wrong_configuration_stops_the_engine(model: Path, configuration: dict[str, Any], sentence: str) -> None:
+    done = start(model, configuration)
+    assert done.returncode != 0
+    assert sentence in done.stdout + done.stderr
+
+
+def start(model: Path, configuration: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+    arguments = [sys.executable, str(HERE / "start.py"), str(model), json.dumps(configuration)]
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=600)
