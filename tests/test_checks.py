@@ -61,6 +61,7 @@ EXECUTORS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_executors(executor: bs.Executor[Any, Any], device: str) -> None:
     if isinstance(executor, bs.CpuExecutor) and device != "cpu":

@@ -239,9 +239,10 @@ def test_queries_in_an_order_of_their_own() -> None:
     assert relative(got.out, want.out) < 0.03
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("blocks", [(128, 128), (64, 128), (128, 64), (64, 256)])
-@pytest.mark.parametrize("offset", [0, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("offset", [0, 100])
 def test_no_row_learns_of_a_later_token(blocks: tuple[int, int], offset: int) -> None:
     """The mean that keys lose, the queries that take it back, and the scales of tiles."""
     N, order = 400, random_order(2, 400, 128)

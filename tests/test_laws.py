@@ -325,6 +325,7 @@ def test_aligned_chunks_choose_alike(scorer: bs.Scorer[Any, Any]) -> None:
         assert torch.equal(second.mask.keep, whole.mask.keep[:, :, rows:])
 
 
+@pytest.mark.slow
 @each_front
 def test_no_causal_row_is_empty_where_all_is_equal(front: Front) -> None:
     """Every query keeps at least its own key, also where all scores are equal."""
@@ -353,6 +354,7 @@ def test_a_row_with_nothing_kept(executor: bs.Executor[Any, Any], device: str) -
         assert bool(got.lse[:, 1:, :64].isfinite().all())
 
 
+@pytest.mark.slow
 @each_front
 def test_batch_entries_do_not_meet(front: Front) -> None:
     q, k, v = make_qkv(**SIZES)
@@ -363,6 +365,7 @@ def test_batch_entries_do_not_meet(front: Front) -> None:
         torch.testing.assert_close(both.output.out[1:], alone.output.out)
 
 
+@pytest.mark.slow
 @each_front
 def test_ties_and_repeats_choose_alike(front: Front, device: str) -> None:
     """All-equal keys: twice the same, and the same on CPU and GPU for the same scores."""
@@ -399,6 +402,7 @@ def survives(front: Front, value: float) -> None:
         assert bool((trace.mask.keep & ~trace.mask.grid.reachable).sum() == 0)
 
 
+@pytest.mark.slow
 @each_front
 def test_nan_never_hangs_or_crashes(front: Front) -> None:
     survives(front, float("nan"))

@@ -54,6 +54,7 @@ def assert_same(got: bs.AttentionOutput, want: bs.AttentionOutput) -> None:
     assert torch.equal(got.lse, want.lse)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_on_kernels")
 @pytest.mark.parametrize(
     ("moved", "layout"),
@@ -85,6 +86,7 @@ INDEX_LAYOUTS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_on_kernels")
 @in_torch_and_kernels
 @pytest.mark.parametrize("layout", INDEX_LAYOUTS)
@@ -123,6 +125,7 @@ IN_THREE = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_on_kernels")
 @in_torch_and_kernels
 @pytest.mark.parametrize(
@@ -148,6 +151,7 @@ def test_scores(selector: bs.Selector[Any, Any], layout: str, kernels: bool, dev
     assert torch.equal(got.keep, want.keep)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_on_kernels")
 @in_torch_and_kernels
 @pytest.mark.parametrize("layout", THREE)
@@ -175,6 +179,7 @@ def test_masks_join_from_any_place_in_memory(offset: int, device: str) -> None:
     assert torch.equal((mine & its).keep, mine.keep & its.keep)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_on_kernels")
 @pytest.mark.parametrize(
     "name",

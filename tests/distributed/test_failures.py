@@ -70,6 +70,7 @@ def breaking(rank: int) -> dict[str, tuple[str, float]]:
     return seen
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_or_dies_ends_all() -> None:
     waiting, dead = on_ranks(2, breaking)
     assert dead is None

@@ -47,6 +47,7 @@ def on_four(_rank: int) -> Failures:
     return failures(FOUR, line) | failures(TWO_BY_TWO, square)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "work"), [(2, on_two), (4, on_four)])
 def test_every_scheme_is_one_process(size: int, work: Callable[[int], Failures]) -> None:
     results = on_ranks(size, work)

@@ -48,6 +48,7 @@ def difference(rank: int, folder: Path) -> tuple[float, float]:
     return float((got - want).abs().max()), float(want.abs().max())
 
 
+@pytest.mark.slow
 def test_a_tensor_parallel_model_takes_the_same_attach(tmp_path: Path) -> None:
     pytest.importorskip("transformers.distributed")
     results = on_ranks(2, difference, tmp_path)

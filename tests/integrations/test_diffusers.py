@@ -300,6 +300,7 @@ def test_a_timestep_per_token() -> None:
     assert recorder.sparse_calls() == {0: 1, 1: 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options", "calls"),
     [
@@ -567,6 +568,7 @@ def test_processors_that_layers_share_are_told_apart() -> None:
     assert all(block.attn1.processor is shared for block in model.blocks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["wan", "cogvideox"])
 def test_all_layers_share_one_graph(name: str) -> None:
     """PyTorch gives up after 8 variants of one block, and real models have 40."""
@@ -657,6 +659,7 @@ def test_one_forward_call_at_a_time() -> None:
         assert torch.equal(run(model, inputs), expected[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["wan", "hunyuan_video", "cogvideox"])
 def test_blocks_compile_whole(name: str) -> None:
     """As `compile_repeated_blocks(fullgraph=True)` does; dense and sparse steps are two graphs."""
@@ -741,6 +744,7 @@ def test_bad_arguments(options: dict[str, Any], error: type[Exception], message:
         attach(**arguments)
 
 
+@pytest.mark.slow
 def test_ulysses() -> None:
     """Two ranks give what one gives, sparse too: each has the whole grid, and text lies between its parts."""
     root = Path(__file__).parents[2]

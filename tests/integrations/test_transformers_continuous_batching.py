@@ -63,6 +63,7 @@ def test_an_older_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     assert model.config._attn_implementation == "eager"
 
 
+@pytest.mark.slow
 @new
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_requests_are_sparse_one_by_one(name: str) -> None:

@@ -51,7 +51,9 @@ def jit(monkeypatch: pytest.MonkeyPatch) -> Jit:
 MEMORY = torch.zeros(64)
 
 
-def launch(kernel: Any, x: Any = MEMORY, strides: Any = (4, 1), N: Any = 7, scale: Any = 0.5, **named: Any) -> None:
+def launch(
+    kernel: Any, x: Any = MEMORY, strides: Any = (4, 1), N: Any = 7, scale: Any = 0.5, **named: Any
+) -> None:
     kernel[(3, 2)](x, strides, N, scale, **{"WIDE": 8, "ROWS": 4, "num_warps": 1, **named})
 
 

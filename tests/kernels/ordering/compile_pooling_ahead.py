@@ -30,7 +30,9 @@ def compile_kernel(
     **options: int,
 ) -> Any:
     """Pointers and strides are multiples of 16, as those of whole tensors are, and `aligned` sizes; others any int32."""
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.jit.arg_names}
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.jit.arg_names
+    }
     position = {name: i for i, name in enumerate(kernel.jit.arg_names)}
     multiples: list[tuple[int, ...]] = [
         (position[name],)
