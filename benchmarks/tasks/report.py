@@ -77,7 +77,7 @@ def _table(rows: Sequence[Row]) -> str:
     lines = [
         f"### {dense['tokens']} tokens, {dense['samples']} samples of each task\n",
         f"Dense attention: {of_dense}; perplexity {dense['perplexity']:.2f}, attention "
-        f"{dense['attention_ms']:.1f} ms. Counted: {', '.join(tasks)}.\n",
+        f"{_ms(dense)} ms. Counted: {', '.join(tasks)}.\n",
         f"| method | setting | density | KL | perplexity | attention ms | {' | '.join(tasks)} | all, from dense "
         "(95 %) | random, oracle at this density |",
         "|" + "---|" * (8 + len(tasks)),
@@ -93,7 +93,7 @@ def _table(rows: Sequence[Row]) -> str:
         )
         lines.append(
             f"| `{row['preset']}` | {row['setting']} | {row['density']:.3f} | {row['kl']:.4f} | "
-            f"{row['perplexity']:.2f} | {row['attention_ms']:.1f} | {each} | {100 * score:.0f} "
+            f"{row['perplexity']:.2f} | {_ms(row)} | {each} | {100 * score:.0f} "
             f"({100 * from_dense.mean:+.0f}: {100 * from_dense.low:+.0f} to {100 * from_dense.high:+.0f}) | "
             f"{bounds} |"
         )
@@ -111,6 +111,10 @@ def _table(rows: Sequence[Row]) -> str:
 def _level(rows: Sequence[Row], dense: Row, tasks: Sequence[str], preset: str, density: float) -> float | None:
     points = [(row["density"], overall(row, dense, tasks)[0]) for row in rows if row["preset"] == preset]
     return between(points, density)
+
+
+def _ms(row: Row) -> str:
+    return "-" if row["attention_ms"] is None else f"{row['attention_ms']:.1f}"
 
 
 def _mean(scores: Sequence[float]) -> float:
@@ -137,7 +141,9 @@ def _draw(rows: Sequence[Row], lengths: Sequence[int], path: Path) -> None:
         ):
             for number, name in enumerate(names):
                 mine = sorted(
-                    (row[figure_of], 100 * overall(row, dense, tasks)[0]) for row in some if row["preset"] == name
+                    (row[figure_of], 100 * overall(row, dense, tasks)[0])
+                    for row in some
+                    if row["preset"] == name and row[figure_of] is not None
                 )
                 if mine:
                     x, y = zip(*mine, strict=True)
@@ -147,7 +153,7 @@ def _draw(rows: Sequence[Row], lengths: Sequence[int], path: Path) -> None:
                         marker="." if bound else "*" if name == PLAN else "osD^v"[number // 10 % 5], label=name,
                     )  # fmt: skip
             axes.axhline(100 * overall(dense, dense, tasks)[0], color="grey", linewidth=1)
-            if figure_of == "attention_ms":
+            if figure_of == "attention_ms" and dense[figure_of] is not None:
                 axes.axvline(dense["attention_ms"], color="grey", linewidth=1)
             axes.set(
                 xscale="log", xlabel=label, ylabel="score, %", title=f"{tokens} tokens; grey is dense attention"

@@ -1,4 +1,4 @@
-"""The presets: one function for each paper, in a file of its own, and a dict of all of them."""
+"""The presets: one function for each paper and `auto`, in files of their own, and a dict of all."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from blocksparse.pipeline import Pipeline
 from blocksparse.presets.a_shape import a_shape
+from blocksparse.presets.auto import auto
 from blocksparse.presets.bfla import bfla
 from blocksparse.presets.flex_prefill import flex_prefill
 from blocksparse.presets.mean_pooling import mean_pooling
@@ -30,5 +31,6 @@ every_preset: dict[str, Callable[..., Pipeline[Any, Any, Any]]] = {
     "minference": minference,
     "a_shape": a_shape,
     "tri_shape": tri_shape,
+    "auto": auto,
 }
 """Every preset by name. Each can be called without arguments, or with `executor=` alone."""
