@@ -20,6 +20,7 @@ from blocksparse.presets.tri_shape import tri_shape
 from blocksparse.presets.xattention import xattention
 
 every_preset: dict[str, Callable[..., Pipeline[Any, Any, Any]]] = {
+    "auto": auto,
     "pbs_attn": pbs_attn,
     "pbs_attn_plus": pbs_attn_plus,
     "mean_pooling": mean_pooling,
@@ -31,6 +32,5 @@ every_preset: dict[str, Callable[..., Pipeline[Any, Any, Any]]] = {
     "minference": minference,
     "a_shape": a_shape,
     "tri_shape": tri_shape,
-    "auto": auto,
 }
 """Every preset by name. Each can be called without arguments, or with `executor=` alone."""

@@ -1,8 +1,7 @@
-"""`auto`: the choice that tasks taught, for readers who do not want to choose; and `AutoChoice`, which explains it."""
+"""`auto` is what tasks taught, for those who do not want to choose; `AutoChoice` says what it does in a call."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Literal, NamedTuple, final, get_args
 
 from attrs import frozen
@@ -26,58 +25,54 @@ Quality = Literal["careful", "balanced", "fast"]
 
 
 class _Settings(NamedTuple):
-    """Causal: the share of antidiagonal mass and the band. Not causal: SpargeAttn's tau and theta."""
-
-    mass: float
-    band: int
-    tau: float
+    mass: float  # of antidiagonal scores, in causal calls
+    band: int  # tokens, in causal calls
+    tau: float  # of SpargeAttn, in other calls
     theta: float
 
 
-# Measured, see docs/how-to-choose.md; not causal: the authors' defaults, and two settings between which video lies.
-_SETTINGS: Mapping[Quality, _Settings] = {
+# docs/how-to-choose.md; the last two numbers of "careful" are SpargeAttn's own.
+_SETTINGS: dict[str, _Settings] = {
     "careful": _Settings(0.95, 128, 0.98, 0.6),
     "balanced": _Settings(0.9, 128, 0.95, 0.5),
     "fast": _Settings(0.8, 64, 0.9, 0.3),
 }
-_BLOCK = 64  # blocks of 64 keep less than blocks of 128 where they hold the same mass
 
 
 def auto(
     quality: Quality = "balanced",
     *,
+    block: int = 64,  # keeps less than 128 at the same mass, docs/how-to-choose.md
     order: Permuter[GlobalPermutation] | None = None,
     executor: Executor[GlobalPermutation, BlockMask] | None = None,
 ) -> Pipeline[GlobalPermutation, BlockMass, BlockMask]:
-    """Choose by causality, length and device, as measured with tasks; `AutoChoice.of` says what and why.
+    """Choose by causality, length and device, as tasks taught; `AutoChoice.of` says what it does, and why.
 
-    A causal call, as in language models, takes antidiagonal scores in blocks of 64, with a thin band. Another
-    call, as in models of images and video, takes `sparge`. `AutoExecutor` takes dense attention where that is
-    little work, and the fastest executor of the device.
+    A causal call, as in language models, takes antidiagonal scores in blocks of 64 tokens and a thin band. Another
+    call, as in models of images and video, takes `sparge`. `AutoExecutor` attends densely where that is little
+    work, as for short prompts on a GPU, and else takes the fastest executor of the device.
 
     Args:
-        quality: "careful" keeps more, "fast" less.
-        order: a permuter, `HilbertOrder(grid)` for images and video; `Identity()` if None. See `sparge`.
+        quality: "careful" keeps more blocks, "fast" fewer.
+        block: tokens per block in causal calls, a multiple of 8. Other calls have blocks of 128 x 64.
+        order: a permuter, `HilbertOrder(grid)` for images and video; `Identity()` if None.
         executor: `AutoExecutor()` if None.
     """
     one_of(*get_args(Quality)).check(quality=quality)
     mass, band, tau, theta = _SETTINGS[quality]
-    causal, otherwise = xattention(mass, block=_BLOCK), sparge(tau, theta, order=order)
+    text, pictures = xattention(mass, block=block), sparge(tau, theta, order=order)
     return Pipeline(
-        otherwise.permuter,
-        ScorerByCausality(causal.scorer, otherwise.scorer),
-        SelectorByCausality(causal.selector | Band(band), otherwise.selector),
+        pictures.permuter,
+        ScorerByCausality(text.scorer, pictures.scorer),
+        SelectorByCausality(text.selector | Band(band), pictures.selector),
         AutoExecutor() if executor is None else executor,
     )
 
 
 @final
-@frozen(eq=False)
+@frozen
 class AutoChoice:
-    """What `auto` does in one call, and why. Its text is one sentence.
-
-        print(AutoChoice.of("balanced", q, k, v))
-    """
+    """What `auto` does in one call, and why; as text, one sentence."""
 
     preset: str  # as Python
     because: str
@@ -86,20 +81,27 @@ class AutoChoice:
 
     @classmethod
     def of(
-        cls, quality: Quality, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        quality: Quality = "balanced",
+        causal: bool = True,
+        scale: float | None = None,
     ) -> AutoChoice:
-        """Of a call with `q` `[B, Hq, M, D]`, `k` `[B, Hkv, N, D]` and `v` `[B, Hkv, N, Dv]`, which is made."""
+        """Make a call of `auto(quality)` with `q` `[B, Hq, M, D]`, `k` `[B, Hkv, N, D]`, `v` `[B, Hkv, N, Dv]`."""
         executor = AutoExecutor()
         trace = auto(quality, executor=executor).trace(q, k, v, causal=causal, scale=scale)
         mass, band, tau, theta = _SETTINGS[quality]
-        if causal:
-            preset = f"xattention({mass}, block={_BLOCK}) | Band({band})"
-            because = "the call is causal, and no other preset found more in long texts at its density"
-        else:
-            preset = f"sparge({tau}, {theta})"
-            because = "the call is not causal, as in images and video, where tokens in a block are alike or are not"
-        runs = executor.choose(trace.q, trace.k, trace.v, trace.mask)
-        return cls(preset, because, float(trace.density().mean()), runs)
+        return cls(
+            f"xattention({mass}, block=64) | Band({band})" if causal else f"sparge({tau}, {theta})",
+            "the call is causal, as in language models" if causal else "the call is not causal, as in video",
+            float(trace.density().mean()),
+            executor.choose(trace.q, trace.k, trace.v, trace.mask),
+        )
 
     def __str__(self) -> str:
-        return f"{self.preset}, because {self.because}; density {self.density:.3f}; {self.runs}"
+        if self.runs.dense_because is not None:
+            return f"{self.runs}; a longer call takes {self.preset}, because {self.because}"
+        return f"{self.preset}, because {self.because}: density {self.density:.3f}; {self.runs}"
