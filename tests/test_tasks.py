@@ -152,6 +152,16 @@ def test_a_plan_is_compared_at_equal_kl_with_the_best_preset(tmp_path: Path) -> 
     assert (tmp_path / "tasks.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_report_without_tasks_has_the_rest(tmp_path: Path) -> None:
+    rows = [row("dense", "", 1.0, 0.0), row("s2o", "0.1", 0.1, 0.2)]
+    for each in rows:
+        each["scores"] = {}
+    text = report(rows, tmp_path / "none.png")
+    assert "Counted: none." in text
+    assert text.endswith("| `s2o` | 0.1 | 0.100 | 0.2000 | 9.00 | 1.0 |\n")
+    assert not (tmp_path / "none.png").exists()
+
+
 def test_every_preset_is_there_at_three_settings_with_and_without_a_band() -> None:
     names = [method.preset for method in methods(64, 128)]
     plain = [name for name in names if " | " not in name]

@@ -15,7 +15,7 @@ Row = dict[str, Any]
 
 
 def overall(row: Row, dense: Row, tasks: Sequence[str]) -> tuple[float, Difference]:
-    """The mean score over the samples of these tasks, and its difference from dense attention."""
+    """The mean score over the samples of these tasks, at least one, and its difference from dense attention."""
     scores = [score for task in tasks for score in row["scores"][task]]
     return sum(scores) / len(scores), difference(
         scores, [score for task in tasks for score in dense["scores"][task]]
@@ -58,16 +58,16 @@ def saving(rows: Sequence[Row], plan: Row) -> tuple[str, float, float] | None:
 def report(rows: Sequence[Row], picture_path: Path) -> str:
     """Markdown tables, a length each; draws the picture."""
     parts = []
-    lengths = [n for n in sorted({row["tokens"] for row in rows}) if any(_is_dense(row, n) for row in rows)]
-    for tokens in lengths:
-        parts.append(_table([row for row in rows if row["tokens"] == tokens]))
-    if lengths:
-        _draw(rows, lengths, picture_path)
+    drawn = []
+    for tokens in sorted({row["tokens"] for row in rows}):
+        some = [row for row in rows if row["tokens"] == tokens]
+        dense = next((row for row in some if row["preset"] == DENSE), None)
+        if dense is not None:
+            parts.append(_table(some))
+            drawn += [tokens] if counted(dense, some) else []
+    if drawn:
+        _draw(rows, drawn, picture_path)
     return "\n".join(parts)
-
-
-def _is_dense(row: Row, tokens: int) -> bool:
-    return bool(row["tokens"] == tokens and row["preset"] == DENSE)
 
 
 def _table(rows: Sequence[Row]) -> str:
@@ -77,35 +77,43 @@ def _table(rows: Sequence[Row]) -> str:
     lines = [
         f"### {dense['tokens']} tokens, {dense['samples']} samples of each task\n",
         f"Dense attention: {of_dense}; perplexity {dense['perplexity']:.2f}, attention "
-        f"{_ms(dense)} ms. Counted: {', '.join(tasks)}.\n",
-        f"| method | setting | density | KL | perplexity | attention ms | {' | '.join(tasks)} | all, from dense "
-        "(95 %) | random, oracle at this density |",
-        "|" + "---|" * (8 + len(tasks)),
+        f"{_ms(dense)} ms. Counted: {', '.join(tasks) or 'none'}.\n",
+        "| method | setting | density | KL | perplexity | attention ms |"
+        + "".join(f" {task} |" for task in tasks)
+        + (" all, from dense (95 %) | random, oracle at this density |" if tasks else ""),
+        "|" + "---|" * (6 + (len(tasks) + 2 if tasks else 0)),
     ]
     for row in sorted(rows, key=lambda row: (row["preset"], row["density"])):
         if row["preset"] == DENSE:
             continue
-        score, from_dense = overall(row, dense, tasks)
-        each = " | ".join(f"{100 * _mean(row['scores'][task]):.0f}" for task in tasks)
-        bounds = ", ".join(
-            "-" if value is None else f"{100 * value:.0f}"
-            for value in (_level(rows, dense, tasks, name, row["density"]) for name in (FLOOR, CEILING))
-        )
+        name = row["preset"].replace("|", "\\|")  # as Markdown wants it in a table
         lines.append(
-            f"| `{row['preset']}` | {row['setting']} | {row['density']:.3f} | {row['kl']:.4f} | "
-            f"{row['perplexity']:.2f} | {_ms(row)} | {each} | {100 * score:.0f} "
-            f"({100 * from_dense.mean:+.0f}: {100 * from_dense.low:+.0f} to {100 * from_dense.high:+.0f}) | "
-            f"{bounds} |"
+            f"| `{name}` | {row['setting']} | {row['density']:.3f} | {row['kl']:.4f} | "
+            f"{row['perplexity']:.2f} | {_ms(row)} |{_scores(rows, row, dense, tasks) if tasks else ''}"
         )
     for plan in (row for row in rows if row["preset"] == PLAN):
         if (found := saving(rows, plan)) is not None:
-            name, density, saved = found
+            best, density, saved = found
             lines.append(
-                f"\nAt the KL of plan {plan['setting']} ({plan['kl']:.4f}) the best single preset, `{name}`, "
+                f"\nAt the KL of plan {plan['setting']} ({plan['kl']:.4f}) the best single preset, `{best}`, "
                 f"keeps {density:.3f} of the blocks, and the plan {plan['density']:.3f}: {100 * saved:.0f} % "
                 "fewer."
             )
     return "\n".join(lines) + "\n"
+
+
+def _scores(rows: Sequence[Row], row: Row, dense: Row, tasks: Sequence[str]) -> str:
+    """The cells of a row that are about tasks."""
+    score, from_dense = overall(row, dense, tasks)
+    each = " | ".join(f"{100 * _mean(row['scores'][task]):.0f}" for task in tasks)
+    bounds = ", ".join(
+        "-" if value is None else f"{100 * value:.0f}"
+        for value in (_level(rows, dense, tasks, name, row["density"]) for name in (FLOOR, CEILING))
+    )
+    return (
+        f" {each} | {100 * score:.0f} ({100 * from_dense.mean:+.0f}: {100 * from_dense.low:+.0f} to "
+        f"{100 * from_dense.high:+.0f}) | {bounds} |"
+    )
 
 
 def _level(rows: Sequence[Row], dense: Row, tasks: Sequence[str], preset: str, density: float) -> float | None:
