@@ -126,6 +126,10 @@ def row(preset: str, setting: str, density: float, kl: float, *scores: float) ->
     }  # fmt: skip
 
 
+def width(png: bytes) -> int:
+    return int.from_bytes(png[16:20], "big")
+
+
 def test_a_plan_is_compared_at_equal_kl_with_the_best_preset(tmp_path: Path) -> None:
     rows = [
         row("dense", "", 1.0, 0.0, 1, 1),
@@ -142,6 +146,7 @@ def test_a_plan_is_compared_at_equal_kl_with_the_best_preset(tmp_path: Path) -> 
     assert found[1] == pytest.approx(0.1 * (0.2 / 0.0447213) ** (0.4771213), rel=1e-4)
     assert found[2] == pytest.approx(1 - 0.1 / found[1])
     assert saving(rows, row("plan", "bold", 0.1, 5.0, 1)) is None
+    assert saving(rows, row("plan", "all dense", 1.0, 0.0, 1)) is None
     assert between([(0.0, 1.0), (2.0, 3.0)], 1.0) == 2.0
     assert between([(0.0, 1.0), (2.0, 3.0)], 2.1) is None
     text = report(rows, tmp_path / "tasks.png")
@@ -149,7 +154,10 @@ def test_a_plan_is_compared_at_equal_kl_with_the_best_preset(tmp_path: Path) -> 
     assert "| 25, - |" in text  # random at a density of .3, half way between 0 and 50 %
     assert "100 (+0: -" in text
     assert "the best single preset, `s2o`" in text
-    assert (tmp_path / "tasks.png").read_bytes().startswith(b"\x89PNG")
+    picture = (tmp_path / "tasks.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    report(rows[:-1], tmp_path / "timed.png")  # panels of time beside those of density
+    assert width((tmp_path / "timed.png").read_bytes()) == 2 * width(picture)
 
 
 def test_a_report_without_tasks_has_the_rest(tmp_path: Path) -> None:

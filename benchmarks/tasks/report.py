@@ -40,8 +40,10 @@ def saving(rows: Sequence[Row], plan: Row) -> tuple[str, float, float] | None:
     """The single preset that needs the least density for the KL of a plan, that density, and what the plan saves.
 
     Between two settings of a preset, the logarithm of density is a straight line over that of KL; outside of the
-    settings that were measured a preset is not compared.
+    settings that were measured a preset is not compared. A plan in which every layer is dense saves nothing.
     """
+    if plan["kl"] <= 0:
+        return None
     best: tuple[str, float] | None = None
     for preset in {row["preset"] for row in rows} - {DENSE, FLOOR, CEILING, PLAN}:
         points = [
@@ -130,46 +132,58 @@ def _mean(scores: Sequence[float]) -> float:
 
 
 def _draw(rows: Sequence[Row], lengths: Sequence[int], path: Path) -> None:
-    """Score against density and against time: a row of panels per length, a line per preset."""
+    """Score against density, and against time if every preset was timed: panels per length, a line per preset."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, grid = plt.subplots(len(lengths), 2, figsize=(12, 4.8 * len(lengths)), squeeze=False)
+    rows = [row for row in rows if row["density"] < 1 or row["preset"] == DENSE]
     names = list(dict.fromkeys(row["preset"] for row in rows if row["preset"] != DENSE))
-    colours = [f"C{i}" for i in range(10)]
-    for i, tokens in enumerate(lengths):
+    timed = all(row["attention_ms"] is not None for row in rows if row["preset"] not in (FLOOR, CEILING))
+    kinds = [("density", "density (work over dense attention's)")]
+    if timed:
+        kinds.append(("attention_ms", "milliseconds of attention, all layers"))
+    figure, grid = plt.subplots(
+        len(lengths), len(kinds), figsize=(8 * len(kinds), 4.4 * len(lengths)), squeeze=False, sharex="col"
+    )
+    for panels, tokens in zip(grid, lengths, strict=True):
         some = [row for row in rows if row["tokens"] == tokens]
         dense = next(row for row in some if row["preset"] == DENSE)
         tasks = counted(dense, some)
-        for axes, figure_of, label in (
-            (grid[i][0], "density", "density (work over dense attention's)"),
-            (grid[i][1], "attention_ms", "milliseconds of attention, all layers"),
-        ):
+        for axes, (figure_of, label) in zip(panels, kinds, strict=True):
             for number, name in enumerate(names):
                 mine = sorted(
                     (row[figure_of], 100 * overall(row, dense, tasks)[0])
                     for row in some
                     if row["preset"] == name and row[figure_of] is not None
                 )
-                if mine:
-                    x, y = zip(*mine, strict=True)
-                    bound = {FLOOR: ":", CEILING: "--"}.get(name)
+                if not mine:
+                    continue
+                x, y = zip(*mine, strict=True)
+                bound = {FLOOR: ":", CEILING: "--"}.get(name)
+                if name == PLAN:  # each is a choice of its own, of one tuning or another
+                    axes.plot(x, y, "*", color="black", markersize=11, label=name)
+                else:
                     axes.plot(
-                        x, y, bound or "-", color="black" if bound else colours[number % 10],
-                        marker="." if bound else "*" if name == PLAN else "osD^v"[number // 10 % 5], label=name,
+                        x, y, bound or "-", color="black" if bound else f"C{number % 10}",
+                        marker="." if bound else "osD^v"[number % 5], markersize=5, label=name,
                     )  # fmt: skip
             axes.axhline(100 * overall(dense, dense, tasks)[0], color="grey", linewidth=1)
             if figure_of == "attention_ms" and dense[figure_of] is not None:
                 axes.axvline(dense["attention_ms"], color="grey", linewidth=1)
-            axes.set(
-                xscale="log", xlabel=label, ylabel="score, %", title=f"{tokens} tokens; grey is dense attention"
-            )
+            axes.set(xscale="log", ylabel="score, %", title=f"{tokens} tokens; the grey line is dense attention")
+            axes.xaxis.set_major_formatter("{x:g}")
+            axes.xaxis.set_minor_formatter("")
+            if figure_of == "density":
+                axes.set_xticks([0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1])
+            if tokens == lengths[-1]:
+                axes.set_xlabel(label)
             axes.grid(visible=True, which="both", alpha=0.2)
     handles = {label: h for axes in grid.flat for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    rows_of_legend = math.ceil(len(handles) / 5)
-    figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=5, frameon=False)
-    figure.tight_layout(rect=(0, 0.03 * rows_of_legend / len(lengths) + 0.02, 1, 1))
+    columns = 3 * len(kinds)
+    rows_of_legend = math.ceil(len(handles) / columns)
+    figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=columns, frameon=False)
+    figure.tight_layout(rect=(0, 0.05 * rows_of_legend / len(lengths) + 0.01, 1, 1))
     figure.savefig(path, dpi=110)
     plt.close(figure)

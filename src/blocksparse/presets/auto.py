@@ -26,17 +26,17 @@ Quality = Literal["careful", "balanced", "fast"]
 
 class _Settings(NamedTuple):
     mass: float  # of antidiagonal scores, in causal calls
-    band: int  # tokens, in causal calls
     tau: float  # of SpargeAttn, in other calls
     theta: float
 
 
 # docs/how-to-choose.md; the last two numbers of "careful" are SpargeAttn's own.
 _SETTINGS: dict[str, _Settings] = {
-    "careful": _Settings(0.95, 128, 0.98, 0.6),
-    "balanced": _Settings(0.9, 128, 0.95, 0.5),
-    "fast": _Settings(0.8, 64, 0.9, 0.3),
+    "careful": _Settings(0.95, 0.98, 0.6),
+    "balanced": _Settings(0.9, 0.95, 0.5),
+    "fast": _Settings(0.8, 0.9, 0.3),
 }
+_BAND = 128  # tokens; 64 with "fast" lost more at equal density
 
 
 def auto(
@@ -59,12 +59,12 @@ def auto(
         executor: `AutoExecutor()` if None.
     """
     one_of(*get_args(Quality)).check(quality=quality)
-    mass, band, tau, theta = _SETTINGS[quality]
+    mass, tau, theta = _SETTINGS[quality]
     text, pictures = xattention(mass, block=block), sparge(tau, theta, order=order)
     return Pipeline(
         pictures.permuter,
         ScorerByCausality(text.scorer, pictures.scorer),
-        SelectorByCausality(text.selector | Band(band), pictures.selector),
+        SelectorByCausality(text.selector | Band(_BAND), pictures.selector),
         AutoExecutor() if executor is None else executor,
     )
 
@@ -93,9 +93,9 @@ class AutoChoice:
         """Make a call of `auto(quality)` with `q` `[B, Hq, M, D]`, `k` `[B, Hkv, N, D]`, `v` `[B, Hkv, N, Dv]`."""
         executor = AutoExecutor()
         trace = auto(quality, executor=executor).trace(q, k, v, causal=causal, scale=scale)
-        mass, band, tau, theta = _SETTINGS[quality]
+        mass, tau, theta = _SETTINGS[quality]
         return cls(
-            f"xattention({mass}, block=64) | Band({band})" if causal else f"sparge({tau}, {theta})",
+            f"xattention({mass}, block=64) | Band({_BAND})" if causal else f"sparge({tau}, {theta})",
             "the call is causal, as in language models" if causal else "the call is not causal, as in video",
             float(trace.density().mean()),
             executor.choose(trace.q, trace.k, trace.v, trace.mask),
