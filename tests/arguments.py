@@ -142,6 +142,11 @@ TARGETS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
         "inner=scorer theta=cosine smooth_k=flag? padded_tail=flag",
     ),
     (bs.VerticalSlashScorer, {}, "block=block probe=size? pooled=flag window=size?"),
+    (
+        bs.ScorerByCausality,
+        {"causal": bs.NoScorer(), "otherwise": bs.MeanPoolScorer()},
+        "causal=scorer otherwise=scorer",
+    ),
     (bs.Everything, {}, ""),
     (bs.Band, {"tokens": 3}, "tokens=count"),
     (bs.Sink, {}, "tokens=size"),
@@ -161,6 +166,11 @@ TARGETS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
         bs.RoutedByDivergence,
         {"tau": 0.1, "similar": bs.TopK(1), "otherwise": bs.TopK(1)},
         "tau=at_least_0 similar=selector otherwise=selector",
+    ),
+    (
+        bs.SelectorByCausality,
+        {"causal": bs.TopK(1), "otherwise": bs.Sink()},
+        "causal=selector otherwise=selector",
     ),
     (bs.VerticalSlashCdf, {}, "mass=probability min_budget=count max_budget=size? released=flag"),
     (bs.VerticalSlashTopK, {}, "vertical=budget slash=budget sink=count recent=count released=flag"),
@@ -198,6 +208,7 @@ TARGETS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (bs.HeadGroups.dense_where, {"dense": [False], "pipeline": PIPELINE}, "dense=flags pipeline=pipeline"),
     (bs.Schedule, {"default": None}, "default=attention? layers=layers dense=dense"),
     (bs.Schedule(None).resolve, {"layers": 4}, "layers=size"),
+    (bs.auto, {}, "quality=option block=block order=permuter? executor=executor?"),
     (
         bs.pbs_attn,
         {},

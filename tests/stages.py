@@ -84,6 +84,9 @@ SCORERS: tuple[bs.Scorer[Any, Any], ...] = (
     bs.SimilarityGatedScorer(bs.FlattenMaxPoolScorer(16, 16), 0.2, smooth_k=None),
     bs.VerticalSlashScorer(16),
     bs.VerticalSlashScorer(32, probe=10, pooled=False),
+    bs.ScorerByCausality(
+        bs.AntidiagonalScorer(4, block=32, k_block=16), bs.MeanPoolScorer(32, k_block=16)
+    ),  # one cut
 )
 SELECTORS: tuple[bs.Selector[Any, Any], ...] = (
     bs.TopCdf(0.5),
@@ -111,6 +114,7 @@ SELECTORS: tuple[bs.Selector[Any, Any], ...] = (
     bs.VerticalSlashCdf(0.6, max_budget=32, released=True),
     bs.VerticalSlashTopK(10, 12, sink=2, recent=5, released=True),
     bs.RoutedByDivergence(0.3, similar=bs.GlobalTopCdf(0.6), otherwise=bs.VerticalSlashCdf(0.6)),
+    bs.SelectorByCausality(bs.TopCdf(0.4) | bs.Band(8), bs.TopK(2)),
     bs.Ranked(bs.TopK(share=0.5)),
     bs.Ranked(bs.TopCdf(0.6) | bs.Random(0.2)),
 )
@@ -190,7 +194,7 @@ def cuts_anew(permuter: bs.Permuter[Any], scorer: bs.Scorer[Any, Any]) -> bool:
     """
 
     def cut(scorer: Any) -> tuple[int, int, type]:
-        inner = getattr(scorer, "inner", scorer)
+        inner = getattr(scorer, "inner", getattr(scorer, "causal", scorer))
         return inner.block, getattr(inner, "k_block", None) or inner.block, needs(scorer, bs.Scorer, 1)
 
     return scorer is next(s for p, s in fronts() if p is permuter and cut(s) == cut(scorer))

@@ -131,7 +131,7 @@ def test_table_goes_to_stdout_and_progress_to_stderr(capsys: pytest.CaptureFixtu
     [
         (["--kv-heads", "3"], "'--heads' must be a multiple of '--kv-heads' (3): 32"),
         (["--head-dim", "257"], "'--head-dim' must be at most 256: 257"),
-        (["--preset", "nonsense"], "'--preset' must be one of pbs_attn, pbs_attn_plus"),
+        (["--preset", "nonsense"], "'--preset' must be one of auto, pbs_attn"),
         *([] if torch.cuda.is_available() else [(["--device", "cuda"], "'--device cuda' needs a GPU")]),
     ],
 )

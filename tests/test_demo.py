@@ -161,7 +161,7 @@ def test_methods_are_written_as_in_python(written: str, expected: object) -> Non
 @pytest.mark.parametrize(
     ("written", "sentence"),
     [
-        ("nonsense", "'--preset' must be one of pbs_attn, pbs_attn_plus"),
+        ("nonsense", "'--preset' must be one of auto, pbs_attn, pbs_attn_plus"),
         ("pbs_attn(0.95", "plain or with numbers as in 'pbs_attn(0.95)': pbs_attn(0.95"),
         ("pbs_attn(x)", "must be one of"),
         ("__import__('os').getcwd()", "must be one of"),
@@ -207,7 +207,7 @@ def test_picture_shows_the_true_attention(tmp_path: Path) -> None:
     ("options", "sentence"),
     [
         (["--depth", "1.5"], "'--depth' must be in [0, 1]: 1.5"),
-        (["--preset", "pbs_attn", "--preset", "nonsense"], "'--preset' must be one of pbs_attn, pbs_attn_plus"),
+        (["--preset", "pbs_attn", "--preset", "nonsense"], "'--preset' must be one of auto, pbs_attn"),
         (["--preset", "pbs_attn(0)"], "'--preset' pbs_attn(0): 'mass' must be"),
         (["--model", "/nowhere"], "'--model' must be a folder that a transformers model was saved in: /nowhere"),
         (["--text", "/nowhere"], "'--text' must be a readable UTF-8 text: /nowhere"),

@@ -20,7 +20,7 @@ from attrs import asdict
 
 from benchmarks.quality import smollm2, with_yarn
 from benchmarks.tasks.generators import TASKS
-from benchmarks.tasks.measure import Result, Texts, measure
+from benchmarks.tasks.measure import Texts, attention_ms, measure
 from benchmarks.tasks.methods import DENSE, methods, plans
 from benchmarks.tasks.report import report
 from benchmarks.tasks.sample import Haystack, Sample
@@ -61,32 +61,42 @@ def run(model: Model, tokens: int, options: argparse.Namespace, done: list[dict[
     samples = samples_of(haystack, tokens, options.samples, options.seed)
     texts = Texts.of(model, windows(model, text, tokens, options.windows), options.positions)
     every = [*methods(options.block, options.band), *plans(options.plan, model.network)]
-    wanted = [m for m in every if not options.methods or m.preset in options.methods or m.preset == DENSE]
+    if options.methods:
+        names = [DENSE, *options.methods]
+        every = sorted((m for m in every if m.preset in names), key=lambda m: names.index(m.preset))
     mine = [row for row in done if row["tokens"] == tokens]
     if any(row[what] != value for row in mine for what, value in about(model, options).items()):
         raise SystemExit(f"{options.out} was begun with other options: remove it, or give another name with --out")
-    known = {(row["preset"], row["setting"]) for row in mine}
-    for method in wanted:
-        if (method.preset, method.setting) in known:
+    for method in every:
+        row = next((r for r in mine if (r["preset"], r["setting"]) == (method.preset, method.setting)), None)
+        if row is not None and (row["attention_ms"] is not None or not options.times):
             continue
         if time.monotonic() > until:
             print("the time is over; the same command goes on from here", flush=True)
             return
-        dense = next((row for row in done if row["tokens"] == tokens and row["preset"] == DENSE), None)
-        if dense is not None:
-            samples = {t: some for t, some in samples.items() if sum(dense["scores"][t]) / len(some) > CAN}
-        result = measure(model, method, samples, texts, repeats=options.repeats)
-        done.append({**asdict(result), **about(model, options)})
-        options.out.write_text(json.dumps(done, indent=1), encoding="utf-8")
-        print(line(result), flush=True)
+        if row is None:
+            dense = next((r for r in mine if r["preset"] == DENSE), None)
+            if dense is not None:
+                able = {task for task, some in dense["scores"].items() if sum(some) / len(some) > CAN}
+                samples = {task: some for task, some in samples.items() if task in able}
+            row = {**asdict(measure(model, method, samples, texts)), **about(model, options)}
+            mine.append(row)
+            done.append(row)
+        if options.times:
+            row["attention_ms"] = attention_ms(model, method, texts, repeats=options.repeats)
+        unfinished = options.out.with_name(options.out.name + ".unfinished")
+        unfinished.write_text(json.dumps(done, indent=1), encoding="utf-8")
+        unfinished.replace(options.out)  # so that a run that is killed leaves whole results behind
+        print(line(row), flush=True)
 
 
-def line(result: Result) -> str:
+def line(row: dict[str, Any]) -> str:
     """One line for a result."""
-    means = "  ".join(f"{task} {sum(some) / len(some):.2f}" for task, some in result.scores.items())
+    means = "  ".join(f"{task} {sum(some) / len(some):.2f}" for task, some in row["scores"].items())
+    ms = "" if row["attention_ms"] is None else f" {row['attention_ms']:.1f} ms"
     return (
-        f"{result.tokens:6} {result.preset:28} {result.setting:22} density {result.density:.3f} "
-        f"KL {result.kl:.4f} ppl {result.perplexity:.2f} {result.attention_ms:.1f} ms  {means}"
+        f"{row['tokens']:6} {row['preset']:28} {row['setting']:22} density {row['density']:.3f} "
+        f"KL {row['kl']:.4f} ppl {row['perplexity']:.2f}{ms}  {means}"
     )
 
 
@@ -102,8 +112,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--block", type=int, default=64)
     parser.add_argument("--band", type=int, default=128, help="width of the bands that are added; 0 adds none")
     parser.add_argument("--plan", type=Path, nargs="*", default=[], help="tuned plans of this model")
-    parser.add_argument("--methods", nargs="*", help="only these presets, by the names in the table")
+    parser.add_argument("--methods", nargs="*", help="only these presets in this order, by the names in the table")
     parser.add_argument("--repeats", type=int, default=3, help="of timed readings")
+    parser.add_argument(
+        "--no-times", dest="times", action="store_false", help="leave times to a later run, on an idle device"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=25.0, help="begin no method after so long")
     parser.add_argument("--out", type=Path, default=Path("tasks.json"))

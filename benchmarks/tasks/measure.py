@@ -20,7 +20,7 @@ from blocksparse.integrations.transformers import DensityRecorder, attach
 from blocksparse.tune.prompts import TunePrompt
 from blocksparse.tune.reading import Reading
 
-_TOKENS_AT_ONCE = 131072  # of prompts that are read in one batch, on a GPU
+_TOKENS_AT_ONCE = 262144  # of prompts that are read in one batch, on a GPU
 
 
 @final
@@ -35,7 +35,7 @@ class Result:
     density: float  # mean over layers and windows; dense layers count as 1
     kl: float  # nats, mean over windows; the noise of kernels is not subtracted
     perplexity: float
-    attention_ms: float  # of one window, summed over layers
+    attention_ms: float | None = None  # of one window, summed over layers; None until it is measured
 
 
 @contextmanager
@@ -51,19 +51,22 @@ def attached(model: Model, method: Method, recorder: DensityRecorder | None = No
 @torch.inference_mode()
 def replies(model: Model, method: Method, samples: Sequence[Sample]) -> list[str]:
     """Greedy continuations of samples that are equally long; only reading is sparse, writing is dense."""
-    tokens, written = len(samples[0].ids), []
+    tokens, written = len(samples[0].ids), [""] * len(samples)
     batch = max(1, _TOKENS_AT_ONCE // tokens) if model.device.type == "cuda" else 1
-    for start in range(0, len(samples), batch):
-        part = samples[start : start + batch]
-        ids = torch.tensor([sample.ids for sample in part], device=model.device)
+    # Those that write equally much stand together, of whatever task they are.
+    order = sorted(range(len(samples)), key=lambda i: samples[i].new_tokens)
+    for start in range(0, len(order), batch):
+        part = order[start : start + batch]
+        ids = torch.tensor([samples[i].ids for i in part], device=model.device)
         with attached(model, method):
             read = model.network(ids, use_cache=True, logits_to_keep=1)
         token, tokens_so_far = read.logits[:, -1:].argmax(-1), []
-        for _ in range(part[0].new_tokens):
+        for _ in range(max(samples[i].new_tokens for i in part)):
             tokens_so_far.append(token)
             read = model.network(token, past_key_values=read.past_key_values, use_cache=True, logits_to_keep=1)
             token = read.logits[:, -1:].argmax(-1)
-        written += model.tokenizer.batch_decode(torch.cat(tokens_so_far, 1), skip_special_tokens=True)
+        for i, reply in zip(part, torch.cat(tokens_so_far, 1).tolist(), strict=True):
+            written[i] = model.tokenizer.decode(reply[: samples[i].new_tokens], skip_special_tokens=True)
     return written
 
 
@@ -86,36 +89,41 @@ class Texts:
 
 
 @torch.inference_mode()
-def measure(
-    model: Model, method: Method, samples: Mapping[str, Sequence[Sample]], texts: Texts, *, repeats: int
-) -> Result:
-    """Everything about one method."""
-    losses, perplexities, times, recorder = [], [], [], DensityRecorder()
+def measure(model: Model, method: Method, samples: Mapping[str, Sequence[Sample]], texts: Texts) -> Result:
+    """Everything about one method but its time."""
+    losses, perplexities, recorder = [], [], DensityRecorder()
     for reading in texts.readings:
         with attached(model, method, recorder):
             losses.append(reading.losses().text)
         ids = reading.prompt.ids
         with attached(model, method):
-            for repeat in range(repeats + 1):  # the first one warms up
-                with watch(model.network) as sight:
-                    hidden = model.network.model(ids, use_cache=False).last_hidden_state
-                    if repeat:
-                        times.append(1000 * sight.seconds())
+            hidden = model.network.model(ids, use_cache=False).last_hidden_state
         counted = torch.ones(ids.shape[1], dtype=torch.bool, device=ids.device)
         perplexities.append(perplexity(model.network, hidden, ids, counted))
+    flat = [sample for some in samples.values() for sample in some]
+    scores = (s.score(reply) for s, reply in zip(flat, replies(model, method, flat) if flat else (), strict=True))
     return Result(
         method.preset,
         method.setting,
         texts.readings[0].prompt.ids.shape[1],
-        {
-            task: [s.score(reply) for s, reply in zip(some, replies(model, method, some), strict=True)]
-            for task, some in samples.items()
-        },
+        {task: [next(scores) for _ in some] for task, some in samples.items()},
         _density(model, recorder),
         statistics.fmean(losses),
         statistics.fmean(perplexities),
-        statistics.median(times),
     )
+
+
+@torch.inference_mode()
+def attention_ms(model: Model, method: Method, texts: Texts, *, repeats: int) -> float:
+    """The median time of attention in all layers, over windows and repeats."""
+    times = []
+    for reading in texts.readings:
+        for repeat in range(repeats + 1):  # the first one warms up
+            with attached(model, method), watch(model.network) as sight:
+                model.network.model(reading.prompt.ids, use_cache=False)
+                if repeat:
+                    times.append(1000 * sight.seconds())
+    return statistics.median(times)
 
 
 def _density(model: Model, recorder: DensityRecorder) -> float:

@@ -16,6 +16,7 @@ from blocksparse.tune import Plan
 
 ALWAYS_SPARSE = bs.AutoExecutor(dense_below=0)
 HAVE_BANDS = ("a_shape", "tri_shape", "bfla")  # another band would add nothing
+QUALITIES: tuple[bs.Quality, ...] = ("fast", "balanced", "careful")
 FLOOR, CEILING, DENSE, PLAN = "random", "oracle", "dense", "plan"
 
 
@@ -34,13 +35,15 @@ class Method:
 
 
 def methods(block: int, band: int | None) -> list[Method]:
-    """Dense first, then random blocks and the oracle, then every preset at three settings.
+    """Dense first, then everything kept, random blocks and the oracle, then every preset at three settings.
+
+    What is lost with everything kept is the noise of other kernels.
 
     Args:
         block: tokens per block.
         band: as further methods, presets with a band so wide on top, where they take one and have none.
     """
-    found = [Method(DENSE, "", None)]
+    found = [Method(DENSE, "", None), Method("everything", "", _pipeline(bs.NoScorer(block), bs.Everything()))]
     for rho in (0.05, 0.1, 0.2, 0.35, 0.6):
         selector: Any = bs.Random(rho) | bs.Sink(1)
         found.append(Method(FLOOR, f"{rho:g}", _pipeline(bs.NoScorer(block), selector)))
@@ -54,6 +57,10 @@ def methods(block: int, band: int | None) -> list[Method]:
                 banded = evolve(pipeline, selector=pipeline.selector | bs.Band(band))
                 found.append(Method(f"{setting.preset} | Band({band})", setting.label, banded))
         found.append(Method(setting.preset, setting.label, pipeline))
+    for quality in QUALITIES:
+        found.append(Method("auto", quality, evolve(bs.auto(quality), executor=ALWAYS_SPARSE)))
+    for tau in (0.01, 0.03, 0.1):
+        found.append(Method("s2o, S=128", f"{tau:g}", bs.s2o(tau, S=128)))
     return found
 
 

@@ -15,7 +15,7 @@ Row = dict[str, Any]
 
 
 def overall(row: Row, dense: Row, tasks: Sequence[str]) -> tuple[float, Difference]:
-    """The mean score over the samples of these tasks, and its difference from dense attention."""
+    """The mean score over the samples of these tasks, at least one, and its difference from dense attention."""
     scores = [score for task in tasks for score in row["scores"][task]]
     return sum(scores) / len(scores), difference(
         scores, [score for task in tasks for score in dense["scores"][task]]
@@ -40,8 +40,10 @@ def saving(rows: Sequence[Row], plan: Row) -> tuple[str, float, float] | None:
     """The single preset that needs the least density for the KL of a plan, that density, and what the plan saves.
 
     Between two settings of a preset, the logarithm of density is a straight line over that of KL; outside of the
-    settings that were measured a preset is not compared.
+    settings that were measured a preset is not compared. A plan in which every layer is dense saves nothing.
     """
+    if plan["kl"] <= 0:
+        return None
     best: tuple[str, float] | None = None
     for preset in {row["preset"] for row in rows} - {DENSE, FLOOR, CEILING, PLAN}:
         points = [
@@ -58,16 +60,16 @@ def saving(rows: Sequence[Row], plan: Row) -> tuple[str, float, float] | None:
 def report(rows: Sequence[Row], picture_path: Path) -> str:
     """Markdown tables, a length each; draws the picture."""
     parts = []
-    lengths = [n for n in sorted({row["tokens"] for row in rows}) if any(_is_dense(row, n) for row in rows)]
-    for tokens in lengths:
-        parts.append(_table([row for row in rows if row["tokens"] == tokens]))
-    if lengths:
-        _draw(rows, lengths, picture_path)
+    drawn = []
+    for tokens in sorted({row["tokens"] for row in rows}):
+        some = [row for row in rows if row["tokens"] == tokens]
+        dense = next((row for row in some if row["preset"] == DENSE), None)
+        if dense is not None:
+            parts.append(_table(some))
+            drawn += [tokens] if counted(dense, some) else []
+    if drawn:
+        _draw(rows, drawn, picture_path)
     return "\n".join(parts)
-
-
-def _is_dense(row: Row, tokens: int) -> bool:
-    return bool(row["tokens"] == tokens and row["preset"] == DENSE)
 
 
 def _table(rows: Sequence[Row]) -> str:
@@ -77,35 +79,43 @@ def _table(rows: Sequence[Row]) -> str:
     lines = [
         f"### {dense['tokens']} tokens, {dense['samples']} samples of each task\n",
         f"Dense attention: {of_dense}; perplexity {dense['perplexity']:.2f}, attention "
-        f"{dense['attention_ms']:.1f} ms. Counted: {', '.join(tasks)}.\n",
-        f"| method | setting | density | KL | perplexity | attention ms | {' | '.join(tasks)} | all, from dense "
-        "(95 %) | random, oracle at this density |",
-        "|" + "---|" * (8 + len(tasks)),
+        f"{_ms(dense)} ms. Counted: {', '.join(tasks) or 'none'}.\n",
+        "| method | setting | density | KL | perplexity | attention ms |"
+        + "".join(f" {task} |" for task in tasks)
+        + (" all, from dense (95 %) | random, oracle at this density |" if tasks else ""),
+        "|" + "---|" * (6 + (len(tasks) + 2 if tasks else 0)),
     ]
     for row in sorted(rows, key=lambda row: (row["preset"], row["density"])):
         if row["preset"] == DENSE:
             continue
-        score, from_dense = overall(row, dense, tasks)
-        each = " | ".join(f"{100 * _mean(row['scores'][task]):.0f}" for task in tasks)
-        bounds = ", ".join(
-            "-" if value is None else f"{100 * value:.0f}"
-            for value in (_level(rows, dense, tasks, name, row["density"]) for name in (FLOOR, CEILING))
-        )
+        name = row["preset"].replace("|", "\\|")  # as Markdown wants it in a table
         lines.append(
-            f"| `{row['preset']}` | {row['setting']} | {row['density']:.3f} | {row['kl']:.4f} | "
-            f"{row['perplexity']:.2f} | {row['attention_ms']:.1f} | {each} | {100 * score:.0f} "
-            f"({100 * from_dense.mean:+.0f}: {100 * from_dense.low:+.0f} to {100 * from_dense.high:+.0f}) | "
-            f"{bounds} |"
+            f"| `{name}` | {row['setting']} | {row['density']:.3f} | {row['kl']:.4f} | "
+            f"{row['perplexity']:.2f} | {_ms(row)} |{_scores(rows, row, dense, tasks) if tasks else ''}"
         )
     for plan in (row for row in rows if row["preset"] == PLAN):
         if (found := saving(rows, plan)) is not None:
-            name, density, saved = found
+            best, density, saved = found
             lines.append(
-                f"\nAt the KL of plan {plan['setting']} ({plan['kl']:.4f}) the best single preset, `{name}`, "
+                f"\nAt the KL of plan {plan['setting']} ({plan['kl']:.4f}) the best single preset, `{best}`, "
                 f"keeps {density:.3f} of the blocks, and the plan {plan['density']:.3f}: {100 * saved:.0f} % "
                 "fewer."
             )
     return "\n".join(lines) + "\n"
+
+
+def _scores(rows: Sequence[Row], row: Row, dense: Row, tasks: Sequence[str]) -> str:
+    """The cells of a row that are about tasks."""
+    score, from_dense = overall(row, dense, tasks)
+    each = " | ".join(f"{100 * _mean(row['scores'][task]):.0f}" for task in tasks)
+    bounds = ", ".join(
+        "-" if value is None else f"{100 * value:.0f}"
+        for value in (_level(rows, dense, tasks, name, row["density"]) for name in (FLOOR, CEILING))
+    )
+    return (
+        f" {each} | {100 * score:.0f} ({100 * from_dense.mean:+.0f}: {100 * from_dense.low:+.0f} to "
+        f"{100 * from_dense.high:+.0f}) | {bounds} |"
+    )
 
 
 def _level(rows: Sequence[Row], dense: Row, tasks: Sequence[str], preset: str, density: float) -> float | None:
@@ -113,49 +123,67 @@ def _level(rows: Sequence[Row], dense: Row, tasks: Sequence[str], preset: str, d
     return between(points, density)
 
 
+def _ms(row: Row) -> str:
+    return "-" if row["attention_ms"] is None else f"{row['attention_ms']:.1f}"
+
+
 def _mean(scores: Sequence[float]) -> float:
     return sum(scores) / len(scores)
 
 
 def _draw(rows: Sequence[Row], lengths: Sequence[int], path: Path) -> None:
-    """Score against density and against time: a row of panels per length, a line per preset."""
+    """Score against density, and against time if every preset was timed: panels per length, a line per preset."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, grid = plt.subplots(len(lengths), 2, figsize=(12, 4.8 * len(lengths)), squeeze=False)
+    rows = [row for row in rows if row["density"] < 1 or row["preset"] == DENSE]
     names = list(dict.fromkeys(row["preset"] for row in rows if row["preset"] != DENSE))
-    colours = [f"C{i}" for i in range(10)]
-    for i, tokens in enumerate(lengths):
+    timed = all(row["attention_ms"] is not None for row in rows if row["preset"] not in (FLOOR, CEILING))
+    kinds = [("density", "density (work over dense attention's)")]
+    if timed:
+        kinds.append(("attention_ms", "milliseconds of attention, all layers"))
+    figure, grid = plt.subplots(
+        len(lengths), len(kinds), figsize=(8 * len(kinds), 4.4 * len(lengths)), squeeze=False, sharex="col"
+    )
+    for panels, tokens in zip(grid, lengths, strict=True):
         some = [row for row in rows if row["tokens"] == tokens]
         dense = next(row for row in some if row["preset"] == DENSE)
         tasks = counted(dense, some)
-        for axes, figure_of, label in (
-            (grid[i][0], "density", "density (work over dense attention's)"),
-            (grid[i][1], "attention_ms", "milliseconds of attention, all layers"),
-        ):
+        for axes, (figure_of, label) in zip(panels, kinds, strict=True):
             for number, name in enumerate(names):
                 mine = sorted(
-                    (row[figure_of], 100 * overall(row, dense, tasks)[0]) for row in some if row["preset"] == name
+                    (row[figure_of], 100 * overall(row, dense, tasks)[0])
+                    for row in some
+                    if row["preset"] == name and row[figure_of] is not None
                 )
-                if mine:
-                    x, y = zip(*mine, strict=True)
-                    bound = {FLOOR: ":", CEILING: "--"}.get(name)
+                if not mine:
+                    continue
+                x, y = zip(*mine, strict=True)
+                bound = {FLOOR: ":", CEILING: "--"}.get(name)
+                if name == PLAN:  # each is a choice of its own, of one tuning or another
+                    axes.plot(x, y, "*", color="black", markersize=11, label=name)
+                else:
                     axes.plot(
-                        x, y, bound or "-", color="black" if bound else colours[number % 10],
-                        marker="." if bound else "*" if name == PLAN else "osD^v"[number // 10 % 5], label=name,
+                        x, y, bound or "-", color="black" if bound else f"C{number % 10}",
+                        marker="." if bound else "osD^v"[number % 5], markersize=5, label=name,
                     )  # fmt: skip
             axes.axhline(100 * overall(dense, dense, tasks)[0], color="grey", linewidth=1)
-            if figure_of == "attention_ms":
+            if figure_of == "attention_ms" and dense[figure_of] is not None:
                 axes.axvline(dense["attention_ms"], color="grey", linewidth=1)
-            axes.set(
-                xscale="log", xlabel=label, ylabel="score, %", title=f"{tokens} tokens; grey is dense attention"
-            )
+            axes.set(xscale="log", ylabel="score, %", title=f"{tokens} tokens; the grey line is dense attention")
+            axes.xaxis.set_major_formatter("{x:g}")
+            axes.xaxis.set_minor_formatter("")
+            if figure_of == "density":
+                axes.set_xticks([0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1])
+            if tokens == lengths[-1]:
+                axes.set_xlabel(label)
             axes.grid(visible=True, which="both", alpha=0.2)
     handles = {label: h for axes in grid.flat for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    rows_of_legend = math.ceil(len(handles) / 5)
-    figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=5, frameon=False)
-    figure.tight_layout(rect=(0, 0.03 * rows_of_legend / len(lengths) + 0.02, 1, 1))
+    columns = 3 * len(kinds)
+    rows_of_legend = math.ceil(len(handles) / columns)
+    figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=columns, frameon=False)
+    figure.tight_layout(rect=(0, 0.05 * rows_of_legend / len(lengths) + 0.01, 1, 1))
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -36,6 +36,9 @@ from blocksparse.permuters.time_order import TimeOrder as TimeOrder
 from blocksparse.pipeline import Pipeline as Pipeline
 from blocksparse.pipeline import Trace as Trace
 from blocksparse.presets.a_shape import a_shape as a_shape
+from blocksparse.presets.auto import AutoChoice as AutoChoice
+from blocksparse.presets.auto import Quality as Quality
+from blocksparse.presets.auto import auto as auto
 from blocksparse.presets.bfla import bfla as bfla
 from blocksparse.presets.flex_prefill import flex_prefill as flex_prefill
 from blocksparse.presets.mean_pooling import mean_pooling as mean_pooling
@@ -50,6 +53,7 @@ from blocksparse.schedule import Schedule as Schedule
 from blocksparse.scorers.antidiagonal import AntidiagonalScorer as AntidiagonalScorer
 from blocksparse.scorers.block_scores import BlockMass as BlockMass
 from blocksparse.scorers.block_scores import BlockScores as BlockScores
+from blocksparse.scorers.by_causality import ScorerByCausality as ScorerByCausality
 from blocksparse.scorers.flatten_max_pool import FlattenMaxPoolScorer as FlattenMaxPoolScorer
 from blocksparse.scorers.mean_pool import MeanPoolScorer as MeanPoolScorer
 from blocksparse.scorers.no_scorer import NoScorer as NoScorer
@@ -62,6 +66,7 @@ from blocksparse.sdpa import scaled_dot_product_attention as scaled_dot_product_
 from blocksparse.selectors.band import Band as Band
 from blocksparse.selectors.block_mask import BlockMask as BlockMask
 from blocksparse.selectors.block_mask import RankedBlockMask as RankedBlockMask
+from blocksparse.selectors.by_causality import SelectorByCausality as SelectorByCausality
 from blocksparse.selectors.everything import Everything as Everything
 from blocksparse.selectors.global_top_cdf import GlobalTopCdf as GlobalTopCdf
 from blocksparse.selectors.last_keys import LastKeys as LastKeys

@@ -1,4 +1,4 @@
-"""The presets: one function for each paper, in a file of its own, and a dict of all of them."""
+"""The presets: one function for each paper and `auto`, in files of their own, and a dict of all."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from blocksparse.pipeline import Pipeline
 from blocksparse.presets.a_shape import a_shape
+from blocksparse.presets.auto import auto
 from blocksparse.presets.bfla import bfla
 from blocksparse.presets.flex_prefill import flex_prefill
 from blocksparse.presets.mean_pooling import mean_pooling
@@ -19,6 +20,7 @@ from blocksparse.presets.tri_shape import tri_shape
 from blocksparse.presets.xattention import xattention
 
 every_preset: dict[str, Callable[..., Pipeline[Any, Any, Any]]] = {
+    "auto": auto,
     "pbs_attn": pbs_attn,
     "pbs_attn_plus": pbs_attn_plus,
     "mean_pooling": mean_pooling,

@@ -88,17 +88,8 @@ def _grid(preset: str, argument: str, *values: Any, band: int | None = None, **r
 
 DEFAULT_CANDIDATES: tuple[Candidate, ...] = (
     *_grid("s2o", "tau", 0.03, 0.1, 0.3, S=128),
-    *_grid("xattention", "mass", 0.7, 0.8, 0.9, 0.95, band=64, block=64),
-    *_grid("xattention", "mass", 0.8, 0.9, band=128, block=64),
-    *_grid("mean_pooling", "mass", 0.8, 0.9, 0.97, band=128, block=64),
-    *_grid("pbs_attn", "mass", 0.5, 0.75, 0.9, band=128),
-    *_grid("pbs_attn_plus", "mass", 0.5, 0.75, 0.9, band=128),
-    *_grid("sparge", "mass", 0.9, 0.95, band=128, theta=0.3),
-    Candidate("bfla", {"mass": 0.9, "per_token": True}),
-    Candidate("flex_prefill", {"mass": 0.9, "min_budget": 128}, 128),
-    Candidate("minference", {"vertical": 60, "slash": 120}, 128),
-    Candidate("a_shape", {"sink": 64, "local": 256}),
-    Candidate("a_shape", {"sink": 64, "local": 1024}),
-    Candidate("tri_shape", {"sink": 64, "local": 256}),
+    Candidate("s2o", {"tau": 0.1, "S": 64}),
+    *_grid("xattention", "mass", 0.6, 0.7, 0.8, 0.9, 0.95, 0.97, band=64, block=64),
+    *_grid("a_shape", "local", 256, 1024, sink=64),
 )
-"""What is tried unless the caller names candidates: every preset family, most of them with a band."""
+"""What is tried unless the caller names candidates: few families at many settings, as docs/tune.md explains."""

@@ -1,0 +1,107 @@
+"""`auto` is what tasks taught, for those who do not want to choose; `AutoChoice` says what it does in a call."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, final, get_args
+
+from attrs import frozen
+from torch import Tensor
+
+from blocksparse.executors.auto import AutoExecutor, Choice
+from blocksparse.executors.executor import Executor
+from blocksparse.permuters.permutation import GlobalPermutation
+from blocksparse.permuters.permuter import Permuter
+from blocksparse.pipeline import Pipeline
+from blocksparse.presets.sparge import sparge
+from blocksparse.presets.xattention import xattention
+from blocksparse.scorers.block_scores import BlockMass
+from blocksparse.scorers.by_causality import ScorerByCausality
+from blocksparse.selectors.band import Band
+from blocksparse.selectors.block_mask import BlockMask
+from blocksparse.selectors.by_causality import SelectorByCausality
+from blocksparse.validators import one_of
+
+Quality = Literal["careful", "balanced", "fast"]
+
+
+class _Settings(NamedTuple):
+    mass: float  # of antidiagonal scores, in causal calls
+    tau: float  # of SpargeAttn, in other calls
+    theta: float
+
+
+# docs/how-to-choose.md; the last two numbers of "careful" are SpargeAttn's own.
+_SETTINGS: dict[str, _Settings] = {
+    "careful": _Settings(0.95, 0.98, 0.6),
+    "balanced": _Settings(0.9, 0.95, 0.5),
+    "fast": _Settings(0.8, 0.9, 0.3),
+}
+_BAND = 128  # tokens; 64 with "fast" lost more at equal density
+
+
+def auto(
+    quality: Quality = "balanced",
+    *,
+    block: int = 64,  # keeps less than 128 at the same mass, docs/how-to-choose.md
+    order: Permuter[GlobalPermutation] | None = None,
+    executor: Executor[GlobalPermutation, BlockMask] | None = None,
+) -> Pipeline[GlobalPermutation, BlockMass, BlockMask]:
+    """Choose by causality, length and device, as tasks taught; `AutoChoice.of` says what it does, and why.
+
+    A causal call, as in language models, takes antidiagonal scores in blocks of 64 tokens and a thin band. Another
+    call, as in models of images and video, takes `sparge`. `AutoExecutor` attends densely where that is little
+    work, as for short prompts on a GPU, and else takes the fastest executor of the device.
+
+    Args:
+        quality: "careful" keeps more blocks, "fast" fewer.
+        block: tokens per block in causal calls, a multiple of 8. Other calls have blocks of 128 x 64.
+        order: a permuter, `HilbertOrder(grid)` for images and video; `Identity()` if None.
+        executor: `AutoExecutor()` if None.
+    """
+    one_of(*get_args(Quality)).check(quality=quality)
+    mass, tau, theta = _SETTINGS[quality]
+    text, pictures = xattention(mass, block=block), sparge(tau, theta, order=order)
+    return Pipeline(
+        pictures.permuter,
+        ScorerByCausality(text.scorer, pictures.scorer),
+        SelectorByCausality(text.selector | Band(_BAND), pictures.selector),
+        AutoExecutor() if executor is None else executor,
+    )
+
+
+@final
+@frozen
+class AutoChoice:
+    """What `auto` does in one call, and why; as text, one sentence."""
+
+    preset: str  # as Python
+    because: str
+    density: float  # mean over heads; 1 where attention is dense
+    runs: Choice  # by which executor, or densely
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        quality: Quality = "balanced",
+        causal: bool = True,
+        scale: float | None = None,
+    ) -> AutoChoice:
+        """Make a call of `auto(quality)` with `q` `[B, Hq, M, D]`, `k` `[B, Hkv, N, D]`, `v` `[B, Hkv, N, Dv]`."""
+        executor = AutoExecutor()
+        trace = auto(quality, executor=executor).trace(q, k, v, causal=causal, scale=scale)
+        mass, tau, theta = _SETTINGS[quality]
+        return cls(
+            f"xattention({mass}, block=64) | Band({_BAND})" if causal else f"sparge({tau}, {theta})",
+            "the call is causal, as in language models" if causal else "the call is not causal, as in video",
+            float(trace.density().mean()),
+            executor.choose(trace.q, trace.k, trace.v, trace.mask),
+        )
+
+    def __str__(self) -> str:
+        if self.runs.dense_because is not None:
+            return f"{self.runs}; a longer call takes {self.preset}, because {self.because}"
+        return f"{self.preset}, because {self.because}: density {self.density:.3f}; {self.runs}"

@@ -1,0 +1,22 @@
+"""One of two selectors, by whether the call is causal."""
+
+from __future__ import annotations
+
+from typing import final
+
+from attrs import field, frozen
+
+from blocksparse.selectors.selector import MaskT_co, ScoresT_contra, Selector
+from blocksparse.validators import a
+
+
+@final
+@frozen(eq=False)
+class SelectorByCausality(Selector[ScoresT_contra, MaskT_co]):
+    """Choose by `causal` in a causal call, as for text, and by `otherwise` in another, as for images and video."""
+
+    causal: Selector[ScoresT_contra, MaskT_co] = field(validator=a(Selector))
+    otherwise: Selector[ScoresT_contra, MaskT_co] = field(validator=a(Selector))
+
+    def __call__(self, scores: ScoresT_contra) -> MaskT_co:
+        return (self.causal if scores.grid.causal else self.otherwise)(scores)

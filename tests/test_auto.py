@@ -1,0 +1,88 @@
+"""`auto` does what it says: one rule for causal calls, another for others, and it says which and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+from attrs.exceptions import FrozenInstanceError
+
+import blocksparse as bs
+from blocksparse.testing import make_qkv
+from tests.on_kernels import pretend_gpu
+
+SIZES: dict[str, Any] = {"Hq": 4, "Hkv": 2, "N": 600, "D": 32}
+
+
+def banded(mass: float) -> bs.Pipeline[Any, Any, Any]:
+    preset = bs.xattention(mass, block=64)
+    return evolve(preset, selector=preset.selector | bs.Band(128))
+
+
+@pytest.mark.parametrize(
+    ("quality", "text", "pictures"),
+    [
+        ("careful", banded(0.95), bs.sparge()),
+        ("balanced", banded(0.9), bs.sparge(0.95, 0.5)),
+        ("fast", banded(0.8), bs.sparge(0.9, 0.3)),
+    ],
+)
+def test_each_kind_of_call_has_its_own_pipeline(
+    quality: bs.Quality, text: bs.Pipeline[Any, Any, Any], pictures: bs.Pipeline[Any, Any, Any]
+) -> None:
+    q, k, v = make_qkv(**SIZES)
+    for causal, same in ((True, text), (False, pictures)):
+        trace, expected = (p.trace(q, k, v, causal=causal) for p in (bs.auto(quality), same))
+        assert torch.equal(trace.mask.keep, expected.mask.keep)
+        assert torch.equal(trace.output.out, expected.output.out)
+
+
+def test_better_qualities_keep_more() -> None:
+    q, k, v = make_qkv(**SIZES | {"N": 2000})
+    choices = [bs.AutoChoice.of(q, k, v, quality=quality) for quality in ("fast", "balanced", "careful")]
+    densities = [choice.density for choice in choices]
+    assert densities == sorted(set(densities))
+
+
+def test_a_choice_says_what_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = make_qkv(**SIZES)
+    text = str(bs.AutoChoice.of(q, k, v))
+    assert text.startswith("xattention(0.9, block=64) | Band(128), because the call is causal")
+    assert text.endswith("CpuExecutor runs")
+    assert str(bs.AutoChoice.of(q, k, v, causal=False)).startswith(
+        "sparge(0.95, 0.5), because the call is not causal"
+    )
+    pretend_gpu(monkeypatch)
+    short = bs.AutoChoice.of(q, k, v)
+    assert short.density == 1
+    assert str(short).startswith("dense attention runs: dense attention of this call is ")
+    assert "; a longer call takes xattention(0.9" in str(short)
+    with pytest.raises(FrozenInstanceError):
+        short.density = 0.5  # type: ignore[misc]
+
+
+def test_what_it_names_is_what_it_runs() -> None:
+    q, k, v = make_qkv(**SIZES)
+    for causal in (True, False):
+        named, *rest = bs.AutoChoice.of(q, k, v, causal=causal, quality="fast").preset.split(" | ")
+        pipeline = eval(named, dict(vars(bs)))
+        for rule in rest:
+            pipeline = evolve(pipeline, selector=pipeline.selector | eval(rule, dict(vars(bs))))
+        keeps = (p.trace(q, k, v, causal=causal).mask.keep for p in (pipeline, bs.auto("fast")))
+        assert torch.equal(*keeps)
+
+
+def test_pictures_have_their_order() -> None:
+    grid = (2, 12, 25)
+    q, k, v = make_qkv(**SIZES)
+    ordered = bs.auto(order=bs.HilbertOrder(grid))(q, k, v, causal=False)
+    assert torch.equal(ordered, bs.sparge(0.95, 0.5, order=bs.HilbertOrder(grid))(q, k, v, causal=False))
+
+
+def test_other_qualities_are_refused() -> None:
+    with pytest.raises(ValueError, match="'quality' must be 'careful', 'balanced' or 'fast': 'best'"):
+        bs.auto("best")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"'quality' must be 'careful', 'balanced' or 'fast': 0\.9"):
+        bs.auto(0.9)  # type: ignore[arg-type]
