@@ -218,7 +218,7 @@ def test_figures_that_are_not_known_are_null() -> None:
             ["TINY", "--out", "/nowhere/x.html"],
             "'--out' must be a file in a folder that is there: /nowhere/x.html",
         ),
-        (["TINY", "--preset", "x"], "'--preset' must be one of pbs_attn"),
+        (["TINY", "--preset", "x"], "'--preset' must be one of auto, pbs_attn"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )

@@ -275,7 +275,7 @@ def test_dense_attention_has_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     want = written_out(q, k, v, 40)
     out = dense_attention(q, k, v, causal=True, scale=SCALE, window=40)
     assert float((out - want).abs().max()) < 1e-13
-    groups = bs.HeadGroups({(1,): None, (0,): all_of_it(bs.CpuExecutor(), 9)}).in_window(40)
+    groups = bs.HeadGroups({(1,): None, (0,): all_of_it(bs.CpuExecutor(), 9).in_window(None)}).in_window(40)
     assert float((groups(q, k, v, scale=SCALE) - want).abs().max()) < 1e-13
     trace = groups.trace(q, k, v, scale=SCALE)
     assert float((trace.output.out - want).abs().max()) < 1e-13
@@ -393,3 +393,19 @@ def test_masks_of_other_windows_do_not_mix() -> None:
     )
     with pytest.raises(ValueError, match="masks must share a grid"):
         one | other
+
+
+def test_groups_of_heads_have_one_window() -> None:
+    pipeline = bs.Pipeline(bs.Identity(), bs.NoScorer(16), bs.Everything(), bs.ReferenceExecutor())
+    cases: list[tuple[Any, int | None]] = [
+        ({(0,): pipeline, (1,): None}, 9),
+        ({(0,): pipeline.in_window(9), (1,): None}, None),
+    ]
+    for groups, window in cases:
+        with pytest.raises(ValueError, match="'groups' must have one sliding window for all heads: 'window' is "):
+            bs.HeadGroups(groups, window=window)
+    within = bs.HeadGroups.dense_where((True, False), pipeline.in_window(9))
+    q, k, v = make_qkv(N=40, Hq=4, Hkv=2, D=16, dtype=torch.float32)
+    want = pipeline.in_window(9)(q, k, v)
+    assert within.window == bs.HeadGroups({(0,): pipeline, (1,): None}).in_window(9).window == 9
+    torch.testing.assert_close(within(q, k, v), want)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -83,3 +86,21 @@ def test_what_vllm_refuses_at_start(asked: dict[str, bool], reasons: list[str]) 
         attn_type="decoder",
     )
     assert found == reasons
+
+
+def test_a_builder_that_changes_batches_leaves_them_dense() -> None:
+    """As that of vLLM's layers with a sink of tokens does, whose lengths the host does not learn."""
+
+    class Changing(cuda.Builder):
+        def build(self, *given: Any, **options: Any) -> Any:
+            return super().build(*given, **options)
+
+    common = SimpleNamespace(
+        query_start_loc_cpu=torch.tensor([0, 640]), seq_lens_cpu_upper_bound=torch.tensor([640]), causal=True
+    )
+    settings: Any = SimpleNamespace(min_tokens=1, min_queries=1)
+    builder = Changing.__new__(Changing)
+    builder._page_size = 16
+    batch = builder._batch(common, settings)
+    assert batch.reasons == Counter({"another builder changes batches": 1})
+    assert batch.prefills is None

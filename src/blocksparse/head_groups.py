@@ -115,6 +115,15 @@ class HeadGroups:
         if twice := repeated(head for heads in groups for head in heads):
             raise ValueError(f"'groups' must name each KV head once, but names these more than once: {twice}")
 
+    @window.validator
+    def _check_window(self, _: object, window: int | None) -> None:
+        others = {pipeline.window for pipeline in self.groups.values() if pipeline is not None} - {window}
+        if others:
+            raise ValueError(
+                f"'groups' must have one sliding window for all heads: 'window' is {window}, and that of a "
+                f"pipeline is {others.pop()}; in_window sets them all"
+            )
+
     def in_window(self, window: int | None) -> HeadGroups:
         """These groups for a layer with a sliding window, in dense heads too; see `Pipeline.in_window`."""
         groups = {
@@ -133,7 +142,7 @@ class HeadGroups:
         for head, is_dense in enumerate(dense):
             split[is_dense].append(head)
         parts = ((split[True], None), (split[False], pipeline))
-        return cls({tuple(heads): attention for heads, attention in parts if heads})
+        return cls({tuple(heads): attention for heads, attention in parts if heads}, window=pipeline.window)
 
     def __call__(
         self,

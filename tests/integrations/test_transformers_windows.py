@@ -193,3 +193,12 @@ def test_padded_chunks_beyond_the_window(name: str) -> None:
     assert_same_logits(make(name), run, recorder, evolve(DENSE_LIMIT, executor=CPU))
     # Prompt by prompt, and both at once where the keys of a layer hold no padding any more.
     assert recorder.sparse_calls() == {0: 5, 1: 5 if name == "mistral" else 7}
+
+
+@pytest.mark.parametrize("groups", [False, True])
+def test_the_model_says_which_layers_have_a_window(groups: bool) -> None:
+    pipeline: Any = DENSE_LIMIT.in_window(9)
+    if groups:
+        pipeline = HeadGroups.dense_where((True, False), pipeline)
+    with pytest.raises(ValueError, match="'pipeline' has a sliding window of 9 tokens, and the model says which"):
+        attach(make("mistral"), Schedule(DENSE_LIMIT, layers={1: pipeline}))

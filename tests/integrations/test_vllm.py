@@ -217,7 +217,7 @@ def test_settings() -> None:
         ({"preset": "pbs_attn", "tau": 1}, "there is no 'tau'; there are preset, settings, plan, dense, "),
         ({}, "it must have one of 'preset' and 'plan': {}"),
         ({"preset": "s2o", "plan": "x"}, "it must have one of 'preset' and 'plan': {"),
-        ({"preset": "pbs"}, "there is no preset 'pbs'; there are pbs_attn, "),
+        ({"preset": "pbs"}, "there is no preset 'pbs'; there are auto, pbs_attn, "),
         ({"preset": ["s2o"]}, "there is no preset ['s2o']; there are "),
         ({"preset": "xattention", "settings": 0.9}, "'settings' must be a Mapping: 0.9"),
         ({"preset": "xattention", "settings": {"mass": 2}}, "'mass' must be "),
@@ -312,6 +312,8 @@ def test_a_plan_for_single_heads_needs_all_heads(tmp_path: Path) -> None:
         ({"attn_type": "encoder"}, "not causal"),
         ({"attn_type": "encoder_decoder"}, "cross attention"),
         ({"kv_cache_dtype": "bfloat16"}, None),
+        ({"kv_cache_dtype": "float16"}, "KV cache in float16"),
+        ({"dtype": torch.float32, "kv_cache_dtype": "bfloat16"}, "KV cache in bfloat16"),
         ({"kv_cache_dtype": "fp8_e4m3"}, "KV cache in fp8_e4m3"),
         ({"head_size": 512}, "head dim above 256"),
         ({"options": {"sliding_window": 128}}, "sliding window"),
@@ -323,7 +325,9 @@ def test_a_plan_for_single_heads_needs_all_heads(tmp_path: Path) -> None:
     ],
 )
 def test_layers_that_cannot_go_sparse(changed: dict[str, Any], reason: str | None) -> None:
-    plain: dict[str, Any] = {"head_size": 128, "kv_cache_dtype": "auto", "attn_type": "decoder", "options": {}}
+    plain: dict[str, Any] = {
+        "head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "attn_type": "decoder", "options": {},
+    }  # fmt: skip
     assert dense_because(**plain | changed) == reason
 
 

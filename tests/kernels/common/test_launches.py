@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from blocksparse.kernels.common import launches_triton
-from blocksparse.kernels.common.launches_triton import Remembered
+from blocksparse.kernels.common.launches_triton import Remembered, remembered
 
 
 class Compiled:
@@ -74,6 +75,7 @@ def test_a_second_launch_is_of_the_compiled_kernel(jit: Jit) -> None:
     "changed",
     [
         {"x": MEMORY[1:]}, {"x": MEMORY.half()}, {"x": None}, {"strides": (4, 2)}, {"N": 16}, {"N": True}, {"N": 1},
+        {"strides": (True, 1)}, {"strides": (4.0, 1)}, {"strides": (None, MEMORY)}, {"WIDE": 8.0}, {"WIDE": True},
         {"scale": 1}, {"WIDE": 16}, {"num_warps": 2}, {"strides": (MEMORY, MEMORY)}, {"maxnreg": 1},
         {"x": TensorDescriptor(MEMORY, [4, 16], [16, 1], [4, 16])},
     ],
@@ -86,7 +88,7 @@ def test_what_triton_specialises_on_is_not_mistaken(jit: Jit, changed: dict[str,
     assert [len(compiled.launches) for compiled in jit.made] == [1, 1]
 
 
-@pytest.mark.parametrize("again", [lambda: MEMORY, lambda: (MEMORY, MEMORY[4:])])
+@pytest.mark.parametrize("again", [lambda: MEMORY, lambda: (MEMORY, MEMORY[4:]), lambda: (None, (1, MEMORY))])
 def test_no_tensor_is_kept_alive(jit: Jit, again: Callable[[], Any]) -> None:
     kernel = Remembered(jit)
     launch(kernel, again())
@@ -119,7 +121,7 @@ def test_kernels_have_no_defaults() -> None:
 import os; os.environ.pop("TRITON_INTERPRET", None)
 import importlib, pkgutil, blocksparse.kernels
 from inspect import Parameter
-from blocksparse.kernels.common.launches_triton import Remembered
+from blocksparse.kernels.common.launches_triton import Remembered, remembered
 found = 0
 for module in pkgutil.walk_packages(blocksparse.kernels.__path__, "blocksparse.kernels."):
     if not module.name.endswith(("_triton", "_hopper")):
@@ -133,3 +135,15 @@ print(found)
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert int(result.stdout) > 30
+
+
+def test_amd_gpus_are_left_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There Triton also specialises on whether the memory under a tensor is larger than 2 GiB."""
+
+    def nothing(x: Any) -> None:
+        pass
+
+    kernel = JITFunction(nothing)
+    assert isinstance(remembered(kernel), Remembered)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert remembered(kernel) is kernel

@@ -106,7 +106,7 @@ def main() -> int:
                 ("refined", within_reach_triton._kernel, {"rows": 16, "cols": 256, "warps": 4, "N": 4, "DIAGONAL": False}),
                 ("visiting order", visiting_order_triton._kernel, {"rows": 1, "cols": 256, "warps": 4, "CHUNK": 16}),
                 ("places", within_reach_triton._kernel, {"rows": 16, "cols": 256, "warps": 4, "N": 1, "DIAGONAL": True, "keep_ptr": None, "keep_strides": None}),
-                *((f"global_top_cdf{part.__name__}", part, {"rows": 16, "cols": 256, "warps": 4, "TILE": 4096, "CROSSING": True}) for part in PARTS),
+                *((f"global_top_cdf{part.jit.__name__}", part, {"rows": 16, "cols": 256, "warps": 4, "TILE": 4096, "CROSSING": True}) for part in PARTS),
             ]  # fmt: skip
             for title, kernel, options in kernels:
                 compiled = compile_kernel(target, kernel, **options)

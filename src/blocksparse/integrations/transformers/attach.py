@@ -56,7 +56,8 @@ def attach(
     Raises:
         TypeError: there is not one transformers model in `model`, or `pipeline` is not a pipeline.
         ValueError: no attention of the model asks transformers which function to call, the model lacks a layer
-            that the schedule names, or transformers is too old for `continuous_batching`.
+            that the schedule names, a pipeline has a sliding window of its own, or transformers is too old for
+            `continuous_batching`.
     """
     model = _inside(model)
     if not isinstance(pipeline, Pipeline | HeadGroups | Schedule):
@@ -171,4 +172,10 @@ def _layers_of(schedule: Schedule, model: PreTrainedModel) -> dict[int, LayerPip
                 f"{type(config).__name__} has no num_hidden_layers"
             )
         layers.update(enumerate(schedule.resolve(count)))
+    for pipeline in layers.values():
+        if pipeline is not None and pipeline.window is not None:
+            raise ValueError(
+                f"'pipeline' has a sliding window of {pipeline.window} tokens, and the model says which of its "
+                "layers have one: take the pipeline without it, in_window(None)"
+            )
     return layers

@@ -13,6 +13,9 @@ class _Ending:
     before: str | None  # the name that it replaced
     owner: str  # the key of its attachment
 
+    def __copy__(self) -> Any:
+        return self.before
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return deepcopy(self.before, memo)
 

@@ -64,7 +64,10 @@ class SplitBatches:
     def _batch(self, common: Any, settings: Settings) -> Batch:
         dense = None
         starts, keys = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu_upper_bound
-        if common.causal is not True:
+        if type(self).build is not SplitBatches.build:
+            # vLLM's layers with a sink of tokens, among others, change lengths and pages on the GPU alone.
+            dense = "another builder changes batches"
+        elif common.causal is not True:
             dense = "not causal"
         elif getattr(common, "rswa_prefix_lens", None) is not None:
             dense = "sliding window"

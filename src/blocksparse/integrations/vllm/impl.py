@@ -66,7 +66,11 @@ class SparsePrefill:
             "logits_soft_cap": logits_soft_cap,
         }
         self._reason = dense_because(
-            head_size=head_size, kv_cache_dtype=kv_cache_dtype, attn_type=attn_type, options=options | more
+            head_size=head_size,
+            dtype=config.model_config.dtype,
+            kv_cache_dtype=kv_cache_dtype,
+            attn_type=attn_type,
+            options=options | more,
         )
         self.dense_because = self._reason
 

@@ -68,7 +68,7 @@ def sparse_attention_triton(
 
 def runs_interpreted() -> bool:
     """Whether Triton's interpreter, not its compiler, runs the kernel (TRITON_INTERPRET at import time)."""
-    return not isinstance(_kernel, Remembered)
+    return not isinstance(_kernel, (Remembered, triton.JITFunction))
 
 
 def _least_depth(x: Tensor) -> int:

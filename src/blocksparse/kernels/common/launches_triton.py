@@ -4,6 +4,8 @@
 kernel up by that. A call of a pipeline launches some ten kernels, and this took the host half of the call's time. So the
 compiled kernel is remembered here, by all that Triton specialises on: the device, each constant, each integer, and for
 tensors their dtype and whether they are aligned to 16 bytes. To launch a compiled kernel is Triton's own public call.
+Switches of Triton (TRITON_DEBUG) that are set after a kernel's first launch do not reach it. On AMD's GPUs Triton also
+specialises on how large the memory under a tensor is; there it launches kernels by itself.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from blocksparse.kernels.common.sizes import REMEMBERED
 class Remembered:
     """A kernel that is launched as a `triton.jit` function is, `kernel[grid](...)`, with constants and options by name.
 
-    No parameter has a default. A tuple among the arguments is of integers, of tensors or of such tuples.
+    No parameter has a default.
     """
 
     def __init__(self, jit: JITFunction[Any]) -> None:
@@ -37,7 +39,7 @@ class Remembered:
 
     def _launch(self, grid: tuple[int, int, int], *args: Any, **named: Any) -> None:
         kinds = [x if type(x) is int else _kind(x) for x in args]
-        key = torch.cuda.current_device(), *named, *named.values(), *kinds
+        key = torch.cuda.current_device(), *named, *named.values(), *map(type, named.values()), *kinds
         if (known := self._compiled.get(key)) is not None:
             compiled, constants = known
             compiled[grid](*args, *[named[name] for name in constants])
@@ -51,8 +53,11 @@ class Remembered:
 
 
 def remembered(jit: Any) -> Any:
-    """The kernel with its launches remembered, or the kernel itself where Triton interprets kernels."""
-    return Remembered(jit) if isinstance(jit, JITFunction) else jit
+    """The kernel with its launches remembered, or the kernel itself where Triton interprets kernels, and on AMD's GPUs."""
+    return Remembered(jit) if isinstance(jit, JITFunction) and torch.version.hip is None else jit
+
+
+_INTEGERS = {int}
 
 
 def _kind(x: Any) -> object:
@@ -60,7 +65,7 @@ def _kind(x: Any) -> object:
     if isinstance(x, Tensor):
         return x.dtype, x.data_ptr() % 16
     if isinstance(x, tuple):
-        return tuple(map(_kind, x)) if x and isinstance(x[0], (Tensor, tuple)) else x
+        return x if set(map(type, x)) == _INTEGERS else tuple(map(_kind, x))
     if isinstance(x, float):
         return float
     if isinstance(x, TensorDescriptor):
