@@ -18,8 +18,8 @@ demo: $(VENV)/.model
 	@$(VENV)/bin/blocksparse demo $(ARGS)
 
 test: $(VENV)/.model
-	@echo "make test: the whole test suite, with the real model: about 10 minutes on two idle cores, less on more" >&2
-	@$(VENV)/bin/python -m pytest -n auto --dist worksteal
+	@echo "make test: the whole test suite, with the real model: about 12 minutes on two idle cores, less on more" >&2
+	@$(VENV)/bin/python -m pytest
 
 # Engines of vLLM on a CPU, in an environment of their own of about 4 GB; no part of make test.
 test-vllm: $(VLLM_VENV)/.installed

@@ -195,6 +195,7 @@ def test_every_composition_means_what_it_says(front: Front, causal: bool) -> Non
             assert bool(trace.output.lse.isfinite().all())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("front", "executor", "causal"), DIRECTED_RUNS)
 def test_every_executor_agrees(front: Front, executor: bs.Executor[Any, Any], causal: bool, device: str) -> None:
     q, k, v = make_qkv(**SMALL, M=50, device=device)

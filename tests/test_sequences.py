@@ -96,6 +96,7 @@ def test_a_padded_batch_is_packed_prompts(
         assert same(out, case.pipeline(q, k, v, sequences=bs.Sequences.packed(queries, keys), **case.call))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [False, True], ids=["pipeline", "head groups"])
 @pytest.mark.parametrize("heads_inside", [False, True])
 def test_a_graph_takes_any_sequences(groups: bool, heads_inside: bool, device: str) -> None:

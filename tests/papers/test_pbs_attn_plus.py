@@ -75,6 +75,7 @@ class InPlace(bs.Permuter[bs.GlobalPermutation]):
         return bs.GlobalPermutation(segment=self.S)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STRUCTURED)
 def test_sorted_keys_choose_better_than_keys_in_place(name: str) -> None:
     """Appendix B.2, figure 6: the blocks outside the own segment bring more mass each."""

@@ -30,6 +30,7 @@ def test_lengths_and_groups(M: int, group: int, device: str) -> None:
     check(q.to(device), k.mean(2).to(device), 64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("S", "N"), [(1, 7), (24, 70), (300, 70)])
 @pytest.mark.parametrize("D", [8, 64, 80, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -60,6 +60,7 @@ def test_kernel_and_twin(kind: str, device: str) -> None:
     assert_same(values, forced[:1, :1], targets(0.7, device), grid, False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mass", [0.7, 0.9999999999, 1.0, 1])
 def test_a_number_for_all_heads(mass: float, device: str) -> None:
     """Rounded to fp32 as a tensor is."""
