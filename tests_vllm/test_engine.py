@@ -137,7 +137,7 @@ def test_a_spawned_engine(model: Path) -> None:
         (
             {"blocksparse": {"preset": "pbs"}},
             "ConfigurationError: 'blocksparse' in --additional-config cannot be used: there is no preset 'pbs'; "
-            "there are pbs_attn, pbs_attn_plus, ",
+            "there are auto, pbs_attn, pbs_attn_plus, ",
         ),
         (
             {"blocksparse": {"plan": "no/such/plan.json"}},
