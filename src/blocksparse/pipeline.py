@@ -217,10 +217,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
             ValueError: the call is not causal, and the pipeline has a window.
         """
         window = hiding(self.window, k.shape[2], causal=causal)
-        if window is None:
-            return self.executor.dense_because(q, k, v, causal=causal)
-        # Dense attention within the window is as much work as that to `window` keys.
-        return self.executor.dense_because(q, k[:, :, :window], v[:, :, :window], causal=False)
+        return self.executor.dense_because_within(q, k, v, causal=causal, window=window)
 
     def _attend_sparsely(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> AttentionOutput:
         permutation = self._order(q, k, causal, scale)

@@ -110,9 +110,7 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
 
     def choose(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Choice:
         """What a pipeline would run for these inputs, and why nothing faster."""
-        keys = slice(mask.grid.window)  # a query in a window has as much work as with so many keys
-        causal = mask.grid.causal and mask.grid.window is None
-        if reason := self.dense_because(q, k[:, :, keys], v[:, :, keys], causal=causal):
+        if reason := self.dense_because_within(q, k, v, causal=mask.grid.causal, window=mask.grid.window):
             return Choice(None, {}, reason)
         executor, refused = self._fastest(q, k, v, mask)
         return Choice(executor, refused)

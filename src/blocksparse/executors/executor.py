@@ -54,6 +54,17 @@ class Executor(ABC, Generic[PermutationT_contra, MaskT_contra]):
         """
         return None
 
+    def dense_because_within(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None
+    ) -> str | None:
+        """The same for a call with a sliding window of `window` tokens, or with None.
+
+        Dense attention within a window is as much work as attention of all queries to `window` keys.
+        """
+        if window is None:
+            return self.dense_because(q, k, v, causal=causal)
+        return self.dense_because(q, k[:, :, :window], v[:, :, :window], causal=False)
+
     def check(
         self,
         q: Tensor,

@@ -22,6 +22,7 @@ from blocksparse.selectors.by_causality import SelectorByCausality
 from blocksparse.validators import one_of
 
 Quality = Literal["careful", "balanced", "fast"]
+"""How many blocks `auto` keeps: "careful" more than "balanced", and "fast" fewer."""
 
 
 class _Settings(NamedTuple):

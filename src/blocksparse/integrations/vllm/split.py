@@ -19,9 +19,8 @@ class Split:
 
     sparse: Runs
     rest: Runs
-    reasons: Counter[
-        str
-    ]  # why those of `rest` are dense; requests without queries, which pad a batch, count nowhere
+    # Why those of `rest` are dense. Requests without queries, which pad a batch, count nowhere.
+    reasons: Counter[str]
 
     @classmethod
     def of(
