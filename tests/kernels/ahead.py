@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TypeVar
 
 from triton.backends.compiler import GPUTarget
@@ -29,3 +30,21 @@ Variant = TypeVar("Variant")
 def for_target(name: str, *variants: Variant) -> tuple[Variant, ...]:
     """All variants of a kernel for sm_90, the first for other targets: a compilation takes a second and more."""
     return variants if name == "sm_90" else variants[:1]
+
+
+def overwritten_barriers(ptx: str) -> list[int]:
+    """Offsets in shared memory of barriers where the program also stores what is no barrier.
+
+    Barriers are made at an offset that is added to a register, and what the compiler hands from warps to other warps is
+    stored at constant offsets.
+    """
+    bases = set(re.findall(r"mov\.b\d+\s+(%r\d+), global_smem;", ptx))
+    offset = {
+        to: int(by) for to, base, by in re.findall(r"add\.s32\s+(%r\d+), (%r\d+), (\d+);", ptx) if base in bases
+    }
+    barriers = [offset[register] for register in re.findall(r"mbarrier\.init\S*\s+\[(%r\d+)\]", ptx)]
+    assert barriers
+    stores = re.findall(r"st\.shared(?:\.v(\d))?\.b(\d+)\s+\[global_smem\+(\d+)\]", ptx)
+    assert stores
+    stored = {int(at) + i for lanes, bits, at in stores for i in range(int(lanes or 1) * int(bits) // 8)}
+    return [at for at in barriers if stored & set(range(at, at + 8))]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 import triton
-from tests.kernels.ahead import MATRIX_INSTRUCTION, TARGETS, TEXT, for_target, fp32_products
+from tests.kernels.ahead import MATRIX_INSTRUCTION, TARGETS, TEXT, for_target, fp32_products, overwritten_barriers
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
@@ -172,9 +172,11 @@ def main() -> int:
             for name in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg")
         }
         fits = kernel.metadata.shared <= 227 * 1024 // tiles.per_sm
-        failed += not (fits and all(found.values()))
+        overwritten = overwritten_barriers(kernel.asm["ptx"])
+        failed += not (fits and all(found.values()) and not overwritten)
         print(
-            f"sm_90 {tiles} {dtype} D={shown} blocks={q_block}x{k_block} 8-bit={eight} lists={index}: {found}, {kernel.metadata.shared} B shared"
+            f"sm_90 {tiles} {dtype} D={shown} blocks={q_block}x{k_block} 8-bit={eight} lists={index}: {found}, "
+            f"{kernel.metadata.shared} B shared, overwritten barriers: {overwritten}"
         )
     for name, target in TARGETS.items():
         with_tma = (False, True) if name in ("sm_90", "sm_100") else (False,)

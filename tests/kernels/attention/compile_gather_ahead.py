@@ -8,7 +8,16 @@ from __future__ import annotations
 import sys
 
 import triton
-from tests.kernels.ahead import ITEMSIZE, MATRIX_INSTRUCTION, SHARED, TARGETS, TEXT, for_target, fp32_products
+from tests.kernels.ahead import (
+    ITEMSIZE,
+    MATRIX_INSTRUCTION,
+    SHARED,
+    TARGETS,
+    TEXT,
+    for_target,
+    fp32_products,
+    overwritten_barriers,
+)
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -99,9 +108,11 @@ def main() -> int:
         kernel = compile_hopper(dtype, head_dim, q_block, k_block, causal=causal, mean=mean)
         found = {name: kernel.asm["ptx"].count(name) for name in ("wgmma.mma_async", "cp.async.cg", "setmaxnreg")}
         fits = kernel.metadata.shared <= 227 * 1024 * q_block // 128
-        failed += not (fits and all(found.values()))
+        overwritten = overwritten_barriers(kernel.asm["ptx"])
+        failed += not (fits and all(found.values()) and not overwritten)
         print(
-            f"sm_90 Hopper {dtype} D={head_dim} blocks={q_block}x{k_block}: {found}, {kernel.metadata.shared} B shared"
+            f"sm_90 Hopper {dtype} D={head_dim} blocks={q_block}x{k_block}: {found}, {kernel.metadata.shared} B shared, "
+            f"overwritten barriers: {overwritten}"
         )
     for name, target in TARGETS.items():
         for dtype, head_dim, block, commit in for_target(

@@ -316,7 +316,12 @@ def _kernel(
     k_empty = make_barriers(STAGES, CONSUMERS)
     v_empty = make_barriers(STAGES, CONSUMERS)
     votes = gl.allocate_shared_memory(gl.float32, [2 * CONSUMERS, 4], mbarrier.MBarrierLayout())
-    voted = make_barriers(2, CONSUMERS)
+    # One consumer needs no barrier for its votes. It must not make any either: barriers that no warp uses share their
+    # memory with the arguments that the compiler hands to the warps, and overwrite them where programs are interrupted.
+    if CONSUMERS == 2:
+        voted = make_barriers(2, CONSUMERS)
+    else:
+        voted = votes
     halt.index(0).store(gl.full([1], NEVER, gl.int32, one))
     fence_async_shared()
     C = _Constants(D, CONSUMERS, BLOCK_N, K_SPLIT, STAGES, CAUSAL, MEAN)

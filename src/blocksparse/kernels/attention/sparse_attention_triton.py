@@ -156,7 +156,9 @@ def _add_values(
             # A masked key has no part in `unit`, so its share may be huge or infinite, and its weight is 0.
             share = tl.minimum(share, 1.0)
         weight = weight * share * _FP8_LIMIT
-        accumulator = accumulator * (rescale * (unit * inverse))[:, None]
+        # `unit * (1 / unit)` need not be 1: a query would learn from it whether another one of its tile left the keys out.
+        rescale = rescale * tl.where(new_unit == unit, 1.0, unit * inverse)
+        accumulator = accumulator * rescale[:, None]
         # Hopper adds fp8 products in some 14 bits. Those of one tile of keys are added so, tiles to each other in fp32.
         accumulator = tl.dot(weight.to(values.dtype), values, accumulator, max_num_imprecise_acc=values.shape[0])
     return accumulator, new_unit
