@@ -35,6 +35,8 @@ def serving(plan: Plan, device: torch.device) -> Iterator[Row]:
         if case.graph:
             release(device)
             yield attempt(_named(case, "graph"), partial(_graph, case, plan, device, budget_ms))
+    # The first profile of a process may miss kernels.
+    attempt({}, partial(_work, partial(torch.zeros, 1, device=device), device))
     for case in plan.serving:
         release(device)
         yield attempt(_named(case, "launches"), partial(_launches, case, plan, device))
@@ -114,19 +116,21 @@ def _visited(pipeline: AnyPipeline) -> Callable[[Tensor, Tensor, Tensor], bs.Blo
     return lambda q, k, v: pipeline.trace(q, k, v).visited
 
 
-def _pipelines(plan: Plan) -> dict[str, AnyPipeline]:
+def _pipelines(case: Served, plan: Plan) -> dict[str, AnyPipeline]:
     """Those that always select, `pbs_attn` as `AutoExecutor` runs it, and `auto`."""
     presets = {preset.name: preset for preset in plan.presets}
-    return {
+    pipelines = {
         PBS_ATTN: plan.pipeline(presets[PBS_ATTN], sparse=True),
         MEAN_POOLING: plan.pipeline(presets[MEAN_POOLING], sparse=True),
         AUTO_EXECUTOR: plan.pipeline(presets[PBS_ATTN]),
-        AUTO: bs.auto(executor=plan.executor or bs.AutoExecutor()),
     }
+    if case.D == plan.D:  # its blocks are of 64 x 64, and another head dim compiles one more kernel for them
+        pipelines[AUTO] = bs.auto(executor=plan.executor or bs.AutoExecutor())
+    return pipelines
 
 
 def _calls(case: Served, plan: Plan, device: torch.device, budget_ms: float) -> Row:
-    batch, pipelines = Batch.of(case, plan, device), _pipelines(plan)
+    batch, pipelines = Batch.of(case, plan, device), _pipelines(case, plan)
     dense: Mapping[str, DensePeer] = DENSE if case.queries is None else DENSE_CHUNK
     candidates = {
         name: Candidate(partial(batch.each, peer), partial(batch.check, mask_of=lambda q, k, v: everything(q, k)))
@@ -147,8 +151,9 @@ def _calls(case: Served, plan: Plan, device: torch.device, budget_ms: float) -> 
         if (ms := figures[name].get("ms")) is not None:
             repeats = max(3, min(20, int(2 * budget_ms / ms)))
             figures[name]["host_ms"] = host_ms(partial(batch.attend, pipeline), device, repeats=repeats)
+    shown = batch.sequences is None and "ms" in figures[PBS_ATTN]
     return {
-        "density": None if batch.sequences is not None else density_of(sparse.trace(*batch.prompts[0]).visited),
+        "density": density_of(sparse.trace(*batch.prompts[0]).visited) if shown else None,
         "dense": list(dense),
         "must": [asdict(must) for must in case.must],
         "figures": figures,
@@ -176,7 +181,7 @@ def _paged(batch: Batch, page_size: int, pipeline: AnyPipeline) -> Callable[[], 
 
 
 def _graph(case: Served, plan: Plan, device: torch.device, budget_ms: float) -> Row:
-    batch, pipeline = Batch.of(case, plan, device), _pipelines(plan)[PBS_ATTN]
+    batch, pipeline = Batch.of(case, plan, device), _pipelines(case, plan)[PBS_ATTN]
     plain = batch.candidate(pipeline)
     graph = Candidate(partial(captured, pipeline, batch.q, batch.k, batch.v), plain.verify)
     figures = measure({PBS_ATTN: plain, PBS_ATTN + GRAPH: graph}, device=device, budget_ms=budget_ms)
@@ -185,13 +190,13 @@ def _graph(case: Served, plan: Plan, device: torch.device, budget_ms: float) -> 
 
 def _launches(case: Served, plan: Plan, device: torch.device) -> Row:
     batch, figures = Batch.of(case, plan, device), {}
-    for name, pipeline in _pipelines(plan).items():
+    for name, pipeline in _pipelines(case, plan).items():
         figures[name] = attempt({}, partial(_work, partial(batch.attend, pipeline), device, whole=True))
     return {"figures": figures}
 
 
 def _stages(case: Served, plan: Plan, device: torch.device, name: str) -> Row:
-    pipeline = _pipelines(plan)[name]
+    pipeline = _pipelines(case, plan)[name]
     trace = pipeline.trace(*Batch.of(case, plan, device).prompts[0])
     steps = steps_of(pipeline, trace)
     return {"figures": {step: attempt({}, partial(_work, call, device)) for step, call in steps.items()}}

@@ -238,15 +238,15 @@ def test_8_bits_on_hopper() -> None:
 # ---- serving
 
 TOKENS = 64
-SERVED = Served(2, 1, (TOKENS, 100), D=16, page_sizes=(16,), must=(Must("pbs_attn", 0.95, ONE_BY_ONE),))
+SERVED = Served(2, 1, (TOKENS, 100), D=32, page_sizes=(16,), must=(Must("pbs_attn", 0.95, ONE_BY_ONE),))
 
 
 def test_a_batch_is_one_call_of_all_prompts(device: str) -> None:
     """Packed and paged calls are checked prompt by prompt, and prompts that changed places do not pass."""
     plan, where = evolve(PLAN, presets=TINY.presets), torch.device(device)
     batch = serving_table.Batch.of(evolve(SERVED, must=()), plan, where)
-    assert batch.q.shape == (1, 2, TOKENS + 100, 16)
-    pipeline = serving_table._pipelines(plan)["pbs_attn"]
+    assert batch.q.shape == (1, 2, TOKENS + 100, 32)
+    pipeline = serving_table._pipelines(SERVED, plan)["pbs_attn"]
     candidate, visited = batch.candidate(pipeline), serving_table._visited(pipeline)
     out = candidate.build()()
     candidate.verify(out)
@@ -306,7 +306,7 @@ def test_serving_has_what_its_table_needs(monkeypatch: pytest.MonkeyPatch) -> No
     """Without a GPU nobody counts kernels, and every row still says what it can."""
     monkeypatch.setattr(serving_table, "_EMPTY_COUNTS", (1, 2))
     broken = Served(3, 2, (TOKENS,), D=16, must=(), graph=True)  # heads that do not fit
-    single = Served(2, 1, (TOKENS,), D=16, stages=True, graph=True)
+    single = Served(2, 1, (TOKENS,), D=32, stages=True, graph=True)
     plan = evolve(PLAN, presets=TINY.presets, serving=(broken, single, SERVED))
     rows = list(serving_table.serving(plan, torch.device("cpu")))
     parts = ["empty", *["calls"] * 3, *["graph"] * 2, "launches", "launches", *["stages"] * 2, "launches"]
@@ -326,8 +326,8 @@ def test_serving_has_what_its_table_needs(monkeypatch: pytest.MonkeyPatch) -> No
             assert must.figure in ours | pages
             assert must.over in ("dense", EMPTY) or len(case.keys) > 1
     text = markdown(through_json(serving=rows))
-    assert "| 2/1 heads, 64, head dim 16 |" in text
-    assert "| 2/1 heads, 64 + 100, head dim 16 | pbs_attn, pages of 16 |" in text
+    assert "| 2/1 heads, 64, head dim 32 |" in text
+    assert "| 2/1 heads, 64 + 100, head dim 32 | pbs_attn, pages of 16 |" in text
 
 
 def test_a_serving_table_says_which_targets_were_missed() -> None:
