@@ -62,9 +62,7 @@ def calls(plan: Plan, device: torch.device) -> Iterator[Row]:
         for name in list(sparse)[:2]:
             if name in candidates:
                 rows[name + GRAPH] = rows[name] | {"extra_bytes": None}
-                graphs[name + GRAPH] = Candidate(
-                    partial(_captured, sparse[name], q, k, v), candidates[name].verify
-                )
+                graphs[name + GRAPH] = Candidate(partial(captured, sparse[name], q, k, v), candidates[name].verify)
         figures |= measure(graphs, device=device, budget_ms=plan.budget_ms)
         for name, row in rows.items():
             yield {"N": N, "method": name} | row | figures.get(name, Figure()).as_row()
@@ -94,7 +92,7 @@ def _whole_call(plan: Plan, pipeline: AnyPipeline, q: Tensor, k: Tensor, v: Tens
     return {"density": density_of(mask), "ran": ran, "extra_bytes": extra_bytes, "mask": mask}
 
 
-def _captured(pipeline: AnyPipeline, q: Tensor, k: Tensor, v: Tensor) -> Call:
+def captured(pipeline: AnyPipeline, q: Tensor, k: Tensor, v: Tensor) -> Call:
     """One whole call as a CUDA graph; what the capture wrote is overwritten, so that a replay must compute."""
     if not q.is_cuda:
         raise CannotRunError("CUDA graphs are for NVIDIA GPUs")

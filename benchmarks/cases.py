@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 
 import blocksparse as bs
 from benchmarks.inputs import QKV, structured
@@ -22,6 +22,38 @@ class Preset:
     pipeline: Callable[..., AnyPipeline]
     longest: int = 1 << 20
     automatic: bool = True  # its executor is AutoExecutor, which another may stand for
+
+
+@frozen
+class Must:
+    """A target: the time of `over` over the time of `figure` is at least this."""
+
+    figure: str
+    least: float
+    over: str = "dense"  # the fastest dense call
+
+
+NEVER_SLOWER = Must("AutoExecutor", 1 / 1.05)
+
+
+def _with_never_slower(must: tuple[Must, ...]) -> tuple[Must, ...]:
+    return (*must, NEVER_SLOWER)
+
+
+@frozen
+class Served:
+    """A call as servers make it: a whole prompt, the last queries of one, or several prompts packed."""
+
+    Hq: int
+    Hkv: int
+    keys: tuple[int, ...]  # of each prompt
+    queries: int | None = None  # of a chunk: the last ones of each prompt; all if None
+    D: int = 128
+    Dv: int | None = None  # as `D`
+    must: tuple[Must, ...] = field(default=(), converter=_with_never_slower)
+    page_sizes: tuple[int, ...] = ()  # of paged caches to read the same keys from
+    stages: bool = False  # whether to say where the GPU's time goes
+    graph: bool = False  # whether to capture the call too
 
 
 @frozen
@@ -47,6 +79,7 @@ class Plan:
     call_density: float  # calls: what PBS-Attn's threshold is chosen for
     growth: tuple[tuple[int, float], ...]  # growth: length, share of each row's blocks
     crossover: tuple[tuple[int, int, int], ...]  # crossover: query heads, queries, keys
+    serving: tuple[Served, ...]
     D: int  # eight_bit, gather, stages, s2o, calls, growth, crossover
     cpu_lengths: tuple[int, ...]
     budget_ms: float  # time spent on one figure, compilation and the check aside
@@ -72,6 +105,31 @@ _PRESETS = (
     Preset("flex_prefill", bs.flex_prefill),
     Preset("minference", bs.minference),
     Preset("s2o", bs.s2o, longest=32768, automatic=False),
+)
+
+EMPTY, ONE_BY_ONE = "empty kernels", "pbs_attn, one by one"  # what targets of `serving` compare with
+_PAGES = (16, 64, 128)
+_HOST = Must("pbs_attn", 1 / 2.5, EMPTY)
+_PACKED = (
+    Must("pbs_attn", 0.95, ONE_BY_ONE),
+    *(Must(f"pbs_attn, pages of {size}", 0.9, ONE_BY_ONE) for size in _PAGES),
+)
+# What has a target first: a run that is cut short keeps the rows that it has.
+_SERVING = (
+    Served(32, 8, (16384,), must=(_HOST,)),
+    Served(8, 2, (16384,), must=(Must("pbs_attn", 1.5), _HOST), stages=True, graph=True),
+    Served(4, 1, (32768,), must=(Must("pbs_attn", 2.5),), stages=True),
+    Served(32, 8, (131072,), queries=2048, must=(Must("pbs_attn", 4.0),), stages=True),
+    Served(32, 8, (131072,), queries=8192, must=(Must("pbs_attn", 8.0),), stages=True),
+    Served(32, 8, (16384,) * 4, must=_PACKED, page_sizes=_PAGES),
+    Served(32, 8, (1024, 1500, 2048, 3000, 4096, 8192, 16384, 32768), must=_PACKED, page_sizes=_PAGES),
+    Served(32, 8, (32768,), queries=2048, stages=True),
+    Served(32, 8, (32768,), queries=8192, stages=True),
+    *(Served(8, 2, (N,), stages=True) for N in (8192, 32768, 131072)),
+    *(Served(4, 1, (N,), stages=True) for N in (16384, 131072)),
+    Served(16, 8, (32768,), D=256),
+    Served(16, 8, (32768,), D=192, Dv=128),
+    *(Served(32, 8, (N,)) for N in (65536, 131072)),
 )
 
 FULL = Plan(
@@ -108,6 +166,7 @@ FULL = Plan(
         *((4, N, N) for N in (4096, 8192, 16384, 32768, 65536)),
         *((32, 2048, N) for N in (4096, 8192, 16384, 32768, 65536)),
     ),
+    serving=_SERVING,
     D=128,
     cpu_lengths=(8192,),
     budget_ms=150.0,
@@ -133,6 +192,12 @@ QUICK = Plan(
     call_density=0.1,
     growth=((32768, 0.32), (131072, 0.16)),
     crossover=((32, 4096, 4096), (32, 16384, 16384), (4, 16384, 16384), (32, 2048, 32768)),
+    serving=(
+        Served(8, 2, (16384,), must=(Must("pbs_attn", 1.5), _HOST), stages=True, graph=True),
+        Served(32, 8, (32768,), queries=2048, stages=True),
+        Served(32, 8, (8192, 16384), must=_PACKED[:2], page_sizes=_PAGES[:1]),
+        Served(16, 8, (16384,), D=192, Dv=128),
+    ),
     D=128,
     cpu_lengths=(2048,),
     budget_ms=50.0,
@@ -159,6 +224,11 @@ TINY = Plan(
     call_density=0.5,
     growth=((128, 0.5), (256, 0.25)),
     crossover=((4, 128, 128), (2, 64, 128)),
+    serving=(
+        Served(4, 2, (256,), D=32, must=(Must("pbs_attn", 1.5), _HOST), stages=True, graph=True),
+        Served(2, 1, (256,), queries=100, D=32, Dv=16),
+        Served(2, 1, (128, 200), D=32, must=_PACKED[:2], page_sizes=_PAGES[:1]),
+    ),
     D=32,
     cpu_lengths=(512,),
     budget_ms=5.0,

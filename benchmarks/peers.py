@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import blocksparse as bs
 from benchmarks.timing import Call, CannotRunError
 from blocksparse.executors.block_plan import BlockPlan
+from blocksparse.executors.dense_attention import dense_attention
 from blocksparse.executors.tiles import Tiles, portable, tuned
 from blocksparse.kernels.attention.sparse_attention import sparse_attention
 
@@ -162,8 +163,38 @@ def flash_attention_4_dense_call(q: Tensor, k: Tensor, v: Tensor) -> Call:
     return call
 
 
+def cudnn_chunk_call(q: Tensor, k: Tensor, v: Tensor) -> Call:
+    """Dense attention of the last queries by cuDNN: to the keys before them, and causally to their own, merged.
+
+    PyTorch aligns a causal call's first query with the first key, so there is no single call.
+    """
+    attend, scale = torch.ops.aten._scaled_dot_product_cudnn_attention, q.shape[-1] ** -0.5
+    earlier = k.shape[2] - q.shape[2]
+    before, own = ([x[:, :, part] for x in (k, v)] for part in (slice(earlier), slice(earlier, None)))
+
+    def call() -> Tensor:
+        out, lse = attend(q, *before, None, True, 0.0, False, scale=scale)[:2]
+        own_out, own_lse = attend(q, *own, None, True, 0.0, True, scale=scale)[:2]
+        share = torch.sigmoid(lse - own_lse).reshape(*q.shape[:3], 1)
+        return torch.lerp(own_out.float(), out.float(), share).to(q.dtype)
+
+    return call
+
+
+def flash_attention_2_chunk_call(q: Tensor, k: Tensor, v: Tensor) -> Call:
+    """Dense attention of the last queries as PyTorch's `causal_lower_right` runs it."""
+    scale = q.shape[-1] ** -0.5
+    return functools.partial(dense_attention, q, k, v, causal=True, scale=scale)
+
+
 DENSE: dict[str, DensePeer] = {
     "cuDNN dense": functools.partial(sdpa_call, SDPBackend.CUDNN_ATTENTION),
     "FA2 dense": functools.partial(sdpa_call, SDPBackend.FLASH_ATTENTION),
     "FA4 dense": flash_attention_4_dense_call,
 }
+DENSE_CHUNK: dict[str, DensePeer] = {
+    "cuDNN dense": cudnn_chunk_call,
+    "FA2 dense": flash_attention_2_chunk_call,
+    "FA4 dense": flash_attention_4_dense_call,
+}
+"""As `DENSE`, where the queries are the last ones of more keys."""

@@ -266,6 +266,144 @@ def crossover(rows: list[Row]) -> str:
     return table([*head, *(f"{name}, times dense" for name in others)], body)
 
 
+def serving(rows: list[Row]) -> str:
+    parts: dict[str, list[Row]] = {}
+    for row in rows:
+        parts.setdefault(row["part"], []).append(row)
+    empty = {
+        int(n): figure["ms"] for row in parts.get("empty", []) for n, figure in row.get("figures", {}).items()
+    }
+    counted = {shape(row): row for row in parts.get("launches", [])}
+    made = [row for row in parts.get("calls", []) if "figures" in row]
+    tables = (
+        _served(made),
+        "\n".join(_missed(made)),
+        _hosts(made, counted, empty),
+        _packed(made),
+        _graphs(parts.get("graph", [])),
+        _gpu_work(parts.get("stages", [])),
+    )
+    return "\n\n".join(part for part in tables if part)
+
+
+def shape(row: Row) -> str:
+    """32/8 heads, 2K of 128K: query heads, KV heads, and the tokens of each prompt."""
+    keys = row["keys"]
+    alike = f"{len(keys)} x {tokens(keys[0])}" if len(set(keys)) == 1 else " + ".join(map(tokens, keys))
+    length = tokens(keys[0]) if len(keys) == 1 else alike
+    chunk = "" if row["queries"] is None else f"{tokens(row['queries'])} of "
+    return f"{row['Hq']}/{row['Hkv']} heads, {chunk}{length}" + (
+        "" if head_dims(row) == "128" else f", head dim {head_dims(row)}"
+    )
+
+
+def _fastest(row: Row) -> str | None:
+    """The fastest dense call."""
+    found = {name: ms for name in row["dense"] if (ms := ms_of(row, name)) is not None}
+    return min(found, key=lambda name: found[name], default=None)
+
+
+def _must(row: Row, figure: str, over: str) -> float | None:
+    """The least that the time of `over` has to be in terms of the figure's."""
+    wanted = (m["least"] for m in row["must"] if (m["figure"], m["over"]) == (figure, over))
+    return next(wanted, None)
+
+
+def _served(rows: list[Row]) -> str:
+    body = []
+    for row in rows:
+        best = _fastest(row)
+        dense = None if best is None else ms_of(row, best)
+        line = [shape(row), cell(row["density"], 3), milliseconds(dense), NONE if best is None else best]
+        for name in ("pbs_attn", "mean_pooling", "AutoExecutor", "auto"):
+            line += [milliseconds(ms_of(row, name)), cell(ratio(dense, ms_of(row, name)), 2)]
+            if name in ("pbs_attn", "AutoExecutor"):
+                line.append(cell(_must(row, name, "dense"), 2))
+        body.append(line)
+    head = ["shape", "density", "dense, ms", "which", "pbs_attn, ms", "times dense", "must"]
+    head += [
+        "mean_pooling, ms",
+        "times dense",
+        "AutoExecutor, ms",
+        "times dense",
+        "must",
+        "auto, ms",
+        "times dense",
+    ]
+    return table(head, body) if body else ""
+
+
+def _missed(rows: list[Row]) -> list[str]:
+    """A line for each target of a row that its times do not meet."""
+    lines = []
+    for row in rows:
+        for must in row["must"]:
+            over = _fastest(row) if must["over"] == "dense" else must["over"]
+            found = None if over is None else ratio(ms_of(row, over), ms_of(row, must["figure"]))
+            if found is not None and found < must["least"]:
+                what = f"{must['figure']} {found:.2f} times {over}, must be {must['least']:.2f}"
+                lines.append(f"- Missed, {shape(row)}: {what}.")
+    return lines
+
+
+def _hosts(rows: list[Row], counted: dict[str, Row], empty: dict[int, float]) -> str:
+    body = []
+    for row in rows:
+        for name in ("pbs_attn", "mean_pooling", "AutoExecutor", "auto"):
+            work = counted.get(shape(row), {}).get("figures", {}).get(name, {})
+            host, launches = row["figures"].get(name, {}).get("host_ms"), work.get("launches")
+            nothing = None if launches is None else _between(empty, launches)
+            must = ratio(1.0, _must(row, name, "empty kernels"))
+            times = [milliseconds(host), milliseconds(work.get("ms")), cell(launches, 0), milliseconds(nothing)]
+            body.append([shape(row), name, *times, cell(ratio(host, nothing), 1), cell(must, 1)])
+    head = ["shape", "call", "host, ms", "GPU at work, ms", "launches", "as many empty kernels, ms"]
+    return table([*head, "host / empty", "must"], body) if body else ""
+
+
+def _between(empty: dict[int, float], launches: int) -> float | None:
+    """What so many launches take, in a straight line between the two nearest counts that were measured."""
+    counts = sorted(empty)
+    above = next((n for n in counts if n >= launches), counts[-1] if counts else None)
+    if above is None:
+        return None
+    below = max((n for n in counts if n < above), default=0)
+    start = empty.get(below, 0.0)
+    return start + (empty[above] - start) * (launches - below) / (above - below)
+
+
+def _packed(rows: list[Row]) -> str:
+    single = "pbs_attn, one by one"
+    body = []
+    for row in rows:
+        for name in row["figures"] if single in row["figures"] else ():
+            if name.startswith("pbs_attn") and name != single:
+                share = ratio(ms_of(row, single), ms_of(row, name))
+                times = [milliseconds(ms_of(row, x)) for x in (name, single)]
+                body.append([shape(row), name, *times, cell(share, 2), cell(_must(row, name, single), 2)])
+    head = ["shape", "packed", "ms", "one by one, contiguous, ms", "share of its rate", "must"]
+    return table(head, body) if body else ""
+
+
+def _graphs(rows: list[Row]) -> str:
+    body = []
+    for row in rows:
+        plain, graph = (ms_of(row, name) for name in ("pbs_attn", "pbs_attn, CUDA graph"))
+        body.append([shape(row), milliseconds(plain), milliseconds(graph), cell(ratio(plain, graph), 2)])
+    return table(["shape", "pbs_attn, ms", "as a CUDA graph, ms", "times the plain call"], body) if body else ""
+
+
+def _gpu_work(rows: list[Row]) -> str:
+    body = []
+    for row in rows:
+        for stage, work in row.get("figures", {}).items():
+            found = list(work.get("kernels", {}).items())[:4]
+            names = "; ".join(f"{name[:40]} {n} x {milliseconds(ratio(ms, n or None))}" for name, (n, ms) in found)
+            times = [milliseconds(work.get("ms")), cell(work.get("launches"), 0)]
+            body.append([shape(row), row["preset"], stage, *times, names.replace("|", "/") or NONE])
+    head = ["shape", "preset", "stage", "GPU at work, ms", "launches", "the longest kernels, launches x ms"]
+    return table(head, body) if body else ""
+
+
 def cpu(rows: list[Row]) -> str:
     body, executors = [], ("CpuExecutor", "FlexExecutor")
     for row in rows:
@@ -297,6 +435,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "s2o": ("S2O, ms", s2o),
     "calls": ("Whole calls", calls),
     "growth": ("Growth", growth),
+    "serving": ("Calls of servers", serving),
     "crossover": ("When selecting saves time", crossover),
     "audit": ("Audits of 64 queries of each head", audit),
     "cpu": ("On a CPU", cpu),

@@ -29,6 +29,7 @@ from benchmarks import (
     gather_tables,
     kernel_tables,
     s2o_tables,
+    serving_table,
     stage_tables,
 )
 from benchmarks.cases import FULL, QUICK, TINY, Plan
@@ -36,9 +37,10 @@ from benchmarks.peers import SPARSE, peer_from
 from benchmarks.report import Row, markdown
 from benchmarks.timing import reason
 
-# Calls last: it captures graphs.
+# Calls and serving last: they capture graphs, and after the profiler of the latter launches take longer.
 GPU_TABLES = (
-    "rates", "wide", "blocks", "eight_bit", "gather", "stages", "s2o", "growth", "crossover", "audit", "calls",
+    "rates", "wide", "blocks", "eight_bit", "gather", "stages", "s2o", "growth", "crossover", "audit",
+    "calls", "serving",
 )  # fmt: skip
 
 Table = Callable[[Plan, torch.device], Iterator[Row]]
@@ -138,6 +140,7 @@ def main() -> None:
         "crossover": crossover_table.crossover,
         "audit": audit_table.audit,
         "calls": call_tables.calls,
+        "serving": serving_table.serving,
         "cpu": lambda plan, _: call_tables.cpu(plan, torch.device("cpu")),
     }
     torch.manual_seed(time.time_ns() % 2**31)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from attrs import evolve
@@ -31,16 +32,9 @@ def stages(plan: Plan, device: torch.device) -> Iterator[Row]:
 
 def _stages_of(pipeline: AnyPipeline, q: Tensor, k: Tensor, v: Tensor, budget_ms: float) -> Row:
     extra_bytes = peak_bytes(lambda: pipeline(q, k, v), q.device)
-    scale, trace = q.shape[-1] ** -0.5, pipeline.trace(q, k, v)
+    trace = pipeline.trace(q, k, v)
     check(trace.output.out, q, k, v, trace.visited)
-    permutation, scores, mask = trace.permutation, trace.scores, trace.mask
-    steps: dict[str, Callable[[], object]] = {
-        "permute": lambda: pipeline.permuter(q, k, causal=True, scale=scale),
-        "score": lambda: pipeline.scorer(q, k, permutation, causal=True, scale=scale),
-        # A grid remembers its refinement, and a call makes both.
-        "select": lambda: pipeline.selector(evolve(scores, grid=evolve(scores.grid))),
-        "attend": lambda: pipeline.executor(q, k, v, permutation, mask, scale=scale),
-    }
+    mask, steps = trace.mask, steps_of(pipeline, trace)
     if mask.grid.group_of_row is None:  # else the executor walks index maps, not lists
         steps["plan"] = lambda: BlockPlan.of(mask)
     figures = medians(steps, device=q.device, budget_ms=budget_ms)
@@ -48,6 +42,19 @@ def _stages_of(pipeline: AnyPipeline, q: Tensor, k: Tensor, v: Tensor, budget_ms
         "density": density_of(trace.visited),
         "extra_bytes": extra_bytes,
         "figures": {name: figure.as_row() for name, figure in figures.items()},
+    }
+
+
+def steps_of(pipeline: AnyPipeline, trace: bs.Trace[Any, Any, Any]) -> dict[str, Callable[[], object]]:
+    """The stages of a causal call, each by itself on what the stages before it gave."""
+    q, k, v, scale = trace.q, trace.k, trace.v, trace.scale
+    permutation, scores, mask = trace.permutation, trace.scores, trace.mask
+    return {
+        "permute": lambda: pipeline.permuter(q, k, causal=True, scale=scale),
+        "score": lambda: pipeline.scorer(q, k, permutation, causal=True, scale=scale),
+        # A grid remembers its refinement, and a call makes both.
+        "select": lambda: pipeline.selector(evolve(scores, grid=evolve(scores.grid))),
+        "attend": lambda: pipeline.executor(q, k, v, permutation, mask, scale=scale),
     }
 
 

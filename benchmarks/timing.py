@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -92,8 +93,8 @@ def reason(error: Exception) -> str:
 class Candidate:
     """How to build a call, and how to tell whether its output is right."""
 
-    build: Callable[[], Call]  # what it does stays out of the time
-    verify: Callable[[Tensor], None]  # raises
+    build: Callable[[], Callable[[], Any]]  # what it does stays out of the time
+    verify: Callable[[Any], None]  # of what the call gives; raises
 
 
 def ready(call: Call) -> Callable[[], Call]:
@@ -115,7 +116,7 @@ def measure(candidates: Mapping[str, Candidate], *, device: torch.device, budget
     The calls take turns. Each turn begins with a while of the same call, untimed: the clock that a chip allows
     itself depends on the power of what ran just before.
     """
-    calls: dict[str, Call] = {}
+    calls: dict[str, Callable[[], Any]] = {}
     figures: dict[str, Figure] = {}
     for name, candidate in candidates.items():
         try:
@@ -126,6 +127,24 @@ def measure(candidates: Mapping[str, Candidate], *, device: torch.device, budget
             figures[name] = Figure(why=reason(error))
     figures |= medians(calls, device=device, budget_ms=budget_ms)
     return {name: figures[name] for name in candidates}
+
+
+def host_ms(call: Callable[[], object], device: torch.device, *, repeats: int = 20) -> float:
+    """Milliseconds until a call returns, by a GPU with nothing else to do; median."""
+    times = []
+    for _ in range(repeats):
+        synchronize(device)
+        start = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - start) * 1e3)
+    synchronize(device)
+    return statistics.median(times)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the GPU, if it is one."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def peak_bytes(call: Call, device: torch.device) -> int | None:

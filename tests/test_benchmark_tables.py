@@ -1,23 +1,26 @@
-"""The tables of 8-bit kernels and of index maps: what is timed computes what is said, and figures are shown."""
+"""The tables of 8 bits, index maps and servers' calls: what is timed computes what is said, figures are shown."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
 import pytest
 import torch
 from attrs import evolve
-from benchmarks import eight_bit_tables, gather_tables, pictures, run, s2o_tables
-from benchmarks.cases import TINY
-from benchmarks.inputs import Case
-from benchmarks.peers import OURS
+from benchmarks import eight_bit_tables, gather_tables, pictures, run, s2o_tables, serving_table
+from benchmarks.cases import EMPTY, FULL, ONE_BY_ONE, QUICK, TINY, Must, Served
+from benchmarks.gpu_work import Work, empty_launches, summed
+from benchmarks.inputs import Case, everything
+from benchmarks.peers import DENSE_CHUNK, OURS
 from benchmarks.report import Row, markdown
-from benchmarks.timing import WrongOutputError, check_near
+from benchmarks.timing import CannotRunError, WrongOutputError, check, check_near
 from torch import Tensor
+from torch._C._autograd import DeviceType
 
 import blocksparse as bs
 from blocksparse.executors.tiles import HopperTiles
@@ -230,3 +233,136 @@ def test_8_bits_on_hopper() -> None:
     (row,) = eight_bit_tables.eight_bit(plan, torch.device("cuda"))
     assert len(figure_names(row)) == 8
     assert row["l1"]["bf16"] < row["l1"]["fp8"]
+
+
+# ---- serving
+
+TOKENS = 64
+SERVED = Served(2, 1, (TOKENS, 100), D=32, page_sizes=(16,), must=(Must("pbs_attn", 0.95, ONE_BY_ONE),))
+
+
+def test_a_batch_is_one_call_of_all_prompts(device: str) -> None:
+    """Packed and paged calls are checked prompt by prompt, and prompts that changed places do not pass."""
+    plan, where = evolve(PLAN, presets=TINY.presets), torch.device(device)
+    batch = serving_table.Batch.of(evolve(SERVED, must=()), plan, where)
+    assert batch.q.shape == (1, 2, TOKENS + 100, 32)
+    pipeline = serving_table._pipelines(SERVED, plan)["pbs_attn"]
+    candidate, visited = batch.candidate(pipeline), serving_table._visited(pipeline)
+    out = candidate.build()()
+    candidate.verify(out)
+    batch.check(batch.each(lambda q, k, v: lambda: pipeline(q, k, v))(), visited)
+    assert torch.equal(serving_table._paged(batch, 16, pipeline)(), out)
+    with pytest.raises(WrongOutputError):
+        candidate.verify(torch.cat((out[:, :, 100:], out[:, :, :100]), 2))
+
+
+def test_the_last_queries_of_a_prompt(device: str) -> None:
+    case = Served(4, 2, (150,), queries=40, D=32, Dv=16)
+    batch = serving_table.Batch.of(case, PLAN, torch.device(device))
+    assert [tuple(x.shape) for x in batch.prompts[0]] == [(1, 4, 40, 32), (1, 2, 150, 32), (1, 2, 150, 16)]
+    assert batch.sequences is None
+
+
+@pytest.mark.parametrize("name", ["cuDNN dense", "FA2 dense"])
+def test_dense_attention_of_the_last_queries(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN's two calls are merged; its kernel is stood for by the one for CPUs."""
+
+    def stands_for(
+        q: Tensor, k: Tensor, v: Tensor, _: None, lse: bool, p: float, causal: bool, scale: float
+    ) -> Any:
+        assert lse
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, sums = attend(q, k, v, p, causal, scale=scale)
+        return out, sums.unsqueeze(-1)
+
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", stands_for)
+    q, k, v = make_qkv(N=150, M=40, D=16, Hq=4, Hkv=2)
+    check(DENSE_CHUNK[name](q, k, v)(), q, k, v, everything(q, k, block=32), samples=20)
+
+
+def test_kernels_of_a_profile() -> None:
+    """Times of repeats are shared out; what ran on the CPU and annotations do not count."""
+
+    def event(name: str, us: float, device: DeviceType = DeviceType.CUDA, annotation: bool = False) -> Any:
+        elapsed = SimpleNamespace(elapsed_us=lambda: us)
+        return SimpleNamespace(name=name, device_type=device, time_range=elapsed, is_user_annotation=annotation)
+
+    once = [event("short", 100.0), event("short", 300.0), event("long", 1600.0)]
+    others = [event("cudaLaunchKernel", 9.0, DeviceType.CPU), event("step", 5000.0, annotation=True)]
+    assert summed([*once, *once, *others], 2) == Work(2.0, 3, {"long": (1, 1.6), "short": (2, 0.4)})
+    with pytest.raises(CannotRunError, match="no kernel"):
+        summed(others, 1)
+
+
+def test_empty_kernels_are_launched(device: str) -> None:
+    figures = empty_launches((1, 3), torch.device(device))
+    assert list(figures) == [1, 3]
+    assert all(figure["ms"] > 0 and figure["remembered_ms"] > 0 for figure in figures.values())
+
+
+@pytest.mark.slow
+def test_serving_has_what_its_table_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU nobody counts kernels, and every row still says what it can."""
+    monkeypatch.setattr(serving_table, "_EMPTY_COUNTS", (1, 2))
+    broken = Served(2, 1, (0,), D=16, graph=True)  # no tokens
+    single = Served(2, 1, (TOKENS,), D=32, stages=True, graph=True)
+    plan = evolve(PLAN, presets=TINY.presets, serving=(broken, single, SERVED))
+    rows = list(serving_table.serving(plan, torch.device("cpu")))
+    parts = ["empty", *["calls"] * 3, *["graph"] * 2, "launches", "launches", *["stages"] * 2, "launches"]
+    assert [row["part"] for row in rows] == parts
+    empty, failed, alone, packed, *_ = rows
+    assert set(empty["figures"]) == {"1", "2"}
+    assert "figures" not in failed
+    assert "why" in failed
+    ours = {"pbs_attn", "mean_pooling", "AutoExecutor", "auto"}
+    assert figure_names(alone) == {"FA2 dense", *ours}
+    assert figure_names(packed) == {"FA2 dense", *ours, ONE_BY_ONE, "pbs_attn, pages of 16"}
+    assert all(alone["figures"][name]["host_ms"] > 0 for name in ours)
+    assert all("GPUs" in figure["why"] for row in rows[7:] for figure in row["figures"].values())
+    for case in (*FULL.serving, *QUICK.serving, *TINY.serving):
+        pages = {f"pbs_attn, pages of {size}" for size in case.page_sizes}
+        for must in case.must:
+            assert must.figure in ours | pages
+            assert must.over in ("dense", EMPTY) or len(case.keys) > 1
+    text = markdown(through_json(serving=rows))
+    assert "| 2/1 heads, 64, head dim 32 |" in text
+    assert "| 2/1 heads, 64 + 100, head dim 32 | pbs_attn, pages of 16 |" in text
+
+
+def test_a_serving_table_says_which_targets_were_missed() -> None:
+    def at(**given: Any) -> Row:
+        common: Row = {"Hq": 32, "Hkv": 8, "D": 128, "Dv": 128, "queries": None, "N": 16384}
+        return (
+            common | {"keys": [16384], "density": 0.1, "dense": ["FA2 dense", "cuDNN dense"], "must": []} | given
+        )
+
+    figures = {"FA2 dense": {"ms": 4.0}, "cuDNN dense": {"ms": 2.0}, "FA4 dense": {"why": "not installed"}}
+    figures |= {"pbs_attn": {"ms": 1.0, "host_ms": 0.7}, "AutoExecutor": {"ms": 2.5, "host_ms": 0.5}}
+    must = [
+        {"figure": "pbs_attn", "least": 1.5, "over": "dense"},
+        {"figure": "pbs_attn", "least": 0.4, "over": EMPTY},
+        {"figure": "AutoExecutor", "least": 1 / 1.05, "over": "dense"},
+    ]
+    work = {"pbs_attn": {"ms": 0.6, "launches": 20}}
+    kernels = {"attend": {"ms": 0.5, "launches": 2, "kernels": {"a_kernel": [2, 0.5]}}}
+    both = {ONE_BY_ONE: {"ms": 3.6}, "pbs_attn": {"ms": 4.0}, "pbs_attn, pages of 16": {"ms": 3.7}}
+    packed = [{"figure": "pbs_attn", "least": 0.95, "over": ONE_BY_ONE}]
+    rows = [
+        {"part": "empty", "figures": {"16": {"ms": 0.16}, "32": {"ms": 0.32}}},
+        at(part="calls", figures=figures, must=must),
+        at(part="calls", figures=both, keys=[16384] * 4, density=None, must=packed),
+        at(part="calls", why="OutOfMemoryError", keys=[131072], queries=2048),
+        at(part="graph", figures={"pbs_attn": {"ms": 1.0}, "pbs_attn, CUDA graph": {"ms": 0.8}}),
+        at(part="launches", figures=work),
+        at(part="stages", preset="pbs_attn", figures=kernels),
+    ]
+    text = markdown(through_json(serving=rows))
+    assert "| 32/8 heads, 16K | 0.100 | 2.00 | cuDNN dense | 1.00 | 2.00 | 1.50 | 2.50 | 0.80 | 0.95 |" in text
+    assert "- Missed, 32/8 heads, 16K: AutoExecutor 0.80 times cuDNN dense, must be 0.95." in text
+    assert "- Missed, 32/8 heads, 4 x 16K: pbs_attn 0.90 times pbs_attn, one by one, must be 0.95." in text
+    assert "| 32/8 heads, 16K | pbs_attn | 0.700 | 0.600 | 20 | 0.200 | 3.5 | 2.5 |" in text
+    assert "| 32/8 heads, 4 x 16K | pbs_attn, pages of 16 | 3.70 | 3.60 | 0.97 | - |" in text
+    assert "| 32/8 heads, 16K | 1.00 | 0.800 | 1.25 |" in text
+    assert "| 32/8 heads, 16K | pbs_attn | attend | 0.500 | 2 | a_kernel 2 x 0.250 |" in text
+    assert "OutOfMemoryError" in text
