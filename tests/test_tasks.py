@@ -139,14 +139,14 @@ def test_a_plan_is_compared_at_equal_kl_with_the_best_preset(tmp_path: Path) -> 
         row("plan", "mine", 0.1, 0.0447213, 1, 1),
         row("auto", "fast", 0.3, 0.5, 1, 1) | {"attention_ms": None},  # not timed yet
     ]  # fmt: skip
-    found = saving(rows, rows[-2])
+    found = saving(rows, rows[-2], "density")
     assert found is not None
     # From KL .2 to .02 its density grows from .1 to .3, by a power of log 3 / log 10.
     assert found[0] == "s2o"
     assert found[1] == pytest.approx(0.1 * (0.2 / 0.0447213) ** (0.4771213), rel=1e-4)
     assert found[2] == pytest.approx(1 - 0.1 / found[1])
-    assert saving(rows, row("plan", "bold", 0.1, 5.0, 1)) is None
-    assert saving(rows, row("plan", "all dense", 1.0, 0.0, 1)) is None
+    assert saving(rows, row("plan", "bold", 0.1, 5.0, 1), "density") is None
+    assert saving(rows, row("plan", "all dense", 1.0, 0.0, 1), "density") is None
     assert between([(0.0, 1.0), (2.0, 3.0)], 1.0) == 2.0
     assert between([(0.0, 1.0), (2.0, 3.0)], 2.1) is None
     text = report(rows, tmp_path / "tasks.png")
@@ -167,7 +167,21 @@ def test_a_report_without_tasks_has_the_rest(tmp_path: Path) -> None:
     text = report(rows, tmp_path / "none.png")
     assert "Counted: none." in text
     assert text.endswith("| `s2o` | 0.1 | 0.100 | 0.2000 | 9.00 | 1.0 |\n")
-    assert not (tmp_path / "none.png").exists()
+    assert (tmp_path / "none.png").read_bytes().startswith(b"\x89PNG")  # KL in the place of scores
+
+
+def test_a_plan_is_compared_by_blocks_and_by_time() -> None:
+    rows = [
+        row("one", "", 0.2, 0.1),
+        row("one", "", 0.4, 0.025),
+        row("other", "", 0.1, 0.9),
+        row("plan", "p", 0.2, 0.05),
+    ]
+    assert saving(rows, rows[-1], "density") == ("one", pytest.approx(0.08**0.5), pytest.approx(1 - 0.5**0.5))
+    rows[-1]["attention_ms"] = 1.0
+    assert saving(rows, rows[-1], "attention_ms") == ("one", pytest.approx(8**0.5), pytest.approx(1 - 8**-0.5))
+    rows[-1]["attention_ms"] = None
+    assert saving(rows, rows[-1], "attention_ms") is None
 
 
 def test_every_preset_is_there_at_three_settings_with_and_without_a_band() -> None:

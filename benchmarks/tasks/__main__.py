@@ -36,6 +36,7 @@ def samples_of(haystack: Haystack, tokens: int, count: int, seed: int) -> dict[s
     return {
         task: [make(haystack, random.Random(f"{task} {tokens} {seed} {i}"), tokens) for i in range(count)]
         for task, make in TASKS.items()
+        if count
     }
 
 
@@ -50,7 +51,7 @@ def windows(model: Model, text: str, tokens: int, count: int) -> list[torch.Tens
 
 def about(model: Model, options: argparse.Namespace) -> dict[str, Any]:
     """What rows must share to be compared."""
-    names = ("samples", "seed", "windows", "positions", "block")
+    names = ("samples", "seed", "windows", "positions", "block", "batch")
     return {"model": model.name, "text": options.text.name, **{name: getattr(options, name) for name in names}}
 
 
@@ -83,7 +84,7 @@ def run(model: Model, tokens: int, options: argparse.Namespace, done: list[dict[
             mine.append(row)
             done.append(row)
         if options.times:
-            row["attention_ms"] = attention_ms(model, method, texts, repeats=options.repeats)
+            row["attention_ms"] = attention_ms(model, method, texts, batch=options.batch, repeats=options.repeats)
         unfinished = options.out.with_name(options.out.name + ".unfinished")
         unfinished.write_text(json.dumps(done, indent=1), encoding="utf-8")
         unfinished.replace(options.out)  # so that a run that is killed leaves whole results behind
@@ -106,13 +107,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--text", type=Path, default=TEXT)
     parser.add_argument("--tokens", type=int, nargs="*", default=[4096, 7680])
     parser.add_argument("--yarn-tokens", type=int, nargs="*", default=[], help="lengths to read with YaRN x 4")
-    parser.add_argument("--samples", type=int, default=32, help="of each task")
+    parser.add_argument("--samples", type=int, default=32, help="of each task; with 0 only texts are read")
     parser.add_argument("--windows", type=int, default=3, help="of text, for KL, perplexity and time")
     parser.add_argument("--positions", type=int, default=1024, help="of a window at which KL is measured")
     parser.add_argument("--block", type=int, default=64)
     parser.add_argument("--band", type=int, default=128, help="width of the bands that are added; 0 adds none")
     parser.add_argument("--plan", type=Path, nargs="*", default=[], help="tuned plans of this model")
     parser.add_argument("--methods", nargs="*", help="only these presets in this order, by the names in the table")
+    parser.add_argument("--batch", type=int, default=1, help="windows in a timed reading, all the same")
     parser.add_argument("--repeats", type=int, default=3, help="of timed readings")
     parser.add_argument(
         "--no-times", dest="times", action="store_false", help="leave times to a later run, on an idle device"
@@ -123,9 +125,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--report", action="store_true", help="measure nothing: print tables, draw OUT.png")
     options = parser.parse_args(arguments)
     options.band = options.band or None
-    for name in ("samples", "windows", "positions", "repeats"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} must be at least 1: {getattr(options, name)}")
+    for name, least in {"samples": 0, "windows": 1, "positions": 1, "repeats": 1, "batch": 1}.items():
+        if getattr(options, name) < least:
+            parser.error(f"--{name} must be at least {least}: {getattr(options, name)}")
     done: list[dict[str, Any]] = json.loads(options.out.read_text()) if options.out.exists() else []
     if options.report:
         print(report(done, options.out.with_suffix(".png")))

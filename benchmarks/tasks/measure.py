@@ -114,13 +114,13 @@ def measure(model: Model, method: Method, samples: Mapping[str, Sequence[Sample]
 
 
 @torch.inference_mode()
-def attention_ms(model: Model, method: Method, texts: Texts, *, repeats: int) -> float:
-    """The median time of attention in all layers, over windows and repeats."""
+def attention_ms(model: Model, method: Method, texts: Texts, *, batch: int, repeats: int) -> float:
+    """The median time of attention in all layers, over windows and repeats; a call has a window `batch` times."""
     times = []
     for reading in texts.readings:
         for repeat in range(repeats + 1):  # the first one warms up
             with attached(model, method), watch(model.network) as sight:
-                model.network.model(reading.prompt.ids, use_cache=False)
+                model.network.model(reading.prompt.ids.repeat(batch, 1), use_cache=False)
                 if repeat:
                     times.append(1000 * sight.seconds())
     return statistics.median(times)

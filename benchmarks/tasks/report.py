@@ -36,25 +36,28 @@ def between(points: Sequence[tuple[float, float]], x: float) -> float | None:
     return None
 
 
-def saving(rows: Sequence[Row], plan: Row) -> tuple[str, float, float] | None:
-    """The single preset that needs the least density for the KL of a plan, that density, and what the plan saves.
+def saving(rows: Sequence[Row], plan: Row, cost: str) -> tuple[str, float, float] | None:
+    """The single preset that costs least at the KL of a plan, what it costs, and which share of it the plan saves.
 
-    Between two settings of a preset, the logarithm of density is a straight line over that of KL; outside of the
+    Between two settings of a preset, the logarithm of the cost is a straight line over that of KL; outside of the
     settings that were measured a preset is not compared. A plan in which every layer is dense saves nothing.
+
+    Args:
+        cost: "density" or "attention_ms"; rows without a time are left out.
     """
-    if plan["kl"] <= 0:
+    if plan["kl"] <= 0 or plan[cost] is None:
         return None
     best: tuple[str, float] | None = None
     for preset in {row["preset"] for row in rows} - {DENSE, FLOOR, CEILING, PLAN}:
         points = [
-            (math.log(row["kl"]), math.log(row["density"]))
+            (math.log(row["kl"]), math.log(row[cost]))
             for row in rows
-            if row["preset"] == preset and row["kl"] > 0
+            if row["preset"] == preset and row["kl"] > 0 and row[cost] is not None
         ]
         there = between(points, math.log(plan["kl"]))
         if there is not None and (best is None or math.exp(there) < best[1]):
             best = preset, math.exp(there)
-    return None if best is None else (*best, 1 - plan["density"] / best[1])
+    return None if best is None else (*best, 1 - plan[cost] / best[1])
 
 
 def report(rows: Sequence[Row], picture_path: Path) -> str:
@@ -66,7 +69,7 @@ def report(rows: Sequence[Row], picture_path: Path) -> str:
         dense = next((row for row in some if row["preset"] == DENSE), None)
         if dense is not None:
             parts.append(_table(some))
-            drawn += [tokens] if counted(dense, some) else []
+            drawn.append(tokens)
     if drawn:
         _draw(rows, drawn, picture_path)
     return "\n".join(parts)
@@ -94,12 +97,18 @@ def _table(rows: Sequence[Row]) -> str:
             f"{row['perplexity']:.2f} | {_ms(row)} |{_scores(rows, row, dense, tasks) if tasks else ''}"
         )
     for plan in (row for row in rows if row["preset"] == PLAN):
-        if (found := saving(rows, plan)) is not None:
+        at = f"\nAt the KL of plan {plan['setting']} ({plan['kl']:.4f}) the best single preset"
+        if (found := saving(rows, plan, "density")) is not None:
             best, density, saved = found
             lines.append(
-                f"\nAt the KL of plan {plan['setting']} ({plan['kl']:.4f}) the best single preset, `{best}`, "
-                f"keeps {density:.3f} of the blocks, and the plan {plan['density']:.3f}: {100 * saved:.0f} % "
-                "fewer."
+                f"{at}, `{best}`, keeps {density:.3f} of the blocks, and the plan {plan['density']:.3f}: "
+                f"{100 * saved:.0f} % fewer."
+            )
+        if (found := saving(rows, plan, "attention_ms")) is not None:
+            best, ms, saved = found
+            lines.append(
+                f"{at}, `{best}`, attends in {ms:.1f} ms, and the plan in {_ms(plan)} ms: "
+                f"{100 * saved:.0f} % less."
             )
     return "\n".join(lines) + "\n"
 
@@ -132,7 +141,10 @@ def _mean(scores: Sequence[float]) -> float:
 
 
 def _draw(rows: Sequence[Row], lengths: Sequence[int], path: Path) -> None:
-    """Score against density, and against time if every preset was timed: panels per length, a line per preset."""
+    """Score against density, and against time if every preset was timed: panels per length, a line per preset.
+
+    Where no task counts, it is the KL instead of the score.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -151,10 +163,14 @@ def _draw(rows: Sequence[Row], lengths: Sequence[int], path: Path) -> None:
         some = [row for row in rows if row["tokens"] == tokens]
         dense = next(row for row in some if row["preset"] == DENSE)
         tasks = counted(dense, some)
+
+        def height(row: Row, dense: Row = dense, tasks: Sequence[str] = tasks) -> float:
+            return 100 * overall(row, dense, tasks)[0] if tasks else float(row["kl"])
+
         for axes, (figure_of, label) in zip(panels, kinds, strict=True):
             for number, name in enumerate(names):
                 mine = sorted(
-                    (row[figure_of], 100 * overall(row, dense, tasks)[0])
+                    (row[figure_of], height(row))
                     for row in some
                     if row["preset"] == name and row[figure_of] is not None
                 )
@@ -169,10 +185,14 @@ def _draw(rows: Sequence[Row], lengths: Sequence[int], path: Path) -> None:
                         x, y, bound or "-", color="black" if bound else f"C{number % 10}",
                         marker="." if bound else "osD^v"[number % 5], markersize=5, label=name,
                     )  # fmt: skip
-            axes.axhline(100 * overall(dense, dense, tasks)[0], color="grey", linewidth=1)
+            if tasks:
+                axes.axhline(height(dense), color="grey", linewidth=1)
+            else:
+                axes.set_yscale("log")
             if figure_of == "attention_ms" and dense[figure_of] is not None:
                 axes.axvline(dense["attention_ms"], color="grey", linewidth=1)
-            axes.set(xscale="log", ylabel="score, %", title=f"{tokens} tokens; the grey line is dense attention")
+            axes.set(xscale="log", ylabel="score, %" if tasks else "KL, nats")
+            axes.set_title(f"{tokens} tokens; a grey line is dense attention")
             axes.xaxis.set_major_formatter("{x:g}")
             axes.xaxis.set_minor_formatter("")
             if figure_of == "density":

@@ -27,7 +27,7 @@ from tests.tune import tiny
 def plan_for(model: Any) -> Plan:
     tried = Try(0.5, 0.01, 0.02, 3, 1.5)
     evidence = Evidence(
-        "kl", "density", 0.03, 0.1, (256,), "abc", "def", 4, 3, 1e-4, 2e-4, 3.0, tried, (tried,), 8,
+        "kl", "density", 0.03, 0.1, (256,), "abc", "def", 4, 3, 1e-4, 2e-4, 3.0, 1, tried, (tried,), 8,
         "float32", "cpu", {"blocksparse": "0"},
     )  # fmt: skip
     parts = (

@@ -190,6 +190,15 @@ def test_a_finished_run_measures_nothing_again(
     assert tuned(model, tmp_path / "j", minimise="time") == first
 
 
+def test_times_are_those_of_as_many_prompts_as_a_call_will_have(model: Any, tmp_path: Path) -> None:
+    alone = tuned(model, tmp_path / "j", minimise="time")
+    together = tuned(model, tmp_path / "j", minimise="time", batch=16)
+    assert (alone.evidence.batch, together.evidence.batch) == (1, 16)
+    assert (
+        together.evidence.dense_ms > 2 * alone.evidence.dense_ms
+    )  # it grows with the batch, less what a call costs
+
+
 def test_journals_of_other_runs_and_other_files(model: Any, tmp_path: Path) -> None:
     tuned(model, tmp_path / "j", candidates=[tiny.pooled(0.5)], rounds=1)
     before = (tmp_path / "j").read_bytes()

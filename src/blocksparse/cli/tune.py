@@ -58,6 +58,7 @@ def add_to(commands: Commands) -> None:
     )
     parser.add_argument("--strategy", choices=("kl", "sparge"), default="kl", help="how candidates are chosen")
     parser.add_argument("--minimise", choices=("time", "density"), default="time", help="what the plan saves")
+    parser.add_argument("--batch", type=int, default=1, help="how many prompts a call will have, for times")
     parser.add_argument("--text-kl", type=float, default=Budget().text_kl, help="budget of KL over the text, nats")
     parser.add_argument(
         "--answer-kl", type=float, default=Budget().answer_kl, help="the same at tokens of answers"
@@ -111,6 +112,7 @@ def _tune(arguments: argparse.Namespace) -> int:
                 journal=journal,
                 budget=Budget(arguments.text_kl, arguments.answer_kl),
                 minimise=arguments.minimise,
+                batch=arguments.batch,
                 head_groups=arguments.head_groups,
                 keep=arguments.keep,
                 report=report,
@@ -138,7 +140,8 @@ def summary(plan: Plan) -> str:
             f"answers {of_plan.answer_kl:.4f} (less noise of {found.noise_text_kl:.4f} and "
             f"{found.noise_answer_kl:.4f})",
             f"answers found: {of_plan.found} of {found.answers}, by dense attention {found.dense_found}; "
-            f"predicted time of attention: {of_plan.ms:.1f} ms, dense {found.dense_ms:.1f} ms on {found.device}",
+            f"predicted time of attention, {found.batch} prompts in a call: {of_plan.ms:.1f} ms, "
+            f"dense {found.dense_ms:.1f} ms on {found.device}",
         ]
     )
 

@@ -62,7 +62,8 @@ class Evidence:
     dense_found: int  # of these, by dense attention
     noise_text_kl: float  # everything kept in all layers, against dense attention
     noise_answer_kl: float
-    dense_ms: float
+    dense_ms: float  # predicted for attention in all layers, as in `plan`
+    batch: int  # prompts in a call, of which `ms` and `dense_ms` are
     plan: Try
     tries: tuple[Try, ...]  # all that were verified, in order
     candidates: int

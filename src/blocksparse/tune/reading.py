@@ -118,7 +118,7 @@ class Call:
     k: Tensor  # [B, Hkv, N, D]
     v: Tensor  # [B, Hkv, N, Dv]
     scale: float
-    own: Callable[[], Any]  # the call itself, by the model's own function
+    own: Callable[[Tensor, Tensor, Tensor], Any]  # the model's own function, of q, k and v
 
 
 def decoder_layers(network: Any) -> list[nn.Module]:
@@ -145,10 +145,12 @@ def on_attention(network: Any, see: Callable[[Call], None]) -> Iterator[None]:
     attention, name = AttentionInterface()[before], f"{before}-tune"
 
     def seen(module: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Any:
-        own = partial(attention, module, q, k, v, *rest, **options)
+        def own(q: Tensor, k: Tensor, v: Tensor) -> Any:
+            return attention(module, q, k, v, *rest, **options)
+
         scale = options.get("scaling")
         see(Call(module.layer_idx, q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, own))
-        return own()
+        return own(q, k, v)
 
     AttentionInterface.register(name, seen)
     AttentionMaskInterface.register(name, AttentionMaskInterface()[before])

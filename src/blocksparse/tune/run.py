@@ -43,6 +43,7 @@ def tune(
     budget: Budget = Budget(),
     candidates: Sequence[Candidate] = DEFAULT_CANDIDATES,
     minimise: str = "time",
+    batch: int = 1,
     head_groups: int = 1,
     keep: int = 6,
     positions: int = 384,
@@ -65,6 +66,7 @@ def tune(
         budget: what the plan may lose.
         candidates: what may attend in a layer; dense attention always may.
         minimise: "time", as predicted for this device at the length of the longest prompt; or "density".
+        batch: how many prompts a call will have; times are those of such calls.
         head_groups: into how many groups the KV heads of each layer are split; each gets a choice of its own.
         keep: with how many candidates for each layer, or group of heads, the model is run.
         positions: at how many positions of a prompt's text predictions are compared.
@@ -76,7 +78,7 @@ def tune(
         TypeError, ValueError: another argument is of a wrong kind.
     """
     one_of("time", "density").check(minimise=minimise)
-    size.check(head_groups=head_groups, keep=keep, positions=positions, rounds=rounds)
+    size.check(batch=batch, head_groups=head_groups, keep=keep, positions=positions, rounds=rounds)
     if not candidates:
         raise TuneError("'candidates' must have at least one candidate")
     by_name = {str(candidate): candidate for candidate in candidates}
@@ -89,6 +91,7 @@ def tune(
         positions=positions,
         report=report,
         head_groups=head_groups,
+        batch=batch,
     )
     bench, units, work = session.bench, session.units, session.bench.work
     timed = session.timed_units()
@@ -101,7 +104,7 @@ def tune(
     }
     work.begins()
     probes = bench.probes(prompts.index(session.longest), session.longest, dict.fromkeys(units, every))
-    costs = Costs.of(probes, bench.times(session.longest, dict.fromkeys(timed, every)), minimise)
+    costs = Costs.of(probes, bench.times(session.longest, dict.fromkeys(timed, every), batch), minimise)
     kept = {
         unit: worth_running(
             {name: costs(unit, name) for name in by_name},

@@ -120,20 +120,25 @@ class Bench:
         }
 
     def times(
-        self, prompt: TunePrompt, candidates: Mapping[Unit, Sequence[Candidate]]
+        self, prompt: TunePrompt, candidates: Mapping[Unit, Sequence[Candidate]], batch: int = 1
     ) -> dict[tuple[Unit, str], float]:
-        """Milliseconds of candidates on some units; those of the whole layer's own attention are named "dense"."""
+        """Milliseconds of candidates on some units; those of the whole layer's own attention are named "dense".
+
+        Args:
+            batch: how many times a call has the prompt.
+        """
 
         def key(unit: Unit, name: str) -> str:
-            return f"time {unit} {name}"
+            return f"time {unit} {name}" + (f" of {batch} prompts" if batch > 1 else "")
 
         names = {unit: [DENSE, *map(str, some)] for unit, some in candidates.items()}
         missing = {unit: [x for x in some if not self.journal.knows(key(unit, x))] for unit, some in names.items()}
 
         def see(call: Call) -> None:
             for unit in (unit for unit in candidates if unit.layer == call.layer):
-                part = unit.part(call.q, call.k, call.v)
-                calls: dict[str, Callable[[], Any]] = {DENSE: call.own}
+                whole = tuple(x.repeat(batch, 1, 1, 1) for x in (call.q, call.k, call.v))
+                part = unit.part(*whole)
+                calls: dict[str, Callable[[], Any]] = {DENSE: partial(call.own, *whole)}
                 calls |= {str(x): partial(x.pipeline(), *part, scale=call.scale) for x in candidates[unit]}
                 for name in missing[unit]:
                     self.journal.note(key(unit, name), milliseconds(calls[name], call.q.device))

@@ -40,6 +40,7 @@ class Session:
     prompts: Sequence[TunePrompt]
     verifier: Verifier
     about: Mapping[str, Any]
+    batch: int  # prompts in a call, when times are measured
 
     @classmethod
     def begin(
@@ -52,6 +53,7 @@ class Session:
         positions: int,
         report: Report,
         head_groups: int = 1,
+        batch: int = 1,
     ) -> Session:
         """Check everything, and open the journal.
 
@@ -85,7 +87,7 @@ class Session:
         bench = Bench(network, Journal.open(journal, about), Work(report, {}), positions)
         layers = bench.sparse_layers(_longest(prompts), model.layers)
         units = [unit for layer in layers for unit in Unit.of_layer(layer, model.kv_heads, head_groups)]
-        return cls(bench, model, units, prompts, Verifier(bench, held, model.layers), about)
+        return cls(bench, model, units, prompts, Verifier(bench, held, model.layers), about, batch)
 
     @property
     def longest(self) -> TunePrompt:
@@ -144,6 +146,7 @@ class Session:
             noise_text_kl=_short(noise.text),
             noise_answer_kl=_short(noise.answers),
             dense_ms=_short(sum(costs.ms(unit, DENSE) for unit in self.units)),
+            batch=self.batch,
             plan=tried,
             tries=tuple(tries),
             candidates=len(candidates),
