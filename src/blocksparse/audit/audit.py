@@ -155,13 +155,6 @@ class Audit:
         sparse = [part for part in traces if part is not None and not _was_dense(part)]
         if not sparse:
             return
-        if self.fall_back and not all(
-            part.output.logits is None or part.output.logits.is_plain for part in sparse
-        ):
-            raise ValueError(
-                "'fall_back' attends by a plain softmax, and this executor has Logits: say fall_back=False, and "
-                "let 'on_crossed' decide"
-            )
         device = sparse[0].q.device
         with self._lock:
             if device not in self._generators:

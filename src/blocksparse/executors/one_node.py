@@ -55,7 +55,8 @@ def one_node(
         q, k, v, mask.keep, rank, permutation.k_index, permutation.q_index, node, permutation.group,
         [grid.q_block, grid.k_block, grid.window or 0], grid.causal, scale,
     )  # fmt: skip
-    return AttentionOutput(out, lse, None if rank is None else lambda: BlockMask(visited, grid))
+    visit = None if rank is None else lambda: BlockMask(visited, grid)
+    return AttentionOutput(out, lse, visit, node.executor.logits)
 
 
 @torch.library.custom_op("blocksparse::execute", mutates_args=())

@@ -119,6 +119,7 @@ class Call:
     v: Tensor  # [B, Hkv, N, Dv]
     scale: float
     own: Callable[[], Any]  # the call itself, by the model's own function
+    plain: bool  # whether it has neither a softcap nor attention sinks
 
 
 def decoder_layers(network: Any) -> list[nn.Module]:
@@ -147,7 +148,8 @@ def on_attention(network: Any, see: Callable[[Call], None]) -> Iterator[None]:
     def seen(module: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Any:
         own = partial(attention, module, q, k, v, *rest, **options)
         scale = options.get("scaling")
-        see(Call(module.layer_idx, q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, own))
+        plain = all(options.get(name) is None for name in ("softcap", "s_aux", "sinks"))
+        see(Call(module.layer_idx, q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, own, plain))
         return own()
 
     AttentionInterface.register(name, seen)
