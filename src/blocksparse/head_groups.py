@@ -131,7 +131,8 @@ class HeadGroups:
     @logits.validator
     def _check_logits(self, _: object, logits: Logits) -> None:
         for heads, pipeline in self.groups.items():
-            if pipeline is not None and not pipeline.logits.equals(self._logits_of(heads)):
+            own = self._logits_of(heads)
+            if pipeline is not None and not pipeline.logits.equals(own):
                 raise ValueError(
                     f"'groups' must have one softcap, and the sinks of one layer, for all heads: 'logits' is "
                     f"{logits}, and that of the pipeline of {heads} {pipeline.logits}; with_logits sets them all"
