@@ -225,7 +225,8 @@ def test_compiled_models_are_dense_there(name: str) -> None:
     expected = model(ids, use_cache=False).logits
     torch.compiler.reset()
     with attached(model, recorder := DensityRecorder()):
-        actual = torch.compile(model, backend="eager")(ids, use_cache=False).logits
+        compiled: Any = torch.compile(model, backend="eager")
+        actual = compiled(ids, use_cache=False).logits
     torch.testing.assert_close(actual, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
     assert recorder.sparse_calls() == {}
     torch.compiler.reset()

@@ -80,8 +80,7 @@ class Audit:
         max_error: bound for the error, above which it is crossed; None for no bound.
         on_crossed: called with a `Crossing` for each call that crosses a bound, in the thread that learns of it,
             which runs the model or reads the audit.
-        fall_back: after a crossing the layer attends densely, until `resume`. An executor with a softcap or sinks
-            is refused when a call is audited, since this dense attention has neither.
+        fall_back: after a crossing the layer attends densely, until `resume`.
         confidence: of the intervals.
         window: audited calls of a layer that the estimates are over, the latest ones.
         seed: of the random numbers.

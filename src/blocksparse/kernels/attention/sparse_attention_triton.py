@@ -14,11 +14,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from blocksparse.kernels.attention.arguments import Approximation, Lists, LogitChange, Tiles
-from blocksparse.kernels.attention.softcap_triton import capped
 from blocksparse.kernels.common.hardware import fp32_products, has_descriptors
 from blocksparse.kernels.common.launches_triton import Remembered, remembered
 from blocksparse.kernels.common.memory import copies_in_bulk
 from blocksparse.kernels.common.sizes import power_of_2
+from blocksparse.kernels.common.softcap_triton import capped
 from blocksparse.kernels.common.strides_triton import alike, head_at, head_strides
 from blocksparse.kernels.positions.token_positions import TokenPositions
 from blocksparse.kernels.rounding.quantize import FP8_LIMIT

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from blocksparse.kernels.attention.softcap_triton import capped
+from blocksparse.kernels.common.softcap_triton import capped
 
 BLOCK = 1024
 
