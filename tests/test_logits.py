@@ -169,7 +169,8 @@ def test_a_node_of_a_graph_has_them(change: bs.Logits, device: str) -> None:
     q, k, v = make_qkv(N=60, D=16, device=device)
     executor = bs.TritonExecutor(PORTABLE, logits=change)
     trace = bs.Pipeline(bs.Identity(), bs.NoScorer(16), bs.Everything(), executor).trace(q, k, v)
-    output = one_node(executor._node, q, k, v, trace.permutation, trace.mask, None, scale=trace.scale)
+    order, mask, scale = trace.permutation, trace.mask, trace.scale
+    output = one_node(executor._node, q, k, v, order, mask, None, scale=scale, logits=change)
     assert torch.equal(output.out, trace.output.out)
     assert output.logits is change
 

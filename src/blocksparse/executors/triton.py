@@ -79,7 +79,7 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
         scale: float,
     ) -> AttentionOutput:
         if is_transformed():
-            return one_node(self._node, q, k, v, permutation, mask, None, scale=scale)
+            return one_node(self._node, q, k, v, permutation, mask, None, scale=scale, logits=self.logits)
         self.check(q, k, v, permutation, mask, hint="Use AutoExecutor(), or CpuExecutor() on a CPU.")
         grid, queries = mask.grid, permutation.gather_queries(q)
         plain = self.pv_skip is None and grid.window is None and self.logits.is_plain
