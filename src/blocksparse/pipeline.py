@@ -171,7 +171,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
             TypeError, ValueError: `logits` is not a `Logits`; or, as an `UnsupportedError`, the executor has no
                 field for them.
         """
-        return evolve(self, executor=self.executor.with_logits(logits))
+        return self if logits is self.logits else evolve(self, executor=self.executor.with_logits(logits))
 
     def __call__(
         self,
