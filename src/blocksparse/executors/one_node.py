@@ -49,8 +49,8 @@ def one_node(
 ) -> AttentionOutput:
     """Put a node into the graph that is being traced. It makes the same call of the executor when the graph runs.
 
-    `rank` is that of a `RankedBlockMask` if the executor takes one; it then reports which blocks it visited. `logits`
-    are the executor's own, which a graph cannot ask its node for.
+    `rank` is that of a `RankedBlockMask` if the executor takes one; it then reports which blocks it visited.
+    `logits` are the executor's own, which a graph cannot ask its node for.
     """
     grid = mask.grid
     refuse_gradients(q, k, v)
