@@ -29,6 +29,7 @@ from blocksparse.head_groups import AnyPipeline
 from blocksparse.inspection.collect import Findings, Preset
 from blocksparse.inspection.maps import Figures, Maps, look
 from blocksparse.inspection.page import numbers, page
+from blocksparse.integrations.transformers import attach
 from blocksparse.testing import make_qkv
 from tests.tiny_model import byte_tokenizer, save_tiny
 
@@ -188,6 +189,27 @@ def test_report_has_every_layer_head_and_map(folder: Path) -> None:
             assert (dropped <= slots).all()
             assert dropped[kept >= 252].max() == 0
             assert 0 < (kept > 0).mean() < 1
+
+
+def test_layers_that_are_left_out_stay_dense(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the model reads with each preset, though they could be sparse."""
+    from blocksparse.demo.model import load
+    from blocksparse.inspection import collect
+
+    reasons = iter((None, "it is left out"))  # of the first layer and of the second
+    monkeypatch.setattr(collect, "_not_plain", lambda *_: next(reasons))
+    model, name = load(folder / "tiny", device=torch.device("cpu")), "mean_pooling"
+    network, ids = model.network.float(), torch.randint(250, (1, 200))
+    found = collect.collect(model, ids, {name: PIPELINES[name]}, begin=lambda _: None)
+    assert found.skipped == {1: "it is left out"}
+    assert list(found.maps) == [0]
+    dense = network.model(ids).last_hidden_state
+    with attach(network, bs.Schedule(PIPELINES[name], dense=[1]), min_tokens=1, min_queries=1):
+        sparse = network.model(ids).last_hidden_state
+    right, other = (network.lm_head(x[0]).log_softmax(-1) for x in (dense, sparse))
+    kl = float((right.exp() * (right - other)).sum(-1).mean())
+    assert kl > 0
+    assert found.presets[0].kl == pytest.approx(kl, rel=1e-3)
 
 
 def test_what_a_text_is_called_cannot_end_the_script() -> None:

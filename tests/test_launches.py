@@ -70,6 +70,7 @@ def test_every_preset_compiles_whole(preset: Callable[..., AnyPipeline], device:
     ("permuter", "executor"),
     [
         (bs.SegmentKeySort(64), bs.TritonExecutor()),
+        (bs.SegmentKeySort(64), bs.TritonExecutor(logits=bs.Logits(softcap=3.0, sinks=[0.0, 1.0, 2.0, 3.0]))),
         (bs.Identity(), bs.Int8Executor(False)),
         (bs.GlobalIndexMap(64), bs.GatherExecutor(0.3)),
     ],
@@ -85,13 +86,14 @@ def test_an_executor_alone_is_one_node(
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> bs.AttentionOutput:
         output = executor(2 * q, k, v, permutation, mask, scale=0.3)
-        return bs.AttentionOutput(output.out + 1, output.lse, output.visit)
+        return bs.AttentionOutput(output.out + 1, output.lse, output.visit, output.logits)
 
     got, want = torch.compile(attend, fullgraph=True, backend="aot_eager")(q, k, v), attend(q, k, v)
     assert torch.equal(got.out, want.out)
     assert got.lse is not None
     assert want.lse is not None
     assert torch.equal(got.lse, want.lse)
+    assert got.logits is executor.logits
     assert (got.visited is None) == (want.visited is None)
     if got.visited is not None and want.visited is not None:
         assert torch.equal(got.visited.keep, want.visited.keep)

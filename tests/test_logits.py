@@ -12,12 +12,19 @@ from torch import Tensor
 
 import blocksparse as bs
 from blocksparse.audit import Audit, AuditedPipeline
+from blocksparse.executors.dense_attention import dense_attention
+from blocksparse.executors.one_node import one_node
 from blocksparse.testing import assert_within_budget, make_qkv
+from tests.machine import DTYPES, GPU, needs_gpu
+from tests.on_kernels import pretend_gpu
 
 SINKS = torch.tensor([-1.0, 0.5, 2.0, 5.0], dtype=torch.float64)
 CHANGES = (bs.Logits(softcap=2.0), bs.Logits(sinks=SINKS), bs.Logits(softcap=1.5, sinks=SINKS))
 each_change = pytest.mark.parametrize("change", CHANGES, ids=("softcap", "sinks", "both"))
 EXECUTORS: tuple[Any, ...] = (bs.ReferenceExecutor, bs.CpuExecutor)
+KNOWING: tuple[Any, ...] = (*EXECUTORS, bs.TritonExecutor, bs.AutoExecutor)
+OTHERS: tuple[Any, ...] = (bs.Int8Executor, bs.GatherExecutor, bs.FlexExecutor, bs.FlashAttention4Executor)
+PORTABLE = bs.TritonTiles(16, 16, num_warps=4, num_stages=2)
 each_executor = pytest.mark.parametrize("make", EXECUTORS, ids=lambda make: make.__name__)
 
 
@@ -26,8 +33,8 @@ class SomeRows(bs.Selector[bs.BlockScores, bs.BlockMask]):
 
     def __call__(self, scores: bs.BlockScores) -> bs.BlockMask:
         grid = scores.grid
-        row, col = torch.arange(grid.rows)[:, None], torch.arange(grid.cols)
-        keep = grid.reachable & (row % 3 != 1) & ((row + col) % 3 != 0)
+        row, col = (torch.arange(n, device=scores.values.device) for n in (grid.rows, grid.cols))
+        keep = grid.reachable & (row[:, None] % 3 != 1) & ((row[:, None] + col) % 3 != 0)
         return bs.BlockMask(keep.expand(grid.batch, grid.q_heads, -1, -1), grid)
 
 
@@ -36,7 +43,7 @@ def written_out(trace: bs.Trace[Any, Any, Any], change: bs.Logits, dtype: torch.
     q, k, v = (x.to(dtype) for x in (trace.q, trace.k, trace.v))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     grid = trace.mask.grid
-    pairs = torch.zeros(*q.shape[:3], k.shape[2], dtype=torch.bool)
+    pairs = torch.zeros(*q.shape[:3], k.shape[2], dtype=torch.bool, device=q.device)
     for row in range(grid.rows):
         index = trace.mask.queries(row).unsqueeze(-1).expand(-1, -1, -1, k.shape[2])
         pairs.scatter_(2, index, trace.mask.pairs(row))
@@ -45,7 +52,7 @@ def written_out(trace: bs.Trace[Any, Any, Any], change: bs.Logits, dtype: torch.
         logits = change.softcap * torch.tanh(logits / change.softcap)
     logits = logits.masked_fill(~pairs, float("-inf"))
     sinks = SINKS if change.sinks is not None else torch.full_like(SINKS, float("-inf"))
-    with_sink = torch.cat((logits, sinks.to(dtype).view(1, -1, 1, 1).expand(*q.shape[:3], 1)), -1)
+    with_sink = torch.cat((logits, sinks.to(logits).view(1, -1, 1, 1).expand(*q.shape[:3], 1)), -1)
     return with_sink.softmax(-1).nan_to_num(0.0)[..., :-1] @ v, with_sink.logsumexp(-1)
 
 
@@ -66,6 +73,191 @@ def test_the_law(make: Callable[..., Any], change: bs.Logits, start: int) -> Non
 
 
 @each_change
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [None, 33])
+def test_the_law_for_the_portable_kernel(
+    window: int | None, dtype: torch.dtype, change: bs.Logits, device: str
+) -> None:
+    """Grouped heads, a prompt and a chunk that end and begin inside a block, rows that keep nothing, and lse."""
+    q, k, v = make_qkv(N=83, D=16, dtype=dtype, device=device)
+    executor = bs.TritonExecutor(PORTABLE, logits=change)
+    for start, permuter in ((0, bs.SegmentKeySort(64, probe=16)), (37, bs.Identity())):
+        pipeline = bs.Pipeline(permuter, bs.NoScorer(16), SomeRows(), executor).in_window(window)
+        trace = pipeline.trace(q[:, :, start:] * 4, k, v)
+        want, plain = (written_out(trace, change, each) for each in (torch.float64, dtype))
+        assert trace.output.lse is not None
+        assert_within_budget(trace.output.out, want[0], plain[0])
+        torch.testing.assert_close(trace.output.lse.double(), want[1], rtol=1e-3, atol=1e-5)
+        output = pipeline.with_lse(q[:, :, start:] * 4, k, v)
+        assert torch.equal(output.out, trace.output.out)
+        assert output.lse is not None
+        assert torch.equal(output.lse, trace.output.lse)
+
+
+@needs_gpu
+@pytest.mark.slow
+@each_change
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("window", [None, 700])
+def test_the_law_on_a_gpu(window: int | None, D: int, change: bs.Logits, device: str) -> None:
+    """The tiles that calls get, on Hopper too, where keys are sorted and where they are in place."""
+    for dtype in (torch.bfloat16, torch.float16):
+        q, k, v = make_qkv(N=1500, M=1100, D=D, dtype=dtype, device=device)
+        for order in (bs.Identity(), bs.SegmentKeySort(256)):
+            for executor in (bs.TritonExecutor(logits=change), bs.AutoExecutor(dense_below=0, logits=change)):
+                pipeline: Any = bs.Pipeline(order, bs.MeanPoolScorer(128), bs.TopK(4), executor)
+                trace = pipeline.in_window(window).trace(4 * q, k, v)
+                want, plain = (written_out(trace, change, each) for each in (torch.float64, dtype))
+                assert_within_budget(trace.output.out, want[0], plain[0])
+                torch.testing.assert_close(trace.output.lse.double(), want[1], rtol=1e-3, atol=1e-3)
+
+
+@needs_gpu
+@each_change
+@pytest.mark.parametrize("causal", [True, False])
+def test_dense_calls_on_a_gpu_hold_no_logits(causal: bool, change: bs.Logits, device: str) -> None:
+    """Exactly, in memory that does not grow with the square of the prompt."""
+    q, k, v = make_qkv(N=2000, M=1500, D=64, dtype=torch.bfloat16, device=device)
+    everything: Any = bs.Pipeline(bs.Identity(), bs.NoScorer(16), bs.Everything(), bs.AutoExecutor(logits=change))
+    trace = everything.trace(4 * q, k, v, causal=causal)
+    assert trace.dense_because is not None
+    want, plain = (written_out(trace, change, each)[0] for each in (torch.float64, torch.bfloat16))
+    assert_within_budget(trace.output.out, want, plain)
+    peaks = []
+    for N in (8192, 16384):
+        q, k, v = make_qkv(N=N, D=64, dtype=torch.bfloat16, device=device)
+        everything(q, k, v, causal=causal)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        everything(q, k, v, causal=causal)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert peaks[1] < 2.5 * peaks[0]
+
+
+@pytest.mark.skipif(GPU, reason="test_the_law_on_a_gpu runs it")
+@each_change
+def test_triton_takes_the_portable_kernel(change: bs.Logits, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = make_qkv(N=200, D=64, dtype=torch.float16)
+    pretend_gpu(monkeypatch, (9, 0))  # where the Hopper kernel would be the faster one
+    pipeline = bs.Pipeline(bs.Identity(), bs.NoScorer(128), bs.Everything(), bs.TritonExecutor(logits=change))
+    trace = pipeline.trace(4 * q, k, v)
+    assert float((trace.output.out - written_out(trace, change, torch.float64)[0]).abs().max()) < 4e-3
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of NaN, in the interpreter
+@each_change
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_bad_keys_stay_with_the_queries_that_see_them(value: float, change: bs.Logits, device: str) -> None:
+    """Neither earlier queries nor those behind the window change by a bit; a cap does not make a NaN a number."""
+    q, k, v = make_qkv(N=80, D=16, dtype=torch.float32, device=device)
+    executor = bs.TritonExecutor(PORTABLE, logits=change)
+    pipeline = bs.Pipeline(bs.Identity(), bs.NoScorer(16), bs.Everything(), executor).in_window(20)
+    clean = pipeline.with_lse(q, k, v)
+    k[:, :, 40] = value
+    bad = pipeline.with_lse(q, k, v)
+    assert clean.lse is not None
+    assert bad.lse is not None
+    others = [i for i in range(80) if not 40 <= i < 60]
+    assert torch.equal(bad.out[:, :, others], clean.out[:, :, others])
+    assert torch.equal(bad.lse[:, :, others], clean.lse[:, :, others])
+    assert bool(bad.out[:, :, 40:60].isnan().all()) or value == value
+
+
+@each_change
+def test_a_node_of_a_graph_has_them(change: bs.Logits, device: str) -> None:
+    q, k, v = make_qkv(N=60, D=16, device=device)
+    executor = bs.TritonExecutor(PORTABLE, logits=change)
+    trace = bs.Pipeline(bs.Identity(), bs.NoScorer(16), bs.Everything(), executor).trace(q, k, v)
+    order, mask, scale = trace.permutation, trace.mask, trace.scale
+    output = one_node(executor._node, q, k, v, order, mask, None, scale=scale, logits=change)
+    assert torch.equal(output.out, trace.output.out)
+    assert output.logits is change
+
+
+@each_change
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("start", [0, 37])
+def test_dense_attention_has_them(start: int, causal: bool, change: bs.Logits) -> None:
+    """Also where an executor would have the pipeline attend densely."""
+    q, k, v = make_qkv(N=150, D=16, dtype=torch.float64)
+    q = 4 * q[:, :, start:]
+    for window in (None, 40) if causal else (None,):
+        pipeline = bs.Pipeline(
+            bs.Identity(), bs.NoScorer(16), bs.Everything(), bs.ReferenceExecutor(logits=change)
+        )
+        trace = pipeline.in_window(window).trace(q, k, v, causal=causal)
+        want = written_out(trace, change, torch.float64)[0]
+        dense = dense_attention(q, k, v, causal=causal, scale=0.25, window=window, logits=change)
+        torch.testing.assert_close(dense, want, rtol=1e-12, atol=1e-12)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(bs.ReferenceExecutor, "dense_because", lambda *_, **__: "little work")
+            dense = pipeline.in_window(window)(q, k, v, causal=causal)
+            traced = pipeline.in_window(window).trace(q, k, v, causal=causal)
+        torch.testing.assert_close(dense, want, rtol=1e-12, atol=1e-12)
+        assert traced.dense_because == "little work"
+        assert float(traced.error().max()) < 1e-12
+
+
+@each_change
+def test_auto_takes_what_knows_them(change: bs.Logits, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = make_qkv(N=100, D=16, dtype=torch.float64)
+    executor = bs.AutoExecutor(logits=change)
+    trace = bs.Pipeline(bs.Identity(), bs.NoScorer(16), SomeRows(), executor).trace(q, k, v)
+    torch.testing.assert_close(trace.output.out, written_out(trace, change, torch.float64)[0])
+    assert isinstance(executor.choose(q, k, v, trace.mask).executor, bs.CpuExecutor)
+    monkeypatch.setattr(bs.CpuExecutor, "unsupported", lambda *_: ["no"])
+    choice = executor.choose(q, k, v, trace.mask)
+    assert isinstance(choice.executor, bs.ReferenceExecutor)
+    assert choice.executor.logits is change
+    assert "it knows no softcap and no attention sinks" in choice.refused["FlexExecutor"]
+
+
+@each_change
+def test_a_layer_says_what_its_pipeline_has(change: bs.Logits) -> None:
+    pipeline = bs.mean_pooling(0.5, block=16, executor=bs.CpuExecutor())
+    assert pipeline.logits.is_plain
+    changed = pipeline.with_logits(change)
+    assert changed.logits is change
+    assert changed.in_window(9).logits is change
+    assert changed.with_logits(bs.Logits()).logits.is_plain
+    for make in KNOWING:
+        assert make().with_logits(change).logits is change
+
+
+@each_change
+def test_groups_of_heads_have_the_sinks_of_their_heads(change: bs.Logits) -> None:
+    """In the order in which a group names them, in dense heads too."""
+    q, k, v = make_qkv(N=100, Hq=4, Hkv=2, D=16, dtype=torch.float64)
+    everything: Any = bs.Pipeline(bs.Identity(), bs.NoScorer(16), bs.Everything(), bs.CpuExecutor())
+    want = everything.with_logits(change)(4 * q, k, v)
+    groups: tuple[bs.HeadGroups, ...] = (
+        bs.HeadGroups({(1,): everything, (0,): None}),
+        bs.HeadGroups({(1, 0): everything}),
+        bs.HeadGroups({(1, 0): None}),
+    )
+    for group in (
+        *(x.with_logits(change) for x in groups),
+        bs.HeadGroups.dense_where((True, False), everything.with_logits(change)),
+    ):
+        torch.testing.assert_close(group(4 * q, k, v), want)
+        assert float(group.trace(4 * q, k, v).error().max()) < 1e-12
+        assert group.in_window(30).logits is change
+
+
+def test_groups_of_heads_have_one_meaning() -> None:
+    everything: Any = bs.Pipeline(bs.Identity(), bs.NoScorer(16), bs.Everything(), bs.CpuExecutor())
+    capped = everything.with_logits(bs.Logits(softcap=3.0))
+    for pipeline, logits in ((capped, bs.Logits()), (everything, bs.Logits(softcap=3.0)), (capped, CHANGES[2])):
+        with pytest.raises(
+            ValueError, match="'groups' must have one softcap, and the sinks of one layer, for all"
+        ):
+            bs.HeadGroups({(0,): pipeline, (1,): None}, logits=logits)
+    with pytest.raises(ValueError, match="'sinks' must have as many entries for each of 3 KV heads: 4"):
+        bs.HeadGroups({(0, 1, 2): None}).with_logits(CHANGES[1])
+
+
+@each_change
 def test_a_trace_measures_against_dense_attention_with_the_same_logits(change: bs.Logits) -> None:
     q, k, v = make_qkv(N=100, D=16, dtype=torch.float64)
     everything = bs.Pipeline(bs.Identity(), bs.NoScorer(16), bs.Everything(), bs.CpuExecutor(logits=change))
@@ -80,17 +272,23 @@ def test_they_are_refused_in_one_sentence() -> None:
     wrong: Any = bs.Logits
     with pytest.raises(ValueError, match="'softcap' must be a number above 0, at most 1e30, or None: 0"):
         bs.Logits(softcap=0)
-    with pytest.raises(TypeError, match="'sinks' must be a finite number, or one per query head, or None"):
+    with pytest.raises(TypeError, match="'sinks' must be a number from -1e30 to 1e30, or one per query head, or"):
         wrong(sinks="1.0")
-    for make in EXECUTORS:
+    for make in KNOWING:
         with pytest.raises(TypeError, match="'logits' must be a Logits"):
             make(logits=2.0)
         with pytest.raises(ValueError, match="'sinks' has 2 entries for 4 query heads"):
             bs.mean_pooling(executor=make(logits=bs.Logits(sinks=torch.zeros(2))))(q, k, v)
-    others: tuple[Any, ...] = (bs.TritonExecutor, bs.GatherExecutor, bs.FlexExecutor, bs.AutoExecutor)
-    for other in others:
+        with pytest.raises(TypeError, match="'logits' must be a Logits"):
+            make().with_logits(wrong)
+    for other in OTHERS:
         with pytest.raises(TypeError, match="unexpected keyword argument 'logits'"):
             other(logits=bs.Logits())
+        with pytest.raises(
+            ValueError, match=rf"^{other.__name__} knows no softcap and no attention sinks: take Tri"
+        ):
+            other().with_logits(bs.Logits(softcap=1.0))
+        assert other().with_logits(bs.Logits()).logits.is_plain
 
 
 @each_change
@@ -104,6 +302,17 @@ def test_an_audit_compares_with_dense_attention_with_the_same_logits(change: bs.
     assert layer.error is not None
     assert abs(layer.covered_mass.value - 1) < 1e-5
     assert layer.error.value < 1e-5
-    falls_back = AuditedPipeline(everything, 0, Audit(rows=16, every=1, max_error=0.1, fall_back=True))
-    with pytest.raises(ValueError, match=r"^'fall_back' attends by a plain softmax, .* say fall_back=False"):
-        falls_back(q, k, v)
+
+
+@each_change
+def test_an_audit_falls_back_to_dense_attention_with_the_same_logits(change: bs.Logits) -> None:
+    q, k, v = make_qkv(N=100, D=16)
+    sparse: Any = bs.Pipeline(bs.Identity(), bs.NoScorer(16), bs.Band(1), bs.CpuExecutor())
+    want = attrs.evolve(sparse, selector=bs.Everything()).with_logits(change)(q, k, v)
+    audited = AuditedPipeline(sparse, 0, Audit(rows=100, every=1, max_error=0.01, fall_back=True)).with_logits(
+        change
+    )
+    assert not torch.allclose(audited(q, k, v), want, atol=1e-3)
+    audited.audit.layers()  # waits for the comparison
+    torch.testing.assert_close(audited(q, k, v), want)
+    torch.testing.assert_close(audited.trace(q, k, v).output.out, want)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.dense_attention import dense_attention
+from blocksparse.executors.logits import PLAIN, Logits
 from blocksparse.inputs import check_inputs
 from blocksparse.opaque_call import OpaqueCall, attend
 from blocksparse.pipeline import Pipeline, Trace
@@ -87,12 +88,15 @@ class HeadGroups:
         groups: the pipelines by KV heads.
         window: how many tokens a query of a dense head sees at most, its own included; `in_window` sets it, and
             that of all pipelines. None for all tokens up to its own.
+        logits: what the layer does to the logits of dense heads, with its sinks of all query heads in the order of
+            the model; `with_logits` sets it, and that of all pipelines. Nothing by default.
     """
 
     groups: Mapping[Heads, AnyPipeline | None] = field(converter=_groups)
     window: int | None = field(
         default=None, converter=converters.optional(whole), validator=optional(size), kw_only=True
     )
+    logits: Logits = field(default=PLAIN, validator=a(Logits), kw_only=True)
     _call: OpaqueCall = field(
         init=False, repr=False, default=Factory(lambda self: OpaqueCall(self._attend), takes_self=True)
     )
@@ -124,6 +128,19 @@ class HeadGroups:
                 f"pipeline is {others.pop()}; in_window sets them all"
             )
 
+    @logits.validator
+    def _check_logits(self, _: object, logits: Logits) -> None:
+        for heads, pipeline in self.groups.items():
+            own = self._logits_of(heads)
+            if pipeline is not None and not pipeline.logits.equals(own):
+                raise ValueError(
+                    f"'groups' must have one softcap, and the sinks of one layer, for all heads: 'logits' is "
+                    f"{logits}, and that of the pipeline of {heads} {pipeline.logits}; with_logits sets them all"
+                )
+
+    def _logits_of(self, heads: Heads) -> Logits:
+        return self.logits.of_heads(heads, sum(map(len, self.groups)))
+
     def in_window(self, window: int | None) -> HeadGroups:
         """These groups for a layer with a sliding window, in dense heads too; see `Pipeline.in_window`."""
         groups = {
@@ -131,6 +148,20 @@ class HeadGroups:
             for heads, pipeline in self.groups.items()
         }
         return evolve(self, groups=groups, window=window)
+
+    def with_logits(self, logits: Logits) -> HeadGroups:
+        """These groups for a layer with a softcap or attention sinks, in dense heads too.
+
+        Args:
+            logits: those of the layer, with the sinks of all its query heads; see `Pipeline.with_logits`.
+        """
+        a(Logits).check(logits=logits)
+        kv_heads = sum(map(len, self.groups))
+        groups = {
+            heads: None if pipeline is None else pipeline.with_logits(logits.of_heads(heads, kv_heads))
+            for heads, pipeline in self.groups.items()
+        }
+        return evolve(self, groups=groups, logits=logits)
 
     @classmethod
     def dense_where(cls, dense: Sequence[bool], pipeline: AnyPipeline) -> HeadGroups:
@@ -141,8 +172,9 @@ class HeadGroups:
         split: dict[bool, list[int]] = {True: [], False: []}
         for head, is_dense in enumerate(dense):
             split[is_dense].append(head)
-        parts = ((split[True], None), (split[False], pipeline))
-        return cls({tuple(heads): attention for heads, attention in parts if heads}, window=pipeline.window)
+        parts = ((split[True], None), (split[False], pipeline.with_logits(PLAIN)))
+        groups = cls({tuple(heads): attention for heads, attention in parts if heads}, window=pipeline.window)
+        return groups.with_logits(pipeline.logits)
 
     def __call__(
         self,
@@ -173,11 +205,15 @@ class HeadGroups:
         for heads, pipeline in self.groups.items():
             part = _part(q, k, v, heads)
             parts[heads] = (
-                dense_attention(*part, causal=causal, scale=scale, window=self.window)
+                self._dense(heads, part, causal, scale)
                 if pipeline is None
                 else pipeline(*part, causal=causal, scale=scale)
             )
         return _put_back(parts, q.shape[1] // k.shape[1])
+
+    def _dense(self, heads: Heads, part: tuple[Tensor, Tensor, Tensor], causal: bool, scale: float) -> Tensor:
+        logits = self._logits_of(heads)
+        return dense_attention(*part, causal=causal, scale=scale, window=self.window, logits=logits)
 
     @overload
     def trace(
@@ -232,7 +268,7 @@ class HeadGroups:
         for heads, pipeline in self.groups.items():
             part = _part(q, k, v, heads)
             if pipeline is None:
-                out = dense_attention(*part, causal=causal, scale=scale, window=self.window)
+                out = self._dense(heads, part, causal, scale)
                 traces[heads], outputs[heads] = None, AttentionOutput(out, None)
             else:
                 traces[heads] = trace = pipeline.trace(*part, causal=causal, scale=scale)

@@ -13,7 +13,7 @@ from blocksparse.class_line import Declared, check_gave, check_takes, declared
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.dense_attention import dense_attention
 from blocksparse.executors.executor import Executor
-from blocksparse.executors.logits import PLAIN
+from blocksparse.executors.logits import PLAIN, Logits
 from blocksparse.geometry import Grid, hiding
 from blocksparse.inputs import check_inputs
 from blocksparse.kernels.multiplying.products import products, wide_dtype
@@ -155,6 +155,24 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         """
         return evolve(self, scorer=self.scorer.in_window(window))
 
+    @property
+    def logits(self) -> Logits:
+        """What the layer does to its logits and their softmax; the executor has it."""
+        return self.executor.logits
+
+    def with_logits(self, logits: Logits) -> Pipeline[PermutationT, ScoresT, MaskT]:
+        """This pipeline for a layer with a softcap or attention sinks, exactly, in dense calls too.
+
+            pbs_attn(0.9).with_logits(Logits(softcap=50.0))(q, k, v)
+
+        Scorers know neither, so blocks are chosen by the plain logits. `Logits()` takes both away.
+
+        Raises:
+            TypeError, ValueError: `logits` is not a `Logits`; or, as an `UnsupportedError`, the executor has no
+                field for them.
+        """
+        return self if logits is self.logits else evolve(self, executor=self.executor.with_logits(logits))
+
     def __call__(
         self,
         q: Tensor,
@@ -207,8 +225,11 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
         if reason := self.dense_because(q, k, v, causal=causal):
             _log.debug("dense attention runs: %s", reason)
-            return dense_attention(q, k, v, causal=causal, scale=scale, window=self.window)
+            return self._attend_densely(q, k, v, causal, scale)
         return self._attend_sparsely(q, k, v, causal, scale).out
+
+    def _attend_densely(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+        return dense_attention(q, k, v, causal=causal, scale=scale, window=self.window, logits=self.logits)
 
     def dense_because(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> str | None:
         """The reason why a call would attend densely, in the window if there is one; None if the stages run.
@@ -313,11 +334,8 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         if (reason := self.dense_because(q, k, v, causal=causal)) is None:
             output = self._execute(q, k, v, permutation, mask, scale)
         else:
-            output = AttentionOutput(
-                dense_attention(q, k, v, causal=causal, scale=scale, window=self.window),
-                None,
-                _everything(q, k, mask),
-            )
+            out = self._attend_densely(q, k, v, causal, scale)
+            output = AttentionOutput(out, None, _everything(q, k, mask), self.logits)
         return Trace(q, k, v, scale, permutation, scores, mask, output, reason)
 
 

@@ -14,7 +14,13 @@ pytest.importorskip("transformers")
 pytest.importorskip("scipy")
 pytest.importorskip("cattrs")
 
-from transformers import MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from blocksparse import Schedule
 from blocksparse.cli.main import main
@@ -137,6 +143,18 @@ def test_layers_that_are_never_sparse_stay_dense(tmp_path: Path) -> None:
     windowed = MistralForCausalLM(MistralConfig(**sizes, vocab_size=260, num_key_value_heads=2, sliding_window=32))
     with pytest.raises(TuneError, match="no layer of the model can be sparse; its attention is dense: "):
         tuned(windowed.eval(), tmp_path / "j")
+
+
+def test_layers_with_a_softcap_stay_dense(tmp_path: Path) -> None:
+    """They can be sparse, but what is compared knows none."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = Gemma2Config(**sizes, vocab_size=260, num_key_value_heads=2, head_dim=16, attn_implementation="eager")
+    model, (prompt,) = Gemma2ForCausalLM(config).eval(), tiny.prompts(1, 0)
+    with pytest.raises(TuneError, match="its attention is dense: softcap or attention sinks, which tune does not"):
+        tuned(model, tmp_path / "all")
+    model.model.layers[1].self_attn.attn_logit_softcapping = None
+    bench = Bench(model, Journal.open(tmp_path / "one", {}), Work(lambda *_: None, {}), 60)
+    assert bench.sparse_layers(prompt, 2) == [1]
 
 
 def test_what_cannot_be_tuned_on_is_named(model: Any, tmp_path: Path) -> None:

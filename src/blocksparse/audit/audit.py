@@ -80,8 +80,7 @@ class Audit:
         max_error: bound for the error, above which it is crossed; None for no bound.
         on_crossed: called with a `Crossing` for each call that crosses a bound, in the thread that learns of it,
             which runs the model or reads the audit.
-        fall_back: after a crossing the layer attends densely, until `resume`. An executor with a softcap or sinks
-            is refused when a call is audited, since this dense attention has neither.
+        fall_back: after a crossing the layer attends densely, until `resume`.
         confidence: of the intervals.
         window: audited calls of a layer that the estimates are over, the latest ones.
         seed: of the random numbers.
@@ -155,13 +154,6 @@ class Audit:
         sparse = [part for part in traces if part is not None and not _was_dense(part)]
         if not sparse:
             return
-        if self.fall_back and not all(
-            part.output.logits is None or part.output.logits.is_plain for part in sparse
-        ):
-            raise ValueError(
-                "'fall_back' attends by a plain softmax, and this executor has Logits: say fall_back=False, and "
-                "let 'on_crossed' decide"
-            )
         device = sparse[0].q.device
         with self._lock:
             if device not in self._generators:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from blocksparse.audit.audit import Audit
 from blocksparse.executors.dense_attention import dense_attention
+from blocksparse.executors.logits import Logits
 from blocksparse.head_groups import AnyTrace, HeadGroups, HeadGroupsTrace
 from blocksparse.inputs import check_inputs
 from blocksparse.opaque_call import OpaqueCall, attend
@@ -32,6 +33,10 @@ class AuditedPipeline:
         """The same for a layer with a sliding window; see `Pipeline.in_window`."""
         return evolve(self, pipeline=self.pipeline.in_window(window))
 
+    def with_logits(self, logits: Logits) -> AuditedPipeline:
+        """The same for a layer with a softcap or attention sinks; see `Pipeline.with_logits`."""
+        return evolve(self, pipeline=self.pipeline.with_logits(logits))
+
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None
     ) -> Tensor:
@@ -42,7 +47,8 @@ class AuditedPipeline:
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
         dense, audited = self.audit.begins(self.layer, may_audit=not _is_captured(q))
         if dense:
-            return dense_attention(q, k, v, causal=causal, scale=scale, window=self.pipeline.window)
+            window, logits = self.pipeline.window, self.pipeline.logits
+            return dense_attention(q, k, v, causal=causal, scale=scale, window=window, logits=logits)
         if not audited:
             return self.pipeline(q, k, v, causal=causal, scale=scale)
         trace = self.pipeline.trace(q, k, v, causal=causal, scale=scale)
@@ -55,7 +61,8 @@ class AuditedPipeline:
         """Make the same call with the same arguments, and return every value of it."""
         dense, audited = self.audit.begins(self.layer, may_audit=not _is_captured(q))
         if dense:
-            everywhere = HeadGroups({tuple(range(k.shape[1])): None}, window=self.pipeline.window)
+            window, logits = self.pipeline.window, self.pipeline.logits
+            everywhere = HeadGroups({tuple(range(k.shape[1])): None}, window=window, logits=logits)
             return everywhere.trace(q, k, v, causal=causal, scale=scale)
         trace = self.pipeline.trace(q, k, v, causal=causal, scale=scale)
         if audited:

@@ -50,7 +50,8 @@ def attend(
     """
     causal, scale = call.causal, call.scale
     if dense:
-        return AttentionOutput(dense_attention(q, k, v(), causal=causal, scale=scale), None)
+        out = dense_attention(q, k, v(), causal=causal, scale=scale, logits=pipeline.logits)
+        return AttentionOutput(out, None)
     permutation = (permuter or pipeline.permuter)(q, k, causal=causal, scale=scale)
     permutation.check_fits(q, k, causal=causal)
     mask = pipeline.selector(pipeline.scorer(q, k, permutation, causal=causal, scale=scale))

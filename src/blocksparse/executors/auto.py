@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import logging
 from numbers import Real
-from typing import final
+from typing import Self, final
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from torch import Tensor
 
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.cpu import CpuExecutor
 from blocksparse.executors.executor import Executor
 from blocksparse.executors.flex import FlexExecutor
+from blocksparse.executors.logits import PLAIN, Logits
 from blocksparse.executors.reference import ReferenceExecutor
 from blocksparse.executors.triton import TritonExecutor
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.selectors.block_mask import BlockMask
-from blocksparse.validators import Rule, optional
+from blocksparse.validators import Rule, a, optional
 
 # Floating-point operations of dense attention from which selecting blocks saves time. On an H200 that is where
 # dense attention takes 1.0 to 1.3 ms, whatever the heads, queries and keys.
@@ -26,7 +27,6 @@ HALF_PRECISION_PAYS_FROM = 9e11
 SINGLE_PRECISION_PAYS_FROM = 6e10
 
 _log = logging.getLogger(__name__)
-_last_resort = ReferenceExecutor()
 
 
 @final
@@ -83,6 +83,8 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
             is 9e11 in fp16 and bf16, as measured on an H200 with every kernel launched from Python (32 heads of
             dim 128 do as many with 10K tokens, 4 heads with 29K), and 6e10 in fp32, estimated from its lower
             rate. Other GPUs take the same numbers until they are measured: `python -m benchmarks.run crossover`.
+        logits: what the layer does to logits and their softmax, exactly, in dense calls too; nothing by default.
+            `FlexExecutor`, which knows neither softcap nor sinks, is then passed over.
 
     Raises:
         TypeError, ValueError: `dense_below` is not a number of operations.
@@ -90,10 +92,14 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
 
     takes_windows = True
     dense_below: float | None = field(default=None, kw_only=True, validator=optional(_operations))
+    logits: Logits = field(default=PLAIN, validator=a(Logits), kw_only=True)
+
+    def with_logits(self, logits: Logits) -> Self:
+        return evolve(self, logits=logits)
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> list[str]:
-        del q, k, v, mask
-        return []
+        del k, v, mask
+        return self.logits.unsupported(q)
 
     def dense_because(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> str | None:
         if not q.is_cuda:
@@ -120,12 +126,15 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
     ) -> tuple[Executor[GlobalPermutation, BlockMask], dict[str, list[str]]]:
         """The fastest executor that can run these inputs, and why the faster ones cannot."""
         refused: dict[str, list[str]] = {}
-        candidates = (TritonExecutor(), FlexExecutor()) if q.is_cuda else (CpuExecutor(), FlexExecutor())
-        for candidate in candidates:
-            if not (reasons := candidate.unsupported(q, k, v, mask)):
+        first = TritonExecutor(logits=self.logits) if q.is_cuda else CpuExecutor(logits=self.logits)
+        for candidate in (first, FlexExecutor()):
+            reasons = candidate.unsupported(q, k, v, mask)
+            if candidate.logits.is_plain and not self.logits.is_plain:
+                reasons = [*reasons, "it knows no softcap and no attention sinks"]
+            if not reasons:
                 return candidate, refused
             refused[type(candidate).__name__] = reasons
-        return _last_resort, refused
+        return ReferenceExecutor(logits=self.logits), refused
 
     def __call__(
         self,
@@ -139,6 +148,6 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
     ) -> AttentionOutput:
         self.check(q, k, v, permutation, mask)
         executor, refused = self._fastest(q, k, v, mask)
-        level = logging.WARNING if executor is _last_resort else logging.DEBUG
+        level = logging.WARNING if isinstance(executor, ReferenceExecutor) else logging.DEBUG
         _log.log(level, "%s", Choice(executor, refused))
         return executor(q, k, v, permutation, mask, scale=scale)

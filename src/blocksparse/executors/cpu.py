@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import final
+from typing import Self, final
 
 import torch
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -43,6 +43,9 @@ class CpuExecutor(Executor[Permutation, BlockMask]):
 
     takes_windows = True
     logits: Logits = field(default=PLAIN, validator=a(Logits), kw_only=True)
+
+    def with_logits(self, logits: Logits) -> Self:
+        return evolve(self, logits=logits)
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> list[str]:
         elsewhere = [f"it runs on a CPU, and these tensors are on {q.device.type}"] * (q.device.type != "cpu")

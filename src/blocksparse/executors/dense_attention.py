@@ -15,6 +15,7 @@ from torch.backends.cuda import (
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from blocksparse.executors.auto import AutoExecutor
+from blocksparse.executors.logits import PLAIN, Logits
 from blocksparse.geometry import Grid, hiding
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.precision import without_autocast
@@ -22,11 +23,18 @@ from blocksparse.selectors.block_mask import BlockMask
 
 # `_by_rows` holds the weights of so many queries at a time: about as many numbers as its copy of the keys.
 _ROWS = 128
-_BLOCK = 128  # tokens of the blocks of attention within a window
+_BLOCK = 128  # tokens of the blocks of attention that PyTorch has no kernel for
 
 
 def dense_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, window: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    window: int | None = None,
+    logits: Logits = PLAIN,
 ) -> Tensor:
     """Softmax attention of `q` `[B, Hq, M, D]` over all of `k` `[B, Hkv, N, D]` and `v`: `[B, Hq, M, Dv]`.
 
@@ -41,19 +49,24 @@ def dense_attention(
         window: of causal attention, how many tokens a query sees at most, its own included. PyTorch's kernels know
             none, so a window that hides something takes the executor of `AutoExecutor`, with every block that a
             query sees: its time grows with M times the window, and it takes no mask.
+        logits: what the layer does to logits and their softmax. PyTorch's kernels know neither softcap nor sinks,
+            so either takes that executor too.
     """
-    if (window := hiding(window, k.shape[2], causal=causal)) is not None:
-        return _in_window(q, k, v, scale, window)
+    if (window := hiding(window, k.shape[2], causal=causal)) is not None or not logits.is_plain:
+        return _by_blocks(q, k, v, causal, scale, window, logits)
     with without_autocast(q):
         return _attend(q, k, v, causal=causal, scale=scale)
 
 
-def _in_window(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
+def _by_blocks(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int | None, logits: Logits
+) -> Tensor:
+    """The executor of a sparse call, with every block that a query sees: it holds no logits."""
     in_place = GlobalPermutation()
-    grid = Grid.of(q, k, in_place, q_block=_BLOCK, k_block=_BLOCK, causal=True, window=window)
+    grid = Grid.of(q, k, in_place, q_block=_BLOCK, k_block=_BLOCK, causal=causal, window=window)
     mask = BlockMask(grid.reachable.expand(grid.batch, grid.kv_heads, -1, -1), grid)
     with without_autocast(q):
-        return AutoExecutor()(q, k, v, in_place, mask, scale=scale).out
+        return AutoExecutor(logits=logits)(q, k, v, in_place, mask, scale=scale).out
 
 
 def _chunk_mask(M: int, N: int) -> Any:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, Self, TypeVar
 
 from torch import Tensor
 
 from blocksparse.class_line import check_got
 from blocksparse.executors.attention_output import AttentionOutput
+from blocksparse.executors.logits import PLAIN, Logits
 from blocksparse.inputs import DTYPES, UnsupportedError, refuse_gradients
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.selectors.block_mask import BlockMask
+from blocksparse.validators import a
 
 PermutationT_contra = TypeVar("PermutationT_contra", bound=Permutation, contravariant=True)
 MaskT_contra = TypeVar("MaskT_contra", bound=BlockMask, contravariant=True)
@@ -27,6 +29,28 @@ class Executor(ABC, Generic[PermutationT_contra, MaskT_contra]):
 
     takes_windows: ClassVar[bool] = False
     """Whether it leaves out pairs outside of `mask.grid.window`. If not, `check` refuses masks with a window."""
+
+    @property
+    def logits(self) -> Logits:
+        """What the layer does to its logits and their softmax."""
+        return PLAIN
+
+    def with_logits(self, logits: Logits) -> Self:
+        """This executor for a layer with a softcap or attention sinks, exactly; `Logits()` is one with neither.
+
+        Raises:
+            TypeError: `logits` is not a `Logits`.
+            UnsupportedError: the executor has no field for them.
+        """
+        a(Logits).check(logits=logits)
+        if logits.is_plain and self.logits.is_plain:
+            return self
+        because = f"{type(self).__name__} knows no softcap and no attention sinks"
+        raise UnsupportedError(
+            f"{because}: take TritonExecutor(), CpuExecutor() or AutoExecutor(), or give it a field 'logits' and "
+            "a method 'with_logits'",
+            because,
+        )
 
     @abstractmethod
     def __call__(

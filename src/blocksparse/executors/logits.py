@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from numbers import Real
 from typing import final
 
 import torch
-from attrs import converters, field, frozen
+from attrs import converters, evolve, field, frozen
 from torch import Tensor
 
-from blocksparse.per_head import PerHead, numbers, over_blocks, per_head, wrong_heads
+from blocksparse.kernels.attention.arguments import LogitChange
+from blocksparse.per_head import HeadValues, PerHead, by_head, numbers, over_blocks, per_head, wrong_heads
 from blocksparse.validators import Rule, optional
 
 _softcap = Rule(
@@ -17,7 +19,7 @@ _softcap = Rule(
     lambda x: isinstance(x, Real) and not isinstance(x, bool),
     lambda x: 0 < x <= 1e30,
 )
-_finite = numbers("a finite number", lambda x: x.isfinite())
+_sink = numbers("a number from -1e30 to 1e30", lambda x: x.abs() <= 1e30)
 
 
 @final
@@ -32,9 +34,7 @@ class Logits:
     """
 
     softcap: float | None = field(default=None, validator=optional(_softcap))
-    sinks: PerHead | None = field(
-        default=None, converter=converters.optional(per_head), validator=optional(_finite)
-    )
+    sinks: PerHead | None = field(default=None, converter=converters.optional(per_head), validator=optional(_sink))
 
     @property
     def is_plain(self) -> bool:
@@ -44,6 +44,31 @@ class Logits:
     def unsupported(self, q: Tensor) -> list[str]:
         """Reasons why these do not fit `q` `[B, Hq, M, D]`."""
         return wrong_heads("sinks", self.sinks, q.shape[1])
+
+    def equals(self, other: Logits) -> bool:
+        """Whether `other` changes logits alike."""
+        mine, its = self.sinks, other.sinks
+        if isinstance(mine, HeadValues) and isinstance(its, HeadValues):
+            return self.softcap == other.softcap and torch.equal(mine.values, its.values)
+        return self.softcap == other.softcap and type(mine) is type(its) and mine == its
+
+    def of_heads(self, heads: Sequence[int], kv_heads: int) -> Logits:
+        """Those of some of the `kv_heads` KV heads of a layer: with the sinks of their query heads.
+
+        Raises:
+            ValueError: the sinks are not as many for each KV head.
+        """
+        if not isinstance(self.sinks, HeadValues):
+            return self
+        values = self.sinks.values
+        if len(values) % kv_heads:
+            raise ValueError(f"'sinks' must have as many entries for each of {kv_heads} KV heads: {len(values)}")
+        by_kv_head = values.view(kv_heads, -1)
+        return evolve(self, sinks=torch.cat([by_kv_head[head] for head in heads]))
+
+    def for_kernel(self, q: Tensor) -> LogitChange:
+        """What the portable kernel gets, for `q` `[B, Hq, M, D]`."""
+        return LogitChange(self.softcap, None if self.sinks is None else by_head(self.sinks, q))
 
     def capped(self, logits: Tensor) -> Tensor:
         """The logits after the cap; they are overwritten."""

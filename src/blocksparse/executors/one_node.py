@@ -15,6 +15,7 @@ from torch._opaque_base import OpaqueBase
 
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.executor import Executor
+from blocksparse.executors.logits import PLAIN, Logits
 from blocksparse.geometry import Grid
 from blocksparse.inputs import refuse_gradients
 from blocksparse.opaque_call import laid_out_as
@@ -44,10 +45,12 @@ def one_node(
     rank: Tensor | None,
     *,
     scale: float,
+    logits: Logits = PLAIN,
 ) -> AttentionOutput:
     """Put a node into the graph that is being traced. It makes the same call of the executor when the graph runs.
 
     `rank` is that of a `RankedBlockMask` if the executor takes one; it then reports which blocks it visited.
+    `logits` are the executor's own, which a graph cannot ask its node for.
     """
     grid = mask.grid
     refuse_gradients(q, k, v)
@@ -55,7 +58,8 @@ def one_node(
         q, k, v, mask.keep, rank, permutation.k_index, permutation.q_index, node, permutation.group,
         [grid.q_block, grid.k_block, grid.window or 0], grid.causal, scale,
     )  # fmt: skip
-    return AttentionOutput(out, lse, None if rank is None else lambda: BlockMask(visited, grid))
+    visit = None if rank is None else lambda: BlockMask(visited, grid)
+    return AttentionOutput(out, lse, visit, logits)
 
 
 @torch.library.custom_op("blocksparse::execute", mutates_args=())

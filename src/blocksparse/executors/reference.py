@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import Self, final
 
 import torch
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from torch import Tensor
 
 from blocksparse.executors.attention_output import AttentionOutput
@@ -33,6 +33,9 @@ class ReferenceExecutor(Executor[Permutation, BlockMask]):
 
     takes_windows = True
     logits: Logits = field(default=PLAIN, validator=a(Logits), kw_only=True)
+
+    def with_logits(self, logits: Logits) -> Self:
+        return evolve(self, logits=logits)
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> list[str]:
         del k, v, mask

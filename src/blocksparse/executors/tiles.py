@@ -172,8 +172,8 @@ def tuned(q: Tensor, k: Tensor, v: Tensor, q_block: int, k_block: int, *, plain:
     """The fastest tiles for blocks of `q_block` x `k_block`, as measured (docs/performance.md).
 
     Args:
-        plain: whether nothing is approximated and there is no sliding window. Only then is the Hopper kernel
-            taken, which has neither.
+        plain: whether nothing is approximated and there is no sliding window, softcap or sink. Only then is the
+            Hopper kernel taken, which has none of these.
     """
     D, Dv = q.shape[-1], v.shape[-1]
     serving = (pair for (of_keys, of_values), pair in _HOPPER.items() if of_keys >= D and of_values >= Dv)

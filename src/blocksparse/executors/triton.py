@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import final
+from typing import Self, final
 
 import torch
-from attrs import Factory, converters, field, frozen
+from attrs import Factory, converters, evolve, field, frozen
 from torch import Tensor
 
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.block_plan import BlockPlan
 from blocksparse.executors.executor import Executor
+from blocksparse.executors.logits import PLAIN, Logits
 from blocksparse.executors.one_node import OneNode, one_node
 from blocksparse.executors.tiles import HopperTiles, Tiles, TritonTiles, tuned
 from blocksparse.kernels.attention.arguments import Approximation
@@ -31,7 +32,7 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
     It takes fp16, bf16 and fp32, head dims up to 256 (padded to a power of two on chip) and grouped query heads
     without copies of keys. It runs compiled on a GPU, and on CPU tensors under Triton's interpreter (fp16 and
     fp32). GPUs of compute capability 9.0 (Hopper) have their own kernel for half precision and head dims that are
-    multiples of 8, which calls with a sliding window do not take.
+    multiples of 8. Calls with a sliding window, a softcap or attention sinks take the portable kernel there too.
 
     Args:
         tiles: which kernel runs and how it is launched, `HopperTiles` or `TritonTiles`; by default the fastest.
@@ -40,6 +41,7 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
             more than `-pv_skip` below the greatest one that it met before. If `m` keys are left out, at most the
             share `m e^pv_skip` of the query's mass is lost. The result is approximate then, in the portable kernel
             (docs/numerics.md has the bounds); with None, the default, it is exact.
+        logits: what the layer does to logits and their softmax, exactly; nothing by default.
 
     Raises:
         ValueError: `pv_skip` is not negative.
@@ -50,7 +52,11 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
     pv_skip: PerHead | None = field(
         default=None, kw_only=True, converter=converters.optional(per_head), validator=optional(negative)
     )
+    logits: Logits = field(default=PLAIN, validator=a(Logits), kw_only=True)
     _node: OneNode = field(init=False, repr=False, default=Factory(lambda self: OneNode(self), takes_self=True))
+
+    def with_logits(self, logits: Logits) -> Self:
+        return evolve(self, logits=logits)
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> list[str]:
         reasons = portable_reasons(q, k, v, mask, self.tiles)
@@ -58,7 +64,9 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
             reasons.append(f"{self.tiles} cannot be combined with 'pv_skip', but TritonTiles can")
         if isinstance(self.tiles, HopperTiles) and mask.grid.window is not None:
             reasons.append(f"{self.tiles} knows no sliding window, but TritonTiles do")
-        return reasons + wrong_heads("pv_skip", self.pv_skip, mask.grid.q_heads)
+        if isinstance(self.tiles, HopperTiles) and not self.logits.is_plain:
+            reasons.append(f"{self.tiles} knows no softcap and no attention sinks, but TritonTiles do")
+        return reasons + self.logits.unsupported(q) + wrong_heads("pv_skip", self.pv_skip, mask.grid.q_heads)
 
     def __call__(
         self,
@@ -71,10 +79,10 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
         scale: float,
     ) -> AttentionOutput:
         if is_transformed():
-            return one_node(self._node, q, k, v, permutation, mask, None, scale=scale)
+            return one_node(self._node, q, k, v, permutation, mask, None, scale=scale, logits=self.logits)
         self.check(q, k, v, permutation, mask, hint="Use AutoExecutor(), or CpuExecutor() on a CPU.")
         grid, queries = mask.grid, permutation.gather_queries(q)
-        plain = self.pv_skip is None and grid.window is None
+        plain = self.pv_skip is None and grid.window is None and self.logits.is_plain
         out, lse = sparse_attention(
             queries,
             k,
@@ -85,8 +93,9 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
             scale=scale,
             key_slots=permutation.key_slots,
             approximation=EXACT if self.pv_skip is None else Approximation(by_head(self.pv_skip, q)),
+            change=self.logits.for_kernel(q),
         )
-        return AttentionOutput(permutation.restore(out), permutation.restore(lse))
+        return AttentionOutput(permutation.restore(out), permutation.restore(lse), logits=self.logits)
 
 
 def portable_reasons(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, tiles: Tiles | None) -> list[str]:

@@ -19,6 +19,7 @@ from blocksparse.inputs import check_inputs
 from blocksparse.inspection.maps import Figures, Maps, look
 from blocksparse.integrations.transformers import attach
 from blocksparse.pipeline import Trace
+from blocksparse.schedule import Schedule
 
 STAGES = ("permute", "score", "select", "attend")
 _PIXELS = 104  # what 270 heads have room for in the file
@@ -85,7 +86,8 @@ def collect(
         dense = network.model(ids, use_cache=False).last_hidden_state
     for number, preset in enumerate(presets, 1):
         begin(f"reading with {preset.name} ({number} of {len(presets)})")
-        with attach(network, preset.pipeline, min_tokens=1, min_queries=1, min_window=None):
+        schedule = Schedule(preset.pipeline, dense=sorted(skipped))
+        with attach(network, schedule, min_tokens=1, min_queries=1, min_window=None):
             preset.kl = _kl(network, dense, network.model(ids, use_cache=False).last_hidden_state)
     return Findings(presets, findings, dense_seconds, skipped)
 

@@ -119,6 +119,7 @@ class Call:
     v: Tensor  # [B, Hkv, N, Dv]
     scale: float
     own: Callable[[Tensor, Tensor, Tensor], Any]  # the model's own function, of q, k and v
+    plain: bool  # whether it has neither a softcap nor attention sinks
 
 
 def decoder_layers(network: Any) -> list[nn.Module]:
@@ -149,7 +150,8 @@ def on_attention(network: Any, see: Callable[[Call], None]) -> Iterator[None]:
             return attention(module, q, k, v, *rest, **options)
 
         scale = options.get("scaling")
-        see(Call(module.layer_idx, q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, own))
+        plain = all(options.get(name) is None for name in ("softcap", "s_aux", "sinks"))
+        see(Call(module.layer_idx, q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, own, plain))
         return own(q, k, v)
 
     AttentionInterface.register(name, seen)

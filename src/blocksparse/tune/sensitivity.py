@@ -53,22 +53,29 @@ class Bench:
         return attach(self.network, schedule, min_tokens=1, min_queries=1, recorder=recorder, min_window=None)
 
     def sparse_layers(self, prompt: TunePrompt, layers: int) -> list[int]:
-        """Layers that attend as a pipeline may: causal, without a window or another mask.
+        """Layers that attend as a pipeline may: causal, without a window or another mask, a softcap or sinks.
 
         Raises:
             TuneError: there is none.
         """
 
         def measure() -> list[int]:
-            recorder = DensityRecorder()
-            with self.attached(dict.fromkeys(range(layers), EVERYTHING), recorder), torch.inference_mode():
+            recorder, plain = DensityRecorder(), set[int]()
+
+            def see(call: Call) -> None:
+                if call.plain:
+                    plain.add(call.layer)
+
+            attached = self.attached(dict.fromkeys(range(layers), EVERYTHING), recorder)
+            with attached, on_attention(self.network, see), torch.inference_mode():
                 self.network(prompt.ids.to(self.network.device), use_cache=False, logits_to_keep=1)
-            if not recorder.sparse_calls():
+            if not (found := sorted(plain & set(recorder.sparse_calls()))):
                 reasons = {why for calls in recorder.dense_calls().values() for why in calls}
+                reasons |= {"softcap or attention sinks, which tune does not compare"} if not plain else set()
                 raise TuneError(
                     f"no layer of the model can be sparse; its attention is dense: {', '.join(reasons)}"
                 )
-            return sorted(recorder.sparse_calls())
+            return found
 
         found: list[int] = self.journal.once("layers that can be sparse", measure)
         return found

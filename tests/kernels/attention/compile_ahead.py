@@ -35,6 +35,8 @@ def compile_sparse_attention(
     int8_qk: bool = False,
     fp8_pv: bool = False,
     window: bool = False,
+    softcap: bool = False,
+    sinks: bool = False,
     index: str = "i16",
 ) -> triton.compiler.CompiledKernel:
     itemsize = {"fp16": 2, "bf16": 2, "fp32": 4}[dtype]
@@ -45,7 +47,7 @@ def compile_sparse_attention(
     on = {"pv_skip": pv_skip, "q_scale": int8_qk, "k_scale": int8_qk, "k_copy": int8_qk, "v_scale": fp8_pv}
     absent = [f"{name}_ptr" for name, given in on.items() if not given]
     absent += [f"{name}_strides" for name, given in on.items() if not given and name != "pv_skip"]
-    absent += [] if window else ["window"]
+    absent += [name for name, given in (("window", window), ("cap", softcap), ("sinks_ptr", sinks)) if not given]
     constants = {
         "D": head_dim, "DV": head_dim, "BLOCK_D": padded, "BLOCK_DV": padded,
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
@@ -62,12 +64,12 @@ def compile_sparse_attention(
         **{f"{name}_ptr": "*i32" for name in (
             "full_count", "partial_count", "q_position", "k_position", "k_copy")},
         "index_ptr": f"*{index}",
-        **{f"{name}_ptr": "*fp32" for name in ("pv_skip", "q_scale", "k_scale", "v_scale")},
+        **{f"{name}_ptr": "*fp32" for name in ("pv_skip", "q_scale", "k_scale", "v_scale", "sinks")},
         **{f"{name}_strides": ("i32",) * 3 for name in ("q", "k", "v", "out")},
         **{f"{name}_strides": ("i32",) * 2 for name in (
             "lse", "count", "index", "q_position", "k_position", "q_scale", "k_scale", "k_copy", "v_scale")},
         **dict.fromkeys(("M", "N", "cols", "heads_per_key", "heads_per_mask", "q_lead", "window"), "i32"),
-        "scale_log2": "fp32",
+        **dict.fromkeys(("factor", "cap"), "fp32"),
     }  # fmt: skip
     kernel = sparse_attention_triton._kernel.jit
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
@@ -195,6 +197,11 @@ def main() -> int:
                 )
         kernel = compile_sparse_attention(target, "bf16", 128, 128, with_tma[-1], window=True)
         print(f"{name} bf16 D=128 block=128 in a window: {kernel.metadata.shared} B shared")
+        for softcap, sinks in for_target(name, (True, True), (True, False), (False, True)):
+            kernel = compile_sparse_attention(
+                target, "bf16", 64, 128, with_tma[-1], window=sinks, softcap=softcap, sinks=sinks
+            )
+            print(f"{name} bf16 D=64 softcap={softcap} sinks={sinks}: {kernel.metadata.shared} B shared")
         for head_dim, pv_skip, int8_qk, fp8_pv in for_target(
             name, (80, True, True, False), (128, True, True, True), (128, False, False, True)
         ):

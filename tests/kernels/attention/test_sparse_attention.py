@@ -26,8 +26,8 @@ pytest.importorskip("triton")
 from blocksparse.executors.tiles import HopperTiles, Tiles, TritonTiles, portable, tuned
 from blocksparse.kernels.attention import sparse_attention as op
 from blocksparse.kernels.attention.approximate_attention import approximate_attention_reference
-from blocksparse.kernels.attention.arguments import Approximation
-from blocksparse.kernels.attention.sparse_attention import sparse_attention, sparse_attention_reference
+from blocksparse.kernels.attention.arguments import Approximation, LogitChange
+from blocksparse.kernels.attention.sparse_attention import UNCHANGED, sparse_attention, sparse_attention_reference
 from blocksparse.kernels.attention.sparse_attention_triton import runs_interpreted
 from blocksparse.kernels.positions.token_positions import TokenPositions
 
@@ -46,6 +46,7 @@ class Call:
     positions: TokenPositions
     tiles: Tiles
     scale: float
+    change: LogitChange = UNCHANGED
 
     def __call__(self, **changed: Any) -> tuple[Tensor, Tensor]:
         """Run the kernel with other options, or with other fields, for this once."""
@@ -53,12 +54,22 @@ class Call:
         if mine:
             return evolve(self, **mine)(**changed)
         return sparse_attention(
-            self.q, self.k, self.v, self.lists, self.positions, self.tiles, scale=self.scale, **changed
+            self.q,
+            self.k,
+            self.v,
+            self.lists,
+            self.positions,
+            self.tiles,
+            scale=self.scale,
+            change=self.change,
+            **changed,
         )
 
     def exactly(self) -> tuple[Tensor, Tensor]:
         """The specification in the dtype of the inputs."""
-        return sparse_attention_reference(self.q, self.k, self.v, self.lists, self.positions, scale=self.scale)
+        return sparse_attention_reference(
+            self.q, self.k, self.v, self.lists, self.positions, scale=self.scale, change=self.change
+        )
 
     def in_float64(self) -> Call:
         q, k, v = (x.double() for x in (self.q, self.k, self.v))
@@ -70,7 +81,8 @@ class Call:
             return evolve(x, **{name: y.cpu() if isinstance(y, Tensor) else y for name, y in entries.items()})
 
         q, k, v = self.q.cpu(), self.k.cpu(), self.v.cpu()
-        return evolve(self, q=q, k=k, v=v, lists=moved(self.lists), positions=moved(self.positions))
+        own = {name: moved(getattr(self, name)) for name in ("lists", "positions", "change")}
+        return evolve(self, q=q, k=k, v=v, **own)
 
 
 def arguments(
@@ -117,7 +129,8 @@ def assert_right(call: Call) -> None:
     # On the CPU, also for a GPU: sums in another order err by as much.
     with multiplied_by_numpy():
         yardstick = call.on_cpu().exactly()[0].to(want.device)
-    for tiles in (call.tiles, tuned(call.q, call.k, call.v, call.lists.q_block, call.lists.k_block)):
+    plain = call.change is UNCHANGED
+    for tiles in (call.tiles, tuned(call.q, call.k, call.v, call.lists.q_block, call.lists.k_block, plain=plain)):
         out, lse = call(tiles=tiles)
         assert_within_budget(out, want, yardstick)
         torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3 if call.q.dtype != torch.float32 else 1e-5)
@@ -217,13 +230,97 @@ def test_large_logits(device: str) -> None:
     assert_right(arguments(100 * q, k, v, block=32))
 
 
+def a_change(heads: int, device: str, *, softcap: float | None = 2.0, sinks: bool = True) -> LogitChange:
+    return LogitChange(softcap, torch.linspace(-3, 5, heads, device=device) if sinks else None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("N", [1, 65, 129, *([1000, 4096] if GPU else [])])
+def test_softcap_and_sinks(N: int, dtype: torch.dtype, device: str) -> None:
+    q, k, v = make_qkv(N=N, Hq=4, Hkv=2, D=32, dtype=dtype, device=device)
+    call = arguments(4 * q, k, v, block=64)
+    for softcap, sinks in ((2.0, False), (None, True), (2.0, True)):
+        assert_right(evolve(call, change=a_change(4, device, softcap=softcap, sinks=sinks)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", [1, 3, 7])
+@pytest.mark.parametrize(("M", "causal"), [(90, True), (41, True), (41, False)])
+def test_softcap_and_sinks_in_groups_and_chunks(group: int, M: int, causal: bool, device: str) -> None:
+    q, k, v = make_qkv(B=2, N=90, M=M, Hq=2 * group, Hkv=2, D=20, Dv=12, device=device)
+    call = arguments(3 * q, k, v, block=32, causal=causal, tiles=TritonTiles(16, 16, 4, 2))
+    assert_right(evolve(call, change=a_change(2 * group, device)))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of squares that overflow and are not taken
+@pytest.mark.parametrize("softcap", [1e-30, 0.3, 30.0, 1e30])
+def test_softcaps_of_any_size(softcap: float, device: str) -> None:
+    """A tiny cap makes all logits alike, a huge one changes nothing."""
+    q, k, v = make_qkv(N=70, Hq=2, Hkv=1, D=16, device=device)
+    call = arguments(q, k, v, block=32)
+    assert_right(evolve(call, change=LogitChange(softcap)))
+    tiny = call(change=LogitChange(1e-45))[0]  # smaller than its own inverse can be in fp32
+    torch.testing.assert_close(tiny, evolve(call, scale=0.0)()[0])
+
+
+def test_a_sink_that_weighs_nothing_changes_no_bit(device: str) -> None:
+    q, k, v = make_qkv(N=70, Hq=2, Hkv=1, D=16, device=device)
+    call = arguments(q, k, v, block=32)
+    none = LogitChange(None, torch.full((2,), -1e30, device=device))
+    for got, want in zip(call(change=none), call(), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.slow
+def test_sinks_go_with_their_heads(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where keys are moved head by head."""
+    q, k, v = make_qkv(N=70, Hq=4, Hkv=2, D=16, device=device)
+    slots = torch.arange(70, dtype=torch.int32, device=device).expand(1, 2, 70).contiguous()
+    call = evolve(arguments(q, k, v, block=32), change=a_change(4, device))
+    want = call()
+    monkeypatch.setattr(op, "_WORKSPACE", 1)
+    for got, right in zip(call(key_slots=slots), want, strict=True):
+        assert torch.equal(got, right)
+
+
+@pytest.mark.slow
+def test_pv_skip_of_capped_logits(device: str) -> None:
+    """What a query leaves out follows from its capped logits, and a sink is none of those that it met."""
+    q, k, v = make_qkv(N=150, Hq=2, Hkv=1, D=32, device=device)
+    call = arguments(6 * q, k, v, block=32, keep=0.8, tiles=TritonTiles(32, 32, 4, 2))
+    call = evolve(call, change=LogitChange(6.0, torch.tensor([1.0, 30.0], device=device)))
+    skip = Approximation(torch.full((2,), -1.5, device=device))
+    wide = call.in_float64()
+    want = approximate_attention_reference(
+        wide.q, wide.k, wide.v, wide.lists, wide.positions, 32, scale=wide.scale, approximation=skip,
+        change=wide.change,
+    )  # fmt: skip
+    got, exact = call(approximation=skip), call()
+    for a, b, c in zip(got, want, exact, strict=True):
+        torch.testing.assert_close(a.double(), b.double(), rtol=1e-4, atol=2e-5)
+        assert not torch.equal(a[:, 0], c[:, 0])
+
+
+def test_hopper_has_no_softcap_and_no_sinks(device: str) -> None:
+    q, k, v = make_qkv(N=70, D=16, dtype=torch.float16, device=device)
+    call = arguments(q, k, v, block=64, tiles=HopperTiles(1, 64, 2))
+    with pytest.raises(ValueError, match="the Hopper kernel knows no softcap and no sinks, the portable one does"):
+        call(change=a_change(4, device))
+    front = bs.Identity(), bs.MeanPoolScorer(64), bs.TopK(2)
+    executor = bs.TritonExecutor(HopperTiles(1, 64, 2), logits=bs.Logits(sinks=1.0))
+    with pytest.raises(ValueError, match="knows no softcap and no attention sinks, but TritonTiles do"):
+        bs.Pipeline(*front, executor)(q, k, v)
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of NaN, in the interpreter
+@pytest.mark.parametrize("changed", [False, True])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_bad_numbers_stay_in_their_rows(value: float, device: str) -> None:
+def test_bad_numbers_stay_in_their_rows(value: float, changed: bool, device: str) -> None:
     q, k, v = make_qkv(N=100, Hq=2, Hkv=1, D=32, device=device)
-    clean = arguments(q, k, v, block=32)()[0]
+    change = a_change(2, device) if changed else UNCHANGED
+    clean = arguments(q, k, v, block=32)(change=change)[0]
     q[:, :, 40] = value
-    out = arguments(q, k, v, block=32)()[0]
+    out = arguments(q, k, v, block=32)(change=change)[0]
     others = [i for i in range(100) if i != 40]
     assert torch.equal(out[:, :, others], clean[:, :, others])
 
@@ -615,6 +712,7 @@ def test_compiles_ahead_of_time() -> None:
     for target in ("sm_80", "sm_90", "sm_100", "gfx942"):
         assert f"{target} bf16 D=128" in printed
         assert f"{target} bf16 D=128 block=128 in a window" in printed
+        assert f"{target} bf16 D=64 softcap=True sinks=True" in printed
         assert f"{target} D=80 pv_skip=True int8_qk=True fp8_pv=False" in printed
     assert "sm_90 D=128 pv_skip=True int8_qk=True fp8_pv=True" in printed
     assert "sm_90 HopperTiles(consumers=1, block_n=128, num_stages=2, per_sm=2) fp16 D=64" in printed

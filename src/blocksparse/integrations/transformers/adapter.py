@@ -49,12 +49,14 @@ class Adapter:
         call = Call.of(module, query, key, value, attention_mask, kwargs, self.lengths)
         if id(module) not in self.modules:
             return dense(call)
-        layer, seen = self.layers[call.layer].in_window(call.window), call.seen
-        reason = call.dense_because()
-        # In a window the layer itself attends densely, where it does: transformers' functions would take a mask.
-        if reason is None and call.sequences is None and call.window is None:
+        layer, seen, reason = self.layers[call.layer], call.seen, call.dense_because()
+        if reason is None:
             assert seen is not None  # or there would be a reason
-            reason = layer.dense_because(query.shape[2], seen)
+            layer = layer.called(call.window, kwargs)
+            # With a window, a softcap or sinks the layer itself attends densely, where it does: transformers'
+            # functions would take a mask, or hold logits.
+            if call.sequences is None and call.window is None and layer.logits.is_plain:
+                reason = layer.dense_because(query.shape[2], seen)
         if reason is not None:
             # Inside torch.compile this line would run only when the graph is traced, so nothing is recorded there.
             if not torch.compiler.is_compiling():

@@ -56,8 +56,8 @@ def attach(
     Raises:
         TypeError: there is not one transformers model in `model`, or `pipeline` is not a pipeline.
         ValueError: no attention of the model asks transformers which function to call, the model lacks a layer
-            that the schedule names, a pipeline has a sliding window of its own, or transformers is too old for
-            `continuous_batching`.
+            that the schedule names, a pipeline has a sliding window or `Logits` of its own, or transformers is too
+            old for `continuous_batching`.
     """
     model = _inside(model)
     if not isinstance(pipeline, Pipeline | HeadGroups | Schedule):
@@ -177,5 +177,10 @@ def _layers_of(schedule: Schedule, model: PreTrainedModel) -> dict[int, LayerPip
             raise ValueError(
                 f"'pipeline' has a sliding window of {pipeline.window} tokens, and the model says which of its "
                 "layers have one: take the pipeline without it, in_window(None)"
+            )
+        if pipeline is not None and not pipeline.logits.is_plain:
+            raise ValueError(
+                f"'pipeline' has {pipeline.logits}, and the model says which of its layers have a softcap or "
+                "sinks: take the pipeline without them, with_logits(Logits())"
             )
     return layers

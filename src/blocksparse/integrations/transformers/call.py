@@ -10,14 +10,12 @@ from torch import Tensor, nn
 
 from blocksparse.inputs import MAX_HEAD_DIM
 from blocksparse.integrations.transformers.last_lengths import LastLengths
+from blocksparse.integrations.transformers.layer_logits import sinks_in, unread_because
 from blocksparse.integrations.transformers.prompt_mask import PromptMask
 from blocksparse.sequences import Sequences
 
 # Arguments with which attention must be dense, and the reasons that a DensityRecorder gets for them.
 _NOT_PLAIN = {
-    "softcap": "softcap",
-    "s_aux": "attention sinks",
-    "sinks": "attention sinks",
     "position_bias": "position bias",
     "cache": "paged cache",
     "indices": "chosen keys",
@@ -104,11 +102,14 @@ class Call:
             return "not causal"
         if because := next((why for name, why in _NOT_PLAIN.items() if self.kwargs.get(name) is not None), None):
             return because
+        if because := unread_because(self.kwargs, self.query.shape[1]):
+            return because
         if self.wants_weights:
             return "output_attentions"
         if self.kwargs.get("dropout"):
             return "dropout"
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (self.query, self.key, self.value)):
+        given = self.query, self.key, self.value, sinks_in(self.kwargs)
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
             return "gradients"
         if window not in (None, self.window) and self._longest() > window:
             return "sliding window"  # and the mask, which counts, says something else

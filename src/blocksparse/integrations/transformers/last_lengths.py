@@ -26,21 +26,21 @@ class LastLengths:
     def of(self, layer: int, *ends: Tensor) -> Sequences:
         """The sequences that end there, in the queries and, if two tensors are given, in the keys."""
         last = self._last  # read once: other threads may replace it
-        if last is not None and last[0] < layer and _same(last[1], ends):
+        if last is not None and last[0] < layer and same(last[1], ends):
             sequences = last[2]
         else:
             sequences = Sequences.from_cu_seqlens(*ends)
-        self._last = layer, [(ref(x), _version(x)) for x in ends], sequences
+        self._last = layer, [(ref(x), version(x)) for x in ends], sequences
         return sequences
 
 
-def _same(known: list[tuple[ref[Tensor], int]], ends: tuple[Tensor, ...]) -> bool:
+def same(known: list[tuple[ref[Tensor], int]], ends: tuple[Tensor, ...]) -> bool:
     """Whether these are the very tensors, unchanged. Weak references are compared by what their tensors hold."""
     return len(known) == len(ends) and all(
-        at() is x and version == _version(x) for (at, version), x in zip(known, ends, strict=True)
+        at() is x and before == version(x) for (at, before), x in zip(known, ends, strict=True)
     )
 
 
-def _version(x: Tensor) -> int:
+def version(x: Tensor) -> int:
     """A number that changes when an op writes to the tensor; inference tensors have none."""
     return 0 if x.is_inference() else x._version

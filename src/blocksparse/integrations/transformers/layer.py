@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import final
+from collections.abc import Mapping
+from typing import Any, final
 
 from attrs import Factory, evolve, field, frozen
 from torch import Tensor
 
 from blocksparse.audit.audited_pipeline import AuditedPipeline
 from blocksparse.executors.dense_attention import dense_attention
+from blocksparse.executors.logits import PLAIN, Logits
 from blocksparse.inputs import UnsupportedError, check_inputs
+from blocksparse.integrations.transformers.layer_logits import LayerLogits
 from blocksparse.integrations.transformers.outcomes import Outcomes
 from blocksparse.opaque_call import OpaqueCall, attend
 from blocksparse.schedule import LayerPipeline
@@ -28,24 +31,32 @@ class LayerAttention:
     min_window: int | None  # a sliding window of fewer tokens is dense; None for all windows
     outcomes: Outcomes
     window: int | None = None  # how many keys a query sees at most; the pipeline then has it too
+    logits: Logits = PLAIN  # what the layer does to its logits; the pipeline then has them too
     none_because: str = "no pipeline for this layer"
+    _read: LayerLogits = field(factory=LayerLogits, init=False, repr=False)
     _others: dict[int | None, LayerAttention] = field(factory=dict, init=False, repr=False)  # by their window
     _call: OpaqueCall = field(
         init=False, repr=False, default=Factory(lambda self: OpaqueCall(self._attend), takes_self=True)
     )
 
-    def in_window(self, window: int | None) -> LayerAttention:
-        """The same layer with a sliding window. Each window gives one object, which compiled graphs may hold."""
-        if window == self.window:
+    def called(self, window: int | None, kwargs: Mapping[str, Any]) -> LayerAttention:
+        """The same layer with a sliding window, and with the softcap and the sinks among the model's arguments.
+
+        Each window gives one object, which compiled graphs may hold, for as long as the sinks do not change.
+        """
+        logits = self._read.of(kwargs)
+        if window == self.window and logits is self.logits:
             return self
-        if window not in self._others:
+        other = self._others.get(window)
+        if other is None or other.logits is not logits:
             pipeline, because = self.pipeline, self.none_because
             try:
-                pipeline = None if pipeline is None else pipeline.in_window(window)
+                pipeline = None if pipeline is None else pipeline.in_window(window).with_logits(logits)
             except UnsupportedError as error:
                 pipeline, because = None, error.because
-            self._others[window] = evolve(self, pipeline=pipeline, window=window, none_because=because)
-        return self._others[window]
+            other = evolve(self, pipeline=pipeline, window=window, logits=logits, none_because=because)
+            self._others[window] = other
+        return other
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, sequences: Sequences | None
@@ -84,4 +95,4 @@ class LayerAttention:
                 self.outcomes.saw(self.layer, trace, q_len=q.shape[2], k_len=k.shape[2], window=self.window)
                 return trace.output.out
         self.outcomes.saw_dense(self.layer, reason)
-        return dense_attention(q, k, v, causal=causal, scale=scale, window=self.window)
+        return dense_attention(q, k, v, causal=causal, scale=scale, window=self.window, logits=self.logits)

@@ -2,7 +2,8 @@
 
 `pv_skip` is a difference of logits. In full blocks, a query leaves out a tile of keys whose best logit is more than
 `-pv_skip` below the best one that the query has met before. If all queries of a tile of queries leave it out, the product
-of its weights and values is not computed. `lse` is that of what was not left out.
+of its weights and values is not computed. `lse` is that of what was not left out. Logits are those after a softcap, and a
+sink is no logit that a query has met.
 
 Each query decides for itself, so that no query's result depends on another query, or on a later key.
 """
@@ -13,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from blocksparse.kernels.attention.arguments import Approximation, Lists
-from blocksparse.kernels.attention.sparse_attention import listed_pairs, visiting_rank
+from blocksparse.kernels.attention.arguments import Approximation, Lists, LogitChange
+from blocksparse.kernels.attention.sparse_attention import UNCHANGED, capped, listed_pairs, visiting_rank
 from blocksparse.kernels.multiplying.products import products
 from blocksparse.kernels.positions.token_positions import TokenPositions
 from blocksparse.kernels.rounding.quantize import FP8_LIMIT
@@ -30,6 +31,7 @@ def approximate_attention_reference(
     *,
     scale: float,
     approximation: Approximation,
+    change: LogitChange = UNCHANGED,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """It rounds where the kernel rounds, and computes in the precision of the inputs or of their scales.
@@ -40,7 +42,8 @@ def approximate_attention_reference(
     (_, Hq, M, _), N = q.shape, k.shape[2]
     out_dtype = out_dtype or v.dtype
     pairs = listed_pairs(lists, positions, q, k)
-    logits = _logits(q, k, v.shape[1], lists, positions, scale, approximation).masked_fill(~pairs, float("-inf"))
+    logits = capped(_logits(q, k, v.shape[1], lists, positions, scale, approximation), change)
+    logits = logits.masked_fill(~pairs, float("-inf"))
     v = v.repeat_interleave(Hq // v.shape[1], 1)
 
     # The tiles of keys in the order in which each query meets them, and the largest logit that it has met by each.
@@ -79,7 +82,11 @@ def approximate_attention_reference(
         weight = rounded * unit * (by_key(met) - origin).exp()
         v = v.to(logits.dtype)
     out = products(weight.to(v.dtype), v.mT, wide=False) / total.masked_fill(total == 0, 1.0)
-    return out.to(out_dtype), (total.log() + origin).squeeze(-1).float()
+    lse = total.log() + origin  # [B, Hq, M, 1]
+    if change.sinks is not None:
+        sinks = change.sinks.to(lse.dtype).view(1, -1, 1, 1)
+        out, lse = out * torch.sigmoid(lse - sinks), torch.logaddexp(lse, sinks)
+    return out.to(out_dtype), lse.squeeze(-1).float()
 
 
 def _logits(

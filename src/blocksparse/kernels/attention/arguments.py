@@ -3,6 +3,7 @@
 lists    which key blocks each row of blocks visits: `Lists`, or `RankedLists` in visiting order
 places   which original positions those blocks hold, and whether later keys are masked: `TokenPositions`
 tiles    which kernel runs, and how it is launched: `HopperTiles` and `TritonTiles` of `executors/tiles.py`
+change   what the layer does to its logits before the softmax: `LogitChange`
 scales   what 8-bit operands stand for: `Approximation`, and `TileOperands` of `rounding/tile_operands.py`
 """
 
@@ -62,6 +63,18 @@ class Approximation:
     def of_heads(self, cut: Callable[[Tensor], Tensor]) -> Approximation:
         """That of some heads, as `TokenPositions.of_heads` has them; 8-bit operands are in slot order and never cut."""
         return self if self.pv_skip is None else evolve(self, pv_skip=cut(self.pv_skip[None])[0])
+
+
+@frozen(eq=False)
+class LogitChange:
+    """What a layer does to its logits in the portable kernel, exactly; what is None costs nothing."""
+
+    softcap: float | None = None  # a logit x, after the scale, becomes softcap * tanh(x / softcap)
+    sinks: Tensor | None = None  # [Hq] fp32, one more logit, neither scaled nor capped, that has no value
+
+    def of_heads(self, cut: Callable[[Tensor], Tensor]) -> LogitChange:
+        """That of some heads, as `TokenPositions.of_heads` has them."""
+        return self if self.sinks is None else evolve(self, sinks=cut(self.sinks[None])[0])
 
 
 @frozen(eq=False)

@@ -3,10 +3,13 @@
     out[b, h, i] = sum_j softmax_j(scale * q[b, h, i] . k[b, h // G, j]) v[b, h // G, j]
 
 over the keys `j` of the blocks listed for the row of query `i`. A row's full blocks are never masked; its partial
-blocks are masked by original position: by causality, and by a sliding window if there is one. The softmax is in base 2, sums are in fp32, and the result is exact up to rounding.
+blocks are masked by original position: by causality, and by a sliding window if there is one. A layer may cap its logits
+before that, and have a sink in its softmax (`LogitChange`). The softmax is in base 2, sums are in fp32, and the result is
+exact up to rounding.
 
 There are two kernels: the portable one in `sparse_attention_triton.py`, and the one for Hopper in
-`sparse_attention_hopper.py`, which knows no sliding window. The tiles say which of them runs. `sparse_attention_reference` below is the specification.
+`sparse_attention_hopper.py`, which knows no sliding window, softcap or sinks. The tiles say which of them runs.
+`sparse_attention_reference` below is the specification.
 
 Two approximations are off unless asked for, and while they are off they cost the exact kernel nothing: leaving out the
 products of negligible weights, and 8-bit operands with scales. Only the portable kernel has them, and
@@ -21,8 +24,9 @@ from collections.abc import Callable
 import torch
 from attrs import evolve
 from torch import Tensor
+from torch.nn.functional import pad
 
-from blocksparse.kernels.attention.arguments import Approximation, Lists, Tiles
+from blocksparse.kernels.attention.arguments import Approximation, Lists, LogitChange, Tiles
 from blocksparse.kernels.common.hardware import device_of
 from blocksparse.kernels.common.memory import empty_as
 from blocksparse.kernels.moving.gather_rows import gather_two
@@ -30,6 +34,7 @@ from blocksparse.kernels.multiplying.products import products
 from blocksparse.kernels.positions.token_positions import TokenPositions
 
 EXACT = Approximation()
+UNCHANGED = LogitChange()
 _WORKSPACE = 2**28  # bytes of keys and values moved at a time
 
 
@@ -44,6 +49,7 @@ def sparse_attention(
     scale: float,
     key_slots: Tensor | None = None,
     approximation: Approximation = EXACT,
+    change: LogitChange = UNCHANGED,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over the listed blocks: `out` `[B, Hq, M, Dv]`, and `lse` `[B, Hq, M]` fp32.
@@ -65,7 +71,9 @@ def sparse_attention(
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     if positions.window is not None and tiles.kernel == "hopper":
         raise ValueError(f"the Hopper kernel knows no sliding window, the portable one does: {positions.window}")
-    attend = _kernel(tiles, approximation)
+    if tiles.kernel == "hopper" and (change.softcap is not None or change.sinks is not None):
+        raise ValueError(f"the Hopper kernel knows no softcap and no sinks, the portable one does: {change}")
+    attend = _kernel(tiles, approximation, change)
     with device_of(q):
         if key_slots is None:
             attend(q, k, v, out, lse, lists, positions, tiles, scale)
@@ -75,14 +83,14 @@ def sparse_attention(
             for first in range(0, k.shape[1], step):
                 of = functools.partial(_of_heads, first=first, step=step, heads=k.shape[1])
                 counts = {name: of(getattr(lists, name)) for name in ("full_count", "partial_count", "index")}
-                _kernel(tiles, approximation.of_heads(of))(
+                _kernel(tiles, approximation.of_heads(of), change.of_heads(of))(
                     of(q), *gather_two(of(k), of(v), of(key_slots)), of(out), of(lse),
                     evolve(lists, **counts), positions.of_heads(of), tiles, scale,
                 )  # fmt: skip
     return out, lse
 
 
-def _kernel(tiles: Tiles, approximation: Approximation) -> Callable[..., None]:
+def _kernel(tiles: Tiles, approximation: Approximation, change: LogitChange) -> Callable[..., None]:
     """The function that fills `out` and `lse` by the kernel that `tiles` names."""
     if tiles.kernel == "hopper":
         from blocksparse.kernels.attention.sparse_attention_hopper import sparse_attention_hopper
@@ -90,7 +98,7 @@ def _kernel(tiles: Tiles, approximation: Approximation) -> Callable[..., None]:
         return sparse_attention_hopper
     from blocksparse.kernels.attention.sparse_attention_triton import sparse_attention_triton
 
-    return functools.partial(sparse_attention_triton, approximation=approximation)
+    return functools.partial(sparse_attention_triton, approximation=approximation, change=change)
 
 
 def _heads_at_a_time(k: Tensor, v: Tensor, key_slots: Tensor) -> int:
@@ -107,14 +115,29 @@ def _of_heads(x: Tensor, first: int, step: int, heads: int) -> Tensor:
 
 
 def sparse_attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, lists: Lists, positions: TokenPositions, *, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lists: Lists,
+    positions: TokenPositions,
+    *,
+    scale: float,
+    change: LogitChange = UNCHANGED,
 ) -> tuple[Tensor, Tensor]:
     """The specification: one masked softmax over all pairs, in the precision of the inputs and O(M N) memory."""
     pairs = listed_pairs(lists, positions, q, k)
-    logits = (products(q, k, wide=False) * scale).masked_fill(~pairs, float("-inf"))
-    weight = logits.softmax(-1).masked_fill(~pairs, 0.0)
+    logits = capped(products(q, k, wide=False) * scale, change).masked_fill(~pairs, float("-inf"))
+    if change.sinks is not None:
+        sink = change.sinks.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+        logits, pairs = torch.cat((logits, sink), -1), pad(pairs, (0, 1))
+    weight = logits.softmax(-1).masked_fill(~pairs, 0.0)[..., : k.shape[2]]
     v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
     return products(weight, v.mT, wide=False), logits.logsumexp(-1).float()
+
+
+def capped(logits: Tensor, change: LogitChange) -> Tensor:
+    """The logits `[B, Hq, M, N]` after the softcap."""
+    return logits if change.softcap is None else change.softcap * torch.tanh(logits / change.softcap)
 
 
 def listed_pairs(lists: Lists, positions: TokenPositions, q: Tensor, k: Tensor) -> Tensor:

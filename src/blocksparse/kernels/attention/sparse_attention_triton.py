@@ -13,16 +13,18 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from blocksparse.kernels.attention.arguments import Approximation, Lists, Tiles
+from blocksparse.kernels.attention.arguments import Approximation, Lists, LogitChange, Tiles
 from blocksparse.kernels.common.hardware import fp32_products, has_descriptors
 from blocksparse.kernels.common.launches_triton import Remembered, remembered
 from blocksparse.kernels.common.memory import copies_in_bulk
 from blocksparse.kernels.common.sizes import power_of_2
+from blocksparse.kernels.common.softcap_triton import capped
 from blocksparse.kernels.common.strides_triton import alike, head_at, head_strides
 from blocksparse.kernels.positions.token_positions import TokenPositions
 from blocksparse.kernels.rounding.quantize import FP8_LIMIT
 
 _FP8_LIMIT = tl.constexpr(FP8_LIMIT)
+_LARGEST = 1e38  # about the largest number of fp32: times infinity, a logit of 0 would be NaN
 
 
 def sparse_attention_triton(
@@ -36,6 +38,7 @@ def sparse_attention_triton(
     tiles: Tiles,
     scale: float,
     approximation: Approximation,
+    change: LogitChange,
 ) -> None:
     """Fills `out` and `lse`; the arguments are those of `sparse_attention`."""
     B, Hq, M, D = q.shape
@@ -47,6 +50,10 @@ def sparse_attention_triton(
         k_source = TensorDescriptor.from_tensor(k, [1, 1, tiles.block_n, block_d])
         v_source = TensorDescriptor.from_tensor(v, [1, 1, tiles.block_n, block_dv])
     q_split, a = lists.q_block // tiles.block_m, approximation
+    # Logits in base 2; those to be capped are first divided by the cap, and get base 2 with it.
+    factor, cap = scale * math.log2(math.e), None
+    if change.softcap is not None:
+        factor, cap = min(scale / change.softcap, _LARGEST), change.softcap * math.log2(math.e)
     _kernel[(lists.full_count.shape[-1] * q_split, Hq, B)](
         q, k_source, v_source, out, lse,
         lists.full_count, lists.partial_count, lists.index, positions.q_position, positions.k_position,
@@ -56,7 +63,7 @@ def sparse_attention_triton(
         a.pv_skip, a.q_scale, a.k_scale, a.k_copy, a.v_scale,
         *(None if x is None else alike(*head_strides(x)) for x in (a.q_scale, a.k_scale, a.k_copy, a.v_scale)),
         M, k.shape[2], lists.index.shape[-1],
-        Hq // Hk, Hq // lists.full_count.shape[1], positions.q_lead, scale * math.log2(math.e), positions.window,
+        Hq // Hk, Hq // lists.full_count.shape[1], positions.q_lead, factor, positions.window, cap, change.sinks,
         D=D, DV=Dv,
         BLOCK_D=block_d, BLOCK_DV=block_dv,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
@@ -120,12 +127,14 @@ def _factors(ptr, at, inside, RAGGED: tl.constexpr):
 
 
 @triton.jit
-def _scores(q_tile, k_tile, q_factor, k_factor, scale_log2, PRECISION: tl.constexpr):
-    """Logits in base 2. With scales the products are those of integers, and `q_factor` contains `scale_log2`."""
+def _scores(q_tile, k_tile, q_factor, k_factor, factor, cap, PRECISION: tl.constexpr):
+    """Logits in base 2. With scales the products are those of integers, and `q_factor` contains `factor`."""
     if k_factor is None:
-        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
+        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * factor
     else:
         scores = tl.dot(q_tile, tl.trans(k_tile)).to(tl.float32) * q_factor[:, None] * k_factor[None, :]
+    if cap is not None:
+        scores = capped(scores, cap)
     return scores
 
 
@@ -201,10 +210,10 @@ def _kernel(
     full_count_ptr, partial_count_ptr, index_ptr, q_position_ptr, k_position_ptr,
     q_strides, k_strides, v_strides, out_strides, lse_strides,
     count_strides, index_strides, q_position_strides, k_position_strides,
-    pv_skip_ptr, q_scale_ptr, k_scale_ptr, k_copy_ptr, v_scale_ptr,  # what is None is compiled away, `window` too
+    pv_skip_ptr, q_scale_ptr, k_scale_ptr, k_copy_ptr, v_scale_ptr,  # what is None is compiled away, below too
     q_scale_strides, k_scale_strides, k_copy_strides, v_scale_strides,
     M, N, cols,
-    heads_per_key, heads_per_mask, q_lead, scale_log2, window,
+    heads_per_key, heads_per_mask, q_lead, factor, window, cap, sinks_ptr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, Q_SPLIT: tl.constexpr, K_SPLIT: tl.constexpr,
     CAUSAL: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
@@ -233,7 +242,7 @@ def _kernel(
     if q_scale_ptr is not None:
         q_scale_at = head_at(q_scale_strides, b, h)
         asked = (queries >= 0) & (queries < M)
-        q_factor = tl.load(q_scale_ptr + q_scale_at + queries, mask=asked, other=0.0) * scale_log2
+        q_factor = tl.load(q_scale_ptr + q_scale_at + queries, mask=asked, other=0.0) * factor
         k_scale_at = head_at(k_scale_strides, b, h_copy)
     v_scale_at = 0
     if v_scale_ptr is not None:
@@ -258,7 +267,7 @@ def _kernel(
         start = (block * K_SPLIT + i % K_SPLIT) * BLOCK_N
         k_tile = _block(k_source, k_strides, b, h_copy, start, within, dims, N, D, BLOCK_D, False, TMA)
         k_factor = _factors(k_scale_ptr, k_scale_at + start + within, within >= 0, False)
-        scores = _scores(q_tile, k_tile, q_factor, k_factor, scale_log2, PRECISION)
+        scores = _scores(q_tile, k_tile, q_factor, k_factor, factor, cap, PRECISION)
         v_tile = _block(v_source, v_strides, b, h_key, start, within, dims_v, N, DV, BLOCK_DV, False, TMA)
         v_factor = _factors(v_scale_ptr, v_scale_at + start + within, within >= 0, False)
         running_max, running_sum, unit, accumulator = _softmax_update(
@@ -287,7 +296,7 @@ def _kernel(
         k_at = tl.load(k_position_ptr + k_position_at + start + within)
         inside = start + within < N
         k_factor = _factors(k_scale_ptr, k_scale_at + start + within, inside, True)
-        scores = _scores(q_tile, k_tile, q_factor, k_factor, scale_log2, PRECISION)
+        scores = _scores(q_tile, k_tile, q_factor, k_factor, factor, cap, PRECISION)
         allowed = (k_at >= 0)[None, :]
         if CAUSAL:
             allowed = allowed & (k_at[None, :] <= q_at[:, None])
@@ -300,6 +309,14 @@ def _kernel(
         running_max, running_sum, unit, accumulator = _softmax_update(
             scores, v_tile, v_factor, running_max, running_sum, unit, accumulator, None, live, True, PRECISION
         )
+
+    if sinks_ptr is not None:  # one more logit, which has no value
+        sink = tl.load(sinks_ptr + h) * 1.4426950408889634  # log2(e)
+        new_max = tl.maximum(running_max, sink)
+        rescale = tl.exp2(running_max - new_max)
+        running_sum = running_sum * rescale + tl.exp2(sink - new_max)
+        accumulator = accumulator * rescale[:, None]
+        running_max = new_max
 
     empty = running_sum == 0.0
     result = accumulator / tl.where(empty, 1.0, running_sum)[:, None]
