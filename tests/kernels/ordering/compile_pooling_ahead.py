@@ -111,7 +111,7 @@ def orders(name: str, target: GPUTarget) -> None:
             compile_kernel(segment_sort_triton._kernel, target, types, constants, num_warps=warps)
     types = {
         **{f"{side}{name}_ptr": "*i32" for side in "qk" for name in ("", "_first", "_last")}, "k_whole_ptr": "*i1",
-        "q_strides": ("i32",) * 2, "k_strides": ("i32",) * 3,
+        "q_made_ptr": "*i32", "k_made_ptr": "*i32", "q_strides": ("i32",) * 3, "k_strides": ("i32",) * 3,
     }  # fmt: skip
     constants = {
         "Q_BLOCK": 128,
@@ -122,7 +122,9 @@ def orders(name: str, target: GPUTarget) -> None:
         "Q_COPIES": 1,
         "K_COPIES": 4,
     }
-    compile_kernel(block_bounds_triton._kernel, target, types, constants, num_warps=4)
+    given, in_order = {"k_made_ptr": None}, dict.fromkeys(("q_ptr", "q_strides", "k_ptr", "k_strides"))
+    for missing in (given, in_order):
+        compile_kernel(block_bounds_triton._kernel, target, types, {**constants, **missing}, num_warps=4)
     print(f"{name} segment_sort, block_bounds")
 
 
