@@ -100,6 +100,15 @@ def others(name: str, target: GPUTarget, dtype: str, head_dim: int) -> None:
             "PADDED": False, "INDEXED": similarity, "CENTRED": similarity, "SIMILARITY": similarity,
         }  # fmt: skip
         compile_kernel(block_mean_triton._kernel, target, types, constants, num_warps=1)
+    types = {
+        "q_ptr": f"*{dtype}", "k_ptr": f"*{dtype}", "q_out_ptr": "*fp32", "k_out_ptr": "*fp32", "k_index_ptr": "*i32",
+        "q_strides": ("i32",) * 3, "k_strides": ("i32",) * 3, "k_index_strides": ("i32",) * 2,
+    }  # fmt: skip
+    constants = {
+        "D": head_dim, "BLOCK_D": block_d, "Q_BLOCK": 128, "K_BLOCK": 64, "Q_ROWS": 1024 // block_d,
+        "K_ROWS": 1024 // block_d, "PADDED": False, "q_index_ptr": None, "q_index_strides": None,
+    }  # fmt: skip
+    compile_kernel(block_mean_triton._both, target, types, constants, num_warps=1)
     print(f"{name} gather_rows, block_mean {dtype} D={head_dim}")
 
 
