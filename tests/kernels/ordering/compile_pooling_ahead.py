@@ -106,9 +106,10 @@ def others(name: str, target: GPUTarget, dtype: str, head_dim: int) -> None:
     }  # fmt: skip
     constants = {
         "D": head_dim, "BLOCK_D": block_d, "Q_BLOCK": 128, "K_BLOCK": 64, "Q_ROWS": 1024 // block_d,
-        "K_ROWS": 1024 // block_d, "PADDED": False, "q_index_ptr": None, "q_index_strides": None,
+        "K_ROWS": 1024 // block_d, "PADDED": False,
     }  # fmt: skip
-    compile_kernel(block_mean_triton._both, target, types, constants, num_warps=1)
+    in_order: dict[str, Any] = dict.fromkeys(("q_index_ptr", "q_index_strides"))
+    compile_kernel(block_mean_triton._both, target, types, {**constants, **in_order}, num_warps=1)
     print(f"{name} gather_rows, block_mean {dtype} D={head_dim}")
 
 
