@@ -117,7 +117,7 @@ def orders(name: str, target: GPUTarget) -> None:
     types: dict[str, Any] = {"values_ptr": "*fp32", "index_ptr": "*i32"}
     for S, rows, warps in ((64, 4, 1), (256, 1, 1), (1024, 1, 4)):
         for coarse in (False, True):
-            constants = {"S": S, "ROWS": rows, "COARSE": coarse}
+            constants = {"S": S, "ROWS": rows, "COARSE": coarse, "PARTS": 1 if coarse else 6}
             compile_kernel(segment_sort_triton._kernel, target, types, constants, num_warps=warps)
     types = {
         **{f"{side}{name}_ptr": "*i32" for side in "qk" for name in ("", "_first", "_last")}, "k_whole_ptr": "*i1",
