@@ -24,7 +24,7 @@ from blocksparse.kernels.common.sizes import REMEMBERED, cdiv, power_of_2
 _SPLITS = 32  # shares that the keys are divided into, at most
 _PIECES = 8  # pieces of 128 keys in a share, at most while there are fewer than `_SPLITS` shares
 _TMA_FROM = 16384  # keys from which on a descriptor is made, which takes the host some microseconds
-_OF_PROMPT = ["peak_ptr", "total_ptr", "N", "share", "splits", "seen", "plain"]
+_OF_PROMPT = ["N", "share", "splits", "seen", "plain"]
 _LEAST = tl.constexpr(-3.0e38)  # below every product; finite, so that differences of peaks are numbers
 
 
@@ -36,14 +36,16 @@ def key_importance_triton(
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     P, G, seen = min(probe, M), Hq // Hkv, min(seen, N)
     # A negative scale is that of negated queries: the largest product then stays the largest logit.
-    q = q[:, :, M - P :] if scale >= 0 else -q[:, :, M - P :]
+    q = q.narrow(2, M - P, P)
+    q = q if scale >= 0 else -q
     large = has_large_memory(q)
     sums, weights = _options(D, q.element_size(), P, G, large=large)
     row_tiles, tiles = cdiv(G * P, sums["BLOCK_M"]), cdiv(P, weights["BLOCK_M"])
     pieces = cdiv(N, 128)
     share = cdiv(pieces, min(_SPLITS, cdiv(pieces, _PIECES))) * 128
     splits = cdiv(N, share)
-    peak, total = torch.empty((2, B * Hkv, splits, G * P), dtype=torch.float32, device=q.device)
+    of_sums = B * Hkv, splits, G * P
+    peak, total = (torch.empty(of_sums, dtype=torch.float32, device=q.device) for _ in range(2))
     parts = torch.empty((B, Hq * tiles, N), dtype=torch.float32, device=q.device)
     # How many of the first keys every query sees: those need no mask.
     plain = min(seen, N - P + 1) if causal else seen

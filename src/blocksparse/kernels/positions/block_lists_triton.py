@@ -22,7 +22,9 @@ def block_lists_triton(keep: Tensor, grid: BlockGrid) -> tuple[Tensor, Tensor, T
     """Launch the kernel; arguments as of `block_lists`."""
     B, H, rows, cols = keep.shape
     index = torch.empty(keep.shape, dtype=index_dtype(cols), device=keep.device)
-    full_count, partial_count = torch.empty((2, B, H, rows), dtype=torch.int32, device=keep.device)
+    full_count, partial_count = (
+        torch.empty((B, H, rows), dtype=torch.int32, device=keep.device) for _ in range(2)
+    )
     wide = _NARROW if cols <= _NARROW else _WIDE
     high = max(_ENTRIES // wide, 1)
     with device_of(keep):
@@ -65,7 +67,7 @@ def _kinds(
 
 
 @remembered
-@triton.jit(do_not_specialize=["full_count_ptr", "partial_count_ptr", "rows", "cols"])
+@triton.jit(do_not_specialize=["rows", "cols"])
 def _kernel(
     keep_ptr, positions, position_strides, k_whole_ptr, full_count_ptr, partial_count_ptr, index_ptr,
     keep_strides, k_whole_strides,
