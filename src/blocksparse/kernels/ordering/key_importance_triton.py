@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from blocksparse.kernels.common.hardware import device_of, fp32_products, has_large_memory
 from blocksparse.kernels.common.launches_triton import remembered
-from blocksparse.kernels.common.memory import copies_in_bulk
+from blocksparse.kernels.common.memory import copies_in_bulk, empty_together
 from blocksparse.kernels.common.sizes import REMEMBERED, cdiv, power_of_2
 
 _SPLITS = 32  # shares that the keys are divided into, at most
@@ -45,8 +45,8 @@ def key_importance_triton(
     share = cdiv(pieces, min(_SPLITS, cdiv(pieces, _PIECES))) * 128
     splits = cdiv(N, share)
     of_sums = B * Hkv, splits, G * P
-    peak, total = (torch.empty(of_sums, dtype=torch.float32, device=q.device) for _ in range(2))
-    parts = torch.empty((B, Hq * tiles, N), dtype=torch.float32, device=q.device)
+    of_parts = B, Hq if per_query_head else Hkv, tiles if per_query_head else G * tiles, N
+    peak, total, parts = empty_together(torch.float32, q.device, of_sums, of_sums, of_parts)
     # How many of the first keys every query sees: those need no mask.
     plain = min(seen, N - P + 1) if causal else seen
     scale_log2 = abs(scale) * math.log2(math.e)
@@ -61,7 +61,7 @@ def key_importance_triton(
             q, _source(k, weights, tma), peak, total, parts, *sizes, 1 / (P if per_query_head else P * G), tiles,
             SPLITS=_SPLITS, TMA=tma, **constants, **weights,
         )  # fmt: skip
-    return parts.view(B, Hq if per_query_head else Hkv, -1, N)
+    return parts
 
 
 @functools.lru_cache(maxsize=REMEMBERED)

@@ -9,15 +9,16 @@ from torch import Tensor
 
 from blocksparse.kernels.common.hardware import device_of
 from blocksparse.kernels.common.launches_triton import remembered
+from blocksparse.kernels.common.memory import empty_together
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
 from blocksparse.kernels.common.strides_triton import alike, head_at, head_strides
-from blocksparse.kernels.positions.block_bounds import Bounds
 
+_Bounds = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 _NEVER = tl.constexpr(2**31 - 1)
 _TILE = 2048  # places that a program works on at a time
 
 
-def block_bounds_triton(q_position: Tensor, k_position: Tensor, q_block: int, k_block: int, heads: int) -> Bounds:
+def block_bounds_triton(q_position: Tensor, k_position: Tensor, q_block: int, k_block: int, heads: int) -> _Bounds:
     """Launch the kernel; arguments as of `block_bounds`."""
     M, slots, device = q_position.shape[-1], k_position.shape[-1], q_position.device
     return _launch(q_position, k_position, M, slots, q_block, k_block, heads, 0, device)[2]
@@ -25,7 +26,7 @@ def block_bounds_triton(q_position: Tensor, k_position: Tensor, q_block: int, k_
 
 def block_places_triton(
     q: Tensor, k: Tensor, q_index: Tensor | None, k_index: Tensor | None, q_block: int, k_block: int, offset: int
-) -> tuple[Tensor, Tensor, Bounds]:
+) -> tuple[Tensor, Tensor, _Bounds]:
     """Launch the kernel; arguments as of `block_places`."""
     slots = k.shape[2] if k_index is None else k_index.shape[-1]
     return _launch(q_index, k_index, q.shape[2], slots, q_block, k_block, q.shape[1], offset, q.device)
@@ -41,23 +42,22 @@ def _launch(
     heads: int,
     offset: int,
     device: torch.device,
-) -> tuple[Tensor, Tensor, Bounds]:
+) -> tuple[Tensor, Tensor, _Bounds]:
     """Positions are made only where the maps, which are then returned, do not say them already."""
     lead = offset % q_block
     rows, cols = cdiv(lead + M, q_block), cdiv(slots, k_block)
     Bq, Qh = (1, 1) if q_index is None else q_index.shape[:2]
     Bk, Kh, G = (1, 1, 1) if k_index is None else k_index.shape[:3]
     q_index, k_index = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (q_index, k_index))
-    q_made = k_made = None
-    if q_index is None or offset or M % q_block:
-        q_made = torch.empty((Bq, Qh, rows * q_block), dtype=torch.int32, device=device)
-    if k_index is None or slots % k_block:
-        k_made = torch.empty((Bk, Kh, G, cols * k_block), dtype=torch.int32, device=device)
     q_copies, k_copies = (1 if H == 1 else heads // H for H in (Qh, Kh))
-    # Each tensor has memory of its own, and so is aligned: Triton specialises the kernels that read them on that.
     of_queries, of_keys = (Bq, Qh * q_copies, rows, 1), (Bk, Kh * k_copies, G, cols)
-    q_first, q_last = (torch.empty(of_queries, dtype=torch.int32, device=device) for _ in range(2))
-    k_first, k_last = (torch.empty(of_keys, dtype=torch.int32, device=device) for _ in range(2))
+    shapes = [of_queries, of_queries, of_keys, of_keys]
+    if q_missing := q_index is None or offset > 0 or M % q_block > 0:
+        shapes.append((Bq, Qh, rows * q_block))
+    if k_missing := k_index is None or slots % k_block > 0:
+        shapes.append((Bk, Kh, G, cols * k_block))
+    q_first, q_last, k_first, k_last, *made = empty_together(torch.int32, device, *shapes)
+    q_made, k_made = made[0] if q_missing else None, made[-1] if k_missing else None
     k_whole = torch.empty(of_keys, dtype=torch.bool, device=device)
     q_wide, k_wide = (min(power_of_2(block), _TILE) for block in (q_block, k_block))
     q_programs = Bq * Qh * cdiv(rows, _TILE // q_wide)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from blocksparse.kernels.common.hardware import device_of
 from blocksparse.kernels.common.launches_triton import remembered
+from blocksparse.kernels.common.memory import empty_together
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
 from blocksparse.kernels.common.strides_triton import alike, head_at
 
@@ -38,8 +39,7 @@ def block_means_triton(
     )
     Hk, N = k.shape[1:3] if k_index is None else k_index.shape[1:]
     rows, cols, block_d = cdiv(lead + M, q_block), cdiv(N, k_block), power_of_2(D)
-    pooled_q = torch.empty((B, Hq, rows, D), dtype=torch.float32, device=q.device)
-    pooled_k = torch.empty((B, Hk, cols, D), dtype=torch.float32, device=q.device)
+    pooled_q, pooled_k = empty_together(torch.float32, q.device, (B, Hq, rows, D), (B, Hk, cols, D))
     with device_of(q):
         _both[(B * (Hq * rows + Hk * cols),)](
             q, k, q_index, k_index, pooled_q, pooled_k,
