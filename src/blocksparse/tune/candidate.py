@@ -37,7 +37,8 @@ class Candidate:
         preset: a name in `blocksparse.presets.every_preset`.
         arguments: keyword arguments of the preset: numbers, lists of numbers (one per query head), True, False
             and None.
-        band: also keep blocks that hold a key at most so many tokens before a query; None adds no band.
+        band: also keep blocks that hold a key at most so many tokens before a query; None adds no band. `s2o`
+            takes its band among the arguments: `Candidate("s2o", {"tau": 0.1, "band": 64})`.
         pv_skip: `pv_skip` of `TritonExecutor`, which runs on a GPU only; None takes `AutoExecutor`.
 
     Raises:
