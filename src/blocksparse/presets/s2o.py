@@ -49,8 +49,9 @@ def s2o(
             almost no error (docs/papers/s2o.md).
         per_query_head: make one key order per query head instead of one per KV head.
         order_queries: sort the queries of a segment, so that similar ones stop together.
-        band: how many keys before each query are visited in any case, rounded up to blocks; without a band a query
-            at the start of its segment may miss them. A multiple of `block` wastes nothing.
+        band: visit the keys up to so many before each query in any case. Without a band (0) a query at the start
+            of its segment may miss them. Give it a multiple of `block`, since whole blocks are visited; what it
+            is worth is in docs/papers/s2o.md.
         executor: `GatherExecutor(tau)` if None. An executor that does not stop early, such as
             `ReferenceExecutor`, computes every block.
 
