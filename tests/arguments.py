@@ -112,7 +112,11 @@ TARGETS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (bs.Identity, {}, ""),
     (bs.SegmentKeySort, {}, "S=size probe=size per_query_head=flag causal_probe=flag"),
     (bs.SegmentQuerySort, {}, "S=size block=block keys=permuter"),
-    (bs.GlobalIndexMap, {}, "S=block prefix=size? coarse=flag per_query_head=flag order_queries=flag guide=size?"),
+    (
+        bs.GlobalIndexMap,
+        {},
+        "S=block prefix=size? coarse=flag per_query_head=flag order_queries=flag guide=size? near=count",
+    ),
     *(
         (order, {"grid": (1, 2, 2)}, "grid=three? prefix=count suffix=count?")
         for order in (bs.HilbertOrder, bs.RasterOrder, bs.TimeOrder, bs.ColumnOrder)
@@ -157,7 +161,7 @@ TARGETS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (bs.OnTiles, {"rule": bs.Sink(), "n": 2}, "rule=rule n=size"),
     (bs.Refined, {"inner": bs.TopK(2), "n": 2}, "inner=selector n=size"),
     (bs.SharedByGroup, {"inner": bs.TopK(2)}, "inner=selector"),
-    (bs.Ranked, {"inner": bs.TopK(2)}, "inner=selector"),
+    (bs.Ranked, {"inner": bs.TopK(2)}, "inner=selector first=rule?"),
     (bs.TopCdf, {}, "mass=share crossing=flag"),
     (bs.GlobalTopCdf, {}, "mass=share crossing=flag"),
     (bs.TopK, {"k": 2}, "k=size share=share? forced_first=flag of_all_keys=flag"),
@@ -236,7 +240,7 @@ TARGETS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
         bs.s2o,
         {},
         "tau=at_least_0? S=block block=block prefix=size? coarse=flag per_query_head=flag order_queries=flag "
-        "executor=executor?",
+        "band=count executor=executor?",
     ),
     (
         bs.sparge,

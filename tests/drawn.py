@@ -146,6 +146,7 @@ class Drawer:
             return kind(segment, block=block, keys=keys)
         if kind is bs.GlobalIndexMap:
             options = {"coarse": self.flag(), "per_query_head": self.flag(), "order_queries": self.flag()}
+            options["near"] = self.one(0, self.number(1, N + 9))
             return kind(segment, prefix=self.maybe(some), guide=self.maybe(self.number(1, N + 9)), **options)
         plain: bs.Permuter[Any] = kind()
         return plain
@@ -185,7 +186,8 @@ class Drawer:
         odd = [s for s in fitting if isinstance(s, bs.SharedByGroup | bs.Ranked) or s in stages.REFINED]
         rule = self.one(*(s for s in fitting if s not in odd))
         if ranked:
-            return bs.Ranked(self.one(rule, place, rule | place))
+            first = self.maybe(bs.Band(self.number(0, 150)))
+            return bs.Ranked(self.one(rule, place, rule | place), first=first)
         every = (rule, place, rule | place, bs.SharedByGroup(rule), *(odd if block % 2 == 0 else ()))
         drawn: bs.Selector[Any, Any] = self.one(*every)
         return drawn

@@ -51,7 +51,7 @@ PERMUTERS: tuple[bs.Permuter[Any], ...] = (
     bs.SegmentQuerySort(32, block=16),
     bs.SegmentQuerySort(48, block=16, keys=bs.SegmentKeySort(48, probe=16)),
     bs.GlobalIndexMap(32),
-    bs.GlobalIndexMap(32, per_query_head=False, order_queries=False),
+    bs.GlobalIndexMap(32, per_query_head=False, order_queries=False, near=40),
     bs.HilbertOrder((2, 4, 7), prefix=5, suffix=None),
     bs.TileOrder((3, 4, 5), (2, 2, 2), prefix=3, suffix=None),
     bs.TimeOrder((3, 4, 5), suffix=None),
@@ -67,6 +67,7 @@ KEYS_ONLY: tuple[bs.Permuter[Any], ...] = (
     bs.GlobalIndexMap(32, prefix=24, per_query_head=False, order_queries=False),
     bs.GlobalIndexMap(64, order_queries=False),
     bs.GlobalIndexMap(32, prefix=24, coarse=True, order_queries=False),
+    bs.GlobalIndexMap(32, prefix=24, coarse=True, order_queries=False, near=24),
 )
 SCORERS: tuple[bs.Scorer[Any, Any], ...] = (
     bs.MeanPoolScorer(16),
@@ -116,7 +117,7 @@ SELECTORS: tuple[bs.Selector[Any, Any], ...] = (
     bs.RoutedByDivergence(0.3, similar=bs.GlobalTopCdf(0.6), otherwise=bs.VerticalSlashCdf(0.6)),
     bs.SelectorByCausality(bs.TopCdf(0.4) | bs.Band(8), bs.TopK(2)),
     bs.Ranked(bs.TopK(share=0.5)),
-    bs.Ranked(bs.TopCdf(0.6) | bs.Random(0.2)),
+    bs.Ranked(bs.TopCdf(0.6) | bs.Random(0.2), first=bs.Band(20)),
 )
 # These halve the blocks: under 16 for a kernel on the finest grid.
 REFINED: tuple[bs.Selector[Any, Any], ...] = (

@@ -78,6 +78,7 @@ TAKES: dict[str, Callable[[int], AnyPipeline]] = {
     "TileOrder tile": lambda n: pick(HALF, permuter=bs.TileOrder((2, 4, 9), (n, n, n))),
     "GlobalIndexMap prefix": lambda n: segments(prefix=n),
     "GlobalIndexMap guide": lambda n: segments(guide=n),
+    "GlobalIndexMap near": lambda n: segments(near=n),
     "GatherExecutor patience": lambda n: bs.s2o(
         S=64, block=16, executor=bs.GatherExecutor(0.1, patience=n)
     ),

@@ -41,7 +41,7 @@ QUERIES_SORTED: AnyPipeline = bs.Pipeline(
     bs.TopK(share=0.4) & bs.TopCdf(0.9),
     bs.CpuExecutor(),
 )
-STOPS_EARLY: AnyPipeline = bs.s2o(0.1, S=32, block=16)
+STOPS_EARLY: AnyPipeline = bs.s2o(0.1, S=32, block=16, band=40)
 NOT_CAUSAL: AnyPipeline = bs.sparge(0.6, block=16, k_block=16)
 
 

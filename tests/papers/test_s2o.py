@@ -30,8 +30,13 @@ def key_map(permuter: GlobalIndexMap, q: Tensor, k: Tensor) -> Tensor:
     return index
 
 
-def slow_map(q: Tensor, k: Tensor, S: int, prefix: int | None) -> Iterator[tuple[int, int, int, list[int]]]:
-    """Algorithm 1, one head and segment at a time: the keys that a map must list, without its empty slots."""
+def slow_map(
+    q: Tensor, k: Tensor, S: int, prefix: int | None, near: int = 0
+) -> Iterator[tuple[int, int, int, list[int]]]:
+    """Algorithm 1, one head and segment at a time: the keys that a map must list, without its empty slots.
+
+    Between own and sorted keys stand the `near` ones before the segment, the last one first.
+    """
     (B, Hq, M, _), (_, Hkv, N, _) = q.shape, k.shape
     offset = N - M
     for b in range(B):
@@ -40,8 +45,9 @@ def slow_map(q: Tensor, k: Tensor, S: int, prefix: int | None) -> Iterator[tuple
                 present = [t - offset for t in range(n * S, min((n + 1) * S, N)) if t >= offset]
                 mean = q[b, h, present].double().mean(0)
                 score = k[b, h // (Hq // Hkv)].double() @ mean
-                ranked = sorted(range(n * S), key=lambda t: (-float(score[t]), t))
-                yield b, h, g, [*range(n * S, min((n + 1) * S, N)), *ranked[:prefix]]
+                close = range(n * S - 1, max(0, n * S - near) - 1, -1)
+                ranked = sorted(range(n * S - len(close)), key=lambda t: (-float(score[t]), t))
+                yield b, h, g, [*range(n * S, min((n + 1) * S, N)), *close, *ranked[:prefix]]
 
 
 @pytest.mark.parametrize("prefix", [None, 1, 20, 64, 1000])
@@ -62,15 +68,41 @@ def test_key_map(N: int, M: int, prefix: int | None) -> None:
         assert bool((got[S + len(want) - own :] == -1).all())
 
 
+@pytest.mark.parametrize("near", [1, 20, 32, 50, 1000])
+@pytest.mark.parametrize(("N", "M"), CHUNKS)
+def test_keys_that_stand_together(N: int, M: int, near: int) -> None:
+    """The keys right before a segment, nearest first, in slots that no other key takes; the rest is sorted."""
+    S = 32
+    q, k, _ = make_qkv(**SIZES, N=N, M=M)
+    longest = (N - 1) // S * S
+    together = min(near, longest)
+    for prefix in (None, 1, 40):
+        index = key_map(GlobalIndexMap(S, prefix=prefix, near=near), q, k)
+        coarse = key_map(GlobalIndexMap(S, prefix=prefix, near=near, coarse=True), q, k)
+        rest = longest - together
+        assert index.shape[3] == S + together + (rest if prefix is None else min(prefix, rest))
+        assert torch.equal(coarse >= 0, index >= 0)
+        assert torch.equal(coarse[..., : S + together], index[..., : S + together])
+        for b, h, g, want in slow_map(q, k, S, prefix, near):
+            start = ((N - M) // S + g) * S
+            assert index[b, h, g][index[b, h, g] >= 0].tolist() == want
+            its = index[b, h, g, S : S + together].tolist()
+            assert its == [max(start - 1 - i, -1) for i in range(together)]
+            ordered = [t for t in coarse[b, h, g, S + together :].tolist() if t >= 0]
+            assert len(set(ordered)) == len(ordered)
+            assert all(t < start - near for t in ordered)
+
+
 @pytest.mark.parametrize("at_once", [1, 3000])
 def test_key_map_does_not_depend_on_how_many_segments_are_scored_at_once(
     at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     q, k, _ = make_qkv(**SIZES, N=200, M=150)
-    for prefix in (None, 50):
-        want = key_map(GlobalIndexMap(16, prefix=prefix), q, k)
-        monkeypatch.setattr("blocksparse.permuters.global_index_map._SCORES_AT_ONCE", at_once)
-        assert torch.equal(key_map(GlobalIndexMap(16, prefix=prefix), q, k), want)
+    for prefix, near in ((None, 0), (50, 0), (None, 70), (50, 33)):
+        want = key_map(GlobalIndexMap(16, prefix=prefix, near=near), q, k)
+        with monkeypatch.context() as few:
+            few.setattr("blocksparse.permuters.global_index_map._SCORES_AT_ONCE", at_once)
+            assert torch.equal(key_map(GlobalIndexMap(16, prefix=prefix, near=near), q, k), want)
 
 
 @pytest.mark.parametrize("prefix", [None, 10])
@@ -178,12 +210,13 @@ def test_it_is_causal_only() -> None:
         s2o(S=32, block=16)(q, k, v, causal=False)
 
 
+@pytest.mark.parametrize("band", [0, 24, 64])
 @pytest.mark.parametrize(("prefix", "coarse"), [(None, False), (40, False), (40, True)])
 @pytest.mark.parametrize("start", [32, 64, 96, 128, 160])
-def test_chunks_of_whole_segments_choose_alike(start: int, prefix: int | None, coarse: bool) -> None:
+def test_chunks_of_whole_segments_choose_alike(start: int, prefix: int | None, coarse: bool, band: int) -> None:
     """A prompt read in whole segments gets the maps, stops and outputs of the whole prompt, bit for bit."""
     q, k, v = make_qkv(**SIZES, N=187)
-    pipeline = s2o(0.05, S=32, block=16, prefix=prefix, coarse=coarse)
+    pipeline = s2o(0.05, S=32, block=16, prefix=prefix, coarse=coarse, band=band)
     whole = pipeline.trace(q, k, v)
     first = pipeline.trace(q[:, :, :start], k[:, :, :start], v[:, :, :start])
     second = pipeline.trace(q[:, :, start:], k, v)
@@ -205,8 +238,8 @@ def test_chunks_of_whole_segments_choose_alike(start: int, prefix: int | None, c
 def test_never_stopping_is_dense(block: int, N: int, M: int) -> None:
     q, k, v = make_qkv(**SIZES, N=N, M=M, dtype=torch.float64)
     want = masked_attention(q, k, v, torch.ones(M, N, dtype=torch.bool).tril(N - M), 0.25)
-    for tau in (0.0, 0, [0.0] * 4):
-        trace = s2o(tau, S=32, block=block).trace(q, k, v)
+    for tau, band in ((0.0, 0), (0, 0), ([0.0] * 4, 0), (0.0, 16), (0.0, 50), (0.0, 1000)):
+        trace = s2o(tau, S=32, block=block, band=band).trace(q, k, v)
         assert torch.equal(trace.visited.keep, trace.mask.keep)
         torch.testing.assert_close(trace.output.out, want, rtol=0, atol=1e-12)
     replayed = bs.ReferenceExecutor()(q, k, v, trace.permutation, trace.mask, scale=trace.scale)
@@ -271,6 +304,97 @@ def test_stop_rule(executor: GatherExecutor) -> None:
         stopped += int((trace.mask.keep & ~want).any(-1).sum())
         assert_replayed(trace)
     assert stopped > 20
+
+
+@pytest.mark.parametrize("executor", RULES, ids=repr)
+def test_stop_rule_behind_a_band(executor: GatherExecutor) -> None:
+    """The band opens a row, and the rule is asked from the next block on."""
+    q, k, v = make_qkv(**SIZES, N=193, M=117)
+    trace = s2o(S=64, block=16, band=40, executor=executor).trace(q, k, v)
+    want, clearest = slow_stop(trace, executor)
+    assert clearest > 1e-5
+    assert torch.equal(trace.visited.keep, want)
+    assert_replayed(trace)
+
+
+def nearby(N: int, M: int, tokens: int, *, causal: bool = True) -> Tensor:
+    """The pairs that a band of so many tokens means, `[M, N]`."""
+    apart = torch.arange(N - M if causal else 0, N if causal else M)[:, None] - torch.arange(N)
+    return (apart <= tokens) & (apart >= (0 if causal else -tokens))
+
+
+def visited_pairs(trace: AnyTrace) -> Tensor:
+    """Which pairs were visited, `[B, Hq, M, N]`, in original order."""
+    (B, Hq, M, _), N = trace.q.shape, trace.k.shape[2]
+    pairs = torch.zeros(B, Hq, M, N, dtype=torch.bool)
+    for row in range(trace.visited.grid.rows):
+        query = trace.visited.queries(row)
+        pairs.scatter_(2, query.unsqueeze(-1).expand(-1, -1, -1, N), trace.visited.pairs(row))
+    return pairs
+
+
+NEVER_ON: tuple[GatherExecutor, ...] = (  # these stop at the first block that may end a row
+    GatherExecutor(float("inf")),
+    GatherExecutor(float("inf"), commit=False),
+)
+
+
+@pytest.mark.parametrize("band", [1, 16, 20, 48, 1000])
+@pytest.mark.parametrize(("N", "M"), CHUNKS)
+def test_a_band_is_visited_before_a_row_may_stop(N: int, M: int, band: int) -> None:
+    """Every query attends to all keys up to `band` before it, and to its own, wherever its row stops."""
+    q, k, v = make_qkv(**SIZES, N=N, M=M, dtype=torch.float64)
+    inside = nearby(N, M, band)
+    for executor in NEVER_ON:
+        for options in ({}, {"order_queries": False}, {"per_query_head": False, "prefix": 5, "coarse": False}):
+            trace = s2o(S=32, block=16, band=band, executor=executor, **options).trace(q, k, v)
+            assert bool((visited_pairs(trace) | ~inside).all())
+            want = bs.ReferenceExecutor()(q, k, v, trace.permutation, trace.visited, scale=trace.scale).out
+            torch.testing.assert_close(trace.output.out, want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("permuter", [bs.Identity(), bs.SegmentKeySort(64), GlobalIndexMap(32)], ids=repr)
+def test_any_order_may_open_with_a_band(permuter: bs.Permuter[Any], causal: bool) -> None:
+    """Also one that leaves these keys where they are, which takes more blocks; and whatever was chosen."""
+    if isinstance(permuter, GlobalIndexMap) and not causal:
+        return
+    q, k, v = make_qkv(**SIZES, N=187, M=150)
+    for band in (0, 1, 40):
+        selector = bs.Ranked(bs.TopK(1), first=bs.Band(band) | bs.Sink(3))
+        trace = bs.Pipeline(permuter, bs.NoScorer(16), selector, NEVER_ON[1]).trace(q, k, v, causal=causal)
+        pairs = visited_pairs(trace)
+        inside = nearby(187, 150, band, causal=causal)
+        assert bool((pairs | ~inside).all())
+        assert bool(pairs[..., :3].all())
+        assert_replayed(trace)
+
+
+def test_a_band_takes_few_blocks() -> None:
+    """Only blocks of own and near keys are opened, and with queries in place only those that the row needs."""
+    q, k, v = make_qkv(**SIZES, N=256)
+    for block, band, order_queries in ((16, 32, True), (16, 32, False), (32, 32, False), (16, 64, False)):
+        pipeline = s2o(S=64, block=block, band=band, order_queries=order_queries, executor=NEVER_ON[1])
+        visited = pipeline.trace(q, k, v).visited.keep
+        rows = 64 // block
+        assert not bool(visited[..., rows + band // block :].any())
+        if not order_queries:
+            row = torch.arange(256 // block)
+            within = row % rows  # whole blocks before the row in its segment
+            needed = (band // block - within).clamp_min(0).minimum(row - within)
+            assert torch.equal(visited.sum(-1), (1 + within + needed).expand(2, 4, -1))
+
+
+def test_without_a_band_nothing_changes() -> None:
+    """A rule of position that keeps what opens a row in any case is no rule."""
+    q, k, v = make_qkv(**SIZES, N=187, M=150)
+    plain, none = (
+        bs.Pipeline(GlobalIndexMap(32), PrefixOrderScorer(16), selector, GatherExecutor(0.1)).trace(q, k, v)
+        for selector in (bs.Ranked(bs.TopCdf(0.9)), bs.Ranked(bs.TopCdf(0.9), first=bs.Band(0)))
+    )
+    assert torch.equal(plain.mask.keep, none.mask.keep)
+    assert torch.equal(plain.mask.rank, none.mask.rank)
+    assert torch.equal(plain.output.out, none.output.out)
 
 
 def assert_replayed(trace: AnyTrace) -> None:
@@ -497,6 +621,14 @@ def test_s2o_is_its_stages() -> None:
             GatherExecutor(0.02),
         )
     )
+    assert repr(s2o(band=96)) == repr(
+        bs.Pipeline(
+            GlobalIndexMap(256, prefix=8192, coarse=True, near=96),
+            bs.NoScorer(64),
+            bs.Ranked(bs.Everything(), first=bs.Band(96)),
+            GatherExecutor(0.01),
+        )
+    )
     assert repr(s2o()) == repr(s2o(0.01, S=256, block=64, prefix=8192, coarse=True, per_query_head=True))
     assert isinstance(s2o(executor=bs.ReferenceExecutor()).executor, bs.ReferenceExecutor)
 
@@ -513,6 +645,11 @@ def test_refused() -> None:
         s2o(0.1, executor=GatherExecutor(0.2))
     with pytest.raises(ValueError, match="'S' must be a multiple of 'block' \\(64\\): 100"):
         s2o(S=100, block=64)
+    with pytest.raises(ValueError, match="'band' must be a whole number, at least 0: -1"):
+        s2o(band=-1)
+    pipeline = s2o()
+    with pytest.raises(TypeError, match=r"RankedBlockMask, and Union gives .*first=b\)` makes one of `a \| b`"):
+        attrs.evolve(pipeline, selector=pipeline.selector | bs.Band(64))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="'tau' has 2 entries for 4 query heads"):
         s2o([0.1, 0.2], S=32, block=16)(*make_qkv(N=64, D=16))
     q, k, v = make_qkv(N=64, D=16)

@@ -17,7 +17,7 @@ from blocksparse.kernels.ordering.segment_sort import segment_sort, whole_number
 from blocksparse.kernels.scoring.block_mean import block_mean
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.permuters.permuter import Permuter
-from blocksparse.validators import block_size, flag, optional, size, whole
+from blocksparse.validators import block_size, count, flag, optional, size, whole
 
 _SCORES_AT_ONCE = 1 << 24
 
@@ -28,16 +28,18 @@ class GlobalIndexMap(Permuter[Permutation]):
     """Each segment of `S` queries reads its own keys in order, then the keys before it, best first (S2O, alg. 1).
 
     The first `S` slots of a map hold the segment's own keys; the slots are empty where the prompt ends inside the
-    segment. Then come the keys of earlier segments, sorted by `<mean query of the segment, key>` (eq. 2), greatest
-    first. These scores are compared in fp32, and of equal ones the lower position comes first. The mean is over
-    the segment's queries in this call, which are fewer if a chunk starts inside the segment. Queries are sorted
-    inside their segment by their product with the mean of the first keys (eq. 1), greatest first. This order
-    exists for causal attention only.
+    segment. The next `near` slots hold the keys right before the segment, the last one first; they are empty where
+    the prompt has no more. Then come the other keys of earlier segments, sorted by `<mean query of the segment,
+    key>` (eq. 2), greatest first. These scores are compared in fp32, and of equal ones the lower position comes
+    first. The mean is over the segment's queries in this call, which are fewer if a chunk starts inside the
+    segment. Queries are sorted inside their segment by their product with the mean of the first keys (eq. 1),
+    greatest first. This order exists for causal attention only.
 
     Args:
         S: tokens per segment; the paper prints no value.
-        prefix: how many keys of earlier segments each map holds. They are the best ones, and the segment attends
-            to no others. The paper keeps all (None here), which takes `N * N / S` indices per head.
+        prefix: how many keys of earlier segments each map holds besides the `near` ones. They are the best ones,
+            and the segment attends to no others. The paper keeps all (None here), which takes `N * N / S` indices
+            per head.
         coarse: choose and order the earlier keys without a full sort: scores are rounded to 256 even steps, which
             lie between the greatest and the least score of every eighth key, and keys of one step stay in order
             of position. The mean query is rounded to the dtype of the keys. This changes little, since an early
@@ -48,6 +50,8 @@ class GlobalIndexMap(Permuter[Permutation]):
             of these heads.
         order_queries: sort the queries inside their segment; `False` leaves them in place.
         guide: how many of the first keys are averaged to order the queries; `S` if None, as in the paper.
+        near: how many keys right before the segment stand together instead of among the sorted ones, so that
+            `Ranked(inner, first=Band(near))` opens a row with few blocks. The paper sorts all of them.
     """
 
     S: int = field(default=256, converter=whole, validator=block_size)
@@ -60,6 +64,7 @@ class GlobalIndexMap(Permuter[Permutation]):
     guide: int | None = field(
         default=None, converter=converters.optional(whole), validator=optional(size), kw_only=True
     )
+    near: int = field(default=0, converter=whole, validator=count, kw_only=True)
 
     def __call__(self, q: Tensor, k: Tensor, *, causal: bool, scale: float) -> Permutation:
         if not causal:
@@ -84,24 +89,27 @@ class GlobalIndexMap(Permuter[Permutation]):
         own = torch.arange(first * S, (first + G) * S, dtype=torch.int32, device=k.device)
         own[N - first * S :] = -1  # the prompt may end inside the last segment
         own = own.view(G, S)
-        longest = (first + G - 1) * S
-        width = longest if self.prefix is None else min(self.prefix, longest)
-        index = torch.empty((B, H, G, S + width), dtype=torch.int32, device=k.device)
-        index[..., :S] = own
-        if self.coarse:
-            coarse_order(mean, k, first, S, index[..., S:])
-            return index
-        index[..., S:] = -1
         start = own[:, :1]
+        near = min(self.near, (first + G - 1) * S)  # no segment has more keys before it
+        longest = (first + G - 1) * S - near
+        width = longest if self.prefix is None else min(self.prefix, longest)
+        index = torch.empty((B, H, G, S + near + width), dtype=torch.int32, device=k.device)
+        index[..., :S] = own
+        index[..., S : S + near] = (start + torch.arange(-1, -1 - near, -1, device=k.device)).clamp_min(-1)
+        ordered = index[..., S + near :]
+        if self.coarse:
+            coarse_order(mean, k, first * S - near, S, ordered)
+            return index
+        ordered.fill_(-1)
         keys = k[:, :, :longest].to(mean.dtype)
         # A few segments at a time, because the scores of all of them would take more memory than the map.
         step = max(1, _SCORES_AT_ONCE // (B * H * max(1, longest)))
         for g in range(0, G, step):
             some = slice(g, min(g + step, G))
-            end = (first + some.stop - 1) * S  # none of these segments has earlier keys from here on
+            end = max(0, (first + some.stop - 1) * S - near)  # none of these segments orders keys from here on
             scores = products(mean[:, :, some], keys[:, :, :end])
-            count = min(width, end)
-            index[:, :, some, S : S + count] = _best(scores, start[some], count)
+            best = min(width, end)
+            ordered[:, :, some, :best] = _best(scores, start[some] - near, best)
         return index
 
     def _queries(self, products: Tensor, lead: int) -> Tensor:

@@ -13,10 +13,11 @@ from blocksparse.permuters.permutation import Permutation
 from blocksparse.pipeline import Pipeline
 from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.scorers.no_scorer import NoScorer
+from blocksparse.selectors.band import Band
 from blocksparse.selectors.block_mask import RankedBlockMask
 from blocksparse.selectors.everything import Everything
 from blocksparse.selectors.ranked import Ranked
-from blocksparse.validators import block_size, multiple, shown
+from blocksparse.validators import block_size, count, multiple, shown
 
 
 def s2o(
@@ -28,6 +29,7 @@ def s2o(
     coarse: bool = True,  # equation 2 orders exactly, as False does
     per_query_head: bool = True,  # algorithm 1 has H heads of q and of k
     order_queries: bool = True,  # section 3.1 (i)
+    band: int = 0,  # the paper has none
     executor: Executor[Permutation, RankedBlockMask] | None = None,
 ) -> Pipeline[Permutation, BlockScores, RankedBlockMask]:
     """Attend to the keys of a row's own segment, then to earlier keys, best first, and stop early.
@@ -47,6 +49,9 @@ def s2o(
             almost no error (docs/papers/s2o.md).
         per_query_head: make one key order per query head instead of one per KV head.
         order_queries: sort the queries of a segment, so that similar ones stop together.
+        band: visit the keys up to so many before each query in any case. Without a band (0) a query at the start
+            of its segment may miss them. Give it a multiple of `block`, since whole blocks are visited; what it
+            is worth is in docs/papers/s2o.md.
         executor: `GatherExecutor(tau)` if None. An executor that does not stop early, such as
             `ReferenceExecutor`, computes every block.
 
@@ -58,12 +63,13 @@ def s2o(
             f"'tau' belongs to the executor, and one is given: use s2o(executor=GatherExecutor({shown(tau)}))"
         )
     block_size.check(S=S, block=block)
+    count.check(band=band)
     multiple("S", S, "block", block)
     return Pipeline(
         GlobalIndexMap(
-            S, prefix=prefix, coarse=coarse, per_query_head=per_query_head, order_queries=order_queries
+            S, prefix=prefix, coarse=coarse, per_query_head=per_query_head, order_queries=order_queries, near=band
         ),
         NoScorer(block),
-        Ranked(Everything()),
+        Ranked(Everything(), first=Band(band) if band else None),
         GatherExecutor(0.01 if tau is None else tau) if executor is None else executor,
     )

@@ -189,7 +189,7 @@ def _joined(join: Callable[[Tensor, Tensor], Tensor], mine: Tensor, its: Tensor)
 @final
 @frozen(eq=False)
 class RankedBlockMask(BlockMask):
-    """A mask with the order in which an executor that stops early visits the kept blocks; `Ranked(...)` makes one.
+    """A mask with the order in which each row visits its blocks; `Ranked(a, first=b)` makes one of `a | b`.
 
     Blocks of a negative rank are visited first and in any case: the row may stop only after them.
     """

@@ -9,8 +9,9 @@ from attrs import field, frozen
 
 from blocksparse.kernels.positions.within_reach import within_reach
 from blocksparse.selectors.block_mask import BlockMask, RankedBlockMask
+from blocksparse.selectors.position_selector import PositionSelector
 from blocksparse.selectors.selector import ScoresT_contra, Selector
-from blocksparse.validators import a
+from blocksparse.validators import a, optional
 
 
 @final
@@ -18,14 +19,21 @@ from blocksparse.validators import a
 class Ranked(Selector[ScoresT_contra, RankedBlockMask]):
     """Keep what `inner` keeps, ranked by score, best first, for executors that stop early.
 
-    Forced blocks and the diagonal get negative ranks, so they are visited first and in any case. Ties go to the
-    lower column, so without scores (`NoScorer`) blocks are visited in the order of the permutation.
+    Forced blocks, the diagonal and what `first` keeps get negative ranks, so they are visited first and in any
+    case. Ties go to the lower column, so without scores (`NoScorer`) blocks are visited in the order of the
+    permutation.
+
+    Args:
+        inner: chooses what is kept.
+        first: a rule of position whose blocks are kept too. With `Band(128)` every query attends to the 128 keys
+            before it, however early its row stops.
 
     Raises:
         ValueError: in a call, if `inner` changes the grid or shares masks between heads.
     """
 
     inner: Selector[ScoresT_contra, BlockMask] = field(validator=a(Selector))
+    first: PositionSelector | None = field(default=None, validator=optional(a(PositionSelector)), kw_only=True)
 
     def __call__(self, scores: ScoresT_contra) -> RankedBlockMask:
         mask, grid = self.inner(scores), scores.grid
@@ -34,7 +42,11 @@ class Ranked(Selector[ScoresT_contra, RankedBlockMask]):
                 f"'Ranked' needs a mask of the shape of the scores, {tuple(scores.values.shape)}, and 'inner' "
                 f"gives {tuple(mask.keep.shape)}; leave 'Refined' and 'SharedByGroup' out of 'inner'"
             )
-        opening = within_reach(scores.forced, grid, diagonal=True)
+        forced = scores.forced
+        if self.first is not None:
+            opened = self.first.on(grid)
+            mask, forced = mask | opened, opened.keep if forced is None else opened.keep | forced
+        opening = within_reach(forced, grid, diagonal=True)
         place = torch.arange(grid.cols, dtype=torch.int32, device=mask.keep.device).expand(mask.keep.shape)
         if any(scores.values.stride()):
             order = scores.values.nan_to_num(nan=float("-inf")).argsort(dim=-1, descending=True, stable=True)

@@ -37,7 +37,8 @@ class Candidate:
         preset: a name in `blocksparse.presets.every_preset`.
         arguments: keyword arguments of the preset: numbers, lists of numbers (one per query head), True, False
             and None.
-        band: also keep blocks that hold a key at most so many tokens before a query; None adds no band.
+        band: also keep blocks that hold a key at most so many tokens before a query; None adds no band. `s2o`
+            takes its band among the arguments: `Candidate("s2o", {"tau": 0.1, "band": 64})`.
         pv_skip: `pv_skip` of `TritonExecutor`, which runs on a GPU only; None takes `AutoExecutor`.
 
     Raises:
@@ -89,6 +90,7 @@ def _grid(preset: str, argument: str, *values: Any, band: int | None = None, **r
 DEFAULT_CANDIDATES: tuple[Candidate, ...] = (
     *_grid("s2o", "tau", 0.03, 0.1, 0.3, S=128),
     Candidate("s2o", {"tau": 0.1, "S": 64}),
+    Candidate("s2o", {"tau": 0.03, "S": 64, "band": 64}),
     *_grid("xattention", "mass", 0.6, 0.7, 0.8, 0.9, 0.95, 0.97, band=64, block=64),
     *_grid("a_shape", "local", 256, 1024, sink=64),
 )

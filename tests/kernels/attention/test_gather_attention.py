@@ -65,8 +65,9 @@ def arguments(
     commit: bool = True,
     mean: bool = False,
     keep: float = 0.8,
+    band: int = 0,
 ) -> Call:
-    """What the kernel takes, for a random mask in random order, of which the diagonal opens each row."""
+    """What the kernel takes, for a random mask in random order, of which diagonal and band open each row."""
     scale, k_block = q.shape[-1] ** -0.5, k_block or block
     permutation = (permuter or GlobalIndexMap(64))(q, k, causal=causal, scale=scale)
     grid = bs.Grid.of(q, k, permutation, q_block=block, k_block=k_block, causal=causal)
@@ -74,7 +75,8 @@ def arguments(
     generator = torch.Generator().manual_seed(0)
     chosen = (torch.rand(shape, generator=generator) < keep).to(q.device)
     rank = torch.rand(shape, generator=generator).argsort(-1).to(q.device)
-    listed, opening = (chosen | grid.diagonal) & grid.reachable, grid.diagonal.expand(shape)
+    opening = (grid.within(band) if band else grid.diagonal).expand(shape)
+    listed = (chosen | opening) & grid.reachable
     order = (rank - grid.cols * opening.int()).where(listed, 1 << 20).argsort(-1).int()
     lists = RankedLists(order, opening.sum(-1).int(), listed.sum(-1).int(), block, k_block)
     rule = StopRule(torch.full((q.shape[1],), tau, device=q.device), patience, commit, mean)
@@ -155,6 +157,17 @@ def test_stop_rules(rule: dict[str, Any], device: str) -> None:
     q, k, v = make_qkv(N=160, Hq=2, Hkv=1, D=16, device=device)
     left = assert_right(arguments(q, k, v, **rule))
     assert (int(left.sum()) == 0) == (rule["tau"] == 0)
+
+
+@pytest.mark.parametrize(
+    ("near", "band"),
+    [(40, 40), pytest.param(32, 32, marks=pytest.mark.slow), pytest.param(0, 20, marks=pytest.mark.slow)],
+)
+def test_rows_that_open_with_a_band(near: int, band: int, device: str) -> None:
+    """Near keys in blocks of their own, in one block with others, and wherever the order put them."""
+    q, k, v = make_qkv(N=130, M=100, Hq=2, Hkv=1, D=16, device=device)
+    for tau in (0.2, float("inf")):
+        assert_right(arguments(q, k, v, permuter=GlobalIndexMap(32, near=near), band=band, tau=tau))
 
 
 @pytest.mark.slow
@@ -272,6 +285,7 @@ def test_tiles_for_hopper_fit(q_block: int, k_block: int, D: int) -> None:
         (1000, 1000, 128, 128, 128, True, GlobalIndexMap(256)),
         (1000, 300, 64, 128, 64, True, GlobalIndexMap(256)),
         (700, 700, 128, 64, 64, True, GlobalIndexMap(128, per_query_head=False)),
+        (1000, 300, 64, 64, 64, True, GlobalIndexMap(128, near=200)),
         (900, 900, 128, 64, 256, True, bs.SegmentKeySort(256)),
         (600, 600, 64, 128, 32, True, bs.Identity()),
         (500, 777, 128, 128, 256, False, bs.Identity()),
@@ -285,7 +299,8 @@ def test_hopper(
     from blocksparse.kernels.attention.gather_attention_hopper import gather_attention_hopper
 
     q, k, v = make_qkv(B=2, N=N, M=M, Hq=4, Hkv=2, D=D, dtype=dtype, device="cuda")
-    call = arguments(q, k, v, permuter=permuter, block=block, k_block=k_block, causal=causal, **rule)
+    near = getattr(permuter, "near", 0)
+    call = arguments(q, k, v, permuter=permuter, block=block, k_block=k_block, causal=causal, band=near, **rule)
     assert fits_hopper(q, v, block, k_block, True)
     left = assert_right(call, gather_attention_hopper)
     assert rule["tau"] > 0 or not left.any()

@@ -18,10 +18,10 @@ from blocksparse.kernels.ordering.score_steps import score_steps
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 
-def filled(compute: Any, mean: Tensor, k: Tensor, first: int, S: int, count: int) -> Tensor:
-    """What `compute` makes of the last slots of a map."""
+def filled(compute: Any, mean: Tensor, k: Tensor, first: int, S: int, count: int, near: int = 0) -> Tensor:
+    """What `compute` makes of the last slots of a map, whose segments leave out the `near` keys before them."""
     index = torch.full((*mean.shape[:3], 3 + count), 7, dtype=torch.int32, device=k.device)
-    compute(mean, k, first, S, index[..., 3:])
+    compute(mean, k, first * S - near, S, index[..., 3:])
     assert bool((index[..., :3] == 7).all())
     return index[..., 3:]
 
@@ -51,42 +51,45 @@ def slow_order(mean: Tensor, k: Tensor, start: int, count: int) -> list[int]:
     return order + [-1] * (count - len(order))
 
 
-CASES: list[tuple[int, int, int, int, int, int, int]] = [  # H, Hkv, N, S, first, G, count
-    (2, 1, 200, 32, 0, 7, 50),
-    (3, 1, 130, 24, 1, 5, 1),
-    (4, 4, 129, 64, 0, 3, 128),
-    (2, 2, 100, 7, 9, 5, 20),
-    (1, 1, 65, 64, 1, 1, 64),
-    (1, 1, 64, 64, 0, 1, 0),
-    (2, 1, 72, 24, 1, 2, 30),
+CASES: list[tuple[int, int, int, int, int, int, int, int]] = [  # H, Hkv, N, S, first, G, count, near
+    (2, 1, 200, 32, 0, 7, 50, 0),
+    (3, 1, 130, 24, 1, 5, 1, 0),
+    (4, 4, 129, 64, 0, 3, 128, 0),
+    (2, 2, 100, 7, 9, 5, 20, 0),
+    (1, 1, 65, 64, 1, 1, 64, 0),
+    (1, 1, 64, 64, 0, 1, 0, 0),
+    (2, 1, 200, 32, 0, 7, 50, 77),
+    (2, 2, 100, 7, 9, 5, 90, 1),
+    (1, 1, 96, 32, 0, 3, 9, 64),
+    (2, 1, 72, 24, 1, 2, 30, 5),
 ]
 
 
-@pytest.mark.parametrize(("H", "Hkv", "N", "S", "first", "G", "count"), CASES)
-def test_meaning(H: int, Hkv: int, N: int, S: int, first: int, G: int, count: int, device: str) -> None:
+@pytest.mark.parametrize(("H", "Hkv", "N", "S", "first", "G", "count", "near"), CASES)
+def test_meaning(H: int, Hkv: int, N: int, S: int, first: int, G: int, count: int, near: int, device: str) -> None:
     mean, k = whole_numbers(device, H, Hkv, N, G)
     mean[..., 0] += 0.1 * torch.rand(mean.shape[:3], generator=torch.Generator().manual_seed(0)).to(device)
     mean, k = mean.double(), k.double()
-    out = filled(coarse_order, mean, k, first, S, count)  # float64 takes the twin everywhere
+    out = filled(coarse_order, mean, k, first, S, count, near)  # float64 takes the twin everywhere
     for h in range(H):
         for g in range(G):
             assert out[0, h, g].tolist() == slow_order(
-                mean[0, h, g], k[0, h // (H // Hkv)], (first + g) * S, count
+                mean[0, h, g], k[0, h // (H // Hkv)], max(0, (first + g) * S - near), count
             )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
-    ("H", "Hkv", "N", "S", "first", "G", "count"),
+    ("H", "Hkv", "N", "S", "first", "G", "count", "near"),
     [CASES[-1], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[:-1])],
 )
 def test_kernels_and_twin(
-    H: int, Hkv: int, N: int, S: int, first: int, G: int, count: int, dtype: torch.dtype, device: str
+    H: int, Hkv: int, N: int, S: int, first: int, G: int, count: int, near: int, dtype: torch.dtype, device: str
 ) -> None:
     mean, k = whole_numbers(device, H, Hkv, N, G)
-    want = filled(coarse_order_reference, mean, k.to(dtype), first, S, count)
+    want = filled(coarse_order_reference, mean, k.to(dtype), first, S, count, near)
     for compute in (coarse_order_triton, coarse_order):
-        assert torch.equal(filled(compute, mean, k.to(dtype), first, S, count), want)
+        assert torch.equal(filled(compute, mean, k.to(dtype), first, S, count, near), want)
 
 
 @pytest.mark.slow
@@ -146,12 +149,15 @@ def test_bits_do_not_depend_on_what_comes_later(device: str) -> None:
 @pytest.mark.slow
 def test_a_few_segments_at_a_time(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     mean, k = whole_numbers(device, 2, 1, 130, 4, B=2)
-    want = filled(coarse_order_reference, mean, k, 1, 32, 70)
-    for limit in (1, 2000):
-        monkeypatch.setattr(kernels, "BYTES_AT_ONCE", limit)
-        assert torch.equal(filled(coarse_order_triton, mean, k, 1, 32, 70), want)
-    monkeypatch.setattr("blocksparse.kernels.ordering.coarse_order._SCORES_AT_ONCE", 1000)
-    assert torch.equal(filled(coarse_order_reference, mean, k, 1, 32, 70), want)
+    for first, near in ((1, 0), (0, 0), (1, 40)):  # in the last two a few segments have no key to order
+        want = filled(coarse_order_reference, mean, k, first, 32, 70, near)
+        for limit in (1, 2000):
+            with monkeypatch.context() as few:
+                few.setattr(kernels, "BYTES_AT_ONCE", limit)
+                assert torch.equal(filled(coarse_order_triton, mean, k, first, 32, 70, near), want)
+        with monkeypatch.context() as few:
+            few.setattr("blocksparse.kernels.ordering.coarse_order._SCORES_AT_ONCE", 1000)
+            assert torch.equal(filled(coarse_order_reference, mean, k, first, 32, 70, near), want)
 
 
 @pytest.mark.slow
@@ -219,4 +225,4 @@ def test_more_keys_than_positions_have_bits_for() -> None:
     k = torch.zeros(1, 1, 1, 8).expand(1, 1, 2**24 + 512, 8)
     mean, first = torch.zeros(1, 1, 1, 8), 2**24 // 256 + 1
     with pytest.raises(ValueError, match="up to 16777216 keys before a segment: 16777472; use coarse=False"):
-        coarse_order(mean, k, first, 256, torch.zeros(1, 1, 1, 16, dtype=torch.int32))
+        coarse_order(mean, k, first * 256, 256, torch.zeros(1, 1, 1, 16, dtype=torch.int32))

@@ -22,15 +22,15 @@ _HIGH = tl.constexpr(-0x7F7F7F80)  # 0x80808080
 
 
 @triton.jit
-def row_of_maps(H, G, first, S, count):
-    """This program's batch entry, head and segment, the keys before that segment, and how many of these are kept.
+def row_of_maps(H, G, until, S, count):
+    """This program's batch entry, head and segment, how many keys that segment orders, and how many of these are kept.
 
     The longest rows start first.
     """
     heads = tl.num_programs(0) // G
     g = G - 1 - tl.program_id(0) // heads
     bh = tl.program_id(0) % heads
-    start = (first + g) * S
+    start = tl.maximum(until + g * S, 0)
     return bh // H, bh % H, g, start, tl.minimum(start, count)
 
 
@@ -118,13 +118,13 @@ def _guess(words_at, words, want, SAMPLE: tl.constexpr):
 
 
 @remembered
-@triton.jit(do_not_specialize=["first", "G"])
+@triton.jit(do_not_specialize=["until", "G"])
 def choose(
-    words_ptr, kept_ptr, first, S, H, G, width, count,
+    words_ptr, kept_ptr, until, S, H, G, width, count,
     TILE: tl.constexpr, SAMPLE: tl.constexpr,
 ):  # fmt: skip
     """Stores the `count` keys of the lowest steps of a row, in order of position."""
-    b, h, g, start, want = row_of_maps(H, G, first, S, count)
+    b, h, g, start, want = row_of_maps(H, G, until, S, count)
     row = (b * H + h).to(tl.int64) * G + g
     words = (start + 15) // 16 * 4  # the last ones are filled up with steps of 255
     WORDS: tl.constexpr = TILE // 4

@@ -1,6 +1,6 @@
 """The best keys before each segment of queries, best first by coarse scores (S2O, eq. 2, without its full sort).
 
-    score[g, j] = mean[g] . k[j]                                  over the keys j < start = (first + g) * S
+    score[g, j] = mean[g] . k[j]                                  over the keys j < until + g * S
     step[g, j]  = floor(256 * (high - score) / (high - low))      at least 0 and at most 255
     out[g]      = the keys by rising step, equal steps by position; then -1
 
@@ -28,35 +28,36 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _SCORES_AT_ONCE = 1 << 24
 
 
-def coarse_order(mean: Tensor, k: Tensor, first: int, S: int, out: Tensor) -> None:
+def coarse_order(mean: Tensor, k: Tensor, until: int, S: int, out: Tensor) -> None:
     """Fill `out` `[B, H, G, count]` int32, the last slots of a map.
 
     Args:
-        mean: mean queries of the segments from `first` on, `[B, H, G, D]`.
+        mean: mean queries of consecutive segments, `[B, H, G, D]`.
         k: `[B, Hkv, N, D]`; `Hkv` divides `H`.
-        S: tokens per segment.
+        until: the first of these segments orders the keys before this position; none if it is negative.
+        S: tokens per segment; each further segment orders so many keys more.
 
     Raises:
         ValueError: there are more keys than positions have bits for.
     """
-    if (keys := (first + out.shape[2] - 1) * S) > MOST_KEYS:
+    if (keys := until + (out.shape[2] - 1) * S) > MOST_KEYS:
         raise ValueError(f"a coarse order takes up to {MOST_KEYS} keys before a segment: {keys}; use coarse=False")
     if k.is_cuda and k.dtype in _DTYPES:
         from blocksparse.kernels.ordering.coarse_order_triton import coarse_order_triton
 
-        return coarse_order_triton(mean, k, first, S, out)
-    return coarse_order_reference(mean, k, first, S, out)
+        return coarse_order_triton(mean, k, until, S, out)
+    return coarse_order_reference(mean, k, until, S, out)
 
 
-def coarse_order_reference(mean: Tensor, k: Tensor, first: int, S: int, out: Tensor) -> None:
+def coarse_order_reference(mean: Tensor, k: Tensor, until: int, S: int, out: Tensor) -> None:
     """The same in plain torch."""
     B, H, G, count = out.shape
     mean = mean.to(k.dtype)
-    step = max(1, _SCORES_AT_ONCE // (B * H * max(1, (first + G - 1) * S)))
+    step = max(1, _SCORES_AT_ONCE // (B * H * max(1, until + (G - 1) * S)))
     for g in range(0, G, step):
         rows = slice(g, min(g + step, G))
-        end = (first + rows.stop - 1) * S
-        start = S * torch.arange(first + g, first + rows.stop, device=k.device)[:, None]
+        end = max(0, until + (rows.stop - 1) * S)
+        start = until + S * torch.arange(g, rows.stop, device=k.device)[:, None]
         steps = score_steps(products(mean[:, :, rows], k[:, :, :end]), start)
         order = steps.argsort(dim=-1, stable=True)[..., :count].int()
         place = torch.arange(order.shape[-1], device=k.device)

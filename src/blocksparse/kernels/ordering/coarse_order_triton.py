@@ -24,47 +24,47 @@ WIDE, NARROW = 1024, 32  # kept keys at a time: to count them, and to order them
 PIECE = 4  # chunks whose counts are read at a time
 
 
-def coarse_order_triton(mean: Tensor, k: Tensor, first: int, S: int, out: Tensor) -> None:
+def coarse_order_triton(mean: Tensor, k: Tensor, until: int, S: int, out: Tensor) -> None:
     """Launch the kernels; arguments as of `coarse_order`."""
     B, H, G, count = out.shape
     if count == 0:
         return
     mean, k = mean.to(k.dtype), k if k.stride(-1) == 1 else k.contiguous()
     chunk = CHUNK * cdiv(count, CHUNK * CHUNKS)
-    row_bytes = (first + G) * S + 4 * count + 4 * STEPS * cdiv(count, chunk)
+    row_bytes = max(0, until + G * S) + 4 * count + 4 * STEPS * cdiv(count, chunk)
     at_once = max(1, BYTES_AT_ONCE // (B * H * row_bytes))
     whole = max(1, ROWS_AT_ONCE * k.shape[1] // H)  # segments whose rows fill a tile of rows
     at_once = at_once // whole * whole or at_once
     with device_of(k):
         for g in range(0, G, at_once):
             some = slice(g, min(g + at_once, G))
-            _some_segments(mean[:, :, some], k, first + g, S, chunk, out[:, :, some])
+            _some_segments(mean[:, :, some], k, until + g * S, S, chunk, out[:, :, some])
 
 
-def _some_segments(mean: Tensor, k: Tensor, first: int, S: int, chunk: int, out: Tensor) -> None:
+def _some_segments(mean: Tensor, k: Tensor, until: int, S: int, chunk: int, out: Tensor) -> None:
     """Fill `out` for as many segments as the workspace holds."""
     B, H, G, count = out.shape
-    steps = coarse_steps(mean, k, first, S)  # [B, H, G, width]
+    steps = coarse_steps(mean, k, until, S)  # [B, H, G, width]
     kept = torch.empty(out.shape, dtype=torch.int32, device=out.device)
     choose[(B * H * G,)](
-        steps.view(torch.int32), kept, first, S, H, G, steps.shape[-1], count,
+        steps.view(torch.int32), kept, until, S, H, G, steps.shape[-1], count,
         TILE=TILE, SAMPLE=SAMPLE, num_warps=8,
     )  # fmt: skip
     chunks = cdiv(count, chunk)
     numbers = torch.empty((B, H, G, chunks, STEPS), dtype=torch.int32, device=out.device)
     grid = (B * H * G, chunks)
-    _count[grid](kept, numbers, first, S, H, G, count, chunk, STEPS=STEPS, WIDE=WIDE, num_warps=1)
+    _count[grid](kept, numbers, until, S, H, G, count, chunk, STEPS=STEPS, WIDE=WIDE, num_warps=1)
     _order[grid](
-        kept, numbers, out, out.stride(), first, S, H, G, count, chunk,
+        kept, numbers, out, out.stride(), until, S, H, G, count, chunk,
         STEPS=STEPS, NARROW=NARROW, PIECE=PIECE, num_warps=1,
     )  # fmt: skip
 
 
 @remembered
-@triton.jit(do_not_specialize=["first", "G"])
-def _count(kept_ptr, numbers_ptr, first, S, H, G, count, chunk, STEPS: tl.constexpr, WIDE: tl.constexpr):
+@triton.jit(do_not_specialize=["until", "G"])
+def _count(kept_ptr, numbers_ptr, until, S, H, G, count, chunk, STEPS: tl.constexpr, WIDE: tl.constexpr):
     """Stores how many kept keys of this chunk have each step."""
-    b, h, g, start, want = row_of_maps(H, G, first, S, count)
+    b, h, g, start, want = row_of_maps(H, G, until, S, count)
     row = (b * H + h).to(tl.int64) * G + g
     begin = tl.program_id(1) * chunk
     end = tl.minimum(begin + chunk, want)
@@ -87,13 +87,13 @@ def _number_of_ones(x):
 
 
 @remembered
-@triton.jit(do_not_specialize=["first", "G"])
+@triton.jit(do_not_specialize=["until", "G"])
 def _order(
-    kept_ptr, numbers_ptr, out_ptr, out_strides, first, S, H, G, count, chunk,
+    kept_ptr, numbers_ptr, out_ptr, out_strides, until, S, H, G, count, chunk,
     STEPS: tl.constexpr, NARROW: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """Stores the positions of this chunk's kept keys by rising step, equal steps in the order in which they come."""
-    b, h, g, start, want = row_of_maps(H, G, first, S, count)
+    b, h, g, start, want = row_of_maps(H, G, until, S, count)
     row = (b * H + h).to(tl.int64) * G + g
     out_at = out_ptr + b.to(tl.int64) * out_strides[0] + h.to(tl.int64) * out_strides[1]
     out_at = out_at + g.to(tl.int64) * out_strides[2]

@@ -23,21 +23,21 @@ SHARE, RANGE_SHARE = 2048, 4096  # keys per program of `_steps`, and of `_range`
 _MOST = tl.constexpr(3.4028234663852886e38)  # the greatest finite fp32
 
 
-def coarse_steps(mean: Tensor, k: Tensor, first: int, S: int) -> Tensor:
-    """Steps of all keys before each segment, `[B, H, G, width]` uint8.
+def coarse_steps(mean: Tensor, k: Tensor, until: int, S: int) -> Tensor:
+    """Steps of all keys that each segment orders, `[B, H, G, width]` uint8.
 
     After the last key a row is 255 up to a multiple of 16 entries; the rest of it has no meaning.
     """
     (B, H, G, D), Hkv = mean.shape, k.shape[1]
     mean = mean if mean.stride(-1) == 1 else mean.contiguous()
-    end = (first + G - 1) * S
-    width = cdiv(end, 16) * 16
+    end = max(0, until + (G - 1) * S)
+    width = max(1, cdiv(end, 16)) * 16  # steps are read as int32, which a row of none could not be
     options = options_of_scores(D, k.element_size(), large=has_large_memory(k))
     shares = max(1, cdiv(end, RANGE_SHARE))
     parts = torch.empty((2, B * H * G, shares), dtype=torch.float32, device=k.device)
     steps = torch.empty((B, H, G, width), dtype=torch.uint8, device=k.device)
     tiles = cdiv(H // Hkv * G, options["BLOCK_M"])
-    sizes = mean.stride()[:3], k.stride()[:3], Hkv, H // Hkv, G, first, S
+    sizes = mean.stride()[:3], k.stride()[:3], Hkv, H // Hkv, G, until, S
     constants = {"D": D, "BLOCK_D": max(16, power_of_2(D)), **options}
     _range[tiles, shares, B * Hkv](
         mean, k, parts, *sizes, shares,
@@ -58,13 +58,13 @@ def options_of_scores(head_dim: int, itemsize: int, *, large: bool) -> dict[str,
 
 @triton.jit
 def _tile_of_rows(
-    mean_ptr, mean_strides, key_heads, heads, G, first, S,
+    mean_ptr, mean_strides, key_heads, heads, G, until, S,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """The tile of rows of this program.
 
-    Returns its batch entry and KV head; the mean queries `[BLOCK_M, BLOCK_D]`; for each row its number in the output, the
-    keys before its segment, and whether it exists; and the number of keys before the tile's last segment.
+    Returns its batch entry and KV head; the mean queries `[BLOCK_M, BLOCK_D]`; for each row its number in the output, how
+    many keys its segment orders, and whether it exists; and how many keys the tile's last segment orders.
     """
     b = tl.program_id(2) // key_heads
     h = tl.program_id(2) % key_heads
@@ -78,7 +78,7 @@ def _tile_of_rows(
     mean = tl.load(at, mask=there[:, None] & (dims < D)[None, :], other=0.0)
     row = (b * key_heads * heads + head).to(tl.int64) * G + g
     last = tl.minimum((tl.program_id(0) + 1) * BLOCK_M, heads * G) - 1
-    return b, h, mean, row, tl.where(there, (first + g) * S, 0), there, (first + last // heads) * S
+    return b, h, mean, row, tl.where(there, until + g * S, 0), there, until + last // heads * S
 
 
 @triton.jit
@@ -92,9 +92,9 @@ def _scores(mean, k_ptr, k_strides, b, h, key, end, D: tl.constexpr, BLOCK_D: tl
 
 
 @remembered
-@triton.jit(do_not_specialize=["G", "first", "shares"])
+@triton.jit(do_not_specialize=["G", "until", "shares"])
 def _range(
-    mean_ptr, k_ptr, parts_ptr, mean_strides, k_strides, key_heads, heads, G, first, S, shares,
+    mean_ptr, k_ptr, parts_ptr, mean_strides, k_strides, key_heads, heads, G, until, S, shares,
     SAMPLED: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, SHARE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -103,7 +103,7 @@ def _range(
     Both are -inf if there is none.
     """
     b, h, mean, row, start, there, last = _tile_of_rows(
-        mean_ptr, mean_strides, key_heads, heads, G, first, S, D, BLOCK_D, BLOCK_M
+        mean_ptr, mean_strides, key_heads, heads, G, until, S, D, BLOCK_D, BLOCK_M
     )
     begin = tl.program_id(1) * SHARE
     end = tl.minimum(begin + SHARE, last)
@@ -121,15 +121,15 @@ def _range(
 
 
 @remembered
-@triton.jit(do_not_specialize=["G", "first"])
+@triton.jit(do_not_specialize=["G", "until"])
 def _steps(
-    mean_ptr, k_ptr, range_ptr, steps_ptr, mean_strides, k_strides, key_heads, heads, G, first, S, width,
+    mean_ptr, k_ptr, range_ptr, steps_ptr, mean_strides, k_strides, key_heads, heads, G, until, S, width,
     STEPS: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, SHARE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Stores the step of every key of this share, for the rows whose segment it precedes, and 255 after a row's last."""
     b, h, mean, row, start, there, last = _tile_of_rows(
-        mean_ptr, mean_strides, key_heads, heads, G, first, S, D, BLOCK_D, BLOCK_M
+        mean_ptr, mean_strides, key_heads, heads, G, until, S, D, BLOCK_D, BLOCK_M
     )
     rows = tl.num_programs(2).to(tl.int64) * heads * G
     high = tl.load(range_ptr + row, mask=there, other=0.0)
