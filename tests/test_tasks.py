@@ -177,9 +177,13 @@ def test_a_plan_is_compared_by_blocks_and_by_time() -> None:
         row("other", "", 0.1, 0.9),
         row("plan", "p", 0.2, 0.05),
     ]
-    assert saving(rows, rows[-1], "density") == ("one", pytest.approx(0.08**0.5), pytest.approx(1 - 0.5**0.5))
-    rows[-1]["attention_ms"] = 1.0
-    assert saving(rows, rows[-1], "attention_ms") == ("one", pytest.approx(8**0.5), pytest.approx(1 - 8**-0.5))
+    for cost, least in {"density": 0.08**0.5, "attention_ms": 8**0.5}.items():
+        found = saving(rows, rows[-1], cost)
+        assert found is not None
+        preset, there, saved = found
+        assert preset == "one"
+        assert there == pytest.approx(least)
+        assert saved == pytest.approx(1 - rows[-1][cost] / least)
     rows[-1]["attention_ms"] = None
     assert saving(rows, rows[-1], "attention_ms") is None
 

@@ -273,7 +273,7 @@ def plan_file(folder: Path, heads: tuple[int, ...] | None) -> str:
 
     tried = Try(0.3, 0.0, 0.0, 1, 1.0)
     evidence = Evidence(
-        "kl", "density", 0.1, 0.1, (64,), "", "", 1, 1, 0.0, 0.0, 1.0, tried, (tried,), 1, "float32", "cpu", {}
+        "kl", "density", 0.1, 0.1, (64,), "", "", 1, 1, 0.0, 0.0, 1.0, 1, tried, (tried,), 1, "float32", "cpu", {}
     )
     chosen = Candidate("pbs_attn", {"mass": 0.8})
     parts = [Part(0, heads, chosen, 0.3, 0.0, 0.0, 1.0), Part(1, None, None, 1.0, 0.0, 0.0, 1.0)]
