@@ -97,7 +97,7 @@ class Here:
     def scheme(self, name: str, pipeline: AnyPipeline, density: Tensor) -> Scheme:
         assert self.mesh is not None
         if name.startswith("ulysses"):
-            return Ulysses(pipeline, self.mesh, "ranks", density=density if "balanced" in name else None, parts=4)
+            return Ulysses(pipeline, self.mesh, "ranks", density=density if "balanced" in name else None)
         kind: type[AllGatherKV] | type[Ring] = AllGatherKV if name == "all-gather" else Ring
         return kind(pipeline, self.mesh, "ranks", head_tail=True)
 

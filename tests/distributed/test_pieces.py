@@ -9,7 +9,7 @@ import torch
 
 from blocksparse.distributed.pieces import Piece, cut, head_tail, in_order
 from blocksparse.distributed.regions import regions
-from blocksparse.distributed.shares import spread
+from blocksparse.distributed.shares import shares, spread
 
 
 @pytest.mark.parametrize("both_ends", [False, True])
@@ -58,3 +58,23 @@ def test_heads_are_spread_by_their_loads() -> None:
     assert max(sum(loads[head] for head in its) for its in heads) <= 1.01
     assert spread([0.5] * 4, 2) == [(0, 1), (2, 3)]
     assert spread([0.0, 0.0, 0.0, 1.0], 2) == [(2, 3), (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "parts", "sizes"),
+    [
+        (4, 3, [1, 2, 1]),
+        (4, 1, [4]),
+        (4, 4, [1, 1, 1, 1]),
+        (2, 3, [1, 1]),
+        (8, 3, [3, 3, 2]),
+        (5, 4, [1, 2, 1, 1]),
+    ],
+)
+def test_the_first_and_the_last_part_are_the_small_ones(kv_heads: int, parts: int, sizes: list[int]) -> None:
+    """Nothing is computed while the first part arrives, nor while the last one leaves."""
+    every = shares(4 * kv_heads, 2 * kv_heads, 2, [1.0] * 4 * kv_heads, parts)
+    for rank in (0, 1):
+        assert [len(part[rank].keys) for part in every] == sizes
+        assert sum((part[rank].keys for part in every), ()) == tuple(range(rank * kv_heads, (rank + 1) * kv_heads))
+        assert [len(part[rank].queries) for part in every] == [2 * size for size in sizes]

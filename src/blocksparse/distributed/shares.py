@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from blocksparse.head_groups import Heads
@@ -17,6 +18,9 @@ class Share(NamedTuple):
 
 def shares(Hq: int, Hkv: int, ranks: int, loads: Sequence[float], parts: int) -> list[list[Share]]:
     """The share of each rank in each part; a rank has at most as many parts as it has KV heads.
+
+    Parts have equally many KV heads, or those in the middle one more: what the first part waits for, and what the
+    last one sends, travels while nothing is computed.
 
     Args:
         loads: the work of each query head, `[Hq]`.
@@ -35,9 +39,15 @@ def shares(Hq: int, Hkv: int, ranks: int, loads: Sequence[float], parts: int) ->
         each = [(h, some) for h in range(Hkv) for some in spread(by_key[h], ranks // Hkv)]
         return [[Share((h,), tuple(h * group + i for i in some)) for h, some in each]]
     spread_keys, count = spread([sum(its) for its in by_key], ranks), Hkv // ranks
-    parts = min(parts, count)
-    cuts = [slice(count * i // parts, count * (i + 1) // parts) for i in range(parts)]
-    return [[_whole_groups(keys[cut], group) for keys in spread_keys] for cut in cuts]
+    ends = list(accumulate(_sizes(count, min(parts, count)), initial=0))
+    return [[_whole_groups(keys[start:end], group) for keys in spread_keys] for start, end in pairwise(ends)]
+
+
+def _sizes(count: int, parts: int) -> list[int]:
+    """`count` in `parts` numbers that differ by at most 1, the greater ones around the middle."""
+    least, more = divmod(count, parts)
+    from_the_middle = sorted(range(parts), key=lambda i: abs(2 * i + 1 - parts))
+    return [least + (i in from_the_middle[:more]) for i in range(parts)]
 
 
 def _whole_groups(keys: Heads, group: int) -> Share:
