@@ -46,7 +46,7 @@ def test_better_qualities_keep_more() -> None:
     assert densities == sorted(set(densities))
 
 
-def test_a_choice_says_what_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_choice_says_what_and_why(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     q, k, v = make_qkv(**SIZES)
     text = str(bs.AutoChoice.of(q, k, v))
     assert text.startswith("xattention(0.9, block=64) | Band(128), because the call is causal")
@@ -55,7 +55,7 @@ def test_a_choice_says_what_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
         "sparge(0.95, 0.5), because the call is not causal"
     )
     pretend_gpu(monkeypatch)
-    short = bs.AutoChoice.of(q, k, v)
+    short = bs.AutoChoice.of(*(x.to(device) for x in (q, k, v)))
     assert short.density == 1
     assert str(short).startswith("dense attention runs: dense attention of this call is ")
     assert "; a longer call takes xattention(0.9" in str(short)

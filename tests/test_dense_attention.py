@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from blocksparse.executors.dense_attention import _by_rows, dense_attention
 from blocksparse.testing import assert_within_budget, make_qkv, masked_attention
@@ -27,13 +26,24 @@ def exact(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
     return masked_attention(q, k, v, pairs.tril(k.shape[2] - q.shape[2]) if causal else pairs, SCALE)
 
 
+def by_pytorch(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+    """The same by PyTorch's attention, with a key for each query head."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    pairs = q.new_ones(q.shape[2], k.shape[2], dtype=torch.bool)
+    pairs = pairs.tril(k.shape[2] - q.shape[2]) if causal else pairs
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=pairs, scale=SCALE)
+
+
 def check(got: Tensor, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> None:
     assert got.dtype == q.dtype
     truth = exact(q.double(), k.double(), v.double(), causal=causal)
     if q.dtype == torch.float64:
         torch.testing.assert_close(got, truth, rtol=1e-12, atol=1e-13)
-    else:
-        assert_within_budget(got, truth, exact(q, k, v, causal=causal))
+        return
+    yardsticks = [exact(q, k, v, causal=causal)]
+    if q.is_cuda:  # PyTorch's own kernels, which run here, may err more than its products
+        yardsticks.append(by_pytorch(q, k, v, causal=causal))
+    assert_within_budget(got, truth, max(yardsticks, key=lambda x: float((x.double() - truth).abs().max())))
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
@@ -178,16 +188,10 @@ def test_threads_never_see_other_settings() -> None:
 
 def kernel_of(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True) -> str:
     """The name of PyTorch's kernel that runs, if one does."""
-    names: list[str] = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            names.append(func.__name__)
-            return func(*args, **(kwargs or {}))
-
-    with Watch():  # type: ignore[no-untyped-call]
+    with profile(activities=[ProfilerActivity.CPU]) as watched:
         dense_attention(q, k, v, causal=causal, scale=SCALE)
-    return next((name for name in names if "_attention" in name), "products")
+    names = [event.key for event in watched.key_averages()]
+    return next((name for name in names if name.startswith("aten::_scaled_dot_product")), "products")
 
 
 @needs_hopper

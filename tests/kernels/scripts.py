@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 
 def printed_by(script: str) -> str:
-    """What `tests/kernels/<script>.py` prints; it must succeed. The test suite interprets kernels, it compiles them."""
+    """What `tests/kernels/<script>.py` prints; it must succeed. The test suite interprets kernels, it compiles them.
+
+    It sees no GPU, since its targets are others and its tensors are on a CPU.
+    """
     code = (
         "import os, runpy; os.environ.pop('TRITON_INTERPRET', None); "
         f"runpy.run_module('tests.kernels.{script}', run_name='__main__')"
     )
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2]
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout

@@ -73,6 +73,32 @@ def test_what_a_plan_really_loses_keeps_the_budget_and_uses_it(grows: float) -> 
     assert len(tries) <= 8
 
 
+def test_what_keeps_one_budget_is_no_bound_while_the_other_one_is_broken() -> None:
+    """Seen on a model: text fitted by a hair until answers were cut down, and was then over its budget near it."""
+    draw = random.Random(0)
+    units = [
+        [
+            Option("dense", 1.0, (0.0, 0.0)),
+            *(Option(f"{i}", draw.random() / 2, (draw.random(), draw.random())) for i in range(6)),
+        ]
+        for _ in range(30)
+    ]
+    seen: list[Try] = []
+
+    def measure(taken: list[Option]) -> Try:
+        text, answers = (sum(option.losses[i] for option in taken) for i in (0, 1))
+        seen.append(Try(0.5, (1.03 if seen else 0.99) * text, 1.1 * answers, 0, 0.0))
+        return seen[-1]
+
+    taken, tried, tries = plan_that_fits(units, (4.0, 4.0), measure, rounds=6)
+    assert tries == seen
+    assert tries[0].text_kl <= 4 < tries[1].text_kl
+    assert tries[0].answer_kl > 4
+    assert tried.text_kl <= 4
+    assert tried.answer_kl <= 4
+    assert sum(option.name == "dense" for option in taken) < 15
+
+
 def test_a_plan_that_never_fits_becomes_dense() -> None:
     units = [[Option("dense", 1.0, (0.0, 0.0)), Option("sparse", 0.1, (0.0, 0.0))]] * 3
 

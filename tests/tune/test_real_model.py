@@ -28,7 +28,7 @@ def test_a_plan_for_the_real_model(tmp_path: Path) -> None:
     candidates = [Candidate("xattention", {"mass": 0.8, "block": 32}, 32)]
     plan = tune(
         model.network, [tuned], [held], journal=tmp_path / "j", candidates=candidates, minimise="density",
-        budget=Budget(0.03, 0.1), rounds=2,
+        budget=Budget(0.03, 0.1, tries=2),
     )  # fmt: skip
     found = plan.evidence
     assert found.plan.text_kl <= 0.03

@@ -52,11 +52,10 @@ def model() -> Any:
 def tuned(model: Any, journal: Path, **other: Any) -> Plan:
     settings: dict[str, Any] = {
         "candidates": tiny.CANDIDATES,
-        "budget": Budget(0.05, 0.1),
+        "budget": Budget(0.05, 0.1, tries=3),
         "minimise": "density",
         "keep": 3,
         "positions": 60,
-        "rounds": 3,
     }
     return tune(model, tiny.prompts(2, 0), tiny.prompts(2, 1), journal=journal, **settings | other)
 
@@ -126,7 +125,7 @@ def test_a_plan_keeps_its_budget_and_saves_work(model: Any, tmp_path: Path) -> N
     density = torch.cat((density, torch.ones(tiny.LAYERS - len(density))))
     assert sum(text) / 2 - found.noise_text_kl == pytest.approx(found.plan.text_kl, rel=1e-3)
     assert float(density.mean()) == pytest.approx(found.plan.density, rel=1e-3)
-    looser = tuned(model, tmp_path / "j", budget=Budget(0.5, 1.0))
+    looser = tuned(model, tmp_path / "j", budget=Budget(0.5, 1.0, tries=3))
     assert looser.evidence.plan.density <= found.plan.density
 
 
@@ -212,13 +211,11 @@ def test_times_are_those_of_as_many_prompts_as_a_call_will_have(model: Any, tmp_
     alone = tuned(model, tmp_path / "j", minimise="time")
     together = tuned(model, tmp_path / "j", minimise="time", batch=16)
     assert (alone.evidence.batch, together.evidence.batch) == (1, 16)
-    assert (
-        together.evidence.dense_ms > 2 * alone.evidence.dense_ms
-    )  # it grows with the batch, less what a call costs
+    assert together.evidence.dense_ms > 2 * alone.evidence.dense_ms
 
 
 def test_journals_of_other_runs_and_other_files(model: Any, tmp_path: Path) -> None:
-    tuned(model, tmp_path / "j", candidates=[tiny.pooled(0.5)], rounds=1)
+    tuned(model, tmp_path / "j", candidates=[tiny.pooled(0.5)], budget=Budget(0.05, 0.1, tries=1))
     before = (tmp_path / "j").read_bytes()
     with pytest.raises(TuneError, match=r"was begun with other settings \(positions changed\)"):
         tuned(model, tmp_path / "j", positions=61)

@@ -32,6 +32,9 @@ class Budget:
 
     text_kl: float = field(default=0.03, validator=above_0)  # mean KL of next-token distributions over the text
     answer_kl: float = field(default=0.1, validator=above_0)  # the same at the tokens of answers
+    tries: int = field(
+        default=6, validator=size, kw_only=True
+    )  # plans that are verified, unless none of them fits
 
 
 def tune(
@@ -47,7 +50,6 @@ def tune(
     head_groups: int = 1,
     keep: int = 6,
     positions: int = 384,
-    rounds: int = 6,
     report: Report = lambda *_: None,
 ) -> Plan:
     """Choose one candidate, or dense attention, for each layer of a transformers model.
@@ -70,7 +72,6 @@ def tune(
         head_groups: into how many groups the KV heads of each layer are split; each gets a choice of its own.
         keep: with how many candidates for each layer, or group of heads, the model is run.
         positions: at how many positions of a prompt's text predictions are compared.
-        rounds: how many plans are verified, unless none of them fits.
         report: is called with the progress.
 
     Raises:
@@ -78,7 +79,7 @@ def tune(
         TypeError, ValueError: another argument is of a wrong kind.
     """
     one_of("time", "density").check(minimise=minimise)
-    size.check(batch=batch, head_groups=head_groups, keep=keep, positions=positions, rounds=rounds)
+    size.check(batch=batch, head_groups=head_groups, keep=keep, positions=positions)
     if not candidates:
         raise TuneError("'candidates' must have at least one candidate")
     by_name = {str(candidate): candidate for candidate in candidates}
@@ -100,7 +101,7 @@ def tune(
         "comparing attention": PROBE * len(units) * len(by_name),
         "timing": 3 * PROBE * len(timed) * (len(by_name) + 1),
         "running the model": run * (keep + 1),
-        "verifying": 2.0 * len(held) * (rounds + 1),
+        "verifying": 2.0 * len(held) * (budget.tries + 1),
     }
     work.begins()
     probes = bench.probes(prompts.index(session.longest), session.longest, dict.fromkeys(units, every))
@@ -125,7 +126,7 @@ def tune(
         list(options.values()),
         (budget.text_kl, budget.answer_kl),
         lambda taken: session.verified([option.name for option in taken], by_name, costs),
-        rounds,
+        budget.tries,
     )
     return session.plan(
         taken, by_name, costs, tried, tries, strategy="kl", budget=(budget.text_kl, budget.answer_kl)

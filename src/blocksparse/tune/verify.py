@@ -94,11 +94,20 @@ class Search:
     _fits: float = 0.0  # the greatest factor that was seen to fit
     _fails: float = float("inf")  # the least that was not
 
-    def saw(self, true: float) -> bool:
-        """Learn what the plan for `budget * factor` truly loses; gives whether that fits."""
-        fits = true <= self.budget
+    def fits(self, true: float) -> bool:
+        """Whether a plan that truly loses so much keeps the budget."""
+        return true <= self.budget
+
+    def saw(self, true: float, *, others_fit: bool) -> None:
+        """Learn what the plan for `budget * factor` truly loses.
+
+        If it keeps this budget but not another one, nothing is learnt: a plan that keeps the other one, too, will
+        lose more or less of this.
+        """
         ratio = self.budget / max(true, 1e-12)
-        if fits:
+        if self.fits(true):
+            if not others_fit:
+                return
             self._fits = max(self._fits, self.factor)
             self.factor *= min(ratio, 2.0)
         else:
@@ -106,7 +115,6 @@ class Search:
             self.factor *= max(0.8 * ratio, 0.1)
         if not self._fits < self.factor < self._fails and self._fits:
             self.factor = (self._fits * self._fails) ** 0.5 if self._fits < self._fails else self._fails / 2
-        return fits
 
 
 def plan_that_fits(
@@ -134,9 +142,11 @@ def plan_that_fits(
         tried = measure(taken)
         tries.append(tried)
         losses = (tried.text_kl, tried.answer_kl)
-        fits = [search.saw(true) for search, true in zip(searches, losses, strict=True)]
+        fits = all(search.fits(true) for search, true in zip(searches, losses, strict=True))
+        for search, true in zip(searches, losses, strict=True):
+            search.saw(true, others_fit=fits)
         cost = sum(option.cost for option in taken)
-        if all(fits) and (best is None or cost < best[0]):
+        if fits and (best is None or cost < best[0]):
             best = cost, taken, tried
     assert best is not None  # the last try is dense, which loses nothing
     return best[1], best[2], tries

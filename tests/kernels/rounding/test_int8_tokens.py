@@ -221,7 +221,7 @@ def test_ties_at_every_size(size: float, device: str) -> None:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _divide(x_ptr: Any, scale_ptr: Any, out_ptr: Any, ROWS: tl.constexpr, COLS: tl.constexpr) -> None:
+def _divide(x_ptr, scale_ptr, out_ptr, ROWS: tl.constexpr, COLS: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.arange(0, ROWS)
     at = row[:, None] * COLS + tl.arange(0, COLS)[None, :]
     tl.store(out_ptr + at, divided(tl.load(x_ptr + at), tl.load(scale_ptr + row)))

@@ -59,7 +59,7 @@ class PromptMask:
             )
             return rows[..., columns].to(self.device)
         _, _, M, N = self.shape
-        key = torch.arange(*columns.indices(N), device=self.device)
+        key = torch.arange(N, device=self.device)[columns]
         if self.sequences is None:
             last = torch.arange(start, stop, device=self.device) + (self.seen - M)
             return self._within(key, last.unsqueeze(-1))[None, None]
