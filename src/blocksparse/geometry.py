@@ -7,10 +7,9 @@ from typing import Any, final
 import torch
 from attrs import evolve, field, frozen
 from torch import Tensor
-from torch.nn.functional import pad
 
 from blocksparse.kernels.common.sizes import FAR
-from blocksparse.kernels.positions.block_bounds import block_bounds
+from blocksparse.kernels.positions.block_bounds import Bounds, block_bounds, block_places
 from blocksparse.kernels.positions.sight import sees
 from blocksparse.kernels.positions.token_positions import TokenPositions
 from blocksparse.permuters.permutation import Permutation
@@ -82,23 +81,9 @@ class Grid:
             raise ValueError(f"a causal grid needs at least as many keys as queries: Nq={M}, Nk={N}")
         permutation.check_fits(q, k, causal=causal)
         offset = N - M if causal else 0
-        lead = offset % q_block
-        if permutation.q_index is None or permutation.k_index is None:
-            in_order = torch.arange(max(N, offset + M), dtype=torch.int32, device=q.device)
-        if permutation.q_index is None:
-            q_position = in_order[offset : offset + M].view(1, 1, M)
-        else:
-            q_position = permutation.q_index + offset if offset else permutation.q_index
-        if lead or M % q_block:
-            q_position = pad(q_position, (lead, -(lead + M) % q_block), value=-1)
-        if permutation.k_index is None:
-            k_position = in_order[:N].view(1, 1, 1, N)
-        else:
-            k_position = permutation.k_index
-        slots = k_position.shape[-1]
-        if slots % k_block:
-            k_position = pad(k_position, (0, -slots % k_block), value=-1)
-
+        q_position, k_position, bounds = block_places(
+            q, k, permutation.q_index, permutation.k_index, q_block, k_block, offset=offset
+        )
         group_of_row = None
         if permutation.group is not None:
             if permutation.group % q_block:
@@ -112,6 +97,7 @@ class Grid:
         return cls._cut(
             q_position,
             k_position,
+            bounds,
             group_of_row,
             permutation=permutation,
             batch=B,
@@ -122,7 +108,7 @@ class Grid:
             q_heads=Hq,
             kv_heads=Hkv,
             causal=causal,
-            slots=slots,
+            slots=N if permutation.k_index is None else permutation.k_index.shape[-1],
             window=window,
         )
 
@@ -131,15 +117,11 @@ class Grid:
         cls,
         q_position: Tensor,
         k_position: Tensor,
+        bounds: Bounds,
         group_of_row: Tensor | None,
-        *,
-        q_block: int,
-        k_block: int,
-        q_heads: int,
         **sizes: Any,
     ) -> Grid:
-        """The grid of these places, with the first and the last position of every block."""
-        bounds = block_bounds(q_position, k_position, q_block, k_block, q_heads)
+        """The grid of these places, with the first and the last position of every block for each row."""
         q_first, q_last, k_first, k_last, k_whole = bounds
         if group_of_row is not None:
             k_first, k_last, k_whole = (x.index_select(2, group_of_row) for x in (k_first, k_last, k_whole))
@@ -147,9 +129,6 @@ class Grid:
             q_position=q_position,
             k_position=k_position,
             group_of_row=group_of_row,
-            q_block=q_block,
-            k_block=k_block,
-            q_heads=q_heads,
             q_first=q_first,
             q_last=q_last,
             k_first=k_first,
@@ -232,9 +211,12 @@ class Grid:
         group_of_row = None
         if self.group_of_row is not None:
             group_of_row = self.group_of_row.repeat_interleave(n)[before // q_block : after // q_block]
+        q_position = self.q_position[..., before:after]
+        k_position = self.k_position[..., : -(-self.slots // k_block) * k_block]
         return self._cut(
-            self.q_position[..., before:after],
-            self.k_position[..., : -(-self.slots // k_block) * k_block],
+            q_position,
+            k_position,
+            block_bounds(q_position, k_position, q_block, k_block, self.q_heads),
             group_of_row,
             permutation=self.permutation,
             batch=self.batch,

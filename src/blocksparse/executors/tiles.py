@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from attrs import field, frozen
 from torch import Tensor
 
 from blocksparse.kernels.common.hardware import is_hopper
-from blocksparse.kernels.common.sizes import cdiv, padded_keys, padded_values
+from blocksparse.kernels.common.sizes import REMEMBERED, cdiv, padded_keys, padded_values
 from blocksparse.validators import flag, one_of, size, whole
 
 _SHARED = 228 << 10  # bytes of shared memory of a Hopper multiprocessor
@@ -73,20 +75,11 @@ class HopperTiles:
             reasons.append(f"{self} needs a GPU of compute capability 9.0")
         if q.dtype not in HALF:
             reasons.append(f"{self} takes float16 and bfloat16, not {q.dtype}")
-        if any(x.shape[-1] > 256 or x.shape[-1] % 8 for x in (q, v)):
-            reasons.append(
-                f"{self} takes head dims that are multiples of 8 up to 256, not {q.shape[-1]}, {v.shape[-1]}"
-            )
+        reasons += _against_head_dims(self, q.shape[-1], v.shape[-1])
         if q_block % (64 * self.consumers) or (
             k_block % self.block_n and (self.block_n % k_block or k_block < 16)
         ):
             reasons.append(f"{self} does not divide blocks of {q_block} x {k_block}")
-        reasons += self.too_large(q.shape[-1], v.shape[-1])
-        # A thread of a consumer holds 1/128 of 64 sums per channel of values. The compiler wants room for those at
-        # launch, and for some 30 other registers, although consumers get more later.
-        least, share = padded_values(v.shape[-1]) // 2 + 32, 65536 // (self.per_sm * (self.consumers + 1) * 128)
-        if share < least:
-            reasons.append(f"{self} has {share} registers a thread, and head dim {v.shape[-1]} needs {least}")
         return reasons + self.too_many(q, q_block, cdiv(k.shape[2], k_block))
 
     def too_large(self, D: int, Dv: int, *, qk_bytes: int = 2, pv_bytes: int = 2) -> list[str]:
@@ -94,8 +87,8 @@ class HopperTiles:
 
         An entry of queries and keys has `qk_bytes` bytes, one of values `pv_bytes`.
         """
-        buffers = _BUFFERS[0] if qk_bytes == 1 else self._buffers(D, Dv)
-        needed = self._needed(D, Dv, *buffers, qk_bytes, pv_bytes)
+        buffers = _BUFFERS[0] if qk_bytes == 1 else _buffers(self, D, Dv)
+        needed = self.needed(D, Dv, *buffers, qk_bytes, pv_bytes)
         if needed <= _SHARED:
             return []
         return [f"{self} needs {-(-needed >> 10)} KiB of shared memory, and there are {_SHARED >> 10}"]
@@ -106,16 +99,10 @@ class HopperTiles:
         With two buffers of queries, the next ones are loaded while these are used; in one part, the output leaves
         at once. Where that does not fit, a consumer waits at the end of a tile of queries.
         """
-        q_buffers, out_parts = self._buffers(D, Dv)
+        q_buffers, out_parts = _buffers(self, D, Dv)
         return {"Q_BUFFERS": q_buffers, "OUT_PARTS": out_parts}
 
-    def _buffers(self, D: int, Dv: int) -> tuple[int, int]:
-        """Buffers of queries and parts of the output: the first that fit, else the smallest."""
-        possible = [(n, parts) for n, parts in _BUFFERS if padded_values(Dv) // parts >= 64]
-        fitting = (pair for pair in possible if self._needed(D, Dv, *pair, 2, 2) <= _SHARED)
-        return next(fitting, possible[-1])
-
-    def _needed(self, D: int, Dv: int, q_buffers: int, out_parts: int, qk_bytes: int, pv_bytes: int) -> int:
+    def needed(self, D: int, Dv: int, q_buffers: int, out_parts: int, qk_bytes: int, pv_bytes: int) -> int:
         """Bytes of shared memory of `per_sm` programs.
 
         Each holds, with padded head dims: the buffers of queries; `num_stages` tiles of keys and as many of
@@ -153,6 +140,30 @@ class HopperTiles:
             f"{self} takes up to {2**15} prompts, {2**16} heads, {2**16} tiles of {tile} queries in each and "
             f"{2**24} in all, not {B}, {Hq}, {rows} and {B * Hq * rows}"
         ]
+
+
+# What head dims and tiles alone decide is remembered, because every call asks for it.
+@functools.lru_cache(maxsize=REMEMBERED)
+def _against_head_dims(tiles: HopperTiles, D: int, Dv: int) -> tuple[str, ...]:
+    """Reasons against `tiles` for these head dims."""
+    reasons = []
+    if any(head_dim > 256 or head_dim % 8 for head_dim in (D, Dv)):
+        reasons.append(f"{tiles} takes head dims that are multiples of 8 up to 256, not {D}, {Dv}")
+    reasons += tiles.too_large(D, Dv)
+    # A thread of a consumer holds 1/128 of 64 sums per channel of values. The compiler wants room for those at
+    # launch, and for some 30 other registers, although consumers get more later.
+    least, share = padded_values(Dv) // 2 + 32, 65536 // (tiles.per_sm * (tiles.consumers + 1) * 128)
+    if share < least:
+        reasons.append(f"{tiles} has {share} registers a thread, and head dim {Dv} needs {least}")
+    return tuple(reasons)
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def _buffers(tiles: HopperTiles, D: int, Dv: int) -> tuple[int, int]:
+    """Buffers of queries and parts of the output: the first that fit, else the smallest."""
+    possible = [(n, parts) for n, parts in _BUFFERS if padded_values(Dv) // parts >= 64]
+    fitting = (pair for pair in possible if tiles.needed(D, Dv, *pair, 2, 2) <= _SHARED)
+    return next(fitting, possible[-1])
 
 
 Tiles = TritonTiles | HopperTiles

@@ -177,7 +177,7 @@ class GlobalPermutation(Permutation):
     @property
     def key_slots(self) -> Tensor | None:
         """The key in each slot, `[B, H, N]` int32; None when keys stay in place."""
-        return None if self.k_index is None else self.k_index[:, :, 0]
+        return None if self.k_index is None else self.k_index.select(2, 0)
 
     def gather_keys(self, x: Tensor) -> Tensor:
         """Keys or values `[B, Hkv, N, D]` in slot order, `[B, H, N, D]`; `x` itself if keys stay in place."""

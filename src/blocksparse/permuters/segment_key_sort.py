@@ -44,7 +44,7 @@ class SegmentKeySort(Permuter[GlobalPermutation]):
         return GlobalPermutation(k_index=index.unsqueeze(2), segment=self.S)
 
     def _importance(self, q: Tensor, k: Tensor, *, causal: bool, scale: float) -> Tensor:
-        """The mean weight of every key over the probe queries, `[B, Hkv or Hq, N]` in fp32 or better."""
+        """Parts of the mean weight of every key over the probe queries, `[B, Hkv or Hq, P, N]`, fp32 or better."""
         N = k.shape[2]
         importance: Tensor = key_importance(
             q,

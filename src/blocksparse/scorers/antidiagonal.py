@@ -10,7 +10,7 @@ from torch import Tensor
 from blocksparse.geometry import Grid
 from blocksparse.kernels.multiplying.cell_products import Cells, cells_behind
 from blocksparse.kernels.positions.within_reach import within_reach
-from blocksparse.kernels.scoring.block_mean import block_mean
+from blocksparse.kernels.scoring.block_mean import block_means
 from blocksparse.kernels.scoring.cell_mass import cell_mass
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.scorers import pooling
@@ -81,9 +81,8 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
         reach = _reach(q, k, permutation, grid, self.stride)
         queries, keys = permutation.gather_queries(q), permutation.gather_keys(k)
         if self.pattern == "sum":
-            queries, keys = (
-                block_mean(x, self.stride, lead=first, padded_tail=self.padded_tail)
-                for x, first in ((queries, lead), (keys, 0))
+            queries, keys = block_means(
+                queries, keys, self.stride, self.stride, lead=lead, padded_tail=self.padded_tail
             )
             lead, slots, weight = 0, 1, scale
         high, wide = self.block // self.stride, k_block // self.stride

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from blocksparse.geometry import Grid
 from blocksparse.kernels.multiplying.block_products import block_products
-from blocksparse.kernels.scoring.block_mean import block_mean
+from blocksparse.kernels.scoring.block_mean import block_means
 from blocksparse.kernels.scoring.block_softmax import block_softmax
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.scorers import pooling
@@ -52,10 +52,16 @@ class MeanPoolScorer(Scorer[GlobalPermutation, BlockMass]):
     ) -> BlockMass:
         k_block = self.k_block or self.block
         grid = Grid.of(q, k, permutation, q_block=self.block, k_block=k_block, causal=causal, window=self.window)
-        pooled_q = block_mean(
-            q, self.block, lead=grid.q_lead, padded_tail=self.padded_tail, index=permutation.q_index
+        pooled_q, pooled_k = block_means(
+            q,
+            k,
+            self.block,
+            k_block,
+            lead=grid.q_lead,
+            padded_tail=self.padded_tail,
+            q_index=permutation.q_index,
+            k_index=permutation.key_slots,
         )
-        pooled_k = block_mean(k, k_block, padded_tail=self.padded_tail, index=permutation.key_slots)
         logits, segment = block_products(pooled_q, pooled_k, grid), pooling.segment_of(permutation, grid)
         mass, forced = block_softmax(logits, grid, scale=scale, segment=segment)
         return BlockMass(mass, grid, forced)  # [B, Hq, rows, cols]

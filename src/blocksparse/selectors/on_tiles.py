@@ -27,5 +27,5 @@ class OnTiles(Selector[BlockScores, BlockMask]):
     def __call__(self, scores: BlockScores) -> BlockMask:
         return self.rule.on(scores.grid.refined(self.n))
 
-    def added_to(self, mask: BlockMask, scores: BlockScores) -> BlockMask:
-        return self.rule.joined(mask, scores.grid.refined(self.n))
+    def added_to(self, first: Selector[BlockScores, BlockMask], scores: BlockScores) -> BlockMask:
+        return self.rule.joined(first(scores), scores.grid.refined(self.n))

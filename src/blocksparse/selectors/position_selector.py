@@ -63,8 +63,10 @@ class PositionSelector(Selector[BlockScores, BlockMask]):
     def __call__(self, scores: BlockScores) -> BlockMask:
         return self.on(scores.grid)
 
-    def added_to(self, mask: BlockMask, scores: BlockScores) -> BlockMask:
-        return self.joined(mask, scores.grid)
+    def added_to(self, first: Selector[BlockScores, BlockMask], scores: BlockScores) -> BlockMask:
+        places, others = self.parts()
+        mask = None if others else first.with_places(scores, places)
+        return self.joined(first(scores), scores.grid) if mask is None else mask
 
     def on(self, grid: Grid) -> BlockMask:
         """The mask on `grid`: `where`, and the diagonal, as far as they are reachable."""
@@ -89,7 +91,7 @@ class PositionSelector(Selector[BlockScores, BlockMask]):
         for rule in others:
             more = rule.where(grid)
             keep = more if keep is None else keep | more
-        return within_reach(keep, grid, **places._asdict(), diagonal=True)
+        return within_reach(keep, grid, near=places.near, first=places.first, stride=places.stride, diagonal=True)
 
 
 @final

@@ -9,6 +9,7 @@ from attrs import field, frozen
 
 from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.selectors.block_mask import BlockMask
+from blocksparse.selectors.places import Places
 from blocksparse.validators import a
 
 ScoresT = TypeVar("ScoresT", bound=BlockScores)
@@ -51,9 +52,13 @@ class Selector(ABC, Generic[ScoresT_contra, MaskT_co]):
         """Keep what both keep. Thanks to this method a type checker sees a stronger need right of `&`, too."""
         return Intersection(other, self) if isinstance(other, Selector) else NotImplemented
 
-    def added_to(self, mask: BlockMask, scores: ScoresT_contra) -> BlockMask:
-        """`mask` and what this selector keeps by the same scores: `a | b` is `b.added_to(a(scores), scores)`."""
-        return mask | self(scores)
+    def added_to(self, first: Selector[ScoresT_contra, BlockMask], scores: ScoresT_contra) -> BlockMask:
+        """What `first` or this selector keeps by the same scores: `a | b` is `b.added_to(a, scores)`."""
+        return first(scores) | self(scores)
+
+    def with_places(self, scores: ScoresT_contra, places: Places) -> BlockMask | None:
+        """What this selector keeps and what `places` choose, in one launch; None if it has no such launch."""
+        return None
 
 
 @final
@@ -68,7 +73,7 @@ class Union(Selector[ScoresT_contra, BlockMask]):
         return f"({self.first!r} | {self.second!r})"
 
     def __call__(self, scores: ScoresT_contra) -> BlockMask:
-        return self.second.added_to(self.first(scores), scores)
+        return self.second.added_to(self.first, scores)
 
 
 @final

@@ -10,6 +10,7 @@ from blocksparse.kernels.selecting.top_cdf import top_cdf
 from blocksparse.per_head import PerHead, number_or_blocks, per_head, share
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.selectors.block_mask import BlockMask
+from blocksparse.selectors.places import NOWHERE, Places
 from blocksparse.selectors.selector import Selector
 from blocksparse.validators import flag
 
@@ -34,6 +35,17 @@ class TopCdf(Selector[BlockMass, BlockMask]):
     crossing: bool = field(default=True, validator=flag, kw_only=True)
 
     def __call__(self, scores: BlockMass) -> BlockMask:
-        mass = number_or_blocks(self.mass, scores.values)
-        keep = top_cdf(scores.values, scores.forced, mass, scores.grid, crossing=self.crossing)
+        return self.with_places(scores, NOWHERE)
+
+    def with_places(self, scores: BlockMass, places: Places) -> BlockMask:
+        keep = top_cdf(
+            scores.values,
+            scores.forced,
+            number_or_blocks(self.mass, scores.values),
+            scores.grid,
+            crossing=self.crossing,
+            near=places.near,
+            first=places.first,
+            stride=places.stride,
+        )
         return BlockMask(keep, scores.grid)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.layouts import LAYOUTS
 
-from blocksparse.kernels.common.memory import copies_in_bulk, empty_as, for_bulk_copies
+from blocksparse.kernels.common.memory import copies_in_bulk, empty_as, empty_together, for_bulk_copies
 
 LIKE_Q = {"tokens before heads": (0, 2, 1, 3), "tokens before batch": (2, 0, 1, 3)}
 
@@ -20,6 +20,22 @@ def test_outputs_lie_as_queries_do(layout: str, width: int) -> None:
     assert out.shape == (2, 3, 5, width)
     assert out.dtype == torch.float16
     assert out.permute(LIKE_Q.get(layout, (0, 1, 2, 3))).is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.float64])
+def test_tensors_of_one_allocation(dtype: torch.dtype) -> None:
+    """Each is contiguous and aligned, and none lies in another's memory."""
+    shapes = (2, 3), (1, 1, 5), (), (4, 0), (7,)
+    made = empty_together(dtype, torch.device("cpu"), *shapes)
+    assert [tuple(x.shape) for x in made] == [*shapes]
+    for x in made:
+        assert x.dtype == dtype
+        assert x.is_contiguous()
+        assert x.data_ptr() % 16 == 0
+    for i, x in enumerate(made):
+        x.fill_(i % 2)
+    for i, x in enumerate(made):
+        assert bool((x == i % 2).all())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -100,6 +100,16 @@ def others(name: str, target: GPUTarget, dtype: str, head_dim: int) -> None:
             "PADDED": False, "INDEXED": similarity, "CENTRED": similarity, "SIMILARITY": similarity,
         }  # fmt: skip
         compile_kernel(block_mean_triton._kernel, target, types, constants, num_warps=1)
+    types = {
+        "q_ptr": f"*{dtype}", "k_ptr": f"*{dtype}", "q_out_ptr": "*fp32", "k_out_ptr": "*fp32", "k_index_ptr": "*i32",
+        "q_strides": ("i32",) * 3, "k_strides": ("i32",) * 3, "k_index_strides": ("i32",) * 2,
+    }  # fmt: skip
+    constants = {
+        "D": head_dim, "BLOCK_D": block_d, "Q_BLOCK": 128, "K_BLOCK": 64, "Q_ROWS": 1024 // block_d,
+        "K_ROWS": 1024 // block_d, "PADDED": False,
+    }  # fmt: skip
+    in_order: dict[str, Any] = dict.fromkeys(("q_index_ptr", "q_index_strides"))
+    compile_kernel(block_mean_triton._both, target, types, {**constants, **in_order}, num_warps=1)
     print(f"{name} gather_rows, block_mean {dtype} D={head_dim}")
 
 
@@ -107,11 +117,11 @@ def orders(name: str, target: GPUTarget) -> None:
     types: dict[str, Any] = {"values_ptr": "*fp32", "index_ptr": "*i32"}
     for S, rows, warps in ((64, 4, 1), (256, 1, 1), (1024, 1, 4)):
         for coarse in (False, True):
-            constants = {"S": S, "ROWS": rows, "COARSE": coarse}
+            constants = {"S": S, "ROWS": rows, "COARSE": coarse, "PARTS": 1 if coarse else 6}
             compile_kernel(segment_sort_triton._kernel, target, types, constants, num_warps=warps)
     types = {
         **{f"{side}{name}_ptr": "*i32" for side in "qk" for name in ("", "_first", "_last")}, "k_whole_ptr": "*i1",
-        "q_strides": ("i32",) * 2, "k_strides": ("i32",) * 3,
+        "q_made_ptr": "*i32", "k_made_ptr": "*i32", "q_strides": ("i32",) * 3, "k_strides": ("i32",) * 3,
     }  # fmt: skip
     constants = {
         "Q_BLOCK": 128,
@@ -122,7 +132,9 @@ def orders(name: str, target: GPUTarget) -> None:
         "Q_COPIES": 1,
         "K_COPIES": 4,
     }
-    compile_kernel(block_bounds_triton._kernel, target, types, constants, num_warps=4)
+    given, in_order = {"k_made_ptr": None}, dict.fromkeys(("q_ptr", "q_strides", "k_ptr", "k_strides"))
+    for missing in (given, in_order):
+        compile_kernel(block_bounds_triton._kernel, target, types, {**constants, **missing}, num_warps=4)
     print(f"{name} segment_sort, block_bounds")
 
 

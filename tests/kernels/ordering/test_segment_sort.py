@@ -54,6 +54,17 @@ def test_coarse(device: str) -> None:
         assert not torch.equal(segment_sort_reference(values, 128), want)
 
 
+@pytest.mark.parametrize("P", [1, 3, 4, 7])
+def test_parts_are_added_up(P: int, device: str) -> None:
+    parts = torch.rand(2, 2, P, 100, generator=torch.Generator().manual_seed(0)).to(device)
+    by_fours = [parts[:, :, first::4].cumsum(2)[:, :, -1] for first in range(min(P, 4))]
+    values = torch.stack(by_fours).cumsum(0)[-1]
+    assert torch.equal(segment_sort_triton(parts, 16), segment_sort_reference(values, 16))
+    whole = parts.mul(64).round()  # sums of integers do not depend on their order
+    assert torch.equal(segment_sort_triton(whole, 16), segment_sort(whole, 16))
+    assert torch.equal(segment_sort_reference(whole, 16), segment_sort_reference(whole.sum(2), 16))
+
+
 def test_few_values_many_ties(device: str) -> None:
     values = torch.randint(0, 3, (1, 2, 300), generator=torch.Generator().manual_seed(0)).float().to(device)
     for coarse in (False, True):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from blocksparse.kernels.positions.block_bounds import block_bounds_reference
-from blocksparse.kernels.positions.block_bounds_triton import block_bounds_triton
+from blocksparse.kernels.positions.block_bounds import block_bounds_reference, block_places_reference
+from blocksparse.kernels.positions.block_bounds_triton import block_bounds_triton, block_places_triton
 
 
 def positions(*shape: int, device: str, empty: float = 0.3) -> Tensor:
@@ -42,3 +42,28 @@ def test_heads_and_groups(H: int, heads: int, device: str) -> None:
 def test_a_block_longer_than_a_tile(device: str) -> None:
     k = positions(1, 2, 1, 3 * 3000, device=device, empty=1e-4)
     check(k[:, :, 0], k, 3000, 3000, 2)
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "offset"), [(64, 64, 0), (50, 50, 0), (50, 83, 33), (5, 83, 78), (16, 64, 48), (70, 40, 0)]
+)
+@pytest.mark.parametrize("ordered", ["neither", "queries", "keys", "groups"])
+def test_positions_of_whole_blocks(M: int, N: int, offset: int, ordered: str, device: str) -> None:
+    """In order or by maps, of prompts and chunks of any length; a map that says it all is not copied."""
+    q, k = torch.zeros(2, 4, M, 8, device=device), torch.zeros(2, 2, N, 8, device=device)
+    q_index = k_index = None
+    if ordered == "queries":
+        q_index = torch.rand(2, 4, M).argsort(-1).int().to(device)
+    if ordered == "keys":
+        k_index = torch.rand(2, 2, 1, N).argsort(-1).int().to(device)
+    if ordered == "groups":
+        q_index = torch.rand(1, 4, M).argsort(-1).int().to(device).expand(2, 4, M)
+        k_index = positions(2, 4, 3, 41, device=device)
+    for q_block, k_block in ((16, 16), (16, 5), (48, 32)):
+        want = block_places_reference(q, k, q_index, k_index, q_block, k_block, offset)
+        got = block_places_triton(q, k, q_index, k_index, q_block, k_block, offset)
+        for mine, its in zip((*got[:2], *got[2]), (*want[:2], *want[2]), strict=True):
+            assert mine.dtype == its.dtype
+            assert torch.equal(mine, its)
+        assert (got[0] is q_index) == (want[0] is q_index)
+        assert (got[1] is k_index) == (want[1] is k_index)

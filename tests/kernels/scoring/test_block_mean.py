@@ -7,7 +7,11 @@ import torch
 from torch import Tensor
 
 from blocksparse.kernels.scoring.block_mean import block_mean_reference, block_similarity_reference
-from blocksparse.kernels.scoring.block_mean_triton import block_mean_triton, block_similarity_triton
+from blocksparse.kernels.scoring.block_mean_triton import (
+    block_mean_triton,
+    block_means_triton,
+    block_similarity_triton,
+)
 
 
 def tokens(*shape: int, device: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -79,3 +83,18 @@ def test_similarity_never_rounds_over_one(device: str) -> None:
     alike = block_similarity_triton(x, 12, 0, False, None)
     assert float(alike.max()) == 1.0
     assert float(alike.min()) > 1 - 1e-6
+
+
+@pytest.mark.parametrize("mapped", ["neither", "queries", "keys"])
+@pytest.mark.parametrize("padded_tail", [False, True])
+def test_queries_and_keys_in_one_launch(mapped: str, padded_tail: bool, device: str) -> None:
+    """Bit for bit what a launch for each gives: blocks and heads differ, and a chunk starts inside a block."""
+    q, k = tokens(2, 4, 37, 24, device=device), tokens(2, 50, 2, 24, device=device, seed=1).transpose(1, 2)
+    q_index = k_index = None
+    if mapped == "queries":
+        q_index = tokens(2, 4, 37, device=device, seed=2).argsort(-1).int()
+    if mapped == "keys":
+        k_index = tokens(2, 4, 50, device=device, seed=3).argsort(-1).int()
+    got = block_means_triton(q, k, 16, 8, 13, padded_tail, q_index, k_index)
+    assert torch.equal(got[0], block_mean_triton(q, 16, 13, padded_tail, q_index))
+    assert torch.equal(got[1], block_mean_triton(k, 8, 0, padded_tail, k_index))

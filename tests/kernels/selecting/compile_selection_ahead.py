@@ -91,10 +91,12 @@ def main() -> int:
         for cols in (64, 32768) if name in ("sm_90", "gfx942") else (64,):
             high, wide, warps = tile_of_rows(cols)
             search = {"rows": high, "cols": wide, "warps": warps}
+            no_places = dict.fromkeys(("near", "first", "eta", "state"))
             k_share = {"k": None, "FORCED_FIRST": True, "OF_ALL_KEYS": False}
             kernels: list[tuple[str, Any, dict[str, Any]]] = [
-                ("top_cdf", top_cdf_triton._kernel, {**search, "CROSSING": True, "mass": None}),
-                ("top_cdf last dropped", top_cdf_triton._kernel, {**search, "CROSSING": False, **dict.fromkeys(("forced_ptr", "forced_strides", "mass_ptr", "mass_stride"))}),
+                ("top_cdf", top_cdf_triton._kernel, {**search, "CROSSING": True, "mass": None, **no_places}),
+                ("top_cdf with places", top_cdf_triton._kernel, {**search, "CROSSING": True, "mass": None}),
+                ("top_cdf last dropped", top_cdf_triton._kernel, {**search, "CROSSING": False, **dict.fromkeys(("forced_ptr", "forced_strides", "mass_ptr", "mass_stride")), **no_places}),
                 ("top_k share", top_k_triton._kernel, {**search, **k_share}),
                 ("products", block_products_triton._kernel, {"rows": 1, "cols": 64, "warps": 4, "TILE": 64, "SKIPS": True, "PRECISION": fp32_products(target)}),
                 ("products of any rows", block_products_triton._kernel, {"rows": 1, "cols": 64, "warps": 4, "TILE": 64, "SKIPS": False, "PRECISION": fp32_products(target), **dict.fromkeys(("q_last_ptr", "k_first_ptr", "q_last_strides", "k_first_strides"))}),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from tests.kernels.block_grids import KINDS, heads_of, make_grid
 from torch import Tensor
 
 import blocksparse as bs
+from blocksparse.kernels.positions.within_reach import within_reach_reference
 from blocksparse.kernels.selecting.top_cdf import top_cdf, top_cdf_reference
+from blocksparse.selectors.places import Places
 
 pytest.importorskip("triton")
 from blocksparse.kernels.selecting.top_cdf_triton import top_cdf_triton
@@ -87,6 +91,29 @@ def test_ties_and_rounding(sharpness: float, device: str) -> None:
 def test_any_magnitude(scale: float, device: str) -> None:
     grid = make_grid("in order", device)
     assert_same(a_mass(grid, 2.0, device).double().mul(scale).float(), None, targets(0.8, device), grid)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_places_are_kept_besides(kind: str, device: str) -> None:
+    """The choice itself is the one without them: they take no part in the sums."""
+    grid = make_grid(kind, device)
+    values = a_mass(grid, 3.0, device)
+    for places, crossing in ((Places(near=5), False), (Places(near=3, first=1, stride=(3, 7)), True)):
+        alone = top_cdf_reference(values, None, 0.6, grid, crossing=crossing)
+        want = within_reach_reference(alone, grid, **places._asdict(), diagonal=True)
+        for compute in (top_cdf_triton, top_cdf, top_cdf_reference):
+            assert torch.equal(compute(values, None, 0.6, grid, crossing=crossing, **places._asdict()), want)
+
+
+@pytest.mark.parametrize(
+    "rule", [bs.Sink(20), bs.Band(9) | bs.Stride(3), bs.Stride(3, released=True), bs.LastKeys(7)]
+)
+def test_a_union_keeps_what_either_keeps(rule: bs.Selector[Any, bs.BlockMask], device: str) -> None:
+    """Whether the rule's numbers go to the launch of `TopCdf`, or its blocks are added afterwards."""
+    grid = make_grid("chunk", device)
+    scores = bs.BlockMass(a_mass(grid, 3.0, device), grid)
+    both = (bs.TopCdf(0.5) | rule)(scores).keep
+    assert torch.equal(both, (bs.TopCdf(0.5)(scores) | rule(scores)).keep)
 
 
 @pytest.mark.slow

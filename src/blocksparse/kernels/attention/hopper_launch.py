@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.nn.functional import pad
 
 from blocksparse.kernels.attention.arguments import Lists, Tiles
 from blocksparse.kernels.attention.hopper_queue import consumer_registers, registers
-from blocksparse.kernels.common.sizes import padded_keys, padded_values
+from blocksparse.kernels.common.sizes import REMEMBERED, padded_keys, padded_values
 from blocksparse.kernels.common.strides_triton import head_strides
 from blocksparse.kernels.positions.token_positions import TokenPositions
 
@@ -42,9 +43,8 @@ def launch_of(
     the tiles of queries through a queue, whose counter is in `arguments`.
     """
     (B, Hq, M, D), (Hk, N), causal = q.shape, keys, positions.causal
-    block_m, piece = 64 * tiles.consumers, min(lists.k_block, tiles.block_n)
     full_count, index = lists.full_count, lists.index
-    rows = full_count.shape[-1] * (lists.q_block // block_m)
+    rows = full_count.shape[-1] * (lists.q_block // (64 * tiles.consumers))
     programs = torch.cuda.get_device_properties(q.device).multi_processor_count * tiles.per_sm
     arguments = (
         lse, full_count, lists.partial_count, index, positions.q_position, positions.k_position,
@@ -55,14 +55,22 @@ def launch_of(
         N - M if causal else 0, scale * math.log2(math.e),
     )  # fmt: skip
     options = {
-        "DQ": padded_keys(D), "DV": padded_values(out.shape[-1]),
-        "CONSUMERS": tiles.consumers, "BLOCK_N": tiles.block_n, "STAGES": tiles.num_stages,
-        "PIECES": tiles.block_n // piece, "K_SPLIT": lists.k_block // piece, "Q_SPLIT": lists.q_block // block_m,
+        **_options(tiles, lists.q_block, lists.k_block, D, out.shape[-1]),
         "CAUSAL": causal, "Q_IN_ORDER": positions.q_in_order, "K_IN_ORDER": positions.k_in_order,
+    }  # fmt: skip
+    return Launch((min(programs, B * Hq * rows),), arguments, options)
+
+
+@functools.lru_cache(maxsize=REMEMBERED)  # tiles and sizes of blocks and heads alone decide them
+def _options(tiles: Tiles, q_block: int, k_block: int, D: int, Dv: int) -> dict[str, int]:
+    block_m, piece = 64 * tiles.consumers, min(k_block, tiles.block_n)
+    return {
+        "DQ": padded_keys(D), "DV": padded_values(Dv),
+        "CONSUMERS": tiles.consumers, "BLOCK_N": tiles.block_n, "STAGES": tiles.num_stages,
+        "PIECES": tiles.block_n // piece, "K_SPLIT": k_block // piece, "Q_SPLIT": q_block // block_m,
         "CONSUMER_REGISTERS": consumer_registers(tiles.consumers, tiles.per_sm),
         "num_warps": 4, "maxnreg": registers(tiles.consumers, tiles.per_sm),
     }  # fmt: skip
-    return Launch((min(programs, B * Hq * rows),), arguments, options)
 
 
 def whole_rows(q: Tensor, out: Tensor, lse: Tensor, lead: int) -> tuple[Tensor, Tensor, Tensor]:

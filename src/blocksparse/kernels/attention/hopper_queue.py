@@ -29,8 +29,8 @@ from triton.language.core import _aggregate  # no public name up to Triton 3.7
 LOADER_REGISTERS = gl.constexpr(24)  # of each thread of a loading warp, once registers are reallocated
 
 # Arguments that change with the prompt's length, and that Triton must not specialise on: else it would compile anew
-# when an integer is 1 or a multiple of 16, or when a pointer (the counts are two parts of one memory) happens to be
-# aligned. Entries of a tuple are always specialised on; strides of positions may be, for they count whole blocks.
+# when an integer is 1 or a multiple of 16, or when a pointer (that of the counts of some heads) happens to be aligned.
+# Entries of a tuple are always specialised on; strides of positions may be, for they count whole blocks.
 OF_PROMPT = [
     *("full_count_ptr", "partial_count_ptr", "tiles", "N", "cols", "rows", "offset"),
     *(f"{name}_stride_{axis}" for name in ("count", "index", "lse") for axis in "bh"),

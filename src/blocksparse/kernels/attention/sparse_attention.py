@@ -103,8 +103,8 @@ def _kernel(tiles: Tiles, approximation: Approximation, change: LogitChange) -> 
 
 def _heads_at_a_time(k: Tensor, v: Tensor, key_slots: Tensor) -> int:
     """For how many KV heads the keys and values that are moved fit the workspace."""
-    heads = k.shape[1]
-    moved = sum(x[:, 0].numel() * x.element_size() for x in (k, v)) * key_slots.shape[1] // heads
+    B, heads, N, _ = k.shape
+    moved = sum(x.shape[-1] * x.element_size() for x in (k, v)) * B * N * key_slots.shape[1] // heads
     return max(1, min(heads, _WORKSPACE // moved))
 
 

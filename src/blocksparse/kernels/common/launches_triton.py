@@ -62,10 +62,12 @@ _INTEGERS = {int}
 
 def _kind(x: Any) -> object:
     """What Triton may specialise a kernel on in an argument that is no integer; those stand for themselves."""
+    if x is None:
+        return None
     if isinstance(x, Tensor):
         return x.dtype, x.data_ptr() % 16
     if isinstance(x, tuple):
-        return x if set(map(type, x)) == _INTEGERS else tuple(map(_kind, x))
+        return x if set(map(type, x)) == _INTEGERS else tuple([_kind(part) for part in x])
     if isinstance(x, float):
         return float
     if isinstance(x, TensorDescriptor):

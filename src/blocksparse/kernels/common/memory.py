@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from torch import Tensor
 
-from blocksparse.kernels.common.sizes import REMEMBERED
+from blocksparse.kernels.common.sizes import REMEMBERED, cdiv
 
 
 def empty_as(q: Tensor, width: int, dtype: torch.dtype) -> Tensor:
@@ -28,6 +29,30 @@ def empty_as(q: Tensor, width: int, dtype: torch.dtype) -> Tensor:
         axes.sort(key=q.stride, reverse=True)
     memory = q.new_empty((*(q.shape[axis] for axis in axes), width), dtype=dtype)
     return memory.permute(*(axes.index(axis) for axis in range(3)), 3)
+
+
+def empty_together(dtype: torch.dtype, device: torch.device, *shapes: tuple[int, ...]) -> list[Tensor]:
+    """Uninitialised contiguous tensors of these shapes in one allocation, which takes the host longer than a view of it.
+
+    Each begins at a multiple of 16 bytes, as one with memory of its own does: Triton specialises kernels on that.
+    """
+    entries, places = _together(shapes, dtype.itemsize)
+    memory = torch.empty(entries, dtype=dtype, device=device)
+    return [memory.as_strided(*place) for place in places]
+
+
+_Place = tuple[tuple[int, ...], tuple[int, ...], int]
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def _together(shapes: tuple[tuple[int, ...], ...], in_bytes: int) -> tuple[int, list[_Place]]:
+    """How many entries there are in all; and the shape, the strides and the first entry of each tensor."""
+    first, places = 0, []
+    for shape in shapes:
+        strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+        places.append((shape, strides, first))
+        first += cdiv(math.prod(shape) * in_bytes, 16) * 16 // in_bytes
+    return first, places
 
 
 def copies_in_bulk(x: Tensor) -> bool:

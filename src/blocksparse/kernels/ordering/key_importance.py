@@ -20,14 +20,16 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 def key_importance(
     q: Tensor, k: Tensor, *, probe: int, seen: int, causal: bool, scale: float, per_query_head: bool
 ) -> Tensor:
-    """Mean weight of every key of `k` `[B, Hkv, N, D]` in fp32 or better, `[B, Hkv or Hq, N]`.
+    """Parts whose sums are the mean weight of every key of `k` `[B, Hkv, N, D]`, `[B, Hkv or Hq, P, N]`, fp32 or better.
+
+    Who sorts by them adds them up on the way (`segment_sort`).
 
     Args:
         q: `[B, Hq, M, D]`; query `i` stands at position `N - M + i`.
         probe: how many of the last queries vote; all of them where there are fewer.
         seen: keys from this one on have no part in the softmax, and weigh nothing.
         causal: neither have keys after the query.
-        per_query_head: take the mean over each query head's own queries, `[B, Hq, N]`.
+        per_query_head: take the mean over each query head's own queries, `[B, Hq, P, N]`.
     """
     if q.is_cuda and q.dtype in _DTYPES:
         from blocksparse.kernels.ordering.key_importance_triton import key_importance_triton as compute
@@ -39,7 +41,7 @@ def key_importance(
 def key_importance_reference(
     q: Tensor, k: Tensor, probe: int, seen: int, causal: bool, scale: float, per_query_head: bool
 ) -> Tensor:
-    """The same in plain torch, one KV head after another: fewer numbers are held at a time."""
+    """The same in plain torch and in one part, one KV head after another: fewer numbers are held at a time."""
     Hkv, N, P = k.shape[1], k.shape[2], min(probe, q.shape[2])
     later = torch.ones(P, P, dtype=torch.bool, device=k.device).triu(1)  # the last keys, behind their query
     weights = []
@@ -51,4 +53,4 @@ def key_importance_reference(
             votes[..., N - P :].masked_fill_(later, float("-inf"))
         weights.append(votes.softmax(dim=-1).mean(dim=-2))
     weight = torch.stack(weights, dim=1)  # [B, Hkv, Hq/Hkv, N]
-    return weight.flatten(1, 2) if per_query_head else weight.mean(dim=2)
+    return weight.flatten(1, 2).unsqueeze(2) if per_query_head else weight.mean(dim=2, keepdim=True)

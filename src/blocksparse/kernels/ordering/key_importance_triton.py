@@ -6,6 +6,7 @@ head run side by side, so that a key comes from memory once in each pass. The so
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -17,13 +18,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from blocksparse.kernels.common.hardware import device_of, fp32_products, has_large_memory
 from blocksparse.kernels.common.launches_triton import remembered
-from blocksparse.kernels.common.memory import copies_in_bulk
-from blocksparse.kernels.common.sizes import cdiv, power_of_2
+from blocksparse.kernels.common.memory import copies_in_bulk, empty_together
+from blocksparse.kernels.common.sizes import REMEMBERED, cdiv, power_of_2
 
 _SPLITS = 32  # shares that the keys are divided into, at most
 _PIECES = 8  # pieces of 128 keys in a share, at most while there are fewer than `_SPLITS` shares
 _TMA_FROM = 16384  # keys from which on a descriptor is made, which takes the host some microseconds
-_OF_PROMPT = ["peak_ptr", "total_ptr", "N", "share", "splits", "seen", "plain"]
+_OF_PROMPT = ["N", "share", "splits", "seen", "plain"]
 _LEAST = tl.constexpr(-3.0e38)  # below every product; finite, so that differences of peaks are numbers
 
 
@@ -35,17 +36,17 @@ def key_importance_triton(
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     P, G, seen = min(probe, M), Hq // Hkv, min(seen, N)
     # A negative scale is that of negated queries: the largest product then stays the largest logit.
-    q = q[:, :, M - P :] if scale >= 0 else -q[:, :, M - P :]
+    q = q.narrow(2, M - P, P)
+    q = q if scale >= 0 else -q
     large = has_large_memory(q)
-    sums, weights = (f(D, q.element_size(), large=large) for f in (options_of_sums, options_of_weights))
-    for options, rows in ((sums, G * P), (weights, P)):
-        options["BLOCK_M"] = min(max(power_of_2(rows), 16), options["BLOCK_M"])
+    sums, weights = _options(D, q.element_size(), P, G, large=large)
     row_tiles, tiles = cdiv(G * P, sums["BLOCK_M"]), cdiv(P, weights["BLOCK_M"])
     pieces = cdiv(N, 128)
     share = cdiv(pieces, min(_SPLITS, cdiv(pieces, _PIECES))) * 128
     splits = cdiv(N, share)
-    peak, total = torch.empty((2, B * Hkv, splits, G * P), dtype=torch.float32, device=q.device)
-    parts = torch.empty((B, Hq * tiles, N), dtype=torch.float32, device=q.device)
+    of_sums = B * Hkv, splits, G * P
+    of_parts = B, Hq if per_query_head else Hkv, tiles if per_query_head else G * tiles, N
+    peak, total, parts = empty_together(torch.float32, q.device, of_sums, of_sums, of_parts)
     # How many of the first keys every query sees: those need no mask.
     plain = min(seen, N - P + 1) if causal else seen
     scale_log2 = abs(scale) * math.log2(math.e)
@@ -60,8 +61,16 @@ def key_importance_triton(
             q, _source(k, weights, tma), peak, total, parts, *sizes, 1 / (P if per_query_head else P * G), tiles,
             SPLITS=_SPLITS, TMA=tma, **constants, **weights,
         )  # fmt: skip
-    heads = Hq if per_query_head else Hkv
-    return parts if heads == Hq * tiles else parts.view(B, heads, -1, N).sum(2)
+    return parts
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def _options(D: int, itemsize: int, P: int, G: int, *, large: bool) -> tuple[dict[str, int], dict[str, int]]:
+    """Options of both kernels, whose tiles of queries are no larger than there are queries."""
+    sums, weights = (f(D, itemsize, large=large) for f in (options_of_sums, options_of_weights))
+    for options, rows in ((sums, G * P), (weights, P)):
+        options["BLOCK_M"] = min(max(power_of_2(rows), 16), options["BLOCK_M"])
+    return sums, weights
 
 
 def options_of_sums(head_dim: int, itemsize: int, *, large: bool) -> dict[str, int]:

@@ -22,6 +22,7 @@ def segment_sort(values: Tensor, S: int, *, coarse: bool = False) -> Tensor:
     """The token in every slot, `[B, H, N]` int32, for `values` `[B, H, N]`; the same on every device.
 
     Args:
+        values: or `[B, H, P, N]`, parts of values, which are added up first.
         coarse: values count as equal if their `whole_numbers` are equal but for the lowest `log2(S)` bits.
     """
     if values.is_cuda and values.dtype == torch.float32 and 1 < S <= _LONGEST and S & (S - 1) == 0:
@@ -33,6 +34,7 @@ def segment_sort(values: Tensor, S: int, *, coarse: bool = False) -> Tensor:
 
 def segment_sort_reference(values: Tensor, S: int, coarse: bool = False) -> Tensor:
     """The same in plain torch."""
+    values = values.sum(2) if values.ndim == 4 else values
     values = whole_numbers(values) >> (S - 1).bit_length() if coarse else values
     N, segments = values.shape[-1], values.shape[-1] // S
     order = values[..., : segments * S].unflatten(-1, (segments, S)).argsort(dim=-1, descending=True, stable=True)

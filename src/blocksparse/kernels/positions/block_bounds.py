@@ -1,16 +1,68 @@
-"""The first and the last original position in every block of query places and of key slots.
+"""Which original position stands in each place of the blocks, and the first and the last one in every block.
 
-On a GPU one launch serves both sides; other devices take the plain torch below.
+On a GPU one launch serves queries and keys, and makes the positions together with their bounds; other devices take the
+plain torch below.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 NEVER = torch.iinfo(torch.int32).max
 
 Bounds = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def block_places(
+    q: Tensor,
+    k: Tensor,
+    q_index: Tensor | None,
+    k_index: Tensor | None,
+    q_block: int,
+    k_block: int,
+    *,
+    offset: int,
+) -> tuple[Tensor, Tensor, Bounds]:
+    """The position in each place of queries and of keys, and their `block_bounds`.
+
+    Blocks are whole: `offset % q_block` empty places come before the first query, and as many as are missing after the
+    last query and the last slot of keys. An empty place holds -1.
+
+    Args:
+        q: `[B, Hq, M, D]`, of which only sizes matter, as of `k` `[B, Hkv, N, D]`.
+        q_index: `[B, Hq, M]` int32, the query in each slot; None if queries stay in place.
+        k_index: `[B, H, G, slots]` int32, the key in each slot, -1 where empty; None if keys stay in place.
+        offset: the position of query 0; key 0 stands at position 0.
+
+    Returns:
+        `q_position` `[B|1, Hq|1, rows * q_block]` and `k_position` `[B|1, H|1, G, cols * k_block]` int32, which may be the
+        maps themselves; and the bounds.
+    """
+    if q.is_cuda:
+        from blocksparse.kernels.positions.block_bounds_triton import block_places_triton as compute
+    else:
+        compute = block_places_reference
+    return compute(q, k, q_index, k_index, q_block, k_block, offset)
+
+
+def block_places_reference(
+    q: Tensor, k: Tensor, q_index: Tensor | None, k_index: Tensor | None, q_block: int, k_block: int, offset: int
+) -> tuple[Tensor, Tensor, Bounds]:
+    """The same in plain torch."""
+    M, N, lead = q.shape[2], k.shape[2], offset % q_block
+    in_order = torch.arange(max(N, offset + M), dtype=torch.int32, device=q.device)
+    if q_index is None:
+        q_position = in_order[offset : offset + M].view(1, 1, M)
+    else:
+        q_position = q_index + offset if offset else q_index
+    k_position = in_order[:N].view(1, 1, 1, N) if k_index is None else k_index
+    if lead or M % q_block:
+        q_position = pad(q_position, (lead, -(lead + M) % q_block), value=-1)
+    if k_position.shape[-1] % k_block:
+        k_position = pad(k_position, (0, -k_position.shape[-1] % k_block), value=-1)
+    return q_position, k_position, block_bounds_reference(q_position, k_position, q_block, k_block, q.shape[1])
 
 
 def block_bounds(q_position: Tensor, k_position: Tensor, q_block: int, k_block: int, heads: int) -> Bounds:

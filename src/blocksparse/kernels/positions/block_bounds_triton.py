@@ -1,4 +1,4 @@
-"""The Triton kernel of `block_bounds`: some programs take blocks of queries, the others blocks of keys."""
+"""The Triton kernel of `block_places` and `block_bounds`: some programs take blocks of queries, the others blocks of keys."""
 
 from __future__ import annotations
 
@@ -9,64 +9,103 @@ from torch import Tensor
 
 from blocksparse.kernels.common.hardware import device_of
 from blocksparse.kernels.common.launches_triton import remembered
+from blocksparse.kernels.common.memory import empty_together
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
-from blocksparse.kernels.common.strides_triton import head_strides
+from blocksparse.kernels.common.strides_triton import alike, head_at, head_strides
 
+_Bounds = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 _NEVER = tl.constexpr(2**31 - 1)
-_TILE = 2048  # places that a program reads at a time
+_TILE = 2048  # places that a program works on at a time
 
 
-def block_bounds_triton(
-    q_position: Tensor, k_position: Tensor, q_block: int, k_block: int, heads: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def block_bounds_triton(q_position: Tensor, k_position: Tensor, q_block: int, k_block: int, heads: int) -> _Bounds:
     """Launch the kernel; arguments as of `block_bounds`."""
-    q_position, k_position = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_position, k_position))
-    (Bq, Qh, _), (Bk, Kh, G, _) = q_position.shape, k_position.shape
-    rows, cols = q_position.shape[-1] // q_block, k_position.shape[-1] // k_block
+    M, slots, device = q_position.shape[-1], k_position.shape[-1], q_position.device
+    return _launch(q_position, k_position, M, slots, q_block, k_block, heads, 0, device)[2]
+
+
+def block_places_triton(
+    q: Tensor, k: Tensor, q_index: Tensor | None, k_index: Tensor | None, q_block: int, k_block: int, offset: int
+) -> tuple[Tensor, Tensor, _Bounds]:
+    """Launch the kernel; arguments as of `block_places`."""
+    slots = k.shape[2] if k_index is None else k_index.shape[-1]
+    return _launch(q_index, k_index, q.shape[2], slots, q_block, k_block, q.shape[1], offset, q.device)
+
+
+def _launch(
+    q_index: Tensor | None,
+    k_index: Tensor | None,
+    M: int,
+    slots: int,
+    q_block: int,
+    k_block: int,
+    heads: int,
+    offset: int,
+    device: torch.device,
+) -> tuple[Tensor, Tensor, _Bounds]:
+    """Positions are made only where the maps, which are then returned, do not say them already."""
+    lead = offset % q_block
+    rows, cols = cdiv(lead + M, q_block), cdiv(slots, k_block)
+    Bq, Qh = (1, 1) if q_index is None else q_index.shape[:2]
+    Bk, Kh, G = (1, 1, 1) if k_index is None else k_index.shape[:3]
+    q_index, k_index = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (q_index, k_index))
     q_copies, k_copies = (1 if H == 1 else heads // H for H in (Qh, Kh))
-    # Each tensor has memory of its own, and so is aligned: Triton specialises the kernels that read them on that.
-    q_first, q_last = (
-        torch.empty((Bq, Qh * q_copies, rows, 1), dtype=torch.int32, device=q_position.device) for _ in range(2)
-    )
-    k_first, k_last = (
-        torch.empty((Bk, Kh * k_copies, G, cols), dtype=torch.int32, device=q_position.device) for _ in range(2)
-    )
-    k_whole = torch.empty(k_first.shape, dtype=torch.bool, device=q_position.device)
+    of_queries, of_keys = (Bq, Qh * q_copies, rows, 1), (Bk, Kh * k_copies, G, cols)
+    shapes = [of_queries, of_queries, of_keys, of_keys]
+    if q_missing := q_index is None or offset > 0 or M % q_block > 0:
+        shapes.append((Bq, Qh, rows * q_block))
+    if k_missing := k_index is None or slots % k_block > 0:
+        shapes.append((Bk, Kh, G, cols * k_block))
+    q_first, q_last, k_first, k_last, *made = empty_together(torch.int32, device, *shapes)
+    q_made, k_made = made[0] if q_missing else None, made[-1] if k_missing else None
+    k_whole = torch.empty(of_keys, dtype=torch.bool, device=device)
     q_wide, k_wide = (min(power_of_2(block), _TILE) for block in (q_block, k_block))
     q_programs = Bq * Qh * cdiv(rows, _TILE // q_wide)
     k_programs = Bk * Kh * G * cdiv(cols, _TILE // k_wide)
-    with device_of(q_position):
+    with device_of(q_first):
         _kernel[(q_programs + k_programs,)](
-            q_position, k_position, q_first, q_last, k_first, k_last, k_whole,
-            head_strides(q_position), (*head_strides(k_position), k_position.stride(2) if G > 1 else 0),
-            q_programs, Qh, Kh, G, rows, cols,
+            q_index, k_index, q_made, k_made, q_first, q_last, k_first, k_last, k_whole,
+            None if q_index is None else alike(*head_strides(q_index), 0),
+            None if k_index is None else alike(*head_strides(k_index), k_index.stride(2) if G > 1 else 0),
+            q_programs, Qh, Kh, G, rows, cols, M, slots, lead, offset,
             Q_BLOCK=q_block, K_BLOCK=k_block, Q_WIDE=q_wide, K_WIDE=k_wide, TILE=_TILE,
             Q_COPIES=q_copies, K_COPIES=k_copies,
             num_warps=4,
         )  # fmt: skip
-    return q_first, q_last, k_first, k_last, k_whole
+    q_position, k_position = q_index if q_made is None else q_made, k_index if k_made is None else k_made
+    assert q_position is not None  # a map that is missing was made
+    assert k_position is not None
+    return q_position, k_position, (q_first, q_last, k_first, k_last, k_whole)
 
 
 @triton.jit
 def _side(
-    pid, position_ptr, first_ptr, last_ptr, whole_ptr, stride_b, stride_h, stride_g, heads, G, blocks,
+    pid, index_ptr, made_ptr, first_ptr, last_ptr, whole_ptr, strides, heads, G, blocks, tokens, lead, offset,
     BLOCK: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COPIES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Stores the bounds of `ROWS` blocks of one map of positions; `WHOLE` says whether emptiness is stored, too."""
+    """Stores positions and bounds of `ROWS` blocks of one map; `WHOLE` says whether emptiness is stored, too."""
     tiles = tl.cdiv(blocks, ROWS)
     row = pid % tiles * ROWS + tl.arange(0, ROWS)
     g = pid // tiles % G
     head = pid // tiles // G  # its number among the heads of all batch entries
     there = row < blocks
-    source = position_ptr + (head // heads).to(tl.int64) * stride_b + (head % heads).to(tl.int64) * stride_h
-    source = source + g.to(tl.int64) * stride_g
     first = tl.full([ROWS], _NEVER, tl.int32)
     last = tl.full([ROWS], -1, tl.int32)
     empty = tl.zeros([ROWS], tl.int32)
     for start in range(0, BLOCK, WIDE):
-        place = start + tl.arange(0, WIDE)
-        inside = there[:, None] & (place < BLOCK)[None, :]
-        position = tl.load(source + row.to(tl.int64)[:, None] * BLOCK + place[None, :], mask=inside, other=-1)
+        column = start + tl.arange(0, WIDE)
+        inside = there[:, None] & (column < BLOCK)[None, :]
+        place = row[:, None] * BLOCK + column[None, :]
+        slot = place - lead
+        token = inside & (slot >= 0) & (slot < tokens)
+        if index_ptr is None:
+            position = tl.where(token, slot + offset, -1)
+        else:
+            source = index_ptr + head_at(strides, head // heads, head % heads) + g.to(tl.int64) * (strides[2] >> 4)
+            position = tl.load(source + slot, mask=token, other=-1)
+            position = tl.where(position >= 0, position + offset, -1)
+        if made_ptr is not None:
+            tl.store(made_ptr + (head * G + g).to(tl.int64) * blocks * BLOCK + place, position, mask=inside)
         first = tl.minimum(first, tl.min(tl.where(position >= 0, position, _NEVER), 1))
         last = tl.maximum(last, tl.max(position, 1))
         empty += tl.sum((inside & (position < 0)).to(tl.int32), 1)
@@ -79,22 +118,22 @@ def _side(
 
 
 @remembered
-@triton.jit(do_not_specialize=["q_programs", "G", "rows", "cols"])
+@triton.jit(do_not_specialize=["q_programs", "G", "rows", "cols", "M", "slots", "lead", "offset"])
 def _kernel(
-    q_ptr, k_ptr, q_first_ptr, q_last_ptr, k_first_ptr, k_last_ptr, k_whole_ptr,
+    q_ptr, k_ptr, q_made_ptr, k_made_ptr, q_first_ptr, q_last_ptr, k_first_ptr, k_last_ptr, k_whole_ptr,
     q_strides, k_strides,
-    q_programs, q_heads, k_heads, G, rows, cols,
+    q_programs, q_heads, k_heads, G, rows, cols, M, slots, lead, offset,
     Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, Q_WIDE: tl.constexpr, K_WIDE: tl.constexpr, TILE: tl.constexpr,
     Q_COPIES: tl.constexpr, K_COPIES: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     if pid < q_programs:
         _side(
-            pid, q_ptr, q_first_ptr, q_last_ptr, k_whole_ptr, q_strides[0], q_strides[1], 0, q_heads, 1, rows,
+            pid, q_ptr, q_made_ptr, q_first_ptr, q_last_ptr, k_whole_ptr, q_strides, q_heads, 1, rows, M, lead, offset,
             Q_BLOCK, Q_WIDE, TILE // Q_WIDE, Q_COPIES, False,
         )  # fmt: skip
     else:
         _side(
-            pid - q_programs, k_ptr, k_first_ptr, k_last_ptr, k_whole_ptr, k_strides[0], k_strides[1], k_strides[2],
-            k_heads, G, cols, K_BLOCK, K_WIDE, TILE // K_WIDE, K_COPIES, True,
+            pid - q_programs, k_ptr, k_made_ptr, k_first_ptr, k_last_ptr, k_whole_ptr, k_strides, k_heads, G, cols,
+            slots, 0, 0, K_BLOCK, K_WIDE, TILE // K_WIDE, K_COPIES, True,
         )  # fmt: skip

@@ -7,7 +7,6 @@ sm_100 for sums over the only axis of a tensor.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import triton
 import triton.language as tl
@@ -42,12 +41,18 @@ def _strides(shape: tuple[int, ...], of_memory: tuple[int, ...]) -> tuple[int, .
     return *alike(*outer), of_cols
 
 
-def positions(
-    grid: BlockGrid, of: Callable[[Tensor], tuple[int, ...]] = strides
-) -> tuple[tuple[Tensor, ...], tuple[tuple[int, ...], ...]]:
-    """First and last positions of query blocks, then of key blocks; and their strides."""
-    tensors = grid.q_first, grid.q_last, grid.k_first, grid.k_last
-    return tensors, tuple(of(x) for x in tensors)
+def positions(grid: BlockGrid, *, plain: bool = False) -> tuple[tuple[Tensor, ...], tuple[tuple[int, ...], ...]]:
+    """First and last positions of query blocks, then of key blocks; and their strides, or their `plain` strides."""
+    a, b, c, d = tensors = grid.q_first, grid.q_last, grid.k_first, grid.k_last
+    of_memory = a.stride(), b.stride(), c.stride(), d.stride()
+    return tensors, _of_positions((a.shape, b.shape, c.shape, d.shape), of_memory, plain)
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def _of_positions(
+    shapes: tuple[tuple[int, ...], ...], of_memory: tuple[tuple[int, ...], ...], plain: bool
+) -> tuple[tuple[int, ...], ...]:
+    return tuple(map(_plain_strides if plain else _strides, shapes, of_memory))
 
 
 def tile_of_blocks(entries: int) -> dict[str, int]:

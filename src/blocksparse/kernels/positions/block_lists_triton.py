@@ -9,6 +9,7 @@ from torch import Tensor
 
 from blocksparse.kernels.common.hardware import device_of
 from blocksparse.kernels.common.launches_triton import remembered
+from blocksparse.kernels.common.memory import empty_together
 from blocksparse.kernels.common.sizes import cdiv, index_dtype
 from blocksparse.kernels.positions.block_grid import BlockGrid
 from blocksparse.kernels.positions.block_grid_triton import full_blocks, positions, rows_at, strides, tile
@@ -22,7 +23,7 @@ def block_lists_triton(keep: Tensor, grid: BlockGrid) -> tuple[Tensor, Tensor, T
     """Launch the kernel; arguments as of `block_lists`."""
     B, H, rows, cols = keep.shape
     index = torch.empty(keep.shape, dtype=index_dtype(cols), device=keep.device)
-    full_count, partial_count = torch.empty((2, B, H, rows), dtype=torch.int32, device=keep.device)
+    full_count, partial_count = empty_together(torch.int32, keep.device, (B, H, rows), (B, H, rows))
     wide = _NARROW if cols <= _NARROW else _WIDE
     high = max(_ENTRIES // wide, 1)
     with device_of(keep):
@@ -65,7 +66,7 @@ def _kinds(
 
 
 @remembered
-@triton.jit(do_not_specialize=["full_count_ptr", "partial_count_ptr", "rows", "cols"])
+@triton.jit(do_not_specialize=["rows", "cols"])
 def _kernel(
     keep_ptr, positions, position_strides, k_whole_ptr, full_count_ptr, partial_count_ptr, index_ptr,
     keep_strides, k_whole_strides,

@@ -46,19 +46,28 @@ def within_reach_triton(
     # `torch.broadcast_shapes` takes the host as long as a launch.
     B, H = (max(own[axis], *(x.shape[axis] for x in tensors)) for axis in (0, 1))
     rows, cols = grid.q_first.shape[2], grid.k_first.shape[3]
-    # Numbers beyond every position become `FAR`, so that the kernel's int32 hold them and their sums with positions.
-    near, first = (None if x is None else min(x, FAR) for x in (near, first))
-    eta, state = (None, None) if stride is None else (min(stride[0], FAR), mix(stride[1]))
     out = torch.empty((B, H, rows, cols), dtype=torch.bool, device=grid.q_first.device)
     tile = tile_of_blocks(_TILE)
     with device_of(out):
         _kernel[(cdiv(rows, tile["ROWS"]) * cdiv(cols, tile["COLS"]), H, B)](
             keep, tensors, out, None if keep is None else strides(keep), position_strides, rows, cols, skipped,
-            near, first, eta, state, grid.first_row,
+            *numbers_of_places(grid, near, first, stride),
             N=n, DIAGONAL=diagonal, CAUSAL=grid.causal, WINDOW=grid.window, **tile,
             num_warps=4,
         )  # fmt: skip
     return out
+
+
+def numbers_of_places(
+    grid: BlockGrid, near: int | None, first: int | None, stride: tuple[int, int] | None
+) -> tuple[int | None, ...]:
+    """What `with_places` takes of the arguments of `within_reach`: near, first, eta, state and first_row.
+
+    Numbers beyond every position become `FAR`, so that the kernel's int32 hold them and their sums with positions.
+    """
+    eta, state = (None, None) if stride is None else (min(stride[0], FAR), mix(stride[1]))
+    near, first = (None if x is None else min(x, FAR) for x in (near, first))
+    return near, first, eta, state, grid.first_row
 
 
 def _own(keep: Tensor) -> tuple[int, ...]:
@@ -66,6 +75,24 @@ def _own(keep: Tensor) -> tuple[int, ...]:
     return tuple(
         1 if stride == 0 else size for size, stride in zip(keep.shape[:2], keep.stride()[:2], strict=True)
     )
+
+
+@triton.jit
+def with_places(
+    keep, q_first, q_last, k_first, k_last, row, col, near, first, eta, state, first_row, CAUSAL: tl.constexpr
+):
+    """`keep` and the blocks of a launch tile that the numbers choose; those that are None are compiled away."""
+    if near is not None:
+        close = k_last >= q_first - near
+        if not CAUSAL:
+            close = close & (k_first <= q_last + near)
+        keep = keep | close
+    if first is not None:
+        keep = keep | (k_first < first)
+    if eta is not None:
+        drawn = folded(state, first_row + row).to(tl.int64)
+        keep = keep | ((col % eta).to(tl.int64) == (eta - drawn % eta) % eta)
+    return keep
 
 
 @remembered
@@ -87,16 +114,9 @@ def _kernel(
         keep = tl.load(keep_at, mask=inside, other=0) != 0
     else:
         keep = tl.zeros([ROWS, COLS], tl.int1)
-    if near is not None:
-        close = k_last >= q_first - near
-        if not CAUSAL:
-            close = close & (k_first <= q_last + near)
-        keep = keep | close
-    if first is not None:
-        keep = keep | (k_first < first)
-    if eta is not None:
-        drawn = folded(state, first_row + row).to(tl.int64)
-        keep = keep | ((col % eta).to(tl.int64) == (eta - drawn % eta) % eta)
+    keep = with_places(
+        keep, q_first, q_last, k_first, k_last, row, col, near, first, eta, state, first_row, CAUSAL
+    )  # fmt: skip
     keep = keep & reachable
     if DIAGONAL:
         keep = keep | diagonal_blocks(reachable, q_first, k_last, CAUSAL)

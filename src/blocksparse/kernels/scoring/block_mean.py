@@ -4,7 +4,8 @@
     block_similarity  out[b, h, i] = |mean_j (x[b, h, j] - c[b, h]) / |x[b, h, j] - c[b, h]||^2, at most 1
 
 over the tokens `j` of block `i`; `c` is the mean of all tokens. On GPUs each is one launch that reads every token once,
-through an index map if one is given, so that no token is moved; `c` takes one more pass. CPU tensors and float64 take the
+through an index map if one is given, so that no token is moved; `c` takes one more pass. Means of queries and keys share
+a launch. CPU tensors and float64 take the
 plain torch below. Sums are in fp32 or better, in a fixed order.
 """
 
@@ -35,6 +36,28 @@ def block_mean(
 
         return block_mean_triton(x, block, lead, padded_tail, index)
     return block_mean_reference(x, block, lead, padded_tail, index)
+
+
+def block_means(
+    q: Tensor,
+    k: Tensor,
+    q_block: int,
+    k_block: int,
+    *,
+    lead: int = 0,
+    padded_tail: bool = False,
+    q_index: Tensor | None = None,
+    k_index: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`block_mean` of `q` `[B, Hq, M, D]` and of `k` `[B, Hkv, N, D]` in one launch; `lead` is that of queries."""
+    if q.is_cuda and q.dtype in _DTYPES:
+        from blocksparse.kernels.scoring.block_mean_triton import block_means_triton
+
+        return block_means_triton(q, k, q_block, k_block, lead, padded_tail, q_index, k_index)
+    return (
+        block_mean_reference(q, q_block, lead, padded_tail, q_index),
+        block_mean_reference(k, k_block, 0, padded_tail, k_index),
+    )
 
 
 def block_similarity(

@@ -1,4 +1,4 @@
-"""The Triton kernel of `block_mean` and `block_similarity`: one program per block, each token read once."""
+"""The Triton kernels of `block_mean`, `block_means` and `block_similarity`: one program per block, each token read once."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from blocksparse.kernels.common.hardware import device_of
 from blocksparse.kernels.common.launches_triton import remembered
+from blocksparse.kernels.common.memory import empty_together
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
 from blocksparse.kernels.common.strides_triton import alike, head_at
 
@@ -21,6 +22,38 @@ def block_mean_triton(x: Tensor, block: int, lead: int, padded_tail: bool, index
     return _launch(x, block, lead % block, index, None, padded_tail=padded_tail, similarity=False)
 
 
+def block_means_triton(
+    q: Tensor,
+    k: Tensor,
+    q_block: int,
+    k_block: int,
+    lead: int,
+    padded_tail: bool,
+    q_index: Tensor | None,
+    k_index: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Launch the kernel for queries and keys together; arguments as of `block_means`."""
+    (B, Hq, M, D), lead = q.shape, lead % q_block
+    q, q_index, k, k_index = (
+        x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (q, q_index, k, k_index)
+    )
+    Hk, N = k.shape[1:3] if k_index is None else k_index.shape[1:]
+    rows, cols, block_d = cdiv(lead + M, q_block), cdiv(N, k_block), power_of_2(D)
+    pooled_q, pooled_k = empty_together(torch.float32, q.device, (B, Hq, rows, D), (B, Hk, cols, D))
+    with device_of(q):
+        _both[(B * (Hq * rows + Hk * cols),)](
+            q, k, q_index, k_index, pooled_q, pooled_k,
+            q.stride()[:3], k.stride()[:3],
+            None if q_index is None else alike(*q_index.stride()[:2]),
+            None if k_index is None else alike(*k_index.stride()[:2]),
+            B * Hq * rows, M, N, rows, cols, lead, Hq, Hk, Hk // k.shape[1],
+            D=D, BLOCK_D=block_d, Q_BLOCK=q_block, K_BLOCK=k_block,
+            Q_ROWS=_rows(q_block, block_d), K_ROWS=_rows(k_block, block_d), PADDED=padded_tail,
+            num_warps=1,
+        )  # fmt: skip
+    return pooled_q, pooled_k
+
+
 def block_similarity_triton(x: Tensor, block: int, lead: int, centred: bool, index: Tensor | None) -> Tensor:
     """Launch the kernel; arguments as of `block_similarity`."""
     centre = None
@@ -28,6 +61,11 @@ def block_similarity_triton(x: Tensor, block: int, lead: int, centred: bool, ind
         pieces = block_mean_triton(x, _PIECE, 0, True, None)
         centre = pieces.sum(2) * (_PIECE / x.shape[2])
     return _launch(x, block, lead % block, index, centre, padded_tail=False, similarity=True)
+
+
+def _rows(block: int, block_d: int) -> int:
+    """Tokens that a program holds at a time."""
+    return max(min(power_of_2(block), _TILE // block_d), 1)
 
 
 def _launch(
@@ -54,30 +92,26 @@ def _launch(
             x.stride()[:3], None if index is None else alike(*index.stride()[:2]),
             N, blocks, lead, H // Hx,
             D=D, BLOCK_D=block_d, BLOCK=block,
-            ROWS=max(min(power_of_2(block), _TILE // block_d), 1),
-            PADDED=padded_tail, INDEXED=index is not None, CENTRED=centre is not None, SIMILARITY=similarity,
+            ROWS=_rows(block, block_d), PADDED=padded_tail, INDEXED=index is not None,
+            CENTRED=centre is not None, SIMILARITY=similarity,
             num_warps=1,
         )  # fmt: skip
     return out
 
 
-@remembered
-@triton.jit(do_not_specialize=["N", "blocks", "lead"])
-def _kernel(
-    x_ptr, index_ptr, centre_ptr, out_ptr,
-    x_strides, index_strides,
-    N, blocks, lead, heads_per_source,
+@triton.jit
+def _pooled(
+    x_ptr, index_ptr, centre_ptr, out_ptr, x_strides, index_strides,
+    b, h, block, heads, N, blocks, lead, heads_per_source,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     PADDED: tl.constexpr, INDEXED: tl.constexpr, CENTRED: tl.constexpr, SIMILARITY: tl.constexpr,
 ):  # fmt: skip
-    block = tl.program_id(0)
-    h = tl.program_id(1)
-    b = tl.program_id(2)
+    """Stores the mean, or the similarity, of block `block` of head `h` of `heads`."""
     source_h = h // heads_per_source
     x_at = x_ptr + b.to(tl.int64) * x_strides[0] + source_h.to(tl.int64) * x_strides[1]
     dims = tl.arange(0, BLOCK_D)[None, :]
     if CENTRED:
-        centre_at = centre_ptr + (b.to(tl.int64) * (tl.num_programs(1) // heads_per_source) + source_h) * D
+        centre_at = centre_ptr + (b.to(tl.int64) * (heads // heads_per_source) + source_h) * D
         centre = tl.load(centre_at + dims, mask=dims < D, other=0.0)  # [1, BLOCK_D]
     start = block * BLOCK - lead
     sums = tl.zeros([ROWS, BLOCK_D], tl.float32)
@@ -103,10 +137,53 @@ def _kernel(
         sums += x
     tokens = BLOCK if PADDED else tl.minimum(start + BLOCK, N) - tl.maximum(start, 0)
     mean = tl.sum(sums, 0)[None, :] / tokens
-    out_at = (b.to(tl.int64) * tl.num_programs(1) + h) * blocks + block
+    out_at = (b.to(tl.int64) * heads + h) * blocks + block
     if SIMILARITY:
         square = tl.sum(mean * mean, 1)  # [1]
         one = tl.arange(0, 1)
         tl.store(out_ptr + out_at + one, tl.where(square > 1.0, 1.0, square))
     else:
         tl.store(out_ptr + out_at * D + dims, mean, mask=dims < D)
+
+
+@remembered
+@triton.jit(do_not_specialize=["N", "blocks", "lead"])
+def _kernel(
+    x_ptr, index_ptr, centre_ptr, out_ptr,
+    x_strides, index_strides,
+    N, blocks, lead, heads_per_source,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    PADDED: tl.constexpr, INDEXED: tl.constexpr, CENTRED: tl.constexpr, SIMILARITY: tl.constexpr,
+):  # fmt: skip
+    _pooled(
+        x_ptr, index_ptr, centre_ptr, out_ptr, x_strides, index_strides,
+        tl.program_id(2), tl.program_id(1), tl.program_id(0), tl.num_programs(1), N, blocks, lead, heads_per_source,
+        D, BLOCK_D, BLOCK, ROWS, PADDED, INDEXED, CENTRED, SIMILARITY,
+    )  # fmt: skip
+
+
+@remembered
+@triton.jit(do_not_specialize=["q_programs", "M", "N", "rows", "cols", "lead"])
+def _both(
+    q_ptr, k_ptr, q_index_ptr, k_index_ptr, q_out_ptr, k_out_ptr,
+    q_strides, k_strides, q_index_strides, k_index_strides,
+    q_programs, M, N, rows, cols, lead, q_heads, k_heads, heads_per_source,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
+    Q_ROWS: tl.constexpr, K_ROWS: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """Some programs take blocks of queries, the others blocks of keys."""
+    pid = tl.program_id(0)
+    if pid < q_programs:
+        head = pid // rows  # its number among the heads of all batch entries
+        _pooled(
+            q_ptr, q_index_ptr, None, q_out_ptr, q_strides, q_index_strides,
+            head // q_heads, head % q_heads, pid % rows, q_heads, M, rows, lead, 1,
+            D, BLOCK_D, Q_BLOCK, Q_ROWS, PADDED, q_index_ptr is not None, False, False,
+        )  # fmt: skip
+    else:
+        head = (pid - q_programs) // cols
+        _pooled(
+            k_ptr, k_index_ptr, None, k_out_ptr, k_strides, k_index_strides,
+            head // k_heads, head % k_heads, (pid - q_programs) % cols, k_heads, N, cols, 0, heads_per_source,
+            D, BLOCK_D, K_BLOCK, K_ROWS, PADDED, k_index_ptr is not None, False, False,
+        )  # fmt: skip

@@ -30,7 +30,7 @@ def block_softmax_triton(
     logits: Tensor, grid: BlockGrid, *, scale: float = 1.0, segment: int | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Launch the kernel; arguments as of `block_softmax`."""
-    own, (tensors, position_strides) = None, positions(grid, plain_strides)
+    own, (tensors, position_strides) = None, positions(grid, plain=True)
     if segment is not None:
         batch, heads = (max(x.shape[axis] for x in tensors) for axis in (0, 1))
         own = torch.empty((batch, heads, *logits.shape[2:]), dtype=torch.bool, device=logits.device)

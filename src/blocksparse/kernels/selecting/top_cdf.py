@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from blocksparse.kernels.positions.block_grid import BlockGrid
+from blocksparse.kernels.positions.within_reach import within_reach_reference
 from blocksparse.kernels.selecting.running_share import running_share
 
 MAX_COLS = 32768
@@ -19,7 +20,15 @@ MAX_COLS = 32768
 
 
 def top_cdf(
-    values: Tensor, forced: Tensor | None, mass: float | Tensor, grid: BlockGrid, *, crossing: bool
+    values: Tensor,
+    forced: Tensor | None,
+    mass: float | Tensor,
+    grid: BlockGrid,
+    *,
+    crossing: bool,
+    near: int | None = None,
+    first: int | None = None,
+    stride: tuple[int, int] | None = None,
 ) -> Tensor:
     """Which blocks are kept, `[B, H, rows, cols]` bool, by their `values` `[B, H, rows, cols]`.
 
@@ -30,16 +39,24 @@ def top_cdf(
         mass: a number, or `[1, H|1, 1, 1]`, in (0, 1]; it is rounded to fp32, as shares are. 1 keeps what is reachable.
         crossing: also keep the block that takes the sum from below the target to the target or above it. Without it,
             the heaviest block that is not forced is kept in any case.
+        near: blocks that are kept besides, as `within_reach` chooses them by position; likewise `first` and `stride`.
     """
     if values.is_cuda and values.dtype == torch.float32 and values.shape[-1] <= MAX_COLS:
         from blocksparse.kernels.selecting.top_cdf_triton import top_cdf_triton
 
-        return top_cdf_triton(values, forced, mass, grid, crossing=crossing)
-    return top_cdf_reference(values, forced, mass, grid, crossing=crossing)
+        return top_cdf_triton(values, forced, mass, grid, crossing, near, first, stride)
+    return top_cdf_reference(values, forced, mass, grid, crossing, near, first, stride)
 
 
 def top_cdf_reference(
-    values: Tensor, forced: Tensor | None, mass: float | Tensor, grid: BlockGrid, *, crossing: bool
+    values: Tensor,
+    forced: Tensor | None,
+    mass: float | Tensor,
+    grid: BlockGrid,
+    crossing: bool,
+    near: int | None = None,
+    first: int | None = None,
+    stride: tuple[int, int] | None = None,
 ) -> Tensor:
     """The same in plain torch."""
     if not isinstance(mass, Tensor):
@@ -53,4 +70,5 @@ def top_cdf_reference(
         before = 0 if forced is None else forced.expand(share.ticks.shape).sum(-1, keepdim=True)
         rank = torch.arange(values.shape[-1], device=mass.device)
         taken = (share.after <= mass) | ((rank == before) & (share.ticks > 0))
-    return ((share.put_back(taken) | always) | (mass >= 1)) & reachable
+    keep = (share.put_back(taken) | always) | (mass >= 1)
+    return within_reach_reference(keep, grid, near=near, first=first, stride=stride)

@@ -22,6 +22,7 @@ from blocksparse.kernels.positions.block_grid_triton import (
     strides,
     tile,
 )
+from blocksparse.kernels.positions.within_reach_triton import numbers_of_places, with_places
 from blocksparse.kernels.selecting.row_search_triton import cut, first_of, tile_of_rows
 
 # These stand in the place of a block's ticks, so that few registers are live while a row is searched.
@@ -31,7 +32,14 @@ _MOST_TICKS = tl.constexpr(0x4E800000)  # the bits of 2^30 in fp32
 
 
 def top_cdf_triton(
-    values: Tensor, forced: Tensor | None, mass: float | Tensor, grid: BlockGrid, *, crossing: bool
+    values: Tensor,
+    forced: Tensor | None,
+    mass: float | Tensor,
+    grid: BlockGrid,
+    crossing: bool,
+    near: int | None = None,
+    first: int | None = None,
+    stride: tuple[int, int] | None = None,
 ) -> Tensor:
     """Launch the kernel; arguments as of `top_cdf`."""
     B, H, rows, cols = values.shape
@@ -44,6 +52,7 @@ def top_cdf_triton(
             strides(values), None if forced is None else strides(forced),
             None if of_head is None else head_strides(of_head)[1], strides(keep),
             rows, cols, float(mass) if of_head is None else None,
+            *numbers_of_places(grid, near, first, stride),
             CAUSAL=grid.causal, WINDOW=grid.window, CROSSING=crossing, ROWS=high, COLS=wide,
             num_warps=num_warps,
         )  # fmt: skip
@@ -124,11 +133,11 @@ def _exact_cut(ticks, target):
 
 
 @remembered
-@triton.jit(do_not_specialize=["rows", "cols"])
+@triton.jit(do_not_specialize=["rows", "cols", "near", "first", "eta", "state", "first_row"])
 def _kernel(
     values_ptr, forced_ptr, mass_ptr, keep_ptr, positions, position_strides,
     values_strides, forced_strides, mass_stride, keep_strides,
-    rows, cols, mass,
+    rows, cols, mass, near, first, eta, state, first_row,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CROSSING: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     b, h, row, col = tile(ROWS, COLS)
@@ -176,12 +185,19 @@ def _kernel(
     taken = (ticks > 0.0) & (target > 0) & ((ticks > lightest) | tied)
     if not CROSSING:
         best = tl.max(ticks, 1, keep_dims=True)
-        first = tl.min(tl.where(ticks == best, col, COLS), 1, keep_dims=True)
-        taken = taken | ((ticks > 0.0) & (col == first))
-    # `k_last` is loaded again, so that it is not kept in registers during the search.
+        leftmost = tl.min(tl.where(ticks == best, col, COLS), 1, keep_dims=True)
+        taken = taken | ((ticks > 0.0) & (col == leftmost))
+    # Positions of keys are loaded again, so that they are not kept in registers during the search.
     k_last_at = rows_at(positions[3], position_strides[3], b, h, row) + col * position_strides[3][3]
     k_last = tl.load(k_last_at, mask=inside, other=-1, volatile=True)
+    k_first = k_last
+    if near is not None or first is not None:
+        k_first_at = rows_at(positions[2], position_strides[2], b, h, row) + col * position_strides[2][3]
+        k_first = tl.load(k_first_at, mask=inside, other=0, volatile=True)
     reachable = ticks > _UNREACHABLE
     always = diagonal_blocks(reachable, q_first, k_last, CAUSAL) | (ticks == _FORCED)
-    keep = taken | always | ((share >= 1.0) & reachable)
+    placed = with_places(
+        share >= 1.0, q_first, q_last, k_first, k_last, row, col, near, first, eta, state, first_row, CAUSAL
+    )  # fmt: skip
+    keep = taken | always | (placed & reachable)
     tl.store(rows_at(keep_ptr, keep_strides, b, h, row) + col, keep, mask=inside)
