@@ -145,6 +145,7 @@ TARGETS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
         {"inner": bs.MeanPoolScorer(), "theta": 0.5},
         "inner=scorer theta=cosine smooth_k=flag? padded_tail=flag",
     ),
+    (bs.KeyHistory().rewind, {"tokens": 3}, "tokens=count"),
     (bs.VerticalSlashScorer, {}, "block=block probe=size? pooled=flag window=size?"),
     (
         bs.ScorerByCausality,

@@ -55,6 +55,7 @@ from blocksparse.scorers.block_scores import BlockMass as BlockMass
 from blocksparse.scorers.block_scores import BlockScores as BlockScores
 from blocksparse.scorers.by_causality import ScorerByCausality as ScorerByCausality
 from blocksparse.scorers.flatten_max_pool import FlattenMaxPoolScorer as FlattenMaxPoolScorer
+from blocksparse.scorers.key_history import KeyHistory as KeyHistory
 from blocksparse.scorers.mean_pool import MeanPoolScorer as MeanPoolScorer
 from blocksparse.scorers.no_scorer import NoScorer as NoScorer
 from blocksparse.scorers.prefix_order import PrefixOrderScorer as PrefixOrderScorer

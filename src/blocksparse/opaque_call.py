@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import final
 
 import torch
@@ -29,14 +29,27 @@ class OpaqueCall(OpaqueBase):
         with without_autocast(q):
             return laid_out_as(q, self.run(q, k, v, causal, scale))
 
-    def each(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, causal: bool, scale: float) -> Tensor:
-        """Run each sequence by itself, on views of q, k and v. Other rows of the output are 0."""
-        parts = sequences.parts(q, k, v, causal=causal)
+    def each(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sequences: Sequences,
+        causal: bool,
+        scale: float,
+        calls: Sequence[Run] | None = None,
+    ) -> Tensor:
+        """Run each sequence by itself, on views of q, k and v. Other rows of the output are 0.
+
+        Args:
+            calls: what runs for each sequence, if not `run` for all.
+        """
+        parts, calls = sequences.parts(q, k, v, causal=causal), calls or [self.run] * len(sequences.spans)
         out = laid_out_as(q, q.new_zeros((*q.shape[:3], v.shape[-1])))
         with without_autocast(q):
-            for span, part in zip(sequences.spans, parts, strict=True):
+            for span, part, run in zip(sequences.spans, parts, calls, strict=True):
                 if part is not None:
-                    span.rows(out).copy_(self.run(*part, causal, scale))
+                    span.rows(out).copy_(run(*part, causal, scale))
         return out
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from functools import partial
 from typing import Generic, NamedTuple, TypeVar, final, overload
 
 import torch
@@ -22,6 +24,7 @@ from blocksparse.permuters.permutation import GlobalPermutation, Permutation
 from blocksparse.permuters.permuter import Permuter
 from blocksparse.precision import without_autocast
 from blocksparse.scorers.block_scores import BlockScores
+from blocksparse.scorers.key_history import KeyHistory, one_for_each
 from blocksparse.scorers.scorer import Scorer
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.selector import Selector
@@ -139,6 +142,11 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         """How many tokens a query sees at most, its own included; None for all tokens up to its own."""
         return self.scorer.window
 
+    @property
+    def keeps_history(self) -> bool:
+        """Whether a `KeyHistory` saves work: the scorer remembers keys, and the permuter leaves them in place."""
+        return self.scorer.keeps_history and not self.permuter.moves_keys
+
     def in_window(self, window: int | None) -> Pipeline[PermutationT, ScoresT, MaskT]:
         """This pipeline for a layer with a sliding window, exactly: what lies outside of it is never attended to.
 
@@ -183,6 +191,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         causal: bool = True,
         scale: float | None = None,
         sequences: Sequences | None = None,
+        history: KeyHistory | Sequence[KeyHistory] | None = None,
     ) -> Tensor:
         """Attend `q` `[B, Hq, M, D]` to `k` `[B, Hkv, N, D]` and `v` `[B, Hkv, N, Dv]`: `[B, Hq, M, Dv]`.
 
@@ -192,13 +201,24 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
             scale: factor of the logits; `1 / sqrt(D)` if None.
             sequences: where several prompts lie in q, k and v; each runs by itself, and sees only its own keys.
                 None for one prompt in each entry of the batch.
+            history: what earlier chunks of this prompt, or of each of the `sequences`, left for later ones; the
+                result is the same without. A call that attends densely leaves it as it is. torch.compile takes
+                none.
 
         Raises:
             TypeError, ValueError: the pipeline or its executor cannot run these inputs.
+            UnsupportedError: a history is given, and the scorer remembers nothing.
         """
         _refuse_mask(attn_mask)
         q, k, v, scale = check_inputs(q, k, v, causal=causal, scale=scale, sequences=sequences)
-        return attend(self._call, q, k, v, causal=causal, scale=scale, sequences=sequences)
+        if history is None:
+            return attend(self._call, q, k, v, causal=causal, scale=scale, sequences=sequences)
+        refuse_transforms("history")
+        histories = one_for_each(history, sequences)
+        if sequences is None:
+            return OpaqueCall(partial(self._attend, history=histories[0]))(q, k, v, causal, scale)
+        calls = [partial(self._attend, history=each) for each in histories]
+        return self._call.each(q, k, v, sequences, causal, scale, calls)
 
     def with_lse(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None
@@ -222,11 +242,13 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
             )
         return output
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, history: KeyHistory | None = None
+    ) -> Tensor:
         if reason := self.dense_because(q, k, v, causal=causal):
             _log.debug("dense attention runs: %s", reason)
             return self._attend_densely(q, k, v, causal, scale)
-        return self._attend_sparsely(q, k, v, causal, scale).out
+        return self._attend_sparsely(q, k, v, causal, scale, history).out
 
     def _attend_densely(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
         return dense_attention(q, k, v, causal=causal, scale=scale, window=self.window, logits=self.logits)
@@ -240,10 +262,12 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         window = hiding(self.window, k.shape[2], causal=causal)
         return self.executor.dense_because_within(q, k, v, causal=causal, window=window)
 
-    def _attend_sparsely(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> AttentionOutput:
+    def _attend_sparsely(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, history: KeyHistory | None = None
+    ) -> AttentionOutput:
         permutation = self._order(q, k, causal, scale)
         # The scores get no name here, so that their memory is free while the executor runs.
-        mask = self._select(q, k, permutation, self._score(q, k, permutation, causal, scale), causal)
+        mask = self._select(q, k, permutation, self._score(q, k, permutation, causal, scale, history), causal)
         return self._execute(q, k, v, permutation, mask, scale)
 
     def _order(self, q: Tensor, k: Tensor, causal: bool, scale: float) -> PermutationT:
@@ -253,8 +277,24 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         permutation.check_fits(q, k, causal=causal)
         return permutation
 
-    def _score(self, q: Tensor, k: Tensor, permutation: PermutationT, causal: bool, scale: float) -> ScoresT:
-        scores = self.scorer(q, k, permutation, causal=causal, scale=scale)
+    def _score(
+        self,
+        q: Tensor,
+        k: Tensor,
+        permutation: PermutationT,
+        causal: bool,
+        scale: float,
+        history: KeyHistory | None = None,
+    ) -> ScoresT:
+        if history is None:
+            scores = self.scorer(q, k, permutation, causal=causal, scale=scale)
+        else:
+            if permutation.k_index is not None:
+                raise ValueError(
+                    f"{type(self.permuter).__name__} moves keys, so that blocks change from chunk to chunk, and a "
+                    "history is of blocks that stay: call without 'history'"
+                )
+            scores = self.scorer.with_history(q, k, permutation, history, causal=causal, scale=scale)
         check_gave(self._promised.scores, scores)
         scores.grid.check_fits(q, k, permutation, causal=causal, window=self.window)
         return scores
@@ -283,6 +323,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         causal: bool = True,
         scale: float | None = None,
         sequences: None = None,
+        history: KeyHistory | None = None,
     ) -> Trace[PermutationT, ScoresT, MaskT]: ...
 
     @overload
@@ -296,6 +337,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         causal: bool = True,
         scale: float | None = None,
         sequences: Sequences,
+        history: Sequence[KeyHistory] | None = None,
     ) -> list[Trace[PermutationT, ScoresT, MaskT] | None]: ...
 
     def trace(
@@ -308,6 +350,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         causal: bool = True,
         scale: float | None = None,
         sequences: Sequences | None = None,
+        history: KeyHistory | Sequence[KeyHistory] | None = None,
     ) -> Trace[PermutationT, ScoresT, MaskT] | list[Trace[PermutationT, ScoresT, MaskT] | None]:
         """Make the same call with the same arguments, and return every value of it.
 
@@ -319,17 +362,21 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         _refuse_mask(attn_mask)
         refuse_transforms("trace")
         q, k, v, scale = check_inputs(q, k, v, causal=causal, scale=scale, sequences=sequences)
+        histories = one_for_each(history, sequences)
         with without_autocast(q):
             if sequences is None:
-                return self._trace(q, k, v, causal, scale)
+                return self._trace(q, k, v, causal, scale, histories[0])
             parts = sequences.parts(q, k, v, causal=causal)
-            return [None if part is None else self._trace(*part, causal, scale) for part in parts]
+            return [
+                None if part is None else self._trace(*part, causal, scale, each)
+                for part, each in zip(parts, histories, strict=True)
+            ]
 
     def _trace(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, history: KeyHistory | None
     ) -> Trace[PermutationT, ScoresT, MaskT]:
         permutation = self._order(q, k, causal, scale)
-        scores = self._score(q, k, permutation, causal, scale)
+        scores = self._score(q, k, permutation, causal, scale, history)
         mask = self._select(q, k, permutation, scores, causal)
         if (reason := self.dense_because(q, k, v, causal=causal)) is None:
             output = self._execute(q, k, v, permutation, mask, scale)

@@ -17,6 +17,7 @@ from blocksparse.executors.one_node import OneNode, one_node
 from blocksparse.executors.tiles import HopperTiles, Tiles, TritonTiles, tuned
 from blocksparse.kernels.attention.arguments import Approximation
 from blocksparse.kernels.attention.sparse_attention import EXACT, sparse_attention
+from blocksparse.kernels.positions.block_lists import visited_columns
 from blocksparse.opaque_call import is_transformed
 from blocksparse.per_head import PerHead, by_head, negative, per_head, wrong_heads
 from blocksparse.permuters.permutation import GlobalPermutation
@@ -82,6 +83,10 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
             return one_node(self._node, q, k, v, permutation, mask, None, scale=scale, logits=self.logits)
         self.check(q, k, v, permutation, mask, hint="Use AutoExecutor(), or CpuExecutor() on a CPU.")
         grid, queries = mask.grid, permutation.gather_queries(q)
+        slots, visited = permutation.key_slots, None
+        if slots is not None and grid.q_len < grid.k_len:
+            # A chunk of a prompt visits a part of its keys. To ask for it costs a whole prompt more than it saves.
+            visited = visited_columns(mask.keep, min(slots.shape[1], mask.keep.shape[1]))
         plain = self.pv_skip is None and grid.window is None and self.logits.is_plain
         out, lse = sparse_attention(
             queries,
@@ -91,7 +96,8 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
             grid.positions,
             self.tiles or tuned(queries, k, v, grid.q_block, grid.k_block, plain=plain),
             scale=scale,
-            key_slots=permutation.key_slots,
+            key_slots=slots,
+            visited=visited,
             approximation=EXACT if self.pv_skip is None else Approximation(by_head(self.pv_skip, q)),
             change=self.logits.for_kernel(q),
         )

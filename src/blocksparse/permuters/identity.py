@@ -16,6 +16,10 @@ from blocksparse.permuters.permuter import Permuter
 class Identity(Permuter[GlobalPermutation]):
     """Leave every token where it is. Costs nothing: no index map is made."""
 
+    @property
+    def moves_keys(self) -> bool:
+        return False
+
     def __call__(self, q: Tensor, k: Tensor, *, causal: bool, scale: float) -> GlobalPermutation:
         del q, k, causal, scale
         return GlobalPermutation()

@@ -18,3 +18,8 @@ class Permuter(ABC, Generic[PermutationT_co]):
     @abstractmethod
     def __call__(self, q: Tensor, k: Tensor, *, causal: bool, scale: float) -> PermutationT_co:
         """Order `q` `[B, Hq, M, D]` and `k` `[B, Hkv, N, D]`; if causal, query `i` has position `N - M + i`."""
+
+    @property
+    def moves_keys(self) -> bool:
+        """Whether keys may stand in other slots than their own. False is a promise that `k_index` is None."""
+        return True

@@ -49,6 +49,10 @@ class SegmentQuerySort(Permuter[GlobalPermutation]):
         multiple("S", self.S, "block", self.block)
         check_takes((Declared(self, GlobalPermutation),), declared(self.keys, Permuter, 0))
 
+    @property
+    def moves_keys(self) -> bool:
+        return self.keys.moves_keys
+
     def __call__(self, q: Tensor, k: Tensor, *, causal: bool, scale: float) -> GlobalPermutation:
         permutation = self.keys(q, k, causal=causal, scale=scale)
         if permutation.q_index is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Self, final
 
 from attrs import converters, evolve, field, frozen
@@ -9,11 +10,12 @@ from torch import Tensor
 
 from blocksparse.geometry import Grid
 from blocksparse.kernels.multiplying.block_products import block_products
-from blocksparse.kernels.scoring.block_mean import block_means
+from blocksparse.kernels.scoring.block_mean import block_mean, block_means
 from blocksparse.kernels.scoring.block_softmax import block_softmax
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.scorers import pooling
 from blocksparse.scorers.block_scores import BlockMass
+from blocksparse.scorers.key_history import KeyHistory
 from blocksparse.scorers.scorer import Scorer
 from blocksparse.validators import block_size, flag, optional, size, whole
 
@@ -50,18 +52,45 @@ class MeanPoolScorer(Scorer[GlobalPermutation, BlockMass]):
     def __call__(
         self, q: Tensor, k: Tensor, permutation: GlobalPermutation, *, causal: bool, scale: float
     ) -> BlockMass:
-        k_block = self.k_block or self.block
-        grid = Grid.of(q, k, permutation, q_block=self.block, k_block=k_block, causal=causal, window=self.window)
+        grid = self._grid(q, k, permutation, causal)
         pooled_q, pooled_k = block_means(
             q,
             k,
-            self.block,
-            k_block,
+            grid.q_block,
+            grid.k_block,
             lead=grid.q_lead,
             padded_tail=self.padded_tail,
             q_index=permutation.q_index,
             k_index=permutation.key_slots,
         )
+        return self._mass(pooled_q, pooled_k, permutation, grid, scale)
+
+    @property
+    def keeps_history(self) -> bool:
+        return True
+
+    def with_history(
+        self,
+        q: Tensor,
+        k: Tensor,
+        permutation: GlobalPermutation,
+        history: KeyHistory,
+        *,
+        causal: bool,
+        scale: float,
+    ) -> BlockMass:
+        grid, mean = self._grid(q, k, permutation, causal), partial(block_mean, padded_tail=self.padded_tail)
+        pooled_k = history.blocks("mean", k, permutation, grid.k_block, partial(mean, block=grid.k_block))
+        pooled_q = mean(q, grid.q_block, lead=grid.q_lead, index=permutation.q_index)
+        return self._mass(pooled_q, pooled_k, permutation, grid, scale)
+
+    def _grid(self, q: Tensor, k: Tensor, permutation: GlobalPermutation, causal: bool) -> Grid:
+        k_block = self.k_block or self.block
+        return Grid.of(q, k, permutation, q_block=self.block, k_block=k_block, causal=causal, window=self.window)
+
+    def _mass(
+        self, pooled_q: Tensor, pooled_k: Tensor, permutation: GlobalPermutation, grid: Grid, scale: float
+    ) -> BlockMass:
         logits, segment = block_products(pooled_q, pooled_k, grid), pooling.segment_of(permutation, grid)
         mass, forced = block_softmax(logits, grid, scale=scale, segment=segment)
         return BlockMass(mass, grid, forced)  # [B, Hq, rows, cols]

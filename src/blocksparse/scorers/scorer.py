@@ -10,6 +10,7 @@ from torch import Tensor
 from blocksparse.inputs import UnsupportedError
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.scorers.block_scores import BlockScores
+from blocksparse.scorers.key_history import KeyHistory
 
 PermutationT_contra = TypeVar("PermutationT_contra", bound=Permutation, contravariant=True)
 ScoresT_co = TypeVar("ScoresT_co", bound=BlockScores, covariant=True)
@@ -50,3 +51,27 @@ class Scorer(ABC, Generic[PermutationT_contra, ScoresT_co]):
         self, q: Tensor, k: Tensor, permutation: PermutationT_contra, *, causal: bool, scale: float
     ) -> ScoresT_co:
         """Score `q` `[B, Hq, M, D]` against `k` `[B, Hkv, N, D]`, both in original order."""
+
+    @property
+    def keeps_history(self) -> bool:
+        """Whether `with_history` is there: whether this scorer remembers anything of keys that it has seen."""
+        return False
+
+    def with_history(
+        self,
+        q: Tensor,
+        k: Tensor,
+        permutation: PermutationT_contra,
+        history: KeyHistory,
+        *,
+        causal: bool,
+        scale: float,
+    ) -> ScoresT_co:
+        """Give the scores of a call, to the bit, from what `history` knows of `k`, and tell it what is new.
+
+        Raises:
+            UnsupportedError: the scorer keeps none.
+            ValueError: the history is of other keys, or `permutation` moves keys.
+        """
+        because = f"{type(self).__name__} remembers nothing of keys"
+        raise UnsupportedError(f"{because}: call without 'history', which would save nothing", because)

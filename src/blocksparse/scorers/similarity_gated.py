@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Self, final
 
 from attrs import evolve, field, frozen
 from torch import Tensor
 
 from blocksparse.class_line import Declared, check_takes, declared
+from blocksparse.inputs import UnsupportedError
 from blocksparse.kernels.scoring.block_mean import block_similarity
 from blocksparse.kernels.scoring.gate_blocks import gate_blocks
 from blocksparse.per_head import PerHead, cosine, over_blocks, per_head
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.scorers.block_scores import BlockMass
+from blocksparse.scorers.key_history import KeyHistory
 from blocksparse.scorers.scorer import Scorer
 from blocksparse.validators import a, flag, optional
 
@@ -58,11 +61,39 @@ class SimilarityGatedScorer(Scorer[GlobalPermutation, BlockMass]):
         self, q: Tensor, k: Tensor, permutation: GlobalPermutation, *, causal: bool, scale: float
     ) -> BlockMass:
         scores = self.inner(q, k, permutation, causal=causal, scale=scale)
+        block, centred = scores.grid.k_block, self._centred(causal)
+        of_k = block_similarity(k, block, centred=centred, index=permutation.key_slots)
+        return self._gated(scores, q, of_k, permutation)
+
+    @property
+    def keeps_history(self) -> bool:
+        return self.inner.keeps_history and not self._centred(causal=True)
+
+    def with_history(
+        self,
+        q: Tensor,
+        k: Tensor,
+        permutation: GlobalPermutation,
+        history: KeyHistory,
+        *,
+        causal: bool,
+        scale: float,
+    ) -> BlockMass:
+        if self._centred(causal):
+            because = "with K smoothing the similarity of a block follows from all keys, and not from its own"
+            raise UnsupportedError(f"{because}: call without 'history', or take smooth_k=False", because)
+        scores = self.inner.with_history(q, k, permutation, history, causal=causal, scale=scale)
+        block = scores.grid.k_block
+        of_k = history.blocks("similarity", k, permutation, block, partial(block_similarity, block=block))
+        return self._gated(scores, q, of_k, permutation)
+
+    def _centred(self, causal: bool) -> bool:
+        return not causal if self.smooth_k is None else self.smooth_k
+
+    def _gated(self, scores: BlockMass, q: Tensor, of_k: Tensor, permutation: GlobalPermutation) -> BlockMass:
+        """The scores after the gate; `of_k` `[B, H, cols]` are the similarities of key blocks, H is Hkv or Hq."""
         grid = scores.grid
         of_q = block_similarity(q, grid.q_block, lead=grid.q_lead, index=permutation.q_index)  # [B, Hq, rows]
-        smooth_k = not causal if self.smooth_k is None else self.smooth_k
-        # [B, H, cols], H is Hkv or Hq
-        of_k = block_similarity(k, grid.k_block, centred=smooth_k, index=permutation.key_slots)
         of_k = of_k.repeat_interleave(grid.q_heads // of_k.shape[1], dim=1)
 
         theta = over_blocks(self.theta, scores.values).to(of_q.dtype)

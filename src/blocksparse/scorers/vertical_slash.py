@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Self, final
 
 import torch
@@ -18,6 +19,7 @@ from blocksparse.kernels.scoring.block_softmax import block_softmax
 from blocksparse.kernels.scoring.probe_lines import probe_lines
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.scorers.block_scores import BlockMass
+from blocksparse.scorers.key_history import KeyHistory
 from blocksparse.scorers.scorer import Scorer
 from blocksparse.validators import block_size, flag, optional, size, whole
 
@@ -100,10 +102,38 @@ class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
     def __call__(
         self, q: Tensor, k: Tensor, permutation: GlobalPermutation, *, causal: bool, scale: float
     ) -> VerticalSlashScores:
-        grid = Grid.of(
+        grid = self._grid(q, k, permutation, causal)
+        keys = block_mean(k, self.block, index=permutation.key_slots)
+        return self._scores(q, k, keys, permutation, grid, scale)
+
+    @property
+    def keeps_history(self) -> bool:
+        return True
+
+    def with_history(
+        self,
+        q: Tensor,
+        k: Tensor,
+        permutation: GlobalPermutation,
+        history: KeyHistory,
+        *,
+        causal: bool,
+        scale: float,
+    ) -> VerticalSlashScores:
+        """The scores of a call. Means of keys are remembered; the probe looks at every key anew."""
+        grid = self._grid(q, k, permutation, causal)
+        keys = history.blocks("mean", k, permutation, self.block, partial(block_mean, block=self.block))
+        return self._scores(q, k, keys, permutation, grid, scale)
+
+    def _grid(self, q: Tensor, k: Tensor, permutation: GlobalPermutation, causal: bool) -> Grid:
+        return Grid.of(
             q, k, permutation, q_block=self.block, k_block=self.block, causal=causal, window=self.window
         )
-        keys = block_mean(k, self.block, index=permutation.key_slots)
+
+    def _scores(
+        self, q: Tensor, k: Tensor, keys: Tensor, permutation: GlobalPermutation, grid: Grid, scale: float
+    ) -> VerticalSlashScores:
+        """The scores, from the mean `keys` `[B, H, cols, D]`."""
         if self.pooled:
             queries = block_mean(permutation.gather_queries(q), self.block, lead=grid.q_lead)
             values, _ = block_softmax(block_products(queries, keys, grid), grid, scale=scale)
@@ -111,7 +141,7 @@ class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
             values = keys.new_zeros(()).expand(*q.shape[:2], grid.rows, grid.cols)
 
         probe = q[:, :, -min(self.probe or self.block, q.shape[2]) :]
-        vertical, slash = probe_lines(probe, k, q.shape[2], causal, scale, grid.window)
+        vertical, slash = probe_lines(probe, k, q.shape[2], grid.causal, scale, grid.window)
         mean = probe.mean(2, keepdim=True, dtype=keys.dtype)
         logits = products(mean, keys) * scale
         # Without a window no mask is needed, because the last query reaches every block.

@@ -22,9 +22,9 @@ def check_permuter(
 ) -> None:
     """Call `permuter` with prompts and chunks of prompts, and check the permutations that it gives.
 
-    They must be of the type that the permuter's class declares, fit q and k, and name no token twice. The same
-    inputs must give the same maps, a batch entry must have the maps that it has alone, and nothing may be written
-    into the inputs.
+    They must be of the type that the permuter's class declares, fit q and k, name no token twice, and leave keys
+    in place if `moves_keys` is False. The same inputs must give the same maps, a batch entry must have the maps
+    that it has alone, and nothing may be written into the inputs.
 
     Args:
         causal: whether calls are causal; None for both kinds.
@@ -40,6 +40,8 @@ def check_permuter(
             check_gave((Declared(permuter, Permutation), *declared(permuter, Permuter, 0)), given)
             given.check_fits(q, k, causal=case.causal)
             given.check_contents(q, k)
+            in_place = given.k_index is None
+            require(permuter.moves_keys or in_place, "'moves_keys' is False, and there is a 'k_index'")
             again = permuter(q, k, causal=case.causal, scale=SCALE)
             require(_same(given, again), "the same inputs gave other maps the second time")
             alone = permuter(q[1:], k[1:], causal=case.causal, scale=SCALE)

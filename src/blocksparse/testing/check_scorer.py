@@ -10,6 +10,7 @@ from torch import Tensor
 from blocksparse.class_line import Declared, check_gave, declared
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.scorers.block_scores import BlockMass, BlockScores
+from blocksparse.scorers.key_history import KeyHistory
 from blocksparse.scorers.scorer import Scorer
 from blocksparse.testing.requirements import LENGTHS, SCALE, Case, about, cases, orders, require, unchanged
 
@@ -29,7 +30,8 @@ def check_scorer(
     The grid of the scores must belong to the permutation that was given, and a `BlockMass` must not be negative.
     The same inputs must give the same scores, a batch entry must have the scores that it has alone, and nothing
     may be written into the inputs. In a causal call, a block must keep its score if the prompt is cut after it, if
-    later tokens change, and if the call has only a chunk of the queries.
+    later tokens change, and if the call has only a chunk of the queries. If it keeps a history, chunks must have
+    with it the very scores that they have without.
 
     Args:
         causal: whether calls are causal; None for both kinds.
@@ -64,6 +66,8 @@ def check_scorer(
             require(_close(both, alone), "a batch entry has other scores when it is alone")
     if causal is not False and not asks_last_queries:
         _check_causality(scorer, device)
+    if causal is not False and scorer.keeps_history:
+        _check_history(scorer, device)
 
 
 def _check_causality(scorer: Scorer[Any, Any], device: str) -> None:
@@ -95,6 +99,22 @@ def _check_causality(scorer: Scorer[Any, Any], device: str) -> None:
             _close(chunk.values, whole.values[:, :, rows:], reachable[:, :, rows:]),
             "a chunk that starts at a block has other scores than its rows in the whole prompt",
         )
+
+
+def _check_history(scorer: Scorer[Any, Any], device: str) -> None:
+    """Require that chunks have the same scores with a history, also after some of the last keys were rewritten."""
+    q, k, _ = Case(_N, _N, True).inputs(device=device)
+    history, in_place = KeyHistory(), GlobalPermutation()
+    for start, end in ((0, 70), (70, _N - 9), (_N - 9, _N), (_N - 40, _N)):
+        with about(scorer, f"a chunk from {start} to {end} with a history"):
+            if history.tokens > start:
+                history.rewind(start)
+                k = torch.cat((k[:, :, :start], k[:, :, start:].flip(2)), dim=2)
+            chunk, keys = q[:, :, start:end], k[:, :, :end]
+            mine = scorer.with_history(chunk, keys, in_place, history, causal=True, scale=SCALE)
+            its = scorer(chunk, keys, in_place, causal=True, scale=SCALE)
+            same = torch.equal(mine.values.where(mine.grid.reachable, 0), its.values.where(its.grid.reachable, 0))
+            require(same, "a chunk has other scores with the history than without")
 
 
 def _close(mine: Tensor, its: Tensor, where: Tensor | bool = True) -> bool:

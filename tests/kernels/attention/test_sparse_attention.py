@@ -16,6 +16,7 @@ import torch
 from attrs import evolve, frozen
 from tests.kernels.scripts import printed_by
 from tests.machine import DTYPES, GPU, needs_hopper
+from tests.on_kernels import pretend_gpu
 from torch import Tensor
 
 import blocksparse as bs
@@ -23,12 +24,14 @@ from blocksparse.executors.block_plan import BlockPlan
 from blocksparse.testing import assert_within_budget, make_qkv
 
 pytest.importorskip("triton")
+from blocksparse.executors import triton as executor_module
 from blocksparse.executors.tiles import HopperTiles, Tiles, TritonTiles, portable, tuned
 from blocksparse.kernels.attention import sparse_attention as op
 from blocksparse.kernels.attention.approximate_attention import approximate_attention_reference
 from blocksparse.kernels.attention.arguments import Approximation, LogitChange
 from blocksparse.kernels.attention.sparse_attention import UNCHANGED, sparse_attention, sparse_attention_reference
 from blocksparse.kernels.attention.sparse_attention_triton import runs_interpreted
+from blocksparse.kernels.moving.gather_rows import gather_two
 from blocksparse.kernels.positions.token_positions import TokenPositions
 
 # The interpreter is slow.
@@ -211,6 +214,48 @@ def test_moves_keys_a_few_heads_at_a_time(order_heads: int, device: str, monkeyp
         out, lse = moved(k=k, v=v, key_slots=k_index[:, :, 0].to(device))
         assert torch.equal(out, want)
         assert torch.equal(lse, want_lse)
+
+
+@pytest.mark.parametrize("one_head", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("order_heads", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_chunk_moves_what_it_visits(
+    one_head: bool, order_heads: int, shared: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bits as where all keys are moved, also in a row that keeps nothing; others stay NaN in the memory."""
+    dtype, factor = (torch.float16, 4) if GPU else (torch.float32, 1)  # on Hopper for its own kernel
+    M, N, block = 33 * factor, 250 * factor, 16 * factor
+    q, k, v = make_qkv(B=2, M=M, N=N, Hq=4, Hkv=2, D=16 * factor, dtype=dtype, device=device)
+    generator = torch.Generator().manual_seed(0)
+    k_index = torch.rand(2, order_heads, 1, N, generator=generator).argsort(-1).int().to(device)
+    permutation = bs.GlobalPermutation(k_index)
+    grid = bs.Grid.of(q, k, permutation, q_block=block, k_block=block, causal=True)
+    keep = torch.rand(2, 4, grid.rows, grid.cols, generator=generator).to(device) < 0.1
+    keep[..., 0] = False
+    keep[:, :, -1] = False
+    mask = bs.BlockMask(keep & grid.reachable, grid)
+    mask = mask.share_heads() if shared else mask
+    gathered: list[Tensor] = []
+
+    def noted(*args: Any, **wanted: Any) -> tuple[Tensor, Tensor]:
+        gathered.extend(gather_two(*args, **wanted))
+        return gathered[-2], gathered[-1]
+
+    pretend_gpu(monkeypatch)
+    monkeypatch.setattr(op, "gather_two", noted)
+    if one_head:
+        monkeypatch.setattr(op, "_WORKSPACE", 1)
+    output = bs.TritonExecutor()(q, k, v, permutation, mask, scale=0.1)
+    assert len(gathered) == (4 if one_head else 2)
+    assert all(0.1 < x.isnan().float().mean() < 0.9 for x in gathered)
+    monkeypatch.setattr(executor_module, "visited_columns", lambda keep, heads: None)
+    want = bs.TritonExecutor()(q, k, v, permutation, mask, scale=0.1)
+    assert not gathered[-1].isnan().any()
+    assert want.lse is not None
+    assert output.lse is not None
+    assert torch.equal(output.out, want.out)
+    assert torch.equal(output.lse, want.lse)
+    assert not output.out[:, :, -(N % block) :].any()
 
 
 @pytest.mark.slow

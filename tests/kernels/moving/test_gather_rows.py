@@ -60,3 +60,24 @@ def test_scatter_undoes_gather(trailing: tuple[int, ...], device: str) -> None:
     flat: Any = x.reshape(2, 3, 129, -1)
     gathered = gather_rows_triton((flat,), index)[0].view(x.shape)
     assert torch.equal(scatter_rows_triton(gathered, index), x)
+
+
+@pytest.mark.parametrize(("block", "D"), [(16, 64), (48, 64), (128, 128), (128, 8)])
+@pytest.mark.parametrize("shared", [False, True])
+def test_only_wanted_blocks_are_moved(block: int, D: int, shared: bool, device: str) -> None:
+    """Rows of other blocks are not written, and memory that nobody writes is NaN here."""
+    N, blocks = 300, -(-300 // block)
+    x, y, index = (
+        rows(2, 2, N, D, device=device),
+        rows(2, 2, N, 2 * D, device=device),
+        order(2, 4, N, device=device),
+    )
+    heads = (1, 2) if shared else (2, 4)
+    wanted = torch.rand(*heads, blocks, generator=torch.Generator().manual_seed(2)).to(device) < 0.5
+    written = wanted.repeat_interleave(4 // heads[1], 1).expand(2, -1, -1).repeat_interleave(block, -1)[..., :N]
+    assert 0 < written.float().mean() < 1
+    for of_part in (wanted, wanted.mT.contiguous().mT):
+        for got, source in zip(gather_rows_triton((x, y), index, of_part, block), (x, y), strict=True):
+            want = gather_rows_reference(source, index)
+            assert torch.equal(got.isnan(), ~written.unsqueeze(-1).expand_as(got))
+            assert torch.equal(got.nan_to_num(), want.where(written.unsqueeze(-1), 0.0))

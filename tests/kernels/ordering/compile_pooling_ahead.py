@@ -87,12 +87,14 @@ def others(name: str, target: GPUTarget, dtype: str, head_dim: int) -> None:
     block_d, strides = power_of_2(head_dim), {f"{x}_strides": ("i32",) * 3 for x in "xy"}
     pointers = dict.fromkeys(("x_ptr", "y_ptr", "x_out_ptr", "y_out_ptr"), f"*{dtype}")
     types: dict[str, Any] = {**pointers, **strides, "index_ptr": "*i32", "index_strides": ("i32",) * 2}
-    for scatter in (False, True):
+    in_part = {"wanted_ptr": "*i1", "wanted_strides": ("i32",) * 2}
+    for two, scatter, wanted in ((True, False, False), (True, False, True), (False, True, False)):
         constants = {
             "DX": head_dim, "DY": head_dim, "BLOCK_DX": block_d, "BLOCK_DY": block_d, "ROWS": 8192 // block_d,
-            "TWO": not scatter, "SCATTER": scatter,
+            "BLOCK": 128, "TWO": two, "SCATTER": scatter, **({} if wanted else dict.fromkeys(in_part)),
         }  # fmt: skip
-        compile_kernel(gather_rows_triton._kernel, target, types, constants, num_warps=4)
+        given = types | in_part if wanted else types
+        compile_kernel(gather_rows_triton._kernel, target, given, constants, num_warps=4)
     types = {**types, "centre_ptr": "*fp32", "out_ptr": "*fp32"}
     for similarity in (False, True):
         constants = {

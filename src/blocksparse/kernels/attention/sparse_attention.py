@@ -35,7 +35,7 @@ from blocksparse.kernels.positions.token_positions import TokenPositions
 
 EXACT = Approximation()
 UNCHANGED = LogitChange()
-_WORKSPACE = 2**28  # bytes of keys and values moved at a time
+_WORKSPACE = 2**28  # bytes of keys and values moved at a time; a chunk of a prompt takes twice as much
 
 
 def sparse_attention(
@@ -48,6 +48,7 @@ def sparse_attention(
     *,
     scale: float,
     key_slots: Tensor | None = None,
+    visited: Tensor | None = None,
     approximation: Approximation = EXACT,
     change: LogitChange = UNCHANGED,
     out_dtype: torch.dtype | None = None,
@@ -62,6 +63,8 @@ def sparse_attention(
         v: `[B, Hk, N, Dv]`, likewise.
         key_slots: `[B, H, N]` int32, the key in each slot. Keys and values `[B, Hkv, N, ...]` are then moved into slot
             order here, once per head of `key_slots`, and so many heads at a time that the workspace stays small.
+        visited: `[B|1, Hw, cols]` bool, the blocks that `visited_columns` finds in the mask; `Hw` divides H. No others
+            are then moved into slot order. None moves all.
         out_dtype: by default that of v; it must be given if v is fp8.
     """
     if approximation.v_scale is not None and out_dtype is None:
@@ -77,16 +80,18 @@ def sparse_attention(
     with device_of(q):
         if key_slots is None:
             attend(q, k, v, out, lse, lists, positions, tiles, scale)
-        elif (step := _heads_at_a_time(k, v, key_slots)) == k.shape[1]:
-            attend(q, *gather_two(k, v, key_slots), out, lse, lists, positions, tiles, scale)
+        elif (step := _heads_at_a_time(q, k, v, key_slots)) == k.shape[1]:
+            moved = gather_two(k, v, key_slots, wanted=visited, block=lists.k_block)
+            attend(q, *moved, out, lse, lists, positions, tiles, scale)
         else:
             for first in range(0, k.shape[1], step):
                 of = functools.partial(_of_heads, first=first, step=step, heads=k.shape[1])
                 counts = {name: of(getattr(lists, name)) for name in ("full_count", "partial_count", "index")}
+                wanted = None if visited is None else of(visited)
+                moved = gather_two(of(k), of(v), of(key_slots), wanted=wanted, block=lists.k_block)
                 _kernel(tiles, approximation.of_heads(of), change.of_heads(of))(
-                    of(q), *gather_two(of(k), of(v), of(key_slots)), of(out), of(lse),
-                    evolve(lists, **counts), positions.of_heads(of), tiles, scale,
-                )  # fmt: skip
+                    of(q), *moved, of(out), of(lse), evolve(lists, **counts), positions.of_heads(of), tiles, scale
+                )
     return out, lse
 
 
@@ -101,11 +106,16 @@ def _kernel(tiles: Tiles, approximation: Approximation, change: LogitChange) -> 
     return functools.partial(sparse_attention_triton, approximation=approximation, change=change)
 
 
-def _heads_at_a_time(k: Tensor, v: Tensor, key_slots: Tensor) -> int:
-    """For how many KV heads the keys and values that are moved fit the workspace."""
+def _heads_at_a_time(q: Tensor, k: Tensor, v: Tensor, key_slots: Tensor) -> int:
+    """For how many KV heads the keys and values that are moved fit the workspace.
+
+    A chunk of a prompt has little work for each head, so that the end of a launch, when few programs still run, is a
+    larger share of it: it gets more room, and so fewer launches.
+    """
     B, heads, N, _ = k.shape
     moved = sum(x.shape[-1] * x.element_size() for x in (k, v)) * B * N * key_slots.shape[1] // heads
-    return max(1, min(heads, _WORKSPACE // moved))
+    room = _WORKSPACE if q.shape[2] == N else 2 * _WORKSPACE
+    return max(1, min(heads, room // moved))
 
 
 def _of_heads(x: Tensor, first: int, step: int, heads: int) -> Tensor:

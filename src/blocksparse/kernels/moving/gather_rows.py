@@ -3,7 +3,8 @@
     gather   out[b, h, i] = x[b, h // (H / Hx), index[b, h, i]]
     scatter  out[b, h, index[b, h, i]] = x[b, h, i]
 
-On GPUs one launch does it, which reads every row and every index once; other devices take the plain torch below.
+On GPUs one launch does it, which reads every row and every index once; other devices take the plain torch below. Blocks
+of rows that nobody wants need not be moved.
 """
 
 from __future__ import annotations
@@ -21,12 +22,19 @@ def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     return gather_rows_reference(x, index)
 
 
-def gather_two(x: Tensor, y: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """`gather_rows` of `x` `[B, Hx, N, D]` and `y` `[B, Hx, N, Dy]` in one launch."""
+def gather_two(
+    x: Tensor, y: Tensor, index: Tensor, *, wanted: Tensor | None = None, block: int = 1
+) -> tuple[Tensor, Tensor]:
+    """`gather_rows` of `x` `[B, Hx, N, D]` and `y` `[B, Hx, N, Dy]` in one launch.
+
+    Args:
+        wanted: `[B|1, Hw, blocks]` bool, which blocks of `block` rows of the result anyone reads; `Hw` divides `H`. Rows
+            of the others may hold anything, and on GPUs they are not written. None for all.
+    """
     if x.is_cuda:
         from blocksparse.kernels.moving.gather_rows_triton import gather_rows_triton
 
-        return gather_rows_triton((x, y), index)
+        return gather_rows_triton((x, y), index, wanted, block)
     return gather_rows_reference(x, index), gather_rows_reference(y, index)
 
 

@@ -10,16 +10,18 @@ from torch import Tensor
 from blocksparse.kernels.common.hardware import device_of
 from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
-from blocksparse.kernels.common.strides_triton import alike, head_at
+from blocksparse.kernels.common.strides_triton import alike, head_at, head_strides
 
 _TILE = 8192  # entries of a tensor per program
 
 
-def gather_rows_triton(tensors: tuple[Tensor, ...], index: Tensor) -> tuple[Tensor, ...]:
-    """Launch the kernel to gather rows of one or two tensors; arguments as of `gather_rows`."""
+def gather_rows_triton(
+    tensors: tuple[Tensor, ...], index: Tensor, wanted: Tensor | None = None, block: int = 1
+) -> tuple[Tensor, ...]:
+    """Launch the kernel to gather rows of one or two tensors; arguments as of `gather_rows` and `gather_two`."""
     (B, H, M), Hx = index.shape, tensors[0].shape[1]
     out = tuple(x.new_empty((B, H, M, x.shape[-1])) for x in tensors)
-    _launch(tensors, out, index, heads_per_source=H // Hx, scatter=False)
+    _launch(tensors, out, index, heads_per_source=H // Hx, scatter=False, wanted=wanted, block=block)
     return out
 
 
@@ -32,20 +34,34 @@ def scatter_rows_triton(x: Tensor, index: Tensor) -> Tensor:
 
 
 def _launch(
-    tensors: tuple[Tensor, ...], out: tuple[Tensor, ...], index: Tensor, *, heads_per_source: int, scatter: bool
+    tensors: tuple[Tensor, ...],
+    out: tuple[Tensor, ...],
+    index: Tensor,
+    *,
+    heads_per_source: int,
+    scatter: bool,
+    wanted: Tensor | None = None,
+    block: int = 1,
 ) -> None:
     B, H, M = index.shape
     index = index if index.stride(-1) == 1 else index.contiguous()
     x, y = ((x if x.stride(-1) == 1 else x.contiguous()) for x in (tensors[0], tensors[-1]))
     wide = [power_of_2(x.shape[-1]) for x in (x, y)]
     rows = min(max(_TILE // max(wide), 1), 1024)
+    if wanted is not None:
+        # A power of two that divides the block, so that all rows of a program are wanted, or none is: the lowest bit of
+        # `block` is the largest power that does.
+        rows = min(rows, block & -block)
+        wanted = wanted if wanted.stride(-1) == 1 else wanted.contiguous()
     with device_of(x):
         _kernel[(cdiv(M, rows), H, B)](
             x, out[0], y, out[-1], index,
+            wanted,
             x.stride()[:3], y.stride()[:3], alike(*index.stride()[:2]),
-            M, heads_per_source,
+            None if wanted is None else alike(*head_strides(wanted)),
+            M, heads_per_source, 1 if wanted is None else H // wanted.shape[1],
             DX=x.shape[-1], DY=y.shape[-1], BLOCK_DX=wide[0], BLOCK_DY=wide[1], ROWS=rows,
-            TWO=len(tensors) == 2, SCATTER=scatter,
+            BLOCK=block, TWO=len(tensors) == 2, SCATTER=scatter,
             num_warps=4,
         )  # fmt: skip
 
@@ -75,16 +91,20 @@ def _write(out_ptr, x, head, M, row, there, D: tl.constexpr, BLOCK_D: tl.constex
 
 
 @remembered
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "wanted_ptr"])
 def _kernel(
-    x_ptr, x_out_ptr, y_ptr, y_out_ptr, index_ptr,
-    x_strides, y_strides, index_strides,
-    M, heads_per_source,
+    x_ptr, x_out_ptr, y_ptr, y_out_ptr, index_ptr, wanted_ptr,
+    x_strides, y_strides, index_strides, wanted_strides,
+    M, heads_per_source, heads_per_wanted,
     DX: tl.constexpr, DY: tl.constexpr, BLOCK_DX: tl.constexpr, BLOCK_DY: tl.constexpr, ROWS: tl.constexpr,
-    TWO: tl.constexpr, SCATTER: tl.constexpr,
+    BLOCK: tl.constexpr, TWO: tl.constexpr, SCATTER: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(1)
     b = tl.program_id(2)
+    if wanted_ptr is not None:
+        block = tl.program_id(0) * ROWS // BLOCK
+        if tl.load(wanted_ptr + head_at(wanted_strides, b, h // heads_per_wanted) + block) == 0:
+            return
     here = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = here < M
     named = tl.load(index_ptr + head_at(index_strides, b, h) + here, mask=there, other=0)

@@ -1,0 +1,135 @@
+"""`KeyHistory`: what scorers remember of the keys of a prompt, so that a chunk does not start over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from blocksparse.permuters.permutation import Permutation
+from blocksparse.sequences import Sequences
+from blocksparse.validators import count, shown
+
+
+@final
+class KeyHistory:
+    """What scorers know of the keys that they have seen, for one layer and one prompt, or one batch of prompts.
+
+        history = KeyHistory()
+        for start in range(0, N, 2048):
+            chunk, so_far = slice(start, start + 2048), slice(start + 2048)
+            out = pipeline(q[:, :, chunk], k[:, :, so_far], v[:, :, so_far], history=history)
+
+    A host keeps it beside its KV cache. Keys and values are all those so far, as without it, since attention
+    reads them; but scorers look only at blocks of keys that were not whole before. Every bit of the result is that
+    of a call without a history. The keys that it has seen must not change: after some were rejected or written
+    anew, call `rewind`. Mean keys take `4 D` bytes for each block and KV head: a 128th of a KV cache in half
+    precision, with blocks of 128 tokens.
+
+    Unlike the other objects here it changes, since each call adds what it has seen; so it is no part of a
+    pipeline.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = 0
+        self._kind: tuple[Any, ...] = ()  # what all keys have in common
+        self._whole: dict[tuple[str, int], Tensor] = {}  # [B, Hkv, whole blocks, ...] by name and tokens per block
+
+    def __repr__(self) -> str:
+        return f"<KeyHistory of {self._tokens} tokens>"
+
+    @property
+    def tokens(self) -> int:
+        """How many keys it has seen."""
+        return self._tokens
+
+    def rewind(self, tokens: int) -> None:
+        """Forget all keys but the first `tokens`; with 0 it is as new. It may have seen fewer.
+
+        Raises:
+            TypeError, ValueError: `tokens` is not a whole number, at least 0.
+        """
+        count.check(tokens=tokens)
+        self._tokens = min(self._tokens, tokens)
+        whole = {(name, block): x[:, :, : tokens // block] for (name, block), x in self._whole.items()}
+        self._whole, self._kind = (whole, self._kind) if self._tokens else ({}, ())
+
+    def blocks(
+        self, name: str, k: Tensor, permutation: Permutation, block: int, compute: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """What `compute(k)` gives, with blocks that were whole before taken from memory: `[B, Hkv, cols, ...]`.
+
+        This is what scorers call. The result must not be written to.
+
+        Args:
+            name: of what is computed; with `block` it says whose results these are.
+            k: `[B, Hkv, N, D]`, all keys so far.
+            permutation: that of the call, which must leave keys in place.
+            block: tokens per block.
+            compute: gives an entry for each block of `[B, Hkv, n, D]`, `[B, Hkv, ceil(n / block), ...]`, that
+                follows from the keys of the block alone. It gets the keys from the beginning of a block on.
+
+        Raises:
+            ValueError: keys are moved, are fewer than it has seen or of another kind; or a CUDA graph is captured.
+        """
+        self._check(k, permutation)
+        N, known = k.shape[2], self._whole.get((name, block))
+        if known is None:
+            found = compute(k)
+        elif (seen := known.shape[2] * block) == N:
+            found = known
+        else:
+            found = torch.cat((known, compute(k[:, :, seen:])), dim=2)
+        self._whole[name, block] = found[:, :, : N // block]
+        self._tokens = N
+        return found
+
+    def _check(self, k: Tensor, permutation: Permutation) -> None:
+        if permutation.k_index is not None:
+            raise ValueError(
+                "a history is of keys in original order, and this permutation moves them, so that their blocks "
+                "change from chunk to chunk: call without 'history', or take an order that leaves keys in place"
+            )
+        B, Hkv, N, D = k.shape
+        kind = B, Hkv, D, k.dtype, k.device
+        if self._kind not in ((), kind):
+            raise ValueError(
+                f"'history' is of other keys: (B, Hkv, D, dtype, device) were {self._kind}, and are now {kind}; "
+                "each layer and each prompt needs a KeyHistory of its own"
+            )
+        if self._tokens > N:
+            raise ValueError(
+                f"'history' has seen {self._tokens} keys, and there are {N} now: call rewind(tokens) after keys "
+                "were rejected or written anew; each layer and each prompt needs a KeyHistory of its own"
+            )
+        if k.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise ValueError(
+                "'history' grows with every call, and a CUDA graph repeats one: capture calls without it"
+            )
+        self._kind = kind
+
+
+def one_for_each(history: object, sequences: Sequences | None) -> Sequence[KeyHistory | None]:
+    """The histories of a call: one, or one for each of its sequences; None where there is none.
+
+    Raises:
+        TypeError: there is something else in their place.
+        ValueError: there are more or fewer than sequences, or two sequences have the same.
+    """
+    if history is None:
+        return [None] * (1 if sequences is None else len(sequences.spans))
+    if sequences is None:
+        if not isinstance(history, KeyHistory):
+            raise TypeError(f"'history' must be a KeyHistory or None: {shown(history)}")
+        return [history]
+    if not isinstance(history, Sequence) or not all(isinstance(each, KeyHistory) for each in history):
+        raise TypeError(
+            f"'history' must be a sequence of KeyHistory, one for each sequence, or None: {shown(history)}"
+        )
+    if len(history) != len(sequences.spans):
+        raise ValueError(f"'history' must have an entry per sequence ({len(sequences.spans)}): {len(history)}")
+    if len(set(map(id, history))) != len(history):
+        raise ValueError("'history' must have a KeyHistory of its own for each sequence: two are the same")
+    return history

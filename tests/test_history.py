@@ -1,0 +1,282 @@
+"""Chunks with a history: the same bits as without, from new keys alone, and nothing accepted that goes unused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import blocksparse as bs
+from blocksparse.inputs import UnsupportedError
+from blocksparse.kernels.scoring.block_mean import block_mean
+from blocksparse.scorers import mean_pool
+from blocksparse.testing import every_preset, make_qkv
+from tests import stages
+from tests.machine import GPU, needs_gpu
+from tests.on_kernels import pretend_gpu
+
+SCORERS: tuple[bs.Scorer[Any, Any], ...] = (
+    bs.MeanPoolScorer(16),
+    bs.MeanPoolScorer(32, k_block=16, padded_tail=True),
+    bs.MeanPoolScorer(16, window=50),
+    bs.VerticalSlashScorer(16),
+    bs.SimilarityGatedScorer(bs.MeanPoolScorer(32, k_block=16), 0.3),
+    bs.ScorerByCausality(bs.MeanPoolScorer(16), bs.NoScorer(16)),
+)
+each_scorer = pytest.mark.parametrize("scorer", SCORERS, ids=stages.name)
+# The keys that are there after each chunk.
+CHUNKS = {
+    "64": range(64, 321, 64),
+    "63": range(63, 316, 63),
+    "whole": (300,),
+    "uneven": (5, 16, 17, 48, 127, 128, 250, 300),
+    "1": range(1, 70),
+}
+each_chunks = pytest.mark.parametrize("ends", CHUNKS.values(), ids=CHUNKS)
+SIZES: dict[str, Any] = {"B": 2, "Hq": 4, "Hkv": 2, "D": 16}
+
+
+def a_pipeline(
+    scorer: bs.Scorer[Any, Any], executor: bs.Executor[Any, Any] | None = None
+) -> bs.Pipeline[Any, Any, Any]:
+    return bs.Pipeline(bs.Identity(), scorer, bs.TopK(2), executor or bs.ReferenceExecutor())
+
+
+def chunks(ends: Any, *, device: str, start: int = 0, **sizes: Any) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """The queries of each chunk of a prompt, with all keys and values up to its end."""
+    q, k, v = make_qkv(N=max(ends), device=device, **SIZES | sizes)
+    for end in ends:
+        yield q[:, :, start:end], k[:, :, :end], v[:, :, :end]
+        start = end
+
+
+def assert_same_trace(mine: Any, its: Any) -> None:
+    reachable = its.scores.grid.reachable
+    assert torch.equal(mine.scores.values.where(reachable, 0), its.scores.values.where(reachable, 0))
+    if its.scores.forced is not None:
+        assert torch.equal(mine.scores.forced, its.scores.forced)
+    assert torch.equal(mine.mask.keep, its.mask.keep)
+    assert torch.equal(mine.output.out, its.output.out)
+
+
+@each_scorer
+@each_chunks
+def test_chunks_are_the_same_bits(scorer: bs.Scorer[Any, Any], ends: Any, device: str) -> None:
+    pipeline, history = a_pipeline(scorer), bs.KeyHistory()
+    for q, k, v in chunks(ends, device=device):
+        assert_same_trace(pipeline.trace(q, k, v, history=history), pipeline.trace(q, k, v))
+        assert history.tokens == k.shape[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scorer", SCORERS[:2], ids=stages.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_kernels_for_gpus(
+    scorer: bs.Scorer[Any, Any], dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline, history = a_pipeline(scorer, bs.TritonExecutor()), bs.KeyHistory()
+    pretend_gpu(monkeypatch)
+    for q, k, v in chunks((40, 64, 101), device=device, dtype=dtype):
+        assert_same_trace(pipeline.trace(q, k, v, history=history), pipeline.trace(q, k, v))
+
+
+@needs_gpu
+@pytest.mark.parametrize("chunk", [512, 2048, 3000])
+@pytest.mark.parametrize("name", ["mean_pooling", "flex_prefill", "minference", "sparge"])
+def test_presets_on_a_gpu(name: str, chunk: int) -> None:
+    ends = [*range(chunk, 16384, chunk), 16384]
+    sizes: dict[str, Any] = {"B": 1, "Hq": 8, "D": 128, "dtype": torch.bfloat16}
+    pipeline, history = every_preset[name](executor=bs.TritonExecutor()), bs.KeyHistory()
+    for q, k, v in chunks(ends, device="cuda", **sizes):
+        out = pipeline(q, k, v, history=history)
+        assert torch.equal(out, pipeline(q, k, v))
+    assert history.tokens == 16384
+
+
+@pytest.mark.parametrize("scorer", [SCORERS[0], SCORERS[1], SCORERS[4]], ids=stages.name)
+def test_old_keys_are_not_looked_at(scorer: bs.Scorer[Any, Any], device: str) -> None:
+    """Keys in blocks that were whole turn to NaN, and no score changes. The block at the end is read again."""
+    history, order = bs.KeyHistory(), bs.GlobalPermutation()
+    for q, k, _ in chunks((70, 133, 200), device=device):
+        spoiled = k.clone()
+        spoiled[:, :, : history.tokens // 16 * 16] = float("nan")
+        mine = scorer.with_history(q, spoiled, order, history, causal=True, scale=0.3)
+        its = scorer(q, k, order, causal=True, scale=0.3)
+        assert torch.equal(mine.values.where(its.grid.reachable, 0), its.values.where(its.grid.reachable, 0))
+
+
+@each_scorer
+@pytest.mark.parametrize("back", [0, 7, 64, 100, 133])
+def test_rewind_and_replay(scorer: bs.Scorer[Any, Any], back: int, device: str) -> None:
+    """Other keys from some token on, as after rejected drafts: it is as one that never saw the old ones."""
+    pipeline, history = a_pipeline(scorer), bs.KeyHistory()
+    for q, k, v in chunks((64, 133), device=device):
+        pipeline(q, k, v, history=history)
+    history.rewind(back)
+    assert history.tokens == back
+    history.rewind(500)
+    assert history.tokens == back
+    (q, new, v), *_ = chunks((150,), device=device, seed=1)
+    k = torch.cat((k[:, :, :back], new[:, :, back:]), dim=2)
+    assert_same_trace(pipeline.trace(q[:, :, back:], k, v, history=history), pipeline.trace(q[:, :, back:], k, v))
+    again = q[:, :, -1:], k, v
+    assert_same_trace(pipeline.trace(*again, history=history), pipeline.trace(*again))
+
+
+def test_a_rewound_history_takes_another_prompt(device: str) -> None:
+    pipeline, history = a_pipeline(bs.MeanPoolScorer(16)), bs.KeyHistory()
+    pipeline(*make_qkv(N=40, D=16, device=device), history=history)
+    history.rewind(0)
+    q, k, v = make_qkv(N=20, D=32, device=device)
+    assert torch.equal(pipeline(q, k, v, history=history), pipeline(q, k, v))
+    assert repr(history) == "<KeyHistory of 20 tokens>"
+
+
+def test_each_sequence_has_its_own(device: str) -> None:
+    """Chunks of two requests in one step, and a step that has none of the first."""
+    pipeline, histories = a_pipeline(bs.MeanPoolScorer(16)), [bs.KeyHistory(), bs.KeyHistory()]
+    for queries, keys in (((40, 30), (40, 30)), ((0, 50), (0, 80)), ((37, 3), (77, 83))):
+        sequences = bs.Sequences.packed(queries, keys)
+        q, k, v = make_qkv(Hq=4, Hkv=2, M=sum(queries), N=sum(keys), D=16, device=device, seed=sum(keys))
+        for x in (k, v):  # each key is that of its place in its request
+            x.copy_(
+                torch.cat(
+                    [
+                        make_qkv(Hq=4, Hkv=2, N=99, D=16, device=device, seed=i)[1][:, :, :n]
+                        for i, n in enumerate(keys)
+                    ],
+                    2,
+                )
+            )
+        out = pipeline(q, k, v, sequences=sequences, history=histories)
+        assert torch.equal(out, pipeline(q, k, v, sequences=sequences))
+        traces = zip(
+            pipeline.trace(q, k, v, sequences=sequences, history=histories),
+            pipeline.trace(q, k, v, sequences=sequences),
+            strict=True,
+        )
+        for mine, its in traces:
+            assert (mine is None) == (its is None)
+            if its is not None:
+                assert_same_trace(mine, its)
+    assert [history.tokens for history in histories] == [77, 83]
+
+
+def test_only_new_keys_are_pooled(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pooled: list[int] = []
+
+    def counted(x: Tensor, *args: Any, **named: Any) -> Tensor:
+        pooled.append(x.shape[2])
+        return block_mean(x, *args, **named)
+
+    monkeypatch.setattr(mean_pool, "block_mean", counted)
+    pipeline, history = a_pipeline(bs.MeanPoolScorer(16)), bs.KeyHistory()
+    for q, k, v in chunks((160, 170, 200), device=device):
+        pipeline(q, k, v, history=history)
+    assert pooled == [160, 160, 10, 10, 40, 30]  # keys, queries, keys, ...
+
+
+def test_a_dense_call_leaves_it_as_it_is(device: str) -> None:
+    from attrs import frozen
+
+    @frozen(eq=False)
+    class Dense(bs.Executor[bs.Permutation, bs.BlockMask]):
+        def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask) -> list[str]:
+            return []
+
+        def dense_because(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> str | None:
+            return "short"
+
+        def __call__(self, *args: Any, **named: Any) -> bs.AttentionOutput:
+            raise AssertionError
+
+    history = bs.KeyHistory()
+    a_pipeline(bs.MeanPoolScorer(16), Dense())(*make_qkv(N=40, D=16, device=device), history=history)
+    assert history.tokens == 0
+
+
+@pytest.mark.parametrize("name", every_preset)
+def test_presets_say_whether_they_keep_one(name: str, device: str) -> None:
+    """Where `keeps_history` is false, a history is refused in words."""
+    pipeline, (q, k, v) = (
+        every_preset[name](executor=bs.ReferenceExecutor()),
+        make_qkv(N=600, M=90, Hq=2, Hkv=1, D=16, device=device),
+    )
+    assert pipeline.keeps_history == (name in ("mean_pooling", "flex_prefill", "minference", "sparge"))
+    history = bs.KeyHistory()
+    if pipeline.keeps_history:
+        assert torch.equal(pipeline(q, k, v, history=history), pipeline(q, k, v))
+        assert history.tokens == 600
+        return
+    with pytest.raises(ValueError, match=r"moves keys, so that blocks change|remembers nothing of keys"):
+        pipeline(q, k, v, history=history)
+    assert history.tokens == 0
+
+
+def test_queries_may_be_sorted(device: str) -> None:
+    pipeline, history = bs.Pipeline(bs.SegmentQuerySort(32, block=16), *STAGES), bs.KeyHistory()
+    assert pipeline.keeps_history
+    for q, k, v in chunks((64, 150, 200), device=device):
+        assert_same_trace(pipeline.trace(q, k, v, history=history), pipeline.trace(q, k, v))
+    moved = bs.Pipeline(bs.SegmentQuerySort(32, block=16, keys=bs.SegmentKeySort(32)), *STAGES)
+    assert not moved.keeps_history
+
+
+STAGES: Any = (bs.MeanPoolScorer(16), bs.TopK(2), bs.ReferenceExecutor())
+
+
+def test_what_is_refused(device: str) -> None:
+    q, k, v = make_qkv(N=100, M=20, Hq=2, Hkv=1, D=16, device=device)
+    history, pipeline = bs.KeyHistory(), bs.Pipeline(bs.Identity(), *STAGES)
+    pipeline(q, k, v, history=history)
+
+    def refused(kind: type[Exception], words: str, call: Any, **changed: Any) -> None:
+        with pytest.raises(kind, match=re.escape(words)):
+            call(**{"q": q, "k": k, "v": v, "history": history} | changed)
+        assert history.tokens == 100
+
+    shorter = {"k": k[:, :, :90], "v": v[:, :, :90]}
+    refused(ValueError, "has seen 100 keys, and there are 90 now: call rewind(tokens)", pipeline, **shorter)
+    refused(ValueError, "'history' is of other keys", pipeline, q=q.double(), k=k.double(), v=v.double())
+    refused(
+        ValueError,
+        "each layer and each prompt needs a KeyHistory of its own",
+        pipeline,
+        k=k.expand(1, 2, -1, -1),
+        v=v.expand(1, 2, -1, -1),
+    )
+    refused(ValueError, "SegmentKeySort moves keys", bs.Pipeline(bs.SegmentKeySort(32), *STAGES))
+    refused(
+        UnsupportedError,
+        "AntidiagonalScorer remembers nothing of keys",
+        a_pipeline(bs.AntidiagonalScorer(4, block=16)),
+    )
+    gated = bs.SimilarityGatedScorer(bs.MeanPoolScorer(16), 0.3)
+    refused(UnsupportedError, "take smooth_k=False", a_pipeline(gated), causal=False)
+    refused(TypeError, "'history' must be a KeyHistory or None: True", pipeline, history=True)
+    one = bs.Sequences.packed([20], [100])
+    refused(TypeError, "one for each sequence, or None", pipeline, sequences=one)
+    refused(ValueError, "'history' must have an entry per sequence (1): 0", pipeline, sequences=one, history=[])
+    two = bs.Sequences.packed([10, 10], [50, 50])
+    refused(ValueError, "two are the same", pipeline, sequences=two, history=[history, history])
+    moved = bs.SegmentKeySort(32)(q, k, causal=True, scale=0.3)
+    with pytest.raises(ValueError, match="this permutation moves them"):
+        bs.MeanPoolScorer(16).with_history(q, k, moved, history, causal=True, scale=0.3)
+
+
+def test_graphs_take_none(device: str) -> None:
+    q, k, v = make_qkv(N=100, D=16, device=device)
+    pipeline, history = bs.Pipeline(bs.Identity(), *STAGES), bs.KeyHistory()
+    with pytest.raises(ValueError, match="but not 'history'"):
+        torch.compile(lambda *x: pipeline(*x, history=history), fullgraph=False, backend="eager")(q, k, v)
+    if not GPU:
+        return
+    q, k, v = make_qkv(N=256, D=64, dtype=torch.float16, device=device)
+    pipeline = a_pipeline(bs.MeanPoolScorer(64), bs.TritonExecutor())
+    pipeline(q, k, v, history=bs.KeyHistory())
+    with pytest.raises(ValueError, match="a CUDA graph repeats one"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        pipeline(q, k, v, history=history)
