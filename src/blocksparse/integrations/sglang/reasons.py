@@ -29,8 +29,8 @@ def layer_is_dense_because(layer: Any, *, dtype: torch.dtype, cache_dtype: torch
         "softcap": layer.logit_cap > 0,
         "position bias": layer.pos_encoding_mode != "NONE",
         "temperature by length": layer.xai_temperature_len > 0,
-        f"KV cache in {str(cache_dtype).removeprefix('torch.')}": cache_dtype != dtype,
         f"head dim above {MAX_HEAD_DIM}": max(layer.qk_head_dim, layer.v_head_dim) > MAX_HEAD_DIM,
+        f"KV cache in {str(cache_dtype).removeprefix('torch.')}": cache_dtype != dtype,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
