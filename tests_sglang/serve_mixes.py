@@ -31,7 +31,8 @@ async def serve(engine: Any, mix: dict[str, Any]) -> list[dict[str, Any]]:
         params = {"temperature": 0, "max_new_tokens": one["tokens"]}
         return await engine.async_generate(input_ids=one["prompt"], sampling_params=params)
 
-    return await asyncio.gather(*map(ask, mix["requests"]))
+    answers: list[dict[str, Any]] = await asyncio.gather(*map(ask, mix["requests"]))
+    return answers
 
 
 def main(out: Path) -> None:

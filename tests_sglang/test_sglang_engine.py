@@ -30,8 +30,8 @@ from tiny_model import gemma, llama
 HERE = Path(__file__).parent
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}  # several processes of an engine compute at once
 Run = Callable[..., dict[str, Any]]
-# Small chunks and few slots, so that prompts are cut and requests lose their place; steps that read and decode; and
-# chunks and pages of other sizes, without such steps.
+# Small chunks, few slots and steps that read and decode, so that prompts are cut and requests lose their slots; and
+# larger chunks, and pages, without such steps.
 ENGINES: dict[str, dict[str, Any]] = {
     "mixed": {
         "chunked_prefill_size": 64, "enable_mixed_chunk": True, "max_total_tokens": 950,
@@ -134,9 +134,8 @@ def test_the_same_tokens_as_in_transformers(run: Run, model: Path) -> None:
     """One pipeline in the same model, and a prompt that SGLang cuts into chunks."""
     chunk = 50
     served = [alone(700)]
-    ours = run(
-        served, SOME | EAGER | {"min_tokens": 1, "min_queries": 2}, chunked_prefill_size=chunk, disable_radix_cache=True
-    )
+    settings = SOME | EAGER | {"min_tokens": 1, "min_queries": 2}
+    ours = run(served, settings, chunked_prefill_size=chunk, disable_radix_cache=True)
     reference = LlamaForCausalLM.from_pretrained(model).eval()
     prompt = torch.tensor([served[0]["requests"][0]["prompt"]])
     ones = torch.ones_like(prompt)
@@ -180,8 +179,8 @@ def test_settings_without_the_backend_do_nothing(run: Run) -> None:
         (
             {"preset": "pbs"},
             {},
-            "ConfigurationError: 'blocksparse' in --json-model-override-args cannot be used: there is no preset 'pbs'; "
-            "there are auto, pbs_attn, pbs_attn_plus, ",
+            "ConfigurationError: 'blocksparse' in --json-model-override-args cannot be used: there is no preset "
+            "'pbs'; there are auto, pbs_attn, pbs_attn_plus, ",
         ),
         (
             None,

@@ -1,7 +1,7 @@
 """Python runs this at its start. It names the operations of torchvision, without which its import fails.
 
-PyPI has torchvision for GPUs only, whose own operations the CPU build of PyTorch cannot load. SGLang imports it for
-pictures, and these tests have none.
+PyPI has torchvision for GPUs only, whose own operations the CPU build of PyTorch cannot load. SGLang imports it
+for pictures, and these tests have none.
 """
 
 from importlib.metadata import version

@@ -85,9 +85,7 @@ def _check(runner: Any) -> None:
             )
 
 
-def _layers(
-    runner: Any, settings: Settings, recorder: DensityRecorder | None
-) -> dict[Any, LayerAttention | str]:
+def _layers(runner: Any, settings: Settings, recorder: DensityRecorder | None) -> dict[Any, LayerAttention | str]:
     """What attends in each layer, or the reason why it is dense."""
     layers: dict[Any, LayerAttention | str] = {}
     for layer in runner.model.modules():
@@ -95,9 +93,12 @@ def _layers(
             index = layer.layer_id
             pipeline = settings.layers[index] if index < len(settings.layers) else None
             reason = layer_is_dense_because(layer, dtype=runner.dtype, cache_dtype=runner.kv_cache_dtype)
-            if reason is None and pipeline is None:
-                reason = "no pipeline for this layer"
-            layers[layer] = reason if reason is not None else LayerAttention(pipeline, index, recorder)
+            if reason is not None:
+                layers[layer] = reason
+            elif pipeline is None:
+                layers[layer] = "no pipeline for this layer"
+            else:
+                layers[layer] = LayerAttention(pipeline, index, recorder)
     return layers
 
 

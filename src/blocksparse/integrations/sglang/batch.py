@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, final
 
 from attrs import field, frozen
@@ -77,13 +77,11 @@ class Batch:
         pages = slots[split.sparse.take(batch.req_pool_indices), :longest]
         prefills = Prefills.of(split.sparse, pages, starts=starts, keys=keys, page_size=1)
         rest = split.rest.of_tokens(starts)
-        return cls(
-            split.reasons, prefills, rest, part_of(batch, split.rest, rest) if rest.ranges else None
-        )
+        return cls(split.reasons, prefills, rest, part_of(batch, split.rest, rest) if rest.ranges else None)
 
 
 def part_of(batch: Any, requests: Runs, tokens: Runs) -> Any:
-    """SGLang's ForwardBatch of some requests of a batch, as far as attention reads it. No number on a GPU is read."""
+    """SGLang's ForwardBatch of some requests of a batch, as far as attention reads it, without a wait for the GPU."""
     part = copy.copy(batch)
     for names, rows in ((_PER_REQUEST, requests), (_PER_TOKEN, tokens)):
         for name in names:

@@ -56,7 +56,7 @@ def batch_is_dense_because(batch: Any, *, tokens: int) -> str | None:
         tokens: the queries that came with it.
     """
     if batch.forward_mode.name not in ("EXTEND", "MIXED"):
-        return batch.forward_mode.name.lower().replace("_", " ")  # what speculative decoding verifies, among others
+        return str(batch.forward_mode.name).lower().replace("_", " ")  # as "target verify", of drafts
     if batch.extend_seq_lens_cpu is None or batch.extend_prefix_lens_cpu is None:
         return "lengths that only the GPU knows"
     if batch.encoder_lens is not None:
