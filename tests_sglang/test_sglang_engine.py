@@ -30,7 +30,7 @@ from tiny_model import gemma, llama
 HERE = Path(__file__).parent
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}  # several processes of an engine compute at once
 Run = Callable[..., dict[str, Any]]
-# Small chunks, few slots and steps that read and decode, so that prompts are cut and requests lose their slots; and
+# Small chunks, few slots and steps that read and decode, so that prompts are cut and requests lose slots; and
 # larger chunks, and pages, without such steps.
 ENGINES: dict[str, dict[str, Any]] = {
     "mixed": {

@@ -81,7 +81,7 @@ class Batch:
 
 
 def part_of(batch: Any, requests: Runs, tokens: Runs) -> Any:
-    """SGLang's ForwardBatch of some requests of a batch, as far as attention reads it, without a wait for the GPU."""
+    """SGLang's ForwardBatch of some requests of a batch, as far as attention reads it. This waits for no GPU."""
     part = copy.copy(batch)
     for names, rows in ((_PER_REQUEST, requests), (_PER_TOKEN, tokens)):
         for name in names:
