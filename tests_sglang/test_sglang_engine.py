@@ -162,8 +162,11 @@ def test_short_requests_and_layers_without_a_pipeline(run: Run) -> None:
 
 
 def test_windows_and_softcaps_are_dense(run: Run, tmp_path: Path) -> None:
-    model = str(gemma(tmp_path / "gemma"))
-    ours = run([alone(300)], SOME | EAGER, model_path=model)
+    model = gemma(tmp_path / "gemma")
+    config = json.loads((model / "config.json").read_text())
+    # SGLang reads the older name of an entry.
+    (model / "config.json").write_text(json.dumps(config | {"hidden_act": config["hidden_activation"]}))
+    ours = run([alone(300)], SOME | EAGER, model_path=str(model))
     assert rows(ours) == [(0, None, "1 x sliding window"), (0, None, "1 x softcap")]
 
 
