@@ -12,10 +12,10 @@ from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cu
 
 from blocksparse.integrations.density_recorder import DensityRecorder
 from blocksparse.integrations.serving.layer import LayerAttention
+from blocksparse.integrations.serving.settings import KEY as NAME
 from blocksparse.integrations.serving.settings import ConfigurationError, Host, Served, Settings
 from blocksparse.integrations.sglang.prefill import SparsePrefill
 from blocksparse.integrations.sglang.reasons import layer_is_dense_because
-from blocksparse.integrations.sglang.register import NAME
 
 HOST = Host(NAME, "--json-model-override-args")
 _log = logging.getLogger(__name__)

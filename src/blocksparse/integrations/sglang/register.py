@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-NAME = "blocksparse"
+from blocksparse.integrations.serving.settings import KEY as NAME
 
 
 def register() -> None:
