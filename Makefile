@@ -30,7 +30,7 @@ test-vllm: $(VLLM_VENV)/.installed
 
 # Engines of SGLang on a CPU, in an environment of their own of about 3 GB; no part of make test either.
 test-sglang: $(SGLANG_VENV)/.installed
-	@echo "make test-sglang: some 13 engines of SGLang, one after another: about 13 minutes on two busy cores" >&2
+	@echo "make test-sglang: some 13 engines of SGLang, one after another: about 8 minutes on two cores" >&2
 	@cd tests_sglang && SGLANG_USE_CPU_ENGINE=1 PYTHONPATH=$(abspath tests_sglang/stand_ins) \
 		$(abspath $(SGLANG_VENV))/bin/python -m pytest -c pytest.ini
 
