@@ -1,9 +1,11 @@
 # make demo, make test and make lint each create what they need, once: a virtual environment in .venv. make docs has a
-# small one of its own, without PyTorch, and make test-vllm one in .venv-vllm. What they say meanwhile goes to stderr.
+# small one of its own, without PyTorch, make test-vllm one in .venv-vllm, and make test-sglang one in .venv-sglang. What
+# they say meanwhile goes to stderr.
 
 VENV := .venv
 DOCS_VENV := .venv-docs
 VLLM_VENV := .venv-vllm
+SGLANG_VENV := .venv-sglang
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 # Another interpreter: make demo PYTHON=/path/to/python3.12
 PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,\
@@ -11,7 +13,7 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 py
 # Options of the demo: make demo ARGS="--tokens 7680 --depth 0.9"
 ARGS ?=
 
-.PHONY: demo test test-vllm lint docs venv clean
+.PHONY: demo test test-vllm test-sglang lint docs venv clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.model
@@ -26,6 +28,12 @@ test-vllm: $(VLLM_VENV)/.installed
 	@echo "make test-vllm: some 25 engines of vLLM, one after another: about 6 minutes on two cores" >&2
 	@cd tests_vllm && $(abspath $(VLLM_VENV))/bin/python -m pytest -c pytest.ini
 
+# Engines of SGLang on a CPU, in an environment of their own of about 3 GB; no part of make test either.
+test-sglang: $(SGLANG_VENV)/.installed
+	@echo "make test-sglang: some 13 engines of SGLang, one after another: about 8 minutes on two cores" >&2
+	@cd tests_sglang && SGLANG_USE_CPU_ENGINE=1 PYTHONPATH=$(abspath tests_sglang/stand_ins) \
+		$(abspath $(SGLANG_VENV))/bin/python -m pytest -c pytest.ini
+
 lint: $(VENV)/.installed
 	@$(VENV)/bin/ruff check
 	@$(VENV)/bin/mypy
@@ -39,9 +47,9 @@ docs: $(DOCS_VENV)/.installed
 venv: $(VENV)/.installed
 
 clean:
-	@echo "make clean: removing caches, build and demo-output; remove $(VENV), $(DOCS_VENV) and $(VLLM_VENV) by hand to install anew"
+	@echo "make clean: removing caches, build and demo-output; remove $(VENV), $(DOCS_VENV), $(VLLM_VENV) and $(SGLANG_VENV) by hand to install anew"
 	@rm -rf demo-output build .pytest_cache .mypy_cache .ruff_cache
-	@find src tests tests_vllm benchmarks examples -name __pycache__ -prune -exec rm -rf {} +
+	@find src tests tests_vllm tests_sglang benchmarks examples -name __pycache__ -prune -exec rm -rf {} +
 
 define need_python
 	@test -n "$(PYTHON)" || { echo "make: Python 3.11 or later is needed; give one with PYTHON=/path/to/python3" >&2; exit 1; }
@@ -71,6 +79,17 @@ $(VLLM_VENV)/.installed: requirements-vllm.txt pyproject.toml
 	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-vllm.txt
 	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $@
+
+# SGLang names kernels for GPUs among its requirements, which a CPU needs none of, so what it does need is listed. The
+# folder tests_sglang/stand_ins says what stands in for the rest.
+$(SGLANG_VENV)/.installed: requirements-sglang.txt pyproject.toml
+	$(need_python)
+	@echo "make: preparing $(SGLANG_VENV) with $(PYTHON) and requirements-sglang.txt; this takes minutes and about 3 GB" >&2
+	@test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)
+	@$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-sglang.txt
+	@$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps sglang==0.5.23 torchvision==0.28.0
+	@$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $@
 
 $(VENV)/.model: $(VENV)/.installed

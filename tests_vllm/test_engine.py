@@ -15,7 +15,8 @@ from transformers import LlamaForCausalLM
 
 from blocksparse import a_shape
 from blocksparse.integrations.transformers import attach
-from conftest import EAGER, EVERYTHING, HERE, SOME, Run, alone, mix
+from conftest import HERE, Run
+from mixes import EAGER, EVERYTHING, SOME, alone, mix
 from tiny_model import gemma
 
 

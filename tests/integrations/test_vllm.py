@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from blocksparse import HeadGroups, Pipeline, a_shape, pbs_attn
+from blocksparse.integrations.serving.layer import LayerAttention, record_dense
+from blocksparse.integrations.serving.runs import Runs
+from blocksparse.integrations.serving.settings import Served
+from blocksparse.integrations.serving.split import Split
 from blocksparse.integrations.vllm import ConfigurationError, DensityRecorder, Settings, register
 from blocksparse.integrations.vllm.batch import Batch, part_of
-from blocksparse.integrations.vllm.engine import Engine, is_configured, layer_of
-from blocksparse.integrations.vllm.layer import LayerAttention, record_dense
+from blocksparse.integrations.vllm.engine import HOST, Engine, is_configured, layer_of
 from blocksparse.integrations.vllm.reasons import dense_because
-from blocksparse.integrations.vllm.runs import Runs
-from blocksparse.integrations.vllm.settings import Served
-from blocksparse.integrations.vllm.split import Split
 from blocksparse.integrations.vllm.worker import RecordReader
 from blocksparse.pipeline import Trace
 from blocksparse.testing import make_qkv
@@ -170,8 +170,8 @@ def test_sparse_prompts_attend_to_their_pages(queries: list[int]) -> None:
         else:
             assert (out[rows] == 7).all()  # of the stock backend
         start += count
-    record_dense(recorder, 3, batch, None)
-    record_dense(recorder, 0, batch, "softcap")
+    record_dense(recorder, 3, batch.reasons, batch.prefills, None)
+    record_dense(recorder, 0, batch.reasons, batch.prefills, "softcap")
     decodes = queries.count(1)
     assert recorder.sparse_calls() == {3: 2}
     assert recorder.dense_calls() == {3: Counter(decode=decodes), 0: Counter(decode=decodes, softcap=2)}
@@ -203,7 +203,7 @@ def test_what_the_executor_leaves_dense_is_recorded(monkeypatch: pytest.MonkeyPa
 
 def test_settings() -> None:
     given = {"preset": "pbs_attn", "settings": {"mass": 0.8}, "dense": [0, -1], "min_tokens": 4096, "record": True}
-    settings = Settings.of({"blocksparse": given, "other": 1}, SERVED)
+    settings = Settings.of({"blocksparse": given, "other": 1}, SERVED, HOST)
     first, second, third, last = settings.layers
     assert first is last is None
     assert repr(second) == repr(third) == repr(pbs_attn(0.8))
@@ -239,7 +239,7 @@ def test_settings() -> None:
 )
 def test_a_wrong_configuration_is_one_sentence(given: object, sentence: str) -> None:
     with pytest.raises(ConfigurationError) as error:
-        Settings.of({"blocksparse": given}, SERVED)
+        Settings.of({"blocksparse": given}, SERVED, HOST)
     assert str(error.value).startswith("'blocksparse' in --additional-config cannot be used: ")
     assert sentence in str(error.value)
     assert "\n" not in str(error.value)
@@ -250,18 +250,18 @@ def test_no_configuration_is_one_sentence(additional: object) -> None:
     with pytest.raises(
         ConfigurationError, match=r"^the attention backend BLOCKSPARSE needs to know what to run: "
     ):
-        Settings.of(additional, SERVED)
+        Settings.of(additional, SERVED, HOST)
 
 
 def test_what_does_not_go_with_several_gpus_or_drafts() -> None:
     given = {"blocksparse": {"preset": "pbs_attn", "settings": {"mass": [0.9] * 8}}}
-    Settings.of(given, SERVED)
+    Settings.of(given, SERVED, HOST)
     with pytest.raises(
         ConfigurationError, match=r"'mass' must be one number for all heads, because each of 2 GPUs "
     ):
-        Settings.of(given, Served("llama", 4, 8, 2, ranks=2))
+        Settings.of(given, Served("llama", 4, 8, 2, ranks=2), HOST)
     with pytest.raises(ConfigurationError, match=r"'min_queries' must be above 81, the most queries that a "):
-        Settings.of({"blocksparse": {"preset": "s2o"}}, Served("llama", 4, 8, 2, draft_tokens=40))
+        Settings.of({"blocksparse": {"preset": "s2o"}}, Served("llama", 4, 8, 2, draft_tokens=40), HOST)
 
 
 def plan_file(folder: Path, heads: tuple[int, ...] | None) -> str:
@@ -286,22 +286,22 @@ def plan_file(folder: Path, heads: tuple[int, ...] | None) -> str:
 
 def test_a_plan_says_what_each_layer_does(tmp_path: Path) -> None:
     given = {"blocksparse": {"plan": plan_file(tmp_path, None), "min_tokens": 2048}}
-    settings = Settings.of(given, Served("llama", 2, 8, 2, ranks=2))
+    settings = Settings.of(given, Served("llama", 2, 8, 2, ranks=2), HOST)
     assert isinstance(settings.layers[0], Pipeline)
     assert settings.layers[1] is None
     with pytest.raises(
         ConfigurationError, match=r"made for another model, tiny \(it differs in layers: 2 and 4\)"
     ):
-        Settings.of(given, SERVED)
+        Settings.of(given, SERVED, HOST)
 
 
 def test_a_plan_for_single_heads_needs_all_heads(tmp_path: Path) -> None:
     given = {"blocksparse": {"plan": plan_file(tmp_path, (0,))}}
-    assert isinstance(Settings.of(given, Served("llama", 2, 8, 2)).layers[0], HeadGroups)
+    assert isinstance(Settings.of(given, Served("llama", 2, 8, 2), HOST).layers[0], HeadGroups)
     with pytest.raises(
         ConfigurationError, match="the plan chooses for single heads in layer 0, but each of 2 GPUs"
     ):
-        Settings.of(given, Served("llama", 2, 8, 2, ranks=2))
+        Settings.of(given, Served("llama", 2, 8, 2, ranks=2), HOST)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,6 @@ vLLM finds `register` by itself once this package is installed. Nothing here nee
 """
 
 from blocksparse.integrations.density_recorder import DensityRecorder as DensityRecorder
+from blocksparse.integrations.serving.settings import ConfigurationError as ConfigurationError
+from blocksparse.integrations.serving.settings import Settings as Settings
 from blocksparse.integrations.vllm.register import register as register
-from blocksparse.integrations.vllm.settings import ConfigurationError as ConfigurationError
-from blocksparse.integrations.vllm.settings import Settings as Settings

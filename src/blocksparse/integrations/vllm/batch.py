@@ -10,10 +10,9 @@ from typing import Any, final
 from attrs import field, frozen
 from torch.nn.functional import pad
 
-from blocksparse.integrations.vllm.runs import Runs
-from blocksparse.integrations.vllm.split import Split
-from blocksparse.page_table import PageTable
-from blocksparse.sequences import Sequences
+from blocksparse.integrations.serving.prefills import Prefills
+from blocksparse.integrations.serving.runs import Runs
+from blocksparse.integrations.serving.split import Split
 
 # Fields of vLLM's CommonAttentionMetadata with an entry per request, and per token. Versions lack some of them.
 _PER_REQUEST = (
@@ -30,16 +29,6 @@ _PER_REQUEST = (
     "replayssm_decode_base_cpu",
 )
 _PER_TOKEN = ("slot_mapping", "positions")
-
-
-@final
-@frozen(eq=False)
-class Prefills:
-    """The prompts, or chunks of prompts, that go sparse in one step."""
-
-    tokens: Runs
-    table: PageTable
-    sequences: Sequences
 
 
 @final
@@ -65,14 +54,8 @@ class Batch:
         if not split.sparse.ranges:
             return cls(split.reasons)
         starts = common.query_start_loc_cpu.tolist()
-        queries = [stop - start for start, stop in pairwise(starts)]
-        table = PageTable(
-            split.sparse.take(common.block_table_tensor),
-            [keys[request] for request in split.sparse],
-            page_size=page_size,
-        )
-        sequences = table.sequences([queries[request] for request in split.sparse])
-        prefills = Prefills(split.sparse.of_tokens(starts), table, sequences)
+        pages = split.sparse.take(common.block_table_tensor)
+        prefills = Prefills.of(split.sparse, pages, starts=starts, keys=keys, page_size=page_size)
         rest = split.rest.of_tokens(starts)
         return cls(
             split.reasons, prefills, rest, build(part_of(common, split.rest, rest)) if rest.ranges else None

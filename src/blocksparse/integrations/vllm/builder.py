@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 
 from vllm.v1.attention.backend import AttentionCGSupport
 
+from blocksparse.integrations.serving.settings import Settings
+from blocksparse.integrations.serving.split import Split
 from blocksparse.integrations.vllm.batch import Batch
 from blocksparse.integrations.vllm.engine import Engine
 from blocksparse.integrations.vllm.impl import SparsePrefill
-from blocksparse.integrations.vllm.settings import Settings
-from blocksparse.integrations.vllm.split import Split
 
 _log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
 

@@ -7,8 +7,10 @@ from typing import Any, final
 from attrs import field, frozen
 
 from blocksparse.integrations.density_recorder import DensityRecorder
-from blocksparse.integrations.vllm.layer import LayerAttention
-from blocksparse.integrations.vllm.settings import KEY, Served, Settings
+from blocksparse.integrations.serving.layer import LayerAttention
+from blocksparse.integrations.serving.settings import KEY, Host, Served, Settings
+
+HOST = Host("BLOCKSPARSE", "--additional-config")
 
 
 @final
@@ -38,7 +40,7 @@ class Engine:
         Raises:
             ConfigurationError: the configuration of this library does not fit.
         """
-        return cls.there(config) or cls(Settings.of(config.additional_config, Served.of(config)))
+        return cls.there(config) or cls(Settings.of(config.additional_config, served_by(config), HOST))
 
     def attention(self, layer: int) -> LayerAttention | str:
         """What attends in a layer, or the reason why it is dense."""
@@ -46,6 +48,15 @@ class Engine:
             return "no layer of the model"  # but of one that drafts
         pipeline = self.settings.layers[layer]
         return "no pipeline for this layer" if pipeline is None else LayerAttention(pipeline, layer, self.recorder)
+
+
+def served_by(config: Any) -> Served:
+    """What of a VllmConfig a configuration of this library has to fit."""
+    return Served.of(
+        config.model_config.hf_text_config,
+        ranks=int(config.parallel_config.tensor_parallel_size),
+        draft_tokens=int(getattr(config.speculative_config, "num_speculative_tokens", None) or 0),
+    )
 
 
 def is_configured(config: Any) -> bool:

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 from torch import Tensor
 from vllm.config import get_current_vllm_config
 
+from blocksparse.integrations.serving.layer import LayerAttention, record_dense
 from blocksparse.integrations.vllm.batch import Batch
 from blocksparse.integrations.vllm.engine import Engine, is_configured, layer_of
-from blocksparse.integrations.vllm.layer import LayerAttention, record_dense
 from blocksparse.integrations.vllm.reasons import dense_because
 
 
@@ -117,7 +117,7 @@ class SparsePrefill:
         if attn_metadata is None and self.engine is not None:
             self._reserve(query)
         if batch is not None and self.engine is not None:
-            record_dense(self.engine.recorder, self.layer, batch, self.dense_because)
+            record_dense(self.engine.recorder, self.layer, batch.reasons, batch.prefills, self.dense_because)
         if batch is None or batch.prefills is None or self.attention is None:
             whole: Tensor = stock.forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
             return whole

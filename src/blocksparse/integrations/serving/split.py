@@ -9,7 +9,7 @@ from typing import final
 
 from attrs import frozen
 
-from blocksparse.integrations.vllm.runs import Runs
+from blocksparse.integrations.serving.runs import Runs
 
 
 @final

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import final
 
 from attrs import frozen
@@ -10,7 +11,7 @@ from torch import Tensor
 from blocksparse.executors.dense_attention import dense_attention
 from blocksparse.inputs import UnsupportedError
 from blocksparse.integrations.density_recorder import DensityRecorder
-from blocksparse.integrations.vllm.batch import Batch, Prefills
+from blocksparse.integrations.serving.prefills import Prefills
 from blocksparse.schedule import LayerPipeline
 
 
@@ -62,13 +63,25 @@ class LayerAttention:
             self.recorder.saw_dense(self.layer, reason)
 
 
-def record_dense(recorder: DensityRecorder | None, layer: int, batch: Batch, because: str | None) -> None:
-    """Record the requests of a batch that are dense in a layer; all of them if the layer itself is, `because`."""
+def record_dense(
+    recorder: DensityRecorder | None,
+    layer: int,
+    reasons: Counter[str],
+    prefills: Prefills | None,
+    because: str | None,
+) -> None:
+    """Record the requests of a batch that are dense in a layer.
+
+    Args:
+        reasons: of the requests that are dense in every layer.
+        prefills: the others.
+        because: why these are dense too in this layer, if they are.
+    """
     if recorder is None:
         return
-    reasons = dict(batch.reasons)
-    if because is not None and batch.prefills is not None:
-        reasons[because] = reasons.get(because, 0) + len(batch.prefills.sequences.spans)
-    for reason, requests in reasons.items():
+    found = Counter(reasons)
+    if because is not None and prefills is not None:
+        found[because] += len(prefills.sequences.spans)
+    for reason, requests in found.items():
         for _ in range(requests):
             recorder.saw_dense(layer, reason)

@@ -1,4 +1,4 @@
-"""`Settings`: what `--additional-config '{"blocksparse": {...}}'` asks for, checked when the engine starts."""
+"""`Settings`: what the configuration `{"blocksparse": {...}}` of an engine asks for, checked when it starts."""
 
 from __future__ import annotations
 
@@ -33,18 +33,29 @@ class Served:
     draft_tokens: int = 0  # that speculative decoding adds to the one token of a request
 
     @classmethod
-    def of(cls, config: Any) -> Served:
-        """From a VllmConfig."""
-        text, speculative = config.model_config.hf_text_config, config.speculative_config
+    def of(cls, text: Any, *, ranks: int, draft_tokens: int = 0) -> Served:
+        """
+        Args:
+            text: transformers' configuration of the language model.
+        """
         heads = int(text.num_attention_heads)
         return cls(
             type=str(text.model_type),
             layers=int(text.num_hidden_layers),
             heads=heads,
             kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
-            ranks=int(config.parallel_config.tensor_parallel_size),
-            draft_tokens=int(getattr(speculative, "num_speculative_tokens", None) or 0),
+            ranks=ranks,
+            draft_tokens=draft_tokens,
         )
+
+
+@final
+@frozen
+class Host:
+    """How users of an engine select this library and configure it, for sentences about that."""
+
+    backend: str
+    option: str  # that takes JSON
 
 
 @final
@@ -65,22 +76,22 @@ class Settings:
     record: bool = False
 
     @classmethod
-    def of(cls, additional_config: object, served: Served) -> Settings:
-        """Read vLLM's `additional_config`.
+    def of(cls, options: object, served: Served, host: Host) -> Settings:
+        """Read the value of the option that `host` names.
 
         Raises:
             ConfigurationError: it says nothing of blocksparse, or something that does not fit the model.
         """
-        given = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
+        given = options.get(KEY) if isinstance(options, Mapping) else None
         if given is None:
             raise ConfigurationError(
-                "the attention backend BLOCKSPARSE needs to know what to run: add "
-                """--additional-config '{"blocksparse": {"preset": "pbs_attn"}}'"""
+                f"the attention backend {host.backend} needs to know what to run: add "
+                f"""{host.option} '{{"{KEY}": {{"preset": "pbs_attn"}}}}'"""
             )
         try:
             return cls._read(given, served)
         except (TypeError, ValueError) as error:
-            raise ConfigurationError(f"'{KEY}' in --additional-config cannot be used: {error}") from None
+            raise ConfigurationError(f"'{KEY}' in {host.option} cannot be used: {error}") from None
 
     @classmethod
     def _read(cls, given: object, served: Served) -> Settings:

@@ -1,0 +1,111 @@
+"""The backend that SGLang makes under the name blocksparse: a stock one, whose long prompts go sparse."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
+
+from blocksparse.integrations.density_recorder import DensityRecorder
+from blocksparse.integrations.serving.layer import LayerAttention
+from blocksparse.integrations.serving.settings import KEY as NAME
+from blocksparse.integrations.serving.settings import ConfigurationError, Host, Served, Settings
+from blocksparse.integrations.sglang.prefill import SparsePrefill
+from blocksparse.integrations.sglang.reasons import layer_is_dense_because
+
+HOST = Host(NAME, "--json-model-override-args")
+_log = logging.getLogger(__name__)
+
+
+def backend(runner: Any) -> Any:
+    """Make the backend that reads prompts in an engine.
+
+    It is the stock backend that decodes in this engine, with one method in its place: `forward_extend`.
+
+    Args:
+        runner: SGLang's ModelRunner, whose model is loaded.
+
+    Raises:
+        ConfigurationError: the engine is configured in a way that does not fit.
+    """
+    _check(runner)
+    make = ATTENTION_BACKENDS[runner.decode_attention_backend_str]
+    stock = make(runner)
+    if runner.is_draft_worker:
+        return stock  # a model that drafts has its own layers, of which the configuration says nothing
+    settings = Settings.of(
+        runner.model_config.model_override_args,
+        Served.of(runner.model_config.hf_text_config, ranks=int(runner.server_args.tp_size)),
+        HOST,
+    )
+    before = getattr(runner, NAME, None)  # of the other half, where two batches overlap
+    recorder = before.recorder if before is not None else DensityRecorder() if settings.record else None
+    prefill = SparsePrefill(
+        stock=stock.forward_extend,
+        rest=make(runner),
+        layers=_layers(runner, settings, recorder),
+        settings=settings,
+        recorder=recorder,
+        slots=runner.req_to_token_pool.req_to_token,
+        cache=runner.token_to_kv_pool,
+        write_loc=KVWriteLoc.for_layer,
+    )
+    setattr(runner, NAME, prefill)  # where the scheduler finds the record
+    stock.forward_extend = prefill
+    _log.info("blocksparse: %s", _summary(prefill.layers))
+    return stock
+
+
+def _check(runner: Any) -> None:
+    """Refuse what would be wrong, rather than slow."""
+    args = runner.server_args
+    if runner.decode_attention_backend_str == NAME:
+        raise ConfigurationError(
+            f"{NAME} reads prompts and does not decode: select it with --prefill-attention-backend {NAME}, and "
+            "another one, which decodes, with --attention-backend"
+        )
+    refused = {
+        "models with latent attention (MLA)": runner.use_mla_backend,
+        "--attn-cp-size": args.attn_cp_size > 1,
+        "--dcp-size": args.dcp_size > 1,
+        "--enable-unified-memory": args.enable_unified_memory,
+        "--enable-deterministic-inference": args.enable_deterministic_inference,
+        "graphs of whole prefills (--cuda-graph-backend-prefill full)": check_cuda_graph_backend(
+            Phase.PREFILL, Backend.FULL
+        ),
+    }
+    for what, asked in refused.items():
+        if asked:
+            raise ConfigurationError(
+                f"--prefill-attention-backend {NAME} does not go with {what}: leave one of the two out"
+            )
+
+
+def _layers(runner: Any, settings: Settings, recorder: DensityRecorder | None) -> dict[Any, LayerAttention | str]:
+    """What attends in each layer, or the reason why it is dense."""
+    layers: dict[Any, LayerAttention | str] = {}
+    for layer in runner.model.modules():
+        if isinstance(layer, RadixAttention):
+            index = layer.layer_id
+            pipeline = settings.layers[index] if index < len(settings.layers) else None
+            reason = layer_is_dense_because(layer, dtype=runner.dtype, cache_dtype=runner.kv_cache_dtype)
+            if reason is not None:
+                layers[layer] = reason
+            elif pipeline is None:
+                layers[layer] = "no pipeline for this layer"
+            else:
+                layers[layer] = LayerAttention(pipeline, index, recorder)
+    return layers
+
+
+def _summary(layers: dict[Any, LayerAttention | str]) -> str:
+    """Which layers are sparse and why the others are not, in one line."""
+    groups: dict[str, list[str]] = {}
+    for layer, attention in layers.items():
+        state = f"dense ({attention})" if isinstance(attention, str) else "sparse"
+        groups.setdefault(state, []).append(str(layer.layer_id))
+    return "; ".join(f"{state} in layers {', '.join(found)}" for state, found in groups.items())

@@ -1,0 +1,98 @@
+"""`Batch`: where the sparse prompts of one step lie, and the rest of the step as a batch of its own."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from itertools import accumulate
+from typing import Any, final
+
+from attrs import field, frozen
+from torch import Tensor
+from torch.nn.functional import pad
+
+from blocksparse.integrations.serving.prefills import Prefills
+from blocksparse.integrations.serving.runs import Runs
+from blocksparse.integrations.serving.settings import Settings
+from blocksparse.integrations.serving.split import Split
+from blocksparse.integrations.sglang.reasons import batch_is_dense_because
+
+# Fields of SGLang's ForwardBatch with an entry per request, as tensors and as lists, and with one per token.
+_PER_REQUEST = (
+    "req_pool_indices",
+    "req_pool_indices_cpu",
+    "seq_lens",
+    "seq_lens_cpu",
+    "orig_seq_lens",
+    "extend_seq_lens",
+    "extend_prefix_lens",
+)
+_LISTED = (
+    "extend_seq_lens_cpu",
+    "extend_prefix_lens_cpu",
+    "extend_logprob_start_lens_cpu",
+    "lora_ids",
+    "rids",
+    "mm_inputs",
+)
+_PER_TOKEN = ("input_ids", "positions", "out_cache_loc", "out_cache_loc_virtual")
+
+
+@final
+@frozen(eq=False)
+class Batch:
+    """One step of the engine."""
+
+    reasons: Counter[str]  # of the dense requests
+    prefills: Prefills | None = None
+    rest: Runs = field(factory=Runs)  # the tokens of the dense requests
+    rest_batch: Any = None  # SGLang's ForwardBatch of these requests, None if there are none
+
+    @classmethod
+    def of(cls, batch: Any, *, tokens: int, slots: Tensor, settings: Settings) -> Batch:
+        """
+        Args:
+            batch: SGLang's ForwardBatch.
+            tokens: the queries that came with it.
+            slots: where in the cache the tokens of each request lie, `[requests of the pool, tokens]`.
+        """
+        if (dense := batch_is_dense_because(batch, tokens=tokens)) is not None:
+            return cls(Counter({dense: batch.batch_size}))
+        starts = [0, *accumulate(batch.extend_seq_lens_cpu)]
+        keys = [
+            context + queries
+            for context, queries in zip(batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu, strict=True)
+        ]
+        split = Split.of(
+            starts,
+            keys,
+            min_tokens=settings.min_tokens,
+            min_queries=settings.min_queries,
+            masked=frozenset(i for i, pictures in enumerate(batch.mm_inputs or ()) if pictures is not None),
+        )
+        if not split.sparse.ranges:
+            return cls(split.reasons)
+        longest = max(keys[request] for request in split.sparse)
+        # SGLang gives each token a slot of its own, so that every page here has one token.
+        pages = slots[split.sparse.take(batch.req_pool_indices), :longest]
+        prefills = Prefills.of(split.sparse, pages, starts=starts, keys=keys, page_size=1)
+        rest = split.rest.of_tokens(starts)
+        return cls(split.reasons, prefills, rest, part_of(batch, split.rest, rest) if rest.ranges else None)
+
+
+def part_of(batch: Any, requests: Runs, tokens: Runs) -> Any:
+    """SGLang's ForwardBatch of some requests of a batch, as far as attention reads it. This waits for no GPU."""
+    part = copy.copy(batch)
+    for names, rows in ((_PER_REQUEST, requests), (_PER_TOKEN, tokens)):
+        for name in names:
+            if (value := getattr(batch, name)) is not None:
+                setattr(part, name, rows.take(value))
+    for name in _LISTED:
+        if (listed := getattr(batch, name)) is not None:
+            setattr(part, name, [listed[request] for request in requests])
+    part.batch_size = len(requests)
+    part.seq_lens_sum = sum(part.extend_seq_lens_cpu) + sum(part.extend_prefix_lens_cpu)
+    part.extend_num_tokens = part.global_num_token_non_padded_cpu = len(tokens)
+    part.extend_start_loc = pad(part.extend_seq_lens.cumsum(0, dtype=batch.extend_start_loc.dtype)[:-1], (1, 0))
+    part._attn_output = None
+    return part

@@ -1,0 +1,32 @@
+"""The entry point that SGLang calls in each of its processes (`sglang.srt.plugins`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from blocksparse.integrations.serving.settings import KEY as NAME
+
+
+def register() -> None:
+    """Make the backend known to SGLang, and add the record of an engine to what the engine tells of itself."""
+    from sglang.srt.arg_groups.choices import add_attention_backend_choices
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    add_attention_backend_choices([NAME])
+    register_attention_backend(NAME)(_backend)
+    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.get_internal_state", _tell, HookType.AFTER)
+
+
+def _backend(runner: Any) -> Any:
+    from blocksparse.integrations.sglang.backend import backend  # which only processes with a model need
+
+    return backend(runner)
+
+
+def _tell(output: Any, scheduler: Any, *_: Any) -> Any:
+    """Add the table of the record, if there is one."""
+    prefill = getattr(scheduler.tp_worker.model_runner, NAME, None)
+    if prefill is not None and prefill.recorder is not None:
+        output.internal_state[NAME] = prefill.recorder.table()
+    return output
