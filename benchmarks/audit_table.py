@@ -13,11 +13,11 @@ from benchmarks.kernel_tables import Row, density_of
 from benchmarks.timing import attempt, check, medians, release
 from blocksparse.audit import Audit, AuditedPipeline
 
-ROWS, EVERY = 64, 16  # the defaults of `Audit`
+ROWS, EVERY = 64, 64  # the defaults of `Audit`
 
 
 def audit(plan: Plan, device: torch.device) -> Iterator[Row]:
-    """Whole calls without and with an audit, on structured inputs; the share is for an audit of one call in 16."""
+    """Whole calls without and with an audit, on structured inputs; the share is for an audit of one call in 64."""
     for N in plan.lengths:
         release(device)
         q, k, v = plan.inputs(N, device)

@@ -422,7 +422,7 @@ def audit(rows: list[Row]) -> str:
         point = [tokens(row["N"]), row["preset"], cell(row.get("density"), 3)]
         body.append([*point, *times, NONE if share is None else f"{share:.2%}"])
     head = ["tokens", "preset", "density", "call, ms", "counted, not audited, ms", "audited, ms"]
-    return table([*head, "cost of auditing one call in 16"], body)
+    return table([*head, "cost of auditing one call in 64"], body)
 
 
 TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {

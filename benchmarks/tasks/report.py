@@ -78,10 +78,11 @@ def report(rows: Sequence[Row], picture_path: Path) -> str:
 def _table(rows: Sequence[Row]) -> str:
     dense = next(row for row in rows if row["preset"] == DENSE)
     tasks = counted(dense, rows)
-    of_dense = ", ".join(f"{task} {100 * _mean(some):.0f} %" for task, some in dense["scores"].items())
+    of_dense = "".join(f"{task} {100 * _mean(some):.0f} %, " for task, some in dense["scores"].items())
+    samples = f", {dense['samples']} samples of each task" if dense["samples"] else ""
     lines = [
-        f"### {dense['tokens']} tokens, {dense['samples']} samples of each task\n",
-        f"Dense attention: {of_dense}; perplexity {dense['perplexity']:.2f}, attention "
+        f"### {dense['tokens']} tokens{samples}\n",
+        f"Dense attention: {of_dense}perplexity {dense['perplexity']:.2f}, attention "
         f"{_ms(dense)} ms. Counted: {', '.join(tasks) or 'none'}.\n",
         "| method | setting | density | KL | perplexity | attention ms |"
         + "".join(f" {task} |" for task in tasks)
@@ -149,6 +150,7 @@ def _draw(rows: Sequence[Row], lengths: Sequence[int], path: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import LogLocator
 
     rows = [row for row in rows if row["density"] < 1 or row["preset"] == DENSE]
     names = list(dict.fromkeys(row["preset"] for row in rows if row["preset"] != DENSE))
@@ -193,6 +195,7 @@ def _draw(rows: Sequence[Row], lengths: Sequence[int], path: Path) -> None:
                 axes.axvline(dense["attention_ms"], color="grey", linewidth=1)
             axes.set(xscale="log", ylabel="score, %" if tasks else "KL, nats")
             axes.set_title(f"{tokens} tokens; a grey line is dense attention")
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axes.xaxis.set_major_formatter("{x:g}")
             axes.xaxis.set_minor_formatter("")
             if figure_of == "density":

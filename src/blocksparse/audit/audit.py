@@ -58,7 +58,7 @@ class _OnItsWay:
 class Audit:
     """Estimates, while a model runs, of what its sparse attention covers and how far it is off, layer by layer.
 
-        audit = Audit(rows=64, every=16, max_error=0.1, fall_back=True)
+        audit = Audit(rows=64, every=64, max_error=0.1, fall_back=True)
         with attach(model, pbs_attn(), audit=audit):
             ...
         print(audit.table())
@@ -90,7 +90,7 @@ class Audit:
     """
 
     rows: int = field(default=64, converter=whole, validator=_enough_rows)
-    every: int = field(default=16, converter=whole, validator=size)
+    every: int = field(default=64, converter=whole, validator=size)
     min_mass: float | None = field(default=None, kw_only=True, validator=optional(_share))
     max_error: float | None = field(default=None, kw_only=True, validator=optional(_above))
     on_crossed: Callable[[Crossing], None] | None = field(

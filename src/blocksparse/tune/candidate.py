@@ -92,6 +92,7 @@ DEFAULT_CANDIDATES: tuple[Candidate, ...] = (
     Candidate("s2o", {"tau": 0.1, "S": 64}),
     Candidate("s2o", {"tau": 0.03, "S": 64, "band": 64}),
     *_grid("xattention", "mass", 0.6, 0.7, 0.8, 0.9, 0.95, 0.97, band=64, block=64),
+    *_grid("mean_pooling", "mass", 0.9, 0.97, 0.99, band=128, block=64),
     *_grid("a_shape", "local", 256, 1024, sink=64),
 )
 """What is tried unless the caller names candidates: few families at many settings, as docs/tune.md explains."""
