@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, final
 
 import torch
-from attrs import define
+from attrs import define, evolve
 from torch import Tensor, nn
 
 from blocksparse.inputs import MAX_HEAD_DIM
@@ -59,6 +59,12 @@ class Call:
             if mask.shape[2:] != (M, N):
                 mask = mask.made()
             elif mask.request is None:
+                # The mask of a window, say, which does not know of prompts that only these arguments tell apart.
+                if mask.sequences is None and M > 1:
+                    packed = _packed(layer_of(module), kwargs, query, lengths)
+                    if packed is not None:
+                        packed.check_fits(B, M, mask.seen, causal=True)
+                        mask = evolve(mask, sequences=packed, tensor=None)
                 return cls(module, query, key, value, mask, True, mask.seen, kwargs)
         asked = kwargs.get("is_causal")
         # transformers' sdpa takes a module that says nothing for causal; but encoders are among them.
