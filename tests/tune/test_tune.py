@@ -378,6 +378,10 @@ def test_the_command_writes_a_plan_and_says_what_it_does(
             ["MODEL", "--head-groups", "3", "--tokens", "900"],
             "'head_groups' must be at most 2, the model's KV heads: 3",
         ),
+        (["MODEL", "--strategy", "sparge", "--batch", "2"], "'--batch' is not known to '--strategy sparge': "),
+        (["MODEL", "--strategy", "sparge", "--text-kl", "1"], "'--text-kl' is not known to '--strategy sparge': "),
+        (["MODEL", "--l1", "0.1"], "'--l1' is not known to '--strategy kl': leave one of the two out: 0.1"),
+        (["MODEL", "--out", "."], "'--out' must be a file, the plan: . is a folder"),
     ],
 )
 def test_the_command_refuses_in_one_sentence(
@@ -394,3 +398,13 @@ def test_the_command_refuses_in_one_sentence(
     assert sentence in said
     assert said.count("\n") == 1
     assert not (tmp_path / "plan.json").exists()
+
+
+def test_the_command_says_that_calls_are_too_large(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    options = ["--text", str(tmp_path / "text.txt"), "--tokens", "900", "--count", "1", "--batch", "1000000000"]
+    assert main(["tune", str(folder), "--out", str(tmp_path / "plan.json"), *options]) == 1
+    said = capsys.readouterr().err
+    assert "the device has too little memory for calls of 1000000000 prompts: take shorter prompts or " in said
