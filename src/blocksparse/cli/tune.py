@@ -105,8 +105,8 @@ def _run(arguments: argparse.Namespace) -> int:
         if "out of memory" not in str(error) and "can't allocate memory" not in str(error):
             raise
         raise UserError(
-            f"the device has too little memory for calls of {_prompts_in(arguments.batch)}: take shorter prompts or a "
-            f"smaller --batch; what was measured is kept: {str(error).splitlines()[0]}"
+            f"the device has too little memory for calls of {_prompts_in(arguments.batch)}: take shorter prompts "
+            f"or a smaller --batch; what was measured is kept: {str(error).splitlines()[0]}"
         ) from None
 
 
