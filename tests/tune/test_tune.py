@@ -181,7 +181,7 @@ def test_what_cannot_be_tuned_on_is_named(model: Any, tmp_path: Path) -> None:
 
 def test_killed_anywhere_it_ends_with_the_same_plan(model: Any, tmp_path: Path) -> None:
     """All that a killed run leaves is a part of its journal, maybe with half a line at the end."""
-    some = {"candidates": tiny.CANDIDATES[1:7:2], "keep": 2, "rounds": 2}
+    some = {"candidates": tiny.CANDIDATES[1:7:2], "keep": 2, "budget": Budget(0.05, 0.1, tries=2)}
     whole = tuned(model, tmp_path / "whole", **some)
     written = (tmp_path / "whole").read_bytes()
     header = written.index(b"\n")
