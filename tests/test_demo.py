@@ -15,7 +15,7 @@ import pytest
 import torch
 from attrs import evolve
 from rich.console import Console
-from transformers import LlamaForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM
 
 from blocksparse import mean_pooling, pbs_attn
 from blocksparse.cli.main import main
@@ -266,6 +266,36 @@ def test_whole_demo_on_a_tiny_model(tiny: Path, tmp_path: Path, capsys: pytest.C
     some, everything = (row["density"] for row in written[2:])
     assert some < everything
     assert (tmp_path / "attention-map.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_models_without_sdpa_attend_by_their_own_function(
+    tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Gemma 2 has a softcap, which sdpa does not know, in a layer with a window and in one without."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    config = Gemma2Config(**sizes, **ends, vocab_size=256, num_key_value_heads=2, head_dim=16, sliding_window=64)
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path / "gemma")
+    tokenizer.save_pretrained(tmp_path / "gemma")
+    options = ["--model", str(tmp_path / "gemma"), "--tokens", "700", "--out", str(tmp_path)]
+    assert main(["demo", *options, "--preset", "pbs_attn(1)"]) == 0
+    dense, row = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert row["density"] > 0.9
+    assert row["perplexity"] == pytest.approx(dense["perplexity"], rel=0.02)
+    for command in ("inspect", "tune"):
+        assert main([command, str(tmp_path / "gemma"), "--tokens", "700", "--out", str(tmp_path / "x")]) == 1
+    said = capsys.readouterr().err
+    assert "no layer of gemma can be inspected: it has a sliding window of 64 tokens" in said
+    assert "no layer of the model can be sparse; its attention is dense: " in said
+
+
+def test_perplexity_has_the_cap_of_the_model() -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    more = {"num_key_value_heads": 2, "head_dim": 16, "initializer_range": 0.3, "final_logit_softcapping": 0.5}
+    network = Gemma2ForCausalLM(Gemma2Config(**sizes, **more, vocab_size=256)).eval()
+    ids = torch.arange(50)[None]
+    found = perplexity(network, network.model(ids).last_hidden_state, ids, torch.ones(50, dtype=torch.bool))
+    assert found == pytest.approx(float(network(ids, labels=ids).loss.exp()), rel=1e-5)
 
 
 @pytest.mark.slow

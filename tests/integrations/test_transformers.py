@@ -813,6 +813,24 @@ def test_models_that_choose_keys_are_an_error() -> None:
             attend(model.model.layers[0].self_attn, x, x, x, None, indices=torch.zeros(1))
 
 
+def test_models_that_add_keys_are_an_error() -> None:
+    """As DeepSeek V4 does, whose compressed keys stand behind those that its mask knows."""
+    model = make("llama")
+    x, more = torch.zeros(1, HEADS, 70, 8), torch.zeros(1, HEADS, 75, 8)
+    mask = PromptMask((1, 1, 70, 70), 70, x.device, window=20)
+    with attach(model, SPARSE, min_tokens=1) as attachment:
+        attend = AttentionInterface._global_mapping[attachment.key]
+        for given, sentence in (
+            (
+                mask,
+                "got 70 queries and 75 keys, and a mask of 70 queries and 70 keys: a model that adds keys of its",
+            ),
+            (None, "got 70 queries, 75 keys and no mask, .* a model that adds keys of its own cannot run while"),
+        ):
+            with pytest.raises(ValueError, match=sentence):
+                attend(model.model.layers[0].self_attn, x, more, more, given)
+
+
 # ---- threads, nested calls, and models that share
 
 

@@ -160,7 +160,19 @@ def _nothing(sinks: Tensor) -> None:
     sinks.fill_(-float("inf"))
 
 
-@pytest.mark.parametrize("change", [_write, _nothing])
+def _write_data(sinks: Tensor) -> None:
+    sinks.data.mul_(-2)
+
+
+def _other_data(sinks: Tensor) -> None:
+    sinks.data = -2 * sinks.data
+
+
+def _write_unseen(sinks: Tensor) -> None:
+    sinks.detach().numpy()[:] = [3, -1, 2, 0]
+
+
+@pytest.mark.parametrize("change", [_write, _nothing, _write_data, _other_data, _write_unseen])
 def test_sinks_that_change_are_read_again(change: Callable[[Tensor], None]) -> None:
     model, ids = with_sinks("gpt_oss"), tokens(100)
     with attached(model, recorder := DensityRecorder()) as attachment:

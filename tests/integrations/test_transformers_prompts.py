@@ -192,6 +192,28 @@ def test_cu_seq_lens_count_where_no_mask_tells() -> None:
     assert all_sparse(recorder)
 
 
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("static", [False, True])
+def test_cu_seq_lens_count_in_windows_too(name: str, static: bool) -> None:
+    """The mask of a window that transformers makes beside a cache does not know of prompts."""
+    model, recorder, lengths = make(name), DensityRecorder(), (WINDOW + 30, WINDOW, 25)
+    ids, ends = tokens(sum(lengths)), torch.tensor([0, *lengths]).cumsum(0)
+    expected = torch.cat([model(prompt).logits for prompt in ids.split(lengths, 1)], 1)
+    given = {
+        "position_ids": torch.cat([torch.arange(n) for n in lengths])[None],
+        "cu_seq_lens_q": ends,
+        "cu_seq_lens_k": ends,
+    }
+    for pipeline in (DENSE_LIMIT, Schedule(None)):
+        cache = StaticCache(model.config, max_cache_len=300) if static else None
+        with attached(model, recorder, pipeline):  # type: ignore[arg-type]
+            assert_close(model(ids, **given, past_key_values=cache).logits, expected)
+    assert recorder.sparse_calls() == {0: 3, 1: 3}
+    assert recorder.dense_calls() == {layer: {"no pipeline for this layer": 3} for layer in range(LAYERS)}
+    with attached(model, recorder), pytest.raises(ValueError, match="sequences lie in"):
+        model(ids, cu_seq_lens_q=ends[:-1], cu_seq_lens_k=ends[:-1])
+
+
 def test_the_host_reads_lengths_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """And again when they are others, in the same tensor too."""
     reads: list[Tensor] = []

@@ -181,7 +181,7 @@ def test_what_cannot_be_tuned_on_is_named(model: Any, tmp_path: Path) -> None:
 
 def test_killed_anywhere_it_ends_with_the_same_plan(model: Any, tmp_path: Path) -> None:
     """All that a killed run leaves is a part of its journal, maybe with half a line at the end."""
-    some = {"candidates": tiny.CANDIDATES[1:7:2], "keep": 2, "rounds": 2}
+    some = {"candidates": tiny.CANDIDATES[1:7:2], "keep": 2, "budget": Budget(0.05, 0.1, tries=2)}
     whole = tuned(model, tmp_path / "whole", **some)
     written = (tmp_path / "whole").read_bytes()
     header = written.index(b"\n")
@@ -378,6 +378,10 @@ def test_the_command_writes_a_plan_and_says_what_it_does(
             ["MODEL", "--head-groups", "3", "--tokens", "900"],
             "'head_groups' must be at most 2, the model's KV heads: 3",
         ),
+        (["MODEL", "--strategy", "sparge", "--batch", "2"], "'--batch' is not known to '--strategy sparge': "),
+        (["MODEL", "--strategy", "sparge", "--text-kl", "1"], "'--text-kl' is not known to '--strategy sparge': "),
+        (["MODEL", "--l1", "0.1"], "'--l1' is not known to '--strategy kl': leave one of the two out: 0.1"),
+        (["MODEL", "--out", "."], "'--out' must be a file, the plan: . is a folder"),
     ],
 )
 def test_the_command_refuses_in_one_sentence(
@@ -394,3 +398,13 @@ def test_the_command_refuses_in_one_sentence(
     assert sentence in said
     assert said.count("\n") == 1
     assert not (tmp_path / "plan.json").exists()
+
+
+def test_the_command_says_that_calls_are_too_large(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    options = ["--text", str(tmp_path / "text.txt"), "--tokens", "900", "--count", "1", "--batch", "1000000000"]
+    assert main(["tune", str(folder), "--out", str(tmp_path / "plan.json"), *options]) == 1
+    said = capsys.readouterr().err
+    assert "the device has too little memory for calls of 1000000000 prompts: take shorter prompts or " in said

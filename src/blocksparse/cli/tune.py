@@ -21,6 +21,16 @@ from blocksparse.tune.sparge_search import ErrorBounds, sparge_search
 from blocksparse.user_error import UserError
 
 _SECONDS_BETWEEN_LINES = 10.0
+# Options that only one strategy knows, and their defaults.
+_OF_KL: dict[str, Any] = {
+    "minimise": "time",
+    "batch": 1,
+    "text_kl": Budget().text_kl,
+    "answer_kl": Budget().answer_kl,
+    "keep": 6,
+    "head_groups": 1,
+}
+_OF_SPARGE: dict[str, Any] = {"l1": ErrorBounds().l1, "l2": ErrorBounds().l2}
 
 
 _EXAMPLES = """\
@@ -57,19 +67,32 @@ def add_to(commands: Commands) -> None:
         help='your own prompts instead: a JSON line {"prompt": ..., "answer": ...} each; every second verifies',
     )
     parser.add_argument("--strategy", choices=("kl", "sparge"), default="kl", help="how candidates are chosen")
-    parser.add_argument("--minimise", choices=("time", "density"), default="time", help="what the plan saves")
-    parser.add_argument("--batch", type=int, default=1, help="how many prompts a call will have, for times")
-    parser.add_argument("--text-kl", type=float, default=Budget().text_kl, help="budget of KL over the text, nats")
     parser.add_argument(
-        "--answer-kl", type=float, default=Budget().answer_kl, help="the same at tokens of answers"
+        "--minimise", choices=("time", "density"), default=_OF_KL["minimise"], help="what the plan saves"
     )
-    parser.add_argument("--keep", type=int, default=6, help="candidates of a layer with which the model is run")
-    parser.add_argument("--head-groups", type=int, default=1, help="groups of KV heads with a choice of their own")
+    parser.add_argument(
+        "--batch", type=int, default=_OF_KL["batch"], help="how many prompts a call will have, for times"
+    )
+    parser.add_argument(
+        "--text-kl", type=float, default=_OF_KL["text_kl"], help="budget of KL over the text, nats"
+    )
+    parser.add_argument(
+        "--answer-kl", type=float, default=_OF_KL["answer_kl"], help="the same at tokens of answers"
+    )
+    parser.add_argument(
+        "--keep", type=int, default=_OF_KL["keep"], help="candidates of a layer with which the model is run"
+    )
+    parser.add_argument(
+        "--head-groups",
+        type=int,
+        default=_OF_KL["head_groups"],
+        help="groups of KV heads with a choice of their own",
+    )
     parser.add_argument("--seed", type=int, default=0, help="chooses the planted facts")
     parser.add_argument(
-        "--l1", type=float, default=ErrorBounds().l1, help="of sparge: error that tau and theta make"
+        "--l1", type=float, default=_OF_SPARGE["l1"], help="of sparge: error that tau and theta make"
     )
-    parser.add_argument("--l2", type=float, default=ErrorBounds().l2, help="of sparge: error with lambda, too")
+    parser.add_argument("--l2", type=float, default=_OF_SPARGE["l2"], help="of sparge: error with lambda, too")
     parser.add_argument("--device", help="where to run; a GPU if there is one")
 
 
@@ -78,6 +101,25 @@ def _run(arguments: argparse.Namespace) -> int:
         return _tune(arguments)
     except ValueError as error:  # of an option that `tune` itself refuses
         raise UserError(str(error)) from None
+    except RuntimeError as error:
+        if "out of memory" not in str(error) and "can't allocate memory" not in str(error):
+            raise
+        raise UserError(
+            f"the device has too little memory for calls of {_prompts_in(arguments.batch)}: take shorter prompts "
+            f"or a smaller --batch; what was measured is kept: {str(error).splitlines()[0]}"
+        ) from None
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuse, before anything takes time, what could not be obeyed."""
+    for name, default in (_OF_KL if arguments.strategy == "sparge" else _OF_SPARGE).items():
+        if (given := getattr(arguments, name)) != default:
+            raise TuneError(
+                f"'--{name.replace('_', '-')}' is not known to '--strategy {arguments.strategy}': leave one of "
+                f"the two out: {given}"
+            )
+    if arguments.out.is_dir():
+        raise TuneError(f"'--out' must be a file, the plan: {arguments.out} is a folder")
 
 
 def _tune(arguments: argparse.Namespace) -> int:
@@ -86,6 +128,7 @@ def _tune(arguments: argparse.Namespace) -> int:
     Raises:
         TuneError: the model, the prompts or a number does not allow it; nothing was written.
     """
+    _check(arguments)
     logging.getLogger("blocksparse").setLevel(logging.ERROR)  # which executor runs is said once, by the plan
     network, tokenizer = _load(arguments.model, arguments.device)
     prompts, held = _prompts(tokenizer, arguments)
@@ -140,10 +183,14 @@ def summary(plan: Plan) -> str:
             f"answers {of_plan.answer_kl:.4f} (less noise of {found.noise_text_kl:.4f} and "
             f"{found.noise_answer_kl:.4f})",
             f"answers found: {of_plan.found} of {found.answers}, by dense attention {found.dense_found}; "
-            f"predicted time of attention, {found.batch} prompts in a call: {of_plan.ms:.1f} ms, "
+            f"predicted time of attention, {_prompts_in(found.batch)} in a call: {of_plan.ms:.1f} ms, "
             f"dense {found.dense_ms:.1f} ms on {found.device}",
         ]
     )
+
+
+def _prompts_in(batch: int) -> str:
+    return "1 prompt" if batch == 1 else f"{batch} prompts"
 
 
 def _load(folder: Path, device: str | None) -> tuple[Any, Any]:

@@ -86,7 +86,9 @@ def measure(
         method,
         first_token_s,
         attention_s,
-        float(recorder.density().mean()) if recorder.sparse_calls() else 1.0,
+        float(recorder.density().nan_to_num(1.0).mean())
+        if recorder.sparse_calls()
+        else 1.0,  # some layers are dense
         perplexity(network, read.last_hidden_state, ids, prompt.is_text.to(model.device)),
         reply := answer(model, token, read.past_key_values),
         prompt.is_answered_by(reply),
@@ -103,9 +105,16 @@ def perplexity(network: Any, hidden: Tensor, ids: Tensor, counted: Tensor) -> fl
     target = ids[0, 1:].masked_fill(~counted[1:], -100)
     for start in range(0, len(target), _CHUNK):
         part = target[start : start + _CHUNK]
-        logits = network.lm_head(hidden[0, start : start + len(part)]).float()
+        logits = logits_of(network, hidden[0, start : start + len(part)])
         total += cross_entropy(logits, part, ignore_index=-100, reduction="sum").double()
     return float((total / counted[1:].sum()).exp())
+
+
+def logits_of(network: Any, hidden: Tensor) -> Tensor:
+    """What the model makes of hidden states, in fp32, with the cap that Gemma has on them."""
+    logits: Tensor = network.lm_head(hidden).float()
+    cap = getattr(network.config.get_text_config(), "final_logit_softcapping", None)
+    return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
 def answer(model: Model, token: Tensor, cache: Any) -> str:

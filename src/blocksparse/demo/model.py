@@ -46,9 +46,8 @@ def load(folder: Path, *, device: torch.device) -> Model:
         raise UserError(f"'--model' must be a folder that a transformers model was saved in: {folder}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        network = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.bfloat16, attn_implementation="sdpa", local_files_only=True
-        )
+        # Its attention is sdpa where transformers knows that for the model, and else the model's own.
+        network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
             f"'--model' must be a causal language model with its tokenizer: {folder}: {error}"

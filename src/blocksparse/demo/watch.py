@@ -11,6 +11,8 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
+from blocksparse.schedule import Schedule
+
 QKV = tuple[Tensor, Tensor, Tensor]  # [1, Hq, N, D], [1, Hkv, N, D], [1, Hkv, N, Dv]
 
 
@@ -63,6 +65,13 @@ def watch(
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    if network.config._attn_implementation == "eager":  # each model has its own such function, under no name
+        from blocksparse.integrations.transformers import attach
+
+        dense = attach(network, Schedule(None))
+        with dense, watch(network, keep_layer=keep_layer, on_call=on_call, on_qkv=on_qkv) as sight:
+            yield sight
+        return
     before, sight = network.config._attn_implementation, Sight()
     attention, mask = AttentionInterface()[before], AttentionMaskInterface()[before]
 

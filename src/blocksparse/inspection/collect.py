@@ -10,6 +10,7 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
+from blocksparse.demo.measure import logits_of
 from blocksparse.demo.methods import executor_of
 from blocksparse.demo.model import Model
 from blocksparse.demo.watch import QKV, watch
@@ -134,6 +135,6 @@ def _kl(network: Any, dense: Tensor, sparse: Tensor) -> float:
     total = torch.zeros((), dtype=torch.float64, device=dense.device)
     for start in range(0, dense.shape[1], _CHUNK):
         parts = (x[0, start : start + _CHUNK] for x in (dense, sparse))
-        right, other = (network.lm_head(part).float().log_softmax(-1) for part in parts)
+        right, other = (logits_of(network, part).log_softmax(-1) for part in parts)
         total += (right.exp() * (right - other)).sum(-1).double().sum()
     return float(total) / dense.shape[1]

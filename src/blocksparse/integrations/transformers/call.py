@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, final
 
 import torch
-from attrs import define
+from attrs import define, evolve
 from torch import Tensor, nn
 
 from blocksparse.inputs import MAX_HEAD_DIM
@@ -57,8 +57,18 @@ class Call:
         B, M, N = query.shape[0], query.shape[2], key.shape[2]
         if isinstance(mask, PromptMask):
             if mask.shape[2:] != (M, N):
-                mask = mask.made()
-            elif mask.request is None:
+                raise ValueError(
+                    f"{type(module).__name__} got {M} queries and {N} keys, and a mask of {mask.shape[2]} queries "
+                    f"and {mask.shape[3]} keys: a model that adds keys of its own cannot run while a pipeline is "
+                    "attached; call detach() first"
+                )
+            if mask.request is None:
+                # The mask of a window, say, which does not know of prompts that only these arguments tell apart.
+                if mask.sequences is None and M > 1:
+                    packed = _packed(layer_of(module), kwargs, query, lengths)
+                    if packed is not None:
+                        packed.check_fits(B, M, mask.seen, causal=True)
+                        mask = evolve(mask, sequences=packed, tensor=None)
                 return cls(module, query, key, value, mask, True, mask.seen, kwargs)
         asked = kwargs.get("is_causal")
         # transformers' sdpa takes a module that says nothing for causal; but encoders are among them.
@@ -68,7 +78,8 @@ class Call:
         if causal and 1 < M != N:
             raise ValueError(
                 f"{type(module).__name__} got {M} queries, {N} keys and no mask, and nothing says where the "
-                "queries stand: attach to the whole model, which makes the masks of its parts"
+                "queries stand: attach to the whole model, which makes the masks of its parts; a model that adds "
+                "keys of its own cannot run while a pipeline is attached"
             )
         if causal and M > 1 and (packed := _packed(layer_of(module), kwargs, query, lengths)) is not None:
             mask = PromptMask((B, 1, M, N), N, query.device, packed)
