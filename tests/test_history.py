@@ -16,6 +16,7 @@ from blocksparse.kernels.scoring.block_mean import block_mean
 from blocksparse.scorers import mean_pool
 from blocksparse.testing import every_preset, make_qkv
 from tests import stages
+from tests.drawn import laid_out
 from tests.machine import GPU, needs_gpu
 from tests.on_kernels import pretend_gpu
 
@@ -70,6 +71,17 @@ def test_chunks_are_the_same_bits(scorer: bs.Scorer[Any, Any], ends: Any, device
     for q, k, v in chunks(ends, device=device):
         assert_same_trace(pipeline.trace(q, k, v, history=history), pipeline.trace(q, k, v))
         assert history.tokens == k.shape[2]
+
+
+@pytest.mark.parametrize("scorer", [bs.MeanPoolScorer(64), SCORERS[4]], ids=stages.name)
+@pytest.mark.parametrize("D", [7, 16, 80])
+def test_heads_may_lie_inside_of_tokens(scorer: bs.Scorer[Any, Any], D: int, device: str) -> None:
+    """PyTorch adds up such tokens in an order that follows from how many blocks there are."""
+    pipeline, history = a_pipeline(scorer), bs.KeyHistory()
+    sizes: dict[str, Any] = {"Hq": 8, "Hkv": 8, "D": D}
+    for x in chunks((64, 136, 236, 300, 512), device=device, **sizes):
+        q, k, v = (laid_out(each, "heads inside") for each in x)
+        assert_same_trace(pipeline.trace(q, k, v, history=history), pipeline.trace(q, k, v))
 
 
 @pytest.mark.slow
