@@ -304,6 +304,22 @@ def test_an_audit_compares_with_dense_attention_with_the_same_logits(change: bs.
     assert layer.error.value < 1e-5
 
 
+@pytest.mark.parametrize("sink", [-3.0, 2.0, 6.0])
+def test_a_sink_covers_nothing(sink: float) -> None:
+    """Traces and audits say how much of the weights on pairs is covered, which a sink does not change."""
+    q, k, v = make_qkv(N=100, D=16)
+    sparse = bs.Pipeline(bs.Identity(), bs.NoScorer(16), SomeRows(), bs.CpuExecutor())
+    want = sparse.trace(q, k, v).covered_mass()
+    with_sink = sparse.with_logits(bs.Logits(sinks=sink))
+    torch.testing.assert_close(with_sink.trace(q, k, v).covered_mass(), want, rtol=1e-5, atol=1e-5)
+    audit = Audit(rows=100, every=1)
+    AuditedPipeline(with_sink, 0, audit)(q, k, v)
+    (layer,) = audit.layers()
+    assert layer.covered_mass is not None
+    assert 0.1 < float(want.mean()) < 0.9
+    assert abs(layer.covered_mass.value - float(want.mean())) < 1e-3
+
+
 @each_change
 def test_an_audit_falls_back_to_dense_attention_with_the_same_logits(change: bs.Logits) -> None:
     q, k, v = make_qkv(N=100, D=16)
