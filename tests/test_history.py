@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -146,6 +147,32 @@ def test_a_rewound_history_takes_another_prompt(device: str) -> None:
     q, k, v = make_qkv(N=20, D=32, device=device)
     assert torch.equal(pipeline(q, k, v, history=history), pipeline(q, k, v))
     assert repr(history) == "<KeyHistory of 20 tokens>"
+
+
+@pytest.mark.parametrize("fork", [copy.copy, copy.deepcopy])
+def test_branches_of_a_prompt(fork: Any, device: str) -> None:
+    """Neither learns what the other sees."""
+    pipeline, history = a_pipeline(SCORERS[4]), bs.KeyHistory()
+    q, k, v = make_qkv(N=200, device=device, **SIZES)
+    pipeline(*(x[:, :, :70] for x in (q, k, v)), history=history)
+    branch = fork(history)
+    other = torch.cat((k[:, :, :70], -k[:, :, 70:]), dim=2)
+    for keys, mine in ((k, history), (other, branch), (k, history)):
+        x = q[:, :, 70:], keys, v
+        assert_same_trace(pipeline.trace(*x, history=mine), pipeline.trace(*x))
+    branch.rewind(0)
+    assert history.tokens == 200
+
+
+def test_a_call_that_fails_leaves_it_as_new(device: str) -> None:
+    def fails(_: Tensor) -> Tensor:
+        raise MemoryError
+
+    history, order, (_, k, _) = bs.KeyHistory(), bs.GlobalPermutation(), make_qkv(N=40, D=16, device=device)
+    with pytest.raises(MemoryError):
+        history.blocks("mean", k, order, 16, fails)
+    found = history.blocks("mean", k.double(), order, 16, lambda x: block_mean(x, 16))
+    assert torch.equal(found, block_mean(k.double(), 16))
 
 
 def test_each_sequence_has_its_own(device: str) -> None:
