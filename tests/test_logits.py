@@ -270,8 +270,10 @@ def test_a_trace_measures_against_dense_attention_with_the_same_logits(change: b
 def test_they_are_refused_in_one_sentence() -> None:
     q, k, v = make_qkv(N=64, D=16)
     wrong: Any = bs.Logits
-    with pytest.raises(ValueError, match="'softcap' must be a number above 0, at most 1e30, or None: 0"):
+    with pytest.raises(ValueError, match="'softcap' must be a number from 1e-30 to 1e30, or None: 0"):
         bs.Logits(softcap=0)
+    with pytest.raises(ValueError, match="from 1e-30"):  # as a divisor in fp32 it would be 0
+        bs.Logits(softcap=1e-50)
     with pytest.raises(TypeError, match="'sinks' must be a number from -1e30 to 1e30, or one per query head, or"):
         wrong(sinks="1.0")
     for make in KNOWING:

@@ -15,9 +15,9 @@ from blocksparse.per_head import HeadValues, PerHead, by_head, numbers, over_blo
 from blocksparse.validators import Rule, optional
 
 _softcap = Rule(
-    "a number above 0, at most 1e30",
+    "a number from 1e-30 to 1e30",
     lambda x: isinstance(x, Real) and not isinstance(x, bool),
-    lambda x: 0 < x <= 1e30,
+    lambda x: 1e-30 <= x <= 1e30,  # fp32, in which logits are divided by it, rounds less than 1e-45 to 0
 )
 _sink = numbers("a number from -1e30 to 1e30", lambda x: x.abs() <= 1e30)
 
