@@ -17,8 +17,8 @@ def row_sums(trace: AnyTrace, rows: int, generator: torch.Generator) -> Tensor:
 
     The queries are cut into `rows` stretches of equal length, and each head of each entry of the batch draws one
     query of its own from each stretch. Column `i` of the result has sums over the draws from stretch `i`: of the
-    covered mass, which is the share of the dense weights that lies on visited pairs, sinks left out; the number of draws; and
-    `sum|o - o'|` and `sum|o'|` of the output `o` and dense attention's `o'`.
+    covered mass, which is the share of the dense weights, sinks left out, that lies on visited pairs; the number
+    of draws; and `sum|o - o'|` and `sum|o'|` of the output `o` and dense attention's `o'`.
 
     Heads draw for themselves, because queries that are hard are often hard for many heads: a sample of 64
     positions may miss them, but hardly in every head.
