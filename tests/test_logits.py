@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import attrs
@@ -265,6 +266,19 @@ def test_a_trace_measures_against_dense_attention_with_the_same_logits(change: b
     assert float(trace.error().max()) < 1e-13
     plain = attrs.evolve(everything, executor=bs.CpuExecutor())(q, k, v)
     assert float((plain - trace.output.out).abs().max()) > 0.01
+
+
+def test_a_softcap_may_be_any_real_number() -> None:
+    q, k, v = make_qkv(N=64, D=16)
+    logits = bs.Logits(softcap=wrong_type(Fraction(3, 2)))
+    assert repr(logits) == "Logits(softcap=1.5, sinks=None)"
+    pipeline = bs.mean_pooling(block=16, executor=bs.CpuExecutor())
+    assert torch.equal(pipeline.with_logits(logits)(q, k, v), pipeline.with_logits(bs.Logits(1.5))(q, k, v))
+
+
+def wrong_type(value: Any) -> Any:
+    """A number that a type checker would refuse."""
+    return value
 
 
 def test_they_are_refused_in_one_sentence() -> None:
