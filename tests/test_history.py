@@ -154,7 +154,7 @@ def test_branches_of_a_prompt(fork: Any, device: str) -> None:
     """Neither learns what the other sees."""
     pipeline, history = a_pipeline(SCORERS[4]), bs.KeyHistory()
     q, k, v = make_qkv(N=200, device=device, **SIZES)
-    pipeline(*(x[:, :, :70] for x in (q, k, v)), history=history)
+    pipeline(q[:, :, :70], k[:, :, :70], v[:, :, :70], history=history)
     branch = fork(history)
     other = torch.cat((k[:, :, :70], -k[:, :, 70:]), dim=2)
     for keys, mine in ((k, history), (other, branch), (k, history)):

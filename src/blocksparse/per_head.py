@@ -135,7 +135,7 @@ def number_or_blocks(value: PerHead, scores: Tensor) -> float | Tensor:
 def by_head(value: PerHead, q: Tensor) -> Tensor:
     """The value as fp32 `[Hq]` on the device of `q` `[B, Hq, M, D]`."""
     if not isinstance(value, HeadValues):
-        # PyTorch refuses to fill fp32 with a number that it cannot hold, and converts those of a tensor to infinity.
+        # PyTorch refuses to fill fp32 with what it cannot hold; numbers of a tensor become infinite instead.
         number = value if abs(value) <= torch.finfo(torch.float32).max else math.copysign(math.inf, value)
         return torch.full((q.shape[1],), number, dtype=torch.float32, device=q.device)
     return value.on(q.device).float()
