@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,7 @@ from blocksparse.kernels.scoring.block_mean import block_mean
 from blocksparse.scorers import mean_pool
 from blocksparse.testing import every_preset, make_qkv
 from tests import stages
+from tests.drawn import laid_out
 from tests.machine import GPU, needs_gpu
 from tests.on_kernels import pretend_gpu
 
@@ -70,6 +72,17 @@ def test_chunks_are_the_same_bits(scorer: bs.Scorer[Any, Any], ends: Any, device
     for q, k, v in chunks(ends, device=device):
         assert_same_trace(pipeline.trace(q, k, v, history=history), pipeline.trace(q, k, v))
         assert history.tokens == k.shape[2]
+
+
+@pytest.mark.parametrize("scorer", [bs.MeanPoolScorer(64), SCORERS[4]], ids=stages.name)
+@pytest.mark.parametrize("D", [7, 16, 80])
+def test_heads_may_lie_inside_of_tokens(scorer: bs.Scorer[Any, Any], D: int, device: str) -> None:
+    """PyTorch adds up such tokens in an order that follows from how many blocks there are."""
+    pipeline, history = a_pipeline(scorer), bs.KeyHistory()
+    sizes: dict[str, Any] = {"Hq": 8, "Hkv": 8, "D": D}
+    for x in chunks((64, 136, 236, 300, 512), device=device, **sizes):
+        q, k, v = (laid_out(each, "heads inside") for each in x)
+        assert_same_trace(pipeline.trace(q, k, v, history=history), pipeline.trace(q, k, v))
 
 
 @pytest.mark.slow
@@ -134,6 +147,32 @@ def test_a_rewound_history_takes_another_prompt(device: str) -> None:
     q, k, v = make_qkv(N=20, D=32, device=device)
     assert torch.equal(pipeline(q, k, v, history=history), pipeline(q, k, v))
     assert repr(history) == "<KeyHistory of 20 tokens>"
+
+
+@pytest.mark.parametrize("fork", [copy.copy, copy.deepcopy])
+def test_branches_of_a_prompt(fork: Any, device: str) -> None:
+    """Neither learns what the other sees."""
+    pipeline, history = a_pipeline(SCORERS[4]), bs.KeyHistory()
+    q, k, v = make_qkv(N=200, device=device, **SIZES)
+    pipeline(q[:, :, :70], k[:, :, :70], v[:, :, :70], history=history)
+    branch = fork(history)
+    other = torch.cat((k[:, :, :70], -k[:, :, 70:]), dim=2)
+    for keys, mine in ((k, history), (other, branch), (k, history)):
+        x = q[:, :, 70:], keys, v
+        assert_same_trace(pipeline.trace(*x, history=mine), pipeline.trace(*x))
+    branch.rewind(0)
+    assert history.tokens == 200
+
+
+def test_a_call_that_fails_leaves_it_as_new(device: str) -> None:
+    def fails(_: Tensor) -> Tensor:
+        raise MemoryError
+
+    history, order, (_, k, _) = bs.KeyHistory(), bs.GlobalPermutation(), make_qkv(N=40, D=16, device=device)
+    with pytest.raises(MemoryError):
+        history.blocks("mean", k, order, 16, fails)
+    found = history.blocks("mean", k.double(), order, 16, lambda x: block_mean(x, 16))
+    assert torch.equal(found, block_mean(k.double(), 16))
 
 
 def test_each_sequence_has_its_own(device: str) -> None:

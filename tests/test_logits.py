@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import attrs
@@ -267,11 +268,26 @@ def test_a_trace_measures_against_dense_attention_with_the_same_logits(change: b
     assert float((plain - trace.output.out).abs().max()) > 0.01
 
 
+def test_a_softcap_may_be_any_real_number() -> None:
+    q, k, v = make_qkv(N=64, D=16)
+    logits = bs.Logits(softcap=wrong_type(Fraction(3, 2)))
+    assert repr(logits) == "Logits(softcap=1.5, sinks=None)"
+    pipeline = bs.mean_pooling(block=16, executor=bs.CpuExecutor())
+    assert torch.equal(pipeline.with_logits(logits)(q, k, v), pipeline.with_logits(bs.Logits(1.5))(q, k, v))
+
+
+def wrong_type(value: Any) -> Any:
+    """A number that a type checker would refuse."""
+    return value
+
+
 def test_they_are_refused_in_one_sentence() -> None:
     q, k, v = make_qkv(N=64, D=16)
     wrong: Any = bs.Logits
-    with pytest.raises(ValueError, match="'softcap' must be a number above 0, at most 1e30, or None: 0"):
+    with pytest.raises(ValueError, match="'softcap' must be a number from 1e-30 to 1e30, or None: 0"):
         bs.Logits(softcap=0)
+    with pytest.raises(ValueError, match="from 1e-30"):  # as a divisor in fp32 it would be 0
+        bs.Logits(softcap=1e-50)
     with pytest.raises(TypeError, match="'sinks' must be a number from -1e30 to 1e30, or one per query head, or"):
         wrong(sinks="1.0")
     for make in KNOWING:
@@ -302,6 +318,22 @@ def test_an_audit_compares_with_dense_attention_with_the_same_logits(change: bs.
     assert layer.error is not None
     assert abs(layer.covered_mass.value - 1) < 1e-5
     assert layer.error.value < 1e-5
+
+
+@pytest.mark.parametrize("sink", [-3.0, 2.0, 6.0])
+def test_a_sink_covers_nothing(sink: float) -> None:
+    """Traces and audits say how much of the weights on pairs is covered, which a sink does not change."""
+    q, k, v = make_qkv(N=100, D=16)
+    sparse = bs.Pipeline(bs.Identity(), bs.NoScorer(16), SomeRows(), bs.CpuExecutor())
+    want = sparse.trace(q, k, v).covered_mass()
+    with_sink = sparse.with_logits(bs.Logits(sinks=sink))
+    torch.testing.assert_close(with_sink.trace(q, k, v).covered_mass(), want, rtol=1e-5, atol=1e-5)
+    audit = Audit(rows=100, every=1)
+    AuditedPipeline(with_sink, 0, audit)(q, k, v)
+    (layer,) = audit.layers()
+    assert layer.covered_mass is not None
+    assert 0.1 < float(want.mean()) < 0.9
+    assert abs(layer.covered_mass.value - float(want.mean())) < 1e-3
 
 
 @each_change

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any, final
@@ -134,7 +135,9 @@ def number_or_blocks(value: PerHead, scores: Tensor) -> float | Tensor:
 def by_head(value: PerHead, q: Tensor) -> Tensor:
     """The value as fp32 `[Hq]` on the device of `q` `[B, Hq, M, D]`."""
     if not isinstance(value, HeadValues):
-        return torch.full((q.shape[1],), value, dtype=torch.float32, device=q.device)
+        # PyTorch refuses to fill fp32 with what it cannot hold; numbers of a tensor become infinite instead.
+        number = value if abs(value) <= torch.finfo(torch.float32).max else math.copysign(math.inf, value)
+        return torch.full((q.shape[1],), number, dtype=torch.float32, device=q.device)
     return value.on(q.device).float()
 
 

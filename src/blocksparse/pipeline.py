@@ -68,10 +68,13 @@ class Trace(Generic[PermutationT, ScoresT, MaskT]):
         return density.repeat_interleave(self.q.shape[1] // density.shape[1], dim=1)
 
     def covered_mass(self) -> Tensor:
-        """The share of the dense attention weights that lies on visited pairs, mean over queries, `[B, Hq]`."""
+        """The share of the dense attention weights that lies on visited pairs, mean over queries, `[B, Hq]`.
+
+        A sink lies on no pair, so what it takes of the softmax does not count.
+        """
         total = self.q.new_zeros(self.q.shape[:2], dtype=torch.float64)
         for row in range(self.visited.grid.rows):
-            weight, allowed = self._dense_row(row)
+            weight, _, allowed = self._dense_row(row)
             total += weight.where(allowed, 0.0).sum((-1, -2))
         return total / self.q.shape[2]
 
@@ -79,17 +82,18 @@ class Trace(Generic[PermutationT, ScoresT, MaskT]):
         """The relative L1 distance `sum|o - o'| / sum|o'|` of the output `o` from dense `o'`, `[B, Hq]`."""
         distance = self.q.new_zeros(self.q.shape[:2], dtype=torch.float64)
         norm = torch.zeros_like(distance)
-        values = self.v.to(wide_dtype(self.v)).mT
+        values, change = self.v.to(wide_dtype(self.v)).mT, self.output.logits or PLAIN
         for row in range(self.visited.grid.rows):
-            query = self.visited.queries(row)
-            dense = products(self._dense_row(row)[0], values).double()
+            query, (weight, lse, _) = self.visited.queries(row), self._dense_row(row)
+            dense = change.with_sinks(products(weight, values), lse)[0].double()
             index = query.unsqueeze(-1).expand(*query.shape, dense.shape[-1])
             distance += (self.output.out.gather(2, index).double() - dense).abs().sum((-1, -2))
             norm += dense.abs().sum((-1, -2))
         return distance / norm
 
-    def _dense_row(self, row: int) -> tuple[Tensor, Tensor]:
-        """The dense attention weights of one row of blocks, and which pairs are visited, `[B, Hq, m, N]` each."""
+    def _dense_row(self, row: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Of one row of blocks: the dense attention weights without sinks `[B, Hq, m, N]`, their lse `[B, Hq, m]`,
+        and which pairs are visited `[B, Hq, m, N]`."""
         query, allowed = self.visited.queries(row), self.visited.pairs(row)
         rows = self.q.gather(2, query.unsqueeze(-1).expand(*query.shape, self.q.shape[-1]))
         change = self.output.logits or PLAIN
@@ -97,7 +101,7 @@ class Trace(Generic[PermutationT, ScoresT, MaskT]):
         grid, key = self.visited.grid, torch.arange(self.k.shape[2], device=query.device)
         position = query + (grid.k_len - grid.q_len if grid.causal else 0)
         logits = logits.masked_fill(~grid.sees(position.unsqueeze(-1), key), float("-inf"))
-        return change.with_sinks(logits.softmax(-1), logits.logsumexp(-1))[0], allowed
+        return logits.softmax(-1), logits.logsumexp(-1), allowed
 
 
 @final

@@ -655,3 +655,10 @@ def test_refused() -> None:
     q, k, v = make_qkv(N=64, D=16)
     with pytest.raises(ValueError, match="whole number of query blocks"):
         bs.Pipeline(GlobalIndexMap(24), bs.NoScorer(16), bs.Ranked(bs.Everything()), GatherExecutor())(q, k, v)
+
+
+@pytest.mark.parametrize("tau", [1e308, [1e308] * 4], ids=["one", "per head"])
+def test_a_tau_beyond_fp32_stops_at_once(tau: Any) -> None:
+    q, k, v = make_qkv(N=200, Hq=4, Hkv=2, D=16)
+    pipeline = bs.s2o(tau, S=32, block=16)
+    assert torch.equal(pipeline(q, k, v), bs.s2o(float("inf"), S=32, block=16)(q, k, v))

@@ -17,8 +17,8 @@ def row_sums(trace: AnyTrace, rows: int, generator: torch.Generator) -> Tensor:
 
     The queries are cut into `rows` stretches of equal length, and each head of each entry of the batch draws one
     query of its own from each stretch. Column `i` of the result has sums over the draws from stretch `i`: of the
-    covered mass, which is the share of the dense weights that lies on visited pairs; the number of draws; and
-    `sum|o - o'|` and `sum|o'|` of the output `o` and dense attention's `o'`.
+    covered mass, which is the share of the dense weights, sinks left out, that lies on visited pairs; the number
+    of draws; and `sum|o - o'|` and `sum|o'|` of the output `o` and dense attention's `o'`.
 
     Heads draw for themselves, because queries that are hard are often hard for many heads: a sample of 64
     positions may miss them, but hardly in every head.
@@ -47,12 +47,25 @@ def row_sums(trace: AnyTrace, rows: int, generator: torch.Generator) -> Tensor:
         most = logits.amax(-1, keepdim=True)
         weights = logits.sub_(most).exp_()
         total = weights.sum(-1, keepdim=True)
-        dense, lse = change.with_sinks(_weighted(weights, v[:, :, :end]) / total, (most + total.log()).squeeze(-1))
-        covered = (output.lse.gather(2, some) - lse).exp()
+        plain = (most + total.log()).squeeze(-1)
+        dense, lse = change.with_sinks(_weighted(weights, v[:, :, :end]) / total, plain)
+        # With a sink, both denominators have it, and its part is taken out again: the rest is `exp(plain - lse)`.
+        more = output.lse.gather(2, some) - lse
+        covered = more.exp() if change.sinks is None else _without_sinks(more, plain - lse)
         distance = _rows(output.out, some).to(dense.dtype) - dense
         parts = covered, torch.ones_like(covered), distance.abs().sum(-1), dense.abs().sum(-1)
         sums.append(torch.stack([part.double().sum((0, 1)) for part in parts]))
     return torch.cat(sums, dim=1)
+
+
+def _without_sinks(more: Tensor, keys: Tensor) -> Tensor:
+    """The covered share of the weights of keys alone, from logarithms of shares of the whole dense softmax.
+
+    Args:
+        more: of what the sparse call has, its keys and the sink.
+        keys: of what all keys have.
+    """
+    return (1 + more.expm1() / keys.exp().clamp_min(1e-30)).clamp(0, 1)
 
 
 def draw(B: int, H: int, M: int, rows: int, generator: torch.Generator) -> Tensor:

@@ -14,10 +14,16 @@ from blocksparse.kernels.attention.arguments import LogitChange
 from blocksparse.per_head import HeadValues, PerHead, by_head, numbers, over_blocks, per_head, wrong_heads
 from blocksparse.validators import Rule, optional
 
+
+def _as_python(value: float | None) -> float | None:
+    """Converter: a real number of another library becomes a `float`; what is none stays, for a rule to refuse."""
+    return float(value) if isinstance(value, Real) and type(value) not in (bool, int, float) else value
+
+
 _softcap = Rule(
-    "a number above 0, at most 1e30",
+    "a number from 1e-30 to 1e30",
     lambda x: isinstance(x, Real) and not isinstance(x, bool),
-    lambda x: 0 < x <= 1e30,
+    lambda x: 1e-30 <= x <= 1e30,  # fp32, in which logits are divided by it, rounds less than 1e-45 to 0
 )
 _sink = numbers("a number from -1e30 to 1e30", lambda x: x.abs() <= 1e30)
 
@@ -33,7 +39,7 @@ class Logits:
             all query heads or one for each. It is neither scaled nor capped. None is a plain softmax.
     """
 
-    softcap: float | None = field(default=None, validator=optional(_softcap))
+    softcap: float | None = field(default=None, converter=_as_python, validator=optional(_softcap))
     sinks: PerHead | None = field(default=None, converter=converters.optional(per_head), validator=optional(_sink))
 
     @property

@@ -29,7 +29,8 @@ class KeyHistory:
     precision, with blocks of 128 tokens.
 
     Unlike the other objects here it changes, since each call adds what it has seen; so it is no part of a
-    pipeline.
+    pipeline. Where prompts branch, as several answers to one question do, each branch takes a `copy.copy` of it,
+    which costs no memory.
     """
 
     def __init__(self) -> None:
@@ -74,7 +75,7 @@ class KeyHistory:
         Raises:
             ValueError: keys are moved, are fewer than it has seen or of another kind; or a CUDA graph is captured.
         """
-        self._check(k, permutation)
+        kind = self._check(k, permutation)
         N, known = k.shape[2], self._whole.get((name, block))
         if known is None:
             found = compute(k)
@@ -82,11 +83,13 @@ class KeyHistory:
             found = known
         else:
             found = torch.cat((known, compute(k[:, :, seen:])), dim=2)
-        self._whole[name, block] = found[:, :, : N // block]
-        self._tokens = N
+        # Another dict, since a copy of this history has the one that was here. Nothing changes if `compute` fails.
+        self._whole = {**self._whole, (name, block): found[:, :, : N // block]}
+        self._tokens, self._kind = N, kind
         return found
 
-    def _check(self, k: Tensor, permutation: Permutation) -> None:
+    def _check(self, k: Tensor, permutation: Permutation) -> tuple[Any, ...]:
+        """Refuse keys that cannot be those of this history with more behind them; say what they have in common."""
         if permutation.k_index is not None:
             raise ValueError(
                 "a history is of keys in original order, and this permutation moves them, so that their blocks "
@@ -108,7 +111,7 @@ class KeyHistory:
             raise ValueError(
                 "'history' grows with every call, and a CUDA graph repeats one: capture calls without it"
             )
-        self._kind = kind
+        return kind
 
 
 def one_for_each(history: object, sequences: Sequences | None) -> Sequence[KeyHistory | None]:

@@ -26,7 +26,8 @@ class Ranked(Selector[ScoresT_contra, RankedBlockMask]):
     Args:
         inner: chooses what is kept.
         first: a rule of position whose blocks are kept too. With `Band(128)` every query attends to the 128 keys
-            before it, however early its row stops.
+            before it, however early its row stops. A key that no map holds is in no block: `GlobalIndexMap` with a
+            `prefix` needs a `near` of as many tokens as the band.
 
     Raises:
         ValueError: in a call, if `inner` changes the grid or shares masks between heads.

@@ -77,7 +77,7 @@ def block_similarity(
 
 def block_mean_reference(x: Tensor, block: int, lead: int, padded_tail: bool, index: Tensor | None) -> Tensor:
     """The same in plain torch."""
-    x = x if index is None else gather_rows_reference(x, index)
+    x = _token_by_token(x if index is None else gather_rows_reference(x, index))
     N, dtype = x.shape[2], torch.promote_types(x.dtype, torch.float32)
     whole_from = min(-lead % block, N)
     whole_to = whole_from + (N - whole_from) // block * block
@@ -98,10 +98,19 @@ def block_similarity_reference(x: Tensor, block: int, lead: int, centred: bool, 
     step = max(1, _WORKSPACE // (B * H * block * D)) * block
     similarity = []
     for start in range(-lead, N, step):
-        part = x[:, :, max(start, 0) : start + step].to(dtype)
+        part = _token_by_token(x[:, :, max(start, 0) : start + step]).to(dtype)
         part = part if centre is None else part - centre
         length = torch.linalg.vector_norm(part, dim=-1, keepdim=True)
         unit = part / length.masked_fill(length == 0, 1.0)
         mean = block_mean_reference(unit, block, max(-start, 0), False, None)  # [B, H, blocks, D]
         similarity.append(mean.square().sum(-1).clamp(max=1.0))
     return torch.cat(similarity, dim=-1)
+
+
+def _token_by_token(x: Tensor) -> Tensor:
+    """`x` `[B, H, N, D]` with the tokens of a head one behind another in memory; a copy only if they are not.
+
+    In other layouts PyTorch may add up the tokens of a block in another order where there are fewer blocks, and a
+    `KeyHistory` promises the bits that a call without it has.
+    """
+    return x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous()
