@@ -43,9 +43,9 @@ def test_meaning(M: int, keys: int, softcap: float | None, what: str, dtype: tor
         options = {"hidden": hidden}
     out, lse = attention_with_lse(q, k, v, 0.3, softcap=softcap, **options)
     want, want_lse = meant(q, k, v, hidden, softcap)
-    near = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-12, "atol": 1e-12}
-    torch.testing.assert_close(out.double(), want, **near)
-    torch.testing.assert_close(lse.double(), want_lse, **near)
+    near = 1e-5 if dtype == torch.float32 else 1e-12
+    torch.testing.assert_close(out.double(), want, rtol=near, atol=near)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=near, atol=near)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
