@@ -13,16 +13,15 @@ from torch.nn.functional import pad
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.executor import Executor
 from blocksparse.executors.logits import PLAIN, Logits
-from blocksparse.kernels.common.memory import empty_as
 from blocksparse.kernels.common.sizes import FAR
-from blocksparse.kernels.moving.gathered_keys import GatheredKeys
-from blocksparse.kernels.multiplying.attention_with_lse import PLACES, attention_with_lse
-from blocksparse.kernels.multiplying.products import wide_dtype
+from blocksparse.kernels.multiplying.flash_on_cpu import flash_on_cpu
+from blocksparse.kernels.multiplying.products import products, wide_dtype
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.validators import a
 
 _WORKSPACE = 2**20  # numbers that are held at a time, so that they stay in the caches
+_PLACES = 256  # queries of neighbouring rows that attend together; and queries whose logits are held at a time
 
 
 @final
@@ -30,10 +29,10 @@ _WORKSPACE = 2**20  # numbers that are held at a time, so that they stay in the 
 class CpuExecutor(Executor[Permutation, BlockMask]):
     """Gather the keys that rows of blocks keep, then attend to them densely by PyTorch's flash kernel.
 
-    A row attends to keys in three parts, which are merged by their lse: to its own tokens, with a mask if some of
-    these are dropped or stand in another order; to blocks before them that neighbouring rows and the other heads
-    of its KV head keep as well, together with these; and to what else it keeps. With a sliding window there is a
-    fourth part, keys that only the first queries of a row still see, with a mask. Nothing is compiled,
+    A row attends to keys in three parts, which are merged by their lse: to its own tokens, in plain products if
+    some of these are dropped or stand in another order; to blocks before them that neighbouring rows and the other
+    heads of its KV head keep as well, together with these; and to what else it keeps. With a sliding window there
+    is a fourth part, keys that only the first queries of a row still see, in plain products. Nothing is compiled,
     so the first call takes no longer than the next one. It takes any permutation, dtype and head dim, computes in
     fp32 or better, and holds the keys of a few rows at a time.
 
@@ -58,12 +57,7 @@ class CpuExecutor(Executor[Permutation, BlockMask]):
         self.check(q, k, v, permutation, mask, hint="Use TritonExecutor() or AutoExecutor() on a GPU.")
         rows = _Rows(mask, permutation.gather_queries(q), k, v, self.logits)
         rows.attend(scale)
-        lse = rows.by_head(rows.lse, rows.lse.new_empty(q.shape[:3]))
-        if self.logits.sinks is None:
-            out = rows.by_head(rows.out, empty_as(q, v.shape[-1], v.dtype))
-        else:
-            out = rows.by_head(rows.out, rows.out.new_empty(*q.shape[:3], v.shape[-1]))
-            out, lse = self.logits.with_sinks(out, lse)
+        out, lse = self.logits.with_sinks(rows.by_head(rows.out), rows.by_head(rows.lse))
         return AttentionOutput(permutation.restore(out.to(v.dtype)), permutation.restore(lse), logits=self.logits)
 
 
@@ -80,9 +74,7 @@ class _Rows:
         # A mask of one row, or of one column, has blocks that may be far longer than the prompt.
         self.q_block = grid.q_block if grid.rows > 1 else grid.q_lead + grid.q_len
         k_block = grid.k_block if grid.cols > 1 else grid.slots
-        # Two rows, more of short ones: the more rows a stack has, the fewer blocks all of them keep.
-        high = max(128 // self.q_block, min(256 // self.q_block, 2), 1) if grid.group_of_row is None else 1
-        heads = max(Hkv, maps_h)
+        heads, high = max(Hkv, maps_h), max(_PLACES // self.q_block, 1) if grid.group_of_row is None else 1
         stacks = -(-grid.rows // high)
         self.shape = B, heads, grid.q_heads // heads, stacks, high
         self.n, after = self.shape[2] * high, stacks * high - grid.rows
@@ -122,31 +114,27 @@ class _Rows:
         behind = (grid.rows + after) * self.q_block - self.inside.stop
         if grid.q_lead or behind:
             queries = pad(queries, (0, 0, grid.q_lead, behind))
-        self.q = self.by_row(queries, self.q_block, wide_dtype(k))  # [R, q_block, D]
-        self.keys = GatheredKeys(k, v, wide_dtype(k))
+        self.q = self.by_row(queries, self.q_block).to(wide_dtype(k))  # [R, q_block, D]
+        self.k, self.v = (x.flatten(0, 2).to(wide_dtype(k)) for x in (k, v))  # [B Hkv N, D], [B Hkv N, Dv]
         self.out = self.q.new_zeros(*self.q.shape[:2], v.shape[-1])
         self.lse = self.q.new_full(self.q.shape[:2], float("-inf"))
 
-    def by_row(self, x: Tensor, length: int, dtype: torch.dtype | None = None) -> Tensor:
-        """`[B, Hq, rows * length, ...]` as `[R, length, ...]` in its dtype or another, with rows stacked."""
-        _, heads, per, stacks, high = self.shape
-        x = x.unflatten(2, (stacks, high * length)).unflatten(1, (heads, per)).transpose(2, 3)
-        if dtype is not None:
-            x = x.new_empty(x.shape, dtype=dtype).copy_(x)  # the only copy
+    def by_row(self, x: Tensor, length: int) -> Tensor:
+        """`[B, Hq, rows * length, ...]` as `[R, length, ...]`, with rows stacked."""
+        B, heads, per, stacks, high = self.shape
+        x = x.reshape(B, heads, per, stacks, high * length, *x.shape[3:]).transpose(2, 3)
         return x.reshape(-1, length, *x.shape[5:])
 
-    def by_head(self, x: Tensor, to: Tensor) -> Tensor:
-        """Write `[R, q_block, ...]` into `to` `[B, Hq, M, ...]`, of any dtype and strides."""
+    def by_head(self, x: Tensor) -> Tensor:
+        """`[R, q_block, ...]` as `[B, Hq, M, ...]`."""
         B, heads, per, stacks, high = self.shape
         x = x.view(B, heads, stacks, per, high * self.q_block, *x.shape[2:]).transpose(2, 3)
-        if to.shape[2] == stacks * high * self.q_block:
-            to.unflatten(2, (stacks, -1)).unflatten(1, (heads, per)).copy_(x)
-            return to
-        return to.copy_(x.reshape(B, heads * per, -1, *x.shape[5:])[:, :, self.inside])
+        x = x.reshape(B, heads * per, stacks * high * self.q_block, *x.shape[5:])
+        return x[:, :, self.inside]
 
     def attend(self, scale: float) -> None:
         """Compute `out` and `lse`: of the own tokens of rows, of what stacks share, and of what else rows keep."""
-        k_block, width, R = self.k_at.shape[1], self.keys.width, len(self.q)
+        k_block, width, R = self.k_at.shape[1], self.k.shape[1] + self.v.shape[1], len(self.q)
         in_stack = torch.arange(R, device=self.q.device) // self.n
         block, key = self.first_block[in_stack], self.first_key[in_stack]  # where each row's begin
         before, own, edge = self._counts(block)
@@ -157,21 +145,21 @@ class _Rows:
             in_order &= self.first > self.dim
         for keys, some in _alike(own.where(in_order, 0), width):
             at = self.first[some, None] + torch.arange(keys, device=some.device)
-            out, lse = self._attend(_rows(self.q, some), key[some], at, scale, causal=True)
+            out, lse = self._flash(self.q.index_select(0, some), key[some], at, scale, causal=True)
             self.out.index_copy_(0, some, out)
             self.lse.index_copy_(0, some, lse)
-        for keys, some in _alike(own.where(~in_order, 0), width + min(self.q_block, PLACES)):
+        for keys, some in _alike(own.where(~in_order, 0), width + min(self.q_block, _PLACES)):
             parts = self._partial(some, keys, block, key, self.first - 1, self.last, scale)
             self.out[some], self.lse[some] = parts
         if edge is not None:
-            for keys, some in _alike(edge, width + min(self.q_block, PLACES)):
+            for keys, some in _alike(edge, width + min(self.q_block, _PLACES)):
                 last = torch.minimum(self.dim, self.first - 1)
                 _add(self.out, self.lse, some, *self._partial(some, keys, block, key, self.dark, last, scale))
 
         q, out, lse = (x.unflatten(0, (-1, self.n)).flatten(1, 2) for x in (self.q, self.out, self.lse))
         for blocks, some in _alike(self.common_count, width * k_block):
             at = self._slots(self.first_block[some], self.common[some, :blocks]).flatten(1)
-            _add(out, lse, some, *self._attend(_rows(q, some), self.first_key[some], at, scale))
+            _add(out, lse, some, *self._flash(q.index_select(0, some), self.first_key[some], at, scale))
 
         for keys, some in _alike(before, width):
             first, full, kept = (x[some, None, None] for x in (self.first, self.full_count, self.rest_count))
@@ -179,7 +167,7 @@ class _Rows:
             at = self._slots(block[some], self.rest[some, : len(place)])
             hidden = -1 if self.window is None else self.dim[some, None, None]
             at = at[(place < full) | ((place < kept) & (at > hidden) & (at < first))].view(-1, keys)
-            _add(self.out, self.lse, some, *self._attend(_rows(self.q, some), key[some], at, scale))
+            _add(self.out, self.lse, some, *self._flash(self.q.index_select(0, some), key[some], at, scale))
 
     def _counts(self, block: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """How many keys of the rest stand before the first query of each row, and how many of them not, `[R]`.
@@ -213,36 +201,38 @@ class _Rows:
         place = torch.arange(int(kept.max()), device=some.device).unsqueeze(1)
         at = self._slots(block[some], self.rest[some, : len(place)])
         at = at[(place >= full) & (place < kept) & (at > after) & (at <= last)].view(-1, keys)
+        k, v = self._gathered(key[some], at)
         query = self.q_at[some].unsqueeze(2)
         hidden = at.unsqueeze(1) > query
         if self.window is not None:
             hidden |= at.unsqueeze(1) <= query - self.window
-        return self._attend(_rows(self.q, some), key[some], at, scale, hidden=hidden)
+        return _plain(self.q[some], k, v, hidden, scale, self.logits)
 
-    def _attend(
-        self,
-        q: Tensor,
-        first_key: Tensor,
-        at: Tensor,
-        scale: float,
-        *,
-        causal: bool = False,
-        hidden: Tensor | None = None,
+    def _flash(
+        self, q: Tensor, first_key: Tensor, at: Tensor, scale: float, *, causal: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Attention of `q` `[n, M, D]` to the keys at the positions `at` `[n, keys]` of heads, and its lse."""
-        k, v = self.keys.at(at + first_key.unsqueeze(1))
+        k, v = self._gathered(first_key, at)
+        if self.logits.softcap is not None:
+            return _plain(q, k, v, _hidden(q, k, causal=causal), scale, self.logits)
         one_q, one_k, one_v = (x.unsqueeze(1) for x in (q, k, v))
-        one_hidden = None if hidden is None else hidden.unsqueeze(1)
-        out, lse = attention_with_lse(
-            one_q, one_k, one_v, scale, causal=causal, hidden=one_hidden, softcap=self.logits.softcap
-        )
-        return out.squeeze(1), lse.squeeze(1)
+        out, lse = (x.squeeze(1) for x in flash_on_cpu(one_q, one_k, one_v, scale, causal=causal))
+        # PyTorch's kernel takes a few logits that are all NaN for no key at all, for which it gives an lse of 0.
+        if bool((lse == 0).any()):
+            return _plain(q, k, v, _hidden(q, k, causal=causal), scale, self.logits)
+        return out, lse
 
     def _slots(self, first_block: Tensor, blocks: Tensor) -> Tensor:
         """The keys in the slots of `blocks` `[n, blocks]`, `[n, blocks, k_block]`, -1 where empty."""
         block = (first_block.unsqueeze(1) + blocks).flatten()
         at: Tensor = self.k_at.index_select(0, block).view(*blocks.shape, -1)
         return at
+
+    def _gathered(self, first_key: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values at the positions `at` `[n, keys]`, `[n, keys, D]` and `[n, keys, Dv]`."""
+        token = (at + first_key.unsqueeze(1)).flatten()
+        k, v = (x.index_select(0, token).view(*at.shape, -1) for x in (self.k, self.v))
+        return k, v
 
 
 def _lists(keep: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
@@ -266,16 +256,33 @@ def _alike(counts: Tensor, wide: int) -> Iterator[tuple[int, Tensor]]:
                 yield count, some
 
 
-def _rows(x: Tensor, some: Tensor) -> Tensor:
-    """The rows `some`, rising, of `x`: a view if they are neighbours."""
-    first, end = int(some[0]), int(some[-1]) + 1
-    return x[first:end] if end - first == len(some) else x.index_select(0, some)
-
-
 def _add(out: Tensor, lse: Tensor, some: Tensor, more: Tensor, more_lse: Tensor) -> None:
     """Merge attention of some rows to further keys into `out` `[X, M, D]` and `lse` `[X, M]`."""
     before = lse[some]
     share = torch.sigmoid(more_lse - before).masked_fill_(before == float("-inf"), 1.0)
     lse[some] = torch.logaddexp(before, more_lse)
     share = share.unsqueeze(2)
-    out.index_copy_(0, some, more.mul_(share).addcmul_(_rows(out, some), 1 - share))
+    out.index_copy_(0, some, more.mul_(share).addcmul_(out.index_select(0, some), 1 - share))
+
+
+def _hidden(q: Tensor, k: Tensor, *, causal: bool) -> Tensor:
+    """The pairs of `q` `[n, M, D]` and `k` `[n, keys, D]` that a flash kernel leaves out, `[1, M, keys]`."""
+    shape = 1, q.shape[1], k.shape[1]
+    return torch.ones(shape, dtype=torch.bool, device=q.device).triu(1 if causal else k.shape[1])
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float, capped: Logits) -> tuple[Tensor, Tensor]:
+    """Attention of `q` `[n, M, D]` to `k` `[n, keys, D]` but for hidden pairs `[n|1, M, keys|1]`, and its lse."""
+    parts = []
+    for some, their_hidden in zip(q.split(_PLACES, 1), hidden.split(_PLACES, 1), strict=True):
+        logits = capped.capped(products(some.unsqueeze(0), k.unsqueeze(0))[0].mul_(scale))  # [n, M, keys]
+        logits.masked_fill_(their_hidden, float("-inf"))
+        peak = logits.amax(-1, keepdim=True)
+        weight = logits.softmax(-1)
+        lse = peak - weight.amax(-1, keepdim=True).log()  # the greatest weight is 1 / sum(exp(logits - peak))
+        nothing = peak == float("-inf")  # queries that see none of these keys
+        weight.masked_fill_(nothing, 0.0)
+        lse.masked_fill_(nothing, float("-inf"))
+        parts.append((products(weight.unsqueeze(0), v.mT.unsqueeze(0))[0], lse.squeeze(-1)))
+    outs, lses = zip(*parts, strict=True)
+    return torch.cat(outs, 1), torch.cat(lses, 1)

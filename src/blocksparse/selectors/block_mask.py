@@ -93,13 +93,11 @@ class BlockMask:
         A permuted order may reach more blocks, and then the share may exceed 1.
         """
         grid = self.grid
-        # A block has as many tokens in every head.
-        q_position, k_position = grid.q_position[:1, :1], grid.k_position[:1, :1]
-        q_size = (q_position.unflatten(-1, (-1, grid.q_block)) >= 0).sum(-1)[..., None]  # [1, 1, rows, 1]
-        k_size = (k_position.unflatten(-1, (-1, grid.k_block)) >= 0).sum(-1)  # [1, 1, G, cols]
+        q_size = (grid.q_position.unflatten(-1, (-1, grid.q_block)) >= 0).sum(-1)[..., None]  # [.., rows, 1]
+        k_size = (grid.k_position.unflatten(-1, (-1, grid.k_block)) >= 0).sum(-1)  # [.., G, cols]
         if grid.group_of_row is not None:
             k_size = k_size[:, :, grid.group_of_row]
-        area = (q_size * k_size).double()
+        area = (q_size[:1, :1] * k_size[:1, :1]).double()  # a block has as many tokens in every head
         kept = (self.keep * area).sum((-1, -2))
         if grid.causal:
             row_end = grid.k_len - grid.q_len + q_size[0, 0, :, 0].cumsum(0)

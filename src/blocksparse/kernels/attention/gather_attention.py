@@ -20,14 +20,9 @@ from torch import Tensor
 
 from blocksparse.kernels.attention.arguments import RankedLists, StopRule
 from blocksparse.kernels.common.hardware import is_hopper
-from blocksparse.kernels.moving.gathered_rows import GatheredRows
+from blocksparse.kernels.common.memory import empty_as
+from blocksparse.kernels.multiplying.products import products
 from blocksparse.kernels.positions.token_positions import TokenPositions
-
-_LEAST_TRIED, _MOST_TRIED = (
-    2,
-    8,
-)  # blocks of a row that plain torch attends to before it asks whether the row stops
-_AT_ONCE = 256  # the most of all rows, unless each tries the least
 
 
 def gather_attention(
@@ -62,74 +57,107 @@ def fits_hopper(q: Tensor, v: Tensor, q_block: int, k_block: int, commit: bool) 
 def gather_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, lists: RankedLists, positions: TokenPositions, rule: StopRule, *, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same in plain torch: a row attends to the blocks that it opens all at once, then to others one by one.
+    """The same in plain torch: step `i` computes the `i`-th block of every row that has not stopped.
 
-    The lse of a block says how much it adds to the denominators. A few blocks of a row are tried at a time, and merged in
-    their order until it stops; how many does not depend on other rows, so neither does any bit of the result. The host asks
-    which rows still run, so on a GPU it waits for the device.
+    Each step gathers one block of keys and values for every row that still runs. It asks which rows those are after each
+    step, so on a GPU it waits for the device.
     """
-    rows = GatheredRows(q, k, v, lists.index, positions, q_block=lists.q_block, k_block=lists.k_block, scale=scale)
-    opened, count = lists.opened.flatten(), lists.count.flatten()
-    for blocks in opened.unique().tolist():
-        alike = (opened == blocks).nonzero().squeeze(1)
-        place = torch.arange(blocks, device=q.device).expand(len(alike), 1, -1)
-        for at, *sets in rows.teams(alike, place) if blocks else ():
-            out, lse = rows.attend(at, *sets)
-            rows.out[at], rows.lse[at] = out.squeeze(1), lse.squeeze(1)
+    (B, Hq, M, _), (_, Hkv, N, _), Dv, causal = q.shape, k.shape, v.shape[-1], positions.causal
+    index, q_block = lists.index, lists.q_block
+    rows, dtype, device = index.shape[2], torch.promote_types(q.dtype, torch.float32), q.device
+    R = B * Hq * rows  # rows of all heads, one behind another
+    where_b, where_h, row = (
+        x.flatten()
+        for x in torch.meshgrid(*(torch.arange(n, device=device) for n in (B, Hq, rows)), indexing="ij")
+    )
+    q_at = positions.q_position.expand(B, Hq, -1).reshape(R, q_block)
+    query = (q_at - (N - M if causal else 0)).clamp_min(0).long()  # an empty place reads query 0
+    live = q_at >= 0
+    maps_b, maps_h, G = positions.k_position.shape[:3]
+    # Which map a row reads, of [maps, cols, k_block] slots; and where the keys of its head begin among all tokens.
+    slots_of = positions.k_position.unflatten(-1, (-1, lists.k_block)).flatten(0, 2)
+    map_of = (where_b % maps_b * maps_h + where_h * maps_h // Hq) * G
+    if positions.group_of_row is not None:
+        map_of = map_of + positions.group_of_row.long()[row]
+    first_key = (where_b * Hkv + where_h * Hkv // Hq) * N
+    keys, values = (x.to(dtype).reshape(B * Hkv * N, -1) for x in (k, v))
 
-    visited, low, runs = opened.clone(), torch.zeros_like(opened), count > opened
-    done = 0
-    while len(at := runs.nonzero().squeeze(1)):
-        # Rows that have visited many blocks are likely to visit many more. What is tried after the last is in vain.
-        tried = min(max(_LEAST_TRIED, done // 4), _MOST_TRIED)
-        done += tried
-        place = visited[at, None] + torch.arange(tried, device=at.device)
-        place = torch.minimum(place, count[at, None] - 1).unsqueeze(2)  # each block is a set
-        for some, *sets in rows.teams(at, place):
-            runs[some] = _visit(rows, some, *rows.attend(some, *sets), visited, low, count, rule)
-    out, lse = rows.results()
-    return out, lse, visited.view(lists.count.shape)
+    result = q.new_zeros((R, q_block, Dv), dtype=dtype)
+    lse_of = q.new_full((R, q_block), float("-inf"), dtype=dtype)
+    visited = torch.zeros(R, dtype=torch.int32, device=device)
 
+    # Of the rows that run, [n, ...] each. Softmax sums are relative to `peak`.
+    at = (lists.count.flatten() > 0).nonzero().flatten()
+    peak = q.new_full((len(at), q_block), float("-inf"), dtype=dtype)
+    total, summed = torch.zeros_like(peak), q.new_zeros((len(at), q_block, Dv), dtype=dtype)
+    queries = q[where_b[at, None], where_h[at, None], query[at]].to(dtype)  # [n, q_block, D]
+    low = torch.zeros_like(at)
+    order, opened, count = index.flatten(0, 2), lists.opened.flatten(), lists.count.flatten()
+    limit = rule.tau.to(dtype)[where_h]
+    earliest = q_at.where(live, torch.iinfo(torch.int32).max).amin(-1, keepdim=True)  # of the queries of a row
 
-def _visit(
-    rows: GatheredRows,
-    at: Tensor,
-    outs: Tensor,
-    lses: Tensor,
-    visited: Tensor,
-    low: Tensor,
-    count: Tensor,
-    rule: StopRule,
-) -> Tensor:
-    """Merge the next blocks of the rows `at` `[n]` until each row stops, and say which go on, `[n]`.
+    def finish(which: Tensor, blocks: int) -> None:
+        """Note the result of those rows; they have visited so many blocks."""
+        done, sums = at[which], total[which]
+        result[done] = summed[which] / sums.masked_fill(sums == 0, 1.0).unsqueeze(-1)
+        lse_of[done] = sums.log() + peak[which]
+        visited[done] = blocks
 
-    Args:
-        outs: attention to each of these blocks, `[n, tried, q_block, Dv]`; lses: its lse, `[n, tried, q_block]`.
-        visited: of all rows, `[R]`, like the next two: how many blocks they have visited.
-        low: how many of them in succession have added little.
-        count: how many they visit at most.
-    """
-    live, limit = rows.live[at], rule.tau.to(lses.dtype)[rows.head[at]]
-    out, lse, lows, number = (x.index_select(0, at) for x in (rows.out, rows.lse, low, visited))
-    runs = number < count[at]
-    for i in range(outs.shape[1]):
-        # The gain of the block over the denominator before it. An lse of -inf says that there was none.
-        gain = (lses[:, i] - lse).masked_fill_(lse == float("-inf"), float("inf")).exp_()
-        share = gain.masked_fill(~live, 0.0)
-        low_now = share.sum(-1) < limit * live.sum(-1) if rule.mean else share.amax(-1) < limit
-        lows = (lows + 1).where(low_now, 0)
-        stops = runs & (lows >= rule.patience)
-        counts = runs if rule.commit else runs & ~stops
-        part = outs[:, i]
-        if not bool(counts.all()):
-            part[~counts] = 0.0  # it must not meet a weight of 0 as it is, since it may be infinite
-            gain.masked_fill_(~counts.unsqueeze(1), 0.0)
-        # Not `sigmoid` and `logaddexp`, which round the last numbers of a tensor in another way than those before.
-        kept = (1 + gain).reciprocal_().unsqueeze(2)
-        out.mul_(kept).addcmul_(part, 1 - kept)
-        lse = lses[:, i].where(gain == float("inf"), lse + gain.log1p())
-        number = number + counts
-        runs = runs & ~stops & (number < count[at])
-    for of_all, new in ((rows.out, out), (rows.lse, lse), (low, lows), (visited, number)):
-        of_all.index_copy_(0, at, new.to(of_all.dtype))
-    return runs
+    for i in range(order.shape[1]):
+        if not len(at):
+            break
+        slots = slots_of[map_of[at], order[at, i].long()]  # [n, k_block]
+        token = (slots.clamp_min(0) + first_key[at, None]).flatten()
+        some_keys, some_values = (x.index_select(0, token).unflatten(0, slots.shape) for x in (keys, values))
+        logits = products(queries.unsqueeze(0), some_keys.unsqueeze(0))[0].mul_(scale)  # [n, q_block, k_block]
+        there = slots >= 0
+        if not bool((there & ((slots <= earliest[at]) if causal else there)).all()):
+            allowed = there.unsqueeze(1)
+            if causal:
+                allowed = allowed & (slots.unsqueeze(1) <= q_at[at].unsqueeze(2))
+            logits.masked_fill_(~allowed, float("-inf"))
+            # An empty slot reads key 0; its weight is 0, which must not meet an infinite value.
+            some_values.masked_fill_(~there.unsqueeze(2), 0.0)
+
+        new_peak = torch.maximum(peak, logits.amax(-1))
+        origin = new_peak.masked_fill(new_peak == float("-inf"), 0.0)
+        weight = logits.sub_(origin.unsqueeze(-1)).exp_()
+        rescale = (peak - origin).exp()
+        before, gain = total * rescale, weight.sum(-1)  # relative to one maximum
+
+        share = (gain / before.masked_fill(before == 0, 1.0)).masked_fill(before == 0, float("inf"))
+        share = share.masked_fill(~live[at], 0.0)
+        if rule.mean:
+            satisfied = share.sum(-1) < limit[at] * live[at].sum(-1)
+        else:
+            satisfied = share.amax(-1) < limit[at]
+        low = (low + 1).where(satisfied & (i >= opened[at]), 0)
+        stops = low >= rule.patience
+
+        if not rule.commit and bool(stops.any()):  # the block that ends a row does not count
+            finish(stops, i)
+            runs = ~stops
+            at, low, queries, new_peak, before, gain = (
+                x[runs] for x in (at, low, queries, new_peak, before, gain)
+            )
+            rescale, summed, weight, some_values = (x[runs] for x in (rescale, summed, weight, some_values))
+            stops = stops[runs]
+            if not len(at):
+                break
+        peak, total = new_peak, before + gain
+        summed = summed.mul_(rescale.unsqueeze(-1)).add_(
+            products(weight.unsqueeze(0), some_values.mT.unsqueeze(0))[0]
+        )
+        ends = stops | (i + 1 >= count[at])
+        if bool(ends.any()):
+            finish(ends, i + 1)
+            runs = ~ends
+            at, low, queries, peak, total, summed = (x[runs] for x in (at, low, queries, peak, total, summed))
+
+    out = empty_as(q, Dv, v.dtype).zero_()  # as q lies in memory, not a copy of it
+    lse = q.new_full(q.shape[:3], float("-inf"), dtype=dtype)
+    place, slot = live.nonzero(as_tuple=True)
+    to = where_b[place], where_h[place], query[place, slot]
+    out[to] = result[place, slot].to(out.dtype)
+    lse[to] = lse_of[place, slot]
+    return out, lse, visited.view(B, Hq, rows)

@@ -49,15 +49,9 @@ def scatter_rows(x: Tensor, index: Tensor) -> Tensor:
 
 def gather_rows_reference(x: Tensor, index: Tensor) -> Tensor:
     """The same in plain torch."""
-    (B, Hx, N, D), (_, H, M) = x.shape, index.shape
-    by_token = x.transpose(
-        1, 2
-    ).is_contiguous()  # as hosts have it: then nothing is copied to make one axis of rows
-    rows = (x.transpose(1, 2) if by_token else x).flatten(0, 2)
-    b, h = (torch.arange(n, device=x.device) for n in (B, H))
-    b, h, of_token = b[:, None, None], (h // (H // Hx))[:, None], index.long()
-    at = (b * N + of_token) * Hx + h if by_token else (b * Hx + h) * N + of_token
-    return rows.index_select(0, at.flatten()).view(B, H, M, D)
+    if x.shape[1] != index.shape[1]:
+        x = x.repeat_interleave(index.shape[1] // x.shape[1], dim=1)
+    return x.gather(2, index.long().unsqueeze(-1).expand(*index.shape, x.shape[-1]))
 
 
 def scatter_rows_reference(x: Tensor, index: Tensor) -> Tensor:

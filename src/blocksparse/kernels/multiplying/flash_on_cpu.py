@@ -17,29 +17,24 @@ from blocksparse.kernels.multiplying.products import rounds_fp32
 from blocksparse.precision import without_autocast
 
 
-def flash_on_cpu(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool = False, hidden: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def flash_on_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool = False) -> tuple[Tensor, Tensor]:
     """`out` `[B, H, M, Dv]` of the dtype of q, and lse `[B, H, M]`.
 
     Args:
         q: `[B, H, M, D]` on a CPU, in fp32 or float64.
         k: `[B, H, N, D]`, at least one key, and M keys when causal.
         v: `[B, H, N, Dv]`.
-        hidden: `[B|1, H|1, M, N]` bool, pairs to whose logits -inf is added. A query without any other pair gets an
-            output of 0 and, as the kernel has it, an lse of 0.
     """
     if q.dtype == torch.float32 and rounds_fp32():
-        out, lse = flash_on_cpu(q.double(), k.double(), v.double(), scale, causal=causal, hidden=hidden)
+        out, lse = flash_on_cpu(q.double(), k.double(), v.double(), scale, causal=causal)
         return out.float(), lse.float()
     Dv, missing = v.shape[-1], v.shape[-1] - q.shape[-1]  # the kernel takes one head dim for all three
     if missing > 0:
         q, k = pad(q, (0, missing)), pad(k, (0, missing))
     elif missing:
         v = pad(v, (0, -missing))
-    bias = None if hidden is None else q.new_full((), float("-inf")).where(hidden, q.new_zeros(()))
     with without_autocast(q):
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, is_causal=causal, attn_mask=bias, scale=scale
+            q, k, v, is_causal=causal, scale=scale
         )
     return out[..., :Dv], lse

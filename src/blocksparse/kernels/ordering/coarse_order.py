@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from blocksparse.kernels.multiplying.products import products
-from blocksparse.kernels.ordering.score_steps import MOST_KEYS, STEPS, score_steps
+from blocksparse.kernels.ordering.score_steps import MOST_KEYS, score_steps
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_SCORES_AT_ONCE = 1 << 19  # so that they stay in the caches
+_SCORES_AT_ONCE = 1 << 24
 
 
 def coarse_order(mean: Tensor, k: Tensor, until: int, S: int, out: Tensor) -> None:
@@ -59,19 +59,7 @@ def coarse_order_reference(mean: Tensor, k: Tensor, until: int, S: int, out: Ten
         end = max(0, until + (rows.stop - 1) * S)
         start = until + S * torch.arange(g, rows.stop, device=k.device)[:, None]
         steps = score_steps(products(mean[:, :, rows], k[:, :, :end]), start)
-        order = _sorted_rows(steps)[..., :count]
+        order = steps.argsort(dim=-1, stable=True)[..., :count].int()
         place = torch.arange(order.shape[-1], device=k.device)
         out[:, :, rows, : order.shape[-1]] = order.where(place < start, -1)
         out[:, :, rows, order.shape[-1] :] = -1
-
-
-def _sorted_rows(steps: Tensor) -> Tensor:
-    """The places in each row `[..., N]` by rising step, equal steps by place, int32.
-
-    All rows are sorted as one, with their number above the step: on a CPU PyTorch sorts one long row of integers by their
-    digits, many times faster than rows by comparisons.
-    """
-    N, rows = steps.shape[-1], steps.shape[:-1]
-    row = torch.arange(rows.numel(), dtype=torch.int32, device=steps.device).view(*rows, 1)
-    order = (row * (STEPS + 1) + steps).flatten().argsort(stable=True)
-    return (order.view(steps.shape) - row * N).int()

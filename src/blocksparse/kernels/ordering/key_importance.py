@@ -4,7 +4,7 @@
 
 On GPUs there are two passes over the keys, neither of which stores a product: the first finds the largest logit of every
 query and the sum of its weights, the second adds up the weights of each key. Sums are in a fixed order, which depends on
-`N` alone. CPU tensors and float64 take the plain torch below, which holds all products of a query head at once.
+`N` alone. CPU tensors and float64 take the plain torch below, which holds all products of a KV head at once.
 """
 
 from __future__ import annotations
@@ -41,18 +41,16 @@ def key_importance(
 def key_importance_reference(
     q: Tensor, k: Tensor, probe: int, seen: int, causal: bool, scale: float, per_query_head: bool
 ) -> Tensor:
-    """The same in plain torch and in one part, one query head after another: what is held at a time fits the caches."""
-    Hq, Hkv, N, P = q.shape[1], k.shape[1], k.shape[2], min(probe, q.shape[2])
+    """The same in plain torch and in one part, one KV head after another: fewer numbers are held at a time."""
+    Hkv, N, P = k.shape[1], k.shape[2], min(probe, q.shape[2])
     later = torch.ones(P, P, dtype=torch.bool, device=k.device).triu(1)  # the last keys, behind their query
     weights = []
-    for head in range(Hq):
-        key_head = head // (Hq // Hkv)
-        queries, keys = q[:, head : head + 1, -P:], k[:, key_head : key_head + 1]
-        votes = products(queries, keys, wide=False).mul_(scale)  # [B, 1, P, N]
+    for queries, keys in zip(q[:, :, -P:].chunk(Hkv, 1), k.unbind(1), strict=True):
+        votes = products(queries, keys.unsqueeze(1), wide=False).mul_(scale)  # [B, Hq/Hkv, P, N]
         votes = votes.to(torch.promote_types(votes.dtype, torch.float32))
         votes[..., seen:] = float("-inf")
         if causal:
             votes[..., N - P :].masked_fill_(later, float("-inf"))
         weights.append(votes.softmax(dim=-1).mean(dim=-2))
-    weight = torch.cat(weights, dim=1)  # [B, Hq, N]
-    return weight.unsqueeze(2) if per_query_head else weight.unflatten(1, (Hkv, -1)).mean(dim=2).unsqueeze(2)
+    weight = torch.stack(weights, dim=1)  # [B, Hkv, Hq/Hkv, N]
+    return weight.flatten(1, 2).unsqueeze(2) if per_query_head else weight.mean(dim=2, keepdim=True)
