@@ -19,9 +19,9 @@ from blocksparse import (
     TopK,
 )
 from blocksparse.head_groups import AnyPipeline, HeadGroups
-from blocksparse.pipeline import Trace
 from blocksparse.schedule import Schedule
 from blocksparse.testing import assert_within_budget, every_preset, make_qkv, masked_attention
+from blocksparse.trace import Trace
 from tests.machine import needs_gpu
 
 A: AnyPipeline = Pipeline(Identity(), MeanPoolScorer(16), TopK(2), ReferenceExecutor())

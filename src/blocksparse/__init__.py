@@ -34,7 +34,6 @@ from blocksparse.permuters.segment_query_sort import SegmentQuerySort as Segment
 from blocksparse.permuters.tile_order import TileOrder as TileOrder
 from blocksparse.permuters.time_order import TimeOrder as TimeOrder
 from blocksparse.pipeline import Pipeline as Pipeline
-from blocksparse.pipeline import Trace as Trace
 from blocksparse.presets.a_shape import a_shape as a_shape
 from blocksparse.presets.auto import AutoChoice as AutoChoice
 from blocksparse.presets.auto import Quality as Quality
@@ -89,5 +88,6 @@ from blocksparse.selectors.vertical_slash_cdf import VerticalSlashCdf as Vertica
 from blocksparse.selectors.vertical_slash_top_k import VerticalSlashTopK as VerticalSlashTopK
 from blocksparse.sequences import Sequences as Sequences
 from blocksparse.sequences import Span as Span
+from blocksparse.trace import Trace as Trace
 
 __version__ = "0.1.0.dev0"

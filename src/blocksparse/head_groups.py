@@ -15,9 +15,10 @@ from blocksparse.executors.dense_attention import dense_attention
 from blocksparse.executors.logits import PLAIN, Logits
 from blocksparse.inputs import check_inputs
 from blocksparse.opaque_call import OpaqueCall, attend
-from blocksparse.pipeline import Pipeline, Trace
+from blocksparse.pipeline import Pipeline
 from blocksparse.precision import without_autocast
 from blocksparse.sequences import Sequences
+from blocksparse.trace import Trace
 from blocksparse.validators import a, is_whole, optional, shown, size, whole
 
 AnyPipeline = Pipeline[Any, Any, Any]

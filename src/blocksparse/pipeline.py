@@ -1,13 +1,12 @@
-"""`Pipeline` runs the four stages in order and does nothing else; `Trace` holds every value of one such call."""
+"""`Pipeline` runs the four stages in order and does nothing else."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
 from functools import partial
-from typing import Generic, NamedTuple, TypeVar, final, overload
+from typing import Generic, NamedTuple, final, overload
 
-import torch
 from attrs import Factory, evolve, field, frozen
 from torch import Tensor
 
@@ -15,10 +14,9 @@ from blocksparse.class_line import Declared, check_gave, check_takes, declared
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.dense_attention import dense_attention
 from blocksparse.executors.executor import Executor
-from blocksparse.executors.logits import PLAIN, Logits
+from blocksparse.executors.logits import Logits
 from blocksparse.geometry import Grid, hiding
 from blocksparse.inputs import check_inputs
-from blocksparse.kernels.multiplying.products import products, wide_dtype
 from blocksparse.opaque_call import OpaqueCall, attend, refuse_transforms
 from blocksparse.permuters.permutation import GlobalPermutation, Permutation
 from blocksparse.permuters.permuter import Permuter
@@ -29,79 +27,10 @@ from blocksparse.scorers.scorer import Scorer
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.selector import Selector
 from blocksparse.sequences import Sequences
+from blocksparse.trace import MaskT, PermutationT, ScoresT, Trace
 from blocksparse.validators import a
 
 _log = logging.getLogger(__name__)
-
-PermutationT = TypeVar("PermutationT", bound=Permutation)
-ScoresT = TypeVar("ScoresT", bound=BlockScores)
-MaskT = TypeVar("MaskT", bound=BlockMask)
-
-
-@final
-@frozen(eq=False)
-class Trace(Generic[PermutationT, ScoresT, MaskT]):
-    """Every value of one call. The methods measure it when they are called, one row of blocks at a time.
-
-    With a sliding window, dense attention means dense attention within it.
-    """
-
-    # q, k and v are those that the stages got: in one dtype, with q negated if the caller's scale was negative.
-    q: Tensor  # [B, Hq, M, D]
-    k: Tensor  # [B, Hkv, N, D]
-    v: Tensor  # [B, Hkv, N, Dv]
-    scale: float  # above 0
-    permutation: PermutationT
-    scores: ScoresT
-    mask: MaskT
-    output: AttentionOutput
-    dense_because: str | None = None  # why the executor attended densely, if it did
-
-    @property
-    def visited(self) -> BlockMask:
-        """The blocks that were computed: those of the mask, fewer after an early stop, all in a dense call."""
-        return self.mask if self.output.visited is None else self.output.visited
-
-    def density(self) -> Tensor:
-        """The work done, as a share of the work of dense attention, `[B, Hq]`. See `BlockMask.density`."""
-        density = self.visited.density()
-        return density.repeat_interleave(self.q.shape[1] // density.shape[1], dim=1)
-
-    def covered_mass(self) -> Tensor:
-        """The share of the dense attention weights that lies on visited pairs, mean over queries, `[B, Hq]`.
-
-        A sink lies on no pair, so what it takes of the softmax does not count.
-        """
-        total = self.q.new_zeros(self.q.shape[:2], dtype=torch.float64)
-        for row in range(self.visited.grid.rows):
-            weight, _, allowed = self._dense_row(row)
-            total += weight.where(allowed, 0.0).sum((-1, -2))
-        return total / self.q.shape[2]
-
-    def error(self) -> Tensor:
-        """The relative L1 distance `sum|o - o'| / sum|o'|` of the output `o` from dense `o'`, `[B, Hq]`."""
-        distance = self.q.new_zeros(self.q.shape[:2], dtype=torch.float64)
-        norm = torch.zeros_like(distance)
-        values, change = self.v.to(wide_dtype(self.v)).mT, self.output.logits or PLAIN
-        for row in range(self.visited.grid.rows):
-            query, (weight, lse, _) = self.visited.queries(row), self._dense_row(row)
-            dense = change.with_sinks(products(weight, values), lse)[0].double()
-            index = query.unsqueeze(-1).expand(*query.shape, dense.shape[-1])
-            distance += (self.output.out.gather(2, index).double() - dense).abs().sum((-1, -2))
-            norm += dense.abs().sum((-1, -2))
-        return distance / norm
-
-    def _dense_row(self, row: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of one row of blocks: the dense attention weights without sinks `[B, Hq, m, N]`, their lse `[B, Hq, m]`,
-        and which pairs are visited `[B, Hq, m, N]`."""
-        query, allowed = self.visited.queries(row), self.visited.pairs(row)
-        rows = self.q.gather(2, query.unsqueeze(-1).expand(*query.shape, self.q.shape[-1]))
-        change = self.output.logits or PLAIN
-        logits = change.capped(products(*(x.to(wide_dtype(x)) for x in (rows, self.k))) * self.scale)
-        grid, key = self.visited.grid, torch.arange(self.k.shape[2], device=query.device)
-        position = query + (grid.k_len - grid.q_len if grid.causal else 0)
-        logits = logits.masked_fill(~grid.sees(position.unsqueeze(-1), key), float("-inf"))
-        return logits.softmax(-1), logits.logsumexp(-1), allowed
 
 
 @final

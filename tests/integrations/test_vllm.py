@@ -26,8 +26,8 @@ from blocksparse.integrations.vllm.batch import Batch, part_of
 from blocksparse.integrations.vllm.engine import HOST, Engine, is_configured, layer_of
 from blocksparse.integrations.vllm.reasons import dense_because
 from blocksparse.integrations.vllm.worker import RecordReader
-from blocksparse.pipeline import Trace
 from blocksparse.testing import make_qkv
+from blocksparse.trace import Trace
 
 SERVED = Served("llama", layers=4, heads=8, kv_heads=2)
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from blocksparse.executors.reference import ReferenceExecutor
 from blocksparse.permuters.permutation import GlobalPermutation
-from blocksparse.pipeline import Pipeline, Trace
+from blocksparse.pipeline import Pipeline
+from blocksparse.trace import Trace
 
 _PIXELS = 480
 _FAINTEST = 1e-4  # of the heaviest weight; all below looks alike

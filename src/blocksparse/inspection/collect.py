@@ -19,8 +19,8 @@ from blocksparse.head_groups import AnyPipeline, AnyTrace
 from blocksparse.inputs import check_inputs
 from blocksparse.inspection.maps import Figures, Maps, look
 from blocksparse.integrations.transformers import attach
-from blocksparse.pipeline import Trace
 from blocksparse.schedule import Schedule
+from blocksparse.trace import Trace
 
 STAGES = ("permute", "score", "select", "attend")
 _PIXELS = 104  # what 270 heads have room for in the file

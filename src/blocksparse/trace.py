@@ -1,0 +1,86 @@
+"""`Trace` holds every value of one call of a pipeline, and measures it."""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar, final
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from blocksparse.executors.attention_output import AttentionOutput
+from blocksparse.executors.logits import PLAIN
+from blocksparse.kernels.multiplying.products import products, wide_dtype
+from blocksparse.permuters.permutation import Permutation
+from blocksparse.scorers.block_scores import BlockScores
+from blocksparse.selectors.block_mask import BlockMask
+
+PermutationT = TypeVar("PermutationT", bound=Permutation)
+ScoresT = TypeVar("ScoresT", bound=BlockScores)
+MaskT = TypeVar("MaskT", bound=BlockMask)
+
+
+@final
+@frozen(eq=False)
+class Trace(Generic[PermutationT, ScoresT, MaskT]):
+    """Every value of one call. The methods measure it when they are called, one row of blocks at a time.
+
+    With a sliding window, dense attention means dense attention within it.
+    """
+
+    # q, k and v are those that the stages got: in one dtype, with q negated if the caller's scale was negative.
+    q: Tensor  # [B, Hq, M, D]
+    k: Tensor  # [B, Hkv, N, D]
+    v: Tensor  # [B, Hkv, N, Dv]
+    scale: float  # above 0
+    permutation: PermutationT
+    scores: ScoresT
+    mask: MaskT
+    output: AttentionOutput
+    dense_because: str | None = None  # why the executor attended densely, if it did
+
+    @property
+    def visited(self) -> BlockMask:
+        """The blocks that were computed: those of the mask, fewer after an early stop, all in a dense call."""
+        return self.mask if self.output.visited is None else self.output.visited
+
+    def density(self) -> Tensor:
+        """The work done, as a share of the work of dense attention, `[B, Hq]`. See `BlockMask.density`."""
+        density = self.visited.density()
+        return density.repeat_interleave(self.q.shape[1] // density.shape[1], dim=1)
+
+    def covered_mass(self) -> Tensor:
+        """The share of the dense attention weights that lies on visited pairs, mean over queries, `[B, Hq]`.
+
+        A sink lies on no pair, so what it takes of the softmax does not count.
+        """
+        total = self.q.new_zeros(self.q.shape[:2], dtype=torch.float64)
+        for row in range(self.visited.grid.rows):
+            weight, _, allowed = self._dense_row(row)
+            total += weight.where(allowed, 0.0).sum((-1, -2))
+        return total / self.q.shape[2]
+
+    def error(self) -> Tensor:
+        """The relative L1 distance `sum|o - o'| / sum|o'|` of the output `o` from dense `o'`, `[B, Hq]`."""
+        distance = self.q.new_zeros(self.q.shape[:2], dtype=torch.float64)
+        norm = torch.zeros_like(distance)
+        values, change = self.v.to(wide_dtype(self.v)).mT, self.output.logits or PLAIN
+        for row in range(self.visited.grid.rows):
+            query, (weight, lse, _) = self.visited.queries(row), self._dense_row(row)
+            dense = change.with_sinks(products(weight, values), lse)[0].double()
+            index = query.unsqueeze(-1).expand(*query.shape, dense.shape[-1])
+            distance += (self.output.out.gather(2, index).double() - dense).abs().sum((-1, -2))
+            norm += dense.abs().sum((-1, -2))
+        return distance / norm
+
+    def _dense_row(self, row: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Of one row of blocks: the dense attention weights without sinks `[B, Hq, m, N]`, their lse `[B, Hq, m]`,
+        and which pairs are visited `[B, Hq, m, N]`."""
+        query, allowed = self.visited.queries(row), self.visited.pairs(row)
+        rows = self.q.gather(2, query.unsqueeze(-1).expand(*query.shape, self.q.shape[-1]))
+        change = self.output.logits or PLAIN
+        logits = change.capped(products(*(x.to(wide_dtype(x)) for x in (rows, self.k))) * self.scale)
+        grid, key = self.visited.grid, torch.arange(self.k.shape[2], device=query.device)
+        position = query + (grid.k_len - grid.q_len if grid.causal else 0)
+        logits = logits.masked_fill(~grid.sees(position.unsqueeze(-1), key), float("-inf"))
+        return logits.softmax(-1), logits.logsumexp(-1), allowed
