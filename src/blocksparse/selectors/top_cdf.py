@@ -44,8 +44,6 @@ class TopCdf(Selector[BlockMass, BlockMask]):
             number_or_blocks(self.mass, scores.values),
             scores.grid,
             crossing=self.crossing,
-            near=places.near,
-            first=places.first,
-            stride=places.stride,
+            places=places,
         )
         return BlockMask(keep, scores.grid)

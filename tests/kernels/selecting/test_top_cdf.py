@@ -102,7 +102,7 @@ def test_places_are_kept_besides(kind: str, device: str) -> None:
         alone = top_cdf_reference(values, None, 0.6, grid, crossing=crossing)
         want = within_reach_reference(alone, grid, **places._asdict(), diagonal=True)
         for compute in (top_cdf_triton, top_cdf, top_cdf_reference):
-            assert torch.equal(compute(values, None, 0.6, grid, crossing=crossing, **places._asdict()), want)
+            assert torch.equal(compute(values, None, 0.6, grid, crossing=crossing, places=places), want)
 
 
 @pytest.mark.parametrize(

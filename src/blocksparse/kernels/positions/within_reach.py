@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
 from torch import Tensor
 
 from blocksparse.kernels.common.sizes import FAR
 from blocksparse.kernels.positions.block_grid import BlockGrid
 from blocksparse.kernels.positions.counter_hash import counter_hash
+
+PlaceNumbers: TypeAlias = tuple[int | None, int | None, tuple[int, int] | None]
+"""`near`, `first` and `stride` of `within_reach`; `selectors/places.py` makes them of rules."""
 
 
 def within_reach(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from blocksparse.kernels.positions.block_grid import BlockGrid
-from blocksparse.kernels.positions.within_reach import within_reach_reference
+from blocksparse.kernels.positions.within_reach import PlaceNumbers, within_reach_reference
 from blocksparse.kernels.selecting.running_share import running_share
 
 MAX_COLS = 32768
@@ -26,9 +26,7 @@ def top_cdf(
     grid: BlockGrid,
     *,
     crossing: bool,
-    near: int | None = None,
-    first: int | None = None,
-    stride: tuple[int, int] | None = None,
+    places: PlaceNumbers = (None, None, None),
 ) -> Tensor:
     """Which blocks are kept, `[B, H, rows, cols]` bool, by their `values` `[B, H, rows, cols]`.
 
@@ -39,13 +37,13 @@ def top_cdf(
         mass: a number, or `[1, H|1, 1, 1]`, in (0, 1]; it is rounded to fp32, as shares are. 1 keeps what is reachable.
         crossing: also keep the block that takes the sum from below the target to the target or above it. Without it,
             the heaviest block that is not forced is kept in any case.
-        near: blocks that are kept besides, as `within_reach` chooses them by position; likewise `first` and `stride`.
+        places: `near`, `first` and `stride` of `within_reach`, by which further blocks are kept.
     """
     if values.is_cuda and values.dtype == torch.float32 and values.shape[-1] <= MAX_COLS:
         from blocksparse.kernels.selecting.top_cdf_triton import top_cdf_triton
 
-        return top_cdf_triton(values, forced, mass, grid, crossing, near, first, stride)
-    return top_cdf_reference(values, forced, mass, grid, crossing, near, first, stride)
+        return top_cdf_triton(values, forced, mass, grid, crossing, places)
+    return top_cdf_reference(values, forced, mass, grid, crossing, places)
 
 
 def top_cdf_reference(
@@ -54,9 +52,7 @@ def top_cdf_reference(
     mass: float | Tensor,
     grid: BlockGrid,
     crossing: bool,
-    near: int | None = None,
-    first: int | None = None,
-    stride: tuple[int, int] | None = None,
+    places: PlaceNumbers = (None, None, None),
 ) -> Tensor:
     """The same in plain torch."""
     if not isinstance(mass, Tensor):
@@ -71,4 +67,5 @@ def top_cdf_reference(
         rank = torch.arange(values.shape[-1], device=mass.device)
         taken = (share.after <= mass) | ((rank == before) & (share.ticks > 0))
     keep = (share.put_back(taken) | always) | (mass >= 1)
+    near, first, stride = places
     return within_reach_reference(keep, grid, near=near, first=first, stride=stride)

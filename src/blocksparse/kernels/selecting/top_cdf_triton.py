@@ -22,6 +22,7 @@ from blocksparse.kernels.positions.block_grid_triton import (
     strides,
     tile,
 )
+from blocksparse.kernels.positions.within_reach import PlaceNumbers
 from blocksparse.kernels.positions.within_reach_triton import numbers_of_places, with_places
 from blocksparse.kernels.selecting.row_search_triton import cut, first_of, tile_of_rows
 
@@ -37,9 +38,7 @@ def top_cdf_triton(
     mass: float | Tensor,
     grid: BlockGrid,
     crossing: bool,
-    near: int | None = None,
-    first: int | None = None,
-    stride: tuple[int, int] | None = None,
+    places: PlaceNumbers = (None, None, None),
 ) -> Tensor:
     """Launch the kernel; arguments as of `top_cdf`."""
     B, H, rows, cols = values.shape
@@ -52,7 +51,7 @@ def top_cdf_triton(
             strides(values), None if forced is None else strides(forced),
             None if of_head is None else head_strides(of_head)[1], strides(keep),
             rows, cols, float(mass) if of_head is None else None,
-            *numbers_of_places(grid, near, first, stride),
+            *numbers_of_places(grid, *places),
             CAUSAL=grid.causal, WINDOW=grid.window, CROSSING=crossing, ROWS=high, COLS=wide,
             num_warps=num_warps,
         )  # fmt: skip
