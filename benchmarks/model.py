@@ -1,7 +1,8 @@
 """Time to first token of a whole model, dense and sparse: `python -m benchmarks.model`.
 
 A model of Llama-3.1-8B's shape with random bf16 weights reads a prompt of random tokens in one go, with a cache,
-for the logits of the last token alone. One table row per length. Needs a GPU and transformers.
+for the logits of the last token alone. One table row per length. With `--padded` it reads prompts of these lengths
+as one batch, padded on the left. Needs a GPU and transformers.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import blocksparse as bs
 from blocksparse.head_groups import AnyPipeline
-from blocksparse.integrations.transformers import attach
+from blocksparse.integrations.transformers import DensityRecorder, attach
 
 ROPE = {
     "rope_type": "llama3",
@@ -78,20 +79,20 @@ def without_attention(model: Any) -> Iterator[None]:
         AttentionInterface._global_mapping.pop("nothing")
 
 
-def read(model: Any, prompt: Tensor) -> Tensor:
-    """Logits of the token after the prompt `[1, N]`."""
-    logits: Tensor = model(prompt, use_cache=True, logits_to_keep=1).logits
+def read(model: Any, prompt: Tensor, **more: Tensor) -> Tensor:
+    """Logits of the token after the prompt `[1, N]`, or after each of a batch."""
+    logits: Tensor = model(prompt, use_cache=True, logits_to_keep=1, **more).logits
     return logits
 
 
-def milliseconds(model: Any, prompt: Tensor, repeats: int) -> float:
-    """Median time of reading the prompt, after reading it once: kernels are compiled for a length they meet."""
-    read(model, prompt)
+def milliseconds(reading: Callable[[], object], repeats: int) -> float:
+    """Median time of reading a prompt, after reading it once: kernels are compiled for a length they meet."""
+    reading()
     times = []
     for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        read(model, prompt)
+        reading()
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end))
@@ -122,7 +123,7 @@ def check(model: Any, density: float) -> None:
 def measure(model: Any, N: int, density: float, dense: list[str], repeats: int) -> dict[str, Any]:
     """Milliseconds of every way to read a prompt of `N` tokens; inf where a dense backend refuses."""
     prompt = torch.randint(SHAPE["vocab_size"], (1, N), device="cuda")
-    timed = partial(milliseconds, model, prompt, repeats)
+    timed = partial(milliseconds, partial(read, model, prompt), repeats)
     row: dict[str, Any] = {"N": N}
     for name in dense:
         try:
@@ -142,9 +143,40 @@ def measure(model: Any, N: int, density: float, dense: list[str], repeats: int) 
     return row
 
 
+def padded(model: Any, lengths: list[int], density: float, repeats: int) -> dict[str, Any]:
+    """Milliseconds to read prompts of these lengths as one batch, padded on the left.
+
+    `sdpa` is what transformers does with such a batch. `one by one` reads the prompts by themselves, without any
+    padding, by the fastest dense kernel.
+    """
+    longest, device = max(lengths), model.device
+    prompts = torch.randint(SHAPE["vocab_size"], (len(lengths), longest), device=device)
+    mask = torch.arange(longest, device=device) >= longest - torch.tensor(lengths, device=device)[:, None]
+    more = {"attention_mask": mask.long(), "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    batch = partial(read, model, prompts, **more)
+
+    def one_by_one() -> None:
+        for prompt, N in zip(prompts, lengths, strict=True):
+            read(model, prompt[None, longest - N :])
+
+    row: dict[str, Any] = {"lengths": lengths, "sdpa": milliseconds(batch, repeats)}
+    with sdpa_kernel(DENSE["cudnn"]):
+        row["one by one"] = milliseconds(one_by_one, repeats)
+    with attach(model, sparse(density)):
+        row["sparse"] = milliseconds(batch, repeats)
+        row["sparse, one by one"] = milliseconds(one_by_one, repeats)
+    recorder = DensityRecorder()
+    with attach(model, sparse(density), recorder=recorder):
+        batch()
+    if recorder.dense_calls():
+        raise RuntimeError(f"layers that must be sparse were dense: {recorder.dense_calls()}")
+    return row | {"density": float(recorder.density().mean()), "ratio": row["sdpa"] / row["sparse"]}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[32768, 65536, 131072])
+    parser.add_argument("--padded", action="store_true", help="these lengths as one padded batch")
     parser.add_argument("--density", type=float, default=0.1, help="share of each row's blocks that are kept")
     parser.add_argument("--dense", nargs="+", choices=tuple(DENSE), default=list(DENSE))
     parser.add_argument("--layers", type=int, default=SHAPE["num_hidden_layers"])
@@ -154,6 +186,11 @@ def main() -> None:
     torch.manual_seed(0)
     model = make_model(arguments.layers)
     check(model, arguments.density)
+    if arguments.padded:
+        row = padded(model, arguments.lengths, arguments.density, arguments.repeats)
+        print(", ".join(f"{name} {x:.2f}" if isinstance(x, float) else f"{name} {x}" for name, x in row.items()))
+        _write(arguments, [row])
+        return
     columns = [*arguments.dense, "sparse", "no attention"]
     print("tokens  " + "  ".join(f"{name:>12}" for name in columns) + "   ratio  bound  peak GiB")
     rows = []
@@ -161,9 +198,14 @@ def main() -> None:
         rows.append(row := measure(model, N, arguments.density, arguments.dense, arguments.repeats))
         times = "  ".join(f"{row[name]:9.0f} ms" for name in columns)
         print(f"{N:>6}  {times}  {row['ratio']:6.2f}  {row['bound']:5.2f}  {row['peak_gib']:8.1f}", flush=True)
+    _write(arguments, rows)
+
+
+def _write(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    shape = SHAPE | {"num_hidden_layers": arguments.layers}
     if arguments.json:
         arguments.json.write_text(
-            json.dumps({"shape": SHAPE, "density": arguments.density, "rows": rows}, indent=1)
+            json.dumps({"shape": shape, "density": arguments.density, "rows": rows}, indent=1)
         )
 
 
