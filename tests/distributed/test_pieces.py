@@ -57,7 +57,7 @@ def test_heads_are_spread_by_their_loads() -> None:
     assert [len(its) for its in heads] == [2] * 4
     assert max(sum(loads[head] for head in its) for its in heads) <= 1.01
     assert spread([0.5] * 4, 2) == [(0, 1), (2, 3)]
-    assert spread([0.0, 0.0, 0.0, 1.0], 2) == [(2, 3), (0, 1)]
+    assert spread([0.0, 0.0, 0.0, 1.0], 2) == [(3, 2), (0, 1)]  # the heaviest first
 
 
 @pytest.mark.parametrize(

@@ -57,8 +57,9 @@ def _whole_groups(keys: Heads, group: int) -> Share:
 def spread(loads: Sequence[float], ranks: int) -> list[Heads]:
     """Equally many of `len(loads)` heads for each rank, so that the loads of ranks are much alike.
 
-    The heaviest head left goes to the rank with the least load that has room; of equal ones the first. With equal
-    loads, rank 0 gets the first heads.
+    The heaviest head left goes to the rank with the least load that has room; of equal ones the first. Each rank
+    has its heads in this order, the heaviest first, so that ranks that attend to them part by part have much the same
+    work at any time. With equal loads, rank 0 gets the first heads.
     """
     each = len(loads) // ranks
     if len(set(loads)) <= 1:
@@ -70,4 +71,4 @@ def spread(loads: Sequence[float], ranks: int) -> list[Heads]:
         rank = min(room, key=lambda rank: (total[rank], rank))
         taken[rank].append(head)
         total[rank] += loads[head]
-    return [tuple(sorted(heads)) for heads in taken]
+    return [tuple(heads) for heads in taken]

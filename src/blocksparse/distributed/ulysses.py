@@ -54,7 +54,7 @@ class Ulysses(Scheme):
     density: PerHead | None = field(
         default=None, converter=converters.optional(per_head), validator=optional(at_least_0), kw_only=True
     )
-    parts: int = field(default=3, converter=a_whole_number, validator=size, kw_only=True)
+    parts: int = field(default=4, converter=a_whole_number, validator=size, kw_only=True)
     _of_heads: dict[tuple[Heads, int], AnyPipeline | Scheme] = field(init=False, repr=False, factory=dict)
 
     def __attrs_post_init__(self) -> None:
