@@ -159,6 +159,29 @@ def test_each_prompt_has_the_executor_that_it_has_alone(device: str) -> None:
     assert not bool((long.visited.keep == long.visited.grid.reachable).all())
 
 
+EXECUTORS = (bs.TritonExecutor(), bs.AutoExecutor(dense_below=0), bs.CpuExecutor(), bs.ReferenceExecutor())
+
+
+@pytest.mark.parametrize("tokens_first", [False, True])
+@pytest.mark.parametrize("permuter", [bs.SegmentKeySort(S=32), bs.SegmentQuerySort(S=32, block=32)], ids=repr)
+@pytest.mark.parametrize("executor", EXECUTORS, ids=lambda executor: type(executor).__name__)
+def test_an_executor_writes_its_rows_and_no_others(
+    executor: Any, permuter: Any, tokens_first: bool, device: str
+) -> None:
+    """Bit for bit what the call gives, in the part of a tensor that a pipeline names, whatever its strides."""
+    if isinstance(executor, bs.CpuExecutor) and device != "cpu":
+        pytest.skip("it takes CPU tensors")
+    q, k, v = make_qkv(N=150, M=90, D=32, dtype=torch.float16, device=device)
+    permutation = permuter(q, k, causal=True, scale=0.2)
+    mask = bs.TopK(3)(bs.MeanPoolScorer(32)(q, k, permutation, causal=True, scale=0.2))
+    everything = torch.full((1, 200, q.shape[1], 32) if tokens_first else (1, q.shape[1], 200, 32), 7.0).to(q)
+    everything = everything.transpose(1, 2) if tokens_first else everything
+    executor.attend_into(everything[:, :, 41:131], q, k, v, permutation, mask, scale=0.2)
+    assert torch.equal(everything[:, :, 41:131], executor(q, k, v, permutation, mask, scale=0.2).out)
+    assert bool((everything[:, :, :41] == 7).all())
+    assert bool((everything[:, :, 131:] == 7).all())
+
+
 def test_head_groups_trace_each_prompt() -> None:
     groups, (q, k, v) = bs.HeadGroups({(1,): SPARSE, (0,): None}), make_qkv(N=150, D=16)
     none, trace = groups.trace(q, k, v, sequences=bs.Sequences.packed([0, 150]))

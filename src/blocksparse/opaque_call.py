@@ -17,13 +17,26 @@ from blocksparse.sequences import Sequences
 Run = Callable[[Tensor, Tensor, Tensor, bool, float], Tensor]
 """A function of checked `(q, k, v, causal, scale)` that gives the output `[B, Hq, M, Dv]`."""
 
+Into = Callable[[Tensor, Tensor, Tensor, Tensor, bool, float], None]
+"""A function of `(out, q, k, v, causal, scale)` that writes this output to `out`."""
+
 
 @final
 class OpaqueCall(OpaqueBase):
-    """Attention that torch.compile calls without tracing it. To the graph it is an input, compared by identity."""
+    """Attention that torch.compile calls without tracing it. To the graph it is an input, compared by identity.
 
-    def __init__(self, run: Run) -> None:
+    Args:
+        run: makes a call.
+        into: makes the same call for one of several sequences, whose outputs share one tensor. If None, what `run`
+            gives is copied there.
+    """
+
+    def __init__(self, run: Run, into: Into | None = None) -> None:
         self.run = run
+        self.into = into or self._copied
+
+    def _copied(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> None:
+        out.copy_(self.run(q, k, v, causal, scale))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
         with without_autocast(q):
@@ -37,19 +50,24 @@ class OpaqueCall(OpaqueBase):
         sequences: Sequences,
         causal: bool,
         scale: float,
-        calls: Sequence[Run] | None = None,
+        calls: Sequence[Into] | None = None,
     ) -> Tensor:
         """Run each sequence by itself, on views of q, k and v. Other rows of the output are 0.
 
+        The longest run first, so that a GPU is at work on them while the host prepares the short ones.
+
         Args:
-            calls: what runs for each sequence, if not `run` for all.
+            calls: what runs for each sequence, if not `into` for all.
         """
-        parts, calls = sequences.parts(q, k, v, causal=causal), calls or [self.run] * len(sequences.spans)
-        out = laid_out_as(q, q.new_zeros((*q.shape[:3], v.shape[-1])))
+        parts, calls = sequences.parts(q, k, v, causal=causal), calls or [self.into] * len(sequences.spans)
+        runs = [run for run in zip(sequences.spans, parts, calls, strict=True) if run[1] is not None]
+        out = _new_output(q, v.shape[-1])
+        if sum(span.queries for span, _, _ in runs) < q.shape[0] * q.shape[2]:
+            out.zero_()
         with without_autocast(q):
-            for span, part, run in zip(sequences.spans, parts, calls, strict=True):
-                if part is not None:
-                    span.rows(out).copy_(run(*part, causal, scale))
+            for span, part, into in sorted(runs, key=lambda run: -run[0].queries * run[0].keys):
+                assert part is not None
+                into(span.rows(out), *part, causal, scale)
         return out
 
 
@@ -116,7 +134,15 @@ def _attend_each(
 @_attend.register_fake
 @_attend_each.register_fake
 def _(q: Tensor, _k: Tensor, v: Tensor, *_: object) -> Tensor:
-    return laid_out_as(q, q.new_empty((*q.shape[:3], v.shape[-1])))
+    return _new_output(q, v.shape[-1])
+
+
+def _new_output(q: Tensor, width: int) -> Tensor:
+    """Uninitialised `[B, H, M, width]`, laid out as `laid_out_as` has it."""
+    B, H, M, _ = q.shape
+    if q.transpose(1, 2).is_contiguous():
+        return q.new_empty((B, M, H, width)).transpose(1, 2)
+    return q.new_empty((B, H, M, width))
 
 
 def laid_out_as(q: Tensor, out: Tensor) -> Tensor:

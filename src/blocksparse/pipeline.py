@@ -53,7 +53,9 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
     selector: Selector[ScoresT, MaskT] = field(validator=a(Selector))
     executor: Executor[PermutationT, MaskT] = field(validator=a(Executor))
     _call: OpaqueCall = field(
-        init=False, repr=False, default=Factory(lambda self: OpaqueCall(self._attend), takes_self=True)
+        init=False,
+        repr=False,
+        default=Factory(lambda self: OpaqueCall(self._attend, self._attend_into), takes_self=True),
     )
     _promised: _Promised = field(
         init=False,
@@ -150,7 +152,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         histories = one_for_each(history, sequences)
         if sequences is None:
             return OpaqueCall(partial(self._attend, history=histories[0]))(q, k, v, causal, scale)
-        calls = [partial(self._attend, history=each) for each in histories]
+        calls = [partial(self._attend_into, history=each) for each in histories]
         return self._call.each(q, k, v, sequences, causal, scale, calls)
 
     def with_lse(
@@ -183,6 +185,23 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
             return self._attend_densely(q, k, v, causal, scale)
         return self._attend_sparsely(q, k, v, causal, scale, history).out
 
+    def _attend_into(
+        self,
+        out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool,
+        scale: float,
+        history: KeyHistory | None = None,
+    ) -> None:
+        """`_attend`, with the output written to `out`."""
+        if self.dense_because(q, k, v, causal=causal):
+            out.copy_(self._attend(q, k, v, causal, scale))
+            return
+        permutation, mask = self._chosen(q, k, causal, scale, history)
+        self.executor.attend_into(out, q, k, v, permutation, mask, scale=scale)
+
     def _attend_densely(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
         return dense_attention(q, k, v, causal=causal, scale=scale, window=self.window, logits=self.logits)
 
@@ -198,10 +217,15 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
     def _attend_sparsely(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, history: KeyHistory | None = None
     ) -> AttentionOutput:
+        return self._execute(q, k, v, *self._chosen(q, k, causal, scale, history), scale)
+
+    def _chosen(
+        self, q: Tensor, k: Tensor, causal: bool, scale: float, history: KeyHistory | None
+    ) -> tuple[PermutationT, MaskT]:
+        """What the first three stages give. No scores are left, so that their memory is free while attending."""
         permutation = self._order(q, k, causal, scale)
-        # The scores get no name here, so that their memory is free while the executor runs.
-        mask = self._select(q, k, permutation, self._score(q, k, permutation, causal, scale, history), causal)
-        return self._execute(q, k, v, permutation, mask, scale)
+        scores = self._score(q, k, permutation, causal, scale, history)
+        return permutation, self._select(q, k, permutation, scores, causal)
 
     def _order(self, q: Tensor, k: Tensor, causal: bool, scale: float) -> PermutationT:
         hiding(self.window, k.shape[2], causal=causal)

@@ -26,11 +26,11 @@ class Span(NamedTuple):
 
     def rows(self, x: Tensor) -> Tensor:
         """The queries of this sequence, a view of `x` `[B, H, M, D]`: `[1, H, queries, D]`."""
-        return x[self.entry : self.entry + 1, :, self.first_query : self.first_query + self.queries]
+        return x.narrow(0, self.entry, 1).narrow(2, self.first_query, self.queries)
 
     def columns(self, x: Tensor) -> Tensor:
         """The keys of this sequence, a view of `x` `[B, H, N, D]`: `[1, H, keys, D]`."""
-        return x[self.entry : self.entry + 1, :, self.first_key : self.first_key + self.keys]
+        return x.narrow(0, self.entry, 1).narrow(2, self.first_key, self.keys)
 
 
 def _spans(spans: Iterable[Iterable[int]]) -> tuple[Span, ...]:

@@ -58,8 +58,8 @@ def spread(loads: Sequence[float], ranks: int) -> list[Heads]:
     """Equally many of `len(loads)` heads for each rank, so that the loads of ranks are much alike.
 
     The heaviest head left goes to the rank with the least load that has room; of equal ones the first. Each rank
-    has its heads in this order, the heaviest first, so that ranks that attend to them part by part have much the same
-    work at any time. With equal loads, rank 0 gets the first heads.
+    has its heads in this order, the heaviest first, so that ranks that attend to them part by part have much the
+    same work at any time. With equal loads, rank 0 gets the first heads.
     """
     each = len(loads) // ranks
     if len(set(loads)) <= 1:

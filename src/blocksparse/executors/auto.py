@@ -147,7 +147,27 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
         scale: float,
     ) -> AttentionOutput:
         self.check(q, k, v, permutation, mask)
+        return self._chosen(q, k, v, mask)(q, k, v, permutation, mask, scale=scale)
+
+    def attend_into(
+        self,
+        out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        permutation: GlobalPermutation,
+        mask: BlockMask,
+        *,
+        scale: float,
+    ) -> None:
+        self.check(q, k, v, permutation, mask)
+        self._chosen(q, k, v, mask).attend_into(out, q, k, v, permutation, mask, scale=scale)
+
+    def _chosen(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask
+    ) -> Executor[GlobalPermutation, BlockMask]:
+        """The fastest executor that can run these inputs; the log says which."""
         executor, refused = self._fastest(q, k, v, mask)
         level = logging.WARNING if isinstance(executor, ReferenceExecutor) else logging.DEBUG
         _log.log(level, "%s", Choice(executor, refused))
-        return executor(q, k, v, permutation, mask, scale=scale)
+        return executor

@@ -7,7 +7,7 @@ from typing import ClassVar, Generic, Self, TypeVar
 
 from torch import Tensor
 
-from blocksparse.class_line import check_got
+from blocksparse.class_line import Declared, check_gave, check_got
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.logits import PLAIN, Logits
 from blocksparse.inputs import DTYPES, UnsupportedError, refuse_gradients
@@ -64,6 +64,26 @@ class Executor(ABC, Generic[PermutationT_contra, MaskT_contra]):
         scale: float,
     ) -> AttentionOutput:
         """Attend `q` `[B, Hq, M, D]` to `k` `[B, Hkv, N, D]` and `v` `[B, Hkv, N, Dv]`, in original order."""
+
+    def attend_into(
+        self,
+        out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        permutation: PermutationT_contra,
+        mask: MaskT_contra,
+        *,
+        scale: float,
+    ) -> None:
+        """Make the same call, and write its output to `out` `[B, Hq, M, Dv]`, whose last axis is innermost.
+
+        A pipeline calls it for each of several sequences, whose outputs are parts of one tensor. Here it copies;
+        an executor whose kernel can write there saves that.
+        """
+        output = self(q, k, v, permutation, mask, scale=scale)
+        check_gave((Declared(self, AttentionOutput),), output)
+        out.copy_(output.out)
 
     @abstractmethod
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskT_contra) -> list[str]:

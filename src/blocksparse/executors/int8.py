@@ -21,6 +21,7 @@ from blocksparse.kernels.attention.arguments import Approximation
 from blocksparse.kernels.attention.int8_attention import int8_attention
 from blocksparse.kernels.attention.sparse_attention import sparse_attention
 from blocksparse.kernels.common.hardware import is_hopper
+from blocksparse.kernels.common.memory import empty_as
 from blocksparse.kernels.rounding.fp8_values import fp8_values
 from blocksparse.opaque_call import is_transformed
 from blocksparse.per_head import PerHead, by_head, negative, per_head, wrong_heads
@@ -121,7 +122,7 @@ class Int8Executor(Executor[GlobalPermutation, BlockMask]):
                 tiles,
                 scale=scale,
                 approximation=Approximation(skip, rounded.q_scale, rounded.k_scale, rounded.k_copy, v_scale),
-                out_dtype=v.dtype,
+                out=empty_as(rounded.q, v.shape[-1], v.dtype),
             )
             lse = lse if rounded.taken is None else lse + rounded.taken
         return AttentionOutput(permutation.restore(out), permutation.restore(lse))

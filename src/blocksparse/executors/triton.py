@@ -81,6 +81,36 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
     ) -> AttentionOutput:
         if is_transformed():
             return one_node(self._node, q, k, v, permutation, mask, None, scale=scale, logits=self.logits)
+        out, lse = self._attend(q, k, v, permutation, mask, scale, None)
+        return AttentionOutput(permutation.restore(out), permutation.restore(lse), logits=self.logits)
+
+    def attend_into(
+        self,
+        out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        permutation: GlobalPermutation,
+        mask: BlockMask,
+        *,
+        scale: float,
+    ) -> None:
+        if is_transformed() or permutation.q_index is not None:
+            super().attend_into(out, q, k, v, permutation, mask, scale=scale)
+        else:
+            self._attend(q, k, v, permutation, mask, scale, out)
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        permutation: GlobalPermutation,
+        mask: BlockMask,
+        scale: float,
+        out: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """The output and its lse, in the order of query slots; in `out` if there is one."""
         self.check(q, k, v, permutation, mask, hint="Use AutoExecutor(), or CpuExecutor() on a CPU.")
         grid, queries = mask.grid, permutation.gather_queries(q)
         slots, visited = permutation.key_slots, None
@@ -88,7 +118,7 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
             # A chunk of a prompt visits a part of its keys. To ask for it costs a whole prompt more than it saves.
             visited = visited_columns(mask.keep, min(slots.shape[1], mask.keep.shape[1]))
         plain = self.pv_skip is None and grid.window is None and self.logits.is_plain
-        out, lse = sparse_attention(
+        return sparse_attention(
             queries,
             k,
             v,
@@ -100,8 +130,8 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
             visited=visited,
             approximation=EXACT if self.pv_skip is None else Approximation(by_head(self.pv_skip, q)),
             change=self.logits.for_kernel(q),
+            out=out,
         )
-        return AttentionOutput(permutation.restore(out), permutation.restore(lse), logits=self.logits)
 
 
 def portable_reasons(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, tiles: Tiles | None) -> list[str]:

@@ -22,6 +22,7 @@ from blocksparse.executors.tiles import TritonTiles, portable
 from blocksparse.kernels.attention.approximate_attention import approximate_attention_reference
 from blocksparse.kernels.attention.arguments import Approximation
 from blocksparse.kernels.attention.sparse_attention import sparse_attention
+from blocksparse.kernels.common.memory import empty_as
 from blocksparse.kernels.positions.token_positions import TokenPositions
 
 FP8 = GPU and torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 9)
@@ -46,7 +47,8 @@ class Call:
     out_dtype: torch.dtype
 
     def __call__(self, **changed: Any) -> tuple[Tensor, Tensor]:
-        options: dict[str, Any] = {"approximation": self.approximation, "out_dtype": self.out_dtype, **changed}
+        out = empty_as(self.q, self.v.shape[-1], self.out_dtype)
+        options: dict[str, Any] = {"approximation": self.approximation, "out": out, **changed}
         return sparse_attention(
             self.q, self.k, self.v, self.lists, self.positions, self.tiles, scale=self.scale, **options
         )
@@ -408,10 +410,10 @@ def test_chunked_equals_unchunked(M: int, device: str) -> None:
 # The executor
 
 
-def test_fp8_values_need_an_output_dtype(device: str) -> None:
+def test_fp8_values_need_an_output(device: str) -> None:
     call, _ = arguments(*structured(70, Hq=2, Hkv=1, D=16, device=device), fp8=True)
-    with pytest.raises(ValueError, match="'out_dtype' must be given with 'v_scale'"):
-        call(out_dtype=None)
+    with pytest.raises(ValueError, match="'out' must be given with 'v_scale'"):
+        call(out=None)
 
 
 @pytest.mark.skipif(GPU, reason="what the interpreter cannot do")

@@ -51,11 +51,9 @@ def sparse_attention(
     visited: Tensor | None = None,
     approximation: Approximation = EXACT,
     change: LogitChange = UNCHANGED,
-    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over the listed blocks: `out` `[B, Hq, M, Dv]`, and `lse` `[B, Hq, M]` fp32.
-
-    `out` lies in memory as `empty_as` has it.
 
     Args:
         q: `[B, Hq, M, D]`, in slot order.
@@ -65,11 +63,13 @@ def sparse_attention(
             order here, once per head of `key_slots`, and so many heads at a time that the workspace stays small.
         visited: `[B|1, Hw, cols]` bool, the blocks that `visited_columns` finds in the mask; `Hw` divides H. No others
             are then moved into slot order. None moves all.
-        out_dtype: by default that of v; it must be given if v is fp8.
+        out: where the output is written, with its last axis innermost. If None, it has the dtype of v, and lies in memory
+            as `empty_as` has it; it must be given if v is fp8.
     """
-    if approximation.v_scale is not None and out_dtype is None:
-        raise ValueError("'out_dtype' must be given with 'v_scale'")
-    out = empty_as(q, v.shape[-1], out_dtype or v.dtype)  # as q lies in memory, so before any copy of it
+    if out is None:
+        if approximation.v_scale is not None:
+            raise ValueError("'out' must be given with 'v_scale'")
+        out = empty_as(q, v.shape[-1], v.dtype)  # as q lies in memory, so before any copy of it
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     if positions.window is not None and tiles.kernel == "hopper":
