@@ -181,8 +181,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, history: KeyHistory | None = None
     ) -> Tensor:
         if reason := self.dense_because(q, k, v, causal=causal):
-            _log.debug("dense attention runs: %s", reason)
-            return self._attend_densely(q, k, v, causal, scale)
+            return self._attend_densely(q, k, v, causal, scale, reason)
         return self._attend_sparsely(q, k, v, causal, scale, history).out
 
     def _attend_into(
@@ -196,13 +195,14 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         history: KeyHistory | None = None,
     ) -> None:
         """`_attend`, with the output written to `out`."""
-        if self.dense_because(q, k, v, causal=causal):
-            out.copy_(self._attend(q, k, v, causal, scale))
+        if reason := self.dense_because(q, k, v, causal=causal):
+            out.copy_(self._attend_densely(q, k, v, causal, scale, reason))
             return
         permutation, mask = self._chosen(q, k, causal, scale, history)
         self.executor.attend_into(out, q, k, v, permutation, mask, scale=scale)
 
-    def _attend_densely(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+    def _attend_densely(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, reason: str) -> Tensor:
+        _log.debug("dense attention runs: %s", reason)
         return dense_attention(q, k, v, causal=causal, scale=scale, window=self.window, logits=self.logits)
 
     def dense_because(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> str | None:
@@ -338,7 +338,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         if (reason := self.dense_because(q, k, v, causal=causal)) is None:
             output = self._execute(q, k, v, permutation, mask, scale)
         else:
-            out = self._attend_densely(q, k, v, causal, scale)
+            out = self._attend_densely(q, k, v, causal, scale, reason)
             output = AttentionOutput(out, None, _everything(q, k, mask), self.logits)
         return Trace(q, k, v, scale, permutation, scores, mask, output, reason)
 

@@ -163,9 +163,7 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
         self.check(q, k, v, permutation, mask)
         self._chosen(q, k, v, mask).attend_into(out, q, k, v, permutation, mask, scale=scale)
 
-    def _chosen(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask
-    ) -> Executor[GlobalPermutation, BlockMask]:
+    def _chosen(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Executor[GlobalPermutation, BlockMask]:
         """The fastest executor that can run these inputs; the log says which."""
         executor, refused = self._fastest(q, k, v, mask)
         level = logging.WARNING if isinstance(executor, ReferenceExecutor) else logging.DEBUG
