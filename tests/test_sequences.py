@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -180,6 +182,38 @@ def test_an_executor_writes_its_rows_and_no_others(
     assert torch.equal(everything[:, :, 41:131], executor(q, k, v, permutation, mask, scale=0.2).out)
     assert bool((everything[:, :, :41] == 7).all())
     assert bool((everything[:, :, 131:] == 7).all())
+
+
+@pytest.mark.parametrize("executor", EXECUTORS[1:], ids=lambda executor: type(executor).__name__)
+def test_an_executor_refuses_what_cannot_hold_its_output(executor: Any, device: str) -> None:
+    q, k, v = make_qkv(N=64, M=40, D=16, Hq=2, Hkv=1, device="cpu")
+    permutation = bs.Identity()(q, k, causal=True, scale=0.2)
+    mask = bs.Everything()(bs.NoScorer(32)(q, k, permutation, causal=True, scale=0.2))
+    for error, out in (
+        (TypeError, torch.zeros(1, 2, 40, 16, dtype=torch.float64)),
+        (ValueError, torch.zeros(1, 2, 39, 16)),
+        (ValueError, torch.zeros(2, 2, 40, 16)),
+        (ValueError, torch.zeros(1, 2, 16, 40).mT),
+        (ValueError, torch.zeros(1, 1, 40, 16).expand(1, 2, 40, 16)),
+    ):
+        with pytest.raises(error, match="'out' must have"):
+            executor.attend_into(out, q, k, v, permutation, mask, scale=0.2)
+
+
+def test_a_history_is_freed_with_its_call() -> None:
+    """Without the collector of cycles, which may leave a GPU's memory waiting for long."""
+    q, k, v = make_qkv(N=64, D=16)
+    pipeline = bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(16), bs.TopK(2), bs.ReferenceExecutor())
+    history = bs.KeyHistory()
+    freed = weakref.ref(history)
+    gc.collect()
+    gc.disable()
+    try:
+        pipeline(q, k, v, history=history)
+        del history
+        assert freed() is None
+    finally:
+        gc.enable()
 
 
 def test_head_groups_trace_each_prompt() -> None:

@@ -33,7 +33,7 @@ class OpaqueCall(OpaqueBase):
 
     def __init__(self, run: Run, into: Into | None = None) -> None:
         self.run = run
-        self.into = into or self._copied
+        self.into = into  # `_copied` would make a cycle, in which a history of the call is not freed at once
 
     def _copied(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> None:
         out.copy_(self.run(q, k, v, causal, scale))
@@ -59,7 +59,8 @@ class OpaqueCall(OpaqueBase):
         Args:
             calls: what runs for each sequence, if not `into` for all.
         """
-        parts, calls = sequences.parts(q, k, v, causal=causal), calls or [self.into] * len(sequences.spans)
+        parts = sequences.parts(q, k, v, causal=causal)
+        calls = calls or [self.into or self._copied] * len(parts)
         runs = [run for run in zip(sequences.spans, parts, calls, strict=True) if run[1] is not None]
         out = _new_output(q, v.shape[-1])
         if sum(span.queries for span, _, _ in runs) < q.shape[0] * q.shape[2]:

@@ -79,11 +79,35 @@ class Executor(ABC, Generic[PermutationT_contra, MaskT_contra]):
         """Make the same call, and write its output to `out` `[B, Hq, M, Dv]`, whose last axis is innermost.
 
         A pipeline calls it for each of several sequences, whose outputs are parts of one tensor. Here it copies;
-        an executor whose kernel can write there saves that.
+        an executor whose kernel can write there saves that, and begins with `check_out`.
+
+        Raises:
+            TypeError, ValueError: `out` is not such a tensor, or as of a call.
         """
+        self.check_out(out, q, v)
         output = self(q, k, v, permutation, mask, scale=scale)
         check_gave((Declared(self, AttentionOutput),), output)
         out.copy_(output.out)
+
+    def check_out(self, out: Tensor, q: Tensor, v: Tensor) -> None:
+        """Refuse a tensor that cannot hold the output of a call with these inputs.
+
+        Raises:
+            TypeError: its dtype is not that of q.
+            ValueError: its shape or device is another, its last axis is not innermost, or entries share memory.
+        """
+        shape = (*q.shape[:3], v.shape[3])
+        if out.dtype != q.dtype:
+            raise TypeError(f"'out' must have the dtype of q ({q.dtype}): {out.dtype}")
+        if out.shape != shape or out.device != q.device:
+            raise ValueError(
+                f"'out' must have the shape {shape}, on {q.device}: {tuple(out.shape)} on {out.device}"
+            )
+        if out.stride(3) != 1 or any(n > 1 and step == 0 for n, step in zip(shape, out.stride(), strict=True)):
+            raise ValueError(
+                "'out' must have its last axis innermost in memory, and no entries that share memory: "
+                f"strides {out.stride()}"
+            )
 
     @abstractmethod
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskT_contra) -> list[str]:

@@ -17,6 +17,7 @@ from blocksparse.executors.one_node import OneNode, one_node
 from blocksparse.executors.tiles import HopperTiles, Tiles, TritonTiles, tuned
 from blocksparse.kernels.attention.arguments import Approximation
 from blocksparse.kernels.attention.sparse_attention import EXACT, sparse_attention
+from blocksparse.kernels.common.memory import copies_in_bulk
 from blocksparse.kernels.positions.block_lists import visited_columns
 from blocksparse.opaque_call import is_transformed
 from blocksparse.per_head import PerHead, by_head, negative, per_head, wrong_heads
@@ -95,7 +96,8 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
         *,
         scale: float,
     ) -> None:
-        if is_transformed() or permutation.q_index is not None:
+        self.check_out(out, q, v)
+        if is_transformed() or permutation.q_index is not None or not copies_in_bulk(out):
             super().attend_into(out, q, k, v, permutation, mask, scale=scale)
         else:
             self._attend(q, k, v, permutation, mask, scale, out)

@@ -44,7 +44,7 @@ def check_executor(
     `visited`, compared with float64; in a sliding window, too, if the executor takes windows. A query without a
     kept key must give 0 and `lse` -inf. A key that is NaN must reach only the queries that attend to it, and later
     tokens must change no bit of an earlier row. The layout of q in memory must not matter, and nothing may be
-    written into the inputs.
+    written into the inputs. `attend_into` must write the same output, to the part of a tensor that it is given.
 
     Args:
         causal: whether calls are causal; None for both kinds.
@@ -73,6 +73,7 @@ def check_executor(
                     continue
                 ran += 1
                 _check_meaning(executor, q, k, v, permutation, mask, relative_error)
+                _check_part(executor, q, k, v, permutation, mask)
                 # Blocks of a negative rank are visited in any case, so an early stop cannot drop any of them.
                 held = RankedBlockMask(mask.keep, mask.grid, torch.full_like(mask.rank, -1))
                 _check_bad_keys(executor, q, k, v, permutation, held, relative_error)
@@ -93,6 +94,19 @@ def _random_mask(
     keep = (draw(shape) < 0.4).to(q.device) | grid.diagonal
     keep &= grid.reachable & (draw(shape[:3]) < 0.9).to(q.device).unsqueeze(-1)
     return RankedBlockMask(keep, grid, draw(shape).argsort(-1).int().to(q.device))
+
+
+def _check_part(
+    executor: Executor[Any, Any], q: Tensor, k: Tensor, v: Tensor, permutation: Permutation, mask: RankedBlockMask
+) -> None:
+    B, Hq, M, _ = q.shape
+    whole = q.new_full((B, Hq, M + 9, v.shape[3]), 7.0)
+    part = whole[:, :, 8:-1]
+    executor.attend_into(part, q, k, v, permutation, mask, scale=SCALE)
+    same = torch.equal(part, executor(q, k, v, permutation, mask, scale=SCALE).out)
+    require(same, "'attend_into' must write what a call gives")
+    part.fill_(7.0)
+    require(bool((whole == 7.0).all()), "'attend_into' must write nothing but the rows that it is given")
 
 
 def _check_that_it_refuses(
