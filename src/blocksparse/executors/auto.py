@@ -6,7 +6,7 @@ import logging
 from numbers import Real
 from typing import Self, final
 
-from attrs import evolve, field, frozen
+from attrs import Factory, evolve, field, frozen
 from torch import Tensor
 
 from blocksparse.executors.attention_output import AttentionOutput
@@ -27,6 +27,8 @@ HALF_PRECISION_PAYS_FROM = 9e11
 SINGLE_PRECISION_PAYS_FROM = 6e10
 
 _log = logging.getLogger(__name__)
+
+_Candidates = tuple[Executor[GlobalPermutation, BlockMask], ...]
 
 
 @final
@@ -93,6 +95,17 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
     takes_windows = True
     dense_below: float | None = field(default=None, kw_only=True, validator=optional(_operations))
     logits: Logits = field(default=PLAIN, validator=a(Logits), kw_only=True)
+    # From the fastest on. They are made once, since to make one takes as long as a launch.
+    _on_gpu: _Candidates = field(
+        init=False,
+        repr=False,
+        default=Factory(lambda self: (TritonExecutor(logits=self.logits), FlexExecutor()), takes_self=True),
+    )
+    _elsewhere: _Candidates = field(
+        init=False,
+        repr=False,
+        default=Factory(lambda self: (CpuExecutor(logits=self.logits), FlexExecutor()), takes_self=True),
+    )
 
     def with_logits(self, logits: Logits) -> Self:
         return evolve(self, logits=logits)
@@ -126,8 +139,7 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
     ) -> tuple[Executor[GlobalPermutation, BlockMask], dict[str, list[str]]]:
         """The fastest executor that can run these inputs, and why the faster ones cannot."""
         refused: dict[str, list[str]] = {}
-        first = TritonExecutor(logits=self.logits) if q.is_cuda else CpuExecutor(logits=self.logits)
-        for candidate in (first, FlexExecutor()):
+        for candidate in self._on_gpu if q.is_cuda else self._elsewhere:
             reasons = candidate.unsupported(q, k, v, mask)
             if candidate.logits.is_plain and not self.logits.is_plain:
                 reasons = [*reasons, "it knows no softcap and no attention sinks"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -174,7 +175,7 @@ class GlobalPermutation(Permutation):
                     f"but 'k_index' moves key {key} out of it"
                 )
 
-    @property
+    @cached_property  # each stage asks for it, and a view takes the host microseconds
     def key_slots(self) -> Tensor | None:
         """The key in each slot, `[B, H, N]` int32; None when keys stay in place."""
         return None if self.k_index is None else self.k_index.select(2, 0)

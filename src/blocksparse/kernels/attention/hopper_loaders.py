@@ -41,20 +41,20 @@ def panels(x: Tensor, rows: int) -> TensorDescriptor:
     eight = x.element_size() == 1
     wide = padded_keys(x.shape[-1]) if eight else PANEL.value
     layout = _layout(wide, 8, 4) if eight else _layout(128, 16, 4)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, wide], layout)
+    return TensorDescriptor(x, x.shape, x.stride(), [1, 1, rows, wide], layout)
 
 
 def turned(v: Tensor, keys: int) -> TensorDescriptor:
     """A descriptor that copies `keys` keys, with all their channels, of transposed values `v` `[B, H, D, N]`."""
     box = [1, 1, padded_values(v.shape[2]), keys]
-    return TensorDescriptor(v, list(v.shape), list(v.stride()), box, _layout(keys, 8, 4))
+    return TensorDescriptor(v, v.shape, v.stride(), box, _layout(keys, 8, 4))
 
 
 def numbers(x: Tensor, n: int) -> TensorDescriptor:
     """A descriptor that copies `n` consecutive numbers of `x` `[B, H, N]` fp32."""
     if x.shape[-1] % 4:  # the copy engine wants every row to begin at a multiple of 16 bytes
         x = pad(x, (0, -x.shape[-1] % 4))
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, n], _layout(0, 32, 3))
+    return TensorDescriptor(x, x.shape, x.stride(), [1, 1, n], _layout(0, 32, 3))
 
 
 @functools.cache

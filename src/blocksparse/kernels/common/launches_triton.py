@@ -38,11 +38,13 @@ class Remembered:
         return partial(self._launch, (*grid, 1, 1)[:3])
 
     def _launch(self, grid: tuple[int, int, int], *args: Any, **named: Any) -> None:
-        kinds = [x if type(x) is int else _kind(x) for x in args]
-        key = torch.cuda.current_device(), *named, *named.values(), *map(type, named.values()), *kinds
+        values = named.values()
+        parts = [torch.cuda.current_device(), *named, *values, *map(type, values)]
+        _add_kinds(parts, args)
+        key = tuple(parts)
         if (known := self._compiled.get(key)) is not None:
             compiled, constants = known
-            compiled[grid](*args, *[named[name] for name in constants])
+            compiled[grid](*args, *map(named.__getitem__, constants))
             return
         compiled = self.jit[grid](*args, **named)
         if compiled is None:  # one of Triton's hooks kept it from being compiled
@@ -57,21 +59,43 @@ def remembered(jit: Any) -> Any:
     return Remembered(jit) if isinstance(jit, JITFunction) and torch.version.hip is None else jit
 
 
-_INTEGERS = {int}
+def _add_kinds(parts: list[object], args: tuple[Any, ...]) -> None:
+    """Append what Triton may specialise a kernel on in these arguments. Integers stand for themselves.
+
+    It is one loop over exact types, and calls nothing for most arguments: a call of a pipeline has some 150 of them. Two
+    entries stand for a tensor; since only tensors begin with a dtype, different arguments never give the same entries.
+    """
+    add = parts.append
+    for x in args:
+        kind = type(x)
+        if kind is int or x is None:
+            add(x)
+        elif kind is Tensor:
+            add(x.dtype)
+            add(x.data_ptr() % 16)
+        elif kind is tuple:
+            for part in x:
+                if type(part) is not int:
+                    inside: list[object] = []
+                    _add_kinds(inside, x)
+                    add(tuple(inside))
+                    break
+            else:
+                add(x)
+        elif kind is float:
+            add(float)
+        else:
+            add(_kind(x))
 
 
 def _kind(x: Any) -> object:
-    """What Triton may specialise a kernel on in an argument that is no integer; those stand for themselves."""
-    if x is None:
-        return None
-    if isinstance(x, Tensor):
-        return x.dtype, x.data_ptr() % 16
-    if isinstance(x, tuple):
-        return x if set(map(type, x)) == _INTEGERS else tuple([_kind(part) for part in x])
-    if isinstance(x, float):
-        return float
-    if isinstance(x, TensorDescriptor):
-        return TensorDescriptor, x.base.dtype, *x.block_shape, x.padding
+    """The same of an argument of a rarer type."""
     if isinstance(x, GluonDescriptor):
         return GluonDescriptor, x.base.dtype, *x.block_shape, x.padding, x.layout
+    if isinstance(x, TensorDescriptor):
+        return TensorDescriptor, x.base.dtype, *x.block_shape, x.padding
+    if isinstance(x, float):
+        return float
+    if isinstance(x, Tensor):  # of a subclass; for all other types this question takes long
+        return x.dtype, x.data_ptr() % 16
     return type(x), x

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -32,39 +32,76 @@ def key_importance_triton(
     q: Tensor, k: Tensor, probe: int, seen: int, causal: bool, scale: float, per_query_head: bool
 ) -> Tensor:
     """Launch the kernels; arguments as of `key_importance`."""
-    (B, Hq, M, D), (_, Hkv, N, _) = q.shape, k.shape
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
-    P, G, seen = min(probe, M), Hq // Hkv, min(seen, N)
+    (_, _, M, _), (_, Hkv, N, _) = q.shape, k.shape
+    P, seen = min(probe, M), min(seen, N)
     # A negative scale is that of negated queries: the largest product then stays the largest logit.
     q = q.narrow(2, M - P, P)
     q = q if scale >= 0 else -q
-    large = has_large_memory(q)
-    sums, weights = _options(D, q.element_size(), P, G, large=large)
+    plan = _plan(q.shape, k.shape, q.element_size(), per_query_head, large=has_large_memory(q))
+    peak, total, parts = empty_together(torch.float32, q.device, *plan.outputs)
+    # How many of the first keys every query sees: those need no mask.
+    plain = min(seen, N - P + 1) if causal else seen
+    scale_log2 = abs(scale) * math.log2(math.e)
+    sizes = q.stride()[:3], k.stride()[:3], N, P, plan.rows, plan.share, plan.splits, seen, plain, Hkv, scale_log2
+    tma = plan.tma and copies_in_bulk(k)
+    with device_of(q):
+        _sums[plan.grid_of_sums](
+            q, _source(k, plan.sums, tma), peak, total, *sizes, TMA=tma, CAUSAL=causal, **plan.sums
+        )  # fmt: skip
+        _weights[plan.grid_of_weights](
+            q, _source(k, plan.weights, tma), peak, total, parts, *sizes, plan.share_of_a_vote, plan.tiles,
+            SPLITS=_SPLITS, TMA=tma, CAUSAL=causal, **plan.weights,
+        )  # fmt: skip
+    return parts
+
+
+class _Plan(NamedTuple):
+    """What sizes alone decide of both launches."""
+
+    outputs: tuple[tuple[int, ...], ...]  # the shapes of the peaks, of the sums of weights and of the parts
+    grid_of_sums: tuple[int, int, int]
+    grid_of_weights: tuple[int, int, int]
+    rows: int  # queries of a KV head
+    share: int  # keys of a program
+    splits: int  # shares
+    tiles: int  # tiles of queries in the second pass, of each query head
+    share_of_a_vote: float  # what a query counts in a mean
+    tma: bool  # whether there are keys enough for a descriptor
+    sums: dict[str, Any]  # constants and options of the first pass
+    weights: dict[str, Any]
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def _plan(
+    of_queries: tuple[int, ...], of_keys: tuple[int, ...], itemsize: int, per_query_head: bool, *, large: bool
+) -> _Plan:
+    """The plan for the shapes of the probe queries `[B, Hq, P, D]` and of the keys `[B, Hkv, N, D]`."""
+    (B, Hq, P, D), (_, Hkv, N, _) = of_queries, of_keys
+    G = Hq // Hkv
+    sums, weights = _options(D, itemsize, P, G, large=large)
+    constants = {"D": D, "BLOCK_D": max(16, power_of_2(D)), "PRECISION": fp32_products()}
     row_tiles, tiles = cdiv(G * P, sums["BLOCK_M"]), cdiv(P, weights["BLOCK_M"])
     pieces = cdiv(N, 128)
     share = cdiv(pieces, min(_SPLITS, cdiv(pieces, _PIECES))) * 128
     splits = cdiv(N, share)
     of_sums = B * Hkv, splits, G * P
     of_parts = B, Hq if per_query_head else Hkv, tiles if per_query_head else G * tiles, N
-    peak, total, parts = empty_together(torch.float32, q.device, of_sums, of_sums, of_parts)
-    # How many of the first keys every query sees: those need no mask.
-    plain = min(seen, N - P + 1) if causal else seen
-    scale_log2 = abs(scale) * math.log2(math.e)
-    sizes = q.stride()[:3], k.stride()[:3], N, P, G * P, share, splits, seen, plain, Hkv, scale_log2
-    constants = {"D": D, "BLOCK_D": max(16, power_of_2(D)), "CAUSAL": causal, "PRECISION": fp32_products()}
-    tma = large and N >= _TMA_FROM and copies_in_bulk(k)
-    with device_of(q):
-        _sums[(row_tiles, splits, B * Hkv)](
-            q, _source(k, sums, tma), peak, total, *sizes, TMA=tma, **constants, **sums
-        )  # fmt: skip
-        _weights[(G * tiles, splits, B * Hkv)](
-            q, _source(k, weights, tma), peak, total, parts, *sizes, 1 / (P if per_query_head else P * G), tiles,
-            SPLITS=_SPLITS, TMA=tma, **constants, **weights,
-        )  # fmt: skip
-    return parts
+    return _Plan(
+        outputs=(of_sums, of_sums, of_parts),
+        grid_of_sums=(row_tiles, splits, B * Hkv),
+        grid_of_weights=(G * tiles, splits, B * Hkv),
+        rows=G * P,
+        share=share,
+        splits=splits,
+        tiles=tiles,
+        share_of_a_vote=1 / (P if per_query_head else P * G),
+        tma=large and N >= _TMA_FROM,
+        sums={**constants, **sums},
+        weights={**constants, **weights},
+    )
 
 
-@functools.lru_cache(maxsize=REMEMBERED)
 def _options(D: int, itemsize: int, P: int, G: int, *, large: bool) -> tuple[dict[str, int], dict[str, int]]:
     """Options of both kernels, whose tiles of queries are no larger than there are queries."""
     sums, weights = (f(D, itemsize, large=large) for f in (options_of_sums, options_of_weights))
@@ -99,11 +136,10 @@ def _small_options(row_bytes: int, *, large: bool) -> dict[str, int]:
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": 4, "num_stages": 1}
 
 
-def _source(k: Tensor, options: dict[str, int], tma: bool) -> Any:
+def _source(k: Tensor, options: dict[str, Any], tma: bool) -> Any:
     if not tma:
         return k
-    block_d = max(16, power_of_2(k.shape[-1]))
-    return TensorDescriptor.from_tensor(k, [1, 1, options["BLOCK_N"], block_d])
+    return TensorDescriptor.from_tensor(k, [1, 1, options["BLOCK_N"], options["BLOCK_D"]])
 
 
 @triton.jit

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -10,7 +13,7 @@ from torch import Tensor
 from blocksparse.kernels.common.hardware import device_of
 from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.memory import empty_together
-from blocksparse.kernels.common.sizes import cdiv, power_of_2
+from blocksparse.kernels.common.sizes import REMEMBERED, cdiv, power_of_2
 from blocksparse.kernels.common.strides_triton import alike, head_at, head_strides
 
 _Bounds = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -44,38 +47,70 @@ def _launch(
     device: torch.device,
 ) -> tuple[Tensor, Tensor, _Bounds]:
     """Positions are made only where the maps, which are then returned, do not say them already."""
-    lead = offset % q_block
-    rows, cols = cdiv(lead + M, q_block), cdiv(slots, k_block)
-    Bq, Qh = (1, 1) if q_index is None else q_index.shape[:2]
-    Bk, Kh, G = (1, 1, 1) if k_index is None else k_index.shape[:3]
     q_index, k_index = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (q_index, k_index))
-    q_copies, k_copies = (1 if H == 1 else heads // H for H in (Qh, Kh))
-    of_queries, of_keys = (Bq, Qh * q_copies, rows, 1), (Bk, Kh * k_copies, G, cols)
-    shapes = [of_queries, of_queries, of_keys, of_keys]
-    if q_missing := q_index is None or offset > 0 or M % q_block > 0:
-        shapes.append((Bq, Qh, rows * q_block))
-    if k_missing := k_index is None or slots % k_block > 0:
-        shapes.append((Bk, Kh, G, cols * k_block))
-    q_first, q_last, k_first, k_last, *made = empty_together(torch.int32, device, *shapes)
-    q_made, k_made = made[0] if q_missing else None, made[-1] if k_missing else None
-    k_whole = torch.empty(of_keys, dtype=torch.bool, device=device)
-    q_wide, k_wide = (min(power_of_2(block), _TILE) for block in (q_block, k_block))
-    q_programs = Bq * Qh * cdiv(rows, _TILE // q_wide)
-    k_programs = Bk * Kh * G * cdiv(cols, _TILE // k_wide)
+    maps = None if q_index is None else q_index.shape, None if k_index is None else k_index.shape
+    plan = _plan(*maps, M, slots, q_block, k_block, heads, offset)
+    q_first, q_last, k_first, k_last, *made = empty_together(torch.int32, device, *plan.outputs)
+    q_made, k_made = made[0] if plan.q_missing else None, made[-1] if plan.k_missing else None
+    k_whole = torch.empty(k_first.shape, dtype=torch.bool, device=device)
     with device_of(q_first):
-        _kernel[(q_programs + k_programs,)](
+        _kernel[plan.grid](
             q_index, k_index, q_made, k_made, q_first, q_last, k_first, k_last, k_whole,
             None if q_index is None else alike(*head_strides(q_index), 0),
-            None if k_index is None else alike(*head_strides(k_index), k_index.stride(2) if G > 1 else 0),
-            q_programs, Qh, Kh, G, rows, cols, M, slots, lead, offset,
-            Q_BLOCK=q_block, K_BLOCK=k_block, Q_WIDE=q_wide, K_WIDE=k_wide, TILE=_TILE,
-            Q_COPIES=q_copies, K_COPIES=k_copies,
+            None if k_index is None else alike(*head_strides(k_index), k_index.stride(2) if k_index.shape[2] > 1 else 0),
+            *plan.sizes, M, slots, offset % q_block, offset,
+            **plan.constants,
             num_warps=4,
         )  # fmt: skip
     q_position, k_position = q_index if q_made is None else q_made, k_index if k_made is None else k_made
     assert q_position is not None  # a map that is missing was made
     assert k_position is not None
     return q_position, k_position, (q_first, q_last, k_first, k_last, k_whole)
+
+
+class _Plan(NamedTuple):
+    """What sizes alone decide of a launch."""
+
+    outputs: list[tuple[int, ...]]  # shapes of the four bounds, then of the positions that are made
+    q_missing: bool  # whether positions of queries are made
+    k_missing: bool
+    grid: tuple[int]
+    sizes: tuple[int, ...]  # programs of queries, heads of the maps, key maps of a head, rows and columns
+    constants: dict[str, int]
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def _plan(
+    of_queries: tuple[int, ...] | None,
+    of_keys: tuple[int, ...] | None,
+    M: int,
+    slots: int,
+    q_block: int,
+    k_block: int,
+    heads: int,
+    offset: int,
+) -> _Plan:
+    """The plan for maps of these shapes; None where there is no map."""
+    rows, cols = cdiv(offset % q_block + M, q_block), cdiv(slots, k_block)
+    Bq, Qh = (1, 1) if of_queries is None else of_queries[:2]
+    Bk, Kh, G = (1, 1, 1) if of_keys is None else of_keys[:3]
+    q_copies, k_copies = (1 if H == 1 else heads // H for H in (Qh, Kh))
+    q_bound, k_bound = (Bq, Qh * q_copies, rows, 1), (Bk, Kh * k_copies, G, cols)
+    outputs: list[tuple[int, ...]] = [q_bound, q_bound, k_bound, k_bound]
+    if q_missing := of_queries is None or offset > 0 or M % q_block > 0:
+        outputs.append((Bq, Qh, rows * q_block))
+    if k_missing := of_keys is None or slots % k_block > 0:
+        outputs.append((Bk, Kh, G, cols * k_block))
+    q_wide, k_wide = (min(power_of_2(block), _TILE) for block in (q_block, k_block))
+    q_programs = Bq * Qh * cdiv(rows, _TILE // q_wide)
+    k_programs = Bk * Kh * G * cdiv(cols, _TILE // k_wide)
+    constants = {
+        "Q_BLOCK": q_block, "K_BLOCK": k_block, "Q_WIDE": q_wide, "K_WIDE": k_wide, "TILE": _TILE,
+        "Q_COPIES": q_copies, "K_COPIES": k_copies,
+    }  # fmt: skip
+    return _Plan(
+        outputs, q_missing, k_missing, (q_programs + k_programs,), (q_programs, Qh, Kh, G, rows, cols), constants
+    )
 
 
 @triton.jit
