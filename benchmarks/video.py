@@ -35,6 +35,7 @@ from blocksparse.integrations.diffusers import DensityRecorder, attach
 from blocksparse.permuters.grid_order import GridOrder
 
 SHAPE: dict[str, Any] = {"attention_head_dim": 128, "ffn_dim": 13_824, "text_dim": 4096, "in_channels": 16}
+TEXT_TOKENS = 512
 BACKENDS = {"cuda": ("_native_cudnn", "_native_flash"), "cpu": ("native", "_native_math")}
 """diffusers' names of the dense backend that is timed, and of one that tells how far two of them may differ."""
 EXACT = bs.AutoExecutor(dense_below=0)
@@ -170,11 +171,13 @@ def main() -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     (T, H, W), (dense, other) = options.latent, BACKENDS[device.type]
     grid = T, H // 2, W // 2
+    if prod(grid) == TEXT_TOKENS:  # by their number, self-attention is told from that to the text
+        parser.error(f"take another --latent: it has as many tokens as the text, {TEXT_TOKENS}")
     model = make_model(options.layers, options.heads, device, dtype)
     given = {
         "hidden_states": torch.randn(1, SHAPE["in_channels"], T, H, W, device=device, dtype=dtype),
         "timestep": torch.tensor([900], device=device),
-        "encoder_hidden_states": torch.randn(1, 512, SHAPE["text_dim"], device=device, dtype=dtype),
+        "encoder_hidden_states": torch.randn(1, TEXT_TOKENS, SHAPE["text_dim"], device=device, dtype=dtype),
     }
     print(f"{prod(grid)} tokens {grid}, {options.layers} layers, {options.heads} heads", flush=True)
     everything = bs.Pipeline(bs.HilbertOrder(), bs.MeanPoolScorer(128, k_block=64), bs.Everything(), EXACT)

@@ -27,7 +27,8 @@ _OF_KL: dict[str, Any] = {
     "batch": 1,
     "text_kl": Budget().text_kl,
     "answer_kl": Budget().answer_kl,
-    "keep": 6,
+    "keep": None,
+    "positions": 384,
     "head_groups": 1,
 }
 _OF_SPARGE: dict[str, Any] = {"l1": ErrorBounds().l1, "l2": ErrorBounds().l2}
@@ -80,7 +81,16 @@ def add_to(commands: Commands) -> None:
         "--answer-kl", type=float, default=_OF_KL["answer_kl"], help="the same at tokens of answers"
     )
     parser.add_argument(
-        "--keep", type=int, default=_OF_KL["keep"], help="candidates of a layer with which the model is run"
+        "--keep",
+        type=int,
+        default=_OF_KL["keep"],
+        help="candidates of a layer with which the model is run; without it 6 on a CPU, all on a GPU",
+    )
+    parser.add_argument(
+        "--positions",
+        type=int,
+        default=_OF_KL["positions"],
+        help="at how many positions of a text predictions are compared",
     )
     parser.add_argument(
         "--head-groups",
@@ -158,6 +168,7 @@ def _tune(arguments: argparse.Namespace) -> int:
                 batch=arguments.batch,
                 head_groups=arguments.head_groups,
                 keep=arguments.keep,
+                positions=arguments.positions,
                 report=report,
             )
     plan.save(arguments.out)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import final
 
 import torch
@@ -15,19 +16,22 @@ from blocksparse.tune.unit import DENSE, Unit
 
 
 def milliseconds(call: Callable[[], object], device: torch.device) -> float:
-    """Time of a call, after calls that compile and warm up: on a GPU by events, the median; else the least."""
+    """Time of a call, after calls that compile and warm up: the median of some on a GPU, else the least.
+
+    On a GPU the calls follow one another as they do in a model, so that the host's time counts only where the GPU
+    would wait for it.
+    """
     call()
     if device.type == "cuda":
         call()
-        spans = []
-        for _ in range(5):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(9)]
+        marks[0].record()
+        for mark in marks[1:]:
             call()
-            end.record()
-            end.synchronize()
-            spans.append(start.elapsed_time(end))
-        return float(statistics.median(spans))
+            mark.record()
+        marks[-1].synchronize()
+        spans = [before.elapsed_time(after) for before, after in pairwise(marks)]
+        return float(statistics.median(spans[1:]))  # the host has no lead in the first one yet
     times = []
     for _ in range(2):
         begin = time.perf_counter()

@@ -22,7 +22,9 @@ from blocksparse.tune.sensitivity import PROBE
 from blocksparse.tune.session import Session
 from blocksparse.tune.unit import DENSE, Unit
 from blocksparse.tune.verify import plan_that_fits
-from blocksparse.validators import one_of, size
+from blocksparse.validators import one_of, optional, size
+
+KEPT_ON_A_CPU = 6  # a run of the model takes seconds there, and a tenth of one on a GPU
 
 
 @final
@@ -48,7 +50,7 @@ def tune(
     minimise: str = "time",
     batch: int = 1,
     head_groups: int = 1,
-    keep: int = 6,
+    keep: int | None = None,
     positions: int = 384,
     report: Report = lambda *_: None,
 ) -> Plan:
@@ -70,7 +72,8 @@ def tune(
         minimise: "time", as predicted for this device at the length of the longest prompt; or "density".
         batch: how many prompts a call will have; times are those of such calls.
         head_groups: into how many groups the KV heads of each layer are split; each gets a choice of its own.
-        keep: with how many candidates for each layer, or group of heads, the model is run.
+        keep: with how many candidates for each layer, or group of heads, the model is run. None is 6 on a CPU, and
+            on a GPU all that are not beaten by another setting of their preset.
         positions: at how many positions of a prompt's text predictions are compared.
         report: is called with the progress.
 
@@ -79,7 +82,8 @@ def tune(
         TypeError, ValueError: another argument is of a wrong kind.
     """
     one_of("time", "density").check(minimise=minimise)
-    size.check(batch=batch, head_groups=head_groups, keep=keep, positions=positions)
+    size.check(batch=batch, head_groups=head_groups, positions=positions)
+    optional(size).check(keep=keep)
     if not candidates:
         raise TuneError("'candidates' must have at least one candidate")
     by_name = {str(candidate): candidate for candidate in candidates}
@@ -95,6 +99,8 @@ def tune(
         batch=batch,
     )
     bench, units, work = session.bench, session.units, session.bench.work
+    if keep is None:
+        keep = len(every) if network.device.type == "cuda" else KEPT_ON_A_CPU
     timed = session.timed_units()
     run = sum(map(bench.part_of_a_reading, units)) * len(prompts)
     work.todo |= {
