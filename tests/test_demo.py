@@ -22,7 +22,7 @@ from blocksparse.cli.main import main
 from blocksparse.demo import TEXT
 from blocksparse.demo.measure import Row, perplexity
 from blocksparse.demo.methods import method
-from blocksparse.demo.model import wheel_folder
+from blocksparse.demo.model import dtype_for, wheel_folder
 from blocksparse.demo.picture import Panel, draw, pooled_attention
 from blocksparse.demo.prompt import build
 from blocksparse.demo.report import legend, table, write_json
@@ -321,3 +321,20 @@ def test_whole_demo_on_the_real_model(tmp_path: Path) -> None:
         assert row["perplexity"] < 1.2 * dense["perplexity"], row
         assert row["reply"] == written["answer"] or row["method"] not in ("mean_pooling", "pbs_attn")
     assert (tmp_path / "attention-map.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype"),
+    [
+        ("AVX2", torch.float32),
+        ("NEON", torch.float32),
+        ("AVX512", torch.bfloat16),
+        ("AVX512_VNNI", torch.bfloat16),
+    ],
+)
+def test_models_are_read_in_the_dtype_that_the_device_multiplies_well(
+    capability: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
+    assert dtype_for(torch.device("cpu")) == dtype
+    assert dtype_for(torch.device("cuda")) == torch.bfloat16

@@ -373,7 +373,7 @@ def test_the_command_writes_a_plan_and_says_what_it_does(
         (["MODEL", "--text", "none.txt"], "'--text' must be a readable UTF-8 text: none.txt"),
         (["MODEL", "--prompts", "none.jsonl"], "must be a readable UTF-8 file: none.jsonl"),
         (["MODEL", "--text-kl", "-1", "--tokens", "900"], "'text_kl' must be a number above 0: -1"),
-        (["MODEL", "--keep", "0", "--tokens", "900"], "'keep' must be a whole number, at least 1: 0"),
+        (["MODEL", "--keep", "0", "--tokens", "900"], "'keep' must be a whole number, at least 1, or None: 0"),
         (
             ["MODEL", "--head-groups", "3", "--tokens", "900"],
             "'head_groups' must be at most 2, the model's KV heads: 3",
