@@ -147,7 +147,7 @@ def padded(model: Any, lengths: list[int], density: float, repeats: int) -> dict
     """Milliseconds to read prompts of these lengths as one batch, padded on the left.
 
     `sdpa` is what transformers does with such a batch. `one by one` reads the prompts by themselves, without any
-    padding, by the fastest dense kernel.
+    padding: densely by cuDNN, whatever `--dense` names.
     """
     longest, device = max(lengths), model.device
     prompts = torch.randint(SHAPE["vocab_size"], (len(lengths), longest), device=device)

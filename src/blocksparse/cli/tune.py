@@ -16,7 +16,8 @@ from blocksparse.tune.errors import TuneError
 from blocksparse.tune.plan import Plan
 from blocksparse.tune.progress import Report
 from blocksparse.tune.prompts import TunePrompt, prompts_from_file, prompts_from_text
-from blocksparse.tune.run import Budget, tune
+from blocksparse.tune.run import KEPT_ON_A_CPU, Budget, tune
+from blocksparse.tune.session import POSITIONS
 from blocksparse.tune.sparge_search import ErrorBounds, sparge_search
 from blocksparse.user_error import UserError
 
@@ -28,7 +29,7 @@ _OF_KL: dict[str, Any] = {
     "text_kl": Budget().text_kl,
     "answer_kl": Budget().answer_kl,
     "keep": None,
-    "positions": 384,
+    "positions": POSITIONS,
     "head_groups": 1,
 }
 _OF_SPARGE: dict[str, Any] = {"l1": ErrorBounds().l1, "l2": ErrorBounds().l2}
@@ -84,7 +85,8 @@ def add_to(commands: Commands) -> None:
         "--keep",
         type=int,
         default=_OF_KL["keep"],
-        help="candidates of a layer with which the model is run; without it 6 on a CPU, all on a GPU",
+        help=f"candidates of a layer with which the model is run; if not given, {KEPT_ON_A_CPU} on a CPU and all "
+        "on a GPU",
     )
     parser.add_argument(
         "--positions",

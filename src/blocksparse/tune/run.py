@@ -19,12 +19,12 @@ from blocksparse.tune.prefilter import worth_running
 from blocksparse.tune.progress import Report
 from blocksparse.tune.prompts import TunePrompt
 from blocksparse.tune.sensitivity import PROBE
-from blocksparse.tune.session import Session
+from blocksparse.tune.session import POSITIONS, Session
 from blocksparse.tune.unit import DENSE, Unit
 from blocksparse.tune.verify import plan_that_fits
 from blocksparse.validators import one_of, optional, size
 
-KEPT_ON_A_CPU = 6  # a run of the model takes seconds there, and a tenth of one on a GPU
+KEPT_ON_A_CPU = 6  # candidates of a layer: a run of the model takes seconds there, and a tenth of one on a GPU
 
 
 @final
@@ -51,7 +51,7 @@ def tune(
     batch: int = 1,
     head_groups: int = 1,
     keep: int | None = None,
-    positions: int = 384,
+    positions: int = POSITIONS,
     report: Report = lambda *_: None,
 ) -> Plan:
     """Choose one candidate, or dense attention, for each layer of a transformers model.

@@ -26,6 +26,7 @@ from blocksparse.tune.sensitivity import Bench
 from blocksparse.tune.unit import DENSE, Unit
 from blocksparse.tune.verify import Verifier
 
+POSITIONS = 384  # of a prompt's text, at which predictions are compared unless the caller says otherwise
 _TIMED_UNITS = 4
 
 

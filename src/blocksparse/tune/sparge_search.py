@@ -19,7 +19,7 @@ from blocksparse.tune.prefilter import Probe
 from blocksparse.tune.progress import Report
 from blocksparse.tune.prompts import TunePrompt
 from blocksparse.tune.sensitivity import PROBE
-from blocksparse.tune.session import Session
+from blocksparse.tune.session import POSITIONS, Session
 from blocksparse.tune.unit import DENSE, Unit
 
 # The paper searches grids and prints none.
@@ -47,7 +47,7 @@ def sparge_search(
     journal: Path,
     bounds: ErrorBounds = ErrorBounds(),
     lambdas: Sequence[float] | None = None,
-    positions: int = 384,
+    positions: int = POSITIONS,
     report: Report = lambda *_: None,
 ) -> Plan:
     """Choose tau and theta for each layer, then lambda, by the error of that layer's output alone.
