@@ -61,6 +61,9 @@ def methods(block: int, band: int | None) -> list[Method]:
         found.append(Method("auto", quality, evolve(bs.auto(quality), executor=ALWAYS_SPARSE)))
     for tau in (0.01, 0.03, 0.1):
         found.append(Method("s2o, S=128", f"{tau:g}", bs.s2o(tau, S=128)))
+        if band is not None:
+            banded = bs.s2o(tau, S=128, band=band)
+            found.append(Method(f"s2o, S=128, band={band}", f"{tau:g}", banded))
     return found
 
 

@@ -40,8 +40,8 @@ def test_kernel_and_twin(kind: str, share: float, device: str) -> None:
 
 
 def test_a_row_in_several_tiles(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    monkeypatch.setattr(kernel, "_NARROW", 16)
-    monkeypatch.setattr(kernel, "_WIDE", 32)
+    monkeypatch.setattr(kernel, "_NARROWEST", 16)
+    monkeypatch.setattr(kernel, "_WIDEST", 32)
     grid = make_grid("wide", device)
     assert_same(random_keep(grid, 0.5, device), grid)
 

@@ -41,9 +41,9 @@ TYPES: dict[str, Any] = {
     },
     **{f"{name}_ptr": "*i64" for name in ("total", "sums", "last_sums", "above")},
     **dict.fromkeys(("positions", "position_ptrs"), ("*i32",) * 4),
-    "position_strides": (("i32",) * 4,) * 4,
+    "position_strides": (("i32",) * 5,) * 4,
     **{
-        f"{name}_strides": ("i32", "i32", "i32", "constexpr")
+        f"{name}_strides": ("i32", "i32", "i32", "constexpr", "i32")
         for name in ("values", "forced", "keep", "k_whole", "own", "seen", "q_last", "k_first", "rank")
     },
     **dict.fromkeys(("rows", "cols", "k", "D", "n", "group", "mass_stride", "share_stride"), "i32"),
@@ -71,12 +71,12 @@ def compile_kernel(
             looked_at = name == "cols" and name not in kernel.jit.do_not_specialize
             aligned += [(i,)] if kind.startswith("*") or looked_at else []
         elif name == "position_strides":
-            signature[name] = (("i32", "i32", "i32", "constexpr"),) * 4
+            signature[name] = (("i32", "i32", "i32", "constexpr", "i32"),) * 4
             values |= {(i, at, 3): 1 for at in range(4)}
-            aligned += [(i, at, axis) for at in range(4) for axis in range(3)]
+            aligned += [(i, at, axis) for at in range(4) for axis in (0, 1, 2, 4)]
         elif name.endswith("_strides"):
             values[(i, 3)] = 1
-            aligned += [(i, axis) for axis in range(3)]
+            aligned += [(i, axis) for axis in (0, 1, 2, 4)]
         else:
             aligned += [(i, at) for at in range(len(kind))]
     source = ASTSource(
@@ -100,8 +100,8 @@ def main() -> int:
                 ("top_k share", top_k_triton._kernel, {**search, **k_share}),
                 ("products", block_products_triton._kernel, {"rows": 1, "cols": 64, "warps": 4, "TILE": 64, "SKIPS": True, "PRECISION": fp32_products(target)}),
                 ("products of any rows", block_products_triton._kernel, {"rows": 1, "cols": 64, "warps": 4, "TILE": 64, "SKIPS": False, "PRECISION": fp32_products(target), **dict.fromkeys(("q_last_ptr", "k_first_ptr", "q_last_strides", "k_first_strides"))}),
-                ("lists", block_lists_triton._kernel, {"rows": max(512 // wide, 1), "cols": min(wide, 1024), "warps": 1 if wide == 256 else 2, "index": "i16" if cols < 2**15 else "i32"}),
-                ("lists in a window", block_lists_triton._kernel, {"rows": max(512 // wide, 1), "cols": min(wide, 1024), "warps": 1 if wide == 256 else 2, "index": "i16" if cols < 2**15 else "i32", "WINDOW": 1024}),
+                ("lists", block_lists_triton._kernel, {"rows": max(512 // wide, 1), "cols": min(wide, 1024), "WHOLE": wide <= 1024, "warps": 1 if wide == 256 else 2, "index": "i16" if cols < 2**15 else "i32"}),
+                ("lists in a window", block_lists_triton._kernel, {"rows": max(512 // wide, 1), "cols": min(wide, 1024), "WHOLE": wide <= 1024, "warps": 1 if wide == 256 else 2, "index": "i16" if cols < 2**15 else "i32", "WINDOW": 1024}),
                 ("places in a window", within_reach_triton._kernel, {"rows": 16, "cols": 256, "warps": 4, "N": 1, "DIAGONAL": True, "WINDOW": 1024, "keep_ptr": None, "keep_strides": None}),
                 ("softmax", block_softmax_triton._kernel, {"rows": 1, "cols": min(wide, 8192), "warps": 4, "WHOLE": wide <= 8192, "SEGMENT": 256, "seen_ptr": None, "seen_strides": None}),
                 ("prefix softmax", block_softmax_triton._kernel, {"rows": 1, "cols": min(wide, 8192), "warps": 4, "WHOLE": wide <= 8192, "SEGMENT": None, "positions": None, "position_strides": None, "own_ptr": None, "own_strides": None}),

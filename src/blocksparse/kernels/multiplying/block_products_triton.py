@@ -12,7 +12,6 @@ from torch import Tensor
 from blocksparse.kernels.common.hardware import device_of, fp32_products
 from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.sizes import cdiv
-from blocksparse.kernels.common.strides_triton import head_at
 from blocksparse.kernels.positions.block_grid import BlockGrid
 from blocksparse.kernels.positions.block_grid_triton import any_of, rows_at, strides
 
@@ -47,7 +46,7 @@ def _launch(q: Tensor, k: Tensor, positions: tuple[Any, ...], skips: bool) -> Te
 
 
 @remembered
-@triton.jit(do_not_specialize=["rows", "cols"])
+@triton.jit(do_not_specialize=["rows"])
 def _kernel(
     q_ptr, k_ptr, logits_ptr, q_last_ptr, k_first_ptr, q_last_strides, k_first_strides,
     rows, cols, D, group,
@@ -59,7 +58,7 @@ def _kernel(
     col = tl.program_id(0) % wide * TILE + tl.arange(0, TILE)[None, :]
     if SKIPS:
         last = tl.load(rows_at(q_last_ptr, q_last_strides, b, h, row), mask=row < rows, other=-1)
-        at = k_first_ptr + head_at(k_first_strides, b, h)
+        at = rows_at(k_first_ptr, k_first_strides, b, h, tl.zeros([1, 1], tl.int32))
         first = tl.load(at + col * k_first_strides[3], mask=col < cols, other=2**31 - 1)
         seen = any_of(tl.min(first, 1, keep_dims=True) <= tl.max(last, 0, keep_dims=True))
     else:

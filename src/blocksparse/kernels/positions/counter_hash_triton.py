@@ -58,6 +58,7 @@ def _kernel(
     inside = (row < rows) & (col < cols)
     mixed = tl.zeros([ROWS, COLS], tl.uint32) + state.to(tl.uint32)
     for i in tl.static_range(COUNTERS):
-        at = z * (counter_strides[i][0] >> 4) + row * (counter_strides[i][1] >> 4) + col * counter_strides[i][2]
+        of_z, of_row, of_col, unit = counter_strides[i]
+        at = (z * (of_z >> 4) + row * (of_row >> 4)) * unit + col * of_col
         mixed = folded(mixed, tl.load(counters[i] + at, mask=inside, other=0))
     tl.store(out_ptr + (z * rows + row) * cols + col, mixed.to(tl.int64), mask=inside)

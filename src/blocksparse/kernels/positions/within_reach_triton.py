@@ -96,7 +96,7 @@ def with_places(
 
 
 @remembered
-@triton.jit(do_not_specialize=["rows", "cols", "skipped", "near", "first", "eta", "state", "first_row"])
+@triton.jit(do_not_specialize=["rows", "skipped", "near", "first", "eta", "state", "first_row"])
 def _kernel(
     keep_ptr, position_ptrs, out_ptr, keep_strides, position_strides, rows, cols, skipped,
     near, first, eta, state, first_row,

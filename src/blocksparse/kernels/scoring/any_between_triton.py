@@ -29,7 +29,7 @@ def any_between_triton(count: Tensor, low: Tensor, high: Tensor) -> Tensor:
 
 
 @remembered
-@triton.jit(do_not_specialize=["n", "rows", "cols"])
+@triton.jit(do_not_specialize=["n", "rows"])
 def _kernel(
     count_ptr, low_ptr, high_ptr, out_ptr, low_strides, high_strides, n, rows, cols,
     ROWS: tl.constexpr, COLS: tl.constexpr,

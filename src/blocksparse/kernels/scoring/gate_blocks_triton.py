@@ -45,7 +45,7 @@ def gate_blocks_triton(
 
 
 @remembered
-@triton.jit(do_not_specialize=["rows", "cols"])
+@triton.jit(do_not_specialize=["rows"])
 def _kernel(
     values_ptr, unlike_row_ptr, unlike_col_ptr, forced_ptr, gated_ptr, out_ptr, position_ptrs,
     values_strides, unlike_row_strides, unlike_col_strides, forced_strides, position_strides,

@@ -92,7 +92,7 @@ def _reachable_weights(
 
 
 @remembered
-@triton.jit(do_not_specialize=["rows", "cols"])
+@triton.jit(do_not_specialize=["rows"])
 def _heaviest(
     values_ptr, heaviest_ptr, values_strides, positions, position_strides, rows, cols,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
@@ -108,7 +108,7 @@ def _heaviest(
 
 
 @remembered
-@triton.jit(do_not_specialize=["rows", "cols"])
+@triton.jit(do_not_specialize=["rows"])
 def _to_ticks(
     values_ptr, heaviest_ptr, ticks_ptr, total_ptr, values_strides, positions, position_strides, rows, cols,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
@@ -219,7 +219,7 @@ def _keep(
 
 
 @remembered
-@triton.jit(do_not_specialize=["rows", "cols"])
+@triton.jit(do_not_specialize=["rows"])
 def _finish(
     keep_ptr, forced_ptr, mass_ptr, mass_stride, keep_strides, forced_strides, positions, position_strides, rows, cols,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,

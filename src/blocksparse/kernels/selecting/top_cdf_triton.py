@@ -132,7 +132,7 @@ def _exact_cut(ticks, target):
 
 
 @remembered
-@triton.jit(do_not_specialize=["rows", "cols", "near", "first", "eta", "state", "first_row"])
+@triton.jit(do_not_specialize=["rows", "near", "first", "eta", "state", "first_row"])
 def _kernel(
     values_ptr, forced_ptr, mass_ptr, keep_ptr, positions, position_strides,
     values_strides, forced_strides, mass_stride, keep_strides,

@@ -63,7 +63,7 @@ def _sortable(x):
 
 
 @remembered
-@triton.jit(do_not_specialize=["rows", "cols"])
+@triton.jit(do_not_specialize=["rows"])
 def _kernel(
     values_ptr, forced_ptr, share_ptr, keep_ptr, positions, position_strides,
     values_strides, forced_strides, share_stride, keep_strides,
