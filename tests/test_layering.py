@@ -16,14 +16,15 @@ SOURCE = Path(__file__).parents[1] / "src" / "blocksparse"
 # A layer may import itself and what stands before it; `kernels` may import nothing of ours but `precision`.
 LAYERS = [
     "validators", "user_error", "precision", "sequences", "inputs", "page_table", "per_head", "opaque_call",
-    "class_line", "permuters", "geometry", "scorers", "selectors", "executors", "trace", "pipeline", "head_groups",
-    "schedule", "sdpa", "audit", "presets", "testing", "distributed", "integrations", "demo", "tune", "serving",
-    "bench", "inspection", "cli",
+    "class_line", "permuters", "geometry", "scorers", "selectors", "executors", "repeated", "trace", "pipeline",
+    "head_groups", "schedule", "sdpa", "audit", "presets", "testing", "distributed", "integrations", "demo",
+    "tune", "serving", "bench", "inspection", "cli",
 ]  # fmt: skip
 # Part of a layer that stands later than the rest of it: servers read plans, and tuning attaches to models.
 OWN_LAYER = {f"blocksparse.integrations.{name}": "serving" for name in ("serving", "vllm", "sglang")}
 MAY_IMPORT_KERNELS = {
-    "page_table", "permuters", "geometry", "scorers", "selectors", "executors", "trace", "audit", "inspection",
+    "page_table", "permuters", "geometry", "scorers", "selectors", "executors", "repeated", "trace", "audit",
+    "inspection",
 }  # fmt: skip
 
 # So do the rooms of kernels.

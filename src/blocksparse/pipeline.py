@@ -21,6 +21,7 @@ from blocksparse.opaque_call import OpaqueCall, attend, refuse_transforms
 from blocksparse.permuters.permutation import GlobalPermutation, Permutation
 from blocksparse.permuters.permuter import Permuter
 from blocksparse.precision import without_autocast
+from blocksparse.repeated import Repeated, only_ours
 from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.scorers.key_history import KeyHistory, one_for_each
 from blocksparse.scorers.scorer import Scorer
@@ -55,7 +56,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
     _call: OpaqueCall = field(
         init=False,
         repr=False,
-        default=Factory(lambda self: OpaqueCall(self._attend, self._attend_into), takes_self=True),
+        default=Factory(lambda self: self._new_call(), takes_self=True),
     )
     _promised: _Promised = field(
         init=False,
@@ -176,6 +177,11 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
                 "itself, or choose another executor"
             )
         return output
+
+    def _new_call(self) -> OpaqueCall:
+        if only_ours(self.permuter, self.scorer, self.selector, self.executor):
+            return OpaqueCall(Repeated(self._attend), Repeated(self._attend_into))
+        return OpaqueCall(self._attend, self._attend_into)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, history: KeyHistory | None = None

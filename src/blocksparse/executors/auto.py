@@ -16,6 +16,7 @@ from blocksparse.executors.flex import FlexExecutor
 from blocksparse.executors.logits import PLAIN, Logits
 from blocksparse.executors.reference import ReferenceExecutor
 from blocksparse.executors.triton import TritonExecutor
+from blocksparse.kernels.common.repetition import refuse_repetition
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.validators import Rule, a, optional
@@ -178,6 +179,8 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
     def _chosen(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Executor[GlobalPermutation, BlockMask]:
         """The fastest executor that can run these inputs; the log says which."""
         executor, refused = self._fastest(q, k, v, mask)
+        if not isinstance(executor, TritonExecutor):
+            refuse_repetition("the log shall say of every call that a slower executor runs")
         level = logging.WARNING if isinstance(executor, ReferenceExecutor) else logging.DEBUG
         _log.log(level, "%s", Choice(executor, refused))
         return executor

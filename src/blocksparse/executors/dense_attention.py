@@ -17,6 +17,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from blocksparse.executors.auto import AutoExecutor
 from blocksparse.executors.logits import PLAIN, Logits
 from blocksparse.geometry import Grid, hiding
+from blocksparse.kernels.common.repetition import refuse_repetition
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.precision import without_autocast
 from blocksparse.selectors.block_mask import BlockMask
@@ -52,6 +53,7 @@ def dense_attention(
         logits: what the layer does to logits and their softmax. PyTorch's kernels know neither softcap nor sinks,
             so either takes that executor too.
     """
+    refuse_repetition("dense attention follows the switches of PyTorch")
     if (window := hiding(window, k.shape[2], causal=causal)) is not None or not logits.is_plain:
         return _by_blocks(q, k, v, causal, scale, window, logits)
     with without_autocast(q):

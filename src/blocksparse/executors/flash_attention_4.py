@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.block_plan import BlockPlan
 from blocksparse.executors.executor import Executor
+from blocksparse.kernels.common.repetition import refuse_repetition
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.selectors.block_mask import BlockMask
 
@@ -54,6 +55,7 @@ class FlashAttention4Executor(Executor[GlobalPermutation, BlockMask]):
         scale: float,
     ) -> AttentionOutput:
         self.check(q, k, v, permutation, mask, hint="Use AutoExecutor(), or TritonExecutor().")
+        refuse_repetition("FlashAttention-4 runs")
         from flash_attn.cute import flash_attn_func
 
         lead = mask.grid.q_lead

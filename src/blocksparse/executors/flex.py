@@ -17,6 +17,7 @@ from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.block_plan import BlockPlan
 from blocksparse.executors.compiling import uncompiled_because
 from blocksparse.executors.executor import Executor
+from blocksparse.kernels.common.repetition import refuse_repetition
 from blocksparse.kernels.common.sizes import index_dtype
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.precision import without_autocast
@@ -75,6 +76,7 @@ class FlexExecutor(Executor[GlobalPermutation, BlockMask]):
         *,
         scale: float,
     ) -> AttentionOutput:
+        refuse_repetition("torch.compile runs")
         self.check(q, k, v, permutation, mask, hint="Use ReferenceExecutor(), which needs no compiler.")
         lead = mask.grid.q_lead
         queries = pad(permutation.gather_queries(q), (0, 0, lead, 0))

@@ -20,6 +20,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from blocksparse.kernels.common.repetition import noted, refuse_repetition, unseen
 from blocksparse.kernels.common.sizes import REMEMBERED
 
 
@@ -44,19 +45,41 @@ class Remembered:
         key = tuple(parts)
         if (known := self._compiled.get(key)) is not None:
             compiled, constants = known
-            compiled[grid](*args, *map(named.__getitem__, constants))
+            run, arguments = compiled[grid], (*args, *map(named.__getitem__, constants))
+            run(*arguments)
+            noted(run, arguments, pointers=True)
             return
-        compiled = self.jit[grid](*args, **named)
+        compiled, constants = self.jit[grid](*args, **named), self.jit.arg_names[len(args) :]
         if compiled is None:  # one of Triton's hooks kept it from being compiled
+            refuse_repetition("a kernel was not compiled")
             return
+        noted(compiled[grid], (*args, *map(named.__getitem__, constants)), pointers=True)
         if len(self._compiled) >= REMEMBERED:
             self._compiled.clear()
-        self._compiled[key] = compiled, self.jit.arg_names[len(args) :]
+        self._compiled[key] = compiled, constants
+
+
+@final
+class Interpreted:
+    """The same where Triton interprets kernels, and has nothing to remember."""
+
+    def __init__(self, jit: Any) -> None:
+        self._jit = jit
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return partial(self._launch, self._jit[grid])
+
+    def _launch(self, interpret: Callable[..., None], *args: Any, **named: Any) -> None:
+        with unseen():
+            interpret(*args, **named)
+        noted(partial(interpret, **named), args, pointers=False)
 
 
 def remembered(jit: Any) -> Any:
-    """The kernel with its launches remembered, or the kernel itself where Triton interprets kernels, and on AMD's GPUs."""
-    return Remembered(jit) if isinstance(jit, JITFunction) and torch.version.hip is None else jit
+    """The kernel with its launches remembered, and told to recordings; on AMD's GPUs the kernel itself."""
+    if torch.version.hip is not None:
+        return jit
+    return Remembered(jit) if isinstance(jit, JITFunction) else Interpreted(jit)
 
 
 def _add_kinds(parts: list[object], args: tuple[Any, ...]) -> None:
