@@ -318,6 +318,44 @@ def test_weights_may_change_in_place(device: str) -> None:
         weight += 1
 
 
+def test_what_was_there_before_is_not_changed_twice(device: str) -> None:
+    """A call that counts itself in a tensor runs each time."""
+    count = torch.zeros(3, device=device)
+
+    def run(x: Tensor) -> Tensor:
+        count[1:] += 1
+        return x + count[1]
+
+    repeated = Repeated(run)
+    assert [float(repeated(torch.zeros(1, device=device))) for _ in range(5)] == [1, 2, 3, 4, 5]
+
+
+def test_memory_that_is_exchanged(device: str) -> None:
+    def run(x: Tensor) -> Tensor:
+        y = torch.zeros(2, device=x.device)
+        y.resize_(6).copy_(x[0])
+        return y * 2
+
+    assert not repeats(run, device=device)
+
+
+def test_the_first_call_keeps_nothing(device: str) -> None:
+    """It may be a call that has just enough memory."""
+    alive: list[int] = []
+    made: list[weakref.ref[Tensor]] = []
+
+    def run(x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = x + 1
+            made.append(weakref.ref(x))
+            repetition.noted(lambda _: None, (x,), pointers=False)
+        alive.append(sum(ref() is not None for ref in made))
+        return x
+
+    Repeated(run)(torch.zeros(3, device=device))
+    assert alive == [1]
+
+
 _CONSTANT = torch.arange(24.0).view(4, 6)
 
 _NEVER_REPEATED: dict[str, Callable[[Tensor], Tensor]] = {

@@ -12,10 +12,11 @@ from torch import Tensor
 from blocksparse.executors.executor import Executor
 from blocksparse.kernels.common.hardware import device_of
 from blocksparse.kernels.common.repetition import Recording, Repetition, is_recording, told
-from blocksparse.kernels.common.sizes import REMEMBERED
 from blocksparse.permuters.permuter import Permuter
 from blocksparse.scorers.scorer import Scorer
 from blocksparse.selectors.selector import Selector
+
+_MOST_KNOWN = 512  # calls; what is known of one takes some kilobytes
 
 
 @final
@@ -32,23 +33,23 @@ class Repeated:
     """
 
     def __init__(self, run: Callable[..., Any]) -> None:
-        self._run = run
+        self.run = run
         self._known: dict[tuple[object, ...], Repetition | bool] = {}  # whether a call can be repeated, or how
 
     def __reduce__(self) -> tuple[type[Repeated], tuple[Callable[..., Any]]]:
-        return Repeated, (self._run,)  # a copy learns anew, since what is known has pointers into memory
+        return Repeated, (self.run,)  # a copy learns anew, since what is known has pointers into memory
 
     def __call__(self, *args: Any) -> Any:
         tensors = tuple([x for x in args if isinstance(x, Tensor)])
         key = None if is_recording() else _key(tensors, args[len(tensors) :])
         if key is None:
-            return self._run(*args)
+            return self.run(*args)
         known = self._known.get(key)
         if type(known) is Repetition:
             with device_of(tensors[0]):
                 return known(*tensors)
         if known is False:
-            return self._run(*args)
+            return self.run(*args)
         return self._learn(key, tensors, args, first=known is None)
 
     def _learn(
@@ -59,16 +60,16 @@ class Repeated:
         What torch.compile compiles must not run while a recording sees operations, since it would run uncompiled.
         So the first call is only watched for what refuses to be repeated.
         """
-        recording = Recording(tensors)
+        recording = Recording(tensors, sees=not first)
         with told(recording):
             if first:
-                out = self._run(*args)
+                out = self.run(*args)
                 known: Repetition | bool = recording.refused is None
             else:
                 with recording:
-                    out = self._run(*args)
+                    out = self.run(*args)
                 known = recording.repetition(out) or False
-        if len(self._known) >= REMEMBERED:
+        if len(self._known) >= _MOST_KNOWN:
             self._known.clear()
         self._known[key] = known
         return out

@@ -294,7 +294,7 @@ def test_prompts_ask_at_the_end_for_what_they_planted(tokenizer: Any) -> None:
             answer = tokenizer.decode(prompt.ids[0, start:stop])
             city = tokenizer.decode(prompt.ids[0, :start]).split()[-2]
             assert text.count(f"The magic number for {city} is{answer}.") == 1
-        assert len(prompt.answers) == 4
+        assert len(prompt.answers) == 1500 // 256
         assert (
             int(prompt.text_at(10_000).max()) == prompt.answers[0][0] - 2
         )  # it predicts what precedes the answer

@@ -20,7 +20,8 @@ _CITIES = (
     "Athens", "Berlin", "Cairo", "Dublin", "Geneva", "Havana", "Kyoto", "Lima", "Madrid", "Oslo", "Paris",
     "Prague", "Quito", "Rome", "Tokyo", "Vienna",
 )  # fmt: skip
-FACTS = 4
+_TOKENS_PER_FACT = 256
+_FACTS = 4, 12  # at least and at most; of few answers, one that is lost moves the mean by more than a budget
 
 
 @final
@@ -71,6 +72,8 @@ def hash_of(prompts: Sequence[TunePrompt]) -> str:
 def prompts_from_text(tokenizer: Any, text: str, *, tokens: int, count: int, seed: int = 0) -> list[TunePrompt]:
     """`count` windows of a text, of exactly `tokens` tokens each, with planted facts that the end asks for.
 
+    There is a fact for every 256 tokens, but at least 4 and at most 12.
+
     Raises:
         TuneError: the text is too short for that many windows, or `tokens` leaves no room for text.
     """
@@ -88,12 +91,14 @@ def _with_facts(tokenizer: Any, ids: list[int], tokens: int, choose: random.Rand
         encoded: list[int] = tokenizer.encode(part, add_special_tokens=False)
         return encoded
 
+    few, many = _FACTS
+    count = min(max(tokens // _TOKENS_PER_FACT, few), many)
     start: list[int] = tokenizer.encode("")  # what the model expects at the start of every text, if anything
-    facts = [(city, str(choose.randrange(10_000, 100_000))) for city in choose.sample(_CITIES, FACTS)]
+    facts = [(city, str(choose.randrange(10_000, 100_000))) for city in choose.sample(_CITIES, count)]
     needles = [encode(f"\n\nThe magic number for {city} is {number}.\n\n") for city, number in facts]
     questions: list[int] = []
     answers: list[tuple[int, int]] = []
-    for city, number in choose.sample(facts, FACTS):
+    for city, number in choose.sample(facts, count):
         questions += encode(
             f"\n\nQuestion: What is the magic number for {city}?\nAnswer: The magic number for {city} is"
         )
@@ -101,9 +106,9 @@ def _with_facts(tokenizer: Any, ids: list[int], tokens: int, choose: random.Rand
         answers.append((len(questions), len(questions) + len(answer)))
         questions += answer
     room = tokens - len(start) - len(questions) - sum(map(len, needles))
-    if room < FACTS:
+    if room < count:
         raise TuneError(
-            f"'tokens' must be at least {tokens - room + FACTS}, what facts and questions take: {tokens}"
+            f"'tokens' must be at least {tokens - room + count}, what facts and questions take: {tokens}"
         )
     if len(ids) < room:
         raise TuneError(

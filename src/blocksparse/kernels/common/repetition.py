@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload  # no public name up to torch 2.13
 from torch.utils._python_dispatch import TorchDispatchMode  # likewise
+from torch.utils._pytree import tree_leaves  # likewise
 
 # A call with more memory than this keeps a GPU busy for longer than Python takes; and a recording holds all of it at once.
 _MOST_BYTES = 1 << 30
@@ -80,12 +81,16 @@ class Repetition:
 
 @final
 class Recording(TorchDispatchMode):
-    """Notes what a call does to these inputs, while it is entered."""
+    """Notes what a call does to these inputs, while it is entered.
 
-    def __init__(self, inputs: Sequence[Tensor]) -> None:
+    Args:
+        sees: whether operations and launches are noted. If not, it is only told what refuses to be repeated.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor], *, sees: bool = True) -> None:
         super().__init__()
         self.refused: str | None = None  # why the call cannot be repeated
-        self.sees = True  # whether PyTorch's operations are the call's own
+        self.sees = sees
         self._inputs = len(inputs)
         self._device = inputs[0].device
         self._bytes = 0
@@ -122,7 +127,7 @@ class Recording(TorchDispatchMode):
 
     def launched(self, run: Callable[..., object], arguments: tuple[Any, ...], *, pointers: bool) -> None:
         """Note a launch, `run(*arguments)`; with `pointers` a tensor may be given as the address of its first entry."""
-        if self.refused is None:
+        if self.sees and self.refused is None:
             self._add(run, arguments, (), unpack=False, pointers=pointers)
 
     def __torch_dispatch__(
@@ -137,16 +142,20 @@ class Recording(TorchDispatchMode):
 
     def _note(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         outputs = list(out) if isinstance(out, tuple | list) else [out]
+        taken = [_address(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.numel()]
         if not all(isinstance(x, Tensor) for x in outputs):
-            if any(isinstance(x, Tensor) for x in args):  # a number that Python asked for
+            if taken:  # a number that Python asked for
                 self.refuse(f"Python asks for what {func} gives")
             return
-        new = [x for x in outputs if x.numel() and _address(x) not in self._slot_of]
+        old = self._slot_of.keys() | taken
+        new = [x for x in outputs if x.numel() and _address(x) not in old]
         if not new and not func._schema.is_mutable:
             return  # a view, or without entries
         self._bytes += sum(x.untyped_storage().nbytes() for x in new)
         first = len(self._held)
-        if any(x.device != self._device for x in new) or self._bytes > _MOST_BYTES:
+        if not all(_address(x) in self._slot_of for x in _written(func, args)):
+            self.refuse(f"{func} may change what was there before the call")
+        elif any(x.device != self._device for x in new) or self._bytes > _MOST_BYTES:
             self.refuse(f"{func} gives memory elsewhere, or too much")
         elif func.overloadpacket in _ALLOCATE:
             (x,) = new
@@ -154,6 +163,7 @@ class Recording(TorchDispatchMode):
             self._add(run, (), (first,), unpack=False, pointers=False)
         elif (
             func.namespace != "aten"
+            or func.overloadpacket in _CHANGE_MEMORY
             or _UNREPEATABLE & set(func.tags)
             or any(isinstance(x, Tensor) for x in kwargs.values())
             or 0 < len(new) < len(outputs)
@@ -198,7 +208,7 @@ class Recording(TorchDispatchMode):
         if isinstance(x, tuple | list):
             parts = [self._hole(part, pointers=pointers) for part in x]
             used = set().union(*(slots for _, slots in parts))
-            return (_sequence(type(x), parts), used) if used else (x, used)
+            return (_sequence(getattr(x, "_make", type(x)), parts), used) if used else (x, used)
         if hasattr(x, "base") and hasattr(x, "block_shape"):  # a tensor descriptor, which says itself how to read
             base, used = self._hole(x.base, pointers=False)
             return (_descriptor(x, base), used) if used else (x, used)
@@ -241,11 +251,11 @@ def unseen() -> Iterator[None]:
     if (recording := _recording.get()) is None:
         yield
         return
-    recording.sees = False
+    before, recording.sees = recording.sees, False
     try:
         yield
     finally:
-        recording.sees = True
+        recording.sees = before
 
 
 def noted(run: Callable[..., object], arguments: tuple[Any, ...], *, pointers: bool) -> None:
@@ -265,10 +275,21 @@ def _address(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
+def _written(func: OpOverload, args: tuple[Any, ...]) -> Iterator[Tensor]:
+    """The arguments that an operation writes to."""
+    for x, declared in zip(args, func._schema.arguments, strict=False):
+        if declared.alias_info is not None and declared.alias_info.is_write:
+            yield from (part for part in tree_leaves(x) if isinstance(part, Tensor) and part.numel())
+
+
 _ALLOCATE = {
     torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided, torch.ops.aten.new_empty,
     torch.ops.aten.new_empty_strided,
 }  # fmt: skip
+
+
+# These make a tensor have other memory, which is no longer that of its slot.
+_CHANGE_MEMORY = {torch.ops.aten.resize_, torch.ops.aten.resize_as_, torch.ops.aten.set_}
 
 
 def _allocate(
