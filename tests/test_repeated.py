@@ -416,6 +416,16 @@ def test_gradients_and_subclasses_run_as_they_are(device: str) -> None:
     assert len(ran) == 8
 
 
+def test_forward_mode_gradients_are_still_refused(device: str) -> None:
+    q, k, v = inputs(1, device)
+    pipeline = learnt(quick(), (q, k, v))
+    want = pipeline(q, k, v)
+    with pytest.raises(ValueError, match="no forward-mode gradients: detach q, k and v"):
+        torch.func.jvp(lambda x: pipeline(q, x, v), (k,), (k,))
+    detached: Any = torch.func.jvp(lambda x: pipeline(q, x.detach(), v), (k,), (k,))
+    assert torch.equal(detached[0], want)
+
+
 def test_nothing_of_a_recorded_call_is_kept(device: str) -> None:
     """Neither what it made nor what it was given."""
     made: list[weakref.ref[Tensor]] = []

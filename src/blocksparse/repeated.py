@@ -8,10 +8,12 @@ from typing import Any, final
 import torch
 from attrs import fields, has
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from blocksparse.executors.executor import Executor
 from blocksparse.kernels.common.hardware import device_of
 from blocksparse.kernels.common.repetition import Recording, Repetition, is_recording, told
+from blocksparse.opaque_call import is_transformed
 from blocksparse.permuters.permuter import Permuter
 from blocksparse.scorers.scorer import Scorer
 from blocksparse.selectors.selector import Selector
@@ -25,8 +27,8 @@ class Repeated:
 
     The first call with inputs of some sizes runs as it is, which compiles kernels. The second is recorded, and
     later ones repeat it (`kernels/common/repetition.py`): the same operations on memory of the same sizes, so they
-    give the same result. A call also runs as it is where tensors need gradients or are of a subclass, while a
-    graph is captured, and on AMD's GPUs.
+    give the same result. A call also runs as it is where tensors need gradients or are of a subclass, in
+    forward-mode differentiation, while a graph is captured, and on AMD's GPUs.
 
     Args:
         run: in it, Python looks at the sizes, strides and dtypes of tensors, and never at their contents.
@@ -93,7 +95,9 @@ def _is_ours(value: object) -> bool:
 def _key(tensors: tuple[Tensor, ...], values: tuple[Any, ...]) -> tuple[object, ...] | None:
     """All that a call may depend on but the contents of its tensors; None for a call that is not repeated."""
     first = tensors[0]
-    if not first.is_cuda or torch.version.hip is not None or torch.cuda.is_current_stream_capturing():
+    if not first.is_cuda or torch.version.hip is not None:
+        return None
+    if is_transformed() or forward_ad._current_level >= 0 or torch.cuda.is_current_stream_capturing():
         return None
     parts: list[object] = [*values, *map(type, values), first.device]
     memory = set()

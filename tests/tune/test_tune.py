@@ -301,7 +301,7 @@ def test_prompts_ask_at_the_end_for_what_they_planted(tokenizer: Any) -> None:
     again = prompts_from_text(tokenizer, TEXT, tokens=1500, count=3, seed=4)
     assert [prompt.ids.tolist() for prompt in again] == [prompt.ids.tolist() for prompt in some]
     with pytest.raises(TuneError, match="the text has 2472 tokens for each prompt, and "):
-        prompts_from_text(tokenizer, TEXT, tokens=4000, count=4)
+        prompts_from_text(tokenizer, TEXT, tokens=4500, count=4)
     with pytest.raises(TuneError, match="'tokens' must be at least "):
         prompts_from_text(tokenizer, TEXT, tokens=100, count=1)
 
