@@ -11,7 +11,7 @@ from typing import Any
 
 
 def interpret_faster() -> None:
-    """Change the interpreter of this process; does nothing with another Triton than the one this is written for."""
+    """Change the interpreter of this process; nothing is done with another Triton than this is written for."""
     try:
         from triton import language
         from triton.language import core
@@ -34,9 +34,8 @@ def interpret_faster() -> None:
 def _prepare_once(language: Any, interpreter: Any) -> None:
     """Prepare `triton.language` for the outermost function only: those that it calls find it prepared."""
     prepare = interpreter._patch_lang
-    seen: dict[
-        int, tuple[Any, list[Any]]
-    ] = {}  # the globals of a function, which it keeps alive, and their modules
+    # By the globals of a function, which are kept alive: those of them that are `triton.language`.
+    seen: dict[int, tuple[Any, list[Any]]] = {}
 
     def unless_done(fn: Any) -> Any:
         _, modules = seen.get(id(fn.__globals__), (None, None))
