@@ -59,7 +59,8 @@ def _prepare_once(language: Any, interpreter: Any) -> None:
 
 
 def _keep_numpy_types(interpreter: Any) -> None:
-    find, kept = interpreter._get_np_dtype, {}
+    find = interpreter._get_np_dtype
+    kept: dict[str, Any] = {}
 
     def numpy_type(of: Any) -> Any:
         name = of.scalar.name
@@ -72,7 +73,8 @@ def _keep_numpy_types(interpreter: Any) -> None:
 
 def _keep_types(core: Any) -> None:
     """What a block type consists of, by the type and the shape that it is made of."""
-    make, constexpr, kept = core.block_type.__init__, core.constexpr, {}
+    make, constexpr = core.block_type.__init__, core.constexpr
+    kept: dict[tuple[Any, ...], Any] = {}
 
     def init(self: Any, element_ty: Any, shape: Any) -> None:
         key = element_ty.name, *[x.value if isinstance(x, constexpr) else x for x in shape]
@@ -94,7 +96,8 @@ def _keep_types(core: Any) -> None:
 
 def _keep_shapes(core: Any) -> None:
     """A tensor's shape as constants, and their product, by the shape of its type."""
-    make, kept = core.tensor.__init__, {}
+    make = core.tensor.__init__
+    kept: dict[tuple[int, ...], Any] = {}
 
     def init(self: Any, handle: Any, type: Any) -> None:
         key = (*type.shape.values,) if type.is_block() else ()
