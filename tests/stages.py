@@ -6,7 +6,7 @@ A stage that the package exports and this table lacks fails `test_every_stage_ha
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from functools import cache
 from typing import Any, TypeVar, get_args, get_origin
 
 import attrs
@@ -162,11 +162,14 @@ def needs(stage: object, role: type, position: int) -> type:
     raise AssertionError(f"{type(stage).__name__} does not say what it needs in its class line")
 
 
-def fronts() -> Iterator[tuple[bs.Permuter[Any], bs.Scorer[Any, Any]]]:
+@cache  # asked for hundreds of times, while tests are collected
+def fronts() -> tuple[tuple[bs.Permuter[Any], bs.Scorer[Any, Any]], ...]:
     """Every (permuter, scorer) whose declared types fit."""
-    for permuter, scorer in itertools.product(PERMUTERS, SCORERS):
-        if issubclass(needs(permuter, bs.Permuter, 0), needs(scorer, bs.Scorer, 0)):
-            yield permuter, scorer
+    return tuple(
+        (permuter, scorer)
+        for permuter, scorer in itertools.product(PERMUTERS, SCORERS)
+        if issubclass(needs(permuter, bs.Permuter, 0), needs(scorer, bs.Scorer, 0))
+    )
 
 
 def selectors_for(scorer: bs.Scorer[Any, Any]) -> list[bs.Selector[Any, Any]]:

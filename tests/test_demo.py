@@ -22,12 +22,13 @@ from blocksparse.cli.main import main
 from blocksparse.demo import TEXT
 from blocksparse.demo.measure import Row, perplexity
 from blocksparse.demo.methods import method
-from blocksparse.demo.model import dtype_for, wheel_folder
+from blocksparse.demo.model import dtype_for
 from blocksparse.demo.picture import Panel, draw, pooled_attention
 from blocksparse.demo.prompt import build
 from blocksparse.demo.report import legend, table, write_json
 from blocksparse.testing import every_preset
 from blocksparse.user_error import UserError
+from tests.real_model import NAME, converted, needs_real_model
 from tests.tiny_model import byte_tokenizer, save_tiny
 
 
@@ -306,8 +307,10 @@ def test_json_on_stdout_is_the_file(tiny: Path, tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(wheel_folder() is None, reason="the model is not installed: make test installs it")
-def test_whole_demo_on_the_real_model(tmp_path: Path) -> None:
+@needs_real_model
+def test_whole_demo_on_the_real_model(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """By the command itself, which finds its model converted under `--out`, as in every run but the first."""
+    (tmp_path / NAME).symlink_to(converted(tmp_path_factory), target_is_directory=True)
     methods = ["pbs_attn", "s2o"]
     options = ["--tokens", "640", "--out", str(tmp_path), *(word for x in methods for word in ("--preset", x))]
     command = [sys.executable, "-m", "blocksparse.cli.main", "demo", *options]

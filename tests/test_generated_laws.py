@@ -53,7 +53,7 @@ def run(executor: bs.Executor[Any, Any], trace: AnyTrace, mask: bs.BlockMask | N
     return executor(trace.q, trace.k, trace.v, trace.permutation, mask, scale=trace.scale)
 
 
-@law(40, 200, cases())
+@law(40, 120, cases())
 def test_the_output_is_attention_over_what_is_kept(device: str, case: Case) -> None:
     """Of a call too; and every causal query keeps its own key."""
     q, k, v = case.qkv(device)
@@ -87,7 +87,7 @@ WINDOWED = cases(
 )
 
 
-@law(25, 150, WINDOWED, st.integers(1, 140))
+@law(25, 75, WINDOWED, st.integers(1, 140))
 def test_nothing_outside_of_a_window_is_attended_to(device: str, case: Case, window: int) -> None:
     """And the query's own key is; with everything kept, all that is inside."""
     q, k, v = case.qkv(device)
@@ -169,7 +169,7 @@ IN_PLACE = cases(
 )
 
 
-@law(20, 100, IN_PLACE, st.integers(0, 70), st.integers(71, 129))
+@law(20, 75, IN_PLACE, st.integers(0, 70), st.integers(71, 129))
 def test_a_chunk_is_part_of_its_prompt(device: str, case: Case, begin: int, end: int) -> None:
     """Rows that lie wholly in a chunk, with all they may see, choose as in the prompt, wherever it lies."""
     assume(chooses_by_row(case.selector))
@@ -224,7 +224,7 @@ def assert_same_call(one: AnyTrace, other: AnyTrace) -> None:
         assert same(one.output.lse, other.output.lse)
 
 
-@law(25, 125, cases())
+@law(25, 75, cases())
 def test_where_numbers_lie_in_memory_changes_nothing(device: str, case: Case) -> None:
     q, k, v = case.qkv(device)
     plain = case.pipeline.trace(q.contiguous(), k.contiguous(), v.contiguous(), **case.call)
@@ -334,7 +334,7 @@ def test_graphs_take_any_scale(device: str, case: Case) -> None:
     torch.compiler.reset()
 
 
-@law(20, 100, cases())
+@law(10, 30, cases())
 def test_a_case_prints_as_what_makes_it(device: str, case: Case) -> None:
     again = eval(repr(case), {**vars(bs), "Case": Case, "Shuffle": stages.Shuffle, "AnyOrder": stages.AnyOrder})
     assert repr(again) == repr(case)

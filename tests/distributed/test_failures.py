@@ -18,7 +18,7 @@ from blocksparse.distributed import AllGatherKV, Ring, Ulysses
 from blocksparse.testing import make_qkv
 from tests.distributed.processes import on_ranks
 
-TIMEOUT = 10.0  # seconds that a group waits
+TIMEOUT = 4.0  # seconds that a group waits
 SCHEMES = (Ulysses, AllGatherKV, Ring)
 
 

@@ -12,19 +12,19 @@ pytest.importorskip("scipy")
 pytest.importorskip("cattrs")
 
 from blocksparse.demo import TEXT
-from blocksparse.demo.model import convert_smollm2, load, wheel_folder
+from blocksparse.demo.model import load
 from blocksparse.integrations.transformers import attach
 from blocksparse.tune import Budget, Candidate, prompts_from_text, tune
 from blocksparse.tune.reading import Reading
+from tests.real_model import converted, needs_real_model
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(wheel_folder() is None, reason="the model is not installed: make test installs it")
-def test_a_plan_for_the_real_model(tmp_path: Path) -> None:
-    convert_smollm2(tmp_path / "model")
-    model = load(tmp_path / "model", device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+@needs_real_model
+def test_a_plan_for_the_real_model(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    model = load(converted(tmp_path_factory), device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     # Short, because the model runs once for each layer and candidate, and once more for the noise.
-    tuned, held, _ = prompts_from_text(model.tokenizer, TEXT.read_text(), tokens=320, count=3)
+    tuned, held, _ = prompts_from_text(model.tokenizer, TEXT.read_text(), tokens=192, count=3)
     candidates = [Candidate("xattention", {"mass": 0.8, "block": 32}, 32)]
     plan = tune(
         model.network, [tuned], [held], journal=tmp_path / "j", candidates=candidates, minimise="density",
