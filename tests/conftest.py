@@ -4,45 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+
+from tests.interpreter import interpret_faster
 
 # Triton decides when a kernel is defined, so this precedes every import of one.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-def _interpret_faster() -> None:
-    """Leave out what Triton's interpreter spends half of its time on.
-
-    It prepares `triton.language` again for every function that a kernel calls, though it is prepared already.
-    """
-    try:
-        from triton import language
-        from triton.runtime import interpreter
-    except ImportError:
-        return
-    if not hasattr(interpreter, "_LangPatchScope"):  # another Triton than 3.7, and no public names for this
-        return
-    prepare = interpreter._patch_lang
-
-    def unless_done(fn: Any) -> Any:
-        modules = [x for x in fn.__globals__.values() if x is language or x is language.core]
-        if any(language.core.is_builtin(module.load) for module in modules):
-            return prepare(fn)
-        return interpreter._LangPatchScope()
-
-    interpreter._patch_lang = unless_done
-    # Another quarter of it goes into asking whether sums of int32 overflow, which those of so few tokens cannot.
-    builder = interpreter.interpreter_builder
-    builder.options = replace(builder.options, sanitize_overflow=False)
-
-
 if os.environ.get("TRITON_INTERPRET") == "1":
-    _interpret_faster()
+    interpret_faster()
 
 # Tensors here are tiny: threads would only wait for one another.
 torch.set_num_threads(1)
