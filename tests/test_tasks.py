@@ -19,7 +19,7 @@ from benchmarks.tasks.__main__ import main, samples_of
 from benchmarks.tasks.generators import TASKS
 from benchmarks.tasks.methods import methods
 from benchmarks.tasks.paired import difference
-from benchmarks.tasks.report import between, report, saving
+from benchmarks.tasks.report import as_dense, between, report, saving
 from benchmarks.tasks.sample import Haystack, Sample
 from transformers import PreTrainedTokenizerFast
 
@@ -130,6 +130,20 @@ def width(png: bytes) -> int:
     return int.from_bytes(png[16:20], "big")
 
 
+def test_presets_that_lose_a_task_are_told_from_those_that_do_not() -> None:
+    dense = row("dense", "", 1.0, 0.0, *[1.0] * 20)
+    rows = [
+        dense,
+        row("s2o", "0.1", 0.1, 0.01, *[0.0] * 8, *[1.0] * 12),
+        row("auto", "fast", 0.3, 0.02, *[0.0], *[1.0] * 19),  # one of twenty may be chance
+        row("plan", "mine", 0.2, 0.05, *[1.0] * 20),
+    ]
+    scoring = as_dense(rows, dense, ["single"])
+    assert [one["preset"] for one in scoring] == ["auto", "plan"]
+    assert saving(scoring, rows[-1], "density") is None
+    assert saving(scoring, rows[-1], "density", or_less=True) == ("auto", pytest.approx(0.3), pytest.approx(1 / 3))
+
+
 def test_a_plan_is_compared_at_equal_kl_with_the_best_preset(tmp_path: Path) -> None:
     rows = [
         row("dense", "", 1.0, 0.0, 1, 1),
@@ -146,6 +160,11 @@ def test_a_plan_is_compared_at_equal_kl_with_the_best_preset(tmp_path: Path) -> 
     assert found[1] == pytest.approx(0.1 * (0.2 / 0.0447213) ** (0.4771213), rel=1e-4)
     assert found[2] == pytest.approx(1 - 0.1 / found[1])
     assert saving(rows, row("plan", "bold", 0.1, 5.0, 1), "density") is None
+    assert saving(rows, row("plan", "bold", 0.05, 5.0, 1), "density", or_less=True) == (
+        "s2o",
+        pytest.approx(0.1),
+        pytest.approx(0.5),
+    )
     assert saving(rows, row("plan", "all dense", 1.0, 0.0, 1), "density") is None
     assert between([(0.0, 1.0), (2.0, 3.0)], 1.0) == 2.0
     assert between([(0.0, 1.0), (2.0, 3.0)], 2.1) is None
