@@ -5,10 +5,10 @@ grids, with which arguments, on memory of which sizes. To decide this anew takes
 prompt. So a call can be recorded: a `Recording` sees PyTorch's operations as a dispatch mode, and kernels tell it of their
 launches (`noted`). A `Repetition` then makes the same operations in the same order, and nothing else.
 
-What is noted are values of tensors by the memory that they lie in. Each operation that gives new memory fills a slot, and
-every tensor that an operation takes is either memory of a slot, seen from some offset, or one that was there before the
-call, such as a weight: that one is taken itself. So views need no step. What Python decides by the contents of tensors, what
-waits for the GPU, and what computes where no recording can see it makes a call impossible to repeat (`refuse_repetition`).
+Tensors are told apart by the memory under them. Each operation that gives new memory fills a slot. A tensor that an
+operation takes is either memory of a slot, seen from some offset, or it was there before the call, as a weight was, and is
+taken itself. So views need no step of their own. A call cannot be repeated if Python decides by the contents of tensors, if
+it waits for the GPU, or if something computes where no recording can see it; that says so itself (`refuse_repetition`).
 """
 
 from __future__ import annotations
