@@ -7,12 +7,15 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, final
 
 import pytest
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 import blocksparse as bs
 from blocksparse.kernels.common import repetition
@@ -295,6 +298,44 @@ def test_inputs_that_share_memory(device: str) -> None:
             assert torch.equal(repeated(x, y, z), run(x, y, z))
 
 
+def test_which_inputs_share_memory(device: str) -> None:
+    """At the same distances the first two may, or the last two."""
+
+    def run(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+        return x + 2 * y + 3 * z
+
+    repeated, memory = Repeated(run), torch.arange(48.0, device=device)
+    x, y, z = memory[:4], memory[4:8], memory[16:20]
+    for _ in range(3):
+        assert torch.equal(repeated(x, y, z), run(x, y, z))
+
+    def own(part: slice) -> Tensor:
+        """The same addresses, as a memory of its own."""
+        return torch.from_numpy(memory[part].numpy()) if device == "cpu" else memory[part].clone()
+
+    apart = own(slice(0, 4))
+    behind = own(slice(4, 20))
+    for _ in range(3):
+        assert torch.equal(repeated(apart, behind[:4], behind[12:]), run(x, y, z))
+        assert torch.equal(repeated(apart, y, z), run(x, y, z))
+
+
+def test_inputs_of_which_some_share_memory_are_repeated(device: str) -> None:
+    """Where the others lie is no matter, though allocations are elsewhere in each call."""
+    ran, kept = [], []
+
+    def run(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+        ran.append(1)
+        return x + y * z
+
+    repeated = Repeated(run)
+    for number in range(6):
+        kept.append(torch.ones(1000 + 8 * number, device=device))
+        x, both = torch.ones(4, device=device), torch.ones(8, device=device)
+        assert torch.equal(repeated(x, both[:4], both[4:]), torch.full_like(x, 2))
+    assert len(ran) == 2
+
+
 def test_what_a_call_depends_on(device: str) -> None:
     """Sizes, strides, dtypes, values and their types: each decides anew."""
 
@@ -445,12 +486,86 @@ def test_nothing_of_a_recorded_call_is_kept(device: str) -> None:
     assert not any(ref() is not None for ref in made)
 
 
+@dataclass
+class Descriptor:
+    """What a tensor descriptor has."""
+
+    base: Any
+    block_shape: list[int]
+
+
+def test_neither_descriptors_nor_empty_views_keep_anything(device: str) -> None:
+    alive: list[weakref.ref[Tensor]] = []
+    seen: list[Any] = []
+
+    def read(descriptor: Descriptor) -> None:
+        seen.append(float(descriptor.base.sum()))
+
+    def run(x: Tensor) -> Tensor:
+        descriptor = Descriptor(x, [1])
+        with repetition.unseen():
+            read(descriptor)
+        repetition.noted(read, (descriptor,), pointers=True)
+        return torch.cat((x[:0], x * 2))
+
+    repeated = Repeated(run)
+    for number in range(4):
+        x = torch.full((3,), float(number), device=device)
+        alive.append(weakref.ref(x))
+        assert torch.equal(repeated(x), x * 2)
+        del x
+    assert seen == [0, 3, 6, 9]
+    assert not any(ref() is not None for ref in alive)
+    (known,) = repeated._known.values()
+    constants = [x for step in known._steps for x in tree_leaves(step.arguments) if isinstance(x, Tensor)]
+    assert all(x.untyped_storage().nbytes() == 0 for x in constants)
+
+
+def test_memory_that_is_too_short_to_record(device: str) -> None:
+    """A call that has just enough runs as it is from then on."""
+    ran = []
+
+    def run(x: Tensor) -> Tensor:
+        ran.append(repetition.is_recording())
+        if len(ran) == 2:
+            raise torch.OutOfMemoryError
+        return x + 1
+
+    repeated, x = Repeated(run), torch.zeros(3, device=device)
+    for _ in range(5):
+        assert torch.equal(repeated(x), x + 1)
+    assert ran == [True, True, False, False, False, False]
+
+
+def test_modes_of_torch_functions_are_asked_in_every_call(device: str) -> None:
+    class Doubles(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            return out * 2 if func is torch.softmax else out
+
+    repeated, x = Repeated(lambda x: torch.softmax(x, 0)), torch.zeros(2, device=device)
+    for _ in range(3):
+        for _ in range(3):
+            assert repeated(x).tolist() == [0.5, 0.5]
+        with Doubles():
+            assert repeated(x).tolist() == [1.0, 1.0]
+    assert len(repeated._known) == 1
+
+
+def test_calls_of_many_sizes_are_forgotten(device: str) -> None:
+    repeated = Repeated(lambda x: x + 1)
+    for size in range(1, 700):
+        for _ in range(2 if size % 5 else 1):
+            repeated(torch.zeros(size, device=device))
+    assert len(repeated._known) == 64
+    assert len(repeated._met) <= 512
+
+
 def test_memory_is_free_as_soon_as_nobody_needs_it(device: str) -> None:
     repeated = Repeated(lambda x: ((x + 1) * 2).sum(0))
     for _ in range(2):
         repeated(torch.ones(3, device=device))
     (known,) = repeated._known.values()
-    assert isinstance(known, repetition.Repetition)
     assert [len(step.done) for step in known._steps] == [1, 1, 1]
 
 

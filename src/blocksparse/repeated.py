@@ -9,6 +9,8 @@ import torch
 from attrs import fields, has
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.overrides import _get_current_function_mode_stack  # no public name up to torch 2.13
+from torch.utils._device import DeviceContext  # likewise
 
 from blocksparse.executors.executor import Executor
 from blocksparse.kernels.common.hardware import device_of
@@ -18,7 +20,8 @@ from blocksparse.permuters.permuter import Permuter
 from blocksparse.scorers.scorer import Scorer
 from blocksparse.selectors.selector import Selector
 
-_MOST_KNOWN = 512  # calls; what is known of one takes some kilobytes
+_MOST_KNOWN = 64  # repetitions; each takes 40 to 250 kB
+_MOST_MET = 512  # calls that were met once, or cannot be repeated
 
 
 @final
@@ -36,7 +39,8 @@ class Repeated:
 
     def __init__(self, run: Callable[..., Any]) -> None:
         self.run = run
-        self._known: dict[tuple[object, ...], Repetition | bool] = {}  # whether a call can be repeated, or how
+        self._known: dict[tuple[object, ...], Repetition] = {}
+        self._met: dict[tuple[object, ...], bool] = {}  # whether a call may be recorded
 
     def __reduce__(self) -> tuple[type[Repeated], tuple[Callable[..., Any]]]:
         return Repeated, (self.run,)  # a copy learns anew, since what is known has pointers into memory
@@ -46,35 +50,44 @@ class Repeated:
         key = None if is_recording() else _key(tensors, args[len(tensors) :])
         if key is None:
             return self.run(*args)
-        known = self._known.get(key)
-        if type(known) is Repetition:
+        if (known := self._known.get(key)) is not None:
             with device_of(tensors[0]):
                 return known(*tensors)
-        if known is False:
-            return self.run(*args)
-        return self._learn(key, tensors, args, first=known is None)
+        return self._learn(key, tensors, args, self._met.get(key))
 
     def _learn(
-        self, key: tuple[object, ...], tensors: tuple[Tensor, ...], args: tuple[Any, ...], *, first: bool
+        self, key: tuple[object, ...], tensors: tuple[Tensor, ...], args: tuple[Any, ...], may_record: bool | None
     ) -> Any:
-        """Make a call, and remember how to repeat it or, in the first one, whether it may be recorded.
+        """Make a call, and learn whether it may be recorded, which is None in the first one, or how to repeat it.
 
         What torch.compile compiles must not run while a recording sees operations, since it would run uncompiled.
         So the first call is only watched for what refuses to be repeated.
         """
-        recording = Recording(tensors, sees=not first)
+        if may_record is False:
+            return self.run(*args)
+        recording = Recording(tensors, sees=may_record is not None)
         with told(recording):
-            if first:
+            if may_record is None:
                 out = self.run(*args)
-                known: Repetition | bool = recording.refused is None
-            else:
+                _put(self._met, key, recording.refused is None, _MOST_MET)
+                return out
+            try:
                 with recording:
                     out = self.run(*args)
-                known = recording.repetition(out) or False
-        if len(self._known) >= _MOST_KNOWN:
-            self._known.clear()
-        self._known[key] = known
-        return out
+            except torch.OutOfMemoryError:  # a recording holds more memory than a call does
+                recording.refuse("memory is short")
+            if (known := recording.repetition(None if recording.refused else out)) is not None:
+                _put(self._known, key, known, _MOST_KNOWN)
+            else:
+                _put(self._met, key, False, _MOST_MET)
+        return self.run(*args) if recording.refused == "memory is short" else out
+
+
+def _put(table: dict[tuple[object, ...], Any], key: tuple[object, ...], value: object, most: int) -> None:
+    """Add an entry to a table, and drop the oldest one if there are too many."""
+    if len(table) >= most:
+        table.pop(next(iter(table)), None)
+    table[key] = value
 
 
 def only_ours(*stages: object) -> bool:
@@ -95,17 +108,28 @@ def _is_ours(value: object) -> bool:
 def _key(tensors: tuple[Tensor, ...], values: tuple[Any, ...]) -> tuple[object, ...] | None:
     """All that a call may depend on but the contents of its tensors; None for a call that is not repeated."""
     first = tensors[0]
-    if not first.is_cuda or torch.version.hip is not None:
-        return None
-    if is_transformed() or forward_ad._current_level >= 0 or torch.cuda.is_current_stream_capturing():
+    if not first.is_cuda or torch.version.hip is not None or not _is_plain():
         return None
     parts: list[object] = [*values, *map(type, values), first.device]
-    memory = set()
-    for x in tensors:
+    memories: dict[int, tuple[int, int, int]] = {}  # of each memory: its first tensor, where that begins, its size
+    for at, x in enumerate(tensors):
         if type(x) is not Tensor or (x.requires_grad and torch.is_grad_enabled()) or not x.numel():
             return None
-        parts += (x.shape, x.stride(), x.dtype, x.data_ptr() % 16)
-        memory.add(x.untyped_storage().data_ptr())
-    if len(memory) < len(tensors):  # q, k and v may be parts of one tensor: then also where in it they lie
-        parts += [x.data_ptr() - first.data_ptr() for x in tensors]
+        memory, begin = x.untyped_storage(), x.data_ptr()
+        parts += (x.shape, x.stride(), x.dtype, begin % 16)
+        one, its_begin, size = memories.setdefault(memory.data_ptr(), (at, begin, memory.nbytes()))
+        if size != memory.nbytes():  # two owners of one memory, as DLPack makes them
+            return None
+        if one != at:  # q, k and v may be parts of one tensor: then also where in it they lie
+            parts += (one, begin - its_begin)
     return tuple(parts)
+
+
+def _is_plain() -> bool:
+    """Whether nothing stands between calls of PyTorch and what they do, and no graph is captured."""
+    return not (
+        is_transformed()
+        or forward_ad._current_level >= 0
+        or any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
+        or torch.cuda.is_current_stream_capturing()
+    )

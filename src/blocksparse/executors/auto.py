@@ -73,7 +73,8 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
     """Takes `CpuExecutor` on a CPU, on a GPU `TritonExecutor` or else `FlexExecutor`, and elsewhere the reference.
 
     It never rounds to 8 bits: name `Int8Executor` for that. `choose` says which executor runs and why, and so does
-    the log: as a warning where it is the reference, which is slow.
+    the log: as a warning where it is the reference, which is slow, and else of calls that do not repeat an earlier
+    one.
 
     On a GPU, a pipeline with it attends densely where dense attention is little work, since selecting blocks would
     cost more time than it saves. Work is the floating-point operations of the two products of dense attention,

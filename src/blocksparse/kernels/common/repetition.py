@@ -70,11 +70,12 @@ class Repetition:
                 found = run(*arguments)
             if results:
                 if unpack:
-                    for slot, one in zip(results, found, strict=True):
-                        values[slot] = one
+                    for at, slot in enumerate(results):
+                        values[slot] = found[at]
                 else:
                     values[results[0]] = found
-            for slot in done:  # memory is free as early as it can be
+            filled = found = None
+            for slot in done:  # memory is free as early as it can be, for nothing else holds it now
                 values[slot] = None
         return self._result(values)
 
@@ -203,7 +204,9 @@ class Recording(TorchDispatchMode):
     def _hole(self, x: Any, *, pointers: bool) -> tuple[Any, set[int]]:
         """What makes an argument, and the slots that it needs; the argument itself if it needs none."""
         if isinstance(x, Tensor):
-            slot = self._slot_of.get(_address(x)) if x.numel() else None
+            if not x.numel():  # a view without entries would keep all memory that it was taken from
+                return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device), set()
+            slot = self._slot_of.get(_address(x))
             return (x, set()) if slot is None else (self._seen(x, slot, pointers=pointers), {slot})
         if isinstance(x, tuple | list):
             parts = [self._hole(part, pointers=pointers) for part in x]
@@ -334,8 +337,11 @@ def _sequence(kind: Callable[[Any], Any], parts: list[tuple[Any, set[int]]]) -> 
 
 
 def _descriptor(like: Any, base: Hole) -> Hole:
+    like = copy.copy(like)
+    like.base = None  # that of the recorded call would be kept for good
+
     def make(values: Values) -> Any:
-        descriptor = copy.copy(like)  # what a new one would check holds for this one too
+        descriptor = copy.copy(like)  # a new one would check again what holds for all calls of these sizes
         descriptor.base = base(values)
         return descriptor
 
