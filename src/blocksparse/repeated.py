@@ -71,16 +71,18 @@ class Repeated:
                 out = self.run(*args)
                 _put(self._met, key, recording.refused is None, _MOST_MET)
                 return out
+            short = False
             try:
                 with recording:
                     out = self.run(*args)
-            except torch.OutOfMemoryError:  # a recording holds more memory than a call does
-                recording.refuse("memory is short")
-            if (known := recording.repetition(None if recording.refused else out)) is not None:
+            except torch.OutOfMemoryError:
+                short = True
+                recording.refuse("a recording holds more memory than a call does")
+            if not short and (known := recording.repetition(out)) is not None:
                 _put(self._known, key, known, _MOST_KNOWN)
             else:
                 _put(self._met, key, False, _MOST_MET)
-        return self.run(*args) if recording.refused == "memory is short" else out
+        return self.run(*args) if short else out
 
 
 def _put(table: dict[tuple[object, ...], Any], key: tuple[object, ...], value: object, most: int) -> None:
