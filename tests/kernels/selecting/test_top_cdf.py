@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import blocksparse as bs
 from blocksparse.kernels.positions.within_reach import within_reach_reference
 from blocksparse.kernels.selecting.top_cdf import top_cdf, top_cdf_reference
 from blocksparse.selectors.places import Places
+from blocksparse.testing import make_qkv
 
 pytest.importorskip("triton")
 from blocksparse.kernels.selecting.top_cdf_triton import top_cdf_triton
@@ -31,6 +33,11 @@ def a_mass(grid: bs.Grid, sharpness: float, device: str) -> Tensor:
 
 def targets(value: float | list[float], device: str) -> Tensor:
     return torch.tensor([value], dtype=torch.float64, device=device).reshape(1, -1, 1, 1)
+
+
+def one_row(cols: int, device: str) -> bs.Grid:
+    q, k, _ = make_qkv(B=1, Hq=1, Hkv=1, M=16, N=16 * cols, D=16, device=device)
+    return bs.Grid.of(q, k, bs.GlobalPermutation(), q_block=16, k_block=16, causal=False)
 
 
 def assert_same(
@@ -52,6 +59,32 @@ def test_sums_that_fp32_rounds(device: str) -> None:
     values[..., 1::4] *= 2**-20
     for mass in (0.25, 0.5, 0.749999):
         assert_same(values, None, targets(mass, device), grid)
+
+
+def test_sums_that_equal_the_share(device: str) -> None:
+    """Half of the mass is held by half of four equal blocks, with and without the block that crosses."""
+    for mass, kept in ((0.25, 1), (0.5, 2), (0.75, 3), (1.0, 4)):
+        keep = assert_same(torch.ones(1, 1, 1, 4, device=device), None, mass, one_row(4, device))
+        assert keep.sum(-1).unique().tolist() == [kept]
+
+
+def test_sums_beside_the_one_that_rounds_to_the_share(device: str) -> None:
+    """Shares are rounded to fp32: a sum one tick below the middle of two numbers rounds to the lower, the mass."""
+    first, second, found = 2**29, 3 * 2**27, 0  # weights of 2^29 and more stand for as many ticks
+    for third in range(2**26, 2**26 + 2**13, 8):
+        total = first + second + third
+        mass = float(torch.tensor((first + second) / total, dtype=torch.float64).float())
+        above = float(torch.tensor(mass).nextafter(torch.tensor(2.0)))
+        missing = (Fraction(mass) + Fraction(above)) / 2 * total - (first + second)
+        if 0 < missing < 1:
+            found += 1
+            values = torch.tensor([first, second, third], dtype=torch.float32, device=device).view(1, 1, 1, 3)
+            assert assert_same(values, None, mass, one_row(3, device), False).flatten().tolist() == [
+                True,
+                True,
+                False,
+            ]
+    assert found
 
 
 @pytest.mark.parametrize("kind", KINDS)
