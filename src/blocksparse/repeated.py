@@ -31,7 +31,8 @@ class Repeated:
     The first call with inputs of some sizes runs as it is, which compiles kernels. The second is recorded, and
     later ones repeat it (`kernels/common/repetition.py`): the same operations on memory of the same sizes, so they
     give the same result. A call also runs as it is where tensors need gradients or are of a subclass, in
-    forward-mode differentiation, while a graph is captured, and on AMD's GPUs.
+    forward-mode differentiation, under a mode that changes PyTorch's functions, while a graph is captured, and on
+    AMD's GPUs.
 
     Args:
         run: in it, Python looks at the sizes, strides and dtypes of tensors, and never at their contents.
