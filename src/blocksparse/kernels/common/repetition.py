@@ -31,6 +31,12 @@ _MOST_BYTES = 1 << 30
 _UNREPEATABLE = {
     torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded,
 }  # fmt: skip
+_ALLOCATE = {
+    torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided, torch.ops.aten.new_empty,
+    torch.ops.aten.new_empty_strided,
+}  # fmt: skip
+# These make a tensor have other memory, which is no longer that of its slot.
+_CHANGE_MEMORY = {torch.ops.aten.resize_, torch.ops.aten.resize_as_, torch.ops.aten.set_}
 
 Values = list[Any]
 """The tensors in the slots."""
@@ -283,16 +289,6 @@ def _written(func: OpOverload, args: tuple[Any, ...]) -> Iterator[Tensor]:
     for x, declared in zip(args, func._schema.arguments, strict=False):
         if declared.alias_info is not None and declared.alias_info.is_write:
             yield from (part for part in tree_leaves(x) if isinstance(part, Tensor) and part.numel())
-
-
-_ALLOCATE = {
-    torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided, torch.ops.aten.new_empty,
-    torch.ops.aten.new_empty_strided,
-}  # fmt: skip
-
-
-# These make a tensor have other memory, which is no longer that of its slot.
-_CHANGE_MEMORY = {torch.ops.aten.resize_, torch.ops.aten.resize_as_, torch.ops.aten.set_}
 
 
 def _allocate(
