@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import blocksparse as bs
+from blocksparse import presets
 from blocksparse.testing import make_qkv
 from tests import drawn
 from tests.drawn import Case, cases
+from tests.machine import needs_gpu
 from tests.meaning import same
 from tests.test_generated_laws import assert_same_call, law
 
@@ -92,6 +94,37 @@ def test_requests_share_pages(how: str, device: str) -> None:
     found = table.gather(keys, values)
     for x, whole in zip(found, (k.to(device), v.to(device)), strict=True):
         assert same(x, torch.cat((whole[:, :, :32], whole[:, :, :16], whole[:, :, 32:36]), 2))
+
+
+@needs_gpu
+@pytest.mark.parametrize("page", [16, 64, 128, 256])
+@pytest.mark.parametrize("name", ["mean_pooling", "pbs_attn", "s2o", "xattention"])
+def test_requests_of_a_server_on_a_gpu(name: str, page: int) -> None:
+    """Chunks of long and short prompts, in sizes and a dtype for which a GPU has its own kernels."""
+    queries, lengths = [1, 700, 2048, 33], [1, 700, 5000, 3001]
+    executor = bs.GatherExecutor(tau=0.01) if name == "s2o" else bs.TritonExecutor()
+    pipeline = presets.every_preset[name](executor=executor)
+    q, k, v = make_qkv(N=sum(lengths), Hq=8, Hkv=2, D=128, dtype=torch.bfloat16, device="cuda")
+    q = q[:, :, : sum(queries)]
+    columns = [-(-length // page) for length in lengths]
+    pages = torch.randperm(sum(columns)).split(columns)
+    table = torch.full((len(lengths), max(columns)), -1, dtype=torch.int32)
+    for row, of_prompt in zip(table, pages, strict=True):
+        row[: len(of_prompt)] = of_prompt
+    cache = [torch.full((sum(columns), page, 2, 128), float("nan"), dtype=k.dtype, device="cuda") for _ in "kv"]
+    for kept, x in zip(cache, (k, v), strict=True):
+        for of_prompt, one in zip(pages, x[0].transpose(0, 1).split(lengths), strict=True):
+            for place, tokens in zip(of_prompt.tolist(), one.split(page), strict=True):
+                kept[place, : len(tokens)] = tokens
+    paged = bs.PageTable(table.cuda(), lengths, page_size=page)
+    found = paged.gather(*(x.transpose(1, 2) for x in cache))
+    assert same(found[0], k)
+    assert same(found[1], v)
+    sequences = paged.sequences(queries)
+    out = pipeline(q, *found, sequences=sequences)
+    for span in sequences.spans:
+        alone = (x.contiguous() for x in (span.rows(q), span.columns(k), span.columns(v)))
+        assert same(span.rows(out), pipeline(*alone, scale=None))
 
 
 def test_the_table_serves_every_layer() -> None:
