@@ -123,8 +123,8 @@ def test_requests_of_a_server_on_a_gpu(name: str, page: int) -> None:
     sequences = paged.sequences(queries)
     out = pipeline(q, *found, sequences=sequences)
     for span in sequences.spans:
-        alone = (x.contiguous() for x in (span.rows(q), span.columns(k), span.columns(v)))
-        assert same(span.rows(out), pipeline(*alone, scale=None))
+        alone = pipeline(span.rows(q).contiguous(), span.columns(k).contiguous(), span.columns(v).contiguous())
+        assert same(span.rows(out), alone)
 
 
 def test_the_table_serves_every_layer() -> None:

@@ -15,7 +15,8 @@ from blocksparse.kernels.positions.block_grid import BlockGrid
 from blocksparse.kernels.positions.block_grid_triton import full_blocks, positions, rows_at, strides, tile
 
 _ENTRIES = 512  # blocks of a launch tile, if rows are short
-_NARROWEST, _WIDEST = 256, 1024  # blocks of a row at a time; fewer than 2^15, so that two counts of them fit one int32
+# Blocks of a row at a time; fewer than 2^15, so that two counts of them fit one int32.
+_NARROWEST, _WIDEST = 256, 1024
 _PER_THREAD = 16  # blocks of a launch tile per thread
 
 
