@@ -13,7 +13,6 @@ it waits for the GPU, or if something computes where no recording can see it; th
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -333,12 +332,13 @@ def _sequence(kind: Callable[[Any], Any], parts: list[tuple[Any, set[int]]]) -> 
 
 
 def _descriptor(like: Any, base: Hole) -> Hole:
-    like = copy.copy(like)
-    like.base = None  # that of the recorded call would be kept for good
+    kind = type(like)
+    rest = {name: value for name, value in vars(like).items() if name != "base"}
 
     def make(values: Values) -> Any:
-        descriptor = copy.copy(like)  # a new one would check again what holds for all calls of these sizes
-        descriptor.base = base(values)
+        # Its own constructor would check again what holds for all calls of these sizes.
+        descriptor = object.__new__(kind)
+        vars(descriptor).update(rest, base=base(values))
         return descriptor
 
     return make
