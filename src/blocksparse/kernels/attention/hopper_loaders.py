@@ -33,6 +33,7 @@ from blocksparse.kernels.common.sizes import padded_keys, padded_values
 # fp32 numbers that are copied for a piece's scales, of which four are used: a bulk copy must land at a multiple of 128
 # bytes of shared memory, and 32 numbers fill them.
 TILE_NUMBERS = gl.constexpr(32)
+TAKEN_AHEAD = gl.constexpr(3)  # steps before the end of a tile of queries, when the next one is taken from the queue
 PANEL = gl.constexpr(64)  # columns that one bulk copy of 16-bit numbers takes: 128 bytes, the widest swizzle
 
 
@@ -197,10 +198,12 @@ def _copy_queries(sources, bufs, q_full, q_empty, word, b, h, h_key, row, visit,
 def load_keys(C, sources, pointers, bars, bufs, strides, sizes):
     """Takes tiles of queries from the queue, and loads their queries and keys.
 
-    A program's first two tiles of queries are its own number, and that plus the number of programs. Every later one comes
-    from a counter in global memory. What is read is read ahead, so that copies need not wait for it: the first block of a
-    step one step ahead (further pieces of a step read theirs when they need it), the counts of a tile of queries while the
-    tile before it is loaded; and the number that the counter gives is that of the tile after the next.
+    A program's first tile of queries is its own number. Every later one comes from a counter in global memory, and is taken
+    `TAKEN_AHEAD` steps before the last keys of the tile before it are loaded: early enough for the answer to come while
+    those steps wait for free stages, and no earlier, for a tile that waits in a program with a long list waits while
+    other programs run out of work. What is read is read ahead, so that copies need not wait for it: the first block of a
+    step one step ahead (further pieces of a step read theirs when they need it), and the counts of a tile of queries and
+    its first block as soon as its number is there.
 
     Where there is only one buffer of queries, it becomes free with the last scores of the tile before, so that a tile's
     first keys go ahead of its queries. That cannot end in a circle of waits: consumers wait for queries only between
@@ -215,7 +218,6 @@ def load_keys(C, sources, pointers, bars, bufs, strides, sizes):
         tile, full_count_ptr, partial_count_ptr, count_strides, rows, kv_heads, group, heads_per_mask, C
     )
     word = word_of(tile, tiles, full, partial)
-    tile += gl.num_programs(0)
     b, h, h_key, row = place_of(gl.maximum(word, 0), rows, kv_heads, group)
     pieces, steps, first, masked = extent(word, C)
     list_at = _list_at(b, h, row, index_strides, cols, heads_per_mask, C)
@@ -228,11 +230,6 @@ def load_keys(C, sources, pointers, bars, bufs, strides, sizes):
         # the border, as they would those of any tile, and drop them. No values are loaded for it.
         live = word >= 0
         pieces, steps, first, masked = extent(word, C)
-        known = gl.minimum(tile, tiles - 1)
-        full, partial = counts_of(
-            known, full_count_ptr, partial_count_ptr, count_strides, rows, kv_heads, group, heads_per_mask, C
-        )
-        taken = gl.atomic_add(queue_ptr, 1, sem="relaxed")
         if C.Q_BUFFERS > 1:
             _copy_queries(sources, bufs, q_full, q_empty, word, b, h, h_key, row, visit, C)
         second = gl.load(index_ptr + list_at + _turn(pieces, first, 1, 0, C) // C.K_SPLIT)
@@ -243,13 +240,27 @@ def load_keys(C, sources, pointers, bars, bufs, strides, sizes):
         if C.Q_BUFFERS == 1:
             _copy_queries(sources, bufs, q_full, q_empty, word, b, h, h_key, row, visit, C)
         step += 1
+        block = second
+        early = gl.maximum(steps - TAKEN_AHEAD, 1)
+        for t in range(1, early):
+            later = gl.load(index_ptr + list_at + _turn(pieces, first, t + 1, 0, C) // C.K_SPLIT)
+            _copy_keys(
+                sources, index_ptr, bufs, k_full, k_empty, block, list_at, b, h_key, pieces, first, masked, kv_heads, t,
+                step, C,
+            )  # fmt: skip
+            step += 1
+            block = later
+        tile = gl.num_programs(0) + gl.atomic_add(queue_ptr, 1, sem="relaxed")
+        known = gl.minimum(tile, tiles - 1)
+        full, partial = counts_of(
+            known, full_count_ptr, partial_count_ptr, count_strides, rows, kv_heads, group, heads_per_mask, C
+        )
         following = word_of(tile, tiles, full, partial)
         next_b, next_h, next_key, next_row = place_of(known, rows, kv_heads, group)
         next_at = _list_at(next_b, next_h, next_row, index_strides, cols, heads_per_mask, C)
         next_pieces, next_steps, next_first, next_masked = extent(following, C)
         opening = gl.load(index_ptr + next_at + gl.maximum(next_pieces - 1, 0) // C.K_SPLIT)
-        block = second
-        for t in range(1, steps):
+        for t in range(early, steps):
             later = gl.load(index_ptr + list_at + _turn(pieces, first, t + 1, 0, C) // C.K_SPLIT)
             _copy_keys(
                 sources, index_ptr, bufs, k_full, k_empty, block, list_at, b, h_key, pieces, first, masked, kv_heads, t,
@@ -262,7 +273,6 @@ def load_keys(C, sources, pointers, bars, bufs, strides, sizes):
         visit += 1
         going = live
         word = gl.where(live, following, -1)
-        tile = taken + 2 * gl.num_programs(0)
 
 
 @gluon.jit
