@@ -146,10 +146,15 @@ def random_model(build: Any, config: Any, std: float = 0.1) -> Any:
     return model
 
 
-def assert_same(actual: Tensor, expected: Tensor) -> None:
-    """Within fp32 rounding of the largest logit; models amplify that of attention by their later layers."""
+def assert_same(actual: Tensor, expected: Tensor, rounding: float = 0.0) -> None:
+    """Within fp32 rounding of the largest logit; models amplify that of attention by their later layers.
+
+    `rounding` is that of a model which amplifies more: how far two of its own implementations are apart.
+    """
     assert torch.isfinite(expected).all()
-    torch.testing.assert_close(actual, expected, atol=6e-6 * float(expected.abs().max()), rtol=0)
+    torch.testing.assert_close(
+        actual, expected, atol=max(6e-6 * float(expected.abs().max()), 2 * rounding), rtol=0
+    )
 
 
 @pytest.mark.filterwarnings("ignore")  # of models about kernels that are not installed
@@ -163,9 +168,13 @@ def test_which_layers_are_sparse(name: str) -> None:
     for given, prompts in (({}, 1), ({"attention_mask": mask}, 2)):
         recorder, real = DensityRecorder(), mask.bool() if given else slice(None)
         expected = model(ids, **given).logits[real]
-        before = model.config._attn_implementation
+        before, rounding = model.config._attn_implementation, 0.0
+        if name == "gemma4":  # it amplifies ten times as much as the others
+            model.set_attn_implementation("sdpa")
+            rounding = float((model(ids, **given).logits[real] - expected).abs().max())
+            model.set_attn_implementation(before)
         with attached(model, recorder):
-            assert_same(model(ids, **given).logits[real], expected)
+            assert_same(model(ids, **given).logits[real], expected, rounding)
         assert model.config._attn_implementation == before
         assert torch.equal(model(ids, **given).logits[real], expected)
         assert recorder.sparse_calls() == dict.fromkeys(sparse, prompts)
