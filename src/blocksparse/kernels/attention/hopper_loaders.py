@@ -173,6 +173,23 @@ def _copy_keys(
 
 
 @gluon.jit
+def _copy_steps(
+    sources, index_ptr, bufs, k_full, k_empty, block, list_at, b, h_key, pieces, first, masked, kv_heads, begin, end, step,
+    C,
+):  # fmt: skip
+    """`_copy_keys` of the steps from `begin` up to `end`; returns the block of step `end`, and the count of all steps."""
+    for t in range(begin, end):
+        later = gl.load(index_ptr + list_at + _turn(pieces, first, t + 1, 0, C) // C.K_SPLIT)
+        _copy_keys(
+            sources, index_ptr, bufs, k_full, k_empty, block, list_at, b, h_key, pieces, first, masked, kv_heads, t,
+            step, C,
+        )  # fmt: skip
+        step += 1
+        block = later
+    return block, step
+
+
+@gluon.jit
 def _copy_queries(sources, bufs, q_full, q_empty, word, b, h, h_key, row, visit, C):
     """Waits for the next buffer of queries and starts to load a tile of queries, which its word and place come with."""
     WIDE: gl.constexpr = panel_of(C.DQ, C.QK8)
@@ -242,14 +259,10 @@ def load_keys(C, sources, pointers, bars, bufs, strides, sizes):
         step += 1
         block = second
         early = gl.maximum(steps - TAKEN_AHEAD, 1)
-        for t in range(1, early):
-            later = gl.load(index_ptr + list_at + _turn(pieces, first, t + 1, 0, C) // C.K_SPLIT)
-            _copy_keys(
-                sources, index_ptr, bufs, k_full, k_empty, block, list_at, b, h_key, pieces, first, masked, kv_heads, t,
-                step, C,
-            )  # fmt: skip
-            step += 1
-            block = later
+        block, step = _copy_steps(
+            sources, index_ptr, bufs, k_full, k_empty, block, list_at, b, h_key, pieces, first, masked, kv_heads, 1,
+            early, step, C,
+        )  # fmt: skip
         tile = gl.num_programs(0) + gl.atomic_add(queue_ptr, 1, sem="relaxed")
         known = gl.minimum(tile, tiles - 1)
         full, partial = counts_of(
@@ -260,14 +273,10 @@ def load_keys(C, sources, pointers, bars, bufs, strides, sizes):
         next_at = _list_at(next_b, next_h, next_row, index_strides, cols, heads_per_mask, C)
         next_pieces, next_steps, next_first, next_masked = extent(following, C)
         opening = gl.load(index_ptr + next_at + gl.maximum(next_pieces - 1, 0) // C.K_SPLIT)
-        for t in range(early, steps):
-            later = gl.load(index_ptr + list_at + _turn(pieces, first, t + 1, 0, C) // C.K_SPLIT)
-            _copy_keys(
-                sources, index_ptr, bufs, k_full, k_empty, block, list_at, b, h_key, pieces, first, masked, kv_heads, t,
-                step, C,
-            )  # fmt: skip
-            step += 1
-            block = later
+        block, step = _copy_steps(
+            sources, index_ptr, bufs, k_full, k_empty, block, list_at, b, h_key, pieces, first, masked, kv_heads, early,
+            steps, step, C,
+        )  # fmt: skip
         block = opening
         b, h, h_key, row, list_at = next_b, next_h, next_key, next_row, next_at
         visit += 1
