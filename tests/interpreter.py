@@ -201,6 +201,8 @@ ARITHMETIC: dict[str, Operation] = {
     "and_": np.bitwise_and,
     "or_": np.bitwise_or,
     "xor_": np.bitwise_xor,
+    "shl": np.left_shift,
+    "lshr": np.right_shift,
 }
 COMPARISONS: dict[str, Operation] = {
     "greater_than": np.greater,
