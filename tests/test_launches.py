@@ -136,7 +136,7 @@ def test_an_attached_model_compiles_whole(recorded: bool) -> None:
 
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2 if recorded else 1,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config).eval()

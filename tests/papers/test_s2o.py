@@ -345,12 +345,18 @@ def test_a_band_is_visited_before_a_row_may_stop(N: int, M: int, band: int) -> N
     """Every query attends to all keys up to `band` before it, and to its own, wherever its row stops."""
     q, k, v = make_qkv(**SIZES, N=N, M=M, dtype=torch.float64)
     inside = nearby(N, M, band)
-    for executor in NEVER_ON:
-        for options in ({}, {"order_queries": False}, {"per_query_head": False, "prefix": 5, "coarse": False}):
-            trace = s2o(S=32, block=16, band=band, executor=executor, **options).trace(q, k, v)
-            assert bool((visited_pairs(trace) | ~inside).all())
-            want = bs.ReferenceExecutor()(q, k, v, trace.permutation, trace.visited, scale=trace.scale).out
-            torch.testing.assert_close(trace.output.out, want, rtol=0, atol=1e-12)
+    # Each executor with each order, in turn: with every band, and with a prompt or a chunk.
+    every: list[dict[str, Any]] = [
+        {},
+        {"order_queries": False},
+        {"per_query_head": False, "prefix": 5, "coarse": False},
+    ]
+    for turn, options in enumerate(every):
+        executor = NEVER_ON[(turn + CHUNKS.index((N, M))) % 2]
+        trace = s2o(S=32, block=16, band=band, executor=executor, **options).trace(q, k, v)
+        assert bool((visited_pairs(trace) | ~inside).all())
+        want = bs.ReferenceExecutor()(q, k, v, trace.permutation, trace.visited, scale=trace.scale).out
+        torch.testing.assert_close(trace.output.out, want, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -142,7 +142,8 @@ def by_loops(
                         "slash": [(r, r) for r in range(stride)],
                         "sum": [(r, s) for r in range(stride) for s in range(stride)],
                     }[scorer.pattern]
-                    logits[j] = scale * float(np.mean([x[r] @ y[s] for r, s in pairs]))
+                    products = x @ y.T
+                    logits[j] = scale * float(np.mean([products[r, s] for r, s in pairs]))
                 if logits:
                     peak = max(logits.values())
                     total = sum(math.exp(logit - peak) for logit in logits.values())
@@ -163,14 +164,14 @@ SCORERS = (
 )
 
 
-@pytest.mark.parametrize("M", [83, 80, 60, 57, 3, 1])
+@pytest.mark.parametrize("M", [51, 48, 28, 25, 3, 1])
 @pytest.mark.parametrize("scorer", SCORERS, ids=repr)
 def test_scores_are_those_of_a_slow_loop(scorer: AntidiagonalScorer, M: int) -> None:
     """Every tail and lead, orders of one and of both sides, causal or not."""
-    q, k, _ = make_qkv(Hq=2, Hkv=1, N=83, M=M, D=8, dtype=torch.float64)
+    q, k, _ = make_qkv(Hq=2, Hkv=1, N=51, M=M, D=8, dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
     shuffled = bs.GlobalPermutation(
-        torch.rand(1, 1, 1, 83, generator=generator).argsort(-1).int(),
+        torch.rand(1, 1, 1, 51, generator=generator).argsort(-1).int(),
         torch.rand(1, 2, M, generator=generator).argsort(-1).int(),
     )
     orders = [bs.GlobalPermutation(), bs.GlobalPermutation(segment=32)]
