@@ -30,7 +30,6 @@ from benchmarks.timing import ROUNDS, Call, Candidate, WrongOutputError, check, 
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.executors import flex
 from blocksparse.testing import make_qkv
 
 CPU = torch.device("cpu")
@@ -232,17 +231,7 @@ def test_density_of_one_head_after_the_other() -> None:
     assert kernel_tables.density_of(mask) == pytest.approx(float(mask.density().mean()))
 
 
-@pytest.fixture
-def _flex_is_only_traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A C++ compiler takes long, and other tests have what it makes."""
-    flex._compiled.cache_clear()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    yield
-    flex._compiled.cache_clear()
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("_flex_is_only_traced")
 def test_executors_for_cpus_are_measured() -> None:
     for row in call_tables.cpu(PLAN, CPU):
         assert all("ms" in row["figures"][name] for name in ("dense", "CpuExecutor", "FlexExecutor"))
