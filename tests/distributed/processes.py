@@ -1,4 +1,4 @@
-"""Processes of one host that talk through gloo; none of them outlives its test."""
+"""Processes of one host that talk through gloo; none but the one they are forked from outlives its test."""
 
 from __future__ import annotations
 
@@ -17,6 +17,13 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 WAIT = 180.0  # seconds that a process group waits for a rank; a slow machine takes a minute to start four
 LIMIT = 600.0  # seconds after which processes are killed
+# Imported once, by a process that does nothing else, and no rank imports them anew. Determinism needs Inductor.
+PRELOADED = [
+    "torch._inductor",
+    "torch._functorch.aot_autograd",
+    "tests.distributed.test_schemes",
+    "tests.distributed.test_failures",
+]
 
 
 def _start(rank: int, size: int, folder: str, work: Callable[..., Any], *arguments: Any) -> None:
@@ -37,7 +44,8 @@ def _start(rank: int, size: int, folder: str, work: Callable[..., Any], *argumen
 
 def on_ranks(size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
     """What `work(rank, *arguments)` returns in each process; its traceback if it raises, and None if it dies."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             context.Process(target=_start, args=(rank, size, folder, work, *arguments), daemon=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -45,8 +46,8 @@ def _alignment() -> None:
     alignment.register(Breaks, lambda stage, causal: 16)
 
 
-def in_a_group(scheme: Any, *, dies: bool) -> tuple[str, float]:
-    """What two calls raise, and after how many seconds."""
+def in_a_group(_rank: int, scheme: Any, dies: bool) -> tuple[str, float]:
+    """What two calls raise where rank 1 raises or dies, and after how many seconds."""
     _alignment()
     group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("ranks",))
@@ -61,28 +62,30 @@ def in_a_group(scheme: Any, *, dies: bool) -> tuple[str, float]:
     return "nothing was raised", time.monotonic() - start
 
 
-def breaking(rank: int) -> dict[str, tuple[str, float]]:
-    """Rank 1 raises in a call of each scheme, and then dies in one."""
-    seen = {scheme.__name__: in_a_group(scheme, dies=False) for scheme in SCHEMES}
-    if rank == 1:
-        assert {text for text, _ in seen.values()} == {"ZeroDivisionError: this rank fails"}
-    seen["dead"] = in_a_group(Ulysses, dies=True)
-    return seen
-
-
 @pytest.mark.slow
 def test_a_rank_that_raises_or_dies_ends_all() -> None:
-    waiting, dead = on_ranks(2, breaking)
-    assert dead is None
-    assert isinstance(waiting, dict), waiting
-    assert list(waiting) == [*(scheme.__name__ for scheme in SCHEMES), "dead"]
-    for text, seconds in waiting.values():
+    """Each in processes of its own, all at the same time, because they do little but wait."""
+    runs = [*((scheme, False) for scheme in SCHEMES), (Ulysses, True)]
+    with ThreadPoolExecutor(len(runs)) as threads:
+        results = list(threads.map(lambda run: on_ranks(2, in_a_group, *run), runs))
+    for (_, dies), (waiting, broken) in zip(runs, results, strict=True):
+        assert isinstance(waiting, tuple), waiting
+        text, seconds = waiting
         assert text.startswith("RuntimeError: rank 0 of mesh dimension 'ranks' got no answer while "), text
         assert ". " not in text
         assert seconds < 3 * TIMEOUT
+        if dies:
+            assert broken is None
+        else:
+            assert isinstance(broken, tuple), broken
+            assert broken[0] == "ZeroDivisionError: this rank fails"
+
+
+def hang(_rank: int) -> None:
+    time.sleep(600)
 
 
 def test_processes_that_hang_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.distributed.processes.LIMIT", 0.1)
     with pytest.raises(AssertionError, match="1 of 1 processes hung"):
-        on_ranks(1, breaking)
+        on_ranks(1, hang)

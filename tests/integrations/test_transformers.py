@@ -114,10 +114,11 @@ def _registries_are_left_as_found() -> Iterator[None]:
     assert [set(x._global_mapping) for x in (AttentionInterface, AttentionMaskInterface)] == before
 
 
-def make(name: str) -> Any:
+def make(name: str, **other: Any) -> Any:
     """A tiny random model with weights large enough for attention to be far from uniform."""
     torch.manual_seed(0)
     config = MODELS[name]()
+    config.update(other)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     for parameter in model.parameters():
         if parameter.ndim > 1:
@@ -516,7 +517,7 @@ def test_bidirectional_modules_are_dense(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 def test_compiled_models_give_the_same(static: bool) -> None:
-    model, ids = make("llama"), tokens(60)
+    model, ids = make("llama", num_hidden_layers=1), tokens(60)
 
     def run(call: Callable[..., Any]) -> Tensor:
         cache = StaticCache(config=model.config, max_cache_len=80) if static else DynamicCache(config=model.config)
@@ -558,7 +559,7 @@ def test_compiled_chunks_are_sparse(whole: bool) -> None:
 @pytest.mark.parametrize("padding", [0, 17])
 def test_generate_compiles_chunks_of_a_static_cache(padding: int) -> None:
     """As it does by itself on a GPU: it makes the masks outside of what it compiles."""
-    model, ids = make("llama"), tokens(80, batch=2)
+    model, ids = make("llama", num_hidden_layers=1), tokens(80, batch=2)
     mask, recorder = torch.ones_like(ids), DensityRecorder()
     mask[0, :padding] = 0
     how: dict[str, Any] = {"cache_implementation": "static", "prefill_chunk_size": 23, "attention_mask": mask}

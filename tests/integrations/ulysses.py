@@ -6,16 +6,15 @@ import os
 import tempfile
 
 import torch
+from diffusers import ContextParallelConfig
+from tests.integrations.diffusion_models import CASES, given
+from tests.integrations.test_diffusers import DENSE_LIMIT, attached, made, run
 from torch import distributed, multiprocessing
 
 RANKS = 2
 
 
 def work(rank: int, store: str) -> None:
-    from diffusers import ContextParallelConfig
-    from tests.integrations.diffusion_models import CASES, given
-    from tests.integrations.test_diffusers import DENSE_LIMIT, attached, made, run
-
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     torch.accelerator.device_count = lambda: 1  # diffusers asks, on a CPU too
@@ -41,4 +40,7 @@ def work(rank: int, store: str) -> None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(work, (f"{folder}/store",), nprocs=RANKS)  # type: ignore[attr-defined, no-untyped-call]
+        # Forked before anything has run, so that diffusers is imported once.
+        multiprocessing.start_processes(  # type: ignore[attr-defined, no-untyped-call]
+            work, (f"{folder}/store",), nprocs=RANKS, start_method="fork"
+        )

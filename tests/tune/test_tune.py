@@ -202,14 +202,16 @@ def test_killed_anywhere_it_ends_with_the_same_plan(model: Any, tmp_path: Path) 
 def test_a_finished_run_measures_nothing_again(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = tuned(model, tmp_path / "j", minimise="time")
+    some: dict[str, Any] = {"candidates": tiny.CANDIDATES[1:7:2], "minimise": "time"}
+    first = tuned(model, tmp_path / "j", **some)
     monkeypatch.setattr(Reading, "of", None)
-    assert tuned(model, tmp_path / "j", minimise="time") == first
+    assert tuned(model, tmp_path / "j", **some) == first
 
 
 def test_times_are_those_of_as_many_prompts_as_a_call_will_have(model: Any, tmp_path: Path) -> None:
-    alone = tuned(model, tmp_path / "j", minimise="time")
-    together = tuned(model, tmp_path / "j", minimise="time", batch=16)
+    some: dict[str, Any] = {"candidates": tiny.CANDIDATES[:2], "minimise": "time"}
+    alone = tuned(model, tmp_path / "j", **some)
+    together = tuned(model, tmp_path / "j", **some, batch=16)
     assert (alone.evidence.batch, together.evidence.batch) == (1, 16)
     assert together.evidence.dense_ms > 2 * alone.evidence.dense_ms
 
@@ -339,10 +341,16 @@ def folder(model: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory)
     return path
 
 
-def test_the_command_writes_a_plan_and_says_what_it_does(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def _two_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command knows no others."""
     monkeypatch.setattr(tune, "__kwdefaults__", {**(tune.__kwdefaults__ or {}), "candidates": tiny.CANDIDATES[:2]})
+
+
+@pytest.mark.usefixtures("_two_candidates")
+def test_the_command_writes_a_plan_and_says_what_it_does(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out, text = tmp_path / "plan.json", tmp_path / "text.txt"
     text.write_text(TEXT)
     options = [str(folder), "--out", str(out), "--text", str(text), "--tokens", "900", "--count", "1"]
@@ -400,6 +408,7 @@ def test_the_command_refuses_in_one_sentence(
     assert not (tmp_path / "plan.json").exists()
 
 
+@pytest.mark.usefixtures("_two_candidates")
 def test_the_command_says_that_calls_are_too_large(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
