@@ -217,12 +217,13 @@ def _copy_queries(sources, bufs, q_full, q_empty, word, b, h, h_key, row, visit,
 def load_keys(C, sources, pointers, bars, bufs, strides, sizes):
     """Takes tiles of queries from the queue, and loads their queries and keys.
 
-    A program's first tile of queries is its own number. Every later one comes from a counter in global memory, and is taken
-    `TAKEN_AHEAD` steps before the last keys of the tile before it are loaded: early enough for the answer to come while
-    those steps wait for free stages, and no earlier, for a tile that waits in a program with a long list waits while
-    other programs run out of work. What is read is read ahead, so that copies need not wait for it: the first block of a
-    step one step ahead (further pieces of a step read theirs when they need it), and the counts of a tile of queries and
-    its first block as soon as its number is there.
+    A program's first tile of queries is its own number. Every later one comes from a counter in global memory, and is
+    taken `TAKEN_AHEAD` steps before the last keys of the tile before it are loaded. This warp then waits for the
+    answer and for the tile's counts, while consumers compute the keys that are in their stages already. It takes no
+    tile earlier, for one that waits in a program with a long list waits while other programs run out of work. What is
+    read is read ahead, so that copies need not wait for it: the first block of a step one step ahead (further pieces
+    of a step read theirs when they need it), and the counts of a tile of queries and its first block as soon as its
+    number is there.
 
     Where there is only one buffer of queries, it becomes free with the last scores of the tile before, so that a tile's
     first keys go ahead of its queries. That cannot end in a circle of waits: consumers wait for queries only between
