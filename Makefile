@@ -22,7 +22,7 @@ demo: $(VENV)/.model
 	@$(VENV)/bin/blocksparse demo $(ARGS)
 
 test: $(VENV)/.model
-	@echo "make test: the whole test suite, with the real model: 10 to 20 minutes on two idle cores, by their speed, less on more" >&2
+	@echo "make test: the whole test suite, with the real model: 8 to 16 minutes on two idle cores, by their speed, less on more" >&2
 	@$(VENV)/bin/python -m pytest
 
 # Engines of vLLM on a CPU, in an environment of their own of about 4 GB; no part of make test.

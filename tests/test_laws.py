@@ -323,6 +323,8 @@ def test_chunked_equals_unchunked(
     permuter: bs.Permuter[Any], executor: bs.Executor[Any, Any], start: int, device: str
 ) -> None:
     """Rows stand on the grid of the whole prompt, so a chunk takes its rows of the mask, wherever it starts."""
+    if isinstance(executor, bs.FlexExecutor) and start not in (40, 64):
+        pytest.skip("it compiles for each length: one start inside a block and one between two")
     whole = half_of(permuter, device)
     k, v, chunk = whole.k, whole.v, whole.q[:, :, start:]
     first = start // 32

@@ -117,7 +117,7 @@ def others(name: str, target: GPUTarget, dtype: str, head_dim: int) -> None:
 
 def orders(name: str, target: GPUTarget) -> None:
     types: dict[str, Any] = {"values_ptr": "*fp32", "index_ptr": "*i32"}
-    for S, rows, warps in ((64, 4, 1), (256, 1, 1), (1024, 1, 4)):
+    for S, rows, warps in for_target(name, (256, 1, 1), (64, 4, 1), (1024, 1, 4)):
         for coarse in (False, True):
             constants = {"S": S, "ROWS": rows, "COARSE": coarse, "PARTS": 1 if coarse else 6}
             compile_kernel(segment_sort_triton._kernel, target, types, constants, num_warps=warps)
@@ -145,7 +145,7 @@ def main() -> int:
     for name, target in TARGETS.items():
         for dtype, head_dim in for_target(name, ("bf16", 128), ("bf16", 256), ("fp16", 64), ("fp32", 80)):
             failed += importance(name, target, dtype, head_dim)
-        for dtype, head_dim in (("bf16", 128), ("fp32", 80)):
+        for dtype, head_dim in for_target(name, ("bf16", 128), ("fp32", 80)):
             others(name, target, dtype, head_dim)
         orders(name, target)
     return int(failed > 0)

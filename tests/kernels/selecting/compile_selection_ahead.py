@@ -85,6 +85,12 @@ def compile_kernel(
     return triton.compile(source, target=target, options={"num_warps": warps})
 
 
+VARIANTS = (
+    "top_cdf with places", "top_cdf last dropped", "products of any rows", "lists in a window", "places in a window",
+    "prefix softmax", "refined",
+)  # fmt: skip
+
+
 def main() -> int:
     for name, target in TARGETS.items():
         # Short and long rows for warps of 32 threads, and for those of 64.
@@ -111,6 +117,9 @@ def main() -> int:
                 *((f"global_top_cdf{part.jit.__name__}", part, {"rows": 16, "cols": 256, "warps": 4, "TILE": 4096, "CROSSING": True}) for part in PARTS),
             ]  # fmt: skip
             for title, kernel, options in kernels:
+                # As `for_target` has it, but for warps of 64 threads, which search rows otherwise.
+                if title in VARIANTS and (name in ("sm_80", "sm_100") or (name == "gfx942" and cols > 64)):
+                    continue
                 compiled = compile_kernel(target, kernel, **options)
                 print(f"{name} {title} cols={cols}: {compiled.metadata.shared} B shared")
     return 0
