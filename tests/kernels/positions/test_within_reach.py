@@ -65,7 +65,7 @@ def test_places(kind: str, device: str) -> None:
     keep = random_choice(B, Hq, rows, cols, device=device)
     skipped = grid.q_lead // fine.q_block
     for i, places in enumerate(PLACES):
-        diagonal = i % 2 == 0  # in turn, also in the loop below, so that each pair meets one and each part of it both
+        diagonal = i % 2 == 0  # in turn, also in the loop below
         for args in ((None, grid), (keep, grid), (keep, fine, 2, skipped)):
             diagonal = not diagonal
             want = within_reach_reference(*args, **places._asdict(), diagonal=diagonal)
