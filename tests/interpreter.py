@@ -283,6 +283,20 @@ class _Plans:
         result.handle = handle
         return result
 
+    def learn(
+        self,
+        plans: dict[Any, Any],
+        key: Any,
+        find: Operation,
+        run: Operation,
+        operands: tuple[Any, ...],
+        result: Any,
+    ) -> None:
+        """Keep the plan for such operands if it gives `result`, which is Triton's; else None, for good."""
+        if key not in plans:
+            plan = find(*operands, result)
+            plans[key] = plan if plan is not None and _same(run(*operands, plan), result) else None
+
     def describe(self, result: Any) -> tuple[Any, ...]:
         return result.handle.dtype, result.type, result.dtype, result.shape, result.numel
 
@@ -345,9 +359,8 @@ class _Plans:
                 result = triton(semantic, semantic.to_tensor(a), semantic.to_tensor(b))
             else:
                 result = triton(semantic, a, b, *rest, **named)
-            if key not in plans and None not in key:
-                plan = find(a, b, result)
-                plans[key] = plan if plan is not None and _same(run(a, b, plan), result) else None
+            if None not in key:
+                self.learn(plans, key, find, run, (a, b), result)
             return result
 
         return operation
@@ -377,9 +390,8 @@ class _Plans:
             if plan is not None:
                 return run(condition, x, y, plan)
             result = triton(semantic, condition, x, y)
-            if key not in plans and None not in key:
-                plan = find(condition, x, y, result)
-                plans[key] = plan if plan is not None and _same(run(condition, x, y, plan), result) else None
+            if None not in key:
+                self.learn(plans, key, find, run, (condition, x, y), result)
             return result
 
         return operation
@@ -442,9 +454,8 @@ class _Plans:
             if plan is not None:
                 return run(ptr, mask, plan)
             result = triton(semantic, ptr, mask, other, *rest)
-            if key not in plans and mask.type.scalar.name == "int1":
-                plan = find(ptr, other, result)
-                plans[key] = plan if plan is not None and _same(run(ptr, mask, plan), result) else None
+            if mask.type.scalar.name == "int1":
+                self.learn(plans, key, lambda ptr, _, result: find(ptr, other, result), run, (ptr, mask), result)
             return result
 
         return operation

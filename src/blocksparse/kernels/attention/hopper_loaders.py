@@ -33,9 +33,8 @@ from blocksparse.kernels.common.sizes import padded_keys, padded_values
 # fp32 numbers that are copied for a piece's scales, of which four are used: a bulk copy must land at a multiple of 128
 # bytes of shared memory, and 32 numbers fill them.
 TILE_NUMBERS = gl.constexpr(32)
-TAKEN_AHEAD = gl.constexpr(
-    3
-)  # steps before the end of a tile of queries, when the next one is taken from the queue
+# Steps before the end of a tile of queries, when the next one is taken from the queue.
+TAKEN_AHEAD = gl.constexpr(3)
 PANEL = gl.constexpr(64)  # columns that one bulk copy of 16-bit numbers takes: 128 bytes, the widest swizzle
 
 
