@@ -125,6 +125,7 @@ _SERVING = (
     Served(32, 8, (1024, 1500, 2048, 3000, 4096, 8192, 16384, 32768), must=_PACKED, page_sizes=_PAGES),
     Served(32, 8, (32768,), queries=2048, stages=True),
     Served(32, 8, (32768,), queries=8192, stages=True),
+    *(Served(Hq, Hq // 4, (131072,), queries=2048, stages=True, graph=True) for Hq in (8, 4)),
     *(Served(8, 2, (N,), stages=True) for N in (8192, 32768, 131072)),
     *(Served(4, 1, (N,), stages=True) for N in (16384, 131072)),
     Served(16, 8, (32768,), D=256),

@@ -52,19 +52,22 @@ def _no_grad() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What nobody writes reads as NaN, or as a huge index."""
+    """What nobody writes reads as NaN, or as a huge index, also in calls that repeat a recorded one."""
+    from blocksparse.kernels.common.repetition import unseen
 
     def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def call(*args: Any, **kwargs: Any) -> torch.Tensor:
             x = allocate(*args, **kwargs)
             if torch.compiler.is_compiling() or x.device.type == "meta" or type(x) is not torch.Tensor:
                 return x
-            if x.is_floating_point():
-                return x.fill_(float("nan"))
-            return x if x.dtype == torch.bool or x.is_complex() else x.fill_(torch.iinfo(x.dtype).max)
+            with unseen():
+                if x.is_floating_point():
+                    return x.fill_(float("nan"))
+                return x if x.dtype == torch.bool or x.is_complex() else x.fill_(torch.iinfo(x.dtype).max)
 
         return call
 
     monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
     monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
+    monkeypatch.setattr(torch, "empty_strided", poisoned(torch.empty_strided))
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))

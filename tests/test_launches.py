@@ -7,6 +7,7 @@ import inspect
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -430,6 +431,12 @@ def shaped(Hq: int, M: int, N: int, dtype: torch.dtype = torch.bfloat16, **sizes
     return one.expand(B, Hq, M, D).as_subclass(_OnGpu), one.expand(B, 1, N, D), one.expand(B, 1, N, Dv)
 
 
+def with_multiprocessors(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device=None: SimpleNamespace(multi_processor_count=count)
+    )
+
+
 def test_auto_never_turns_dense_on_a_cpu() -> None:
     q, k, v = inputs("cpu", 64)
     assert bs.AutoExecutor().dense_because(q, k, v, causal=True) is None
@@ -445,18 +452,21 @@ def test_auto_never_turns_dense_on_a_cpu() -> None:
         (4, None, 16384, 32768),  # a shard of a model
         (32, 2048, 16384, 32768),  # the first chunks of a prompt
         (32, 8192, 8192, 32768),
+        (4, 2048, 98304, 131072),  # which leaves half of the multiprocessors idle
     ],
 )
 def test_a_call_is_dense_where_selecting_saves_no_time_on_an_h200(
-    Hq: int, M: int | None, short: int, long: int, pays: bool
+    Hq: int, M: int | None, short: int, long: int, pays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By heads, queries and keys, as measured; queries are as many as keys where M is None."""
+    with_multiprocessors(monkeypatch, 132)
     N = long if pays else short
     q, k, v = shaped(Hq, M or N, N)
     assert (bs.AutoExecutor().dense_because(q, k, v, causal=True) is None) is pays
 
 
-def test_single_precision_pays_from_less_work_on() -> None:
+def test_single_precision_pays_from_less_work_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_multiprocessors(monkeypatch, 132)
     half, single = (shaped(8, 8192, 8192, dtype) for dtype in (torch.float16, torch.float32))
     assert bs.AutoExecutor().dense_because(*half, causal=True) is not None
     assert bs.AutoExecutor().dense_because(*single, causal=True) is None
@@ -472,14 +482,31 @@ def test_single_precision_pays_from_less_work_on() -> None:
         ({"M": 10, "N": 100, "B": 3, "Dv": 64}, False, 2 * 3 * 4 * 1000 * 192),
     ],
 )
-def test_work_is_that_of_both_products(sizes: dict[str, int], causal: bool, operations: int) -> None:
+def test_work_is_that_of_both_products(
+    sizes: dict[str, int], causal: bool, operations: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_multiprocessors(monkeypatch, 4)  # one for each head
     q, k, v = shaped(4, **sizes)  # type: ignore[arg-type]
     assert bs.AutoExecutor(dense_below=operations).dense_because(q, k, v, causal=causal) is None
     assert bs.AutoExecutor(dense_below=operations + 1).dense_because(q, k, v, causal=causal) is not None
     assert bs.AutoExecutor(dense_below=0).dense_because(q, k, v, causal=causal) is None
 
 
-def test_a_dense_call_says_how_much_work_it_is() -> None:
+@pytest.mark.parametrize(
+    ("queries", "there", "counted"), [(100, 8, 2.0), (300, 15, 1.25), (300, 99, 2.0), (300, 3, 1.0)]
+)
+def test_work_counts_more_where_multiprocessors_are_idle(
+    queries: int, there: int, counted: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_multiprocessors(monkeypatch, there)
+    q, k, v = shaped(4, queries, 1000)
+    operations = 2 * 4 * queries * 1000 * 256 * counted
+    assert bs.AutoExecutor(dense_below=operations).dense_because(q, k, v, causal=False) is None
+    assert bs.AutoExecutor(dense_below=operations + 1).dense_because(q, k, v, causal=False) is not None
+
+
+def test_a_dense_call_says_how_much_work_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_multiprocessors(monkeypatch, 4)
     q, k, v = inputs("cpu", 100)
     mask, moved = PLAIN.trace(q, k, v).mask, q.as_subclass(_OnGpu)
     reason = bs.AutoExecutor(dense_below=3e11).dense_because(moved, k, v, causal=True)
@@ -493,7 +520,8 @@ def test_a_dense_call_says_how_much_work_it_is() -> None:
 
 
 @each_preset
-def test_nobody_rounds_unasked(preset: Callable[..., AnyPipeline]) -> None:
+def test_nobody_rounds_unasked(preset: Callable[..., AnyPipeline], monkeypatch: pytest.MonkeyPatch) -> None:
+    with_multiprocessors(monkeypatch, 132)
     executor = preset().executor
     assert not isinstance(executor, bs.Int8Executor)
     if isinstance(executor, bs.AutoExecutor):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import pickle
 import threading
 import weakref
@@ -567,6 +568,36 @@ def test_memory_is_free_as_soon_as_nobody_needs_it(device: str) -> None:
         repeated(torch.ones(3, device=device))
     (known,) = repeated._known.values()
     assert [len(step.done) for step in known._steps] == [1, 1, 1]
+
+
+@pytest.mark.skipif(GPU, reason="launches copy by the CPU; those of presets are tested there")
+def test_small_memory_that_only_launches_use_is_allocated_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what is large, what PyTorch reads, or the result; a launch may begin inside of it."""
+    monkeypatch.setattr(repetition, "_SMALL", 100)
+
+    def launch(*args: Any) -> None:
+        ctypes.memmove(*(x.data_ptr() if isinstance(x, Tensor) else x for x in args))
+        repetition.noted(ctypes.memmove, args, pointers=True)
+
+    def run(x: Tensor) -> Tensor:
+        one, two, read, large = torch.empty(24), torch.empty(2, 12), torch.empty(24), torch.empty(26)
+        launch(one, x, 96)
+        launch(two[1], one[12:], 48)
+        launch(two, one, 48)
+        launch(read, two, 96)
+        launch(large, two, 96)
+        out = torch.empty_like(x)
+        launch(out, large, 96)
+        return out.add_(read.view(4, 6))
+
+    assert repeats(run, device="cpu")
+    repeated, x = Repeated(run), torch.ones(4, 6)
+    for _ in range(2):
+        repeated(x)
+    (known,) = repeated._known.values()
+    assert [len(step.results) for step in known._steps] == [3, 1, 1, 0, 0, 0, 0, 0, 1, 0, 0]
+    (memory,) = [x for x in known._steps[0].run() if isinstance(x, Tensor)]
+    assert memory.nbytes == 1024  # two pieces of 96 bytes, each at a multiple of 512
 
 
 def test_an_error_is_no_repetition(device: str) -> None:

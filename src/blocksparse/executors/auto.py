@@ -6,6 +6,7 @@ import logging
 from numbers import Real
 from typing import Self, final
 
+import torch
 from attrs import Factory, evolve, field, frozen
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from blocksparse.executors.logits import PLAIN, Logits
 from blocksparse.executors.reference import ReferenceExecutor
 from blocksparse.executors.triton import TritonExecutor
 from blocksparse.kernels.common.repetition import refuse_repetition
+from blocksparse.kernels.common.sizes import cdiv
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.validators import Rule, a, optional
@@ -26,6 +28,7 @@ from blocksparse.validators import Rule, a, optional
 HALF_PRECISION_PAYS_FROM = 9e11
 # fp32 and float64: a fifteenth, as fp32 takes ten to twenty times as long per operation there.
 SINGLE_PRECISION_PAYS_FROM = 6e10
+_TILE = 128  # queries that dense attention gives a multiprocessor at a time
 
 _log = logging.getLogger(__name__)
 
@@ -55,6 +58,17 @@ def dense_operations(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> int:
     return 2 * B * Hq * pairs * (D + v.shape[3])
 
 
+def _idle(q: Tensor) -> float:
+    """How many times as long dense attention takes because some multiprocessors have no queries.
+
+    cuDNN gives each the 128 queries of a tile. FlashAttention-2 shares out keys instead where tiles are few, but
+    has half the rate, so the answer is 2 at most.
+    """
+    B, Hq, M, _ = q.shape
+    there = torch.cuda.get_device_properties(q.device).multi_processor_count
+    return min(max(there / (B * Hq * cdiv(M, _TILE)), 1.0), 2.0)
+
+
 def _short(operations: float) -> str:
     """Two digits that count: 3.1e11."""
     return f"{operations:.1e}".replace("e+", "e")
@@ -78,9 +92,10 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
 
     On a GPU, a pipeline with it attends densely where dense attention is little work, since selecting blocks would
     cost more time than it saves. Work is the floating-point operations of the two products of dense attention,
-    `2 B Hq pairs (D + Dv)`, where `pairs` is M N, and `M (2N - M + 1) / 2` when causal. So heads, queries and keys
-    count alike: of a prompt that is read in chunks the first ones may be dense and later ones not, and a few heads
-    of a model that is split over GPUs may be dense where all of its heads would not be.
+    `2 B Hq pairs (D + Dv)`, where `pairs` is M N, and `M (2N - M + 1) / 2` when causal. They count up to twice
+    where there are fewer tiles of 128 queries than multiprocessors. So of a prompt that is read in chunks the
+    first ones may be dense and later ones not, and a few heads of a model that is split over GPUs may be dense
+    where all of its heads would not be.
 
     Args:
         dense_below: floating-point operations, below which a call is dense; 0 is never dense. None, the default,
@@ -119,7 +134,7 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
     def dense_because(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> str | None:
         if not q.is_cuda:
             return None
-        work, pays_from = dense_operations(q, k, v, causal=causal), self.dense_below
+        work, pays_from = dense_operations(q, k, v, causal=causal) * _idle(q), self.dense_below
         if pays_from is None:
             pays_from = HALF_PRECISION_PAYS_FROM if q.dtype.itemsize == 2 else SINGLE_PRECISION_PAYS_FROM
         if work >= pays_from:

@@ -94,7 +94,7 @@ class HopperTiles:
         return [f"{self} needs {-(-needed >> 10)} KiB of shared memory, and there are {_SHARED >> 10}"]
 
     def buffers(self, D: int, Dv: int) -> dict[str, int]:
-        """What the kernel of `TritonExecutor` is compiled for beside these tiles' own fields (`hopper_queue.py`).
+        """What the kernel of `TritonExecutor` is compiled for beside these tiles' own fields (`hopper/queue.py`).
 
         With two buffers of queries, the next ones are loaded while these are used; in one part, the output leaves
         at once. Where that does not fit, a consumer waits at the end of a tile of queries.
@@ -120,7 +120,7 @@ class HopperTiles:
         return self.per_sm * (needed + 1280)
 
     def too_many(self, q: Tensor, q_block: int, cols: int) -> list[str]:
-        """A reason if a count does not fit the bits that `hopper_queue.py` has for it.
+        """A reason if a count does not fit the bits that `hopper/queue.py` has for it.
 
         The queue's word (`word_of`) is an int64: 24 bits for the number of a tile of queries among all
         `B * Hq * rows`, 20 for the number of full blocks in a row's list, and the upper 20 for partial blocks.

@@ -16,9 +16,13 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from blocksparse.executors.tiles import HopperTiles, portable, tuned_int8
 from blocksparse.kernels.attention import int8_attention_hopper, sparse_attention_hopper, sparse_attention_triton
-from blocksparse.kernels.attention.hopper_queue import consumer_registers, registers
+from blocksparse.kernels.attention.hopper.queue import consumer_registers, registers
 from blocksparse.kernels.common.sizes import padded_keys, padded_values
 
+PLAIN, CUT = (
+    "16 bits",
+    "16 bits, cut",
+)  # with lists that are cut into shares; other kinds are the type of 8-bit values
 # Triton has no 8-bit integer products for sm_100's own matrix unit, and takes the older one.
 INTEGER_INSTRUCTION = {"sm_80": ".s8.s8", "sm_90": ".s8.s8", "sm_100": ".s8.s8", "gfx942": "_i8"}
 FP8_INSTRUCTION = {"sm_90": ".e4m3.e4m3", "sm_100": "f8f6f4"}  # the others have no such format
@@ -94,7 +98,7 @@ def compile_sparse_attention(
 
 def compile_hopper(
     tiles: HopperTiles, dtype: str, head_dim: int, q_block: int, k_block: int, *, causal: bool, in_order: bool,
-    eight: str | None = None, index: str = "i16", value_dim: int | None = None,
+    eight: str | None = None, index: str = "i16", value_dim: int | None = None, cut: bool = False,
 ) -> triton.compiler.CompiledKernel:  # fmt: skip
     """A kernel for Hopper, as its launch function launches it; `eight` is the type of values beside int8 keys."""
     kernel = (sparse_attention_hopper if eight is None else int8_attention_hopper)._kernel.jit
@@ -104,6 +108,7 @@ def compile_hopper(
         "DQ": padded, "DV": padded_values(value_dim), "CONSUMERS": tiles.consumers, "BLOCK_N": tiles.block_n,
         "STAGES": tiles.num_stages, "PIECES": tiles.block_n // piece, "K_SPLIT": k_block // piece,
         "Q_SPLIT": q_block // (64 * tiles.consumers), "CAUSAL": causal, "Q_IN_ORDER": in_order, "K_IN_ORDER": in_order,
+        "CUT": cut, **dict.fromkeys(("work_ptr", "share_out_ptr", "share_lse_ptr") if not cut else ()),
         "FP8": eight == "fp8e4nv", "SKIP": not in_order,
         "CONSUMER_REGISTERS": consumer_registers(tiles.consumers, tiles.per_sm),
         **tiles.buffers(head_dim, value_dim),
@@ -128,6 +133,7 @@ def compile_hopper(
             "full_count", "partial_count", "q_position", "k_position", "queue")},
         "index_ptr": f"*{index}",
         "pv_skip_ptr": "*fp32",
+        "work_ptr": "*i64", "share_out_ptr": "*fp32", "share_lse_ptr": "*fp32",
         **{f"{name}_source": numbers_type(64 * tiles.consumers) for name in ("q_scale", "taken")},
         **{f"{name}_source": numbers_type(piece) for name in ("k_token", "v_token")},
         **{f"{name}_source": numbers_type(32) for name in ("k_tile", "v_tile")},
@@ -148,16 +154,18 @@ def compile_hopper(
 
 def main() -> int:
     failed = 0
-    for tiles, dtype, dims, q_block, k_block, causal, in_order, eight in (
-        (HopperTiles(2, 128, 2), "bf16", 128, 128, 128, True, True, None),
-        (HopperTiles(2, 128, 2), "bf16", 128, 128, 64, True, False, None),
-        (HopperTiles(2, 128, 2), "fp16", 96, 256, 256, False, False, None),
-        (HopperTiles(1, 64, 2, 2), "bf16", 128, 64, 64, True, True, None),
-        (HopperTiles(1, 128, 2, 2), "fp16", 64, 64, 64, True, False, None),
-        (HopperTiles(2, 64, 2), "bf16", 256, 128, 128, True, True, None),
-        (HopperTiles(1, 64, 2), "fp16", 256, 64, 64, True, False, None),
-        (HopperTiles(2, 128, 2), "bf16", (192, 128), 128, 128, True, True, None),
-        (HopperTiles(1, 64, 1, 2), "bf16", (192, 128), 64, 64, True, False, None),
+    for tiles, dtype, dims, q_block, k_block, causal, in_order, kind in (
+        (HopperTiles(2, 128, 2), "bf16", 128, 128, 128, True, True, PLAIN),
+        (HopperTiles(2, 128, 2), "bf16", 128, 128, 128, True, True, CUT),
+        (HopperTiles(1, 64, 2, 2), "bf16", 128, 64, 64, True, True, CUT),
+        (HopperTiles(2, 128, 2), "bf16", 128, 128, 64, True, False, PLAIN),
+        (HopperTiles(2, 128, 2), "fp16", 96, 256, 256, False, False, PLAIN),
+        (HopperTiles(1, 64, 2, 2), "bf16", 128, 64, 64, True, True, PLAIN),
+        (HopperTiles(1, 128, 2, 2), "fp16", 64, 64, 64, True, False, PLAIN),
+        (HopperTiles(2, 64, 2), "bf16", 256, 128, 128, True, True, PLAIN),
+        (HopperTiles(1, 64, 2), "fp16", 256, 64, 64, True, False, PLAIN),
+        (HopperTiles(2, 128, 2), "bf16", (192, 128), 128, 128, True, True, PLAIN),
+        (HopperTiles(1, 64, 1, 2), "bf16", (192, 128), 64, 64, True, False, PLAIN),
         (tuned_int8(128, 128, 128, True), "bf16", 128, 128, 128, True, True, "fp8e4nv"),
         (tuned_int8(128, 128, 128, False), "bf16", 128, 128, 256, True, False, "bf16"),
         (tuned_int8(64, 64, 64, True), "fp16", 64, 64, 64, False, False, "fp8e4nv"),
@@ -166,8 +174,8 @@ def main() -> int:
         head_dim, value_dim = dims if isinstance(dims, tuple) else (dims, dims)
         shown = f"{head_dim}" if value_dim == head_dim else f"{head_dim},{value_dim}"
         kernel = compile_hopper(
-            tiles, dtype, head_dim, q_block, k_block, causal=causal, in_order=in_order, eight=eight, index=index,
-            value_dim=value_dim,
+            tiles, dtype, head_dim, q_block, k_block, causal=causal, in_order=in_order,
+            eight=None if kind in (PLAIN, CUT) else kind, index=index, value_dim=value_dim, cut=kind == CUT,
         )  # fmt: skip
         found = {
             name: kernel.asm["ptx"].count(name)
@@ -177,7 +185,7 @@ def main() -> int:
         overwritten = overwritten_barriers(kernel.asm["ptx"])
         failed += not (fits and all(found.values()) and not overwritten)
         print(
-            f"sm_90 {tiles} {dtype} D={shown} blocks={q_block}x{k_block} 8-bit={eight} lists={index}: {found}, "
+            f"sm_90 {tiles} {dtype} D={shown} blocks={q_block}x{k_block} {kind} lists={index}: {found}, "
             f"{kernel.metadata.shared} B shared, overwritten barriers: {overwritten}"
         )
     for name, target in TARGETS.items():

@@ -23,7 +23,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from blocksparse.kernels.attention import gather_attention_hopper, gather_attention_triton
-from blocksparse.kernels.attention.hopper_queue import registers
+from blocksparse.kernels.attention.hopper.queue import registers
 
 
 def compile_gather_attention(

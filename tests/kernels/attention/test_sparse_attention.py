@@ -650,7 +650,7 @@ def test_hopper_reads_what_hosts_hand_over() -> None:
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0])
 def test_a_scale_above_zero_gives_the_same_logits(scale: float) -> None:
-    from blocksparse.kernels.attention.hopper_queue import positive
+    from blocksparse.kernels.attention.hopper.queue import positive
 
     q, k, _ = make_qkv(N=20, D=16)
     queries, factor = positive(q, scale)
@@ -765,5 +765,11 @@ def test_compiles_ahead_of_time() -> None:
     assert "sm_90 HopperTiles(consumers=2, block_n=64, num_stages=2, per_sm=1) bf16 D=256" in printed
     assert "sm_90 HopperTiles(consumers=2, block_n=128, num_stages=2, per_sm=1) bf16 D=192,128" in printed
     assert "sm_90 HopperTiles(consumers=1, block_n=64, num_stages=1, per_sm=2) bf16 D=192,128" in printed
-    for kind in ("None lists=i16", "None lists=i32", "fp8e4nv lists=i16", "bf16 lists=i32"):
-        assert f"8-bit={kind}" in printed
+    kinds = (
+        "16 bits lists=i16",
+        "16 bits, cut lists=i16",
+        "16 bits lists=i32",
+        "fp8e4nv lists=i16",
+        "bf16 lists=i32",
+    )
+    assert all(f" {kind}: " in printed for kind in kinds)

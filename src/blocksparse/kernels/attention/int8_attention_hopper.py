@@ -7,7 +7,7 @@ The loaders and the queue are those of `sparse_attention_hopper.py`. A consumer 
   what `scale` alone would; a masked tile has a factor for each key.
 * fp8 weights need not move between threads: the registers of the scores are read as those of the next product's operand,
   whose columns stand for keys in another order, and values are stored in that order (`operands_of`).
-* The maximum of a row follows its scores late, so that most steps rescale nothing (`int8_rows_hopper.py`).
+* The maximum of a row follows its scores late, so that most steps rescale nothing (`hopper/int8_rows.py`).
 * fp8 products, which the tensor cores add in some 14 bits, are added to each other in fp32 after every fourth tile of keys.
 """
 
@@ -23,8 +23,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from blocksparse.kernels.attention.arguments import Lists, Tiles
-from blocksparse.kernels.attention.hopper_launch import copy_back, launch_of, whole_rows
-from blocksparse.kernels.attention.hopper_loaders import (
+from blocksparse.kernels.attention.hopper.int8_rows import LAZY, kept, masked_tile, of_rows, operands_of, promoted
+from blocksparse.kernels.attention.hopper.int8_step import after, products, step
+from blocksparse.kernels.attention.hopper.launch import copy_back, launch_of, whole_rows
+from blocksparse.kernels.attention.hopper.loaders import (
     PANEL,
     TILE_NUMBERS,
     load_keys,
@@ -33,8 +35,8 @@ from blocksparse.kernels.attention.hopper_loaders import (
     panels,
     turned,
 )
-from blocksparse.kernels.attention.hopper_output import store_lse, store_out
-from blocksparse.kernels.attention.hopper_queue import (
+from blocksparse.kernels.attention.hopper.output import store_lse, store_out
+from blocksparse.kernels.attention.hopper.queue import (
     LOADER_REGISTERS,
     OF_PROMPT,
     Constants,
@@ -44,9 +46,7 @@ from blocksparse.kernels.attention.hopper_queue import (
     read,
     unpacked_place,
 )
-from blocksparse.kernels.attention.hopper_rows import LOWEST, by_thread, query_positions
-from blocksparse.kernels.attention.int8_rows_hopper import LAZY, kept, masked_tile, of_rows, operands_of, promoted
-from blocksparse.kernels.attention.int8_step_hopper import after, products, step
+from blocksparse.kernels.attention.hopper.rows import LOWEST, by_thread, query_positions
 from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.memory import for_bulk_copies
 from blocksparse.kernels.positions.token_positions import TokenPositions
@@ -110,7 +110,7 @@ def _threshold(pv_skip_ptr, h, SKIP: gl.constexpr):
 def _consume(WG: gl.constexpr, C, SKIP: gl.constexpr, sources, pointers, bars, bufs, strides, sizes):
     """Computes attention of 64 queries of each tile of queries; `WG` is the number of this consumer.
 
-    It goes as `_consume` of `sparse_attention_hopper.py`. A step (`int8_step_hopper.py`) leaves the weights of its keys in
+    It goes as `_consume` of `sparse_attention_hopper.py`. A step (`hopper/int8_step.py`) leaves the weights of its keys in
     `weight`, not yet multiplied with their values. `stage` and `phase` are those of the last keys; `visit` counts tiles of
     queries, and `slot` is `visit % 2`.
     """
@@ -294,7 +294,8 @@ def _kernel(
     )  # fmt: skip
     sizes = (tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale_log2)
     C = Constants(
-        DQ, DV, CONSUMERS, BLOCK_N, STAGES, 2, 1, PIECES, K_SPLIT, Q_SPLIT, CAUSAL, Q_IN_ORDER, K_IN_ORDER, True, FP8
+        DQ, DV, CONSUMERS, BLOCK_N, STAGES, 2, 1, PIECES, K_SPLIT, Q_SPLIT, CAUSAL, Q_IN_ORDER, K_IN_ORDER, True, FP8,
+        False,
     )  # fmt: skip
     bars = make_rings(C)
     first: gl.constexpr = 0

@@ -1,8 +1,8 @@
 """`sparse_attention` on Hopper: some warps load while others compute, and programs take their work from a queue.
 
 `per_sm` programs run on each multiprocessor for the whole launch, and take tiles of queries from the queue of
-`hopper_queue.py`, which also explains stages and barriers. Two warps of a program load through the bulk copy engine
-(`hopper_loaders.py`): one queries and keys, the other values. Each consumer is four warps, and computes 64 queries. It
+`hopper/queue.py`, which also explains stages and barriers. Two warps of a program load through the bulk copy engine
+(`hopper/loaders.py`): one queries and keys, the other values. Each consumer is four warps, and computes 64 queries. It
 starts the scores of the next keys before it multiplies the weights of the last ones with their values, so that the softmax
 in between is hidden behind matrix products. It does so across the border between two tiles of queries, too: the next
 tile's first scores are computed beside this one's last values.
@@ -24,10 +24,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from blocksparse.kernels.attention.arguments import Lists, Tiles
-from blocksparse.kernels.attention.hopper_launch import copy_back, launch_of, whole_rows
-from blocksparse.kernels.attention.hopper_loaders import PANEL, load_keys, load_values, panels
-from blocksparse.kernels.attention.hopper_output import store_lse, store_out
-from blocksparse.kernels.attention.hopper_queue import (
+from blocksparse.kernels.attention.hopper.launch import copy_back, launch_of, whole_rows
+from blocksparse.kernels.attention.hopper.loaders import PANEL, load_keys, load_values, panels
+from blocksparse.kernels.attention.hopper.output import store_lse, store_out, store_share, store_share_lse
+from blocksparse.kernels.attention.hopper.queue import (
     LOADER_REGISTERS,
     OF_PROMPT,
     Constants,
@@ -37,7 +37,8 @@ from blocksparse.kernels.attention.hopper_queue import (
     read,
     unpacked_place,
 )
-from blocksparse.kernels.attention.hopper_rows import LOWEST, masked_scores, partial_sum, query_positions, row_max
+from blocksparse.kernels.attention.hopper.rows import LOWEST, masked_scores, partial_sum, query_positions, row_max
+from blocksparse.kernels.attention.hopper.shares import shares_of
 from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.memory import for_bulk_copies
 from blocksparse.kernels.positions.token_positions import TokenPositions
@@ -58,17 +59,25 @@ def sparse_attention_hopper(
     q, scale = positive(q, scale)
     q, *filled = whole_rows(q, out, lse, positions.q_lead)
     q, k, v = (for_bulk_copies(x) for x in (q, k, v))
-    launch = launch_of(q, *filled, (v.shape[1], v.shape[2]), lists, positions, tiles, scale)
+    keys = v.shape[1], v.shape[2]
+    shares = shares_of(q.shape, keys, v.shape[-1], lists, 64 * tiles.consumers)
+    launch = launch_of(
+        q, *filled, keys, lists, positions, tiles, scale, entries=None if shares is None else shares.entries
+    )
     piece = min(lists.k_block, tiles.block_n)
     _kernel[launch.grid](
         panels(q, 64),
         panels(k, piece),
         panels(v, piece),
         panels(filled[0], 64),
+        *((None, None, None) if shares is None else (shares.work, shares.out, shares.lse)),
         *launch.arguments,
         **launch.options,
         **tiles.buffers(q.shape[-1], v.shape[-1]),
+        CUT=shares is not None,
     )
+    if shares is not None:
+        shares.join(*filled)
     copy_back(filled, (out, lse), positions.q_lead)
 
 
@@ -111,6 +120,15 @@ def _give_back(k_empty, stage, q_empty, last, C):
 
 
 @gluon.jit
+def _target(words, buffer, C):
+    """Where the result goes of the share that came with a buffer of queries; -1 for a list that is not cut."""
+    target = -1
+    if C.CUT:
+        target = read(words, 2 * C.Q_BUFFERS + buffer, 4).to(gl.int32)
+    return target
+
+
+@gluon.jit
 def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes):
     """Computes attention of 64 queries of each tile of queries; `WG` is the number of this consumer.
 
@@ -119,6 +137,7 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes)
     """
     out_target = sources[3]
     q_position_ptr, k_position_ptr, lse_ptr = pointers[3], pointers[4], pointers[6]
+    share_out_ptr, share_lse_ptr = pointers[8], pointers[9]
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     q_pieces, k_pieces, v_pieces, out_pieces, words, starts = bufs
     q_position_strides, k_position_strides, lse_strides = strides[2], strides[3], strides[4]
@@ -142,6 +161,7 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes)
     mbarrier.wait(q_full.index(0), 0)
     word = read(words, 0, 4)
     b, h, h_key, row = unpacked_place(read(words, C.Q_BUFFERS, 4))
+    target = _target(words, 0, C)
     pieces, steps, first, masked = extent(word, C)
     last = query_positions(q_position_ptr, q_position_strides, b, h, row, offset, WG, C, ROW)
     position_at = b.to(gl.int64) * k_position_strides[0] + h_key.to(gl.int64) * k_position_strides[1]
@@ -195,6 +215,7 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes)
         mbarrier.wait(q_full.index(visit % C.Q_BUFFERS), (visit // C.Q_BUFFERS) & 1)
         word = read(words, visit % C.Q_BUFFERS, 4)
         place = read(words, C.Q_BUFFERS + visit % C.Q_BUFFERS, 4)
+        next_target = _target(words, visit % C.Q_BUFFERS, C)
         mbarrier.wait(k_full.index(stage), (step // C.STAGES) & 1)
         q_tile = (visit % C.Q_BUFFERS) * C.CONSUMERS + WG
         scores_token = _start_scores(q_bufs, q_tile, k_bufs, stage, none, C)
@@ -207,7 +228,11 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes)
         )  # fmt: skip
         position_at = next_b.to(gl.int64) * k_position_strides[0] + next_key.to(gl.int64) * k_position_strides[1]
         whole = gl.convert_layout(gl.sum(total, 1), ROW)
-        store_lse(lse_ptr, lse_strides, b, h, row, M, highest + gl.log2(whole), whole, WG, C, ROW)
+        log2_sum = highest + gl.log2(whole)
+        if C.CUT and target >= 0:
+            store_share_lse(share_lse_ptr, target, log2_sum, whole, WG, C, ROW)
+        else:
+            store_lse(lse_ptr, lse_strides, b, h, row, M, log2_sum, whole, WG, C, ROW)
         scores = warpgroup_mma_wait(1, [scores_token])
         scores = masked_scores(scores, last, starts, stage, first, k_position_ptr, position_at, N, C)
         _give_back(k_empty, stage, q_empty, steps == 1, C)
@@ -217,15 +242,18 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes)
         sums, weight = warpgroup_mma_wait(0, [sums_token, weight])
         mbarrier.arrive(v_empty.index(v_stage), count=1)
         operand = gl.convert_layout(weight.to(HALF), WEIGHT)
-        store_out(out_target, out_pieces, out_bufs, sums, whole, b, h, row, WG, C)
-        b, h, row = next_b, next_h, next_row
+        if C.CUT and target >= 0:
+            store_share(share_out_ptr, sums, whole, target, WG, C)
+        else:
+            store_out(out_target, out_pieces, out_bufs, sums, whole, b, h, row, WG, C)
+        b, h, row, target = next_b, next_h, next_row, next_target
     tma.store_wait(0)
 
 
 @remembered
 @gluon.jit(do_not_specialize=OF_PROMPT)
 def _kernel(
-    q_source, k_source, v_source, out_target, lse_ptr,
+    q_source, k_source, v_source, out_target, work_ptr, share_out_ptr, share_lse_ptr, lse_ptr,
     full_count_ptr, partial_count_ptr, index_ptr, q_position_ptr, k_position_ptr, queue_ptr,
     count_stride_b, count_stride_h, index_stride_b, index_stride_h, lse_stride_b, lse_stride_h,
     q_position_strides, k_position_strides,
@@ -233,7 +261,7 @@ def _kernel(
     DQ: gl.constexpr, DV: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     PIECES: gl.constexpr, K_SPLIT: gl.constexpr, Q_SPLIT: gl.constexpr,
     CAUSAL: gl.constexpr, Q_IN_ORDER: gl.constexpr, K_IN_ORDER: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, Q_BUFFERS: gl.constexpr, OUT_PARTS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, Q_BUFFERS: gl.constexpr, OUT_PARTS: gl.constexpr, CUT: gl.constexpr,
 ):  # fmt: skip
     PANEL_ROWS: gl.constexpr = BLOCK_N // PIECES
     HALF: gl.constexpr = q_source.dtype
@@ -251,10 +279,13 @@ def _kernel(
     out_pieces = gl.allocate_shared_memory(
         HALF, [CONSUMERS * V_PANELS // OUT_PARTS, 1, 1, 64, PANEL], out_target.layout
     )
-    words = gl.allocate_shared_memory(gl.int64, [2 * Q_BUFFERS, 1], mbarrier.MBarrierLayout())
+    words = gl.allocate_shared_memory(gl.int64, [(3 if CUT else 2) * Q_BUFFERS, 1], mbarrier.MBarrierLayout())
     starts = gl.allocate_shared_memory(gl.int32, [STAGES * PIECES, 1], mbarrier.MBarrierLayout())
     sources = (q_source, k_source, v_source, out_target)
-    pointers = (full_count_ptr, partial_count_ptr, index_ptr, q_position_ptr, k_position_ptr, queue_ptr, lse_ptr)
+    pointers = (
+        full_count_ptr, partial_count_ptr, index_ptr, q_position_ptr, k_position_ptr, queue_ptr, lse_ptr, work_ptr,
+        share_out_ptr, share_lse_ptr,
+    )  # fmt: skip
     bufs = (q_pieces, k_pieces, v_pieces, out_pieces, words, starts)
     strides = (
         (count_stride_b, count_stride_h), (index_stride_b, index_stride_h), q_position_strides, k_position_strides,
@@ -263,7 +294,7 @@ def _kernel(
     sizes = (tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale_log2)
     C = Constants(
         DQ, DV, CONSUMERS, BLOCK_N, STAGES, Q_BUFFERS, OUT_PARTS, PIECES, K_SPLIT, Q_SPLIT, CAUSAL, Q_IN_ORDER,
-        K_IN_ORDER, False, False,
+        K_IN_ORDER, False, False, CUT,
     )  # fmt: skip
     bars = make_rings(C)
     first: gl.constexpr = 0

@@ -7,7 +7,8 @@ launches (`noted`). A `Repetition` then makes the same operations in the same or
 
 Tensors are told apart by the memory under them. Each operation that gives new memory fills a slot. A tensor that an
 operation takes is either memory of a slot, seen from some offset, or it was there before the call, as a weight was, and is
-taken itself. So views need no step of their own. A call cannot be repeated if Python decides by the contents of tensors, if
+taken itself. So views need no step of their own. Small memory that only launches use, which are given addresses, is
+allocated in one piece. A call cannot be repeated if Python decides by the contents of tensors, if
 it waits for the GPU, or if something computes where no recording can see it; that says so itself (`refuse_repetition`).
 """
 
@@ -27,6 +28,8 @@ from torch.utils._pytree import tree_leaves  # likewise
 
 # A call with more memory than this keeps a GPU busy for longer than Python takes; and a recording holds all of it at once.
 _MOST_BYTES = 1 << 30
+_SMALL = 1 << 22  # bytes up to which memory may be part of one allocation, and so be held until the call ends
+_ALIGNED = 512  # bytes, to a multiple of which PyTorch allocates memory on a GPU; kernels rely on 16 of them
 _UNREPEATABLE = {
     torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded,
 }  # fmt: skip
@@ -102,6 +105,8 @@ class Recording(TorchDispatchMode):
         self._bytes = 0
         self._steps: list[_Step] = []
         self._used: list[set[int]] = []  # the slots that each step uses
+        self._small: dict[int, int] = {}  # by slot that small memory fills, the step that allocates it
+        self._as_tensors: set[int] = set()  # the slots of which somebody takes more than an address
         # All memory is held until the end, so that no address stands for two of them.
         self._held: list[Tensor] = list(inputs)
         self._slot_of: dict[int, int] = {}
@@ -113,6 +118,7 @@ class Recording(TorchDispatchMode):
         self.refused = because
         self._steps.clear()
         self._used.clear()
+        self._small.clear()
         self._held.clear()
         self._slot_of.clear()
 
@@ -123,13 +129,29 @@ class Recording(TorchDispatchMode):
         give, used = self._hole(result, pointers=False)
         if result is not None and not used:  # it was there before the call
             return None
+        self._allocate_together()
         last = {slot: at for at, slots in enumerate(self._used) for slot in slots}
         done: dict[int, list[int]] = {}
         for slot, at in last.items():
             if slot not in used:
                 done.setdefault(at, []).append(slot)
         steps = [step._replace(done=tuple(done.get(at, ()))) for at, step in enumerate(self._steps)]
-        return Repetition(steps, len(self._held), self._inputs, give if callable(give) else _nothing)
+        return Repetition(steps, len(self._held) + 1, self._inputs, give if callable(give) else _nothing)
+
+    def _allocate_together(self) -> None:
+        """Replace the steps that allocate small memory, of which only addresses are taken, by one before all others."""
+        steps = {at: slot for slot, at in self._small.items() if slot not in self._as_tensors}
+        if len(steps) < 2:
+            return
+        first, places = 0, []
+        for slot in steps.values():
+            places.append(first)
+            first += -(-self._held[slot].untyped_storage().nbytes() // _ALIGNED) * _ALIGNED
+        results = (len(self._held), *steps.values())  # the memory fills one more slot, which no step gives back
+        kept = [at for at in range(len(self._steps)) if at not in steps]
+        together = _Step(_allocate_small(first, places, self._device), (), (), results, unpack=True)
+        self._steps = [together, *(self._steps[at] for at in kept)]
+        self._used = [set(results[1:]), *(self._used[at] for at in kept)]
 
     def launched(self, run: Callable[..., object], arguments: tuple[Any, ...], *, pointers: bool) -> None:
         """Note a launch, `run(*arguments)`; with `pointers` a tensor may be given as the address of its first entry."""
@@ -166,6 +188,8 @@ class Recording(TorchDispatchMode):
         elif func.overloadpacket in _ALLOCATE:
             (x,) = new
             run: Callable[..., Any] = _allocate(tuple(x.shape), x.stride(), x.dtype, x.device)
+            if x.untyped_storage().nbytes() <= _SMALL:
+                self._small[first] = len(self._steps)
             self._add(run, (), (first,), unpack=False, pointers=False)
         elif (
             func.namespace != "aten"
@@ -227,6 +251,7 @@ class Recording(TorchDispatchMode):
         held = self._held[slot]
         if pointers:
             return _pointer(slot, x.data_ptr() - held.data_ptr())
+        self._as_tensors.add(slot)
         if x.dtype != held.dtype:
             return _reread(slot, x.dtype, tuple(x.shape), x.stride(), x.data_ptr() - held.data_ptr())
         offset = x.storage_offset() - held.storage_offset()
@@ -294,6 +319,28 @@ def _allocate(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Callable[[], Tensor]:
     return lambda: torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+
+@final
+class _Address:
+    """Where memory begins, for launches that ask a slot for it as they ask a tensor."""
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+def _allocate_small(in_bytes: int, places: list[int], device: torch.device) -> Callable[[], list[Any]]:
+    """Allocates `in_bytes` bytes, and gives this memory and the addresses of these places in it."""
+
+    def allocate() -> list[Any]:
+        memory = torch.empty(in_bytes, dtype=torch.uint8, device=device)
+        begin = memory.data_ptr()
+        return [memory, *[_Address(begin + place) for place in places]]
+
+    return allocate
 
 
 def _with_names(func: OpOverload, kwargs: dict[str, Any]) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """What 8-bit attention on Hopper reads: queries, keys and values are rounded to 8 bits on their way into slots.
 
 A tile here is 64 or 128 consecutive slots. In a matrix product on Hopper four threads share a row of scores, and thread
-`t` of them holds the columns `i` with `i % 8 // 2 == t` (`hopper_rows.py`). The slots `i` of a tile with the same `t` are a
+`t` of them holds the columns `i` with `i % 8 // 2 == t` (`hopper/rows.py`). The slots `i` of a tile with the same `t` are a
 *group*. Keys and values are stored twice: heads 0 to H - 1 have a scale per group, and serve tiles that a query sees whole;
 heads H to 2H - 1 have a scale per token, and serve tiles at the edge of what a query sees, so that no row learns of a later
 token. An index of -1 is an empty slot, which gets zeros.
@@ -89,7 +89,7 @@ def fp8_value_tiles(v: Tensor, index: Tensor | None, tile: int) -> tuple[Tensor,
 
     Values are `[D, slots]`, as Hopper's 8-bit products want their second operand, with zeros up to a multiple of 16 slots.
     Every 16 slots stand in the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15. Weights that the product of queries and keys
-    left in a thread's registers then are where the product with values takes them (`operands_of` in `int8_rows_hopper.py`
+    left in a thread's registers then are where the product with values takes them (`operands_of` in `hopper/int8_rows.py`
     derives this). Logarithms stay in the order of slots. Those of tokens are heads 0 to H - 1, and the inverses of the same
     scales are heads H to 2H - 1.
 

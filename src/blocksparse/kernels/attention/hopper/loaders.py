@@ -1,7 +1,7 @@
 """The two warps that load for the kernels on Hopper through the bulk copy engine (TMA).
 
 One warp takes work from the queue and loads queries and keys (`load_keys`), the other loads values (`load_values`).
-`hopper_queue.py` explains the words that are used here, the queue's word, and the barriers of the buffers.
+`hopper/queue.py` explains the words that are used here, the queue's word, and the barriers of the buffers.
 
 8-bit keys and values are stored twice: heads 0 to Hk - 1 are read for tiles of keys that every query sees whole, heads
 Hk to 2 Hk - 1 for masked ones. fp8 values are stored transposed. The scales of keys and values are loaded together with
@@ -19,9 +19,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from blocksparse.kernels.attention.hopper_queue import (
+from blocksparse.kernels.attention.hopper.queue import (
     counts_of,
     extent,
+    first_block,
     packed_place,
     place_of,
     read,
@@ -191,7 +192,7 @@ def _copy_steps(
 
 
 @gluon.jit
-def _copy_queries(sources, bufs, q_full, q_empty, word, b, h, h_key, row, visit, C):
+def _copy_queries(sources, bufs, q_full, q_empty, word, b, h, h_key, row, target, visit, C):
     """Waits for the next buffer of queries and starts to load a tile of queries, which its word and place come with."""
     WIDE: gl.constexpr = panel_of(C.DQ, C.QK8)
     PANELS: gl.constexpr = C.DQ // WIDE
@@ -201,6 +202,8 @@ def _copy_queries(sources, bufs, q_full, q_empty, word, b, h, h_key, row, visit,
     mbarrier.wait(q_empty.index(slot), ((visit // C.Q_BUFFERS) & 1) ^ 1)
     words.index(slot).store(gl.full([1], 0, gl.int64, one) + word)
     words.index(C.Q_BUFFERS + slot).store(gl.full([1], 0, gl.int64, one) + packed_place(b, h, h_key, row))
+    if C.CUT:
+        words.index(2 * C.Q_BUFFERS + slot).store(gl.full([1], 0, gl.int64, one) + target)
     mbarrier.expect(q_full.index(slot), C.CONSUMERS * 64 * (C.DQ + 8 if C.QK8 else 2 * C.DQ))
     if C.QK8:
         of_queries, of_tokens, of_tiles = bufs[6]
@@ -210,6 +213,31 @@ def _copy_queries(sources, bufs, q_full, q_empty, word, b, h, h_key, row, visit,
     for c in gl.static_range(C.CONSUMERS):
         at = (slot * C.CONSUMERS + c) * PANELS
         _copy(q_source, b, h, (row * C.CONSUMERS + c) * 64, q_full.index(slot), q_pieces, at, 1, PANELS, WIDE)
+
+
+@gluon.jit
+def _work(tile, pointers, count_strides, index_strides, sizes, C):
+    """The work that the queue's number `tile` stands for: a tile of queries, or with `CUT` an entry of a list of work.
+
+    Returns its word, which is -1 after the last number; batch entry, query head, KV head and row; where its list, or its
+    share of one, begins; and the target of a share (`hopper/shares.py`).
+    """
+    tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale = sizes
+    known = gl.minimum(tile, tiles - 1)
+    target = -1
+    if C.CUT:
+        work_ptr = pointers[7]
+        word = gl.where(tile < tiles, gl.load(work_ptr + known), -1)
+        b, h, h_key, row = unpacked_place(gl.load(work_ptr + tiles + known))
+        target = gl.load(work_ptr + 2 * tiles + known)
+    else:
+        full, partial = counts_of(
+            known, pointers[0], pointers[1], count_strides, rows, kv_heads, group, heads_per_mask, C
+        )
+        word = word_of(tile, tiles, full, partial)
+        b, h, h_key, row = place_of(known, rows, kv_heads, group)
+    list_at = _list_at(b, h, row, index_strides, cols, heads_per_mask, C) + first_block(word, C)
+    return word, b, h, h_key, row, list_at, target
 
 
 @gluon.jit
@@ -228,36 +256,33 @@ def load_keys(C, sources, pointers, bars, bufs, strides, sizes):
     first keys go ahead of its queries. That cannot end in a circle of waits: consumers wait for queries only between
     tiles, when they have given back all keys of the tile before, and so the buffer that its first keys need.
     """
-    full_count_ptr, partial_count_ptr, index_ptr, queue_ptr = pointers[0], pointers[1], pointers[2], pointers[5]
+    index_ptr, queue_ptr = pointers[2], pointers[5]
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     count_strides, index_strides = strides[0], strides[1]
     tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale = sizes
     tile = gl.program_id(0)
-    full, partial = counts_of(
-        tile, full_count_ptr, partial_count_ptr, count_strides, rows, kv_heads, group, heads_per_mask, C
-    )
-    word = word_of(tile, tiles, full, partial)
-    b, h, h_key, row = place_of(gl.maximum(word, 0), rows, kv_heads, group)
+    word, b, h, h_key, row, list_at, target = _work(tile, pointers, count_strides, index_strides, sizes, C)
     pieces, steps, first, masked = extent(word, C)
-    list_at = _list_at(b, h, row, index_strides, cols, heads_per_mask, C)
     block = gl.load(index_ptr + list_at + _turn(pieces, first, 0, 0, C) // C.K_SPLIT)
     visit = 0
     step = 0
-    going = word >= 0
+    going = (
+        tile >= 0
+    )  # at first always: where lists are cut, even the first word may be -1, and consumers wait for it
     while going:
         # After the last tile of queries comes one with the word -1 and an empty list: the consumers start its scores at
         # the border, as they would those of any tile, and drop them. No values are loaded for it.
         live = word >= 0
         pieces, steps, first, masked = extent(word, C)
         if C.Q_BUFFERS > 1:
-            _copy_queries(sources, bufs, q_full, q_empty, word, b, h, h_key, row, visit, C)
+            _copy_queries(sources, bufs, q_full, q_empty, word, b, h, h_key, row, target, visit, C)
         second = gl.load(index_ptr + list_at + _turn(pieces, first, 1, 0, C) // C.K_SPLIT)
         _copy_keys(
             sources, index_ptr, bufs, k_full, k_empty, block, list_at, b, h_key, pieces, first, masked, kv_heads, 0,
             step, C,
         )  # fmt: skip
         if C.Q_BUFFERS == 1:
-            _copy_queries(sources, bufs, q_full, q_empty, word, b, h, h_key, row, visit, C)
+            _copy_queries(sources, bufs, q_full, q_empty, word, b, h, h_key, row, target, visit, C)
         step += 1
         block = second
         early = gl.maximum(steps - TAKEN_AHEAD, 1)
@@ -266,13 +291,9 @@ def load_keys(C, sources, pointers, bars, bufs, strides, sizes):
             early, step, C,
         )  # fmt: skip
         tile = gl.num_programs(0) + gl.atomic_add(queue_ptr, 1, sem="relaxed")
-        known = gl.minimum(tile, tiles - 1)
-        full, partial = counts_of(
-            known, full_count_ptr, partial_count_ptr, count_strides, rows, kv_heads, group, heads_per_mask, C
+        following, next_b, next_h, next_key, next_row, next_at, next_target = _work(
+            tile, pointers, count_strides, index_strides, sizes, C
         )
-        following = word_of(tile, tiles, full, partial)
-        next_b, next_h, next_key, next_row = place_of(known, rows, kv_heads, group)
-        next_at = _list_at(next_b, next_h, next_row, index_strides, cols, heads_per_mask, C)
         next_pieces, next_steps, next_first, next_masked = extent(following, C)
         opening = gl.load(index_ptr + next_at + gl.maximum(next_pieces - 1, 0) // C.K_SPLIT)
         block, step = _copy_steps(
@@ -280,7 +301,7 @@ def load_keys(C, sources, pointers, bars, bufs, strides, sizes):
             steps, step, C,
         )  # fmt: skip
         block = opening
-        b, h, h_key, row, list_at = next_b, next_h, next_key, next_row, next_at
+        b, h, h_key, row, list_at, target = next_b, next_h, next_key, next_row, next_at, next_target
         visit += 1
         going = live
         word = gl.where(live, following, -1)
@@ -302,7 +323,7 @@ def load_values(C, sources, pointers, bars, bufs, strides, sizes):
         b, h, h_key, row = unpacked_place(read(words, C.Q_BUFFERS + visit % C.Q_BUFFERS, 1))
         mbarrier.arrive(q_empty.index(visit % C.Q_BUFFERS), count=1)
         pieces, steps, first, masked = extent(word, C)
-        list_at = _list_at(b, h, row, index_strides, cols, heads_per_mask, C)
+        list_at = _list_at(b, h, row, index_strides, cols, heads_per_mask, C) + first_block(word, C)
         for t in range(steps):
             stage = step % C.STAGES
             block = gl.load(index_ptr + list_at + _turn(pieces, first, t, 0, C) // C.K_SPLIT)

@@ -6,17 +6,49 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from blocksparse.kernels.attention.hopper_loaders import PANEL
+from blocksparse.kernels.attention.hopper.loaders import PANEL
+
+
+@gluon.jit
+def _queries(row, WG: gl.constexpr, C, ROW: gl.constexpr):
+    """The numbers of a consumer's queries, in a head whose tile of queries is `row`."""
+    return (row * C.CONSUMERS + WG) * 64 + gl.arange(0, 64, layout=ROW)
+
+
+@gluon.jit
+def _log_sum(log2_sum, whole):
+    """The log-sum-exp of logits in base e, from that in base 2; -inf where the sum of weights, `whole`, is 0."""
+    return gl.where(whole == 0.0, float("-inf"), log2_sum * 0.6931471805599453)  # ln 2
+
+
+@gluon.jit
+def _mean(sums, whole):
+    """The weighted mean of values; 0 where the sum of weights is 0."""
+    inverse = gl.where(whole == 0.0, 0.0, 1.0 / whole)
+    return sums * gl.convert_layout(inverse, gl.SliceLayout(1, sums.type.layout))[:, None]
+
+
+@gluon.jit
+def store_share_lse(lse_ptr, target, log2_sum, whole, WG: gl.constexpr, C, ROW: gl.constexpr):
+    """Stores the log-sum-exp of a share of a list, `target` being its number among the results of shares."""
+    gl.store(lse_ptr + _queries(target, WG, C, ROW), _log_sum(log2_sum, whole))
+
+
+@gluon.jit
+def store_share(out_ptr, sums, whole, target, WG: gl.constexpr, C):
+    """Stores the weighted mean of a share's values in fp32."""
+    LAYOUT: gl.constexpr = sums.type.layout
+    dim = gl.arange(0, C.DV, layout=gl.SliceLayout(0, LAYOUT))
+    at = _queries(target, WG, C, gl.SliceLayout(1, LAYOUT))[:, None] * C.DV + dim[None, :]
+    gl.store(out_ptr + at, _mean(sums, whole))
 
 
 @gluon.jit
 def store_lse(lse_ptr, strides, b, h, row, M, log2_sum, whole, WG: gl.constexpr, C, ROW: gl.constexpr):
-    """Stores the log-sum-exp of logits in base e, from that in base 2; -inf where the sum of weights, `whole`, is 0."""
-    log_sum = log2_sum * 0.6931471805599453  # ln 2
-    log_sum = gl.where(whole == 0.0, float("-inf"), log_sum)
-    query = (row * C.CONSUMERS + WG) * 64 + gl.arange(0, 64, layout=ROW)
+    """Stores the log-sum-exp of a tile of queries (`_log_sum`)."""
+    query = _queries(row, WG, C, ROW)
     lse_at = b.to(gl.int64) * strides[0] + h.to(gl.int64) * strides[1]
-    gl.store(lse_ptr + lse_at + query, log_sum, mask=query < M)
+    gl.store(lse_ptr + lse_at + query, _log_sum(log2_sum, whole), mask=query < M)
 
 
 @gluon.jit
@@ -26,9 +58,7 @@ def store_out(out_target, out_pieces, out_bufs, sums, whole, b, h, row, WG: gl.c
     It returns before the copies have read that memory: `store_wait` ahead of the next part, be it of this tile of queries
     or of the next one, and at the end of the kernel, waits for them.
     """
-    OUT_ROW: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
-    inverse = gl.where(whole == 0.0, 0.0, 1.0 / whole)
-    result = (sums * gl.convert_layout(inverse, OUT_ROW)[:, None]).to(out_pieces.dtype)
+    result = _mean(sums, whole).to(out_pieces.dtype)
     if C.OUT_PARTS == 1:
         _store_part(out_target, out_pieces, out_bufs, result, 0, b, h, row, WG, C)
     else:

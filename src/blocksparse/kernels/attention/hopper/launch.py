@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from blocksparse.kernels.attention.arguments import Lists, Tiles
-from blocksparse.kernels.attention.hopper_queue import consumer_registers, registers
+from blocksparse.kernels.attention.hopper.queue import consumer_registers, registers
 from blocksparse.kernels.common.sizes import REMEMBERED, padded_keys, padded_values
 from blocksparse.kernels.common.strides_triton import head_strides
 from blocksparse.kernels.positions.token_positions import TokenPositions
@@ -36,29 +36,32 @@ def launch_of(
     positions: TokenPositions,
     tiles: Tiles,
     scale: float,
+    entries: int | None = None,
 ) -> Launch:
     """The launch for `q` `[B, Hq, M, D]` and `keys`, the number of KV heads and of keys.
 
     The queries have their empty places as rows (`whole_rows`). `per_sm` programs run on each multiprocessor, and share
-    the tiles of queries through a queue, whose counter is in `arguments`.
+    the tiles of queries through a queue, whose counter is in `arguments`. With `entries` they share a list of work with
+    so many entries instead (`hopper/shares.py`).
     """
     (B, Hq, M, D), (Hk, N), causal = q.shape, keys, positions.causal
     full_count, index = lists.full_count, lists.index
     rows = full_count.shape[-1] * (lists.q_block // (64 * tiles.consumers))
+    work = B * Hq * rows if entries is None else entries
     programs = torch.cuda.get_device_properties(q.device).multi_processor_count * tiles.per_sm
     arguments = (
         lse, full_count, lists.partial_count, index, positions.q_position, positions.k_position,
         q.new_empty(1, dtype=torch.int32).zero_(),  # which takes the host half as long as torch.zeros
         *head_strides(full_count), *head_strides(index), *lse.stride()[:2],
         head_strides(positions.q_position), head_strides(positions.k_position),
-        B * Hq * rows, M, N, index.shape[-1], rows, Hk, Hq // Hk, Hq // full_count.shape[1],
+        work, M, N, index.shape[-1], rows, Hk, Hq // Hk, Hq // full_count.shape[1],
         N - M if causal else 0, scale * math.log2(math.e),
     )  # fmt: skip
     options = {
         **_options(tiles, lists.q_block, lists.k_block, D, out.shape[-1]),
         "CAUSAL": causal, "Q_IN_ORDER": positions.q_in_order, "K_IN_ORDER": positions.k_in_order,
     }  # fmt: skip
-    return Launch((min(programs, B * Hq * rows),), arguments, options)
+    return Launch((min(programs, work),), arguments, options)
 
 
 @functools.lru_cache(maxsize=REMEMBERED)  # tiles and sizes of blocks and heads alone decide them

@@ -1,7 +1,7 @@
 """One step of a consumer on Hopper with 8-bit operands: two matrix products in flight, and the softmax between them.
 
 A step starts the scores of the next tile of keys, then the product of the last tile's weights with its values, and
-computes the softmax of the scores as soon as these are there. `hopper_queue.py` explains stages and barriers.
+computes the softmax of the scores as soon as these are there. `hopper/queue.py` explains stages and barriers.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from blocksparse.kernels.attention.int8_rows_hopper import (
+from blocksparse.kernels.attention.hopper.int8_rows import (
     kept,
     masked_tile,
     operands_of,

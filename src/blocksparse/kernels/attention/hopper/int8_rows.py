@@ -1,6 +1,6 @@
 """Rows of scores of 8-bit operands in the registers of a consumer on Hopper: scales, softmax, fp8 weights.
 
-`hopper_rows.py` describes which scores a thread holds: two rows of the 64, and a quarter of each row's keys. A scale or a
+`hopper/rows.py` describes which scores a thread holds: two rows of the 64, and a quarter of each row's keys. A scale or a
 sum that belongs to a row and to one of the four threads that share it is an entry of a tensor `[64, 4]`, of which a thread
 holds two, one for each of its rows. Logits, maxima and scales of values are in base 2, as logarithms.
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from blocksparse.kernels.attention.hopper_rows import (
+from blocksparse.kernels.attention.hopper.rows import (
     LOWEST,
     beside,
     by_thread,
@@ -104,7 +104,7 @@ def operands_of(weight, WEIGHT: gl.constexpr, C):
     """Weights as first operands of the products with values: one, or for fp8 one for each piece.
 
     No fp8 weight moves between threads. Of 16 keys, thread `t` of a row has the weights of `2 t`, `2 t + 1`, `2 t + 8` and
-    `2 t + 9` (`hopper_rows.py`), while the fp8 operand takes from it its columns `4 t` to `4 t + 3`, in one register. So the
+    `2 t + 9` (`hopper/rows.py`), while the fp8 operand takes from it its columns `4 t` to `4 t + 3`, in one register. So the
     four weights are used as these columns. The product sums over keys in any order, as long as values stand in the same
     one: 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15. They are stored so (`tile_operands.py`).
     """

@@ -12,8 +12,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from blocksparse.kernels.attention.hopper_queue import read
-from blocksparse.kernels.attention.hopper_rows import NEVER
+from blocksparse.kernels.attention.hopper.queue import read
+from blocksparse.kernels.attention.hopper.rows import NEVER
 
 _EMPTY = gl.constexpr(2**32 - 1)  # the position of an empty slot: -1, read as unsigned
 

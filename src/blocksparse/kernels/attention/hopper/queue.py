@@ -84,11 +84,12 @@ class Constants:
     K_IN_ORDER: gl.constexpr  # a key's position is its slot, and is not read
     QK8: gl.constexpr  # queries and keys are int8
     PV8: gl.constexpr  # weights and values are fp8; the values are then stored transposed
+    CUT: gl.constexpr  # the queue hands out entries of a list of work (`hopper/shares.py`), not tiles of queries
 
     @gluon.constexpr_function
     def __init__(
         self, DQ, DV, CONSUMERS, BLOCK_N, STAGES, Q_BUFFERS, OUT_PARTS, PIECES, K_SPLIT, Q_SPLIT, CAUSAL, Q_IN_ORDER,
-        K_IN_ORDER, QK8, PV8,
+        K_IN_ORDER, QK8, PV8, CUT,
     ):  # fmt: skip
         self.DQ = gl.constexpr(DQ)
         self.DV = gl.constexpr(DV)
@@ -105,6 +106,7 @@ class Constants:
         self.K_IN_ORDER = gl.constexpr(K_IN_ORDER)
         self.QK8 = gl.constexpr(QK8)
         self.PV8 = gl.constexpr(PV8)
+        self.CUT = gl.constexpr(CUT)
 
 
 @gluon.jit
@@ -161,6 +163,15 @@ def extent(word, C):
     first = pieces - (steps - 1) * C.PIECES
     masked = 1 + (gl.maximum(partial - first, 0) + C.PIECES - 1) // C.PIECES
     return pieces, steps, first, masked
+
+
+@gluon.jit
+def first_block(word, C):
+    """Where in its row's list the work begins: at block 0, unless lists are cut and the word's lowest 24 bits say where."""
+    block = 0
+    if C.CUT:
+        block = (gl.maximum(word, 0) & 0xFFFFFF).to(gl.int32)
+    return block
 
 
 @gluon.jit

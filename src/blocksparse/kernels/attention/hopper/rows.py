@@ -12,7 +12,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from blocksparse.kernels.attention.hopper_queue import read
+from blocksparse.kernels.attention.hopper.queue import read
 
 NEVER = gl.constexpr(2**31 - 1)  # the position of an empty slot: later than any query's
 LOWEST = gl.constexpr(-1.0e30)  # a row's first maximum: finite, so that weights of rows without a key come to 0
