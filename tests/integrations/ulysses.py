@@ -40,7 +40,8 @@ def work(rank: int, store: str) -> None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        # Forked before anything has run, so that diffusers is imported once.
+        # Forked before anything has run, so that diffusers is imported once; but no forked process may use CUDA.
+        method = "spawn" if torch.cuda.is_available() else "fork"
         multiprocessing.start_processes(  # type: ignore[attr-defined, no-untyped-call]
-            work, (f"{folder}/store",), nprocs=RANKS, start_method="fork"
+            work, (f"{folder}/store",), nprocs=RANKS, start_method=method
         )

@@ -49,7 +49,12 @@ def whole_cells(x: Tensor, slots: int, lead: int, block: int, block_k: int) -> T
     count = (x.shape[2] - skipped) // slots
     if count <= 0:
         return None
-    view = x[:, :, skipped : skipped + count * slots].unflatten(2, (count, slots)).transpose(2, 3)
+    # Strides by hand: `unflatten` makes up those of axes of one entry, and a descriptor wants 16 bytes of them, too.
+    b, h, n, d = x.stride()
+    cells = x[:, :, skipped:]
+    view = cells.as_strided(
+        (*x.shape[:2], slots, count, x.shape[3]), (b, h, n, slots * n, d), cells.storage_offset()
+    )
     return TensorDescriptor.from_tensor(view, [1, 1, 1, block, block_k])
 
 
