@@ -52,7 +52,10 @@ def _no_grad() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What nobody writes reads as NaN, or as a huge index, also in calls that repeat a recorded one."""
+    """What nobody writes reads as NaN, or as a huge index, also in calls that repeat a recorded one.
+
+    There one allocation is filled for numbers of all types: int16 read as -1 and as their largest number in turn.
+    """
     from blocksparse.kernels.common.repetition import unseen
 
     def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

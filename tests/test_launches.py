@@ -505,15 +505,16 @@ def test_work_counts_more_where_multiprocessors_are_idle(
     assert bs.AutoExecutor(dense_below=operations + 1).dense_because(q, k, v, causal=False) is not None
 
 
-def test_a_dense_call_says_how_much_work_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_multiprocessors(monkeypatch, 4)
+@pytest.mark.parametrize(("there", "counted"), [(4, ""), (6, ", counted 1.5 times for idle multiprocessors")])
+def test_a_dense_call_says_how_much_work_it_is(there: int, counted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_multiprocessors(monkeypatch, there)
     q, k, v = inputs("cpu", 100)
     mask, moved = PLAIN.trace(q, k, v).mask, q.as_subclass(_OnGpu)
     reason = bs.AutoExecutor(dense_below=3e11).dense_because(moved, k, v, causal=True)
     work = f"{2 * q.shape[1] * 5050 * (q.shape[3] + v.shape[3]):.1e}".replace("e+", "e")
     assert reason == (
-        f"dense attention of this call is {work} floating-point operations, and selecting blocks saves time from "
-        "3.0e11 on (dense_below)"
+        f"dense attention of this call is {work} floating-point operations{counted}, and selecting blocks saves "
+        "time from 3.0e11 on (dense_below)"
     )
     assert str(bs.AutoExecutor(dense_below=3e11).choose(moved, k, v, mask)) == f"dense attention runs: {reason}"
     assert bs.AutoExecutor(dense_below=0).choose(moved, k, v, mask).dense_because is None

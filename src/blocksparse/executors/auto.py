@@ -58,15 +58,15 @@ def dense_operations(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> int:
     return 2 * B * Hq * pairs * (D + v.shape[3])
 
 
-def _idle(q: Tensor) -> float:
-    """How many times as long dense attention takes because some multiprocessors have no queries.
+def idle_factor(q: Tensor) -> float:
+    """How many times as long dense attention takes on a GPU because some multiprocessors have no queries.
 
     cuDNN gives each the 128 queries of a tile. FlashAttention-2 shares out keys instead where tiles are few, but
     has half the rate, so the answer is 2 at most.
     """
     B, Hq, M, _ = q.shape
     there = torch.cuda.get_device_properties(q.device).multi_processor_count
-    return min(max(there / (B * Hq * cdiv(M, _TILE)), 1.0), 2.0)
+    return min(max(there / max(B * Hq * cdiv(M, _TILE), 1), 1.0), 2.0)
 
 
 def _short(operations: float) -> str:
@@ -134,14 +134,15 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
     def dense_because(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> str | None:
         if not q.is_cuda:
             return None
-        work, pays_from = dense_operations(q, k, v, causal=causal) * _idle(q), self.dense_below
+        work, idle, pays_from = dense_operations(q, k, v, causal=causal), idle_factor(q), self.dense_below
         if pays_from is None:
             pays_from = HALF_PRECISION_PAYS_FROM if q.dtype.itemsize == 2 else SINGLE_PRECISION_PAYS_FROM
-        if work >= pays_from:
+        if work * idle >= pays_from:
             return None
+        counted = f", counted {idle:.2g} times for idle multiprocessors" if idle > 1 else ""
         return (
-            f"dense attention of this call is {_short(work)} floating-point operations, and selecting blocks "
-            f"saves time from {_short(pays_from)} on (dense_below)"
+            f"dense attention of this call is {_short(work)} floating-point operations{counted}, and selecting "
+            f"blocks saves time from {_short(pays_from)} on (dense_below)"
         )
 
     def choose(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Choice:

@@ -19,10 +19,8 @@ from blocksparse.kernels.attention import int8_attention_hopper, sparse_attentio
 from blocksparse.kernels.attention.hopper.queue import consumer_registers, registers
 from blocksparse.kernels.common.sizes import padded_keys, padded_values
 
-PLAIN, CUT = (
-    "16 bits",
-    "16 bits, cut",
-)  # with lists that are cut into shares; other kinds are the type of 8-bit values
+# Kinds of kernels, the second with lists that are cut into shares; others are named by the type of their 8-bit values.
+PLAIN, CUT = "16 bits", "16 bits, cut"
 # Triton has no 8-bit integer products for sm_100's own matrix unit, and takes the older one.
 INTEGER_INSTRUCTION = {"sm_80": ".s8.s8", "sm_90": ".s8.s8", "sm_100": ".s8.s8", "gfx942": "_i8"}
 FP8_INSTRUCTION = {"sm_90": ".e4m3.e4m3", "sm_100": "f8f6f4"}  # the others have no such format
@@ -157,7 +155,8 @@ def main() -> int:
     for tiles, dtype, dims, q_block, k_block, causal, in_order, kind in (
         (HopperTiles(2, 128, 2), "bf16", 128, 128, 128, True, True, PLAIN),
         (HopperTiles(2, 128, 2), "bf16", 128, 128, 128, True, True, CUT),
-        (HopperTiles(1, 64, 2, 2), "bf16", 128, 64, 64, True, True, CUT),
+        (HopperTiles(1, 64, 2, 2), "bf16", 128, 64, 64, True, False, CUT),
+        (HopperTiles(2, 64, 2), "bf16", 256, 128, 128, True, True, CUT),
         (HopperTiles(2, 128, 2), "bf16", 128, 128, 64, True, False, PLAIN),
         (HopperTiles(2, 128, 2), "fp16", 96, 256, 256, False, False, PLAIN),
         (HopperTiles(1, 64, 2, 2), "bf16", 128, 64, 64, True, True, PLAIN),

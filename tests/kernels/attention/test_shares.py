@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attrs import evolve
 from tests.machine import needs_hopper
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from blocksparse.testing import assert_within_budget, make_qkv
 
 pytest.importorskip("triton")
 from blocksparse.executors.tiles import HopperTiles, tuned
+from blocksparse.kernels.attention.hopper import shares as module
 from blocksparse.kernels.attention.hopper.shares import Shares, shares_of
 from blocksparse.kernels.attention.sparse_attention import sparse_attention, sparse_attention_reference
 
@@ -20,10 +22,17 @@ N, M = 65768, 232  # a chunk that begins at a block; lists are cut from 65536 ke
 
 
 def lists_of_any_length(
-    q: Tensor, k: Tensor, *, q_block: int, k_block: int, causal: bool, heads: int = 1
+    q: Tensor,
+    k: Tensor,
+    permutation: bs.GlobalPermutation,
+    *,
+    q_block: int,
+    k_block: int,
+    causal: bool,
+    heads: int = 1,
 ) -> tuple[BlockPlan, bs.Grid]:
-    """A mask whose rows keep nothing, few, or nearly all of their blocks."""
-    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), q_block=q_block, k_block=k_block, causal=causal)
+    """A mask whose rows keep nothing, few, or nearly all of their blocks; `heads` query heads share one."""
+    grid = bs.Grid.of(q, k, permutation, q_block=q_block, k_block=k_block, causal=causal)
     generator = torch.Generator().manual_seed(1)
     density = torch.tensor([0.0, 0.01, 0.1, 0.3, 0.9])
     shape = q.shape[0], q.shape[1] // heads, grid.rows
@@ -34,11 +43,18 @@ def lists_of_any_length(
     return BlockPlan.of(mask.share_heads() if heads > 1 else mask), grid
 
 
+def first_of_batch(lists: BlockPlan) -> BlockPlan:
+    """One mask for all batch entries."""
+    some = {name: getattr(lists, name)[:1] for name in ("full_count", "partial_count", "index")}
+    return evolve(lists, **some)
+
+
 def attend_by_entry(
     shares: Shares, q: Tensor, k: Tensor, v: Tensor, grid: bs.Grid, out: Tensor, lse: Tensor
 ) -> None:
     """What the attention kernel does with the list of work, in plain torch, with a scale of 0.2."""
     lists, tile = shares.lists, shares.tile
+    index = lists.index.expand(q.shape[0], -1, -1, -1)
     group, offset = q.shape[1] // k.shape[1], k.shape[2] - q.shape[2] if grid.causal else k.shape[2]
     for word, place, target in shares.work.T.tolist():
         if word < 0:  # the last entry was before this one
@@ -47,7 +63,7 @@ def attend_by_entry(
         first, full, partial = word & 0xFFFFFF, word >> 24 & 0xFFFFF, word >> 44
         b, h, h_key, row = place >> 48, place >> 32 & 0xFFFF, place >> 16 & 0xFFFF, place & 0xFFFF
         assert h_key == h // group
-        of_row = lists.index[b, h * lists.index.shape[1] // q.shape[1], row * tile // lists.q_block]
+        of_row = index[b, h * index.shape[1] // q.shape[1], row * tile // lists.q_block]
         blocks = of_row[first : first + full + partial].long()
         query = torch.arange(row * tile, min((row + 1) * tile, q.shape[2]), device=q.device)
         key = (blocks[:, None] * lists.k_block + torch.arange(lists.k_block, device=q.device)).flatten()
@@ -64,14 +80,17 @@ def attend_by_entry(
 
 
 @pytest.mark.parametrize(
-    ("q_block", "k_block", "tile", "causal", "heads"),
-    [(128, 128, 128, True, 1), (64, 64, 64, True, 2), (256, 128, 128, False, 1)],
+    ("q_block", "k_block", "tile", "causal", "heads", "one_mask"),
+    [(128, 128, 128, True, 1, False), (64, 64, 64, True, 2, True), (256, 128, 128, False, 1, True)],
 )
 def test_joined_shares_are_the_whole(
-    q_block: int, k_block: int, tile: int, causal: bool, heads: int, device: str
+    q_block: int, k_block: int, tile: int, causal: bool, heads: int, one_mask: bool, device: str
 ) -> None:
     q, k, v = make_qkv(B=2, Hq=2, Hkv=1, N=N, M=M, D=8, Dv=24, dtype=torch.float32, device=device)
-    lists, grid = lists_of_any_length(q, k, q_block=q_block, k_block=k_block, causal=causal, heads=heads)
+    lists, grid = lists_of_any_length(
+        q, k, bs.GlobalPermutation(), q_block=q_block, k_block=k_block, causal=causal, heads=heads
+    )
+    lists = first_of_batch(lists) if one_mask else lists
     shares = shares_of(q.shape, (1, N), 24, lists, tile)
     assert shares is not None
     out, lse = q.new_full((2, 2, M, 24), 7.0), q.new_full((2, 2, M), 7.0)
@@ -82,52 +101,110 @@ def test_joined_shares_are_the_whole(
     torch.testing.assert_close(lse, in_float64[1], rtol=1e-4, atol=1e-5)
 
 
+def test_queries_that_see_no_key(device: str) -> None:
+    """In some shares, or in none of them; a NaN stays in its row."""
+    counts = torch.full((1, 1, 1), 128, dtype=torch.int32, device=device)
+    lists = BlockPlan(counts, counts * 0, torch.zeros(1, 1, 1, 512, dtype=torch.int16, device=device), 128, 128)
+    shares = shares_of(torch.Size((1, 1, 128, 8)), (1, 65536), 64, lists, 128)
+    assert shares is not None
+    targets = [target for target in shares.work[2].tolist() if target >= 0]
+    assert len(targets) == 4
+    lse = torch.randn(4, 128, dtype=torch.float64, device=device)
+    parts = torch.randn(4, 128, 64, dtype=torch.float64, device=device)
+    lse[0, ::3] = lse[2, ::4] = lse[:, 5] = float("-inf")
+    parts[lse == float("-inf")] = 0.0
+    parts[1, 7] = float("nan")
+    shares.lse[targets], shares.out[targets] = lse.float(), parts.float()
+    out, out_lse = torch.empty(1, 1, 128, 64, device=device), torch.empty(1, 1, 128, device=device)
+    shares.join(out, out_lse)
+    want = torch.einsum("sq,sqd->qd", lse.softmax(0).nan_to_num(0.0), parts)
+    torch.testing.assert_close(out[0, 0].double(), want, rtol=1e-5, atol=1e-5, equal_nan=True)
+    torch.testing.assert_close(out_lse[0, 0].double(), lse.logsumexp(0), rtol=1e-5, atol=1e-5)
+    assert not out[0, 0, 5].any()
+    assert want.isnan().any(-1).nonzero().tolist() == [[7]]
+
+
 def test_the_longest_lists_come_first_and_none_is_long(device: str) -> None:
     q, k, _ = make_qkv(B=2, Hq=4, Hkv=2, N=N, M=M, D=8, dtype=torch.float32, device=device)
-    lists, _ = lists_of_any_length(q, k, q_block=128, k_block=128, causal=True)
+    lists, _ = lists_of_any_length(q, k, bs.GlobalPermutation(), q_block=128, k_block=128, causal=True)
     shares = shares_of(q.shape, (2, N), 8, lists, 128)
     assert shares is not None
-    words, _, targets = shares.work.tolist()
-    blocks = [(word >> 24 & 0xFFFFF) + (word >> 44) for word in words if word >= 0]
+    words, places, targets = shares.work.tolist()
+    existing = words.index(-1)
+    blocks = [(word >> 24 & 0xFFFFF) + (word >> 44) for word in words[:existing]]
     kept = lists.full_count + lists.partial_count
     assert sum(blocks) == kept.sum()
     assert max(blocks) <= shares.sizes.longest < kept.max()
     taken = [target for target in targets if target >= 0]
-    assert taken == sorted(set(taken))  # numbered from the last shares on, which only the longest lists have
-    assert taken[-1] < shares.entries
+    assert len(set(taken)) == len(taken)
+    assert max(taken) < shares.entries
+    # The first entry of a list comes before that of each list with fewer shares.
+    places = places[:existing]
+    first = {place: places.index(place) for place in places}
+    assert len(first) == shares.sizes.tiles
+    by_turn = sorted(first, key=lambda place: first[place])
+    number = [places.count(place) for place in by_turn]
+    assert number == sorted(number, reverse=True)
+    assert number[0] > number[-1]
 
 
-@pytest.mark.parametrize(("keys", "queries"), [(65535, 200), (65536, 8320)])
-def test_few_keys_or_many_queries_are_not_cut(keys: int, queries: int, device: str) -> None:
-    counts = torch.zeros(1, 4, -(-queries // 128), dtype=torch.int32, device=device)
-    lists = BlockPlan(counts, counts, counts, 128, 128)
-    assert shares_of(torch.Size((1, 4, queries, 64)), (2, keys), 64, lists, 128) is None
+@pytest.mark.parametrize(
+    ("keys", "queries", "heads", "Dv", "most"),
+    [
+        (65535, 200, 4, 64, 0),  # few keys
+        (65536, 8193, 4, 64, 0),  # many queries
+        (131072, 2048, 32, 128, 8),
+        (131072, 2048, 8, 128, 32),
+        (131072, 2048, 32, 256, 4),
+        (131072, 200, 1, 128, 32),
+        (1 << 20, 16384, 32, 64, 0),  # more tiles than entries
+        (1 << 20, 8192, 32, 64, 2),
+    ],
+)
+def test_how_many_shares(keys: int, queries: int, heads: int, Dv: int, most: int) -> None:
+    """Few enough for what the list of work and the results may take; none where other work is enough."""
+    rows, cols = -(-queries // 128), -(-keys // 128)
+    counts = torch.zeros(1, 1, 1, dtype=torch.int32).expand(1, heads, rows)
+    lists = BlockPlan(counts, counts, counts[..., None].expand(-1, -1, -1, cols), 128, 128)
+    sizes = module._sizes((1, heads), (heads, keys), lists.index.shape[1:], 128, 128, 128, Dv)
+    assert (0 if sizes is None else sizes.most) == most
+    if sizes is not None:
+        assert sizes.tiles * most <= 4096
+        assert sizes.tiles * most * 128 * Dv * 4 <= 2**28
+        assert sizes.longest * most >= cols
 
 
 @needs_hopper
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("queries", "D", "Dv", "q_block", "k_block", "causal", "heads"),
+    ("queries", "D", "Dv", "q_block", "k_block", "causal", "heads", "ordered"),
     [
-        (M, 128, 128, 128, 128, True, 1),
-        (1, 128, 128, 128, 128, True, 1),
-        (170, 64, 64, 128, 64, True, 2),  # a chunk that starts inside a block
-        (190, 128, 128, 64, 64, True, 1),
-        (150, 96, 40, 256, 128, False, 1),
-        (170, 192, 128, 128, 128, True, 1),
-        (100, 256, 256, 128, 128, True, 2),
-        (200, 256, 72, 64, 64, True, 1),
+        (M, 128, 128, 128, 128, True, 1, True),
+        (1, 128, 128, 128, 128, True, 1, False),
+        (170, 64, 64, 128, 64, True, 2, False),  # a chunk that starts inside a block
+        (190, 128, 128, 64, 64, True, 1, False),
+        (150, 96, 40, 256, 128, False, 1, True),
+        (170, 192, 128, 128, 128, True, 1, True),
+        (100, 256, 256, 128, 128, True, 2, False),
+        (200, 256, 72, 64, 64, True, 1, True),
     ],
 )
 def test_attention_over_shares(
-    queries: int, D: int, Dv: int, q_block: int, k_block: int, causal: bool, heads: int, dtype: torch.dtype
-) -> None:
-    """Against float64, with the tiles that a pipeline takes."""
-    q, k, v = make_qkv(B=1, Hq=4, Hkv=2, N=N, M=queries, D=D, Dv=Dv, dtype=dtype, device="cuda")
-    lists, grid = lists_of_any_length(q, k, q_block=q_block, k_block=k_block, causal=causal, heads=heads)
+    queries: int, D: int, Dv: int, q_block: int, k_block: int, causal: bool, heads: int, ordered: bool, dtype: torch.dtype
+) -> None:  # fmt: skip
+    """Against float64, with the tiles that a pipeline takes; one mask for both prompts where keys are in order."""
+    q, k, v = make_qkv(B=2, Hq=2, Hkv=1, N=N, M=queries, D=D, Dv=Dv, dtype=dtype, device="cuda")
+    segment = torch.arange(N, device="cuda") // 256
+    k_index = None if ordered else (torch.rand(2, 1, 1, N, device="cuda") + segment).argsort(-1).int()
+    permutation = bs.GlobalPermutation(k_index)
+    k, v = permutation.gather_keys(k), permutation.gather_keys(v)
+    lists, grid = lists_of_any_length(
+        q, k, permutation, q_block=q_block, k_block=k_block, causal=causal, heads=heads
+    )
+    lists = first_of_batch(lists) if ordered else lists
     tiles = tuned(q, k, v, q_block, k_block)
     assert isinstance(tiles, HopperTiles)
-    assert shares_of(q.shape, (2, N), Dv, lists, 64 * tiles.consumers) is not None
+    assert shares_of(q.shape, (1, N), Dv, lists, 64 * tiles.consumers) is not None
     out, lse = sparse_attention(q, k, v, lists, grid.positions, tiles, scale=0.1)
     want, want_lse = sparse_attention_reference(
         q.double(), k.double(), v.double(), lists, grid.positions, scale=0.1

@@ -29,6 +29,7 @@ from blocksparse.executors.tiles import HopperTiles, Tiles, TritonTiles, portabl
 from blocksparse.kernels.attention import sparse_attention as op
 from blocksparse.kernels.attention.approximate_attention import approximate_attention_reference
 from blocksparse.kernels.attention.arguments import Approximation, LogitChange
+from blocksparse.kernels.attention.hopper import shares
 from blocksparse.kernels.attention.sparse_attention import UNCHANGED, sparse_attention, sparse_attention_reference
 from blocksparse.kernels.attention.sparse_attention_triton import runs_interpreted
 from blocksparse.kernels.moving.gather_rows import gather_two
@@ -553,6 +554,18 @@ HOPPER_TILES = (
 )
 
 
+@contextlib.contextmanager
+def cut_lists() -> Iterator[None]:
+    """Lists of more than two blocks are cut into shares, whatever the sizes of a call."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shares, "_KEYS", 0)
+        patch.setattr(shares, "_KEYS_PER_ROW", 0)
+        patch.setattr(shares, "_SHORTEST", 256)
+        shares._sizes.cache_clear()
+        yield
+    shares._sizes.cache_clear()
+
+
 @needs_hopper
 @pytest.mark.parametrize("tiles", HOPPER_TILES, ids=repr)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -607,6 +620,11 @@ def test_hopper(
     assert torch.equal(by_position, out)
     longer_lists, _ = call(lists=evolve(plan, index=plan.index.int()))
     assert torch.equal(longer_lists, out)
+    if dtype == torch.bfloat16:
+        with cut_lists():
+            out, lse = call()
+        assert_within_budget(out, want, yardstick)
+        torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3)
 
 
 @needs_hopper

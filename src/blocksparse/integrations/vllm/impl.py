@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config
 
@@ -134,6 +135,9 @@ class SparsePrefill:
     def _reserve(self, query: Tensor) -> None:
         """Take for a moment what the longest request will take, in the run in which vLLM measures its memory.
 
-        Keys and values are gathered from their pages for one layer at a time.
+        Keys and values are gathered from their pages for one layer at a time. Then an executor moves up to 512 MiB
+        of them into another order, and keeps up to 256 MiB of results to be joined.
         """
-        query.new_empty((2, *self._longest))
+        gathered = query.new_empty((2, *self._longest))
+        if query.is_cuda:
+            gathered.new_empty(768 << 20, dtype=torch.uint8)

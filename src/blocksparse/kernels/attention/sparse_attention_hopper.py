@@ -110,7 +110,7 @@ def _give_back(k_empty, stage, q_empty, last, C):
 
     What the loader then overwrites is no longer read. Queries are read by the products that make scores and by nothing
     else, and each arrival stands behind a barrier of the consumer's four warps, all of which have waited for the last
-    product; the queue's word and the place, which lie beside the queries, were read before the first. Every tile is
+    product; the queue's word, the place and the target, which lie beside the queries, were read before the first. Every tile is
     given back exactly once, also the empty one at the end, whose buffer nobody waits for. And there is no circle of
     waits (`load_keys`): a consumer waits for nothing between the last keys of a tile and giving back its queries.
     """

@@ -7,9 +7,11 @@ launches (`noted`). A `Repetition` then makes the same operations in the same or
 
 Tensors are told apart by the memory under them. Each operation that gives new memory fills a slot. A tensor that an
 operation takes is either memory of a slot, seen from some offset, or it was there before the call, as a weight was, and is
-taken itself. So views need no step of their own. Small memory that only launches use, which are given addresses, is
-allocated in one piece. A call cannot be repeated if Python decides by the contents of tensors, if
-it waits for the GPU, or if something computes where no recording can see it; that says so itself (`refuse_repetition`).
+taken itself. So views need no step of their own. Launches are given addresses, so small memory that nothing but launches
+uses is allocated in one piece.
+
+A call cannot be repeated if Python decides by the contents of tensors, if it waits for the GPU, or if something computes
+where no recording can see it; that says so itself (`refuse_repetition`).
 """
 
 from __future__ import annotations
@@ -333,10 +335,10 @@ class _Address:
 
 
 def _allocate_small(in_bytes: int, places: list[int], device: torch.device) -> Callable[[], list[Any]]:
-    """Allocates `in_bytes` bytes, and gives this memory and the addresses of these places in it."""
+    """Allocates `in_bytes` bytes, a multiple of 4, and gives this memory and the addresses of these places in it."""
 
     def allocate() -> list[Any]:
-        memory = torch.empty(in_bytes, dtype=torch.uint8, device=device)
+        memory = torch.empty(in_bytes // 4, dtype=torch.int32, device=device)
         begin = memory.data_ptr()
         return [memory, *[_Address(begin + place) for place in places]]
 

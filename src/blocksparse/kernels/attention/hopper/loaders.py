@@ -266,9 +266,8 @@ def load_keys(C, sources, pointers, bars, bufs, strides, sizes):
     block = gl.load(index_ptr + list_at + _turn(pieces, first, 0, 0, C) // C.K_SPLIT)
     visit = 0
     step = 0
-    going = (
-        tile >= 0
-    )  # at first always: where lists are cut, even the first word may be -1, and consumers wait for it
+    # At first always true: where lists are cut, even the first word may be -1, and consumers wait for it.
+    going = tile >= 0
     while going:
         # After the last tile of queries comes one with the word -1 and an empty list: the consumers start its scores at
         # the border, as they would those of any tile, and drop them. No values are loaded for it.

@@ -73,9 +73,8 @@ class Constants:
     BLOCK_N: gl.constexpr  # keys in a tile of keys
     STAGES: gl.constexpr  # tiles of keys, and of values, in shared memory
     Q_BUFFERS: gl.constexpr  # tiles of queries in shared memory, 1 or 2
-    OUT_PARTS: (
-        gl.constexpr
-    )  # parts of the output's columns, 1 or 2, that leave through the same shared memory in turn
+    # parts of the output's columns, 1 or 2, that leave through the same shared memory in turn
+    OUT_PARTS: gl.constexpr
     PIECES: gl.constexpr  # pieces that fill a tile of keys
     K_SPLIT: gl.constexpr  # pieces per block
     Q_SPLIT: gl.constexpr  # tiles of queries per row of blocks
@@ -194,6 +193,7 @@ def word_of(tile, tiles, full, partial):
         bits 24 to 43   full blocks in its row's list
         bits 44 to 63   partial blocks, below 2^19: the sign bit stays 0, so that only -1 is negative
 
+    Where lists are cut, words come from the list of work instead, and bits 0 to 23 name a block (`hopper/shares.py`).
     `HopperTiles.too_many` refuses what does not fit. It is one word, because Triton 3.6 drops a value that a loop
     carries only to bound an inner loop.
     """

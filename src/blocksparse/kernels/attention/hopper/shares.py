@@ -40,12 +40,10 @@ from blocksparse.kernels.common.memory import empty_together
 from blocksparse.kernels.common.sizes import REMEMBERED, cdiv, padded_values, power_of_2
 from blocksparse.kernels.common.strides_triton import head_strides
 
-_KEYS = (
-    65536  # keys from which on lists are cut: with fewer, two more launches take the host longer than they save
-)
-_KEYS_PER_QUERY = (
-    2  # keys for each query of all heads, from which on they are: with fewer, all programs have enough to do
-)
+# Lists are cut if there are so many keys: with fewer, two more launches take the host longer than they save;
+_KEYS = 65536
+# and if there are so many keys for each row of all tiles of queries: with fewer, all programs have enough to do.
+_KEYS_PER_ROW = 2
 _SHORTEST = 4096  # keys that a share has room for at least, since its result goes through memory in fp32
 _MOST_BYTES = 2**28  # of the results of shares
 _MOST_ENTRIES = 4096  # of the list of work, which one program writes
@@ -104,7 +102,7 @@ def shares_of(q_shape: torch.Size, keys: tuple[int, int], head_dim: int, lists: 
         tile: queries in a tile of queries.
     """
     counts, DV = lists.full_count, padded_values(head_dim)
-    sizes = _sizes(q_shape[:2], keys, counts.shape[1:], lists.q_block, lists.k_block, tile, DV)
+    sizes = _sizes(q_shape[:2], keys, lists.index.shape[1:], lists.q_block, lists.k_block, tile, DV)
     if sizes is None:
         return None
     entries = sizes.tiles * sizes.most
@@ -119,19 +117,14 @@ def shares_of(q_shape: torch.Size, keys: tuple[int, int], head_dim: int, lists: 
 
 @functools.lru_cache(maxsize=REMEMBERED)
 def _sizes(
-    batch: tuple[int, int],
-    keys: tuple[int, int],
-    of_counts: tuple[int, int],
-    q_block: int,
-    k_block: int,
-    tile: int,
-    DV: int,
-) -> _Sizes | None:
-    (B, Hq), (Hk, N), (Hm, blocks) = batch, keys, of_counts
+    batch: tuple[int, int], keys: tuple[int, int], of_lists: tuple[int, int, int],
+    q_block: int, k_block: int, tile: int, DV: int,
+) -> _Sizes | None:  # fmt: skip
+    (B, Hq), (Hk, N), (Hm, blocks, cols) = batch, keys, of_lists
     rows = blocks * (q_block // tile)
-    tiles, cols = B * Hq * rows, cdiv(N, k_block)
+    tiles = B * Hq * rows
     entries = min(_MOST_BYTES // (4 * tile * DV), _MOST_ENTRIES)
-    if max(_KEYS, _KEYS_PER_QUERY * tiles * tile) > N or entries < 2 * tiles:
+    if max(_KEYS, _KEYS_PER_ROW * tiles * tile) > N or entries < 2 * tiles:
         return None
     longest = max(cdiv(cols, entries // tiles), cdiv(_SHORTEST, k_block))
     return _Sizes(tiles, cdiv(cols, longest), longest, rows, Hk, Hq // Hk, Hq // Hm)
@@ -175,7 +168,7 @@ def _cut(
     )  # fmt: skip
     exists = (share >= 0) & (share < shares)
     blocks = full + partial
-    # At most 2^19 blocks and 2^11 shares: the products fit an int32.
+    # Fewer than 2^19 blocks, and at most 2^12 shares: the products fit an int32.
     first, end = blocks * share // shares, blocks * (share + 1) // shares
     full = tl.minimum(tl.maximum(full - first, 0), end - first)
     partial = end - first - full
@@ -223,9 +216,11 @@ def _join(
             weight = tl.exp(tl.load(share_lse_ptr + at) - top)
             total += weight
             sums += weight[:, None] * tl.load(share_out_ptr + at.to(tl.int64)[:, None] * DV + dim[None, :])
-        sums = sums / tl.where(total == 0.0, 1.0, total)[:, None]
+        seen = total != 0.0
+        total = tl.where(seen, total, 1.0)
+        sums = sums / total[:, None]
         at = b.to(tl.int64) * lse_stride_b + h.to(tl.int64) * lse_stride_h + query
-        tl.store(lse_ptr + at, top + tl.log(total), mask=query < M)
+        tl.store(lse_ptr + at, tl.where(seen, top + tl.log(total), float("-inf")), mask=query < M)
         at = b.to(tl.int64) * out_strides[0] + h.to(tl.int64) * out_strides[1]
         at += query.to(tl.int64)[:, None] * out_strides[2] + dim[None, :]
         tl.store(out_ptr + at, sums.to(out_ptr.dtype.element_ty), mask=(query < M)[:, None] & (dim < D)[None, :])
