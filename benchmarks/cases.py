@@ -108,6 +108,7 @@ _PRESETS = (
 )
 
 EMPTY, ONE_BY_ONE = "empty kernels", "pbs_attn, one by one"  # what targets of `serving` compare with
+EMPTY_LAUNCHES = 12  # empty kernels that are launched to be compared with, as many as `pbs_attn` launches
 _PAGES = (16, 64, 128)
 _HOST = Must("pbs_attn", 1 / 2.5, EMPTY)
 _PACKED = (

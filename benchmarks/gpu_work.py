@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
 from attrs import frozen
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.timing import CannotRunError, host_ms, synchronize
+from benchmarks.timing import CannotRunError, synchronize
 
 _NAME = 120  # characters; kernels of PyTorch have names of hundreds
 
@@ -58,21 +57,15 @@ def summed(events: Iterable[Any], repeats: int) -> Work:
     )
 
 
-def empty_launches(counts: Iterable[int], device: torch.device) -> dict[int, dict[str, float]]:
-    """Milliseconds of the host to launch so many empty Triton kernels: as Triton does it, and as this package."""
+def empty_launches(count: int, device: torch.device) -> Callable[[], None]:
+    """Launches so many empty Triton kernels, as Triton does it; the kernel is compiled beforehand."""
     from benchmarks.empty_triton import empty
-    from blocksparse.kernels.common.launches_triton import remembered
 
     x = torch.zeros(1, device=device)
 
-    def launch(kernel: Any, times: int) -> None:
-        for _ in range(times):
-            kernel[(1,)](x)
+    def launch() -> None:
+        for _ in range(count):
+            empty[(1,)](x)
 
-    kernels = {"ms": empty, "remembered_ms": remembered(empty)}
-    for kernel in kernels.values():
-        launch(kernel, 3)
-    return {
-        count: {name: host_ms(partial(launch, kernel, count), device) for name, kernel in kernels.items()}
-        for count in counts
-    }
+    launch()
+    return launch

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cases import EMPTY_LAUNCHES
 from benchmarks.peers import FLEX, OURS, PORTABLE
 
 Row = dict[str, Any]
@@ -270,15 +271,12 @@ def serving(rows: list[Row]) -> str:
     parts: dict[str, list[Row]] = {}
     for row in rows:
         parts.setdefault(row["part"], []).append(row)
-    empty = {
-        int(n): figure["ms"] for row in parts.get("empty", []) for n, figure in row.get("figures", {}).items()
-    }
     counted = {shape(row): row for row in parts.get("launches", [])}
     made = [row for row in parts.get("calls", []) if "figures" in row]
     tables = (
         _served(made),
         "\n".join(_missed(made)),
-        _hosts(made, counted, empty),
+        _hosts(made, counted),
         _packed(made),
         _graphs(parts.get("graph", [])),
         _gpu_work(parts.get("stages", [])),
@@ -346,29 +344,19 @@ def _missed(rows: list[Row]) -> list[str]:
     return lines
 
 
-def _hosts(rows: list[Row], counted: dict[str, Row], empty: dict[int, float]) -> str:
+def _hosts(rows: list[Row], counted: dict[str, Row]) -> str:
     body = []
     for row in rows:
         for name in ("pbs_attn", "mean_pooling", "AutoExecutor", "auto"):
             work = counted.get(shape(row), {}).get("figures", {}).get(name, {})
-            host, launches = row["figures"].get(name, {}).get("host_ms"), work.get("launches")
-            nothing = None if launches is None else _between(empty, launches)
+            figure, launches = row["figures"].get(name, {}), work.get("launches")
+            host, empty = figure.get("host_ms"), figure.get("empty_ms")
+            nothing = None if launches is None or empty is None else empty * launches / EMPTY_LAUNCHES
             must = ratio(1.0, _must(row, name, "empty kernels"))
             times = [milliseconds(host), milliseconds(work.get("ms")), cell(launches, 0), milliseconds(nothing)]
             body.append([shape(row), name, *times, cell(ratio(host, nothing), 1), cell(must, 1)])
     head = ["shape", "call", "host, ms", "GPU at work, ms", "launches", "as many empty kernels, ms"]
     return table([*head, "host / empty", "must"], body) if body else ""
-
-
-def _between(empty: dict[int, float], launches: int) -> float | None:
-    """What so many launches take, in a straight line between the two nearest counts that were measured."""
-    counts = sorted(empty)
-    above = next((n for n in counts if n >= launches), counts[-1] if counts else None)
-    if above is None:
-        return None
-    below = max((n for n in counts if n < above), default=0)
-    start = empty.get(below, 0.0)
-    return start + (empty[above] - start) * (launches - below) / (above - below)
 
 
 def _packed(rows: list[Row]) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import blocksparse as bs
 from benchmarks.call_tables import GRAPH, captured
-from benchmarks.cases import EMPTY, ONE_BY_ONE, AnyPipeline, Plan, Served
+from benchmarks.cases import EMPTY_LAUNCHES, ONE_BY_ONE, AnyPipeline, Plan, Served
 from benchmarks.gpu_work import empty_launches, work_of
 from benchmarks.inputs import QKV, everything, structured
 from benchmarks.kernel_tables import Row, density_of
@@ -20,13 +20,11 @@ from benchmarks.stage_tables import steps_of
 from benchmarks.timing import Candidate, attempt, check, host_ms, measure, ready, release
 
 PBS_ATTN, MEAN_POOLING, AUTO_EXECUTOR, AUTO = "pbs_attn", "mean_pooling", "AutoExecutor", "auto"
-_EMPTY_COUNTS = (1, 4, 8, 12, 16, 24, 32, 64, 128, 256)
 
 
 def serving(plan: Plan, device: torch.device) -> Iterator[Row]:
     """Whole calls against dense attention, masks included; then graphs; then launches and stages, profiled."""
     budget_ms = plan.budget_ms / 3  # twenty shapes and more: fewer repeats than other tables have
-    yield attempt({"part": "empty", "method": EMPTY}, partial(_empty, device))
     for case in plan.serving:
         release(device)
         yield attempt(_named(case, "calls"), partial(_calls, case, plan, device, budget_ms))
@@ -56,10 +54,6 @@ def _named(case: Served, part: str) -> Row:
         "D": case.D,
         "Dv": case.Dv or case.D,
     }
-
-
-def _empty(device: torch.device) -> Row:
-    return {"figures": {str(n): figure for n, figure in empty_launches(_EMPTY_COUNTS, device).items()}}
 
 
 @frozen
@@ -147,10 +141,12 @@ def _calls(case: Served, plan: Plan, device: torch.device, budget_ms: float) -> 
     figures = {
         name: figure.as_row() for name, figure in measure(candidates, device=device, budget_ms=budget_ms).items()
     }
+    nothing = empty_launches(EMPTY_LAUNCHES, device)
     for name, pipeline in pipelines.items():
         if (ms := figures[name].get("ms")) is not None:
             repeats = max(3, min(20, int(2 * budget_ms / ms)))
-            figures[name]["host_ms"] = host_ms(partial(batch.attend, pipeline), device, repeats=repeats)
+            times = host_ms(partial(batch.attend, pipeline), nothing, device=device, repeats=repeats)
+            figures[name] |= dict(zip(("host_ms", "empty_ms"), times, strict=True))
     shown = batch.sequences is None and "ms" in figures[PBS_ATTN]
     return {
         "density": density_of(sparse.trace(*batch.prompts[0]).visited) if shown else None,

@@ -129,16 +129,20 @@ def measure(candidates: Mapping[str, Candidate], *, device: torch.device, budget
     return {name: figures[name] for name in candidates}
 
 
-def host_ms(call: Callable[[], object], device: torch.device, *, repeats: int = 20) -> float:
-    """Milliseconds until a call returns, by a GPU with nothing else to do; median."""
-    times = []
+def host_ms(*calls: Callable[[], object], device: torch.device, repeats: int = 20) -> list[float]:
+    """Milliseconds until each call returns, by a GPU with nothing else to do; medians.
+
+    They take turns, since the speed of a host that others use too changes from one moment to the next.
+    """
+    times: list[list[float]] = [[] for _ in calls]
     for _ in range(repeats):
-        synchronize(device)
-        start = time.perf_counter()
-        call()
-        times.append((time.perf_counter() - start) * 1e3)
+        for call, its in zip(calls, times, strict=True):
+            synchronize(device)
+            start = time.perf_counter()
+            call()
+            its.append((time.perf_counter() - start) * 1e3)
     synchronize(device)
-    return statistics.median(times)
+    return [statistics.median(its) for its in times]
 
 
 def synchronize(device: torch.device) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from benchmarks.gpu_work import Work, empty_launches, summed
 from benchmarks.inputs import Case, everything
 from benchmarks.peers import DENSE_CHUNK, OURS
 from benchmarks.report import Row, markdown
-from benchmarks.timing import CannotRunError, WrongOutputError, check, check_near
+from benchmarks.timing import CannotRunError, WrongOutputError, check, check_near, host_ms
 from torch import Tensor
 from torch._C._autograd import DeviceType
 
@@ -295,32 +296,35 @@ def test_kernels_of_a_profile() -> None:
         summed(others, 1)
 
 
-def test_empty_kernels_are_launched(device: str) -> None:
-    figures = empty_launches((1, 3), torch.device(device))
-    assert list(figures) == [1, 3]
-    assert all(figure["ms"] > 0 and figure["remembered_ms"] > 0 for figure in figures.values())
+def test_the_host_is_timed_in_turns(device: str) -> None:
+    turns: list[str] = []
+    where = torch.device(device)
+    others = [partial(turns.append, name) for name in "bc"]
+    times = host_ms(empty_launches(3, where), *others, device=where, repeats=2)
+    assert turns == ["b", "c", "b", "c"]
+    assert len(times) == 3
+    assert times[0] > 0
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(GPU, reason="it is tried on a CPU, where kernels are interpreted")
 def test_serving_has_what_its_table_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU nobody counts kernels, and every row still says what it can."""
-    monkeypatch.setattr(serving_table, "_EMPTY_COUNTS", (1, 2))
+    monkeypatch.setattr(serving_table, "EMPTY_LAUNCHES", 1)
     broken = Served(2, 1, (0,), D=16, graph=True)  # no tokens
     single = Served(2, 1, (TOKENS,), D=32, stages=True, graph=True)
     plan = evolve(PLAN, presets=TINY.presets, serving=(broken, single, SERVED))
     rows = list(serving_table.serving(plan, torch.device("cpu")))
-    parts = ["empty", *["calls"] * 3, *["graph"] * 2, "launches", "launches", *["stages"] * 2, "launches"]
+    parts = [*["calls"] * 3, *["graph"] * 2, "launches", "launches", *["stages"] * 2, "launches"]
     assert [row["part"] for row in rows] == parts
-    empty, failed, alone, packed, *_ = rows
-    assert set(empty["figures"]) == {"1", "2"}
+    failed, alone, packed, *_ = rows
     assert "figures" not in failed
     assert "why" in failed
     ours = {"pbs_attn", "mean_pooling", "AutoExecutor", "auto"}
     assert figure_names(alone) == {"FA2 dense", *ours}
     assert figure_names(packed) == {"FA2 dense", *ours, ONE_BY_ONE, "pbs_attn, pages of 16"}
-    assert all(alone["figures"][name]["host_ms"] > 0 for name in ours)
-    assert all("GPUs" in figure["why"] for row in rows[7:] for figure in row["figures"].values())
+    assert all(alone["figures"][name][time] > 0 for name in ours for time in ("host_ms", "empty_ms"))
+    assert all("GPUs" in figure["why"] for row in rows[6:] for figure in row["figures"].values())
     for case in (*FULL.serving, *QUICK.serving, *TINY.serving):
         pages = {f"pbs_attn, pages of {size}" for size in case.page_sizes}
         for must in case.must:
@@ -339,7 +343,10 @@ def test_a_serving_table_says_which_targets_were_missed() -> None:
         )
 
     figures = {"FA2 dense": {"ms": 4.0}, "cuDNN dense": {"ms": 2.0}, "FA4 dense": {"why": "not installed"}}
-    figures |= {"pbs_attn": {"ms": 1.0, "host_ms": 0.7}, "AutoExecutor": {"ms": 2.5, "host_ms": 0.5}}
+    figures |= {
+        "pbs_attn": {"ms": 1.0, "host_ms": 0.7, "empty_ms": 0.12},
+        "AutoExecutor": {"ms": 2.5, "host_ms": 0.5},
+    }
     must = [
         {"figure": "pbs_attn", "least": 1.5, "over": "dense"},
         {"figure": "pbs_attn", "least": 0.4, "over": EMPTY},
@@ -350,7 +357,6 @@ def test_a_serving_table_says_which_targets_were_missed() -> None:
     both = {ONE_BY_ONE: {"ms": 3.6}, "pbs_attn": {"ms": 4.0}, "pbs_attn, pages of 16": {"ms": 3.7}}
     packed = [{"figure": "pbs_attn", "least": 0.95, "over": ONE_BY_ONE}]
     rows = [
-        {"part": "empty", "figures": {"16": {"ms": 0.16}, "32": {"ms": 0.32}}},
         at(part="calls", figures=figures, must=must),
         at(part="calls", figures=both, keys=[16384] * 4, density=None, must=packed),
         at(part="calls", why="OutOfMemoryError", keys=[131072], queries=2048),
