@@ -173,6 +173,7 @@ def process(*options: str, **streams: Any) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_it_without_a_traceback() -> None:
     with process("--lengths", "256,16384", "--preset", "pbs_attn", stdout=subprocess.DEVNULL) as running:
         assert running.stderr is not None
@@ -184,6 +185,7 @@ def test_ctrl_c_ends_it_without_a_traceback() -> None:
     assert "Traceback" not in rest
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_early_is_no_error() -> None:
     read, write = os.pipe()
     os.close(read)

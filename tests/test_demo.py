@@ -267,6 +267,7 @@ def test_whole_demo_on_a_tiny_model(tiny: Path, tmp_path: Path, capsys: pytest.C
     assert (tmp_path / "attention-map.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_models_without_sdpa_attend_by_their_own_function(
     tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -142,6 +142,7 @@ def test_every_preset_has_a_page() -> None:
     assert all(f"{preset}(" in text for preset in on_minference_page)
 
 
+@pytest.mark.slow
 def test_what_users_write_type_checks(tmp_path: Path) -> None:
     """The page on writing stages is one program: strict mypy accepts it, but for the block it must reject."""
     mypy_api = pytest.importorskip("mypy.api")

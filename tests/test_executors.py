@@ -182,6 +182,7 @@ def test_plan_round_trips_through_flex(start: int) -> None:
     assert torch.equal(plan.to_dense(), trace.mask.keep)
 
 
+@pytest.mark.slow
 def test_flex_mask_is_right_even_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uncompiled FlexAttention looks at `mask_mod` alone, so that must say everything."""
     monkeypatch.setattr(torch.nn.attention.flex_attention, "_WARNINGS_SHOWN", set())  # it warns once a process

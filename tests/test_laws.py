@@ -51,7 +51,18 @@ FRONTS = [
 ]
 # One takes another of these, one needs a kernel from elsewhere, one rounds: they have tests of their own.
 ELSEWHERE = (bs.AutoExecutor, bs.FlashAttention4Executor, bs.Int8Executor)
-EXECUTORS = [pytest.param(e, id=stages.name(e)) for e in stages.EXECUTORS if not isinstance(e, ELSEWHERE)]
+
+
+def in_fast_loop(executor: bs.Executor[Any, Any]) -> bool:
+    """One compiles for each length, which takes a CPU eight seconds."""
+    return torch.cuda.is_available() or not isinstance(executor, bs.FlexExecutor)
+
+
+EXECUTORS = [
+    pytest.param(e, id=stages.name(e), marks=[] if in_fast_loop(e) else [pytest.mark.slow])
+    for e in stages.EXECUTORS
+    if not isinstance(e, ELSEWHERE)
+]
 
 
 def is_enough(front: Front, executor: bs.Executor[Any, Any]) -> bool:
@@ -76,7 +87,7 @@ RUNS = [
         front,
         executor,
         id=stages.name(*front, executor),
-        marks=[] if stages.is_first(*front) else [pytest.mark.slow],
+        marks=[] if stages.is_first(*front) and in_fast_loop(executor) else [pytest.mark.slow],
     )
     for front, executor in PAIRS
 ]
@@ -87,7 +98,7 @@ DIRECTED_RUNS = [
         executor,
         causal,
         id=f"{stages.name(*front, executor)}-{causal}",
-        marks=[] if causal and stages.is_first(*front) else [pytest.mark.slow],
+        marks=[] if causal and stages.is_first(*front) and in_fast_loop(executor) else [pytest.mark.slow],
     )
     for i, (front, executor) in enumerate(PAIRS)
     for causal in (True, False)

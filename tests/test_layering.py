@@ -154,6 +154,7 @@ def without_triton() -> list[str]:
     return result.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_import_needs_no_triton_and_no_host() -> None:
     """Nor a host library, which its own integration imports, nor Dynamo, which takes longer than all the rest."""
     assert without_triton()[0] == "[]"

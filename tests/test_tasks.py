@@ -220,6 +220,7 @@ def test_every_preset_is_there_at_three_settings_with_and_without_a_band() -> No
     assert not any(" | " in method.preset for method in methods(64, None))
 
 
+@pytest.mark.slow
 def test_a_run_writes_results_and_goes_on(
     tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -85,6 +85,7 @@ def hang(_rank: int) -> None:
     time.sleep(600)
 
 
+@pytest.mark.slow
 def test_processes_that_hang_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.distributed.processes.LIMIT", 0.1)
     with pytest.raises(AssertionError, match="1 of 1 processes hung"):

@@ -384,6 +384,7 @@ class _Wrapper(nn.Module):
         return self.base["model"](*args, **kwargs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [_Wrapper, lambda model: torch.compile(model, backend="eager")])
 def test_wrapped_models_are_attached_to(wrap: Callable[[Any], Any]) -> None:
     model, recorder, ids = make("llama"), DensityRecorder(), tokens(60)

@@ -169,6 +169,7 @@ def test_candidates_are_written_as_python(candidate: Candidate) -> None:
     assert repr(candidate.pipeline()) == repr(made)
 
 
+@pytest.mark.slow
 def test_the_package_needs_no_extra_until_it_tunes() -> None:
     """The command line may hook the command in, and say what is missing, where the extra is not installed."""
     code = (

@@ -104,6 +104,7 @@ def test_the_noise_of_kernels_costs_nothing(tmp_path: Path) -> None:
     assert bench.loss(0, prompt, unit, tiny.pooled(0.5)).less(noise)[0] > 0
 
 
+@pytest.mark.slow
 def test_a_plan_keeps_its_budget_and_saves_work(model: Any, tmp_path: Path) -> None:
     shares = []
     plan = tuned(model, tmp_path / "j", report=lambda _, share, left: shares.append((share, left)))
@@ -129,6 +130,7 @@ def test_a_plan_keeps_its_budget_and_saves_work(model: Any, tmp_path: Path) -> N
     assert looser.evidence.plan.density <= found.plan.density
 
 
+@pytest.mark.slow
 def test_groups_of_heads_get_choices_of_their_own(model: Any, tmp_path: Path) -> None:
     plan = tuned(model, tmp_path / "j", head_groups=2, candidates=[tiny.pooled(0.5), tiny.pooled(0.9)], keep=2)
     assert [(part.layer, part.heads) for part in plan.layers] == [(i, (h,)) for i in range(3) for h in range(2)]
@@ -179,6 +181,7 @@ def test_what_cannot_be_tuned_on_is_named(model: Any, tmp_path: Path) -> None:
 # ---- after a kill
 
 
+@pytest.mark.slow
 def test_killed_anywhere_it_ends_with_the_same_plan(model: Any, tmp_path: Path) -> None:
     """All that a killed run leaves is a part of its journal, maybe with half a line at the end."""
     some = {"candidates": tiny.CANDIDATES[1:7:2], "keep": 2, "budget": Budget(0.05, 0.1, tries=2)}
@@ -347,6 +350,7 @@ def _two_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "__kwdefaults__", {**(tune.__kwdefaults__ or {}), "candidates": tiny.CANDIDATES[:2]})
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_two_candidates")
 def test_the_command_writes_a_plan_and_says_what_it_does(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

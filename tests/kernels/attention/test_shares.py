@@ -79,6 +79,7 @@ def attend_by_entry(
             shares.lse[target, : len(query)] = logits.logsumexp(-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("q_block", "k_block", "tile", "causal", "heads", "one_mask"),
     [(128, 128, 128, True, 1, False), (64, 64, 64, True, 2, True), (256, 128, 128, False, 1, True)],

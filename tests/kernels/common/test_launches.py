@@ -115,6 +115,7 @@ def test_memory_is_bounded(jit: Jit, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(kernel._compiled) <= 3
 
 
+@pytest.mark.slow
 def test_kernels_have_no_defaults() -> None:
     """A default would be missing from the arguments of a compiled kernel."""
     code = """
