@@ -16,6 +16,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from blocksparse.executors.tiles import HopperTiles, portable, tuned_int8
 from blocksparse.kernels.attention import int8_attention_hopper, sparse_attention_hopper, sparse_attention_triton
+from blocksparse.kernels.attention.hopper import shares
 from blocksparse.kernels.attention.hopper.queue import consumer_registers, registers
 from blocksparse.kernels.common.sizes import padded_keys, padded_values
 
@@ -150,8 +151,31 @@ def compile_hopper(
     return triton.compile(source, target=TARGETS["sm_90"], options=options)
 
 
+def compile_of_shares(name: str, dtype: str, **constants: int) -> triton.compiler.CompiledKernel:
+    """The kernel that cuts lists, or the one that joins their shares."""
+    kernel = getattr(shares, name).jit
+    types: dict[str, object] = {
+        **dict.fromkeys(("full_count_ptr", "partial_count_ptr"), "*i32"), "work_ptr": "*i64",
+        **dict.fromkeys(("share_out_ptr", "share_lse_ptr", "lse_ptr"), "*fp32"), "out_ptr": f"*{dtype}",
+        "out_strides": ("i32",) * 3,
+    }  # fmt: skip
+    signature = {x: "constexpr" if x in constants else types.get(x, "i32") for x in kernel.arg_names}
+    values = {(kernel.arg_names.index(x),): value for x, value in constants.items()}
+    options = {"num_warps": 8 if name == "_cut" else 4}
+    return triton.compile(
+        ASTSource(kernel, signature, constexprs=values, attrs={}), target=TARGETS["sm_90"], options=options
+    )
+
+
 def main() -> int:
     failed = 0
+    for name, dtype, constants in (
+        ("_cut", "bf16", {"Q_SPLIT": 2, "ENTRIES": 4096}),
+        ("_join", "bf16", {"Q_SPLIT": 1, "TILE": 128, "DV": 256, "ROWS": 32}),
+        ("_join", "fp16", {"Q_SPLIT": 1, "TILE": 64, "DV": 64, "ROWS": 32}),
+    ):
+        kernel = compile_of_shares(name, dtype, **constants)
+        print(f"sm_90 shares.{name} {dtype} {constants}: {kernel.metadata.shared} B shared")
     for tiles, dtype, dims, q_block, k_block, causal, in_order, kind in (
         (HopperTiles(2, 128, 2), "bf16", 128, 128, 128, True, True, PLAIN),
         (HopperTiles(2, 128, 2), "bf16", 128, 128, 128, True, True, CUT),

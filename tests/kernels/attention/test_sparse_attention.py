@@ -783,6 +783,7 @@ def test_compiles_ahead_of_time() -> None:
     assert "sm_90 HopperTiles(consumers=2, block_n=64, num_stages=2, per_sm=1) bf16 D=256" in printed
     assert "sm_90 HopperTiles(consumers=2, block_n=128, num_stages=2, per_sm=1) bf16 D=192,128" in printed
     assert "sm_90 HopperTiles(consumers=1, block_n=64, num_stages=1, per_sm=2) bf16 D=192,128" in printed
+    assert all(f"sm_90 shares.{kernel}" in printed for kernel in ("_cut bf16", "_join bf16", "_join fp16"))
     kinds = (
         "16 bits lists=i16",
         "16 bits, cut lists=i16",
