@@ -167,6 +167,7 @@ FULL = Plan(
         *((8, N, N) for N in (2048, 4096, 8192, 16384, 32768)),
         *((4, N, N) for N in (4096, 8192, 16384, 32768, 65536)),
         *((32, 2048, N) for N in (4096, 8192, 16384, 32768, 65536)),
+        *((4, 2048, N) for N in (32768, 65536, 98304, 131072)),  # too few tiles of queries for a large GPU
     ),
     serving=_SERVING,
     D=128,
