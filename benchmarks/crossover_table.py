@@ -41,7 +41,7 @@ def crossover(plan: Plan, device: torch.device) -> Iterator[Row]:
                 "M": M,
                 "N": N,
                 "dtype": str(dtype).removeprefix("torch."),
-                "operations": dense_operations(q, k, v, causal=True) * (idle_factor(q) if q.is_cuda else 1),
+                "operations": dense_operations(q, k, v, causal=True) * idle_factor(q),
                 "figures": {
                     name: figure.as_row()
                     for name, figure in measure(candidates, device=device, budget_ms=plan.budget_ms).items()

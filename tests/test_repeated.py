@@ -67,6 +67,17 @@ def forbid_stages(monkeypatch: pytest.MonkeyPatch, pipeline: AnyPipeline) -> Non
             monkeypatch.setattr(type(stage), method, never, raising=False)
 
 
+def replayed(pipeline: AnyPipeline, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The output of a graph that captured the call."""
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        out = pipeline(q, k, v)
+    graph.replay()
+    torch.cuda.synchronize()
+    return out
+
+
 # What users see.
 
 
@@ -91,13 +102,7 @@ def test_lists_that_are_cut(name: str, monkeypatch: pytest.MonkeyPatch, device: 
     forbid_stages(monkeypatch, pipeline)
     assert torch.equal(pipeline(q, k, v), expected)
     monkeypatch.undo()
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        captured = preset(q, k, v)
-    graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(captured, expected)
+    assert torch.equal(replayed(preset, q, k, v), expected)
 
 
 EXECUTORS: dict[str, Callable[[], bs.Executor[Any, Any]]] = {
@@ -228,13 +233,7 @@ def test_graphs_streams_and_repetitions(name: str, device: str) -> None:
     pipeline = learnt(small_preset(name, FACTOR), inputs(1, device))
     q, k, v = inputs(2, device)
     expected = small_preset(name, FACTOR)(q, k, v)
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        captured = pipeline(q, k, v)
-    graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(captured, expected)
+    assert torch.equal(replayed(pipeline, q, k, v), expected)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         torch.cuda._sleep(1_000_000)

@@ -59,11 +59,13 @@ def dense_operations(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> int:
 
 
 def idle_factor(q: Tensor) -> float:
-    """How many times as long dense attention takes on a GPU because some multiprocessors have no queries.
+    """How many times as long dense attention of `q` `[B, Hq, M, D]` takes because multiprocessors have no queries.
 
-    cuDNN gives each the 128 queries of a tile. FlashAttention-2 shares out keys instead where tiles are few, but
-    has half the rate, so the answer is 2 at most.
+    From 1 to 2, and 1 where there is no GPU. cuDNN gives each the 128 queries of a tile. FlashAttention-2 shares
+    out keys instead where tiles are few, but has half the rate: hence 2 at most.
     """
+    if not q.is_cuda:
+        return 1.0
     B, Hq, M, _ = q.shape
     there = torch.cuda.get_device_properties(q.device).multi_processor_count
     return min(max(there / max(B * Hq * cdiv(M, _TILE), 1), 1.0), 2.0)

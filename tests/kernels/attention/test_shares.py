@@ -92,7 +92,7 @@ def test_joined_shares_are_the_whole(
         q, k, bs.GlobalPermutation(), q_block=q_block, k_block=k_block, causal=causal, heads=heads
     )
     lists = first_of_batch(lists) if one_mask else lists
-    shares = shares_of(q.shape, (1, N), 24, lists, tile)
+    shares = shares_of((2, q.shape[1]), (1, N), 24, lists, tile)
     assert shares is not None
     out, lse = q.new_full((2, 2, M, 24), 7.0), q.new_full((2, 2, M), 7.0)
     attend_by_entry(shares, q, k, v, grid, out, lse)
@@ -106,7 +106,7 @@ def test_queries_that_see_no_key(device: str) -> None:
     """In some shares, or in none of them; a NaN stays in its row."""
     counts = torch.full((1, 1, 1), 128, dtype=torch.int32, device=device)
     lists = BlockPlan(counts, counts * 0, torch.zeros(1, 1, 1, 512, dtype=torch.int16, device=device), 128, 128)
-    shares = shares_of(torch.Size((1, 1, 128, 8)), (1, 65536), 64, lists, 128)
+    shares = shares_of((1, 1), (1, 65536), 64, lists, 128)
     assert shares is not None
     targets = [target for target in shares.work[2].tolist() if target >= 0]
     assert len(targets) == 4
@@ -128,7 +128,7 @@ def test_queries_that_see_no_key(device: str) -> None:
 def test_the_longest_lists_come_first_and_none_is_long(device: str) -> None:
     q, k, _ = make_qkv(B=2, Hq=4, Hkv=2, N=N, M=M, D=8, dtype=torch.float32, device=device)
     lists, _ = lists_of_any_length(q, k, bs.GlobalPermutation(), q_block=128, k_block=128, causal=True)
-    shares = shares_of(q.shape, (2, N), 8, lists, 128)
+    shares = shares_of((2, q.shape[1]), (2, N), 8, lists, 128)
     assert shares is not None
     words, places, targets = shares.work.tolist()
     existing = words.index(-1)
@@ -205,7 +205,7 @@ def test_attention_over_shares(
     lists = first_of_batch(lists) if ordered else lists
     tiles = tuned(q, k, v, q_block, k_block)
     assert isinstance(tiles, HopperTiles)
-    assert shares_of(q.shape, (1, N), Dv, lists, 64 * tiles.consumers) is not None
+    assert shares_of((2, q.shape[1]), (1, N), Dv, lists, 64 * tiles.consumers) is not None
     out, lse = sparse_attention(q, k, v, lists, grid.positions, tiles, scale=0.1)
     want, want_lse = sparse_attention_reference(
         q.double(), k.double(), v.double(), lists, grid.positions, scale=0.1

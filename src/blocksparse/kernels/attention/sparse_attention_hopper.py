@@ -60,7 +60,7 @@ def sparse_attention_hopper(
     q, *filled = whole_rows(q, out, lse, positions.q_lead)
     q, k, v = (for_bulk_copies(x) for x in (q, k, v))
     keys = v.shape[1], v.shape[2]
-    shares = shares_of(q.shape, keys, v.shape[-1], lists, 64 * tiles.consumers)
+    shares = shares_of((q.shape[0], q.shape[1]), keys, v.shape[-1], lists, 64 * tiles.consumers)
     launch = launch_of(
         q, *filled, keys, lists, positions, tiles, scale, entries=None if shares is None else shares.entries
     )

@@ -92,17 +92,19 @@ class Shares:
         )  # fmt: skip
 
 
-def shares_of(q_shape: torch.Size, keys: tuple[int, int], head_dim: int, lists: Lists, tile: int) -> Shares | None:
+def shares_of(
+    batch: tuple[int, int], keys: tuple[int, int], head_dim: int, lists: Lists, tile: int
+) -> Shares | None:
     """How the lists of a launch are cut, or None where they are not.
 
     Args:
-        q_shape: `[B, Hq, M, D]` of the queries.
+        batch: the number of batch entries and of query heads.
         keys: the number of KV heads and of keys.
         head_dim: that of values.
         tile: queries in a tile of queries.
     """
     counts, DV = lists.full_count, padded_values(head_dim)
-    sizes = _sizes(q_shape[:2], keys, lists.index.shape[1:], lists.q_block, lists.k_block, tile, DV)
+    sizes = _sizes(batch, keys, lists.index.shape[1:], lists.q_block, lists.k_block, tile, DV)
     if sizes is None:
         return None
     entries = sizes.tiles * sizes.most
@@ -120,6 +122,7 @@ def _sizes(
     batch: tuple[int, int], keys: tuple[int, int], of_lists: tuple[int, int, int],
     q_block: int, k_block: int, tile: int, DV: int,
 ) -> _Sizes | None:  # fmt: skip
+    """What shapes decide, `of_lists` being `[Hm, rows, cols]` of the lists and `DV` the padded head dim of values."""
     (B, Hq), (Hk, N), (Hm, blocks, cols) = batch, keys, of_lists
     rows = blocks * (q_block // tile)
     tiles = B * Hq * rows
