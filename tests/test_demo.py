@@ -317,6 +317,7 @@ def test_whole_demo_on_the_real_model(tmp_path: Path, tmp_path_factory: pytest.T
     dense, *sparse = written["rows"]
     assert dense["perplexity"] < 60
     assert dense["reply"] == written["answer"]
+    assert written["dtype"] == str(dtype_for(torch.device("cpu"))).removeprefix("torch.")
     assert [row["method"] for row in sparse] == methods
     for row in sparse:
         assert row["perplexity"] < 1.2 * dense["perplexity"], row

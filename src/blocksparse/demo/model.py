@@ -29,6 +29,11 @@ class Model:
     device: torch.device
 
     @property
+    def dtype(self) -> str:
+        """What the model computes in: "float32" or the like."""
+        return str(self.network.dtype).removeprefix("torch.")
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest prompt that the model was trained on."""
         return int(self.network.config.max_position_embeddings)

@@ -147,6 +147,7 @@ def _report(rows: list[Row], model: Model, prompt: Prompt, settings: Settings, c
         settings.out / "results.json",
         model=model.name,
         device=device,
+        dtype=model.dtype,
         text=settings.text.name,
         tokens=settings.tokens,
         depth=settings.depth,
@@ -159,5 +160,5 @@ def _report(rows: list[Row], model: Model, prompt: Prompt, settings: Settings, c
     console.print(table(rows, title=f"{model.name} reads {settings.tokens} tokens of {settings.text.name}"))
     console.print(legend(rows), style="dim", highlight=False)
     console.print(f'planted at token {prompt.needle_at}: "{prompt.needle}"', highlight=False, markup=False)
-    console.print(f"ran in bf16 on {device}", highlight=False)
+    console.print(f"ran in {model.dtype} on {device}", highlight=False)
     console.print(f"written: {settings.out}/results.json, {settings.out}/attention-map.png", highlight=False)

@@ -21,7 +21,7 @@ from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.validators import a
 
 _WORKSPACE = 2**20  # numbers that are held at a time, so that they stay in the caches
-_PLACES = 256  # queries of neighbouring rows that attend together; and queries whose logits are held at a time
+_PLACES = 256  # queries whose logits are held at a time; and those that shall at least attend together
 
 
 @final
@@ -30,11 +30,11 @@ class CpuExecutor(Executor[Permutation, BlockMask]):
     """Gather the keys that rows of blocks keep, then attend to them densely by PyTorch's flash kernel.
 
     A row attends to keys in three parts, which are merged by their lse: to its own tokens, in plain products if
-    some of these are dropped or stand in another order; to blocks before them that neighbouring rows and the other
-    heads of its KV head keep as well, together with these; and to what else it keeps. With a sliding window there
-    is a fourth part, keys that only the first queries of a row still see, in plain products. Nothing is compiled,
-    so the first call takes no longer than the next one. It takes any permutation, dtype and head dim, computes in
-    fp32 or better, and holds the keys of a few rows at a time.
+    some of these are dropped or stand in another order; to blocks before them that the other heads of its KV head
+    keep as well, together with these, and with neighbouring rows where all these have few queries; and to what
+    else it keeps. With a sliding window there is a fourth part, keys that only the first queries of a row still
+    see, in plain products. Nothing is compiled, so the first call takes no longer than the next one. It takes any
+    permutation, dtype and head dim, computes in fp32 or better, and holds the keys of a few rows at a time.
 
     Args:
         logits: what the layer does to logits and their softmax, exactly; nothing by default. The flash kernel
@@ -57,12 +57,13 @@ class CpuExecutor(Executor[Permutation, BlockMask]):
         self.check(q, k, v, permutation, mask, hint="Use TritonExecutor() or AutoExecutor() on a GPU.")
         rows = _Rows(mask, permutation.gather_queries(q), k, v, self.logits)
         rows.attend(scale)
-        out, lse = self.logits.with_sinks(rows.by_head(rows.out), rows.by_head(rows.lse))
+        out = rows.by_head(rows.out, tokens_first=q.transpose(1, 2).is_contiguous())
+        out, lse = self.logits.with_sinks(out, rows.by_head(rows.lse.unsqueeze(2)).squeeze(3))
         return AttentionOutput(permutation.restore(out.to(v.dtype)), permutation.restore(lse), logits=self.logits)
 
 
 class _Rows:
-    """The rows of a mask in stacks: neighbouring rows of all query heads that read the same keys.
+    """The rows of a mask in stacks: rows of all query heads of a KV head, and their neighbours if these are short.
 
     There are S stacks of n rows each, and R = S n rows in all. The queries of a stack lie one behind another.
     """
@@ -74,10 +75,11 @@ class _Rows:
         # A mask of one row, or of one column, has blocks that may be far longer than the prompt.
         self.q_block = grid.q_block if grid.rows > 1 else grid.q_lead + grid.q_len
         k_block = grid.k_block if grid.cols > 1 else grid.slots
-        heads, high = max(Hkv, maps_h), max(_PLACES // self.q_block, 1) if grid.group_of_row is None else 1
+        heads, per = max(Hkv, maps_h), grid.q_heads // max(Hkv, maps_h)
+        high = max(_PLACES // (per * self.q_block), 1) if grid.group_of_row is None else 1
         stacks = -(-grid.rows // high)
-        self.shape = B, heads, grid.q_heads // heads, stacks, high
-        self.n, after = self.shape[2] * high, stacks * high - grid.rows
+        self.shape = B, heads, per, stacks, high
+        self.n, after = per * high, stacks * high - grid.rows
         self.inside = slice(grid.q_lead, grid.q_lead + grid.q_len)
 
         # Blocks that all rows of a stack keep and see whole, [S, cols]; what else a row keeps, [R, cols].
@@ -125,11 +127,14 @@ class _Rows:
         x = x.reshape(B, heads, per, stacks, high * length, *x.shape[3:]).transpose(2, 3)
         return x.reshape(-1, length, *x.shape[5:])
 
-    def by_head(self, x: Tensor) -> Tensor:
-        """`[R, q_block, ...]` as `[B, Hq, M, ...]`."""
+    def by_head(self, x: Tensor, *, tokens_first: bool = False) -> Tensor:
+        """`[R, q_block, E]` as `[B, Hq, M, E]`; in memory tokens are before heads if `tokens_first`."""
         B, heads, per, stacks, high = self.shape
-        x = x.view(B, heads, stacks, per, high * self.q_block, *x.shape[2:]).transpose(2, 3)
-        x = x.reshape(B, heads * per, stacks * high * self.q_block, *x.shape[5:])
+        x = x.view(B, heads, stacks, per, high * self.q_block, -1)
+        if tokens_first:
+            x = x.permute(0, 2, 4, 1, 3, 5).flatten(3, 4).flatten(1, 2).transpose(1, 2)
+        else:
+            x = x.transpose(2, 3).flatten(3, 4).flatten(1, 2)
         return x[:, :, self.inside]
 
     def attend(self, scale: float) -> None:

@@ -54,6 +54,14 @@ def test_layouts_and_broadcast_maps(device: str) -> None:
     assert torch.equal(gather_rows_triton((x,), part)[0], gather_rows_reference(x, part))
 
 
+@pytest.mark.parametrize("row", [-1, 70])
+def test_a_map_that_names_no_row_of_its_head_is_refused(row: int) -> None:
+    index = order(2, 3, 70, device="cpu")
+    index[1, 2, 5] = row
+    with pytest.raises(IndexError, match=rf"names rows 0 to 69: {min(row, 0)} to {max(row, 69)}"):
+        gather_rows_reference(rows(2, 3, 70, 4, device="cpu"), index)
+
+
 @pytest.mark.parametrize("trailing", [(), (16,), (3, 4)])
 def test_scatter_undoes_gather(trailing: tuple[int, ...], device: str) -> None:
     x, index = rows(2, 3, 129, *trailing, device=device), order(2, 3, 129, device=device)

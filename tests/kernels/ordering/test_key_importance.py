@@ -57,6 +57,17 @@ def test_head_dims(D: int, dtype: torch.dtype, device: str) -> None:
     check(q.to(dtype), k.to(dtype), probe=16)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_of_half_precision_are_not_rounded_to_it(dtype: torch.dtype) -> None:
+    """Nor is it multiplied in it, which takes a CPU without such products ten times as long."""
+    q, k, _ = make_qkv(Hq=2, Hkv=1, N=70, D=16)
+    q, k = q.to(dtype), k.to(dtype)
+    rest: tuple[Any, ...] = (16, 70, True, 0.25, False)
+    assert torch.equal(
+        key_importance_reference(q, k, *rest), key_importance_reference(q.float(), k.float(), *rest)
+    )
+
+
 @pytest.mark.parametrize("seen", [1, 64, 130, 192])
 def test_keys_that_nobody_votes_on(seen: int, device: str) -> None:
     check(*inputs(device, Hq=2, Hkv=1, N=200, D=16), probe=16, seen=seen)

@@ -48,10 +48,14 @@ def scatter_rows(x: Tensor, index: Tensor) -> Tensor:
 
 
 def gather_rows_reference(x: Tensor, index: Tensor) -> Tensor:
-    """The same in plain torch."""
-    if x.shape[1] != index.shape[1]:
-        x = x.repeat_interleave(index.shape[1] // x.shape[1], dim=1)
-    return x.gather(2, index.long().unsqueeze(-1).expand(*index.shape, x.shape[-1]))
+    """The same in plain torch: `index_select` copies whole rows, where `gather` would look up every number."""
+    (B, Hx, N), H = x.shape[:3], index.shape[1]
+    if index.device.type == "cpu" and index.numel() and (index.min() < 0 or index.max() >= N):
+        raise IndexError(f"an index map names rows 0 to {N - 1}: {int(index.min())} to {int(index.max())}")
+    b, h = torch.arange(B, device=x.device), torch.arange(H, device=x.device)
+    first = (b[:, None] * Hx + h * Hx // H) * N  # of each head, in all rows of x
+    rows: Tensor = x.flatten(0, 2).index_select(0, (index + first.unsqueeze(-1)).flatten())
+    return rows.view(*index.shape, x.shape[-1])
 
 
 def scatter_rows_reference(x: Tensor, index: Tensor) -> Tensor:

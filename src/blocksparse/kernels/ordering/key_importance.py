@@ -46,8 +46,7 @@ def key_importance_reference(
     later = torch.ones(P, P, dtype=torch.bool, device=k.device).triu(1)  # the last keys, behind their query
     weights = []
     for queries, keys in zip(q[:, :, -P:].chunk(Hkv, 1), k.unbind(1), strict=True):
-        votes = products(queries, keys.unsqueeze(1), wide=False).mul_(scale)  # [B, Hq/Hkv, P, N]
-        votes = votes.to(torch.promote_types(votes.dtype, torch.float32))
+        votes = products(queries, keys.unsqueeze(1)).mul_(scale)  # [B, Hq/Hkv, P, N]
         votes[..., seen:] = float("-inf")
         if causal:
             votes[..., N - P :].masked_fill_(later, float("-inf"))
