@@ -237,9 +237,16 @@ def test_cpu_takes_values_of_another_width_and_one_query(width: int) -> None:
         torch.testing.assert_close((got.out, got.lse), (want.out, want.lse))
 
 
-def test_cpu_joins_neighbouring_rows_to_no_other_result() -> None:
-    """Rows and heads that keep the same blocks attend together; here some do, and some keep less."""
-    q, k, v = make_qkv(N=700, D=16)
+@pytest.mark.parametrize("Hkv", [1, 2, 4])
+@pytest.mark.parametrize("tokens_first", [True, False])
+def test_cpu_joins_rows_to_no_other_result(Hkv: int, tokens_first: bool) -> None:
+    """Heads that keep the same blocks attend together, with neighbouring rows if few share a KV head.
+
+    Here some rows keep the same, and some keep less; the last rows lack neighbours.
+    """
+    q, k, v = make_qkv(Hkv=Hkv, N=700, D=16)
+    if tokens_first:
+        q = q.transpose(1, 2).contiguous().transpose(1, 2)
     grid = bs.Grid.of(q, k, bs.GlobalPermutation(), q_block=64, k_block=32, causal=True)
     keep = grid.reachable.repeat(1, 4, 1, 1)
     keep[:, 1, 5:, 2] = keep[:, 2, 9] = keep[:, 3, 4, 8:] = False

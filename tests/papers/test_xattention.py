@@ -229,7 +229,9 @@ def test_rows_at_a_time_do_not_change_scores(
     permutation = bs.SegmentKeySort(32, probe=8)(q, k, causal=True, scale=0.25)
     for order in (permutation, bs.GlobalPermutation()):
         whole = scorer(q, k, order, causal=True, scale=0.25).values
-        for workspace in (1, 2**17):  # one row, and a few rows
+        monkeypatch.setattr(cell_mass, "_CPU_ROWS", 1)
+        for workspace in (1, 2**15, 2**17):  # one row, and a few rows
+            monkeypatch.setattr(cell_mass, "_CPU_WORKSPACE", workspace)
             monkeypatch.setattr(cell_mass, "_WORKSPACE", workspace)
             torch.testing.assert_close(scorer(q, k, order, causal=True, scale=0.25).values, whole)
         monkeypatch.undo()

@@ -11,14 +11,12 @@ plain torch below. Sums are in fp32 or better, in a fixed order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from blocksparse.kernels.moving.gather_rows import gather_rows_reference
 
-_WORKSPACE = 2**18  # entries that are held at a time, so that they stay in the caches
+_WORKSPACE = 2**25  # entries of unit vectors that are held at a time
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -78,42 +76,8 @@ def block_similarity(
 
 
 def block_mean_reference(x: Tensor, block: int, lead: int, padded_tail: bool, index: Tensor | None) -> Tensor:
-    """The same in plain torch, a few blocks at a time."""
-    x = x if index is None else gather_rows_reference(x, index)
-    parts = [_means(part, block, before, padded_tail) for part, before in _some_blocks(x, block, lead)]
-    return torch.cat(parts, dim=2)
-
-
-def block_similarity_reference(x: Tensor, block: int, lead: int, centred: bool, index: Tensor | None) -> Tensor:
-    """The same in plain torch, a few blocks at a time."""
-    x = x if index is None else gather_rows_reference(x, index)
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    centre = x.mean(2, keepdim=True, dtype=dtype) if centred else None
-    similarity = []
-    for tokens, before in _some_blocks(x, block, lead):
-        part = tokens.to(dtype)
-        part = part if centre is None else part - centre
-        length = torch.linalg.vector_norm(part, dim=-1, keepdim=True)
-        unit = part / length.masked_fill(length == 0, 1.0)
-        mean = _means(unit, block, before, False)  # [B, H, blocks, D]
-        similarity.append(mean.square().sum(-1).clamp(max=1.0))
-    return torch.cat(similarity, dim=-1)
-
-
-def _some_blocks(x: Tensor, block: int, lead: int) -> Iterator[tuple[Tensor, int]]:
-    """The tokens `[B, H, n, D]` of a few blocks at a time, and the empty places before them in the first block.
-
-    The tokens of a head lie one behind another in memory. In other layouts PyTorch may add up those of a block in
-    another order where there are fewer blocks, and a `KeyHistory` promises the bits that a call without it has.
-    """
-    B, H, N, D = x.shape
-    step = max(1, _WORKSPACE // (B * H * block * D)) * block
-    for start in range(-lead, N, step):
-        part = x[:, :, max(start, 0) : start + step]
-        yield part if part.stride()[2:] == (D, 1) else part.contiguous(), max(-start, 0)
-
-
-def _means(x: Tensor, block: int, lead: int, padded_tail: bool) -> Tensor:
+    """The same in plain torch."""
+    x = _token_by_token(x if index is None else gather_rows_reference(x, index))
     N, dtype = x.shape[2], torch.promote_types(x.dtype, torch.float32)
     whole_from = min(-lead % block, N)
     whole_to = whole_from + (N - whole_from) // block * block
@@ -124,3 +88,29 @@ def _means(x: Tensor, block: int, lead: int, padded_tail: bool) -> Tensor:
             mean = rest.sum(2, keepdim=True, dtype=dtype) / count
             parts = [mean, *parts] if first else [*parts, mean]
     return torch.cat(parts, dim=2)
+
+
+def block_similarity_reference(x: Tensor, block: int, lead: int, centred: bool, index: Tensor | None) -> Tensor:
+    """The same in plain torch, a few blocks at a time."""
+    x = x if index is None else gather_rows_reference(x, index)
+    (B, H, N, D), dtype = x.shape, torch.promote_types(x.dtype, torch.float32)
+    centre = x.mean(2, keepdim=True, dtype=dtype) if centred else None
+    step = max(1, _WORKSPACE // (B * H * block * D)) * block
+    similarity = []
+    for start in range(-lead, N, step):
+        part = _token_by_token(x[:, :, max(start, 0) : start + step]).to(dtype)
+        part = part if centre is None else part - centre
+        length = torch.linalg.vector_norm(part, dim=-1, keepdim=True)
+        unit = part / length.masked_fill(length == 0, 1.0)
+        mean = block_mean_reference(unit, block, max(-start, 0), False, None)  # [B, H, blocks, D]
+        similarity.append(mean.square().sum(-1).clamp(max=1.0))
+    return torch.cat(similarity, dim=-1)
+
+
+def _token_by_token(x: Tensor) -> Tensor:
+    """`x` `[B, H, N, D]` with the tokens of a head one behind another in memory; a copy only if they are not.
+
+    In other layouts PyTorch may add up the tokens of a block in another order where there are fewer blocks, and a
+    `KeyHistory` promises the bits that a call without it has.
+    """
+    return x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous()

@@ -23,7 +23,9 @@ from blocksparse.kernels.multiplying.cell_products import Cells, cells, means_of
 from blocksparse.kernels.multiplying.products import products, wide_dtype
 
 _WORKSPACE = 2**28  # bytes of logits that are held at a time; their softmax takes as much again
-_CPU_WORKSPACE = 2**21  # the same on a CPU, so that they stay in its caches and few are made that causality hides
+# The same for a causal call on a CPU: the shorter its steps, the fewer logits it makes that causality hides. Products
+# of fewer rows than these would be slow, so that a step has as many in any case.
+_CPU_WORKSPACE, _CPU_ROWS = 2**21, 256
 
 
 def cell_mass(
@@ -73,8 +75,10 @@ def cell_mass_reference(
     masses = []
     # In a window some rows together look at few keys besides their own, and at no others.
     looked_at = keys.shape[2] if of.behind is None else min(keys.shape[2], 2 * max(of.behind, high))
-    workspace = _CPU_WORKSPACE if q.device.type == "cpu" else _WORKSPACE
-    step = max(1, workspace // (q.shape[0] * q.shape[1] * high * looked_at * wide_dtype(q).itemsize))
+    row = q.shape[0] * q.shape[1] * high * looked_at * wide_dtype(q).itemsize  # bytes of a row of blocks
+    step = max(1, _WORKSPACE // row)
+    if q.device.type == "cpu" and causal and in_order:
+        step = min(step, max(_CPU_WORKSPACE // row, -(-_CPU_ROWS // (high * q.shape[1] // k.shape[1]))))
     step = step if of.behind is None else min(step, max(1, of.behind // high))
     for top in range(0, rows, step):
         bottom = min(top + step, rows)
