@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from blocksparse.precision import without_autocast
+
 
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     """The rows of `x` `[B, Hx, N, D]` that `index` `[B, H, M]` int32 names, `[B, H, M, D]`; `Hx` divides `H`."""
@@ -51,7 +53,8 @@ def gather_rows_reference(x: Tensor, index: Tensor) -> Tensor:
     """The same in plain torch, one head after another: `index_select` copies whole rows, and takes any strides."""
     (B, H, M), group = index.shape, index.shape[1] // x.shape[1]
     rows = [x[b, h // group].index_select(0, index[b, h]) for b in range(B) for h in range(H)]
-    return torch.stack(rows).view(B, H, M, x.shape[-1])
+    with without_autocast(x):  # autocast refuses to join tensors of another half precision than its own
+        return torch.stack(rows).view(B, H, M, x.shape[-1])
 
 
 def scatter_rows_reference(x: Tensor, index: Tensor) -> Tensor:
