@@ -23,9 +23,8 @@ from blocksparse.kernels.multiplying.cell_products import Cells, cells, means_of
 from blocksparse.kernels.multiplying.products import products, wide_dtype
 
 _WORKSPACE = 2**28  # bytes of logits that are held at a time; their softmax takes as much again
-# The same for a causal call on a CPU: the shorter its steps, the fewer logits it makes that causality hides. Products
-# of fewer rows than these would be slow, so that a step has as many in any case.
-_CPU_WORKSPACE, _CPU_ROWS = 2**21, 256
+_CPU_WORKSPACE = 2**21  # the same for a causal call on a CPU: short steps make fewer logits that causality hides
+_CPU_ROWS = 256  # rows of a product that a step has in any case there, since shorter products are slow
 
 
 def cell_mass(
