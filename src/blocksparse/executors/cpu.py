@@ -21,7 +21,7 @@ from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.validators import a
 
 _WORKSPACE = 2**20  # numbers that are held at a time, so that they stay in the caches
-_PLACES = 256  # queries whose logits are held at a time; and those that shall at least attend together
+_PLACES = 256  # queries whose logits are held at a time; and up to which neighbouring rows attend together
 
 
 @final
@@ -30,11 +30,12 @@ class CpuExecutor(Executor[Permutation, BlockMask]):
     """Gather the keys that rows of blocks keep, then attend to them densely by PyTorch's flash kernel.
 
     A row attends to keys in three parts, which are merged by their lse: to its own tokens, in plain products if
-    some of these are dropped or stand in another order; to blocks before them that the other heads of its KV head
-    keep as well, together with these, and with neighbouring rows where all these have few queries; and to what
-    else it keeps. With a sliding window there is a fourth part, keys that only the first queries of a row still
-    see, in plain products. Nothing is compiled, so the first call takes no longer than the next one. It takes any
-    permutation, dtype and head dim, computes in fp32 or better, and holds the keys of a few rows at a time.
+    some of these are dropped or stand in another order; to blocks before them that the other heads with the same
+    keys in the same order keep as well, together with these, and with neighbouring rows where all these have few
+    queries; and to what else it keeps. With a sliding window there is a fourth part, keys that only the first
+    queries of a row still see, in plain products. Nothing is compiled, so the first call takes no longer than the
+    next one. It takes any permutation, dtype and head dim, computes in fp32 or better, and holds the keys of a few
+    rows at a time.
 
     Args:
         logits: what the layer does to logits and their softmax, exactly; nothing by default. The flash kernel
@@ -63,7 +64,7 @@ class CpuExecutor(Executor[Permutation, BlockMask]):
 
 
 class _Rows:
-    """The rows of a mask in stacks: rows of all query heads of a KV head, and their neighbours if these are short.
+    """The rows of a mask in stacks: those of all heads that read the same keys, and neighbours of short ones.
 
     There are S stacks of n rows each, and R = S n rows in all. The queries of a stack lie one behind another.
     """
