@@ -54,7 +54,6 @@ def tuned(model: Any, journal: Path, **other: Any) -> Plan:
         "candidates": tiny.CANDIDATES,
         "budget": Budget(0.05, 0.1, tries=3),
         "minimise": "density",
-        "keep": 3,
         "positions": 60,
     }
     return tune(model, tiny.prompts(2, 0), tiny.prompts(2, 1), journal=journal, **settings | other)
@@ -97,11 +96,10 @@ def test_the_noise_of_kernels_costs_nothing(tmp_path: Path) -> None:
     whole = Candidate("mean_pooling", {"mass": 1.0, "block": 128})
     bench = Bench(model, Journal.open(tmp_path / "j", {}), Work(lambda *_: None, {"running the model": 9.0}), 60)
     (unit,) = Unit.of_layer(1, tiny.KV_HEADS, 1)
-    noise, loss = bench.loss(0, prompt, unit, None), bench.loss(0, prompt, unit, whole)
-    assert noise.text > 0
-    assert loss.text > 0
-    assert loss.less(noise) == (0, 0)
-    assert bench.loss(0, prompt, unit, tiny.pooled(0.5)).less(noise)[0] > 0
+    assert bench.losses(0, prompt, unit, whole) == (0, 0)
+    assert bench.journal[f"loss 0 {unit} everything"]["text"] > 0
+    assert bench.journal[f"loss 0 {unit} {whole}"]["text"] > 0
+    assert bench.losses(0, prompt, unit, tiny.pooled(0.5))[0] > 0
 
 
 @pytest.mark.slow
@@ -132,7 +130,7 @@ def test_a_plan_keeps_its_budget_and_saves_work(model: Any, tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_groups_of_heads_get_choices_of_their_own(model: Any, tmp_path: Path) -> None:
-    plan = tuned(model, tmp_path / "j", head_groups=2, candidates=[tiny.pooled(0.5), tiny.pooled(0.9)], keep=2)
+    plan = tuned(model, tmp_path / "j", head_groups=2, candidates=[tiny.pooled(0.5), tiny.pooled(0.9)])
     assert [(part.layer, part.heads) for part in plan.layers] == [(i, (h,)) for i in range(3) for h in range(2)]
     plan.save(tmp_path / "plan.json")
     with attach(model, Plan.load(tmp_path / "plan.json").schedule(model), min_tokens=1):
@@ -184,7 +182,7 @@ def test_what_cannot_be_tuned_on_is_named(model: Any, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_killed_anywhere_it_ends_with_the_same_plan(model: Any, tmp_path: Path) -> None:
     """All that a killed run leaves is a part of its journal, maybe with half a line at the end."""
-    some = {"candidates": tiny.CANDIDATES[1:7:2], "keep": 2, "budget": Budget(0.05, 0.1, tries=2)}
+    some = {"candidates": tiny.CANDIDATES[1:7:2], "budget": Budget(0.05, 0.1, tries=2)}
     whole = tuned(model, tmp_path / "whole", **some)
     written = (tmp_path / "whole").read_bytes()
     header = written.index(b"\n")
@@ -385,7 +383,7 @@ def test_the_command_writes_a_plan_and_says_what_it_does(
         (["MODEL", "--text", "none.txt"], "'--text' must be a readable UTF-8 text: none.txt"),
         (["MODEL", "--prompts", "none.jsonl"], "must be a readable UTF-8 file: none.jsonl"),
         (["MODEL", "--text-kl", "-1", "--tokens", "900"], "'text_kl' must be a number above 0: -1"),
-        (["MODEL", "--keep", "0", "--tokens", "900"], "'keep' must be a whole number, at least 1, or None: 0"),
+        (["MODEL", "--positions", "0", "--tokens", "900"], "'positions' must be a whole number, at least 1: 0"),
         (
             ["MODEL", "--head-groups", "3", "--tokens", "900"],
             "'head_groups' must be at most 2, the model's KV heads: 3",

@@ -16,7 +16,7 @@ from blocksparse.tune.errors import TuneError
 from blocksparse.tune.plan import Plan
 from blocksparse.tune.progress import Report
 from blocksparse.tune.prompts import TunePrompt, prompts_from_file, prompts_from_text
-from blocksparse.tune.run import KEPT_ON_A_CPU, Budget, tune
+from blocksparse.tune.run import Budget, tune
 from blocksparse.tune.session import POSITIONS
 from blocksparse.tune.sparge_search import ErrorBounds, sparge_search
 from blocksparse.user_error import UserError
@@ -28,7 +28,6 @@ _OF_KL: dict[str, Any] = {
     "batch": 1,
     "text_kl": Budget().text_kl,
     "answer_kl": Budget().answer_kl,
-    "keep": None,
     "positions": POSITIONS,
     "head_groups": 1,
 }
@@ -80,13 +79,6 @@ def add_to(commands: Commands) -> None:
     )
     parser.add_argument(
         "--answer-kl", type=float, default=_OF_KL["answer_kl"], help="the same at tokens of answers"
-    )
-    parser.add_argument(
-        "--keep",
-        type=int,
-        default=_OF_KL["keep"],
-        help=f"candidates of a layer with which the model is run; if not given, {KEPT_ON_A_CPU} on a CPU and all "
-        "on a GPU",
     )
     parser.add_argument(
         "--positions",
@@ -169,7 +161,6 @@ def _tune(arguments: argparse.Namespace) -> int:
                 minimise=arguments.minimise,
                 batch=arguments.batch,
                 head_groups=arguments.head_groups,
-                keep=arguments.keep,
                 positions=arguments.positions,
                 report=report,
             )

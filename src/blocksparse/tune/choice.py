@@ -37,7 +37,10 @@ def choose(units: Sequence[Sequence[Option]], budgets: Sequence[float]) -> list[
         # In units of the budget, because the solver's tolerance is absolute.
         losses = np.array([option.losses[number] for option in options])
         if budget > 0:
-            constraints.append(LinearConstraint(losses[None] / budget, -np.inf, 1))
+            # One option above 1 never fits, and the solver takes no coefficients that are much larger.
+            with np.errstate(over="ignore"):
+                share = np.minimum(losses / budget, 2)
+            constraints.append(LinearConstraint(share[None], -np.inf, 1))
         else:
             constraints.append(LinearConstraint((losses > 0).astype(float)[None], -np.inf, 0))
     costs = np.array([option.cost for option in options])

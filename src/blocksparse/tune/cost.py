@@ -11,8 +11,8 @@ from typing import final
 import torch
 from attrs import frozen
 
-from blocksparse.tune.prefilter import Probe
-from blocksparse.tune.unit import DENSE, Unit
+from blocksparse.tune.probe import Probe
+from blocksparse.tune.unit import DENSE, Key, Unit
 
 
 def milliseconds(call: Callable[[], object], device: torch.device) -> float:
@@ -67,15 +67,13 @@ class Line:
 class Costs:
     """What each candidate costs in each unit: by its density there, and by its line of time over density."""
 
-    density: Mapping[tuple[Unit, str], float]
+    density: Mapping[Key, float]
     lines: Mapping[str, Line]  # by candidate
     dense_ms: float  # of a whole layer
     minimise: str  # "time" or "density"
 
     @classmethod
-    def of(
-        cls, probes: Mapping[Unit, Mapping[str, Probe]], times: Mapping[tuple[Unit, str], float], minimise: str
-    ) -> Costs:
+    def of(cls, probes: Mapping[Unit, Mapping[str, Probe]], times: Mapping[Key, float], minimise: str) -> Costs:
         """Of densities of all units and times of some, in which dense attention has the name "dense"."""
         density = {(unit, name): probe.density for unit, some in probes.items() for name, probe in some.items()}
         names = {name for _, name in times if name != DENSE}

@@ -73,16 +73,19 @@ class Reading:
             for hook in hooks:
                 hook.remove()
         dense = logits.log_softmax(-1)
-        return cls(network, prompt, at, dense, tuple(outputs), _found(dense, prompt))
+        found = _found(dense, prompt)
+        # Of prompts that are read again and again, one is held at a time; of others, many are.
+        return cls(network, prompt, at, dense if keep_outputs else dense.cpu(), tuple(outputs), found)
 
     @torch.inference_mode()
     def losses(self, first: int = 0) -> Loss:
         """Read again with what is attached to the model now, from layer `first` on; what is before is dense."""
         with self._from(first):
             again = _logits(self.network, self.prompt, self.at).log_softmax(-1)
+        dense = self.dense.to(again.device)
         # Where dense attention rules a token out, it adds nothing: 0 times infinity would be NaN.
-        terms = self.dense.exp() * (self.dense - again)
-        each = terms.masked_fill_(self.dense == float("-inf"), 0.0).sum(-1).double()
+        terms = dense.exp() * (dense - again)
+        each = terms.masked_fill_(dense == float("-inf"), 0.0).sum(-1).double()
         answers = len(self.prompt.answers_at())
         if not bool(each.isfinite().all()):
             raise TuneError("the model gives numbers that are not finite with sparse attention or without it")

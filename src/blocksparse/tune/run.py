@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -14,17 +15,17 @@ from blocksparse.tune.candidate import DEFAULT_CANDIDATES, Candidate
 from blocksparse.tune.choice import Option
 from blocksparse.tune.cost import Costs
 from blocksparse.tune.errors import TuneError
-from blocksparse.tune.plan import Plan
-from blocksparse.tune.prefilter import worth_running
+from blocksparse.tune.guided_choice import GuidedChoice, Losses
+from blocksparse.tune.plan import Plan, Try
 from blocksparse.tune.progress import Report
 from blocksparse.tune.prompts import TunePrompt
 from blocksparse.tune.sensitivity import PROBE
 from blocksparse.tune.session import POSITIONS, Session
-from blocksparse.tune.unit import DENSE, Unit
+from blocksparse.tune.unit import DENSE, Key
 from blocksparse.tune.verify import plan_that_fits
-from blocksparse.validators import one_of, optional, size
+from blocksparse.validators import one_of, size
 
-KEPT_ON_A_CPU = 6  # candidates of a layer: a run of the model takes seconds there, and a tenth of one on a GPU
+_RUNS = 8  # of the model with each unit, about; only the estimate of the time left rests on it
 
 
 @final
@@ -50,16 +51,15 @@ def tune(
     minimise: str = "time",
     batch: int = 1,
     head_groups: int = 1,
-    keep: int | None = None,
     positions: int = POSITIONS,
     report: Report = lambda *_: None,
 ) -> Plan:
     """Choose one candidate, or dense attention, for each layer of a transformers model.
 
-    Each candidate is tried on the q, k and v of each layer. With those that do well, the model is run with that
-    layer alone sparse, and the KL of its predictions from dense attention's is recorded. Of these, a solver takes
-    one for each layer, at the least cost that the budget allows. The whole plan is measured on held prompts, and
-    the solver's budget is changed until what the plan really loses fits.
+    Each candidate is tried on the q, k and v of each layer. With some of them the model is run with that layer
+    alone sparse, and the KL of its predictions from dense attention's is recorded. A solver takes one for each
+    layer, at the least cost that the budget allows; it also says which candidates may be worth a run. The whole
+    plan is measured on held prompts, and the solver's budget is changed until what the plan really loses fits.
 
     Args:
         network: a causal language model of transformers, on the device and in the dtype in which it will run.
@@ -72,8 +72,6 @@ def tune(
         minimise: "time", as predicted for this device at the length of the longest prompt; or "density".
         batch: how many prompts a call will have; times are those of such calls.
         head_groups: into how many groups the KV heads of each layer are split; each gets a choice of its own.
-        keep: with how many candidates for each layer, or group of heads, the model is run. None is 6 on a CPU, and
-            on a GPU all that are not beaten by another setting of their preset.
         positions: at how many positions of a prompt's text predictions are compared.
         report: is called with the progress.
 
@@ -83,7 +81,6 @@ def tune(
     """
     one_of("time", "density").check(minimise=minimise)
     size.check(batch=batch, head_groups=head_groups, positions=positions)
-    optional(size).check(keep=keep)
     if not candidates:
         raise TuneError("'candidates' must have at least one candidate")
     by_name = {str(candidate): candidate for candidate in candidates}
@@ -99,39 +96,34 @@ def tune(
         batch=batch,
     )
     bench, units, work = session.bench, session.units, session.bench.work
-    if keep is None:
-        keep = len(every) if network.device.type == "cuda" else KEPT_ON_A_CPU
     timed = session.timed_units()
-    run = sum(map(bench.part_of_a_reading, units)) * len(prompts)
     work.todo |= {
         "comparing attention": PROBE * len(units) * len(by_name),
         "timing": 3 * PROBE * len(timed) * (len(by_name) + 1),
-        "running the model": run * (keep + 1),
+        "running the model": _RUNS * sum(map(bench.part_of_a_reading, units)) * len(prompts),
         "verifying": 2.0 * len(held) * (budget.tries + 1),
     }
     work.begins()
     probes = bench.probes(prompts.index(session.longest), session.longest, dict.fromkeys(units, every))
     costs = Costs.of(probes, bench.times(session.longest, dict.fromkeys(timed, every), batch), minimise)
-    kept = {
-        unit: worth_running(
-            {name: costs(unit, name) for name in by_name},
-            {name: probe.error for name, probe in probes[unit].items()},
-            {name: candidate.preset for name, candidate in by_name.items()},
-            keep,
-            costs(unit, DENSE),
-        )
-        for unit in units
-    }
-    work.todo["running the model"] = len(prompts) * sum(
-        bench.part_of_a_reading(unit) * (len(names) + 1) for unit, names in kept.items()
+    errors = {(unit, name): probe.error for unit, some in probes.items() for name, probe in some.items()}
+    choice = GuidedChoice(
+        {unit: costs(unit, DENSE) for unit in units},
+        {key: costs(*key) for key in errors},
+        errors,
+        {name: candidate.preset for name, candidate in by_name.items()},
+        partial(_losses, session, by_name),
     )
-    options = {unit: [Option(DENSE, costs(unit, DENSE), (0.0, 0.0))] for unit in units}
-    for (unit, name), losses in _losses(session, prompts, kept, by_name).items():
-        options[unit].append(Option(name, costs(unit, name), losses))
+
+    def measured(taken: list[Option]) -> Try:
+        work.is_over("running the model")  # another budget may ask for a few candidates more
+        return session.verified([option.name for option in taken], by_name, costs)
+
     taken, tried, tries = plan_that_fits(
-        list(options.values()),
+        choice,
+        choice.all_dense(),
         (budget.text_kl, budget.answer_kl),
-        lambda taken: session.verified([option.name for option in taken], by_name, costs),
+        measured,
         budget.tries,
     )
     return session.plan(
@@ -139,24 +131,16 @@ def tune(
     )
 
 
-def _losses(
-    session: Session,
-    prompts: Sequence[TunePrompt],
-    kept: Mapping[Unit, Sequence[str]],
-    candidates: Mapping[str, Candidate],
-) -> dict[tuple[Unit, str], tuple[float, ...]]:
-    """KL over the text and at answers of units and candidates, less that of everything kept: means of prompts."""
-    text: dict[tuple[Unit, str], list[float]] = {}
-    answers: dict[tuple[Unit, str], list[float]] = {}
-    # One prompt after another, because only one prompt's outputs of layers are held.
-    for number, prompt in enumerate(prompts):
-        for unit, names in kept.items():
-            if not names:
-                continue
-            noise = session.bench.loss(number, prompt, unit, None)
-            for name in names:
-                of_text, of_answers = session.bench.loss(number, prompt, unit, candidates[name]).less(noise)
-                text.setdefault((unit, name), []).append(of_text)
-                if prompt.answers:
-                    answers.setdefault((unit, name), []).append(of_answers)
-    return {key: (statistics.fmean(text[key]), statistics.fmean(answers.get(key) or [0.0])) for key in text}
+def _losses(session: Session, candidates: Mapping[str, Candidate], some: Sequence[Key]) -> dict[Key, Losses]:
+    """KL over the text and at answers of candidates in units, less that of everything kept: means of prompts."""
+    text: dict[Key, list[float]] = {key: [] for key in some}
+    answers: dict[Key, list[float]] = {key: [] for key in some}
+    bench = session.bench
+    # One prompt after another, because outputs of layers are held of only one: of which they are, comes first.
+    for number, prompt in sorted(enumerate(session.prompts), key=lambda one: not bench.holds_outputs(one[1])):
+        for unit, name in some:
+            of_text, of_answers = bench.losses(number, prompt, unit, candidates[name])
+            text[unit, name].append(of_text)
+            if prompt.answers:
+                answers[unit, name].append(of_answers)
+    return {key: (statistics.fmean(text[key]), statistics.fmean(answers[key] or [0.0])) for key in some}

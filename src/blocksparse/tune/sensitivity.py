@@ -22,7 +22,7 @@ from blocksparse.tune.candidate import ALWAYS_SPARSE, Candidate
 from blocksparse.tune.cost import milliseconds
 from blocksparse.tune.errors import TuneError
 from blocksparse.tune.journal import Journal
-from blocksparse.tune.prefilter import Probe
+from blocksparse.tune.probe import Probe
 from blocksparse.tune.progress import Work
 from blocksparse.tune.prompts import TunePrompt
 from blocksparse.tune.reading import Call, Loss, Reading, on_attention
@@ -90,6 +90,10 @@ class Bench:
             )
         return self._read[id(prompt)]
 
+    def holds_outputs(self, prompt: TunePrompt) -> bool:
+        """Whether a run of the prompt may start from any layer without reading the prompt again."""
+        return id(prompt) in self._read and bool(self._read[id(prompt)].outputs)
+
     def probes(
         self, number: int, prompt: TunePrompt, candidates: Mapping[Unit, Sequence[Candidate]]
     ) -> dict[Unit, dict[str, Probe]]:
@@ -156,24 +160,26 @@ class Bench:
         self.work.is_over("timing")
         return {(unit, name): self.journal[key(unit, name)] for unit, some in names.items() for name in some}
 
-    def loss(self, number: int, prompt: TunePrompt, unit: Unit, candidate: Candidate | None) -> Loss:
-        """What one unit loses with this candidate while all else is dense; None keeps everything.
+    def losses(self, number: int, prompt: TunePrompt, unit: Unit, candidate: Candidate) -> tuple[float, float]:
+        """What one unit loses over the text and at answers with this candidate while all else is dense.
+
+        What is lost with every block kept, to another kernel, is subtracted.
 
         Args:
             number: of the prompt.
         """
-        key = f"loss {number} {unit} {candidate or 'everything'}"
+        key = f"loss {number} {unit} {candidate}"
         now = not self.journal.knows(key)
 
-        def measure() -> dict[str, Any]:
+        def measure(pipeline: AnyPipeline) -> dict[str, Any]:
             reading = self.reading(prompt, keep_outputs=True)
-            pipeline = EVERYTHING if candidate is None else candidate.pipeline()
             with self.attached({unit.layer: unit.alone(pipeline)}):
                 return asdict(reading.losses(unit.layer))
 
-        loss = Loss(**self.journal.once(key, measure))
+        noise = self.journal.once(f"loss {number} {unit} everything", partial(measure, EVERYTHING))
+        loss = self.journal.once(key, lambda: measure(candidate.pipeline()))
         self.work.did("running the model", self.part_of_a_reading(unit), now=now)
-        return loss
+        return Loss(**loss).less(Loss(**noise))
 
     def part_of_a_reading(self, unit: Unit) -> float:
         """The work of a run from this layer on, in dense readings."""

@@ -15,7 +15,7 @@ from blocksparse.tune.candidate import Candidate
 from blocksparse.tune.choice import Option
 from blocksparse.tune.cost import Costs
 from blocksparse.tune.plan import Plan
-from blocksparse.tune.prefilter import Probe
+from blocksparse.tune.probe import Probe
 from blocksparse.tune.progress import Report
 from blocksparse.tune.prompts import TunePrompt
 from blocksparse.tune.sensitivity import PROBE

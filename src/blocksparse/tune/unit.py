@@ -45,3 +45,7 @@ class Unit:
         """What attends in the layer if only this unit is sparse."""
         others = tuple(head for head in range(self.kv_heads) if head not in self.heads)
         return HeadGroups({self.heads: pipeline, others: None}) if others else pipeline
+
+
+Key = tuple[Unit, str]
+"""A unit, and the name of what attends there."""

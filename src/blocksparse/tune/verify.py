@@ -11,7 +11,7 @@ from attrs import asdict, define, frozen
 
 from blocksparse.integrations.density_recorder import DensityRecorder
 from blocksparse.schedule import LayerPipeline
-from blocksparse.tune.choice import Option, choose
+from blocksparse.tune.choice import Option
 from blocksparse.tune.errors import TuneError
 from blocksparse.tune.plan import Try
 from blocksparse.tune.prompts import TunePrompt
@@ -118,7 +118,8 @@ class Search:
 
 
 def plan_that_fits(
-    options: Sequence[Sequence[Option]],
+    choice: Callable[[Sequence[float]], list[Option]],
+    dense: list[Option],
     budgets: Sequence[float],
     measure: Callable[[list[Option]], Try],
     rounds: int,
@@ -127,7 +128,7 @@ def plan_that_fits(
 
     Losses of single layers do not add up exactly, so budgets for the solver are tightened, or loosened, and the
     plan is chosen and measured again, `rounds` times. If none of these plans fits, this goes on for a few more; at
-    last all is dense.
+    last it is `dense`.
     """
     searches = [Search(budget) for budget in budgets]
     tries: list[Try] = []
@@ -136,9 +137,7 @@ def plan_that_fits(
     for number in range(last + 1):
         if number >= rounds and best is not None:
             break
-        taken = choose(options, [search.budget * search.factor for search in searches])
-        if number == last:
-            taken = [unit[0] for unit in options]  # the first option is dense
+        taken = dense if number == last else choice([search.budget * search.factor for search in searches])
         tried = measure(taken)
         tries.append(tried)
         losses = (tried.text_kl, tried.answer_kl)
