@@ -156,6 +156,15 @@ def test_layers_with_a_softcap_stay_dense(tmp_path: Path) -> None:
     assert bench.sparse_layers(prompt, 2) == [1]
 
 
+def test_a_layer_that_gives_nothing_but_zeros_stays_dense(tmp_path: Path) -> None:
+    """Its relative error is 0 over 0."""
+    pruned = tiny.network()
+    with torch.no_grad():
+        pruned.model.layers[1].self_attn.v_proj.weight.zero_()
+    plan = tuned(pruned, tmp_path / "j", candidates=tiny.CANDIDATES[:2])
+    assert plan.layers[1].attention is None
+
+
 def test_what_cannot_be_tuned_on_is_named(model: Any, tmp_path: Path) -> None:
     some, ids = tiny.prompts(2, 0), torch.arange(20)[None]
     for prompts, held, sentence in (
@@ -368,6 +377,28 @@ def test_the_command_writes_a_plan_and_says_what_it_does(
     assert out.read_bytes() == first
 
 
+@pytest.mark.parametrize(("count", "held"), [(1, 1), (2, 2), (1, 3), (3, 1), (2, 5)])
+def test_as_many_prompts_compare_and_verify_as_were_asked_for(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, held: int
+) -> None:
+    import blocksparse.cli.tune as command
+
+    seen = []
+
+    def see(_: Any, *prompts: list[TunePrompt], **__: Any) -> Plan:
+        seen.extend(prompts)
+        raise TuneError("seen")
+
+    monkeypatch.setattr(command, "tune", see)
+    text = tmp_path / "text.txt"
+    text.write_text(2 * TEXT)
+    options = [str(folder), "--text", str(text), "--tokens", "900", "--count", str(count), "--held", str(held)]
+    assert main(["tune", *options]) != 0
+    compared, verified = seen
+    assert (len(compared), len(verified)) == (count, held)
+    assert len({tuple(prompt.ids[0].tolist()) for prompt in (*compared, *verified)}) == count + held
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -378,6 +409,11 @@ def test_the_command_writes_a_plan_and_says_what_it_does(
         (["MODEL", "--device", "none"], "'--device' cannot be used: none: "),
         (["MODEL", "--out", "none/plan.json", "--tokens", "900"], "the journal cannot be written: none/plan.json"),
         (["MODEL", "--count", "0"], "'--count' must be at least 1: 0"),
+        (["MODEL", "--held", "0"], "'--held' must be at least 1: 0"),
+        (
+            ["MODEL", "--prompts", "none.jsonl", "--held", "3"],
+            "'--held' is not known to '--prompts'",
+        ),
         (["MODEL", "--tokens", "5000"], "tokens for each prompt"),
         (["MODEL", "--tokens", "1025", "--count", "1"], "prompts must be of at most 1024 tokens"),
         (["MODEL", "--text", "none.txt"], "'--text' must be a readable UTF-8 text: none.txt"),

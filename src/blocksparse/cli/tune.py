@@ -59,8 +59,9 @@ def add_to(commands: Commands) -> None:
     parser.add_argument("--out", type=Path, default=Path("plan.json"), help="the plan; measurements go beside it")
     parser.add_argument("--tokens", type=int, default=4096, help="length of the prompts that are made from --text")
     parser.add_argument("--text", type=Path, default=TEXT, help="a text to make prompts from, with planted facts")
+    parser.add_argument("--count", type=int, default=2, help="prompts to make for comparing")
     parser.add_argument(
-        "--count", type=int, default=2, help="prompts to make for comparing, and as many to verify on"
+        "--held", type=int, help="prompts to make for verifying, as many as --count if not given; more cost little"
     )
     parser.add_argument(
         "--prompts",
@@ -221,9 +222,16 @@ def _load(folder: Path, device: str | None) -> tuple[Any, Any]:
 
 def _prompts(tokenizer: Any, arguments: argparse.Namespace) -> tuple[Sequence[TunePrompt], Sequence[TunePrompt]]:
     """Prompts to compare candidates on, and prompts to verify on."""
-    if arguments.count < 1:
-        raise TuneError(f"'--count' must be at least 1: {arguments.count}")
+    held = arguments.count if arguments.held is None else arguments.held
+    for name, number in (("count", arguments.count), ("held", held)):
+        if number < 1:
+            raise TuneError(f"'--{name}' must be at least 1: {number}")
     if arguments.prompts is not None:
+        if arguments.held is not None:
+            raise TuneError(
+                f"'--held' is not known to '--prompts', of which every second verifies: leave one of the two out: "
+                f"{held}"
+            )
         every = prompts_from_file(tokenizer, arguments.prompts)
         if len(every) < 2:
             raise TuneError(
@@ -234,9 +242,10 @@ def _prompts(tokenizer: Any, arguments: argparse.Namespace) -> tuple[Sequence[Tu
             text = arguments.text.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise TuneError(f"'--text' must be a readable UTF-8 text: {arguments.text}: {error}") from None
-        every = prompts_from_text(
-            tokenizer, text, tokens=arguments.tokens, count=2 * arguments.count, seed=arguments.seed
-        )
+        total = arguments.count + held
+        every = prompts_from_text(tokenizer, text, tokens=arguments.tokens, count=total, seed=arguments.seed)
+        compared = [number * total // arguments.count for number in range(arguments.count)]
+        return [every[i] for i in compared], [every[i] for i in range(total) if i not in compared]
     return every[::2], every[1::2]
 
 
