@@ -383,7 +383,7 @@ def test_as_many_prompts_compare_and_verify_as_were_asked_for(
 ) -> None:
     import blocksparse.cli.tune as command
 
-    seen = []
+    seen: list[list[TunePrompt]] = []
 
     def see(_: Any, *prompts: list[TunePrompt], **__: Any) -> Plan:
         seen.extend(prompts)
