@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
@@ -67,6 +67,12 @@ def test_nothing_fits() -> None:
         choose([[Option("sparse", 0.5, (1.0,))]], [0.5])
 
 
+def fitted(
+    units: list[list[Option]], budgets: Sequence[float], measure: Callable[[list[Option]], Try], rounds: int
+) -> tuple[list[Option], Try, list[Try]]:
+    return plan_that_fits(partial(choose, units), [unit[0] for unit in units], budgets, measure, rounds)
+
+
 @pytest.mark.parametrize("grows", [0.5, 1.0, 2.5])
 def test_what_a_plan_really_loses_keeps_the_budget_and_uses_it(grows: float) -> None:
     """Losses of single layers add up to less or more than what they lose together."""
@@ -78,9 +84,7 @@ def test_what_a_plan_really_loses_keeps_the_budget_and_uses_it(grows: float) -> 
         text = grows * sum(option.losses[0] for option in taken)
         return Try(0.5, text, 0.0, 0, 0.0)
 
-    taken, tried, tries = plan_that_fits(
-        partial(choose, units), [unit[0] for unit in units], (0.05, 0.1), measure, rounds=8
-    )
+    taken, tried, tries = fitted(units, (0.05, 0.1), measure, rounds=8)
     assert tried.text_kl == grows * sum(option.losses[0] for option in taken)
     assert 0.04 <= tried.text_kl <= 0.05
     assert tried in tries
@@ -105,9 +109,7 @@ def test_what_keeps_one_budget_is_no_bound_while_the_other_one_is_broken() -> No
         seen.append(Try(0.5, (1.03 if seen else 0.99) * text, 1.1 * answers, 0, 0.0))
         return seen[-1]
 
-    taken, tried, tries = plan_that_fits(
-        partial(choose, units), [unit[0] for unit in units], (4.0, 4.0), measure, rounds=6
-    )
+    taken, tried, tries = fitted(units, (4.0, 4.0), measure, rounds=6)
     assert tries == seen
     assert tries[0].text_kl <= 4 < tries[1].text_kl
     assert tries[0].answer_kl > 4
@@ -123,9 +125,7 @@ def test_a_plan_that_never_fits_becomes_dense() -> None:
         sparse = sum(option.name == "sparse" for option in taken)
         return Try(0.5, float(sparse), 0.0, 0, 0.0)
 
-    taken, tried, _ = plan_that_fits(
-        partial(choose, units), [unit[0] for unit in units], (0.05, 0.1), measure, rounds=3
-    )
+    taken, tried, _ = fitted(units, (0.05, 0.1), measure, rounds=3)
     assert [option.name for option in taken] == ["dense"] * 3
     assert tried.text_kl == 0
 

@@ -229,8 +229,8 @@ def _prompts(tokenizer: Any, arguments: argparse.Namespace) -> tuple[Sequence[Tu
     if arguments.prompts is not None:
         if arguments.held is not None:
             raise TuneError(
-                f"'--held' is not known to '--prompts', of which every second verifies: leave one of the two out: "
-                f"{held}"
+                f"'--held' is not known to '--prompts', of which every second one verifies: leave one of the two "
+                f"out: {held}"
             )
         every = prompts_from_file(tokenizer, arguments.prompts)
         if len(every) < 2:

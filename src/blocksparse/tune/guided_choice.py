@@ -54,7 +54,10 @@ class GuidedChoice:
         return some
 
     def __call__(self, budgets: Sequence[float]) -> list[Option]:
-        """An option for each unit, in order."""
+        """An option for each unit, in order, whose losses add up to at most the budgets, in nats.
+
+        The model may be run again for other budgets. What is known of it is kept.
+        """
         if not self._known:
             self._known.update(self.run(self._first()))
         while True:
