@@ -32,6 +32,11 @@ def for_target(name: str, *variants: Variant) -> tuple[Variant, ...]:
     return variants if name == "sm_90" else variants[:1]
 
 
+def multiplies_only(name: str) -> bool:
+    """Whether only kernels with products are compiled for a target: on sm_80 all others are those of sm_90."""
+    return name == "sm_80"
+
+
 def overwritten_barriers(ptx: str) -> list[int]:
     """Offsets in shared memory of barriers where the program also stores what is no barrier.
 

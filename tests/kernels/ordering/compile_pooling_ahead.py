@@ -9,7 +9,16 @@ import sys
 from typing import Any
 
 import triton
-from tests.kernels.ahead import ITEMSIZE, MATRIX_INSTRUCTION, SHARED, TARGETS, TEXT, for_target, fp32_products
+from tests.kernels.ahead import (
+    ITEMSIZE,
+    MATRIX_INSTRUCTION,
+    SHARED,
+    TARGETS,
+    TEXT,
+    for_target,
+    fp32_products,
+    multiplies_only,
+)
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -145,6 +154,8 @@ def main() -> int:
     for name, target in TARGETS.items():
         for dtype, head_dim in for_target(name, ("bf16", 128), ("bf16", 256), ("fp16", 64), ("fp32", 80)):
             failed += importance(name, target, dtype, head_dim)
+        if multiplies_only(name):
+            continue
         for dtype, head_dim in for_target(name, ("bf16", 128), ("fp32", 80)):
             others(name, target, dtype, head_dim)
         orders(name, target)
