@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,7 +20,8 @@ import blocksparse as bs
 from blocksparse.executors import flex
 from blocksparse.executors.block_plan import BlockPlan
 from blocksparse.executors.compiling import uncompiled_because
-from blocksparse.testing import make_qkv
+from blocksparse.kernels.multiplying import flash_on_cpu
+from blocksparse.testing import check_executor, make_qkv
 from tests import stages
 from tests.machine import needs_gpu
 
@@ -265,6 +267,73 @@ def test_cpu_keeps_fp32_where_products_may_be_rounded() -> None:
         torch.set_float32_matmul_precision("highest")
 
 
+@pytest.fixture
+def bf16_units(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
+    """A CPU with matrix units for bf16, by its own word; a list of what the flash kernel was then given."""
+    given: list[torch.dtype] = []
+    flash = flash_on_cpu.flash_on_cpu
+
+    def noted(q: Tensor, *rest: Any, **options: Any) -> Any:
+        given.append(q.dtype)
+        return flash(q, *rest, **options)
+
+    monkeypatch.setattr(flash_on_cpu, "_has_matrix_units", lambda: True)
+    monkeypatch.setattr("blocksparse.executors.cpu.flash_on_cpu", noted)
+    return given
+
+
+@pytest.mark.slow
+def test_units_for_bf16_are_used(bf16_units: list[torch.dtype]) -> None:
+    """With the error of dense attention in bf16, for prompts, chunks, windows and keys that are NaN."""
+    check_executor(bs.CpuExecutor(), dtype=torch.bfloat16, head_dim=16, block=16)
+    assert set(bf16_units) == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+def test_units_for_bf16_change_no_other_dtype(dtype: torch.dtype, bf16_units: list[torch.dtype]) -> None:
+    q, k, v = make_qkv(N=70, D=16, dtype=dtype)
+    bs.mean_pooling(0.5, block=16, executor=bs.CpuExecutor())(q, k, v)
+    assert set(bf16_units) == {torch.promote_types(dtype, torch.float32)}
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_units_for_bf16_and_other_head_dims(
+    softcap: float | None, causal: bool, bf16_units: list[torch.dtype]
+) -> None:
+    del bf16_units
+    for Dv in (8, 16, 24):
+        q, k, v = make_qkv(N=200, M=130, D=16, Dv=Dv, dtype=torch.bfloat16)
+        logits = bs.Logits(softcap=softcap)
+        cpu = bs.mean_pooling(0.5, block=16, executor=bs.CpuExecutor(logits=logits))
+        mask, out = cpu.trace(q, k, v, causal=causal).mask, cpu(q, k, v, causal=causal)
+        plain = bs.ReferenceExecutor(logits=logits)(
+            q, k, v, bs.GlobalPermutation(), mask, scale=q.shape[-1] ** -0.5
+        ).out
+        torch.testing.assert_close(out, plain, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_without_such_units_half_precision_becomes_fp32(
+    dtype: torch.dtype, bf16_units: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flash_on_cpu, "_has_matrix_units", lambda: False)
+    q, k, v = make_qkv(N=70, D=16, dtype=dtype)
+    bs.mean_pooling(0.5, block=16, executor=bs.CpuExecutor())(q, k, v)
+    assert set(bf16_units) == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("there", "capability", "has"), [(True, "AVX512", True), (True, "AVX2", False), (False, "AVX512", False)]
+)
+def test_which_cpus_have_units_for_bf16(
+    there: bool, capability: str, has: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: there)
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
+    assert flash_on_cpu._has_matrix_units.__wrapped__() is has
+
+
 @pytest.mark.parametrize(
     "executor", [bs.CpuExecutor(), bs.ReferenceExecutor(), bs.TritonExecutor()], ids=stages.name
 )
@@ -283,10 +352,23 @@ def test_an_executor_by_itself_refuses_gradients_too(executor: bs.Executor[Any, 
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_cpu_hides_no_key_that_is_not_finite(causal: bool, N: int, block: int, at: int, bad: float) -> None:
     """Also where a few such keys are all that a part of a row has."""
-    q, k, v = make_qkv(N=N, D=8)
+    check_bad_key(*make_qkv(N=N, D=8), block, at, causal, bad)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize(("N", "block", "at"), [(65, 64, 64), (40, 8, 8), (1, 1, 0), (70, 16, 69)])
+def test_nor_do_its_units_for_bf16(N: int, block: int, at: int, bad: float, bf16_units: list[torch.dtype]) -> None:
+    for causal in (True, False):
+        check_bad_key(*make_qkv(N=N, D=8, dtype=torch.bfloat16), block, at, causal, bad)
+    assert set(bf16_units) <= {torch.bfloat16}
+
+
+def check_bad_key(q: Tensor, k: Tensor, v: Tensor, block: int, at: int, causal: bool, bad: float) -> None:
+    """The same outputs are not finite, and the others are as the reference has them."""
     k[:, :, at] = bad
     everything = bs.Pipeline(bs.Identity(), bs.NoScorer(block), bs.Everything(), bs.CpuExecutor())
     want = attrs.evolve(everything, executor=bs.ReferenceExecutor())(q, k, v, causal=causal)
     out = everything(q, k, v, causal=causal)
     assert torch.equal(out.isfinite(), want.isfinite())
-    assert torch.allclose(out, want, atol=1e-5, equal_nan=True)
+    error = 1e-5 if q.dtype == torch.float32 else 2e-2
+    assert torch.allclose(out, want, rtol=error, atol=error, equal_nan=True)

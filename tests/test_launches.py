@@ -437,9 +437,15 @@ def with_multiprocessors(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     )
 
 
-def test_auto_never_turns_dense_on_a_cpu() -> None:
+def test_auto_turns_dense_on_a_cpu_only_where_it_is_told_to() -> None:
     q, k, v = inputs("cpu", 64)
     assert bs.AutoExecutor().dense_because(q, k, v, causal=True) is None
+    assert bs.AutoExecutor(dense_below=1e12).dense_because(q, k, v, causal=True) is not None
+    dense = evolve(PLAIN, executor=bs.AutoExecutor(dense_below=1e12))
+    trace = dense.trace(q, k, v)
+    assert float(trace.density().min()) == 1
+    everything = bs.Pipeline(bs.Identity(), bs.NoScorer(16), bs.Everything(), bs.ReferenceExecutor())
+    torch.testing.assert_close(dense(q, k, v), everything(q, k, v))
     assert bs.TritonExecutor().dense_because(q.as_subclass(_OnGpu), k, v, causal=True) is None
 
 

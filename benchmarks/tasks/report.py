@@ -207,7 +207,8 @@ def _draw(rows: Sequence[Row], lengths: Sequence[int], path: Path) -> None:
             if figure_of == "attention_ms" and dense[figure_of] is not None:
                 axes.axvline(dense["attention_ms"], color="grey", linewidth=1)
             axes.set(xscale="log", ylabel="score, %" if tasks else "KL, nats")
-            axes.set_title(f"{tokens} tokens; a grey line is dense attention")
+            lines = "; a grey line is dense attention" if tasks or figure_of == "attention_ms" else ""
+            axes.set_title(f"{tokens} tokens{lines}")
             axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axes.xaxis.set_major_formatter("{x:g}")
             axes.xaxis.set_minor_formatter("")

@@ -92,8 +92,8 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
     the log: as a warning where it is the reference, which is slow, and else of calls that do not repeat an earlier
     one.
 
-    On a GPU, a pipeline with it attends densely where dense attention is little work, since selecting blocks would
-    cost more time than it saves. Work is the floating-point operations of the two products of dense attention,
+    A pipeline with it attends densely where dense attention is little work, since selecting blocks would cost more
+    time than it saves. Work is the floating-point operations of the two products of dense attention,
     `2 B Hq pairs (D + Dv)`, where `pairs` is M N, and `M (2N - M + 1) / 2` when causal. They count up to twice
     where there are fewer tiles of 128 queries than multiprocessors. So of a prompt that is read in chunks the
     first ones may be dense and later ones not, and a few heads of a model that is split over GPUs may be dense
@@ -104,6 +104,8 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
             is 9e11 in fp16 and bf16, as measured on an H200 with every kernel launched from Python (32 heads of
             dim 128 do as many with 10K tokens, 4 heads with 29K), and 6e10 in fp32, estimated from its lower
             rate. Other GPUs take the same numbers until they are measured: `python -m benchmarks.run crossover`.
+            On a CPU None is never dense: where blocks begin to pay there depends on its cores and the dtype
+            (docs/performance.md has two), and `blocksparse bench` finds it.
         logits: what the layer does to logits and their softmax, exactly, in dense calls too; nothing by default.
             `FlexExecutor`, which knows neither softcap nor sinks, is then passed over.
 
@@ -134,11 +136,12 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
         return self.logits.unsupported(q)
 
     def dense_because(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> str | None:
-        if not q.is_cuda:
-            return None
-        work, idle, pays_from = dense_operations(q, k, v, causal=causal), idle_factor(q), self.dense_below
+        pays_from = self.dense_below
         if pays_from is None:
+            if not q.is_cuda:
+                return None
             pays_from = HALF_PRECISION_PAYS_FROM if q.dtype.itemsize == 2 else SINGLE_PRECISION_PAYS_FROM
+        work, idle = dense_operations(q, k, v, causal=causal), idle_factor(q)
         if work * idle >= pays_from:
             return None
         counted = f", counted {idle:.2g} times for idle multiprocessors" if idle > 1 else ""

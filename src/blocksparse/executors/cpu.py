@@ -14,13 +14,13 @@ from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.executor import Executor
 from blocksparse.executors.logits import PLAIN, Logits
 from blocksparse.kernels.common.sizes import FAR
-from blocksparse.kernels.multiplying.flash_on_cpu import flash_on_cpu
+from blocksparse.kernels.multiplying.flash_on_cpu import flash_dtype, flash_on_cpu
 from blocksparse.kernels.multiplying.products import products, wide_dtype
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.validators import a
 
-_WORKSPACE = 2**20  # numbers that are held at a time, so that they stay in the caches
+_WORKSPACE = 2**19  # numbers that each thread holds at a time, so that they stay in its caches
 _PLACES = 256  # queries whose logits are held at a time; and up to which neighbouring rows attend together
 
 
@@ -34,8 +34,9 @@ class CpuExecutor(Executor[Permutation, BlockMask]):
     keys in the same order keep as well, together with these, and with neighbouring rows where all these have few
     queries; and to what else it keeps. With a sliding window there is a fourth part, keys that only the first
     queries of a row still see, in plain products. Nothing is compiled, so the first call takes no longer than the
-    next one. It takes any permutation, dtype and head dim, computes in fp32 or better, and holds the keys of a few
-    rows at a time.
+    next one. It takes any permutation, dtype and head dim, and holds the keys of a few rows at a time. It computes
+    in fp32 or better; where the CPU has matrix units for bf16 (Intel's AMX), bf16 is multiplied as it is, as dense
+    attention does there, and summed in fp32.
 
     Args:
         logits: what the layer does to logits and their softmax, exactly; nothing by default. The flash kernel
@@ -117,10 +118,10 @@ class _Rows:
         behind = (grid.rows + after) * self.q_block - self.inside.stop
         if grid.q_lead or behind:
             queries = pad(queries, (0, 0, grid.q_lead, behind))
-        self.q = self.by_row(queries, self.q_block).to(wide_dtype(k))  # [R, q_block, D]
-        self.k, self.v = (x.flatten(0, 2).to(wide_dtype(k)) for x in (k, v))  # [B Hkv N, D], [B Hkv N, Dv]
-        self.out = self.q.new_zeros(*self.q.shape[:2], v.shape[-1])
-        self.lse = self.q.new_full(self.q.shape[:2], float("-inf"))
+        self.q = self.by_row(queries, self.q_block).to(flash_dtype(k))  # [R, q_block, D]
+        self.k, self.v = (x.flatten(0, 2).to(flash_dtype(k)) for x in (k, v))  # [B Hkv N, D], [B Hkv N, Dv]
+        self.out = self.q.new_zeros(*self.q.shape[:2], v.shape[-1], dtype=wide_dtype(k))
+        self.lse = self.out.new_full(self.out.shape[:2], float("-inf"))
 
     def by_row(self, x: Tensor, length: int) -> Tensor:
         """`[B, Hq, rows * length, ...]` as `[R, length, ...]`, with rows stacked."""
@@ -226,7 +227,7 @@ class _Rows:
         # PyTorch's kernel takes a few logits that are all NaN for no key at all, for which it gives an lse of 0.
         if bool((lse == 0).any()):
             return _plain(q, k, v, _hidden(q, k, causal=causal), scale, self.logits)
-        return out, lse
+        return out.to(self.out.dtype), lse
 
     def _slots(self, first_block: Tensor, blocks: Tensor) -> Tensor:
         """The keys in the slots of `blocks` `[n, blocks]`, `[n, blocks, k_block]`, -1 where empty."""
@@ -256,7 +257,7 @@ def _alike(counts: Tensor, wide: int) -> Iterator[tuple[int, Tensor]]:
     threads = torch.get_num_threads()
     for count in counts.unique().tolist():
         if count:
-            at_once = _WORKSPACE // (count * wide)
+            at_once = threads * _WORKSPACE // (count * wide)
             at_once = at_once // threads * threads or max(at_once, 1)
             for some in (counts == count).nonzero().flatten().split(at_once):
                 yield count, some
@@ -279,7 +280,7 @@ def _hidden(q: Tensor, k: Tensor, *, causal: bool) -> Tensor:
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float, capped: Logits) -> tuple[Tensor, Tensor]:
     """Attention of `q` `[n, M, D]` to `k` `[n, keys, D]` but for hidden pairs `[n|1, M, keys|1]`, and its lse."""
-    parts = []
+    parts, v = [], v.to(wide_dtype(v))
     for some, their_hidden in zip(q.split(_PLACES, 1), hidden.split(_PLACES, 1), strict=True):
         logits = capped.capped(products(some.unsqueeze(0), k.unsqueeze(0))[0].mul_(scale))  # [n, M, keys]
         logits.masked_fill_(their_hidden, float("-inf"))
