@@ -222,3 +222,14 @@ def test_kernels_of_other_dtypes_on_a_gpu() -> None:
     assert "efficient" in kernel_of(*single)
     assert "efficient" in kernel_of(q[:, :, 50:], k, v)
     assert kernel_of(q.double(), k.double(), v.double()) == "products"
+
+
+@pytest.mark.parametrize("M", [40, 70])
+def test_a_cpu_that_may_round_fp32_multiplies_in_float64(M: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `torch.set_float32_matmul_precision` may ask a CPU with units for bf16."""
+    q, k, v = make_qkv(N=70, M=M, D=16)
+    want = dense_attention(q.double(), k.double(), v.double(), causal=True, scale=0.25)
+    monkeypatch.setattr("blocksparse.executors.dense_attention.rounds_fp32", lambda: True)
+    out = dense_attention(q, k, v, causal=True, scale=0.25)
+    assert out.dtype == torch.float32
+    assert torch.equal(out, want.float())

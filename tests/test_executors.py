@@ -363,6 +363,26 @@ def test_nor_do_its_units_for_bf16(N: int, block: int, at: int, bad: float, bf16
     assert set(bf16_units) <= {torch.bfloat16}
 
 
+@pytest.mark.parametrize("units", [True, False])
+@pytest.mark.parametrize("q_all", [None, 1e19])
+@pytest.mark.parametrize("N", [1, 16, 64, 70])
+def test_a_logit_of_infinity_is_no_row_of_zeros(
+    N: int, q_all: float | None, units: bool, bf16_units: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bf16, too, where the flash kernel gives such a logit the weight 0; also if all inputs are finite."""
+    del bf16_units
+    monkeypatch.setattr(flash_on_cpu, "_has_matrix_units", lambda: units)
+    q, k, v = make_qkv(N=N, D=16, dtype=torch.bfloat16)
+    if q_all is None:
+        k[:, :, 0, 0], q[:, :, -1, 0] = float("inf"), 1.0
+    else:
+        q[:], k[:, :, 0] = q_all, 3e19
+    everything = bs.Pipeline(bs.Identity(), bs.NoScorer(16), bs.Everything(), bs.CpuExecutor())
+    want = attrs.evolve(everything, executor=bs.ReferenceExecutor())(q, k, v, scale=1.0)
+    assert bool(want.isnan().any())
+    assert torch.equal(everything(q, k, v, scale=1.0).isnan(), want.isnan())
+
+
 def check_bad_key(q: Tensor, k: Tensor, v: Tensor, block: int, at: int, causal: bool, bad: float) -> None:
     """The same outputs are not finite, and the others are as the reference has them."""
     k[:, :, at] = bad

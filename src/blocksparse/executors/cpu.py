@@ -224,8 +224,9 @@ class _Rows:
             return _plain(q, k, v, _hidden(q, k, causal=causal), scale, self.logits)
         one_q, one_k, one_v = (x.unsqueeze(1) for x in (q, k, v))
         out, lse = (x.squeeze(1) for x in flash_on_cpu(one_q, one_k, one_v, scale, causal=causal))
-        # PyTorch's kernel takes a few logits that are all NaN for no key at all, for which it gives an lse of 0.
-        if bool((lse == 0).any()):
+        # PyTorch's kernel takes a few logits that are all NaN for no key at all, for which it gives an lse of 0. A
+        # logit of infinity, which should make its row NaN, has the weight 0 in bf16, and gives an lse of infinity.
+        if bool(((lse == 0) | (lse == float("inf"))).any()):
             return _plain(q, k, v, _hidden(q, k, causal=causal), scale, self.logits)
         return out.to(self.out.dtype), lse
 

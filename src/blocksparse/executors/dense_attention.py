@@ -18,6 +18,7 @@ from blocksparse.executors.auto import AutoExecutor
 from blocksparse.executors.logits import PLAIN, Logits
 from blocksparse.geometry import Grid, hiding
 from blocksparse.kernels.common.repetition import refuse_repetition
+from blocksparse.kernels.multiplying.products import rounds_fp32
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.precision import without_autocast
 from blocksparse.selectors.block_mask import BlockMask
@@ -56,6 +57,8 @@ def dense_attention(
     refuse_repetition("dense attention follows the switches of PyTorch")
     if (window := hiding(window, k.shape[2], causal=causal)) is not None or not logits.is_plain:
         return _by_blocks(q, k, v, causal, scale, window, logits)
+    if q.dtype == torch.float32 and q.device.type == "cpu" and rounds_fp32():
+        return _attend(q.double(), k.double(), v.double(), causal=causal, scale=scale).float()
     with without_autocast(q):
         return _attend(q, k, v, causal=causal, scale=scale)
 
