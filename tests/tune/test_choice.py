@@ -171,6 +171,7 @@ class Layers:
         return sum(option.cost for option in choose(units, budgets))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seed", "budgets"), [(0, (0.01, 0.05)), (1, (0.03, 0.1)), (2, (0.01, 0.05))])
 def test_a_few_runs_choose_as_well_as_all(seed: int, budgets: tuple[float, float]) -> None:
     layers = Layers(seed)
