@@ -296,12 +296,10 @@ def test_units_for_bf16_change_no_other_dtype(dtype: torch.dtype, bf16_units: li
     assert set(bf16_units) == {torch.promote_types(dtype, torch.float32)}
 
 
+@pytest.mark.usefixtures("bf16_units")
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("softcap", [None, 30.0])
-def test_units_for_bf16_and_other_head_dims(
-    softcap: float | None, causal: bool, bf16_units: list[torch.dtype]
-) -> None:
-    del bf16_units
+def test_units_for_bf16_and_other_head_dims(softcap: float | None, causal: bool) -> None:
     for Dv in (8, 16, 24):
         q, k, v = make_qkv(N=200, M=130, D=16, Dv=Dv, dtype=torch.bfloat16)
         logits = bs.Logits(softcap=softcap)
@@ -367,10 +365,9 @@ def test_nor_do_its_units_for_bf16(N: int, block: int, at: int, bad: float, bf16
 @pytest.mark.parametrize("q_all", [None, 1e19])
 @pytest.mark.parametrize("N", [1, 16, 64, 70])
 def test_a_logit_of_infinity_is_no_row_of_zeros(
-    N: int, q_all: float | None, units: bool, bf16_units: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
+    N: int, q_all: float | None, units: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In bf16, too, where the flash kernel gives such a logit the weight 0; also if all inputs are finite."""
-    del bf16_units
     monkeypatch.setattr(flash_on_cpu, "_has_matrix_units", lambda: units)
     q, k, v = make_qkv(N=N, D=16, dtype=torch.bfloat16)
     if q_all is None:

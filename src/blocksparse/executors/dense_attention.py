@@ -57,9 +57,10 @@ def dense_attention(
     refuse_repetition("dense attention follows the switches of PyTorch")
     if (window := hiding(window, k.shape[2], causal=causal)) is not None or not logits.is_plain:
         return _by_blocks(q, k, v, causal, scale, window, logits)
-    if q.dtype == torch.float32 and q.device.type == "cpu" and rounds_fp32():
-        return _attend(q.double(), k.double(), v.double(), causal=causal, scale=scale).float()
     with without_autocast(q):
+        if q.dtype == torch.float32 and q.device.type == "cpu" and rounds_fp32():
+            # PyTorch's kernel would round, too.
+            return _attend(q.double(), k.double(), v.double(), causal=causal, scale=scale).float()
         return _attend(q, k, v, causal=causal, scale=scale)
 
 
