@@ -116,14 +116,13 @@ def measure(model: Model, method: Method, samples: Mapping[str, Sequence[Sample]
 @torch.inference_mode()
 def attention_ms(model: Model, method: Method, texts: Texts, *, batch: int, repeats: int) -> float:
     """The median time of attention in all layers, over windows and repeats; a call has a window `batch` times."""
+    windows = [reading.prompt.ids for reading in texts.readings]
     times = []
-    for reading in texts.readings:
-        for repeat in range(repeats + 1):  # the first one warms up
-            with attached(model, method), watch(model.network) as sight:
-                model.network.model(reading.prompt.ids.repeat(batch, 1), use_cache=False)
-                if repeat:
-                    times.append(1000 * sight.seconds())
-    return statistics.median(times)
+    for ids in (windows[0], *(ids for ids in windows for _ in range(repeats))):  # the first one warms up
+        with attached(model, method), watch(model.network) as sight:
+            model.network.model(ids.repeat(batch, 1), use_cache=False)
+            times.append(1000 * sight.seconds())
+    return statistics.median(times[1:])
 
 
 def _density(model: Model, recorder: DensityRecorder) -> float:

@@ -17,7 +17,8 @@ from blocksparse.tune import Plan
 ALWAYS_SPARSE = bs.AutoExecutor(dense_below=0)
 HAVE_BANDS = ("a_shape", "tri_shape", "bfla")  # another band would add nothing
 QUALITIES: tuple[bs.Quality, ...] = ("fast", "balanced", "careful")
-FLOOR, CEILING, DENSE, PLAN = "random", "oracle", "dense", "plan"
+FLOOR, CEILING, DENSE = "random", "oracle", "dense"
+PLANS = {"density": "plan", "time": "plan for time"}  # by what they minimise
 
 
 @final
@@ -68,8 +69,9 @@ def methods(block: int, band: int | None) -> list[Method]:
 
 
 def plans(paths: Sequence[Path], network: Any) -> list[Method]:
-    """Tuned plans of this model."""
-    return [Method(PLAN, path.stem, Plan.load(path).schedule(network)) for path in paths]
+    """Tuned plans of this model, named as their files are."""
+    found = [(path.stem, Plan.load(path)) for path in paths]
+    return [Method(PLANS[plan.evidence.minimise], name, plan.schedule(network)) for name, plan in found]
 
 
 def _pipeline(scorer: Any, selector: Any) -> Any:

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tasks.methods import CEILING, DENSE, FLOOR, PLAN
+from benchmarks.tasks.methods import CEILING, DENSE, FLOOR, PLANS
 from benchmarks.tasks.paired import Difference, difference
 
 Row = dict[str, Any]
@@ -49,7 +49,7 @@ def saving(rows: Sequence[Row], plan: Row, cost: str, *, or_less: bool = False) 
     if plan["kl"] <= 0 or plan[cost] is None:
         return None
     best: tuple[str, float] | None = None
-    for preset in {row["preset"] for row in rows} - {DENSE, FLOOR, CEILING, PLAN}:
+    for preset in {row["preset"] for row in rows} - {DENSE, FLOOR, CEILING, *PLANS.values()}:
         points = [
             (math.log(row["kl"]), math.log(row[cost]))
             for row in rows
@@ -105,26 +105,31 @@ def _table(rows: Sequence[Row]) -> str:
             f"| `{name}` | {row['setting']} | {row['density']:.3f} | {row['kl']:.4f} | "
             f"{row['perplexity']:.2f} | {_ms(row)} |{_scores(rows, row, dense, tasks) if tasks else ''}"
         )
-    for plan in (row for row in rows if row["preset"] == PLAN):
-        at = f"\nAt the KL of plan {plan['setting']} ({plan['kl']:.4f}) the best single preset"
-        of_blocks = [(at, saving(rows, plan, "density"))]
-        if tasks:
-            scoring = saving(as_dense(rows, dense, tasks), plan, "density", or_less=True)
-            of_blocks.append((f"{at} of those that score as dense attention does", scoring))
-        for which, found in of_blocks:
-            if found is not None:
-                best, density, saved = found
-                lines.append(
-                    f"{which}, `{best}`, keeps {density:.3f} of the blocks, and the plan {plan['density']:.3f}: "
-                    f"{100 * saved:.0f} % fewer."
-                )
-        if (found := saving(rows, plan, "attention_ms")) is not None:
-            best, ms, saved = found
-            lines.append(
-                f"{at}, `{best}`, attends in {ms:.1f} ms, and the plan in {_ms(plan)} ms: "
-                f"{100 * saved:.0f} % less."
-            )
+    for plan in (row for row in rows if row["preset"] in PLANS.values()):
+        lines += _savings(rows, plan, dense, tasks)
     return "\n".join(lines) + "\n"
+
+
+def _savings(rows: Sequence[Row], plan: Row, dense: Row, tasks: Sequence[str]) -> list[str]:
+    """Sentences that compare a plan with single presets, by blocks and by time."""
+    single = f"\nAt the KL of plan {plan['setting']} ({plan['kl']:.4f}) the best single preset"
+    lines = []
+    for cost, verb, unit, less in (
+        ("density", "keeps", "of the blocks", "fewer"),
+        ("attention_ms", "attends in", "ms", "less"),
+    ):
+        found = [(single, saving(rows, plan, cost))]
+        if tasks:
+            scoring = saving(as_dense(rows, dense, tasks), plan, cost, or_less=True)
+            found.append((f"{single} of those that score as dense attention does", scoring))
+        for which, best in found:
+            if best is not None:
+                preset, of_preset, saved = best
+                lines.append(
+                    f"{which}, `{preset}`, {verb} {of_preset:.3g} {unit}, and the plan {plan[cost]:.3g}: "
+                    f"{100 * abs(saved):.0f} % {less if saved >= 0 else 'more'}."
+                )
+    return lines
 
 
 def _scores(rows: Sequence[Row], row: Row, dense: Row, tasks: Sequence[str]) -> str:
@@ -193,8 +198,9 @@ def _draw(rows: Sequence[Row], lengths: Sequence[int], path: Path) -> None:
                     continue
                 x, y = zip(*mine, strict=True)
                 bound = {FLOOR: ":", CEILING: "--"}.get(name)
-                if name == PLAN:  # each is a choice of its own, of one tuning or another
-                    axes.plot(x, y, "*", color="black", markersize=11, label=name)
+                if name in PLANS.values():  # each is a choice of its own, of one tuning or another
+                    filled = "black" if name == PLANS["density"] else "gold"
+                    axes.plot(x, y, "*", color="black", markerfacecolor=filled, markersize=11, label=name)
                 else:
                     axes.plot(
                         x, y, bound or "-", color="black" if bound else f"C{number % 10}",

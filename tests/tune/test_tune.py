@@ -35,12 +35,13 @@ from blocksparse.tune import (
     prompts_from_text,
     tune,
 )
+from blocksparse.tune.cost import Costs
 from blocksparse.tune.journal import Journal
 from blocksparse.tune.progress import Work
 from blocksparse.tune.reading import Reading
 from blocksparse.tune.sensitivity import Bench
 from blocksparse.tune.sparge_search import ErrorBounds, sparge_search
-from blocksparse.tune.unit import Unit
+from blocksparse.tune.unit import DENSE, Unit
 from tests.tune import tiny
 
 
@@ -126,6 +127,16 @@ def test_a_plan_keeps_its_budget_and_saves_work(model: Any, tmp_path: Path) -> N
     assert float(density.mean()) == pytest.approx(found.plan.density, rel=1e-3)
     looser = tuned(model, tmp_path / "j", budget=Budget(0.5, 1.0, tries=3))
     assert looser.evidence.plan.density <= found.plan.density
+
+
+def test_what_keeps_everything_is_never_taken_for_less_time(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A window as wide as the prompts here would leave keys out in longer ones, which nobody has measured."""
+    monkeypatch.setattr(Costs, "ms", lambda _, unit, name: 2.0 if name == DENSE else 1.0)
+    wide = Candidate("a_shape", {"sink": 16, "local": 2 * tiny.TOKENS, "block": 16})
+    plan = tuned(model, tmp_path / "j", candidates=[wide], minimise="time")
+    assert [part.attention for part in plan.layers] == [None] * tiny.LAYERS
 
 
 @pytest.mark.slow
