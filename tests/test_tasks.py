@@ -170,7 +170,11 @@ def test_a_plan_is_compared_at_equal_kl_with_the_best_preset(tmp_path: Path) -> 
     assert saving(rows, row("plan", "all dense", 1.0, 0.0, 1), "density") is None
     assert between([(0.0, 1.0), (2.0, 3.0)], 1.0) == 2.0
     assert between([(0.0, 1.0), (2.0, 3.0)], 2.1) is None
-    text = report(rows, tmp_path / "tasks.png")
+    slow = row("plan for time", "mine", 0.1, 0.0447213, 1, 1) | {"attention_ms": 4.6}
+    text = report([*rows, slow], tmp_path / "tasks.png")
+    assert "`s2o`, attends in 2.0 ms, and the plan 1.0: 51 % less." in text
+    assert "`s2o`, attends in 2.0 ms, and the plan 4.6: 125 % more." in text
+    assert "At the KL of `plan for time` mine (0.0447) the best" in text
     assert "| `s2o` | 0.1 | 0.100 | 0.2000 |" in text
     assert "| 25, - |" in text  # random at a density of .3, half way between 0 and 50 %
     assert "100 (+0: -" in text

@@ -64,6 +64,8 @@ def run(model: Model, tokens: int, options: argparse.Namespace, done: list[dict[
     every = [*methods(options.block, options.band), *plans(options.plan, model.network)]
     if options.methods:
         names = [DENSE, *options.methods]
+        if unknown := set(options.methods) - {m.preset for m in every}:
+            raise SystemExit(f"--methods knows {sorted({m.preset for m in every})}, not {sorted(unknown)}")
         every = sorted((m for m in every if m.preset in names), key=lambda m: names.index(m.preset))
     mine = [row for row in done if row["tokens"] == tokens]
     if any(row[what] != value for row in mine for what, value in about(model, options).items()):

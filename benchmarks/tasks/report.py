@@ -112,11 +112,11 @@ def _table(rows: Sequence[Row]) -> str:
 
 def _savings(rows: Sequence[Row], plan: Row, dense: Row, tasks: Sequence[str]) -> list[str]:
     """Sentences that compare a plan with single presets, by blocks and by time."""
-    single = f"\nAt the KL of plan {plan['setting']} ({plan['kl']:.4f}) the best single preset"
+    single = f"\nAt the KL of `{plan['preset']}` {plan['setting']} ({plan['kl']:.4f}) the best single preset"
     lines = []
-    for cost, verb, unit, less in (
-        ("density", "keeps", "of the blocks", "fewer"),
-        ("attention_ms", "attends in", "ms", "less"),
+    for cost, verb, unit, digits, less in (
+        ("density", "keeps", "of the blocks", 3, "fewer"),
+        ("attention_ms", "attends in", "ms", 1, "less"),
     ):
         found = [(single, saving(rows, plan, cost))]
         if tasks:
@@ -126,8 +126,8 @@ def _savings(rows: Sequence[Row], plan: Row, dense: Row, tasks: Sequence[str]) -
             if best is not None:
                 preset, of_preset, saved = best
                 lines.append(
-                    f"{which}, `{preset}`, {verb} {of_preset:.3g} {unit}, and the plan {plan[cost]:.3g}: "
-                    f"{100 * abs(saved):.0f} % {less if saved >= 0 else 'more'}."
+                    f"{which}, `{preset}`, {verb} {of_preset:.{digits}f} {unit}, and the plan "
+                    f"{plan[cost]:.{digits}f}: {100 * abs(saved):.0f} % {less if saved >= 0 else 'more'}."
                 )
     return lines
 

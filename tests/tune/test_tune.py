@@ -129,13 +129,22 @@ def test_a_plan_keeps_its_budget_and_saves_work(model: Any, tmp_path: Path) -> N
     assert looser.evidence.plan.density <= found.plan.density
 
 
-def test_what_keeps_everything_is_never_taken_for_less_time(
+def test_held_prompts_must_show_what_a_window_drops(model: Any, tmp_path: Path) -> None:
+    ids = tiny.prompts(2, 1)[0].ids[:, : tiny.TOKENS // 2]
+    with pytest.raises(TuneError, match="the longest of 'held' must have 75% of the tokens of the longest"):
+        tune(model, tiny.prompts(2, 0), [TunePrompt(ids)], journal=tmp_path / "j")
+
+
+def test_what_keeps_nearly_everything_is_never_taken_for_less_time(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A window as wide as the prompts here would leave keys out in longer ones, which nobody has measured."""
+    """A window as wide as the prompts here, or nearly, would leave keys out in longer ones, unseen."""
     monkeypatch.setattr(Costs, "ms", lambda _, unit, name: 2.0 if name == DENSE else 1.0)
-    wide = Candidate("a_shape", {"sink": 16, "local": 2 * tiny.TOKENS, "block": 16})
-    plan = tuned(model, tmp_path / "j", candidates=[wide], minimise="time")
+    windows = [
+        Candidate("a_shape", {"sink": 16, "local": local, "block": 16})
+        for local in (int(0.8 * tiny.TOKENS), 2 * tiny.TOKENS)
+    ]
+    plan = tuned(model, tmp_path / "j", candidates=windows, minimise="time")
     assert [part.attention for part in plan.layers] == [None] * tiny.LAYERS
 
 

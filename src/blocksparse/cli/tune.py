@@ -184,7 +184,7 @@ def summary(plan: Plan) -> str:
     return "\n".join(
         [
             *lines,
-            f"on held prompts of {max(found.tokens)} tokens: density {of_plan.density:.3f}, KL over the text "
+            f"on held prompts: density {of_plan.density:.3f}, KL over the text "
             f"{of_plan.text_kl:.4f} and at answers {of_plan.answer_kl:.4f} (less noise of "
             f"{found.noise_text_kl:.4f} and {found.noise_answer_kl:.4f})",
             f"answers found: {of_plan.found} of {found.answers}, by dense attention {found.dense_found}; "

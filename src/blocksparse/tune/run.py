@@ -25,7 +25,7 @@ from blocksparse.tune.unit import DENSE, Key
 from blocksparse.tune.verify import plan_that_fits
 from blocksparse.validators import one_of, size
 
-_EVERYTHING = 0.9999  # of the work of dense attention, which sums of fp32 may miss by a little
+_MOST = 0.9  # of a layer's work: a window that keeps more shows hardly what it drops of longer prompts
 _RUNS = 8  # of the model with each unit, about; only the estimate of the time left rests on it
 
 
@@ -69,7 +69,9 @@ def tune(
         journal: a file that gets every measurement. A run that was killed goes on from there, and a run with
             the same model and prompts but another budget, say, takes what it needs from there.
         budget: what the plan may lose.
-        candidates: what may attend in a layer; dense attention always may.
+        candidates: what may attend in a layer; dense attention always may. One that keeps nine tenths of the work
+            of a layer or more is never taken there: it saves next to nothing, and a window or a number of tokens
+            that suffices here may not in longer prompts.
         minimise: "time", as predicted for this device at the length of the longest prompt; or "density".
         batch: how many prompts a call will have; times are those of such calls.
         head_groups: into how many groups the KV heads of each layer are split; each gets a choice of its own.
@@ -110,8 +112,7 @@ def tune(
     errors = {(unit, name): probe.error for unit, some in probes.items() for name, probe in some.items()}
     choice = GuidedChoice(
         {unit: costs(unit, DENSE) for unit in units},
-        # Not a window as wide as the prompt: it would drop keys of longer prompts, which nobody has measured.
-        {(unit, name): costs(unit, name) for unit, name in errors if probes[unit][name].density < _EVERYTHING},
+        {(unit, name): costs(unit, name) for unit, name in errors if probes[unit][name].density < _MOST},
         errors,
         {name: candidate.preset for name, candidate in by_name.items()},
         partial(_losses, session, by_name),

@@ -28,6 +28,7 @@ from blocksparse.tune.verify import Verifier
 
 POSITIONS = 384  # of a prompt's text, at which predictions are compared unless the caller says otherwise
 _TIMED_UNITS = 4
+_SEEN = 0.75  # a window with nine tenths of the work of N tokens is narrower than this share of N
 
 
 @final
@@ -66,6 +67,12 @@ class Session:
                 raise TuneError(f"'{what}' must have at least one prompt")
         if {hash_of([prompt]) for prompt in prompts} & {hash_of([prompt]) for prompt in held}:
             raise TuneError("'held' must have other prompts than 'prompts', or nothing is verified")
+        longest, seen = (_longest(some).ids.shape[1] for some in (prompts, held))
+        if seen < _SEEN * longest:
+            raise TuneError(
+                f"the longest of 'held' must have {_SEEN:.0%} of the tokens of the longest of 'prompts' at least, "
+                f"or it does not show what windows drop: {seen} of {longest}; hold a longer prompt"
+            )
         if network.training:
             raise TuneError("the model must not be in training, where dropout draws numbers: call eval() first")
         model, device = Fingerprint.of(network), network.device
