@@ -184,9 +184,9 @@ def summary(plan: Plan) -> str:
     return "\n".join(
         [
             *lines,
-            f"on held prompts: density {of_plan.density:.3f}, KL over the text "
-            f"{of_plan.text_kl:.4f} and at answers {of_plan.answer_kl:.4f} (less noise of "
-            f"{found.noise_text_kl:.4f} and {found.noise_answer_kl:.4f})",
+            f"on held prompts: density {of_plan.density:.3f}, KL over the text {of_plan.text_kl:.4f} and at "
+            f"answers {of_plan.answer_kl:.4f} (less noise of {found.noise_text_kl:.4f} and "
+            f"{found.noise_answer_kl:.4f})",
             f"answers found: {of_plan.found} of {found.answers}, by dense attention {found.dense_found}; "
             f"predicted time of attention, {_prompts_in(found.batch)} in a call: {of_plan.ms:.1f} ms, "
             f"dense {found.dense_ms:.1f} ms on {found.device}",
