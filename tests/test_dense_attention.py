@@ -224,6 +224,19 @@ def test_kernels_of_other_dtypes_on_a_gpu() -> None:
     assert kernel_of(q.double(), k.double(), v.double()) == "products"
 
 
+def test_cpu_tensors_need_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A PyTorch that was built for GPUs, on a machine without one, raises at any question about a GPU."""
+
+    def no_gpu(*_: Any) -> bool:
+        raise torch.AcceleratorError("CUDA error: no CUDA-capable device is detected")
+
+    for name in ("cudnn", "flash", "efficient"):
+        monkeypatch.setattr(f"blocksparse.executors.dense_attention.can_use_{name}_attention", no_gpu)
+    q, k, v = make_qkv(N=70, D=16)
+    for start in (0, 30):
+        assert dense_attention(q[:, :, start:], k, v, causal=True, scale=SCALE).isfinite().all()
+
+
 @pytest.mark.parametrize("M", [40, 70])
 def test_a_cpu_that_may_round_fp32_multiplies_in_float64(M: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `torch.set_float32_matmul_precision` may ask a CPU with units for bf16."""

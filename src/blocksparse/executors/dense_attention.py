@@ -85,7 +85,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> T
     M, N, Dv = q.shape[2], k.shape[2], v.shape[3]
     chunk = causal and M < N  # PyTorch's `is_causal` would align the first query with the first key here
     q, k, v = (_loadable(x, x.shape[3]) for x in (q, k, v))
-    if not chunk and can_use_cudnn_attention(_params(q, k, v, causal)):
+    # A PyTorch for GPUs raises if it is asked about cuDNN where there is none.
+    if q.is_cuda and not chunk and can_use_cudnn_attention(_params(q, k, v, causal)):
         # 1.7 times as fast as FlashAttention-2 on an H200.
         out: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, False, 0.0, causal, scale=scale
