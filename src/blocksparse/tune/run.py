@@ -25,7 +25,7 @@ from blocksparse.tune.unit import DENSE, Key
 from blocksparse.tune.verify import plan_that_fits
 from blocksparse.validators import one_of, size
 
-_MOST = 0.9  # of a layer's work: a window that keeps more shows hardly what it drops of longer prompts
+_MOST = 0.9  # of a layer's work; a window that keeps more hardly shows here what it drops of longer prompts
 _RUNS = 8  # of the model with each unit, about; only the estimate of the time left rests on it
 
 
