@@ -1,4 +1,4 @@
-"""The pictures of docs/concepts.md, computed: `python -m benchmarks.concept_pictures docs/pictures`.
+"""The pictures of docs/reference/concepts.md, computed: `python -m benchmarks.concept_pictures docs/pictures`.
 
 One follows a head of the demo's model, SmolLM2-135M, through the four stages of a pipeline. The other spells out,
 on 64 random tokens, which pairs of query and key a permutation and a block mask mean. Half a minute on a CPU.

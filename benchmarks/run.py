@@ -1,4 +1,4 @@
-"""Every table of docs/performance.md in one go: `python -m benchmarks.run [TABLE ...]`.
+"""The tables of speed in docs/evidence in one go: `python -m benchmarks.run [TABLE ...]`.
 
 On a GPU all tables but `cpu`, elsewhere `cpu`, unless tables are named. Each call is checked against float64
 before it is timed, and one that fails is not timed. `results.json` grows row by row: a run cut short keeps what

@@ -114,7 +114,7 @@ def test_reference_has_every_class_and_function() -> None:
         names = re.findall(r" as (\w+)$", inspect.getsource(module), re.MULTILINE)
         return [x for x in map(vars(module).get, names) if inspect.isclass(x) or inspect.isfunction(x)]
 
-    pages = (page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
+    pages = (page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "reference" / "api").glob("*.md"))
     paths = [path for page in pages for path in REFERENCE.findall(page)]
     # The site would show the module where a function in it has the same name.
     assert not [path for path in paths if (ROOT / "src" / f"{path.replace('.', '/')}.py").exists()]
@@ -135,10 +135,10 @@ def test_examples_run(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_preset_has_a_page() -> None:
     from blocksparse.testing import every_preset
 
-    pages = {path.stem.replace("-", "_") for path in (ROOT / "docs" / "papers").glob("*.md")}
+    pages = {path.stem.replace("-", "_") for path in (ROOT / "docs" / "reference" / "papers").glob("*.md")}
     on_minference_page = {"a_shape", "tri_shape"}
     assert pages | on_minference_page | {"auto"} == set(every_preset)  # `auto` is no paper's
-    text = (ROOT / "docs" / "papers" / "minference.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "reference" / "papers" / "minference.md").read_text(encoding="utf-8")
     assert all(f"{preset}(" in text for preset in on_minference_page)
 
 
@@ -146,7 +146,7 @@ def test_every_preset_has_a_page() -> None:
 def test_what_users_write_type_checks(tmp_path: Path) -> None:
     """The page on writing stages is one program: strict mypy accepts it, but for the block it must reject."""
     mypy_api = pytest.importorskip("mypy.api")
-    page = ROOT / "docs" / "write-your-own-stage.md"
+    page = ROOT / "docs" / "start" / "write-your-own-stage.md"
     program = "\n".join(code.strip("\n") for code in blocks(page, "", "rejected"))
     file = tmp_path / "written_by_a_user.py"
     file.write_text(program, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Every row of docs/hosts/diffusers.md, on tiny random models, against the same models without a pipeline."""
+"""Every row of docs/start/diffusers.md, on tiny random models, against the same models without a pipeline."""
 
 from __future__ import annotations
 

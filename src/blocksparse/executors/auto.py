@@ -105,7 +105,7 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
             dim 128 do as many with 10K tokens, 4 heads with 29K), and 6e10 in fp32, estimated from its lower
             rate. Other GPUs take the same numbers until they are measured: `python -m benchmarks.run crossover`.
             On a CPU None is never dense: where blocks begin to pay there depends on its cores and the dtype
-            (docs/performance.md has two), and `blocksparse bench` finds the length.
+            (docs/evidence/cpu.md has two), and `blocksparse bench` finds the length.
         logits: what the layer does to logits and their softmax, exactly, in dense calls too; nothing by default.
             `FlexExecutor`, which knows neither softcap nor sinks, is then passed over.
 

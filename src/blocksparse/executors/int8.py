@@ -40,7 +40,7 @@ class Int8Executor(Executor[GlobalPermutation, BlockMask]):
     are rotated by a Hadamard matrix first, which does not change their products and makes their entries more even;
     and in blocks without a masked pair, each tile of keys has four scales, one for each group of columns that a
     thread of a matrix product holds. Everything else takes the portable kernel, in which each query, key and value
-    has one scale. In both no bit of a row depends on later tokens. docs/numerics.md has the errors of both.
+    has one scale. In both no bit of a row depends on later tokens. Errors: docs/reference/numerics.md.
 
     Args:
         fp8_pv: round weights and values to fp8 (e4m3), which needs an NVIDIA GPU from Ada on. `False` leaves both

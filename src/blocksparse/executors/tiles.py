@@ -180,7 +180,7 @@ _HOPPER = {
 
 
 def tuned(q: Tensor, k: Tensor, v: Tensor, q_block: int, k_block: int, *, plain: bool = True) -> Tiles:
-    """The fastest tiles for blocks of `q_block` x `k_block`, as measured (docs/performance.md).
+    """The fastest tiles for blocks of `q_block` x `k_block`, as measured (docs/evidence/block-sizes.md).
 
     Args:
         plain: whether nothing is approximated and there is no sliding window, softcap or sink. Only then is the

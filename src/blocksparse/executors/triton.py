@@ -42,7 +42,7 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
             each. In blocks without a masked pair, a query leaves out each tile of keys whose greatest logit is
             more than `-pv_skip` below the greatest one that it met before. If `m` keys are left out, at most the
             share `m e^pv_skip` of the query's mass is lost. The result is approximate then, in the portable kernel
-            (docs/numerics.md has the bounds); with None, the default, it is exact.
+            (docs/reference/numerics.md has the bounds); with None, the default, it is exact.
         logits: what the layer does to logits and their softmax, exactly; nothing by default.
 
     Raises:

@@ -31,7 +31,7 @@ class _Settings(NamedTuple):
     theta: float
 
 
-# docs/how-to-choose.md; the last two numbers of "careful" are SpargeAttn's own.
+# docs/evidence/tasks.md; the last two numbers of "careful" are SpargeAttn's own.
 _SETTINGS: dict[str, _Settings] = {
     "careful": _Settings(0.95, 0.98, 0.6),
     "balanced": _Settings(0.9, 0.95, 0.5),
@@ -43,7 +43,7 @@ _BAND = 128  # tokens; 64 with "fast" lost more at equal density
 def auto(
     quality: Quality = "balanced",
     *,
-    block: int = 64,  # keeps less than 128 at the same mass, docs/how-to-choose.md
+    block: int = 64,  # keeps less than 128 at the same mass, docs/evidence/layer-errors.md
     order: Permuter[GlobalPermutation] | None = None,
     executor: Executor[GlobalPermutation, BlockMask] | None = None,
 ) -> Pipeline[GlobalPermutation, BlockMass, BlockMask]:

@@ -23,7 +23,7 @@ from blocksparse.validators import block_size, count, multiple, shown
 def s2o(
     tau: float | Sequence[float] | Tensor | None = None,
     *,
-    S: int = 256,  # measured, see docs/papers/s2o.md; the paper prints no value
+    S: int = 256,  # measured, see docs/reference/papers/s2o.md; the paper prints no value
     block: int = 64,  # the paper prints no value (algorithm 2 names tiles B_M and B_N)
     prefix: int | None = 8192,  # algorithm 1 ranks all earlier keys, as None does
     coarse: bool = True,  # equation 2 orders exactly, as False does
@@ -44,14 +44,14 @@ def s2o(
         block: tokens per block, on both sides; a row of blocks stops as a whole.
         prefix: how many of the earlier keys a map holds, the best ones; a row attends to no others, even if it has
             not stopped by then. At 16384 tokens the default adds almost no error to that of a `tau` of 0.01, but
-            much to that of smaller ones (docs/papers/s2o.md). `GlobalIndexMap` says how much memory maps take.
+            much to that of smaller ones (page s2o of the papers). `GlobalIndexMap` says how much memory maps take.
         coarse: choose and order the earlier keys by rounded scores, which takes no full sort on a GPU and adds
-            almost no error (docs/papers/s2o.md).
+            almost no error (docs/reference/papers/s2o.md).
         per_query_head: make one key order per query head instead of one per KV head.
         order_queries: sort the queries of a segment, so that similar ones stop together.
         band: visit the keys up to so many before each query in any case. Without a band (0) a query at the start
             of its segment may miss them. Give it a multiple of `block`, since whole blocks are visited; what it
-            is worth is in docs/papers/s2o.md.
+            is worth is in docs/reference/papers/s2o.md.
         executor: `GatherExecutor(tau)` if None. An executor that does not stop early, such as
             `ReferenceExecutor`, computes every block.
 

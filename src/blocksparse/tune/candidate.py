@@ -99,4 +99,4 @@ DEFAULT_CANDIDATES: tuple[Candidate, ...] = (
     *_grid("pbs_attn", "mass", 0.75, 0.9, band=128, block=64),
     *_grid("a_shape", "local", 256, 1024, 2048, 4096, sink=64),
 )
-"""What is tried unless the caller names candidates: few families at many settings, as docs/tune.md explains."""
+"""What is tried unless the caller names candidates: few families, many settings; docs/start/tune.md explains."""
