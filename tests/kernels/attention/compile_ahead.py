@@ -5,6 +5,7 @@ Run as a script, in a process of its own: the test suite interprets kernels, and
 
 from __future__ import annotations
 
+import re
 import sys
 
 import triton
@@ -22,8 +23,13 @@ from blocksparse.kernels.common.sizes import padded_keys, padded_values
 
 # Kinds of kernels, the second with lists that are cut into shares; others are named by the type of their 8-bit values.
 PLAIN, CUT = "16 bits", "16 bits, cut"
-# Triton has no 8-bit integer products for sm_100's own matrix unit, and takes the older one.
-INTEGER_INSTRUCTION = {"sm_80": ".s8.s8", "sm_90": ".s8.s8", "sm_100": ".s8.s8", "gfx942": "_i8"}
+# Before 3.8 Triton has no 8-bit integer products for sm_100's own matrix unit, and takes the older one.
+INTEGER_INSTRUCTION = {
+    "sm_80": r"\.s8\.s8",
+    "sm_90": r"\.s8\.s8",
+    "sm_100": r"\.s8\.s8|tcgen05\.mma\S*kind::i8",
+    "gfx942": "_i8",
+}
 FP8_INSTRUCTION = {"sm_90": ".e4m3.e4m3", "sm_100": "f8f6f4"}  # the others have no such format
 
 
@@ -239,7 +245,7 @@ def main() -> int:
                 target, "bf16", head_dim, 128, with_tma[-1], pv_skip=pv_skip, int8_qk=int8_qk, fp8_pv=fp8_pv
             )
             text = kernel.asm[TEXT[target.backend]]
-            int8 = text.count(INTEGER_INSTRUCTION[name])
+            int8 = len(re.findall(INTEGER_INSTRUCTION[name], text))
             fp8 = text.count(FP8_INSTRUCTION[name]) if fp8_pv else 0
             failed += (int8_qk and not int8) + (fp8_pv and not fp8)
             print(

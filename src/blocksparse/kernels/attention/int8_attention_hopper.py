@@ -49,6 +49,7 @@ from blocksparse.kernels.attention.hopper.queue import (
 from blocksparse.kernels.attention.hopper.rows import LOWEST, by_thread, query_positions
 from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.memory import for_bulk_copies
+from blocksparse.kernels.common.names_triton import reinterpret
 from blocksparse.kernels.positions.token_positions import TokenPositions
 from blocksparse.kernels.rounding.tile_operands import TileOperands
 
@@ -132,17 +133,17 @@ def _consume(WG: gl.constexpr, C, SKIP: gl.constexpr, sources, pointers, bars, b
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     BASE: gl.constexpr = 8.0 - LAZY if C.PV8 else 0.0  # weights are at most 2^(BASE + LAZY) = 2^8: fp8 holds 448
     GROUP: gl.constexpr = _GROUP if C.PV8 else 1 << 20  # without fp8 all tiles of keys are one group
-    q_bufs = q_pieces._reinterpret(q_pieces.dtype, [2 * C.CONSUMERS, 64, C.DQ], EIGHTS)
-    k_bufs = k_pieces._reinterpret(k_pieces.dtype, [C.STAGES, C.BLOCK_N, C.DQ], EIGHTS)
+    q_bufs = reinterpret(q_pieces, q_pieces.dtype, [2 * C.CONSUMERS, 64, C.DQ], EIGHTS)
+    k_bufs = reinterpret(k_pieces, k_pieces.dtype, [C.STAGES, C.BLOCK_N, C.DQ], EIGHTS)
     if C.PV8:
-        v_bufs = v_pieces._reinterpret(v_pieces.dtype, [C.STAGES * C.PIECES, C.DV, PIECE], TURNED)
+        v_bufs = reinterpret(v_pieces, v_pieces.dtype, [C.STAGES * C.PIECES, C.DV, PIECE], TURNED)
     else:
-        v_bufs = v_pieces._reinterpret(v_pieces.dtype, [C.STAGES, C.BLOCK_N, C.DV], HALVES)
-    out_bufs = out_pieces._reinterpret(HALF, [C.CONSUMERS, 64, C.DV], HALVES)
+        v_bufs = reinterpret(v_pieces, v_pieces.dtype, [C.STAGES, C.BLOCK_N, C.DV], HALVES)
+    out_bufs = reinterpret(out_pieces, HALF, [C.CONSUMERS, 64, C.DV], HALVES)
     IN_ORDER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    of_queries = query_numbers._reinterpret(gl.float32, [4, C.CONSUMERS * 64], IN_ORDER)
-    of_tokens = token_numbers._reinterpret(gl.float32, [3 * C.STAGES, C.BLOCK_N], IN_ORDER)
-    of_tiles = tile_numbers._reinterpret(gl.float32, [2 * C.STAGES * C.PIECES, TILE_NUMBERS], IN_ORDER)
+    of_queries = reinterpret(query_numbers, gl.float32, [4, C.CONSUMERS * 64], IN_ORDER)
+    of_tokens = reinterpret(token_numbers, gl.float32, [3 * C.STAGES, C.BLOCK_N], IN_ORDER)
+    of_tiles = reinterpret(tile_numbers, gl.float32, [2 * C.STAGES * C.PIECES, TILE_NUMBERS], IN_ORDER)
     none = gl.zeros([64, C.BLOCK_N], gl.int32, SCORES)
     THREAD: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, by_thread(none).type.layout))
     lowest = gl.full([64, 4], LOWEST, gl.float32, THREAD)

@@ -41,6 +41,7 @@ from blocksparse.kernels.attention.hopper.rows import LOWEST, masked_scores, par
 from blocksparse.kernels.attention.hopper.shares import shares_of
 from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.memory import for_bulk_copies
+from blocksparse.kernels.common.names_triton import reinterpret
 from blocksparse.kernels.positions.token_positions import TokenPositions
 
 
@@ -150,10 +151,10 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     OUT_ROW: gl.constexpr = gl.SliceLayout(1, SUMS)
     DEPTH: gl.constexpr = C.DQ & -C.DQ
-    q_bufs = q_pieces._reinterpret(HALF, [C.Q_BUFFERS * C.CONSUMERS * C.DQ // DEPTH, 64, DEPTH], SHARED)
-    k_bufs = k_pieces._reinterpret(HALF, [C.STAGES * C.DQ // DEPTH, C.BLOCK_N, DEPTH], SHARED)
-    v_bufs = v_pieces._reinterpret(HALF, [C.STAGES, C.BLOCK_N, C.DV], SHARED)
-    out_bufs = out_pieces._reinterpret(HALF, [C.CONSUMERS, 64, C.DV // C.OUT_PARTS], SHARED)
+    q_bufs = reinterpret(q_pieces, HALF, [C.Q_BUFFERS * C.CONSUMERS * C.DQ // DEPTH, 64, DEPTH], SHARED)
+    k_bufs = reinterpret(k_pieces, HALF, [C.STAGES * C.DQ // DEPTH, C.BLOCK_N, DEPTH], SHARED)
+    v_bufs = reinterpret(v_pieces, HALF, [C.STAGES, C.BLOCK_N, C.DV], SHARED)
+    out_bufs = reinterpret(out_pieces, HALF, [C.CONSUMERS, 64, C.DV // C.OUT_PARTS], SHARED)
     none = gl.zeros([64, C.BLOCK_N], gl.float32, SCORES)
     SUM_ROW: gl.constexpr = gl.SliceLayout(1, partial_sum(none).type.layout)
 

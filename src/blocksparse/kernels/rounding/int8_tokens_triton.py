@@ -128,7 +128,8 @@ def _kernel(
     centre = None
     if mean_ptr is not None:
         mean_at = mean_ptr + (b.to(tl.int64) * (H // HEADS_PER_MEAN) + h // HEADS_PER_MEAN) * D
-        mean = tl.load(mean_at + dims, mask=(dims < D) & (copy == 0), other=0.0)  # [1, BLOCK_D]
+        # Of the second copy no column; a mask of all columns and a scalar one is refused by 3.9's interpreter.
+        mean = tl.load(mean_at + dims, mask=dims < tl.where(copy == 0, D, 0), other=0.0)  # [1, BLOCK_D]
         if taken_ptr is None:
             centre = mean
     largest = tl.zeros([1], tl.int32)

@@ -92,8 +92,8 @@ def _scaled(
             own = eligible & (k_first // SEGMENT == q_first // SEGMENT)
             eligible = eligible & ~own
             # If all batch entries or heads share positions, only the first of them writes.
-            writes = inside & ((b == 0) | (own_strides[0] != 0)) & ((h == 0) | (own_strides[1] != 0))
-            tl.store(rows_at(own_ptr, own_strides, b, h, row, not ALIGNED) + col, own, mask=writes)
+            if ((b == 0) | (own_strides[0] != 0)) & ((h == 0) | (own_strides[1] != 0)):
+                tl.store(rows_at(own_ptr, own_strides, b, h, row, not ALIGNED) + col, own, mask=inside)
     logits = tl.load(logits_at + col, mask=eligible, other=float("-inf"))
     return tl.where(eligible, logits * scale, float("-inf"))
 

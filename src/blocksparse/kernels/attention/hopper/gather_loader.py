@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from blocksparse.kernels.attention.hopper.queue import read
 from blocksparse.kernels.attention.hopper.rows import NEVER
+from blocksparse.kernels.common.names_triton import reinterpret, thread_load
 
 _EMPTY = gl.constexpr(2**32 - 1)  # the position of an empty slot: -1, read as unsigned
 
@@ -27,7 +28,7 @@ def _gather(source, stride, at, target, C):
         "mul.wide.u32 $0, $1, $2;", "=l,r,r", [at, stride], gl.uint64, is_pure=True, pack=1
     )
     rows = source + gl.multiple_of(offset, 16)[:, None]
-    async_copy.async_copy_global_to_shared(target, rows, mask=(at != _EMPTY)[:, None])
+    thread_load(target, rows, mask=(at != _EMPTY)[:, None])
 
 
 @gluon.jit
@@ -65,8 +66,8 @@ def load_gathered(C, given):
     EIGHTS: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])  # eight threads per 128 bytes
     BYTES: gl.constexpr = gl.NVMMASharedLayout(128, 8, rank=2)
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    k_bufs = k_halves._reinterpret(gl.int8, [C.STAGES, C.BLOCK_N, 2 * C.D], BYTES)
-    v_bufs = v_halves._reinterpret(gl.int8, [C.STAGES, C.BLOCK_N, 2 * C.D], BYTES)
+    k_bufs = reinterpret(k_halves, gl.int8, [C.STAGES, C.BLOCK_N, 2 * C.D], BYTES)
+    v_bufs = reinterpret(v_halves, gl.int8, [C.STAGES, C.BLOCK_N, 2 * C.D], BYTES)
     lanes = gl.arange(0, 2 * C.D, layout=gl.SliceLayout(0, EIGHTS))[None, :]
     k_source = k_ptr.to(gl.pointer_type(gl.int8), bitcast=True) + lanes
     v_source = v_ptr.to(gl.pointer_type(gl.int8), bitcast=True) + lanes

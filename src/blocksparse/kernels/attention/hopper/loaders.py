@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from blocksparse.kernels.attention.hopper.queue import (
@@ -29,6 +29,7 @@ from blocksparse.kernels.attention.hopper.queue import (
     unpacked_place,
     word_of,
 )
+from blocksparse.kernels.common.names_triton import bulk_load
 from blocksparse.kernels.common.sizes import padded_keys, padded_values
 
 # fp32 numbers that are copied for a piece's scales, of which four are used: a bulk copy must land at a multiple of 128
@@ -104,15 +105,13 @@ def _copy(
 ):
     """Starts to copy rows from `start` on, panel by panel, into `pieces[at]`, `pieces[at + STRIDE]` and so on."""
     for panel in gl.static_range(PANELS):
-        tma.async_copy_global_to_shared(
-            source, [b, h, start, panel * WIDE], barrier, pieces.index(at + panel * STRIDE)
-        )
+        bulk_load(source, [b, h, start, panel * WIDE], barrier, pieces.index(at + panel * STRIDE))
 
 
 @gluon.jit
 def _copy_numbers(source, b, h, start, barrier, target):
     """Starts to copy the fp32 numbers from `start` on of one head."""
-    tma.async_copy_global_to_shared(source, [b, h, start], barrier, target)
+    bulk_load(source, [b, h, start], barrier, target)
 
 
 @gluon.jit
@@ -336,9 +335,7 @@ def load_values(C, sources, pointers, bars, bufs, strides, sizes):
                 if C.PV8:
                     h_copy = h_key + gl.where(t < masked, kv_heads, 0)
                     at = stage * C.PIECES + p
-                    tma.async_copy_global_to_shared(
-                        v_source, [b, h_copy, 0, start], v_full.index(stage), v_pieces.index(at)
-                    )
+                    bulk_load(v_source, [b, h_copy, 0, start], v_full.index(stage), v_pieces.index(at))
                 else:
                     at = stage * PANELS * C.PIECES + p
                     _copy(v_source, b, h_key, start, v_full.index(stage), v_pieces, at, C.PIECES, PANELS, PANEL)

@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from blocksparse.kernels.attention.hopper.loaders import PANEL
+from blocksparse.kernels.common.names_triton import bulk_store
 
 
 @gluon.jit
@@ -77,7 +78,7 @@ def _store_part(
     out_bufs.index(WG).store(result)
     fence_async_shared()
     for panel in gl.static_range(PANELS):
-        tma.async_copy_shared_to_global(
+        bulk_store(
             out_target,
             [b, h, (row * C.CONSUMERS + WG) * 64, (part * PANELS + panel) * PANEL],
             out_pieces.index(WG * PANELS + panel),

@@ -1,0 +1,23 @@
+"""What the installed Triton calls the parts of Gluon that were renamed between Triton 3.6 and 3.9.
+
+Triton is asked for the new name, not for its version: where it lacks the new one, it has the old one.
+"""
+
+from __future__ import annotations
+
+from triton.experimental.gluon.language import shared_memory_descriptor
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+
+def _named(owner, new, old):
+    return getattr(owner, new) if hasattr(owner, new) else getattr(owner, old)
+
+
+# (memory, dtype, shape, layout): the same shared memory as another array.
+reinterpret = _named(shared_memory_descriptor, "reinterpret", "_reinterpret")
+# (descriptor, coordinates, barrier, memory): the bulk copy engine's copy into shared memory, and without the barrier out of it.
+bulk_load = _named(tma, "async_load", "async_copy_global_to_shared")
+bulk_store = _named(tma, "async_store", "async_copy_shared_to_global")
+# (memory, pointers, mask): each thread's own copies into shared memory (cp.async).
+thread_load = _named(async_copy, "async_load", "async_copy_global_to_shared")
