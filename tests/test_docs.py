@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import itertools
+import json
 import re
 import runpy
 import shlex
@@ -122,6 +123,36 @@ def test_reference_has_every_class_and_function() -> None:
     wanted = [x for name in PUBLIC for x in exported(importlib.import_module(name))]
     assert not [x for x in wanted if x not in shown]
     assert len(shown) == len(set(shown))
+
+
+@each_page
+def test_figures_are_those_of_the_results(page: Path) -> None:
+    """Or else `python -m benchmarks.figures` rewrites the page."""
+    pytest.importorskip("matplotlib")
+    from benchmarks.figures import rewritten
+
+    text = page.read_text(encoding="utf-8")
+    assert rewritten(text) == text
+
+
+def test_a_figure_that_differs_is_rewritten() -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks.figures import rewritten
+
+    where = "<!-- whole-model; 128K; dense / sparse -->"
+    assert rewritten(f"7.1{where} x") == f"2.7{where} x"
+    with pytest.raises(KeyError, match="12K"):
+        rewritten("7<!-- whole-model; 12K; dense / sparse -->")
+
+
+@pytest.mark.parametrize(
+    "results", sorted((ROOT / "docs" / "evidence" / "results").glob("*.json")), ids=lambda path: path.stem
+)
+def test_results_say_where_they_come_from(results: Path) -> None:
+    read = json.loads(results.read_text(encoding="utf-8"))
+    assert all(read[fact] for fact in ("machine", "date", "versions", "command", "inputs"))
+    assert {len(row) for row in read["rows"]} == {len(read["columns"])}
+    assert any(f"<!-- table {results.stem} -->" in page.read_text(encoding="utf-8") for page in PAGES)
 
 
 @pytest.mark.slow

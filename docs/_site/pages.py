@@ -27,6 +27,7 @@ OUTSIDE = {
 SOURCE = {page: file for file, page in OUTSIDE.items()}
 LINK = re.compile(r"(?<=\]\()(?P<path>[^)#\s:]+)(?P<rest>[^)]*\))")
 KIND = re.compile(r"^```python [\w-]+$", re.MULTILINE)  # what tests do with a block is nothing that readers need
+CHART = re.compile(r"!\[(?P<alt>[^\]]*)\]\((?P<path>[^)\s]+)\.svg\)")
 CODE = re.compile(r"`[^`\n]+`")
 
 
@@ -49,7 +50,13 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
         target = OUTSIDE.get(file) or posixpath.relpath(file, "docs")
         return posixpath.relpath(target, posixpath.dirname(here) or ".") + link["rest"]
 
-    lines = KIND.sub("```python", LINK.sub(to_page, markdown)).split("\n")
+    def in_both_themes(image: re.Match[str]) -> str:
+        """A chart has a dark version beside it, NAME-dark.svg."""
+        alt, path = image["alt"], image["path"]
+        return f"![{alt}]({path}.svg#only-light) ![{alt}]({path}-dark.svg#only-dark)"
+
+    linked = CHART.sub(in_both_themes, LINK.sub(to_page, markdown))
+    lines = KIND.sub("```python", linked).split("\n")
     # In a table a forge wants `a \| b`, and Python's Markdown would show the backslash.
     return "\n".join(CODE.sub(lambda x: x[0].replace(r"\|", "|"), x) if x.startswith("|") else x for x in lines)
 

@@ -1,0 +1,177 @@
+"""Charts of the documentation, drawn from `docs/evidence/results` in a light and a dark version.
+
+`python -m benchmarks.figures` draws them all. At most five lines, each with its name at its end, and one message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import numpy as np
+from matplotlib import pyplot as plt
+from matplotlib.patches import Rectangle
+
+from benchmarks.results import Results
+
+Line = tuple[str, str, list[tuple[float, float]]]  # name, colour, points
+BLUE, ORANGE, GREEN, RED, GREY = "#3b82c4", "#d9822b", "#2a9d74", "#c8553d", "#8a8f98"
+THEMES = {"": ("white", "#1f2328"), "-dark": ("#1e2129", "#e2e4e9")}  # paper, ink; the dark one is the site's
+
+
+def speed_and_kl() -> Any:
+    """What `auto` gains by length, and what it changes."""
+    server, tasks, long = map(Results.named, ("server-shapes", "tasks", "tasks-32k"))
+    lengths = {"8K": 8192, "16K": 16384, "32K": 32768, "64K": 65536, "128K": 131072}
+
+    def by_length(heads: str) -> list[tuple[float, float]]:
+        named = {N: f"{heads} heads, {name}" for name, N in lengths.items()}
+        return [(N, server.cell(row, "auto, times dense")) for N, row in named.items() if row in server.rows]
+
+    def kl(mass: str) -> list[tuple[float, float]]:
+        row = f"xattention with Band(128), {mass}"
+        points = [(N, tasks.cell(row, f"KL, {N}")) for N in (4096, 7680)]
+        at_32k = [x for x in long.rows if x.startswith("xattention with Band(128)") and x.endswith(f", {mass}")]
+        return points + [(32768, long.cell(x, "KL")) for x in at_32k]
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.7))
+    heads = (("32 query heads", BLUE, by_length("32/8")), ("8 query heads", ORANGE, by_length("8/2")))
+    _lines(left, heads, up=(4, -4))
+    left.axhline(1, color=GREY, linewidth=1, linestyle="--")
+    left.annotate("dense cuDNN", (131072, 1), xytext=(0, 4), textcoords="offset points", color=GREY, ha="right")
+    left.set(title="Gain: auto() attends 4 to 5 times\nas fast from 32K tokens on", ylim=(0, 5.6))
+    left.set_ylabel("times as fast as dense attention")
+    _by_length(left, {8192: "8K", 16384: "16K", 32768: "32K", 65536: "64K", 131072: "128K"})
+    named = (("fast", RED, "0.8"), ("the default", BLUE, "0.9"), ("careful", GREEN, "0.95"))
+    _lines(right, [(name, colour, kl(mass)) for name, colour, mass in named])
+    right.set(title="Loss: the model's answers drift\nfrom dense ones as prompts grow", ylim=(0, 0.095))
+    right.set_ylabel("KL of next tokens from dense, nats")
+    _by_length(right, {4096: "4K", 7680: "7.5K", 16384: "16K", 32768: "32K"})
+    left.set_xlabel("tokens; H200, synthetic inputs, attention alone")
+    right.set_xlabel("tokens; SmolLM2-135M, every layer sparse")
+    figure.tight_layout()
+    return figure
+
+
+def kl_by_time() -> Any:
+    """What a millisecond buys at 32768 tokens."""
+    long = Results.named("tasks-32k")
+
+    def points(*starts: str) -> list[tuple[float, float]]:
+        rows = [row for row in long.rows if row.startswith(starts)]
+        return sorted((long.cell(row, "attention, ms"), long.cell(row, "KL")) for row in rows)
+
+    figure, axes = plt.subplots(figsize=(7.6, 4.2))
+    lines: list[Line] = [
+        ("tuned plans", GREEN, points("plan")),
+        ("mean_pooling | Band(128)", ORANGE, points("mean_pooling with Band(128)")),
+        ("auto, careful at the right", BLUE, points("xattention with Band(128)")),
+        ("s2o", RED, points("s2o")),
+    ]
+    _lines(axes, lines)
+    axes.set(yscale="log", xlim=(90, 365))
+    axes.set_title("A tuned plan loses least for its time, and cheap scores come second")
+    axes.set_yticks([0.01, 0.02, 0.05, 0.1], ["0.01", "0.02", "0.05", "0.1"])
+    axes.yaxis.minorticks_off()
+    axes.set_ylabel("KL of next tokens from dense, nats (lower is better)")
+    took = "milliseconds of attention in all layers; dense takes 638"
+    axes.set_xlabel(f"{took}\nSmolLM2-135M, eight prompts of 32768 tokens, H200")
+    axes.grid(alpha=0.2)
+    figure.tight_layout()
+    return figure
+
+
+def pipeline() -> Any:
+    """The four stages, and what each hands to the next."""
+    size = 8
+    generator = np.random.default_rng(3)
+    weight = generator.random((size, size)) ** 3 + np.eye(size)  # a heavy diagonal
+    weight[:, 0] += 0.9
+    past = np.tri(size, dtype=bool)
+    kept = past & (weight > 0.55)
+    stages = (
+        ("Permuter", "In which order\ndo tokens stand?", "Permutation"),
+        ("Scorer", "What is each pair\nof blocks worth?", "BlockScores"),
+        ("Selector", "Which pairs\nare kept?", "BlockMask"),
+        ("Executor", "Attention over\nwhat is kept", "AttentionOutput"),
+    )
+    ink = plt.rcParams["text.color"]
+    figure, axes = plt.subplots(figsize=(9.6, 2.9))
+    axes.set(xlim=(-0.75, 8.55), ylim=(-1.45, 1.4), aspect="equal")
+    axes.axis("off")
+    arrow = {"arrowstyle": "-|>", "color": ink, "linewidth": 1.4}
+    axes.text(-0.45, 0.6, "q, k", ha="center", va="center", fontsize=11)
+    for i, (name, question, value) in enumerate(stages):
+        x = 0.2 + 2.1 * i
+        axes.add_patch(Rectangle((x, 0.1), 1.4, 1.0, facecolor=BLUE, alpha=0.18, edgecolor=BLUE))
+        axes.text(x + 0.7, 0.87, name, ha="center", va="center", fontsize=11, weight="bold")
+        axes.text(x + 0.7, 0.42, question, ha="center", va="center", fontsize=8)
+        axes.annotate("", (x, 0.6), xytext=(x - (0.45 if i == 0 else 0.7), 0.6), arrowprops=arrow)
+        axes.text(x + 0.7, -0.12, value, ha="center", va="center", fontsize=8.5, color=GREY, family="monospace")
+    for i in (1, 2):
+        shown = weight / weight.max() if i == 1 else kept.astype(float)
+        for row, column in zip(*np.nonzero(past), strict=True):
+            place = (0.4 + 2.1 * i + column / size, -0.35 - (row + 1) / size)
+            filled = {"facecolor": ORANGE, "alpha": 0.12 + 0.88 * float(shown[row, column])}
+            axes.add_patch(Rectangle(place, 0.92 / size, 0.92 / size, **filled))
+    for place, token in enumerate(np.argsort(-weight.sum(0) % 0.37)):
+        spot = 0.4 + place / size
+        axes.add_patch(
+            Rectangle((spot, -0.75), 0.9 / size, 0.25, facecolor=GREEN, alpha=0.15 + 0.1 * float(token))
+        )
+        axes.add_patch(Rectangle((6.7 + place / size, -0.75), 0.9 / size, 0.25, facecolor=BLUE, alpha=0.55))
+    axes.text(8.4, 0.6, "out", ha="center", va="center", fontsize=11)
+    axes.annotate("", (8.15, 0.6), xytext=(7.9, 0.6), arrowprops=arrow)
+    return figure
+
+
+def _lines(axes: Any, lines: Sequence[Line], up: Sequence[int] = (0,) * 5) -> None:
+    """Draw lines with their names at their ends, moved up by so many points."""
+    for (name, colour, points), y in zip(lines, up, strict=False):
+        axes.plot(*zip(*points, strict=True), color=colour, marker="o", markersize=4.5, linewidth=2)
+        axes.annotate(name, points[-1], xytext=(7, y), textcoords="offset points", color=colour, va="center")
+
+
+def _by_length(axes: Any, ticks: dict[int, str]) -> None:
+    axes.set_xscale("log")
+    axes.set_xticks(list(ticks), list(ticks.values()))
+    axes.xaxis.minorticks_off()
+    axes.set_xlim(min(ticks) / 1.15, max(ticks) * 2.6)
+    axes.grid(axis="y", alpha=0.2)
+
+
+CHARTS: dict[str, Callable[[], Any]] = {
+    "speed-and-kl": speed_and_kl,
+    "kl-by-time": kl_by_time,
+    "pipeline": pipeline,
+}
+
+
+def draw(folder: Path) -> Iterator[Path]:
+    """An SVG of each chart for each theme."""
+    for name, chart in CHARTS.items():
+        for suffix, (paper, ink) in THEMES.items():
+            with _themed(paper, ink):
+                figure = chart()
+                path = folder / f"{name}{suffix}.svg"
+                figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
+                plt.close(figure)
+            yield path
+
+
+@contextmanager
+def _themed(paper: str, ink: str) -> Iterator[None]:
+    coloured = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor", "axes.titlecolor")
+    settings: dict[str, Any] = {
+        "figure.facecolor": paper, "axes.facecolor": paper, "savefig.facecolor": paper, "font.size": 10,
+        "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left",
+        "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "blocksparse",
+        **dict.fromkeys(coloured, ink),
+    }  # fmt: skip
+    with matplotlib.rc_context(settings):
+        yield

@@ -1,0 +1,54 @@
+"""Figures and tables of the documentation, from the results that they come from: `python -m benchmarks.figures`.
+
+A page shows a table of `docs/evidence/results` between `<!-- table NAME -->` and `<!-- end of table -->`. A figure
+elsewhere is followed by where it stands, as in `4.8<!-- NAME; ROW; COLUMN -->`, the row by its first cells. This
+rewrites both in README and docs, rounding a figure as the page does, and draws the charts of these tables. A test
+holds that nothing is left to rewrite.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.charts import draw
+from benchmarks.results import Results
+
+ROOT = Path(__file__).parents[1]
+TABLE = re.compile(r"(?<=<!-- table )(?P<name>[\w-]+) -->\n.*?(?=<!-- end of table -->)", re.DOTALL)
+FIGURE = re.compile(r"(?P<shown>[\d.]+)(?P<where><!-- (?P<name>[\w-]+); (?P<row>[^;>]+); (?P<column>[^;>]+) -->)")
+
+
+def rewritten(text: str) -> str:
+    """A page with every table and every figure from its results."""
+
+    def table(found: re.Match[str]) -> str:
+        return f"{found['name']} -->\n\n{Results.named(found['name']).markdown()}\n"
+
+    def figure(found: re.Match[str]) -> str:
+        value = Results.named(found["name"]).cell(found["row"], found["column"])
+        shown = found["shown"]
+        digits = f"{value:.{len(shown.partition('.')[2])}f}"
+        return (digits.removeprefix("0") if shown.startswith(".") else digits) + found["where"]
+
+    return FIGURE.sub(figure, TABLE.sub(table, text))
+
+
+def pages() -> Iterator[Path]:
+    yield ROOT / "README.md"
+    yield from sorted((ROOT / "docs").rglob("*.md"))
+
+
+def main() -> None:
+    for page in pages():
+        text = page.read_text(encoding="utf-8")
+        if (new := rewritten(text)) != text:
+            page.write_text(new, encoding="utf-8")
+            print(page.relative_to(ROOT))
+    for path in draw(ROOT / "docs" / "pictures"):
+        print(path.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()

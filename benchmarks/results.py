@@ -1,0 +1,38 @@
+"""The tables of `docs/evidence/results`, each with the command, the machine and the date that made it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+RESULTS = Path(__file__).parents[1] / "docs" / "evidence" / "results"
+
+
+class Results(NamedTuple):
+    """One table, cells as they are shown."""
+
+    columns: list[str]
+    rows: dict[str, list[str]]  # by their first cells in plain text, joined by commas
+
+    @classmethod
+    def named(cls, name: str) -> Results:
+        read: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+        return cls(read["columns"], {", ".join(_plain(row[: read["keys"]])): row for row in read["rows"]})
+
+    def cell(self, row: str, column: str) -> float:
+        text = self.rows[row][_plain(self.columns).index(column)]
+        found = re.search(r"[\d.]+", text)
+        if found is None:
+            raise ValueError(f"{row!r}, {column!r} must hold a number, got {text!r}")
+        return float(found[0])
+
+    def markdown(self) -> str:
+        lines = (self.columns, ["---"] * len(self.columns), *self.rows.values())
+        return "".join(f"| {' | '.join(line)} |\n".replace("|  |", "| |") for line in lines)
+
+
+def _plain(cells: list[str]) -> list[str]:
+    """What a marker may hold inside of a table: no bars, and no marks of Markdown."""
+    return [re.sub(r" *\\\| *", " with ", cell).replace("`", "").replace("*", "") for cell in cells]
