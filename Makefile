@@ -5,6 +5,10 @@
 VENV := .venv
 DOCS_VENV := .venv-docs
 VLLM_VENV := .venv-vllm
+TORCH ?= 2.15.0
+TRITON ?= 3.9.0
+TORCH_VENV = .venv-torch-$(TORCH)
+TRITON_HOME = .triton-$(TRITON)
 SGLANG_VENV := .venv-sglang
 # Most of what pip would compile is never imported. What is, Python compiles once, so that it must be let keep it.
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
@@ -15,7 +19,7 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 py
 # Options of the demo: make demo ARGS="--tokens 7680 --depth 0.9"
 ARGS ?=
 
-.PHONY: demo test test-vllm test-sglang lint docs venv clean
+.PHONY: demo test test-torch compile-ahead test-vllm test-sglang lint docs venv clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.model
@@ -24,6 +28,19 @@ demo: $(VENV)/.model
 test: $(VENV)/.model
 	@echo "make test: the whole test suite, with the real model: 8 to 16 minutes on two idle cores, by their speed, less on more" >&2
 	@$(VENV)/bin/python -m pytest
+
+# The fast loop with another PyTorch and the Triton that it brings, in an environment of their own of up to 7 GB; no part
+# of make test: make test-torch TORCH=2.15.0
+test-torch: $(TORCH_VENV)/.installed
+	@$(TORCH_VENV)/bin/python -c 'import torch, triton; print("make test-torch: torch", torch.__version__, "with Triton", triton.__version__)' >&2
+	@$(TORCH_VENV)/bin/python -m pytest -q -m "not slow"
+
+# Every kernel compiled for GPUs that are not here, by another Triton; no part of make test: make compile-ahead TRITON=3.9.0
+compile-ahead: $(VENV)/.installed $(TRITON_HOME)/.installed
+	@for script in $(subst /,.,$(basename $(sort $(wildcard tests/kernels/*/compile*ahead.py)))); do \
+		echo "make compile-ahead: $$script with Triton $(TRITON)" >&2; \
+		CUDA_VISIBLE_DEVICES= PYTHONPATH=$(abspath $(TRITON_HOME)):src:. $(VENV)/bin/python -m $$script || failed="$$failed $$script"; \
+	done; test -z "$$failed" || { echo "make compile-ahead: failed:$$failed" >&2; exit 1; }
 
 # Engines of vLLM on a CPU, in an environment of their own of about 4 GB; no part of make test.
 test-vllm: $(VLLM_VENV)/.installed
@@ -63,6 +80,21 @@ $(VENV)/.installed: requirements-dev.txt pyproject.toml
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) -r requirements-dev.txt
 	@$(PIP) --no-deps -e .
+	@touch $@
+
+# What is pinned for development, but for PyTorch and its Triton, and without what only reads the sources.
+.venv-torch-%/.installed: requirements-dev.txt pyproject.toml
+	$(need_python)
+	@echo "make: preparing $(@D) with $(PYTHON), torch $* and the rest of requirements-dev.txt; this takes minutes and up to 7 GB" >&2
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	@grep -Ev '^(torch|triton|mypy|ruff)==' $< | $(@D)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--no-compile -r /dev/stdin torch==$* triton
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -e .
+	@touch $@
+
+.triton-%/.installed:
+	@echo "make: installing Triton $* in $(@D), about 700 MB" >&2
+	@$(PIP) --no-deps --upgrade --target $(@D) triton==$*
 	@touch $@
 
 $(DOCS_VENV)/.installed: requirements-docs.txt

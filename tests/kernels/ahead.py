@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import TypeVar
 
 from triton.backends.compiler import GPUTarget
 
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # which every launch asks for (`common/names_triton.py`)
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),

@@ -28,15 +28,17 @@ class Compiled:
 
 
 class Jit:
-    """A function of Triton that notes how often it was asked for a compiled kernel."""
+    """A function of Triton that notes how it was asked for compiled kernels."""
 
     arg_names = ("x", "strides", "N", "scale", "ROWS", "WIDE")
 
     def __init__(self) -> None:
         self.made: list[Compiled] = []
+        self.asked: list[dict[str, Any]] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Compiled]:
-        def compiled(*_: Any, **__: Any) -> Compiled:
+        def compiled(*_: Any, **named: Any) -> Compiled:
+            self.asked.append(named)
             self.made.append(Compiled())
             return self.made[-1]
 
@@ -147,4 +149,14 @@ def test_amd_gpus_are_left_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = JITFunction(nothing)
     assert isinstance(remembered(kernel), Remembered)
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert remembered(kernel) is kernel
+    ran: list[dict[str, Any]] = []
+    monkeypatch.setattr(kernel, "run", lambda *_, **named: ran.append(named))
+    for _ in range(2):
+        remembered(kernel)[(3,)](MEMORY, num_warps=1)
+    assert ran == 2 * [{"grid": (3,), "warmup": False, "num_warps": 1, "enable_fp_fusion": True}]
+
+
+def test_products_and_sums_in_one_instruction_are_asked_for(jit: Jit) -> None:
+    """Triton 3.9 warns that its successor takes them apart where nobody asks."""
+    launch(Remembered(jit))
+    assert jit.asked == [{"WIDE": 8, "ROWS": 4, "num_warps": 1, "enable_fp_fusion": True}]

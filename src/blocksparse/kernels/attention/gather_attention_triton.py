@@ -192,6 +192,7 @@ def _kernel(
             k_ptr, v_ptr, k_strides, v_strides, b, h_key, scale_log2, D, DV, BLOCK_D, BLOCK_DV, CAUSAL, PRECISION,
         )  # fmt: skip
 
+    tl.debug_barrier()  # with nothing in between, Triton 3.9 gives each loop's tiles shared memory of their own
     visited = opened
     low = 0
     if not COMMIT:

@@ -20,6 +20,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from blocksparse.kernels.common.names_triton import OPTIONS
 from blocksparse.kernels.common.repetition import noted, refuse_repetition, unseen
 from blocksparse.kernels.common.sizes import REMEMBERED
 
@@ -49,7 +50,7 @@ class Remembered:
             run(*arguments)
             noted(run, arguments, pointers=True)
             return
-        compiled, constants = self.jit[grid](*args, **named), self.jit.arg_names[len(args) :]
+        compiled, constants = self.jit[grid](*args, **named, **OPTIONS), self.jit.arg_names[len(args) :]
         if compiled is None:  # one of Triton's hooks kept it from being compiled
             refuse_repetition("a kernel was not compiled")
             return
@@ -57,6 +58,17 @@ class Remembered:
         if len(self._compiled) >= REMEMBERED:
             self._compiled.clear()
         self._compiled[key] = compiled, constants
+
+
+@final
+class LookedUp:
+    """The same where Triton looks a compiled kernel up in every launch."""
+
+    def __init__(self, jit: JITFunction[Any]) -> None:
+        self.jit = jit
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return partial(self.jit[grid], **OPTIONS)
 
 
 @final
@@ -76,10 +88,10 @@ class Interpreted:
 
 
 def remembered(jit: Any) -> Any:
-    """The kernel with its launches remembered, and told to recordings; on AMD's GPUs the kernel itself."""
-    if torch.version.hip is not None:
-        return jit
-    return Remembered(jit) if isinstance(jit, JITFunction) else Interpreted(jit)
+    """The kernel with its launches remembered, and told to recordings; on AMD's GPUs neither."""
+    if not isinstance(jit, JITFunction):
+        return Interpreted(jit)
+    return LookedUp(jit) if torch.version.hip is not None else Remembered(jit)
 
 
 def _add_kinds(parts: list[object], args: tuple[Any, ...]) -> None:
