@@ -10,8 +10,8 @@ from torch import Tensor
 from blocksparse.geometry import Grid
 from blocksparse.kernels.multiplying.cell_products import Cells, cells_behind
 from blocksparse.kernels.positions.within_reach import within_reach
-from blocksparse.kernels.scoring.block_mean import block_means
 from blocksparse.kernels.scoring.cell_mass import cell_mass
+from blocksparse.kernels.scoring.cell_means import cell_means
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.scorers import pooling
 from blocksparse.scorers.block_scores import BlockMass
@@ -40,7 +40,8 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
         block: slots per block, a multiple of `stride`; on both sides unless `k_block` is given.
         k_block: slots per key block, a multiple of `stride`.
         pattern: the pairs of a cell that are looked at: its "antidiagonal", its main diagonal ("slash"), or all
-            of them ("sum": cells are pooled, which takes fewer multiplications, in fp32).
+            of them ("sum": the mean query and the mean key of each cell are rounded to the dtype of `q` and
+            multiplied, which takes a `stride`-th of the multiplications).
         forced: force the block of token 0 and the diagonal, and count their mass, as XAttention does; `False`
             leaves both to the selector, and after a permuter that keeps keys inside segments of whole blocks, as
             `SegmentKeySort` does, forces the segment that a causal row lies in and leaves it out of the softmax,
@@ -79,12 +80,19 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
         lead, slots, weight = offset % self.stride, self.stride, scale / self.stride
         segment = None if self.forced else pooling.segment_of(permutation, grid)
         reach = _reach(q, k, permutation, grid, self.stride)
-        queries, keys = permutation.gather_queries(q), permutation.gather_keys(k)
         if self.pattern == "sum":
-            queries, keys = block_means(
-                queries, keys, self.stride, self.stride, lead=lead, padded_tail=self.padded_tail
+            queries, keys = cell_means(
+                q,
+                k,
+                self.stride,
+                lead=lead,
+                padded_tail=self.padded_tail,
+                q_index=permutation.q_index,
+                k_index=permutation.key_slots,
             )
             lead, slots, weight = 0, 1, scale
+        else:
+            queries, keys = permutation.gather_queries(q), permutation.gather_keys(k)
         high, wide = self.block // self.stride, k_block // self.stride
         mass = cell_mass(
             queries,

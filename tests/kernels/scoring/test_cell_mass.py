@@ -16,9 +16,11 @@ from blocksparse.kernels.multiplying.cell_products import Cells
 from blocksparse.kernels.multiplying.cell_products_triton import Tiles
 from blocksparse.kernels.scoring import cell_mass_triton
 from blocksparse.kernels.scoring.cell_mass import cell_mass_reference
+from blocksparse.kernels.scoring.pooled_sums_triton import PooledTiles
 from blocksparse.testing import make_qkv
 
 SMALL = Tiles(32, 32, 32, 4, 2)  # several tiles in a short prompt
+SMALL_POOLED = PooledTiles(32, 32, 4, 2)
 
 
 def arguments(
@@ -36,7 +38,9 @@ def arguments(
     return {**given, "of": of}
 
 
-def assert_right(given: dict[str, Any], tiles: Tiles | None = SMALL) -> Tensor:
+def assert_right(given: dict[str, Any], tiles: Tiles | PooledTiles | None = SMALL) -> Tensor:
+    if given["of"].slots == 1 and tiles is SMALL:
+        tiles = SMALL_POOLED
     got = cell_mass_triton.cell_mass_triton(**given, tiles=tiles)
     wide = {name: x.double() if name in ("q", "k") else x for name, x in given.items()}
     want = cell_mass_reference(**wide)
@@ -67,11 +71,39 @@ def test_chunks(M: int, causal: bool, device: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("changed", [
     {"flipped": False}, {"padded_tail": True}, {"segment": 8}, {"high": 3, "wide": 8}, {"high": 16, "wide": 1},
-    {"slots": 1, "flipped": False}, {"slots": 16, "high": 1, "wide": 2},
+    {"slots": 16, "high": 1, "wide": 2},
 ], ids=repr)  # fmt: skip
 def test_options(changed: dict[str, Any], device: str) -> None:
     q, k, _ = make_qkv(B=2, N=143, M=122, Hq=2, Hkv=2, D=16, device=device)
     assert_right(arguments(8 * q, k, **changed))
+
+
+@pytest.mark.parametrize("changed", [
+    {}, {"causal": False}, {"segment": 32}, {"high": 3, "wide": 8}, {"high": 16, "wide": 1}, {"behind": 20},
+], ids=repr)  # fmt: skip
+@pytest.mark.parametrize(("N", "M"), [(143, 122), (128, 128), (97, 1)])
+def test_cells_of_one_slot(N: int, M: int, changed: dict[str, Any], device: str) -> None:
+    """Pooled tokens take a kernel of their own: whole tiles, tiles that reach none or some, spans of one and more."""
+    q, k, _ = make_qkv(B=2, N=N, M=M, Hq=2, Hkv=1, D=24, dtype=torch.float16, device=device)
+    got = assert_right(arguments(8 * q, k, 1, flipped=False, **changed))
+    if changed.get("causal", True) and "segment" not in changed:
+        assert bool((got.sum((2, 3)) - M).abs().max() < 1e-2)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("windowed", [False, True])
+def test_orders_of_cells_of_one_slot(
+    windowed: bool, heads: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cell_mass_triton, "_PROGRAMS", 8)  # so that a program meets several tiles
+    q, k, _ = make_qkv(N=160, Hq=4, Hkv=2, D=16, device=device)
+    generator = torch.Generator().manual_seed(0)
+    order = torch.arange(160).float() + 24 * torch.rand(1, heads, 160, generator=generator)
+    first = order.argsort(-1).int().to(device)  # neighbours trade places: tiles are whole, partly and not reached
+    last = torch.arange(160, dtype=torch.int32, device=device).view(1, 1, -1)
+    first[..., 0] = 0
+    window = {"q_floor": last - 48, "k_last": first} if windowed else {}
+    assert_right(arguments(8 * q, k, 1, flipped=False, q_last=last, k_first=first, **window))
 
 
 @pytest.mark.slow
@@ -96,13 +128,17 @@ def test_head_dims(D: int, device: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("slots", [1, 4])
 @pytest.mark.parametrize("workspace", [1, 2**13])
-def test_bands_do_not_change_mass(workspace: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bands_and_spans_do_not_change_mass(
+    workspace: int, slots: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     q, k, _ = make_qkv(N=200, M=150, Hq=2, Hkv=1, D=16, device=device)
-    given = arguments(8 * q, k)
-    whole = cell_mass_triton.cell_mass_triton(**given, tiles=SMALL)
+    given, tiles = arguments(8 * q, k, slots), SMALL if slots > 1 else SMALL_POOLED
+    whole = cell_mass_triton.cell_mass_triton(**given, tiles=tiles)
     monkeypatch.setattr(cell_mass_triton, "_WORKSPACE", workspace)
-    in_bands = cell_mass_triton.cell_mass_triton(**given, tiles=SMALL)
+    monkeypatch.setattr(cell_mass_triton, "_PROGRAMS", 4)
+    in_bands = cell_mass_triton.cell_mass_triton(**given, tiles=tiles)
     if device == "cpu":  # interpreted, numpy's exponentials round by their place in an array, on some CPUs
         torch.testing.assert_close(in_bands, whole, rtol=1e-5, atol=0)
     else:

@@ -8,8 +8,8 @@ over its slots `r`, with `s(r) = slots - 1 - r` if `flipped`, else `r`. A query 
 cells that it reaches; a block holds the mass of its pairs of cells.
 
 There are two implementations: on GPUs the Triton kernels in `cell_mass_triton.py`, which keep no logits; and for CPU
-tensors, float64, blocks that do not fill tiles (`takes`) and sliding windows the plain torch below, which computes in fp32
-or better.
+tensors, float64, blocks that do not fill tiles (`takes`) and sliding windows over cells of several slots the plain torch
+below, which computes in fp32 or better.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def cell_mass(
         segment: cells per segment; a query cell then looks at earlier segments only.
     """
     compute = cell_mass_reference
-    if q.is_cuda and not of.windowed:
+    if q.is_cuda and (of.slots == 1 or not of.windowed):
         from blocksparse.kernels.scoring import cell_mass_triton
 
         if cell_mass_triton.takes(q, of.high, of.wide):

@@ -1,6 +1,6 @@
 """The Triton kernels of `cell_mass`: fp16, bf16 and fp32.
 
-The kernel in `cell_sums_triton.py` leaves, for each query cell and tile of key cells, the best logit in the tile, and sums
+The kernel in `cell_sums_triton.py`, or that in `pooled_sums_triton.py` for cells of one slot, leaves, for each query cell and tile of key cells, the best logit in the tile, and sums
 of weights over each block of the tile, relative to that logit. The kernel here turns these into mass. Logits never leave
 the chip. Query cells are taken in bands of some rows of blocks, so that the sums stay small.
 """
@@ -8,13 +8,16 @@ the chip. Query cells are taken in bands of some rows of blocks, so that the sum
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import triton
 import triton.language as tl
+from attrs import evolve
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from blocksparse.kernels.common.hardware import device_of
+from blocksparse.kernels.common.hardware import device_of, fp32_products
 from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
 from blocksparse.kernels.multiplying.cell_products import Cells, means_of_short_cells
@@ -26,8 +29,11 @@ from blocksparse.kernels.multiplying.cell_products_triton import (
     whole_cells,
 )
 from blocksparse.kernels.scoring.cell_sums_triton import sums_of_tiles
+from blocksparse.kernels.scoring.pooled_sums_triton import PooledTiles, pooled_tiles, sums_of_pooled
 
 _WORKSPACE = 2**28  # bytes of sums that are held at a time
+_PROGRAMS = 2048  # that pooled tokens are shared out over, if there are enough tiles: some for each multiprocessor
+_SPAN = 16  # tiles of pooled keys that a program meets at most
 _GROUP = 16  # tiles of query cells that meet a tile of key cells while it is in the L2 cache
 
 
@@ -45,33 +51,21 @@ def cell_mass_triton(
     segment: int | None,
     weight: float,
     flipped: bool,
-    tiles: Tiles | None = None,
+    tiles: Tiles | PooledTiles | None = None,
 ) -> Tensor:
-    """Launch the kernels; arguments as of `cell_mass`. `tiles` are those of `tiles_for` unless given."""
-    (B, Hq, M, D), (_, H, N, _) = q.shape, k.shape
-    slots, q_lead, high, wide, causal = of.slots, of.q_lead, of.high, of.wide, of.causal
-    q_last, k_first = of.q_last, of.k_first
-    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
-    q_filler, k_filler = (
-        None if of.padded_tail else means_of_short_cells(x, slots, lead) for x, lead in ((q, q_lead), (k, 0))
-    )
-    tma = can_use_tma(q, k)
-    tiles = tiles or tiles_for(q, tma=tma)
-    block_m, block_n = tiles.block_m, tiles.block_n
-    q_source, k_source = (
-        whole_cells(x, slots, lead, block, tiles.block_k) if tma else None
-        for x, lead, block in ((q, q_lead, block_m), (k, 0, block_n))
-    )
-    tma = q_source is not None and k_source is not None
-    in_order = q_last is None
-    if not in_order:
-        q_last, k_first = (
-            x.repeat_interleave(Hq // x.shape[1], 1) if x.shape[1] not in (1, Hq) else x for x in (q_last, k_first)
-        )
+    """Launch the kernels; arguments as of `cell_mass`. `tiles` are those that the device takes unless given."""
+    if of.q_last is not None:
+        of = evolve(of, **{name: _of_heads(getattr(of, name), q, k) for name in _POSITIONS})
+    if of.slots == 1:
+        launch, block_m, block_n = _pooled(q, k, of, tiles, first_cell, segment, weight)
+    else:
+        launch, block_m, block_n = _of_tokens(q, k, of, tiles, first_cell, segment, weight, flipped)
 
-    q_cells, k_cells = -(-(q_lead + M) // slots), -(-N // slots)
+    (B, Hq, M, _), N = q.shape, k.shape[2]
+    high, wide = of.high, of.wide
+    q_cells, k_cells = cdiv(of.q_lead + M, of.slots), cdiv(N, of.slots)
     empty = first_cell % high
-    rows, cols = -(-(empty + q_cells) // high), -(-k_cells // wide)
+    rows, cols = cdiv(empty + q_cells, high), cdiv(k_cells, wide)
     mass = torch.empty((B, Hq, rows, cols), dtype=torch.float32, device=q.device)
     step = max(1, _WORKSPACE // (4 * B * Hq * high * cdiv(k_cells, block_n) * (block_n // wide)))
     step = max(1, step * high // block_m * block_m // high)
@@ -82,18 +76,9 @@ def cell_mass_triton(
         for top in range(0, rows, step):
             bottom = min(top + step, rows)
             first, last = max(top * high - empty, 0), min(bottom * high - empty, q_cells)
-            end = min(first_cell + last, k_cells) if causal and in_order else k_cells
-            q_tiles, k_tiles = cdiv(last - first, block_m), cdiv(end, block_n)
-            sums_of_tiles[(q_tiles * (Hq // H) * k_tiles, H, B)](
-                q_source, k_source, q, k, q_filler, k_filler, q_last, k_first, sums, peaks[0], peaks[1],
-                q.stride()[:3], k.stride()[:3], reach_strides(q_last), reach_strides(k_first),
-                M, N, q_lead, first, last, first_cell, end, q_tiles, k_tiles, weight * math.log2(math.e), segment,
-                D=D, SLOTS=slots, WIDE=wide, GROUP=_GROUP,
-                CAUSAL=causal, FLIPPED=flipped, TMA=tma,
-                SHORT=q_lead % slots != 0 or (q_lead + M) % slots != 0 or N % slots != 0,
-                BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=tiles.block_k,
-                num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-            )  # fmt: skip
+            end = min(first_cell + last, k_cells) if of.causal and of.q_last is None else k_cells
+            k_tiles = cdiv(end, block_n)
+            launch(sums, peaks[0], peaks[1], first, last, end, cdiv(last - first, block_m), k_tiles)
             _mass_of_rows[(bottom - top, Hq, B)](
                 sums, peaks[0], peaks[1], mass,
                 last - first, k_tiles, top, top * high - empty - first, rows, cols,
@@ -103,6 +88,93 @@ def cell_mass_triton(
                 num_warps=4,
             )  # fmt: skip
     return mass
+
+
+_POSITIONS = ("q_last", "k_first", "q_floor", "k_last")  # those of `Cells`
+
+
+def _of_heads(positions: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """Positions `[B|1, Hm, n]` of all heads together or of each query head."""
+    Hq = q.shape[1]
+    if positions is None or positions.shape[1] in (1, Hq):
+        return positions
+    return positions.repeat_interleave(Hq // positions.shape[1], 1)
+
+
+def _of_tokens(
+    q: Tensor,
+    k: Tensor,
+    of: Cells,
+    tiles: Tiles | PooledTiles | None,
+    first_cell: int,
+    segment: int | None,
+    weight: float,
+    flipped: bool,
+) -> tuple[Callable[..., None], int, int]:
+    """What launches the kernel over cells of tokens for a band, and how many cells of queries and keys a tile has."""
+    (_, Hq, M, D), (B, H, N, _) = q.shape, k.shape
+    slots, q_lead = of.slots, of.q_lead
+    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    q_filler, k_filler = (
+        None if of.padded_tail else means_of_short_cells(x, slots, lead) for x, lead in ((q, q_lead), (k, 0))
+    )
+    tma = can_use_tma(q, k)
+    tiles = tiles if isinstance(tiles, Tiles) else tiles_for(q, tma=tma)
+    block_m, block_n = tiles.block_m, tiles.block_n
+    q_source, k_source = (
+        whole_cells(x, slots, lead, block, tiles.block_k) if tma else None
+        for x, lead, block in ((q, q_lead, block_m), (k, 0, block_n))
+    )
+
+    def launch(
+        sums: Tensor, peak: Tensor, total: Tensor, first: int, last: int, end: int, q_tiles: int, k_tiles: int
+    ) -> None:
+        sums_of_tiles[(q_tiles * (Hq // H) * k_tiles, H, B)](
+            q_source, k_source, q, k, q_filler, k_filler, of.q_last, of.k_first, sums, peak, total,
+            q.stride()[:3], k.stride()[:3], reach_strides(of.q_last), reach_strides(of.k_first),
+            M, N, q_lead, first, last, first_cell, end, q_tiles, k_tiles, weight * math.log2(math.e), segment,
+            D=D, SLOTS=slots, WIDE=of.wide, GROUP=_GROUP,
+            CAUSAL=of.causal, FLIPPED=flipped, TMA=q_source is not None and k_source is not None,
+            SHORT=q_lead % slots != 0 or (q_lead + M) % slots != 0 or N % slots != 0,
+            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=tiles.block_k,
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        )  # fmt: skip
+
+    return launch, block_m, block_n
+
+
+def _pooled(
+    q: Tensor,
+    k: Tensor,
+    of: Cells,
+    tiles: Tiles | PooledTiles | None,
+    first_cell: int,
+    segment: int | None,
+    weight: float,
+) -> tuple[Callable[..., None], int, int]:
+    """The same for cells of one slot."""
+    (_, Hq, M, D), (B, H, N, _) = q.shape, k.shape
+    q, k = q.contiguous(), k.contiguous()
+    tiles = tiles if isinstance(tiles, PooledTiles) else pooled_tiles(q)
+    block_m, block_n, block_d = tiles.block_m, tiles.block_n, max(power_of_2(D), 16)
+    q_source, k_source = (
+        TensorDescriptor.from_tensor(x.view(-1, D), [block, block_d]) if can_use_tma(q, k) else None
+        for x, block in ((q, block_m), (k, block_n))
+    )
+
+    def launch(
+        sums: Tensor, peak: Tensor, total: Tensor, first: int, last: int, end: int, q_tiles: int, k_tiles: int
+    ) -> None:
+        span = min(max(q_tiles * Hq * B * k_tiles // _PROGRAMS, 1), _SPAN)
+        sums_of_pooled[(q_tiles * (Hq // H) * cdiv(k_tiles, span), H, B)](
+            q_source, k_source, q, k, of.q_last, of.k_first, of.q_floor, of.k_last, sums, peak, total,
+            reach_strides(of.q_last), reach_strides(of.k_first),
+            M, N, first, last, first_cell, end, q_tiles, k_tiles, span, weight * math.log2(math.e), of.behind, segment,
+            D=D, BLOCK_D=block_d, WIDE=of.wide, CAUSAL=of.causal, PRECISION=fp32_products(),
+            BLOCK_M=block_m, BLOCK_N=block_n, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        )  # fmt: skip
+
+    return launch, block_m, block_n
 
 
 @remembered
@@ -142,6 +214,7 @@ def _mass_of_rows(
         inside = there[:, None] & (tile < k_tiles)[None, :]
         peak = tl.load(peak_ptr + peak_at + tile[None, :] * band, mask=inside, other=float("-inf"))
         sums_at = (head * band + cell)[:, None] * (k_tiles * TILE_COLS) + col[None, :]
-        sums = tl.load(sums_ptr + sums_at, mask=inside, other=0.0)  # not written where nothing was eligible
+        # Where nothing was eligible, no sums were written, and none are read.
+        sums = tl.load(sums_ptr + sums_at, mask=inside & (peak > float("-inf")), other=0.0)
         mass = tl.where(peak > float("-inf"), sums * tl.exp2(peak - log_total[:, None]), 0.0)
         tl.store(mass_at + col, tl.sum(mass, 0), mask=col < cols)
