@@ -313,7 +313,7 @@ def test_half_precision_is_scored_in_fp32(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("dtype", "gain"), [(torch.float16, 3), (torch.bfloat16, 1), (torch.bfloat16, 3)])
 def test_means_of_cells_in_half_precision_choose_as_in_fp32(dtype: torch.dtype, gain: int) -> None:
-    """Rounded means of cells flip no block in fp16, and in bf16 five of 2,320, where a cumulative sum is at its target."""
+    """Rounded means of cells flip no block in fp16, and five of 2,320 in bf16, at the target of a row."""
     generator = torch.Generator().manual_seed(0)
     topics = torch.randn(1, 4, 32, 64, generator=generator).repeat_interleave(64, 2)
     noise_q, noise_k = (0.5 * torch.randn(1, H, 2048, 64, generator=generator) for H in (4, 2))

@@ -69,7 +69,7 @@ def compile_cells(
 
 
 def compile_pooled(
-    target: GPUTarget, dtype: str, head_dim: int, *, tma: bool, changed: dict[str, str | tuple[str, ...] | None]
+    target: GPUTarget, dtype: str, head_dim: int, *, tma: bool, changed: dict[str, Any]
 ) -> triton.compiler.CompiledKernel:
     """The kernel over pooled tokens; `changed` names types of arguments that are None unless given, or None again."""
     tiles = pooled_tiles(torch.empty(0, head_dim, dtype=DTYPES[dtype]))
@@ -121,10 +121,11 @@ IN_SOME_ORDER = {
 def check_pooled(name: str, target: GPUTarget) -> int:
     """How many of the kernels over pooled tokens lack matrix instructions, or take more memory than there is."""
     failed = 0
-    for dtype, head_dim, changed in for_target(
-        name, ("bf16", 128, {}), ("fp16", 80, IN_SOME_ORDER), ("bf16", 256, {"behind": "i32"}), ("fp32", 128, {}),
+    variants: tuple[tuple[str, int, dict[str, Any]], ...] = (
+        ("bf16", 128, {}), ("fp16", 80, IN_SOME_ORDER), ("bf16", 256, {"behind": "i32"}), ("fp32", 128, {}),
         ("fp16", 64, {"segment": "i32"}),
-    ):  # fmt: skip
+    )  # fmt: skip
+    for dtype, head_dim, changed in for_target(name, *variants):
         tma = name in ("sm_90", "sm_100") and dtype != "fp32"
         compiled = compile_pooled(target, dtype, head_dim, tma=tma, changed=changed)
         text = compiled.asm[TEXT[target.backend]]

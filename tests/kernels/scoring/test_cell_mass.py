@@ -102,7 +102,7 @@ def test_orders_of_cells_of_one_slot(
     first = order.argsort(-1).int().to(device)  # neighbours trade places: tiles are whole, partly and not reached
     last = torch.arange(160, dtype=torch.int32, device=device).view(1, 1, -1)
     first[..., 0] = 0
-    window = {"q_floor": last - 48, "k_last": first} if windowed else {}
+    window: dict[str, Any] = {"q_floor": last - 48, "k_last": first} if windowed else {}
     assert_right(arguments(8 * q, k, 1, flipped=False, q_last=last, k_first=first, **window))
 
 
