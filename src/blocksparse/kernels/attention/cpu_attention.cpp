@@ -1,0 +1,805 @@
+// Block-sparse attention on a CPU; `cpu_attention.py` says what it computes, builds this file and calls it.
+//
+// It includes no header of PyTorch or Python and links neither, so that one command compiles it in seconds and the
+// result outlives updates of both. What it needs of the process comes as pointers to functions: threads of the OpenMP
+// that PyTorch has loaded, and Python's lock and pending signals.
+//
+// Names: a place is where a query stands in a row of blocks, a slot where a key stands in a column of them. A tile is
+// up to 128 slots, packed as right-hand sides of both products: keys [D, width] and values [width, E] as fp32, or as
+// bf16 in pairs along the axis that is summed, [D / 2, width, 2] and [width / 2, E, 2].
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <climits>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <system_error>
+#include <thread>
+#include <type_traits>
+#if defined(__AVX512F__) && defined(__AVX512BF16__)
+#define MULTIPLIES_BF16 1
+#endif
+#if defined(MULTIPLIES_BF16) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__)
+#define HAS_TILES 1
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+// kRows x kVectors sums of kWide numbers stay in registers.
+#if defined(__AVX512F__)
+constexpr int kWide = 16, kVectors = 4, kRows = 6;
+#elif defined(__AVX__)
+constexpr int kWide = 8, kVectors = 2, kRows = 6;
+#else
+constexpr int kWide = 4, kVectors = 4, kRows = 4;
+#endif
+#if defined(HAS_TILES)
+constexpr bool kHasTiles = true;
+constexpr int64_t kDepth = 32;  // a matrix unit sums 32 products of bf16
+#else
+constexpr bool kHasTiles = false;
+constexpr int64_t kDepth = 2;
+#endif
+constexpr int64_t kTile = 128, kPlaces = 128;  // slots of a tile, and places that attend at a time, at most
+constexpr int64_t kRoom = int64_t(1) << 25;    // bytes of packed tiles at a time, or those of one head if that is more
+constexpr int64_t kThreads = 256;
+constexpr int32_t kFar = 1 << 30;              // after all positions
+
+typedef float vec __attribute__((vector_size(4 * kWide), aligned(4), may_alias));
+typedef int32_t ivec __attribute__((vector_size(4 * kWide), aligned(4), may_alias));
+
+struct bf16 { uint16_t bits; };
+struct half { uint16_t bits; };
+
+template <typename To, typename From> To as(From x) { To y; std::memcpy(&y, &x, sizeof y); return y; }
+
+inline float wide(float x) { return x; }
+inline float wide(bf16 x) { return as<float>(uint32_t(x.bits) << 16); }
+inline float wide(half x) {
+  float magnitude = as<float>(uint32_t(x.bits & 0x7fff) << 13) * 0x1p112f;
+  uint32_t bits = as<uint32_t>(magnitude) | (magnitude >= 65536.f ? 0x7f800000u : 0u);
+  return as<float>(bits | uint32_t(x.bits & 0x8000) << 16);
+}
+// Rounded to nearest, ties to even; NaN stays NaN.
+inline void narrow(float x, float* to) { *to = x; }
+inline void narrow(float x, bf16* to) {
+  uint32_t b = as<uint32_t>(x);
+  to->bits = uint16_t((b & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : (b + 0x7fff + ((b >> 16) & 1)) >> 16);
+}
+inline void narrow(float x, half* to) {
+  uint32_t b = as<uint32_t>(x), sign = b >> 16 & 0x8000, size = b & 0x7fffffff;
+  if (size > 0x7f800000) size = 0x7e00;
+  else if (size >= 0x47800000) size = 0x7c00;
+  else if (size < 0x38800000) size = as<uint32_t>(as<float>(size) + 0.5f) - 0x3f000000;  // subnormal
+  else size = (size - 0x38000000 + 0xfff + ((size >> 13) & 1)) >> 13;
+  to->bits = uint16_t(sign | size);
+}
+
+// 2^x to 2e-7 of it; exactly 0 below -126, NaN for NaN.
+inline vec exp2_(vec x) {
+#if defined(__AVX512F__)
+  vec whole = _mm512_roundscale_ps(x, 8);
+#else
+  vec low = x < -126.f ? vec{} - 126.f : x, whole = (low + 12582912.f) - 12582912.f;
+#endif
+#if defined(__AVX512F__)
+  vec f = x - whole;
+#else
+  vec f = low - whole;
+#endif
+  vec p = f * 1.5403530e-4f + 1.3333558e-3f;
+  p = p * f + 9.6181291e-3f;
+  p = p * f + 5.5504109e-2f;
+  p = p * f + 2.4022651e-1f;
+  p = p * f + 6.9314718e-1f;
+  p = p * f + 1.f;
+#if defined(__AVX512F__)
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, vec{} - 126.f, _CMP_NLT_UQ), p, whole);
+#else
+  ivec bits = (ivec)p + (__builtin_convertvector(whole, ivec) << 23);
+  return x < -126.f ? vec{} : (vec)bits;
+#endif
+}
+
+// tanh(x) to 4e-7 of it. With e = exp(-2 |x|) - 1, which is summed apart so that no digits cancel, it is -e / (e + 2).
+inline vec tanh_(vec x) {
+  vec y = x < 0.f ? x : -x;
+  y = y < -15.f ? vec{} - 15.f : y;  // where tanh is 1
+  y = y * 2.885390082f;
+  vec whole = (y + 12582912.f) - 12582912.f, f = y - whole;
+  vec p = f * 1.5403530e-4f + 1.3333558e-3f;
+  p = p * f + 9.6181291e-3f;
+  p = p * f + 5.5504109e-2f;
+  p = p * f + 2.4022651e-1f;
+  p = p * f + 6.9314718e-1f;
+  vec power = (vec)((__builtin_convertvector(whole, ivec) + 127) << 23);
+  vec e = power * (p * f) + (power - 1.f);
+  e = e / (e + 2.f);
+  e = x < 0.f ? e : -e;
+  return x == x ? e : x;
+}
+
+#if defined(__clang__)
+inline float most(vec x) { float m = x[0]; for (int i = 1; i < kWide; i++) m = x[i] > m ? x[i] : m; return m; }
+inline float total(vec x) { float m = x[0]; for (int i = 1; i < kWide; i++) m += x[i]; return m; }
+#else
+inline ivec other(int step) { ivec i; for (int l = 0; l < kWide; l++) i[l] = l ^ step; return i; }
+inline float most(vec x) {
+  for (int s = 1; s < kWide; s *= 2) { vec y = __builtin_shuffle(x, other(s)); x = y > x ? y : x; }
+  return x[0];
+}
+inline float total(vec x) {
+  for (int s = 1; s < kWide; s *= 2) x = x + __builtin_shuffle(x, other(s));
+  return x[0];
+}
+#endif
+
+// C[M, N] (+)= A[M, K] B[K, N] in fp32.
+template <int R, int V>
+inline void panel(int64_t K, const float* A, int64_t lda, const float* B, int64_t ldb, float* C, int64_t ldc, bool add) {
+  vec sum[R][V], b[V];
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < V; v++) sum[r][v] = add ? *(const vec*)(C + r * ldc + v * kWide) : vec{};
+  for (int64_t k = 0; k < K; k++) {
+    for (int v = 0; v < V; v++) b[v] = *(const vec*)(B + k * ldb + v * kWide);
+    for (int r = 0; r < R; r++)
+      for (int v = 0; v < V; v++) sum[r][v] += A[r * lda + k] * b[v];
+  }
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < V; v++) *(vec*)(C + r * ldc + v * kWide) = sum[r][v];
+}
+
+#if defined(MULTIPLIES_BF16)
+// The same of bf16, with B in pairs; K and the strides count single numbers.
+template <int R, int V>
+inline void panel(int64_t K, const bf16* A, int64_t lda, const bf16* B, int64_t ldb, float* C, int64_t ldc, bool add) {
+  __m512 sum[R][V];
+  __m512bh b[V];
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < V; v++) sum[r][v] = add ? _mm512_loadu_ps(C + r * ldc + v * 16) : _mm512_setzero_ps();
+  for (int64_t k = 0; k < K; k += 2) {
+    for (int v = 0; v < V; v++) b[v] = (__m512bh)_mm512_loadu_si512(B + k * ldb + v * 32);
+    for (int r = 0; r < R; r++) {
+      int32_t two;
+      std::memcpy(&two, A + r * lda + k, 4);
+      for (int v = 0; v < V; v++) sum[r][v] = _mm512_dpbf16_ps(sum[r][v], (__m512bh)_mm512_set1_epi32(two), b[v]);
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < V; v++) _mm512_storeu_ps(C + r * ldc + v * 16, sum[r][v]);
+}
+#endif
+
+template <int V, typename X>
+void strip(int64_t M, int64_t K, const X* A, int64_t lda, const X* B, int64_t ldb, float* C, int64_t ldc, bool add) {
+  int64_t m = 0;
+  for (; m + kRows <= M; m += kRows) panel<kRows, V>(K, A + m * lda, lda, B, ldb, C + m * ldc, ldc, add);
+  for (; m + 2 <= M; m += 2) panel<2, V>(K, A + m * lda, lda, B, ldb, C + m * ldc, ldc, add);
+  if (m < M) panel<1, V>(K, A + m * lda, lda, B, ldb, C + m * ldc, ldc, add);
+}
+
+#if defined(HAS_TILES)
+// The matrix unit's registers: eight tiles of 16 rows of 64 bytes.
+struct TileConfig {
+  uint8_t palette = 1, start = 0, reserved[14] = {};
+  uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+// C[M, N] (+)= A[M, K] B[K, N] of bf16; M is a multiple of 16, K and N are multiples of 32.
+template <bool Two>
+inline void tiles(int64_t K, const bf16* A, int64_t lda, const bf16* B, int64_t ldb, float* C, int64_t ldc, bool add) {
+  if (add) {
+    _tile_loadd(0, C, ldc * 4);
+    _tile_loadd(1, C + 16, ldc * 4);
+    if (Two) { _tile_loadd(2, C + 16 * ldc, ldc * 4); _tile_loadd(3, C + 16 * ldc + 16, ldc * 4); }
+  } else {
+    _tile_zero(0); _tile_zero(1);
+    if (Two) { _tile_zero(2); _tile_zero(3); }
+  }
+  for (int64_t k = 0; k < K; k += 32) {
+    _tile_loadd(4, A + k, lda * 2);
+    _tile_loadd(6, B + k * ldb, ldb * 4);
+    _tile_loadd(7, B + k * ldb + 32, ldb * 4);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    if (Two) {
+      _tile_loadd(5, A + 16 * lda + k, lda * 2);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  _tile_stored(0, C, ldc * 4);
+  _tile_stored(1, C + 16, ldc * 4);
+  if (Two) { _tile_stored(2, C + 16 * ldc, ldc * 4); _tile_stored(3, C + 16 * ldc + 16, ldc * 4); }
+}
+
+bool may_use_tiles() {  // Linux hands out the unit's state on request, once a process
+  static const bool granted = syscall(SYS_arch_prctl, 0x1023, 18) == 0;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return granted;
+}
+#else
+bool may_use_tiles() { return false; }
+#endif
+
+// A[M, K] has lda = K, B and C have rows of N numbers, which is a multiple of kWide.
+template <typename X>
+void product(bool by_tiles, int64_t M, int64_t N, int64_t K, const X* A, const X* B, float* C, bool add) {
+  constexpr int64_t pair = std::is_same_v<X, bf16> ? 2 : 1;
+#if defined(HAS_TILES)
+  if constexpr (pair == 2) if (by_tiles) {
+    for (int64_t n = 0; n < N; n += 32) {
+      int64_t m = 0;
+      for (; m + 16 < M; m += 32) tiles<true>(K, A + m * K, K, B + n * 2, N, C + m * N + n, N, add);
+      if (m < M) tiles<false>(K, A + m * K, K, B + n * 2, N, C + m * N + n, N, add);
+    }
+    return;
+  }
+#endif
+  (void)by_tiles;
+  int64_t n = 0;
+  for (; n + kVectors * kWide <= N; n += kVectors * kWide) strip<kVectors>(M, K, A, K, B + n * pair, N, C + n, N, add);
+  for (; n + 2 * kWide <= N; n += 2 * kWide) strip<2>(M, K, A, K, B + n * pair, N, C + n, N, add);
+  for (; n < N; n += kWide) strip<1>(M, K, A, K, B + n * pair, N, C + n, N, add);
+}
+
+int64_t up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
+// `cpu_attention.py` fills the same fields in the same order. Strides count entries; heads of masks and maps divide
+// q_heads, or are 1; the last axis of q, k, v, out and of maps is innermost.
+struct Call {
+  int64_t batch, q_heads, kv_heads, queries, keys, dim, v_dim;
+  int64_t q_block, k_block, rows, cols, lead, offset, causal, window;  // no window: 0
+  int64_t type, threads;                                               // 0 fp32, 1 bf16, 2 fp16
+  int64_t q_step[3], k_step[3], v_step[3], out_step[3];                // of batch, heads, tokens
+  int64_t keep_heads, keep_step[4], q_at_heads, q_at_step[2], k_at_heads, k_at_step[3];
+  int64_t patience, commit, mean;
+  double scale, softcap;  // no softcap: 0
+  const void *q, *k, *v;
+  void* out;
+  float* lse;                  // [B, Hq, M]
+  const uint8_t* keep;         // [B, H, rows, cols]; null: all
+  const int32_t *q_at, *k_at;  // [B, H, rows * q_block], [B, H, G, cols * k_block]; null: in order
+  const int64_t* map_of_row;   // [rows]; null: map 0
+  const float* sinks;          // [Hq]; null: none
+  const int32_t *order, *opened, *count;  // [B, Hq, rows, cols], [B, Hq, rows]; null: as `keep` says
+  const float* tau;                       // [Hq]
+  int32_t* visited;                       // [B, Hq, rows]
+  void (*parallel)(void (*)(void*), void*, unsigned, unsigned);  // GOMP_parallel; null: none
+  void* (*release)();                                            // PyEval_SaveThread
+  void (*acquire)(void*);                                        // PyEval_RestoreThread
+  int (*signals)();                                              // PyErr_CheckSignals
+};
+
+// Memory cut into arrays that begin at multiples of 64 bytes; from a null pointer it only counts.
+struct Arena {
+  char* base;
+  int64_t used = 0;
+  template <typename T> T* take(int64_t n) {
+    T* at = base ? (T*)(base + used) : nullptr;
+    used += up(n * int64_t(sizeof(T)), 64);
+    return at;
+  }
+};
+
+char* allocate(int64_t bytes) { return (char*)std::aligned_alloc(64, up(std::max<int64_t>(bytes, 64), 64)); }
+
+// What lies in a tile: how many slots hold keys, the width in memory, and the first and the last position.
+struct Content { int32_t filled, width, first, last; };
+
+// T is the type of the tensors, X that of the factors: bf16 where the CPU multiplies it, else fp32.
+template <typename T, typename X>
+struct Attention {
+  static constexpr bool kNarrow = std::is_same_v<X, bf16>;
+  const Call& c;
+  const int64_t D, E;          // head dims as packed
+  const int64_t places, parts; // places at a time, and how often in a row of blocks
+  const int64_t tiles;         // of a block
+  const int64_t key_heads;     // heads whose blocks differ in keys or in their order
+  const bool by_tiles, shared; // `shared`: blocks are packed once, not anew for every row that keeps them
+  const float to_base_2 = 1.4426950408889634f, scale;
+  const std::thread::id caller = std::this_thread::get_id();
+  void* state = nullptr;       // Python's, while its lock is released
+  std::atomic<bool> stopped{false};
+  std::chrono::steady_clock::time_point asked = std::chrono::steady_clock::now();
+
+  explicit Attention(const Call& call)
+      : c(call), D(kNarrow ? up(c.dim, kDepth) : c.dim), E(up(c.v_dim, kHasTiles && kNarrow ? 32 : kWide)),
+        places(c.order ? c.q_block : std::min(c.q_block, kPlaces)), parts((c.q_block + places - 1) / places),
+        tiles((c.k_block + kTile - 1) / kTile),
+        key_heads(c.k_at && c.k_at_heads > c.kv_heads ? c.k_at_heads : c.kv_heads),
+        by_tiles(kHasTiles && kNarrow && may_use_tiles()),
+        shared(!c.order && !c.map_of_row && (c.k_block % 32 == 0 || c.cols == 1)),
+        scale(float(c.scale) * (c.softcap ? 1.f : to_base_2)) {}
+
+  struct Scratch {  // what one thread holds
+    X *q, *w, *kt, *vt;
+    float *s, *o, *peak, *sum, *fresh, *o_before, *peak_before, *sum_before;
+    int32_t *at, *query, *place, *key;
+    void take(Arena& a, const Attention& t) {
+      int64_t n = up(t.places, 16), undo = t.c.order && !t.c.commit ? n : 0, own = t.shared ? 0 : kTile;
+      q = a.take<X>(n * t.D);
+      w = a.take<X>(kNarrow ? n * kTile : 0);
+      kt = a.take<X>(own * t.D);
+      vt = a.take<X>(own * t.E);
+      s = a.take<float>(n * kTile);
+      o = a.take<float>(n * t.E);
+      peak = a.take<float>(n);
+      sum = a.take<float>(n * kWide);
+      fresh = a.take<float>(t.c.order ? n * kWide : 0);
+      o_before = a.take<float>(undo * t.E);
+      peak_before = a.take<float>(undo);
+      sum_before = a.take<float>(undo * kWide);
+      at = a.take<int32_t>(n);
+      query = a.take<int32_t>(n);
+      place = a.take<int32_t>(own);
+      key = a.take<int32_t>(own);
+    }
+  };
+
+  struct Packed {  // tiles of the blocks of some heads that anybody keeps
+    X *kt, *vt;
+    int32_t* place;
+    Content* content;
+    uint8_t* used;
+    void take(Arena& a, const Attention& t, int64_t units) {
+      int64_t n = units * t.c.cols * t.tiles, width = std::min(up(t.c.k_block, 32), kTile);
+      kt = a.take<X>(n * t.D * width);
+      vt = a.take<X>(n * t.E * width);
+      place = a.take<int32_t>(n * width);
+      content = a.take<Content>(n);
+      used = a.take<uint8_t>(units * t.c.cols);
+    }
+  };
+
+  // Runs `work` on all threads at once: OpenMP's, or new ones where that cannot be used.
+  template <typename F> void together(F work) {
+    if (c.threads == 1) return work();
+    if (c.parallel) return c.parallel([](void* f) { (*(F*)f)(); }, &work, unsigned(c.threads), 0);
+    std::thread others[kThreads];
+    int64_t n = 0;
+    try {
+      for (; n < std::min(c.threads, kThreads) - 1; n++) others[n] = std::thread([&] { work(); });
+    } catch (const std::system_error&) {  // so many there cannot be
+    }
+    work();
+    while (n) others[--n].join();
+  }
+
+  // Lets Python handle signals, now and then, on the thread that called; true if the call shall end.
+  bool interrupted() {
+    if (c.signals && std::this_thread::get_id() == caller) {
+      auto now = std::chrono::steady_clock::now();
+      if (now - asked > std::chrono::milliseconds(50)) {
+        asked = now;
+        c.acquire(state);
+        if (c.signals()) stopped = true;
+        state = c.release();
+      }
+    }
+    return stopped.load(std::memory_order_relaxed);
+  }
+
+  // Keys and values of `n` tokens, key(0) to key(n - 1), as one tile; columns up to `width` are zeros.
+  template <typename At>
+  void pack(const T* k, const T* v, int64_t n, int64_t width, At key, X* kt, X* vt) const {
+    static const T nothing[256] = {};
+    constexpr int64_t unit = kNarrow ? 2 : 1;  // entries that lie together: 32 bits
+    const int64_t units = D / unit, whole = c.dim / unit / kWide * kWide;
+    for (int64_t j0 = 0; j0 < width; j0 += kWide) {
+      const T* row[kWide];
+      for (int64_t j = 0; j < kWide; j++) row[j] = j0 + j < n ? k + key(j0 + j) * c.k_step[2] : nothing;
+      int64_t u = 0;
+#if !defined(__clang__)
+      for (; u < whole; u += kWide) {  // a square of 32-bit entries is transposed by swaps at distances 1, 2, 4, 8
+        vec x[kWide];
+        for (int i = 0; i < kWide; i++) {
+          if constexpr (std::is_same_v<T, X>) x[i] = *(const vec*)(row[i] + u * unit);
+          else for (int l = 0; l < kWide; l++) x[i][l] = wide(row[i][u + l]);
+        }
+#pragma GCC unroll 4
+        for (int step = 1; step < kWide; step *= 2) {
+          ivec low, high;
+          for (int l = 0; l < kWide; l++) {
+            low[l] = l & step ? l - step + kWide : l;
+            high[l] = l & step ? l + kWide : l + step;
+          }
+#pragma GCC unroll 16
+          for (int i = 0; i < kWide; i++)
+            if (!(i & step)) {
+              vec a = x[i], b = x[i + step];
+              x[i] = __builtin_shuffle(a, b, low);
+              x[i + step] = __builtin_shuffle(a, b, high);
+            }
+        }
+        for (int i = 0; i < kWide; i++) *(vec*)(kt + ((u + i) * width + j0) * unit) = x[i];
+      }
+#endif
+      for (; u < units; u++)
+        for (int64_t j = 0; j < kWide; j++)
+          for (int64_t i = 0; i < unit; i++) {
+            int64_t d = u * unit + i;
+            X* to = kt + (u * width + j0 + j) * unit + i;
+            if constexpr (kNarrow) *to = d < c.dim ? row[j][d] : X{};
+            else *to = d < c.dim ? wide(row[j][d]) : 0.f;
+          }
+    }
+    for (int64_t j = 0; j < width; j += unit) {
+      const T* a = j < n ? v + key(j) * c.v_step[2] : nothing;
+      X* to = vt + j * E;
+      if constexpr (kNarrow) {
+        const T* b = j + 1 < n ? v + key(j + 1) * c.v_step[2] : nothing;
+        for (int64_t d = 0; d < c.v_dim; d++) {
+          uint32_t two = a[d].bits | uint32_t(b[d].bits) << 16;
+          std::memcpy(to + 2 * d, &two, 4);
+        }
+      } else {
+        for (int64_t d = 0; d < c.v_dim; d++) to[d] = wide(a[d]);
+      }
+      for (int64_t d = c.v_dim * unit; d < E * unit; d++) to[d] = X{};
+    }
+  }
+
+  // Logits `s` [n, width] to weights, in place or in `w`, relative to the greatest logit of each query so far; sums and
+  // outputs so far are made relative to it, too. With `fresh` the sum of these weights is kept apart.
+  template <bool Masked>
+  void weigh(const Scratch& r, int64_t n, int64_t width, const int32_t* place, float* fresh) const {
+    const float never = -INFINITY, cap = float(c.softcap), into = cap ? scale / cap : 0.f, out_of = cap * to_base_2;
+    const float factor = cap ? 1.f : scale;
+    for (int64_t m = 0; m < n; m++) {
+      float* x = r.s + m * width;
+      vec top = vec{} + never;
+      const int32_t last = r.at[m], before = c.window ? last - int32_t(c.window) : INT_MIN;
+      for (int64_t j = 0; j < width; j += kWide) {
+        vec y = *(vec*)(x + j);
+        if (cap) y = tanh_(y * into) * out_of;
+        if (Masked) {
+          ivec p = *(const ivec*)(place + j);
+          y = (p <= last) & (p > before) ? y : vec{} + never;
+        }
+        if (Masked || cap) *(vec*)(x + j) = y;
+        top = y > top ? y : top;
+      }
+      const float peak = r.peak[m], highest = most(top) * factor, now = highest > peak ? highest : peak;
+      const vec base = vec{} + (now == never ? 0.f : now);
+      vec sum{};
+      if constexpr (kNarrow) {
+#if defined(MULTIPLIES_BF16)
+        bf16* w = r.w + m * width;
+        for (int64_t j = 0; j < width; j += 2 * kWide) {
+          vec a = exp2_(*(vec*)(x + j) * factor - base), b = exp2_(*(vec*)(x + j + kWide) * factor - base);
+          sum += a + b;
+          _mm512_storeu_si512(w + j, (__m512i)_mm512_cvtne2ps_pbh(b, a));
+        }
+#endif
+      } else {
+        for (int64_t j = 0; j < width; j += kWide) {
+          vec a = exp2_(*(vec*)(x + j) * factor - base);
+          *(vec*)(x + j) = a;
+          sum += a;
+        }
+      }
+      vec *so_far = (vec*)(r.sum + m * kWide), *apart = fresh ? (vec*)(fresh + m * kWide) : so_far;
+      if (now != peak) {
+        vec shrink = exp2_(vec{} + peak - base);
+        *so_far *= shrink;
+        if (fresh) *apart *= shrink;
+        for (int64_t d = 0; d < E; d += kWide) *(vec*)(r.o + m * E + d) *= shrink;
+        r.peak[m] = now;
+      }
+      *apart += sum;
+    }
+  }
+
+  // Attention of `n` queries to one tile.
+  void visit(const Scratch& r, int64_t n, int64_t width, const X* kt, const X* vt, const int32_t* place, bool masked,
+             float* fresh = nullptr) const {
+    product<X>(by_tiles, n, width, D, r.q, kt, r.s, false);
+    if (masked) weigh<true>(r, n, width, place, fresh); else weigh<false>(r, n, width, place, fresh);
+    const X* weights;
+    if constexpr (kNarrow) weights = r.w; else weights = r.s;
+    product<X>(by_tiles, n, E, width, weights, vt, r.o, true);
+  }
+
+  struct Row {  // the queries of one part of a row of blocks
+    int64_t b, h, row, n;
+    int32_t first, last;  // of their positions
+  };
+
+  Row load(Scratch& r, int64_t b, int64_t h, int64_t row, int64_t part) const {
+    Row x{b, h, row, 0, kFar, -1};
+    const T* q = (const T*)c.q + b * c.q_step[0] + h * c.q_step[1];
+    const int32_t* at = c.q_at ? c.q_at + b * c.q_at_step[0] + h * c.q_at_heads / c.q_heads * c.q_at_step[1] : nullptr;
+    int64_t begin = row * c.q_block + part * places, end = std::min(begin + places, (row + 1) * c.q_block);
+    for (int64_t place = begin; place < end; place++) {
+      int64_t query = at ? at[place] - c.offset : place - c.lead;
+      if (at ? at[place] < 0 : query < 0 || query >= c.queries) continue;
+      int32_t position = c.causal ? int32_t(query + c.offset) : kFar;
+      x.first = std::min(x.first, position);
+      x.last = std::max(x.last, position);
+      r.query[x.n] = int32_t(query);
+      r.at[x.n] = position;
+      const T* from = q + query * c.q_step[2];
+      X* to = r.q + x.n * D;
+      if constexpr (std::is_same_v<T, X>) std::memcpy(to, from, c.dim * sizeof(T));
+      else for (int64_t d = 0; d < c.dim; d++) to[d] = wide(from[d]);
+      x.n++;
+    }
+    std::fill_n(r.peak, x.n, -INFINITY);
+    std::fill_n(r.sum, x.n * kWide, 0.f);
+    std::fill_n(r.o, x.n * E, 0.f);
+    return x;
+  }
+
+  bool sees(const Row& x, int32_t first, int32_t last) const {
+    return first <= x.last && (!c.window || last > x.first - c.window);
+  }
+  bool sees_whole(const Row& x, int32_t first, int32_t last) const {
+    return last <= x.first && (!c.window || first > x.last - c.window);
+  }
+
+  void store(const Scratch& r, const Row& x) const {
+    T* out = (T*)c.out + x.b * c.out_step[0] + x.h * c.out_step[1];
+    float* lse = c.lse + (x.b * c.q_heads + x.h) * c.queries;
+    for (int64_t m = 0; m < x.n; m++) {
+      float peak = r.peak[m], sum = total(*(const vec*)(r.sum + m * kWide)), share = 1.f;
+      const bool nothing = sum == 0.f;
+      if (c.sinks) {
+        float sink = c.sinks[x.h] * to_base_2, now = std::max(peak, sink);
+        share = std::exp2(peak - now);
+        sum = sum * share + std::exp2(sink - now);
+        peak = now;
+      }
+      T* to = out + r.query[m] * c.out_step[2];
+      const float factor = nothing ? 0.f : share / sum;
+      for (int64_t d = 0; d < c.v_dim; d++) narrow(nothing ? 0.f : r.o[m * E + d] * factor, to + d);
+      lse[r.query[m]] = sum == 0.f ? -INFINITY : peak / to_base_2 + std::log(sum);
+    }
+  }
+
+  const uint8_t* kept(int64_t b, int64_t h, int64_t row) const {
+    return c.keep ? c.keep + b * c.keep_step[0] + h * c.keep_heads / c.q_heads * c.keep_step[1] + row * c.keep_step[2] : nullptr;
+  }
+  const int32_t* slots(int64_t b, int64_t h, int64_t row) const {
+    if (!c.k_at) return nullptr;
+    int64_t map = c.map_of_row ? c.map_of_row[row] : 0;
+    return c.k_at + b * c.k_at_step[0] + h * c.k_at_heads / c.q_heads * c.k_at_step[1] + map * c.k_at_step[2];
+  }
+  const T* of_head(const void* x, const int64_t* step, int64_t b, int64_t h) const {
+    return (const T*)x + b * step[0] + h * c.kv_heads / c.q_heads * step[1];
+  }
+  // The key in a slot, -1 where it is empty.
+  int32_t key_in(const int32_t* at, int64_t slot) const { return at ? at[slot] : slot < c.keys ? int32_t(slot) : -1; }
+
+  // Attention of a part of a row to the blocks it keeps, packed before.
+  void attend_shared(Scratch& r, const Packed& p, int64_t unit, int64_t b, int64_t h, int64_t row, int64_t part) const {
+    Row x = load(r, b, h, row, part);
+    const uint8_t* keep = kept(b, h, row);
+    const int64_t width = std::min(up(c.k_block, 32), kTile);
+    for (int64_t col = 0; x.n && col < c.cols; col++) {
+      if (keep && !keep[col * c.keep_step[3]]) continue;
+      for (int64_t i = (unit * c.cols + col) * tiles, end = i + tiles; i < end; i++) {
+        const Content& t = p.content[i];
+        if (!t.filled || !sees(x, t.first, t.last)) continue;
+        bool whole = t.filled == t.width && sees_whole(x, t.first, t.last);
+        visit(r, x.n, t.width, p.kt + i * D * width, p.vt + i * E * width, p.place + i * width, !whole);
+      }
+    }
+    store(r, x);
+  }
+
+  // Packs what lies in the first `n` entries of `r.key`, and attends to it.
+  void visit_keys(Scratch& r, const Row& x, int64_t n, float* fresh = nullptr) const {
+    int64_t width = up(n, 32);
+    int32_t first = kFar, last = -1;
+    for (int64_t j = 0; j < width; j++) r.place[j] = j < n ? r.key[j] : INT_MAX;
+    for (int64_t j = 0; j < n; j++) { first = std::min(first, r.key[j]); last = std::max(last, r.key[j]); }
+    pack(of_head(c.k, c.k_step, x.b, x.h), of_head(c.v, c.v_step, x.b, x.h), n, width,
+         [&](int64_t j) { return int64_t(r.key[j]); }, r.kt, r.vt);
+    visit(r, x.n, width, r.kt, r.vt, r.place, n != width || !sees_whole(x, first, last), fresh);
+  }
+
+  // The same without blocks: keys that somebody of the part may see are gathered into tiles.
+  void attend_gathered(Scratch& r, int64_t b, int64_t h, int64_t row, int64_t part) const {
+    Row x = load(r, b, h, row, part);
+    const uint8_t* keep = kept(b, h, row);
+    const int32_t* at = slots(b, h, row);
+    int64_t n = 0;
+    for (int64_t col = 0; x.n && col < c.cols; col++) {
+      if (keep && !keep[col * c.keep_step[3]]) continue;
+      for (int64_t slot = col * c.k_block, end = slot + c.k_block; slot < end; slot++) {
+        int32_t key = key_in(at, slot);
+        if (key < 0 || !sees(x, key, key)) continue;
+        r.key[n++] = key;
+        if (n == kTile) { visit_keys(r, x, n); n = 0; }
+      }
+    }
+    if (n) visit_keys(r, x, n);
+    store(r, x);
+  }
+
+  // Attention of a row to its blocks in the order given, until they add little.
+  void attend_until(Scratch& r, int64_t b, int64_t h, int64_t row) const {
+    Row x = load(r, b, h, row, 0);
+    const int32_t* at = slots(b, h, row);
+    const int64_t t = (b * c.q_heads + h) * c.rows + row;
+    const float tau = c.tau[h];
+    int64_t done = 0, low = 0;
+    std::fill_n(r.fresh, x.n * kWide, 0.f);
+    for (int64_t i = 0; i < c.count[t]; i++) {
+      const bool may_stop = i >= c.opened[t];
+      if (may_stop && !c.commit) {
+        std::copy_n(r.o, x.n * E, r.o_before);
+        std::copy_n(r.peak, x.n, r.peak_before);
+        std::copy_n(r.sum, x.n * kWide, r.sum_before);
+      }
+      int64_t slot = c.order[t * c.cols + i] * c.k_block, end = slot + c.k_block, n = 0;
+      for (; slot < end; slot++) {
+        int32_t key = key_in(at, slot);
+        if (key >= 0 && sees(x, key, key)) r.key[n++] = key;
+        if (n == kTile) { visit_keys(r, x, n, r.fresh); n = 0; }
+      }
+      if (n) visit_keys(r, x, n, r.fresh);
+      bool all = true;
+      double gains = 0;
+      for (int64_t m = 0; m < x.n; m++) {
+        vec *sum = (vec*)(r.sum + m * kWide), *fresh = (vec*)(r.fresh + m * kWide);
+        if (may_stop) {
+          float before = total(*sum), gain = before == 0.f ? INFINITY : total(*fresh) / before;
+          all = all && gain < tau;
+          gains += gain;
+        }
+        *sum += *fresh;
+        *fresh = vec{};
+      }
+      const bool satisfied = may_stop && (c.mean ? float(gains) < tau * float(x.n) : all);
+      low = satisfied ? low + 1 : 0;
+      done = i + 1;
+      if (low < c.patience) continue;
+      if (!c.commit) {
+        std::copy_n(r.o_before, x.n * E, r.o);
+        std::copy_n(r.peak_before, x.n, r.peak);
+        std::copy_n(r.sum_before, x.n * kWide, r.sum);
+        done = i;
+      }
+      break;
+    }
+    c.visited[t] = int32_t(done);
+    store(r, x);
+  }
+
+  // Which blocks anybody keeps.
+  void mark(const Packed& p, int64_t first, int64_t units) const {
+    if (!c.keep) { std::memset(p.used, 1, units * c.cols); return; }
+    std::memset(p.used, 0, units * c.cols);
+    const int64_t per = c.q_heads / key_heads, step = c.keep_step[3];
+    for (int64_t u = 0; u < units; u++) {
+      const int64_t b = (first + u) / key_heads, kh = (first + u) % key_heads;
+      uint8_t* used = p.used + u * c.cols;
+      for (int64_t h = kh * per; h < (kh + 1) * per; h++)
+        for (int64_t row = 0; row < c.rows; row++) {
+          const uint8_t* keep = kept(b, h, row);
+          for (int64_t col = 0; col < c.cols; col++) used[col] |= keep[col * step];
+        }
+    }
+  }
+
+  void pack_block(const Packed& p, int64_t first, int64_t unit, int64_t col) const {
+    const int64_t b = (first + unit) / key_heads, h = (first + unit) % key_heads * (c.q_heads / key_heads);
+    const int64_t step = std::min(up(c.k_block, 32), kTile), end = (col + 1) * c.k_block;
+    const int32_t* at = slots(b, h, 0);
+    int64_t i = (unit * c.cols + col) * tiles;
+    for (int64_t slot = col * c.k_block; slot < end; slot += kTile, i++) {
+      int32_t* place = p.place + i * step;
+      int32_t key[kTile];
+      Content t{0, 0, kFar, -1};
+      for (int64_t j = slot; j < std::min(slot + kTile, end); j++)
+        if (int32_t x = key_in(at, j); x >= 0) {
+          key[t.filled++] = x;
+          t.first = std::min(t.first, x);
+          t.last = std::max(t.last, x);
+        }
+      t.width = int32_t(up(t.filled, 32));
+      for (int64_t j = 0; j < t.width; j++) place[j] = j < t.filled ? key[j] : INT_MAX;
+      p.content[i] = t;
+      if (t.filled)
+        pack(of_head(c.k, c.k_step, b, h), of_head(c.v, c.v_step, b, h), t.filled, t.width,
+             [&](int64_t j) { return int64_t(key[j]); }, p.kt + i * D * step, p.vt + i * E * step);
+    }
+  }
+
+  // 0, or 1 if there is no memory, or 2 if a signal's handler raised.
+  int run() {
+    Arena count{nullptr}, packs{nullptr};
+    Scratch scratch;
+    scratch.take(count, *this);
+    const int64_t units = c.batch * key_heads, each = count.used;
+    int64_t at_once = units;
+    if (shared) {
+      Packed one;
+      one.take(packs, *this, 1);
+      at_once = std::min(units, std::max<int64_t>(1, kRoom / packs.used));
+    }
+    char* desks = allocate(each * c.threads);
+    char* tiles_of = shared ? allocate((packs.used + 320) * at_once) : nullptr;
+    if (!desks || (shared && !tiles_of)) { std::free(desks); std::free(tiles_of); return 1; }
+    std::memset(desks, 0, each * c.threads);  // the columns and rows that fill up tiles
+    if (c.release) state = c.release();
+    for (int64_t first = 0; first < units && !stopped; first += at_once) {
+      const int64_t some = std::min(at_once, units - first);
+      Packed p{};
+      std::atomic<int64_t> next{0};
+      if (shared) {
+        Arena arena{tiles_of};
+        p.take(arena, *this, some);
+        mark(p, first, some);
+        together([&] {
+          for (int64_t i; (i = next.fetch_add(1)) < some * c.cols;)
+            if (p.used[i]) pack_block(p, first, i / c.cols, i % c.cols);
+        });
+        next = 0;
+      }
+      std::atomic<int64_t> desk{0};
+      const int64_t per = c.q_heads / key_heads, heads = some * per, steps = c.order ? c.rows : c.rows * parts;
+      together([&] {  // the last rows first: when causal they are the longest
+        Arena arena{desks + desk.fetch_add(1) * each};
+        Scratch r;
+        r.take(arena, *this);
+#if defined(HAS_TILES)
+        if (by_tiles) { const TileConfig config; _tile_loadconfig(&config); }
+#endif
+        for (int64_t i; !interrupted() && (i = next.fetch_add(1)) < heads * steps;) {
+          const int64_t unit = i % heads / per, b = (first + unit) / key_heads;
+          const int64_t h = (first + unit) % key_heads * per + i % per, step = steps - 1 - i / heads;
+          if (c.order) attend_until(r, b, h, step);
+          else if (shared) attend_shared(r, p, unit, b, h, step / parts, step % parts);
+          else attend_gathered(r, b, h, step / parts, step % parts);
+        }
+#if defined(HAS_TILES)
+        if (by_tiles) _tile_release();
+#endif
+      });
+    }
+    if (c.acquire) c.acquire(state);
+    std::free(desks);
+    std::free(tiles_of);
+    return stopped ? 2 : 0;
+  }
+};
+
+}  // namespace
+
+extern "C" {
+
+int blocksparse_attend(const Call* c) {
+  switch (c->type) {
+    case 0: return Attention<float, float>(*c).run();
+    case 2: return Attention<half, float>(*c).run();
+  }
+#if defined(MULTIPLIES_BF16)
+  return Attention<bf16, bf16>(*c).run();
+#else
+  return Attention<bf16, float>(*c).run();
+#endif
+}
+
+// What the file was compiled for: bytes of a `Call`, numbers in a vector, whether bf16 is multiplied as it is, and
+// whether by a matrix unit.
+int64_t blocksparse_call_bytes() { return sizeof(Call); }
+int blocksparse_vector() { return kWide; }
+int blocksparse_bf16() {
+#if defined(MULTIPLIES_BF16)
+  return may_use_tiles() ? 2 : 1;
+#else
+  return 0;
+#endif
+}
+
+}  // extern "C"

@@ -1,0 +1,250 @@
+"""Softmax attention over kept blocks by a kernel that this machine compiles for its CPU.
+
+    out[b, h, i] = sum_j softmax_j(scale * q[b, h, i] . k[b, h // G, j]) v[b, h // G, j]
+
+over the keys `j` in the slots of the blocks that the row of query `i` keeps, without those that causality or a sliding
+window hides by original position. Nothing is moved: the kernel reads keys, values and queries, and writes outputs, where
+they stand. `sparse_attention_reference` and `gather_attention_reference` say the same in plain torch.
+
+Every part of a row of blocks, 128 queries at most, is attended to by one thread, which takes it from a counter that all
+share. So the result does not depend on the number of threads, to the bit. A call looks for signals every 50 ms, so that
+Ctrl-C ends a long one.
+
+bf16 is multiplied as it is where the CPU does that (AVX-512 BF16, AMX), and then weights are rounded to bf16 as well;
+fp16, and bf16 elsewhere, are widened to fp32. All sums and the softmax are in fp32.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from blocksparse.kernels.attention.arguments import LogitChange, RankedLists, StopRule
+from blocksparse.kernels.attention.sparse_attention import UNCHANGED
+from blocksparse.kernels.common.compiled import Loaded, load
+from blocksparse.kernels.common.memory import empty_as
+from blocksparse.kernels.positions.token_positions import TokenPositions
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+MAX_HEAD_DIM = 256
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+_log = logging.getLogger(__name__)
+
+
+@frozen(eq=False)
+class Kept:
+    """Which blocks each row of blocks attends to."""
+
+    keep: Tensor  # [B, H, rows, cols] bool; H divides Hq
+    q_block: int
+    k_block: int
+
+
+def cpu_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kept: Kept,
+    positions: TokenPositions,
+    *,
+    scale: float,
+    change: LogitChange = UNCHANGED,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`out` `[B, Hq, M, Dv]` of the dtype of v, and `lse` `[B, Hq, M]` fp32, in original order.
+
+    Args:
+        q: `[B, Hq, M, D]`, for which `cpu_kernel_refuses` has no reasons; in original order, like `k` `[B, Hkv, N, D]`
+            and `v` `[B, Hkv, N, Dv]`.
+        out: where the output is written, with its last axis innermost. If None, it lies in memory as `empty_as` has it.
+    """
+    call = _Call()
+    _set_positions(call, positions, kept.q_block, kept.k_block, kept.keep.shape[2:])
+    call.keep_heads, call.keep_step, call.keep = kept.keep.shape[1], _steps(kept.keep, 4), kept.keep.data_ptr()
+    call.map_of_row = 0 if positions.group_of_row is None else positions.group_of_row.data_ptr()
+    return _attend(call, q, k, v, scale, positions.causal, positions.window, change, out)
+
+
+def dense_cpu_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    window: int | None = None,
+    change: LogitChange = UNCHANGED,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The same over all keys; when causal, queries are the last M of the N tokens."""
+    call = _Call()
+    call.q_block = call.k_block = 128
+    call.rows, call.cols = -(-q.shape[2] // 128), -(-k.shape[2] // 128)
+    return _attend(call, q, k, v, scale, causal, window, change, out)
+
+
+def cpu_gather_attention(
+    q: Tensor, k: Tensor, v: Tensor, lists: RankedLists, positions: TokenPositions, rule: StopRule, *, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `gather_attention` gives: rows visit blocks in the order of `lists`, and stop as `rule` says."""
+    call = _Call()
+    index, opened, count = (x.contiguous() for x in (lists.index, lists.opened, lists.count))
+    tau = rule.tau.float().contiguous()
+    visited = torch.empty_like(count)
+    _set_positions(call, positions, lists.q_block, lists.k_block, index.shape[2:])
+    call.map_of_row = 0 if positions.group_of_row is None else positions.group_of_row.data_ptr()
+    call.order, call.opened, call.count = index.data_ptr(), opened.data_ptr(), count.data_ptr()
+    call.tau, call.visited = tau.data_ptr(), visited.data_ptr()
+    call.patience, call.commit, call.mean = rule.patience, rule.commit, rule.mean
+    out, lse = _attend(call, q, k, v, scale, positions.causal, positions.window, UNCHANGED, None)
+    return out, lse, visited
+
+
+def cpu_kernel_refuses(q: Tensor, k: Tensor, v: Tensor) -> list[str]:
+    """Every reason why the kernel cannot attend with these; that it is not there is the last one to be looked for."""
+    reasons = []
+    if any(x.device.type != "cpu" for x in (q, k, v)):
+        reasons.append(f"it runs on a CPU, and these tensors are on {q.device.type}")
+    if not (q.dtype == k.dtype == v.dtype and q.dtype in _TYPES):
+        reasons.append(f"it computes float32, bfloat16 and float16, not {str(q.dtype).removeprefix('torch.')}")
+    if max(q.shape[3], v.shape[3]) > MAX_HEAD_DIM:
+        reasons.append(f"it takes head dims up to {MAX_HEAD_DIM}, not {max(q.shape[3], v.shape[3])}")
+    if not all(type(x) in (Tensor, torch.nn.Parameter) for x in (q, k, v)):
+        reasons.append("it takes plain tensors, not subclasses")
+    if not reasons and (why := cpu_kernel().why_not) is not None:
+        reasons.append(why)
+    return reasons
+
+
+@functools.cache
+def cpu_kernel() -> Loaded:
+    """The compiled kernel, or why there is none; compiled at the first call ever, which takes some seconds.
+
+    If there is none the log says so, once a process.
+    """
+    found = load(SOURCE)
+    if found.library is not None:
+        found.library.blocksparse_call_bytes.restype = ctypes.c_int64
+        if found.library.blocksparse_call_bytes() != ctypes.sizeof(_Call):
+            found = Loaded(None, None, f"{found.path} was made of another version of this package")
+    if found.why_not is not None:
+        _log.warning("attention on this CPU runs without its compiled kernel, which is several times as fast: %s", found.why_not)
+    return found
+
+
+def cpu_products() -> str:
+    """How the kernel multiplies bf16 on this CPU: "AMX", "AVX-512 BF16", or "fp32" if it widens it first."""
+    library = cpu_kernel().library
+    return "fp32" if library is None else ("fp32", "AVX-512 BF16", "AMX")[library.blocksparse_bf16()]
+
+
+class _Call(ctypes.Structure):
+    """The struct `Call` of the source, field by field; what is not set is 0 or null."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in (
+            "batch", "q_heads", "kv_heads", "queries", "keys", "dim", "v_dim", "q_block", "k_block", "rows", "cols",
+            "lead", "offset", "causal", "window", "type", "threads",
+        )),
+        *((name, ctypes.c_int64 * 3) for name in ("q_step", "k_step", "v_step", "out_step")),
+        ("keep_heads", ctypes.c_int64), ("keep_step", ctypes.c_int64 * 4),
+        ("q_at_heads", ctypes.c_int64), ("q_at_step", ctypes.c_int64 * 2),
+        ("k_at_heads", ctypes.c_int64), ("k_at_step", ctypes.c_int64 * 3),
+        *((name, ctypes.c_int64) for name in ("patience", "commit", "mean")),
+        ("scale", ctypes.c_double), ("softcap", ctypes.c_double),
+        *((name, ctypes.c_void_p) for name in (
+            "q", "k", "v", "out", "lse", "keep", "q_at", "k_at", "map_of_row", "sinks", "order", "opened", "count", "tau",
+            "visited", "parallel", "release", "acquire", "signals",
+        )),
+    ]  # fmt: skip
+
+
+def _attend(
+    call: _Call,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    change: LogitChange,
+    out: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Fill in the rest of `call`, and make it."""
+    (B, Hq, M, D), (_, Hkv, N, _), Dv = q.shape, k.shape, v.shape[3]
+    if out is None:
+        out = empty_as(q, Dv, v.dtype)
+    lse = q.new_empty((B, Hq, M), dtype=torch.float32)
+    # The kernel takes the greatest logit of unscaled ones.
+    if scale <= 0:
+        q, scale = (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
+    q, k, v = (x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous() for x in (q, k, v))
+    sinks = None if change.sinks is None else change.sinks.float().contiguous()
+    call.batch, call.q_heads, call.kv_heads, call.queries, call.keys, call.dim, call.v_dim = B, Hq, Hkv, M, N, D, Dv
+    call.causal, call.window, call.type = causal, window or 0, _TYPES[q.dtype]
+    call.offset = N - M if causal else 0
+    call.threads = torch.get_num_threads()
+    call.q_step, call.k_step, call.v_step, call.out_step = (_steps(x, 3) for x in (q, k, v, out))
+    call.scale, call.softcap = scale, change.softcap or 0.0
+    call.q, call.k, call.v, call.out, call.lse = (x.data_ptr() for x in (q, k, v, out, lse))
+    call.sinks = 0 if sinks is None else sinks.data_ptr()
+    # A process that forks leaves OpenMP's threads behind, and OpenMP would wait for them for ever.
+    call.parallel = _parallel() if os.getpid() == _PROCESS else None
+    call.release, call.acquire, call.signals = _of_python()
+    library = cpu_kernel().library
+    assert library is not None, "ask cpu_kernel_refuses first"
+    # A handler of a signal that raised, as that of Ctrl-C does, has its exception raised here.
+    if library.blocksparse_attend(ctypes.byref(call)):
+        raise MemoryError(f"no memory for attention of {tuple(q.shape)} to {tuple(k.shape)}")
+    return out, lse
+
+
+def _set_positions(
+    call: _Call, positions: TokenPositions, q_block: int, k_block: int, blocks: tuple[int, ...]
+) -> None:
+    q_at, k_at = positions.q_position, positions.k_position
+    call.rows, call.cols = blocks
+    # A mask of one row, or of one column, has blocks that may be far longer than the prompt.
+    call.q_block = q_block if call.rows > 1 else min(q_block, q_at.shape[-1])
+    call.k_block = k_block if call.cols > 1 else min(k_block, k_at.shape[-1])
+    call.lead = positions.q_lead
+    call.q_at_heads, call.q_at_step, call.q_at = q_at.shape[1], _steps(q_at, 2), q_at.data_ptr()
+    call.k_at_heads, call.k_at_step, call.k_at = k_at.shape[1], _steps(k_at, 3), k_at.data_ptr()
+
+
+def _steps(x: Tensor, axes: int) -> Any:
+    """The strides of the first axes; 0 for an axis of one entry, which serves all."""
+    return (ctypes.c_int64 * axes)(*(x.stride(i) if x.shape[i] > 1 else 0 for i in range(axes)))
+
+
+# The process that loaded this module, and may have started OpenMP's threads.
+_PROCESS = os.getpid()
+
+
+@functools.cache
+def _parallel() -> int | None:
+    """The address of the function by which compilers start threads of the OpenMP that PyTorch has loaded, if any."""
+    try:
+        return _address(ctypes.CDLL(None).GOMP_parallel)
+    except (AttributeError, OSError, TypeError):
+        return None
+
+
+@functools.cache
+def _of_python() -> tuple[int | None, ...]:
+    api = ctypes.pythonapi
+    return tuple(map(_address, (api.PyEval_SaveThread, api.PyEval_RestoreThread, api.PyErr_CheckSignals)))
+
+
+def _address(function: Callable[..., Any]) -> int | None:
+    return ctypes.cast(function, ctypes.c_void_p).value

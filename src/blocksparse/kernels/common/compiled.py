@@ -1,0 +1,262 @@
+"""Libraries that this machine's C++ compiler makes of files of kernels, when a kernel is first used.
+
+One command compiles one file, for this CPU, into the user's cache folder. The name of the result holds a hash of the
+source, the flags, the compiler and the CPU, so that nothing is ever loaded that was made of something else, or for
+another machine with the same home. A wheel may bring libraries that are compiled already, for several kinds of CPUs: those
+that stand in the folder `compiled` beside the source are tried first.
+
+Whatever goes wrong gives a reason in words, never an exception: callers then do without.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from attrs import frozen
+
+TIME_LIMIT = 60.0  # seconds that a compiler may take, and that a process waits for another one's
+FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
+INSTALL = "install a C++ compiler, such as g++ (apt install g++, dnf install gcc-c++, conda install gxx)"
+
+# What a wheel brings: a name, the flags of the compiler, and what the CPU must have, in the words of /proc/cpuinfo.
+_AVX2 = ("avx2", "fma", "f16c", "bmi2")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd")
+VARIANTS = (
+    ("amx", ("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"), (*_AVX512, "avx512_bf16", "amx_bf16")),
+    ("bf16", ("-march=x86-64-v4", "-mavx512bf16"), (*_AVX512, "avx512_bf16")),
+    ("avx512", ("-march=x86-64-v4",), _AVX512),
+    ("avx2", ("-march=x86-64-v3",), _AVX2),
+)
+
+
+class UnavailableError(RuntimeError):
+    """Why there is no library, and what to do about it, in one sentence."""
+
+
+@frozen(eq=False)
+class Loaded:
+    """A library, or the reason why there is none."""
+
+    library: ctypes.PyDLL | None
+    path: Path | None
+    why_not: str | None
+    seconds: float = 0.0  # that compiling took; 0 if it had been compiled before
+
+
+def load(source: Path, *, anew: bool = False) -> Loaded:
+    """The library of `source`, compiled unless it is in the cache. Never raises.
+
+    Args:
+        anew: compile it even if it is there, or if that failed before.
+    """
+    try:
+        return _load(source, anew)
+    except (UnavailableError, OSError, subprocess.SubprocessError) as error:
+        return Loaded(None, None, " ".join(str(error).split()) or type(error).__name__)
+
+
+def _load(source: Path, anew: bool) -> Loaded:
+    flags = cpu_flags()
+    for name, _, needs in VARIANTS:
+        path = source.parent / "compiled" / f"{source.stem}-{name}.so"
+        if not anew and path.exists() and all(need in flags.split() for need in needs) and _may_use(name):
+            return Loaded(ctypes.PyDLL(str(path)), path, None)
+    command = _command()
+    name = f"{source.stem}-{_key(source, command, flags)}"
+    folder = cache_folder()
+    path, failed = folder / f"{name}.so", folder / f"{name}.failed"
+    if not anew:
+        if (library := _opened(path)) is not None:
+            return Loaded(library, path, None)
+        if failed.exists():
+            raise UnavailableError(f"{failed.read_text()} (blocksparse build tries again)")
+    with _alone(folder / f"{name}.lock"):
+        if not anew and (library := _opened(path)) is not None:  # another process has made it meanwhile
+            return Loaded(library, path, None)
+        print(f"blocksparse: compiling its kernel for this CPU, once: {source.name}", file=sys.stderr, flush=True)
+        start = time.perf_counter()
+        with _workshop(folder) as shop:
+            made = shop / path.name
+            try:
+                _compile([*command, str(source), "-o", str(made)], shop)
+            except UnavailableError as error:
+                with _in_spite_of_the_disk():
+                    failed.write_text(str(error))
+                raise
+            seconds = time.perf_counter() - start
+            with _in_spite_of_the_disk():
+                failed.unlink(missing_ok=True)
+                shutil.copyfile(made, shop / "whole")
+                os.replace(shop / "whole", path)
+            if (library := _opened(path)) is not None:
+                return Loaded(library, path, None, seconds)
+            # Nothing can be kept, or nothing run, where the cache is. A loaded library outlives its file.
+            return Loaded(ctypes.PyDLL(str(made)), None, None, seconds)
+
+
+def _opened(path: Path) -> ctypes.PyDLL | None:
+    """The library in a file; None if there is none, or none that this process may run."""
+    try:
+        return ctypes.PyDLL(str(path)) if path.exists() else None
+    except OSError:
+        return None
+
+
+def cache_folder() -> Path:
+    """Where compiled libraries are kept: `blocksparse` in the user's cache folder."""
+    try:
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # there is no home
+        caches = Path(tempfile.gettempdir())
+    return caches / "blocksparse"
+
+
+def compile_for_wheel(source: Path, folder: Path) -> list[Path]:
+    """Compile `source` for every kind of CPU that a wheel serves, into `folder`.
+
+    Raises:
+        UnavailableError: there is no compiler, or it fails.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    made = []
+    for name, flags, _ in VARIANTS:
+        path = folder / f"{source.stem}-{name}.so"
+        _compile([*_compiler(), *FLAGS, "-static-libstdc++", "-static-libgcc", *flags, str(source), "-o", str(path)], folder)
+        made.append(path)
+    return made
+
+
+def _command() -> list[str]:
+    return [*_compiler(), *FLAGS, *_for_this_cpu()]
+
+
+def _compiler() -> list[str]:
+    """The command of a C++ compiler: that of the variable CXX, or the first at hand."""
+    if os.name != "posix":
+        raise UnavailableError(f"no kernel is compiled on {platform.system()}")
+    for name in filter(None, (os.environ.get("CXX"), "g++", "c++", "clang++")):
+        command = shlex.split(name)
+        if shutil.which(command[0]):
+            return command
+    raise UnavailableError(f"no C++ compiler is found: {INSTALL}")
+
+
+def _for_this_cpu() -> tuple[str, ...]:
+    if platform.machine() not in ("x86_64", "AMD64", "i686"):
+        return ("-mcpu=native",)
+    # ATEN_CPU_CAPABILITY may tell PyTorch to do without some instructions; then we do so as well.
+    return ("-march=native", *(f"-mno-{name}" for name in _denied()))
+
+
+def _denied() -> tuple[str, ...]:
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability.startswith("AVX512"):
+        return ()
+    return ("avx512f",) if capability == "AVX2" else ("avx512f", "avx2", "avx")
+
+
+def _may_use(variant: str) -> bool:
+    return not _denied() or (variant == "avx2" and "avx2" not in _denied())
+
+
+def _key(source: Path, command: list[str], flags: str) -> str:
+    version = subprocess.run(
+        [*_compiler(), "--version"], capture_output=True, text=True, timeout=TIME_LIMIT, check=False
+    ).stdout
+    parts = source.read_text(encoding="utf-8"), *command, version, flags
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def cpu_flags() -> str:
+    """The instructions that the first core has, in the words of Linux; elsewhere the processor's name."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            for line in lines:
+                name, _, value = line.partition(":")
+                if name.strip() in ("flags", "Features"):
+                    return value.strip()
+    except OSError:
+        pass
+    return f"{platform.machine()} {platform.processor()}"
+
+
+def _compile(command: list[str], folder: Path) -> None:
+    try:
+        result = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=TIME_LIMIT,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "TMPDIR": str(folder)},  # where the compiler, too, puts what it needs for a while
+        )
+    except subprocess.TimeoutExpired:
+        raise UnavailableError(f"{command[0]} took more than {TIME_LIMIT:.0f} s") from None
+    if result.returncode:
+        lines = [line.strip() for line in result.stderr.splitlines() if line.strip()]
+        first = next((line for line in lines if "error" in line), lines[0] if lines else "it says nothing")
+        raise UnavailableError(f"{command[0]} fails with status {result.returncode}: {first[:300]}; {INSTALL}")
+
+
+@contextmanager
+def _workshop(folder: Path) -> Iterator[Path]:
+    """A folder for a while: in `folder` if it can be written, with some space left, else where the system has it."""
+    place: Path | None = folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if shutil.disk_usage(folder).free < 2**24 or not os.access(folder, os.W_OK):
+            place = None
+    except OSError:
+        place = None
+    with tempfile.TemporaryDirectory(dir=place, prefix="building-", ignore_cleanup_errors=True) as shop:
+        yield Path(shop)
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Wait until no other process compiles the same; where files cannot be locked or written, do not wait."""
+    import fcntl  # not on Windows, where nothing comes here
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = open(path, "w")  # noqa: SIM115
+    except OSError:
+        yield
+        return
+    with lock:
+        end = time.monotonic() + TIME_LIMIT
+        while time.monotonic() < end:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.05)
+            except OSError:
+                break
+        yield
+
+
+@contextmanager
+def _in_spite_of_the_disk() -> Iterator[None]:
+    """What cannot be written is not kept."""
+    try:
+        yield
+    except OSError:
+        pass
