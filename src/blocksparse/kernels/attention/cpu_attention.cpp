@@ -126,17 +126,31 @@ inline vec tanh_(vec x) {
   return x == x ? e : x;
 }
 
+// Lanes at distances 1, 2, 4, 8: as `kSwap` has them they change places; of two vectors, `kLow` takes the lanes that the
+// first one keeps when squares of that size are transposed, and `kHigh` those of the second one.
+struct Lanes { int32_t at[4][kWide]; };
+template <typename F> constexpr Lanes lanes(F lane) {
+  Lanes x{};
+  for (int i = 0; i < 4; i++)
+    for (int l = 0; l < kWide; l++) x.at[i][l] = lane(1 << i, l);
+  return x;
+}
+constexpr Lanes kSwap = lanes([](int step, int l) { return l ^ step; });
+constexpr Lanes kLow = lanes([](int step, int l) { return l & step ? l - step + kWide : l; });
+constexpr Lanes kHigh = lanes([](int step, int l) { return l & step ? l + kWide : l + step; });
+inline ivec at(const Lanes& x, int i) { return *(const ivec*)x.at[i]; }
+
+// The greatest lane, and the sum of all lanes.
 #if defined(__clang__)
 inline float most(vec x) { float m = x[0]; for (int i = 1; i < kWide; i++) m = x[i] > m ? x[i] : m; return m; }
 inline float total(vec x) { float m = x[0]; for (int i = 1; i < kWide; i++) m += x[i]; return m; }
 #else
-inline ivec other(int step) { ivec i; for (int l = 0; l < kWide; l++) i[l] = l ^ step; return i; }
 inline float most(vec x) {
-  for (int s = 1; s < kWide; s *= 2) { vec y = __builtin_shuffle(x, other(s)); x = y > x ? y : x; }
+  for (int i = 0; 1 << i < kWide; i++) { vec y = __builtin_shuffle(x, at(kSwap, i)); x = y > x ? y : x; }
   return x[0];
 }
 inline float total(vec x) {
-  for (int s = 1; s < kWide; s *= 2) x = x + __builtin_shuffle(x, other(s));
+  for (int i = 0; 1 << i < kWide; i++) x = x + __builtin_shuffle(x, at(kSwap, i));
   return x[0];
 }
 #endif
@@ -405,18 +419,15 @@ struct Attention {
           else for (int l = 0; l < kWide; l++) x[i][l] = wide(row[i][u + l]);
         }
 #pragma GCC unroll 4
-        for (int step = 1; step < kWide; step *= 2) {
-          ivec low, high;
-          for (int l = 0; l < kWide; l++) {
-            low[l] = l & step ? l - step + kWide : l;
-            high[l] = l & step ? l + kWide : l + step;
-          }
+        for (int n = 0; n < 4; n++) {
+          if (1 << n >= kWide) break;
+          const ivec low = at(kLow, n), high = at(kHigh, n);
 #pragma GCC unroll 16
           for (int i = 0; i < kWide; i++)
-            if (!(i & step)) {
-              vec a = x[i], b = x[i + step];
+            if (!(i & 1 << n)) {
+              vec a = x[i], b = x[i + (1 << n)];
               x[i] = __builtin_shuffle(a, b, low);
-              x[i + step] = __builtin_shuffle(a, b, high);
+              x[i + (1 << n)] = __builtin_shuffle(a, b, high);
             }
         }
         for (int i = 0; i < kWide; i++) *(vec*)(kt + ((u + i) * width + j0) * unit) = x[i];
@@ -559,7 +570,9 @@ struct Attention {
       }
       T* to = out + r.query[m] * c.out_step[2];
       const float factor = nothing ? 0.f : share / sum;
-      for (int64_t d = 0; d < c.v_dim; d++) narrow(nothing ? 0.f : r.o[m * E + d] * factor, to + d);
+      const float* o = r.o + m * E;
+      if (nothing) std::memset((void*)to, 0, c.v_dim * sizeof(T));
+      else for (int64_t d = 0; d < c.v_dim; d++) narrow(o[d] * factor, to + d);
       lse[r.query[m]] = sum == 0.f ? -INFINITY : peak / to_base_2 + std::log(sum);
     }
   }
