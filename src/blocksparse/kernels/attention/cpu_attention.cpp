@@ -415,7 +415,7 @@ struct Attention {
       for (; u < whole; u += kWide) {  // a square of 32-bit entries is transposed by swaps at distances 1, 2, 4, 8
         vec x[kWide];
         for (int i = 0; i < kWide; i++) {
-          if constexpr (std::is_same_v<T, X>) x[i] = *(const vec*)(row[i] + u * unit);
+          if constexpr (std::is_same_v<T, X>) std::memcpy(&x[i], row[i] + u * unit, sizeof(vec));
           else for (int l = 0; l < kWide; l++) x[i][l] = wide(row[i][u + l]);
         }
 #pragma GCC unroll 4

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -138,6 +138,15 @@ def compile_for_wheel(source: Path, folder: Path) -> list[Path]:
         _compile([*_compiler(), *FLAGS, "-static-libstdc++", "-static-libgcc", *flags, str(source), "-o", str(path)], folder)
         made.append(path)
     return made
+
+
+def compile_file(source: Path, to: Path, flags: Sequence[str] = ()) -> None:
+    """Compile `source` for this CPU, with more flags, as for a sanitizer.
+
+    Raises:
+        UnavailableError: there is no compiler, or it fails.
+    """
+    _compile([*_command(), *flags, str(source), "-o", str(to)], to.parent)
 
 
 def _command() -> list[str]:
