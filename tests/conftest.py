@@ -26,6 +26,14 @@ torch.set_num_threads(1)
 gc.disable()  # until all tests are collected
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """The process that starts the others compiles the kernel for CPUs, if there is a compiler and it is not there yet."""
+    if not hasattr(session.config, "workerinput"):
+        from blocksparse.kernels.attention.cpu_attention import cpu_kernel
+
+        cpu_kernel()
+
+
 def pytest_collection_finish() -> None:
     """Nine thousand tests and PyTorch stay until the end; to search them for garbage took a fourth of the time."""
     gc.collect()

@@ -21,6 +21,7 @@ from unittest import mock
 
 import torch
 from attrs import frozen
+from tests.meaning import pairs_of
 from torch import Tensor
 
 import blocksparse as bs
@@ -30,7 +31,6 @@ from blocksparse.kernels.attention.gather_attention import gather_attention_refe
 from blocksparse.kernels.common import compiled
 from blocksparse.kernels.positions.token_positions import TokenPositions
 from blocksparse.kernels.selecting.visiting_order import visiting_order
-from tests.meaning import pairs_of
 
 BLOCKS = 1, 7, 16, 32, 48, 64, 96, 128, 160, 256, 1000
 WIDTHS = 1, 2, 7, 16, 31, 32, 40, 64, 80, 96, 128, 200, 256
@@ -62,7 +62,9 @@ def case(seed: int) -> Case:
     M = draw.choice((N, draw.randint(1, N))) if causal else draw.choice((N, draw.randint(1, 300)))
     D, Dv, dtype = draw.choice(WIDTHS), draw.choice(WIDTHS), draw.choice(DTYPES)
     Dv = draw.choice((D, Dv))
-    q, k, v = (_laid_out(torch.randn(B, H, n, d).to(dtype), draw) for H, n, d in ((Hq, M, D), (Hkv, N, D), (Hkv, N, Dv)))
+    q, k, v = (
+        _laid_out(torch.randn(B, H, n, d).to(dtype), draw) for H, n, d in ((Hq, M, D), (Hkv, N, D), (Hkv, N, Dv))
+    )
     q_block, k_block = draw.choice(BLOCKS), draw.choice(BLOCKS)
     window = draw.choice((None, None, draw.randint(1, N))) if causal else None
     permutation = _permutation(draw, q, k, q_block, causal)
@@ -70,9 +72,11 @@ def case(seed: int) -> Case:
     if draw.random() < 0.3 and permutation.q_index is None and grid.k_position.shape[1] <= Hkv:
         grid = grid.shared()
     heads = Hkv if grid.reachable.shape[1] == Hkv or draw.random() < 0.3 else Hq
-    keep = (torch.rand(B, heads, grid.rows, grid.cols) < draw.choice((0.1, 0.4, 1.0))) & grid.shared().reachable if heads != Hq else (
-        torch.rand(B, Hq, grid.rows, grid.cols) < draw.choice((0.1, 0.4, 1.0))
-    ) & grid.reachable
+    keep = (
+        (torch.rand(B, heads, grid.rows, grid.cols) < draw.choice((0.1, 0.4, 1.0))) & grid.shared().reachable
+        if heads != Hq
+        else (torch.rand(B, Hq, grid.rows, grid.cols) < draw.choice((0.1, 0.4, 1.0))) & grid.reachable
+    )
     mask = bs.BlockMask(keep, grid)
     softcap = draw.choice((None, None, 0.5, 30.0))
     sinks = torch.randn(Hq) if draw.random() < 0.3 else None
@@ -128,9 +132,12 @@ def check(c: Case) -> None:
     results = []
     for threads in (1, 3):
         torch.set_num_threads(threads)
-        results.append(cpu_attention.cpu_attention(c.q, c.k, c.v, c.kept, c.positions, scale=c.scale, change=c.change))
+        results.append(
+            cpu_attention.cpu_attention(c.q, c.k, c.v, c.kept, c.positions, scale=c.scale, change=c.change)
+        )
     (out, lse), (again, lse_again) = results
-    assert torch.equal(out, again) and torch.equal(lse, lse_again), f"threads change bits: {c.about}"
+    same = torch.equal(out, again) and torch.equal(lse, lse_again)
+    assert same, f"threads change bits: {c.about}"
     check_output(c, out, lse, pairs, c.change)
 
 
@@ -153,13 +160,17 @@ def check_output(c: Case, out: Tensor, lse: Tensor, pairs: Tensor, change: Logit
     allowed = size * (single * (6 * (q.shape[-1] ** 0.5 + 4) * terms + 64 + k.shape[2] ** 0.5)) + 1.1 * own * size
     error = (out.double() - want).abs()
     tiny = torch.finfo(c.q.dtype).smallest_normal
-    assert bool((error <= allowed + tiny).all()), f"off by {float((error / allowed).max()):.3g} of the allowed: {c.about}"
+    assert bool((error <= allowed + tiny).all()), (
+        f"off by {float((error / allowed).max()):.3g} of the allowed: {c.about}"
+    )
     empty = ~pairs.any(-1)
     assert bool((out[empty] == 0).all()), f"a query without keys is not 0: {c.about}"
     assert torch.equal(lse.isinf(), want_lse.isinf()), f"lse: {c.about}"
     off = (lse.double() - want_lse).abs().where(want_lse.isfinite(), 0.0)
     most = single * (8 * (q.shape[-1] ** 0.5 + 4) * terms.squeeze(-1) + 64 + k.shape[2] ** 0.5)
-    assert bool((off <= most).all()), f"lse off by {float(off.max()):.3g}, allowed {float(most.max()):.3g}: {c.about}"
+    assert bool((off <= most).all()), (
+        f"lse off by {float(off.max()):.3g}, allowed {float(most.max()):.3g}: {c.about}"
+    )
 
 
 def check_stops(c: Case, seed: int) -> tuple[int, int]:
@@ -195,7 +206,7 @@ def main() -> None:
         path = Path(tempfile.mkdtemp()) / "kernel.so"
         compiled.compile_file(cpu_attention.SOURCE, path, a.flags.split())
         loaded = compiled.Loaded(ctypes.PyDLL(str(path)), path, None)
-        patches.append(mock.patch.object(cpu_attention, "cpu_kernel", lambda: loaded))
+        patches.append(mock.patch.object(cpu_attention, "cpu_kernel", return_value=loaded))
     if a.own_threads:
         patches.append(mock.patch.object(cpu_attention, "_PROCESS", 0))
     for patch in patches:

@@ -138,7 +138,10 @@ def cpu_kernel() -> Loaded:
         if found.library.blocksparse_call_bytes() != ctypes.sizeof(_Call):
             found = Loaded(None, None, f"{found.path} was made of another version of this package")
     if found.why_not is not None:
-        _log.warning("attention on this CPU runs without its compiled kernel, which is several times as fast: %s", found.why_not)
+        _log.warning(
+            "attention on this CPU runs without its compiled kernel, which is several times as fast: %s",
+            found.why_not,
+        )
     return found
 
 
@@ -190,7 +193,15 @@ def _attend(
         q, scale = (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
     q, k, v = (x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous() for x in (q, k, v))
     sinks = None if change.sinks is None else change.sinks.float().contiguous()
-    call.batch, call.q_heads, call.kv_heads, call.queries, call.keys, call.dim, call.v_dim = B, Hq, Hkv, M, N, D, Dv
+    call.batch, call.q_heads, call.kv_heads, call.queries, call.keys, call.dim, call.v_dim = (
+        B,
+        Hq,
+        Hkv,
+        M,
+        N,
+        D,
+        Dv,
+    )
     call.causal, call.window, call.type = causal, window or 0, _TYPES[q.dtype]
     call.offset = N - M if causal else 0
     call.threads = torch.get_num_threads()

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -36,7 +36,11 @@ INSTALL = "install a C++ compiler, such as g++ (apt install g++, dnf install gcc
 _AVX2 = ("avx2", "fma", "f16c", "bmi2")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd")
 VARIANTS = (
-    ("amx", ("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"), (*_AVX512, "avx512_bf16", "amx_bf16")),
+    (
+        "amx",
+        ("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+        (*_AVX512, "avx512_bf16", "amx_bf16"),
+    ),
     ("bf16", ("-march=x86-64-v4", "-mavx512bf16"), (*_AVX512, "avx512_bf16")),
     ("avx512", ("-march=x86-64-v4",), _AVX512),
     ("avx2", ("-march=x86-64-v3",), _AVX2),
@@ -94,11 +98,11 @@ def _load(source: Path, anew: bool) -> Loaded:
             try:
                 _compile([*command, str(source), "-o", str(made)], shop)
             except UnavailableError as error:
-                with _in_spite_of_the_disk():
+                with suppress(OSError):  # what cannot be written is not kept
                     failed.write_text(str(error))
                 raise
             seconds = time.perf_counter() - start
-            with _in_spite_of_the_disk():
+            with suppress(OSError):
                 failed.unlink(missing_ok=True)
                 shutil.copyfile(made, shop / "whole")
                 os.replace(shop / "whole", path)
@@ -135,7 +139,10 @@ def compile_for_wheel(source: Path, folder: Path) -> list[Path]:
     made = []
     for name, flags, _ in VARIANTS:
         path = folder / f"{source.stem}-{name}.so"
-        _compile([*_compiler(), *FLAGS, "-static-libstdc++", "-static-libgcc", *flags, str(source), "-o", str(path)], folder)
+        _compile(
+            [*_compiler(), *FLAGS, "-static-libstdc++", "-static-libgcc", *flags, str(source), "-o", str(path)],
+            folder,
+        )
         made.append(path)
     return made
 
@@ -260,12 +267,3 @@ def _alone(path: Path) -> Iterator[None]:
             except OSError:
                 break
         yield
-
-
-@contextmanager
-def _in_spite_of_the_disk() -> Iterator[None]:
-    """What cannot be written is not kept."""
-    try:
-        yield
-    except OSError:
-        pass

@@ -1,0 +1,301 @@
+"""The compiled kernel for CPUs, and what happens where it cannot be compiled."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tests.kernels.attention import cpu_cases
+
+from blocksparse.kernels.attention import cpu_attention
+from blocksparse.kernels.common import compiled
+from blocksparse.testing import make_qkv
+
+SCALE = 0.125
+there = cpu_attention.cpu_kernel().library is not None
+needs_kernel = pytest.mark.skipif(not there, reason="the kernel is not compiled here")
+
+
+@needs_kernel
+@pytest.mark.parametrize("first", range(0, 40, 10))
+def test_generated_cases(first: int) -> None:
+    """Blocks, strides, tails, windows, orders, softcap, sinks, dtypes; with one thread and with three."""
+    threads = torch.get_num_threads()
+    try:
+        for seed in range(first, first + 10):
+            case = cpu_cases.case(10**6 + seed)
+            cpu_cases.check(case)
+            assert cpu_cases.check_stops(case, seed)[1] == 0
+    finally:
+        torch.set_num_threads(threads)
+
+
+@needs_kernel
+def test_any_number_of_threads_gives_the_same_bits() -> None:
+    q, k, v = make_qkv(N=900, D=64, dtype=torch.bfloat16)
+    threads, results = torch.get_num_threads(), []
+    try:
+        for n in (1, 2, 5, 64):
+            torch.set_num_threads(n)
+            results.append(cpu_attention.dense_cpu_attention(q, k, v, causal=True, scale=SCALE))
+    finally:
+        torch.set_num_threads(threads)
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0])
+        assert torch.equal(lse, results[0][1])
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dense_errs_no_more_than_pytorch(dtype: torch.dtype) -> None:
+    for M, N, causal in ((700, 700, True), (1, 300, False), (300, 77, False)):
+        q, k, v = make_qkv(N=max(M, N), D=64, dtype=dtype)
+        q, k, v = q[:, :, :M], k[:, :, :N], v[:, :, :N]
+        out, _ = cpu_attention.dense_cpu_attention(q, k, v, causal=causal, scale=SCALE)
+        call = torch.nn.functional.scaled_dot_product_attention
+        want, theirs = (
+            call(*(x.to(t) for x in (q, k, v)), is_causal=causal, scale=SCALE, enable_gqa=True)
+            for t in (torch.float64, dtype)
+        )
+        ours, its = ((x.double() - want).norm() for x in (out, theirs))
+        assert float(ours) <= 1.5 * float(its)
+
+
+@needs_kernel
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_with_those_who_see_it(value: float) -> None:
+    """In a key that some queries see, their output is NaN; elsewhere nothing changes, not even the last bit."""
+    q, k, v = make_qkv(N=400, D=32)
+    want, _ = cpu_attention.dense_cpu_attention(q, k, v, causal=True, scale=SCALE)
+    k[:, :, 250, 3] = value
+    out, lse = cpu_attention.dense_cpu_attention(q, k, v, causal=True, scale=SCALE)
+    assert torch.equal(out[:, :, :250], want[:, :, :250])
+    seen = out[:, :, 250:].isnan().all(-1)
+    # A logit of -infinity, from infinity times a negative number, has the weight 0.
+    assert bool((seen | (q[:, :, 250:, 3] * value < 0)).all())
+    assert torch.equal(lse[:, :, 250:].isnan(), seen)
+
+
+@needs_kernel
+@pytest.mark.parametrize("scale", [-0.2, 0.0])
+def test_any_scale(scale: float) -> None:
+    q, k, v = make_qkv(N=130, D=16)
+    out, lse = cpu_attention.dense_cpu_attention(q, k, v, causal=False, scale=scale)
+    want, want_lse = cpu_attention.dense_cpu_attention(q * scale, k, v, causal=False, scale=1.0)
+    torch.testing.assert_close((out, lse), (want, want_lse))
+
+
+@needs_kernel
+def test_a_call_can_be_interrupted() -> None:
+    """A signal's handler that raises ends the call, within a small part of the time that it would have taken."""
+
+    def ring(*_: object) -> None:
+        raise InterruptedError("rung")
+
+    q, k, v = make_qkv(N=24576, Hq=16, Hkv=1, D=128)
+    before = signal.signal(signal.SIGUSR1, ring)
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1))
+    try:
+        timer.start()
+        start = time.perf_counter()
+        with pytest.raises(InterruptedError, match="rung"):
+            cpu_attention.dense_cpu_attention(q, k, v, causal=True, scale=SCALE)
+        assert time.perf_counter() - start < 5.0  # the call takes some 15 s on a core
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
+    out, _ = cpu_attention.dense_cpu_attention(q[:, :, :9], k[:, :, :9], v[:, :, :9], causal=True, scale=SCALE)
+    assert bool(out.isfinite().all())
+
+
+FORK = """
+import os, torch
+from blocksparse.kernels.attention.cpu_attention import dense_cpu_attention
+torch.set_num_threads(2)
+q = torch.randn(1, 2, 150, 32)  # so small that PyTorch itself, which would wait for ever, takes one thread
+want = dense_cpu_attention(q, q, q, causal=True, scale=0.1)[0]
+child = os.fork()
+if not child:
+    same = torch.equal(dense_cpu_attention(q, q, q, causal=True, scale=0.1)[0], want)
+    os._exit(0 if same else 3)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@needs_kernel
+@pytest.mark.slow
+def test_a_forked_process_attends_too() -> None:
+    assert _python(FORK, {}) == ("0", "")
+
+
+CALL = """
+import torch, blocksparse as bs
+from blocksparse.kernels.attention.cpu_attention import cpu_kernel
+q = torch.randn(1, 4, 300, 32)
+torch.testing.assert_close(
+    bs.mean_pooling(block=64)(q, q, q), bs.mean_pooling(block=64, executor=bs.ReferenceExecutor())(q, q, q))
+bs.mean_pooling(block=64)(q, q, q)
+print("kernel" if cpu_kernel().library else "none", flush=True)
+"""
+
+
+def _python(code: str, environment: dict[str, str], limit: float = 60.0) -> tuple[str, str]:
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=limit,
+        env={**os.environ, **environment},
+    )
+    return result.stdout.strip(), result.stderr.strip()
+
+
+def _script(path: Path, text: str) -> str:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+@pytest.mark.slow
+def test_without_a_compiler_calls_give_the_same(tmp_path: Path) -> None:
+    """With one warning a process."""
+    environment = {"CXX": _script(tmp_path / "cxx", "exit 3"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    out, err = _python(CALL, environment)
+    assert out == "none"
+    assert err.count("several times as fast") == 1
+
+
+@pytest.mark.parametrize(
+    ("script", "sentence"),
+    [
+        ("exit 127", "fails with status 127"),
+        ('[ "$1" = --version ] || { echo "x.cpp:1: error: no such thing" >&2; exit 1; }', "error: no such thing"),
+        (
+            '[ "$1" = --version ] || { for a in "$@"; do o=$a; done; echo nonsense > "$o"; }',
+            "file too short|invalid",
+        ),
+    ],
+    ids=["broken", "failing", "writes no library"],
+)
+def test_a_compiler_that_does_not_work_is_a_reason(
+    script: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", _script(tmp_path / "cxx", script))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    found = compiled.load(cpu_attention.SOURCE)
+    assert found.library is None
+    assert re.search(sentence, str(found.why_not))
+
+
+def test_no_compiler_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PATH", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    found = compiled.load(cpu_attention.SOURCE)
+    assert found.library is None
+    assert found.why_not is not None
+    assert "apt install g++" in found.why_not
+
+
+def test_a_slow_compiler_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the next process does not wait for it again."""
+    slow = _script(tmp_path / "cxx", '[ "$1" = --version ] || exec sleep 60')
+    monkeypatch.setenv("CXX", slow)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(compiled, "TIME_LIMIT", 0.2)
+    assert "took more than 0 s" in str(compiled.load(cpu_attention.SOURCE).why_not)
+    monkeypatch.setenv("CXX", slow)
+    assert "blocksparse build tries again" in str(compiled.load(cpu_attention.SOURCE).why_not)
+
+
+def _quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small source, so that it compiles in no time."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source = tmp_path / "quick.cpp"
+    source.write_text('extern "C" int answer() { return 42; }\n')
+    return source
+
+
+@needs_kernel
+def test_it_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = _quick(tmp_path, monkeypatch)
+    first, second = compiled.load(source), compiled.load(source)
+    assert first.library is not None
+    assert first.library.answer() == 42
+    assert first.seconds > 0.0 == second.seconds
+    assert first.path == second.path
+    files = sorted(path.suffix for path in compiled.cache_folder().iterdir())
+    assert files == [".lock", ".so"]
+    source.write_text('extern "C" int answer() { return 43; }\n')  # another source has a name of its own
+    other = compiled.load(source)
+    assert other.library is not None
+    assert other.library.answer() == 43
+
+
+@needs_kernel
+def test_another_cpu_on_the_same_home_compiles_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = _quick(tmp_path, monkeypatch)
+    mine = compiled.load(source).path
+    monkeypatch.setattr(compiled, "cpu_flags", lambda: "another")
+    assert compiled.load(source).path != mine
+
+
+@needs_kernel
+def test_a_home_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a user `nobody`, or where the home is a file."""
+    source = _quick(tmp_path, monkeypatch)
+    (tmp_path / "cache").write_text("a file")
+    found = compiled.load(source)
+    assert found.library is not None
+    assert found.path is None
+    assert found.library.answer() == 42
+
+
+@needs_kernel
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = _quick(tmp_path, monkeypatch)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(compiled.shutil, "copyfile", full)
+    found = compiled.load(source)
+    assert found.library is not None
+    assert found.library.answer() == 42
+
+
+@needs_kernel
+def test_a_spoilt_file_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = _quick(tmp_path, monkeypatch)
+    path = compiled.load(source).path
+    assert path is not None
+    path.unlink()
+    path.write_bytes(b"half a lib")
+    found = compiled.load(source)
+    assert found.library is not None
+    assert found.library.answer() == 42
+
+
+@needs_kernel
+def test_processes_at_once_make_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = _quick(tmp_path, monkeypatch)
+    code = f"from blocksparse.kernels.common.compiled import load; from pathlib import Path\nf = load(Path({str(source)!r}))\nprint(f.library.answer(), f.seconds > 0)"
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        for _ in range(3)
+    ]
+    said = sorted(run.communicate(timeout=240)[0].strip() for run in runs)
+    assert said == ["42 False", "42 False", "42 True"]
+    assert len(list(compiled.cache_folder().glob("*.so"))) == 1
