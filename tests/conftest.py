@@ -27,7 +27,7 @@ gc.disable()  # until all tests are collected
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """The process that starts the others compiles the kernel for CPUs, if there is a compiler and it is not there yet."""
+    """The process that starts the others compiles the kernel for CPUs, unless that is done or cannot be."""
     if not hasattr(session.config, "workerinput"):
         from blocksparse.kernels.attention.cpu_attention import cpu_kernel
 
