@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
-from tests.interpreter import interpret_faster
+from tests.interpreter import interpret_faster, note_launches
 
 # Triton decides when a kernel is defined, so this precedes every import of one.
 if not torch.cuda.is_available():
@@ -19,6 +20,7 @@ if not torch.cuda.is_available():
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     interpret_faster()
+    note_launches()
 
 # Tensors here are tiny: threads would only wait for one another.
 torch.set_num_threads(1)
@@ -64,14 +66,13 @@ def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
     There one allocation is filled for numbers of all types: int16 read as -1 and as their largest number in turn.
     """
-    from blocksparse.kernels.common.repetition import unseen
 
     def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def call(*args: Any, **kwargs: Any) -> torch.Tensor:
             x = allocate(*args, **kwargs)
             if torch.compiler.is_compiling() or x.device.type == "meta" or type(x) is not torch.Tensor:
                 return x
-            with unseen():
+            with _disable_current_modes():
                 if x.is_floating_point():
                     return x.fill_(float("nan"))
                 return x if x.dtype == torch.bool or x.is_complex() else x.fill_(torch.iinfo(x.dtype).max)

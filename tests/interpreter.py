@@ -7,11 +7,17 @@ operation comes to is found once for operands of such types: later ones go to nu
 
 from __future__ import annotations
 
+import copy
+import ctypes
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 Data = Any  # numpy's arrays, of any type
 Operation = Callable[..., Data]
@@ -484,3 +490,57 @@ def _same(one: Any, other: Any) -> bool:
     """Whether two tensors hold the same numbers, bit for bit."""
     a, b = one.handle.data, other.handle.data
     return bool(a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes())
+
+
+def note_launches() -> None:
+    """Recordings are told of interpreted launches, which can be made again with addresses instead of tensors."""
+    try:
+        from triton.runtime.interpreter import InterpretedFunction
+    except ImportError:
+        return
+    interpreted = InterpretedFunction.__getitem__
+
+    def launcher(self: Any, grid: Any) -> Callable[..., None]:
+        run = interpreted(self, grid)
+
+        def launch(*args: Any, **named: Any) -> None:
+            from blocksparse.runtime.repetition import current
+
+            with _disable_current_modes():  # the interpreter reads and writes tensors by PyTorch
+                run(*args, **named)
+            if (recording := current.get()) is not None:
+                back = _from_address(args)
+                recording.launched(lambda *now: launch(*back(now), **named), args)
+
+        return launch
+
+    InterpretedFunction.__getitem__ = launcher
+
+
+def _from_address(like: Any) -> Callable[[Any], Any]:
+    """What gives an argument like `like`, if the address of its first entry takes its place."""
+    if hasattr(like, "base") and hasattr(like, "block_shape"):
+        of_base = _from_address(like.base)
+
+        def described(x: Any) -> Any:
+            x = copy.copy(x)
+            if isinstance(x.base, SimpleNamespace):
+                x.base = of_base(x.base.data_ptr())
+            return x
+
+        return described
+    if isinstance(like, tuple):
+        parts = [_from_address(x) for x in like]
+        return lambda now: tuple(f(x) for f, x in zip(parts, now, strict=True))
+    if not isinstance(like, Tensor):
+        return lambda x: x
+    dtype, shape, strides = like.dtype, like.shape, like.stride()
+    entries = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+    def tensor(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return x
+        memory = (ctypes.c_byte * (entries * dtype.itemsize)).from_address(x)
+        return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
+
+    return tensor

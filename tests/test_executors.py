@@ -23,9 +23,13 @@ from blocksparse.executors.compiling import uncompiled_because
 from blocksparse.kernels.multiplying import flash_on_cpu
 from blocksparse.testing import check_executor, make_qkv
 from tests import stages
-from tests.machine import needs_gpu
+from tests.machine import GPU, needs_gpu
 
 EXACT = bs.CpuExecutor(), bs.ReferenceExecutor()
+ON_A_GPU: list[bs.Executor[Any, Any]] = [
+    bs.TritonExecutor(), bs.TritonExecutor(logits=bs.Logits(sinks=1.0)), bs.GatherExecutor(0.0),
+    *([bs.Int8Executor()] if GPU else []),
+]  # fmt: skip
 
 
 def test_auto_takes_the_cpu_executor_on_a_cpu() -> None:
@@ -378,6 +382,27 @@ def test_a_logit_of_infinity_is_no_row_of_zeros(
     want = attrs.evolve(everything, executor=bs.ReferenceExecutor())(q, k, v, scale=1.0)
     assert bool(want.isnan().any())
     assert torch.equal(everything(q, k, v, scale=1.0).isnan(), want.isnan())
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of NaN, in the interpreter
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("executor", [*EXACT, *ON_A_GPU], ids=repr)
+def test_a_query_without_keys_is_0_beside_any_value(
+    executor: bs.Executor[Any, Any], bad: float, device: str
+) -> None:
+    """Some queries of a block see a key whose value is not finite, and others none. A GPU runs its own kernel."""
+    if device == "cuda" and isinstance(executor, bs.CpuExecutor):
+        pytest.skip("it runs on a CPU")
+    block, D, dtype = (64, 64, torch.float16) if device == "cuda" else (16, 16, torch.float32)
+    q, k, v = make_qkv(Hq=2, Hkv=1, N=2 * block, D=D, dtype=dtype, device=device)
+    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), q_block=2 * block, k_block=block, causal=True)
+    keep = torch.zeros_like(grid.reachable.expand(1, 2, 1, 2))
+    keep[..., 1] = True
+    mask = bs.RankedBlockMask(keep, grid, torch.zeros_like(keep, dtype=torch.int32))
+    v[:, :, block:] = bad
+    output = executor(q, k, v, bs.GlobalPermutation(), mask, scale=0.25)
+    assert bool((output.out[:, :, :block] == 0).all())
+    assert not bool(output.out[:, :, block:].isfinite().any())
 
 
 def check_bad_key(q: Tensor, k: Tensor, v: Tensor, block: int, at: int, causal: bool, bad: float) -> None:

@@ -14,17 +14,18 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "blocksparse"
 
-# A layer may import itself and what stands before it; `kernels` may import nothing of ours but `precision`.
+# A layer may import itself and what stands before it; `kernels` may import nothing of ours but `precision` and
+# what `runtime` says of PyTorch and Triton.
 LAYERS = [
     "validators", "user_error", "precision", "sequences", "inputs", "page_table", "per_head", "opaque_call",
-    "class_line", "permuters", "geometry", "scorers", "selectors", "executors", "repeated", "trace", "pipeline",
+    "runtime", "class_line", "permuters", "geometry", "scorers", "selectors", "executors", "trace", "pipeline",
     "head_groups", "schedule", "sdpa", "audit", "presets", "testing", "distributed", "integrations", "demo",
     "tune", "serving", "bench", "inspection", "cli",
 ]  # fmt: skip
 # Part of a layer that stands later than the rest of it: servers read plans, and tuning attaches to models.
 OWN_LAYER = {f"blocksparse.integrations.{name}": "serving" for name in ("serving", "vllm", "sglang")}
 MAY_IMPORT_KERNELS = {
-    "page_table", "permuters", "geometry", "scorers", "selectors", "executors", "repeated", "trace", "audit",
+    "page_table", "permuters", "geometry", "scorers", "selectors", "executors", "trace", "audit",
     "inspection",
 }  # fmt: skip
 
@@ -88,7 +89,7 @@ def test_imports_go_one_way(module: str) -> None:
     imported, layer = {name for name, _ in imports(MODULES[module])}, layer_of(module)
     layers = set(map(layer_of, imported))
     if layer == "kernels":
-        assert layers <= {"kernels", "precision"}
+        assert layers <= {"kernels", "precision", "runtime"}
         rooms = {part(name, 2) for name in imported if part(name, 1) == "kernels"}
         assert rooms <= set(ROOMS[: ROOMS.index(part(module, 2)) + 1]) if part(module, 2) else not rooms
         return

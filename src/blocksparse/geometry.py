@@ -245,6 +245,11 @@ class Grid:
         return (self.k_len - self.q_len) // self.q_block if self.causal else 0
 
     @property
+    def end(self) -> int:
+        """The position after the last query's."""
+        return self.k_len if self.causal else self.q_len
+
+    @property
     def q_lead(self) -> int:
         """How many empty places row 0 has before its first query."""
         return (self.k_len - self.q_len) % self.q_block if self.causal else 0

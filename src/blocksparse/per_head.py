@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from numbers import Real
 from typing import Any, final
 
@@ -118,7 +119,7 @@ def over_blocks(value: PerHead, scores: Tensor) -> Tensor:
         ValueError: there is not one entry per query head.
     """
     if not isinstance(value, HeadValues):
-        return torch.full((1, 1, 1, 1), value, dtype=torch.float64, device=scores.device)
+        return _numbers(value, 1, torch.float64, scores).view(1, 1, 1, 1)
     entries = value.on(scores.device)
     if entries.shape[0] != scores.shape[1]:
         raise ValueError(
@@ -136,9 +137,30 @@ def by_head(value: PerHead, q: Tensor) -> Tensor:
     """The value as fp32 `[Hq]` on the device of `q` `[B, Hq, M, D]`."""
     if not isinstance(value, HeadValues):
         # PyTorch refuses to fill fp32 with what it cannot hold; numbers of a tensor become infinite instead.
-        number = value if abs(value) <= torch.finfo(torch.float32).max else math.copysign(math.inf, value)
-        return torch.full((q.shape[1],), number, dtype=torch.float32, device=q.device)
-    return value.on(q.device).float()
+        value = value if abs(value) <= torch.finfo(torch.float32).max else math.copysign(math.inf, value)
+    return _numbers(value, q.shape[1], torch.float32, q)
+
+
+def _numbers(value: PerHead, heads: int, dtype: torch.dtype, like: Tensor) -> Tensor:
+    """The value for so many heads on the device of `like`, where the first call leaves it for later ones.
+
+    So later calls do nothing to a tensor for it, and may be repeated (`runtime/repetition.py`).
+    """
+    captured = like.is_cuda and torch.cuda.is_current_stream_capturing()
+    make = _new_numbers if captured or type(like) is not Tensor else _kept_numbers
+    return make(value, heads, dtype, like.device)
+
+
+def _new_numbers(value: PerHead, heads: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if isinstance(value, HeadValues):
+        return value.on(device).to(dtype)
+    return torch.full((heads,), value, dtype=dtype, device=device)
+
+
+@lru_cache(maxsize=1024)
+def _kept_numbers(value: PerHead, heads: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    # From the CPU, for which the host waits: the next call may be on another stream.
+    return _new_numbers(value, heads, dtype, torch.device("cpu")).to(device)
 
 
 def wrong_heads(name: str, value: PerHead | None, heads: int) -> list[str]:

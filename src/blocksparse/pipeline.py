@@ -21,7 +21,7 @@ from blocksparse.opaque_call import OpaqueCall, attend, refuse_transforms
 from blocksparse.permuters.permutation import GlobalPermutation, Permutation
 from blocksparse.permuters.permuter import Permuter
 from blocksparse.precision import without_autocast
-from blocksparse.repeated import Repeated, only_ours
+from blocksparse.runtime.repeated import Repeated
 from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.scorers.key_history import KeyHistory, one_for_each
 from blocksparse.scorers.scorer import Scorer
@@ -179,9 +179,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         return output
 
     def _new_call(self) -> OpaqueCall:
-        if only_ours(self.permuter, self.scorer, self.selector, self.executor):
-            return OpaqueCall(Repeated(self._attend), Repeated(self._attend_into))
-        return OpaqueCall(self._attend, self._attend_into)
+        return OpaqueCall(Repeated(self._attend), Repeated(self._attend_into))
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, history: KeyHistory | None = None

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from triton.backends.compiler import GPUTarget
 
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # which every launch asks for (`common/names_triton.py`)
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # which every launch asks for (`runtime/launches.py`)
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),

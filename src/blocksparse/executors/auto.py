@@ -17,9 +17,9 @@ from blocksparse.executors.flex import FlexExecutor
 from blocksparse.executors.logits import PLAIN, Logits
 from blocksparse.executors.reference import ReferenceExecutor
 from blocksparse.executors.triton import TritonExecutor
-from blocksparse.kernels.common.repetition import refuse_repetition
 from blocksparse.kernels.common.sizes import cdiv
 from blocksparse.permuters.permutation import GlobalPermutation
+from blocksparse.runtime.repetition import refuse_repetition
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.validators import Rule, a, optional
 

@@ -291,6 +291,7 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float, capped
         nothing = peak == float("-inf")  # queries that see none of these keys
         weight.masked_fill_(nothing, 0.0)
         lse.masked_fill_(nothing, float("-inf"))
-        parts.append((products(weight.unsqueeze(0), v.mT.unsqueeze(0))[0], lse.squeeze(-1)))
+        out = products(weight.unsqueeze(0), v.mT.unsqueeze(0))[0].masked_fill_(nothing, 0.0)  # 0 * inf is not 0
+        parts.append((out, lse.squeeze(-1)))
     outs, lses = zip(*parts, strict=True)
     return torch.cat(outs, 1), torch.cat(lses, 1)

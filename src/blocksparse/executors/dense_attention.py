@@ -17,10 +17,10 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from blocksparse.executors.auto import AutoExecutor
 from blocksparse.executors.logits import PLAIN, Logits
 from blocksparse.geometry import Grid, hiding
-from blocksparse.kernels.common.repetition import refuse_repetition
 from blocksparse.kernels.multiplying.products import rounds_fp32
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.precision import without_autocast
+from blocksparse.runtime.repetition import refuse_repetition
 from blocksparse.selectors.block_mask import BlockMask
 
 # `_by_rows` holds the weights of so many queries at a time: about as many numbers as its copy of the keys.

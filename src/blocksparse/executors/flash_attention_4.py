@@ -13,8 +13,8 @@ from torch.nn.functional import pad
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.block_plan import BlockPlan
 from blocksparse.executors.executor import Executor
-from blocksparse.kernels.common.repetition import refuse_repetition
 from blocksparse.permuters.permutation import GlobalPermutation
+from blocksparse.runtime.repetition import refuse_repetition
 from blocksparse.selectors.block_mask import BlockMask
 
 _NOWHERE = torch.iinfo(torch.int32).max  # a position after every query

@@ -17,10 +17,10 @@ from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.block_plan import BlockPlan
 from blocksparse.executors.compiling import uncompiled_because
 from blocksparse.executors.executor import Executor
-from blocksparse.kernels.common.repetition import refuse_repetition
 from blocksparse.kernels.common.sizes import index_dtype
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.precision import without_autocast
+from blocksparse.runtime.repetition import refuse_repetition
 from blocksparse.selectors.block_mask import BlockMask
 
 if TYPE_CHECKING:  # FlexAttention brings Dynamo, which takes longer to import than all of this package

@@ -81,6 +81,7 @@ class ReferenceExecutor(Executor[Permutation, BlockMask]):
             # An empty slot reads token 0 with a weight of 0. If that value is infinite, 0 * inf would be NaN.
             values = v[batch, head, token].to(dtype).masked_fill(slots.unsqueeze(-1) < 0, 0.0)
             block = products(weight / total.masked_fill(total == 0, 1.0), values.mT)
+            block = block.masked_fill(~allowed.any(-1, keepdim=True), 0.0)  # the same of a query without keys
             out.scatter_(2, query.unsqueeze(-1).expand(block.shape), block.to(out.dtype))
             lse.scatter_(2, query, (total.log() + peak).squeeze(-1).to(lse.dtype))
         return AttentionOutput(out, lse, logits=self.logits)

@@ -18,7 +18,7 @@ from blocksparse.executors.tiles import HopperTiles, Tiles, TritonTiles, tuned
 from blocksparse.kernels.attention.arguments import Approximation
 from blocksparse.kernels.attention.sparse_attention import EXACT, sparse_attention
 from blocksparse.kernels.common.memory import copies_in_bulk
-from blocksparse.kernels.positions.block_lists import visited_columns
+from blocksparse.kernels.positions.any_head import visited_columns
 from blocksparse.opaque_call import is_transformed
 from blocksparse.per_head import PerHead, by_head, negative, per_head, wrong_heads
 from blocksparse.permuters.permutation import GlobalPermutation

@@ -52,5 +52,5 @@ class NoScorer(Scorer[Permutation, BlockScores]):
             causal=causal,
             window=self.window,
         )
-        zeros = q.new_zeros((), dtype=torch.float32).expand(*q.shape[:2], grid.rows, grid.cols)
+        zeros = q.new_empty((), dtype=torch.float32).zero_().expand(*q.shape[:2], grid.rows, grid.cols)
         return BlockScores(zeros, grid, pooling.own_segment(grid, permutation.group))

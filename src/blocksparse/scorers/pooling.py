@@ -6,6 +6,7 @@ from torch import Tensor
 
 from blocksparse.geometry import Grid
 from blocksparse.kernels.common.sizes import FAR
+from blocksparse.kernels.positions.within_reach import within_reach
 from blocksparse.permuters.permutation import GlobalPermutation
 
 
@@ -19,7 +20,7 @@ def segment_of(permutation: GlobalPermutation, grid: Grid) -> int | None:
 
 def own_segment(grid: Grid, segment: int | None) -> Tensor | None:
     """The blocks that PBS-Attn forces: those of the row's own segment; None without segments or if not causal."""
-    return grid.own_segment(segment) if segment is not None and grid.causal else None
+    return within_reach(None, grid, segment=segment) if segment is not None and grid.causal else None
 
 
 def reach_of(cells: Grid) -> dict[str, Tensor]:

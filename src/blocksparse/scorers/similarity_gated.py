@@ -12,7 +12,7 @@ from blocksparse.class_line import Declared, check_takes, declared
 from blocksparse.inputs import UnsupportedError
 from blocksparse.kernels.scoring.block_mean import block_similarity
 from blocksparse.kernels.scoring.gate_blocks import gate_blocks
-from blocksparse.per_head import PerHead, cosine, over_blocks, per_head
+from blocksparse.per_head import PerHead, cosine, number_or_blocks, per_head
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.scorers.key_history import KeyHistory
@@ -94,13 +94,10 @@ class SimilarityGatedScorer(Scorer[GlobalPermutation, BlockMass]):
         """The scores after the gate; `of_k` `[B, H, cols]` are the similarities of key blocks, H is Hkv or Hq."""
         grid = scores.grid
         of_q = block_similarity(q, grid.q_block, lead=grid.q_lead, index=permutation.q_index)  # [B, Hq, rows]
-        of_k = of_k.repeat_interleave(grid.q_heads // of_k.shape[1], dim=1)
-
-        theta = over_blocks(self.theta, scores.values).to(of_q.dtype)
-        rows = ~(of_q.unsqueeze(-1) > theta)  # [B, Hq, rows, 1]; a block whose similarity is NaN is not similar
-        cols = ~(of_k.unsqueeze(-2) > theta)  # [B, Hq, 1, cols]
-        if self.padded_tail:
-            rows = rows | (grid.q_position.unflatten(-1, (-1, grid.q_block)) < 0).any(-1, keepdim=True)
-            cols = cols | ~grid.k_whole
-        values, forced = gate_blocks(scores.values, rows, cols, scores.forced, grid)
+        if self.padded_tail:  # a block whose similarity is NaN is not similar
+            short = (grid.q_position.unflatten(-1, (-1, grid.q_block)) < 0).any(-1)
+            of_q = of_q.masked_fill(short, float("nan"))
+            of_k = of_k.masked_fill(~grid.k_whole[:, :, 0], float("nan"))
+        theta = number_or_blocks(self.theta, scores.values)
+        values, forced = gate_blocks(scores.values, of_q, of_k, theta, scores.forced, grid)
         return BlockMass(values, grid, forced)

@@ -10,6 +10,7 @@ from attrs import frozen
 from torch import Tensor
 
 from blocksparse.geometry import Grid
+from blocksparse.kernels.positions.any_head import any_head
 from blocksparse.kernels.positions.within_reach import within_reach
 from blocksparse.validators import is_whole, shown
 
@@ -73,7 +74,7 @@ class BlockMask:
         if self.keep.shape[1] != self.grid.q_heads:
             return self
         if self.keep.stride(1):
-            keep = self.keep.unflatten(1, (self.grid.kv_heads, -1)).any(2)
+            keep = any_head(self.keep, self.grid.kv_heads)
         else:  # stride 0: all heads have one choice
             keep = self.keep[:, : self.grid.kv_heads]
         return BlockMask(keep, self.grid.shared())

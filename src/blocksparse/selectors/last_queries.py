@@ -8,6 +8,8 @@ from attrs import field, frozen
 from torch import Tensor
 
 from blocksparse.geometry import Grid
+from blocksparse.kernels.common.sizes import FAR
+from blocksparse.selectors.places import Places
 from blocksparse.selectors.position_selector import PositionSelector
 from blocksparse.validators import size, whole
 
@@ -23,5 +25,7 @@ class LastQueries(PositionSelector):
     tokens: int = field(converter=whole, validator=size)
 
     def where(self, grid: Grid) -> Tensor:
-        end = grid.k_len if grid.causal else grid.q_len
-        return grid.q_last >= end - min(self.tokens, end)
+        return grid.q_last >= grid.end - min(self.tokens, FAR)
+
+    def parts(self) -> tuple[Places, tuple[PositionSelector, ...]]:
+        return Places(last=self.tokens), ()

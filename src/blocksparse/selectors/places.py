@@ -11,16 +11,13 @@ class Places(NamedTuple):
     near: int | None = None  # tokens: the blocks of `Grid.within(near)`
     first: int | None = None  # tokens: the blocks of `Grid.holding_first(first)`
     stride: tuple[int, int] | None = None  # (eta, seed): one of every eta blocks of a row, as `Stride` draws them
+    last: int | None = None  # queries: all blocks of the rows that hold one of the last so many
 
     def joined(self, other: Places) -> Places | None:
         """The places that either chooses; None if both set the same field."""
         if any(mine is not None and its is not None for mine, its in zip(self, other, strict=True)):
             return None
-        return Places(
-            other.near if self.near is None else self.near,
-            other.first if self.first is None else self.first,
-            other.stride if self.stride is None else self.stride,
-        )
+        return Places(*[its if mine is None else mine for mine, its in zip(self, other, strict=True)])
 
 
 NOWHERE = Places()

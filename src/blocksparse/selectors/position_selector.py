@@ -91,7 +91,7 @@ class PositionSelector(Selector[BlockScores, BlockMask]):
         for rule in others:
             more = rule.where(grid)
             keep = more if keep is None else keep | more
-        return within_reach(keep, grid, near=places.near, first=places.first, stride=places.stride, diagonal=True)
+        return within_reach(keep, grid, **places._asdict(), diagonal=True)
 
 
 @final

@@ -11,7 +11,7 @@ from torch import Tensor
 import blocksparse as bs
 from blocksparse.executors.block_plan import BlockPlan
 from blocksparse.kernels.common.sizes import index_dtype
-from blocksparse.kernels.positions.block_lists import block_lists, block_lists_reference, visited_columns
+from blocksparse.kernels.positions.block_lists import block_lists, block_lists_reference
 from blocksparse.testing import make_qkv
 
 pytest.importorskip("triton")
@@ -83,17 +83,6 @@ def test_plan_by_hand(device: str) -> None:
     assert plan.full_index[0, 0, 3, :2].tolist() == [0, 2]
     assert plan.partial_index[0, 0, :, 0].tolist() == [0, 1, 2, 3]
     assert torch.equal(plan.to_dense(), keep)
-
-
-def test_visited_columns_are_those_of_all_rows_and_the_first(device: str) -> None:
-    keep = torch.zeros(2, 4, 3, 5, dtype=torch.bool, device=device)
-    keep[0, 0, 1, 2] = keep[0, 1, 2, 4] = keep[1, 3, 0, 3] = True
-    assert visited_columns(keep, 2).int().tolist() == [
-        [[1, 0, 1, 0, 1], [1, 0, 0, 0, 0]],
-        [[1, 0, 0, 0, 0], [1, 0, 0, 1, 0]],
-    ]
-    assert visited_columns(keep, 4).sum().item() == 8 + 3
-    assert visited_columns(keep[:, :1].expand(-1, 4, -1, -1), 2)[0, 1].int().tolist() == [1, 0, 1, 0, 0]
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ def test_finer_blocks(kind: str, n: int, device: str) -> None:
 
 PLACES = [
     Places(near=0), Places(near=21), Places(first=1), Places(first=40), Places(stride=(1, 0)), Places(stride=(5, 2**32 - 1)),
-    Places(near=9, first=3, stride=(7, 3)),
+    Places(near=9, first=3, stride=(7, 3)), Places(last=1), Places(first=3, last=30),
 ]  # fmt: skip
 
 

@@ -15,24 +15,26 @@ from blocksparse.kernels.scoring.gate_blocks_triton import gate_blocks_triton
 @pytest.mark.parametrize("with_forced", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_the_twin(kind: str, with_forced: bool, device: str) -> None:
-    """Rows and columns that differ by head or not, NaN among the scores, and scores whose rows are not dense."""
+    """Key blocks by KV head or by query head, one threshold or one per head, and NaN among the numbers."""
     grid = make_grid(kind, device)
     B, H, rows, cols = heads_of(grid)
     generator = torch.Generator().manual_seed(0)
 
     def some(*shape: int) -> torch.Tensor:
-        return (torch.rand(*shape, generator=generator) < 0.3).to(device)
+        x = torch.rand(*shape, generator=generator)
+        x.view(-1)[::7] = float("nan")
+        x.view(-1)[3::7] = 0.25  # as much as a threshold
+        return x.to(device)
 
-    forced = some(1, H, rows, cols) if with_forced else None
-    for shape, more in (((1, 1, 1, cols), 0), ((B, H, 1, cols), 1), ((B, 1, rows, cols), 0)):
-        values = torch.rand(B, H, rows, cols + more, generator=generator).to(device)[..., :cols]
-        values[0, 0, 0, 0] = float("nan")
-        unlike = some(B, H, rows, 1), some(*shape)
-        want, want_forced = gate_blocks_reference(values, *unlike, forced, grid)
+    forced = (some(1, H, rows, cols) < 0.3) if with_forced else None
+    per_head = torch.rand(1, H, 1, 1, dtype=torch.float64, generator=generator).to(device)
+    for heads, theta, more in ((H, 0.25, 0), (1, 0.25, 1), (H, per_head, 0), (1, per_head[:, :1], 0)):
+        values = some(B, H, rows, cols + more)[..., :cols]
+        of_q, of_k = some(B, H, rows), some(B, heads, cols)
+        want, want_forced = gate_blocks_reference(values, of_q, of_k, theta, forced, grid)
         given = values.clone()
-        got, got_forced = gate_blocks_triton(values, *unlike, forced, grid)
-        torch.testing.assert_close(
-            values, given, rtol=0, atol=0, equal_nan=True
-        )  # an inner scorer may keep its own
-        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+        got, got_forced = gate_blocks_triton(values, of_q, of_k, theta, forced, grid)
+        same = {"rtol": 0, "atol": 0, "equal_nan": True}
+        torch.testing.assert_close(values, given, **same)  # an inner scorer may keep its own
+        torch.testing.assert_close(got, want, **same)
         assert torch.equal(got_forced, want_forced)

@@ -47,7 +47,7 @@ TYPES: dict[str, Any] = {
         for name in ("values", "forced", "keep", "k_whole", "own", "seen", "q_last", "k_first", "rank")
     },
     **dict.fromkeys(("rows", "cols", "k", "D", "n", "group", "mass_stride", "share_stride"), "i32"),
-    **dict.fromkeys(("skipped", "near", "first", "eta", "first_row"), "i32"),
+    **dict.fromkeys(("skipped", "near", "first", "eta", "first_row", "from_query", "segment"), "i32"),
     "out_ptr": "*i1",
     "state": "i64",
     **dict.fromkeys(("scale", "mass"), "fp32"),
@@ -97,7 +97,7 @@ def main() -> int:
         for cols in (64, 32768) if name in ("sm_90", "gfx942") else (64,):
             high, wide, warps = tile_of_rows(cols)
             search = {"rows": high, "cols": wide, "warps": warps}
-            no_places = dict.fromkeys(("near", "first", "eta", "state"))
+            no_places = dict.fromkeys(("near", "first", "eta", "state", "from_query"))
             k_share = {"k": None, "FORCED_FIRST": True, "OF_ALL_KEYS": False}
             kernels: list[tuple[str, Any, dict[str, Any]]] = [
                 ("top_cdf", top_cdf_triton._kernel, {**search, "CROSSING": True, "mass": None, **no_places}),

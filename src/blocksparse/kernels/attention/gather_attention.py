@@ -99,7 +99,7 @@ def gather_attention_reference(
     def finish(which: Tensor, blocks: int) -> None:
         """Note the result of those rows; they have visited so many blocks."""
         done, sums = at[which], total[which]
-        result[done] = summed[which] / sums.masked_fill(sums == 0, 1.0).unsqueeze(-1)
+        result[done] = (summed[which] / sums.unsqueeze(-1)).masked_fill((sums == 0).unsqueeze(-1), 0.0)
         lse_of[done] = sums.log() + peak[which]
         visited[done] = blocks
 

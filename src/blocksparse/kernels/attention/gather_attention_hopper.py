@@ -35,10 +35,10 @@ from blocksparse.kernels.attention.hopper.gather_loader import load_gathered
 from blocksparse.kernels.attention.hopper.gather_votes import is_satisfied, post_vote
 from blocksparse.kernels.attention.hopper.queue import make_barriers, positive, read, registers
 from blocksparse.kernels.attention.hopper.rows import LOWEST, NEVER, partial_sum, row_max
-from blocksparse.kernels.common.hardware import device_of
-from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.memory import empty_as
 from blocksparse.kernels.positions.token_positions import TokenPositions
+from blocksparse.runtime.device import device_of
+from blocksparse.runtime.launches import remembered
 
 _LOADER_REGISTERS = gl.constexpr(56)  # of each thread of the loading warps, once registers are reallocated
 
@@ -243,8 +243,8 @@ def _consume(WG: gl.constexpr, C, given):
     log_sum = (highest + gl.log2(whole)) * 0.6931471805599453  # ln 2: scores are in base 2
     log_sum = gl.where(whole == 0.0, float("-inf"), log_sum)
     gl.store(lse_ptr + (q_at - offset), log_sum, mask=live)
-    inverse = gl.where(whole == 0.0, 0.0, 1.0 / whole)
-    q.store((sums * gl.convert_layout(inverse, OUT_ROW)[:, None]).to(HALF))
+    whole = gl.convert_layout(whole, OUT_ROW)
+    q.store(gl.where((whole == 0.0)[:, None], 0.0, sums * (1.0 / whole)[:, None]).to(HALF))
     at = gl.load(places + gl.arange(0, 64, layout=gl.SliceLayout(1, WHOLE)))
     rows = out_ptr + ((at - offset).to(gl.int64) * out_stride)[:, None] + dims[None, :]
     gl.store(rows, q.load(WHOLE), mask=(at >= 0)[:, None])

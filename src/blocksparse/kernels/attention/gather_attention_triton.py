@@ -14,12 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.attention.arguments import RankedLists, StopRule
-from blocksparse.kernels.common.hardware import device_of, fp32_products, has_large_memory
-from blocksparse.kernels.common.launches_triton import remembered
+from blocksparse.kernels.common.hardware import fp32_products, has_large_memory
 from blocksparse.kernels.common.memory import empty_as
 from blocksparse.kernels.common.sizes import power_of_2
 from blocksparse.kernels.common.strides_triton import alike, head_at
 from blocksparse.kernels.positions.token_positions import TokenPositions
+from blocksparse.runtime.device import device_of
+from blocksparse.runtime.launches import remembered
 
 # Blocks in a loop of known length. What it computes after its row has stopped is thrown away.
 _AHEAD = 4
@@ -230,7 +231,8 @@ def _kernel(
 
     tl.store(visited_ptr + list_at, visited)
     empty = running_sum == 0.0
-    result = accumulator / tl.where(empty, 1.0, running_sum)[:, None]
+    # A row without keys is 0, also beside a value that is not finite: nothing times infinity is not.
+    result = tl.where(empty[:, None], 0.0, accumulator / tl.where(empty, 1.0, running_sum)[:, None])
     dims_v = tl.arange(0, BLOCK_DV)
     out_at = out_ptr + b.to(tl.int64) * out_strides[0] + h.to(tl.int64) * out_strides[1]
     out_at = out_at + queries.to(tl.int64)[:, None] * out_strides[2] + dims_v[None, :]

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from blocksparse.kernels.attention.arguments import Lists, Tiles
-from blocksparse.kernels.common.hardware import device_of
 from blocksparse.kernels.common.memory import empty_as
 from blocksparse.kernels.multiplying.products import products
 from blocksparse.kernels.positions.token_positions import TokenPositions
 from blocksparse.kernels.rounding.tile_operands import TileOperands
+from blocksparse.runtime.device import device_of
 
 
 def int8_attention(

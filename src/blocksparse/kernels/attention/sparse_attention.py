@@ -27,11 +27,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from blocksparse.kernels.attention.arguments import Approximation, Lists, LogitChange, Tiles
-from blocksparse.kernels.common.hardware import device_of
 from blocksparse.kernels.common.memory import empty_as
 from blocksparse.kernels.moving.gather_rows import gather_two
 from blocksparse.kernels.multiplying.products import products
 from blocksparse.kernels.positions.token_positions import TokenPositions
+from blocksparse.runtime.device import device_of
 
 EXACT = Approximation()
 UNCHANGED = LogitChange()
@@ -142,7 +142,8 @@ def sparse_attention_reference(
         logits, pairs = torch.cat((logits, sink), -1), pad(pairs, (0, 1))
     weight = logits.softmax(-1).masked_fill(~pairs, 0.0)[..., : k.shape[2]]
     v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
-    return products(weight, v.mT, wide=False), logits.logsumexp(-1).float()
+    seen = pairs[..., : k.shape[2]].any(-1, keepdim=True)
+    return products(weight, v.mT, wide=False).masked_fill(~seen, 0.0), logits.logsumexp(-1).float()
 
 
 def capped(logits: Tensor, change: LogitChange) -> Tensor:

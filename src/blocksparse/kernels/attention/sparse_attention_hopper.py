@@ -39,10 +39,10 @@ from blocksparse.kernels.attention.hopper.queue import (
 )
 from blocksparse.kernels.attention.hopper.rows import LOWEST, masked_scores, partial_sum, query_positions, row_max
 from blocksparse.kernels.attention.hopper.shares import shares_of
-from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.memory import for_bulk_copies
 from blocksparse.kernels.common.names_triton import reinterpret
 from blocksparse.kernels.positions.token_positions import TokenPositions
+from blocksparse.runtime.launches import remembered
 
 
 def sparse_attention_hopper(

@@ -15,13 +15,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from blocksparse.kernels.attention.arguments import Approximation, Lists, LogitChange, Tiles
 from blocksparse.kernels.common.hardware import fp32_products, has_descriptors
-from blocksparse.kernels.common.launches_triton import Remembered, remembered
 from blocksparse.kernels.common.memory import copies_in_bulk
 from blocksparse.kernels.common.sizes import power_of_2
 from blocksparse.kernels.common.softcap_triton import capped
 from blocksparse.kernels.common.strides_triton import alike, head_at, head_strides
 from blocksparse.kernels.positions.token_positions import TokenPositions
 from blocksparse.kernels.rounding.quantize import FP8_LIMIT
+from blocksparse.runtime.launches import Remembered, remembered
 
 _FP8_LIMIT = tl.constexpr(FP8_LIMIT)
 _LARGEST = 1e38  # about the largest number of fp32: times infinity, a logit of 0 would be NaN
@@ -310,6 +310,8 @@ def _kernel(
             scores, v_tile, v_factor, running_max, running_sum, unit, accumulator, None, live, True, PRECISION
         )
 
+    # A row without keys is 0, also beside a value that is not finite: nothing times infinity is not.
+    accumulator = tl.where((running_sum == 0.0)[:, None], 0.0, accumulator)
     if sinks_ptr is not None:  # one more logit, which has no value
         sink = tl.load(sinks_ptr + h) * 1.4426950408889634  # log2(e)
         new_max = tl.maximum(running_max, sink)

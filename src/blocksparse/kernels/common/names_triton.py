@@ -22,7 +22,3 @@ bulk_load = _named(tma, "async_load", "async_copy_global_to_shared")
 bulk_store = _named(tma, "async_store", "async_copy_shared_to_global")
 # (memory, pointers, mask): each thread's own copies into shared memory (cp.async).
 thread_load = _named(async_copy, "async_load", "async_copy_global_to_shared")
-
-# What every launch asks for: a product and a sum in one instruction. All these versions do so unasked, but 3.9 warns that
-# its successor will not.
-OPTIONS = {"enable_fp_fusion": True}

@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blocksparse.kernels.common.hardware import device_of
-from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
 from blocksparse.kernels.common.strides_triton import alike, head_at, head_strides
+from blocksparse.runtime.device import device_of
+from blocksparse.runtime.launches import remembered
 
 _TILE = 8192  # entries of a tensor per program
 

@@ -9,11 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blocksparse.kernels.common.hardware import device_of, fp32_products
-from blocksparse.kernels.common.launches_triton import remembered
+from blocksparse.kernels.common.hardware import fp32_products
 from blocksparse.kernels.common.sizes import cdiv
 from blocksparse.kernels.positions.block_grid import BlockGrid
 from blocksparse.kernels.positions.block_grid_triton import any_of, rows_at, strides
+from blocksparse.runtime.device import device_of
+from blocksparse.runtime.launches import remembered
 
 _TILE = 64  # rows and columns of a launch tile, and dims that are multiplied at a time
 

@@ -16,10 +16,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from blocksparse.kernels.common.hardware import device_of, fp32_products, has_large_memory
-from blocksparse.kernels.common.launches_triton import remembered
+from blocksparse.kernels.common.hardware import fp32_products, has_large_memory
 from blocksparse.kernels.common.memory import copies_in_bulk, empty_together
 from blocksparse.kernels.common.sizes import REMEMBERED, cdiv, power_of_2
+from blocksparse.runtime.device import device_of
+from blocksparse.runtime.launches import remembered
 
 _SPLITS = 32  # shares that the keys are divided into, at most
 _PIECES = 8  # pieces of 128 keys in a share, at most while there are fewer than `_SPLITS` shares

@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blocksparse.kernels.common.hardware import device_of
-from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
+from blocksparse.runtime.device import device_of
+from blocksparse.runtime.launches import remembered
 
 TILE = 4096  # entries of queries that a program holds at a time
 

@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blocksparse.kernels.common.hardware import device_of
-from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.sizes import cdiv
+from blocksparse.runtime.device import device_of
+from blocksparse.runtime.launches import remembered
 
 _TILE = 256  # tokens per program, if segments are shorter than that
 

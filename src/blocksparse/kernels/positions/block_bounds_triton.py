@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blocksparse.kernels.common.hardware import device_of
-from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.memory import empty_together
 from blocksparse.kernels.common.sizes import REMEMBERED, cdiv, power_of_2
 from blocksparse.kernels.common.strides_triton import alike, head_at, head_strides
+from blocksparse.runtime.device import device_of
+from blocksparse.runtime.launches import remembered
 
 _Bounds = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 _NEVER = tl.constexpr(2**31 - 1)

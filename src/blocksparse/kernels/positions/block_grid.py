@@ -46,6 +46,10 @@ class BlockGrid(Protocol):
         """Index of row 0 in the whole prompt."""
 
     @property
+    def end(self) -> int:
+        """The position after the last query's."""
+
+    @property
     def reachable(self) -> Tensor:
         """Blocks in which some query may see some key: `k_last >= 0`, and when causal `k_first <= q_last`.
 

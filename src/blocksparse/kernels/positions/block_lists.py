@@ -29,17 +29,6 @@ def block_lists(keep: Tensor, grid: BlockGrid) -> tuple[Tensor, Tensor, Tensor]:
     return block_lists_reference(keep, grid)
 
 
-def visited_columns(keep: Tensor, heads: int) -> Tensor:
-    """The key blocks that kernels may read with the lists of `keep` `[B, H, rows, cols]`, `[B, heads, cols]` bool.
-
-    These are the blocks that any row of any of the `H / heads` heads keeps, and block 0, since the lists of rows without
-    any name that one.
-    """
-    visited = keep.unflatten(1, (heads, -1)).any((2, 3))
-    visited[..., 0] = True
-    return visited
-
-
 def block_lists_reference(keep: Tensor, grid: BlockGrid) -> tuple[Tensor, Tensor, Tensor]:
     """The same in plain torch."""
     full = keep & grid.full

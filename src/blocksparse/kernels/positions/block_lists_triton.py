@@ -7,12 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blocksparse.kernels.common.hardware import device_of
-from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.memory import empty_together
 from blocksparse.kernels.common.sizes import cdiv, index_dtype, power_of_2
 from blocksparse.kernels.positions.block_grid import BlockGrid
 from blocksparse.kernels.positions.block_grid_triton import full_blocks, positions, rows_at, strides, tile
+from blocksparse.runtime.device import device_of
+from blocksparse.runtime.launches import remembered
 
 _ENTRIES = 512  # blocks of a launch tile, if rows are short
 # Blocks of a row at a time; fewer than 2^15, so that two counts of them fit one int32.

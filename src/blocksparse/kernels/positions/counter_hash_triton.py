@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blocksparse.kernels.common.hardware import device_of
-from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.sizes import cdiv
 from blocksparse.kernels.positions.block_grid_triton import strides
 from blocksparse.kernels.positions.mix import mix
+from blocksparse.runtime.device import device_of
+from blocksparse.runtime.launches import remembered
 
 _ROWS, _COLS = 4, 256  # numbers per program
 

@@ -11,8 +11,9 @@ from blocksparse.kernels.common.sizes import FAR
 from blocksparse.kernels.positions.block_grid import BlockGrid
 from blocksparse.kernels.positions.counter_hash import counter_hash
 
-PlaceNumbers: TypeAlias = tuple[int | None, int | None, tuple[int, int] | None]
-"""`near`, `first` and `stride` of `within_reach`; `selectors/places.py` makes them of rules."""
+PlaceNumbers: TypeAlias = tuple[int | None, int | None, tuple[int, int] | None, int | None]
+"""`near`, `first`, `stride` and `last` of `within_reach`; `selectors/places.py` makes them of rules."""
+NO_PLACES: PlaceNumbers = (None, None, None, None)
 
 
 def within_reach(
@@ -24,6 +25,8 @@ def within_reach(
     near: int | None = None,
     first: int | None = None,
     stride: tuple[int, int] | None = None,
+    last: int | None = None,
+    segment: int | None = None,
     diagonal: bool = False,
 ) -> Tensor:
     """The blocks of `grid` that `keep` or a number chooses and some query can see, `[B|1, H|1, rows, cols]` bool.
@@ -38,13 +41,16 @@ def within_reach(
         near: a number of tokens; the blocks of `grid.within(near)` are chosen, too.
         first: a number of tokens; the blocks of `grid.holding_first(first)` are chosen, too.
         stride: `(eta, seed)`; one of every `eta` blocks in a row is chosen, from an offset drawn with the seed.
+        last: a number of queries; all blocks of the rows that hold one of the last so many are chosen, too.
+        segment: a number of tokens; the blocks of `grid.own_segment(segment)` are chosen, too.
         diagonal: the blocks of `grid.diagonal` are chosen, too.
     """
     if grid.q_first.is_cuda:
         from blocksparse.kernels.positions.within_reach_triton import within_reach_triton as compute
     else:
         compute = within_reach_reference
-    return compute(keep, grid, n, skipped, near=near, first=first, stride=stride, diagonal=diagonal)
+    places = {"near": near, "first": first, "stride": stride, "last": last}
+    return compute(keep, grid, n, skipped, **places, segment=segment, diagonal=diagonal)
 
 
 def within_reach_reference(
@@ -56,6 +62,8 @@ def within_reach_reference(
     near: int | None = None,
     first: int | None = None,
     stride: tuple[int, int] | None = None,
+    last: int | None = None,
+    segment: int | None = None,
     diagonal: bool = False,
 ) -> Tensor:
     """The same in plain torch."""
@@ -70,6 +78,10 @@ def within_reach_reference(
         chosen = chosen | grid.holding_first(first)
     if stride is not None:
         chosen = chosen | every(*stride, grid)
+    if last is not None:
+        chosen = chosen | (grid.q_last >= grid.end - min(last, FAR))
+    if segment is not None:
+        chosen = chosen | grid.own_segment(segment)
     return (chosen | grid.diagonal if diagonal else chosen) & reachable
 
 

@@ -7,8 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blocksparse.kernels.common.hardware import device_of
-from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.sizes import FAR, cdiv
 from blocksparse.kernels.positions.block_grid import BlockGrid
 from blocksparse.kernels.positions.block_grid_triton import (
@@ -23,6 +21,8 @@ from blocksparse.kernels.positions.block_grid_triton import (
 )
 from blocksparse.kernels.positions.counter_hash_triton import folded
 from blocksparse.kernels.positions.mix import mix
+from blocksparse.runtime.device import device_of
+from blocksparse.runtime.launches import remembered
 
 _TILE = 4096  # blocks of a launch tile
 
@@ -36,6 +36,8 @@ def within_reach_triton(
     near: int | None = None,
     first: int | None = None,
     stride: tuple[int, int] | None = None,
+    last: int | None = None,
+    segment: int | None = None,
     diagonal: bool = False,
 ) -> Tensor:
     """Launch the kernel; arguments as of `within_reach`."""
@@ -51,7 +53,7 @@ def within_reach_triton(
     with device_of(out):
         _kernel[(cdiv(rows, tile["ROWS"]) * cdiv(cols, tile["COLS"]), H, B)](
             keep, tensors, out, None if keep is None else strides(keep), position_strides, rows, cols, skipped,
-            *numbers_of_places(grid, near, first, stride),
+            *numbers_of_places(grid, near, first, stride, last), None if segment is None else min(segment, FAR),
             N=n, DIAGONAL=diagonal, CAUSAL=grid.causal, WINDOW=grid.window, **tile,
             num_warps=4,
         )  # fmt: skip
@@ -59,15 +61,15 @@ def within_reach_triton(
 
 
 def numbers_of_places(
-    grid: BlockGrid, near: int | None, first: int | None, stride: tuple[int, int] | None
+    grid: BlockGrid, near: int | None, first: int | None, stride: tuple[int, int] | None, last: int | None
 ) -> tuple[int | None, ...]:
-    """What `with_places` takes of the arguments of `within_reach`: near, first, eta, state and first_row.
+    """What `with_places` takes of the arguments of `within_reach`: near, first, eta, state, first_row and from_query.
 
     Numbers beyond every position become `FAR`, so that the kernel's int32 hold them and their sums with positions.
     """
     eta, state = (None, None) if stride is None else (min(stride[0], FAR), mix(stride[1]))
-    near, first = (None if x is None else min(x, FAR) for x in (near, first))
-    return near, first, eta, state, grid.first_row
+    near, first, last = (None if x is None else min(x, FAR) for x in (near, first, last))
+    return near, first, eta, state, grid.first_row, None if last is None else grid.end - last
 
 
 def _own(keep: Tensor) -> tuple[int, ...]:
@@ -79,7 +81,7 @@ def _own(keep: Tensor) -> tuple[int, ...]:
 
 @triton.jit
 def with_places(
-    keep, q_first, q_last, k_first, k_last, row, col, near, first, eta, state, first_row, CAUSAL: tl.constexpr
+    keep, q_first, q_last, k_first, k_last, row, col, near, first, eta, state, first_row, from_query, CAUSAL: tl.constexpr
 ):
     """`keep` and the blocks of a launch tile that the numbers choose; those that are None are compiled away."""
     if near is not None:
@@ -92,14 +94,16 @@ def with_places(
     if eta is not None:
         drawn = folded(state, first_row + row).to(tl.int64)
         keep = keep | ((col % eta).to(tl.int64) == (eta - drawn % eta) % eta)
+    if from_query is not None:
+        keep = keep | (q_last >= from_query)
     return keep
 
 
 @remembered
-@triton.jit(do_not_specialize=["rows", "skipped", "near", "first", "eta", "state", "first_row"])
+@triton.jit(do_not_specialize=["rows", "skipped", "near", "first", "eta", "state", "first_row", "from_query", "segment"])
 def _kernel(
     keep_ptr, position_ptrs, out_ptr, keep_strides, position_strides, rows, cols, skipped,
-    near, first, eta, state, first_row,
+    near, first, eta, state, first_row, from_query, segment,
     N: tl.constexpr, DIAGONAL: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     b, h, row, col = tile_of_grid(cols, ROWS, COLS)
@@ -115,8 +119,10 @@ def _kernel(
     else:
         keep = tl.zeros([ROWS, COLS], tl.int1)
     keep = with_places(
-        keep, q_first, q_last, k_first, k_last, row, col, near, first, eta, state, first_row, CAUSAL
+        keep, q_first, q_last, k_first, k_last, row, col, near, first, eta, state, first_row, from_query, CAUSAL
     )  # fmt: skip
+    if segment is not None:
+        keep = keep | (k_first // segment == q_first // segment)
     keep = keep & reachable
     if DIAGONAL:
         keep = keep | diagonal_blocks(reachable, q_first, k_last, CAUSAL)

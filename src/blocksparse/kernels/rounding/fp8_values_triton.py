@@ -7,12 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blocksparse.kernels.common.hardware import converts_to_fp8, device_of
-from blocksparse.kernels.common.launches_triton import remembered
+from blocksparse.kernels.common.hardware import converts_to_fp8
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
 from blocksparse.kernels.common.strides_triton import alike
 from blocksparse.kernels.rounding.quantize import FP8_LIMIT
 from blocksparse.kernels.rounding.quantize_triton import divided, largest_of, read_tokens, scale_of
+from blocksparse.runtime.device import device_of
+from blocksparse.runtime.launches import remembered
 
 _TILE = 8192  # entries of values per program
 _LIMIT = tl.constexpr(FP8_LIMIT)

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blocksparse.kernels.common.hardware import converts_to_fp8, device_of
+from blocksparse.kernels.common.hardware import converts_to_fp8
 from blocksparse.kernels.common.sizes import cdiv
 from blocksparse.kernels.common.strides_triton import alike
 from blocksparse.kernels.rounding import tile_rotation_triton, tile_values_triton
 from blocksparse.kernels.rounding.quantize import GROUP
+from blocksparse.runtime.device import device_of
 
 _STEPS = 32  # rounds of a program that rotates, at most about; it makes the Hadamard matrix once for all of them
 

@@ -9,8 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blocksparse.kernels.common.hardware import device_of
-from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
 from blocksparse.kernels.positions.block_grid import BlockGrid
 from blocksparse.kernels.positions.block_grid_triton import (
@@ -22,6 +20,8 @@ from blocksparse.kernels.positions.block_grid_triton import (
     strides,
     tile,
 )
+from blocksparse.runtime.device import device_of
+from blocksparse.runtime.launches import remembered
 
 _LEAST, _MOST = 256, 8192  # logits of a row that a program holds, at least and at most; a longer row is read twice
 

@@ -17,8 +17,7 @@ from attrs import evolve
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from blocksparse.kernels.common.hardware import device_of, fp32_products
-from blocksparse.kernels.common.launches_triton import remembered
+from blocksparse.kernels.common.hardware import fp32_products
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
 from blocksparse.kernels.multiplying.cell_products import Cells, means_of_short_cells
 from blocksparse.kernels.multiplying.cell_products_triton import (
@@ -30,6 +29,8 @@ from blocksparse.kernels.multiplying.cell_products_triton import (
 )
 from blocksparse.kernels.scoring.cell_sums_triton import sums_of_tiles
 from blocksparse.kernels.scoring.pooled_sums_triton import PooledTiles, pooled_tiles, sums_of_pooled
+from blocksparse.runtime.device import device_of
+from blocksparse.runtime.launches import remembered
 
 _WORKSPACE = 2**28  # bytes of sums that are held at a time
 _PROGRAMS = 2048  # that pooled tokens are shared out over, if there are enough tiles: some for each multiprocessor

@@ -1,7 +1,8 @@
 """Forces blocks in rows and columns whose tokens are too unlike each other for one score to speak for them.
 
-    forced[row, col] = reachable and (unlike_row[row] or unlike_col[col] or forced before)
-    values[row, col] = 0 where unlike_col[col]
+    unlike[block] = not similarity[block] > theta
+    forced[row, col] = reachable and (unlike[row] or unlike[col] or forced before)
+    values[row, col] = 0 where unlike[col]
 
 On GPUs one kernel reads and writes each score once. CPU tensors and float64 take plain torch.
 """
@@ -15,26 +16,31 @@ from blocksparse.kernels.positions.block_grid import BlockGrid
 
 
 def gate_blocks(
-    values: Tensor, unlike_row: Tensor, unlike_col: Tensor, forced: Tensor | None, grid: BlockGrid
+    values: Tensor, of_q: Tensor, of_k: Tensor, theta: float | Tensor, forced: Tensor | None, grid: BlockGrid
 ) -> tuple[Tensor, Tensor]:
-    """Gated `values` `[B, H, rows, cols]`, in memory of their own, and `forced`, bool of the same shape.
+    """Gated `values` `[B, Hq, rows, cols]`, in memory of their own, and `forced`, bool of the same shape.
 
     Args:
-        unlike_row: `[B|1, H|1, rows, 1]` bool, rows to force.
-        unlike_col: `[B|1, H|1, rows|1, cols]` bool, columns to force, whose blocks then hold nothing.
-        forced: `[B|1, H|1, rows, cols]` bool, what was forced before.
+        of_q: `[B, Hq, rows]`, the similarity of the tokens of query blocks. NaN is not similar.
+        of_k: `[B, H, cols]`, that of key blocks; `H` divides Hq.
+        theta: a number, or `[1, Hq|1, 1, 1]`, rounded to the dtype of similarities.
+        forced: `[B|1, Hq|1, rows, cols]` bool, what was forced before.
     """
     if values.is_cuda and values.dtype == torch.float32:
         from blocksparse.kernels.scoring.gate_blocks_triton import gate_blocks_triton
 
-        return gate_blocks_triton(values, unlike_row, unlike_col, forced, grid)
-    return gate_blocks_reference(values, unlike_row, unlike_col, forced, grid)
+        return gate_blocks_triton(values, of_q, of_k, theta, forced, grid)
+    return gate_blocks_reference(values, of_q, of_k, theta, forced, grid)
 
 
 def gate_blocks_reference(
-    values: Tensor, unlike_row: Tensor, unlike_col: Tensor, forced: Tensor | None, grid: BlockGrid
+    values: Tensor, of_q: Tensor, of_k: Tensor, theta: float | Tensor, forced: Tensor | None, grid: BlockGrid
 ) -> tuple[Tensor, Tensor]:
     """The same in plain torch."""
+    if not isinstance(theta, Tensor):
+        theta = torch.full((1, 1, 1, 1), theta, dtype=torch.float64, device=values.device)
+    theta, of_k = theta.to(of_q.dtype), of_k.repeat_interleave(values.shape[1] // of_k.shape[1], dim=1)
+    unlike_row, unlike_col = ~(of_q.unsqueeze(-1) > theta), ~(of_k.unsqueeze(-2) > theta)
     chosen = unlike_row | unlike_col
     chosen = chosen if forced is None else chosen | forced
     return values.masked_fill(unlike_col, 0.0), (chosen & grid.reachable).expand(values.shape)

@@ -7,9 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blocksparse.kernels.common.hardware import device_of
-from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.sizes import cdiv
+from blocksparse.kernels.common.strides_triton import head_strides
 from blocksparse.kernels.positions.block_grid import BlockGrid
 from blocksparse.kernels.positions.block_grid_triton import (
     load_positions,
@@ -20,12 +19,14 @@ from blocksparse.kernels.positions.block_grid_triton import (
     tile_of_blocks,
     tile_of_grid,
 )
+from blocksparse.runtime.device import device_of
+from blocksparse.runtime.launches import remembered
 
 _TILE = 4096  # blocks of a launch tile
 
 
 def gate_blocks_triton(
-    values: Tensor, unlike_row: Tensor, unlike_col: Tensor, forced: Tensor | None, grid: BlockGrid
+    values: Tensor, of_q: Tensor, of_k: Tensor, theta: float | Tensor, forced: Tensor | None, grid: BlockGrid
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernel; arguments as of `gate_blocks`."""
     B, H, rows, cols = values.shape
@@ -33,11 +34,12 @@ def gate_blocks_triton(
     out = torch.empty(values.shape, dtype=torch.bool, device=values.device)
     tensors, position_strides = positions(grid)
     tile = tile_of_blocks(_TILE)
+    of_head = theta if isinstance(theta, Tensor) else None
     with device_of(values):
         _kernel[(cdiv(rows, tile["ROWS"]) * cdiv(cols, tile["COLS"]), H, B)](
-            values, unlike_row, unlike_col, forced, gated, out, tensors,
-            strides(values), strides(unlike_row), strides(unlike_col), None if forced is None else strides(forced), position_strides,
-            rows, cols,
+            values, of_q.contiguous(), of_k.contiguous(), of_head, forced, gated, out, tensors,
+            strides(values), None if of_head is None else head_strides(of_head)[1], None if forced is None else strides(forced),
+            position_strides, rows, cols, H // of_k.shape[1], float(theta) if of_head is None else None,
             CAUSAL=grid.causal, WINDOW=grid.window, **tile,
             num_warps=4,
         )  # fmt: skip
@@ -45,20 +47,23 @@ def gate_blocks_triton(
 
 
 @remembered
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "group"])
 def _kernel(
-    values_ptr, unlike_row_ptr, unlike_col_ptr, forced_ptr, gated_ptr, out_ptr, position_ptrs,
-    values_strides, unlike_row_strides, unlike_col_strides, forced_strides, position_strides,
-    rows, cols,
+    values_ptr, of_q_ptr, of_k_ptr, theta_ptr, forced_ptr, gated_ptr, out_ptr, position_ptrs,
+    values_strides, theta_stride, forced_strides, position_strides,
+    rows, cols, group, theta,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     b, h, row, col = tile_of_grid(cols, ROWS, COLS)
     there = row < rows
     inside = there & (col < cols)
-    unlike_row = tl.load(rows_at(unlike_row_ptr, unlike_row_strides, b, h, row), mask=there, other=0) != 0
-    col_at = rows_at(unlike_col_ptr, unlike_col_strides, b, h, row) + col * unlike_col_strides[3]
-    unlike_col = tl.load(col_at, mask=inside, other=0) != 0
-    chosen = unlike_row | unlike_col
+    if theta_ptr is not None:
+        theta = tl.load(theta_ptr + h * theta_stride).to(tl.float32)
+    heads = tl.num_programs(1)
+    of_q = tl.load(of_q_ptr + (b * heads + h).to(tl.int64) * rows + row, mask=there, other=0.0)
+    of_k = tl.load(of_k_ptr + (b * (heads // group) + h // group).to(tl.int64) * cols + col, mask=col < cols, other=0.0)
+    unlike_col = (of_k <= theta) | (of_k != of_k)  # [1, COLS]; NaN is not similar
+    chosen = (of_q <= theta) | (of_q != of_q) | unlike_col
     if forced_ptr is not None:
         forced_at = rows_at(forced_ptr, forced_strides, b, h, row) + col * forced_strides[3]
         chosen = chosen | (tl.load(forced_at, mask=inside, other=0) != 0)

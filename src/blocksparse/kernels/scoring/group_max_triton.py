@@ -10,8 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blocksparse.kernels.common.hardware import device_of
-from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.sizes import cdiv
 from blocksparse.kernels.common.strides_triton import head_at
 from blocksparse.kernels.multiplying.cell_products import Cells
@@ -25,6 +23,8 @@ from blocksparse.kernels.multiplying.cell_products_triton import (
     tiles_for,
     whole_cells,
 )
+from blocksparse.runtime.device import device_of
+from blocksparse.runtime.launches import remembered
 
 _GROUP = 8  # tiles of query groups that meet a tile of key groups while it is in the L2 cache
 

@@ -13,10 +13,10 @@ import triton.language as tl
 from attrs import frozen
 from torch import Tensor
 
-from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.sizes import power_of_2
 from blocksparse.kernels.common.strides_triton import head_at
 from blocksparse.kernels.multiplying.cell_products_triton import largest
+from blocksparse.runtime.launches import remembered
 
 
 @frozen

@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blocksparse.kernels.common.hardware import device_of
-from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
 from blocksparse.kernels.common.strides_triton import alike, head_at
+from blocksparse.runtime.device import device_of
+from blocksparse.runtime.launches import remembered
 
 _WORKSPACE = 2**28  # bytes of weights that are held at a time
 _KEYS, _TILES, _DISTANCES = 128, 8, 512  # keys of a tile of keys; such tiles, and distances, per program

@@ -12,8 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blocksparse.kernels.common.hardware import device_of
-from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.sizes import cdiv
 from blocksparse.kernels.common.strides_triton import head_strides
 from blocksparse.kernels.positions.block_grid import BlockGrid
@@ -28,6 +26,8 @@ from blocksparse.kernels.positions.block_grid_triton import (
     tile_of_grid,
 )
 from blocksparse.kernels.selecting.top_cdf_triton import limit_of, ticks_of, weights_of
+from blocksparse.runtime.device import device_of
+from blocksparse.runtime.launches import remembered
 
 _TILE = 4096  # blocks per program
 _PASSES = 11  # enough to divide the range from -1 to 2^30 by eight until one number is left

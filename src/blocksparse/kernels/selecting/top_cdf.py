@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from blocksparse.kernels.positions.block_grid import BlockGrid
-from blocksparse.kernels.positions.within_reach import PlaceNumbers, within_reach_reference
+from blocksparse.kernels.positions.within_reach import NO_PLACES, PlaceNumbers, within_reach_reference
 from blocksparse.kernels.selecting.running_share import running_share
 
 MAX_COLS = 32768
@@ -26,7 +26,7 @@ def top_cdf(
     grid: BlockGrid,
     *,
     crossing: bool,
-    places: PlaceNumbers = (None, None, None),
+    places: PlaceNumbers = NO_PLACES,
 ) -> Tensor:
     """Which blocks are kept, `[B, H, rows, cols]` bool, by their `values` `[B, H, rows, cols]`.
 
@@ -37,7 +37,7 @@ def top_cdf(
         mass: a number, or `[1, H|1, 1, 1]`, in (0, 1]; it is rounded to fp32, as shares are. 1 keeps what is reachable.
         crossing: also keep the block that takes the sum from below the target to the target or above it. Without it,
             the heaviest block that is not forced is kept in any case.
-        places: `near`, `first` and `stride` of `within_reach`, by which further blocks are kept.
+        places: `near`, `first`, `stride` and `last` of `within_reach`, by which further blocks are kept.
     """
     if values.is_cuda and values.dtype == torch.float32 and values.shape[-1] <= MAX_COLS:
         from blocksparse.kernels.selecting.top_cdf_triton import top_cdf_triton
@@ -52,7 +52,7 @@ def top_cdf_reference(
     mass: float | Tensor,
     grid: BlockGrid,
     crossing: bool,
-    places: PlaceNumbers = (None, None, None),
+    places: PlaceNumbers = NO_PLACES,
 ) -> Tensor:
     """The same in plain torch."""
     if not isinstance(mass, Tensor):
@@ -67,5 +67,5 @@ def top_cdf_reference(
         rank = torch.arange(values.shape[-1], device=mass.device)
         taken = (share.after <= mass) | ((rank == before) & (share.ticks > 0))
     keep = (share.put_back(taken) | always) | (mass >= 1)
-    near, first, stride = places
-    return within_reach_reference(keep, grid, near=near, first=first, stride=stride)
+    near, first, stride, last = places
+    return within_reach_reference(keep, grid, near=near, first=first, stride=stride, last=last)

@@ -7,8 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blocksparse.kernels.common.hardware import device_of
-from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.sizes import cdiv
 from blocksparse.kernels.common.strides_triton import head_strides
 from blocksparse.kernels.positions.block_grid import BlockGrid
@@ -22,9 +20,11 @@ from blocksparse.kernels.positions.block_grid_triton import (
     strides,
     tile,
 )
-from blocksparse.kernels.positions.within_reach import PlaceNumbers
+from blocksparse.kernels.positions.within_reach import NO_PLACES, PlaceNumbers
 from blocksparse.kernels.positions.within_reach_triton import numbers_of_places, with_places
 from blocksparse.kernels.selecting.row_search_triton import cut, first_of, tile_of_rows
+from blocksparse.runtime.device import device_of
+from blocksparse.runtime.launches import remembered
 
 # These stand in the place of a block's ticks, so that few registers are live while a row is searched.
 _FORCED = tl.constexpr(-1.0)
@@ -38,7 +38,7 @@ def top_cdf_triton(
     mass: float | Tensor,
     grid: BlockGrid,
     crossing: bool,
-    places: PlaceNumbers = (None, None, None),
+    places: PlaceNumbers = NO_PLACES,
 ) -> Tensor:
     """Launch the kernel; arguments as of `top_cdf`."""
     B, H, rows, cols = values.shape
@@ -132,11 +132,11 @@ def _exact_cut(ticks, target):
 
 
 @remembered
-@triton.jit(do_not_specialize=["rows", "near", "first", "eta", "state", "first_row"])
+@triton.jit(do_not_specialize=["rows", "near", "first", "eta", "state", "first_row", "from_query"])
 def _kernel(
     values_ptr, forced_ptr, mass_ptr, keep_ptr, positions, position_strides,
     values_strides, forced_strides, mass_stride, keep_strides,
-    rows, cols, mass, near, first, eta, state, first_row,
+    rows, cols, mass, near, first, eta, state, first_row, from_query,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CROSSING: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     b, h, row, col = tile(ROWS, COLS)
@@ -196,7 +196,7 @@ def _kernel(
     reachable = ticks > _UNREACHABLE
     always = diagonal_blocks(reachable, q_first, k_last, CAUSAL) | (ticks == _FORCED)
     placed = with_places(
-        share >= 1.0, q_first, q_last, k_first, k_last, row, col, near, first, eta, state, first_row, CAUSAL
+        share >= 1.0, q_first, q_last, k_first, k_last, row, col, near, first, eta, state, first_row, from_query, CAUSAL
     )  # fmt: skip
     keep = taken | always | (placed & reachable)
     tl.store(rows_at(keep_ptr, keep_strides, b, h, row) + col, keep, mask=inside)

@@ -7,8 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blocksparse.kernels.common.hardware import device_of
-from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.sizes import cdiv
 from blocksparse.kernels.common.strides_triton import head_strides
 from blocksparse.kernels.positions.block_grid import BlockGrid
@@ -22,6 +20,8 @@ from blocksparse.kernels.positions.block_grid_triton import (
     tile,
 )
 from blocksparse.kernels.selecting.row_search_triton import cut, first_of, tile_of_rows
+from blocksparse.runtime.device import device_of
+from blocksparse.runtime.launches import remembered
 
 _NO_KEY = tl.constexpr(-(2**31))
 

@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blocksparse.kernels.common.hardware import device_of
-from blocksparse.kernels.common.launches_triton import remembered
 from blocksparse.kernels.common.sizes import power_of_2
 from blocksparse.kernels.positions.block_grid_triton import rows_at, strides
+from blocksparse.runtime.device import device_of
+from blocksparse.runtime.launches import remembered
 
 _CHUNK = 16  # columns that all others are compared with at a time
 _DROPPED = tl.constexpr(2**31 - 1)  # stands for the rank of a block that is not kept

@@ -1,11 +1,12 @@
 """Launches that find their compiled kernel at once if there was one with such arguments before.
 
-`kernel[grid](...)` of Triton works out in every launch what the arguments specialise the kernel on, and looks the compiled
-kernel up by that. A call of a pipeline launches some ten kernels, and this took the host a third of the call's time. So the
-compiled kernel is remembered here, by all that Triton specialises on: the device, each constant, each integer, and for
-tensors their dtype and whether they are aligned to 16 bytes. To launch a compiled kernel is Triton's own public call.
-Switches of Triton (TRITON_DEBUG) that are set after a kernel's first launch do not reach it. On AMD's GPUs Triton also
-specialises on how large the memory under a tensor is; there it launches kernels by itself.
+`kernel[grid](...)` of Triton works out in every launch what the arguments specialise the kernel on, and looks
+the compiled kernel up by that. A call of a pipeline launches some ten kernels, and this took the host a third
+of the call's time. So the compiled kernel is remembered here, by all that Triton specialises on: the device,
+each constant, each integer, and for tensors their dtype and whether they are aligned to 16 bytes. To launch a
+compiled kernel is Triton's own public call. Switches of Triton (TRITON_DEBUG) that are set after a kernel's
+first launch do not reach it. On AMD's GPUs Triton also specialises on how large the memory under a tensor is;
+there it launches kernels by itself.
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from blocksparse.kernels.common.names_triton import OPTIONS
-from blocksparse.kernels.common.repetition import noted, refuse_repetition, unseen
-from blocksparse.kernels.common.sizes import REMEMBERED
+from blocksparse.runtime.repetition import current, refuse_repetition
+
+REMEMBERED = 4096  # compiled kernels of one function
+# What every launch asks for: a product and a sum in one instruction. Triton 3.6 to 3.9 do so unasked, but 3.9 says
+# that its successor will not.
+OPTIONS = {"enable_fp_fusion": True}
 
 
 @final
 class Remembered:
-    """A kernel that is launched as a `triton.jit` function is, `kernel[grid](...)`, with constants and options by name.
+    """A kernel, launched as a `triton.jit` function is, `kernel[grid](...)`, constants and options by name.
 
     No parameter has a default.
     """
@@ -37,7 +41,8 @@ class Remembered:
         self._compiled: dict[tuple[object, ...], tuple[Any, list[str]]] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return partial(self._launch, (*grid, 1, 1)[:3])
+        x, y, z = (*grid, 1, 1)[:3]
+        return partial(self._launch, (x, y, z))
 
     def _launch(self, grid: tuple[int, int, int], *args: Any, **named: Any) -> None:
         values = named.values()
@@ -48,13 +53,15 @@ class Remembered:
             compiled, constants = known
             run, arguments = compiled[grid], (*args, *map(named.__getitem__, constants))
             run(*arguments)
-            noted(run, arguments, pointers=True)
+            if (recording := current.get()) is not None:
+                recording.launched(run, arguments)
             return
         compiled, constants = self.jit[grid](*args, **named, **OPTIONS), self.jit.arg_names[len(args) :]
         if compiled is None:  # one of Triton's hooks kept it from being compiled
             refuse_repetition("a kernel was not compiled")
             return
-        noted(compiled[grid], (*args, *map(named.__getitem__, constants)), pointers=True)
+        if (recording := current.get()) is not None:
+            recording.launched(compiled[grid], (*args, *map(named.__getitem__, constants)))
         if len(self._compiled) >= REMEMBERED:
             self._compiled.clear()
         self._compiled[key] = compiled, constants
@@ -71,34 +78,19 @@ class LookedUp:
         return partial(self.jit[grid], **OPTIONS)
 
 
-@final
-class Interpreted:
-    """The same where Triton interprets kernels, and has nothing to remember."""
-
-    def __init__(self, jit: Any) -> None:
-        self._jit = jit
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return partial(self._launch, self._jit[grid])
-
-    def _launch(self, interpret: Callable[..., None], *args: Any, **named: Any) -> None:
-        with unseen():
-            interpret(*args, **named)
-        noted(partial(interpret, **named), args, pointers=False)
-
-
 def remembered(jit: Any) -> Any:
-    """The kernel with its launches remembered, and told to recordings; on AMD's GPUs neither."""
+    """The kernel with its launches remembered, and told to recordings; on AMD's GPUs neither, nor interpreted."""
     if not isinstance(jit, JITFunction):
-        return Interpreted(jit)
+        return jit
     return LookedUp(jit) if torch.version.hip is not None else Remembered(jit)
 
 
 def _add_kinds(parts: list[object], args: tuple[Any, ...]) -> None:
     """Append what Triton may specialise a kernel on in these arguments. Integers stand for themselves.
 
-    It is one loop over exact types, and calls nothing for most arguments: a call of a pipeline has some 150 of them. Two
-    entries stand for a tensor; since only tensors begin with a dtype, different arguments never give the same entries.
+    It is one loop over exact types, and calls nothing for most arguments: a call of a pipeline has some 150 of
+    them. Two entries stand for a tensor; since only tensors begin with a dtype, different arguments never give
+    the same entries.
     """
     add = parts.append
     for x in args:

@@ -13,8 +13,8 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from blocksparse.kernels.common import launches_triton
-from blocksparse.kernels.common.launches_triton import Remembered, remembered
+from blocksparse.runtime import launches
+from blocksparse.runtime.launches import Remembered, remembered
 
 
 class Compiled:
@@ -76,7 +76,8 @@ def test_a_second_launch_is_of_the_compiled_kernel(jit: Jit) -> None:
 @pytest.mark.parametrize(
     "changed",
     [
-        {"x": MEMORY[1:]}, {"x": MEMORY.half()}, {"x": None}, {"strides": (4, 2)}, {"N": 16}, {"N": True}, {"N": 1},
+        {"x": MEMORY[1:]}, {"x": MEMORY.half()}, {"x": None}, {"strides": (4, 2)}, {"N": 16}, {"N": True},
+        {"N": 1},
         {"strides": (True, 1)}, {"strides": (4.0, 1)}, {"strides": (None, MEMORY)}, {"WIDE": 8.0}, {"WIDE": True},
         {"scale": 1}, {"WIDE": 16}, {"num_warps": 2}, {"strides": (MEMORY, MEMORY)}, {"maxnreg": 1},
         {"x": TensorDescriptor(MEMORY, [4, 16], [16, 1], [4, 16])},
@@ -110,7 +111,7 @@ def test_another_device_has_kernels_of_its_own(jit: Jit, monkeypatch: pytest.Mon
 
 
 def test_memory_is_bounded(jit: Jit, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launches_triton, "REMEMBERED", 3)
+    monkeypatch.setattr(launches, "REMEMBERED", 3)
     kernel = Remembered(jit)
     for N in range(2, 10):
         launch(kernel, N=N)
@@ -124,7 +125,7 @@ def test_kernels_have_no_defaults() -> None:
 import os; os.environ.pop("TRITON_INTERPRET", None)
 import importlib, pkgutil, blocksparse.kernels
 from inspect import Parameter
-from blocksparse.kernels.common.launches_triton import Remembered, remembered
+from blocksparse.runtime.launches import Remembered, remembered
 found = 0
 for module in pkgutil.walk_packages(blocksparse.kernels.__path__, "blocksparse.kernels."):
     if not module.name.endswith(("_triton", "_hopper")):

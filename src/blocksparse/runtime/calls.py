@@ -1,0 +1,108 @@
+"""What is known of calls that may be repeated, and whose they are, for the whole process."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import lru_cache
+from threading import Lock
+from typing import Any, final
+
+from attrs import fields, has
+
+Key = tuple[object, ...]
+"""All that a call depends on, and whose it is."""
+
+
+@final
+class Calls:
+    """How calls are repeated, by their keys; of too many, what was used least recently is forgotten.
+
+    A call is recorded when it is met again. If there is no room then, it is recorded only if the one that would
+    be forgotten for it was not made in between. So of more calls than there is room for, made in turns, some
+    are repeated all the time, and the others cost no recordings.
+
+    Args:
+        most_known: calls that can be repeated.
+        most_met: calls that were met and are not repeated.
+    """
+
+    def __init__(self, most_known: int, most_met: int) -> None:
+        self._most_known, self._most_met = most_known, most_met
+        self._lock = Lock()
+        self._made = 0  # calls of this process
+        # What repeats a call, and when it was made last.
+        self._known: OrderedDict[Key, tuple[Any, int]] = OrderedDict()
+        # When a call was met last; infinity if it is never repeated.
+        self._met: OrderedDict[Key, float] = OrderedDict()
+
+    def find(self, key: Key) -> Any:
+        """What repeats this call; None if nothing is known that does."""
+        with self._lock:
+            if (entry := self._known.get(key)) is None:
+                return None
+            self._made += 1
+            self._known[key] = entry[0], self._made
+            self._known.move_to_end(key)
+            return entry[0]
+
+    def meet(self, key: Key) -> bool | None:
+        """Whether this call, which nothing repeats, is to be recorded; None if it is met for the first time."""
+        with self._lock:
+            self._made += 1
+            before = self._met.pop(key, None)
+            self._met[key] = self._made if before is None else max(before, self._made)
+            if len(self._met) > self._most_met:
+                self._met.popitem(last=False)
+            if before is None:
+                return None
+            _, oldest = next(iter(self._known.values())) if len(self._known) >= self._most_known else (None, 0)
+            return oldest < before < math.inf
+
+    def never(self, key: Key) -> None:
+        """This call cannot be repeated."""
+        with self._lock:
+            if key in self._met:
+                self._met[key] = math.inf
+
+    def learn(self, key: Key, known: Any) -> None:
+        """This call is repeated so from now on."""
+        with self._lock:
+            self._met.pop(key, None)
+            self._known[key] = known, self._made
+            if len(self._known) > self._most_known:
+                self._known.popitem(last=False)
+
+    def forget(self) -> None:
+        """Nothing is known any more."""
+        with self._lock:
+            self._known.clear()
+            self._met.clear()
+
+
+def owner_of(run: Callable[..., Any]) -> object:
+    """What stands for a function and the value that it is a method of; None if it is never repeated."""
+    value = getattr(run, "__self__", None)
+    if value is None:
+        return object()
+    try:
+        return _shared(value, getattr(run, "__name__", ""))
+    except TypeError:  # it has no hash
+        return None
+
+
+@lru_cache(maxsize=512)
+def _shared(value: object, method: str) -> object:
+    del method
+    return object() if _is_ours(value) else None
+
+
+def _is_ours(value: object) -> bool:
+    """Whether a value and all that it holds are of this library, of PyTorch, or plain."""
+    if isinstance(value, tuple):
+        return all(map(_is_ours, value))
+    kind = type(value)
+    if kind.__module__.partition(".")[0] not in ("blocksparse", "torch", "builtins"):
+        return False
+    return not has(kind) or all(_is_ours(getattr(value, field.name)) for field in fields(kind) if field.init)

@@ -1,0 +1,119 @@
+"""Calls that repeat what an earlier call with inputs of the same sizes did on the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.overrides import _get_current_function_mode_stack  # no public name up to torch 2.13
+from torch.utils._device import DeviceContext  # likewise
+
+from blocksparse.opaque_call import is_transformed
+from blocksparse.runtime.calls import Calls, Key, owner_of
+from blocksparse.runtime.device import device_of
+from blocksparse.runtime.repetition import Recording, current
+
+CALLS = Calls(most_known=1024, most_met=4096)
+"""What this process learned: some 20 kB for a call that is repeated, 2 kB for one that was met."""
+
+
+@final
+class Repeated:
+    """A function of tensors and plain values: `(q, k, v, causal, scale)`, say. Calls on a GPU are repeated.
+
+    The first call with inputs of some sizes runs as it is, which compiles kernels. The second is recorded, and
+    later ones repeat it (`repetition.py`): the same launches on memory of the same sizes, so they give the same
+    result. What is learned belongs to the value of which `run` is a method, so that equal ones learn together,
+    and for as long as the process runs. A call also runs as it is where tensors need gradients or are of a
+    subclass, in forward-mode differentiation, under a mode that changes PyTorch's functions, while a graph is
+    captured, and on AMD's GPUs.
+
+    Args:
+        run: in it, Python looks at the sizes, strides and dtypes of tensors, and never at their contents. A
+            method of a value that holds stages from elsewhere is never repeated, since they may launch what
+            nobody records.
+    """
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self.run = run
+        self._owner: object = self  # until it is asked for
+
+    def __reduce__(self) -> tuple[type[Repeated], tuple[Callable[..., Any]]]:
+        return Repeated, (self.run,)
+
+    def __call__(self, *args: Any) -> Any:
+        tensors = tuple([x for x in args if isinstance(x, Tensor)])
+        key = None if current.get() is not None else self._key(tensors, args)
+        if key is None:
+            return self.run(*args)
+        if (known := CALLS.find(key)) is None:
+            return self._learn(key, tensors, args)
+        try:
+            with device_of(tensors[0]):
+                return known(*tensors)
+        except torch.OutOfMemoryError:  # it takes memory in one piece, which may be there in several
+            return self.run(*args)
+
+    def _learn(self, key: Key, tensors: tuple[Tensor, ...], args: tuple[Any, ...]) -> Any:
+        """Make a call, and learn whether it may be recorded, if it is met for the first time, or how to repeat it.
+
+        What torch.compile compiles must not run while a recording sees operations, since it would run uncompiled.
+        So the first call is only watched for what refuses to be repeated.
+        """
+        if (record := CALLS.meet(key)) is False:
+            return self.run(*args)
+        recording = Recording(tensors, sees=record is True)
+        before = current.set(recording)
+        short = False
+        try:
+            with recording if record else nullcontext():
+                out = self.run(*args)
+        except torch.OutOfMemoryError:
+            if not record:
+                raise
+            short = True  # a recording holds more memory than a call does
+        finally:
+            current.reset(before)
+        if record and not short and (known := recording.repetition(out)) is not None:
+            CALLS.learn(key, known)
+        elif record or recording.refused is not None:
+            CALLS.never(key)
+        return self.run(*args) if short else out
+
+    def _key(self, tensors: tuple[Tensor, ...], args: tuple[Any, ...]) -> Key | None:
+        """All that a call may depend on but the contents of its tensors; None for a call that is not repeated."""
+        first = tensors[0]
+        if not first.is_cuda or torch.version.hip is not None or not _is_plain():
+            return None
+        if self._owner is self:
+            self._owner = owner_of(self.run)
+        if self._owner is None:
+            return None
+        parts: list[object] = [self._owner, first.device]
+        for x in args:
+            if not isinstance(x, Tensor):
+                parts += (type(x), x)
+            elif type(x) is not Tensor or (x.requires_grad and torch.is_grad_enabled()) or not x.numel():
+                return None
+        memories = [x.untyped_storage().data_ptr() for x in tensors]
+        for x, memory in zip(tensors, memories, strict=True):
+            place, one = (
+                x.data_ptr(),
+                memories.index(memory),
+            )  # q, k and v may be parts of one tensor: then also where
+            parts += (x.shape, x.stride(), x.dtype, place % 16, one, place - tensors[one].data_ptr())
+        return tuple(parts)
+
+
+def _is_plain() -> bool:
+    """Whether nothing stands between calls of PyTorch and what they do, and no graph is captured."""
+    return not (
+        is_transformed()
+        or forward_ad._current_level >= 0
+        or any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
+        or torch.cuda.is_current_stream_capturing()
+    )

@@ -1,0 +1,250 @@
+"""One call's launches, noted down and made again on other tensors of the same sizes.
+
+What a pipeline does follows from the sizes, strides and dtypes of its inputs alone: which kernels it launches,
+on which grids, with which arguments, on memory of which sizes. To decide this anew takes Python longer than a
+GPU takes for a short prompt. So a call can be recorded, and its `Repetition` makes the same launches and
+nothing else.
+
+A `Recording` knows three things: allocations, `zero_`, and launches of our own kernels, which tell it
+themselves. A call that does anything else with a tensor than to view it is not repeated. So memory is all that
+is tracked: an argument of a launch lies so many bytes after the begin of memory that the call was given or
+allocated, and is known by its address; or it was there before the call, as a weight was, and is taken itself.
+As it is known when each piece of memory is first and last used, all of it but the result's is one allocation in
+a repetition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload  # no public name up to torch 2.13
+from torch.utils._python_dispatch import TorchDispatchMode  # likewise
+from torch.utils._pytree import tree_leaves  # likewise
+
+from blocksparse.runtime.workspace import side_by_side
+
+# A call with more memory than this keeps a GPU busy for longer than Python takes; and a recording holds all of it.
+_MOST_BYTES = 1 << 30
+_ALIGNED = 512  # bytes, to a multiple of which PyTorch allocates memory on a GPU; kernels rely on 16 of them
+_ALLOCATE = {
+    torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided, torch.ops.aten.new_empty,
+    torch.ops.aten.new_empty_strided,
+}  # fmt: skip
+
+Make = Callable[[Tensor, int], Any]
+"""Makes an argument of the memory that it lies in, and of how many bytes after its begin."""
+
+
+class _Place(NamedTuple):
+    """Where an argument lies that differs from call to call."""
+
+    slot: int  # the number of its memory
+    offset: int  # in bytes
+    make: Make | None  # None if the argument is an address
+
+
+class _Arguments(NamedTuple):
+    """The arguments of a launch, or a tuple among them: those that are always the same, and what to put where."""
+
+    fixed: tuple[Any, ...]
+    places: tuple[tuple[int, _Place | _Arguments], ...]
+
+    def move(self, to: Callable[[_Place], _Place]) -> _Arguments:
+        """The same with each place where `to` has it."""
+        places = [(at, x.move(to) if isinstance(x, _Arguments) else to(x)) for at, x in self.places]
+        return _Arguments(self.fixed, tuple(places))
+
+    def fill(self, memory: Sequence[Tensor], begins: Sequence[int]) -> list[Any]:
+        """The arguments in memory that begins there."""
+        filled = list(self.fixed)
+        for at, place in self.places:
+            if len(place) == 2:
+                filled[at] = tuple(place.fill(memory, begins))
+            else:
+                slot, offset, make = place
+                filled[at] = begins[slot] + offset if make is None else make(memory[slot], offset)
+        return filled
+
+
+class Repetition(NamedTuple):
+    """The launches of a recorded call. Called with tensors like the recorded ones, it gives what that would give.
+
+    Slots are the inputs, then all memory that is allocated but the result's, then that.
+    """
+
+    steps: tuple[tuple[Callable[..., object], _Arguments], ...]
+    workspace: int  # numbers of 4 bytes
+    allocate: Callable[[], Tensor] | None  # memory of the result
+    result: _Place | None
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        memory = [*inputs, torch.empty(self.workspace, dtype=torch.int32, device=inputs[0].device)]
+        if self.allocate is not None:
+            memory.append(self.allocate())
+        begins = [x.data_ptr() for x in memory]
+        for run, arguments in self.steps:
+            run(*arguments.fill(memory, begins))
+        if self.result is None or self.result.make is None:
+            return None
+        return self.result.make(memory[self.result.slot], self.result.offset)
+
+
+@final
+class Recording(TorchDispatchMode):
+    """What a call does to these inputs.
+
+    Args:
+        sees: whether allocations and launches are noted. If not, it is only told what refuses to be repeated.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor], *, sees: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.refused: str | None = None  # why the call cannot be repeated
+        self.sees = sees
+        self._inputs = len(inputs)
+        self._steps: list[tuple[Callable[..., object], _Arguments]] = []
+        self._used: dict[
+            int, tuple[int, int]
+        ] = {}  # by slot, the first step that uses its memory and the last one
+        # By slot. All memory is held until the end, so that no address stands for two of them.
+        self._held: list[Tensor] = []
+        self._slot_of: dict[int, int] = {}
+        for x in inputs:
+            self._hold(x)
+
+    def _hold(self, x: Tensor) -> None:
+        self._slot_of.setdefault(_address(x), len(self._held))
+        self._held.append(x)
+
+    def refuse(self, because: str) -> None:
+        """Give up: nothing more is noted, and no memory is held."""
+        self.refused = because
+        self._steps, self._held, self._slot_of = [], [], {}
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self.refused is not None:
+            return out
+        if func.overloadpacket in _ALLOCATE:
+            if out.numel():
+                self._hold(out)
+            held = sum(x.untyped_storage().nbytes() for x in self._held[self._inputs :])
+            if out.device != self._held[0].device or held > _MOST_BYTES:
+                self.refuse(f"{func} gives memory elsewhere, or too much")
+        elif func is torch.ops.aten.zero_.default and self._place(out) is not None:
+            self.launched(Tensor.zero_, (out,), make=_view_like(out))
+        elif func._schema.is_mutable or not self._are_views(args, out):
+            self.refuse(f"{func} runs")
+        return out
+
+    def _are_views(self, args: tuple[Any, ...], out: Any) -> bool:
+        """Whether an operation gave tensors without memory of their own; or it asked for none."""
+        given = {_address(x) for x in tree_leaves(args) if isinstance(x, Tensor)}
+        parts = out if isinstance(out, tuple | list) else [out]
+        if not any(isinstance(x, Tensor) for x in parts):
+            return not given
+        there = given | self._slot_of.keys()
+        return all(isinstance(x, Tensor) and (not x.numel() or _address(x) in there) for x in parts)
+
+    def launched(self, run: Callable[..., object], arguments: Sequence[Any], make: Make | None = None) -> None:
+        """Note a launch, `run(*arguments)`. It takes the address of a tensor for it, or what `make` makes."""
+        if self.sees and self.refused is None:
+            self._steps.append((run, self._arguments(arguments, make)))
+
+    def _arguments(self, given: Sequence[Any], make: Make | None) -> _Arguments:
+        fixed, places = list(given), list[tuple[int, _Place | _Arguments]]()
+        for at, x in enumerate(given):
+            if isinstance(x, tuple | list) and (inside := self._arguments(x, make)).places:
+                places.append((at, inside))
+            elif (place := self._place(x)) is not None:
+                places.append((at, place._replace(make=make or place.make)))
+                first, _ = self._used.get(place.slot, (len(self._steps), 0))
+                self._used[place.slot] = first, len(self._steps)
+                fixed[at] = None
+            elif (
+                isinstance(x, Tensor) and not x.numel()
+            ):  # a view without entries would keep what it was taken from
+                fixed[at] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+        return _Arguments(tuple(fixed), tuple(places))
+
+    def _place(self, x: Any) -> _Place | None:
+        """Where an argument lies; None if it is the same in each call."""
+        if hasattr(x, "base") and hasattr(x, "block_shape"):  # a tensor descriptor
+            return (place := self._place(x.base)) and place._replace(make=_descriptor_like(x))
+        if not isinstance(x, Tensor) or not x.numel() or (slot := self._slot_of.get(_address(x))) is None:
+            return None
+        return _Place(slot, x.data_ptr() - self._held[slot].data_ptr(), None)
+
+    def repetition(self, result: Tensor | None) -> Repetition | None:
+        """What repeats the call, which gave `result`; None if nothing can."""
+        given = self._place(result)
+        if self.refused is not None or (given is None) != (result is None):  # the result was there before the call
+            return None
+        own, allocate = -1, None
+        if given is not None and given.slot >= self._inputs:
+            own, like = given.slot, self._held[given.slot]
+            allocate = partial(
+                torch.empty_strided, like.shape, like.stride(), dtype=like.dtype, device=like.device
+            )
+        shared = [slot for slot in self._used if slot >= self._inputs and slot != own]
+        sizes = [-(-self._held[slot].untyped_storage().nbytes() // _ALIGNED) * _ALIGNED for slot in shared]
+        begins = side_by_side([self._used[slot] for slot in shared], sizes)
+        moved = {slot: (self._inputs, begin) for slot, begin in zip(shared, begins, strict=True)}
+        moved[own] = self._inputs + 1, 0
+
+        def to(place: _Place) -> _Place:
+            slot, begin = moved.get(place.slot, (place.slot, 0))
+            return place._replace(slot=slot, offset=begin + place.offset)
+
+        return Repetition(
+            tuple([(run, arguments.move(to)) for run, arguments in self._steps]),
+            max([begin + size for begin, size in zip(begins, sizes, strict=True)], default=0) // 4,
+            allocate,
+            None if given is None or result is None else to(given)._replace(make=_view_like(result)),
+        )
+
+
+current: ContextVar[Recording | None] = ContextVar("current", default=None)
+"""The recording of what this thread does, if there is one."""
+
+
+def refuse_repetition(because: str) -> None:
+    """Tell the recording, if there is one, that something runs which it does not see, or must not leave out."""
+    if (recording := current.get()) is not None:
+        recording.refuse(because)
+
+
+def _address(x: Tensor) -> int:
+    """Where the memory under a tensor begins; of one without entries that may be 0, as of any other one."""
+    return x.untyped_storage().data_ptr()
+
+
+def _view_like(x: Tensor) -> Make:
+    dtype, shape, strides = x.dtype, x.shape, x.stride()
+
+    def make(memory: Tensor, offset: int) -> Tensor:
+        first = (memory.storage_offset() * memory.dtype.itemsize + offset) // dtype.itemsize
+        return memory.view(dtype).as_strided(shape, strides, first)
+
+    return make
+
+
+def _descriptor_like(x: Any) -> Make:
+    kind, rest = type(x), {name: value for name, value in vars(x).items() if name != "base"}
+
+    def make(memory: Tensor, offset: int) -> Any:
+        # Its own constructor would check again what holds for all calls of these sizes.
+        descriptor = object.__new__(kind)
+        base = SimpleNamespace(data_ptr=partial(int, memory.data_ptr() + offset))
+        vars(descriptor).update(rest, base=base)
+        return descriptor
+
+    return make
