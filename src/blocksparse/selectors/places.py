@@ -17,7 +17,7 @@ class Places(NamedTuple):
         """The places that either chooses; None if both set the same field."""
         if any(mine is not None and its is not None for mine, its in zip(self, other, strict=True)):
             return None
-        return Places(*[its if mine is None else mine for mine, its in zip(self, other, strict=True)])
+        return self._replace(**{name: its for name, its in other._asdict().items() if its is not None})
 
 
 NOWHERE = Places()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from tests.kernels.block_grids import KINDS, heads_of, make_grid
@@ -34,7 +36,7 @@ def test_equals_the_twin(kind: str, with_forced: bool, device: str) -> None:
         want, want_forced = gate_blocks_reference(values, of_q, of_k, theta, forced, grid)
         given = values.clone()
         got, got_forced = gate_blocks_triton(values, of_q, of_k, theta, forced, grid)
-        same = {"rtol": 0, "atol": 0, "equal_nan": True}
+        same: dict[str, Any] = {"rtol": 0, "atol": 0, "equal_nan": True}
         torch.testing.assert_close(values, given, **same)  # an inner scorer may keep its own
         torch.testing.assert_close(got, want, **same)
         assert torch.equal(got_forced, want_forced)
