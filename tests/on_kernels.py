@@ -35,6 +35,8 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (
     monkeypatch.setattr(torch.cuda, "device", _OnDevice)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    # A PyTorch for GPUs raises where it finds no driver; one for CPUs answers so.
+    monkeypatch.setattr(torch._C, "_can_use_cudnn_attention", lambda params, debug: False, raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device=None: SimpleNamespace(multi_processor_count=4)

@@ -80,7 +80,7 @@ def test_blocks_far_longer_than_the_prompt_take_no_memory() -> None:
 
 
 def test_flex_says_that_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flex, "compiler", lambda: None)
+    monkeypatch.setattr(flex, "cpp_compiler", lambda: None)
     q, k, v = make_qkv(N=64, D=16)
     with pytest.raises(ValueError, match=r"no C\+\+ compiler is found.*Use ReferenceExecutor\(\)"):
         bs.pbs_attn(executor=bs.FlexExecutor())(q, k, v)
@@ -331,7 +331,7 @@ def test_without_such_units_half_precision_becomes_fp32(
 def test_which_cpus_have_units_for_bf16(
     there: bool, capability: str, has: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: there)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_tile": there})
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
     assert flash_on_cpu._has_matrix_units.__wrapped__() is has
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from blocksparse.runtime.torch_private import under_forward_mode
 from blocksparse.sequences import Sequences
 
 MAX_HEAD_DIM = 256
@@ -103,8 +104,8 @@ def refuse_gradients(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError("blocksparse computes no gradients: call it under torch.no_grad(), or detach q, k and v")
     if torch.compiler.is_compiling():
         return
-    # PyTorch has no public way to ask whether this mode is on; to ask each tensor takes microseconds.
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v)):
+    # To ask each tensor takes microseconds.
+    if under_forward_mode() and any(forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v)):
         raise ValueError("blocksparse computes no forward-mode gradients: detach q, k and v")
 
 

@@ -7,11 +7,9 @@ from typing import final
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack  # no public name up to torch 2.13
-from torch._library.opaque_object import register_opaque_type  # no public name up to torch 2.13
-from torch._opaque_base import OpaqueBase
 
 from blocksparse.precision import without_autocast
+from blocksparse.runtime.torch_private import OpaqueBase, graph_node, opaque_object, under_a_transform
 from blocksparse.sequences import Sequences
 
 Run = Callable[[Tensor, Tensor, Tensor, bool, float], Tensor]
@@ -72,8 +70,7 @@ class OpaqueCall(OpaqueBase):
         return out
 
 
-# With `hoist` the object is an input of the graph, not a constant, and so no part of the key of cached graphs.
-register_opaque_type(OpaqueCall, typ="reference", hoist=True)
+opaque_object(OpaqueCall)
 
 
 def is_transformed() -> bool:
@@ -81,7 +78,7 @@ def is_transformed() -> bool:
 
     Kernels cannot read stand-ins. An op gets the tensors behind them.
     """
-    return torch.compiler.is_compiling() or peek_interpreter_stack() is not None
+    return torch.compiler.is_compiling() or under_a_transform()
 
 
 def refuse_transforms(method: str) -> None:
@@ -119,13 +116,13 @@ def attend(
     return call.each(q, k, v, sequences, causal, scale)
 
 
-@torch.library.custom_op("blocksparse::attend", mutates_args=())
+@graph_node("blocksparse::attend")
 def _attend(q: Tensor, k: Tensor, v: Tensor, call: OpaqueCall, causal: bool, scale: float) -> Tensor:
     return call(q, k, v, causal, scale)
 
 
 # PyTorch knows no op with an argument that is such an object or None, so this is an op of its own.
-@torch.library.custom_op("blocksparse::attend_each", mutates_args=())
+@graph_node("blocksparse::attend_each")
 def _attend_each(
     q: Tensor, k: Tensor, v: Tensor, call: OpaqueCall, sequences: Sequences, causal: bool, scale: float
 ) -> Tensor:

@@ -9,9 +9,8 @@ from typing import NamedTuple, final
 import torch
 from attrs import field, frozen
 from torch import Tensor
-from torch._library.opaque_object import register_opaque_type  # no public name up to torch 2.13
-from torch._opaque_base import OpaqueBase
 
+from blocksparse.runtime.torch_private import OpaqueBase, opaque_object
 from blocksparse.validators import count, is_whole, numbers_on_host, shown, whole
 
 
@@ -208,7 +207,7 @@ class Sequences(OpaqueBase):
 
 
 # An input of compiled graphs: no graph is specialised on the numbers or on how many sequences there are.
-register_opaque_type(Sequences, typ="reference", hoist=True)
+opaque_object(Sequences)
 
 
 def _steps(name: str, values: Sequence[int] | Tensor) -> list[int]:

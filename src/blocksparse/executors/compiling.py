@@ -6,15 +6,20 @@ import functools
 from collections.abc import Callable
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode  # no public name up to torch 2.13
+
+from blocksparse.runtime.torch_private import compile_disabled, no_questions, under_a_dispatch_mode
 
 
 def uncompiled_because() -> str | None:
     """The reason why torch.compile would not compile a function called now, or None. Takes some microseconds."""
-    if _get_current_dispatch_mode() is not None:
+    if under_a_dispatch_mode():
         # Do not test this by a call: torch.compile never compiles a function that it once met under such a mode.
         return "under an active TorchDispatchMode torch.compile does nothing"
-    if torch.compiler.is_compiling() or (not torch._dynamo.config.disable and _compiled_question()()):
+    if torch.compiler.is_compiling():
+        return None
+    if missing := no_questions():
+        return f"{missing}, by which one sees whether it is"
+    if not compile_disabled() and _compiled_question()():
         return None
     return "torch.compile is switched off (by TORCHDYNAMO_DISABLE=1 or torch.compiler.set_stance)"
 

@@ -21,6 +21,7 @@ from blocksparse.kernels.common.sizes import index_dtype
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.precision import without_autocast
 from blocksparse.runtime.repetition import refuse_repetition
+from blocksparse.runtime.torch_private import cpp_compiler, many_variants, of_static_shape
 from blocksparse.selectors.block_mask import BlockMask
 
 if TYPE_CHECKING:  # FlexAttention brings Dynamo, which takes longer to import than all of this package
@@ -45,7 +46,7 @@ class FlexExecutor(Executor[GlobalPermutation, BlockMask]):
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> list[str]:
         reasons = []
-        if q.device.type == "cpu" and compiler() is None:
+        if q.device.type == "cpu" and cpp_compiler() is None:
             reasons.append("FlexAttention must be compiled, and no C++ compiler is found (g++, or what CXX names)")
         elif q.device.type == "cpu" and not _PYTHON_HEADER.exists():
             reasons.append(f"FlexAttention must be compiled, and Python's headers are missing ({_PYTHON_HEADER})")
@@ -94,7 +95,7 @@ class FlexExecutor(Executor[GlobalPermutation, BlockMask]):
         aux = None if q.device.type == "cpu" else _lse_too()
         gqa = queries.shape[1] != keys.shape[1]
         # Each block size, causality and table length compiles once; torch's own limit of 8 would soon be met.
-        with without_autocast(q), torch._dynamo.config.patch(recompile_limit=MAX_VARIANTS):
+        with without_autocast(q), many_variants(MAX_VARIANTS):
             result = _compiled()(
                 queries,
                 keys,
@@ -197,20 +198,7 @@ def _table(position: Tensor, batch: int, q_heads: int) -> Tensor:
     length = 1 << (position.shape[-1] - 1).bit_length()
     table = pad(position, (0, length - position.shape[-1]), value=-1)
     table = table.repeat_interleave(q_heads // table.shape[1], dim=1).expand(batch, -1, -1).contiguous()
-    torch._dynamo.mark_static(table)
-    return table
-
-
-@functools.cache
-def compiler() -> str | None:
-    """The C++ compiler that torch.compile uses on a CPU, or None."""
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        return get_cpp_compiler()
-    except InvalidCxxCompiler:
-        return None
+    return of_static_shape(table)
 
 
 def _lse_too() -> Any:

@@ -10,8 +10,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch._library.opaque_object import register_opaque_type  # no public name up to torch 2.13
-from torch._opaque_base import OpaqueBase
 
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.executor import Executor
@@ -20,6 +18,7 @@ from blocksparse.geometry import Grid
 from blocksparse.inputs import refuse_gradients
 from blocksparse.opaque_call import laid_out_as
 from blocksparse.permuters.permutation import GlobalPermutation, Permutation
+from blocksparse.runtime.torch_private import OpaqueBase, graph_node, opaque_object
 from blocksparse.selectors.block_mask import BlockMask, RankedBlockMask
 
 
@@ -31,8 +30,7 @@ class OneNode(OpaqueBase):
         self.executor = executor
 
 
-# With `hoist` the object is an input of the graph, not a constant, and so no part of the key of cached graphs.
-register_opaque_type(OneNode, typ="reference", hoist=True)
+opaque_object(OneNode)
 
 
 def one_node(
@@ -62,7 +60,7 @@ def one_node(
     return AttentionOutput(out, lse, visit, logits)
 
 
-@torch.library.custom_op("blocksparse::execute", mutates_args=())
+@graph_node("blocksparse::execute")
 def _execute(
     q: Tensor,
     k: Tensor,

@@ -8,14 +8,12 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.overrides import _get_current_function_mode_stack  # no public name up to torch 2.13
-from torch.utils._device import DeviceContext  # likewise
 
 from blocksparse.opaque_call import is_transformed
 from blocksparse.runtime.calls import Calls, Key, owner_of
 from blocksparse.runtime.device import device_of
 from blocksparse.runtime.repetition import Recording, current
+from blocksparse.runtime.torch_private import NO_DISPATCH_MODES, under_a_function_mode, under_forward_mode
 
 CALLS = Calls(most_known=1024, most_met=4096)
 """What this process learned: some 20 kB for a call that is repeated, 2 kB for one that was met."""
@@ -87,7 +85,7 @@ class Repeated:
     def _key(self, tensors: tuple[Tensor, ...], args: tuple[Any, ...]) -> Key | None:
         """All that a call may depend on but the contents of its tensors; None for a call that is not repeated."""
         first = tensors[0]
-        if not first.is_cuda or torch.version.hip is not None or not _is_plain():
+        if not first.is_cuda or NO_DISPATCH_MODES is not None or torch.version.hip is not None or not _is_plain():
             return None
         if self._owner is self:
             self._owner = owner_of(self.run)
@@ -113,7 +111,7 @@ def _is_plain() -> bool:
     """Whether nothing stands between calls of PyTorch and what they do, and no graph is captured."""
     return not (
         is_transformed()
-        or forward_ad._current_level >= 0
-        or any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
+        or under_forward_mode()
+        or under_a_function_mode()
         or torch.cuda.is_current_stream_capturing()
     )

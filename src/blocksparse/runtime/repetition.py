@@ -23,10 +23,8 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload  # no public name up to torch 2.13
-from torch.utils._python_dispatch import TorchDispatchMode  # likewise
-from torch.utils._pytree import tree_leaves  # likewise
 
+from blocksparse.runtime.torch_private import OpOverload, TorchDispatchMode, tree_leaves
 from blocksparse.runtime.workspace import side_by_side
 
 # A call with more memory than this keeps a GPU busy for longer than Python takes; and a recording holds all of it.

@@ -8,9 +8,9 @@ from typing import Any, final
 import torch
 from attrs import define, evolve
 from torch import Tensor
-from torch.utils._pytree import tree_map
 from transformers.masking_utils import sdpa_mask
 
+from blocksparse.runtime.torch_private import tree_map
 from blocksparse.sequences import Sequences
 
 

@@ -54,5 +54,5 @@ def flash_on_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool 
 @functools.cache
 def _has_matrix_units() -> bool:
     # ATEN_CPU_CAPABILITY may tell PyTorch to do without AVX-512; its kernel then has no use for these units.
-    there: bool = torch.cpu._is_amx_tile_supported()
+    there: bool = torch.cpu.get_capabilities().get("amx_tile", False)
     return there and torch.backends.cpu.get_cpu_capability().startswith("AVX512")

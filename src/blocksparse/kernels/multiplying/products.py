@@ -61,5 +61,8 @@ def _roundings() -> frozenset[str]:
     """The formats that oneDNN can round fp32 to on this CPU."""
     if not torch.backends.mkldnn.is_available():
         return frozenset()
-    can = {"bf16": torch.ops.mkldnn._is_mkldnn_bf16_supported(), "tf32": torch.cpu._is_amx_fp16_supported()}
+    can = {
+        "bf16": torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+        "tf32": torch.cpu.get_capabilities().get("amx_fp16", False),
+    }
     return frozenset(name for name, there in can.items() if there)

@@ -34,7 +34,9 @@ def any_head_triton(keep: Tensor, heads: int, *, over_rows: bool) -> Tensor:
 
 @remembered
 @triton.jit(do_not_specialize=["members", "rows", "cols"])
-def _kernel(keep_ptr, out_ptr, members, rows, cols, FIRST: tl.constexpr, MEMBERS: tl.constexpr, COLS: tl.constexpr):
+def _kernel(
+    keep_ptr, out_ptr, members, rows, cols, FIRST: tl.constexpr, MEMBERS: tl.constexpr, COLS: tl.constexpr
+):
     """`keep` is `[groups, members, rows, cols]`, `out` `[groups, rows, cols]`; with `FIRST` column 0 is kept, too."""
     col = tl.program_id(0) * COLS + tl.arange(0, COLS)[None, :]
     row = tl.program_id(1)

@@ -81,7 +81,20 @@ def _own(keep: Tensor) -> tuple[int, ...]:
 
 @triton.jit
 def with_places(
-    keep, q_first, q_last, k_first, k_last, row, col, near, first, eta, state, first_row, from_query, CAUSAL: tl.constexpr
+    keep,
+    q_first,
+    q_last,
+    k_first,
+    k_last,
+    row,
+    col,
+    near,
+    first,
+    eta,
+    state,
+    first_row,
+    from_query,
+    CAUSAL: tl.constexpr,
 ):
     """`keep` and the blocks of a launch tile that the numbers choose; those that are None are compiled away."""
     if near is not None:
@@ -100,7 +113,9 @@ def with_places(
 
 
 @remembered
-@triton.jit(do_not_specialize=["rows", "skipped", "near", "first", "eta", "state", "first_row", "from_query", "segment"])
+@triton.jit(
+    do_not_specialize=["rows", "skipped", "near", "first", "eta", "state", "first_row", "from_query", "segment"]
+)
 def _kernel(
     keep_ptr, position_ptrs, out_ptr, keep_strides, position_strides, rows, cols, skipped,
     near, first, eta, state, first_row, from_query, segment,

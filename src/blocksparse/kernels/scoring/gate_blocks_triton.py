@@ -61,7 +61,9 @@ def _kernel(
         theta = tl.load(theta_ptr + h * theta_stride).to(tl.float32)
     heads = tl.num_programs(1)
     of_q = tl.load(of_q_ptr + (b * heads + h).to(tl.int64) * rows + row, mask=there, other=0.0)
-    of_k = tl.load(of_k_ptr + (b * (heads // group) + h // group).to(tl.int64) * cols + col, mask=col < cols, other=0.0)
+    of_k = tl.load(
+        of_k_ptr + (b * (heads // group) + h // group).to(tl.int64) * cols + col, mask=col < cols, other=0.0
+    )
     unlike_col = (of_k <= theta) | (of_k != of_k)  # [1, COLS]; NaN is not similar
     chosen = (of_q <= theta) | (of_q != of_q) | unlike_col
     if forced_ptr is not None:

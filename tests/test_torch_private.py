@@ -1,0 +1,107 @@
+"""Names that PyTorch does not call public are in one file, and a PyTorch without them is still of use."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from blocksparse.runtime import torch_private
+
+SOURCE = Path(__file__).parents[1] / "src" / "blocksparse"
+HOME = SOURCE / "runtime" / "torch_private.py"
+
+
+def is_private(dotted: str) -> bool:
+    """Operators (`torch.ops`) are named by saved models, and so as good as public."""
+    names = dotted.split(".")
+    return names[:2] != ["torch", "ops"] and any(
+        name.startswith("_") and not name.startswith("__") for name in names
+    )
+
+
+def private_names(source: str) -> Iterator[str]:
+    of_torch = {"torch": "torch"}
+    nodes = list(ast.walk(ast.parse(source)))
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (x.name for x in node.names if x.name.split(".")[0] == "torch" and is_private(x.name))
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            for x in node.names:
+                of_torch[x.asname or x.name] = full = f"{node.module}.{x.name}"
+                if is_private(full):
+                    yield full
+    for node in nodes:
+        if isinstance(node, ast.Attribute):
+            root, _, rest = ast.unparse(node).partition(".")
+            if root in of_torch and is_private(f"{of_torch[root]}.{rest}"):
+                yield f"{of_torch[root]}.{rest}"
+
+
+def test_private_names_are_in_one_file() -> None:
+    elsewhere = [
+        (str(x), name) for x in SOURCE.rglob("*.py") if x != HOME for name in private_names(x.read_text())
+    ]
+    assert not elsewhere
+
+
+def test_private_names_are_seen() -> None:
+    source = """
+import torch._dynamo
+from torch.autograd import forward_ad
+from torch.utils import _pytree
+forward_ad._current_level, torch.overrides._x(), torch.ops.aten._softmax, torch.__version__, torch.nn.Module
+"""
+    assert set(private_names(source)) == {
+        "torch._dynamo", "torch.utils._pytree", "torch.autograd.forward_ad._current_level", "torch.overrides._x",
+    }  # fmt: skip
+
+
+# A PyTorch that has none of these names. It goes on using them itself: they are hidden from this library alone.
+WITHOUT = """
+import builtins, torch, torch._dynamo
+hidden = {
+    "torch._library.opaque_object", "torch._opaque_base", "torch._C._functorch", "torch.utils._python_dispatch",
+    "torch.utils._pytree", "torch.utils._device", "torch._inductor.cpp_builder", "torch._inductor.exc",
+}
+real = builtins.__import__
+def without(name, globals=None, *rest):
+    if name in hidden and (globals or {}).get("__name__") == "blocksparse.runtime.torch_private":
+        raise ImportError(name)
+    return real(name, globals, *rest)
+builtins.__import__ = without
+
+import blocksparse as bs
+x = torch.rand(1, 2, 256, 32)
+pipeline = bs.pbs_attn(executor=bs.ReferenceExecutor())
+assert torch.isfinite(pipeline(x, x, x)).all()
+for call in (
+    lambda: torch.compile(pipeline, fullgraph=True)(x, x, x),
+    lambda: bs.pbs_attn(executor=bs.FlexExecutor())(x, x, x),
+):
+    try:
+        call()
+        print("no error")
+    except Exception as error:
+        print(str(error).replace("\\n", " "))
+"""
+
+
+def test_a_pytorch_without_them_says_what_is_off() -> None:
+    result = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    compiled, flex = result.stdout.splitlines()
+    assert "lacks torch._library.opaque_object, so torch.compile and torch.func cannot take calls" in compiled
+    assert "lacks torch.utils._python_dispatch._get_current_dispatch_mode, by which one sees" in flex
+    assert "no C++ compiler" in flex
+
+
+def test_without_its_level_forward_mode_may_always_be_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not torch_private.under_forward_mode()
+    monkeypatch.setattr(torch_private, "forward_ad", SimpleNamespace())
+    assert torch_private.under_forward_mode()
