@@ -19,6 +19,7 @@ from blocksparse.executors.block_plan import BlockPlan
 from blocksparse.executors.dense_attention import dense_attention
 from blocksparse.executors.tiles import Tiles, portable, tuned
 from blocksparse.kernels.attention.sparse_attention import sparse_attention
+from blocksparse.kernels.common.hardware import hardware_of
 
 Peer = Callable[[Tensor, Tensor, Tensor, bs.BlockMask], Call]
 """`(q, k, v, mask)`: a call that attends to the blocks of `mask`, a causal mask in original order."""
@@ -53,7 +54,7 @@ def kernel_call(
 def portable_call(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask) -> Call:
     """Our kernel for any GPU that Triton compiles for, also where there is a faster one."""
     head_dim = max(q.shape[-1], v.shape[-1])
-    tiles = portable(mask.grid.q_block, mask.grid.k_block, head_dim, q.element_size())
+    tiles = portable(mask.grid.q_block, mask.grid.k_block, head_dim, q.element_size(), hardware_of(q))
     return kernel_call(q, k, v, mask, tiles=tiles)
 
 

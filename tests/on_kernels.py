@@ -12,6 +12,8 @@ import torch
 from attrs import evolve
 
 import blocksparse as bs
+from blocksparse.kernels.common import hardware
+from blocksparse.kernels.common.hardware import TARGETS, Hardware
 from blocksparse.testing import every_preset
 from tests.machine import GPU
 
@@ -27,8 +29,8 @@ class _OnDevice(contextlib.nullcontext[None]):
         super().__init__()
 
 
-def pretend_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (8, 0)) -> None:
-    """CPU tensors say that they are on a GPU; nothing changes where they are."""
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch, has: Hardware = TARGETS["sm_80"]) -> None:
+    """CPU tensors say that they are on a GPU, which has this; nothing changes where they are."""
     if GPU:
         return
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
@@ -37,10 +39,18 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     # A PyTorch for GPUs raises where it finds no driver; one for CPUs answers so.
     monkeypatch.setattr(torch._C, "_can_use_cudnn_attention", lambda params, debug: False, raising=False)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(hardware, "_asked", lambda index: has)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: has.capability)
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device=None: SimpleNamespace(multi_processor_count=4)
     )
+
+
+def zeros_for_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What no kernel has written is an index that is in range."""
+    monkeypatch.setattr(torch, "empty", torch.zeros)
+    monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
+    monkeypatch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
 
 
 def small_preset(name: str, factor: int = 1) -> bs.Pipeline[Any, Any, Any]:

@@ -15,6 +15,7 @@ import blocksparse as bs
 from blocksparse.audit import Audit, AuditedPipeline
 from blocksparse.executors.dense_attention import dense_attention
 from blocksparse.executors.one_node import one_node
+from blocksparse.kernels.common.hardware import TARGETS
 from blocksparse.testing import assert_within_budget, make_qkv
 from tests.machine import DTYPES, GPU, needs_gpu
 from tests.on_kernels import pretend_gpu
@@ -140,7 +141,7 @@ def test_dense_calls_on_a_gpu_hold_no_logits(causal: bool, change: bs.Logits, de
 @each_change
 def test_triton_takes_the_portable_kernel(change: bs.Logits, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = make_qkv(N=200, D=64, dtype=torch.float16)
-    pretend_gpu(monkeypatch, (9, 0))  # where the Hopper kernel would be the faster one
+    pretend_gpu(monkeypatch, TARGETS["sm_90"])  # where the Hopper kernel would be the faster one
     pipeline = bs.Pipeline(bs.Identity(), bs.NoScorer(128), bs.Everything(), bs.TritonExecutor(logits=change))
     trace = pipeline.trace(4 * q, k, v)
     assert float((trace.output.out - written_out(trace, change, torch.float64)[0]).abs().max()) < 4e-3

@@ -13,6 +13,7 @@ import blocksparse as bs
 from blocksparse.audit import Audit, AuditedPipeline
 from blocksparse.executors.dense_attention import dense_attention
 from blocksparse.executors.one_node import one_node
+from blocksparse.kernels.common.hardware import TARGETS
 from blocksparse.testing import assert_within_budget, every_preset, make_qkv
 from tests import stages
 from tests.machine import GPU
@@ -301,7 +302,7 @@ def test_triton_takes_the_portable_kernel(monkeypatch: pytest.MonkeyPatch) -> No
     hopper = bs.TritonExecutor(bs.HopperTiles(2, 128, 2))
     mask = all_of_it(bs.ReferenceExecutor(), 100, 128).trace(q, k, v).mask
     assert any("knows no sliding window, but TritonTiles do" in why for why in hopper.unsupported(q, k, v, mask))
-    pretend_gpu(monkeypatch, (9, 0))  # where the Hopper kernel would be the faster one
+    pretend_gpu(monkeypatch, TARGETS["sm_90"])  # where the Hopper kernel would be the faster one
     trace = all_of_it(bs.TritonExecutor(), 100, 128).trace(q, k, v, scale=SCALE)
     want = written_out(q, k, v, 100)
     assert float((trace.output.out - want).abs().max()) < 4e-3

@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import os
 import re
-from typing import TypeVar
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any, TypeVar
 
+import triton
 from triton.backends.compiler import GPUTarget
 
+from blocksparse.kernels.common import hardware
+
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # which every launch asks for (`runtime/launches.py`)
-TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-}
+
+
+def triton_target(has: hardware.Hardware) -> GPUTarget:
+    """The target as Triton names it."""
+    if has.is_nvidia:
+        return GPUTarget("cuda", int(has.name[3:]), has.warp)
+    return GPUTarget("hip", has.name, has.warp)
+
+
+# Those that the test suite compiles for; `python -m tests.kernels.compile_ahead` has all.
+HARDWARE = {name: hardware.TARGETS[name] for name in ("sm_80", "sm_90", "sm_100", "gfx942")}
+TARGETS = {name: triton_target(has) for name, has in HARDWARE.items()}
+SHARED = {name: has.shared for name, has in HARDWARE.items()}  # bytes per program
+_TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 MATRIX_INSTRUCTION = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "v_mfma"}
-SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}  # bytes per program
 TEXT = {"cuda": "ptx", "hip": "amdgcn"}
 ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4}
 
@@ -55,3 +68,41 @@ def overwritten_barriers(ptx: str) -> list[int]:
     assert stores
     stored = {int(at) + i for lanes, bits, at in stores for i in range(int(lanes or 1) * int(bits) // 8)}
     return [at for at in barriers if stored & set(range(at, at + 8))]
+
+
+def report_of(compiled: Any) -> dict[str, int]:
+    """What the compiler says that a kernel takes: bytes of shared memory of a program, registers of a thread, and what
+    of a thread had no room in them, in bytes on NVIDIA's GPUs, else in registers.
+    """
+    if "cubin" in compiled.asm:
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(compiled.asm["cubin"])
+            file.flush()
+            command = [str(_TOOLS / "cuobjdump"), "--dump-resource-usage", file.name]
+            said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", said)[0]
+        spills = _stored(compiled) if int(stack) else 0
+    else:
+        text = compiled.asm["amdgcn"]
+        registers, spills = (re.findall(rf"\.{x}:\s+(\d+)", text)[0] for x in ("vgpr_count", "vgpr_spill_count"))
+    return {"shared": compiled.metadata.shared, "registers": int(registers), "spills": int(spills)}
+
+
+def _stored(compiled: Any) -> int:
+    """Bytes of a thread that ptxas stores elsewhere for want of registers, asked as Triton asks it."""
+    arch = compiled.metadata.target.arch
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(compiled.asm["ptx"])
+        file.flush()
+        ptxas = str(_TOOLS / ("ptxas-blackwell" if arch >= 100 else "ptxas"))
+        command = [
+            ptxas,
+            "-v",
+            "--regAllocOptLevel=2",
+            f"--gpu-name=sm_{arch}{'a' * (arch >= 90)}",
+            file.name,
+            "-o",
+            os.devnull,
+        ]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return sum(map(int, re.findall(r"(\d+) bytes spill stores", said)))

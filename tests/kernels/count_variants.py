@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
-from tests.on_kernels import pretend_gpu, small_preset
+from tests.on_kernels import pretend_gpu, small_preset, zeros_for_empty
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
@@ -21,11 +21,12 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 import blocksparse as bs
 from blocksparse.executors import int8, tiles
 from blocksparse.kernels.attention import gather_attention
+from blocksparse.kernels.common.hardware import TARGETS
 from blocksparse.testing import every_preset
 
 LENGTHS = 60
-# By target: compute capability, and how many times the least sizes its pipelines have; Hopper's kernels take 64 queries.
-TARGETS = {"sm_80": ((8, 0), 1), "sm_90": ((9, 0), 4)}
+# By target: how many times the least sizes its pipelines have; Hopper's kernels take 64 queries.
+FACTORS = {"sm_80": 1, "sm_90": 4}
 LONGEST = 16384
 
 
@@ -45,13 +46,6 @@ def recorded(monkeypatch: pytest.MonkeyPatch, target: GPUTarget) -> dict[str, se
     return variants
 
 
-def zeros_for_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What no kernel has written is an index that is in range."""
-    monkeypatch.setattr(torch, "empty", torch.zeros)
-    monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
-    monkeypatch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
-
-
 def pipelines(factor: int) -> dict[str, bs.Pipeline[Any, Any, Any]]:
     """Every preset, and on Hopper 8 bits."""
     found = {name: small_preset(name, factor) for name in every_preset}
@@ -64,10 +58,10 @@ def main() -> int:
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     generator = torch.Generator().manual_seed(0)
-    for target, (capability, factor) in TARGETS.items():
+    for target, factor in FACTORS.items():
         lengths = torch.randint(1, LONGEST + 1, (LENGTHS,), generator=generator).tolist()
         with pytest.MonkeyPatch.context() as monkeypatch:
-            pretend_gpu(monkeypatch, capability)
+            pretend_gpu(monkeypatch, TARGETS[target])
             for module in (int8, tiles, gather_attention):
                 monkeypatch.setattr(module, "is_hopper", lambda device, is_one=target == "sm_90": is_one)
             zeros_for_empty(monkeypatch)

@@ -20,7 +20,7 @@ from blocksparse.geometry import Grid
 from blocksparse.kernels.attention.arguments import Approximation
 from blocksparse.kernels.attention.int8_attention import int8_attention
 from blocksparse.kernels.attention.sparse_attention import sparse_attention
-from blocksparse.kernels.common.hardware import is_hopper
+from blocksparse.kernels.common.hardware import hardware_of, is_hopper
 from blocksparse.kernels.common.memory import empty_as
 from blocksparse.kernels.rounding.fp8_values import fp8_values
 from blocksparse.opaque_call import is_transformed
@@ -135,7 +135,9 @@ class Int8Executor(Executor[GlobalPermutation, BlockMask]):
             tiles = tuned_int8(q.shape[-1], grid.q_block, grid.k_block, self.fp8_pv)
             if not self._hopper_reasons(q, v, grid, tiles):
                 return tiles
-        return portable(grid.q_block, grid.k_block, max(q.shape[-1], v.shape[-1]), 1)
+        value_bytes = 1 if self.fp8_pv else v.element_size()
+        head_dim, has = max(q.shape[-1], v.shape[-1]), hardware_of(q)
+        return portable(grid.q_block, grid.k_block, head_dim, 1, has, value_bytes=value_bytes)
 
     def _hopper_reasons(self, q: Tensor, v: Tensor, grid: Grid, tiles: HopperTiles) -> list[str]:
         """The reasons why the kernel for Hopper cannot run these inputs with `tiles`."""

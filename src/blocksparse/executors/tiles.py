@@ -8,11 +8,12 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from blocksparse.kernels.common.hardware import is_hopper
-from blocksparse.kernels.common.sizes import REMEMBERED, cdiv, padded_keys, padded_values
+from blocksparse.kernels.common.hardware import INTERPRETER, TARGETS, Hardware, hardware_of, is_hopper
+from blocksparse.kernels.common.shared_memory import fitted, of_attention
+from blocksparse.kernels.common.sizes import REMEMBERED, cdiv, padded_keys, padded_values, power_of_2
 from blocksparse.validators import flag, one_of, size, whole
 
-_SHARED = 228 << 10  # bytes of shared memory of a Hopper multiprocessor
+_SHARED = TARGETS["sm_90"].shared_per_sm
 _BUFFERS = (2, 1), (1, 1), (1, 2)  # buffers of queries, and parts in which the output leaves, from the best on
 HALF = (torch.float16, torch.bfloat16)
 
@@ -192,7 +193,7 @@ def tuned(q: Tensor, k: Tensor, v: Tensor, q_block: int, k_block: int, *, plain:
         tiles = pair[q_block % 128 > 0]
         if not tiles.unsupported(q, k, v, q_block, k_block):
             return tiles
-    return portable(q_block, k_block, max(D, Dv), q.element_size())
+    return portable(q_block, k_block, max(D, Dv), q.element_size(), hardware_of(q))
 
 
 def tuned_int8(head_dim: int, q_block: int, k_block: int, fp8_pv: bool) -> HopperTiles:
@@ -203,13 +204,58 @@ def tuned_int8(head_dim: int, q_block: int, k_block: int, fp8_pv: bool) -> Hoppe
     return HopperTiles(2, block_n, 4 if fp8_pv or head_dim <= 64 else 2)
 
 
-def portable(q_block: int, k_block: int, head_dim: int, itemsize: int) -> TritonTiles:
-    """Tiles for the portable kernel that divide the blocks and fit on chip.
+# The largest tiles for which a thread has registers enough, by the padded head dim: queries, keys, warps, stages.
+# The first whose queries divide the block is taken. They are chosen by what the compiler reports and by a model
+# (docs/evidence/tiles.md), for GPUs that were not there: none of these is measured.
+_Tables = dict[int, tuple[tuple[int, int, int, int], ...]]
+_MMA: _Tables = {
+    64: ((64, 64, 4, 2),),
+    128: ((128, 64, 8, 2), (64, 32, 4, 2)),
+    256: ((64, 32, 8, 2), (32, 32, 4, 2)),
+}
+_CDNA: _Tables = {
+    64: ((128, 32, 4, 2), (64, 32, 4, 1)),
+    128: ((64, 32, 4, 1),),
+    256: ((128, 32, 8, 1), (64, 32, 4, 1)),
+}
+_RDNA: _Tables = {64: ((64, 32, 4, 1),), 128: ((64, 16, 4, 1),), 256: ((32, 16, 4, 1),)}
+_FP32: _Tables = {64: ((64, 32, 4, 2),), 128: ((32, 32, 4, 2),), 256: ((32, 32, 4, 2),)}
+_RDNA_FP32: _Tables = {64: ((32, 16, 4, 1),), 128: ((16, 16, 4, 1),), 256: ((16, 16, 4, 1),)}
 
-    Single precision has smaller ones, since its products keep two parts of every number in shared memory.
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def portable(
+    q_block: int, k_block: int, head_dim: int, itemsize: int, hardware: Hardware, *, value_bytes: int | None = None
+) -> TritonTiles:
+    """The largest tiles for the portable kernel that divide the blocks and fit on chip.
+
+    An entry of queries and keys has `itemsize` bytes, one of values `value_bytes`, as many by default.
     """
-    row_bytes = head_dim * itemsize
-    large = itemsize <= 2 and 128 < row_bytes <= 256
-    limit = 128 if large else 64 if row_bytes <= (512 if itemsize <= 2 else 256) else 32
-    block_m, block_n = (min(block & -block, limit) for block in (q_block, k_block))
-    return TritonTiles(block_m, block_n, num_warps=8 if block_m == 128 else 4, num_stages=2)
+    padded, value_bytes = max(power_of_2(head_dim), 32), value_bytes or itemsize
+    block_m, block_n, warps, stages = _largest(q_block, head_dim, itemsize, hardware)
+    block_m, block_n = min(q_block & -q_block, block_m), min(k_block & -k_block, block_n)
+    options = {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": stages}
+
+    def needs(options: dict[str, int]) -> int:
+        return of_attention(hardware, options, padded * itemsize, padded * value_bytes, value_bytes)
+
+    options = fitted(options, needs, hardware)
+    return TritonTiles(options["BLOCK_M"], options["BLOCK_N"], options["num_warps"], options["num_stages"])
+
+
+def _largest(q_block: int, head_dim: int, itemsize: int, hardware: Hardware) -> tuple[int, int, int, int]:
+    """Queries and keys of the largest tiles, their warps and stages.
+
+    Single precision has smaller ones, since its products keep two parts of every number.
+    """
+    if hardware.multiplies_from_shared or hardware == INTERPRETER:
+        row_bytes = head_dim * itemsize
+        large = itemsize <= 2 and 128 < row_bytes <= 256
+        limit = 128 if large else 64 if row_bytes <= (512 if itemsize <= 2 else 256) else 32
+        return limit, limit, 8 if large and q_block % 128 == 0 else 4, 2
+    if itemsize == 4:
+        table = _RDNA_FP32 if hardware.is_rdna else _FP32
+    else:
+        table = _MMA if hardware.is_nvidia else _RDNA if hardware.is_rdna else _CDNA
+    choices = table[max(power_of_2(head_dim), 64)]
+    return next((tiles for tiles in choices if q_block % tiles[0] == 0), choices[-1])

@@ -21,6 +21,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from blocksparse.runtime.failures import LaunchError, launches
 from blocksparse.runtime.repetition import current, refuse_repetition
 
 REMEMBERED = 4096  # compiled kernels of one function
@@ -39,6 +40,7 @@ class Remembered:
     def __init__(self, jit: JITFunction[Any]) -> None:
         self.jit = jit
         self._compiled: dict[tuple[object, ...], tuple[Any, list[str]]] = {}
+        self._failed: dict[tuple[object, ...], str] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         x, y, z = (*grid, 1, 1)[:3]
@@ -56,7 +58,16 @@ class Remembered:
             if (recording := current.get()) is not None:
                 recording.launched(run, arguments)
             return
-        compiled, constants = self.jit[grid](*args, **named, **OPTIONS), self.jit.arg_names[len(args) :]
+        if key in self._failed:
+            raise LaunchError(self._failed[key])
+        try:
+            compiled = _started(self.jit, grid, args, named)
+        except LaunchError as error:
+            if len(self._failed) >= REMEMBERED:
+                self._failed.clear()
+            self._failed[key] = str(error)
+            raise
+        constants = self.jit.arg_names[len(args) :]
         if compiled is None:  # one of Triton's hooks kept it from being compiled
             refuse_repetition("a kernel was not compiled")
             return
@@ -69,20 +80,28 @@ class Remembered:
 
 @final
 class LookedUp:
-    """The same where Triton looks a compiled kernel up in every launch."""
+    """The same where Triton looks a compiled kernel up in every launch, or interprets kernels."""
 
-    def __init__(self, jit: JITFunction[Any]) -> None:
+    def __init__(self, jit: Any) -> None:
         self.jit = jit
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return partial(self.jit[grid], **OPTIONS)
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
+        _started(self.jit, grid, args, named)
 
 
 def remembered(jit: Any) -> Any:
     """The kernel with its launches remembered, and told to recordings; on AMD's GPUs neither, nor interpreted."""
-    if not isinstance(jit, JITFunction):
-        return jit
-    return LookedUp(jit) if torch.version.hip is not None else Remembered(jit)
+    return Remembered(jit) if isinstance(jit, JITFunction) and torch.version.hip is None else LookedUp(jit)
+
+
+def _started(jit: Any, grid: tuple[int, ...], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """What Triton gives for a launch, which it may first compile; a `LaunchError` if it cannot be started."""
+    written = getattr(jit, "fn", jit)  # the function as Python has it
+    with launches(f"{written.__module__.rpartition('.')[2]}.{getattr(written, '__name__', '')}"):
+        return jit[grid](*args, **named, **OPTIONS)
 
 
 def _add_kinds(parts: list[object], args: tuple[Any, ...]) -> None:

@@ -9,16 +9,25 @@ import re
 import sys
 
 import triton
-from tests.kernels.ahead import MATRIX_INSTRUCTION, TARGETS, TEXT, for_target, fp32_products, overwritten_barriers
-from triton.backends.compiler import GPUTarget
+from tests.kernels.ahead import (
+    MATRIX_INSTRUCTION,
+    SHARED,
+    TARGETS,
+    TEXT,
+    for_target,
+    fp32_products,
+    overwritten_barriers,
+    triton_target,
+)
 from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from blocksparse.executors.tiles import HopperTiles, portable, tuned_int8
+from blocksparse.executors.tiles import HopperTiles, TritonTiles, portable, tuned_int8
 from blocksparse.kernels.attention import int8_attention_hopper, sparse_attention_hopper, sparse_attention_triton
 from blocksparse.kernels.attention.hopper import shares
 from blocksparse.kernels.attention.hopper.queue import consumer_registers, registers
+from blocksparse.kernels.common import hardware
 from blocksparse.kernels.common.sizes import padded_keys, padded_values
 
 # Kinds of kernels, the second with lists that are cut into shares; others are named by the type of their 8-bit values.
@@ -34,7 +43,7 @@ FP8_INSTRUCTION = {"sm_90": ".e4m3.e4m3", "sm_100": "f8f6f4"}  # the others have
 
 
 def compile_sparse_attention(
-    target: GPUTarget,
+    name: str,
     dtype: str,
     head_dim: int,
     block: int,
@@ -47,9 +56,13 @@ def compile_sparse_attention(
     softcap: bool = False,
     sinks: bool = False,
     index: str = "i16",
+    tiles: TritonTiles | None = None,
 ) -> triton.compiler.CompiledKernel:
+    has = hardware.TARGETS[name]
+    target = triton_target(has)
     itemsize = {"fp16": 2, "bf16": 2, "fp32": 4}[dtype]
-    config = portable(block, block, head_dim, itemsize)
+    key_bytes, value_bytes = 1 if int8_qk else itemsize, 1 if fp8_pv else itemsize
+    config = tiles or portable(block, block, head_dim, key_bytes, has, value_bytes=value_bytes)
     padded = max(32 if int8_qk or fp8_pv else 16, triton.next_power_of_2(head_dim))
     q_dtype, v_dtype = "i8" if int8_qk else dtype, "fp8e4nv" if fp8_pv else dtype
     # Arguments that are None are constants too.
@@ -222,27 +235,27 @@ def main() -> int:
         ):
             for tma in with_tma if head_dim == 128 else with_tma[-1:]:
                 index = "i32" if head_dim == 64 else "i16"  # lists of both types
-                kernel = compile_sparse_attention(target, dtype, head_dim, block, tma, index=index)
+                kernel = compile_sparse_attention(name, dtype, head_dim, block, tma, index=index)
                 text = kernel.asm[TEXT[target.backend]]
                 found = text.count(MATRIX_INSTRUCTION[name])
                 expected = dtype != "fp32"  # exact fp32 products run on the ordinary units
-                failed += expected and not found
+                failed += (expected and not found) or kernel.metadata.shared > SHARED[name]
                 print(
                     f"{name} {dtype} D={head_dim} block={block} tma={tma} lists={index}: {found} x {MATRIX_INSTRUCTION[name]}, {kernel.metadata.shared} B shared"
                 )
         if name == "sm_90":  # for others a window comes with softcap and sinks
-            kernel = compile_sparse_attention(target, "bf16", 128, 128, with_tma[-1], window=True)
+            kernel = compile_sparse_attention(name, "bf16", 128, 128, with_tma[-1], window=True)
             print(f"{name} bf16 D=128 block=128 in a window: {kernel.metadata.shared} B shared")
         for softcap, sinks in for_target(name, (True, True), (True, False), (False, True)):
             kernel = compile_sparse_attention(
-                target, "bf16", 64, 128, with_tma[-1], window=sinks, softcap=softcap, sinks=sinks
+                name, "bf16", 64, 128, with_tma[-1], window=sinks, softcap=softcap, sinks=sinks
             )
             print(f"{name} bf16 D=64 softcap={softcap} sinks={sinks}: {kernel.metadata.shared} B shared")
         for head_dim, pv_skip, int8_qk, fp8_pv in for_target(
             name, (80, True, True, False), (128, True, True, True), (128, False, False, True)
         ):
             kernel = compile_sparse_attention(
-                target, "bf16", head_dim, 128, with_tma[-1], pv_skip=pv_skip, int8_qk=int8_qk, fp8_pv=fp8_pv
+                name, "bf16", head_dim, 128, with_tma[-1], pv_skip=pv_skip, int8_qk=int8_qk, fp8_pv=fp8_pv
             )
             text = kernel.asm[TEXT[target.backend]]
             int8 = len(re.findall(INTEGER_INSTRUCTION[name], text))

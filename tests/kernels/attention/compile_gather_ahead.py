@@ -9,6 +9,7 @@ import sys
 
 import triton
 from tests.kernels.ahead import (
+    HARDWARE,
     ITEMSIZE,
     MATRIX_INSTRUCTION,
     SHARED,
@@ -18,7 +19,6 @@ from tests.kernels.ahead import (
     fp32_products,
     overwritten_barriers,
 )
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -27,10 +27,10 @@ from blocksparse.kernels.attention.hopper.queue import registers
 
 
 def compile_gather_attention(
-    target: GPUTarget, dtype: str, head_dim: int, block: int, commit: bool
+    name: str, dtype: str, head_dim: int, block: int, commit: bool
 ) -> triton.compiler.CompiledKernel:
-    large = target.backend == "cuda" and target.arch >= 90
-    launch = gather_attention_triton.launch_options(block, block, head_dim, ITEMSIZE[dtype], large=large)
+    target = TARGETS[name]
+    launch = gather_attention_triton.launch_options(block, block, head_dim, ITEMSIZE[dtype], HARDWARE[name])
     padded = max(16, triton.next_power_of_2(head_dim))
     constants = {
         "D": head_dim, "DV": head_dim, "BLOCK_D": padded, "BLOCK_DV": padded, "Q_BLOCK": block, "K_BLOCK": block,
@@ -122,7 +122,7 @@ def main() -> int:
             ("fp16", 80, 64, False),
             ("fp32", 32, 64, True),
         ):
-            kernel = compile_gather_attention(target, dtype, head_dim, block, commit)
+            kernel = compile_gather_attention(name, dtype, head_dim, block, commit)
             text = kernel.asm[TEXT[target.backend]]
             found = text.count(MATRIX_INSTRUCTION[name])
             expected = dtype != "fp32"  # exact fp32 products run on the ordinary units

@@ -22,6 +22,7 @@ from blocksparse.executors.tiles import TritonTiles, portable
 from blocksparse.kernels.attention.approximate_attention import approximate_attention_reference
 from blocksparse.kernels.attention.arguments import Approximation
 from blocksparse.kernels.attention.sparse_attention import sparse_attention
+from blocksparse.kernels.common.hardware import hardware_of
 from blocksparse.kernels.common.memory import empty_as
 from blocksparse.kernels.positions.token_positions import TokenPositions
 
@@ -100,7 +101,7 @@ def arguments(
     if nothing_in_row is not None:
         chosen[:, :, nothing_in_row] = False
     plan = BlockPlan.of(bs.BlockMask(chosen, grid))
-    tiles = tiles or portable(block, block, q.shape[-1], q.element_size())
+    tiles = tiles or portable(block, block, q.shape[-1], q.element_size(), hardware_of(q))
     scale, out_dtype = q.shape[-1] ** -0.5, v.dtype
     skip = None if pv_skip is None else torch.full((grid.q_heads,), pv_skip, device=q.device)
     approximation, taken = Approximation(skip), None

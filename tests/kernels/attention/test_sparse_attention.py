@@ -32,6 +32,7 @@ from blocksparse.kernels.attention.arguments import Approximation, LogitChange
 from blocksparse.kernels.attention.hopper import shares
 from blocksparse.kernels.attention.sparse_attention import UNCHANGED, sparse_attention, sparse_attention_reference
 from blocksparse.kernels.attention.sparse_attention_triton import runs_interpreted
+from blocksparse.kernels.common.hardware import INTERPRETER, hardware_of
 from blocksparse.kernels.moving.gather_rows import gather_two
 from blocksparse.kernels.positions.token_positions import TokenPositions
 
@@ -107,7 +108,7 @@ def arguments(
     generator = torch.Generator().manual_seed(0)
     chosen = torch.rand(q.shape[0], q.shape[1], grid.rows, grid.cols, generator=generator).to(q.device) < keep
     plan = BlockPlan.of(bs.BlockMask((chosen | grid.diagonal) & grid.reachable, grid))
-    tiles = tiles or portable(block, block, q.shape[-1], q.element_size())
+    tiles = tiles or portable(block, block, q.shape[-1], q.element_size(), hardware_of(q))
     return Call(q, k, v, plan, grid.positions, tiles, q.shape[-1] ** -0.5)
 
 
@@ -728,7 +729,7 @@ def test_hopper_has_the_best_buffers_that_fit(
         (192, 192, 128, HopperTiles(2, 64, 2)),
         (256, 64, 256, HopperTiles(2, 64, 2)),
         (256, 256, 64, HopperTiles(1, 64, 2)),
-        (100, 100, 128, portable(128, 128, 100, 2)),  # no multiple of 8
+        (100, 100, 128, portable(128, 128, 100, 2, INTERPRETER)),  # no multiple of 8
     ],
 )
 def test_tiles_for_hopper_follow_head_dims_and_blocks(

@@ -8,7 +8,16 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from tests.kernels.ahead import ITEMSIZE, MATRIX_INSTRUCTION, SHARED, TARGETS, TEXT, for_target, multiplies_only
+from tests.kernels.ahead import (
+    HARDWARE,
+    ITEMSIZE,
+    MATRIX_INSTRUCTION,
+    SHARED,
+    TARGETS,
+    TEXT,
+    for_target,
+    multiplies_only,
+)
 from tests.kernels.ordering.compile_pooling_ahead import compile_kernel
 from triton.backends.compiler import GPUTarget
 
@@ -31,7 +40,7 @@ def scores(name: str, target: GPUTarget, dtype: str, head_dim: int) -> int:
         (coarse_steps_triton._range, {"SHARE": coarse_steps_triton.RANGE_SHARE, "SAMPLED": SAMPLED}),
         (coarse_steps_triton._steps, {"SHARE": coarse_steps_triton.SHARE, "STEPS": STEPS}),
     ):
-        options = options_of_scores(head_dim, ITEMSIZE[dtype], large=name in ("sm_90", "sm_100"))
+        options = options_of_scores(head_dim, ITEMSIZE[dtype], HARDWARE[name])
         block = {key: options.pop(key) for key in ("BLOCK_M", "BLOCK_N")}
         types: dict[str, Any] = {
             **dict.fromkeys(("mean_ptr", "k_ptr"), f"*{dtype}"), **dict.fromkeys(("parts_ptr", "range_ptr"), "*fp32"),

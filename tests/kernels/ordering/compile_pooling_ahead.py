@@ -10,6 +10,7 @@ from typing import Any
 
 import triton
 from tests.kernels.ahead import (
+    HARDWARE,
     ITEMSIZE,
     MATRIX_INSTRUCTION,
     SHARED,
@@ -70,7 +71,7 @@ def importance(name: str, target: GPUTarget, dtype: str, head_dim: int) -> int:
         (module._sums, module.options_of_sums, {}),
         (module._weights, module.options_of_weights, {"SPLITS": 32}),
     ):
-        options = options_of(head_dim, ITEMSIZE[dtype], large=tma)
+        options = options_of(head_dim, ITEMSIZE[dtype], HARDWARE[name])
         block = {key: options.pop(key) for key in ("BLOCK_M", "BLOCK_N")}
         keys = f"tensordesc<{dtype}[1, 1, {block['BLOCK_N']}, {block_d}]>" if tma else f"*{dtype}"
         types = {

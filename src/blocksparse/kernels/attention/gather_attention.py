@@ -26,20 +26,39 @@ from blocksparse.kernels.positions.token_positions import TokenPositions
 
 
 def gather_attention(
-    q: Tensor, k: Tensor, v: Tensor, lists: RankedLists, positions: TokenPositions, rule: StopRule, *, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lists: RankedLists,
+    positions: TokenPositions,
+    rule: StopRule,
+    *,
+    scale: float,
+    kernel: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`out` `[B, Hq, M, Dv]` of the dtype of v, `lse` `[B, Hq, M]` fp32 or better, blocks visited `[B, Hq, rows]` int32.
 
-    `q` `[B, Hq, M, D]`, `k` `[B, Hkv, N, D]` and `v` `[B, Hkv, N, Dv]` are in original order.
+    `q` `[B, Hq, M, D]`, `k` `[B, Hkv, N, D]` and `v` `[B, Hkv, N, Dv]` are in original order. `kernel` is one of `kernels_for`,
+    by default the first.
     """
-    compute = gather_attention_reference
-    if is_hopper(q.device) and fits_hopper(q, v, lists.q_block, lists.k_block, rule.commit):
+    kernel = kernel or kernels_for(q, v, lists.q_block, lists.k_block, rule.commit)[0]
+    if kernel == "hopper":
         from blocksparse.kernels.attention.gather_attention_hopper import gather_attention_hopper as compute
-    elif q.is_cuda and q.dtype != torch.float64:
+    elif kernel == "triton":
         from blocksparse.kernels.attention.gather_attention_triton import gather_attention_triton as compute
+    else:
+        compute = gather_attention_reference
     if positions.window is not None:
         raise ValueError(f"attention that stops early knows no sliding window: {positions.window}")
     return compute(q, k, v, lists, positions, rule, scale=scale)
+
+
+def kernels_for(q: Tensor, v: Tensor, q_block: int, k_block: int, commit: bool) -> tuple[str, ...]:
+    """The kernels that take these arguments, from the fastest on: "hopper" and "triton", or only "torch"."""
+    if not q.is_cuda or q.dtype == torch.float64:
+        return ("torch",)
+    for_hopper = is_hopper(q.device) and fits_hopper(q, v, q_block, k_block, commit)
+    return ("hopper", "triton") if for_hopper else ("triton",)
 
 
 def fits_hopper(q: Tensor, v: Tensor, q_block: int, k_block: int, commit: bool) -> bool:

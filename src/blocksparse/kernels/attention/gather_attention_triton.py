@@ -6,6 +6,7 @@ rows start first. The softmax is in base 2, sums are in fp32, and the result is 
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -14,9 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.attention.arguments import RankedLists, StopRule
-from blocksparse.kernels.common.hardware import fp32_products, has_large_memory
+from blocksparse.kernels.common.hardware import Hardware, fp32_products, hardware_of
 from blocksparse.kernels.common.memory import empty_as
-from blocksparse.kernels.common.sizes import power_of_2
+from blocksparse.kernels.common.shared_memory import fitted, of_attention
+from blocksparse.kernels.common.sizes import REMEMBERED, power_of_2
 from blocksparse.kernels.common.strides_triton import alike, head_at
 from blocksparse.kernels.positions.token_positions import TokenPositions
 from blocksparse.runtime.device import device_of
@@ -37,7 +39,7 @@ def gather_attention_triton(
     lse = q.new_empty((B, Hq, M), dtype=torch.float32)
     visited = opened.new_empty(opened.shape)
     rows, cols = index.shape[2:]
-    launch = launch_options(lists.q_block, lists.k_block, max(D, Dv), q.element_size(), large=has_large_memory(q))
+    launch = launch_options(lists.q_block, lists.k_block, max(D, Dv), q.element_size(), hardware_of(q))
     with device_of(q):
         _kernel[(rows, Hq, B)](
             q, k, v, out, lse, visited,
@@ -63,20 +65,37 @@ def gathered_by(lists: RankedLists, positions: TokenPositions, rule: StopRule) -
     return tuple(x.contiguous() for x in (lists.index, lists.opened, lists.count, group.int(), rule.tau))
 
 
-def launch_options(q_block: int, k_block: int, head_dim: int, itemsize: int, *, large: bool) -> dict[str, int]:
-    """Tiles that hold the blocks and fit on chip; a key block wider than a tile of keys takes several.
-
-    `large` says that a program may have 227 KiB of shared memory, as on Hopper; else it must do with 64 KiB.
-    """
+@functools.lru_cache(maxsize=REMEMBERED)
+def launch_options(q_block: int, k_block: int, head_dim: int, itemsize: int, hardware: Hardware) -> dict[str, int]:
+    """Tiles that hold the blocks and fit on chip; a key block wider than a tile of keys takes several."""
     row_bytes = _padded(head_dim) * itemsize
     block_m = _padded(q_block)
-    widest = 32 if row_bytes > 256 else 128 if large and itemsize <= 2 and block_m == 128 else 64
-    return {
+    warps, stages = 8 if block_m == 128 else 4, 3 if row_bytes <= 256 else 2 if row_bytes <= 512 else 1
+    if hardware.multiplies_from_shared:
+        widest = 32 if row_bytes > 256 else 128 if itemsize <= 2 and block_m == 128 else 64
+    elif hardware.is_rdna:
+        widest, stages = 32 if row_bytes <= 128 else 16, 1
+    else:
+        # What is held in registers leaves room for half as many keys, or takes twice as many threads.
+        widest, warps = 32, 8 if row_bytes > 256 and hardware.is_nvidia else warps
+    options = {
         "BLOCK_M": block_m,
         "BLOCK_N": min(_padded(k_block), widest),
-        "num_warps": 8 if block_m == 128 else 4,
-        "num_stages": 3 if row_bytes <= 256 else 2 if row_bytes <= 512 else 1,
+        "num_warps": warps,
+        "num_stages": stages,
     }
+
+    return fitted(options, lambda x: shared_memory(hardware, x, row_bytes, itemsize), hardware, rows=False)
+
+
+def shared_memory(hardware: Hardware, options: dict[str, int], row_bytes: int, itemsize: int) -> int:
+    """Bytes of shared memory of a program, at most.
+
+    Where a token lies is itself loaded first, which takes one of three stages.
+    """
+    if options["num_stages"] > 2:
+        options = {**options, "num_stages": options["num_stages"] - 1}
+    return of_attention(hardware, options, row_bytes, row_bytes, itemsize)
 
 
 def _padded(size: int) -> int:

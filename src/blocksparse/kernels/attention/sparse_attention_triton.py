@@ -21,7 +21,7 @@ from blocksparse.kernels.common.softcap_triton import capped
 from blocksparse.kernels.common.strides_triton import alike, head_at, head_strides
 from blocksparse.kernels.positions.token_positions import TokenPositions
 from blocksparse.kernels.rounding.quantize import FP8_LIMIT
-from blocksparse.runtime.launches import Remembered, remembered
+from blocksparse.runtime.launches import remembered
 
 _FP8_LIMIT = tl.constexpr(FP8_LIMIT)
 _LARGEST = 1e38  # about the largest number of fp32: times infinity, a logit of 0 would be NaN
@@ -75,7 +75,7 @@ def sparse_attention_triton(
 
 def runs_interpreted() -> bool:
     """Whether Triton's interpreter, not its compiler, runs the kernel (TRITON_INTERPRET at import time)."""
-    return not isinstance(_kernel, (Remembered, triton.JITFunction))
+    return not isinstance(_kernel.jit, triton.JITFunction)
 
 
 def _least_depth(x: Tensor) -> int:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blocksparse.kernels.common.hardware import fp32_products
+from blocksparse.kernels.common.hardware import fp32_products, hardware_of
 from blocksparse.kernels.common.sizes import cdiv
 from blocksparse.kernels.positions.block_grid import BlockGrid
 from blocksparse.kernels.positions.block_grid_triton import any_of, rows_at, strides
@@ -41,7 +41,7 @@ def _launch(q: Tensor, k: Tensor, positions: tuple[Any, ...], skips: bool) -> Te
             rows, cols, D, Hq // H,
             SKIPS=skips,
             PRECISION=fp32_products(),
-            TILE=_TILE, num_warps=4, num_stages=2,
+            TILE=_TILE, num_warps=4 if hardware_of(q).multiplies_from_shared else 8, num_stages=2,
         )  # fmt: skip
     return logits
 

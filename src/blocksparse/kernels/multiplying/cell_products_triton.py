@@ -10,12 +10,13 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from blocksparse.kernels.common.hardware import has_descriptors
+from blocksparse.kernels.common.hardware import Hardware, hardware_of, has_descriptors
 from blocksparse.kernels.common.memory import copies_in_bulk
+from blocksparse.kernels.common.shared_memory import needed
 from blocksparse.kernels.common.strides_triton import alike, head_strides
 
 
@@ -32,10 +33,22 @@ class Tiles:
 
 def tiles_for(x: Tensor, *, tma: bool) -> Tiles:
     """Tiles for `x` `[B, H, N, D]`; head dims that would leave half of the last step empty take smaller steps."""
+    block_k, hardware = 32 if 0 < x.shape[-1] % 64 <= 32 else 64, hardware_of(x)
     if x.dtype == torch.float32:
-        return Tiles(64, 64, 32, 4, 2)
-    block_k = 32 if 0 < x.shape[-1] % 64 <= 32 else 64
-    return Tiles(128, 256, block_k, 8, 4) if tma else Tiles(128, 128, block_k, 8, 3)
+        tiles = Tiles(64, 64, 32, 4, 2)
+    elif tma:
+        tiles = Tiles(128, 256, block_k, 8, 4)
+    else:
+        tiles = Tiles(128, 128, block_k, 8, 3)
+    while shared_memory(hardware, tiles, x.element_size()) > hardware.shared and tiles.num_stages > 1:
+        tiles = evolve(tiles, num_stages=tiles.num_stages - 1)
+    return tiles
+
+
+def shared_memory(hardware: Hardware, tiles: Tiles, itemsize: int) -> int:
+    """Bytes of shared memory of a program, at most."""
+    row = tiles.block_k * itemsize
+    return needed(hardware, loaded=(tiles.block_m * row, tiles.block_n * row), stages=tiles.num_stages)
 
 
 def can_use_tma(*tensors: Tensor) -> bool:

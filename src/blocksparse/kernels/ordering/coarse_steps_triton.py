@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blocksparse.kernels.common.hardware import has_large_memory
+from blocksparse.kernels.common.hardware import Hardware, hardware_of
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
 from blocksparse.kernels.ordering.key_importance_triton import options_of_weights
 from blocksparse.kernels.ordering.score_steps import SAMPLED, STEPS
@@ -32,7 +32,7 @@ def coarse_steps(mean: Tensor, k: Tensor, until: int, S: int) -> Tensor:
     mean = mean if mean.stride(-1) == 1 else mean.contiguous()
     end = max(0, until + (G - 1) * S)
     width = max(1, cdiv(end, 16)) * 16  # steps are read as int32, which a row of none could not be
-    options = options_of_scores(D, k.element_size(), large=has_large_memory(k))
+    options = options_of_scores(D, k.element_size(), hardware_of(k))
     shares = max(1, cdiv(end, RANGE_SHARE))
     parts = torch.empty((2, B * H * G, shares), dtype=torch.float32, device=k.device)
     steps = torch.empty((B, H, G, width), dtype=torch.uint8, device=k.device)
@@ -50,10 +50,10 @@ def coarse_steps(mean: Tensor, k: Tensor, until: int, S: int) -> Tensor:
     return steps
 
 
-def options_of_scores(head_dim: int, itemsize: int, *, large: bool) -> dict[str, int]:
-    """Tiles of rows and of keys that fit on chip together: in 227 KiB if `large`, as on Hopper, else in 64 KiB."""
-    options = options_of_weights(head_dim, itemsize, large=large)
-    return {**options, "num_warps": 8} if large else options
+def options_of_scores(head_dim: int, itemsize: int, hardware: Hardware) -> dict[str, int]:
+    """Tiles of rows and of keys that fit on chip together."""
+    options = options_of_weights(head_dim, itemsize, hardware)
+    return {**options, "num_warps": 8} if hardware.multiplies_from_shared else options
 
 
 @triton.jit

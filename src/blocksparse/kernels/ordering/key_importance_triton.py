@@ -16,8 +16,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from blocksparse.kernels.common.hardware import fp32_products, has_large_memory
+from blocksparse.kernels.common.hardware import Hardware, fp32_products, hardware_of
 from blocksparse.kernels.common.memory import copies_in_bulk, empty_together
+from blocksparse.kernels.common.shared_memory import fitted, needed
 from blocksparse.kernels.common.sizes import REMEMBERED, cdiv, power_of_2
 from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
@@ -39,7 +40,7 @@ def key_importance_triton(
     # A negative scale is that of negated queries: the largest product then stays the largest logit.
     q = q.narrow(2, M - P, P)
     q = q if scale >= 0 else -q
-    plan = _plan(q.shape, k.shape, q.element_size(), per_query_head, large=has_large_memory(q))
+    plan = _plan(q.shape, k.shape, q.element_size(), per_query_head, hardware_of(q))
     peak, total, parts = empty_together(torch.float32, q.device, *plan.outputs)
     # How many of the first keys every query sees: those need no mask.
     plain = min(seen, N - P + 1) if causal else seen
@@ -75,12 +76,12 @@ class _Plan(NamedTuple):
 
 @functools.lru_cache(maxsize=REMEMBERED)
 def _plan(
-    of_queries: tuple[int, ...], of_keys: tuple[int, ...], itemsize: int, per_query_head: bool, *, large: bool
+    of_queries: tuple[int, ...], of_keys: tuple[int, ...], itemsize: int, per_query_head: bool, hardware: Hardware
 ) -> _Plan:
     """The plan for the shapes of the probe queries `[B, Hq, P, D]` and of the keys `[B, Hkv, N, D]`."""
     (B, Hq, P, D), (_, Hkv, N, _) = of_queries, of_keys
     G = Hq // Hkv
-    sums, weights = _options(D, itemsize, P, G, large=large)
+    sums, weights = _options(D, itemsize, P, G, hardware)
     constants = {"D": D, "BLOCK_D": max(16, power_of_2(D)), "PRECISION": fp32_products()}
     row_tiles, tiles = cdiv(G * P, sums["BLOCK_M"]), cdiv(P, weights["BLOCK_M"])
     pieces = cdiv(N, 128)
@@ -97,44 +98,62 @@ def _plan(
         splits=splits,
         tiles=tiles,
         share_of_a_vote=1 / (P if per_query_head else P * G),
-        tma=large and N >= _TMA_FROM,
+        tma=hardware.multiplies_from_shared and N >= _TMA_FROM,
         sums={**constants, **sums},
         weights={**constants, **weights},
     )
 
 
-def _options(D: int, itemsize: int, P: int, G: int, *, large: bool) -> tuple[dict[str, int], dict[str, int]]:
+def _options(D: int, itemsize: int, P: int, G: int, hardware: Hardware) -> tuple[dict[str, int], dict[str, int]]:
     """Options of both kernels, whose tiles of queries are no larger than there are queries."""
-    sums, weights = (f(D, itemsize, large=large) for f in (options_of_sums, options_of_weights))
+    sums, weights = (f(D, itemsize, hardware) for f in (options_of_sums, options_of_weights))
     for options, rows in ((sums, G * P), (weights, P)):
         options["BLOCK_M"] = min(max(power_of_2(rows), 16), options["BLOCK_M"])
     return sums, weights
 
 
-def options_of_sums(head_dim: int, itemsize: int, *, large: bool) -> dict[str, int]:
-    """Tiles of queries and of keys that fit on chip together: in 227 KiB if `large`, as on Hopper, else in 64 KiB."""
+def options_of_sums(head_dim: int, itemsize: int, hardware: Hardware) -> dict[str, int]:
+    """Tiles of queries and of keys that fit on chip together."""
     row_bytes = max(16, power_of_2(head_dim)) * itemsize
-    if large and row_bytes <= 256:
+    if hardware.multiplies_from_shared and row_bytes <= 256:
         # Two programs share a multiprocessor: one computes exponentials while the other multiplies.
         return {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 2, "maxnreg": 128}
-    return _small_options(row_bytes, large=large)
+    return _small_options(row_bytes, itemsize, hardware)
 
 
-def options_of_weights(head_dim: int, itemsize: int, *, large: bool) -> dict[str, int]:
+def options_of_weights(head_dim: int, itemsize: int, hardware: Hardware) -> dict[str, int]:
     """As `options_of_sums`, for the second pass."""
     row_bytes = max(16, power_of_2(head_dim)) * itemsize
-    if large and row_bytes <= 256:
+    if hardware.multiplies_from_shared and row_bytes <= 256:
         return {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
-    return _small_options(row_bytes, large=large)
+    return _small_options(row_bytes, itemsize, hardware)
 
 
-def _small_options(row_bytes: int, *, large: bool) -> dict[str, int]:
-    if large:
+def _small_options(row_bytes: int, itemsize: int, hardware: Hardware) -> dict[str, int]:
+    if hardware.multiplies_from_shared:
         return {"BLOCK_M": 128 if row_bytes <= 512 else 64, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2}
     if row_bytes <= 256:
-        return {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2 if row_bytes <= 128 else 1}
-    block_m, block_n = (64, 32) if row_bytes <= 512 else (32, 16)
-    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": 4, "num_stages": 1}
+        options = {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2 if row_bytes <= 128 else 1}
+    else:
+        block_m, block_n = (64, 32) if row_bytes <= 512 else (32, 16)
+        options = {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": 4, "num_stages": 1}
+
+    return fitted(options, lambda x: shared_memory(hardware, x, row_bytes, itemsize), hardware)
+
+
+def shared_memory(hardware: Hardware, options: dict[str, int], row_bytes: int, itemsize: int) -> int:
+    """Bytes of shared memory of a program, at most."""
+    M, N, single = options["BLOCK_M"], options["BLOCK_N"], itemsize == 4
+    bytes_ = needed(
+        hardware,
+        held=M * row_bytes,
+        loaded=(N * row_bytes,),
+        stages=options["num_stages"],
+        between=M * N,
+        single=single,
+    )
+    # Where products read from shared memory, the parts of fp32 numbers lie there too.
+    return bytes_ + (N * row_bytes - 2 * M * N if single and hardware.multiplies_from_shared else 0)
 
 
 def _source(k: Tensor, options: dict[str, Any], tma: bool) -> Any:

@@ -20,7 +20,7 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn.functional import pad
 
-from blocksparse.kernels.common.hardware import has_large_memory
+from blocksparse.kernels.common.hardware import hardware_of
 from blocksparse.kernels.multiplying.products import products
 from blocksparse.kernels.rounding.int8_tokens import in_slot_order
 from blocksparse.kernels.rounding.quantize import FP8_LIMIT, GROUP, LEAST_LOG2, int8_per_block, int8_per_token
@@ -165,8 +165,9 @@ def _check(x: Tensor, tile: int = 64) -> None:
 
 
 def _is_for_kernel(x: Tensor) -> bool:
-    # On GPUs with less shared memory the rotation of fp32 takes more registers and shared memory than there are.
-    return x.is_cuda and (x.dtype in _HALVES or (x.dtype == torch.float32 and has_large_memory(x)))
+    # Elsewhere the rotation of fp32 takes more registers and shared memory than there are.
+    wide = x.dtype == torch.float32 and hardware_of(x).multiplies_from_shared
+    return x.is_cuda and (x.dtype in _HALVES or wide)
 
 
 def _by_group(x: Tensor, tile: int) -> Tensor:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
+from blocksparse.kernels.common.hardware import Hardware, hardware_of
+from blocksparse.kernels.common.shared_memory import needed
 from blocksparse.kernels.common.sizes import power_of_2
 from blocksparse.kernels.common.strides_triton import head_at
 from blocksparse.kernels.multiplying.cell_products_triton import largest
@@ -31,10 +33,20 @@ class PooledTiles:
 
 def pooled_tiles(q: Tensor) -> PooledTiles:
     """Tiles for `q` `[B, H, N, D]`; in half precision up to D=128 two programs share a multiprocessor."""
-    wide = power_of_2(q.shape[-1]) * q.element_size()  # bytes of a row
+    wide, hardware = power_of_2(q.shape[-1]) * q.element_size(), hardware_of(q)  # bytes of a row
     if q.dtype == torch.float32 or wide > 512:
-        return PooledTiles(64, 64, 4, 2 if wide <= 512 else 1)
-    return PooledTiles(128, 128, 8, 2) if wide <= 256 else PooledTiles(64, 64, 4, 2)
+        tiles = PooledTiles(64, 64, 4, 2 if wide <= 512 else 1)
+    else:
+        tiles = PooledTiles(128, 128, 8, 2) if wide <= 256 else PooledTiles(64, 64, 4, 2)
+    while shared_memory(hardware, tiles, wide, q.element_size()) > hardware.shared and tiles.block_m > 16:
+        tiles = evolve(tiles, block_m=tiles.block_m // 2, num_warps=4)
+    return tiles
+
+
+def shared_memory(hardware: Hardware, tiles: PooledTiles, row_bytes: int, itemsize: int) -> int:
+    """Bytes of shared memory of a program, at most."""
+    held, loaded = tiles.block_m * row_bytes, tiles.block_n * row_bytes
+    return needed(hardware, held=held, loaded=(loaded,), stages=tiles.num_stages, single=itemsize == 4)
 
 
 @triton.jit

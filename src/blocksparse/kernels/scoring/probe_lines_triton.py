@@ -7,6 +7,7 @@ program comes first.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -14,20 +15,42 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blocksparse.kernels.common.sizes import cdiv, power_of_2
+from blocksparse.kernels.common.hardware import Hardware, hardware_of
+from blocksparse.kernels.common.shared_memory import fitted, needed
+from blocksparse.kernels.common.sizes import REMEMBERED, cdiv, power_of_2
 from blocksparse.kernels.common.strides_triton import alike, head_at
 from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 
 _WORKSPACE = 2**28  # bytes of weights that are held at a time
-_KEYS, _TILES, _DISTANCES = 128, 8, 512  # keys of a tile of keys; such tiles, and distances, per program
+_DTYPES = torch.float16, torch.bfloat16, torch.float32
+_KEYS, _DISTANCES = 1024, 512  # keys, and distances, per program
 
 
 def takes(probe: Tensor) -> bool:
     """Whether the kernels compute in the precision of the probe, and a program can hold all of its queries."""
     row_bytes = probe.shape[3] * probe.element_size()
-    fits = probe.shape[2] <= 128 and row_bytes <= (512 if torch.version.hip is None else 256)
-    return fits and probe.dtype in (torch.float16, torch.bfloat16, torch.float32)
+    if probe.shape[2] > 128 or row_bytes > 512 or probe.dtype not in _DTYPES:
+        return False
+    hardware = hardware_of(probe)
+    options = launch_options(probe.shape[2], probe.shape[3], probe.element_size(), hardware)
+    return shared_memory(hardware, options, probe.shape[3], probe.element_size()) <= hardware.shared
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def launch_options(P: int, head_dim: int, itemsize: int, hardware: Hardware) -> dict[str, int]:
+    """Tiles of all queries and of keys that fit on chip together."""
+    stages = 3 if itemsize <= 2 and head_dim <= 128 else 1
+    options = {"BLOCK_M": max(16, power_of_2(P)), "BLOCK_N": 128, "num_warps": 8, "num_stages": stages}
+    return fitted(options, lambda x: shared_memory(hardware, x, head_dim, itemsize), hardware, rows=False)
+
+
+def shared_memory(hardware: Hardware, options: dict[str, int], head_dim: int, itemsize: int) -> int:
+    """Bytes of shared memory of a program, at most."""
+    row_bytes = max(16, power_of_2(head_dim)) * itemsize
+    M, N = options["BLOCK_M"], options["BLOCK_N"]
+    stages = options["num_stages"]
+    return needed(hardware, held=M * row_bytes, loaded=(N * row_bytes,), stages=stages, between=M * N * 4)
 
 
 def probe_lines_triton(probe: Tensor, k: Tensor, q_len: int, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -35,7 +58,7 @@ def probe_lines_triton(probe: Tensor, k: Tensor, q_len: int, causal: bool, scale
     (B, Hq, P, D), (_, H, N, _) = probe.shape, k.shape
     probe, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (probe, k))
     first = (N if causal else q_len) - P  # position of the first probe query
-    rows, k_parts = max(16, power_of_2(P)), cdiv(N, _KEYS * _TILES)
+    rows, k_parts = max(16, power_of_2(P)), cdiv(N, _KEYS)
     new = {"dtype": torch.float32, "device": k.device}
     log_sum = torch.empty((B, Hq, k_parts, rows), **new)
     vertical = torch.empty((B, Hq, N), **new)
@@ -43,9 +66,11 @@ def probe_lines_triton(probe: Tensor, k: Tensor, q_len: int, causal: bool, scale
     heads = max(1, min(Hq, _WORKSPACE // (4 * B * P * N)))
     weight = torch.empty((B, heads, P, N), **new)
     sizes = (P, N, first, Hq // H, scale * math.log2(math.e))
+    options = launch_options(P, D, k.element_size(), hardware_of(k))
+    keys = options["BLOCK_N"]
     tile = {
-        "D": D, "BLOCK_D": max(16, power_of_2(D)), "ROWS": rows, "KEYS": _KEYS, "TILES": _TILES, "CAUSAL": causal,
-        "num_warps": 8, "num_stages": 3 if k.element_size() <= 2 and D <= 128 else 1,
+        "D": D, "BLOCK_D": max(16, power_of_2(D)), "ROWS": rows, "KEYS": keys, "TILES": _KEYS // keys, "CAUSAL": causal,
+        "num_warps": options["num_warps"], "num_stages": options["num_stages"],
     }  # fmt: skip
     strides = probe.stride()[:3], k.stride()[:3]
     with device_of(k):

@@ -1,0 +1,184 @@
+"""Compile what every preset launches, for GPUs that are not here, and compare what it takes with what they have.
+
+    python -m tests.kernels.compile_ahead                                   # all targets: about an hour of one core
+    python -m tests.kernels.compile_ahead sm_86 gfx942 --dims 128 --json ahead.json
+
+Prints a line per target, kernel, dtype and head dim, and ends with 1 if something takes more than its target has, or
+more than `shared_memory.needed` had said. It sees no GPU, and no kernel runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from attrs import evolve
+from tests.kernels.ahead import report_of, triton_target
+from tests.kernels.foretold import foretold
+from tests.kernels.launched import Variant, gathered
+
+import blocksparse as bs
+from blocksparse.kernels.common.hardware import TARGETS, Hardware
+from blocksparse.testing import every_preset
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DIMS = {"bf16": (64, 96, 128, 256), "fp32": (64, 128)}
+# The kernels that multiply matrices. What others take depends on the kind of GPU alone: they are compiled for one of each.
+MULTIPLY = {
+    "block_products_triton", "cell_sums_triton", "coarse_steps_triton", "gather_attention_hopper", "gather_attention_triton",
+    "group_max_triton", "int8_attention_hopper", "key_importance_triton", "pooled_sums_triton", "probe_lines_triton",
+    "sparse_attention_hopper", "sparse_attention_triton",
+}  # fmt: skip
+KINDS = {"sm_90", "gfx942", "gfx1100"}
+ONLY_HOPPER = {"shares", "tile_rotation_triton", "tile_values_triton"}
+# The kernels that attend. They must not spill in half precision, but on Hopper, where their tiles are measured.
+MAIN = {
+    "gather_attention_hopper",
+    "gather_attention_triton",
+    "int8_attention_hopper",
+    "sparse_attention_hopper",
+    "sparse_attention_triton",
+}
+MAY_SPILL = {"sm_90"}
+SHOWN = {
+    "BLOCK_M", "BLOCK_N", "BLOCK_K", "ROWS", "KEYS", "TILE", "CONSUMERS", "STAGES", "TMA", "num_warps", "num_stages",
+}  # fmt: skip
+TOKENS, HEADS, KV_HEADS = 4096, 4, 2
+
+
+def pipelines(hardware: Hardware) -> dict[str, bs.Pipeline[Any, Any, Any]]:
+    """Every preset with the kernels that it has at any length, and 8 bits."""
+    found = {}
+    for name, preset in every_preset.items():
+        pipeline = preset()
+        if isinstance(pipeline.executor, bs.AutoExecutor):
+            pipeline = evolve(pipeline, executor=bs.TritonExecutor())
+        found[name] = pipeline
+    found["xattention, sums"] = evolve(bs.xattention(pattern="sum"), executor=bs.TritonExecutor())
+    fp8 = hardware.capability >= (8, 9)
+    for name, executor in (
+        ("8 bits", bs.Int8Executor(fp8)),
+        ("8 bits, blocks", bs.Int8Executor(fp8, scales="block")),
+    ):
+        found[name] = evolve(found["mean_pooling"], executor=executor)
+    return found
+
+
+def variants(name: str, dtype: str, head_dim: int, *, hopper: bool = False) -> dict[str, tuple[Variant, set[str]]]:
+    """What presets launch there, and the presets."""
+    found: dict[str, tuple[Variant, set[str]]] = {}
+    with gathered(name, hopper=hopper) as launched:
+        for title, pipeline in pipelines(TARGETS[name]).items():
+            launched.clear()
+            sizes = (HEADS, KV_HEADS, KV_HEADS)
+            q, k, v = (torch.zeros(1, heads, TOKENS, head_dim, dtype=DTYPES[dtype]) for heads in sizes)
+            try:
+                pipeline(q, k, v)
+            except bs.inputs.UnsupportedError as error:
+                print(f"{name} {dtype} D={head_dim} {title}: refused: {error.because}")
+                continue
+            for key, variant in launched.items():
+                found.setdefault(key, (variant, set()))[1].add(title)
+    return found
+
+
+def report(name: str, dtype: str, head_dim: int, variant: Variant) -> dict[str, Any]:
+    """What the compiler says of a kernel."""
+    began = time.perf_counter()
+    constants = variant.named()
+    said = {"target": name, "kernel": variant.name, "dtype": dtype, "D": head_dim, "constants": constants}
+    try:
+        compiled = variant.compiled(triton_target(TARGETS[name]))
+    except Exception as error:
+        return {**said, "failed": f"{type(error).__name__}: {error}"[:300]}
+    needed = foretold(TARGETS[name], variant.name, constants, variant.itemsizes())
+    seconds = round(time.perf_counter() - began, 1)
+    return {**said, **report_of(compiled), "needed": needed, "seconds": seconds}
+
+
+def least_shared(name: str) -> int:
+    """Bytes that a program may take on this target, or on each GPU of its kind where it stands for them."""
+    has = TARGETS[name]
+    alike = [
+        x.shared
+        for x in TARGETS.values()
+        if (x.is_nvidia, x.warp) == (has.is_nvidia, has.warp) and x.name != "sm_75"
+    ]
+    return min(alike)
+
+
+def against(said: dict[str, Any]) -> list[str]:
+    """What is wrong with a kernel."""
+    if "failed" in said:
+        return ["it does not compile"]
+    module = said["kernel"].partition(".")[0]
+    alone = module in MULTIPLY or module in ONLY_HOPPER
+    has = TARGETS[said["target"]].shared if alone else least_shared(said["target"])
+    wrong = []
+    if said["shared"] > has:
+        wrong.append(f"it takes more than the {has} B that there are")
+    if said["needed"] is not None and said["shared"] > said["needed"]:
+        wrong.append(f"it takes more than the {said['needed']} B that were foretold")
+    if module in MAIN and said["dtype"] != "fp32" and said["spills"] and said["target"] not in MAY_SPILL:
+        wrong.append("it spills")
+    return wrong
+
+
+def line(said: dict[str, Any]) -> str:
+    """A kernel and what the compiler says of it, to read."""
+    what = "{target} {dtype} D={D} {kernel}".format(**said)
+    launched = " ".join(f"{name}={value}" for name, value in said["constants"].items() if name in SHOWN)
+    if "failed" in said:
+        return f"{what} {launched}: {said['failed']}"
+    return f"{what} {launched}: {said['shared']} B shared, {said['registers']} registers, {said['spills']} spilled"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("targets", nargs="*", default=[x for x in TARGETS if x != "sm_75"])
+    parser.add_argument("--dtypes", nargs="*", default=list(DTYPES))
+    parser.add_argument("--dims", nargs="*", type=int)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--list", action="store_true", help="only list what would be compiled")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    failed, reports, seen = 0, [], set()
+    for name in args.targets:
+        for dtype in args.dtypes:
+            for head_dim in (x for x in DIMS[dtype] if not args.dims or x in args.dims):
+                launched = variants(name, dtype, head_dim)
+                if name == "sm_90":
+                    launched |= variants(name, dtype, head_dim, hopper=True)
+                for variant, presets in launched.values():
+                    kind = f"{name} {variant.name} {variant.dtypes()} {variant.named()}"
+                    multiplies = variant.name.partition(".")[0] in MULTIPLY
+                    if kind in seen or not (multiplies or name in KINDS):
+                        continue
+                    seen.add(kind)
+                    if args.list:
+                        print(
+                            name, dtype, head_dim, variant.name, variant.named(), variant.dtypes(), sorted(presets)
+                        )
+                        continue
+                    said = report(name, dtype, head_dim, variant)
+                    wrong = against(said)
+                    failed += bool(wrong)
+                    reports.append({**said, "presets": sorted(presets)})
+                    print(line(said), *wrong, sep="; ", flush=True)
+    if args.json:
+        args.json.write_text("[\n" + ",\n".join(map(json.dumps, reports)) + "\n]\n")
+    print(f"{len(reports)} kernels with Triton {triton.__version__}, {failed} of them wrong")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    sys.exit(main())

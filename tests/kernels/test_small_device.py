@@ -1,0 +1,53 @@
+"""A GPU on which a program may take 48 KiB of shared memory: presets run there with smaller tiles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+from tests.kernels.foretold import foretold
+from tests.machine import GPU
+from tests.on_kernels import pretend_gpu
+from triton.runtime.errors import OutOfResources
+
+import blocksparse as bs
+from blocksparse.kernels.common.hardware import TARGETS
+from blocksparse.runtime.launches import LookedUp
+from blocksparse.testing import every_preset, make_qkv
+
+SMALL = evolve(TARGETS["sm_86"], shared=48 << 10)
+
+
+def launch_within(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Launches fail as Triton lets them fail if they take more; their kernels are in the list."""
+    launch, seen = LookedUp._launch, []
+
+    def checked(self: Any, grid: Any, *args: Any, **named: Any) -> None:
+        name = f"{self.jit.fn.__module__.rpartition('.')[2]}.{self.jit.fn.__name__}"
+        itemsizes = [x.element_size() for x in args if isinstance(x, torch.Tensor)]
+        needs = foretold(SMALL, name, {"num_stages": 1, **named}, itemsizes)
+        if needs is not None:
+            seen.append(name)
+            if needs > SMALL.shared:
+                raise OutOfResources(needs, SMALL.shared, "shared memory")
+        launch(self, grid, *args, **named)
+
+    monkeypatch.setattr(LookedUp, "_launch", checked)
+    return seen
+
+
+@pytest.mark.skipif(GPU, reason="pretends another GPU than there is")
+@pytest.mark.parametrize("name", every_preset)
+def test_every_preset_runs_in_48_kib(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With blocks as large as it has by default."""
+    pipeline = every_preset[name]()
+    if isinstance(pipeline.executor, bs.AutoExecutor):
+        pipeline = evolve(pipeline, executor=bs.TritonExecutor())
+    q, k, v = make_qkv(Hq=2, Hkv=1, N=300, D=128, dtype=torch.float16)
+    pretend_gpu(monkeypatch, SMALL)
+    seen = launch_within(monkeypatch)
+    trace = pipeline.trace(q, k, v)
+    assert seen
+    assert trace.output is not None
