@@ -126,6 +126,32 @@ def test_folders_can_be_read_at_a_glance() -> None:
         assert len(list(folder.glob("*.py"))) <= 20, folder
 
 
+JIT = {"jit", "constexpr_function"}
+
+
+def bare(path: Path) -> Iterator[str]:
+    """Functions without types that no compiler of Triton takes."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef) and not any(decorates(each) & JIT for each in node.decorator_list):
+            arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            if node.returns is None or any(
+                x.annotation is None and x.arg not in ("self", "cls") for x in arguments
+            ):
+                yield f"{path.stem}:{node.lineno} {node.name}"
+
+
+def decorates(node: ast.expr) -> set[str]:
+    """The names in a decorator."""
+    names = (x.attr if isinstance(x, ast.Attribute) else getattr(x, "id", "") for x in ast.walk(node))
+    return set(names)
+
+
+def test_functions_that_python_runs_have_types() -> None:
+    """mypy passes over functions of kernels without any (`pyproject.toml`), which those for a GPU are."""
+    found = [each for path in (SOURCE / "kernels").rglob("*.py") for each in bare(path)]
+    assert not found
+
+
 def multiplies(path: Path) -> list[str]:
     """Where a file multiplies matrices by torch; Triton's products and fields of stages have such names too."""
     found = []

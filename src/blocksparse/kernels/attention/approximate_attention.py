@@ -56,7 +56,8 @@ def approximate_attention_reference(
     def by_turn(x: Tensor) -> Tensor:
         """The largest entry of every tile of keys, in the order of visits."""
         x = pad(x, (0, order.shape[-1] * block_n - N), value=float("-inf"))
-        return x.unflatten(-1, (-1, block_n)).amax(-1).gather(-1, order)
+        largest: Tensor = x.unflatten(-1, (-1, block_n)).amax(-1)
+        return largest.gather(-1, order)
 
     def by_key(x: Tensor) -> Tensor:
         """Undo the order of `by_turn`: an entry for each visit becomes one for each key of the tile visited."""

@@ -34,6 +34,33 @@ class Tiles(Protocol):
     def kernel(self) -> str:
         """ "hopper" or "triton"."""
 
+    @property
+    def block_n(self) -> int: ...
+    @property
+    def num_stages(self) -> int: ...
+    def __hash__(self) -> int: ...
+
+
+class TilesOnHopper(Tiles, Protocol):
+    """`HopperTiles`."""
+
+    @property
+    def consumers(self) -> int: ...
+    @property
+    def per_sm(self) -> int: ...
+    def buffers(self, head_dim: int, value_dim: int) -> dict[str, int]: ...
+
+
+class PortableTiles(Tiles, Protocol):
+    """`TritonTiles`."""
+
+    @property
+    def block_m(self) -> int: ...
+    @property
+    def num_warps(self) -> int: ...
+    @property
+    def tma(self) -> bool: ...
+
 
 @frozen(eq=False)
 class RankedLists:

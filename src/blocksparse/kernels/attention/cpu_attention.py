@@ -20,7 +20,6 @@ import ctypes
 import functools
 import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -257,5 +256,5 @@ def _of_python() -> tuple[int | None, ...]:
     return tuple(map(_address, (api.PyEval_SaveThread, api.PyEval_RestoreThread, api.PyErr_CheckSignals)))
 
 
-def _address(function: Callable[..., Any]) -> int | None:
+def _address(function: Any) -> int | None:
     return ctypes.cast(function, ctypes.c_void_p).value

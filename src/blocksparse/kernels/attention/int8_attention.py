@@ -4,7 +4,7 @@ It computes what `sparse_attention` does, with
 
     q[i] ~ q8[i] * q_scale[i],    k[j] ~ k8[j] * scale(j),    v[j] ~ v8[j] * scale(j)
 
-Tiles of keys that a row sees whole are read from heads 0 to Hk - 1 of `k` and of fp8 `v`. There a piece (a tile of
+TilesOnHopper of keys that a row sees whole are read from heads 0 to Hk - 1 of `k` and of fp8 `v`. There a piece (a tile of
 keys, or the part of one that a narrower block fills) has four scales, one for each group of its keys. Masked tiles of
 keys are read from heads Hk to 2 Hk - 1, where each token has a scale. A tile of keys counts as masked if it holds a part
 of the row's partial blocks, or is the last of the row's list. int8 products are exact; fp8 products are added by the
@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blocksparse.kernels.attention.arguments import Lists, Tiles
+from blocksparse.kernels.attention.arguments import Lists, TilesOnHopper
 from blocksparse.kernels.common.memory import empty_as
 from blocksparse.kernels.multiplying.products import products
 from blocksparse.kernels.positions.token_positions import TokenPositions
@@ -28,7 +28,7 @@ def int8_attention(
     operands: TileOperands,
     lists: Lists,
     positions: TokenPositions,
-    tiles: Tiles,
+    tiles: TilesOnHopper,
     *,
     scale: float,
     pv_skip: Tensor | None = None,
@@ -54,7 +54,7 @@ def int8_attention_reference(
     operands: TileOperands,
     lists: Lists,
     positions: TokenPositions,
-    tiles: Tiles,
+    tiles: TilesOnHopper,
     *,
     scale: float,
     pv_skip: Tensor | None = None,

@@ -22,7 +22,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from blocksparse.kernels.attention.arguments import Lists, Tiles
+from blocksparse.kernels.attention.arguments import Lists, TilesOnHopper
 from blocksparse.kernels.attention.hopper.int8_rows import LAZY, kept, masked_tile, of_rows, operands_of, promoted
 from blocksparse.kernels.attention.hopper.int8_step import after, products, step
 from blocksparse.kernels.attention.hopper.launch import copy_back, launch_of, whole_rows
@@ -63,28 +63,29 @@ def int8_attention_hopper(
     lse: Tensor,
     lists: Lists,
     positions: TokenPositions,
-    tiles: Tiles,
+    tiles: TilesOnHopper,
     scale: float,
     pv_skip: Tensor | None,
 ) -> None:
     """Fills `out` and `lse`; the arguments are those of `int8_attention`."""
     lead, of = positions.q_lead, operands
     q, scale = positive(of.q, scale)
-    q, *filled = whole_rows(q, out, lse, lead)
-    of_query = of.q_scale, torch.zeros_like(of.q_scale) if of.taken is None else of.taken
-    of_query = of_query if not lead else tuple(pad(x, (lead, 0)) for x in of_query)
+    q, whole, whole_lse = whole_rows(q, out, lse, lead)
+    of_query = [of.q_scale, torch.zeros_like(of.q_scale) if of.taken is None else of.taken]
+    if lead:
+        of_query = [pad(x, (lead, 0)) for x in of_query]
     q, k, v = (for_bulk_copies(x) for x in (q, of.k, of.v))
-    launch = launch_of(q, *filled, (k.shape[1] // 2, k.shape[2]), lists, positions, tiles, scale)
+    launch = launch_of(q, whole, whole_lse, (k.shape[1] // 2, k.shape[2]), lists, positions, tiles, scale)
     fp8, piece = of.v_tile_log2 is not None, min(lists.k_block, tiles.block_n)
-    of_token = of.k_token_scale, of.v_token if fp8 else of.k_token_scale
-    of_tile = of.k_tile_scale, of.v_tile_log2 if fp8 else of.k_tile_scale
+    of_token = of.k_token_scale, of.k_token_scale if of.v_token is None else of.v_token
+    of_tile = of.k_tile_scale, of.k_tile_scale if of.v_tile_log2 is None else of.v_tile_log2
     _kernel[launch.grid](
-        panels(q, 64), panels(k, piece), turned(v, piece) if fp8 else panels(v, piece), panels(filled[0], 64),
+        panels(q, 64), panels(k, piece), turned(v, piece) if fp8 else panels(v, piece), panels(whole, 64),
         *(numbers(x, 64 * tiles.consumers) for x in of_query), *(numbers(x, piece) for x in of_token),
         *(numbers(x.flatten(2), TILE_NUMBERS.value) for x in of_tile), lse if pv_skip is None else pv_skip,
         *launch.arguments, FP8=fp8, SKIP=pv_skip is not None, **launch.options,
     )  # fmt: skip
-    copy_back(filled, (out, lse), lead)
+    copy_back((whole, whole_lse), (out, lse), lead)
 
 
 @gluon.jit

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from blocksparse.kernels.attention.arguments import Lists, Tiles
+from blocksparse.kernels.attention.arguments import Lists, TilesOnHopper
 from blocksparse.kernels.attention.hopper.launch import copy_back, launch_of, whole_rows
 from blocksparse.kernels.attention.hopper.loaders import PANEL, load_keys, load_values, panels
 from blocksparse.kernels.attention.hopper.output import store_lse, store_out, store_share, store_share_lse
@@ -53,24 +53,24 @@ def sparse_attention_hopper(
     lse: Tensor,
     lists: Lists,
     positions: TokenPositions,
-    tiles: Tiles,
+    tiles: TilesOnHopper,
     scale: float,
 ) -> None:
     """Fills `out` and `lse`; the arguments are those of `sparse_attention`."""
     q, scale = positive(q, scale)
-    q, *filled = whole_rows(q, out, lse, positions.q_lead)
+    q, whole, whole_lse = whole_rows(q, out, lse, positions.q_lead)
     q, k, v = (for_bulk_copies(x) for x in (q, k, v))
     keys = v.shape[1], v.shape[2]
     shares = shares_of((q.shape[0], q.shape[1]), keys, v.shape[-1], lists, 64 * tiles.consumers)
     launch = launch_of(
-        q, *filled, keys, lists, positions, tiles, scale, entries=None if shares is None else shares.entries
+        q, whole, whole_lse, keys, lists, positions, tiles, scale, entries=None if shares is None else shares.entries
     )
     piece = min(lists.k_block, tiles.block_n)
     _kernel[launch.grid](
         panels(q, 64),
         panels(k, piece),
         panels(v, piece),
-        panels(filled[0], 64),
+        panels(whole, 64),
         *((None, None, None) if shares is None else (shares.work, shares.out, shares.lse)),
         *launch.arguments,
         **launch.options,
@@ -78,8 +78,8 @@ def sparse_attention_hopper(
         CUT=shares is not None,
     )
     if shares is not None:
-        shares.join(*filled)
-    copy_back(filled, (out, lse), positions.q_lead)
+        shares.join(whole, whole_lse)
+    copy_back((whole, whole_lse), (out, lse), positions.q_lead)
 
 
 @gluon.jit

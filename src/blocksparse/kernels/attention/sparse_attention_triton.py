@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from blocksparse.kernels.attention.arguments import Approximation, Lists, LogitChange, Tiles
+from blocksparse.kernels.attention.arguments import Approximation, Lists, LogitChange, PortableTiles
 from blocksparse.kernels.common.hardware import fp32_products, has_descriptors
 from blocksparse.kernels.common.memory import copies_in_bulk
 from blocksparse.kernels.common.sizes import power_of_2
@@ -35,7 +35,7 @@ def sparse_attention_triton(
     lse: Tensor,
     lists: Lists,
     positions: TokenPositions,
-    tiles: Tiles,
+    tiles: PortableTiles,
     scale: float,
     approximation: Approximation,
     change: LogitChange,

@@ -6,12 +6,14 @@ old one.
 
 from __future__ import annotations
 
+from typing import Any
+
 from triton.experimental.gluon.language import shared_memory_descriptor
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 
-def _named(owner, new, old):
+def _named(owner: Any, new: str, old: str) -> Any:
     return getattr(owner, new) if hasattr(owner, new) else getattr(owner, old)
 
 

@@ -36,7 +36,8 @@ def gather_two(
     if x.is_cuda:
         from blocksparse.kernels.moving.gather_rows_triton import gather_rows_triton
 
-        return gather_rows_triton((x, y), index, wanted, block)
+        one, two = gather_rows_triton((x, y), index, wanted, block)
+        return one, two
     return gather_rows_reference(x, index), gather_rows_reference(y, index)
 
 

@@ -49,13 +49,14 @@ def cells(x: Tensor, slots: int, lead: int, filler: Tensor | None = None) -> Ten
         filler: `[B, H, 2, D]`, what empty slots at the start and at the end hold; zeros unless given.
     """
     missing = -(lead + x.shape[2]) % slots
-    if not (lead or missing):
-        return x.unflatten(2, (-1, slots))
-    if filler is None:
-        return pad(x, (0, 0, lead, missing)).unflatten(2, (-1, slots))
-    before, after = (filler[:, :, i : i + 1].expand(-1, -1, n, -1) for i, n in ((0, lead), (1, missing)))
-    with without_autocast(x):  # autocast refuses to join tensors of another half precision than its own
-        return torch.cat((before, x, after), dim=2).unflatten(2, (-1, slots))
+    if filler is not None and (lead or missing):
+        before, after = (filler[:, :, i : i + 1].expand(-1, -1, n, -1) for i, n in ((0, lead), (1, missing)))
+        with without_autocast(x):  # autocast refuses to join tensors of another half precision than its own
+            x = torch.cat((before, x, after), dim=2)
+    elif lead or missing:
+        x = pad(x, (0, 0, lead, missing))
+    cells: Tensor = x.unflatten(2, (-1, slots))
+    return cells
 
 
 def means_of_short_cells(x: Tensor, slots: int, lead: int) -> Tensor | None:

@@ -10,6 +10,7 @@ oneDNN obeys them on CPUs that have such products; there, while the settings are
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,7 +54,8 @@ def products(q: Tensor, k: Tensor, *, wide: bool = True) -> Tensor:
 def rounds_fp32() -> bool:
     """Whether a CPU would round fp32 before it multiplies, as `torch.set_float32_matmul_precision` may ask for."""
     can = _roundings()
-    return bool(can) and torch.backends.mkldnn.matmul.fp32_precision in can
+    products: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    return bool(can) and products.fp32_precision in can
 
 
 @functools.cache

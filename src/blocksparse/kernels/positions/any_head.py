@@ -14,7 +14,8 @@ def any_head(keep: Tensor, heads: int) -> Tensor:
         from blocksparse.kernels.positions.any_head_triton import any_head_triton
 
         return any_head_triton(keep, heads, over_rows=False)
-    return keep.unflatten(1, (heads, -1)).any(2)
+    kept: Tensor = keep.unflatten(1, (heads, -1)).any(2)
+    return kept
 
 
 def visited_columns(keep: Tensor, heads: int) -> Tensor:
@@ -27,6 +28,6 @@ def visited_columns(keep: Tensor, heads: int) -> Tensor:
         from blocksparse.kernels.positions.any_head_triton import any_head_triton
 
         return any_head_triton(keep, heads, over_rows=True)
-    visited = keep.unflatten(1, (heads, -1)).any((2, 3))
+    visited: Tensor = keep.unflatten(1, (heads, -1)).any((2, 3))
     visited[..., 0] = True
     return visited

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from blocksparse.kernels.positions.mix import mix
@@ -27,7 +29,8 @@ def counter_hash(seed: int, *counters: Tensor) -> Tensor:
 
 def counter_hash_reference(seed: int, *counters: Tensor) -> Tensor:
     """The same in plain torch, in which no product overflows int64."""
-    state = mix(seed)
+    state: Any = mix(seed)
     for counter in counters:
         state = mix(mix(counter) ^ state)
-    return state
+    result: Tensor = state
+    return result

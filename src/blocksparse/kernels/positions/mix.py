@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+from torch import Tensor
+
 _MASK = 2**32 - 1
+Numbers = TypeVar("Numbers", int, Tensor)
 
 
-def mix(x):
+def mix(x: Numbers) -> Numbers:
     """A bijection of 32-bit numbers, as int or int64: two rounds of shift, xor and multiply (C. Wellons' hash-prospector).
 
     Both factors are below 2^31, so a product fits int64; the number added first keeps 0 from being its own hash.

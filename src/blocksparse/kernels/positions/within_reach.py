@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ def within_reach(
         from blocksparse.kernels.positions.within_reach_triton import within_reach_triton as compute
     else:
         compute = within_reach_reference
-    places = {"near": near, "first": first, "stride": stride, "last": last}
+    places: dict[str, Any] = {"near": near, "first": first, "stride": stride, "last": last}
     return compute(keep, grid, n, skipped, **places, segment=segment, diagonal=diagonal)
 
 

@@ -113,7 +113,8 @@ def rotated(x: Tensor) -> Tensor:
     while len(sign) < D:
         sign = torch.cat((torch.cat((sign, sign), 1), torch.cat((sign, -sign), 1)))
     # `products` takes rows of its second operand; the matrix is symmetric, so its rows are its columns.
-    return products(x.float().reshape(1, 1, -1, D), sign[None, None]).view(x.shape) * D**-0.5
+    turned: Tensor = products(x.float().reshape(1, 1, -1, D), sign[None, None]).view(x.shape) * D**-0.5
+    return turned
 
 
 def int8_query_tiles_reference(
@@ -178,7 +179,8 @@ def _by_group(x: Tensor, tile: int) -> Tensor:
 
 def _by_slot(x: Tensor, slots: int) -> Tensor:
     """Undo `_by_group`: `[B, H, tiles, 4, tile / 4, D]` as `[B, H, slots, D]`."""
-    return x.unflatten(4, (-1, 2)).transpose(3, 4).flatten(2, 5)[:, :, :slots]
+    tokens: Tensor = x.unflatten(4, (-1, 2)).transpose(3, 4).flatten(2, 5)
+    return tokens[:, :, :slots]
 
 
 def _fp8_scale(largest: Tensor) -> Tensor:

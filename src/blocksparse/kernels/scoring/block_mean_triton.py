@@ -34,9 +34,8 @@ def block_means_triton(
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernel for queries and keys together; arguments as of `block_means`."""
     (B, Hq, M, D), lead = q.shape, lead % q_block
-    q, q_index, k, k_index = (
-        x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (q, q_index, k, k_index)
-    )
+    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    q_index, k_index = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (q_index, k_index))
     Hk, N = k.shape[1:3] if k_index is None else k_index.shape[1:]
     rows, cols, block_d = cdiv(lead + M, q_block), cdiv(N, k_block), power_of_2(D)
     pooled_q, pooled_k = empty_together(torch.float32, q.device, (B, Hq, rows, D), (B, Hk, cols, D))

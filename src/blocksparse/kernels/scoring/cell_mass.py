@@ -87,7 +87,7 @@ def cell_mass_reference(
         queries = q_cells[:, :, first:last]
         logits = products((queries.flip(3) if flipped else queries).flatten(3), keys[:, :, begin:end]).mul_(weight)
         eligible = torch.ones(1, 1, last - first, end - begin, dtype=torch.bool, device=q.device)
-        if causal:
+        if causal and k_first is not None and q_last is not None:
             eligible = k_first[..., begin:end].unsqueeze(2) <= q_last[..., first:last].unsqueeze(3)
         if q_floor is not None and k_last is not None:
             eligible = eligible & (k_last[..., begin:end].unsqueeze(2) > q_floor[..., first:last].unsqueeze(3))
@@ -110,4 +110,5 @@ def _softmax(logits: Tensor, eligible: Tensor, *, may_be_none: bool) -> Tensor:
     mass = grouped.masked_fill_(~eligible, float("-inf")).softmax(-1)
     if may_be_none:
         mass = mass.masked_fill_(~eligible.any(-1, keepdim=True), 0.0)
-    return mass.flatten(1, 2)
+    result: Tensor = mass.flatten(1, 2)
+    return result

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -56,7 +57,8 @@ def cell_mass_triton(
 ) -> Tensor:
     """Launch the kernels; arguments as of `cell_mass`. `tiles` are those that the device takes unless given."""
     if of.q_last is not None:
-        of = evolve(of, **{name: _of_heads(getattr(of, name), q, k) for name in _POSITIONS})
+        positions: dict[str, Any] = {name: _of_heads(getattr(of, name), q, k) for name in _POSITIONS}
+        of = evolve(of, **positions)
     if of.slots == 1:
         launch, block_m, block_n = _pooled(q, k, of, tiles, first_cell, segment, weight)
     else:

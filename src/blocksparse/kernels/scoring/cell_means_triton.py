@@ -27,9 +27,8 @@ def cell_means_triton(
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernel for queries and keys together; arguments as of `cell_means`."""
     B, Hq, M, D = q.shape
-    q, q_index, k, k_index = (
-        x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (q, q_index, k, k_index)
-    )
+    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    q_index, k_index = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (q_index, k_index))
     Hk, N = k.shape[1:3] if k_index is None else k_index.shape[1:]
     q_cells, k_cells, block_d = cdiv(lead + M, slots), cdiv(N, slots), power_of_2(D)
     q_means, k_means = empty_together(q.dtype, q.device, (B, Hq, q_cells, D), (B, Hk, k_cells, D))

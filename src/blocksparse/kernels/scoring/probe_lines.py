@@ -72,4 +72,5 @@ def _sums_of_diagonals(x: Tensor) -> Tensor:
     # Rows are stored with `rows` zeros at their end, and read again as if they had one entry less. So each row stands one
     # column further on than the row before it, and a diagonal becomes a column.
     stored = pad(x.flip(-1), (0, rows)).flatten(-2)
-    return stored[..., : rows * (rows + N - 1)].unflatten(-1, (rows, -1)).sum(-2)
+    sums: Tensor = stored[..., : rows * (rows + N - 1)].unflatten(-1, (rows, -1)).sum(-2)
+    return sums

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import torch
 import triton
@@ -59,7 +60,7 @@ def probe_lines_triton(probe: Tensor, k: Tensor, q_len: int, causal: bool, scale
     probe, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (probe, k))
     first = (N if causal else q_len) - P  # position of the first probe query
     rows, k_parts = max(16, power_of_2(P)), cdiv(N, _KEYS)
-    new = {"dtype": torch.float32, "device": k.device}
+    new: dict[str, Any] = {"dtype": torch.float32, "device": k.device}
     log_sum = torch.empty((B, Hq, k_parts, rows), **new)
     vertical = torch.empty((B, Hq, N), **new)
     slash = torch.empty((B, Hq, N if causal else max(q_len, N)), **new)

@@ -114,7 +114,7 @@ def operands_of(weight, WEIGHT: gl.constexpr, C):
         operands = (_fp8_operand(weight, WEIGHT),)
     else:
         first, second = gl.split(weight.reshape([64, 2, C.BLOCK_N // 8]).permute([0, 2, 1]))
-        operands = (_fp8_operand(first, WEIGHT), _fp8_operand(second, WEIGHT))
+        operands = (_fp8_operand(first, WEIGHT), _fp8_operand(second, WEIGHT))  # type: ignore[assignment]
     return operands
 
 

@@ -11,7 +11,7 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn.functional import pad
 
-from blocksparse.kernels.attention.arguments import Lists, Tiles
+from blocksparse.kernels.attention.arguments import Lists, TilesOnHopper
 from blocksparse.kernels.attention.hopper.queue import consumer_registers, registers
 from blocksparse.kernels.common.sizes import REMEMBERED, padded_keys, padded_values
 from blocksparse.kernels.common.strides_triton import head_strides
@@ -34,7 +34,7 @@ def launch_of(
     keys: tuple[int, int],
     lists: Lists,
     positions: TokenPositions,
-    tiles: Tiles,
+    tiles: TilesOnHopper,
     scale: float,
     entries: int | None = None,
 ) -> Launch:
@@ -65,7 +65,7 @@ def launch_of(
 
 
 @functools.lru_cache(maxsize=REMEMBERED)  # tiles and sizes of blocks and heads alone decide them
-def _options(tiles: Tiles, q_block: int, k_block: int, D: int, Dv: int) -> dict[str, int]:
+def _options(tiles: TilesOnHopper, q_block: int, k_block: int, D: int, Dv: int) -> dict[str, int]:
     block_m, piece = 64 * tiles.consumers, min(k_block, tiles.block_n)
     return {
         "DQ": padded_keys(D), "DV": padded_values(Dv),

@@ -60,7 +60,7 @@ def consumer_registers(consumers: int, per_sm: int) -> int:
 
     The loaders keep `LOADER_REGISTERS` of what they had at launch and give the rest back; the consumers share it.
     """
-    return (registers(consumers, per_sm) * (consumers + 1) - LOADER_REGISTERS.value) // consumers // 8 * 8
+    return int((registers(consumers, per_sm) * (consumers + 1) - LOADER_REGISTERS.value) // consumers // 8 * 8)
 
 
 @_aggregate
