@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ def test_dense_errs_no_more_than_pytorch(dtype: torch.dtype) -> None:
         q, k, v = make_qkv(N=max(M, N), D=64, dtype=dtype)
         q, k, v = q[:, :, :M], k[:, :, :N], v[:, :, :N]
         out, _ = cpu_attention.dense_cpu_attention(q, k, v, causal=causal, scale=SCALE)
-        call = torch.nn.functional.scaled_dot_product_attention
+        call: Any = torch.nn.functional.scaled_dot_product_attention
         want, theirs = (
             call(*(x.to(t) for x in (q, k, v)), is_causal=causal, scale=SCALE, enable_gqa=True)
             for t in (torch.float64, dtype)
@@ -268,7 +269,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(compiled.shutil, "copyfile", full)
+    monkeypatch.setattr("shutil.copyfile", full)
     found = compiled.load(source)
     assert found.library is not None
     assert found.library.answer() == 42
