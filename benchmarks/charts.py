@@ -35,7 +35,7 @@ def speed_and_kl() -> Any:
 
     def kl(mass: str) -> list[tuple[float, float]]:
         row = f"xattention with Band(128), {mass}"
-        points = [(N, tasks.cell(row, f"KL, {N}")) for N in (4096, 7680)]
+        points: list[tuple[float, float]] = [(N, tasks.cell(row, f"KL, {N}")) for N in (4096, 7680)]
         at_32k = [x for x in long.rows if x.startswith("xattention with Band(128)") and x.endswith(f", {mass}")]
         return points + [(32768, long.cell(x, "KL")) for x in at_32k]
 
@@ -101,8 +101,8 @@ def pipeline() -> Any:
         ("Executor", "Attention over\nwhat is kept", "AttentionOutput"),
     )
     ink = plt.rcParams["text.color"]
-    figure, axes = plt.subplots(figsize=(9.6, 2.9))
-    axes.set(xlim=(-0.75, 8.55), ylim=(-1.45, 1.4), aspect="equal")
+    figure, axes = plt.subplots(figsize=(9.6, 2.6))
+    axes.set(xlim=(-0.75, 8.55), ylim=(-1.4, 1.15), aspect="equal")
     axes.axis("off")
     arrow = {"arrowstyle": "-|>", "color": ink, "linewidth": 1.4}
     axes.text(-0.45, 0.6, "q, k", ha="center", va="center", fontsize=11)
@@ -116,9 +116,9 @@ def pipeline() -> Any:
     for i in (1, 2):
         shown = weight / weight.max() if i == 1 else kept.astype(float)
         for row, column in zip(*np.nonzero(past), strict=True):
-            place = (0.4 + 2.1 * i + column / size, -0.35 - (row + 1) / size)
-            filled = {"facecolor": ORANGE, "alpha": 0.12 + 0.88 * float(shown[row, column])}
-            axes.add_patch(Rectangle(place, 0.92 / size, 0.92 / size, **filled))
+            corner = (0.4 + 2.1 * i + column / size, -0.35 - (row + 1) / size)
+            strength = 0.12 + 0.88 * float(shown[row, column])
+            axes.add_patch(Rectangle(corner, 0.92 / size, 0.92 / size, facecolor=ORANGE, alpha=strength))
     for place, token in enumerate(np.argsort(-weight.sum(0) % 0.37)):
         spot = 0.4 + place / size
         axes.add_patch(
@@ -173,5 +173,5 @@ def _themed(paper: str, ink: str) -> Iterator[None]:
         "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "blocksparse",
         **dict.fromkeys(coloured, ink),
     }  # fmt: skip
-    with matplotlib.rc_context(settings):
+    with matplotlib.rc_context(settings):  # type: ignore[arg-type, unused-ignore]  # newer versions name every key
         yield

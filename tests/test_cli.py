@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import platform
+import re
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import blocksparse
 from blocksparse.cli import main as command
@@ -16,10 +19,18 @@ COMMANDS = ["demo", "bench", "inspect"]
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(["--version"])
-    assert left.value.code == 0
+    assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"blocksparse {blocksparse.__version__}\n"
+
+
+def test_version_tells_all_that_a_report_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version", "--verbose"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"blocksparse {blocksparse.__version__}\nPython {platform.python_version()} on ")
+    assert f"\ntorch {torch.__version__}\n" in printed
+    assert re.search(r"^CPU: .*\d threads\n  auto\(\), 1024 tokens, \S+: \w+Executor runs", printed, re.M)
+    assert re.search(r"^GPU", printed, re.M)
+    assert "Error" not in printed
 
 
 def test_help_lists_the_commands_and_exit_statuses(capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,7 +85,7 @@ def test_what_users_cause_has_a_status_and_no_traceback(
     def fail(_: object) -> int:
         raise raised
 
-    parsed = SimpleNamespace(run=fail, command="some")
+    parsed = SimpleNamespace(run=fail, command="some", version=False, verbose=False)
     monkeypatch.setattr(command, "_parser", lambda: SimpleNamespace(parse_args=lambda _: parsed))
     assert main([]) == status
     assert capsys.readouterr() == ("", said)
@@ -82,7 +93,7 @@ def test_what_users_cause_has_a_status_and_no_traceback(
 
 def test_a_package_that_is_missing_is_named_with_its_extra() -> None:
     with (
-        pytest.raises(UserError, match=r"^nowhere is not installed: pip install 'blocksparse-attention\[demo\]'$"),
+        pytest.raises(UserError, match=r"^nowhere is not installed: pip install -e '\.\[demo\]' in a checkout$"),
         extra("demo"),
     ):
         import nowhere  # type: ignore[import-not-found]  # noqa: F401

@@ -40,7 +40,7 @@ def test_it_says_every_reason() -> None:
     trace = trace_of(bs.Identity(), bs.TopK(2), N=256)
     reasons = bs.FlashAttention4Executor().unsupported(trace.q, trace.k, trace.v, trace.mask)
     assert reasons == [
-        "flash-attn-4 is not installed (pip install 'blocksparse-attention[fa4]')",
+        "flash-attn-4 is not installed (pip install -e '.[fa4]' in a checkout)",
         "the kernel takes float16 and bfloat16, not torch.float32",
         "the kernel is for NVIDIA GPUs, and these tensors are on cpu",
     ]

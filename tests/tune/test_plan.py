@@ -181,5 +181,5 @@ def test_the_package_needs_no_extra_until_it_tunes() -> None:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 1
     assert result.stderr.startswith("blocksparse tune: transformers")
-    assert "is not installed: pip install 'blocksparse-attention[tune]'" in result.stderr
+    assert "is not installed: pip install -e '.[tune]' in a checkout" in result.stderr
     assert result.stderr.count("\n") == 1

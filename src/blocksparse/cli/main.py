@@ -7,8 +7,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-import blocksparse
 from blocksparse.cli import bench, demo, inspect, tune
+from blocksparse.cli.version import version
 from blocksparse.user_error import UserError
 
 _COMMANDS = (demo, bench, inspect, tune)
@@ -20,7 +20,15 @@ exit status: 0 if all went well, 1 if the command cannot run as asked, 2 if its 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; give its exit status, 1 with one sentence on stderr when it cannot run as asked."""
-    parsed = _parser().parse_args(arguments)
+    parser = _parser()
+    parsed = parser.parse_args(arguments)
+    if parsed.version:
+        print(version(verbose=parsed.verbose))
+        return 0
+    if parsed.command is None:
+        parser.error(f"name a command, one of {', '.join(x.__name__.rpartition('.')[2] for x in _COMMANDS)}")
+    if parsed.verbose:
+        parser.error("--verbose goes with --version; commands report their progress in any case")
     try:
         status: int = parsed.run(parsed)
         sys.stdout.flush()
@@ -44,8 +52,11 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"blocksparse {blocksparse.__version__}")
-    commands = parser.add_subparsers(required=True, metavar="command", dest="command")
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    parser.add_argument(
+        "--verbose", action="store_true", help="with --version: also packages, devices and what runs on them"
+    )
+    commands = parser.add_subparsers(metavar="command", dest="command")
     for command in _COMMANDS:
         command.add_to(commands)
     return parser

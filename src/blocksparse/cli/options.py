@@ -63,4 +63,4 @@ def extra(name: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        raise UserError(f"{error.name} is not installed: pip install 'blocksparse-attention[{name}]'") from None
+        raise UserError(f"{error.name} is not installed: pip install -e '.[{name}]' in a checkout") from None

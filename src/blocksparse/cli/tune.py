@@ -205,7 +205,7 @@ def _load(folder: Path, device: str | None) -> tuple[Any, Any]:
 
         from blocksparse.demo.model import load
     except ModuleNotFoundError as error:
-        raise TuneError(f"{error.name} is not installed: pip install 'blocksparse-attention[tune]'") from None
+        raise TuneError(f"{error.name} is not installed: pip install -e '.[tune]' in a checkout") from None
     disable_progress_bar()
     set_verbosity_error()
     try:
@@ -256,7 +256,7 @@ def _progress() -> Iterator[Report]:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
     except ModuleNotFoundError as error:
-        raise TuneError(f"{error.name} is not installed: pip install 'blocksparse-attention[tune]'") from None
+        raise TuneError(f"{error.name} is not installed: pip install -e '.[tune]' in a checkout") from None
 
     console = Console(stderr=True)
     bar = Progress(

@@ -33,7 +33,7 @@ class FlashAttention4Executor(Executor[GlobalPermutation, BlockMask]):
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> list[str]:
         reasons = []
         if not _installed():
-            reasons.append("flash-attn-4 is not installed (pip install 'blocksparse-attention[fa4]')")
+            reasons.append("flash-attn-4 is not installed (pip install -e '.[fa4]' in a checkout)")
         if q.dtype not in (torch.float16, torch.bfloat16):
             reasons.append(f"the kernel takes float16 and bfloat16, not {q.dtype}")
         if not q.is_cuda or torch.version.hip is not None:

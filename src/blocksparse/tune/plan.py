@@ -186,7 +186,7 @@ def _converter() -> Any:
     try:
         from cattrs.preconf.json import make_converter
     except ModuleNotFoundError as error:
-        raise TuneError(f"{error.name} is not installed: pip install 'blocksparse-attention[tune]'") from None
+        raise TuneError(f"{error.name} is not installed: pip install -e '.[tune]' in a checkout") from None
     converter = make_converter(forbid_extra_keys=True, detailed_validation=False)
     for kind, takes in ((int, int), (float, int | float), (str, str)):
 

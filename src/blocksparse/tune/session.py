@@ -83,7 +83,7 @@ class Session:
         try:
             versions = {name: version(name) for name in ("torch", "transformers", "scipy", "cattrs")}
         except PackageNotFoundError as error:
-            raise TuneError(f"{error.name} is not installed: pip install 'blocksparse-attention[tune]'") from None
+            raise TuneError(f"{error.name} is not installed: pip install -e '.[tune]' in a checkout") from None
         # Nothing else is here, so that other candidates, budgets and strategies use the same measurements.
         about = {
             "model": model.weights,

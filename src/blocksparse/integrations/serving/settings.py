@@ -143,7 +143,7 @@ def _plan(given: Mapping[str, Any], served: Served) -> Schedule:
     try:
         from blocksparse.tune import Plan  # only plans need the packages of the extra
     except ModuleNotFoundError as error:
-        raise ValueError(f"a plan needs {error.name}: pip install 'blocksparse-attention[tune]'") from None
+        raise ValueError(f"a plan needs {error.name}: pip install -e '.[tune]' in a checkout") from None
     plan = Plan.load(given["plan"])
     # The weights of a served model are laid out otherwise and may be quantised, so they are not compared.
     here = evolve(plan.model, type=served.type, layers=served.layers, heads=served.heads, kv_heads=served.kv_heads)
