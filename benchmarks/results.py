@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,13 +14,15 @@ RESULTS = Path(__file__).parents[1] / "docs" / "evidence" / "results"
 class Results(NamedTuple):
     """One table, cells as they are shown."""
 
+    source: str  # how it was made, in a sentence
     columns: list[str]
     rows: dict[str, list[str]]  # by their first cells in plain text, joined by commas
 
     @classmethod
     def named(cls, name: str) -> Results:
         read: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-        return cls(read["columns"], {", ".join(_plain(row[: read["keys"]])): row for row in read["rows"]})
+        source = "{machine}, {date}, {versions}. {command}: {inputs}.".format(**read)
+        return cls(source, read["columns"], {", ".join(_plain(row[: read["keys"]])): row for row in read["rows"]})
 
     def cell(self, row: str, column: str) -> float:
         text = self.rows[row][_plain(self.columns).index(column)]
@@ -30,7 +33,8 @@ class Results(NamedTuple):
 
     def markdown(self) -> str:
         lines = (self.columns, ["---"] * len(self.columns), *self.rows.values())
-        return "".join(f"| {' | '.join(line)} |\n".replace("|  |", "| |") for line in lines)
+        table = "".join(f"| {' | '.join(line)} |\n".replace("|  |", "| |") for line in lines)
+        return f"{table}\n{textwrap.fill(self.source[0].upper() + self.source[1:], 115)}\n"
 
 
 def _plain(cells: list[str]) -> list[str]:
