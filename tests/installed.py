@@ -1,4 +1,4 @@
-"""Run the python blocks of a page as a user would who installed the package: python -I tests/installed.py README.md"""
+"""Run the python blocks of a page with the installed package alone: python -I tests/installed.py README.md"""
 
 from __future__ import annotations
 

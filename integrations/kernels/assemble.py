@@ -1,6 +1,8 @@
-"""Lay the library out as Hugging Face's `kernels` loads it: python integrations/kernels/assemble.py build/hub-kernel
+"""Lay the library out as Hugging Face's `kernels` loads it.
 
-`kernels` imports a folder under a name of its own, beside other versions of it and beside an installed `blocksparse`. So
+    python integrations/kernels/assemble.py build/hub-kernel
+
+`kernels` imports a folder under a name of its own, beside other versions of it and an installed `blocksparse`. So
 imports of the library by name become relative, and its operators get a namespace of their own.
 """
 
@@ -15,15 +17,15 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 SOURCE = HERE.parents[1] / "src" / "blocksparse"
-HOSTS = ("bench", "cli", "demo", "inspection", "integrations", "tune")  # what needs other packages, and the command line
+# What needs other packages, and the command line.
+HOSTS = ("bench", "cli", "demo", "inspection", "integrations", "tune")
 BACKENDS = ("cuda", "rocm", "cpu")
 
 
 def relative(text: str, depth: int) -> str:
     """`text` of a module that lies `depth` folders below the package, with relative imports of it."""
     dots = "." * (depth + 1)
-    text = re.sub(r"^(\s*)from blocksparse\.([\w.]+) import ", rf"\1from {dots}\2 import ", text, flags=re.MULTILINE)
-    text = re.sub(r"^(\s*)from blocksparse import ", rf"\1from {dots} import ", text, flags=re.MULTILINE)
+    text = re.sub(r"^(\s*)from blocksparse(\.|\b)([\w.]*) import ", rf"\1from {dots}\3 import ", text, flags=re.M)
     if left := re.search(r"^\s*(import|from) blocksparse\b.*", text, re.MULTILINE):
         raise ValueError(f"this import cannot be made relative: {left[0].strip()}")
     return text

@@ -38,11 +38,12 @@ spec.loader.exec_module(loaded)
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("load", [BY_KERNELS, BY_HAND], ids=["kernels", "by hand"])
+@pytest.mark.parametrize(
+    "load", [BY_KERNELS, pytest.param(BY_HAND, marks=pytest.mark.slow)], ids=["kernels", "hand"]
+)
 def test_it_loads_beside_the_installed_package(load: str, tmp_path: Path) -> None:
     if load is BY_KERNELS:
-        pytest.importorskip("kernels", reason="the package `kernels` is not installed (make test-torch installs it)")
+        pytest.importorskip("kernels", reason="`kernels` is not installed; make test-torch installs it")
     subprocess.run([sys.executable, str(ASSEMBLE), str(tmp_path)], check=True)
     result = subprocess.run(
         [sys.executable, "-c", USE.replace("LOAD", load), str(tmp_path)], capture_output=True, text=True
