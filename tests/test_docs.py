@@ -50,8 +50,9 @@ def blocks(page: Path, *kinds: str) -> list[str]:
 @each_page
 def test_blocks_run(page: Path) -> None:
     """In order, in one namespace per page."""
-    if page.stem in ("transformers", "diffusers"):
-        pytest.importorskip(page.stem)
+    for host in ("transformers", "diffusers"):
+        if page.stem in (host, "integrations"):
+            pytest.importorskip(host)
     namespace: dict[str, object] = {"__name__": page.stem}
     for code in blocks(page, "", "gpu") if torch.cuda.is_available() else blocks(page, ""):
         exec(compile(code, str(page), "exec", dont_inherit=True), namespace)
@@ -153,6 +154,16 @@ def test_results_say_where_they_come_from(results: Path) -> None:
     assert all(read[fact] for fact in ("machine", "date", "versions", "command", "inputs"))
     assert {len(row) for row in read["rows"]} == {len(read["columns"])}
     assert any(f"<!-- table {results.stem} -->" in page.read_text(encoding="utf-8") for page in PAGES)
+
+
+@pytest.mark.parametrize(
+    "page", sorted((ROOT / "docs" / "reference" / "api").glob("*.md")), ids=lambda page: page.stem
+)
+def test_every_name_of_the_reference_is_in_its_example(page: Path) -> None:
+    example = "\n".join(blocks(page, ""))
+    names = [path.rsplit(".", 1)[1] for path in REFERENCE.findall(page.read_text(encoding="utf-8"))]
+    assert names
+    assert not [name for name in names if not re.search(rf"\b{name}\b", example)]
 
 
 @pytest.mark.slow

@@ -114,7 +114,11 @@ def draw(panels: list[Panel], path: Path, *, title: str) -> None:
         for side in ("top", "right"):
             axis.spines[side].set_visible(False)
     kept, dropped = _colour_maps()
-    legend = [Patch(color=kept(0.3), label="kept block"), Patch(color=dropped(0.5), label="dropped block")]
+    legend = [
+        Patch(color=kept(0.3), label="kept block"),
+        Patch(color=dropped(0.5), label="dropped block"),
+        Patch(facecolor="white", edgecolor="0.6", label="white: keys after the query, which it never sees"),
+    ]
     axes[-1].legend(handles=legend, loc="upper right", frameon=False)
     figure.colorbar(ScalarMappable(norm, kept), ax=axes, shrink=0.75, label="attention weight (mean over a pixel)")
     figure.suptitle(title, fontsize="x-large")
