@@ -71,8 +71,8 @@ def calls(plan: Plan, device: torch.device) -> Iterator[Row]:
 def _at_density(pipeline: AnyPipeline, q: Tensor, k: Tensor, density: float) -> tuple[float, AnyPipeline]:
     """PBS-Attn with the threshold that comes nearest to a density, to three decimals."""
     scale = q.shape[-1] ** -0.5
-    permutation = pipeline.permuter(q, k, causal=True, scale=scale)
-    scores = pipeline.scorer(q, k, permutation, causal=True, scale=scale)
+    permutation = pipeline.permuter(q, k, bs.AttentionSpec(scale=scale))
+    scores = pipeline.scorer(q, k, permutation, bs.AttentionSpec(scale=scale))
     low, high = 1, 999
     while low < high:
         middle = (low + high) // 2
@@ -87,8 +87,9 @@ def _at_density(pipeline: AnyPipeline, q: Tensor, k: Tensor, density: float) -> 
 
 def _whole_call(plan: Plan, pipeline: AnyPipeline, q: Tensor, k: Tensor, v: Tensor) -> Row:
     extra_bytes = peak_bytes(lambda: pipeline(q, k, v), q.device)
-    mask = pipeline.trace(q, k, v).visited
-    ran = str(plan.executor or bs.AutoExecutor().choose(q, k, v, mask))
+    trace = pipeline.trace(q, k, v)
+    mask = trace.visited
+    ran = str(plan.executor or bs.AutoExecutor().choose(q, k, v, mask, trace.spec))
     return {"density": density_of(mask), "ran": ran, "extra_bytes": extra_bytes, "mask": mask}
 
 
@@ -147,4 +148,4 @@ def cpu(plan: Plan, device: torch.device) -> Iterator[Row]:
 def _attend(
     executor: bs.Executor[bs.GlobalPermutation, bs.BlockMask], q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask
 ) -> Tensor:
-    return executor(q, k, v, bs.GlobalPermutation(), mask, scale=q.shape[-1] ** -0.5).out
+    return executor(q, k, v, mask, bs.AttentionSpec(scale=q.shape[-1] ** -0.5)).out

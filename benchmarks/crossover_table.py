@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+import blocksparse as bs
 from benchmarks.cases import Plan
 from benchmarks.inputs import everything, structured
 from benchmarks.kernel_tables import Row
@@ -25,7 +26,8 @@ def crossover(plan: Plan, device: torch.device) -> Iterator[Row]:
             release(device)
             q, k, v = structured(N, Hq, max(1, Hq * plan.Hkv // plan.Hq), plan.D, device, dtype)
             q = q[:, :, N - M :]
-            dense = partial(dense_attention, q, k, v, causal=True, scale=q.shape[-1] ** -0.5)
+            spec = bs.AttentionSpec(scale=q.shape[-1] ** -0.5)
+            dense = partial(dense_attention, q, k, v, spec)
             masks = {DENSE: everything(q, k)}
             calls = {DENSE: dense}
             for preset in plan.presets:
@@ -41,7 +43,7 @@ def crossover(plan: Plan, device: torch.device) -> Iterator[Row]:
                 "M": M,
                 "N": N,
                 "dtype": str(dtype).removeprefix("torch."),
-                "operations": dense_operations(q, k, v, causal=True) * idle_factor(q),
+                "operations": dense_operations(q, k, v, spec) * idle_factor(q),
                 "figures": {
                     name: figure.as_row()
                     for name, figure in measure(candidates, device=device, budget_ms=plan.budget_ms).items()

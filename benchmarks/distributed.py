@@ -160,8 +160,8 @@ def mass_for(shape: Shape, qkv: QKV, device: torch.device) -> float:
 def masks_density(pipeline: AnyPipeline, q: Tensor, k: Tensor) -> Tensor:
     """The density of each query head, `[Hq]`, in one call on this device."""
     scale = q.shape[-1] ** -0.5
-    permutation = pipeline.permuter(q, k, causal=True, scale=scale)
-    mask = pipeline.selector(pipeline.scorer(q, k, permutation, causal=True, scale=scale))
+    permutation = pipeline.permuter(q, k, bs.AttentionSpec(scale=scale))
+    mask = pipeline.selector(pipeline.scorer(q, k, permutation, bs.AttentionSpec(scale=scale)))
     density: Tensor = mask.density()[0]
     return density
 

@@ -53,14 +53,14 @@ class Timed(bs.Executor[PermutationT, MaskT]):
     inner: bs.Executor[PermutationT, MaskT]
     spans: Spans = field(repr=False)
 
-    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskT) -> list[str]:
-        return self.inner.unsupported(q, k, v, mask)
+    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskT, spec: bs.AttentionSpec) -> list[str]:
+        return self.inner.unsupported(q, k, v, mask, spec)
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, permutation: PermutationT, mask: MaskT, *, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, mask: MaskT, spec: bs.AttentionSpec, out: Tensor | None = None
     ) -> bs.AttentionOutput:
         start = self.spans.now()
-        output = self.inner(q, k, v, permutation, mask, scale=scale)
+        output = self.inner(q, k, v, mask, spec, out)
         self.spans.add(start)
         return output
 
@@ -70,11 +70,19 @@ class Timed(bs.Executor[PermutationT, MaskT]):
 class Idle(bs.Executor[bs.Permutation, bs.BlockMask]):
     """Computes nothing: the output is whatever the memory holds."""
 
-    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask) -> list[str]:
+    def unsupported(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask, spec: bs.AttentionSpec
+    ) -> list[str]:
         return []
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, permutation: bs.Permutation, mask: bs.BlockMask, *, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: bs.BlockMask,
+        spec: bs.AttentionSpec,
+        out: Tensor | None = None,
     ) -> bs.AttentionOutput:
         lse = q.new_empty(q.shape[:3], dtype=torch.float32)
         return bs.AttentionOutput(q.new_empty((*q.shape[:3], v.shape[3])), lse)

@@ -95,15 +95,15 @@ class _Near:
 
 def exact_call(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask) -> Call:
     """`TritonExecutor`, block lists included."""
-    executor, order, scale = bs.TritonExecutor(), bs.GlobalPermutation(), q.shape[-1] ** -0.5
-    return lambda: executor(q, k, v, order, mask, scale=scale).out
+    executor, scale = bs.TritonExecutor(), q.shape[-1] ** -0.5
+    return lambda: executor(q, k, v, mask, bs.AttentionSpec(scale=scale)).out
 
 
 def executor_call(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask, fp8_pv: bool) -> Call:
     """`Int8Executor`, block lists and rounding included."""
-    executor, order, scale = on_hopper(q, mask, fp8_pv), bs.GlobalPermutation(), q.shape[-1] ** -0.5
+    executor, scale = on_hopper(q, mask, fp8_pv), q.shape[-1] ** -0.5
     _refuse_unsupported(q, k, v, mask, fp8_pv)
-    return lambda: executor(q, k, v, order, mask, scale=scale).out
+    return lambda: executor(q, k, v, mask, bs.AttentionSpec(scale=scale)).out
 
 
 def int8_kernel_call(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask, fp8_pv: bool) -> Call:
@@ -114,7 +114,9 @@ def int8_kernel_call(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask, fp8_pv
 
 
 def _refuse_unsupported(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask, fp8_pv: bool) -> None:
-    if reasons := on_hopper(q, mask, fp8_pv).unsupported(q, k, v, mask):
+    if reasons := on_hopper(q, mask, fp8_pv).unsupported(
+        q, k, v, mask, bs.AttentionSpec(scale=q.shape[-1] ** -0.5)
+    ):
         raise CannotRunError("; ".join(reasons))
 
 

@@ -38,7 +38,7 @@ def _row_of(plan: Plan, N: int, density: float, maps: int, device: torch.device)
     )
     width = block * prefix_blocks(N, plan.segment, block, density)
     permutation = random_maps(N, maps, plan.segment, width, device)
-    scores = bs.NoScorer(block)(q, k, permutation, causal=True, scale=plan.D**-0.5)
+    scores = bs.NoScorer(block)(q, k, permutation, bs.AttentionSpec(scale=plan.D**-0.5))
     mask = bs.Ranked(bs.Everything())(scores)
     beside = scattered(q, k, mask)
     verify = partial(check, q=q, k=k, v=v, mask=mask)
@@ -84,7 +84,9 @@ def random_maps(N: int, maps: int, S: int, width: int, device: torch.device) -> 
 def scattered(q: Tensor, k: Tensor, mask: bs.BlockMask) -> bs.BlockMask:
     """A mask in original order with as many blocks in each row as `mask`: the diagonal and random earlier ones."""
     sizes, count = mask.grid, mask.keep.sum(-1, keepdim=True)
-    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), q_block=sizes.q_block, k_block=sizes.k_block, causal=True)
+    grid = bs.Grid.of(
+        q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0), q_block=sizes.q_block, k_block=sizes.k_block
+    )
     turn = torch.rand(*mask.keep.shape[:3], grid.cols, device=q.device)
     order = turn.masked_fill(grid.diagonal, 2.0).masked_fill(~grid.reachable, -1.0).argsort(-1, descending=True)
     first = torch.arange(grid.cols, device=q.device) < count
@@ -114,9 +116,9 @@ def portable_gather_call(q: Tensor, k: Tensor, v: Tensor, mask: bs.RankedBlockMa
 def executor_call(q: Tensor, k: Tensor, v: Tensor, permutation: bs.Permutation, mask: bs.RankedBlockMask) -> Call:
     """`GatherExecutor(tau=0)`, the order of blocks included."""
     executor, scale = bs.GatherExecutor(tau=0.0), q.shape[-1] ** -0.5
-    return lambda: executor(q, k, v, permutation, mask, scale=scale).out
+    return lambda: executor(q, k, v, mask, bs.AttentionSpec(scale=scale)).out
 
 
 def _refuse_unsupported(q: Tensor, k: Tensor, v: Tensor, mask: bs.RankedBlockMask) -> None:
-    if reasons := bs.GatherExecutor().unsupported(q, k, v, mask):
+    if reasons := bs.GatherExecutor().unsupported(q, k, v, mask, bs.AttentionSpec(scale=q.shape[-1] ** -0.5)):
         raise CannotRunError("; ".join(reasons))

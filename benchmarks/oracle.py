@@ -22,16 +22,28 @@ class TrueMassScorer(bs.Scorer[bs.Permutation, bs.BlockMass]):
     block: int = 128
 
     def __call__(
-        self, q: Tensor, k: Tensor, permutation: bs.Permutation, *, causal: bool, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        permutation: bs.Permutation,
+        spec: bs.AttentionSpec,
+        history: bs.KeyHistory | None = None,
     ) -> bs.BlockMass:
-        grid = bs.Grid.of(q, k, permutation, q_block=self.block, k_block=self.block, causal=causal)
+        grid = bs.Grid.of(
+            q,
+            k,
+            permutation,
+            spec,
+            q_block=self.block,
+            k_block=self.block,
+        )
         every = bs.BlockMask(grid.reachable.expand(*q.shape[:2], -1, -1), grid)
         keys = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).float()
         values = torch.zeros(every.keep.shape, device=q.device)
         for row in range(grid.rows):
             query, slots = every.queries(row), every.slots(row)
             rows = q.gather(2, query.unsqueeze(-1).expand(*query.shape, q.shape[-1])).float()
-            logits = torch.matmul(rows, keys.transpose(-1, -2)) * scale  # [B, Hq, m, N]
+            logits = torch.matmul(rows, keys.transpose(-1, -2)) * spec.scale  # [B, Hq, m, N]
             logits = logits.masked_fill(~every.pairs(row), float("-inf"))
             weight = logits.softmax(-1).mean(-2)  # [B, Hq, N]
             in_slots = weight.gather(-1, slots.clamp_min(0).flatten(-2).long()).view(slots.shape)

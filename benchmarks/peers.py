@@ -41,7 +41,7 @@ def kernel_call(
 ) -> Call:
     """Our kernel; where keys are permuted, they are gathered beforehand too."""
     executor, grid = bs.TritonExecutor(tiles), mask.grid
-    if reasons := executor.unsupported(q, k, v, mask):
+    if reasons := executor.unsupported(q, k, v, mask, bs.AttentionSpec(scale=q.shape[-1] ** -0.5)):
         raise CannotRunError("; ".join(reasons))
 
     order, plan = permutation or bs.GlobalPermutation(), BlockPlan.of(mask)
@@ -96,7 +96,9 @@ def _compiled_flex() -> Callable[..., Any]:
 
 def flash_attention_4_call(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask) -> Call:
     """flash-attn-4's block-sparse forward."""
-    if reasons := bs.FlashAttention4Executor().unsupported(q, k, v, mask):
+    if reasons := bs.FlashAttention4Executor().unsupported(
+        q, k, v, mask, bs.AttentionSpec(scale=q.shape[-1] ** -0.5)
+    ):
         raise CannotRunError("; ".join(reasons))
     from flash_attn.cute import flash_attn_func
 
@@ -185,7 +187,7 @@ def cudnn_chunk_call(q: Tensor, k: Tensor, v: Tensor) -> Call:
 def flash_attention_2_chunk_call(q: Tensor, k: Tensor, v: Tensor) -> Call:
     """Dense attention of the last queries as PyTorch's `causal_lower_right` runs it."""
     scale = q.shape[-1] ** -0.5
-    return functools.partial(dense_attention, q, k, v, causal=True, scale=scale)
+    return functools.partial(dense_attention, q, k, v, bs.AttentionSpec(scale=scale))
 
 
 DENSE: dict[str, DensePeer] = {

@@ -85,10 +85,10 @@ def _parts_of(pipeline: AnyPipeline, qkv: QKV, at: Tensor, dense: Tensor, budget
     permutation, mask = trace.permutation, trace.mask
     del trace  # its scores and its output
     first: dict[str, Callable[[], object]] = {
-        "index": lambda: pipeline.permuter(q, k, causal=True, scale=scale),
-        "rank": lambda: pipeline.selector(pipeline.scorer(q, k, permutation, causal=True, scale=scale)),
+        "index": lambda: pipeline.permuter(q, k, bs.AttentionSpec(scale=scale)),
+        "rank": lambda: pipeline.selector(pipeline.scorer(q, k, permutation, bs.AttentionSpec(scale=scale))),
     }
-    attend = {"attend": lambda: pipeline.executor(q, k, v, permutation, mask, scale=scale)}
+    attend = {"attend": lambda: pipeline.executor(q, k, v, mask, bs.AttentionSpec(scale=scale))}
     figures = medians(first, device=q.device, budget_ms=budget_ms / 3)
     figures |= medians(attend, device=q.device, budget_ms=budget_ms)
     return {

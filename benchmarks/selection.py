@@ -26,7 +26,7 @@ def setting(tokens: int, heads: int, *, sorted_keys: bool = False) -> tuple[bs.G
     if sorted_keys:
         order = torch.rand(1, k.shape[1], tokens // 256, 256, device="cuda").argsort(-1)
         order = (order + torch.arange(0, tokens, 256, device="cuda")[:, None]).flatten(2).unsqueeze(2).int()
-    grid = bs.Grid.of(q, k, bs.GlobalPermutation(order), q_block=128, k_block=128, causal=True)
+    grid = bs.Grid.of(q, k, bs.GlobalPermutation(order), bs.AttentionSpec(scale=1.0), q_block=128, k_block=128)
     return grid, 2.0 * torch.randn(1, heads, grid.rows, grid.cols, device="cuda")
 
 

@@ -47,14 +47,14 @@ def _stages_of(pipeline: AnyPipeline, q: Tensor, k: Tensor, v: Tensor, budget_ms
 
 def steps_of(pipeline: AnyPipeline, trace: bs.Trace[Any, Any, Any]) -> dict[str, Callable[[], object]]:
     """The stages of a causal call, each by itself on what the stages before it gave."""
-    q, k, v, scale = trace.q, trace.k, trace.v, trace.scale
+    q, k, v, scale = trace.q, trace.k, trace.v, trace.spec.scale
     permutation, scores, mask = trace.permutation, trace.scores, trace.mask
     return {
-        "permute": lambda: pipeline.permuter(q, k, causal=True, scale=scale),
-        "score": lambda: pipeline.scorer(q, k, permutation, causal=True, scale=scale),
+        "permute": lambda: pipeline.permuter(q, k, bs.AttentionSpec(scale=scale)),
+        "score": lambda: pipeline.scorer(q, k, permutation, bs.AttentionSpec(scale=scale)),
         # A grid remembers its refinement, and a call makes both.
         "select": lambda: pipeline.selector(evolve(scores, grid=evolve(scores.grid))),
-        "attend": lambda: pipeline.executor(q, k, v, permutation, mask, scale=scale),
+        "attend": lambda: pipeline.executor(q, k, v, mask, bs.AttentionSpec(scale=scale)),
     }
 
 

@@ -29,12 +29,14 @@ from blocksparse import (
     BlockMass,
     GlobalPermutation,
     Grid,
+    KeyHistory,
     MeanPoolScorer,
     Pipeline,
     ReferenceExecutor,
     Scorer,
     TopCdf,
 )
+from blocksparse.attention_spec import AttentionSpec
 from blocksparse.permuters.column_order import ColumnOrder
 from blocksparse.permuters.given_order import GivenOrder
 from blocksparse.permuters.grid_order import GridOrder
@@ -70,13 +72,25 @@ class TrueMassScorer(Scorer[GlobalPermutation, BlockMass]):
     k_block: int = field(default=K_BLOCK)
 
     def __call__(
-        self, q: Tensor, k: Tensor, permutation: GlobalPermutation, *, causal: bool, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        permutation: GlobalPermutation,
+        spec: AttentionSpec,
+        history: KeyHistory | None = None,
     ) -> BlockMass:
-        grid = Grid.of(q, k, permutation, q_block=self.q_block, k_block=self.k_block, causal=causal)
+        grid = Grid.of(
+            q,
+            k,
+            permutation,
+            spec,
+            q_block=self.q_block,
+            k_block=self.k_block,
+        )
         keys = permutation.gather_keys(k).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         rows = []
         for queries in permutation.gather_queries(q).split(self.q_block, dim=2):
-            weight = (queries @ keys.transpose(-1, -2) * scale).softmax(-1).sum(2)  # [B, Hq, N]
+            weight = (queries @ keys.transpose(-1, -2) * spec.scale).softmax(-1).sum(2)  # [B, Hq, N]
             weight = pad(weight, (0, grid.cols * self.k_block - grid.k_len))
             rows.append(weight.unflatten(-1, (grid.cols, self.k_block)).sum(-1))
         return BlockMass(torch.stack(rows, dim=2), grid)
@@ -164,9 +178,9 @@ def measure(
     scorer = MeanPoolScorer(Q_BLOCK, k_block=K_BLOCK)
     rows = []
     for name, order in orders(grid, seed).items():
-        permutation = order(q, k, causal=False, scale=scale)
-        truth = TrueMassScorer()(q, k, permutation, causal=False, scale=scale)
-        threshold = smallest_threshold(scorer(q, k, permutation, causal=False, scale=scale), truth)
+        permutation = order(q, k, AttentionSpec(scale=scale, causal=False))
+        truth = TrueMassScorer()(q, k, permutation, AttentionSpec(scale=scale, causal=False))
+        threshold = smallest_threshold(scorer(q, k, permutation, AttentionSpec(scale=scale, causal=False)), truth)
         trace = Pipeline(order, scorer, TopCdf(threshold), ReferenceExecutor()).trace(q, k, v, causal=False)
         rows.append(
             Row(

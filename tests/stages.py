@@ -21,7 +21,7 @@ from blocksparse.selectors.selector import Intersection, Union
 class Shuffle(bs.Permuter[bs.GlobalPermutation]):
     """Keys and queries in random order: the hardest permutation an executor may meet."""
 
-    def __call__(self, q: Tensor, k: Tensor, *, causal: bool, scale: float) -> bs.GlobalPermutation:
+    def __call__(self, q: Tensor, k: Tensor, spec: bs.AttentionSpec) -> bs.GlobalPermutation:
         generator = torch.Generator().manual_seed(0)
         k_index = torch.rand(*k.shape[:2], 1, k.shape[2], generator=generator).argsort(-1).int()
         q_index = torch.rand(*q.shape[:3], generator=generator).argsort(-1).int()
@@ -35,9 +35,21 @@ class AnyOrder(bs.Scorer[bs.Permutation, bs.BlockScores]):
     block: int
 
     def __call__(
-        self, q: Tensor, k: Tensor, permutation: bs.Permutation, *, causal: bool, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        permutation: bs.Permutation,
+        spec: bs.AttentionSpec,
+        history: bs.KeyHistory | None = None,
     ) -> bs.BlockScores:
-        grid = bs.Grid.of(q, k, permutation, q_block=self.block, k_block=self.block, causal=causal)
+        grid = bs.Grid.of(
+            q,
+            k,
+            permutation,
+            spec,
+            q_block=self.block,
+            k_block=self.block,
+        )
         generator = torch.Generator().manual_seed(0)
         values = torch.rand(*q.shape[:2], grid.rows, grid.cols, generator=generator)
         return bs.BlockScores(values.to(q.device), grid)

@@ -28,6 +28,7 @@ from blocksparse.executors.tiles import HopperTiles
 from blocksparse.kernels.attention.int8_attention import int8_attention_reference
 from blocksparse.testing import make_qkv
 from tests.machine import GPU, needs_hopper
+from tests.specs import asked
 
 PLAN = evolve(TINY, Hq=2, Hkv=1, budget_ms=1.0, densities=(0.5,), kernel_lengths=(128,), taus=(0.01, 0.5))
 
@@ -76,11 +77,11 @@ def test_the_8_bit_kernel_is_given_what_the_executor_gives_it(
     monkeypatch.setattr("blocksparse.executors.int8.int8_attention", op)
     monkeypatch.setattr(bs.Int8Executor, "unsupported", lambda *_: [])
     monkeypatch.setattr(bs.Int8Executor, "_hopper_reasons", lambda *_: [])
-    bs.Int8Executor(fp8_pv)(q, k, v, bs.GlobalPermutation(), mask, scale=scale)
+    bs.Int8Executor(fp8_pv)(q, k, v, mask, asked(mask, scale))
     arguments = eight_bit_tables.kernel_arguments(q, k, v, mask, fp8_pv)
     for ours, its in zip(arguments.values(), given[0], strict=True):
         assert alike(ours, its)
-    want = bs.ReferenceExecutor()(q, k, v, bs.GlobalPermutation(), mask, scale=scale).out
+    want = bs.ReferenceExecutor()(q, k, v, mask, asked(mask, scale)).out
     tolerance = eight_bit_tables.TOLERANCE["fp8" if fp8_pv else "bf16"]
     check_near(int8_attention_reference(**arguments)[0], want, tolerance=tolerance)
 
@@ -98,7 +99,7 @@ def test_wrong_8_bits_are_not_timed(monkeypatch: pytest.MonkeyPatch, device: str
     """What is exact passes, what is off by too much for bf16 values does not; then rounding is timed too."""
 
     def pretended(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask, fp8_pv: bool) -> Callable[[], Tensor]:
-        out = bs.ReferenceExecutor()(q, k, v, bs.GlobalPermutation(), mask, scale=q.shape[-1] ** -0.5).out
+        out = bs.ReferenceExecutor()(q, k, v, mask, asked(mask, q.shape[-1] ** -0.5)).out
         return lambda: out * 1.03
 
     for name in ("executor_call", "int8_kernel_call"):
@@ -162,7 +163,7 @@ def test_as_many_blocks_are_gathered_as_lie_side_by_side() -> None:
         early = early[early >= 0]
         assert len(early.unique()) == min(48, 64 * g)
         assert bool((early < 64 * g).all())
-    scores = bs.NoScorer(16)(q, k, permutation, causal=True, scale=0.25)
+    scores = bs.NoScorer(16)(q, k, permutation, bs.AttentionSpec(scale=0.25))
     mask = bs.Ranked(bs.Everything())(scores)
     beside = gather_tables.scattered(q, k, mask)
     assert torch.equal(beside.keep.sum(-1), mask.keep.sum(-1))
@@ -186,13 +187,13 @@ def test_dense_rows() -> None:
     q, k, v = make_qkv(N=70, M=50, D=16, Hq=4, Hkv=2)
     at = torch.tensor([0, 7, 49, 7])
     mask = bs.BlockMask(torch.ones(1, 4, 1, 1, dtype=torch.bool), grid_of(q, k))
-    want = bs.ReferenceExecutor()(q, k, v, bs.GlobalPermutation(), mask, scale=0.25).out
+    want = bs.ReferenceExecutor()(q, k, v, mask, asked(mask, 0.25)).out
     torch.testing.assert_close(s2o_tables.dense_rows(q, k, v, at).float(), want[:, :, at], rtol=1e-5, atol=1e-5)
 
 
 def grid_of(q: Tensor, k: Tensor) -> bs.Grid:
     """One block that holds everything."""
-    return bs.Grid.of(q, k, bs.GlobalPermutation(), q_block=128, k_block=128, causal=True)
+    return bs.Grid.of(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0), q_block=128, k_block=128)
 
 
 @pytest.mark.slow

@@ -31,6 +31,7 @@ from torch import Tensor
 
 import blocksparse as bs
 from blocksparse.testing import make_qkv
+from tests.specs import asked
 
 CPU = torch.device("cpu")
 PLAN = evolve(
@@ -68,7 +69,7 @@ def test_check_refuses_a_wrong_output(wrong: str) -> None:
         "not a number": out.masked_fill(torch.ones_like(out, dtype=torch.bool), float("nan")),
         "dense": torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
         "keys in another order": bs.ReferenceExecutor()(
-            q, k, v.flip(2), trace.permutation, trace.mask, scale=trace.scale
+            q, k, v.flip(2), trace.mask, asked(trace.mask, trace.spec.scale)
         ).out,
     }
     with pytest.raises(WrongOutputError, match="relative error"):
@@ -151,8 +152,8 @@ def test_structured_inputs_have_structure() -> None:
     assert (q.shape, k.shape, v.shape) == ((1, 2, 8192, 64), (1, 1, 8192, 64), (1, 1, 8192, 64))
     assert all(bool(x.isfinite().all()) for x in (q, k, v))
     parts = bs.Identity(), bs.MeanPoolScorer(), bs.TopCdf(0.9)
-    permutation = parts[0](q, k, causal=True, scale=0.125)
-    mask = parts[2](parts[1](q, k, permutation, causal=True, scale=0.125))
+    permutation = parts[0](q, k, bs.AttentionSpec(scale=0.125))
+    mask = parts[2](parts[1](q, k, permutation, bs.AttentionSpec(scale=0.125)))
     assert 0.05 < kernel_tables.density_of(mask) < 0.5  # white noise keeps 0.9
     assert kernel_tables.density_of(mask) == pytest.approx(float(mask.density().mean()))
 

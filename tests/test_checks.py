@@ -98,7 +98,7 @@ class Broken(bs.Permuter[bs.GlobalPermutation]):
     def __init__(self, spoil: Callable[[Tensor, Tensor], Tensor]) -> None:
         self.spoil = spoil
 
-    def __call__(self, q: Tensor, k: Tensor, *, causal: bool, scale: float) -> bs.GlobalPermutation:
+    def __call__(self, q: Tensor, k: Tensor, spec: bs.AttentionSpec) -> bs.GlobalPermutation:
         index = torch.arange(k.shape[2], dtype=torch.int32).expand(*k.shape[:2], 1, -1)
         return bs.GlobalPermutation(self.spoil(index, k))
 
@@ -127,17 +127,27 @@ class Scores(bs.Scorer[bs.GlobalPermutation, bs.BlockMass]):
         self.spoil = spoil
 
     def __call__(
-        self, q: Tensor, k: Tensor, permutation: bs.GlobalPermutation, *, causal: bool, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        permutation: bs.GlobalPermutation,
+        spec: bs.AttentionSpec,
+        history: bs.KeyHistory | None = None,
     ) -> bs.BlockMass:
-        right = bs.MeanPoolScorer(16)(q, k, permutation, causal=causal, scale=scale)
+        right = bs.MeanPoolScorer(16)(q, k, permutation, spec)
         return bs.BlockMass(self.spoil(right.values, right.grid, k), right.grid)
 
 
 class OtherGrid(Scores):
     def __call__(
-        self, q: Tensor, k: Tensor, permutation: bs.GlobalPermutation, *, causal: bool, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        permutation: bs.GlobalPermutation,
+        spec: bs.AttentionSpec,
+        history: bs.KeyHistory | None = None,
     ) -> bs.BlockMass:
-        return bs.MeanPoolScorer(16)(q, k, IN_ORDER, causal=causal, scale=scale)
+        return bs.MeanPoolScorer(16)(q, k, IN_ORDER, spec)
 
 
 @pytest.mark.parametrize(
@@ -201,19 +211,29 @@ class Attends(bs.Executor[bs.Permutation, bs.BlockMask]):
     def __init__(self, spoil: Callable[[Any, Tensor, Tensor, bs.BlockMask], Any]) -> None:
         self.spoil = spoil
 
-    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask) -> list[str]:
+    def unsupported(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask, spec: bs.AttentionSpec
+    ) -> list[str]:
         return []
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, permutation: bs.Permutation, mask: bs.BlockMask, *, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: bs.BlockMask,
+        spec: bs.AttentionSpec,
+        out: Tensor | None = None,
     ) -> bs.AttentionOutput:
-        right = bs.ReferenceExecutor()(q, k, v, permutation, mask, scale=scale)
+        right = bs.ReferenceExecutor()(q, k, v, mask, spec, out)
         spoilt: bs.AttentionOutput = self.spoil(right, q, k, mask)
         return spoilt
 
 
 class NeverRuns(Attends):
-    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask) -> list[str]:
+    def unsupported(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask, spec: bs.AttentionSpec
+    ) -> list[str]:
         return ["it is Monday"]
 
 

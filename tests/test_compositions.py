@@ -81,15 +81,15 @@ def test_every_legal_composition_is_accepted() -> None:
 
 def test_an_executor_by_itself_says_what_it_needs() -> None:
     q, k, v = make_qkv(N=64, D=16)
-    permutation = bs.GlobalPermutation()
-    mask = bs.TopCdf(0.5)(bs.MeanPoolScorer(16)(q, k, permutation, causal=True, scale=0.25))
+    spec = bs.AttentionSpec(scale=0.25)
+    mask = bs.TopCdf(0.5)(bs.MeanPoolScorer(16)(q, k, bs.GlobalPermutation(), spec))
     with pytest.raises(TypeError, match="GatherExecutor needs a RankedBlockMask, and got a BlockMask"):
-        bs.GatherExecutor()(q, k, v, permutation, wrong(mask), scale=0.25)
-    groups = bs.GlobalIndexMap(32)(q, k, causal=True, scale=0.25)
+        bs.GatherExecutor()(q, k, v, wrong(mask), spec)
+    groups = bs.Everything()(bs.NoScorer(16)(q, k, bs.GlobalIndexMap(32)(q, k, spec), spec))
     with pytest.raises(TypeError, match="TritonExecutor needs a GlobalPermutation, and got a Permutation"):
-        bs.TritonExecutor()(q, k, v, wrong(groups), mask, scale=0.25)
+        bs.TritonExecutor()(q, k, v, groups, spec)
     with pytest.raises(TypeError, match="ReferenceExecutor needs a BlockMask, and got a Tensor"):
-        bs.ReferenceExecutor()(q, k, v, permutation, wrong(mask.keep), scale=0.25)
+        bs.ReferenceExecutor()(q, k, v, wrong(mask.keep), spec)
 
 
 class Untyped(bs.Selector):  # type: ignore[type-arg]
@@ -108,8 +108,10 @@ def test_a_stage_without_types_runs() -> None:
 class Mean(bs.Scorer):  # type: ignore[type-arg]
     """Says nothing either."""
 
-    def __call__(self, q: Any, k: Any, permutation: Any, *, causal: bool, scale: float) -> Any:
-        return bs.MeanPoolScorer(16)(q, k, permutation, causal=causal, scale=scale)
+    def __call__(
+        self, q: Any, k: Any, permutation: Any, spec: bs.AttentionSpec, history: bs.KeyHistory | None = None
+    ) -> Any:
+        return bs.MeanPoolScorer(16)(q, k, permutation, spec)
 
 
 class OfAny(Mean, bs.Scorer[Any, Any]):

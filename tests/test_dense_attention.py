@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
+from blocksparse.attention_spec import AttentionSpec
 from blocksparse.executors.dense_attention import _by_rows, dense_attention
 from blocksparse.testing import assert_within_budget, make_qkv, masked_attention
 from tests.machine import needs_gpu, needs_hopper
@@ -59,7 +60,7 @@ def test_dense_attention_is_attention_to_all(
     dtype: torch.dtype, causal: bool, M: int, Hkv: int, device: str
 ) -> None:
     q, k, v = make_qkv(B=2, Hkv=Hkv, M=M, D=32, dtype=dtype, device=device)
-    check(dense_attention(q, k, v, causal=causal, scale=SCALE), q, k, v, causal=causal)
+    check(dense_attention(q, k, v, AttentionSpec(scale=SCALE, causal=causal)), q, k, v, causal=causal)
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
@@ -67,7 +68,7 @@ def test_dense_attention_is_attention_to_all(
 @pytest.mark.parametrize(("D", "Dv"), [(20, 20), (64, 24), (24, 64), (192, 128), (256, 256), (1, 3)])
 def test_every_head_dim(dtype: torch.dtype, M: int, D: int, Dv: int, device: str) -> None:
     q, k, v = make_qkv(M=M, D=D, Dv=Dv, dtype=dtype, device=device)
-    check(dense_attention(q, k, v, causal=True, scale=SCALE), q, k, v, causal=True)
+    check(dense_attention(q, k, v, AttentionSpec(scale=SCALE)), q, k, v, causal=True)
 
 
 def head_dim_outside(x: Tensor) -> Tensor:
@@ -91,7 +92,7 @@ def odd_address(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("laid_out", [head_dim_outside, tokens_first, odd_stride, odd_address])
 def test_every_layout(laid_out: Callable[[Tensor], Tensor], M: int, dtype: torch.dtype, device: str) -> None:
     q, k, v = (laid_out(x) for x in make_qkv(M=M, D=32, dtype=dtype, device=device))
-    check(dense_attention(q, k, v, causal=True, scale=SCALE), q, k, v, causal=True)
+    check(dense_attention(q, k, v, AttentionSpec(scale=SCALE)), q, k, v, causal=True)
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
@@ -110,10 +111,10 @@ def test_a_key_that_is_not_finite_reaches_only_queries_that_see_it(
     value: float, M: int, dtype: torch.dtype, device: str
 ) -> None:
     q, k, v = make_qkv(M=M, D=32, dtype=dtype, device=device)
-    clean = dense_attention(q, k, v, causal=True, scale=SCALE)
+    clean = dense_attention(q, k, v, AttentionSpec(scale=SCALE))
     k[:, :, 150] = value
     seen_by = 150 - (200 - M)
-    out = dense_attention(q, k, v, causal=True, scale=SCALE)
+    out = dense_attention(q, k, v, AttentionSpec(scale=SCALE))
     assert torch.equal(out[:, :, :seen_by], clean[:, :, :seen_by])
     assert not torch.equal(out[:, :, seen_by:], clean[:, :, seen_by:])
 
@@ -150,8 +151,8 @@ def peak_bytes(call: Callable[[], Tensor], device: str) -> int:
 def test_memory_grows_with_tokens(dtype: torch.dtype, M: int, Dv: int, causal: bool, device: str) -> None:
     """All weights of these calls are four or eight times what is allowed."""
     q, k, v = make_qkv(Hq=4, Hkv=2, N=2048, M=M, D=16, Dv=Dv, dtype=dtype, device=device)
-    dense_attention(q, k, v, causal=causal, scale=SCALE)
-    peak = peak_bytes(lambda: dense_attention(q, k, v, causal=causal, scale=SCALE), device)
+    dense_attention(q, k, v, AttentionSpec(scale=SCALE, causal=causal))
+    peak = peak_bytes(lambda: dense_attention(q, k, v, AttentionSpec(scale=SCALE, causal=causal)), device)
     by_rows = 3 * 4 * 128 * 2048 * 8 if device == "cuda" and dtype == torch.float64 else 0
     assert peak <= 2 * 2**20 * dtype.itemsize + by_rows
 
@@ -174,7 +175,7 @@ def test_threads_never_see_other_settings() -> None:
 
     def attend() -> None:
         for start in (0, 10) * 50:
-            dense_attention(q[:, :, start:], k, v, causal=True, scale=SCALE)
+            dense_attention(q[:, :, start:], k, v, AttentionSpec(scale=SCALE))
 
     def watch() -> None:
         while not done.is_set():
@@ -194,7 +195,7 @@ def test_threads_never_see_other_settings() -> None:
 def kernel_of(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True) -> str:
     """The name of PyTorch's kernel that runs, if one does."""
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as watched:  # without it, 2.11 warns
-        dense_attention(q, k, v, causal=causal, scale=SCALE)
+        dense_attention(q, k, v, AttentionSpec(scale=SCALE, causal=causal))
     kernels = "aten::_scaled_dot_product", "aten::_efficient_attention"  # the latter where there is a mask
     names = [event.key for event in watched.key_averages()]
     return next((name for name in names if name.startswith(kernels)), "products")
@@ -234,15 +235,15 @@ def test_cpu_tensors_need_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"blocksparse.executors.dense_attention.can_use_{name}_attention", no_gpu)
     q, k, v = make_qkv(N=70, D=16)
     for start in (0, 30):
-        assert dense_attention(q[:, :, start:], k, v, causal=True, scale=SCALE).isfinite().all()
+        assert dense_attention(q[:, :, start:], k, v, AttentionSpec(scale=SCALE)).isfinite().all()
 
 
 @pytest.mark.parametrize("M", [40, 70])
 def test_a_cpu_that_may_round_fp32_multiplies_in_float64(M: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `torch.set_float32_matmul_precision` may ask a CPU with units for bf16."""
     q, k, v = make_qkv(N=70, M=M, D=16)
-    want = dense_attention(q.double(), k.double(), v.double(), causal=True, scale=0.25)
+    want = dense_attention(q.double(), k.double(), v.double(), AttentionSpec(scale=0.25))
     monkeypatch.setattr("blocksparse.executors.dense_attention.rounds_fp32", lambda: True)
-    out = dense_attention(q, k, v, causal=True, scale=0.25)
+    out = dense_attention(q, k, v, AttentionSpec(scale=0.25))
     assert out.dtype == torch.float32
     assert torch.equal(out, want.float())

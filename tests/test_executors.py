@@ -24,6 +24,7 @@ from blocksparse.kernels.multiplying import flash_on_cpu
 from blocksparse.testing import check_executor, make_qkv
 from tests import stages
 from tests.machine import GPU, needs_gpu
+from tests.specs import asked
 
 EXACT = bs.CpuExecutor(), bs.ReferenceExecutor()
 ON_A_GPU: list[bs.Executor[Any, Any]] = [
@@ -37,7 +38,7 @@ def test_auto_takes_the_cpu_executor_on_a_cpu() -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         q, k, v = make_qkv(N=64, D=16, dtype=dtype)
         trace = bs.pbs_attn(executor=bs.ReferenceExecutor()).trace(q, k, v)
-        assert str(bs.AutoExecutor().choose(q, k, v, trace.mask)) == "CpuExecutor runs"
+        assert str(bs.AutoExecutor().choose(q, k, v, trace.mask, trace.spec)) == "CpuExecutor runs"
 
 
 def test_heads_that_share_a_mask_may_have_key_orders_of_their_own() -> None:
@@ -172,8 +173,8 @@ def test_flex_is_the_same_whatever_surrounds_it() -> None:
 def test_auto_takes_triton_on_a_gpu() -> None:
     q, k, v = make_qkv(N=64, D=16, device="cuda")
     trace = bs.pbs_attn(executor=bs.ReferenceExecutor()).trace(q, k, v)
-    assert str(bs.AutoExecutor(dense_below=0).choose(q, k, v, trace.mask)) == "TritonExecutor runs"
-    assert str(bs.AutoExecutor().choose(q, k, v, trace.mask)).startswith("dense attention runs: dense")
+    assert str(bs.AutoExecutor(dense_below=0).choose(q, k, v, trace.mask, trace.spec)) == "TritonExecutor runs"
+    assert str(bs.AutoExecutor().choose(q, k, v, trace.mask, trace.spec)).startswith("dense attention runs: dense")
 
 
 @pytest.mark.parametrize("start", [0, 37])
@@ -218,10 +219,10 @@ def test_reference_memory_stays_with_kept_blocks(dtype: torch.dtype) -> None:
 
     front = pipeline.trace(q[:, :, :512], k[:, :, :512], v[:, :, :512])
     assert front.output.out.dtype == dtype
-    scores = pipeline.scorer(q, k, bs.GlobalPermutation(), causal=True, scale=0.3)
+    scores = pipeline.scorer(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=0.3))
     mask = pipeline.selector(scores)
     with Watch():  # type: ignore[no-untyped-call]
-        bs.ReferenceExecutor()(q, k, v, bs.GlobalPermutation(), mask, scale=0.3)
+        bs.ReferenceExecutor()(q, k, v, mask, asked(mask, 0.3))
     assert largest <= 512 * 4 * 512 * 8  # one row of logits against kept keys (or its int64 index), in bytes
 
 
@@ -253,10 +254,10 @@ def test_cpu_joins_rows_to_no_other_result(Hkv: int, tokens_first: bool) -> None
     q, k, v = make_qkv(Hkv=Hkv, N=700, D=16)
     if tokens_first:
         q = q.transpose(1, 2).contiguous().transpose(1, 2)
-    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), q_block=64, k_block=32, causal=True)
+    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0), q_block=64, k_block=32)
     keep = grid.reachable.repeat(1, 4, 1, 1)
     keep[:, 1, 5:, 2] = keep[:, 2, 9] = keep[:, 3, 4, 8:] = False
-    outputs = [e(q, k, v, bs.GlobalPermutation(), bs.BlockMask(keep, grid), scale=0.25) for e in EXACT]
+    outputs = [e(q, k, v, bs.BlockMask(keep, grid), asked(bs.BlockMask(keep, grid), 0.25)) for e in EXACT]
     torch.testing.assert_close(*((output.out, output.lse) for output in outputs))
 
 
@@ -306,12 +307,10 @@ def test_units_for_bf16_change_no_other_dtype(dtype: torch.dtype, bf16_units: li
 def test_units_for_bf16_and_other_head_dims(softcap: float | None, causal: bool) -> None:
     for Dv in (8, 16, 24):
         q, k, v = make_qkv(N=200, M=130, D=16, Dv=Dv, dtype=torch.bfloat16)
-        logits = bs.Logits(softcap=softcap)
-        cpu = bs.mean_pooling(0.5, block=16, executor=bs.CpuExecutor(logits=logits))
-        mask, out = cpu.trace(q, k, v, causal=causal).mask, cpu(q, k, v, causal=causal)
-        plain = bs.ReferenceExecutor(logits=logits)(
-            q, k, v, bs.GlobalPermutation(), mask, scale=q.shape[-1] ** -0.5
-        ).out
+        cpu = bs.mean_pooling(0.5, block=16, executor=bs.CpuExecutor())
+        trace = cpu.trace(q, k, v, causal=causal, softcap=softcap)
+        out = cpu(q, k, v, causal=causal, softcap=softcap)
+        plain = bs.ReferenceExecutor()(q, k, v, trace.mask, trace.spec).out
         torch.testing.assert_close(out, plain, rtol=2e-2, atol=2e-2)
 
 
@@ -346,7 +345,7 @@ def test_an_executor_by_itself_refuses_gradients_too(executor: bs.Executor[Any, 
     pipeline = bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(16), bs.TopK(1), executor)
     trace = pipeline.trace(q, k, v)
     with torch.enable_grad(), pytest.raises(ValueError, match="computes no gradients: call it under"):
-        executor(q.requires_grad_(), k, v, trace.permutation, trace.mask, scale=0.25)
+        executor(q.requires_grad_(), k, v, trace.mask, asked(trace.mask, 0.25))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

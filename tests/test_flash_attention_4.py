@@ -13,6 +13,7 @@ from torch import Tensor
 import blocksparse as bs
 from blocksparse.executors import flash_attention_4
 from blocksparse.testing import assert_within_budget, make_qkv
+from tests.specs import asked
 from tests.stages import Shuffle
 
 INSTALLED = find_spec("flash_attn") is not None and find_spec("flash_attn.cute") is not None
@@ -38,7 +39,7 @@ def trace_of(
 @pytest.mark.skipif(INSTALLED, reason="is installed")
 def test_it_says_every_reason() -> None:
     trace = trace_of(bs.Identity(), bs.TopK(2), N=256)
-    reasons = bs.FlashAttention4Executor().unsupported(trace.q, trace.k, trace.v, trace.mask)
+    reasons = bs.FlashAttention4Executor().unsupported(trace.q, trace.k, trace.v, trace.mask, asked(trace.mask))
     assert reasons == [
         "flash-attn-4 is not installed (pip install -e '.[fa4]' in a checkout)",
         "the kernel takes float16 and bfloat16, not torch.float32",
@@ -67,7 +68,9 @@ def test_it_names_sizes_without_tiles(
     hopper: bool, dims: tuple[int, int], blocks: tuple[int, int], count: int
 ) -> None:
     q, k, _ = make_qkv(N=300)
-    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), q_block=blocks[0], k_block=blocks[1], causal=True)
+    grid = bs.Grid.of(
+        q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0), q_block=blocks[0], k_block=blocks[1]
+    )
     mask = bs.BlockMask(grid.reachable.expand(grid.batch, grid.q_heads, -1, -1), grid)
     assert len(flash_attention_4._wrong_sizes(*dims, mask, hopper=hopper)) == count
 
@@ -76,7 +79,7 @@ def assert_equal(trace: bs.Trace[Any, Any, Any], mask: bs.BlockMask) -> None:
     """Output and lse of `mask` are the reference's, within the budget of the dtype."""
 
     def run(executor: bs.Executor[Any, Any], q: Tensor, k: Tensor, v: Tensor) -> bs.AttentionOutput:
-        return executor(q, k, v, trace.permutation, mask, scale=trace.scale)
+        return executor(q, k, v, mask, asked(mask, trace.spec.scale))
 
     q, k, v = trace.q, trace.k, trace.v
     want = run(bs.ReferenceExecutor(), q.double(), k.double(), v.double())
@@ -118,5 +121,5 @@ def test_a_row_with_nothing_kept_is_zero() -> None:
     keep[:, 1, 2] = False
     mask = bs.BlockMask(keep, trace.mask.grid)
     assert_equal(trace, mask)
-    got = bs.FlashAttention4Executor()(trace.q, trace.k, trace.v, trace.permutation, mask, scale=trace.scale)
+    got = bs.FlashAttention4Executor()(trace.q, trace.k, trace.v, mask, asked(mask, trace.spec.scale))
     assert bool((got.out[:, 1, 256:384] == 0).all())

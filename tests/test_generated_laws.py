@@ -23,6 +23,7 @@ from tests import drawn, stages
 from tests.drawn import LAWS, Case, cases
 from tests.machine import GPU
 from tests.meaning import assert_means, attention, pairs_of, same
+from tests.specs import asked
 
 AnyTrace = bs.Trace[Any, Any, Any]
 NO_LAST_QUERIES = (bs.LastQueries, bs.LastKeys)
@@ -52,7 +53,7 @@ def trace_of(case: Case, device: str) -> AnyTrace:
 
 def run(executor: bs.Executor[Any, Any], trace: AnyTrace, mask: bs.BlockMask | None = None) -> bs.AttentionOutput:
     mask = trace.mask if mask is None else mask
-    return executor(trace.q, trace.k, trace.v, trace.permutation, mask, scale=trace.scale)
+    return executor(trace.q, trace.k, trace.v, mask, asked(mask, trace.spec.scale))
 
 
 @law(40, 120, cases())
@@ -60,7 +61,7 @@ def test_the_output_is_attention_over_what_is_kept(device: str, case: Case) -> N
     """Of a call too; and every causal query keeps its own key."""
     q, k, v = case.qkv(device)
     trace = case.pipeline.trace(q, k, v, **case.call)
-    assert_means(trace.output, trace.permutation, trace.mask, trace.scale, q, k, v)
+    assert_means(trace.output, trace.permutation, trace.mask, trace.spec.scale, q, k, v)
     assert same(case.pipeline(q, k, v, **case.call), trace.output.out)
     if case.causal:
         pairs = pairs_of(trace.permutation, trace.mask, q, k)
@@ -78,7 +79,7 @@ def test_executors_obey_any_mask(device: str, case: Case, share: float, seed: in
     rank = torch.randint(-3, 9, shape, generator=generator, dtype=torch.int32).to(device)
     mask = bs.RankedBlockMask(keep, grid, rank)
     output = run(case.executor, trace, mask)
-    assert_means(output, trace.permutation, mask, trace.scale, trace.q, trace.k, trace.v)
+    assert_means(output, trace.permutation, mask, trace.spec.scale, trace.q, trace.k, trace.v)
 
 
 WINDOWED = cases(
@@ -93,18 +94,18 @@ WINDOWED = cases(
 def test_nothing_outside_of_a_window_is_attended_to(device: str, case: Case, window: int) -> None:
     """And the query's own key is; with everything kept, all that is inside."""
     q, k, v = case.qkv(device)
-    (M, N), pipeline = (q.shape[2], k.shape[2]), case.pipeline.in_window(window)
+    (M, N), pipeline = (q.shape[2], k.shape[2]), case.pipeline
     distance = torch.arange(N - M, N)[:, None] - torch.arange(N)
     inside = (distance >= 0) & (distance < window)
     everything = evolve(pipeline, selector=bs.Everything(), executor=bs.ReferenceExecutor())
     for attention_of, exact in ((pipeline, False), (everything, True)):
-        trace = attention_of.trace(q, k, v, **case.call)
+        trace = attention_of.trace(q, k, v, window=window, **case.call)
         pairs = pairs_of(trace.permutation, trace.mask, trace.q, trace.k)
         assert not bool((pairs & ~inside).any())
         assert bool((pairs | (distance != 0)).all())
         assert not exact or torch.equal(pairs, inside.expand(pairs.shape))
         assert not bool((trace.mask.keep & ~trace.mask.grid.reachable).any())
-        assert_means(trace.output, trace.permutation, trace.mask, trace.scale, trace.q, trace.k, trace.v)
+        assert_means(trace.output, trace.permutation, trace.mask, trace.spec.scale, trace.q, trace.k, trace.v)
 
 
 KERNEL = bs.TritonExecutor()
@@ -125,9 +126,9 @@ def test_a_kernel_computes_the_same_wherever_numbers_lie(
     case = evolve(case, executor=bs.ReferenceExecutor(), dtype=dtype, layouts=layouts)
     q, k, v = case.qkv(device)
     trace = case.pipeline.trace(q, k, v, **case.call)
-    assume(not KERNEL.unsupported(q, k, v, trace.mask))
+    assume(not KERNEL.unsupported(q, k, v, trace.mask, asked(trace.mask)))
     output = run(KERNEL, trace)
-    assert_means(output, trace.permutation, trace.mask, trace.scale, q, k, v)
+    assert_means(output, trace.permutation, trace.mask, trace.spec.scale, q, k, v)
     plain = run(KERNEL, evolve(trace, q=q.contiguous(), k=k.contiguous(), v=v.contiguous()))
     assert same(output.out, plain.out)
 
@@ -141,7 +142,7 @@ def test_keeping_everything_is_dense_attention(device: str, case: Case) -> None:
     pairs = torch.ones(*q.shape[:2], M, N, dtype=torch.bool)
     pairs = pairs.tril(N - M) if case.causal else pairs
     assert torch.equal(pairs_of(trace.permutation, trace.mask, q, trace.k), pairs)
-    assert_means(trace.output, trace.permutation, trace.mask, trace.scale, q, trace.k, trace.v)
+    assert_means(trace.output, trace.permutation, trace.mask, trace.spec.scale, q, trace.k, trace.v)
 
 
 @law(15, 75, cases(causal=True), st.data())
@@ -157,7 +158,7 @@ def test_the_future_changes_nothing(device: str, case: Case, data: st.DataObject
     for x, start in zip(changed, (first, N - M + first, N - M + first), strict=True):
         x[:, :, start:] = 3 - x[:, :, start:]
     q, k, v = changed
-    after = case.executor(q, k, v, trace.permutation, held, scale=trace.scale)
+    after = case.executor(q, k, v, held, asked(held, trace.spec.scale))
     assert same(after.out[:, :, :first], run(case.executor, trace, held).out[:, :, :first])
 
 
@@ -277,7 +278,7 @@ def test_what_is_not_finite_reaches_only_who_sees_it(device: str, case: Case, da
         group = q.shape[1] // k.shape[1]
         bad[0, head * group : (head + 1) * group] = pairs[0, head * group : (head + 1) * group, :, token]
     q, k = (y.nan_to_num(0.0, 0.0, 0.0) for y in (q, k))
-    want, unit = attention(q, k, v, pairs, trace.scale)
+    want, unit = attention(q, k, v, pairs, trace.spec.scale)
     error = (trace.output.out.cpu().double() - want).abs()
     assert bool((error <= torch.finfo(torch.float32).eps * unit + 1e-30)[~bad].all())
 

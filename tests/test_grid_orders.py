@@ -106,8 +106,8 @@ def test_text_stays_and_queries_stand_as_keys_do(order: type[GridOrder], grid: S
     n, prefix, suffix = math.prod(grid), 3, 4
     N = prefix + n + suffix
     q, k = torch.zeros(2, 6, N, 1), torch.zeros(2, 2, N, 1)
-    permutation = order(grid, prefix=prefix, suffix=suffix)(q, k, causal=False, scale=1.0)
-    open_end = order(grid, prefix=prefix, suffix=None)(q, k, causal=False, scale=1.0)
+    permutation = order(grid, prefix=prefix, suffix=suffix)(q, k, bs.AttentionSpec(scale=1.0, causal=False))
+    open_end = order(grid, prefix=prefix, suffix=None)(q, k, bs.AttentionSpec(scale=1.0, causal=False))
     assert permutation.k_index is not None
     assert permutation.q_index is not None
     assert open_end.k_index is not None
@@ -124,7 +124,7 @@ def test_text_stays_and_queries_stand_as_keys_do(order: type[GridOrder], grid: S
 @each_moving
 def test_restore_undoes_the_gather(order: type[GridOrder]) -> None:
     q, k, _ = make_qkv(B=2, N=67, D=3)
-    permutation = order((3, 4, 5), prefix=2, suffix=None)(q, k, causal=False, scale=1.0)
+    permutation = order((3, 4, 5), prefix=2, suffix=None)(q, k, bs.AttentionSpec(scale=1.0, causal=False))
     assert not torch.equal(permutation.gather_queries(q), q)
     assert torch.equal(permutation.restore(permutation.gather_queries(q)), q)
     back = permutation.inverse().gather_keys(permutation.gather_keys(k))
@@ -133,7 +133,7 @@ def test_restore_undoes_the_gather(order: type[GridOrder]) -> None:
 
 def test_raster_moves_nothing() -> None:
     q, k, _ = make_qkv(N=67, D=3)
-    permutation = RasterOrder((3, 4, 5), prefix=2, suffix=5)(q, k, causal=False, scale=1.0)
+    permutation = RasterOrder((3, 4, 5), prefix=2, suffix=5)(q, k, bs.AttentionSpec(scale=1.0, causal=False))
     assert permutation.k_index is None
     assert permutation.q_index is None
 
@@ -217,7 +217,7 @@ def test_a_given_order_is_taken(dtype: torch.dtype) -> None:
     q, k, _ = make_qkv(N=64, D=3)
     computed = HilbertOrder((3, 4, 5), prefix=2, suffix=None)
     given = GivenOrder((3, 4, 5), cells_of(computed).to(dtype), prefix=2, suffix=None)
-    mine, its = (order(q, k, causal=False, scale=1.0).k_index for order in (given, computed))
+    mine, its = (order(q, k, bs.AttentionSpec(scale=1.0, causal=False)).k_index for order in (given, computed))
     assert mine is not None
     assert its is not None
     assert torch.equal(mine, its)
@@ -247,9 +247,9 @@ LENGTHS = [
 def test_the_number_of_tokens_must_fit(text: dict[str, int], N: int, message: str) -> None:
     x = torch.zeros(1, 1, N, 1)
     with pytest.raises(ValueError, match=message):
-        HilbertOrder((3, 4, 5), **text)(x, x, causal=False, scale=1.0)
+        HilbertOrder((3, 4, 5), **text)(x, x, bs.AttentionSpec(scale=1.0, causal=False))
     with pytest.raises(ValueError, match="RasterOrder needs"):
-        RasterOrder((3, 4, 5), **text)(x, x, causal=False, scale=1.0)
+        RasterOrder((3, 4, 5), **text)(x, x, bs.AttentionSpec(scale=1.0, causal=False))
 
 
 FIELDS: list[tuple[Any, list[Any], dict[str, Any], type[Exception], str]] = [
@@ -281,14 +281,14 @@ def test_fields_are_checked(
 def test_nothing_waits_for_the_device(order: type[GridOrder], M: int, device: str) -> None:
     """Tensors without data suffice, so nothing reads one; where a GPU is, it says so itself."""
     q, k = torch.zeros(1, 2, M, 1, device="meta"), torch.zeros(1, 1, 83, 1, device="meta")
-    permutation = order((3, 4, 5), prefix=5, suffix=None)(q, k, causal=True, scale=1.0)
+    permutation = order((3, 4, 5), prefix=5, suffix=None)(q, k, bs.AttentionSpec(scale=1.0))
     assert permutation.q_index is not None
     assert (permutation.q_index.device.type, permutation.q_index.shape) == ("meta", (1, 2, M))
     if device == "cuda":
         q, k = torch.zeros(1, 2, M, 1, device=device), torch.zeros(1, 1, 83, 1, device=device)
         try:
             torch.cuda.set_sync_debug_mode("error")
-            order((3, 4, 5), prefix=5, suffix=None)(q, k, causal=True, scale=1.0)
+            order((3, 4, 5), prefix=5, suffix=None)(q, k, bs.AttentionSpec(scale=1.0))
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
@@ -352,5 +352,5 @@ def test_an_order_without_a_grid_cannot_be_called(order: GridOrder) -> None:
     """A host may give it one."""
     q, k, _ = make_qkv(N=24, D=8)
     with pytest.raises(ValueError, match=r"Order has no grid: give it as .*Order\(\(T, H, W\)\) in tokens"):
-        order(q, k, causal=False, scale=1.0)
+        order(q, k, bs.AttentionSpec(scale=1.0, causal=False))
     assert repr(order).startswith(f"{type(order).__name__}(grid=None, ")

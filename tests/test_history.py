@@ -24,7 +24,6 @@ from tests.on_kernels import pretend_gpu
 SCORERS: tuple[bs.Scorer[Any, Any], ...] = (
     bs.MeanPoolScorer(16),
     bs.MeanPoolScorer(32, k_block=16, padded_tail=True),
-    bs.MeanPoolScorer(16, window=50),
     bs.VerticalSlashScorer(16),
     bs.SimilarityGatedScorer(bs.MeanPoolScorer(32, k_block=16), 0.3),
     bs.ScorerByCausality(bs.MeanPoolScorer(16), bs.NoScorer(16)),
@@ -117,8 +116,8 @@ def test_old_keys_are_not_looked_at(scorer: bs.Scorer[Any, Any], device: str) ->
     for q, k, _ in chunks((70, 133, 200), device=device):
         spoiled = k.clone()
         spoiled[:, :, : history.tokens // 16 * 16] = float("nan")
-        mine = scorer.with_history(q, spoiled, order, history, causal=True, scale=0.3)
-        its = scorer(q, k, order, causal=True, scale=0.3)
+        mine = scorer(q, spoiled, order, bs.AttentionSpec(scale=0.3), history)
+        its = scorer(q, k, order, bs.AttentionSpec(scale=0.3))
         assert torch.equal(mine.values.where(its.grid.reachable, 0), its.values.where(its.grid.reachable, 0))
 
 
@@ -224,10 +223,12 @@ def test_a_dense_call_leaves_it_as_it_is(device: str) -> None:
 
     @frozen(eq=False)
     class Dense(bs.Executor[bs.Permutation, bs.BlockMask]):
-        def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask) -> list[str]:
+        def unsupported(
+            self, q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask, spec: bs.AttentionSpec
+        ) -> list[str]:
             return []
 
-        def dense_because(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> str | None:
+        def dense_because(self, q: Tensor, k: Tensor, v: Tensor, spec: bs.AttentionSpec) -> str | None:
             return "short"
 
         def __call__(self, *args: Any, **named: Any) -> bs.AttentionOutput:
@@ -294,17 +295,15 @@ def test_what_is_refused(device: str) -> None:
         "AntidiagonalScorer remembers nothing of keys",
         a_pipeline(bs.AntidiagonalScorer(4, block=16)),
     )
-    gated = bs.SimilarityGatedScorer(bs.MeanPoolScorer(16), 0.3)
-    refused(UnsupportedError, "take smooth_k=False", a_pipeline(gated), causal=False)
     refused(TypeError, "'history' must be a KeyHistory or None: True", pipeline, history=True)
     one = bs.Sequences.packed([20], [100])
     refused(TypeError, "one for each sequence, or None", pipeline, sequences=one)
     refused(ValueError, "'history' must have an entry per sequence (1): 0", pipeline, sequences=one, history=[])
     two = bs.Sequences.packed([10, 10], [50, 50])
     refused(ValueError, "two are the same", pipeline, sequences=two, history=[history, history])
-    moved = bs.SegmentKeySort(32)(q, k, causal=True, scale=0.3)
+    moved = bs.SegmentKeySort(32)(q, k, bs.AttentionSpec(scale=0.3))
     with pytest.raises(ValueError, match="this permutation moves them"):
-        bs.MeanPoolScorer(16).with_history(q, k, moved, history, causal=True, scale=0.3)
+        bs.MeanPoolScorer(16)(q, k, moved, bs.AttentionSpec(scale=0.3), history)
 
 
 def test_graphs_take_none(device: str) -> None:

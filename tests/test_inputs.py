@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import blocksparse as bs
 from blocksparse.testing import every_preset, make_qkv
 from tests import stages
+from tests.specs import asked
 
 nan = float("nan")
 SCALES = [(nan, "nan"), (1e300, "1e"), (-1e300, "-1e"), (10**400, "inf"), (Fraction(10**400), "inf"), (10**5000, "inf"),
@@ -177,7 +178,7 @@ def test_forward_mode_gradients(executor: bs.Executor[Any, Any], device: str) ->
     groups = bs.HeadGroups({(0, 1): pipeline})
 
     def alone(x: torch.Tensor) -> torch.Tensor:
-        return executor(x, k, v, trace.permutation, trace.mask, scale=0.25).out
+        return executor(x, k, v, trace.mask, asked(trace.mask, 0.25)).out
 
     calls: list[tuple[Any, torch.Tensor]] = [
         (alone, q),
@@ -199,7 +200,7 @@ def test_executors_alone_take_floats(dtype: torch.dtype) -> None:
     executors: list[Any] = [bs.ReferenceExecutor(), bs.GatherExecutor(), bs.TritonExecutor()]
     for executor in executors:
         with pytest.raises(TypeError, match=rf"must be floating-point tensors: {dtype}; convert them to"):
-            executor(q.to(dtype), k.to(dtype), v.to(dtype), trace.permutation, trace.mask, scale=0.25)
+            executor(q.to(dtype), k.to(dtype), v.to(dtype), trace.mask, asked(trace.mask, 0.25))
 
 
 @pytest.mark.parametrize(
@@ -266,7 +267,7 @@ def test_refine_needs_a_divisor() -> None:
 def test_masks_of_different_grids_do_not_mix() -> None:
     q, k, _ = make_qkv(N=64)
     masks = [
-        bs.Everything()(bs.MeanPoolScorer(block)(q, k, bs.GlobalPermutation(), causal=True, scale=1.0))
+        bs.Everything()(bs.MeanPoolScorer(block)(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0)))
         for block in (16, 32)
     ]
     with pytest.raises(ValueError, match=r"masks must share a grid: .*refine\(\) the coarser one"):

@@ -31,6 +31,7 @@ from blocksparse.inspection.maps import Figures, Maps, look
 from blocksparse.inspection.page import numbers, page
 from blocksparse.integrations.transformers import attach
 from blocksparse.testing import make_qkv
+from tests.specs import asked
 from tests.tiny_model import byte_tokenizer, save_tiny
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -84,12 +85,14 @@ def test_maps_show_what_lies_where() -> None:
     q, k, v = make_qkv(Hq=1, Hkv=1, N=8, D=8)
     order = torch.tensor([3, 2, 1, 0, 7, 6, 5, 4], dtype=torch.int32)
     permutation = bs.GlobalPermutation(order.view(1, 1, 1, 8), segment=4)
-    grid = bs.Grid.of(q, k, permutation, q_block=4, k_block=4, causal=True)
+    grid = bs.Grid.of(q, k, permutation, bs.AttentionSpec(scale=1.0), q_block=4, k_block=4)
     keep = torch.tensor([[True, False], [False, True]]).view(1, 1, 2, 2)
     scale, mask = 0.3, bs.BlockMask(keep, grid)
-    scores = bs.MeanPoolScorer(4)(q, k, permutation, causal=True, scale=scale)
-    output = bs.ReferenceExecutor()(q, k, v, permutation, mask, scale=scale)
-    _, maps = look({"x": bs.Trace(q, k, v, scale, permutation, scores, mask, output)}, "x", pixels=8)
+    scores = bs.MeanPoolScorer(4)(q, k, permutation, bs.AttentionSpec(scale=scale))
+    output = bs.ReferenceExecutor()(q, k, v, mask, asked(mask, scale))
+    _, maps = look(
+        {"x": bs.Trace(q, k, v, bs.AttentionSpec(scale=scale), permutation, scores, mask, output)}, "x", pixels=8
+    )
     logits = (q[0, 0] @ k[0, 0].T * scale).masked_fill(torch.ones(8, 8).triu(1).bool(), float("-inf"))
     weights = logits.softmax(-1)
     assert maps.text is not None

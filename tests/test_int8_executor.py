@@ -14,6 +14,7 @@ from blocksparse.executors import int8, tiles
 from blocksparse.executors.tiles import HopperTiles, TritonTiles, tuned, tuned_int8
 from blocksparse.kernels.attention.int8_attention import int8_attention_reference
 from blocksparse.testing import make_qkv
+from tests.specs import asked
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is asked for first")
 
@@ -27,7 +28,9 @@ def mask_of(
     causal: bool = True,
 ) -> bs.BlockMask:
     """Everything that can be seen."""
-    grid = bs.Grid.of(q, k, order, q_block=blocks[0], k_block=blocks[1], causal=causal)
+    grid = bs.Grid.of(
+        q, k, order, bs.AttentionSpec(scale=1.0, causal=causal), q_block=blocks[0], k_block=blocks[1]
+    )
     return bs.BlockMask(grid.reachable.expand(*q.shape[:2], -1, -1), grid)
 
 
@@ -93,7 +96,7 @@ def test_every_reason(
     monkeypatch.setattr(int8, "is_hopper", lambda device: True)
     q, k, v = halves(**inputs)
     mask = mask_of(q, k, bs.GlobalPermutation(), blocks=blocks)
-    assert bs.Int8Executor(**options).unsupported(q, k, v, mask) == (
+    assert bs.Int8Executor(**options).unsupported(q, k, v, mask, asked(mask)) == (
         [] if reason is None else [_named(options, reason)]
     )
 
@@ -128,7 +131,7 @@ def test_values_may_lie_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     v = torch.cat((v, v), -1)[..., 1:129]
     mask = mask_of(q, k, bs.GlobalPermutation())
     for fp8_pv in (True, False):
-        assert bs.Int8Executor(fp8_pv=fp8_pv).unsupported(q, k, v, mask) == []
+        assert bs.Int8Executor(fp8_pv=fp8_pv).unsupported(q, k, v, mask, asked(mask)) == []
 
 
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +139,7 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(int8, "find_spec", lambda name: None)
     q, k, v = halves()
     mask = mask_of(q, k, bs.GlobalPermutation())
-    assert bs.Int8Executor().unsupported(q, k, v, mask) == ["triton is not installed"]
+    assert bs.Int8Executor().unsupported(q, k, v, mask, asked(mask)) == ["triton is not installed"]
 
 
 # ---- tiles
@@ -221,8 +224,8 @@ def test_beside_the_reference(
     k = k + 3 * torch.randn(1, 2, 1, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     order = bs.GlobalPermutation() if maps is None else random_order(maps, N, 128)
     mask = mask_of(q, k, order, blocks=blocks, causal=causal)
-    got = bs.Int8Executor(fp8_pv)(q, k, v, order, mask, scale=0.125)
-    want = bs.ReferenceExecutor()(q, k, v, order, mask, scale=0.125)
+    got = bs.Int8Executor(fp8_pv)(q, k, v, mask, asked(mask, 0.125))
+    want = bs.ReferenceExecutor()(q, k, v, mask, asked(mask, 0.125))
     assert got.lse is not None
     assert want.lse is not None
     assert relative(got.out, want.out) < (0.06 if fp8_pv else 0.03)
@@ -232,10 +235,10 @@ def test_beside_the_reference(
 @pytest.mark.usefixtures("on_cpu")
 def test_queries_in_an_order_of_their_own() -> None:
     q, k, v = make_qkv(N=240, Hq=4, Hkv=2, D=64, dtype=torch.float16)
-    order = bs.HilbertOrder((4, 6, 10))(q, k, causal=False, scale=0.125)
+    order = bs.HilbertOrder((4, 6, 10))(q, k, bs.AttentionSpec(scale=0.125, causal=False))
     mask = mask_of(q, k, order, blocks=(64, 64), causal=False)
-    got = bs.Int8Executor(False)(q, k, v, order, mask, scale=0.125)
-    want = bs.ReferenceExecutor()(q, k, v, order, mask, scale=0.125)
+    got = bs.Int8Executor(False)(q, k, v, mask, asked(mask, 0.125))
+    want = bs.ReferenceExecutor()(q, k, v, mask, asked(mask, 0.125))
     assert relative(got.out, want.out) < 0.03
 
 
@@ -248,7 +251,7 @@ def test_no_row_learns_of_a_later_token(blocks: tuple[int, int], offset: int) ->
     N, order = 400, random_order(2, 400, 128)
     q, k, v = make_qkv(B=2, N=N, M=N - offset, Hq=4, Hkv=2, D=64, dtype=torch.bfloat16)
     mask, executor = mask_of(q, k, order, blocks=blocks), bs.Int8Executor()
-    want = executor(q, k, v, order, mask, scale=0.125)
+    want = executor(q, k, v, mask, asked(mask, 0.125))
     assert want.lse is not None
     for token in (1, 63, 64, 101, 127, 128, 129, 255, 256, 399):
         stands = token - offset
@@ -257,7 +260,7 @@ def test_no_row_learns_of_a_later_token(blocks: tuple[int, int], offset: int) ->
         after = [x.clone() for x in (q, k, v)]
         for x, first in zip(after, (stands, token, token), strict=True):
             x[:, :, first:] = 10 * torch.randn_like(x[:, :, first:])
-        got = executor(after[0], after[1], after[2], order, mask, scale=0.125)
+        got = executor(after[0], after[1], after[2], mask, asked(mask, 0.125))
         assert got.lse is not None
         assert torch.equal(got.out[:, :, :stands], want.out[:, :, :stands])
         assert torch.equal(got.lse[:, :, :stands], want.lse[:, :, :stands])

@@ -68,33 +68,33 @@ def test_every_preset_compiles_whole(preset: Callable[..., AnyPipeline], device:
 
 
 @pytest.mark.parametrize(
-    ("permuter", "executor"),
+    ("permuter", "executor", "more"),
     [
-        (bs.SegmentKeySort(64), bs.TritonExecutor()),
-        (bs.SegmentKeySort(64), bs.TritonExecutor(logits=bs.Logits(softcap=3.0, sinks=[0.0, 1.0, 2.0, 3.0]))),
-        (bs.Identity(), bs.Int8Executor(False)),
-        (bs.GlobalIndexMap(64), bs.GatherExecutor(0.3)),
+        (bs.SegmentKeySort(64), bs.TritonExecutor(), {}),
+        (bs.SegmentKeySort(64), bs.TritonExecutor(), {"softcap": 3.0, "sinks": [0.0, 1.0, 2.0, 3.0]}),
+        (bs.SegmentKeySort(64), bs.TritonExecutor(), {"sinks": 1.5, "window": 40}),
+        (bs.Identity(), bs.Int8Executor(False), {}),
+        (bs.GlobalIndexMap(64), bs.GatherExecutor(0.3), {}),
     ],
     ids=stages.name,
 )
 def test_an_executor_alone_is_one_node(
-    permuter: bs.Permuter[Any], executor: bs.Executor[Any, Any], device: str
+    permuter: bs.Permuter[Any], executor: bs.Executor[Any, Any], more: dict[str, Any], device: str
 ) -> None:
     """Queries are computed beside it in the graph, in a chunk, and tokens may stand before heads."""
     q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in make_qkv(N=150, M=100, D=16, device=device))
-    permutation = permuter(q, k, causal=True, scale=0.3)
-    mask = bs.Ranked(bs.Everything())(bs.NoScorer(32)(q, k, permutation, causal=True, scale=0.3))
+    spec = bs.AttentionSpec(scale=0.3, **more)
+    mask = bs.Ranked(bs.Everything())(bs.NoScorer(32)(q, k, permuter(q, k, spec), spec))
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> bs.AttentionOutput:
-        output = executor(2 * q, k, v, permutation, mask, scale=0.3)
-        return bs.AttentionOutput(output.out + 1, output.lse, output.visit, output.logits)
+        output = executor(2 * q, k, v, mask, spec)
+        return bs.AttentionOutput(output.out + 1, output.lse, output.visit)
 
     got, want = torch.compile(attend, fullgraph=True, backend="aot_eager")(q, k, v), attend(q, k, v)
     assert torch.equal(got.out, want.out)
     assert got.lse is not None
     assert want.lse is not None
     assert torch.equal(got.lse, want.lse)
-    assert got.logits is executor.logits
     assert (got.visited is None) == (want.visited is None)
     if got.visited is not None and want.visited is not None:
         assert torch.equal(got.visited.keep, want.visited.keep)
@@ -273,9 +273,14 @@ class _Watched(bs.Scorer[bs.GlobalPermutation, bs.BlockScores]):
     given: list[weakref.ref[Tensor]] = field(factory=list)
 
     def __call__(
-        self, q: Tensor, k: Tensor, permutation: bs.GlobalPermutation, *, causal: bool, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        permutation: bs.GlobalPermutation,
+        spec: bs.AttentionSpec,
+        history: bs.KeyHistory | None = None,
     ) -> bs.BlockScores:
-        scores = self.inner(q, k, permutation, causal=causal, scale=scale)
+        scores = self.inner(q, k, permutation, spec)
         self.given.append(weakref.ref(scores.values))
         return scores
 
@@ -286,7 +291,9 @@ class _Late(bs.Executor[bs.GlobalPermutation, bs.BlockMask]):
 
     scorer: _Watched
 
-    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask) -> list[str]:
+    def unsupported(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask, spec: bs.AttentionSpec
+    ) -> list[str]:
         return []
 
     def __call__(
@@ -294,13 +301,12 @@ class _Late(bs.Executor[bs.GlobalPermutation, bs.BlockMask]):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        permutation: bs.GlobalPermutation,
         mask: bs.BlockMask,
-        *,
-        scale: float,
+        spec: bs.AttentionSpec,
+        out: Tensor | None = None,
     ) -> bs.AttentionOutput:
         assert [given() for given in self.scorer.given] == [None]
-        return bs.ReferenceExecutor()(q, k, v, permutation, mask, scale=scale)
+        return bs.ReferenceExecutor()(q, k, v, mask, spec, out)
 
 
 def test_nobody_holds_the_scores_while_an_executor_runs() -> None:
@@ -424,6 +430,10 @@ class _OnGpu(Tensor):
     is_cuda = True
 
 
+def asking(causal: bool) -> bs.AttentionSpec:
+    return bs.AttentionSpec(scale=0.1, causal=causal)
+
+
 def shaped(Hq: int, M: int, N: int, dtype: torch.dtype = torch.bfloat16, **sizes: int) -> tuple[Tensor, ...]:
     """q, k and v as large as a GPU's, of memory that nobody touches."""
     B, D, Dv = sizes.get("B", 1), 128, sizes.get("Dv", 128)
@@ -439,14 +449,14 @@ def with_multiprocessors(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 def test_auto_turns_dense_on_a_cpu_only_where_it_is_told_to() -> None:
     q, k, v = inputs("cpu", 64)
-    assert bs.AutoExecutor().dense_because(q, k, v, causal=True) is None
-    assert bs.AutoExecutor(dense_below=1e12).dense_because(q, k, v, causal=True) is not None
+    assert bs.AutoExecutor().dense_because(q, k, v, asking(True)) is None
+    assert bs.AutoExecutor(dense_below=1e12).dense_because(q, k, v, asking(True)) is not None
     dense = evolve(PLAIN, executor=bs.AutoExecutor(dense_below=1e12))
     trace = dense.trace(q, k, v)
     assert float(trace.density().min()) == 1
     everything = bs.Pipeline(bs.Identity(), bs.NoScorer(16), bs.Everything(), bs.ReferenceExecutor())
     torch.testing.assert_close(dense(q, k, v), everything(q, k, v))
-    assert bs.TritonExecutor().dense_because(q.as_subclass(_OnGpu), k, v, causal=True) is None
+    assert bs.TritonExecutor().dense_because(q.as_subclass(_OnGpu), k, v, asking(True)) is None
 
 
 @pytest.mark.parametrize("pays", [False, True])
@@ -468,14 +478,14 @@ def test_a_call_is_dense_where_selecting_saves_no_time_on_an_h200(
     with_multiprocessors(monkeypatch, 132)
     N = long if pays else short
     q, k, v = shaped(Hq, M or N, N)
-    assert (bs.AutoExecutor().dense_because(q, k, v, causal=True) is None) is pays
+    assert (bs.AutoExecutor().dense_because(q, k, v, asking(True)) is None) is pays
 
 
 def test_single_precision_pays_from_less_work_on(monkeypatch: pytest.MonkeyPatch) -> None:
     with_multiprocessors(monkeypatch, 132)
-    half, single = (shaped(8, 8192, 8192, dtype) for dtype in (torch.float16, torch.float32))
-    assert bs.AutoExecutor().dense_because(*half, causal=True) is not None
-    assert bs.AutoExecutor().dense_because(*single, causal=True) is None
+    for dtype, pays in ((torch.float16, False), (torch.float32, True)):
+        q, k, v = shaped(8, 8192, 8192, dtype)
+        assert (bs.AutoExecutor().dense_because(q, k, v, asking(True)) is None) is pays
 
 
 @pytest.mark.parametrize(
@@ -493,9 +503,9 @@ def test_work_is_that_of_both_products(
 ) -> None:
     with_multiprocessors(monkeypatch, 4)  # one for each head
     q, k, v = shaped(4, **sizes)  # type: ignore[arg-type]
-    assert bs.AutoExecutor(dense_below=operations).dense_because(q, k, v, causal=causal) is None
-    assert bs.AutoExecutor(dense_below=operations + 1).dense_because(q, k, v, causal=causal) is not None
-    assert bs.AutoExecutor(dense_below=0).dense_because(q, k, v, causal=causal) is None
+    assert bs.AutoExecutor(dense_below=operations).dense_because(q, k, v, asking(causal)) is None
+    assert bs.AutoExecutor(dense_below=operations + 1).dense_because(q, k, v, asking(causal)) is not None
+    assert bs.AutoExecutor(dense_below=0).dense_because(q, k, v, asking(causal)) is None
 
 
 @pytest.mark.parametrize(
@@ -507,8 +517,8 @@ def test_work_counts_more_where_multiprocessors_are_idle(
     with_multiprocessors(monkeypatch, there)
     q, k, v = shaped(4, queries, 1000)
     operations = 2 * 4 * queries * 1000 * 256 * counted
-    assert bs.AutoExecutor(dense_below=operations).dense_because(q, k, v, causal=False) is None
-    assert bs.AutoExecutor(dense_below=operations + 1).dense_because(q, k, v, causal=False) is not None
+    assert bs.AutoExecutor(dense_below=operations).dense_because(q, k, v, asking(False)) is None
+    assert bs.AutoExecutor(dense_below=operations + 1).dense_because(q, k, v, asking(False)) is not None
 
 
 @pytest.mark.parametrize(("there", "counted"), [(4, ""), (6, ", counted 1.5 times for idle multiprocessors")])
@@ -516,14 +526,17 @@ def test_a_dense_call_says_how_much_work_it_is(there: int, counted: str, monkeyp
     with_multiprocessors(monkeypatch, there)
     q, k, v = inputs("cpu", 100)
     mask, moved = PLAIN.trace(q, k, v).mask, q.as_subclass(_OnGpu)
-    reason = bs.AutoExecutor(dense_below=3e11).dense_because(moved, k, v, causal=True)
+    reason = bs.AutoExecutor(dense_below=3e11).dense_because(moved, k, v, asking(True))
     work = f"{2 * q.shape[1] * 5050 * (q.shape[3] + v.shape[3]):.1e}".replace("e+", "e")
     assert reason == (
         f"dense attention of this call is {work} floating-point operations{counted}, and selecting blocks saves "
         "time from 3.0e11 on (dense_below)"
     )
-    assert str(bs.AutoExecutor(dense_below=3e11).choose(moved, k, v, mask)) == f"dense attention runs: {reason}"
-    assert bs.AutoExecutor(dense_below=0).choose(moved, k, v, mask).dense_because is None
+    assert (
+        str(bs.AutoExecutor(dense_below=3e11).choose(moved, k, v, mask, asking(True)))
+        == f"dense attention runs: {reason}"
+    )
+    assert bs.AutoExecutor(dense_below=0).choose(moved, k, v, mask, asking(True)).dense_because is None
 
 
 @each_preset
@@ -534,7 +547,7 @@ def test_nobody_rounds_unasked(preset: Callable[..., AnyPipeline], monkeypatch: 
     if isinstance(executor, bs.AutoExecutor):
         q, k, v = inputs("cpu", 300)
         mask = bs.mean_pooling(executor=bs.ReferenceExecutor()).trace(q, k, v).mask
-        choice = executor.choose(q.half().as_subclass(_OnGpu), k.half(), v.half(), mask)
+        choice = executor.choose(q.half().as_subclass(_OnGpu), k.half(), v.half(), mask, asking(True))
         assert "Int8Executor" not in {*choice.refused, type(choice.executor).__name__}
 
 

@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import blocksparse as bs
 from blocksparse.testing import assert_within_budget, every_preset, make_qkv, masked_attention
 from tests import stages
+from tests.specs import asked
 
 Front = tuple[bs.Permuter[Any], bs.Scorer[Any, Any]]
 
@@ -37,7 +38,7 @@ class Choice:
 
     @cached_property
     def output(self) -> bs.AttentionOutput:
-        return bs.ReferenceExecutor()(self.q, self.k, self.v, self.permutation, self.mask, scale=self.scale)
+        return bs.ReferenceExecutor()(self.q, self.k, self.v, self.mask, asked(self.mask, self.scale))
 
 
 def is_core(front: Front) -> bool:
@@ -157,8 +158,8 @@ def traces(
     if not causal and isinstance(permuter, stages.CAUSAL_ONLY):
         pytest.skip("refuses what is not causal")
     scale = q.shape[-1] ** -0.5
-    permutation = permuter(q, k, causal=causal, scale=scale)
-    scores = scorer(q, k, permutation, causal=causal, scale=scale)
+    permutation = permuter(q, k, bs.AttentionSpec(scale=scale, causal=causal))
+    scores = scorer(q, k, permutation, bs.AttentionSpec(scale=scale, causal=causal))
     for selector in selectors_for(front) if selectors is None else selectors:
         print(f"selector: {selector!r}")
         yield Choice(q, k, v, scale, permutation, scores, selector(scores))
@@ -180,7 +181,7 @@ def runs(executor: bs.Executor[Any, Any], trace: Choice) -> bool:
     """Whether types and values of a trace are what the executor takes."""
     wanted = [stages.needs(executor, bs.Executor, place) for place in (0, 1)]
     fits = isinstance(trace.permutation, wanted[0]) and isinstance(trace.mask, wanted[1])
-    return fits and not executor.unsupported(trace.q, trace.k, trace.v, trace.mask)
+    return fits and not executor.unsupported(trace.q, trace.k, trace.v, trace.mask, asked(trace.mask))
 
 
 def traces_for(
@@ -194,7 +195,7 @@ def traces_for(
 
 def run(executor: bs.Executor[Any, Any], trace: Choice) -> bs.AttentionOutput:
     """An executor on the choice of a trace."""
-    return executor(trace.q, trace.k, trace.v, trace.permutation, trace.mask, scale=trace.scale)
+    return executor(trace.q, trace.k, trace.v, trace.mask, asked(trace.mask, trace.scale))
 
 
 def test_every_stage_has_an_example() -> None:
@@ -249,7 +250,7 @@ def test_every_executor_agrees(front: Front, executor: bs.Executor[Any, Any], ca
         got = run(executor, trace)
         visited = trace.mask if got.visited is None else got.visited
         q64, k64, v64 = q.double(), k.double(), v.double()
-        want = bs.ReferenceExecutor()(q64, k64, v64, trace.permutation, visited, scale=trace.scale)
+        want = bs.ReferenceExecutor()(q64, k64, v64, visited, asked(visited, trace.scale))
         yardstick = masked_attention(q, k, v, pairs_of(visited), trace.scale)
         assert_within_budget(got.out, want.out, yardstick)
         if got.lse is not None:
@@ -296,8 +297,8 @@ def test_causality_by_perturbation(front: Front, executor: bs.Executor[Any, Any]
         if held is not trace.mask:  # where an early stop chooses too, its choice is held as well
             rank = trace.mask.rank.where(~held.keep, -1)
             held = bs.RankedBlockMask(held.keep, held.grid, rank)
-            before = executor(q, k, v, trace.permutation, held, scale=trace.scale)
-        after = executor(q2, k2, v2, trace.permutation, held, scale=trace.scale).out
+            before = executor(q, k, v, held, asked(held, trace.scale))
+        after = executor(q2, k2, v2, held, asked(held, trace.scale)).out
         assert torch.equal(before.out[:, :, :t], after[:, :, :t])
         assert not torch.equal(before.out[:, :, t:], after[:, :, t:])
 
@@ -343,7 +344,7 @@ def test_chunked_equals_unchunked(
     if permutation.group is not None:
         kept = permutation.k_index[:, :, start // permutation.group :]
         permutation = bs.Permutation(kept, group=permutation.group)
-    grid = bs.Grid.of(chunk, k, permutation, q_block=32, k_block=32, causal=True)
+    grid = bs.Grid.of(chunk, k, permutation, bs.AttentionSpec(scale=1.0), q_block=32, k_block=32)
     mask = bs.RankedBlockMask(whole.mask.keep[:, :, first:], grid, whole.mask.rank[:, :, first:] - grid.cols)
     trace = Choice(chunk, k, v, whole.scale, permutation, whole.scores, mask)
     if not runs(executor, trace):
@@ -395,12 +396,12 @@ def test_no_causal_row_is_empty_where_all_is_equal(front: Front) -> None:
 def test_a_row_with_nothing_kept(executor: bs.Executor[Any, Any], device: str) -> None:
     """gives 0 and -inf, never NaN and never uninitialised memory."""
     q, k, v = make_qkv(**SIZES, device="cpu" if isinstance(executor, bs.CpuExecutor) else device)
-    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), q_block=32, k_block=32, causal=True)
+    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0), q_block=32, k_block=32)
     keep = grid.reachable.expand(2, 4, -1, -1).clone()
     keep[:, :, 2] = False
     keep[:, 0] = False
     mask = bs.RankedBlockMask(keep, grid, torch.full_like(keep, -1, dtype=torch.int32))
-    got = executor(q, k, v, bs.GlobalPermutation(), mask, scale=0.25)
+    got = executor(q, k, v, mask, asked(mask, 0.25))
     assert bool((got.out[:, :, 64:96] == 0).all())
     assert bool((got.out[:, 0] == 0).all())
     assert bool(got.out.isfinite().all())
@@ -439,8 +440,8 @@ def test_same_scores_same_mask_on_every_device(scorer: bs.Scorer[Any, Any], devi
     if device == "cpu":
         pytest.skip("no GPU here")
     q, k, _ = make_qkv(**SIZES)
-    here = scorer(q, k, bs.GlobalPermutation(), causal=True, scale=0.25)
-    there = scorer(q.to(device), k.to(device), bs.GlobalPermutation(), causal=True, scale=0.25)
+    here = scorer(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=0.25))
+    there = scorer(q.to(device), k.to(device), bs.GlobalPermutation(), bs.AttentionSpec(scale=0.25))
     tensors = attrs.asdict(here, recurse=False, filter=lambda _, value: isinstance(value, Tensor))
     moved = attrs.evolve(there, **{name: value.to(device) for name, value in tensors.items()})
     for selector in stages.selectors_for(scorer):
@@ -496,8 +497,8 @@ def test_padding_and_tail_never_change_a_real_block(scorer: bs.Scorer[Any, Any])
     if isinstance(scorer, stages.PROBES) or getattr(scorer, "padded_tail", False):
         pytest.skip("chooses by what the last queries see, or has the released code's tail")
     q, k, _ = make_qkv(**SIZES | {"N": 129})
-    long = scorer(q, k, bs.GlobalPermutation(), causal=True, scale=0.25)
+    long = scorer(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=0.25))
     for N in (64, 65, 95, 96, 97):
-        short = scorer(q[:, :, :N], k[:, :, :N], bs.GlobalPermutation(), causal=True, scale=0.25)
+        short = scorer(q[:, :, :N], k[:, :, :N], bs.GlobalPermutation(), bs.AttentionSpec(scale=0.25))
         rows, cols = N // short.grid.q_block, N // short.grid.k_block
         torch.testing.assert_close(short.values[:, :, :rows, :cols], long.values[:, :, :rows, :cols])

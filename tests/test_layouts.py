@@ -13,6 +13,7 @@ from blocksparse.testing import every_preset, make_qkv
 from tests import stages
 from tests.layouts import LAYOUTS
 from tests.on_kernels import pretend_gpu, small_preset
+from tests.specs import asked
 
 each_layout = pytest.mark.parametrize("layout", LAYOUTS)
 # One for each way in which a kernel may take a wrong step: along a row, from row to row, from head to head.
@@ -66,14 +67,14 @@ def assert_same(got: bs.AttentionOutput, want: bs.AttentionOutput) -> None:
 @each_executor
 def test_executors(executor: bs.Executor[Any, Any], layout: str, moved: str, device: str) -> None:
     q, k, v = (LAYOUTS[layout](x) for x in make_qkv(**SIZES, M=18, device=device))
-    shuffled = stages.Shuffle()(q, k, causal=True, scale=0.25)
+    shuffled = stages.Shuffle()(q, k, bs.AttentionSpec(scale=0.25))
     permutation = bs.GlobalPermutation(**{name: getattr(shuffled, name) for name in (f"{moved[0]}_index",)})
-    grid = bs.Grid.of(q, k, permutation, q_block=16, k_block=16, causal=True)
+    grid = bs.Grid.of(q, k, permutation, bs.AttentionSpec(scale=1.0), q_block=16, k_block=16)
     keep = (torch.rand(2, 2, grid.rows, grid.cols) < 0.7).to(device) & grid.reachable
     mask = bs.RankedBlockMask(keep, grid, torch.zeros_like(keep, dtype=torch.int32))
     in_rows = contiguous(q, k, v)
-    want = executor(in_rows[0], in_rows[1], in_rows[2], permutation, mask, scale=0.25)
-    assert_same(executor(q, k, v, permutation, mask, scale=0.25), want)
+    want = executor(in_rows[0], in_rows[1], in_rows[2], mask, asked(mask, 0.25))
+    assert_same(executor(q, k, v, mask, asked(mask, 0.25)), want)
 
 
 INDEX_LAYOUTS: dict[str, Any] = {
@@ -98,7 +99,7 @@ INDEX_LAYOUTS: dict[str, Any] = {
 def test_orders(executor: bs.Executor[Any, Any], layout: str, kernels: bool, device: str) -> None:
     """The grid, scores and outputs of maps that lie in any way; lengths of whole blocks, which nobody pads."""
     q, k, v = make_qkv(B=2, Hq=2, Hkv=2, N=32, D=16, device=device)
-    shuffled = stages.Shuffle()(q, k, causal=True, scale=0.25)
+    shuffled = stages.Shuffle()(q, k, bs.AttentionSpec(scale=0.25))
     assert shuffled.k_index is not None
     k_index, q_index = (INDEX_LAYOUTS[layout](x) for x in (shuffled.k_index[:, :, 0], shuffled.q_index))
     given = bs.GlobalPermutation(k_index.unsqueeze(2), q_index)
@@ -106,9 +107,9 @@ def test_orders(executor: bs.Executor[Any, Any], layout: str, kernels: bool, dev
     plain = bs.GlobalPermutation(in_rows.unsqueeze(2), q_in_rows)
     outputs = []
     for permutation in (given, plain):
-        scores = bs.MeanPoolScorer(16)(q, k, permutation, causal=True, scale=0.25)
+        scores = bs.MeanPoolScorer(16)(q, k, permutation, bs.AttentionSpec(scale=0.25))
         mask = bs.Ranked(bs.TopK(1))(scores)
-        outputs.append((scores.values, mask.keep, executor(q, k, v, permutation, mask, scale=0.25)))
+        outputs.append((scores.values, mask.keep, executor(q, k, v, mask, asked(mask, 0.25))))
     for got, want in zip(*(x[:2] for x in outputs), strict=True):
         assert torch.equal(got, want)
     assert_same(outputs[0][2], outputs[1][2])
@@ -142,7 +143,7 @@ IN_THREE = (
 def test_scores(selector: bs.Selector[Any, Any], layout: str, kernels: bool, device: str) -> None:
     """Values and forced blocks that lie in any way."""
     q, k, _ = make_qkv(**SIZES, device=device)
-    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), q_block=4, k_block=4, causal=True)
+    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0), q_block=4, k_block=4)
     values = LAYOUTS[layout](torch.rand(2, 2, grid.rows, grid.cols).to(device))
     forced = LAYOUTS[layout]((torch.rand(2, 2, grid.rows, grid.cols) < 0.2).to(device))
     got = selector(bs.BlockMass(values, grid, forced))
@@ -159,12 +160,12 @@ def test_scores(selector: bs.Selector[Any, Any], layout: str, kernels: bool, dev
 def test_masks(executor: bs.Executor[Any, Any], layout: str, kernels: bool, device: str) -> None:
     """Chosen blocks and ranks that lie in any way."""
     q, k, v = make_qkv(**SIZES | {"N": 50}, M=40, device=device)
-    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), q_block=16, k_block=16, causal=True)
+    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0), q_block=16, k_block=16)
     keep = LAYOUTS[layout]((torch.rand(2, 2, grid.rows, grid.cols) < 0.5).to(device)) & grid.reachable
     keep = LAYOUTS[layout](keep)
     rank = LAYOUTS[layout](torch.rand(2, 2, grid.rows, grid.cols).argsort(-1).int().to(device))
     masks = [bs.RankedBlockMask(x, grid, y) for x, y in ((keep, rank), contiguous(keep, rank))]
-    got, want = (executor(q, k, v, bs.GlobalPermutation(), mask, scale=0.25) for mask in masks)
+    got, want = (executor(q, k, v, mask, asked(mask, 0.25)) for mask in masks)
     assert_same(got, want)
 
 
@@ -172,7 +173,7 @@ def test_masks(executor: bs.Executor[Any, Any], layout: str, kernels: bool, devi
 def test_masks_join_from_any_place_in_memory(offset: int, device: str) -> None:
     """Rows of whole eights, which are joined as numbers of 64 bits, from memory that begins at an odd place."""
     q, k, _ = make_qkv(B=1, Hq=2, Hkv=1, N=64, D=16, device=device)
-    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), q_block=8, k_block=8, causal=True)
+    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0), q_block=8, k_block=8)
     memory = (torch.rand(2, 128 + offset) < 0.5).to(device)
     mine, its = (bs.BlockMask(x[offset:].view(1, 2, 8, 8), grid) for x in memory)
     assert torch.equal((mine | its).keep, mine.keep | its.keep)

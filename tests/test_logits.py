@@ -21,11 +21,16 @@ from tests.machine import DTYPES, GPU, needs_gpu
 from tests.on_kernels import pretend_gpu
 
 SINKS = torch.tensor([-1.0, 0.5, 2.0, 5.0], dtype=torch.float64)
-CHANGES = (bs.Logits(softcap=2.0), bs.Logits(sinks=SINKS), bs.Logits(softcap=1.5, sinks=SINKS))
+Change = dict[str, Any]
+CHANGES: tuple[Change, ...] = ({"softcap": 2.0}, {"sinks": SINKS}, {"softcap": 1.5, "sinks": SINKS})
 each_change = pytest.mark.parametrize("change", CHANGES, ids=("softcap", "sinks", "both"))
 EXECUTORS: tuple[Any, ...] = (bs.ReferenceExecutor, bs.CpuExecutor)
-KNOWING: tuple[Any, ...] = (*EXECUTORS, bs.TritonExecutor, bs.AutoExecutor)
-OTHERS: tuple[Any, ...] = (bs.Int8Executor, bs.GatherExecutor, bs.FlexExecutor, bs.FlashAttention4Executor)
+OTHERS: tuple[Any, ...] = (
+    bs.Int8Executor(fp8_pv=False),
+    bs.GatherExecutor(),
+    bs.FlexExecutor(),
+    bs.FlashAttention4Executor(),
+)
 PORTABLE = bs.TritonTiles(16, 16, num_warps=4, num_stages=2)
 each_executor = pytest.mark.parametrize("make", EXECUTORS, ids=lambda make: make.__name__)
 
@@ -40,7 +45,7 @@ class SomeRows(bs.Selector[bs.BlockScores, bs.BlockMask]):
         return bs.BlockMask(keep.expand(grid.batch, grid.q_heads, -1, -1), grid)
 
 
-def written_out(trace: bs.Trace[Any, Any, Any], change: bs.Logits, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def written_out(trace: bs.Trace[Any, Any, Any], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The definition, over all pairs at once."""
     q, k, v = (x.to(dtype) for x in (trace.q, trace.k, trace.v))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
@@ -49,11 +54,11 @@ def written_out(trace: bs.Trace[Any, Any, Any], change: bs.Logits, dtype: torch.
     for row in range(grid.rows):
         index = trace.mask.queries(row).unsqueeze(-1).expand(-1, -1, -1, k.shape[2])
         pairs.scatter_(2, index, trace.mask.pairs(row))
-    logits = q @ k.mT * trace.scale
-    if change.softcap is not None:
-        logits = change.softcap * torch.tanh(logits / change.softcap)
+    logits = q @ k.mT * trace.spec.scale
+    if trace.spec.softcap is not None:
+        logits = trace.spec.softcap * torch.tanh(logits / trace.spec.softcap)
     logits = logits.masked_fill(~pairs, float("-inf"))
-    sinks = SINKS if change.sinks is not None else torch.full_like(SINKS, float("-inf"))
+    sinks = SINKS if trace.spec.sinks is not None else torch.full_like(SINKS, float("-inf"))
     with_sink = torch.cat((logits, sinks.to(logits).view(1, -1, 1, 1).expand(*q.shape[:3], 1)), -1)
     return with_sink.softmax(-1).nan_to_num(0.0)[..., :-1] @ v, with_sink.logsumexp(-1)
 
@@ -61,15 +66,15 @@ def written_out(trace: bs.Trace[Any, Any, Any], change: bs.Logits, dtype: torch.
 @each_change
 @each_executor
 @pytest.mark.parametrize("start", [0, 37])
-def test_the_law(make: Callable[..., Any], change: bs.Logits, start: int) -> None:
+def test_the_law(make: Callable[..., Any], change: Change, start: int) -> None:
     q, k, v = make_qkv(N=200, D=16, dtype=torch.float32)
     q = q[:, :, start:] * 4  # logits far beyond the cap
     for permuter in (bs.Identity(), bs.SegmentKeySort(64, probe=16)):
-        trace = bs.Pipeline(permuter, bs.NoScorer(16), SomeRows(), make(logits=change)).trace(q, k, v)
+        trace = bs.Pipeline(permuter, bs.NoScorer(16), SomeRows(), make()).trace(q, k, v, **change)
         kept = trace.output.out.any(-1)
         assert bool(kept.any() and not kept.all())  # there are queries of both kinds
         assert trace.output.lse is not None
-        want, plain = (written_out(trace, change, dtype) for dtype in (torch.float64, torch.float32))
+        want, plain = (written_out(trace, dtype) for dtype in (torch.float64, torch.float32))
         assert_within_budget(trace.output.out, want[0], plain[0])
         assert_within_budget(trace.output.lse, want[1], plain[1])
 
@@ -78,19 +83,19 @@ def test_the_law(make: Callable[..., Any], change: bs.Logits, start: int) -> Non
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", [None, 33])
 def test_the_law_for_the_portable_kernel(
-    window: int | None, dtype: torch.dtype, change: bs.Logits, device: str
+    window: int | None, dtype: torch.dtype, change: Change, device: str
 ) -> None:
     """Grouped heads, a prompt and a chunk that end and begin inside a block, rows that keep nothing, and lse."""
     q, k, v = make_qkv(N=83, D=16, dtype=dtype, device=device)
-    executor = bs.TritonExecutor(PORTABLE, logits=change)
+    executor = bs.TritonExecutor(PORTABLE)
     for start, permuter in ((0, bs.SegmentKeySort(64, probe=16)), (37, bs.Identity())):
-        pipeline = bs.Pipeline(permuter, bs.NoScorer(16), SomeRows(), executor).in_window(window)
-        trace = pipeline.trace(q[:, :, start:] * 4, k, v)
-        want, plain = (written_out(trace, change, each) for each in (torch.float64, dtype))
+        pipeline = bs.Pipeline(permuter, bs.NoScorer(16), SomeRows(), executor)
+        trace = pipeline.trace(q[:, :, start:] * 4, k, v, window=window, **change)
+        want, plain = (written_out(trace, each) for each in (torch.float64, dtype))
         assert trace.output.lse is not None
         assert_within_budget(trace.output.out, want[0], plain[0])
         torch.testing.assert_close(trace.output.lse.double(), want[1], rtol=1e-3, atol=1e-5)
-        output = pipeline.with_lse(q[:, :, start:] * 4, k, v)
+        output = pipeline.with_lse(q[:, :, start:] * 4, k, v, window=window, **change)
         assert torch.equal(output.out, trace.output.out)
         assert output.lse is not None
         assert torch.equal(output.lse, trace.output.lse)
@@ -101,15 +106,15 @@ def test_the_law_for_the_portable_kernel(
 @each_change
 @pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize("window", [None, 700])
-def test_the_law_on_a_gpu(window: int | None, D: int, change: bs.Logits, device: str) -> None:
+def test_the_law_on_a_gpu(window: int | None, D: int, change: Change, device: str) -> None:
     """The tiles that calls get, on Hopper too, where keys are sorted and where they are in place."""
     for dtype in (torch.bfloat16, torch.float16):
         q, k, v = make_qkv(N=1500, M=1100, D=D, dtype=dtype, device=device)
         for order in (bs.Identity(), bs.SegmentKeySort(256)):
-            for executor in (bs.TritonExecutor(logits=change), bs.AutoExecutor(dense_below=0, logits=change)):
+            for executor in (bs.TritonExecutor(), bs.AutoExecutor(dense_below=0)):
                 pipeline: Any = bs.Pipeline(order, bs.MeanPoolScorer(128), bs.TopK(4), executor)
-                trace = pipeline.in_window(window).trace(4 * q, k, v)
-                want, plain = (written_out(trace, change, each) for each in (torch.float64, dtype))
+                trace = pipeline.trace(4 * q, k, v, window=window, **change)
+                want, plain = (written_out(trace, each) for each in (torch.float64, dtype))
                 assert_within_budget(trace.output.out, want[0], plain[0])
                 torch.testing.assert_close(trace.output.lse.double(), want[1], rtol=1e-3, atol=1e-3)
 
@@ -117,47 +122,47 @@ def test_the_law_on_a_gpu(window: int | None, D: int, change: bs.Logits, device:
 @needs_gpu
 @each_change
 @pytest.mark.parametrize("causal", [True, False])
-def test_dense_calls_on_a_gpu_hold_no_logits(causal: bool, change: bs.Logits, device: str) -> None:
+def test_dense_calls_on_a_gpu_hold_no_logits(causal: bool, change: Change, device: str) -> None:
     """Exactly, in memory that does not grow with the square of the prompt."""
     q, k, v = make_qkv(N=2000, M=1500, D=64, dtype=torch.bfloat16, device=device)
-    everything: Any = bs.Pipeline(bs.Identity(), bs.NoScorer(16), bs.Everything(), bs.AutoExecutor(logits=change))
-    trace = everything.trace(4 * q, k, v, causal=causal)
+    everything: Any = bs.Pipeline(bs.Identity(), bs.NoScorer(16), bs.Everything(), bs.AutoExecutor())
+    trace = everything.trace(4 * q, k, v, causal=causal, **change)
     assert trace.dense_because is not None
-    want, plain = (written_out(trace, change, each)[0] for each in (torch.float64, torch.bfloat16))
+    want, plain = (written_out(trace, each)[0] for each in (torch.float64, torch.bfloat16))
     assert_within_budget(trace.output.out, want, plain)
     peaks = []
     for N in (8192, 16384):
         q, k, v = make_qkv(N=N, D=64, dtype=torch.bfloat16, device=device)
-        everything(q, k, v, causal=causal)
+        everything(q, k, v, causal=causal, **change)
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        everything(q, k, v, causal=causal)
+        everything(q, k, v, causal=causal, **change)
         peaks.append(torch.cuda.max_memory_allocated() - before)
     assert peaks[1] < 2.5 * peaks[0]
 
 
 @pytest.mark.skipif(GPU, reason="test_the_law_on_a_gpu runs it")
 @each_change
-def test_triton_takes_the_portable_kernel(change: bs.Logits, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_takes_the_portable_kernel(change: Change, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = make_qkv(N=200, D=64, dtype=torch.float16)
     pretend_gpu(monkeypatch, TARGETS["sm_90"])  # where the Hopper kernel would be the faster one
-    pipeline = bs.Pipeline(bs.Identity(), bs.NoScorer(128), bs.Everything(), bs.TritonExecutor(logits=change))
-    trace = pipeline.trace(4 * q, k, v)
-    assert float((trace.output.out - written_out(trace, change, torch.float64)[0]).abs().max()) < 4e-3
+    pipeline = bs.Pipeline(bs.Identity(), bs.NoScorer(128), bs.Everything(), bs.TritonExecutor())
+    trace = pipeline.trace(4 * q, k, v, **change)
+    assert float((trace.output.out - written_out(trace, torch.float64)[0]).abs().max()) < 4e-3
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of NaN, in the interpreter
 @each_change
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_bad_keys_stay_with_the_queries_that_see_them(value: float, change: bs.Logits, device: str) -> None:
+def test_bad_keys_stay_with_the_queries_that_see_them(value: float, change: Change, device: str) -> None:
     """Neither earlier queries nor those behind the window change by a bit; a cap does not make a NaN a number."""
     q, k, v = make_qkv(N=80, D=16, dtype=torch.float32, device=device)
-    executor = bs.TritonExecutor(PORTABLE, logits=change)
-    pipeline = bs.Pipeline(bs.Identity(), bs.NoScorer(16), bs.Everything(), executor).in_window(20)
-    clean = pipeline.with_lse(q, k, v)
+    executor = bs.TritonExecutor(PORTABLE)
+    pipeline = bs.Pipeline(bs.Identity(), bs.NoScorer(16), bs.Everything(), executor)
+    clean = pipeline.with_lse(q, k, v, window=20, **change)
     k[:, :, 40] = value
-    bad = pipeline.with_lse(q, k, v)
+    bad = pipeline.with_lse(q, k, v, window=20, **change)
     assert clean.lse is not None
     assert bad.lse is not None
     others = [i for i in range(80) if not 40 <= i < 60]
@@ -167,114 +172,81 @@ def test_bad_keys_stay_with_the_queries_that_see_them(value: float, change: bs.L
 
 
 @each_change
-def test_a_node_of_a_graph_has_them(change: bs.Logits, device: str) -> None:
+def test_a_node_of_a_graph_has_them(change: Change, device: str) -> None:
     q, k, v = make_qkv(N=60, D=16, device=device)
-    executor = bs.TritonExecutor(PORTABLE, logits=change)
-    trace = bs.Pipeline(bs.Identity(), bs.NoScorer(16), bs.Everything(), executor).trace(q, k, v)
-    order, mask, scale = trace.permutation, trace.mask, trace.scale
-    output = one_node(executor._node, q, k, v, order, mask, None, scale=scale, logits=change)
+    executor = bs.TritonExecutor(PORTABLE)
+    trace = bs.Pipeline(bs.Identity(), bs.NoScorer(16), bs.Everything(), executor).trace(q, k, v, **change)
+    output = one_node(executor._node, q, k, v, trace.mask, trace.spec)
     assert torch.equal(output.out, trace.output.out)
-    assert output.logits is change
 
 
 @each_change
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("start", [0, 37])
-def test_dense_attention_has_them(start: int, causal: bool, change: bs.Logits) -> None:
+def test_dense_attention_has_them(start: int, causal: bool, change: Change) -> None:
     """Also where an executor would have the pipeline attend densely."""
     q, k, v = make_qkv(N=150, D=16, dtype=torch.float64)
     q = 4 * q[:, :, start:]
     for window in (None, 40) if causal else (None,):
-        pipeline = bs.Pipeline(
-            bs.Identity(), bs.NoScorer(16), bs.Everything(), bs.ReferenceExecutor(logits=change)
-        )
-        trace = pipeline.in_window(window).trace(q, k, v, causal=causal)
-        want = written_out(trace, change, torch.float64)[0]
-        dense = dense_attention(q, k, v, causal=causal, scale=0.25, window=window, logits=change)
+        pipeline = bs.Pipeline(bs.Identity(), bs.NoScorer(16), bs.Everything(), bs.ReferenceExecutor())
+        more = {"causal": causal, "window": window, **change}
+        trace = pipeline.trace(q, k, v, **more)
+        want = written_out(trace, torch.float64)[0]
+        dense = dense_attention(q, k, v, bs.AttentionSpec(scale=0.25, **more))
         torch.testing.assert_close(dense, want, rtol=1e-12, atol=1e-12)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(bs.ReferenceExecutor, "dense_because", lambda *_, **__: "little work")
-            dense = pipeline.in_window(window)(q, k, v, causal=causal)
-            traced = pipeline.in_window(window).trace(q, k, v, causal=causal)
+            dense = pipeline(q, k, v, **more)
+            traced = pipeline.trace(q, k, v, **more)
         torch.testing.assert_close(dense, want, rtol=1e-12, atol=1e-12)
         assert traced.dense_because == "little work"
         assert float(traced.error().max()) < 1e-12
 
 
 @each_change
-def test_auto_takes_what_knows_them(change: bs.Logits, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_what_knows_them(change: Change, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = make_qkv(N=100, D=16, dtype=torch.float64)
-    executor = bs.AutoExecutor(logits=change)
-    trace = bs.Pipeline(bs.Identity(), bs.NoScorer(16), SomeRows(), executor).trace(q, k, v)
-    torch.testing.assert_close(trace.output.out, written_out(trace, change, torch.float64)[0])
-    assert isinstance(executor.choose(q, k, v, trace.mask).executor, bs.CpuExecutor)
+    executor = bs.AutoExecutor()
+    trace = bs.Pipeline(bs.Identity(), bs.NoScorer(16), SomeRows(), executor).trace(q, k, v, **change)
+    torch.testing.assert_close(trace.output.out, written_out(trace, torch.float64)[0])
+    assert isinstance(executor.choose(q, k, v, trace.mask, trace.spec).executor, bs.CpuExecutor)
     monkeypatch.setattr(bs.CpuExecutor, "unsupported", lambda *_: ["no"])
-    choice = executor.choose(q, k, v, trace.mask)
+    choice = executor.choose(q, k, v, trace.mask, trace.spec)
     assert isinstance(choice.executor, bs.ReferenceExecutor)
-    assert choice.executor.logits is change
     assert "it knows no softcap and no attention sinks" in choice.refused["FlexExecutor"]
 
 
 @each_change
-def test_a_layer_says_what_its_pipeline_has(change: bs.Logits) -> None:
-    pipeline = bs.mean_pooling(0.5, block=16, executor=bs.CpuExecutor())
-    assert pipeline.logits.is_plain
-    changed = pipeline.with_logits(change)
-    assert changed.logits is change
-    assert changed.in_window(9).logits is change
-    assert changed.with_logits(bs.Logits()).logits.is_plain
-    for make in KNOWING:
-        assert make().with_logits(change).logits is change
-
-
-@each_change
-def test_groups_of_heads_have_the_sinks_of_their_heads(change: bs.Logits) -> None:
+def test_groups_of_heads_have_the_sinks_of_their_heads(change: Change) -> None:
     """In the order in which a group names them, in dense heads too."""
     q, k, v = make_qkv(N=100, Hq=4, Hkv=2, D=16, dtype=torch.float64)
     everything: Any = bs.Pipeline(bs.Identity(), bs.NoScorer(16), bs.Everything(), bs.CpuExecutor())
-    want = everything.with_logits(change)(4 * q, k, v)
+    want = everything(4 * q, k, v, **change)
     groups: tuple[bs.HeadGroups, ...] = (
         bs.HeadGroups({(1,): everything, (0,): None}),
         bs.HeadGroups({(1, 0): everything}),
         bs.HeadGroups({(1, 0): None}),
+        bs.HeadGroups.dense_where((True, False), everything),
     )
-    for group in (
-        *(x.with_logits(change) for x in groups),
-        bs.HeadGroups.dense_where((True, False), everything.with_logits(change)),
-    ):
-        torch.testing.assert_close(group(4 * q, k, v), want)
-        assert float(group.trace(4 * q, k, v).error().max()) < 1e-12
-        assert group.in_window(30).logits is change
-
-
-def test_groups_of_heads_have_one_meaning() -> None:
-    everything: Any = bs.Pipeline(bs.Identity(), bs.NoScorer(16), bs.Everything(), bs.CpuExecutor())
-    capped = everything.with_logits(bs.Logits(softcap=3.0))
-    for pipeline, logits in ((capped, bs.Logits()), (everything, bs.Logits(softcap=3.0)), (capped, CHANGES[2])):
-        with pytest.raises(
-            ValueError, match="'groups' must have one softcap, and the sinks of one layer, for all"
-        ):
-            bs.HeadGroups({(0,): pipeline, (1,): None}, logits=logits)
-    with pytest.raises(ValueError, match="'sinks' must have as many entries for each of 3 KV heads: 4"):
-        bs.HeadGroups({(0, 1, 2): None}).with_logits(CHANGES[1])
+    for group in groups:
+        torch.testing.assert_close(group(4 * q, k, v, **change), want)
+        assert float(group.trace(4 * q, k, v, **change).error().max()) < 1e-12
 
 
 @each_change
-def test_a_trace_measures_against_dense_attention_with_the_same_logits(change: bs.Logits) -> None:
+def test_a_trace_measures_against_dense_attention_with_the_same_logits(change: Change) -> None:
     q, k, v = make_qkv(N=100, D=16, dtype=torch.float64)
-    everything = bs.Pipeline(bs.Identity(), bs.NoScorer(16), bs.Everything(), bs.CpuExecutor(logits=change))
-    trace = everything.trace(q, k, v)
+    everything = bs.Pipeline(bs.Identity(), bs.NoScorer(16), bs.Everything(), bs.CpuExecutor())
+    trace = everything.trace(q, k, v, **change)
     assert float(trace.error().max()) < 1e-13
-    plain = attrs.evolve(everything, executor=bs.CpuExecutor())(q, k, v)
+    plain = everything(q, k, v)
     assert float((plain - trace.output.out).abs().max()) > 0.01
 
 
 def test_a_softcap_may_be_any_real_number() -> None:
     q, k, v = make_qkv(N=64, D=16)
-    logits = bs.Logits(softcap=wrong_type(Fraction(3, 2)))
-    assert repr(logits) == "Logits(softcap=1.5, sinks=None)"
     pipeline = bs.mean_pooling(block=16, executor=bs.CpuExecutor())
-    assert torch.equal(pipeline.with_logits(logits)(q, k, v), pipeline.with_logits(bs.Logits(1.5))(q, k, v))
+    assert torch.equal(pipeline(q, k, v, softcap=wrong_type(Fraction(3, 2))), pipeline(q, k, v, softcap=1.5))
 
 
 def wrong_type(value: Any) -> Any:
@@ -284,36 +256,41 @@ def wrong_type(value: Any) -> Any:
 
 def test_they_are_refused_in_one_sentence() -> None:
     q, k, v = make_qkv(N=64, D=16)
-    wrong: Any = bs.Logits
-    with pytest.raises(ValueError, match="'softcap' must be a number from 1e-30 to 1e30, or None: 0"):
-        bs.Logits(softcap=0)
-    with pytest.raises(ValueError, match="from 1e-30"):  # as a divisor in fp32 it would be 0
-        bs.Logits(softcap=1e-50)
-    with pytest.raises(TypeError, match="'sinks' must be a number from -1e30 to 1e30, or one per query head, or"):
-        wrong(sinks="1.0")
-    for make in KNOWING:
-        with pytest.raises(TypeError, match="'logits' must be a Logits"):
-            make(logits=2.0)
-        with pytest.raises(ValueError, match="'sinks' has 2 entries for 4 query heads"):
-            bs.mean_pooling(executor=make(logits=bs.Logits(sinks=torch.zeros(2))))(q, k, v)
-        with pytest.raises(TypeError, match="'logits' must be a Logits"):
-            make().with_logits(wrong)
-    for other in OTHERS:
-        with pytest.raises(TypeError, match="unexpected keyword argument 'logits'"):
-            other(logits=bs.Logits())
+    pipeline: Any = bs.Pipeline(bs.Identity(), bs.NoScorer(64), bs.Ranked(bs.Everything()), bs.CpuExecutor())
+    for call in (pipeline, pipeline.trace, pipeline.with_lse):
+        with pytest.raises(ValueError, match="'softcap' must be a number from 1e-30 to 1e30, or None: 0"):
+            call(q, k, v, softcap=0)
+        with pytest.raises(ValueError, match="from 1e-30"):  # as a divisor in fp32 it would be 0
+            call(q, k, v, softcap=1e-50)
         with pytest.raises(
-            ValueError, match=rf"^{other.__name__} knows no softcap and no attention sinks: take Tri"
+            TypeError, match="'sinks' must be a number from -1e30 to 1e30, or one per query head, or"
         ):
-            other().with_logits(bs.Logits(softcap=1.0))
-        assert other().with_logits(bs.Logits()).logits.is_plain
+            call(q, k, v, sinks="1.0")
+        with pytest.raises(ValueError, match="'sinks' has 2 entries for 4 query heads"):
+            call(q, k, v, sinks=torch.zeros(2))
+    with pytest.raises(ValueError, match="'sinks' has 2 entries for 4 query heads"):
+        pipeline.executor(q, k, v, pipeline.choose(q, k).mask, bs.AttentionSpec(scale=1.0, sinks=[1.0, 2.0]))
+    with pytest.raises(ValueError, match="'sinks' must have as many entries for each of 3 KV heads: 4"):
+        bs.AttentionSpec(scale=1.0, sinks=SINKS).of_heads((0,), 3)
+    for other in OTHERS:
+        for asked in ({"softcap": 1.0}, {"sinks": 0.0}):
+            with pytest.raises(ValueError, match="it knows no softcap and no attention sinks"):
+                attrs.evolve(pipeline, executor=other)(q, k, v, **asked)
+
+
+def test_a_sink_of_minus_infinity_is_none() -> None:
+    q, k, v = make_qkv(N=64, D=16)
+    pipeline = bs.mean_pooling(block=16, executor=bs.CpuExecutor())
+    for sinks in (-float("inf"), [-float("inf")] * 4):
+        torch.testing.assert_close(pipeline(q, k, v, sinks=sinks), pipeline(q, k, v), rtol=0, atol=1e-6)
 
 
 @each_change
-def test_an_audit_compares_with_dense_attention_with_the_same_logits(change: bs.Logits) -> None:
+def test_an_audit_compares_with_dense_attention_with_the_same_logits(change: Change) -> None:
     q, k, v = make_qkv(N=100, D=16)
-    everything = bs.Pipeline(bs.Identity(), bs.NoScorer(16), bs.Everything(), bs.CpuExecutor(logits=change))
+    everything = bs.Pipeline(bs.Identity(), bs.NoScorer(16), bs.Everything(), bs.CpuExecutor())
     audit = Audit(rows=100, every=1)
-    AuditedPipeline(everything, 0, audit)(q * 4, k, v)
+    AuditedPipeline(everything, 0, audit)(q * 4, k, v, **change)
     (layer,) = audit.layers()
     assert layer.covered_mass is not None
     assert layer.error is not None
@@ -327,10 +304,9 @@ def test_a_sink_covers_nothing(sink: float) -> None:
     q, k, v = make_qkv(N=100, D=16)
     sparse = bs.Pipeline(bs.Identity(), bs.NoScorer(16), SomeRows(), bs.CpuExecutor())
     want = sparse.trace(q, k, v).covered_mass()
-    with_sink = sparse.with_logits(bs.Logits(sinks=sink))
-    torch.testing.assert_close(with_sink.trace(q, k, v).covered_mass(), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(sparse.trace(q, k, v, sinks=sink).covered_mass(), want, rtol=1e-5, atol=1e-5)
     audit = Audit(rows=100, every=1)
-    AuditedPipeline(with_sink, 0, audit)(q, k, v)
+    AuditedPipeline(sparse, 0, audit)(q, k, v, sinks=sink)
     (layer,) = audit.layers()
     assert layer.covered_mass is not None
     assert 0.1 < float(want.mean()) < 0.9
@@ -338,14 +314,12 @@ def test_a_sink_covers_nothing(sink: float) -> None:
 
 
 @each_change
-def test_an_audit_falls_back_to_dense_attention_with_the_same_logits(change: bs.Logits) -> None:
+def test_an_audit_falls_back_to_dense_attention_with_the_same_logits(change: Change) -> None:
     q, k, v = make_qkv(N=100, D=16)
     sparse: Any = bs.Pipeline(bs.Identity(), bs.NoScorer(16), bs.Band(1), bs.CpuExecutor())
-    want = attrs.evolve(sparse, selector=bs.Everything()).with_logits(change)(q, k, v)
-    audited = AuditedPipeline(sparse, 0, Audit(rows=100, every=1, max_error=0.01, fall_back=True)).with_logits(
-        change
-    )
-    assert not torch.allclose(audited(q, k, v), want, atol=1e-3)
+    want = attrs.evolve(sparse, selector=bs.Everything())(q, k, v, **change)
+    audited = AuditedPipeline(sparse, 0, Audit(rows=100, every=1, max_error=0.01, fall_back=True))
+    assert not torch.allclose(audited(q, k, v, **change), want, atol=1e-3)
     audited.audit.layers()  # waits for the comparison
-    torch.testing.assert_close(audited(q, k, v), want)
-    torch.testing.assert_close(audited.trace(q, k, v).output.out, want)
+    torch.testing.assert_close(audited(q, k, v, **change), want)
+    torch.testing.assert_close(audited.trace(q, k, v, **change).output.out, want)

@@ -111,9 +111,9 @@ def test_density_is_the_same_count_everywhere(preset: Any, device: str) -> None:
             q.to(device),
             k.to(device),
             bs.GlobalPermutation(),
+            bs.AttentionSpec(scale=1.0),
             q_block=grid.q_block,
             k_block=grid.k_block,
-            causal=True,
         )
         moved = bs.BlockMask(trace.visited.keep.to(device), there)
         assert torch.equal(moved.density().cpu(), trace.visited.density())

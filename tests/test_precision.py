@@ -26,6 +26,7 @@ from blocksparse.testing import (
 )
 from tests import stages
 from tests.machine import needs_gpu
+from tests.specs import asked
 
 each_preset = pytest.mark.parametrize("preset", every_preset.values(), ids=every_preset)
 each_autocast = pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16], ids=str)
@@ -100,22 +101,22 @@ def test_stages_alone_are_the_same_under_autocast(dtype: torch.dtype, autocast: 
     for permuter, scorer in stages.fronts():
         if permuter is not stages.PERMUTERS[0] and not stages.is_first(permuter, scorer):
             continue
-        permutation = permuter(q, k, causal=True, scale=0.25)
-        scores = scorer(q, k, permutation, causal=True, scale=0.25)
+        permutation = permuter(q, k, bs.AttentionSpec(scale=0.25))
+        scores = scorer(q, k, permutation, bs.AttentionSpec(scale=0.25))
         with torch.autocast(device, autocast):
-            assert_same(permuter(q, k, causal=True, scale=0.25), permutation)
-            assert_same(scorer(q, k, permutation, causal=True, scale=0.25), scores)
+            assert_same(permuter(q, k, bs.AttentionSpec(scale=0.25)), permutation)
+            assert_same(scorer(q, k, permutation, bs.AttentionSpec(scale=0.25)), scores)
 
 
 @pytest.mark.parametrize("executor", DIRECT, ids=stages.name)
 def test_executors_alone_are_the_same_under_autocast(executor: bs.Executor[Any, Any], device: str) -> None:
     q, k, v = make_qkv(Hq=2, Hkv=1, N=40, D=16, device=device)
     trace = FRONT.trace(q, k, v)
-    want = executor(q, k, v, trace.permutation, trace.mask, scale=0.25)
+    want = executor(q, k, v, trace.mask, asked(trace.mask, 0.25))
     with torch.autocast(device, torch.bfloat16):
-        assert_same(executor(q, k, v, trace.permutation, trace.mask, scale=0.25), want)
-        dense = dense_attention(q, k, v, causal=True, scale=0.25)
-    assert torch.equal(dense, dense_attention(q, k, v, causal=True, scale=0.25))
+        assert_same(executor(q, k, v, trace.mask, asked(trace.mask, 0.25)), want)
+        dense = dense_attention(q, k, v, bs.AttentionSpec(scale=0.25))
+    assert torch.equal(dense, dense_attention(q, k, v, bs.AttentionSpec(scale=0.25)))
 
 
 def test_head_groups_are_the_same_under_autocast(device: str) -> None:
@@ -293,7 +294,7 @@ def test_a_trace_of_float64_is_measured_in_float64(device: str) -> None:
 def test_executors_multiply_fp32_exactly_where_tf32_is_allowed(executor: bs.Executor[Any, Any]) -> None:
     q, k, v = make_qkv(N=300, D=64, device="cuda")
     trace = FRONT.trace(q, k, v)
-    want = executor(q, k, v, trace.permutation, trace.mask, scale=0.125).out
+    want = executor(q, k, v, trace.mask, asked(trace.mask, 0.125)).out
     torch.set_float32_matmul_precision("medium")
-    assert torch.equal(executor(q, k, v, trace.permutation, trace.mask, scale=0.125).out, want)
+    assert torch.equal(executor(q, k, v, trace.mask, asked(trace.mask, 0.125)).out, want)
     torch.testing.assert_close(want, trace.output.out, rtol=1e-5, atol=1e-5)

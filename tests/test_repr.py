@@ -27,7 +27,7 @@ ODD: list[Any] = [
     bs.Int8Executor(False, scales="block", tiles=bs.TritonTiles(64, 32, 4, 2)),
     bs.Int8Executor(tiles=bs.HopperTiles(1, 64, 2)), bs.Band(2**70), bs.Band(1) | (bs.Sink() | bs.Band(2)),
     bs.GivenOrder((1, 2, 2), torch.tensor([3, 1, 0, 2])), bs.GivenOrder((2, 30, 30), torch.arange(1799, -1, -1)),
-    bs.CpuExecutor(logits=bs.Logits(softcap=30, sinks=HEADS)),
+    bs.AttentionSpec(scale=0.1, causal=True, window=9, softcap=30, sinks=HEADS),
     (bs.Sink() | bs.Band(3)) & (bs.TopK(1) | bs.Refined(bs.Ranked(bs.Sink()), 2)),
     bs.HeadGroups({(0, 2): PAPER, (1,): None}),
     bs.Schedule(PAPER, layers={3: bs.HeadGroups({(0,): bs.sparge(HEADS)}), -1: None}, dense=range(2)),

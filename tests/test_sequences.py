@@ -19,6 +19,7 @@ from blocksparse.testing import make_qkv
 from tests import drawn
 from tests.drawn import Case, cases
 from tests.meaning import same
+from tests.specs import asked
 from tests.test_generated_laws import assert_same_call, law
 
 # A grid order is made for one number of tokens.
@@ -133,7 +134,7 @@ def test_the_op_keeps_the_rules_of_ops(tokens_first: bool, device: str) -> None:
     if tokens_first:
         q = q.transpose(1, 2).contiguous().transpose(1, 2)
     checks = ("test_faketensor", "test_aot_dispatch_dynamic")  # the schema's own test takes no opaque objects
-    given = (q, k, v, SPARSE._call, bs.Sequences.packed([40, 20]), True, 0.125)
+    given = (q, k, v, SPARSE._call, bs.Sequences.packed([40, 20]), True, 0.125, None, None, None)
     torch.library.opcheck(_attend_each, given, test_utils=checks)
     assert _attend_each(*given).transpose(1, 2).is_contiguous() == tokens_first
 
@@ -141,14 +142,16 @@ def test_the_op_keeps_the_rules_of_ops(tokens_first: bool, device: str) -> None:
 class _DenseForShort(bs.Executor[Any, Any]):
     """What `AutoExecutor` does on a GPU."""
 
-    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask) -> list[str]:
+    def unsupported(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask, spec: bs.AttentionSpec
+    ) -> list[str]:
         return []
 
-    def dense_because(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> str | None:
+    def dense_because(self, q: Tensor, k: Tensor, v: Tensor, spec: bs.AttentionSpec) -> str | None:
         return "few keys" if k.shape[2] < 60 else None
 
-    def __call__(self, *args: Any, scale: float) -> bs.AttentionOutput:
-        return bs.ReferenceExecutor()(*args, scale=scale)
+    def __call__(self, *args: Any, **more: Any) -> bs.AttentionOutput:
+        return bs.ReferenceExecutor()(*args, **more)
 
 
 def test_each_prompt_has_the_executor_that_it_has_alone(device: str) -> None:
@@ -174,12 +177,12 @@ def test_an_executor_writes_its_rows_and_no_others(
     if isinstance(executor, bs.CpuExecutor) and device != "cpu":
         pytest.skip("it takes CPU tensors")
     q, k, v = make_qkv(N=150, M=90, D=32, dtype=torch.float16, device=device)
-    permutation = permuter(q, k, causal=True, scale=0.2)
-    mask = bs.TopK(3)(bs.MeanPoolScorer(32)(q, k, permutation, causal=True, scale=0.2))
+    permutation = permuter(q, k, bs.AttentionSpec(scale=0.2))
+    mask = bs.TopK(3)(bs.MeanPoolScorer(32)(q, k, permutation, bs.AttentionSpec(scale=0.2)))
     everything = torch.full((1, 200, q.shape[1], 32) if tokens_first else (1, q.shape[1], 200, 32), 7.0).to(q)
     everything = everything.transpose(1, 2) if tokens_first else everything
-    executor.attend_into(everything[:, :, 41:131], q, k, v, permutation, mask, scale=0.2)
-    assert torch.equal(everything[:, :, 41:131], executor(q, k, v, permutation, mask, scale=0.2).out)
+    executor(q, k, v, mask, asked(mask, 0.2), everything[:, :, 41:131])
+    assert torch.equal(everything[:, :, 41:131], executor(q, k, v, mask, asked(mask, 0.2)).out)
     assert bool((everything[:, :, :41] == 7).all())
     assert bool((everything[:, :, 131:] == 7).all())
 
@@ -187,8 +190,8 @@ def test_an_executor_writes_its_rows_and_no_others(
 @pytest.mark.parametrize("executor", EXECUTORS[1:], ids=lambda executor: type(executor).__name__)
 def test_an_executor_refuses_what_cannot_hold_its_output(executor: Any, device: str) -> None:
     q, k, v = make_qkv(N=64, M=40, D=16, Hq=2, Hkv=1, device="cpu")
-    permutation = bs.Identity()(q, k, causal=True, scale=0.2)
-    mask = bs.Everything()(bs.NoScorer(32)(q, k, permutation, causal=True, scale=0.2))
+    permutation = bs.Identity()(q, k, bs.AttentionSpec(scale=0.2))
+    mask = bs.Everything()(bs.NoScorer(32)(q, k, permutation, bs.AttentionSpec(scale=0.2)))
     for error, out in (
         (TypeError, torch.zeros(1, 2, 40, 16, dtype=torch.float64)),
         (ValueError, torch.zeros(1, 2, 39, 16)),
@@ -197,7 +200,7 @@ def test_an_executor_refuses_what_cannot_hold_its_output(executor: Any, device: 
         (ValueError, torch.zeros(1, 1, 40, 16).expand(1, 2, 40, 16)),
     ):
         with pytest.raises(error, match="'out' must have"):
-            executor.attend_into(out, q, k, v, permutation, mask, scale=0.2)
+            executor(q, k, v, mask, asked(mask, 0.2), out)
 
 
 def test_a_history_is_freed_with_its_call() -> None:

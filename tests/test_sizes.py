@@ -135,8 +135,8 @@ def test_a_block_beyond_the_prompt_is_all_of_it(pipeline: AnyPipeline, M: int, N
     """And room is made for the tokens that are there, and for a row of places, not for what a block could hold."""
     q, k, _ = make_qkv(N=N, M=M, D=8, Hq=2, Hkv=1)
     with Largest() as made:
-        permutation = pipeline.permuter(q, k, causal=True, scale=0.5)
-        scores = pipeline.scorer(q, k, permutation, causal=True, scale=0.5)
+        permutation = pipeline.permuter(q, k, bs.AttentionSpec(scale=0.5))
+        scores = pipeline.scorer(q, k, permutation, bs.AttentionSpec(scale=0.5))
         keep = pipeline.selector(scores).keep
     assert made.elements <= max(16 * MOST, 4 * max(N, 1024) ** 2)
     if scores.grid.k_block == MOST:

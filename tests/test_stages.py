@@ -12,6 +12,7 @@ from torch import Tensor
 import blocksparse as bs
 from blocksparse.kernels.scoring.block_mean import block_mean
 from blocksparse.testing import make_qkv
+from tests.specs import asked
 
 B16 = 16
 
@@ -19,7 +20,9 @@ B16 = 16
 def grid(rows: int, *, causal: bool = False, heads: int = 1, kv_heads: int = 1) -> bs.Grid:
     """`rows` x `rows` blocks of 16 in original order."""
     q, k = torch.zeros(1, heads, rows * B16, 8), torch.zeros(1, kv_heads, rows * B16, 8)
-    return bs.Grid.of(q, k, bs.GlobalPermutation(), q_block=B16, k_block=B16, causal=causal)
+    return bs.Grid.of(
+        q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0, causal=causal), q_block=B16, k_block=B16
+    )
 
 
 def mass(*row: float, forced: list[int] | None = None) -> bs.BlockMass:
@@ -140,7 +143,7 @@ def test_finer_blocks_of_a_rule_join(M: int, orders: int, shared: bool, causal: 
     q, k, _ = make_qkv(N=160, M=M, Hq=4, Hkv=2, D=8)
     order = torch.rand(1, orders, 1, 160, generator=torch.Generator().manual_seed(0)).argsort(-1).int()
     permutation = bs.GlobalPermutation(order if orders else None)
-    scores = bs.FlattenMaxPoolScorer(32, 8)(q, k, permutation, causal=causal, scale=1.0)
+    scores = bs.FlattenMaxPoolScorer(32, 8)(q, k, permutation, bs.AttentionSpec(scale=1.0, causal=causal))
     inner: bs.Selector[bs.BlockMass, bs.BlockMask] = bs.TopCdf(0.5)
     inner = bs.SharedByGroup(inner) if shared else inner
     several = bs.Band(9) | bs.Sink() | bs.Stride(3) | bs.Random([0.1, 0.2, 0.3, 0.4]) | bs.Band(2)
@@ -166,7 +169,7 @@ def test_a_grid_is_refined_once() -> None:
     assert coarse.shared() is coarse  # no head has positions of its own
     order = torch.arange(64).roll(9).int().expand(1, 4, 1, 64)
     q, k = torch.zeros(1, 4, 64, 8), torch.zeros(1, 2, 64, 8)
-    moved = bs.Grid.of(q, k, bs.GlobalPermutation(order), q_block=B16, k_block=B16, causal=True)
+    moved = bs.Grid.of(q, k, bs.GlobalPermutation(order), bs.AttentionSpec(scale=1.0), q_block=B16, k_block=B16)
     assert moved.shared().k_first.shape[1] == 2
     assert moved.shared().refined(2) is not moved.refined(2)
 
@@ -192,7 +195,9 @@ def test_band_covers_both_sides_when_not_causal() -> None:
 def test_first_token_follows_the_permutation() -> None:
     q = torch.zeros(1, 1, 64, 8)
     k_index = torch.arange(64).roll(20).view(1, 1, 1, 64).int()  # token 0 now stands in slot 20
-    moved = bs.Grid.of(q, q, bs.GlobalPermutation(k_index), q_block=B16, k_block=B16, causal=False)
+    moved = bs.Grid.of(
+        q, q, bs.GlobalPermutation(k_index), bs.AttentionSpec(scale=1.0, causal=False), q_block=B16, k_block=B16
+    )
     assert kept(bs.Sink(1)(bs.BlockScores(torch.zeros(1, 1, 4, 4), moved))) == [1]
 
 
@@ -213,7 +218,7 @@ def test_refine_keeps_the_same_pairs(start: int, n: int) -> None:
             q[:, :, start:], k, v
         )
         fine = trace.mask.refine(n)
-        again = bs.ReferenceExecutor()(q[:, :, start:], k, v, trace.permutation, fine, scale=trace.scale)
+        again = bs.ReferenceExecutor()(q[:, :, start:], k, v, fine, asked(fine, trace.spec.scale))
         torch.testing.assert_close(again.out, trace.output.out)
         assert fine.keep.shape[2:] == (fine.grid.rows, fine.grid.cols)
 
@@ -224,7 +229,7 @@ def test_segment_key_sort_sorts_inside_segments() -> None:
     k[0, 0, :, 0] = torch.tensor([0.0, 3, 1, 2, 9, 7, 8, 6, 5, 4])
     q = torch.zeros(1, 1, 10, 4)
     q[..., 0] = 1
-    order = bs.SegmentKeySort(4, probe=1)(q, k, causal=True, scale=1.0).k_index
+    order = bs.SegmentKeySort(4, probe=1)(q, k, bs.AttentionSpec(scale=1.0)).k_index
     assert order is not None
     assert order.flatten().tolist() == [1, 3, 2, 0, 4, 6, 5, 7, 8, 9]
 
@@ -235,14 +240,15 @@ def test_a_causal_probe_does_not_vote_on_the_future() -> None:
     q = torch.ones(1, 1, 4, 1)
     causal = bs.SegmentKeySort(2, probe=4)
     assert not torch.equal(
-        causal._importance(q, k, causal=True, scale=1.0), causal._importance(q, k, causal=False, scale=1.0)
+        causal._importance(q, k, bs.AttentionSpec(scale=1.0)),
+        causal._importance(q, k, bs.AttentionSpec(scale=1.0, causal=False)),
     )
 
 
 def test_one_order_per_kv_head_or_per_query_head() -> None:
     q, k, _ = make_qkv(N=64)
     for per_query_head, heads in ((False, 2), (True, 4)):
-        index = bs.SegmentKeySort(16, per_query_head=per_query_head)(q, k, causal=True, scale=1.0).k_index
+        index = bs.SegmentKeySort(16, per_query_head=per_query_head)(q, k, bs.AttentionSpec(scale=1.0)).k_index
         assert index is not None
         assert index.shape == (1, heads, 1, 64)
         assert index.dtype == torch.int32
@@ -289,7 +295,7 @@ def test_density_counts_tokens_of_a_tail() -> None:
 class PerSegment(bs.Permuter[bs.Permutation]):
     """Each segment of queries has its own order of its causal prefix, as S2O has; the rest is empty slots."""
 
-    def __call__(self, q: Tensor, k: Tensor, *, causal: bool, scale: float) -> bs.Permutation:
+    def __call__(self, q: Tensor, k: Tensor, spec: bs.AttentionSpec) -> bs.Permutation:
         N, S = k.shape[2], 32
         first = (N - q.shape[2]) // S
         maps = []
@@ -305,9 +311,14 @@ class AnyOrder(bs.Scorer[bs.Permutation, bs.BlockScores]):
     """Every block alike."""
 
     def __call__(
-        self, q: Tensor, k: Tensor, permutation: bs.Permutation, *, causal: bool, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        permutation: bs.Permutation,
+        spec: bs.AttentionSpec,
+        history: bs.KeyHistory | None = None,
     ) -> bs.BlockScores:
-        cut = bs.Grid.of(q, k, permutation, q_block=B16, k_block=B16, causal=causal)
+        cut = bs.Grid.of(q, k, permutation, spec, q_block=B16, k_block=B16)
         return bs.BlockScores(torch.zeros(*q.shape[:2], cut.rows, cut.cols), cut)
 
 
@@ -320,7 +331,7 @@ def test_per_segment_orders(M: int) -> None:
     torch.testing.assert_close(trace.output.out, dense, rtol=0, atol=1e-12)
     assert float(trace.covered_mass().min()) == pytest.approx(1.0, abs=1e-6)
     with pytest.raises(ValueError, match="whole number of query blocks: group=32, q_block=64"):
-        bs.Grid.of(q, k, trace.permutation, q_block=64, k_block=16, causal=True)
+        bs.Grid.of(q, k, trace.permutation, bs.AttentionSpec(scale=1.0), q_block=64, k_block=16)
 
 
 def test_a_rule_of_position_says_where_alone() -> None:
@@ -337,9 +348,9 @@ def test_a_rule_of_position_says_where_alone() -> None:
 def test_a_mask_of_kv_heads_lies_on_a_shared_grid() -> None:
     """Whoever made it: bounds of blocks hold for all query heads of a group."""
     q, k, v = make_qkv(N=100, D=16)
-    order = bs.SegmentKeySort(32, probe=16)(q, k, causal=True, scale=0.25)
-    cut = bs.Grid.of(q, k, order, q_block=16, k_block=16, causal=True)
+    order = bs.SegmentKeySort(32, probe=16)(q, k, bs.AttentionSpec(scale=0.25))
+    cut = bs.Grid.of(q, k, order, bs.AttentionSpec(scale=1.0), q_block=16, k_block=16)
     keep = cut.reachable.expand(1, 4, -1, -1).unflatten(1, (2, 2)).any(2)
     mask = bs.BlockMask(keep, cut)
-    got, want = (e(q, k, v, order, mask, scale=0.25).out for e in (bs.CpuExecutor(), bs.ReferenceExecutor()))
+    got, want = (e(q, k, v, mask, asked(mask, 0.25)).out for e in (bs.CpuExecutor(), bs.ReferenceExecutor()))
     torch.testing.assert_close(got, want)

@@ -13,6 +13,7 @@ import blocksparse as bs
 from blocksparse.testing import make_qkv
 from tests import stages
 from tests.machine import GPU
+from tests.specs import asked
 
 Q, K, V = make_qkv(Hq=4, Hkv=2, N=64, D=16)
 
@@ -35,7 +36,14 @@ def grid(
     block: int = 16,
     causal: bool = True,
 ) -> bs.Grid:
-    return bs.Grid.of(q, k, permutation or bs.GlobalPermutation(), q_block=block, k_block=block, causal=causal)
+    return bs.Grid.of(
+        q,
+        k,
+        permutation or bs.GlobalPermutation(),
+        bs.AttentionSpec(scale=1.0, causal=causal),
+        q_block=block,
+        k_block=block,
+    )
 
 
 def everything(cut: bs.Grid, heads: int = 4) -> bs.RankedBlockMask:
@@ -97,18 +105,18 @@ def test_a_mask_of_another_order_or_prompt(executor: bs.Executor[Any, Any]) -> N
     """A mask means tokens only together with the permutation that its grid was cut from."""
     there = bs.GlobalPermutation(order(1, 2, 1, 64).flip(-1))
     with pytest.raises(ValueError, match="belong to another permutation than the one given"):
-        executor(Q, K, V, bs.GlobalPermutation(), everything(grid(there)), scale=0.25)
+        executor(Q, K, V, everything(grid(there)), asked(everything(grid(there)), 0.25))
     with pytest.raises(ValueError, match="belong to another permutation than the one given"):
-        executor(Q, K, V, there, everything(grid()), scale=0.25)
+        executor(Q, K, V, everything(grid()), asked(everything(grid()), 0.25))
     shorter = everything(grid(q=Q[:, :, :40], k=K[:, :, :40]))
     with pytest.raises(
         ValueError, match=r"\(B, Hq, Hkv, M, N\) = \(1, 4, 2, 40, 40\), and q and k have \(1, 4, 2, 64, 64\)"
     ):
-        executor(Q, K, V, bs.GlobalPermutation(), shorter, scale=0.25)
+        executor(Q, K, V, shorter, asked(shorter, 0.25))
     with pytest.raises((ValueError, TypeError), match="'v' must have the heads, tokens and device of 'k'"):
-        executor(Q, K, V[:, :, 1:], bs.GlobalPermutation(), everything(grid()), scale=0.25)
+        executor(Q, K, V[:, :, 1:], everything(grid()), asked(everything(grid()), 0.25))
     with pytest.raises(TypeError, match="one dtype"):
-        executor(Q, K, V.half(), bs.GlobalPermutation(), everything(grid()), scale=0.25)
+        executor(Q, K, V.half(), everything(grid()), asked(everything(grid()), 0.25))
 
 
 def test_masks_of_different_orders_do_not_mix() -> None:
@@ -133,9 +141,9 @@ def test_a_map_in_any_memory_layout(causal: bool, device: str) -> None:
     assert q_across.stride(-1) != 1
 
     def run(permutation: bs.GlobalPermutation, executor: bs.Executor[Any, Any]) -> Tensor:
-        scores = bs.MeanPoolScorer(16)(q, k, permutation, causal=causal, scale=0.25)
+        scores = bs.MeanPoolScorer(16)(q, k, permutation, bs.AttentionSpec(scale=0.25, causal=causal))
         mask = bs.TopCdf(0.5)(scores)
-        return executor(q, k, v, permutation, mask, scale=0.25).out
+        return executor(q, k, v, mask, asked(mask, 0.25)).out
 
     for executor in (bs.ReferenceExecutor(), bs.TritonExecutor()):
         straight = run(bs.GlobalPermutation(index, q_index), executor)
@@ -145,7 +153,7 @@ def test_a_map_in_any_memory_layout(causal: bool, device: str) -> None:
 class Zeros(bs.Permuter[bs.GlobalPermutation]):
     """Breaks its class line."""
 
-    def __call__(self, q: Tensor, k: Tensor, *, causal: bool, scale: float) -> Any:
+    def __call__(self, q: Tensor, k: Tensor, spec: bs.AttentionSpec) -> Any:
         return torch.zeros(1)
 
 
@@ -156,7 +164,12 @@ class OfItsOwn(bs.Scorer[bs.Permutation, bs.BlockScores]):
         self.causal, self.permutation = causal, permutation
 
     def __call__(
-        self, q: Tensor, k: Tensor, permutation: bs.Permutation, *, causal: bool, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        permutation: bs.Permutation,
+        spec: bs.AttentionSpec,
+        history: bs.KeyHistory | None = None,
     ) -> bs.BlockScores:
         cut = grid(self.permutation or permutation, q, k, causal=self.causal)
         return bs.BlockScores(torch.zeros(cut.batch, cut.q_heads, cut.rows, cut.cols), cut)
@@ -170,11 +183,19 @@ class GivesScores(bs.Selector[bs.BlockScores, bs.BlockMask]):
 class GivesATensor(bs.Executor[bs.Permutation, bs.BlockMask]):
     """An executor without an output."""
 
-    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask) -> list[str]:
+    def unsupported(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask, spec: bs.AttentionSpec
+    ) -> list[str]:
         return []
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, permutation: bs.Permutation, mask: bs.BlockMask, *, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: bs.BlockMask,
+        spec: bs.AttentionSpec,
+        out: Tensor | None = None,
     ) -> Any:
         return q
 

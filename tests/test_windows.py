@@ -11,6 +11,7 @@ from torch import Tensor
 
 import blocksparse as bs
 from blocksparse.audit import Audit, AuditedPipeline
+from blocksparse.executors.auto import dense_operations
 from blocksparse.executors.dense_attention import dense_attention
 from blocksparse.executors.one_node import one_node
 from blocksparse.kernels.common.hardware import TARGETS
@@ -19,6 +20,7 @@ from tests import stages
 from tests.machine import GPU
 from tests.meaning import assert_means
 from tests.on_kernels import pretend_gpu
+from tests.specs import asked
 from tests.test_logits import CHANGES
 from tests.test_logits import written_out as with_logits
 
@@ -44,14 +46,12 @@ class SomeRows(bs.Selector[bs.BlockScores, bs.BlockMask]):
         return bs.BlockMask(keep.expand(grid.batch, grid.q_heads, -1, -1), grid)
 
 
-def some_of_it(
-    executor: bs.Executor[Any, Any], order: bs.Permuter[Any], window: int
-) -> bs.Pipeline[Any, Any, Any]:
-    return bs.Pipeline(order, bs.NoScorer(16), SomeRows(), executor).in_window(window)
+def some_of_it(executor: bs.Executor[Any, Any], order: bs.Permuter[Any]) -> bs.Pipeline[Any, Any, Any]:
+    return bs.Pipeline(order, bs.NoScorer(16), SomeRows(), executor)
 
 
-def all_of_it(executor: bs.Executor[Any, Any], window: int, block: int = 16) -> bs.Pipeline[Any, Any, Any]:
-    return bs.Pipeline(bs.Identity(), bs.NoScorer(block), bs.Everything(), executor).in_window(window)
+def all_of_it(executor: bs.Executor[Any, Any], block: int = 16) -> bs.Pipeline[Any, Any, Any]:
+    return bs.Pipeline(bs.Identity(), bs.NoScorer(block), bs.Everything(), executor)
 
 
 def written_out(q: Tensor, k: Tensor, v: Tensor, window: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -71,7 +71,7 @@ def test_the_law(executor: Any, start: int, order: Any) -> None:
     """A whole prompt, a chunk that starts inside a block, and one query; three query heads on each KV head."""
     q, k, v = make_qkv(N=200, Hq=6, Hkv=2, D=16, dtype=torch.float32)
     for window in WINDOWS:
-        trace = some_of_it(executor, order, window).trace(q[:, :, start:], k, v, scale=SCALE)
+        trace = some_of_it(executor, order).trace(q[:, :, start:], k, v, scale=SCALE, window=window)
         assert trace.mask.grid.window == window
         assert_means(trace.output, trace.permutation, trace.mask, SCALE, q[:, :, start:], k, v)
 
@@ -81,7 +81,7 @@ def test_the_law(executor: Any, start: int, order: Any) -> None:
 def test_the_law_for_the_portable_kernel(order: Any, window: int, device: str) -> None:
     q, k, v = make_qkv(N=83, Hq=2, Hkv=1, D=16, dtype=torch.float32, device=device)
     for start in (0, 37):
-        trace = some_of_it(PORTABLE, order, window).trace(q[:, :, start:], k, v, scale=SCALE)
+        trace = some_of_it(PORTABLE, order).trace(q[:, :, start:], k, v, scale=SCALE, window=window)
         assert_means(trace.output, trace.permutation, trace.mask, SCALE, q[:, :, start:], k, v)
 
 
@@ -91,7 +91,7 @@ def test_the_law_for_flex_attention(order: Any, device: str) -> None:
     q, k, v = make_qkv(N=200, Hq=6, Hkv=2, D=32, dtype=torch.float32, device=device)
     for window in (16, 50):
         for start in (0, 37):
-            trace = some_of_it(bs.FlexExecutor(), order, window).trace(q[:, :, start:], k, v, scale=SCALE)
+            trace = some_of_it(bs.FlexExecutor(), order).trace(q[:, :, start:], k, v, scale=SCALE, window=window)
             assert_means(trace.output, trace.permutation, trace.mask, SCALE, q[:, :, start:], k, v)
 
 
@@ -103,9 +103,9 @@ def test_dense_attention_in_a_window_on_a_gpu(window: int, head_dim: int, device
     for M, N in ((5000, 5000), (777, 5000)):
         q, k, v = make_qkv(N=N, M=M, Hq=4, Hkv=2, D=head_dim, dtype=torch.bfloat16, device=device)
         want, plain = (written_out(q, k, v, window, dtype) for dtype in (torch.float64, torch.bfloat16))
-        assert_within_budget(dense_attention(q, k, v, causal=True, scale=SCALE, window=window), want, plain)
+        assert_within_budget(dense_attention(q, k, v, bs.AttentionSpec(scale=SCALE, window=window)), want, plain)
         for executor, block in ((bs.TritonExecutor(), 128), (bs.AutoExecutor(dense_below=0), 64)):
-            out = all_of_it(executor, window, block)(q, k, v, scale=SCALE)
+            out = all_of_it(executor, block)(q, k, v, scale=SCALE, window=window)
             assert_within_budget(out, want, plain)
 
 
@@ -117,11 +117,11 @@ def test_presets_in_a_window_on_a_gpu(name: str, device: str) -> None:
     q, k, v = make_qkv(N=3000, Hq=4, Hkv=2, D=64, dtype=torch.bfloat16, device=device)
     executor: Any = bs.TritonExecutor()
     pipeline = attrs.evolve(every_preset[name](), executor=executor)
-    trace = pipeline.in_window(1000).trace(q, k, v, scale=SCALE)
+    trace = pipeline.trace(q, k, v, scale=SCALE, window=1000)
     grid = trace.mask.grid
     assert not bool((trace.mask.keep & ~grid.reachable).any())
     assert bool((trace.mask.keep | ~grid.diagonal).all())
-    want = bs.ReferenceExecutor()(q, k, v, trace.permutation, trace.mask, scale=SCALE).out
+    want = bs.ReferenceExecutor()(q, k, v, trace.mask, asked(trace.mask, SCALE)).out
     torch.testing.assert_close(trace.output.out, want, rtol=2e-2, atol=2e-2)
 
 
@@ -130,7 +130,7 @@ def test_the_dense_limit(executor: Any) -> None:
     q, k, v = make_qkv(N=150, Hq=4, Hkv=2, D=16, dtype=torch.float64)
     for window in (*WINDOWS, 150, 10**9):
         for start in (0, 101):
-            trace = all_of_it(executor, window).trace(q[:, :, start:], k, v, scale=SCALE)
+            trace = all_of_it(executor).trace(q[:, :, start:], k, v, scale=SCALE, window=window)
             want = written_out(q[:, :, start:], k, v, window)
             assert float((trace.output.out - want).abs().max()) < 1e-13
             # It visits what dense attention within the window visits, and all of its mass.
@@ -142,12 +142,9 @@ def test_the_dense_limit(executor: Any) -> None:
 def test_a_window_that_hides_nothing_is_none() -> None:
     q, k, v = make_qkv(N=100, D=16)
     pipeline = bs.mean_pooling(0.5, block=16)
-    assert pipeline.in_window(100).trace(q, k, v).mask.grid.window is None
-    assert torch.equal(pipeline.in_window(100)(q, k, v), pipeline(q, k, v))
-    assert pipeline.in_window(99).trace(q, k, v).mask.grid.window == 99
-    assert pipeline.window is None
-    assert pipeline.in_window(50).in_window(7).window == 7
-    assert pipeline.in_window(50).in_window(None).window is None
+    assert pipeline.trace(q, k, v, window=100).mask.grid.window is None
+    assert torch.equal(pipeline(q, k, v, window=100), pipeline(q, k, v))
+    assert pipeline.trace(q, k, v, window=99).mask.grid.window == 99
 
 
 @pytest.mark.parametrize("scorer", stages.SCORERS, ids=repr)
@@ -158,10 +155,8 @@ def test_scorers_look_only_at_what_is_seen(scorer: bs.Scorer[Any, Any]) -> None:
     for order in (bs.Identity(), bs.SegmentKeySort(64, probe=16)):
         for start in (0, 37):
             given = q[:, :, start:]
-            permutation = order(given, k, causal=True, scale=SCALE)
-            windowed = scorer.in_window(window)
-            assert windowed.window == window
-            scores = windowed(given, k, permutation, causal=True, scale=SCALE)
+            permutation = order(given, k, bs.AttentionSpec(scale=SCALE))
+            scores = scorer(given, k, permutation, bs.AttentionSpec(scale=SCALE, window=window))
             grid = scores.grid
             assert grid.window == window
             hidden = ~grid.reachable.expand(scores.values.shape)
@@ -171,7 +166,7 @@ def test_scorers_look_only_at_what_is_seen(scorer: bs.Scorer[Any, Any]) -> None:
                 assert not bool((scores.forced & ~grid.reachable).any())
             mask = bs.Everything()(scores)
             assert_means(
-                bs.CpuExecutor()(given, k, v, permutation, mask, scale=SCALE),
+                bs.CpuExecutor()(given, k, v, mask, asked(mask, SCALE)),
                 permutation,
                 mask,
                 SCALE,
@@ -187,9 +182,8 @@ def test_cells_are_counted_by_their_places_as_by_their_positions(scorer: bs.Scor
     q, k, _ = make_qkv(B=1, N=170, Hq=2, Hkv=1, D=16, dtype=torch.float64)
     in_order = torch.arange(170, dtype=torch.int32).view(1, 1, 1, -1)
     for window in (1, 2, 8, 9, 33, 100):
-        windowed = scorer.in_window(window)
         one, other = (
-            windowed(q, k, permutation, causal=True, scale=SCALE)
+            scorer(q, k, permutation, bs.AttentionSpec(scale=SCALE, window=window))
             for permutation in (bs.GlobalPermutation(), bs.GlobalPermutation(in_order))
         )
         torch.testing.assert_close(one.values, other.values)
@@ -204,8 +198,8 @@ def test_tokens_before_the_window_change_nothing(scorer: bs.Scorer[Any, Any]) ->
     q, k, v = make_qkv(N=224, Hq=4, Hkv=2, D=16, dtype=torch.float32)
     other_k, other_v = (torch.cat((x[:, :, :t].flip(2) * 3, x[:, :, t:]), dim=2) for x in (k, v))
     other_v[:, :, 5] = float("inf")
-    pipeline = bs.Pipeline(bs.Identity(), scorer, bs.TopK(2), bs.CpuExecutor()).in_window(window)
-    before, after = (pipeline.trace(q, *kv, scale=SCALE) for kv in ((k, v), (other_k, other_v)))
+    pipeline = bs.Pipeline(bs.Identity(), scorer, bs.TopK(2), bs.CpuExecutor())
+    before, after = (pipeline.trace(q, *kv, scale=SCALE, window=window) for kv in ((k, v), (other_k, other_v)))
     rows = slice(-(-144 // before.mask.grid.q_block), None)
     one, two = (x.scores.values[:, :, rows].where(x.mask.grid.reachable[:, :, rows], 0.0) for x in (before, after))
     torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-6)
@@ -221,7 +215,7 @@ def test_budgets_are_of_what_is_seen() -> None:
     k[:, :, :16] = 4 * q.mean((0, 1, 2))  # a sink that would take the whole budget
     for selector in (bs.TopCdf(0.9), bs.TopK(2), bs.TopK(share=0.5), bs.Sink(16) | bs.Band(200), bs.Stride(2)):
         pipeline: Any = bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(16), selector, bs.ReferenceExecutor())
-        trace = pipeline.in_window(64).trace(q, k, v)
+        trace = pipeline.trace(q, k, v, window=64)
         grid, keep = trace.mask.grid, trace.mask.keep
         assert not bool((keep & ~grid.reachable).any())
         assert bool((keep | ~grid.diagonal).all())
@@ -236,7 +230,7 @@ def test_budgets_are_of_what_is_seen() -> None:
 def test_every_preset(name: str) -> None:
     q, k, v = make_qkv(N=700, Hq=4, Hkv=2, D=16, dtype=torch.float32)
     executor: Any = bs.ReferenceExecutor()
-    trace = attrs.evolve(every_preset[name](), executor=executor).in_window(300).trace(q, k, v, scale=SCALE)
+    trace = attrs.evolve(every_preset[name](), executor=executor).trace(q, k, v, scale=SCALE, window=300)
     assert trace.mask.grid.window == 300
     assert_means(trace.output, trace.permutation, trace.mask, SCALE, q, k, v)
     assert float(trace.density().max()) <= 1.5
@@ -246,26 +240,31 @@ def test_packed_and_padded_prompts() -> None:
     """Each prompt has its own window: a packed batch is the prompts one by one."""
     lengths = (40, 7, 130)
     q, k, v = make_qkv(N=sum(lengths), Hq=4, Hkv=2, D=16, dtype=torch.float32)
-    pipeline = bs.mean_pooling(0.6, block=16, executor=bs.CpuExecutor()).in_window(30)
-    packed = pipeline(q, k, v, sequences=bs.Sequences.packed(lengths))
-    alone = [pipeline(*part) for part in zip(*(x.split(lengths, dim=2) for x in (q, k, v)), strict=True)]
+    pipeline = bs.mean_pooling(0.6, block=16, executor=bs.CpuExecutor())
+    packed = pipeline(q, k, v, window=30, sequences=bs.Sequences.packed(lengths))
+    alone = [
+        pipeline(*part, window=30) for part in zip(*(x.split(lengths, dim=2) for x in (q, k, v)), strict=True)
+    ]
     assert torch.equal(packed, torch.cat(alone, dim=2))
-    everything = all_of_it(bs.CpuExecutor(), 30)(q, k, v, scale=SCALE, sequences=bs.Sequences.packed(lengths))
+    everything = all_of_it(bs.CpuExecutor())(
+        q, k, v, scale=SCALE, window=30, sequences=bs.Sequences.packed(lengths)
+    )
     own = [written_out(a, b, c, 30) for a, b, c in zip(*(x.split(lengths, dim=2) for x in (q, k, v)), strict=True)]
     torch.testing.assert_close(everything.double(), torch.cat(own, dim=2), rtol=1e-5, atol=1e-5)
     mask = torch.ones(1, 177, dtype=torch.int64)
     mask[:, :20] = 0
-    left = all_of_it(bs.CpuExecutor(), 30)(q, k, v, scale=SCALE, sequences=bs.Sequences.padded(mask))
-    whole = all_of_it(bs.CpuExecutor(), 30)(q[:, :, 20:], k[:, :, 20:], v[:, :, 20:], scale=SCALE)
+    left = all_of_it(bs.CpuExecutor())(q, k, v, scale=SCALE, window=30, sequences=bs.Sequences.padded(mask))
+    whole = all_of_it(bs.CpuExecutor())(q[:, :, 20:], k[:, :, 20:], v[:, :, 20:], scale=SCALE, window=30)
     assert torch.equal(left[:, :, 20:], whole)
 
 
 def test_chunk_by_chunk() -> None:
     q, k, v = make_qkv(N=200, Hq=4, Hkv=2, D=16, dtype=torch.float64)
-    pipeline = bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(16), bs.TopCdf(0.6), bs.CpuExecutor()).in_window(50)
-    whole, done = pipeline(q, k, v), 0
+    pipeline = bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(16), bs.TopCdf(0.6), bs.CpuExecutor())
+    whole, done = pipeline(q, k, v, window=50), 0
     for step in (48, 16, 80, 56):
-        chunk = pipeline(q[:, :, done : done + step], k[:, :, : done + step], v[:, :, : done + step])
+        so_far = slice(done + step)
+        chunk = pipeline(q[:, :, done : done + step], k[:, :, so_far], v[:, :, so_far], window=50)
         torch.testing.assert_close(chunk, whole[:, :, done : done + step])
         done += step
 
@@ -274,25 +273,28 @@ def test_dense_attention_has_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where an executor would have the pipeline attend densely, and in dense heads."""
     q, k, v = make_qkv(N=150, Hq=4, Hkv=2, D=16, dtype=torch.float64)
     want = written_out(q, k, v, 40)
-    out = dense_attention(q, k, v, causal=True, scale=SCALE, window=40)
+    out = dense_attention(q, k, v, bs.AttentionSpec(scale=SCALE, window=40))
     assert float((out - want).abs().max()) < 1e-13
-    groups = bs.HeadGroups({(1,): None, (0,): all_of_it(bs.CpuExecutor(), 9).in_window(None)}).in_window(40)
-    assert float((groups(q, k, v, scale=SCALE) - want).abs().max()) < 1e-13
-    trace = groups.trace(q, k, v, scale=SCALE)
+    groups = bs.HeadGroups({(1,): None, (0,): all_of_it(bs.CpuExecutor())})
+    assert float((groups(q, k, v, scale=SCALE, window=40) - want).abs().max()) < 1e-13
+    trace = groups.trace(q, k, v, scale=SCALE, window=40)
     assert float((trace.output.out - want).abs().max()) < 1e-13
-    asked = []
+    seen = []
 
-    def dense_because(_: object, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> str:
-        asked.append((q.shape[2], k.shape[2], v.shape[2], causal))
+    def dense_because(_: object, q: Tensor, k: Tensor, v: Tensor, spec: bs.AttentionSpec) -> str:
+        seen.append((q.shape[2], k.shape[2], spec))
         return "little work"
 
     monkeypatch.setattr(bs.CpuExecutor, "dense_because", dense_because)
-    pipeline = all_of_it(bs.CpuExecutor(), 40)
-    assert float((pipeline(q, k, v, scale=SCALE) - want).abs().max()) < 1e-13
-    dense = pipeline.trace(q, k, v, scale=SCALE)
+    pipeline = all_of_it(bs.CpuExecutor())
+    assert float((pipeline(q, k, v, scale=SCALE, window=40) - want).abs().max()) < 1e-13
+    dense = pipeline.trace(q, k, v, scale=SCALE, window=40)
     assert dense.dense_because == "little work"
     assert torch.equal(dense.density(), torch.ones(1, 4, dtype=torch.float64))
-    assert asked == [(150, 40, 40, False)] * 2  # as much work as M queries have with the keys of one window
+    spec = bs.AttentionSpec(scale=SCALE, window=40)
+    assert seen == [(150, 150, spec)] * 2
+    # As much work as M queries have with the keys of one window.
+    assert dense_operations(q, k, v, spec) == 2 * 4 * 150 * 40 * (16 + 16)
 
 
 def test_triton_takes_the_portable_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,28 +302,31 @@ def test_triton_takes_the_portable_kernel(monkeypatch: pytest.MonkeyPatch) -> No
         pytest.skip("test_presets_in_a_window_on_a_gpu runs it")
     q, k, v = make_qkv(N=300, Hq=2, Hkv=1, D=64, dtype=torch.float16)
     hopper = bs.TritonExecutor(bs.HopperTiles(2, 128, 2))
-    mask = all_of_it(bs.ReferenceExecutor(), 100, 128).trace(q, k, v).mask
-    assert any("knows no sliding window, but TritonTiles do" in why for why in hopper.unsupported(q, k, v, mask))
+    mask = all_of_it(bs.ReferenceExecutor(), 128).trace(q, k, v, window=100).mask
+    assert any(
+        "knows no sliding window, but TritonTiles do" in why
+        for why in hopper.unsupported(q, k, v, mask, asked(mask))
+    )
     pretend_gpu(monkeypatch, TARGETS["sm_90"])  # where the Hopper kernel would be the faster one
-    trace = all_of_it(bs.TritonExecutor(), 100, 128).trace(q, k, v, scale=SCALE)
+    trace = all_of_it(bs.TritonExecutor(), 128).trace(q, k, v, scale=SCALE, window=100)
     want = written_out(q, k, v, 100)
     assert float((trace.output.out - want).abs().max()) < 4e-3
 
 
 def test_a_node_of_a_graph_has_the_window(device: str) -> None:
     q, k, v = make_qkv(N=60, Hq=2, Hkv=1, D=16, dtype=torch.float32, device=device)
-    trace = some_of_it(PORTABLE, bs.Identity(), 20).trace(q, k, v, scale=SCALE)
-    output = one_node(PORTABLE._node, q, k, v, trace.permutation, trace.mask, None, scale=SCALE)
+    trace = some_of_it(PORTABLE, bs.Identity()).trace(q, k, v, scale=SCALE, window=20)
+    output = one_node(PORTABLE._node, q, k, v, trace.mask, trace.spec)
     assert torch.equal(output.out, trace.output.out)
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=("softcap", "sinks", "both"))
-def test_softcap_and_sinks_in_a_window(change: bs.Logits) -> None:
+def test_softcap_and_sinks_in_a_window(change: dict[str, Any]) -> None:
     q, k, v = make_qkv(N=120, D=16, dtype=torch.float64)
-    for executor in (bs.ReferenceExecutor(logits=change), bs.CpuExecutor(logits=change)):
+    for executor in (bs.ReferenceExecutor(), bs.CpuExecutor()):
         for order in ORDERS[:2]:
-            trace = some_of_it(executor, order, 33).trace(q[:, :, 11:] * 4, k, v)
-            out, lse = with_logits(trace, change, torch.float64)
+            trace = some_of_it(executor, order).trace(q[:, :, 11:] * 4, k, v, window=33, **change)
+            out, lse = with_logits(trace, torch.float64)
             assert trace.output.lse is not None
             torch.testing.assert_close(trace.output.out, out, rtol=1e-12, atol=1e-12)
             torch.testing.assert_close(trace.output.lse, lse, rtol=1e-12, atol=1e-12)
@@ -330,7 +335,7 @@ def test_softcap_and_sinks_in_a_window(change: bs.Logits) -> None:
 def test_an_audit_compares_within_the_window() -> None:
     q, k, v = make_qkv(N=100, D=16)
     audit = Audit(rows=100, every=1)
-    AuditedPipeline(all_of_it(bs.CpuExecutor(), 9), 0, audit).in_window(20)(q, k, v)
+    AuditedPipeline(all_of_it(bs.CpuExecutor()), 0, audit)(q, k, v, window=20)
     (layer,) = audit.layers()
     assert layer.covered_mass is not None
     assert layer.error is not None
@@ -338,26 +343,19 @@ def test_an_audit_compares_within_the_window() -> None:
     assert layer.error.value < 1e-5
 
 
-class Custom(bs.Scorer[bs.Permutation, bs.BlockScores]):
-    """A scorer that was written before there were windows."""
+class Forgetful(bs.Scorer[bs.Permutation, bs.BlockScores]):
+    """A scorer that makes a grid without the window of the call."""
 
     def __call__(
-        self, q: Tensor, k: Tensor, permutation: bs.Permutation, *, causal: bool, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        permutation: bs.Permutation,
+        spec: bs.AttentionSpec,
+        history: bs.KeyHistory | None = None,
     ) -> bs.BlockScores:
-        grid = bs.Grid.of(q, k, permutation, q_block=16, k_block=16, causal=causal)
+        grid = bs.Grid.of(q, k, permutation, attrs.evolve(spec, window=None), q_block=64, k_block=64)
         return bs.BlockScores(torch.zeros(*q.shape[:2], grid.rows, grid.cols), grid)
-
-
-@attrs.frozen(eq=False)
-class Forgetful(bs.Scorer[bs.Permutation, bs.BlockScores]):
-    """A scorer that has a window and does not use it."""
-
-    window: int | None = None
-
-    def in_window(self, window: int | None) -> Forgetful:
-        return Forgetful(window)
-
-    __call__ = Custom.__call__
 
 
 def test_what_knows_no_window_says_so() -> None:
@@ -366,47 +364,30 @@ def test_what_knows_no_window_says_so() -> None:
     executors: tuple[Any, ...] = (bs.GatherExecutor(), bs.Int8Executor(fp8_pv=False), bs.FlashAttention4Executor())
     for executor in executors:
         with pytest.raises(ValueError, match="it knows no sliding window, and this call has one of 40 tokens"):
-            attrs.evolve(everything, executor=executor).in_window(40)(q, k, v)
-    with pytest.raises(ValueError, match="Custom knows no sliding window: give it a field 'window'"):
-        attrs.evolve(everything, scorer=Custom()).in_window(40)
-    forgetful = attrs.evolve(everything, scorer=Forgetful()).in_window(40)
-    with pytest.raises(ValueError, match=r"made with window=None, and the call has window=40: pass the scorer's"):
-        forgetful(q, k, v)
-    for call in (everything.in_window(40), everything.in_window(40).trace, everything.in_window(40).with_lse):
+            attrs.evolve(everything, executor=executor)(q, k, v, window=40)
+    with pytest.raises(
+        ValueError, match=r"made with window=None, and the call has window=40: pass the spec of the"
+    ):
+        attrs.evolve(everything, scorer=Forgetful())(q, k, v, window=40)
+    for call in (everything, everything.trace, everything.with_lse):
         with pytest.raises(ValueError, match=r"a sliding window is causal, .* call with causal=True"):
-            call(q, k, v, causal=False)
-    with pytest.raises(ValueError, match="'window' must be a whole number, at least 1, or None: 0"):
-        everything.in_window(0)
-    wrong: Any = 4.0
-    with pytest.raises(TypeError, match=r"'window' must be a whole number, at least 1, or None: 4\.0"):
-        everything.in_window(wrong)
-    with pytest.raises(ValueError, match="'window' must be a whole number, at least 1"):
-        bs.Grid.of(q, k, bs.GlobalPermutation(), q_block=16, k_block=16, causal=True, window=-1)
-    with pytest.raises(ValueError, match="'window' must be a whole number, at least 1"):
-        dense_attention(q, k, v, causal=True, scale=1.0, window=0)
+            call(q, k, v, causal=False, window=40)
+        with pytest.raises(ValueError, match="'window' must be a whole number, at least 1, or None: 0"):
+            call(q, k, v, window=0)
+        wrong: Any = 4.0
+        with pytest.raises(TypeError, match=r"'window' must be a whole number, at least 1, or None: 4\.0"):
+            call(q, k, v, window=wrong)
 
 
 def test_masks_of_other_windows_do_not_mix() -> None:
     q, k, _ = make_qkv(N=100, D=16)
     one, other = (
-        bs.Band(8).on(bs.Grid.of(q, k, bs.GlobalPermutation(), q_block=16, k_block=16, causal=True, window=window))
+        bs.Band(8).on(
+            bs.Grid.of(
+                q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0, window=window), q_block=16, k_block=16
+            )
+        )
         for window in (40, None)
     )
     with pytest.raises(ValueError, match="masks must share a grid"):
         one | other
-
-
-def test_groups_of_heads_have_one_window() -> None:
-    pipeline = bs.Pipeline(bs.Identity(), bs.NoScorer(16), bs.Everything(), bs.ReferenceExecutor())
-    cases: list[tuple[Any, int | None]] = [
-        ({(0,): pipeline, (1,): None}, 9),
-        ({(0,): pipeline.in_window(9), (1,): None}, None),
-    ]
-    for groups, window in cases:
-        with pytest.raises(ValueError, match="'groups' must have one sliding window for all heads: 'window' is "):
-            bs.HeadGroups(groups, window=window)
-    within = bs.HeadGroups.dense_where((True, False), pipeline.in_window(9))
-    q, k, v = make_qkv(N=40, Hq=4, Hkv=2, D=16, dtype=torch.float32)
-    want = pipeline.in_window(9)(q, k, v)
-    assert within.window == bs.HeadGroups({(0,): pipeline, (1,): None}).in_window(9).window == 9
-    torch.testing.assert_close(within(q, k, v), want)

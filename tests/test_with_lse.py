@@ -46,10 +46,12 @@ class Wrapped(bs.Executor[bs.GlobalPermutation, bs.BlockMask]):
 
     lse: bool
 
-    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask) -> list[str]:
+    def unsupported(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask, spec: bs.AttentionSpec
+    ) -> list[str]:
         return []
 
-    def dense_because(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> str | None:
+    def dense_because(self, q: Tensor, k: Tensor, v: Tensor, spec: bs.AttentionSpec) -> str | None:
         return "it always is"
 
     def __call__(
@@ -57,12 +59,11 @@ class Wrapped(bs.Executor[bs.GlobalPermutation, bs.BlockMask]):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        permutation: bs.GlobalPermutation,
         mask: bs.BlockMask,
-        *,
-        scale: float,
+        spec: bs.AttentionSpec,
+        out: Tensor | None = None,
     ) -> bs.AttentionOutput:
-        output = bs.CpuExecutor()(q, k, v, permutation, mask, scale=scale)
+        output = bs.CpuExecutor()(q, k, v, mask, spec, out)
         return output if self.lse else dataclasses.replace(output, lse=None)
 
 

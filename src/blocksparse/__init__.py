@@ -3,6 +3,8 @@
 q, k --Permuter--> Permutation --Scorer--> BlockScores --Selector--> BlockMask --Executor--> AttentionOutput
 """
 
+from blocksparse.attention_spec import AttentionSpec as AttentionSpec
+from blocksparse.choice import Choice as Choice
 from blocksparse.executors.attention_output import AttentionOutput as AttentionOutput
 from blocksparse.executors.auto import AutoExecutor as AutoExecutor
 from blocksparse.executors.cpu import CpuExecutor as CpuExecutor
@@ -11,7 +13,6 @@ from blocksparse.executors.flash_attention_4 import FlashAttention4Executor as F
 from blocksparse.executors.flex import FlexExecutor as FlexExecutor
 from blocksparse.executors.gather import GatherExecutor as GatherExecutor
 from blocksparse.executors.int8 import Int8Executor as Int8Executor
-from blocksparse.executors.logits import Logits as Logits
 from blocksparse.executors.reference import ReferenceExecutor as ReferenceExecutor
 from blocksparse.executors.tiles import HopperTiles as HopperTiles
 from blocksparse.executors.tiles import TritonTiles as TritonTiles

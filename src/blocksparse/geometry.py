@@ -8,12 +8,13 @@ import torch
 from attrs import evolve, field, frozen
 from torch import Tensor
 
+from blocksparse.attention_spec import AttentionSpec
 from blocksparse.kernels.common.sizes import FAR
 from blocksparse.kernels.positions.block_bounds import Bounds, block_bounds, block_places
 from blocksparse.kernels.positions.sight import sees
 from blocksparse.kernels.positions.token_positions import TokenPositions
 from blocksparse.permuters.permutation import Permutation
-from blocksparse.validators import shown, size, whole
+from blocksparse.validators import shown, size
 
 
 @final
@@ -58,25 +59,21 @@ class Grid:
         q: Tensor,
         k: Tensor,
         permutation: Permutation,
+        spec: AttentionSpec,
         *,
         q_block: int,
         k_block: int,
-        causal: bool,
-        window: int | None = None,
     ) -> Grid:
         """The grid over `q` `[B, Hq, M, D]` and `k` `[B, Hkv, N, D]` in the slots of `permutation`.
 
-        Args:
-            window: how many tokens a query sees at most, its own included; None for all up to its own. A window of
-                at least N tokens hides nothing, and the grid is that without one.
+        A window of at least N tokens hides nothing, and the grid is that without one.
 
         Raises:
             ValueError: `permutation` does not fit these q and k, its query groups are not whole numbers of query
-                blocks, the grid is causal and there are more queries than keys, or it has a window and is not
-                causal.
+                blocks, or the grid is causal and there are more queries than keys.
         """
         (B, Hq, M, _), (_, Hkv, N, _) = q.shape, k.shape
-        window = hiding(window, N, causal=causal)
+        causal = spec.causal
         if causal and M > N:
             raise ValueError(f"a causal grid needs at least as many keys as queries: Nq={M}, Nk={N}")
         permutation.check_fits(q, k, causal=causal)
@@ -109,7 +106,7 @@ class Grid:
             kv_heads=Hkv,
             causal=causal,
             slots=N if permutation.k_index is None else permutation.k_index.shape[-1],
-            window=window,
+            window=_hiding(spec.window, N),
         )
 
     @classmethod
@@ -137,24 +134,12 @@ class Grid:
             **sizes,
         )
 
-    def check_fits(
-        self,
-        q: Tensor,
-        k: Tensor,
-        permutation: Permutation,
-        *,
-        causal: bool | None = None,
-        window: int | None = None,
-    ) -> None:
-        """Refuse a grid that was cut from another permutation, or from tensors of other sizes than these.
-
-        Args:
-            causal: whether the call is causal; None if the caller does not know, and then neither this nor the
-                window is compared.
-            window: the window of the call, or None.
+    def check_fits(self, q: Tensor, k: Tensor, permutation: Permutation, spec: AttentionSpec) -> None:
+        """Refuse a grid that was cut from another permutation, or for another call than this.
 
         Raises:
-            ValueError: the grid is not over `q` `[B, Hq, M, D]` and `k` `[B, Hkv, N, D]` in this permutation.
+            ValueError: the grid is not over `q` `[B, Hq, M, D]` and `k` `[B, Hkv, N, D]` in this permutation, or
+                not of a call that is causal, or has a window, as this one.
         """
         mine = self._over
         (B, Hq, M, _), (_, Hkv, N, _) = q.shape, k.shape
@@ -162,24 +147,22 @@ class Grid:
         if mine != its:
             raise ValueError(
                 f"these scores, or this mask, were made for tensors of other sizes: (B, Hq, Hkv, M, N) = {mine}, "
-                f"and q and k have {its}; make their grid with Grid.of(q, k, permutation, ...)"
+                f"and q and k have {its}; make their grid with Grid.of(q, k, permutation, spec, ...)"
             )
         if not self.permutation.orders_as(permutation):
             raise ValueError(
                 "these scores, or this mask, belong to another permutation than the one given, so that the same "
-                "block means other tokens; pass the permutation that Grid.of(q, k, permutation, ...) got"
+                "block means other tokens; pass the permutation that Grid.of(q, k, permutation, spec, ...) got"
             )
-        if causal is None:
-            return
-        if causal != self.causal:
+        if spec.causal != self.causal:
             raise ValueError(
                 f"these scores, or this mask, were made with causal={self.causal}, and the call has "
-                f"causal={causal}"
+                f"causal={spec.causal}"
             )
-        if (hides := hiding(window, N, causal=causal)) != self.window:
+        if (hides := _hiding(spec.window, N)) != self.window:
             raise ValueError(
                 f"these scores, or this mask, were made with window={self.window}, and the call has "
-                f"window={hides}: pass the scorer's window to Grid.of(..., window=...)"
+                f"window={hides}: pass the spec of the call, Grid.of(q, k, permutation, spec, ...)"
             )
 
     def same_blocks(self, other: Grid) -> bool:
@@ -348,19 +331,6 @@ class Grid:
         return B, H, rows, self.cols
 
 
-def hiding(window: int | None, k_len: int, *, causal: bool) -> int | None:
-    """The window as far as it hides any of `k_len` keys from any query: None where it hides none.
-
-    Raises:
-        TypeError, ValueError: the window is not a whole number, at least 1; or there is one, and attention is not
-            causal.
-    """
-    if window is None:
-        return None
-    size.check(window=window)
-    if not causal:
-        raise ValueError(
-            f"a sliding window is causal, a query sees the window={shown(window)} tokens that end with its own: "
-            "call with causal=True, or take the pipeline without the window"
-        )
-    return whole(window) if window < k_len else None
+def _hiding(window: int | None, k_len: int) -> int | None:
+    """The window as far as it hides any of `k_len` keys from any query: None where it hides none."""
+    return window if window is not None and window < k_len else None

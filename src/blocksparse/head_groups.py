@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, final, overload
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Unpack, final, overload
 
 import torch
-from attrs import Factory, converters, evolve, field, frozen
+from attrs import Factory, field, frozen
 from torch import Tensor
 
+from blocksparse.attention_spec import Asked, AttentionSpec
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.dense_attention import dense_attention
-from blocksparse.executors.logits import PLAIN, Logits
-from blocksparse.inputs import check_inputs
+from blocksparse.inputs import checked
 from blocksparse.opaque_call import OpaqueCall, attend
 from blocksparse.pipeline import Pipeline
 from blocksparse.precision import without_autocast
 from blocksparse.sequences import Sequences
 from blocksparse.trace import Trace
-from blocksparse.validators import a, is_whole, optional, shown, size, whole
+from blocksparse.validators import a, is_whole, shown, whole
 
 AnyPipeline = Pipeline[Any, Any, Any]
 AnyTrace = Trace[Any, Any, Any]
@@ -87,17 +87,9 @@ class HeadGroups:
 
     Args:
         groups: the pipelines by KV heads.
-        window: how many tokens a query of a dense head sees at most, its own included; `in_window` sets it, and
-            that of all pipelines. None for all tokens up to its own.
-        logits: what the layer does to the logits of dense heads, with its sinks of all query heads in the order of
-            the model; `with_logits` sets it, and that of all pipelines. Nothing by default.
     """
 
     groups: Mapping[Heads, AnyPipeline | None] = field(converter=_groups)
-    window: int | None = field(
-        default=None, converter=converters.optional(whole), validator=optional(size), kw_only=True
-    )
-    logits: Logits = field(default=PLAIN, validator=a(Logits), kw_only=True)
     _call: OpaqueCall = field(
         init=False, repr=False, default=Factory(lambda self: OpaqueCall(self._attend), takes_self=True)
     )
@@ -120,50 +112,6 @@ class HeadGroups:
         if twice := repeated(head for heads in groups for head in heads):
             raise ValueError(f"'groups' must name each KV head once, but names these more than once: {twice}")
 
-    @window.validator
-    def _check_window(self, _: object, window: int | None) -> None:
-        others = {pipeline.window for pipeline in self.groups.values() if pipeline is not None} - {window}
-        if others:
-            raise ValueError(
-                f"'groups' must have one sliding window for all heads: 'window' is {window}, and that of a "
-                f"pipeline is {others.pop()}; in_window sets them all"
-            )
-
-    @logits.validator
-    def _check_logits(self, _: object, logits: Logits) -> None:
-        for heads, pipeline in self.groups.items():
-            own = self._logits_of(heads)
-            if pipeline is not None and not pipeline.logits.equals(own):
-                raise ValueError(
-                    f"'groups' must have one softcap, and the sinks of one layer, for all heads: 'logits' is "
-                    f"{logits}, and that of the pipeline of {heads} {pipeline.logits}; with_logits sets them all"
-                )
-
-    def _logits_of(self, heads: Heads) -> Logits:
-        return self.logits.of_heads(heads, sum(map(len, self.groups)))
-
-    def in_window(self, window: int | None) -> HeadGroups:
-        """These groups for a layer with a sliding window, in dense heads too; see `Pipeline.in_window`."""
-        groups = {
-            heads: None if pipeline is None else pipeline.in_window(window)
-            for heads, pipeline in self.groups.items()
-        }
-        return evolve(self, groups=groups, window=window)
-
-    def with_logits(self, logits: Logits) -> HeadGroups:
-        """These groups for a layer with a softcap or attention sinks, in dense heads too.
-
-        Args:
-            logits: those of the layer, with the sinks of all its query heads; see `Pipeline.with_logits`.
-        """
-        a(Logits).check(logits=logits)
-        kv_heads = sum(map(len, self.groups))
-        groups = {
-            heads: None if pipeline is None else pipeline.with_logits(logits.of_heads(heads, kv_heads))
-            for heads, pipeline in self.groups.items()
-        }
-        return evolve(self, groups=groups, logits=logits)
-
     @classmethod
     def dense_where(cls, dense: Sequence[bool], pipeline: AnyPipeline) -> HeadGroups:
         """Dense attention in the KV heads where `dense` `[Hkv]` is true, and `pipeline` in the others."""
@@ -173,9 +121,8 @@ class HeadGroups:
         split: dict[bool, list[int]] = {True: [], False: []}
         for head, is_dense in enumerate(dense):
             split[is_dense].append(head)
-        parts = ((split[True], None), (split[False], pipeline.with_logits(PLAIN)))
-        groups = cls({tuple(heads): attention for heads, attention in parts if heads}, window=pipeline.window)
-        return groups.with_logits(pipeline.logits)
+        parts = ((split[True], None), (split[False], pipeline))
+        return cls({tuple(heads): attention for heads, attention in parts if heads})
 
     def __call__(
         self,
@@ -183,96 +130,61 @@ class HeadGroups:
         k: Tensor,
         v: Tensor,
         *,
-        causal: bool = True,
-        scale: float | None = None,
         sequences: Sequences | None = None,
+        **asked: Unpack[Asked],
     ) -> Tensor:
         """Attend `q` `[B, Hq, M, D]` to `k` `[B, Hkv, N, D]` and `v` `[B, Hkv, N, Dv]`: `[B, Hq, M, Dv]`.
 
         Args:
-            causal: whether query `i` sees only the keys up to position `N - M + i` (bottom-right aligned).
-            scale: factor of the logits; `1 / sqrt(D)` if None.
             sequences: where several prompts lie in q, k and v, as for a `Pipeline`.
+            asked: `causal`, `scale`, `window`, `softcap` and `sinks`, as for a `Pipeline`, for dense heads too.
+                Sinks are those of all query heads, in the order of the model.
 
         Raises:
             TypeError, ValueError: a pipeline cannot run its inputs, or the groups do not name each KV head of `k`.
         """
-        q, k, v, scale = check_inputs(q, k, v, causal=causal, scale=scale, sequences=sequences)
-        self._refuse_other_heads(k.shape[1])
-        return attend(self._call, q, k, v, causal=causal, scale=scale, sequences=sequences)
+        self._refuse_other_heads(k)
+        return attend(self._call, q, k, v, sequences, **asked)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
-        parts: dict[Heads, Tensor] = {}
-        for heads, pipeline in self.groups.items():
-            part = _part(q, k, v, heads)
-            parts[heads] = (
-                self._dense(heads, part, causal, scale)
-                if pipeline is None
-                else pipeline(*part, causal=causal, scale=scale)
-            )
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        parts = {
+            heads: dense_attention(*part, its) if pipeline is None else pipeline(*part, **its.arguments())
+            for heads, pipeline, part, its in self._parts(q, k, v, spec)
+        }
         return _put_back(parts, q.shape[1] // k.shape[1])
 
-    def _dense(self, heads: Heads, part: tuple[Tensor, Tensor, Tensor], causal: bool, scale: float) -> Tensor:
-        logits = self._logits_of(heads)
-        return dense_attention(*part, causal=causal, scale=scale, window=self.window, logits=logits)
-
     @overload
     def trace(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool = True,
-        scale: float | None = None,
-        sequences: None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, *, sequences: None = None, **asked: Unpack[Asked]
     ) -> HeadGroupsTrace: ...
-
     @overload
     def trace(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool = True,
-        scale: float | None = None,
-        sequences: Sequences,
+        self, q: Tensor, k: Tensor, v: Tensor, *, sequences: Sequences, **asked: Unpack[Asked]
     ) -> list[HeadGroupsTrace | None]: ...
-
     def trace(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool = True,
-        scale: float | None = None,
-        sequences: Sequences | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, *, sequences: Sequences | None = None, **asked: Unpack[Asked]
     ) -> HeadGroupsTrace | list[HeadGroupsTrace | None]:
         """Make the same call with the same arguments, and return every value of it.
 
         Of `sequences` it returns a list with the trace of each one, and None for one without queries or keys.
         """
-        q, k, v, scale = check_inputs(q, k, v, causal=causal, scale=scale, sequences=sequences)
-        self._refuse_other_heads(k.shape[1])
+        q, k, v, spec = checked(q, k, v, sequences, **asked)
+        self._refuse_other_heads(k)
         with without_autocast(q):
             if sequences is None:
-                return self._trace(q, k, v, causal=causal, scale=scale)
-            parts = sequences.parts(q, k, v, causal=causal)
-            return [None if part is None else self._trace(*part, causal=causal, scale=scale) for part in parts]
+                return self._trace(q, k, v, spec)
+            parts = sequences.parts(q, k, v, causal=spec.causal)
+            return [None if part is None else self._trace(*part, spec) for part in parts]
 
-    def _trace(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> HeadGroupsTrace:
+    def _trace(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> HeadGroupsTrace:
         size = q.shape[1] // k.shape[1]
         traces: dict[Heads, AnyTrace | None] = {}
         outputs: dict[Heads, AttentionOutput] = {}
-        for heads, pipeline in self.groups.items():
-            part = _part(q, k, v, heads)
+        for heads, pipeline, part, its in self._parts(q, k, v, spec):
             if pipeline is None:
-                out = self._dense(heads, part, causal, scale)
-                traces[heads], outputs[heads] = None, AttentionOutput(out, None)
+                traces[heads], outputs[heads] = None, AttentionOutput(dense_attention(*part, its), None)
             else:
-                traces[heads] = trace = pipeline.trace(*part, causal=causal, scale=scale)
+                traces[heads] = trace = pipeline.trace(*part, **its.arguments())
                 outputs[heads] = trace.output
         lse = {heads: output.lse for heads, output in outputs.items() if output.lse is not None}
         return HeadGroupsTrace(
@@ -283,7 +195,19 @@ class HeadGroups:
             ),
         )
 
-    def _refuse_other_heads(self, kv_heads: int) -> None:
+    def _parts(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
+    ) -> Iterator[tuple[Heads, AnyPipeline | None, tuple[Tensor, Tensor, Tensor], AttentionSpec]]:
+        """Each group, its pipeline, its queries, keys and values, and what the layer asks for in its heads."""
+        size, kv_heads = q.shape[1] // k.shape[1], k.shape[1]
+        for heads, pipeline in self.groups.items():
+            part = _take(q, heads, size), _take(k, heads, 1), _take(v, heads, 1)
+            yield heads, pipeline, part, spec.of_heads(heads, kv_heads)
+
+    def _refuse_other_heads(self, k: Tensor) -> None:
+        if not isinstance(k, Tensor) or k.ndim != 4:
+            return  # and the checks of inputs say so
+        kv_heads = k.shape[1]
         named, there = {head for heads in self.groups for head in heads}, set(range(kv_heads))
         wrong = [
             f"{what} {', '.join(map(str, sorted(heads)))}"
@@ -305,11 +229,6 @@ def _take(x: Tensor, heads: Heads, size: int) -> Tensor:
         return x[:, heads[0] * size : (heads[-1] + 1) * size]
     # Indexing would need a tensor of indices on the device, and the host would wait for its copy.
     return torch.cat([x[:, head * size : (head + 1) * size] for head in heads], dim=1)
-
-
-def _part(q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
-    """The queries, keys and values that belong to these KV heads."""
-    return _take(q, heads, q.shape[1] // k.shape[1]), _take(k, heads, 1), _take(v, heads, 1)
 
 
 def _put_back(parts: Mapping[Heads, Tensor], size: int) -> Tensor:

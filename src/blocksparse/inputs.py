@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from blocksparse.attention_spec import AttentionSpec, checked_scale
 from blocksparse.runtime.torch_private import under_forward_mode
 from blocksparse.sequences import Sequences
 
 MAX_HEAD_DIM = 256
-# Kernels multiply the scale by log2(e) and by scales of their own in fp32; these bounds leave room for that.
-LEAST_SCALE, MOST_SCALE = 2.0**-64, 2.0**64
 _AUTOCAST_TAKES = (torch.float16, torch.bfloat16, torch.float32)
 DTYPES = (*_AUTOCAST_TAKES, torch.float64)
 
@@ -82,7 +81,7 @@ def check_inputs(
             f"Nq={M}, Nk={N}; pass the cached keys too"
         )
     refuse_gradients(q, k, v)
-    value = 1 / math.sqrt(D) if scale is None else _checked_scale(scale)
+    value = 1 / math.sqrt(D) if scale is None else checked_scale(scale)
     if not q.dtype == k.dtype == v.dtype:
         q, k, v = _of_one_dtype(q, k, v)
     # In views such as the imaginary part of z.conj(), PyTorch stores the minus sign apart from the numbers, and
@@ -92,6 +91,29 @@ def check_inputs(
     if value <= 0:
         q, value = (-q, -value) if value < 0 else (torch.zeros_like(q), 1.0)
     return q, k, v, value
+
+
+def checked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequences: Sequences | None = None,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Any = None,
+) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
+    """`check_inputs`, and the rest of the arguments of a call as the spec that stages take.
+
+    Raises:
+        TypeError, ValueError: as of `check_inputs` and `AttentionSpec`, or sinks are not one per query head.
+    """
+    q, k, v, scale = check_inputs(q, k, v, causal=causal, scale=scale, sequences=sequences)
+    spec = AttentionSpec.of(causal=causal, scale=scale, window=window, softcap=softcap, sinks=sinks)
+    spec.check_heads(q.shape[1])
+    return q, k, v, spec
 
 
 def refuse_gradients(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -142,16 +164,3 @@ def _of_one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tens
         raise TypeError(f"q, k and v must have one dtype: {given}; convert them with .to()")
     dtype = torch.get_autocast_dtype(device)
     return q.to(dtype), k.to(dtype), v.to(dtype)
-
-
-def _checked_scale(scale: float) -> float:
-    """The scale as a float. Any `numbers.Real` is taken, numpy's scalars included."""
-    if isinstance(scale, bool) or not isinstance(scale, Real):
-        raise TypeError(f"'scale' must be a number: {type(scale).__name__}; convert it with float()")
-    try:
-        value = float(scale)
-    except OverflowError:  # an integer that is too large for a float
-        value = math.inf
-    if not (value == 0 or LEAST_SCALE <= abs(value) <= MOST_SCALE):
-        raise ValueError(f"'scale' must be 0 or of a magnitude from 2**-64 to 2**64: {value}")
-    return value

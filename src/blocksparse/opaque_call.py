@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
+from blocksparse.attention_spec import AttentionSpec
+from blocksparse.inputs import check_inputs, checked
+from blocksparse.per_head import HeadValues
 from blocksparse.precision import without_autocast
 from blocksparse.runtime.torch_private import OpaqueBase, graph_node, opaque_object, under_a_transform
 from blocksparse.sequences import Sequences
 
-Run = Callable[[Tensor, Tensor, Tensor, bool, float], Tensor]
-"""A function of checked `(q, k, v, causal, scale)` that gives the output `[B, Hq, M, Dv]`."""
+Run = Callable[[Tensor, Tensor, Tensor, AttentionSpec], Tensor]
+"""A function of checked `(q, k, v, spec)` that gives the output `[B, Hq, M, Dv]`."""
 
-Into = Callable[[Tensor, Tensor, Tensor, Tensor, bool, float], None]
-"""A function of `(out, q, k, v, causal, scale)` that writes this output to `out`."""
+Into = Callable[[Tensor, Tensor, Tensor, AttentionSpec, Tensor], object]
+"""A function of `(q, k, v, spec, out)` that writes this output to `out`."""
 
 
 @final
@@ -33,12 +36,12 @@ class OpaqueCall(OpaqueBase):
         self.run = run
         self.into = into  # `_copied` would make a cycle, in which a history of the call is not freed at once
 
-    def _copied(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> None:
-        out.copy_(self.run(q, k, v, causal, scale))
+    def _copied(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, out: Tensor) -> None:
+        out.copy_(self.run(q, k, v, spec))
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         with without_autocast(q):
-            return laid_out_as(q, self.run(q, k, v, causal, scale))
+            return laid_out_as(q, self.run(q, k, v, spec))
 
     def each(
         self,
@@ -46,8 +49,7 @@ class OpaqueCall(OpaqueBase):
         k: Tensor,
         v: Tensor,
         sequences: Sequences,
-        causal: bool,
-        scale: float,
+        spec: AttentionSpec,
         calls: Sequence[Into] | None = None,
     ) -> Tensor:
         """Run each sequence by itself, on views of q, k and v. Other rows of the output are 0.
@@ -57,7 +59,7 @@ class OpaqueCall(OpaqueBase):
         Args:
             calls: what runs for each sequence, if not `into` for all.
         """
-        parts = sequences.parts(q, k, v, causal=causal)
+        parts = sequences.parts(q, k, v, causal=spec.causal)
         calls = calls or [self.into or self._copied] * len(parts)
         runs = [run for run in zip(sequences.spans, parts, calls, strict=True) if run[1] is not None]
         out = _new_output(q, v.shape[-1])
@@ -66,7 +68,7 @@ class OpaqueCall(OpaqueBase):
         with without_autocast(q):
             for span, part, into in sorted(runs, key=lambda run: -run[0].queries * run[0].keys):
                 assert part is not None
-                into(span.rows(out), *part, causal, scale)
+                into(*part, spec, span.rows(out))
         return out
 
 
@@ -98,35 +100,92 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
-    causal: bool,
-    scale: float,
     sequences: Sequences | None = None,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Any = None,
 ) -> Tensor:
-    """Run `call`, or, while a graph is traced, put a node into the graph that runs it."""
-    if is_transformed():
-        out: Tensor = (
-            _attend(q, k, v, call, causal, scale)
-            if sequences is None
-            else _attend_each(q, k, v, call, sequences, causal, scale)
+    """Check the arguments and run `call`, or, while a graph is traced, put a node into the graph that runs it.
+
+    Raises:
+        TypeError, ValueError: no pipeline can run these arguments.
+    """
+    if not is_transformed():
+        q, k, v, spec = checked(
+            q, k, v, sequences, causal=causal, scale=scale, window=window, softcap=softcap, sinks=sinks
         )
-        return out
+        return call(q, k, v, spec) if sequences is None else call.each(q, k, v, sequences, spec)
+    q, k, v, scale = check_inputs(q, k, v, causal=causal, scale=scale, sequences=sequences)
+    return node(call, q, k, v, sequences, causal=causal, scale=scale, window=window, softcap=softcap, sinks=sinks)
+
+
+def node(
+    call: OpaqueCall,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequences: Sequences | None = None,
+    *,
+    scale: float,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Any = None,
+) -> Tensor:
+    """Put a node into the graph that is traced, which runs `call` of checked inputs."""
+    # A graph has no attention specs: their fields are arguments of its node.
+    asked = causal, scale, window, softcap, sinks_as_tensor(sinks)
     if sequences is None:
-        return call(q, k, v, causal, scale)
-    return call.each(q, k, v, sequences, causal, scale)
+        out: Tensor = _attend(q, k, v, call, *asked)
+    else:
+        out = _attend_each(q, k, v, call, sequences, *asked)
+    return out
+
+
+def sinks_as_tensor(sinks: Any) -> Tensor | None:
+    """Sinks as an argument of a node: `[Hq]`, or `[]` for one number."""
+    if isinstance(sinks, HeadValues):
+        return sinks.values
+    return sinks if sinks is None or isinstance(sinks, Tensor) else torch.tensor(sinks, dtype=torch.float64)
 
 
 @graph_node("blocksparse::attend")
-def _attend(q: Tensor, k: Tensor, v: Tensor, call: OpaqueCall, causal: bool, scale: float) -> Tensor:
-    return call(q, k, v, causal, scale)
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: OpaqueCall,
+    causal: bool,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    spec = AttentionSpec.of(causal=causal, scale=scale, window=window, softcap=softcap, sinks=sinks)
+    spec.check_heads(q.shape[1])
+    return call(q, k, v, spec)
 
 
 # PyTorch knows no op with an argument that is such an object or None, so this is an op of its own.
 @graph_node("blocksparse::attend_each")
 def _attend_each(
-    q: Tensor, k: Tensor, v: Tensor, call: OpaqueCall, sequences: Sequences, causal: bool, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: OpaqueCall,
+    sequences: Sequences,
+    causal: bool,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    return call.each(q, k, v, sequences, causal, scale)
+    spec = AttentionSpec.of(causal=causal, scale=scale, window=window, softcap=softcap, sinks=sinks)
+    spec.check_heads(q.shape[1])
+    return call.each(q, k, v, sequences, spec)
 
 
 @_attend.register_fake

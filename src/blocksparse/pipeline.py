@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Generic, NamedTuple, final, overload
+from typing import Any, Generic, NamedTuple, Unpack, final, overload
 
 from attrs import Factory, evolve, field, frozen
 from torch import Tensor
 
+from blocksparse.attention_spec import Asked, AttentionSpec
+from blocksparse.choice import Choice
 from blocksparse.class_line import Declared, check_gave, check_takes, declared
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.dense_attention import dense_attention
 from blocksparse.executors.executor import Executor
-from blocksparse.executors.logits import Logits
-from blocksparse.geometry import Grid, hiding
-from blocksparse.inputs import check_inputs
+from blocksparse.geometry import Grid
+from blocksparse.inputs import UnsupportedError, checked
 from blocksparse.opaque_call import OpaqueCall, attend, refuse_transforms
 from blocksparse.permuters.permutation import GlobalPermutation, Permutation
 from blocksparse.permuters.permuter import Permuter
@@ -32,6 +33,9 @@ from blocksparse.trace import MaskT, PermutationT, ScoresT, Trace
 from blocksparse.validators import a
 
 _log = logging.getLogger(__name__)
+
+Done = Callable[[object], None]
+"""A function that is told what a stage gives."""
 
 
 @final
@@ -74,48 +78,9 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         check_takes(declared(self.executor, Executor, 1), declared(self.selector, Selector, 1))
 
     @property
-    def window(self) -> int | None:
-        """How many tokens a query sees at most, its own included; None for all tokens up to its own."""
-        return self.scorer.window
-
-    @property
     def keeps_history(self) -> bool:
         """Whether a `KeyHistory` saves work: the scorer remembers keys, and the permuter leaves them in place."""
         return self.scorer.keeps_history and not self.permuter.moves_keys
-
-    def in_window(self, window: int | None) -> Pipeline[PermutationT, ScoresT, MaskT]:
-        """This pipeline for a layer with a sliding window, exactly: what lies outside of it is never attended to.
-
-            pbs_attn(0.9).in_window(4096)(q, k, v)
-
-        A query at position `p` sees the keys at `p - window < k <= p`, and of these those in selected blocks. It
-        is Hugging Face's `sliding_window`. Blocks that lie outside get no score and are not selected, and
-        `density()` is the share of dense attention within the window. Calls must be causal. None takes a window
-        away.
-
-        Raises:
-            TypeError, ValueError: `window` is not a whole number, at least 1; or, as an `UnsupportedError`, the
-                scorer knows no window. An executor that knows none refuses calls.
-        """
-        return evolve(self, scorer=self.scorer.in_window(window))
-
-    @property
-    def logits(self) -> Logits:
-        """What the layer does to its logits and their softmax; the executor has it."""
-        return self.executor.logits
-
-    def with_logits(self, logits: Logits) -> Pipeline[PermutationT, ScoresT, MaskT]:
-        """This pipeline for a layer with a softcap or attention sinks, exactly, in dense calls too.
-
-            pbs_attn(0.9).with_logits(Logits(softcap=50.0))(q, k, v)
-
-        Scorers know neither, so blocks are chosen by the plain logits. `Logits()` takes both away.
-
-        Raises:
-            TypeError, ValueError: `logits` is not a `Logits`; or, as an `UnsupportedError`, the executor has no
-                field for them.
-        """
-        return self if logits is self.logits else evolve(self, executor=self.executor.with_logits(logits))
 
     def __call__(
         self,
@@ -126,6 +91,9 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         *,
         causal: bool = True,
         scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Any = None,
         sequences: Sequences | None = None,
         history: KeyHistory | Sequence[KeyHistory] | None = None,
     ) -> Tensor:
@@ -135,6 +103,12 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
             attn_mask: must be None, because the selector makes the mask.
             causal: whether query `i` sees only the keys up to position `N - M + i` (bottom-right aligned).
             scale: factor of the logits; `1 / sqrt(D)` if None.
+            window: a layer's sliding window: a query at position `p` sees the keys at `p - window < k <= p`, as
+                with Hugging Face's `sliding_window`. Blocks outside are not scored, and `density()` is the share
+                of dense attention within it.
+            softcap: a layer's softcap: a logit `x` becomes `softcap * tanh(x / softcap)`. Scorers do not know it.
+            sinks: a layer's attention sinks: one more logit without a value, a number, or one per query head as a
+                sequence or a tensor `[Hq]`. Scorers do not know them.
             sequences: where several prompts lie in q, k and v; each runs by itself, and sees only its own keys.
                 None for one prompt in each entry of the batch.
             history: what earlier chunks of this prompt, or of each of the `sequences`, left for later ones; the
@@ -143,34 +117,76 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
 
         Raises:
             TypeError, ValueError: the pipeline or its executor cannot run these inputs.
-            UnsupportedError: a history is given, and the scorer remembers nothing.
+            UnsupportedError: these inputs are right, but the executor has no kernel for them; or a history is
+                given, and the scorer remembers nothing.
         """
         _refuse_mask(attn_mask)
-        q, k, v, scale = check_inputs(q, k, v, causal=causal, scale=scale, sequences=sequences)
+        asked = Asked(causal=causal, scale=scale, window=window, softcap=softcap, sinks=sinks)
         if history is None:
-            return attend(self._call, q, k, v, causal=causal, scale=scale, sequences=sequences)
+            return attend(self._call, q, k, v, sequences, **asked)
         refuse_transforms("history")
         histories = one_for_each(history, sequences)
+        q, k, v, spec = checked(q, k, v, sequences, **asked)
         if sequences is None:
-            return OpaqueCall(partial(self._attend, history=histories[0]))(q, k, v, causal, scale)
+            return OpaqueCall(partial(self._attend, history=histories[0]))(q, k, v, spec)
         calls = [partial(self._attend_into, history=each) for each in histories]
-        return self._call.each(q, k, v, sequences, causal, scale, calls)
+        return self._call.each(q, k, v, sequences, spec, calls)
 
-    def with_lse(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None
+    def choose(
+        self, q: Tensor, k: Tensor, *, history: KeyHistory | None = None, **asked: Unpack[Asked]
+    ) -> Choice[MaskT]:
+        """Run the first three stages: which blocks a call with these arguments attends to.
+
+            choice = pipeline.choose(q, k)
+            out = pipeline.attend(q, k, v, choice).out
+
+        Args:
+            asked: `causal`, `scale`, `window`, `softcap` and `sinks`, as of a call.
+
+        Raises:
+            TypeError, ValueError: as of a call.
+        """
+        refuse_transforms("choose")
+        one_for_each(history, None)
+        q, k, _, spec = checked(q, k, k, **asked)
+        with without_autocast(q):
+            mask = self._choose(q, k, spec, history)[2]
+        given = asked.get("scale")
+        return Choice(mask, spec if given is None else evolve(spec, scale=given), q.shape[3], q.dtype)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, choice: Choice[MaskT], out: Tensor | None = None
     ) -> AttentionOutput:
+        """Run the fourth stage: attend to the blocks of a choice, which may be one for other q, k or v.
+
+        Args:
+            out: what the output is written to, `[B, Hq, M, Dv]`; a new tensor if None.
+
+        Raises:
+            TypeError, ValueError: as of a call, or the choice was made for tensors of other sizes, precision or
+                device.
+        """
+        refuse_transforms("attend")
+        a(Choice).check(choice=choice)
+        q, k, v, spec = checked(q, k, v, **choice.spec.arguments())
+        choice.check_fits(q, k)
+        with without_autocast(q):
+            return self._execute(q, k, v, choice.mask, spec, out)
+
+    def with_lse(self, q: Tensor, k: Tensor, v: Tensor, **asked: Unpack[Asked]) -> AttentionOutput:
         """Make the same call, and return the log of the softmax denominators beside the output.
 
         Outputs over disjoint sets of keys can be merged by their lse. The stages always run, even where the
         executor would have a plain call attend densely, since dense attention gives no lse here.
 
+        Args:
+            asked: `causal`, `scale`, `window`, `softcap` and `sinks`, as of a call.
+
         Raises:
             TypeError, ValueError: the pipeline or its executor cannot run these inputs, or there is no lse.
         """
         refuse_transforms("with_lse")
-        q, k, v, scale = check_inputs(q, k, v, causal=causal, scale=scale)
-        with without_autocast(q):
-            output = self._attend_sparsely(q, k, v, causal, scale)
+        output = self.attend(q, k, v, self.choose(q, k, **asked))
         if output.lse is None:
             raise ValueError(
                 f"{type(self.executor).__name__} gives no lse for tensors on {q.device.type}: call the pipeline "
@@ -182,169 +198,122 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         return OpaqueCall(Repeated(self._attend), Repeated(self._attend_into))
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, history: KeyHistory | None = None
-    ) -> Tensor:
-        if reason := self.dense_because(q, k, v, causal=causal):
-            return self._attend_densely(q, k, v, causal, scale, reason)
-        return self._attend_sparsely(q, k, v, causal, scale, history).out
-
-    def _attend_into(
         self,
-        out: Tensor,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        causal: bool,
-        scale: float,
+        spec: AttentionSpec,
+        out: Tensor | None = None,
         history: KeyHistory | None = None,
-    ) -> None:
-        """`_attend`, with the output written to `out`."""
-        if reason := self.dense_because(q, k, v, causal=causal):
-            out.copy_(self._attend_densely(q, k, v, causal, scale, reason))
-            return
-        permutation, mask = self._chosen(q, k, causal, scale, history)
-        self.executor.attend_into(out, q, k, v, permutation, mask, scale=scale)
+    ) -> Tensor:
+        """The output of a call, which is in `out` if there is one."""
+        if (reason := self.executor.dense_because(q, k, v, spec)) is None:
+            # No scores are left, so that their memory is free while attending.
+            return self._execute(q, k, v, self._choose(q, k, spec, history)[2], spec, out).out
+        dense = _attend_densely(q, k, v, spec, reason)
+        return dense if out is None else out.copy_(dense)
 
-    def _attend_densely(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, reason: str) -> Tensor:
-        _log.debug("dense attention runs: %s", reason)
-        return dense_attention(q, k, v, causal=causal, scale=scale, window=self.window, logits=self.logits)
-
-    def dense_because(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> str | None:
-        """The reason why a call would attend densely, in the window if there is one; None if the stages run.
-
-        Raises:
-            ValueError: the call is not causal, and the pipeline has a window.
-        """
-        window = hiding(self.window, k.shape[2], causal=causal)
-        return self.executor.dense_because_within(q, k, v, causal=causal, window=window)
-
-    def _attend_sparsely(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, history: KeyHistory | None = None
-    ) -> AttentionOutput:
-        return self._execute(q, k, v, *self._chosen(q, k, causal, scale, history), scale)
-
-    def _chosen(
-        self, q: Tensor, k: Tensor, causal: bool, scale: float, history: KeyHistory | None
-    ) -> tuple[PermutationT, MaskT]:
-        """What the first three stages give. No scores are left, so that their memory is free while attending."""
-        permutation = self._order(q, k, causal, scale)
-        scores = self._score(q, k, permutation, causal, scale, history)
-        return permutation, self._select(q, k, permutation, scores, causal)
-
-    def _order(self, q: Tensor, k: Tensor, causal: bool, scale: float) -> PermutationT:
-        hiding(self.window, k.shape[2], causal=causal)
-        permutation = self.permuter(q, k, causal=causal, scale=scale)
-        check_gave(self._promised.permutation, permutation)
-        permutation.check_fits(q, k, causal=causal)
-        return permutation
-
-    def _score(
+    def _attend_into(
         self,
         q: Tensor,
         k: Tensor,
-        permutation: PermutationT,
-        causal: bool,
-        scale: float,
+        v: Tensor,
+        spec: AttentionSpec,
+        out: Tensor,
         history: KeyHistory | None = None,
-    ) -> ScoresT:
-        if history is None:
-            scores = self.scorer(q, k, permutation, causal=causal, scale=scale)
-        else:
-            if permutation.k_index is not None:
-                raise ValueError(
-                    f"{type(self.permuter).__name__} moves keys, so that blocks change from chunk to chunk, and a "
-                    "history is of blocks that stay: call without 'history'"
-                )
-            scores = self.scorer.with_history(q, k, permutation, history, causal=causal, scale=scale)
-        check_gave(self._promised.scores, scores)
-        scores.grid.check_fits(q, k, permutation, causal=causal, window=self.window)
-        return scores
+    ) -> None:
+        self._attend(q, k, v, spec, out, history)
 
-    def _select(self, q: Tensor, k: Tensor, permutation: PermutationT, scores: ScoresT, causal: bool) -> MaskT:
+    def _choose(
+        self,
+        q: Tensor,
+        k: Tensor,
+        spec: AttentionSpec,
+        history: KeyHistory | None = None,
+        done: Done = lambda value: None,
+    ) -> tuple[PermutationT, ScoresT, MaskT]:
+        """What the first three stages give; `done` is told each as soon as it is there."""
+        permutation = self.permuter(q, k, spec)
+        check_gave(self._promised.permutation, permutation)
+        permutation.check_fits(q, k, causal=spec.causal)
+        done(permutation)
+        if history is not None:
+            self._check_history(permutation)
+        scores = self.scorer(q, k, permutation, spec, history)
+        check_gave(self._promised.scores, scores)
+        scores.grid.check_fits(q, k, permutation, spec)
+        done(scores)
         mask = self.selector(scores)
         check_gave(self._promised.mask, mask)
-        mask.grid.check_fits(q, k, permutation, causal=causal, window=self.window)
-        return mask
+        mask.grid.check_fits(q, k, permutation, spec)
+        done(mask)
+        return permutation, scores, mask
+
+    def _check_history(self, permutation: Permutation) -> None:
+        if not self.scorer.keeps_history:
+            because = f"{type(self.scorer).__name__} remembers nothing of keys"
+            raise UnsupportedError(f"{because}: call without 'history', which would save nothing", because)
+        if permutation.k_index is not None:
+            raise ValueError(
+                f"{type(self.permuter).__name__} moves keys, so that blocks change from chunk to chunk, and a "
+                "history is of blocks that stay: call without 'history'"
+            )
 
     def _execute(
-        self, q: Tensor, k: Tensor, v: Tensor, permutation: PermutationT, mask: MaskT, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, mask: MaskT, spec: AttentionSpec, out: Tensor | None = None
     ) -> AttentionOutput:
-        output = self.executor(q, k, v, permutation, mask, scale=scale)
+        output = self.executor(q, k, v, mask, spec, out)
         check_gave((Declared(self.executor, AttentionOutput),), output)
         return output
 
     @overload
     def trace(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: None = None,
-        *,
-        causal: bool = True,
-        scale: float | None = None,
-        sequences: None = None,
-        history: KeyHistory | None = None,
-    ) -> Trace[PermutationT, ScoresT, MaskT]: ...
-
+        self, q: Tensor, k: Tensor, v: Tensor, attn_mask: None = None, *, sequences: None = None,
+        history: KeyHistory | None = None, done: Done = lambda value: None, **asked: Unpack[Asked],
+    ) -> Trace[PermutationT, ScoresT, MaskT]: ...  # fmt: skip
     @overload
     def trace(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: None = None,
-        *,
-        causal: bool = True,
-        scale: float | None = None,
-        sequences: Sequences,
-        history: Sequence[KeyHistory] | None = None,
-    ) -> list[Trace[PermutationT, ScoresT, MaskT] | None]: ...
-
+        self, q: Tensor, k: Tensor, v: Tensor, attn_mask: None = None, *, sequences: Sequences,
+        history: Sequence[KeyHistory] | None = None, done: Done = lambda value: None, **asked: Unpack[Asked],
+    ) -> list[Trace[PermutationT, ScoresT, MaskT] | None]: ...  # fmt: skip
     def trace(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: None = None,
-        *,
-        causal: bool = True,
-        scale: float | None = None,
-        sequences: Sequences | None = None,
-        history: KeyHistory | Sequence[KeyHistory] | None = None,
-    ) -> Trace[PermutationT, ScoresT, MaskT] | list[Trace[PermutationT, ScoresT, MaskT] | None]:
+        self, q: Tensor, k: Tensor, v: Tensor, attn_mask: None = None, *, sequences: Sequences | None = None,
+        history: KeyHistory | Sequence[KeyHistory] | None = None, done: Done = lambda value: None,
+        **asked: Unpack[Asked],
+    ) -> Trace[PermutationT, ScoresT, MaskT] | list[Trace[PermutationT, ScoresT, MaskT] | None]:  # fmt: skip
         """Make the same call with the same arguments, and return every value of it.
 
         Of `sequences` it returns a list with the trace of each one, and None for one without queries or keys.
 
         This takes more memory, because all values are kept. It may take more time, because blocks are chosen
         even where the executor then attends densely.
+
+        Args:
+            done: is told each of the four values as soon as it is there, to take the time of stages, say.
         """
         _refuse_mask(attn_mask)
         refuse_transforms("trace")
-        q, k, v, scale = check_inputs(q, k, v, causal=causal, scale=scale, sequences=sequences)
+        q, k, v, spec = checked(q, k, v, sequences, **asked)
         histories = one_for_each(history, sequences)
         with without_autocast(q):
             if sequences is None:
-                return self._trace(q, k, v, causal, scale, histories[0])
-            parts = sequences.parts(q, k, v, causal=causal)
+                return self._trace(q, k, v, spec, histories[0], done)
+            parts = sequences.parts(q, k, v, causal=spec.causal)
             return [
-                None if part is None else self._trace(*part, causal, scale, each)
+                None if part is None else self._trace(*part, spec, each, done)
                 for part, each in zip(parts, histories, strict=True)
             ]
 
     def _trace(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, history: KeyHistory | None
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, history: KeyHistory | None, done: Done
     ) -> Trace[PermutationT, ScoresT, MaskT]:
-        permutation = self._order(q, k, causal, scale)
-        scores = self._score(q, k, permutation, causal, scale, history)
-        mask = self._select(q, k, permutation, scores, causal)
-        if (reason := self.dense_because(q, k, v, causal=causal)) is None:
-            output = self._execute(q, k, v, permutation, mask, scale)
+        permutation, scores, mask = self._choose(q, k, spec, history, done)
+        if (reason := self.executor.dense_because(q, k, v, spec)) is None:
+            output = self._execute(q, k, v, mask, spec)
         else:
-            out = self._attend_densely(q, k, v, causal, scale, reason)
-            output = AttentionOutput(out, None, _everything(q, k, mask), self.logits)
-        return Trace(q, k, v, scale, permutation, scores, mask, output, reason)
+            output = AttentionOutput(_attend_densely(q, k, v, spec, reason), None, _everything(q, k, mask, spec))
+        done(output)
+        return Trace(q, k, v, spec, permutation, scores, mask, output, reason)
 
 
 class _Promised(NamedTuple):
@@ -373,16 +342,17 @@ def _refuse_mask(attn_mask: None) -> None:
     if attn_mask is not None:
         raise TypeError(
             "a pipeline takes no attention mask, its selector makes one; sequences=Sequences.padded(mask [B, N]) "
-            "leaves padding out, Sequences.packed(lengths) separates prompts, and pipeline.in_window(tokens) has "
-            "a sliding window"
+            "leaves padding out, Sequences.packed(lengths) separates prompts, and window=tokens is a sliding "
+            "window"
         )
 
 
-def _everything(q: Tensor, k: Tensor, mask: BlockMask) -> BlockMask:
+def _attend_densely(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, reason: str) -> Tensor:
+    _log.debug("dense attention runs: %s", reason)
+    return dense_attention(q, k, v, spec)
+
+
+def _everything(q: Tensor, k: Tensor, mask: BlockMask, spec: AttentionSpec) -> BlockMask:
     """The mask of what dense attention visits: every block that is reachable in original order."""
-    sizes = mask.grid
-    grid = Grid.of(
-        q, k, GlobalPermutation(), q_block=sizes.q_block, k_block=sizes.k_block, causal=sizes.causal,
-        window=sizes.window,
-    )  # fmt: skip
+    grid = Grid.of(q, k, GlobalPermutation(), spec, q_block=mask.grid.q_block, k_block=mask.grid.k_block)
     return BlockMask(grid.reachable.expand(q.shape[0], q.shape[1], -1, -1), grid)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Generic, TypeVar, final
 
 import torch
 from attrs import frozen
 from torch import Tensor
 
+from blocksparse.attention_spec import AttentionSpec
 from blocksparse.executors.attention_output import AttentionOutput
-from blocksparse.executors.logits import PLAIN
 from blocksparse.kernels.multiplying.products import products, wide_dtype
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.scorers.block_scores import BlockScores
@@ -32,17 +33,18 @@ class Trace(Generic[PermutationT, ScoresT, MaskT]):
     q: Tensor  # [B, Hq, M, D]
     k: Tensor  # [B, Hkv, N, D]
     v: Tensor  # [B, Hkv, N, Dv]
-    scale: float  # above 0
+    spec: AttentionSpec  # its scale is above 0
     permutation: PermutationT
     scores: ScoresT
     mask: MaskT
     output: AttentionOutput
     dense_because: str | None = None  # why the executor attended densely, if it did
 
-    @property
+    @cached_property
     def visited(self) -> BlockMask:
         """The blocks that were computed: those of the mask, fewer after an early stop, all in a dense call."""
-        return self.mask if self.output.visited is None else self.output.visited
+        visited = self.output.visited
+        return self.mask if visited is None else visited
 
     def density(self) -> Tensor:
         """The work done, as a share of the work of dense attention, `[B, Hq]`. See `BlockMask.density`."""
@@ -64,10 +66,10 @@ class Trace(Generic[PermutationT, ScoresT, MaskT]):
         """The relative L1 distance `sum|o - o'| / sum|o'|` of the output `o` from dense `o'`, `[B, Hq]`."""
         distance = self.q.new_zeros(self.q.shape[:2], dtype=torch.float64)
         norm = torch.zeros_like(distance)
-        values, change = self.v.to(wide_dtype(self.v)).mT, self.output.logits or PLAIN
+        values = self.v.to(wide_dtype(self.v)).mT
         for row in range(self.visited.grid.rows):
             query, (weight, lse, _) = self.visited.queries(row), self._dense_row(row)
-            dense = change.with_sinks(products(weight, values), lse)[0].double()
+            dense = self.spec.with_sinks(products(weight, values), lse)[0].double()
             index = query.unsqueeze(-1).expand(*query.shape, dense.shape[-1])
             distance += (self.output.out.gather(2, index).double() - dense).abs().sum((-1, -2))
             norm += dense.abs().sum((-1, -2))
@@ -78,8 +80,7 @@ class Trace(Generic[PermutationT, ScoresT, MaskT]):
         and which pairs are visited `[B, Hq, m, N]`."""
         query, allowed = self.visited.queries(row), self.visited.pairs(row)
         rows = self.q.gather(2, query.unsqueeze(-1).expand(*query.shape, self.q.shape[-1]))
-        change = self.output.logits or PLAIN
-        logits = change.capped(products(*(x.to(wide_dtype(x)) for x in (rows, self.k))) * self.scale)
+        logits = self.spec.capped(products(*(x.to(wide_dtype(x)) for x in (rows, self.k))) * self.spec.scale)
         grid, key = self.visited.grid, torch.arange(self.k.shape[2], device=query.device)
         position = query + (grid.k_len - grid.q_len if grid.causal else 0)
         logits = logits.masked_fill(~grid.sees(position.unsqueeze(-1), key), float("-inf"))

@@ -99,10 +99,14 @@ class Dense(bs.Executor[bs.GlobalPermutation, bs.BlockMask]):
 
     least: int
 
-    def unsupported(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: bs.BlockMask) -> list[str]:
+    def unsupported(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: bs.BlockMask, spec: bs.AttentionSpec
+    ) -> list[str]:
         return []
 
-    def dense_because(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> str | None:
+    def dense_because(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: bs.AttentionSpec
+    ) -> str | None:
         return "there is little work" if q.shape[1] * q.shape[2] * k.shape[2] < self.least else None
 
     def __call__(
@@ -110,12 +114,11 @@ class Dense(bs.Executor[bs.GlobalPermutation, bs.BlockMask]):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        permutation: bs.GlobalPermutation,
         mask: bs.BlockMask,
-        *,
-        scale: float,
+        spec: bs.AttentionSpec,
+        out: torch.Tensor | None = None,
     ) -> bs.AttentionOutput:
-        return bs.CpuExecutor()(q, k, v, permutation, mask, scale=scale)
+        return bs.CpuExecutor()(q, k, v, mask, spec, out)
 
 
 def decided_as_a_whole(mesh: DeviceMesh) -> None:

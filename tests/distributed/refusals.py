@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import attrs
@@ -34,7 +35,9 @@ def refused(error: Error, words: str, call: Callable[[DeviceMesh], object]) -> C
     return case
 
 
-def call_of(make: Callable[[DeviceMesh], Scheme], *, causal: bool = True, **sizes: Any) -> Callable[..., object]:
+def call_of(
+    make: Callable[[DeviceMesh], Callable[..., object]], *, causal: bool = True, **sizes: Any
+) -> Callable[..., object]:
     """A call with shards of equal length."""
 
     def call(mesh: DeviceMesh) -> object:
@@ -45,8 +48,8 @@ def call_of(make: Callable[[DeviceMesh], Scheme], *, causal: bool = True, **size
     return call
 
 
-def with_a_window(scheme: Callable[..., Scheme]) -> Callable[[DeviceMesh], Scheme]:
-    return lambda mesh: scheme(POOLED.in_window(40), mesh, "ranks")
+def windowed(scheme: Callable[..., Scheme]) -> Callable[[DeviceMesh], Callable[..., object]]:
+    return lambda mesh: partial(scheme(POOLED, mesh, "ranks"), window=40)
 
 
 def gather(pipeline: AnyPipeline, **sizes: Any) -> Callable[..., object]:
@@ -237,18 +240,14 @@ REFUSED: dict[str, Case] = {
     ),
     "ring with sinks": refused(
         ValueError,
-        "CpuExecutor has sinks, and a ring, .* would count them each time: use AllGatherKV",
-        call_of(
-            lambda mesh: Ring(
-                attrs.evolve(POOLED, executor=bs.CpuExecutor(logits=bs.Logits(sinks=3.0))), mesh, "ranks"
-            )
-        ),
+        "the call has sinks, and a ring, .* would count them each time: use AllGatherKV",
+        call_of(lambda mesh: partial(Ring(POOLED, mesh, "ranks"), sinks=3.0)),
     ),
     **{
         f"{scheme.__name__} with a window": refused(
             ValueError,
-            "'attention' has a sliding window of 40 tokens, and no scheme knows windows",
-            call_of(with_a_window(scheme)),
+            "the call has a sliding window of 40 tokens, and no scheme knows windows",
+            call_of(windowed(scheme)),
         )
         for scheme in (Ulysses, AllGatherKV, Ring)
     },

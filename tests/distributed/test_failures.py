@@ -31,13 +31,18 @@ class Breaks(bs.Scorer[bs.GlobalPermutation, bs.BlockMass]):
     dies: bool
 
     def __call__(
-        self, q: Tensor, k: Tensor, permutation: bs.GlobalPermutation, *, causal: bool, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        permutation: bs.GlobalPermutation,
+        spec: bs.AttentionSpec,
+        history: bs.KeyHistory | None = None,
     ) -> bs.BlockMass:
         if dist.get_rank() == self.on_rank:
             if self.dies:
                 os._exit(3)
             raise ZeroDivisionError("this rank fails")
-        return bs.MeanPoolScorer(16)(q, k, permutation, causal=causal, scale=scale)
+        return bs.MeanPoolScorer(16)(q, k, permutation, spec)
 
 
 def _alignment() -> None:

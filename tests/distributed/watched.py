@@ -11,6 +11,7 @@ from torch import Tensor
 import blocksparse as bs
 from blocksparse.distributed.scheme import Scheme
 from blocksparse.testing import assert_within_budget
+from tests.specs import asked
 
 PermutationT = TypeVar("PermutationT", bound=bs.Permutation)
 MaskT = TypeVar("MaskT", bound=bs.BlockMask)
@@ -26,11 +27,11 @@ class Watched(bs.Executor[PermutationT, MaskT]):
     k: Tensor
     pairs: Tensor  # [B, Hq, M, N] bool: what was attended to so far
 
-    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskT) -> list[str]:
+    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskT, spec: bs.AttentionSpec) -> list[str]:
         return []
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, permutation: PermutationT, mask: MaskT, *, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, mask: MaskT, spec: bs.AttentionSpec, out: Tensor | None = None
     ) -> bs.AttentionOutput:
         heads = [self._places(self.q, q[:, h, 0])[0] for h in range(q.shape[1])]
         first_q = self._places(self.q, q[:, 0, 0])[1]
@@ -42,7 +43,7 @@ class Watched(bs.Executor[PermutationT, MaskT]):
                     at = queries[b, h] + first_q
                     assert not self.pairs[b, head, at, first_k : first_k + k.shape[2]].any(), "attended twice"
                     self.pairs[b, head, at, first_k : first_k + k.shape[2]] = pairs[b, h]
-        return self.inner(q, k, v, permutation, mask, scale=scale)
+        return self.inner(q, k, v, mask, spec, out)
 
     def _places(self, whole: Tensor, one: Tensor) -> tuple[int, int]:
         """The head and the token of `whole` `[B, H, N, D]` that `one` `[B, D]` is."""
@@ -74,9 +75,7 @@ def compare(make: Any, pipeline: Any, qkv: QKV, *, causal: bool = True, lse: boo
     )
     assert torch.equal(local[0], q[:, :, mine])
     one = pipeline.trace(*qkv, causal=causal)
-    truth = bs.ReferenceExecutor()(
-        q.double(), k.double(), v.double(), one.permutation, one.visited, scale=one.scale
-    )
+    truth = bs.ReferenceExecutor()(q.double(), k.double(), v.double(), one.visited, asked(one.visited, one.scale))
     outputs = [scheme(*local, causal=causal)]
     kept = pairs.clone()
     if lse:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.specs import asked
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -46,7 +47,7 @@ def test_a_mask_of_flex_attention_runs_in_any_executor(mask_mod: Any, is_causal:
     expected = flex_attention(q, k, v, block_mask=block_mask, enable_gqa=True)
     mask = from_flex(block_mask, q, k, causal=is_causal)
     for executor in (bs.ReferenceExecutor(), bs.CpuExecutor()):
-        out = executor(q, k, v, bs.GlobalPermutation(), mask, scale=0.25).out
+        out = executor(q, k, v, mask, asked(mask, 0.25)).out
         assert torch.allclose(out, expected, atol=1e-6)
 
 
@@ -102,7 +103,7 @@ def test_chunks_and_other_sizes() -> None:
     with pytest.raises(ValueError, match="forbids query 0 and key 1 "):
         from_flex(made(causal, M=40), chunk, k, causal=True)
     mask = from_flex(made(lambda b, h, q, k: q + 32 >= k, M=40), chunk, k, causal=True)
-    out = bs.ReferenceExecutor()(chunk, k, v, bs.GlobalPermutation(), mask, scale=0.25).out
+    out = bs.ReferenceExecutor()(chunk, k, v, mask, asked(mask, 0.25)).out
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     assert torch.allclose(out, expected[:, :, 32:], atol=1e-6)
     with pytest.raises(ValueError, match=r"must start at a block of 16 tokens, .* start at 33"):

@@ -47,6 +47,7 @@ from blocksparse import (
     TopK,
     TritonExecutor,
 )
+from blocksparse.attention_spec import AttentionSpec
 from blocksparse.head_groups import AnyPipeline
 from blocksparse.integrations.diffusers import FAMILIES, DensityRecorder, Family, TokenLayout, attach
 from blocksparse.schedule import LayerPipeline
@@ -72,14 +73,14 @@ class Watched(Executor[GlobalPermutation, BlockMask]):
 
     masks: list[BlockMask] = field(factory=list)
 
-    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> list[str]:
+    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec) -> list[str]:
         return []
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, permutation: GlobalPermutation, mask: BlockMask, *, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec, out: Tensor | None = None
     ) -> AttentionOutput:
         self.masks.append(mask)
-        return ReferenceExecutor()(q, k, v, permutation, mask, scale=scale)
+        return ReferenceExecutor()(q, k, v, mask, spec, out)
 
 
 DENSE_LIMIT: AnyPipeline = Pipeline(HilbertOrder(), MeanPoolScorer(16), Everything(), ReferenceExecutor())
@@ -729,7 +730,6 @@ def test_bad_layouts(options: dict[str, Any], error: type[Exception], message: s
     ("options", "error", "message"),
     [
         ({"pipeline": lambda q, k, v: q}, TypeError, "'pipeline' must be a Pipeline, HeadGroups or a Schedule"),
-        ({"pipeline": SPARSE.in_window(9)}, ValueError, "'pipeline' has a sliding window of 9 tokens"),
         ({"dense_steps": 2}, TypeError, r"'dense_steps' must be a sequence of whole numbers: 2"),
         ({"dense_steps": (0, -1)}, ValueError, r"'dense_steps\[1\]' must be a whole number, at least 0: -1"),
         ({"min_tokens": 0}, ValueError, "'min_tokens' must be a whole number, at least 1: 0"),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from blocksparse import Pipeline, a_shape
+from blocksparse.attention_spec import AttentionSpec
 from blocksparse.executors.dense_attention import dense_attention
 from blocksparse.integrations.serving.layer import LayerAttention
 from blocksparse.integrations.serving.settings import ConfigurationError, Host, Served, Settings
@@ -58,7 +59,7 @@ class Stock:
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    return dense_attention(q, k, v, causal=True, scale=scale)
+    return dense_attention(q, k, v, AttentionSpec(scale=scale))
 
 
 def attended(attend: Any, q: Tensor, cache: Cache, slots: Tensor, batch: Any, scale: float) -> Tensor:

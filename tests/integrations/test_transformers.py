@@ -26,6 +26,7 @@ pytest.importorskip("transformers")
 
 import transformers
 from attrs import evolve, frozen
+from tests.specs import asked
 from transformers import AttentionInterface, DynamicCache, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -44,6 +45,7 @@ from blocksparse import (
     TopK,
     TritonExecutor,
 )
+from blocksparse.attention_spec import AttentionSpec
 from blocksparse.head_groups import AnyPipeline, HeadGroups
 from blocksparse.integrations.transformers import Attachment, DensityRecorder, attach
 from blocksparse.integrations.transformers.prompt_mask import PromptMask
@@ -643,14 +645,14 @@ def test_head_groups_attend_in_every_layer(recorded: bool) -> None:
 class _FirstBlockOnly(Executor[Permutation, BlockMask]):
     """Stops after the first block of each row."""
 
-    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> list[str]:
+    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec) -> list[str]:
         return []
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, permutation: Permutation, mask: BlockMask, *, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec, out: Tensor | None = None
     ) -> AttentionOutput:
         visited = BlockMask(mask.keep & (torch.arange(mask.grid.cols) == 0), mask.grid)
-        return replace(ReferenceExecutor()(q, k, v, permutation, visited, scale=scale), visit=visited)
+        return replace(ReferenceExecutor()(q, k, v, visited, asked(visited, spec.scale)), visit=visited)
 
 
 def test_an_early_stop_counts_in_the_density() -> None:

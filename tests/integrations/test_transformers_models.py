@@ -41,6 +41,7 @@ from blocksparse import (
     Permutation,
     ReferenceExecutor,
 )
+from blocksparse.attention_spec import AttentionSpec
 from blocksparse.integrations.transformers import DensityRecorder, attach
 
 __all__ = ["_no_grad", "_one_thread", "_registries_are_left_as_found"]  # fixtures of these tests too
@@ -280,16 +281,16 @@ def test_what_an_executor_cannot_run_is_dense() -> None:
 class _DenseBelow(Executor[Permutation, BlockMask]):
     """What `AutoExecutor` does on a GPU."""
 
-    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> list[str]:
+    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec) -> list[str]:
         return []
 
-    def dense_because(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> str | None:
+    def dense_because(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> str | None:
         return "little work (dense_below)" if k.shape[2] < 50 else None
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, permutation: Permutation, mask: BlockMask, *, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec, out: Tensor | None = None
     ) -> AttentionOutput:
-        return ReferenceExecutor()(q, k, v, permutation, mask, scale=scale)
+        return ReferenceExecutor()(q, k, v, mask, spec, out)
 
 
 def test_dense_attention_by_an_executor_is_recorded_as_that() -> None:

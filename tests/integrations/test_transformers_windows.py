@@ -43,9 +43,11 @@ from blocksparse import (
     GatherExecutor,
     GlobalPermutation,
     Grid,
+    KeyHistory,
     Ranked,
     Scorer,
 )
+from blocksparse.attention_spec import AttentionSpec
 from blocksparse.audit import Audit
 from blocksparse.head_groups import HeadGroups
 from blocksparse.integrations.transformers import DensityRecorder, attach
@@ -73,9 +75,14 @@ class _Ones(Scorer[GlobalPermutation, BlockMass]):
     """A scorer that was written before there were windows."""
 
     def __call__(
-        self, q: Tensor, k: Tensor, permutation: GlobalPermutation, *, causal: bool, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        permutation: GlobalPermutation,
+        spec: AttentionSpec,
+        history: KeyHistory | None = None,
     ) -> BlockMass:
-        grid = Grid.of(q, k, permutation, q_block=32, k_block=32, causal=causal)
+        grid = Grid.of(q, k, permutation, spec, q_block=32, k_block=32)
         return BlockMass(torch.ones(*q.shape[:2], grid.rows, grid.cols), grid)
 
 
@@ -193,12 +200,3 @@ def test_padded_chunks_beyond_the_window(name: str) -> None:
     assert_same_logits(make(name), run, recorder, evolve(DENSE_LIMIT, executor=CPU))
     # Prompt by prompt, and both at once where the keys of a layer hold no padding any more.
     assert recorder.sparse_calls() == {0: 5, 1: 5 if name == "mistral" else 7}
-
-
-@pytest.mark.parametrize("groups", [False, True])
-def test_the_model_says_which_layers_have_a_window(groups: bool) -> None:
-    pipeline: Any = DENSE_LIMIT.in_window(9)
-    if groups:
-        pipeline = HeadGroups.dense_where((True, False), pipeline)
-    with pytest.raises(ValueError, match="'pipeline' has a sliding window of 9 tokens, and the model says which"):
-        attach(make("mistral"), Schedule(DENSE_LIMIT, layers={1: pipeline}))

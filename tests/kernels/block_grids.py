@@ -47,14 +47,21 @@ def make_grid(kind: str, device: str) -> bs.Grid:
     elif kind == "per segment":
         permuter = bs.GlobalIndexMap(32)
     causal = kind != "not causal"
-    permutation = permuter(q, k, causal=causal, scale=0.5)
+    permutation = permuter(q, k, bs.AttentionSpec(scale=0.5, causal=causal))
     if kind == "per query head":
         permutation = bs.GlobalPermutation(
             torch.rand(2, 3, 1, 70, generator=generator).argsort(-1).int().to(device)
         )
     q_block, k_block = (8, 4) if kind == "wide" else (16, 16) if kind == "padded" else (8, 16)
     window = 21 if "window" in kind else None
-    return bs.Grid.of(q, k, permutation, q_block=q_block, k_block=k_block, causal=causal, window=window)
+    return bs.Grid.of(
+        q,
+        k,
+        permutation,
+        bs.AttentionSpec(scale=1.0, causal=causal, window=window),
+        q_block=q_block,
+        k_block=k_block,
+    )
 
 
 def heads_of(grid: bs.Grid) -> tuple[int, int, int, int]:

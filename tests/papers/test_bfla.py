@@ -44,22 +44,22 @@ def preset(case: Golden, **changed: Any) -> Preset:
 def choose(pipeline: Preset, q: Tensor, k: Tensor, *, causal: bool = True) -> Choice:
     """What a pipeline does before it attends."""
     scale = q.shape[-1] ** -0.5
-    permutation = pipeline.permuter(q, k, causal=causal, scale=scale)
-    scores = pipeline.scorer(q, k, permutation, causal=causal, scale=scale)
+    permutation = pipeline.permuter(q, k, bs.AttentionSpec(scale=scale, causal=causal))
+    scores = pipeline.scorer(q, k, permutation, bs.AttentionSpec(scale=scale, causal=causal))
     return scores, pipeline.selector(scores)
 
 
 def score(
     scorer: FlattenMaxPoolScorer, q: Tensor, k: Tensor, *, causal: bool = True, scale: float = 1.0
 ) -> Tensor:
-    return scorer(q, k, bs.GlobalPermutation(), causal=causal, scale=scale).values
+    return scorer(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=scale, causal=causal)).values
 
 
 def positions(rule: bs.PositionSelector, N: int, M: int | None = None, *, block: int = 16, **sizes: int) -> Tensor:
     """What a rule keeps of itself, without diagonal and reach, one entry per query head, `[Hq, rows, cols]`."""
     Hq, Hkv = sizes.get("Hq", 1), sizes.get("Hkv", 1)
     q, k = torch.empty(1, Hq, N if M is None else M, 0), torch.empty(1, Hkv, N, 0)
-    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), q_block=block, k_block=block, causal=True)
+    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0), q_block=block, k_block=block)
     return rule.where(grid).expand(1, Hq, grid.rows, grid.cols)[0]
 
 
@@ -176,7 +176,7 @@ def test_groups_without_a_token_never_win(M: int) -> None:
     if M >= 64:  # empty groups of keys
         torch.testing.assert_close(score(ours, q, k, causal=False)[0, 0, 0], worth)
         assert float(score(padded, q, k, causal=False)[0, 0, 0].argmax()) == 4
-        chosen = bs.TopCdf(0.5)(ours(q, k, bs.GlobalPermutation(), causal=True, scale=1.0))
+        chosen = bs.TopCdf(0.5)(ours(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0)))
         assert chosen.keep[0, 0, -1].tolist() == [False, True, False, True, True]  # and the diagonal
 
 
@@ -230,7 +230,7 @@ def test_scores_in_any_order_and_precision() -> None:
         order.int().expand(1, 2, 1, 83).contiguous(), torch.arange(60).flip(0).int().expand(1, 4, 60).contiguous()
     )
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        scores = FlattenMaxPoolScorer(16, 16)(q.to(dtype), k.to(dtype), permutation, causal=True, scale=0.1)
+        scores = FlattenMaxPoolScorer(16, 16)(q.to(dtype), k.to(dtype), permutation, bs.AttentionSpec(scale=0.1))
         assert scores.values.dtype == torch.promote_types(dtype, torch.float32)
         assert not bool(scores.values.isnan().any())
         total = scores.values.sum(-1)
@@ -319,7 +319,7 @@ def test_released_random_is_not() -> None:
 def test_query_heads_of_a_group_draw_alike() -> None:
     """So one mask per KV head keeps the rate, which a union of independent draws would not."""
     q, k, _ = make_qkv(B=2, Hq=8, Hkv=2, N=4096, D=1)
-    scores = bs.NoScorer(16)(q, k, bs.GlobalPermutation(), causal=True, scale=1.0)
+    scores = bs.NoScorer(16)(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0))
     mask = bs.SharedByGroup(Random(0.1))(scores)
     below = mask.grid.reachable[0, 0] & ~mask.grid.diagonal[0, 0]
     assert mask.keep.shape == (2, 2, 256, 256)
@@ -382,7 +382,7 @@ def test_rescues_do_not_depend_on_chunks(rule: bs.PositionSelector) -> None:
     assert torch.equal(positions(rule, 200), whole[:, :13, :13])
     q, k, _ = make_qkv(N=320, D=1, Hq=1, Hkv=1)
     for start in range(0, 320, 7):
-        scores = bs.NoScorer(64)(q[:, :, start:], k, bs.GlobalPermutation(), causal=True, scale=1.0)
+        scores = bs.NoScorer(64)(q[:, :, start:], k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0))
         tiles = bs.OnTiles(rule, 4)(scores)
         grid = tiles.grid
         assert torch.equal(tiles.keep[0], (whole[:, start // 16 :] | grid.diagonal[0]) & grid.reachable[0])

@@ -100,7 +100,7 @@ def test_lines_against_a_loop(
     monkeypatch.setattr(probe_lines, "_WORKSPACE", workspace)
     q = make_qkv(B=2, Hq=4, Hkv=2, N=M, D=8)[0]
     k = make_qkv(B=2, Hq=4, Hkv=2, N=N, D=8, seed=1)[1]
-    scores = VerticalSlashScorer(B16)(q, k, bs.GlobalPermutation(), causal=causal, scale=0.3)
+    scores = VerticalSlashScorer(B16)(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=0.3, causal=causal))
     vertical, slash = slow_lines(q, k, min(B16, M), causal=causal, scale=0.3)
     torch.testing.assert_close(scores.vertical, vertical)
     torch.testing.assert_close(scores.slash, slash)
@@ -111,7 +111,7 @@ def test_lines_against_a_loop(
 def test_lines_are_summed_in_fp32_or_better(dtype: torch.dtype) -> None:
     q, k, _ = make_qkv(N=100, D=16, dtype=dtype)
     scores, exact = (
-        VerticalSlashScorer(B16)(x, y, bs.GlobalPermutation(), causal=True, scale=0.25)
+        VerticalSlashScorer(B16)(x, y, bs.GlobalPermutation(), bs.AttentionSpec(scale=0.25))
         for x, y in ((q, k), (q.double(), k.double()))
     )
     assert scores.vertical.dtype == torch.promote_types(dtype, torch.float32)
@@ -129,7 +129,9 @@ def test_values_are_those_of_mean_pooling(M: int) -> None:
             for scorer in (VerticalSlashScorer(B16), bs.MeanPoolScorer(B16))
         ]
         torch.testing.assert_close(*both)
-    bare = VerticalSlashScorer(B16, pooled=False)(q, k, bs.GlobalPermutation(), causal=True, scale=0.25).values
+    bare = VerticalSlashScorer(B16, pooled=False)(
+        q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=0.25)
+    ).values
     assert bool((bare == 0).all())
     assert bare.shape == both[0].shape
 
@@ -140,7 +142,7 @@ def test_divergence_is_never_nan() -> None:
     assert float(vertical_slash._divergence(same, other)) == pytest.approx(math.sqrt(math.log(2)))
     q, k, _ = make_qkv(N=64, D=16)
     k[:, :, :B16] = -100 * q.mean((1, 2), keepdim=True)  # weights of this block underflow to 0
-    scores = VerticalSlashScorer(B16)(q, k, bs.GlobalPermutation(), causal=True, scale=1.0)
+    scores = VerticalSlashScorer(B16)(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0))
     assert bool((scores.mass_of_columns()[..., 0] == 0).any())
     assert bool(scores.divergence.isfinite().all())
 
@@ -161,7 +163,7 @@ def covered_by_probe(trace: bs.Trace[Any, Any, Any], probe: int) -> Tensor:
     """Share of the last queries' true attention that lies on kept pairs, `[B, Hq]`."""
     N, P = trace.k.shape[2], min(probe, trace.q.shape[2])
     keys = trace.k.repeat_interleave(trace.q.shape[1] // trace.k.shape[1], dim=1)
-    logits = (trace.q[:, :, -P:] @ keys.transpose(-1, -2)).double() * trace.scale
+    logits = (trace.q[:, :, -P:] @ keys.transpose(-1, -2)).double() * trace.spec.scale
     if trace.mask.grid.causal:
         logits = logits.masked_fill(torch.arange(N) > torch.arange(N - P, N)[:, None], float("-inf"))
     return (logits.softmax(-1) * pairs_of(trace.mask)[:, :, -P:]).sum((-1, -2)) / P
@@ -180,7 +182,9 @@ def lines(
     assert given is not None
     Hq = given.shape[0]
     q, k = torch.zeros(1, Hq, M or N, 8), torch.zeros(1, 1, N, 8)
-    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), q_block=B16, k_block=B16, causal=causal)
+    grid = bs.Grid.of(
+        q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0, causal=causal), q_block=B16, k_block=B16
+    )
     first = torch.zeros(Hq, N)
     first[:, 0] = 1.0
     return VerticalSlashScores(
@@ -342,7 +346,9 @@ def head(rows: list[list[float]], forced: list[int] | None = None) -> bs.BlockMa
     """One head, not causal."""
     values = torch.tensor(rows).view(1, 1, len(rows), -1)
     q, k = torch.zeros(1, 1, len(rows) * B16, 8), torch.zeros(1, 1, values.shape[-1] * B16, 8)
-    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), q_block=B16, k_block=B16, causal=False)
+    grid = bs.Grid.of(
+        q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0, causal=False), q_block=B16, k_block=B16
+    )
     keep = torch.zeros_like(values, dtype=torch.bool)
     keep[..., forced or []] = True
     return bs.BlockMass(values, grid, keep)

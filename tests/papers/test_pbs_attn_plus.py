@@ -22,7 +22,7 @@ REFERENCE = bs.ReferenceExecutor()
 def test_one_segment_is_dense(N: int) -> None:
     q, k, v = make_qkv(N=N, D=16)
     trace = pbs_attn_plus(0.1, block=16, S=64, executor=REFERENCE).trace(q, k, v)
-    dense = masked_attention(q, k, v, torch.ones(N, N, dtype=torch.bool).tril(), trace.scale)
+    dense = masked_attention(q, k, v, torch.ones(N, N, dtype=torch.bool).tril(), trace.spec.scale)
     torch.testing.assert_close(trace.output.out, dense)
 
 
@@ -71,7 +71,7 @@ class InPlace(bs.Permuter[bs.GlobalPermutation]):
     def __init__(self, S: int) -> None:
         self.S = S
 
-    def __call__(self, q: Tensor, k: Tensor, *, causal: bool, scale: float) -> bs.GlobalPermutation:
+    def __call__(self, q: Tensor, k: Tensor, spec: bs.AttentionSpec) -> bs.GlobalPermutation:
         return bs.GlobalPermutation(segment=self.S)
 
 
@@ -114,7 +114,7 @@ def test_query_sort_by_hand() -> None:
     """Queries of the second segment go to blocks of the first: to the east, then to the north."""
     k = directions(EAST, EAST, NORTH, NORTH, *[(-1.0, -1.0)] * 6)
     q = directions(*[NORTH] * 4, (0.1, 1.0), (5.0, 2.0), NORTH, (1.0, 0.0), *[EAST] * 2)
-    order = SegmentQuerySort(4, block=2)(q, k, causal=True, scale=1.0)
+    order = SegmentQuerySort(4, block=2)(q, k, bs.AttentionSpec(scale=1.0))
     assert order.k_index is None
     assert order.q_index is not None
     # First segment in place; 7 and 5 go east, the closer first; 6 and 4 north; the tail in place.
@@ -125,7 +125,7 @@ def test_query_sort_by_hand() -> None:
 def test_query_sort_ties_keep_their_order() -> None:
     k = directions(*[EAST] * 8)
     q = directions(*[EAST] * 4, EAST, (2.0, 0.0), EAST, (4.0, 0.0))  # a cosine sees no lengths
-    order = SegmentQuerySort(4, block=2)(q, k, causal=True, scale=1.0).q_index
+    order = SegmentQuerySort(4, block=2)(q, k, bs.AttentionSpec(scale=1.0)).q_index
     assert order is not None
     assert order.flatten().tolist() == list(range(8))
 
@@ -133,7 +133,7 @@ def test_query_sort_ties_keep_their_order() -> None:
 def test_query_sort_sees_all_keys_when_not_causal() -> None:
     k = directions(EAST, EAST, EAST, NORTH, NORTH)  # three blocks, the last one short
     q = directions(NORTH, (1.0, 1.0), EAST, NORTH, EAST)
-    order = SegmentQuerySort(4, block=2)(q, k, causal=False, scale=1.0).q_index
+    order = SegmentQuerySort(4, block=2)(q, k, bs.AttentionSpec(scale=1.0, causal=False)).q_index
     assert order is not None
     assert order.flatten().tolist() == [2, 1, 0, 3, 4]
 
@@ -151,7 +151,7 @@ SORTS = (
 def test_queries_stay_in_their_segments(sort: SegmentQuerySort, M: int) -> None:
     q, k, v = make_qkv(B=2, N=129, M=M, D=16)
     for causal in (True, False):
-        order = sort(q, k, causal=causal, scale=0.25)
+        order = sort(q, k, bs.AttentionSpec(scale=0.25, causal=causal))
         offset = 129 - M if causal else 0
         place = torch.arange(M) + offset
         index = torch.arange(M).expand(2, 4, M) if order.q_index is None else order.q_index.long()
@@ -160,7 +160,7 @@ def test_queries_stay_in_their_segments(sort: SegmentQuerySort, M: int) -> None:
         fixed = place >= (offset + M) // sort.S * sort.S
         assert torch.equal(index[..., fixed], torch.arange(M)[fixed].expand(2, 4, -1))
         torch.testing.assert_close(order.restore(order.gather_queries(q)), q, rtol=0, atol=0)
-        want = sort.keys(q, k, causal=causal, scale=0.25).k_index
+        want = sort.keys(q, k, bs.AttentionSpec(scale=0.25, causal=causal)).k_index
         assert (want is None and order.k_index is None) or torch.equal(order.k_index, want)  # type: ignore[arg-type]
     pipeline = bs.Pipeline(sort, bs.MeanPoolScorer(16), bs.TopCdf(1.0), REFERENCE)
     dense = masked_attention(q, k, v, torch.ones(M, 129, dtype=torch.bool).tril(129 - M), 0.25)
@@ -172,9 +172,9 @@ def test_query_sort_does_not_depend_on_chunks(start: int) -> None:
     """Where a chunk holds whole segments they are sorted alike: the order looks at earlier segments alone."""
     q, k, _ = make_qkv(N=160, D=16)
     sort = SegmentQuerySort(32, block=8)
-    whole = sort(q, k, causal=True, scale=0.25).q_index
-    chunk = sort(q[:, :, start:], k, causal=True, scale=0.25).q_index
-    first = sort(q[:, :, :start], k[:, :, :start], causal=True, scale=0.25).q_index
+    whole = sort(q, k, bs.AttentionSpec(scale=0.25)).q_index
+    chunk = sort(q[:, :, start:], k, bs.AttentionSpec(scale=0.25)).q_index
+    first = sort(q[:, :, :start], k[:, :, :start], bs.AttentionSpec(scale=0.25)).q_index
     assert whole is not None
     assert chunk is not None
     assert not torch.equal(whole, torch.arange(160).int().expand_as(whole))
@@ -187,11 +187,11 @@ def test_query_sort_does_not_depend_on_chunks(start: int) -> None:
 def test_query_sort_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     for sort in SORTS:
         q, k, _ = make_qkv(B=2, N=129, M=100, D=16)
-        whole = [sort(q, k, causal=causal, scale=0.25).q_index for causal in (True, False)]
+        whole = [sort(q, k, bs.AttentionSpec(scale=0.25, causal=causal)).q_index for causal in (True, False)]
         for workspace in (1, 2**11):
             monkeypatch.setattr(segment_query_sort, "_WORKSPACE", workspace)
             for causal, want in zip((True, False), whole, strict=True):
-                got = sort(q, k, causal=causal, scale=0.25).q_index
+                got = sort(q, k, bs.AttentionSpec(scale=0.25, causal=causal)).q_index
                 assert got is not None
                 assert want is not None
                 assert torch.equal(got, want)
@@ -223,4 +223,4 @@ def test_query_sort_refuses() -> None:
     q, k, _ = make_qkv(N=129, D=16)
     twice = SegmentQuerySort(32, block=16, keys=SegmentQuerySort(32, block=16))
     with pytest.raises(ValueError, match="'keys' must leave queries in place: SegmentQuerySort"):
-        twice(q, k, causal=True, scale=0.25)
+        twice(q, k, bs.AttentionSpec(scale=0.25))

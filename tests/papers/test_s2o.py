@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from tests.specs import asked
 from torch import Tensor
 
 import blocksparse as bs
@@ -24,7 +25,7 @@ CHUNKS = [(200, 200), (200, 136), (200, 100), (193, 37), (200, 1), (65, 64), (64
 
 
 def key_map(permuter: GlobalIndexMap, q: Tensor, k: Tensor) -> Tensor:
-    index = permuter(q, k, causal=True, scale=0.25).k_index
+    index = permuter(q, k, bs.AttentionSpec(scale=0.25)).k_index
     assert index is not None
     assert index.dtype == torch.int32
     return index
@@ -163,10 +164,10 @@ def test_queries_are_ordered_inside_segments() -> None:
         q, k, _ = make_qkv(**SIZES, N=N, M=M)
         q[:, :, -3:] = q[:, :, -1:]
         for guide in (None, 5):
-            index = GlobalIndexMap(S, guide=guide)(q, k, causal=True, scale=1.0).q_index
+            index = GlobalIndexMap(S, guide=guide)(q, k, bs.AttentionSpec(scale=1.0)).q_index
             assert index is not None
             assert index.dtype == torch.int32
-            coarse = GlobalIndexMap(S, guide=guide, coarse=True)(q, k, causal=True, scale=1.0).q_index
+            coarse = GlobalIndexMap(S, guide=guide, coarse=True)(q, k, bs.AttentionSpec(scale=1.0)).q_index
             assert coarse is not None
             assert bool((coarse.sort(-1).values == torch.arange(M)).all())
             direction = k[:, :, : guide or S].double().mean(2)
@@ -177,7 +178,7 @@ def test_queries_are_ordered_inside_segments() -> None:
                     assert index[b, h].tolist() == want
                     near = score[coarse[b, h].long()] - score[want]
                     assert bool((near.abs() <= 1e-4).all())
-    assert GlobalIndexMap(S, order_queries=False)(q, k, causal=True, scale=1.0).q_index is None
+    assert GlobalIndexMap(S, order_queries=False)(q, k, bs.AttentionSpec(scale=1.0)).q_index is None
 
 
 @pytest.mark.parametrize("group", [1, 3, 4])
@@ -193,7 +194,7 @@ def test_one_map_per_kv_head(group: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_maps_of_other_precisions_are_permutations(dtype: torch.dtype) -> None:
     q, k, _ = make_qkv(**SIZES, N=100, M=70, dtype=dtype)
-    permutation = GlobalIndexMap(32)(q, k, causal=True, scale=1.0)
+    permutation = GlobalIndexMap(32)(q, k, bs.AttentionSpec(scale=1.0))
     assert permutation.k_index is not None
     assert permutation.q_index is not None
     assert torch.equal(permutation.q_index.sort(-1).values, torch.arange(70).int().expand(2, 4, -1))
@@ -242,7 +243,7 @@ def test_never_stopping_is_dense(block: int, N: int, M: int) -> None:
         trace = s2o(tau, S=32, block=block, band=band).trace(q, k, v)
         assert torch.equal(trace.visited.keep, trace.mask.keep)
         torch.testing.assert_close(trace.output.out, want, rtol=0, atol=1e-12)
-    replayed = bs.ReferenceExecutor()(q, k, v, trace.permutation, trace.mask, scale=trace.scale)
+    replayed = bs.ReferenceExecutor()(q, k, v, trace.mask, asked(trace.mask, trace.spec.scale))
     torch.testing.assert_close(trace.output.lse, replayed.lse, rtol=0, atol=1e-12)
 
 
@@ -262,7 +263,9 @@ def slow_stop(trace: AnyTrace, executor: GatherExecutor) -> tuple[Tensor, float]
                 for block in sorted(kept, key=lambda block: int(mask.rank[b, h, row, block])):
                     token = slots[b, h, block]
                     token = token[token >= 0].long()
-                    logits = q[b, h, query[b, h]] @ k[b, h // (q.shape[1] // k.shape[1]), token].T * trace.scale
+                    logits = (
+                        q[b, h, query[b, h]] @ k[b, h // (q.shape[1] // k.shape[1]), token].T * trace.spec.scale
+                    )
                     # One frame for all: these inputs are far from overflow in float64.
                     gain = logits.exp().masked_fill(token > position[:, None], 0.0).sum(-1)
                     if mask.rank[b, h, row, block] < 0 or limit == 0:
@@ -355,7 +358,7 @@ def test_a_band_is_visited_before_a_row_may_stop(N: int, M: int, band: int) -> N
         executor = NEVER_ON[(turn + CHUNKS.index((N, M))) % 2]
         trace = s2o(S=32, block=16, band=band, executor=executor, **options).trace(q, k, v)
         assert bool((visited_pairs(trace) | ~inside).all())
-        want = bs.ReferenceExecutor()(q, k, v, trace.permutation, trace.visited, scale=trace.scale).out
+        want = bs.ReferenceExecutor()(q, k, v, trace.visited, asked(trace.visited, trace.spec.scale)).out
         torch.testing.assert_close(trace.output.out, want, rtol=0, atol=1e-12)
 
 
@@ -405,8 +408,8 @@ def test_without_a_band_nothing_changes() -> None:
 
 def assert_replayed(trace: AnyTrace) -> None:
     q, k, v = (x.double() for x in (trace.q, trace.k, trace.v))
-    want = bs.ReferenceExecutor()(q, k, v, trace.permutation, trace.visited, scale=trace.scale)
-    same = bs.ReferenceExecutor()(trace.q, trace.k, trace.v, trace.permutation, trace.visited, scale=trace.scale)
+    want = bs.ReferenceExecutor()(q, k, v, trace.visited, asked(trace.visited, trace.spec.scale))
+    same = bs.ReferenceExecutor()(trace.q, trace.k, trace.v, trace.visited, asked(trace.visited, trace.spec.scale))
     assert_within_budget(trace.output.out, want.out, same.out)
     torch.testing.assert_close(trace.output.lse, same.lse, rtol=1e-5, atol=1e-5)
 
@@ -437,14 +440,14 @@ def ranked(*ranks: int, keys: Tensor) -> tuple[Tensor, Tensor, Tensor, bs.Ranked
     """One query that has seen every key, blocks of 16 keys with these ranks; every block of keys is alike."""
     k = keys.repeat_interleave(16).view(1, 1, -1, 1)
     q, v = torch.ones(1, 1, 1, 1), torch.ones_like(k)
-    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), q_block=16, k_block=16, causal=True)
+    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0), q_block=16, k_block=16)
     keep = torch.ones(1, 1, 1, len(ranks), dtype=torch.bool)
     return q, k, v, bs.RankedBlockMask(keep, grid, torch.tensor(ranks, dtype=torch.int32).view(1, 1, 1, -1))
 
 
 def reached(executor: GatherExecutor, *ranks: int, keys: list[float]) -> list[int]:
     q, k, v, mask = ranked(*ranks, keys=torch.tensor(keys))
-    output = executor(q, k, v, bs.GlobalPermutation(), mask, scale=1.0)
+    output = executor(q, k, v, mask, asked(mask, 1.0))
     assert output.visited is not None
     columns: list[int] = output.visited.keep[0, 0, 0].nonzero().flatten().tolist()
     return columns
@@ -482,7 +485,7 @@ def test_a_constant_on_all_logits_changes_nothing() -> None:
     for constant in (-64.0, 64.0, 800.0):
         wide_q = torch.cat((q, torch.full_like(q[..., :1], 4 * constant)), dim=-1)
         wide_k = torch.cat((k, torch.ones_like(k[..., :1])), dim=-1)
-        output = pipeline.executor(wide_q, wide_k, v, plain.permutation, plain.mask, scale=0.25)
+        output = pipeline.executor(wide_q, wide_k, v, plain.mask, asked(plain.mask, 0.25))
         assert output.visited is not None
         assert torch.equal(output.visited.keep, plain.visited.keep)
         torch.testing.assert_close(output.out, plain.output.out, rtol=1e-3, atol=1e-3)
@@ -496,8 +499,8 @@ def test_future_tokens_change_no_earlier_row() -> None:
     noise = make_qkv(**SIZES, N=187, seed=1)
     q2, k2, v2 = (torch.cat((x[:, :, :t], y[:, :, t:]), dim=2) for x, y in zip((q, k, v), noise, strict=True))
     held = bs.RankedBlockMask(trace.visited.keep, trace.mask.grid, torch.full_like(trace.mask.rank, -1))
-    before = GatherExecutor(0.1)(q, k, v, trace.permutation, held, scale=trace.scale).out
-    after = GatherExecutor(0.1)(q2, k2, v2, trace.permutation, held, scale=trace.scale).out
+    before = GatherExecutor(0.1)(q, k, v, held, asked(held, trace.spec.scale)).out
+    after = GatherExecutor(0.1)(q2, k2, v2, held, asked(held, trace.spec.scale)).out
     assert torch.equal(before[:, :, :t], after[:, :, :t])
     assert not torch.equal(before[:, :, t:], after[:, :, t:])
 
@@ -509,7 +512,7 @@ def test_a_row_with_nothing_kept() -> None:
     keep[:, 1, 2:4] = False
     keep[0] = False
     mask = bs.RankedBlockMask(keep, trace.mask.grid, trace.mask.rank)
-    output = GatherExecutor(0.1)(q, k, v, trace.permutation, mask, scale=0.25)
+    output = GatherExecutor(0.1)(q, k, v, mask, asked(mask, 0.25))
     assert output.lse is not None
     assert output.visited is not None
     for rows, lse in ((output.out[1, 1, 32:64], output.lse[1, 1, 32:64]), (output.out[0], output.lse[0])):
@@ -614,7 +617,7 @@ def test_finer_blocks_mean_the_same(start: int) -> None:
         trace = bs.Pipeline(*front, bs.ReferenceExecutor()).trace(q, k, v)
         for n in (2, 4):
             fine = trace.mask.refine(n)
-            again = bs.ReferenceExecutor()(q, k, v, trace.permutation, fine, scale=trace.scale)
+            again = bs.ReferenceExecutor()(q, k, v, fine, asked(fine, trace.spec.scale))
             torch.testing.assert_close(again.out, trace.output.out)
 
 

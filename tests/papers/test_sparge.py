@@ -195,7 +195,7 @@ def gate(inner: bs.Scorer[bs.GlobalPermutation, bs.BlockMass], theta: Any, **fie
 def score(
     scorer: bs.Scorer[bs.GlobalPermutation, bs.BlockMass], q: Tensor, k: Tensor, *, causal: bool = True
 ) -> bs.BlockMass:
-    return scorer(q, k, bs.GlobalPermutation(), causal=causal, scale=q.shape[-1] ** -0.5)
+    return scorer(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=q.shape[-1] ** -0.5, causal=causal))
 
 
 def test_the_threshold_is_strict() -> None:
@@ -265,7 +265,7 @@ def test_shares_are_the_softmax_over_similar_blocks(gap: float) -> None:
     k[:, :, :16:2, 2], k[:, :, 1:16:2, 2] = 1e3, -1e3  # the mean is (gap, 9, 0, 0), the tokens are far from it
     q = torch.tensor([1.0, 0.0, 0.0, 0.0]).expand(1, 1, 64, 4)
     scores = gate(bs.MeanPoolScorer(16), 0.5, smooth_k=False)(
-        q, k, bs.GlobalPermutation(), causal=False, scale=1.0
+        q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0, causal=False)
     )
     assert scores.forced is not None
     assert scores.forced[0, 0].tolist() == [[True, False, False, False]] * 4
@@ -409,7 +409,9 @@ def rows_of(mask: bs.BlockMask) -> list[list[int]]:
 
 def test_top_k_with_forced_blocks_on_top() -> None:
     q = torch.zeros(1, 1, 64, 8)
-    grid = bs.Grid.of(q, q, bs.GlobalPermutation(), q_block=16, k_block=16, causal=False)
+    grid = bs.Grid.of(
+        q, q, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0, causal=False), q_block=16, k_block=16
+    )
     values = torch.tensor([0.4, 0.3, 0.2, 0.1]).expand(1, 1, 4, 4)
     forced = torch.tensor([True, False, False, False]).expand(1, 1, 4, 4)
     for k, first, expected in ((1, True, [0]), (1, False, [0, 1]), (2, True, [0, 1]), (2, False, [0, 1, 2])):
@@ -422,7 +424,7 @@ def test_top_k_with_forced_blocks_on_top() -> None:
 def test_top_k_shares() -> None:
     """Of what a causal row reaches, rounded up, or of all keys, rounded down; the diagonal on top of it."""
     q = torch.zeros(1, 1, 80, 8)
-    grid = bs.Grid.of(q, q, bs.GlobalPermutation(), q_block=16, k_block=16, causal=True)
+    grid = bs.Grid.of(q, q, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0), q_block=16, k_block=16)
     scores = bs.BlockScores(torch.tensor([5.0, 4.0, 3.0, 2.0, 1.0]).expand(1, 1, 5, 5), grid)
 
     def shares(share: float, **fields: bool) -> list[list[int]]:
@@ -432,7 +434,9 @@ def test_top_k_shares() -> None:
     assert shares(0.5, of_all_keys=True) == [[0], [0, 1], [0, 1, 2], [0, 1, 3], [0, 1, 4]]
     assert shares(0.1, of_all_keys=True) == [[0], [0, 1], [0, 2], [0, 3], [0, 4]]
     wide = torch.zeros(1, 1, 16, 8), torch.zeros(1, 1, 1600, 8)
-    grid = bs.Grid.of(*wide, bs.GlobalPermutation(), q_block=16, k_block=16, causal=False)
+    grid = bs.Grid.of(
+        *wide, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0, causal=False), q_block=16, k_block=16
+    )
     mask = bs.TopK(share=0.07)(bs.BlockScores(torch.zeros(1, 1, 1, 100), grid))
     assert int(mask.keep.sum()) == 7  # .07 * 100 is 7.000000000000001 in float64
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.papers.golden_cases import assert_same_output, cases, differing, load
 from tests.papers.golden_inputs import Golden
+from tests.specs import asked
 from torch import Tensor
 
 import blocksparse as bs
@@ -85,7 +86,7 @@ def test_golden_outputs_are_attention_over_their_mask(name: str) -> None:
     trace = run(case, as_released=True)
     grid = trace.mask.grid
     mask = bs.BlockMask(torch.from_numpy(case.arrays["mask"]) & grid.reachable, grid)
-    out = bs.ReferenceExecutor()(case.q, case.k, case.v, trace.permutation, mask, scale=trace.scale).out
+    out = bs.ReferenceExecutor()(case.q, case.k, case.v, mask, asked(mask, trace.spec.scale)).out
     assert_same_output(out, case)
 
 
@@ -175,10 +176,10 @@ def test_scores_are_those_of_a_slow_loop(scorer: AntidiagonalScorer, M: int) -> 
         torch.rand(1, 2, M, generator=generator).argsort(-1).int(),
     )
     orders = [bs.GlobalPermutation(), bs.GlobalPermutation(segment=32)]
-    orders += [bs.SegmentKeySort(S, probe=8)(q, k, causal=True, scale=0.3) for S in (32, 20)]
+    orders += [bs.SegmentKeySort(S, probe=8)(q, k, bs.AttentionSpec(scale=0.3)) for S in (32, 20)]
     for permutation in [*orders, shuffled]:
         for causal in (True, False):
-            got = scorer(q, k, permutation, causal=causal, scale=0.3)
+            got = scorer(q, k, permutation, bs.AttentionSpec(scale=0.3, causal=causal))
             want = by_loops(scorer, q, k, permutation, causal=causal, scale=0.3)
             torch.testing.assert_close(got.values, torch.from_numpy(want), rtol=1e-9, atol=1e-12)
 
@@ -191,7 +192,7 @@ def test_aligned_lengths_and_one_token_either_side(N: int) -> None:
     q[..., 0] = 4.0
     k[:, :, 16:32, 0] = 12.0
     for M in {N, N // 2, N - 48, 1}:
-        got = scorer(q[:, :, N - M :], k, bs.GlobalPermutation(), causal=True, scale=0.25)
+        got = scorer(q[:, :, N - M :], k, bs.GlobalPermutation(), bs.AttentionSpec(scale=0.25))
         want = by_loops(scorer, q[:, :, N - M :], k, bs.GlobalPermutation(), causal=True, scale=0.25)
         torch.testing.assert_close(got.values, torch.from_numpy(want).float(), rtol=1e-4, atol=1e-5)
         later = got.values[:, :, max(3 - (N - M) // 16, 0) :]
@@ -207,14 +208,14 @@ def test_patterns_by_hand() -> None:
         ("sum", 1.5 * 4),
     ):
         scorer = AntidiagonalScorer(2, block=2, pattern=pattern)  # type: ignore[arg-type]
-        mass = scorer(q, k, bs.GlobalPermutation(), causal=False, scale=0.1).values
+        mass = scorer(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=0.1, causal=False)).values
         first = 1 / (1 + math.exp(-0.1 * logit))
         torch.testing.assert_close(mass, torch.tensor([[[[first, 1 - first]]]]))
 
 
 def test_a_row_holds_one_mass_per_query_cell() -> None:
     q, k, _ = make_qkv(N=100, M=90, D=16)  # rows of 6, 16, 16, ... and 4 queries; the last cell is short
-    values = AntidiagonalScorer(8, block=16)(q, k, bs.GlobalPermutation(), causal=True, scale=0.25).values
+    values = AntidiagonalScorer(8, block=16)(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=0.25)).values
     torch.testing.assert_close(
         values.sum(-1), torch.tensor([1.0, 2, 2, 2, 2, 2, 1]).expand(values.shape[:3]), rtol=1e-5, atol=0
     )
@@ -226,14 +227,14 @@ def test_rows_at_a_time_do_not_change_scores(
     scorer: AntidiagonalScorer, M: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     q, k, _ = make_qkv(B=2, N=129, M=M, D=16)
-    permutation = bs.SegmentKeySort(32, probe=8)(q, k, causal=True, scale=0.25)
+    permutation = bs.SegmentKeySort(32, probe=8)(q, k, bs.AttentionSpec(scale=0.25))
     for order in (permutation, bs.GlobalPermutation()):
-        whole = scorer(q, k, order, causal=True, scale=0.25).values
+        whole = scorer(q, k, order, bs.AttentionSpec(scale=0.25)).values
         monkeypatch.setattr(cell_mass, "_CPU_ROWS", 1)
         for workspace in (1, 2**15, 2**17):  # one row, and a few rows
             monkeypatch.setattr(cell_mass, "_CPU_WORKSPACE", workspace)
             monkeypatch.setattr(cell_mass, "_WORKSPACE", workspace)
-            torch.testing.assert_close(scorer(q, k, order, causal=True, scale=0.25).values, whole)
+            torch.testing.assert_close(scorer(q, k, order, bs.AttentionSpec(scale=0.25)).values, whole)
         monkeypatch.undo()
 
 
@@ -280,21 +281,26 @@ def test_forced_blocks_are_counted_by_xattention_and_not_by_a_union() -> None:
 
 def test_nothing_is_forced_when_not_causal() -> None:
     q, k, _ = make_qkv(N=64, D=16)
-    assert AntidiagonalScorer(4, block=16)(q, k, bs.GlobalPermutation(), causal=False, scale=0.25).forced is None
+    assert (
+        AntidiagonalScorer(4, block=16)(
+            q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=0.25, causal=False)
+        ).forced
+        is None
+    )
 
 
 def test_query_heads_of_a_group_need_no_copies() -> None:
     q, k, _ = make_qkv(B=2, Hq=6, Hkv=2, N=83, M=60, D=16)
     scorer = AntidiagonalScorer(8, block=16)
-    order = bs.SegmentKeySort(32, probe=8)(q, k, causal=True, scale=0.25)
+    order = bs.SegmentKeySort(32, probe=8)(q, k, bs.AttentionSpec(scale=0.25))
     repeated = bs.GlobalPermutation(order.k_index.repeat_interleave(3, 1), segment=32)  # type: ignore[union-attr]
     torch.testing.assert_close(
-        scorer(q, k, order, causal=True, scale=0.25).values,
-        scorer(q, k.repeat_interleave(3, 1), repeated, causal=True, scale=0.25).values,
+        scorer(q, k, order, bs.AttentionSpec(scale=0.25)).values,
+        scorer(q, k.repeat_interleave(3, 1), repeated, bs.AttentionSpec(scale=0.25)).values,
     )
     torch.testing.assert_close(  # one order per query head, keys per KV head
-        scorer(q, k, repeated, causal=True, scale=0.25).values,
-        scorer(q, k, order, causal=True, scale=0.25).values,
+        scorer(q, k, repeated, bs.AttentionSpec(scale=0.25)).values,
+        scorer(q, k, order, bs.AttentionSpec(scale=0.25)).values,
     )
 
 
@@ -303,8 +309,8 @@ def test_half_precision_is_scored_in_fp32(dtype: torch.dtype) -> None:
     q, k, _ = make_qkv(N=83, D=16, dtype=dtype)
     q, k = 20 * q, 20 * k  # sums of a cell would leave fp16
     scorer = AntidiagonalScorer(16, block=16)
-    got = scorer(q, k, bs.GlobalPermutation(), causal=True, scale=1 / 1600).values
-    want = scorer(q.double(), k.double(), bs.GlobalPermutation(), causal=True, scale=1 / 1600).values
+    got = scorer(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1 / 1600)).values
+    want = scorer(q.double(), k.double(), bs.GlobalPermutation(), bs.AttentionSpec(scale=1 / 1600)).values
     assert got.dtype == torch.float32
     assert float((q.float() @ k.float().repeat_interleave(2, 1).mT).max()) * 16 > 65504
     # The filler of the short tail cell is rounded to the precision of its tokens.

@@ -109,7 +109,6 @@ def test_lists_that_are_cut(name: str, monkeypatch: pytest.MonkeyPatch, device: 
 EXECUTORS: dict[str, Callable[[], bs.Executor[Any, Any]]] = {
     "pv_skip": lambda: bs.TritonExecutor(pv_skip=-3.0),
     "8 bits": bs.Int8Executor,
-    "softcap and sinks": lambda: bs.TritonExecutor(logits=bs.Logits(softcap=20.0, sinks=[0.5, -1.0])),
     "auto": lambda: bs.AutoExecutor(dense_below=0),
 }
 
@@ -123,6 +122,17 @@ def test_executors(name: str, monkeypatch: pytest.MonkeyPatch, device: str) -> N
     expected = quick(executor=executor)(*new)
     forbid_stages(monkeypatch, pipeline)
     assert torch.equal(pipeline(*new), expected)
+
+
+@needs_gpu
+@pytest.mark.parametrize("more", [{"softcap": 20.0}, {"sinks": [0.5, -1.0]}, {"window": 100}], ids=str)
+def test_what_a_layer_asks_for(more: dict[str, Any], monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    pipeline, new = quick(executor=bs.TritonExecutor()), inputs(2, device)
+    for _ in range(2):
+        pipeline(*inputs(1, device), **more)
+    expected = quick(executor=bs.TritonExecutor())(*new, **more)
+    forbid_stages(monkeypatch, pipeline)
+    assert torch.equal(pipeline(*new, **more), expected)
 
 
 @needs_gpu

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blocksparse.executors.logits import PLAIN
 from blocksparse.head_groups import AnyTrace
 from blocksparse.kernels.multiplying.products import products, wide_dtype
 
@@ -33,14 +32,14 @@ def row_sums(trace: AnyTrace, rows: int, generator: torch.Generator) -> Tensor:
         )
     (B, Hq, M, _), N, causal = q.shape, k.shape[2], trace.mask.grid.causal
     stretch, query = M / rows, draw(B, Hq, M, rows, generator)
-    key, change = torch.arange(N, device=q.device), output.logits or PLAIN
+    key, spec = torch.arange(N, device=q.device), trace.spec
     sums = []
     for start in range(0, rows, _AT_ONCE):
         some = query[:, :, start : start + _AT_ONCE]
         # The host knows a key that no query of these stretches sees, without knowing the queries.
         end = min(N, N - M + int((start + _AT_ONCE) * stretch) + 1) if causal else N
         # [B, Hq, some, end]
-        logits = change.capped(products(_rows(q, some), k[:, :, :end]) * trace.scale)
+        logits = spec.capped(products(_rows(q, some), k[:, :, :end]) * spec.scale)
         if causal:
             seen = trace.mask.grid.sees(some.unsqueeze(-1) + (N - M), key[:end])
             logits.masked_fill_(~seen, float("-inf"))
@@ -48,10 +47,10 @@ def row_sums(trace: AnyTrace, rows: int, generator: torch.Generator) -> Tensor:
         weights = logits.sub_(most).exp_()
         total = weights.sum(-1, keepdim=True)
         plain = (most + total.log()).squeeze(-1)
-        dense, lse = change.with_sinks(_weighted(weights, v[:, :, :end]) / total, plain)
+        dense, lse = spec.with_sinks(_weighted(weights, v[:, :, :end]) / total, plain)
         # With a sink, both denominators have it, and its part is taken out again: the rest is `exp(plain - lse)`.
         more = output.lse.gather(2, some) - lse
-        covered = more.exp() if change.sinks is None else _without_sinks(more, plain - lse)
+        covered = more.exp() if spec.sinks is None else _without_sinks(more, plain - lse)
         distance = _rows(output.out, some).to(dense.dtype) - dense
         parts = covered, torch.ones_like(covered), distance.abs().sum(-1), dense.abs().sum(-1)
         sums.append(torch.stack([part.double().sum((0, 1)) for part in parts]))

@@ -10,6 +10,7 @@ from typing import final
 import torch
 from attrs import frozen
 
+from blocksparse.attention_spec import AttentionSpec
 from blocksparse.bench.inputs import structured
 from blocksparse.bench.timing import Figure, medians
 from blocksparse.demo.methods import executor_of
@@ -86,7 +87,7 @@ def _at(
             q, k, v = structured(tokens, shape.heads, shape.kv_heads, shape.head_dim, shape.device, shape.dtype)
         except RuntimeError as error:
             return [Row(tokens, method, why=_reason(error)) for method in (DENSE, *pipelines)]
-    calls[DENSE] = partial(dense_attention, q, k, v, causal=True, scale=shape.head_dim**-0.5)
+    calls[DENSE] = partial(dense_attention, q, k, v, AttentionSpec(scale=shape.head_dim**-0.5))
     for method, pipeline in pipelines.items():
         try:
             trace = pipeline.trace(q, k, v)

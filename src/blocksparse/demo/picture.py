@@ -82,7 +82,7 @@ def pooled_attention(trace: Trace[GlobalPermutation, Any, Any], head: int, *, pi
     tokens = torch.diff(edges, append=torch.tensor([N]))
     map_rows = []
     for start in edges.tolist():
-        logits = q[start : start + tile] @ k.T * trace.scale  # [tile, N]
+        logits = q[start : start + tile] @ k.T * trace.spec.scale  # [tile, N]
         position = torch.arange(start, min(start + tile, N), device=q.device)
         logits = logits.masked_fill(torch.arange(N, device=q.device) > position[:, None], float("-inf"))
         weight = logits.softmax(-1).mean(0)[order]  # [N]

@@ -44,9 +44,9 @@ class AllGatherKV(SequenceScheme):
     def _run(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
         pipeline, ranks = self._pipeline, self._ranks
         queries, keys = lengths(q, k, v, call, ranks, options=f"{type(self).__name__} {self.head_tail}")
-        at = aligned(pipeline, causal=call.causal)
+        at = aligned(pipeline, causal=call.spec.causal)
         M, N = sum(queries), sum(keys)
-        before = N - M if call.causal else 0
+        before = N - M if call.spec.causal else 0
         q_pieces, k_pieces = self._pieces(queries, before, at), self._pieces(keys, 0, at)
         refuse_cuts(q_pieces, at, "queries")
         all_k, all_v = (joined(ranks.gathered(x, keys), k_pieces) for x in (k, v))
@@ -57,7 +57,7 @@ class AllGatherKV(SequenceScheme):
         outputs = []
         mine = q_pieces[ranks.rank]
         for piece, part in zip(mine, split(q, mine), strict=True):
-            end = piece.end if call.causal else N
+            end = piece.end if call.spec.causal else N
             some_k, some_v = every_k[:, :, :end], partial(_first, all_v, end)
             outputs.append(whole.attend(pipeline, part, some_k, some_v, call, dense=dense, permuter=permuter))
         lse = [output.lse for output in outputs if output.lse is not None]

@@ -5,17 +5,17 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Callable
-from typing import final
+from typing import Any, Unpack, final
 
 from attrs import frozen
 from torch import Tensor
 
+from blocksparse.attention_spec import Asked, AttentionSpec
 from blocksparse.distributed.ranks import Ranks
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.head_groups import Heads
 from blocksparse.inputs import DTYPES, check_inputs
 from blocksparse.sequences import Sequences
-from blocksparse.validators import flag
 
 _SAME = ("B", "Hq", "Hkv", "D", "Dv", "dtype", "causal", "scale", "kind of call", "options of the scheme")
 
@@ -25,8 +25,7 @@ _SAME = ("B", "Hq", "Hkv", "D", "Dv", "dtype", "causal", "scale", "kind of call"
 class Call:
     """A call of attention, of which each rank has a part."""
 
-    causal: bool
-    scale: float
+    spec: AttentionSpec  # with the sinks of the heads that this rank has
     with_lse: bool  # then the stages always run; a plain call may be dense where the executor says so
     Hq: int  # heads of the whole call; a rank may have fewer of them
     Hkv: int
@@ -40,11 +39,10 @@ def checked(
     k: Tensor,
     v: Tensor,
     *,
-    causal: bool,
-    scale: float | None,
     ranks: Ranks,
     sequences: Sequences | None = None,
-) -> tuple[Tensor, Tensor, Tensor, float]:
+    **asked: Unpack[Asked],
+) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
     """The inputs of this rank in the form that stages take.
 
     If they are refused, the other ranks are told, so that none of them waits for this one.
@@ -53,9 +51,16 @@ def checked(
         TypeError, ValueError: the inputs are refused.
     """
     try:
-        flag.check(causal=causal)
         # Whether there are enough keys is a question of the whole call: of one rank there may be fewer.
-        q, k, v, scale = check_inputs(q, k, v, causal=False, scale=scale, sequences=sequences)
+        q, k, v, scale = check_inputs(q, k, v, causal=False, scale=asked.get("scale"), sequences=sequences)
+        whole: dict[str, Any] = {**asked, "scale": scale}
+        spec = AttentionSpec.of(**whole)
+        spec.check_heads(q.shape[1])
+        if spec.window is not None:
+            raise ValueError(
+                f"the call has a sliding window of {spec.window} tokens, and no scheme knows windows: spread "
+                "heads instead (tensor parallel), or call without"
+            )
         if q.device != ranks.device:
             raise ValueError(
                 f"q, k and v are on {q.device}, and this rank sends from {ranks.device}: move them with .to(), or "
@@ -64,7 +69,7 @@ def checked(
     except Exception:
         ranks.told([0] * (len(_SAME) + 3))
         raise
-    return q, k, v, scale
+    return q, k, v, spec
 
 
 def lengths(
@@ -77,10 +82,10 @@ def lengths(
         ValueError: the ranks differ in what must be the same, or a causal call has more queries than keys.
     """
     (B, Hq, M, D), (_, Hkv, N, _) = q.shape, k.shape
-    bits = struct.unpack("<q", struct.pack("<d", call.scale))[0]
+    bits = struct.unpack("<q", struct.pack("<d", call.spec.scale))[0]
     same = (
-        B, Hq, Hkv, D, v.shape[3], DTYPES.index(q.dtype), int(call.causal), bits, int(call.with_lse),
-        zlib.crc32(options.encode()),
+        B, Hq, Hkv, D, v.shape[3], DTYPES.index(q.dtype), int(call.spec.causal), bits, int(call.with_lse),
+        zlib.crc32(f"{options} {call.spec.softcap} {call.spec.sinks!r}".encode()),
     )  # fmt: skip
     them = ranks.told([1, M, N, *same])
     for rank, (agreed, *_) in enumerate(them):
@@ -95,7 +100,7 @@ def lengths(
                 f"rank {rank} differs from rank 0 there"
             )
     queries, keys = [row[1] for row in them], [row[2] for row in them]
-    if call.causal and sum(queries) > sum(keys) and call.sequences is None:
+    if call.spec.causal and sum(queries) > sum(keys) and call.sequences is None:
         raise ValueError(
             f"causal attention needs at least as many keys as queries, the queries being the last ones: "
             f"Nq={sum(queries)}, Nk={sum(keys)} over all ranks; pass the cached keys too"

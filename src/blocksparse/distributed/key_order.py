@@ -8,6 +8,7 @@ from typing import Any, final
 from attrs import evolve, frozen
 from torch import Tensor
 
+from blocksparse.attention_spec import AttentionSpec
 from blocksparse.distributed.call import Call
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.permuters.permuter import Permuter
@@ -46,7 +47,7 @@ def for_chunks(permuter: Permuter[Any], probe: Tensor | None, k: Tensor, call: C
 
 @for_chunks.register
 def _(permuter: SegmentKeySort, probe: Tensor, k: Tensor, call: Call) -> Permuter[Any]:
-    return _Cut(permuter(probe, k, causal=call.causal, scale=call.scale))
+    return _Cut(permuter(probe, k, call.spec))
 
 
 @for_chunks.register
@@ -61,6 +62,6 @@ class _Cut(Permuter[GlobalPermutation]):
 
     whole: GlobalPermutation
 
-    def __call__(self, q: Tensor, k: Tensor, *, causal: bool, scale: float) -> GlobalPermutation:
+    def __call__(self, q: Tensor, k: Tensor, spec: AttentionSpec) -> GlobalPermutation:
         index = self.whole.k_index
         return evolve(self.whole, k_index=None if index is None else index[..., : k.shape[2]])

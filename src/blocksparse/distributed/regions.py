@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from blocksparse.attention_spec import AttentionSpec
 from blocksparse.distributed.pieces import Piece
 from blocksparse.geometry import Grid
 from blocksparse.permuters.permutation import GlobalPermutation
@@ -55,7 +56,7 @@ class Choice(NamedTuple):
         keep, grid = torch.cat([mask.keep for _, mask in masks], dim=1), masks[0][1].grid
         return cls(piece, keep, k_index, q_index, grid.q_block, grid.k_block)
 
-    def within(self, region: Region, q: Tensor, k: Tensor) -> tuple[GlobalPermutation, BlockMask]:
+    def within(self, region: Region, q: Tensor, k: Tensor) -> BlockMask:
         """What is kept in a region of `q` `[B, Hq, m, D]` and `k` `[B, Hkv, n, D]`."""
         first = region.queries.start - self.piece.start
         rows = slice(first // self.q_block, -(-(first + region.queries.length) // self.q_block))
@@ -65,8 +66,9 @@ class Choice(NamedTuple):
             None if k_index is None else k_index[..., region.keys.start : region.keys.end] - region.keys.start,
             None if q_index is None else q_index[..., first : first + region.queries.length] - first,
         )
-        grid = Grid.of(q, k, permutation, q_block=self.q_block, k_block=self.k_block, causal=region.causal)
-        return permutation, BlockMask(self.keep[:, :, rows, cols], grid)
+        spec = AttentionSpec.of(scale=1.0, causal=region.causal)  # a grid asks for no scale
+        grid = Grid.of(q, k, permutation, spec, q_block=self.q_block, k_block=self.k_block)
+        return BlockMask(self.keep[:, :, rows, cols], grid)
 
 
 def _heads(index: list[Tensor | None]) -> Tensor | None:

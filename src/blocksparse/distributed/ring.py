@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import final
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 from blocksparse.class_line import declared
@@ -38,7 +38,7 @@ class Ring(SequenceScheme):
     `2 N D` numbers of two heads meanwhile, and keys travel twice.
 
     It takes the pipelines that `AllGatherKV` takes, if keys stay in place or inside segments (`SegmentKeySort`),
-    if a row's blocks do not depend on one another (no early stop), and if the executor gives an lse and has no
+    if a row's blocks do not depend on one another (no early stop), and if the executor gives an lse. A call has no
     sinks. A ring never attends densely. Keys, too, must be cut at multiples of the tokens by which the pipeline
     chooses.
 
@@ -68,9 +68,14 @@ class Ring(SequenceScheme):
     def _run(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
         pipeline, ranks = self._pipeline, self._ranks
         queries, keys = lengths(q, k, v, call, ranks, options=f"{type(self).__name__} {self.head_tail}")
-        at = aligned(pipeline, causal=call.causal)
+        at = aligned(pipeline, causal=call.spec.causal)
         refuse_apart(pipeline, split=False)
-        before = sum(keys) - sum(queries) if call.causal else 0
+        if call.spec.sinks is not None:
+            raise ValueError(
+                "the call has sinks, and a ring, which attends to the keys of one rank after another, would count "
+                "them each time: use AllGatherKV or Ulysses"
+            )
+        before = sum(keys) - sum(queries) if call.spec.causal else 0
         if before % at:
             raise ValueError(
                 f"the queries of a ring must begin at a multiple of {at} tokens, by which this pipeline chooses "
@@ -94,20 +99,15 @@ class Ring(SequenceScheme):
     ) -> None:
         """Attend with the queries of a piece to a piece of keys."""
         executor = self._pipeline.executor
-        for region in regions(choice.piece, k_piece, causal=call.causal):
+        for region in regions(choice.piece, k_piece, causal=call.spec.causal):
             some_q, some_k = region.queries.within(choice.piece), region.keys.within(k_piece)
             part_q, part_k, part_v = q[:, :, some_q], k[:, :, some_k], v[:, :, some_k]
-            permutation, mask = choice.within(region, part_q, part_k)
-            output = executor(part_q, part_k, part_v, permutation, mask, scale=call.scale)
+            mask = choice.within(region, part_q, part_k)
+            output = executor(part_q, part_k, part_v, mask, evolve(call.spec, causal=region.causal))
             if output.lse is None:
                 raise ValueError(
                     f"{type(executor).__name__} gives no lse for tensors on {q.device.type}, by which a ring "
                     "merges outputs: choose another executor"
-                )
-            if output.logits is not None and output.logits.sinks is not None:
-                raise ValueError(
-                    f"{type(executor).__name__} has sinks, and a ring, which calls it for the keys of one rank "
-                    "after another, would count them each time: use AllGatherKV or Ulysses"
                 )
             result.add(some_q, output.out, output.lse)
 
@@ -122,7 +122,7 @@ class Ring(SequenceScheme):
         call: Call,
     ) -> list[Choice]:
         """The blocks that each piece of this rank keeps, chosen in one KV head after another."""
-        pipeline, ranks, causal, scale = self._pipeline, self._ranks, call.causal, call.scale
+        pipeline, ranks, causal = self._pipeline, self._ranks, call.spec.causal
         (Hq, Hkv), mine = (q.shape[1], k.shape[1]), q_pieces[ranks.rank]
         group = Hq // Hkv
         probe = last_queries(q, q_pieces, probed(pipeline.permuter), ranks)
@@ -135,17 +135,19 @@ class Ring(SequenceScheme):
             heads = slice(h * group, (h + 1) * group)
             stages = of_heads(pipeline, tuple(range(Hq))[heads], Hq)
             its_probe = None if probe is None else probe[:, heads]
-            permuter = for_chunks(stages.permuter, its_probe, every_k, call)
+            stages = evolve(stages, permuter=for_chunks(stages.permuter, its_probe, every_k, call))
             for masks, piece, part in zip(chosen, mine, split(q[:, heads], mine), strict=True):
                 some_k = every_k[:, :, : piece.end] if causal else every_k
-                permutation = permuter(part, some_k, causal=causal, scale=scale)
+                mask = stages.choose(part, some_k, **call.spec.arguments()).mask
+                permutation = mask.grid.permutation
+                if not isinstance(permutation, GlobalPermutation):
+                    raise TypeError(f"{type(pipeline.permuter).__name__} gives a {type(permutation).__name__}")
                 if permutation.k_index is not None and (permutation.segment is None or at % permutation.segment):
                     raise ValueError(
                         f"the keys of a ring must stay inside segments, and {type(pipeline.permuter).__name__} "
                         "does not promise that they do: use AllGatherKV or Ulysses"
                     )
-                scores = stages.scorer(part, some_k, permutation, causal=causal, scale=scale)
-                masks.append((permutation, stages.selector(scores)))
+                masks.append((permutation, mask))
         return [Choice.of(piece, masks) for piece, masks in zip(mine, chosen, strict=True)]
 
 

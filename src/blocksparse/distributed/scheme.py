@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any, Unpack
 
-import torch
 from attrs import Factory, field, frozen
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from blocksparse.attention_spec import Asked, AttentionSpec
 from blocksparse.distributed.call import Call, checked
 from blocksparse.distributed.ranks import Ranks
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.head_groups import AnyPipeline
 from blocksparse.inputs import check_inputs
-from blocksparse.opaque_call import OpaqueCall
-from blocksparse.opaque_call import attend as attend_opaquely
-from blocksparse.pipeline import Pipeline
+from blocksparse.opaque_call import OpaqueCall, is_transformed, node
 from blocksparse.precision import without_autocast
 
 
@@ -39,50 +38,38 @@ class Scheme(ABC):
         init=False, repr=False, default=Factory(lambda self: OpaqueCall(self._attend), takes_self=True)
     )
 
-    @attention.validator
-    def _refuse_windows(self, _: object, attention: object) -> None:
-        if isinstance(attention, Pipeline) and attention.window is not None:
-            raise ValueError(
-                f"'attention' has a sliding window of {attention.window} tokens, and no scheme knows windows: "
-                "spread heads instead (tensor parallel), or take the pipeline without its window"
-            )
-
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None
-    ) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **asked: Unpack[Asked]) -> Tensor:
         """Attend this rank's `q` `[B, Hq, M, D]` to the keys and values of all ranks: `[B, Hq, M, Dv]`.
 
         Args:
             k, v: this rank's keys `[B, Hkv, N, D]` and values `[B, Hkv, N, Dv]`. Ranks may have unequal numbers of
                 tokens.
-            causal: whether a query sees only the keys up to its own position; the queries of all ranks are the
-                last ones of all keys.
-            scale: factor of the logits; `1 / sqrt(D)` if None.
+            asked: `causal`, `scale`, `softcap` and `sinks`, as of a `Pipeline`. The queries of all ranks are the
+                last ones of all keys. No scheme knows a `window`.
 
         Raises:
             TypeError, ValueError: the inputs of this rank are refused, ranks differ, or the scheme does not fit.
             RuntimeError: another rank has refused its inputs, or does not answer within the time that its process
                 group waits.
         """
-        if torch.compiler.is_compiling():
-            q, k, v, scale = check_inputs(q, k, v, causal=False, scale=scale)
-        else:
-            q, k, v, scale = checked(q, k, v, causal=causal, scale=scale, ranks=self._ranks)
-        return attend_opaquely(self._call, q, k, v, causal=causal, scale=scale)
+        if is_transformed():
+            q, k, v, scale = check_inputs(q, k, v, causal=False, scale=asked.get("scale"))
+            whole: dict[str, Any] = {**asked, "scale": scale}
+            return node(self._call, q, k, v, **whole)
+        q, k, v, spec = checked(q, k, v, ranks=self._ranks, **asked)
+        return self._call(q, k, v, spec)
 
-    def with_lse(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None
-    ) -> AttentionOutput:
+    def with_lse(self, q: Tensor, k: Tensor, v: Tensor, **asked: Unpack[Asked]) -> AttentionOutput:
         """Make the same call, and return the lse of this rank's queries beside their output.
 
         The stages always run, as in `Pipeline.with_lse`; `visited` is None.
         """
-        q, k, v, scale = checked(q, k, v, causal=causal, scale=scale, ranks=self._ranks)
+        q, k, v, spec = checked(q, k, v, ranks=self._ranks, **asked)
         with without_autocast(q):
-            return self.run(q, k, v, Call(causal, scale, True, q.shape[1], k.shape[1]))
+            return self.run(q, k, v, Call(spec, True, q.shape[1], k.shape[1]))
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
-        return self.run(q, k, v, Call(causal, scale, False, q.shape[1], k.shape[1])).out
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        return self.run(q, k, v, Call(spec, False, q.shape[1], k.shape[1])).out
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
         """Attention of checked inputs; `q` and `k` may have some heads of the whole call."""

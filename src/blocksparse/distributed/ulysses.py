@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import final
+from typing import Unpack, final
 
 import torch
 from attrs import converters, evolve, field, frozen
 from torch import Tensor
 
+from blocksparse.attention_spec import Asked
 from blocksparse.distributed import whole
 from blocksparse.distributed.call import Call, checked, lengths
 from blocksparse.distributed.head_exchange import Arriving, back
@@ -69,9 +70,8 @@ class Ulysses(Scheme):
         k: Tensor,
         v: Tensor,
         *,
-        causal: bool = True,
-        scale: float | None = None,
         sequences: Sequences | None = None,
+        **asked: Unpack[Asked],
     ) -> Tensor:
         """As of `Scheme`.
 
@@ -85,7 +85,7 @@ class Ulysses(Scheme):
                 traces the call.
         """
         if sequences is None:
-            return super().__call__(q, k, v, causal=causal, scale=scale)
+            return super().__call__(q, k, v, **asked)
         if isinstance(self.attention, Scheme):
             raise ValueError(
                 "'sequences' are for a Ulysses around a pipeline, which has whole prompts of some heads"
@@ -94,13 +94,11 @@ class Ulysses(Scheme):
             raise ValueError(
                 "torch.compile takes no 'sequences' over ranks: call without, or leave the call out of it"
             )
-        q, k, v, scale = checked(q, k, v, causal=causal, scale=scale, ranks=self._ranks, sequences=sequences)
+        q, k, v, spec = checked(q, k, v, ranks=self._ranks, sequences=sequences, **asked)
         with without_autocast(q):
-            return self.run(q, k, v, Call(causal, scale, False, q.shape[1], k.shape[1], sequences=sequences)).out
+            return self.run(q, k, v, Call(spec, False, q.shape[1], k.shape[1], sequences=sequences)).out
 
-    def measured(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None
-    ) -> Tensor:
+    def measured(self, q: Tensor, k: Tensor, v: Tensor, **asked: Unpack[Asked]) -> Tensor:
         """Make the call, and return the density of every query head, `[Hq]` float64, the same on every rank.
 
         Densities of heads differ a lot, and are much alike from call to call: `attrs.evolve(ulysses, density=...)`
@@ -109,7 +107,7 @@ class Ulysses(Scheme):
         Raises:
             ValueError: `attention` is another scheme, of which a rank sees some rows only.
         """
-        q, k, v, scale = checked(q, k, v, causal=causal, scale=scale, ranks=self._ranks)
+        q, k, v, spec = checked(q, k, v, ranks=self._ranks, **asked)
         if isinstance(self.attention, Scheme):
             raise ValueError("densities are measured for whole sequences: give a Ulysses around a pipeline")
         density = torch.zeros(q.shape[1], dtype=torch.float64, device=q.device)
@@ -120,7 +118,7 @@ class Ulysses(Scheme):
                 density[list(heads)] = its.repeat_interleave(len(heads) // len(its))
 
         with without_autocast(q):
-            self.run(q, k, v, Call(causal, scale, True, q.shape[1], k.shape[1], note))
+            self.run(q, k, v, Call(spec, True, q.shape[1], k.shape[1], note))
         return self._ranks.summed(density)
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
@@ -128,7 +126,7 @@ class Ulysses(Scheme):
         options = f"Ulysses {self.parts} {self.density!r} {call.sequences!r}"
         queries, keys = lengths(q, k, v, call, ranks, options=options)
         if call.sequences is not None:
-            call.sequences.check_fits(q.shape[0], sum(queries), sum(keys), causal=call.causal)
+            call.sequences.check_fits(q.shape[0], sum(queries), sum(keys), causal=call.spec.causal)
         parts = shares(Hq, Hkv, ranks.size, self._loads(Hq), self.parts)
         if ranks.size > 1:
             refuse_apart(_innermost(self.attention), split=ranks.size > Hkv)
@@ -156,7 +154,7 @@ class Ulysses(Scheme):
         """Attention to whole sequences, or to those of the inner scheme's shard, in the heads that arrive."""
         if (heads, Hq) not in self._of_heads:
             self._of_heads[heads, Hq] = _for(self.attention, heads, Hq)
-        attention = self._of_heads[heads, Hq]
+        attention, call = self._of_heads[heads, Hq], evolve(call, spec=of_heads(call.spec, heads, Hq))
         here.wait()
         if isinstance(attention, Scheme):
             return attention.run(here.q, here.k, here.waited_v(), call)
@@ -164,7 +162,7 @@ class Ulysses(Scheme):
             return _attend(attention, here.q, here.k, here.waited_v, here.v.shape[3], call)
         v = here.waited_v()
         out = here.q.new_zeros((*here.q.shape[:3], v.shape[3]))
-        parts = call.sequences.parts(here.q, here.k, v, causal=call.causal)
+        parts = call.sequences.parts(here.q, here.k, v, causal=call.spec.causal)
         for span, part in zip(call.sequences.spans, parts, strict=True):
             if part is not None:
                 q, k, its_v = part

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from attrs import evolve
 from torch import Tensor
 
 from blocksparse.distributed.call import Call
@@ -24,8 +25,8 @@ def is_dense(pipeline: AnyPipeline, q: Tensor, k: Tensor, Dv: int, call: Call, *
     B, D = q.shape[0], q.shape[3]
     # Shapes, dtype and device are all that an executor may ask for, so these tensors take no memory.
     shapes = (B, call.Hq, M, D), (B, call.Hkv, N, D), (B, call.Hkv, N, Dv)
-    whole = (x.new_empty(()).expand(shape) for x, shape in zip((q, k, k), shapes, strict=True))
-    return pipeline.executor.dense_because(*whole, causal=call.causal) is not None
+    all_q, all_k, all_v = (x.new_empty(()).expand(shape) for x, shape in zip((q, k, k), shapes, strict=True))
+    return pipeline.executor.dense_because(all_q, all_k, all_v, call.spec) is not None
 
 
 def attend(
@@ -48,17 +49,15 @@ def attend(
     Raises:
         ValueError: the call is for an lse, and the executor gives none.
     """
-    causal, scale = call.causal, call.scale
     if dense:
-        out = dense_attention(q, k, v(), causal=causal, scale=scale, logits=pipeline.logits)
-        return AttentionOutput(out, None)
-    permutation = (permuter or pipeline.permuter)(q, k, causal=causal, scale=scale)
-    permutation.check_fits(q, k, causal=causal)
-    mask = pipeline.selector(pipeline.scorer(q, k, permutation, causal=causal, scale=scale))
-    output: AttentionOutput = pipeline.executor(q, k, v(), permutation, mask, scale=scale)
+        return AttentionOutput(dense_attention(q, k, v(), call.spec), None)
+    if permuter is not None:
+        pipeline = evolve(pipeline, permuter=permuter)
+    choice = pipeline.choose(q, k, **call.spec.arguments())
+    output = pipeline.attend(q, k, v(), choice)
     if call.with_lse and output.lse is None:
         raise ValueError(
             f"{type(pipeline.executor).__name__} gives no lse for tensors on {q.device.type}: call without it, or "
             "choose another executor"
         )
-    return AttentionOutput(output.out, output.lse, output.visited or mask)
+    return AttentionOutput(output.out, output.lse, output.visited or choice.mask)

@@ -8,7 +8,6 @@ from typing import final
 
 from torch import Tensor
 
-from blocksparse.executors.logits import Logits
 from blocksparse.selectors.block_mask import BlockMask
 
 
@@ -24,7 +23,6 @@ class AttentionOutput:
     out: Tensor  # [B, Hq, M, Dv], the dtype of v
     lse: Tensor | None  # [B, Hq, M] fp32, log of the softmax denominator (natural); None if the backend gives none
     visit: BlockMask | Callable[[], BlockMask] | None = None  # what `visited` gives, or a function that makes it
-    logits: Logits | None = None  # what the executor did to logits, so that a trace measures alike
 
     @property
     def visited(self) -> BlockMask | None:
@@ -34,3 +32,10 @@ class AttentionOutput:
         the mask, since a call whose caller does not ask should not spend time on it.
         """
         return self.visit() if callable(self.visit) else self.visit
+
+    def written_to(self, out: Tensor | None) -> AttentionOutput:
+        """The same output in `out`, to which it is copied unless it lies there; as it is if there is no `out`."""
+        if out is None or out is self.out:
+            return self
+        out.copy_(self.out)
+        return AttentionOutput(out, self.lse, self.visit)

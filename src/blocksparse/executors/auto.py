@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import logging
 from numbers import Real
-from typing import Self, final
+from typing import final
 
 import torch
-from attrs import Factory, evolve, field, frozen
+from attrs import field, frozen
 from torch import Tensor
 
+from blocksparse.attention_spec import AttentionSpec
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.cpu import CpuExecutor
 from blocksparse.executors.executor import Executor
 from blocksparse.executors.flex import FlexExecutor
-from blocksparse.executors.logits import PLAIN, Logits
 from blocksparse.executors.reference import ReferenceExecutor
 from blocksparse.executors.triton import TritonExecutor
 from blocksparse.kernels.common.sizes import cdiv
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.runtime.repetition import refuse_repetition
 from blocksparse.selectors.block_mask import BlockMask
-from blocksparse.validators import Rule, a, optional
+from blocksparse.validators import Rule, optional
 
 # Floating-point operations of dense attention from which selecting blocks saves time. On an H200 that is where
 # dense attention takes 1.0 to 1.3 ms, whatever the heads, queries and keys.
@@ -32,12 +32,15 @@ _TILE = 128  # queries that dense attention gives a multiprocessor at a time
 
 _log = logging.getLogger(__name__)
 
-_Candidates = tuple[Executor[GlobalPermutation, BlockMask], ...]
+# From the fastest on.
+_ON_GPU: tuple[Executor[GlobalPermutation, BlockMask], ...] = (TritonExecutor(), FlexExecutor())
+_ELSEWHERE: tuple[Executor[GlobalPermutation, BlockMask], ...] = (CpuExecutor(), FlexExecutor())
+_REFERENCE = ReferenceExecutor()
 
 
 @final
 @frozen(eq=False)
-class Choice:
+class ExecutorChoice:
     """Which executor runs, and every reason why each one before it cannot."""
 
     executor: Executor[GlobalPermutation, BlockMask] | None  # None is dense attention, without any mask
@@ -51,10 +54,16 @@ class Choice:
         return f"{type(self.executor).__name__} runs{why}"
 
 
-def dense_operations(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> int:
-    """Floating-point operations of the two products of dense attention, a multiplication and an addition each."""
+def dense_operations(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> int:
+    """Floating-point operations of the two products of dense attention, a multiplication and an addition each.
+
+    Dense attention within a sliding window is as much work as attention of all queries to as many keys.
+    """
     (B, Hq, M, D), N = q.shape, k.shape[2]
-    pairs = M * (2 * N - M + 1) // 2 if causal else M * N
+    if spec.window is not None and spec.window < N:
+        pairs = M * spec.window
+    else:
+        pairs = M * (2 * N - M + 1) // 2 if spec.causal else M * N
     return 2 * B * Hq * pairs * (D + v.shape[3])
 
 
@@ -106,42 +115,23 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
             rate. Other GPUs take the same numbers until they are measured: `python -m benchmarks.run crossover`.
             On a CPU None is never dense: where blocks begin to pay there depends on its cores and the dtype
             (docs/evidence/cpu.md has two), and `blocksparse bench` finds the length.
-        logits: what the layer does to logits and their softmax, exactly, in dense calls too; nothing by default.
-            `FlexExecutor`, which knows neither softcap nor sinks, is then passed over.
 
     Raises:
         TypeError, ValueError: `dense_below` is not a number of operations.
     """
 
-    takes_windows = True
     dense_below: float | None = field(default=None, kw_only=True, validator=optional(_operations))
-    logits: Logits = field(default=PLAIN, validator=a(Logits), kw_only=True)
-    # From the fastest on. They are made once, since to make one takes as long as a launch.
-    _on_gpu: _Candidates = field(
-        init=False,
-        repr=False,
-        default=Factory(lambda self: (TritonExecutor(logits=self.logits), FlexExecutor()), takes_self=True),
-    )
-    _elsewhere: _Candidates = field(
-        init=False,
-        repr=False,
-        default=Factory(lambda self: (CpuExecutor(logits=self.logits), FlexExecutor()), takes_self=True),
-    )
 
-    def with_logits(self, logits: Logits) -> Self:
-        return evolve(self, logits=logits)
+    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec) -> list[str]:
+        return []
 
-    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> list[str]:
-        del k, v, mask
-        return self.logits.unsupported(q)
-
-    def dense_because(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> str | None:
+    def dense_because(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> str | None:
         pays_from = self.dense_below
         if pays_from is None:
             if not q.is_cuda:
                 return None
             pays_from = HALF_PRECISION_PAYS_FROM if q.dtype.itemsize == 2 else SINGLE_PRECISION_PAYS_FROM
-        work, idle = dense_operations(q, k, v, causal=causal), idle_factor(q)
+        work, idle = dense_operations(q, k, v, spec), idle_factor(q)
         if work * idle >= pays_from:
             return None
         counted = f", counted {idle:.2g} times for idle multiprocessors" if idle > 1 else ""
@@ -150,59 +140,38 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
             f"blocks saves time from {_short(pays_from)} on (dense_below)"
         )
 
-    def choose(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Choice:
+    def choose(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec) -> ExecutorChoice:
         """What a pipeline would run for these inputs, and why nothing faster."""
-        if reason := self.dense_because_within(q, k, v, causal=mask.grid.causal, window=mask.grid.window):
-            return Choice(None, {}, reason)
-        executor, refused = self._fastest(q, k, v, mask)
-        return Choice(executor, refused)
+        if reason := self.dense_because(q, k, v, spec):
+            return ExecutorChoice(None, {}, reason)
+        executor, refused = self._fastest(q, k, v, mask, spec)
+        return ExecutorChoice(executor, refused)
 
     def _fastest(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask
+        self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec
     ) -> tuple[Executor[GlobalPermutation, BlockMask], dict[str, list[str]]]:
         """The fastest executor that can run these inputs, and why the faster ones cannot."""
         refused: dict[str, list[str]] = {}
-        for candidate in self._on_gpu if q.is_cuda else self._elsewhere:
-            reasons = candidate.unsupported(q, k, v, mask)
-            if candidate.logits.is_plain and not self.logits.is_plain:
-                reasons = [*reasons, "it knows no softcap and no attention sinks"]
+        for candidate in _ON_GPU if q.is_cuda else _ELSEWHERE:
+            reasons = candidate.unsupported(q, k, v, mask, spec)
             if not reasons:
                 return candidate, refused
             refused[type(candidate).__name__] = reasons
-        return ReferenceExecutor(logits=self.logits), refused
+        return _REFERENCE, refused
 
     def __call__(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        permutation: GlobalPermutation,
         mask: BlockMask,
-        *,
-        scale: float,
+        spec: AttentionSpec,
+        out: Tensor | None = None,
     ) -> AttentionOutput:
-        self.check(q, k, v, permutation, mask)
-        return self._chosen(q, k, v, mask)(q, k, v, permutation, mask, scale=scale)
-
-    def attend_into(
-        self,
-        out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        permutation: GlobalPermutation,
-        mask: BlockMask,
-        *,
-        scale: float,
-    ) -> None:
-        self.check(q, k, v, permutation, mask)
-        self._chosen(q, k, v, mask).attend_into(out, q, k, v, permutation, mask, scale=scale)
-
-    def _chosen(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Executor[GlobalPermutation, BlockMask]:
-        """The fastest executor that can run these inputs; the log says which."""
-        executor, refused = self._fastest(q, k, v, mask)
+        self.check(q, k, v, mask, spec, out)
+        executor, refused = self._fastest(q, k, v, mask, spec)
         if not isinstance(executor, TritonExecutor):
             refuse_repetition("the log shall say of every call that a slower executor runs")
         level = logging.WARNING if isinstance(executor, ReferenceExecutor) else logging.DEBUG
-        _log.log(level, "%s", Choice(executor, refused))
-        return executor
+        _log.log(level, "%s", ExecutorChoice(executor, refused))
+        return executor(q, k, v, mask, spec, out)

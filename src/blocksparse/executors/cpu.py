@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Self, final
+from typing import final
 
 import torch
-from attrs import evolve, field, frozen
+from attrs import frozen
 from torch import Tensor
 from torch.nn.functional import pad
 
+from blocksparse.attention_spec import AttentionSpec
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.executor import Executor
-from blocksparse.executors.logits import PLAIN, Logits
 from blocksparse.kernels.common.sizes import FAR
 from blocksparse.kernels.multiplying.flash_on_cpu import flash_dtype, flash_on_cpu
 from blocksparse.kernels.multiplying.products import products, wide_dtype
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.selectors.block_mask import BlockMask
-from blocksparse.validators import a
 
 _WORKSPACE = 2**19  # numbers that each thread holds at a time, so that they stay in its caches
 _PLACES = 256  # queries whose logits are held at a time; and up to which neighbouring rows attend together
@@ -36,32 +35,30 @@ class CpuExecutor(Executor[Permutation, BlockMask]):
     queries of a row still see, in plain products. Nothing is compiled, so the first call takes no longer than the
     next one. It takes any permutation, dtype and head dim, and holds the keys of a few rows at a time. It computes
     in fp32 or better; where the CPU has matrix units for bf16 (Intel's AMX), bf16 is multiplied as it is, as dense
-    attention does there, and summed in fp32.
-
-    Args:
-        logits: what the layer does to logits and their softmax, exactly; nothing by default. The flash kernel
-            knows no softcap, so that with one all products are plain, which takes longer.
+    attention does there, and summed in fp32. The flash kernel knows no softcap, so that with one all products are
+    plain, which takes longer.
     """
 
-    takes_windows = True
-    logits: Logits = field(default=PLAIN, validator=a(Logits), kw_only=True)
-
-    def with_logits(self, logits: Logits) -> Self:
-        return evolve(self, logits=logits)
-
-    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> list[str]:
-        elsewhere = [f"it runs on a CPU, and these tensors are on {q.device.type}"] * (q.device.type != "cpu")
-        return elsewhere + self.logits.unsupported(q)
+    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec) -> list[str]:
+        return [f"it runs on a CPU, and these tensors are on {q.device.type}"] * (q.device.type != "cpu")
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, permutation: Permutation, mask: BlockMask, *, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: BlockMask,
+        spec: AttentionSpec,
+        out: Tensor | None = None,
     ) -> AttentionOutput:
-        self.check(q, k, v, permutation, mask, hint="Use TritonExecutor() or AutoExecutor() on a GPU.")
-        rows = _Rows(mask, permutation.gather_queries(q), k, v, self.logits)
-        rows.attend(scale)
-        out = rows.by_head(rows.out, tokens_first=q.transpose(1, 2).is_contiguous())
-        out, lse = self.logits.with_sinks(out, rows.by_head(rows.lse.unsqueeze(2)).squeeze(3))
-        return AttentionOutput(permutation.restore(out.to(v.dtype)), permutation.restore(lse), logits=self.logits)
+        self.check(q, k, v, mask, spec, out, hint="Use TritonExecutor() or AutoExecutor() on a GPU.")
+        permutation = mask.grid.permutation
+        rows = _Rows(mask, permutation.gather_queries(q), k, v, spec)
+        rows.attend()
+        result = rows.by_head(rows.out, tokens_first=q.transpose(1, 2).is_contiguous())
+        result, lse = spec.with_sinks(result, rows.by_head(rows.lse.unsqueeze(2)).squeeze(3))
+        output = AttentionOutput(permutation.restore(result.to(v.dtype)), permutation.restore(lse))
+        return output.written_to(out)
 
 
 class _Rows:
@@ -70,8 +67,8 @@ class _Rows:
     There are S stacks of n rows each, and R = S n rows in all. The queries of a stack lie one behind another.
     """
 
-    def __init__(self, mask: BlockMask, queries: Tensor, k: Tensor, v: Tensor, logits: Logits) -> None:
-        grid, self.logits = mask.grid, logits
+    def __init__(self, mask: BlockMask, queries: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> None:
+        grid, self.spec = mask.grid, spec
         B, Hkv, N, _ = k.shape
         maps_b, maps_h, maps = grid.k_position.shape[:3]
         # A mask of one row, or of one column, has blocks that may be far longer than the prompt.
@@ -139,7 +136,7 @@ class _Rows:
             x = x.transpose(2, 3).flatten(3, 4).flatten(1, 2)
         return x[:, :, self.inside]
 
-    def attend(self, scale: float) -> None:
+    def attend(self) -> None:
         """Compute `out` and `lse`: of the own tokens of rows, of what stacks share, and of what else rows keep."""
         k_block, width, R = self.k_at.shape[1], self.k.shape[1] + self.v.shape[1], len(self.q)
         in_stack = torch.arange(R, device=self.q.device) // self.n
@@ -147,26 +144,26 @@ class _Rows:
         before, own, edge = self._counts(block)
 
         each = self.first[:, None] + torch.arange(self.q_block, dtype=torch.int32, device=block.device)
-        in_order = (self.q_at == each).all(1) & (own == self.q_block) & (self.logits.softcap is None)
+        in_order = (self.q_at == each).all(1) & (own == self.q_block) & (self.spec.softcap is None)
         if self.window is not None:
             in_order &= self.first > self.dim
         for keys, some in _alike(own.where(in_order, 0), width):
             at = self.first[some, None] + torch.arange(keys, device=some.device)
-            out, lse = self._flash(self.q.index_select(0, some), key[some], at, scale, causal=True)
+            out, lse = self._flash(self.q.index_select(0, some), key[some], at, causal=True)
             self.out.index_copy_(0, some, out)
             self.lse.index_copy_(0, some, lse)
         for keys, some in _alike(own.where(~in_order, 0), width + min(self.q_block, _PLACES)):
-            parts = self._partial(some, keys, block, key, self.first - 1, self.last, scale)
+            parts = self._partial(some, keys, block, key, self.first - 1, self.last)
             self.out[some], self.lse[some] = parts
         if edge is not None:
             for keys, some in _alike(edge, width + min(self.q_block, _PLACES)):
                 last = torch.minimum(self.dim, self.first - 1)
-                _add(self.out, self.lse, some, *self._partial(some, keys, block, key, self.dark, last, scale))
+                _add(self.out, self.lse, some, *self._partial(some, keys, block, key, self.dark, last))
 
         q, out, lse = (x.unflatten(0, (-1, self.n)).flatten(1, 2) for x in (self.q, self.out, self.lse))
         for blocks, some in _alike(self.common_count, width * k_block):
             at = self._slots(self.first_block[some], self.common[some, :blocks]).flatten(1)
-            _add(out, lse, some, *self._flash(q.index_select(0, some), self.first_key[some], at, scale))
+            _add(out, lse, some, *self._flash(q.index_select(0, some), self.first_key[some], at))
 
         for keys, some in _alike(before, width):
             first, full, kept = (x[some, None, None] for x in (self.first, self.full_count, self.rest_count))
@@ -174,7 +171,7 @@ class _Rows:
             at = self._slots(block[some], self.rest[some, : len(place)])
             hidden = -1 if self.window is None else self.dim[some, None, None]
             at = at[(place < full) | ((place < kept) & (at > hidden) & (at < first))].view(-1, keys)
-            _add(self.out, self.lse, some, *self._flash(self.q.index_select(0, some), key[some], at, scale))
+            _add(self.out, self.lse, some, *self._flash(self.q.index_select(0, some), key[some], at))
 
     def _counts(self, block: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """How many keys of the rest stand before the first query of each row, and how many of them not, `[R]`.
@@ -198,7 +195,7 @@ class _Rows:
         return before, own, edge
 
     def _partial(
-        self, some: Tensor, keys: int, block: Tensor, key: Tensor, after: Tensor, last: Tensor, scale: float
+        self, some: Tensor, keys: int, block: Tensor, key: Tensor, after: Tensor, last: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Attention of some rows to those `keys` of their partial blocks that stand behind `after`, up to `last`.
 
@@ -213,21 +210,19 @@ class _Rows:
         hidden = at.unsqueeze(1) > query
         if self.window is not None:
             hidden |= at.unsqueeze(1) <= query - self.window
-        return _plain(self.q[some], k, v, hidden, scale, self.logits)
+        return _plain(self.q[some], k, v, hidden, self.spec)
 
-    def _flash(
-        self, q: Tensor, first_key: Tensor, at: Tensor, scale: float, *, causal: bool = False
-    ) -> tuple[Tensor, Tensor]:
+    def _flash(self, q: Tensor, first_key: Tensor, at: Tensor, *, causal: bool = False) -> tuple[Tensor, Tensor]:
         """Attention of `q` `[n, M, D]` to the keys at the positions `at` `[n, keys]` of heads, and its lse."""
         k, v = self._gathered(first_key, at)
-        if self.logits.softcap is not None:
-            return _plain(q, k, v, _hidden(q, k, causal=causal), scale, self.logits)
+        if self.spec.softcap is not None:
+            return _plain(q, k, v, _hidden(q, k, causal=causal), self.spec)
         one_q, one_k, one_v = (x.unsqueeze(1) for x in (q, k, v))
-        out, lse = (x.squeeze(1) for x in flash_on_cpu(one_q, one_k, one_v, scale, causal=causal))
+        out, lse = (x.squeeze(1) for x in flash_on_cpu(one_q, one_k, one_v, self.spec.scale, causal=causal))
         # PyTorch's kernel takes a few logits that are all NaN for no key at all, for which it gives an lse of 0. A
         # logit of infinity, which should make its row NaN, has the weight 0 in bf16, and gives an lse of infinity.
         if bool(((lse == 0) | (lse == float("inf"))).any()):
-            return _plain(q, k, v, _hidden(q, k, causal=causal), scale, self.logits)
+            return _plain(q, k, v, _hidden(q, k, causal=causal), self.spec)
         return out.to(self.out.dtype), lse
 
     def _slots(self, first_block: Tensor, blocks: Tensor) -> Tensor:
@@ -279,11 +274,11 @@ def _hidden(q: Tensor, k: Tensor, *, causal: bool) -> Tensor:
     return torch.ones(shape, dtype=torch.bool, device=q.device).triu(1 if causal else k.shape[1])
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float, capped: Logits) -> tuple[Tensor, Tensor]:
+def _plain(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """Attention of `q` `[n, M, D]` to `k` `[n, keys, D]` but for hidden pairs `[n|1, M, keys|1]`, and its lse."""
     parts, v = [], v.to(wide_dtype(v))
     for some, their_hidden in zip(q.split(_PLACES, 1), hidden.split(_PLACES, 1), strict=True):
-        logits = capped.capped(products(some.unsqueeze(0), k.unsqueeze(0))[0].mul_(scale))  # [n, M, keys]
+        logits = spec.capped(products(some.unsqueeze(0), k.unsqueeze(0))[0].mul_(spec.scale))  # [n, M, keys]
         logits.masked_fill_(their_hidden, float("-inf"))
         peak = logits.amax(-1, keepdim=True)
         weight = logits.softmax(-1)

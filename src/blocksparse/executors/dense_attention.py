@@ -14,9 +14,9 @@ from torch.backends.cuda import (
 )
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from blocksparse.attention_spec import AttentionSpec
 from blocksparse.executors.auto import AutoExecutor
-from blocksparse.executors.logits import PLAIN, Logits
-from blocksparse.geometry import Grid, hiding
+from blocksparse.geometry import Grid
 from blocksparse.kernels.multiplying.products import rounds_fp32
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.precision import without_autocast
@@ -32,11 +32,7 @@ def dense_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    window: int | None = None,
-    logits: Logits = PLAIN,
+    spec: AttentionSpec,
 ) -> Tensor:
     """Softmax attention of `q` `[B, Hq, M, D]` over all of `k` `[B, Hkv, N, D]` and `v`: `[B, Hq, M, Dv]`.
 
@@ -47,16 +43,14 @@ def dense_attention(
     kernel takes the inputs as they are. Backends that the caller switched off (`sdpa_kernel`,
     `torch.backends.cuda`) are not run.
 
-    Args:
-        window: of causal attention, how many tokens a query sees at most, its own included. PyTorch's kernels know
-            none, so a window that hides something takes the executor of `AutoExecutor`, with every block that a
-            query sees: its time grows with M times the window, and it takes no mask.
-        logits: what the layer does to logits and their softmax. PyTorch's kernels know neither softcap nor sinks,
-            so either takes that executor too.
+    PyTorch's kernels know no sliding window, no softcap and no sinks. So a window that hides something, and either
+    of the others, takes the executor of `AutoExecutor`, with every block that a query sees: its time grows with M
+    times the window.
     """
     refuse_repetition("dense attention follows the switches of PyTorch")
-    if (window := hiding(window, k.shape[2], causal=causal)) is not None or not logits.is_plain:
-        return _by_blocks(q, k, v, causal, scale, window, logits)
+    causal, scale = spec.causal, spec.scale
+    if not spec.is_plain or (spec.window is not None and spec.window < k.shape[2]):
+        return _by_blocks(q, k, v, spec)
     with without_autocast(q):
         if q.dtype == torch.float32 and q.device.type == "cpu" and rounds_fp32():
             # PyTorch's kernel would round, too.
@@ -64,15 +58,12 @@ def dense_attention(
         return _attend(q, k, v, causal=causal, scale=scale)
 
 
-def _by_blocks(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int | None, logits: Logits
-) -> Tensor:
+def _by_blocks(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
     """The executor of a sparse call, with every block that a query sees: it holds no logits."""
-    in_place = GlobalPermutation()
-    grid = Grid.of(q, k, in_place, q_block=_BLOCK, k_block=_BLOCK, causal=causal, window=window)
+    grid = Grid.of(q, k, GlobalPermutation(), spec, q_block=_BLOCK, k_block=_BLOCK)
     mask = BlockMask(grid.reachable.expand(grid.batch, grid.kv_heads, -1, -1), grid)
     with without_autocast(q):
-        return AutoExecutor(logits=logits)(q, k, v, in_place, mask, scale=scale).out
+        return AutoExecutor()(q, k, v, mask, spec).out
 
 
 def _chunk_mask(M: int, N: int) -> Any:

@@ -1,56 +1,30 @@
-"""The role of an executor: q, k, v, Permutation, BlockMask -> AttentionOutput."""
+"""The role of an executor: q, k, v, BlockMask -> AttentionOutput."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, Generic, Self, TypeVar
+from typing import Generic, TypeVar, cast
 
 from torch import Tensor
 
-from blocksparse.class_line import Declared, check_gave, check_got
+from blocksparse.attention_spec import AttentionSpec
+from blocksparse.class_line import check_got
 from blocksparse.executors.attention_output import AttentionOutput
-from blocksparse.executors.logits import PLAIN, Logits
 from blocksparse.inputs import DTYPES, UnsupportedError, refuse_gradients
-from blocksparse.permuters.permutation import Permutation
+from blocksparse.permuters.permutation import GlobalPermutation, Permutation
 from blocksparse.selectors.block_mask import BlockMask
-from blocksparse.validators import a
 
 PermutationT_contra = TypeVar("PermutationT_contra", bound=Permutation, contravariant=True)
 MaskT_contra = TypeVar("MaskT_contra", bound=BlockMask, contravariant=True)
 
 
 class Executor(ABC, Generic[PermutationT_contra, MaskT_contra]):
-    """Computes softmax attention over exactly the pairs that a permutation and a mask mean together.
+    """Computes softmax attention over exactly the pairs that a mask and the permutation of its grid mean together.
 
     These are the pairs of all kept blocks, except those that causality or a sliding window forbids *by original
     position*. `ReferenceExecutor` computes this definition in plain torch; all other executors are faster ways to
     it.
     """
-
-    takes_windows: ClassVar[bool] = False
-    """Whether it leaves out pairs outside of `mask.grid.window`. If not, `check` refuses masks with a window."""
-
-    @property
-    def logits(self) -> Logits:
-        """What the layer does to its logits and their softmax."""
-        return PLAIN
-
-    def with_logits(self, logits: Logits) -> Self:
-        """This executor for a layer with a softcap or attention sinks, exactly; `Logits()` is one with neither.
-
-        Raises:
-            TypeError: `logits` is not a `Logits`.
-            UnsupportedError: the executor has no field for them.
-        """
-        a(Logits).check(logits=logits)
-        if logits.is_plain and self.logits.is_plain:
-            return self
-        because = f"{type(self).__name__} knows no softcap and no attention sinks"
-        raise UnsupportedError(
-            f"{because}: take TritonExecutor(), CpuExecutor() or AutoExecutor(), or give it a field 'logits' and "
-            "a method 'with_logits'",
-            because,
-        )
 
     @abstractmethod
     def __call__(
@@ -58,67 +32,30 @@ class Executor(ABC, Generic[PermutationT_contra, MaskT_contra]):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        permutation: PermutationT_contra,
         mask: MaskT_contra,
-        *,
-        scale: float,
+        spec: AttentionSpec,
+        out: Tensor | None = None,
     ) -> AttentionOutput:
-        """Attend `q` `[B, Hq, M, D]` to `k` `[B, Hkv, N, D]` and `v` `[B, Hkv, N, Dv]`, in original order."""
+        """Attend `q` `[B, Hq, M, D]` to `k` `[B, Hkv, N, D]` and `v` `[B, Hkv, N, Dv]`, in original order.
 
-    def attend_into(
-        self,
-        out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        permutation: PermutationT_contra,
-        mask: MaskT_contra,
-        *,
-        scale: float,
-    ) -> None:
-        """Make the same call, and write its output to `out` `[B, Hq, M, Dv]`, whose last axis is innermost.
-
-        A pipeline calls it for each of several sequences, whose outputs are parts of one tensor. Here it copies;
-        an executor whose kernel can write there saves that, and begins with `check_out`.
-
-        Raises:
-            TypeError, ValueError: `out` is not such a tensor, or as of a call.
-        """
-        self.check_out(out, q, v)
-        output = self(q, k, v, permutation, mask, scale=scale)
-        check_gave((Declared(self, AttentionOutput),), output)
-        out.copy_(output.out)
-
-    def check_out(self, out: Tensor, q: Tensor, v: Tensor) -> None:
-        """Refuse a tensor that cannot hold the output `[B, Hq, M, Dv]` of a call with these inputs.
+        A call begins with `self.check`, and may end with `written_to(out)`.
 
         Args:
-            q: `[B, Hq, M, D]`.
-            v: `[B, Hkv, N, Dv]`.
+            out: what the output is written to and given as, `[B, Hq, M, Dv]`, a part of a tensor perhaps; a new
+                tensor if None.
 
         Raises:
-            TypeError: its dtype is not that of q.
-            ValueError: its shape or device is another, its last axis is not innermost, or entries share memory.
+            TypeError, ValueError: as of `check`.
         """
-        shape = (*q.shape[:3], v.shape[3])
-        if out.dtype != q.dtype:
-            raise TypeError(f"'out' must have the dtype of q ({q.dtype}): {out.dtype}; make it by q.new_empty()")
-        if out.shape != shape or out.device != q.device:
-            raise ValueError(
-                f"'out' must have the shape {shape}, on {q.device}: {tuple(out.shape)} on {out.device}; give the "
-                "part of a tensor that is for these queries"
-            )
-        if out.stride(3) != 1 or any(n > 1 and step == 0 for n, step in zip(shape, out.stride(), strict=True)):
-            raise ValueError(
-                "'out' must have its last axis innermost in memory, and no entries that share memory: "
-                f"strides {out.stride()}; make it by q.new_empty()"
-            )
 
-    @abstractmethod
-    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskT_contra) -> list[str]:
-        """Every reason why this executor cannot run these inputs; empty if it can."""
+    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskT_contra, spec: AttentionSpec) -> list[str]:
+        """Every reason why this executor cannot run these inputs; empty if it can.
 
-    def dense_because(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> str | None:
+        Without a method of its own, an executor knows plain softmax attention alone.
+        """
+        return knows_no_window(mask) + knows_no_logit_change(spec)
+
+    def dense_because(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> str | None:
         """The reason why a pipeline should attend densely instead of running its stages, or None.
 
         The answer may depend on shapes, dtype and device, but not on contents. It concerns only the pipeline: an
@@ -127,24 +64,14 @@ class Executor(ABC, Generic[PermutationT_contra, MaskT_contra]):
         """
         return None
 
-    def dense_because_within(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None
-    ) -> str | None:
-        """The same for a call with a sliding window of `window` tokens, or with None.
-
-        Dense attention within a window is as much work as attention of all queries to `window` keys.
-        """
-        if window is None:
-            return self.dense_because(q, k, v, causal=causal)
-        return self.dense_because(q, k[:, :, :window], v[:, :, :window], causal=False)
-
     def check(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        permutation: PermutationT_contra,
         mask: MaskT_contra,
+        spec: AttentionSpec,
+        out: Tensor | None = None,
         *,
         hint: str = "",
     ) -> None:
@@ -156,12 +83,14 @@ class Executor(ABC, Generic[PermutationT_contra, MaskT_contra]):
         Raises:
             TypeError: the permutation or the mask is not of the type that the executor's class declares, or q, k
                 and v do not have one of the dtypes that pipelines take, the same for all three.
-            ValueError: the mask was not made for these tensors and this permutation, q, k and v do not fit each
-                other, one of them requires a gradient or has a tangent, or `unsupported` gives reasons.
+            ValueError: the mask was not made for these tensors and this spec, q, k and v do not fit each other,
+                `out` cannot hold the output, one of them requires a gradient or has a tangent, or `unsupported`
+                gives reasons.
         """
-        check_got(self, Executor, 0, permutation)
         check_got(self, Executor, 1, mask)
-        mask.grid.check_fits(q, k, permutation)
+        check_got(self, Executor, 0, mask.grid.permutation)
+        mask.grid.check_fits(q, k, mask.grid.permutation, spec)
+        spec.check_heads(q.shape[1])
         if not q.dtype == k.dtype == v.dtype:
             raise TypeError(f"q, k and v must have one dtype: {q.dtype}, {k.dtype}, {v.dtype}")
         if q.dtype not in DTYPES:
@@ -176,10 +105,9 @@ class Executor(ABC, Generic[PermutationT_contra, MaskT_contra]):
                 f"'v' must have the heads, tokens and device of 'k', and 'q' its head dim: q {tuple(q.shape)} on "
                 f"{q.device}, k {tuple(k.shape)} on {k.device}, v {tuple(v.shape)} on {v.device}"
             )
-        reasons = self.unsupported(q, k, v, mask)
-        if mask.grid.window is not None and not self.takes_windows:
-            reasons = [*reasons, f"it knows no sliding window, and this call has one of {mask.grid.window} tokens"]
-        if reasons:
+        if out is not None:
+            _check_out(out, q, v)
+        if reasons := self.unsupported(q, k, v, mask, spec):
             inputs = ", ".join(
                 f"{name} {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} on {x.device.type}"
                 for name, x in (("q", q), ("k", k), ("v", v))
@@ -187,3 +115,36 @@ class Executor(ABC, Generic[PermutationT_contra, MaskT_contra]):
             listed = "; ".join(reasons)
             name = type(self).__name__
             raise UnsupportedError(f"{name} cannot run {inputs}: {listed}. {hint}", f"{name}: {listed}")
+
+
+def knows_no_window(mask: BlockMask) -> list[str]:
+    """The reason of an executor that does not leave out pairs outside of a sliding window, if there is one."""
+    window = mask.grid.window
+    return [] if window is None else [f"it knows no sliding window, and this call has one of {window} tokens"]
+
+
+def knows_no_logit_change(spec: AttentionSpec) -> list[str]:
+    """The reason of an executor that computes a plain softmax alone, if another is asked for."""
+    return [] if spec.is_plain else ["it knows no softcap and no attention sinks"]
+
+
+def one_order(mask: BlockMask) -> GlobalPermutation:
+    """The permutation of a mask, for an executor that declares to take one order of keys, as `check` sees to."""
+    return cast(GlobalPermutation, mask.grid.permutation)
+
+
+def _check_out(out: Tensor, q: Tensor, v: Tensor) -> None:
+    """Refuse a tensor that cannot hold the output `[B, Hq, M, Dv]` of a call with these inputs."""
+    shape = (*q.shape[:3], v.shape[3])
+    if out.dtype != q.dtype:
+        raise TypeError(f"'out' must have the dtype of q ({q.dtype}): {out.dtype}; make it by q.new_empty()")
+    if out.shape != shape or out.device != q.device:
+        raise ValueError(
+            f"'out' must have the shape {shape}, on {q.device}: {tuple(out.shape)} on {out.device}; give the part "
+            "of a tensor that is for these queries"
+        )
+    if out.stride(3) != 1 or any(n > 1 and step == 0 for n, step in zip(shape, out.stride(), strict=True)):
+        raise ValueError(
+            "'out' must have its last axis innermost in memory, and no entries that share memory: "
+            f"strides {out.stride()}; make it by q.new_empty()"
+        )

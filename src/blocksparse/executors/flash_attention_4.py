@@ -10,9 +10,10 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn.functional import pad
 
+from blocksparse.attention_spec import AttentionSpec
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.block_plan import BlockPlan
-from blocksparse.executors.executor import Executor
+from blocksparse.executors.executor import Executor, one_order
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.runtime.repetition import refuse_repetition
 from blocksparse.selectors.block_mask import BlockMask
@@ -30,8 +31,8 @@ class FlashAttention4Executor(Executor[GlobalPermutation, BlockMask]):
     is in beta; this is written for 4.0.0b36.
     """
 
-    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> list[str]:
-        reasons = []
+    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec) -> list[str]:
+        reasons = super().unsupported(q, k, v, mask, spec)
         if not _installed():
             reasons.append("flash-attn-4 is not installed (pip install -e '.[fa4]' in a checkout)")
         if q.dtype not in (torch.float16, torch.bfloat16):
@@ -49,12 +50,12 @@ class FlashAttention4Executor(Executor[GlobalPermutation, BlockMask]):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        permutation: GlobalPermutation,
         mask: BlockMask,
-        *,
-        scale: float,
+        spec: AttentionSpec,
+        out: Tensor | None = None,
     ) -> AttentionOutput:
-        self.check(q, k, v, permutation, mask, hint="Use AutoExecutor(), or TritonExecutor().")
+        self.check(q, k, v, mask, spec, out, hint="Use AutoExecutor(), or TritonExecutor().")
+        permutation = one_order(mask)
         refuse_repetition("FlashAttention-4 runs")
         from flash_attn.cute import flash_attn_func
 
@@ -62,17 +63,17 @@ class FlashAttention4Executor(Executor[GlobalPermutation, BlockMask]):
         queries = pad(permutation.gather_queries(q), (0, 0, lead, 0)) if lead else permutation.gather_queries(q)
         keys, values = permutation.gather_keys_and_values(k, v)
         with torch.cuda.device(q.device):
-            out, lse = flash_attn_func(
+            result, lse = flash_attn_func(
                 queries.transpose(1, 2),
                 keys.transpose(1, 2),
                 values.transpose(1, 2),
-                softmax_scale=scale,
+                softmax_scale=spec.scale,
                 return_lse=True,
                 block_sparse_tensors=to_flash_attention_4(mask),
-                **_positions(mask, permutation),
+                **_positions(mask),
             )[:2]
-        out, lse = out.transpose(1, 2)[:, :, lead:], lse[:, :, lead:]
-        return AttentionOutput(permutation.restore(out), permutation.restore(lse))
+        result, lse = result.transpose(1, 2)[:, :, lead:], lse[:, :, lead:]
+        return AttentionOutput(permutation.restore(result), permutation.restore(lse)).written_to(out)
 
 
 def to_flash_attention_4(mask: BlockMask) -> Any:
@@ -97,12 +98,12 @@ def to_flash_attention_4(mask: BlockMask) -> Any:
     )
 
 
-def _positions(mask: BlockMask, permutation: GlobalPermutation) -> dict[str, Any]:
+def _positions(mask: BlockMask) -> dict[str, Any]:
     """The arguments by which the kernel masks pairs in partial blocks. It masks none in full blocks."""
     from blocksparse.kernels.positions.flash_attention_4_mask import causal, key_not_after_query
 
     grid = mask.grid
-    if permutation.k_index is None and permutation.q_index is None:
+    if grid.permutation.k_index is None and grid.permutation.q_index is None:
         return {"mask_mod": causal} if grid.causal else {}
     shape = mask.keep.shape[0], grid.q_heads
     q_at, k_at = grid.q_position, grid.k_position[:, :, 0]

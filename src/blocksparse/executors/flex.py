@@ -13,10 +13,11 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn.functional import pad
 
+from blocksparse.attention_spec import AttentionSpec
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.block_plan import BlockPlan
 from blocksparse.executors.compiling import uncompiled_because
-from blocksparse.executors.executor import Executor
+from blocksparse.executors.executor import Executor, knows_no_logit_change, one_order
 from blocksparse.kernels.common.sizes import index_dtype
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.precision import without_autocast
@@ -42,10 +43,8 @@ class FlexExecutor(Executor[GlobalPermutation, BlockMask]):
     CPU FlexAttention gives no lse, so `lse` is None.
     """
 
-    takes_windows = True
-
-    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> list[str]:
-        reasons = []
+    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec) -> list[str]:
+        reasons = knows_no_logit_change(spec)
         if q.device.type == "cpu" and cpp_compiler() is None:
             reasons.append("FlexAttention must be compiled, and no C++ compiler is found (g++, or what CXX names)")
         elif q.device.type == "cpu" and not _PYTHON_HEADER.exists():
@@ -72,13 +71,13 @@ class FlexExecutor(Executor[GlobalPermutation, BlockMask]):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        permutation: GlobalPermutation,
         mask: BlockMask,
-        *,
-        scale: float,
+        spec: AttentionSpec,
+        out: Tensor | None = None,
     ) -> AttentionOutput:
         refuse_repetition("torch.compile runs")
-        self.check(q, k, v, permutation, mask, hint="Use ReferenceExecutor(), which needs no compiler.")
+        self.check(q, k, v, mask, spec, out, hint="Use ReferenceExecutor(), which needs no compiler.")
+        permutation = one_order(mask)
         lead = mask.grid.q_lead
         queries = pad(permutation.gather_queries(q), (0, 0, lead, 0))
         keys, values = permutation.gather_keys_and_values(k, v)
@@ -101,14 +100,15 @@ class FlexExecutor(Executor[GlobalPermutation, BlockMask]):
                 keys,
                 values,
                 block_mask=block_mask,
-                scale=scale,
+                scale=spec.scale,
                 enable_gqa=gqa,
                 return_aux=aux,
                 kernel_options=_tiles(q, mask) if q.is_cuda else None,
             )
-        out, lse = (result, None) if aux is None else (result[0], result[1].lse)
-        out = permutation.restore(out[:, :, lead:].to(v.dtype))
-        return AttentionOutput(out, None if lse is None else permutation.restore(lse[:, :, lead:]))
+        attended, lse = (result, None) if aux is None else (result[0], result[1].lse)
+        attended = permutation.restore(attended[:, :, lead:].to(v.dtype))
+        lse = None if lse is None else permutation.restore(lse[:, :, lead:])
+        return AttentionOutput(attended, lse).written_to(out)
 
 
 def _tiles(q: Tensor, mask: BlockMask) -> dict[str, Any]:

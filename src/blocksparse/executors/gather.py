@@ -9,6 +9,7 @@ import torch
 from attrs import Factory, field, frozen
 from torch import Tensor
 
+from blocksparse.attention_spec import AttentionSpec
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.executor import Executor
 from blocksparse.executors.one_node import OneNode, one_node
@@ -53,8 +54,10 @@ class GatherExecutor(Executor[Permutation, RankedBlockMask]):
     commit: bool = field(default=True, validator=flag, kw_only=True)
     _node: OneNode = field(init=False, repr=False, default=Factory(lambda self: OneNode(self), takes_self=True))
 
-    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: RankedBlockMask) -> list[str]:
-        reasons = []
+    def unsupported(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: RankedBlockMask, spec: AttentionSpec
+    ) -> list[str]:
+        reasons = super().unsupported(q, k, v, mask, spec)
         if q.is_cuda and q.dtype != torch.float64:
             if find_spec("triton") is None:
                 reasons.append("triton is not installed")
@@ -67,14 +70,13 @@ class GatherExecutor(Executor[Permutation, RankedBlockMask]):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        permutation: Permutation,
         mask: RankedBlockMask,
-        *,
-        scale: float,
+        spec: AttentionSpec,
+        out: Tensor | None = None,
     ) -> AttentionOutput:
         if is_transformed():
-            return one_node(self._node, q, k, v, permutation, mask, mask.rank, scale=scale)
-        self.check(q, k, v, permutation, mask, hint="Choose smaller blocks, or use ReferenceExecutor().")
+            return one_node(self._node, q, k, v, mask, spec, mask.rank).written_to(out)
+        self.check(q, k, v, mask, spec, out, hint="Choose smaller blocks, or use ReferenceExecutor().")
         grid, keep = mask.grid, mask.per_query_head()
         rank = (
             mask.rank
@@ -84,10 +86,10 @@ class GatherExecutor(Executor[Permutation, RankedBlockMask]):
         tau = by_head(self.tau, q)
         lists = RankedLists(*visiting_order(keep, rank, tau), grid.q_block, grid.k_block)
         rule = StopRule(tau, min(self.patience, FAR), self.commit, self.reduction == "mean")
-        out, lse, blocks = gather_attention(q, k, v, lists, grid.positions, rule, scale=scale)
+        result, lse, blocks = gather_attention(q, k, v, lists, grid.positions, rule, scale=spec.scale)
 
         def visited() -> BlockMask:
             seen = torch.arange(grid.cols, device=q.device) < blocks.unsqueeze(-1)
             return BlockMask(torch.zeros_like(keep).scatter_(-1, lists.index.long(), seen), grid)
 
-        return AttentionOutput(out, lse, visited)
+        return AttentionOutput(result, lse, visited).written_to(out)

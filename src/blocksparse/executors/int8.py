@@ -9,9 +9,10 @@ import torch
 from attrs import Factory, converters, field, frozen
 from torch import Tensor
 
+from blocksparse.attention_spec import AttentionSpec
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.block_plan import BlockPlan
-from blocksparse.executors.executor import Executor
+from blocksparse.executors.executor import Executor, one_order
 from blocksparse.executors.int8_operands import tile_operands, token_operands
 from blocksparse.executors.one_node import OneNode, one_node
 from blocksparse.executors.tiles import HALF, HopperTiles, Tiles, TritonTiles, portable, tuned_int8
@@ -71,7 +72,7 @@ class Int8Executor(Executor[GlobalPermutation, BlockMask]):
         if self.scales == "block" and isinstance(self.tiles, HopperTiles):
             raise ValueError("'scales' must be 'token' beside HopperTiles, or 'tiles' TritonTiles: 'block'")
 
-    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> list[str]:
+    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec) -> list[str]:
         if find_spec("triton") is None:
             return ["triton is not installed"]
         tiles = self._tiles(q, k, v, mask.grid)
@@ -81,30 +82,31 @@ class Int8Executor(Executor[GlobalPermutation, BlockMask]):
             reasons = portable_reasons(q, k, v, mask, self.tiles)
             if self.fp8_pv:
                 reasons += _without_fp8(q, tiles.block_n)
-        return reasons + wrong_heads("pv_skip", self.pv_skip, mask.grid.q_heads)
+        reasons += wrong_heads("pv_skip", self.pv_skip, mask.grid.q_heads)
+        return reasons + super().unsupported(q, k, v, mask, spec)
 
     def __call__(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        permutation: GlobalPermutation,
         mask: BlockMask,
-        *,
-        scale: float,
+        spec: AttentionSpec,
+        out: Tensor | None = None,
     ) -> AttentionOutput:
         if is_transformed():
-            return one_node(self._node, q, k, v, permutation, mask, None, scale=scale)
+            return one_node(self._node, q, k, v, mask, spec).written_to(out)
         hint = "Use Int8Executor(fp8_pv=False) if only fp8 is missing, or TritonExecutor() or AutoExecutor()."
-        self.check(q, k, v, permutation, mask, hint=hint)
-        grid, plan = mask.grid, BlockPlan.of(mask)
+        self.check(q, k, v, mask, spec, out, hint=hint)
+        grid, scale, plan = mask.grid, spec.scale, BlockPlan.of(mask)
+        permutation = one_order(mask)
         tiles, skip = self._tiles(q, k, v, grid), None if self.pv_skip is None else by_head(self.pv_skip, q)
         if isinstance(tiles, HopperTiles):
             piece = min(grid.k_block, tiles.block_n)
             operands = tile_operands(
                 q, k, v, permutation, grid, piece, scale=scale, smooth_k=self.smooth_k, fp8=self.fp8_pv
             )
-            out, lse = int8_attention(
+            result, lse = int8_attention(
                 operands, plan, grid.positions, tiles, scale=scale, pv_skip=skip, out_dtype=v.dtype
             )
         else:
@@ -113,7 +115,7 @@ class Int8Executor(Executor[GlobalPermutation, BlockMask]):
             values, v_scale = (
                 fp8_values(v, permutation.key_slots) if self.fp8_pv else (permutation.gather_keys(v), None)
             )
-            out, lse = sparse_attention(
+            result, lse = sparse_attention(
                 rounded.q,
                 rounded.k,
                 values,
@@ -125,7 +127,7 @@ class Int8Executor(Executor[GlobalPermutation, BlockMask]):
                 out=empty_as(rounded.q, v.shape[-1], v.dtype),
             )
             lse = lse if rounded.taken is None else lse + rounded.taken
-        return AttentionOutput(permutation.restore(out), permutation.restore(lse))
+        return AttentionOutput(permutation.restore(result), permutation.restore(lse)).written_to(out)
 
     def _tiles(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tiles:
         """The tiles given, or the fastest of the first kernel that takes these inputs."""

@@ -11,12 +11,12 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from blocksparse.attention_spec import AttentionSpec
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.executor import Executor
-from blocksparse.executors.logits import PLAIN, Logits
 from blocksparse.geometry import Grid
 from blocksparse.inputs import refuse_gradients
-from blocksparse.opaque_call import laid_out_as
+from blocksparse.opaque_call import laid_out_as, sinks_as_tensor
 from blocksparse.permuters.permutation import GlobalPermutation, Permutation
 from blocksparse.runtime.torch_private import OpaqueBase, graph_node, opaque_object
 from blocksparse.selectors.block_mask import BlockMask, RankedBlockMask
@@ -38,26 +38,23 @@ def one_node(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    permutation: Permutation,
     mask: BlockMask,
-    rank: Tensor | None,
-    *,
-    scale: float,
-    logits: Logits = PLAIN,
+    spec: AttentionSpec,
+    rank: Tensor | None = None,
 ) -> AttentionOutput:
     """Put a node into the graph that is being traced. It makes the same call of the executor when the graph runs.
 
     `rank` is that of a `RankedBlockMask` if the executor takes one; it then reports which blocks it visited.
-    `logits` are the executor's own, which a graph cannot ask its node for.
     """
     grid = mask.grid
     refuse_gradients(q, k, v)
+    order = grid.permutation
     out, lse, visited = _execute(
-        q, k, v, mask.keep, rank, permutation.k_index, permutation.q_index, node, permutation.group,
-        [grid.q_block, grid.k_block, grid.window or 0], grid.causal, scale,
+        q, k, v, mask.keep, rank, order.k_index, order.q_index, node, order.group, [grid.q_block, grid.k_block],
+        spec.causal, spec.scale, spec.window, spec.softcap, sinks_as_tensor(spec.sinks),
     )  # fmt: skip
     visit = None if rank is None else lambda: BlockMask(visited, grid)
-    return AttentionOutput(out, lse, visit, logits)
+    return AttentionOutput(out, lse, visit)
 
 
 @graph_node("blocksparse::execute")
@@ -71,17 +68,21 @@ def _execute(
     q_index: Tensor | None,
     node: OneNode,
     group: int | None,
-    sizes: list[int],  # slots of a block of queries, and of keys; and tokens of the window, 0 for none
+    blocks: list[int],  # slots of a block of queries, and of keys
     causal: bool,
     scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     permutation = Permutation(k_index, q_index, group=group)
     if group is None:
         permutation = GlobalPermutation(k_index, q_index)
-    q_block, k_block, window = sizes
-    grid = Grid.of(q, k, permutation, q_block=q_block, k_block=k_block, causal=causal, window=window or None)
+    q_block, k_block = blocks
+    spec = AttentionSpec.of(causal=causal, scale=scale, window=window, softcap=softcap, sinks=sinks)
+    grid = Grid.of(q, k, permutation, spec, q_block=q_block, k_block=k_block)
     mask = BlockMask(keep, grid) if rank is None else RankedBlockMask(keep, grid, rank)
-    given = node.executor(q, k, v, permutation, mask, scale=scale)
+    given = node.executor(q, k, v, mask, spec)
     assert given.lse is not None  # the executors that have a node all give it
     visited = keep.new_empty(0) if given.visited is None else given.visited.keep.contiguous()
     return laid_out_as(q, given.out), given.lse.contiguous(), visited

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Self, final
+from typing import final
 
 import torch
-from attrs import evolve, field, frozen
+from attrs import frozen
 from torch import Tensor
 
+from blocksparse.attention_spec import AttentionSpec
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.executor import Executor
-from blocksparse.executors.logits import PLAIN, Logits
 from blocksparse.kernels.multiplying.products import products, wide_dtype
 from blocksparse.per_head import over_blocks
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.selectors.block_mask import BlockMask
-from blocksparse.validators import a
 
 
 @final
@@ -26,32 +25,27 @@ class ReferenceExecutor(Executor[Permutation, BlockMask]):
     It computes one row of blocks at a time and gathers only the keys that the row keeps, so it takes memory for
     the kept blocks of one row. It computes in fp32 or better, on a GPU in float64. Every other executor is tested
     against its result for float64 inputs.
-
-    Args:
-        logits: what the layer does to logits and their softmax, exactly; nothing by default.
     """
 
-    takes_windows = True
-    logits: Logits = field(default=PLAIN, validator=a(Logits), kw_only=True)
-
-    def with_logits(self, logits: Logits) -> Self:
-        return evolve(self, logits=logits)
-
-    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> list[str]:
-        del k, v, mask
-        return self.logits.unsupported(q)
+    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec) -> list[str]:
+        return []
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, permutation: Permutation, mask: BlockMask, *, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: BlockMask,
+        spec: AttentionSpec,
+        out: Tensor | None = None,
     ) -> AttentionOutput:
-        self.check(q, k, v, permutation, mask)
+        self.check(q, k, v, mask, spec, out)
         grid, keep = mask.grid, mask.per_query_head()
         B, Hq, M, _ = q.shape
         # On a GPU plain torch may round fp32 to TF32, if the process allows that.
         dtype = torch.float64 if q.is_cuda else wide_dtype(q)
-        out = q.new_zeros((B, Hq, M, v.shape[-1]), dtype=v.dtype)
-        sinks = self.logits.sinks
-        sink = over_blocks(float("-inf") if sinks is None else sinks, keep).to(dtype)
+        result = q.new_zeros((B, Hq, M, v.shape[-1]), dtype=v.dtype)
+        sink = over_blocks(float("-inf") if spec.sinks is None else spec.sinks, keep).to(dtype)
         lse = sink.squeeze(-1).to(wide_dtype(q)).expand(B, Hq, M).clone()
         head = torch.arange(Hq, device=q.device)[:, None] // (Hq // k.shape[1])
         batch = torch.arange(B, device=q.device)[:, None, None]
@@ -72,7 +66,7 @@ class ReferenceExecutor(Executor[Permutation, BlockMask]):
             position = query + (grid.k_len - M if grid.causal else 0)
             allowed = grid.sees(position.unsqueeze(-1), slots.unsqueeze(-2))
             token = slots.clamp_min(0).long()
-            logits = self.logits.capped(products(rows, k[batch, head, token].to(dtype)) * scale)
+            logits = spec.capped(products(rows, k[batch, head, token].to(dtype)) * spec.scale)
             logits = logits.masked_fill(~allowed, float("-inf"))
             peak = logits.amax(-1, keepdim=True).maximum(sink)
             origin = peak.masked_fill(peak == float("-inf"), 0.0)
@@ -82,6 +76,6 @@ class ReferenceExecutor(Executor[Permutation, BlockMask]):
             values = v[batch, head, token].to(dtype).masked_fill(slots.unsqueeze(-1) < 0, 0.0)
             block = products(weight / total.masked_fill(total == 0, 1.0), values.mT)
             block = block.masked_fill(~allowed.any(-1, keepdim=True), 0.0)  # the same of a query without keys
-            out.scatter_(2, query.unsqueeze(-1).expand(block.shape), block.to(out.dtype))
+            result.scatter_(2, query.unsqueeze(-1).expand(block.shape), block.to(result.dtype))
             lse.scatter_(2, query, (total.log() + peak).squeeze(-1).to(lse.dtype))
-        return AttentionOutput(out, lse, logits=self.logits)
+        return AttentionOutput(result, lse).written_to(out)

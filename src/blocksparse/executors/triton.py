@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Self, final
+from typing import final
 
 import torch
-from attrs import Factory, converters, evolve, field, frozen
+from attrs import Factory, converters, field, frozen
 from torch import Tensor
 
+from blocksparse.attention_spec import AttentionSpec
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.block_plan import BlockPlan
-from blocksparse.executors.executor import Executor
-from blocksparse.executors.logits import PLAIN, Logits
+from blocksparse.executors.executor import Executor, one_order
 from blocksparse.executors.one_node import OneNode, one_node
 from blocksparse.executors.tiles import HopperTiles, Tiles, TritonTiles, tuned
 from blocksparse.kernels.attention.arguments import Approximation
@@ -43,97 +43,62 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
             more than `-pv_skip` below the greatest one that it met before. If `m` keys are left out, at most the
             share `m e^pv_skip` of the query's mass is lost. The result is approximate then, in the portable kernel
             (docs/reference/numerics.md has the bounds); with None, the default, it is exact.
-        logits: what the layer does to logits and their softmax, exactly; nothing by default.
 
     Raises:
         ValueError: `pv_skip` is not negative.
     """
 
-    takes_windows = True
     tiles: Tiles | None = field(default=None, validator=optional(a(HopperTiles, TritonTiles)))
     pv_skip: PerHead | None = field(
         default=None, kw_only=True, converter=converters.optional(per_head), validator=optional(negative)
     )
-    logits: Logits = field(default=PLAIN, validator=a(Logits), kw_only=True)
     _node: OneNode = field(init=False, repr=False, default=Factory(lambda self: OneNode(self), takes_self=True))
 
-    def with_logits(self, logits: Logits) -> Self:
-        return evolve(self, logits=logits)
-
-    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> list[str]:
+    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec) -> list[str]:
         reasons = portable_reasons(q, k, v, mask, self.tiles)
         if isinstance(self.tiles, HopperTiles) and self.pv_skip is not None:
             reasons.append(f"{self.tiles} cannot be combined with 'pv_skip', but TritonTiles can")
         if isinstance(self.tiles, HopperTiles) and mask.grid.window is not None:
             reasons.append(f"{self.tiles} knows no sliding window, but TritonTiles do")
-        if isinstance(self.tiles, HopperTiles) and not self.logits.is_plain:
+        if isinstance(self.tiles, HopperTiles) and not spec.is_plain:
             reasons.append(f"{self.tiles} knows no softcap and no attention sinks, but TritonTiles do")
-        return reasons + self.logits.unsupported(q) + wrong_heads("pv_skip", self.pv_skip, mask.grid.q_heads)
+        return reasons + wrong_heads("pv_skip", self.pv_skip, mask.grid.q_heads)
 
     def __call__(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        permutation: GlobalPermutation,
         mask: BlockMask,
-        *,
-        scale: float,
+        spec: AttentionSpec,
+        out: Tensor | None = None,
     ) -> AttentionOutput:
         if is_transformed():
-            return one_node(self._node, q, k, v, permutation, mask, None, scale=scale, logits=self.logits)
-        out, lse = self._attend(q, k, v, permutation, mask, scale, None)
-        return AttentionOutput(permutation.restore(out), permutation.restore(lse), logits=self.logits)
-
-    def attend_into(
-        self,
-        out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        permutation: GlobalPermutation,
-        mask: BlockMask,
-        *,
-        scale: float,
-    ) -> None:
-        self.check_out(out, q, v)
-        if is_transformed() or permutation.q_index is not None or not copies_in_bulk(out):
-            super().attend_into(out, q, k, v, permutation, mask, scale=scale)
-        else:
-            self._attend(q, k, v, permutation, mask, scale, out)
-
-    def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        permutation: GlobalPermutation,
-        mask: BlockMask,
-        scale: float,
-        out: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """The output and its lse, in the order of query slots; in `out` if there is one."""
-        self.check(q, k, v, permutation, mask, hint="Use AutoExecutor(), or CpuExecutor() on a CPU.")
-        grid, queries = mask.grid, permutation.gather_queries(q)
-        slots, visited = permutation.key_slots, None
+            return one_node(self._node, q, k, v, mask, spec).written_to(out)
+        self.check(q, k, v, mask, spec, out, hint="Use AutoExecutor(), or CpuExecutor() on a CPU.")
+        grid = mask.grid
+        permutation = one_order(mask)
+        queries, slots, visited = permutation.gather_queries(q), permutation.key_slots, None
         if slots is not None and grid.q_len < grid.k_len:
             # A chunk of a prompt visits a part of its keys. To ask for it costs a whole prompt more than it saves.
             visited = visited_columns(mask.keep, min(slots.shape[1], mask.keep.shape[1]))
-        plain = self.pv_skip is None and grid.window is None and self.logits.is_plain
-        return sparse_attention(
+        there = out is not None and permutation.q_index is None and copies_in_bulk(out)
+        plain = self.pv_skip is None and grid.window is None and spec.is_plain
+        result, lse = sparse_attention(
             queries,
             k,
             v,
             BlockPlan.of(mask),
             grid.positions,
             self.tiles or tuned(queries, k, v, grid.q_block, grid.k_block, plain=plain),
-            scale=scale,
+            scale=spec.scale,
             key_slots=slots,
             visited=visited,
             approximation=EXACT if self.pv_skip is None else Approximation(by_head(self.pv_skip, q)),
-            change=self.logits.for_kernel(q),
-            out=out,
+            change=spec.for_kernel(q),
+            out=out if there else None,
         )
+        return AttentionOutput(permutation.restore(result), permutation.restore(lse)).written_to(out)
 
 
 def portable_reasons(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, tiles: Tiles | None) -> list[str]:

@@ -16,11 +16,10 @@ from blocksparse.demo.model import Model
 from blocksparse.demo.watch import QKV, watch
 from blocksparse.executors.dense_attention import dense_attention
 from blocksparse.head_groups import AnyPipeline, AnyTrace
-from blocksparse.inputs import check_inputs
+from blocksparse.inputs import checked
 from blocksparse.inspection.maps import Figures, Maps, look
 from blocksparse.integrations.transformers import attach
 from blocksparse.schedule import Schedule
-from blocksparse.trace import Trace
 
 STAGES = ("permute", "score", "select", "attend")
 _PIXELS = 104  # what 270 heads have room for in the file
@@ -70,13 +69,13 @@ def collect(
         if (reason := _not_plain(qkv, options)) is not None:
             skipped[layer] = reason
             return
-        q, k, v, scale = check_inputs(*qkv, causal=True, scale=options.get("scaling"))
+        q, k, v, spec = checked(*qkv, scale=options.get("scaling"))
         if not findings:  # first calls may compile, and that is no stage's time
-            dense_attention(q, k, v, causal=True, scale=scale)
+            dense_attention(q, k, v, spec)
             for preset in presets:
-                preset.executor = executor_of(preset.pipeline, preset.pipeline.trace(q, k, v, scale=scale))
-        dense_seconds += _timed(lambda: dense_attention(q, k, v, causal=True, scale=scale), q.device)[1]
-        traces = {preset.name: _trace(preset, q, k, v, scale) for preset in presets}
+                preset.executor = executor_of(preset.pipeline, preset.pipeline.trace(q, k, v, scale=spec.scale))
+        dense_seconds += _timed(lambda: dense_attention(q, k, v, spec), q.device)[1]
+        traces = {preset.name: _trace(preset, q, k, v, spec.scale) for preset in presets}
         figures, findings[layer] = look(traces, presets[0].name, pixels=_PIXELS)
         for preset in presets:
             preset.layers[layer] = figures[preset.name]
@@ -107,27 +106,27 @@ def _not_plain(qkv: QKV, options: dict[str, Any]) -> str | None:
 
 def _trace(preset: Preset, q: Tensor, k: Tensor, v: Tensor, scale: float) -> AnyTrace:
     """The trace of one call, whose stages are timed."""
-    stages, seconds = preset.pipeline, {}
-    permutation, seconds["permute"] = _timed(lambda: stages.permuter(q, k, causal=True, scale=scale), q.device)
-    scores, seconds["score"] = _timed(lambda: stages.scorer(q, k, permutation, causal=True, scale=scale), q.device)
-    mask, seconds["select"] = _timed(lambda: stages.selector(scores), q.device)
-    output, seconds["attend"] = _timed(lambda: stages.executor(q, k, v, permutation, mask, scale=scale), q.device)
-    for stage in STAGES:
-        preset.seconds[stage] += seconds[stage]
-    return Trace(q, k, v, scale, permutation, scores, mask, output)
+    stages, start = iter(STAGES), _now(q.device)
+
+    def done(_: object) -> None:
+        nonlocal start
+        end = _now(q.device)
+        preset.seconds[next(stages)] += end - start
+        start = end
+
+    return preset.pipeline.trace(q, k, v, scale=scale, done=done)
 
 
 def _timed(call: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
-    _wait(device)
-    start = time.perf_counter()
-    result = call()
-    _wait(device)
-    return result, time.perf_counter() - start
+    start = _now(device)
+    return call(), _now(device) - start
 
 
-def _wait(device: torch.device) -> None:
+def _now(device: torch.device) -> float:
+    """Seconds of a clock, when all that runs on the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def _kl(network: Any, dense: Tensor, sparse: Tensor) -> float:

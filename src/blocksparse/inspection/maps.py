@@ -73,7 +73,7 @@ def look(traces: Mapping[str, AnyTrace], shown: str, *, pixels: int) -> tuple[di
         count = min(_QUERIES, end - start)
         step = (end - start) / count
         query = torch.tensor([start + int((i + 0.5) * step) for i in range(count)], device=q.device)
-        logits = products(q[:, :, query], k[:, :, :end]) * first.scale  # [1, Hq, count, end]
+        logits = products(q[:, :, query], k[:, :, :end]) * first.spec.scale  # [1, Hq, count, end]
         logits = logits.masked_fill(key[:end] > query.unsqueeze(-1), float("-inf"))
         weights, lse = logits.softmax(-1), logits.logsumexp(-1)
         dense = products(weights, values[:, :, :end].mT)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from blocksparse.attention_spec import AttentionSpec
 from blocksparse.executors.flash_attention_4 import to_flash_attention_4 as to_flash_attention_4
 from blocksparse.executors.flex import to_flex as to_flex
 from blocksparse.geometry import Grid
@@ -24,7 +25,7 @@ def from_flex(block_mask: FlexBlockMask, q: Tensor, k: Tensor, *, causal: bool) 
     """The mask of a `BlockMask` of FlexAttention, for any executor: tokens stay in place.
 
         mask = from_flex(block_mask, q, k, causal=True)
-        out = TritonExecutor()(q, k, v, GlobalPermutation(), mask, scale=D**-0.5).out
+        out = TritonExecutor()(q, k, v, mask, AttentionSpec(scale=D**-0.5)).out
 
     A mask here is a set of blocks and, perhaps, the causal rule. So `mask_mod` is tried on every pair of the
     blocks to which FlexAttention applies it, and a pair that the two see differently is an error.
@@ -46,7 +47,8 @@ def from_flex(block_mask: FlexBlockMask, q: Tensor, k: Tensor, *, causal: bool) 
     if block_mask.seq_lengths != (M, N) or its_batch not in (1, B) or its_heads not in (1, Hq):
         its = its_batch, its_heads, *block_mask.seq_lengths
         raise ValueError(f"'block_mask' was made for (B, Hq, M, N) = {its}, and q and k have {(B, Hq, M, N)}")
-    grid = Grid.of(q, k, GlobalPermutation(), q_block=q_block, k_block=k_block, causal=causal)
+    spec = AttentionSpec.of(scale=1.0, causal=causal)  # a grid asks for no scale
+    grid = Grid.of(q, k, GlobalPermutation(), spec, q_block=q_block, k_block=k_block)
     if grid.q_lead:
         raise ValueError(
             f"{M} queries at the end of {N} tokens must start at a block of {q_block} tokens, because causal rows "

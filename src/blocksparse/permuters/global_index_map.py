@@ -10,6 +10,7 @@ from einops import reduce
 from torch import Tensor
 from torch.nn.functional import pad
 
+from blocksparse.attention_spec import AttentionSpec
 from blocksparse.kernels.multiplying.products import products
 from blocksparse.kernels.ordering.coarse_order import coarse_order
 from blocksparse.kernels.ordering.mean_and_products import mean_and_products
@@ -66,8 +67,8 @@ class GlobalIndexMap(Permuter[Permutation]):
     )
     near: int = field(default=0, converter=whole, validator=count, kw_only=True)
 
-    def __call__(self, q: Tensor, k: Tensor, *, causal: bool, scale: float) -> Permutation:
-        if not causal:
+    def __call__(self, q: Tensor, k: Tensor, spec: AttentionSpec) -> Permutation:
+        if not spec.causal:
             raise ValueError(
                 "'GlobalIndexMap' is for causal attention, since it orders the keys before each segment: call the "
                 "pipeline with causal=True"

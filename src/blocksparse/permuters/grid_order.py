@@ -8,6 +8,7 @@ import torch
 from attrs import converters, field, frozen, validators
 from torch import Tensor
 
+from blocksparse.attention_spec import AttentionSpec
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.permuters.permuter import Permuter
 from blocksparse.validators import Rule, count, is_whole, optional, whole
@@ -75,13 +76,12 @@ class GridOrder(Permuter[GlobalPermutation]):
         None means that all cells stay in place.
         """
 
-    def __call__(self, q: Tensor, k: Tensor, *, causal: bool, scale: float) -> GlobalPermutation:
+    def __call__(self, q: Tensor, k: Tensor, spec: AttentionSpec) -> GlobalPermutation:
         """The order of `q` `[B, Hq, M, D]` and `k` `[B, Hkv, N, D]`.
 
         Raises:
             ValueError: `N` is not the number of cells and text tokens.
         """
-        del scale
         (B, Hq, M, _), (_, Hkv, N, _) = q.shape, k.shape
         self._check_length(N)
         cells = self.cells(k.device)
@@ -92,7 +92,7 @@ class GridOrder(Permuter[GlobalPermutation]):
         k_index = order.int().expand(B, Hkv, 1, N)
         if M == N:
             return GlobalPermutation(k_index, order.int().expand(B, Hq, N))
-        if not causal:
+        if not spec.causal:
             return GlobalPermutation(k_index)
         # The queries are a chunk: they stand in the order in which their own keys stand.
         place = torch.empty_like(position).scatter_(0, order, position)

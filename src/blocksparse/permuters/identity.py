@@ -7,6 +7,7 @@ from typing import final
 from attrs import frozen
 from torch import Tensor
 
+from blocksparse.attention_spec import AttentionSpec
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.permuters.permuter import Permuter
 
@@ -20,6 +21,5 @@ class Identity(Permuter[GlobalPermutation]):
     def moves_keys(self) -> bool:
         return False
 
-    def __call__(self, q: Tensor, k: Tensor, *, causal: bool, scale: float) -> GlobalPermutation:
-        del q, k, causal, scale
+    def __call__(self, q: Tensor, k: Tensor, spec: AttentionSpec) -> GlobalPermutation:
         return GlobalPermutation()

@@ -7,6 +7,7 @@ from typing import final
 from attrs import field, frozen
 from torch import Tensor
 
+from blocksparse.attention_spec import AttentionSpec
 from blocksparse.kernels.ordering.key_importance import key_importance
 from blocksparse.kernels.ordering.segment_sort import segment_sort
 from blocksparse.permuters.permutation import GlobalPermutation
@@ -37,13 +38,13 @@ class SegmentKeySort(Permuter[GlobalPermutation]):
     per_query_head: bool = field(default=False, validator=flag, kw_only=True)
     causal_probe: bool = field(default=True, validator=flag, kw_only=True)
 
-    def __call__(self, q: Tensor, k: Tensor, *, causal: bool, scale: float) -> GlobalPermutation:
+    def __call__(self, q: Tensor, k: Tensor, spec: AttentionSpec) -> GlobalPermutation:
         if k.shape[2] < self.S:
             return GlobalPermutation(segment=self.S)
-        index = segment_sort(self._importance(q, k, causal=causal, scale=scale), self.S)
+        index = segment_sort(self._importance(q, k, spec), self.S)
         return GlobalPermutation(k_index=index.unsqueeze(2), segment=self.S)
 
-    def _importance(self, q: Tensor, k: Tensor, *, causal: bool, scale: float) -> Tensor:
+    def _importance(self, q: Tensor, k: Tensor, spec: AttentionSpec) -> Tensor:
         """Parts of the mean weight of every key over the probe queries, `[B, Hkv or Hq, P, N]`, fp32 or better."""
         N = k.shape[2]
         importance: Tensor = key_importance(
@@ -51,8 +52,8 @@ class SegmentKeySort(Permuter[GlobalPermutation]):
             k,
             probe=self.probe,
             seen=N if self.causal_probe else N // self.S * self.S,
-            causal=causal and self.causal_probe,
-            scale=scale,
+            causal=spec.causal and self.causal_probe,
+            scale=spec.scale,
             per_query_head=self.per_query_head,
         )
         return importance

@@ -9,6 +9,7 @@ from attrs import evolve, field, frozen
 from torch import Tensor
 from torch.nn.functional import normalize, pad
 
+from blocksparse.attention_spec import AttentionSpec
 from blocksparse.class_line import Declared, check_takes, declared
 from blocksparse.kernels.multiplying.products import products
 from blocksparse.permuters.identity import Identity
@@ -53,21 +54,21 @@ class SegmentQuerySort(Permuter[GlobalPermutation]):
     def moves_keys(self) -> bool:
         return self.keys.moves_keys
 
-    def __call__(self, q: Tensor, k: Tensor, *, causal: bool, scale: float) -> GlobalPermutation:
-        permutation = self.keys(q, k, causal=causal, scale=scale)
+    def __call__(self, q: Tensor, k: Tensor, spec: AttentionSpec) -> GlobalPermutation:
+        permutation = self.keys(q, k, spec)
         if permutation.q_index is not None:
             raise ValueError(f"'keys' must leave queries in place: {self.keys!r}")
         M, S = q.shape[2], self.S
-        offset = k.shape[2] - M if causal else 0
+        offset = k.shape[2] - M if spec.causal else 0
         sorted_to = (offset + M) // S * S  # position where the tail begins
         lead, whole = offset % S, sorted_to - offset
         # The keys that make centroids: if causal, those before the last whole segment.
-        known = sorted_to - S if causal else k.shape[2]
+        known = sorted_to - S if spec.causal else k.shape[2]
         if whole <= 0 or known <= 0:
             return permutation
 
         centroids = self._centroids(permutation.gather_keys(k)[:, :, :known])
-        nearest, cosine = self._nearest(q[:, :, :whole], centroids, offset=offset, causal=causal)
+        nearest, cosine = self._nearest(q[:, :, :whole], centroids, offset=offset, causal=spec.causal)
         # The places before a chunk's first query get values that sort first, so they stay where they are.
         nearest, cosine = pad(nearest, (lead, 0), value=-1), pad(cosine, (lead, 0))
         order = _argsort(nearest.unflatten(2, (-1, S)), cosine.unflatten(2, (-1, S)))

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, final, get_args
 from attrs import frozen
 from torch import Tensor
 
-from blocksparse.executors.auto import AutoExecutor, Choice
+from blocksparse.executors.auto import AutoExecutor, ExecutorChoice
 from blocksparse.executors.executor import Executor
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.permuters.permuter import Permuter
@@ -78,7 +78,7 @@ class AutoChoice:
     preset: str  # as Python
     because: str
     density: float  # mean over heads; 1 where attention is dense
-    runs: Choice  # by which executor, or densely
+    runs: ExecutorChoice  # by which executor, or densely
 
     @classmethod
     def of(
@@ -99,7 +99,7 @@ class AutoChoice:
             f"xattention({mass}, block=64) | Band({_BAND})" if causal else f"sparge({tau}, {theta})",
             "the call is causal, as in language models" if causal else "the call is not causal, as in video",
             float(trace.density().mean()),
-            executor.choose(trace.q, trace.k, trace.v, trace.mask),
+            executor.choose(trace.q, trace.k, trace.v, trace.mask, trace.spec),
         )
 
     def __str__(self) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self, final
+from typing import Any, Literal, final
 
-from attrs import converters, evolve, field, frozen
+from attrs import converters, field, frozen
 from torch import Tensor
 
+from blocksparse.attention_spec import AttentionSpec
 from blocksparse.geometry import Grid
 from blocksparse.kernels.multiplying.cell_products import Cells, cells_behind
 from blocksparse.kernels.positions.within_reach import within_reach
@@ -15,9 +16,10 @@ from blocksparse.kernels.scoring.cell_means import cell_means
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.scorers import pooling
 from blocksparse.scorers.block_scores import BlockMass
+from blocksparse.scorers.key_history import KeyHistory
 from blocksparse.scorers.pooling import reach_of
 from blocksparse.scorers.scorer import Scorer
-from blocksparse.validators import block_size, flag, multiple, one_of, optional, size, whole
+from blocksparse.validators import block_size, flag, multiple, one_of, optional, whole
 
 Pattern = Literal["antidiagonal", "slash", "sum"]
 
@@ -47,7 +49,6 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
             `SegmentKeySort` does, forces the segment that a causal row lies in and leaves it out of the softmax,
             as PBS-Attn has it. Not causal: nothing is forced, as in the released code.
         padded_tail: leave the empty slots of a short cell at zero, as the released code does.
-        window: how many tokens a query sees at most, its own included; `Pipeline.in_window` sets it.
     """
 
     stride: int = field(default=8, converter=whole, validator=block_size)
@@ -60,26 +61,25 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
     )
     forced: bool = field(default=True, validator=flag, kw_only=True)
     padded_tail: bool = field(default=False, validator=flag, kw_only=True)
-    window: int | None = field(
-        default=None, converter=converters.optional(whole), validator=optional(size), kw_only=True
-    )
 
     def __attrs_post_init__(self) -> None:
         multiple("block", self.block, "stride", self.stride)
         multiple("k_block", self.k_block, "stride", self.stride)
 
-    def in_window(self, window: int | None) -> Self:
-        return evolve(self, window=window)
-
     def __call__(
-        self, q: Tensor, k: Tensor, permutation: GlobalPermutation, *, causal: bool, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        permutation: GlobalPermutation,
+        spec: AttentionSpec,
+        history: KeyHistory | None = None,
     ) -> BlockMass:
         k_block = self.k_block or self.block
-        grid = Grid.of(q, k, permutation, q_block=self.block, k_block=k_block, causal=causal, window=self.window)
-        offset = k.shape[2] - q.shape[2] if causal else 0
-        lead, slots, weight = offset % self.stride, self.stride, scale / self.stride
+        grid = Grid.of(q, k, permutation, spec, q_block=self.block, k_block=k_block)
+        offset = k.shape[2] - q.shape[2] if spec.causal else 0
+        lead, slots, weight = offset % self.stride, self.stride, spec.scale / self.stride
         segment = None if self.forced else pooling.segment_of(permutation, grid)
-        reach = _reach(q, k, permutation, grid, self.stride)
+        reach = _reach(q, k, permutation, spec, grid, self.stride)
         if self.pattern == "sum":
             queries, keys = cell_means(
                 q,
@@ -90,14 +90,14 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
                 q_index=permutation.q_index,
                 k_index=permutation.key_slots,
             )
-            lead, slots, weight = 0, 1, scale
+            lead, slots, weight = 0, 1, spec.scale
         else:
             queries, keys = permutation.gather_queries(q), permutation.gather_keys(k)
         high, wide = self.block // self.stride, k_block // self.stride
         mass = cell_mass(
             queries,
             keys,
-            Cells(slots, lead, high, wide, causal, self.padded_tail, **reach),
+            Cells(slots, lead, high, wide, spec.causal, self.padded_tail, **reach),
             first_cell=offset // self.stride,
             segment=None if segment is None else segment // self.stride,
             weight=weight,
@@ -112,13 +112,15 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
         return counted
 
 
-def _reach(q: Tensor, k: Tensor, permutation: GlobalPermutation, grid: Grid, stride: int) -> dict[str, Any]:
+def _reach(
+    q: Tensor, k: Tensor, permutation: GlobalPermutation, spec: AttentionSpec, grid: Grid, stride: int
+) -> dict[str, Any]:
     """Fields of `Cells` that say by positions which cells may meet; none where their indices say as much."""
     if not grid.causal:
         return {}
     if permutation.q_index is None and permutation.k_index is None:
         return {} if grid.window is None else {"behind": cells_behind(grid.window, stride)}
-    cells = Grid.of(q, k, permutation, q_block=stride, k_block=stride, causal=True, window=grid.window)
+    cells = Grid.of(q, k, permutation, spec, q_block=stride, k_block=stride)
     if permutation.q_index is None and permutation.k_index is not None:
         cells = cells.shared() if permutation.k_index.shape[1] == k.shape[1] else cells
     return reach_of(cells)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Self, final
+from typing import final
 
-from attrs import evolve, field, frozen
+from attrs import field, frozen
 from torch import Tensor
 
+from blocksparse.attention_spec import AttentionSpec
 from blocksparse.scorers.key_history import KeyHistory
 from blocksparse.scorers.scorer import PermutationT_contra, Scorer, ScoresT_co
 from blocksparse.validators import a
@@ -18,40 +19,23 @@ class ScorerByCausality(Scorer[PermutationT_contra, ScoresT_co]):
     """Score by `causal` in a causal call, as for text, and by `otherwise` in another, as for images and video.
 
     Only the one that is taken is computed. Each may cut the call into blocks of its own; `SelectorByCausality`
-    chooses among them. A sliding window is that of `causal`, since windows are causal, and so is what it says of
-    histories, since prompts are read in chunks where calls are causal.
+    chooses among them. What it says of histories is
+    what `causal` says, since prompts are read in chunks where calls are causal.
     """
 
     causal: Scorer[PermutationT_contra, ScoresT_co] = field(validator=a(Scorer))
     otherwise: Scorer[PermutationT_contra, ScoresT_co] = field(validator=a(Scorer))
 
-    @property
-    def window(self) -> int | None:
-        return self.causal.window
-
-    def in_window(self, window: int | None) -> Self:
-        return evolve(self, causal=self.causal.in_window(window))
-
     def __call__(
-        self, q: Tensor, k: Tensor, permutation: PermutationT_contra, *, causal: bool, scale: float
-    ) -> ScoresT_co:
-        return self._taken(causal)(q, k, permutation, causal=causal, scale=scale)
-
-    @property
-    def keeps_history(self) -> bool:
-        return self.causal.keeps_history
-
-    def with_history(
         self,
         q: Tensor,
         k: Tensor,
         permutation: PermutationT_contra,
-        history: KeyHistory,
-        *,
-        causal: bool,
-        scale: float,
+        spec: AttentionSpec,
+        history: KeyHistory | None = None,
     ) -> ScoresT_co:
-        return self._taken(causal).with_history(q, k, permutation, history, causal=causal, scale=scale)
+        return (self.causal if spec.causal else self.otherwise)(q, k, permutation, spec, history)
 
-    def _taken(self, causal: bool) -> Scorer[PermutationT_contra, ScoresT_co]:
-        return self.causal if causal else self.otherwise
+    @property
+    def keeps_history(self) -> bool:
+        return self.causal.keeps_history

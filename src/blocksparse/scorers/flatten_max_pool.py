@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, Self, final
+from typing import Any, final
 
-from attrs import converters, evolve, field, frozen
+from attrs import converters, field, frozen
 from torch import Tensor
 
+from blocksparse.attention_spec import AttentionSpec
 from blocksparse.geometry import Grid
 from blocksparse.kernels.multiplying.cell_products import Cells, cells_behind
 from blocksparse.kernels.scoring.block_softmax import block_softmax
 from blocksparse.kernels.scoring.group_max import group_max
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.scorers.block_scores import BlockMass
+from blocksparse.scorers.key_history import KeyHistory
 from blocksparse.scorers.pooling import reach_of
 from blocksparse.scorers.scorer import Scorer
-from blocksparse.validators import block_size, flag, multiple, optional, size, whole
+from blocksparse.validators import block_size, flag, multiple, optional, whole
 
 
 @final
@@ -39,7 +41,6 @@ class FlattenMaxPoolScorer(Scorer[GlobalPermutation, BlockMass]):
             mean logit.
         padded_tail: let pairs that take no part score 0, as zero padding does in the released code. A 0 wins where
             all real products of a block are below 0.
-        window: how many tokens a query sees at most, its own included; `Pipeline.in_window` sets it.
     """
 
     block: int = field(default=256, converter=whole, validator=block_size)
@@ -49,36 +50,33 @@ class FlattenMaxPoolScorer(Scorer[GlobalPermutation, BlockMass]):
     )
     per_token: bool = field(default=False, validator=flag, kw_only=True)
     padded_tail: bool = field(default=False, validator=flag, kw_only=True)
-    window: int | None = field(
-        default=None, converter=converters.optional(whole), validator=optional(size), kw_only=True
-    )
 
     def __attrs_post_init__(self) -> None:
         multiple("block", self.block, "g", self.g)
         multiple("k_block", self.k_block, "g", self.g)
 
-    def in_window(self, window: int | None) -> Self:
-        return evolve(self, window=window)
-
     def __call__(
-        self, q: Tensor, k: Tensor, permutation: GlobalPermutation, *, causal: bool, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        permutation: GlobalPermutation,
+        spec: AttentionSpec,
+        history: KeyHistory | None = None,
     ) -> BlockMass:
         k_block = self.k_block or self.block
-        grid = Grid.of(q, k, permutation, q_block=self.block, k_block=k_block, causal=causal, window=self.window)
+        grid = Grid.of(q, k, permutation, spec, q_block=self.block, k_block=k_block)
         reach: dict[str, Any] = {}
-        if causal and (permutation.q_index is not None or permutation.k_index is not None):
-            reach = reach_of(
-                Grid.of(q, k, permutation, q_block=self.block, k_block=self.g, causal=causal, window=self.window)
-            )
+        if spec.causal and (permutation.q_index is not None or permutation.k_index is not None):
+            reach = reach_of(Grid.of(q, k, permutation, spec, q_block=self.block, k_block=self.g))
         elif grid.window is not None:
             reach["behind"] = cells_behind(grid.window, self.g)
         high, wide = self.block // self.g, k_block // self.g
         best = group_max(
             permutation.gather_queries(q),
             permutation.gather_keys(k),
-            Cells(self.g, grid.q_lead, high, wide, causal, self.padded_tail, **reach),
+            Cells(self.g, grid.q_lead, high, wide, spec.causal, self.padded_tail, **reach),
             first_row=grid.first_row,
             per_token=self.per_token,
         )
-        mass, _ = block_softmax(best, grid, scale=scale)
+        mass, _ = block_softmax(best, grid, scale=spec.scale)
         return BlockMass(mass, grid)  # [B, Hq, rows, cols]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Self, final
+from typing import final
 
-from attrs import converters, evolve, field, frozen
+from attrs import converters, field, frozen
 from torch import Tensor
 
+from blocksparse.attention_spec import AttentionSpec
 from blocksparse.geometry import Grid
 from blocksparse.kernels.multiplying.block_products import block_products
 from blocksparse.kernels.scoring.block_mean import block_mean, block_means
@@ -17,7 +18,7 @@ from blocksparse.scorers import pooling
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.scorers.key_history import KeyHistory
 from blocksparse.scorers.scorer import Scorer
-from blocksparse.validators import block_size, flag, optional, size, whole
+from blocksparse.validators import block_size, flag, optional, whole
 
 
 @final
@@ -34,7 +35,6 @@ class MeanPoolScorer(Scorer[GlobalPermutation, BlockMass]):
         k_block: slots per key block; in SpargeAttn they are half as long as query blocks.
         padded_tail: divide the sum over a short block at the tail by the size of a whole block, as the released
             PBS-Attn code does. By default the mean is over the tokens that exist.
-        window: how many tokens a query sees at most, its own included; `Pipeline.in_window` sets it.
     """
 
     block: int = field(default=128, converter=whole, validator=block_size)
@@ -42,18 +42,30 @@ class MeanPoolScorer(Scorer[GlobalPermutation, BlockMass]):
         default=None, converter=converters.optional(whole), validator=optional(block_size), kw_only=True
     )
     padded_tail: bool = field(default=False, validator=flag, kw_only=True)
-    window: int | None = field(
-        default=None, converter=converters.optional(whole), validator=optional(size), kw_only=True
-    )
-
-    def in_window(self, window: int | None) -> Self:
-        return evolve(self, window=window)
 
     def __call__(
-        self, q: Tensor, k: Tensor, permutation: GlobalPermutation, *, causal: bool, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        permutation: GlobalPermutation,
+        spec: AttentionSpec,
+        history: KeyHistory | None = None,
     ) -> BlockMass:
-        grid = self._grid(q, k, permutation, causal)
-        pooled_q, pooled_k = block_means(
+        grid = Grid.of(q, k, permutation, spec, q_block=self.block, k_block=self.k_block or self.block)
+        pooled_q, pooled_k = self._means(q, k, permutation, grid, history)
+        logits, segment = block_products(pooled_q, pooled_k, grid), pooling.segment_of(permutation, grid)
+        mass, forced = block_softmax(logits, grid, scale=spec.scale, segment=segment)
+        return BlockMass(mass, grid, forced)  # [B, Hq, rows, cols]
+
+    def _means(
+        self, q: Tensor, k: Tensor, permutation: GlobalPermutation, grid: Grid, history: KeyHistory | None
+    ) -> tuple[Tensor, Tensor]:
+        """The mean queries `[B, Hq, rows, D]` and the mean keys `[B, H, cols, D]` of blocks."""
+        if history is not None:
+            mean = partial(block_mean, padded_tail=self.padded_tail)
+            pooled_k = history.blocks("mean", k, permutation, grid.k_block, partial(mean, block=grid.k_block))
+            return mean(q, grid.q_block, lead=grid.q_lead, index=permutation.q_index), pooled_k
+        return block_means(
             q,
             k,
             grid.q_block,
@@ -63,34 +75,7 @@ class MeanPoolScorer(Scorer[GlobalPermutation, BlockMass]):
             q_index=permutation.q_index,
             k_index=permutation.key_slots,
         )
-        return self._mass(pooled_q, pooled_k, permutation, grid, scale)
 
     @property
     def keeps_history(self) -> bool:
         return True
-
-    def with_history(
-        self,
-        q: Tensor,
-        k: Tensor,
-        permutation: GlobalPermutation,
-        history: KeyHistory,
-        *,
-        causal: bool,
-        scale: float,
-    ) -> BlockMass:
-        grid, mean = self._grid(q, k, permutation, causal), partial(block_mean, padded_tail=self.padded_tail)
-        pooled_k = history.blocks("mean", k, permutation, grid.k_block, partial(mean, block=grid.k_block))
-        pooled_q = mean(q, grid.q_block, lead=grid.q_lead, index=permutation.q_index)
-        return self._mass(pooled_q, pooled_k, permutation, grid, scale)
-
-    def _grid(self, q: Tensor, k: Tensor, permutation: GlobalPermutation, causal: bool) -> Grid:
-        k_block = self.k_block or self.block
-        return Grid.of(q, k, permutation, q_block=self.block, k_block=k_block, causal=causal, window=self.window)
-
-    def _mass(
-        self, pooled_q: Tensor, pooled_k: Tensor, permutation: GlobalPermutation, grid: Grid, scale: float
-    ) -> BlockMass:
-        logits, segment = block_products(pooled_q, pooled_k, grid), pooling.segment_of(permutation, grid)
-        mass, forced = block_softmax(logits, grid, scale=scale, segment=segment)
-        return BlockMass(mass, grid, forced)  # [B, Hq, rows, cols]

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Self, final
+from typing import final
 
 import torch
-from attrs import converters, evolve, field, frozen
+from attrs import converters, field, frozen
 from torch import Tensor
 
+from blocksparse.attention_spec import AttentionSpec
 from blocksparse.geometry import Grid
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.scorers import pooling
 from blocksparse.scorers.block_scores import BlockScores
+from blocksparse.scorers.key_history import KeyHistory
 from blocksparse.scorers.scorer import Scorer
-from blocksparse.validators import block_size, optional, size, whole
+from blocksparse.validators import block_size, optional, whole
 
 
 @final
@@ -26,31 +28,21 @@ class NoScorer(Scorer[Permutation, BlockScores]):
     Args:
         block: slots per block, on both sides unless `k_block` is given.
         k_block: slots per key block.
-        window: how many tokens a query sees at most, its own included; `Pipeline.in_window` sets it.
     """
 
     block: int = field(default=128, converter=whole, validator=block_size)
     k_block: int | None = field(
         default=None, converter=converters.optional(whole), validator=optional(block_size), kw_only=True
     )
-    window: int | None = field(
-        default=None, converter=converters.optional(whole), validator=optional(size), kw_only=True
-    )
-
-    def in_window(self, window: int | None) -> Self:
-        return evolve(self, window=window)
 
     def __call__(
-        self, q: Tensor, k: Tensor, permutation: Permutation, *, causal: bool, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        permutation: Permutation,
+        spec: AttentionSpec,
+        history: KeyHistory | None = None,
     ) -> BlockScores:
-        grid = Grid.of(
-            q,
-            k,
-            permutation,
-            q_block=self.block,
-            k_block=self.k_block or self.block,
-            causal=causal,
-            window=self.window,
-        )
+        grid = Grid.of(q, k, permutation, spec, q_block=self.block, k_block=self.k_block or self.block)
         zeros = q.new_empty((), dtype=torch.float32).zero_().expand(*q.shape[:2], grid.rows, grid.cols)
         return BlockScores(zeros, grid, pooling.own_segment(grid, permutation.group))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Self, final
+from typing import final
 
 import torch
-from attrs import converters, evolve, field, frozen
+from attrs import converters, field, frozen
 from torch import Tensor
 
+from blocksparse.attention_spec import AttentionSpec
 from blocksparse.geometry import Grid
 from blocksparse.kernels.multiplying.products import products
 from blocksparse.kernels.scoring.block_mean import block_mean
@@ -15,8 +16,9 @@ from blocksparse.kernels.scoring.block_softmax import prefix_softmax
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.scorers import pooling
 from blocksparse.scorers.block_scores import BlockMass
+from blocksparse.scorers.key_history import KeyHistory
 from blocksparse.scorers.scorer import Scorer
-from blocksparse.validators import block_size, optional, size, whole
+from blocksparse.validators import block_size, optional, whole
 
 _SCORES_AT_ONCE = 1 << 24
 
@@ -34,44 +36,36 @@ class PrefixOrderScorer(Scorer[Permutation, BlockMass]):
     Args:
         block: slots per block, on both sides unless `k_block` is given.
         k_block: slots per key block.
-        window: how many tokens a query sees at most, its own included; `Pipeline.in_window` sets it.
     """
 
     block: int = field(default=128, converter=whole, validator=block_size)
     k_block: int | None = field(
         default=None, converter=converters.optional(whole), validator=optional(block_size), kw_only=True
     )
-    window: int | None = field(
-        default=None, converter=converters.optional(whole), validator=optional(size), kw_only=True
-    )
 
-    def in_window(self, window: int | None) -> Self:
-        return evolve(self, window=window)
-
-    def __call__(self, q: Tensor, k: Tensor, permutation: Permutation, *, causal: bool, scale: float) -> BlockMass:
-        grid = Grid.of(
-            q,
-            k,
-            permutation,
-            q_block=self.block,
-            k_block=self.k_block or self.block,
-            causal=causal,
-            window=self.window,
-        )
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        permutation: Permutation,
+        spec: AttentionSpec,
+        history: KeyHistory | None = None,
+    ) -> BlockMass:
+        grid = Grid.of(q, k, permutation, spec, q_block=self.block, k_block=self.k_block or self.block)
         N, group = k.shape[2], permutation.group
         if group is not None:
-            offset = N - q.shape[2] if causal else 0
+            offset = N - q.shape[2] if spec.causal else 0
             mean = block_mean(q, group, lead=offset % group)  # [B, Hq, G, D]
             seen = (offset // group + torch.arange(mean.shape[2], device=q.device)).view(1, 1, -1, 1) * group
             first = seen.clamp_min(offset)
         else:
             mean = block_mean(_in_slots(q, permutation.q_index), self.block, lead=grid.q_lead)
             seen, first = grid.q_last + 1, grid.q_first  # [B|1, H|1, rows, 1]
-        if not causal:
+        if not spec.causal:
             seen = torch.full_like(seen, N)
 
         hidden = None if grid.window is None else first - grid.window  # keys up to there are
-        values = self._mass(mean * scale, k, grid, seen, hidden)  # [B, Hq, G, cols]
+        values = self._mass(mean * spec.scale, k, grid, seen, hidden)  # [B, Hq, G, cols]
         if grid.group_of_row is not None:
             values = values[:, :, grid.group_of_row]
         return BlockMass(values, grid, pooling.own_segment(grid, group))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Self, final
+from typing import final
 
-from attrs import evolve, field, frozen
+from attrs import field, frozen
 from torch import Tensor
 
+from blocksparse.attention_spec import AttentionSpec
 from blocksparse.class_line import Declared, check_takes, declared
-from blocksparse.inputs import UnsupportedError
 from blocksparse.kernels.scoring.block_mean import block_similarity
 from blocksparse.kernels.scoring.gate_blocks import gate_blocks
 from blocksparse.per_head import PerHead, cosine, number_or_blocks, per_head
@@ -50,42 +50,25 @@ class SimilarityGatedScorer(Scorer[GlobalPermutation, BlockMass]):
     def __attrs_post_init__(self) -> None:
         check_takes((Declared(self, BlockMass),), declared(self.inner, Scorer, 1))
 
-    @property
-    def window(self) -> int | None:
-        return self.inner.window
-
-    def in_window(self, window: int | None) -> Self:
-        return evolve(self, inner=self.inner.in_window(window))
-
     def __call__(
-        self, q: Tensor, k: Tensor, permutation: GlobalPermutation, *, causal: bool, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        permutation: GlobalPermutation,
+        spec: AttentionSpec,
+        history: KeyHistory | None = None,
     ) -> BlockMass:
-        scores = self.inner(q, k, permutation, causal=causal, scale=scale)
-        block, centred = scores.grid.k_block, self._centred(causal)
-        of_k = block_similarity(k, block, centred=centred, index=permutation.key_slots)
+        scores = self.inner(q, k, permutation, spec, history)
+        block, centred = scores.grid.k_block, self._centred(spec.causal)
+        if history is None or centred:  # with K smoothing the similarity of a block follows from all keys
+            of_k = block_similarity(k, block, centred=centred, index=permutation.key_slots)
+        else:
+            of_k = history.blocks("similarity", k, permutation, block, partial(block_similarity, block=block))
         return self._gated(scores, q, of_k, permutation)
 
     @property
     def keeps_history(self) -> bool:
         return self.inner.keeps_history and not self._centred(causal=True)
-
-    def with_history(
-        self,
-        q: Tensor,
-        k: Tensor,
-        permutation: GlobalPermutation,
-        history: KeyHistory,
-        *,
-        causal: bool,
-        scale: float,
-    ) -> BlockMass:
-        if self._centred(causal):
-            because = "with K smoothing the similarity of a block follows from all keys, and not from its own"
-            raise UnsupportedError(f"{because}: call without 'history', or take smooth_k=False", because)
-        scores = self.inner.with_history(q, k, permutation, history, causal=causal, scale=scale)
-        block = scores.grid.k_block
-        of_k = history.blocks("similarity", k, permutation, block, partial(block_similarity, block=block))
-        return self._gated(scores, q, of_k, permutation)
 
     def _centred(self, causal: bool) -> bool:
         return not causal if self.smooth_k is None else self.smooth_k

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Self, final
+from typing import final
 
 import torch
-from attrs import converters, evolve, field, frozen
+from attrs import converters, field, frozen
 from einops import rearrange
 from torch import Tensor
 
+from blocksparse.attention_spec import AttentionSpec
 from blocksparse.geometry import Grid
 from blocksparse.kernels.multiplying.block_products import block_products
 from blocksparse.kernels.multiplying.products import products
@@ -84,7 +85,6 @@ class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
         probe: how many of the last queries are measured; `block` if None, as in FlexPrefill. MInference takes 64.
         pooled: compute `values` from pooled queries and keys. `False` leaves them 0, which takes no memory, for
             selectors that look only at lines.
-        window: how many tokens a query sees at most, its own included; `Pipeline.in_window` sets it.
     """
 
     block: int = field(default=128, converter=whole, validator=block_size)
@@ -92,58 +92,30 @@ class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
         default=None, converter=converters.optional(whole), validator=optional(size), kw_only=True
     )
     pooled: bool = field(default=True, validator=flag, kw_only=True)
-    window: int | None = field(
-        default=None, converter=converters.optional(whole), validator=optional(size), kw_only=True
-    )
-
-    def in_window(self, window: int | None) -> Self:
-        return evolve(self, window=window)
 
     def __call__(
-        self, q: Tensor, k: Tensor, permutation: GlobalPermutation, *, causal: bool, scale: float
-    ) -> VerticalSlashScores:
-        grid = self._grid(q, k, permutation, causal)
-        keys = block_mean(k, self.block, index=permutation.key_slots)
-        return self._scores(q, k, keys, permutation, grid, scale)
-
-    @property
-    def keeps_history(self) -> bool:
-        return True
-
-    def with_history(
         self,
         q: Tensor,
         k: Tensor,
         permutation: GlobalPermutation,
-        history: KeyHistory,
-        *,
-        causal: bool,
-        scale: float,
+        spec: AttentionSpec,
+        history: KeyHistory | None = None,
     ) -> VerticalSlashScores:
-        """The scores of a call. Means of keys are remembered; the probe looks at every key anew."""
-        grid = self._grid(q, k, permutation, causal)
-        keys = history.blocks("mean", k, permutation, self.block, partial(block_mean, block=self.block))
-        return self._scores(q, k, keys, permutation, grid, scale)
-
-    def _grid(self, q: Tensor, k: Tensor, permutation: GlobalPermutation, causal: bool) -> Grid:
-        return Grid.of(
-            q, k, permutation, q_block=self.block, k_block=self.block, causal=causal, window=self.window
-        )
-
-    def _scores(
-        self, q: Tensor, k: Tensor, keys: Tensor, permutation: GlobalPermutation, grid: Grid, scale: float
-    ) -> VerticalSlashScores:
-        """The scores, from the mean `keys` `[B, H, cols, D]`."""
+        grid = Grid.of(q, k, permutation, spec, q_block=self.block, k_block=self.block)
+        if history is None:
+            keys = block_mean(k, self.block, index=permutation.key_slots)  # [B, H, cols, D]
+        else:  # means are remembered; the probe looks at every key anew
+            keys = history.blocks("mean", k, permutation, self.block, partial(block_mean, block=self.block))
         if self.pooled:
             queries = block_mean(permutation.gather_queries(q), self.block, lead=grid.q_lead)
-            values, _ = block_softmax(block_products(queries, keys, grid), grid, scale=scale)
+            values, _ = block_softmax(block_products(queries, keys, grid), grid, scale=spec.scale)
         else:
             values = keys.new_zeros(()).expand(*q.shape[:2], grid.rows, grid.cols)
 
         probe = q[:, :, -min(self.probe or self.block, q.shape[2]) :]
-        vertical, slash = probe_lines(probe, k, q.shape[2], grid.causal, scale, grid.window)
+        vertical, slash = probe_lines(probe, k, q.shape[2], grid.causal, spec.scale, grid.window)
         mean = probe.mean(2, keepdim=True, dtype=keys.dtype)
-        logits = products(mean, keys) * scale
+        logits = products(mean, keys) * spec.scale
         # Without a window no mask is needed, because the last query reaches every block.
         if grid.window is not None:
             seen = grid.k_last > grid.k_len - probe.shape[2] - grid.window  # by some query of the probe
@@ -153,6 +125,10 @@ class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
         return VerticalSlashScores(
             values, grid, vertical=vertical, slash=slash, divergence=_divergence(pooled, true)
         )
+
+    @property
+    def keeps_history(self) -> bool:
+        return True
 
 
 def _by_block(per_key: Tensor, grid: Grid) -> Tensor:

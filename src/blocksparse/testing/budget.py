@@ -40,8 +40,28 @@ def assert_within_budget(got: Tensor, want: Tensor, yardstick: Tensor) -> None:
         raise AssertionError(f"error {error:.3e} is over the budget {budget:.3e} (plain torch errs {allowed:.3e})")
 
 
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, pairs: Tensor, scale: float) -> Tensor:
-    """Softmax attention over `pairs` `[B, Hq, M, N]` bool, in plain torch and the precision of the inputs."""
+def masked_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pairs: Tensor,
+    scale: float,
+    *,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Softmax attention over `pairs` `[B, Hq, M, N]` bool, in plain torch and the precision of the inputs.
+
+    Args:
+        softcap: a logit `x` becomes `softcap * tanh(x / softcap)`.
+        sinks: `[Hq]`, one more logit for each head, without a value.
+    """
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    logits = (q @ k.transpose(-1, -2) * scale).masked_fill(~pairs, float("-inf"))
+    logits = q @ k.transpose(-1, -2) * scale
+    if softcap is not None:
+        logits = softcap * (logits / softcap).tanh()
+    logits = logits.masked_fill(~pairs, float("-inf"))
+    if sinks is not None:
+        sink = sinks.to(logits)[:, None, None].expand(*logits.shape[:-1], 1)
+        return torch.cat((logits, sink), -1).softmax(-1)[..., :-1] @ v
     return logits.softmax(-1).nan_to_num(0.0) @ v

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, final
 
 import torch
+from attrs import frozen
 from torch import Tensor
 
+from blocksparse.attention_spec import AttentionSpec
 from blocksparse.class_line import Declared, check_gave, declared
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.executor import Executor
 from blocksparse.geometry import Grid
+from blocksparse.per_head import HeadValues
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.selectors.block_mask import BlockMask, RankedBlockMask
 from blocksparse.testing.budget import assert_within_budget, masked_attention
 from blocksparse.testing.requirements import (
     LENGTHS,
-    SCALE,
     Case,
     about,
     cases,
@@ -41,10 +44,11 @@ def check_executor(
     """Call `executor` with random masks of prompts and chunks, in every order that it takes, and check results.
 
     The output must be softmax attention over exactly the pairs of the mask, or of the blocks that it reports as
-    `visited`, compared with float64; in a sliding window, too, if the executor takes windows. A query without a
-    kept key must give 0 and `lse` -inf. A key that is NaN must reach only the queries that attend to it, and later
-    tokens must change no bit of an earlier row. The layout of q in memory must not matter, and nothing may be
-    written into the inputs. `attend_into` must write the same output, to the part of a tensor that it is given.
+    `visited`, compared with float64; with a sliding window, a softcap and sinks, too, unless `unsupported` has a
+    reason against them. A query without a kept key must give 0 and `lse` -inf. A key that is NaN must reach only
+    the queries that attend to it, and later tokens must change no bit of an earlier row. The layout of q in memory
+    must not matter, and nothing may be written into the inputs. With `out` the same output must lie there, in the
+    part of a tensor that it is given.
 
     Args:
         causal: whether calls are causal; None for both kinds.
@@ -61,34 +65,38 @@ def check_executor(
     for case in cases(lengths, causal):
         q, k, v = case.inputs(D=head_dim, dtype=dtype, device=device)
         for permutation in orders(q, k, needed, causal=case.causal):
-            mask = _random_mask(q, k, permutation, block, causal=case.causal)
-            if case.causal and executor.takes_windows and case.M < case.N:
-                windowed = _random_mask(q, k, permutation, block, causal=True, window=block + 7)
-                with about(executor, (case, permutation, "a sliding window")):
-                    if not executor.unsupported(q, k, v, windowed):
-                        _check_meaning(executor, q, k, v, permutation, windowed, relative_error)
-            with about(executor, (case, permutation)), unchanged(q=q, k=k, v=v):
-                if reasons := executor.unsupported(q, k, v, mask):
-                    _check_that_it_refuses(executor, q, k, v, permutation, mask)
-                    continue
-                ran += 1
-                _check_meaning(executor, q, k, v, permutation, mask, relative_error)
-                _check_part(executor, q, k, v, permutation, mask)
-                # Blocks of a negative rank are visited in any case, so an early stop cannot drop any of them.
-                held = RankedBlockMask(mask.keep, mask.grid, torch.full_like(mask.rank, -1))
-                _check_bad_keys(executor, q, k, v, permutation, held, relative_error)
-                if case.causal:
-                    _check_causality(executor, case, q, k, v, permutation, held)
+            for more in ({}, *_more(case, block)):
+                spec = case.spec(**more)
+                call = _Call(executor, q, k, v, _random_mask(q, k, permutation, spec, block), spec, relative_error)
+                with about(executor, (case, permutation, *more.items())), unchanged(q=q, k=k, v=v):
+                    if why := executor.unsupported(q, k, v, call.mask, spec):
+                        reasons = reasons if more else why
+                        call.check_that_it_refuses()
+                        continue
+                    ran += 1
+                    call.check_meaning()
+                    if not more:
+                        call.check_part()
+                        call.check_bad_keys()
+                        call.check_causality(case)
     require(
         ran > 0, f"{executor!r} ran no case with blocks of {block} in {dtype} on {device}: {'; '.join(reasons)}"
     )
 
 
+def _more(case: Case, block: int) -> list[dict[str, Any]]:
+    """What else a layer may ask for, in chunks of prompts."""
+    if not case.M < case.N:
+        return []
+    windows = [{"window": block + 7}] if case.causal else []
+    return [*windows, {"softcap": 2.0}, {"sinks": [0.5, -1.0, 2.0, 0.0]}]
+
+
 def _random_mask(
-    q: Tensor, k: Tensor, permutation: Permutation, block: int, *, causal: bool, window: int | None = None
+    q: Tensor, k: Tensor, permutation: Permutation, spec: AttentionSpec, block: int
 ) -> RankedBlockMask:
     """A mask that keeps two blocks in five and nothing in some rows, with random ranks."""
-    grid = Grid.of(q, k, permutation, q_block=block, k_block=block, causal=causal, window=window)
+    grid = Grid.of(q, k, permutation, spec, q_block=block, k_block=block)
     draw = uniform(2)
     shape = (*q.shape[:2], grid.rows, grid.cols)
     keep = (draw(shape) < 0.4).to(q.device) | grid.diagonal
@@ -96,115 +104,117 @@ def _random_mask(
     return RankedBlockMask(keep, grid, draw(shape).argsort(-1).int().to(q.device))
 
 
-def _check_part(
-    executor: Executor[Any, Any], q: Tensor, k: Tensor, v: Tensor, permutation: Permutation, mask: RankedBlockMask
-) -> None:
-    B, Hq, M, _ = q.shape
-    whole = q.new_full((B, Hq, M + 9, v.shape[3]), 7.0)
-    part = whole[:, :, 8:-1]
-    executor.attend_into(part, q, k, v, permutation, mask, scale=SCALE)
-    same = torch.equal(part, executor(q, k, v, permutation, mask, scale=SCALE).out)
-    require(same, "'attend_into' must write what a call gives")
-    part.fill_(7.0)
-    require(bool((whole == 7.0).all()), "'attend_into' must write nothing but the rows that it is given")
+@final
+@frozen(eq=False)
+class _Call:
+    """One call of an executor, and what must hold of it."""
 
+    executor: Executor[Any, Any]
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: RankedBlockMask
+    spec: AttentionSpec
+    relative_error: float | None
 
-def _check_that_it_refuses(
-    executor: Executor[Any, Any], q: Tensor, k: Tensor, v: Tensor, permutation: Permutation, mask: RankedBlockMask
-) -> None:
-    try:
-        executor(q, k, v, permutation, mask, scale=SCALE)
-    except ValueError:
-        return
-    raise AssertionError(
-        "unsupported() gives reasons against these inputs, but the executor ran them; begin __call__ with "
-        "self.check(...)"
-    )
+    def run(self, **changed: Any) -> AttentionOutput:
+        """The call with other tensors, or another mask."""
+        arguments: dict[str, Any] = {
+            "q": self.q,
+            "k": self.k,
+            "v": self.v,
+            "mask": self.mask,
+            "spec": self.spec,
+        } | changed
+        return self.executor(**arguments)
 
+    @property
+    def held(self) -> RankedBlockMask:
+        """The mask with blocks that are visited in any case, so that an early stop cannot drop any of them."""
+        return RankedBlockMask(self.mask.keep, self.mask.grid, torch.full_like(self.mask.rank, -1))
 
-def _check_meaning(
-    executor: Executor[Any, Any],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    permutation: Permutation,
-    mask: RankedBlockMask,
-    relative_error: float | None,
-) -> None:
-    given = executor(q, k, v, permutation, mask, scale=SCALE)
-    check_gave((Declared(executor, AttentionOutput),), given)
-    shape = (*q.shape[:3], v.shape[-1])
-    require(
-        given.out.shape == shape and given.out.dtype == v.dtype,
-        f"'out' must be {shape} of {v.dtype}: {tuple(given.out.shape)} of {given.out.dtype}",
-    )
-    visited = mask if given.visited is None else given.visited
-    require(~(visited.keep & ~mask.keep).any(), "it reports blocks as visited that the mask does not keep")
-    pairs = _pairs(visited)
-    want = masked_attention(q.double(), k.double(), v.double(), pairs, SCALE)
-    if relative_error is None:
-        assert_within_budget(given.out, want, masked_attention(q, k, v, pairs, SCALE))
-    else:
-        error = float((given.out.double() - want).abs().sum() / want.abs().sum().clamp_min(1e-300))
-        require(error <= relative_error, f"the relative error is {error:.3g}, over {relative_error}")
-    alone = ~pairs.any(-1)
-    require((given.out[alone] == 0).all(), "a query with nothing kept must give 0")
-    if given.lse is not None:
-        require((given.lse[alone] == -float("inf")).all(), "a query with nothing kept must give lse -inf")
-        require(given.lse[~alone].isfinite().all(), "lse must be finite where something is kept")
-    again = executor(q.mT.contiguous().mT, k, v, permutation, mask, scale=SCALE).out
-    require(torch.equal(again, given.out), "q laid out otherwise in memory gives another result")
+    def check_part(self) -> None:
+        B, Hq, M, _ = self.q.shape
+        whole = self.q.new_full((B, Hq, M + 9, self.v.shape[3]), 7.0)
+        part = whole[:, :, 8:-1]
+        given = self.run(out=part)
+        require(given.out.data_ptr() == part.data_ptr(), "with 'out', that must be the output")
+        require(torch.equal(part, self.run().out), "with 'out', a call must give what it gives without")
+        part.fill_(7.0)
+        require(bool((whole == 7.0).all()), "nothing but the rows of 'out' may be written to")
 
+    def check_that_it_refuses(self) -> None:
+        try:
+            self.run()
+        except ValueError:
+            return
+        raise AssertionError(
+            "unsupported() gives reasons against these inputs, but the executor ran them; begin __call__ with "
+            "self.check(...)"
+        )
 
-def _check_bad_keys(
-    executor: Executor[Any, Any],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    permutation: Permutation,
-    held: RankedBlockMask,
-    relative_error: float | None,
-) -> None:
-    """Require that a key which is NaN reaches only the queries that attend to it.
-
-    An executor that approximates may round the other keys otherwise, for example because their mean is another.
-    """
-    pairs = _pairs(held)
-    before = executor(q, k, v, permutation, held, scale=SCALE).out
-    for j in sorted({0, k.shape[2] // 2, k.shape[2] - 1}):
-        spoilt = k.clone()
-        spoilt[:, :, j] = float("nan")
-        after = executor(q, spoilt, v, permutation, held, scale=SCALE).out
-        blind = ~pairs[..., j]
-        if relative_error is None:
-            same = torch.equal(before[blind], after[blind])
+    def check_meaning(self) -> None:
+        given, q, k, v, spec = self.run(), self.q, self.k, self.v, self.spec
+        check_gave((Declared(self.executor, AttentionOutput),), given)
+        shape = (*q.shape[:3], v.shape[-1])
+        require(
+            given.out.shape == shape and given.out.dtype == v.dtype,
+            f"'out' must be {shape} of {v.dtype}: {tuple(given.out.shape)} of {given.out.dtype}",
+        )
+        visited = self.mask if given.visited is None else given.visited
+        require(
+            ~(visited.keep & ~self.mask.keep).any(), "it reports blocks as visited that the mask does not keep"
+        )
+        pairs = _pairs(visited)
+        sinks = spec.sinks.values if isinstance(spec.sinks, HeadValues) else None
+        rest = partial(masked_attention, pairs=pairs, scale=spec.scale, softcap=spec.softcap, sinks=sinks)
+        want = rest(q.double(), k.double(), v.double())
+        if self.relative_error is None:
+            assert_within_budget(given.out, want, rest(q, k, v))
         else:
-            was, now = before[blind].double(), after[blind].double()
-            same = bool((now - was).abs().sum() <= 2 * relative_error * was.abs().sum())  # false if it is NaN
-        require(same, f"key {j}, when NaN, reaches queries that do not attend to it")
+            error = float((given.out.double() - want).abs().sum() / want.abs().sum().clamp_min(1e-300))
+            require(error <= self.relative_error, f"the relative error is {error:.3g}, over {self.relative_error}")
+        alone = ~pairs.any(-1)
+        require((given.out[alone] == 0).all(), "a query with nothing kept must give 0")
+        if given.lse is not None and sinks is None:
+            require((given.lse[alone] == -float("inf")).all(), "a query with nothing kept must give lse -inf")
+            require(given.lse[~alone].isfinite().all(), "lse must be finite where something is kept")
+        again = self.run(q=q.mT.contiguous().mT).out
+        require(torch.equal(again, given.out), "q laid out otherwise in memory gives another result")
 
+    def check_bad_keys(self) -> None:
+        """Require that a key which is NaN reaches only the queries that attend to it.
 
-def _check_causality(
-    executor: Executor[Any, Any],
-    case: Case,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    permutation: Permutation,
-    held: RankedBlockMask,
-) -> None:
-    """Require that, with the same mask, other tokens after a query change no bit of its output."""
-    t = case.N - (case.M + 1) // 2  # the position from which tokens change
-    if t <= case.N - case.M:
-        return
-    parts = [x.split((x.shape[2] - case.N + t, case.N - t), dim=2) for x in (q, k, v)]
-    later_q, later_k, later_v = (torch.cat((earlier, 0.5 * later.flip(2)), dim=2) for earlier, later in parts)
-    before = executor(q, k, v, permutation, held, scale=SCALE).out
-    after = executor(later_q, later_k, later_v, permutation, held, scale=SCALE).out
-    rows = t - (case.N - case.M)
-    require(
-        torch.equal(before[:, :, :rows], after[:, :, :rows]), "later tokens change the result of earlier queries"
-    )
+        An executor that approximates may round the other keys otherwise, for example because their mean is
+        another.
+        """
+        held, k = self.held, self.k
+        pairs, before = _pairs(held), self.run(mask=held).out
+        for j in sorted({0, k.shape[2] // 2, k.shape[2] - 1}):
+            spoilt = k.clone()
+            spoilt[:, :, j] = float("nan")
+            after, blind = self.run(k=spoilt, mask=held).out, ~pairs[..., j]
+            if self.relative_error is None:
+                same = torch.equal(before[blind], after[blind])
+            else:
+                was, now = before[blind].double(), after[blind].double()
+                same = bool((now - was).abs().sum() <= 2 * self.relative_error * was.abs().sum())  # false if NaN
+            require(same, f"key {j}, when NaN, reaches queries that do not attend to it")
+
+    def check_causality(self, case: Case) -> None:
+        """Require that, with the same mask, other tokens after a query change no bit of its output."""
+        t = case.N - (case.M + 1) // 2  # the position from which tokens change
+        if not case.causal or t <= case.N - case.M:
+            return
+        given = self.q, self.k, self.v
+        parts = [x.split((x.shape[2] - case.N + t, case.N - t), dim=2) for x in given]
+        q, k, v = (torch.cat((earlier, 0.5 * later.flip(2)), dim=2) for earlier, later in parts)
+        before, after = self.run(mask=self.held).out, self.run(q=q, k=k, v=v, mask=self.held).out
+        rows = t - (case.N - case.M)
+        require(
+            torch.equal(before[:, :, :rows], after[:, :, :rows]),
+            "later tokens change the result of earlier queries",
+        )
 
 
 def _pairs(mask: BlockMask) -> Tensor:

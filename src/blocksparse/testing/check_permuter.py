@@ -10,7 +10,7 @@ from torch import Tensor
 from blocksparse.class_line import Declared, check_gave, declared
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.permuters.permuter import Permuter
-from blocksparse.testing.requirements import LENGTHS, SCALE, about, cases, require, unchanged
+from blocksparse.testing.requirements import LENGTHS, about, cases, require, unchanged
 
 
 def check_permuter(
@@ -34,17 +34,17 @@ def check_permuter(
         AssertionError: says in one sentence what is wrong and in which case.
     """
     for case in cases(lengths, causal):
-        q, k, _ = case.inputs(device=device)
+        (q, k, _), spec = case.inputs(device=device), case.spec()
         with about(permuter, case), unchanged(q=q, k=k):
-            given = permuter(q, k, causal=case.causal, scale=SCALE)
+            given = permuter(q, k, spec)
             check_gave((Declared(permuter, Permutation), *declared(permuter, Permuter, 0)), given)
             given.check_fits(q, k, causal=case.causal)
             given.check_contents(q, k)
             in_place = given.k_index is None
             require(permuter.moves_keys or in_place, "'moves_keys' is False, and there is a 'k_index'")
-            again = permuter(q, k, causal=case.causal, scale=SCALE)
+            again = permuter(q, k, spec)
             require(_same(given, again), "the same inputs gave other maps the second time")
-            alone = permuter(q[1:], k[1:], causal=case.causal, scale=SCALE)
+            alone = permuter(q[1:], k[1:], spec)
             require(_same(given, alone, skipped=1), "a batch entry has another order when it is alone")
 
 

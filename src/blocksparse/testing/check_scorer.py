@@ -12,7 +12,7 @@ from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.scorers.block_scores import BlockMass, BlockScores
 from blocksparse.scorers.key_history import KeyHistory
 from blocksparse.scorers.scorer import Scorer
-from blocksparse.testing.requirements import LENGTHS, SCALE, Case, about, cases, orders, require, unchanged
+from blocksparse.testing.requirements import LENGTHS, Case, about, cases, orders, require, unchanged
 
 _N = 200  # tokens of the prompt that `_check_causality` cuts and changes
 
@@ -43,25 +43,24 @@ def check_scorer(
         AssertionError: says in one sentence what is wrong and in which case.
     """
     for case in cases(lengths, causal):
-        q, k, _ = case.inputs(device=device)
+        (q, k, _), spec = case.inputs(device=device), case.spec()
         needed = tuple(each.value for each in declared(scorer, Scorer, 0))
         for permutation in orders(q, k, needed, causal=case.causal):
             with about(scorer, (case, permutation)), unchanged(q=q, k=k):
-                scores = scorer(q, k, permutation, causal=case.causal, scale=SCALE)
+                scores = scorer(q, k, permutation, spec)
                 check_gave((Declared(scorer, BlockScores), *declared(scorer, Scorer, 1)), scores)
-                scores.grid.check_fits(q, k, permutation, causal=case.causal, window=scorer.window)
+                scores.grid.check_fits(q, k, permutation, spec)
                 if isinstance(scores, BlockMass):
                     negative = (scores.values < 0) & scores.grid.reachable
                     require(~negative.any(), "a BlockMass must not be negative")
-                again = scorer(q, k, permutation, causal=case.causal, scale=SCALE)
+                again = scorer(q, k, permutation, spec)
                 require(
                     torch.equal(scores.values, again.values), "the same inputs gave other scores the second time"
                 )
         with about(scorer, case):
             in_place = GlobalPermutation()
             both, alone = (
-                scorer(x[n:], y[n:], in_place, causal=case.causal, scale=SCALE).values[1 - n :]
-                for n, x, y in ((0, q, k), (1, q, k))
+                scorer(x[n:], y[n:], in_place, spec).values[1 - n :] for n, x, y in ((0, q, k), (1, q, k))
             )
             require(_close(both, alone), "a batch entry has other scores when it is alone")
     if causal is not False and not asks_last_queries:
@@ -72,12 +71,13 @@ def check_scorer(
 
 def _check_causality(scorer: Scorer[Any, Any], device: str) -> None:
     """Require that scores stay if a prompt is cut short, if its end changes, and if only a chunk is scored."""
-    q, k, _ = Case(_N, _N, True).inputs(device=device)
-    whole = scorer(q, k, GlobalPermutation(), causal=True, scale=SCALE)
+    case = Case(_N, _N, True)
+    (q, k, _), spec = case.inputs(device=device), case.spec()
+    whole = scorer(q, k, GlobalPermutation(), spec)
     q_block, k_block, reachable = whole.grid.q_block, whole.grid.k_block, whole.grid.reachable
     for N in (_N - 1, _N - 7, 130):
         with about(scorer, f"a prompt cut at {N}"):
-            short = scorer(q[:, :, :N], k[:, :, :N], GlobalPermutation(), causal=True, scale=SCALE)
+            short = scorer(q[:, :, :N], k[:, :, :N], GlobalPermutation(), spec)
             rows, cols = N // q_block, N // k_block
             seen = reachable[..., :rows, :cols]
             require(
@@ -87,14 +87,14 @@ def _check_causality(scorer: Scorer[Any, Any], device: str) -> None:
     t = _N // 2 // q_block * q_block
     with about(scorer, f"other tokens from {t} on"):
         other_q, other_k = (torch.cat((x[:, :, :t], x[:, :, t:].flip(2)), dim=2) for x in (q, k))
-        other = scorer(other_q, other_k, GlobalPermutation(), causal=True, scale=SCALE)
+        other = scorer(other_q, other_k, GlobalPermutation(), spec)
         rows = t // q_block
         require(
             _close(other.values[:, :, :rows], whole.values[:, :, :rows], reachable[:, :, :rows]),
             "later tokens changed the scores of earlier rows",
         )
     with about(scorer, f"a chunk from {t} on"):
-        chunk = scorer(q[:, :, t:], k, GlobalPermutation(), causal=True, scale=SCALE)
+        chunk = scorer(q[:, :, t:], k, GlobalPermutation(), spec)
         require(
             _close(chunk.values, whole.values[:, :, rows:], reachable[:, :, rows:]),
             "a chunk that starts at a block has other scores than its rows in the whole prompt",
@@ -103,7 +103,8 @@ def _check_causality(scorer: Scorer[Any, Any], device: str) -> None:
 
 def _check_history(scorer: Scorer[Any, Any], device: str) -> None:
     """Require that chunks have the same scores with a history, also after some of the last keys were rewritten."""
-    q, k, _ = Case(_N, _N, True).inputs(device=device)
+    case = Case(_N, _N, True)
+    (q, k, _), spec = case.inputs(device=device), case.spec()
     history, in_place = KeyHistory(), GlobalPermutation()
     for start, end in ((0, 70), (70, _N - 9), (_N - 9, _N), (_N - 40, _N)):
         with about(scorer, f"a chunk from {start} to {end} with a history"):
@@ -111,8 +112,8 @@ def _check_history(scorer: Scorer[Any, Any], device: str) -> None:
                 history.rewind(start)
                 k = torch.cat((k[:, :, :start], k[:, :, start:].flip(2)), dim=2)
             chunk, keys = q[:, :, start:end], k[:, :, :end]
-            mine = scorer.with_history(chunk, keys, in_place, history, causal=True, scale=SCALE)
-            its = scorer(chunk, keys, in_place, causal=True, scale=SCALE)
+            mine = scorer(chunk, keys, in_place, spec, history)
+            its = scorer(chunk, keys, in_place, spec)
             same = torch.equal(mine.values.where(mine.grid.reachable, 0), its.values.where(its.grid.reachable, 0))
             require(same, "a chunk has other scores with the history than without")
 

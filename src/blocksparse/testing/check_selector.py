@@ -9,6 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from blocksparse.attention_spec import AttentionSpec
 from blocksparse.class_line import Declared, a_name, check_gave, declared
 from blocksparse.geometry import Grid
 from blocksparse.permuters.permutation import GlobalPermutation, Permutation
@@ -105,16 +106,15 @@ def _check_rows(selector: Selector[Any, Any], scores: BlockScores) -> None:
 
 def _check_chunks(selector: Selector[Any, Any], scorer: Scorer[Any, Any] | None, device: str) -> None:
     """Require that a chunk gets its rows of the mask of the whole prompt, wherever it starts."""
-    q, k, _ = Case(200, 200, True).inputs(device=device)
+    case = Case(200, 200, True)
+    (q, k, _), spec = case.inputs(device=device), case.spec()
     whole_scores = _scores(selector, scorer, q, k, GlobalPermutation(), causal=True)
     whole, sizes = selector(whole_scores), whole_scores.grid
     for start in (sizes.q_block, 3 * sizes.q_block, 3 * sizes.q_block + 5):
         if start >= q.shape[2]:
             continue
         first = start // sizes.q_block
-        grid = Grid.of(
-            q[:, :, start:], k, GlobalPermutation(), q_block=sizes.q_block, k_block=sizes.k_block, causal=True
-        )
+        grid = Grid.of(q[:, :, start:], k, GlobalPermutation(), spec, q_block=sizes.q_block, k_block=sizes.k_block)
         forced = None if whole_scores.forced is None else whole_scores.forced[..., first:, :]
         chunk_scores = attrs.evolve(
             whole_scores, values=whole_scores.values[:, :, first:], grid=grid, forced=forced
@@ -143,9 +143,10 @@ def _scores(
     causal: bool,
 ) -> Any:
     """The scores that `scorer` gives, or random masses with ties and some forced blocks."""
+    spec = AttentionSpec(scale=SCALE, causal=causal)
     if scorer is not None:
-        return scorer(q, k, permutation, causal=causal, scale=SCALE)
-    grid = Grid.of(q, k, permutation, q_block=_BLOCK, k_block=_BLOCK, causal=causal)
+        return scorer(q, k, permutation, spec)
+    grid = Grid.of(q, k, permutation, spec, q_block=_BLOCK, k_block=_BLOCK)
     draw = uniform(1)
     shape = (*q.shape[:2], grid.rows, grid.cols)
     values = (draw(shape) * 8).floor() / 8 + 0.125  # multiples of 1/8, so that many blocks are equal

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import UnionType
+from typing import Any
 
 import torch
 from attrs import frozen
 from torch import Tensor
 
+from blocksparse.attention_spec import AttentionSpec
 from blocksparse.permuters.global_index_map import GlobalIndexMap
 from blocksparse.permuters.permutation import GlobalPermutation, Permutation
 from blocksparse.testing.inputs import make_qkv
@@ -26,6 +28,10 @@ class Case:
     N: int
     M: int
     causal: bool
+
+    def spec(self, **more: Any) -> AttentionSpec:
+        """What is asked of the stage."""
+        return AttentionSpec(scale=SCALE, causal=self.causal, **more)
 
     def inputs(
         self, *, D: int = 16, dtype: torch.dtype = torch.float32, device: str = "cpu"
@@ -46,7 +52,7 @@ def orders(q: Tensor, k: Tensor, needed: tuple[type | UnionType, ...], *, causal
     keys, queries = (draw(shape).argsort(-1).int() for shape in ((B, Hkv, 1, N), (B, Hq, M)))
     given: list[Permutation] = [GlobalPermutation(), GlobalPermutation(keys.to(k.device), queries.to(q.device))]
     if causal and all(issubclass(Permutation, need) for need in needed):
-        given.append(GlobalIndexMap(64)(q, k, causal=True, scale=SCALE))
+        given.append(GlobalIndexMap(64)(q, k, AttentionSpec(scale=SCALE)))
     return given
 
 

@@ -10,6 +10,7 @@ import torch
 from attrs import asdict, field, frozen
 from torch import Tensor
 
+from blocksparse.attention_spec import AttentionSpec
 from blocksparse.executors.dense_attention import dense_attention
 from blocksparse.head_groups import AnyPipeline
 from blocksparse.integrations.density_recorder import DensityRecorder
@@ -115,7 +116,7 @@ class Bench:
                 if unit.layer != call.layer or not some:
                     continue
                 part = unit.part(call.q, call.k, call.v)
-                dense = dense_attention(*part, causal=True, scale=call.scale)
+                dense = dense_attention(*part, AttentionSpec(scale=call.scale))
                 for candidate in some:
                     trace = candidate.pipeline().trace(*part, scale=call.scale)
                     probe = Probe(float(trace.density().mean()), _distance(trace.output.out, dense))

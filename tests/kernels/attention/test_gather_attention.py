@@ -12,6 +12,7 @@ import torch
 from attrs import evolve, frozen
 from tests.kernels.scripts import printed_by
 from tests.machine import DTYPES, GPU, needs_hopper
+from tests.specs import asked
 from torch import Tensor
 
 import blocksparse as bs
@@ -69,8 +70,10 @@ def arguments(
 ) -> Call:
     """What the kernel takes, for a random mask in random order, of which diagonal and band open each row."""
     scale, k_block = q.shape[-1] ** -0.5, k_block or block
-    permutation = (permuter or GlobalIndexMap(64))(q, k, causal=causal, scale=scale)
-    grid = bs.Grid.of(q, k, permutation, q_block=block, k_block=k_block, causal=causal)
+    permutation = (permuter or GlobalIndexMap(64))(q, k, bs.AttentionSpec(scale=scale, causal=causal))
+    grid = bs.Grid.of(
+        q, k, permutation, bs.AttentionSpec(scale=1.0, causal=causal), q_block=block, k_block=k_block
+    )
     shape = q.shape[0], q.shape[1], grid.rows, grid.cols
     generator = torch.Generator().manual_seed(0)
     chosen = (torch.rand(shape, generator=generator) < keep).to(q.device)
@@ -231,7 +234,7 @@ def test_the_executor_takes_the_kernel_on_a_gpu_and_the_twin_elsewhere(device: s
     q, k, v = make_qkv(N=150, D=32, device=device)
     trace = s2o(0.1, S=64, block=16).trace(q, k, v)
     q, k, v = (x.double() for x in (q, k, v))
-    again = GatherExecutor(0.1)(q, k, v, trace.permutation, trace.mask, scale=trace.scale)
+    again = GatherExecutor(0.1)(q, k, v, trace.mask, asked(trace.mask, trace.spec.scale))
     assert again.visited is not None
     assert torch.equal(trace.visited.keep, again.visited.keep)
     torch.testing.assert_close(trace.output.out.double(), again.out, rtol=1e-4, atol=1e-4)

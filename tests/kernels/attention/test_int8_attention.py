@@ -8,6 +8,7 @@ import pytest
 import torch
 from attrs import evolve, frozen
 from tests.machine import HOPPER, needs_hopper
+from tests.specs import asked
 from torch import Tensor
 
 import blocksparse as bs
@@ -67,7 +68,9 @@ def arguments(
         segment = torch.arange(k.shape[2], device=k.device) // 256
         k_index = (torch.rand(k.shape[0], k.shape[1], 1, k.shape[2], device=k.device) + segment).argsort(-1).int()
     permutation = bs.GlobalPermutation(k_index)
-    grid = bs.Grid.of(q, k, permutation, q_block=q_block, k_block=k_block, causal=causal)
+    grid = bs.Grid.of(
+        q, k, permutation, bs.AttentionSpec(scale=1.0, causal=causal), q_block=q_block, k_block=k_block
+    )
     kept = (torch.rand(*q.shape[:2], grid.rows, grid.cols, device=q.device) < keep) & grid.reachable
     mask = bs.BlockMask(kept if nothing else kept | grid.diagonal, grid)
     plan = BlockPlan.of(mask.share_heads() if shared else mask)
@@ -209,9 +212,9 @@ def test_no_row_learns_of_a_later_token(blocks: tuple[int, int], offset: int, fp
     q, k, v = make_qkv(N=1000, M=1000 - offset, Hq=4, Hkv=2, D=64, dtype=torch.bfloat16, device="cuda")
     segment = torch.arange(1000, device="cuda") // 256
     order = bs.GlobalPermutation((torch.rand(1, 2, 1, 1000, device="cuda") + segment).argsort(-1).int())
-    grid = bs.Grid.of(q, k, order, q_block=blocks[0], k_block=blocks[1], causal=True)
+    grid = bs.Grid.of(q, k, order, bs.AttentionSpec(scale=1.0), q_block=blocks[0], k_block=blocks[1])
     mask, executor = bs.BlockMask(grid.reachable.expand(1, 4, -1, -1), grid), bs.Int8Executor(fp8)
-    want = executor(q, k, v, order, mask, scale=0.125)
+    want = executor(q, k, v, mask, asked(mask, 0.125))
     assert want.lse is not None
     for token in (1, 40, 63, 64, 100, 127, 128, 200, 255, 256, 511, 513, 900):
         stands = token - offset
@@ -220,7 +223,7 @@ def test_no_row_learns_of_a_later_token(blocks: tuple[int, int], offset: int, fp
         q_after, k_after, v_after = q.clone(), k.clone(), v.clone()
         for x, first in ((q_after, stands), (k_after, token), (v_after, token)):
             x[:, :, first:] = 10 * torch.randn_like(x[:, :, first:])
-        got = executor(q_after, k_after, v_after, order, mask, scale=0.125)
+        got = executor(q_after, k_after, v_after, mask, asked(mask, 0.125))
         assert got.lse is not None
         assert torch.equal(got.out[:, :, :stands], want.out[:, :, :stands])
         assert torch.equal(got.lse[:, :, :stands], want.lse[:, :, :stands])

@@ -94,7 +94,9 @@ def arguments(
     """What the kernel takes for a random mask, and what smoothing took from every logit."""
     permutation = bs.GlobalPermutation(k_index)
     keys, values = permutation.gather_keys(k), permutation.gather_keys(v)
-    grid = bs.Grid.of(q, keys, permutation, q_block=block, k_block=block, causal=causal)
+    grid = bs.Grid.of(
+        q, keys, permutation, bs.AttentionSpec(scale=1.0, causal=causal), q_block=block, k_block=block
+    )
     generator = torch.Generator().manual_seed(0)
     chosen = torch.rand(q.shape[0], q.shape[1], grid.rows, grid.cols, generator=generator).to(q.device) < keep
     chosen = (chosen | grid.diagonal) & grid.reachable
@@ -326,10 +328,8 @@ def test_accuracy(options: dict[str, Any], budget: float, causal: bool, device: 
     q, k, v = structured(400, Hq=2, Hkv=1, device=device)
     front = bs.SegmentKeySort(S=128) if causal else bs.Identity(), bs.MeanPoolScorer(64), bs.TopCdf(0.9)
     want = bs.Pipeline(*front, bs.ReferenceExecutor()).trace(q, k, v, causal=causal)
-    exact = bs.ReferenceExecutor()(
-        q.double(), k.double(), v.double(), want.permutation, want.mask, scale=want.scale
-    )
-    got = bs.Int8Executor(**options)(q, k, v, want.permutation, want.mask, scale=want.scale)
+    exact = bs.ReferenceExecutor()(q.double(), k.double(), v.double(), want.mask, want.spec)
+    got = bs.Int8Executor(**options)(q, k, v, want.mask, want.spec)
     assert relative_l1(got.out, exact.out) < budget
     assert got.lse is not None
     assert exact.lse is not None
@@ -381,7 +381,7 @@ def test_later_tokens_change_no_bit(permuted: bool, options: dict[str, Any], dev
     executor = bs.Int8Executor(**options)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        output = executor(q, k, v, held.permutation, held.mask, scale=held.scale)
+        output = executor(q, k, v, held.mask, held.spec)
         assert output.lse is not None
         return output.out, output.lse
 

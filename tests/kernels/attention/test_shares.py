@@ -32,7 +32,9 @@ def lists_of_any_length(
     heads: int = 1,
 ) -> tuple[BlockPlan, bs.Grid]:
     """A mask whose rows keep nothing, few, or nearly all of their blocks; `heads` query heads share one."""
-    grid = bs.Grid.of(q, k, permutation, q_block=q_block, k_block=k_block, causal=causal)
+    grid = bs.Grid.of(
+        q, k, permutation, bs.AttentionSpec(scale=1.0, causal=causal), q_block=q_block, k_block=k_block
+    )
     generator = torch.Generator().manual_seed(1)
     density = torch.tensor([0.0, 0.01, 0.1, 0.3, 0.9])
     shape = q.shape[0], q.shape[1] // heads, grid.rows

@@ -17,6 +17,7 @@ from attrs import evolve, frozen
 from tests.kernels.scripts import printed_by
 from tests.machine import DTYPES, GPU, needs_hopper
 from tests.on_kernels import pretend_gpu
+from tests.specs import asked
 from torch import Tensor
 
 import blocksparse as bs
@@ -104,7 +105,7 @@ def arguments(
     """What the kernel takes, for a random mask."""
     permutation = bs.GlobalPermutation(k_index)
     k, v = permutation.gather_keys(k), permutation.gather_keys(v)
-    grid = bs.Grid.of(q, k, permutation, q_block=block, k_block=block, causal=causal)
+    grid = bs.Grid.of(q, k, permutation, bs.AttentionSpec(scale=1.0, causal=causal), q_block=block, k_block=block)
     generator = torch.Generator().manual_seed(0)
     chosen = torch.rand(q.shape[0], q.shape[1], grid.rows, grid.cols, generator=generator).to(q.device) < keep
     plan = BlockPlan.of(bs.BlockMask((chosen | grid.diagonal) & grid.reachable, grid))
@@ -231,7 +232,7 @@ def test_a_chunk_moves_what_it_visits(
     generator = torch.Generator().manual_seed(0)
     k_index = torch.rand(2, order_heads, 1, N, generator=generator).argsort(-1).int().to(device)
     permutation = bs.GlobalPermutation(k_index)
-    grid = bs.Grid.of(q, k, permutation, q_block=block, k_block=block, causal=True)
+    grid = bs.Grid.of(q, k, permutation, bs.AttentionSpec(scale=1.0), q_block=block, k_block=block)
     keep = torch.rand(2, 4, grid.rows, grid.cols, generator=generator).to(device) < 0.1
     keep[..., 0] = False
     keep[:, :, -1] = False
@@ -247,11 +248,11 @@ def test_a_chunk_moves_what_it_visits(
     monkeypatch.setattr(op, "gather_two", noted)
     if one_head:
         monkeypatch.setattr(op, "_WORKSPACE", 1)
-    output = bs.TritonExecutor()(q, k, v, permutation, mask, scale=0.1)
+    output = bs.TritonExecutor()(q, k, v, mask, asked(mask, 0.1))
     assert len(gathered) == (4 if one_head else 2)
     assert all(0.1 < x.isnan().float().mean() < 0.9 for x in gathered)
     monkeypatch.setattr(executor_module, "visited_columns", lambda keep, heads: None)
-    want = bs.TritonExecutor()(q, k, v, permutation, mask, scale=0.1)
+    want = bs.TritonExecutor()(q, k, v, mask, asked(mask, 0.1))
     assert not gathered[-1].isnan().any()
     assert want.lse is not None
     assert output.lse is not None
@@ -355,9 +356,9 @@ def test_hopper_has_no_softcap_and_no_sinks(device: str) -> None:
     with pytest.raises(ValueError, match="the Hopper kernel knows no softcap and no sinks, the portable one does"):
         call(change=a_change(4, device))
     front = bs.Identity(), bs.MeanPoolScorer(64), bs.TopK(2)
-    executor = bs.TritonExecutor(HopperTiles(1, 64, 2), logits=bs.Logits(sinks=1.0))
+    executor = bs.TritonExecutor(HopperTiles(1, 64, 2))
     with pytest.raises(ValueError, match="knows no softcap and no attention sinks, but TritonTiles do"):
-        bs.Pipeline(*front, executor)(q, k, v)
+        bs.Pipeline(*front, executor)(q, k, v, sinks=1.0)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of NaN, in the interpreter
@@ -601,7 +602,9 @@ def test_hopper(
         k_index = (torch.rand(2, 2, 1, N, device="cuda") + segment).argsort(-1).int()
     permutation = bs.GlobalPermutation(k_index)
     keys, values = permutation.gather_keys(k), permutation.gather_keys(v)
-    grid = bs.Grid.of(q, k, permutation, q_block=q_block, k_block=k_block, causal=causal)
+    grid = bs.Grid.of(
+        q, k, permutation, bs.AttentionSpec(scale=1.0, causal=causal), q_block=q_block, k_block=k_block
+    )
     keep = (torch.rand(2, 4, grid.rows, grid.cols, device="cuda") < 0.3) & grid.reachable
     if not nothing:
         keep = keep | grid.diagonal
@@ -639,7 +642,7 @@ def test_hopper_takes_wide_heads_by_default(D: int, Dv: int, block: int) -> None
     trace = bs.Pipeline(*front, bs.TritonExecutor()).trace(q, k, v)
     exact, yardstick = (
         bs.ReferenceExecutor()(
-            q.to(dtype), k.to(dtype), v.to(dtype), trace.permutation, trace.mask, scale=trace.scale
+            q.to(dtype), k.to(dtype), v.to(dtype), trace.mask, asked(trace.mask, trace.spec.scale)
         ).out
         for dtype in (torch.float64, q.dtype)
     )

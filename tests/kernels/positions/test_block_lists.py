@@ -60,7 +60,7 @@ def test_lists_are_int16_while_it_holds_every_block(cols: int, dtype: torch.dtyp
     """One row over blocks of one key; what other kernels take is int32 either way."""
     assert index_dtype(cols) == dtype
     q, k, _ = make_qkv(N=cols, M=1, Hq=1, Hkv=1, D=4, device=device)
-    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), q_block=1, k_block=1, causal=True)
+    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0), q_block=1, k_block=1)
     keep = random_keep(grid, 0.5, device) | grid.diagonal
     assert_same(keep, grid)
     plan = BlockPlan.of(bs.BlockMask(keep, grid))
@@ -73,7 +73,7 @@ def test_lists_are_int16_while_it_holds_every_block(cols: int, dtype: torch.dtyp
 def test_plan_by_hand(device: str) -> None:
     """Full blocks first, partial ones behind them, and each part as a list of its own."""
     q, k, _ = make_qkv(N=64, Hq=1, Hkv=1, D=4, device=device)
-    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), q_block=16, k_block=16, causal=True)
+    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0), q_block=16, k_block=16)
     keep = grid.reachable.clone()
     keep[..., 3, 1] = False
     plan = BlockPlan.of(bs.BlockMask(keep, grid))

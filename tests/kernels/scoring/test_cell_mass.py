@@ -163,8 +163,8 @@ def test_of_a_gpu_s_tiles(device: str) -> None:
 def test_a_scorer_takes_it(M: int, device: str) -> None:
     q, k, _ = make_qkv(N=64, M=M, Hq=2, Hkv=1, D=16, device=device)
     scorer = bs.AntidiagonalScorer(4, block=16)
-    got = scorer(q, k, bs.GlobalPermutation(), causal=True, scale=0.25).values
-    want = scorer(q.cpu(), k.cpu(), bs.GlobalPermutation(), causal=True, scale=0.25).values
+    got = scorer(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=0.25)).values
+    want = scorer(q.cpu(), k.cpu(), bs.GlobalPermutation(), bs.AttentionSpec(scale=0.25)).values
     torch.testing.assert_close(got.cpu(), want, rtol=1e-4, atol=1e-6)
 
 

@@ -24,9 +24,11 @@ bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(), bs.TopCdf(0.9) | bs.Band(256) | 
 bs.TopCdf([0.6, 0.7, 0.8, 0.9])
 bs.TopCdf(torch.full((32,), 0.9))
 
-# A window changes no type.
-assert_type(paper.in_window(4096), bs.Pipeline[bs.GlobalPermutation, bs.BlockMass, bs.BlockMask])
-assert_type(bs.MeanPoolScorer().in_window(4096), bs.MeanPoolScorer)
+# What a layer asks for is an argument of a call; a choice has the type of its mask.
+x = torch.rand(1, 4, 8, 16)
+assert_type(paper(x, x, x, window=4096, softcap=50.0, sinks=[0.0] * 4), torch.Tensor)
+assert_type(paper.choose(x, x, window=4096), bs.Choice[bs.BlockMask])
+assert_type(paper.attend(x, x, x, paper.choose(x, x)), bs.AttentionOutput)
 
 trace = paper.trace(torch.rand(1, 4, 8, 16), torch.rand(1, 2, 8, 16), torch.rand(1, 2, 8, 16))
 assert_type(trace.permutation, bs.GlobalPermutation)
@@ -38,7 +40,7 @@ assert_type(trace.mask, bs.BlockMask)
 class PerSegment(bs.Permuter[bs.Permutation]):
     """A user's permuter with an order per query segment."""
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, *, causal: bool, scale: float) -> bs.Permutation:
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, spec: bs.AttentionSpec) -> bs.Permutation:
         return bs.Permutation(group=64, k_index=torch.zeros(1, 1, 1, 1, dtype=torch.int32))
 
 
@@ -47,9 +49,14 @@ class AnyOrder(bs.Scorer[bs.Permutation, bs.BlockScores]):
     """A user's scorer that takes any permutation and gives logits."""
 
     def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, permutation: bs.Permutation, *, causal: bool, scale: float
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        permutation: bs.Permutation,
+        spec: bs.AttentionSpec,
+        history: bs.KeyHistory | None = None,
     ) -> bs.BlockScores:
-        grid = bs.Grid.of(q, k, permutation, q_block=16, k_block=16, causal=causal)
+        grid = bs.Grid.of(q, k, permutation, spec, q_block=16, k_block=16)
         return bs.BlockScores(torch.zeros(1, 1, grid.rows, grid.cols), grid)
 
 

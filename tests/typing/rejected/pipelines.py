@@ -9,33 +9,22 @@ import blocksparse as bs
 
 @attrs.frozen(eq=False)
 class PerSegment(bs.Permuter[bs.Permutation]):
-    def __call__(self, q: Tensor, k: Tensor, *, causal: bool, scale: float) -> bs.Permutation:
+    def __call__(self, q: Tensor, k: Tensor, spec: bs.AttentionSpec) -> bs.Permutation:
         return bs.Permutation()
 
 
 @attrs.frozen(eq=False)
 class Logits(bs.Scorer[bs.Permutation, bs.BlockScores]):
-    def __call__(
-        self, q: Tensor, k: Tensor, permutation: bs.Permutation, *, causal: bool, scale: float
-    ) -> bs.BlockScores:
+    def __call__(self, q: Tensor, k: Tensor, permutation: bs.Permutation, spec: bs.AttentionSpec, history: bs.KeyHistory | None = None) -> bs.BlockScores:
         raise NotImplementedError
 
 
 @attrs.frozen(eq=False)
 class EarlyStop(bs.Executor[bs.Permutation, bs.RankedBlockMask]):
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        permutation: bs.Permutation,
-        mask: bs.RankedBlockMask,
-        *,
-        scale: float,
-    ) -> bs.AttentionOutput:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: bs.RankedBlockMask, spec: bs.AttentionSpec, out: Tensor | None = None) -> bs.AttentionOutput:
         raise NotImplementedError
 
-    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: bs.RankedBlockMask) -> list[str]:
+    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: bs.RankedBlockMask, spec: bs.AttentionSpec) -> list[str]:
         return []
 
 

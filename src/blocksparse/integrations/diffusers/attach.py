@@ -54,8 +54,8 @@ def attach(
 
     Raises:
         TypeError: `model` is not a model of diffusers, or `pipeline` is not a pipeline.
-        ValueError: the model is not known, is attached already, or lacks a layer that the schedule names; an
-            order places text by itself; or a pipeline has a sliding window.
+        ValueError: the model is not known, is attached already, or lacks a layer that the schedule names; or an
+            order places text by itself.
     """
     if not isinstance(model, ModelMixin):
         raise TypeError(
@@ -96,11 +96,6 @@ def attach(
     }
     for attention in pipelines.values():
         check_orders(attention)
-        if attention.window is not None:
-            raise ValueError(
-                f"'pipeline' has a sliding window of {attention.window} tokens, and attention of these models is "
-                "not causal: take the pipeline without it, in_window(None)"
-            )
     adapter = Adapter(
         family, model.config, pipelines, keys, frozenset(map(int, dense_steps)), int(min_tokens), recorder
     )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import Unpack, final
 
 from attrs import Factory, field, frozen
 from torch import Tensor
 
-from blocksparse.inputs import check_inputs
+from blocksparse.attention_spec import Asked, AttentionSpec
 from blocksparse.integrations.density_recorder import DensityRecorder
 from blocksparse.opaque_call import OpaqueCall, attend
 from blocksparse.schedule import LayerPipeline
@@ -25,11 +25,11 @@ class Recorded:
         init=False, repr=False, default=Factory(lambda self: OpaqueCall(self._attend), takes_self=True)
     )
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None) -> Tensor:
-        q, k, v, scale = check_inputs(q, k, v, causal=causal, scale=scale)
-        return attend(self._call, q, k, v, causal=causal, scale=scale)
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **asked: Unpack[Asked]) -> Tensor:
+        return attend(self._call, q, k, v, **asked)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
-        trace = self.pipeline.trace(q, k, v, causal=causal, scale=scale)
-        self.recorder.saw_sparse(self.layer, trace.density(), q_len=q.shape[2], k_len=k.shape[2], causal=causal)
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        trace = self.pipeline.trace(q, k, v, **spec.arguments())
+        sizes = {"q_len": q.shape[2], "k_len": k.shape[2]}
+        self.recorder.saw_sparse(self.layer, trace.density(), **sizes, causal=spec.causal)
         return trace.output.out

@@ -8,6 +8,7 @@ from typing import final
 from attrs import frozen
 from torch import Tensor
 
+from blocksparse.attention_spec import AttentionSpec
 from blocksparse.executors.dense_attention import dense_attention
 from blocksparse.inputs import UnsupportedError
 from blocksparse.integrations.density_recorder import DensityRecorder
@@ -51,7 +52,7 @@ class LayerAttention:
             trace = self.pipeline.trace(q, k, v, scale=scale)
         except UnsupportedError as error:
             self._saw_dense(error.because)
-            return dense_attention(q, k, v, causal=True, scale=scale)
+            return dense_attention(q, k, v, AttentionSpec.of(scale=scale))
         if trace.dense_because is not None:
             self._saw_dense(trace.dense_because)
         else:

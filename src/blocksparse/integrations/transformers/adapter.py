@@ -50,18 +50,18 @@ class Adapter:
         if id(module) not in self.modules:
             return dense(call)
         layer, seen, reason = self.layers[call.layer], call.seen, call.dense_because()
+        asked = call.asked()
         if reason is None:
             assert seen is not None  # or there would be a reason
-            layer = layer.called(call.window, kwargs)
             # With a window, a softcap or sinks the layer itself attends densely, where it does: transformers'
             # functions would take a mask, or hold logits.
-            if call.sequences is None and call.window is None and layer.logits.is_plain:
-                reason = layer.dense_because(query.shape[2], seen)
+            more = asked.get("window"), asked.get("softcap"), asked.get("sinks")
+            if call.sequences is None and all(x is None for x in more):
+                reason = layer.dense_because(query.shape[2], seen, None)
         if reason is not None:
             # Inside torch.compile this line would run only when the graph is traced, so nothing is recorded there.
             if not torch.compiler.is_compiling():
                 self.outcomes.saw_dense(call.layer, reason)
             return dense(call)
-        scale, sequences = kwargs.get("scaling"), call.sequences
-        out = layer(query, key[:, :, :seen], value[:, :, :seen], scale=scale, sequences=sequences)
+        out = layer(query, key[:, :, :seen], value[:, :, :seen], call.sequences, **asked)
         return out.transpose(1, 2).contiguous(), None

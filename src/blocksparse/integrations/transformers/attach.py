@@ -51,13 +51,12 @@ def attach(
         continuous_batching: attach to the calls of `generate_batch` instead, and to no others. transformers takes
             only its own names there, so "sdpa" is the name of the pipeline until the end, for this model alone.
         min_window: layers with a sliding window of fewer tokens than this, which hides something of a prompt, are
-            exactly dense within it; None for all windows. So are those for which the pipeline knows no window.
+            exactly dense within it; None for all windows. So are those for which an executor knows no window.
 
     Raises:
         TypeError: there is not one transformers model in `model`, or `pipeline` is not a pipeline.
         ValueError: no attention of the model asks transformers which function to call, the model lacks a layer
-            that the schedule names, a pipeline has a sliding window or `Logits` of its own, or transformers is too
-            old for `continuous_batching`.
+            that the schedule names, or transformers is too old for `continuous_batching`.
     """
     model = _inside(model)
     if not isinstance(pipeline, Pipeline | HeadGroups | Schedule):
@@ -172,15 +171,4 @@ def _layers_of(schedule: Schedule, model: PreTrainedModel) -> dict[int, LayerPip
                 f"{type(config).__name__} has no num_hidden_layers"
             )
         layers.update(enumerate(schedule.resolve(count)))
-    for pipeline in layers.values():
-        if pipeline is not None and pipeline.window is not None:
-            raise ValueError(
-                f"'pipeline' has a sliding window of {pipeline.window} tokens, and the model says which of its "
-                "layers have one: take the pipeline without it, in_window(None)"
-            )
-        if pipeline is not None and not pipeline.logits.is_plain:
-            raise ValueError(
-                f"'pipeline' has {pipeline.logits}, and the model says which of its layers have a softcap or "
-                "sinks: take the pipeline without them, with_logits(Logits())"
-            )
     return layers

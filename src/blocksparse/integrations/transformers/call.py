@@ -8,6 +8,7 @@ import torch
 from attrs import define, evolve
 from torch import Tensor, nn
 
+from blocksparse.attention_spec import Asked
 from blocksparse.inputs import MAX_HEAD_DIM
 from blocksparse.integrations.transformers.last_lengths import LastLengths
 from blocksparse.integrations.transformers.layer_logits import sinks_in, unread_because
@@ -97,6 +98,13 @@ class Call:
     def window(self) -> int | None:
         """How many keys a query sees at most, if the mask says so and nothing else beside the prompts."""
         return self.mask.window if isinstance(self.mask, PromptMask) else None
+
+    def asked(self) -> Asked:
+        """What the layer asks for, as arguments of a pipeline."""
+        kwargs = self.kwargs
+        return Asked(
+            scale=kwargs.get("scaling"), window=self.window, softcap=kwargs.get("softcap"), sinks=sinks_in(kwargs)
+        )
 
     @property
     def wants_weights(self) -> bool:

@@ -87,6 +87,5 @@ def _attend(
     if reason is not None:
         adapter.outcomes.saw_dense(call.layer, reason)
         return dense(evolve(call, mask=prompts if mask is None else mask))
-    layer = adapter.layers[call.layer].called(call.window, kwargs)
-    out = layer(query, key, value, scale=kwargs.get("scaling"), sequences=sequences)
+    out = adapter.layers[call.layer](query, key, value, sequences, **call.asked())
     return out.transpose(1, 2).contiguous(), None

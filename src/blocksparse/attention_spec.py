@@ -1,0 +1,186 @@
+"""`AttentionSpec`: which softmax attention a layer asks for, as one value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from numbers import Real
+from typing import Any, TypedDict, final
+
+import torch
+from attrs import converters, evolve, field, frozen
+from torch import Tensor
+
+from blocksparse.kernels.attention.arguments import LogitChange
+from blocksparse.per_head import HeadValues, PerHead, by_head, numbers, over_blocks, per_head, read, wrong_heads
+from blocksparse.validators import Rule, flag, optional, shown, size, whole
+
+# Kernels multiply the scale by log2(e) and by scales of their own in fp32; these bounds leave room for that.
+LEAST_SCALE, MOST_SCALE = 2.0**-64, 2.0**64
+
+
+def checked_scale(scale: float) -> float:
+    """The scale as a float. Any `numbers.Real` is taken, numpy's scalars included.
+
+    Raises:
+        TypeError, ValueError: it is no number, or out of range.
+    """
+    if isinstance(scale, bool) or not isinstance(scale, Real):
+        raise TypeError(f"'scale' must be a number: {type(scale).__name__}; convert it with float()")
+    try:
+        value = float(scale)
+    except OverflowError:  # an integer that is too large for a float
+        value = math.inf
+    if not (value == 0 or LEAST_SCALE <= abs(value) <= MOST_SCALE):
+        raise ValueError(f"'scale' must be 0 or of a magnitude from 2**-64 to 2**64: {value}")
+    return value
+
+
+def _as_python(value: float | None) -> float | None:
+    """Converter: a real number of another library becomes a `float`; what is none stays, for a rule to refuse."""
+    return float(value) if isinstance(value, Real) and type(value) not in (bool, int, float) else value
+
+
+_softcap = Rule(
+    "a number from 1e-30 to 1e30",
+    lambda x: isinstance(x, Real) and not isinstance(x, bool),
+    lambda x: 1e-30 <= x <= 1e30,  # fp32, in which logits are divided by it, rounds less than 1e-45 to 0
+)
+_sink = numbers("a number from -1e30 to 1e30", lambda x: x.abs() <= 1e30)
+
+
+class Asked(TypedDict, total=False):
+    """The arguments of a call of attention that become its `AttentionSpec`."""
+
+    causal: bool
+    scale: float | None
+    window: int | None
+    softcap: float | None
+    sinks: Any  # a number, a sequence or a tensor [Hq] of numbers, or None
+
+
+def _as_sinks(value: Any) -> PerHead:
+    """Converter: as of any option per head. A sink of -inf is none, and to add exp(-1e30) adds nothing."""
+    found = per_head(value)
+    if isinstance(found, HeadValues) and float("-inf") in found.numbers:
+        return HeadValues(found.values.clamp_min(-1e30))
+    return -1e30 if found == float("-inf") else found
+
+
+@final
+@frozen(kw_only=True, cache_hash=True)
+class AttentionSpec:
+    """What a layer would compute if every block were kept. Nothing here approximates.
+
+        AttentionSpec(scale=D**-0.5, window=4096)
+
+    Equal specs are equal values. Users of a pipeline pass these fields to its call; a stage gets them as one.
+
+    Args:
+        scale: factor of the logits.
+        causal: whether query `i` of M sees only the keys up to position `N - M + i` of N.
+        window: a sliding window: a query at position `p` sees the keys at `p - window < k <= p`, as with Hugging
+            Face's `sliding_window`. None for no window.
+        softcap: a logit `x`, after the scale, becomes `softcap * tanh(x / softcap)` (Gemma 2). None caps nothing.
+        sinks: one more logit that has no value, and so enters the softmax denominator alone (GPT-OSS); one for all
+            query heads or one for each. It is neither scaled nor capped. None is a plain softmax.
+
+    Raises:
+        TypeError, ValueError: a field is not of its kind or out of its range, or a window is not causal.
+    """
+
+    scale: float = field(converter=checked_scale)
+    causal: bool = field(default=True, validator=flag)
+    window: int | None = field(default=None, converter=converters.optional(whole), validator=optional(size))
+    softcap: float | None = field(default=None, converter=_as_python, validator=optional(_softcap))
+    sinks: PerHead | None = field(
+        default=None, converter=converters.optional(_as_sinks), validator=optional(_sink)
+    )
+
+    @window.validator
+    def _is_causal(self, _: object, window: int | None) -> None:
+        if window is not None and not self.causal:
+            raise ValueError(
+                f"a sliding window is causal, a query sees the window={shown(window)} tokens that end with its "
+                "own: call with causal=True, or without a window"
+            )
+
+    @staticmethod
+    def of(
+        *,
+        scale: float,
+        causal: bool = True,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Any = None,
+    ) -> AttentionSpec:
+        """The same as the class, whose objects are remembered, since every call of a layer asks for one."""
+        if isinstance(sinks, Tensor) and sinks.ndim == 1 and sinks.device.type != "cpu":
+            sinks = read(sinks)
+        if sinks is None or isinstance(sinks, float | HeadValues):
+            try:
+                return _remembered(scale, causal, window, softcap, sinks)
+            except TypeError:  # of a value that cannot be looked up, which the class refuses in its own words
+                pass
+        return AttentionSpec(scale=scale, causal=causal, window=window, softcap=softcap, sinks=sinks)
+
+    def arguments(self) -> Asked:
+        """The fields as arguments of a pipeline's call."""
+        return Asked(
+            causal=self.causal, scale=self.scale, window=self.window, softcap=self.softcap, sinks=self.sinks
+        )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a plain softmax, without softcap and sinks."""
+        return self.softcap is None and self.sinks is None
+
+    def check_heads(self, heads: int) -> None:
+        """Refuse sinks that are not one for each of these query heads.
+
+        Raises:
+            ValueError: they are for another number of heads.
+        """
+        for reason in wrong_heads("sinks", self.sinks, heads):
+            raise ValueError(reason)
+
+    def of_heads(self, heads: Sequence[int], kv_heads: int) -> AttentionSpec:
+        """That of some of the `kv_heads` KV heads of a layer: with the sinks of their query heads.
+
+        Raises:
+            ValueError: the sinks are not as many for each KV head.
+        """
+        if not isinstance(self.sinks, HeadValues):
+            return self
+        values = self.sinks.values
+        if len(values) % kv_heads:
+            raise ValueError(f"'sinks' must have as many entries for each of {kv_heads} KV heads: {len(values)}")
+        by_kv_head = values.view(kv_heads, -1)
+        return evolve(self, sinks=torch.cat([by_kv_head[head] for head in heads]))
+
+    def for_kernel(self, q: Tensor) -> LogitChange:
+        """What the portable kernel gets, for `q` `[B, Hq, M, D]`."""
+        return LogitChange(self.softcap, None if self.sinks is None else by_head(self.sinks, q))
+
+    def capped(self, logits: Tensor) -> Tensor:
+        """The logits after the cap; they are overwritten."""
+        return logits if self.softcap is None else logits.div_(self.softcap).tanh_().mul_(self.softcap)
+
+    def with_sinks(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """Attention `out` `[B, Hq, M, Dv]` without sinks and its lse `[B, Hq, M]`, as both are with them.
+
+        A query without a kept key keeps its output of 0, and has the sink as its lse.
+        """
+        if self.sinks is None:
+            return out, lse
+        sinks = over_blocks(self.sinks, lse.unsqueeze(3)).squeeze(3).to(lse.dtype)
+        share = torch.sigmoid(lse - sinks)  # of the softmax that is not the sink's
+        return out * share.unsqueeze(3), torch.logaddexp(lse, sinks)
+
+
+@lru_cache(maxsize=1024, typed=True)
+def _remembered(
+    scale: float, causal: bool, window: int | None, softcap: float | None, sinks: PerHead | None
+) -> AttentionSpec:
+    return AttentionSpec(scale=scale, causal=causal, window=window, softcap=softcap, sinks=sinks)
