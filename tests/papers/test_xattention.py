@@ -328,7 +328,7 @@ def test_means_of_cells_in_half_precision_choose_as_in_fp32(dtype: torch.dtype, 
     for stride, block in ((4, 32), (8, 64), (16, 64)):
         scorer = AntidiagonalScorer(stride, block=block, pattern="sum")
         rounded, exact = (
-            bs.TopCdf(0.9)(scorer(*x, bs.GlobalPermutation(), causal=True, scale=0.125)).keep
+            bs.TopCdf(0.9)(scorer(*x, bs.GlobalPermutation(), bs.AttentionSpec(scale=0.125))).keep
             for x in ((q, k), (q.float(), k.float()))
         )
         flipped, kept = flipped + int((rounded != exact).sum()), kept + int(exact.sum())

@@ -87,7 +87,9 @@ def sparse_attention(
         else:
             for first in range(0, k.shape[1], step):
                 of = functools.partial(_of_heads, first=first, step=step, heads=k.shape[1])
-                counts: dict[str, Any] = {name: of(getattr(lists, name)) for name in ("full_count", "partial_count", "index")}
+                counts: dict[str, Any] = {
+                    name: of(getattr(lists, name)) for name in ("full_count", "partial_count", "index")
+                }
                 wanted = None if visited is None else of(visited)
                 moved = gather_two(of(k), of(v), of(key_slots), wanted=wanted, block=lists.k_block)
                 _kernel(tiles, approximation.of_heads(of), change.of_heads(of))(

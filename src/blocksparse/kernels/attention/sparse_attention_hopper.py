@@ -63,7 +63,15 @@ def sparse_attention_hopper(
     keys = v.shape[1], v.shape[2]
     shares = shares_of((q.shape[0], q.shape[1]), keys, v.shape[-1], lists, 64 * tiles.consumers)
     launch = launch_of(
-        q, whole, whole_lse, keys, lists, positions, tiles, scale, entries=None if shares is None else shares.entries
+        q,
+        whole,
+        whole_lse,
+        keys,
+        lists,
+        positions,
+        tiles,
+        scale,
+        entries=None if shares is None else shares.entries,
     )
     piece = min(lists.k_block, tiles.block_n)
     _kernel[launch.grid](
