@@ -95,7 +95,7 @@ docs: $(DOCS_VENV)/.installed
 venv: $(VENV)/.installed
 
 clean:
-	@echo "make clean: removing caches, build and demo-output; remove $(VENV), $(DOCS_VENV), $(VLLM_VENV) and $(SGLANG_VENV) by hand to install anew"
+	@echo "make clean: removing caches, build and demo-output; remove $(VENV), its likes ($(VENV)-*) and .triton-* by hand to install anew"
 	@rm -rf demo-output build .pytest_cache .mypy_cache .ruff_cache
 	@find src tests tests_vllm tests_sglang benchmarks examples -name __pycache__ -prune -exec rm -rf {} +
 

@@ -66,7 +66,8 @@ forward_ad._current_level, torch.overrides._x(), torch.ops.aten._softmax, torch.
 WITHOUT = """
 import builtins, torch, torch._dynamo
 hidden = {
-    "torch._library.opaque_object", "torch._opaque_base", "torch._C._functorch", "torch.utils._python_dispatch",
+    "torch._library.opaque_object", "torch._opaque_base", "torch._custom_class_base", "torch._C._functorch",
+    "torch.utils._python_dispatch",
     "torch.utils._pytree", "torch.utils._device", "torch._inductor.cpp_builder", "torch._inductor.exc",
 }
 real = builtins.__import__
@@ -99,6 +100,12 @@ def test_a_pytorch_without_them_says_what_is_off() -> None:
     assert "lacks torch._library.opaque_object, so torch.compile and torch.func cannot take calls" in compiled
     assert "lacks torch.utils._python_dispatch._get_current_dispatch_mode, by which one sees" in flex
     assert "no C++ compiler" in flex
+
+
+def test_importing_it_prints_nothing() -> None:
+    """PyTorch logs a warning for each of its older names."""
+    result = subprocess.run([sys.executable, "-c", "import blocksparse"], capture_output=True, text=True)
+    assert result.stdout + result.stderr == ""
 
 
 def test_without_its_level_forward_mode_may_always_be_on(monkeypatch: pytest.MonkeyPatch) -> None:

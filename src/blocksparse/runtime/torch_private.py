@@ -5,7 +5,7 @@ says so where it is asked for:
 
 | name in `torch` | off without it |
 |---|---|
-| `_library.opaque_object`, `_opaque_base` | calls under torch.compile and torch.func |
+| `_library.opaque_object`, `_custom_class_base` (`_opaque_base`) | calls under torch.compile and torch.func |
 | `_C._functorch.peek_interpreter_stack` | calls under torch.func: PyTorch says that its stand-ins have no memory |
 | `autograd.forward_ad._current_level` | repeated calls |
 | `overrides._get_current_function_mode_stack`, `utils._device` | repeated calls |
@@ -15,7 +15,7 @@ says so where it is asked for:
 | `_inductor.cpp_builder`, `_inductor.exc` | `FlexExecutor` on a CPU |
 
 Operators, `torch.ops.aten._...`, are no part of it: saved models name them, so they stay. No version up to PyTorch
-2.15 has a public name for any of these, and all have these names.
+2.15 has a public name for any of these, and all from 2.11 on have these.
 """
 
 from __future__ import annotations
@@ -37,18 +37,25 @@ else:
 
 _LACKS = f"PyTorch {torch.__version__} lacks"
 
-# Objects that a graph takes as inputs.
-try:
-    from torch._library.opaque_object import register_opaque_type
+# Objects that a graph takes as inputs. Later names come first: the older ones warn, or are no longer there.
+NO_OPAQUE_OBJECTS: str | None = None
+_REGISTER: Callable[..., None]
+if TYPE_CHECKING:
     from torch._opaque_base import OpaqueBase as OpaqueBase
+else:
+    try:
+        from torch._custom_class_base import CustomClassBase as OpaqueBase  # PyTorch 2.14
+        from torch._library.opaque_object import register_custom_class
 
-    NO_OPAQUE_OBJECTS = None
-except ImportError:
+        _REGISTER = functools.partial(register_custom_class, typ="symbolic")
+    except ImportError:
+        try:
+            from torch._library.opaque_object import register_opaque_type
+            from torch._opaque_base import OpaqueBase
 
-    class OpaqueBase:  # type: ignore[no-redef]
-        """Stands for the base of objects that a graph takes as inputs."""
-
-    NO_OPAQUE_OBJECTS = f"{_LACKS} torch._library.opaque_object"
+            _REGISTER = functools.partial(register_opaque_type, typ="reference", hoist=True)
+        except ImportError:
+            OpaqueBase, NO_OPAQUE_OBJECTS = object, f"{_LACKS} torch._library.opaque_object"
 
 # What PyTorch does below its functions.
 try:
@@ -79,10 +86,11 @@ except ImportError:
 def opaque_object(kind: type) -> None:
     """Let graphs of torch.compile take objects of this type as inputs, compared by identity.
 
-    With `hoist` the object is an input of the graph, not a constant, and so no part of the key of cached graphs.
+    Such an object is no constant of the graph, and so no part of the key of cached graphs. Before 2.14 that
+    has to be asked for (`hoist`).
     """
     if NO_OPAQUE_OBJECTS is None:
-        register_opaque_type(kind, typ="reference", hoist=True)
+        _REGISTER(kind)
 
 
 def graph_node(name: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
