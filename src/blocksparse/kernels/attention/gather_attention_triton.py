@@ -17,8 +17,10 @@ from torch import Tensor
 from blocksparse.kernels.attention.arguments import RankedLists, StopRule
 from blocksparse.kernels.common.hardware import Hardware, fp32_products, hardware_of
 from blocksparse.kernels.common.memory import empty_as
+from blocksparse.kernels.common.rows_triton import rows_of
 from blocksparse.kernels.common.shared_memory import fitted, of_attention
 from blocksparse.kernels.common.sizes import REMEMBERED, power_of_2
+from blocksparse.kernels.common.softmax_triton import log_sum, step
 from blocksparse.kernels.common.strides_triton import alike, head_at
 from blocksparse.kernels.positions.token_positions import TokenPositions
 from blocksparse.runtime.device import device_of
@@ -110,16 +112,6 @@ def axis_strides(x: Tensor) -> tuple[int, ...]:
 
 
 @triton.jit
-def _rows(ptr, strides, b, h, at, there, dims, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows `at` of head `(b, h)` of a tensor `[B, H, N, D]`, where `there`; zeros elsewhere, and in columns past `D`."""
-    source = ptr + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
-    source = source + at.to(tl.int64)[:, None] * strides[2] + dims[None, :]
-    if BLOCK_D != D:
-        return tl.load(source, mask=there[:, None] & (dims < D)[None, :], other=0.0)
-    return tl.load(source, mask=there[:, None], other=0.0)
-
-
-@triton.jit
 def _satisfied(gain, before, live, tau, MEAN: tl.constexpr):
     """Whether what a block added to the sums of weights is a share below `tau`, for every query of the row or on average."""
     share = tl.where(before > 0.0, gain / tl.where(before > 0.0, before, 1.0), float("inf"))
@@ -144,17 +136,14 @@ def _tile(
     """
     k_at = tl.load(slots_at, mask=inside, other=-1)
     there = k_at >= 0
-    k_tile = _rows(k_ptr, k_strides, b, h_key, k_at, there, tl.arange(0, BLOCK_D), D, BLOCK_D)
+    k_tile = rows_of(k_ptr, k_strides, b, h_key, k_at, there, D, BLOCK_D, False)
     scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
     allowed = (there & running)[None, :]
     if CAUSAL:
         allowed = allowed & (k_at[None, :] <= q_at[:, None])
     scores = tl.where(allowed, scores, float("-inf"))
-    new_max = tl.maximum(running_max, tl.max(scores, 1))
-    origin = tl.where(new_max == float("-inf"), 0.0, new_max)
-    weight = tl.exp2(scores - origin[:, None])
-    rescale = tl.exp2(running_max - origin)
-    v_tile = _rows(v_ptr, v_strides, b, h_key, k_at, there, tl.arange(0, BLOCK_DV), DV, BLOCK_DV)
+    new_max, weight, rescale = step(scores, running_max, True)
+    v_tile = rows_of(v_ptr, v_strides, b, h_key, k_at, there, DV, BLOCK_DV, False)
     accumulator = accumulator * rescale[:, None]
     accumulator = tl.dot(weight.to(v_tile.dtype), v_tile, accumulator, input_precision=PRECISION)
     return new_max, before * rescale, gain * rescale + tl.sum(weight, 1), accumulator
@@ -183,7 +172,7 @@ def _kernel(
     q_at = tl.load(q_position_ptr + q_position_at + row * Q_BLOCK + places, mask=places < Q_BLOCK, other=-1)
     live = q_at >= 0
     queries = q_at - offset
-    q_tile = _rows(q_ptr, q_strides, b, h, queries, live, tl.arange(0, BLOCK_D), D, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    q_tile = rows_of(q_ptr, q_strides, b, h, queries, live, D, BLOCK_D, False)  # [BLOCK_M, BLOCK_D]
 
     map_at = b.to(tl.int64) * k_position_strides[0] + (h // heads_per_map).to(tl.int64) * k_position_strides[1]
     slots_ptr = k_position_ptr + map_at + tl.load(group_ptr + row).to(tl.int64) * k_position_strides[2]
@@ -257,8 +246,4 @@ def _kernel(
     out_at = out_at + queries.to(tl.int64)[:, None] * out_strides[2] + dims_v[None, :]
     tl.store(out_at, result.to(out_ptr.dtype.element_ty), mask=live[:, None] & (dims_v < DV)[None, :])
     lse_at = lse_ptr + head_at(lse_strides, b, h) + queries
-    # Scores are in base 2, and 0.6931... is ln 2.
-    log_sum = tl.where(
-        empty, float("-inf"), (running_max + tl.log2(tl.where(empty, 1.0, running_sum))) * 0.6931471805599453
-    )
-    tl.store(lse_at, log_sum, mask=live)
+    tl.store(lse_at, log_sum(running_max, running_sum), mask=live)

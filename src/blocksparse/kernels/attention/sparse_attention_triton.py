@@ -16,8 +16,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from blocksparse.kernels.attention.arguments import Approximation, Lists, LogitChange, PortableTiles
 from blocksparse.kernels.common.hardware import fp32_products, has_descriptors
 from blocksparse.kernels.common.memory import copies_in_bulk
+from blocksparse.kernels.common.rows_triton import rows_of
 from blocksparse.kernels.common.sizes import power_of_2
 from blocksparse.kernels.common.softcap_triton import capped
+from blocksparse.kernels.common.softmax_triton import log_sum
 from blocksparse.kernels.common.strides_triton import alike, head_at, head_strides
 from blocksparse.kernels.positions.token_positions import TokenPositions
 from blocksparse.kernels.rounding.quantize import FP8_LIMIT
@@ -84,33 +86,15 @@ def _least_depth(x: Tensor) -> int:
 
 
 @triton.jit
-def _tile(ptr, strides, b, h, offsets, dims, limit, D: tl.constexpr, BLOCK_D: tl.constexpr, RAGGED: tl.constexpr):
-    """Rows `offsets` of head `(b, h)` of a tensor `[B, H, N, D]`.
-
-    Columns past `D` are zeros, and if `RAGGED` so are rows outside `[0, limit)`; else no offset may lie there.
-    """
-    at = ptr + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
-    at = at + offsets.to(tl.int64)[:, None] * strides[2] + dims[None, :]
-    if RAGGED:
-        inside = (offsets >= 0) & (offsets < limit)
-        if BLOCK_D != D:
-            return tl.load(at, mask=inside[:, None] & (dims < D)[None, :], other=0.0)
-        return tl.load(at, mask=inside[:, None], other=0.0)
-    if BLOCK_D != D:
-        return tl.load(at, mask=(dims < D)[None, :], other=0.0)
-    return tl.load(at)
-
-
-@triton.jit
 def _block(
-    source, strides, b, h, start, within, dims, limit,
+    source, strides, b, h, start, within, limit,
     D: tl.constexpr, BLOCK_D: tl.constexpr, RAGGED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """The keys or values `start + within`. `source` is a pointer, or with `TMA` a descriptor, which fills in zeros."""
     if TMA:
         tile = source.load([b, h, start, 0]).reshape(within.shape[0], BLOCK_D)
     else:
-        tile = _tile(source, strides, b, h, start + within, dims, limit, D, BLOCK_D, RAGGED)
+        tile = rows_of(source, strides, b, h, start + within, start + within < limit, D, BLOCK_D, not RAGGED)
     return tile
 
 
@@ -225,12 +209,12 @@ def _kernel(
     h_key = h // heads_per_key
     h_mask = h // heads_per_mask
 
-    dims = tl.arange(0, BLOCK_D)
     dims_v = tl.arange(0, BLOCK_DV)
     places = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     queries = places - q_lead
     within = tl.arange(0, BLOCK_N)
-    q_tile = _tile(q_ptr, q_strides, b, h, queries, dims, M, D, BLOCK_D, True)  # [BLOCK_M, BLOCK_D]
+    stored = (queries >= 0) & (queries < M)
+    q_tile = rows_of(q_ptr, q_strides, b, h, queries, stored, D, BLOCK_D, False)  # [BLOCK_M, BLOCK_D]
 
     h_copy = h_key
     if k_copy_ptr is not None:
@@ -241,8 +225,7 @@ def _kernel(
     k_scale_at = 0
     if q_scale_ptr is not None:
         q_scale_at = head_at(q_scale_strides, b, h)
-        asked = (queries >= 0) & (queries < M)
-        q_factor = tl.load(q_scale_ptr + q_scale_at + queries, mask=asked, other=0.0) * factor
+        q_factor = tl.load(q_scale_ptr + q_scale_at + queries, mask=stored, other=0.0) * factor
         k_scale_at = head_at(k_scale_strides, b, h_copy)
     v_scale_at = 0
     if v_scale_ptr is not None:
@@ -251,7 +234,7 @@ def _kernel(
     live = None
     if pv_skip_ptr is not None:
         skip_log2 = tl.load(pv_skip_ptr + h) * 1.4426950408889634  # log2(e)
-        live = (queries >= 0) & (queries < M)
+        live = stored
 
     running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     running_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -265,10 +248,10 @@ def _kernel(
     for i in range(full_count * K_SPLIT):
         block = tl.load(index_ptr + index_at + i // K_SPLIT).to(tl.int32)
         start = (block * K_SPLIT + i % K_SPLIT) * BLOCK_N
-        k_tile = _block(k_source, k_strides, b, h_copy, start, within, dims, N, D, BLOCK_D, False, TMA)
+        k_tile = _block(k_source, k_strides, b, h_copy, start, within, N, D, BLOCK_D, False, TMA)
         k_factor = _factors(k_scale_ptr, k_scale_at + start + within, within >= 0, False)
         scores = _scores(q_tile, k_tile, q_factor, k_factor, factor, cap, PRECISION)
-        v_tile = _block(v_source, v_strides, b, h_key, start, within, dims_v, N, DV, BLOCK_DV, False, TMA)
+        v_tile = _block(v_source, v_strides, b, h_key, start, within, N, DV, BLOCK_DV, False, TMA)
         v_factor = _factors(v_scale_ptr, v_scale_at + start + within, within >= 0, False)
         running_max, running_sum, unit, accumulator = _softmax_update(
             scores,
@@ -292,7 +275,7 @@ def _kernel(
     for i in range(tl.load(partial_count_ptr + count_at) * K_SPLIT):
         block = tl.load(index_ptr + index_at + i // K_SPLIT).to(tl.int32)
         start = (block * K_SPLIT + i % K_SPLIT) * BLOCK_N
-        k_tile = _block(k_source, k_strides, b, h_copy, start, within, dims, N, D, BLOCK_D, True, TMA)
+        k_tile = _block(k_source, k_strides, b, h_copy, start, within, N, D, BLOCK_D, True, TMA)
         k_at = tl.load(k_position_ptr + k_position_at + start + within)
         inside = start + within < N
         k_factor = _factors(k_scale_ptr, k_scale_at + start + within, inside, True)
@@ -303,7 +286,7 @@ def _kernel(
         if window is not None:
             allowed = allowed & (k_at[None, :] > q_at[:, None] - window)
         scores = tl.where(allowed, scores, float("-inf"))
-        v_tile = _block(v_source, v_strides, b, h_key, start, within, dims_v, N, DV, BLOCK_DV, True, TMA)
+        v_tile = _block(v_source, v_strides, b, h_key, start, within, N, DV, BLOCK_DV, True, TMA)
         v_factor = _factors(v_scale_ptr, v_scale_at + start + within, inside, True)
         # Partial blocks hold a query's own neighbours, or the last ones in its window: none is left out, no `skip_log2`.
         running_max, running_sum, unit, accumulator = _softmax_update(
@@ -326,11 +309,6 @@ def _kernel(
         result = result * (unit / _FP8_LIMIT)[:, None]
     out_at = out_ptr + b.to(tl.int64) * out_strides[0] + h.to(tl.int64) * out_strides[1]
     out_at = out_at + queries.to(tl.int64)[:, None] * out_strides[2] + dims_v[None, :]
-    stored = (queries >= 0) & (queries < M)
     tl.store(out_at, result.to(out_ptr.dtype.element_ty), mask=stored[:, None] & (dims_v < DV)[None, :])
     lse_at = lse_ptr + head_at(lse_strides, b, h) + queries
-    # Scores are in base 2, and 0.6931... is ln 2.
-    log_sum = tl.where(
-        empty, float("-inf"), (running_max + tl.log2(tl.where(empty, 1.0, running_sum))) * 0.6931471805599453
-    )
-    tl.store(lse_at, log_sum, mask=stored)
+    tl.store(lse_at, log_sum(running_max, running_sum), mask=stored)

@@ -18,6 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from blocksparse.kernels.common.hardware import Hardware, fp32_products, hardware_of
 from blocksparse.kernels.common.memory import copies_in_bulk, empty_together
+from blocksparse.kernels.common.rows_triton import rows_of
 from blocksparse.kernels.common.shared_memory import fitted, needed
 from blocksparse.kernels.common.sizes import REMEMBERED, cdiv, power_of_2
 from blocksparse.runtime.device import device_of
@@ -163,26 +164,6 @@ def _source(k: Tensor, options: dict[str, Any], tma: bool) -> Any:
 
 
 @triton.jit
-def _rows(ptr, strides, b, h, at, there, D: tl.constexpr, BLOCK_D: tl.constexpr, WHOLE: tl.constexpr):
-    """Rows `at` of heads `h` of a tensor `[B, H, N, D]`; columns past `D` are zeros.
-
-    So are rows that are not `there`, unless `WHOLE` says that all are.
-    """
-    dims = tl.arange(0, BLOCK_D)
-    source = ptr + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1] + at.to(tl.int64) * strides[2]
-    source = source[:, None] + dims[None, :]
-    if WHOLE and BLOCK_D == D:
-        rows = tl.load(source)
-    elif WHOLE:
-        rows = tl.load(source, mask=(dims < D)[None, :], other=0.0)
-    elif BLOCK_D == D:
-        rows = tl.load(source, mask=there[:, None], other=0.0)
-    else:
-        rows = tl.load(source, mask=there[:, None] & (dims < D)[None, :], other=0.0)
-    return rows
-
-
-@triton.jit
 def _keys(
     k_source, k_strides, b, h, start, N,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
@@ -192,7 +173,7 @@ def _keys(
         k_tile = k_source.load([b, h, start, 0]).reshape(BLOCK_N, BLOCK_D)
     else:
         key = start + tl.arange(0, BLOCK_N)
-        k_tile = _rows(k_source, k_strides, b, h, key, key < N, D, BLOCK_D, not MASKED)
+        k_tile = rows_of(k_source, k_strides, b, h, key, key < N, D, BLOCK_D, not MASKED)
     return k_tile
 
 
@@ -245,7 +226,7 @@ def _sums(
     h = tl.program_id(2) % kv_heads
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     last = _last_key(row % P, N, P, seen, CAUSAL)
-    q_tile = _rows(q_ptr, q_strides, b, h * (rows // P) + row // P, row % P, row < rows, D, BLOCK_D, False)
+    q_tile = rows_of(q_ptr, q_strides, b, h * (rows // P) + row // P, row % P, row < rows, D, BLOCK_D, False)
 
     begin, masked_from = _share(share, plain, BLOCK_N)
     peak = tl.full([BLOCK_M], _LEAST, tl.float32)
@@ -308,7 +289,7 @@ def _weights(
     total = tl.sum(totals * tl.exp2((peaks - peak[None, :]) * scale), 0)
     log_sum = peak * scale + tl.log2(tl.where(probe < P, total, 1.0))
     log_sum = tl.where(probe < P, log_sum, float("inf"))  # where there is no query, weights come to 0
-    q_tile = _rows(q_ptr, q_strides, b, h * (rows // P) + head, probe, probe < P, D, BLOCK_D, False)
+    q_tile = rows_of(q_ptr, q_strides, b, h * (rows // P) + head, probe, probe < P, D, BLOCK_D, False)
 
     begin, masked_from = _share(share, plain, BLOCK_N)
     out_at = out_ptr + (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * N

@@ -17,8 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.common.hardware import Hardware, hardware_of
+from blocksparse.kernels.common.rows_triton import rows_of
 from blocksparse.kernels.common.shared_memory import fitted, needed
 from blocksparse.kernels.common.sizes import REMEMBERED, cdiv, power_of_2
+from blocksparse.kernels.common.softmax_triton import step
 from blocksparse.kernels.common.strides_triton import alike, head_at
 from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
@@ -91,25 +93,13 @@ def probe_lines_triton(probe: Tensor, k: Tensor, q_len: int, causal: bool, scale
 
 
 @triton.jit
-def _queries(q_ptr, q_strides, b, h, P, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr):
-    """The probe of one head, `[ROWS, BLOCK_D]`."""
-    row = tl.arange(0, ROWS)[:, None]
-    dim = tl.arange(0, BLOCK_D)[None, :]
-    q_at = q_ptr + b.to(tl.int64) * q_strides[0] + h.to(tl.int64) * q_strides[1]
-    return tl.load(q_at + row.to(tl.int64) * q_strides[2] + dim, mask=(row < P) & (dim < D), other=0.0)
-
-
-@triton.jit
 def _logits(
     q_tile, k_ptr, k_strides, b, h_key, key, P, N, first, scale_log2,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Base-2 logits of the keys `key`, `[ROWS, KEYS]`, -inf where a query sees no key."""
     row = tl.arange(0, ROWS)[:, None]
-    dim = tl.arange(0, BLOCK_D)[None, :]
-    k_at = k_ptr + b.to(tl.int64) * k_strides[0] + h_key.to(tl.int64) * k_strides[1]
-    k_at = k_at + key.to(tl.int64)[:, None] * k_strides[2] + dim
-    k_tile = tl.load(k_at, mask=(key < N)[:, None] & (dim < D), other=0.0)
+    k_tile = rows_of(k_ptr, k_strides, b, h_key, key, key < N, D, BLOCK_D, False)
     logits = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale_log2
     seen = (row < P) & (key < N)[None, :]
     if CAUSAL:
@@ -127,7 +117,8 @@ def _log_sums(
     """Stores the natural logarithm of each query's sum over this program's keys, `[B, Hq, k_parts, ROWS]`."""
     h = tl.program_id(1)
     b = tl.program_id(2)
-    q_tile = _queries(q_ptr, q_strides, b, h, P, D, BLOCK_D, ROWS)
+    query = tl.arange(0, ROWS)
+    q_tile = rows_of(q_ptr, q_strides, b, h, query, query < P, D, BLOCK_D, False)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     for i in range(TILES):
@@ -135,10 +126,8 @@ def _log_sums(
         logits = _logits(
             q_tile, k_ptr, k_strides, b, h // heads_per_key, key, P, N, first, scale_log2, D, BLOCK_D, ROWS, CAUSAL
         )
-        new_peak = tl.maximum(peak, tl.max(logits, 1))
-        origin = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        total = total * tl.exp2(peak - origin) + tl.sum(tl.exp2(logits - origin[:, None]), 1)
-        peak = new_peak
+        peak, weight, rescale = step(logits, peak, True)
+        total = total * rescale + tl.sum(weight, 1)
     log_sum = (peak + tl.log2(tl.where(total > 0.0, total, 1.0))) * 0.6931471805599453  # ln 2
     at = ((b * tl.num_programs(1) + h).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * ROWS
     tl.store(log_sum_ptr + at + tl.arange(0, ROWS), log_sum)
@@ -157,7 +146,7 @@ def _weights(
     b = tl.program_id(2)
     row = tl.arange(0, ROWS)
     at = (b * heads + h).to(tl.int64)
-    q_tile = _queries(q_ptr, q_strides, b, h, P, D, BLOCK_D, ROWS)
+    q_tile = rows_of(q_ptr, q_strides, b, h, row, row < P, D, BLOCK_D, False)
     total = tl.load(total_ptr + at * ROWS + row, mask=row < P, other=0.0) * 1.4426950408889634  # log2(e)
     weight_at = weight_ptr + head_at(weight_strides, b, tl.program_id(1))
     weight_at = weight_at + row.to(tl.int64)[:, None] * N
