@@ -30,7 +30,7 @@ from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.selector import Selector
 from blocksparse.sequences import Sequences
 from blocksparse.trace import MaskT, PermutationT, ScoresT, Trace
-from blocksparse.validators import a
+from blocksparse.validators import a, flag
 
 _log = logging.getLogger(__name__)
 
@@ -48,6 +48,10 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
     A pipeline is its own configuration: its repr is the Python expression that makes it. torch.compile sees a
     call as one node of the graph.
 
+    Args:
+        repeats: whether a call on a GPU may repeat the launches of an earlier one with the same sizes, and run no
+            stage; the result has the same bits. `evolve(pipeline, repeats=False)` is the same pipeline without.
+
     Raises:
         TypeError: a stage needs a type that the stage before it does not give, by the type parameters that their
             classes declare. mypy reports the same.
@@ -57,6 +61,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
     scorer: Scorer[PermutationT, ScoresT] = field(validator=a(Scorer))
     selector: Selector[ScoresT, MaskT] = field(validator=a(Selector))
     executor: Executor[PermutationT, MaskT] = field(validator=a(Executor))
+    repeats: bool = field(default=True, validator=flag, kw_only=True)
     _call: OpaqueCall = field(
         init=False,
         repr=False,
@@ -76,6 +81,10 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         check_takes(declared(self.executor, Executor, 0), permutation)
         check_takes(declared(self.selector, Selector, 0), scores)
         check_takes(declared(self.executor, Executor, 1), declared(self.selector, Selector, 1))
+
+    def __repr__(self) -> str:
+        stages = (f"{name}={getattr(self, name)!r}" for name in ("permuter", "scorer", "selector", "executor"))
+        return f"Pipeline({', '.join(stages)}{'' if self.repeats else ', repeats=False'})"
 
     @property
     def keeps_history(self) -> bool:
@@ -195,6 +204,8 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         return output
 
     def _new_call(self) -> OpaqueCall:
+        if not self.repeats:
+            return OpaqueCall(self._attend, self._attend_into)
         return OpaqueCall(Repeated(self._attend), Repeated(self._attend_into))
 
     def _attend(

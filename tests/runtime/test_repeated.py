@@ -230,6 +230,18 @@ def test_threads(device: str) -> None:
         assert all(torch.equal(out, expected) for out in outputs[number])
 
 
+def test_a_pipeline_that_shall_not_repeat(device: str) -> None:
+    """Runs its stages in each call, and says so."""
+    pipeline = quick(repeats=False)
+    assert repr(pipeline).endswith(", repeats=False)")
+    assert repr(evolve(pipeline, repeats=True)) == repr(quick())
+    want = learnt(quick(), inputs(1, device))(*inputs(2, device))
+    assert torch.equal(learnt(pipeline, inputs(1, device))(*inputs(2, device)), want)
+    before = {len(module.CALLS._known), len(module.CALLS._met)}
+    pipeline(*inputs(2, device))
+    assert {len(module.CALLS._known), len(module.CALLS._met)} == before == {1, 0}
+
+
 def test_traces_run_stages(device: str) -> None:
     pipeline = learnt(quick(), inputs(1, device))
     new = inputs(2, device)
