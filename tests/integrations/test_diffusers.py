@@ -680,7 +680,7 @@ def test_blocks_compile_whole(name: str) -> None:
 
 
 def test_every_row_of_the_page_names_its_test() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "hosts" / "diffusers.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "start" / "diffusers.md").read_text(encoding="utf-8")
     rows = [line for line in page.split("## When it is sparse")[1].splitlines() if line.startswith("| ")][1:]
     named = {row.rsplit("`", 2)[1] for row in rows}
     assert len(rows) > 20
