@@ -25,8 +25,8 @@ from torch._C._autograd import DeviceType
 
 import blocksparse as bs
 from blocksparse.executors.tiles import HopperTiles
-from blocksparse.kernels.attention.int8_attention import int8_attention_reference
 from blocksparse.testing import make_qkv
+from tests.kernels.attention.references import int8_attention_reference
 from tests.machine import GPU, needs_hopper
 from tests.specs import asked
 

@@ -12,8 +12,8 @@ from torch import Tensor
 import blocksparse as bs
 from blocksparse.executors import int8, tiles
 from blocksparse.executors.tiles import HopperTiles, TritonTiles, tuned, tuned_int8
-from blocksparse.kernels.attention.int8_attention import int8_attention_reference
 from blocksparse.testing import make_qkv
+from tests.kernels.attention.references import int8_attention_reference
 from tests.specs import asked
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is asked for first")

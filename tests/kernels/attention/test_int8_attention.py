@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve, frozen
+from tests.kernels.attention.references import int8_attention_reference
 from tests.machine import HOPPER, needs_hopper
 from tests.specs import asked
 from torch import Tensor
@@ -18,7 +19,7 @@ from blocksparse.testing import make_qkv
 pytest.importorskip("triton")
 from blocksparse.executors.int8_operands import tile_operands
 from blocksparse.executors.tiles import HopperTiles, tuned_int8
-from blocksparse.kernels.attention.int8_attention import int8_attention, int8_attention_reference
+from blocksparse.kernels.attention.int8_attention import int8_attention
 from blocksparse.kernels.positions.token_positions import TokenPositions
 from blocksparse.kernels.rounding.tile_operands import TileOperands
 

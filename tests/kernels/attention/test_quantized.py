@@ -8,6 +8,7 @@ import attrs
 import pytest
 import torch
 from attrs import evolve, frozen
+from tests.kernels.attention.references import approximate_attention_reference
 from tests.machine import DTYPES, GPU
 from torch import Tensor
 
@@ -19,7 +20,6 @@ from blocksparse.testing import make_qkv
 pytest.importorskip("triton")
 from blocksparse.executors.int8_operands import token_operands
 from blocksparse.executors.tiles import TritonTiles, portable
-from blocksparse.kernels.attention.approximate_attention import approximate_attention_reference
 from blocksparse.kernels.attention.arguments import Approximation
 from blocksparse.kernels.attention.sparse_attention import sparse_attention
 from blocksparse.kernels.common.hardware import hardware_of

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from attrs import evolve
+from tests.kernels.attention.references import sparse_attention_reference
 from tests.machine import needs_hopper
 from torch import Tensor
 
@@ -16,7 +17,7 @@ pytest.importorskip("triton")
 from blocksparse.executors.tiles import HopperTiles, tuned
 from blocksparse.kernels.attention.hopper import shares as module
 from blocksparse.kernels.attention.hopper.shares import Shares, shares_of
-from blocksparse.kernels.attention.sparse_attention import sparse_attention, sparse_attention_reference
+from blocksparse.kernels.attention.sparse_attention import sparse_attention
 
 N, M = 65768, 232  # a chunk that begins at a block; lists are cut from 65536 keys on
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from attrs import evolve, frozen
+from tests.kernels.attention.references import approximate_attention_reference, sparse_attention_reference
 from tests.kernels.scripts import printed_by
 from tests.machine import DTYPES, GPU, needs_hopper
 from tests.on_kernels import pretend_gpu
@@ -28,10 +29,9 @@ pytest.importorskip("triton")
 from blocksparse.executors import triton as executor_module
 from blocksparse.executors.tiles import HopperTiles, Tiles, TritonTiles, portable, tuned
 from blocksparse.kernels.attention import sparse_attention as op
-from blocksparse.kernels.attention.approximate_attention import approximate_attention_reference
 from blocksparse.kernels.attention.arguments import Approximation, LogitChange
 from blocksparse.kernels.attention.hopper import shares
-from blocksparse.kernels.attention.sparse_attention import UNCHANGED, sparse_attention, sparse_attention_reference
+from blocksparse.kernels.attention.sparse_attention import UNCHANGED, sparse_attention
 from blocksparse.kernels.attention.sparse_attention_triton import runs_interpreted
 from blocksparse.kernels.common.hardware import INTERPRETER, hardware_of
 from blocksparse.kernels.moving.gather_rows import gather_two

@@ -4,7 +4,7 @@
 
 over the keys `j` in the slots of the blocks that the row of query `i` keeps, without those that causality or a sliding
 window hides by original position. Nothing is moved: the kernel reads keys, values and queries, and writes outputs, where
-they stand. `sparse_attention_reference` and `gather_attention_reference` say the same in plain torch.
+they stand. `gather_attention_reference` says the same in plain torch.
 
 Every part of a row of blocks, 128 queries at most, is attended to by one thread, which takes it from a counter that all
 share. So the result does not depend on the number of threads, to the bit. A call looks for signals every 50 ms, so that

@@ -9,11 +9,11 @@ exact up to rounding.
 
 There are two kernels: the portable one in `sparse_attention_triton.py`, and the one for Hopper in
 `sparse_attention_hopper.py`, which knows no sliding window, softcap or sinks. The tiles say which of them runs.
-`sparse_attention_reference` below is the specification.
+`tests/kernels/attention/references.py` specifies both in plain torch.
 
 Two approximations are off unless asked for, and while they are off they cost the exact kernel nothing: leaving out the
 products of negligible weights, and 8-bit operands with scales. Only the portable kernel has them, and
-`approximate_attention.py` specifies them.
+the same file specifies them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,10 @@ from typing import Any
 import torch
 from attrs import evolve
 from torch import Tensor
-from torch.nn.functional import pad
 
 from blocksparse.kernels.attention.arguments import Approximation, Lists, LogitChange, Tiles
 from blocksparse.kernels.common.memory import empty_as
 from blocksparse.kernels.moving.gather_rows import gather_two
-from blocksparse.kernels.multiplying.products import products
 from blocksparse.kernels.positions.token_positions import TokenPositions
 from blocksparse.runtime.device import device_of
 
@@ -125,51 +123,3 @@ def _of_heads(x: Tensor, first: int, step: int, heads: int) -> Tensor:
     """What belongs to KV heads `first` to `first + step` of `heads`; all of `x` where one entry serves all heads."""
     per_key = x.shape[1] // heads
     return x if per_key == 0 else x[:, first * per_key : (first + step) * per_key]
-
-
-def sparse_attention_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lists: Lists,
-    positions: TokenPositions,
-    *,
-    scale: float,
-    change: LogitChange = UNCHANGED,
-) -> tuple[Tensor, Tensor]:
-    """The specification: one masked softmax over all pairs, in the precision of the inputs and O(M N) memory."""
-    pairs = listed_pairs(lists, positions, q, k)
-    logits = capped(products(q, k, wide=False) * scale, change).masked_fill(~pairs, float("-inf"))
-    if change.sinks is not None:
-        sink = change.sinks.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
-        logits, pairs = torch.cat((logits, sink), -1), pad(pairs, (0, 1))
-    weight = logits.softmax(-1).masked_fill(~pairs, 0.0)[..., : k.shape[2]]
-    v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
-    seen = pairs[..., : k.shape[2]].any(-1, keepdim=True)
-    return products(weight, v.mT, wide=False).masked_fill(~seen, 0.0), logits.logsumexp(-1).float()
-
-
-def capped(logits: Tensor, change: LogitChange) -> Tensor:
-    """The logits `[B, Hq, M, N]` after the softcap."""
-    return logits if change.softcap is None else change.softcap * torch.tanh(logits / change.softcap)
-
-
-def listed_pairs(lists: Lists, positions: TokenPositions, q: Tensor, k: Tensor) -> Tensor:
-    """The pairs of all listed blocks that original positions allow, `[B, Hq, M, N]` bool."""
-    (_, Hq, M, _), N = q.shape, k.shape[2]
-    queries = slice(positions.q_lead, positions.q_lead + M)
-    rank = visiting_rank(lists)
-    pairs = (rank < rank.shape[-1]).repeat_interleave(lists.q_block, 2).repeat_interleave(lists.k_block, 3)
-    pairs = pairs.repeat_interleave(Hq // pairs.shape[1], 1)[:, :, queries, :N]
-    q_at, k_at = positions.q_position[..., queries, None], positions.k_position[..., :N]  # one key map: G is 1
-    k_at = k_at if k_at.shape[1] == 1 else k_at.repeat_interleave(Hq // k_at.shape[1], 1)
-    return pairs & positions.sees(q_at, k_at)
-
-
-def visiting_rank(lists: Lists) -> Tensor:
-    """The turn at which each row visits each of its blocks, `[B|1, Hm, rows, cols]`; `cols` where it never does."""
-    count, index = lists.full_count + lists.partial_count, lists.index
-    cols = index.shape[-1]
-    turn = torch.arange(cols, device=index.device).expand(index.shape)
-    rank = torch.full((*index.shape[:-1], cols + 1), cols, device=index.device)
-    return rank.scatter_(-1, index.long().where(turn < count.unsqueeze(-1), cols), turn)[..., :cols]
