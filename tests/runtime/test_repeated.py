@@ -203,11 +203,20 @@ def _pickled(pipeline: AnyPipeline) -> AnyPipeline:
     return pickle.loads(pickle.dumps(pipeline))  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("copied", [pytest.param(copy.deepcopy, marks=pytest.mark.slow), _pickled])
-def test_copies_of_a_pipeline(copied: Callable[[AnyPipeline], AnyPipeline], device: str) -> None:
+@pytest.mark.parametrize("made", [lambda pipeline: quick(), copy.deepcopy, _pickled, evolve])
+def test_equal_pipelines_repeat_what_one_learned(
+    made: Callable[[AnyPipeline], AnyPipeline], monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """One that is made anew for each call, or copied for each layer, runs no stage; one of another value does."""
+    monkeypatch.setattr(bs.Pipeline, "__eq__", lambda self, other: repr(self) == repr(other))
+    monkeypatch.setattr(bs.Pipeline, "__hash__", lambda self: hash(repr(self)))
     pipeline = learnt(quick(), inputs(1, device))
     new = inputs(2, device)
-    assert torch.equal(learnt(copied(pipeline), new)(*new), pipeline(*new))
+    expected, other = pipeline(*new), quick(selector=bs.TopK(1))
+    forbid_stages(monkeypatch, pipeline)
+    assert torch.equal(made(pipeline)(*new), expected)
+    with pytest.raises(AssertionError, match="a stage ran"):
+        other(*new)
 
 
 @needs_gpu
