@@ -4,7 +4,8 @@
 
 On GPUs there are two passes over the keys, neither of which stores a product: the first finds the largest logit of every
 query and the sum of its weights, the second adds up the weights of each key. Sums are in a fixed order, which depends on
-`N` alone. CPU tensors and float64 take the plain torch below, which holds all products of a KV head at once.
+`N` alone. CPUs with a C++ compiler take the kernel in `cpu_scores.cpp`, which holds the products of a few queries; other
+CPUs, and float64, the plain torch below, which holds all products of a KV head at once.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from blocksparse.kernels.multiplying.products import products
+from blocksparse.kernels.scoring import cpu_scores
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -34,7 +36,7 @@ def key_importance(
     if q.is_cuda and q.dtype in _DTYPES:
         from blocksparse.kernels.ordering.key_importance_triton import key_importance_triton as compute
     else:
-        compute = key_importance_reference
+        compute = cpu_scores.key_importance_on_cpu if cpu_scores.takes(q, k) else key_importance_reference
     return compute(q, k, probe, seen, causal, scale, per_query_head)
 
 

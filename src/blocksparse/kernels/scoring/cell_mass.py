@@ -7,9 +7,9 @@ A cell is `slots` consecutive tokens. The logit of a query cell and a key cell i
 over its slots `r`, with `s(r) = slots - 1 - r` if `flipped`, else `r`. A query cell spreads a mass of 1 over the key
 cells that it reaches; a block holds the mass of its pairs of cells.
 
-There are two implementations: on GPUs the Triton kernels in `cell_mass_triton.py`, which keep no logits; and for CPU
-tensors, float64, blocks that do not fill tiles (`takes`) and sliding windows over cells of several slots the plain torch
-below, which computes in fp32 or better.
+There are three implementations: on GPUs the Triton kernels in `cell_mass_triton.py`, which keep no logits; on CPUs with a
+C++ compiler the kernel in `cpu_scores.cpp`; and for other CPUs, float64, and on GPUs blocks that do not fill tiles (`takes`)
+and sliding windows over cells of several slots the plain torch below, which computes in fp32 or better.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 from blocksparse.kernels.common.sizes import ROOM
 from blocksparse.kernels.multiplying.cell_products import Cells, cells, means_of_short_cells
 from blocksparse.kernels.multiplying.products import products, wide_dtype
+from blocksparse.kernels.scoring import cpu_scores
 
 _WORKSPACE = 2**28  # bytes of logits that are held at a time; their softmax takes as much again
 _CPU_WORKSPACE = 2**21  # the same for a causal call on a CPU: short steps make fewer logits that causality hides
@@ -45,6 +46,8 @@ def cell_mass(
 
         if cell_mass_triton.takes(q, of.high, of.wide):
             compute = cell_mass_triton.cell_mass_triton
+    elif cpu_scores.takes(q, k):
+        compute = cpu_scores.cell_mass_on_cpu
     return compute(q, k, of, first_cell=first_cell, segment=segment, weight=weight, flipped=flipped)
 
 

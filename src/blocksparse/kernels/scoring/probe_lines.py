@@ -1,7 +1,8 @@
 """The softmax of the last queries (the probe) over all keys, summed along columns and along diagonals.
 
-There are two implementations: on GPUs the Triton kernels in `probe_lines_triton.py`; and for CPU tensors, float64, long
-probes and sliding windows the plain torch below, which computes in fp32 or better.
+There are three implementations: on GPUs the Triton kernels in `probe_lines_triton.py`; on CPUs with a C++ compiler the
+kernel in `cpu_scores.cpp`; and for other CPUs, float64, and on GPUs long probes and sliding windows the plain torch below,
+which computes in fp32 or better.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from torch.nn.functional import pad
 
 from blocksparse.kernels.multiplying.products import products, wide_dtype
 from blocksparse.kernels.positions.sight import sees
+from blocksparse.kernels.scoring import cpu_scores
 
 _WORKSPACE = 2**28  # bytes of probabilities that are held at a time
 
@@ -34,6 +36,8 @@ def probe_lines(
 
         if probe_lines_triton.takes(probe):
             return probe_lines_triton.probe_lines_triton(probe, k, q_len, causal, scale)
+    elif cpu_scores.takes(probe, k):
+        return cpu_scores.probe_lines_on_cpu(probe, k, q_len, causal, scale, window)
     return probe_lines_reference(probe, k, q_len, causal, scale, window)
 
 

@@ -1,0 +1,349 @@
+// Scores of blocks and lines on a CPU; `cpu_scores.py` says what they are, builds this file and calls it.
+//
+// Both functions multiply rows of queries with all keys, of which a row keeps the logits, and take a softmax. Keys are
+// packed once, as panels of kPanel columns: [K, kPanel] fp32, or bf16 in pairs along K, [K / 2, kPanel, 2]. Every sum
+// is taken in an order that depends on sizes alone, so that the number of threads changes no bit.
+#include "../common/products.h"
+
+namespace {
+
+constexpr int64_t kPanel = 64, kAtOnce = 48;  // columns of a panel, and rows that are multiplied at a time, at most
+constexpr float kToBase2 = 1.4426950408889634f;
+
+// What every call says. `cpu_scores.py` fills the same fields in the same order; strides count entries.
+struct Tokens {
+  int64_t batch, q_heads, kv_heads, queries, keys, slots, dim, type, threads;  // 0 fp32, 1 bf16, 2 fp16
+  int64_t q_step[4], k_step[4];                                            // of batch, heads, vectors, slots of a vector
+  const void *q, *k;
+  void (*parallel)(void (*)(void*), void*, unsigned, unsigned);  // GOMP_parallel
+  void* (*release)();                                            // PyEval_SaveThread
+  void (*acquire)(void*);                                        // PyEval_RestoreThread
+};
+
+template <typename Work> void together(const Tokens& c, Work work) {
+  if (c.threads == 1 || !c.parallel) return work();  // not parallel: a process that has forked
+  c.parallel([](void* w) { (*(Work*)w)(); }, &work, unsigned(c.threads), 0);
+}
+
+// T is the type of the tensors, X that of the factors: bf16 where the CPU multiplies it, else fp32.
+template <typename T, typename X>
+struct Products {
+  static constexpr bool kNarrow = std::is_same_v<X, bf16>;
+  static constexpr int64_t kPair = kNarrow ? 2 : 1;
+  const Tokens& c;
+  const bool flipped;
+  const int64_t E, K, panels;  // numbers of a vector, and as packed
+  const bool by_tiles;
+  X* packed = nullptr;
+
+  Products(const Tokens& call, bool flip)
+      : c(call), flipped(flip), E(c.slots * c.dim), K(kNarrow ? up(E, kDepth) : E), panels((c.keys + kPanel - 1) / kPanel),
+        by_tiles(kHasTiles && kNarrow && may_use_tiles()) {}
+
+  static X factor(T x) { if constexpr (kNarrow) return x; else return wide(x); }
+
+  void pack_panel(int64_t unit, int64_t p) const {
+    const T* k = (const T*)c.k + unit / c.kv_heads * c.k_step[0] + unit % c.kv_heads * c.k_step[1];
+    X* to = packed + (unit * panels + p) * K * kPanel;
+    const int64_t first = p * kPanel, n = std::min(kPanel, c.keys - first);
+    if (n < kPanel || K != E) std::memset((void*)to, 0, K * kPanel * sizeof(X));
+    for (int64_t s = 0; s < c.slots; s++) {
+      const T* from = k + first * c.k_step[2] + s * c.k_step[3];
+      const int64_t e = s * c.dim;
+      if (kNarrow && c.dim % 2 == 0) {
+        for (int64_t d = 0; d < c.dim; d += 2)
+          for (int64_t j = 0; j < n; j++) std::memcpy((void*)(to + (e + d) * kPanel + 2 * j), from + j * c.k_step[2] + d, 2 * sizeof(T));
+      } else {
+        for (int64_t d = 0; d < c.dim; d++)
+          for (int64_t j = 0; j < n; j++) to[(e + d) / kPair * kPair * kPanel + j * kPair + (e + d) % kPair] = factor(from[j * c.k_step[2] + d]);
+      }
+    }
+  }
+
+  // One vector of queries as a row of the left-hand side.
+  void take_row(int64_t b, int64_t h, int64_t row, X* to) const {
+    const T* q = (const T*)c.q + b * c.q_step[0] + h * c.q_step[1] + row * c.q_step[2];
+    for (int64_t s = 0; s < c.slots; s++) {
+      const T* from = q + (flipped ? c.slots - 1 - s : s) * c.q_step[3];
+      if constexpr (std::is_same_v<T, X>) std::memcpy((void*)(to + s * c.dim), from, c.dim * sizeof(X));
+      else for (int64_t d = 0; d < c.dim; d++) to[s * c.dim + d] = factor(from[d]);
+    }
+  }
+
+  // logits[M, kPanel] of the rows `A` [M, K] with one panel.
+  void multiply(int64_t M, const X* A, int64_t unit, int64_t p, float* logits) const {
+    product(by_tiles, M, kPanel, K, A, packed + (unit * panels + p) * K * kPanel, logits, false);
+  }
+
+  // Packs all keys, then lets all threads call `work(i, memory)` for i < tasks, each with memory of its own.
+  template <typename Work> int run(int64_t tasks, int64_t bytes, Work work) {
+    const int64_t units = c.batch * c.kv_heads;
+    packed = (X*)allocate(units * panels * K * kPanel * sizeof(X));
+    char* desks = allocate(bytes * c.threads);
+    if (!packed || !desks) { std::free(packed); std::free(desks); return 1; }
+    void* state = c.release ? c.release() : nullptr;
+    std::atomic<int64_t> next{0}, then{0}, desk{0};
+    together(c, [&] { for (int64_t i; (i = next.fetch_add(1)) < units * panels;) pack_panel(i / panels, i % panels); });
+    together(c, [&] {
+#if defined(HAS_TILES)
+      if (by_tiles) { const TileConfig config; _tile_loadconfig(&config); }
+#endif
+      char* mine = desks + desk.fetch_add(1) * bytes;
+      std::memset(mine, 0, bytes);  // rows that fill up tiles
+      for (int64_t i; (i = then.fetch_add(1)) < tasks;) work(tasks - 1 - i, mine);  // when causal the last are the longest
+#if defined(HAS_TILES)
+      if (by_tiles) _tile_release();
+#endif
+    });
+    if (c.acquire) c.acquire(state);
+    std::free(packed);
+    std::free(desks);
+    return 0;
+  }
+};
+
+// The logits of a row lie in pieces, one in each of `n` panels `step` apart. They become exp(logit - greatest), or 0 where
+// they are -inf; the result is 1 / their sum, or 0 if all are -inf.
+inline float softmax(float* logits, int64_t n, int64_t step, vec greatest) {
+  const float top = most(greatest);
+  if (top == -INFINITY) return 0.f;
+  vec sum{};
+  for (int64_t i = 0; i < n; i++)
+    for (int64_t j = 0; j < kPanel; j += kWide) {
+      vec& x = *(vec*)(logits + i * step + j);
+      x = exp2_((x - top) * kToBase2);
+      sum += x;
+    }
+  return 1.f / total(sum);
+}
+
+}  // namespace
+
+extern "C" {
+
+// Which cells a query cell reaches: keys with k_first <= q_last, k_last > q_floor and an index below limit.
+struct CellCall {
+  Tokens tokens;
+  int64_t high, wide, empty, rows, cols, flipped;
+  int64_t q_at_heads, q_at_batch, k_at_heads, k_at_batch;  // strides of batch entries; heads divide those of q and of k
+  double weight;
+  const int32_t *q_last, *q_floor, *limit, *k_first, *k_last;  // [B, H, cells] and limit [cells]; null: all
+  float* mass;                                                   // [B, Hq, rows, cols]
+};
+
+}
+
+namespace {
+
+template <typename T, typename X>
+int cell_mass(const CellCall& call) {
+  const Tokens& c = call.tokens;
+  Products<T, X> products(c, call.flipped);
+  const int64_t panels = products.panels, K = products.K, width = panels * kPanel, group = c.q_heads / c.kv_heads;
+  const int64_t rows = std::max<int64_t>(1, kAtOnce / (call.high * group));  // rows of blocks of a task
+  const int64_t parts = (call.rows + rows - 1) / rows;
+  const int64_t at_heads = call.k_at_heads, ats = (call.k_at_batch ? c.batch : 1) * at_heads;
+  // The positions of keys as panels have them, and their bounds in every panel.
+  Arena count{nullptr};
+  struct At { int32_t *first, *last, *least_first, *most_first, *least_last, *most_last; } at;
+  auto take = [&](Arena& a) {
+    at.first = a.take<int32_t>(ats * width); at.last = a.take<int32_t>(ats * width);
+    for (int32_t** x : {&at.least_first, &at.most_first, &at.least_last, &at.most_last}) *x = a.take<int32_t>(ats * panels);
+  };
+  take(count);
+  char* memory = allocate(count.used);
+  if (!memory) return 1;
+  Arena arena{memory};
+  take(arena);
+  for (int64_t u = 0; u < ats; u++) {
+    const int64_t from = u / at_heads * call.k_at_batch + u % at_heads * c.keys;
+    for (int64_t j = 0; j < width; j++) {
+      const bool there = j < c.keys;
+      at.first[u * width + j] = !there ? INT_MAX : call.k_first ? call.k_first[from + j] : 0;
+      at.last[u * width + j] = !there ? -1 : call.k_last ? call.k_last[from + j] : INT_MAX;
+    }
+    for (int64_t p = 0; p < panels; p++) {
+      const int32_t *first = at.first + u * width + p * kPanel, *last = at.last + u * width + p * kPanel;
+      at.least_first[u * panels + p] = *std::min_element(first, first + kPanel);
+      at.most_first[u * panels + p] = *std::max_element(first, first + kPanel);
+      at.least_last[u * panels + p] = *std::min_element(last, last + kPanel);
+      at.most_last[u * panels + p] = *std::max_element(last, last + kPanel);
+    }
+  }
+
+  struct Desk { X* a; float *logits, *mass; int64_t *active, *cell; };
+  auto desk = [&](Arena& a) {
+    return Desk{a.take<X>(kAtOnce * K), a.take<float>(kAtOnce * width), a.take<float>(group * rows * width), a.take<int64_t>(panels), a.take<int64_t>(kAtOnce)};
+  };
+  Arena each{nullptr};
+  desk(each);
+  const int failed = products.run(c.batch * c.kv_heads * parts, each.used, [&](int64_t task, char* mine) {
+    Arena a{mine};
+    Desk d = desk(a);
+    const int64_t units = c.batch * c.kv_heads, unit = task % units, part = task / units, b = unit / c.kv_heads, kh = unit % c.kv_heads;
+    const int64_t top = part * rows, bottom = std::min(top + rows, call.rows);
+    const int64_t first = std::max<int64_t>(top * call.high - call.empty, 0), end = std::min(bottom * call.high - call.empty, c.queries), n = end - first;
+    const int64_t u = (call.k_at_batch ? b * at_heads : 0) + kh * at_heads / c.kv_heads;
+    std::memset(d.mass, 0, group * rows * width * sizeof(float));
+    for (int64_t done = 0; done < group * n; done += kAtOnce) {
+      const int64_t M = std::min(kAtOnce, group * n - done);
+      int32_t last = -1, floor = INT_MAX, limit = 0;
+      int32_t lasts[kAtOnce], floors[kAtOnce], limits[kAtOnce];
+      for (int64_t m = 0; m < M; m++) {
+        const int64_t h = kh * group + (done + m) / n, cell = first + (done + m) % n;
+        products.take_row(b, h, cell, d.a + m * K);
+        const int64_t q_at = b * call.q_at_batch + h * call.q_at_heads / c.q_heads * c.queries + cell;
+        lasts[m] = call.q_last ? call.q_last[q_at] : INT_MAX - 1;
+        floors[m] = call.q_floor ? call.q_floor[q_at] : INT_MIN;
+        limits[m] = call.limit ? call.limit[cell] : int32_t(width);
+        last = std::max(last, lasts[m]); floor = std::min(floor, floors[m]); limit = std::max(limit, limits[m]);
+      }
+      const int64_t step = up(M, 16) * kPanel;
+      int64_t active = 0;
+      for (int64_t p = 0; p < panels; p++) {
+        const int64_t i = u * panels + p;
+        if (at.least_first[i] > last || at.most_last[i] <= floor || p * kPanel >= limit) continue;
+        products.multiply(products.by_tiles ? up(M, 16) : M, d.a, unit, p, d.logits + active * step);
+        d.active[active++] = p;
+      }
+      const float weight = float(call.weight);
+      for (int64_t m = 0; m < M; m++) {
+        float* row = d.logits + m * kPanel;
+        vec greatest = vec{} - INFINITY;
+        for (int64_t i = 0; i < active; i++) {
+          const int64_t p = d.active[i], k = u * panels + p;
+          const bool all = at.most_first[k] <= lasts[m] && at.least_last[k] > floors[m] && (p + 1) * kPanel <= limits[m];
+          for (int64_t j = 0; j < kPanel; j += kWide) {
+            vec& x = *(vec*)(row + i * step + j);
+            vec y = x * weight;
+            if (!all) {
+              const ivec lo = *(const ivec*)(at.first + u * width + p * kPanel + j), hi = *(const ivec*)(at.last + u * width + p * kPanel + j);
+              const float none = -INFINITY;
+              y = (lo <= lasts[m]) & (hi > floors[m]) ? y : vec{} + none;
+              for (int64_t l = std::max<int64_t>(0, limits[m] - p * kPanel - j); l < kWide; l++) y[l] = none;
+            }
+            greatest = y > greatest ? y : greatest;
+            x = y;
+          }
+        }
+        const float share = softmax(row, active, step, greatest);
+        if (share == 0.f) continue;
+        const int64_t g = (done + m) / n, cell = first + (done + m) % n;
+        float* mass = d.mass + (g * rows + (cell + call.empty) / call.high - top) * width;
+        for (int64_t i = 0; i < active; i++)
+          for (int64_t j = 0; j < kPanel; j += kWide) *(vec*)(mass + d.active[i] * kPanel + j) += *(vec*)(row + i * step + j) * share;
+      }
+    }
+    for (int64_t g = 0; g < group; g++)
+      for (int64_t r = top; r < bottom; r++) {
+        const float* mass = d.mass + (g * rows + r - top) * width;
+        float* to = call.mass + ((b * c.q_heads + kh * group + g) * call.rows + r) * call.cols;
+        for (int64_t col = 0; col < call.cols; col++) {
+          float sum = 0.f;
+          for (int64_t j = col * call.wide; j < std::min((col + 1) * call.wide, c.keys); j++) sum += mass[j];
+          to[col] = sum;
+        }
+      }
+  });
+  std::free(memory);
+  return failed;
+}
+
+}  // namespace
+
+extern "C" {
+
+// The last queries and all keys. A query at position p = first + row sees keys before `seen`; when causal those up to p;
+// in a window (0: none) those after p - window.
+struct ProbeCall {
+  Tokens tokens;
+  int64_t first, causal, window, seen, parts, lines;  // lines: distances, or 0 if none are asked for
+  double scale, share;                                // what a weight counts in the sums
+  float *vertical, *slash;                            // [B, Hq, parts, keys], [B, Hq, parts, lines]
+};
+
+}
+
+namespace {
+
+template <typename T, typename X>
+int probe_lines(const ProbeCall& call) {
+  const Tokens& c = call.tokens;
+  Products<T, X> products(c, false);
+  const int64_t panels = products.panels, K = products.K, width = panels * kPanel;
+  const int64_t each_part = (c.queries + call.parts - 1) / call.parts;
+  const int64_t at_once = std::min(kAtOnce, std::max<int64_t>(16, (1 << 17) / width / kRows * kRows));
+  struct Desk { X* a; float *logits, *vertical, *diagonal; };
+  auto desk = [&](Arena& a) {
+    return Desk{a.take<X>(up(at_once, 16) * K), a.take<float>(up(at_once, 16) * width), a.take<float>(width), a.take<float>(call.lines ? width + each_part : 0)};
+  };
+  Arena each{nullptr};
+  desk(each);
+  return products.run(c.batch * c.q_heads * call.parts, each.used, [&](int64_t task, char* mine) {
+    Arena a{mine};
+    Desk d = desk(a);
+    const int64_t part = task % call.parts, b = task / call.parts / c.q_heads, h = task / call.parts % c.q_heads;
+    const int64_t unit = b * c.kv_heads + h * c.kv_heads / c.q_heads;
+    const int64_t top = std::min(part * each_part, c.queries), bottom = std::min(top + each_part, c.queries);
+    std::memset(d.vertical, 0, width * sizeof(float));
+    if (call.lines) std::memset(d.diagonal, 0, (width + each_part) * sizeof(float));
+    for (int64_t done = top; done < bottom; done += at_once) {
+      const int64_t M = std::min(at_once, bottom - done), step = up(M, 16) * kPanel;
+      for (int64_t m = 0; m < M; m++) products.take_row(b, h, done + m, d.a + m * K);
+      for (int64_t p = 0; p < panels; p++) products.multiply(products.by_tiles ? up(M, 16) : M, d.a, unit, p, d.logits + p * step);
+      const float scale = float(call.scale);
+      for (int64_t m = 0; m < M; m++) {
+        float* row = d.logits + m * kPanel;
+        const int64_t position = call.first + done + m;
+        const int64_t end = std::min(call.seen, call.causal ? position + 1 : c.keys), begin = call.window ? position - call.window + 1 : 0;
+        vec greatest = vec{} - INFINITY;
+        for (int64_t p = 0; p < panels; p++)
+          for (int64_t j = 0; j < kPanel; j += kWide) {
+            vec& x = *(vec*)(row + p * step + j);
+            x = x * scale;
+            const int64_t at = p * kPanel + j;
+            if (at < begin || at + kWide > end)
+              for (int64_t l = 0; l < kWide; l++) if (at + l < begin || at + l >= end) x[l] = -INFINITY;
+            greatest = x > greatest ? x : greatest;
+          }
+        const float share = softmax(row, panels, step, greatest) * float(call.share);
+        if (share == 0.f) continue;
+        float* diagonal = call.lines ? d.diagonal + each_part - 1 - (done + m - top) : nullptr;
+        for (int64_t p = 0; p < panels; p++)
+          for (int64_t j = 0; j < kPanel; j += kWide) {
+            const vec w = *(const vec*)(row + p * step + j) * share;
+            *(vec*)(d.vertical + p * kPanel + j) += w;
+            if (diagonal) *(vec*)(diagonal + p * kPanel + j) += w;
+          }
+      }
+    }
+    std::copy_n(d.vertical, c.keys, call.vertical + task * c.keys);
+    if (!call.lines) return;
+    float* slash = call.slash + task * call.lines;
+    std::fill_n(slash, call.lines, 0.f);
+    for (int64_t t = 0; t < c.keys + each_part - 1; t++) {  // key minus row of the part is t - (each_part - 1)
+      const int64_t distance = call.first + top - (t - (each_part - 1)), line = distance < 0 ? -distance : distance;
+      if (line < call.lines && (distance >= 0 || !call.causal)) slash[line] += d.diagonal[t];
+    }
+  });
+}
+
+}  // namespace
+
+extern "C" {
+
+#if defined(MULTIPLIES_BF16)
+#define FOR_TYPE(function, call) \
+  (call.tokens.type == 0 ? function<float, float>(call) : call.tokens.type == 1 ? function<bf16, bf16>(call) : function<half, float>(call))
+#else
+#define FOR_TYPE(function, call) \
+  (call.tokens.type == 0 ? function<float, float>(call) : call.tokens.type == 1 ? function<bf16, float>(call) : function<half, float>(call))
+#endif
+
+// 0, or 1 if there is no memory.
+int blocksparse_cell_mass(const CellCall* call) { return FOR_TYPE(cell_mass, (*call)); }
+int blocksparse_probe_lines(const ProbeCall* call) { return FOR_TYPE(probe_lines, (*call)); }
+int64_t blocksparse_cell_call_bytes() { return sizeof(CellCall); }
+int64_t blocksparse_probe_call_bytes() { return sizeof(ProbeCall); }
+
+}  // extern "C"
