@@ -19,9 +19,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-import os
 from pathlib import Path
-from typing import Any
 
 import torch
 from attrs import frozen
@@ -30,6 +28,7 @@ from torch import Tensor
 from blocksparse.kernels.attention.arguments import LogitChange, RankedLists, StopRule
 from blocksparse.kernels.attention.sparse_attention import UNCHANGED
 from blocksparse.kernels.common.compiled import Loaded, load
+from blocksparse.kernels.common.cpu_calls import parallel, python_calls, steps
 from blocksparse.kernels.common.memory import empty_as
 from blocksparse.kernels.positions.token_positions import TokenPositions
 
@@ -69,7 +68,7 @@ def cpu_attention(
     """
     call = _Call()
     _set_positions(call, positions, kept.q_block, kept.k_block, kept.keep.shape[2:])
-    call.keep_heads, call.keep_step, call.keep = kept.keep.shape[1], _steps(kept.keep, 4), kept.keep.data_ptr()
+    call.keep_heads, call.keep_step, call.keep = kept.keep.shape[1], steps(kept.keep, 4), kept.keep.data_ptr()
     call.map_of_row = 0 if positions.group_of_row is None else positions.group_of_row.data_ptr()
     return _attend(call, q, k, v, scale, positions.causal, positions.window, change, out)
 
@@ -204,13 +203,12 @@ def _attend(
     call.causal, call.window, call.type = causal, window or 0, _TYPES[q.dtype]
     call.offset = N - M if causal else 0
     call.threads = torch.get_num_threads()
-    call.q_step, call.k_step, call.v_step, call.out_step = (_steps(x, 3) for x in (q, k, v, out))
+    call.q_step, call.k_step, call.v_step, call.out_step = (steps(x, 3) for x in (q, k, v, out))
     call.scale, call.softcap = scale, change.softcap or 0.0
     call.q, call.k, call.v, call.out, call.lse = (x.data_ptr() for x in (q, k, v, out, lse))
     call.sinks = 0 if sinks is None else sinks.data_ptr()
-    # A process that forks leaves OpenMP's threads behind, and OpenMP would wait for them for ever.
-    call.parallel = _parallel() if os.getpid() == _PROCESS else None
-    call.release, call.acquire, call.signals = _of_python()
+    call.parallel = parallel()
+    call.release, call.acquire, call.signals = python_calls()
     library = cpu_kernel().library
     assert library is not None, "ask cpu_kernel_refuses first"
     # A handler of a signal that raised, as that of Ctrl-C does, has its exception raised here.
@@ -228,33 +226,5 @@ def _set_positions(
     call.q_block = q_block if call.rows > 1 else min(q_block, q_at.shape[-1])
     call.k_block = k_block if call.cols > 1 else min(k_block, k_at.shape[-1])
     call.lead = positions.q_lead
-    call.q_at_heads, call.q_at_step, call.q_at = q_at.shape[1], _steps(q_at, 2), q_at.data_ptr()
-    call.k_at_heads, call.k_at_step, call.k_at = k_at.shape[1], _steps(k_at, 3), k_at.data_ptr()
-
-
-def _steps(x: Tensor, axes: int) -> Any:
-    """The strides of the first axes; 0 for an axis of one entry, which serves all."""
-    return (ctypes.c_int64 * axes)(*(x.stride(i) if x.shape[i] > 1 else 0 for i in range(axes)))
-
-
-# The process that loaded this module, and may have started OpenMP's threads.
-_PROCESS = os.getpid()
-
-
-@functools.cache
-def _parallel() -> int | None:
-    """The address of the function by which compilers start threads of the OpenMP that PyTorch has loaded, if any."""
-    try:
-        return _address(ctypes.CDLL(None).GOMP_parallel)
-    except (AttributeError, OSError, TypeError):
-        return None
-
-
-@functools.cache
-def _of_python() -> tuple[int | None, ...]:
-    api = ctypes.pythonapi
-    return tuple(map(_address, (api.PyEval_SaveThread, api.PyEval_RestoreThread, api.PyErr_CheckSignals)))
-
-
-def _address(function: Any) -> int | None:
-    return ctypes.cast(function, ctypes.c_void_p).value
+    call.q_at_heads, call.q_at_step, call.q_at = q_at.shape[1], steps(q_at, 2), q_at.data_ptr()
+    call.k_at_heads, call.k_at_step, call.k_at = k_at.shape[1], steps(k_at, 3), k_at.data_ptr()

@@ -193,7 +193,8 @@ def _key(source: Path, command: list[str], flags: str) -> str:
     version = subprocess.run(
         [*_compiler(), "--version"], capture_output=True, text=True, timeout=TIME_LIMIT, check=False
     ).stdout
-    parts = source.read_text(encoding="utf-8"), *command, version, flags
+    headers = sorted(Path(__file__).parent.glob("*.h"))  # what the files of kernels share
+    parts = *(file.read_text(encoding="utf-8") for file in (source, *headers)), *command, version, flags
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 

@@ -82,17 +82,31 @@ inline vec exp2_(vec x) {
 #endif
 }
 
+// Lanes at distances 1, 2, 4, 8: as `kSwap` has them they change places; of two vectors, `kLow` takes the lanes that the
+// first one keeps when squares of that size are transposed, and `kHigh` those of the second one.
+struct Lanes { int32_t at[4][kWide]; };
+template <typename F> constexpr Lanes lanes(F lane) {
+  Lanes x{};
+  for (int i = 0; i < 4; i++)
+    for (int l = 0; l < kWide; l++) x.at[i][l] = lane(1 << i, l);
+  return x;
+}
+constexpr Lanes kSwap = lanes([](int step, int l) { return l ^ step; });
+constexpr Lanes kLow = lanes([](int step, int l) { return l & step ? l - step + kWide : l; });
+constexpr Lanes kHigh = lanes([](int step, int l) { return l & step ? l + kWide : l + step; });
+inline ivec at(const Lanes& x, int i) { return *(const ivec*)x.at[i]; }
+
+// The greatest lane, and the sum of all lanes.
 #if defined(__clang__)
 inline float most(vec x) { float m = x[0]; for (int i = 1; i < kWide; i++) m = x[i] > m ? x[i] : m; return m; }
 inline float total(vec x) { float m = x[0]; for (int i = 1; i < kWide; i++) m += x[i]; return m; }
 #else
-inline ivec other(int step) { ivec i; for (int l = 0; l < kWide; l++) i[l] = l ^ step; return i; }
 inline float most(vec x) {
-  for (int s = 1; s < kWide; s *= 2) { vec y = __builtin_shuffle(x, other(s)); x = y > x ? y : x; }
+  for (int i = 0; 1 << i < kWide; i++) { vec y = __builtin_shuffle(x, at(kSwap, i)); x = y > x ? y : x; }
   return x[0];
 }
 inline float total(vec x) {
-  for (int s = 1; s < kWide; s *= 2) x = x + __builtin_shuffle(x, other(s));
+  for (int i = 0; 1 << i < kWide; i++) x = x + __builtin_shuffle(x, at(kSwap, i));
   return x[0];
 }
 #endif

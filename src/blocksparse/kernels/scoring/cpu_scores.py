@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 from pathlib import Path
 
 import torch
@@ -25,12 +26,14 @@ from blocksparse.kernels.multiplying.cell_products import Cells, cells, means_of
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_log = logging.getLogger(__name__)
 _PARTS = 4  # of the queries of a probe, each of which one thread sums: a fixed number, so that sums are
 
 
 def takes(*tensors: Tensor) -> bool:
     """Whether the compiled kernel runs these: it is there, and they lie on a CPU in a dtype that it knows."""
-    return all(x.device.type == "cpu" and x.dtype in _TYPES for x in tensors) and _kernel() is not None
+    plain = all(type(x) is Tensor and x.device.type == "cpu" and x.dtype in _TYPES for x in tensors)
+    return plain and scores_kernel() is not None
 
 
 def cell_mass_on_cpu(
@@ -43,7 +46,7 @@ def cell_mass_on_cpu(
     q, k = cells(q, of.slots, of.q_lead, q_filler), cells(k, of.slots, 0, k_filler)  # [B, H, cells, slots, D]
     queries, keys = q.shape[2], k.shape[2]
     call = _CellCall()
-    held = [*_set_tokens(call.tokens, q, k)]
+    held: list[Tensor | None] = [*_set_tokens(call.tokens, q, k)]
     # A block far larger than the prompt is cut to one that holds all of its cells.
     call.high, call.wide = min(of.high, max(first_cell + queries, ROOM)), min(of.wide, max(keys, ROOM))
     call.empty, call.weight, call.flipped = first_cell % call.high, weight, flipped
@@ -57,8 +60,9 @@ def cell_mass_on_cpu(
             q_last, k_first = cell.view(1, 1, -1), torch.arange(keys, dtype=torch.int32).view(1, 1, -1)
             if of.behind is not None:
                 q_floor, k_last = q_last - of.behind - 1, k_first
-        held += (x := [None if at is None else at.contiguous() for at in (q_last, q_floor, k_first, k_last)])
-        call.q_last, call.q_floor, call.k_first, call.k_last = (0 if at is None else at.data_ptr() for at in x)
+        positions = [None if at is None else at.contiguous() for at in (q_last, q_floor, k_first, k_last)]
+        held += positions
+        call.q_last, call.q_floor, call.k_first, call.k_last = (0 if x is None else x.data_ptr() for x in positions)
         call.q_at_heads, call.k_at_heads = q_last.shape[1], k_first.shape[1]
         call.q_at_batch = queries * q_last.shape[1] if q_last.shape[0] > 1 else 0
         call.k_at_batch = keys * k_first.shape[1] if k_first.shape[0] > 1 else 0
@@ -67,7 +71,8 @@ def cell_mass_on_cpu(
         call.limit = limit.data_ptr()
     mass = torch.empty(*q.shape[:2], call.rows, call.cols)
     call.mass = mass.data_ptr()
-    _made(_kernel().blocksparse_cell_mass(ctypes.byref(call)))
+    _make("cell_mass", call)
+    del held
     return mass
 
 
@@ -111,7 +116,7 @@ def _lines(
     call.parts, call.lines, call.scale, call.share = min(_PARTS, P), lines, scale, 1 / (P * heads)
     vertical, slash = (torch.empty(B, Hq, call.parts, n) for n in (N, lines))
     call.vertical, call.slash = vertical.data_ptr(), slash.data_ptr()
-    _made(_kernel().blocksparse_probe_lines(ctypes.byref(call)))
+    _make("probe_lines", call)
     del held
     return vertical, slash
 
@@ -161,9 +166,12 @@ def _set_tokens(tokens: _Tokens, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @functools.cache
-def _kernel() -> ctypes.PyDLL | None:
-    library = load(SOURCE).library
+def scores_kernel() -> ctypes.PyDLL | None:
+    """The compiled kernel, if there is one; compiled at the first call ever, which takes some seconds."""
+    found = load(SOURCE)
+    library = found.library
     if library is None:
+        _log.info("blocks are chosen on this CPU without the compiled kernel: %s", found.why_not)
         return None
     for name in ("cell", "probe"):
         getattr(library, f"blocksparse_{name}_call_bytes").restype = ctypes.c_int64
@@ -171,6 +179,8 @@ def _kernel() -> ctypes.PyDLL | None:
     return library if made_for == (ctypes.sizeof(_CellCall), ctypes.sizeof(_ProbeCall)) else None
 
 
-def _made(failed: int) -> None:
-    if failed:
+def _make(name: str, call: ctypes.Structure) -> None:
+    library = scores_kernel()
+    assert library is not None, "ask 'takes' first"
+    if getattr(library, f"blocksparse_{name}")(ctypes.byref(call)):
         raise MemoryError("no memory to score blocks")
