@@ -158,6 +158,13 @@ def over_blocks(value: PerHead, scores: Tensor) -> Tensor:
     return entries.reshape(1, -1, 1, 1)
 
 
+def least(value: PerHead) -> float:
+    """The least number of all heads, or -inf where the host would have to wait for a device to know it."""
+    if not isinstance(value, HeadValues):
+        return value
+    return float(value.values.min()) if value.values.device.type == "cpu" else -math.inf
+
+
 def number_or_blocks(value: PerHead, scores: Tensor) -> float | Tensor:
     """`over_blocks` of a number per head; one number for all stays a number, which costs no launch to pass on."""
     return over_blocks(value, scores) if isinstance(value, HeadValues) else value

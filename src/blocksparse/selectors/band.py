@@ -27,5 +27,8 @@ class Band(PositionSelector):
     def where(self, grid: Grid) -> Tensor:
         return grid.within(self.tokens)
 
+    def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
+        return self.tokens >= (N if causal else max(M, N)) - 1  # the greatest distance
+
     def parts(self) -> tuple[Places, tuple[PositionSelector, ...]]:
         return Places(near=self.tokens), ()

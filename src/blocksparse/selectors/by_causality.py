@@ -20,3 +20,6 @@ class SelectorByCausality(Selector[ScoresT_contra, MaskT_co]):
 
     def __call__(self, scores: ScoresT_contra) -> MaskT_co:
         return (self.causal if scores.grid.causal else self.otherwise)(scores)
+
+    def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
+        return (self.causal if causal else self.otherwise).keeps_everything(M, N, causal=causal)

@@ -18,3 +18,6 @@ class Everything(PositionSelector):
 
     def where(self, grid: Grid) -> Tensor:
         return grid.reachable
+
+    def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
+        return True

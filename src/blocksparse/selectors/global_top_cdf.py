@@ -7,7 +7,7 @@ from typing import final
 from attrs import field, frozen
 
 from blocksparse.kernels.selecting.global_top_cdf import global_top_cdf
-from blocksparse.per_head import PerHead, over_blocks, per_head, share
+from blocksparse.per_head import PerHead, least, over_blocks, per_head, share
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.selector import Selector
@@ -39,3 +39,6 @@ class GlobalTopCdf(Selector[BlockMass, BlockMask]):
         mass = over_blocks(self.mass, scores.values)
         keep = global_top_cdf(scores.values, scores.forced, mass, scores.grid, crossing=self.crossing)
         return BlockMask(keep, scores.grid)
+
+    def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
+        return least(self.mass) >= 1

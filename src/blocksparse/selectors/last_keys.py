@@ -25,3 +25,6 @@ class LastKeys(PositionSelector):
 
     def where(self, grid: Grid) -> Tensor:
         return grid.k_last >= grid.k_len - min(self.tokens, grid.k_len)
+
+    def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
+        return self.tokens >= N

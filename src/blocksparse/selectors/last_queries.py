@@ -27,5 +27,8 @@ class LastQueries(PositionSelector):
     def where(self, grid: Grid) -> Tensor:
         return grid.q_last >= grid.end - min(self.tokens, FAR)
 
+    def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
+        return self.tokens >= M
+
     def parts(self) -> tuple[Places, tuple[PositionSelector, ...]]:
         return Places(last=self.tokens), ()

@@ -29,3 +29,6 @@ class OnTiles(Selector[BlockScores, BlockMask]):
 
     def added_to(self, first: Selector[BlockScores, BlockMask], scores: BlockScores) -> BlockMask:
         return self.rule.joined(first(scores), scores.grid.refined(self.n))
+
+    def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
+        return self.rule.keeps_everything(M, N, causal=causal)

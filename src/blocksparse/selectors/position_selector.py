@@ -108,6 +108,9 @@ class PositionUnion(PositionSelector):
     def where(self, grid: Grid) -> Tensor:
         return self.first.where(grid) | self.second.where(grid)
 
+    def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
+        return any(part.keeps_everything(M, N, causal=causal) for part in (self.first, self.second))
+
     def parts(self) -> tuple[Places, tuple[PositionSelector, ...]]:
         (mine, rest), (its, others) = self.first.parts(), self.second.parts()
         both = mine.joined(its)

@@ -56,3 +56,7 @@ class Ranked(Selector[ScoresT_contra, RankedBlockMask]):
             rank = place
         rank = rank.add(opening, alpha=-grid.cols)
         return RankedBlockMask(mask.keep, mask.grid, rank)
+
+    def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
+        rules = (self.inner,) if self.first is None else (self.inner, self.first)
+        return any(rule.keeps_everything(M, N, causal=causal) for rule in rules)

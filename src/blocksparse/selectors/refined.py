@@ -24,3 +24,6 @@ class Refined(Selector[ScoresT_contra, BlockMask]):
 
     def __call__(self, scores: ScoresT_contra) -> BlockMask:
         return self.inner(scores).refine(self.n)
+
+    def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
+        return self.inner.keeps_everything(M, N, causal=causal)

@@ -51,3 +51,6 @@ class RoutedByDivergence(Selector[VerticalSlashScores, BlockMask]):
                 )
         near = scores.divergence[..., None, None] < over_blocks(self.tau, scores.values)
         return BlockMask(torch.where(near, similar, otherwise), scores.grid)
+
+    def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
+        return all(rule.keeps_everything(M, N, causal=causal) for rule in (self.similar, self.otherwise))

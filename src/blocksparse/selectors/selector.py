@@ -28,6 +28,13 @@ class Selector(ABC, Generic[ScoresT_contra, MaskT_co]):
     def __call__(self, scores: ScoresT_contra) -> MaskT_co:
         """Choose among the blocks of `scores.grid`."""
 
+    def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
+        """Whether sizes alone say that every reachable block is kept, in any call of `M` queries and `N` keys.
+
+        A pipeline whose executor may attend densely then does so without scoring a block. False says nothing.
+        """
+        return False
+
     def __or__(
         self: Selector[ScoresT, BlockMask], other: Selector[ScoresT, BlockMask]
     ) -> Selector[ScoresT, BlockMask]:
@@ -75,6 +82,9 @@ class Union(Selector[ScoresT_contra, BlockMask]):
     def __call__(self, scores: ScoresT_contra) -> BlockMask:
         return self.second.added_to(self.first, scores)
 
+    def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
+        return any(part.keeps_everything(M, N, causal=causal) for part in (self.first, self.second))
+
 
 @final
 @frozen(eq=False, repr=False)
@@ -89,3 +99,6 @@ class Intersection(Selector[ScoresT_contra, BlockMask]):
 
     def __call__(self, scores: ScoresT_contra) -> BlockMask:
         return self.first(scores) & self.second(scores)
+
+    def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
+        return all(part.keeps_everything(M, N, causal=causal) for part in (self.first, self.second))

@@ -20,3 +20,6 @@ class SharedByGroup(Selector[ScoresT_contra, BlockMask]):
 
     def __call__(self, scores: ScoresT_contra) -> BlockMask:
         return self.inner(scores).share_heads()
+
+    def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
+        return self.inner.keeps_everything(M, N, causal=causal)

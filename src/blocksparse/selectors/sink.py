@@ -23,5 +23,8 @@ class Sink(PositionSelector):
     def where(self, grid: Grid) -> Tensor:
         return grid.holding_first(self.tokens)
 
+    def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
+        return self.tokens >= N
+
     def parts(self) -> tuple[Places, tuple[PositionSelector, ...]]:
         return Places(first=self.tokens), ()

@@ -45,5 +45,8 @@ class Stride(PositionSelector):
         # operation over all blocks is one comparison.
         return (17 * j % eta == -(131 * i + self.seed) % eta)[None, None]
 
+    def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
+        return self.eta == 1 and not self.released
+
     def parts(self) -> tuple[Places, tuple[PositionSelector, ...]]:
         return super().parts() if self.released else (Places(stride=(self.eta, self.seed)), ())

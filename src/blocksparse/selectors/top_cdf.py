@@ -7,7 +7,7 @@ from typing import final
 from attrs import field, frozen
 
 from blocksparse.kernels.selecting.top_cdf import top_cdf
-from blocksparse.per_head import PerHead, number_or_blocks, per_head, share
+from blocksparse.per_head import PerHead, least, number_or_blocks, per_head, share
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.places import NOWHERE, Places
@@ -36,6 +36,9 @@ class TopCdf(Selector[BlockMass, BlockMask]):
 
     def __call__(self, scores: BlockMass) -> BlockMask:
         return self.with_places(scores, NOWHERE)
+
+    def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
+        return least(self.mass) >= 1
 
     def with_places(self, scores: BlockMass, places: Places) -> BlockMask:
         keep = top_cdf(

@@ -8,7 +8,7 @@ from attrs import converters, field, frozen
 
 from blocksparse.kernels.common.sizes import FAR
 from blocksparse.kernels.selecting.top_k import top_k
-from blocksparse.per_head import PerHead, over_blocks, per_head, share
+from blocksparse.per_head import PerHead, least, over_blocks, per_head, share
 from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.selector import Selector
@@ -58,3 +58,6 @@ class TopK(Selector[BlockScores, BlockMask]):
             of_all_keys=self.of_all_keys,
         )
         return BlockMask(keep, scores.grid)
+
+    def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
+        return (self.k or 0) >= N or (self.share is not None and least(self.share) >= 1)

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from blocksparse.kernels.common.sizes import FAR, cdiv
 from blocksparse.kernels.positions.within_reach import within_reach
 from blocksparse.kernels.selecting.running_share import running_share
-from blocksparse.per_head import PerHead, over_blocks, per_head, probability
+from blocksparse.per_head import PerHead, least, over_blocks, per_head, probability
 from blocksparse.scorers.vertical_slash import VerticalSlashScores
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.counter_hash import block_indices
@@ -60,6 +60,9 @@ class VerticalSlashCdf(Selector[VerticalSlashScores, BlockMask]):
         mass = over_blocks(self.mass, scores.values).float()
         chosen = self._as_released(scores, mass[..., 0]) if self.released else self._covering(scores, mass[..., 0])
         return BlockMask(within_reach(chosen | (mass >= 1), grid, first=1, diagonal=True), grid)
+
+    def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
+        return least(self.mass) >= 1 or self.min_budget >= N
 
     def _covering(self, scores: VerticalSlashScores, mass: Tensor) -> Tensor:
         block = scores.grid.k_block

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from blocksparse.kernels.common.sizes import FAR
 from blocksparse.kernels.positions.within_reach import within_reach
-from blocksparse.per_head import PerHead, budget, over_blocks, per_head
+from blocksparse.per_head import PerHead, budget, least, over_blocks, per_head
 from blocksparse.scorers.vertical_slash import VerticalSlashScores
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.counter_hash import block_indices
@@ -52,6 +52,9 @@ class VerticalSlashTopK(Selector[VerticalSlashScores, BlockMask]):
         if self.released:
             keep = keep | _tiles(scores, distances)
         return BlockMask(within_reach(keep, grid, diagonal=True), grid)
+
+    def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
+        return least(self.slash) >= (N if causal else max(M, N))  # all distances
 
     def keys(self, scores: VerticalSlashScores) -> Tensor:
         """The chosen columns, `[B, Hq, N]` bool."""

@@ -1,0 +1,65 @@
+"""Selectors that know from sizes alone that they keep everything: what they say is true, and they do say it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import blocksparse as bs
+from blocksparse.selectors.selector import Selector
+from blocksparse.testing import make_qkv
+
+N, M = 200, 70
+SURE: dict[str, tuple[Any, Any]] = {  # what says so for N keys, and the same with one token less, or a little less
+    "everything": (bs.Everything(), None),
+    "band": (bs.Band(N - 1), bs.Band(N - 2)),
+    "sink": (bs.Sink(N), bs.Sink(N - 1)),
+    "last queries": (bs.LastQueries(M), bs.LastQueries(M - 1)),
+    "last keys": (bs.LastKeys(N), bs.LastKeys(N - 1)),
+    "stride": (bs.Stride(1), bs.Stride(2)),
+    "positions": (bs.Band(3) | bs.Sink(N), bs.Band(3) | bs.Sink(3)),
+    "mass": (bs.TopCdf(1), bs.TopCdf(0.99)),
+    "mass of a head": (bs.TopCdf([1.0, 1.0]), bs.TopCdf([1.0, 0.9])),
+    "mass of all rows": (bs.GlobalTopCdf(1), bs.GlobalTopCdf(0.99)),
+    "share": (bs.TopK(share=1), bs.TopK(share=0.99)),
+    "number": (bs.TopK(N), bs.TopK(N - 1)),
+    "distances": (bs.VerticalSlashTopK(1, N), bs.VerticalSlashTopK(1, N - 1)),
+    "columns": (bs.VerticalSlashCdf(0.5, min_budget=N), bs.VerticalSlashCdf(0.5, min_budget=N - 1)),
+    "either": (bs.TopCdf(0.3) | bs.Sink(N), bs.TopCdf(0.3) | bs.Sink(3)),
+    "both": (bs.TopCdf(1) & bs.Sink(N), bs.TopCdf(1) & bs.Sink(N - 1)),
+    "shared": (bs.SharedByGroup(bs.TopCdf(1)), bs.SharedByGroup(bs.TopCdf(0.9))),
+    "refined": (bs.Refined(bs.TopCdf(1), 2), bs.Refined(bs.TopCdf(0.9), 2)),
+    "tiles": (bs.Refined(bs.TopCdf(0.1), 2) | bs.OnTiles(bs.Sink(N), 2), None),
+    "ranked": (bs.Ranked(bs.TopCdf(1)), bs.Ranked(bs.TopCdf(0.9), first=bs.Band(5))),
+    "ranked first": (bs.Ranked(bs.TopCdf(0.9), first=bs.Band(N)), None),
+    "routed": (
+        bs.RoutedByDivergence(0.1, bs.GlobalTopCdf(1), bs.Everything()),
+        bs.RoutedByDivergence(0.1, bs.GlobalTopCdf(1), bs.Sink(1)),
+    ),
+    "by causality": (bs.SelectorByCausality(bs.TopCdf(1), bs.TopCdf(0.5)), bs.SelectorByCausality(bs.TopCdf(0.5), bs.TopCdf(1))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SURE)
+def test_what_they_say_is_true(name: str) -> None:
+    sure, less = SURE[name]
+    assert sure.keeps_everything(M, N, causal=True)
+    assert less is None or not less.keeps_everything(M, N, causal=True)
+    said = 0
+    for selector in filter(None, (sure, less)):
+        for queries, keys, causal in ((M, N, True), (N, N, True), (M, N, False), (N, M, False), (N - 1, N - 1, True)):
+            q = make_qkv(N=queries, Hq=2, Hkv=1, D=16)[0]
+            k = make_qkv(N=keys, Hq=2, Hkv=1, D=16, seed=1)[1]
+            if selector.keeps_everything(queries, keys, causal=causal):
+                said += 1
+                assert _keeps(selector, q, k, causal)
+    assert said >= 2
+
+
+def _keeps(selector: Selector[Any, Any], q: torch.Tensor, k: torch.Tensor, causal: bool) -> bool:
+    pipeline = bs.Pipeline(bs.Identity(), bs.VerticalSlashScorer(16), selector, bs.ReferenceExecutor())
+    trace = pipeline.trace(q, k, k, causal=causal)
+    reachable = trace.mask.grid.reachable
+    return torch.equal(trace.mask.keep, reachable.expand_as(trace.mask.keep))
