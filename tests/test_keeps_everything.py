@@ -38,7 +38,10 @@ SURE: dict[str, tuple[Any, Any]] = {  # what says so for N keys, and the same wi
         bs.RoutedByDivergence(0.1, bs.GlobalTopCdf(1), bs.Everything()),
         bs.RoutedByDivergence(0.1, bs.GlobalTopCdf(1), bs.Sink(1)),
     ),
-    "by causality": (bs.SelectorByCausality(bs.TopCdf(1), bs.TopCdf(0.5)), bs.SelectorByCausality(bs.TopCdf(0.5), bs.TopCdf(1))),
+    "by causality": (
+        bs.SelectorByCausality(bs.TopCdf(1), bs.TopCdf(0.5)),
+        bs.SelectorByCausality(bs.TopCdf(0.5), bs.TopCdf(1)),
+    ),
 }  # fmt: skip
 
 
@@ -49,7 +52,8 @@ def test_what_they_say_is_true(name: str) -> None:
     assert less is None or not less.keeps_everything(M, N, causal=True)
     said = 0
     for selector in filter(None, (sure, less)):
-        for queries, keys, causal in ((M, N, True), (N, N, True), (M, N, False), (N, M, False), (N - 1, N - 1, True)):
+        calls = ((M, N, True), (N, N, True), (M, N, False), (N, M, False), (N - 1, N - 1, True))
+        for queries, keys, causal in calls:
             q = make_qkv(N=queries, Hq=2, Hkv=1, D=16)[0]
             k = make_qkv(N=keys, Hq=2, Hkv=1, D=16, seed=1)[1]
             if selector.keeps_everything(queries, keys, causal=causal):

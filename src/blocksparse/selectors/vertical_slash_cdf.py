@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import final
 
-import torch
 from attrs import converters, field, frozen
 from einops import rearrange
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch.nn.functional import pad
 
 from blocksparse.kernels.common.sizes import FAR, cdiv
 from blocksparse.kernels.positions.within_reach import within_reach
+from blocksparse.kernels.selecting.heaviest_lines import fewest
 from blocksparse.kernels.selecting.running_share import running_share
 from blocksparse.per_head import PerHead, least, over_blocks, per_head, probability
 from blocksparse.scorers.vertical_slash import VerticalSlashScores
@@ -73,13 +73,7 @@ class VerticalSlashCdf(Selector[VerticalSlashScores, BlockMask]):
 
     def _fewest(self, lines: Tensor, mass: Tensor, block: int) -> Tensor:
         """Which of `lines` `[B, Hq, n]` are kept: the heaviest until they hold `mass`, within the budgets."""
-        share = running_share(lines)
-        rank = torch.arange(lines.shape[-1], device=lines.device)
-        least, most = self._blocks(block)
-        taken = (share.before < mass) | (rank < least)
-        if most is not None:
-            taken = taken & (rank < most)
-        return share.put_back(taken)
+        return fewest(lines, mass, *self._blocks(block))
 
     def _as_released(self, scores: VerticalSlashScores, mass: Tensor) -> Tensor:
         grid, block = scores.grid, scores.grid.k_block

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from blocksparse.kernels.common.sizes import FAR
 from blocksparse.kernels.positions.within_reach import within_reach
+from blocksparse.kernels.selecting.heaviest_lines import heaviest
 from blocksparse.per_head import PerHead, budget, least, over_blocks, per_head
 from blocksparse.scorers.vertical_slash import VerticalSlashScores
 from blocksparse.selectors.block_mask import BlockMask
@@ -64,23 +65,15 @@ class VerticalSlashTopK(Selector[VerticalSlashScores, BlockMask]):
             nearest = self._count(self.slash, _LEAST_SLASH, scores).clamp_max(min(self.recent, FAR))
             spared = (position >= len(position) - nearest) & (position >= min(self.sink, FAR))
         weight = scores.vertical.masked_fill(spared, -1.0)
-        return _heaviest(weight, self._count(self.vertical, _LEAST_VERTICAL, scores), first=self.sink) & ~spared
+        return heaviest(weight, self._count(self.vertical, _LEAST_VERTICAL, scores), first=self.sink) & ~spared
 
     def distances(self, scores: VerticalSlashScores) -> Tensor:
         """The chosen distances, `[B, Hq, L]` bool."""
-        return _heaviest(scores.slash, self._count(self.slash, _LEAST_SLASH, scores), first=self.recent)
+        return heaviest(scores.slash, self._count(self.slash, _LEAST_SLASH, scores), first=self.recent)
 
     def _count(self, budget: PerHead, least: int, scores: VerticalSlashScores) -> Tensor:
         count = over_blocks(budget, scores.values)[..., 0]  # [1, Hq|1, 1]
         return count.clamp_min(least) if self.released else count
-
-
-def _heaviest(weight: Tensor, count: Tensor, *, first: int) -> Tensor:
-    """The `count` largest of `weight` `[B, Hq, n]`, as bool; the first `first` entries precede all others."""
-    each = torch.arange(weight.shape[-1], device=weight.device)
-    weight = weight.nan_to_num(nan=0.0).masked_fill(each < min(first, FAR), float("inf"))
-    order = weight.argsort(dim=-1, descending=True, stable=True)
-    return torch.empty_like(order, dtype=torch.bool).scatter_(-1, order, (each < count).expand(order.shape))
 
 
 def _tiles(scores: VerticalSlashScores, distances: Tensor) -> Tensor:

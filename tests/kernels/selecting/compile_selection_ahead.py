@@ -18,6 +18,7 @@ from blocksparse.kernels.positions import block_lists_triton, within_reach_trito
 from blocksparse.kernels.scoring import block_softmax_triton
 from blocksparse.kernels.selecting import (
     global_top_cdf_triton,
+    heaviest_lines_triton,
     top_cdf_triton,
     top_k_triton,
     visiting_order_triton,
@@ -112,6 +113,8 @@ def main() -> int:
                 ("softmax", block_softmax_triton._kernel, {"rows": 1, "cols": min(wide, 8192), "warps": 4, "WHOLE": wide <= 8192, "SEGMENT": 256, "seen_ptr": None, "seen_strides": None}),
                 ("prefix softmax", block_softmax_triton._kernel, {"rows": 1, "cols": min(wide, 8192), "warps": 4, "WHOLE": wide <= 8192, "SEGMENT": None, "positions": None, "position_strides": None, "own_ptr": None, "own_strides": None}),
                 ("refined", within_reach_triton._kernel, {"rows": 16, "cols": 256, "warps": 4, "N": 4, "DIAGONAL": False}),
+                ("fewest lines", heaviest_lines_triton._fewest, {**search, "mass_ptr": "*fp32"}),
+                ("heaviest lines", heaviest_lines_triton._heaviest, {**search, "count_ptr": "*fp64"}),
                 ("visiting order", visiting_order_triton._kernel, {"rows": 1, "cols": 256, "warps": 4, "CHUNK": 16}),
                 ("places", within_reach_triton._kernel, {"rows": 16, "cols": 256, "warps": 4, "N": 1, "DIAGONAL": True, "keep_ptr": None, "keep_strides": None}),
                 *((f"global_top_cdf{part.jit.__name__}", part, {"rows": 16, "cols": 256, "warps": 4, "TILE": 4096, "CROSSING": True}) for part in PARTS),

@@ -113,19 +113,19 @@ def limit_of(total, mass, CROSSING: tl.constexpr):
 
 
 @triton.jit
-def _sum(ticks):
+def sum_of(ticks):
     """The sum of each row of ticks, `[ROWS, 1]` int64."""
     return tl.sum(ticks.to(tl.int32).to(tl.int64), 1, keep_dims=True)
 
 
 @triton.jit
-def _exact_cut(ticks, target):
+def exact_cut(ticks, target):
     """The least whole number, as fp32, such that the blocks of a row with more ticks sum to less than `target`."""
     low = tl.zeros_like(target)
     high = low + (1 << 30)
     for _ in range(30):
         middle = (low + high) >> 1
-        less = _sum(tl.where(ticks.to(tl.int32) > middle, ticks, 0.0)) < target
+        less = sum_of(tl.where(ticks.to(tl.int32) > middle, ticks, 0.0)) < target
         high = tl.where(less, middle, high)
         low = tl.where(less, low, middle)
     return high.to(tl.float32)
@@ -147,12 +147,12 @@ def _kernel(
     values_at = rows_at(values_ptr, values_strides, b, h, row) + col * values_strides[3]
     weights = weights_of(tl.load(values_at, mask=reachable, other=0.0))
     ticks = ticks_of(weights, tl.max(weights, 1, keep_dims=True))
-    total = _sum(ticks)
+    total = sum_of(ticks)
     left = total
     if forced_ptr is not None:
         forced_at = rows_at(forced_ptr, forced_strides, b, h, row) + col * forced_strides[3]
         forced = (tl.load(forced_at, mask=inside, other=0) != 0) & reachable
-        left = _sum(tl.where(forced, 0.0, ticks))
+        left = sum_of(tl.where(forced, 0.0, ticks))
         ticks = tl.where(forced, _FORCED, ticks)
     ticks = tl.where(reachable, ticks, _UNREACHABLE)
     if mass_ptr is None:
@@ -169,14 +169,14 @@ def _kernel(
     key = ticks.to(tl.int32, bitcast=True)
     lightest = cut(key, ticks, low, high, left.to(tl.float32), target.to(tl.float32), True)
     lightest = lightest.to(tl.float32, bitcast=True)
-    above = _sum(tl.where(ticks > lightest, ticks, 0.0))
+    above = sum_of(tl.where(ticks > lightest, ticks, 0.0))
     number = tl.sum((ticks == lightest).to(tl.int64), 1, keep_dims=True)
     unit = lightest.to(tl.int32).to(tl.int64)
     missing = target - above
     # Sums in fp32 may be off, which matters if they come very near to the target: then search again with integers.
     if any_of((target > 0) & (left >= target) & ((missing <= 0) | (number * unit < missing))):
-        lightest = _exact_cut(ticks, target)
-        above = _sum(tl.where(ticks > lightest, ticks, 0.0))
+        lightest = exact_cut(ticks, target)
+        above = sum_of(tl.where(ticks > lightest, ticks, 0.0))
         number = tl.sum((ticks == lightest).to(tl.int64), 1, keep_dims=True)
         unit = lightest.to(tl.int32).to(tl.int64)
         missing = target - above

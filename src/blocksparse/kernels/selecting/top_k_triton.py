@@ -53,7 +53,7 @@ def top_k_triton(
 
 
 @triton.jit
-def _sortable(x):
+def sortable(x):
     """int32 in the same order as the fp32 numbers `x`, none of them NaN; both zeros become 0.
 
     The bits of negative numbers stand in falling order, so all but their sign are flipped.
@@ -92,7 +92,7 @@ def _kernel(
     if FORCED_FIRST:
         values = tl.where(always, float("inf"), values)
     # Blocks that cannot be kept are ranked, too, after all others; so are those whose value is NaN.
-    key = tl.where(inside, _sortable(tl.where(reachable, values, float("-inf"))), _NO_KEY)
+    key = tl.where(inside, sortable(tl.where(reachable, values, float("-inf"))), _NO_KEY)
 
     if share_ptr is None:
         count = tl.zeros([ROWS, 1], tl.int32) + k

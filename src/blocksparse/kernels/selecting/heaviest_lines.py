@@ -1,0 +1,63 @@
+"""The heaviest lines (columns, bands or distances) of each head: as many as hold a share of the mass, or a number.
+
+    fewest    the heaviest lines until they hold `mass`, but at least `least` and at most `most` of them
+    heaviest  the `count` heaviest lines; the first `first` come before all others
+
+Ties go to the line that stands first. Shares are of ticks (`running_share.py`), so that they do not depend on the order of
+summation. On GPUs one launch searches each head's lines for the lightest that is taken; rows of over `LONGEST` lines, CPU
+tensors and float64 take the plain torch below, which sorts. Both choose the same lines.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from blocksparse.kernels.common.sizes import FAR
+from blocksparse.kernels.selecting.running_share import running_share
+
+LONGEST = 32768
+
+
+def fewest(lines: Tensor, mass: Tensor, least: int, most: int | None) -> Tensor:
+    """Which of `lines` `[B, H, n]`, non-negative weights, are taken: `[B, H, n]` bool.
+
+    Args:
+        mass: `[1, H|1, 1]` fp32, in [0, 1].
+    """
+    if lines.is_cuda and lines.dtype == torch.float32 and lines.shape[-1] <= LONGEST:
+        from blocksparse.kernels.selecting.heaviest_lines_triton import fewest_triton
+
+        return fewest_triton(lines, mass, least, most)
+    return fewest_reference(lines, mass, least, most)
+
+
+def fewest_reference(lines: Tensor, mass: Tensor, least: int, most: int | None) -> Tensor:
+    """The same in plain torch."""
+    share = running_share(lines)
+    rank = torch.arange(lines.shape[-1], device=lines.device)
+    taken = (share.before < mass) | (rank < least)
+    if most is not None:
+        taken = taken & (rank < most)
+    return share.put_back(taken)
+
+
+def heaviest(weight: Tensor, count: Tensor, *, first: int) -> Tensor:
+    """Which of the lines of `weight` `[B, H, n]` are taken, `[B, H, n]` bool; NaN counts as 0.
+
+    Args:
+        count: `[1, H|1, 1]` float64.
+    """
+    if weight.is_cuda and weight.dtype == torch.float32 and weight.shape[-1] <= LONGEST:
+        from blocksparse.kernels.selecting.heaviest_lines_triton import heaviest_triton
+
+        return heaviest_triton(weight, count, min(first, FAR))
+    return heaviest_reference(weight, count, min(first, FAR))
+
+
+def heaviest_reference(weight: Tensor, count: Tensor, first: int) -> Tensor:
+    """The same in plain torch."""
+    each = torch.arange(weight.shape[-1], device=weight.device)
+    weight = weight.nan_to_num(nan=0.0).masked_fill(each < first, float("inf"))
+    order = weight.argsort(dim=-1, descending=True, stable=True)
+    return torch.empty_like(order, dtype=torch.bool).scatter_(-1, order, (each < count).expand(order.shape))

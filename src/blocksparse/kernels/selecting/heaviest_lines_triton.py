@@ -1,0 +1,120 @@
+"""The Triton kernels of `heaviest_lines`: a program holds the lines of one head, and searches instead of sorting."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from blocksparse.kernels.common.strides_triton import head_strides
+from blocksparse.kernels.positions.block_grid_triton import any_of
+from blocksparse.kernels.selecting.row_search_triton import cut, first_of, tile_of_rows
+from blocksparse.kernels.selecting.top_cdf_triton import exact_cut, limit_of, sum_of, ticks_of, weights_of
+from blocksparse.kernels.selecting.top_k_triton import sortable
+from blocksparse.runtime.device import device_of
+from blocksparse.runtime.launches import remembered
+
+_NO_LINE = tl.constexpr(-(2**31))
+_MOST_TICKS = tl.constexpr(0x4E800000)  # the bits of 2^30 in fp32
+
+
+def fewest_triton(lines: Tensor, mass: Tensor, least: int, most: int | None) -> Tensor:
+    """Launch the kernel; arguments as of `fewest`."""
+    (B, H, n), lines = lines.shape, lines.contiguous()
+    taken = torch.empty(lines.shape, dtype=torch.bool, device=lines.device)
+    _, wide, num_warps = tile_of_rows(n)
+    with device_of(lines):
+        _fewest[(H, B)](
+            lines, mass, taken, head_strides(mass)[1], n, min(least, n), n if most is None else min(most, n),
+            COLS=wide, num_warps=num_warps,
+        )  # fmt: skip
+    return taken
+
+
+def heaviest_triton(weight: Tensor, count: Tensor, first: int) -> Tensor:
+    """Launch the kernel; arguments as of `heaviest`."""
+    (B, H, n), weight = weight.shape, weight.contiguous()
+    taken = torch.empty(weight.shape, dtype=torch.bool, device=weight.device)
+    _, wide, num_warps = tile_of_rows(n)
+    with device_of(weight):
+        _heaviest[(H, B)](
+            weight, count, taken, head_strides(count)[1], n, min(first, n), COLS=wide, num_warps=num_warps
+        )
+    return taken
+
+
+@triton.jit
+def _best(key, low, high, number, n, COLS: tl.constexpr):
+    """Which lines are the first `number` `[1, 1]` fp32 by falling `key` `[1, COLS]`, ties by place.
+
+    Args:
+        low, high: the key of the last one is above `low`, unless the number is 0; and no key is above `high`.
+    """
+    low = tl.where(number > 0.0, low, high - 1)
+    weight = tl.full([1, COLS], 1.0, tl.float32)
+    worst = cut(key, weight, low, high, tl.zeros_like(number) + n, number, False)
+    missing = number - tl.sum((key > worst).to(tl.float32), 1, keep_dims=True)
+    tied = key == worst
+    ties = tl.sum(tied.to(tl.float32), 1, keep_dims=True)
+    return (key > worst) | first_of(tied, ties, 1.0, missing, True)
+
+
+@remembered
+@triton.jit(do_not_specialize=["n", "least", "most"])
+def _fewest(lines_ptr, mass_ptr, taken_ptr, mass_stride, n, least, most, COLS: tl.constexpr):
+    h = tl.program_id(0)
+    line = tl.arange(0, COLS)[None, :]
+    at = (tl.program_id(1) * tl.num_programs(0) + h).to(tl.int64) * n + line
+    weights = weights_of(tl.load(lines_ptr + at, mask=line < n, other=0.0))
+    ticks = ticks_of(weights, tl.max(weights, 1, keep_dims=True))
+    total = sum_of(ticks)
+    ticks = tl.where(line < n, ticks, -1.0)
+    mass = tl.load(mass_ptr + h * mass_stride + tl.zeros([1, 1], tl.int32))
+    # A mass of 0 has no smaller neighbour, from which `limit_of` starts.
+    target = tl.where(mass > 0.0, limit_of(total, tl.maximum(mass, 1.1754943508222875e-38), True), 0)
+
+    # As `top_cdf` does: `COLS` lines that weigh `spare` or less weigh no more together than may be missing.
+    spare = (tl.maximum(total - target, 0).to(tl.float32) / COLS).to(tl.int32, bitcast=True)
+    low = tl.maximum(tl.minimum(spare, _MOST_TICKS) - 16, 0)
+    high = tl.where(target > 0, _MOST_TICKS, low + 1)
+    key = ticks.to(tl.int32, bitcast=True)
+    lightest = cut(key, tl.maximum(ticks, 0.0), low, high, total.to(tl.float32), target.to(tl.float32), True)
+    lightest = lightest.to(tl.float32, bitcast=True)
+    above = sum_of(tl.where(ticks > lightest, ticks, 0.0))
+    ties = tl.sum((ticks == lightest).to(tl.int64), 1, keep_dims=True)
+    missing = target - above
+    unit = lightest.to(tl.int32).to(tl.int64)
+    if any_of((target > 0) & ((missing <= 0) | (ties * unit < missing))):
+        lightest = exact_cut(ticks, target)
+        above = sum_of(tl.where(ticks > lightest, ticks, 0.0))
+        ties = tl.sum((ticks == lightest).to(tl.int64), 1, keep_dims=True)
+        missing = target - above
+        unit = lightest.to(tl.int32).to(tl.int64)
+    tied = first_of(ticks == lightest, ties, unit, missing, True)
+    taken = (ticks > 0.0) & (target > 0) & ((ticks > lightest) | tied)
+
+    number = tl.sum(taken.to(tl.int32), 1, keep_dims=True)
+    wanted = tl.minimum(tl.maximum(number, least), most)
+    if any_of(wanted != number):
+        low = tl.zeros_like(number) - 1  # the bits of no tick, and of -1.0, which lies outside, are far below
+        taken = _best(key, low, low + _MOST_TICKS + 1, wanted.to(tl.float32), n, COLS)
+    tl.store(taken_ptr + at, taken, mask=line < n)
+
+
+@remembered
+@triton.jit(do_not_specialize=["n", "first"])
+def _heaviest(weight_ptr, count_ptr, taken_ptr, count_stride, n, first, COLS: tl.constexpr):
+    h = tl.program_id(0)
+    line = tl.arange(0, COLS)[None, :]
+    at = (tl.program_id(1) * tl.num_programs(0) + h).to(tl.int64) * n + line
+    weight = tl.load(weight_ptr + at, mask=line < n, other=0.0)
+    weight = tl.where(weight != weight, 0.0, weight)
+    weight = tl.minimum(tl.maximum(weight, -3.4028234663852886e38), 3.4028234663852886e38)
+    weight = tl.where(line < first, float("inf"), weight)
+    key = tl.where(line < n, sortable(weight), _NO_LINE)
+    count = tl.load(count_ptr + h * count_stride + tl.zeros([1, 1], tl.int32))
+    count = tl.ceil(tl.minimum(count, n.to(tl.float64)).to(tl.float32))
+    high = tl.maximum(tl.max(key, 1, keep_dims=True), _NO_LINE + 1)
+    taken = _best(key, tl.zeros_like(high) + _NO_LINE, high, count, n, COLS)
+    tl.store(taken_ptr + at, taken, mask=line < n)
