@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -43,5 +42,5 @@ def python_calls() -> tuple[int | None, int | None, int | None]:
     )  # fmt: skip
 
 
-def _address(function: Callable[..., Any]) -> int | None:
+def _address(function: Any) -> int | None:
     return ctypes.cast(function, ctypes.c_void_p).value

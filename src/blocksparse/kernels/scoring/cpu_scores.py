@@ -93,7 +93,8 @@ def key_importance_on_cpu(
     probed, group = q[:, :, -min(probe, q.shape[2]) :], 1 if per_query_head else q.shape[1] // k.shape[1]
     first = k.shape[2] - probed.shape[2]
     weight, _ = _lines(probed, k, first, 0, causal=causal, scale=scale, seen=seen, heads=group)
-    return weight.unflatten(1, (-1, group)).flatten(2, 3)
+    parts: Tensor = weight.unflatten(1, (-1, group)).flatten(2, 3)
+    return parts
 
 
 def _lines(
