@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 
 import blocksparse as bs
+from blocksparse.executors.dense_attention import dense_attention
 from blocksparse.selectors.selector import Selector
-from blocksparse.testing import make_qkv
+from blocksparse.testing import every_preset, make_qkv
 
 N, M = 200, 70
 SURE: dict[str, tuple[Any, Any]] = {  # what says so for N keys, and the same with one token less, or a little less
@@ -67,3 +69,21 @@ def _keeps(selector: Selector[Any, Any], q: torch.Tensor, k: torch.Tensor, causa
     trace = pipeline.trace(q, k, k, causal=causal)
     reachable = trace.mask.grid.reachable
     return torch.equal(trace.mask.keep, reachable.expand_as(trace.mask.keep))
+
+
+def test_a_call_is_then_dense_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = make_qkv(N=N, Hq=2, Hkv=1, D=16)
+    pipeline = every_preset["minference"](20, N, block=16)
+    trace = pipeline.trace(q, k, v)
+    assert trace.dense_because is not None
+    assert "VerticalSlashTopK" in trace.dense_because
+    shorter, given = (every_preset["minference"](20, N - 1, block=16), evolve(pipeline, executor=bs.CpuExecutor()))
+    assert shorter.trace(q, k, v).dense_because is given.trace(q, k, v).dense_because is None
+
+    def stage_runs(*_: object, **__: object) -> None:
+        raise AssertionError("a stage runs")
+
+    monkeypatch.setattr(bs.VerticalSlashScorer, "__call__", stage_runs)
+    torch.testing.assert_close(pipeline(q, k, v), dense_attention(q, k, v, bs.AttentionSpec(scale=0.25)))
+    with pytest.raises(AssertionError, match="a stage runs"):
+        shorter(q, k, v)

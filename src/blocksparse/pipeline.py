@@ -203,6 +203,19 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
             )
         return output
 
+    def dense_because(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> str | None:
+        """The reason why a call attends densely instead of running its stages, or None.
+
+        It is the executor's; or that the selector keeps everything of so many tokens, by their number alone, where
+        the executor may be left out then.
+        """
+        if (reason := self.executor.dense_because(q, k, v, spec)) is not None or not self.executor.may_be_left_out:
+            return reason
+        M, N = q.shape[2], k.shape[2]
+        if not self.selector.keeps_everything(M, N, causal=spec.causal):
+            return None
+        return f"{self.selector!r} keeps every block of {M} queries and {N} keys"
+
     def _new_call(self) -> OpaqueCall:
         if not self.repeats:
             return OpaqueCall(self._attend, self._attend_into)
@@ -218,7 +231,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         history: KeyHistory | None = None,
     ) -> Tensor:
         """The output of a call, which is in `out` if there is one."""
-        if (reason := self.executor.dense_because(q, k, v, spec)) is None:
+        if (reason := self.dense_because(q, k, v, spec)) is None:
             # No scores are left, so that their memory is free while attending.
             return self._execute(q, k, v, self._choose(q, k, spec, history)[2], spec, out).out
         dense = _attend_densely(q, k, v, spec, reason)
@@ -319,7 +332,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, history: KeyHistory | None, done: Done
     ) -> Trace[PermutationT, ScoresT, MaskT]:
         permutation, scores, mask = self._choose(q, k, spec, history, done)
-        if (reason := self.executor.dense_because(q, k, v, spec)) is None:
+        if (reason := self.dense_because(q, k, v, spec)) is None:
             output = self._execute(q, k, v, mask, spec)
         else:
             output = AttentionOutput(_attend_densely(q, k, v, spec, reason), None, _everything(q, k, mask, spec))

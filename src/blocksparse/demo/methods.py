@@ -45,6 +45,8 @@ def method(written: str) -> AnyPipeline:
 
 def executor_of(pipeline: AnyPipeline, trace: AnyTrace) -> str:
     """Which executor of `pipeline` runs inputs like those of `trace`, and why not the faster ones."""
+    if trace.dense_because is not None:
+        return f"dense attention runs: {trace.dense_because}"
     if isinstance(pipeline.executor, AutoExecutor):
         return str(pipeline.executor.choose(trace.q, trace.k, trace.v, trace.mask, trace.spec))
     return type(pipeline.executor).__name__

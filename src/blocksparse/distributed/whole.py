@@ -26,7 +26,7 @@ def is_dense(pipeline: AnyPipeline, q: Tensor, k: Tensor, Dv: int, call: Call, *
     # Shapes, dtype and device are all that an executor may ask for, so these tensors take no memory.
     shapes = (B, call.Hq, M, D), (B, call.Hkv, N, D), (B, call.Hkv, N, Dv)
     all_q, all_k, all_v = (x.new_empty(()).expand(shape) for x, shape in zip((q, k, k), shapes, strict=True))
-    return pipeline.executor.dense_because(all_q, all_k, all_v, call.spec) is not None
+    return pipeline.dense_because(all_q, all_k, all_v, call.spec) is not None
 
 
 def attend(

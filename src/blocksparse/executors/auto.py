@@ -106,7 +106,8 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
     `2 B Hq pairs (D + Dv)`, where `pairs` is M N, and `M (2N - M + 1) / 2` when causal. They count up to twice
     where there are fewer tiles of 128 queries than multiprocessors. So of a prompt that is read in chunks the
     first ones may be dense and later ones not, and a few heads of a model that is split over GPUs may be dense
-    where all of its heads would not be.
+    where all of its heads would not be. A mask that keeps everything, as the number of tokens alone says, is dense
+    attention too, whatever the work.
 
     Args:
         dense_below: floating-point operations, below which a call is dense; 0 is never dense. None, the default,
@@ -124,6 +125,10 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec) -> list[str]:
         return []
+
+    @property
+    def may_be_left_out(self) -> bool:
+        return True
 
     def dense_because(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> str | None:
         pays_from = self.dense_below

@@ -55,6 +55,11 @@ class Executor(ABC, Generic[PermutationT_contra, MaskT_contra]):
         """
         return knows_no_window(mask) + knows_no_logit_change(spec)
 
+    @property
+    def may_be_left_out(self) -> bool:
+        """Whether a pipeline may attend densely where its selector keeps everything, without this executor."""
+        return False
+
     def dense_because(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> str | None:
         """The reason why a pipeline should attend densely instead of running its stages, or None.
 
