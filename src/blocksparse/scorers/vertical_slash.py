@@ -16,6 +16,7 @@ from blocksparse.geometry import Grid
 from blocksparse.kernels.multiplying.block_products import block_products
 from blocksparse.kernels.multiplying.products import products
 from blocksparse.kernels.scoring.any_between import any_between
+from blocksparse.kernels.scoring.block_divergence import block_divergence
 from blocksparse.kernels.scoring.block_mean import block_mean
 from blocksparse.kernels.scoring.block_softmax import block_softmax
 from blocksparse.kernels.scoring.probe_lines import probe_lines
@@ -121,10 +122,9 @@ class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
         if grid.window is not None:
             seen = grid.k_last > grid.k_len - probe.shape[2] - grid.window  # by some query of the probe
             logits = logits.masked_fill(~seen, float("-inf"))
-        pooled = logits.softmax(-1).squeeze(2)
         true = _by_block(vertical, grid).sum(-1)
         return VerticalSlashScores(
-            values, grid, vertical=vertical, slash=slash, divergence=_divergence(pooled, true)
+            values, grid, vertical=vertical, slash=slash, divergence=block_divergence(logits.squeeze(2), true)
         )
 
     @property
@@ -142,10 +142,3 @@ def _by_block(per_key: Tensor, grid: Grid) -> Tensor:
     index = position.clamp_min(0).long().expand(*per_key.shape[:2], -1)
     by_slot = per_key.gather(-1, index).masked_fill(position < 0, 0)
     return rearrange(by_slot, "B H (cols slot) -> B H cols slot", slot=grid.k_block)
-
-
-def _divergence(p: Tensor, q: Tensor) -> Tensor:
-    """The square root of the Jensen-Shannon divergence over the last axis; weights of 0 add nothing."""
-    mean = (p + q) / 2
-    parts = (torch.xlogy(x, x) - torch.xlogy(x, mean) for x in (p, q))
-    return (sum(parts, torch.zeros_like(p)).sum(-1) / 2).clamp_min(0.0).sqrt()

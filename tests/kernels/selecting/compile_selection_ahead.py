@@ -15,7 +15,7 @@ from triton.compiler import ASTSource
 
 from blocksparse.kernels.multiplying import block_products_triton
 from blocksparse.kernels.positions import block_lists_triton, within_reach_triton
-from blocksparse.kernels.scoring import block_softmax_triton
+from blocksparse.kernels.scoring import block_divergence_triton, block_softmax_triton
 from blocksparse.kernels.selecting import (
     global_top_cdf_triton,
     heaviest_lines_triton,
@@ -47,7 +47,10 @@ TYPES: dict[str, Any] = {
         f"{name}_strides": ("i32", "i32", "i32", "constexpr", "i32")
         for name in ("values", "forced", "keep", "k_whole", "own", "seen", "q_last", "k_first", "rank")
     },
-    **dict.fromkeys(("rows", "cols", "k", "D", "n", "group", "mass_stride", "share_stride"), "i32"),
+    **dict.fromkeys(
+        ("rows", "cols", "k", "D", "n", "group", "least", "most", "count_stride", "mass_stride", "share_stride"),
+        "i32",
+    ),
     **dict.fromkeys(("skipped", "near", "first", "eta", "first_row", "from_query", "segment"), "i32"),
     "out_ptr": "*i1",
     "state": "i64",
@@ -56,9 +59,17 @@ TYPES: dict[str, Any] = {
 
 
 def compile_kernel(
-    target: GPUTarget, kernel: Any, *, rows: int, cols: int, warps: int, index: str = "i16", **constants: Any
+    target: GPUTarget,
+    kernel: Any,
+    *,
+    rows: int,
+    cols: int,
+    warps: int,
+    index: str = "i16",
+    pointers: dict[str, str] | None = None,
+    **constants: Any,
 ) -> triton.compiler.CompiledKernel:
-    types = {**TYPES, "index_ptr": f"*{index}"}
+    types = {**TYPES, "index_ptr": f"*{index}", **(pointers or {})}
     constants = {"CAUSAL": True, "WINDOW": None, "ROWS": rows, "COLS": cols, "ALIGNED": True, **constants}
     constants = {name: value for name, value in constants.items() if name in kernel.jit.arg_names}
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.jit.arg_names}
@@ -113,11 +124,12 @@ def main() -> int:
                 ("softmax", block_softmax_triton._kernel, {"rows": 1, "cols": min(wide, 8192), "warps": 4, "WHOLE": wide <= 8192, "SEGMENT": 256, "seen_ptr": None, "seen_strides": None}),
                 ("prefix softmax", block_softmax_triton._kernel, {"rows": 1, "cols": min(wide, 8192), "warps": 4, "WHOLE": wide <= 8192, "SEGMENT": None, "positions": None, "position_strides": None, "own_ptr": None, "own_strides": None}),
                 ("refined", within_reach_triton._kernel, {"rows": 16, "cols": 256, "warps": 4, "N": 4, "DIAGONAL": False}),
-                ("fewest lines", heaviest_lines_triton._fewest, {**search, "mass_ptr": "*fp32"}),
-                ("heaviest lines", heaviest_lines_triton._heaviest, {**search, "count_ptr": "*fp64"}),
+                ("divergence", block_divergence_triton._kernel, {"rows": 1, "cols": max(wide, 16), "warps": warps, "pointers": {"logits_ptr": "*fp32", "true_ptr": "*fp32", "out_ptr": "*fp32"}}),
+                ("fewest lines", heaviest_lines_triton._fewest, {**search, "pointers": {"lines_ptr": "*fp32", "mass_ptr": "*fp32", "taken_ptr": "*i1"}}),
+                ("heaviest lines", heaviest_lines_triton._heaviest, {**search, "pointers": {"weight_ptr": "*fp32", "count_ptr": "*fp64", "taken_ptr": "*i1"}}),
                 ("visiting order", visiting_order_triton._kernel, {"rows": 1, "cols": 256, "warps": 4, "CHUNK": 16}),
                 ("places", within_reach_triton._kernel, {"rows": 16, "cols": 256, "warps": 4, "N": 1, "DIAGONAL": True, "keep_ptr": None, "keep_strides": None}),
-                *((f"global_top_cdf{part.jit.__name__}", part, {"rows": 16, "cols": 256, "warps": 4, "TILE": 4096, "CROSSING": True}) for part in PARTS),
+                *((f"global_top_cdf{part.jit.__name__}", part, {"rows": 16, "cols": 256, "warps": 4, "TILE": 4096, "PROGRAMS": 16, "CROSSING": True}) for part in PARTS),
             ]  # fmt: skip
             for title, kernel, options in kernels:
                 # As `for_target` has it, but for warps of 64 threads, which search rows otherwise.

@@ -78,11 +78,10 @@ def probe_lines_triton(probe: Tensor, k: Tensor, q_len: int, causal: bool, scale
     strides = probe.stride()[:3], k.stride()[:3]
     with device_of(k):
         _log_sums[(k_parts, Hq, B)](probe, k, log_sum, *strides, *sizes, **tile)
-        total = log_sum.logsumexp(2)  # [B, Hq, rows]
         for head in range(0, Hq, heads):
             some = min(heads, Hq - head)
             _weights[(k_parts, some, B)](
-                probe, k, total, weight, vertical, *strides, alike(*weight.stride()[:2]), Hq, head, *sizes, **tile
+                probe, k, log_sum, weight, vertical, *strides, alike(*weight.stride()[:2]), Hq, head, k_parts, *sizes, **tile
             )
             _diagonals[(cdiv(slash.shape[2], _DISTANCES), some, B)](
                 weight, slash, alike(*weight.stride()[:2]), Hq, head, P, N, slash.shape[2], first,
@@ -114,7 +113,7 @@ def _log_sums(
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TILES: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Stores the natural logarithm of each query's sum over this program's keys, `[B, Hq, k_parts, ROWS]`."""
+    """Stores the base-2 logarithm of each query's sum over this program's keys, `[B, Hq, k_parts, ROWS]`."""
     h = tl.program_id(1)
     b = tl.program_id(2)
     query = tl.arange(0, ROWS)
@@ -128,15 +127,15 @@ def _log_sums(
         )
         peak, weight, rescale = step(logits, peak, True)
         total = total * rescale + tl.sum(weight, 1)
-    log_sum = (peak + tl.log2(tl.where(total > 0.0, total, 1.0))) * 0.6931471805599453  # ln 2
+    log_sum = peak + tl.log2(tl.where(total > 0.0, total, 1.0))
     at = ((b * tl.num_programs(1) + h).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * ROWS
     tl.store(log_sum_ptr + at + tl.arange(0, ROWS), log_sum)
 
 
 @remembered
-@triton.jit(do_not_specialize=["P", "N", "first", "head"])
+@triton.jit(do_not_specialize=["P", "N", "first", "head", "parts"])
 def _weights(
-    q_ptr, k_ptr, total_ptr, weight_ptr, vertical_ptr, q_strides, k_strides, weight_strides, heads, head,
+    q_ptr, k_ptr, log_sum_ptr, weight_ptr, vertical_ptr, q_strides, k_strides, weight_strides, heads, head, parts,
     P, N, first, heads_per_key, scale_log2,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TILES: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -147,7 +146,15 @@ def _weights(
     row = tl.arange(0, ROWS)
     at = (b * heads + h).to(tl.int64)
     q_tile = rows_of(q_ptr, q_strides, b, h, row, row < P, D, BLOCK_D, False)
-    total = tl.load(total_ptr + at * ROWS + row, mask=row < P, other=0.0) * 1.4426950408889634  # log2(e)
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    for part in range(parts):
+        log_sum = tl.load(log_sum_ptr + (at * parts + part) * ROWS + row)
+        new_peak = tl.maximum(peak, log_sum)
+        origin = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        total = total * tl.exp2(peak - origin) + tl.exp2(log_sum - origin)
+        peak = new_peak
+    total = tl.where(row < P, peak + tl.log2(tl.where(total > 0.0, total, 1.0)), 0.0)
     weight_at = weight_ptr + head_at(weight_strides, b, tl.program_id(1))
     weight_at = weight_at + row.to(tl.int64)[:, None] * N
     for i in range(TILES):

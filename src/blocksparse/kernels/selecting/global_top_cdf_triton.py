@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blocksparse.kernels.common.sizes import cdiv
+from blocksparse.kernels.common.sizes import cdiv, power_of_2
 from blocksparse.kernels.common.strides_triton import head_strides
 from blocksparse.kernels.positions.block_grid import BlockGrid
 from blocksparse.kernels.positions.block_grid_triton import (
@@ -47,9 +47,10 @@ def global_top_cdf_triton(
     tiling = {"CAUSAL": grid.causal, "WINDOW": grid.window, **tile, "num_warps": 4}
 
     ticks = torch.empty((B, H, n), dtype=torch.int32, device=device)
-    heaviest, lightest = torch.zeros((2, B, H), dtype=torch.int32, device=device)
-    total, above = torch.zeros((2, B, H), dtype=torch.int64, device=device)
-    sums = torch.zeros((_PASSES, B, H, 8), dtype=torch.int64, device=device)
+    zeros = torch.zeros((3 + 8 * _PASSES, B, H), dtype=torch.int64, device=device)  # one fill for all
+    total, above, heaviest = zeros[0], zeros[1], zeros[2].view(torch.int32)  # `heaviest` has room to spare
+    sums = zeros[3:].view(_PASSES, B, H, 8)
+    lightest = torch.empty((B, H), dtype=torch.int32, device=device)
     bounds = torch.empty((_PASSES, B, H, 2), dtype=torch.int32, device=device)
     ties = torch.empty((B, H, in_line[0]), dtype=torch.int32, device=device)
     keep = torch.empty(values.shape, dtype=torch.bool, device=device)
@@ -67,10 +68,9 @@ def global_top_cdf_triton(
             ticks, total, mass, mass_stride, bounds[-1], sums[-1], lightest, above, ties, n,
             CROSSING=crossing, TILE=_TILE, num_warps=4,
         )  # fmt: skip
-        before = ties.cumsum(-1, dtype=torch.int64) - ties
         _keep[in_line](
-            ticks, total, mass, mass_stride, lightest, above, before, keep, n,
-            CROSSING=crossing, TILE=_TILE, num_warps=4,
+            ticks, total, mass, mass_stride, lightest, above, ties, keep, n,
+            CROSSING=crossing, TILE=_TILE, PROGRAMS=power_of_2(in_line[0]), num_warps=4,
         )  # fmt: skip
         _finish[over_grid](
             keep, forced, mass, mass_stride, strides(keep), None if forced is None else strides(forced), *where,
@@ -201,8 +201,8 @@ def _count(
 @remembered
 @triton.jit(do_not_specialize=["n"])
 def _keep(
-    ticks_ptr, total_ptr, mass_ptr, mass_stride, lightest_ptr, above_ptr, before_ptr, keep_ptr, n,
-    CROSSING: tl.constexpr, TILE: tl.constexpr,
+    ticks_ptr, total_ptr, mass_ptr, mass_stride, lightest_ptr, above_ptr, ties_ptr, keep_ptr, n,
+    CROSSING: tl.constexpr, TILE: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(1)
     head = tl.program_id(2) * tl.num_programs(1) + h
@@ -212,7 +212,9 @@ def _keep(
     place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]  # a head may have over 2^31 blocks
     ticks = tl.load(ticks_ptr + head.to(tl.int64) * n + place, mask=place < n, other=-1)
     tied = ticks == lightest
-    before = tl.load(before_ptr + head.to(tl.int64) * tl.num_programs(0) + tl.program_id(0) + one)
+    program = tl.arange(0, PROGRAMS)[None, :]
+    ties = tl.load(ties_ptr + head.to(tl.int64) * tl.num_programs(0) + program, mask=program < tl.program_id(0), other=0)
+    before = tl.sum(ties.to(tl.int64), 1, keep_dims=True)
     rank = before + tl.cumsum(tied.to(tl.int32), 1) - (1 if CROSSING else 0)
     taken = (ticks > lightest) | (tied & (rank.to(tl.int64) * lightest.to(tl.int64) < missing))
     tl.store(keep_ptr + head.to(tl.int64) * n + place, taken, mask=place < n)
