@@ -117,8 +117,12 @@ def compile_sparse_attention(
 def compile_hopper(
     tiles: HopperTiles, dtype: str, head_dim: int, q_block: int, k_block: int, *, causal: bool, in_order: bool,
     eight: str | None = None, index: str = "i16", value_dim: int | None = None, cut: bool = False,
+    changed: tuple[str, ...] = (),
 ) -> triton.compiler.CompiledKernel:  # fmt: skip
-    """A kernel for Hopper, as its launch function launches it; `eight` is the type of values beside int8 keys."""
+    """A kernel for Hopper, as its launch function launches it; `eight` is the type of values beside int8 keys.
+
+    `changed` names what else the layer asks for: window, cap (a softcap) and sinks_ptr.
+    """
     kernel = (sparse_attention_hopper if eight is None else int8_attention_hopper)._kernel.jit
     value_dim = value_dim or head_dim
     piece, padded = min(k_block, tiles.block_n), padded_keys(head_dim)
@@ -127,6 +131,7 @@ def compile_hopper(
         "STAGES": tiles.num_stages, "PIECES": tiles.block_n // piece, "K_SPLIT": k_block // piece,
         "Q_SPLIT": q_block // (64 * tiles.consumers), "CAUSAL": causal, "Q_IN_ORDER": in_order, "K_IN_ORDER": in_order,
         "CUT": cut, **dict.fromkeys(("work_ptr", "share_out_ptr", "share_lse_ptr") if not cut else ()),
+        **dict.fromkeys({"window", "cap", "sinks_ptr"} - set(changed)),
         "FP8": eight == "fp8e4nv", "SKIP": not in_order,
         "CONSUMER_REGISTERS": consumer_registers(tiles.consumers, tiles.per_sm),
         **tiles.buffers(head_dim, value_dim),
@@ -152,6 +157,7 @@ def compile_hopper(
         "index_ptr": f"*{index}",
         "pv_skip_ptr": "*fp32",
         "work_ptr": "*i64", "share_out_ptr": "*fp32", "share_lse_ptr": "*fp32",
+        "window": "i32", "cap": "fp32", "sinks_ptr": "*fp32",
         **{f"{name}_source": numbers_type(64 * tiles.consumers) for name in ("q_scale", "taken")},
         **{f"{name}_source": numbers_type(piece) for name in ("k_token", "v_token")},
         **{f"{name}_source": numbers_type(32) for name in ("k_tile", "v_tile")},
@@ -170,12 +176,12 @@ def compile_hopper(
     return triton.compile(source, target=TARGETS["sm_90"], options=options)
 
 
-def compile_of_shares(name: str, dtype: str, **constants: int) -> triton.compiler.CompiledKernel:
+def compile_of_shares(name: str, dtype: str, **constants: int | None) -> triton.compiler.CompiledKernel:
     """The kernel that cuts lists, or the one that joins their shares."""
     kernel = getattr(shares, name).jit
     types: dict[str, object] = {
         **dict.fromkeys(("full_count_ptr", "partial_count_ptr"), "*i32"), "work_ptr": "*i64",
-        **dict.fromkeys(("share_out_ptr", "share_lse_ptr", "lse_ptr"), "*fp32"), "out_ptr": f"*{dtype}",
+        **dict.fromkeys(("share_out_ptr", "share_lse_ptr", "sinks_ptr", "lse_ptr"), "*fp32"), "out_ptr": f"*{dtype}",
         "out_strides": ("i32",) * 3,
     }  # fmt: skip
     signature = {x: "constexpr" if x in constants else types.get(x, "i32") for x in kernel.arg_names}
@@ -190,12 +196,12 @@ def main() -> int:
     failed = 0
     for name, dtype, constants in (
         ("_cut", "bf16", {"Q_SPLIT": 2, "ENTRIES": 4096}),
-        ("_join", "bf16", {"Q_SPLIT": 1, "TILE": 128, "DV": 256, "ROWS": 32}),
+        ("_join", "bf16", {"Q_SPLIT": 1, "TILE": 128, "DV": 256, "ROWS": 32, "sinks_ptr": None}),
         ("_join", "fp16", {"Q_SPLIT": 1, "TILE": 64, "DV": 64, "ROWS": 32}),
     ):
         kernel = compile_of_shares(name, dtype, **constants)
         print(f"sm_90 shares.{name} {dtype} {constants}: {kernel.metadata.shared} B shared")
-    for tiles, dtype, dims, q_block, k_block, causal, in_order, kind in (
+    for tiles, dtype, dims, q_block, k_block, causal, in_order, kind, *changed in (
         (HopperTiles(2, 128, 2), "bf16", 128, 128, 128, True, True, PLAIN),
         (HopperTiles(2, 128, 2), "bf16", 128, 128, 128, True, True, CUT),
         (HopperTiles(1, 64, 2, 2), "bf16", 128, 64, 64, True, False, CUT),
@@ -206,6 +212,9 @@ def main() -> int:
         (HopperTiles(1, 64, 2), "fp16", 256, 64, 64, True, False, PLAIN),
         (HopperTiles(2, 128, 2), "bf16", (192, 128), 128, 128, True, True, PLAIN),
         (HopperTiles(1, 64, 1, 2), "bf16", (192, 128), 64, 64, True, False, PLAIN),
+        (HopperTiles(2, 128, 4), "bf16", 64, 128, 128, True, True, CUT, "window", "sinks_ptr"),
+        (HopperTiles(2, 64, 2), "bf16", 256, 128, 128, True, True, PLAIN, "window", "cap"),
+        (HopperTiles(1, 64, 2, 2), "fp16", 128, 64, 64, True, False, PLAIN, "window", "cap", "sinks_ptr"),
         (tuned_int8(128, 128, 128, True), "bf16", 128, 128, 128, True, True, "fp8e4nv"),
         (tuned_int8(128, 128, 128, False), "bf16", 128, 128, 256, True, False, "bf16"),
         (tuned_int8(64, 64, 64, True), "fp16", 64, 64, 64, False, False, "fp8e4nv"),
@@ -216,6 +225,7 @@ def main() -> int:
         kernel = compile_hopper(
             tiles, dtype, head_dim, q_block, k_block, causal=causal, in_order=in_order,
             eight=None if kind in (PLAIN, CUT) else kind, index=index, value_dim=value_dim, cut=kind == CUT,
+            changed=tuple(changed),
         )  # fmt: skip
         found = {
             name: kernel.asm["ptx"].count(name)
@@ -225,7 +235,7 @@ def main() -> int:
         overwritten = overwritten_barriers(kernel.asm["ptx"])
         failed += not (fits and all(found.values()) and not overwritten)
         print(
-            f"sm_90 {tiles} {dtype} D={shown} blocks={q_block}x{k_block} {kind} lists={index}: {found}, "
+            f"sm_90 {tiles} {dtype} D={shown} blocks={q_block}x{k_block} {kind} {changed} lists={index}: {found}, "
             f"{kernel.metadata.shared} B shared, overwritten barriers: {overwritten}"
         )
     for name, target in TARGETS.items():

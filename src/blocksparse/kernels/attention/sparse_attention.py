@@ -8,7 +8,7 @@ before that, and have a sink in its softmax (`LogitChange`). The softmax is in b
 exact up to rounding.
 
 There are two kernels: the portable one in `sparse_attention_triton.py`, and the one for Hopper in
-`sparse_attention_hopper.py`, which knows no sliding window, softcap or sinks. The tiles say which of them runs.
+`sparse_attention_hopper.py`. The tiles say which of them runs.
 `tests/kernels/attention/references.py` specifies both in plain torch.
 
 Two approximations are off unless asked for, and while they are off they cost the exact kernel nothing: leaving out the
@@ -71,10 +71,6 @@ def sparse_attention(
         out = empty_as(q, v.shape[-1], v.dtype)  # as q lies in memory, so before any copy of it
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    if positions.window is not None and tiles.kernel == "hopper":
-        raise ValueError(f"the Hopper kernel knows no sliding window, the portable one does: {positions.window}")
-    if tiles.kernel == "hopper" and (change.softcap is not None or change.sinks is not None):
-        raise ValueError(f"the Hopper kernel knows no softcap and no sinks, the portable one does: {change}")
     attend = _kernel(tiles, approximation, change)
     with device_of(q):
         if key_slots is None:
@@ -101,7 +97,7 @@ def _kernel(tiles: Tiles, approximation: Approximation, change: LogitChange) -> 
     if tiles.kernel == "hopper":
         from blocksparse.kernels.attention.sparse_attention_hopper import sparse_attention_hopper
 
-        return sparse_attention_hopper
+        return functools.partial(sparse_attention_hopper, change=change)
     from blocksparse.kernels.attention.sparse_attention_triton import sparse_attention_triton
 
     return functools.partial(sparse_attention_triton, approximation=approximation, change=change)

@@ -9,9 +9,14 @@ tile's first scores are computed beside this one's last values.
 
 Warp specialisation gives each of these roles its own warps and, at the start, moves registers between them: loaders keep
 few, consumers get the rest (`registers`, `consumer_registers`).
+
+A sliding window hides keys in masked steps alone, a softcap changes scores as soon as they are there, and a sink joins a
+row's sum when its keys are done. A kernel without them is compiled as if there were none.
 """
 
 from __future__ import annotations
+
+import math
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -23,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from blocksparse.kernels.attention.arguments import Lists, TilesOnHopper
+from blocksparse.kernels.attention.arguments import Lists, LogitChange, TilesOnHopper
 from blocksparse.kernels.attention.hopper.launch import copy_back, launch_of, whole_rows
 from blocksparse.kernels.attention.hopper.loaders import PANEL, load_keys, load_values, panels
 from blocksparse.kernels.attention.hopper.output import store_lse, store_out, store_share, store_share_lse
@@ -37,12 +42,23 @@ from blocksparse.kernels.attention.hopper.queue import (
     read,
     unpacked_place,
 )
-from blocksparse.kernels.attention.hopper.rows import LOWEST, masked_scores, partial_sum, query_positions, row_max
+from blocksparse.kernels.attention.hopper.rows import (
+    LOWEST,
+    capped,
+    masked_scores,
+    partial_sum,
+    query_positions,
+    row_max,
+    with_sink,
+)
 from blocksparse.kernels.attention.hopper.shares import shares_of
 from blocksparse.kernels.common.memory import for_bulk_copies
 from blocksparse.kernels.common.names_triton import reinterpret
 from blocksparse.kernels.positions.token_positions import TokenPositions
 from blocksparse.runtime.launches import remembered
+
+
+_LARGEST = 1e38  # about the largest number of fp32: times infinity, a score of 0 would be NaN
 
 
 def sparse_attention_hopper(
@@ -55,9 +71,11 @@ def sparse_attention_hopper(
     positions: TokenPositions,
     tiles: TilesOnHopper,
     scale: float,
+    change: LogitChange,
 ) -> None:
     """Fills `out` and `lse`; the arguments are those of `sparse_attention`."""
     q, scale = positive(q, scale)
+    scale, cap = _scale_and_cap(scale, change.softcap)
     q, whole, whole_lse = whole_rows(q, out, lse, positions.q_lead)
     q, k, v = (for_bulk_copies(x) for x in (q, k, v))
     keys = v.shape[1], v.shape[2]
@@ -80,14 +98,24 @@ def sparse_attention_hopper(
         panels(v, piece),
         panels(whole, 64),
         *((None, None, None) if shares is None else (shares.work, shares.out, shares.lse)),
+        positions.window,
+        cap,
+        change.sinks,
         *launch.arguments,
         **launch.options,
         **tiles.buffers(q.shape[-1], v.shape[-1]),
         CUT=shares is not None,
     )
     if shares is not None:
-        shares.join(whole, whole_lse)
+        shares.join(whole, whole_lse, change.sinks)
     copy_back((whole, whole_lse), (out, lse), positions.q_lead)
+
+
+def _scale_and_cap(scale: float, softcap: float | None) -> tuple[float, float | None]:
+    """The factor of scores in the softmax, and what `capped` takes first; the factor is then the cap."""
+    if softcap is None:
+        return scale, None
+    return softcap, min(2 * math.log2(math.e) * scale / softcap, _LARGEST)
 
 
 @gluon.jit
@@ -138,7 +166,7 @@ def _target(words, buffer, C):
 
 
 @gluon.jit
-def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes):
+def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes, change):
     """Computes attention of 64 queries of each tile of queries; `WG` is the number of this consumer.
 
     `step` counts steps since the program's start, and gives stage and parity (`make_rings`); `visit` counts tiles of
@@ -151,6 +179,7 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes)
     q_pieces, k_pieces, v_pieces, out_pieces, words, starts = bufs
     q_position_strides, k_position_strides, lse_strides = strides[2], strides[3], strides[4]
     tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale = sizes
+    window, cap, sinks_ptr = change
     HALF: gl.constexpr = q_pieces.dtype
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 16])
@@ -177,7 +206,9 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes)
     mbarrier.wait(k_full.index(0), 0)
     scores_token = _start_scores(q_bufs, WG, k_bufs, 0, none, C)
     scores = warpgroup_mma_wait(0, [scores_token])
-    scores = masked_scores(scores, last, starts, 0, first, k_position_ptr, position_at, N, C)
+    if cap is not None:
+        scores = capped(scores, cap)
+    scores = masked_scores(scores, last, starts, 0, first, k_position_ptr, position_at, N, C, window)
     _give_back(k_empty, 0, q_empty, steps == 1, C)
     highest = gl.maximum(row_max(scores, ROW) * scale, LOWEST)
     weight = gl.exp2(scores * scale - highest[:, None])
@@ -200,8 +231,12 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes)
             sums_token = warpgroup_mma(operand, v_bufs.index(v_stage), sums, is_async=True)
             # Of the two products in flight only the older one, the scores, is waited for.
             scores = warpgroup_mma_wait(1, [scores_token])
+            if cap is not None:
+                scores = capped(scores, cap)
             if t < masked:
-                scores = masked_scores(scores, last, starts, stage, C.PIECES, k_position_ptr, position_at, N, C)
+                scores = masked_scores(
+                    scores, last, starts, stage, C.PIECES, k_position_ptr, position_at, N, C, window,
+                )  # fmt: skip
             _give_back(k_empty, stage, q_empty, t == steps - 1, C)
             new = gl.maximum(highest, row_max(scores, ROW) * scale)
             weight = gl.exp2(scores * scale - new[:, None])
@@ -237,13 +272,18 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes)
         )  # fmt: skip
         position_at = next_b.to(gl.int64) * k_position_strides[0] + next_key.to(gl.int64) * k_position_strides[1]
         whole = gl.convert_layout(gl.sum(total, 1), ROW)
-        log2_sum = highest + gl.log2(whole)
+        if sinks_ptr is None:
+            log2_sum = highest + gl.log2(whole)
+        else:
+            log2_sum, whole = with_sink(highest, whole, sinks_ptr, h, target)
         if C.CUT and target >= 0:
             store_share_lse(share_lse_ptr, target, log2_sum, whole, WG, C, ROW)
         else:
             store_lse(lse_ptr, lse_strides, b, h, row, M, log2_sum, whole, WG, C, ROW)
         scores = warpgroup_mma_wait(1, [scores_token])
-        scores = masked_scores(scores, last, starts, stage, first, k_position_ptr, position_at, N, C)
+        if cap is not None:
+            scores = capped(scores, cap)
+        scores = masked_scores(scores, last, starts, stage, first, k_position_ptr, position_at, N, C, window)
         _give_back(k_empty, stage, q_empty, steps == 1, C)
         highest = gl.maximum(row_max(scores, ROW) * scale, LOWEST)
         weight = gl.exp2(scores * scale - highest[:, None])
@@ -260,9 +300,9 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes)
 
 
 @remembered
-@gluon.jit(do_not_specialize=OF_PROMPT)
+@gluon.jit(do_not_specialize=[*OF_PROMPT, "window"])
 def _kernel(
-    q_source, k_source, v_source, out_target, work_ptr, share_out_ptr, share_lse_ptr, lse_ptr,
+    q_source, k_source, v_source, out_target, work_ptr, share_out_ptr, share_lse_ptr, window, cap, sinks_ptr, lse_ptr,
     full_count_ptr, partial_count_ptr, index_ptr, q_position_ptr, k_position_ptr, queue_ptr,
     count_stride_b, count_stride_h, index_stride_b, index_stride_h, lse_stride_b, lse_stride_h,
     q_position_strides, k_position_strides,
@@ -301,6 +341,7 @@ def _kernel(
         (lse_stride_b, lse_stride_h),
     )  # fmt: skip
     sizes = (tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale_log2)
+    change = (window, cap, sinks_ptr)  # what is None is compiled away
     C = Constants(
         DQ, DV, CONSUMERS, BLOCK_N, STAGES, Q_BUFFERS, OUT_PARTS, PIECES, K_SPLIT, Q_SPLIT, CAUSAL, Q_IN_ORDER,
         K_IN_ORDER, False, False, CUT,
@@ -310,14 +351,14 @@ def _kernel(
     second: gl.constexpr = 1
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_consume, (first, C, sources, pointers, bars, bufs, strides, sizes)),
-            (_consume, (second, C, sources, pointers, bars, bufs, strides, sizes)),
+            (_consume, (first, C, sources, pointers, bars, bufs, strides, sizes, change)),
+            (_consume, (second, C, sources, pointers, bars, bufs, strides, sizes, change)),
             (load_keys, (C, sources, pointers, bars, bufs, strides, sizes)),
             (load_values, (C, sources, pointers, bars, bufs, strides, sizes)),
         ], [4, 1, 1], [CONSUMER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (first, C, sources, pointers, bars, bufs, strides, sizes)),
+            (_consume, (first, C, sources, pointers, bars, bufs, strides, sizes, change)),
             (load_keys, (C, sources, pointers, bars, bufs, strides, sizes)),
             (load_values, (C, sources, pointers, bars, bufs, strides, sizes)),
         ], [1, 1], [LOADER_REGISTERS, LOADER_REGISTERS])  # fmt: skip

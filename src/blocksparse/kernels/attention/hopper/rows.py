@@ -15,7 +15,9 @@ from triton.experimental.gluon import language as gl
 from blocksparse.kernels.attention.hopper.queue import read
 
 NEVER = gl.constexpr(2**31 - 1)  # the position of an empty slot: later than any query's
-LOWEST = gl.constexpr(-1.0e30)  # a row's first maximum: finite, so that weights of rows without a key come to 0
+# A row's first maximum: the least fp32 number, so that no logit lies below it, and finite, so that weights of rows without a
+# key come to 0.
+LOWEST = gl.constexpr(-3.4028234663852886e38)
 
 
 @gluon.jit
@@ -128,10 +130,40 @@ def _bits_up_to(limit, THREAD: gl.constexpr, PIECE: gl.constexpr):
 
 
 @gluon.jit
-def masked_scores(scores, last, starts, stage, valid, k_position_ptr, position_at, N, C):
+def capped(scores, factor):
+    """`tanh(scores * factor / (2 log2 e))`, to about 1e-7: with `e` to the power of twice the argument, `1 - 2 / (1 + e^)`.
+
+    Far from 0 the power becomes 0 or infinity, and the result -1 or 1. A cap multiplies this error, and not more: a logit of
+    a cap of 50 errs by some 1e-5. The hardware's own tanh errs by 5e-4 of its result.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .f32 t; mul.f32 t, $1, $2; ex2.approx.ftz.f32 t, t; add.f32 t, t, 0f3F800000;"
+        " rcp.approx.ftz.f32 t, t; fma.rn.f32 $0, t, 0fC0000000, 0f3F800000; }",
+        "=f,f,f", [scores, factor], gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def with_sink(highest, whole, sinks_ptr, h, target):
+    """The logarithm of a row's sum of weights in base 2, and that sum beside `highest`, with the sink of head `h` in both.
+
+    `whole` is the sum without it. Shares of a list, whose `target` is not below 0, get theirs when they are joined.
+    """
+    sink = gl.load(sinks_ptr + h) * 1.4426950408889634  # log2(e)
+    sink = gl.where(target >= 0, float("-inf"), sink)
+    top = gl.maximum(highest, sink)
+    of_keys = gl.exp2(highest - top)
+    total = whole * of_keys + gl.exp2(sink - top)
+    # Where the sink outweighs all keys by more than fp32 can say, the sum is infinite beside `highest`, and the mean 0.
+    return top + gl.log2(total), total / of_keys
+
+
+@gluon.jit
+def masked_scores(scores, last, starts, stage, valid, k_position_ptr, position_at, N, C, window=None):
     """Scores, with -inf where a slot holds no key, or one after `last`, the last position that the query may see.
 
-    `starts` has the first slot of each of the tile's pieces, of which the first `valid` exist.
+    `starts` has the first slot of each of the tile's pieces, of which the first `valid` exist. With a `window` a query
+    sees that many positions, of which `last` is the last one.
     """
     PIECE: gl.constexpr = scores.shape[1] // C.PIECES
     if C.K_IN_ORDER:
@@ -140,7 +172,10 @@ def masked_scores(scores, last, starts, stage, valid, k_position_ptr, position_a
         for p in gl.static_range(C.PIECES):
             limit = (last if C.CAUSAL else gl.minimum(last, N - 1)) - read(starts, stage * C.PIECES + p, 4)
             limit = gl.where(p < valid, limit, -1)
-            bits = bits | (_bits_up_to(limit, THREAD, PIECE) << (p * PIECE // 4))
+            seen = _bits_up_to(limit, THREAD, PIECE)
+            if window is not None:
+                seen = seen & ~_bits_up_to(limit - window, THREAD, PIECE)
+            bits = bits | (seen << (p * PIECE // 4))
         scores = _kept(scores, bits)
     else:
         LAYOUT: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
@@ -150,6 +185,8 @@ def masked_scores(scores, last, starts, stage, valid, k_position_ptr, position_a
             position = gl.load(k_position_ptr + position_at + start + column % PIECE)
             position = gl.where(position >= 0, position, NEVER)
             allowed = position[None, :] <= gl.where(p < valid, last, -1)[:, None]
+            if window is not None:
+                allowed = allowed & (position[None, :] > (last - window)[:, None])
             if C.PIECES > 1:
                 allowed = allowed | (column // PIECE != p)[None, :]
             scores = gl.where(allowed, scores, float("-inf"))

@@ -81,13 +81,16 @@ class Shares:
     def entries(self) -> int:
         return self.work.shape[1]
 
-    def join(self, out: Tensor, lse: Tensor) -> None:
-        """Write the rows of `out` `[B, Hq, M, Dv]` and of `lse` `[B, Hq, M]` whose lists were cut."""
+    def join(self, out: Tensor, lse: Tensor, sinks: Tensor | None = None) -> None:
+        """Write the rows of `out` `[B, Hq, M, Dv]` and of `lse` `[B, Hq, M]` whose lists were cut.
+
+        `sinks` `[Hq]` fp32 are one more logit of each query head, which has no value.
+        """
         M, Dv = out.shape[2:]
         lists = self.lists
         _join[(self.sizes.tiles, self.tile // _ROWS)](
             lists.full_count, lists.partial_count, *head_strides(lists.full_count), *self.sizes,
-            self.out, self.lse, out, lse, out.stride()[:3], *lse.stride()[:2], M, Dv,
+            self.out, self.lse, sinks, out, lse, out.stride()[:3], *lse.stride()[:2], M, Dv,
             Q_SPLIT=lists.q_block // self.tile, TILE=self.tile, DV=self.out.shape[-1], ROWS=_ROWS, num_warps=4,
         )  # fmt: skip
 
@@ -195,7 +198,7 @@ def _cut(
 def _join(
     full_count_ptr, partial_count_ptr, count_stride_b, count_stride_h,
     tiles, most, longest, rows, kv_heads, group, heads_per_mask,
-    share_out_ptr, share_lse_ptr, out_ptr, lse_ptr, out_strides, lse_stride_b, lse_stride_h, M, D,
+    share_out_ptr, share_lse_ptr, sinks_ptr, out_ptr, lse_ptr, out_strides, lse_stride_b, lse_stride_h, M, D,
     Q_SPLIT: tl.constexpr, TILE: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Adds up the shares of `ROWS` queries of one tile; a program whose tile's list was not cut has nothing to do."""
@@ -211,8 +214,12 @@ def _join(
         for share in range(shares):
             at = ((most - 1 - share) * tiles + tile) * TILE + of_tile
             top = tl.maximum(top, tl.load(share_lse_ptr + at))
+        sink = float("-inf")
+        if sinks_ptr is not None:
+            sink = tl.load(sinks_ptr + h)
+            top = tl.maximum(top, sink)
         top = tl.where(top == float("-inf"), 0.0, top)  # queries that see no key at all
-        total = tl.zeros([ROWS], tl.float32)
+        total = tl.exp(sink - top)
         sums = tl.zeros([ROWS, DV], tl.float32)
         for share in range(shares):
             at = ((most - 1 - share) * tiles + tile) * TILE + of_tile
