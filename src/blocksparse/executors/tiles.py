@@ -17,6 +17,9 @@ _SHARED = TARGETS["sm_90"].shared_per_sm
 _BUFFERS = (2, 1), (1, 1), (1, 2)  # buffers of queries, and parts in which the output leaves, from the best on
 HALF = (torch.float16, torch.bfloat16)
 
+MOST_SOFTCAP = 1024.0
+"""The greatest softcap that the Hopper kernel takes: it errs by some 1e-7 of the cap, whatever the logit."""
+
 
 @frozen
 class TritonTiles:
@@ -184,8 +187,8 @@ def tuned(q: Tensor, k: Tensor, v: Tensor, q_block: int, k_block: int, *, plain:
     """The fastest tiles for blocks of `q_block` x `k_block`, as measured (docs/evidence/block-sizes.md).
 
     Args:
-        plain: whether nothing is approximated and there is no sliding window, softcap or sink. Only then is the
-            Hopper kernel taken, which has none of these.
+        plain: whether nothing is approximated, and no softcap is above `MOST_SOFTCAP`. Only then is the Hopper
+            kernel taken.
     """
     D, Dv = q.shape[-1], v.shape[-1]
     serving = (pair for (of_keys, of_values), pair in _HOPPER.items() if of_keys >= D and of_values >= Dv)

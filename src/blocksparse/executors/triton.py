@@ -14,7 +14,7 @@ from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.block_plan import BlockPlan
 from blocksparse.executors.executor import Executor, one_order
 from blocksparse.executors.one_node import OneNode, one_node
-from blocksparse.executors.tiles import HopperTiles, Tiles, TritonTiles, tuned
+from blocksparse.executors.tiles import MOST_SOFTCAP, HopperTiles, Tiles, TritonTiles, tuned
 from blocksparse.kernels.attention.arguments import Approximation
 from blocksparse.kernels.attention.sparse_attention import EXACT, sparse_attention
 from blocksparse.kernels.common.memory import copies_in_bulk
@@ -34,7 +34,7 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
     It takes fp16, bf16 and fp32, head dims up to 256 (padded to a power of two on chip) and grouped query heads
     without copies of keys. It runs compiled on a GPU, and on CPU tensors under Triton's interpreter (fp16 and
     fp32). GPUs of compute capability 9.0 (Hopper) have their own kernel for half precision and head dims that are
-    multiples of 8. Calls with a sliding window, a softcap or attention sinks take the portable kernel there too.
+    multiples of 8, with sliding windows, attention sinks and softcaps up to 1024.
 
     Args:
         tiles: which kernel runs and how it is launched, `HopperTiles` or `TritonTiles`; by default the fastest.
@@ -58,10 +58,8 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
         reasons = portable_reasons(q, k, v, mask, self.tiles)
         if isinstance(self.tiles, HopperTiles) and self.pv_skip is not None:
             reasons.append(f"{self.tiles} cannot be combined with 'pv_skip', but TritonTiles can")
-        if isinstance(self.tiles, HopperTiles) and mask.grid.window is not None:
-            reasons.append(f"{self.tiles} knows no sliding window, but TritonTiles do")
-        if isinstance(self.tiles, HopperTiles) and not spec.is_plain:
-            reasons.append(f"{self.tiles} knows no softcap and no attention sinks, but TritonTiles do")
+        if isinstance(self.tiles, HopperTiles) and (spec.softcap or 0) > MOST_SOFTCAP:
+            reasons.append(f"{self.tiles} takes softcaps up to {MOST_SOFTCAP:g}, but TritonTiles take any")
         return reasons + wrong_heads("pv_skip", self.pv_skip, mask.grid.q_heads)
 
     def __call__(
@@ -83,7 +81,7 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
             # A chunk of a prompt visits a part of its keys. To ask for it costs a whole prompt more than it saves.
             visited = visited_columns(mask.keep, min(slots.shape[1], mask.keep.shape[1]))
         there = out is not None and permutation.q_index is None and copies_in_bulk(out)
-        plain = self.pv_skip is None and grid.window is None and spec.is_plain
+        plain = self.pv_skip is None and (spec.softcap or 0) <= MOST_SOFTCAP
         result, lse = sparse_attention(
             queries,
             k,

@@ -27,7 +27,7 @@ from blocksparse.testing import assert_within_budget, make_qkv
 
 pytest.importorskip("triton")
 from blocksparse.executors import triton as executor_module
-from blocksparse.executors.tiles import HopperTiles, Tiles, TritonTiles, portable, tuned
+from blocksparse.executors.tiles import MOST_SOFTCAP, HopperTiles, Tiles, TritonTiles, portable, tuned
 from blocksparse.kernels.attention import sparse_attention as op
 from blocksparse.kernels.attention.arguments import Approximation, LogitChange
 from blocksparse.kernels.attention.hopper import shares
@@ -135,7 +135,7 @@ def assert_right(call: Call) -> None:
     # On the CPU, also for a GPU: sums in another order err by as much.
     with multiplied_by_numpy():
         yardstick = call.on_cpu().exactly()[0].to(want.device)
-    plain = call.change is UNCHANGED
+    plain = (call.change.softcap or 0) <= MOST_SOFTCAP
     for tiles in (call.tiles, tuned(call.q, call.k, call.v, call.lists.q_block, call.lists.k_block, plain=plain)):
         out, lse = call(tiles=tiles)
         assert_within_budget(out, want, yardstick)
@@ -350,15 +350,14 @@ def test_pv_skip_of_capped_logits(device: str) -> None:
         assert not torch.equal(a[:, 0], c[:, 0])
 
 
-def test_hopper_has_no_softcap_and_no_sinks(device: str) -> None:
+def test_hopper_takes_no_softcap_of_any_size(device: str) -> None:
+    """Its tanh errs by a share of the cap, so that a huge one would be wrong: the executor then takes the other kernel."""
     q, k, v = make_qkv(N=70, D=16, dtype=torch.float16, device=device)
-    call = arguments(q, k, v, block=64, tiles=HopperTiles(1, 64, 2))
-    with pytest.raises(ValueError, match="the Hopper kernel knows no softcap and no sinks, the portable one does"):
-        call(change=a_change(4, device))
     front = bs.Identity(), bs.MeanPoolScorer(64), bs.TopK(2)
     executor = bs.TritonExecutor(HopperTiles(1, 64, 2))
-    with pytest.raises(ValueError, match="knows no softcap and no attention sinks, but TritonTiles do"):
-        bs.Pipeline(*front, executor)(q, k, v, sinks=1.0)
+    with pytest.raises(ValueError, match="takes softcaps up to 1024, but TritonTiles take any"):
+        bs.Pipeline(*front, executor)(q, k, v, softcap=2000.0)
+    assert isinstance(tuned(q, k, v, 64, 64, plain=False), TritonTiles)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of NaN, in the interpreter
@@ -629,6 +628,71 @@ def test_hopper(
             out, lse = call()
         assert_within_budget(out, want, yardstick)
         torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3)
+
+
+@needs_hopper
+@pytest.mark.parametrize(
+    ("window", "softcap", "sinks"),
+    [
+        (200, None, False),
+        (1, None, True),
+        (64, 20.0, True),
+        (None, 3.0, False),
+        (300, 50.0, False),
+        (None, None, True),
+    ],
+)
+@pytest.mark.parametrize(
+    ("tiles", "N", "M", "D", "q_block", "k_block", "ordered"),
+    [
+        (HopperTiles(2, 128, 4), 1000, 1000, 64, 128, 128, True),
+        (HopperTiles(2, 128, 2), 1000, 700, 128, 128, 64, True),
+        (HopperTiles(2, 128, 2), 1000, 1000, 128, 128, 128, False),
+        (HopperTiles(2, 64, 2), 900, 333, 256, 128, 128, True),
+        (HopperTiles(1, 64, 2, 2), 777, 500, 96, 64, 32, False),
+        (HopperTiles(1, 128, 2, 2), 1024, 1024, 64, 64, 64, True),
+    ],
+)
+def test_hopper_windows_softcaps_and_sinks(
+    tiles: HopperTiles, N: int, M: int, D: int, q_block: int, k_block: int, ordered: bool,
+    window: int | None, softcap: float | None, sinks: bool,
+) -> None:  # fmt: skip
+    """Rows whose first keys are all hidden, rows without any key, and lists that are cut."""
+    q, k, v = make_qkv(B=2, N=N, M=M, Hq=4, Hkv=2, D=D, dtype=torch.bfloat16, device="cuda")
+    k_index = None
+    if not ordered:
+        segment = torch.arange(N, device="cuda") // 256
+        k_index = (torch.rand(2, 2, 1, N, device="cuda") + segment).argsort(-1).int()
+    permutation = bs.GlobalPermutation(k_index)
+    k, v = permutation.gather_keys(k), permutation.gather_keys(v)
+    grid = bs.Grid.of(q, k, permutation, bs.AttentionSpec(scale=0.1, window=window), q_block=q_block, k_block=k_block)
+    keep = (torch.rand(2, 4, grid.rows, grid.cols, device="cuda") < 0.6) & grid.reachable
+    plan = BlockPlan.of(bs.BlockMask(keep, grid))
+    change = a_change(4, "cuda", softcap=softcap, sinks=sinks)
+    call = Call(4 * q, k, v, plan, grid.positions, tiles, 0.1, change)
+    want, want_lse = call.in_float64().exactly()
+    yardstick, _ = call.exactly()
+    with cut_lists():
+        cut, cut_lse = call()
+    out, lse = call()
+    for got, got_lse in ((out, lse), (cut, cut_lse)):
+        assert_within_budget(got, want, yardstick)
+        torch.testing.assert_close(got_lse, want_lse, rtol=1e-3, atol=1e-3)
+    assert torch.equal(call()[0], out)
+    by_position, _ = call(positions=evolve(call.positions, q_in_order=False, k_in_order=False))
+    assert torch.equal(by_position, out)
+
+
+@needs_hopper
+def test_hopper_weighs_logits_of_any_size() -> None:
+    """The least logits of fp32 are no less than a row's first maximum."""
+    q, k, v = make_qkv(N=300, D=64, dtype=torch.bfloat16, device="cuda")
+    q, k = -q.abs() - 1, (k.abs() + 1) * 1e29
+    call = evolve(arguments(q, k, v, block=128, tiles=HopperTiles(2, 128, 4)), scale=1e6)
+    out, lse = call()
+    want, want_lse = call.in_float64().exactly()
+    assert_within_budget(out, want, call.exactly()[0])
+    torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3)
 
 
 @needs_hopper

@@ -57,7 +57,6 @@ from blocksparse.kernels.common.names_triton import reinterpret
 from blocksparse.kernels.positions.token_positions import TokenPositions
 from blocksparse.runtime.launches import remembered
 
-
 _LARGEST = 1e38  # about the largest number of fp32: times infinity, a score of 0 would be NaN
 
 

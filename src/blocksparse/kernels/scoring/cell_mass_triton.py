@@ -35,6 +35,7 @@ from blocksparse.runtime.launches import remembered
 
 _WORKSPACE = 2**28  # bytes of sums that are held at a time
 _PROGRAMS = 2048  # that pooled tokens are shared out over, if there are enough tiles: some for each multiprocessor
+_SUMS = 4096  # sums that a program of the second kernel holds at a time: 32 to a thread
 _SPAN = 16  # tiles of pooled keys that a program meets at most
 _GROUP = 16  # tiles of query cells that meet a tile of key cells while it is in the L2 cache
 
@@ -75,6 +76,8 @@ def cell_mass_triton(
     most = min(step * high, q_cells), cdiv(k_cells, block_n)
     sums = torch.empty(B * Hq * most[0] * most[1] * (block_n // wide), dtype=torch.float32, device=q.device)
     peaks = torch.empty((2, B * Hq * most[0] * most[1]), dtype=torch.float32, device=q.device)
+    padded_high = power_of_2(high)
+    at_a_time = max(_SUMS * wide // (padded_high * block_n), 1)
     with device_of(q):
         for top in range(0, rows, step):
             bottom = min(top + step, rows)
@@ -85,9 +88,9 @@ def cell_mass_triton(
             _mass_of_rows[(bottom - top, Hq, B)](
                 sums, peaks[0], peaks[1], mass,
                 last - first, k_tiles, top, top * high - empty - first, rows, cols,
-                HIGH=high, PADDED_HIGH=power_of_2(high), TILE_COLS=block_n // wide,
-                TILES=max(16, min(power_of_2(k_tiles), 64)),
-                COLS=max(16, min(power_of_2(cols), 512)),
+                first_cell + first if of.causal and of.q_last is None else None,
+                HIGH=high, PADDED_HIGH=padded_high, TILE_COLS=block_n // wide, WIDE=wide,
+                TILES=max(16, min(power_of_2(k_tiles), 64)), AT_A_TIME=at_a_time,
                 num_warps=4,
             )  # fmt: skip
     return mass
@@ -181,13 +184,19 @@ def _pooled(
 
 
 @remembered
-@triton.jit(do_not_specialize=["peak_ptr", "total_ptr", "band", "k_tiles", "top", "before", "rows", "cols"])
+@triton.jit(
+    do_not_specialize=["peak_ptr", "total_ptr", "band", "k_tiles", "top", "before", "rows", "cols", "first_cell"]
+)
 def _mass_of_rows(
     sums_ptr, peak_ptr, total_ptr, mass_ptr,
-    band, k_tiles, top, before, rows, cols,
-    HIGH: tl.constexpr, PADDED_HIGH: tl.constexpr, TILE_COLS: tl.constexpr, TILES: tl.constexpr, COLS: tl.constexpr,
+    band, k_tiles, top, before, rows, cols, first_cell,
+    HIGH: tl.constexpr, PADDED_HIGH: tl.constexpr, TILE_COLS: tl.constexpr, WIDE: tl.constexpr, TILES: tl.constexpr,
+    AT_A_TIME: tl.constexpr,
 ):  # fmt: skip
-    """Stores the mass of a row of blocks: sums over blocks, divided by each query cell's total, and added over its cells."""
+    """Stores the mass of a row of blocks: sums over blocks, divided by each query cell's total, and added over its cells.
+
+    Where all is causal and in order, `first_cell` is the cell of the prompt that the band begins with.
+    """
     row = tl.program_id(0)
     h = tl.program_id(1)
     b = tl.program_id(2)
@@ -196,12 +205,15 @@ def _mass_of_rows(
     cell = before + row * HIGH + places  # numbers of cells within the band
     there = (places < HIGH) & (cell >= 0) & (cell < band)
     peak_at = head * k_tiles * band + cell[:, None]
+    reached = k_tiles
+    if first_cell is not None:
+        reached = tl.minimum(k_tiles, (first_cell + before + row * HIGH + HIGH - 1) // (TILE_COLS * WIDE) + 1)
 
     best = tl.full([PADDED_HIGH], float("-inf"), tl.float32)
     total = tl.zeros([PADDED_HIGH], tl.float32)
-    for first in range(0, k_tiles, TILES):
+    for first in range(0, reached, TILES):
         tile = first + tl.arange(0, TILES)
-        inside = there[:, None] & (tile < k_tiles)[None, :]
+        inside = there[:, None] & (tile < reached)[None, :]
         peak = tl.load(peak_ptr + peak_at + tile[None, :] * band, mask=inside, other=float("-inf"))
         part = tl.load(total_ptr + peak_at + tile[None, :] * band, mask=inside, other=0.0)
         new_best = tl.maximum(best, tl.max(peak, 1))
@@ -211,13 +223,18 @@ def _mass_of_rows(
     log_total = tl.where(total > 0.0, best + tl.log2(tl.where(total > 0.0, total, 1.0)), 0.0)
 
     mass_at = mass_ptr + (head * rows + top + row) * cols
-    for first in range(0, cols, COLS):
-        col = first + tl.arange(0, COLS)
-        tile = col // TILE_COLS
-        inside = there[:, None] & (tile < k_tiles)[None, :]
-        peak = tl.load(peak_ptr + peak_at + tile[None, :] * band, mask=inside, other=float("-inf"))
-        sums_at = (head * band + cell)[:, None] * (k_tiles * TILE_COLS) + col[None, :]
-        # Where nothing was eligible, no sums were written, and none are read.
-        sums = tl.load(sums_ptr + sums_at, mask=inside & (peak > float("-inf")), other=0.0)
-        mass = tl.where(peak > float("-inf"), sums * tl.exp2(peak - log_total[:, None]), 0.0)
-        tl.store(mass_at + col, tl.sum(mass, 0), mask=col < cols)
+    in_tile = tl.arange(0, TILE_COLS)[None, :]
+    sums_at = sums_ptr + (head * band + cell)[:, None, None] * (k_tiles * TILE_COLS) + in_tile[None, :, :]
+    for first in range(0, tl.cdiv(cols, TILE_COLS), AT_A_TIME):
+        tile = first + tl.arange(0, AT_A_TIME)
+        col = tile[:, None] * TILE_COLS + in_tile
+        mass = tl.zeros([AT_A_TIME, TILE_COLS], tl.float32)
+        if first < reached:
+            inside = there[:, None] & (tile < reached)[None, :]
+            peak = tl.load(peak_ptr + peak_at + tile[None, :] * band, mask=inside, other=float("-inf"))
+            weight = tl.exp2(peak - log_total[:, None])
+            # Where nothing was eligible, no sums were written, and none are read.
+            written = (inside & (peak > float("-inf")))[:, :, None]
+            sums = tl.load(sums_at + tile[None, :, None] * TILE_COLS, mask=written, other=0.0)
+            mass = tl.sum(sums * weight[:, :, None], 0)
+        tl.store(mass_at + col, mass, mask=col < cols)
