@@ -23,7 +23,7 @@ def _plain(value: object) -> bool:
     """Whether JSON gives a value back as it was."""
     if isinstance(value, list):
         return all(isinstance(x, Real) and not isinstance(x, bool) for x in value)
-    return value is None or isinstance(value, bool | int | float)
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 @final
@@ -35,8 +35,8 @@ class Candidate:
 
     Args:
         preset: a name in `blocksparse.presets.every_preset`.
-        arguments: keyword arguments of the preset: numbers, lists of numbers (one per query head), True, False
-            and None.
+        arguments: keyword arguments of the preset: numbers, lists of numbers (one per query head), names, True,
+            False and None.
         band: also keep blocks that hold a key at most so many tokens before a query; None adds no band. `s2o`
             takes its band among the arguments: `Candidate("s2o", {"tau": 0.1, "band": 64})`.
         pv_skip: `pv_skip` of `TritonExecutor`, which runs on a GPU only; None takes `AutoExecutor`.
@@ -68,8 +68,8 @@ class Candidate:
         for name, value in self.arguments.items():
             if not _plain(value):
                 raise TuneError(
-                    f"argument '{name}' of {self.preset} must be a number, a list of numbers, true, false or "
-                    f"null: {shown(value)}"
+                    f"argument '{name}' of {self.preset} must be a number, a list of numbers, a name, true, "
+                    f"false or null: {shown(value)}"
                 )
         try:
             optional(count).check(band=self.band)
@@ -94,8 +94,10 @@ DEFAULT_CANDIDATES: tuple[Candidate, ...] = (
     Candidate("s2o", {"tau": 0.03, "S": 512, "block": 128}),
     Candidate("s2o", {"tau": 0.01, "S": 1024, "block": 128, "band": 128}),
     *_grid("xattention", "mass", 0.6, 0.7, 0.8, 0.9, 0.95, 0.97, band=64, block=64),
+    *_grid("xattention", "mass", 0.85, 0.9, 0.95, 0.97, band=128, stride=8, block=128, pattern="sum"),
+    *_grid("xattention", "mass", 0.9, 0.95, 0.97, band=128, stride=16, block=128, pattern="sum"),
     *_grid("mean_pooling", "mass", 0.8, 0.9, 0.94, 0.97, 0.985, 0.995, band=128, block=64),
-    *_grid("mean_pooling", "mass", 0.9, 0.97, band=128, block=128),
+    *_grid("mean_pooling", "mass", 0.9, 0.94, 0.97, 0.98, 0.99, band=128, block=128),
     *_grid("pbs_attn", "mass", 0.75, 0.9, band=128, block=64),
     *_grid("a_shape", "local", 256, 1024, 2048, 4096, sink=64),
 )
