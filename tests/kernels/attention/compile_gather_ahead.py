@@ -5,6 +5,7 @@ Run as a script, in a process of its own: the test suite interprets kernels, and
 
 from __future__ import annotations
 
+import re
 import sys
 
 import triton
@@ -97,6 +98,32 @@ def compile_hopper(
     return triton.compile(source, target=TARGETS["sm_90"], options=options)
 
 
+def unordered(ptx: str) -> list[str]:
+    """Where matrix products might read rows that other threads are still writing: nowhere, or the test fails.
+
+    Keys and values: each thread waits for its own copies (`cp.async.wait_group`), the four warps meet (`bar.sync`), and the
+    thread that then tells the consumers orders what it has seen before what the tensor cores read
+    (`fence.proxy.async`, which PTX lets stand anywhere between a write and its reader). Queries: each thread stores and
+    fences its own, and the four warps of a consumer meet before its first product.
+    """
+    steps = re.findall(
+        r"cp\.async\.wait_group|bar\.sync|fence\.proxy\.async|mbarrier\.arrive|st\.shared\.v4|wgmma\.mma_async",
+        ptx,
+    )
+    found = []
+    for i, step in enumerate(steps):
+        if step == "cp.async.wait_group":
+            until = steps[i + 1 : steps.index("mbarrier.arrive", i)]
+            if until != ["bar.sync", "fence.proxy.async"]:
+                found.append(f"copies: {until}")
+        elif step == "st.shared.v4" and steps[i + 1] == "fence.proxy.async":
+            until = steps[i + 2 : steps.index("wgmma.mma_async", i)]
+            if "bar.sync" not in until:
+                found.append(f"queries: {until}")
+    counted = steps.count("cp.async.wait_group")
+    return found if counted else ["no copies"]
+
+
 def main() -> int:
     failed = 0
     for dtype, head_dim, q_block, k_block, causal, mean in (
@@ -109,10 +136,11 @@ def main() -> int:
         found = {name: kernel.asm["ptx"].count(name) for name in ("wgmma.mma_async", "cp.async.cg", "setmaxnreg")}
         fits = kernel.metadata.shared <= 227 * 1024 * q_block // 128
         overwritten = overwritten_barriers(kernel.asm["ptx"])
-        failed += not (fits and all(found.values()) and not overwritten)
+        races = unordered(kernel.asm["ptx"])
+        failed += not (fits and all(found.values()) and not overwritten and not races)
         print(
             f"sm_90 Hopper {dtype} D={head_dim} blocks={q_block}x{k_block}: {found}, {kernel.metadata.shared} B shared, "
-            f"overwritten barriers: {overwritten}"
+            f"overwritten barriers: {overwritten}, unordered: {races}"
         )
     for name, target in TARGETS.items():
         for dtype, head_dim, block, commit in for_target(
