@@ -24,6 +24,7 @@ from tests.on_kernels import pretend_gpu
 SCORERS: tuple[bs.Scorer[Any, Any], ...] = (
     bs.MeanPoolScorer(16),
     bs.MeanPoolScorer(32, k_block=16, padded_tail=True),
+    bs.AntidiagonalScorer(8, block=16, pattern="sum"),
     bs.VerticalSlashScorer(16),
     bs.SimilarityGatedScorer(bs.MeanPoolScorer(32, k_block=16), 0.3),
     bs.ScorerByCausality(bs.MeanPoolScorer(16), bs.NoScorer(16)),

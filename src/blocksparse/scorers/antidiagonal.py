@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal, final
 
 from attrs import converters, field, frozen
@@ -12,7 +13,7 @@ from blocksparse.geometry import Grid
 from blocksparse.kernels.multiplying.cell_products import Cells, cells_behind
 from blocksparse.kernels.positions.within_reach import within_reach
 from blocksparse.kernels.scoring.cell_mass import cell_mass
-from blocksparse.kernels.scoring.cell_means import cell_means
+from blocksparse.kernels.scoring.cell_means import cell_mean, cell_means
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.scorers import pooling
 from blocksparse.scorers.block_scores import BlockMass
@@ -81,15 +82,7 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
         segment = None if self.forced else pooling.segment_of(permutation, grid)
         reach = _reach(q, k, permutation, spec, grid, self.stride)
         if self.pattern == "sum":
-            queries, keys = cell_means(
-                q,
-                k,
-                self.stride,
-                lead=lead,
-                padded_tail=self.padded_tail,
-                q_index=permutation.q_index,
-                k_index=permutation.key_slots,
-            )
+            queries, keys = self._means(q, k, permutation, lead, history)
             lead, slots, weight = 0, 1, spec.scale
         else:
             queries, keys = permutation.gather_queries(q), permutation.gather_keys(k)
@@ -104,6 +97,28 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
             flipped=self.pattern == "antidiagonal",
         )
         return BlockMass(mass, grid, self._force(grid, segment))  # [B, Hq, rows, cols]
+
+    def _means(
+        self, q: Tensor, k: Tensor, permutation: GlobalPermutation, lead: int, history: KeyHistory | None
+    ) -> tuple[Tensor, Tensor]:
+        """Mean queries `[B, Hq, q cells, D]` and mean keys `[B, H, k cells, D]` of cells, in slot order."""
+        if history is not None:
+            mean = partial(cell_mean, slots=self.stride, padded_tail=self.padded_tail)
+            keys = history.blocks("cell", k, permutation, self.stride, mean)
+            return mean(q, lead=lead, index=permutation.q_index), keys
+        return cell_means(
+            q,
+            k,
+            self.stride,
+            lead=lead,
+            padded_tail=self.padded_tail,
+            q_index=permutation.q_index,
+            k_index=permutation.key_slots,
+        )
+
+    @property
+    def keeps_history(self) -> bool:
+        return self.pattern == "sum"
 
     def _force(self, grid: Grid, segment: int | None) -> Tensor | None:
         if not (self.forced and grid.causal):

@@ -26,7 +26,7 @@ class KeyHistory:
     reads them; but scorers look only at blocks of keys that were not whole before. Every bit of the result is that
     of a call without a history. The keys that it has seen must not change: after some were rejected or written
     anew, call `rewind`. Mean keys take `4 D` bytes for each block and KV head: a 128th of a KV cache in half
-    precision, with blocks of 128 tokens.
+    precision, with blocks of 128 tokens; those of cells (`AntidiagonalScorer(16, pattern="sum")`) a 32nd.
 
     Unlike the other objects here it changes, since each call adds what it has seen; so it is no part of a
     pipeline. Where prompts branch, as several answers to one question do, each branch takes a `copy.copy` of it,

@@ -665,7 +665,9 @@ def test_hopper_windows_softcaps_and_sinks(
         k_index = (torch.rand(2, 2, 1, N, device="cuda") + segment).argsort(-1).int()
     permutation = bs.GlobalPermutation(k_index)
     k, v = permutation.gather_keys(k), permutation.gather_keys(v)
-    grid = bs.Grid.of(q, k, permutation, bs.AttentionSpec(scale=0.1, window=window), q_block=q_block, k_block=k_block)
+    grid = bs.Grid.of(
+        q, k, permutation, bs.AttentionSpec(scale=0.1, window=window), q_block=q_block, k_block=k_block
+    )
     keep = (torch.rand(2, 4, grid.rows, grid.cols, device="cuda") < 0.6) & grid.reachable
     plan = BlockPlan.of(bs.BlockMask(keep, grid))
     change = a_change(4, "cuda", softcap=softcap, sinks=sinks)

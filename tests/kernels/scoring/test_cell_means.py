@@ -7,7 +7,7 @@ import torch
 from tests.machine import DTYPES
 
 from blocksparse.kernels.scoring.cell_means import cell_means, cell_means_reference
-from blocksparse.kernels.scoring.cell_means_triton import cell_means_triton
+from blocksparse.kernels.scoring.cell_means_triton import cell_mean_triton, cell_means_triton
 from blocksparse.testing import make_qkv
 
 
@@ -35,6 +35,8 @@ def test_the_kernel_gives_the_twin_s_bits(
         for a, b in zip(got, want, strict=True):
             assert a.dtype == dtype
             assert torch.equal(a.cpu(), b)
+        assert torch.equal(cell_mean_triton(q, slots, lead, padded_tail, order["q_index"]), got[0])
+        assert torch.equal(cell_mean_triton(k, slots, 0, padded_tail, order["k_index"]), got[1])
 
 
 def _cpu(x: torch.Tensor | None) -> torch.Tensor | None:

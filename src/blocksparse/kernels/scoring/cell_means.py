@@ -48,6 +48,17 @@ def cell_means(
     )
 
 
+def cell_mean(
+    x: Tensor, slots: int, *, lead: int = 0, padded_tail: bool = False, index: Tensor | None = None
+) -> Tensor:
+    """The same of queries or of keys alone: `[B, H, cells, D]` of `x` `[B, Hx, N, D]`."""
+    if x.is_cuda and x.dtype in _DTYPES:
+        from blocksparse.kernels.scoring.cell_means_triton import cell_mean_triton
+
+        return cell_mean_triton(x, slots, lead, padded_tail, index)
+    return cell_means_reference(x, slots, lead, padded_tail, index)
+
+
 def cell_means_reference(x: Tensor, slots: int, lead: int, padded_tail: bool, index: Tensor | None) -> Tensor:
     """The same in plain torch, of queries or of keys."""
     x = x if index is None else gather_rows_reference(x, index)

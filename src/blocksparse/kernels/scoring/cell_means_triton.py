@@ -40,11 +40,30 @@ def cell_means_triton(
             q.stride()[:3], k.stride()[:3],
             None if q_index is None else alike(*q_index.stride()[:2]),
             None if k_index is None else alike(*k_index.stride()[:2]),
-            q_programs, k_programs, B * Hq * q_programs, M, N, q_cells, k_cells, lead, Hq, Hk, Hk // k.shape[1],
+            q_programs, k_programs, B * Hq * q_programs, M, N, q_cells, k_cells, lead, Hq, Hk, 1, Hk // k.shape[1],
             D=D, BLOCK_D=block_d, SLOTS=slots, UNROLLED=min(slots, _UNROLLED), CELLS=at_a_time, PADDED=padded_tail,
             num_warps=4,
         )  # fmt: skip
     return q_means, k_means
+
+
+def cell_mean_triton(x: Tensor, slots: int, lead: int, padded_tail: bool, index: Tensor | None) -> Tensor:
+    """Launch the kernel for queries or keys alone: all programs take those."""
+    x, index = (y if y is None or y.stride(-1) == 1 else y.contiguous() for y in (x, index))
+    (B, Hx, N, D), block_d = x.shape, power_of_2(x.shape[-1])
+    H, N = (Hx, N) if index is None else index.shape[1:]
+    cells, at_a_time = cdiv(lead + N, slots), max(_TILE // block_d, 1)
+    programs, strides = cdiv(cells, at_a_time), x.stride()[:3]
+    index_strides = None if index is None else alike(*index.stride()[:2])
+    means = x.new_empty((B, H, cells, D))
+    with device_of(x):
+        _kernel[(B * H * programs,)](
+            x, x, index, index, means, means, strides, strides, index_strides, index_strides,
+            programs, programs, B * H * programs, N, N, cells, cells, lead, H, H, H // Hx, H // Hx,
+            D=D, BLOCK_D=block_d, SLOTS=slots, UNROLLED=min(slots, _UNROLLED), CELLS=at_a_time, PADDED=padded_tail,
+            num_warps=4,
+        )  # fmt: skip
+    return means
 
 
 @triton.jit
@@ -93,7 +112,7 @@ def _means(
 def _kernel(
     q_ptr, k_ptr, q_index_ptr, k_index_ptr, q_out_ptr, k_out_ptr,
     q_strides, k_strides, q_index_strides, k_index_strides,
-    q_programs, k_programs, of_queries, M, N, q_cells, k_cells, lead, q_heads, k_heads, heads_per_source,
+    q_programs, k_programs, of_queries, M, N, q_cells, k_cells, lead, q_heads, k_heads, heads_per_query, heads_per_source,
     D: tl.constexpr, BLOCK_D: tl.constexpr, SLOTS: tl.constexpr, UNROLLED: tl.constexpr, CELLS: tl.constexpr,
     PADDED: tl.constexpr,
 ):  # fmt: skip
@@ -103,7 +122,7 @@ def _kernel(
         head = pid // q_programs  # its number among the heads of all batch entries
         _means(
             q_ptr, q_index_ptr, q_out_ptr, q_strides, q_index_strides,
-            head // q_heads, head % q_heads, pid % q_programs * CELLS, q_heads, M, q_cells, lead, 1,
+            head // q_heads, head % q_heads, pid % q_programs * CELLS, q_heads, M, q_cells, lead, heads_per_query,
             D, BLOCK_D, SLOTS, UNROLLED, CELLS, PADDED,
         )  # fmt: skip
     else:
