@@ -49,7 +49,8 @@ def cell_means_triton(
 
 def cell_mean_triton(x: Tensor, slots: int, lead: int, padded_tail: bool, index: Tensor | None) -> Tensor:
     """Launch the kernel for queries or keys alone: all programs take those."""
-    x, index = (y if y is None or y.stride(-1) == 1 else y.contiguous() for y in (x, index))
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    index = index if index is None or index.stride(-1) == 1 else index.contiguous()
     (B, Hx, N, D), block_d = x.shape, power_of_2(x.shape[-1])
     H, N = (Hx, N) if index is None else index.shape[1:]
     cells, at_a_time = cdiv(lead + N, slots), max(_TILE // block_d, 1)
