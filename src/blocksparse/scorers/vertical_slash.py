@@ -135,7 +135,9 @@ class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
 def _by_block(per_key: Tensor, grid: Grid) -> Tensor:
     """Values per key, `[B, Hq, N]`, put into the slots of blocks, `[B, Hq, cols, k_block]`; 0 in empty slots."""
     if grid.permutation.k_index is None:
-        return pad(per_key, (0, grid.cols * grid.k_block - per_key.shape[-1])).unflatten(-1, (-1, grid.k_block))
+        return pad(per_key, (0, grid.cols * grid.k_block - per_key.shape[-1])).view(
+            *per_key.shape[:-1], grid.cols, grid.k_block
+        )
     position = grid.k_position[:, :, 0]  # [B|1, H|1, slots]
     H, Hq = position.shape[1], grid.q_heads
     position = position if H in (1, Hq) else position.repeat_interleave(Hq // H, dim=1)

@@ -48,7 +48,7 @@ def test_mass_in_any_order(heads: int) -> None:
     last = torch.arange(3, 520, 4, dtype=torch.int32).view(1, 1, -1)
     assert_mass_is_right(arguments(8 * q, k, q_last=last, k_first=first, segment=4))
     first[..., 0] = 0  # every query reaches a cell
-    window = {"q_floor": last - 600, "k_last": first + 3}
+    window: dict[str, Any] = {"q_floor": last - 600, "k_last": first + 3}
     assert_mass_is_right(arguments(8 * q, k, q_last=last, k_first=first, **window))
 
 
