@@ -137,7 +137,7 @@ def test_values_are_those_of_mean_pooling(M: int) -> None:
 
 
 def test_divergence_is_never_nan() -> None:
-    same, other = torch.tensor([0.0, 0.25, 0.75, 0.0]), torch.tensor([0.5, 0.0, 0.0, 0.5])
+    same, other = torch.tensor([0.0, 0.5, 0.5, 0.0]), torch.tensor([0.5, 0.0, 0.0, 0.5])
     logits = same.log().view(1, 1, -1)
     assert float(block_divergence(logits, same.view(1, 1, -1))) == 0.0
     assert float(block_divergence(logits, other.view(1, 1, -1))) == pytest.approx(math.sqrt(math.log(2)))
