@@ -29,6 +29,12 @@ LINK = re.compile(r"(?<=\]\()(?P<path>[^)#\s:]+)(?P<rest>[^)]*\))")
 KIND = re.compile(r"^```python [\w-]+$", re.MULTILINE)  # what tests do with a block is nothing that readers need
 CHART = re.compile(r"!\[(?P<alt>[^\]]*)\]\((?P<path>[^)\s]+)\.svg\)")
 CODE = re.compile(r"`[^`\n]+`")
+# Words of the glossary that a reader may not know, or know otherwise. The first use on each page is a link.
+WORDS = (
+    "prefill", "density", "covered mass", "KL", "slot", "segment", "reachable", "forced", "band", "sink", "probe",
+    "antidiagonal", "index map", "early stop", "plan",
+)  # fmt: skip
+PROSE = re.compile(r"^(?:[A-Z*(]|  ?\S|[a-z\d])")  # neither heading, table, code, list of links nor HTML
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -57,8 +63,35 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
 
     linked = CHART.sub(in_both_themes, LINK.sub(to_page, markdown))
     lines = KIND.sub("```python", linked).split("\n")
+    if here == "glossary.md":
+        lines = [re.sub(r"^\| \*?(" + "|".join(WORDS) + r")\b", _with_anchor, line) for line in lines]
+    elif not here.startswith("reference/api"):
+        lines = _with_words_linked(lines, posixpath.relpath("glossary.md", posixpath.dirname(here) or "."))
     # In a table a forge wants `a \| b`, and Python's Markdown would show the backslash.
     return "\n".join(CODE.sub(lambda x: x[0].replace(r"\|", "|"), x) if x.startswith("|") else x for x in lines)
+
+
+def _with_anchor(row: re.Match[str]) -> str:
+    return f'| <a id="{row[1].replace(" ", "-").lower()}"></a>{row[0][2:]}'
+
+
+def _with_words_linked(lines: list[str], glossary: str) -> list[str]:
+    """Link the first use of each word in running text to the glossary, outside of code, links and emphasis."""
+    waiting, linked, fenced = list(WORDS), [], False
+    for line in lines:
+        fenced ^= line.lstrip().startswith("```")
+        if not fenced and PROSE.match(line) and not line.startswith("    "):
+            pieces = re.split(r"(`[^`]*`|\[[^\]]*\]\([^)]*\)|!?\[.*|\*.*?\*|<.*?>|.*\]\([^)]*\))", line)
+            for word in waiting.copy():
+                for i in range(0, len(pieces), 2):
+                    target = f"{glossary}#{word.replace(' ', '-').lower()}"
+                    pieces[i], found = re.subn(rf"\b({word}s?)\b", rf"[\1]({target})", pieces[i], count=1)
+                    if found:
+                        waiting.remove(word)
+                        break
+            line = "".join(pieces)
+        linked.append(line)
+    return linked
 
 
 def _as_markdown(file: Path) -> str:
