@@ -58,6 +58,12 @@ def test_blocks_run(page: Path) -> None:
         exec(compile(code, str(page), "exec", dont_inherit=True), namespace)
 
 
+def test_first_pages_are_short() -> None:
+    """README in two screens, and one page to choose by."""
+    assert len((ROOT / "README.md").read_text(encoding="utf-8")) < 6000
+    assert len((ROOT / "docs" / "choose.md").read_text(encoding="utf-8").split()) < 1200
+
+
 @each_page
 def test_fences_are_known(page: Path) -> None:
     kinds = {match["kind"].strip() for match in FENCE.finditer(page.read_text(encoding="utf-8"))}
