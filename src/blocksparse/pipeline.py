@@ -254,7 +254,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         k: Tensor,
         spec: AttentionSpec,
         history: KeyHistory | None = None,
-        done: Done = lambda value: None,
+        done: Done = lambda _: None,
     ) -> tuple[PermutationT, ScoresT, MaskT]:
         """What the first three stages give; `done` is told each as soon as it is there."""
         permutation = self.permuter(q, k, spec)
@@ -293,16 +293,16 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
     @overload
     def trace(
         self, q: Tensor, k: Tensor, v: Tensor, attn_mask: None = None, *, sequences: None = None,
-        history: KeyHistory | None = None, done: Done = lambda value: None, **asked: Unpack[Asked],
+        history: KeyHistory | None = None, done: Done = lambda _: None, **asked: Unpack[Asked],
     ) -> Trace[PermutationT, ScoresT, MaskT]: ...  # fmt: skip
     @overload
     def trace(
         self, q: Tensor, k: Tensor, v: Tensor, attn_mask: None = None, *, sequences: Sequences,
-        history: Sequence[KeyHistory] | None = None, done: Done = lambda value: None, **asked: Unpack[Asked],
+        history: Sequence[KeyHistory] | None = None, done: Done = lambda _: None, **asked: Unpack[Asked],
     ) -> list[Trace[PermutationT, ScoresT, MaskT] | None]: ...  # fmt: skip
     def trace(
         self, q: Tensor, k: Tensor, v: Tensor, attn_mask: None = None, *, sequences: Sequences | None = None,
-        history: KeyHistory | Sequence[KeyHistory] | None = None, done: Done = lambda value: None,
+        history: KeyHistory | Sequence[KeyHistory] | None = None, done: Done = lambda _: None,
         **asked: Unpack[Asked],
     ) -> Trace[PermutationT, ScoresT, MaskT] | list[Trace[PermutationT, ScoresT, MaskT] | None]:  # fmt: skip
         """Make the same call with the same arguments, and return every value of it.
