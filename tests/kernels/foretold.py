@@ -8,9 +8,9 @@ from blocksparse.executors.tiles import HopperTiles
 from blocksparse.kernels.attention import gather_attention_triton
 from blocksparse.kernels.common.hardware import Hardware
 from blocksparse.kernels.common.shared_memory import of_attention
-from blocksparse.kernels.multiplying import cell_products_triton
+from blocksparse.kernels.multiplying import cell_products_triton, pooled_sums_triton
 from blocksparse.kernels.ordering import key_importance_triton
-from blocksparse.kernels.scoring import pooled_sums_triton, probe_lines_triton
+from blocksparse.kernels.scoring import probe_lines_triton
 
 
 def foretold(hardware: Hardware, name: str, has: dict[str, Any], itemsizes: list[int]) -> int | None:

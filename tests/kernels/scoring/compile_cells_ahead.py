@@ -16,9 +16,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from blocksparse.kernels.common.sizes import power_of_2
+from blocksparse.kernels.multiplying import cell_sums_triton
 from blocksparse.kernels.multiplying.cell_products_triton import Tiles, tiles_for
-from blocksparse.kernels.scoring import cell_means_triton, cell_sums_triton, group_max_triton
-from blocksparse.kernels.scoring.pooled_sums_triton import pooled_tiles, sums_of_pooled
+from blocksparse.kernels.multiplying.pooled_sums_triton import pooled_tiles, sums_of_pooled
+from blocksparse.kernels.scoring import cell_means_triton, group_max_triton
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

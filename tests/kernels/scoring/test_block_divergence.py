@@ -20,7 +20,9 @@ def test_kernel_and_twin(cols: int, device: str) -> None:
     true[:, 2, : cols // 2] = 0.0
     got = block_divergence_triton(logits.to(device), true.to(device))
     want = block_divergence_reference(logits.double(), true.double())
-    torch.testing.assert_close(got.cpu().double(), want, rtol=1e-5, atol=1e-3)  # the root of a rounding error near 0
+    torch.testing.assert_close(
+        got.cpu().double(), want, rtol=1e-5, atol=1e-3
+    )  # the root of a rounding error near 0
 
 
 def test_nan_is_not_near(device: str) -> None:

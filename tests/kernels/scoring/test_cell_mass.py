@@ -14,9 +14,9 @@ from torch import Tensor
 import blocksparse as bs
 from blocksparse.kernels.multiplying.cell_products import Cells
 from blocksparse.kernels.multiplying.cell_products_triton import Tiles
+from blocksparse.kernels.multiplying.pooled_sums_triton import PooledTiles
 from blocksparse.kernels.scoring import cell_mass_triton
 from blocksparse.kernels.scoring.cell_mass import cell_mass_reference
-from blocksparse.kernels.scoring.pooled_sums_triton import PooledTiles
 from blocksparse.testing import make_qkv
 
 SMALL = Tiles(32, 32, 32, 4, 2)  # several tiles in a short prompt

@@ -1,8 +1,8 @@
 """The Triton kernels of `cell_mass`: fp16, bf16 and fp32.
 
-The kernel in `cell_sums_triton.py`, or that in `pooled_sums_triton.py` for cells of one slot, leaves, for each query cell and tile of key cells, the best logit in the tile, and sums
-of weights over each block of the tile, relative to that logit. The kernel here turns these into mass. Logits never leave
-the chip. Query cells are taken in bands of some rows of blocks, so that the sums stay small.
+The kernel in `cell_sums_triton.py`, or that in `pooled_sums_triton.py` for cells of one slot, leaves, for each query cell
+and tile of key cells, the best logit in the tile, and sums of weights over each block of the tile, relative to that logit.
+The kernel here turns these into mass. Logits never leave the chip. Query cells are taken in bands of some rows of blocks, so that the sums stay small.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from blocksparse.kernels.multiplying.cell_products_triton import (
     tiles_for,
     whole_cells,
 )
-from blocksparse.kernels.scoring.cell_sums_triton import sums_of_tiles
-from blocksparse.kernels.scoring.pooled_sums_triton import PooledTiles, pooled_tiles, sums_of_pooled
+from blocksparse.kernels.multiplying.cell_sums_triton import sums_of_tiles
+from blocksparse.kernels.multiplying.pooled_sums_triton import PooledTiles, pooled_tiles, sums_of_pooled
 from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 

@@ -62,7 +62,9 @@ def cell_mass_on_cpu(
                 q_floor, k_last = q_last - of.behind - 1, k_first
         positions = [None if at is None else at.contiguous() for at in (q_last, q_floor, k_first, k_last)]
         held += positions
-        call.q_last, call.q_floor, call.k_first, call.k_last = (0 if x is None else x.data_ptr() for x in positions)
+        call.q_last, call.q_floor, call.k_first, call.k_last = (
+            0 if x is None else x.data_ptr() for x in positions
+        )
         call.q_at_heads, call.k_at_heads = q_last.shape[1], k_first.shape[1]
         call.q_at_batch = queries * q_last.shape[1] if q_last.shape[0] > 1 else 0
         call.k_at_batch = keys * k_first.shape[1] if k_first.shape[0] > 1 else 0

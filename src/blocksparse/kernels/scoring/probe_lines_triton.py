@@ -81,7 +81,18 @@ def probe_lines_triton(probe: Tensor, k: Tensor, q_len: int, causal: bool, scale
         for head in range(0, Hq, heads):
             some = min(heads, Hq - head)
             _weights[(k_parts, some, B)](
-                probe, k, log_sum, weight, vertical, *strides, alike(*weight.stride()[:2]), Hq, head, k_parts, *sizes, **tile
+                probe,
+                k,
+                log_sum,
+                weight,
+                vertical,
+                *strides,
+                alike(*weight.stride()[:2]),
+                Hq,
+                head,
+                k_parts,
+                *sizes,
+                **tile,
             )
             _diagonals[(cdiv(slash.shape[2], _DISTANCES), some, B)](
                 weight, slash, alike(*weight.stride()[:2]), Hq, head, P, N, slash.shape[2], first,

@@ -213,7 +213,9 @@ def _keep(
     ticks = tl.load(ticks_ptr + head.to(tl.int64) * n + place, mask=place < n, other=-1)
     tied = ticks == lightest
     program = tl.arange(0, PROGRAMS)[None, :]
-    ties = tl.load(ties_ptr + head.to(tl.int64) * tl.num_programs(0) + program, mask=program < tl.program_id(0), other=0)
+    ties = tl.load(
+        ties_ptr + head.to(tl.int64) * tl.num_programs(0) + program, mask=program < tl.program_id(0), other=0
+    )
     before = tl.sum(ties.to(tl.int64), 1, keep_dims=True)
     rank = before + tl.cumsum(tied.to(tl.int32), 1) - (1 if CROSSING else 0)
     taken = (ticks > lightest) | (tied & (rank.to(tl.int64) * lightest.to(tl.int64) < missing))
