@@ -7,6 +7,7 @@ from operator import or_
 
 import pytest
 import torch
+from attrs import evolve
 from torch import Tensor
 
 import blocksparse as bs
@@ -332,6 +333,38 @@ def test_per_segment_orders(M: int) -> None:
     assert float(trace.covered_mass().min()) == pytest.approx(1.0, abs=1e-6)
     with pytest.raises(ValueError, match="whole number of query blocks: group=32, q_block=64"):
         bs.Grid.of(q, k, trace.permutation, bs.AttentionSpec(scale=1.0), q_block=64, k_block=16)
+
+
+@pytest.mark.parametrize("heads", [4, 2], ids=["query heads", "KV heads"])
+@pytest.mark.parametrize("kept", [4, 2], ids=["query heads", "KV heads"])
+def test_density_counts_the_slots_of_each_head(heads: int, kept: int) -> None:
+    """Each head of each prompt drops some keys; a slot costs what it costs, wherever others have theirs."""
+    q, k, _ = make_qkv(B=2, Hq=4, Hkv=2, N=64, D=16)
+    index = torch.arange(64, dtype=torch.int32).expand(2, heads, 2, -1).contiguous()
+    for b in range(2):
+        for h in range(heads):
+            index[b, h, :, 64 - 7 * h - 3 * b :] = -1
+    grid = bs.Grid.of(
+        q, k, bs.Permutation(index, group=32), bs.AttentionSpec(scale=1.0), q_block=B16, k_block=B16
+    )
+    mask = bs.BlockMask(torch.ones(2, kept, 4, 4, dtype=torch.bool), grid)
+    slots = torch.stack([(mask.slots(row) >= 0).sum((-1, -2)) for row in range(4)]).sum(0)  # [B, Hq]
+    density = mask.density().repeat_interleave(4 // max(heads, kept), 1)
+    assert torch.equal(density, slots.double() / (16 + 32 + 48 + 64))
+
+
+def test_a_trace_asks_once_what_was_visited() -> None:
+    q, k, v = make_qkv(N=64, D=16)
+    trace = bs.Pipeline(bs.Identity(), bs.NoScorer(16), bs.Everything(), bs.ReferenceExecutor()).trace(q, k, v)
+    asked = []
+
+    def visited() -> bs.BlockMask:
+        asked.append(1)
+        return trace.mask
+
+    trace = evolve(trace, output=bs.AttentionOutput(trace.output.out, trace.output.lse, visited))
+    trace.density(), trace.covered_mass(), trace.error()
+    assert asked == [1]
 
 
 def test_a_rule_of_position_says_where_alone() -> None:

@@ -91,24 +91,30 @@ class BlockMask:
 
         It is the number of pairs in kept blocks over the number of pairs in the blocks that are reachable in
         original order, which dense attention visits, within the window if there is one. Empty slots do not count.
-        A permuted order may reach more blocks, and then the share may exceed 1.
+        A permuted order may reach more blocks, and then the share may exceed 1. H is Hq where each
+        query head has an order of keys.
         """
-        grid = self.grid
-        q_size = (grid.q_position.unflatten(-1, (-1, grid.q_block)) >= 0).sum(-1)[..., None]  # [.., rows, 1]
-        k_size = (grid.k_position.unflatten(-1, (-1, grid.k_block)) >= 0).sum(-1)  # [.., G, cols]
+        grid, keep = self.grid, self.keep
+        # Only the first and the last row hold fewer queries than others, and in every head.
+        q_size = (grid.q_position[0, 0].unflatten(-1, (-1, grid.q_block)) >= 0).sum(-1)  # [rows]
+        k_size = (grid.k_position.unflatten(-1, (-1, grid.k_block)) >= 0).sum(-1)  # [B|1, H|1, G, cols]
         if grid.group_of_row is not None:
             k_size = k_size[:, :, grid.group_of_row]
-        area = (q_size[:1, :1] * k_size[:1, :1]).double()  # a block has as many tokens in every head
-        kept = (self.keep * area).sum((-1, -2))
+        heads = max(keep.shape[1], k_size.shape[1])
+        keep, k_size = (  # what query heads share is theirs, where the other is of query heads
+            x if x.shape[1] in (1, heads) else x.repeat_interleave(heads // x.shape[1], 1) for x in (keep, k_size)
+        )
+        kept_keys = (keep * k_size.int()).sum(-1, dtype=torch.int32)  # [B, H, rows]
+        kept = (kept_keys * q_size).sum(-1)
         if grid.causal:
-            row_end = grid.k_len - grid.q_len + q_size[0, 0, :, 0].cumsum(0)
+            row_end = grid.k_len - grid.q_len + q_size.cumsum(0)
         else:
             row_end = torch.full((), grid.k_len, device=kept.device)
         visited = (-(-row_end // grid.k_block) * grid.k_block).clamp_max(grid.k_len)
         if grid.window is not None:
-            first_seen = (row_end - q_size[0, 0, :, 0] - grid.window + 1).clamp_min(0)
+            first_seen = (row_end - q_size - grid.window + 1).clamp_min(0)
             visited = visited - first_seen // grid.k_block * grid.k_block
-        density: Tensor = kept / (q_size[0, 0, :, 0] * visited).sum()
+        density: Tensor = kept.double() / (q_size * visited).sum()
         return density
 
     def queries(self, row: int) -> Tensor:
