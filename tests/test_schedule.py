@@ -211,7 +211,8 @@ def test_a_layer_is_named_once() -> None:
 @pytest.mark.parametrize(
     ("default", "named", "sentence"),
     [
-        ("pbs", {}, r"'default' must be a Pipeline, HeadGroups or None \(dense\): str"),
+        ("pbs", {}, r"'default' must be a Pipeline, HeadGroups or None \(dense\): 'pbs'"),
+        (blocksparse.auto, {}, r"'default' must be a Pipeline.*: auto itself; call it: auto\(\)"),
         (A, {"layers": [A, None]}, "'layers' must be a mapping of layers to pipelines: list"),
         (A, {"layers": {"0": B}}, "'layers' must have whole numbers as keys: '0'"),
         (A, {"layers": {True: B}}, "'layers' must have whole numbers as keys: True"),

@@ -29,7 +29,7 @@ def _indices(dense: Sequence[int]) -> Sequence[int]:
 
 def _check_layer(where: str, attention: object) -> None:
     if attention is not None and not isinstance(attention, Pipeline | HeadGroups):
-        raise TypeError(f"{where} must be a Pipeline, HeadGroups or None (dense): {type(attention).__name__}")
+        raise TypeError(f"{where} must be a Pipeline, HeadGroups or None (dense): {shown(attention)}")
 
 
 @final

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from numbers import Integral
+from types import FunctionType
 from typing import Any, TypeGuard, final
 
 import torch
@@ -103,6 +104,8 @@ def shown(value: object) -> str:
     if isinstance(value, Tensor):
         grad = " that requires grad (detach it)" if value.requires_grad else ""
         return f"a tensor {list(value.shape)} of {value.dtype} on {value.device}{grad}"
+    if isinstance(value, FunctionType | type):  # a stage or a preset whose parentheses were forgotten
+        return f"{value.__name__} itself; call it: {value.__name__}()"
     try:
         text = " ".join(repr(value).split())
     except ValueError:  # Python refuses to print a whole number of more than 4300 digits

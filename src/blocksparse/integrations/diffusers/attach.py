@@ -64,7 +64,7 @@ def attach(
         )
     if not isinstance(pipeline, Pipeline | HeadGroups | Schedule):
         raise TypeError(
-            f"'pipeline' must be a Pipeline, HeadGroups or a Schedule: {type(pipeline).__name__}; "
+            f"'pipeline' must be a Pipeline, HeadGroups or a Schedule: {shown(pipeline)}; "
             "Schedule(None, layers={...}) attends sparsely in single layers"
         )
     if not isinstance(dense_steps, Sequence) or not all(map(is_whole, dense_steps)):

@@ -20,7 +20,7 @@ from blocksparse.integrations.transformers.layer import LayerAttention
 from blocksparse.integrations.transformers.outcomes import Outcomes
 from blocksparse.pipeline import Pipeline
 from blocksparse.schedule import LayerPipeline, Schedule
-from blocksparse.validators import flag, optional, size, whole
+from blocksparse.validators import flag, optional, shown, size, whole
 
 
 def attach(
@@ -61,7 +61,7 @@ def attach(
     model = _inside(model)
     if not isinstance(pipeline, Pipeline | HeadGroups | Schedule):
         raise TypeError(
-            f"'pipeline' must be a Pipeline, HeadGroups or a Schedule: {type(pipeline).__name__}; "
+            f"'pipeline' must be a Pipeline, HeadGroups or a Schedule: {shown(pipeline)}; "
             "Schedule(None, layers={...}) attends sparsely in single layers"
         )
     schedule = pipeline if isinstance(pipeline, Schedule) else Schedule(pipeline)
