@@ -40,7 +40,7 @@ test-torch: $(TORCH_VENV)/.installed
 # Kernels compiled for GPUs that are not here, by another Triton; no part of make test: make compile-ahead TRITON=3.9.0
 # For what every preset launches on every target, an hour: make compile-ahead-all TRITON=3.9.0 ARGS="sm_86 --dims 128"
 compile-ahead: $(VENV)/.installed $(TRITON_HOME)/.installed
-	@for script in $(subst /,.,$(basename $(sort $(wildcard tests/kernels/*/compile*ahead.py)))); do \
+	@for script in $(subst /,.,$(basename $(sort $(wildcard tests/kernels/*/compile*ahead.py) tests/kernels/compile_ahead.py))); do \
 		echo "make compile-ahead: $$script with Triton $(TRITON)" >&2; \
 		CUDA_VISIBLE_DEVICES= PYTHONPATH=$(abspath $(TRITON_HOME)):src:. $(VENV)/bin/python -m $$script || failed="$$failed $$script"; \
 	done; test -z "$$failed" || { echo "make compile-ahead: failed:$$failed" >&2; exit 1; }

@@ -117,10 +117,10 @@ def test_what_the_kernel_for_hopper_does_not_take_takes_the_portable_one(
     monkeypatch.setattr(int8, "is_hopper", lambda device: True)
     q, k, v = halves(**inputs)
     grid = mask_of(q, k, bs.GlobalPermutation(), blocks=blocks).grid
-    assert isinstance(bs.Int8Executor(scales=scales)._tiles(q, k, v, grid), TritonTiles)
+    assert isinstance(next(bs.Int8Executor(scales=scales)._kernels(q, k, v, grid)), TritonTiles)
     q, k, v = halves()
     grid = mask_of(q, k, bs.GlobalPermutation()).grid
-    assert isinstance(bs.Int8Executor()._tiles(q, k, v, grid), HopperTiles)
+    assert isinstance(next(bs.Int8Executor()._kernels(q, k, v, grid)), HopperTiles)
 
 
 @needs_triton

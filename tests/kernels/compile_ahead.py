@@ -158,7 +158,8 @@ def main() -> int:
                 if name == "sm_90":
                     launched |= variants(name, dtype, head_dim, hopper=True)
                 for variant, presets in launched.values():
-                    kind = f"{name} {variant.name} {variant.dtypes()} {variant.named()}"
+                    sizes = {x: size for x, size in variant.named().items() if x not in ("Q_SPLIT", "K_SPLIT")}
+                    kind = f"{name} {variant.name} {variant.dtypes()} {sizes}"
                     multiplies = variant.name.partition(".")[0] in MULTIPLY
                     if kind in seen or not (multiplies or name in KINDS):
                         continue

@@ -17,6 +17,7 @@ from blocksparse.executors.executor import Executor
 from blocksparse.executors.flex import FlexExecutor
 from blocksparse.executors.reference import ReferenceExecutor
 from blocksparse.executors.triton import TritonExecutor
+from blocksparse.inputs import UnsupportedError
 from blocksparse.kernels.common.sizes import cdiv
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.runtime.repetition import refuse_repetition
@@ -46,12 +47,14 @@ class ExecutorChoice:
     executor: Executor[GlobalPermutation, BlockMask] | None  # None is dense attention, without any mask
     refused: dict[str, list[str]]
     dense_because: str | None = None
+    kernel: str | None = None  # which of the executor's kernels runs, and with which tiles, where it has several
 
     def __str__(self) -> str:
         if self.dense_because is not None:
             return f"dense attention runs: {self.dense_because}"
         why = "".join(f"; {name} cannot: {', '.join(reasons)}" for name, reasons in self.refused.items())
-        return f"{type(self.executor).__name__} runs{why}"
+        kernel = f" {self.kernel}" if self.kernel else ""
+        return f"{type(self.executor).__name__} runs{kernel}{why}"
 
 
 def dense_operations(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> int:
@@ -150,7 +153,8 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
         if reason := self.dense_because(q, k, v, spec):
             return ExecutorChoice(None, {}, reason)
         executor, refused = self._fastest(q, k, v, mask, spec)
-        return ExecutorChoice(executor, refused)
+        kernel = executor.kernel(q, k, v, mask, spec) if isinstance(executor, TritonExecutor) else None
+        return ExecutorChoice(executor, refused, kernel=kernel)
 
     def _fastest(
         self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec
@@ -179,4 +183,9 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
             refuse_repetition("the log shall say of every call that a slower executor runs")
         level = logging.WARNING if isinstance(executor, ReferenceExecutor) else logging.DEBUG
         _log.log(level, "%s", ExecutorChoice(executor, refused))
-        return executor(q, k, v, mask, spec, out)
+        try:
+            return executor(q, k, v, mask, spec, out)
+        except UnsupportedError:
+            if not executor.unsupported(q, k, v, mask, spec):
+                raise
+        return self(q, k, v, mask, spec, out)  # none of its kernels can be launched, as it has just found out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -18,9 +18,13 @@ from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.block_plan import BlockPlan
 from blocksparse.executors.compiling import uncompiled_because
 from blocksparse.executors.executor import Executor, knows_no_logit_change, one_order
+from blocksparse.executors.launched import first_launched, never_launched
+from blocksparse.executors.tiles import portable
+from blocksparse.kernels.common.hardware import hardware_of
 from blocksparse.kernels.common.sizes import index_dtype
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.precision import without_autocast
+from blocksparse.runtime.failures import launches
 from blocksparse.runtime.repetition import refuse_repetition
 from blocksparse.runtime.torch_private import cpp_compiler, many_variants, of_static_shape
 from blocksparse.selectors.block_mask import BlockMask
@@ -32,6 +36,10 @@ _PYTHON_HEADER = Path(sysconfig.get_path("include"), "Python.h")
 
 MAX_VARIANTS = 128
 _LEAST_HEAD_DIM = 24  # on a CPU
+
+
+_HINT = "Use ReferenceExecutor(), which needs no compiler."
+_KERNELS = ("FlexAttention",)
 
 
 @final
@@ -64,7 +72,7 @@ class FlexExecutor(Executor[GlobalPermutation, BlockMask]):
         if q.is_cuda and (mask.grid.q_block % 16 or mask.grid.k_block % 16):
             blocks = f"{mask.grid.q_block} x {mask.grid.k_block}"
             reasons.append(f"on a GPU FlexAttention needs blocks in multiples of 16, not {blocks}")
-        return reasons
+        return reasons or never_launched(_KERNELS, _tried(q, v, mask))
 
     def __call__(
         self,
@@ -76,7 +84,7 @@ class FlexExecutor(Executor[GlobalPermutation, BlockMask]):
         out: Tensor | None = None,
     ) -> AttentionOutput:
         refuse_repetition("torch.compile runs")
-        self.check(q, k, v, mask, spec, out, hint="Use ReferenceExecutor(), which needs no compiler.")
+        self.check(q, k, v, mask, spec, out, hint=_HINT)
         permutation = one_order(mask)
         lead = mask.grid.q_lead
         queries = pad(permutation.gather_queries(q), (0, 0, lead, 0))
@@ -93,32 +101,51 @@ class FlexExecutor(Executor[GlobalPermutation, BlockMask]):
         block_mask = _block_mask(mask, _by_position(mask), q_len=queries.shape[2], k_len=keys.shape[2])
         aux = None if q.device.type == "cpu" else _lse_too()
         gqa = queries.shape[1] != keys.shape[1]
-        # Each block size, causality and table length compiles once; torch's own limit of 8 would soon be met.
-        with without_autocast(q), many_variants(MAX_VARIANTS):
-            result = _compiled()(
-                queries,
-                keys,
-                values,
-                block_mask=block_mask,
-                scale=spec.scale,
-                enable_gqa=gqa,
-                return_aux=aux,
-                kernel_options=_tiles(q, mask) if q.is_cuda else None,
-            )
+
+        def attend(kernel: str) -> Any:
+            # Each block size, causality and table length compiles once; torch's own limit of 8 would soon be met.
+            with without_autocast(q), many_variants(MAX_VARIANTS), launches(kernel):
+                return _compiled()(
+                    queries,
+                    keys,
+                    values,
+                    block_mask=block_mask,
+                    scale=spec.scale,
+                    enable_gqa=gqa,
+                    return_aux=aux,
+                    kernel_options=_tiles(q, v, mask) if q.is_cuda else None,
+                )
+
+        result = first_launched(
+            _KERNELS, _tried(q, v, mask), attend, lambda: self.check(q, k, v, mask, spec, out, hint=_HINT)
+        )
         attended, lse = (result, None) if aux is None else (result[0], result[1].lse)
         attended = permutation.restore(attended[:, :, lead:].to(v.dtype))
         lse = None if lse is None else permutation.restore(lse[:, :, lead:])
         return AttentionOutput(attended, lse).written_to(out)
 
 
-def _tiles(q: Tensor, mask: BlockMask) -> dict[str, Any]:
+def _tried(q: Tensor, v: Tensor, mask: BlockMask) -> Hashable:
+    """What decides whether FlexAttention can be compiled."""
+    grid = mask.grid
+    return q.device, q.dtype, q.shape[-1], v.shape[-1], grid.q_block, grid.k_block
+
+
+def _tiles(q: Tensor, v: Tensor, mask: BlockMask) -> dict[str, Any]:
     """Tiles for FlexAttention on a GPU, which must divide the blocks; the short-query kernel ignores blocks.
 
     And exact products of fp32, which else would be of TF32 where the process allows that.
     """
-    limit = 128 if q.element_size() == 2 and q.shape[-1] <= 128 else 32
-    block_m, block_n = (min(block & -block, limit) for block in (mask.grid.q_block, mask.grid.k_block))
-    return {"BACKEND": "TRITON", "BLOCK_M": block_m, "BLOCK_N": block_n, "FLOAT32_PRECISION": "'ieee'"}
+    q_block, k_block = mask.grid.q_block, mask.grid.k_block
+    options: dict[str, Any] = {"BACKEND": "TRITON", "FLOAT32_PRECISION": "'ieee'"}
+    if not (has := hardware_of(q)).multiplies_from_shared:  # FlexAttention's kernel needs what our own does
+        tiles = portable(q_block, k_block, max(q.shape[-1], v.shape[-1]), q.element_size(), has)
+        block_m, block_n = tiles.block_m, tiles.block_n
+        options |= {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    else:
+        limit = 128 if q.element_size() == 2 and q.shape[-1] <= 128 else 32
+        block_m, block_n = (min(block & -block, limit) for block in (q_block, k_block))
+    return {**options, "BLOCK_M": block_m, "BLOCK_N": block_n}
 
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from importlib.util import find_spec
 from typing import final
 
@@ -12,9 +13,11 @@ from torch import Tensor
 from blocksparse.attention_spec import AttentionSpec
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.executor import Executor
+from blocksparse.executors.launched import first_launched, never_launched
 from blocksparse.executors.one_node import OneNode, one_node
+from blocksparse.executors.triton import without_tensor_cores
 from blocksparse.kernels.attention.arguments import RankedLists, StopRule
-from blocksparse.kernels.attention.gather_attention import gather_attention
+from blocksparse.kernels.attention.gather_attention import gather_attention, kernels_for
 from blocksparse.kernels.common.sizes import FAR
 from blocksparse.kernels.selecting.visiting_order import visiting_order
 from blocksparse.opaque_call import is_transformed
@@ -22,6 +25,8 @@ from blocksparse.per_head import PerHead, at_least_0, by_head, per_head, written
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.selectors.block_mask import BlockMask, RankedBlockMask
 from blocksparse.validators import flag, one_of, size, whole
+
+_HINT = "Choose smaller blocks, or use ReferenceExecutor()."
 
 
 @final
@@ -63,7 +68,9 @@ class GatherExecutor(Executor[Permutation, RankedBlockMask]):
                 reasons.append("triton is not installed")
             if mask.grid.q_block > 128:
                 reasons.append(f"query blocks must be at most 128, not {mask.grid.q_block}")
-        return reasons + wrong_heads("tau", self.tau, mask.grid.q_heads)
+            reasons += without_tensor_cores(q)
+        reasons += wrong_heads("tau", self.tau, mask.grid.q_heads)
+        return reasons or never_launched(*self._kernels(q, v, mask))
 
     def __call__(
         self,
@@ -76,7 +83,7 @@ class GatherExecutor(Executor[Permutation, RankedBlockMask]):
     ) -> AttentionOutput:
         if is_transformed():
             return one_node(self._node, q, k, v, mask, spec, mask.rank).written_to(out)
-        self.check(q, k, v, mask, spec, out, hint="Choose smaller blocks, or use ReferenceExecutor().")
+        self.check(q, k, v, mask, spec, out, hint=_HINT)
         grid, keep = mask.grid, mask.per_query_head()
         rank = (
             mask.rank
@@ -86,10 +93,23 @@ class GatherExecutor(Executor[Permutation, RankedBlockMask]):
         tau = by_head(self.tau, q)
         lists = RankedLists(*visiting_order(keep, rank, tau), grid.q_block, grid.k_block)
         rule = StopRule(tau, min(self.patience, FAR), self.commit, self.reduction == "mean")
-        result, lse, blocks = gather_attention(q, k, v, lists, grid.positions, rule, scale=spec.scale)
+
+        def attend(kernel: str) -> tuple[Tensor, Tensor, Tensor]:
+            return gather_attention(q, k, v, lists, grid.positions, rule, scale=spec.scale, kernel=kernel)
+
+        kernels, of = self._kernels(q, v, mask)
+        result, lse, blocks = first_launched(
+            kernels, of, attend, lambda: self.check(q, k, v, mask, spec, out, hint=_HINT)
+        )
 
         def visited() -> BlockMask:
             seen = torch.arange(grid.cols, device=q.device) < blocks.unsqueeze(-1)
             return BlockMask(torch.zeros_like(keep).scatter_(-1, lists.index.long(), seen), grid)
 
         return AttentionOutput(result, lse, visited).written_to(out)
+
+    def _kernels(self, q: Tensor, v: Tensor, mask: RankedBlockMask) -> tuple[tuple[str, ...], Hashable]:
+        """The kernels that take these inputs, the fastest first; and for what inputs."""
+        grid = mask.grid
+        of = "gather", q.device, q.dtype, q.shape[-1], v.shape[-1], grid.q_block, grid.k_block, self.commit
+        return kernels_for(q, v, grid.q_block, grid.k_block, self.commit), of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator
 from importlib.util import find_spec
 from typing import Literal, final
 
@@ -14,6 +15,7 @@ from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.block_plan import BlockPlan
 from blocksparse.executors.executor import Executor, one_order
 from blocksparse.executors.int8_operands import tile_operands, token_operands
+from blocksparse.executors.launched import first_launched, never_launched
 from blocksparse.executors.one_node import OneNode, one_node
 from blocksparse.executors.tiles import HALF, HopperTiles, Tiles, TritonTiles, portable, tuned_int8
 from blocksparse.executors.triton import portable_reasons
@@ -29,6 +31,8 @@ from blocksparse.per_head import PerHead, by_head, negative, per_head, wrong_hea
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.validators import a, flag, one_of, optional
+
+_HINT = "Use Int8Executor(fp8_pv=False) if only fp8 is missing, or TritonExecutor() or AutoExecutor()."
 
 
 @final
@@ -75,7 +79,7 @@ class Int8Executor(Executor[GlobalPermutation, BlockMask]):
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec) -> list[str]:
         if find_spec("triton") is None:
             return ["triton is not installed"]
-        tiles = self._tiles(q, k, v, mask.grid)
+        tiles = next(self._kernels(q, k, v, mask.grid))
         if isinstance(tiles, HopperTiles):
             reasons = self._hopper_reasons(q, v, mask.grid, tiles)
         else:
@@ -83,7 +87,8 @@ class Int8Executor(Executor[GlobalPermutation, BlockMask]):
             if self.fp8_pv:
                 reasons += _without_fp8(q, tiles.block_n)
         reasons += wrong_heads("pv_skip", self.pv_skip, mask.grid.q_heads)
-        return reasons + super().unsupported(q, k, v, mask, spec)
+        reasons += super().unsupported(q, k, v, mask, spec)
+        return reasons or never_launched(self._kernels(q, k, v, mask.grid), self._tried(q, v))
 
     def __call__(
         self,
@@ -96,20 +101,20 @@ class Int8Executor(Executor[GlobalPermutation, BlockMask]):
     ) -> AttentionOutput:
         if is_transformed():
             return one_node(self._node, q, k, v, mask, spec).written_to(out)
-        hint = "Use Int8Executor(fp8_pv=False) if only fp8 is missing, or TritonExecutor() or AutoExecutor()."
-        self.check(q, k, v, mask, spec, out, hint=hint)
+        self.check(q, k, v, mask, spec, out, hint=_HINT)
         grid, scale, plan = mask.grid, spec.scale, BlockPlan.of(mask)
         permutation = one_order(mask)
-        tiles, skip = self._tiles(q, k, v, grid), None if self.pv_skip is None else by_head(self.pv_skip, q)
-        if isinstance(tiles, HopperTiles):
-            piece = min(grid.k_block, tiles.block_n)
-            operands = tile_operands(
-                q, k, v, permutation, grid, piece, scale=scale, smooth_k=self.smooth_k, fp8=self.fp8_pv
-            )
-            result, lse = int8_attention(
-                operands, plan, grid.positions, tiles, scale=scale, pv_skip=skip, out_dtype=v.dtype
-            )
-        else:
+        skip = None if self.pv_skip is None else by_head(self.pv_skip, q)
+
+        def attend(tiles: Tiles) -> tuple[Tensor, Tensor]:
+            if isinstance(tiles, HopperTiles):
+                piece = min(grid.k_block, tiles.block_n)
+                operands = tile_operands(
+                    q, k, v, permutation, grid, piece, scale=scale, smooth_k=self.smooth_k, fp8=self.fp8_pv
+                )
+                return int8_attention(
+                    operands, plan, grid.positions, tiles, scale=scale, pv_skip=skip, out_dtype=v.dtype
+                )
             shared = self.scales == "block"
             rounded = token_operands(q, k, permutation, grid, scale=scale, smooth_k=self.smooth_k, shared=shared)
             values, v_scale = (
@@ -126,20 +131,33 @@ class Int8Executor(Executor[GlobalPermutation, BlockMask]):
                 approximation=Approximation(skip, rounded.q_scale, rounded.k_scale, rounded.k_copy, v_scale),
                 out=empty_as(rounded.q, v.shape[-1], v.dtype),
             )
-            lse = lse if rounded.taken is None else lse + rounded.taken
+            return result, lse if rounded.taken is None else lse + rounded.taken
+
+        result, lse = first_launched(
+            self._kernels(q, k, v, grid),
+            self._tried(q, v),
+            attend,
+            lambda: self.check(q, k, v, mask, spec, out, hint=_HINT),
+        )
         return AttentionOutput(permutation.restore(result), permutation.restore(lse)).written_to(out)
 
-    def _tiles(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tiles:
-        """The tiles given, or the fastest of the first kernel that takes these inputs."""
+    def _kernels(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Iterator[Tiles]:
+        """The tiles given, or else those of every kernel that takes these inputs, the fastest first."""
         if self.tiles is not None:
-            return self.tiles
+            yield self.tiles
+            return
         if self.scales == "token":
             tiles = tuned_int8(q.shape[-1], grid.q_block, grid.k_block, self.fp8_pv)
             if not self._hopper_reasons(q, v, grid, tiles):
-                return tiles
+                yield tiles
         value_bytes = 1 if self.fp8_pv else v.element_size()
         head_dim, has = max(q.shape[-1], v.shape[-1]), hardware_of(q)
-        return portable(grid.q_block, grid.k_block, head_dim, 1, has, value_bytes=value_bytes)
+        yield portable(grid.q_block, grid.k_block, head_dim, 1, has, value_bytes=value_bytes)
+
+    def _tried(self, q: Tensor, v: Tensor) -> Hashable:
+        """What decides beside the tiles whether a kernel can be launched."""
+        skips = self.pv_skip is not None
+        return "8 bits", q.device, q.dtype, q.shape[-1], v.shape[-1], self.fp8_pv, self.scales, skips
 
     def _hopper_reasons(self, q: Tensor, v: Tensor, grid: Grid, tiles: HopperTiles) -> list[str]:
         """The reasons why the kernel for Hopper cannot run these inputs with `tiles`."""

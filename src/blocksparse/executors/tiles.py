@@ -253,7 +253,7 @@ def _largest(q_block: int, head_dim: int, itemsize: int, hardware: Hardware) -> 
     """
     if hardware.multiplies_from_shared or hardware == INTERPRETER:
         row_bytes = head_dim * itemsize
-        large = itemsize <= 2 and 128 < row_bytes <= 256
+        large = itemsize <= 2 and 128 < row_bytes <= 256 and (hardware.is_hopper or head_dim <= 128)
         limit = 128 if large else 64 if row_bytes <= (512 if itemsize <= 2 else 256) else 32
         return limit, limit, 8 if large and q_block % 128 == 0 else 4, 2
     if itemsize == 4:
@@ -261,4 +261,7 @@ def _largest(q_block: int, head_dim: int, itemsize: int, hardware: Hardware) -> 
     else:
         table = _MMA if hardware.is_nvidia else _RDNA if hardware.is_rdna else _CDNA
     choices = table[max(power_of_2(head_dim), 64)]
-    return next((tiles for tiles in choices if q_block % tiles[0] == 0), choices[-1])
+    block_m, block_n, warps, stages = next((x for x in choices if q_block % x[0] == 0), choices[-1])
+    if hardware.capability >= (9, 0) and head_dim > 64:  # to load through descriptors takes registers as well
+        block_n = min(block_n, 32)
+    return block_m, block_n, warps, stages

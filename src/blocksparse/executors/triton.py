@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator
 from importlib.util import find_spec
 from typing import final
 
@@ -13,17 +14,22 @@ from blocksparse.attention_spec import AttentionSpec
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.block_plan import BlockPlan
 from blocksparse.executors.executor import Executor, one_order
+from blocksparse.executors.launched import first_launched, never_launched
 from blocksparse.executors.one_node import OneNode, one_node
 from blocksparse.executors.tiles import MOST_SOFTCAP, HopperTiles, Tiles, TritonTiles, tuned
 from blocksparse.kernels.attention.arguments import Approximation
 from blocksparse.kernels.attention.sparse_attention import EXACT, sparse_attention
+from blocksparse.kernels.common.hardware import hardware_of
 from blocksparse.kernels.common.memory import copies_in_bulk
 from blocksparse.kernels.positions.any_head import visited_columns
 from blocksparse.opaque_call import is_transformed
 from blocksparse.per_head import PerHead, by_head, negative, per_head, wrong_heads
 from blocksparse.permuters.permutation import GlobalPermutation
+from blocksparse.runtime.failures import noted
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.validators import a, optional
+
+_HINT = "Use AutoExecutor(), or CpuExecutor() on a CPU."
 
 
 @final
@@ -60,7 +66,16 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
             reasons.append(f"{self.tiles} cannot be combined with 'pv_skip', but TritonTiles can")
         if isinstance(self.tiles, HopperTiles) and (spec.softcap or 0) > MOST_SOFTCAP:
             reasons.append(f"{self.tiles} takes softcaps up to {MOST_SOFTCAP:g}, but TritonTiles take any")
-        return reasons + wrong_heads("pv_skip", self.pv_skip, mask.grid.q_heads)
+        reasons += wrong_heads("pv_skip", self.pv_skip, mask.grid.q_heads)
+        return reasons or never_launched(self._kernels(q, k, v, mask, spec), self._tried(q, v, mask, spec))
+
+    def kernel(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec) -> str:
+        """The kernel that a call would run, and its tiles, in words."""
+        kernels, of = self._kernels(q, k, v, mask, spec), self._tried(q, v, mask, spec)
+        tiles = next(tiles for tiles in kernels if not noted((tiles, of)))
+        return (
+            f"{'the kernel for Hopper' if isinstance(tiles, HopperTiles) else 'the portable kernel'} with {tiles}"
+        )
 
     def __call__(
         self,
@@ -73,7 +88,7 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
     ) -> AttentionOutput:
         if is_transformed():
             return one_node(self._node, q, k, v, mask, spec).written_to(out)
-        self.check(q, k, v, mask, spec, out, hint="Use AutoExecutor(), or CpuExecutor() on a CPU.")
+        self.check(q, k, v, mask, spec, out, hint=_HINT)
         grid = mask.grid
         permutation = one_order(mask)
         queries, slots, visited = permutation.gather_queries(q), permutation.key_slots, None
@@ -81,22 +96,55 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
             # A chunk of a prompt visits a part of its keys. To ask for it costs a whole prompt more than it saves.
             visited = visited_columns(mask.keep, min(slots.shape[1], mask.keep.shape[1]))
         there = out is not None and permutation.q_index is None and copies_in_bulk(out)
-        plain = self.pv_skip is None and (spec.softcap or 0) <= MOST_SOFTCAP
-        result, lse = sparse_attention(
-            queries,
-            k,
-            v,
-            BlockPlan.of(mask),
-            grid.positions,
-            self.tiles or tuned(queries, k, v, grid.q_block, grid.k_block, plain=plain),
-            scale=spec.scale,
-            key_slots=slots,
-            visited=visited,
-            approximation=EXACT if self.pv_skip is None else Approximation(by_head(self.pv_skip, q)),
-            change=spec.for_kernel(q),
-            out=out if there else None,
-        )
+        plan, change = BlockPlan.of(mask), spec.for_kernel(q)
+        approximation = EXACT if self.pv_skip is None else Approximation(by_head(self.pv_skip, q))
+
+        def attend(tiles: Tiles) -> tuple[Tensor, Tensor]:
+            return sparse_attention(
+                queries,
+                k,
+                v,
+                plan,
+                grid.positions,
+                tiles,
+                scale=spec.scale,
+                key_slots=slots,
+                visited=visited,
+                approximation=approximation,
+                change=change,
+                out=out if there else None,
+            )
+
+        kernels, of = self._kernels(queries, k, v, mask, spec), self._tried(q, v, mask, spec)
+        result, lse = first_launched(kernels, of, attend, lambda: self.check(q, k, v, mask, spec, out, hint=_HINT))
         return AttentionOutput(permutation.restore(result), permutation.restore(lse)).written_to(out)
+
+    def _kernels(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec) -> Iterator[Tiles]:
+        """The tiles given, or else those of every kernel that takes these inputs, the fastest first."""
+        if self.tiles is not None:
+            yield self.tiles
+            return
+        grid = mask.grid
+        plain = self.pv_skip is None and (spec.softcap or 0) <= MOST_SOFTCAP
+        yield (tiles := tuned(q, k, v, grid.q_block, grid.k_block, plain=plain))
+        if isinstance(tiles, HopperTiles):
+            yield tuned(q, k, v, grid.q_block, grid.k_block, plain=False)
+
+    def _tried(self, q: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec) -> Hashable:
+        """What decides beside the tiles whether a kernel can be launched."""
+        asked = mask.grid.window is None, spec.softcap is None, spec.sinks is None, self.pv_skip is None
+        return q.device, q.dtype, q.shape[-1], v.shape[-1], asked
+
+
+def without_tensor_cores(q: Tensor) -> list[str]:
+    """The reason against GPUs on which Triton has no tensor cores to multiply with."""
+    has = hardware_of(q)
+    if not has.is_nvidia or has.capability >= (8, 0):
+        return []
+    return [
+        f"below compute capability 8.0 Triton multiplies without tensor cores, and this GPU has {has.name[3:-1]}."
+        f"{has.name[-1]}"
+    ]
 
 
 def portable_reasons(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, tiles: Tiles | None) -> list[str]:
@@ -110,6 +158,7 @@ def portable_reasons(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, tiles: Ti
         reasons.append(f"Triton compiles for GPUs, and these tensors are on {q.device.type}")
     if runs_interpreted() and q.dtype == torch.bfloat16:
         reasons.append("Triton's interpreter computes bfloat16 wrongly")
+    reasons += without_tensor_cores(q)
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         reasons.append(f"the kernel takes float16, bfloat16 and float32, not {q.dtype}")
     grid = mask.grid

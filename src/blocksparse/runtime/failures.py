@@ -13,10 +13,14 @@ _MOST = 4096  # failures that are remembered
 
 # Errors of Triton's and PyTorch's compilers, and what drivers say where a kernel was never started. What else a
 # driver says may be of an earlier kernel.
-_NOT_COMPILED = {"CompilationError", "OutOfResources", "PTXASError", "InductorError", "BackendCompilerFailed"}
+_NOT_COMPILED = {
+    "CompilationError", "OutOfResources", "PTXASError", "InductorError", "BackendCompilerFailed",
+    "CalledProcessError",
+}  # fmt: skip
 _NEVER_STARTED = (
     "out of resource", "too many resources requested", "no kernel image", "kernel image is invalid", "PTX JIT",
-    "unsupported toolchain", "PassManager::run failed", "ptxas", "exceeds the maximum",
+    "unsupported toolchain", "PassManager::run failed", "ptxas", "Failed to find C compiler",
+    "compatible backends",
 )  # fmt: skip
 
 

@@ -28,6 +28,7 @@ from blocksparse.kernels.attention import int8_attention_hopper, sparse_attentio
 from blocksparse.kernels.attention.hopper import shares
 from blocksparse.kernels.attention.hopper.queue import consumer_registers, registers
 from blocksparse.kernels.common import hardware
+from blocksparse.kernels.common.shared_memory import of_attention
 from blocksparse.kernels.common.sizes import padded_keys, padded_values
 
 # Kinds of kernels, the second with lists that are cut into shares; others are named by the type of their 8-bit values.
@@ -111,6 +112,10 @@ def compile_sparse_attention(
     got = compiled.metadata.num_warps, compiled.metadata.num_stages
     if got != (config.num_warps, config.num_stages):
         raise RuntimeError(f"asked for {config}, compiled with {got[0]} warps and {got[1]} stages")
+    launch = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "num_stages": config.num_stages}
+    foretold = of_attention(has, launch, padded * key_bytes, padded * value_bytes, value_bytes)
+    if compiled.metadata.shared > foretold:
+        raise RuntimeError(f"{config} takes {compiled.metadata.shared} B of shared memory, not {foretold}")
     return compiled
 
 

@@ -61,7 +61,12 @@ def compile_gather_attention(
         attrs={path: [["tt.divisibility", 16]] for path in aligned},
     )
     options = {name: launch[name] for name in ("num_warps", "num_stages")}
-    return triton.compile(source, target=target, options=options)
+    compiled = triton.compile(source, target=target, options=options)
+    row_bytes, itemsize = padded * ITEMSIZE[dtype], ITEMSIZE[dtype]
+    foretold = gather_attention_triton.shared_memory(HARDWARE[name], launch, row_bytes, itemsize)
+    if compiled.metadata.shared > foretold:
+        raise RuntimeError(f"{launch} takes {compiled.metadata.shared} B of shared memory, not {foretold}")
+    return compiled
 
 
 def compile_hopper(

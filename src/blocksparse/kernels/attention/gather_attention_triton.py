@@ -22,6 +22,7 @@ from blocksparse.kernels.common.shared_memory import fitted, of_attention
 from blocksparse.kernels.common.sizes import REMEMBERED, power_of_2
 from blocksparse.kernels.common.softmax_triton import log_sum, step
 from blocksparse.kernels.common.strides_triton import alike, head_at
+from blocksparse.kernels.multiplying.cell_products_triton import largest, total
 from blocksparse.kernels.positions.token_positions import TokenPositions
 from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
@@ -75,11 +76,13 @@ def launch_options(q_block: int, k_block: int, head_dim: int, itemsize: int, har
     warps, stages = 8 if block_m == 128 else 4, 3 if row_bytes <= 256 else 2 if row_bytes <= 512 else 1
     if hardware.multiplies_from_shared:
         widest = 32 if row_bytes > 256 else 128 if itemsize <= 2 and block_m == 128 else 64
+        warps = 8 if row_bytes > 256 and not hardware.is_hopper else warps
     elif hardware.is_rdna:
         widest, stages = 32 if row_bytes <= 128 else 16, 1
     else:
         # What is held in registers leaves room for half as many keys, or takes twice as many threads.
-        widest, warps = 32, 8 if row_bytes > 256 and hardware.is_nvidia else warps
+        widest = 64 if row_bytes <= 128 and hardware.is_nvidia else 32
+        warps = 8 if not 128 < row_bytes <= 256 and hardware.is_nvidia else warps
     options = {
         "BLOCK_M": block_m,
         "BLOCK_N": min(_padded(k_block), widest),
@@ -115,10 +118,11 @@ def axis_strides(x: Tensor) -> tuple[int, ...]:
 def _satisfied(gain, before, live, tau, MEAN: tl.constexpr):
     """Whether what a block added to the sums of weights is a share below `tau`, for every query of the row or on average."""
     share = tl.where(before > 0.0, gain / tl.where(before > 0.0, before, 1.0), float("inf"))
+    share = tl.where(live, share, 0.0)
     if MEAN:
-        satisfied = tl.sum(tl.where(live, share, 0.0), 0) < tau * tl.sum(live.to(tl.float32), 0)
+        satisfied = total(share) < tau * total(live.to(tl.float32))
     else:
-        satisfied = tl.max(tl.where(live, share, 0.0), 0) < tau
+        satisfied = largest(share) < tau
     return satisfied
 
 

@@ -28,6 +28,11 @@ class Hardware:
         return self.name.startswith("sm_")
 
     @property
+    def is_hopper(self) -> bool:
+        """The only GPUs on which tiles were measured."""
+        return self.capability[0] == 9
+
+    @property
     def is_rdna(self) -> bool:
         """AMD's GPUs for consumers and workstations, with 32 threads a warp and 256 registers a thread."""
         return self.name.startswith("gfx") and self.warp == 32

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from blocksparse.kernels.common.hardware import Hardware
 
-_SMALL = 2048  # bytes for positions, barriers, and what warps tell each other
+_SMALL = 3072  # bytes for positions, barriers, and what warps tell each other
 
 
 def needed(
@@ -21,6 +21,7 @@ def needed(
     stages: int,
     between: int = 0,
     single: bool = False,
+    second: bool = False,
 ) -> int:
     """Bytes of shared memory of a program that multiplies tiles in a loop.
 
@@ -30,6 +31,7 @@ def needed(
         stages: `num_stages`, over how many steps the compiler spreads a load and the product that waits for it.
         between: bytes of a tile that changes hands between threads within a step.
         single: whether these are numbers of fp32, which are multiplied in two parts on NVIDIA's GPUs.
+        second: whether what is held is the second operand, which AMD's kernels keep in shared memory as well.
     """
     if single and hardware.is_nvidia:
         held, between = 2 * held, 2 * between
@@ -41,6 +43,8 @@ def needed(
         buffers = sum(loaded) * (stages - 1)
     if hardware.is_nvidia:
         return held + buffers + between + _SMALL
+    if second:
+        return held + buffers + between
     return max(held, buffers + between)  # what is held leaves shared memory before the loop begins
 
 
@@ -51,14 +55,15 @@ def of_attention(
 
     `row_bytes` are those of a query or key, `value_bytes` those of a value, `weight_bytes` those of a weight.
     """
-    M, N = options["BLOCK_M"], options["BLOCK_N"]
+    M, N, single = options["BLOCK_M"], options["BLOCK_N"], weight_bytes == 4
+    in_registers = hardware.multiplies_from_shared and not single  # as the first operand of a product may be
     return needed(
         hardware,
         held=M * row_bytes,
         loaded=(N * row_bytes, N * value_bytes),
         stages=options["num_stages"],
-        between=M * N * weight_bytes,
-        single=weight_bytes == 4,
+        between=0 if in_registers else M * N * weight_bytes,
+        single=single,
     )
 
 

@@ -83,6 +83,12 @@ def largest(x):
 
 
 @triton.jit
+def total(x):
+    """The sum of a vector, in two dimensions as `largest`."""
+    return tl.sum(tl.sum(x[None, :], 1), 0)
+
+
+@triton.jit
 def grouped_tile(pid, q_tiles, k_tiles, heads, GROUP: tl.constexpr):
     """Head, tile of queries and tile of keys of a program.
 

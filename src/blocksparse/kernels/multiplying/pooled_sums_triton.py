@@ -45,8 +45,11 @@ def pooled_tiles(q: Tensor) -> PooledTiles:
 
 def shared_memory(hardware: Hardware, tiles: PooledTiles, row_bytes: int, itemsize: int) -> int:
     """Bytes of shared memory of a program, at most."""
-    held, loaded = tiles.block_m * row_bytes, tiles.block_n * row_bytes
-    return needed(hardware, held=held, loaded=(loaded,), stages=tiles.num_stages, single=itemsize == 4)
+    held, loaded, sums = tiles.block_m * row_bytes, tiles.block_n * row_bytes, tiles.block_m * 64
+    single, stages = itemsize == 4, tiles.num_stages
+    bytes_ = needed(hardware, held=held, loaded=(loaded,), stages=stages, between=sums, single=single)
+    # Where products read from shared memory, the parts of fp32 numbers lie there too.
+    return bytes_ + (loaded if single and hardware.multiplies_from_shared else 0)
 
 
 @triton.jit

@@ -145,13 +145,9 @@ def _small_options(row_bytes: int, itemsize: int, hardware: Hardware) -> dict[st
 def shared_memory(hardware: Hardware, options: dict[str, int], row_bytes: int, itemsize: int) -> int:
     """Bytes of shared memory of a program, at most."""
     M, N, single = options["BLOCK_M"], options["BLOCK_N"], itemsize == 4
+    held, loaded = M * row_bytes, (N * row_bytes,)
     bytes_ = needed(
-        hardware,
-        held=M * row_bytes,
-        loaded=(N * row_bytes,),
-        stages=options["num_stages"],
-        between=M * N,
-        single=single,
+        hardware, held=held, loaded=loaded, stages=options["num_stages"], between=M * N, single=single, second=True
     )
     # Where products read from shared memory, the parts of fp32 numbers lie there too.
     return bytes_ + (N * row_bytes - 2 * M * N if single and hardware.multiplies_from_shared else 0)

@@ -52,8 +52,8 @@ def shared_memory(hardware: Hardware, options: dict[str, int], head_dim: int, it
     """Bytes of shared memory of a program, at most."""
     row_bytes = max(16, power_of_2(head_dim)) * itemsize
     M, N = options["BLOCK_M"], options["BLOCK_N"]
-    stages = options["num_stages"]
-    return needed(hardware, held=M * row_bytes, loaded=(N * row_bytes,), stages=stages, between=M * N * 4)
+    stages, weights = options["num_stages"], M * N * 4 if hardware.is_nvidia else M * 16
+    return needed(hardware, held=M * row_bytes, loaded=(N * row_bytes,), stages=stages, between=weights)
 
 
 def probe_lines_triton(probe: Tensor, k: Tensor, q_len: int, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,81 @@
+"""What a device has: as PyTorch says, and as the table has it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from attrs import evolve
+from tests.machine import GPU
+
+from blocksparse.executors.tiles import portable
+from blocksparse.kernels.common import hardware
+from blocksparse.kernels.common.hardware import INTERPRETER, TARGETS, hardware_of
+from blocksparse.kernels.common.shared_memory import fitted, of_attention
+
+
+def says(**more: object) -> SimpleNamespace:
+    """What PyTorch says of an A10."""
+    return SimpleNamespace(
+        major=8,
+        minor=6,
+        gcnArchName="",
+        shared_memory_per_block=48 << 10,
+        shared_memory_per_multiprocessor=100 << 10,
+        max_threads_per_multi_processor=1536,
+        warp_size=32,
+        **more,
+    )
+
+
+def asked(monkeypatch: pytest.MonkeyPatch, properties: SimpleNamespace) -> hardware.Hardware:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    return hardware._asked.__wrapped__(0)
+
+
+def test_a_device_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = TARGETS["sm_86"]
+    full = says(shared_memory_per_block_optin=known.shared, regs_per_multiprocessor=known.registers)
+    assert asked(monkeypatch, full) == known
+    assert asked(monkeypatch, says()) == known  # builds that do not say all
+    less = says(shared_memory_per_block_optin=64 << 10)
+    assert asked(monkeypatch, less) == evolve(known, shared=64 << 10)
+    unknown = says()
+    unknown.minor = 8
+    assert asked(monkeypatch, unknown).shared == 48 << 10
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    amd = says()
+    amd.gcnArchName, amd.warp_size, amd.max_threads_per_multi_processor = "gfx942:sramecc+:xnack-", 64, 2048
+    amd.shared_memory_per_block = amd.shared_memory_per_multiprocessor = 64 << 10
+    assert asked(monkeypatch, amd) == TARGETS["gfx942"]
+
+
+@pytest.mark.skipif(GPU, reason="the interpreter's")
+def test_the_interpreter_has_no_limits() -> None:
+    assert hardware_of(torch.zeros(1)) == INTERPRETER
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("itemsize", [1, 2, 4])
+def test_default_tiles_fit_every_target(name: str, itemsize: int) -> None:
+    has, values = TARGETS[name], max(itemsize, 2)
+    for head_dim in (64, 96, 128, 192, 256):
+        for block in (64, 128):
+            tiles = portable(block, block, head_dim, itemsize, has, value_bytes=values)
+            padded = 1 << (head_dim - 1).bit_length()
+            options = {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "num_stages": tiles.num_stages}
+            assert of_attention(has, options, padded * itemsize, padded * values, values) <= has.shared
+            assert block % tiles.block_m == block % tiles.block_n == 0
+
+
+def test_what_does_not_fit_gets_smaller_until_it_does() -> None:
+    options = {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3, "D": 64}
+    has = evolve(TARGETS["sm_80"], shared=2**13)
+    small = fitted(options, lambda x: x["BLOCK_M"] * x["BLOCK_N"] * x["num_stages"], has)
+    assert small == {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2, "D": 64}
+    held = fitted(options, lambda x: x["BLOCK_M"] * x["BLOCK_N"] * x["num_stages"], has, rows=False)
+    assert held["BLOCK_M"] == 128
+    nothing_fits = fitted(options, lambda x: 2**20, has)
+    assert nothing_fits["BLOCK_N"] == 16
+    assert nothing_fits["num_stages"] == 1
