@@ -56,6 +56,31 @@ def chunks(ends: Any, *, device: str, start: int = 0, **sizes: Any) -> Iterator[
         start = end
 
 
+def test_another_layer_or_prompt_needs_its_own(device: str) -> None:
+    """Its keys have the same shapes, so that only the chunk tells: the first layer has taken it already."""
+    pipeline, history = a_pipeline(bs.MeanPoolScorer(16)), bs.KeyHistory()
+    layers = [list(chunks((64, 65, 150), device=device, seed=seed)) for seed in (0, 1)]
+    for (q, k, v), other in zip(*layers, strict=True):
+        pipeline(q, k, v, history=history)
+        with pytest.raises(ValueError, match="each layer and each prompt needs a KeyHistory of its own"):
+            pipeline(*other, history=history)
+        with pytest.raises(ValueError, match=f"has seen {k.shape[2]} keys, and the queries of this call begin at"):
+            pipeline.trace(*other, history=history)
+        assert history.tokens == k.shape[2]
+    history.rewind(0)
+    (q, k, v), *_ = layers[1]
+    assert torch.equal(pipeline(q, k, v, history=history), pipeline(q, k, v))
+
+
+def test_queries_that_see_everything_may_come_again(device: str) -> None:
+    """Not causal, they are no chunk of the keys: another set of them asks the same keys."""
+    pipeline, history = a_pipeline(bs.MeanPoolScorer(16)), bs.KeyHistory()
+    for seed in (0, 1):
+        q, (_, k, v) = make_qkv(M=90, N=70, D=16, seed=seed, device=device)[0], make_qkv(N=70, D=16, device=device)
+        got = pipeline(q, k, v, causal=False, history=history)
+        assert torch.equal(got, pipeline(q, k, v, causal=False))
+
+
 def assert_same_trace(mine: Any, its: Any) -> None:
     reachable = its.scores.grid.reachable
     assert torch.equal(mine.scores.values.where(reachable, 0), its.scores.values.where(reachable, 0))
@@ -136,6 +161,7 @@ def test_rewind_and_replay(scorer: bs.Scorer[Any, Any], back: int, device: str) 
     (q, new, v), *_ = chunks((150,), device=device, seed=1)
     k = torch.cat((k[:, :, :back], new[:, :, back:]), dim=2)
     assert_same_trace(pipeline.trace(q[:, :, back:], k, v, history=history), pipeline.trace(q[:, :, back:], k, v))
+    history.rewind(149)
     again = q[:, :, -1:], k, v
     assert_same_trace(pipeline.trace(*again, history=history), pipeline.trace(*again))
 
@@ -158,6 +184,7 @@ def test_branches_of_a_prompt(fork: Any, device: str) -> None:
     branch = fork(history)
     other = torch.cat((k[:, :, :70], -k[:, :, 70:]), dim=2)
     for keys, mine in ((k, history), (other, branch), (k, history)):
+        mine.rewind(70)
         x = q[:, :, 70:], keys, v
         assert_same_trace(pipeline.trace(*x, history=mine), pipeline.trace(*x))
     branch.rewind(0)
@@ -191,7 +218,7 @@ def test_each_sequence_has_its_own(device: str) -> None:
                     2,
                 )
             )
-        out = pipeline(q, k, v, sequences=sequences, history=histories)
+        out = pipeline(q, k, v, sequences=sequences, history=list(map(copy.copy, histories)))
         assert torch.equal(out, pipeline(q, k, v, sequences=sequences))
         traces = zip(
             pipeline.trace(q, k, v, sequences=sequences, history=histories),
@@ -271,9 +298,9 @@ STAGES: Any = (bs.MeanPoolScorer(16), bs.TopK(2), bs.ReferenceExecutor())
 
 
 def test_what_is_refused(device: str) -> None:
-    q, k, v = make_qkv(N=100, M=20, Hq=2, Hkv=1, D=16, device=device)
+    q, k, v = make_qkv(N=120, M=20, Hq=2, Hkv=1, D=16, device=device)
     history, pipeline = bs.KeyHistory(), bs.Pipeline(bs.Identity(), *STAGES)
-    pipeline(q, k, v, history=history)
+    pipeline(q, k[:, :, :100], v[:, :, :100], history=history)
 
     def refused(kind: type[Exception], words: str, call: Any, **changed: Any) -> None:
         with pytest.raises(kind, match=re.escape(words)):
@@ -281,7 +308,7 @@ def test_what_is_refused(device: str) -> None:
         assert history.tokens == 100
 
     shorter = {"k": k[:, :, :90], "v": v[:, :, :90]}
-    refused(ValueError, "has seen 100 keys, and there are 90 now: call rewind(tokens)", pipeline, **shorter)
+    refused(ValueError, "has seen 100 keys, and the queries of this call begin at key 70", pipeline, **shorter)
     refused(ValueError, "'history' is of other keys", pipeline, q=q.double(), k=k.double(), v=v.double())
     refused(
         ValueError,
@@ -297,14 +324,16 @@ def test_what_is_refused(device: str) -> None:
         a_pipeline(bs.AntidiagonalScorer(4, block=16)),
     )
     refused(TypeError, "'history' must be a KeyHistory or None: True", pipeline, history=True)
-    one = bs.Sequences.packed([20], [100])
+    one = bs.Sequences.packed([20], [120])
     refused(TypeError, "one for each sequence, or None", pipeline, sequences=one)
     refused(ValueError, "'history' must have an entry per sequence (1): 0", pipeline, sequences=one, history=[])
-    two = bs.Sequences.packed([10, 10], [50, 50])
+    two = bs.Sequences.packed([10, 10], [60, 60])
     refused(ValueError, "two are the same", pipeline, sequences=two, history=[history, history])
     moved = bs.SegmentKeySort(32)(q, k, bs.AttentionSpec(scale=0.3))
     with pytest.raises(ValueError, match="this permutation moves them"):
         bs.MeanPoolScorer(16)(q, k, moved, bs.AttentionSpec(scale=0.3), history)
+    with pytest.raises(ValueError, match=r"has seen 100 keys, and there are 90 now: call rewind\(tokens\)"):
+        bs.MeanPoolScorer(16)(q, k[:, :, :90], bs.GlobalPermutation(), bs.AttentionSpec(scale=0.3), history)
 
 
 def test_graphs_take_none(device: str) -> None:

@@ -263,6 +263,8 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         done(permutation)
         if history is not None:
             self._check_history(permutation)
+            if spec.causal:
+                history.check_follows(q, k)
         scores = self.scorer(q, k, permutation, spec, history)
         check_gave(self._promised.scores, scores)
         scores.grid.check_fits(q, k, permutation, spec)

@@ -22,11 +22,13 @@ class KeyHistory:
             chunk, so_far = slice(start, start + 2048), slice(start + 2048)
             out = pipeline(q[:, :, chunk], k[:, :, so_far], v[:, :, so_far], history=history)
 
-    A host keeps it beside its KV cache. Keys and values are all those so far, as without it, since attention
-    reads them; but scorers look only at blocks of keys that were not whole before. Every bit of the result is that
-    of a call without a history. The keys that it has seen must not change: after some were rejected or written
-    anew, call `rewind`. Mean keys take `4 D` bytes for each block and KV head: a 128th of a KV cache in half
-    precision, with blocks of 128 tokens; those of cells (`AntidiagonalScorer(16, pattern="sum")`) a 32nd.
+    A host keeps it beside its KV cache. Keys and values are all those so far, as without it, since attention reads
+    them; but scorers look only at blocks of keys that were not whole before. Every bit of the result is that of a
+    call without a history. The keys that it has seen must not change: after some were rejected or written anew,
+    call `rewind`; so too before a call is made again. In a causal call the queries are those of the new keys, so
+    one that begins before keys which it has seen is refused: most often they were another layer's. Mean keys take
+    `4 D` bytes for each block and KV head: a 128th of a KV cache in half precision, with blocks of 128 tokens;
+    those of cells (`AntidiagonalScorer(16, pattern="sum")`) a 32nd.
 
     Unlike the other objects here it changes, since each call adds what it has seen; so it is no part of a
     pipeline. Where prompts branch, as several answers to one question do, each branch takes a `copy.copy` of it,
@@ -56,6 +58,20 @@ class KeyHistory:
         self._tokens = min(self._tokens, tokens)
         whole = {(name, block): x[:, :, : tokens // block] for (name, block), x in self._whole.items()}
         self._whole, self._kind = (whole, self._kind) if self._tokens else ({}, ())
+
+    def check_follows(self, q: Tensor, k: Tensor) -> None:
+        """Refuse a causal call of `q` `[B, Hq, M, D]` and `k` `[B, Hkv, N, D]` whose chunk it has already seen.
+
+        Raises:
+            ValueError: the first of the M queries stands before the end of the keys that it has seen.
+        """
+        start = k.shape[2] - q.shape[2]
+        if start < self._tokens:
+            raise ValueError(
+                f"'history' has seen {self._tokens} keys, and the queries of this call begin at key {start}: each "
+                f"layer and each prompt needs a KeyHistory of its own; call rewind({max(start, 0)}) first if keys "
+                "were rejected or written anew, or if this call is made again"
+            )
 
     def blocks(
         self, name: str, k: Tensor, permutation: Permutation, block: int, compute: Callable[[Tensor], Tensor]
