@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 from torch import Tensor
 
 import blocksparse as bs
@@ -148,6 +149,41 @@ class OtherGrid(Scores):
         history: bs.KeyHistory | None = None,
     ) -> bs.BlockMass:
         return bs.MeanPoolScorer(16)(q, k, IN_ORDER, spec)
+
+
+class Deaf(Scores):
+    """Hands over something else than what the call asks."""
+
+    def __init__(self, deafen: Callable[..., tuple[Tensor, bs.GlobalPermutation, bs.AttentionSpec]]) -> None:
+        self.deafen = deafen
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        permutation: bs.GlobalPermutation,
+        spec: bs.AttentionSpec,
+        history: bs.KeyHistory | None = None,
+    ) -> bs.BlockMass:
+        grid = bs.MeanPoolScorer(16)(q, k, permutation, spec).grid
+        return bs.BlockMass(bs.MeanPoolScorer(16)(q, *self.deafen(q, k, permutation, spec)).values, grid)
+
+
+@pytest.mark.parametrize(
+    ("deafen", "sentence"),
+    [
+        (lambda q, k, order, spec: (k, IN_ORDER, spec), "moved tokens have other scores"),
+        (lambda q, k, order, spec: (k, evolve(order, q_index=None), spec), "moved tokens have other scores"),
+        (lambda q, k, order, spec: (k.roll(1, 1), order, spec), "if each has its KV head to itself"),
+        (lambda q, k, order, spec: (k[:, :1].expand_as(k), order, spec), "moved tokens have other scores"),
+        (lambda q, k, order, spec: (k, order, evolve(spec, scale=1.0)), "twice as long have other scores"),
+    ],
+)
+def test_scorers_that_do_not_listen(
+    deafen: Callable[..., tuple[Tensor, bs.GlobalPermutation, bs.AttentionSpec]], sentence: str
+) -> None:
+    with pytest.raises(AssertionError, match=sentence):
+        check_scorer(Deaf(deafen), lengths=SHORT)
 
 
 @pytest.mark.parametrize(

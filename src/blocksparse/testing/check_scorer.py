@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from attrs import evolve
 from torch import Tensor
 
 from blocksparse.class_line import Declared, check_gave, declared
@@ -12,7 +13,7 @@ from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.scorers.block_scores import BlockMass, BlockScores
 from blocksparse.scorers.key_history import KeyHistory
 from blocksparse.scorers.scorer import Scorer
-from blocksparse.testing.requirements import LENGTHS, Case, about, cases, orders, require, unchanged
+from blocksparse.testing.requirements import LENGTHS, Case, about, cases, orders, require, shuffled, unchanged
 
 _N = 200  # tokens of the prompt that `_check_causality` cuts and changes
 
@@ -29,9 +30,11 @@ def check_scorer(
 
     The grid of the scores must belong to the permutation that was given, and a `BlockMass` must not be negative.
     The same inputs must give the same scores, a batch entry must have the scores that it has alone, and nothing
-    may be written into the inputs. In a causal call, a block must keep its score if the prompt is cut after it, if
-    later tokens change, and if the call has only a chunk of the queries. If it keeps a history, chunks must have
-    with it the very scores that they have without.
+    may be written into the inputs. Where every query sees every key, moved tokens must have the scores of tokens
+    that stand there. Query heads must have the scores that they have if each has its KV head to itself, and a
+    `BlockMass` must follow from the products of `q` and `scale`. In a causal call, a block must keep its score if
+    the prompt is cut after it, if later tokens change, and if the call has only a chunk of the queries. If it
+    keeps a history, chunks must have with it the very scores that they have without.
 
     Args:
         causal: whether calls are causal; None for both kinds.
@@ -65,8 +68,33 @@ def check_scorer(
             require(_close(both, alone), "a batch entry has other scores when it is alone")
     if causal is not False and not asks_last_queries:
         _check_causality(scorer, device)
+    for case in (Case(_N, 1, True), Case(_N, _N // 2, False)):
+        if causal in (None, case.causal):
+            _check_what_counts(scorer, case, device)
     if causal is not False and scorer.keeps_history:
         _check_history(scorer, device)
+
+
+def _check_what_counts(scorer: Scorer[Any, Any], case: Case, device: str) -> None:
+    """Require that the order of tokens, the KV head of each query head and the scale are heeded.
+
+    Every query of the case sees every key, so that blocks of moved tokens are reached as others are.
+    """
+    (q, k, _), spec, in_place = case.inputs(device=device), case.spec(), GlobalPermutation()
+    with about(scorer, case):
+        scores = scorer(q, k, in_place, spec)
+        own = scorer(q, k.repeat_interleave(q.shape[1] // k.shape[1], 1), in_place, spec).values
+        mine = scores.values.repeat_interleave(own.shape[1] // scores.values.shape[1], 1)
+        require(_close(mine, own), "query heads have other scores if each has its KV head to itself")
+        moved = shuffled(q, k)
+        here = scorer(q, k, moved, spec).values
+        there = scorer(moved.gather_queries(q), moved.gather_keys(k), in_place, spec).values
+        require(_close(here, there), "moved tokens have other scores than tokens that stand there")
+        if isinstance(scores, BlockMass):
+            halved = scorer(q * 2, k, in_place, evolve(spec, scale=spec.scale / 2))
+            require(
+                _close(scores.values, halved.values), "queries twice as long have other scores with half the scale"
+            )
 
 
 def _check_causality(scorer: Scorer[Any, Any], device: str) -> None:

@@ -47,13 +47,18 @@ def cases(lengths: tuple[tuple[int, int], ...], causal: bool | None) -> list[Cas
 
 def orders(q: Tensor, k: Tensor, needed: tuple[type | UnionType, ...], *, causal: bool) -> list[Permutation]:
     """The permutations of a check: identity, shuffled tokens and, if `needed` allows, a map per query group."""
-    (B, Hq, M, _), (_, Hkv, N, _) = q.shape, k.shape
-    draw = uniform(0)
-    keys, queries = (draw(shape).argsort(-1).int() for shape in ((B, Hkv, 1, N), (B, Hq, M)))
-    given: list[Permutation] = [GlobalPermutation(), GlobalPermutation(keys.to(k.device), queries.to(q.device))]
+    given: list[Permutation] = [GlobalPermutation(), shuffled(q, k)]
     if causal and all(issubclass(Permutation, need) for need in needed):
         given.append(GlobalIndexMap(64)(q, k, AttentionSpec(scale=SCALE)))
     return given
+
+
+def shuffled(q: Tensor, k: Tensor) -> GlobalPermutation:
+    """The queries of each head and the keys of each KV head in a random order."""
+    (B, Hq, M, _), (_, Hkv, N, _) = q.shape, k.shape
+    draw = uniform(0)
+    keys, queries = (draw(shape).argsort(-1).int() for shape in ((B, Hkv, 1, N), (B, Hq, M)))
+    return GlobalPermutation(keys.to(k.device), queries.to(q.device))
 
 
 def uniform(seed: int) -> Callable[[Sequence[int]], Tensor]:
