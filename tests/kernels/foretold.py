@@ -23,8 +23,9 @@ def foretold(hardware: Hardware, name: str, has: dict[str, Any], itemsizes: list
     """
     module = name.partition(".")[0]
     if module == "sparse_attention_triton":
-        _, of_key, of_value, *_ = itemsizes
-        return of_attention(hardware, has, has["BLOCK_D"] * of_key, has["BLOCK_DV"] * of_value, of_value)
+        _, of_key, of_value, of_output, *_ = itemsizes
+        rows = has["BLOCK_D"] * of_key, has["BLOCK_DV"] * of_value
+        return of_attention(hardware, has, *rows, of_value, has["BLOCK_DV"] * of_output)
     if module == "sparse_attention_hopper":
         tiles = HopperTiles(has["CONSUMERS"], has["BLOCK_N"], has["STAGES"])
         return tiles.needed(has["DQ"], has["DV"], has["Q_BUFFERS"], has["OUT_PARTS"], 2, 2)

@@ -151,8 +151,8 @@ class Int8Executor(Executor[GlobalPermutation, BlockMask]):
             if not self._hopper_reasons(q, v, grid, tiles):
                 yield tiles
         value_bytes = 1 if self.fp8_pv else v.element_size()
-        head_dim, has = max(q.shape[-1], v.shape[-1]), hardware_of(q)
-        yield portable(grid.q_block, grid.k_block, head_dim, 1, has, value_bytes=value_bytes)
+        head_dim, has, out_bytes = max(q.shape[-1], v.shape[-1]), hardware_of(q), v.element_size()
+        yield portable(grid.q_block, grid.k_block, head_dim, 1, has, value_bytes=value_bytes, out_bytes=out_bytes)
 
     def _tried(self, q: Tensor, v: Tensor) -> Hashable:
         """What decides beside the tiles whether a kernel can be launched."""

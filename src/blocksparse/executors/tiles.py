@@ -228,19 +228,29 @@ _RDNA_FP32: _Tables = {64: ((32, 16, 4, 1),), 128: ((16, 16, 4, 1),), 256: ((16,
 
 @functools.lru_cache(maxsize=REMEMBERED)
 def portable(
-    q_block: int, k_block: int, head_dim: int, itemsize: int, hardware: Hardware, *, value_bytes: int | None = None
+    q_block: int,
+    k_block: int,
+    head_dim: int,
+    itemsize: int,
+    hardware: Hardware,
+    *,
+    value_bytes: int | None = None,
+    out_bytes: int | None = None,
 ) -> TritonTiles:
     """The largest tiles for the portable kernel that divide the blocks and fit on chip.
 
-    An entry of queries and keys has `itemsize` bytes, one of values `value_bytes`, as many by default.
+    An entry of queries and keys has `itemsize` bytes, one of values `value_bytes`, as many by default, and one of
+    the output `out_bytes`, as many as one of values by default.
     """
     padded, value_bytes = max(power_of_2(head_dim), 32), value_bytes or itemsize
+    out_bytes = out_bytes or value_bytes
     block_m, block_n, warps, stages = _largest(q_block, head_dim, itemsize, hardware)
     block_m, block_n = min(q_block & -q_block, block_m), min(k_block & -k_block, block_n)
     options = {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": stages}
 
     def needs(options: dict[str, int]) -> int:
-        return of_attention(hardware, options, padded * itemsize, padded * value_bytes, value_bytes)
+        rows = padded * itemsize, padded * value_bytes
+        return of_attention(hardware, options, *rows, value_bytes, padded * out_bytes)
 
     options = fitted(options, needs, hardware)
     return TritonTiles(options["BLOCK_M"], options["BLOCK_N"], options["num_warps"], options["num_stages"])

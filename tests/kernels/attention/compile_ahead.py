@@ -63,7 +63,7 @@ def compile_sparse_attention(
     target = triton_target(has)
     itemsize = {"fp16": 2, "bf16": 2, "fp32": 4}[dtype]
     key_bytes, value_bytes = 1 if int8_qk else itemsize, 1 if fp8_pv else itemsize
-    config = tiles or portable(block, block, head_dim, key_bytes, has, value_bytes=value_bytes)
+    config = tiles or portable(block, block, head_dim, key_bytes, has, value_bytes=value_bytes, out_bytes=itemsize)
     padded = max(32 if int8_qk or fp8_pv else 16, triton.next_power_of_2(head_dim))
     q_dtype, v_dtype = "i8" if int8_qk else dtype, "fp8e4nv" if fp8_pv else dtype
     # Arguments that are None are constants too.
@@ -113,7 +113,8 @@ def compile_sparse_attention(
     if got != (config.num_warps, config.num_stages):
         raise RuntimeError(f"asked for {config}, compiled with {got[0]} warps and {got[1]} stages")
     launch = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "num_stages": config.num_stages}
-    foretold = of_attention(has, launch, padded * key_bytes, padded * value_bytes, value_bytes)
+    rows = padded * key_bytes, padded * value_bytes
+    foretold = of_attention(has, launch, *rows, value_bytes, padded * itemsize)
     if compiled.metadata.shared > foretold:
         raise RuntimeError(f"{config} takes {compiled.metadata.shared} B of shared memory, not {foretold}")
     return compiled

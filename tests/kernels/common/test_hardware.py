@@ -65,7 +65,8 @@ def test_default_tiles_fit_every_target(name: str, itemsize: int) -> None:
             tiles = portable(block, block, head_dim, itemsize, has, value_bytes=values)
             padded = 1 << (head_dim - 1).bit_length()
             options = {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "num_stages": tiles.num_stages}
-            assert of_attention(has, options, padded * itemsize, padded * values, values) <= has.shared
+            rows = padded * itemsize, padded * values
+            assert of_attention(has, options, *rows, values, rows[1]) <= has.shared
             assert block % tiles.block_m == block % tiles.block_n == 0
 
 

@@ -100,7 +100,7 @@ def shared_memory(hardware: Hardware, options: dict[str, int], row_bytes: int, i
     """
     if options["num_stages"] > 2:
         options = {**options, "num_stages": options["num_stages"] - 1}
-    return of_attention(hardware, options, row_bytes, row_bytes, itemsize)
+    return of_attention(hardware, options, row_bytes, row_bytes, itemsize, row_bytes)
 
 
 def _padded(size: int) -> int:

@@ -49,15 +49,16 @@ def needed(
 
 
 def of_attention(
-    hardware: Hardware, options: dict[str, int], row_bytes: int, value_bytes: int, weight_bytes: int
+    hardware: Hardware, options: dict[str, int], row_bytes: int, value_bytes: int, weight_bytes: int, out_bytes: int
 ) -> int:
     """The same of attention: a tile of queries is held, one of keys and one of values loaded, weights change hands.
 
-    `row_bytes` are those of a query or key, `value_bytes` those of a value, `weight_bytes` those of a weight.
+    `row_bytes` are those of a query or key, `value_bytes` those of a value, `weight_bytes` those of a weight, `out_bytes`
+    those of an output, a tile of which changes hands at the end.
     """
     M, N, single = options["BLOCK_M"], options["BLOCK_N"], weight_bytes == 4
     in_registers = hardware.multiplies_from_shared and not single  # as the first operand of a product may be
-    return needed(
+    loop = needed(
         hardware,
         held=M * row_bytes,
         loaded=(N * row_bytes, N * value_bytes),
@@ -65,6 +66,7 @@ def of_attention(
         between=0 if in_registers else M * N * weight_bytes,
         single=single,
     )
+    return max(loop, M * out_bytes)
 
 
 def fitted(
