@@ -7,11 +7,11 @@ import os
 import sys
 from collections.abc import Sequence
 
-from blocksparse.cli import bench, demo, inspect, tune
+from blocksparse.cli import bench, build, demo, inspect, tune
 from blocksparse.cli.version import version
 from blocksparse.user_error import UserError
 
-_COMMANDS = (demo, bench, inspect, tune)
+_COMMANDS = (demo, bench, inspect, tune, build)
 _EPILOG = """\
 exit status: 0 if all went well, 1 if the command cannot run as asked, 2 if its arguments are not understood,
 130 after Ctrl-C. Results go to stdout, progress and errors to stderr.

@@ -1,0 +1,48 @@
+"""`blocksparse build`: compile the attention kernel for this CPU now, rather than at its first call."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from blocksparse.cli.options import Commands, add_command
+
+_EXAMPLES = """\
+  blocksparse build
+  CXX=clang++ blocksparse build
+  blocksparse build --for-wheel src/blocksparse/kernels/attention/compiled
+"""
+
+
+def add_to(commands: Commands) -> None:
+    """Say what `build` takes."""
+    parser = add_command(
+        commands,
+        "build",
+        _run,
+        summary="compile the attention kernel for this CPU",
+        description="Compiles the kernel for CPUs with the C++ compiler at hand, into the user's cache folder. The first\n"
+        "call on a CPU does the same, if it has not been done; this does it anew, also where it failed before.",
+        examples=_EXAMPLES,
+    )
+    parser.add_argument(
+        "--for-wheel",
+        type=Path,
+        metavar="FOLDER",
+        help="compile it for every kind of x86 CPU that is told apart, into this folder; a wheel brings these files,\n"
+        "and takes the one that fits where it runs",
+    )
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    from blocksparse.executors.cpu_kernel import compile_kernel, compile_kernels_for_wheel
+
+    if parsed.for_wheel is not None:
+        for path in compile_kernels_for_wheel(parsed.for_wheel):
+            print(path)
+        return 0
+    path, seconds, products = compile_kernel()
+    print(f"{path}: compiled in {seconds:.1f} s; it multiplies bf16 as {products}")
+    return 0
+
+
