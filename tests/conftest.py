@@ -62,6 +62,15 @@ def _no_grad() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def without_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine where the kernel for CPUs cannot be compiled."""
+    from blocksparse.kernels.attention import cpu_attention
+    from blocksparse.kernels.common.compiled import Loaded
+
+    monkeypatch.setattr(cpu_attention, "cpu_kernel", lambda: Loaded(None, None, "no C++ compiler is found"))
+
+
 @pytest.fixture(autouse=True)
 def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What nobody writes reads as NaN, or as a huge index, also in calls that repeat a recorded one.

@@ -20,6 +20,7 @@ import blocksparse as bs
 from blocksparse.executors import flex
 from blocksparse.executors.block_plan import BlockPlan
 from blocksparse.executors.compiling import uncompiled_because
+from blocksparse.kernels.attention import cpu_attention
 from blocksparse.kernels.multiplying import flash_on_cpu
 from blocksparse.testing import check_executor, make_qkv
 from tests import stages
@@ -37,7 +38,8 @@ def test_auto_takes_the_cpu_executor_on_a_cpu() -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         q, k, v = make_qkv(N=64, D=16, dtype=dtype)
         trace = bs.pbs_attn(executor=bs.ReferenceExecutor()).trace(q, k, v)
-        assert str(bs.AutoExecutor().choose(q, k, v, trace.mask, trace.spec)) == "CpuExecutor runs"
+        choice = bs.AutoExecutor().choose(q, k, v, trace.mask, trace.spec)
+        assert str(choice).startswith("CpuExecutor runs by ")
 
 
 def test_heads_that_share_a_mask_may_have_key_orders_of_their_own() -> None:
@@ -233,6 +235,7 @@ def test_flex_refuses_what_its_cpu_kernel_computes_wrongly() -> None:
         pipeline(q, k, v)
 
 
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("width", [8, 24])
 def test_cpu_takes_values_of_another_width_and_one_query(width: int) -> None:
     q, k, v = make_qkv(N=200, D=16)
@@ -243,6 +246,7 @@ def test_cpu_takes_values_of_another_width_and_one_query(width: int) -> None:
         torch.testing.assert_close((got.out, got.lse), (want.out, want.lse))
 
 
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("Hkv", [1, 2, 4])
 @pytest.mark.parametrize("tokens_first", [True, False])
 def test_cpu_joins_rows_to_no_other_result(Hkv: int, tokens_first: bool) -> None:
@@ -260,6 +264,7 @@ def test_cpu_joins_rows_to_no_other_result(Hkv: int, tokens_first: bool) -> None
     torch.testing.assert_close(*((output.out, output.lse) for output in outputs))
 
 
+@pytest.mark.usefixtures("either_way")
 def test_cpu_keeps_fp32_where_products_may_be_rounded() -> None:
     q, k, v = make_qkv(N=200, D=16)
     pipeline = bs.mean_pooling(0.5, block=16, executor=bs.CpuExecutor())
@@ -271,8 +276,31 @@ def test_cpu_keeps_fp32_where_products_may_be_rounded() -> None:
         torch.set_float32_matmul_precision("highest")
 
 
+@pytest.fixture(params=["kernel", "without"])
+def either_way(request: pytest.FixtureRequest) -> None:
+    """With the kernel for CPUs, and as where it cannot be compiled."""
+    if request.param == "without":
+        request.getfixturevalue("without_kernel")
+
+
+@pytest.mark.usefixtures("without_kernel")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cpu_without_the_kernel(dtype: torch.dtype) -> None:
+    """What every executor must guarantee; others here run with the kernel."""
+    check_executor(bs.CpuExecutor(), dtype=dtype, head_dim=16, block=16)
+
+
+@pytest.mark.usefixtures("either_way")
+def test_cpu_says_what_runs() -> None:
+    q, k, v = make_qkv(N=64, D=16)
+    kernel = cpu_attention.cpu_kernel()
+    says = bs.CpuExecutor().runs_by(q, k, v)
+    assert says == "the compiled kernel" if kernel.why_not is None else kernel.why_not in says
+    assert "float64" in bs.CpuExecutor().runs_by(q.double(), k.double(), v.double())
+
+
 @pytest.fixture
-def bf16_units(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
+def bf16_units(without_kernel: None, monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
     """A CPU with matrix units for bf16, by its own word; a list of what the flash kernel was then given."""
     given: list[torch.dtype] = []
     flash = flash_on_cpu.flash_on_cpu
@@ -347,6 +375,7 @@ def test_an_executor_by_itself_refuses_gradients_too(executor: bs.Executor[Any, 
         executor(q.requires_grad_(), k, v, trace.mask, asked(trace.mask, 0.25))
 
 
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize(("N", "block", "at"), [(65, 64, 64), (40, 8, 8), (1, 1, 0), (70, 16, 69)])
 @pytest.mark.parametrize("causal", [True, False])
@@ -363,6 +392,7 @@ def test_nor_do_its_units_for_bf16(N: int, block: int, at: int, bad: float, bf16
     assert set(bf16_units) <= {torch.bfloat16}
 
 
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("units", [True, False])
 @pytest.mark.parametrize("q_all", [None, 1e19])
 @pytest.mark.parametrize("N", [1, 16, 64, 70])
@@ -382,6 +412,7 @@ def test_a_logit_of_infinity_is_no_row_of_zeros(
     assert torch.equal(everything(q, k, v, scale=1.0).isnan(), want.isnan())
 
 
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of NaN, in the interpreter
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("executor", [*EXACT, *ON_A_GPU], ids=repr)

@@ -21,16 +21,15 @@ def add_to(commands: Commands) -> None:
         "build",
         _run,
         summary="compile the attention kernel for this CPU",
-        description="Compiles the kernel for CPUs with the C++ compiler at hand, into the user's cache folder. The first\n"
-        "call on a CPU does the same, if it has not been done; this does it anew, also where it failed before.",
+        description="Compiles the kernel for CPUs with the C++ compiler at hand, into the user's cache folder.\n"
+        "The first call on a CPU does the same, if that is not done yet; this does it anew.",
         examples=_EXAMPLES,
     )
     parser.add_argument(
         "--for-wheel",
         type=Path,
         metavar="FOLDER",
-        help="compile it for every kind of x86 CPU that is told apart, into this folder; a wheel brings these files,\n"
-        "and takes the one that fits where it runs",
+        help="compile it for several kinds of x86 CPUs, into this folder, for a wheel that takes what fits",
     )
 
 
@@ -44,5 +43,3 @@ def _run(parsed: argparse.Namespace) -> int:
     path, seconds, products = compile_kernel()
     print(f"{path}: compiled in {seconds:.1f} s; it multiplies bf16 as {products}")
     return 0
-
-

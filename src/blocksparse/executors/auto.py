@@ -153,7 +153,11 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
         if reason := self.dense_because(q, k, v, spec):
             return ExecutorChoice(None, {}, reason)
         executor, refused = self._fastest(q, k, v, mask, spec)
-        kernel = executor.kernel(q, k, v, mask, spec) if isinstance(executor, TritonExecutor) else None
+        kernel = None
+        if isinstance(executor, TritonExecutor):
+            kernel = executor.kernel(q, k, v, mask, spec)
+        elif isinstance(executor, CpuExecutor):
+            kernel = f"by {executor.runs_by(q, k, v)}"
         return ExecutorChoice(executor, refused, kernel=kernel)
 
     def _fastest(

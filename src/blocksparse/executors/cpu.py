@@ -1,4 +1,4 @@
-"""Kept keys gathered for rows of blocks, and dense attention over them: the default on a CPU."""
+"""The default on a CPU: a kernel compiled for it; without one, kept keys gathered, and dense attention to them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from blocksparse.attention_spec import AttentionSpec
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.executor import Executor
+from blocksparse.kernels.attention.cpu_attention import Kept, cpu_attention, cpu_kernel_refuses
 from blocksparse.kernels.common.sizes import FAR
 from blocksparse.kernels.multiplying.flash_on_cpu import flash_dtype, flash_on_cpu
 from blocksparse.kernels.multiplying.products import products, wide_dtype
@@ -26,17 +27,22 @@ _PLACES = 256  # queries whose logits are held at a time; and up to which neighb
 @final
 @frozen(eq=False)
 class CpuExecutor(Executor[Permutation, BlockMask]):
-    """Gather the keys that rows of blocks keep, then attend to them densely by PyTorch's flash kernel.
+    """Attend by a kernel that the C++ compiler at hand makes for this CPU, once, in seconds, at the first call.
 
-    A row attends to keys in three parts, which are merged by their lse: to its own tokens, in plain products if
-    some of these are dropped or stand in another order; to blocks before them that the other heads with the same
-    keys in the same order keep as well, together with these, and with neighbouring rows where all these have few
-    queries; and to what else it keeps. With a sliding window there is a fourth part, keys that only the first
-    queries of a row still see, in plain products. Nothing is compiled, so the first call takes no longer than the
-    next one. It takes any permutation, dtype and head dim, and holds the keys of a few rows at a time. It computes
-    in fp32 or better; where the CPU has matrix units for bf16 (Intel's AMX), bf16 is multiplied as it is, as dense
-    attention does there, and summed in fp32. The flash kernel knows no softcap, so that with one all products are
-    plain, which takes longer.
+    The kernel takes fp32, bf16 and fp16, head dims up to 256, and any permutation, window, softcap and sinks. It
+    sums in fp32, and multiplies bf16 as it is where the CPU can. The number of threads changes no bit of its
+    output. `runs_by` says whether it is in use, and `blocksparse build` compiles it beforehand.
+
+    For float64, and where nothing can be compiled, which the log says once, keys are gathered for rows of blocks,
+    and attended to by PyTorch's flash kernel. A row attends to keys in three parts, which are merged by their
+    lse: to its own tokens, in plain products if some of these are dropped or stand in another order; to blocks
+    before them that the other heads with the same keys in the same order keep as well, together with these, and
+    with neighbouring rows where all these have few queries; and to what else it keeps. With a sliding window
+    there is a fourth part, keys that only the first queries of a row still see, in plain products. It takes any
+    permutation, dtype and head dim, and holds the keys of a few rows at a time. It computes in fp32 or better;
+    where the CPU has matrix units for bf16 (Intel's AMX), bf16 is multiplied as it is, as dense attention does
+    there, and summed in fp32. The flash kernel knows no softcap, so that with one all products are plain, which
+    takes longer.
     """
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec) -> list[str]:
@@ -52,6 +58,12 @@ class CpuExecutor(Executor[Permutation, BlockMask]):
         out: Tensor | None = None,
     ) -> AttentionOutput:
         self.check(q, k, v, mask, spec, out, hint="Use TritonExecutor() or AutoExecutor() on a GPU.")
+        if not cpu_kernel_refuses(q, k, v):
+            kept, change = Kept(mask.keep, mask.grid.q_block, mask.grid.k_block), spec.for_kernel(q)
+            written = cpu_attention(
+                q, k, v, kept, mask.grid.positions, scale=spec.scale, change=change, out=out
+            )
+            return AttentionOutput(*written)
         permutation = mask.grid.permutation
         rows = _Rows(mask, permutation.gather_queries(q), k, v, spec)
         rows.attend()
@@ -59,6 +71,12 @@ class CpuExecutor(Executor[Permutation, BlockMask]):
         result, lse = spec.with_sinks(result, rows.by_head(rows.lse.unsqueeze(2)).squeeze(3))
         output = AttentionOutput(permutation.restore(result.to(v.dtype)), permutation.restore(lse))
         return output.written_to(out)
+
+    def runs_by(self, q: Tensor, k: Tensor, v: Tensor) -> str:
+        """What computes a call with these: the compiled kernel, or PyTorch's, and why."""
+        if reasons := cpu_kernel_refuses(q, k, v):
+            return f"PyTorch's kernel, since the compiled one cannot: {'; '.join(reasons)}"
+        return "the compiled kernel"
 
 
 class _Rows:

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from blocksparse.inputs import differentiates
 from blocksparse.kernels.attention.cpu_attention import SOURCE, cpu_kernel, cpu_kernel_refuses, cpu_products
 from blocksparse.kernels.common.compiled import UnavailableError, compile_for_wheel, load
 from blocksparse.user_error import UserError
@@ -20,15 +21,9 @@ def takes_dense(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
     Where a CPU has matrix units for bf16 (Intel's AMX), PyTorch's dense attention uses them, and is taken.
     """
-    if q.shape[2] < _QUERIES or _needs_autograd(q, k, v) or cpu_kernel_refuses(q, k, v):
+    if q.shape[2] < _QUERIES or differentiates(q, k, v) or cpu_kernel_refuses(q, k, v):
         return False
     return q.dtype != torch.bfloat16 or cpu_products() != "AMX"
-
-
-def _needs_autograd(*tensors: Tensor) -> bool:
-    """Whether PyTorch would note the call for a backward pass, or carries tangents through it."""
-    graph = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    return graph or any(x._fw_grad(0) is not None for x in tensors if x.is_floating_point())
 
 
 def about_kernel() -> str:
@@ -40,7 +35,7 @@ def about_kernel() -> str:
 
 
 def compile_kernel() -> tuple[Path | None, float, str]:
-    """Compile the kernel anew: where it is, None if it cannot be kept; how many seconds that took; how it multiplies bf16.
+    """Compile the kernel anew: where it is, unless it cannot be kept; in how many seconds; how it multiplies bf16.
 
     Raises:
         UserError: it cannot be compiled.

@@ -16,7 +16,9 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from blocksparse.attention_spec import AttentionSpec
 from blocksparse.executors.auto import AutoExecutor
+from blocksparse.executors.cpu_kernel import takes_dense
 from blocksparse.geometry import Grid
+from blocksparse.kernels.attention.cpu_attention import dense_cpu_attention
 from blocksparse.kernels.multiplying.products import rounds_fp32
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.precision import without_autocast
@@ -40,7 +42,8 @@ def dense_attention(
     else the memory-efficient kernel, and if PyTorch has no kernel, plain products of a few queries at a time. So
     memory grows with M + N, not with M N, for every dtype, number of heads and head dim. PyTorch's own choice is
     not used, because its order can be changed only for the whole process, and because it holds all weights if no
-    kernel takes the inputs as they are. Backends that the caller switched off (`sdpa_kernel`,
+    kernel takes the inputs as they are. On a CPU it runs the compiled kernel of `CpuExecutor` where that is faster
+    than PyTorch's. Backends that the caller switched off (`sdpa_kernel`,
     `torch.backends.cuda`) are not run.
 
     PyTorch's kernels know no sliding window, no softcap and no sinks. So a window that hides something, and either
@@ -52,6 +55,8 @@ def dense_attention(
     if not spec.is_plain or (spec.window is not None and spec.window < k.shape[2]):
         return _by_blocks(q, k, v, spec)
     with without_autocast(q):
+        if takes_dense(q, k, v):
+            return dense_cpu_attention(q, k, v, causal=causal, scale=scale)[0]
         if q.dtype == torch.float32 and q.device.type == "cpu" and rounds_fp32():
             # PyTorch's kernel would round, too.
             return _attend(q.double(), k.double(), v.double(), causal=causal, scale=scale).float()

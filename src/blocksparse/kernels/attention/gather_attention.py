@@ -8,9 +8,10 @@ adds, both relative to the same running maximum, a query is satisfied if `gain <
 queries were satisfied `patience` times in a row (S2O, algorithm 3). Nothing is moved: keys, values and queries are
 read, and outputs written, where they stand.
 
-The op has three implementations: the portable Triton kernel in `gather_attention_triton.py`; the kernel for Hopper in
-`gather_attention_hopper.py`, for the arguments that `fits_hopper` names; and for CPU tensors and float64 the plain torch
-below, which computes in fp32 or better. In all of them the same rows stop after the same blocks.
+The op has four implementations: the portable Triton kernel in `gather_attention_triton.py`; the kernel for Hopper in
+`gather_attention_hopper.py`, for the arguments that `fits_hopper` names; for CPU tensors the compiled kernel of
+`cpu_attention.py`; and for float64, and where nothing is compiled, the plain torch below, which computes in fp32 or
+better. In all of them the same rows stop after the same blocks.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from blocksparse.kernels.attention.arguments import RankedLists, StopRule
+from blocksparse.kernels.attention.cpu_attention import cpu_gather_attention, cpu_kernel_refuses
 from blocksparse.kernels.common.hardware import is_hopper
 from blocksparse.kernels.common.memory import empty_as
 from blocksparse.kernels.multiplying.products import products
@@ -47,16 +49,16 @@ def gather_attention(
     elif kernel == "triton":
         from blocksparse.kernels.attention.gather_attention_triton import gather_attention_triton as compute
     else:
-        compute = gather_attention_reference
+        compute = cpu_gather_attention if kernel == "cpu" else gather_attention_reference
     if positions.window is not None:
         raise ValueError(f"attention that stops early knows no sliding window: {positions.window}")
     return compute(q, k, v, lists, positions, rule, scale=scale)
 
 
 def kernels_for(q: Tensor, v: Tensor, q_block: int, k_block: int, commit: bool) -> tuple[str, ...]:
-    """The kernels that take these arguments, from the fastest on: "hopper" and "triton", or only "torch"."""
+    """The kernels that take these arguments, from the fastest on: "hopper", "triton" or "cpu", and "torch"."""
     if not q.is_cuda or q.dtype == torch.float64:
-        return ("torch",)
+        return ("torch",) if cpu_kernel_refuses(q, v, v) else ("cpu", "torch")
     for_hopper = is_hopper(q.device) and fits_hopper(q, v, q_block, k_block, commit)
     return ("hopper", "triton") if for_hopper else ("triton",)
 
