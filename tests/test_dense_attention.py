@@ -238,6 +238,7 @@ def test_cpu_tensors_need_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         assert dense_attention(q[:, :, start:], k, v, AttentionSpec(scale=SCALE)).isfinite().all()
 
 
+@pytest.mark.usefixtures("without_kernel")
 @pytest.mark.parametrize("M", [40, 70])
 def test_a_cpu_that_may_round_fp32_multiplies_in_float64(M: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `torch.set_float32_matmul_precision` may ask a CPU with units for bf16."""

@@ -13,7 +13,7 @@ from blocksparse.kernels.common.compiled import UnavailableError, compile_for_wh
 from blocksparse.user_error import UserError
 
 # Queries of a call from which the kernel is faster than PyTorch's: it packs keys first, which pays off with many.
-_QUERIES = 32
+_QUERIES = 64
 
 
 def takes_dense(q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -111,19 +111,24 @@ inline float total(vec x) {
 }
 #endif
 
-// C[M, N] (+)= A[M, K] B[K, N] in fp32.
+constexpr int64_t kSum = 128;  // products that are added one after another
+
+// C[M, N] (+)= A[M, K] B[K, N] in fp32. Every call sums from 0, so that long sums err less.
 template <int R, int V>
 inline void panel(int64_t K, const float* A, int64_t lda, const float* B, int64_t ldb, float* C, int64_t ldc, bool add) {
   vec sum[R][V], b[V];
   for (int r = 0; r < R; r++)
-    for (int v = 0; v < V; v++) sum[r][v] = add ? *(const vec*)(C + r * ldc + v * kWide) : vec{};
+    for (int v = 0; v < V; v++) sum[r][v] = vec{};
   for (int64_t k = 0; k < K; k++) {
     for (int v = 0; v < V; v++) b[v] = *(const vec*)(B + k * ldb + v * kWide);
     for (int r = 0; r < R; r++)
       for (int v = 0; v < V; v++) sum[r][v] += A[r * lda + k] * b[v];
   }
   for (int r = 0; r < R; r++)
-    for (int v = 0; v < V; v++) *(vec*)(C + r * ldc + v * kWide) = sum[r][v];
+    for (int v = 0; v < V; v++) {
+      vec* to = (vec*)(C + r * ldc + v * kWide);
+      *to = add ? *to + sum[r][v] : sum[r][v];
+    }
 }
 
 #if defined(MULTIPLIES_BF16)
@@ -133,7 +138,7 @@ inline void panel(int64_t K, const bf16* A, int64_t lda, const bf16* B, int64_t 
   __m512 sum[R][V];
   __m512bh b[V];
   for (int r = 0; r < R; r++)
-    for (int v = 0; v < V; v++) sum[r][v] = add ? _mm512_loadu_ps(C + r * ldc + v * 16) : _mm512_setzero_ps();
+    for (int v = 0; v < V; v++) sum[r][v] = _mm512_setzero_ps();
   for (int64_t k = 0; k < K; k += 2) {
     for (int v = 0; v < V; v++) b[v] = (__m512bh)_mm512_loadu_si512(B + k * ldb + v * 32);
     for (int r = 0; r < R; r++) {
@@ -143,7 +148,10 @@ inline void panel(int64_t K, const bf16* A, int64_t lda, const bf16* B, int64_t 
     }
   }
   for (int r = 0; r < R; r++)
-    for (int v = 0; v < V; v++) _mm512_storeu_ps(C + r * ldc + v * 16, sum[r][v]);
+    for (int v = 0; v < V; v++) {
+      float* to = C + r * ldc + v * 16;
+      _mm512_storeu_ps(to, add ? _mm512_add_ps(_mm512_loadu_ps(to), sum[r][v]) : sum[r][v]);
+    }
 }
 #endif
 
@@ -214,10 +222,15 @@ void product(bool by_tiles, int64_t M, int64_t N, int64_t K, const X* A, const X
   }
 #endif
   (void)by_tiles;
-  int64_t n = 0;
-  for (; n + kVectors * kWide <= N; n += kVectors * kWide) strip<kVectors>(M, K, A, K, B + n * pair, N, C + n, N, add);
-  for (; n + 2 * kWide <= N; n += 2 * kWide) strip<2>(M, K, A, K, B + n * pair, N, C + n, N, add);
-  for (; n < N; n += kWide) strip<1>(M, K, A, K, B + n * pair, N, C + n, N, add);
+  for (int64_t k = 0; k < K; k += kSum, add = true) {
+    const int64_t some = std::min(kSum, K - k);
+    const X *a = A + k, *b = B + k * N;
+    int64_t n = 0;
+    for (; n + kVectors * kWide <= N; n += kVectors * kWide)
+      strip<kVectors>(M, some, a, K, b + n * pair, N, C + n, N, add);
+    for (; n + 2 * kWide <= N; n += 2 * kWide) strip<2>(M, some, a, K, b + n * pair, N, C + n, N, add);
+    for (; n < N; n += kWide) strip<1>(M, some, a, K, b + n * pair, N, C + n, N, add);
+  }
 }
 
 int64_t up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
