@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ import blocksparse as bs
 from benchmarks.cases import AnyPipeline, Plan
 from benchmarks.inputs import Case, everything
 from benchmarks.kernel_tables import Row, density_of
-from benchmarks.peers import DENSE, FLEX, DensePeer, flex_call
+from benchmarks.peers import DENSE, FLEX, DensePeer, Peer, flex_call
 from benchmarks.timing import (
     Call,
     Candidate,
@@ -26,6 +27,7 @@ from benchmarks.timing import (
     ready,
     release,
 )
+from blocksparse.executors.dense_attention import dense_attention
 
 GRAPH = ", CUDA graph"
 
@@ -115,32 +117,41 @@ def captured(pipeline: AnyPipeline, q: Tensor, k: Tensor, v: Tensor) -> Call:
     return call
 
 
-def cpu(plan: Plan, device: torch.device) -> Iterator[Row]:
-    """Executors for CPUs, block lists included, against dense SDPA: 9 query heads, 3 KV heads, head dim 64."""
-    for N in plan.cpu_lengths:
-        for dtype in (torch.float32, torch.bfloat16):
-            case = Case(N, 9, 3, 64, 128, 128, plan.call_density, dtype)
+def cpu(plan: Plan, device: torch.device, *, peers: Mapping[str, Peer] | None = None) -> Iterator[Row]:
+    """`CpuExecutor`, block lists included, against dense SDPA and peers: 9 query heads and 3 KV heads.
+
+    bf16 and fp32. The row says whether the executor has its compiled kernel.
+    """
+    for N, D, block, densities in plan.cpu:
+        for density, dtype in product(densities, (torch.bfloat16, torch.float32)):
+            case = Case(N, 9, 3, D, block, block, density, dtype)
             q, k, v = case.inputs(device)
             mask, everyone = case.mask(q, k), everything(q, k)
+            right = partial(check, q=q, k=k, v=v, mask=mask)
             dense = partial(scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=True)
             figures = measure(
                 {
                     "dense": Candidate(ready(dense), partial(check, q=q, k=k, v=v, mask=everyone)),
+                    "dense_attention": Candidate(
+                        ready(partial(dense_attention, q, k, v, causal=True, scale=D**-0.5)),
+                        partial(check, q=q, k=k, v=v, mask=everyone),
+                    ),
+                    "CpuExecutor": Candidate(ready(partial(_attend, bs.CpuExecutor(), q, k, v, mask)), right),
                     **{
-                        type(executor).__name__: Candidate(
-                            ready(partial(_attend, executor, q, k, v, mask)),
-                            partial(check, q=q, k=k, v=v, mask=mask),
-                        )
-                        for executor in (bs.CpuExecutor(), bs.FlexExecutor())
+                        name: Candidate(partial(peer, q, k, v, mask), right)
+                        for name, peer in (peers or {}).items()
                     },
                 },
                 device=device,
-                budget_ms=20 * plan.budget_ms,
+                budget_ms=8 * plan.budget_ms,
             )
             yield {
                 "N": N,
+                "D": D,
+                "block": block,
                 "dtype": str(dtype).removeprefix("torch."),
                 "density": density_of(mask),
+                "runs_by": bs.CpuExecutor().runs_by(q, k, v),
                 "figures": {name: figure.as_row() for name, figure in figures.items()},
             }
 

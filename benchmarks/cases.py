@@ -81,7 +81,7 @@ class Plan:
     crossover: tuple[tuple[int, int, int], ...]  # crossover: query heads, queries, keys
     serving: tuple[Served, ...]
     D: int  # eight_bit, gather, stages, s2o, calls, growth, crossover
-    cpu_lengths: tuple[int, ...]
+    cpu: tuple[tuple[int, int, int, tuple[float, ...]], ...]  # cpu: tokens, D, block; densities
     budget_ms: float  # time spent on one figure, compilation and the check aside
     executor: bs.Executor[Any, Any] | None = None  # of automatic presets
 
@@ -171,7 +171,13 @@ FULL = Plan(
     ),
     serving=_SERVING,
     D=128,
-    cpu_lengths=(8192,),
+    cpu=(
+        (4096, 64, 128, (1.0, 0.5, 0.3, 0.15, 0.05)),
+        (4096, 64, 64, (1.0, 0.3, 0.05)),
+        (4096, 128, 128, (1.0, 0.3, 0.05)),
+        (2048, 64, 128, (1.0, 0.3, 0.05)),
+        (8192, 64, 128, (1.0, 0.3, 0.05)),
+    ),
     budget_ms=150.0,
 )
 
@@ -202,7 +208,7 @@ QUICK = Plan(
         Served(16, 8, (16384,), D=192, Dv=128),
     ),
     D=128,
-    cpu_lengths=(2048,),
+    cpu=((2048, 64, 128, (0.3,)),),
     budget_ms=50.0,
 )
 
@@ -233,7 +239,7 @@ TINY = Plan(
         Served(2, 1, (128, 200), D=32, must=_PACKED[:2], page_sizes=_PAGES[:1]),
     ),
     D=32,
-    cpu_lengths=(512,),
+    cpu=((512, 64, 128, (0.3,)),),
     budget_ms=5.0,
     executor=bs.ReferenceExecutor(),
 )

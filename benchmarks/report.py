@@ -393,13 +393,17 @@ def _gpu_work(rows: list[Row]) -> str:
 
 
 def cpu(rows: list[Row]) -> str:
-    body, executors = [], ("CpuExecutor", "FlexExecutor")
+    body: list[list[str]] = []
+    names = list(dict.fromkeys(name for row in rows for name in row["figures"] if name != "dense"))
     for row in rows:
-        dense, *others = (ms_of(row, name) for name in ("dense", *executors))
-        times = [x for other in others for x in (milliseconds(other), cell(ratio(dense, other), 1))]
-        body.append([tokens(row["N"]), row["dtype"], cell(row["density"], 3), milliseconds(dense), *times])
-    head = [x for name in executors for x in (f"{name}, ms", "times dense")]
-    return table(["tokens", "dtype", "density", "dense SDPA, ms", *head], body)
+        dense, *others = (ms_of(row, name) for name in ("dense", *names))
+        times = [x for other in others for x in (milliseconds(other), cell(ratio(dense, other), 2))]
+        point = [tokens(row["N"]), str(row["D"]), str(row["block"]), row["dtype"], cell(row["density"], 2)]
+        body.append([*point, milliseconds(dense), *times])
+    head = [x for name in names for x in (f"{name}, ms", "times SDPA")]
+    runs_by = " and ".join(sorted({row["runs_by"] for row in rows}))
+    made = table(["tokens", "D", "block", "dtype", "density", "dense SDPA, ms", *head], body)
+    return f"{made}\n\n`CpuExecutor` runs by {runs_by}."
 
 
 def audit(rows: list[Row]) -> str:

@@ -115,7 +115,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"), help="folder of results.json")
     parser.add_argument("--quick", action="store_true", help="few and small shapes: does everything run?")
     parser.add_argument(
-        "--peer", action="append", default=[], metavar="NAME=FILE", help="rates: one more, see peers.peer_from"
+        "--peer",
+        action="append",
+        default=[],
+        metavar="NAME=FILE",
+        help="rates, cpu: one more, see peers.peer_from",
     )
     arguments = parser.parse_args()
     if unknown := set(arguments.tables) - set(every):
@@ -141,7 +145,7 @@ def main() -> None:
         "audit": audit_table.audit,
         "calls": call_tables.calls,
         "serving": serving_table.serving,
-        "cpu": lambda plan, _: call_tables.cpu(plan, torch.device("cpu")),
+        "cpu": lambda plan, _: call_tables.cpu(plan, torch.device("cpu"), peers=others),
     }
     torch.manual_seed(time.time_ns() % 2**31)
     arguments.out.mkdir(parents=True, exist_ok=True)
