@@ -43,6 +43,7 @@ PLAN = evolve(
     kernel_lengths=(128,),
     lengths=(128,),
     growth=((64, 0.5), (128, 0.25)),
+    cpu=((256, 16, 64, (0.3,)),),
 )
 
 

@@ -15,7 +15,7 @@ from blocksparse.cli.main import main
 from blocksparse.cli.options import extra
 from blocksparse.user_error import UserError
 
-COMMANDS = ["demo", "bench", "inspect"]
+COMMANDS = ["demo", "bench", "inspect", "build"]
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
