@@ -48,7 +48,7 @@ def test_help_of_a_command_teaches_by_examples(name: str, capsys: pytest.Capture
         main([name, "--help"])
     assert left.value.code == 0
     printed = capsys.readouterr().out
-    assert "--json" in printed
+    assert "--json" in printed or name == "build"  # which has no results
     assert "None" not in printed
     _, examples = printed.split("examples:\n")
     lines = [line.strip() for line in examples.strip().splitlines()]

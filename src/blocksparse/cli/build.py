@@ -9,7 +9,6 @@ from blocksparse.cli.options import Commands, add_command
 
 _EXAMPLES = """\
   blocksparse build
-  CXX=clang++ blocksparse build
   blocksparse build --for-wheel src/blocksparse/kernels/attention/compiled
 """
 
@@ -22,7 +21,8 @@ def add_to(commands: Commands) -> None:
         _run,
         summary="compile the attention kernel for this CPU",
         description="Compiles the kernel for CPUs with the C++ compiler at hand, into the user's cache folder.\n"
-        "The first call on a CPU does the same, if that is not done yet; this does it anew.",
+        "The first call on a CPU does the same, if that is not done yet; this does it anew.\n"
+        "The variable CXX names another compiler.",
         examples=_EXAMPLES,
     )
     parser.add_argument(
