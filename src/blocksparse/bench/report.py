@@ -42,7 +42,7 @@ def legend(rows: Sequence[Row]) -> str:
     """What the columns mean, and which executors ran."""
     lines = [
         "time: median of whole causal calls: ordering, scoring, selecting and attending",
-        "speed-up: of dense attention's time over this one; dense is PyTorch's fastest kernel",
+        "speed-up: of dense attention's time over this one; dense is the fastest kernel here",
         "density: work as a share of dense attention's, on random inputs whose heads look at topics,",
         "at a system prompt and at a few heavy keys; that of your prompts may differ, and time follows it",
     ]

@@ -65,6 +65,7 @@ def _run(parsed: argparse.Namespace) -> int:
     from blocksparse.bench.report import crossovers, legend, table
     from blocksparse.bench.run import Crossover, Shape, run
     from blocksparse.demo.methods import method
+    from blocksparse.executors.cpu_kernel import about_kernel
     from blocksparse.inputs import MAX_HEAD_DIM
 
     if parsed.heads % parsed.kv_heads:
@@ -78,7 +79,10 @@ def _run(parsed: argparse.Namespace) -> int:
     lengths = parsed.lengths or _LENGTHS[kind]
     pipelines = {written: method(written) for written in parsed.preset or _PRESETS}
     shape = Shape(parsed.heads, parsed.kv_heads, parsed.head_dim, getattr(torch, dtype), torch.device(kind))
-    name = torch.cuda.get_device_name() if kind == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    if kind == "cuda":
+        name = torch.cuda.get_device_name()
+    else:
+        name = f"CPU, {torch.get_num_threads()} threads, {about_kernel()}"
 
     def progress(tokens: int) -> None:
         print(f"timing {tokens:,} tokens: dense, {', '.join(pipelines)}", file=sys.stderr, flush=True)

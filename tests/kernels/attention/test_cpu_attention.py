@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import signal
 import stat
@@ -300,3 +301,19 @@ def test_processes_at_once_make_one_file(tmp_path: Path, monkeypatch: pytest.Mon
     said = sorted(run.communicate(timeout=240)[0].strip() for run in runs)
     assert said == ["42 False", "42 False", "42 True"]
     assert len(list(compiled.cache_folder().glob("*.so"))) == 1
+
+
+@needs_kernel
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="wheels bring kernels for x86 alone")
+def test_a_wheel_brings_what_the_cpu_can_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = _quick(tmp_path, monkeypatch)
+    made = compiled.compile_for_wheel(source, tmp_path / "compiled")
+    assert [path.name for path in made] == [f"quick-{name}.so" for name in ("amx", "bf16", "avx512", "avx2")]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    for flags, name in (("avx2 fma f16c bmi2", "avx2"), (" ".join(compiled.VARIANTS[1][2]), "bf16")):
+        monkeypatch.setattr(compiled, "cpu_flags", lambda flags=flags: flags)
+        monkeypatch.setattr(compiled, "_denied", tuple)
+        assert str(compiled.load(source).path).endswith(f"quick-{name}.so")
+    monkeypatch.setattr(compiled, "cpu_flags", lambda: "sse2")
+    assert "no C++ compiler is found" in str(compiled.load(source).why_not)
