@@ -40,6 +40,7 @@ def _run(parsed: argparse.Namespace) -> int:
         for path in compile_kernels_for_wheel(parsed.for_wheel):
             print(path)
         return 0
-    path, seconds, products = compile_kernel()
-    print(f"{path}: compiled in {seconds:.1f} s; it multiplies bf16 as {products}")
+    kept, seconds, products = compile_kernel()
+    where = "a temporary folder, since the cache cannot be written" if kept is None else kept
+    print(f"compiled in {seconds:.1f} s into {where}; it multiplies bf16 as {products}")
     return 0
