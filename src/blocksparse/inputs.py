@@ -120,8 +120,7 @@ def differentiates(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether PyTorch notes what is computed from these for a backward pass, or carries tangents through it."""
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return True
-    # PyTorch has no public way to ask whether this mode is on; to ask each tensor takes microseconds.
-    return forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v))
+    return under_forward_mode() and any(forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v))
 
 
 def refuse_gradients(q: Tensor, k: Tensor, v: Tensor) -> None:
