@@ -133,7 +133,7 @@ def cpu(plan: Plan, device: torch.device, *, peers: Mapping[str, Peer] | None = 
                 {
                     "dense": Candidate(ready(dense), partial(check, q=q, k=k, v=v, mask=everyone)),
                     "dense_attention": Candidate(
-                        ready(partial(dense_attention, q, k, v, causal=True, scale=D**-0.5)),
+                        ready(partial(dense_attention, q, k, v, bs.AttentionSpec(scale=D**-0.5))),
                         partial(check, q=q, k=k, v=v, mask=everyone),
                     ),
                     "CpuExecutor": Candidate(ready(partial(_attend, bs.CpuExecutor(), q, k, v, mask)), right),

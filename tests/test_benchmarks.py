@@ -235,8 +235,8 @@ def test_density_of_one_head_after_the_other() -> None:
 
 def test_executors_for_cpus_are_measured() -> None:
     def mine(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask) -> Call:
-        executor = bs.ReferenceExecutor()
-        return lambda: executor(q, k, v, bs.GlobalPermutation(), mask, scale=q.shape[-1] ** -0.5).out
+        executor, spec = bs.ReferenceExecutor(), bs.AttentionSpec(scale=q.shape[-1] ** -0.5)
+        return lambda: executor(q, k, v, mask, spec).out
 
     for row in call_tables.cpu(PLAN, CPU, peers={"mine": mine}):
         assert all("ms" in row["figures"][name] for name in ("dense", "dense_attention", "CpuExecutor", "mine"))

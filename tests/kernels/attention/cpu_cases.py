@@ -93,9 +93,8 @@ def case(seed: int) -> Case:
 def _grid(
     q: Tensor, k: Tensor, order: bs.Permutation, q_block: int, k_block: int, causal: bool, window: int | None
 ) -> bs.Grid:
-    return bs.Grid.of(
-        q, k, order, bs.AttentionSpec(scale=1.0, causal=causal, window=window), q_block=q_block, k_block=k_block
-    )
+    spec = bs.AttentionSpec(scale=1.0, causal=causal, window=window)
+    return bs.Grid.of(q, k, order, spec, q_block=q_block, k_block=k_block)
 
 
 def _laid_out(x: Tensor, draw: random.Random) -> Tensor:
