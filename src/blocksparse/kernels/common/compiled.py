@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 from attrs import frozen
 
-TIME_LIMIT = 60.0  # seconds that a compiler may take, and that a process waits for another one's
+TIME_LIMIT = 120.0  # seconds that a compiler may take, and that a process waits for another one's
 FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
 INSTALL = "install a C++ compiler, such as g++ (apt install g++, dnf install gcc-c++, conda install gxx)"
 
