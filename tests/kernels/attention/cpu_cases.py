@@ -6,6 +6,9 @@ With sanitizers, once for memory and undefined behaviour and once for threads:
         tests.kernels.attention.cpu_cases --flags "-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all"
     LD_PRELOAD=$(g++ -print-file-name=libtsan.so) python -m \
         tests.kernels.attention.cpu_cases --flags "-O1 -g -fsanitize=thread" --own-threads
+
+The last one knows nothing of PyTorch and OpenMP: TSAN_OPTIONS=suppressions=FILE, of the lines "called_from_lib:libtorch_cpu.so"
+and "called_from_lib:libgomp.so.1", leaves out what it takes these for. Two warnings of PyTorch's own import and exit remain.
 """
 
 from __future__ import annotations
