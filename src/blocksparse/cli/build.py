@@ -1,4 +1,4 @@
-"""`blocksparse build`: compile the attention kernel for this CPU now, rather than at its first call."""
+"""`blocksparse build`: compile the kernels for this CPU now, rather than at their first call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from blocksparse.cli.options import Commands, add_command
 
 _EXAMPLES = """\
   blocksparse build
-  blocksparse build --for-wheel src/blocksparse/kernels/attention/compiled
+  blocksparse build --for-wheel src/blocksparse
 """
 
 
@@ -19,8 +19,8 @@ def add_to(commands: Commands) -> None:
         commands,
         "build",
         _run,
-        summary="compile the attention kernel for this CPU",
-        description="Compiles the kernel for CPUs with the C++ compiler at hand, into the user's cache folder.\n"
+        summary="compile the kernels for this CPU",
+        description="Compiles the kernels for CPUs with the C++ compiler at hand, into the user's cache folder.\n"
         "The first call on a CPU does the same, if that is not done yet; this does it anew.\n"
         "The variable CXX names another compiler.",
         examples=_EXAMPLES,
@@ -28,19 +28,20 @@ def add_to(commands: Commands) -> None:
     parser.add_argument(
         "--for-wheel",
         type=Path,
-        metavar="FOLDER",
-        help="compile it for several kinds of x86 CPUs, into this folder, for a wheel that takes what fits",
+        metavar="PACKAGE",
+        help="compile them for several kinds of x86 CPUs, into the source of this package, for a wheel",
     )
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    from blocksparse.executors.cpu_kernel import compile_kernel, compile_kernels_for_wheel
+    from blocksparse.executors.cpu_kernel import about_kernel, compile_kernels, compile_kernels_for_wheel
 
     if parsed.for_wheel is not None:
         for path in compile_kernels_for_wheel(parsed.for_wheel):
             print(path)
         return 0
-    kept, seconds, products = compile_kernel()
-    where = "a temporary folder, since the cache cannot be written" if kept is None else kept
-    print(f"compiled in {seconds:.1f} s into {where}; it multiplies bf16 as {products}")
+    for kept, seconds in compile_kernels():
+        where = "a temporary folder, since the cache cannot be written" if kept is None else kept
+        print(f"compiled in {seconds:.1f} s into {where}")
+    print(about_kernel())
     return 0

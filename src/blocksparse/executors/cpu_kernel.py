@@ -10,7 +10,10 @@ from torch import Tensor
 from blocksparse.inputs import differentiates
 from blocksparse.kernels.attention.cpu_attention import SOURCE, cpu_kernel, cpu_kernel_refuses, cpu_products
 from blocksparse.kernels.common.compiled import UnavailableError, compile_for_wheel, load
+from blocksparse.kernels.scoring import cpu_scores
 from blocksparse.user_error import UserError
+
+_SOURCES = SOURCE, cpu_scores.SOURCE
 
 # Queries of a call from which the kernel is faster than PyTorch's: it packs keys first, which pays off with many.
 _QUERIES = 64
@@ -34,25 +37,33 @@ def about_kernel() -> str:
     return f"compiled kernel, which multiplies bf16 as {cpu_products()}"
 
 
-def compile_kernel() -> tuple[Path | None, float, str]:
-    """Compile the kernel anew: where it is, unless it cannot be kept; in how many seconds; how it multiplies bf16.
+def compile_kernels() -> list[tuple[Path | None, float]]:
+    """Compile the kernels anew: where each is, None if it cannot be kept, and how many seconds that took.
 
     Raises:
-        UserError: it cannot be compiled.
+        UserError: one cannot be compiled.
     """
-    found = load(SOURCE, anew=True)
-    if found.why_not is not None:
-        raise UserError(f"the kernel cannot be compiled: {found.why_not}")
-    return found.path, found.seconds, cpu_products()
+    made = []
+    for source in _SOURCES:
+        found = load(source, anew=True)
+        if found.why_not is not None:
+            raise UserError(f"{source.name} cannot be compiled: {found.why_not}")
+        made.append((found.path, found.seconds))
+    return made
 
 
-def compile_kernels_for_wheel(folder: Path) -> list[Path]:
-    """Compile the kernel for every kind of CPU that a wheel serves, into `folder`.
+def compile_kernels_for_wheel(package: Path) -> list[Path]:
+    """Compile the kernels for every kind of CPU that a wheel serves, into `package`, the folder of this package.
 
     Raises:
-        UserError: it cannot be compiled.
+        UserError: one cannot be compiled.
     """
+    home = SOURCE.parents[2]
     try:
-        return compile_for_wheel(SOURCE, folder)
+        return [
+            path
+            for source in _SOURCES
+            for path in compile_for_wheel(source, package / source.relative_to(home).parent / "compiled")
+        ]
     except UnavailableError as error:
-        raise UserError(f"the kernel cannot be compiled: {error}") from None
+        raise UserError(f"the kernels cannot be compiled: {error}") from None

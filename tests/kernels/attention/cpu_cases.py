@@ -31,7 +31,7 @@ import blocksparse as bs
 from blocksparse.kernels.attention import cpu_attention
 from blocksparse.kernels.attention.arguments import LogitChange, RankedLists, StopRule
 from blocksparse.kernels.attention.gather_attention import gather_attention_reference
-from blocksparse.kernels.common import compiled
+from blocksparse.kernels.common import compiled, cpu_calls
 from blocksparse.kernels.positions.token_positions import TokenPositions
 from blocksparse.kernels.selecting.visiting_order import visiting_order
 
@@ -212,7 +212,7 @@ def main() -> None:
         loaded = compiled.Loaded(ctypes.PyDLL(str(path)), path, None)
         patches.append(mock.patch.object(cpu_attention, "cpu_kernel", return_value=loaded))
     if a.own_threads:
-        patches.append(mock.patch.object(cpu_attention, "_PROCESS", 0))
+        patches.append(mock.patch.object(cpu_calls, "_PROCESS", 0))
     for patch in patches:
         patch.start()
     print(cpu_attention.cpu_kernel().path, cpu_attention.cpu_products())
