@@ -245,8 +245,8 @@ def test_the_op_keeps_the_rules_of_ops(tokens_first: bool, device: str) -> None:
     if tokens_first:
         q = q.transpose(1, 2).contiguous().transpose(1, 2)
     checks = ("test_faketensor", "test_aot_dispatch_dynamic")  # the schema's own test takes no opaque objects
-    torch.library.opcheck(_attend, (q, k, v, PLAIN._call, True, 0.125), test_utils=checks)
-    out = _attend(q, k, v, PLAIN._call, True, 0.125)
+    torch.library.opcheck(_attend, (q, k, v, PLAIN._call, [1.0, 0.125, 0.0, 0.0], None), test_utils=checks)
+    out = _attend(q, k, v, PLAIN._call, [1.0, 0.125, 0.0, 0.0], None)
     assert out.transpose(1, 2).is_contiguous() == tokens_first
     assert torch.equal(out, PLAIN(q, k, v, scale=0.125))
 
@@ -556,7 +556,7 @@ def test_nobody_rounds_unasked(preset: Callable[..., AnyPipeline], monkeypatch: 
 def test_a_dense_call_is_exact_and_says_so(
     M: int, causal: bool, device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(bs.AutoExecutor, "dense_because", lambda *inputs, causal: "it is a test")
+    monkeypatch.setattr(bs.AutoExecutor, "dense_because", lambda *inputs: "it is a test")
     q, k, v = inputs(device, 500, M)
     pipeline = bs.mean_pooling(0.1)
     with caplog.at_level("DEBUG", logger="blocksparse"):

@@ -19,7 +19,6 @@ from torch.nn.functional import scaled_dot_product_attention
 import blocksparse as bs
 from blocksparse.testing import assert_within_budget, every_preset, make_qkv, masked_attention
 from tests import stages
-from tests.specs import asked
 
 Front = tuple[bs.Permuter[Any], bs.Scorer[Any, Any]]
 
@@ -31,14 +30,14 @@ class Choice:
     q: Tensor
     k: Tensor
     v: Tensor
-    scale: float
+    spec: bs.AttentionSpec
     permutation: Any
     scores: Any
     mask: Any
 
     @cached_property
     def output(self) -> bs.AttentionOutput:
-        return bs.ReferenceExecutor()(self.q, self.k, self.v, self.mask, asked(self.mask, self.scale))
+        return bs.ReferenceExecutor()(self.q, self.k, self.v, self.mask, self.spec)
 
 
 def is_core(front: Front) -> bool:
@@ -157,12 +156,12 @@ def traces(
     permuter, scorer = front
     if not causal and isinstance(permuter, stages.CAUSAL_ONLY):
         pytest.skip("refuses what is not causal")
-    scale = q.shape[-1] ** -0.5
-    permutation = permuter(q, k, bs.AttentionSpec(scale=scale, causal=causal))
-    scores = scorer(q, k, permutation, bs.AttentionSpec(scale=scale, causal=causal))
+    spec = bs.AttentionSpec(scale=q.shape[-1] ** -0.5, causal=causal)
+    permutation = permuter(q, k, spec)
+    scores = scorer(q, k, permutation, spec)
     for selector in selectors_for(front) if selectors is None else selectors:
         print(f"selector: {selector!r}")
-        yield Choice(q, k, v, scale, permutation, scores, selector(scores))
+        yield Choice(q, k, v, spec, permutation, scores, selector(scores))
 
 
 def pairs_of(mask: bs.BlockMask) -> Tensor:
@@ -181,7 +180,7 @@ def runs(executor: bs.Executor[Any, Any], trace: Choice) -> bool:
     """Whether types and values of a trace are what the executor takes."""
     wanted = [stages.needs(executor, bs.Executor, place) for place in (0, 1)]
     fits = isinstance(trace.permutation, wanted[0]) and isinstance(trace.mask, wanted[1])
-    return fits and not executor.unsupported(trace.q, trace.k, trace.v, trace.mask, asked(trace.mask))
+    return fits and not executor.unsupported(trace.q, trace.k, trace.v, trace.mask, trace.spec)
 
 
 def traces_for(
@@ -195,7 +194,7 @@ def traces_for(
 
 def run(executor: bs.Executor[Any, Any], trace: Choice) -> bs.AttentionOutput:
     """An executor on the choice of a trace."""
-    return executor(trace.q, trace.k, trace.v, trace.mask, asked(trace.mask, trace.scale))
+    return executor(trace.q, trace.k, trace.v, trace.mask, trace.spec)
 
 
 def test_every_stage_has_an_example() -> None:
@@ -232,7 +231,7 @@ def test_every_composition_means_what_it_says(front: Front, causal: bool) -> Non
     q, k, v = make_qkv(**SIZES | {"B": 1}, M=60, dtype=torch.float64)
     for trace in traces(front, q, k, v, selectors_in_turn(front) if causal else None, causal=causal):
         grid, pairs = trace.mask.grid, pairs_of(trace.mask)
-        want = masked_attention(q, k, v, pairs, trace.scale)
+        want = masked_attention(q, k, v, pairs, trace.spec.scale)
         torch.testing.assert_close(trace.output.out, want, rtol=0, atol=1e-12)
         assert not bool((trace.mask.keep & ~grid.reachable).any())
         if causal:
@@ -250,8 +249,8 @@ def test_every_executor_agrees(front: Front, executor: bs.Executor[Any, Any], ca
         got = run(executor, trace)
         visited = trace.mask if got.visited is None else got.visited
         q64, k64, v64 = q.double(), k.double(), v.double()
-        want = bs.ReferenceExecutor()(q64, k64, v64, visited, asked(visited, trace.scale))
-        yardstick = masked_attention(q, k, v, pairs_of(visited), trace.scale)
+        want = bs.ReferenceExecutor()(q64, k64, v64, visited, trace.spec)
+        yardstick = masked_attention(q, k, v, pairs_of(visited), trace.spec.scale)
         assert_within_budget(got.out, want.out, yardstick)
         if got.lse is not None:
             assert want.lse is not None
@@ -297,8 +296,8 @@ def test_causality_by_perturbation(front: Front, executor: bs.Executor[Any, Any]
         if held is not trace.mask:  # where an early stop chooses too, its choice is held as well
             rank = trace.mask.rank.where(~held.keep, -1)
             held = bs.RankedBlockMask(held.keep, held.grid, rank)
-            before = executor(q, k, v, held, asked(held, trace.scale))
-        after = executor(q2, k2, v2, held, asked(held, trace.scale)).out
+            before = executor(q, k, v, held, trace.spec)
+        after = executor(q2, k2, v2, held, trace.spec).out
         assert torch.equal(before.out[:, :, :t], after[:, :, :t])
         assert not torch.equal(before.out[:, :, t:], after[:, :, t:])
 
@@ -346,7 +345,7 @@ def test_chunked_equals_unchunked(
         permutation = bs.Permutation(kept, group=permutation.group)
     grid = bs.Grid.of(chunk, k, permutation, bs.AttentionSpec(scale=1.0), q_block=32, k_block=32)
     mask = bs.RankedBlockMask(whole.mask.keep[:, :, first:], grid, whole.mask.rank[:, :, first:] - grid.cols)
-    trace = Choice(chunk, k, v, whole.scale, permutation, whole.scores, mask)
+    trace = Choice(chunk, k, v, whole.spec, permutation, whole.scores, mask)
     if not runs(executor, trace):
         pytest.skip("does not take such a permutation")
     torch.testing.assert_close(run(executor, trace).out, whole.output.out[:, :, start:], rtol=1e-5, atol=1e-5)
@@ -401,7 +400,7 @@ def test_a_row_with_nothing_kept(executor: bs.Executor[Any, Any], device: str) -
     keep[:, :, 2] = False
     keep[:, 0] = False
     mask = bs.RankedBlockMask(keep, grid, torch.full_like(keep, -1, dtype=torch.int32))
-    got = executor(q, k, v, mask, asked(mask, 0.25))
+    got = executor(q, k, v, mask, bs.AttentionSpec(scale=0.25))
     assert bool((got.out[:, :, 64:96] == 0).all())
     assert bool((got.out[:, 0] == 0).all())
     assert bool(got.out.isfinite().all())
@@ -479,7 +478,7 @@ def test_presets_at_awkward_lengths(preset: Any, N: int) -> None:
     for M in {1, N // 2 + 1, N}:
         q, k, v = make_qkv(N=N, M=M, Hq=7, Hkv=1, D=80)
         trace = preset(executor=bs.ReferenceExecutor()).trace(q, k, v)
-        dense = masked_attention(q, k, v, torch.ones(M, N, dtype=torch.bool).tril(N - M), trace.scale)
+        dense = masked_attention(q, k, v, torch.ones(M, N, dtype=torch.bool).tril(N - M), trace.spec.scale)
         assert bool(trace.output.out.isfinite().all())
         torch.testing.assert_close(
             trace.error(),

@@ -17,9 +17,9 @@ SOURCE = Path(__file__).parents[1] / "src" / "blocksparse"
 # A layer may import itself and what stands before it; `kernels` may import nothing of ours but `precision` and
 # what `runtime` says of PyTorch and Triton.
 LAYERS = [
-    "torch_private", "validators", "user_error", "precision", "sequences", "inputs", "page_table", "per_head",
-    "opaque_call", "runtime", "class_line", "permuters", "geometry", "scorers", "selectors", "executors", "trace",
-    "pipeline",
+    "torch_private", "validators", "user_error", "precision", "sequences", "per_head", "attention_spec", "inputs",
+    "page_table", "opaque_call", "runtime", "class_line", "permuters", "geometry", "scorers", "selectors",
+    "executors", "trace", "choice", "pipeline",
     "head_groups", "schedule", "sdpa", "audit", "presets", "testing", "distributed", "integrations", "demo",
     "tune", "serving", "bench", "inspection", "cli",
 ]  # fmt: skip
@@ -28,7 +28,7 @@ LAYERS = [
 OWN_LAYER = {f"blocksparse.integrations.{name}": "serving" for name in ("serving", "vllm", "sglang")}
 OWN_LAYER["blocksparse.runtime.torch_private"] = "torch_private"
 MAY_IMPORT_KERNELS = {
-    "page_table", "permuters", "geometry", "scorers", "selectors", "executors", "trace", "audit",
+    "attention_spec", "page_table", "permuters", "geometry", "scorers", "selectors", "executors", "trace", "audit",
     "inspection",
 }  # fmt: skip
 

@@ -101,13 +101,11 @@ def test_contents_on_request(permutation: bs.Permutation, sentence: str) -> None
 
 
 @pytest.mark.parametrize("executor", stages.EXECUTORS, ids=stages.name)
-def test_a_mask_of_another_order_or_prompt(executor: bs.Executor[Any, Any]) -> None:
-    """A mask means tokens only together with the permutation that its grid was cut from."""
-    there = bs.GlobalPermutation(order(1, 2, 1, 64).flip(-1))
-    with pytest.raises(ValueError, match="belong to another permutation than the one given"):
-        executor(Q, K, V, everything(grid(there)), asked(everything(grid(there)), 0.25))
-    with pytest.raises(ValueError, match="belong to another permutation than the one given"):
-        executor(Q, K, V, everything(grid()), asked(everything(grid()), 0.25))
+def test_a_mask_of_another_call(executor: bs.Executor[Any, Any]) -> None:
+    with pytest.raises(ValueError, match="were made with causal=True, and the call has causal=False"):
+        executor(Q, K, V, everything(grid()), bs.AttentionSpec(scale=0.25, causal=False))
+    with pytest.raises(ValueError, match="were made with window=None, and the call has window=9: pass the spec"):
+        executor(Q, K, V, everything(grid()), bs.AttentionSpec(scale=0.25, window=9))
     shorter = everything(grid(q=Q[:, :, :40], k=K[:, :, :40]))
     with pytest.raises(
         ValueError, match=r"\(B, Hq, Hkv, M, N\) = \(1, 4, 2, 40, 40\), and q and k have \(1, 4, 2, 64, 64\)"

@@ -143,7 +143,6 @@ class HeadGroups:
         Raises:
             TypeError, ValueError: a pipeline cannot run its inputs, or the groups do not name each KV head of `k`.
         """
-        self._refuse_other_heads(k)
         return attend(self._call, q, k, v, sequences, **asked)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
@@ -169,7 +168,6 @@ class HeadGroups:
         Of `sequences` it returns a list with the trace of each one, and None for one without queries or keys.
         """
         q, k, v, spec = checked(q, k, v, sequences, **asked)
-        self._refuse_other_heads(k)
         with without_autocast(q):
             if sequences is None:
                 return self._trace(q, k, v, spec)
@@ -200,14 +198,12 @@ class HeadGroups:
     ) -> Iterator[tuple[Heads, AnyPipeline | None, tuple[Tensor, Tensor, Tensor], AttentionSpec]]:
         """Each group, its pipeline, its queries, keys and values, and what the layer asks for in its heads."""
         size, kv_heads = q.shape[1] // k.shape[1], k.shape[1]
+        self._refuse_other_heads(kv_heads)
         for heads, pipeline in self.groups.items():
             part = _take(q, heads, size), _take(k, heads, 1), _take(v, heads, 1)
             yield heads, pipeline, part, spec.of_heads(heads, kv_heads)
 
-    def _refuse_other_heads(self, k: Tensor) -> None:
-        if not isinstance(k, Tensor) or k.ndim != 4:
-            return  # and the checks of inputs say so
-        kv_heads = k.shape[1]
+    def _refuse_other_heads(self, kv_heads: int) -> None:
         named, there = {head for heads in self.groups for head in heads}, set(range(kv_heads))
         wrong = [
             f"{what} {', '.join(map(str, sorted(heads)))}"

@@ -136,13 +136,20 @@ def node(
     sinks: Any = None,
 ) -> Tensor:
     """Put a node into the graph that is traced, which runs `call` of checked inputs."""
-    # A graph has no attention specs: their fields are arguments of its node.
-    asked = causal, scale, window, softcap, sinks_as_tensor(sinks)
+    asked, given = as_numbers(causal, scale, window, softcap), sinks_as_tensor(sinks)
     if sequences is None:
-        out: Tensor = _attend(q, k, v, call, *asked)
+        out: Tensor = _attend(q, k, v, call, asked, given)
     else:
-        out = _attend_each(q, k, v, call, sequences, *asked)
+        out = _attend_each(q, k, v, call, sequences, asked, given)
     return out
+
+
+# A graph has no attention specs: its nodes take their fields, as numbers and a tensor.
+
+
+def as_numbers(causal: bool, scale: float, window: int | None, softcap: float | None) -> list[float]:
+    """What a layer asks for but its sinks; a window or a softcap of 0 is none."""
+    return [float(causal), scale, float(window or 0), softcap or 0.0]
 
 
 def sinks_as_tensor(sinks: Any) -> Tensor | None:
@@ -152,21 +159,19 @@ def sinks_as_tensor(sinks: Any) -> Tensor | None:
     return sinks if sinks is None or isinstance(sinks, Tensor) else torch.tensor(sinks, dtype=torch.float64)
 
 
+def spec_of(asked: list[float], sinks: Tensor | None, heads: int) -> AttentionSpec:
+    """The spec whose fields a node got."""
+    causal, scale, window, softcap = asked
+    spec = AttentionSpec.of(
+        causal=bool(causal), scale=scale, window=int(window) or None, softcap=softcap or None, sinks=sinks
+    )
+    spec.check_heads(heads)
+    return spec
+
+
 @graph_node("blocksparse::attend")
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    call: OpaqueCall,
-    causal: bool,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    spec = AttentionSpec.of(causal=causal, scale=scale, window=window, softcap=softcap, sinks=sinks)
-    spec.check_heads(q.shape[1])
-    return call(q, k, v, spec)
+def _attend(q: Tensor, k: Tensor, v: Tensor, call: OpaqueCall, asked: list[float], sinks: Tensor | None) -> Tensor:
+    return call(q, k, v, spec_of(asked, sinks, q.shape[1]))
 
 
 # PyTorch knows no op with an argument that is such an object or None, so this is an op of its own.
@@ -177,15 +182,10 @@ def _attend_each(
     v: Tensor,
     call: OpaqueCall,
     sequences: Sequences,
-    causal: bool,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    asked: list[float],
     sinks: Tensor | None,
 ) -> Tensor:
-    spec = AttentionSpec.of(causal=causal, scale=scale, window=window, softcap=softcap, sinks=sinks)
-    spec.check_heads(q.shape[1])
-    return call.each(q, k, v, sequences, spec)
+    return call.each(q, k, v, sequences, spec_of(asked, sinks, q.shape[1]))
 
 
 @_attend.register_fake

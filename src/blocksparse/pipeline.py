@@ -130,12 +130,16 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
                 given, and the scorer remembers nothing.
         """
         _refuse_mask(attn_mask)
-        asked = Asked(causal=causal, scale=scale, window=window, softcap=softcap, sinks=sinks)
         if history is None:
-            return attend(self._call, q, k, v, sequences, **asked)
+            return attend(
+                self._call, q, k, v, sequences, causal=causal, scale=scale, window=window, softcap=softcap,
+                sinks=sinks,
+            )  # fmt: skip
         refuse_transforms("history")
         histories = one_for_each(history, sequences)
-        q, k, v, spec = checked(q, k, v, sequences, **asked)
+        q, k, v, spec = checked(
+            q, k, v, sequences, causal=causal, scale=scale, window=window, softcap=softcap, sinks=sinks
+        )
         if sequences is None:
             return OpaqueCall(partial(self._attend, history=histories[0]))(q, k, v, spec)
         calls = [partial(self._attend_into, history=each) for each in histories]

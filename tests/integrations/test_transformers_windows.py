@@ -37,17 +37,11 @@ from transformers.masking_utils import (
 )
 
 from blocksparse import (
-    BlockMass,
     CpuExecutor,
     Everything,
     GatherExecutor,
-    GlobalPermutation,
-    Grid,
-    KeyHistory,
     Ranked,
-    Scorer,
 )
-from blocksparse.attention_spec import AttentionSpec
 from blocksparse.audit import Audit
 from blocksparse.head_groups import HeadGroups
 from blocksparse.integrations.transformers import DensityRecorder, attach
@@ -71,21 +65,6 @@ def test_the_pipeline_attends_within_windows(name: str, length: int) -> None:
     assert_same_logits(make(name), lambda model: model(ids).logits, recorder, evolve(DENSE_LIMIT, executor=CPU))
 
 
-class _Ones(Scorer[GlobalPermutation, BlockMass]):
-    """A scorer that was written before there were windows."""
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        permutation: GlobalPermutation,
-        spec: AttentionSpec,
-        history: KeyHistory | None = None,
-    ) -> BlockMass:
-        grid = Grid.of(q, k, permutation, spec, q_block=32, k_block=32)
-        return BlockMass(torch.ones(*q.shape[:2], grid.rows, grid.cols), grid)
-
-
 @pytest.mark.parametrize("name", ["mistral", "gemma3"])
 def test_windows_are_dense_with_a_reason_where_nothing_else_pays_or_works(name: str) -> None:
     """Exactly, and only in the layers that have one."""
@@ -93,13 +72,11 @@ def test_windows_are_dense_with_a_reason_where_nothing_else_pays_or_works(name: 
     expected = model(ids).logits
     sliding = range(LAYERS) if name == "mistral" else [0]
     ranked = evolve(DENSE_LIMIT, selector=Ranked(Everything()), executor=GatherExecutor(0.0))
-    custom = evolve(DENSE_LIMIT, scorer=_Ones())
     cases: list[tuple[LayerPipeline | Schedule, dict[str, Any], str]] = [
         (DENSE_LIMIT, {"min_window": None}, "sliding window"),
         (DENSE_LIMIT, {"min_window": WINDOW + 1}, "a sliding window of fewer than min_window"),
         (Schedule(DENSE_LIMIT, dense=sliding), {}, "no pipeline for this layer"),
         (ranked, {}, "GatherExecutor: it knows no sliding window, and this call has one of 48 tokens"),
-        (custom, {}, "_Ones knows no sliding window"),
     ]
     for pipeline, given, reason in cases:
         recorder = DensityRecorder()

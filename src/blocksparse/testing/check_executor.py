@@ -76,9 +76,9 @@ def check_executor(
                     ran += 1
                     call.check_meaning()
                     if not more:
-                        call.check_part()
                         call.check_bad_keys()
                         call.check_causality(case)
+                        call.check_part()
     require(
         ran > 0, f"{executor!r} ran no case with blocks of {block} in {dtype} on {device}: {'; '.join(reasons)}"
     )
