@@ -124,7 +124,8 @@ def test_dense_with_a_reason_where_nothing_else_works(name: str) -> None:
         torch.testing.assert_close(actual, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
         assert recorder.sparse_calls() == {}
         for calls in recorder.dense_calls().values():
-            assert len(calls) == 1 and next(iter(calls)).endswith(reason)
+            (why,) = calls
+            assert why.endswith(reason)
 
 
 @each_model
