@@ -17,19 +17,18 @@ SOURCE = Path(__file__).parents[1] / "src" / "blocksparse"
 # A layer may import itself and what stands before it; `kernels` may import nothing of ours but `precision` and
 # what `runtime` says of PyTorch and Triton.
 LAYERS = [
-    "torch_private", "validators", "user_error", "precision", "sequences", "per_head", "attention_spec", "inputs",
+    "torch_private", "validators", "user_error", "precision", "per_head", "attention_spec", "sequences", "inputs",
     "page_table", "opaque_call", "runtime", "class_line", "permuters", "geometry", "scorers", "selectors",
-    "executors", "trace", "choice", "pipeline",
-    "head_groups", "schedule", "sdpa", "audit", "presets", "testing", "distributed", "integrations", "demo",
-    "tune", "serving", "bench", "inspection", "cli",
+    "executors", "trace", "choice", "pipeline", "head_groups", "schedule", "sdpa", "audit", "presets", "testing",
+    "distributed", "integrations", "demo", "tune", "serving", "bench", "inspection", "cli",
 ]  # fmt: skip
 # Part of a layer that stands elsewhere than the rest: servers read plans, tuning attaches to models, and private
 # names of PyTorch stand before all others.
 OWN_LAYER = {f"blocksparse.integrations.{name}": "serving" for name in ("serving", "vllm", "sglang")}
 OWN_LAYER["blocksparse.runtime.torch_private"] = "torch_private"
 MAY_IMPORT_KERNELS = {
-    "attention_spec", "page_table", "permuters", "geometry", "scorers", "selectors", "executors", "trace", "audit",
-    "inspection",
+    "attention_spec", "page_table", "permuters", "geometry", "scorers", "selectors", "executors", "trace",
+    "audit", "inspection",
 }  # fmt: skip
 
 # So do the rooms of kernels.
@@ -102,6 +101,17 @@ def test_imports_go_one_way(module: str) -> None:
     if layer in ("integrations", "serving", "demo", "testing", "tune", "cli"):
         allowed |= {""}  # the public surface itself
     assert layers <= allowed
+
+
+def test_layers_are_those_of_the_modules() -> None:
+    assert sorted(LAYERS) == sorted(set(map(layer_of, MODULES)) - {"", "kernels"})
+    importing = {
+        layer_of(module)
+        for module in MODULES
+        for name, _ in imports(MODULES[module])
+        if part(name, 1) == "kernels"
+    }
+    assert importing - {"", "kernels"} == MAY_IMPORT_KERNELS
 
 
 def test_no_imports_go_in_circles() -> None:
@@ -207,5 +217,5 @@ def test_no_function_takes_more_than_one_can_hold_in_the_head() -> None:
     """A preset may: it lists the options of its paper, by name."""
     sources = [path for path in SOURCE.rglob("*.py") if path.parent.name != "presets"]
     many = {name: count for path in sources for name, count in parameters(path) if count > 12}
-    # Of Triton's own kinds: a class of constants that a kernel is compiled for, and functions of them.
-    assert many.keys() <= {"__init__"}
+    # A class of constants that a kernel is compiled for; an operator of PyTorch, which takes no objects of ours.
+    assert many.keys() <= {"__init__", "_execute"}

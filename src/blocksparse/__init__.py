@@ -3,92 +3,186 @@
 q, k --Permuter--> Permutation --Scorer--> BlockScores --Selector--> BlockMask --Executor--> AttentionOutput
 """
 
-from blocksparse.attention_spec import AttentionSpec as AttentionSpec
-from blocksparse.choice import Choice as Choice
-from blocksparse.executors.attention_output import AttentionOutput as AttentionOutput
-from blocksparse.executors.auto import AutoExecutor as AutoExecutor
-from blocksparse.executors.cpu import CpuExecutor as CpuExecutor
-from blocksparse.executors.executor import Executor as Executor
-from blocksparse.executors.flash_attention_4 import FlashAttention4Executor as FlashAttention4Executor
-from blocksparse.executors.flex import FlexExecutor as FlexExecutor
-from blocksparse.executors.gather import GatherExecutor as GatherExecutor
-from blocksparse.executors.int8 import Int8Executor as Int8Executor
-from blocksparse.executors.reference import ReferenceExecutor as ReferenceExecutor
-from blocksparse.executors.tiles import HopperTiles as HopperTiles
-from blocksparse.executors.tiles import TritonTiles as TritonTiles
-from blocksparse.executors.triton import TritonExecutor as TritonExecutor
-from blocksparse.geometry import Grid as Grid
-from blocksparse.head_groups import HeadGroups as HeadGroups
-from blocksparse.page_table import PageTable as PageTable
-from blocksparse.permuters.column_order import ColumnOrder as ColumnOrder
-from blocksparse.permuters.given_order import GivenOrder as GivenOrder
-from blocksparse.permuters.global_index_map import GlobalIndexMap as GlobalIndexMap
-from blocksparse.permuters.grid_order import GridOrder as GridOrder
-from blocksparse.permuters.hilbert_order import HilbertOrder as HilbertOrder
-from blocksparse.permuters.identity import Identity as Identity
-from blocksparse.permuters.permutation import GlobalPermutation as GlobalPermutation
-from blocksparse.permuters.permutation import Permutation as Permutation
-from blocksparse.permuters.permuter import Permuter as Permuter
-from blocksparse.permuters.raster_order import RasterOrder as RasterOrder
-from blocksparse.permuters.segment_key_sort import SegmentKeySort as SegmentKeySort
-from blocksparse.permuters.segment_query_sort import SegmentQuerySort as SegmentQuerySort
-from blocksparse.permuters.tile_order import TileOrder as TileOrder
-from blocksparse.permuters.time_order import TimeOrder as TimeOrder
-from blocksparse.pipeline import Pipeline as Pipeline
-from blocksparse.presets.a_shape import a_shape as a_shape
-from blocksparse.presets.auto import AutoChoice as AutoChoice
-from blocksparse.presets.auto import Quality as Quality
-from blocksparse.presets.auto import auto as auto
-from blocksparse.presets.bfla import bfla as bfla
-from blocksparse.presets.flex_prefill import flex_prefill as flex_prefill
-from blocksparse.presets.mean_pooling import mean_pooling as mean_pooling
-from blocksparse.presets.minference import minference as minference
-from blocksparse.presets.pbs_attn import pbs_attn as pbs_attn
-from blocksparse.presets.pbs_attn_plus import pbs_attn_plus as pbs_attn_plus
-from blocksparse.presets.s2o import s2o as s2o
-from blocksparse.presets.sparge import sparge as sparge
-from blocksparse.presets.tri_shape import tri_shape as tri_shape
-from blocksparse.presets.xattention import xattention as xattention
-from blocksparse.schedule import Schedule as Schedule
-from blocksparse.scorers.antidiagonal import AntidiagonalScorer as AntidiagonalScorer
-from blocksparse.scorers.block_scores import BlockMass as BlockMass
-from blocksparse.scorers.block_scores import BlockScores as BlockScores
-from blocksparse.scorers.by_causality import ScorerByCausality as ScorerByCausality
-from blocksparse.scorers.flatten_max_pool import FlattenMaxPoolScorer as FlattenMaxPoolScorer
-from blocksparse.scorers.key_history import KeyHistory as KeyHistory
-from blocksparse.scorers.mean_pool import MeanPoolScorer as MeanPoolScorer
-from blocksparse.scorers.no_scorer import NoScorer as NoScorer
-from blocksparse.scorers.prefix_order import PrefixOrderScorer as PrefixOrderScorer
-from blocksparse.scorers.scorer import Scorer as Scorer
-from blocksparse.scorers.similarity_gated import SimilarityGatedScorer as SimilarityGatedScorer
-from blocksparse.scorers.vertical_slash import VerticalSlashScorer as VerticalSlashScorer
-from blocksparse.scorers.vertical_slash import VerticalSlashScores as VerticalSlashScores
-from blocksparse.sdpa import scaled_dot_product_attention as scaled_dot_product_attention
-from blocksparse.selectors.band import Band as Band
-from blocksparse.selectors.block_mask import BlockMask as BlockMask
-from blocksparse.selectors.block_mask import RankedBlockMask as RankedBlockMask
-from blocksparse.selectors.by_causality import SelectorByCausality as SelectorByCausality
-from blocksparse.selectors.everything import Everything as Everything
-from blocksparse.selectors.global_top_cdf import GlobalTopCdf as GlobalTopCdf
-from blocksparse.selectors.last_keys import LastKeys as LastKeys
-from blocksparse.selectors.last_queries import LastQueries as LastQueries
-from blocksparse.selectors.on_tiles import OnTiles as OnTiles
-from blocksparse.selectors.position_selector import PositionSelector as PositionSelector
-from blocksparse.selectors.random import Random as Random
-from blocksparse.selectors.ranked import Ranked as Ranked
-from blocksparse.selectors.refined import Refined as Refined
-from blocksparse.selectors.routed_by_divergence import RoutedByDivergence as RoutedByDivergence
-from blocksparse.selectors.selector import Selector as Selector
-from blocksparse.selectors.shared_by_group import SharedByGroup as SharedByGroup
-from blocksparse.selectors.sink import Sink as Sink
-from blocksparse.selectors.stride import Stride as Stride
-from blocksparse.selectors.threshold import Threshold as Threshold
-from blocksparse.selectors.top_cdf import TopCdf as TopCdf
-from blocksparse.selectors.top_k import TopK as TopK
-from blocksparse.selectors.vertical_slash_cdf import VerticalSlashCdf as VerticalSlashCdf
-from blocksparse.selectors.vertical_slash_top_k import VerticalSlashTopK as VerticalSlashTopK
-from blocksparse.sequences import Sequences as Sequences
-from blocksparse.sequences import Span as Span
-from blocksparse.trace import Trace as Trace
+from blocksparse.attention_spec import Asked, AttentionSpec
+from blocksparse.choice import Choice
+from blocksparse.executors.attention_output import AttentionOutput
+from blocksparse.executors.auto import AutoExecutor, ExecutorChoice
+from blocksparse.executors.block_plan import BlockPlan
+from blocksparse.executors.cpu import CpuExecutor
+from blocksparse.executors.executor import Executor
+from blocksparse.executors.flash_attention_4 import FlashAttention4Executor
+from blocksparse.executors.flex import FlexExecutor
+from blocksparse.executors.gather import GatherExecutor
+from blocksparse.executors.int8 import Int8Executor
+from blocksparse.executors.reference import ReferenceExecutor
+from blocksparse.executors.tiles import HopperTiles, TritonTiles
+from blocksparse.executors.triton import TritonExecutor
+from blocksparse.geometry import Grid
+from blocksparse.head_groups import HeadGroups, HeadGroupsTrace
+from blocksparse.inputs import UnsupportedError
+from blocksparse.page_table import PageTable
+from blocksparse.per_head import HeadValues
+from blocksparse.permuters.column_order import ColumnOrder
+from blocksparse.permuters.given_order import GivenOrder
+from blocksparse.permuters.global_index_map import GlobalIndexMap
+from blocksparse.permuters.grid_order import GridOrder
+from blocksparse.permuters.hilbert_order import HilbertOrder
+from blocksparse.permuters.identity import Identity
+from blocksparse.permuters.permutation import GlobalPermutation, Permutation
+from blocksparse.permuters.permuter import Permuter
+from blocksparse.permuters.raster_order import RasterOrder
+from blocksparse.permuters.segment_key_sort import SegmentKeySort
+from blocksparse.permuters.segment_query_sort import SegmentQuerySort
+from blocksparse.permuters.tile_order import TileOrder
+from blocksparse.permuters.time_order import TimeOrder
+from blocksparse.pipeline import Pipeline
+from blocksparse.presets.a_shape import a_shape
+from blocksparse.presets.auto import AutoChoice, Quality, auto
+from blocksparse.presets.bfla import bfla
+from blocksparse.presets.flex_prefill import flex_prefill
+from blocksparse.presets.mean_pooling import mean_pooling
+from blocksparse.presets.minference import minference
+from blocksparse.presets.pbs_attn import pbs_attn
+from blocksparse.presets.pbs_attn_plus import pbs_attn_plus
+from blocksparse.presets.s2o import s2o
+from blocksparse.presets.sparge import sparge
+from blocksparse.presets.tri_shape import tri_shape
+from blocksparse.presets.xattention import xattention
+from blocksparse.runtime.failures import LaunchError
+from blocksparse.schedule import Schedule
+from blocksparse.scorers.antidiagonal import AntidiagonalScorer
+from blocksparse.scorers.block_scores import BlockMass, BlockScores
+from blocksparse.scorers.by_causality import ScorerByCausality
+from blocksparse.scorers.flatten_max_pool import FlattenMaxPoolScorer
+from blocksparse.scorers.key_history import KeyHistory
+from blocksparse.scorers.mean_pool import MeanPoolScorer
+from blocksparse.scorers.no_scorer import NoScorer
+from blocksparse.scorers.prefix_order import PrefixOrderScorer
+from blocksparse.scorers.scorer import Scorer
+from blocksparse.scorers.similarity_gated import SimilarityGatedScorer
+from blocksparse.scorers.vertical_slash import VerticalSlashScorer, VerticalSlashScores
+from blocksparse.sdpa import scaled_dot_product_attention
+from blocksparse.selectors.band import Band
+from blocksparse.selectors.block_mask import BlockMask, RankedBlockMask
+from blocksparse.selectors.by_causality import SelectorByCausality
+from blocksparse.selectors.everything import Everything
+from blocksparse.selectors.global_top_cdf import GlobalTopCdf
+from blocksparse.selectors.last_keys import LastKeys
+from blocksparse.selectors.last_queries import LastQueries
+from blocksparse.selectors.on_tiles import OnTiles
+from blocksparse.selectors.places import Places
+from blocksparse.selectors.position_selector import PositionSelector
+from blocksparse.selectors.random import Random
+from blocksparse.selectors.ranked import Ranked
+from blocksparse.selectors.refined import Refined
+from blocksparse.selectors.routed_by_divergence import RoutedByDivergence
+from blocksparse.selectors.selector import Selector
+from blocksparse.selectors.shared_by_group import SharedByGroup
+from blocksparse.selectors.sink import Sink
+from blocksparse.selectors.stride import Stride
+from blocksparse.selectors.threshold import Threshold
+from blocksparse.selectors.top_cdf import TopCdf
+from blocksparse.selectors.top_k import TopK
+from blocksparse.selectors.vertical_slash_cdf import VerticalSlashCdf
+from blocksparse.selectors.vertical_slash_top_k import VerticalSlashTopK
+from blocksparse.sequences import Sequences, Span
+from blocksparse.trace import Trace
 
+__all__ = [
+    "AntidiagonalScorer",
+    "Asked",
+    "AttentionOutput",
+    "AttentionSpec",
+    "AutoChoice",
+    "AutoExecutor",
+    "Band",
+    "BlockMask",
+    "BlockMass",
+    "BlockPlan",
+    "BlockScores",
+    "Choice",
+    "ColumnOrder",
+    "CpuExecutor",
+    "Everything",
+    "Executor",
+    "ExecutorChoice",
+    "FlashAttention4Executor",
+    "FlattenMaxPoolScorer",
+    "FlexExecutor",
+    "GatherExecutor",
+    "GivenOrder",
+    "GlobalIndexMap",
+    "GlobalPermutation",
+    "GlobalTopCdf",
+    "Grid",
+    "GridOrder",
+    "HeadGroups",
+    "HeadGroupsTrace",
+    "HeadValues",
+    "HilbertOrder",
+    "HopperTiles",
+    "Identity",
+    "Int8Executor",
+    "KeyHistory",
+    "LastKeys",
+    "LastQueries",
+    "LaunchError",
+    "MeanPoolScorer",
+    "NoScorer",
+    "OnTiles",
+    "PageTable",
+    "Permutation",
+    "Permuter",
+    "Pipeline",
+    "Places",
+    "PositionSelector",
+    "PrefixOrderScorer",
+    "Quality",
+    "Random",
+    "Ranked",
+    "RankedBlockMask",
+    "RasterOrder",
+    "ReferenceExecutor",
+    "Refined",
+    "RoutedByDivergence",
+    "Schedule",
+    "Scorer",
+    "ScorerByCausality",
+    "SegmentKeySort",
+    "SegmentQuerySort",
+    "Selector",
+    "SelectorByCausality",
+    "Sequences",
+    "SharedByGroup",
+    "SimilarityGatedScorer",
+    "Sink",
+    "Span",
+    "Stride",
+    "Threshold",
+    "TileOrder",
+    "TimeOrder",
+    "TopCdf",
+    "TopK",
+    "Trace",
+    "TritonExecutor",
+    "TritonTiles",
+    "UnsupportedError",
+    "VerticalSlashCdf",
+    "VerticalSlashScorer",
+    "VerticalSlashScores",
+    "VerticalSlashTopK",
+    "a_shape",
+    "auto",
+    "bfla",
+    "flex_prefill",
+    "mean_pooling",
+    "minference",
+    "pbs_attn",
+    "pbs_attn_plus",
+    "s2o",
+    "scaled_dot_product_attention",
+    "sparge",
+    "tri_shape",
+    "xattention",
+]
 __version__ = "0.1.0.dev0"
