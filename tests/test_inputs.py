@@ -51,8 +51,29 @@ def shaped(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     ],
 )  # fmt: skip
 def test_tensors(q: Any, k: Any, v: Any, kind: type[Exception], sentence: str) -> None:
-    with pytest.raises(kind, match=sentence):
+    with pytest.raises(kind, match=sentence) as error:
         bs.pbs_attn()(q, k, v)
+    assert kind is TypeError or "device" in sentence or "[B, H, N, D]" in str(error.value)
+
+
+@pytest.mark.parametrize("call", [bs.mean_pooling(), bs.mean_pooling().trace, bs.mean_pooling().with_lse])
+def test_tokens_before_heads_are_warned_of(call: Any) -> None:
+    """Sizes allow it, and the result is of something else. Said at the caller's line, once for each."""
+    q, k, v = (x.transpose(1, 2) for x in make_qkv(N=200, Hq=4, Hkv=4, D=16))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            call(q, k, v)
+    (warning,) = caught
+    assert "'k' has more heads than tokens: (1, 200, 4, 16); the layout is [B, H, N, D]" in str(warning.message)
+    assert warning.filename == __file__
+
+
+def test_short_prompts_of_many_heads_are_not_warned_of() -> None:
+    q, k, v = make_qkv(N=3, Hq=128, Hkv=128, D=16)
+    bs.mean_pooling()(q, k, v)
+    q, k, v = make_qkv(N=300, M=1, Hq=256, Hkv=256, D=16)
+    bs.mean_pooling()(q, k, v)
 
 
 class Wrapped(torch.Tensor):

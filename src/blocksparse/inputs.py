@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+import warnings
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ from blocksparse.sequences import Sequences
 
 MAX_HEAD_DIM = 256
 _AUTOCAST_TAKES = (torch.float16, torch.bfloat16, torch.float32)
+_LAYOUT = "the layout is [B, H, N, D], heads before tokens"
+_MOST_HEADS = 128  # more than models have, and fewer than prompts have tokens that are worth a mask
 DTYPES = (*_AUTOCAST_TAKES, torch.float64)
 
 
@@ -40,7 +44,8 @@ def check_inputs(
     In that form q, k and v have one dtype and the scale is above 0. Where the dtypes differ and autocast is on for
     the device, all become autocast's dtype, as in `scaled_dot_product_attention`. For a negative scale the queries
     are negated, and for a scale of 0 they become zeros. All other inputs come back as they are. A scale of None
-    means `1 / sqrt(D)`. Whether `sequences` fit q and k is checked when they are cut (`Sequences.parts`).
+    means `1 / sqrt(D)`. More than 128 KV heads that are also more than the keys are warned of, since they are most
+    often tokens. Whether `sequences` fit q and k is checked when they are cut (`Sequences.parts`).
 
     Raises:
         TypeError: an input is not a plain floating-point tensor, dtypes differ without autocast, the scale is not
@@ -57,16 +62,19 @@ def check_inputs(
         raise ValueError("q, k and v must hold numbers: they are on the meta device; move them with .to_empty()")
     (B, Hq, M, D), (_, Hkv, N, _) = q.shape, k.shape
     if k.shape[0] != B or v.shape[0] != B:
-        raise ValueError(f"q, k and v must have one batch size: {B}, {k.shape[0]}, {v.shape[0]}")
+        raise ValueError(f"q, k and v must have one batch size: {B}, {k.shape[0]}, {v.shape[0]}; {_LAYOUT}")
     if v.shape[1:3] != k.shape[1:3]:
-        raise ValueError(f"'v' must have the heads and tokens of 'k': {tuple(v.shape)} against {tuple(k.shape)}")
+        raise ValueError(
+            f"'v' must have the heads and tokens of 'k': {tuple(v.shape)} against {tuple(k.shape)}; {_LAYOUT}"
+        )
     if k.shape[3] != D:
-        raise ValueError(f"'k' must have the head dim of 'q' ({D}): {k.shape[3]}")
+        raise ValueError(f"'k' must have the head dim of 'q' ({D}): {k.shape[3]}; {_LAYOUT}")
     if max(D, v.shape[3]) > MAX_HEAD_DIM:
-        raise ValueError(f"the head dim must be at most {MAX_HEAD_DIM}: {max(D, v.shape[3])}")
+        raise ValueError(f"the head dim must be at most {MAX_HEAD_DIM}: {max(D, v.shape[3])}; {_LAYOUT}")
     if Hq % Hkv:
         raise ValueError(
-            f"the query heads must be a multiple of the KV heads ({Hkv}): {Hq}; do not repeat k and v"
+            f"the query heads must be a multiple of the KV heads ({Hkv}): {Hq}; "
+            f"do not repeat k and v, and {_LAYOUT}"
         )
     if not isinstance(causal, bool):
         raise TypeError(f"'causal' must be a bool: {causal!r}")
@@ -78,9 +86,11 @@ def check_inputs(
     if causal and M > N and sequences is None:
         raise ValueError(
             f"causal attention needs at least as many keys as queries, the queries being the last ones: "
-            f"Nq={M}, Nk={N}; pass the cached keys too"
+            f"Nq={M}, Nk={N}; pass the cached keys too, and {_LAYOUT}"
         )
     refuse_gradients(q, k, v)
+    if Hkv > max(N, _MOST_HEADS) and Hq > M and not torch.compiler.is_compiling():
+        _warn_of_heads(tuple(k.shape))
     value = 1 / math.sqrt(D) if scale is None else checked_scale(scale)
     if not q.dtype == k.dtype == v.dtype:
         q, k, v = _of_one_dtype(q, k, v)
@@ -158,9 +168,20 @@ def _check_kind(name: str, x: Tensor) -> None:
             "convert it to float16, bfloat16, float32 or float64"
         )
     if x.ndim != 4:
-        raise ValueError(f"'{name}' must have the shape [B, H, N, D]: {tuple(x.shape)}")
+        raise ValueError(f"'{name}' must have the shape [B, H, N, D]: {tuple(x.shape)}; {_LAYOUT}")
     if 0 in x.shape:
-        raise ValueError(f"'{name}' must not be empty: {tuple(x.shape)}")
+        raise ValueError(f"'{name}' must not be empty: {tuple(x.shape)}; {_LAYOUT}")
+
+
+def _warn_of_heads(shape: tuple[int, ...]) -> None:
+    """Say at the line that called this package that its tensors look as if tokens stood before heads."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == "blocksparse":
+        level, frame = level + 1, frame.f_back
+    warnings.warn(
+        f"'k' has more heads than tokens: {shape}; {_LAYOUT}: transpose(1, 2) q, k and v if they are [B, N, H, D]",
+        stacklevel=level,
+    )
 
 
 def _of_one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
