@@ -119,5 +119,5 @@ def test_a_call_that_cannot_be_is_one_sentence(called: Any, spoil: Spoil) -> Non
 )
 def test_what_a_pipeline_wants_of_its_inputs(pipeline: Any, arguments: Call, said: str) -> None:
     with pytest.raises(ValueError, match=said) as error:
-        pipeline(*make_qkv(N=40, D=8), **arguments)
+        pipeline(*make_qkv(N=300, D=8), **arguments)
     sentence(error)

@@ -9,7 +9,6 @@ from attrs import frozen
 from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
-from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.trace import MaskT
 
 
@@ -44,6 +43,3 @@ class Choice(Generic[MaskT]):
             raise ValueError(f"this choice lies on {device}, and q and k are on {q.device}: choose anew")
         if self.dtype.itemsize != q.dtype.itemsize:
             raise ValueError(f"this choice was made for {self.dtype}, and q and k are {q.dtype}: choose anew")
-
-
-AnyChoice = Choice[BlockMask]

@@ -21,7 +21,6 @@ from blocksparse.executors.executor import Executor, knows_no_logit_change, one_
 from blocksparse.executors.launched import first_launched, never_launched
 from blocksparse.executors.tiles import portable
 from blocksparse.kernels.common.hardware import hardware_of
-from blocksparse.kernels.common.sizes import index_dtype
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.precision import without_autocast
 from blocksparse.runtime.failures import launches
@@ -164,22 +163,6 @@ def to_flex(mask: BlockMask) -> FlexBlockMask:
         return keep[b, h, q_place // q_block, k_slot // k_block] & by_position(b, h, q_place, k_slot)
 
     return _block_mask(mask, allowed, q_len=grid.q_lead + grid.q_len, k_len=grid.k_len)
-
-
-def plan_from_flex(block_mask: FlexBlockMask) -> BlockPlan:
-    """The lists of FlexAttention's `BlockMask`; its `mask_mod` is not part of a plan.
-
-    Raises:
-        ValueError: the mask has no list of full blocks.
-    """
-    if block_mask.full_kv_num_blocks is None or block_mask.full_kv_indices is None:
-        raise ValueError("'block_mask' must list full blocks: create it with full_kv_num_blocks")
-    full_count, partial_count = block_mask.full_kv_num_blocks, block_mask.kv_num_blocks
-    cols = block_mask.kv_indices.shape[-1]
-    after_full = torch.arange(cols, device=full_count.device) - full_count.unsqueeze(-1)
-    partial_index = block_mask.kv_indices.gather(-1, after_full.clamp_min(0).long())
-    index = block_mask.full_kv_indices.where(after_full < 0, partial_index).to(index_dtype(cols))
-    return BlockPlan(full_count, partial_count, index, *block_mask.BLOCK_SIZE)
 
 
 def _block_mask(mask: BlockMask, mask_mod: MaskMod, *, q_len: int, k_len: int) -> FlexBlockMask:
