@@ -76,7 +76,7 @@ def _groups(groups: Mapping[Heads, AnyPipeline | None]) -> Mapping[Heads, AnyPip
 
 
 @final
-@frozen(eq=False)
+@frozen(cache_hash=True)
 class HeadGroups:
     """Several pipelines for one layer. Each attends in some KV heads and their query heads; None is dense.
 
@@ -89,9 +89,11 @@ class HeadGroups:
         groups: the pipelines by KV heads.
     """
 
-    groups: Mapping[Heads, AnyPipeline | None] = field(converter=_groups)
+    groups: Mapping[Heads, AnyPipeline | None] = field(
+        converter=_groups, eq=lambda groups: frozenset(groups.items())
+    )
     _call: OpaqueCall = field(
-        init=False, repr=False, default=Factory(lambda self: OpaqueCall(self._attend), takes_self=True)
+        init=False, repr=False, eq=False, default=Factory(lambda self: OpaqueCall(self._attend), takes_self=True)
     )
 
     @groups.validator

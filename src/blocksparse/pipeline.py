@@ -39,14 +39,14 @@ Done = Callable[[object], None]
 
 
 @final
-@frozen(eq=False)
+@frozen(cache_hash=True)
 class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
     """Sparse prefill attention: order tokens, score blocks, select blocks, attend.
 
         Pipeline(SegmentKeySort(S=256), MeanPoolScorer(), TopCdf(0.9), TritonExecutor())(q, k, v)
 
-    A pipeline is its own configuration: its repr is the Python expression that makes it. torch.compile sees a
-    call as one node of the graph.
+    A pipeline is its own configuration: its repr is the Python expression that makes it, and pipelines of equal
+    stages are equal. torch.compile sees a call as one node of the graph.
 
     Args:
         repeats: whether a call on a GPU may repeat the launches of an earlier one with the same sizes, and run no
@@ -65,11 +65,13 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
     _call: OpaqueCall = field(
         init=False,
         repr=False,
+        eq=False,
         default=Factory(lambda self: self._new_call(), takes_self=True),
     )
     _promised: _Promised = field(
         init=False,
         repr=False,
+        eq=False,
         default=Factory(
             lambda self: _promises(self.permuter, self.scorer, self.selector, self.executor), takes_self=True
         ),

@@ -33,7 +33,7 @@ def _check_layer(where: str, attention: object) -> None:
 
 
 @final
-@frozen(eq=False)
+@frozen(cache_hash=True)
 class Schedule:
     """Which pipeline attends in which layer of a model. None is dense; negative indices count from the last layer.
 
@@ -47,7 +47,9 @@ class Schedule:
     """
 
     default: LayerPipeline | None = field()
-    layers: Mapping[int, LayerPipeline | None] = field(factory=dict, converter=_layers, kw_only=True)
+    layers: Mapping[int, LayerPipeline | None] = field(
+        factory=dict, converter=_layers, kw_only=True, eq=lambda layers: frozenset(layers.items())
+    )
     dense: Sequence[int] = field(default=(), converter=_indices, kw_only=True)
 
     @default.validator

@@ -96,7 +96,7 @@ _operations = Rule(
 
 
 @final
-@frozen(eq=False)
+@frozen(cache_hash=True)
 class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
     """Takes `CpuExecutor` on a CPU, on a GPU `TritonExecutor` or else `FlexExecutor`, and elsewhere the reference.
 

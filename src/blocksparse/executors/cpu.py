@@ -25,7 +25,7 @@ _PLACES = 256  # queries whose logits are held at a time; and up to which neighb
 
 
 @final
-@frozen(eq=False)
+@frozen(cache_hash=True)
 class CpuExecutor(Executor[Permutation, BlockMask]):
     """Attend by a kernel that the C++ compiler at hand makes for this CPU, once, in seconds, at the first call.
 

@@ -22,7 +22,7 @@ _NOWHERE = torch.iinfo(torch.int32).max  # a position after every query
 
 
 @final
-@frozen(eq=False)
+@frozen(cache_hash=True)
 class FlashAttention4Executor(Executor[GlobalPermutation, BlockMask]):
     """flash-attn-4's forward kernel over the kept blocks: fp16 and bf16, on NVIDIA GPUs from Hopper on.
 

@@ -42,7 +42,7 @@ _KERNELS = ("FlexAttention",)
 
 
 @final
-@frozen(eq=False)
+@frozen(cache_hash=True)
 class FlexExecutor(Executor[GlobalPermutation, BlockMask]):
     """Compiled FlexAttention over the block lists: fast on a CPU with a C++ compiler, and on a GPU.
 

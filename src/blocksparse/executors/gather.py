@@ -30,7 +30,7 @@ _HINT = "Choose smaller blocks, or use ReferenceExecutor()."
 
 
 @final
-@frozen(eq=False)
+@frozen(cache_hash=True)
 class GatherExecutor(Executor[Permutation, RankedBlockMask]):
     """Visit a row's kept blocks by rank and stop when they add little (S2O, algorithms 2 and 3).
 
@@ -57,7 +57,9 @@ class GatherExecutor(Executor[Permutation, RankedBlockMask]):
     reduction: str = field(default="all", validator=one_of("all", "mean"), kw_only=True)
     patience: int = field(default=1, converter=whole, validator=size, kw_only=True)
     commit: bool = field(default=True, validator=flag, kw_only=True)
-    _node: OneNode = field(init=False, repr=False, default=Factory(lambda self: OneNode(self), takes_self=True))
+    _node: OneNode = field(
+        init=False, repr=False, eq=False, default=Factory(lambda self: OneNode(self), takes_self=True)
+    )
 
     def unsupported(
         self, q: Tensor, k: Tensor, v: Tensor, mask: RankedBlockMask, spec: AttentionSpec

@@ -36,7 +36,7 @@ _HINT = "Use Int8Executor(fp8_pv=False) if only fp8 is missing, or TritonExecuto
 
 
 @final
-@frozen(eq=False)
+@frozen(cache_hash=True)
 class Int8Executor(Executor[GlobalPermutation, BlockMask]):
     """Round tokens to 8 bits while they move into slots, then attend to each row's kept blocks in one kernel.
 
@@ -70,7 +70,9 @@ class Int8Executor(Executor[GlobalPermutation, BlockMask]):
         default=None, kw_only=True, converter=converters.optional(per_head), validator=optional(negative)
     )
     tiles: Tiles | None = field(default=None, kw_only=True, validator=optional(a(HopperTiles, TritonTiles)))
-    _node: OneNode = field(init=False, repr=False, default=Factory(lambda self: OneNode(self), takes_self=True))
+    _node: OneNode = field(
+        init=False, repr=False, eq=False, default=Factory(lambda self: OneNode(self), takes_self=True)
+    )
 
     def __attrs_post_init__(self) -> None:
         if self.scales == "block" and isinstance(self.tiles, HopperTiles):

@@ -18,7 +18,7 @@ from blocksparse.selectors.block_mask import BlockMask
 
 
 @final
-@frozen(eq=False)
+@frozen(cache_hash=True)
 class ReferenceExecutor(Executor[Permutation, BlockMask]):
     """Softmax attention over exactly the kept pairs, for any permutation, dtype and device, without kernels.
 

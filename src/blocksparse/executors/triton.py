@@ -33,7 +33,7 @@ _HINT = "Use AutoExecutor(), or CpuExecutor() on a CPU."
 
 
 @final
-@frozen(eq=False)
+@frozen(cache_hash=True)
 class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
     """Gather keys and values once per KV head, then attend to the kept blocks of each row in one kernel.
 
@@ -58,7 +58,9 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
     pv_skip: PerHead | None = field(
         default=None, kw_only=True, converter=converters.optional(per_head), validator=optional(negative)
     )
-    _node: OneNode = field(init=False, repr=False, default=Factory(lambda self: OneNode(self), takes_self=True))
+    _node: OneNode = field(
+        init=False, repr=False, eq=False, default=Factory(lambda self: OneNode(self), takes_self=True)
+    )
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec) -> list[str]:
         reasons = portable_reasons(q, k, v, mask, self.tiles)

@@ -12,7 +12,7 @@ from blocksparse.permuters.grid_order import GridOrder
 
 
 @final
-@frozen(eq=False)
+@frozen(cache_hash=True)
 class ColumnOrder(GridOrder):
     """Order cells frame by frame, and inside a frame column by column: neighbours in the order differ in H."""
 

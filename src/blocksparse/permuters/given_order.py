@@ -29,7 +29,7 @@ def _written(order: Tensor) -> str:
 
 
 @final
-@frozen(eq=False)
+@frozen(cache_hash=True)
 class GivenOrder(GridOrder):
     """Cells in a given order: any order of your own, or one that is computed once and used in every layer.
 
@@ -41,7 +41,7 @@ class GivenOrder(GridOrder):
     """
 
     grid: tuple[int, int, int] = field(converter=three, validator=three_sizes)
-    order: Tensor = field(converter=_to_tensor, repr=_written)
+    order: Tensor = field(converter=_to_tensor, repr=_written, eq=lambda order: tuple(order.tolist()))
 
     @order.validator
     def _names_each_cell_once(self, _: object, order: Tensor) -> None:

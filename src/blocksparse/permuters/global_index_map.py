@@ -24,7 +24,7 @@ _SCORES_AT_ONCE = 1 << 24
 
 
 @final
-@frozen(eq=False)
+@frozen(cache_hash=True)
 class GlobalIndexMap(Permuter[Permutation]):
     """Each segment of `S` queries reads its own keys in order, then the keys before it, best first (S2O, alg. 1).
 

@@ -26,7 +26,7 @@ three_sizes = Rule(
 )
 
 
-@frozen(eq=False)
+@frozen(cache_hash=True)
 class GridOrder(Permuter[GlobalPermutation]):
     """An order of tokens that stand for the cells of a video; all heads have the same order.
 

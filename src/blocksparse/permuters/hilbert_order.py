@@ -12,7 +12,7 @@ from blocksparse.permuters.grid_order import GridOrder
 
 
 @final
-@frozen(eq=False)
+@frozen(cache_hash=True)
 class HilbertOrder(GridOrder):
     """Cells along a Hilbert curve: a block of tokens is a compact piece of the video (SpargeAttn, section 3.7).
 

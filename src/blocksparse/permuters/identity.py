@@ -13,7 +13,7 @@ from blocksparse.permuters.permuter import Permuter
 
 
 @final
-@frozen(eq=False)
+@frozen(cache_hash=True)
 class Identity(Permuter[GlobalPermutation]):
     """Leave every token where it is. Costs nothing: no index map is made."""
 

@@ -11,7 +11,7 @@ from blocksparse.permuters.grid_order import GridOrder
 
 
 @final
-@frozen(eq=False)
+@frozen(cache_hash=True)
 class RasterOrder(GridOrder):
     """Leave cells in the order in which they arrive, frame by frame and row by row. The grid is still checked."""
 

@@ -16,7 +16,7 @@ from blocksparse.validators import flag, size, whole
 
 
 @final
-@frozen(eq=False)
+@frozen(cache_hash=True)
 class SegmentKeySort(Permuter[GlobalPermutation]):
     """Sort the keys inside each whole segment of `S` tokens, most important first (PBS-Attn, eq. 9 to 11).
 

@@ -21,7 +21,7 @@ _WORKSPACE = 2**28  # bytes of similarities that are held at a time
 
 
 @final
-@frozen(eq=False)
+@frozen(cache_hash=True)
 class SegmentQuerySort(Permuter[GlobalPermutation]):
     """Sort queries inside each whole segment by the keys that they look at most (PBS-Attn, section 4.3).
 

@@ -12,7 +12,7 @@ from blocksparse.permuters.grid_order import GridOrder, three, three_sizes
 
 
 @final
-@frozen(eq=False)
+@frozen(cache_hash=True)
 class TileOrder(GridOrder):
     """Order cells tile by tile. Tiles, and the cells inside each, go frame by frame and row by row.
 

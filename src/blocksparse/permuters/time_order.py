@@ -12,7 +12,7 @@ from blocksparse.permuters.grid_order import GridOrder
 
 
 @final
-@frozen(eq=False)
+@frozen(cache_hash=True)
 class TimeOrder(GridOrder):
     """Order cells place by place, places row by row; the cells of one place in all frames stand together."""
 

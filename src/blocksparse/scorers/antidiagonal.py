@@ -26,7 +26,7 @@ Pattern = Literal["antidiagonal", "slash", "sum"]
 
 
 @final
-@frozen(eq=False)
+@frozen(cache_hash=True)
 class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
     """Mass of a block: what its cells of `stride` x `stride` pairs hold in a softmax over cells (XAttention).
 

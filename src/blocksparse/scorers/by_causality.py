@@ -14,7 +14,7 @@ from blocksparse.validators import a
 
 
 @final
-@frozen(eq=False)
+@frozen(cache_hash=True)
 class ScorerByCausality(Scorer[PermutationT_contra, ScoresT_co]):
     """Score by `causal` in a causal call, as for text, and by `otherwise` in another, as for images and video.
 

@@ -21,7 +21,7 @@ from blocksparse.validators import block_size, flag, multiple, optional, whole
 
 
 @final
-@frozen(eq=False)
+@frozen(cache_hash=True)
 class FlattenMaxPoolScorer(Scorer[GlobalPermutation, BlockMass]):
     """Softmax over key blocks of the best product of two token groups (BFLA, eq. 3 to 9).
 

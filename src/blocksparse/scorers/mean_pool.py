@@ -22,7 +22,7 @@ from blocksparse.validators import block_size, flag, optional, whole
 
 
 @final
-@frozen(eq=False)
+@frozen(cache_hash=True)
 class MeanPoolScorer(Scorer[GlobalPermutation, BlockMass]):
     """Softmax over key blocks of the product of a block's mean query and mean key (PBS-Attn, appendix B.1).
 

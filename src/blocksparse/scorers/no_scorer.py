@@ -19,7 +19,7 @@ from blocksparse.validators import block_size, optional, whole
 
 
 @final
-@frozen(eq=False)
+@frozen(cache_hash=True)
 class NoScorer(Scorer[Permutation, BlockScores]):
     """Zeros that take no memory: blocks differ by position alone, and ties go to the lower column.
 

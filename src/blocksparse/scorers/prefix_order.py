@@ -24,7 +24,7 @@ _SCORES_AT_ONCE = 1 << 24
 
 
 @final
-@frozen(eq=False)
+@frozen(cache_hash=True)
 class PrefixOrderScorer(Scorer[Permutation, BlockMass]):
     """Softmax of `<mean query of the group, key>` over the keys before the group, summed by block.
 

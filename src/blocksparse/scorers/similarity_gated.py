@@ -21,7 +21,7 @@ from blocksparse.validators import a, flag, optional
 
 
 @final
-@frozen(eq=False)
+@frozen(cache_hash=True)
 class SimilarityGatedScorer(Scorer[GlobalPermutation, BlockMass]):
     """The mass that `inner` gives, except for blocks whose tokens are too unlike for one number; those are forced.
 

@@ -69,7 +69,7 @@ class VerticalSlashScores(BlockMass):
 
 
 @final
-@frozen(eq=False)
+@frozen(cache_hash=True)
 class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
     """Softmax of the last queries (the probe) over all keys, summed along columns and along diagonals.
 

@@ -14,7 +14,7 @@ from blocksparse.validators import count, whole
 
 
 @final
-@frozen(eq=False)
+@frozen(cache_hash=True)
 class Band(PositionSelector):
     """Keep every block that may hold a key at most `tokens` away from some query of the row (BFLA, eq. 15).
 

@@ -11,7 +11,7 @@ from blocksparse.validators import a
 
 
 @final
-@frozen(eq=False)
+@frozen(cache_hash=True)
 class SelectorByCausality(Selector[ScoresT_contra, MaskT_co]):
     """Choose by `causal` in a causal call, as for text, and by `otherwise` in another, as for images and video."""
 

@@ -12,7 +12,7 @@ from blocksparse.selectors.position_selector import PositionSelector
 
 
 @final
-@frozen(eq=False)
+@frozen(cache_hash=True)
 class Everything(PositionSelector):
     """Keep every reachable block, whatever its score. The result is dense attention."""
 

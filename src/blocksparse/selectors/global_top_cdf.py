@@ -15,7 +15,7 @@ from blocksparse.validators import flag
 
 
 @final
-@frozen(eq=False)
+@frozen(cache_hash=True)
 class GlobalTopCdf(Selector[BlockMass, BlockMask]):
     """Take the heaviest blocks of all rows of a head together, until `mass` of their total is reached.
 

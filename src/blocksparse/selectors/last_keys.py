@@ -13,7 +13,7 @@ from blocksparse.validators import size, whole
 
 
 @final
-@frozen(eq=False)
+@frozen(cache_hash=True)
 class LastKeys(PositionSelector):
     """Keep every block that holds one of the last `tokens` keys, for every query that may see it.
 

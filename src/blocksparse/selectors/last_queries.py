@@ -15,7 +15,7 @@ from blocksparse.validators import size, whole
 
 
 @final
-@frozen(eq=False)
+@frozen(cache_hash=True)
 class LastQueries(PositionSelector):
     """Keep every block of the rows that hold one of the last `tokens` queries of the call.
 

@@ -14,7 +14,7 @@ from blocksparse.validators import a, size, whole
 
 
 @final
-@frozen(eq=False)
+@frozen(cache_hash=True)
 class OnTiles(Selector[BlockScores, BlockMask]):
     """Keep what `rule` keeps on blocks `n` times smaller on both sides.
 

@@ -95,7 +95,7 @@ class PositionSelector(Selector[BlockScores, BlockMask]):
 
 
 @final
-@frozen(eq=False, repr=False)
+@frozen(repr=False, cache_hash=True)
 class PositionUnion(PositionSelector):
     """Keep what either rule of position keeps; written `a | b`."""
 

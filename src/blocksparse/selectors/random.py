@@ -19,7 +19,7 @@ _WORKSPACE = 2**24  # draws that are held at a time
 
 
 @final
-@frozen(eq=False)
+@frozen(cache_hash=True)
 class Random(PositionSelector):
     """Keep each block with probability `rho`, independently of every other one (BFLA, eq. 19).
 

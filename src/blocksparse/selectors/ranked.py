@@ -15,7 +15,7 @@ from blocksparse.validators import a, optional
 
 
 @final
-@frozen(eq=False)
+@frozen(cache_hash=True)
 class Ranked(Selector[ScoresT_contra, RankedBlockMask]):
     """Keep what `inner` keeps, ranked by score, best first, for executors that stop early.
 

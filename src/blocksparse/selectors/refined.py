@@ -12,7 +12,7 @@ from blocksparse.validators import a, size, whole
 
 
 @final
-@frozen(eq=False)
+@frozen(cache_hash=True)
 class Refined(Selector[ScoresT_contra, BlockMask]):
     """Keep what `inner` keeps, cut into blocks `n` times smaller on both sides, without unreachable ones.
 

@@ -16,7 +16,7 @@ from blocksparse.validators import a
 
 
 @final
-@frozen(eq=False)
+@frozen(cache_hash=True)
 class RoutedByDivergence(Selector[VerticalSlashScores, BlockMask]):
     """Choose by `similar` in heads whose pooled block weights are near the true ones, else by `otherwise`.
 

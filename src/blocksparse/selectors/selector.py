@@ -69,7 +69,7 @@ class Selector(ABC, Generic[ScoresT_contra, MaskT_co]):
 
 
 @final
-@frozen(eq=False, repr=False)
+@frozen(repr=False, cache_hash=True)
 class Union(Selector[ScoresT_contra, BlockMask]):
     """Keep what either part keeps; written `a | b`."""
 
@@ -87,7 +87,7 @@ class Union(Selector[ScoresT_contra, BlockMask]):
 
 
 @final
-@frozen(eq=False, repr=False)
+@frozen(repr=False, cache_hash=True)
 class Intersection(Selector[ScoresT_contra, BlockMask]):
     """Keep what both parts keep; written `a & b`."""
 

@@ -12,7 +12,7 @@ from blocksparse.validators import a
 
 
 @final
-@frozen(eq=False)
+@frozen(cache_hash=True)
 class SharedByGroup(Selector[ScoresT_contra, BlockMask]):
     """Keep for a whole group of query heads what `inner` keeps for any of them (BFLA, eq. 14)."""
 

@@ -14,7 +14,7 @@ from blocksparse.validators import size, whole
 
 
 @final
-@frozen(eq=False)
+@frozen(cache_hash=True)
 class Sink(PositionSelector):
     """Keep every block that holds one of the first `tokens` original positions (BFLA, eq. 16)."""
 

@@ -17,7 +17,7 @@ from blocksparse.validators import flag, hash_seed, size, whole
 
 
 @final
-@frozen(eq=False)
+@frozen(cache_hash=True)
 class Stride(PositionSelector):
     """Keep one block of every `eta` consecutive ones in a row, for all heads alike (BFLA, eq. 18).
 

@@ -14,7 +14,7 @@ from blocksparse.selectors.selector import Selector
 
 
 @final
-@frozen(eq=False)
+@frozen(cache_hash=True)
 class Threshold(Selector[BlockScores, BlockMask]):
     """Keep blocks whose score is greater than `value`, forced blocks, and the diagonal.
 

@@ -16,7 +16,7 @@ from blocksparse.validators import flag
 
 
 @final
-@frozen(eq=False)
+@frozen(cache_hash=True)
 class TopCdf(Selector[BlockMass, BlockMask]):
     """Take forced blocks first, then the heaviest, until `mass` of the row's total is reached.
 

@@ -16,7 +16,7 @@ from blocksparse.validators import flag, optional, size, whole
 
 
 @final
-@frozen(eq=False)
+@frozen(cache_hash=True)
 class TopK(Selector[BlockScores, BlockMask]):
     """Keep the `k` best blocks of each row, or the best `share` of its reachable blocks (rounded up).
 

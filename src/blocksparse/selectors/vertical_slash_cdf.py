@@ -24,7 +24,7 @@ _TOKENS_PER_BUDGET = 128  # the released code divides by this number for every b
 
 
 @final
-@frozen(eq=False)
+@frozen(cache_hash=True)
 class VerticalSlashCdf(Selector[VerticalSlashScores, BlockMask]):
     """Keep the heaviest columns of blocks until they hold `mass`, and the heaviest bands of distances likewise.
 

@@ -22,7 +22,7 @@ _LEAST_VERTICAL, _LEAST_SLASH = 30, 50  # the least budgets in the released code
 
 
 @final
-@frozen(eq=False)
+@frozen(cache_hash=True)
 class VerticalSlashTopK(Selector[VerticalSlashScores, BlockMask]):
     """Choose the `vertical` heaviest keys and the `slash` heaviest distances, and keep the blocks that hold them.
 

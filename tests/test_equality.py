@@ -1,0 +1,132 @@
+"""Equal means equal: stages, pipelines and what holds them are values, and `choose` then `attend` is the call."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import blocksparse as bs
+from blocksparse.executors.dense_attention import dense_attention
+from blocksparse.testing import every_preset, make_qkv
+from tests import stages
+
+PIPELINE = bs.pbs_attn(0.9)
+VALUES: tuple[Any, ...] = (
+    *stages.PERMUTERS,
+    *stages.SCORERS,
+    *stages.SELECTORS,
+    *stages.EXECUTORS,
+    *(preset() for preset in every_preset.values()),
+    bs.TopCdf([0.5, 0.6]),
+    bs.GivenOrder((1, 2, 2), [3, 1, 0, 2]),
+    bs.HeadGroups({(0, 2): PIPELINE, (1,): None}),
+    bs.Schedule(PIPELINE, layers={3: bs.HeadGroups({(0,): bs.sparge([0.9, 0.8])}), -1: None}, dense=range(2)),
+    bs.AttentionSpec(scale=0.1, window=9, softcap=30, sinks=[0.5, 1.0]),
+)
+of_ours = [value for value in VALUES if type(value).__module__.startswith("blocksparse")]
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize("value", of_ours, ids=stages.name)
+def test_a_copy_is_equal(value: Any, copied: Callable[[Any], Any]) -> None:
+    hash(value)  # which is remembered, and a copy in another process must not have it
+    twin = copied(value)
+    assert twin == value
+    assert hash(twin) == hash(value)
+    assert {value: 1}[twin] == 1
+
+
+@pytest.mark.parametrize("name", every_preset)
+def test_made_anew_is_equal(name: str) -> None:
+    assert every_preset[name]() == every_preset[name]()
+    assert len({every_preset[name](), every_preset[name]()}) == 1
+    others = {preset() for preset in every_preset.values()}
+    assert len(others) == len(every_preset)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (bs.TopCdf(0.9), bs.TopCdf(0.8)),
+        (bs.TopCdf([0.9, 0.8]), bs.TopCdf([0.8, 0.9])),
+        (bs.TopCdf([0.9, 0.8]), bs.TopCdf(0.9)),
+        (bs.TopK(2) | bs.Sink(), bs.TopK(2) & bs.Sink()),
+        (bs.MeanPoolScorer(64), bs.NoScorer(64)),
+        (bs.GivenOrder((1, 2, 2), [3, 1, 0, 2]), bs.GivenOrder((1, 2, 2), [3, 1, 2, 0])),
+        (bs.HeadGroups({(0, 1): None}), bs.HeadGroups({(1, 0): None})),
+        (bs.Schedule(PIPELINE), bs.Schedule(PIPELINE, dense=[0])),
+        (bs.AttentionSpec(scale=0.1), bs.AttentionSpec(scale=0.1, sinks=[0.0])),
+    ],
+    ids=stages.name,
+)
+def test_what_differs_is_not_equal(one: Any, other: Any) -> None:
+    assert one != other
+
+
+def test_numbers_per_head_count_by_their_values() -> None:
+    given = torch.tensor([0.5, 0.25])
+    assert bs.TopCdf(given) == bs.TopCdf([0.5, 0.25]) == bs.TopCdf(given.double())
+    assert bs.HeadGroups({(0,): PIPELINE, (1,): None}) == bs.HeadGroups({(1,): None, (0,): bs.pbs_attn(0.9)})
+
+
+LAYERS: tuple[dict[str, Any], ...] = (
+    {}, {"causal": False}, {"scale": -0.2}, {"scale": 0}, {"window": 100},
+    {"softcap": 3.0, "sinks": [0.0, 1.0, 2.0, 3.0]},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("asked", LAYERS, ids=str)
+@pytest.mark.parametrize("name", every_preset)
+def test_choose_then_attend_is_the_call(name: str, asked: dict[str, Any]) -> None:
+    pipeline: Any = every_preset[name]()
+    q, k, v = make_qkv(N=300, M=200, D=16)
+    try:
+        expected = pipeline(q, k, v, **asked)
+    except ValueError as refusal:
+        with pytest.raises(ValueError, match=r".+") as found:
+            pipeline.attend(q, k, v, pipeline.choose(q, k, **asked))
+        assert type(found.value) is type(refusal)
+        return
+    choice = pipeline.choose(q, k, **asked)
+    torch.testing.assert_close(pipeline.attend(q, k, v, choice).out, expected)
+    out = torch.empty_like(expected)
+    assert pipeline.attend(q, k, v, choice, out).out is out
+    torch.testing.assert_close(out, expected)
+
+
+def test_a_choice_may_be_attended_to_again() -> None:
+    pipeline = bs.mean_pooling(0.5, block=16, executor=bs.CpuExecutor())
+    q, k, v = make_qkv(N=200, D=16)
+    choice = pipeline.choose(q, k, scale=-0.3, window=90)
+    other_q, other_k, other_v = (x.flip(2) for x in (q, k, v))
+    got = pipeline.attend(other_q, other_k, other_v, choice).out
+    spec = bs.AttentionSpec(scale=0.3, window=90)
+    want = bs.ReferenceExecutor()(-other_q, other_k, other_v, choice.mask, spec).out
+    torch.testing.assert_close(got, want)
+    everything = bs.Pipeline(bs.Identity(), bs.NoScorer(16), bs.Everything(), bs.CpuExecutor())
+    whole = everything.attend(other_q, other_k, other_v, everything.choose(q, k)).out
+    torch.testing.assert_close(whole, dense_attention(other_q, other_k, other_v, bs.AttentionSpec(scale=0.25)))
+
+
+def test_a_choice_for_another_call_is_refused() -> None:
+    pipeline = bs.mean_pooling(0.5, block=16, executor=bs.CpuExecutor())
+    q, k, v = make_qkv(N=100, D=16)
+    choice = pipeline.choose(q, k)
+    with pytest.raises(
+        ValueError, match=r"made for \(B, Hq, Hkv, M, N, D\) = \(1, 4, 2, 100, 100, 16\), and q and"
+    ):
+        pipeline.attend(q[:, :, 1:], k, v, choice)
+    with pytest.raises(
+        ValueError, match=r"this choice was made for torch\.float32, and q and k are torch\.float16"
+    ):
+        pipeline.attend(q.half(), k.half(), v.half(), choice)
+    with pytest.raises(TypeError, match="'choice' must be a Choice: "):
+        pipeline.attend(q, k, v, choice.mask)  # type: ignore[arg-type]
+    ranked = bs.Pipeline(bs.Identity(), bs.NoScorer(16), bs.Ranked(bs.TopK(2)), bs.GatherExecutor())
+    with pytest.raises(TypeError, match="GatherExecutor needs a RankedBlockMask, and got a BlockMask"):
+        ranked.attend(q, k, v, choice)  # type: ignore[arg-type]
