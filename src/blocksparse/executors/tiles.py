@@ -272,6 +272,6 @@ def _largest(q_block: int, head_dim: int, itemsize: int, hardware: Hardware) -> 
         table = _MMA if hardware.is_nvidia else _RDNA if hardware.is_rdna else _CDNA
     choices = table[max(power_of_2(head_dim), 64)]
     block_m, block_n, warps, stages = next((x for x in choices if q_block % x[0] == 0), choices[-1])
-    if hardware.capability >= (9, 0) and head_dim > 64:  # to load through descriptors takes registers as well
-        block_n = min(block_n, 32)
+    if itemsize <= 2 and head_dim > 64 and hardware.is_nvidia and hardware.name not in ("sm_86", "sm_89"):
+        block_n = min(block_n, 32)  # the compiler takes more registers there
     return block_m, block_n, warps, stages

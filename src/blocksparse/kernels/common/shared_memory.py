@@ -57,7 +57,10 @@ def of_attention(
     those of an output, a tile of which changes hands at the end.
     """
     M, N, single = options["BLOCK_M"], options["BLOCK_N"], weight_bytes == 4
-    in_registers = hardware.multiplies_from_shared and not single  # as the first operand of a product may be
+    # There weights stay in registers, as the first operand of a product may, if each warp has whole rows.
+    from_shared, warps = hardware.multiplies_from_shared and not single, options.get("num_warps", 4)
+    in_registers = from_shared and 16 * warps <= max(M, 64)
+    weight_bytes = 8 if from_shared else weight_bytes
     loop = needed(
         hardware,
         held=M * row_bytes,
