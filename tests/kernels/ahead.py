@@ -81,15 +81,18 @@ def report_of(compiled: Any) -> dict[str, int]:
             command = [str(_TOOLS / "cuobjdump"), "--dump-resource-usage", file.name]
             said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", said)[0]
-        spills = _stored(compiled) if int(stack) else 0
+        spills = _stored(compiled, int(stack)) if int(stack) else 0
     else:
         text = compiled.asm["amdgcn"]
         registers, spills = (re.findall(rf"\.{x}:\s+(\d+)", text)[0] for x in ("vgpr_count", "vgpr_spill_count"))
     return {"shared": compiled.metadata.shared, "registers": int(registers), "spills": int(spills)}
 
 
-def _stored(compiled: Any) -> int:
-    """Bytes of a thread that ptxas stores elsewhere for want of registers, asked as Triton asks it."""
+def _stored(compiled: Any, stack: int) -> int:
+    """Bytes of a thread that ptxas stores elsewhere for want of registers, asked as Triton asks it.
+
+    All of the stack where it does not say: some versions of Triton ask for more.
+    """
     arch = compiled.metadata.target.arch
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(compiled.asm["ptx"])
@@ -104,5 +107,6 @@ def _stored(compiled: Any) -> int:
             "-o",
             os.devnull,
         ]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    return sum(map(int, re.findall(r"(\d+) bytes spill stores", said)))
+        result = subprocess.run(command, capture_output=True, text=True)
+    stores = re.findall(r"(\d+) bytes spill stores", result.stderr)
+    return stack if result.returncode else sum(map(int, stores))
