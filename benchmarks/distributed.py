@@ -36,7 +36,7 @@ from benchmarks.inputs import QKV, structured
 from benchmarks.timing import WrongOutputError, reason, relative_l1
 from blocksparse.distributed import AllGatherKV, Ring, Ulysses
 from blocksparse.distributed.scheme import Scheme
-from blocksparse.head_groups import AnyPipeline
+from blocksparse.layers.head_groups import AnyPipeline
 
 Row = dict[str, Any]
 Attention = Callable[..., Tensor]

@@ -10,7 +10,7 @@ from attrs import evolve, field, frozen
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.head_groups import AnyPipeline
+from blocksparse.layers.head_groups import AnyPipeline
 
 PermutationT = TypeVar("PermutationT", bound=bs.Permutation)
 MaskT = TypeVar("MaskT", bound=bs.BlockMask)

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import blocksparse as bs
-from blocksparse.head_groups import AnyPipeline
 from blocksparse.integrations.transformers import DensityRecorder, attach
+from blocksparse.layers.head_groups import AnyPipeline
 
 ROPE = {
     "rope_type": "llama3",

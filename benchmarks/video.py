@@ -30,8 +30,8 @@ import blocksparse as bs
 from benchmarks.inputs import QKV
 from benchmarks.timing import relative_l1, some_rows
 from blocksparse.bench.timing import repeated
-from blocksparse.head_groups import AnyPipeline
 from blocksparse.integrations.diffusers import DensityRecorder, attach
+from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.permuters.grid_order import GridOrder
 
 SHAPE: dict[str, Any] = {"attention_head_dim": 128, "ffn_dim": 13_824, "text_dim": 4096, "in_channels": 16}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.head_groups import AnyPipeline
+from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.testing import make_qkv
 from tests import stages
 

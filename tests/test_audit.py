@@ -17,7 +17,7 @@ import blocksparse as bs
 from blocksparse.audit import Audit, AuditedPipeline, Crossing, Estimate
 from blocksparse.audit.estimate import ratio
 from blocksparse.audit.rows import draw, row_sums
-from blocksparse.head_groups import AnyPipeline
+from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.testing import make_qkv
 
 RECORDED = Path(__file__).with_name("data") / "audit_rows.npz"

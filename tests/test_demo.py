@@ -16,6 +16,7 @@ from rich.console import Console
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM
 
 from blocksparse import mean_pooling, pbs_attn
+from blocksparse.checks.user_error import UserError
 from blocksparse.cli.main import main
 from blocksparse.demo import TEXT
 from blocksparse.demo.measure import Row, perplexity
@@ -25,7 +26,6 @@ from blocksparse.demo.picture import Panel, draw, pooled_attention
 from blocksparse.demo.prompt import build
 from blocksparse.demo.report import legend, table, write_json
 from blocksparse.testing import every_preset
-from blocksparse.user_error import UserError
 from tests.real_model import NAME, converted, needs_real_model
 from tests.tiny_model import byte_tokenizer, save_tiny
 

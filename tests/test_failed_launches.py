@@ -13,8 +13,8 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
 import blocksparse as bs
+from blocksparse.checks.inputs import UnsupportedError
 from blocksparse.executors import flex, int8, tiles
-from blocksparse.inputs import UnsupportedError
 from blocksparse.kernels.attention import (
     gather_attention,
     gather_attention_hopper,

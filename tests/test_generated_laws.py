@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.head_groups import AnyPipeline
+from blocksparse.layers.head_groups import AnyPipeline
 from tests import drawn, stages
 from tests.drawn import LAWS, Case, cases
 from tests.machine import GPU

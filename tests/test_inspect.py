@@ -25,11 +25,11 @@ import torch
 import blocksparse as bs
 from blocksparse.cli.main import main
 from blocksparse.demo import TEXT
-from blocksparse.head_groups import AnyPipeline
 from blocksparse.inspection.collect import Findings, Preset
 from blocksparse.inspection.maps import Figures, Maps, look
 from blocksparse.inspection.page import numbers, page
 from blocksparse.integrations.transformers import attach
+from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.testing import make_qkv
 from tests.specs import asked
 from tests.tiny_model import byte_tokenizer, save_tiny

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import sys
 import weakref
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +17,9 @@ from attrs import evolve, field, frozen
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.head_groups import AnyPipeline
-from blocksparse.opaque_call import _attend
-from blocksparse.per_head import HeadValues
+from blocksparse.checks.per_head import HeadValues
+from blocksparse.layers.head_groups import AnyPipeline
+from blocksparse.runtime.opaque_call import _attend
 from blocksparse.testing import every_preset, make_qkv
 from tests import stages
 from tests.machine import GPU, needs_gpu
@@ -568,3 +569,27 @@ def test_a_dense_call_is_exact_and_says_so(
     assert bool((trace.covered_mass() > 0.999).all())
     assert bool((trace.error() < 0.01).all())
     assert bool(trace.mask.density().max() < 1)
+
+
+# ---- The host
+
+
+@pytest.mark.parametrize("executor", [bs.ReferenceExecutor(), bs.AutoExecutor(dense_below=0)], ids=stages.name)
+def test_a_call_reaches_its_first_kernel_soon(executor: Any) -> None:
+    """In at most 60 calls of Python functions, of a pipeline made anew; a GPU waits for them."""
+    q, k, v = inputs("cpu", 300)
+    for _ in range(3):
+        bs.pbs_attn(executor=executor)(q, k, v)
+    pipeline, calls = bs.pbs_attn(executor=executor), list[str]()
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and not any("/kernels/" in name for name in calls):
+            calls.append(frame.f_code.co_filename)
+
+    sys.setprofile(count)
+    try:
+        pipeline(q, k, v)
+    finally:
+        sys.setprofile(None)
+    assert "/kernels/" in calls[-1]
+    assert len(calls) <= 60

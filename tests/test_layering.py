@@ -17,15 +17,23 @@ SOURCE = Path(__file__).parents[1] / "src" / "blocksparse"
 # A layer may import itself and what stands before it; `kernels` may import nothing of ours but `precision` and
 # what `runtime` says of PyTorch and Triton.
 LAYERS = [
-    "torch_private", "validators", "user_error", "precision", "per_head", "attention_spec", "sequences", "inputs",
-    "page_table", "opaque_call", "runtime", "class_line", "permuters", "geometry", "scorers", "selectors",
-    "executors", "trace", "choice", "pipeline", "head_groups", "schedule", "sdpa", "audit", "presets", "testing",
+    "checks", "batches", "torch_private", "validators", "user_error", "precision", "per_head", "attention_spec",
+    "sequences", "inputs", "page_table", "opaque_call", "runtime", "class_line", "permuters", "geometry",
+    "scorers", "selectors", "executors", "trace", "choice", "pipeline", "layers", "sdpa", "audit", "presets", "testing",
     "distributed", "integrations", "demo", "tune", "serving", "bench", "inspection", "cli",
 ]  # fmt: skip
-# Part of a layer that stands elsewhere than the rest: servers read plans, tuning attaches to models, and private
-# names of PyTorch stand before all others.
+# Part of a layer that stands elsewhere than the rest: servers read plans, tuning attaches to models, and the files
+# of three rooms stand between others.
 OWN_LAYER = {f"blocksparse.integrations.{name}": "serving" for name in ("serving", "vllm", "sglang")}
-OWN_LAYER["blocksparse.runtime.torch_private"] = "torch_private"
+OWN_LAYER |= {
+    f"blocksparse.{room}.{name}": name
+    for room, names in {
+        "checks": ("validators", "user_error", "per_head", "inputs", "class_line"),
+        "batches": ("sequences", "page_table"),
+        "runtime": ("torch_private", "precision", "opaque_call"),
+    }.items()
+    for name in names
+}
 MAY_IMPORT_KERNELS = {
     "attention_spec", "page_table", "permuters", "geometry", "scorers", "selectors", "executors", "trace",
     "audit", "inspection",

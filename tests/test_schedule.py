@@ -18,8 +18,8 @@ from blocksparse import (
     TopCdf,
     TopK,
 )
-from blocksparse.head_groups import AnyPipeline, HeadGroups
-from blocksparse.schedule import Schedule
+from blocksparse.layers.head_groups import AnyPipeline, HeadGroups
+from blocksparse.layers.schedule import Schedule
 from blocksparse.testing import assert_within_budget, every_preset, make_qkv, masked_attention
 from blocksparse.trace import Trace
 from tests.machine import needs_gpu

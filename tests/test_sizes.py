@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import blocksparse as bs
-from blocksparse.head_groups import AnyPipeline
+from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.testing import make_qkv
 
 LONG = 2**20  # all tokens of every prompt here

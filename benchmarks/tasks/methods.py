@@ -11,7 +11,7 @@ from attrs import evolve, frozen
 import blocksparse as bs
 from benchmarks.oracle import TrueMassScorer
 from benchmarks.quality_settings import SETTINGS
-from blocksparse.schedule import LayerPipeline, Schedule
+from blocksparse.layers.schedule import LayerPipeline, Schedule
 from blocksparse.tune import Plan
 
 ALWAYS_SPARSE = bs.AutoExecutor(dense_below=0)

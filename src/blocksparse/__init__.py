@@ -4,6 +4,10 @@ q, k --Permuter--> Permutation --Scorer--> BlockScores --Selector--> BlockMask -
 """
 
 from blocksparse.attention_spec import Asked, AttentionSpec
+from blocksparse.batches.page_table import PageTable
+from blocksparse.batches.sequences import Sequences, Span
+from blocksparse.checks.inputs import UnsupportedError
+from blocksparse.checks.per_head import HeadValues
 from blocksparse.choice import Choice
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.auto import AutoExecutor, ExecutorChoice
@@ -18,10 +22,8 @@ from blocksparse.executors.reference import ReferenceExecutor
 from blocksparse.executors.tiles import HopperTiles, TritonTiles
 from blocksparse.executors.triton import TritonExecutor
 from blocksparse.geometry import Grid
-from blocksparse.head_groups import HeadGroups, HeadGroupsTrace
-from blocksparse.inputs import UnsupportedError
-from blocksparse.page_table import PageTable
-from blocksparse.per_head import HeadValues
+from blocksparse.layers.head_groups import HeadGroups, HeadGroupsTrace
+from blocksparse.layers.schedule import Schedule
 from blocksparse.permuters.column_order import ColumnOrder
 from blocksparse.permuters.given_order import GivenOrder
 from blocksparse.permuters.global_index_map import GlobalIndexMap
@@ -49,7 +51,6 @@ from blocksparse.presets.sparge import sparge
 from blocksparse.presets.tri_shape import tri_shape
 from blocksparse.presets.xattention import xattention
 from blocksparse.runtime.failures import LaunchError
-from blocksparse.schedule import Schedule
 from blocksparse.scorers.antidiagonal import AntidiagonalScorer
 from blocksparse.scorers.block_scores import BlockMass, BlockScores
 from blocksparse.scorers.by_causality import ScorerByCausality
@@ -85,7 +86,6 @@ from blocksparse.selectors.top_cdf import TopCdf
 from blocksparse.selectors.top_k import TopK
 from blocksparse.selectors.vertical_slash_cdf import VerticalSlashCdf
 from blocksparse.selectors.vertical_slash_top_k import VerticalSlashTopK
-from blocksparse.sequences import Sequences, Span
 from blocksparse.trace import Trace
 
 __all__ = [

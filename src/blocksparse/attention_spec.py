@@ -12,9 +12,18 @@ import torch
 from attrs import converters, evolve, field, frozen
 from torch import Tensor
 
+from blocksparse.checks.per_head import (
+    HeadValues,
+    PerHead,
+    by_head,
+    numbers,
+    over_blocks,
+    per_head,
+    read,
+    wrong_heads,
+)
+from blocksparse.checks.validators import Rule, flag, optional, shown, size, whole
 from blocksparse.kernels.attention.arguments import LogitChange
-from blocksparse.per_head import HeadValues, PerHead, by_head, numbers, over_blocks, per_head, read, wrong_heads
-from blocksparse.validators import Rule, flag, optional, shown, size, whole
 
 # Kernels multiply the scale by log2(e) and by scales of their own in fp32; these bounds leave room for that.
 LEAST_SCALE, MOST_SCALE = 2.0**-64, 2.0**64

@@ -9,12 +9,12 @@ from attrs import evolve, field, frozen
 from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
+from blocksparse.checks.validators import shown, size
 from blocksparse.kernels.common.sizes import FAR
 from blocksparse.kernels.positions.block_bounds import Bounds, block_bounds, block_places
 from blocksparse.kernels.positions.sight import sees
 from blocksparse.kernels.positions.token_positions import TokenPositions
 from blocksparse.permuters.permutation import Permutation
-from blocksparse.validators import shown, size
 
 
 @final

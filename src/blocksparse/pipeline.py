@@ -11,26 +11,26 @@ from attrs import Factory, evolve, field, frozen
 from torch import Tensor
 
 from blocksparse.attention_spec import Asked, AttentionSpec
+from blocksparse.batches.sequences import Sequences
+from blocksparse.checks.class_line import Declared, check_gave, check_takes, declared
+from blocksparse.checks.inputs import UnsupportedError, checked
+from blocksparse.checks.validators import a, flag
 from blocksparse.choice import Choice
-from blocksparse.class_line import Declared, check_gave, check_takes, declared
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.dense_attention import dense_attention
 from blocksparse.executors.executor import Executor
 from blocksparse.geometry import Grid
-from blocksparse.inputs import UnsupportedError, checked
-from blocksparse.opaque_call import OpaqueCall, attend, refuse_transforms
 from blocksparse.permuters.permutation import GlobalPermutation, Permutation
 from blocksparse.permuters.permuter import Permuter
-from blocksparse.precision import without_autocast
+from blocksparse.runtime.opaque_call import OpaqueCall, attend, refuse_transforms
+from blocksparse.runtime.precision import without_autocast
 from blocksparse.runtime.repeated import Repeated
 from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.scorers.key_history import KeyHistory, one_for_each
 from blocksparse.scorers.scorer import Scorer
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.selector import Selector
-from blocksparse.sequences import Sequences
 from blocksparse.trace import MaskT, PermutationT, ScoresT, Trace
-from blocksparse.validators import a, flag
 
 _log = logging.getLogger(__name__)
 

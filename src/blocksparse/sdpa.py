@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from blocksparse.head_groups import HeadGroups
+from blocksparse.checks.validators import a, flag, shown
+from blocksparse.layers.head_groups import HeadGroups
+from blocksparse.layers.schedule import LayerPipeline
 from blocksparse.pipeline import Pipeline
-from blocksparse.schedule import LayerPipeline
-from blocksparse.validators import a, flag, shown
 
 
 def scaled_dot_product_attention(

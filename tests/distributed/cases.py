@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import blocksparse as bs
 from blocksparse.distributed import AllGatherKV, Ring, Ulysses
 from blocksparse.distributed.scheme import Scheme
-from blocksparse.head_groups import AnyPipeline
+from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.testing import make_qkv
 from tests.distributed.watched import compare
 

@@ -48,9 +48,9 @@ from blocksparse import (
     TritonExecutor,
 )
 from blocksparse.attention_spec import AttentionSpec
-from blocksparse.head_groups import AnyPipeline
 from blocksparse.integrations.diffusers import FAMILIES, DensityRecorder, Family, TokenLayout, attach
-from blocksparse.schedule import LayerPipeline
+from blocksparse.layers.head_groups import AnyPipeline
+from blocksparse.layers.schedule import LayerPipeline
 
 each_model = pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 JOINT = [name for name in CASES if name not in ("wan", "ltx")]  # text in the same sequence

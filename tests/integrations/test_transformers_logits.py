@@ -38,9 +38,9 @@ from blocksparse import (
     TritonExecutor,
 )
 from blocksparse.audit import Audit
-from blocksparse.head_groups import HeadGroups
 from blocksparse.integrations.transformers import DensityRecorder, attach
-from blocksparse.schedule import LayerPipeline, Schedule
+from blocksparse.layers.head_groups import HeadGroups
+from blocksparse.layers.schedule import LayerPipeline, Schedule
 
 __all__ = ["_no_grad", "_one_thread", "_registries_are_left_as_found"]  # fixtures of these tests too
 each_model = pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])

@@ -43,11 +43,11 @@ from blocksparse import (
     Ranked,
 )
 from blocksparse.audit import Audit
-from blocksparse.head_groups import HeadGroups
 from blocksparse.integrations.transformers import DensityRecorder, attach
 from blocksparse.integrations.transformers.mask_request import mask_of
 from blocksparse.integrations.transformers.prompt_mask import PromptMask
-from blocksparse.schedule import LayerPipeline, Schedule
+from blocksparse.layers.head_groups import HeadGroups
+from blocksparse.layers.schedule import LayerPipeline, Schedule
 
 __all__ = ["_no_grad", "_one_thread", "_registries_are_left_as_found"]  # fixtures of these tests too
 CPU: Any = CpuExecutor()

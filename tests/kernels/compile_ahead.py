@@ -82,7 +82,7 @@ def variants(name: str, dtype: str, head_dim: int, *, hopper: bool = False) -> d
             q, k, v = (torch.zeros(1, heads, TOKENS, head_dim, dtype=DTYPES[dtype]) for heads in sizes)
             try:
                 pipeline(q, k, v)
-            except bs.inputs.UnsupportedError as error:
+            except bs.UnsupportedError as error:
                 print(f"{name} {dtype} D={head_dim} {title}: refused: {error.because}")
                 continue
             for key, variant in launched.items():

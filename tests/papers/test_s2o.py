@@ -12,8 +12,8 @@ from tests.specs import asked
 from torch import Tensor
 
 import blocksparse as bs
+from blocksparse.checks.per_head import HeadValues
 from blocksparse.executors.gather import GatherExecutor
-from blocksparse.per_head import HeadValues
 from blocksparse.permuters.global_index_map import GlobalIndexMap
 from blocksparse.presets.s2o import s2o
 from blocksparse.scorers.prefix_order import PrefixOrderScorer

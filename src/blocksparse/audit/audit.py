@@ -15,8 +15,8 @@ from torch import Tensor
 from blocksparse.audit.estimate import Estimate, ratio
 from blocksparse.audit.layer_audit import Crossing, LayerAudit, prometheus, table
 from blocksparse.audit.rows import row_sums
-from blocksparse.head_groups import AnyTrace, HeadGroupsTrace
-from blocksparse.validators import Rule, flag, hash_seed, optional, size, whole
+from blocksparse.checks.validators import Rule, flag, hash_seed, optional, size, whole
+from blocksparse.layers.head_groups import AnyTrace, HeadGroupsTrace
 
 
 def _is_number(x: object) -> bool:

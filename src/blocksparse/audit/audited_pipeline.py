@@ -11,9 +11,9 @@ from torch import Tensor
 from blocksparse.attention_spec import Asked, AttentionSpec
 from blocksparse.audit.audit import Audit
 from blocksparse.executors.dense_attention import dense_attention
-from blocksparse.head_groups import AnyTrace, HeadGroups, HeadGroupsTrace
-from blocksparse.opaque_call import OpaqueCall, attend
-from blocksparse.schedule import LayerPipeline
+from blocksparse.layers.head_groups import AnyTrace, HeadGroups, HeadGroupsTrace
+from blocksparse.layers.schedule import LayerPipeline
+from blocksparse.runtime.opaque_call import OpaqueCall, attend
 
 
 @final

@@ -15,7 +15,7 @@ from blocksparse.bench.inputs import structured
 from blocksparse.bench.timing import Figure, medians
 from blocksparse.demo.methods import executor_of
 from blocksparse.executors.dense_attention import dense_attention
-from blocksparse.head_groups import AnyPipeline
+from blocksparse.layers.head_groups import AnyPipeline
 
 DENSE = "dense"
 

@@ -6,9 +6,9 @@ import argparse
 import logging
 from pathlib import Path
 
+from blocksparse.checks.user_error import UserError
 from blocksparse.cli.options import Commands, add_command, add_json, add_presets, extra
 from blocksparse.demo import TEXT
-from blocksparse.user_error import UserError
 
 _EXAMPLES = """\
   blocksparse demo

@@ -7,9 +7,9 @@ import json
 import sys
 from pathlib import Path
 
+from blocksparse.checks.user_error import UserError
 from blocksparse.cli.options import Commands, add_command, add_json, add_presets, extra
 from blocksparse.demo import TEXT
-from blocksparse.user_error import UserError
 
 _EXAMPLES = """\
   blocksparse inspect smollm2

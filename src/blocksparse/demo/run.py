@@ -11,15 +11,15 @@ from attrs import frozen
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from blocksparse.checks.user_error import UserError
 from blocksparse.demo.measure import Row, measure
 from blocksparse.demo.model import Model, convert_smollm2, load
 from blocksparse.demo.picture import Panel, draw
 from blocksparse.demo.prompt import Prompt, build
 from blocksparse.demo.report import legend, table, write_json
-from blocksparse.head_groups import AnyPipeline
+from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.presets.mean_pooling import mean_pooling
 from blocksparse.presets.pbs_attn import pbs_attn
-from blocksparse.user_error import UserError
 
 # In SmolLM2 a head with a few heavy keys for all queries, which is what sorting keys is for.
 _LAYER, _HEAD = 8, 1

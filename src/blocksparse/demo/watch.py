@@ -11,7 +11,7 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from blocksparse.schedule import Schedule
+from blocksparse.layers.schedule import Schedule
 
 QKV = tuple[Tensor, Tensor, Tensor]  # [1, Hq, N, D], [1, Hkv, N, D], [1, Hkv, N, Dv]
 

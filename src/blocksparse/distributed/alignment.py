@@ -7,7 +7,7 @@ from math import lcm
 from typing import Any
 
 from blocksparse.distributed.stages import parts
-from blocksparse.head_groups import AnyPipeline
+from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.permuters.global_index_map import GlobalIndexMap
 from blocksparse.permuters.identity import Identity
 from blocksparse.permuters.segment_key_sort import SegmentKeySort

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from blocksparse.distributed.ranks import Ranks, Transfer
 from blocksparse.distributed.shares import Share
-from blocksparse.head_groups import Heads
+from blocksparse.layers.head_groups import Heads
 
 
 @final

@@ -6,9 +6,9 @@ from typing import Any, TypeVar
 
 import attrs
 
+from blocksparse.checks.per_head import HeadValues
 from blocksparse.distributed.stages import all_in, arguments
-from blocksparse.head_groups import AnyPipeline, Heads
-from blocksparse.per_head import HeadValues
+from blocksparse.layers.head_groups import AnyPipeline, Heads
 from blocksparse.selectors.random import Random
 from blocksparse.selectors.shared_by_group import SharedByGroup
 

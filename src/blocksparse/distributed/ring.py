@@ -9,7 +9,7 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from blocksparse.class_line import declared
+from blocksparse.checks.class_line import declared
 from blocksparse.distributed.alignment import aligned
 from blocksparse.distributed.call import Call, lengths
 from blocksparse.distributed.heads import of_heads, refuse_apart

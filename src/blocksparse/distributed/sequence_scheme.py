@@ -8,12 +8,12 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
+from blocksparse.checks.validators import a, flag
 from blocksparse.distributed.alignment import aligned
 from blocksparse.distributed.pieces import Piece, cut, head_tail, in_order, taken
 from blocksparse.distributed.scheme import Scheme
-from blocksparse.head_groups import AnyPipeline
+from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.pipeline import Pipeline
-from blocksparse.validators import a, flag
 
 
 @frozen(eq=False)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from blocksparse.head_groups import Heads
+from blocksparse.layers.head_groups import Heads
 
 
 class Share(NamedTuple):

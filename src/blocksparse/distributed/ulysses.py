@@ -11,6 +11,10 @@ from attrs import converters, evolve, field, frozen
 from torch import Tensor
 
 from blocksparse.attention_spec import Asked
+from blocksparse.batches.sequences import Sequences
+from blocksparse.checks.per_head import HeadValues, PerHead, at_least_0, per_head
+from blocksparse.checks.validators import a, optional, size
+from blocksparse.checks.validators import whole as a_whole_number
 from blocksparse.distributed import whole
 from blocksparse.distributed.call import Call, checked, lengths
 from blocksparse.distributed.head_exchange import Arriving, back
@@ -19,13 +23,9 @@ from blocksparse.distributed.ranks import Transfer
 from blocksparse.distributed.scheme import Scheme
 from blocksparse.distributed.shares import shares
 from blocksparse.executors.attention_output import AttentionOutput
-from blocksparse.head_groups import AnyPipeline, Heads
-from blocksparse.per_head import HeadValues, PerHead, at_least_0, per_head
+from blocksparse.layers.head_groups import AnyPipeline, Heads
 from blocksparse.pipeline import Pipeline
-from blocksparse.precision import without_autocast
-from blocksparse.sequences import Sequences
-from blocksparse.validators import a, optional, size
-from blocksparse.validators import whole as a_whole_number
+from blocksparse.runtime.precision import without_autocast
 
 
 @final

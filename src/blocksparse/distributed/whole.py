@@ -11,7 +11,7 @@ from torch import Tensor
 from blocksparse.distributed.call import Call
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.dense_attention import dense_attention
-from blocksparse.head_groups import AnyPipeline
+from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.permuters.permuter import Permuter
 
 Later = Callable[[], Tensor]

@@ -11,18 +11,18 @@ from attrs import field, frozen
 from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
+from blocksparse.checks.inputs import UnsupportedError
+from blocksparse.checks.validators import Rule, optional
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.cpu import CpuExecutor
 from blocksparse.executors.executor import Executor
 from blocksparse.executors.flex import FlexExecutor
 from blocksparse.executors.reference import ReferenceExecutor
 from blocksparse.executors.triton import TritonExecutor
-from blocksparse.inputs import UnsupportedError
 from blocksparse.kernels.common.sizes import cdiv
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.runtime.repetition import refuse_repetition
 from blocksparse.selectors.block_mask import BlockMask
-from blocksparse.validators import Rule, optional
 
 # Floating-point operations of dense attention from which selecting blocks saves time. On an H200 that is where
 # dense attention takes 1.0 to 1.3 ms, whatever the heads, queries and keys.

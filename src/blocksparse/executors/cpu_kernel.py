@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from blocksparse.inputs import differentiates
+from blocksparse.checks.inputs import differentiates
+from blocksparse.checks.user_error import UserError
 from blocksparse.kernels.attention.cpu_attention import SOURCE, cpu_kernel, cpu_kernel_refuses, cpu_products
 from blocksparse.kernels.common.compiled import UnavailableError, compile_for_wheel, load
 from blocksparse.kernels.scoring import cpu_scores
-from blocksparse.user_error import UserError
 
 _SOURCES = SOURCE, cpu_scores.SOURCE
 

@@ -21,7 +21,7 @@ from blocksparse.geometry import Grid
 from blocksparse.kernels.attention.cpu_attention import dense_cpu_attention
 from blocksparse.kernels.multiplying.products import rounds_fp32
 from blocksparse.permuters.permutation import GlobalPermutation
-from blocksparse.precision import without_autocast
+from blocksparse.runtime.precision import without_autocast
 from blocksparse.runtime.repetition import refuse_repetition
 from blocksparse.selectors.block_mask import BlockMask
 

@@ -22,8 +22,8 @@ from blocksparse.executors.launched import first_launched, never_launched
 from blocksparse.executors.tiles import portable
 from blocksparse.kernels.common.hardware import hardware_of
 from blocksparse.permuters.permutation import GlobalPermutation
-from blocksparse.precision import without_autocast
 from blocksparse.runtime.failures import launches
+from blocksparse.runtime.precision import without_autocast
 from blocksparse.runtime.repetition import refuse_repetition
 from blocksparse.runtime.torch_private import cpp_compiler, many_variants, of_static_shape
 from blocksparse.selectors.block_mask import BlockMask

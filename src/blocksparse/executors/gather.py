@@ -11,6 +11,8 @@ from attrs import Factory, field, frozen
 from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
+from blocksparse.checks.per_head import PerHead, at_least_0, by_head, per_head, written, wrong_heads
+from blocksparse.checks.validators import flag, one_of, size, whole
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.executor import Executor
 from blocksparse.executors.launched import first_launched, never_launched
@@ -20,11 +22,9 @@ from blocksparse.kernels.attention.arguments import RankedLists, StopRule
 from blocksparse.kernels.attention.gather_attention import gather_attention, kernels_for
 from blocksparse.kernels.common.sizes import FAR
 from blocksparse.kernels.selecting.visiting_order import visiting_order
-from blocksparse.opaque_call import is_transformed
-from blocksparse.per_head import PerHead, at_least_0, by_head, per_head, written, wrong_heads
 from blocksparse.permuters.permutation import Permutation
+from blocksparse.runtime.opaque_call import is_transformed
 from blocksparse.selectors.block_mask import BlockMask, RankedBlockMask
-from blocksparse.validators import flag, one_of, size, whole
 
 _HINT = "Choose smaller blocks, or use ReferenceExecutor()."
 

@@ -11,6 +11,8 @@ from attrs import Factory, converters, field, frozen
 from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
+from blocksparse.checks.per_head import PerHead, by_head, negative, per_head, wrong_heads
+from blocksparse.checks.validators import a, flag, one_of, optional
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.block_plan import BlockPlan
 from blocksparse.executors.executor import Executor, one_order
@@ -26,11 +28,9 @@ from blocksparse.kernels.attention.sparse_attention import sparse_attention
 from blocksparse.kernels.common.hardware import hardware_of, is_hopper
 from blocksparse.kernels.common.memory import empty_as
 from blocksparse.kernels.rounding.fp8_values import fp8_values
-from blocksparse.opaque_call import is_transformed
-from blocksparse.per_head import PerHead, by_head, negative, per_head, wrong_heads
 from blocksparse.permuters.permutation import GlobalPermutation
+from blocksparse.runtime.opaque_call import is_transformed
 from blocksparse.selectors.block_mask import BlockMask
-from blocksparse.validators import a, flag, one_of, optional
 
 _HINT = "Use Int8Executor(fp8_pv=False) if only fp8 is missing, or TritonExecutor() or AutoExecutor()."
 

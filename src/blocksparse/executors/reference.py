@@ -9,10 +9,10 @@ from attrs import frozen
 from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
+from blocksparse.checks.per_head import over_blocks
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.executor import Executor
 from blocksparse.kernels.multiplying.products import products, wide_dtype
-from blocksparse.per_head import over_blocks
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.selectors.block_mask import BlockMask
 

@@ -8,10 +8,10 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
+from blocksparse.checks.validators import flag, one_of, size, whole
 from blocksparse.kernels.common.hardware import INTERPRETER, TARGETS, Hardware, hardware_of, is_hopper
 from blocksparse.kernels.common.shared_memory import fitted, of_attention
 from blocksparse.kernels.common.sizes import REMEMBERED, cdiv, padded_keys, padded_values, power_of_2
-from blocksparse.validators import flag, one_of, size, whole
 
 _SHARED = TARGETS["sm_90"].shared_per_sm
 _BUFFERS = (2, 1), (1, 1), (1, 2)  # buffers of queries, and parts in which the output leaves, from the best on

@@ -11,6 +11,8 @@ from attrs import Factory, converters, field, frozen
 from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
+from blocksparse.checks.per_head import PerHead, by_head, negative, per_head, wrong_heads
+from blocksparse.checks.validators import a, optional
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.block_plan import BlockPlan
 from blocksparse.executors.executor import Executor, one_order
@@ -22,12 +24,10 @@ from blocksparse.kernels.attention.sparse_attention import EXACT, sparse_attenti
 from blocksparse.kernels.common.hardware import hardware_of
 from blocksparse.kernels.common.memory import copies_in_bulk
 from blocksparse.kernels.positions.any_head import visited_columns
-from blocksparse.opaque_call import is_transformed
-from blocksparse.per_head import PerHead, by_head, negative, per_head, wrong_heads
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.runtime.failures import noted
+from blocksparse.runtime.opaque_call import is_transformed
 from blocksparse.selectors.block_mask import BlockMask
-from blocksparse.validators import a, optional
 
 _HINT = "Use AutoExecutor(), or CpuExecutor() on a CPU."
 

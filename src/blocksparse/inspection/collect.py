@@ -10,16 +10,16 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
+from blocksparse.checks.inputs import checked
 from blocksparse.demo.measure import logits_of
 from blocksparse.demo.methods import executor_of
 from blocksparse.demo.model import Model
 from blocksparse.demo.watch import QKV, watch
 from blocksparse.executors.dense_attention import dense_attention
-from blocksparse.head_groups import AnyPipeline, AnyTrace
-from blocksparse.inputs import checked
 from blocksparse.inspection.maps import Figures, Maps, look
 from blocksparse.integrations.transformers import attach
-from blocksparse.schedule import Schedule
+from blocksparse.layers.head_groups import AnyPipeline, AnyTrace
+from blocksparse.layers.schedule import Schedule
 
 STAGES = ("permute", "score", "select", "attend")
 _PIXELS = 104  # what 270 heads have room for in the file

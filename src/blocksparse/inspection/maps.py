@@ -10,8 +10,8 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn.functional import avg_pool2d, pad
 
-from blocksparse.head_groups import AnyTrace
 from blocksparse.kernels.multiplying.products import products, wide_dtype
+from blocksparse.layers.head_groups import AnyTrace
 from blocksparse.selectors.block_mask import BlockMask
 
 _QUERIES = 4  # of each row of pixels

@@ -9,9 +9,9 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from blocksparse.per_head import WHOLE_DTYPES
+from blocksparse.checks.per_head import WHOLE_DTYPES
+from blocksparse.checks.validators import is_whole, shown
 from blocksparse.permuters.grid_order import GridOrder, three, three_sizes
-from blocksparse.validators import is_whole, shown
 
 
 def _to_tensor(order: Tensor | Sequence[int]) -> Tensor:

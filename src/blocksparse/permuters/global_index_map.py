@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from blocksparse.attention_spec import AttentionSpec
+from blocksparse.checks.validators import block_size, count, flag, optional, size, whole
 from blocksparse.kernels.multiplying.products import products
 from blocksparse.kernels.ordering.coarse_order import coarse_order
 from blocksparse.kernels.ordering.mean_and_products import mean_and_products
@@ -18,7 +19,6 @@ from blocksparse.kernels.ordering.segment_sort import segment_sort, whole_number
 from blocksparse.kernels.scoring.block_mean import block_mean
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.permuters.permuter import Permuter
-from blocksparse.validators import block_size, count, flag, optional, size, whole
 
 _SCORES_AT_ONCE = 1 << 24
 

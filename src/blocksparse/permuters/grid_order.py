@@ -9,9 +9,9 @@ from attrs import converters, field, frozen, validators
 from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
+from blocksparse.checks.validators import Rule, count, is_whole, optional, whole
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.permuters.permuter import Permuter
-from blocksparse.validators import Rule, count, is_whole, optional, whole
 
 
 def three(sizes: tuple[int, int, int]) -> tuple[int, int, int]:

@@ -9,8 +9,8 @@ import torch
 from attrs import converters, field, frozen
 from torch import Tensor
 
+from blocksparse.checks.validators import optional, size, whole
 from blocksparse.kernels.moving.gather_rows import gather_rows, gather_two, inverse, scatter_rows
-from blocksparse.validators import optional, size, whole
 
 
 def _rows_in_memory(index: Tensor | None) -> Tensor | None:

@@ -8,11 +8,11 @@ from attrs import field, frozen
 from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
+from blocksparse.checks.validators import flag, size, whole
 from blocksparse.kernels.ordering.key_importance import key_importance
 from blocksparse.kernels.ordering.segment_sort import segment_sort
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.permuters.permuter import Permuter
-from blocksparse.validators import flag, size, whole
 
 
 @final

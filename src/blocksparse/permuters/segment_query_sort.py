@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.nn.functional import normalize, pad
 
 from blocksparse.attention_spec import AttentionSpec
-from blocksparse.class_line import Declared, check_takes, declared
+from blocksparse.checks.class_line import Declared, check_takes, declared
+from blocksparse.checks.validators import a, block_size, multiple, size, whole
 from blocksparse.kernels.multiplying.products import products
 from blocksparse.permuters.identity import Identity
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.permuters.permuter import Permuter
-from blocksparse.validators import a, block_size, multiple, size, whole
 
 _WORKSPACE = 2**28  # bytes of similarities that are held at a time
 

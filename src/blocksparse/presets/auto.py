@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple, final, get_args
 from attrs import frozen
 from torch import Tensor
 
+from blocksparse.checks.validators import one_of
 from blocksparse.executors.auto import AutoExecutor, ExecutorChoice
 from blocksparse.executors.executor import Executor
 from blocksparse.permuters.permutation import GlobalPermutation
@@ -19,7 +20,6 @@ from blocksparse.scorers.by_causality import ScorerByCausality
 from blocksparse.selectors.band import Band
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.by_causality import SelectorByCausality
-from blocksparse.validators import one_of
 
 Quality = Literal["careful", "balanced", "fast"]
 """How many blocks `auto` keeps: "careful" more than "balanced", and "fast" fewer."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from blocksparse.checks.validators import block_size, count, flag, hash_seed, multiple, optional, size, whole
 from blocksparse.executors.auto import AutoExecutor
 from blocksparse.executors.executor import Executor
 from blocksparse.permuters.identity import Identity
@@ -24,7 +25,6 @@ from blocksparse.selectors.shared_by_group import SharedByGroup
 from blocksparse.selectors.sink import Sink
 from blocksparse.selectors.stride import Stride
 from blocksparse.selectors.top_cdf import TopCdf
-from blocksparse.validators import block_size, count, flag, hash_seed, multiple, optional, size, whole
 
 
 def bfla(

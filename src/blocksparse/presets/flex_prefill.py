@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from blocksparse.checks.per_head import share
+from blocksparse.checks.validators import flag
 from blocksparse.executors.auto import AutoExecutor
 from blocksparse.executors.executor import Executor
-from blocksparse.per_head import share
 from blocksparse.permuters.identity import Identity
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.pipeline import Pipeline
@@ -17,7 +18,6 @@ from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.global_top_cdf import GlobalTopCdf
 from blocksparse.selectors.routed_by_divergence import RoutedByDivergence
 from blocksparse.selectors.vertical_slash_cdf import VerticalSlashCdf
-from blocksparse.validators import flag
 
 
 def flex_prefill(

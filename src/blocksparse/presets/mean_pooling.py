@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from blocksparse.checks.per_head import share
+from blocksparse.checks.validators import flag
 from blocksparse.executors.auto import AutoExecutor
 from blocksparse.executors.executor import Executor
-from blocksparse.per_head import share
 from blocksparse.permuters.identity import Identity
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.pipeline import Pipeline
@@ -17,7 +18,6 @@ from blocksparse.scorers.mean_pool import MeanPoolScorer
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.sink import Sink
 from blocksparse.selectors.top_cdf import TopCdf
-from blocksparse.validators import flag
 
 
 def mean_pooling(

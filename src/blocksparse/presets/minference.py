@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from blocksparse.checks.validators import flag
 from blocksparse.executors.auto import AutoExecutor
 from blocksparse.executors.executor import Executor
 from blocksparse.permuters.identity import Identity
@@ -14,7 +15,6 @@ from blocksparse.pipeline import Pipeline
 from blocksparse.scorers.vertical_slash import VerticalSlashScorer, VerticalSlashScores
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.vertical_slash_top_k import VerticalSlashTopK
-from blocksparse.validators import flag
 
 
 def minference(

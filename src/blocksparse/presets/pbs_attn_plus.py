@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from blocksparse.checks.per_head import share
+from blocksparse.checks.validators import block_size, multiple, size
 from blocksparse.executors.auto import AutoExecutor
 from blocksparse.executors.executor import Executor
-from blocksparse.per_head import share
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.permuters.segment_key_sort import SegmentKeySort
 from blocksparse.pipeline import Pipeline
@@ -17,7 +18,6 @@ from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.sink import Sink
 from blocksparse.selectors.top_cdf import TopCdf
-from blocksparse.validators import block_size, multiple, size
 
 
 def pbs_attn_plus(

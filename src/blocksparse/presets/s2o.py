@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from blocksparse.checks.validators import block_size, count, multiple, shown
 from blocksparse.executors.executor import Executor
 from blocksparse.executors.gather import GatherExecutor
 from blocksparse.permuters.global_index_map import GlobalIndexMap
@@ -17,7 +18,6 @@ from blocksparse.selectors.band import Band
 from blocksparse.selectors.block_mask import RankedBlockMask
 from blocksparse.selectors.everything import Everything
 from blocksparse.selectors.ranked import Ranked
-from blocksparse.validators import block_size, count, multiple, shown
 
 
 def s2o(

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from blocksparse.checks.per_head import share as a_share
+from blocksparse.checks.validators import a, flag, optional, shown
 from blocksparse.executors.auto import AutoExecutor
 from blocksparse.executors.executor import Executor
-from blocksparse.per_head import share as a_share
 from blocksparse.permuters.identity import Identity
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.permuters.permuter import Permuter
@@ -21,7 +22,6 @@ from blocksparse.selectors.selector import Selector
 from blocksparse.selectors.sink import Sink
 from blocksparse.selectors.top_cdf import TopCdf
 from blocksparse.selectors.top_k import TopK
-from blocksparse.validators import a, flag, optional, shown
 
 
 def sparge(

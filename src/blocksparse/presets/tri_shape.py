@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from blocksparse.checks.validators import size
 from blocksparse.executors.auto import AutoExecutor
 from blocksparse.executors.executor import Executor
 from blocksparse.permuters.identity import Identity
@@ -13,7 +14,6 @@ from blocksparse.selectors.band import Band
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.last_queries import LastQueries
 from blocksparse.selectors.sink import Sink
-from blocksparse.validators import size
 
 
 def tri_shape(

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from blocksparse.checks.per_head import share
+from blocksparse.checks.validators import flag
 from blocksparse.executors.auto import AutoExecutor
 from blocksparse.executors.executor import Executor
-from blocksparse.per_head import share
 from blocksparse.permuters.identity import Identity
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.pipeline import Pipeline
@@ -16,7 +17,6 @@ from blocksparse.scorers.antidiagonal import AntidiagonalScorer, Pattern
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.top_cdf import TopCdf
-from blocksparse.validators import flag
 
 
 def xattention(

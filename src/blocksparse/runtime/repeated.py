@@ -9,9 +9,9 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from blocksparse.opaque_call import is_transformed
 from blocksparse.runtime.calls import Calls, Key, owner_of
 from blocksparse.runtime.device import device_of
+from blocksparse.runtime.opaque_call import is_transformed
 from blocksparse.runtime.repetition import Recording, current
 from blocksparse.runtime.torch_private import NO_DISPATCH_MODES, under_a_function_mode, under_forward_mode
 

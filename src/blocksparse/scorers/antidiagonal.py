@@ -9,6 +9,7 @@ from attrs import converters, field, frozen
 from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
+from blocksparse.checks.validators import block_size, flag, multiple, one_of, optional, whole
 from blocksparse.geometry import Grid
 from blocksparse.kernels.multiplying.cell_products import Cells, cells_behind
 from blocksparse.kernels.positions.within_reach import within_reach
@@ -20,7 +21,6 @@ from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.scorers.key_history import KeyHistory
 from blocksparse.scorers.pooling import reach_of
 from blocksparse.scorers.scorer import Scorer
-from blocksparse.validators import block_size, flag, multiple, one_of, optional, whole
 
 Pattern = Literal["antidiagonal", "slash", "sum"]
 

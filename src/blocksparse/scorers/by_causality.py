@@ -8,9 +8,9 @@ from attrs import field, frozen
 from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
+from blocksparse.checks.validators import a
 from blocksparse.scorers.key_history import KeyHistory
 from blocksparse.scorers.scorer import PermutationT_contra, Scorer, ScoresT_co
-from blocksparse.validators import a
 
 
 @final

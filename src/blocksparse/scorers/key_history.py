@@ -8,9 +8,9 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from blocksparse.batches.sequences import Sequences
+from blocksparse.checks.validators import count, shown
 from blocksparse.permuters.permutation import Permutation
-from blocksparse.sequences import Sequences
-from blocksparse.validators import count, shown
 
 
 @final

@@ -9,6 +9,7 @@ from attrs import converters, field, frozen
 from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
+from blocksparse.checks.validators import block_size, flag, optional, whole
 from blocksparse.geometry import Grid
 from blocksparse.kernels.multiplying.block_products import block_products
 from blocksparse.kernels.scoring.block_mean import block_mean, block_means
@@ -18,7 +19,6 @@ from blocksparse.scorers import pooling
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.scorers.key_history import KeyHistory
 from blocksparse.scorers.scorer import Scorer
-from blocksparse.validators import block_size, flag, optional, whole
 
 
 @final

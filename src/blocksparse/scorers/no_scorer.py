@@ -9,13 +9,13 @@ from attrs import converters, field, frozen
 from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
+from blocksparse.checks.validators import block_size, optional, whole
 from blocksparse.geometry import Grid
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.scorers import pooling
 from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.scorers.key_history import KeyHistory
 from blocksparse.scorers.scorer import Scorer
-from blocksparse.validators import block_size, optional, whole
 
 
 @final

@@ -9,6 +9,7 @@ from attrs import converters, field, frozen
 from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
+from blocksparse.checks.validators import block_size, optional, whole
 from blocksparse.geometry import Grid
 from blocksparse.kernels.multiplying.products import products
 from blocksparse.kernels.scoring.block_mean import block_mean
@@ -18,7 +19,6 @@ from blocksparse.scorers import pooling
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.scorers.key_history import KeyHistory
 from blocksparse.scorers.scorer import Scorer
-from blocksparse.validators import block_size, optional, whole
 
 _SCORES_AT_ONCE = 1 << 24
 

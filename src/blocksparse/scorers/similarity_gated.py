@@ -9,15 +9,15 @@ from attrs import field, frozen
 from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
-from blocksparse.class_line import Declared, check_takes, declared
+from blocksparse.checks.class_line import Declared, check_takes, declared
+from blocksparse.checks.per_head import PerHead, cosine, number_or_blocks, per_head
+from blocksparse.checks.validators import a, flag, optional
 from blocksparse.kernels.scoring.block_mean import block_similarity
 from blocksparse.kernels.scoring.gate_blocks import gate_blocks
-from blocksparse.per_head import PerHead, cosine, number_or_blocks, per_head
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.scorers.key_history import KeyHistory
 from blocksparse.scorers.scorer import Scorer
-from blocksparse.validators import a, flag, optional
 
 
 @final

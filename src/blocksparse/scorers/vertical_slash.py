@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from blocksparse.attention_spec import AttentionSpec
+from blocksparse.checks.validators import block_size, flag, optional, size, whole
 from blocksparse.geometry import Grid
 from blocksparse.kernels.multiplying.block_products import block_products
 from blocksparse.kernels.multiplying.products import products
@@ -24,7 +25,6 @@ from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.scorers.key_history import KeyHistory
 from blocksparse.scorers.scorer import Scorer
-from blocksparse.validators import block_size, flag, optional, size, whole
 
 
 @final

@@ -7,10 +7,10 @@ from typing import final
 from attrs import field, frozen
 from torch import Tensor
 
+from blocksparse.checks.validators import count, whole
 from blocksparse.geometry import Grid
 from blocksparse.selectors.places import Places
 from blocksparse.selectors.position_selector import PositionSelector
-from blocksparse.validators import count, whole
 
 
 @final

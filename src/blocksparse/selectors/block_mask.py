@@ -9,10 +9,10 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from blocksparse.checks.validators import is_whole, shown
 from blocksparse.geometry import Grid
 from blocksparse.kernels.positions.any_head import any_head
 from blocksparse.kernels.positions.within_reach import within_reach
-from blocksparse.validators import is_whole, shown
 
 
 @frozen(eq=False)

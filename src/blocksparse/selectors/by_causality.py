@@ -6,8 +6,8 @@ from typing import final
 
 from attrs import field, frozen
 
+from blocksparse.checks.validators import a
 from blocksparse.selectors.selector import MaskT_co, ScoresT_contra, Selector
-from blocksparse.validators import a
 
 
 @final

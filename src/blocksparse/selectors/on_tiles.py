@@ -6,11 +6,11 @@ from typing import final
 
 from attrs import field, frozen
 
+from blocksparse.checks.validators import a, size, whole
 from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.position_selector import PositionSelector
 from blocksparse.selectors.selector import Selector
-from blocksparse.validators import a, size, whole
 
 
 @final

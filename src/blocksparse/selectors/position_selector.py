@@ -8,13 +8,13 @@ from typing import Any, final, overload
 from attrs import field, frozen
 from torch import Tensor
 
+from blocksparse.checks.validators import a
 from blocksparse.geometry import Grid
 from blocksparse.kernels.positions.within_reach import within_reach
 from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.places import NOWHERE, Places
 from blocksparse.selectors.selector import ScoresT, Selector, Union
-from blocksparse.validators import a
 
 
 class PositionSelector(Selector[BlockScores, BlockMask]):

@@ -8,12 +8,12 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
+from blocksparse.checks.per_head import PerHead, over_blocks, per_head, probability
+from blocksparse.checks.validators import flag, hash_seed, whole
 from blocksparse.geometry import Grid
-from blocksparse.per_head import PerHead, over_blocks, per_head, probability
 from blocksparse.selectors import counter_hash
 from blocksparse.selectors.counter_hash import BITS, block_indices
 from blocksparse.selectors.position_selector import PositionSelector
-from blocksparse.validators import flag, hash_seed, whole
 
 _WORKSPACE = 2**24  # draws that are held at a time
 

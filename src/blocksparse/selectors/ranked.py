@@ -7,11 +7,11 @@ from typing import final
 import torch
 from attrs import field, frozen
 
+from blocksparse.checks.validators import a, optional
 from blocksparse.kernels.positions.within_reach import within_reach
 from blocksparse.selectors.block_mask import BlockMask, RankedBlockMask
 from blocksparse.selectors.position_selector import PositionSelector
 from blocksparse.selectors.selector import ScoresT_contra, Selector
-from blocksparse.validators import a, optional
 
 
 @final

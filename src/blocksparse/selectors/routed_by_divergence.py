@@ -7,12 +7,12 @@ from typing import final
 import torch
 from attrs import field, frozen
 
-from blocksparse.class_line import Declared, check_takes, declared
-from blocksparse.per_head import PerHead, at_least_0, over_blocks, per_head, written
+from blocksparse.checks.class_line import Declared, check_takes, declared
+from blocksparse.checks.per_head import PerHead, at_least_0, over_blocks, per_head, written
+from blocksparse.checks.validators import a
 from blocksparse.scorers.vertical_slash import VerticalSlashScores
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.selector import Selector
-from blocksparse.validators import a
 
 
 @final

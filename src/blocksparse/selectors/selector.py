@@ -7,10 +7,10 @@ from typing import Generic, TypeVar, final
 
 from attrs import field, frozen
 
+from blocksparse.checks.validators import a
 from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.places import Places
-from blocksparse.validators import a
 
 ScoresT = TypeVar("ScoresT", bound=BlockScores)
 ScoresT_contra = TypeVar("ScoresT_contra", bound=BlockScores, contravariant=True)

@@ -6,9 +6,9 @@ from typing import final
 
 from attrs import field, frozen
 
+from blocksparse.checks.validators import a
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.selector import ScoresT_contra, Selector
-from blocksparse.validators import a
 
 
 @final

@@ -6,8 +6,8 @@ from typing import final
 
 from attrs import field, frozen
 
+from blocksparse.checks.per_head import PerHead, any_number, over_blocks, per_head, written
 from blocksparse.kernels.positions.within_reach import within_reach
-from blocksparse.per_head import PerHead, any_number, over_blocks, per_head, written
 from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.selector import Selector

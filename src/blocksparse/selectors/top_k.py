@@ -6,13 +6,13 @@ from typing import final
 
 from attrs import converters, field, frozen
 
+from blocksparse.checks.per_head import PerHead, least, over_blocks, per_head, share
+from blocksparse.checks.validators import flag, optional, size, whole
 from blocksparse.kernels.common.sizes import FAR
 from blocksparse.kernels.selecting.top_k import top_k
-from blocksparse.per_head import PerHead, least, over_blocks, per_head, share
 from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.selector import Selector
-from blocksparse.validators import flag, optional, size, whole
 
 
 @final

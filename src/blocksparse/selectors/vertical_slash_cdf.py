@@ -9,16 +9,16 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import pad
 
+from blocksparse.checks.per_head import PerHead, least, over_blocks, per_head, probability
+from blocksparse.checks.validators import count, flag, optional, size, whole
 from blocksparse.kernels.common.sizes import FAR, cdiv
 from blocksparse.kernels.positions.within_reach import within_reach
 from blocksparse.kernels.selecting.heaviest_lines import fewest
 from blocksparse.kernels.selecting.running_share import running_share
-from blocksparse.per_head import PerHead, least, over_blocks, per_head, probability
 from blocksparse.scorers.vertical_slash import VerticalSlashScores
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.counter_hash import block_indices
 from blocksparse.selectors.selector import Selector
-from blocksparse.validators import count, flag, optional, size, whole
 
 _TOKENS_PER_BUDGET = 128  # the released code divides by this number for every block size
 

@@ -8,15 +8,15 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
+from blocksparse.checks.per_head import PerHead, budget, least, over_blocks, per_head
+from blocksparse.checks.validators import count, flag, whole
 from blocksparse.kernels.common.sizes import FAR
 from blocksparse.kernels.positions.within_reach import within_reach
 from blocksparse.kernels.selecting.heaviest_lines import heaviest
-from blocksparse.per_head import PerHead, budget, least, over_blocks, per_head
 from blocksparse.scorers.vertical_slash import VerticalSlashScores
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.counter_hash import block_indices
 from blocksparse.selectors.selector import Selector
-from blocksparse.validators import count, flag, whole
 
 _LEAST_VERTICAL, _LEAST_SLASH = 30, 50  # the least budgets in the released code
 

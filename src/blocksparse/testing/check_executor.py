@@ -10,11 +10,11 @@ from attrs import frozen
 from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
-from blocksparse.class_line import Declared, check_gave, declared
+from blocksparse.checks.class_line import Declared, check_gave, declared
+from blocksparse.checks.per_head import HeadValues
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.executor import Executor
 from blocksparse.geometry import Grid
-from blocksparse.per_head import HeadValues
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.selectors.block_mask import BlockMask, RankedBlockMask
 from blocksparse.testing.budget import assert_within_budget, masked_attention

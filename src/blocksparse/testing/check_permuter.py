@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blocksparse.class_line import Declared, check_gave, declared
+from blocksparse.checks.class_line import Declared, check_gave, declared
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.permuters.permuter import Permuter
 from blocksparse.testing.requirements import LENGTHS, about, cases, require, unchanged

@@ -8,7 +8,7 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from blocksparse.class_line import Declared, check_gave, declared
+from blocksparse.checks.class_line import Declared, check_gave, declared
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.scorers.block_scores import BlockMass, BlockScores
 from blocksparse.scorers.key_history import KeyHistory

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
-from blocksparse.class_line import Declared, a_name, check_gave, declared
+from blocksparse.checks.class_line import Declared, a_name, check_gave, declared
 from blocksparse.geometry import Grid
 from blocksparse.permuters.permutation import GlobalPermutation, Permutation
 from blocksparse.scorers.block_scores import BlockMass, BlockScores

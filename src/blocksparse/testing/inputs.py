@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blocksparse.validators import a, hash_seed, multiple, size
+from blocksparse.checks.validators import a, hash_seed, multiple, size
 
 
 def make_qkv(

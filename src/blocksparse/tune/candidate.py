@@ -8,13 +8,13 @@ from typing import Any, final
 
 from attrs import evolve, field, frozen
 
+from blocksparse.checks.validators import count, optional, shown
 from blocksparse.executors.auto import AutoExecutor
 from blocksparse.executors.triton import TritonExecutor
-from blocksparse.head_groups import AnyPipeline
+from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.presets import every_preset
 from blocksparse.selectors.band import Band
 from blocksparse.tune.errors import TuneError
-from blocksparse.validators import count, optional, shown
 
 ALWAYS_SPARSE = AutoExecutor(dense_below=0)  # a plan holds "dense" where dense attention is the better choice
 

@@ -10,12 +10,12 @@ from typing import Any, final
 
 from attrs import field, frozen
 
-from blocksparse.head_groups import AnyPipeline, HeadGroups, Heads
-from blocksparse.schedule import LayerPipeline, Schedule
+from blocksparse.checks.validators import shown
+from blocksparse.layers.head_groups import AnyPipeline, HeadGroups, Heads
+from blocksparse.layers.schedule import LayerPipeline, Schedule
 from blocksparse.tune.candidate import Candidate
 from blocksparse.tune.errors import TuneError
 from blocksparse.tune.fingerprint import Fingerprint
-from blocksparse.validators import shown
 
 FORMAT = "blocksparse plan 1"
 

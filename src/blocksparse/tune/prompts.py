@@ -13,8 +13,8 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from blocksparse.checks.validators import a, shown
 from blocksparse.tune.errors import TuneError
-from blocksparse.validators import a, shown
 
 _CITIES = (
     "Athens", "Berlin", "Cairo", "Dublin", "Geneva", "Havana", "Kyoto", "Lima", "Madrid", "Oslo", "Paris",

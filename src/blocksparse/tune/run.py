@@ -10,6 +10,7 @@ from typing import Any, final
 
 from attrs import field, frozen
 
+from blocksparse.checks.validators import one_of, size
 from blocksparse.tune.bound import above_0
 from blocksparse.tune.candidate import DEFAULT_CANDIDATES, Candidate
 from blocksparse.tune.choice import Option
@@ -23,7 +24,6 @@ from blocksparse.tune.sensitivity import PROBE
 from blocksparse.tune.session import POSITIONS, Session
 from blocksparse.tune.unit import DENSE, Key
 from blocksparse.tune.verify import plan_that_fits
-from blocksparse.validators import one_of, size
 
 _MOST = 0.9  # of a layer's work; a window that keeps more hardly shows here what it drops of longer prompts
 _RUNS = 8  # of the model with each unit, about; only the estimate of the time left rests on it

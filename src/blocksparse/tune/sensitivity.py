@@ -12,11 +12,11 @@ from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
 from blocksparse.executors.dense_attention import dense_attention
-from blocksparse.head_groups import AnyPipeline
 from blocksparse.integrations.density_recorder import DensityRecorder
+from blocksparse.layers.head_groups import AnyPipeline
+from blocksparse.layers.schedule import LayerPipeline, Schedule
 from blocksparse.permuters.identity import Identity
 from blocksparse.pipeline import Pipeline
-from blocksparse.schedule import LayerPipeline, Schedule
 from blocksparse.scorers.no_scorer import NoScorer
 from blocksparse.selectors.everything import Everything
 from blocksparse.tune.candidate import ALWAYS_SPARSE, Candidate

@@ -11,8 +11,8 @@ import torch
 from attrs import frozen
 
 import blocksparse
-from blocksparse.head_groups import AnyPipeline, HeadGroups, Heads
-from blocksparse.schedule import LayerPipeline
+from blocksparse.layers.head_groups import AnyPipeline, HeadGroups, Heads
+from blocksparse.layers.schedule import LayerPipeline
 from blocksparse.tune.candidate import Candidate
 from blocksparse.tune.choice import Option
 from blocksparse.tune.cost import Costs

@@ -8,8 +8,8 @@ from typing import final
 from attrs import frozen
 from torch import Tensor
 
-from blocksparse.head_groups import AnyPipeline, HeadGroups, Heads
-from blocksparse.schedule import LayerPipeline
+from blocksparse.layers.head_groups import AnyPipeline, HeadGroups, Heads
+from blocksparse.layers.schedule import LayerPipeline
 
 DENSE = "dense"  # the name of dense attention beside those of candidates
 

@@ -10,7 +10,7 @@ from typing import Any, final
 from attrs import asdict, define, frozen
 
 from blocksparse.integrations.density_recorder import DensityRecorder
-from blocksparse.schedule import LayerPipeline
+from blocksparse.layers.schedule import LayerPipeline
 from blocksparse.tune.choice import Option
 from blocksparse.tune.errors import TuneError
 from blocksparse.tune.plan import Try

@@ -7,8 +7,8 @@ import torch
 
 import blocksparse as bs
 from blocksparse import HeadGroups, Schedule
-from blocksparse.head_groups import HeadGroupsTrace
-from blocksparse.schedule import LayerPipeline
+from blocksparse.layers.head_groups import HeadGroupsTrace
+from blocksparse.layers.schedule import LayerPipeline
 
 paper = bs.pbs_attn(0.9)
 groups = HeadGroups({(0, 1): paper, (2,): None, (3,): bs.mean_pooling()})

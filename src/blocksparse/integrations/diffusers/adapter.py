@@ -16,7 +16,7 @@ from blocksparse.integrations.diffusers.placed import placed
 from blocksparse.integrations.diffusers.recorded import Recorded
 from blocksparse.integrations.diffusers.steps import StepCounter
 from blocksparse.integrations.diffusers.token_layout import TokenLayout
-from blocksparse.schedule import LayerPipeline
+from blocksparse.layers.schedule import LayerPipeline
 
 _MAX_LAYOUTS = 32  # sizes of pictures and lengths of text for which pipelines are kept
 

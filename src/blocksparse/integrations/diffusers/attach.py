@@ -10,7 +10,7 @@ from uuid import uuid4
 from diffusers import ModelMixin
 from torch import nn
 
-from blocksparse.head_groups import HeadGroups
+from blocksparse.checks.validators import a, count, is_whole, optional, shown, size
 from blocksparse.integrations.density_recorder import DensityRecorder
 from blocksparse.integrations.diffusers.adapter import Adapter, layer_names
 from blocksparse.integrations.diffusers.attachment import Attachment, Layer
@@ -18,9 +18,9 @@ from blocksparse.integrations.diffusers.backend import Backend
 from blocksparse.integrations.diffusers.families import FAMILIES, Family
 from blocksparse.integrations.diffusers.placed import check_orders
 from blocksparse.integrations.diffusers.stand_in import BACKEND, OWN, REDIRECT, Redirect, stand_in
+from blocksparse.layers.head_groups import HeadGroups
+from blocksparse.layers.schedule import LayerPipeline, Schedule
 from blocksparse.pipeline import Pipeline
-from blocksparse.schedule import LayerPipeline, Schedule
-from blocksparse.validators import a, count, is_whole, optional, shown, size
 
 
 def attach(

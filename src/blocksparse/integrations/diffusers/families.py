@@ -9,8 +9,8 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
+from blocksparse.checks.validators import a, flag
 from blocksparse.integrations.diffusers.token_layout import Sizes, TokenLayout
-from blocksparse.validators import a, flag
 
 Arguments = Mapping[str, Any]
 """The arguments of a forward call by name, those with defaults included."""

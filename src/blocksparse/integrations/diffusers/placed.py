@@ -8,13 +8,13 @@ from typing import Any, final
 import torch
 from attrs import evolve, frozen
 
-from blocksparse.head_groups import HeadGroups
 from blocksparse.integrations.diffusers.token_layout import Sizes
+from blocksparse.layers.head_groups import HeadGroups
+from blocksparse.layers.schedule import LayerPipeline
 from blocksparse.permuters.given_order import GivenOrder
 from blocksparse.permuters.grid_order import GridOrder
 from blocksparse.permuters.permuter import Permuter
 from blocksparse.permuters.raster_order import RasterOrder
-from blocksparse.schedule import LayerPipeline
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.last_keys import LastKeys
 from blocksparse.selectors.last_queries import LastQueries

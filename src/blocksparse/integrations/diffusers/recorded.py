@@ -9,8 +9,8 @@ from torch import Tensor
 
 from blocksparse.attention_spec import Asked, AttentionSpec
 from blocksparse.integrations.density_recorder import DensityRecorder
-from blocksparse.opaque_call import OpaqueCall, attend
-from blocksparse.schedule import LayerPipeline
+from blocksparse.layers.schedule import LayerPipeline
+from blocksparse.runtime.opaque_call import OpaqueCall, attend
 
 
 @final

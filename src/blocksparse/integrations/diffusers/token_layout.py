@@ -10,8 +10,8 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
+from blocksparse.checks.validators import Rule, count, flag, shown, whole
 from blocksparse.permuters.grid_order import three_sizes
-from blocksparse.validators import Rule, count, flag, shown, whole
 
 Sizes = tuple[int, int, int]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -9,11 +9,11 @@ from attrs import frozen
 from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
+from blocksparse.checks.inputs import UnsupportedError
 from blocksparse.executors.dense_attention import dense_attention
-from blocksparse.inputs import UnsupportedError
 from blocksparse.integrations.density_recorder import DensityRecorder
 from blocksparse.integrations.serving.prefills import Prefills
-from blocksparse.schedule import LayerPipeline
+from blocksparse.layers.schedule import LayerPipeline
 
 
 @final

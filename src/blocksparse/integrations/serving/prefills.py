@@ -8,9 +8,9 @@ from typing import final
 from attrs import frozen
 from torch import Tensor
 
+from blocksparse.batches.page_table import PageTable
+from blocksparse.batches.sequences import Sequences
 from blocksparse.integrations.serving.runs import Runs
-from blocksparse.page_table import PageTable
-from blocksparse.sequences import Sequences
 
 
 @final

@@ -7,10 +7,10 @@ from typing import Any, final
 
 from attrs import evolve, frozen
 
+from blocksparse.checks.user_error import UserError
+from blocksparse.checks.validators import a, flag, shown, size, whole
+from blocksparse.layers.schedule import LayerPipeline, Schedule
 from blocksparse.presets import every_preset
-from blocksparse.schedule import LayerPipeline, Schedule
-from blocksparse.user_error import UserError
-from blocksparse.validators import a, flag, shown, size, whole
 
 KEY = "blocksparse"
 _KEYS = ("preset", "settings", "plan", "dense", "min_tokens", "min_queries", "record")

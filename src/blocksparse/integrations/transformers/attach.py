@@ -11,16 +11,16 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from blocksparse.audit.audit import Audit
 from blocksparse.audit.audited_pipeline import AuditedPipeline
-from blocksparse.head_groups import HeadGroups
+from blocksparse.checks.validators import flag, optional, shown, size, whole
 from blocksparse.integrations.density_recorder import DensityRecorder
 from blocksparse.integrations.transformers.adapter import Adapter
 from blocksparse.integrations.transformers.attachment import Attachment
 from blocksparse.integrations.transformers.call import layer_of
 from blocksparse.integrations.transformers.layer import LayerAttention
 from blocksparse.integrations.transformers.outcomes import Outcomes
+from blocksparse.layers.head_groups import HeadGroups
+from blocksparse.layers.schedule import LayerPipeline, Schedule
 from blocksparse.pipeline import Pipeline
-from blocksparse.schedule import LayerPipeline, Schedule
-from blocksparse.validators import flag, optional, shown, size, whole
 
 
 def attach(

@@ -9,11 +9,11 @@ from attrs import define, evolve
 from torch import Tensor, nn
 
 from blocksparse.attention_spec import Asked
-from blocksparse.inputs import MAX_HEAD_DIM
+from blocksparse.batches.sequences import Sequences
+from blocksparse.checks.inputs import MAX_HEAD_DIM
 from blocksparse.integrations.transformers.last_lengths import LastLengths
 from blocksparse.integrations.transformers.layer_logits import sinks_in, unread_because
 from blocksparse.integrations.transformers.prompt_mask import PromptMask
-from blocksparse.sequences import Sequences
 
 # Arguments with which attention must be dense, and the reasons that a DensityRecorder gets for them.
 _NOT_PLAIN = {

@@ -8,7 +8,7 @@ from weakref import ref
 from attrs import define, field
 from torch import Tensor
 
-from blocksparse.sequences import Sequences
+from blocksparse.batches.sequences import Sequences
 
 
 @final

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from blocksparse.attention_spec import Asked, AttentionSpec
 from blocksparse.audit.audited_pipeline import AuditedPipeline
+from blocksparse.batches.sequences import Sequences
+from blocksparse.checks.inputs import UnsupportedError
 from blocksparse.executors.dense_attention import dense_attention
-from blocksparse.inputs import UnsupportedError
 from blocksparse.integrations.transformers.outcomes import Outcomes
-from blocksparse.opaque_call import OpaqueCall, attend
-from blocksparse.schedule import LayerPipeline
-from blocksparse.sequences import Sequences
+from blocksparse.layers.schedule import LayerPipeline
+from blocksparse.runtime.opaque_call import OpaqueCall, attend
 
 
 @final

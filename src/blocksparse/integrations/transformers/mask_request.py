@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import sdpa_mask
 
+from blocksparse.batches.sequences import Sequences
 from blocksparse.integrations.transformers.prompt_mask import PromptMask
-from blocksparse.sequences import Sequences
 
 _ROWS = 256  # queries of a mask that are looked at together
 

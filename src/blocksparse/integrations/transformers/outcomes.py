@@ -9,8 +9,8 @@ from typing import final
 
 from attrs import define, field
 
-from blocksparse.head_groups import AnyTrace, HeadGroupsTrace
 from blocksparse.integrations.density_recorder import DensityRecorder
+from blocksparse.layers.head_groups import AnyTrace, HeadGroupsTrace
 
 _log = logging.getLogger(__name__)
 _COUNTING = Lock()  # several threads may run one model

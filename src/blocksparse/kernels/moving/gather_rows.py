@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blocksparse.precision import without_autocast
+from blocksparse.runtime.precision import without_autocast
 
 
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:

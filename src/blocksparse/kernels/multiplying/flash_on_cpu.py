@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from blocksparse.kernels.multiplying.products import rounds_fp32, wide_dtype
-from blocksparse.precision import without_autocast
+from blocksparse.runtime.precision import without_autocast
 
 
 def flash_dtype(x: Tensor) -> torch.dtype:

@@ -7,9 +7,9 @@ from typing import Any, final
 
 from attrs import field, frozen
 
-from blocksparse.head_groups import AnyPipeline, HeadGroups, repeated
+from blocksparse.checks.validators import is_whole, shown, size, whole
+from blocksparse.layers.head_groups import AnyPipeline, HeadGroups, repeated
 from blocksparse.pipeline import Pipeline
-from blocksparse.validators import is_whole, shown, size, whole
 
 LayerPipeline = AnyPipeline | HeadGroups
 """What attends in one layer."""

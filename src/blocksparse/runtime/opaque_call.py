@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
-from blocksparse.inputs import check_inputs, checked
-from blocksparse.per_head import HeadValues
-from blocksparse.precision import without_autocast
+from blocksparse.batches.sequences import Sequences
+from blocksparse.checks.inputs import check_inputs, checked
+from blocksparse.checks.per_head import HeadValues
+from blocksparse.runtime.precision import without_autocast
 from blocksparse.runtime.torch_private import OpaqueBase, graph_node, opaque_object, under_a_transform
-from blocksparse.sequences import Sequences
 
 Run = Callable[[Tensor, Tensor, Tensor, AttentionSpec], Tensor]
 """A function of checked `(q, k, v, spec)` that gives the output `[B, Hq, M, Dv]`."""

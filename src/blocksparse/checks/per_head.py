@@ -12,7 +12,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from blocksparse.validators import Rule, is_whole, whole
+from blocksparse.checks.validators import Rule, is_whole, whole
 
 WHOLE_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 

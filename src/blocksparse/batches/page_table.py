@@ -9,10 +9,10 @@ import torch
 from attrs import Factory, field, frozen
 from torch import Tensor
 
-from blocksparse.inputs import DTYPES
+from blocksparse.batches.sequences import Sequences
+from blocksparse.checks.inputs import DTYPES
+from blocksparse.checks.validators import block_size, numbers_on_host, shown, whole
 from blocksparse.kernels.moving.gather_rows import gather_two
-from blocksparse.sequences import Sequences
-from blocksparse.validators import block_size, numbers_on_host, shown, whole
 
 
 def _lengths(lengths: Sequence[int] | Tensor) -> tuple[int, ...]:

@@ -11,15 +11,15 @@ from attrs import Factory, field, frozen
 from torch import Tensor
 
 from blocksparse.attention_spec import Asked, AttentionSpec
+from blocksparse.batches.sequences import Sequences
+from blocksparse.checks.inputs import checked
+from blocksparse.checks.validators import a, is_whole, shown, whole
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.dense_attention import dense_attention
-from blocksparse.inputs import checked
-from blocksparse.opaque_call import OpaqueCall, attend
 from blocksparse.pipeline import Pipeline
-from blocksparse.precision import without_autocast
-from blocksparse.sequences import Sequences
+from blocksparse.runtime.opaque_call import OpaqueCall, attend
+from blocksparse.runtime.precision import without_autocast
 from blocksparse.trace import Trace
-from blocksparse.validators import a, is_whole, shown, whole
 
 AnyPipeline = Pipeline[Any, Any, Any]
 AnyTrace = Trace[Any, Any, Any]

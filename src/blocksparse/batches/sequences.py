@@ -10,8 +10,8 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
+from blocksparse.checks.validators import count, is_whole, numbers_on_host, shown, whole
 from blocksparse.runtime.torch_private import OpaqueBase, opaque_object
-from blocksparse.validators import count, is_whole, numbers_on_host, shown, whole
 
 
 class Span(NamedTuple):

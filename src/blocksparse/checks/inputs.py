@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from blocksparse.attention_spec import AttentionSpec, checked_scale
+from blocksparse.batches.sequences import Sequences
 from blocksparse.runtime.torch_private import under_forward_mode
-from blocksparse.sequences import Sequences
 
 MAX_HEAD_DIM = 256
 _AUTOCAST_TAKES = (torch.float16, torch.bfloat16, torch.float32)

@@ -1,0 +1,1 @@
+"""Checks: what arguments, numbers per head and class lines of stages must be."""

@@ -1,0 +1,1 @@
+"""Layers: which pipeline attends where in a model."""
