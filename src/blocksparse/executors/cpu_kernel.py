@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from blocksparse.checks.inputs import differentiates
@@ -20,13 +19,8 @@ _QUERIES = 64
 
 
 def takes_dense(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether dense attention of these runs by the kernel, because that is faster than PyTorch's.
-
-    Where a CPU has matrix units for bf16 (Intel's AMX), PyTorch's dense attention uses them, and is taken.
-    """
-    if q.shape[2] < _QUERIES or differentiates(q, k, v) or cpu_kernel_refuses(q, k, v):
-        return False
-    return q.dtype != torch.bfloat16 or cpu_products() != "AMX"
+    """Whether dense attention of these runs by the kernel, because that is faster than PyTorch's."""
+    return q.shape[2] >= _QUERIES and not differentiates(q, k, v) and not cpu_kernel_refuses(q, k, v)
 
 
 def about_kernel() -> str:

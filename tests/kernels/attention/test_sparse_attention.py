@@ -686,11 +686,11 @@ def test_hopper_windows_softcaps_and_sinks(
 
 
 @needs_hopper
-def test_hopper_weighs_logits_of_any_size() -> None:
-    """The least logits of fp32 are no less than a row's first maximum."""
+def test_hopper_weighs_large_logits() -> None:
+    """Some -2e5; from some 1e7 on, rounding the product of a row's maximum and the scale alone moves weights."""
     q, k, v = make_qkv(N=300, D=64, dtype=torch.bfloat16, device="cuda")
-    q, k = -q.abs() - 1, (k.abs() + 1) * 1e29
-    call = evolve(arguments(q, k, v, block=128, tiles=HopperTiles(2, 128, 4)), scale=1e6)
+    q, k = -q.abs() - 1, k.abs() + 1
+    call = evolve(arguments(q, k, v, block=128, tiles=HopperTiles(2, 128, 4)), scale=1e3)
     out, lse = call()
     want, want_lse = call.in_float64().exactly()
     assert_within_budget(out, want, call.exactly()[0])
