@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Generic, NamedTuple, Unpack, final, overload
+from typing import Any, Generic, Unpack, final, overload
 
 from attrs import Factory, evolve, field, frozen
 from torch import Tensor
 
 from blocksparse.attention_spec import Asked, AttentionSpec
 from blocksparse.batches.sequences import Sequences
-from blocksparse.checks.class_line import Declared, check_gave, check_takes, declared
+from blocksparse.checks.class_line import check_gave
 from blocksparse.checks.inputs import UnsupportedError, checked
 from blocksparse.checks.validators import a, flag
 from blocksparse.choice import Choice
 from blocksparse.executors.attention_output import AttentionOutput
-from blocksparse.executors.dense_attention import dense_attention
+from blocksparse.executors.dense_attention import dense_attention, everything
 from blocksparse.executors.executor import Executor
-from blocksparse.geometry import Grid
-from blocksparse.permuters.permutation import GlobalPermutation, Permutation
+from blocksparse.executors.stage_types import StageTypes
+from blocksparse.permuters.permutation import Permutation
 from blocksparse.permuters.permuter import Permuter
 from blocksparse.runtime.opaque_call import OpaqueCall, attend, refuse_transforms
 from blocksparse.runtime.precision import without_autocast
 from blocksparse.runtime.repeated import Repeated
-from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.scorers.key_history import KeyHistory, one_for_each
 from blocksparse.scorers.scorer import Scorer
-from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.selector import Selector
 from blocksparse.trace import MaskT, PermutationT, ScoresT, Trace
-
-_log = logging.getLogger(__name__)
 
 Done = Callable[[object], None]
 """A function that is told what a stage gives."""
@@ -68,21 +63,14 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         eq=False,
         default=Factory(lambda self: self._new_call(), takes_self=True),
     )
-    _promised: _Promised = field(
+    _types: StageTypes = field(
         init=False,
         repr=False,
         eq=False,
         default=Factory(
-            lambda self: _promises(self.permuter, self.scorer, self.selector, self.executor), takes_self=True
+            lambda self: StageTypes.of(self.permuter, self.scorer, self.selector, self.executor), takes_self=True
         ),
     )
-
-    def __attrs_post_init__(self) -> None:
-        permutation, scores = declared(self.permuter, Permuter, 0), declared(self.scorer, Scorer, 1)
-        check_takes(declared(self.scorer, Scorer, 0), permutation)
-        check_takes(declared(self.executor, Executor, 0), permutation)
-        check_takes(declared(self.selector, Selector, 0), scores)
-        check_takes(declared(self.executor, Executor, 1), declared(self.selector, Selector, 1))
 
     def __repr__(self) -> str:
         stages = (f"{name}={getattr(self, name)!r}" for name in ("permuter", "scorer", "selector", "executor"))
@@ -240,7 +228,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         if (reason := self.dense_because(q, k, v, spec)) is None:
             # No scores are left, so that their memory is free while attending.
             return self._execute(q, k, v, self._choose(q, k, spec, history)[2], spec, out).out
-        dense = _attend_densely(q, k, v, spec, reason)
+        dense = dense_attention(q, k, v, spec, because=reason)
         return dense if out is None else out.copy_(dense)
 
     def _attend_into(
@@ -264,7 +252,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
     ) -> tuple[PermutationT, ScoresT, MaskT]:
         """What the first three stages give; `done` is told each as soon as it is there."""
         permutation = self.permuter(q, k, spec)
-        check_gave(self._promised.permutation, permutation)
+        check_gave(self._types.permutation, permutation)
         permutation.check_fits(q, k, causal=spec.causal)
         done(permutation)
         if history is not None:
@@ -272,11 +260,11 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
             if spec.causal:
                 history.check_follows(q, k)
         scores = self.scorer(q, k, permutation, spec, history)
-        check_gave(self._promised.scores, scores)
+        check_gave(self._types.scores, scores)
         scores.grid.check_fits(q, k, permutation, spec)
         done(scores)
         mask = self.selector(scores)
-        check_gave(self._promised.mask, mask)
+        check_gave(self._types.mask, mask)
         mask.grid.check_fits(q, k, permutation, spec)
         done(mask)
         return permutation, scores, mask
@@ -295,7 +283,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         self, q: Tensor, k: Tensor, v: Tensor, mask: MaskT, spec: AttentionSpec, out: Tensor | None = None
     ) -> AttentionOutput:
         output = self.executor(q, k, v, mask, spec, out)
-        check_gave((Declared(self.executor, AttentionOutput),), output)
+        check_gave(self._types.output, output)
         return output
 
     @overload
@@ -343,31 +331,11 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         if (reason := self.dense_because(q, k, v, spec)) is None:
             output = self._execute(q, k, v, mask, spec)
         else:
-            output = AttentionOutput(_attend_densely(q, k, v, spec, reason), None, _everything(q, k, mask, spec))
+            grid, out = mask.grid, dense_attention(q, k, v, spec, because=reason)
+            seen = everything(q, k, spec, q.shape[1], q_block=grid.q_block, k_block=grid.k_block)
+            output = AttentionOutput(out, None, seen)
         done(output)
         return Trace(q, k, v, spec, permutation, scores, mask, output, reason)
-
-
-class _Promised(NamedTuple):
-    """The types that each of the first three stages must give, and the stages that say so."""
-
-    permutation: tuple[Declared, ...]
-    scores: tuple[Declared, ...]
-    mask: tuple[Declared, ...]
-
-
-def _promises(permuter: object, scorer: object, selector: object, executor: object) -> _Promised:
-    """What each stage must give: the type that its class declares or, without one, what later stages need."""
-
-    def promise(stage: object, least: type, said: tuple[Declared, ...], *needs: Declared) -> tuple[Declared, ...]:
-        return Declared(stage, least), *(said or (Declared(stage, need.value) for need in needs))
-
-    orders = *declared(scorer, Scorer, 0), *declared(executor, Executor, 0)
-    return _Promised(
-        promise(permuter, Permutation, declared(permuter, Permuter, 0), *orders),
-        promise(scorer, BlockScores, declared(scorer, Scorer, 1), *declared(selector, Selector, 0)),
-        promise(selector, BlockMask, declared(selector, Selector, 1), *declared(executor, Executor, 1)),
-    )
 
 
 def _refuse_mask(attn_mask: None) -> None:
@@ -377,14 +345,3 @@ def _refuse_mask(attn_mask: None) -> None:
             "leaves padding out, Sequences.packed(lengths) separates prompts, and window=tokens is a sliding "
             "window"
         )
-
-
-def _attend_densely(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, reason: str) -> Tensor:
-    _log.debug("dense attention runs: %s", reason)
-    return dense_attention(q, k, v, spec)
-
-
-def _everything(q: Tensor, k: Tensor, mask: BlockMask, spec: AttentionSpec) -> BlockMask:
-    """The mask of what dense attention visits: every block that is reachable in original order."""
-    grid = Grid.of(q, k, GlobalPermutation(), spec, q_block=mask.grid.q_block, k_block=mask.grid.k_block)
-    return BlockMask(grid.reachable.expand(q.shape[0], q.shape[1], -1, -1), grid)

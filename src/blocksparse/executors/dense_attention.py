@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from blocksparse.runtime.precision import without_autocast
 from blocksparse.runtime.repetition import refuse_repetition
 from blocksparse.selectors.block_mask import BlockMask
 
+_log = logging.getLogger(__name__)
+
 # `_by_rows` holds the weights of so many queries at a time: about as many numbers as its copy of the keys.
 _ROWS = 128
 _BLOCK = 128  # tokens of the blocks of attention that PyTorch has no kernel for
@@ -35,6 +38,8 @@ def dense_attention(
     k: Tensor,
     v: Tensor,
     spec: AttentionSpec,
+    *,
+    because: str = "it was asked for",
 ) -> Tensor:
     """Softmax attention of `q` `[B, Hq, M, D]` over all of `k` `[B, Hkv, N, D]` and `v`: `[B, Hq, M, Dv]`.
 
@@ -49,7 +54,11 @@ def dense_attention(
     PyTorch's kernels know no sliding window, no softcap and no sinks. So a window that hides something, and either
     of the others, takes the executor of `AutoExecutor`, with every block that a query sees: its time grows with M
     times the window.
+
+    Args:
+        because: what the log says of the reason.
     """
+    _log.debug("dense attention runs: %s", because)
     refuse_repetition("dense attention follows the switches of PyTorch")
     causal, scale = spec.causal, spec.scale
     if not spec.is_plain or (spec.window is not None and spec.window < k.shape[2]):
@@ -65,10 +74,15 @@ def dense_attention(
 
 def _by_blocks(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
     """The executor of a sparse call, with every block that a query sees: it holds no logits."""
-    grid = Grid.of(q, k, GlobalPermutation(), spec, q_block=_BLOCK, k_block=_BLOCK)
-    mask = BlockMask(grid.reachable.expand(grid.batch, grid.kv_heads, -1, -1), grid)
+    mask = everything(q, k, spec, k.shape[1], q_block=_BLOCK, k_block=_BLOCK)
     with without_autocast(q):
         return AutoExecutor()(q, k, v, mask, spec).out
+
+
+def everything(q: Tensor, k: Tensor, spec: AttentionSpec, heads: int, *, q_block: int, k_block: int) -> BlockMask:
+    """The mask of what dense attention visits, for `heads` heads: all that is reachable in original order."""
+    grid = Grid.of(q, k, GlobalPermutation(), spec, q_block=q_block, k_block=k_block)
+    return BlockMask(grid.reachable.expand(grid.batch, heads, -1, -1), grid)
 
 
 def _chunk_mask(M: int, N: int) -> Any:

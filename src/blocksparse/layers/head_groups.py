@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Unpack, final, overload
 
 import torch
@@ -16,54 +16,15 @@ from blocksparse.checks.inputs import checked
 from blocksparse.checks.validators import a, is_whole, shown, whole
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.dense_attention import dense_attention
+from blocksparse.layers.head_groups_trace import AnyTrace as AnyTrace
+from blocksparse.layers.head_groups_trace import HeadGroupsTrace as HeadGroupsTrace
+from blocksparse.layers.head_groups_trace import Heads as Heads
+from blocksparse.layers.head_groups_trace import put_back
 from blocksparse.pipeline import Pipeline
 from blocksparse.runtime.opaque_call import OpaqueCall, attend
 from blocksparse.runtime.precision import without_autocast
-from blocksparse.trace import Trace
 
 AnyPipeline = Pipeline[Any, Any, Any]
-AnyTrace = Trace[Any, Any, Any]
-Heads = tuple[int, ...]
-"""KV heads, in the order in which a pipeline gets them."""
-
-
-@final
-@frozen(eq=False)
-class HeadGroupsTrace:
-    """The traces of all groups of heads in one call. The methods measure when they are called, as in a `Trace`."""
-
-    traces: Mapping[Heads, AnyTrace | None]  # None for a dense group
-    output: AttentionOutput
-
-    @property
-    def dense_because(self) -> str | None:
-        """Why the executor of a group attended densely, if none of the groups was sparse."""
-        reasons = [trace.dense_because for trace in self.traces.values() if trace is not None]
-        return next(iter(reasons), None) if all(reasons) else None
-
-    def density(self) -> Tensor:
-        """The work done, as a share of the work of dense attention, `[B, Hq]`; 1 for heads of a dense group."""
-        return self._per_query_head(lambda trace: trace.density(), dense=1.0)
-
-    def covered_mass(self) -> Tensor:
-        """The share of the dense attention weights on visited pairs, `[B, Hq]`; 1 for heads of a dense group."""
-        return self._per_query_head(lambda trace: trace.covered_mass(), dense=1.0)
-
-    def error(self) -> Tensor:
-        """The relative L1 distance of the output from the dense one, `[B, Hq]`; 0 for heads of a dense group."""
-        return self._per_query_head(lambda trace: trace.error(), dense=0.0)
-
-    def _per_query_head(self, measure: Callable[[AnyTrace], Tensor], *, dense: float) -> Tensor:
-        out = self.output.out
-        size = out.shape[1] // sum(map(len, self.traces))
-        ones = torch.ones(out.shape[:2], dtype=torch.float64, device=out.device)
-        return _put_back(
-            {
-                heads: dense * ones[:, : size * len(heads)] if trace is None else measure(trace)
-                for heads, trace in self.traces.items()
-            },
-            size,
-        )
 
 
 def _groups(groups: Mapping[Heads, AnyPipeline | None]) -> Mapping[Heads, AnyPipeline | None]:
@@ -152,7 +113,7 @@ class HeadGroups:
             heads: dense_attention(*part, its) if pipeline is None else pipeline(*part, **its.arguments())
             for heads, pipeline, part, its in self._parts(q, k, v, spec)
         }
-        return _put_back(parts, q.shape[1] // k.shape[1])
+        return put_back(parts, q.shape[1] // k.shape[1])
 
     @overload
     def trace(
@@ -190,8 +151,8 @@ class HeadGroups:
         return HeadGroupsTrace(
             traces,
             AttentionOutput(
-                _put_back({heads: output.out for heads, output in outputs.items()}, size),
-                _put_back(lse, size) if len(lse) == len(outputs) else None,
+                put_back({heads: output.out for heads, output in outputs.items()}, size),
+                put_back(lse, size) if len(lse) == len(outputs) else None,
             ),
         )
 
@@ -227,11 +188,3 @@ def _take(x: Tensor, heads: Heads, size: int) -> Tensor:
         return x[:, heads[0] * size : (heads[-1] + 1) * size]
     # Indexing would need a tensor of indices on the device, and the host would wait for its copy.
     return torch.cat([x[:, head * size : (head + 1) * size] for head in heads], dim=1)
-
-
-def _put_back(parts: Mapping[Heads, Tensor], size: int) -> Tensor:
-    """The inverse of `_take`: the tensor `[B, Hkv * size, ...]` of which these are the parts."""
-    by_head = {
-        head: one for heads, part in parts.items() for head, one in zip(heads, part.split(size, 1), strict=True)
-    }
-    return torch.cat([by_head[head] for head in range(len(by_head))], dim=1)

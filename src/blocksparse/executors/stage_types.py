@@ -1,0 +1,54 @@
+"""Whether four stages fit together by the types of their class lines, and what each must give in a call."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from blocksparse.checks.class_line import Declared, check_takes, declared
+from blocksparse.executors.attention_output import AttentionOutput
+from blocksparse.executors.executor import Executor
+from blocksparse.permuters.permutation import Permutation
+from blocksparse.permuters.permuter import Permuter
+from blocksparse.scorers.block_scores import BlockScores
+from blocksparse.scorers.scorer import Scorer
+from blocksparse.selectors.block_mask import BlockMask
+from blocksparse.selectors.selector import Selector
+
+
+class StageTypes(NamedTuple):
+    """The types that each stage must give, and the stages that say so."""
+
+    permutation: tuple[Declared, ...]
+    scores: tuple[Declared, ...]
+    mask: tuple[Declared, ...]
+    output: tuple[Declared, ...]
+
+    @classmethod
+    def of(cls, permuter: object, scorer: object, selector: object, executor: object) -> StageTypes:
+        """What their class lines declare or, where one is silent, what later stages need.
+
+        Raises:
+            TypeError: a stage needs what the stage before it does not give.
+        """
+        order, scores, mask = (
+            declared(permuter, Permuter, 0),
+            declared(scorer, Scorer, 1),
+            declared(selector, Selector, 1),
+        )
+        orders = *declared(scorer, Scorer, 0), *declared(executor, Executor, 0)
+        check_takes(declared(scorer, Scorer, 0), order)
+        check_takes(declared(executor, Executor, 0), order)
+        check_takes(declared(selector, Selector, 0), scores)
+        check_takes(declared(executor, Executor, 1), mask)
+        return cls(
+            _promised(permuter, Permutation, order, orders),
+            _promised(scorer, BlockScores, scores, declared(selector, Selector, 0)),
+            _promised(selector, BlockMask, mask, declared(executor, Executor, 1)),
+            (Declared(executor, AttentionOutput),),
+        )
+
+
+def _promised(
+    stage: object, least: type, said: tuple[Declared, ...], needed: tuple[Declared, ...]
+) -> tuple[Declared, ...]:
+    return Declared(stage, least), *(said or (Declared(stage, need.value) for need in needed))
