@@ -18,6 +18,7 @@ from torch import Tensor
 
 import blocksparse as bs
 from blocksparse.checks.per_head import HeadValues
+from blocksparse.kernels.common import hardware
 from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.runtime.opaque_call import _attend
 from blocksparse.testing import every_preset, make_qkv
@@ -446,6 +447,7 @@ def with_multiprocessors(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device=None: SimpleNamespace(multi_processor_count=count)
     )
+    monkeypatch.setattr(hardware, "_asked", lambda index: hardware.TARGETS["sm_90"])
 
 
 def test_auto_turns_dense_on_a_cpu_only_where_it_is_told_to() -> None:
