@@ -70,6 +70,21 @@ def test_every_preset_compiles_whole(preset: Callable[..., AnyPipeline], device:
 
 
 @pytest.mark.parametrize(
+    "asked", [{"window": 50, "softcap": 3.0}, {"sinks": torch.tensor([0.0, 1.0, 2.0, -1.0])}], ids=str
+)
+def test_a_graph_has_what_a_layer_asks_for(asked: dict[str, Any], device: str) -> None:
+    q, k, v = inputs(device, 200)
+    for pipeline in (PLAIN, bs.HeadGroups({(0,): PLAIN, (1,): None})):
+        compiled = torch.compile(
+            lambda q, k, v, pipeline=pipeline: pipeline(q, k, v, **asked).abs(),
+            fullgraph=True,
+            backend="aot_eager",
+        )
+        assert torch.equal(compiled(q, k, v), pipeline(q, k, v, **asked).abs())
+        torch.compiler.reset()
+
+
+@pytest.mark.parametrize(
     ("permuter", "executor", "more"),
     [
         (bs.SegmentKeySort(64), bs.TritonExecutor(), {}),

@@ -10,7 +10,7 @@ from torch import Tensor
 from blocksparse.attention_spec import AttentionSpec
 from blocksparse.checks.class_line import check_got
 from blocksparse.checks.inputs import DTYPES, UnsupportedError, refuse_gradients
-from blocksparse.executors.attention_output import AttentionOutput
+from blocksparse.executors.attention_output import AttentionOutput, check_out
 from blocksparse.permuters.permutation import GlobalPermutation, Permutation
 from blocksparse.selectors.block_mask import BlockMask
 
@@ -111,7 +111,7 @@ class Executor(ABC, Generic[PermutationT_contra, MaskT_contra]):
                 f"{q.device}, k {tuple(k.shape)} on {k.device}, v {tuple(v.shape)} on {v.device}"
             )
         if out is not None:
-            _check_out(out, q, v)
+            check_out(out, q, v)
         if reasons := self.unsupported(q, k, v, mask, spec):
             inputs = ", ".join(
                 f"{name} {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} on {x.device.type}"
@@ -136,20 +136,3 @@ def knows_no_logit_change(spec: AttentionSpec) -> list[str]:
 def one_order(mask: BlockMask) -> GlobalPermutation:
     """The permutation of a mask, for an executor that declares to take one order of keys, as `check` sees to."""
     return cast(GlobalPermutation, mask.grid.permutation)
-
-
-def _check_out(out: Tensor, q: Tensor, v: Tensor) -> None:
-    """Refuse a tensor that cannot hold the output `[B, Hq, M, Dv]` of a call with these inputs."""
-    shape = (*q.shape[:3], v.shape[3])
-    if out.dtype != q.dtype:
-        raise TypeError(f"'out' must have the dtype of q ({q.dtype}): {out.dtype}; make it by q.new_empty()")
-    if out.shape != shape or out.device != q.device:
-        raise ValueError(
-            f"'out' must have the shape {shape}, on {q.device}: {tuple(out.shape)} on {out.device}; give the part "
-            "of a tensor that is for these queries"
-        )
-    if out.stride(3) != 1 or any(n > 1 and step == 0 for n, step in zip(shape, out.stride(), strict=True)):
-        raise ValueError(
-            "'out' must have its last axis innermost in memory, and no entries that share memory: "
-            f"strides {out.stride()}; make it by q.new_empty()"
-        )
