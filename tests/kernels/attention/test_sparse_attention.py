@@ -855,10 +855,10 @@ def test_compiles_ahead_of_time() -> None:
     assert "sm_90 HopperTiles(consumers=1, block_n=64, num_stages=1, per_sm=2) bf16 D=192,128" in printed
     assert all(f"sm_90 shares.{kernel}" in printed for kernel in ("_cut bf16", "_join bf16", "_join fp16"))
     kinds = (
-        "16 bits lists=i16",
-        "16 bits, cut lists=i16",
-        "16 bits lists=i32",
-        "fp8e4nv lists=i16",
-        "bf16 lists=i32",
+        "16 bits [] lists=i16",
+        "16 bits, cut [] lists=i16",
+        "16 bits [] lists=i32",
+        "fp8e4nv [] lists=i16",
+        "bf16 [] lists=i32",
     )
     assert all(f" {kind}: " in printed for kind in kinds)

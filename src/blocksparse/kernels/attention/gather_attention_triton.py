@@ -100,7 +100,8 @@ def shared_memory(hardware: Hardware, options: dict[str, int], row_bytes: int, i
     """
     if options["num_stages"] > 2:
         options = {**options, "num_stages": options["num_stages"] - 1}
-    return of_attention(hardware, options, row_bytes, row_bytes, itemsize, row_bytes)
+    shares = options["BLOCK_M"] * 32 if itemsize <= 2 else 0  # of all queries, which the warps tell each other
+    return of_attention(hardware, options, row_bytes, row_bytes, itemsize, row_bytes) + shares
 
 
 def _padded(size: int) -> int:
