@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blocksparse.kernels.common.sizes import cdiv, power_of_2
+from blocksparse.kernels.common.sizes import cdiv
 from blocksparse.kernels.common.strides_triton import head_strides
 from blocksparse.kernels.positions.block_grid import BlockGrid
 from blocksparse.kernels.positions.block_grid_triton import (
@@ -70,7 +70,7 @@ def global_top_cdf_triton(
         )  # fmt: skip
         _keep[in_line](
             ticks, total, mass, mass_stride, lightest, above, ties, keep, n,
-            CROSSING=crossing, TILE=_TILE, PROGRAMS=power_of_2(in_line[0]), num_warps=4,
+            CROSSING=crossing, TILE=_TILE, num_warps=4,
         )  # fmt: skip
         _finish[over_grid](
             keep, forced, mass, mass_stride, strides(keep), None if forced is None else strides(forced), *where,
@@ -202,7 +202,7 @@ def _count(
 @triton.jit(do_not_specialize=["n"])
 def _keep(
     ticks_ptr, total_ptr, mass_ptr, mass_stride, lightest_ptr, above_ptr, ties_ptr, keep_ptr, n,
-    CROSSING: tl.constexpr, TILE: tl.constexpr, PROGRAMS: tl.constexpr,
+    CROSSING: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(1)
     head = tl.program_id(2) * tl.num_programs(1) + h
@@ -212,11 +212,12 @@ def _keep(
     place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]  # a head may have over 2^31 blocks
     ticks = tl.load(ticks_ptr + head.to(tl.int64) * n + place, mask=place < n, other=-1)
     tied = ticks == lightest
-    program = tl.arange(0, PROGRAMS)[None, :]
-    ties = tl.load(
-        ties_ptr + head.to(tl.int64) * tl.num_programs(0) + program, mask=program < tl.program_id(0), other=0
-    )
-    before = tl.sum(ties.to(tl.int64), 1, keep_dims=True)
+    before = tl.zeros([1, 1], tl.int64)
+    for first in range(0, tl.program_id(0), TILE):
+        program = first + tl.arange(0, TILE)[None, :]
+        there = program < tl.program_id(0)
+        ties = tl.load(ties_ptr + head.to(tl.int64) * tl.num_programs(0) + program, mask=there, other=0)
+        before += tl.sum(ties.to(tl.int64), 1, keep_dims=True)
     rank = before + tl.cumsum(tied.to(tl.int32), 1) - (1 if CROSSING else 0)
     taken = (ticks > lightest) | (tied & (rank.to(tl.int64) * lightest.to(tl.int64) < missing))
     tl.store(keep_ptr + head.to(tl.int64) * n + place, taken, mask=place < n)
