@@ -53,11 +53,14 @@ def cell_mass_on_cpu(
     call.rows, call.cols = cdiv(call.empty + queries, call.high), cdiv(keys, call.wide)
     call.q_at_heads = call.k_at_heads = 1
 
-    cell = torch.arange(first_cell, first_cell + queries, dtype=torch.int32)
+    cell = torch.arange(first_cell, first_cell + queries, dtype=torch.int32, device=q.device)
     if of.causal:
         q_last, k_first, q_floor, k_last = of.q_last, of.k_first, of.q_floor, of.k_last
         if q_last is None or k_first is None:
-            q_last, k_first = cell.view(1, 1, -1), torch.arange(keys, dtype=torch.int32).view(1, 1, -1)
+            q_last, k_first = (
+                cell.view(1, 1, -1),
+                torch.arange(keys, dtype=torch.int32, device=q.device).view(1, 1, -1),
+            )
             if of.behind is not None:
                 q_floor, k_last = q_last - of.behind - 1, k_first
         positions = [None if at is None else at.contiguous() for at in (q_last, q_floor, k_first, k_last)]
@@ -71,7 +74,7 @@ def cell_mass_on_cpu(
     if segment is not None:
         held.append(limit := cell // segment * segment)
         call.limit = limit.data_ptr()
-    mass = torch.empty(*q.shape[:2], call.rows, call.cols)
+    mass = q.new_empty((*q.shape[:2], call.rows, call.cols), dtype=torch.float32)
     call.mass = mass.data_ptr()
     _make("cell_mass", call)
     del held
@@ -117,7 +120,7 @@ def _lines(
     held = _set_tokens(call.tokens, probe.unsqueeze(3), k.unsqueeze(3))
     call.first, call.causal, call.window, call.seen = first, causal, window or 0, N if seen is None else seen
     call.parts, call.lines, call.scale, call.share = min(_PARTS, P), lines, scale, 1 / (P * heads)
-    vertical, slash = (torch.empty(B, Hq, call.parts, n) for n in (N, lines))
+    vertical, slash = (probe.new_empty((B, Hq, call.parts, n), dtype=torch.float32) for n in (N, lines))
     call.vertical, call.slash = vertical.data_ptr(), slash.data_ptr()
     _make("probe_lines", call)
     del held
