@@ -131,7 +131,7 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
 
     @property
     def may_be_left_out(self) -> bool:
-        return True
+        return self.dense_below != 0
 
     def dense_because(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> str | None:
         pays_from = self.dense_below

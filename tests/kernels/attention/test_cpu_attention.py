@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import re
@@ -11,14 +12,19 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.kernels.attention import cpu_cases
+from torch.fx.experimental.proxy_tensor import make_fx
 
+import blocksparse as bs
+from blocksparse.executors.dense_attention import dense_attention
 from blocksparse.kernels.attention import cpu_attention
+from blocksparse.kernels.attention.cpu_attention import dense_cpu_attention
 from blocksparse.kernels.common import compiled
 from blocksparse.testing import make_qkv
 
@@ -317,3 +323,33 @@ def test_a_wheel_brings_what_the_cpu_can_run(tmp_path: Path, monkeypatch: pytest
         assert str(compiled.load(source).path).endswith(f"quick-{name}.so")
     monkeypatch.setattr(compiled, "cpu_flags", lambda: "sse2")
     assert "no C++ compiler is found" in str(compiled.load(source).why_not)
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_logits_far_from_0_are_weighed_as_in_float64(dtype: torch.dtype) -> None:
+    """The maximum of a row is subtracted before the scale, as a product that is rounded apart would be off by units."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 256, 64, generator=generator).to(dtype) for _ in range(3))
+    out, lse = dense_cpu_attention(q * 1e5, k * 1e5, v, causal=True, scale=0.125)
+    assert bool(out.isfinite().all())
+    assert bool(lse.isfinite().all())
+    best = (q.double() @ k.double().mT).masked_fill(torch.ones(256, 256).triu(1).bool(), -math.inf).argmax(-1)
+    torch.testing.assert_close(out[0, 0], v[0, 0, best[0, 0]])
+
+
+@needs_kernel
+def test_what_notes_operations_misses_nothing() -> None:
+    """Attention that a traced graph would lack is left to PyTorch's operations."""
+    q, k, v = (torch.randn(1, 2, 128, 16) for _ in range(3))
+    dense = partial(dense_attention, k=k, v=v, spec=bs.AttentionSpec(scale=0.25))
+    torch.testing.assert_close(make_fx(dense)(q)(q + 1), dense(q + 1))
+
+
+@needs_kernel
+def test_views_with_the_negative_bit() -> None:
+    q, k, v = (torch._neg_view(torch.randn(1, 2, 128, 16)) for _ in range(3))
+    torch.testing.assert_close(
+        dense_cpu_attention(q, k, v, causal=True, scale=0.25)[0],
+        dense_cpu_attention(*(x.resolve_neg() for x in (q, k, v)), causal=True, scale=0.25)[0],
+    )

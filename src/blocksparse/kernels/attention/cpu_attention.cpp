@@ -233,10 +233,13 @@ struct Attention {
 
   // Logits `s` [n, width] to weights, in place or in `w`, relative to the greatest logit of each query so far; sums and
   // outputs so far are made relative to it, too. With `fresh` the sum of these weights is kept apart.
+  // A row's peak is kept before it is scaled, and subtracted before: a product rounded apart would move large logits.
+  float per_peak() const { return c.softcap ? 1.f : scale; }
+
   template <bool Masked>
   void weigh(const Scratch& r, int64_t n, int64_t width, const int32_t* place, float* fresh) const {
     const float never = -INFINITY, cap = float(c.softcap), into = cap ? scale / cap : 0.f, out_of = cap * to_base_2;
-    const float factor = cap ? 1.f : scale;
+    const float factor = per_peak();
     for (int64_t m = 0; m < n; m++) {
       float* x = r.s + m * width;
       vec top = vec{} + never;
@@ -251,28 +254,28 @@ struct Attention {
         if (Masked || cap) *(vec*)(x + j) = y;
         top = y > top ? y : top;
       }
-      const float peak = r.peak[m], highest = most(top) * factor, now = highest > peak ? highest : peak;
+      const float peak = r.peak[m], highest = most(top), now = highest > peak ? highest : peak;
       const vec base = vec{} + (now == never ? 0.f : now);
       vec sum{};
       if constexpr (kNarrow) {
 #if defined(MULTIPLIES_BF16)
         bf16* w = r.w + m * width;
         for (int64_t j = 0; j < width; j += 2 * kWide) {
-          vec a = exp2_(*(vec*)(x + j) * factor - base), b = exp2_(*(vec*)(x + j + kWide) * factor - base);
+          vec a = exp2_((*(vec*)(x + j) - base) * factor), b = exp2_((*(vec*)(x + j + kWide) - base) * factor);
           sum += a + b;
           _mm512_storeu_si512(w + j, (__m512i)_mm512_cvtne2ps_pbh(b, a));
         }
 #endif
       } else {
         for (int64_t j = 0; j < width; j += kWide) {
-          vec a = exp2_(*(vec*)(x + j) * factor - base);
+          vec a = exp2_((*(vec*)(x + j) - base) * factor);
           *(vec*)(x + j) = a;
           sum += a;
         }
       }
       vec *so_far = (vec*)(r.sum + m * kWide), *apart = fresh ? (vec*)(fresh + m * kWide) : so_far;
       if (now != peak) {
-        vec shrink = exp2_(vec{} + peak - base);
+        vec shrink = exp2_((vec{} + peak - base) * factor);
         *so_far *= shrink;
         if (fresh) *apart *= shrink;
         for (int64_t d = 0; d < E; d += kWide) *(vec*)(r.o + m * E + d) *= shrink;
@@ -333,7 +336,7 @@ struct Attention {
     T* out = (T*)c.out + x.b * c.out_step[0] + x.h * c.out_step[1];
     float* lse = c.lse + (x.b * c.q_heads + x.h) * c.queries;
     for (int64_t m = 0; m < x.n; m++) {
-      float peak = r.peak[m], sum = total(*(const vec*)(r.sum + m * kWide)), share = 1.f;
+      float peak = r.peak[m] * per_peak(), sum = total(*(const vec*)(r.sum + m * kWide)), share = 1.f;
       const bool nothing = sum == 0.f;
       if (c.sinks) {
         float sink = c.sinks[x.h] * to_base_2, now = std::max(peak, sink);
@@ -511,7 +514,7 @@ struct Attention {
     if (shared) {
       Packed one;
       one.take(packs, *this, 1);
-      at_once = std::min(units, std::max<int64_t>(1, kRoom / packs.used));
+      at_once = std::min(units, std::max<int64_t>(1, kRoom / std::max<int64_t>(1, packs.used)));
     }
     char* desks = allocate(each * c.threads);
     char* tiles_of = shared ? allocate((packs.used + 320) * at_once) : nullptr;

@@ -31,6 +31,7 @@ from blocksparse.kernels.common.compiled import Loaded, load
 from blocksparse.kernels.common.cpu_calls import parallel, python_calls, steps
 from blocksparse.kernels.common.memory import empty_as
 from blocksparse.kernels.positions.token_positions import TokenPositions
+from blocksparse.runtime.torch_private import operations_are_noted
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 MAX_HEAD_DIM = 256
@@ -119,6 +120,8 @@ def cpu_kernel_refuses(q: Tensor, k: Tensor, v: Tensor) -> list[str]:
         reasons.append(f"it takes head dims up to {MAX_HEAD_DIM}, not {max(q.shape[3], v.shape[3])}")
     if not all(type(x) in (Tensor, torch.nn.Parameter) for x in (q, k, v)):
         reasons.append("it takes plain tensors, not subclasses")
+    if operations_are_noted():
+        reasons.append("it is no operation of PyTorch, and those are being noted")
     if not reasons and (why := cpu_kernel().why_not) is not None:
         reasons.append(why)
     return reasons
@@ -186,6 +189,7 @@ def _attend(
     if out is None:
         out = empty_as(q, Dv, v.dtype)
     lse = q.new_empty((B, Hq, M), dtype=torch.float32)
+    q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
     # The kernel takes the greatest logit of unscaled ones.
     if scale <= 0:
         q, scale = (-q, -scale) if scale else (torch.zeros_like(q), 1.0)

@@ -23,6 +23,7 @@ from blocksparse.kernels.common.compiled import load
 from blocksparse.kernels.common.cpu_calls import parallel, python_calls, steps
 from blocksparse.kernels.common.sizes import ROOM, cdiv
 from blocksparse.kernels.multiplying.cell_products import Cells, cells, means_of_short_cells
+from blocksparse.runtime.torch_private import operations_are_noted
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -33,7 +34,7 @@ _PARTS = 4  # of the queries of a probe, each of which one thread sums: a fixed 
 def takes(*tensors: Tensor) -> bool:
     """Whether the compiled kernel runs these: it is there, and they lie on a CPU in a dtype that it knows."""
     plain = all(type(x) is Tensor and x.device.type == "cpu" and x.dtype in _TYPES for x in tensors)
-    return plain and scores_kernel() is not None
+    return plain and not operations_are_noted() and scores_kernel() is not None
 
 
 def cell_mass_on_cpu(
@@ -161,6 +162,7 @@ class _ProbeCall(ctypes.Structure):
 
 def _set_tokens(tokens: _Tokens, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """Fill in `tokens` for `q` `[B, Hq, rows, slots, D]` and `k`; what is returned must live as long as the call."""
+    q, k = (x.resolve_neg() for x in (q, k))
     q, k = (x if x.stride(4) == 1 or x.shape[4] == 1 else x.contiguous() for x in (q, k))
     tokens.batch, tokens.q_heads, tokens.queries, tokens.slots, tokens.dim = q.shape
     tokens.kv_heads, tokens.keys = k.shape[1:3]
