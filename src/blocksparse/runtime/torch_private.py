@@ -86,12 +86,12 @@ except ImportError:
 try:
     from torch.utils._python_dispatch import _get_current_dispatch_mode as _dispatch_mode
 except ImportError:
-    _dispatch_mode = None  # no mode can be found
+    _dispatch_mode = None  # type: ignore[assignment]  # no mode can be found
 
 
 def operations_are_noted() -> bool:
     """Whether something takes down PyTorch's operations, as `make_fx` does, and so misses what is none of them."""
-    return torch.jit.is_tracing() or (_dispatch_mode is not None and _dispatch_mode() is not None)
+    return torch._C._get_tracing_state() is not None or (_dispatch_mode is not None and _dispatch_mode() is not None)
 
 
 def opaque_object(kind: type) -> None:
