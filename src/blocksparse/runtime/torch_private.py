@@ -91,7 +91,9 @@ except ImportError:
 
 def operations_are_noted() -> bool:
     """Whether something takes down PyTorch's operations, as `make_fx` does, and so misses what is none of them."""
-    return torch._C._get_tracing_state() is not None or (_dispatch_mode is not None and _dispatch_mode() is not None)
+    if torch._C._get_tracing_state() is not None:
+        return True
+    return _dispatch_mode is not None and _dispatch_mode() is not None
 
 
 def opaque_object(kind: type) -> None:
