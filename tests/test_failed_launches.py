@@ -89,7 +89,7 @@ def test_a_named_executor_says_so_in_a_sentence(
     named = small_preset("s2o") if isinstance(executor, bs.GatherExecutor) else pipeline(executor)
     q, k, v = inputs()
     planted = plant(monkeypatch, module)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, "blocksparse"):
         for _ in range(3):
             with pytest.raises(
                 UnsupportedError, match=r"_kernel cannot .*300000.*\. Use|_kernel cannot .*\. Choose"

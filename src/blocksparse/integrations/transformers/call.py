@@ -102,9 +102,13 @@ class Call:
     def asked(self) -> Asked:
         """What the layer asks for, as arguments of a pipeline."""
         kwargs = self.kwargs
-        return Asked(
-            scale=kwargs.get("scaling"), window=self.window, softcap=kwargs.get("softcap"), sinks=sinks_in(kwargs)
-        )
+        # Written as a dict, since torch.compile cannot call a TypedDict some of whose keys may be left out.
+        return {
+            "scale": kwargs.get("scaling"),
+            "window": self.window,
+            "softcap": kwargs.get("softcap"),
+            "sinks": sinks_in(kwargs),
+        }
 
     @property
     def wants_weights(self) -> bool:
