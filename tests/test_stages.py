@@ -344,9 +344,7 @@ def test_density_counts_the_slots_of_each_head(heads: int, kept: int) -> None:
     for b in range(2):
         for h in range(heads):
             index[b, h, :, 64 - 7 * h - 3 * b :] = -1
-    grid = bs.Grid.of(
-        q, k, bs.Permutation(index, group=32), bs.AttentionSpec(scale=1.0), q_block=B16, k_block=B16
-    )
+    grid = bs.Grid.of(q, k, bs.Permutation(index, group=32), bs.AttentionSpec(scale=1.0), q_block=B16, k_block=B16)
     mask = bs.BlockMask(torch.ones(2, kept, 4, 4, dtype=torch.bool), grid)
     slots = torch.stack([(mask.slots(row) >= 0).sum((-1, -2)) for row in range(4)]).sum(0)  # [B, Hq]
     density = mask.density().repeat_interleave(4 // max(heads, kept), 1)

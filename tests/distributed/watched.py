@@ -75,7 +75,9 @@ def compare(make: Any, pipeline: Any, qkv: QKV, *, causal: bool = True, lse: boo
     )
     assert torch.equal(local[0], q[:, :, mine])
     one = pipeline.trace(*qkv, causal=causal)
-    truth = bs.ReferenceExecutor()(q.double(), k.double(), v.double(), one.visited, asked(one.visited, one.spec.scale))
+    truth = bs.ReferenceExecutor()(
+        q.double(), k.double(), v.double(), one.visited, asked(one.visited, one.spec.scale)
+    )
     outputs = [scheme(*local, causal=causal)]
     kept = pairs.clone()
     if lse:

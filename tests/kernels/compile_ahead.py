@@ -127,7 +127,12 @@ def against(said: dict[str, Any]) -> list[str]:
         wrong.append(f"it takes more than the {has} B that there are")
     if said["needed"] is not None and said["shared"] > said["needed"]:
         wrong.append(f"it takes more than the {said['needed']} B that were foretold")
-    if module in MAIN and said["dtype"] != "fp32" and said["spills"] and (said["target"], said["D"]) not in MAY_SPILL:
+    if (
+        module in MAIN
+        and said["dtype"] != "fp32"
+        and said["spills"]
+        and (said["target"], said["D"]) not in MAY_SPILL
+    ):
         wrong.append("it spills")
     return wrong
 

@@ -49,7 +49,12 @@ def needed(
 
 
 def of_attention(
-    hardware: Hardware, options: dict[str, int], row_bytes: int, value_bytes: int, weight_bytes: int, out_bytes: int
+    hardware: Hardware,
+    options: dict[str, int],
+    row_bytes: int,
+    value_bytes: int,
+    weight_bytes: int,
+    out_bytes: int,
 ) -> int:
     """The same of attention: a tile of queries is held, one of keys and one of values loaded, weights change hands.
 
