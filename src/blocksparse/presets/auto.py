@@ -26,7 +26,7 @@ Quality = Literal["careful", "balanced", "fast"]
 
 
 class _Settings(NamedTuple):
-    mass: float  # of antidiagonal scores, in causal calls
+    mass: float  # of sums of cells, in causal calls
     tau: float  # of SpargeAttn, in other calls
     theta: float
 
@@ -37,31 +37,33 @@ _SETTINGS: dict[str, _Settings] = {
     "balanced": _Settings(0.9, 0.95, 0.5),
     "fast": _Settings(0.8, 0.9, 0.3),
 }
+_STRIDE, _BLOCK = 16, 128  # docs/evidence/auto.md: the least time at its KL, whatever the length
 _BAND = 128  # tokens; 64 with "fast" lost more at equal density
 
 
 def auto(
     quality: Quality = "balanced",
     *,
-    block: int = 64,  # keeps less than 128 at the same mass, docs/evidence/layer-errors.md
+    block: int = _BLOCK,
     order: Permuter[GlobalPermutation] | None = None,
     executor: Executor[GlobalPermutation, BlockMask] | None = None,
 ) -> Pipeline[GlobalPermutation, BlockMass, BlockMask]:
     """Choose by causality, length and device, as tasks taught; `AutoChoice.of` says what it does, and why.
 
-    A causal call, as in language models, takes antidiagonal scores in blocks of 64 tokens and a thin band. Another
-    call, as in models of images and video, takes `sparge`. `AutoExecutor` attends densely where that is little
+    A causal call, as in language models, takes XAttention's scores as sums of cells of 16 x 16 pairs, in blocks of
+    128 tokens, and a thin band. Another call, as in models of images and video, takes `sparge`. `AutoExecutor` attends densely where that is little
     work, as for short prompts on a GPU, and else takes the fastest executor of the device.
 
     Args:
         quality: "careful" keeps more blocks, "fast" fewer.
-        block: tokens per block in causal calls, a multiple of 8. Other calls have blocks of 128 x 64.
+        block: tokens per block in causal calls, a multiple of 16. Other calls have blocks of 128 x 64.
         order: a permuter, `HilbertOrder(grid)` for images and video; `Identity()` if None.
         executor: `AutoExecutor()` if None.
     """
     one_of(*get_args(Quality)).check(quality=quality)
     mass, tau, theta = _SETTINGS[quality]
-    text, pictures = xattention(mass, block=block), sparge(tau, theta, order=order)
+    text = xattention(mass, stride=_STRIDE, block=block, pattern="sum")
+    pictures = sparge(tau, theta, order=order)
     return Pipeline(
         pictures.permuter,
         ScorerByCausality(text.scorer, pictures.scorer),
@@ -96,7 +98,7 @@ class AutoChoice:
         trace = auto(quality, executor=executor).trace(q, k, v, causal=causal, scale=scale)
         mass, tau, theta = _SETTINGS[quality]
         return cls(
-            f"xattention({mass}, block=64) | Band({_BAND})" if causal else f"sparge({tau}, {theta})",
+            f"xattention({mass}, stride={_STRIDE}, pattern='sum') | Band({_BAND})" if causal else f"sparge({tau}, {theta})",
             "the call is causal, as in language models" if causal else "the call is not causal, as in video",
             float(trace.density().mean()),
             executor.choose(trace.q, trace.k, trace.v, trace.mask, trace.spec),
