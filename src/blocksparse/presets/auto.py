@@ -51,8 +51,9 @@ def auto(
     """Choose by causality, length and device, as tasks taught; `AutoChoice.of` says what it does, and why.
 
     A causal call, as in language models, takes XAttention's scores as sums of cells of 16 x 16 pairs, in blocks of
-    128 tokens, and a thin band. Another call, as in models of images and video, takes `sparge`. `AutoExecutor` attends densely where that is little
-    work, as for short prompts on a GPU, and else takes the fastest executor of the device.
+    128 tokens, and a thin band. Another call, as in models of images and video, takes `sparge`. `AutoExecutor`
+    attends densely where that is little work, as for short prompts on a GPU, and else takes the fastest executor
+    of the device.
 
     Args:
         quality: "careful" keeps more blocks, "fast" fewer.
@@ -98,7 +99,9 @@ class AutoChoice:
         trace = auto(quality, executor=executor).trace(q, k, v, causal=causal, scale=scale)
         mass, tau, theta = _SETTINGS[quality]
         return cls(
-            f"xattention({mass}, stride={_STRIDE}, pattern='sum') | Band({_BAND})" if causal else f"sparge({tau}, {theta})",
+            f"xattention({mass}, stride={_STRIDE}, pattern='sum') | Band({_BAND})"
+            if causal
+            else f"sparge({tau}, {theta})",
             "the call is causal, as in language models" if causal else "the call is not causal, as in video",
             float(trace.density().mean()),
             executor.choose(trace.q, trace.k, trace.v, trace.mask, trace.spec),
