@@ -116,29 +116,38 @@ class AttentionSpec:
             )
 
     @staticmethod
-    def of(
-        *,
-        scale: float,
-        causal: bool = True,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Any = None,
-    ) -> AttentionSpec:
-        """The same as the class, whose objects are remembered, since every call of a layer asks for one."""
+    def of(heads: int, scale: float, asked: Asked) -> AttentionSpec:
+        """What a call of `heads` query heads asks for, whose scale is known by now.
+
+        Objects are remembered, since every call of a layer asks for one.
+
+        Raises:
+            TypeError, ValueError: as of the class; or sinks are for another number of heads.
+        """
+        given: dict[str, Any] = {**asked, "scale": scale}
+        sinks = given.get("sinks")
         if isinstance(sinks, Tensor) and sinks.ndim == 1 and sinks.device.type != "cpu":
-            sinks = read(sinks)
-        if sinks is None or isinstance(sinks, float | HeadValues):
+            sinks = given["sinks"] = read(sinks)
+        if sinks is not None and not isinstance(sinks, float | HeadValues):  # which says nothing of its numbers
+            spec = AttentionSpec(**given)
+        else:
             try:
-                return _remembered(scale, causal, window, softcap, sinks)
+                spec = _remembered(**given)
             except TypeError:  # of a value that cannot be looked up, which the class refuses in its own words
-                pass
-        return AttentionSpec(scale=scale, causal=causal, window=window, softcap=softcap, sinks=sinks)
+                spec = AttentionSpec(**given)
+        spec.check_heads(heads)
+        return spec
 
     def arguments(self) -> Asked:
         """The fields as arguments of a pipeline's call."""
-        return Asked(
-            causal=self.causal, scale=self.scale, window=self.window, softcap=self.softcap, sinks=self.sinks
-        )
+        # `Asked(...)` would make the same, but torch.compile cannot trace it.
+        return {
+            "causal": self.causal,
+            "scale": self.scale,
+            "window": self.window,
+            "softcap": self.softcap,
+            "sinks": self.sinks,
+        }
 
     @property
     def is_plain(self) -> bool:
@@ -188,8 +197,4 @@ class AttentionSpec:
         return out * share.unsqueeze(3), torch.logaddexp(lse, sinks)
 
 
-@lru_cache(maxsize=1024, typed=True)
-def _remembered(
-    scale: float, causal: bool, window: int | None, softcap: float | None, sinks: PerHead | None
-) -> AttentionSpec:
-    return AttentionSpec(scale=scale, causal=causal, window=window, softcap=softcap, sinks=sinks)
+_remembered = lru_cache(maxsize=1024, typed=True)(AttentionSpec)

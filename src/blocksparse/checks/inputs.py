@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from blocksparse.attention_spec import AttentionSpec, checked_scale
+from blocksparse.attention_spec import Asked, AttentionSpec, checked_scale
 from blocksparse.batches.sequences import Sequences
 from blocksparse.runtime.torch_private import under_forward_mode
 
@@ -104,26 +104,30 @@ def check_inputs(
 
 
 def checked(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sequences: Sequences | None = None,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Any = None,
+    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None = None, **asked: Unpack[Asked]
 ) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
     """`check_inputs`, and the rest of the arguments of a call as the spec that stages take.
 
     Raises:
         TypeError, ValueError: as of `check_inputs` and `AttentionSpec`, or sinks are not one per query head.
     """
+    causal, scale = asked.get("causal", True), asked.get("scale")
     q, k, v, scale = check_inputs(q, k, v, causal=causal, scale=scale, sequences=sequences)
-    spec = AttentionSpec.of(causal=causal, scale=scale, window=window, softcap=softcap, sinks=sinks)
-    spec.check_heads(q.shape[1])
-    return q, k, v, spec
+    return q, k, v, AttentionSpec.of(q.shape[1], scale, asked)
+
+
+def refuse_mask(attn_mask: object) -> None:
+    """Refuse what stands where `scaled_dot_product_attention` takes its mask.
+
+    Raises:
+        TypeError: it is not None.
+    """
+    if attn_mask is not None:
+        raise TypeError(
+            "a pipeline takes no attention mask, its selector makes one; sequences=Sequences.padded(mask [B, N]) "
+            "leaves padding out, Sequences.packed(lengths) separates prompts, and window=tokens is a sliding "
+            "window"
+        )
 
 
 def differentiates(q: Tensor, k: Tensor, v: Tensor) -> bool:

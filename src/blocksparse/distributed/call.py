@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Callable
-from typing import Any, Unpack, final
+from typing import Unpack, final
 
 from attrs import frozen
 from torch import Tensor
@@ -53,9 +53,7 @@ def checked(
     try:
         # Whether there are enough keys is a question of the whole call: of one rank there may be fewer.
         q, k, v, scale = check_inputs(q, k, v, causal=False, scale=asked.get("scale"), sequences=sequences)
-        whole: dict[str, Any] = {**asked, "scale": scale}
-        spec = AttentionSpec.of(**whole)
-        spec.check_heads(q.shape[1])
+        spec = AttentionSpec.of(q.shape[1], scale, asked)
         if spec.window is not None:
             raise ValueError(
                 f"the call has a sliding window of {spec.window} tokens, and no scheme knows windows: spread "

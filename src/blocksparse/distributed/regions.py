@@ -66,7 +66,7 @@ class Choice(NamedTuple):
             None if k_index is None else k_index[..., region.keys.start : region.keys.end] - region.keys.start,
             None if q_index is None else q_index[..., first : first + region.queries.length] - first,
         )
-        spec = AttentionSpec.of(scale=1.0, causal=region.causal)  # a grid asks for no scale
+        spec = AttentionSpec(scale=1.0, causal=region.causal)  # a grid asks for no scale
         grid = Grid.of(q, k, permutation, spec, q_block=self.q_block, k_block=self.k_block)
         return BlockMask(self.keep[:, :, rows, cols], grid)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Unpack
+from typing import Unpack
 
 from attrs import Factory, field, frozen
 from torch import Tensor
@@ -54,8 +54,7 @@ class Scheme(ABC):
         """
         if is_transformed():
             q, k, v, scale = check_inputs(q, k, v, causal=False, scale=asked.get("scale"))
-            whole: dict[str, Any] = {**asked, "scale": scale}
-            return node(self._call, q, k, v, **whole)
+            return node(self._call, q, k, v, scale, asked)
         q, k, v, spec = checked(q, k, v, ranks=self._ranks, **asked)
         return self._call(q, k, v, spec)
 

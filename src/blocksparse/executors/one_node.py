@@ -17,7 +17,7 @@ from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.executor import Executor
 from blocksparse.geometry import Grid
 from blocksparse.permuters.permutation import GlobalPermutation, Permutation
-from blocksparse.runtime.opaque_call import as_numbers, laid_out_as, sinks_as_tensor, spec_of
+from blocksparse.runtime.opaque_call import as_numbers, laid_out_as, spec_of
 from blocksparse.runtime.torch_private import OpaqueBase, graph_node, opaque_object
 from blocksparse.selectors.block_mask import BlockMask, RankedBlockMask
 
@@ -51,7 +51,7 @@ def one_node(
     order = grid.permutation
     out, lse, visited = _execute(
         q, k, v, mask.keep, rank, order.k_index, order.q_index, node, order.group, [grid.q_block, grid.k_block],
-        as_numbers(spec.causal, spec.scale, spec.window, spec.softcap), sinks_as_tensor(spec.sinks),
+        *as_numbers(spec.scale, spec.arguments()),
     )  # fmt: skip
     visit = None if rank is None else lambda: BlockMask(visited, grid)
     return AttentionOutput(out, lse, visit)
@@ -69,14 +69,14 @@ def _execute(
     node: OneNode,
     group: int | None,
     blocks: list[int],  # slots of a block of queries, and of keys
-    asked: list[float],
+    numbers: list[float],
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     permutation = Permutation(k_index, q_index, group=group)
     if group is None:
         permutation = GlobalPermutation(k_index, q_index)
     q_block, k_block = blocks
-    spec = spec_of(asked, sinks, q.shape[1])
+    spec = spec_of(numbers, sinks, q.shape[1])
     grid = Grid.of(q, k, permutation, spec, q_block=q_block, k_block=k_block)
     mask = BlockMask(keep, grid) if rank is None else RankedBlockMask(keep, grid, rank)
     given = node.executor(q, k, v, mask, spec)

@@ -47,7 +47,7 @@ def from_flex(block_mask: FlexBlockMask, q: Tensor, k: Tensor, *, causal: bool) 
     if block_mask.seq_lengths != (M, N) or its_batch not in (1, B) or its_heads not in (1, Hq):
         its = its_batch, its_heads, *block_mask.seq_lengths
         raise ValueError(f"'block_mask' was made for (B, Hq, M, N) = {its}, and q and k have {(B, Hq, M, N)}")
-    spec = AttentionSpec.of(scale=1.0, causal=causal)  # a grid asks for no scale
+    spec = AttentionSpec(scale=1.0, causal=causal)  # a grid asks for no scale
     grid = Grid.of(q, k, GlobalPermutation(), spec, q_block=q_block, k_block=k_block)
     if grid.q_lead:
         raise ValueError(

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Unpack, final
 
 import torch
 from torch import Tensor
 
-from blocksparse.attention_spec import AttentionSpec
+from blocksparse.attention_spec import Asked, AttentionSpec
 from blocksparse.batches.sequences import Sequences
 from blocksparse.checks.inputs import check_inputs, checked
 from blocksparse.checks.per_head import HeadValues
 from blocksparse.runtime.precision import without_autocast
 from blocksparse.runtime.torch_private import OpaqueBase, graph_node, opaque_object, under_a_transform
-
-Run = Callable[[Tensor, Tensor, Tensor, AttentionSpec], Tensor]
-"""A function of checked `(q, k, v, spec)` that gives the output `[B, Hq, M, Dv]`."""
-
-Into = Callable[[Tensor, Tensor, Tensor, AttentionSpec, Tensor], object]
-"""A function of `(q, k, v, spec, out)` that writes this output to `out`."""
 
 
 @final
@@ -27,48 +21,57 @@ class OpaqueCall(OpaqueBase):
     """Attention that torch.compile calls without tracing it. To the graph it is an input, compared by identity.
 
     Args:
-        run: makes a call.
-        into: makes the same call for one of several sequences, whose outputs share one tensor. If None, what `run`
-            gives is copied there.
+        run: a function of checked `(q, k, v, spec)` that gives the output `[B, Hq, M, Dv]`. It gets
+            `history=` where a call has one.
+        writes: whether it also takes `out`, to which it then writes the output of one of several sequences, since
+            their outputs share a tensor. Otherwise what it gives is copied there.
     """
 
-    def __init__(self, run: Run, into: Into | None = None) -> None:
+    def __init__(self, run: Callable[..., Tensor], *, writes: bool = False) -> None:
         self.run = run
-        self.into = into  # `_copied` would make a cycle, in which a history of the call is not freed at once
+        self.writes = writes
 
-    def _copied(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, out: Tensor) -> None:
-        out.copy_(self.run(q, k, v, spec))
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-        with without_autocast(q):
-            return laid_out_as(q, self.run(q, k, v, spec))
-
-    def each(
+    def __call__(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        sequences: Sequences,
         spec: AttentionSpec,
-        calls: Sequence[Into] | None = None,
+        sequences: Sequences | None = None,
+        histories: Sequence[object] | None = None,
+    ) -> Tensor:
+        """Attention of checked inputs, in one dtype whatever autocast says."""
+        with without_autocast(q):
+            if sequences is not None:
+                return self._each(q, k, v, spec, sequences, histories)
+            more = {} if histories is None else {"history": histories[0]}
+            return laid_out_as(q, self.run(q, k, v, spec, **more))
+
+    def _each(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        spec: AttentionSpec,
+        sequences: Sequences,
+        histories: Sequence[object] | None,
     ) -> Tensor:
         """Run each sequence by itself, on views of q, k and v. Other rows of the output are 0.
 
         The longest run first, so that a GPU is at work on them while the host prepares the short ones.
-
-        Args:
-            calls: what runs for each sequence, if not `into` for all.
         """
         parts = sequences.parts(q, k, v, causal=spec.causal)
-        calls = calls or [self.into or self._copied] * len(parts)
-        runs = [run for run in zip(sequences.spans, parts, calls, strict=True) if run[1] is not None]
+        more = [{} if histories is None else {"history": each} for each in histories or parts]
+        runs = [run for run in zip(sequences.spans, parts, more, strict=True) if run[1] is not None]
         out = _new_output(q, v.shape[-1])
         if sum(span.queries for span, _, _ in runs) < q.shape[0] * q.shape[2]:
             out.zero_()
-        with without_autocast(q):
-            for span, part, into in sorted(runs, key=lambda run: -run[0].queries * run[0].keys):
-                assert part is not None
-                into(*part, spec, span.rows(out))
+        for span, part, its in sorted(runs, key=lambda run: -run[0].queries * run[0].keys):
+            assert part is not None
+            if self.writes:
+                self.run(*part, spec, span.rows(out), **its)
+            else:
+                span.rows(out).copy_(self.run(*part, spec, **its))
         return out
 
 
@@ -101,12 +104,8 @@ def attend(
     k: Tensor,
     v: Tensor,
     sequences: Sequences | None = None,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Any = None,
+    histories: Sequence[object] | None = None,
+    **asked: Unpack[Asked],
 ) -> Tensor:
     """Check the arguments and run `call`, or, while a graph is traced, put a node into the graph that runs it.
 
@@ -114,12 +113,13 @@ def attend(
         TypeError, ValueError: no pipeline can run these arguments.
     """
     if not is_transformed():
-        q, k, v, spec = checked(
-            q, k, v, sequences, causal=causal, scale=scale, window=window, softcap=softcap, sinks=sinks
-        )
-        return call(q, k, v, spec) if sequences is None else call.each(q, k, v, sequences, spec)
+        q, k, v, spec = checked(q, k, v, sequences, **asked)
+        return call(q, k, v, spec, sequences, histories)
+    if histories is not None:
+        refuse_transforms("history")
+    causal, scale = asked.get("causal", True), asked.get("scale")
     q, k, v, scale = check_inputs(q, k, v, causal=causal, scale=scale, sequences=sequences)
-    return node(call, q, k, v, sequences, causal=causal, scale=scale, window=window, softcap=softcap, sinks=sinks)
+    return node(call, q, k, v, scale, asked, sequences)
 
 
 def node(
@@ -127,51 +127,47 @@ def node(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    sequences: Sequences | None = None,
-    *,
     scale: float,
-    causal: bool = True,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Any = None,
+    asked: Asked,
+    sequences: Sequences | None = None,
 ) -> Tensor:
     """Put a node into the graph that is traced, which runs `call` of checked inputs."""
-    asked, given = as_numbers(causal, scale, window, softcap), sinks_as_tensor(sinks)
+    numbers, sinks = as_numbers(scale, asked)
     if sequences is None:
-        out: Tensor = _attend(q, k, v, call, asked, given)
+        out: Tensor = _attend(q, k, v, call, numbers, sinks)
     else:
-        out = _attend_each(q, k, v, call, sequences, asked, given)
+        out = _attend_each(q, k, v, call, sequences, numbers, sinks)
     return out
 
 
 # A graph has no attention specs: its nodes take their fields, as numbers and a tensor.
 
 
-def as_numbers(causal: bool, scale: float, window: int | None, softcap: float | None) -> list[float]:
-    """What a layer asks for but its sinks; a window or a softcap of 0 is none."""
-    return [float(causal), scale, float(window or 0), softcap or 0.0]
+def as_numbers(scale: float, asked: Asked) -> tuple[list[float], Tensor | None]:
+    """What a layer asks for as arguments of a node: causality, the scale, its window and softcap, 0 being none.
 
-
-def sinks_as_tensor(sinks: Any) -> Tensor | None:
-    """Sinks as an argument of a node: `[Hq]`, or `[]` for one number."""
+    And its sinks: `[Hq]`, or `[]` for one number.
+    """
+    causal, sinks = asked.get("causal", True), asked.get("sinks")
     if isinstance(sinks, HeadValues):
-        return sinks.values
-    return sinks if sinks is None or isinstance(sinks, Tensor) else torch.tensor(sinks, dtype=torch.float64)
+        sinks = sinks.values
+    elif sinks is not None and not isinstance(sinks, Tensor):
+        sinks = torch.tensor(sinks, dtype=torch.float64)
+    return [float(causal), scale, float(asked.get("window") or 0), asked.get("softcap") or 0.0], sinks
 
 
-def spec_of(asked: list[float], sinks: Tensor | None, heads: int) -> AttentionSpec:
+def spec_of(numbers: list[float], sinks: Tensor | None, heads: int) -> AttentionSpec:
     """The spec whose fields a node got."""
-    causal, scale, window, softcap = asked
-    spec = AttentionSpec.of(
-        causal=bool(causal), scale=scale, window=int(window) or None, softcap=softcap or None, sinks=sinks
-    )
-    spec.check_heads(heads)
-    return spec
+    causal, scale, window, softcap = numbers
+    asked = Asked(causal=bool(causal), window=int(window) or None, softcap=softcap or None, sinks=sinks)
+    return AttentionSpec.of(heads, scale, asked)
 
 
 @graph_node("blocksparse::attend")
-def _attend(q: Tensor, k: Tensor, v: Tensor, call: OpaqueCall, asked: list[float], sinks: Tensor | None) -> Tensor:
-    return call(q, k, v, spec_of(asked, sinks, q.shape[1]))
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, call: OpaqueCall, numbers: list[float], sinks: Tensor | None
+) -> Tensor:
+    return call(q, k, v, spec_of(numbers, sinks, q.shape[1]))
 
 
 # PyTorch knows no op with an argument that is such an object or None, so this is an op of its own.
@@ -182,10 +178,10 @@ def _attend_each(
     v: Tensor,
     call: OpaqueCall,
     sequences: Sequences,
-    asked: list[float],
+    numbers: list[float],
     sinks: Tensor | None,
 ) -> Tensor:
-    return call.each(q, k, v, sequences, spec_of(asked, sinks, q.shape[1]))
+    return call(q, k, v, spec_of(numbers, sinks, q.shape[1]), sequences)
 
 
 @_attend.register_fake

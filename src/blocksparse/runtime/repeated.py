@@ -26,9 +26,9 @@ class Repeated:
     The first call with inputs of some sizes runs as it is, which compiles kernels. The second is recorded, and
     later ones repeat it (`repetition.py`): the same launches on memory of the same sizes, so they give the same
     result. What is learned belongs to the value of which `run` is a method, so that equal ones learn together,
-    and for as long as the process runs. A call also runs as it is where tensors need gradients or are of a
-    subclass, in forward-mode differentiation, under a mode that changes PyTorch's functions, while a graph is
-    captured, and on AMD's GPUs.
+    and for as long as the process runs. A call also runs as it is with arguments by name, which change from call
+    to call; where tensors need gradients or are of a subclass, in forward-mode differentiation, under a mode that
+    changes PyTorch's functions, while a graph is captured, and on AMD's GPUs.
 
     Args:
         run: in it, Python looks at the sizes, strides and dtypes of tensors, and never at their contents. A
@@ -43,7 +43,9 @@ class Repeated:
     def __reduce__(self) -> tuple[type[Repeated], tuple[Callable[..., Any]]]:
         return Repeated, (self.run,)
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **changing: Any) -> Any:
+        if changing:
+            return self.run(*args, **changing)
         tensors = tuple([x for x in args if isinstance(x, Tensor)])
         key = None if current.get() is not None else self._key(tensors, args)
         if key is None:

@@ -52,7 +52,7 @@ class LayerAttention:
             trace = self.pipeline.trace(q, k, v, scale=scale)
         except UnsupportedError as error:
             self._saw_dense(error.because)
-            return dense_attention(q, k, v, AttentionSpec.of(scale=scale))
+            return dense_attention(q, k, v, AttentionSpec(scale=scale))
         if trace.dense_because is not None:
             self._saw_dense(trace.dense_because)
         else:

@@ -1,0 +1,142 @@
+"""`FourStages` runs a permuter, a scorer, a selector and an executor in this order, which stands nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, final
+
+from attrs import Factory, field, frozen
+from torch import Tensor
+
+from blocksparse.attention_spec import AttentionSpec
+from blocksparse.checks.class_line import check_gave
+from blocksparse.checks.inputs import UnsupportedError
+from blocksparse.executors.attention_output import AttentionOutput
+from blocksparse.executors.dense_attention import dense_attention, everything
+from blocksparse.executors.executor import Executor
+from blocksparse.executors.stage_types import StageTypes
+from blocksparse.permuters.permutation import Permutation
+from blocksparse.permuters.permuter import Permuter
+from blocksparse.scorers.key_history import KeyHistory
+from blocksparse.scorers.scorer import Scorer
+from blocksparse.selectors.selector import Selector
+from blocksparse.trace import MaskT, PermutationT, ScoresT, Trace
+
+Done = Callable[[object], None]
+"""A function that is told what a stage gives."""
+
+
+def tell_nobody(given: object) -> None:
+    """A `Done` for callers who take no time of stages."""
+
+
+@final
+@frozen(cache_hash=True)
+class FourStages(Generic[PermutationT, ScoresT, MaskT]):
+    """The stages of a pipeline. Its methods take checked inputs, outside of autocast.
+
+    Raises:
+        TypeError: a stage needs a type that the stage before it does not give.
+    """
+
+    permuter: Permuter[PermutationT]
+    scorer: Scorer[PermutationT, ScoresT]
+    selector: Selector[ScoresT, MaskT]
+    executor: Executor[PermutationT, MaskT]
+    _types: StageTypes = field(
+        init=False,
+        eq=False,
+        default=Factory(
+            lambda self: StageTypes.of(self.permuter, self.scorer, self.selector, self.executor), takes_self=True
+        ),
+    )
+
+    def choose(
+        self,
+        q: Tensor,
+        k: Tensor,
+        spec: AttentionSpec,
+        history: KeyHistory | None = None,
+        done: Done = tell_nobody,
+    ) -> tuple[PermutationT, ScoresT, MaskT]:
+        """What the first three stages give; `done` is told each as soon as it is there."""
+        permutation = self.permuter(q, k, spec)
+        check_gave(self._types.permutation, permutation)
+        permutation.check_fits(q, k, causal=spec.causal)
+        done(permutation)
+        if history is not None:
+            self._check_history(permutation)
+            if spec.causal:
+                history.check_follows(q, k)
+        scores = self.scorer(q, k, permutation, spec, history)
+        check_gave(self._types.scores, scores)
+        scores.grid.check_fits(q, k, permutation, spec)
+        done(scores)
+        mask = self.selector(scores)
+        check_gave(self._types.mask, mask)
+        mask.grid.check_fits(q, k, permutation, spec)
+        done(mask)
+        return permutation, scores, mask
+
+    def execute(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: MaskT, spec: AttentionSpec, out: Tensor | None = None
+    ) -> AttentionOutput:
+        """What the fourth stage gives."""
+        output = self.executor(q, k, v, mask, spec, out)
+        check_gave(self._types.output, output)
+        return output
+
+    def dense_because(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> str | None:
+        """The reason why a call attends densely instead, or None."""
+        if (reason := self.executor.dense_because(q, k, v, spec)) is not None or not self.executor.may_be_left_out:
+            return reason
+        M, N = q.shape[2], k.shape[2]
+        if not self.selector.keeps_everything(M, N, causal=spec.causal):
+            return None
+        return f"{self.selector!r} keeps every block of {M} queries and {N} keys"
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        spec: AttentionSpec,
+        out: Tensor | None = None,
+        history: KeyHistory | None = None,
+    ) -> Tensor:
+        """The output of a call `[B, Hq, M, Dv]`, which is in `out` if there is one."""
+        if (reason := self.dense_because(q, k, v, spec)) is None:
+            # No scores are left, so that their memory is free while attending.
+            return self.execute(q, k, v, self.choose(q, k, spec, history)[2], spec, out).out
+        dense = dense_attention(q, k, v, spec, because=reason)
+        return dense if out is None else out.copy_(dense)
+
+    def trace(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        spec: AttentionSpec,
+        history: KeyHistory | None = None,
+        done: Done = tell_nobody,
+    ) -> Trace[PermutationT, ScoresT, MaskT]:
+        """Every value of a call; blocks are chosen even where it is dense."""
+        permutation, scores, mask = self.choose(q, k, spec, history, done)
+        if (reason := self.dense_because(q, k, v, spec)) is None:
+            output = self.execute(q, k, v, mask, spec)
+        else:
+            grid, out = mask.grid, dense_attention(q, k, v, spec, because=reason)
+            seen = everything(q, k, spec, q.shape[1], q_block=grid.q_block, k_block=grid.k_block)
+            output = AttentionOutput(out, None, seen)
+        done(output)
+        return Trace(q, k, v, spec, permutation, scores, mask, output, reason)
+
+    def _check_history(self, permutation: Permutation) -> None:
+        if not self.scorer.keeps_history:
+            because = f"{type(self.scorer).__name__} remembers nothing of keys"
+            raise UnsupportedError(f"{because}: call without 'history', which would save nothing", because)
+        if permutation.k_index is not None:
+            raise ValueError(
+                f"{type(self.permuter).__name__} moves keys, so that blocks change from chunk to chunk, and a "
+                "history is of blocks that stay: call without 'history'"
+            )
