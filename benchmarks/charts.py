@@ -184,7 +184,7 @@ def draw(folder: Path) -> Iterator[Path]:
     """An SVG of each chart for each theme."""
     for name, chart in CHARTS.items():
         for suffix, (paper, ink) in THEMES.items():
-            with _themed(paper, ink):
+            with themed(paper, ink):
                 figure = chart()
                 path = folder / f"{name}{suffix}.svg"
                 figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
@@ -193,7 +193,7 @@ def draw(folder: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _themed(paper: str, ink: str) -> Iterator[None]:
+def themed(paper: str, ink: str) -> Iterator[None]:
     coloured = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor", "axes.titlecolor")
     settings: dict[str, Any] = {
         "figure.facecolor": paper, "axes.facecolor": paper, "savefig.facecolor": paper, "font.size": 10,

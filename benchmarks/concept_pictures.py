@@ -1,4 +1,4 @@
-"""The pictures of docs/reference/concepts.md, computed: `python -m benchmarks.concept_pictures docs/pictures`.
+"""The pictures of docs/reference/concepts.md, computed, light and dark: `python -m benchmarks.concept_pictures`.
 
 One follows a head of the demo's model, SmolLM2-135M, through the four stages of a pipeline. The other spells out,
 on 64 random tokens, which pairs of query and key a permutation and a block mask mean. Half a minute on a CPU.
@@ -10,17 +10,15 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
 import numpy as np
 import torch
 from matplotlib import colormaps
 from matplotlib import pyplot as plt
-from matplotlib.colors import LogNorm, to_rgb, to_rgba
+from matplotlib.colors import LogNorm, to_rgba
 from torch import Tensor
 
 import blocksparse as bs
+from benchmarks.charts import BLUE, ORANGE, THEMES, themed
 from blocksparse.demo import TEXT
 from blocksparse.demo.measure import measure
 from blocksparse.demo.model import convert_smollm2, load
@@ -30,14 +28,11 @@ from blocksparse.testing import make_qkv
 
 LAYER, HEAD, TOKENS = 8, 1, 2048  # the head that the demo shows, and a prompt in which blocks are visible
 SEGMENT, BLOCK = 256, 64
-BLUE, ORANGE = "#0072B2", "#E69F00"
-
-plt.rcParams.update({"font.size": 10, "axes.titlesize": 10, "figure.dpi": 150})
+PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
 
 
-def four_stages(model_folder: Path) -> Any:
+def four_stages(q: Tensor, k: Tensor, v: Tensor) -> Any:
     """One head: true attention, its permuted view, a score per block, and the blocks that are kept."""
-    q, k, v = one_head(model_folder)
     permuter, scorer = bs.SegmentKeySort(SEGMENT, probe=BLOCK), bs.MeanPoolScorer(BLOCK)
     selector, executor = bs.TopCdf(0.8) | bs.Sink(1), bs.ReferenceExecutor()
     in_text = bs.Pipeline(bs.Identity(), scorer, bs.Everything(), executor)
@@ -50,13 +45,13 @@ def four_stages(model_folder: Path) -> Any:
     heaviest = float(max(true.attention.max(), permuted.attention.max()))
     norm = LogNorm(heaviest * 1e-4, heaviest, clip=True)
     traces = [x.trace(q, k, v) for x in (in_text, in_slots)]
-    images = true.colours(norm), permuted.colours(norm), scored(traces[1].scores), kept.colours(norm)
+    images = seen(true, norm), seen(permuted, norm), scored(traces[1].scores), seen(kept, norm)
     before, after = (fewest(trace, share) for trace in traces)
     titles = (
-        f"Where the head looks, darker is more:\n{share:.1%} lie in {before:.0%} of the blocks",
-        f"1  Permuter: in each segment of {SEGMENT}, keys\nthat matter come first; now in {after:.0%}",
-        "2  Scorer: one number for each block, darker is\nmore (orange: kept whatever the number is)",
-        f"3, 4  Selector, executor: {kept.density:.0%} of the work\ncovers {share:.1%} (grey: dropped)",
+        f"The head: {share:.1%} of its attention\nlies in {before:.0%} of the blocks",
+        f"1  Permuter: keys that matter first\nin each {SEGMENT}: now in {after:.0%}",
+        "2  Scorer: a number for each block\n(orange: kept whatever it is)",
+        "3, 4  Selector, executor:\nattend to these (grey: dropped)",
     )
     for axes, image, title in zip(panels.flat, images, titles, strict=True):
         axes.imshow(image, extent=(0, TOKENS, TOKENS, 0), interpolation="nearest")
@@ -66,6 +61,7 @@ def four_stages(model_folder: Path) -> Any:
     panels[0, 0].set_xlabel("key, in the order of the text")
     for axes in panels[:, 0]:
         axes.set_ylabel("query")
+    figure.suptitle(f"With its keys sorted, {kept.density:.0%} of the work holds {share:.1%} of the attention", weight="bold")
     return figure
 
 
@@ -89,7 +85,7 @@ def one_head(model_folder: Path) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def scored(scores: bs.BlockScores) -> Any:
-    """An image: values in shades, forced blocks in one colour, what no query can reach white."""
+    """An image: values in shades, forced blocks in one colour, nothing where no query can look."""
     assert scores.forced is not None  # a row's own segment is
     values, forced, reachable = (
         x.expand(1, 1, scores.grid.rows, scores.grid.cols)[0, 0].numpy()
@@ -97,7 +93,14 @@ def scored(scores: bs.BlockScores) -> Any:
     )
     image = colormaps["viridis_r"](LogNorm(1e-4, 1.0, clip=True)(np.maximum(values, 1e-4)))
     image[forced] = to_rgba(ORANGE)
-    image[~reachable] = 1.0
+    image[~reachable] = 0.0  # the paper shows
+    return image
+
+
+def seen(panel: Panel, norm: Any) -> Any:
+    """An attention map; where no query looks, the paper shows."""
+    image = panel.colours(norm)
+    image[panel.attention.numpy() == 0] = 0.0
     return image
 
 
@@ -122,9 +125,9 @@ def one_meaning() -> Any:
         ("3  Without the future", "key", meant, pairs & ~meant),
     )
     for axes, (title, label, shown, dropped) in zip(panels, steps, strict=True):
-        image = np.ones((N, N, 3))
-        image[shown.numpy()] = to_rgb(BLUE)
-        image[dropped.numpy()] = to_rgb(ORANGE)
+        image = np.zeros((N, N, 4))
+        image[shown.numpy()] = to_rgba(BLUE)
+        image[dropped.numpy()] = to_rgba(ORANGE)
         axes.imshow(image, extent=(0, N, N, 0), interpolation="nearest")
         axes.set(title=title, xlabel=label, xticks=range(0, N + 1, 16), yticks=range(0, N + 1, 16))
         for edge in range(block, N, block):
@@ -132,19 +135,22 @@ def one_meaning() -> Any:
             if shown is kept:
                 axes.axvline(edge, color="0.75", linewidth=0.5)
     panels[0].set_ylabel("query")
+    figure.suptitle("Kept blocks of slots are pairs of tokens, and none looks ahead", weight="bold")
     return figure
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
     parser.add_argument("--model", type=Path, default=Path("demo-output/SmolLM2-135M-Instruct"))
     arguments = parser.parse_args()
-    arguments.folder.mkdir(parents=True, exist_ok=True)
     arguments.model.parent.mkdir(parents=True, exist_ok=True)
-    for name, figure in (("four-stages", four_stages(arguments.model)), ("one-meaning", one_meaning())):
-        figure.savefig(arguments.folder / f"{name}.png")
-        print(arguments.folder / f"{name}.png")
+    head = one_head(arguments.model)
+    for suffix, (paper, ink) in THEMES.items():
+        with themed(paper, ink):
+            for name, figure in (("four-stages", four_stages(*head)), ("one-meaning", one_meaning())):
+                figure.savefig(PICTURES / f"{name}{suffix}.svg", metadata={"Date": None}, dpi=100)
+                plt.close(figure)
+                print(PICTURES / f"{name}{suffix}.svg")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
     torchrun --nproc-per-node 2 -m benchmarks.distributed --out results    # one GPU and two
     python -m benchmarks.distributed --out results                         # one GPU alone
-    python -m benchmarks.distributed --draw results --out docs/pictures    # the table and the picture again
 
 It runs on CPUs through gloo, too: `--tokens 2048 --block 16`. Every scheme must give what one process gives before
 it is timed. The process ends by itself after `--limit` seconds.
@@ -30,7 +29,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import blocksparse as bs
-from benchmarks.distributed_report import draw, table
+from benchmarks.distributed_report import table
 from benchmarks.distributed_stages import Spans, only_communication, only_masks, timed
 from benchmarks.inputs import QKV, structured
 from benchmarks.timing import WrongOutputError, reason, relative_l1
@@ -256,14 +255,9 @@ def main() -> None:
     parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=SCHEMES)
     parser.add_argument("--budget", type=float, default=1500.0, help="milliseconds for one figure")
     parser.add_argument("--limit", type=float, default=235.0, help="seconds after which the process ends itself")
-    parser.add_argument("--draw", type=Path, help="a folder with results of earlier runs; nothing is measured")
     parser.add_argument("--out", type=Path, default=Path("results"))
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    if arguments.draw:
-        files = sorted(arguments.draw.glob("distributed-*.json"))
-        report([row for file in files for row in json.loads(file.read_text())["rows"]], arguments.out)
-        return
     faulthandler.dump_traceback_later(arguments.limit, exit=True)
     here = Here.of(arguments.limit)
     Hq, Hkv, D = arguments.heads
@@ -289,16 +283,11 @@ def main() -> None:
             file.write_text(json.dumps(results | {"rows": rows}, indent=1))
         here.release()
     if here.rank == 0:
-        report(rows, arguments.out)
+        print(table(rows), flush=True)
     if here.mesh is not None:
         dist.barrier()
         dist.destroy_process_group()
     faulthandler.cancel_dump_traceback_later()
-
-
-def report(rows: list[Row], folder: Path) -> None:
-    print(table(rows), flush=True)
-    draw(rows, folder)
 
 
 if __name__ == "__main__":

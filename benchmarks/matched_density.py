@@ -1,7 +1,7 @@
 """Error at equal density on a real model: `python -m benchmarks.matched_density`.
 
 Every method is swept over its own threshold, layer by layer on the q, k, v of one dense pass; mean squared errors
-are read off at equal densities. Makes the table and the picture of docs/reference/papers/s2o.md; runs on a CPU.
+are read off at equal densities. Makes the table of docs/evidence/s2o-settings.md; runs on a CPU.
 """
 
 from __future__ import annotations
@@ -92,25 +92,6 @@ def table(curves: dict[str, Curve]) -> str:
     return "\n".join(lines)
 
 
-def picture(results: dict[str, dict[str, Curve]], path: Path) -> None:
-    """One panel for each text length."""
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(
-        1, len(results), figsize=(5 * len(results), 3.8), sharey=True, squeeze=False, layout="constrained"
-    )
-    for axis, (title, curves) in zip(axes[0], results.items(), strict=True):
-        for name, points in curves.items():
-            axis.plot(*zip(*points, strict=True), marker="o", label=name)
-        axis.set(title=title, xlabel="density", xscale="log", yscale="log")
-        axis.set_xticks([0.05, 0.1, 0.2, 0.4], ["5%", "10%", "20%", "40%"])
-        axis.xaxis.minorticks_off()
-        axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("mean squared error of the output")
-    axes[0][0].legend()
-    figure.savefig(path, dpi=110)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--text", type=Path, default=TEXT)
@@ -119,7 +100,6 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=5, help="take one of so many layers")
     parser.add_argument("--model", type=Path, help="a folder with a transformers model; SmolLM2 if not given")
     parser.add_argument("--out", type=Path, default=Path("matched-density.json"))
-    parser.add_argument("--picture", type=Path, default=Path("matched-density.png"))
     options = parser.parse_args()
 
     folder = options.model or smollm2()
@@ -137,7 +117,6 @@ def main() -> None:
             print(tokens, name, *(f"{x:.3f}:{y:.1e}" for x, y in curves[name]), flush=True)
         print(f"\n{tokens} tokens, layers {', '.join(map(str, layers))}\n\n{table(curves)}\n", flush=True)
         options.out.write_text(json.dumps(results), encoding="utf-8")
-    picture(results, options.picture)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 On a GPU all tables but `cpu`, elsewhere `cpu`, unless tables are named. Each call is checked against float64
 before it is timed, and one that fails is not timed. `results.json` grows row by row: a run cut short keeps what
-it has. Pictures are made from it afterwards, anywhere: `python -m benchmarks.pictures results.json docs/pictures`.
+it has.
 """
 
 from __future__ import annotations

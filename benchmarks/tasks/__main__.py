@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=25.0, help="begin no method after so long")
     parser.add_argument("--out", type=Path, default=Path("tasks.json"))
-    parser.add_argument("--report", action="store_true", help="measure nothing: print tables, draw OUT.png")
+    parser.add_argument("--report", action="store_true", help="measure nothing: print tables")
     options = parser.parse_args(arguments)
     options.band = options.band or None
     for name, least in {"samples": 0, "windows": 1, "positions": 1, "repeats": 1, "batch": 1}.items():
@@ -133,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             parser.error(f"--{name} must be at least {least}: {getattr(options, name)}")
     done: list[dict[str, Any]] = json.loads(options.out.read_text()) if options.out.exists() else []
     if options.report:
-        print(report(done, options.out.with_suffix(".png")))
+        print(report(done))
         return
     until = time.monotonic() + 60 * options.minutes
     folder, device = options.model or smollm2(), torch.device("cuda" if torch.cuda.is_available() else "cpu")

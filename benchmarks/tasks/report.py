@@ -1,11 +1,10 @@
-"""Tables and the picture of what `python -m benchmarks.tasks` measured."""
+"""Tables of what `python -m benchmarks.tasks` measured."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from benchmarks.tasks.methods import CEILING, DENSE, FLOOR, PLANS
@@ -68,18 +67,14 @@ def as_dense(rows: Sequence[Row], dense: Row, tasks: Sequence[str]) -> list[Row]
     return [row for row in rows if row["preset"] != DENSE and overall(row, dense, tasks)[1].high >= 0]
 
 
-def report(rows: Sequence[Row], picture_path: Path) -> str:
-    """Markdown tables, a length each; draws the picture."""
+def report(rows: Sequence[Row]) -> str:
+    """Markdown tables, a length each."""
     parts = []
-    drawn = []
     for tokens in sorted({row["tokens"] for row in rows}):
         some = [row for row in rows if row["tokens"] == tokens]
         dense = next((row for row in some if row["preset"] == DENSE), None)
         if dense is not None:
             parts.append(_table(some))
-            drawn.append(tokens)
-    if drawn:
-        _draw(rows, drawn, picture_path)
     return "\n".join(parts)
 
 
@@ -157,76 +152,3 @@ def _ms(row: Row) -> str:
 
 def _mean(scores: Sequence[float]) -> float:
     return sum(scores) / len(scores)
-
-
-def _draw(rows: Sequence[Row], lengths: Sequence[int], path: Path) -> None:
-    """Score against density, and against time if every preset was timed: panels per length, a line per preset.
-
-    Where no task counts, it is the KL instead of the score.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-    from matplotlib.ticker import LogLocator
-
-    rows = [row for row in rows if row["density"] < 1 or row["preset"] == DENSE]
-    names = list(dict.fromkeys(row["preset"] for row in rows if row["preset"] != DENSE))
-    timed = all(row["attention_ms"] is not None for row in rows if row["preset"] not in (FLOOR, CEILING))
-    kinds = [("density", "density (work over dense attention's)")]
-    if timed:
-        kinds.append(("attention_ms", "milliseconds of attention, all layers"))
-    figure, grid = plt.subplots(
-        len(lengths), len(kinds), figsize=(8 * len(kinds), 4.4 * len(lengths)), squeeze=False, sharex="col"
-    )
-    for panels, tokens in zip(grid, lengths, strict=True):
-        some = [row for row in rows if row["tokens"] == tokens]
-        dense = next(row for row in some if row["preset"] == DENSE)
-        tasks = counted(dense, some)
-
-        def height(row: Row, dense: Row = dense, tasks: Sequence[str] = tasks) -> float:
-            return 100 * overall(row, dense, tasks)[0] if tasks else float(row["kl"])
-
-        for axes, (figure_of, label) in zip(panels, kinds, strict=True):
-            for number, name in enumerate(names):
-                mine = sorted(
-                    (row[figure_of], height(row))
-                    for row in some
-                    if row["preset"] == name and row[figure_of] is not None
-                )
-                if not mine:
-                    continue
-                x, y = zip(*mine, strict=True)
-                bound = {FLOOR: ":", CEILING: "--"}.get(name)
-                if name in PLANS.values():  # each is a choice of its own, of one tuning or another
-                    filled = "black" if name == PLANS["density"] else "gold"
-                    axes.plot(x, y, "*", color="black", markerfacecolor=filled, markersize=11, label=name)
-                else:
-                    axes.plot(
-                        x, y, bound or "-", color="black" if bound else f"C{number % 10}",
-                        marker="." if bound else "osD^v"[number % 5], markersize=5, label=name,
-                    )  # fmt: skip
-            if tasks:
-                axes.axhline(height(dense), color="grey", linewidth=1)
-            else:
-                axes.set_yscale("log")
-            if figure_of == "attention_ms" and dense[figure_of] is not None:
-                axes.axvline(dense["attention_ms"], color="grey", linewidth=1)
-            axes.set(xscale="log", ylabel="score, %" if tasks else "KL, nats")
-            lines = "; a grey line is dense attention" if tasks or figure_of == "attention_ms" else ""
-            axes.set_title(f"{tokens} tokens{lines}")
-            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axes.xaxis.set_major_formatter("{x:g}")
-            axes.xaxis.set_minor_formatter("")
-            if figure_of == "density":
-                axes.set_xticks([0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1])
-            if tokens == lengths[-1]:
-                axes.set_xlabel(label)
-            axes.grid(visible=True, which="both", alpha=0.2)
-    handles = {label: h for axes in grid.flat for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    columns = 3 * len(kinds)
-    rows_of_legend = math.ceil(len(handles) / columns)
-    figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=columns, frameon=False)
-    figure.tight_layout(rect=(0, 0.05 * rows_of_legend / len(lengths) + 0.01, 1, 1))
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
