@@ -61,7 +61,8 @@ def four_stages(q: Tensor, k: Tensor, v: Tensor) -> Any:
     panels[0, 0].set_xlabel("key, in the order of the text")
     for axes in panels[:, 0]:
         axes.set_ylabel("query")
-    figure.suptitle(f"With its keys sorted, {kept.density:.0%} of the work holds {share:.1%} of the attention", weight="bold")
+    gist = f"With its keys sorted, {kept.density:.0%} of the work holds {share:.1%} of the attention"
+    figure.suptitle(gist, weight="bold")
     return figure
 
 
