@@ -208,3 +208,19 @@ def gather_with_grad() -> None:
 
 def good() -> bs.PageTable:
     return bs.PageTable(TABLE, [20, 3], page_size=16)
+
+
+def test_one_request_in_memory_that_is_there_already(device: str) -> None:
+    """What a server reserves once, and each request of each layer uses in turn."""
+    keys, values = (torch.randn(4, 2, 16, d, device=device) for d in (20, 8))
+    table = bs.PageTable(torch.tensor([[3, 1], [0, 2]], dtype=torch.int32, device=device), [27, 16], page_size=16)
+    room = torch.full((2 * 28 * 30,), float("nan"), device=device)
+    k, v = table.gather(keys, values)
+    for request, tokens in ((0, slice(0, 27)), (1, slice(27, 43))):
+        found = table.gather_one(request, keys, values, room)
+        assert torch.equal(found[0], k[:, :, tokens])
+        assert torch.equal(found[1], v[:, :, tokens])
+        assert {x.untyped_storage().data_ptr() for x in found} == {room.untyped_storage().data_ptr()}
+    for wrong in (room[: 2 * 28 * 27 - 1], room.half(), room.view(2, -1).T):
+        with pytest.raises(ValueError, match=r"'into' must be contiguous and have room for 1512 numbers of "):
+            table.gather_one(0, keys, values, wrong)

@@ -88,6 +88,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         sinks: Any = None,
         sequences: Sequences | None = None,
         history: KeyHistory | Sequence[KeyHistory] | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Attend `q` `[B, Hq, M, D]` to `k` `[B, Hkv, N, D]` and `v` `[B, Hkv, N, Dv]`: `[B, Hq, M, Dv]`.
 
@@ -106,6 +107,8 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
             history: what earlier chunks of this prompt, or of each of the `sequences`, left for later ones; the
                 result is the same without. A call that attends densely leaves it as it is. torch.compile takes
                 none.
+            out: what the output of one prompt is written to and returned as, `[B, Hq, M, Dv]`, a part of a tensor
+                perhaps; a new tensor if None. torch.compile takes none.
 
         Raises:
             TypeError, ValueError: the pipeline or its executor cannot run these inputs.
@@ -115,7 +118,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         refuse_mask(attn_mask)
         return attend(
             self._call, q, k, v, sequences, None if history is None else one_for_each(history, sequences),
-            causal=causal, scale=scale, window=window, softcap=softcap, sinks=sinks,
+            out, causal=causal, scale=scale, window=window, softcap=softcap, sinks=sinks,
         )  # fmt: skip
 
     def choose(

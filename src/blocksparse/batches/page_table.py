@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import final
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from blocksparse.batches.sequences import Sequences
 from blocksparse.checks.inputs import DTYPES
 from blocksparse.checks.validators import block_size, numbers_on_host, shown, whole
-from blocksparse.kernels.moving.gather_rows import gather_two
+from blocksparse.kernels.moving.gather_pages import gather_pages
 
 
 def _lengths(lengths: Sequence[int] | Tensor) -> tuple[int, ...]:
@@ -47,14 +48,11 @@ class PageTable:
     block_table: Tensor
     lengths: tuple[int, ...] = field(converter=_lengths)
     page_size: int = field(converter=whole, kw_only=True)
-    _page: Tensor = field(  # [tokens], the page of every token of every request
-        init=False, repr=False, default=Factory(lambda self: self._pages(), takes_self=True)
-    )
-    _slot: Tensor = field(  # [tokens], its slot in that page
-        init=False, repr=False, default=Factory(lambda self: self._slots(), takes_self=True)
+    _pages: tuple[Tensor, ...] = field(  # [pages of the request] int32, for each request
+        init=False, repr=False, default=Factory(lambda self: self._of_requests(), takes_self=True)
     )
 
-    def _pages(self) -> Tensor:
+    def _of_requests(self) -> tuple[Tensor, ...]:
         table = self.block_table
         block_size.check(page_size=self.page_size)
         if not isinstance(table, Tensor) or table.dtype not in (torch.int32, torch.int64):
@@ -70,20 +68,16 @@ class PageTable:
                     f"'lengths' must be from 0 to {room}, the pages of a row of 'block_table' ({table.shape[1]}) "
                     f"times 'page_size' ({self.page_size}): request {request} has {length}"
                 )
-        rows = [
-            row[: -(-length // self.page_size)].repeat_interleave(self.page_size)[:length]
-            for row, length in zip(table, self.lengths, strict=True)
-        ]
-        pages = torch.cat(rows) if rows else table.new_zeros(0)
-        if pages.device.type == "cpu" and bool((wrong := (pages < 0) | (pages > 2**31 - 1)).any()):
-            raise ValueError(
-                f"'block_table' must name pages from 0 on, below 2**31, for every token: {int(pages[wrong][0])}"
-            )
-        return pages.to(torch.int32)
-
-    def _slots(self) -> Tensor:
-        slots = [torch.arange(length, dtype=torch.int32, device=self._page.device) for length in self.lengths]
-        return torch.cat(slots) % self.page_size if slots else self._page
+        counts = [-(-length // self.page_size) for length in self.lengths]
+        if table.device.type == "cpu":
+            for row, pages in zip(table, counts, strict=True):
+                if bool((wrong := (row[:pages] < 0) | (row[:pages] > 2**31 - 1)).any()):
+                    raise ValueError(
+                        "'block_table' must name pages from 0 on, below 2**31, for every token: "
+                        f"{int(row[:pages][wrong][0])}"
+                    )
+        kept = table.to(torch.int32, copy=True, memory_format=torch.contiguous_format)
+        return tuple([row[:pages] for row, pages in zip(kept, counts, strict=True)])
 
     def sequences(self, query_lengths: Sequence[int] | Tensor) -> Sequences:
         """The requests with so many queries each, for a call with `q` `[1, Hq, sum(query_lengths), D]`.
@@ -107,15 +101,41 @@ class PageTable:
                 page of a table on a CPU does not exist.
         """
         self._check(keys, values)
-        step = _rows_per_page(keys)
-        if step is None or step != _rows_per_page(values):
-            page, slot = self._page, self._slot
-            return keys[page, :, slot].transpose(0, 1)[None], values[page, :, slot].transpose(0, 1)[None]
-        index = (self._page * step + self._slot).expand(1, keys.shape[1], -1)
-        found: tuple[Tensor, Tensor] = gather_two(_as_rows(keys, step), _as_rows(values, step), index)
-        return found
+        k, v = (x.new_empty((1, x.shape[1], sum(self.lengths), x.shape[3])) for x in (keys, values))
+        parts = k.split(self.lengths, 2), v.split(self.lengths, 2)
+        for pages, k_part, v_part in zip(self._pages, *parts, strict=True):
+            if len(pages):
+                gather_pages(keys, values, pages, k_part, v_part)
+        return k, v
+
+    def gather_one(self, request: int, keys: Tensor, values: Tensor, into: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values of one request, `[1, Hkv, length, D]` and `[..., Dv]`, in memory that is there.
+
+        Args:
+            request: its row in the table.
+            keys, values: as of `gather`.
+            into: contiguous memory in the dtype of the cache, for as many numbers as these have, or more.
+
+        Raises:
+            TypeError, ValueError: as of `gather`, or `into` is too small.
+        """
+        self._check(keys, values)
+        Hkv, N = keys.shape[1], self.lengths[request]
+        shapes = (1, Hkv, N, keys.shape[3]), (1, Hkv, N, values.shape[3])
+        sizes = math.prod(shapes[0]), math.prod(shapes[1])
+        if into.numel() < sum(sizes) or into.dtype != keys.dtype or not into.is_contiguous():
+            raise ValueError(
+                f"'into' must be contiguous and have room for {sum(sizes)} numbers of {keys.dtype}, the keys and "
+                f"values of {N} tokens: {shown(into)}"
+            )
+        room = into.view(-1)
+        k, v = room[: sizes[0]].view(shapes[0]), room[sizes[0] : sum(sizes)].view(shapes[1])
+        if N:
+            gather_pages(keys, values, self._pages[request], k, v)
+        return k, v
 
     def _check(self, keys: Tensor, values: Tensor) -> None:
+        device = self.block_table.device
         for name, x in (("keys", keys), ("values", values)):
             if not isinstance(x, Tensor) or x.dtype not in DTYPES or x.dtype != keys.dtype:
                 raise TypeError(
@@ -129,22 +149,9 @@ class PageTable:
                 )
             if x.requires_grad and torch.is_grad_enabled():
                 raise ValueError(f"'{name}' must not require grad, as no gradients are computed: {shown(x)}")
-            if x.device != self._page.device:
-                raise ValueError(f"'{name}' must be on the device of the table ({self._page.device}): {x.device}")
-        if self._page.device.type == "cpu" and len(self._page) and (last := int(self._page.max())) >= len(keys):
-            raise ValueError(f"'block_table' must name pages of the cache, 0 to {len(keys) - 1}: {last}")
-
-
-def _rows_per_page(x: Tensor) -> int | None:
-    """From one page to the next in steps from slot to slot, if that is a whole number and fits an int32."""
-    page, _, slot, dim = x.stride()
-    if x.numel() == 0 or dim != 1 or slot < 1 or page % slot or len(x) * (page // slot) + x.shape[2] >= 2**31:
-        return None
-    return page // slot
-
-
-def _as_rows(x: Tensor, step: int) -> Tensor:
-    """The cache as rows, `[1, Hkv, rows, D]`: slot `s` of page `p` is row `p * step + s` of its head."""
-    pages, heads, slots, D = x.shape
-    rows = (pages - 1) * step + slots
-    return x.as_strided((1, heads, rows, D), (0, x.stride(1), x.stride(2), 1))
+            if x.device != device:
+                raise ValueError(f"'{name}' must be on the device of the table ({device}): {x.device}")
+        if keys.device.type == "cpu":
+            last = max([int(pages.max()) for pages in self._pages if len(pages)], default=0)
+            if last >= len(keys):
+                raise ValueError(f"'block_table' must name pages of the cache, 0 to {len(keys) - 1}: {last}")

@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 
 from blocksparse.attention_spec import Asked, AttentionSpec, checked_scale
 from blocksparse.batches.sequences import Sequences
+from blocksparse.checks.validators import a
 from blocksparse.runtime.torch_private import under_forward_mode
 
 MAX_HEAD_DIM = 256
@@ -114,6 +115,28 @@ def checked(
     causal, scale = asked.get("causal", True), asked.get("scale")
     q, k, v, scale = check_inputs(q, k, v, causal=causal, scale=scale, sequences=sequences)
     return q, k, v, AttentionSpec.of(q.shape[1], scale, asked)
+
+
+def check_out(out: Tensor, q: Tensor, v: Tensor) -> None:
+    """Refuse a tensor that cannot hold the output `[B, Hq, M, Dv]` of a call with these inputs.
+
+    Raises:
+        TypeError, ValueError: it is no tensor, or its dtype, shape, device or strides are others.
+    """
+    a(Tensor).check(out=out)
+    shape = (*q.shape[:3], v.shape[3])
+    if out.dtype != q.dtype:
+        raise TypeError(f"'out' must have the dtype of q ({q.dtype}): {out.dtype}; make it by q.new_empty()")
+    if out.shape != shape or out.device != q.device:
+        raise ValueError(
+            f"'out' must have the shape {shape}, on {q.device}: {tuple(out.shape)} on {out.device}; give the part "
+            "of a tensor that is for these queries"
+        )
+    if out.stride(3) != 1 or any(n > 1 and step == 0 for n, step in zip(shape, out.stride(), strict=True)):
+        raise ValueError(
+            "'out' must have its last axis innermost in memory, and no entries that share memory: "
+            f"strides {out.stride()}; make it by q.new_empty()"
+        )
 
 
 def refuse_mask(attn_mask: object) -> None:

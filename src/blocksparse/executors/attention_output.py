@@ -39,24 +39,3 @@ class AttentionOutput:
             return self
         out.copy_(self.out)
         return AttentionOutput(out, self.lse, self.visit)
-
-
-def check_out(out: Tensor, q: Tensor, v: Tensor) -> None:
-    """Refuse a tensor that cannot hold the output `[B, Hq, M, Dv]` of a call with these inputs.
-
-    Raises:
-        TypeError, ValueError: its dtype, shape, device or strides are others.
-    """
-    shape = (*q.shape[:3], v.shape[3])
-    if out.dtype != q.dtype:
-        raise TypeError(f"'out' must have the dtype of q ({q.dtype}): {out.dtype}; make it by q.new_empty()")
-    if out.shape != shape or out.device != q.device:
-        raise ValueError(
-            f"'out' must have the shape {shape}, on {q.device}: {tuple(out.shape)} on {out.device}; give the part "
-            "of a tensor that is for these queries"
-        )
-    if out.stride(3) != 1 or any(n > 1 and step == 0 for n, step in zip(shape, out.stride(), strict=True)):
-        raise ValueError(
-            "'out' must have its last axis innermost in memory, and no entries that share memory: "
-            f"strides {out.stride()}; make it by q.new_empty()"
-        )

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
 from blocksparse.checks.class_line import check_got
-from blocksparse.checks.inputs import DTYPES, UnsupportedError, refuse_gradients
-from blocksparse.executors.attention_output import AttentionOutput, check_out
+from blocksparse.checks.inputs import DTYPES, UnsupportedError, check_out, refuse_gradients
+from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.permuters.permutation import GlobalPermutation, Permutation
 from blocksparse.selectors.block_mask import BlockMask
 

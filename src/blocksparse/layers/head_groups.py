@@ -94,19 +94,21 @@ class HeadGroups:
         v: Tensor,
         *,
         sequences: Sequences | None = None,
+        out: Tensor | None = None,
         **asked: Unpack[Asked],
     ) -> Tensor:
         """Attend `q` `[B, Hq, M, D]` to `k` `[B, Hkv, N, D]` and `v` `[B, Hkv, N, Dv]`: `[B, Hq, M, Dv]`.
 
         Args:
             sequences: where several prompts lie in q, k and v, as for a `Pipeline`.
+            out: what the output of one prompt is written to, as for a `Pipeline`.
             asked: `causal`, `scale`, `window`, `softcap` and `sinks`, as for a `Pipeline`, for dense heads too.
                 Sinks are those of all query heads, in the order of the model.
 
         Raises:
             TypeError, ValueError: a pipeline cannot run its inputs, or the groups do not name each KV head of `k`.
         """
-        return attend(self._call, q, k, v, sequences, **asked)
+        return attend(self._call, q, k, v, sequences, out=out, **asked)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         parts = {

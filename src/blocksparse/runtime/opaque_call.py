@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Unpack, final
+from typing import Any, Unpack, final
 
 import torch
 from torch import Tensor
 
 from blocksparse.attention_spec import Asked, AttentionSpec
 from blocksparse.batches.sequences import Sequences
-from blocksparse.checks.inputs import check_inputs, checked
+from blocksparse.checks.inputs import check_inputs, check_out, checked
 from blocksparse.checks.per_head import HeadValues
 from blocksparse.runtime.precision import without_autocast
 from blocksparse.runtime.torch_private import OpaqueBase, graph_node, opaque_object, under_a_transform
@@ -23,8 +23,8 @@ class OpaqueCall(OpaqueBase):
     Args:
         run: a function of checked `(q, k, v, spec)` that gives the output `[B, Hq, M, Dv]`. It gets
             `history=` where a call has one.
-        writes: whether it also takes `out`, to which it then writes the output of one of several sequences, since
-            their outputs share a tensor. Otherwise what it gives is copied there.
+        writes: whether it also takes `out`, a part of a tensor that is there already, to which it then writes the
+            output. Otherwise what it gives is copied there.
     """
 
     def __init__(self, run: Callable[..., Tensor], *, writes: bool = False) -> None:
@@ -39,12 +39,16 @@ class OpaqueCall(OpaqueBase):
         spec: AttentionSpec,
         sequences: Sequences | None = None,
         histories: Sequence[object] | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """Attention of checked inputs, in one dtype whatever autocast says."""
+        """Attention of checked inputs, in one dtype whatever autocast says; in `out` if there is one."""
         with without_autocast(q):
             if sequences is not None:
                 return self._each(q, k, v, spec, sequences, histories)
-            more = {} if histories is None else {"history": histories[0]}
+            more: dict[str, Any] = {} if histories is None else {"history": histories[0]}
+            if out is not None:
+                self._into(out, q, k, v, spec, **more)
+                return out
             return laid_out_as(q, self.run(q, k, v, spec, **more))
 
     def _each(
@@ -61,18 +65,23 @@ class OpaqueCall(OpaqueBase):
         The longest run first, so that a GPU is at work on them while the host prepares the short ones.
         """
         parts = sequences.parts(q, k, v, causal=spec.causal)
-        more = [{} if histories is None else {"history": each} for each in histories or parts]
+        more: list[dict[str, Any]] = [
+            {} if histories is None else {"history": each} for each in histories or parts
+        ]
         runs = [run for run in zip(sequences.spans, parts, more, strict=True) if run[1] is not None]
         out = _new_output(q, v.shape[-1])
         if sum(span.queries for span, _, _ in runs) < q.shape[0] * q.shape[2]:
             out.zero_()
         for span, part, its in sorted(runs, key=lambda run: -run[0].queries * run[0].keys):
             assert part is not None
-            if self.writes:
-                self.run(*part, spec, span.rows(out), **its)
-            else:
-                span.rows(out).copy_(self.run(*part, spec, **its))
+            self._into(span.rows(out), *part, spec, **its)
         return out
+
+    def _into(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, **more: Any) -> None:
+        if self.writes:
+            self.run(q, k, v, spec, out, **more)
+        else:
+            out.copy_(self.run(q, k, v, spec, **more))
 
 
 opaque_object(OpaqueCall)
@@ -105,6 +114,7 @@ def attend(
     v: Tensor,
     sequences: Sequences | None = None,
     histories: Sequence[object] | None = None,
+    out: Tensor | None = None,
     **asked: Unpack[Asked],
 ) -> Tensor:
     """Check the arguments and run `call`, or, while a graph is traced, put a node into the graph that runs it.
@@ -114,9 +124,14 @@ def attend(
     """
     if not is_transformed():
         q, k, v, spec = checked(q, k, v, sequences, **asked)
-        return call(q, k, v, spec, sequences, histories)
-    if histories is not None:
-        refuse_transforms("history")
+        if out is not None:
+            if sequences is not None:
+                raise ValueError("'out' is for one prompt, and 'sequences' are several: leave one of the two out")
+            check_out(out, q, v)
+        return call(q, k, v, spec, sequences, histories, out)
+    for name, given in (("history", histories), ("out", out)):
+        if given is not None:
+            refuse_transforms(name)
     causal, scale = asked.get("causal", True), asked.get("scale")
     q, k, v, scale = check_inputs(q, k, v, causal=causal, scale=scale, sequences=sequences)
     return node(call, q, k, v, scale, asked, sequences)

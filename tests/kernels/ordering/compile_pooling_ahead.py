@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from blocksparse.kernels.common.sizes import power_of_2
-from blocksparse.kernels.moving import gather_rows_triton
+from blocksparse.kernels.moving import gather_pages_triton, gather_rows_triton
 from blocksparse.kernels.ordering import key_importance_triton, segment_sort_triton
 from blocksparse.kernels.positions import block_bounds_triton
 from blocksparse.kernels.scoring import block_mean_triton
@@ -105,6 +105,11 @@ def others(name: str, target: GPUTarget, dtype: str, head_dim: int) -> None:
         }  # fmt: skip
         given = types | in_part if wanted else types
         compile_kernel(gather_rows_triton._kernel, target, given, constants, num_warps=4)
+    cache: dict[str, Any] = dict.fromkeys(("keys_ptr", "values_ptr", "k_ptr", "v_ptr"), f"*{dtype}")
+    cache |= {"pages_ptr": "*i32", **{f"{x}_strides": ("i32",) * 4 for x in ("keys", "values")}}
+    cache |= {f"{x}_strides": ("i32",) * 2 for x in "kv"}
+    paged = {"PAGE": 16, "D": head_dim, "DV": head_dim, "BLOCK_D": block_d, "BLOCK_DV": block_d}
+    compile_kernel(gather_pages_triton._kernel, target, cache, paged | {"ROWS": 8192 // block_d}, num_warps=4)
     types = {**types, "centre_ptr": "*fp32", "out_ptr": "*fp32"}
     for similarity in (False, True):
         constants = {
@@ -122,7 +127,7 @@ def others(name: str, target: GPUTarget, dtype: str, head_dim: int) -> None:
     }  # fmt: skip
     in_order: dict[str, Any] = dict.fromkeys(("q_index_ptr", "q_index_strides"))
     compile_kernel(block_mean_triton._both, target, types, {**constants, **in_order}, num_warps=1)
-    print(f"{name} gather_rows, block_mean {dtype} D={head_dim}")
+    print(f"{name} gather_rows, gather_pages, block_mean {dtype} D={head_dim}")
 
 
 def orders(name: str, target: GPUTarget) -> None:
