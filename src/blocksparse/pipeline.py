@@ -38,7 +38,8 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
 
     Args:
         repeats: whether a call on a GPU may repeat the launches of an earlier one with the same sizes, and run no
-            stage; the result has the same bits. `evolve(pipeline, repeats=False)` is the same pipeline without.
+            stage; the result has the same bits. Calls in which PyTorch computes something between our kernels run
+            their stages all the same. `evolve(pipeline, repeats=False)` is the same pipeline without.
 
     Raises:
         TypeError: a stage needs a type that the stage before it does not give, by the type parameters that their

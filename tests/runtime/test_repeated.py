@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import blocksparse as bs
+from blocksparse.kernels.attention.hopper.launch import copy_back, whole_rows
 from blocksparse.runtime import repeated as module
 from blocksparse.runtime import repetition
 from blocksparse.runtime.calls import Calls
@@ -95,7 +96,7 @@ def test_every_preset(name: str, monkeypatch: pytest.MonkeyPatch, device: str) -
 @needs_hopper
 @pytest.mark.parametrize("name", ["pbs_attn", "mean_pooling"])
 def test_lists_that_are_cut(name: str, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """A chunk that sees many keys, repeated and as a graph; results of shares are memory of launches alone."""
+    """A chunk that sees many keys and starts inside a block, repeated and as a graph."""
     sizes = {"N": 70000, "M": 150}
     pipeline = learnt(preset := small_preset(name, FACTOR), inputs(1, device, **sizes))
     q, k, v = inputs(2, device, **sizes)
@@ -108,7 +109,6 @@ def test_lists_that_are_cut(name: str, monkeypatch: pytest.MonkeyPatch, device: 
 
 EXECUTORS: dict[str, Callable[[], bs.Executor[Any, Any]]] = {
     "pv_skip": lambda: bs.TritonExecutor(pv_skip=-3.0),
-    "8 bits": bs.Int8Executor,
     "auto": lambda: bs.AutoExecutor(dense_below=0),
 }
 
@@ -122,6 +122,25 @@ def test_executors(name: str, monkeypatch: pytest.MonkeyPatch, device: str) -> N
     expected = quick(executor=executor)(*new)
     forbid_stages(monkeypatch, pipeline)
     assert torch.equal(pipeline(*new), expected)
+
+
+@needs_gpu
+def test_8_bits_run_in_each_call(device: str) -> None:
+    """PyTorch computes what keys have in common."""
+    pipeline = quick(executor=bs.Int8Executor())
+    for seed in range(3):
+        assert torch.equal(
+            pipeline(*inputs(seed, device)), quick(executor=bs.Int8Executor())(*inputs(seed, device))
+        )
+    assert not module.CALLS._known
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", every_preset)
+def test_which_presets_are_repeated(name: str, device: str) -> None:
+    """All but those that still call operations of PyTorch between kernels."""
+    learnt(small_preset(name, FACTOR), inputs(1, device))
+    assert bool(module.CALLS._known) is (name not in ("s2o", "flex_prefill", "minference"))
 
 
 @needs_gpu
@@ -331,7 +350,17 @@ def _no_entries(x: Tensor) -> Tensor:
     return plus(x[1:].unflatten(0, (3, 1))[:, 0].reshape(3, 6).contiguous(), 1)
 
 
-REPEATED = [_by_steps, _in_place, _same_bits, _views_alone, _no_entries]
+def _with_empty_places(x: Tensor) -> Tensor:
+    """What the kernel for Hopper does with a chunk that starts inside a block: rows in front, and a copy back."""
+    out, lse = torch.empty(1, 1, 4, 6, device=x.device), torch.empty(1, 1, 4, device=x.device)
+    longer, whole, whole_lse = whole_rows(x[None, None], out, lse, 2)
+    whole.copy_(plus(longer[0, 0], 1)[None, None])
+    whole_lse.zero_()
+    copy_back((whole, whole_lse), (out, lse), 2)
+    return out[0, 0]
+
+
+REPEATED = [_by_steps, _in_place, _same_bits, _views_alone, _no_entries, _with_empty_places]
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

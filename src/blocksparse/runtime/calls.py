@@ -82,19 +82,19 @@ class Calls:
 
 
 def owner_of(run: Callable[..., Any]) -> object:
-    """What stands for a function and the value that it is a method of; None if it is never repeated."""
+    """What stands for a function: itself, or the value that it is a method of, one object for all that are equal.
+
+    It is None where that value has no hash, or holds what is neither of this library nor of PyTorch nor plain.
+    """
     value = getattr(run, "__self__", None)
-    if value is None:
-        return object()
     try:
-        return _shared(value, getattr(run, "__name__", ""))
+        return run if value is None else _shared(value)
     except TypeError:  # it has no hash
         return None
 
 
 @lru_cache(maxsize=512)
-def _shared(value: object, method: str) -> object:
-    del method
+def _shared(value: object) -> object:
     return object() if _is_ours(value) else None
 
 

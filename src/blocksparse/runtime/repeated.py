@@ -38,10 +38,6 @@ class Repeated:
 
     def __init__(self, run: Callable[..., Any]) -> None:
         self.run = run
-        self._owner: object = self  # until it is asked for
-
-    def __reduce__(self) -> tuple[type[Repeated], tuple[Callable[..., Any]]]:
-        return Repeated, (self.run,)
 
     def __call__(self, *args: Any, **changing: Any) -> Any:
         if changing:
@@ -89,11 +85,9 @@ class Repeated:
         first = tensors[0]
         if not first.is_cuda or NO_DISPATCH_MODES is not None or torch.version.hip is not None or not _is_plain():
             return None
-        if self._owner is self:
-            self._owner = owner_of(self.run)
-        if self._owner is None:
+        if (owner := owner_of(self.run)) is None:
             return None
-        parts: list[object] = [self._owner, first.device]
+        parts: list[object] = [owner, first.device]
         for x in args:
             if not isinstance(x, Tensor):
                 parts += (type(x), x)
@@ -101,10 +95,8 @@ class Repeated:
                 return None
         memories = [x.untyped_storage().data_ptr() for x in tensors]
         for x, memory in zip(tensors, memories, strict=True):
-            place, one = (
-                x.data_ptr(),
-                memories.index(memory),
-            )  # q, k and v may be parts of one tensor: then also where
+            place, one = x.data_ptr(), memories.index(memory)
+            # q, k and v may be parts of one tensor: then also where.
             parts += (x.shape, x.stride(), x.dtype, place % 16, one, place - tensors[one].data_ptr())
         return tuple(parts)
 

@@ -5,12 +5,12 @@ on which grids, with which arguments, on memory of which sizes. To decide this a
 GPU takes for a short prompt. So a call can be recorded, and its `Repetition` makes the same launches and
 nothing else.
 
-A `Recording` knows three things: allocations, `zero_`, and launches of our own kernels, which tell it
-themselves. A call that does anything else with a tensor than to view it is not repeated. So memory is all that
-is tracked: an argument of a launch lies so many bytes after the begin of memory that the call was given or
-allocated, and is known by its address; or it was there before the call, as a weight was, and is taken itself.
-As it is known when each piece of memory is first and last used, all of it but the result's is one allocation in
-a repetition.
+A `Recording` knows three things: allocations, `zero_` and `copy_` within what was given or allocated, and launches
+of our own kernels, which tell it themselves. A call that does anything else with a tensor than to view it is not
+repeated. So memory is all that is tracked: an argument lies so many bytes after the begin of memory that the call
+was given or allocated, and is known by its address; or it was there before the call, as a weight was, and is taken
+itself. As it is known when each piece of memory is first and last used, all of it but the result's is one
+allocation in a repetition.
 """
 
 from __future__ import annotations
@@ -35,6 +35,11 @@ _ALLOCATE = {
     torch.ops.aten.new_empty_strided,
 }  # fmt: skip
 
+_IN_PLACE: dict[OpOverload, Callable[..., object]] = {
+    torch.ops.aten.zero_.default: Tensor.zero_,
+    torch.ops.aten.copy_.default: Tensor.copy_,
+}
+
 Make = Callable[[Tensor, int], Any]
 """Makes an argument of the memory that it lies in, and of how many bytes after its begin."""
 
@@ -50,13 +55,13 @@ class _Place(NamedTuple):
 class _Arguments(NamedTuple):
     """The arguments of a launch, or a tuple among them: those that are always the same, and what to put where."""
 
-    fixed: tuple[Any, ...]
-    places: tuple[tuple[int, _Place | _Arguments], ...]
+    fixed: list[Any]
+    places: list[tuple[int, _Place | _Arguments]]
 
     def move(self, to: Callable[[_Place], _Place]) -> _Arguments:
         """The same with each place where `to` has it."""
         places = [(at, x.move(to) if isinstance(x, _Arguments) else to(x)) for at, x in self.places]
-        return _Arguments(self.fixed, tuple(places))
+        return _Arguments(self.fixed, places)
 
     def fill(self, memory: Sequence[Tensor], begins: Sequence[int]) -> list[Any]:
         """The arguments in memory that begins there."""
@@ -76,7 +81,7 @@ class Repetition(NamedTuple):
     Slots are the inputs, then all memory that is allocated but the result's, then that.
     """
 
-    steps: tuple[tuple[Callable[..., object], _Arguments], ...]
+    steps: list[tuple[Callable[..., object], _Arguments]]
     workspace: int  # numbers of 4 bytes
     allocate: Callable[[], Tensor] | None  # memory of the result
     result: _Place | None
@@ -107,9 +112,7 @@ class Recording(TorchDispatchMode):
         self.sees = sees
         self._inputs = len(inputs)
         self._steps: list[tuple[Callable[..., object], _Arguments]] = []
-        self._used: dict[
-            int, tuple[int, int]
-        ] = {}  # by slot, the first step that uses its memory and the last one
+        self._used: dict[int, tuple[int, int]] = {}  # by slot, the first and the last step that uses its memory
         # By slot. All memory is held until the end, so that no address stands for two of them.
         self._held: list[Tensor] = []
         self._slot_of: dict[int, int] = {}
@@ -137,8 +140,8 @@ class Recording(TorchDispatchMode):
             held = sum(x.untyped_storage().nbytes() for x in self._held[self._inputs :])
             if out.device != self._held[0].device or held > _MOST_BYTES:
                 self.refuse(f"{func} gives memory elsewhere, or too much")
-        elif func is torch.ops.aten.zero_.default and self._place(out) is not None:
-            self.launched(Tensor.zero_, (out,), make=_view_like(out))
+        elif func in _IN_PLACE and all(self._place(x) for x in args if isinstance(x, Tensor)):
+            self.launched(_IN_PLACE[func], args, as_views=True)
         elif func._schema.is_mutable or not self._are_views(args, out):
             self.refuse(f"{func} runs")
         return out
@@ -152,26 +155,24 @@ class Recording(TorchDispatchMode):
         there = given | self._slot_of.keys()
         return all(isinstance(x, Tensor) and (not x.numel() or _address(x) in there) for x in parts)
 
-    def launched(self, run: Callable[..., object], arguments: Sequence[Any], make: Make | None = None) -> None:
-        """Note a launch, `run(*arguments)`. It takes the address of a tensor for it, or what `make` makes."""
+    def launched(self, run: Callable[..., object], arguments: Sequence[Any], *, as_views: bool = False) -> None:
+        """Note a launch, `run(*arguments)`. It takes the addresses of tensors, or tensors that are such views."""
         if self.sees and self.refused is None:
-            self._steps.append((run, self._arguments(arguments, make)))
+            self._steps.append((run, self._arguments(arguments, as_views)))
 
-    def _arguments(self, given: Sequence[Any], make: Make | None) -> _Arguments:
-        fixed, places = list(given), list[tuple[int, _Place | _Arguments]]()
+    def _arguments(self, given: Sequence[Any], as_views: bool) -> _Arguments:
+        filled = _Arguments(list(given), [])
         for at, x in enumerate(given):
-            if isinstance(x, tuple | list) and (inside := self._arguments(x, make)).places:
-                places.append((at, inside))
+            if isinstance(x, tuple | list) and (inside := self._arguments(x, as_views)).places:
+                filled.places.append((at, inside))
             elif (place := self._place(x)) is not None:
-                places.append((at, place._replace(make=make or place.make)))
+                filled.places.append((at, place._replace(make=_view_like(x)) if as_views else place))
                 first, _ = self._used.get(place.slot, (len(self._steps), 0))
                 self._used[place.slot] = first, len(self._steps)
-                fixed[at] = None
-            elif (
-                isinstance(x, Tensor) and not x.numel()
-            ):  # a view without entries would keep what it was taken from
-                fixed[at] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-        return _Arguments(tuple(fixed), tuple(places))
+                filled.fixed[at] = None
+            elif isinstance(x, Tensor) and not x.numel():  # a view would keep what it was taken from
+                filled.fixed[at] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+        return filled
 
     def _place(self, x: Any) -> _Place | None:
         """Where an argument lies; None if it is the same in each call."""
@@ -203,7 +204,7 @@ class Recording(TorchDispatchMode):
             return place._replace(slot=slot, offset=begin + place.offset)
 
         return Repetition(
-            tuple([(run, arguments.move(to)) for run, arguments in self._steps]),
+            [(run, arguments.move(to)) for run, arguments in self._steps],
             max([begin + size for begin, size in zip(begins, sizes, strict=True)], default=0) // 4,
             allocate,
             None if given is None or result is None else to(given)._replace(make=_view_like(result)),
