@@ -679,6 +679,27 @@ def test_blocks_compile_whole(name: str) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["wan", "qwen_image"])
+def test_whole_models_compile(name: str) -> None:
+    """The layout of a call is read outside the graph: there is one for dense steps, and one for sparse ones."""
+    model, inputs = made(CASES[name]), given(CASES[name], SMALL)
+    steps = [{**inputs, "timestep": inputs["timestep"] * share} for share in (1, 0.9, 0.8)]
+    torch._dynamo.reset()
+    with attached(model, dense_steps=(0,)):
+        expected = [run(model, step) for step in steps]
+        both: tuple[Any, ...] = (model, torch.compile(model, backend="eager", fullgraph=True))
+        for compiled in both:
+            if compiled is model:
+                model.compile(backend="eager", fullgraph=True)
+            for again in (False, True):
+                with torch._dynamo.config.patch(error_on_recompile=again):
+                    for step, out in zip(steps, expected, strict=True):
+                        assert torch.equal(run(compiled, step), out)
+    assert not torch.equal(expected[1], run(model, steps[1]))  # detached, and compiled anew
+    torch._dynamo.reset()
+
+
 def test_every_row_of_the_page_names_its_test() -> None:
     page = (Path(__file__).parents[2] / "docs" / "start" / "diffusers.md").read_text(encoding="utf-8")
     rows = [line for line in page.split("## When it is sparse")[1].splitlines() if line.startswith("| ")][1:]

@@ -77,7 +77,9 @@ class Adapter:
                 "a forward call of this model still runs in another thread; an attached model runs one at a time"
             )
         if self.dense_steps:
-            timestep = float(torch.as_tensor(given["timestep"]).max())  # per token where the first frame is given
+            timestep = float(
+                torch.as_tensor(self.family.timestep(given)).max()
+            )  # per token where frames are given
             if self._steps.at(timestep) in self.dense_steps:
                 self.now = ForwardCall(TokenLayout(()), {}, "dense step", get_ident())
                 return
@@ -140,6 +142,8 @@ class Adapter:
     ) -> Tensor:
         """Attend `q` `[B, Hq, N, D]` to `k` and `v` `[B, Hkv, N, D]` by the pipeline of `layer`, or by `dense()`.
 
+        `q` may lack tokens of text at the front.
+
         Args:
             ranks: over how many ranks of Ulysses the tokens were spread, each with its own part of the text.
         """
@@ -147,16 +151,15 @@ class Adapter:
             self.saw_dense(layer, reason)
             return dense()
         layout, by_text, key = self.now.layout, self.now.placed, self.keys[layer]
-        text = q.shape[2] - layout.cells
 
         def attend(text: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
             pipeline = by_text[key, text]
             return lambda q, k, v: pipeline(q, k, v, causal=False, scale=scale)
 
         if ranks > 1:
-            q, k, v = (layout.gathered(x, ranks, text) for x in (q, k, v))
+            q, k, v = (layout.gathered(x, ranks) for x in (q, k, v))
         out = layout.attend(attend, q, k, v, padded=attn_mask is not None)
-        return layout.scattered(out, ranks, text) if ranks > 1 else out
+        return layout.scattered(out, ranks) if ranks > 1 else out
 
     def saw_dense(self, layer: int, reason: str) -> None:
         """Record a dense call."""
@@ -173,7 +176,7 @@ class Adapter:
         if ring:
             return "ring attention"
         layout = self.now.layout
-        if layout.text and (layout.text % ranks or layout.cells % ranks):
+        if layout.text and not layout.together and (layout.text % ranks or layout.cells % ranks):
             return "uneven parts of ranks"
         if attn_mask is not None:
             return "mask"
@@ -197,8 +200,8 @@ class Adapter:
         if reason := self._dense_anyway(layer):
             return reason
         layout = self.now.layout
-        text = q.shape[2] - layout.cells
-        if q.shape[2] != k.shape[2]:
+        text, lacking = k.shape[2] - layout.cells, k.shape[2] - q.shape[2]
+        if lacking and not (text == layout.text and 0 < lacking <= layout.lengths(text)[0]):
             return "cross attention"
         if text not in layout.texts:
             return "other tokens"
@@ -218,11 +221,19 @@ def layer_names(model: nn.Module, family: Family) -> list[list[str]]:
     blocks = [
         (f"{name}.{i}", block)
         for name, part in model.named_children()
-        if isinstance(part, nn.ModuleList)
+        if isinstance(part, nn.ModuleList) and (family.parts is None or name in family.parts)
         for i, block in enumerate(part)
     ]
     found = [
-        [f"{name}.{attention}" for attention in family.attention if getattr(block, attention, None) is not None]
+        [f"{name}.{attention}" for attention in family.attention if _has(block, attention)]
         for name, block in blocks
     ]
     return [names for names in found if names]
+
+
+def _has(block: nn.Module, attention: str) -> bool:
+    """Whether a block has a module of this name, which may be inside another one."""
+    *path, name = attention.split(".")
+    for part in path:
+        block = getattr(block, part, None)  # type: ignore[assignment]
+    return getattr(block, name, None) is not None

@@ -15,7 +15,8 @@ from blocksparse.integrations.density_recorder import DensityRecorder
 from blocksparse.integrations.diffusers.adapter import Adapter, layer_names
 from blocksparse.integrations.diffusers.attachment import Attachment, Layer
 from blocksparse.integrations.diffusers.backend import Backend
-from blocksparse.integrations.diffusers.families import FAMILIES, Family
+from blocksparse.integrations.diffusers.families import FAMILIES, LEFT_OUT, Family
+from blocksparse.integrations.diffusers.families.family import the_timestep
 from blocksparse.integrations.diffusers.placed import check_orders
 from blocksparse.integrations.diffusers.stand_in import BACKEND, OWN, REDIRECT, Redirect, stand_in
 from blocksparse.layers.head_groups import HeadGroups
@@ -75,11 +76,13 @@ def attach(
     optional(a(Family)).check(family=family)
     family = family or FAMILIES.get(type(model).__name__)
     if family is None:
+        reason = LEFT_OUT.get(type(model).__name__, f"not one of {', '.join(FAMILIES)}")
         raise ValueError(
-            f"{type(model).__name__} is not a known transformer ({', '.join(FAMILIES)}): "
+            f"{type(model).__name__} is not a known transformer ({reason}): "
             "give family=Family(...), which says where its tokens stand"
         )
-    if dense_steps and "timestep" not in signature(type(model).forward).parameters:
+    told = "timestep" in signature(type(model).forward).parameters
+    if dense_steps and not told and family.timestep is the_timestep:
         raise ValueError(
             f"'dense_steps' needs a model that is told the 'timestep', and {type(model).__name__} is not"
         )
@@ -126,8 +129,9 @@ def _layers(
         if hasattr(own, OWN):
             raise ValueError(f"{type(model).__name__} is attached already: detach() that pipeline first")
         # What layers share is compiled once.
-        route = keys[layer] if adapter.recorder is None else layer, getattr(own, BACKEND, REDIRECT)
-        if route not in routes and not hasattr(own, BACKEND):
+        asks = hasattr(own, BACKEND) and not adapter.family.redirected
+        route = keys[layer] if adapter.recorder is None else layer, getattr(own, BACKEND) if asks else REDIRECT
+        if route not in routes and not asks:
             routes[route] = Redirect(layer, adapter)
         elif route not in routes:
             routes[route] = Backend.registered(f"{prefix}-{len(routes)}", getattr(own, BACKEND), layer, adapter)

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, final
 from weakref import finalize
 
+import torch
 from attrs import field, frozen
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -15,6 +16,8 @@ from torch.utils.hooks import RemovableHandle
 from blocksparse.integrations.diffusers.adapter import Adapter
 from blocksparse.integrations.diffusers.backend import Backend
 from blocksparse.integrations.diffusers.stand_in import BACKEND, OWN, REDIRECT, Redirect
+
+_OUTSIDE = "the layout of a call is read outside compiled code"
 
 
 @final
@@ -142,6 +145,7 @@ class _Hook:
 class _Begin(_Hook):
     layers: tuple[Layer, ...]
 
+    @torch.compiler.disable(reason=_OUTSIDE)  # type: ignore[untyped-decorator]
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         for layer in self.layers:
             layer.check()
@@ -153,5 +157,6 @@ class _Begin(_Hook):
 @final
 @frozen(eq=False)
 class _End(_Hook):
+    @torch.compiler.disable(reason=_OUTSIDE)  # type: ignore[untyped-decorator]
     def __call__(self, *_: Any) -> None:
         self.adapter.end()

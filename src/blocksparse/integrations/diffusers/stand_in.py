@@ -47,6 +47,8 @@ class _Redirected(TorchFunctionMode):
         if func is scaled_dot_product_attention:
             self.used = True
             return self.attend(*args, **(kwargs or {}))
+        if func is Tensor.unflatten:
+            func = torch.unflatten  # Dynamo traces the function, and not the method in Python
         return func(*args, **(kwargs or {}))
 
 
@@ -100,8 +102,9 @@ def _kind(kind: Any, *, redirected: bool) -> Any:
             out = kind.__call__(self, *args, **kwargs)
         if not (torch.compiler.is_compiling() or mode.used):
             raise RuntimeError(
-                f"{kind.__name__} computed attention by itself, so no pipeline can: it calls neither diffusers' "
-                "dispatcher nor PyTorch's scaled_dot_product_attention; give its modules another processor"
+                f"{kind.__name__} computed attention by itself, so no pipeline can: it calls neither PyTorch's "
+                "scaled_dot_product_attention nor diffusers' dispatcher with a backend of its choice; give its "
+                "modules another processor, or diffusers the backend 'native'"
             )
         return out
 

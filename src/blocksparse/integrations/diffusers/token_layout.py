@@ -1,4 +1,4 @@
-"""Where the tokens of a picture stand in a model's attention, and where those of text."""
+"""Where the tokens of a picture stand in a model's attention, and where those of text and of all else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from blocksparse.checks.validators import Rule, count, flag, shown, whole
+from blocksparse.checks.validators import Rule, count, flag, is_whole, shown, whole
 from blocksparse.permuters.grid_order import three_sizes
 
 Sizes = tuple[int, int, int]
@@ -29,20 +29,39 @@ _several_sizes = Rule(
 class TokenLayout:
     """The tokens of one forward call: those of one or more pictures or videos, and those of text beside them.
 
+    Text stands for every token that is always kept, as a query and as a key: audio, frames that are given, earlier
+    frames of a video.
+
     Args:
         grids: frames, rows and columns `(T, H, W)` in tokens, one per picture or video. Each is flattened frame by
-            frame and row by row, and they stand one after the other.
+            frame and row by row, and they stand in this order.
         text: tokens of text in the same sequence as the pictures, padding included; 0 where text has a cross
             attention of its own. Attention over the pictures alone may occur in the same model.
-        text_first: whether the text stands before the pictures, and not behind them.
-        real: how many tokens of text are real, for each entry of the batch. Real ones come first, and all behind
-            them are padding. None means that there is no padding.
+        before: how many tokens of text stand before the first picture; or a tuple, how many directly before each.
+            The rest stand behind the last one.
+        real: how many tokens of text are real, for each entry of the batch. Of the tokens of text, real ones come
+            first, and all behind them are padding. None means that there is no padding.
+        together: whether ranks of context parallelism share out the sequence as one, and not the pictures and the
+            text each.
     """
 
     grids: tuple[Sizes, ...] = field(validator=_several_sizes)
     text: int = field(default=0, converter=whole, validator=count)
-    text_first: bool = field(default=False, validator=flag)
+    before: int | tuple[int, ...] = field(default=0)
     real: tuple[int, ...] | None = field(default=None)
+    together: bool = field(default=False, validator=flag)
+
+    @before.validator
+    def _check_before(self, _: object, before: object) -> None:
+        each = before if isinstance(before, tuple) else (before,)
+        if not all(map(is_whole, each)):
+            raise TypeError(f"'before' must be a whole number, or a tuple of one per picture: {shown(before)}")
+        fits = not isinstance(before, tuple) or len(before) == len(self.grids)
+        if not fits or any(n < 0 for n in each) or sum(each) > self.text:
+            raise ValueError(
+                f"'before' must count at most 'text' ({self.text}) tokens, once or for each of {len(self.grids)} "
+                f"pictures: {shown(before)}"
+            )
 
     @real.validator
     def _check_real(self, _: object, real: tuple[int, ...] | None) -> None:
@@ -59,16 +78,26 @@ class TokenLayout:
         """How many tokens of text one call of attention may have."""
         return frozenset({0, self.text, *(self.real or ())})
 
+    def lengths(self, text: int) -> list[int]:
+        """The lengths of text and pictures by turns, in a sequence with `text` tokens of text. Text ends it."""
+        before = self.before if isinstance(self.before, tuple) else (self.before, *(0 for _ in self.grids[1:]))
+        lengths = []
+        for directly, grid in zip(before, self.grids, strict=True):
+            lengths += [min(directly, text), prod(grid)]
+            text -= lengths[-2]
+        return [*lengths, text]
+
     def attend(self, attend: Callable[[int], Attend], q: Tensor, k: Tensor, v: Tensor, *, padded: bool) -> Tensor:
         """Call `attend(text)` on the pictures, followed by as many tokens of text, and put everything back.
 
-        `q`, `k` and `v` are `[B, H, N, D]` in the model's order. Queries that are padding get zeros.
+        `q`, `k` and `v` are `[B, H, N, D]` in the model's order. Queries that are padding get zeros. `q` may lack
+        tokens of text at the front.
 
         Args:
             attend: gives for a number of tokens of text the function that attends.
             padded: whether the model masks the padding of its text. If not, every token is real.
         """
-        text = q.shape[2] - self.cells
+        text = k.shape[2] - self.cells
         real = self.real if padded and self.real is not None else (text,) * q.shape[0]
         if len(set(real)) == 1:
             return self._alike(attend(real[0]), q, k, v, text, real[0])
@@ -79,33 +108,50 @@ class TokenLayout:
 
     def _alike(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor, text: int, real: int) -> Tensor:
         """The same for entries of a batch that have as many real tokens of text."""
-        out = attend(*(self._pictures_first(x, text, real) for x in (q, k, v)))
-        padding = out.new_zeros((*out.shape[:2], text - real, out.shape[3]))
-        if not self.text_first or not text:
-            return torch.cat((out, padding), dim=2) if text > real else out
-        return torch.cat((out[:, :, self.cells :], padding, out[:, :, : self.cells]), dim=2)
+        lacking = k.shape[2] - q.shape[2]
+        if lacking:  # rows are added, so that queries and keys stand in the same order and blocks
+            q = torch.cat((q.new_zeros((*q.shape[:2], lacking, q.shape[3])), q), dim=2)
+        out = attend(*(self._pictures_first(x, text)[:, :, : self.cells + real] for x in (q, k, v)))
+        if text > real:
+            out = torch.cat((out, out.new_zeros((*out.shape[:2], text - real, out.shape[3]))), dim=2)
+        return self._in_order(out, text)[:, :, lacking:]
 
-    def _pictures_first(self, x: Tensor, text: int, real: int) -> Tensor:
-        if not self.text_first or not text:
-            return x[:, :, : self.cells + real]
-        return torch.cat((x[:, :, text:], x[:, :, :real]), dim=2)
+    def _pictures_first(self, x: Tensor, text: int) -> Tensor:
+        """`x` `[B, H, N, D]` in the model's order, with all text behind the pictures."""
+        lengths = self.lengths(text)
+        if not any(lengths[:-1:2]):
+            return x
+        parts = x.split(lengths, dim=2)
+        return torch.cat((*parts[1::2], *parts[::2]), dim=2)
 
-    def gathered(self, x: Tensor, ranks: int, text: int) -> Tensor:
+    def _in_order(self, x: Tensor, text: int) -> Tensor:
+        """The inverse of `_pictures_first`."""
+        lengths = self.lengths(text)
+        if not any(lengths[:-1:2]):
+            return x
+        pictures = x[:, :, : self.cells].split(lengths[1::2], dim=2)
+        *texts, last = x[:, :, self.cells :].split(lengths[::2], dim=2)
+        by_turns = [part for both in zip(texts, pictures, strict=True) for part in both]
+        return torch.cat((*by_turns, last), dim=2)
+
+    def gathered(self, x: Tensor, ranks: int) -> Tensor:
         """`x` `[B, H, N, D]` in the model's order, from the order in which Ulysses gathers the parts of ranks.
 
-        Each rank holds a part of the text and a part of the pictures, in the model's order.
+        Each rank holds a part of the text and one of the pictures, in the model's order, or a part of the whole.
         """
-        if not text:
+        text = x.shape[2] - self.cells
+        if not text or self.together:
             return x
         parts = x.unflatten(2, (ranks, -1))
         here = text // ranks
-        first = here if self.text_first else parts.shape[3] - here
+        first = here if self.before else parts.shape[3] - here
         return torch.cat((parts[:, :, :, :first].flatten(2, 3), parts[:, :, :, first:].flatten(2, 3)), dim=2)
 
-    def scattered(self, x: Tensor, ranks: int, text: int) -> Tensor:
+    def scattered(self, x: Tensor, ranks: int) -> Tensor:
         """The inverse of `gathered`."""
-        if not text:
+        text = x.shape[2] - self.cells
+        if not text or self.together:
             return x
-        first = text if self.text_first else x.shape[2] - text
+        first = text if self.before else x.shape[2] - text
         parts = (x[:, :, :first].unflatten(2, (ranks, -1)), x[:, :, first:].unflatten(2, (ranks, -1)))
         return torch.cat(parts, dim=3).flatten(2, 3)

@@ -1,0 +1,95 @@
+"""What must be known of a transformer before its attention may become sparse, and helpers to say it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import Any, final
+
+import torch
+from attrs import field, frozen
+from torch import Tensor
+
+from blocksparse.checks.validators import a, flag, optional
+from blocksparse.integrations.diffusers.token_layout import Sizes, TokenLayout
+
+Arguments = Mapping[str, Any]
+"""The arguments of a forward call by name, those with defaults included."""
+
+
+def the_timestep(given: Arguments) -> Any:
+    """The argument that most models call `timestep`."""
+    return given["timestep"]
+
+
+@final
+@frozen(eq=False)
+class Family:
+    """What must be known of a transformer before its attention may become sparse.
+
+        Family(lambda config, given: TokenLayout((given["hidden_states"].shape[2:],)), attention=("attn1",))
+
+    Args:
+        layout: a function of the model's config and of the arguments of a forward call by name, which gives the
+            `TokenLayout`; or None where the arguments do not say it, and then all attention of the call is dense.
+        attention: the names, inside a block of the model, of its attention over pictures: alone, or joined with
+            text. Other attention, as over text alone, stays as it is. A name may have dots.
+        rising: whether timesteps rise from noise to picture.
+        parts: the names of the model's lists of blocks that count; None for all of them.
+        timestep: a function of the arguments of a forward call, which gives the timestep that tells one denoising
+            step from the next: a number or a tensor, of which the greatest element counts.
+        redirected: whether its processors ask diffusers' dispatcher for another backend than the one that is set
+            on them. PyTorch's function, which diffusers' native backends call, is then redirected instead.
+    """
+
+    layout: Callable[[Any, Arguments], TokenLayout | None]
+    attention: tuple[str, ...] = field(validator=a(tuple))
+    rising: bool = field(default=False, validator=flag)
+    parts: tuple[str, ...] | None = field(default=None, validator=optional(a(tuple)))
+    timestep: Callable[[Arguments], Any] = the_timestep
+    redirected: bool = field(default=False, validator=flag)
+
+
+def patches(sizes: Any, patch: Any) -> Sizes:
+    """The grid of tokens of a video of these frames, rows and columns, in patches of so many."""
+    T, H, W = (int(size) // int(step) for size, step in zip(sizes, patch, strict=True))
+    return T, H, W
+
+
+def counts(mask: Tensor) -> tuple[int, ...]:
+    """The number of real tokens in each entry of a batch, from a mask `[B, text]`. The host waits for it."""
+    numbers: list[int] = mask.sum(dim=1, dtype=torch.int64).tolist()
+    return tuple(numbers)
+
+
+def padding_ends(mask: Tensor) -> bool:
+    """Whether all padding of a mask `[B, text]` bool stands behind the real tokens."""
+    place = torch.arange(mask.shape[1], device=mask.device)
+    return torch.equal(place < mask.sum(dim=1, keepdim=True), mask)
+
+
+def checked(grids: tuple[Any, ...], tokens: int, **more: Any) -> TokenLayout | None:
+    """The layout, if the grids have as many cells as there are tokens."""
+    layout = TokenLayout(tuple(tuple(map(int, grid)) for grid in grids), **more)  # type: ignore[misc]
+    return layout if layout.cells == tokens else None
+
+
+def with_conditions_behind(grid: Any, tokens: int) -> TokenLayout | None:
+    """One video, and behind it, as text that is always kept, what else `tokens` hold."""
+    others = tokens - prod(map(int, grid))
+    return checked((grid,), tokens - others, text=others, together=True) if others >= 0 else None
+
+
+def grids_of(ids: Tensor) -> tuple[Sizes, ...] | None:
+    """The grids whose cells have these coordinates `[N, 3 or more]`: picture (or frame), row, column.
+
+    None if the tokens are not one whole grid after the other, row by row. The host waits for the coordinates.
+    """
+    places, grids = ids[:, :3].float().cpu(), []
+    _, lengths = places[:, 0].unique_consecutive(return_counts=True)
+    for picture in places[:, 1:].split(lengths.tolist()):
+        rows, columns = picture[:, 0].unique(), picture[:, 1].unique()
+        if not torch.equal(picture, torch.cartesian_prod(rows, columns)):
+            return None
+        grids.append((1, len(rows), len(columns)))
+    return tuple(grids)
