@@ -7,6 +7,7 @@ from typing import Annotated, Any, Generic, TypeVar
 
 import pytest
 import torch
+from attrs import evolve
 
 import blocksparse as bs
 from blocksparse.testing import make_qkv
@@ -187,3 +188,12 @@ def test_values_need_no_docstring() -> None:
         TypeError, match=r"TakesUndocumented needs an Undocumented, and NoScorer gives a BlockScores$"
     ):
         bs.Pipeline(bs.Identity(), bs.NoScorer(), wrong(TakesUndocumented()), REFERENCE)
+
+
+def test_a_pipeline_that_also_keeps_what_a_selector_keeps() -> None:
+    pipeline = bs.mean_pooling(0.9)
+    banded = pipeline | bs.Band(128)
+    assert banded == evolve(pipeline, selector=pipeline.selector | bs.Band(128))
+    assert repr(banded.selector).endswith("| Band(tokens=128))")
+    with pytest.raises(TypeError, match="GatherExecutor needs a RankedBlockMask"):
+        wrong(bs.s2o()) | bs.Band(128)

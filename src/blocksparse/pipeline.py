@@ -11,7 +11,7 @@ from torch import Tensor
 from blocksparse.attention_spec import Asked, AttentionSpec
 from blocksparse.batches.sequences import Sequences
 from blocksparse.checks.inputs import checked, refuse_mask
-from blocksparse.checks.validators import a, flag
+from blocksparse.checks.validators import a, flag, stage
 from blocksparse.choice import Choice
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.executor import Executor
@@ -22,6 +22,7 @@ from blocksparse.runtime.precision import without_autocast
 from blocksparse.runtime.repeated import Repeated
 from blocksparse.scorers.key_history import KeyHistory, one_for_each
 from blocksparse.scorers.scorer import Scorer
+from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.selector import Selector
 from blocksparse.trace import MaskT, PermutationT, ScoresT, Trace
 
@@ -46,10 +47,10 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
             classes declare. mypy reports the same.
     """
 
-    permuter: Permuter[PermutationT] = field(validator=a(Permuter))
-    scorer: Scorer[PermutationT, ScoresT] = field(validator=a(Scorer))
-    selector: Selector[ScoresT, MaskT] = field(validator=a(Selector))
-    executor: Executor[PermutationT, MaskT] = field(validator=a(Executor))
+    permuter: Permuter[PermutationT] = field(validator=stage(Permuter))
+    scorer: Scorer[PermutationT, ScoresT] = field(validator=stage(Scorer))
+    selector: Selector[ScoresT, MaskT] = field(validator=stage(Selector))
+    executor: Executor[PermutationT, MaskT] = field(validator=stage(Executor))
     repeats: bool = field(default=True, validator=flag, kw_only=True)
     _stages: FourStages[PermutationT, ScoresT, MaskT] = field(
         init=False,
@@ -69,6 +70,12 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
     def __repr__(self) -> str:
         stages = (f"{name}={getattr(self, name)!r}" for name in ("permuter", "scorer", "selector", "executor"))
         return f"Pipeline({', '.join(stages)}{'' if self.repeats else ', repeats=False'})"
+
+    def __or__(
+        self: Pipeline[PermutationT, ScoresT, BlockMask], other: Selector[ScoresT, BlockMask]
+    ) -> Pipeline[PermutationT, ScoresT, BlockMask]:
+        """Make the same pipeline, that also keeps what `other` keeps: `mean_pooling(0.97) | Band(128)`."""
+        return evolve(self, selector=self.selector | other) if isinstance(other, Selector) else NotImplemented
 
     @property
     def keeps_history(self) -> bool:
@@ -157,7 +164,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
                 device.
         """
         refuse_transforms("attend")
-        a(Choice).check(choice=choice)
+        a(Choice).or_else("pipeline.choose(q, k) makes one").check(choice=choice)
         q, k, v, spec = checked(q, k, v, **choice.spec.arguments())
         choice.check_fits(q, k)
         with without_autocast(q):

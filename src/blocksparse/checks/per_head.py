@@ -153,7 +153,8 @@ def over_blocks(value: PerHead, scores: Tensor) -> Tensor:
     entries = value.on(scores.device)
     if entries.shape[0] != scores.shape[1]:
         raise ValueError(
-            f"a per-head value needs one entry per query head ({scores.shape[1]}): {entries.shape[0]}"
+            f"a per-head value needs one entry per query head ({scores.shape[1]}): {entries.shape[0]}; one number "
+            "is for all heads"
         )
     return entries.reshape(1, -1, 1, 1)
 

@@ -23,11 +23,13 @@ class Rule:
         what: what a value must be; the error says "'name' must be {what}".
         is_kind: whether a value has the right type; if not, a `TypeError` is raised.
         holds: whether a value of the right type is allowed; if not, a `ValueError` is raised.
+        way_out: what to do about a wrong value, where that is not plain; it ends the error.
     """
 
     what: str
     is_kind: Callable[[Any], bool]
     holds: Callable[[Any], bool] = lambda _: True
+    way_out: str = ""
 
     def __call__(self, _: object, attribute: Attribute[Any], value: object) -> None:
         self.check(**{attribute.name: value})
@@ -36,9 +38,13 @@ class Rule:
         """Raise unless every one of these named values passes the rule."""
         for name, value in named.items():
             if not self.is_kind(value):
-                raise TypeError(f"'{name}' must be {self.what}: {shown(value)}")
+                raise TypeError(f"'{name}' must be {self.what}: {shown(value)}{self.way_out}")
             if not self.holds(value):
-                raise ValueError(f"'{name}' must be {self.what}: {shown(value)}")
+                raise ValueError(f"'{name}' must be {self.what}: {shown(value)}{self.way_out}")
+
+    def or_else(self, way_out: str) -> Rule:
+        """The same rule, whose error ends with what to do."""
+        return Rule(self.what, self.is_kind, self.holds, f"; {way_out}")
 
 
 def is_whole(value: object) -> TypeGuard[int]:
@@ -72,6 +78,11 @@ def a(*roles: type) -> Rule:
     """A rule for values that must be instances of one of these classes."""
     names = (f"{'an' if role.__name__[0] in 'AEIOU' else 'a'} {role.__name__}" for role in roles)
     return Rule(" or ".join(names), lambda x: isinstance(x, roles))
+
+
+def stage(role: type) -> Rule:
+    """A rule for a stage of a pipeline."""
+    return a(role).or_else("the order is permuter, scorer, selector, executor")
 
 
 def optional(rule: Rule) -> Rule:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from blocksparse.checks.user_error import UserError
 from blocksparse.cli.options import Commands, add_command
 
 _EXAMPLES = """\
@@ -37,6 +38,8 @@ def _run(parsed: argparse.Namespace) -> int:
     from blocksparse.executors.cpu_kernel import about_kernel, compile_kernels, compile_kernels_for_wheel
 
     if parsed.for_wheel is not None:
+        if not (parsed.for_wheel / "__init__.py").is_file():
+            raise UserError(f"'--for-wheel' must be the folder of the package's source: {parsed.for_wheel}")
         for path in compile_kernels_for_wheel(parsed.for_wheel):
             print(path)
         return 0

@@ -26,7 +26,7 @@ from blocksparse.permuters.permutation import Permutation
 from blocksparse.runtime.opaque_call import is_transformed
 from blocksparse.selectors.block_mask import BlockMask, RankedBlockMask
 
-_HINT = "Choose smaller blocks, or use ReferenceExecutor()."
+_HINT = "Choose smaller blocks, another preset for layers with a window or softcap, or use ReferenceExecutor()."
 
 
 @final

@@ -33,7 +33,7 @@ def first_launched(
         except LaunchError as error:
             note((kernel, of), error)
     refuse()
-    raise LaunchError("no kernel can be launched")
+    raise LaunchError("no kernel can be launched; use AutoExecutor(), which takes another executor")
 
 
 def never_launched(kernels: Iterable[_Kernel], of: Hashable) -> list[str]:

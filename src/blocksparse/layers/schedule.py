@@ -15,6 +15,24 @@ LayerPipeline = AnyPipeline | HeadGroups
 """What attends in one layer."""
 
 
+def schedule_of(pipeline: object) -> Schedule:
+    """A schedule as it is; one pipeline as the schedule in which it attends in every layer.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if isinstance(pipeline, Schedule):
+        return pipeline
+    if not isinstance(pipeline, Pipeline | HeadGroups):
+        way_out = (
+            "presets are functions of blocksparse, to be called, as in attach(model, auto())"
+            if isinstance(pipeline, str)
+            else "Schedule(None, layers={...}) attends sparsely in single layers"
+        )
+        raise TypeError(f"'pipeline' must be a Pipeline, HeadGroups or a Schedule: {shown(pipeline)}; {way_out}")
+    return Schedule(pipeline)
+
+
 def _layers(layers: Mapping[int, LayerPipeline | None]) -> Mapping[int, LayerPipeline | None]:
     if not isinstance(layers, Mapping):
         raise TypeError(f"'layers' must be a mapping of layers to pipelines: {type(layers).__name__}")

@@ -35,7 +35,10 @@ def launch_error(kernel: str, error: Exception) -> LaunchError | None:
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if kinds & _NOT_COMPILED or any(said in str(error) for said in _NEVER_STARTED):
         refuse_repetition(f"{kernel} could not be launched")
-        return LaunchError(f"{kernel} cannot be compiled or launched on this device ({_last_line(error)})")
+        return LaunchError(
+            f"{kernel} cannot be compiled or launched on this device ({_last_line(error)}): try other blocks or "
+            "another preset, and report it with what `blocksparse --version --verbose` prints"
+        )
     return None
 
 

@@ -158,7 +158,7 @@ class Plan:
         except (OSError, ValueError, RecursionError) as error:
             raise TuneError(f"the plan cannot be read: {path}: {error}") from None
         if not isinstance(content, dict) or not str(content.get("format", "")).startswith("blocksparse plan "):
-            raise TuneError(f"{path} is not a plan of blocksparse")
+            raise TuneError(f"{path} is not a plan of blocksparse; `blocksparse tune` writes one")
         if content["format"] != FORMAT:
             raise TuneError(f"{path} is a {content['format']!r}, and this version reads {FORMAT!r}: tune again")
         checksum = content.pop("checksum", None)

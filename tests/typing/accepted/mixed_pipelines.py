@@ -21,6 +21,7 @@ both: bs.Selector[bs.BlockMass, bs.BlockMask] = bs.Sink() | bs.TopCdf(0.9)
 turned: bs.Selector[bs.BlockMass, bs.BlockMask] = bs.TopCdf(0.9) | bs.Sink()
 narrowed: bs.Selector[bs.BlockMass, bs.BlockMask] = bs.SharedByGroup(bs.TopCdf(0.9)) & bs.TopK(3)
 bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(), bs.TopCdf(0.9) | bs.Band(256) | bs.Sink(4), bs.AutoExecutor())
+assert_type(paper | bs.Band(128), bs.Pipeline[bs.GlobalPermutation, bs.BlockMass, bs.BlockMask])
 bs.TopCdf([0.6, 0.7, 0.8, 0.9])
 bs.TopCdf(torch.full((32,), 0.9))
 

@@ -83,6 +83,7 @@ x = torch.rand(1, 1, 8, 16)
 pipeline(x, x, x, torch.ones(8, 8))  # E: Argument 4 to "__call__" of "Pipeline" has incompatible type "Tensor"; expected "None"
 pipeline(x, x, x, dropout_p=0.1)  # E: Unexpected keyword argument "dropout_p" for "__call__" of "Pipeline"
 bs.TopCdf("0.9")  # E: Argument 1 to "TopCdf" has incompatible type "str"
+bs.s2o() | bs.Band(128)  # E: No overload variant of "__ror__" of "PositionSelector" matches argument type "Pipeline[Permutation, BlockScores, RankedBlockMask]"
 bs.Sink() | bs.Identity()  # E: No overload variant of "__or__" of "PositionSelector" matches argument type "Identity"
 
 # An order per segment has no one order to gather keys in, nor to pool them by.

@@ -19,9 +19,7 @@ from blocksparse.integrations.diffusers.families import FAMILIES, LEFT_OUT, Fami
 from blocksparse.integrations.diffusers.families.family import the_timestep
 from blocksparse.integrations.diffusers.placed import check_orders
 from blocksparse.integrations.diffusers.stand_in import BACKEND, OWN, REDIRECT, Redirect, stand_in
-from blocksparse.layers.head_groups import HeadGroups
-from blocksparse.layers.schedule import LayerPipeline, Schedule
-from blocksparse.pipeline import Pipeline
+from blocksparse.layers.schedule import LayerPipeline, Schedule, schedule_of
 
 
 def attach(
@@ -61,13 +59,10 @@ def attach(
     if not isinstance(model, ModelMixin):
         raise TypeError(
             f"'model' must be a model of diffusers: {type(model).__name__}; "
-            "of a pipeline give the transformer, of a compiled model the model in it"
+            "of a pipeline give the transformer, of a compiled model the model in it; language models have "
+            "integrations.transformers.attach"
         )
-    if not isinstance(pipeline, Pipeline | HeadGroups | Schedule):
-        raise TypeError(
-            f"'pipeline' must be a Pipeline, HeadGroups or a Schedule: {shown(pipeline)}; "
-            "Schedule(None, layers={...}) attends sparsely in single layers"
-        )
+    schedule = schedule_of(pipeline)
     if not isinstance(dense_steps, Sequence) or not all(map(is_whole, dense_steps)):
         raise TypeError(f"'dense_steps' must be a sequence of whole numbers: {shown(dense_steps)}")
     count.check(**{f"dense_steps[{i}]": step for i, step in enumerate(dense_steps)})
@@ -91,7 +86,6 @@ def attach(
         raise ValueError(
             f"{type(model).__name__} has no blocks with attention named {' or '.join(family.attention)}"
         )
-    schedule = pipeline if isinstance(pipeline, Schedule) else Schedule(pipeline)
     by_layer = schedule.resolve(len(names))
     keys = tuple(_key(layer, by_layer, recorded=recorder is not None) for layer in range(len(names)))
     pipelines = {

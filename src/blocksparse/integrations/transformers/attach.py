@@ -18,9 +18,7 @@ from blocksparse.integrations.transformers.attachment import Attachment
 from blocksparse.integrations.transformers.call import layer_of
 from blocksparse.integrations.transformers.layer import LayerAttention
 from blocksparse.integrations.transformers.outcomes import Outcomes
-from blocksparse.layers.head_groups import HeadGroups
-from blocksparse.layers.schedule import LayerPipeline, Schedule
-from blocksparse.pipeline import Pipeline
+from blocksparse.layers.schedule import LayerPipeline, Schedule, schedule_of
 
 
 def attach(
@@ -59,16 +57,11 @@ def attach(
             that the schedule names, or transformers is too old for `continuous_batching`.
     """
     model = _inside(model)
-    if not isinstance(pipeline, Pipeline | HeadGroups | Schedule):
-        raise TypeError(
-            f"'pipeline' must be a Pipeline, HeadGroups or a Schedule: {shown(pipeline)}; "
-            "Schedule(None, layers={...}) attends sparsely in single layers"
-        )
-    schedule = pipeline if isinstance(pipeline, Schedule) else Schedule(pipeline)
+    schedule = schedule_of(pipeline)
     if recorder is not None and not isinstance(recorder, DensityRecorder):
-        raise TypeError(f"'recorder' must be a DensityRecorder: {type(recorder).__name__}")
+        raise TypeError(f"'recorder' must be a DensityRecorder: {shown(recorder)}")
     if audit is not None and not isinstance(audit, Audit):
-        raise TypeError(f"'audit' must be an Audit: {type(audit).__name__}")
+        raise TypeError(f"'audit' must be an Audit: {shown(audit)}")
     min_tokens, min_queries = whole(min_tokens), whole(min_queries)
     flag.check(continuous_batching=continuous_batching)
     size.check(min_tokens=min_tokens, min_queries=min_queries)
@@ -98,14 +91,17 @@ def _inside(model: nn.Module) -> PreTrainedModel:
     if isinstance(model, PreTrainedModel):
         return model
     if not isinstance(model, nn.Module):
-        raise TypeError(f"'model' must be a transformers.PreTrainedModel: {type(model).__name__}")
+        raise TypeError(
+            f"'model' must be a transformers.PreTrainedModel: {type(model).__name__}; the order is "
+            "attach(model, pipeline)"
+        )
     models = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     within = {id(part) for outer in models for part in outer.modules() if part is not outer}
     outermost = [part for part in models if id(part) not in within]
     if len(outermost) != 1:
         raise TypeError(
             f"'model' must be a transformers.PreTrainedModel or hold one: {type(model).__name__} holds "
-            f"{len(outermost)}"
+            f"{len(outermost)}; models of diffusers have integrations.diffusers.attach"
         )
     return outermost[0]
 

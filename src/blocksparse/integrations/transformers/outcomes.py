@@ -14,6 +14,12 @@ from blocksparse.layers.head_groups import AnyTrace, HeadGroupsTrace
 
 _log = logging.getLogger(__name__)
 _COUNTING = Lock()  # several threads may run one model
+_WAY_OUT = {
+    "gradients": " (call the model under torch.no_grad())",
+    "fewer than min_tokens": " (longer prompts are sparse; attach takes min_tokens)",
+    "fewer than min_queries": " (larger chunks are sparse; attach takes min_queries)",
+    "mask": " (masks that are no padding, packing or window stay dense)",
+}
 
 
 @final
@@ -57,5 +63,7 @@ class Outcomes:
             if self._settled or not self._reasons:
                 return
             self._settled = True
-        reasons = ", ".join(f"{times} x {why}" for why, times in self._reasons.most_common())
+        reasons = ", ".join(
+            f"{times} x {why}{_WAY_OUT.get(why, '')}" for why, times in self._reasons.most_common()
+        )
         _log.warning("no attention of %s was sparse so far; dense calls: %s", self.model, reasons)

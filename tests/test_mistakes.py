@@ -1,0 +1,287 @@
+"""Mistakes that users make, and what each message must say: what was wrong, with what value, and what to do now.
+
+A row is a call and words of its message, in order. `tests/test_bad_arguments.py` draws thousands of wrong values;
+here are those that people write.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+
+import blocksparse as bs
+from blocksparse.cli.main import main
+from blocksparse.integrations.serving.settings import ConfigurationError, Host, Served, Settings
+from blocksparse.testing import make_qkv
+from tests.test_bad_arguments import sentence
+
+Q, K, V = make_qkv(Hq=4, Hkv=2, N=256, D=32)
+MEAN: Any = bs.mean_pooling()
+STAGES: Any = bs.Identity(), bs.MeanPoolScorer(64), bs.TopK(3), bs.AutoExecutor()
+ANY: Any = bs  # as a user without a type checker has it
+
+
+def pipeline(permuter: Any = None, scorer: Any = None, selector: Any = None, executor: Any = None) -> Any:
+    given = zip((permuter, scorer, selector, executor), STAGES, strict=True)
+    return bs.Pipeline(*(default if part is None else part for part, default in given))
+
+
+def twice(history: bs.KeyHistory) -> None:
+    for _ in range(2):
+        MEAN(Q, K, V, history=history)
+
+
+CALLS: list[tuple[Callable[[], Any], str]] = [
+    # Names and numbers of presets.
+    (lambda: ANY.auto("best"), "'quality' | 'careful', 'balanced' or 'fast' | 'best'"),
+    (lambda: bs.xattention(90), "'mass' | (0, 1] | 90"),
+    (lambda: bs.mean_pooling(-0.1), "'mass' | (0, 1] | -0.1"),
+    (lambda: bs.xattention(block=100), "'block' | multiple of 'stride' (8) | 100"),
+    (lambda: bs.pbs_attn(S=200), "'S' | multiple of 'block' (128) | 200"),
+    (lambda: ANY.xattention(threshold=0.9), "xattention() | 'threshold'"),
+    (lambda: ANY.TopK(0.1), "'k' | whole number | 0.1"),
+    (lambda: bs.TopK(share=2.0), "'share' | (0, 1] | 2.0"),
+    (lambda: bs.TopK(), "'TopK' | 'k' or 'share' | k=None"),
+    (lambda: ANY.HilbertOrder((16, 16)), "'grid' | (T, H, W) | an image is (1, H, W) | (16, 16)"),
+    # Tensors.
+    (lambda: MEAN(*(x.transpose(1, 2) for x in (Q, K, V))), "Nq=4, Nk=2 | [B, H, N, D], heads before tokens"),
+    (lambda: MEAN(Q[0], K[0], V[0]), "'q' | (4, 256, 32) | heads before tokens"),
+    (lambda: MEAN(Q[:, :3], K, V), "multiple of the KV heads (2) | 3 | do not repeat k and v"),
+    (lambda: MEAN(Q.half(), K, V), "one dtype | float16 | convert them with .to()"),
+    (lambda: MEAN(Q.int(), K.int(), V.int()), "'q' | torch.int32 | convert it to float16"),
+    (lambda: MEAN(Q.numpy(), K, V), "'q' must be a tensor | ndarray"),
+    (lambda: MEAN(Q, K.to("meta"), V), "one device | cpu, meta, cpu | .to()"),
+    (lambda: MEAN(Q, K[:, :, :9], V[:, :, :9]), "Nq=256, Nk=9 | pass the cached keys too"),
+    (lambda: MEAN(Q, K, V[:, :, :9]), "'v' | heads and tokens of 'k' | (1, 2, 9, 32)"),
+    (lambda: MEAN(*(torch.randn(1, 2, 9, 512) for _ in range(3))), "head dim | at most 256 | 512"),
+    # Arguments of a call.
+    (lambda: MEAN(Q, K), "missing | 'v'"),
+    (lambda: MEAN(Q, K, V, torch.ones(256, 256)), "no attention mask | Sequences.padded(mask"),
+    (lambda: MEAN(Q, K, V, causal=1), "'causal' must be a bool | 1"),
+    (lambda: MEAN(Q, K, V, scale="x"), "'scale' | str | float()"),
+    (lambda: MEAN(Q, K, V, window=0), "'window' | at least 1 | 0"),
+    (lambda: MEAN(Q, K, V, window=64, causal=False), "window=64 | call with causal=True"),
+    (lambda: MEAN(Q, K, V, softcap=-1.0), "'softcap' | -1.0"),
+    (lambda: MEAN(Q, K, V, sinks=[0.1, 0.2]), "'sinks' has 2 entries for 4 query heads"),
+    (lambda: bs.xattention([0.9, 0.8])(Q, K, V), "one entry per query head (4): 2 | one number is for all"),
+    (lambda: bs.s2o()(Q, K, V, causal=False), "'GlobalIndexMap' | call the pipeline with causal=True"),
+    (lambda: bs.s2o()(Q, K, V, window=64), "GatherExecutor | window | 64 tokens | another preset"),
+    # Devices and executors.
+    (lambda: bs.sparge(executor=bs.Int8Executor())(Q, K, V), "Int8Executor | on cpu | AutoExecutor()"),
+    (
+        lambda: bs.mean_pooling(executor=bs.FlashAttention4Executor())(Q, K, V),
+        "FlashAttention4Executor | not installed | float32 | AutoExecutor()",
+    ),
+    (
+        lambda: pipeline(executor=bs.FlexExecutor())(*(x.double() for x in (Q, K, V))),
+        "FlexExecutor | not torch.float64 | ReferenceExecutor()",
+    ),
+    # Stages.
+    (lambda: pipeline(permuter=bs.Identity), "'permuter' | Identity itself; call it: Identity()"),
+    (lambda: pipeline(permuter=STAGES[1], scorer=STAGES[0]), "'permuter' | MeanPoolScorer | the order is"),
+    (lambda: bs.Pipeline(*STAGES[:3]), "missing | 'executor'"),
+    (lambda: pipeline(scorer=bs.NoScorer(64), selector=bs.TopCdf(0.9)), "TopCdf needs a BlockMass | NoScorer"),
+    (lambda: pipeline(permuter=bs.GlobalIndexMap(64)), "needs a GlobalPermutation | GlobalIndexMap"),
+    (lambda: pipeline(executor=bs.GatherExecutor()), "needs a RankedBlockMask | TopK gives | `Ranked("),
+    (lambda: STAGES[2] | "Sink", "'TopK' and 'str'"),
+    (lambda: MEAN | "Sink", "'Pipeline' and 'str'"),
+    (lambda: evolve(MEAN, select=bs.TopK(1)), "unexpected keyword argument 'select'"),
+    (lambda: bs.sparge(order=bs.HilbertOrder())(Q, K, V), "HilbertOrder has no grid | HilbertOrder((T, H, W))"),
+    (lambda: bs.sparge(order=bs.HilbertOrder((2, 3, 4)))(Q, K, V), "24 keys | Nk=256 | prefix= and suffix="),
+    # Heads and layers.
+    (lambda: bs.HeadGroups({(0,): MEAN})(Q, K, V), "each of the 2 KV heads | missing: 1"),
+    (lambda: bs.HeadGroups({(0, 1): MEAN, (1,): None}), "'groups' | once | 1"),
+    (lambda: ANY.HeadGroups({0: MEAN}), "'groups' | tuples | (2,) for one head | 0"),
+    (lambda: bs.Schedule(MEAN, layers={0: MEAN}, dense=(0,)), "'layers' and 'dense' | once in all | 0"),
+    (lambda: ANY.Schedule(MEAN, dense=0), "'dense' | sequence | 0"),
+    # Batches, chunks and pages.
+    (lambda: MEAN(Q, K, V, sequences=bs.Sequences.packed([100, 100])), "200 | 256 | must sum to the tokens"),
+    (lambda: MEAN(Q, K, V, sequences=[100, 156]), "'sequences' | list; Sequences.packed(lengths) makes one"),
+    (lambda: bs.Sequences.from_cu_seqlens(torch.tensor([9, 256])), "'cu_seqlens_q' | begin with 0 | [9, 256]"),
+    (lambda: bs.Sequences.padded(torch.tensor([[1, 0, 1]])), "'attention_mask' | entry 0 | inside"),
+    (lambda: twice(bs.KeyHistory()), "'history' has seen 256 keys | a KeyHistory of its own | rewind(0)"),
+    (lambda: MEAN(Q, K, V, history=bs.KeyHistory), "'history' | KeyHistory itself; call it: KeyHistory()"),
+    (lambda: bs.xattention()(Q, K, V, history=bs.KeyHistory()), "remembers nothing | call without 'history'"),
+    (lambda: bs.pbs_attn()(Q, K, V, history=bs.KeyHistory()), "SegmentKeySort moves keys | without 'history'"),
+    (
+        lambda: bs.PageTable(torch.zeros(1, 2, dtype=torch.int32), lengths=[100], page_size=16),
+        "'lengths' | 0 to 32 | request 0 has 100",
+    ),
+    (lambda: MEAN.attend(Q[:, :, :9], K[:, :, :9], V[:, :, :9], MEAN.choose(Q, K)), "256 | 9 | choose anew"),
+    (lambda: MEAN.attend(Q, K, V, None), "'choice' must be a Choice: None; pipeline.choose(q, k) makes one"),
+    # PyTorch's function.
+    (lambda: ANY.scaled_dot_product_attention(Q, Q, Q), "missing | 'pipeline'"),
+    (lambda: bs.scaled_dot_product_attention(Q, K, V, pipeline=MEAN), "'enable_gqa' | 4 heads of queries and 2"),
+    (lambda: ANY.scaled_dot_product_attention(Q, Q, Q, pipeline=bs.auto), "auto itself; call it: auto()"),
+    (lambda: bs.scaled_dot_product_attention(Q, Q, Q, dropout_p=0.1, pipeline=MEAN), "'dropout_p' | 0.1"),
+    (
+        lambda: bs.scaled_dot_product_attention(Q[:, :, :9], Q, Q, is_causal=True, pipeline=MEAN),
+        "'is_causal' | 9 and 256 | pipeline(q, k, v)",
+    ),
+]  # fmt: skip
+
+
+def check(message: str, words: str) -> None:
+    """The message has all of these words, in order."""
+    pattern = ".*".join(re.escape(word) for word in words.split(" | "))
+    assert re.search(pattern, message), f"{message!r} lacks some of {words!r}"
+
+
+@pytest.mark.parametrize(("call", "words"), CALLS, ids=[words for _, words in CALLS])
+def test_a_wrong_call(call: Callable[[], Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError, bs.UnsupportedError)) as error:
+        call()
+    check(" ".join(str(error.value).split()), words)
+
+
+def test_a_wrong_attachment(caplog: pytest.LogCaptureFixture) -> None:
+    transformers = pytest.importorskip("transformers")
+    from blocksparse.integrations.transformers import DensityRecorder, attach
+
+    config: Any = transformers.LlamaConfig(
+        vocab_size=100, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).eval()
+    bloom: Any = transformers.BloomConfig(vocab_size=100, hidden_size=64, n_layer=1, n_head=4)
+    other = transformers.BloomForCausalLM(bloom)
+    rows: list[tuple[Any, Any, dict[str, Any], str]] = [
+        (model, bs.auto, {}, "'pipeline' | auto itself; call it: auto()"),
+        (model, "auto", {}, "'pipeline' | 'auto'; presets are functions | auto()"),
+        (MEAN, model, {}, "'model' | Pipeline; the order is attach(model, pipeline)"),
+        (torch.nn.Linear(2, 2), MEAN, {}, "'model' | Linear holds 0 | integrations.diffusers.attach"),
+        (other, MEAN, {}, "BloomForCausalLM cannot change its attention function | call the pipeline yourself"),
+        (model, bs.Schedule(MEAN, dense=(99,)), {}, "no layer 99 | has 2, 0 to 1"),
+        (model, MEAN, {"min_tokens": "4k"}, "'min_tokens' | whole number | '4k'"),
+        (model, MEAN, {"recorder": DensityRecorder}, "'recorder' | DensityRecorder itself; call it"),
+    ]
+    for given, attention, arguments, words in rows:
+        with pytest.raises((TypeError, ValueError)) as error:
+            attach(given, attention, **arguments)
+        check(sentence(error), words)
+
+    first, second = attach(model, MEAN), attach(model, MEAN)
+    with pytest.raises(RuntimeError, match=r"detach that one \(.*\) first"):
+        first.detach()
+    second.detach()
+    first.detach()
+
+    def logged(tokens: int, **arguments: Any) -> str:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "blocksparse"), attach(model, MEAN, **arguments):
+            model(torch.arange(tokens).unsqueeze(0) % 97)
+        return caplog.text
+
+    with torch.enable_grad():
+        check(logged(600), "LlamaForCausalLM | 2 x gradients (call the model under torch.no_grad())")
+    with torch.no_grad():
+        check(logged(99), "2 x fewer than min_tokens (longer prompts are sparse; attach takes min_tokens)")
+        missing = pytest.raises(ValueError, match="each of the 2 KV heads; missing: 1")
+        with attach(model, bs.Schedule(None, layers={0: bs.HeadGroups({(0,): MEAN})})), missing:
+            model(torch.arange(600).unsqueeze(0) % 97)
+
+
+def test_a_wrong_attachment_to_a_model_of_diffusers() -> None:
+    diffusers = pytest.importorskip("diffusers")
+    from blocksparse.integrations.diffusers import attach
+
+    flux: Any = diffusers.FluxTransformer2DModel(
+        in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=16, pooled_projection_dim=16, axes_dims_rope=(4, 4, 8),
+    )  # fmt: skip
+    rows: list[tuple[Any, Any, dict[str, Any], str]] = [
+        (
+            torch.nn.Linear(2, 2),
+            MEAN,
+            {},
+            "'model' | Linear | the transformer | integrations.transformers.attach",
+        ),
+        (flux, bs.auto, {}, "'pipeline' | auto itself; call it: auto()"),
+        (flux, MEAN, {"dense_steps": 10}, "'dense_steps' | sequence | 10"),
+        (flux, bs.Schedule(MEAN, dense=(7,)), {}, "no layer 7 | has 2, 0 to 1"),
+    ]
+    for given, attention, arguments, words in rows:
+        with pytest.raises((TypeError, ValueError)) as error:
+            attach(given, attention, **arguments)
+        check(sentence(error), words)
+    with attach(flux, MEAN), pytest.raises(ValueError, match=r"attached already: detach\(\) that pipeline first"):
+        attach(flux, MEAN)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (None, 'needs to know what to run | --additional-config \'{"blocksparse": {"preset":'),
+        ({"blocksparse": "auto"}, "an object with some of preset, settings | 'auto'"),
+        ({"blocksparse": {"presets": "auto"}}, "there is no 'presets'; there are preset"),
+        ({"blocksparse": {"min_tokens": 9}}, "one of 'preset' and 'plan'"),
+        ({"blocksparse": {"preset": "pbs"}}, "there is no preset 'pbs'; there are auto"),
+        ({"blocksparse": {"preset": "auto", "settings": {"quality": "best"}}}, "'quality' | 'careful' | 'best'"),
+        ({"blocksparse": {"preset": "auto", "dense": [99]}}, "no layer 99 | has 32"),
+        ({"blocksparse": {"preset": "auto", "min_tokens": "4k"}}, "'min_tokens' | whole number | '4k'"),
+        ({"blocksparse": {"preset": "xattention", "settings": {"mass": [0.9]}}}, "'mass' | per query head (32)"),
+        ({"blocksparse": {"plan": "/nowhere/plan.json"}}, "/nowhere/plan.json"),
+    ],
+)
+def test_a_wrong_configuration_of_a_server(options: Any, words: str) -> None:
+    served = Served("llama", layers=32, heads=32, kv_heads=8)
+    with pytest.raises(ConfigurationError) as error:
+        Settings.of(options, served, Host("BLOCKSPARSE", "--additional-config"))
+    check(sentence(error), words)
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("bnch", "'bnch' | demo"),
+        ("demo --preset pbs", "'--preset' must be one of auto | pbs"),
+        ("demo --preset 'pbs_attn(2)'", "pbs_attn(2) | 'mass' | (0, 1] | 2"),
+        ("demo --depth 2", "'--depth' | [0, 1] | 2"),
+        ("demo --text /nowhere.txt", "'--text' | readable UTF-8 | /nowhere.txt"),
+        ("bench --heads 7 --kv-heads 2", "'--heads' | multiple of '--kv-heads' (2) | 7"),
+        ("bench --lengths a,b", "--lengths | whole number | a"),
+        ("bench --head-dim 512", "'--head-dim' | at most 256 | 512"),
+        ("inspect smollm2 /nowhere.txt", "'TEXT' | readable UTF-8 | /nowhere.txt"),
+        ("inspect smollm2 --tokens 3", "'--tokens' | at least 128 | 3"),
+        ("tune /nowhere --out plan.json", "must be a folder that a transformers model was saved in | /nowhere"),
+        ("tune model --strategy best", "--strategy | 'best' | 'kl', 'sparge'"),
+        ("build --for-wheel /nowhere", "'--for-wheel' | folder of the package's source | /nowhere"),
+    ],
+)  # fmt: skip
+def test_a_wrong_command(command: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status: Any
+    try:
+        status = main(shlex.split(command))
+    except SystemExit as end:
+        status = end.code
+    assert status
+    check(" ".join(capsys.readouterr().err.split()), words)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "cannot be read | plan.json"),
+        ("hello", "cannot be read | plan.json"),
+        (json.dumps({}), "plan.json is not a plan | `blocksparse tune` writes one"),
+    ],
+)
+def test_a_wrong_plan(tmp_path: Path, text: str | None, words: str) -> None:
+    pytest.importorskip("cattrs")
+    from blocksparse.tune import Plan, TuneError
+
+    path = tmp_path / "plan.json"
+    if text is not None:
+        path.write_text(text, encoding="utf-8")
+    with pytest.raises(TuneError) as error:
+        Plan.load(path)
+    check(sentence(error), words)
