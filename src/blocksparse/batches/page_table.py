@@ -113,7 +113,8 @@ class PageTable:
 
         Args:
             request: its row in the table.
-            keys, values: as of `gather`.
+            keys: as of `gather`.
+            values: as of `gather`.
             into: contiguous memory in the dtype of the cache, for as many numbers as these have, or more.
 
         Raises:
