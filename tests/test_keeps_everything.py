@@ -77,6 +77,8 @@ def test_a_call_is_then_dense_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = pipeline.trace(q, k, v)
     assert trace.dense_because is not None
     assert "VerticalSlashTopK" in trace.dense_because
+    # No work is too much for that, so the demo, which asks for masks however short a prompt, is dense as well.
+    assert evolve(pipeline, executor=bs.AutoExecutor(dense_below=0)).dense_because(q, k, v, trace.spec) is not None
     shorter, given = (every_preset["minference"](20, N - 1, block=16), evolve(pipeline, executor=bs.CpuExecutor()))
     assert shorter.trace(q, k, v).dense_because is given.trace(q, k, v).dense_because is None
 

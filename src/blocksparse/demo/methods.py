@@ -15,7 +15,7 @@ from blocksparse.presets import every_preset
 def method(written: str) -> AnyPipeline:
     """The pipeline of a preset as it is written in Python: `pbs_attn`, or `pbs_attn(0.95, block=64)`.
 
-    It selects at any length, also where a GPU would be faster without.
+    It selects at any length, also where a GPU would be faster without, unless it would keep everything.
 
     Raises:
         UserError: it is no preset, or one that does not take these arguments.

@@ -110,15 +110,15 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
     where there are fewer tiles of 128 queries than multiprocessors. So of a prompt that is read in chunks the
     first ones may be dense and later ones not, and a few heads of a model that is split over GPUs may be dense
     where all of its heads would not be. A mask that keeps everything, as the number of tokens alone says, is dense
-    attention too, whatever the work.
+    attention too, whatever the work and `dense_below`: it is the same attention.
 
     Args:
-        dense_below: floating-point operations, below which a call is dense; 0 is never dense. None, the default,
-            is 9e11 in fp16 and bf16, as measured on an H200 with every kernel launched from Python (32 heads of
-            dim 128 do as many with 10K tokens, 4 heads with 29K), and 6e10 in fp32, estimated from its lower
-            rate. Other GPUs take the same numbers until they are measured: `python -m benchmarks.run crossover`.
-            On a CPU None is never dense: where blocks begin to pay there depends on its cores and the dtype
-            (docs/evidence/cpu.md has two), and `blocksparse bench` finds the length.
+        dense_below: floating-point operations, below which a call is dense; with 0 no call has that little work.
+            None, the default, is 9e11 in fp16 and bf16, as measured on an H200 with every kernel launched from
+            Python (32 heads of dim 128 do as many with 10K tokens, 4 heads with 29K), and 6e10 in fp32, estimated
+            from its lower rate. Other GPUs take the same numbers until they are measured: `python -m
+            benchmarks.run crossover`. On a CPU None is never dense: where blocks begin to pay there depends on its
+            cores and the dtype (docs/evidence/cpu.md has two), and `blocksparse bench` finds the length.
 
     Raises:
         TypeError, ValueError: `dense_below` is not a number of operations.
@@ -131,7 +131,7 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
 
     @property
     def may_be_left_out(self) -> bool:
-        return self.dense_below != 0
+        return True
 
     def dense_because(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> str | None:
         pays_from = self.dense_below
