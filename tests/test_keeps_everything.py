@@ -22,6 +22,7 @@ SURE: dict[str, tuple[Any, Any]] = {  # what says so for N keys, and the same wi
     "last keys": (bs.LastKeys(N), bs.LastKeys(N - 1)),
     "stride": (bs.Stride(1), bs.Stride(2)),
     "positions": (bs.Band(3) | bs.Sink(N), bs.Band(3) | bs.Sink(3)),
+    "first and near": (bs.Band(N - 9) | bs.Stride(50) | bs.Sink(8), bs.Band(N - 9) | bs.Stride(50) | bs.Sink(7)),
     "mass": (bs.TopCdf(1), bs.TopCdf(0.99)),
     "mass of a head": (bs.TopCdf([1.0, 1.0]), bs.TopCdf([1.0, 0.9])),
     "mass of all rows": (bs.GlobalTopCdf(1), bs.GlobalTopCdf(0.99)),

@@ -52,6 +52,14 @@ def _run(parsed: argparse.Namespace) -> int:
         from blocksparse.presets import every_preset
 
     pipelines = {written: method(written) for written in parsed.preset or every_preset}
+    N = parsed.tokens
+    dense = [  # which is in the table already
+        name
+        for name, pipeline in pipelines.items()
+        if not parsed.preset
+        and pipeline.executor.may_be_left_out
+        and pipeline.selector.keeps_everything(N, N, causal=True)
+    ]
     if not 0 <= parsed.depth <= 1:
         raise UserError(f"'--depth' must be in [0, 1]: {parsed.depth}")
 
@@ -67,7 +75,8 @@ def _run(parsed: argparse.Namespace) -> int:
             tokens=parsed.tokens,
             depth=parsed.depth,
             seed=parsed.seed,
-            pipelines=pipelines,
+            pipelines={name: pipeline for name, pipeline in pipelines.items() if name not in dense},
+            left_out=tuple(dense),
             layer=parsed.layer,
             head=parsed.head,
         ),

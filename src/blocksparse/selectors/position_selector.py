@@ -109,7 +109,11 @@ class PositionUnion(PositionSelector):
         return self.first.where(grid) | self.second.where(grid)
 
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
-        return any(part.keeps_everything(M, N, causal=causal) for part in (self.first, self.second))
+        if any(part.keeps_everything(M, N, causal=causal) for part in (self.first, self.second)):
+            return True
+        places, _ = self.parts()
+        # The last query is `N - 1 - first` tokens away from the first key that is not among the `first` ones.
+        return causal and places.near is not None and (places.first or 0) + places.near >= N - 1
 
     def parts(self) -> tuple[Places, tuple[PositionSelector, ...]]:
         (mine, rest), (its, others) = self.first.parts(), self.second.parts()
