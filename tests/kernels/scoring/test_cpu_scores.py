@@ -1,4 +1,4 @@
-"""Mass of cells and lines of a probe: the kernel compiled for this CPU against the plain torch twins in float64."""
+"""What chooses blocks on a CPU: the compiled kernel against the plain torch twins, in float64 where sums are rounded."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ import torch
 from tests.kernels.scoring.test_cell_mass import arguments
 from torch import Tensor
 
+from blocksparse.kernels.multiplying.products import products
+from blocksparse.kernels.ordering.coarse_order import coarse_order_reference
 from blocksparse.kernels.ordering.key_importance import key_importance_reference
-from blocksparse.kernels.scoring import cpu_scores
+from blocksparse.kernels.ordering.mean_and_products import mean_and_products_reference
+from blocksparse.kernels.scoring import cpu_choices, cpu_scores
+from blocksparse.kernels.scoring.block_mean import block_mean_reference, block_similarity_reference
 from blocksparse.kernels.scoring.cell_mass import cell_mass_reference
 from blocksparse.kernels.scoring.probe_lines import probe_lines_reference
 from blocksparse.testing import make_qkv
@@ -82,7 +86,12 @@ def test_neither_threads_nor_chunks_nor_layouts_change_a_bit(dtype: torch.dtype)
 
     def of(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
         lines = cpu_scores.probe_lines_on_cpu(q[:, :, -64:], k, q.shape[2], True, 0.2)
-        return cpu_scores.cell_mass_on_cpu(**arguments(4 * q, k))[:, :, -20:], *lines
+        means = cpu_choices.block_mean_on_cpu(q, 80, 0, False, None), cpu_choices.products_on_cpu(q, k)
+        return (
+            cpu_scores.cell_mass_on_cpu(**arguments(4 * q, k))[:, :, -20:],
+            *(x[:, :, -4:] for x in means),
+            *lines,
+        )
 
     whole, threads = of(q, k), torch.get_num_threads()
     moved = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
@@ -101,3 +110,52 @@ def test_a_nan_reaches_the_rows_that_see_it_alone() -> None:
     k[:, :, 163] = float("nan")
     torch.testing.assert_close(clean[:, :, :10], cpu_scores.cell_mass_on_cpu(**arguments(q, k))[:, :, :10])
     assert cpu_scores.cell_mass_on_cpu(**arguments(q, k))[:, :, 11:].isnan().any(-1).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("N", "D", "block", "lead"), [(300, 64, 128, 0), (65, 20, 16, 7), (1, 1, 64, 63), (200, 40, 2**30, 3)]
+)
+def test_means_and_similarities(N: int, D: int, block: int, lead: int, dtype: torch.dtype) -> None:
+    x = make_qkv(B=2, N=N, Hq=4, Hkv=2, D=D, dtype=dtype)[1].transpose(1, 2).contiguous().transpose(1, 2)
+    x[:, 1, 0] = 0.0  # a token of zeros is like no other
+    index = torch.rand(2, 4, N).argsort(-1).int()
+    for order in (None, index):
+        for padded in (False, True):
+            got = cpu_choices.block_mean_on_cpu(x, block, lead, padded, order)
+            want = block_mean_reference(x.double(), block, lead, padded, order)
+            torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
+        for centred in (False, True):
+            got = cpu_choices.block_similarity_on_cpu(x, block, lead, centred, order)
+            want = block_similarity_reference(x.double(), block, lead, centred, order)
+            torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=2e-6)
+    q, guide = make_qkv(B=2, N=N, Hq=4, Hkv=2, D=D, dtype=dtype)[0], torch.randn(2, 2, D)
+    found = cpu_choices.mean_and_products_on_cpu(q, guide, block, lead)
+    for ours, exact in zip(
+        found, mean_and_products_reference(q.double(), guide.double(), block, lead), strict=True
+    ):
+        torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products_and_orders(dtype: torch.dtype) -> None:
+    """Of the same scores, also infinite ones and NaN, the order is that of the twin."""
+    q, k, _ = make_qkv(B=2, N=150, M=100, Hq=6, Hkv=2, D=33, dtype=dtype)
+    want = products(q.double(), k.double())
+    torch.testing.assert_close(cpu_choices.products_on_cpu(q, k).double(), want, rtol=1e-5, atol=1e-5)
+    scores = torch.randint(-60, 60, (2, 6, 5, 300), generator=torch.Generator().manual_seed(0)) / 7.0
+    scores[0, 1, :, 7::24], scores[1, 2, :, ::5], scores[0, 3], scores[1, 4] = (
+        torch.inf,
+        torch.nan,
+        -torch.inf,
+        1.5,
+    )
+    keys, one = scores.reshape(60, 1, 300).mT.unsqueeze(0), torch.ones(1, 60, 1, 1)
+    for until, count in ((60, 70), (-130, 250), (300, 1)):
+        out = torch.full((2, 6, 5, 9 + count), 7, dtype=torch.int32)
+        cpu_choices.order_on_cpu(scores, until, 50, out[..., 9:])
+        assert bool((out[..., :9] == 7).all())
+        for row in range(60):
+            exact = torch.full((1, 1, 1, count), 7, dtype=torch.int32)
+            coarse_order_reference(one[:, :1], keys[:, row : row + 1], until + row % 5 * 50, 50, exact)
+            assert torch.equal(out.view(60, -1)[row, 9:], exact.flatten()), (until, row)

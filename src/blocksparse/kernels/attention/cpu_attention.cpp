@@ -579,9 +579,8 @@ int blocksparse_attend(const Call* c) {
 #endif
 }
 
-// What the file was compiled for: bytes of a `Call`, numbers in a vector, whether bf16 is multiplied as it is, and
+// What the file was compiled for: numbers in a vector, whether bf16 is multiplied as it is, and
 // whether by a matrix unit.
-int64_t blocksparse_call_bytes() { return sizeof(Call); }
 int blocksparse_vector() { return kWide; }
 int blocksparse_bf16() {
 #if defined(MULTIPLIES_BF16)

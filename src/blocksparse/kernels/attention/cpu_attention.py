@@ -134,10 +134,6 @@ def cpu_kernel() -> Loaded:
     If there is none the log says so, once a process.
     """
     found = load(SOURCE)
-    if found.library is not None:
-        found.library.blocksparse_call_bytes.restype = ctypes.c_int64
-        if found.library.blocksparse_call_bytes() != ctypes.sizeof(_Call):
-            found = Loaded(None, None, f"{found.path} was made of another version of this package")
     if found.why_not is not None:
         _log.warning(
             "attention on this CPU runs without its compiled kernel, which is several times as fast: %s",

@@ -3,7 +3,7 @@
 One command compiles one file, for this CPU, into the user's cache folder. The name of the result holds a hash of the
 source, the flags, the compiler and the CPU, so that nothing is ever loaded that was made of something else, or for
 another machine with the same home. A wheel may bring libraries that are compiled already, for several kinds of CPUs: those
-that stand in the folder `compiled` beside the source are tried first.
+that stand in the folder `compiled` beside the source, with the source's hash in their names, are tried first.
 
 Whatever goes wrong gives a reason in words, never an exception: callers then do without.
 """
@@ -76,7 +76,7 @@ def load(source: Path, *, anew: bool = False) -> Loaded:
 def _load(source: Path, anew: bool) -> Loaded:
     flags = cpu_flags()
     for name, _, needs in VARIANTS:
-        path = source.parent / "compiled" / f"{source.stem}-{name}.so"
+        path = source.parent / "compiled" / _name_in_wheel(source, name)
         if not anew and path.exists() and all(need in flags.split() for need in needs) and _may_use(name):
             return Loaded(ctypes.PyDLL(str(path)), path, None)
     command = _command()
@@ -138,7 +138,7 @@ def compile_for_wheel(source: Path, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     made = []
     for name, flags, _ in VARIANTS:
-        path = folder / f"{source.stem}-{name}.so"
+        path = folder / _name_in_wheel(source, name)
         _compile(
             [*_compiler(), *FLAGS, "-static-libstdc++", "-static-libgcc", *flags, str(source), "-o", str(path)],
             folder,
@@ -193,9 +193,20 @@ def _key(source: Path, command: list[str], flags: str) -> str:
     version = subprocess.run(
         [*_compiler(), "--version"], capture_output=True, text=True, timeout=TIME_LIMIT, check=False
     ).stdout
+    return _hashed(_text(source), *command, version, flags)[:16]
+
+
+def _name_in_wheel(source: Path, variant: str) -> str:
+    return f"{source.stem}-{_hashed(_text(source))[:8]}-{variant}.so"
+
+
+def _text(source: Path) -> str:
     headers = sorted(Path(__file__).parent.glob("*.h"))  # what the files of kernels share
-    parts = *(file.read_text(encoding="utf-8") for file in (source, *headers)), *command, version, flags
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    return "\0".join(file.read_text(encoding="utf-8") for file in (source, *headers))
+
+
+def _hashed(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 @functools.cache

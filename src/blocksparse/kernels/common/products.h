@@ -207,16 +207,16 @@ bool may_use_tiles() {  // Linux hands out the unit's state on request, once a p
 bool may_use_tiles() { return false; }
 #endif
 
-// A[M, K] has lda = K, B and C have rows of N numbers, which is a multiple of kWide.
+// A[M, K] has lda = K, B and C have rows of `ld` numbers; N is a multiple of kWide, and of 32 for a matrix unit.
 template <typename X>
-void product(bool by_tiles, int64_t M, int64_t N, int64_t K, const X* A, const X* B, float* C, bool add) {
+void product(bool by_tiles, int64_t M, int64_t N, int64_t K, const X* A, const X* B, float* C, bool add, int64_t ld) {
   constexpr int64_t pair = std::is_same_v<X, bf16> ? 2 : 1;
 #if defined(HAS_TILES)
   if constexpr (pair == 2) if (by_tiles) {
     for (int64_t n = 0; n < N; n += 32) {
       int64_t m = 0;
-      for (; m + 16 < M; m += 32) tiles<true>(K, A + m * K, K, B + n * 2, N, C + m * N + n, N, add);
-      if (m < M) tiles<false>(K, A + m * K, K, B + n * 2, N, C + m * N + n, N, add);
+      for (; m + 16 < M; m += 32) tiles<true>(K, A + m * K, K, B + n * 2, ld, C + m * ld + n, ld, add);
+      if (m < M) tiles<false>(K, A + m * K, K, B + n * 2, ld, C + m * ld + n, ld, add);
     }
     return;
   }
@@ -224,13 +224,18 @@ void product(bool by_tiles, int64_t M, int64_t N, int64_t K, const X* A, const X
   (void)by_tiles;
   for (int64_t k = 0; k < K; k += kSum, add = true) {
     const int64_t some = std::min(kSum, K - k);
-    const X *a = A + k, *b = B + k * N;
+    const X *a = A + k, *b = B + k * ld;
     int64_t n = 0;
     for (; n + kVectors * kWide <= N; n += kVectors * kWide)
-      strip<kVectors>(M, some, a, K, b + n * pair, N, C + n, N, add);
-    for (; n + 2 * kWide <= N; n += 2 * kWide) strip<2>(M, some, a, K, b + n * pair, N, C + n, N, add);
-    for (; n < N; n += kWide) strip<1>(M, some, a, K, b + n * pair, N, C + n, N, add);
+      strip<kVectors>(M, some, a, K, b + n * pair, ld, C + n, ld, add);
+    for (; n + 2 * kWide <= N; n += 2 * kWide) strip<2>(M, some, a, K, b + n * pair, ld, C + n, ld, add);
+    for (; n < N; n += kWide) strip<1>(M, some, a, K, b + n * pair, ld, C + n, ld, add);
   }
+}
+
+template <typename X>
+void product(bool by_tiles, int64_t M, int64_t N, int64_t K, const X* A, const X* B, float* C, bool add) {
+  product(by_tiles, M, N, K, A, B, C, add, N);
 }
 
 int64_t up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }

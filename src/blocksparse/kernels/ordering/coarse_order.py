@@ -13,7 +13,8 @@ fit says anything about their scores. Positions are below 2^24, which is checked
 
 On GPUs five launches serve some segments at a time, without a sort. The first finds the range; the second computes all
 scores and writes their steps, which take a byte each; the third searches for the step at which a row is full, and writes
-the keys that are kept; and two more order these by a counting sort. CPU tensors and float64 take the plain torch below.
+the keys that are kept; and two more order these by a counting sort. CPUs with a C++ compiler do the same in
+`cpu_scores.cpp`; other CPUs, and float64, take the plain torch below.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from blocksparse.kernels.multiplying.products import products
 from blocksparse.kernels.ordering.score_steps import MOST_KEYS, score_steps
+from blocksparse.kernels.scoring import cpu_choices, cpu_scores
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _SCORES_AT_ONCE = 1 << 24
@@ -46,7 +48,20 @@ def coarse_order(mean: Tensor, k: Tensor, until: int, S: int, out: Tensor) -> No
         from blocksparse.kernels.ordering.coarse_order_triton import coarse_order_triton
 
         return coarse_order_triton(mean, k, until, S, out)
-    return coarse_order_reference(mean, k, until, S, out)
+    compute = coarse_order_on_cpu if cpu_scores.takes(k) else coarse_order_reference
+    return compute(mean, k, until, S, out)
+
+
+def coarse_order_on_cpu(mean: Tensor, k: Tensor, until: int, S: int, out: Tensor) -> None:
+    """The same by compiled products and a counting sort, some segments at a time."""
+    B, H, G, _ = out.shape
+    mean = mean.to(k.dtype)
+    step = max(1, _SCORES_AT_ONCE // (B * H * max(1, until + (G - 1) * S)))
+    for g in range(0, G, step):
+        some = slice(g, min(g + step, G))
+        end = max(0, until + (some.stop - 1) * S)
+        scores = cpu_choices.products_on_cpu(mean[:, :, some], k[:, :, :end])
+        cpu_choices.order_on_cpu(scores, until + g * S, S, out[:, :, some])
 
 
 def coarse_order_reference(mean: Tensor, k: Tensor, until: int, S: int, out: Tensor) -> None:

@@ -3,8 +3,8 @@
     mean[b, h, g]     = sum_i q[b, h, i] / (queries of segment g)     over the queries `i` of segment g
     products[b, h, i] = q[b, h, i] . guide[b, h // R]
 
-Both are computed in fp32 or better. On GPUs one launch reads every query once; CPU tensors and float64 take the plain torch
-below.
+Both are computed in fp32 or better. On GPUs one launch reads every query once, and CPUs with a C++ compiler do so in
+`cpu_scores.cpp`; other CPUs, and float64, take the plain torch below.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from blocksparse.kernels.multiplying.products import products
+from blocksparse.kernels.scoring import cpu_choices, cpu_scores
 from blocksparse.kernels.scoring.block_mean import block_mean_reference
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -30,7 +31,8 @@ def mean_and_products(q: Tensor, guide: Tensor, S: int, *, lead: int = 0) -> tup
         from blocksparse.kernels.ordering.mean_and_products_triton import mean_and_products_triton
 
         return mean_and_products_triton(q, guide, S, lead)
-    return mean_and_products_reference(q, guide, S, lead)
+    compute = cpu_choices.mean_and_products_on_cpu if cpu_scores.takes(q) else mean_and_products_reference
+    return compute(q, guide, S, lead)
 
 
 def mean_and_products_reference(q: Tensor, guide: Tensor, S: int, lead: int) -> tuple[Tensor, Tensor]:

@@ -95,7 +95,7 @@ def block_bounds_reference(
 def _side(position: Tensor, block: int, heads: int) -> tuple[Tensor, Tensor, Tensor]:
     blocks = position.unflatten(-1, (-1, block))
     there = blocks >= 0
-    bounds = blocks.where(there, NEVER).amin(-1), blocks.amax(-1), there.all(-1)
+    bounds = blocks.where(there, NEVER).amin(-1), blocks.amax(-1), blocks.amin(-1) >= 0  # `all` is far slower
     H = position.shape[1]
     if H in (1, heads):
         return bounds

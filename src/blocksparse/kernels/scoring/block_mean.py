@@ -5,8 +5,8 @@
 
 over the tokens `j` of block `i`; `c` is the mean of all tokens. On GPUs each is one launch that reads every token once,
 through an index map if one is given, so that no token is moved; `c` takes one more pass. Means of queries and keys share
-a launch. CPU tensors and float64 take the
-plain torch below. Sums are in fp32 or better, in a fixed order.
+a launch. CPUs with a C++ compiler do the same in `cpu_scores.cpp`; other CPUs, and float64, take the plain torch below.
+Sums are in fp32 or better, in a fixed order.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from blocksparse.kernels.moving.gather_rows import gather_rows_reference
+from blocksparse.kernels.scoring import cpu_choices, cpu_scores
 
 _WORKSPACE = 2**25  # entries of unit vectors that are held at a time
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -35,6 +36,8 @@ def block_mean(
         from blocksparse.kernels.scoring.block_mean_triton import block_mean_triton
 
         return block_mean_triton(x, block, lead, padded_tail, index)
+    if cpu_scores.takes(x):
+        return cpu_choices.block_mean_on_cpu(x, block, lead, padded_tail, index)
     return block_mean_reference(x, block, lead, padded_tail, index)
 
 
@@ -55,8 +58,8 @@ def block_means(
 
         return block_means_triton(q, k, q_block, k_block, lead, padded_tail, q_index, k_index)
     return (
-        block_mean_reference(q, q_block, lead, padded_tail, q_index),
-        block_mean_reference(k, k_block, 0, padded_tail, k_index),
+        block_mean(q, q_block, lead=lead, padded_tail=padded_tail, index=q_index),
+        block_mean(k, k_block, padded_tail=padded_tail, index=k_index),
     )
 
 
@@ -72,6 +75,8 @@ def block_similarity(
         from blocksparse.kernels.scoring.block_mean_triton import block_similarity_triton
 
         return block_similarity_triton(x, block, lead, centred, index)
+    if cpu_scores.takes(x):
+        return cpu_choices.block_similarity_on_cpu(x, block, lead, centred, index)
     return block_similarity_reference(x, block, lead, centred, index)
 
 

@@ -26,14 +26,14 @@ from blocksparse.kernels.multiplying.cell_products import Cells, cells, means_of
 from blocksparse.runtime.torch_private import operations_are_noted
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _log = logging.getLogger(__name__)
 _PARTS = 4  # of the queries of a probe, each of which one thread sums: a fixed number, so that sums are
 
 
 def takes(*tensors: Tensor) -> bool:
     """Whether the compiled kernel runs these: it is there, and they lie on a CPU in a dtype that it knows."""
-    plain = all(type(x) is Tensor and x.device.type == "cpu" and x.dtype in _TYPES for x in tensors)
+    plain = all(type(x) is Tensor and x.device.type == "cpu" and x.dtype in TYPES for x in tensors)
     return plain and not operations_are_noted() and scores_kernel() is not None
 
 
@@ -47,7 +47,7 @@ def cell_mass_on_cpu(
     q, k = cells(q, of.slots, of.q_lead, q_filler), cells(k, of.slots, 0, k_filler)  # [B, H, cells, slots, D]
     queries, keys = q.shape[2], k.shape[2]
     call = _CellCall()
-    held: list[Tensor | None] = [*_set_tokens(call.tokens, q, k)]
+    held: list[Tensor | None] = [*call.tokens.set(q, k)]
     # A block far larger than the prompt is cut to one that holds all of its cells.
     call.high, call.wide = min(of.high, max(first_cell + queries, ROOM)), min(of.wide, max(keys, ROOM))
     call.empty, call.weight, call.flipped = first_cell % call.high, weight, flipped
@@ -77,7 +77,7 @@ def cell_mass_on_cpu(
         call.limit = limit.data_ptr()
     mass = q.new_empty((*q.shape[:2], call.rows, call.cols), dtype=torch.float32)
     call.mass = mass.data_ptr()
-    _make("cell_mass", call)
+    make("cell_mass", call)
     del held
     return mass
 
@@ -118,31 +118,54 @@ def _lines(
     """`[B, Hq, parts, N]` and `[B, Hq, parts, lines]`, of which the sums are means over the probe and so many heads."""
     (B, Hq, P, _), N = probe.shape, k.shape[2]
     call = _ProbeCall()
-    held = _set_tokens(call.tokens, probe.unsqueeze(3), k.unsqueeze(3))
+    held = call.tokens.set(probe.unsqueeze(3), k.unsqueeze(3))
     call.first, call.causal, call.window, call.seen = first, causal, window or 0, N if seen is None else seen
     call.parts, call.lines, call.scale, call.share = min(_PARTS, P), lines, scale, 1 / (P * heads)
     vertical, slash = (probe.new_empty((B, Hq, call.parts, n), dtype=torch.float32) for n in (N, lines))
     call.vertical, call.slash = vertical.data_ptr(), slash.data_ptr()
-    _make("probe_lines", call)
+    make("probe_lines", call)
     del held
     return vertical, slash
 
 
-class _Tokens(ctypes.Structure):
-    """The struct `Tokens` of the source, field by field, like those below; what is not set is 0 or null."""
+class Team(ctypes.Structure):
+    """The struct `Team` of the source, field by field, like those below; what is not set is 0 or null."""
 
     _fields_ = [
+        ("threads", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("parallel", "release", "acquire")),
+    ]  # fmt: skip
+
+    def set(self) -> None:
+        self.threads, self.parallel = torch.get_num_threads(), parallel()
+        self.release, self.acquire, _ = python_calls()
+
+
+class Tokens(ctypes.Structure):
+    _fields_ = [
+        ("team", Team),
         *((name, ctypes.c_int64) for name in (
-            "batch", "q_heads", "kv_heads", "queries", "keys", "slots", "dim", "type", "threads",
+            "batch", "q_heads", "kv_heads", "queries", "keys", "slots", "dim", "type",
         )),
         ("q_step", ctypes.c_int64 * 4), ("k_step", ctypes.c_int64 * 4),
-        *((name, ctypes.c_void_p) for name in ("q", "k", "parallel", "release", "acquire")),
+        *((name, ctypes.c_void_p) for name in ("q", "k")),
     ]  # fmt: skip
+
+    def set(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Fill it in for `q` `[B, Hq, rows, slots, D]` and `k`; what is returned must live as long as the call."""
+        q, k = (x.resolve_neg() for x in (q, k))
+        q, k = (x if x.stride(4) == 1 or x.shape[4] == 1 else x.contiguous() for x in (q, k))
+        self.batch, self.q_heads, self.queries, self.slots, self.dim = q.shape
+        self.kv_heads, self.keys = k.shape[1:3]
+        self.type = TYPES[q.dtype]
+        self.q_step, self.k_step, self.q, self.k = steps(q, 4), steps(k, 4), q.data_ptr(), k.data_ptr()
+        self.team.set()
+        return q, k
 
 
 class _CellCall(ctypes.Structure):
     _fields_ = [
-        ("tokens", _Tokens),
+        ("tokens", Tokens),
         *((name, ctypes.c_int64) for name in (
             "high", "wide", "empty", "rows", "cols", "flipped", "q_at_heads", "q_at_batch", "k_at_heads", "k_at_batch",
         )),
@@ -153,24 +176,11 @@ class _CellCall(ctypes.Structure):
 
 class _ProbeCall(ctypes.Structure):
     _fields_ = [
-        ("tokens", _Tokens),
+        ("tokens", Tokens),
         *((name, ctypes.c_int64) for name in ("first", "causal", "window", "seen", "parts", "lines")),
         ("scale", ctypes.c_double), ("share", ctypes.c_double),
         ("vertical", ctypes.c_void_p), ("slash", ctypes.c_void_p),
     ]  # fmt: skip
-
-
-def _set_tokens(tokens: _Tokens, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Fill in `tokens` for `q` `[B, Hq, rows, slots, D]` and `k`; what is returned must live as long as the call."""
-    q, k = (x.resolve_neg() for x in (q, k))
-    q, k = (x if x.stride(4) == 1 or x.shape[4] == 1 else x.contiguous() for x in (q, k))
-    tokens.batch, tokens.q_heads, tokens.queries, tokens.slots, tokens.dim = q.shape
-    tokens.kv_heads, tokens.keys = k.shape[1:3]
-    tokens.type, tokens.threads = _TYPES[q.dtype], torch.get_num_threads()
-    tokens.q_step, tokens.k_step, tokens.q, tokens.k = steps(q, 4), steps(k, 4), q.data_ptr(), k.data_ptr()
-    tokens.parallel = parallel()
-    tokens.release, tokens.acquire, _ = python_calls()
-    return q, k
 
 
 @functools.cache
@@ -180,14 +190,11 @@ def scores_kernel() -> ctypes.PyDLL | None:
     library = found.library
     if library is None:
         _log.info("blocks are chosen on this CPU without the compiled kernel: %s", found.why_not)
-        return None
-    for name in ("cell", "probe"):
-        getattr(library, f"blocksparse_{name}_call_bytes").restype = ctypes.c_int64
-    made_for = library.blocksparse_cell_call_bytes(), library.blocksparse_probe_call_bytes()
-    return library if made_for == (ctypes.sizeof(_CellCall), ctypes.sizeof(_ProbeCall)) else None
+    return library
 
 
-def _make(name: str, call: ctypes.Structure) -> None:
+def make(name: str, call: ctypes.Structure) -> None:
+    """Make a call of the kernel."""
     library = scores_kernel()
     assert library is not None, "ask 'takes' first"
     if getattr(library, f"blocksparse_{name}")(ctypes.byref(call)):

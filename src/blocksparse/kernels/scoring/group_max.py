@@ -6,7 +6,7 @@ if some place has a token in both groups: short groups are compared over the tok
 
 There are two implementations: on GPUs the Triton kernel in `group_max_triton.py`, which keeps no product; and for CPU
 tensors, float64, blocks that do not fill tiles (`takes`) and sliding windows the plain torch below, which computes in fp32
-or better.
+or better, and on a CPU takes half precision to the compiled products.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from blocksparse.kernels.common.sizes import ROOM, cdiv
 from blocksparse.kernels.multiplying.cell_products import Cells
 from blocksparse.kernels.multiplying.products import products
+from blocksparse.kernels.scoring import cpu_choices, cpu_scores
 
 _WORKSPACE = 2**25  # products of groups that are held at a time
 
@@ -69,8 +70,9 @@ def group_max_reference(q: Tensor, k: Tensor, of: Cells, *, first_row: int, per_
     left_out = 0.0 if padded_tail else float("-inf")
     step = max(1, _WORKSPACE // (q.shape[0] * q.shape[1] * high * groups))
     best = []
+    multiply = cpu_choices.products_on_cpu if q.dtype.itemsize == 2 and cpu_scores.takes(q, k) else products
     for top in range(0, rows, step):
-        product = products(queries[:, :, top * high : (top + step) * high], keys)
+        product = multiply(queries[:, :, top * high : (top + step) * high], keys)
         shared = places[top * high : (top + step) * high]
         if per_token:
             product = product / (g if padded_tail else shared.clamp_min(1))

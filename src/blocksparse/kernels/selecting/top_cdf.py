@@ -2,8 +2,8 @@
 
 Forced blocks are taken first, then the heaviest, ties by column, until `mass` of the row's total is reached. Weights are
 rounded to integers, called ticks, of which the heaviest block of a row has up to 2^30 (`running_share.py`). Sums of
-integers do not depend on their order, so the GPU's kernel, which searches for the lightest block that is taken, and the
-plain torch below, which sorts, choose the same blocks.
+integers do not depend on their order, so the GPU's kernel, which searches for the lightest block that is taken, the
+kernel compiled for CPUs, which takes blocks from a heap, and the plain torch below, which sorts, choose the same blocks.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from blocksparse.kernels.positions.block_grid import BlockGrid
 from blocksparse.kernels.positions.within_reach import NO_PLACES, PlaceNumbers, within_reach_reference
+from blocksparse.kernels.scoring import cpu_choices, cpu_scores
 from blocksparse.kernels.selecting.running_share import running_share
 
 MAX_COLS = 32768
@@ -43,7 +44,8 @@ def top_cdf(
         from blocksparse.kernels.selecting.top_cdf_triton import top_cdf_triton
 
         return top_cdf_triton(values, forced, mass, grid, crossing, places)
-    return top_cdf_reference(values, forced, mass, grid, crossing, places)
+    on_cpu = values.dtype == torch.float32 and cpu_scores.takes(values)
+    return top_cdf_reference(values, forced, mass, grid, crossing, places, compiled=on_cpu)
 
 
 def top_cdf_reference(
@@ -53,19 +55,24 @@ def top_cdf_reference(
     grid: BlockGrid,
     crossing: bool,
     places: PlaceNumbers = NO_PLACES,
+    *,
+    compiled: bool = False,
 ) -> Tensor:
-    """The same in plain torch."""
+    """The same in plain torch, but for the shares if these are taken by the kernel compiled for a CPU."""
     if not isinstance(mass, Tensor):
         mass = torch.full((1, 1, 1, 1), mass, dtype=torch.float64, device=values.device)  # a host copy would wait
     mass, reachable = mass.float(), grid.reachable
     always = grid.diagonal if forced is None else grid.diagonal | forced
-    share = running_share(values.masked_fill(~reachable, 0.0), first=forced)
-    if crossing:
-        taken = share.before < mass
+    if compiled:
+        keep = cpu_choices.shares_on_cpu(values, forced, mass, reachable, always, crossing=crossing)
     else:
-        before = 0 if forced is None else forced.expand(share.ticks.shape).sum(-1, keepdim=True)
-        rank = torch.arange(values.shape[-1], device=mass.device)
-        taken = (share.after <= mass) | ((rank == before) & (share.ticks > 0))
-    keep = (share.put_back(taken) | always) | (mass >= 1)
+        share = running_share(values.masked_fill(~reachable, 0.0), first=forced)
+        if crossing:
+            taken = share.before < mass
+        else:
+            before = 0 if forced is None else forced.expand(share.ticks.shape).sum(-1, keepdim=True)
+            rank = torch.arange(values.shape[-1], device=mass.device)
+            taken = (share.after <= mass) | ((rank == before) & (share.ticks > 0))
+        keep = (share.put_back(taken) | always) | (mass >= 1)
     near, first, stride, last = places
     return within_reach_reference(keep, grid, near=near, first=first, stride=stride, last=last)
