@@ -7,4 +7,4 @@ from blocksparse.integrations.diffusers.families import DENSE_BY_CHOICE as DENSE
 from blocksparse.integrations.diffusers.families import FAMILIES as FAMILIES
 from blocksparse.integrations.diffusers.families import UNKNOWN as UNKNOWN
 from blocksparse.integrations.diffusers.families import Family as Family
-from blocksparse.integrations.diffusers.token_layout import TokenLayout as TokenLayout
+from blocksparse.integrations.token_layout import TokenLayout as TokenLayout

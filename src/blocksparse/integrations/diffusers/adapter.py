@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from blocksparse.integrations.density_recorder import DensityRecorder
 from blocksparse.integrations.diffusers.families import Arguments, Family
-from blocksparse.integrations.diffusers.placed import placed
 from blocksparse.integrations.diffusers.recorded import Recorded
 from blocksparse.integrations.diffusers.steps import StepCounter
-from blocksparse.integrations.diffusers.token_layout import TokenLayout
+from blocksparse.integrations.placed import placed
+from blocksparse.integrations.token_layout import TokenLayout
 from blocksparse.layers.schedule import LayerPipeline
 
 _MAX_LAYOUTS = 32  # sizes of pictures and lengths of text for which pipelines are kept

@@ -17,8 +17,8 @@ from blocksparse.integrations.diffusers.attachment import Attachment, Layer
 from blocksparse.integrations.diffusers.backend import Backend
 from blocksparse.integrations.diffusers.families import FAMILIES, LEFT_OUT, Family
 from blocksparse.integrations.diffusers.families.family import the_timestep
-from blocksparse.integrations.diffusers.placed import check_orders
 from blocksparse.integrations.diffusers.stand_in import BACKEND, OWN, REDIRECT, Redirect, stand_in
+from blocksparse.integrations.placed import check_orders
 from blocksparse.layers.schedule import LayerPipeline, Schedule, schedule_of
 
 

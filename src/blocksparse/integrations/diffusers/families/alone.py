@@ -11,7 +11,7 @@ from blocksparse.integrations.diffusers.families.family import (
     patches,
     with_conditions_behind,
 )
-from blocksparse.integrations.diffusers.token_layout import TokenLayout
+from blocksparse.integrations.token_layout import TokenLayout
 
 
 def _channels_first(config: Any, given: Arguments) -> TokenLayout:

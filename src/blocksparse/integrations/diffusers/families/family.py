@@ -11,7 +11,7 @@ from attrs import field, frozen
 from torch import Tensor
 
 from blocksparse.checks.validators import a, flag, optional
-from blocksparse.integrations.diffusers.token_layout import Sizes, TokenLayout
+from blocksparse.integrations.token_layout import Sizes, TokenLayout
 
 Arguments = Mapping[str, Any]
 """The arguments of a forward call by name, those with defaults included."""

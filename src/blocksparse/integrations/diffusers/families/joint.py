@@ -15,7 +15,7 @@ from blocksparse.integrations.diffusers.families.family import (
     padding_ends,
     patches,
 )
-from blocksparse.integrations.diffusers.token_layout import TokenLayout
+from blocksparse.integrations.token_layout import TokenLayout
 
 
 def _flux(_: Any, given: Arguments) -> TokenLayout | None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from blocksparse.integrations.diffusers.families.family import Arguments, Family, counts, padding_ends, patches
-from blocksparse.integrations.diffusers.token_layout import Sizes, TokenLayout
+from blocksparse.integrations.token_layout import Sizes, TokenLayout
 
 
 def _minimax_h3(_: Any, given: Arguments) -> TokenLayout | None:

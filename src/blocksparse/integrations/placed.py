@@ -8,7 +8,7 @@ from typing import Any, final
 import torch
 from attrs import evolve, frozen
 
-from blocksparse.integrations.diffusers.token_layout import Sizes
+from blocksparse.integrations.token_layout import Sizes
 from blocksparse.layers.head_groups import HeadGroups
 from blocksparse.layers.schedule import LayerPipeline
 from blocksparse.permuters.given_order import GivenOrder
