@@ -1,7 +1,7 @@
 """A small stand-in for ComfyUI: what it calls of a patched model and in which order, read from its source.
 
-Of September 2026: `WrapperExecutor` in `comfy/patcher_extension.py`, `ModelPatcher` in `comfy/model_patcher.py`, the
-wrapper of functions in `comfy/ldm/modules/attention.py`, the models in `comfy/ldm/wan` and `comfy/ldm/minimax`.
+Of September 2026: `WrapperExecutor` in `comfy/patcher_extension.py`, `ModelPatcher` in `comfy/model_patcher.py`,
+`wrap_attn` in `comfy/ldm/modules/attention.py`, and the models in `comfy/ldm/wan` and `comfy/ldm/minimax`.
 """
 
 from __future__ import annotations
