@@ -84,6 +84,10 @@ KINDS: dict[str, list[Draw]] = {
     "budget": [*NO_NUMBERS, *beyond(1, -1), lambda rng: rng.randrange(1, 99) + 0.5, *one(0, far, inf, [3, 2.5])],
     "number": NO_NUMBERS + one(far),
     "three": NO_NUMBERS + one((1, 2), [1, 2, 3], (1, 2, 0), (1, True, 2), (1, 2.0, 3), "123", (-1, -1, 1), 4),
+    "three_from_0": NO_NUMBERS + one((1, 2), [1, 2, 3], (1, 2, -1), (1, True, 2), (1, 2.0, 3), "123", 4),
+    "band": NO_NUMBERS + one(0.5, (0.5,), [0.1, 0.2], (0.5, 0.5), (0.6, 0.2), (-0.1, 1), (0, 1.1), (nan, 1)),
+    "above_0": NO_NUMBER + beyond(0, -1) + one(0, nan, inf, [1.0], torch.tensor(1.0)),
+    "finite": NO_NUMBERS + one(inf, -inf, [0.5, inf], far),
     "permuter": no(bs.Permuter),
     "scorer": no(bs.Scorer),
     "selector": no(bs.Selector),
@@ -123,6 +127,11 @@ TARGETS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     ),
     (bs.TileOrder, {"grid": (1, 2, 2)}, "grid=three? tile=three prefix=count suffix=count?"),
     (
+        bs.KMeansOrder,
+        {},
+        "q_clusters=size k_clusters=size iterations=size seed=seed prefix=count suffix=count",
+    ),
+    (
         bs.GivenOrder,
         {"grid": (1, 2, 2), "order": [0, 2, 1, 3]},
         "grid=three order=order prefix=count suffix=count?",
@@ -138,7 +147,7 @@ TARGETS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (
         bs.AntidiagonalScorer,
         {},
-        "stride=block block=block k_block=block? pattern=option forced=flag padded_tail=flag",
+        "stride=block block=block k_block=block? pattern=option forced=flag padded_tail=flag normalize=flag",
     ),
     (
         bs.SimilarityGatedScorer,
@@ -146,6 +155,14 @@ TARGETS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
         "inner=scorer theta=cosine smooth_k=flag? padded_tail=flag",
     ),
     (bs.KeyHistory().rewind, {"tokens": 3}, "tokens=count"),
+    (bs.QueryRowsScorer, {}, "block=block k_block=block?"),
+    (bs.MeanLogitScorer, {}, "block=block k_block=block? variance=option"),
+    (bs.RotaryBandScorer, {"band": (0.0, 0.5)}, "band=band block=block k_block=block? temperature=above_0?"),
+    (
+        bs.ScorerPair,
+        {"first": bs.NoScorer(), "second": bs.MeanPoolScorer()},
+        "first=scorer second=scorer",
+    ),
     (bs.VerticalSlashScorer, {}, "block=block probe=size? pooled=flag"),
     (
         bs.ScorerByCausality,
@@ -167,6 +184,16 @@ TARGETS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (bs.GlobalTopCdf, {}, "mass=share crossing=flag"),
     (bs.TopK, {"k": 2}, "k=size share=share? forced_first=flag of_all_keys=flag"),
     (bs.Threshold, {"value": 0.5}, "value=number"),
+    (bs.PeakShare, {"alpha": 0.5}, "alpha=share"),
+    (bs.MeanStd, {}, "tau=finite"),
+    (bs.SelectorPair, {"first": bs.TopK(1), "second": bs.Sink()}, "first=selector second=selector"),
+    (bs.Radial, {"grid": (1, 2, 2)}, "grid=three? prefix=count decay=above_0"),
+    (
+        bs.Frames,
+        {"grid": (1, 2, 2)},
+        "grid=three? prefix=count period=size? phase=count first=count radius=count?",
+    ),
+    (bs.TileWindow, {"grid": (1, 2, 2)}, "grid=three? prefix=count radius=three_from_0 tile=three"),
     (
         bs.RoutedByDivergence,
         {"tau": 0.1, "similar": bs.TopK(1), "otherwise": bs.TopK(1)},
@@ -187,6 +214,7 @@ TARGETS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (bs.FlashAttention4Executor, {}, ""),
     (bs.TritonExecutor, {}, "tiles=tiles? pv_skip=negative?"),
     (bs.Int8Executor, {}, "fp8_pv=flag smooth_k=flag scales=option pv_skip=negative? tiles=tiles?"),
+    (bs.SkipSoftmaxExecutor, {}, "scale_factor=above_0"),
     (bs.GatherExecutor, {}, "tau=at_least_0 reduction=option patience=size commit=flag"),
     (
         bs.TritonTiles,
@@ -261,6 +289,34 @@ TARGETS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     ),
     (bs.a_shape, {}, "sink=size local=size block=block executor=executor?"),
     (bs.tri_shape, {}, "sink=size local=size last=size block=block executor=executor?"),
+    (bs.flash_prefill, {}, "alpha=share block=block sink=size window=size last=size? executor=executor?"),
+    (bs.prism, {}, "mass=share block=block fast=band slow=band temperature=above_0? executor=executor?"),
+    (bs.skip_softmax, {}, "scale_factor=above_0? block=block executor=executor?"),
+    (bs.subblock, {}, "share=share cell=block block=block order=permuter? executor=executor?"),
+    (bs.dfs_attn, {}, "share=share cell=block block=block order=permuter? executor=executor?"),
+    (bs.sol_attn, {}, "tau=finite block=block variance=option text=count executor=executor?"),
+    (bs.radial, {}, "grid=three? decay=above_0 block=block prefix=count executor=executor?"),
+    (
+        bs.nabla,
+        {},
+        "mass=share grid=three? radius=three_from_0 tile=three block=block prefix=count executor=executor?",
+    ),
+    (
+        bs.lva,
+        {"period": 2, "radius": 1},
+        "grid=three? period=size radius=count first=count step=count block=block prefix=count executor=executor?",
+    ),
+    (
+        bs.svg2,
+        {},
+        "mass=share least=share q_clusters=size k_clusters=size iterations=size block=block prefix=count "
+        "suffix=count executor=executor?",
+    ),
+    (
+        bs.triangle_mix,
+        {"starting_layer": 1},
+        "starting_layer=count sink=size local=size last=size block=block executor=executor?",
+    ),
     (
         make_qkv,
         {"N": 5, "D": 4},

@@ -181,7 +181,7 @@ class Drawer:
             bs.Stride(tokens, seed, released=self.flag()),
             bs.Random(share, seed, released=self.flag()),
         )
-        fitting = stages.selectors_for(scorer)
+        fitting = [s for s in stages.selectors_for(scorer) if not isinstance(s, bs.GridSelector)]  # any length
         # These give a mask per KV head, a ranked mask, or one on another grid.
         odd = [s for s in fitting if isinstance(s, bs.SharedByGroup | bs.Ranked) or s in stages.REFINED]
         rule = self.one(*(s for s in fitting if s not in odd))

@@ -69,6 +69,7 @@ PERMUTERS: tuple[bs.Permuter[Any], ...] = (
     bs.TimeOrder((3, 4, 5), suffix=None),
     bs.ColumnOrder((3, 4, 5), prefix=1, suffix=None),
     bs.RasterOrder((3, 4, 5), prefix=2, suffix=None),
+    bs.KMeansOrder(5, 7, iterations=3, suffix=2),
     bs.GivenOrder((2, 3, 4), torch.arange(23, -1, -1), prefix=30, suffix=None),
 )
 # With queries in place, a chunk of them is a chunk of the permutation too.
@@ -92,6 +93,11 @@ SCORERS: tuple[bs.Scorer[Any, Any], ...] = (
     bs.AntidiagonalScorer(4, block=16),
     bs.AntidiagonalScorer(8, block=32, pattern="slash", padded_tail=True),
     bs.AntidiagonalScorer(4, block=32, k_block=16, pattern="sum", forced=False),
+    bs.AntidiagonalScorer(4, block=16, pattern="sum", normalize=False),
+    bs.QueryRowsScorer(16),
+    bs.MeanLogitScorer(16, variance="diagonal"),
+    bs.RotaryBandScorer((0.0, 0.5), 16),
+    bs.ScorerPair(bs.RotaryBandScorer((0.25, 1.0), 16, temperature=0.5), bs.QueryRowsScorer(16)),
     bs.PrefixOrderScorer(16),
     bs.SimilarityGatedScorer(bs.MeanPoolScorer(32, k_block=16), 0.3),
     bs.SimilarityGatedScorer(bs.FlattenMaxPoolScorer(16, 16), 0.2, smooth_k=None),
@@ -107,6 +113,12 @@ SELECTORS: tuple[bs.Selector[Any, Any], ...] = (
     bs.TopK(2),
     bs.TopK(share=0.3),
     bs.Threshold(0.2),
+    bs.PeakShare(0.4),
+    bs.MeanStd(0.5),
+    bs.SelectorPair(bs.TopCdf(0.5), bs.PeakShare(0.5)),
+    bs.Radial((3, 4, 5), decay=0.5, prefix=4),
+    bs.Frames((5, 3, 4), period=3, phase=1, radius=1),
+    bs.TileWindow((3, 4, 5), tile=(1, 2, 2), prefix=2),
     bs.Band(20),
     bs.Sink(5),
     bs.Sink(1),
@@ -140,7 +152,11 @@ REFINED: tuple[bs.Selector[Any, Any], ...] = (
 )
 POSITIONS = tuple(s for s in SELECTORS if isinstance(s, bs.PositionSelector))
 # Their choice depends on the last queries of a call, by their nature.
-PROBES: tuple[type, ...] = (bs.SegmentKeySort, bs.VerticalSlashScorer)
+PROBES: tuple[type, ...] = (bs.SegmentKeySort, bs.VerticalSlashScorer, bs.RotaryBandScorer)
+# Made of the kernels of other scorers, these meet two orders: tokens in place, and in random order.
+OF_SAME_PARTS: tuple[type, ...] = (
+    bs.QueryRowsScorer, bs.MeanLogitScorer, bs.RotaryBandScorer, bs.ScorerPair
+)  # fmt: skip
 # These choose for the whole call at once: one budget for all rows, the last rows or columns, a share of all keys.
 WHOLE_CALL = tuple(
     s
@@ -158,6 +174,7 @@ EXECUTORS: tuple[bs.Executor[Any, Any], ...] = (
     bs.AutoExecutor(),
     bs.FlashAttention4Executor(),
     bs.Int8Executor(),
+    bs.SkipSoftmaxExecutor(20.0),
 )
 
 
@@ -181,6 +198,7 @@ def fronts() -> tuple[tuple[bs.Permuter[Any], bs.Scorer[Any, Any]], ...]:
         (permuter, scorer)
         for permuter, scorer in itertools.product(PERMUTERS, SCORERS)
         if issubclass(needs(permuter, bs.Permuter, 0), needs(scorer, bs.Scorer, 0))
+        and (not isinstance(scorer, OF_SAME_PARTS) or isinstance(permuter, bs.Identity | Shuffle))
     )
 
 
@@ -210,8 +228,10 @@ def cuts_anew(permuter: bs.Permuter[Any], scorer: bs.Scorer[Any, Any]) -> bool:
     """
 
     def cut(scorer: Any) -> tuple[int, int, type]:
-        inner = getattr(scorer, "inner", getattr(scorer, "causal", scorer))
-        return inner.block, getattr(inner, "k_block", None) or inner.block, needs(scorer, bs.Scorer, 1)
+        inner = getattr(scorer, "inner", getattr(scorer, "causal", getattr(scorer, "first", scorer)))
+        given = needs(scorer, bs.Scorer, 1)
+        given = given if given in (bs.BlockMass, bs.VerticalSlashScores) else bs.BlockScores
+        return inner.block, getattr(inner, "k_block", None) or inner.block, given
 
     return scorer is next(s for p, s in fronts() if p is permuter and cut(s) == cut(scorer))
 

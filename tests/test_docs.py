@@ -59,11 +59,12 @@ def test_blocks_run(page: Path) -> None:
 
 
 def test_first_pages_are_short() -> None:
-    """README in two screens, one page to choose by, and all that is no evidence in an evening."""
+    """README in two screens, one page to choose by, and all but evidence and papers in an evening."""
     assert len((ROOT / "README.md").read_text(encoding="utf-8")) < 6000
     words = {page: len(page.read_text(encoding="utf-8").split()) for page in (ROOT / "docs").rglob("*.md")}
     assert words[ROOT / "docs" / "choose.md"] < 1200
-    assert sum(count for page, count in words.items() if "evidence" not in page.parts) < 45_000
+    assert sum(count for page, count in words.items() if not {"evidence", "papers"} & set(page.parts)) < 34_500
+    assert max(count for page, count in words.items() if "papers" in page.parts) < 3000
 
 
 @each_page
@@ -184,11 +185,12 @@ def test_examples_run(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_preset_has_a_page() -> None:
-    from blocksparse.testing import every_preset
+    from blocksparse.testing import every_preset, video_presets
 
     pages = {path.stem.replace("-", "_") for path in (ROOT / "docs" / "reference" / "papers").glob("*.md")}
     on_minference_page = {"a_shape", "tri_shape"}
-    assert pages | on_minference_page | {"auto"} == set(every_preset)  # `auto` is no paper's
+    named = {*every_preset, *video_presets, "triangle_mix"}
+    assert pages | on_minference_page | {"auto"} == named  # `auto` is no paper's
     text = (ROOT / "docs" / "reference" / "papers" / "minference.md").read_text(encoding="utf-8")
     assert all(f"{preset}(" in text for preset in on_minference_page)
 

@@ -267,6 +267,9 @@ def test_a_dense_call_leaves_it_as_it_is(device: str) -> None:
     assert history.tokens == 0
 
 
+KEEPING = ("mean_pooling", "flex_prefill", "minference", "sparge", "flash_prefill", "prism")
+
+
 @pytest.mark.parametrize("name", every_preset)
 def test_presets_say_whether_they_keep_one(name: str, device: str) -> None:
     """Where `keeps_history` is false, a history is refused in words."""
@@ -274,7 +277,7 @@ def test_presets_say_whether_they_keep_one(name: str, device: str) -> None:
         every_preset[name](executor=bs.ReferenceExecutor()),
         make_qkv(N=600, M=90, Hq=2, Hkv=1, D=16, device=device),
     )
-    assert pipeline.keeps_history == (name in ("mean_pooling", "flex_prefill", "minference", "sparge"))
+    assert pipeline.keeps_history == (name in KEEPING)
     history = bs.KeyHistory()
     if pipeline.keeps_history:
         assert torch.equal(pipeline(q, k, v, history=history), pipeline(q, k, v))

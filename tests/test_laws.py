@@ -17,7 +17,13 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import blocksparse as bs
-from blocksparse.testing import assert_within_budget, every_preset, make_qkv, masked_attention
+from blocksparse.testing import (
+    assert_within_budget,
+    every_preset,
+    make_qkv,
+    masked_attention,
+    video_presets,
+)
 from tests import stages
 
 Front = tuple[bs.Permuter[Any], bs.Scorer[Any, Any]]
@@ -49,8 +55,8 @@ FRONTS = [
     pytest.param(front, id=stages.name(*front), marks=[] if is_core(front) else [pytest.mark.slow])
     for front in stages.fronts()
 ]
-# One takes another of these, one needs a kernel from elsewhere, one rounds: they have tests of their own.
-ELSEWHERE = (bs.AutoExecutor, bs.FlashAttention4Executor, bs.Int8Executor)
+# One takes another of these, one needs a kernel from elsewhere, two approximate: they have tests of their own.
+ELSEWHERE = (bs.AutoExecutor, bs.FlashAttention4Executor, bs.Int8Executor, bs.SkipSoftmaxExecutor)
 
 
 def in_fast_loop(executor: bs.Executor[Any, Any]) -> bool:
@@ -209,7 +215,8 @@ def test_every_stage_has_an_example() -> None:
         assert not missing, f"add an example of {missing} to tests/stages.py"
     functions = {n: x for n, x in vars(bs).items() if inspect.isfunction(x)}
     presets = {n for n, x in functions.items() if x.__module__.startswith("blocksparse.presets.")}
-    assert presets == set(every_preset), "add the preset to blocksparse.testing.every_preset"
+    named = {*every_preset, *video_presets, "triangle_mix"}  # the last one gives a Schedule
+    assert presets == named, "add the preset to blocksparse.testing.every_preset or video_presets"
 
 
 def test_every_selector_is_in_turn_with_each_stage() -> None:

@@ -74,7 +74,7 @@ def _as_sinks(value: Any) -> PerHead:
     found = per_head(value)
     if isinstance(found, HeadValues) and float("-inf") in found.numbers:
         return HeadValues(found.values.clamp_min(-1e30))
-    return -1e30 if found == float("-inf") else found
+    return -1e30 if isinstance(found, float) and found == float("-inf") else found
 
 
 @final

@@ -129,6 +129,7 @@ def numbers(what: str, holds: Callable[[Tensor], Tensor]) -> Rule:
 
 
 any_number = numbers("a number that fp64 can hold, not NaN", lambda x: ~x.isnan())
+finite = numbers("a finite number", lambda x: x.float().isfinite())
 share = numbers("a number in (0, 1]", lambda x: (x > 0) & (x <= 1))
 probability = numbers("a number in [0, 1]", lambda x: (x >= 0) & (x <= 1))
 cosine = numbers("a number in [-1, 1]", lambda x: (x >= -1) & (x <= 1))

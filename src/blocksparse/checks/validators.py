@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from numbers import Integral
+from numbers import Integral, Real
 from types import FunctionType
 from typing import Any, TypeGuard, final
 
@@ -57,10 +57,22 @@ def whole(value: int) -> int:
     return int(value) if is_whole(value) else value
 
 
+def real(value: float) -> float:
+    """Converter: a real number becomes a Python `int` or `float`; any other value stays as it is."""
+    if is_whole(value):
+        return int(value)
+    return float(value) if isinstance(value, Real) and not isinstance(value, bool) else value
+
+
 size = Rule("a whole number, at least 1", is_whole, lambda x: x >= 1)
 count = Rule("a whole number, at least 0", is_whole, lambda x: x >= 0)
 block_size = Rule(f"a whole number from 1 to {MAX_BLOCK}", is_whole, lambda x: 1 <= x <= MAX_BLOCK)
 hash_seed = Rule("a whole number from 0 to 2**32 - 1", is_whole, lambda x: 0 <= x < 2**32)
+positive = Rule(
+    "a finite number above 0",
+    lambda x: isinstance(x, Real) and not isinstance(x, bool),
+    lambda x: 0 < x < float("inf"),
+)
 flag = Rule("True or False", lambda x: isinstance(x, bool))
 
 

@@ -14,18 +14,25 @@ from blocksparse.permuters.segment_key_sort import SegmentKeySort
 from blocksparse.permuters.segment_query_sort import SegmentQuerySort
 from blocksparse.scorers.antidiagonal import AntidiagonalScorer
 from blocksparse.scorers.flatten_max_pool import FlattenMaxPoolScorer
+from blocksparse.scorers.mean_logit import MeanLogitScorer
 from blocksparse.scorers.mean_pool import MeanPoolScorer
 from blocksparse.scorers.no_scorer import NoScorer
 from blocksparse.scorers.prefix_order import PrefixOrderScorer
+from blocksparse.scorers.query_rows import QueryRowsScorer
+from blocksparse.scorers.rotary_band import RotaryBandScorer
+from blocksparse.scorers.scorer_pair import ScorerPair
 from blocksparse.scorers.similarity_gated import SimilarityGatedScorer
 from blocksparse.selectors.band import Band
 from blocksparse.selectors.everything import Everything
+from blocksparse.selectors.mean_std import MeanStd
 from blocksparse.selectors.on_tiles import OnTiles
+from blocksparse.selectors.peak_share import PeakShare
 from blocksparse.selectors.position_selector import PositionUnion
 from blocksparse.selectors.random import Random
 from blocksparse.selectors.ranked import Ranked
 from blocksparse.selectors.refined import Refined
 from blocksparse.selectors.selector import Intersection, Union
+from blocksparse.selectors.selector_pair import SelectorPair
 from blocksparse.selectors.shared_by_group import SharedByGroup
 from blocksparse.selectors.sink import Sink
 from blocksparse.selectors.stride import Stride
@@ -64,6 +71,8 @@ def aligned(pipeline: AnyPipeline, *, causal: bool) -> int:
 
 @alignment.register(Identity)
 @alignment.register(Everything)
+@alignment.register(MeanStd)
+@alignment.register(PeakShare)
 @alignment.register(Sink)
 @alignment.register(Threshold)
 @alignment.register(TopCdf)
@@ -84,9 +93,11 @@ def _(stage: SegmentQuerySort, causal: bool) -> int:
 
 @alignment.register(AntidiagonalScorer)
 @alignment.register(FlattenMaxPoolScorer)
+@alignment.register(MeanLogitScorer)
 @alignment.register(MeanPoolScorer)
 @alignment.register(NoScorer)
 @alignment.register(PrefixOrderScorer)
+@alignment.register(QueryRowsScorer)
 def _(stage: Any, _causal: bool) -> int:
     return lcm(stage.block, stage.k_block or 1)
 
@@ -96,6 +107,15 @@ def _(stage: SimilarityGatedScorer, causal: bool) -> int:
     if causal and stage.smooth_k:
         raise ValueError("'smooth_k' subtracts the mean of all keys, and a chunk has only those up to its end")
     return lcm(*(alignment(part, causal) for part in parts(stage)))
+
+
+@alignment.register
+def _(stage: RotaryBandScorer, _causal: bool) -> int:
+    if stage.temperature is None:
+        raise ValueError(
+            "'RotaryBandScorer' without 'temperature' measures it over all blocks of a call: give one"
+        )
+    return lcm(stage.block, stage.k_block or 1)
 
 
 @alignment.register
@@ -119,6 +139,8 @@ def _(stage: Band | Random | Stride, causal: bool) -> int:
 
 @alignment.register(Ranked)
 @alignment.register(Refined)
+@alignment.register(ScorerPair)
+@alignment.register(SelectorPair)
 @alignment.register(SharedByGroup)
 @alignment.register(OnTiles)
 @alignment.register(Intersection)

@@ -50,6 +50,9 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
             `SegmentKeySort` does, forces the segment that a causal row lies in and leaves it out of the softmax,
             as PBS-Attn has it. Not causal: nothing is forced, as in the released code.
         padded_tail: leave the empty slots of a short cell at zero, as the released code does.
+        normalize: take a softmax for each query cell, as XAttention does. `False` takes one for all query cells of
+            a row of blocks together, so that a cell counts by the size of its weights: the sum of `exp(logit)`
+            over a block's pairs of cells, as a share of the row's (SubBlock of SGLang). A row holds a mass of 1.
     """
 
     stride: int = field(default=8, converter=whole, validator=block_size)
@@ -62,6 +65,7 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
     )
     forced: bool = field(default=True, validator=flag, kw_only=True)
     padded_tail: bool = field(default=False, validator=flag, kw_only=True)
+    normalize: bool = field(default=True, validator=flag, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         multiple("block", self.block, "stride", self.stride)
@@ -95,6 +99,7 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
             segment=None if segment is None else segment // self.stride,
             weight=weight,
             flipped=self.pattern == "antidiagonal",
+            joint=not self.normalize,
         )
         return BlockMass(mass, grid, self._force(grid, segment))  # [B, Hq, rows, cols]
 

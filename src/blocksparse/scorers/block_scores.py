@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 from torch import Tensor
 
 from blocksparse.geometry import Grid
@@ -44,3 +44,28 @@ class BlockScores:
 @frozen(eq=False)
 class BlockMass(BlockScores):
     """Scores that are non-negative and add up along a row, which a cumulative rule needs."""
+
+
+@frozen(eq=False)
+class BlockLogits(BlockScores):
+    """Scores that are logits: any real numbers, of which differences within a row count.
+
+    Raises:
+        TypeError, ValueError: `variance` is not of the dtype of `values`, or does not have an entry for each row.
+    """
+
+    variance: Tensor | None = field(
+        default=None, kw_only=True
+    )  # [B, Hq, rows], of a row's logits; None: their own
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        if self.variance is None:
+            return
+        if self.variance.dtype != self.values.dtype:
+            raise TypeError(f"'variance' must be {self.values.dtype}, as 'values' are: {self.variance.dtype}")
+        if self.variance.shape != self.values.shape[:3]:
+            its = tuple(self.variance.shape)
+            raise ValueError(
+                f"'variance' must have the shape [B, Hq, rows] = {tuple(self.values.shape[:3])}: {its}"
+            )

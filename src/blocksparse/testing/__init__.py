@@ -1,6 +1,7 @@
 """Tools to test a stage of your own: inputs, error budgets, the presets, and one check for each role."""
 
 from blocksparse.presets import every_preset as every_preset
+from blocksparse.presets import video_presets as video_presets
 from blocksparse.testing.budget import assert_within_budget as assert_within_budget
 from blocksparse.testing.budget import masked_attention as masked_attention
 from blocksparse.testing.check_executor import check_executor as check_executor

@@ -31,7 +31,7 @@ def arguments(
     given = {
         "q": q, "k": k, "q_last": None, "k_first": None, "slots": slots, "first_cell": offset // slots,
         "q_lead": offset % slots, "high": high, "wide": wide, "causal": causal, "segment": None,
-        "weight": q.shape[-1] ** -0.5 / slots, "flipped": True, "padded_tail": False,
+        "weight": q.shape[-1] ** -0.5 / slots, "flipped": True, "padded_tail": False, "joint": False,
     }  # fmt: skip
     given |= changed
     of = Cells(**{each.name: given.pop(each.name) for each in attrs.fields(Cells) if each.name in given})
@@ -68,10 +68,27 @@ def test_chunks(M: int, causal: bool, device: str) -> None:
     assert_right(arguments(8 * q, k, causal=causal))
 
 
+@pytest.mark.parametrize("M", [70, 45])
+def test_queries_of_a_row_together(M: int, device: str) -> None:
+    """Each query with mean keys that end before it: one softmax for all queries of a row, which may see none."""
+    q, k, _ = make_qkv(N=70, M=M, Hq=2, Hkv=1, D=16, device=device)
+    scorer = bs.QueryRowsScorer(16)
+    spec = bs.AttentionSpec(scale=0.5)
+    want = scorer(q.double().cpu(), k.double().cpu(), bs.GlobalPermutation(), spec).values
+    of: dict[str, Any] = {"high": 16, "wide": 1, "q_lead": 0, "joint": True, "weight": 0.5}
+    offset = 70 - M
+    means = torch.stack([part.mean(2) for part in k.split(16, dim=2)], 2)
+    q_last = torch.arange(offset, 70, dtype=torch.int32, device=device).view(1, 1, -1)
+    k_first = torch.tensor([[[15, 31, 47, 63, 69]]], dtype=torch.int32, device=device)
+    got = assert_right(arguments(q, means, 1, **of, first_cell=offset, q_last=q_last, k_first=k_first))
+    torch.testing.assert_close(got.cpu().double(), want, rtol=1e-4, atol=1e-5)
+    assert bool((got[:, :, 0].sum(-1) < 1.5).all())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("changed", [
     {"flipped": False}, {"padded_tail": True}, {"segment": 8}, {"high": 3, "wide": 8}, {"high": 16, "wide": 1},
-    {"slots": 16, "high": 1, "wide": 2},
+    {"slots": 16, "high": 1, "wide": 2}, {"joint": True, "high": 3},
 ], ids=repr)  # fmt: skip
 def test_options(changed: dict[str, Any], device: str) -> None:
     q, k, _ = make_qkv(B=2, N=143, M=122, Hq=2, Hkv=2, D=16, device=device)

@@ -55,3 +55,22 @@ bs.Pipeline(
 bs.sparge(executor=bs.ReferenceExecutor())
 bs.s2o(executor=bs.ReferenceExecutor())
 bs.Schedule(bs.pbs_attn(), layers={3: bs.s2o(), -1: None}, dense=(0, 1))
+
+# Prism's bands beside FlashPrefill's rows, each with a rule of its own, and BFLA's band around both.
+two_scores = bs.Pipeline(
+    bs.Identity(),
+    bs.ScorerPair(bs.RotaryBandScorer((0.0, 0.5)), bs.QueryRowsScorer()),
+    bs.SelectorPair(bs.TopCdf(0.95), bs.PeakShare(0.1)) | bs.Band(128),
+    bs.AutoExecutor(),
+)
+
+# Sol-Attn's rule along a curve, beside the window of NABLA.
+by_deviation: bs.Pipeline[bs.GlobalPermutation, bs.BlockLogits, bs.BlockMask] = bs.Pipeline(
+    bs.TileOrder((8, 16, 16), (1, 8, 8)),
+    bs.MeanLogitScorer(),
+    bs.MeanStd(1.5) | bs.TileWindow((8, 16, 16)),
+    bs.Int8Executor(),
+)
+
+# A schedule takes what gives one, for a model.
+bs.triangle_mix(8).resolve(32)

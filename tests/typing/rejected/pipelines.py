@@ -95,3 +95,13 @@ bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(), bs.Ranked(bs.TopCdf(0.9)) | bs.S
 bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(), bs.VerticalSlashCdf(0.9), bs.ReferenceExecutor())  # E: Cannot infer value of type parameter "ScoresT" of "Pipeline"
 bs.SimilarityGatedScorer(bs.NoScorer(), 0.5)  # E: Argument 1 to "SimilarityGatedScorer" has incompatible type "NoScorer"; expected "Scorer[GlobalPermutation, BlockMass]"
 bs.OnTiles(bs.TopK(3), 2)  # E: Argument 1 to "OnTiles" has incompatible type "TopK"; expected "PositionSelector"
+
+# Logits are no mass, and a mass has no mean of logits; a share of the peak is one of a mass.
+bs.Pipeline(bs.Identity(), bs.MeanLogitScorer(), bs.TopCdf(0.9), bs.ReferenceExecutor())  # E: Cannot infer value of type parameter "ScoresT" of "Pipeline"
+bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(), bs.MeanStd(1.0), bs.ReferenceExecutor())  # E: Cannot infer value of type parameter "ScoresT" of "Pipeline"
+bs.Pipeline(bs.Identity(), bs.MeanLogitScorer(), bs.PeakShare(0.1), bs.ReferenceExecutor())  # E: Cannot infer value of type parameter "ScoresT" of "Pipeline"
+# Two selectors for two scores: not for one score, and each for its own.
+bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(), bs.SelectorPair(bs.TopCdf(0.9), bs.TopCdf(0.9)), bs.ReferenceExecutor())  # E: Cannot infer value of type parameter "ScoresT" of "Pipeline"
+bs.Pipeline(bs.Identity(), bs.ScorerPair(bs.MeanLogitScorer(), bs.MeanPoolScorer()), bs.SelectorPair(bs.TopCdf(0.9), bs.TopCdf(0.9)), bs.ReferenceExecutor())  # E: Cannot infer value of type parameter "ScoresT" of "Pipeline"
+# A preset for a model's layers is no pipeline.
+layers: bs.Pipeline[bs.GlobalPermutation, bs.BlockScores, bs.BlockMask] = bs.triangle_mix(8)  # E: Incompatible types in assignment

@@ -5,14 +5,18 @@ A cell is `slots` consecutive tokens. The logit of a query cell and a key cell i
     weight * sum_r q[s(r)] . k[r]
 
 over its slots `r`, with `s(r) = slots - 1 - r` if `flipped`, else `r`. A query cell spreads a mass of 1 over the key
-cells that it reaches; a block holds the mass of its pairs of cells.
+cells that it reaches; a block holds the mass of its pairs of cells. If `joint`, all query cells of a row of blocks spread a
+mass of 1 together: there is one softmax over all their pairs.
 
 There are three implementations: on GPUs the Triton kernels in `cell_mass_triton.py`, which keep no logits; on CPUs with a
-C++ compiler the kernel in `cpu_scores.cpp`; and for other CPUs, float64, and on GPUs blocks that do not fill tiles (`takes`)
-and sliding windows over cells of several slots the plain torch below, which computes in fp32 or better.
+C++ compiler the kernel in `cpu_scores.cpp`, unless `joint`; and for other CPUs, float64, and on GPUs blocks that do not fill
+tiles (`takes`) and sliding windows over cells of several slots the plain torch below, which computes in fp32 or better.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,7 +33,15 @@ _CPU_ROWS = 256  # rows of a product that a step has in any case there, since sh
 
 
 def cell_mass(
-    q: Tensor, k: Tensor, of: Cells, *, first_cell: int, segment: int | None, weight: float, flipped: bool
+    q: Tensor,
+    k: Tensor,
+    of: Cells,
+    *,
+    first_cell: int,
+    segment: int | None,
+    weight: float,
+    flipped: bool,
+    joint: bool = False,
 ) -> Tensor:
     """Mass of every block, `[B, Hq, rows, cols]` fp32 or better; rows lie on the blocks of the whole prompt.
 
@@ -39,20 +51,29 @@ def cell_mass(
         of: the cells, with the last position of each query cell.
         first_cell: index of the first query cell in the whole prompt.
         segment: cells per segment; a query cell then looks at earlier segments only.
+        joint: take one softmax over the pairs of all query cells of a row of blocks, not one for each query cell.
     """
-    compute = cell_mass_reference
+    compute: Callable[..., Tensor] = partial(cell_mass_reference, joint=joint)
     if q.is_cuda and (of.slots == 1 or not of.windowed):
         from blocksparse.kernels.scoring import cell_mass_triton
 
         if cell_mass_triton.takes(q, of.high, of.wide):
-            compute = cell_mass_triton.cell_mass_triton
-    elif cpu_scores.takes(q, k):
+            compute = partial(cell_mass_triton.cell_mass_triton, joint=joint)
+    elif not joint and cpu_scores.takes(q, k):
         compute = cpu_scores.cell_mass_on_cpu
     return compute(q, k, of, first_cell=first_cell, segment=segment, weight=weight, flipped=flipped)
 
 
 def cell_mass_reference(
-    q: Tensor, k: Tensor, of: Cells, *, first_cell: int, segment: int | None, weight: float, flipped: bool
+    q: Tensor,
+    k: Tensor,
+    of: Cells,
+    *,
+    first_cell: int,
+    segment: int | None,
+    weight: float,
+    flipped: bool,
+    joint: bool = False,
 ) -> Tensor:
     """The same in plain torch, some rows of blocks at a time."""
     slots, q_lead, causal, q_last, k_first = of.slots, of.q_lead, of.causal, of.q_last, of.k_first
@@ -96,10 +117,25 @@ def cell_mass_reference(
             eligible = eligible & (k_last[..., begin:end].unsqueeze(2) > q_floor[..., first:last].unsqueeze(3))
         if segment is not None:
             eligible = eligible & (column[begin:end] < (cell[first:last] // segment * segment).unsqueeze(1))
-        mass = _softmax(logits, eligible, may_be_none=segment is not None)
-        mass = pad(mass, (begin, cols * wide - end, first - (top * high - empty), bottom * high - empty - last))
+        before, after = first - (top * high - empty), bottom * high - empty - last  # cells that these rows lack
+        mass = _softmax(logits, eligible, may_be_none=joint or segment is not None)
+        if joint:  # what is not eligible is now -inf
+            mass = mass * _shares(logits.logsumexp(-1), high, before, after).unsqueeze(3)
+        mass = pad(mass, (begin, cols * wide - end, before, after))
         masses.append(mass.unflatten(3, (cols, wide)).sum(4).unflatten(2, (-1, high)).sum(3))
     return torch.cat(masses, dim=2)
+
+
+def _shares(log_sum: Tensor, high: int, before: int, after: int) -> Tensor:
+    """The share that each query cell has of all weights of its row of `high` cells, `[B, Hq, cells]`.
+
+    Args:
+        log_sum: `[B, Hq, cells]`, the logs of the sums of their weights; -inf where there are none.
+    """
+    rows = pad(log_sum, (before, after), value=float("-inf")).unflatten(2, (-1, high))
+    shares = rows.softmax(-1).masked_fill((rows == float("-inf")).all(-1, keepdim=True), 0.0)
+    result: Tensor = shares.flatten(2)[:, :, before : before + log_sum.shape[2]]
+    return result
 
 
 def _softmax(logits: Tensor, eligible: Tensor, *, may_be_none: bool) -> Tensor:

@@ -54,6 +54,7 @@ def cell_mass_triton(
     segment: int | None,
     weight: float,
     flipped: bool,
+    joint: bool = False,
     tiles: Tiles | PooledTiles | None = None,
 ) -> Tensor:
     """Launch the kernels; arguments as of `cell_mass`. `tiles` are those that the device takes unless given."""
@@ -90,7 +91,7 @@ def cell_mass_triton(
                 last - first, k_tiles, top, top * high - empty - first, rows, cols,
                 first_cell + first if of.causal and of.q_last is None else None,
                 HIGH=high, PADDED_HIGH=padded_high, TILE_COLS=block_n // wide, WIDE=wide,
-                TILES=max(16, min(power_of_2(k_tiles), 64)), AT_A_TIME=at_a_time,
+                TILES=max(16, min(power_of_2(k_tiles), 64)), AT_A_TIME=at_a_time, JOINT=joint,
                 num_warps=4,
             )  # fmt: skip
     return mass
@@ -191,9 +192,11 @@ def _mass_of_rows(
     sums_ptr, peak_ptr, total_ptr, mass_ptr,
     band, k_tiles, top, before, rows, cols, first_cell,
     HIGH: tl.constexpr, PADDED_HIGH: tl.constexpr, TILE_COLS: tl.constexpr, WIDE: tl.constexpr, TILES: tl.constexpr,
-    AT_A_TIME: tl.constexpr,
+    AT_A_TIME: tl.constexpr, JOINT: tl.constexpr,
 ):  # fmt: skip
     """Stores the mass of a row of blocks: sums over blocks, divided by each query cell's total, and added over its cells.
+
+    With `JOINT` they are divided by the total of all its query cells.
 
     Where all is causal and in order, `first_cell` is the cell of the prompt that the band begins with.
     """
@@ -221,6 +224,13 @@ def _mass_of_rows(
         total = total * tl.exp2(best - origin) + tl.sum(part * tl.exp2(peak - origin[:, None]), 1)
         best = new_best
     log_total = tl.where(total > 0.0, best + tl.log2(tl.where(total > 0.0, total, 1.0)), 0.0)
+
+    if JOINT:
+        of_cell = tl.where(total > 0.0, log_total, float("-inf"))
+        highest = tl.max(of_cell, 0)
+        highest = tl.where(highest == float("-inf"), 0.0, highest)
+        together = tl.sum(tl.exp2(of_cell - highest), 0)
+        log_total = tl.zeros_like(log_total) + highest + tl.log2(tl.where(together > 0.0, together, 1.0))
 
     mass_at = mass_ptr + (head * rows + top + row) * cols
     in_tile = tl.arange(0, TILE_COLS)[None, :]

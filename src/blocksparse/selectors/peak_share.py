@@ -1,0 +1,37 @@
+"""Keep every block that is worth a share of the row's best one (FlashPrefill, arXiv 2603.06199, section 3.4)."""
+
+from __future__ import annotations
+
+from typing import final
+
+from attrs import field, frozen
+
+from blocksparse.checks.per_head import PerHead, over_blocks, per_head, share
+from blocksparse.kernels.positions.within_reach import within_reach
+from blocksparse.scorers.block_scores import BlockMass
+from blocksparse.selectors.block_mask import BlockMask
+from blocksparse.selectors.selector import Selector
+
+
+@final
+@frozen(cache_hash=True)
+class PeakShare(Selector[BlockMass, BlockMask]):
+    """Keep blocks whose mass is at least `alpha` times the greatest of their row, forced blocks, and the diagonal.
+
+    It takes neither a sort nor a running sum. A block without mass is not kept, even where no block of a row has
+    any. How much of the row's mass is kept depends on how it is spread: of `n` equal blocks all are.
+
+    Args:
+        alpha: share of the row's greatest mass, in (0, 1]; a number, or one per query head. At 1 the best block
+            is kept, and blocks that equal it.
+    """
+
+    alpha: PerHead = field(converter=per_head, validator=share)
+
+    def __call__(self, scores: BlockMass) -> BlockMask:
+        grid = scores.grid
+        values = scores.values.where(grid.reachable, 0.0)
+        alpha = over_blocks(self.alpha, values).to(values.dtype)
+        keep = (values >= alpha * values.amax(-1, keepdim=True)) & (values > 0)
+        keep = keep if scores.forced is None else keep | scores.forced
+        return BlockMask(within_reach(keep, grid, diagonal=True), grid)

@@ -1,0 +1,58 @@
+"""FlashPrefill against a reading of its definition (arXiv 2603.06199, as AngelSlim's clean-room code has it)."""
+
+from __future__ import annotations
+
+import torch
+from tests.papers.readings import CASES, Small, check, small
+from torch import Tensor
+
+import blocksparse as bs
+
+ALPHA = 0.3
+
+
+def reading(case: Small, *, last: int = 0) -> Tensor:
+    """Row by row: sums over queries that see a block's last token of exp(q . mean key), against the greatest."""
+    means = case.means()[1]
+    kept = []
+    for row in case.rows:
+        logits = case.scale * case.of_row(row) @ means.mT  # [B, Hq, m, cols]
+        counts = torch.tensor([[i >= col[-1] for col in case.cols] for i in row])
+        weight = (logits - logits.amax((2, 3), keepdim=True)).exp().where(counts, 0.0)
+        score = weight.sum(2)
+        kept.append((score >= ALPHA * score.amax(-1, keepdim=True)) & (score > 0))
+    end = case.k.shape[2]
+    near = case.among(lambda row, col: 0 <= row.start // 8 - col.start // 8 < 2 or col.start < 8)
+    dense = case.among(lambda row, _: row.stop > end - last)
+    return (torch.stack(kept, 2) | near | dense) & case.reachable
+
+
+def test_masks_outputs_and_chunks() -> None:
+    def preset(case: Small) -> bs.Pipeline[bs.GlobalPermutation, bs.BlockMass, bs.BlockMask]:
+        return bs.flash_prefill(ALPHA, block=8, sink=8, window=16, last=None, executor=bs.ReferenceExecutor())
+
+    check(preset, reading, (small(i, causal=True) for i in range(CASES)), chunked=True)
+
+
+def test_the_last_queries_are_dense() -> None:
+    pipeline = bs.flash_prefill(ALPHA, block=8, sink=8, window=16, last=11, executor=bs.ReferenceExecutor())
+    for seed in range(10):
+        case = small(seed, causal=True)
+        keep = pipeline.trace(case.q, case.k, case.v).mask.keep
+        assert torch.equal(keep, reading(case, last=11))
+
+
+def test_half_precision_streams_over_rows() -> None:
+    """What is held at a time does not grow with the number of rows, and changes nothing."""
+    from blocksparse.kernels.scoring import cell_mass
+
+    q, k = (torch.randn(1, 2, 300, 16, generator=torch.Generator().manual_seed(i)).half() for i in (0, 1))
+    spec = bs.AttentionSpec(scale=0.25)
+    whole = bs.QueryRowsScorer(16)(q, k, bs.GlobalPermutation(), spec).values
+    room, cell_mass._WORKSPACE = cell_mass._WORKSPACE, 1
+    try:
+        row_by_row = bs.QueryRowsScorer(16)(q, k, bs.GlobalPermutation(), spec).values
+    finally:
+        cell_mass._WORKSPACE = room
+    torch.testing.assert_close(row_by_row, whole)
+    torch.testing.assert_close(whole.sum(-1), torch.ones_like(whole[..., 0]))

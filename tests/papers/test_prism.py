@@ -1,0 +1,77 @@
+"""Prism against a reading of its definition (arXiv 2602.08426)."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tests.papers.readings import CASES, Small, check, holding, small
+from torch import Tensor
+
+import blocksparse as bs
+
+MASS, D = 0.7, 16
+FAST = [*range(4), *range(8, 12)]  # channels 0 to 3 turn with 8 to 11
+SLOW = [*range(2, 8), *range(10, 16)]
+
+
+def reading(case: Small, temperature: float | None = None) -> Tensor:
+    queries, keys = case.means()
+    kept = torch.zeros(1, dtype=torch.bool)
+    for band in (FAST, SLOW):
+        mine, its = queries[..., band], keys[..., band]
+        if temperature is None:
+            rms = [x.square().mean((2, 3), keepdim=True).sqrt() for x in (mine, queries, its, keys)]
+            t = math.sqrt(len(band) / D) * (rms[0] / rms[1]) * (rms[2] / rms[3])
+        else:
+            t = torch.tensor(temperature)
+        logits = mine @ its.mT / (math.sqrt(len(band)) * t)
+        kept = kept | holding(logits.masked_fill(~case.reachable, float("-inf")).softmax(-1), MASS)
+    own = case.among(lambda row, col: row.start // 8 == col.start // 8 or col.start == 0)
+    return (kept | own) & case.reachable
+
+
+def test_masks_and_outputs() -> None:
+    def preset(
+        _: Small,
+    ) -> bs.Pipeline[bs.GlobalPermutation, bs.ScoresPair[bs.BlockMass, bs.BlockMass], bs.BlockMask]:
+        return bs.prism(MASS, block=8, executor=bs.ReferenceExecutor())
+
+    check(preset, reading, (small(i, causal=True, D=D) for i in range(CASES)))
+
+
+def test_a_given_temperature_makes_chunks_choose_as_the_whole() -> None:
+    pipeline = bs.prism(MASS, block=8, temperature=0.5, executor=bs.ReferenceExecutor())
+    cases = (small(i, causal=True, D=D) for i in range(20))
+    check(lambda _: pipeline, lambda case: reading(case, 0.5), cases, chunked=True)
+
+
+def test_pairs() -> None:
+    pair = bs.ScorerPair(bs.MeanLogitScorer(16), bs.MeanPoolScorer(16))
+    pipeline = bs.Pipeline(
+        bs.Identity(), pair, bs.SelectorPair(bs.MeanStd(0.5), bs.TopCdf(0.5)), bs.ReferenceExecutor()
+    )
+    case = small(3, causal=True, N=64)
+    parts = [
+        bs.Pipeline(bs.Identity(), scorer, selector, bs.ReferenceExecutor())
+        for scorer, selector in (
+            (bs.MeanLogitScorer(16), bs.MeanStd(0.5)),
+            (bs.MeanPoolScorer(16), bs.TopCdf(0.5)),
+        )
+    ]
+    first, second = (part.trace(case.q, case.k, case.v).mask.keep for part in parts)
+    assert torch.equal(pipeline.trace(case.q, case.k, case.v).mask.keep, first | second)
+    swapped = bs.Pipeline(
+        bs.Identity(),
+        pair,
+        bs.SelectorPair(bs.TopCdf(0.5), bs.TopCdf(0.5)),
+        bs.ReferenceExecutor(),  # type: ignore[misc]
+    )
+    with pytest.raises(TypeError, match="TopCdf needs a BlockMass, and got a BlockLogits"):
+        swapped(case.q, case.k, case.v)
+    uneven = bs.ScorerPair(bs.MeanPoolScorer(16), bs.MeanPoolScorer(32))
+    with pytest.raises(ValueError, match=r"both scorers of 'ScorerPair' must score the same blocks: \(16, 16\)"):
+        uneven(case.q, case.k, bs.GlobalPermutation(), bs.AttentionSpec(scale=0.1))
+    with pytest.raises(ValueError, match="needs pairs of channels, and the head dim is odd: 7"):
+        bs.prism(block=8)(case.q[..., :7].float(), case.k[..., :7].float(), case.v.float())
