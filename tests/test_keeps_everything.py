@@ -62,14 +62,29 @@ def test_what_they_say_is_true(name: str) -> None:
             if selector.keeps_everything(queries, keys, causal=causal):
                 said += 1
                 assert _keeps(selector, q, k, causal)
+                q[:, :, ::7], k[:, :, ::5] = float("nan"), float("inf")
+                assert _keeps(selector, q, k, causal, window=40 if causal else None)
     assert said >= 2
 
 
-def _keeps(selector: Selector[Any, Any], q: torch.Tensor, k: torch.Tensor, causal: bool) -> bool:
+def _keeps(
+    selector: Selector[Any, Any], q: torch.Tensor, k: torch.Tensor, causal: bool, window: int | None = None
+) -> bool:
     pipeline = bs.Pipeline(bs.Identity(), bs.VerticalSlashScorer(16), selector, bs.ReferenceExecutor())
-    trace = pipeline.trace(q, k, k, causal=causal)
-    reachable = trace.mask.grid.reachable
-    return torch.equal(trace.mask.keep, reachable.expand_as(trace.mask.keep))
+    mask = pipeline.choose(q, k, causal=causal, window=window).mask
+    return torch.equal(mask.keep, mask.grid.reachable.expand_as(mask.keep))
+
+
+@pytest.mark.parametrize("dense_below", [None, 1e12], ids=["keeps everything", "little work"])
+def test_numbers_of_other_heads_are_refused_in_a_dense_call(dense_below: float | None) -> None:
+    q, k, v = make_qkv(N=N, Hq=4, Hkv=2, D=16)
+    for selector in (bs.TopCdf([1.0] * 3), bs.Band(N) | bs.TopCdf([1.0] * 3)):
+        pipeline = bs.Pipeline(
+            bs.Identity(), bs.MeanPoolScorer(16), selector, bs.AutoExecutor(dense_below=dense_below)
+        )
+        with pytest.raises(ValueError, match="TopCdf: 'mass' has 3 entries for 4 query heads; give one number per"):
+            pipeline(q, k, v)
+        evolve(pipeline, selector=bs.TopCdf([1.0] * 4))(q, k, v)
 
 
 def test_a_call_is_then_dense_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

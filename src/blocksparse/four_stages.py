@@ -11,6 +11,7 @@ from torch import Tensor
 from blocksparse.attention_spec import AttentionSpec
 from blocksparse.checks.class_line import check_gave
 from blocksparse.checks.inputs import UnsupportedError
+from blocksparse.checks.per_head import check_heads
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.dense_attention import dense_attention, everything
 from blocksparse.executors.executor import Executor
@@ -108,6 +109,7 @@ class FourStages(Generic[PermutationT, ScoresT, MaskT]):
         if (reason := self.dense_because(q, k, v, spec)) is None:
             # No scores are left, so that their memory is free while attending.
             return self.execute(q, k, v, self.choose(q, k, spec, history)[2], spec, out).out
+        check_heads(self, q.shape[1])  # as the stages would
         dense = dense_attention(q, k, v, spec, because=reason)
         return dense if out is None else out.copy_(dense)
 

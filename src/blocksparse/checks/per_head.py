@@ -10,6 +10,7 @@ from typing import Any, final
 from weakref import ref
 
 import torch
+from attrs import fields, has
 from torch import Tensor
 
 from blocksparse.checks.validators import Rule, is_whole, whole
@@ -161,10 +162,8 @@ def over_blocks(value: PerHead, scores: Tensor) -> Tensor:
 
 
 def least(value: PerHead) -> float:
-    """The least number of all heads, or -inf where the host would have to wait for a device to know it."""
-    if not isinstance(value, HeadValues):
-        return value
-    return float(value.values.min()) if value.values.device.type == "cpu" else -math.inf
+    """The least number of all heads."""
+    return min(value.numbers) if isinstance(value, HeadValues) else value
 
 
 def number_or_blocks(value: PerHead, scores: Tensor) -> float | Tensor:
@@ -207,3 +206,19 @@ def wrong_heads(name: str, value: PerHead | None, heads: int) -> list[str]:
     if not isinstance(value, HeadValues) or len(value.values) == heads:
         return []
     return [f"'{name}' has {len(value.values)} entries for {heads} query heads"]
+
+
+def check_heads(stage: object, heads: int) -> None:
+    """Refuse numbers per query head, of a stage or of one inside of it, that are not for so many heads.
+
+    Raises:
+        ValueError: names the stage and its argument.
+    """
+    if not has(type(stage)):
+        return
+    for each in fields(type(stage)):
+        value = getattr(stage, each.name)
+        for reason in wrong_heads(each.alias or each.name, value, heads):
+            raise ValueError(f"{type(stage).__name__}: {reason}; give one number per query head, or one for all")
+        if each.init:
+            check_heads(value, heads)

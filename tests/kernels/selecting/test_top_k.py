@@ -66,6 +66,18 @@ def test_ties_and_bad_numbers(device: str) -> None:
     assert_same(values, forced[:, :, :1], grid, RULES[4:])
 
 
+def test_a_window_beside_bad_numbers(device: str) -> None:
+    """What lies before the window is never taken in place of what lies in it and is NaN."""
+    grid = make_grid("window", device)
+    values, forced = random_values(grid, device)
+    values[:, ::2] = float("nan")
+    assert_same(values, forced, grid, [{**RULES[3], "share": [1.0]}])
+    reachable = grid.reachable.expand_as(values)
+    share = torch.ones(1, 1, 1, 1, dtype=torch.float64, device=device)
+    call = {"forced_first": True, "of_all_keys": False}
+    assert torch.equal(top_k(values, None, None, share, grid, **call), reachable)
+
+
 @pytest.mark.slow
 def test_strides_of_scores(device: str) -> None:
     grid = make_grid("sorted", device)

@@ -55,12 +55,12 @@ def top_k_reference(
     """The same in plain torch. A share of a number is rounded to fp32 before it is rounded up: .07 of 100 is 7."""
     reachable, cols = grid.reachable, values.shape[-1]
     always = grid.diagonal if forced is None else (grid.diagonal | forced) & reachable
-    values = values.nan_to_num(nan=float("-inf"))
+    values = values.nan_to_num(nan=float("-inf"))  # below every number, infinities included
     if forced_first:
         values = values.masked_fill(always, float("inf"))
     elif forced is not None:
         values = values.masked_fill(forced, float("-inf"))
-    order = values.masked_fill(~reachable, float("-inf")).argsort(dim=-1, descending=True, stable=True)
+    order = (-values).masked_fill(~reachable, float("nan")).argsort(dim=-1, stable=True)  # NaN comes last
     if share is None:
         count = values.new_full((1, 1, 1, 1), k or 0)
     elif of_all_keys:

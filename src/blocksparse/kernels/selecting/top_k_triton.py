@@ -91,8 +91,8 @@ def _kernel(
             values = tl.where(forced, float("-inf"), values)
     if FORCED_FIRST:
         values = tl.where(always, float("inf"), values)
-    # Blocks that cannot be kept are ranked, too, after all others; so are those whose value is NaN.
-    key = tl.where(inside, sortable(tl.where(reachable, values, float("-inf"))), _NO_KEY)
+    key = tl.where(reachable, sortable(values), _NO_KEY)
+    there = tl.sum(reachable.to(tl.int32), 1, keep_dims=True)
 
     if share_ptr is None:
         count = tl.zeros([ROWS, 1], tl.int32) + k
@@ -101,9 +101,8 @@ def _kernel(
         if OF_ALL_KEYS:
             count = tl.zeros([ROWS, 1], tl.int32) + tl.maximum((share * cols).to(tl.float32).to(tl.int32), 1)
         else:
-            number = share * tl.sum(reachable.to(tl.int32), 1, keep_dims=True).to(tl.float64)
-            count = tl.ceil(number.to(tl.float32)).to(tl.int32)
-    count = tl.minimum(count, cols).to(tl.float32)
+            count = tl.ceil((share * there.to(tl.float64)).to(tl.float32)).to(tl.int32)
+    count = tl.minimum(count, there).to(tl.float32)
     high = tl.maximum(tl.max(key, 1, keep_dims=True), _NO_KEY + 1)
     low = tl.where(count > 0.0, _NO_KEY, high - 1)
     weight = tl.full([ROWS, COLS], 1.0, tl.float32)
