@@ -121,3 +121,29 @@ def test_what_a_pipeline_wants_of_its_inputs(pipeline: Any, arguments: Call, sai
     with pytest.raises(ValueError, match=said) as error:
         pipeline(*make_qkv(N=300, D=8), **arguments)
     sentence(error)
+
+
+PIPELINE, GROUPS = CALLED["pipeline"], CALLED["groups"]
+
+
+@pytest.mark.parametrize(
+    ("run", "more"),
+    [
+        (lambda q, k, v, more: PIPELINE.choose(q, k, **more), {"sequences": bs.Sequences.packed([20, 20])}),
+        (lambda q, k, v, more: PIPELINE.with_lse(q, k, v, **more), {"sequences": bs.Sequences.packed([20, 20])}),
+        (lambda q, k, v, more: GROUPS(q, k, v, **more), {"history": bs.KeyHistory()}),
+        (lambda q, k, v, more: GROUPS.trace(q, k, v, **more), {"dropout_p": 0.1, "sinks": [0.1] * 4}),
+    ],
+)
+def test_no_argument_is_taken_and_ignored(run: Any, more: Call) -> None:
+    with pytest.raises(TypeError, match=f"window, softcap and sinks, but no {next(iter(more))}") as error:
+        run(*make_qkv(N=40, D=8), more)
+    sentence(error)
+
+
+@pytest.mark.parametrize("called", ["pipeline", "groups"])
+def test_a_trace_in_a_graph_is_refused(called: str) -> None:
+    q, k, v = make_qkv(N=40, D=8)
+    traced = torch.compile(CALLED[called].trace, fullgraph=True, backend="eager")
+    with pytest.raises((ValueError, torch._dynamo.exc.Unsupported), match="not 'trace': leave it out of them"):
+        traced(q, k, v)  # type: ignore[no-untyped-call]

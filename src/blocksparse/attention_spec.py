@@ -128,13 +128,17 @@ class AttentionSpec:
         sinks = given.get("sinks")
         if isinstance(sinks, Tensor) and sinks.ndim == 1 and sinks.device.type != "cpu":
             sinks = given["sinks"] = read(sinks)
-        if sinks is not None and not isinstance(sinks, float | HeadValues):  # which says nothing of its numbers
-            spec = AttentionSpec(**given)
-        else:
+        spec = None
+        if sinks is None or isinstance(sinks, float | HeadValues):
             try:
                 spec = _remembered(**given)
             except TypeError:  # of a value that cannot be looked up, which the class refuses in its own words
-                spec = AttentionSpec(**given)
+                spec = None
+        if spec is None:
+            if unknown := given.keys() - Asked.__annotations__.keys():
+                more = ", ".join(sorted(unknown))
+                raise TypeError(f"this call takes causal, scale, window, softcap and sinks, but no {more}")
+            spec = AttentionSpec(**given)
         spec.check_heads(heads)
         return spec
 

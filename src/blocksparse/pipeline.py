@@ -124,10 +124,11 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
                 given, and the scorer remembers nothing.
         """
         refuse_mask(attn_mask)
-        return attend(
-            self._call, q, k, v, sequences, None if history is None else one_for_each(history, sequences),
-            out, causal=causal, scale=scale, window=window, softcap=softcap, sinks=sinks,
-        )  # fmt: skip
+        asked: Asked = {
+            "causal": causal, "scale": scale, "window": window, "softcap": softcap, "sinks": sinks
+        }  # fmt: skip
+        histories = None if history is None else one_for_each(history, sequences)
+        return attend(self._call, q, k, v, asked, sequences, histories, out)
 
     def choose(
         self, q: Tensor, k: Tensor, *, history: KeyHistory | None = None, **asked: Unpack[Asked]
@@ -145,7 +146,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         """
         refuse_transforms("choose")
         one_for_each(history, None)
-        q, k, _, spec = checked(q, k, k, **asked)
+        q, k, _, spec = checked(q, k, k, asked)
         with without_autocast(q):
             mask = self._stages.choose(q, k, spec, history)[2]
         given = asked.get("scale")
@@ -165,7 +166,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         """
         refuse_transforms("attend")
         a(Choice).or_else("pipeline.choose(q, k) makes one").check(choice=choice)
-        q, k, v, spec = checked(q, k, v, **choice.spec.arguments())
+        q, k, v, spec = checked(q, k, v, choice.spec.arguments())
         choice.check_fits(q, k)
         with without_autocast(q):
             return self._stages.execute(q, k, v, choice.mask, spec, out)
@@ -226,7 +227,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         """
         refuse_mask(attn_mask)
         refuse_transforms("trace")
-        q, k, v, spec = checked(q, k, v, sequences, **asked)
+        q, k, v, spec = checked(q, k, v, asked, sequences)
         histories = one_for_each(history, sequences)
         with without_autocast(q):
             if sequences is None:

@@ -30,7 +30,7 @@ class AuditedPipeline:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **asked: Unpack[Asked]) -> Tensor:
         """Attend `q` `[B, Hq, M, D]` to `k` `[B, Hkv, N, D]` and `v` `[B, Hkv, N, Dv]`: `[B, Hq, M, Dv]`."""
-        return attend(self._call, q, k, v, **asked)
+        return attend(self._call, q, k, v, asked)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         dense, audited = self.audit.begins(self.layer, may_audit=not _is_captured(q))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -105,7 +104,7 @@ def check_inputs(
 
 
 def checked(
-    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None = None, **asked: Unpack[Asked]
+    q: Tensor, k: Tensor, v: Tensor, asked: Asked, sequences: Sequences | None = None
 ) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
     """`check_inputs`, and the rest of the arguments of a call as the spec that stages take.
 

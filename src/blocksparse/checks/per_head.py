@@ -214,9 +214,8 @@ def check_heads(stage: object, heads: int) -> None:
     Raises:
         ValueError: names the stage and its argument.
     """
-    if not has(type(stage)):
-        return
-    for each in fields(type(stage)):
+    kind: Any = type(stage)
+    for each in fields(kind) if has(kind) else ():
         value = getattr(stage, each.name)
         for reason in wrong_heads(each.alias or each.name, value, heads):
             raise ValueError(f"{type(stage).__name__}: {reason}; give one number per query head, or one for all")

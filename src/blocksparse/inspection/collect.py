@@ -69,7 +69,7 @@ def collect(
         if (reason := _not_plain(qkv, options)) is not None:
             skipped[layer] = reason
             return
-        q, k, v, spec = checked(*qkv, scale=options.get("scaling"))
+        q, k, v, spec = checked(*qkv, {"scale": options.get("scaling")})
         if not findings:  # first calls may compile, and that is no stage's time
             dense_attention(q, k, v, spec)
             for preset in presets:

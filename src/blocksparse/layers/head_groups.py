@@ -21,7 +21,7 @@ from blocksparse.layers.head_groups_trace import HeadGroupsTrace as HeadGroupsTr
 from blocksparse.layers.head_groups_trace import Heads as Heads
 from blocksparse.layers.head_groups_trace import put_back
 from blocksparse.pipeline import Pipeline
-from blocksparse.runtime.opaque_call import OpaqueCall, attend
+from blocksparse.runtime.opaque_call import OpaqueCall, attend, refuse_transforms
 from blocksparse.runtime.precision import without_autocast
 
 AnyPipeline = Pipeline[Any, Any, Any]
@@ -108,7 +108,7 @@ class HeadGroups:
         Raises:
             TypeError, ValueError: a pipeline cannot run its inputs, or the groups do not name each KV head of `k`.
         """
-        return attend(self._call, q, k, v, sequences, out=out, **asked)
+        return attend(self._call, q, k, v, asked, sequences, out=out)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         parts = {
@@ -132,7 +132,8 @@ class HeadGroups:
 
         Of `sequences` it returns a list with the trace of each one, and None for one without queries or keys.
         """
-        q, k, v, spec = checked(q, k, v, sequences, **asked)
+        refuse_transforms("trace")
+        q, k, v, spec = checked(q, k, v, asked, sequences)
         with without_autocast(q):
             if sequences is None:
                 return self._trace(q, k, v, spec)

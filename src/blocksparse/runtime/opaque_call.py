@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Unpack, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -112,10 +112,10 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    asked: Asked,
     sequences: Sequences | None = None,
     histories: Sequence[object] | None = None,
     out: Tensor | None = None,
-    **asked: Unpack[Asked],
 ) -> Tensor:
     """Check the arguments and run `call`, or, while a graph is traced, put a node into the graph that runs it.
 
@@ -123,7 +123,7 @@ def attend(
         TypeError, ValueError: no pipeline can run these arguments.
     """
     if not is_transformed():
-        q, k, v, spec = checked(q, k, v, sequences, **asked)
+        q, k, v, spec = checked(q, k, v, asked, sequences)
         if out is not None:
             if sequences is not None:
                 raise ValueError("'out' is for one prompt, and 'sequences' are several: leave one of the two out")

@@ -26,7 +26,7 @@ class Recorded:
     )
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **asked: Unpack[Asked]) -> Tensor:
-        return attend(self._call, q, k, v, **asked)
+        return attend(self._call, q, k, v, asked)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         trace = self.pipeline.trace(q, k, v, **spec.arguments())

@@ -35,7 +35,7 @@ class LayerAttention:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None = None, **asked: Unpack[Asked]
     ) -> Tensor:
-        return attend(self._call, q, k, v, sequences, **asked)
+        return attend(self._call, q, k, v, asked, sequences)
 
     def dense_because(self, queries: int, keys: int, window: int | None) -> str | None:
         """The reason why a prompt of this size is dense in this layer, or None."""
