@@ -2,12 +2,13 @@
 
 `make docs` builds the site and looks at links, anchors and the navigation more closely.
 
-A fence may say more: `gpu` runs where a GPU is, `no-run` needs a host that is not here, `rejected` is for mypy,
-which must report what stands behind `# E: `.
+A fence may say more: `gpu` runs where a GPU is, `no-run: WHY` is Python whose names of this package exist, and
+`rejected` is for mypy, which must report what stands behind `# E: `.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import itertools
@@ -15,6 +16,7 @@ import json
 import re
 import runpy
 import shlex
+import tomllib
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -22,11 +24,22 @@ from types import ModuleType
 import pytest
 import torch
 
+from blocksparse.integrations.serving.settings import Host, Served, Settings
+
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "integrations").rglob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 FENCE = re.compile(r"^```python(?P<kind>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:)(?P<path>[^)#]+)")
-COMMAND = re.compile(r"^    (?P<command>(blocksparse|python -m|make) .*)$", re.MULTILINE)
+COMMAND = re.compile(
+    r"^ {4}(?P<command>(blocksparse|make|(\.venv/bin/)?python -m|torchrun .*?-m) .*)$", re.MULTILINE
+)
+EXTRA = re.compile(r"pip install [^\n`]*?\.?\[(?P<extra>\w+)\]")
+OPTION = re.compile(r"""['=](?P<option>\{"blocksparse": .*?\})['\n|,]""")  # of an engine, in a shell or in Python
 REFERENCE = re.compile(r"^::: (?P<path>[\w.]+)$", re.MULTILINE)
 PUBLIC = (
     "blocksparse", "blocksparse.testing", "blocksparse.distributed", "blocksparse.tune", "blocksparse.audit",
@@ -69,8 +82,14 @@ def test_first_pages_are_short() -> None:
 
 @each_page
 def test_fences_are_known(page: Path) -> None:
-    kinds = {match["kind"].strip() for match in FENCE.finditer(page.read_text(encoding="utf-8"))}
-    assert kinds <= {"", "gpu", "no-run", "rejected"}
+    for match in FENCE.finditer(page.read_text(encoding="utf-8")):
+        kind, _, why = match["kind"].strip().partition(": ")
+        assert kind in {"", "gpu", "no-run", "rejected"}
+        assert bool(why) == (kind == "no-run"), "a block that cannot run says why"
+        for node in ast.walk(ast.parse(match["code"])) if why else ():
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "blocksparse":
+                module = importlib.import_module(node.module or "")
+                assert all(hasattr(module, name.name) for name in node.names)
 
 
 @each_page
@@ -87,6 +106,8 @@ def test_commands_exist(page: Path) -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     for match in COMMAND.finditer(page.read_text(encoding="utf-8")):
         command, *words = itertools.takewhile(lambda x: x != ">", shlex.split(match["command"], comments=True))
+        if command == "torchrun":
+            words = words[words.index("-m") :]
         if command == "blocksparse":
             _parser().parse_args(words)
         elif command == "make":
@@ -96,6 +117,18 @@ def test_commands_exist(page: Path) -> None:
         else:
             source = _source(words[1])
             assert all(word in source for word in words[2:] if word.startswith("--")), match["command"]
+
+
+@each_page
+def test_extras_and_options_of_engines_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "optional-dependencies"
+    ]
+    assert {match["extra"] for match in EXTRA.finditer(text)} <= extras.keys()
+    for match in OPTION.finditer(text):
+        given = ast.literal_eval(match["option"])
+        Settings.of(given, Served("llama", layers=32, heads=32, kv_heads=8), Host("blocksparse", "--option"))
 
 
 def _source(module: str) -> str:

@@ -28,7 +28,7 @@ OUTSIDE = {
 }
 SOURCE = {page: file for file, page in OUTSIDE.items()}
 LINK = re.compile(r"(?<=\]\()(?P<path>[^)#\s:]+)(?P<rest>[^)]*\))")
-KIND = re.compile(r"^```python [\w-]+$", re.MULTILINE)  # what tests do with a block is nothing that readers need
+KIND = re.compile(r"^```python .+$", re.MULTILINE)  # what tests do with a block is nothing that readers need
 CHART = re.compile(r"!\[(?P<alt>[^\]]*)\]\((?P<path>[^)\s]+)\.svg\)")
 CODE = re.compile(r"`[^`\n]+`")
 # Words of the glossary that a reader may not know, or know otherwise. The first use on each page is a link.
