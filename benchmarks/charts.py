@@ -26,7 +26,7 @@ THEMES = {"": ("white", "#1f2328"), "-dark": ("#1e2129", "#e2e4e9")}  # paper, i
 
 def speed_and_kl() -> Any:
     """What `auto` gains by length, and what it changes."""
-    calls, long, tasks = map(Results.named, ("auto-calls", "auto-kl", "auto-tasks"))
+    calls, long, tasks = map(Results.named, ("auto-calls", "auto-kl", "auto-quality"))
 
     def gain(row: str) -> list[tuple[float, float]]:
         return [(32768, calls.cell(row, "times dense at 32K")), (131072, calls.cell(row, "times dense at 128K"))]
