@@ -214,6 +214,7 @@ TARGETS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (bs.FlashAttention4Executor, {}, ""),
     (bs.TritonExecutor, {}, "tiles=tiles? pv_skip=negative?"),
     (bs.Int8Executor, {}, "fp8_pv=flag smooth_k=flag scales=option pv_skip=negative? tiles=tiles?"),
+    (bs.RemainderExecutor, {"inner": bs.CpuExecutor()}, "inner=executor"),
     (bs.SkipSoftmaxExecutor, {}, "scale_factor=above_0"),
     (bs.GatherExecutor, {}, "tau=at_least_0 reduction=option patience=size commit=flag"),
     (
@@ -294,7 +295,7 @@ TARGETS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (bs.skip_softmax, {}, "scale_factor=above_0? block=block executor=executor?"),
     (bs.subblock, {}, "share=share cell=block block=block order=permuter? executor=executor?"),
     (bs.dfs_attn, {}, "share=share cell=block block=block order=permuter? executor=executor?"),
-    (bs.sol_attn, {}, "tau=finite block=block variance=option text=count executor=executor?"),
+    (bs.sol_attn, {}, "tau=finite block=block variance=option text=count remainder=flag executor=executor?"),
     (bs.radial, {}, "grid=three? decay=above_0 block=block prefix=count executor=executor?"),
     (
         bs.nabla,

@@ -175,6 +175,7 @@ EXECUTORS: tuple[bs.Executor[Any, Any], ...] = (
     bs.FlashAttention4Executor(),
     bs.Int8Executor(),
     bs.SkipSoftmaxExecutor(20.0),
+    bs.RemainderExecutor(bs.ReferenceExecutor()),
 )
 
 

@@ -55,8 +55,14 @@ FRONTS = [
     pytest.param(front, id=stages.name(*front), marks=[] if is_core(front) else [pytest.mark.slow])
     for front in stages.fronts()
 ]
-# One takes another of these, one needs a kernel from elsewhere, two approximate: they have tests of their own.
-ELSEWHERE = (bs.AutoExecutor, bs.FlashAttention4Executor, bs.Int8Executor, bs.SkipSoftmaxExecutor)
+# One takes another of these, one needs a kernel from elsewhere, three approximate: they have tests of their own.
+ELSEWHERE = (
+    bs.AutoExecutor,
+    bs.FlashAttention4Executor,
+    bs.Int8Executor,
+    bs.SkipSoftmaxExecutor,
+    bs.RemainderExecutor,
+)
 
 
 def in_fast_loop(executor: bs.Executor[Any, Any]) -> bool:

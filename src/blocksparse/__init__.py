@@ -19,6 +19,7 @@ from blocksparse.executors.flex import FlexExecutor
 from blocksparse.executors.gather import GatherExecutor
 from blocksparse.executors.int8 import Int8Executor
 from blocksparse.executors.reference import ReferenceExecutor
+from blocksparse.executors.remainder import RemainderExecutor
 from blocksparse.executors.skip_softmax import SkipSoftmaxExecutor
 from blocksparse.executors.tiles import HopperTiles, TritonTiles
 from blocksparse.executors.triton import TritonExecutor
@@ -177,6 +178,7 @@ __all__ = [
     "RasterOrder",
     "ReferenceExecutor",
     "Refined",
+    "RemainderExecutor",
     "RotaryBandScorer",
     "RoutedByDivergence",
     "Schedule",

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from blocksparse.checks.validators import count
+from blocksparse.checks.validators import a, count, flag, optional
 from blocksparse.executors.auto import AutoExecutor
 from blocksparse.executors.executor import Executor
+from blocksparse.executors.remainder import RemainderExecutor
 from blocksparse.permuters.identity import Identity
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.pipeline import Pipeline
@@ -27,12 +28,13 @@ def sol_attn(
     block: int = 64,  # released code
     variance: Variance = "diagonal",  # the same
     text: int = 0,  # the same: sink_tokens
+    remainder: bool = False,
     executor: Executor[GlobalPermutation, BlockMask] | None = None,
 ) -> Pipeline[GlobalPermutation, BlockLogits, BlockMask]:
     """Keep the blocks whose logit lies some standard deviations above their row's mean, and each row's neighbours.
 
     Blocks that are not kept are left out. The authors' code lets them take part through their mean keys and
-    values, which no executor here does: this is the selection alone, and at a high `tau` it errs more than theirs.
+    values, as `remainder` does; without it this is the selection alone, and errs more at the same `tau`.
 
     Args:
         tau: how many standard deviations; a number, or one per query head. A greater one keeps fewer blocks.
@@ -40,13 +42,18 @@ def sol_attn(
         variance: how the deviation of a row is found, as of `MeanLogitScorer`.
         text: how many keys at the end are kept for all queries. `attach` of `integrations.diffusers` keeps text by
             itself.
+        remainder: let blocks that are not kept take part by their means, as of `RemainderExecutor`, which is not
+            yet a kernel, and slow.
         executor: `AutoExecutor()` if None.
     """
     count.check(text=text)
+    flag.check(remainder=remainder)
+    optional(a(Executor)).check(executor=executor)
+    attend = AutoExecutor() if executor is None else executor
     neighbours: PositionSelector = Band(1)  # a key at a distance of 1 is in the next block
     return Pipeline(
         Identity(),
         MeanLogitScorer(block, variance=variance),
         MeanStd(tau) | (neighbours | LastKeys(text) if text else neighbours),
-        AutoExecutor() if executor is None else executor,
+        RemainderExecutor(attend) if remainder else attend,
     )
