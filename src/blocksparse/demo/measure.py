@@ -21,7 +21,7 @@ from blocksparse.layers.head_groups import AnyPipeline
 
 _ANSWER_TOKENS = 8
 _WARM_UP = 512
-_CHUNK = 512
+_CHUNK = 128  # logits of more are so large that the system maps and clears their memory each time
 
 
 @final
