@@ -48,10 +48,17 @@ compile-ahead: $(VENV)/.installed $(TRITON_HOME)/.installed
 compile-ahead-all: $(VENV)/.installed $(TRITON_HOME)/.installed
 	@CUDA_VISIBLE_DEVICES= PYTHONPATH=$(abspath $(TRITON_HOME)):src:. $(VENV)/bin/python -m tests.kernels.compile_ahead $(ARGS)
 
-# A source package and a wheel in dist/, as PyPI would get them.
-dist: $(DIST_VENV)/.installed
-	@rm -rf dist build/lib
+# A source package and a wheel in dist/, as PyPI would get them; on Linux with an x86 CPU a second wheel as well, which
+# brings the kernels for CPUs compiled. auditwheel names it after the oldest glibc that these can run with.
+dist: $(DIST_VENV)/.installed $(VENV)/.installed
+	@rm -rf dist build/lib build/compiled
 	@$(DIST_VENV)/bin/python -m build --quiet --outdir dist
+	@test "$$(uname -sm)" = "Linux x86_64" || exit 0; \
+		mkdir -p build/compiled && cp -r src pyproject.toml README.md LICENSE build/compiled/ && \
+		$(VENV)/bin/blocksparse build --for-wheel build/compiled/src/blocksparse > /dev/null && \
+		$(DIST_VENV)/bin/python -m build --quiet --wheel --outdir build/compiled/dist \
+			-C=--build-option=--plat-name=linux_x86_64 build/compiled && \
+		PATH=$(abspath $(DIST_VENV))/bin:$$PATH $(DIST_VENV)/bin/auditwheel --quiet repair --wheel-dir dist build/compiled/dist/*.whl
 	@$(DIST_VENV)/bin/twine check --strict dist/*
 
 # What Hugging Face's package `kernels` loads, in build/hub-kernel (integrations/kernels/README.md).
@@ -60,13 +67,16 @@ hub-kernel:
 	@$(PYTHON) integrations/kernels/assemble.py build/hub-kernel
 	@echo "make hub-kernel: build/hub-kernel, for kernels.get_local_kernel, or to be uploaded as a kernel of the Hub" >&2
 
-# The wheel alone, with another PyTorch, in an environment of up to 6 GB: make test-dist TORCH=2.15.0
+# The wheel alone, the compiled one if there is one, with another PyTorch, in an environment of up to 6 GB: make test-dist
+# TORCH=2.15.0
+WHEEL = $$(ls dist/*linux*.whl dist/*-any.whl 2>/dev/null | head -n 1)
 test-dist: dist
 	$(need_python)
 	@echo "make test-dist: preparing $(WHEEL_VENV) with $(PYTHON), the wheel and torch $(TORCH)" >&2
 	@test -x $(WHEEL_VENV)/bin/python || $(PYTHON) -m venv $(WHEEL_VENV)
-	@$(WHEEL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile torch==$(TORCH) dist/*.whl
-	@$(WHEEL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --force-reinstall --no-deps dist/*.whl
+	@$(WHEEL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile torch==$(TORCH) $(WHEEL)
+	@$(WHEEL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --force-reinstall --no-deps $(WHEEL)
+	@cd $(WHEEL_VENV) && PATH= XDG_CACHE_HOME=$(abspath build/no-cache) bin/python -I $(abspath tests/without_compiler.py)
 	@cd $(WHEEL_VENV) && bin/python -I $(abspath tests/installed.py) $(abspath README.md)
 	@cd $(WHEEL_VENV) && bin/blocksparse demo --help > demo.txt && bin/blocksparse bench --help > bench.txt
 	@echo "make test-dist: README's lines ran, and demo and bench explain themselves, with torch $(TORCH)" >&2

@@ -52,6 +52,31 @@ def check(got: Tensor, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> None
     assert_within_budget(got, truth, max(yardsticks, key=lambda x: float((x.double() - truth).abs().max())))
 
 
+@pytest.mark.parametrize("M", [1, 40, 150])
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_scales_that_are_not_positive(scale: float, M: int, device: str) -> None:
+    """By whichever kernel: PyTorch's hide keys before they scale."""
+    q, k, v = make_qkv(N=150, M=M, Hq=4, Hkv=2, D=16, device=device)
+    pairs = q.new_ones(M, 150, dtype=torch.bool).tril(150 - M)
+    want = masked_attention(q.double(), k.double(), v.double(), pairs, scale)
+    torch.testing.assert_close(
+        dense_attention(q, k, v, AttentionSpec(scale=scale)).double(), want, rtol=1e-4, atol=1e-5
+    )
+
+
+def test_the_compiled_kernel_reads_nothing_beyond_tensors_that_do_not_fit() -> None:
+    q, k, v = make_qkv(N=150, Hq=4, Hkv=2, D=16)
+    for bad in (
+        (q, k, v[:, :, :100]),
+        (q, k[..., :8], v),
+        (q[:, :3], k, v),
+        (q, k[:, :, :99], v[:, :, :99]),
+        (q, k, v[:, :1]),
+    ):
+        with pytest.raises((ValueError, RuntimeError)):
+            dense_attention(*bad, AttentionSpec(scale=0.25))
+
+
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "whole"])
 @pytest.mark.parametrize("M", [200, 131, 1])

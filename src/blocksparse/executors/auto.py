@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 # From the fastest on.
 _ON_GPU: tuple[Executor[GlobalPermutation, BlockMask], ...] = (TritonExecutor(), FlexExecutor())
-_ELSEWHERE: tuple[Executor[GlobalPermutation, BlockMask], ...] = (CpuExecutor(), FlexExecutor())
+_ELSEWHERE: tuple[Executor[GlobalPermutation, BlockMask], ...] = (CpuExecutor(),)
 _REFERENCE = ReferenceExecutor()
 
 

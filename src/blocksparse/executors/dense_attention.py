@@ -63,6 +63,10 @@ def dense_attention(
     causal, scale = spec.causal, spec.scale
     if not spec.is_plain or (spec.window is not None and spec.window < k.shape[2]):
         return _by_blocks(q, k, v, spec)
+    if (
+        scale <= 0
+    ):  # PyTorch's kernels hide keys before they scale, and -inf would become NaN, or the greatest logit
+        q, scale = (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
     with without_autocast(q):
         if takes_dense(q, k, v):
             return dense_cpu_attention(q, k, v, causal=causal, scale=scale)[0]

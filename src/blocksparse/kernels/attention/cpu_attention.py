@@ -182,6 +182,9 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Fill in the rest of `call`, and make it."""
     (B, Hq, M, D), (_, Hkv, N, _), Dv = q.shape, k.shape, v.shape[3]
+    if k.shape != (B, Hkv, N, D) or v.shape[:3] != (B, Hkv, N) or Hq % max(Hkv, 1) or (causal and M > N):
+        sizes = tuple(q.shape), tuple(k.shape), tuple(v.shape)
+        raise ValueError(f"q [B, Hq, M, D], k [B, Hkv, N, D] and v [B, Hkv, N, Dv] must fit each other: {sizes}")
     if out is None:
         out = empty_as(q, Dv, v.dtype)
     lse = q.new_empty((B, Hq, M), dtype=torch.float32)
