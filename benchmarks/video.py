@@ -1,8 +1,9 @@
-"""Time of a video model's transformer blocks, dense and sparse: `python -m benchmarks.video`.
+"""Attention at the shapes of video models, dense and sparse, one GPU: `python -m benchmarks.video`.
 
-Blocks of Wan 2.1 14B's shape with random bf16 weights run over the latents of a clip, by default 81 frames at 720p
-(75,600 tokens). Beside each forward call stands a call of self-attention alone, on made-up tokens that are alike
-where they are near. Nothing is compiled by `torch.compile`. Needs diffusers, and a GPU; a CPU can try it in fp32.
+For each shape: whole calls, choosing and attending apart, cuDNN's block-sparse kernel on the same masks where
+`nvidia-cudnn-frontend` is there, and a loop of denoising steps in which blocks are chosen once and then kept. Each
+output is checked before anything is timed. Tokens are made up: a video that is smooth in space and time comes out
+of noise step by step, so errors tell methods apart and say nothing about clips. A CPU tries it: `--shapes toy`.
 """
 
 from __future__ import annotations
@@ -11,199 +12,257 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from attrs import evolve
-from diffusers import WanTransformer3DModel, attention_backend
-from diffusers.models.attention_dispatch import dispatch_attention_fn
-from diffusers.models.transformers import transformer_wan
+from attrs import frozen
 from torch import Tensor
-from torch.nn.functional import interpolate
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import interpolate, pad, scaled_dot_product_attention
 
 import blocksparse as bs
 from benchmarks.inputs import QKV
-from benchmarks.timing import relative_l1, some_rows
+from benchmarks.timing import CannotRunError, attempt, check, medians, relative_l1, some_rows
 from blocksparse.bench.timing import repeated
-from blocksparse.integrations.diffusers import DensityRecorder, attach
-from blocksparse.layers.head_groups import AnyPipeline
-from blocksparse.permuters.grid_order import GridOrder
+from blocksparse.integrations.placed import placed
 
-SHAPE: dict[str, Any] = {"attention_head_dim": 128, "ffn_dim": 13_824, "text_dim": 4096, "in_channels": 16}
-TEXT_TOKENS = 512
-BACKENDS = {"cuda": ("_native_cudnn", "_native_flash"), "cpu": ("native", "_native_math")}
-"""diffusers' names of the dense backend that is timed, and of one that tells how far two of them may differ."""
+AnyPipeline = bs.Pipeline[Any, Any, Any]
 EXACT = bs.AutoExecutor(dense_below=0)
+ROUNDED = 0.1  # what 8 bits may err in an attended row, of its norm; exact kernels 1e-2
 
 
-def make_model(layers: int, heads: int, device: torch.device, dtype: torch.dtype) -> Any:
-    """The model, with fp32 where diffusers keeps it.
+@frozen
+class Shape:
+    """Self-attention of a model: a video's grid in tokens, the tokens that are kept beside it, and the heads."""
 
-    Random weights attend almost evenly and have gates near 0, which would hide wrong attention. Here queries are
-    larger, and the gates of self-attention near 1.
+    grid: tuple[int, int, int]
+    kept: int
+    heads: int
+    head_dim: int = 128
+
+    @property
+    def tokens(self) -> int:
+        return prod(self.grid) + self.kept
+
+
+SHAPES = {
+    # One of 8 ranks; frames of 768 x 1344 are 24 x 42 tokens, and what is left of the lengths that others report
+    # is taken for text and sound.
+    "MiniMax-H3, 5 s": Shape((37, 24, 42), 504, 7),
+    "MiniMax-H3, 10 s": Shape((75, 24, 42), 176, 7),
+    "MiniMax-H3, 15 s": Shape((108, 24, 42), 768, 7),
+    "Wan 2.1 14B, 720p": Shape((21, 45, 80), 0, 40),  # 81 frames
+    "HunyuanVideo, 720p": Shape((33, 45, 80), 256, 24),  # 129 frames
+    "LTX-2, 1536 x 1024": Shape((16, 32, 48), 0, 32),  # 121 frames
+    "toy": Shape((4, 16, 16), 40, 2, 64),
+}
+
+
+def methods(share: float, *, rounds: bool) -> dict[str, AnyPipeline]:
+    """Pipelines that keep about this share of the blocks, by name; blocks of 64 but where it is said.
+
+    Args:
+        rounds: with those in 8 bits, which are for GPUs.
     """
-    with device:
-        model = WanTransformer3DModel(**SHAPE, num_attention_heads=heads, num_layers=layers).eval()
-    for block in model.blocks:
-        block.attn1.norm_q.weight.fill_(3.0)
-        block.scale_shift_table[:, 2] = 1.0
-    for name, weight in model.named_parameters():
-        if not set(name.split(".")) & set(model._keep_in_fp32_modules):
-            weight.data = weight.data.to(dtype)
-    return model
-
-
-def video_like(grid: tuple[int, int, int], heads: int, device: torch.device, dtype: torch.dtype) -> QKV:
-    """`q`, `k`, `v` `[1, heads, T * H * W, D]`: projections of features that change slowly from place to place."""
-    coarse = torch.randn(1, 32, *(-(-size // 6) + 1 for size in grid), device=device)
-    features = interpolate(coarse, grid, mode="trilinear", align_corners=True)[0].flatten(1).T
-    features = features + 0.3 * torch.randn_like(features)
-    of_k, own, of_v = torch.randn(3, heads, 32, SHAPE["attention_head_dim"], device=device) / 32**0.5
-    # Queries look for keys like themselves.
-    q, k, v = (features.to(dtype) @ x.to(dtype) for x in (2 * of_k + own, of_k, of_v))
-    return q[None], k[None], v[None]
-
-
-def methods(order: GridOrder, shares: list[float], device: torch.device) -> dict[str, AnyPipeline]:
-    """Pipelines that keep these shares of each row's blocks."""
-    made: dict[str, AnyPipeline] = {}
-    for share in shares:
-        made[f"sparge {share}"] = bs.sparge(share=share, order=order, executor=EXACT)
-        if device.type == "cuda":
-            made[f"sparge {share}, 8 bits"] = bs.sparge(share=share, order=order, executor=bs.Int8Executor())
-        made[f"pooled means {share}"] = bs.Pipeline(order, bs.MeanPoolScorer(), bs.TopK(share=share), EXACT)
+    order = bs.HilbertOrder()
+    made: dict[str, AnyPipeline] = {
+        "sparge": bs.sparge(share=share, block=64, order=order, executor=EXACT),
+        "sparge, 128 x 64": bs.sparge(share=share, order=order, executor=EXACT),
+        "sparge, 128 x 128": bs.sparge(share=share, k_block=128, order=order, executor=EXACT),
+    }
+    if rounds:
+        eight = bs.Int8Executor()
+        made["sparge, 8 bits"] = bs.sparge(share=share, block=64, order=order, executor=eight)
+        made["sparge, 128 x 128, 8 bits"] = bs.sparge(share=share, k_block=128, order=order, executor=eight)
     return made
 
 
-def without_attention() -> AbstractContextManager[Any]:
-    """Queries of self-attention come back as they are: what is left is the bound of any speed-up."""
+class Denoising:
+    """The tokens of each step of a run: a smooth video comes out of noise, seen by the same projections."""
 
-    def nothing(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        out: Tensor = query if query.shape == key.shape else dispatch_attention_fn(query, key, value, **options)
-        return out
+    def __init__(self, shape: Shape, steps: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.shape, self.steps, self.dtype = shape, steps, dtype
+        coarse = torch.randn(1, 32, *(-(-size // 6) + 1 for size in shape.grid), device=device)
+        video = interpolate(coarse, shape.grid, mode="trilinear", align_corners=True)[0].flatten(1).T
+        others = torch.randn(shape.kept, 32, device=device)
+        self.clean = torch.cat((video, others)) + 0.1 * torch.randn(shape.tokens, 32, device=device)
+        self.noise = torch.randn_like(self.clean)
+        of_k, own, of_v = torch.randn(3, shape.heads, 32, shape.head_dim, device=device) / 32**0.5
+        self.projections = 2 * of_k + own, of_k, of_v  # queries look for keys like themselves
 
-    return patch.object(transformer_wan, "dispatch_attention_fn", nothing)
+    def at(self, step: int) -> QKV:
+        """`q`, `k`, `v` `[1, heads, tokens, D]` of a step; from the first to the last, noise goes from .5 to 0."""
+        noisy = 0.5 * (1 - step / max(self.steps - 1, 1))
+        features = ((1 - noisy) * self.clean + noisy * self.noise).to(self.dtype)
+        q, k, v = (features @ x.to(self.dtype) for x in self.projections)
+        return q[None], k[None], v[None]
 
 
-def check(model: Any, given: dict[str, Tensor], everything: AnyPipeline, other: str) -> dict[str, float]:
-    """Keeping every block gives the output of dense attention, up to what another dense backend differs by.
+def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """cuDNN's attention on a GPU, PyTorch's on a CPU."""
+    if not q.is_cuda:
+        return scaled_dot_product_attention(q, k, v)
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return scaled_dot_product_attention(q, k, v)
+
+
+def cudnn_sparse(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask) -> Callable[[], Tensor]:
+    """cuDNN's block-sparse kernel on these blocks; tokens are put in order, and lists are made, beforehand.
 
     Raises:
-        RuntimeError: it does not, or even a tenth of the blocks gives nearly that output.
+        CannotRunError: it is not installed, or has no kernel for these blocks.
     """
-    want = model(**given).sample.float()
+    try:
+        from cudnn import BSA
+    except ImportError:
+        raise CannotRunError("nvidia-cudnn-frontend is not installed") from None
+    grid = mask.grid
+    if grid.q_block != grid.k_block or grid.q_block not in (64, 128):
+        raise CannotRunError(f"no kernel for blocks of {grid.q_block} x {grid.k_block}")
+    order, block, tokens = grid.permutation, grid.q_block, q.shape[2]
+    filled = -tokens % block
+    in_slots = order.gather_queries(q), order.gather_keys(k), order.gather_keys(v)
+    padded = [pad(x, (0, 0, 0, filled)).contiguous() for x in in_slots]
+    counts = mask.keep.sum(-1, dtype=torch.int32)
+    kept_first = mask.keep.int().sort(dim=-1, descending=True, stable=True).indices
+    index = kept_first[..., : int(counts.max())].int().contiguous()
+    real = torch.full((grid.cols,), block, dtype=torch.int32, device=q.device)
+    real[-1] = block - filled
+    run = partial(
+        BSA.block_sparse_attention_forward, *padded, index, q2k_block_nums=counts, block_sizes=real,
+        sparse_block_size=block, kv_splits="auto",
+    )  # fmt: skip
 
-    def error(context: AbstractContextManager[Any]) -> float:
-        with context:
-            return float((model(**given).sample.float() - want).norm() / want.norm())
+    def call() -> Tensor:
+        out: Tensor = run()["o_tensor"]
+        return order.restore(out[:, :, :tokens])
 
-    tenth: AnyPipeline = evolve(everything, selector=bs.TopK(share=0.1))
-    errors = {
-        "attached": error(attach(model, everything, min_tokens=1)),
-        "between dense backends": error(attention_backend(other)),
-        "with a tenth of the blocks": error(attach(model, tenth, min_tokens=1)),
+    return call
+
+
+def measure(pipeline: AnyPipeline, run: Denoising, device: torch.device, budget_ms: float) -> dict[str, Any]:
+    """Milliseconds of a call, of its two halves and of cuDNN on its mask; of the tokens of the last step."""
+    q, k, v = run.at(run.steps - 1)
+    trace = pipeline.trace(q, k, v, causal=False)
+    tolerance = ROUNDED if isinstance(pipeline.executor, bs.Int8Executor) else 1e-2
+    check(trace.output.out, q, k, v, trace.mask, tolerance=tolerance)
+    density, mask = float(trace.density().mean()), trace.mask
+    del trace
+    choice = pipeline.choose(q, k, causal=False)
+    calls: dict[str, Callable[[], object]] = {
+        "call": partial(pipeline, q, k, v, causal=False),
+        "choose": partial(pipeline.choose, q, k, causal=False),
+        "attend": partial(pipeline.attend, q, k, v, choice),
+        "dense": partial(dense, q, k, v),
     }
-    print("relative error: " + ", ".join(f"{x:.1e} {name}" for name, x in errors.items()), flush=True)
-    allowed = 1.5 * errors["between dense backends"] + 1e-6
-    if not errors["attached"] < allowed < errors["with a tenth of the blocks"] / 4:
-        raise RuntimeError(f"the attached model is not shown to be the dense one: {errors}, allowed {allowed:.1e}")
-    return errors
+    found: dict[str, Any] = {"density": density}
+    try:
+        its = cudnn_sparse(q, k, v, mask)
+        check(its(), q, k, v, mask)
+        calls["cudnn_sparse"] = its
+    except Exception as error:  # who cannot run is a note that says why
+        found["cudnn_why"] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    figures = medians(calls, device=device, budget_ms=budget_ms)
+    return found | {f"{name}_ms": figure.ms for name, figure in figures.items()}
 
 
-def milliseconds(call: Callable[[], object], repeats: int, device: torch.device) -> float:
-    """Median time of the call, after one that compiles kernels."""
-    call()
-    return statistics.median(repeated(call, repeats, device))
+def loop(pipeline: AnyPipeline, run: Denoising, device: torch.device) -> dict[str, Any]:
+    """Milliseconds per step of a run in which blocks are chosen in the first step and kept, and of dense steps.
 
-
-def measure(model: Any, given: dict[str, Tensor], pipeline: AnyPipeline, repeats: int) -> dict[str, float]:
-    """Milliseconds and density of the forward call with a pipeline.
-
-    Raises:
-        RuntimeError: a layer attended densely.
+    *old* is the relative L1 distance from dense attention in the last step with the first one's blocks, and
+    *fresh* with blocks that are chosen there.
     """
-    with attach(model, pipeline, min_tokens=1, recorder=(recorder := DensityRecorder())):
-        model(**given)
-    if recorder.dense_calls():
-        raise RuntimeError(f"layers attended densely: {recorder.dense_calls()}")
-    with attach(model, pipeline, min_tokens=1):
-        ms = milliseconds(partial(model, **given), repeats, given["hidden_states"].device)
-    return {"forward_ms": ms, "forward_density": float(recorder.density().mean())}
+    q, k, v = run.at(0)
+    pipeline.attend(q, k, v, pipeline.choose(q, k, causal=False))  # compiles
+    dense(q, k, v)
+    choosing = statistics.median(repeated(partial(pipeline.choose, q, k, causal=False), 3, device))
+    choice = pipeline.choose(q, k, causal=False)
+    attending, densely = [], []
+    for step in range(run.steps):
+        q, k, v = run.at(step)
+        attending.append(statistics.median(repeated(partial(pipeline.attend, q, k, v, choice), 3, device)))
+        densely.append(statistics.median(repeated(partial(dense, q, k, v), 3, device)))
+    rows = some_rows(run.shape.tokens, device)
+    want = dense(q, k, v)[:, :, rows]
+    kept, anew = (
+        float(relative_l1(x[:, :, rows], want).mean())
+        for x in (pipeline.attend(q, k, v, choice).out, pipeline(q, k, v, causal=False))
+    )
+    mean = statistics.fmean(attending)
+    return {
+        "step_ms": mean + choosing / run.steps,
+        "step_attend_ms": mean,
+        "step_dense_ms": statistics.fmean(densely),
+        "old": kept,
+        "fresh": anew,
+    }
 
 
-def alone(pipeline: AnyPipeline, qkv: QKV, rows: Tensor, want: Tensor, repeats: int) -> dict[str, float]:
-    """Milliseconds and density of attention alone, and the relative L1 distance of some rows from dense ones."""
-    trace = pipeline.trace(*qkv, causal=False)
-    density, out = float(trace.density().mean()), trace.output.out[:, :, rows]
-    del trace  # which holds everything, the orders of q and k too
-    ms = milliseconds(partial(pipeline, *qkv, causal=False), repeats, rows.device)
-    return {"alone_ms": ms, "alone_density": density, "error": float(relative_l1(out, want).mean())}
+COLUMNS = ("call", "choose", "attend", "cudnn_sparse", "step")
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """A line per method; ratios are of the first row's times, the dense ones."""
-    lines = [f"{'method':<22}    forward  ratio  density       alone  ratio  density   error"]
+def table(name: str, shape: Shape, rows: list[dict[str, Any]]) -> str:
+    """A line per method: milliseconds, and what share of dense attention's time a call and a step take."""
+    lines = [
+        f"\n{name}: {shape.tokens} tokens {shape.grid} + {shape.kept}, {shape.heads} heads of {shape.head_dim}",
+        f"{'method':<26} density     dense      call of dense    choose    attend     cuDNN  "
+        "step, kept  of dense  of attending   fresh     old",
+    ]
     for row in rows:
-        line = f"{row['method']:<22}"
-        for part in ("forward", "alone"):
-            if ms := row.get(f"{part}_ms"):
-                line += f"{ms:8.1f} ms {rows[0][f'{part}_ms'] / ms:6.2f}  {row[f'{part}_density']:7.3f}  "
-        lines.append(line + (f"{row['error']:6.4f}" if "error" in row else ""))
+        if "why" in row:
+            lines.append(f"{row['method']:<26} {row['why']}")
+            continue
+        ms = {
+            column: f"{row[f'{column}_ms']:10.2f}" if row.get(f"{column}_ms") else f"{'-':>10}"
+            for column in COLUMNS
+        }
+        lines.append(
+            f"{row['method']:<26} {row['density']:7.3f}{row['dense_ms']:10.2f}{ms['call']}"
+            f"{row['call_ms'] / row['dense_ms']:9.3f}{ms['choose']}{ms['attend']}{ms['cudnn_sparse']}"
+            f"{ms['step']:>12}{row['step_ms'] / row['step_dense_ms']:10.3f}"
+            f"{row['step_ms'] / row['step_attend_ms']:14.3f}{row['fresh']:8.4f}{row['old']:8.4f}"
+        )
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--latent", type=int, nargs=3, default=[21, 90, 160], metavar=("T", "H", "W"))
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--heads", type=int, default=40)
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.3], help="of a row's blocks, that are kept")
-    parser.add_argument("--repeats", type=int, default=3)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    real = [name for name in SHAPES if name != "toy"]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=real if device.type == "cuda" else ["toy"])
+    parser.add_argument("--share", type=float, default=0.25, help="of a row's blocks, that are kept")
+    parser.add_argument("--steps", type=int, default=12, help="of the loop")
+    parser.add_argument("--budget-ms", type=float, default=1500, help="for the repeats of each call")
     parser.add_argument("--json", type=Path, help="write every figure here")
     options = parser.parse_args()
-    torch.manual_seed(0)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    (T, H, W), (dense, other) = options.latent, BACKENDS[device.type]
-    grid = T, H // 2, W // 2
-    if prod(grid) == TEXT_TOKENS:  # by their number, self-attention is told from that to the text
-        parser.error(f"take another --latent: it has as many tokens as the text, {TEXT_TOKENS}")
-    model = make_model(options.layers, options.heads, device, dtype)
-    given = {
-        "hidden_states": torch.randn(1, SHAPE["in_channels"], T, H, W, device=device, dtype=dtype),
-        "timestep": torch.tensor([900], device=device),
-        "encoder_hidden_states": torch.randn(1, TEXT_TOKENS, SHAPE["text_dim"], device=device, dtype=dtype),
-    }
-    print(f"{prod(grid)} tokens {grid}, {options.layers} layers, {options.heads} heads", flush=True)
-    everything = bs.Pipeline(bs.HilbertOrder(), bs.MeanPoolScorer(128, k_block=64), bs.Everything(), EXACT)
-    with attention_backend(dense):
-        errors = check(model, given, everything, other)
-        whole, repeats = partial(model, **given), options.repeats
-        first: dict[str, Any] = {"method": f"dense ({dense})", "forward_density": 1.0, "alone_density": 1.0}
-        rows = [first | {"forward_ms": milliseconds(whole, repeats, device)}]
-        for name, pipeline in methods(bs.HilbertOrder(), options.shares, device).items():
-            rows.append({"method": name} | measure(model, given, pipeline, repeats))
-        with without_attention():
-            bound = {"method": "no self-attention", "forward_density": 0.0}
-            bound["forward_ms"] = milliseconds(whole, repeats, device)
-        qkv = video_like(grid, options.heads, device, dtype)
-        attend = partial(dispatch_attention_fn, *(x.transpose(1, 2) for x in qkv))
-        rows[0]["alone_ms"] = milliseconds(attend, repeats, device)
-        some = some_rows(prod(grid), device)
-        want = attend()[:, some].transpose(1, 2)
-        order = bs.GivenOrder(grid, bs.HilbertOrder(grid).cells(device))  # computed once, as `attach` does
-        for row, pipeline in zip(rows[1:], methods(order, options.shares, device).values(), strict=True):
-            row |= alone(pipeline, qkv, some, want, repeats)
-    rows.append(bound)
-    print(table(rows))
+    found: dict[str, Any] = {}
+    for name in options.shapes:
+        torch.manual_seed(0)
+        shape = SHAPES[name]
+        run, rows = Denoising(shape, options.steps, device, dtype), []
+        for method, pipeline in methods(options.share, rounds=device.type == "cuda").items():
+            on_grid: Any = placed(pipeline, (shape.grid,), shape.kept, device)
+
+            def work(on_grid: AnyPipeline = on_grid, run: Denoising = run) -> dict[str, Any]:
+                return measure(on_grid, run, device, options.budget_ms) | loop(on_grid, run, device)
+
+            rows.append(attempt({"method": method}, work))
+        print(table(name, shape, rows), flush=True)
+        for row in rows:
+            if "cudnn_why" in row:
+                print(f"cuDNN on the mask of {row['method']}: {row['cudnn_why']}", flush=True)
+        found[name] = rows
     if options.json:
+        told = {
+            "torch": torch.__version__,
+            "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        }
         chosen = {name: x for name, x in vars(options).items() if name != "json"}
-        options.json.write_text(json.dumps({"options": chosen, "check": errors, "rows": rows}, indent=1))
+        options.json.write_text(json.dumps({"options": chosen, "versions": told, "shapes": found}, indent=1))
 
 
 if __name__ == "__main__":
