@@ -68,13 +68,18 @@ def methods(share: float, *, rounds: bool) -> dict[str, AnyPipeline]:
         rounds: with those in 8 bits, which are for GPUs.
     """
     order = bs.HilbertOrder()
+    deviations = statistics.NormalDist().inv_cdf(1 - share)  # above the mean lies this share, of normal logits
     made: dict[str, AnyPipeline] = {
+        "subblock": bs.subblock(share, order=order, executor=EXACT),
+        "subblock, model's order": bs.subblock(share, executor=EXACT),
+        "sol_attn, model's order": bs.sol_attn(deviations, executor=EXACT),
         "sparge": bs.sparge(share=share, block=64, order=order, executor=EXACT),
         "sparge, 128 x 64": bs.sparge(share=share, order=order, executor=EXACT),
         "sparge, 128 x 128": bs.sparge(share=share, k_block=128, order=order, executor=EXACT),
     }
     if rounds:
         eight = bs.Int8Executor()
+        made["subblock, 8 bits"] = bs.subblock(share, order=order, executor=eight)
         made["sparge, 8 bits"] = bs.sparge(share=share, block=64, order=order, executor=eight)
         made["sparge, 128 x 128, 8 bits"] = bs.sparge(share=share, k_block=128, order=order, executor=eight)
     return made
@@ -123,6 +128,7 @@ def cudnn_sparse(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask) -> Callabl
     if grid.q_block != grid.k_block or grid.q_block not in (64, 128):
         raise CannotRunError(f"no kernel for blocks of {grid.q_block} x {grid.k_block}")
     order, block, tokens = grid.permutation, grid.q_block, q.shape[2]
+    assert isinstance(order, bs.GlobalPermutation)
     filled = -tokens % block
     in_slots = order.gather_queries(q), order.gather_keys(k), order.gather_keys(v)
     padded = [pad(x, (0, 0, 0, filled)).contiguous() for x in in_slots]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from statistics import NormalDist
 from typing import Any
 
-from blocksparse import HilbertOrder, Int8Executor, Pipeline, sparge
+from blocksparse import HilbertOrder, Int8Executor, Pipeline, sol_attn, sparge, subblock
 
 from .patch import SparsePatch
 
@@ -14,8 +15,16 @@ KEY = "blocksparse"
 PRESETS: dict[str, Callable[[float], Pipeline[Any, Any, Any]]] = {
     "sparge": lambda share: sparge(share=share, order=HilbertOrder()),
     "sparge, 8 bits": lambda share: sparge(share=share, order=HilbertOrder(), executor=Int8Executor()),
+    "subblock": lambda share: subblock(share, order=HilbertOrder()),
+    "subblock, 8 bits": lambda share: subblock(share, order=HilbertOrder(), executor=Int8Executor()),
+    "sol-attn": lambda share: sol_attn(deviations(share)),  # neighbours in the model's order, which it keeps
 }
 """A pipeline for each name and the share of key blocks that a row keeps."""
+
+
+def deviations(share: float) -> float:
+    """Above how many standard deviations this share of normal numbers lies: 1.0 for 16 %, 1.5 for 7 %."""
+    return NormalDist().inv_cdf(1 - min(share, 1 - 1e-6))
 
 
 def numbers(text: str) -> frozenset[int]:

@@ -17,6 +17,7 @@ from tests.integrations.comfyui import Executor, MiniMaxH3, Patcher, Wan, plain_
 from torch import Tensor
 
 from blocksparse import HilbertOrder, MeanPoolScorer, Pipeline, ReferenceExecutor, TopK
+from blocksparse.integrations.placed import placed
 from blocksparse.integrations.token_layout import TokenLayout
 
 FOLDER = Path(__file__).parents[2] / "integrations" / "comfyui"
@@ -217,5 +218,11 @@ def test_what_its_registry_asks_for(nodes: Any) -> None:
     wanted = (FOLDER / "requirements.txt").read_text(encoding="utf-8").split()
     assert described["project"]["dependencies"] == wanted
     assert set(nodes.NODE_DISPLAY_NAME_MAPPINGS) == set(nodes.NODE_CLASS_MAPPINGS)
+    q = torch.randn(1, 2, 2000, 32)
     for make in sys.modules[nodes.__name__ + ".node"].PRESETS.values():
-        assert isinstance(make(0.3), Pipeline)
+        kept = []
+        for share in (0.05, 0.3, 1.0):
+            pipeline = placed(make(share), ((5, 20, 20),), 0, torch.device("cpu"))
+            assert isinstance(pipeline, Pipeline)
+            kept.append(float(pipeline.choose(q, q, causal=False).mask.density().mean()))
+        assert kept[0] < 0.25 < kept[1] < 0.45 < 0.99 <= kept[2], kept
