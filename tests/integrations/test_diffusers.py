@@ -30,6 +30,7 @@ from blocksparse import (
     BlockMask,
     Everything,
     Executor,
+    Frames,
     GatherExecutor,
     GivenOrder,
     GlobalPermutation,
@@ -280,6 +281,61 @@ def test_steps() -> None:
                 assert torch.equal(out, expected)
     assert dense == [True, True, False, False, True, False, True, False, True]
     assert recorder.dense_calls() == {layer: Counter({"dense step": 1}) for layer in (0, 1)}
+
+
+def test_choices_last() -> None:
+    """For three steps each half of guidance attends to what it chose; a dense step before them does not count."""
+    model, inputs, recorder, executor = (
+        made(CASES["wan"]),
+        given(CASES["wan"], SMALL),
+        DensityRecorder(),
+        Watched(),
+    )
+    other, ages = given(CASES["wan"], SMALL), []
+    with attached(model, watched(executor), dense_steps=(0,), choose_every=3, recorder=recorder):
+        for timestep in (900.0, 800.0, 700.0, 600.0, 500.0, 400.0, 900.0, 300.0):
+            recorder.clear()
+            for half in (inputs, other):
+                run(model, {**half, "timestep": at(1, timestep)})
+            ages.append(sorted(recorder.choice_ages().get(1, Counter()).items()))
+    assert ages == [[], [(0, 2)], [(1, 2)], [(2, 2)], [(0, 2)], [(1, 2)], [], [(0, 2)]]
+    masks = [executor.masks[i : i + 4] for i in range(0, len(executor.masks), 4)]  # two layers of two halves
+    for step, old in ((1, 0), (2, 0), (4, 3)):
+        assert all(mine is its for mine, its in zip(masks[step], masks[old], strict=True))
+    assert not any(mine is its for mine, its in zip(masks[3], masks[0], strict=True))
+    assert len({id(mask) for mask in masks[0]}) == 4
+    assert float(recorder.density().mean()) < 0.7
+
+
+def test_a_choice_of_the_same_step_is_the_call_itself() -> None:
+    model, inputs = made(CASES["hunyuan_video"]), given(CASES["hunyuan_video"], SMALL, 2)
+    with attached(model):
+        expected = run(model, inputs)
+    with attached(model, choose_every=2):
+        assert torch.equal(run(model, inputs), expected)
+        run(model, given(CASES["hunyuan_video"], LARGE))  # other sizes are another choice
+        assert torch.equal(run(model, inputs), expected)
+    groups = HeadGroups({(0,): SPARSE, (1,): None})
+    with pytest.raises(ValueError, match="'choose_every' keeps what pipelines choose, and HeadGroups are several"):
+        attached(model, groups, choose_every=2)
+
+
+def test_rules_on_cells_take_the_grid_from_the_model() -> None:
+    """Inside of unions too."""
+    model, inputs, executor = made(CASES["wan"]), given(CASES["wan"], SMALL), Watched()
+    for selector in (Frames(first=0, period=3), TopK(1) | Frames(first=0, period=3)):
+        pipeline: AnyPipeline = Pipeline(Identity(), MeanPoolScorer(8), selector, executor)
+        executor.masks.clear()
+        with attached(model, pipeline):
+            run(model, inputs)
+        keep = executor.masks[0].keep[0, 0]
+        assert bool(keep[:, :3].all())  # 24 cells of frame 0, in blocks of 8
+        assert bool(keep[:, 3:].any()) == (not isinstance(selector, Frames))
+    with (
+        attached(model, Pipeline(Identity(), MeanPoolScorer(8), Frames((1, 2, 3)), executor)),
+        pytest.raises(ValueError, match=r"made for other tokens than those of this call, \(3, 4, 6\)"),
+    ):
+        run(model, inputs)
 
 
 def test_timesteps_of_mochi_rise() -> None:
@@ -753,6 +809,7 @@ def test_bad_layouts(options: dict[str, Any], error: type[Exception], message: s
         ({"pipeline": lambda q, k, v: q}, TypeError, "'pipeline' must be a Pipeline, HeadGroups or a Schedule"),
         ({"dense_steps": 2}, TypeError, r"'dense_steps' must be a sequence of whole numbers: 2"),
         ({"dense_steps": (0, -1)}, ValueError, r"'dense_steps\[1\]' must be a whole number, at least 0: -1"),
+        ({"choose_every": 0}, ValueError, "'choose_every' must be a whole number, at least 1, or None: 0"),
         ({"min_tokens": 0}, ValueError, "'min_tokens' must be a whole number, at least 1: 0"),
         ({"recorder": []}, TypeError, "'recorder' must be a DensityRecorder, or None"),
         ({"family": "wan"}, TypeError, "'family' must be a Family, or None"),

@@ -26,6 +26,7 @@ class DensityRecorder:
     _dense: dict[int, Counter[str]] = field(factory=lambda: defaultdict(Counter), init=False)
     _kept: dict[int, Tensor] = field(factory=dict, init=False, repr=False)  # [Hq] float64, sum of density * pairs
     _pairs: dict[int, int] = field(factory=lambda: defaultdict(int), init=False, repr=False)
+    _ages: dict[int, Counter[int]] = field(factory=lambda: defaultdict(Counter), init=False, repr=False)
 
     def saw_sparse(
         self,
@@ -47,6 +48,15 @@ class DensityRecorder:
             self._sparse[layer] += 1
             self._pairs[layer] += pairs
             self._kept[layer] = self._kept[layer] + kept if layer in self._kept else kept
+
+    def saw_age(self, layer: int, age: int) -> None:
+        """Record how many steps old the choice was that a sparse call attended to."""
+        with _COUNTING:
+            self._ages[layer][age] += 1
+
+    def choice_ages(self) -> dict[int, Counter[int]]:
+        """How many sparse calls of each layer attended to a choice of how many steps before, where it is kept."""
+        return {layer: Counter(ages) for layer, ages in self._ages.items()}
 
     def saw_dense(self, layer: int, reason: str) -> None:
         """Record a dense call and its reason."""
@@ -89,5 +99,5 @@ class DensityRecorder:
 
     def clear(self) -> None:
         """Delete all records."""
-        for recorded in (self._sparse, self._dense, self._kept, self._pairs):
+        for recorded in (self._sparse, self._dense, self._kept, self._pairs, self._ages):
             recorded.clear()

@@ -6,7 +6,7 @@ from math import prod
 from typing import Any, final
 
 import torch
-from attrs import evolve, frozen
+from attrs import evolve, fields, frozen, has
 
 from blocksparse.integrations.token_layout import Sizes
 from blocksparse.layers.head_groups import HeadGroups
@@ -16,6 +16,7 @@ from blocksparse.permuters.grid_order import GridOrder
 from blocksparse.permuters.permuter import Permuter
 from blocksparse.permuters.raster_order import RasterOrder
 from blocksparse.selectors.block_mask import BlockMask
+from blocksparse.selectors.grid_selector import GridSelector
 from blocksparse.selectors.last_keys import LastKeys
 from blocksparse.selectors.last_queries import LastQueries
 from blocksparse.selectors.selector import ScoresT_contra, Selector
@@ -29,13 +30,14 @@ def placed(attention: LayerPipeline, grids: tuple[Sizes, ...], text: int, device
 
     Raises:
         TypeError: a pipeline stops early, which it cannot if blocks are added to its choice.
-        ValueError: an order was made for another grid, or places text by itself.
+        ValueError: an order, or a rule on cells, was made for another grid, or places text by itself.
     """
     if isinstance(attention, HeadGroups):
         groups = attention.groups.items()
         return HeadGroups({heads: p and placed(p, grids, text, device) for heads, p in groups})  # type: ignore[misc]
     permuter = _on_grids(attention.permuter, grids, text, device)
-    selector = WithText(attention.selector, text) if text else attention.selector
+    selector = _selecting_on(attention.selector, grids)
+    selector = WithText(selector, text) if text else selector
     try:
         return evolve(attention, permuter=permuter, selector=selector)
     except TypeError as error:
@@ -78,6 +80,26 @@ def _on_grids(order: Permuter[Any], grids: tuple[Sizes, ...], text: int, device:
         in_turn.append(before + (torch.arange(prod(grid), device=device) if cells is None else cells))
         before += prod(grid)
     return GivenOrder(line, torch.cat(in_turn), suffix=text)
+
+
+def _selecting_on(selector: Selector[Any, Any], grids: tuple[Sizes, ...]) -> Selector[Any, Any]:
+    """The selector, in which every rule on the cells of a video has the grid."""
+    if not isinstance(selector, GridSelector):
+        stage: Any = selector
+        names = [each.name for each in fields(type(stage))] if has(type(stage)) else []
+        parts = {name: part for name in names if isinstance(part := getattr(selector, name), Selector)}
+        on_grids = {name: _selecting_on(part, grids) for name, part in parts.items()}
+        changed: dict[str, Any] = {name: part for name, part in on_grids.items() if part is not parts[name]}
+        return evolve(stage, **changed) if changed else selector
+    if len(grids) > 1:
+        name = type(selector).__name__
+        raise ValueError(f"{name} is a rule on one video, and the tokens of this call are {len(grids)} pictures")
+    if selector.prefix or selector.grid not in (None, *grids):
+        raise ValueError(
+            f"{selector!r} was made for other tokens than those of this call, {grids[0]}: leave 'grid' and "
+            "'prefix' out, and they are taken from the model"
+        )
+    return evolve(selector, grid=grids[0])
 
 
 @final

@@ -12,15 +12,18 @@ from torch import Tensor, nn
 
 from blocksparse.integrations.density_recorder import DensityRecorder
 from blocksparse.integrations.diffusers.families import Arguments, Family
+from blocksparse.integrations.diffusers.keeping import Keeping
 from blocksparse.integrations.diffusers.recorded import Recorded
 from blocksparse.integrations.diffusers.steps import StepCounter
 from blocksparse.integrations.placed import placed
 from blocksparse.integrations.token_layout import TokenLayout
+from blocksparse.layers.kept_choices import KeptChoices
 from blocksparse.layers.schedule import LayerPipeline
+from blocksparse.pipeline import Pipeline
 
 _MAX_LAYOUTS = 32  # sizes of pictures and lengths of text for which pipelines are kept
 
-Attention = LayerPipeline | Recorded
+Attention = LayerPipeline | Recorded | Keeping
 Placed = Mapping[tuple[int | None, int], Attention]
 """What attends, by the key of a pipeline and the number of tokens of text."""
 
@@ -49,6 +52,7 @@ class Adapter:
         keys: the key of each layer, None for a dense one.
         dense_steps: the denoising steps in which all attention is dense.
         min_tokens: calls with fewer tokens are dense.
+        choices: keeps what layers chose for several steps; None if each call chooses.
     """
 
     family: Family
@@ -58,6 +62,7 @@ class Adapter:
     dense_steps: frozenset[int]
     min_tokens: int
     recorder: DensityRecorder | None
+    choices: KeptChoices | None = None
     now: ForwardCall = _NO_CALL
     _steps: StepCounter = field(init=False)
     _kept: dict[Any, Placed] = field(init=False, factory=dict)
@@ -76,11 +81,14 @@ class Adapter:
             raise RuntimeError(
                 "a forward call of this model still runs in another thread; an attached model runs one at a time"
             )
-        if self.dense_steps:
+        if self.dense_steps or self.choices is not None:
             timestep = float(
                 torch.as_tensor(self.family.timestep(given)).max()
             )  # per token where frames are given
-            if self._steps.at(timestep) in self.dense_steps:
+            step = self._steps.at(timestep)
+            if self.choices is not None:
+                self.choices.begin(step)
+            if step in self.dense_steps:
                 self.now = ForwardCall(TokenLayout(()), {}, "dense step", get_ident())
                 return
         layout = self.family.layout(self.config, given)
@@ -124,6 +132,8 @@ class Adapter:
         return self._kept[kept]
 
     def _recorded(self, pipeline: LayerPipeline, key: int) -> Attention:
+        if self.choices is not None and isinstance(pipeline, Pipeline):
+            return Keeping(pipeline, key, self.choices, self.recorder)
         return pipeline if self.recorder is None else Recorded(pipeline, key, self.recorder)
 
     def attend(

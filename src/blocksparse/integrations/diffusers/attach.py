@@ -19,6 +19,8 @@ from blocksparse.integrations.diffusers.families import FAMILIES, LEFT_OUT, Fami
 from blocksparse.integrations.diffusers.families.family import the_timestep
 from blocksparse.integrations.diffusers.stand_in import BACKEND, OWN, REDIRECT, Redirect, stand_in
 from blocksparse.integrations.placed import check_orders
+from blocksparse.layers.head_groups import HeadGroups
+from blocksparse.layers.kept_choices import KeptChoices
 from blocksparse.layers.schedule import LayerPipeline, Schedule, schedule_of
 
 
@@ -27,6 +29,7 @@ def attach(
     pipeline: LayerPipeline | Schedule,
     *,
     dense_steps: Sequence[int] = (),
+    choose_every: int | None = None,
     min_tokens: int = 512,
     recorder: DensityRecorder | None = None,
     family: Family | None = None,
@@ -47,6 +50,10 @@ def attach(
             counted from 0 in the order in which the model runs them.
         dense_steps: the denoising steps in which all attention stays dense, counted from 0 in each call of a
             diffusers pipeline.
+        choose_every: for how many denoising steps a layer attends to the blocks that it chose in the first of
+            them; None for one. Each half of classifier-free guidance chooses for itself, and each call of a
+            diffusers pipeline anew. Not for compiled models, nor for `HeadGroups`. `recorder.choice_ages()` says
+            how old choices were.
         min_tokens: attention over fewer tokens than this stays dense.
         recorder: gets a record of what each call did; if None, nothing is recorded.
         family: how a model that is not known lays out its tokens.
@@ -67,6 +74,7 @@ def attach(
         raise TypeError(f"'dense_steps' must be a sequence of whole numbers: {shown(dense_steps)}")
     count.check(**{f"dense_steps[{i}]": step for i, step in enumerate(dense_steps)})
     size.check(min_tokens=min_tokens)
+    optional(size).check(choose_every=choose_every)
     optional(a(DensityRecorder)).check(recorder=recorder)
     optional(a(Family)).check(family=family)
     family = family or FAMILIES.get(type(model).__name__)
@@ -77,33 +85,36 @@ def attach(
             "give family=Family(...), which says where its tokens stand"
         )
     told = "timestep" in signature(type(model).forward).parameters
-    if dense_steps and not told and family.timestep is the_timestep:
-        raise ValueError(
-            f"'dense_steps' needs a model that is told the 'timestep', and {type(model).__name__} is not"
-        )
+    if (dense_steps or choose_every) and not told and family.timestep is the_timestep:
+        name = "dense_steps" if dense_steps else "choose_every"
+        raise ValueError(f"'{name}' needs a model that is told the 'timestep', and {type(model).__name__} is not")
     names = layer_names(model, family)
     if not names:
         raise ValueError(
             f"{type(model).__name__} has no blocks with attention named {' or '.join(family.attention)}"
         )
     by_layer = schedule.resolve(len(names))
-    keys = tuple(_key(layer, by_layer, recorded=recorder is not None) for layer in range(len(names)))
+    if choose_every and any(isinstance(attention, HeadGroups) for attention in by_layer):
+        raise ValueError("'choose_every' keeps what pipelines choose, and HeadGroups are several: leave it out")
+    apart = recorder is not None or choose_every is not None
+    keys = tuple(_key(layer, by_layer, apart=apart) for layer in range(len(names)))
     pipelines = {
         key: attention for key, attention in zip(keys, by_layer, strict=True) if key is not None and attention
     }
     for attention in pipelines.values():
         check_orders(attention)
     adapter = Adapter(
-        family, model.config, pipelines, keys, frozenset(map(int, dense_steps)), int(min_tokens), recorder
-    )
+        family, model.config, pipelines, keys, frozenset(map(int, dense_steps)), int(min_tokens), recorder,
+        None if choose_every is None else KeptChoices(int(choose_every)),
+    )  # fmt: skip
     return Attachment.of(model, _layers(model, names, keys, adapter), adapter)
 
 
-def _key(layer: int, by_layer: Sequence[LayerPipeline | None], *, recorded: bool) -> int | None:
-    """The first layer that has the same pipeline; if calls are recorded, the layer itself; None if it is dense."""
+def _key(layer: int, by_layer: Sequence[LayerPipeline | None], *, apart: bool) -> int | None:
+    """The first layer that has the same pipeline, or if told apart the layer itself; None if it is dense."""
     if by_layer[layer] is None:
         return None
-    return layer if recorded else next(i for i, other in enumerate(by_layer) if other is by_layer[layer])
+    return layer if apart else next(i for i, other in enumerate(by_layer) if other is by_layer[layer])
 
 
 def _layers(
@@ -124,7 +135,8 @@ def _layers(
             raise ValueError(f"{type(model).__name__} is attached already: detach() that pipeline first")
         # What layers share is compiled once.
         asks = hasattr(own, BACKEND) and not adapter.family.redirected
-        route = keys[layer] if adapter.recorder is None else layer, getattr(own, BACKEND) if asks else REDIRECT
+        shared = adapter.recorder is None and adapter.choices is None
+        route = keys[layer] if shared else layer, getattr(own, BACKEND) if asks else REDIRECT
         if route not in routes and not asks:
             routes[route] = Redirect(layer, adapter)
         elif route not in routes:

@@ -1,0 +1,90 @@
+"""Choices that serve several steps of a model (DFSAttn, arXiv 2605.23445; HASTE)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+from typing import Any, NamedTuple, Unpack, final
+
+from attrs import define, field
+from torch import Tensor
+
+from blocksparse.attention_spec import Asked
+from blocksparse.checks.inputs import checked
+from blocksparse.checks.validators import size
+from blocksparse.choice import Choice
+from blocksparse.pipeline import Pipeline
+from blocksparse.selectors.block_mask import BlockMask
+
+_MOST_CALLS = 8  # of a layer in one step whose choices are kept: guidance makes two or three
+
+
+class Kept(NamedTuple):
+    """An output `[B, Hq, M, Dv]`, the blocks that it is attention to, and how many steps ago they were chosen.
+
+    There are no such blocks, and no age, where the call attended densely.
+    """
+
+    out: Tensor
+    mask: BlockMask | None
+    age: int | None
+
+
+@final
+@define(eq=False)
+class KeptChoices:
+    """What the layers of a model chose in a step, for them to attend to in the steps behind it.
+
+        choices = KeptChoices(every=12)
+        for step, latents in enumerate(...):
+            choices.begin(step)
+            out = choices.attend(layer, pipeline, q, k, v, causal=False).out
+
+    The first call of a layer in a step takes what its first call chose, the second what its second chose: both
+    halves of classifier-free guidance have choices of their own. A choice is made anew when it is `every` steps
+    old, when tensors have other sizes, and when the steps begin again. Kept are a byte per block and head of each
+    mask, and the index maps of an order.
+
+    Args:
+        every: for how many steps a choice is attended to, the step in which it is made included.
+    """
+
+    every: int = field(validator=size)
+    _step: int = field(default=0, init=False)
+    _calls: Counter[Hashable] = field(factory=Counter, init=False)
+    _kept: dict[Hashable, tuple[int, Choice[Any]]] = field(factory=dict, init=False)
+
+    def begin(self, step: int) -> None:
+        """Take note that calls of this step follow. A step before the last one begins another run."""
+        if step < self._step:
+            self._kept.clear()
+        if step != self._step:
+            self._calls.clear()
+        self._step = step
+
+    def attend(
+        self,
+        layer: int,
+        pipeline: Pipeline[Any, Any, Any],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        **asked: Unpack[Asked],
+    ) -> Kept:
+        """Attend to what was chosen, or choose.
+
+        Raises:
+            TypeError, ValueError: as of a call of the pipeline.
+        """
+        given = checked(q, k, v, asked)
+        if pipeline.dense_because(*given) is not None:
+            return Kept(pipeline(q, k, v, **asked), None, None)
+        call = layer, q.shape, k.shape, q.dtype, q.device, given[3]
+        turn = self._calls[call]
+        self._calls[call] += 1
+        made, choice = self._kept.get((turn, call), (0, None))
+        if choice is None or self._step - made >= self.every:
+            made, choice = self._step, pipeline.choose(q, k, **asked)
+            if turn < _MOST_CALLS:
+                self._kept[turn, call] = made, choice
+        return Kept(pipeline.attend(q, k, v, choice).out, choice.mask, self._step - made)

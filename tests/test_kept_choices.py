@@ -1,0 +1,62 @@
+"""Choices that serve several steps: attention to them is exact, and they are made anew when they are due."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import blocksparse as bs
+from blocksparse.layers.kept_choices import KeptChoices
+from blocksparse.testing import make_qkv
+
+PIPELINE = bs.mean_pooling(0.4, block=16, executor=bs.ReferenceExecutor())
+
+
+def test_a_kept_choice_is_attended_to_exactly() -> None:
+    choices, (q, k, v) = KeptChoices(2), make_qkv(N=100, D=16)
+    first = choices.attend(0, PIPELINE, q, k, v, causal=False)
+    assert first.age == 0
+    assert torch.equal(first.out, PIPELINE(q, k, v, causal=False))
+    choices.begin(1)
+    other = [x.flip(2) for x in (q, k, v)]
+    second = choices.attend(0, PIPELINE, other[0], other[1], other[2], causal=False)
+    assert (second.mask, second.age) == (first.mask, 1)
+    choice = PIPELINE.choose(q, k, causal=False)
+    assert torch.equal(second.out, PIPELINE.attend(other[0], other[1], other[2], choice).out)
+    choices.begin(2)
+    third = choices.attend(0, PIPELINE, other[0], other[1], other[2], causal=False)
+    assert third.age == 0
+    assert torch.equal(third.out, PIPELINE(other[0], other[1], other[2], causal=False))
+
+
+def test_calls_are_told_apart() -> None:
+    """By layer, turn in a step, sizes and what is asked; a run that begins anew has forgotten all."""
+    choices, (q, k, v) = KeptChoices(9), make_qkv(N=100, D=16)
+    for step in (0, 1):
+        choices.begin(step)
+        ages = [choices.attend(layer, PIPELINE, q, k, v, causal=False).age for layer in (0, 1, 0)]
+        ages.append(choices.attend(0, PIPELINE, q, k, v, causal=True).age)
+        ages.append(choices.attend(0, PIPELINE, q[:, :, :50], k, v, causal=False).age)
+        assert ages == 5 * [step]
+    choices.begin(0)
+    assert choices.attend(0, PIPELINE, q, k, v, causal=False).age == 0
+
+
+def test_what_is_kept_is_bounded() -> None:
+    """A layer that is called more often in one step chooses anew beyond some calls."""
+    choices, (q, k, v) = KeptChoices(9), make_qkv(N=50, D=16)
+    for step in (0, 1):
+        choices.begin(step)
+        ages = [choices.attend(0, PIPELINE, q, k, v, causal=False).age for _ in range(12)]
+        assert ages == [step] * 8 + [0] * 4
+    assert len(choices._kept) == 8
+
+
+def test_dense_calls_have_no_choice() -> None:
+    pipeline = bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(16), bs.TopCdf(1.0), bs.AutoExecutor())
+    q, k, v = make_qkv(N=50, D=16)
+    kept = KeptChoices(2).attend(0, pipeline, q, k, v, causal=False)
+    assert (kept.mask, kept.age) == (None, None)
+    assert torch.equal(kept.out, pipeline(q, k, v, causal=False))
+    with pytest.raises(ValueError, match="'every' must be a whole number, at least 1: 0"):
+        KeptChoices(0)
