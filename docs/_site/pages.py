@@ -22,6 +22,7 @@ OUTSIDE = {
     "SECURITY.md": "security.md",
     "LICENSE": "licence.md",
     "integrations/kernels/README.md": "start/hub-kernel.md",
+    "integrations/comfyui/README.md": "start/comfyui.md",
     "examples/mix_two_papers.py": "examples/mix_two_papers.md",
     "examples/own_selector.py": "examples/own_selector.md",
     "examples/video_tokens.py": "examples/video_tokens.md",
