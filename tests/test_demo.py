@@ -342,16 +342,14 @@ def test_models_are_read_in_the_dtype_that_the_device_multiplies_well(
     assert dtype_for(torch.device("cuda")) == torch.bfloat16
 
 
-def test_presets_that_keep_everything_are_not_read_unless_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 4096 tokens three keep everything, by their sizes alone; early stops are seen by reading only."""
+def test_some_presets_are_read_and_all_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are read unless others are named keep less than everything of the demo's prompt."""
     seen: list[Any] = []
     monkeypatch.setattr("blocksparse.demo.run.run", lambda settings, *_, **__: seen.append(settings))
-    for options in ([], ["--tokens", "5000"], ["--preset", "a_shape"]):
+    for options in ([], ["--preset", "all"], ["--preset", "a_shape"]):
         assert main(["demo", *options]) == 0
-    assert [settings.left_out for settings in seen] == [
-        ("minference", "a_shape", "tri_shape"),
-        ("minference",),
-        (),
-    ]
-    assert {*seen[0].pipelines} == {*every_preset} - {*seen[0].left_out}
-    assert {*seen[2].pipelines} == {"a_shape"}
+    some, every, one = (settings.pipelines for settings in seen)
+    assert {*some} < {*every} == {*every_preset}
+    assert [*one] == ["a_shape"]
+    for name, pipeline in some.items():
+        assert name == "s2o" or not pipeline.selector.keeps_everything(4096, 4096, causal=True)

@@ -37,7 +37,6 @@ class Settings:
     depth: float
     seed: int
     pipelines: Mapping[str, AnyPipeline]  # by what the table calls them
-    left_out: tuple[str, ...]  # presets that keep everything of so many tokens
     layer: int | None  # of the picture; None takes one
     head: int | None
 
@@ -160,13 +159,6 @@ def _report(rows: list[Row], model: Model, prompt: Prompt, settings: Settings, c
     )
     console.print(table(rows, title=f"{model.name} reads {settings.tokens} tokens of {settings.text.name}"))
     console.print(legend(rows), style="dim", highlight=False)
-    if settings.left_out:
-        console.print(
-            f"not read, since they keep every block of {settings.tokens} tokens, which is dense attention: "
-            f"{', '.join(settings.left_out)} (--preset names any)",
-            style="dim",
-            highlight=False,
-        )
     console.print(f'planted at token {prompt.needle_at}: "{prompt.needle}"', highlight=False, markup=False)
     console.print(f"ran in {model.dtype} on {device}", highlight=False)
     console.print(f"written: {settings.out}/results.json, {settings.out}/attention-map.png", highlight=False)

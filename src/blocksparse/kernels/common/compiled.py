@@ -139,10 +139,7 @@ def compile_for_wheel(source: Path, folder: Path) -> list[Path]:
     made = []
     for name, flags, _ in VARIANTS:
         path = folder / _name_in_wheel(source, name)
-        _compile(
-            [*_compiler(), *FLAGS, "-static-libstdc++", "-static-libgcc", *flags, str(source), "-o", str(path)],
-            folder,
-        )
+        _compile([*_compiler(), *FLAGS, *flags, str(source), "-o", str(path)], folder)
         made.append(path)
     return made
 
