@@ -13,6 +13,7 @@ from tests.papers.readings import CASES, Small, small
 from torch import Tensor
 
 import blocksparse as bs
+from blocksparse.testing import make_qkv
 
 FACTOR = 6.0
 
@@ -111,3 +112,24 @@ def test_the_factor_of_a_checkpoint() -> None:
             read(wrong)
     with pytest.raises(ValueError, match="'scale_factor' belongs to the executor"):
         bs.skip_softmax(5.0, executor=bs.SkipSoftmaxExecutor(5.0))
+
+
+@pytest.mark.parametrize(("q_block", "k_block", "M"), [(128, 128, 500), (64, 32, 300), (48, 96, 77)])
+def test_a_cpus_compiled_kernel_leaves_out_the_same(
+    q_block: int, k_block: int, M: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queries of one row leave out different blocks, and a layer's softcap, sinks and window count."""
+    q, k, v = make_qkv(B=2, N=500, M=M, Hq=4, Hkv=2, D=32)
+    q = 6 * q
+    executor, left = bs.SkipSoftmaxExecutor(50.0), "blocksparse.executors.skip_softmax.cpu_kernel_refuses"
+    pipeline = bs.Pipeline(bs.Identity(), bs.NoScorer(q_block, k_block=k_block), bs.Everything(), executor)
+    asked: list[bs.Asked] = [{}, {"softcap": 50.0, "sinks": 0.5, "window": 450}, {"causal": False}]
+    for more in asked:
+        with monkeypatch.context() as plain:
+            plain.setattr(left, lambda *_: ["it is not asked"])
+            want = pipeline.trace(q, k, v, **more)
+        trace = pipeline.trace(q, k, v, **more)
+        dense = bs.ReferenceExecutor()(q, k, v, trace.mask, trace.spec)
+        torch.testing.assert_close(trace.output.out, want.output.out, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(trace.output.lse, want.output.lse, rtol=1e-5, atol=1e-5)
+        assert float((trace.output.out - dense.out).abs().max()) > 1e-3

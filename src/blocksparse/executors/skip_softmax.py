@@ -18,6 +18,7 @@ from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.executor import Executor, one_order
 from blocksparse.executors.tiles import tuned
 from blocksparse.executors.triton import TritonExecutor
+from blocksparse.kernels.attention.cpu_attention import Kept, cpu_attention, cpu_kernel_refuses, may_skip
 from blocksparse.kernels.multiplying.products import products, wide_dtype
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.selectors.block_mask import BlockMask
@@ -36,7 +37,8 @@ class SkipSoftmaxExecutor(Executor[GlobalPermutation, BlockMask]):
     for, in plain torch.
 
     On a GPU it is `TritonExecutor(pv_skip=...)`, which computes the logits of every tile, and saves the rest of
-    the work of those that all queries of a tile leave out. Elsewhere it is plain torch, which saves nothing.
+    the work of those that all queries of a tile leave out. On a CPU the compiled kernel does the same, for blocks
+    of up to 128 tokens, key blocks of 32, 64, 96 or 128; else it is plain torch, which saves nothing.
 
     Args:
         scale_factor: the threshold at one key, above 0; 1000 in TensorRT-LLM's examples, 5000 for video.
@@ -90,7 +92,15 @@ class SkipSoftmaxExecutor(Executor[GlobalPermutation, BlockMask]):
         self.check(q, k, v, mask, spec, out)
         tile, skip = mask.grid.k_block, self.threshold(k.shape[2])
         if not q.is_cuda:
-            return _attend(q, k, v, mask, spec, skip, tile).written_to(out)
+            kept = Kept(mask.keep, mask.grid.q_block, tile)
+            if not may_skip(kept, mask.grid.positions) or cpu_kernel_refuses(q, k, v):
+                return _attend(q, k, v, mask, spec, skip, tile).written_to(out)
+            change = spec.for_kernel(q)
+            written = cpu_attention(
+                q, k, v, kept, mask.grid.positions, scale=spec.scale, change=change, skip=skip, out=out
+            )
+            visited = None if skip is None else partial(_visited, q, k, v, mask, spec, skip, tile)
+            return AttentionOutput(*written, visited)
         done = self._kernel(k)(q, k, v, mask, spec, out)
         if skip is None:
             return done

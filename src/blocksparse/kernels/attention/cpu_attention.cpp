@@ -62,6 +62,7 @@ struct Call {
   int64_t keep_heads, keep_step[4], q_at_heads, q_at_step[2], k_at_heads, k_at_step[3];
   int64_t patience, commit, mean;
   double scale, softcap;  // no softcap: 0
+  double skip;            // what a tile's greatest logit may at most lie below the greatest one before; never below it: 0
   const void *q, *k, *v;
   void* out;
   float* lse;                  // [B, Hq, M]
@@ -108,7 +109,7 @@ struct Attention {
 
   struct Scratch {  // what one thread holds
     X *q, *w, *kt, *vt;
-    float *s, *o, *peak, *sum, *fresh, *o_before, *peak_before, *sum_before;
+    float *s, *o, *peak, *sum, *met, *fresh, *o_before, *peak_before, *sum_before;
     int32_t *at, *query, *place, *key;
     void take(Arena& a, const Attention& t) {
       int64_t n = up(t.places, 16), undo = t.c.order && !t.c.commit ? n : 0, own = t.shared ? 0 : kTile;
@@ -120,6 +121,7 @@ struct Attention {
       o = a.take<float>(n * t.E);
       peak = a.take<float>(n);
       sum = a.take<float>(n * kWide);
+      met = a.take<float>(t.c.skip < 0 ? n : 0);
       fresh = a.take<float>(t.c.order ? n * kWide : 0);
       o_before = a.take<float>(undo * t.E);
       peak_before = a.take<float>(undo);
@@ -232,14 +234,16 @@ struct Attention {
   }
 
   // Logits `s` [n, width] to weights, in place or in `w`, relative to the greatest logit of each query so far; sums and
-  // outputs so far are made relative to it, too. With `fresh` the sum of these weights is kept apart.
+  // outputs so far are made relative to it, too. With `fresh` the sum of these weights is kept apart. With `may_skip` queries
+  // leave the tile out whose logits are far below those of tiles before; true if all do.
   // A row's peak is kept before it is scaled, and subtracted before: a product rounded apart would move large logits.
   float per_peak() const { return c.softcap ? 1.f : scale; }
 
   template <bool Masked>
-  void weigh(const Scratch& r, int64_t n, int64_t width, const int32_t* place, float* fresh) const {
+  bool weigh(const Scratch& r, int64_t n, int64_t width, const int32_t* place, float* fresh, bool may_skip) const {
     const float never = -INFINITY, cap = float(c.softcap), into = cap ? scale / cap : 0.f, out_of = cap * to_base_2;
-    const float factor = per_peak();
+    const float factor = per_peak(), far = float(c.skip) * to_base_2;
+    bool none = true;
     for (int64_t m = 0; m < n; m++) {
       float* x = r.s + m * width;
       vec top = vec{} + never;
@@ -255,6 +259,15 @@ struct Attention {
         top = y > top ? y : top;
       }
       const float peak = r.peak[m], highest = most(top), now = highest > peak ? highest : peak;
+      if (may_skip) {
+        if ((highest - r.met[m]) * factor < far) {
+          if constexpr (kNarrow) std::memset((void*)(r.w + m * width), 0, width * sizeof(X));
+          else std::fill_n(x, width, 0.f);
+          continue;
+        }
+        r.met[m] = std::max(r.met[m], highest);
+      }
+      none = false;
       const vec base = vec{} + (now == never ? 0.f : now);
       vec sum{};
       if constexpr (kNarrow) {
@@ -283,13 +296,15 @@ struct Attention {
       }
       *apart += sum;
     }
+    return none;
   }
 
   // Attention of `n` queries to one tile.
   void visit(const Scratch& r, int64_t n, int64_t width, const X* kt, const X* vt, const int32_t* place, bool masked,
-             float* fresh = nullptr) const {
+             float* fresh = nullptr, bool may_skip = false) const {
     product<X>(by_tiles, n, width, D, r.q, kt, r.s, false);
-    if (masked) weigh<true>(r, n, width, place, fresh); else weigh<false>(r, n, width, place, fresh);
+    const bool none = masked ? weigh<true>(r, n, width, place, fresh, false) : weigh<false>(r, n, width, place, fresh, may_skip);
+    if (none) return;
     const X* weights;
     if constexpr (kNarrow) weights = r.w; else weights = r.s;
     product<X>(by_tiles, n, E, width, weights, vt, r.o, true);
@@ -320,6 +335,7 @@ struct Attention {
       x.n++;
     }
     std::fill_n(r.peak, x.n, -INFINITY);
+    if (c.skip < 0) std::fill_n(r.met, x.n, -INFINITY);
     std::fill_n(r.sum, x.n * kWide, 0.f);
     std::fill_n(r.o, x.n * E, 0.f);
     return x;
@@ -378,7 +394,8 @@ struct Attention {
         const Content& t = p.content[i];
         if (!t.filled || !sees(x, t.first, t.last)) continue;
         bool whole = t.filled == t.width && sees_whole(x, t.first, t.last);
-        visit(r, x.n, t.width, p.kt + i * D * width, p.vt + i * E * width, p.place + i * width, !whole);
+        visit(r, x.n, t.width, p.kt + i * D * width, p.vt + i * E * width, p.place + i * width, !whole, nullptr,
+              c.skip < 0 && t.filled == c.k_block);
       }
     }
     store(r, x);

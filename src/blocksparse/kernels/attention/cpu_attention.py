@@ -58,6 +58,7 @@ def cpu_attention(
     *,
     scale: float,
     change: LogitChange = UNCHANGED,
+    skip: float | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`out` `[B, Hq, M, Dv]` of the dtype of v, and `lse` `[B, Hq, M]` fp32, in original order.
@@ -65,13 +66,21 @@ def cpu_attention(
     Args:
         q: `[B, Hq, M, D]`, for which `cpu_kernel_refuses` has no reasons; in original order, like `k` `[B, Hkv, N, D]`
             and `v` `[B, Hkv, N, Dv]`.
+        skip: below 0; a query leaves out a block that its row sees whole if the block's greatest logit lies more than this
+            below the greatest one of such blocks before. Only where `may_skip`.
         out: where the output is written, with its last axis innermost. If None, it lies in memory as `empty_as` has it.
     """
     call = _Call()
+    call.skip = skip or 0.0
     _set_positions(call, positions, kept.q_block, kept.k_block, kept.keep.shape[2:])
     call.keep_heads, call.keep_step, call.keep = kept.keep.shape[1], steps(kept.keep, 4), kept.keep.data_ptr()
     call.map_of_row = 0 if positions.group_of_row is None else positions.group_of_row.data_ptr()
     return _attend(call, q, k, v, scale, positions.causal, positions.window, change, out)
+
+
+def may_skip(kept: Kept, positions: TokenPositions) -> bool:
+    """Whether the kernel leaves out blocks: they are tiles of its own, and a row is one task."""
+    return kept.q_block <= 128 and kept.k_block in (32, 64, 96, 128) and positions.group_of_row is None
 
 
 def dense_cpu_attention(
@@ -161,7 +170,7 @@ class _Call(ctypes.Structure):
         ("q_at_heads", ctypes.c_int64), ("q_at_step", ctypes.c_int64 * 2),
         ("k_at_heads", ctypes.c_int64), ("k_at_step", ctypes.c_int64 * 3),
         *((name, ctypes.c_int64) for name in ("patience", "commit", "mean")),
-        ("scale", ctypes.c_double), ("softcap", ctypes.c_double),
+        *((name, ctypes.c_double) for name in ("scale", "softcap", "skip")),
         *((name, ctypes.c_void_p) for name in (
             "q", "k", "v", "out", "lse", "keep", "q_at", "k_at", "map_of_row", "sinks", "order", "opened", "count", "tau",
             "visited", "parallel", "release", "acquire", "signals",
