@@ -7,10 +7,10 @@ from typing import Any
 
 from tiny_model import VOCABULARY
 
-# Everything is kept, so that sparse attention is dense attention, by other means.
-EVERYTHING: dict[str, Any] = {"preset": "a_shape", "settings": {"sink": 32, "local": 4096, "block": 32}}
+# Everything is kept, which sizes alone do not say, so that sparse attention is dense attention, by other means.
+EVERYTHING: dict[str, Any] = {"preset": "sparge", "settings": {"theta": 1.0, "block": 32, "k_block": 32}}
 SOME: dict[str, Any] = {"preset": "a_shape", "settings": {"sink": 32, "local": 64, "block": 32}}
-EAGER: dict[str, Any] = {"min_tokens": 48, "min_queries": 16, "record": True}
+EAGER: dict[str, Any] = {"min_tokens": 48, "min_queries": 16, "dense_below": 0, "record": True}
 
 
 def alone(length: int, *, chunk: int = 512, tokens: int = 8) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,24 +54,46 @@ class Watched:
 
         self.scheduler.schedule, self.scheduler._preempt_request = scheduled, preempts
 
+    @contextmanager
+    def calls(self) -> Iterator[dict[str, int]]:
+        """How often functions of this library are called meanwhile, by name."""
+        found: dict[str, int] = {}
 
-def serve(llm: LLM, watched: Watched, mix: dict[str, Any], number: int) -> tuple[list[list[int]], int]:
-    """The tokens that each request of a mix gets, and how many tokens of prompts were in the cache already."""
+        def saw(frame: Any, event: str, _: object) -> None:
+            if event == "call" and f"{os.sep}blocksparse{os.sep}" in frame.f_code.co_filename:
+                found[frame.f_code.co_name] = found.get(frame.f_code.co_name, 0) + 1
+
+        before = sys.getprofile()
+        sys.setprofile(saw)
+        try:
+            yield found
+        finally:
+            sys.setprofile(before)
+
+
+def serve(
+    llm: LLM, watched: Watched, mix: dict[str, Any], number: int
+) -> tuple[list[list[int]], int, list[dict[str, int]]]:
+    """The tokens of each request of a mix, how many tokens of prompts were in the cache, and calls by step."""
     engine, waiting = llm.llm_engine, list(enumerate(mix["requests"]))
     watched.scheduler.max_num_scheduled_tokens = mix["chunk"]
     tokens: dict[int, list[int]] = {}
     step = cached = 0
+    calls = []
     while waiting or engine.has_unfinished_requests():
         for one in [x for x in waiting if x[1]["arrives"] <= step]:
             waiting.remove(one)
             params = SamplingParams(temperature=0, max_tokens=one[1]["tokens"], ignore_eos=True)
             engine.add_request(f"{number}-{one[0]}", {"prompt_token_ids": one[1]["prompt"]}, params)
-        for output in engine.step():
+        with watched.calls() as found:
+            outputs = engine.step()
+        calls.append(found)
+        for output in outputs:
             if output.finished:
                 tokens[int(output.request_id.split("-")[1])] = list(output.outputs[0].token_ids)
                 cached += output.num_cached_tokens or 0
         step += 1
-    return [tokens[i] for i in range(len(mix["requests"]))], cached
+    return [tokens[i] for i in range(len(mix["requests"]))], cached, calls
 
 
 def main(out: Path) -> None:
@@ -81,8 +105,10 @@ def main(out: Path) -> None:
     watched = Watched(llm)
     served = [serve(llm, watched, mix, number) for number, mix in enumerate(job["mixes"])]
     result = {
-        "tokens": [tokens for tokens, _ in served],
-        "cached": sum(cached for _, cached in served),
+        "tokens": [tokens for tokens, _, _ in served],
+        "cached": sum(cached for _, cached, _ in served),
+        "calls": [calls for _, _, calls in served],
+        "counters": llm.collective_rpc("blocksparse_counters")[0],
         "preempted": watched.preempted,
         "mixed": watched.mixed,
         "chunks": watched.chunks,

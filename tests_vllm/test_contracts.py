@@ -16,6 +16,10 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+from blocksparse import a_shape
+from blocksparse.integrations.serving.kinds import Kinds
+from blocksparse.integrations.serving.settings import Settings
+from blocksparse.integrations.serving.worth import Worth
 from blocksparse.integrations.vllm import cpu, cuda, register
 
 
@@ -98,9 +102,10 @@ def test_a_builder_that_changes_batches_leaves_them_dense() -> None:
     common = SimpleNamespace(
         query_start_loc_cpu=torch.tensor([0, 640]), seq_lens_cpu_upper_bound=torch.tensor([640]), causal=True
     )
-    settings: Any = SimpleNamespace(min_tokens=1, min_queries=1)
+    settings = Settings((a_shape(),), min_tokens=1, min_queries=2, dense_below=0)
+    worth = Worth.of(0, torch.empty(()), heads=4, kv_heads=2, head_dim=16)
     builder = Changing.__new__(Changing)
     builder._page_size = 16
-    batch = builder._batch(common, settings)
+    (batch,) = builder._batches(common, Kinds.of([a_shape()], settings, worth))
     assert batch.reasons == Counter({"another builder changes batches": 1})
     assert batch.prefills is None

@@ -66,6 +66,24 @@ def test_without_a_configuration_the_stock_backend_runs(run: Run, mixes: list[An
     assert "sparse in layers" not in ours["log"]
 
 
+def test_a_step_without_sparse_requests_is_the_stock_backends(
+    run: Run, mixes: list[Any], stock: dict[str, Any]
+) -> None:
+    """What decides is made of sizes once per step. Each layer makes one call of ours, which asks one question."""
+    ours = run(mixes[1:4], SOME | {"min_tokens": 48, "min_queries": 16, "dense_below": 1e18})
+    assert ours["tokens"] == stock["tokens"][1:4]
+    steps = [step for mix in ours["calls"] for step in mix]
+    decodes = [step for step in steps if "_batches" not in step]
+    prompts = [step for step in steps if "_batches" in step]
+    assert len(decodes) > 10
+    assert len(prompts) > 10
+    assert all(step == {"build": 1, "forward": 2} for step in decodes if step)
+    for step in prompts:
+        assert (step.pop("build"), step.pop("forward")) == (1, 2)
+        assert not {"gather_one", "_attend", "record_dense", "part_of"} & set(step)
+    assert re.match(r"prompts: \d+ x little work \(\d+ tokens\), \d+ x fewer than min_", ours["counters"])
+
+
 def test_true_sparsity(run: Run, mixes: list[Any], stock: dict[str, Any]) -> None:
     ours = run(mixes[:20], SOME | EAGER)
     assert ours["tokens"] != stock["tokens"][:20]

@@ -16,8 +16,11 @@ from torch import Tensor
 from blocksparse import Pipeline, a_shape
 from blocksparse.attention_spec import AttentionSpec
 from blocksparse.executors.dense_attention import dense_attention
+from blocksparse.integrations.serving.kinds import Kinds
 from blocksparse.integrations.serving.layer import LayerAttention
 from blocksparse.integrations.serving.settings import ConfigurationError, Host, Served, Settings
+from blocksparse.integrations.serving.workspace import Workspace
+from blocksparse.integrations.serving.worth import Worth
 from blocksparse.integrations.sglang import DensityRecorder
 from blocksparse.integrations.sglang.prefill import SparsePrefill
 
@@ -123,11 +126,13 @@ class Engine:
         self.layer = SimpleNamespace(layer_id=3, tp_q_head_num=HQ, qk_head_dim=D, v_head_dim=D, scaling=0.3)
         self.recorder, self.pipeline = DensityRecorder(), pipeline
         self.stock, self.rest = Stock(self.cache, self.slots), Stock(self.cache, self.slots)
+        settings = Settings((), min_tokens=100, min_queries=16, dense_below=0)
+        worth = Worth.of(0, torch.empty(()), heads=HQ, kv_heads=HKV, head_dim=D)
         self.prefill = SparsePrefill(
             stock=self.stock.forward_extend,
-            rest=self.rest,
+            rests=[self.rest],
             layers={},
-            settings=Settings((), min_tokens=100, min_queries=16),
+            kinds=Kinds.of([pipeline], settings, worth),
             recorder=self.recorder,
             slots=self.slots,
             cache=self.cache,
@@ -136,7 +141,7 @@ class Engine:
 
     def __call__(self, attention: LayerAttention | str | None = None, **options: Any) -> Tensor:
         # A module of SGLang can be a key, a SimpleNamespace cannot.
-        self.prefill.layers = Always(attention or LayerAttention(self.pipeline, 3, self.recorder))
+        self.prefill.layers = Always(attention or LayerAttention(self.pipeline, 3, self.recorder, Workspace(400)))
         out: Tensor = self.prefill(self.q, self.k, self.v, self.layer, self.batch, **options)
         return out
 
@@ -190,14 +195,23 @@ def test_calls_that_mean_something_else_are_stock(options: dict[str, Any], reaso
     assert engine.recorder.sparse_calls() == {3: 1}
 
 
-def test_keys_that_another_layer_wrote_and_dense_layers() -> None:
+def test_dense_layers() -> None:
     engine = Engine(a_shape(sink=16, local=32, block=16), [120], [30])
     torch.testing.assert_close(engine("softcap"), engine.alone(dense))
-    engine.k = engine.v = None
-    engine.stock.cache = engine.cache
-    engine.prefill.stock = lambda *args, **more: "stock"
-    assert engine() == "stock"
-    assert engine.recorder.dense_calls() == {3: Counter({"softcap": 1, "keys of another layer": 1})}
+    assert engine.recorder.dense_calls() == {3: Counter(softcap=1)}
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["written by the model's kernel", "of another layer"])
+def test_keys_that_are_in_the_cache_already(shared: bool) -> None:
+    """Of qwen3_moe and others, which say so; and of layers that share keys, which bring none."""
+    engine = Engine(a_shape(sink=16, local=32, block=16), [120, 1, 64], [30, 7, 60])
+    expected = engine().clone()
+    if shared:
+        engine.k = engine.v = None
+    else:
+        engine.k, engine.v = (torch.full_like(x, float("nan")) for x in (engine.k, engine.v))
+    torch.testing.assert_close(engine(save_kv_cache=False), expected, rtol=0, atol=0)
+    assert engine.recorder.sparse_calls() == {3: 4}
 
 
 def test_pictures_stay_dense() -> None:

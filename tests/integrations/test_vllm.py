@@ -14,20 +14,40 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attrs import evolve
 from torch import Tensor
 
-from blocksparse import HeadGroups, Pipeline, a_shape, pbs_attn
+from blocksparse import (
+    AutoExecutor,
+    Band,
+    HeadGroups,
+    Int8Executor,
+    Pipeline,
+    Sink,
+    TritonExecutor,
+    a_shape,
+    auto,
+    mean_pooling,
+    pbs_attn,
+    sparge,
+    xattention,
+)
+from blocksparse.attention_spec import AttentionSpec
+from blocksparse.executors.dense_attention import dense_attention
+from blocksparse.integrations.serving.kinds import Kinds
 from blocksparse.integrations.serving.layer import LayerAttention, record_dense
 from blocksparse.integrations.serving.runs import Runs
 from blocksparse.integrations.serving.settings import Served
 from blocksparse.integrations.serving.split import Split
+from blocksparse.integrations.serving.warm import pays_from, sizes, warm
+from blocksparse.integrations.serving.workspace import Workspace
+from blocksparse.integrations.serving.worth import Worth
 from blocksparse.integrations.vllm import ConfigurationError, DensityRecorder, Settings, register
 from blocksparse.integrations.vllm.batch import Batch, part_of
 from blocksparse.integrations.vllm.engine import HOST, Engine, is_configured, layer_of
 from blocksparse.integrations.vllm.reasons import dense_because
 from blocksparse.integrations.vllm.worker import RecordReader
 from blocksparse.testing import make_qkv
-from blocksparse.trace import Trace
 
 SERVED = Served("llama", layers=4, heads=8, kv_heads=2)
 
@@ -157,7 +177,7 @@ def test_sparse_prompts_attend_to_their_pages(queries: list[int]) -> None:
     assert [rest.max_query_len for rest in asked] == [1]  # what decodes keeps the fastest kernels for that
     out, recorder = torch.full((sum(queries), 8, D), 7.0), DensityRecorder()
     pipeline = a_shape(sink=16, local=32, block=16)
-    attend = LayerAttention(pipeline, 3, recorder)
+    attend = LayerAttention(pipeline, 3, recorder, Workspace(max(keys)))
     keys_of_all, values_of_all = cache.split(D, dim=-1)
     attend(query, keys_of_all, values_of_all, out, batch.prefills, scale=0.3)
     start = 0
@@ -186,19 +206,74 @@ def test_a_batch_without_sparse_prompts_asks_for_nothing() -> None:
     assert batch.reasons == Counter({"decode": 1, "fewer than min_queries": 1})
 
 
-def test_what_the_executor_leaves_dense_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_executor_cannot_run_is_dense_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
     q, k, v = make_qkv(Hq=2, Hkv=1, N=64, D=16)
-    pipeline, recorder = a_shape(), DensityRecorder()
-    traced = pipeline.trace
+    pipeline, recorder = evolve(a_shape(), executor=Int8Executor()), DensityRecorder()
+    attend, out = LayerAttention(pipeline, 7, recorder, Workspace(64)), torch.empty_like(q)
+    for _ in range(2):
+        attend._attend(q, k, v, out, 0.3)
+        torch.testing.assert_close(out, dense_attention(q, k, v, AttentionSpec(scale=0.3)))
+    ((reason, times),) = recorder.dense_calls()[7].items()
+    assert (reason.split(":")[0], times) == ("Int8Executor", 2)
+    assert caplog.text.count("prompts are dense in layer 7") == 1
 
-    def dense(*args: Any, **kwargs: Any) -> Any:
-        trace: Trace[Any, Any, Any] = traced(*args, **kwargs)
-        object.__setattr__(trace, "dense_because", "little work")
-        return trace
 
-    monkeypatch.setattr(Pipeline, "trace", lambda self, *args, **kwargs: dense(*args, **kwargs))
-    LayerAttention(pipeline, 0, recorder)._attend(q, k, v, 1.0)
-    assert recorder.dense_calls() == {0: Counter({"little work": 1})}
+@pytest.mark.parametrize("dense_below", [None, 0, 1e6])
+def test_whether_a_request_pays_follows_from_its_sizes(dense_below: float | None) -> None:
+    worth = Worth.of(dense_below, torch.empty(()), heads=8, kv_heads=2, head_dim=16)
+    some, everything = a_shape(sink=16, local=32, block=16), a_shape(sink=16, local=512, block=16)
+    assert worth.dense_because(some, 16, 64) == ("little work" if dense_below == 1e6 else None)
+    assert worth.dense_because(some, 500, 500) is None
+    assert worth.dense_because(everything, 500, 500) == "every block is kept"
+    assert worth.dense_because(HeadGroups({(0,): everything, (1,): None}), 500, 500) == "every block is kept"
+    assert worth.dense_because(HeadGroups({(0,): everything, (1,): some}), 500, 500) is None
+
+
+def test_layers_of_equal_pipelines_are_split_alike() -> None:
+    """A plan makes a pipeline for each layer; a batch is split once for all that are equal."""
+    settings = Settings(
+        (a_shape(local=64), None, a_shape(local=64), a_shape(local=512)), min_tokens=1, min_queries=2
+    )
+    assert settings.layers[0] is not settings.layers[2]
+    worth = Worth.of(None, torch.empty(()), heads=4, kv_heads=2, head_dim=16)
+    kinds = Kinds.of(filter(None, settings.layers), settings, worth)
+    assert [kinds.index(p) for p in settings.layers if p is not None] == [0, 0, 1]
+    narrow, wide = kinds.splits([0, 1, 301, 1501], [50, 300, 1200])
+    assert ([*narrow.sparse], [*wide.sparse]) == ([1, 2], [2])
+    assert wide.reasons == Counter({"decode": 1, "every block is kept": 1})
+
+
+def test_sizes_to_warm_with() -> None:
+    found = list(sizes(2048, 9000, 131072))
+    assert found[0] == (2048, 131072)  # by which memory is measured
+    assert found[-1] == (2048, 9000)
+    assert len(set(found)) == len(found) < 250
+    assert all(1 < M <= min(2048, N) and 9000 <= N <= 131072 for M, N in found)
+    settings = Settings((), min_tokens=512, min_queries=64)
+    worth = Worth.of(1e9, torch.empty(()), heads=8, kv_heads=2, head_dim=128)
+    least = pays_from(mean_pooling(), worth, settings, queries=512, tokens=4096)
+    assert least is not None
+    assert worth.dense_because(mean_pooling(), 512, least) is None
+    assert worth.dense_because(mean_pooling(), 512, least - 1) == "little work"
+    assert pays_from(mean_pooling(), worth, settings, queries=32, tokens=4096) is None
+    assert pays_from(mean_pooling(), worth, settings, queries=512, tokens=least - 1) is None
+
+
+def test_an_engine_is_warm_before_it_serves() -> None:
+    """The workspace is there, and calls in it take no other; a pipeline that cannot run stops the engine."""
+    settings = Settings((), min_tokens=1, min_queries=2)
+    worth = Worth.of(0, torch.empty(()), heads=4, kv_heads=2, head_dim=16)
+    query, out = torch.randn(64, 4, 16), torch.full((64, 4, 16), float("nan"))
+    workspace = Workspace(300)
+    assert (
+        warm(LayerAttention(mean_pooling(block=16), 0, None, workspace), worth, settings, query, out, tokens=300)
+        > 0
+    )
+    assert workspace.nbytes == 300 * 2 * 2 * 16 * 4
+    assert (out[:64] == 0).all()  # of values that are 0
+    eight = LayerAttention(sparge(executor=Int8Executor()), 5, None, Workspace(300))
+    with pytest.raises(ConfigurationError, match=r"of layer 5 cannot run here: Int8Executor: "):
+        warm(eight, worth, settings, query, out, tokens=300)
 
 
 def test_settings() -> None:
@@ -206,15 +281,53 @@ def test_settings() -> None:
     settings = Settings.of({"blocksparse": given, "other": 1}, SERVED, HOST)
     first, second, third, last = settings.layers
     assert first is last is None
-    assert repr(second) == repr(third) == repr(pbs_attn(0.8))
+    # The engine decides what is dense, so that what a pipeline gets runs its stages.
+    assert second == third == pbs_attn(0.8, executor=AutoExecutor(dense_below=0))
     assert (settings.min_tokens, settings.min_queries, settings.record) == (4096, 64, True)
+    assert settings.dense_below is None
+
+
+@pytest.mark.parametrize(
+    ("given", "pipeline"),
+    [
+        ({"quality": "careful"}, auto("careful")),
+        ({"preset": "auto", "quality": "fast", "dense_below": 1e12}, auto("fast")),
+        ({"preset": "sparge", "executor": "int8"}, sparge(executor=Int8Executor())),
+        ({"preset": "sparge", "executor": "triton"}, sparge(executor=TritonExecutor())),
+    ],
+)
+def test_settings_of_a_preset(given: dict[str, Any], pipeline: Pipeline[Any, Any, Any]) -> None:
+    settings = Settings.of({"blocksparse": given}, SERVED, HOST)
+    executor = pipeline.executor
+    expected = (
+        evolve(pipeline, executor=AutoExecutor(dense_below=0)) if isinstance(executor, AutoExecutor) else pipeline
+    )
+    assert settings.layers == (expected,) * 4
+    assert settings.dense_below == given.get("dense_below")
+
+
+def test_a_band_and_a_sink_are_added() -> None:
+    given = {"preset": "xattention", "band": 256, "sink": 64}
+    layer = Settings.of({"blocksparse": given}, SERVED, HOST).layers[0]
+    assert isinstance(layer, Pipeline)
+    assert layer.selector == xattention().selector | Band(256) | Sink(64)
 
 
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        (7, "it must be an object with some of preset, settings, plan, dense, min_tokens, min_queries, record: 7"),
-        ({"preset": "pbs_attn", "tau": 1}, "there is no 'tau'; there are preset, settings, plan, dense, "),
+        (7, "it must be an object with some of preset, quality, settings, band, sink, executor, plan, dense, "),
+        ({"preset": "pbs_attn", "tau": 1}, "there is no 'tau'; there are preset, quality, settings, band, "),
+        ({"preset": "sparge", "quality": "fast"}, "'quality' is of the preset 'auto', and to be given once: "),
+        ({"quality": "good"}, "'quality' must be 'careful', 'balanced' or 'fast': 'good'"),
+        ({"quality": "fast", "plan": "x"}, "it must have one of 'preset' and 'plan': {"),
+        ({"preset": "auto", "band": -1}, "'tokens' must be a whole number, at least 0: -1"),
+        (
+            {"preset": "auto", "executor": "int4"},
+            "there is no executor 'int4'; there are auto, triton, int8, flex",
+        ),
+        ({"preset": "auto", "dense_below": -1}, "'dense_below' must be a number of floating-point operations"),
+        ({"plan": "no-plan.json", "sink": 1}, "a plan says what each layer does, so 'sink' must be left out"),
         ({}, "it must have one of 'preset' and 'plan': {}"),
         ({"preset": "s2o", "plan": "x"}, "it must have one of 'preset' and 'plan': {"),
         ({"preset": "pbs"}, "there is no preset 'pbs'; there are auto, pbs_attn, "),
@@ -297,7 +410,9 @@ def test_a_plan_says_what_each_layer_does(tmp_path: Path) -> None:
 
 def test_a_plan_for_single_heads_needs_all_heads(tmp_path: Path) -> None:
     given = {"blocksparse": {"plan": plan_file(tmp_path, (0,))}}
-    assert isinstance(Settings.of(given, Served("llama", 2, 8, 2), HOST).layers[0], HeadGroups)
+    layer = Settings.of(given, Served("llama", 2, 8, 2), HOST).layers[0]
+    assert isinstance(layer, HeadGroups)
+    assert [part and part.executor for part in layer.groups.values()] == [AutoExecutor(dense_below=0), None]
     with pytest.raises(
         ConfigurationError, match="the plan chooses for single heads in layer 0, but each of 2 GPUs"
     ):
@@ -336,10 +451,11 @@ def config_of(additional: object, *impls: object) -> Any:
     layers = {f"model.layers.{i}.attn": SimpleNamespace(impl=impl) for i, impl in enumerate(impls)}
     return SimpleNamespace(
         additional_config=additional,
-        model_config=SimpleNamespace(hf_text_config=text),
+        model_config=SimpleNamespace(hf_text_config=text, max_model_len=1024),
         speculative_config=None,
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
         compilation_config=SimpleNamespace(static_forward_context=layers),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=512),
     )
 
 
@@ -361,6 +477,12 @@ def test_all_layers_of_an_engine_share_its_record() -> None:
     assert "1 x decode" in reader.blocksparse_table()
     reader.blocksparse_clear()
     assert "decode" not in reader.blocksparse_table()
+    first.counters.saw(
+        [split([1, 120, 20], [50, 120, 20]), split([1, 120, 20], [50, 120, 20], pays=lambda *_: "no")]
+    )
+    assert (
+        reader.blocksparse_counters() == "prompts: 1 x fewer than min_tokens (20 tokens), 1 x sparse (120 tokens)"
+    )
     silent = config_of({"blocksparse": {"preset": "pbs_attn"}})
     reader.vllm_config = silent
     assert reader.blocksparse_table().startswith("no layer has a pipeline: ")

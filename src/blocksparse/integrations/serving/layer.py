@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
+from functools import lru_cache
 from typing import final
 
 from attrs import frozen
@@ -13,7 +15,10 @@ from blocksparse.checks.inputs import UnsupportedError
 from blocksparse.executors.dense_attention import dense_attention
 from blocksparse.integrations.density_recorder import DensityRecorder
 from blocksparse.integrations.serving.prefills import Prefills
+from blocksparse.integrations.serving.workspace import Workspace
 from blocksparse.layers.schedule import LayerPipeline
+
+_log = logging.getLogger(__name__)
 
 
 @final
@@ -24,11 +29,15 @@ class LayerAttention:
     pipeline: LayerPipeline
     layer: int
     recorder: DensityRecorder | None
+    workspace: Workspace
 
     def __call__(
         self, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, prefills: Prefills, *, scale: float
     ) -> None:
         """Attend the sparse rows of `query` to pages, and write the same rows of `out`.
+
+        One prompt after another: its keys and values leave their pages for the workspace in one launch, and its
+        pipeline writes the rows of `out`. So no memory is taken but what the stages need.
 
         Args:
             query: `[tokens, Hq, D]`, of the whole batch.
@@ -36,32 +45,38 @@ class LayerAttention:
             values: `[pages, Hkv, page_size, Dv]`.
             out: `[tokens, Hq, Dv]`.
         """
-        rows = prefills.tokens.take(out)
-        q, into = (x.transpose(0, 1)[None] for x in (prefills.tokens.take(query), rows))  # [1, Hq, M, D]
-        k, v = prefills.table.gather(keys, values)
-        parts = prefills.sequences.parts(q, k, v, causal=True)
-        for span, part in zip(prefills.sequences.spans, parts, strict=True):
-            assert part is not None  # a prompt without queries is not sparse
-            span.rows(into).copy_(self._attend(*part, scale))
-        prefills.tokens.put(out, rows)
+        room = self.workspace.room(keys, values)
+        for request in prefills.longest_first():
+            start, stop = prefills.rows[request]
+            k, v = prefills.table.gather_one(request, keys, values, room)
+            q, rows = (x[start:stop].transpose(0, 1)[None] for x in (query, out))  # [1, Hq, M, D]
+            self._attend(q, k, v, rows, scale)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float) -> None:
         try:
             if self.recorder is None:
-                return self.pipeline(q, k, v, scale=scale)
+                self.pipeline(q, k, v, scale=scale, out=out)
+                return
             trace = self.pipeline.trace(q, k, v, scale=scale)
         except UnsupportedError as error:
+            _warn_once(self.layer, error.because)
             self._saw_dense(error.because)
-            return dense_attention(q, k, v, AttentionSpec(scale=scale))
+            out.copy_(dense_attention(q, k, v, AttentionSpec(scale=scale)))
+            return
         if trace.dense_because is not None:
             self._saw_dense(trace.dense_because)
         else:
             self.recorder.saw_sparse(self.layer, trace.density(), q_len=q.shape[2], k_len=k.shape[2])
-        return trace.output.out
+        out.copy_(trace.output.out)
 
     def _saw_dense(self, reason: str) -> None:
         if self.recorder is not None:
             self.recorder.saw_dense(self.layer, reason)
+
+
+@lru_cache(maxsize=1024)
+def _warn_once(layer: int, because: str) -> None:
+    _log.warning("blocksparse: prompts are dense in layer %d, of gathered keys: %s", layer, because)
 
 
 def record_dense(
@@ -82,7 +97,7 @@ def record_dense(
         return
     found = Counter(reasons)
     if because is not None and prefills is not None:
-        found[because] += len(prefills.sequences.spans)
+        found[because] += len(prefills.rows)
     for reason, requests in found.items():
         for _ in range(requests):
             recorder.saw_dense(layer, reason)

@@ -9,18 +9,21 @@ from attrs import frozen
 from torch import Tensor
 
 from blocksparse.batches.page_table import PageTable
-from blocksparse.batches.sequences import Sequences
 from blocksparse.integrations.serving.runs import Runs
 
 
 @final
 @frozen(eq=False)
 class Prefills:
-    """The prompts, or chunks of prompts, that go sparse in one step."""
+    """The prompts, or chunks of prompts, that go sparse in one step.
 
-    tokens: Runs
+    Args:
+        table: the pages of each.
+        rows: their queries in the batch, (first, last + 1).
+    """
+
     table: PageTable
-    sequences: Sequences
+    rows: tuple[tuple[int, int], ...]
 
     @classmethod
     def of(
@@ -34,5 +37,13 @@ class Prefills:
             keys: the tokens of each request of the batch, its context and its queries together.
         """
         table = PageTable(pages, [keys[request] for request in requests], page_size=page_size)
-        sequences = table.sequences([starts[request + 1] - starts[request] for request in requests])
-        return cls(requests.of_tokens(starts), table, sequences)
+        return cls(table, tuple([(starts[request], starts[request + 1]) for request in requests]))
+
+    def longest_first(self) -> list[int]:
+        """The requests by their work, so that a GPU is at work on the first while the host prepares the others."""
+
+        def work(request: int) -> int:
+            start, stop = self.rows[request]
+            return (stop - start) * self.table.lengths[request]
+
+        return sorted(range(len(self.rows)), key=work, reverse=True)

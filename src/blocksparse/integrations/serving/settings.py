@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 from attrs import evolve, frozen
 
 from blocksparse.checks.user_error import UserError
 from blocksparse.checks.validators import a, flag, shown, size, whole
+from blocksparse.executors.auto import AutoExecutor
+from blocksparse.executors.executor import Executor
+from blocksparse.executors.flex import FlexExecutor
+from blocksparse.executors.int8 import Int8Executor
+from blocksparse.executors.triton import TritonExecutor
+from blocksparse.layers.head_groups import AnyPipeline, HeadGroups
 from blocksparse.layers.schedule import LayerPipeline, Schedule
 from blocksparse.presets import every_preset
+from blocksparse.selectors.band import Band
+from blocksparse.selectors.sink import Sink
 
 KEY = "blocksparse"
-_KEYS = ("preset", "settings", "plan", "dense", "min_tokens", "min_queries", "record")
+_KEYS = (
+    "preset", "quality", "settings", "band", "sink", "executor", "plan", "dense", "dense_below", "min_tokens",
+    "min_queries", "record",
+)  # fmt: skip
+_OF_A_PRESET = ("quality", "settings", "band", "sink", "executor", "dense")
+EXECUTORS: dict[str, Callable[[], Executor[Any, Any]]] = {
+    "auto": AutoExecutor, "triton": TritonExecutor, "int8": Int8Executor, "flex": FlexExecutor,
+}  # fmt: skip
 
 
 class ConfigurationError(UserError, ValueError):
@@ -67,12 +82,14 @@ class Settings:
         layers: the pipeline of each layer; None is dense.
         min_tokens: requests of fewer tokens, context and queries together, are dense.
         min_queries: requests with fewer queries in one step are dense. Decoding always is.
+        dense_below: requests with less work than this are dense, as of `AutoExecutor`.
         record: keep a record of what each call did.
     """
 
     layers: tuple[LayerPipeline | None, ...]
     min_tokens: int = 512
     min_queries: int = 64
+    dense_below: float | None = None
     record: bool = False
 
     @classmethod
@@ -86,7 +103,7 @@ class Settings:
         if given is None:
             raise ConfigurationError(
                 f"the attention backend {host.backend} needs to know what to run: add "
-                f"""{host.option} '{{"{KEY}": {{"preset": "pbs_attn"}}}}'"""
+                f"""{host.option} '{{"{KEY}": {{"preset": "auto"}}}}'"""
             )
         try:
             return cls._read(given, served)
@@ -99,11 +116,13 @@ class Settings:
             raise TypeError(f"it must be an object with some of {', '.join(_KEYS)}: {shown(given)}")
         if unknown := [key for key in given if key not in _KEYS]:
             raise ValueError(f"there is no {shown(unknown[0])}; there are {', '.join(_KEYS)}")
-        if ("preset" in given) == ("plan" in given):
+        if ("preset" in given or "quality" in given) == ("plan" in given):
             raise ValueError(f"it must have one of 'preset' and 'plan': {shown(dict(given))}")
-        schedule = _preset(given, served) if "preset" in given else _plan(given, served)
+        schedule = _plan(given, served) if "plan" in given else _preset(given, served)
+        dense_below = AutoExecutor(dense_below=given.get("dense_below")).dense_below  # which refuses what is none
         settings = cls(
-            schedule.resolve(served.layers),
+            tuple(map(_always_runs, schedule.resolve(served.layers))),
+            dense_below=dense_below,
             **{name: whole(given[name]) for name in ("min_tokens", "min_queries") if name in given},
             record=given.get("record", False),
         )
@@ -119,10 +138,14 @@ class Settings:
 
 
 def _preset(given: Mapping[str, Any], served: Served) -> Schedule:
-    name, arguments, dense = given["preset"], given.get("settings", {}), given.get("dense", [])
+    name, arguments = given.get("preset", "auto"), given.get("settings", {})
     if name not in list(every_preset):  # a list, because JSON may hold what no dict can look up
         raise ValueError(f"there is no preset {shown(name)}; there are {', '.join(every_preset)}")
     a(Mapping).check(settings=arguments)
+    if "quality" in given:
+        if name != "auto" or "quality" in arguments:
+            raise ValueError(f"'quality' is of the preset 'auto', and to be given once: {shown(dict(given))}")
+        arguments = {**arguments, "quality": given["quality"]}
     for argument, value in arguments.items():
         if isinstance(value, list) and served.ranks > 1:
             raise ValueError(
@@ -131,11 +154,32 @@ def _preset(given: Mapping[str, Any], served: Served) -> Schedule:
             )
         if isinstance(value, list) and len(value) != served.heads:
             raise ValueError(f"'{argument}' must have a number per query head ({served.heads}): {shown(value)}")
-    return Schedule(every_preset[name](**arguments), dense=dense)
+    pipeline = every_preset[name](**arguments)
+    for rescue, key in ((Band, "band"), (Sink, "sink")):
+        if key in given:
+            pipeline = evolve(pipeline, selector=pipeline.selector | rescue(whole(given[key])))
+    if "executor" in given:
+        if given["executor"] not in list(EXECUTORS):
+            raise ValueError(f"there is no executor {shown(given['executor'])}; there are {', '.join(EXECUTORS)}")
+        pipeline = evolve(pipeline, executor=EXECUTORS[given["executor"]]())
+    return Schedule(pipeline, dense=given.get("dense", []))
+
+
+def _always_runs(layer: LayerPipeline | None) -> LayerPipeline | None:
+    """The same without an executor that attends densely: the engine decides that, and has a kernel for it."""
+    if isinstance(layer, HeadGroups):
+        return HeadGroups({heads: part and _runs(part) for heads, part in layer.groups.items()})
+    return layer and _runs(layer)
+
+
+def _runs(pipeline: AnyPipeline) -> AnyPipeline:
+    if not isinstance(pipeline.executor, AutoExecutor):
+        return pipeline
+    return evolve(pipeline, executor=AutoExecutor(dense_below=0))
 
 
 def _plan(given: Mapping[str, Any], served: Served) -> Schedule:
-    for key in ("settings", "dense"):
+    for key in _OF_A_PRESET:
         if key in given:
             raise ValueError(f"a plan says what each layer does, so '{key}' must be left out")
     if not isinstance(given["plan"], str):

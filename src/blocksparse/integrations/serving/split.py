@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import final
 
@@ -21,6 +21,7 @@ class Split:
     rest: Runs
     # Why those of `rest` are dense. Requests without queries, which pad a batch, count nowhere.
     reasons: Counter[str]
+    queries: Counter[str]  # by the same reasons, and of those that are "sparse"
 
     @classmethod
     def of(
@@ -30,6 +31,7 @@ class Split:
         *,
         min_tokens: int,
         min_queries: int,
+        pays: Callable[[int, int], str | None] = lambda *_: None,
         dense: str | None = None,
         masked: frozenset[int] = frozenset(),
     ) -> Split:
@@ -40,12 +42,13 @@ class Split:
             keys: the tokens of each request, its context and its queries together.
             min_tokens: requests of fewer tokens than this are dense.
             min_queries: requests with fewer queries than this are dense.
+            pays: why a request with so many queries and keys is dense, or None.
             dense: why the whole batch is dense, if it is.
             masked: requests with a mask of their own.
         """
         sparse: list[int] = []
         rest: list[int] = []
-        reasons = Counter[str]()
+        reasons, tokens_of = Counter[str](), Counter[str]()
         for request, ((start, stop), tokens) in enumerate(zip(pairwise(starts), keys, strict=True)):
             queries = stop - start
             if queries == 1:
@@ -56,9 +59,12 @@ class Split:
                 reason = "fewer than min_queries"
             elif tokens < max(min_tokens, queries):  # a trial run may have fewer tokens than queries
                 reason = "fewer than min_tokens"
+            elif request in masked:
+                reason = "mask"
             else:
-                reason = "mask" if request in masked else None
+                reason = pays(queries, tokens)
             (sparse if reason is None else rest).append(request)
+            tokens_of[reason or "sparse"] += queries
             if reason is not None and queries:
                 reasons[reason] += 1
-        return cls(Runs.of(sparse), Runs.of(rest), reasons)
+        return cls(Runs.of(sparse), Runs.of(rest), reasons, tokens_of)

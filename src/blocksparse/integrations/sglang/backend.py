@@ -5,17 +5,23 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
 
 from blocksparse.integrations.density_recorder import DensityRecorder
+from blocksparse.integrations.serving.kinds import Kinds
 from blocksparse.integrations.serving.layer import LayerAttention
 from blocksparse.integrations.serving.settings import KEY as NAME
 from blocksparse.integrations.serving.settings import ConfigurationError, Host, Served, Settings
+from blocksparse.integrations.serving.warm import warm
+from blocksparse.integrations.serving.workspace import Workspace
+from blocksparse.integrations.serving.worth import Worth
 from blocksparse.integrations.sglang.prefill import SparsePrefill
 from blocksparse.integrations.sglang.reasons import layer_is_dense_because
+from blocksparse.layers.schedule import LayerPipeline
 
 HOST = Host(NAME, "--json-model-override-args")
 _log = logging.getLogger(__name__)
@@ -44,11 +50,14 @@ def backend(runner: Any) -> Any:
     )
     before = getattr(runner, NAME, None)  # of the other half, where two batches overlap
     recorder = before.recorder if before is not None else DensityRecorder() if settings.record else None
+    tokens = int(runner.model_config.context_len)
+    layers = _layers(runner, settings, recorder, Workspace(tokens))
+    kinds = _warmed(runner, settings, layers, tokens)
     prefill = SparsePrefill(
         stock=stock.forward_extend,
-        rest=make(runner),
-        layers=_layers(runner, settings, recorder),
-        settings=settings,
+        rests=[make(runner) for _ in kinds.pipelines],
+        layers=layers,
+        kinds=kinds,
         recorder=recorder,
         slots=runner.req_to_token_pool.req_to_token,
         cache=runner.token_to_kv_pool,
@@ -85,7 +94,9 @@ def _check(runner: Any) -> None:
             )
 
 
-def _layers(runner: Any, settings: Settings, recorder: DensityRecorder | None) -> dict[Any, LayerAttention | str]:
+def _layers(
+    runner: Any, settings: Settings, recorder: DensityRecorder | None, workspace: Workspace
+) -> dict[Any, LayerAttention | str]:
     """What attends in each layer, or the reason why it is dense."""
     layers: dict[Any, LayerAttention | str] = {}
     for layer in runner.model.modules():
@@ -98,8 +109,30 @@ def _layers(runner: Any, settings: Settings, recorder: DensityRecorder | None) -
             elif pipeline is None:
                 layers[layer] = "no pipeline for this layer"
             else:
-                layers[layer] = LayerAttention(pipeline, index, recorder)
+                layers[layer] = LayerAttention(pipeline, index, recorder, workspace)
     return layers
+
+
+def _warmed(runner: Any, settings: Settings, layers: dict[Any, LayerAttention | str], tokens: int) -> Kinds:
+    """The kinds of layers, after memory was taken and kernels were compiled for each.
+
+    SGLang measures no memory here: what is taken lies in what `--mem-fraction-static` leaves.
+    """
+    sparse = [(layer, attention) for layer, attention in layers.items() if not isinstance(attention, str)]
+    first = next((layer for layer, _ in sparse), next(iter(layers), None))
+    like = torch.empty((), dtype=runner.dtype, device=runner.device)
+    heads = (1, 1, 1) if first is None else (first.tp_q_head_num, first.tp_k_head_num, first.qk_head_dim)
+    worth = Worth.of(settings.dense_below, like, heads=heads[0], kv_heads=heads[1], head_dim=heads[2])
+    kinds = Kinds.of((attention.pipeline for _, attention in sparse), settings, worth)
+    chunk = int(runner.server_args.chunked_prefill_size or 0)
+    queries = chunk if chunk > 0 else int(runner.server_args.max_prefill_tokens)
+    query = torch.zeros((min(queries, tokens), heads[0], heads[2]), dtype=runner.dtype, device=runner.device)
+    out, done = torch.empty_like(query), set[LayerPipeline]()
+    for _, attention in sparse:
+        if attention.pipeline not in done:
+            done.add(attention.pipeline)
+            warm(attention, worth, settings, query, out, tokens=tokens)
+    return kinds
 
 
 def _summary(layers: dict[Any, LayerAttention | str]) -> str:

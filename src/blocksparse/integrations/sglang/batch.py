@@ -7,13 +7,13 @@ from collections import Counter
 from itertools import accumulate
 from typing import Any, final
 
-from attrs import field, frozen
+from attrs import define, field
 from torch import Tensor
 from torch.nn.functional import pad
 
+from blocksparse.integrations.serving.kinds import Kinds
 from blocksparse.integrations.serving.prefills import Prefills
 from blocksparse.integrations.serving.runs import Runs
-from blocksparse.integrations.serving.settings import Settings
 from blocksparse.integrations.serving.split import Split
 from blocksparse.integrations.sglang.reasons import batch_is_dense_because
 
@@ -39,7 +39,7 @@ _PER_TOKEN = ("input_ids", "positions", "out_cache_loc", "out_cache_loc_virtual"
 
 
 @final
-@frozen(eq=False)
+@define(eq=False)
 class Batch:
     """One step of the engine."""
 
@@ -47,29 +47,32 @@ class Batch:
     prefills: Prefills | None = None
     rest: Runs = field(factory=Runs)  # the tokens of the dense requests
     rest_batch: Any = None  # SGLang's ForwardBatch of these requests, None if there are none
+    backend: Any = None  # which has prepared it
 
     @classmethod
-    def of(cls, batch: Any, *, tokens: int, slots: Tensor, settings: Settings) -> Batch:
-        """
+    def of_kinds(cls, batch: Any, *, tokens: int, slots: Tensor, kinds: Kinds) -> list[Batch]:
+        """The batch of each kind of layers; those that are split alike share one.
+
         Args:
             batch: SGLang's ForwardBatch.
             tokens: the queries that came with it.
             slots: where in the cache the tokens of each request lie, `[requests of the pool, tokens]`.
         """
         if (dense := batch_is_dense_because(batch, tokens=tokens)) is not None:
-            return cls(Counter({dense: batch.batch_size}))
+            return [cls(Counter({dense: batch.batch_size}))] * max(len(kinds.pipelines), 1)
         starts = [0, *accumulate(batch.extend_seq_lens_cpu)]
         keys = [
             context + queries
             for context, queries in zip(batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu, strict=True)
         ]
-        split = Split.of(
-            starts,
-            keys,
-            min_tokens=settings.min_tokens,
-            min_queries=settings.min_queries,
-            masked=frozenset(i for i, pictures in enumerate(batch.mm_inputs or ()) if pictures is not None),
-        )
+        masked = frozenset(i for i, pictures in enumerate(batch.mm_inputs or ()) if pictures is not None)
+        splits = kinds.splits(starts, keys, masked=masked)
+        made = {split.sparse: split for split in splits}
+        batches = {sparse: cls._of(batch, split, starts, keys, slots) for sparse, split in made.items()}
+        return [batches[split.sparse] for split in splits]
+
+    @classmethod
+    def _of(cls, batch: Any, split: Split, starts: list[int], keys: list[int], slots: Tensor) -> Batch:
         if not split.sparse.ranges:
             return cls(split.reasons)
         longest = max(keys[request] for request in split.sparse)

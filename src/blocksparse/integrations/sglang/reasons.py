@@ -35,18 +35,17 @@ def layer_is_dense_because(layer: Any, *, dtype: torch.dtype, cache_dtype: torch
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def call_is_dense_because(options: Mapping[str, Any], *, has_keys: bool) -> str | None:
+def call_is_dense_because(options: Mapping[str, Any]) -> str | None:
     """The first reason why one call of a layer is dense, or None.
 
     Args:
         options: all arguments that change what attention means or gives. One that is unknown here is a reason by
             its name.
-        has_keys: whether the call brings keys and values for the cache.
     """
     for name, value in options.items():
         if value is not None and value is not False:
             return _NOT_PLAIN.get(name, name)
-    return None if has_keys else "keys of another layer"
+    return None
 
 
 def batch_is_dense_because(batch: Any, *, tokens: int) -> str | None:

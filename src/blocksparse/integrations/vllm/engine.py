@@ -2,28 +2,53 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, final
 
 from attrs import field, frozen
+from torch import Tensor
 
 from blocksparse.integrations.density_recorder import DensityRecorder
+from blocksparse.integrations.serving.counters import Counters
 from blocksparse.integrations.serving.layer import LayerAttention
 from blocksparse.integrations.serving.settings import KEY, Host, Served, Settings
+from blocksparse.integrations.serving.warm import pays_from, warm
+from blocksparse.integrations.serving.workspace import Workspace
+from blocksparse.integrations.serving.worth import Worth
+from blocksparse.layers.schedule import LayerPipeline
 
+_log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
 HOST = Host("BLOCKSPARSE", "--additional-config")
+
+
+NO_LAYER = "no layer of the model"  # but of one that drafts
 
 
 @final
 @frozen(eq=False)
 class Engine:
-    """The settings of an engine, and its record. Each process of vLLM has one per model."""
+    """The settings of an engine, and what its layers share. Each process of vLLM has one per model.
+
+    Args:
+        queries: at most, of a step.
+        tokens: at most, of a request.
+    """
 
     settings: Settings
+    queries: int
+    tokens: int
     recorder: DensityRecorder | None = field(init=False)
+    workspace: Workspace = field(init=False)
+    counters: Counters = field(factory=Counters, init=False)
+    _warmed: set[tuple[object, ...]] = field(factory=set, init=False)
 
     @recorder.default
     def _new_recorder(self) -> DensityRecorder | None:
         return DensityRecorder() if self.settings.record else None
+
+    @workspace.default
+    def _new_workspace(self) -> Workspace:
+        return Workspace(self.tokens)
 
     @classmethod
     def there(cls, config: Any) -> Engine | None:
@@ -40,14 +65,43 @@ class Engine:
         Raises:
             ConfigurationError: the configuration of this library does not fit.
         """
-        return cls.there(config) or cls(Settings.of(config.additional_config, served_by(config), HOST))
+        return cls.there(config) or cls(
+            Settings.of(config.additional_config, served_by(config), HOST),
+            queries=int(config.scheduler_config.max_num_batched_tokens),
+            tokens=int(config.model_config.max_model_len),
+        )
 
     def attention(self, layer: int) -> LayerAttention | str:
         """What attends in a layer, or the reason why it is dense."""
         if layer >= len(self.settings.layers):
-            return "no layer of the model"  # but of one that drafts
+            return NO_LAYER
         pipeline = self.settings.layers[layer]
-        return "no pipeline for this layer" if pipeline is None else LayerAttention(pipeline, layer, self.recorder)
+        if pipeline is None:
+            return "no pipeline for this layer"
+        return LayerAttention(pipeline, layer, self.recorder, self.workspace)
+
+    def warm(self, attention: LayerAttention, worth: Worth, query: Tensor, out: Tensor) -> None:
+        """Take memory and compile kernels for a pipeline, in the first of the layers that have it.
+
+        Args:
+            query, out: `[tokens, Hq, D]`; what is in `out` is overwritten.
+        """
+        kind = attention.pipeline, worth.q.shape, worth.k.shape, query.dtype
+        if kind not in self._warmed:
+            self._warmed.add(kind)
+            seconds = warm(attention, worth, self.settings, query, out, tokens=self.tokens)
+            _log.info(
+                "blocksparse: %r is ready after %.1f s, with %d MiB for keys and values",
+                attention.pipeline, seconds, self.workspace.nbytes >> 20,
+            )  # fmt: skip
+
+    def threshold(self, pipeline: LayerPipeline, worth: Worth) -> str:
+        """From how many tokens on a full chunk goes sparse, for the log."""
+        queries = min(self.queries, self.tokens)
+        least = pays_from(pipeline, worth, self.settings, queries=queries, tokens=self.tokens)
+        if least is None:
+            return f"no chunk of up to {queries} tokens, of requests of up to {self.tokens}, goes sparse"
+        return f"a chunk of {queries} tokens goes sparse from {least} tokens of its request on"
 
 
 def served_by(config: Any) -> Served:

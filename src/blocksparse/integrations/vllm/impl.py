@@ -9,8 +9,9 @@ from torch import Tensor
 from vllm.config import get_current_vllm_config
 
 from blocksparse.integrations.serving.layer import LayerAttention, record_dense
+from blocksparse.integrations.serving.worth import Worth
 from blocksparse.integrations.vllm.batch import Batch
-from blocksparse.integrations.vllm.engine import Engine, is_configured, layer_of
+from blocksparse.integrations.vllm.engine import NO_LAYER, Engine, is_configured, layer_of
 from blocksparse.integrations.vllm.reasons import dense_because
 
 
@@ -27,6 +28,8 @@ class SparsePrefill:
     engine: Engine | None
     layer: int
     attention: LayerAttention | None  # None is the stock backend alone
+    heads: tuple[int, int, int]  # of queries, of keys, and their dim
+    kind: int  # of its pipeline, among those of the layers that share batches
     dense_because: str | None
 
     def __init__(
@@ -59,8 +62,10 @@ class SparsePrefill:
         )
         config = get_current_vllm_config()
         self.engine = Engine.of(config) if self.needs_configuration or is_configured(config) else None
-        self.layer, self.attention = -1, None
-        self._longest = num_kv_heads or num_heads, int(config.model_config.max_model_len), head_size
+        self.layer, self.attention, self.kind = -1, None, 0
+        self.heads = num_heads, num_kv_heads or num_heads, head_size
+        self.decodes = attn_type == "decoder"  # layers of encoders have numbers of their own
+        self._layers = config.compilation_config.static_forward_context
         options = {
             "alibi_slopes": alibi_slopes,
             "sliding_window": sliding_window,
@@ -80,11 +85,27 @@ class SparsePrefill:
         if self.engine is None:
             return
         self.layer = layer_of(name)
-        attention = self._reason or self.unreadable(layer) or self.engine.attention(self.layer)
+        reason = self._reason or self.unreadable(layer) or self._drafts(name)
+        attention = reason or self.engine.attention(self.layer)
         if isinstance(attention, LayerAttention):
             self.attention, self.dense_because = attention, None
         else:
             self.attention, self.dense_because = None, attention
+
+    def _drafts(self, name: str) -> str | None:
+        """The reason of a layer of a model that drafts: the model has one of its number already."""
+        for other, layer in self._layers.items():
+            impl = getattr(layer, "impl", None)
+            if isinstance(impl, SparsePrefill) and impl.decodes and layer_of(other) == self.layer:
+                return None if other == name else NO_LAYER
+        return None
+
+    def worth(self, dtype: torch.dtype, device: Any) -> Worth:
+        """Which requests would save nothing in layers like this one."""
+        assert self.engine is not None
+        heads, kv_heads, head_dim = self.heads
+        like = torch.empty((), dtype=dtype, device=device)
+        return Worth.of(self.engine.settings.dense_below, like, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
 
     def unreadable(self, layer: Any) -> str | None:
         """The reason why the cache of this layer cannot be read, or None."""
@@ -113,15 +134,20 @@ class SparsePrefill:
         The new keys and values are in the cache already. `key` and `value` are those of these tokens.
         """
         stock: Any = super()
-        scales = output_scale, output_block_scale
-        batch: Batch | None = getattr(attn_metadata, "blocksparse", None)
-        if attn_metadata is None and self.engine is not None:
-            self._reserve(query)
-        if batch is not None and self.engine is not None:
-            record_dense(self.engine.recorder, self.layer, batch.reasons, batch.prefills, self.dense_because)
-        if batch is None or batch.prefills is None or self.attention is None:
-            whole: Tensor = stock.forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
-            return whole
+        batches: list[Batch] | None = getattr(attn_metadata, "blocksparse", None)
+        if batches is None:  # nothing of this step goes sparse
+            if attn_metadata is None and self.engine is not None:
+                self._warm(layer, query, output)
+            return stock.forward(  # type: ignore[no-any-return]
+                layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+            )
+        assert self.engine is not None
+        batch, scales = batches[self.kind], (output_scale, output_block_scale)
+        record_dense(self.engine.recorder, self.layer, batch.reasons, batch.prefills, self.dense_because)
+        if batch.prefills is None or self.attention is None:
+            return stock.forward(  # type: ignore[no-any-return]
+                layer, query, key, value, kv_cache, attn_metadata, output, *scales
+            )
         if batch.rest_metadata is not None:
             some = [None if x is None else batch.rest.take(x) for x in (query, key, value)]
             out = batch.rest.take(output)
@@ -132,12 +158,9 @@ class SparsePrefill:
         self.attention(query, keys, values, output, batch.prefills, scale=scale)
         return output
 
-    def _reserve(self, query: Tensor) -> None:
-        """Take for a moment what the longest request will take, in the run in which vLLM measures its memory.
-
-        Keys and values are gathered from their pages for one layer at a time. Then an executor moves up to 512 MiB
-        of them into another order, and keeps up to 256 MiB of results to be joined.
-        """
-        gathered = query.new_empty((2, *self._longest))
-        if query.is_cuda:
-            gathered.new_empty(768 << 20, dtype=torch.uint8)
+    def _warm(self, layer: Any, query: Tensor, output: Tensor) -> None:
+        """Prefill once in each size that a request may have, while vLLM measures its memory."""
+        assert self.engine is not None
+        self.place(layer.layer_name, layer)
+        if self.attention is not None:
+            self.engine.warm(self.attention, self.worth(query.dtype, query.device), query, output)

@@ -22,6 +22,11 @@ class RecordReader:
             return """nothing is recorded: add "record": true to the configuration of blocksparse"""
         return engine.recorder.table()
 
+    def blocksparse_counters(self) -> str:
+        """How many prompts were sparse, and why others were not, since the engine began."""
+        engine = Engine.there(self.vllm_config)
+        return "no layer has a pipeline" if engine is None else str(engine.counters)
+
     def blocksparse_clear(self) -> None:
         """Begin a new record."""
         engine = Engine.there(self.vllm_config)

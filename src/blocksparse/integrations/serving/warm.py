@@ -1,0 +1,92 @@
+"""Before an engine serves: prefills of nothing, in the sizes by which kernels are compiled and memory is taken."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from blocksparse.checks.inputs import UnsupportedError
+from blocksparse.integrations.serving.layer import LayerAttention
+from blocksparse.integrations.serving.settings import ConfigurationError, Settings
+from blocksparse.integrations.serving.worth import Worth
+from blocksparse.layers.schedule import LayerPipeline
+
+# 16 blocks of 128 tokens. Triton compiles a kernel for numbers that are multiples of 16, and once more for others.
+_ALIGNED = 2048
+
+
+def sizes(queries: int, least: int, most: int) -> Iterator[tuple[int, int]]:
+    """Queries and keys of requests such that kernels which serve these serve all; the largest first.
+
+    Kernels are compiled for widths of rows of blocks in powers of two, so keys fall by the square root of two; and
+    for numbers of tokens and of blocks that are multiples of 16, or are not.
+
+    Args:
+        queries: at most, of a step.
+        least, most: keys of a request that goes sparse.
+    """
+    keys = most
+    while keys > least:
+        aligned = max(keys // _ALIGNED * _ALIGNED, least)
+        for N in dict.fromkeys((keys, aligned, max(aligned - 999, least), max(aligned - 1008, least))):
+            parts = queries, queries - 999, queries // 2 - 99, queries // 4 + 1, queries // 8 + 1, 65
+            yield from ((M, N) for M in dict.fromkeys(parts) if 1 < M <= N)
+        keys = int(keys * 2**-0.5)
+    yield min(queries, least), least
+
+
+def pays_from(
+    pipeline: LayerPipeline, worth: Worth, settings: Settings, *, queries: int, tokens: int
+) -> int | None:
+    """The fewest keys with which a chunk of so many queries goes sparse, at most `tokens`; None if none does."""
+
+    def sparse(keys: int) -> bool:
+        return keys >= settings.min_tokens and worth.dense_because(pipeline, queries, keys) is None
+
+    if queries < settings.min_queries or queries > tokens or not sparse(tokens):
+        return None
+    below, from_here = queries - 1, tokens
+    while from_here - below > 1:
+        middle = (below + from_here) // 2
+        below, from_here = (below, middle) if sparse(middle) else (middle, from_here)
+    return from_here
+
+
+def warm(
+    attention: LayerAttention, worth: Worth, settings: Settings, query: Tensor, out: Tensor, *, tokens: int
+) -> float:
+    """Take the workspace, and prefill once in each size of a request that may go sparse: seconds that it took.
+
+    On a CPU, where no size is compiled for by itself, it is one short prefill.
+
+    Args:
+        query, out: `[queries of a step, Hq, D]`; what is in `out` is overwritten.
+        tokens: at most, of a request.
+
+    Raises:
+        ConfigurationError: the executor cannot run here.
+    """
+    start = time.perf_counter()
+    least = pays_from(attention.pipeline, worth, settings, queries=min(len(query), tokens), tokens=tokens)
+    if least is None:
+        return 0.0
+    found = list(sizes(min(len(query), tokens), least, tokens))
+    cache = worth.k.expand(1, -1, 1, -1)  # [1, Hkv, 1, D], as of a page with one token
+    room = attention.workspace.room(cache, cache).zero_()
+    for M, N in found if query.is_cuda else [(min(M, 256), N) for M, N in found[-1:]]:
+        kept = worth.k.shape[1] * N * worth.k.shape[3]
+        k, v = (part.view(1, -1, N, worth.k.shape[3]) for part in room[: 2 * kept].split(kept))
+        q, rows = (x[:M].transpose(0, 1)[None] for x in (query, out))
+        try:
+            attention.pipeline(q, k, v, out=rows)
+        except UnsupportedError as error:
+            raise ConfigurationError(
+                f"{attention.pipeline!r} of layer {attention.layer} cannot run here: {error.because}; "
+                "ask for another executor, or none"
+            ) from None
+    if query.is_cuda:
+        torch.cuda.synchronize(query.device)
+    return time.perf_counter() - start
