@@ -295,6 +295,24 @@ def test_a_spoilt_file_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @needs_kernel
+def test_kernels_are_compiled_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever wants the second one waits for it, and compiles nothing."""
+    quick = _quick(tmp_path, monkeypatch)
+    first, second = (tmp_path / "kernels" / room / f"{room}.cpp" for room in ("one", "two"))
+    for source in (first, second):
+        source.parent.mkdir(parents=True)
+        source.write_text(quick.read_text())
+    monkeypatch.setattr(compiled, "_KERNELS", tmp_path / "kernels")
+    assert compiled.load(first).seconds > 0
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join(60)
+    found = compiled.load(second)
+    assert found.library is not None
+    assert (found.library.answer(), found.seconds) == (42, 0.0)
+
+
+@needs_kernel
 def test_processes_at_once_make_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = _quick(tmp_path, monkeypatch)
     code = f"from blocksparse.kernels.common.compiled import load; from pathlib import Path\nf = load(Path({str(source)!r}))\nprint(f.library.answer(), f.seconds > 0)"

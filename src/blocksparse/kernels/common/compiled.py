@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -28,6 +29,7 @@ from pathlib import Path
 import torch
 from attrs import frozen
 
+_KERNELS = Path(__file__).parents[1]
 TIME_LIMIT = 120.0  # seconds that a compiler may take, and that a process waits for another one's
 FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
 INSTALL = "install a C++ compiler, such as g++ (apt install g++, dnf install gcc-c++, conda install gxx)"
@@ -61,19 +63,20 @@ class Loaded:
     seconds: float = 0.0  # that compiling took; 0 if it had been compiled before
 
 
-def load(source: Path, *, anew: bool = False) -> Loaded:
+def load(source: Path, *, anew: bool = False, others: bool = True) -> Loaded:
     """The library of `source`, compiled unless it is in the cache. Never raises.
 
     Args:
         anew: compile it even if it is there, or if that failed before.
+        others: if it must be compiled, begin with the other kernels of this package meanwhile; whoever wants one waits.
     """
     try:
-        return _load(source, anew)
+        return _load(source, anew, others)
     except (UnavailableError, OSError, subprocess.SubprocessError) as error:
         return Loaded(None, None, " ".join(str(error).split()) or type(error).__name__)
 
 
-def _load(source: Path, anew: bool) -> Loaded:
+def _load(source: Path, anew: bool, others: bool) -> Loaded:
     flags = cpu_flags()
     for name, _, needs in VARIANTS:
         path = source.parent / "compiled" / _name_in_wheel(source, name)
@@ -88,6 +91,9 @@ def _load(source: Path, anew: bool) -> Loaded:
             return Loaded(library, path, None)
         if failed.exists():
             raise UnavailableError(f"{failed.read_text()} (blocksparse build tries again)")
+        for other in _KERNELS.glob("*/*.cpp") if others and source.parents[1] == _KERNELS else ():
+            if other != source:
+                threading.Thread(target=load, args=(other,), kwargs={"others": False}).start()
     with _alone(folder / f"{name}.lock"):
         if not anew and (library := _opened(path)) is not None:  # another process has made it meanwhile
             return Loaded(library, path, None)

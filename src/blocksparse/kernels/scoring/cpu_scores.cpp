@@ -46,8 +46,8 @@ template <typename Work> void share_out(const Team& team, int64_t tasks, int64_t
   if (team.acquire) team.acquire(state);
 }
 
-// T is the type of the tensors, X that of the factors: bf16 where the CPU multiplies it, else fp32.
-template <typename T, typename X>
+// X is the type of the factors: bf16 where the CPU multiplies it, else fp32. T, below, is that of the tensors.
+template <typename X>
 struct Products {
   static constexpr bool kNarrow = std::is_same_v<X, bf16>;
   static constexpr int64_t kPair = kNarrow ? 2 : 1;
@@ -61,9 +61,23 @@ struct Products {
       : c(call), flipped(flip), E(c.slots * c.dim), K(kNarrow ? up(E, kDepth) : E), panels((c.keys + kPanel - 1) / kPanel),
         by_tiles(kHasTiles && kNarrow && may_use_tiles()) {}
 
-  static X factor(T x) { if constexpr (kNarrow) return x; else return wide(x); }
+  template <typename T> static X factor(T x) { if constexpr (kNarrow) return x; else return wide(x); }
 
+  // Calls `work` with a null pointer to the type of the tensors.
+  template <typename Work> void typed(Work work) const {
+    if constexpr (kNarrow) work((bf16*)nullptr);
+    else if (c.type == 0) work((float*)nullptr);
+    else if (c.type == 1) work((bf16*)nullptr);
+    else work((half*)nullptr);
+  }
   void pack_panel(int64_t unit, int64_t p) const {
+    typed([&](auto* t) { pack_panel_of<std::remove_pointer_t<decltype(t)>>(unit, p); });
+  }
+  void take_row(int64_t b, int64_t h, int64_t row, X* to) const {
+    typed([&](auto* t) { take_row_of<std::remove_pointer_t<decltype(t)>>(b, h, row, to); });
+  }
+
+  template <typename T> void pack_panel_of(int64_t unit, int64_t p) const {
     const T* k = (const T*)c.k + unit / c.kv_heads * c.k_step[0] + unit % c.kv_heads * c.k_step[1];
     X* to = packed + (unit * panels + p) * K * kPanel;
     const int64_t first = p * kPanel, n = std::min(kPanel, c.keys - first);
@@ -82,7 +96,7 @@ struct Products {
   }
 
   // One vector of queries as a row of the left-hand side.
-  void take_row(int64_t b, int64_t h, int64_t row, X* to) const {
+  template <typename T> void take_row_of(int64_t b, int64_t h, int64_t row, X* to) const {
     const T* q = (const T*)c.q + b * c.q_step[0] + h * c.q_step[1] + row * c.q_step[2];
     for (int64_t s = 0; s < c.slots; s++) {
       const T* from = q + (flipped ? c.slots - 1 - s : s) * c.q_step[3];
@@ -156,10 +170,10 @@ struct CellCall {
 
 namespace {
 
-template <typename T, typename X>
+template <typename X>
 int cell_mass(const CellCall& call) {
   const Tokens& c = call.tokens;
-  Products<T, X> products(c, call.flipped);
+  Products<X> products(c, call.flipped);
   const int64_t panels = products.panels, K = products.K, width = panels * kPanel, group = c.q_heads / c.kv_heads;
   const int64_t rows = std::max<int64_t>(1, kAtOnce / (call.high * group));  // rows of blocks of a task
   const int64_t parts = (call.rows + rows - 1) / rows;
@@ -291,10 +305,10 @@ struct ProbeCall {
 
 namespace {
 
-template <typename T, typename X>
+template <typename X>
 int probe_lines(const ProbeCall& call) {
   const Tokens& c = call.tokens;
-  Products<T, X> products(c, false);
+  Products<X> products(c, false);
   const int64_t panels = products.panels, K = products.K, width = panels * kPanel;
   const int64_t each_part = up((c.queries + call.parts - 1) / call.parts, kRows);
   const int64_t at_once = std::min(kAtOnce, std::max<int64_t>(16, kLogits / width / kRows * kRows));
@@ -401,10 +415,10 @@ struct ShareCall {
 
 namespace {
 
-template <typename T, typename X>
+template <typename X>
 int multiply_all(const ProductCall& call) {
   const Tokens& c = call.tokens;
-  Products<T, X> products(c, false);
+  Products<X> products(c, false);
   const int64_t panels = products.panels, K = products.K, parts = (c.queries + kAtOnce - 1) / kAtOnce;
   struct Desk { X* a; float* logits; };
   auto desk = [&](Arena& a) { return Desk{a.take<X>(kAtOnce * K), a.take<float>(kAtOnce * kPanel)}; };
@@ -574,11 +588,9 @@ int blocksparse_shares(const ShareCall* call) {
 }
 
 #if defined(MULTIPLIES_BF16)
-#define FOR_TYPE(function, call) \
-  (call.tokens.type == 0 ? function<float, float>(call) : call.tokens.type == 1 ? function<bf16, bf16>(call) : function<half, float>(call))
+#define FOR_TYPE(function, call) (call.tokens.type == 1 ? function<bf16>(call) : function<float>(call))
 #else
-#define FOR_TYPE(function, call) \
-  (call.tokens.type == 0 ? function<float, float>(call) : call.tokens.type == 1 ? function<bf16, float>(call) : function<half, float>(call))
+#define FOR_TYPE(function, call) function<float>(call)
 #endif
 
 // 0, or 1 if there is no memory.
