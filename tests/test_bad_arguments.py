@@ -113,7 +113,11 @@ def test_refining_by_what_does_not_divide(n: Any) -> None:
         (bs.pbs_attn, {"mass": 2}, "'mass' must be a number in (0, 1], or one per query head: 2"),
         (bs.xattention, {"block": 20}, "'block' must be a multiple of 'stride' (8): 20"),
         (bs.sparge, {"mass": [0.5], "share": 0.5}, "give 'mass' or 'share', not both: [0.5] and 0.5"),
-        (bs.mean_pooling, {"executor": 0}, "'executor' must be an Executor: 0"),
+        (
+            bs.mean_pooling,
+            {"executor": 0},
+            "'executor' must be an Executor: 0; the order is permuter, scorer, selector, executor",
+        ),
     ],
 )
 def test_presets_use_the_names_of_their_arguments(preset: Any, arguments: dict[str, Any], said: str) -> None:

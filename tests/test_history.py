@@ -267,7 +267,7 @@ def test_a_dense_call_leaves_it_as_it_is(device: str) -> None:
     assert history.tokens == 0
 
 
-KEEPING = ("mean_pooling", "flex_prefill", "minference", "sparge", "flash_prefill", "prism")
+KEEPING = ("auto", "mean_pooling", "flex_prefill", "minference", "sparge", "flash_prefill", "prism")
 
 
 @pytest.mark.parametrize("name", every_preset)

@@ -16,9 +16,9 @@ import attrs
 
 
 class Declared(NamedTuple):
-    """A type (or a union of types, any of which will do) and the stage whose class line names it."""
+    """A type (or a union of types, any of which will do) and the class of the stage whose class line names it."""
 
-    stage: object
+    stage: type
     value: type | UnionType
 
 
@@ -31,7 +31,7 @@ def declared(stage: object, role: type, place: int) -> tuple[Declared, ...]:
     cls: type = type(stage)
     said = _said(cls, role, place)
     if not isinstance(said, TypeVar):
-        return () if said is None else (Declared(stage, said),)
+        return () if said is None else (Declared(cls, said),)
     parts = [getattr(stage, attribute.name) for attribute in attrs.fields(cls)] if attrs.has(cls) else []
     return tuple(each for part in parts if isinstance(part, role) for each in declared(part, role, place))
 
@@ -82,7 +82,7 @@ def check_takes(needed: tuple[Declared, ...], given: tuple[Declared, ...]) -> No
     for need in needed:
         if given and not any(all(issubclass(one, need.value) for one in _each(gift.value)) for gift in given):
             raise TypeError(
-                f"{_name(need.stage)} needs {a_name(need.value)}, and {_name(given[-1].stage)} gives "
+                f"{need.stage.__name__} needs {a_name(need.value)}, and {given[-1].stage.__name__} gives "
                 f"{a_name(given[-1].value)}{_meaning(need.value)}"
             )
 
@@ -99,7 +99,9 @@ def check_got(taker: object, role: type, place: int, value: object) -> None:
         return
     for stage, need in declared(taker, role, place):
         if not isinstance(value, need):
-            raise TypeError(f"{_name(stage)} needs {a_name(need)}, and got {a_name(type(value))}{_meaning(need)}")
+            raise TypeError(
+                f"{stage.__name__} needs {a_name(need)}, and got {a_name(type(value))}{_meaning(need)}"
+            )
 
 
 def check_gave(promised: tuple[Declared, ...], value: object) -> None:
@@ -110,11 +112,23 @@ def check_gave(promised: tuple[Declared, ...], value: object) -> None:
     """
     for stage, promise in promised:
         if not isinstance(value, promise):
-            raise TypeError(f"{_name(stage)} must give {a_name(promise)}, and gave {a_name(type(value))}")
+            raise TypeError(f"{stage.__name__} must give {a_name(promise)}, and gave {a_name(type(value))}")
 
 
-def _name(stage: object) -> str:
-    return type(stage).__name__
+def classes(stage: object, *roles: type) -> tuple[object, ...]:
+    """What decides which types `declared` finds for these roles: a class, and its parts where it leaves one open."""
+    cls: type = type(stage)
+    if not attrs.has(cls) or not _is_open(cls, roles):
+        return (cls,)
+    parts = [getattr(stage, attribute.name) for attribute in attrs.fields(cls)]
+    return cls, *[classes(part, *roles) for part in parts if isinstance(part, roles)]
+
+
+@cache
+def _is_open(cls: type, roles: tuple[Any, ...]) -> bool:
+    return any(
+        isinstance(_said(cls, role, place), TypeVar) for role in roles for place in range(len(role.__parameters__))
+    )
 
 
 def _each(value: type | UnionType) -> tuple[type, ...]:

@@ -93,6 +93,8 @@ def per_head(value: float | Sequence[float] | Tensor | HeadValues) -> PerHead:
 
 def _number(value: Any) -> float | None:
     """A real number as a Python `int` or `float`; None for any other value."""
+    if type(value) is float:
+        return value
     if isinstance(value, Tensor) and value.ndim == 0 and _is_plain(value):
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -113,6 +115,10 @@ def _is_plain(x: Tensor) -> bool:
 def numbers(what: str, holds: Callable[[Tensor], Tensor]) -> Rule:
     """A rule for a number, or one per query head, of which `holds` must be true; `holds` must be false for NaN."""
 
+    @lru_cache(maxsize=256)  # pipelines are made anew for each call with the same few numbers
+    def holds_for_number(value: float) -> bool:
+        return bool(holds(torch.tensor(value, dtype=torch.float64, device="cpu")))
+
     def is_kind(value: Any) -> bool:
         return isinstance(per_head(value), int | float | HeadValues) and not isinstance(value, bool)
 
@@ -122,9 +128,9 @@ def numbers(what: str, holds: Callable[[Tensor], Tensor]) -> Rule:
         if isinstance(found, int) and abs(found) > 2**53:
             return False
         # The CPU is named because the default device may be another one, "meta" while a model is built.
-        values = found.values if isinstance(found, HeadValues) else found
-        entries = torch.as_tensor(values, dtype=torch.float64, device="cpu")
-        return bool(holds(entries).all())
+        if isinstance(found, HeadValues):
+            return bool(holds(found.values.to("cpu", torch.float64)).all())
+        return holds_for_number(found)
 
     return Rule(f"{what}, or one per query head", is_kind, holds_for_all)
 

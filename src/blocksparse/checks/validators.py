@@ -32,7 +32,8 @@ class Rule:
     way_out: str = ""
 
     def __call__(self, _: object, attribute: Attribute[Any], value: object) -> None:
-        self.check(**{attribute.name: value})
+        if not (self.is_kind(value) and self.holds(value)):
+            self.check(**{attribute.name: value})
 
     def check(self, **named: object) -> None:
         """Raise unless every one of these named values passes the rule."""
@@ -49,12 +50,12 @@ class Rule:
 
 def is_whole(value: object) -> TypeGuard[int]:
     """Whether a value is a whole number of Python or numpy, bools excluded."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
 def whole(value: int) -> int:
     """Converter: a whole number becomes a Python `int`; any other value stays as it is, for a rule to refuse."""
-    return int(value) if is_whole(value) else value
+    return int(value) if type(value) is not int and is_whole(value) else value
 
 
 def real(value: float) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from blocksparse.checks.class_line import Declared, check_takes, declared
+from blocksparse.checks.class_line import Declared, check_takes, classes, declared
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.executor import Executor
 from blocksparse.permuters.permutation import Permutation
@@ -27,9 +27,22 @@ class StageTypes(NamedTuple):
     def of(cls, permuter: object, scorer: object, selector: object, executor: object) -> StageTypes:
         """What their class lines declare or, where one is silent, what later stages need.
 
+        What their classes decide is found once.
+
         Raises:
             TypeError: a stage needs what the stage before it does not give.
         """
+        key = tuple(
+            [classes(x, Permuter, Scorer, Selector, Executor) for x in (permuter, scorer, selector, executor)]
+        )
+        if key not in _found:
+            if len(_found) >= _MOST:
+                _found.clear()
+            _found[key] = cls._of(permuter, scorer, selector, executor)
+        return _found[key]
+
+    @classmethod
+    def _of(cls, permuter: object, scorer: object, selector: object, executor: object) -> StageTypes:
         order, scores, mask = (
             declared(permuter, Permuter, 0),
             declared(scorer, Scorer, 1),
@@ -44,11 +57,16 @@ class StageTypes(NamedTuple):
             _promised(permuter, Permutation, order, orders),
             _promised(scorer, BlockScores, scores, declared(selector, Selector, 0)),
             _promised(selector, BlockMask, mask, declared(executor, Executor, 1)),
-            (Declared(executor, AttentionOutput),),
+            (Declared(type(executor), AttentionOutput),),
         )
 
 
 def _promised(
     stage: object, least: type, said: tuple[Declared, ...], needed: tuple[Declared, ...]
 ) -> tuple[Declared, ...]:
-    return Declared(stage, least), *(said or (Declared(stage, need.value) for need in needed))
+    cls = type(stage)
+    return Declared(cls, least), *(said or (Declared(cls, need.value) for need in needed))
+
+
+_found: dict[tuple[object, ...], StageTypes] = {}
+_MOST = 1024

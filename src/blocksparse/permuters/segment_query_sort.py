@@ -48,7 +48,7 @@ class SegmentQuerySort(Permuter[GlobalPermutation]):
 
     def __attrs_post_init__(self) -> None:
         multiple("S", self.S, "block", self.block)
-        check_takes((Declared(self, GlobalPermutation),), declared(self.keys, Permuter, 0))
+        check_takes((Declared(type(self), GlobalPermutation),), declared(self.keys, Permuter, 0))
 
     @property
     def moves_keys(self) -> bool:

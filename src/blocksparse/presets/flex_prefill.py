@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from blocksparse.checks.per_head import share
 from blocksparse.checks.validators import flag
 from blocksparse.executors.auto import AutoExecutor
 from blocksparse.executors.executor import Executor
@@ -46,7 +45,6 @@ def flex_prefill(
             drops the block with which the sum reaches `mass`.
         executor: `AutoExecutor()` if None.
     """
-    share.check(mass=mass)
     flag.check(as_released=as_released)
     floor = VerticalSlashCdf(0.0, min_budget=min_budget, released=as_released)
     return Pipeline(

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from blocksparse.checks.per_head import share
 from blocksparse.checks.validators import flag
 from blocksparse.executors.auto import AutoExecutor
 from blocksparse.executors.executor import Executor
@@ -35,7 +34,6 @@ def mean_pooling(
         as_released: include padding in the mean of a short tail block, as the authors' code does.
         executor: `AutoExecutor()` if None.
     """
-    share.check(mass=mass)
     flag.check(as_released=as_released)
     return Pipeline(
         Identity(),

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from blocksparse.checks.per_head import share
 from blocksparse.checks.validators import block_size, flag, multiple, size
 from blocksparse.executors.auto import AutoExecutor
 from blocksparse.executors.executor import Executor
@@ -42,7 +41,6 @@ def pbs_attn(
             probe that is not causal and ignores the tail, and the mean of a short tail block includes padding.
         executor: `AutoExecutor()` if None.
     """
-    share.check(mass=mass)
     block_size.check(block=block)
     size.check(S=S)
     flag.check(per_query_head=per_query_head, as_released=as_released)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from blocksparse.checks.per_head import share
 from blocksparse.checks.validators import block_size, multiple, size
 from blocksparse.executors.auto import AutoExecutor
 from blocksparse.executors.executor import Executor
@@ -41,7 +40,6 @@ def pbs_attn_plus(
         per_query_head: make one key order per query head, as the paper does, instead of one per KV head.
         executor: `AutoExecutor()` if None.
     """
-    share.check(mass=mass)
     block_size.check(block=block)
     size.check(S=S)
     multiple("S", S, "block", block)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from blocksparse.checks.per_head import share
 from blocksparse.checks.validators import flag
 from blocksparse.executors.auto import AutoExecutor
 from blocksparse.executors.executor import Executor
@@ -41,7 +40,6 @@ def xattention(
             copied.
         executor: `AutoExecutor()` if None.
     """
-    share.check(mass=mass)
     flag.check(as_released=as_released)
     return Pipeline(
         Identity(),

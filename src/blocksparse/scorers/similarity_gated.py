@@ -48,7 +48,7 @@ class SimilarityGatedScorer(Scorer[GlobalPermutation, BlockMass]):
     padded_tail: bool = field(default=False, validator=flag, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
-        check_takes((Declared(self, BlockMass),), declared(self.inner, Scorer, 1))
+        check_takes((Declared(type(self), BlockMass),), declared(self.inner, Scorer, 1))
 
     def __call__(
         self,

@@ -38,7 +38,7 @@ class RoutedByDivergence(Selector[VerticalSlashScores, BlockMask]):
 
     def __attrs_post_init__(self) -> None:
         for rule in (self.similar, self.otherwise):
-            check_takes(declared(rule, Selector, 0), (Declared(self, VerticalSlashScores),))
+            check_takes(declared(rule, Selector, 0), (Declared(type(self), VerticalSlashScores),))
 
     def __call__(self, scores: VerticalSlashScores) -> BlockMask:
         similar, otherwise = self.similar(scores).keep, self.otherwise(scores).keep

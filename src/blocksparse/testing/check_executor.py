@@ -155,7 +155,7 @@ class _Call:
 
     def check_meaning(self) -> None:
         given, q, k, v, spec = self.run(), self.q, self.k, self.v, self.spec
-        check_gave((Declared(self.executor, AttentionOutput),), given)
+        check_gave((Declared(type(self.executor), AttentionOutput),), given)
         shape = (*q.shape[:3], v.shape[-1])
         require(
             given.out.shape == shape and given.out.dtype == v.dtype,

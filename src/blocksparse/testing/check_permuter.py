@@ -37,7 +37,7 @@ def check_permuter(
         (q, k, _), spec = case.inputs(device=device), case.spec()
         with about(permuter, case), unchanged(q=q, k=k):
             given = permuter(q, k, spec)
-            check_gave((Declared(permuter, Permutation), *declared(permuter, Permuter, 0)), given)
+            check_gave((Declared(type(permuter), Permutation), *declared(permuter, Permuter, 0)), given)
             given.check_fits(q, k, causal=case.causal)
             given.check_contents(q, k)
             in_place = given.k_index is None

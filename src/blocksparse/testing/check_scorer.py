@@ -51,7 +51,7 @@ def check_scorer(
         for permutation in orders(q, k, needed, causal=case.causal):
             with about(scorer, (case, permutation)), unchanged(q=q, k=k):
                 scores = scorer(q, k, permutation, spec)
-                check_gave((Declared(scorer, BlockScores), *declared(scorer, Scorer, 1)), scores)
+                check_gave((Declared(type(scorer), BlockScores), *declared(scorer, Scorer, 1)), scores)
                 scores.grid.check_fits(q, k, permutation, spec)
                 if isinstance(scores, BlockMass):
                     negative = (scores.values < 0) & scores.grid.reachable

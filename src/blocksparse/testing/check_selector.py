@@ -78,7 +78,7 @@ def check_selector(
 def _check_one(selector: Selector[Any, Any], scores: BlockScores, *, keeps_forced: bool) -> None:
     """Check what must hold for each mask by itself."""
     mask = selector(scores)
-    check_gave((Declared(selector, BlockMask), *declared(selector, Selector, 1)), mask)
+    check_gave((Declared(type(selector), BlockMask), *declared(selector, Selector, 1)), mask)
     grid = mask.grid
     require(grid.permutation.orders_as(scores.grid.permutation), "the mask is of another permutation")
     require(~(mask.keep & ~grid.reachable).any(), "it keeps blocks in which no query may see a key")
