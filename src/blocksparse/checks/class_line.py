@@ -116,7 +116,7 @@ def check_gave(promised: tuple[Declared, ...], value: object) -> None:
 
 
 def classes(stage: object, *roles: type) -> tuple[object, ...]:
-    """What decides the types that `declared` finds for these roles: a class, and parts where it leaves one open."""
+    """What decides the types that `declared` finds: a class, and its parts' classes where it leaves one open."""
     cls: type = type(stage)
     if not attrs.has(cls) or not _is_open(cls, roles):
         return (cls,)

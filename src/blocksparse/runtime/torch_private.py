@@ -83,17 +83,9 @@ except ImportError:
     NO_DISPATCH_MODES = f"{_LACKS} torch.utils._python_dispatch or torch.utils._pytree"
 
 
-try:
-    from torch.utils._python_dispatch import _get_current_dispatch_mode as _dispatch_mode
-except ImportError:
-    _dispatch_mode = None  # type: ignore[assignment]  # no mode can be found
-
-
 def operations_are_noted() -> bool:
     """Whether something takes down PyTorch's operations, as `make_fx` does, and so misses what is none of them."""
-    if torch._C._get_tracing_state() is not None:
-        return True
-    return _dispatch_mode is not None and _dispatch_mode() is not None
+    return torch._C._get_tracing_state() is not None or under_a_dispatch_mode()
 
 
 def opaque_object(kind: type) -> None:
