@@ -34,8 +34,8 @@ CHART = re.compile(r"!\[(?P<alt>[^\]]*)\]\((?P<path>[^)\s]+)\.svg\)")
 CODE = re.compile(r"`[^`\n]+`")
 # Words of the glossary that a reader may not know, or know otherwise. The first use on each page is a link.
 WORDS = (
-    "prefill", "density", "covered mass", "KL", "slot", "segment", "reachable", "forced", "band", "sink", "probe",
-    "antidiagonal", "index map", "early stop", "plan",
+    "prefill", "density", "covered mass", "mass", "KL", "slot", "segment", "reachable", "forced", "band", "sink", "probe",
+    "antidiagonal", "sum of cells", "index map", "early stop", "plan", "stock", "YaRN",
 )  # fmt: skip
 PROSE = re.compile(r"^(?:[A-Z*(]|  ?\S|[a-z\d])")  # neither heading, table, code, list of links nor HTML
 
@@ -80,10 +80,12 @@ def _with_anchor(row: re.Match[str]) -> str:
 
 def _with_words_linked(lines: list[str], glossary: str) -> list[str]:
     """Link the first use of each word in running text to the glossary, outside of code, links and emphasis."""
-    waiting, linked, fenced = list(WORDS), [], False
+    waiting, linked, fenced, in_code = list(WORDS), [], False, False
     for line in lines:
         fenced ^= line.lstrip().startswith("```")
-        if not fenced and PROSE.match(line) and not line.startswith("    "):
+        began_in_code, in_code = in_code, not fenced and bool(line.strip()) and in_code ^ (line.count("`") % 2 == 1)
+        # A line with code that begins or ends on another line is left alone.
+        if not fenced and PROSE.match(line) and not line.startswith("    ") and not (began_in_code or in_code):
             pieces = re.split(r"(`[^`]*`|\[[^\]]*\]\([^)]*\)|!?\[.*|\*.*?\*|<.*?>|.*\]\([^)]*\))", line)
             for word in waiting.copy():
                 for i in range(0, len(pieces), 2):
