@@ -34,8 +34,8 @@ CHART = re.compile(r"!\[(?P<alt>[^\]]*)\]\((?P<path>[^)\s]+)\.svg\)")
 CODE = re.compile(r"`[^`\n]+`")
 # Words of the glossary that a reader may not know, or know otherwise. The first use on each page is a link.
 WORDS = (
-    "prefill", "density", "covered mass", "mass", "KL", "slot", "segment", "reachable", "forced", "band", "sink", "probe",
-    "antidiagonal", "sum of cells", "index map", "early stop", "plan", "stock", "YaRN",
+    "prefill", "density", "covered mass", "mass", "KL", "slot", "segment", "reachable", "forced", "band", "sink",
+    "probe", "antidiagonal", "sum of cells", "index map", "early stop", "plan", "stock", "YaRN",
 )  # fmt: skip
 PROSE = re.compile(r"^(?:[A-Z*(]|  ?\S|[a-z\d])")  # neither heading, table, code, list of links nor HTML
 
@@ -83,15 +83,16 @@ def _with_words_linked(lines: list[str], glossary: str) -> list[str]:
     waiting, linked, fenced, in_code = list(WORDS), [], False, False
     for line in lines:
         fenced ^= line.lstrip().startswith("```")
-        began_in_code, in_code = in_code, not fenced and bool(line.strip()) and in_code ^ (line.count("`") % 2 == 1)
+        began_in_code = in_code
+        in_code = not fenced and line.strip() != "" and in_code ^ (line.count("`") % 2 == 1)
         # A line with code that begins or ends on another line is left alone.
         if not fenced and PROSE.match(line) and not line.startswith("    ") and not (began_in_code or in_code):
             pieces = re.split(r"(`[^`]*`|\[[^\]]*\]\([^)]*\)|!?\[.*|\*.*?\*|<.*?>|.*\]\([^)]*\))", line)
             for word in waiting.copy():
                 for i in range(0, len(pieces), 2):
-                    target = f"{glossary}#{word.replace(' ', '-').lower()}"
-                    pieces[i], found = re.subn(rf"\b({word}s?)\b", rf"[\1]({target})", pieces[i], count=1)
-                    if found:
+                    if found := re.search(rf"\b{word}s?\b", pieces[i]):
+                        link = f"[{found[0]}]({glossary}#{word.replace(' ', '-').lower()})"
+                        pieces[i : i + 1] = [pieces[i][: found.start()], link, pieces[i][found.end() :]]
                         waiting.remove(word)
                         break
             line = "".join(pieces)
