@@ -91,7 +91,7 @@ def test_wrong_output_gets_no_time(
         raise WrongOutputError("head 0, row 3: relative error 1.00e+00")
 
     monkeypatch.setattr(video, "check", wrong)
-    assert all(set(row) == {"method", "why"} for row in told(tmp_path, monkeypatch).values())
+    assert all(set(row) == {"method", "step_dense_ms", "why"} for row in told(tmp_path, monkeypatch).values())
     assert "sparge                     WrongOutputError: head 0, row 3" in capsys.readouterr().out
 
 
