@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from prometheus_client import REGISTRY
 from vllm.config.attention import AttentionConfig
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionCGSupport
@@ -17,10 +18,13 @@ from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from blocksparse import a_shape
+from blocksparse.integrations.serving.counters import Counters
 from blocksparse.integrations.serving.kinds import Kinds
 from blocksparse.integrations.serving.settings import Settings
+from blocksparse.integrations.serving.split import Split
 from blocksparse.integrations.serving.worth import Worth
 from blocksparse.integrations.vllm import cpu, cuda, register
+from blocksparse.integrations.vllm.engine import Engine
 
 
 @pytest.fixture
@@ -109,3 +113,39 @@ def test_a_builder_that_changes_batches_leaves_them_dense() -> None:
     (batch,) = builder._batches(common, Kinds.of([a_shape()], settings, worth))
     assert batch.reasons == Counter({"another builder changes batches": 1})
     assert batch.prefills is None
+
+
+def layer_called(name: str, layers: dict[str, Any], *, decodes: bool = True) -> Any:
+    """A layer of an engine with two layers, as vLLM has made it, among those that are there."""
+    impl = cuda.Impl.__new__(cuda.Impl)
+    impl.engine = Engine(Settings((a_shape(), a_shape())), queries=512, tokens=1024)
+    impl._reason, impl._layers, impl.decodes = None, layers, decodes
+    layers[name] = SimpleNamespace(impl=impl)
+    return impl
+
+
+def test_layers_of_models_that_draft_stay_stock() -> None:
+    """Their numbers begin anew, or go on where the model ends; those of an encoder say nothing of them."""
+    layers: dict[str, Any] = {}
+    layer_called("audio.layers.1.attn", layers, decodes=False)
+    names = [
+        "model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn", "model.layers.2.self_attn.attn",
+        "draft_model.model.layers.0.self_attn.attn", "mtp.layers.1.self_attn.attn",
+    ]  # fmt: skip
+    impls = {name: layer_called(name, layers) for name in names}
+    for name, impl in impls.items():
+        impl.place(name, layers[name])
+    assert [impl.dense_because for impl in impls.values()] == [None, None, *["no layer of the model"] * 3]
+
+
+def test_prometheus_has_the_counters() -> None:
+    def counted(name: str, attention: str) -> float:
+        return REGISTRY.get_sample_value(name, {"attention": attention}) or 0.0
+
+    counters, before = Counters(), counted("blocksparse_prompts_total", "sparse")
+    split = Split.of([0, 1, 101, 121], [50, 300, 20], min_tokens=100, min_queries=16)
+    counters.saw([split])
+    assert counted("blocksparse_prompts_total", "sparse") - before == 1
+    assert counted("blocksparse_prompt_tokens_total", "fewer than min_tokens") >= 20
+    assert counted("blocksparse_prompts_total", "decode") == 0
+    assert str(counters) == "prompts: 1 x fewer than min_tokens (20 tokens), 1 x sparse (100 tokens)"

@@ -47,6 +47,7 @@ from blocksparse.integrations.vllm.batch import Batch, part_of
 from blocksparse.integrations.vllm.engine import HOST, Engine, is_configured, layer_of
 from blocksparse.integrations.vllm.reasons import dense_because
 from blocksparse.integrations.vllm.worker import RecordReader
+from blocksparse.runtime.calls import owner_of
 from blocksparse.testing import make_qkv
 
 SERVED = Served("llama", layers=4, heads=8, kv_heads=2)
@@ -247,7 +248,7 @@ def test_sizes_to_warm_with() -> None:
     found = list(sizes(2048, 9000, 131072))
     assert found[0] == (2048, 131072)  # by which memory is measured
     assert found[-1] == (2048, 9000)
-    assert len(set(found)) == len(found) < 250
+    assert len(set(found)) == len(found) < 300
     assert all(1 < M <= min(2048, N) and 9000 <= N <= 131072 for M, N in found)
     settings = Settings((), min_tokens=512, min_queries=64)
     worth = Worth.of(1e9, torch.empty(()), heads=8, kv_heads=2, head_dim=128)
@@ -406,6 +407,16 @@ def test_a_plan_says_what_each_layer_does(tmp_path: Path) -> None:
         ConfigurationError, match=r"made for another model, tiny \(it differs in layers: 2 and 4\)"
     ):
         Settings.of(given, SERVED, HOST)
+
+
+def test_layers_of_a_plan_repeat_the_same_launches(tmp_path: Path) -> None:
+    """A plan makes a pipeline for each layer, and what is learned of a call belongs to its value."""
+    given = {"blocksparse": {"plan": plan_file(tmp_path, None)}}
+    one, other = (Settings.of(given, Served("llama", 2, 8, 2), HOST).layers[0] for _ in "12")
+    assert isinstance(one, Pipeline)
+    assert isinstance(other, Pipeline)
+    assert one is not other
+    assert owner_of(one._call.run.run) is owner_of(other._call.run.run) is not None  # type: ignore[attr-defined]
 
 
 def test_a_plan_for_single_heads_needs_all_heads(tmp_path: Path) -> None:

@@ -48,3 +48,11 @@ def test_compilations_on_this_gpu(name: str, monkeypatch: pytest.MonkeyPatch) ->
         pipeline(q, k, v)
     print(compiled)
     assert all(count <= MORE.get(kernel, LIMIT) for kernel, count in compiled.items())
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_warm_compiles_nothing() -> None:
+    """By what Triton would look at, for chunks of prompts of up to 128K tokens on Hopper."""
+    lines = [line.split() for line in printed_by("warm_variants").splitlines()]
+    assert [(name, missing) for name, _, missing, *_ in lines] == [("auto", "0"), ("sparge", "0")]
+    assert all(int(compiled) > 20 for _, compiled, *_ in lines)

@@ -32,7 +32,7 @@ def sizes(queries: int, least: int, most: int) -> Iterator[tuple[int, int]]:
     while keys > least:
         aligned = max(keys // _ALIGNED * _ALIGNED, least)
         for N in dict.fromkeys((keys, aligned, max(aligned - 999, least), max(aligned - 1008, least))):
-            parts = queries, queries - 999, queries // 2 - 99, queries // 4 + 1, queries // 8 + 1, 65
+            parts = queries, queries - 999, queries // 2 - 99, *(queries // n + 1 for n in (4, 8, 16, 32)), 65
             yield from ((M, N) for M in dict.fromkeys(parts) if 1 < M <= N)
         keys = int(keys * 2**-0.5)
     yield min(queries, least), least

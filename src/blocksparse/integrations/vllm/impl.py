@@ -63,6 +63,7 @@ class SparsePrefill:
         config = get_current_vllm_config()
         self.engine = Engine.of(config) if self.needs_configuration or is_configured(config) else None
         self.layer, self.attention, self.kind = -1, None, 0
+        self._cold = True  # until vLLM runs the model without a batch, to measure its memory
         self.heads = num_heads, num_kv_heads or num_heads, head_size
         self.decodes = attn_type == "decoder"  # layers of encoders have numbers of their own
         self._layers = config.compilation_config.static_forward_context
@@ -136,7 +137,7 @@ class SparsePrefill:
         stock: Any = super()
         batches: list[Batch] | None = getattr(attn_metadata, "blocksparse", None)
         if batches is None:  # nothing of this step goes sparse
-            if attn_metadata is None and self.engine is not None:
+            if attn_metadata is None and self._cold:
                 self._warm(layer, query, output)
             return stock.forward(  # type: ignore[no-any-return]
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
@@ -160,7 +161,7 @@ class SparsePrefill:
 
     def _warm(self, layer: Any, query: Tensor, output: Tensor) -> None:
         """Prefill once in each size that a request may have, while vLLM measures its memory."""
-        assert self.engine is not None
+        self._cold = False
         self.place(layer.layer_name, layer)
-        if self.attention is not None:
+        if self.engine is not None and self.attention is not None:
             self.engine.warm(self.attention, self.worth(query.dtype, query.device), query, output)
