@@ -9,6 +9,7 @@ import random
 import sys
 from collections.abc import Iterable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from blocksparse.testing import every_preset
 CHUNK, LEAST, MOST, REQUESTS = 8192, 10000, 131072, 40  # tokens
 
 
-def needed(pipeline: bs.Pipeline, requests: Iterable[tuple[int, int]]) -> set[tuple[str, str]]:
+def needed(pipeline: bs.Pipeline[Any, Any, Any], requests: Iterable[tuple[int, int]]) -> set[tuple[str, str]]:
     """What these requests, with so many queries and keys, would have compiled."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         variants = recorded(monkeypatch, GPUTarget("cuda", 90, 32))

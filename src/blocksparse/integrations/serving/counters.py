@@ -19,7 +19,7 @@ def _exported() -> tuple[Any, Any]:
     Where PROMETHEUS_MULTIPROC_DIR is set, the counters of all processes of a server are added up in that folder.
     """
     try:
-        from prometheus_client import Counter as Exported  # type: ignore[import-not-found, unused-ignore]
+        from prometheus_client import Counter as Exported
     except ModuleNotFoundError:
         return None, None
     what = "in one step, by whether they were sparse, or why not"
