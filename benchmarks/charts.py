@@ -37,7 +37,7 @@ def speed_and_kl() -> Any:
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.7))
     lines = (
-        ("pooled means", ORANGE, gain("mean pooling, 128")),
+        ("mean_pooling", ORANGE, gain("mean pooling, 128")),
         ("auto", BLUE, gain("sums of cells, stride 16: auto, 128")),
         ("antidiagonals", RED, gain("antidiagonals, stride 8, 64")),
     )

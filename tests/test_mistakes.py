@@ -221,7 +221,7 @@ def test_a_wrong_attachment_to_a_model_of_diffusers() -> None:
     ("options", "words"),
     [
         (None, 'needs to know what to run | --additional-config \'{"blocksparse": {"preset":'),
-        ({"blocksparse": "auto"}, "an object with some of preset, settings | 'auto'"),
+        ({"blocksparse": "auto"}, "an object with some of preset | 'auto'"),
         ({"blocksparse": {"presets": "auto"}}, "there is no 'presets'; there are preset"),
         ({"blocksparse": {"min_tokens": 9}}, "one of 'preset' and 'plan'"),
         ({"blocksparse": {"preset": "pbs"}}, "there is no preset 'pbs'; there are auto"),
