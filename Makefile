@@ -58,7 +58,7 @@ dist: $(DIST_VENV)/.installed $(VENV)/.installed
 		$(VENV)/bin/blocksparse build --for-wheel build/compiled/src/blocksparse > /dev/null && \
 		$(DIST_VENV)/bin/python -m build --quiet --wheel --outdir build/compiled/dist \
 			-C=--build-option=--plat-name=linux_x86_64 build/compiled && \
-		PATH=$(abspath $(DIST_VENV))/bin:$$PATH $(DIST_VENV)/bin/auditwheel --quiet repair --wheel-dir dist build/compiled/dist/*.whl
+		PATH=$(abspath $(DIST_VENV))/bin:$$PATH $(DIST_VENV)/bin/auditwheel repair --wheel-dir dist build/compiled/dist/*.whl
 	@$(DIST_VENV)/bin/twine check --strict dist/*
 
 # What Hugging Face's package `kernels` loads, in build/hub-kernel (integrations/kernels/README.md).
