@@ -16,11 +16,11 @@ from blocksparse.checks.validators import block_size, flag, optional, size, whol
 from blocksparse.geometry import Grid
 from blocksparse.kernels.multiplying.block_products import block_products
 from blocksparse.kernels.multiplying.products import products
-from blocksparse.kernels.scoring.any_between import any_between
 from blocksparse.kernels.scoring.block_divergence import block_divergence
 from blocksparse.kernels.scoring.block_mean import block_mean
 from blocksparse.kernels.scoring.block_softmax import block_softmax
 from blocksparse.kernels.scoring.probe_lines import probe_lines
+from blocksparse.kernels.selecting.any_between import any_between
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.scorers.key_history import KeyHistory

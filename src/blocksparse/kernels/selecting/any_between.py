@@ -18,7 +18,7 @@ def any_between(chosen: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """
     count = pad(chosen.cumsum(-1, dtype=torch.int32), (1, 0))  # [B, Hq, n + 1], chosen entries before each
     if chosen.is_cuda:
-        from blocksparse.kernels.scoring.any_between_triton import any_between_triton
+        from blocksparse.kernels.selecting.any_between_triton import any_between_triton
 
         return any_between_triton(count, low, high)
     return any_between_reference(count, low, high)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn.functional import pad
 
-from blocksparse.kernels.scoring.any_between import any_between, any_between_reference
-from blocksparse.kernels.scoring.any_between_triton import any_between_triton
+from blocksparse.kernels.selecting.any_between import any_between, any_between_reference
+from blocksparse.kernels.selecting.any_between_triton import any_between_triton
 
 
 @pytest.mark.parametrize("heads", [1, 3])
