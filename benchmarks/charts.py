@@ -39,7 +39,7 @@ def speed_and_kl() -> Any:
     lines = (
         ("mean_pooling", ORANGE, gain("mean pooling, 128")),
         ("auto", BLUE, gain("sums of cells, stride 16: auto, 128")),
-        ("antidiagonals", RED, gain("antidiagonals, stride 8, 64")),
+        ("xattention", RED, gain("antidiagonals, stride 8, 64")),
     )
     _lines(left, lines)
     left.axhline(1, color=GREY, linewidth=1, linestyle="--")
@@ -70,7 +70,7 @@ def kl_by_time() -> Any:
     lines: list[Line] = [
         ("tuned plans", GREEN, points("plan")),
         ("mean_pooling | Band(128)", ORANGE, points("mean_pooling with Band(128)")),
-        ("antidiagonals | Band(128)", BLUE, points("xattention with Band(128)")),
+        ("xattention | Band(128)", BLUE, points("xattention with Band(128)")),
         ("s2o", RED, points("s2o")),
     ]
     _lines(axes, lines)
@@ -96,7 +96,7 @@ def facts() -> Any:
 
     figure, axes = plt.subplots(figsize=(7.6, 4.0))
     lines: list[Line] = [
-        ("antidiagonals | Band(128)", BLUE, points("xattention with Band(128)")),
+        ("xattention | Band(128)", BLUE, points("xattention with Band(128)")),
         ("mean_pooling | Band(128)", ORANGE, points("mean_pooling with Band(128)")),
         ("tuned plans, by layer", GREEN, points("plan, by layer 0")),
         ("s2o", RED, points("s2o")),
