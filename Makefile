@@ -69,7 +69,7 @@ hub-kernel:
 
 # The wheel alone, the compiled one if there is one, with another PyTorch, in an environment of up to 6 GB: make test-dist
 # TORCH=2.15.0
-WHEEL = $$(ls dist/*linux*.whl dist/*-any.whl 2>/dev/null | head -n 1)
+WHEEL = $$(ls -r dist/*.whl | head -n 1)
 test-dist: dist
 	$(need_python)
 	@echo "make test-dist: preparing $(WHEEL_VENV) with $(PYTHON), the wheel and torch $(TORCH)" >&2
