@@ -44,7 +44,9 @@ def methods(block: int, band: int | None) -> list[Method]:
         block: tokens per block.
         band: as further methods, presets with a band so wide on top, where they take one and have none.
     """
-    found = [Method(DENSE, "", None), Method("everything", "", _pipeline(bs.NoScorer(block), bs.Everything()))]
+    found = [Method(DENSE, "", None)]
+    # Everything() would be left out for dense attention.
+    found.append(Method("everything", "", _pipeline(bs.NoScorer(block), bs.Threshold(-1.0))))
     for rho in (0.05, 0.1, 0.2, 0.35, 0.6):
         selector: Any = bs.Random(rho) | bs.Sink(1)
         found.append(Method(FLOOR, f"{rho:g}", _pipeline(bs.NoScorer(block), selector)))

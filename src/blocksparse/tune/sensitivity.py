@@ -18,7 +18,7 @@ from blocksparse.layers.schedule import LayerPipeline, Schedule
 from blocksparse.permuters.identity import Identity
 from blocksparse.pipeline import Pipeline
 from blocksparse.scorers.no_scorer import NoScorer
-from blocksparse.selectors.everything import Everything
+from blocksparse.selectors.threshold import Threshold
 from blocksparse.tune.candidate import ALWAYS_SPARSE, Candidate
 from blocksparse.tune.cost import milliseconds
 from blocksparse.tune.errors import TuneError
@@ -29,7 +29,8 @@ from blocksparse.tune.prompts import TunePrompt
 from blocksparse.tune.reading import Call, Loss, Reading, on_attention
 from blocksparse.tune.unit import DENSE, Unit
 
-EVERYTHING: AnyPipeline = Pipeline(Identity(), NoScorer(128), Everything(), ALWAYS_SPARSE)
+# A selector that says beforehand that it keeps everything would be left out for dense attention.
+EVERYTHING: AnyPipeline = Pipeline(Identity(), NoScorer(128), Threshold(-1.0), ALWAYS_SPARSE)
 """Keeps every block, so what it loses is the noise of another kernel."""
 
 PROBE = 0.1  # of a dense reading, about; only the estimate of the time left rests on it
