@@ -315,15 +315,35 @@ def test_causality_by_perturbation(front: Front, executor: bs.Executor[Any, Any]
         assert not torch.equal(before.out[:, :, t:], after[:, :, t:])
 
 
+@each_executor
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of infinity, in the interpreter
+@pytest.mark.parametrize("bad", [float("nan"), pytest.param(float("inf"), marks=pytest.mark.slow)])
+def test_an_output_sees_no_bad_number_of_a_later_block(
+    executor: bs.Executor[Any, Any], bad: float, device: str
+) -> None:
+    """In original order keys and values that are not finite leave earlier rows of blocks bit-identical."""
+    whole = half_of(stages.PERMUTERS[0], device)
+    if not runs(executor, whole):
+        pytest.skip("does not take such blocks")
+    before = run(executor, whole)
+    k, v = (torch.cat((x[:, :, :64], torch.full_like(x[:, :, 64:], bad)), dim=2) for x in (whole.k, whole.v))
+    for keys, values in ((k, whole.v), (whole.k, v)):
+        after = executor(whole.q, keys, values, whole.mask, whole.spec)
+        assert torch.equal(after.out[:, :, :64], before.out[:, :, :64])
+
+
+@pytest.mark.parametrize("later", [1.0, 1e30, float("nan"), pytest.param(float("inf"), marks=pytest.mark.slow)])
 @each_scorer
-def test_selection_sees_no_future_block(scorer: bs.Scorer[Any, Any]) -> None:
+def test_selection_sees_no_future_block(scorer: bs.Scorer[Any, Any], later: float) -> None:
     """In original order the choice for a row of blocks depends on nothing after it."""
     if isinstance(scorer, stages.PROBES):
         pytest.skip("chooses by what the last queries see")
     q, k, v = make_qkv(**SIZES)
     noise = make_qkv(**SIZES, seed=1)
     t = 64  # a multiple of every block
-    q2, k2, v2 = (torch.cat((x[:, :, :t], y[:, :, t:]), dim=2) for x, y in zip((q, k, v), noise, strict=True))
+    q2, k2, v2 = (
+        torch.cat((x[:, :, :t], y[:, :, t:] * later), dim=2) for x, y in zip((q, k, v), noise, strict=True)
+    )
     front, by_row = (stages.PERMUTERS[0], scorer), stages.by_row(scorer)
     for before, after in zip(traces(front, q, k, v, by_row), traces(front, q2, k2, v2, by_row), strict=True):
         rows = t // before.mask.grid.q_block

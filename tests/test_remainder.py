@@ -97,6 +97,38 @@ def test_later_keys_change_nothing() -> None:
         assert not torch.equal(after[:, :, t:], before[:, :, t:])
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
+@pytest.mark.parametrize("inner", [bs.ReferenceExecutor(), bs.CpuExecutor()], ids=repr)
+def test_nor_do_later_numbers_that_are_not_finite(inner: bs.Executor[Any, Any], bad: float) -> None:
+    """A query has the bits that it has without them, unless it sees them; then they show, kept or not."""
+    q, k, v = make_qkv(N=100, Hq=2, Hkv=1, D=16)
+    pipeline = bs.mean_pooling(0.3, block=16, executor=bs.RemainderExecutor(inner))
+    choice = pipeline.choose(q, k)
+    before = pipeline.attend(q, k, v, choice).out
+    for x in (k, v):
+        x[:, :, 32:48] = bad
+        after = pipeline.attend(q, k, v, choice).out
+        assert torch.equal(after[:, :, :32], before[:, :, :32])
+        if bad != 1e30:
+            assert not bool(after[:, :, 48:].isfinite().any())
+        before = after
+
+
+def test_an_output_that_does_not_fit_is_refused() -> None:
+    q, k, v = make_qkv(N=100, Hq=2, Hkv=1, D=16)
+    trace = bs.mean_pooling(0.3, block=16, executor=REFERENCE).trace(q, k, v)
+    with pytest.raises(ValueError, match="'out' must have the shape"):
+        REFERENCE(q, k, v, trace.mask, trace.spec, torch.empty(3, *q.shape[1:]))
+    with pytest.raises(TypeError, match="'out' must have the dtype of q"):
+        REFERENCE(q, k, v, trace.mask, trace.spec, torch.empty_like(q, dtype=torch.int32))
+
+
+def test_no_remainder_of_a_remainder() -> None:
+    for make in (bs.RemainderExecutor, lambda inner: bs.sol_attn(remainder=True, executor=inner)):
+        with pytest.raises(ValueError, match="would count twice: give the executor"):
+            make(REFERENCE)
+
+
 def test_nothing_dropped_changes_nothing() -> None:
     q, k, v = make_qkv(N=100, Hq=2, Hkv=1, D=16)
     everything = bs.Pipeline(

@@ -39,10 +39,17 @@ class RemainderExecutor(Executor[GlobalPermutation, BlockMask]):
         inner: an executor that gives an lse: all do, but for `FlexExecutor` on a CPU.
 
     Raises:
-        ValueError: in a call, if `inner` gives no lse.
+        ValueError: `inner` is a `RemainderExecutor` itself; in a call, if it gives no lse.
     """
 
     inner: Executor[GlobalPermutation, BlockMask] = field(validator=a(Executor))
+
+    def __attrs_post_init__(self) -> None:
+        if isinstance(self.inner, RemainderExecutor):
+            raise ValueError(
+                "'inner' must not be a RemainderExecutor, since what is not kept would count twice: give the "
+                "executor that it has inside, or leave out remainder=True"
+            )
 
     @property
     def may_be_left_out(self) -> bool:
@@ -63,6 +70,7 @@ class RemainderExecutor(Executor[GlobalPermutation, BlockMask]):
         spec: AttentionSpec,
         out: Tensor | None = None,
     ) -> AttentionOutput:
+        self.check(q, k, v, mask, spec, out)
         exact = self.inner(q, k, v, mask, spec)
         if exact.lse is None:
             name = type(self.inner).__name__
@@ -71,11 +79,10 @@ class RemainderExecutor(Executor[GlobalPermutation, BlockMask]):
             )
         rest, lse = (one_order(mask).restore(x) for x in _remainder(q, k, v, mask, spec))
         together = torch.logaddexp(exact.lse.to(lse.dtype), lse)
-        of_exact, of_rest = (
-            (x.to(lse.dtype) - together).exp().nan_to_num(nan=0.0).unsqueeze(-1) for x in (exact.lse, lse)
-        )
+        of_exact, of_rest = ((x.to(lse.dtype) - together).exp().unsqueeze(-1) for x in (exact.lse, lse))
         # Where a query sees no remainder, not a bit of its output changes.
-        joined = torch.where(of_rest > 0, exact.out.to(rest.dtype) * of_exact + rest * of_rest, exact.out)
+        joined = exact.out.to(rest.dtype) * of_exact + rest * of_rest
+        joined = torch.where((lse == float("-inf")).unsqueeze(-1), exact.out.to(rest.dtype), joined)
         result = AttentionOutput(joined.to(exact.out.dtype), together.to(exact.lse.dtype), exact.visit)
         return result.written_to(out)
 
@@ -89,6 +96,8 @@ def _remainder(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: Attention
     sizes = (grid.k_position[:, :, 0].unflatten(-1, (-1, grid.k_block)) >= 0).sum(-1)  # [B|1, H|1, cols]
     weight = _per_query_head(sizes, grid).to(wide_dtype(q)).log().unsqueeze(2)
     dropped = ~mask.per_query_head() & _seen_whole(grid)
+    bad = ~values.isfinite()  # which 0 times the share of a query that does not take it would not keep out
+    values, spoils = values.masked_fill(bad, 0.0), _per_query_head(bad.any(-1), grid).unsqueeze(2)
     B, Hq, M, _ = q.shape
     step = max(1, _LOGITS // (B * Hq * grid.q_block * grid.cols))
     parts = []
@@ -101,7 +110,8 @@ def _remainder(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: Attention
         logits = logits.masked_fill(~taken, float("-inf"))
         lse = logits.logsumexp(-1)
         shares = (logits - lse.unsqueeze(-1)).exp().masked_fill(~taken, 0.0)
-        parts.append((products(shares, values.mT), lse))
+        part = products(shares, values.mT)
+        parts.append((part.masked_fill((taken & spoils).any(-1, keepdim=True), float("nan")), lse))
     return torch.cat([x for x, _ in parts], 2), torch.cat([x for _, x in parts], 2)
 
 

@@ -71,12 +71,16 @@ def _diagonal(queries: Tensor, keys: Tensor, grid: Grid) -> Tensor:
 
     `queries` are `[B, Hq, rows, D]`, `keys` `[B, H, cols, D]`.
     """
-    keys = keys - keys.mean(2, keepdim=True)  # so that the difference of moments below loses no digits
     if not grid.causal:  # all rows reach all keys
+        keys = keys - keys.mean(2, keepdim=True)
         return products(queries.square(), keys.square().mean(2, keepdim=True)).squeeze(3)
+    # A centre, so that the difference of moments below loses no digits: the first block, which is no row's future.
+    keys = keys - keys[:, :, :1].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     keys = keys.repeat_interleave(grid.q_heads // keys.shape[1], dim=1)
+    squares = keys.square()
+    bad = ~squares.isfinite()  # which 0 times the share of a row that does not reach it would not keep out
     share = grid.reachable.to(keys.dtype).expand(*queries.shape[:2], -1, -1)
     share = share / share.sum(-1, keepdim=True).clamp_min(1)
-    mean, square = (products(share, x.mT) for x in (keys, keys.square()))  # [B, Hq, rows, D]
+    mean, square = (products(share, x.masked_fill(bad, 0.0).mT) for x in (keys, squares))  # [B, Hq, rows, D]
     variance: Tensor = (queries.square() * (square - mean.square()).clamp_min(0)).sum(-1)
-    return variance
+    return variance.masked_fill((grid.reachable & bad.any(-1).unsqueeze(2)).any(-1), float("nan"))
