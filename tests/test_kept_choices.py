@@ -42,6 +42,47 @@ def test_calls_are_told_apart() -> None:
     assert choices.attend(0, PIPELINE, q, k, v, causal=False).age == 0
 
 
+def test_a_run_takes_no_choice_of_another() -> None:
+    """A warm-up of one step, or a run that was stopped in its first one, is followed by the first step again."""
+    choices = KeptChoices(12)
+    runs = [make_qkv(N=100, D=16, seed=seed) for seed in (0, 1)]
+    for q, k, v in runs:
+        choices.begin(0)
+        choices.attend(0, PIPELINE, q, k, v, causal=False)
+    q, k, v = runs[1]
+    for step, age in ((1, 0), (2, 1)):
+        choices.begin(step)
+        kept = choices.attend(0, PIPELINE, q, k, v, causal=False)
+        assert kept.age == age
+        assert torch.equal(kept.out, PIPELINE(q, k, v, causal=False))
+
+
+def test_both_halves_of_guidance_keep_theirs() -> None:
+    """Also where each begins its step: choices last from the second step on, as the first may be of two runs."""
+    choices, halves = KeptChoices(3), [make_qkv(N=100, D=16, seed=seed) for seed in (0, 1)]
+    ages = []
+    for step in range(6):
+        for q, k, v in halves:
+            choices.begin(step)
+            kept = choices.attend(0, PIPELINE, q, k, v, causal=False)
+            assert torch.equal(kept.out, PIPELINE(q, k, v, causal=False))
+            ages.append(kept.age)
+    assert ages == [0, 0, 0, 0, 1, 1, 2, 2, 0, 0, 1, 1]
+
+
+def test_scales_and_pipelines_have_choices_of_their_own() -> None:
+    choices, (q, k, v) = KeptChoices(9), make_qkv(N=100, D=16)
+    wider = bs.mean_pooling(0.8, block=16, executor=bs.ReferenceExecutor())
+    calls = [(pipeline, scale) for pipeline in (PIPELINE, wider) for scale in (0.125, -0.125, 0.0, 1.0)]
+    for step, (pipeline, scale) in enumerate(calls):
+        choices.begin(step)
+        kept = choices.attend(0, pipeline, q, k, v, scale=scale)
+        assert torch.equal(kept.out, pipeline(q, k, v, scale=scale))
+    choices.begin(8)
+    equal = bs.mean_pooling(0.8, block=16, executor=bs.ReferenceExecutor())
+    assert choices.attend(0, equal, q, k, v, scale=1.0).age == 1
+
+
 def test_what_is_kept_is_bounded() -> None:
     """A layer that is called more often in one step chooses anew beyond some calls."""
     choices, (q, k, v) = KeptChoices(9), make_qkv(N=50, D=16)

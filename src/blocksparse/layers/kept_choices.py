@@ -42,8 +42,8 @@ class KeptChoices:
 
     The first call of a layer in a step takes what its first call chose, the second what its second chose: both
     halves of classifier-free guidance have choices of their own. A choice is made anew when it is `every` steps
-    old, when tensors have other sizes, and when the steps begin again. Kept are a byte per block and head of each
-    mask, and the index maps of an order.
+    old, for another pipeline, for tensors of other sizes, and when the steps begin again. Kept are a byte per
+    block and head of each mask, and the index maps of an order.
 
     Args:
         every: for how many steps a choice is attended to, the step in which it is made included.
@@ -51,16 +51,26 @@ class KeptChoices:
 
     every: int = field(validator=size)
     _step: int = field(default=0, init=False)
+    _begun: int = field(default=0, init=False)  # how often this step was
+    _usual: int = field(default=1, init=False)  # how often the step before it was
     _calls: Counter[Hashable] = field(factory=Counter, init=False)
     _kept: dict[Hashable, tuple[int, Choice[Any]]] = field(factory=dict, init=False)
 
     def begin(self, step: int) -> None:
-        """Take note that calls of this step follow. A step before the last one begins another run."""
-        if step < self._step:
+        """Take note that calls of this step follow. A step before the last one begins another run.
+
+        So may the same step again: it is the other half of guidance, or a run that begins where the last one was
+        stopped. Where a step was begun more often than the step before it, or the first one more often than once,
+        nobody can tell, and no later step takes what was chosen until then.
+        """
+        if step == self._step:
+            self._begun += 1
+            return
+        if step < self._step or self._begun > self._usual:
             self._kept.clear()
-        if step != self._step:
-            self._calls.clear()
-        self._step = step
+        self._usual = max(self._begun, 1) if step > self._step else 1
+        self._step, self._begun = step, 1
+        self._calls.clear()
 
     def attend(
         self,
@@ -79,7 +89,8 @@ class KeptChoices:
         given = checked(q, k, v, asked)
         if pipeline.dense_because(*given) is not None:
             return Kept(pipeline(q, k, v, **asked), None, None)
-        call = layer, q.shape, k.shape, q.dtype, q.device, given[3]
+        # The scale as it was asked for, since that of the spec has lost its sign to q.
+        call = layer, pipeline, q.shape, k.shape, q.dtype, q.device, given[3], asked.get("scale")
         turn = self._calls[call]
         self._calls[call] += 1
         made, choice = self._kept.get((turn, call), (0, None))

@@ -52,8 +52,10 @@ def attach(
             diffusers pipeline.
         choose_every: for how many denoising steps a layer attends to the blocks that it chose in the first of
             them; None for one. Each half of classifier-free guidance chooses for itself, and each call of a
-            diffusers pipeline anew. Not for compiled models, nor for `HeadGroups`. `recorder.choice_ages()` says
-            how old choices were.
+            diffusers pipeline anew. Where the model is called several times in the first step, as with guidance,
+            all choose once more in the second: calls of one timestep may also be two runs, of which one was
+            stopped. Not for compiled models, nor for `HeadGroups`. `recorder.choice_ages()` says how old choices
+            were.
         min_tokens: attention over fewer tokens than this stays dense.
         recorder: gets a record of what each call did; if None, nothing is recorded.
         family: how a model that is not known lays out its tokens.
