@@ -10,6 +10,7 @@ from tests.papers.readings import CASES, Small, check, holding, small
 from torch import Tensor
 
 import blocksparse as bs
+from blocksparse.testing import make_qkv
 
 MASS, D = 0.7, 16
 FAST = [*range(4), *range(8, 12)]  # channels 0 to 3 turn with 8 to 11
@@ -45,6 +46,19 @@ def test_a_given_temperature_makes_chunks_choose_as_the_whole() -> None:
     pipeline = bs.prism(MASS, block=8, temperature=0.5, executor=bs.ReferenceExecutor())
     cases = (small(i, causal=True, D=D) for i in range(20))
     check(lambda _: pipeline, lambda case: reading(case, 0.5), cases, chunked=True)
+
+
+@pytest.mark.parametrize(("temperature", "most"), [(None, 0.02), (0.5, 0.0)])
+def test_how_much_a_choice_depends_on_later_tokens(temperature: float | None, most: float) -> None:
+    """With another second half of a prompt, a small share of the first half's blocks are chosen otherwise."""
+    (q, k, _), other = (make_qkv(N=4096, Hq=4, Hkv=2, D=128, seed=seed) for seed in (0, 7))
+    pipeline = bs.prism(temperature=temperature, executor=bs.ReferenceExecutor())
+    changed = [torch.cat((x[:, :, :2048], y[:, :, 2048:]), 2) for x, y in zip((q, k), other, strict=False)]
+    before, after = (pipeline.choose(*x).mask for x in ((q, k), changed))
+    reach = before.grid.reachable[:, :, :16].expand(1, 4, -1, -1)
+    share = (before.keep ^ after.keep)[:, :, :16][reach].double().mean()
+    assert share <= most
+    assert (share > 0) == (temperature is None)
 
 
 def test_pairs() -> None:
