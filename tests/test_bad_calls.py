@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -139,6 +140,41 @@ def test_no_argument_is_taken_and_ignored(run: Any, more: Call) -> None:
     with pytest.raises(TypeError, match=f"window, softcap and sinks, but no {next(iter(more))}") as error:
         run(*make_qkv(N=40, D=8), more)
     sentence(error)
+
+
+def compiled(run: Any) -> Any:
+    return torch.compile(run, fullgraph=True, backend="eager")
+
+
+def vmapped(run: Any) -> Any:
+    return lambda *x: torch.vmap(run)(*(each[None] for each in x))
+
+
+@pytest.mark.parametrize("under", [compiled, vmapped])
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("is_causal", False, "but no is_causal"),
+        ("causal", 1, "'causal' must be "),
+        ("window", 0, "'window' must be a whole number, at least 1, or None: "),
+        ("window", 100.7, "'window' must be a whole number, at least 1, or None: "),
+        ("window", True, "'window' must be a whole number, at least 1, or None: "),
+        ("softcap", 0.0, "'softcap' must be a number from 1e-30 to 1e30, or None: "),
+        ("softcap", False, "'softcap' must be a number from 1e-30 to 1e30, or None: "),
+        ("sinks", True, "'sinks' must be a number from -1e30 to 1e30, or one per query head"),
+        ("sinks", [0.5, True, 0.5, 0.5], "'sinks' must be a number from -1e30 to 1e30, or one per query head"),
+        ("sinks", torch.zeros(4, requires_grad=True), "that requires grad"),
+    ],
+)
+def test_a_graph_refuses_what_a_call_refuses(under: Any, name: str, value: Any, said: str) -> None:
+    """Its node takes numbers, in which a window of 0 is none, and True is 1."""
+    q, k, v = make_qkv(N=40, D=8)
+    for call in (lambda *x: GROUPS(*x, **{name: value}), under(lambda *x: GROUPS(*x, **{name: value}))):
+        with (
+            torch.enable_grad(),
+            pytest.raises((TypeError, ValueError, torch._dynamo.exc.Unsupported), match=re.escape(said)),
+        ):
+            call(q, k, v)
 
 
 @pytest.mark.parametrize("called", ["pipeline", "groups"])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 import blocksparse as bs
 from blocksparse.testing import make_qkv
@@ -47,19 +48,55 @@ def test_with_a_history() -> None:
 @pytest.mark.parametrize(
     ("out", "error", "words"),
     [
-        (7, TypeError, "'out' must be a Tensor: 7"),
+        (7, TypeError, "'out' must be a tensor: int"),
         (
             torch.empty(1, 4, 99, 16),
             ValueError,
             "'out' must have the shape (1, 4, 100, 16), on cpu: ",
         ),
         (torch.empty(1, 4, 100, 16).half(), TypeError, "'out' must have the dtype of q (torch.float32): "),
+        (
+            TwoTensor(torch.empty(1, 4, 100, 16), torch.empty(1, 4, 100, 16)),
+            TypeError,
+            "'out' must be a plain tensor: ",
+        ),
+        (torch._neg_view(torch.empty(1, 4, 100, 16)), ValueError, "'out' must hold its numbers as they are"),
+        (torch.empty(1, 4, 100, 16, requires_grad=True), ValueError, "'out' must not require a gradient: "),
+        (
+            torch.empty(9999).as_strided((1, 4, 100, 16), (1600, 32, 16, 1)),
+            ValueError,
+            "'out' must have its last axis",
+        ),
     ],
 )
 @pytest.mark.parametrize("name", ["pipeline", "groups"])
 def test_an_output_that_does_not_fit(name: str, out: Any, error: type[Exception], words: str) -> None:
     q, k, v = make_qkv(Hq=4, Hkv=2, N=100, D=16)
-    with pytest.raises(error, match=f"^{re.escape(words)}"):
+    with torch.enable_grad(), pytest.raises(error, match=f"^{re.escape(words)}"):
         CALLS[name](q, k, v, out=out)
     with pytest.raises(ValueError, match=r"^'out' is for one prompt, and 'sequences' are several"):
         CALLS[name](q, k, v, out=torch.empty_like(q), sequences=bs.Sequences.packed([50, 50]))
+
+
+@pytest.mark.parametrize("name", ["pipeline", "groups"])
+def test_an_output_in_the_memory_of_an_input(name: str) -> None:
+    """Parts side by side of one tensor are apart, and an output over an input, or over a part of one, is not."""
+    room = torch.randn(110, 4, 4, 16)  # per token: queries, keys, values and room for the output
+    q, k, v, out = (x.transpose(0, 1)[None] for x in room[:100].unbind(1))
+    call = CALLS[name] if name == "pipeline" else bs.HeadGroups({(0, 1, 2, 3): CALLS["pipeline"]})
+    assert torch.equal(call(q, k, v, out=out), call(q, k, v))
+    shifted = room[10:, 1].transpose(0, 1)[None]
+    for into, said in ((q, "q"), (k, "k"), (v, "v"), (shifted, "k")):
+        with pytest.raises(ValueError, match=f"^'out' must not share memory with '{said}'"):
+            call(q, k, v, out=into)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_autograd_sees_that_an_output_was_written(name: str) -> None:
+    q, k, v = make_qkv(Hq=4, Hkv=2, N=100, D=16)
+    out, weight = torch.ones_like(q), torch.ones(1)
+    with torch.enable_grad():
+        before = (weight.requires_grad_() * out).sum()
+        CALLS[name](q, k, v, out=out)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            before.backward()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from numbers import Real
 from typing import Any, TypedDict, final
@@ -16,6 +16,8 @@ from blocksparse.checks.per_head import (
     HeadValues,
     PerHead,
     by_head,
+    is_plain,
+    may_be_numbers,
     numbers,
     over_blocks,
     per_head,
@@ -56,6 +58,8 @@ _softcap = Rule(
     lambda x: isinstance(x, Real) and not isinstance(x, bool),
     lambda x: 1e-30 <= x <= 1e30,  # fp32, in which logits are divided by it, rounds less than 1e-45 to 0
 )
+_softcap_or_none = optional(_softcap)
+_window = optional(size)
 _sink = numbers("a number from -1e30 to 1e30", lambda x: x.abs() <= 1e30)
 
 
@@ -67,6 +71,28 @@ class Asked(TypedDict, total=False):
     window: int | None
     softcap: float | None
     sinks: Any  # a number, a sequence or a tensor [Hq] of numbers, or None
+
+
+def check_asked(asked: Asked) -> None:
+    """Refuse what `AttentionSpec.of` refuses and a node of a graph could not, since it gets numbers and a tensor.
+
+    torch.compile traces this. What the numbers in sinks are, and for how many heads, is left to the node.
+
+    Raises:
+        TypeError, ValueError: an argument is unknown, or not of its kind or out of its range.
+    """
+    _refuse_unknown(asked)
+    flag.check(causal=asked.get("causal", True))
+    _window.check(window=asked.get("window"))
+    _softcap_or_none.check(softcap=asked.get("softcap"))
+    if not may_be_numbers(sinks := asked.get("sinks")):
+        raise TypeError(f"'sinks' must be {_sink.what}: {shown(sinks)}")
+
+
+def _refuse_unknown(asked: Mapping[str, object]) -> None:
+    if unknown := asked.keys() - Asked.__annotations__.keys():
+        more = ", ".join(sorted(unknown))
+        raise TypeError(f"this call takes causal, scale, window, softcap and sinks, but no {more}")
 
 
 def _as_sinks(value: Any) -> PerHead:
@@ -101,8 +127,8 @@ class AttentionSpec:
 
     scale: float = field(converter=checked_scale)
     causal: bool = field(default=True, validator=flag)
-    window: int | None = field(default=None, converter=converters.optional(whole), validator=optional(size))
-    softcap: float | None = field(default=None, converter=_as_python, validator=optional(_softcap))
+    window: int | None = field(default=None, converter=converters.optional(whole), validator=_window)
+    softcap: float | None = field(default=None, converter=_as_python, validator=_softcap_or_none)
     sinks: PerHead | None = field(
         default=None, converter=converters.optional(_as_sinks), validator=optional(_sink)
     )
@@ -126,7 +152,7 @@ class AttentionSpec:
         """
         given: dict[str, Any] = {**asked, "scale": scale}
         sinks = given.get("sinks")
-        if isinstance(sinks, Tensor) and sinks.ndim == 1 and sinks.device.type != "cpu":
+        if isinstance(sinks, Tensor) and sinks.ndim == 1 and sinks.device.type != "cpu" and is_plain(sinks):
             sinks = given["sinks"] = read(sinks)
         spec = None
         if sinks is None or isinstance(sinks, float | HeadValues):
@@ -135,9 +161,7 @@ class AttentionSpec:
             except TypeError:  # of a value that cannot be looked up, which the class refuses in its own words
                 spec = None
         if spec is None:
-            if unknown := given.keys() - Asked.__annotations__.keys():
-                more = ", ".join(sorted(unknown))
-                raise TypeError(f"this call takes causal, scale, window, softcap and sinks, but no {more}")
+            _refuse_unknown(given)
             spec = AttentionSpec(**given)
         spec.check_heads(heads)
         return spec

@@ -12,7 +12,6 @@ from torch.autograd import forward_ad
 
 from blocksparse.attention_spec import Asked, AttentionSpec, checked_scale
 from blocksparse.batches.sequences import Sequences
-from blocksparse.checks.validators import a
 from blocksparse.runtime.torch_private import under_forward_mode
 
 MAX_HEAD_DIM = 256
@@ -116,13 +115,14 @@ def checked(
     return q, k, v, AttentionSpec.of(q.shape[1], scale, asked)
 
 
-def check_out(out: Tensor, q: Tensor, v: Tensor) -> None:
+def check_out(out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Refuse a tensor that cannot hold the output `[B, Hq, M, Dv]` of a call with these inputs.
 
     Raises:
-        TypeError, ValueError: it is no tensor, or its dtype, shape, device or strides are others.
+        TypeError, ValueError: it is no plain tensor; its dtype, shape, device or strides are others; its memory is
+            that of an input; or it requires a gradient.
     """
-    a(Tensor).check(out=out)
+    _check_kind("out", out)
     shape = (*q.shape[:3], v.shape[3])
     if out.dtype != q.dtype:
         raise TypeError(f"'out' must have the dtype of q ({q.dtype}): {out.dtype}; make it by q.new_empty()")
@@ -131,11 +131,46 @@ def check_out(out: Tensor, q: Tensor, v: Tensor) -> None:
             f"'out' must have the shape {shape}, on {q.device}: {tuple(out.shape)} on {out.device}; give the part "
             "of a tensor that is for these queries"
         )
-    if out.stride(3) != 1 or any(n > 1 and step == 0 for n, step in zip(shape, out.stride(), strict=True)):
+    if (out.shape[3] > 1 and out.stride(3) != 1) or _entries_meet(out):
         raise ValueError(
             "'out' must have its last axis innermost in memory, and no entries that share memory: "
             f"strides {out.stride()}; make it by q.new_empty()"
         )
+    if torch.is_grad_enabled() and out.requires_grad:
+        raise ValueError("'out' must not require a gradient: call under torch.no_grad(), or detach it")
+    if out.is_neg():
+        raise ValueError("'out' must hold its numbers as they are, and is a view that negates them: clone it")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if _share_memory(out, x):
+            raise ValueError(f"'out' must not share memory with '{name}': make it by q.new_empty()")
+
+
+def _entries_meet(x: Tensor) -> bool:
+    """Whether entries of `x` may share memory: an axis steps by less than those inside of it reach."""
+    reach = 1
+    for step, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and step < reach:
+            return True
+        reach += (size - 1) * step
+    return False
+
+
+def _share_memory(x: Tensor, y: Tensor) -> bool:
+    """Whether memory of `x` may be memory of `y`: they are no parts side by side of rows, of whatever length."""
+    apart, bytes_each = y.data_ptr() - x.data_ptr(), x.element_size()
+    for row in (2**62, *(step * bytes_each for step in x.stride() if step)):
+        if _reach(x, row) <= apart % row <= row - _reach(y, row):
+            return False
+    return True
+
+
+def _reach(x: Tensor, row: int) -> int:
+    """Over how many bytes of every row of so many bytes `x` reaches, from where its first entry is in one."""
+    reach = bytes_each = x.element_size()
+    for step, size in zip(x.stride(), x.shape, strict=True):
+        if step * bytes_each % row:
+            reach += (size - 1) * step * bytes_each
+    return reach
 
 
 def refuse_mask(attn_mask: object) -> None:

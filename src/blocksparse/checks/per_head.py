@@ -86,7 +86,7 @@ def per_head(value: float | Sequence[float] | Tensor | HeadValues) -> PerHead:
         entries = [_number(entry) for entry in value]
         if entries and None not in entries:
             found = HeadValues(torch.tensor(entries, dtype=torch.float64, device="cpu"))
-    elif found is None and isinstance(value, Tensor) and value.ndim == 1 and len(value) and _is_plain(value):
+    elif found is None and isinstance(value, Tensor) and value.ndim == 1 and len(value) and is_plain(value):
         found = HeadValues(value.to(torch.float64))
     return value if found is None else found  # type: ignore[return-value]
 
@@ -95,7 +95,7 @@ def _number(value: Any) -> float | None:
     """A real number as a Python `int` or `float`; None for any other value."""
     if type(value) is float:
         return value
-    if isinstance(value, Tensor) and value.ndim == 0 and _is_plain(value):
+    if isinstance(value, Tensor) and value.ndim == 0 and is_plain(value):
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
@@ -105,11 +105,20 @@ def _number(value: Any) -> float | None:
         return None
 
 
-def _is_plain(x: Tensor) -> bool:
+def is_plain(x: Tensor) -> bool:
     """Whether a tensor is dense and not on "meta", holds real numbers, and needs no gradient."""
     real = x.dtype.is_floating_point or x.dtype in WHOLE_DTYPES
     waits = x.requires_grad and torch.is_grad_enabled()
     return real and not waits and x.layout is torch.strided and not x.is_meta
+
+
+def may_be_numbers(value: Any) -> bool:
+    """Whether it is None, or `per_head` may make a number or `HeadValues` of it, as far as a graph can tell."""
+    if isinstance(value, Tensor):
+        return is_plain(value)
+    if isinstance(value, list | tuple):
+        return all(not isinstance(entry, list | tuple) and may_be_numbers(entry) for entry in value)
+    return value is None or (isinstance(value, HeadValues | Real) and not isinstance(value, bool))
 
 
 def numbers(what: str, holds: Callable[[Tensor], Tensor]) -> Rule:

@@ -130,6 +130,8 @@ def shown(value: object) -> str:
         return f"a tensor {list(value.shape)} of {value.dtype} on {value.device}{grad}"
     if isinstance(value, FunctionType | type):  # a stage or a preset whose parentheses were forgotten
         return f"{value.__name__} itself; call it: {value.__name__}()"
+    if torch.compiler.is_compiling() and isinstance(value, int | float):  # a symbol perhaps, which has no repr
+        return f"a value of type {type(value).__name__}"
     try:
         text = " ".join(repr(value).split())
     except ValueError:  # Python refuses to print a whole number of more than 4300 digits

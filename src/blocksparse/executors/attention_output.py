@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import final
 
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from blocksparse.selectors.block_mask import BlockMask
 
@@ -35,7 +36,10 @@ class AttentionOutput:
 
     def written_to(self, out: Tensor | None) -> AttentionOutput:
         """The same output in `out`, to which it is copied unless it lies there; as it is if there is no `out`."""
-        if out is None or out is self.out:
+        if out is None:
+            return self
+        if out is self.out:
+            increment_version(out)  # for autograd, since kernels do not
             return self
         out.copy_(self.out)
         return AttentionOutput(out, self.lse, self.visit)

@@ -61,7 +61,7 @@ class CpuExecutor(Executor[Permutation, BlockMask]):
         if not cpu_kernel_refuses(q, k, v):
             kept, change = Kept(mask.keep, mask.grid.q_block, mask.grid.k_block), spec.for_kernel(q)
             written = cpu_attention(q, k, v, kept, mask.grid.positions, scale=spec.scale, change=change, out=out)
-            return AttentionOutput(*written)
+            return AttentionOutput(*written).written_to(out)
         permutation = mask.grid.permutation
         rows = _Rows(mask, permutation.gather_queries(q), k, v, spec)
         rows.attend()

@@ -111,7 +111,7 @@ class Executor(ABC, Generic[PermutationT_contra, MaskT_contra]):
                 f"{q.device}, k {tuple(k.shape)} on {k.device}, v {tuple(v.shape)} on {v.device}"
             )
         if out is not None:
-            check_out(out, q, v)
+            check_out(out, q, k, v)
         if reasons := self.unsupported(q, k, v, mask, spec):
             inputs = ", ".join(
                 f"{name} {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} on {x.device.type}"

@@ -100,7 +100,7 @@ class SkipSoftmaxExecutor(Executor[GlobalPermutation, BlockMask]):
                 q, k, v, kept, mask.grid.positions, scale=spec.scale, change=change, skip=skip, out=out
             )
             visited = None if skip is None else partial(_visited, q, k, v, mask, spec, skip, tile)
-            return AttentionOutput(*written, visited)
+            return AttentionOutput(*written, visited).written_to(out)
         done = self._kernel(k)(q, k, v, mask, spec, out)
         if skip is None:
             return done

@@ -7,8 +7,9 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
-from blocksparse.attention_spec import Asked, AttentionSpec
+from blocksparse.attention_spec import Asked, AttentionSpec, check_asked
 from blocksparse.batches.sequences import Sequences
 from blocksparse.checks.inputs import check_inputs, check_out, checked
 from blocksparse.checks.per_head import HeadValues
@@ -48,6 +49,7 @@ class OpaqueCall(OpaqueBase):
             more: dict[str, Any] = {} if histories is None else {"history": histories[0]}
             if out is not None:
                 self._into(out, q, k, v, spec, **more)
+                increment_version(out)  # which kernels do not, and a repeated call does nothing else
                 return out
             return laid_out_as(q, self.run(q, k, v, spec, **more))
 
@@ -127,7 +129,7 @@ def attend(
         if out is not None:
             if sequences is not None:
                 raise ValueError("'out' is for one prompt, and 'sequences' are several: leave one of the two out")
-            check_out(out, q, v)
+            check_out(out, q, k, v)
         return call(q, k, v, spec, sequences, histories, out)
     for name, given in (("history", histories), ("out", out)):
         if given is not None:
@@ -162,13 +164,17 @@ def as_numbers(scale: float, asked: Asked) -> tuple[list[float], Tensor | None]:
     """What a layer asks for as arguments of a node: causality, the scale, its window and softcap, 0 being none.
 
     And its sinks: `[Hq]`, or `[]` for one number.
+
+    Raises:
+        TypeError, ValueError: as of `check_asked`.
     """
+    check_asked(asked)
     causal, sinks = asked.get("causal", True), asked.get("sinks")
     if isinstance(sinks, HeadValues):
         sinks = sinks.values
     elif sinks is not None and not isinstance(sinks, Tensor):
         sinks = torch.tensor(sinks, dtype=torch.float64)
-    return [float(causal), scale, float(asked.get("window") or 0), asked.get("softcap") or 0.0], sinks
+    return [float(causal), scale, float(asked.get("window") or 0), float(asked.get("softcap") or 0)], sinks
 
 
 def spec_of(numbers: list[float], sinks: Tensor | None, heads: int) -> AttentionSpec:
