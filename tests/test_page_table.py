@@ -193,6 +193,16 @@ KEYS = torch.zeros(3, 2, 16, 8)
         ),
         (lambda: gather_with_grad(), ValueError, "'keys' must not require grad"),
         (lambda: good().gather(KEYS.to("meta"), KEYS), ValueError, "must be on the device of the table"),
+        (lambda: one(-1), ValueError, "'request' must be a whole number, at least 0: -1"),
+        (lambda: one(2), ValueError, "'request' must be below 2, the rows of the table: 2"),
+        (
+            lambda: one(0, torch.empty(2000, device="meta")),
+            ValueError,
+            "'into' must be on the device of the cache",
+        ),
+        (lambda: one(0, KEYS), ValueError, "'into' must not share memory with the cache"),
+        (lambda: one(0, torch.empty(2000, requires_grad=True)), ValueError, "'into' must not require grad"),
+        (lambda: one(0, torch.empty(3)), ValueError, "'into' must be contiguous and have room for "),
         (lambda: good().sequences([3]), ValueError, r"'key_lengths' must have an entry per sequence \(1\): 2"),
     ],
 )
@@ -204,6 +214,11 @@ def test_what_cannot_be_is_one_sentence(make: Any, error: type[Exception], said:
 def gather_with_grad() -> None:
     with torch.enable_grad():
         good().gather(KEYS.clone().requires_grad_(), KEYS)
+
+
+def one(request: int, into: Tensor | None = None) -> None:
+    with torch.enable_grad():
+        good().gather_one(request, KEYS, KEYS, torch.empty(2000) if into is None else into)
 
 
 def good() -> bs.PageTable:

@@ -7,11 +7,12 @@ from math import prod
 from typing import Any, final
 
 from attrs import frozen
+from torch import Tensor
 
 from blocksparse.integrations.token_layout import Sizes, TokenLayout
 
 _TEXT_BEHIND = ("HunyuanVideo",)  # by the names of models' classes, where they do not say it in their options
-_TEXT_FIRST = ("Flux", "Chroma", "QwenImageTransformer2DModel")
+_TEXT_FIRST = ("Flux", "Chroma", "QwenImageTransformer2DModel")  # these put references behind the picture
 
 
 @final
@@ -30,8 +31,12 @@ class Latents:
     references: bool
 
     @classmethod
-    def of(cls, model: Any, x: Any, kwargs: Mapping[str, Any]) -> Latents:
-        """Read the latents `x`: `[B, C, T, H, W]` or `[B, C, H, W]`, or a list that begins with the video's."""
+    def of(cls, model: Any, given: Mapping[str, Any]) -> Latents:
+        """Read the arguments of a forward call, by name and in the order of its signature.
+
+        The first are the latents: `[B, C, T, H, W]` or `[B, C, H, W]`, or a list that begins with the video's.
+        """
+        x = next(iter(given.values()))
         x = x[0] if isinstance(x, list | tuple) else x
         patch = getattr(model, "patch_size", 1)
         patch = (1, patch, patch) if isinstance(patch, int) else (1, *patch)[-3:]
@@ -39,7 +44,10 @@ class Latents:
         if x.ndim in (4, 5):
             T, H, W = (-(-size // step) for size, step in zip((1, *x.shape[2:])[-3:], patch, strict=True))
             grid = T, H, W
-        references = any("ref" in name and value is not None for name, value in kwargs.items())
+        references = any(
+            "ref" in name and (isinstance(value, Tensor) or (isinstance(value, list | tuple) and len(value) > 0))
+            for name, value in given.items()
+        )
         return cls(type(model).__name__, grid, references)
 
 
@@ -59,7 +67,7 @@ def token_layout(latents: Latents, options: Mapping[str, Any], tokens: int) -> T
     others = tokens - prod(latents.grid)
     if others == 0:
         return TokenLayout((latents.grid,))
-    if others < 0:
+    if others < 0 or (latents.references and latents.model not in _TEXT_FIRST):
         return None
     if (pictures := options.get("img_slice")) is not None:
         first, end = map(int, pictures)

@@ -9,7 +9,8 @@ forward call runs, on top of what other nodes put there.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from inspect import Parameter, signature
 from typing import Any, final
 
 import torch
@@ -24,6 +25,8 @@ from .layout import Latents, token_layout
 
 OVERRIDE = "optimized_attention_override"
 _MAX_LAYOUTS = 16  # sizes for which pipelines are kept
+_HARMLESS = ("transformer_options", "_inside_attn_wrapper", "scale", "enable_gqa")  # options of attention
+_FLAGS = ("causal", "is_causal")  # change nothing where they are off
 
 
 @final
@@ -52,24 +55,31 @@ class SparsePatch:
 
     def wrapper(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a forward call of the model with sparse attention."""
-        options = kwargs.get("transformer_options")
-        if options is None:
-            options = next((x for x in args if isinstance(x, dict) and "sigmas" in x), None)
+        given = arguments(executor.original, args, kwargs)
+        options = given.get("transformer_options")
         if options is None:
             self.say("dense: the model is not told its options")
             return executor(*args, **kwargs)
-        if step_of(options) < self.dense_steps:
-            self.say("dense: first steps")
-            return executor(*args, **kwargs)
-        before = options.get(OVERRIDE)
-        options[OVERRIDE] = Override(self, before, Latents.of(executor.class_obj, args[0], kwargs))
+        found = options.get(OVERRIDE)
+        # Of two of these patches the inner one decides, also on what is dense.
+        before = found.before if isinstance(found, Override) else found
+        dense = self.dense_step(options)
+        put(options, before if dense else Override(self, before, Latents.of(executor.class_obj, given)))
         try:
             return executor(*args, **kwargs)
         finally:
-            if before is None:
-                options.pop(OVERRIDE, None)
-            else:
-                options[OVERRIDE] = before
+            put(options, found)
+
+    def dense_step(self, options: Mapping[str, Any]) -> bool:
+        """Whether all attention of a forward call with these options is dense."""
+        if not self.dense_steps:
+            return False
+        step = step_of(options)
+        if step is None:
+            self.say("dense: the sampler does not tell its steps, so each may be the first")
+        elif step < self.dense_steps:
+            self.say("dense: first steps")
+        return step is None or step < self.dense_steps
 
     def attend(self, layout: TokenLayout, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         """Attend `q` `[B, Hq, N, D]` to `k` and `v` `[B, Hkv, N, D]` as `layout` says."""
@@ -86,10 +96,16 @@ class SparsePatch:
         return layout.attend(attend, q, k, v, padded=False)
 
     def say(self, message: str) -> None:
-        """Log a message, the first time that it is said."""
+        """Log a message if `verbose`, the first time that it is said."""
         if self.verbose and message not in self._said:
             self._said.add(message)
             logging.info("blocksparse: %s", message)
+
+    def warn(self, message: str) -> None:
+        """Log a warning, the first time that it is said."""
+        if message not in self._said:
+            self._said.add(message)
+            logging.warning("blocksparse: %s", message)
 
 
 @final
@@ -121,7 +137,7 @@ class Override:
         options = kwargs.get("transformer_options") or {}
         tokens = q.shape[-2]
         layout = token_layout(self.latents, options, tokens)
-        if reason := self.dense_because(q, k, v, mask, options, layout):
+        if reason := self.dense_because(q, k, v, mask, options, layout) or unknown_option(kwargs):
             self.patch.say(f"{tokens} tokens dense: {reason}")
             same = {
                 "mask": mask,
@@ -134,6 +150,8 @@ class Override:
                 return func(q, k, v, heads, **same)
             return self.before(func, q, k, v, heads, **same)
         assert layout is not None
+        if self.patch.dense_blocks and "block_index" not in options:
+            self.patch.warn("'dense_blocks' leaves nothing dense here: this model does not number its blocks")
         if not skip_reshape:
             q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))
         self.patch.say(f"{tokens} tokens sparse, grid {' and '.join(map(str, layout.grids))}, {layout.text} kept")
@@ -163,13 +181,41 @@ class Override:
         return "where pictures and text stand is not known of this model" if layout is None else None
 
 
-def step_of(options: Mapping[str, Any]) -> int:
-    """The step of a run that a forward call belongs to, from 0 on. The host waits for it once per forward call.
+def arguments(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a forward call by name, in the order of its signature."""
+    expected = signature(forward)
+    given = dict(expected.bind_partial(*args, **kwargs).arguments)
+    for name, parameter in expected.parameters.items():
+        if parameter.kind is Parameter.VAR_KEYWORD:
+            given |= given.pop(name, {})
+    return given
 
-    A sampler may call the model between two steps; that counts as the step that has begun.
+
+def put(options: dict[str, Any], override: Callable[..., Tensor] | None) -> None:
+    """Let the attention of a forward call go to `override`, or to the host's own."""
+    if override is None:
+        options.pop(OVERRIDE, None)
+    else:
+        options[OVERRIDE] = override
+
+
+def unknown_option(kwargs: Mapping[str, Any]) -> str | None:
+    """The first option of a call of attention that may change its meaning, as a reason to be dense; or None."""
+    for name, value in kwargs.items():
+        if name not in _HARMLESS and value is not None and not (name in _FLAGS and value is False):
+            return f"the option {name}"
+    return None
+
+
+def step_of(options: Mapping[str, Any]) -> int | None:
+    """The step of a run that a forward call belongs to, from 0 on; None if the sampler does not tell.
+
+    Steps count in the order in which they come, with sigmas that fall or, in an inversion, rise. A sampler may
+    call the model between two steps; that counts as the step that has begun. The host waits once per forward call.
     """
     sigmas, now = options.get("sample_sigmas"), options.get("sigmas")
     if sigmas is None or now is None:
-        return 0
-    passed = sigmas.to(now.device) > now.max() * (1 + 1e-5)
+        return None
+    sigmas, now = sigmas.to(now.device), now.max()
+    passed = torch.where(sigmas[0] < sigmas[-1], sigmas < now * (1 - 1e-5), sigmas > now * (1 + 1e-5))
     return int(passed.sum())

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.integrations.comfyui import Executor, MiniMaxH3, Patcher, Wan, plain_attention
+from tests.integrations.comfyui import Executor, MiniMaxH3, Patcher, Wan, attention, plain_attention
 from torch import Tensor
 
 from blocksparse import HilbertOrder, MeanPoolScorer, Pipeline, ReferenceExecutor, TopK
@@ -106,7 +106,111 @@ def test_between_two_steps_is_the_one_that_has_begun(nodes: Any) -> None:
     step = sys.modules[nodes.__name__ + ".patch"].step_of
     for sigma, expected in ((1.0, 0), (0.95, 1), (0.9, 1), (0.7, 2), (0.6, 2), (0.01, 3)):
         assert step({"sample_sigmas": SIGMAS, "sigmas": torch.tensor([sigma] * 2)}) == expected
-    assert step({}) == 0
+    rising = torch.tensor([0.0, 0.3, 0.6, 1.0])  # an inversion
+    assert [step({"sample_sigmas": rising, "sigmas": sigma[None]}) for sigma in rising[:-1]] == [0, 1, 2]
+    assert step({}) is None
+
+
+def test_without_steps_all_may_be_the_first(nodes: Any, caplog: pytest.LogCaptureFixture) -> None:
+    model, given = wan()
+    (wrapper,) = patched(nodes, model, dense_steps=1, verbose=True).wrappers["diffusion_model"]["blocksparse"]
+    run = Executor(model.model.run, model.model, [wrapper])
+    with caplog.at_level(logging.INFO):
+        out = run(given["x"], SIGMAS[:1], given["context"], transformer_options={})
+    assert torch.equal(out, model.sample(**given)[0])
+    assert caplog.messages == ["blocksparse: dense: the sampler does not tell its steps, so each may be the first"]
+
+
+def test_of_two_nodes_the_one_nearer_to_the_sampler_decides(nodes: Any) -> None:
+    model, given = wan()
+    expected = model.sample(**given)
+    one = patched(nodes, model, keep_percent=20.0)
+    for options in ({"dense_steps": 99}, {"dense_blocks": "0-9"}, {"keep_percent": 100.0}):
+        for x, y in zip(patched(nodes, one, **options).sample(**given), expected, strict=True):
+            assert (x - y).abs().max() <= 1e-6
+    two = patched(nodes, patched(nodes, model, dense_steps=99), keep_percent=20.0)
+    assert same(two.sample(**given), one.sample(**given)) == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("option", "dense"),
+    [
+        ({}, False),
+        ({"scale": 0.3, "is_causal": False, "attn_bias": None}, False),
+        ({"is_causal": True}, True),
+        ({"causal": True}, True),
+        ({"window_size": 3}, True),
+        ({"attn_bias": torch.zeros(72, 72)}, True),
+        ({"softmax_scale": 0.1}, True),
+        ({"low_precision_attention": False}, True),
+    ],
+    ids=str,
+)
+def test_options_that_are_not_known_go_to_the_host(nodes: Any, option: dict[str, Any], dense: bool) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def host(*args: Any, **kwargs: Any) -> Tensor:
+        seen.append(kwargs)
+        return plain_attention(*args, **kwargs)
+
+    class Own:
+        patch_size = (1, 2, 2)
+
+        def run(self, x: Tensor, transformer_options: dict[str, Any]) -> Tensor:
+            q = torch.randn(1, 72, 32)
+            out: Tensor = transformer_options["optimized_attention_override"](host, q, q, q, 2, **option)
+            return out
+
+    wrappers = patched(nodes, Patcher(Own())).wrappers["diffusion_model"]["blocksparse"]
+    Executor(Own().run, Own(), wrappers)(VIDEO, transformer_options={})
+    assert [option.items() <= kwargs.items() for kwargs in seen if len(option) == 1] == [True] * dense
+    assert bool(seen) == dense
+
+
+def test_dense_blocks_without_numbers_are_warned_of(nodes: Any, caplog: pytest.LogCaptureFixture) -> None:
+    class Own:
+        patch_size = (1, 2, 2)
+
+        def run(self, x: Tensor, transformer_options: dict[str, Any]) -> None:
+            q = torch.randn(1, 72, 32)
+            for _ in range(2):
+                attention(q, q, q, 2, transformer_options=transformer_options)
+
+    wrappers = patched(nodes, Patcher(Own()), dense_blocks="0").wrappers["diffusion_model"]["blocksparse"]
+    Executor(Own().run, Own(), wrappers)(x=VIDEO, transformer_options={})
+    assert caplog.messages == [
+        "blocksparse: 'dense_blocks' leaves nothing dense here: this model does not number its blocks"
+    ]
+
+
+@pytest.mark.parametrize("model", ["Flux", "HunyuanVideo"])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_references_are_found_wherever_they_are_given(nodes: Any, model: str, by_name: bool) -> None:
+    """They stand behind the picture in the single blocks of Flux, which say where; elsewhere that is not known."""
+    said: list[bool] = []
+
+    class Own:
+        patch_size = 2
+
+        def run(
+            self, x: Tensor, timestep: Tensor, ref_latents: Any = None, *, transformer_options: dict[str, Any]
+        ) -> None:
+            q = torch.randn(1, 7 + 96 + 12, 32)
+            for where in ({}, {"img_slice": [7, 115]}):
+                out = attention(q, q, q, 2, transformer_options={**transformer_options, **where})
+                off = (out - plain_attention(q, q, q, 2))[0].abs().amax(-1)
+                said.append(bool(off[7:103].max() > 1e-3))
+                assert max(off[:7].max(), off[103:].max()) <= 1e-5
+
+    own = type(model, (Own,), {})()
+    wrappers = patched(nodes, Patcher(own), keep_percent=20.0).wrappers["diffusion_model"]["blocksparse"]
+    latents, reference = torch.zeros(1, 16, 16, 24), [torch.zeros(1, 16, 6, 8)]
+    run = Executor(own.run, own, wrappers)
+    if by_name:
+        run(latents, SIGMAS[:1], ref_latents=reference, transformer_options={})
+    else:
+        run(latents, SIGMAS[:1], reference, transformer_options={})
+    assert said == [False, model == "Flux"]
 
 
 def test_text_and_sound_are_kept(nodes: Any) -> None:
@@ -185,7 +289,7 @@ PACKED = SimpleNamespace(
 def test_layouts(nodes: Any, model: str, options: dict[str, Any], tokens: int, before: int | None) -> None:
     layout = sys.modules[nodes.__name__ + ".layout"]
     kind = type(model, (), {"patch_size": (1, 2, 2)})
-    latents = layout.Latents.of(kind(), VIDEO, {"ref_latents": None})
+    latents = layout.Latents.of(kind(), {"x": VIDEO, "ref_latents": None})
     expected = None if before is None else TokenLayout(((3, 4, 6),), text=tokens - 72, before=before)
     assert layout.token_layout(latents, options, tokens) == expected
 
@@ -193,9 +297,9 @@ def test_layouts(nodes: Any, model: str, options: dict[str, Any], tokens: int, b
 def test_latents_of_pictures_and_references(nodes: Any) -> None:
     layout = sys.modules[nodes.__name__ + ".layout"]
     flux = type("Flux", (), {"patch_size": 2})()
-    latents = layout.Latents.of(flux, torch.zeros(1, 16, 9, 12), {})
+    latents = layout.Latents.of(flux, {"x": torch.zeros(1, 16, 9, 12)})
     assert latents.grid == (1, 5, 6)  # what is left over is filled up
-    given = layout.Latents.of(flux, torch.zeros(1, 16, 8, 12), {"ref_latents": [VIDEO]})
+    given = layout.Latents.of(flux, {"x": torch.zeros(1, 16, 8, 12), "ref_latents": [VIDEO]})
     assert layout.token_layout(given, {}, 24 + 7) is None
 
 

@@ -27,6 +27,7 @@ from tests.integrations.diffusion_pipelines import PIPELINES
 
 from blocksparse import (
     AttentionOutput,
+    AutoExecutor,
     BlockMask,
     Everything,
     Executor,
@@ -148,6 +149,17 @@ def test_the_recorder_tells_the_density_of_what_ran(case: Case) -> None:
         assert torch.allclose(recorder.density(), ran)
     else:  # SD 3.5 has two in some
         assert sum(recorder.sparse_calls().values()) == len(executor.masks) > case.layers
+
+
+@pytest.mark.parametrize("every", [None, 2])
+def test_the_recorder_tells_what_ran_densely(every: int | None) -> None:
+    """The executor may attend densely where that is less work."""
+    little = Pipeline(Identity(), MeanPoolScorer(8), TopK(1), AutoExecutor(dense_below=1e30))
+    recorder, model = DensityRecorder(), made(CASES["wan"])
+    with attached(model, little, recorder=recorder, choose_every=every):
+        run(model, given(CASES["wan"], SMALL))
+    assert recorder.sparse_calls() == {}
+    assert {layer: reasons.total() for layer, reasons in recorder.dense_calls().items()} == {0: 1, 1: 1}
 
 
 @pytest.mark.parametrize("name", JOINT)

@@ -118,3 +118,17 @@ def test_pictures_have_their_order_and_all_else_is_kept(name: str) -> None:
         assert bool(mask.keep[:, :, last:].all())
         kept.add(mask.grid.k_len - pictures)
     assert kept == {KEPT.get(name, 0)}
+
+
+@pytest.mark.filterwarnings("ignore:In CPU autocast")  # by Mochi
+@pytest.mark.parametrize("case", {**CASES, **MORE}.values(), ids=[*CASES, *MORE])
+def test_layers_count_in_the_order_in_which_they_run(case: Case) -> None:
+    model, ran = made(case), list[str]()
+    with attached(model) as attachment:
+        for layer in attachment.layers:
+            layer.module.register_forward_hook(lambda *_, name=layer.name: ran.append(name))
+        model(**{"return_dict": False, **given(case, SMALL)})
+    blocks = [name.rsplit(".", 1)[0] for name in dict.fromkeys(ran)]
+    assert list(dict.fromkeys(blocks)) == list(
+        dict.fromkeys(layer.name.rsplit(".", 1)[0] for layer in attachment.layers)
+    )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from blocksparse.batches.sequences import Sequences
 from blocksparse.checks.inputs import DTYPES
-from blocksparse.checks.validators import block_size, numbers_on_host, shown, whole
+from blocksparse.checks.validators import block_size, count, numbers_on_host, shown, whole
 from blocksparse.kernels.moving.gather_pages import gather_pages
 
 
@@ -112,15 +112,20 @@ class PageTable:
         """The keys and values of one request, `[1, Hkv, length, D]` and `[..., Dv]`, in memory that is there.
 
         Args:
-            request: its row in the table.
+            request: its row in the table, from 0 on.
             keys: as of `gather`.
             values: as of `gather`.
-            into: contiguous memory in the dtype of the cache, for as many numbers as these have, or more.
+            into: contiguous memory beside the cache, in its dtype and on its device, for as many numbers as these
+                have, or more.
 
         Raises:
-            TypeError, ValueError: as of `gather`, or `into` is too small.
+            TypeError, ValueError: as of `gather`; or there is no such request; or `into` is too small, shares memory
+                with the cache, or requires grad.
         """
         self._check(keys, values)
+        count.check(request=request)
+        if request >= len(self.lengths):
+            raise ValueError(f"'request' must be below {len(self.lengths)}, the rows of the table: {request}")
         Hkv, N = keys.shape[1], self.lengths[request]
         shapes = (1, Hkv, N, keys.shape[3]), (1, Hkv, N, values.shape[3])
         sizes = math.prod(shapes[0]), math.prod(shapes[1])
@@ -128,6 +133,15 @@ class PageTable:
             raise ValueError(
                 f"'into' must be contiguous and have room for {sum(sizes)} numbers of {keys.dtype}, the keys and "
                 f"values of {N} tokens: {shown(into)}"
+            )
+        if into.device != keys.device:
+            raise ValueError(f"'into' must be on the device of the cache ({keys.device}): {into.device}")
+        if into.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"'into' must not require grad, as no gradients are computed: {shown(into)}")
+        memory = into.untyped_storage().data_ptr()
+        if any(memory == x.untyped_storage().data_ptr() for x in (keys, values)):
+            raise ValueError(
+                f"'into' must not share memory with the cache, which it would write to: {shown(into)}"
             )
         room = into.view(-1)
         k, v = room[: sizes[0]].view(shapes[0]), room[sizes[0] : sum(sizes)].view(shapes[1])

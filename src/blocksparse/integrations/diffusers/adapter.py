@@ -227,12 +227,12 @@ class Adapter:
 
 
 def layer_names(model: nn.Module, family: Family) -> list[list[str]]:
-    """The names of the attention modules over pictures in each block of the model, block by block."""
+    """The names of the attention modules over pictures in each block of the model, in the order of its blocks."""
+    parts = {name: part for name, part in model.named_children() if isinstance(part, nn.ModuleList)}
     blocks = [
         (f"{name}.{i}", block)
-        for name, part in model.named_children()
-        if isinstance(part, nn.ModuleList) and (family.parts is None or name in family.parts)
-        for i, block in enumerate(part)
+        for name in (parts if family.parts is None else family.parts)
+        for i, block in enumerate(parts.get(name, ()))
     ]
     found = [
         [f"{name}.{attention}" for attention in family.attention if _has(block, attention)]

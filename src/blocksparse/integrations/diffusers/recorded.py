@@ -16,7 +16,8 @@ from blocksparse.runtime.opaque_call import OpaqueCall, attend
 @final
 @frozen(eq=False)
 class Recorded:
-    """A pipeline that is called as it is by itself, and tells a recorder the density of every call."""
+    """A pipeline that is called as it is by itself, and tells a recorder the density of every call,
+    or why it was dense."""
 
     pipeline: LayerPipeline
     layer: int
@@ -30,6 +31,9 @@ class Recorded:
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         trace = self.pipeline.trace(q, k, v, **spec.arguments())
+        if trace.dense_because is not None:
+            self.recorder.saw_dense(self.layer, trace.dense_because)
+            return trace.output.out
         sizes = {"q_len": q.shape[2], "k_len": k.shape[2]}
         self.recorder.saw_sparse(self.layer, trace.density(), **sizes, causal=spec.causal)
         return trace.output.out

@@ -46,7 +46,7 @@ FAMILIES: Mapping[str, Family] = {
     "SkyReelsV2Transformer3DModel": alone.WAN,
     "WanAnimateTransformer3DModel": alone.WAN,
     "WanTransformer3DModel": alone.WAN,
-    "WanVACETransformer3DModel": alone.WAN,
+    "WanVACETransformer3DModel": alone.WAN_VACE,
     "ZImageTransformer2DModel": joint.Z_IMAGE,
 }
 """The transformers that are known, by the names of their classes."""

@@ -39,6 +39,7 @@ def _ltx_2(_: Any, given: Arguments) -> TokenLayout | None:
 
 
 WAN = Family(_channels_first, ("attn1",))  # and what was made from it
+WAN_VACE = Family(_channels_first, ("attn1",), parts=("vace_blocks", "blocks"))  # controls run first
 COSMOS = Family(_channels_first, ("attn1",))
 ANY_FLOW = Family(_frames_first, ("attn1",))
 LTX = Family(_ltx, ("attn1",))

@@ -35,7 +35,8 @@ class Family:
         attention: the names, inside a block of the model, of its attention over pictures: alone, or joined with
             text. Other attention, as over text alone, stays as it is. A name may have dots.
         rising: whether timesteps rise from noise to picture.
-        parts: the names of the model's lists of blocks that count; None for all of them.
+        parts: the names of the model's lists of blocks that count, in the order in which they run; None for all of
+            them, in the order in which the model names them.
         timestep: a function of the arguments of a forward call, which gives the timestep that tells one denoising
             step from the next: a number or a tensor, of which the greatest element counts.
         redirected: whether its processors ask diffusers' dispatcher for another backend than the one that is set
