@@ -295,6 +295,17 @@ def test_steps() -> None:
     assert recorder.dense_calls() == {layer: Counter({"dense step": 1}) for layer in (0, 1)}
 
 
+def test_steps_of_frames_that_follow_one_another() -> None:
+    """Diffusion forcing: the last frames are pure noise for many steps. The number of tokens makes no step."""
+    model, inputs, recorder = made(CASES["wan"]), given(CASES["wan"], SMALL), DensityRecorder()
+    adapter = attached(model, dense_steps=(0,), recorder=recorder)._adapter
+    dense = []
+    for frames in ((999, 999, 999), (999,), (819, 999, 999), (639, 999, 999), (459, 819, 999), (999, 999, 999)):
+        adapter.begin({**inputs, "timestep": torch.tensor([frames])})
+        dense.append(adapter.now.dense is not None)
+    assert dense == [True, True, False, False, False, True]
+
+
 def test_choices_last() -> None:
     """For three steps each half of guidance attends to what it chose; a dense step before them does not count."""
     model, inputs, recorder, executor = (
@@ -317,6 +328,26 @@ def test_choices_last() -> None:
     assert not any(mine is its for mine, its in zip(masks[3], masks[0], strict=True))
     assert len({id(mask) for mask in masks[0]}) == 4
     assert float(recorder.density().mean()) < 0.7
+
+
+def test_choices_of_halves_stay_apart_where_a_cache_skips_blocks() -> None:
+    """The cache takes the second block of one half from the step before; the other half runs it."""
+    model, executor = made(CASES["wan"]), Watched()
+    model.enable_cache(diffusers.FirstBlockCacheConfig(threshold=0.05))
+    halves = {name: given(CASES["wan"], SMALL) for name in ("cond", "uncond")}
+    masks: list[list[BlockMask]] = []
+    with attached(model, watched(executor), dense_steps=(0,), choose_every=4):
+        for timestep in (900.0, 800.0, 799.99):
+            for name, half in halves.items():
+                if timestep < 800.0 and name == "uncond":
+                    half = {**half, "hidden_states": torch.randn_like(half["hidden_states"])}
+                executor.masks.clear()
+                with model.cache_context(name):
+                    run(model, {**half, "timestep": at(1, timestep)})
+                masks.append([*executor.masks])
+    assert [len(of_call) for of_call in masks] == [0, 0, 2, 2, 1, 2]
+    for later, before in ((4, 2), (5, 3)):
+        assert all(mine is its for mine, its in zip(masks[later], masks[before], strict=False))
 
 
 def test_a_choice_of_the_same_step_is_the_call_itself() -> None:

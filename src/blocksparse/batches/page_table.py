@@ -119,8 +119,8 @@ class PageTable:
                 have, or more.
 
         Raises:
-            TypeError, ValueError: as of `gather`; or there is no such request; or `into` is too small, shares memory
-                with the cache, or requires grad.
+            TypeError, ValueError: as of `gather`; or there is no such request; or `into` is too small, shares
+                memory with the cache, or requires grad.
         """
         self._check(keys, values)
         count.check(request=request)

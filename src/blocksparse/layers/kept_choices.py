@@ -40,10 +40,12 @@ class KeptChoices:
             choices.begin(step)
             out = choices.attend(layer, pipeline, q, k, v, causal=False).out
 
-    The first call of a layer in a step takes what its first call chose, the second what its second chose: both
-    halves of classifier-free guidance have choices of their own. A choice is made anew when it is `every` steps
-    old, for another pipeline, for tensors of other sizes, and when the steps begin again. Kept are a byte per
-    block and head of each mask, and the index maps of an order.
+    The first call of a layer takes what its first call chose, the second what its second chose, counted from the
+    last `begin(step)`; and where that is called again for a step, the second time takes what the second time
+    chose. So both halves of classifier-free guidance have choices of their own, whether one `begin` stands before
+    both or one before each; with one before each, even where a cache skips layers of one half. A choice is made
+    anew when it is `every` steps old, for another pipeline, for tensors of other sizes, and when the steps begin
+    again. Kept are a byte per block and head of each mask, and the index maps of an order.
 
     Args:
         every: for how many steps a choice is attended to, the step in which it is made included.
@@ -63,6 +65,7 @@ class KeptChoices:
         stopped. Where a step was begun more often than the step before it, or the first one more often than once,
         nobody can tell, and no later step takes what was chosen until then.
         """
+        self._calls.clear()
         if step == self._step:
             self._begun += 1
             return
@@ -70,7 +73,6 @@ class KeptChoices:
             self._kept.clear()
         self._usual = max(self._begun, 1) if step > self._step else 1
         self._step, self._begun = step, 1
-        self._calls.clear()
 
     def attend(
         self,
@@ -91,11 +93,11 @@ class KeptChoices:
             return Kept(pipeline(q, k, v, **asked), None, None)
         # The scale as it was asked for, since that of the spec has lost its sign to q.
         call = layer, pipeline, q.shape, k.shape, q.dtype, q.device, given[3], asked.get("scale")
-        turn = self._calls[call]
+        turn = max(self._begun, 1), self._calls[call]
         self._calls[call] += 1
         made, choice = self._kept.get((turn, call), (0, None))
         if choice is None or self._step - made >= self.every:
             made, choice = self._step, pipeline.choose(q, k, **asked)
-            if turn < _MOST_CALLS:
+            if sum(turn) <= _MOST_CALLS:
                 self._kept[turn, call] = made, choice
         return Kept(pipeline.attend(q, k, v, choice).out, choice.mask, self._step - made)

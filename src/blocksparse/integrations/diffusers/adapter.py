@@ -82,9 +82,8 @@ class Adapter:
                 "a forward call of this model still runs in another thread; an attached model runs one at a time"
             )
         if self.dense_steps or self.choices is not None:
-            timestep = float(
-                torch.as_tensor(self.family.timestep(given)).max()
-            )  # per token where frames are given
+            # Per frame or token in some models, which may not all be at one timestep. Exact if they are.
+            timestep = float(torch.as_tensor(self.family.timestep(given)).cpu().double().mean())
             step = self._steps.at(timestep)
             if self.choices is not None:
                 self.choices.begin(step)

@@ -49,7 +49,8 @@ def attach(
         pipeline: what attends in every layer; or a `Schedule`, which chooses by the index of the block: blocks are
             counted from 0 in the order in which the model runs them.
         dense_steps: the denoising steps in which all attention stays dense, counted from 0 in each call of a
-            diffusers pipeline.
+            diffusers pipeline that begins nearer to noise than the last one ended. After one that was interrupted,
+            attach anew.
         choose_every: for how many denoising steps a layer attends to the blocks that it chose in the first of
             them; None for one. Each half of classifier-free guidance chooses for itself, and each call of a
             diffusers pipeline anew. Where the model is called several times in the first step, as with guidance,

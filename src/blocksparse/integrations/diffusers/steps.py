@@ -13,8 +13,10 @@ class StepCounter:
     """Counts denoising steps by the timesteps that a model is called with.
 
     Calls with one timestep, as for the two halves of classifier-free guidance, are one step. A timestep nearer to
-    noise than the last one begins another run at step 0, so that each call of a pipeline counts anew, whether the
-    last one came to its end or not.
+    noise than the last one begins another run at step 0. So a call of a pipeline counts anew if it begins nearer
+    to noise than the last one ended, as after every one that came to its end. What cannot be told: after a run
+    that was interrupted, one that begins at its last timestep or nearer to the picture (image to image, say)
+    counts on; and in an inversion, from picture to noise, every step begins a run.
 
     Args:
         rising: whether the model's timesteps rise from noise to picture; most fall.

@@ -38,7 +38,7 @@ class Family:
         parts: the names of the model's lists of blocks that count, in the order in which they run; None for all of
             them, in the order in which the model names them.
         timestep: a function of the arguments of a forward call, which gives the timestep that tells one denoising
-            step from the next: a number or a tensor, of which the greatest element counts.
+            step from the next: a number or a tensor, of which the mean counts.
         redirected: whether its processors ask diffusers' dispatcher for another backend than the one that is set
             on them. PyTorch's function, which diffusers' native backends call, is then redirected instead.
     """
