@@ -62,10 +62,12 @@ def test_selectors(selector: bs.Selector[Any, Any]) -> None:
     )
 
 
+# What approximates by design has a meaning of its own: tests/test_remainder.py, tests/papers/test_skip_softmax.py.
+APPROXIMATE = bs.Int8Executor, bs.RemainderExecutor, bs.SkipSoftmaxExecutor
 EXECUTORS = [
     pytest.param(e, id=stages.name(e), marks=[pytest.mark.slow] if isinstance(e, bs.FlexExecutor) else [])
     for e in stages.EXECUTORS
-    if not isinstance(e, bs.AutoExecutor | bs.FlashAttention4Executor | bs.Int8Executor)
+    if not isinstance(e, (bs.AutoExecutor, bs.FlashAttention4Executor, *APPROXIMATE))
 ]
 
 

@@ -119,7 +119,7 @@ def test_an_output_that_does_not_fit_is_refused() -> None:
     trace = bs.mean_pooling(0.3, block=16, executor=REFERENCE).trace(q, k, v)
     with pytest.raises(ValueError, match="'out' must have the shape"):
         REFERENCE(q, k, v, trace.mask, trace.spec, torch.empty(3, *q.shape[1:]))
-    with pytest.raises(TypeError, match="'out' must have the dtype of q"):
+    with pytest.raises(TypeError, match="'out' must be a floating-point tensor"):
         REFERENCE(q, k, v, trace.mask, trace.spec, torch.empty_like(q, dtype=torch.int32))
 
 
