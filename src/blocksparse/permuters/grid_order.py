@@ -26,6 +26,21 @@ three_sizes = Rule(
 )
 
 
+def given(grid: tuple[int, int, int] | None, stage: object) -> tuple[int, int, int]:
+    """The grid `(T, H, W)` of a stage.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if grid is None:
+        name = type(stage).__name__
+        raise ValueError(
+            f"{name} has no grid: give it as {name}((T, H, W)) in tokens, after patching; only "
+            "integrations.diffusers.attach takes it from the model"
+        )
+    return grid
+
+
 @frozen(cache_hash=True)
 class GridOrder(Permuter[GlobalPermutation]):
     """An order of tokens that stand for the cells of a video; all heads have the same order.
@@ -61,13 +76,7 @@ class GridOrder(Permuter[GlobalPermutation]):
         Raises:
             ValueError: there is none.
         """
-        if self.grid is None:
-            name = type(self).__name__
-            raise ValueError(
-                f"{name} has no grid: give it as {name}((T, H, W)) in tokens, after patching; only "
-                "integrations.diffusers.attach takes it from the model"
-            )
-        return self.grid
+        return given(self.grid, self)
 
     @abstractmethod
     def cells(self, device: torch.device | str) -> Tensor | None:

@@ -19,8 +19,8 @@ class ScorerByCausality(Scorer[PermutationT_contra, ScoresT_co]):
     """Score by `causal` in a causal call, as for text, and by `otherwise` in another, as for images and video.
 
     Only the one that is taken is computed. Each may cut the call into blocks of its own; `SelectorByCausality`
-    chooses among them. What it says of histories is
-    what `causal` says, since prompts are read in chunks where calls are causal.
+    chooses among them. What it says of histories is what `causal` says, since prompts are read in chunks where
+    calls are causal.
     """
 
     causal: Scorer[PermutationT_contra, ScoresT_co] = field(validator=a(Scorer))

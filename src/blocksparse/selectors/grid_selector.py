@@ -11,7 +11,7 @@ from torch import Tensor
 
 from blocksparse.checks.validators import count, whole
 from blocksparse.geometry import Grid
-from blocksparse.permuters.grid_order import three, three_sizes
+from blocksparse.permuters.grid_order import given, three, three_sizes
 from blocksparse.selectors.position_selector import PositionSelector
 
 
@@ -49,20 +49,14 @@ class GridSelector(PositionSelector):
         Raises:
             ValueError: there is none.
         """
-        if self.grid is None:
-            name = type(self).__name__
-            raise ValueError(
-                f"{name} has no grid: give it as {name}((T, H, W)) in tokens, after patching; only "
-                "integrations.diffusers.attach takes it from the model"
-            )
-        return self.grid
+        return given(self.grid, self)
 
     @abstractmethod
     def among_cells(self, grid: Grid) -> Tensor:
         """Which blocks to keep for the cells that they hold, broadcastable to `[B, Hq, rows, cols]` bool."""
 
     def where(self, grid: Grid) -> Tensor:
-        """_Blocks to keep, bool, broadcastable to `[B, Hq, rows, cols]`.
+        """Blocks to keep, bool, broadcastable to `[B, Hq, rows, cols]`.
 
         Raises:
             ValueError: there are fewer keys than `prefix` and cells.
