@@ -118,9 +118,13 @@ def test_the_factor_of_a_checkpoint() -> None:
 def test_a_cpus_compiled_kernel_leaves_out_the_same(
     q_block: int, k_block: int, M: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Queries of one row leave out different blocks, and a layer's softcap, sinks and window count."""
+    """Queries of one row leave out different blocks, and a layer's softcap, sinks and window count.
+
+    What all of them leave out is not visited.
+    """
     q, k, v = make_qkv(B=2, N=500, M=M, Hq=4, Hkv=2, D=32)
     q = 6 * q
+    k[:, 0, 128:384] *= 0.01  # what all queries of a row leave out
     executor, left = bs.SkipSoftmaxExecutor(50.0), "blocksparse.executors.skip_softmax.cpu_kernel_refuses"
     pipeline = bs.Pipeline(bs.Identity(), bs.NoScorer(q_block, k_block=k_block), bs.Everything(), executor)
     asked: list[bs.Asked] = [{}, {"softcap": 50.0, "sinks": 0.5, "window": 450}, {"causal": False}]
@@ -132,4 +136,6 @@ def test_a_cpus_compiled_kernel_leaves_out_the_same(
         dense = bs.ReferenceExecutor()(q, k, v, trace.mask, trace.spec)
         torch.testing.assert_close(trace.output.out, want.output.out, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(trace.output.lse, want.output.lse, rtol=1e-5, atol=1e-5)
+        assert torch.equal(trace.visited.keep, want.visited.keep)
+        assert not torch.equal(trace.visited.keep, trace.mask.per_query_head())
         assert float((trace.output.out - dense.out).abs().max()) > 1e-3

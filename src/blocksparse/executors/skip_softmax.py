@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, final
 
+import torch
 from attrs import field, frozen
 from torch import Tensor
 from torch.nn.functional import pad
@@ -33,9 +34,8 @@ class SkipSoftmaxExecutor(Executor[GlobalPermutation, BlockMask]):
     `ln(N / scale_factor)` below the greatest one that it met before; `N` is the number of keys of the call. Each
     query decides for itself. If `m` keys are left out, at most the share `m scale_factor / N` of the query's mass
     is lost. Prompts of up to `scale_factor` keys are attended exactly. `visited` of the output, and so
-    `trace.density()`, says which blocks some query of their row did not leave out; it is found when it is asked
-    for, in plain torch, which takes many times as long as the call. A `DensityRecorder` asks in every call, so
-    `blocksparse demo` shows this executor slower than it is.
+    `trace.density()`, says which blocks some query of their row did not leave out. On a GPU it is found when it is
+    asked for, in plain torch, which takes many times as long as the call; a `DensityRecorder` asks in every call.
 
     On a GPU it is `TritonExecutor(pv_skip=...)`, which computes the logits of every tile, and saves the rest of
     the work of those that all queries of a tile leave out. On a CPU the compiled kernel does the same, for blocks
@@ -96,11 +96,12 @@ class SkipSoftmaxExecutor(Executor[GlobalPermutation, BlockMask]):
             kept = Kept(mask.keep, mask.grid.q_block, tile)
             if not may_skip(kept, mask.grid.positions) or cpu_kernel_refuses(q, k, v):
                 return _attend(q, k, v, mask, spec, skip, tile).written_to(out)
-            change = spec.for_kernel(q)
+            taken = None if skip is None else mask.per_query_head().clone(memory_format=torch.contiguous_format)
             written = cpu_attention(
-                q, k, v, kept, mask.grid.positions, scale=spec.scale, change=change, skip=skip, out=out
-            )
-            visited = None if skip is None else partial(_visited, q, k, v, mask, spec, skip, tile)
+                q, k, v, kept, mask.grid.positions, scale=spec.scale, change=spec.for_kernel(q), skip=skip,
+                taken=taken, out=out,
+            )  # fmt: skip
+            visited = None if taken is None else BlockMask(taken, mask.grid)
             return AttentionOutput(*written, visited).written_to(out)
         done = self._kernel(k)(q, k, v, mask, spec, out)
         if skip is None:

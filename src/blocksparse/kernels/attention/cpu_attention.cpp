@@ -73,6 +73,7 @@ struct Call {
   const int32_t *order, *opened, *count;  // [B, Hq, rows, cols], [B, Hq, rows]; null: as `keep` says
   const float* tau;                       // [Hq]
   int32_t* visited;                       // [B, Hq, rows]
+  uint8_t* taken;  // [B, Hq, rows, cols], as `keep`; blocks that all queries of a row leave out are cleared; null: not asked
   void (*parallel)(void (*)(void*), void*, unsigned, unsigned);  // GOMP_parallel; null: none
   void* (*release)();                                            // PyEval_SaveThread
   void (*acquire)(void*);                                        // PyEval_RestoreThread
@@ -299,15 +300,16 @@ struct Attention {
     return none;
   }
 
-  // Attention of `n` queries to one tile.
-  void visit(const Scratch& r, int64_t n, int64_t width, const X* kt, const X* vt, const int32_t* place, bool masked,
+  // Attention of `n` queries to one tile; whether any of them takes it.
+  bool visit(const Scratch& r, int64_t n, int64_t width, const X* kt, const X* vt, const int32_t* place, bool masked,
              float* fresh = nullptr, bool may_skip = false) const {
     product<X>(by_tiles, n, width, D, r.q, kt, r.s, false);
     const bool none = masked ? weigh<true>(r, n, width, place, fresh, false) : weigh<false>(r, n, width, place, fresh, may_skip);
-    if (none) return;
+    if (none) return false;
     const X* weights;
     if constexpr (kNarrow) weights = r.w; else weights = r.s;
     product<X>(by_tiles, n, E, width, weights, vt, r.o, true);
+    return true;
   }
 
   struct Row {  // the queries of one part of a row of blocks
@@ -387,6 +389,7 @@ struct Attention {
   void attend_shared(Scratch& r, const Packed& p, int64_t unit, int64_t b, int64_t h, int64_t row, int64_t part) const {
     Row x = load(r, b, h, row, part);
     const uint8_t* keep = kept(b, h, row);
+    uint8_t* taken = c.taken ? c.taken + ((b * c.q_heads + h) * c.rows + row) * c.cols : nullptr;
     const int64_t width = std::min(up(c.k_block, 32), kTile);
     for (int64_t col = 0; x.n && col < c.cols; col++) {
       if (keep && !keep[col * c.keep_step[3]]) continue;
@@ -394,8 +397,9 @@ struct Attention {
         const Content& t = p.content[i];
         if (!t.filled || !sees(x, t.first, t.last)) continue;
         bool whole = t.filled == t.width && sees_whole(x, t.first, t.last);
-        visit(r, x.n, t.width, p.kt + i * D * width, p.vt + i * E * width, p.place + i * width, !whole, nullptr,
-              c.skip < 0 && t.filled == c.k_block);
+        bool any = visit(r, x.n, t.width, p.kt + i * D * width, p.vt + i * E * width, p.place + i * width, !whole, nullptr,
+                         c.skip < 0 && t.filled == c.k_block);
+        if (taken && !any) taken[col] = 0;
       }
     }
     store(r, x);

@@ -59,6 +59,7 @@ def cpu_attention(
     scale: float,
     change: LogitChange = UNCHANGED,
     skip: float | None = None,
+    taken: Tensor | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`out` `[B, Hq, M, Dv]` of the dtype of v, and `lse` `[B, Hq, M]` fp32, in original order.
@@ -68,10 +69,13 @@ def cpu_attention(
             and `v` `[B, Hkv, N, Dv]`.
         skip: below 0; a query leaves out a block that its row sees whole if the block's greatest logit lies more than this
             below the greatest one of such blocks before. Only where `may_skip`.
+        taken: `[B, Hq, rows, cols]` bool, contiguous, the blocks that are kept; those that all queries of their row leave
+            out are cleared.
         out: where the output is written, with its last axis innermost. If None, it lies in memory as `empty_as` has it.
     """
     call = _Call()
     call.skip = skip or 0.0
+    call.taken = 0 if taken is None else taken.data_ptr()
     _set_positions(call, positions, kept.q_block, kept.k_block, kept.keep.shape[2:])
     call.keep_heads, call.keep_step, call.keep = kept.keep.shape[1], steps(kept.keep, 4), kept.keep.data_ptr()
     call.map_of_row = 0 if positions.group_of_row is None else positions.group_of_row.data_ptr()
@@ -173,7 +177,7 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_double) for name in ("scale", "softcap", "skip")),
         *((name, ctypes.c_void_p) for name in (
             "q", "k", "v", "out", "lse", "keep", "q_at", "k_at", "map_of_row", "sinks", "order", "opened", "count", "tau",
-            "visited", "parallel", "release", "acquire", "signals",
+            "visited", "taken", "parallel", "release", "acquire", "signals",
         )),
     ]  # fmt: skip
 
