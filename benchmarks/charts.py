@@ -99,13 +99,13 @@ def facts() -> Any:
         ("xattention | Band(128)", BLUE, points("xattention with Band(128)")),
         ("mean_pooling | Band(128)", ORANGE, points("mean_pooling with Band(128)")),
         ("tuned plans, by layer", GREEN, points("plan, by layer 0")),
-        ("s2o", RED, points("s2o")),
+        ("s2o", RED, points("s2o, S=128, band=128")),
         ("random blocks", GREY, points("random")),
     ]
     _lines(axes, lines, up=(-9, 0, 13, 0, 0))
     axes.axhline(81, color=GREY, linewidth=1, linestyle="--")
     axes.annotate("dense", (0.02, 81), xytext=(0, 4), textcoords="offset points", color=GREY)
-    axes.set(xlim=(0, 0.72), ylim=(0, 100), title="s2o loses the facts that other choices find")
+    axes.set(xlim=(0, 0.8), ylim=(0, 100), title="s2o loses the facts that other choices find")
     axes.set_ylabel("right answers, percent")
     axes.set_xlabel("density: work as a share of dense attention's\nSmolLM2-135M, 7680 tokens, 64 samples, H200")
     axes.grid(alpha=0.2)

@@ -8,23 +8,25 @@ holds that nothing is left to rewrite.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.charts import draw
-from benchmarks.results import Results
+from benchmarks.results import RESULTS, Results
 
 ROOT = Path(__file__).parents[1]
 TABLE = re.compile(r"(?<=<!-- table )(?P<name>[\w-]+) -->\n.*?(?=<!-- end of table -->)", re.DOTALL)
 FIGURE = re.compile(r"(?P<shown>[\d.]+)(?P<where><!-- (?P<name>[\w-]+); (?P<row>[^;>]+); (?P<column>[^;>]+) -->)")
 
 
-def rewritten(text: str) -> str:
-    """A page with every table and every figure from its results."""
+def rewritten(text: str, page: Path) -> str:
+    """The text of a page with every table and every figure from its results."""
 
     def table(found: re.Match[str]) -> str:
-        return f"{found['name']} -->\n\n{Results.named(found['name']).markdown()}\n"
+        link = Path(os.path.relpath(RESULTS / f"{found['name']}.json", page.parent)).as_posix()
+        return f"{found['name']} -->\n\n{Results.named(found['name']).markdown(link)}\n"
 
     def figure(found: re.Match[str]) -> str:
         value = Results.named(found["name"]).cell(found["row"], found["column"])
@@ -43,7 +45,7 @@ def pages() -> Iterator[Path]:
 def main() -> None:
     for page in pages():
         text = page.read_text(encoding="utf-8")
-        if (new := rewritten(text)) != text:
+        if (new := rewritten(text, page)) != text:
             page.write_text(new, encoding="utf-8")
             print(page.relative_to(ROOT))
     for path in draw(ROOT / "docs" / "pictures"):

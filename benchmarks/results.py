@@ -21,7 +21,7 @@ class Results(NamedTuple):
     @classmethod
     def named(cls, name: str) -> Results:
         read: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-        source = "{machine}, {date}, {versions}. {command}: {inputs}.".format(**read)
+        source = "{machine}, {date}, {versions}. {command}: {inputs}. ".format(**read)
         return cls(source, read["columns"], {", ".join(_plain(row[: read["keys"]])): row for row in read["rows"]})
 
     def cell(self, row: str, column: str) -> float:
@@ -31,10 +31,12 @@ class Results(NamedTuple):
             raise ValueError(f"{row!r}, {column!r} must hold a number, got {text!r}")
         return float(found[0])
 
-    def markdown(self) -> str:
+    def markdown(self, link: str) -> str:
+        """The table and how it was made, for a page from which `link` leads to the file."""
         lines = (self.columns, ["---"] * len(self.columns), *self.rows.values())
         table = "".join(f"| {' | '.join(line)} |\n".replace("|  |", "| |") for line in lines)
-        return f"{table}\n{textwrap.fill(self.source[0].upper() + self.source[1:], 115)}\n"
+        source = f"{self.source[0].upper()}{self.source[1:]}[JSON]({link})"
+        return f"{table}\n{textwrap.fill(source, 115, break_on_hyphens=False)}\n"
 
 
 def _plain(cells: list[str]) -> list[str]:

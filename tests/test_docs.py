@@ -33,6 +33,8 @@ PAGES = [
     *sorted((ROOT / "integrations").rglob("*.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
+EVIDENCE = sorted((ROOT / "docs" / "evidence").rglob("*.md"))
+TABLE = re.compile(r"^<!-- table [\w-]+ -->\n.*?^<!-- end of table -->$", re.MULTILINE | re.DOTALL)
 FENCE = re.compile(r"^```python(?P<kind>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:)(?P<path>[^)#]+)")
 COMMAND = re.compile(
@@ -175,7 +177,39 @@ def test_figures_are_those_of_the_results(page: Path) -> None:
     from benchmarks.figures import rewritten
 
     text = page.read_text(encoding="utf-8")
-    assert rewritten(text) == text
+    assert rewritten(text, page) == text
+
+
+@pytest.mark.parametrize("page", EVIDENCE, ids=lambda page: page.stem)
+def test_evidence_is_written_from_results(page: Path) -> None:
+    """Each table comes from a file, which says its command, machine, date and versions; or the page measures nothing."""
+    text = page.read_text(encoding="utf-8")
+    if "<!-- no measurements: " in text:
+        assert "<!-- table " not in text
+        return
+    assert "<!-- table " in text
+    by_hand = TABLE.sub("", text)
+    assert not re.search(r"^\|[-:| ]+\|$", by_hand, re.MULTILINE)
+
+
+def test_tables_of_one_run_agree() -> None:
+    """What a table derives from another one's rows repeats them."""
+    pytest.importorskip("matplotlib")
+    from benchmarks.results import Results
+
+    tasks, time, tuned, kinds = map(Results.named, ("tasks", "tasks-time", "tuned-plans", "tasks-by-kind"))
+    assert tasks.rows.keys() == kinds.rows.keys()
+    for row in tuned.rows:
+        plan, tokens = row.rsplit(", ", 1)
+        where, budget = plan.rsplit(" ", 1)
+        whole = f"plan, {where.replace('on a CPU', 'by layer, on a CPU')} 0{budget}"
+        assert tuned.cell(row, "keeps") == tasks.cell(whole, f"density, {tokens}")
+        assert tuned.cell(row, "KL") == tasks.cell(whole, f"KL, {tokens}")
+    for row in time.rows:
+        tuned_at, budget, tokens = row.split(", ")
+        whole = f"plan for time, {tuned_at} tokens, 0{budget}"
+        assert time.cell(row, "KL") == tasks.cell(whole, f"KL, {tokens}")
+        assert time.cell(row, "ms") == tasks.cell(whole, f"ms, {tokens}")
 
 
 def test_a_figure_that_differs_is_rewritten() -> None:
@@ -183,9 +217,9 @@ def test_a_figure_that_differs_is_rewritten() -> None:
     from benchmarks.figures import rewritten
 
     where = "<!-- whole-model; 128K; dense / sparse -->"
-    assert rewritten(f"7.1{where} x") == f"2.7{where} x"
+    assert rewritten(f"7.1{where} x", ROOT / "README.md") == f"2.7{where} x"
     with pytest.raises(KeyError, match="12K"):
-        rewritten("7<!-- whole-model; 12K; dense / sparse -->")
+        rewritten("7<!-- whole-model; 12K; dense / sparse -->", ROOT / "README.md")
 
 
 @pytest.mark.parametrize(
@@ -193,7 +227,8 @@ def test_a_figure_that_differs_is_rewritten() -> None:
 )
 def test_results_say_where_they_come_from(results: Path) -> None:
     read = json.loads(results.read_text(encoding="utf-8"))
-    assert all(read[fact] for fact in ("machine", "date", "versions", "command", "inputs"))
+    assert all(read[fact] for fact in ("machine", "date", "versions", "command", "inputs", "kept"))
+    assert len({tuple(row[: read["keys"]]) for row in read["rows"]}) == len(read["rows"])
     assert {len(row) for row in read["rows"]} == {len(read["columns"])}
     assert any(f"<!-- table {results.stem} -->" in page.read_text(encoding="utf-8") for page in PAGES)
 
