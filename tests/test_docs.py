@@ -182,7 +182,7 @@ def test_figures_are_those_of_the_results(page: Path) -> None:
 
 @pytest.mark.parametrize("page", EVIDENCE, ids=lambda page: page.stem)
 def test_evidence_is_written_from_results(page: Path) -> None:
-    """Each table comes from a file, which says its command, machine, date and versions; or the page measures nothing."""
+    """Each table comes from a file that says its command, machine, date and versions, or the page measures nothing."""
     text = page.read_text(encoding="utf-8")
     if "<!-- no measurements: " in text:
         assert "<!-- table " not in text
