@@ -1,9 +1,10 @@
 """Figures and tables of the documentation, from the results that they come from: `python -m benchmarks.figures`.
 
 A page shows a table of `docs/evidence/results` between `<!-- table NAME -->` and `<!-- end of table -->`. A figure
-elsewhere is followed by where it stands, as in `4.8<!-- NAME; ROW; COLUMN -->`, the row by its first cells. This
-rewrites both in README and docs, rounding a figure as the page does, and draws the charts of these tables. A test
-holds that nothing is left to rewrite.
+elsewhere is followed by where it stands, as in `4.8<!-- NAME; ROW; COLUMN -->`, the row by its first cells, and what
+a cell has in brackets as in `(-2 to +5)<!-- NAME; ROW; COLUMN -->`. This rewrites all of them in README and docs,
+rounding a figure as the page does, and draws the charts of these tables. A test holds that nothing is left to
+rewrite.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from benchmarks.results import RESULTS, Results
 
 ROOT = Path(__file__).parents[1]
 TABLE = re.compile(r"(?<=<!-- table )(?P<name>[\w-]+) -->\n.*?(?=<!-- end of table -->)", re.DOTALL)
-FIGURE = re.compile(r"(?P<shown>[\d.]+)(?P<where><!-- (?P<name>[\w-]+); (?P<row>[^;>]+); (?P<column>[^;>]+) -->)")
+FIGURE = re.compile(
+    r"(?P<shown>[\d.]+|\([-+\d]+ to [-+\d]+\))"
+    r"(?P<where><!-- (?P<name>[\w-]+); (?P<row>[^;>]+); (?P<column>[^;>]+) -->)"
+)
 
 
 def rewritten(text: str, page: Path) -> str:
@@ -29,8 +33,10 @@ def rewritten(text: str, page: Path) -> str:
         return f"{found['name']} -->\n\n{Results.named(found['name']).markdown(link)}\n"
 
     def figure(found: re.Match[str]) -> str:
-        value = Results.named(found["name"]).cell(found["row"], found["column"])
-        shown = found["shown"]
+        results, shown = Results.named(found["name"]), found["shown"]
+        if shown.startswith("("):
+            return results.interval(found["row"], found["column"]) + found["where"]
+        value = results.cell(found["row"], found["column"])
         digits = f"{value:.{len(shown.partition('.')[2])}f}"
         return (digits.removeprefix("0") if shown.startswith(".") else digits) + found["where"]
 

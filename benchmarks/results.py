@@ -25,11 +25,18 @@ class Results(NamedTuple):
         return cls(source, read["columns"], {", ".join(_plain(row[: read["keys"]])): row for row in read["rows"]})
 
     def cell(self, row: str, column: str) -> float:
+        return float(self._found(r"\d*\.?\d+", row, column))
+
+    def interval(self, row: str, column: str) -> str:
+        """What the cell has in brackets."""
+        return self._found(r"\(.*\)", row, column)
+
+    def _found(self, pattern: str, row: str, column: str) -> str:
         text = self.rows[row][_plain(self.columns).index(column)]
-        found = re.search(r"[\d.]+", text)
+        found = re.search(pattern, text)
         if found is None:
-            raise ValueError(f"{row!r}, {column!r} must hold a number, got {text!r}")
-        return float(found[0])
+            raise ValueError(f"{row!r}, {column!r} must match {pattern}, got {text!r}")
+        return found[0]
 
     def markdown(self, link: str) -> str:
         """The table and how it was made, for a page from which `link` leads to the file."""

@@ -182,7 +182,7 @@ def test_figures_are_those_of_the_results(page: Path) -> None:
 
 @pytest.mark.parametrize("page", EVIDENCE, ids=lambda page: page.stem)
 def test_evidence_is_written_from_results(page: Path) -> None:
-    """Each table comes from a file that says its command, machine, date and versions, or the page measures nothing."""
+    """Each table is that of a file, which says its command, machine, date and versions."""
     text = page.read_text(encoding="utf-8")
     if "<!-- no measurements: " in text:
         assert "<!-- table " not in text
@@ -190,6 +190,33 @@ def test_evidence_is_written_from_results(page: Path) -> None:
     assert "<!-- table " in text
     by_hand = TABLE.sub("", text)
     assert not re.search(r"^\|[-:| ]+\|$", by_hand, re.MULTILINE)
+
+
+@each_page
+def test_figures_outside_of_evidence_are_written_from_results(page: Path) -> None:
+    """A time, a speed-up or a KL that was measured is followed by the file that it comes from."""
+    if page in EVIDENCE:
+        return
+    text = TABLE.sub("", page.read_text(encoding="utf-8"))
+    text = re.sub(r"^```.*?^```$|^ {4}[^\n]*$", "", text, flags=re.MULTILINE | re.DOTALL)
+    by_hand = r"(?<![\w.])\d*\.?\d+(?: ms\b| us\b| times as fast| x dense| TFLOP/s)|KL (?:of |is )?\.\d+(?![\d<])"
+    assert not re.findall(by_hand, text)
+
+
+def test_the_demo_prints_what_the_evidence_has() -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks.results import Results
+
+    printed = Results.named("cpu-demo")
+    text = (ROOT / "docs" / "start" / "demo.md").read_text(encoding="utf-8")
+    for tokens, block in zip(("4096", "7680"), text.split("speed-\n")[1:], strict=True):
+        lines = re.findall(r"^    (\w+) +([\d.]+) s .*? ([\d.]+)x +([\d.]+)%", block.split("\n\n")[0], re.MULTILINE)
+        assert len(lines) > 5
+        for method, first, times, percent in lines:
+            row = f"AVX-512, bf16, {tokens}, {method}"
+            assert printed.cell(row, "first token") == float(first)
+            assert printed.cell(row, "times as fast as dense") == float(times)
+            assert printed.cell(row, "density") == pytest.approx(float(percent) / 100, abs=6e-4)
 
 
 def test_tables_of_one_run_agree() -> None:
@@ -217,6 +244,8 @@ def test_a_figure_that_differs_is_rewritten() -> None:
     from benchmarks.figures import rewritten
 
     where = "<!-- whole-model; 128K; dense / sparse -->"
+    score = "<!-- tasks; xattention with Band(128), 0.9; score, 7680 -->"
+    assert rewritten(f"(-1 to +1){score}", ROOT / "README.md") == f"(-20 to +5){score}"
     assert rewritten(f"7.1{where} x", ROOT / "README.md") == f"2.7{where} x"
     with pytest.raises(KeyError, match="12K"):
         rewritten("7<!-- whole-model; 12K; dense / sparse -->", ROOT / "README.md")
