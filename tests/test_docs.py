@@ -210,7 +210,9 @@ def test_the_demo_prints_what_the_evidence_has() -> None:
     printed = Results.named("cpu-demo")
     text = (ROOT / "docs" / "start" / "demo.md").read_text(encoding="utf-8")
     for tokens, block in zip(("4096", "7680"), text.split("speed-\n")[1:], strict=True):
-        lines = re.findall(r"^    (\w+) +([\d.]+) s .*? ([\d.]+)x +([\d.]+)%", block.split("\n\n")[0], re.MULTILINE)
+        lines = re.findall(
+            r"^    (\w+) +([\d.]+) s .*? ([\d.]+)x +([\d.]+)%", block.split("\n\n")[0], re.MULTILINE
+        )
         assert len(lines) > 5
         for method, first, times, percent in lines:
             row = f"AVX-512, bf16, {tokens}, {method}"
