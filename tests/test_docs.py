@@ -78,6 +78,8 @@ def test_first_pages_are_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8")) < 6000
     words = {page: len(page.read_text(encoding="utf-8").split()) for page in (ROOT / "docs").rglob("*.md")}
     assert words[ROOT / "docs" / "choose.md"] < 1200
+    glossary = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    assert glossary.count("\n| ") - 1 <= 40  # but for the head of its table
     assert sum(count for page, count in words.items() if "evidence" not in page.parts) < 45_000
 
 
