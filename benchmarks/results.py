@@ -42,6 +42,7 @@ class Results(NamedTuple):
         """The table and how it was made, for a page from which `link` leads to the file."""
         lines = (self.columns, ["---"] * len(self.columns), *self.rows.values())
         table = "".join(f"| {' | '.join(line)} |\n".replace("|  |", "| |") for line in lines)
+        table = re.sub(r"(?<=\d) (?=(?:ms|s|%|KiB) )", "\N{NO-BREAK SPACE}", table)
         source = f"{self.source[0].upper()}{self.source[1:]}[JSON]({link})"
         return f"{table}\n{textwrap.fill(source, 115, break_on_hyphens=False)}\n"
 
