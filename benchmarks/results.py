@@ -17,12 +17,14 @@ class Results(NamedTuple):
     source: str  # how it was made, in a sentence
     columns: list[str]
     rows: dict[str, list[str]]  # by their first cells in plain text, joined by commas
+    kept: str  # what the run itself wrote, a path from the folder of results, or "the figures as printed"
 
     @classmethod
     def named(cls, name: str) -> Results:
         read: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
         source = "{machine}, {date}, {versions}. {command}: {inputs}. ".format(**read)
-        return cls(source, read["columns"], {", ".join(_plain(row[: read["keys"]])): row for row in read["rows"]})
+        rows = {", ".join(_plain(row[: read["keys"]])): row for row in read["rows"]}
+        return cls(source, read["columns"], rows, read["kept"])
 
     def cell(self, row: str, column: str) -> float:
         return float(self._found(r"\d*\.?\d+", row, column))
@@ -44,6 +46,8 @@ class Results(NamedTuple):
         table = "".join(f"| {' | '.join(line)} |\n".replace("|  |", "| |") for line in lines)
         table = re.sub(r"(?<=\d) (?=(?:ms|s|%|KiB) )", "\N{NO-BREAK SPACE}", table)
         source = f"{self.source[0].upper()}{self.source[1:]}[JSON]({link})"
+        if self.kept.endswith(".json"):
+            source += f", [what the run wrote]({link.rpartition('/')[0]}/{self.kept})"
         return f"{table}\n{textwrap.fill(source, 115, break_on_hyphens=False)}\n"
 
 
