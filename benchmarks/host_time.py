@@ -1,0 +1,105 @@
+"""Time that the host takes for a call, of kept and of new objects: `python -m benchmarks.host_time [--json FILE]`.
+
+It asks nothing of `blocksparse` but presets and calls, so that it measures older versions too, from another folder
+in PYTHONPATH. Times of two versions are comparable where they took turns on one machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import evolve, fields_dict
+from torch import Tensor
+
+import blocksparse as bs
+from blocksparse.bench.inputs import structured
+from blocksparse.presets import every_preset
+
+Make = Callable[[], Any]
+"""Gives a pipeline, new or kept."""
+
+LAYERS = 30
+MASSES = (0.8, 0.82, 0.84, 0.86, 0.88, 0.9, 0.92, 0.94)
+MIXED = ("pbs_attn", "mean_pooling")
+
+
+def host_ms(
+    passes: Mapping[str, Sequence[Make]], qkv: tuple[Tensor, Tensor, Tensor], *, repeats: int
+) -> dict[str, float]:
+    """Milliseconds until a call returns, its pipeline made, by a GPU with nothing else to do; mean of a pass.
+
+    A pass calls its pipelines in order. The passes take turns, since the speed of a host changes; of the times
+    of one the median counts.
+    """
+    times: dict[str, list[float]] = {name: [] for name in passes}
+    for _ in range(repeats):
+        for name, makes in passes.items():
+            taken = 0.0
+            for make in makes:
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                make()(*qkv)
+                taken += time.perf_counter() - start
+            times[name].append(taken / len(makes) * 1e3)
+    torch.cuda.synchronize()
+    return {name: statistics.median(its) for name, its in times.items()}
+
+
+def passes() -> dict[str, list[Make]]:
+    """One kept object, new ones, and plans of layers; also without repeating, if this version can be asked to."""
+    pbs_attn = every_preset["pbs_attn"]
+    masses = [MASSES[layer % len(MASSES)] for layer in range(LAYERS)]
+    mixed = [every_preset[MIXED[layer % 2]](mass) for layer, mass in enumerate(masses)]
+    found: dict[str, list[Make]] = {
+        "kept": [_kept(pbs_attn())] * LAYERS,
+        "new": [pbs_attn] * LAYERS,
+        "plan": [_kept(pbs_attn(mass)) for mass in masses],
+        "mixed plan": [_kept(one) for one in mixed],
+        "kept, mean_pooling": [_kept(every_preset["mean_pooling"]())] * LAYERS,
+    }
+    if "repeats" in fields_dict(bs.Pipeline):
+        for name, makes in list(found.items()):
+            found[f"{name}; not repeated"] = [partial(_without_repeating, make) for make in makes]
+            if name != "new":  # made once, as the plan is
+                found[f"{name}; not repeated"] = [_kept(_without_repeating(make)) for make in makes]
+    return found
+
+
+def _kept(pipeline: Any) -> Make:
+    return lambda: pipeline
+
+
+def _without_repeating(make: Make) -> Any:
+    return evolve(make(), repeats=False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--heads", type=int, nargs=2, default=(4, 1), metavar=("Hq", "Hkv"))
+    parser.add_argument("--repeats", type=int, default=10, help="passes of 30 calls each")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    device = torch.device("cuda")
+    torch.manual_seed(0)
+    qkv = structured(arguments.tokens, *arguments.heads, 128, device, torch.bfloat16)
+    with torch.inference_mode():
+        found = passes()
+        host_ms(found, qkv, repeats=3)  # compiles, learns
+        times = host_ms(found, qkv, repeats=arguments.repeats)
+    for name, ms in times.items():
+        print(f"{name:32s} {ms:.3f} ms   {ms / times['kept']:.2f} x kept", flush=True)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(times, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
