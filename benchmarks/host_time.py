@@ -55,15 +55,13 @@ def host_ms(
 
 def passes() -> dict[str, list[Make]]:
     """One kept object, new ones, and plans of layers; also without repeating, if this version can be asked to."""
-    pbs_attn = every_preset["pbs_attn"]
     masses = [MASSES[layer % len(MASSES)] for layer in range(LAYERS)]
-    mixed = [every_preset[MIXED[layer % 2]](mass) for layer, mass in enumerate(masses)]
     found: dict[str, list[Make]] = {
-        "kept": [_kept(pbs_attn())] * LAYERS,
-        "new": [pbs_attn] * LAYERS,
-        "plan": [_kept(pbs_attn(mass)) for mass in masses],
-        "mixed plan": [_kept(one) for one in mixed],
-        "kept, mean_pooling": [_kept(every_preset["mean_pooling"]())] * LAYERS,
+        "kept": [_kept(_sparse("pbs_attn"))] * LAYERS,
+        "new": [partial(_sparse, "pbs_attn")] * LAYERS,
+        "plan": [_kept(_sparse("pbs_attn", mass)) for mass in masses],
+        "mixed plan": [_kept(_sparse(MIXED[layer % 2], mass)) for layer, mass in enumerate(masses)],
+        "kept, mean_pooling": [_kept(_sparse("mean_pooling"))] * LAYERS,
     }
     if "repeats" in fields_dict(bs.Pipeline):
         for name, makes in list(found.items()):
@@ -71,6 +69,11 @@ def passes() -> dict[str, list[Make]]:
             if name != "new":  # made once, as the plan is
                 found[f"{name}; not repeated"] = [_kept(_without_repeating(make)) for make in makes]
     return found
+
+
+def _sparse(name: str, *given: float) -> Any:
+    """A preset that is never dense because a call is little work."""
+    return every_preset[name](*given, executor=bs.AutoExecutor(dense_below=0))
 
 
 def _kept(pipeline: Any) -> Make:
@@ -90,7 +93,8 @@ def main() -> None:
     arguments = parser.parse_args()
     device = torch.device("cuda")
     torch.manual_seed(0)
-    qkv = structured(arguments.tokens, *arguments.heads, 128, device, torch.bfloat16)
+    Hq, Hkv = arguments.heads
+    qkv = structured(arguments.tokens, Hq, Hkv, 128, device, torch.bfloat16)
     with torch.inference_mode():
         found = passes()
         host_ms(found, qkv, repeats=3)  # compiles, learns

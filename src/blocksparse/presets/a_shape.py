@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from blocksparse.checks.validators import size
-from blocksparse.executors.auto import AutoExecutor
-from blocksparse.executors.executor import Executor
 from blocksparse.permuters.identity import Identity
-from blocksparse.permuters.permutation import GlobalPermutation
-from blocksparse.pipeline import Pipeline
+from blocksparse.presets.preset import BlockExecutor, Preset, preset
 from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.scorers.no_scorer import NoScorer
 from blocksparse.selectors.band import Band
-from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.sink import Sink
 
 
@@ -20,8 +16,8 @@ def a_shape(
     local: int = 3968,  # n_local in the same code
     *,
     block: int = 64,  # the same code
-    executor: Executor[GlobalPermutation, BlockMask] | None = None,
-) -> Pipeline[GlobalPermutation, BlockScores, BlockMask]:
+    executor: BlockExecutor | None = None,
+) -> Preset[BlockScores]:
     """Keep the first `sink` keys and the last `local` ones, a query's own included.
 
     Blocks that hold any of these keys are kept whole, so a query may see up to two blocks of keys more.
@@ -33,9 +29,9 @@ def a_shape(
         executor: `AutoExecutor()` if None.
     """
     size.check(sink=sink, local=local)
-    return Pipeline(
+    return preset(
         Identity(),
         NoScorer(block),
         Sink(sink) | Band(local - 1),
-        AutoExecutor() if executor is None else executor,
+        executor,
     )

@@ -9,16 +9,14 @@ from torch import Tensor
 
 from blocksparse.checks.validators import one_of
 from blocksparse.executors.auto import AutoExecutor, ExecutorChoice
-from blocksparse.executors.executor import Executor
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.permuters.permuter import Permuter
-from blocksparse.pipeline import Pipeline
+from blocksparse.presets.preset import BlockExecutor, Preset, preset
 from blocksparse.presets.sparge import sparge
 from blocksparse.presets.xattention import xattention
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.scorers.by_causality import ScorerByCausality
 from blocksparse.selectors.band import Band
-from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.by_causality import SelectorByCausality
 
 Quality = Literal["careful", "balanced", "fast"]
@@ -46,8 +44,8 @@ def auto(
     *,
     block: int = _BLOCK,
     order: Permuter[GlobalPermutation] | None = None,
-    executor: Executor[GlobalPermutation, BlockMask] | None = None,
-) -> Pipeline[GlobalPermutation, BlockMass, BlockMask]:
+    executor: BlockExecutor | None = None,
+) -> Preset[BlockMass]:
     """Choose by causality, length and device, as tasks taught; `AutoChoice.of` says what it does, and why.
 
     A causal call, as in language models, takes XAttention's scores as sums of cells of 16 x 16 pairs, in blocks of
@@ -65,11 +63,11 @@ def auto(
     mass, tau, theta = _SETTINGS[quality]
     text = xattention(mass, stride=_STRIDE, block=block, pattern="sum")
     pictures = sparge(tau, theta, order=order)
-    return Pipeline(
+    return preset(
         pictures.permuter,
         ScorerByCausality(text.scorer, pictures.scorer),
         SelectorByCausality(text.selector | Band(_BAND), pictures.selector),
-        AutoExecutor() if executor is None else executor,
+        executor,
     )
 
 

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch import Tensor
-
 from blocksparse.checks.validators import block_size, count, flag, hash_seed, multiple, optional, size, whole
-from blocksparse.executors.auto import AutoExecutor
-from blocksparse.executors.executor import Executor
 from blocksparse.permuters.identity import Identity
-from blocksparse.permuters.permutation import GlobalPermutation
-from blocksparse.pipeline import Pipeline
+from blocksparse.presets.preset import BlockExecutor, Numbers, Preset, preset
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.scorers.flatten_max_pool import FlattenMaxPoolScorer
 from blocksparse.selectors.band import Band
@@ -28,7 +21,7 @@ from blocksparse.selectors.top_cdf import TopCdf
 
 
 def bfla(
-    mass: float | Sequence[float] | Tensor = 0.99,  # gamma; section 4.5, the "strong operating point"
+    mass: Numbers = 0.99,  # gamma; section 4.5, the "strong operating point"
     *,
     block: int = 256,  # b; section 4.5
     g: int = 64,  # section 3.3; table 5
@@ -37,13 +30,13 @@ def bfla(
     n_local_tiles: int | None = None,
     sink: int = 32,  # eq. 16: the first tile, which has 32 tokens in the released code
     eta: int | None = 16,  # section 4.5
-    rho: float | Sequence[float] | Tensor | None = None,  # section 4.5: rho = 0
+    rho: Numbers | None = None,  # section 4.5: rho = 0
     seed: int = 1,  # released code; the paper names none
     per_token: bool = False,
     coarse_rescue: bool = False,
     as_released: bool = False,
-    executor: Executor[GlobalPermutation, BlockMask] | None = None,
-) -> Pipeline[GlobalPermutation, BlockMass, BlockMask]:
+    executor: BlockExecutor | None = None,
+) -> Preset[BlockMass]:
     """Keep the heaviest coarse blocks for all query heads of a KV head, then also keep tiles by position.
 
     A tile is a block of the final mask. A rescue keeps tiles that the scores dropped: one of every `eta`, or
@@ -95,9 +88,9 @@ def bfla(
         selector = Refined(SharedByGroup(TopCdf(mass) | rescue), n)
     else:
         selector = Refined(SharedByGroup(TopCdf(mass)), n) | OnTiles(rescue, n)
-    return Pipeline(
+    return preset(
         Identity(),
         FlattenMaxPoolScorer(block, g, per_token=per_token, padded_tail=as_released),
         selector,
-        AutoExecutor() if executor is None else executor,
+        executor,
     )

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch import Tensor
-
 from blocksparse.checks.per_head import share as a_share
-from blocksparse.checks.validators import a, block_size, multiple, optional
-from blocksparse.executors.auto import AutoExecutor
-from blocksparse.executors.executor import Executor
-from blocksparse.permuters.identity import Identity
+from blocksparse.checks.validators import block_size, multiple
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.permuters.permuter import Permuter
-from blocksparse.pipeline import Pipeline
+from blocksparse.presets.preset import BlockExecutor, Numbers, Preset, preset
 from blocksparse.scorers.antidiagonal import AntidiagonalScorer
 from blocksparse.scorers.block_scores import BlockMass
-from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.top_k import TopK
 
 
 def dfs_attn(
-    share: float | Sequence[float] | Tensor = 0.3,  # released code, in its first interval of steps
+    share: Numbers = 0.3,  # released code, in its first interval of steps
     *,
     cell: int = 16,  # released code; 32 for some models
     block: int = 128,  # released code
     order: Permuter[GlobalPermutation] | None = None,
-    executor: Executor[GlobalPermutation, BlockMask] | None = None,
-) -> Pipeline[GlobalPermutation, BlockMass, BlockMask]:
+    executor: BlockExecutor | None = None,
+) -> Preset[BlockMass]:
     """Keep the share of a row's blocks that hold the most of a softmax over small cells, each known by its means.
 
     Args:
@@ -41,10 +33,9 @@ def dfs_attn(
     a_share.check(share=share)
     block_size.check(cell=cell, block=block)
     multiple("block", block, "cell", cell)
-    optional(a(Permuter)).check(order=order)
-    return Pipeline(
-        Identity() if order is None else order,
+    return preset(
+        order,
         AntidiagonalScorer(cell, block=block, pattern="sum", forced=False),
         TopK(share=share),
-        AutoExecutor() if executor is None else executor,
+        executor,
     )

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch import Tensor
-
 from blocksparse.checks.validators import block_size, optional, size
-from blocksparse.executors.auto import AutoExecutor
-from blocksparse.executors.executor import Executor
 from blocksparse.permuters.identity import Identity
-from blocksparse.permuters.permutation import GlobalPermutation
-from blocksparse.pipeline import Pipeline
+from blocksparse.presets.preset import BlockExecutor, Numbers, Preset, preset
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.scorers.query_rows import QueryRowsScorer
 from blocksparse.selectors.band import Band
-from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.last_queries import LastQueries
 from blocksparse.selectors.peak_share import PeakShare
 from blocksparse.selectors.position_selector import PositionSelector
@@ -23,14 +15,14 @@ from blocksparse.selectors.sink import Sink
 
 
 def flash_prefill(
-    alpha: float | Sequence[float] | Tensor = 0.12,  # released code, for Qwen3-30B-A3B; 0.08 to 0.22 for others
+    alpha: Numbers = 0.12,  # released code, for Qwen3-30B-A3B; 0.08 to 0.22 for others
     *,
     block: int = 128,  # released code
     sink: int = 256,  # the same: 2 blocks
     window: int = 512,  # the same: 4 blocks
     last: int | None = 256,  # the same: 2 blocks
-    executor: Executor[GlobalPermutation, BlockMask] | None = None,
-) -> Pipeline[GlobalPermutation, BlockMass, BlockMask]:
+    executor: BlockExecutor | None = None,
+) -> Preset[BlockMass]:
     """Keep the blocks that are worth a share of their row's best one, the first keys, a window, and the last rows.
 
     A block is judged by the weights that the single queries of a row give to its mean key.
@@ -50,9 +42,9 @@ def flash_prefill(
     kept: PositionSelector = Sink(sink) | Band(max(window - block, 0))
     if last is not None:
         kept = kept | LastQueries(last)
-    return Pipeline(
+    return preset(
         Identity(),
         QueryRowsScorer(block),
         PeakShare(alpha) | kept,
-        AutoExecutor() if executor is None else executor,
+        executor,
     )

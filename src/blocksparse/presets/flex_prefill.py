@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch import Tensor
-
 from blocksparse.checks.validators import flag
-from blocksparse.executors.auto import AutoExecutor
-from blocksparse.executors.executor import Executor
 from blocksparse.permuters.identity import Identity
-from blocksparse.permuters.permutation import GlobalPermutation
-from blocksparse.pipeline import Pipeline
+from blocksparse.presets.preset import BlockExecutor, Numbers, Preset, preset
 from blocksparse.scorers.vertical_slash import VerticalSlashScorer, VerticalSlashScores
-from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.global_top_cdf import GlobalTopCdf
 from blocksparse.selectors.routed_by_divergence import RoutedByDivergence
 from blocksparse.selectors.vertical_slash_cdf import VerticalSlashCdf
 
 
 def flex_prefill(
-    mass: float | Sequence[float] | Tensor = 0.95,  # the authors' runs: Llama 3.1 and GLM-4; 0.9 for Yi and Qwen2
-    tau: float | Sequence[float] | Tensor = 0.1,  # the authors' runs
+    mass: Numbers = 0.95,  # the authors' runs: Llama 3.1 and GLM-4; 0.9 for Yi and Qwen2
+    tau: Numbers = 0.1,  # the authors' runs
     *,
     block: int = 128,  # the authors' runs
     min_budget: int = 1024,  # the authors' runs
     max_budget: int | None = None,
     as_released: bool = False,
-    executor: Executor[GlobalPermutation, BlockMask] | None = None,
-) -> Pipeline[GlobalPermutation, VerticalSlashScores, BlockMask]:
+    executor: BlockExecutor | None = None,
+) -> Preset[VerticalSlashScores]:
     """Keep pooled blocks in heads that pooling describes well, and columns and diagonals in the others.
 
     The paper calls the first kind of head query-aware. The block of token 0 and the diagonal are always kept,
@@ -47,7 +39,7 @@ def flex_prefill(
     """
     flag.check(as_released=as_released)
     floor = VerticalSlashCdf(0.0, min_budget=min_budget, released=as_released)
-    return Pipeline(
+    return preset(
         Identity(),
         VerticalSlashScorer(block),
         RoutedByDivergence(
@@ -55,5 +47,5 @@ def flex_prefill(
             similar=GlobalTopCdf(mass, crossing=not as_released) | floor,
             otherwise=VerticalSlashCdf(mass, min_budget=min_budget, max_budget=max_budget, released=as_released),
         ),
-        AutoExecutor() if executor is None else executor,
+        executor,
     )

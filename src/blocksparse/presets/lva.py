@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from blocksparse.checks.validators import count, size
-from blocksparse.executors.auto import AutoExecutor
-from blocksparse.executors.executor import Executor
 from blocksparse.permuters.identity import Identity
-from blocksparse.permuters.permutation import GlobalPermutation
-from blocksparse.pipeline import Pipeline
+from blocksparse.presets.preset import BlockExecutor, Preset, preset
 from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.scorers.no_scorer import NoScorer
-from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.frames import Frames
 
 
@@ -23,8 +19,8 @@ def lva(
     step: int = 0,
     block: int = 64,
     prefix: int = 0,
-    executor: Executor[GlobalPermutation, BlockMask] | None = None,
-) -> Pipeline[GlobalPermutation, BlockScores, BlockMask]:
+    executor: BlockExecutor | None = None,
+) -> Preset[BlockScores]:
     """Keep the first frames, one frame of every `period`, and a window of frames around a query's own.
 
     The periodic frames move by one with each denoising step, so that over `period` steps each frame is one of
@@ -43,7 +39,7 @@ def lva(
     """
     size.check(period=period)
     count.check(radius=radius, step=step)
-    return Pipeline(
+    return preset(
         Identity(),
         NoScorer(block),
         Frames(
@@ -54,5 +50,5 @@ def lva(
             radius=radius or None,
             prefix=prefix,
         ),
-        AutoExecutor() if executor is None else executor,
+        executor,
     )

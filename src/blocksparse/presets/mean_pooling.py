@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch import Tensor
-
 from blocksparse.checks.validators import flag
-from blocksparse.executors.auto import AutoExecutor
-from blocksparse.executors.executor import Executor
 from blocksparse.permuters.identity import Identity
-from blocksparse.permuters.permutation import GlobalPermutation
-from blocksparse.pipeline import Pipeline
+from blocksparse.presets.preset import BlockExecutor, Numbers, Preset, preset
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.scorers.mean_pool import MeanPoolScorer
-from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.sink import Sink
 from blocksparse.selectors.top_cdf import TopCdf
 
 
 def mean_pooling(
-    mass: float | Sequence[float] | Tensor = 0.9,  # section 4.1
+    mass: Numbers = 0.9,  # section 4.1
     *,
     block: int = 128,  # section 4.1
     as_released: bool = False,
-    executor: Executor[GlobalPermutation, BlockMask] | None = None,
-) -> Pipeline[GlobalPermutation, BlockMass, BlockMask]:
+    executor: BlockExecutor | None = None,
+) -> Preset[BlockMass]:
     """Keep the heaviest pooled blocks and, in addition, always the first block and the diagonal.
 
     Args:
@@ -35,9 +27,9 @@ def mean_pooling(
         executor: `AutoExecutor()` if None.
     """
     flag.check(as_released=as_released)
-    return Pipeline(
+    return preset(
         Identity(),
         MeanPoolScorer(block, padded_tail=as_released),
         TopCdf(mass) | Sink(),
-        AutoExecutor() if executor is None else executor,
+        executor,
     )

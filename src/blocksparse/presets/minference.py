@@ -7,13 +7,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from blocksparse.checks.validators import flag
-from blocksparse.executors.auto import AutoExecutor
-from blocksparse.executors.executor import Executor
 from blocksparse.permuters.identity import Identity
-from blocksparse.permuters.permutation import GlobalPermutation
-from blocksparse.pipeline import Pipeline
+from blocksparse.presets.preset import BlockExecutor, Preset, preset
 from blocksparse.scorers.vertical_slash import VerticalSlashScorer, VerticalSlashScores
-from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.vertical_slash_top_k import VerticalSlashTopK
 
 
@@ -26,8 +22,8 @@ def minference(
     block: int = 64,  # section 3.2; released code
     probe: int = 64,  # section 3.2, algorithm 1
     as_released: bool = False,
-    executor: Executor[GlobalPermutation, BlockMask] | None = None,
-) -> Pipeline[GlobalPermutation, VerticalSlashScores, BlockMask]:
+    executor: BlockExecutor | None = None,
+) -> Preset[VerticalSlashScores]:
     """Keep a fixed number of columns and diagonals, the heaviest for the last queries.
 
     Args:
@@ -42,9 +38,9 @@ def minference(
         executor: `AutoExecutor()` if None.
     """
     flag.check(as_released=as_released)
-    return Pipeline(
+    return preset(
         Identity(),
         VerticalSlashScorer(block, probe=probe, pooled=False),
         VerticalSlashTopK(vertical, slash, sink=sink, recent=recent, released=as_released),
-        AutoExecutor() if executor is None else executor,
+        executor,
     )

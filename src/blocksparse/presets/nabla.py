@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch import Tensor
-
 from blocksparse.checks.per_head import share
-from blocksparse.executors.auto import AutoExecutor
-from blocksparse.executors.executor import Executor
-from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.permuters.tile_order import TileOrder
-from blocksparse.pipeline import Pipeline
+from blocksparse.presets.preset import BlockExecutor, Numbers, Preset, preset
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.scorers.mean_pool import MeanPoolScorer
-from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.tile_window import TileWindow
 from blocksparse.selectors.top_cdf import TopCdf
 
 
 def nabla(
-    mass: float | Sequence[float] | Tensor = 0.9,  # released code
+    mass: Numbers = 0.9,  # released code
     grid: tuple[int, int, int] | None = None,
     *,
     radius: tuple[int, int, int] = (1, 1, 1),  # released code: windows of 3 tiles; a checkpoint says its own
     tile: tuple[int, int, int] = (1, 8, 8),  # the same
     block: int = 64,  # the same: one tile
     prefix: int = 0,
-    executor: Executor[GlobalPermutation, BlockMask] | None = None,
-) -> Pipeline[GlobalPermutation, BlockMass, BlockMask]:
+    executor: BlockExecutor | None = None,
+) -> Preset[BlockMass]:
     """Order cells tile by tile; keep the heaviest pooled blocks, and the tiles around a query's own.
 
     Args:
@@ -41,9 +33,9 @@ def nabla(
         executor: `AutoExecutor()` if None.
     """
     share.check(mass=mass)
-    return Pipeline(
+    return preset(
         TileOrder(grid, tile, prefix=prefix, suffix=None),
         MeanPoolScorer(block),
         TopCdf(mass) | TileWindow(grid, radius=radius, tile=tile, prefix=prefix),
-        AutoExecutor() if executor is None else executor,
+        executor,
     )

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch import Tensor
-
 from blocksparse.checks.validators import block_size, flag, multiple, size
-from blocksparse.executors.auto import AutoExecutor
-from blocksparse.executors.executor import Executor
-from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.permuters.segment_key_sort import SegmentKeySort
-from blocksparse.pipeline import Pipeline
+from blocksparse.presets.preset import BlockExecutor, Numbers, Preset, preset
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.scorers.mean_pool import MeanPoolScorer
-from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.sink import Sink
 from blocksparse.selectors.top_cdf import TopCdf
 
 
 def pbs_attn(
-    mass: float | Sequence[float] | Tensor = 0.9,  # section 4.1
+    mass: Numbers = 0.9,  # section 4.1
     *,
     block: int = 128,  # section 4.1
     S: int = 256,  # section 4.1
     per_query_head: bool = False,
     as_released: bool = False,
-    executor: Executor[GlobalPermutation, BlockMask] | None = None,
-) -> Pipeline[GlobalPermutation, BlockMass, BlockMask]:
+    executor: BlockExecutor | None = None,
+) -> Preset[BlockMass]:
     """Sort keys by importance inside segments, then keep the heaviest pooled blocks of earlier segments.
 
     In addition, the row's own segment and the block that holds token 0 are always kept.
@@ -45,9 +37,9 @@ def pbs_attn(
     size.check(S=S)
     flag.check(per_query_head=per_query_head, as_released=as_released)
     multiple("S", S, "block", block)
-    return Pipeline(
+    return preset(
         SegmentKeySort(S, probe=block, per_query_head=per_query_head or as_released, causal_probe=not as_released),
         MeanPoolScorer(block, padded_tail=as_released),
         TopCdf(mass) | Sink(1),
-        AutoExecutor() if executor is None else executor,
+        executor,
     )

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch import Tensor
-
 from blocksparse.checks.validators import block_size, multiple, size
-from blocksparse.executors.auto import AutoExecutor
-from blocksparse.executors.executor import Executor
-from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.permuters.segment_key_sort import SegmentKeySort
-from blocksparse.pipeline import Pipeline
+from blocksparse.presets.preset import BlockExecutor, Numbers, Preset, preset
 from blocksparse.scorers.antidiagonal import AntidiagonalScorer
 from blocksparse.scorers.block_scores import BlockMass
-from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.sink import Sink
 from blocksparse.selectors.top_cdf import TopCdf
 
 
 def pbs_attn_plus(
-    mass: float | Sequence[float] | Tensor = 0.9,  # section 4.1
+    mass: Numbers = 0.9,  # section 4.1
     *,
     stride: int = 8,  # the value of XAttention; appendix B.2 prints none
     block: int = 128,  # section 4.1
     S: int = 256,  # section 4.1
     per_query_head: bool = False,
-    executor: Executor[GlobalPermutation, BlockMask] | None = None,
-) -> Pipeline[GlobalPermutation, BlockMass, BlockMask]:
+    executor: BlockExecutor | None = None,
+) -> Preset[BlockMass]:
     """Sort keys by importance inside segments, then keep the heaviest antidiagonal scores of earlier segments.
 
     In addition, the row's own segment and the block that holds token 0 are always kept.
@@ -43,9 +35,9 @@ def pbs_attn_plus(
     block_size.check(block=block)
     size.check(S=S)
     multiple("S", S, "block", block)
-    return Pipeline(
+    return preset(
         SegmentKeySort(S, probe=block, per_query_head=per_query_head),
         AntidiagonalScorer(stride, block=block, forced=False),
         TopCdf(mass) | Sink(1),
-        AutoExecutor() if executor is None else executor,
+        executor,
     )

@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch import Tensor
-
 from blocksparse.checks.per_head import share
-from blocksparse.executors.auto import AutoExecutor
-from blocksparse.executors.executor import Executor
 from blocksparse.permuters.identity import Identity
-from blocksparse.permuters.permutation import GlobalPermutation
-from blocksparse.pipeline import Pipeline
+from blocksparse.presets.preset import BlockExecutor, Numbers, Preset, preset
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.scorers.rotary_band import RotaryBandScorer, part_of_all
 from blocksparse.scorers.scorer_pair import ScorerPair, ScoresPair
-from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.selector_pair import SelectorPair
 from blocksparse.selectors.sink import Sink
 from blocksparse.selectors.top_cdf import TopCdf
 
 
 def prism(
-    mass: float | Sequence[float] | Tensor = 0.95,  # released code, for both bands
+    mass: Numbers = 0.95,  # released code, for both bands
     *,
     block: int = 128,  # released code
     fast: tuple[float, float] = (0.0, 0.5),  # the same: the 64 fastest of 128 channels
     slow: tuple[float, float] = (0.25, 1.0),  # the same: the 96 slowest
     temperature: float | None = None,  # the same: calibrated
-    executor: Executor[GlobalPermutation, BlockMask] | None = None,
-) -> Pipeline[GlobalPermutation, ScoresPair[BlockMass, BlockMass], BlockMask]:
+    executor: BlockExecutor | None = None,
+) -> Preset[ScoresPair[BlockMass, BlockMass]]:
     """Keep the heaviest pooled blocks of the fast channels and those of the slow ones, the first and the diagonal.
 
     Args:
@@ -44,9 +36,9 @@ def prism(
     share.check(mass=mass)
     part_of_all.check(fast=fast, slow=slow)
     of_fast, of_slow = (RotaryBandScorer(band, block, temperature=temperature) for band in (fast, slow))
-    return Pipeline(
+    return preset(
         Identity(),
         ScorerPair(of_fast, of_slow),
         SelectorPair(TopCdf(mass), TopCdf(mass)) | Sink(),
-        AutoExecutor() if executor is None else executor,
+        executor,
     )

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from blocksparse.executors.auto import AutoExecutor
-from blocksparse.executors.executor import Executor
 from blocksparse.permuters.identity import Identity
-from blocksparse.permuters.permutation import GlobalPermutation
-from blocksparse.pipeline import Pipeline
+from blocksparse.presets.preset import BlockExecutor, Preset, preset
 from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.scorers.no_scorer import NoScorer
-from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.radial import Radial
 
 
@@ -19,8 +15,8 @@ def radial(
     decay: float = 1.0,  # released code; 0.2 to 1 in its examples
     block: int = 128,  # released code
     prefix: int = 0,
-    executor: Executor[GlobalPermutation, BlockMask] | None = None,
-) -> Pipeline[GlobalPermutation, BlockScores, BlockMask]:
+    executor: BlockExecutor | None = None,
+) -> Preset[BlockScores]:
     """Keep the first frame, near frames, and of others a window that halves with their distance.
 
     Args:
@@ -30,9 +26,9 @@ def radial(
         prefix: how many tokens of text stand before the video. All text is kept.
         executor: `AutoExecutor()` if None.
     """
-    return Pipeline(
+    return preset(
         Identity(),
         NoScorer(block),
         Radial(grid, decay=decay, prefix=prefix),
-        AutoExecutor() if executor is None else executor,
+        executor,
     )

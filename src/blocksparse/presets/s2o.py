@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch import Tensor
-
 from blocksparse.checks.validators import block_size, count, multiple, shown
 from blocksparse.executors.executor import Executor
 from blocksparse.executors.gather import GatherExecutor
 from blocksparse.permuters.global_index_map import GlobalIndexMap
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.pipeline import Pipeline
+from blocksparse.presets.preset import Numbers
 from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.scorers.no_scorer import NoScorer
 from blocksparse.selectors.band import Band
@@ -21,7 +18,7 @@ from blocksparse.selectors.ranked import Ranked
 
 
 def s2o(
-    tau: float | Sequence[float] | Tensor | None = None,
+    tau: Numbers | None = None,
     *,
     S: int = 256,  # measured, see docs/reference/papers/s2o.md; the paper prints no value
     block: int = 64,  # the paper prints no value (algorithm 2 names tiles B_M and B_N)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from blocksparse.checks.validators import shown
-from blocksparse.executors.executor import Executor
 from blocksparse.executors.skip_softmax import SkipSoftmaxExecutor
 from blocksparse.permuters.identity import Identity
-from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.pipeline import Pipeline
+from blocksparse.presets.preset import BlockExecutor, Preset
 from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.scorers.no_scorer import NoScorer
-from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.everything import Everything
 
 
@@ -18,8 +16,8 @@ def skip_softmax(
     scale_factor: float | None = None,
     *,
     block: int = 128,
-    executor: Executor[GlobalPermutation, BlockMask] | None = None,
-) -> Pipeline[GlobalPermutation, BlockScores, BlockMask]:
+    executor: BlockExecutor | None = None,
+) -> Preset[BlockScores]:
     """Choose nothing before attention; leave out tiles of keys by a threshold that falls with the prompt's length.
 
     Args:

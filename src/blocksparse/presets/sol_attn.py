@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch import Tensor
-
 from blocksparse.checks.validators import a, count, flag, optional
 from blocksparse.executors.auto import AutoExecutor
 from blocksparse.executors.executor import Executor
 from blocksparse.executors.remainder import RemainderExecutor
 from blocksparse.permuters.identity import Identity
-from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.pipeline import Pipeline
+from blocksparse.presets.preset import BlockExecutor, Numbers, Preset
 from blocksparse.scorers.block_scores import BlockLogits
 from blocksparse.scorers.mean_logit import MeanLogitScorer, Variance
 from blocksparse.selectors.band import Band
-from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.last_keys import LastKeys
 from blocksparse.selectors.mean_std import MeanStd
 from blocksparse.selectors.position_selector import PositionSelector
 
 
 def sol_attn(
-    tau: float | Sequence[float] | Tensor = 1.0,  # released code; TensorRT-LLM's example has 2.0
+    tau: Numbers = 1.0,  # released code; TensorRT-LLM's example has 2.0
     *,
     block: int = 64,  # released code
     variance: Variance = "diagonal",  # the same
     text: int = 0,  # the same: sink_tokens
     remainder: bool = False,
-    executor: Executor[GlobalPermutation, BlockMask] | None = None,
-) -> Pipeline[GlobalPermutation, BlockLogits, BlockMask]:
+    executor: BlockExecutor | None = None,
+) -> Preset[BlockLogits]:
     """Keep the blocks whose logit lies some standard deviations above their row's mean, and each row's neighbours.
 
     Blocks that are not kept are left out. The authors' code lets them take part through their mean keys and

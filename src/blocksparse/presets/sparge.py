@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch import Tensor
-
 from blocksparse.checks.per_head import share as a_share
-from blocksparse.checks.validators import a, flag, optional, shown
-from blocksparse.executors.auto import AutoExecutor
-from blocksparse.executors.executor import Executor
-from blocksparse.permuters.identity import Identity
+from blocksparse.checks.validators import flag, optional, shown
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.permuters.permuter import Permuter
-from blocksparse.pipeline import Pipeline
+from blocksparse.presets.preset import BlockExecutor, Numbers, Preset, preset
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.scorers.mean_pool import MeanPoolScorer
 from blocksparse.scorers.similarity_gated import SimilarityGatedScorer
@@ -25,18 +18,18 @@ from blocksparse.selectors.top_k import TopK
 
 
 def sparge(
-    mass: float | Sequence[float] | Tensor | None = None,
-    theta: float | Sequence[float] | Tensor | None = None,
+    mass: Numbers | None = None,
+    theta: Numbers | None = None,
     *,
-    share: float | Sequence[float] | Tensor | None = None,
+    share: Numbers | None = None,
     block: int = 128,  # appendix A.1
     k_block: int = 64,  # appendix A.1
     attention_sink: bool = True,  # released code, its module for tuned models; its plain functions have False
     smooth_k: bool | None = None,
     order: Permuter[GlobalPermutation] | None = None,
     as_released: bool = False,
-    executor: Executor[GlobalPermutation, BlockMask] | None = None,
-) -> Pipeline[GlobalPermutation, BlockMass, BlockMask]:
+    executor: BlockExecutor | None = None,
+) -> Preset[BlockMass]:
     """Keep the heaviest pooled blocks within a target for their mass, and every block whose tokens are unlike.
 
     Blocks whose tokens are unlike are kept in addition and hold no mass. A causal diagonal is kept in any case.
@@ -67,7 +60,6 @@ def sparge(
     if mass is not None and share is not None:
         raise ValueError(f"give 'mass' or 'share', not both: {shown(mass)} and {shown(share)}")
     optional(a_share).check(mass=mass, share=share)
-    optional(a(Permuter)).check(order=order)
     flag.check(attention_sink=attention_sink, as_released=as_released)
     selector: Selector[BlockMass, BlockMask]
     if share is None:
@@ -77,8 +69,8 @@ def sparge(
     else:
         selector = TopK(share=share, forced_first=False, of_all_keys=as_released)
         theta = -0.1 if theta is None else theta  # released code, spas_sage2_attn_meansim_topk_cuda
-    return Pipeline(
-        Identity() if order is None else order,
+    return preset(
+        order,
         SimilarityGatedScorer(
             MeanPoolScorer(block, k_block=k_block),
             theta,
@@ -86,5 +78,5 @@ def sparge(
             padded_tail=as_released,
         ),
         selector | Sink() if attention_sink else selector,
-        AutoExecutor() if executor is None else executor,
+        executor,
     )

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch import Tensor
-
 from blocksparse.checks.per_head import share as a_share
-from blocksparse.checks.validators import a, block_size, multiple, optional
-from blocksparse.executors.auto import AutoExecutor
-from blocksparse.executors.executor import Executor
-from blocksparse.permuters.identity import Identity
+from blocksparse.checks.validators import block_size, multiple
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.permuters.permuter import Permuter
-from blocksparse.pipeline import Pipeline
+from blocksparse.presets.preset import BlockExecutor, Numbers, Preset, preset
 from blocksparse.scorers.antidiagonal import AntidiagonalScorer
 from blocksparse.scorers.block_scores import BlockMass
-from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.top_k import TopK
 
 
 def subblock(
-    share: float | Sequence[float] | Tensor = 0.25,  # released code: a sparsity of 0.75
+    share: Numbers = 0.25,  # released code: a sparsity of 0.75
     *,
     cell: int = 16,  # the same: 4 sub-blocks of a block, on both sides
     block: int = 64,  # the same
     order: Permuter[GlobalPermutation] | None = None,
-    executor: Executor[GlobalPermutation, BlockMask] | None = None,
-) -> Pipeline[GlobalPermutation, BlockMass, BlockMask]:
+    executor: BlockExecutor | None = None,
+) -> Preset[BlockMass]:
     """Keep a share of a row's blocks: those whose sub-blocks, known by their means, weigh most in sum.
 
     Args:
@@ -40,10 +32,9 @@ def subblock(
     a_share.check(share=share)
     block_size.check(cell=cell, block=block)
     multiple("block", block, "cell", cell)
-    optional(a(Permuter)).check(order=order)
-    return Pipeline(
-        Identity() if order is None else order,
+    return preset(
+        order,
         AntidiagonalScorer(cell, block=block, pattern="sum", forced=False, normalize=False),
         TopK(share=share),
-        AutoExecutor() if executor is None else executor,
+        executor,
     )

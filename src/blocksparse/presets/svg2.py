@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch import Tensor
-
 from blocksparse.checks.per_head import share
-from blocksparse.executors.auto import AutoExecutor
-from blocksparse.executors.executor import Executor
 from blocksparse.permuters.kmeans_order import KMeansOrder
-from blocksparse.permuters.permutation import GlobalPermutation
-from blocksparse.pipeline import Pipeline
+from blocksparse.presets.preset import BlockExecutor, Numbers, Preset, preset
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.scorers.mean_pool import MeanPoolScorer
-from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.top_cdf import TopCdf
 from blocksparse.selectors.top_k import TopK
 
 
 def svg2(
-    mass: float | Sequence[float] | Tensor = 0.9,  # released code
+    mass: Numbers = 0.9,  # released code
     *,
-    least: float | Sequence[float] | Tensor = 0.1,  # the same: a tenth of all clusters of keys
+    least: Numbers = 0.1,  # the same: a tenth of all clusters of keys
     q_clusters: int = 300,  # the same, for Wan; 400 for HunyuanVideo
     k_clusters: int = 1000,  # the same
     iterations: int = 50,  # the same, in the first sparse step
     block: int = 64,
     prefix: int = 0,
     suffix: int = 0,
-    executor: Executor[GlobalPermutation, BlockMask] | None = None,
-) -> Pipeline[GlobalPermutation, BlockMass, BlockMask]:
+    executor: BlockExecutor | None = None,
+) -> Preset[BlockMass]:
     """Order queries and keys by clusters; keep the heaviest pooled blocks. Made for calls that are not causal.
 
     Args:
@@ -45,9 +37,9 @@ def svg2(
         executor: `AutoExecutor()` if None.
     """
     share.check(mass=mass, least=least)
-    return Pipeline(
+    return preset(
         KMeansOrder(q_clusters, k_clusters, iterations=iterations, prefix=prefix, suffix=suffix),
         MeanPoolScorer(block),
         TopCdf(mass) | TopK(share=least),
-        AutoExecutor() if executor is None else executor,
+        executor,
     )

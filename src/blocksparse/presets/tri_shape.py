@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from blocksparse.checks.validators import size
-from blocksparse.executors.auto import AutoExecutor
-from blocksparse.executors.executor import Executor
 from blocksparse.permuters.identity import Identity
-from blocksparse.permuters.permutation import GlobalPermutation
-from blocksparse.pipeline import Pipeline
+from blocksparse.presets.preset import BlockExecutor, Preset, preset
 from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.scorers.no_scorer import NoScorer
 from blocksparse.selectors.band import Band
-from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.last_queries import LastQueries
 from blocksparse.selectors.sink import Sink
 
@@ -22,8 +18,8 @@ def tri_shape(
     last: int = 100,  # n_last in the same code
     *,
     block: int = 64,  # the same code
-    executor: Executor[GlobalPermutation, BlockMask] | None = None,
-) -> Pipeline[GlobalPermutation, BlockScores, BlockMask]:
+    executor: BlockExecutor | None = None,
+) -> Preset[BlockScores]:
     """Keep the first `sink` keys and the last `local` ones, and every key for the `last` queries.
 
     Blocks that hold any of these keys are kept whole. A row of blocks that holds one of these queries keeps every
@@ -37,9 +33,9 @@ def tri_shape(
         executor: `AutoExecutor()` if None.
     """
     size.check(sink=sink, local=local, last=last)
-    return Pipeline(
+    return preset(
         Identity(),
         NoScorer(block),
         Sink(sink) | Band(local - 1) | LastQueries(last),
-        AutoExecutor() if executor is None else executor,
+        executor,
     )

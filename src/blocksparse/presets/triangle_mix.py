@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from blocksparse.checks.validators import count
-from blocksparse.executors.executor import Executor
 from blocksparse.layers.schedule import Schedule
-from blocksparse.permuters.permutation import GlobalPermutation
+from blocksparse.presets.preset import BlockExecutor
 from blocksparse.presets.tri_shape import tri_shape
-from blocksparse.selectors.block_mask import BlockMask
 
 
 def triangle_mix(
@@ -17,7 +15,7 @@ def triangle_mix(
     last: int = 100,
     *,
     block: int = 64,
-    executor: Executor[GlobalPermutation, BlockMask] | None = None,
+    executor: BlockExecutor | None = None,
 ) -> Schedule:
     """A schedule: dense before `starting_layer`, then the first and the last keys, and dense last queries.
 

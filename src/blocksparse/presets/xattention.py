@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch import Tensor
-
 from blocksparse.checks.validators import flag
-from blocksparse.executors.auto import AutoExecutor
-from blocksparse.executors.executor import Executor
 from blocksparse.permuters.identity import Identity
-from blocksparse.permuters.permutation import GlobalPermutation
-from blocksparse.pipeline import Pipeline
+from blocksparse.presets.preset import BlockExecutor, Numbers, Preset, preset
 from blocksparse.scorers.antidiagonal import AntidiagonalScorer, Pattern
 from blocksparse.scorers.block_scores import BlockMass
-from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.top_cdf import TopCdf
 
 
 def xattention(
-    mass: float | Sequence[float] | Tensor = 0.9,  # released code, xattn_estimate
+    mass: Numbers = 0.9,  # released code, xattn_estimate
     *,
     stride: int = 8,  # the paper has 8 and 16, the released loader 16
     block: int = 128,  # the only size that the released code takes
     pattern: Pattern = "antidiagonal",
     as_released: bool = False,
-    executor: Executor[GlobalPermutation, BlockMask] | None = None,
-) -> Pipeline[GlobalPermutation, BlockMass, BlockMask]:
+    executor: BlockExecutor | None = None,
+) -> Preset[BlockMass]:
     """Keep the first block, the diagonal, and the heaviest antidiagonal scores until they hold enough of the mass.
 
     The first block and the diagonal are counted in that share.
@@ -41,9 +33,9 @@ def xattention(
         executor: `AutoExecutor()` if None.
     """
     flag.check(as_released=as_released)
-    return Pipeline(
+    return preset(
         Identity(),
         AntidiagonalScorer(stride, block=block, pattern=pattern, padded_tail=as_released),
         TopCdf(mass),
-        AutoExecutor() if executor is None else executor,
+        executor,
     )

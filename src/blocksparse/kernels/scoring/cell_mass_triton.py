@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from blocksparse.kernels.common.hardware import fp32_products
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
-from blocksparse.kernels.multiplying.cell_products import Cells, means_of_short_cells
+from blocksparse.kernels.multiplying.cell_products import Cells
 from blocksparse.kernels.multiplying.cell_products_triton import (
     Tiles,
     can_use_tma,
@@ -30,6 +30,7 @@ from blocksparse.kernels.multiplying.cell_products_triton import (
 )
 from blocksparse.kernels.multiplying.cell_sums_triton import sums_of_tiles
 from blocksparse.kernels.multiplying.pooled_sums_triton import PooledTiles, pooled_tiles, sums_of_pooled
+from blocksparse.kernels.scoring.cell_means_triton import means_of_short_cells_triton
 from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 
@@ -123,7 +124,8 @@ def _of_tokens(
     slots, q_lead = of.slots, of.q_lead
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     q_filler, k_filler = (
-        None if of.padded_tail else means_of_short_cells(x, slots, lead) for x, lead in ((q, q_lead), (k, 0))
+        None if of.padded_tail else means_of_short_cells_triton(x, slots, lead)
+        for x, lead in ((q, q_lead), (k, 0))
     )
     tma = can_use_tma(q, k)
     tiles = tiles if isinstance(tiles, Tiles) else tiles_for(q, tma=tma)

@@ -67,6 +67,18 @@ def cell_mean_triton(x: Tensor, slots: int, lead: int, padded_tail: bool, index:
     return means
 
 
+def means_of_short_cells_triton(x: Tensor, slots: int, lead: int) -> Tensor | None:
+    """`means_of_short_cells` by the same kernel, which calls can repeat, as they cannot what PyTorch computes."""
+    missing = -(lead + x.shape[2]) % slots
+    if not (lead or missing):
+        return None
+    (B, H, _, D), ends = x.shape, (x[:, :, : slots - lead], x[:, :, -(slots - missing) :])
+    means = x.new_empty((B, H, 2, D))
+    for at, mean in enumerate(cell_means_triton(*ends, slots, lead, False, None, None)):
+        means[:, :, at : at + 1].copy_(mean)
+    return means
+
+
 @triton.jit
 def _means(
     x_ptr, index_ptr, out_ptr, x_strides, index_strides,
