@@ -11,7 +11,7 @@ from torch import Tensor
 from blocksparse.attention_spec import Asked, AttentionSpec
 from blocksparse.batches.sequences import Sequences
 from blocksparse.checks.inputs import checked, refuse_mask
-from blocksparse.checks.validators import a, flag, stage
+from blocksparse.checks.validators import a, flag
 from blocksparse.choice import Choice
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.executor import Executor
@@ -47,10 +47,10 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
             classes declare. mypy reports the same.
     """
 
-    permuter: Permuter[PermutationT] = field(validator=stage(Permuter))
-    scorer: Scorer[PermutationT, ScoresT] = field(validator=stage(Scorer))
-    selector: Selector[ScoresT, MaskT] = field(validator=stage(Selector))
-    executor: Executor[PermutationT, MaskT] = field(validator=stage(Executor))
+    permuter: Permuter[PermutationT]
+    scorer: Scorer[PermutationT, ScoresT]
+    selector: Selector[ScoresT, MaskT]
+    executor: Executor[PermutationT, MaskT]
     repeats: bool = field(default=True, validator=flag, kw_only=True)
     _stages: FourStages[PermutationT, ScoresT, MaskT] = field(
         init=False,

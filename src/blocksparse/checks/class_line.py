@@ -118,17 +118,18 @@ def check_gave(promised: tuple[Declared, ...], value: object) -> None:
 def classes(stage: object, *roles: type) -> tuple[object, ...]:
     """What decides the types that `declared` finds: a class, and its parts' classes where it leaves one open."""
     cls: type = type(stage)
-    if not attrs.has(cls) or not _is_open(cls, roles):
+    if not (names := _parts(cls, roles)):
         return (cls,)
-    parts = [getattr(stage, attribute.name) for attribute in attrs.fields(cls)]
+    parts = [getattr(stage, name) for name in names]
     return cls, *[classes(part, *roles) for part in parts if isinstance(part, roles)]
 
 
 @cache
-def _is_open(cls: type, roles: tuple[Any, ...]) -> bool:
-    return any(
-        isinstance(_said(cls, role, place), TypeVar) for role in roles for place in range(len(role.__parameters__))
-    )
+def _parts(cls: type, roles: tuple[Any, ...]) -> tuple[str, ...]:
+    """The fields that say what a class leaves open in its class line; none if it leaves nothing open."""
+    said = (_said(cls, role, place) for role in roles for place in range(len(role.__parameters__)))
+    is_open = attrs.has(cls) and any(isinstance(each, TypeVar) for each in said)
+    return tuple(each.name for each in attrs.fields(cls)) if is_open else ()
 
 
 def _each(value: type | UnionType) -> tuple[type, ...]:

@@ -93,11 +93,6 @@ def a(*roles: type) -> Rule:
     return Rule(" or ".join(names), lambda x: isinstance(x, roles))
 
 
-def stage(role: type) -> Rule:
-    """A rule for a stage of a pipeline."""
-    return a(role).or_else("the order is permuter, scorer, selector, executor")
-
-
 def optional(rule: Rule) -> Rule:
     """A rule that also lets None pass."""
     return Rule(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from blocksparse.checks.class_line import Declared, check_takes, classes, declared
+from blocksparse.checks.validators import a
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.executor import Executor
 from blocksparse.permuters.permutation import Permutation
@@ -30,7 +31,7 @@ class StageTypes(NamedTuple):
         What their classes decide is found once.
 
         Raises:
-            TypeError: a stage needs what the stage before it does not give.
+            TypeError: one is no such stage, or needs what the stage before it does not give.
         """
         key = tuple(
             [classes(x, Permuter, Scorer, Selector, Executor) for x in (permuter, scorer, selector, executor)]
@@ -43,6 +44,11 @@ class StageTypes(NamedTuple):
 
     @classmethod
     def _of(cls, permuter: object, scorer: object, selector: object, executor: object) -> StageTypes:
+        rule = "the order is permuter, scorer, selector, executor"
+        a(Permuter).or_else(rule).check(permuter=permuter)
+        a(Scorer).or_else(rule).check(scorer=scorer)
+        a(Selector).or_else(rule).check(selector=selector)
+        a(Executor).or_else(rule).check(executor=executor)
         order, scores, mask = (
             declared(permuter, Permuter, 0),
             declared(scorer, Scorer, 1),

@@ -19,6 +19,7 @@ from blocksparse.scorers.scorer import Scorer
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.selector import Selector
 
+_permuter = a(Permuter)
 ScoresT = TypeVar("ScoresT", bound=BlockScores)
 
 Numbers = float | Sequence[float] | Tensor
@@ -41,5 +42,5 @@ def preset(
     if order is None:
         order = Identity()
     else:
-        a(Permuter).check(order=order)
+        _permuter.check(order=order)
     return Pipeline(order, scorer, selector, AutoExecutor() if executor is None else executor)
