@@ -62,16 +62,16 @@ class Repeated:
         """
         if (record := CALLS.meet(key)) is False:
             return self.run(*args)
-        recording = Recording(tensors, sees=record is True)
+        recording, short = Recording(tensors, sees=record is True), False
         before = current.set(recording)
-        short = False
         try:
             with recording if record else nullcontext():
                 out = self.run(*args)
         except torch.OutOfMemoryError:
             if not record:
                 raise
-            short = True  # a recording holds more memory than a call does
+            recording.refuse("a recording holds more memory than a call does")
+            short = True
         finally:
             current.reset(before)
         if record and not short and (known := recording.repetition(out)) is not None:
@@ -83,7 +83,11 @@ class Repeated:
     def _key(self, tensors: tuple[Tensor, ...], args: tuple[Any, ...]) -> Key | None:
         """All that a call may depend on but the contents of its tensors; None for a call that is not repeated."""
         first = tensors[0]
-        if not first.is_cuda or NO_DISPATCH_MODES is not None or torch.version.hip is not None or not _is_plain():
+        if not first.is_cuda or NO_DISPATCH_MODES is not None or torch.version.hip is not None:
+            return None
+        if is_transformed() or under_forward_mode() or under_a_function_mode():
+            return None  # something stands between calls of PyTorch and what they do
+        if torch.cuda.is_current_stream_capturing():
             return None
         if (owner := owner_of(self.run)) is None:
             return None
@@ -99,13 +103,3 @@ class Repeated:
             # q, k and v may be parts of one tensor: then also where.
             parts += (x.shape, x.stride(), x.dtype, place % 16, one, place - tensors[one].data_ptr())
         return tuple(parts)
-
-
-def _is_plain() -> bool:
-    """Whether nothing stands between calls of PyTorch and what they do, and no graph is captured."""
-    return not (
-        is_transformed()
-        or under_forward_mode()
-        or under_a_function_mode()
-        or torch.cuda.is_current_stream_capturing()
-    )

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
+from operator import add
 from types import SimpleNamespace
 from typing import Any, NamedTuple, final
 
@@ -41,7 +42,7 @@ _IN_PLACE: dict[OpOverload, Callable[..., object]] = {
 }
 
 Make = Callable[[Tensor, int], Any]
-"""Makes an argument of the memory that it lies in, and of how many bytes after its begin."""
+"""Makes an argument of the memory that it lies in, and of the address at which it begins."""
 
 
 class _Place(NamedTuple):
@@ -58,11 +59,6 @@ class _Arguments(NamedTuple):
     fixed: list[Any]
     places: list[tuple[int, _Place | _Arguments]]
 
-    def move(self, to: Callable[[_Place], _Place]) -> _Arguments:
-        """The same with each place where `to` has it."""
-        places = [(at, x.move(to) if isinstance(x, _Arguments) else to(x)) for at, x in self.places]
-        return _Arguments(self.fixed, places)
-
     def fill(self, memory: Sequence[Tensor], begins: Sequence[int]) -> list[Any]:
         """The arguments in memory that begins there."""
         filled = list(self.fixed)
@@ -71,31 +67,34 @@ class _Arguments(NamedTuple):
                 filled[at] = tuple(place.fill(memory, begins))
             else:
                 slot, offset, make = place
-                filled[at] = begins[slot] + offset if make is None else make(memory[slot], offset)
+                address = begins[slot] + offset
+                filled[at] = address if make is None else make(memory[slot], address)
         return filled
 
 
 class Repetition(NamedTuple):
     """The launches of a recorded call. Called with tensors like the recorded ones, it gives what that would give.
 
-    Slots are the inputs, then all memory that is allocated but the result's, then that.
+    Slots are the inputs, then what was allocated, which lies in one workspace but for the result's memory.
     """
 
     steps: list[tuple[Callable[..., object], _Arguments]]
     workspace: int  # numbers of 4 bytes
-    allocate: Callable[[], Tensor] | None  # memory of the result
-    result: _Place | None
+    begins: list[int]  # by allocated slot, how many bytes after the begin of the workspace
+    own: tuple[int, Callable[[], Tensor]] | None  # the slot of the result, and what allocates it
+    result: _Arguments
 
     def __call__(self, *inputs: Tensor) -> Any:
-        memory = [*inputs, torch.empty(self.workspace, dtype=torch.int32, device=inputs[0].device)]
-        if self.allocate is not None:
-            memory.append(self.allocate())
-        begins = [x.data_ptr() for x in memory]
+        workspace = torch.empty(self.workspace, dtype=torch.int32, device=inputs[0].device)
+        start, memory = workspace.data_ptr(), [*inputs, *[workspace] * len(self.begins)]
+        begins = [*[x.data_ptr() for x in inputs], *[start + begin for begin in self.begins]]
+        if self.own is not None:
+            slot, allocate = self.own
+            memory[slot] = own = allocate()
+            begins[slot] = own.data_ptr()
         for run, arguments in self.steps:
             run(*arguments.fill(memory, begins))
-        if self.result is None or self.result.make is None:
-            return None
-        return self.result.make(memory[self.result.slot], self.result.offset)
+        return self.result.fill(memory, begins)[0]
 
 
 @final
@@ -148,12 +147,9 @@ class Recording(TorchDispatchMode):
 
     def _are_views(self, args: tuple[Any, ...], out: Any) -> bool:
         """Whether an operation gave tensors without memory of their own; or it asked for none."""
-        given = {_address(x) for x in tree_leaves(args) if isinstance(x, Tensor)}
-        parts = out if isinstance(out, tuple | list) else [out]
-        if not any(isinstance(x, Tensor) for x in parts):
-            return not given
-        there = given | self._slot_of.keys()
-        return all(isinstance(x, Tensor) and (not x.numel() or _address(x) in there) for x in parts)
+        given, made = ([x for x in tree_leaves(part) if isinstance(x, Tensor)] for part in (args, out))
+        there = {_address(x) for x in given} | self._slot_of.keys()
+        return all(not x.numel() or _address(x) in there for x in made) and bool(made or not given)
 
     def launched(self, run: Callable[..., object], arguments: Sequence[Any], *, as_views: bool = False) -> None:
         """Note a launch, `run(*arguments)`. It takes the addresses of tensors, or tensors that are such views."""
@@ -187,27 +183,21 @@ class Recording(TorchDispatchMode):
         given = self._place(result)
         if self.refused is not None or (given is None) != (result is None):  # the result was there before the call
             return None
-        own, allocate = -1, None
+        own = None
         if given is not None and given.slot >= self._inputs:
-            own, like = given.slot, self._held[given.slot]
-            allocate = partial(
-                torch.empty_strided, like.shape, like.stride(), dtype=like.dtype, device=like.device
-            )
-        shared = [slot for slot in self._used if slot >= self._inputs and slot != own]
+            like = self._held[given.slot]
+            new = partial(torch.empty_strided, like.shape, like.stride(), dtype=like.dtype, device=like.device)
+            own = given.slot, new
+        shared = [x for x in self._used if x >= self._inputs and (given is None or x != given.slot)]
         sizes = [-(-self._held[slot].untyped_storage().nbytes() // _ALIGNED) * _ALIGNED for slot in shared]
-        begins = side_by_side([self._used[slot] for slot in shared], sizes)
-        moved = {slot: (self._inputs, begin) for slot, begin in zip(shared, begins, strict=True)}
-        moved[own] = self._inputs + 1, 0
-
-        def to(place: _Place) -> _Place:
-            slot, begin = moved.get(place.slot, (place.slot, 0))
-            return place._replace(slot=slot, offset=begin + place.offset)
-
+        found = side_by_side([self._used[slot] for slot in shared], sizes)
+        begins = dict(zip(shared, found, strict=True))
         return Repetition(
-            [(run, arguments.move(to)) for run, arguments in self._steps],
-            max([begin + size for begin, size in zip(begins, sizes, strict=True)], default=0) // 4,
-            allocate,
-            None if given is None or result is None else to(given)._replace(make=_view_like(result)),
+            self._steps,
+            max(map(add, found, sizes), default=0) // 4,
+            [begins.get(slot, 0) for slot in range(self._inputs, len(self._held))],
+            own,
+            self._arguments([result], as_views=True),
         )
 
 
@@ -229,9 +219,8 @@ def _address(x: Tensor) -> int:
 def _view_like(x: Tensor) -> Make:
     dtype, shape, strides = x.dtype, x.shape, x.stride()
 
-    def make(memory: Tensor, offset: int) -> Tensor:
-        first = (memory.storage_offset() * memory.dtype.itemsize + offset) // dtype.itemsize
-        return memory.view(dtype).as_strided(shape, strides, first)
+    def make(memory: Tensor, address: int) -> Tensor:
+        return memory.view(dtype).as_strided(shape, strides, (address - _address(memory)) // dtype.itemsize)
 
     return make
 
@@ -239,11 +228,10 @@ def _view_like(x: Tensor) -> Make:
 def _descriptor_like(x: Any) -> Make:
     kind, rest = type(x), {name: value for name, value in vars(x).items() if name != "base"}
 
-    def make(memory: Tensor, offset: int) -> Any:
+    def make(_: Tensor, address: int) -> Any:
         # Its own constructor would check again what holds for all calls of these sizes.
         descriptor = object.__new__(kind)
-        base = SimpleNamespace(data_ptr=partial(int, memory.data_ptr() + offset))
-        vars(descriptor).update(rest, base=base)
+        vars(descriptor).update(rest, base=SimpleNamespace(data_ptr=partial(int, address)))
         return descriptor
 
     return make
