@@ -295,6 +295,14 @@ def test_every_preset_has_a_page() -> None:
     assert all(f"{preset}(" in text for preset in on_minference_page)
 
 
+@pytest.mark.parametrize("role", ["Scorer", "Executor"])
+def test_own_stages_are_short(role: str) -> None:
+    """One takes under 40 lines, with its imports and docstrings."""
+    page = ROOT / "docs" / "start" / "write-your-own-stage.md"
+    (code,) = (code for code in blocks(page, "") if f"({role}[" in code)
+    assert sum(bool(line.strip()) for line in code.splitlines()) < 40
+
+
 @pytest.mark.slow
 def test_what_users_write_type_checks(tmp_path: Path) -> None:
     """The page on writing stages is one program: strict mypy accepts it, but for the block it must reject."""
