@@ -24,6 +24,7 @@ from blocksparse.executors.skip_softmax import SkipSoftmaxExecutor
 from blocksparse.executors.tiles import HopperTiles, TritonTiles
 from blocksparse.executors.triton import TritonExecutor
 from blocksparse.geometry import Grid
+from blocksparse.kernels.positions.places import Places
 from blocksparse.layers.head_groups import HeadGroups, HeadGroupsTrace
 from blocksparse.layers.schedule import Schedule
 from blocksparse.permuters.column_order import ColumnOrder
@@ -93,7 +94,6 @@ from blocksparse.selectors.last_queries import LastQueries
 from blocksparse.selectors.mean_std import MeanStd
 from blocksparse.selectors.on_tiles import OnTiles
 from blocksparse.selectors.peak_share import PeakShare
-from blocksparse.selectors.places import Places
 from blocksparse.selectors.position_selector import PositionSelector
 from blocksparse.selectors.radial import Radial
 from blocksparse.selectors.random import Random

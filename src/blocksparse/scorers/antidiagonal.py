@@ -12,6 +12,7 @@ from blocksparse.attention_spec import AttentionSpec
 from blocksparse.checks.validators import block_size, flag, multiple, one_of, optional, whole
 from blocksparse.geometry import Grid
 from blocksparse.kernels.multiplying.cell_products import Cells, cells_behind
+from blocksparse.kernels.positions.places import Places
 from blocksparse.kernels.positions.within_reach import within_reach
 from blocksparse.kernels.scoring.cell_mass import cell_mass
 from blocksparse.kernels.scoring.cell_means import cell_mean, cell_means
@@ -128,7 +129,7 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
     def _force(self, grid: Grid, segment: int | None) -> Tensor | None:
         if not (self.forced and grid.causal):
             return pooling.own_segment(grid, segment)
-        counted: Tensor = within_reach(None, grid, first=1, diagonal=True)
+        counted: Tensor = within_reach(None, grid, places=Places(first=1), diagonal=True)
         return counted
 
 

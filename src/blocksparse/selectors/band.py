@@ -9,7 +9,7 @@ from torch import Tensor
 
 from blocksparse.checks.validators import count, whole
 from blocksparse.geometry import Grid
-from blocksparse.selectors.places import Places
+from blocksparse.kernels.positions.places import Places
 from blocksparse.selectors.position_selector import PositionSelector
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from blocksparse.checks.validators import size, whole
 from blocksparse.geometry import Grid
 from blocksparse.kernels.common.sizes import FAR
-from blocksparse.selectors.places import Places
+from blocksparse.kernels.positions.places import Places
 from blocksparse.selectors.position_selector import PositionSelector
 
 

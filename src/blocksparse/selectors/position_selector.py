@@ -10,10 +10,10 @@ from torch import Tensor
 
 from blocksparse.checks.validators import a
 from blocksparse.geometry import Grid
+from blocksparse.kernels.positions.places import NOWHERE, Places
 from blocksparse.kernels.positions.within_reach import within_reach
 from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.selectors.block_mask import BlockMask
-from blocksparse.selectors.places import NOWHERE, Places
 from blocksparse.selectors.selector import ScoresT, Selector, Union
 
 
@@ -91,7 +91,7 @@ class PositionSelector(Selector[BlockScores, BlockMask]):
         for rule in others:
             more = rule.where(grid)
             keep = more if keep is None else keep | more
-        return within_reach(keep, grid, **places._asdict(), diagonal=True)
+        return within_reach(keep, grid, places=places, diagonal=True)
 
 
 @final

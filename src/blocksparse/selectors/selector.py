@@ -8,9 +8,9 @@ from typing import Generic, TypeVar, final
 from attrs import field, frozen
 
 from blocksparse.checks.validators import a
+from blocksparse.kernels.positions.places import Places
 from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.selectors.block_mask import BlockMask
-from blocksparse.selectors.places import Places
 
 ScoresT = TypeVar("ScoresT", bound=BlockScores)
 ScoresT_contra = TypeVar("ScoresT_contra", bound=BlockScores, contravariant=True)

@@ -10,9 +10,9 @@ from torch import Tensor
 from blocksparse.checks.validators import flag, hash_seed, size, whole
 from blocksparse.geometry import Grid
 from blocksparse.kernels.common.sizes import FAR
+from blocksparse.kernels.positions.places import Places
 from blocksparse.kernels.positions.within_reach import every
 from blocksparse.selectors.counter_hash import block_indices
-from blocksparse.selectors.places import Places
 from blocksparse.selectors.position_selector import PositionSelector
 
 

@@ -8,10 +8,10 @@ from attrs import field, frozen
 
 from blocksparse.checks.per_head import PerHead, least, number_or_blocks, per_head, share
 from blocksparse.checks.validators import flag
+from blocksparse.kernels.positions.places import NOWHERE, Places
 from blocksparse.kernels.selecting.top_cdf import top_cdf
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.selectors.block_mask import BlockMask
-from blocksparse.selectors.places import NOWHERE, Places
 from blocksparse.selectors.selector import Selector
 
 

@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from blocksparse.checks.per_head import PerHead, least, over_blocks, per_head, probability
 from blocksparse.checks.validators import count, flag, optional, size, whole
 from blocksparse.kernels.common.sizes import FAR, cdiv
+from blocksparse.kernels.positions.places import Places
 from blocksparse.kernels.positions.within_reach import within_reach
 from blocksparse.kernels.selecting.heaviest_lines import fewest
 from blocksparse.kernels.selecting.running_share import running_share
@@ -59,7 +60,7 @@ class VerticalSlashCdf(Selector[VerticalSlashScores, BlockMask]):
         grid = scores.grid
         mass = over_blocks(self.mass, scores.values).float()
         chosen = self._as_released(scores, mass[..., 0]) if self.released else self._covering(scores, mass[..., 0])
-        return BlockMask(within_reach(chosen | (mass >= 1), grid, first=1, diagonal=True), grid)
+        return BlockMask(within_reach(chosen | (mass >= 1), grid, places=Places(first=1), diagonal=True), grid)
 
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
         return least(self.mass) >= 1 or self.min_budget >= N

@@ -6,9 +6,9 @@ import pytest
 import torch
 from tests.kernels.block_grids import KINDS, heads_of, make_grid
 
+from blocksparse.kernels.positions.places import Places
 from blocksparse.kernels.positions.within_reach import within_reach, within_reach_reference
 from blocksparse.kernels.positions.within_reach_triton import within_reach_triton
-from blocksparse.selectors.places import Places
 
 
 def random_choice(*shape: int, device: str) -> torch.Tensor:
@@ -68,9 +68,9 @@ def test_places(kind: str, device: str) -> None:
         diagonal = i % 2 == 0  # in turn, also in the loop below
         for args in ((None, grid), (keep, grid), (keep, fine, 2, skipped)):
             diagonal = not diagonal
-            want = within_reach_reference(*args, **places._asdict(), diagonal=diagonal)
+            want = within_reach_reference(*args, places=places, diagonal=diagonal)
             for compute in (within_reach_triton, within_reach):
-                assert torch.equal(compute(*args, **places._asdict(), diagonal=diagonal).expand_as(want), want)
+                assert torch.equal(compute(*args, places=places, diagonal=diagonal).expand_as(want), want)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -80,10 +80,10 @@ def test_numbers_of_any_size(kind: str, device: str) -> None:
     for n in (2**20, 2**31 - 1, 2**32, 2**70):
         for places in (Places(near=n), Places(first=n)):
             for compute in (within_reach_triton, within_reach_reference):
-                assert torch.equal(compute(None, grid, **places._asdict()), grid.reachable)
+                assert torch.equal(compute(None, grid, places=places), grid.reachable)
         rare = Places(stride=(n, 1))
-        want = within_reach_reference(None, grid, **rare._asdict())
-        assert torch.equal(within_reach_triton(None, grid, **rare._asdict()).expand_as(want), want)
+        want = within_reach_reference(None, grid, places=rare)
+        assert torch.equal(within_reach_triton(None, grid, places=rare).expand_as(want), want)
 
 
 def test_two_of_a_kind_are_not_one() -> None:

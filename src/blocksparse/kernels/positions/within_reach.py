@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
-
 import torch
 from torch import Tensor
 
 from blocksparse.kernels.common.sizes import FAR
 from blocksparse.kernels.positions.block_grid import BlockGrid
 from blocksparse.kernels.positions.counter_hash import counter_hash
-
-PlaceNumbers: TypeAlias = tuple[int | None, int | None, tuple[int, int] | None, int | None]
-"""`near`, `first`, `stride` and `last` of `within_reach`; `selectors/places.py` makes them of rules."""
-NO_PLACES: PlaceNumbers = (None, None, None, None)
+from blocksparse.kernels.positions.places import NOWHERE, Places
 
 
 def within_reach(
@@ -22,10 +17,7 @@ def within_reach(
     n: int = 1,
     skipped: int = 0,
     *,
-    near: int | None = None,
-    first: int | None = None,
-    stride: tuple[int, int] | None = None,
-    last: int | None = None,
+    places: Places = NOWHERE,
     segment: int | None = None,
     diagonal: bool = False,
 ) -> Tensor:
@@ -38,10 +30,7 @@ def within_reach(
         keep: bool, each entry for `n` x `n` blocks of `grid`: `[B|1, H|1, ceil((rows + skipped) / n), ceil(cols / n)]`.
             If `n` is 1, its last axes may be 1, and those before them may be missing. None chooses no block.
         skipped: rows of blocks at the start of `keep` that are not part of `grid`.
-        near: a number of tokens; the blocks of `grid.within(near)` are chosen, too.
-        first: a number of tokens; the blocks of `grid.holding_first(first)` are chosen, too.
-        stride: `(eta, seed)`; one of every `eta` blocks in a row is chosen, from an offset drawn with the seed.
-        last: a number of queries; all blocks of the rows that hold one of the last so many are chosen, too.
+        places: by which further blocks are chosen.
         segment: a number of tokens; the blocks of `grid.own_segment(segment)` are chosen, too.
         diagonal: the blocks of `grid.diagonal` are chosen, too.
     """
@@ -49,8 +38,7 @@ def within_reach(
         from blocksparse.kernels.positions.within_reach_triton import within_reach_triton as compute
     else:
         compute = within_reach_reference
-    places: dict[str, Any] = {"near": near, "first": first, "stride": stride, "last": last}
-    return compute(keep, grid, n, skipped, **places, segment=segment, diagonal=diagonal)
+    return compute(keep, grid, n, skipped, places=places, segment=segment, diagonal=diagonal)
 
 
 def within_reach_reference(
@@ -59,10 +47,7 @@ def within_reach_reference(
     n: int = 1,
     skipped: int = 0,
     *,
-    near: int | None = None,
-    first: int | None = None,
-    stride: tuple[int, int] | None = None,
-    last: int | None = None,
+    places: Places = NOWHERE,
     segment: int | None = None,
     diagonal: bool = False,
 ) -> Tensor:
@@ -72,14 +57,14 @@ def within_reach_reference(
     if n > 1:
         chosen = chosen.repeat_interleave(n, dim=-2).repeat_interleave(n, dim=-1)
         chosen = chosen[..., skipped : skipped + reachable.shape[-2], : reachable.shape[-1]]
-    if near is not None:
-        chosen = chosen | grid.within(near)
-    if first is not None:
-        chosen = chosen | grid.holding_first(first)
-    if stride is not None:
-        chosen = chosen | every(*stride, grid)
-    if last is not None:
-        chosen = chosen | (grid.q_last >= grid.end - min(last, FAR))
+    if places.near is not None:
+        chosen = chosen | grid.within(places.near)
+    if places.first is not None:
+        chosen = chosen | grid.holding_first(places.first)
+    if places.stride is not None:
+        chosen = chosen | every(*places.stride, grid)
+    if places.last is not None:
+        chosen = chosen | (grid.q_last >= grid.end - min(places.last, FAR))
     if segment is not None:
         chosen = chosen | grid.own_segment(segment)
     return (chosen | grid.diagonal if diagonal else chosen) & reachable

@@ -21,6 +21,7 @@ from blocksparse.kernels.positions.block_grid_triton import (
 )
 from blocksparse.kernels.positions.counter_hash_triton import folded
 from blocksparse.kernels.positions.mix import mix
+from blocksparse.kernels.positions.places import NOWHERE, Places
 from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 
@@ -33,10 +34,7 @@ def within_reach_triton(
     n: int = 1,
     skipped: int = 0,
     *,
-    near: int | None = None,
-    first: int | None = None,
-    stride: tuple[int, int] | None = None,
-    last: int | None = None,
+    places: Places = NOWHERE,
     segment: int | None = None,
     diagonal: bool = False,
 ) -> Tensor:
@@ -53,22 +51,20 @@ def within_reach_triton(
     with device_of(out):
         _kernel[(cdiv(rows, tile["ROWS"]) * cdiv(cols, tile["COLS"]), H, B)](
             keep, tensors, out, None if keep is None else strides(keep), position_strides, rows, cols, skipped,
-            *numbers_of_places(grid, near, first, stride, last), None if segment is None else min(segment, FAR),
+            *numbers_of_places(grid, places), None if segment is None else min(segment, FAR),
             N=n, DIAGONAL=diagonal, CAUSAL=grid.causal, WINDOW=grid.window, **tile,
             num_warps=4,
         )  # fmt: skip
     return out
 
 
-def numbers_of_places(
-    grid: BlockGrid, near: int | None, first: int | None, stride: tuple[int, int] | None, last: int | None
-) -> tuple[int | None, ...]:
-    """What `with_places` takes of the arguments of `within_reach`: near, first, eta, state, first_row and from_query.
+def numbers_of_places(grid: BlockGrid, places: Places) -> tuple[int | None, ...]:
+    """What `with_places` takes of places: near, first, eta, state, first_row and from_query.
 
     Numbers beyond every position become `FAR`, so that the kernel's int32 hold them and their sums with positions.
     """
-    eta, state = (None, None) if stride is None else (min(stride[0], FAR), mix(stride[1]))
-    near, first, last = (None if x is None else min(x, FAR) for x in (near, first, last))
+    eta, state = (None, None) if places.stride is None else (min(places.stride[0], FAR), mix(places.stride[1]))
+    near, first, last = (None if x is None else min(x, FAR) for x in (places.near, places.first, places.last))
     return near, first, eta, state, grid.first_row, None if last is None else grid.end - last
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from blocksparse.kernels.positions.block_grid import BlockGrid
-from blocksparse.kernels.positions.within_reach import NO_PLACES, PlaceNumbers, within_reach_reference
+from blocksparse.kernels.positions.places import NOWHERE, Places
+from blocksparse.kernels.positions.within_reach import within_reach_reference
 from blocksparse.kernels.scoring import cpu_choices, cpu_scores
 from blocksparse.kernels.selecting.running_share import running_share
 
@@ -27,7 +28,7 @@ def top_cdf(
     grid: BlockGrid,
     *,
     crossing: bool,
-    places: PlaceNumbers = NO_PLACES,
+    places: Places = NOWHERE,
 ) -> Tensor:
     """Which blocks are kept, `[B, H, rows, cols]` bool, by their `values` `[B, H, rows, cols]`.
 
@@ -38,7 +39,7 @@ def top_cdf(
         mass: a number, or `[1, H|1, 1, 1]`, in (0, 1]; it is rounded to fp32, as shares are. 1 keeps what is reachable.
         crossing: also keep the block that takes the sum from below the target to the target or above it. Without it,
             the heaviest block that is not forced is kept in any case.
-        places: `near`, `first`, `stride` and `last` of `within_reach`, by which further blocks are kept.
+        places: by which further blocks are kept.
     """
     if values.is_cuda and values.dtype == torch.float32 and values.shape[-1] <= MAX_COLS:
         from blocksparse.kernels.selecting.top_cdf_triton import top_cdf_triton
@@ -54,7 +55,7 @@ def top_cdf_reference(
     mass: float | Tensor,
     grid: BlockGrid,
     crossing: bool,
-    places: PlaceNumbers = NO_PLACES,
+    places: Places = NOWHERE,
     *,
     compiled: bool = False,
 ) -> Tensor:
@@ -74,5 +75,4 @@ def top_cdf_reference(
             rank = torch.arange(values.shape[-1], device=mass.device)
             taken = (share.after <= mass) | ((rank == before) & (share.ticks > 0))
         keep = (share.put_back(taken) | always) | (mass >= 1)
-    near, first, stride, last = places
-    return within_reach_reference(keep, grid, near=near, first=first, stride=stride, last=last)
+    return within_reach_reference(keep, grid, places=places)

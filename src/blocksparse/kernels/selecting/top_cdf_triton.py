@@ -20,7 +20,7 @@ from blocksparse.kernels.positions.block_grid_triton import (
     strides,
     tile,
 )
-from blocksparse.kernels.positions.within_reach import NO_PLACES, PlaceNumbers
+from blocksparse.kernels.positions.places import NOWHERE, Places
 from blocksparse.kernels.positions.within_reach_triton import numbers_of_places, with_places
 from blocksparse.kernels.selecting.row_search_triton import cut, first_of, tile_of_rows
 from blocksparse.runtime.device import device_of
@@ -38,7 +38,7 @@ def top_cdf_triton(
     mass: float | Tensor,
     grid: BlockGrid,
     crossing: bool,
-    places: PlaceNumbers = NO_PLACES,
+    places: Places = NOWHERE,
 ) -> Tensor:
     """Launch the kernel; arguments as of `top_cdf`."""
     B, H, rows, cols = values.shape
@@ -51,7 +51,7 @@ def top_cdf_triton(
             strides(values), None if forced is None else strides(forced),
             None if of_head is None else head_strides(of_head)[1], strides(keep),
             rows, cols, float(mass) if of_head is None else None,
-            *numbers_of_places(grid, *places),
+            *numbers_of_places(grid, places),
             CAUSAL=grid.causal, WINDOW=grid.window, CROSSING=crossing, ROWS=high, COLS=wide,
             num_warps=num_warps,
         )  # fmt: skip

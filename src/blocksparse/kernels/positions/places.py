@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 
 class Places(NamedTuple):
-    """Blocks that are chosen by position; a field of None chooses none. They are arguments of `within_reach`."""
+    """Blocks that are chosen by position; a field of None chooses none. All numbers may be of any size."""
 
-    near: int | None = None  # tokens: the blocks of `Grid.within(near)`
-    first: int | None = None  # tokens: the blocks of `Grid.holding_first(first)`
+    near: int | None = None  # tokens: the blocks of `BlockGrid.within(near)`
+    first: int | None = None  # tokens: the blocks of `BlockGrid.holding_first(first)`
     stride: tuple[int, int] | None = None  # (eta, seed): one of every eta blocks of a row, as `Stride` draws them
     last: int | None = None  # queries: all blocks of the rows that hold one of the last so many
 
