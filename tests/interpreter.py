@@ -32,7 +32,7 @@ def interpret_faster() -> None:
         from triton.runtime import interpreter
     except ImportError:
         return
-    if not hasattr(interpreter, "_LangPatchScope"):  # another Triton than 3.7, and no public names for this
+    if not hasattr(interpreter, "_LangPatchScope"):  # in Triton 3.6 to 3.9, and no public names for this
         return
     _keep_numpy_types(interpreter)
     _unwrap_at_once(core)
@@ -326,9 +326,7 @@ class _Plans:
         plans: dict[tuple[Any, Any], Any] = {}
 
         def find(a: Any, b: Any, result: Any) -> Any:
-            types = [
-                x.type.scalar if x.__class__ is self.tensor else self.semantic.to_tensor_type(x) for x in (a, b)
-            ]
+            types = [(x if x.__class__ is self.tensor else self.semantic.to_tensor(x)).type.scalar for x in (a, b)]
             if pointers and types[0].is_ptr() and types[1].is_int():
                 size = max(1, a.handle.get_element_ty().primitive_bitwidth // 8)
                 offset = self.operand(b, types[1])
