@@ -34,6 +34,7 @@ def interpret_faster() -> None:
         return
     if not hasattr(interpreter, "_LangPatchScope"):  # in Triton 3.6 to 3.9, and no public names for this
         return
+    _read_numbers(interpreter)
     _keep_numpy_types(interpreter)
     _unwrap_at_once(core)
     _keep_types(core)
@@ -46,6 +47,17 @@ def interpret_faster() -> None:
     # Sums of int32 cannot overflow with so few tokens, and asking whether they do takes a quarter of the time.
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
+
+
+def _read_numbers(interpreter: Any) -> None:
+    """Triton 3.6 has NumPy take an array of one for a number, which NumPy 2.4 refuses."""
+    prepare = interpreter._patch_lang_tensor
+
+    def with_numbers(tensor: Any, scope: Any) -> None:
+        prepare(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = with_numbers
 
 
 def _prepare_once(language: Any, interpreter: Any, members: dict[str, Operation]) -> None:

@@ -1,4 +1,4 @@
-"""Compile what every preset launches, for GPUs that are not here, and compare what it takes with what they have.
+"""Compile all kernels, as presets launch them, for GPUs that are not here, and compare what they take with what there is.
 
     python -m tests.kernels.compile_ahead                                   # all targets: about an hour of one core
     python -m tests.kernels.compile_ahead sm_86 gfx942 --dims 128 --json ahead.json
@@ -14,6 +14,8 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,11 @@ from attrs import evolve
 from tests.kernels.ahead import report_of, triton_target
 from tests.kernels.foretold import foretold
 from tests.kernels.launched import Variant, gathered
+from torch import Tensor
 
 import blocksparse as bs
 from blocksparse.kernels.common.hardware import TARGETS, Hardware
-from blocksparse.testing import every_preset
+from blocksparse.testing import every_preset, video_presets
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 DIMS = {"bf16": (64, 96, 128, 256), "fp32": (64, 128)}
@@ -52,10 +55,20 @@ SHOWN = {
     "BLOCK_M", "BLOCK_N", "BLOCK_K", "ROWS", "KEYS", "TILE", "CONSUMERS", "STAGES", "TMA", "num_warps", "num_stages",
 }  # fmt: skip
 TOKENS, HEADS, KV_HEADS = 4096, 4, 2
+# A video of so many tokens: what its presets need besides, and fewer steps of k-means, which no kernel takes.
+GRID = (4, 32, 32)
+OF_VIDEO: dict[str, dict[str, Any]] = {
+    "dfs_attn": {"order": bs.HilbertOrder(GRID)},
+    "radial": {"grid": GRID},
+    "nabla": {"grid": GRID},
+    "lva": {"grid": GRID, "period": 2, "radius": 1},
+    "svg2": {"iterations": 1},
+}
+Call = Callable[[Tensor, Tensor, Tensor], object]
 
 
 def pipelines(hardware: Hardware) -> dict[str, bs.Pipeline[Any, Any, Any]]:
-    """Every preset with the kernels that it has at any length, and 8 bits."""
+    """Every preset for text with the kernels that it has at any length, 8 bits, and what no preset selects by."""
     found = {}
     for name, preset in every_preset.items():
         pipeline = preset()
@@ -63,25 +76,49 @@ def pipelines(hardware: Hardware) -> dict[str, bs.Pipeline[Any, Any, Any]]:
             pipeline = evolve(pipeline, executor=bs.TritonExecutor())
         found[name] = pipeline
     found["xattention, sums"] = evolve(bs.xattention(pattern="sum"), executor=bs.TritonExecutor())
+    pooled = found["mean_pooling"]
     fp8 = hardware.capability >= (8, 9)
-    for name, executor in (
-        ("8 bits", bs.Int8Executor(fp8)),
-        ("8 bits, blocks", bs.Int8Executor(fp8, scales="block")),
-    ):
-        found[name] = evolve(found["mean_pooling"], executor=executor)
-    return found
+    return {
+        **found,
+        "8 bits": evolve(pooled, executor=bs.Int8Executor(fp8)),
+        "8 bits, blocks": evolve(pooled, executor=bs.Int8Executor(fp8, scales="block")),
+        "top k": evolve(pooled, selector=bs.TopK(share=0.25)),
+        "random": evolve(pooled, selector=bs.Random(0.25)),
+    }
+
+
+def calls(hardware: Hardware) -> dict[str, Call]:
+    """Calls of these, of the presets for video, of a page table, and of the end of a long prompt."""
+    video = {
+        name: evolve(preset(**OF_VIDEO.get(name, {})), executor=bs.TritonExecutor())
+        for name, preset in video_presets.items()
+    }
+    found: dict[str, Call] = {name: partial(pipeline, causal=False) for name, pipeline in video.items()}
+    found |= pipelines(hardware)
+    return {**found, "pages": read_pages, "long": partial(end_of_long, pipelines(hardware)["mean_pooling"])}
+
+
+def read_pages(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Keys and values of one request from pages of 128 tokens."""
+    cache = (x.view(-1, TOKENS // 128, 128, x.shape[3]).transpose(0, 1) for x in (k, v))
+    bs.PageTable(torch.arange(TOKENS // 128)[None], [TOKENS], page_size=128).gather(*cache)
+
+
+def end_of_long(pipeline: bs.Pipeline[Any, Any, Any], q: Tensor, k: Tensor, v: Tensor) -> None:
+    """So many keys that lists of few queries are cut (`hopper/shares.py`)."""
+    pipeline(q[:, :, :512], *(x.repeat(1, 1, 16, 1) for x in (k, v)))
 
 
 def variants(name: str, dtype: str, head_dim: int, *, hopper: bool = False) -> dict[str, tuple[Variant, set[str]]]:
-    """What presets launch there, and the presets."""
+    """What calls launch there, and which ones."""
     found: dict[str, tuple[Variant, set[str]]] = {}
     with gathered(name, hopper=hopper) as launched:
-        for title, pipeline in pipelines(TARGETS[name]).items():
+        for title, call in calls(TARGETS[name]).items():
             launched.clear()
             sizes = (HEADS, KV_HEADS, KV_HEADS)
             q, k, v = (torch.zeros(1, heads, TOKENS, head_dim, dtype=DTYPES[dtype]) for heads in sizes)
             try:
-                pipeline(q, k, v)
+                call(q, k, v)
             except bs.UnsupportedError as error:
                 print(f"{name} {dtype} D={head_dim} {title}: refused: {error.because}")
                 continue

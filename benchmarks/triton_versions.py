@@ -1,0 +1,190 @@
+"""The same calls compiled by several versions of Triton, in one run:
+
+    python -m benchmarks.triton_versions installed 3.9=/folder/with/triton-3.9 --out build/triton-versions.json
+
+A process for each version compiles the calls and checks them against float64, all processes at once. Then they
+take turns on the GPU: each times all its calls while the others wait, and again, round after round. Printed are
+milliseconds of the first version, and the others' times over it. `--compile` ends before the turns: Triton's cache
+is then filled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import blocksparse as bs
+from benchmarks.cases import FULL
+from benchmarks.eight_bit_tables import TOLERANCE, executor_call, int8_kernel_call
+from benchmarks.gather_tables import gather_call, portable_gather_call, random_maps
+from benchmarks.inputs import Case
+from benchmarks.peers import OURS, PORTABLE, kernel_call, portable_call
+from benchmarks.report import Row
+from benchmarks.timing import check, medians, reason
+from blocksparse.kernels.attention.gather_attention import gather_attention
+
+# Head dim, block of queries and of keys, share of the blocks: of the tables `rates`, `blocks` and `wide`.
+RATES = (
+    (128, 128, 128, 0.3),
+    (128, 128, 128, 0.1),
+    (64, 128, 128, 0.1),
+    (256, 128, 128, 0.1),
+    (128, 128, 64, 0.1),
+    (128, 64, 64, 0.1),
+)
+EIGHT_BITS = 0.1  # share of the blocks in the table `eight_bit`
+
+Checked = Iterator[tuple[str, Callable[[], Tensor], Callable[[Tensor], None]]]
+"""A call's name, the call, and what raises where its output is wrong."""
+
+
+def rates(N: int, device: torch.device) -> Checked:
+    """Hopper's and the portable kernel, where there is one, and 8 bits."""
+    for D, q_block, k_block, density in RATES:
+        case = Case(N, FULL.Hq, FULL.Hkv, D, q_block, k_block, density, FULL.dtype)
+        q, k, v = case.inputs(device)
+        mask = case.mask(q, k)
+        for name, build in {OURS: kernel_call, PORTABLE: portable_call}.items():
+            what = f"{name}, D={D}, blocks of {q_block} and {k_block}, {density:.0%}"
+            yield what, build(q, k, v, mask), partial(check, q=q, k=k, v=v, mask=mask)
+        if (D, q_block, k_block, density) == (FULL.D, *FULL.blocks[0], EIGHT_BITS):
+            for values, build_call in product(TOLERANCE, (executor_call, int8_kernel_call)):
+                what = f"8 bits, {values} {'call' if build_call is executor_call else 'kernel'}"
+                near = partial(check, q=q, k=k, v=v, mask=mask, tolerance=2 * TOLERANCE[values])
+                yield what, build_call(q, k, v, mask, values == "fp8"), near
+
+
+def gathers(N: int, device: torch.device) -> Checked:
+    """Keys through index maps, as in the table `gather`."""
+    sizes = (FULL.Hq, FULL.Hkv, FULL.Hkv)
+    q, k, v = (torch.randn(1, heads, N, FULL.D, device=device, dtype=FULL.dtype) for heads in sizes)
+    permutation = random_maps(N, FULL.Hkv, FULL.segment, min(N, 2048), device)
+    scores = bs.NoScorer(FULL.blocks[0][0])(q, k, permutation, bs.AttentionSpec(scale=FULL.D**-0.5))
+    mask = bs.Ranked(bs.Everything())(scores)
+    verify = partial(check, q=q, k=k, v=v, mask=mask)
+    yield "gather", gather_call(gather_attention, q, k, v, mask), verify
+    yield "portable gather", portable_gather_call(q, k, v, mask), verify
+
+
+def calls(N: int, device: torch.device) -> Checked:
+    """Whole calls of the presets of the table `calls`, sparse at any length."""
+    q, k, v = FULL.inputs(N, device)
+    for preset in FULL.presets:
+        if preset.automatic:
+            pipeline = FULL.pipeline(preset, sparse=True)
+            mask = pipeline.trace(q, k, v).visited
+            yield f"call of {preset.name}", partial(pipeline, q, k, v), partial(check, q=q, k=k, v=v, mask=mask)
+
+
+def work(N: int) -> None:
+    """One version's process: says when it is ready, then times all its calls once for each line that it reads."""
+    import triton
+
+    device = torch.device("cuda")
+    torch.manual_seed(0)
+    ready: dict[str, Callable[[], Tensor]] = {}
+    missing: dict[str, str] = {}
+    for group in (rates, gathers, calls):
+        name = group.__name__
+        try:
+            for name, call, verify in group(N, device):
+                verify(call())
+                ready[name] = call
+        except Exception as error:  # the other groups are still worth having
+            missing[name] = reason(error)
+    print(json.dumps({"triton": triton.__version__, "calls": list(ready), "missing": missing}), flush=True)
+    for line in sys.stdin:
+        figures = medians(ready, device=device, budget_ms=float(line))
+        print(json.dumps({name: figure.ms for name, figure in figures.items()}), flush=True)
+
+
+def start(folder: str, N: int) -> subprocess.Popen[str]:
+    """A process that finds Triton in this folder first."""
+    paths = [x for x in (folder, os.environ.get("PYTHONPATH")) if x]
+    code = f"import torch; torch.set_grad_enabled(False); from benchmarks.triton_versions import work; work({N})"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+
+
+def answer(process: subprocess.Popen[str]) -> Any:
+    """The next line of a process, as JSON."""
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        raise RuntimeError("a version's process ended before it answered")
+    return json.loads(line)
+
+
+def compared(rounds: dict[str, list[dict[str, float]]]) -> list[Row]:
+    """A row for each call: milliseconds by version, medians of the rounds, and each over the first version's."""
+    first = next(iter(rounds))
+    rows = []
+    for name in rounds[first][0]:
+        ms = {
+            version: statistics.median(x[name] for x in its) for version, its in rounds.items() if name in its[0]
+        }
+        # Rounds are compared one by one: the clock of a GPU moves from one to the next.
+        over = {
+            version: statistics.median(
+                x[name] / y[name] for x, y in zip(rounds[version], rounds[first], strict=True)
+            )
+            for version in ms
+        }
+        rows.append({"call": name, "ms": ms, "over": over})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("versions", nargs="+", metavar="NAME[=FOLDER]")
+    parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--budget", type=float, default=30.0, help="milliseconds spent on a call in a round")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path("build/triton-versions.json"))
+    arguments = parser.parse_args()
+    processes = {
+        name: start(folder, arguments.tokens) for name, _, folder in (x.partition("=") for x in arguments.versions)
+    }
+    said = {name: answer(process) for name, process in processes.items()}
+    print(json.dumps({name: {**x, "calls": len(x["calls"])} for name, x in said.items()}), flush=True)
+    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in processes}
+    for turn in range(0 if arguments.compile else arguments.rounds):
+        for name in list(processes)[:: 1 if turn % 2 else -1]:
+            stdin = processes[name].stdin
+            assert stdin is not None
+            print(arguments.budget, file=stdin, flush=True)
+            rounds[name].append(answer(processes[name]))
+        rows = compared(rounds)
+        result = {"GPU": torch.cuda.get_device_name(), "torch": torch.__version__, "versions": said, "rows": rows}
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps({**result, "rounds": rounds}, indent=1) + "\n")
+    for process in processes.values():
+        process.communicate()
+    if not arguments.compile:
+        first = next(iter(processes))
+        for row in rows:
+            others = " ".join(f"{name} {x:.3f}" for name, x in row["over"].items() if name != first)
+            print(f"{row['call']}: {row['ms'][first]:.3f} ms; {others}")
+
+
+if __name__ == "__main__":
+    main()
