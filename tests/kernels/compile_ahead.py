@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -137,8 +138,9 @@ def report(name: str, dtype: str, head_dim: int, variant: Variant) -> dict[str, 
     except Exception as error:
         return {**said, "failed": f"{type(error).__name__}: {error}"[:300]}
     needed = foretold(TARGETS[name], variant.name, constants, variant.itemsizes())
+    multiplies = re.search(r"tt\.dot|warp_group_dot|tc_gen5_mma", compiled.asm["ttgir"]) is not None
     seconds = round(time.perf_counter() - began, 1)
-    return {**said, **report_of(compiled), "needed": needed, "seconds": seconds}
+    return {**said, **report_of(compiled), "multiplies": multiplies, "needed": needed, "seconds": seconds}
 
 
 def least_shared(name: str) -> int:
@@ -160,6 +162,8 @@ def against(said: dict[str, Any]) -> list[str]:
     alone = module in MULTIPLY or module in ONLY_HOPPER
     has = TARGETS[said["target"]].shared if alone else least_shared(said["target"])
     wrong = []
+    if said["multiplies"] and not alone:
+        wrong.append("it multiplies matrices, so MULTIPLY lacks it")
     if said["shared"] > has:
         wrong.append(f"it takes more than the {has} B that there are")
     if said["needed"] is not None and said["shared"] > said["needed"]:

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 
-def printed_by(script: str) -> str:
-    """What `tests/kernels/<script>.py` prints; it must succeed. The test suite interprets kernels, it compiles them.
+def printed_by(script: str, *arguments: str) -> str:
+    """What `tests/kernels/<script>.py` prints, given these arguments; it must succeed. The test suite interprets kernels, it compiles them.
 
     It sees no GPU, since its targets are others and its tensors are on a CPU.
     """
@@ -18,7 +18,7 @@ def printed_by(script: str) -> str:
         f"runpy.run_module('tests.kernels.{script}', run_name='__main__')"
     )
     result = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", code, *arguments],
         capture_output=True,
         text=True,
         cwd=Path(__file__).parents[2],

@@ -1,0 +1,31 @@
+"""No kernel is left out where kernels are compiled for GPUs that are not here."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+import pytest
+from tests.kernels.scripts import printed_by
+
+from blocksparse import kernels
+from blocksparse.runtime.launches import LookedUp, Remembered
+
+
+def of_the_package() -> set[str]:
+    """`top_k_triton._kernel` and all others that are launched."""
+    names = [x.name for x in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}.")]
+    modules = [importlib.import_module(x) for x in names if not x.endswith("flash_attention_4_mask")]  # CuTe's
+    launched = {
+        x.jit.fn for module in modules for x in vars(module).values() if isinstance(x, LookedUp | Remembered)
+    }
+    return {f"{fn.__module__.rpartition('.')[2]}.{fn.__name__}" for fn in launched}
+
+
+@pytest.mark.slow
+def test_every_kernel_is_compiled_ahead() -> None:
+    printed = printed_by("compile_ahead", "sm_90", "--dtypes", "bf16", "--dims", "128", "--list")
+    listed = {words[3] for line in printed.splitlines() if (words := line.split())[0] == "sm_90"}
+    every = of_the_package()
+    assert len(every) > 40
+    assert listed == every
