@@ -37,8 +37,8 @@ test-torch: $(TORCH_VENV)/.installed
 	@$(TORCH_VENV)/bin/python -c 'import torch, triton; print("make test-torch: torch", torch.__version__, "with Triton", triton.__version__)' >&2
 	@$(TORCH_VENV)/bin/python -m pytest -q -m "not slow"
 
-# Kernels compiled for GPUs that are not here, by another Triton; no part of make test: make compile-ahead TRITON=3.9.0
-# For what every preset launches on every target, an hour: make compile-ahead-all TRITON=3.9.0 ARGS="sm_86 --dims 128"
+# Kernels compiled for GPUs that are not here, by another Triton, an hour of one core; no part of make test: make
+# compile-ahead TRITON=3.9.0. Of all that calls launch, a part: make compile-ahead-all TRITON=3.9.0 ARGS="sm_86 --dims 128"
 compile-ahead: $(VENV)/.installed $(TRITON_HOME)/.installed
 	@for script in $(subst /,.,$(basename $(sort $(wildcard tests/kernels/*/compile*ahead.py) tests/kernels/compile_ahead.py))); do \
 		echo "make compile-ahead: $$script with Triton $(TRITON)" >&2; \
