@@ -151,7 +151,8 @@ def peak_bytes(call: Callable[[], Tensor], device: str) -> int:
         before = torch.cuda.memory_allocated()
         call()
         return torch.cuda.max_memory_allocated() - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+    # PyTorch 2.11 warns where events are not kept.
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as watched:
         call()
     held = peak = 0
     for event in watched.profiler.kineto_results.events():
@@ -219,7 +220,7 @@ def test_threads_never_see_other_settings() -> None:
 
 def kernel_of(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True) -> str:
     """The name of PyTorch's kernel that runs, if one does."""
-    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as watched:  # without it, 2.11 warns
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as watched:
         dense_attention(q, k, v, AttentionSpec(scale=SCALE, causal=causal))
     kernels = "aten::_scaled_dot_product", "aten::_efficient_attention"  # the latter where there is a mask
     names = [event.key for event in watched.key_averages()]
