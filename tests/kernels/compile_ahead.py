@@ -101,13 +101,13 @@ def calls(hardware: Hardware) -> dict[str, Call]:
 
 def read_pages(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Keys and values of one request from pages of 128 tokens."""
-    cache = (x.view(-1, TOKENS // 128, 128, x.shape[3]).transpose(0, 1) for x in (k, v))
-    bs.PageTable(torch.arange(TOKENS // 128)[None], [TOKENS], page_size=128).gather(*cache)
+    keys, values = (x.view(-1, TOKENS // 128, 128, x.shape[3]).transpose(0, 1) for x in (k, v))
+    bs.PageTable(torch.arange(TOKENS // 128)[None], [TOKENS], page_size=128).gather(keys, values)
 
 
 def end_of_long(pipeline: bs.Pipeline[Any, Any, Any], q: Tensor, k: Tensor, v: Tensor) -> None:
     """So many keys that lists of few queries are cut (`hopper/shares.py`)."""
-    pipeline(q[:, :, :512], *(x.repeat(1, 1, 16, 1) for x in (k, v)))
+    pipeline(q[:, :, :512], k.repeat(1, 1, 16, 1), v.repeat(1, 1, 16, 1))
 
 
 def variants(name: str, dtype: str, head_dim: int, *, hopper: bool = False) -> dict[str, tuple[Variant, set[str]]]:
