@@ -25,9 +25,10 @@ from torch.nn.functional import interpolate, pad, scaled_dot_product_attention
 
 import blocksparse as bs
 from benchmarks.inputs import QKV
-from benchmarks.timing import CannotRunError, attempt, check, medians, relative_l1, some_rows
+from benchmarks.timing import ROUNDS, CannotRunError, attempt, check, medians, relative_l1, some_rows
 from blocksparse.bench.timing import repeated
 from blocksparse.integrations.placed import placed
+from blocksparse.layers.kept_choices import KeptChoices
 
 AnyPipeline = bs.Pipeline[Any, Any, Any]
 EXACT = bs.AutoExecutor(dense_below=0)
@@ -61,14 +62,14 @@ SHAPES = {
 }
 
 
-def methods(share: float, *, rounds: bool) -> dict[str, AnyPipeline]:
-    """Pipelines that keep about this share of the blocks, by name; blocks of 64 but where it is said.
+def methods(share: float, deviations: float = 0.0, *, rounds: bool) -> dict[str, AnyPipeline]:
+    """Pipelines that keep this share of the blocks, by name; blocks of 64 but where it is said.
 
     Args:
+        deviations: above the mean, from which on `sol_attn` keeps this share.
         rounds: with those in 8 bits, which are for GPUs.
     """
     order = bs.HilbertOrder()
-    deviations = statistics.NormalDist().inv_cdf(1 - share)  # above the mean lies this share, of normal logits
     made: dict[str, AnyPipeline] = {
         "subblock": bs.subblock(share, order=order, executor=EXACT),
         "subblock, model's order": bs.subblock(share, executor=EXACT),
@@ -83,6 +84,16 @@ def methods(share: float, *, rounds: bool) -> dict[str, AnyPipeline]:
         made["sparge, 8 bits"] = bs.sparge(share=share, block=64, order=order, executor=eight)
         made["sparge, 128 x 128, 8 bits"] = bs.sparge(share=share, k_block=128, order=order, executor=eight)
     return made
+
+
+def deviations_for(share: float, q: Tensor, k: Tensor) -> float:
+    """The greatest `tau`, to a hundredth or so, with which `sol_attn` keeps this share of the blocks of a call."""
+    low, high = -4.0, 8.0
+    for _ in range(10):
+        tau = (low + high) / 2
+        kept = float(bs.sol_attn(tau).choose(q, k, causal=False).mask.density().mean())
+        low, high = (tau, high) if kept >= share else (low, tau)
+    return low
 
 
 class Denoising:
@@ -183,29 +194,34 @@ def dense_step(run: Denoising, device: torch.device) -> float:
 
 
 def loop(pipeline: AnyPipeline, run: Denoising, device: torch.device) -> dict[str, Any]:
-    """Milliseconds per step of a run in which blocks are chosen in the first step and kept.
+    """Milliseconds per step of a run whose `KeptChoices` choose in the first step alone, and of attending alone.
 
     *old* is the relative L1 distance from dense attention in the last step with the first one's blocks, and
     *fresh* with blocks that are chosen there.
     """
     q, k, v = run.at(0)
-    pipeline.attend(q, k, v, pipeline.choose(q, k, causal=False))  # compiles
-    choosing = statistics.median(repeated(partial(pipeline.choose, q, k, causal=False), 3, device))
     choice = pipeline.choose(q, k, causal=False)
-    attending = []
-    for step in range(run.steps):
-        q, k, v = run.at(step)
-        attending.append(statistics.median(repeated(partial(pipeline.attend, q, k, v, choice), 3, device)))
+    keeping, attending = (list[list[float]]() for _ in range(2))
+    for _ in range(ROUNDS):
+        choices = KeptChoices(run.steps)
+        for times in (keeping, attending):
+            times.append([])
+        for step in range(run.steps):
+            q, k, v = run.at(step)
+            choices.begin(step)
+            keep = partial(choices.attend, 0, pipeline, q, k, v, causal=False)
+            keeping[-1] += repeated(keep, 1, device)
+            attending[-1] += repeated(partial(pipeline.attend, q, k, v, choice), 1, device)
+    step_ms, attend_ms = (statistics.median(map(statistics.fmean, rounds)) for rounds in (keeping, attending))
     rows = some_rows(run.shape.tokens, device)
     want = dense(q, k, v)[:, :, rows]
     kept, anew = (
         float(relative_l1(x[:, :, rows], want).mean())
         for x in (pipeline.attend(q, k, v, choice).out, pipeline(q, k, v, causal=False))
     )
-    mean = statistics.fmean(attending)
     return {
-        "step_ms": mean + choosing / run.steps,
-        "step_attend_ms": mean,
+        "step_ms": step_ms,
+        "step_attend_ms": attend_ms,
         "old": kept,
         "fresh": anew,
     }
@@ -243,6 +259,7 @@ def main() -> None:
     real = [name for name in SHAPES if name != "toy"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=real if device.type == "cuda" else ["toy"])
+    parser.add_argument("--methods", nargs="+", choices=methods(0.5, rounds=True), help="all if left out")
     parser.add_argument("--share", type=float, default=0.25, help="of a row's blocks, that are kept")
     parser.add_argument("--steps", type=int, default=12, help="of the loop")
     parser.add_argument("--budget-ms", type=float, default=1500, help="for the repeats of each call")
@@ -255,7 +272,11 @@ def main() -> None:
         shape = SHAPES[name]
         run, rows = Denoising(shape, options.steps, device, dtype), []
         densely = {"step_dense_ms": dense_step(run, device)}
-        for method, pipeline in methods(options.share, rounds=device.type == "cuda").items():
+        q, k, _ = run.at(options.steps - 1)
+        deviations = deviations_for(options.share, q, k)
+        for method, pipeline in methods(options.share, deviations, rounds=device.type == "cuda").items():
+            if options.methods and method not in options.methods:
+                continue
             on_grid: Any = placed(pipeline, (shape.grid,), shape.kept, device)
 
             def work(on_grid: AnyPipeline = on_grid, run: Denoising = run) -> dict[str, Any]:
