@@ -1,0 +1,140 @@
+"""What is added to attention over kept blocks for the blocks that are not: each enters by its means.
+
+    with o, z the output and the softmax denominator of the kept pairs, and n_j, k_j, v_j the tokens of block j and their
+    mean key and mean value:
+
+        z' = z + sum_j n_j exp(scale q . k_j),    o' = (z o + sum_j n_j exp(scale q . k_j) v_j) / z'
+
+over the blocks `j` that a row does not keep and that every query of it sees whole. On a GPU it takes two launches: one
+pools keys and values, and one is attention of all queries to so few means, which ends by joining what it finds to `o`.
+So the kernels of exact attention know nothing of it, and it takes about `1 / block` of dense attention's time. Elsewhere
+it is the plain torch below, some rows at a time.
+
+A block of which a mean is not finite gives NaN to the queries that it enters, and no bit to others.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from blocksparse.kernels.attention.arguments import LogitChange, PortableTiles
+from blocksparse.kernels.multiplying.products import products, wide_dtype
+from blocksparse.kernels.positions.block_grid import BlockGrid
+from blocksparse.kernels.scoring.block_mean import block_mean
+
+_LOGITS = 2**26  # that are held at a time
+
+
+def add_remainder(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    keep: Tensor,
+    grid: BlockGrid,
+    *,
+    q_block: int,
+    k_block: int,
+    q_lead: int,
+    scale: float,
+    softcap: float | None = None,
+    q_index: Tensor | None = None,
+    key_slots: Tensor | None = None,
+    tiles: PortableTiles | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The output and the lse with the remainder, `[B, Hq, M, Dv]` and `[B, Hq, M]`, in new memory.
+
+    Args:
+        q: `[B, Hq, M, D]`, in original order, as `k`, `v` `[B, Hkv, N, ...]`, `out` and `lse` are.
+        out: attention over the kept pairs; where a query has none, 0.
+        lse: its lse, with a layer's sinks if it has them.
+        keep: `[B|1, H|1, rows, cols]` bool, the blocks of `grid` that `out` contains.
+        q_index: `[B, Hq, M]` int32, the query in each slot; None if queries stay in place.
+        key_slots: `[B, H, N]` int32, the key in each slot; None if keys stay in place.
+        tiles: how the kernel is launched, which takes tensors on a GPU alone; None is plain torch.
+    """
+    if tiles is not None:
+        from blocksparse.kernels.attention.remainder_triton import add_remainder_triton
+
+        change = LogitChange(softcap)
+        return add_remainder_triton(
+            q, k, v, out, lse, keep, grid, q_block, k_block, q_lead, scale, change, q_index, key_slots, tiles
+        )
+    return add_remainder_reference(
+        q, k, v, out, lse, keep, grid, q_block, k_block, q_lead, scale, softcap, q_index, key_slots
+    )
+
+
+def add_remainder_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    keep: Tensor,
+    grid: BlockGrid,
+    q_block: int,
+    k_block: int,
+    q_lead: int,
+    scale: float,
+    softcap: float | None,
+    q_index: Tensor | None,
+    key_slots: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The same in plain torch, a few rows of blocks at a time."""
+    (B, Hq, M, _), N = q.shape, k.shape[2]
+    keys, values = (block_mean(x, k_block, index=key_slots) for x in (k, v))  # [B, H, cols, ...]
+    bad = ~(keys.isfinite().all(-1) & values.isfinite().all(-1))  # [B, H, cols]
+    keys, values = (x.masked_fill(bad.unsqueeze(-1), 0.0) for x in (keys, values))
+    keys = keys.to(q.dtype)  # which multiplies on tensor cores, as in Sol-Attn's code
+    cols = keys.shape[2]
+    size = torch.full((cols,), float(k_block), dtype=wide_dtype(q), device=q.device)
+    size[-1] = N - (cols - 1) * k_block
+    dropped = _per_query_head(~keep & seen_whole(grid), Hq)
+    bad = _per_query_head(bad, Hq).unsqueeze(2)
+    place = torch.arange(M, device=q.device) + q_lead
+    results, sums = [], []
+    for first in range(0, M, step := max(1, _LOGITS // (B * Hq * cols))):
+        row = place[first : first + step] // q_block
+        query = q[:, :, first : first + step] if q_index is None else _at(q, q_index[:, :, first : first + step])
+        logits = products(query, keys) * scale
+        if softcap is not None:
+            logits = (logits / softcap).tanh() * softcap
+        taken = dropped[:, :, row]
+        logits = (logits + size.log()).masked_fill(~taken, float("-inf"))
+        total = logits.logsumexp(-1)
+        shares = (logits - total.unsqueeze(-1)).exp().masked_fill(~taken, 0.0)
+        spoilt = (taken & bad).any(-1)
+        results.append(products(shares, values.mT).masked_fill(spoilt.unsqueeze(-1), float("nan")))
+        sums.append(total.masked_fill(spoilt, float("nan")))
+    rest, of_rest = torch.cat(results, 2), torch.cat(sums, 2)
+    if q_index is not None:
+        order = q_index.long()
+        of_rest = torch.empty_like(of_rest).scatter_(2, order, of_rest)
+        rest = torch.empty_like(rest).scatter_(2, order.unsqueeze(-1).expand_as(rest), rest)
+    together = torch.logaddexp(lse.to(of_rest.dtype), of_rest)
+    of_exact, share = ((x.to(of_rest.dtype) - together).exp().unsqueeze(-1) for x in (lse, of_rest))
+    # Where a query sees no remainder, not a bit of its output changes.
+    joined = out.to(rest.dtype) * of_exact + rest * share
+    joined = torch.where((of_rest == float("-inf")).unsqueeze(-1), out.to(rest.dtype), joined)
+    return joined.to(out.dtype), together.to(lse.dtype)
+
+
+def seen_whole(grid: BlockGrid) -> Tensor:
+    """The blocks of which every query of their row sees every key, `[B|1, H|1, rows, cols]`; they may be short."""
+    there = grid.k_last >= 0
+    if not grid.causal:
+        return there & (grid.q_last >= 0)
+    seen = there & (grid.k_last <= grid.q_first)
+    return seen if grid.window is None else seen & (grid.k_first > grid.q_last - grid.window)
+
+
+def _at(x: Tensor, index: Tensor) -> Tensor:
+    taken: Tensor = x.gather(2, index.long().unsqueeze(-1).expand(*index.shape, x.shape[-1]))
+    return taken
+
+
+def _per_query_head(x: Tensor, heads: int) -> Tensor:
+    return x if x.shape[1] in (1, heads) else x.repeat_interleave(heads // x.shape[1], dim=1)
