@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attrs import evolve
 
 import blocksparse as bs
 from blocksparse.layers.kept_choices import KeptChoices
@@ -43,31 +44,51 @@ def test_calls_are_told_apart() -> None:
 
 
 def test_a_run_takes_no_choice_of_another() -> None:
-    """A warm-up of one step, or a run that was stopped in its first one, is followed by the first step again."""
+    """Not after a run that was stopped in its first step, nor where it begins nearer to the picture than one was."""
     choices = KeptChoices(12)
-    runs = [make_qkv(N=100, D=16, seed=seed) for seed in (0, 1)]
-    for q, k, v in runs:
-        choices.begin(0)
-        choices.attend(0, PIPELINE, q, k, v, causal=False)
-    q, k, v = runs[1]
-    for step, age in ((1, 0), (2, 1)):
-        choices.begin(step)
-        kept = choices.attend(0, PIPELINE, q, k, v, causal=False)
-        assert kept.age == age
-        assert torch.equal(kept.out, PIPELINE(q, k, v, causal=False))
+    for first in (0, 0, 1, 4):
+        (q, k, v), prompt = make_qkv(N=100, D=16, seed=first), torch.zeros(3)
+        for step, age in ((first, 0), (first + 1, 1)):
+            choices.begin(step, prompt)
+            kept = choices.attend(0, PIPELINE, q, k, v, causal=False)
+            assert kept.age == age
+            assert torch.equal(kept.out, PIPELINE(q, k, v, causal=False))
+        del prompt
+    assert len(choices._kept) == 1  # what is gone is not kept
 
 
 def test_both_halves_of_guidance_keep_theirs() -> None:
-    """Also where each begins its step: choices last from the second step on, as the first may be of two runs."""
+    """Also where a cache skips one of them in a step, and without prompts if each is called in each step."""
     choices, halves = KeptChoices(3), [make_qkv(N=100, D=16, seed=seed) for seed in (0, 1)]
-    ages = []
-    for step in range(6):
-        for q, k, v in halves:
-            choices.begin(step)
-            kept = choices.attend(0, PIPELINE, q, k, v, causal=False)
-            assert torch.equal(kept.out, PIPELINE(q, k, v, causal=False))
-            ages.append(kept.age)
-    assert ages == [0, 0, 0, 0, 1, 1, 2, 2, 0, 0, 1, 1]
+    prompts = torch.zeros(3), torch.zeros(3)
+    for told in (prompts, (None, None)):
+        for step, called in enumerate(((0, 1), (0, 1), (1,) if told is prompts else (0, 1), (0, 1))):
+            for half in called:
+                q, k, v = halves[half]
+                choices.begin(step, told[half])
+                kept = choices.attend(0, PIPELINE, q, k, v, causal=False)
+                assert kept.age == step % 3
+                assert torch.equal(kept.out, PIPELINE(q, k, v, causal=False))
+
+
+def test_layers_share_what_one_chose() -> None:
+    """Each with sinks of its own; the steps in which it is chosen are the same for all."""
+    choices = KeptChoices(2)
+    inputs = [make_qkv(N=100, D=16, seed=seed) for seed in range(3)]
+    for step in range(3):
+        choices.begin(step)
+        kept = [
+            choices.attend(layer, PIPELINE, *qkv, chooser=0, sinks=float(layer))
+            for layer, qkv in enumerate(inputs)
+        ]
+        assert [each.age for each in kept] == 3 * [step % 2]
+        assert all(each.mask is kept[0].mask for each in kept)
+        choice = PIPELINE.choose(*inputs[0][:2])
+        for layer, (each, (q, k, v)) in enumerate(zip(kept, inputs, strict=True)):
+            own = evolve(choice, spec=evolve(choice.spec, sinks=float(layer)))
+            assert torch.equal(each.out, PIPELINE.attend(q, k, v, own).out)
+    choices.forget(0)
+    assert [choices.attend(i, PIPELINE, *qkv, chooser=0).age for i, qkv in enumerate(inputs)] == [0, 0, 0]
 
 
 def test_scales_and_pipelines_have_choices_of_their_own() -> None:

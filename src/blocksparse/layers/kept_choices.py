@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from itertools import count
 from typing import Any, NamedTuple, Unpack, final
+from weakref import ref
 
-from attrs import define, field
+from attrs import define, evolve, field
 from torch import Tensor
 
 from blocksparse.attention_spec import Asked
@@ -16,7 +18,7 @@ from blocksparse.choice import Choice
 from blocksparse.pipeline import Pipeline
 from blocksparse.selectors.block_mask import BlockMask
 
-_MOST_CALLS = 8  # of a layer in one step whose choices are kept: guidance makes two or three
+_MOST_CALLS = 8  # of a layer in one step for one prompt, whose choices are kept
 
 
 class Kept(NamedTuple):
@@ -37,15 +39,16 @@ class KeptChoices:
 
         choices = KeptChoices(every=12)
         for step, latents in enumerate(...):
-            choices.begin(step)
+            choices.begin(step, prompt)
             out = choices.attend(layer, pipeline, q, k, v, causal=False).out
 
-    The first call of a layer takes what its first call chose, the second what its second chose, counted from the
-    last `begin(step)`; and where that is called again for a step, the second time takes what the second time
-    chose. So both halves of classifier-free guidance have choices of their own, whether one `begin` stands before
-    both or one before each; with one before each, even where a cache skips layers of one half. A choice is made
-    anew when it is `every` steps old, for another pipeline, for tensors of other sizes, and when the steps begin
-    again. Kept are a byte per block and head of each mask, and the index maps of an order.
+    What is chosen is kept for the prompt that `begin` named: the tensor itself, not what it holds. So both halves of
+    classifier-free guidance have choices of their own, and a run takes none of another one's prompt. If a layer is
+    called more often than once in a step for one prompt, its second call takes what its second call chose.
+
+    A choice is made anew when it is `every` steps old, for another pipeline, for tensors of other sizes, and when
+    the steps begin again. Kept are a byte per block and head of each mask, and the index maps of an order; of a
+    prompt that is gone nothing is.
 
     Args:
         every: for how many steps a choice is attended to, the step in which it is made included.
@@ -53,26 +56,34 @@ class KeptChoices:
 
     every: int = field(validator=size)
     _step: int = field(default=0, init=False)
-    _begun: int = field(default=0, init=False)  # how often this step was
-    _usual: int = field(default=1, init=False)  # how often the step before it was
+    _prompt: int = field(default=0, init=False)  # the number of the one that calls are for; 0 if it is not told
+    _prompts: dict[int, ref[Tensor]] = field(factory=dict, init=False)
+    _numbers: Iterator[int] = field(factory=lambda: count(1), init=False)
     _calls: Counter[Hashable] = field(factory=Counter, init=False)
-    _kept: dict[Hashable, tuple[int, Choice[Any]]] = field(factory=dict, init=False)
+    _kept: dict[tuple[int, int, tuple[Any, ...]], tuple[int, Choice[Any]]] = field(factory=dict, init=False)
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, prompt: Tensor | None = None) -> None:
         """Take note that calls of this step follow. A step before the last one begins another run.
 
-        So may the same step again: it is the other half of guidance, or a run that begins where the last one was
-        stopped. Where a step was begun more often than the step before it, or the first one more often than once,
-        nobody can tell, and no later step takes what was chosen until then.
+        Args:
+            prompt: a tensor that the host passes in every step of one run, or of one half of its guidance, and in
+                no other. If None, the calls of a step are counted instead, and a run that begins where the last one
+                was stopped, or nearer to the picture, cannot be told from it.
         """
-        self._calls.clear()
-        if step == self._step:
-            self._begun += 1
-            return
-        if step < self._step or self._begun > self._usual:
+        if step < self._step:
             self._kept.clear()
-        self._usual = max(self._begun, 1) if step > self._step else 1
-        self._step, self._begun = step, 1
+        if step != self._step:
+            self._calls.clear()
+        self._step, self._prompt = step, 0 if prompt is None else self._number_of(prompt)
+
+    def _number_of(self, prompt: Tensor) -> int:
+        for number, known in self._prompts.items():
+            if known() is prompt:
+                return number
+        self._prompts = {number: known for number, known in self._prompts.items() if known() is not None}
+        self._kept = {key: kept for key, kept in self._kept.items() if key[0] == 0 or key[0] in self._prompts}
+        self._prompts[number := next(self._numbers)] = ref(prompt)
+        return number
 
     def attend(
         self,
@@ -81,23 +92,38 @@ class KeptChoices:
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        *,
+        chooser: int | None = None,
         **asked: Unpack[Asked],
     ) -> Kept:
         """Attend to what was chosen, or choose.
+
+        Args:
+            chooser: the layer whose choice this one takes, if that layer was called before it in this step; the
+                layer itself if None. Layers with one chooser share each choice.
 
         Raises:
             TypeError, ValueError: as of a call of the pipeline.
         """
         given = checked(q, k, v, asked)
+        spec = given[3]
         if pipeline.dense_because(*given) is not None:
             return Kept(pipeline(q, k, v, **asked), None, None)
+        plain = spec if spec.sinks is None else evolve(spec, sinks=None)  # by which no block is chosen
         # The scale as it was asked for, since that of the spec has lost its sign to q.
-        call = layer, pipeline, q.shape, k.shape, q.dtype, q.device, given[3], asked.get("scale")
-        turn = max(self._begun, 1), self._calls[call]
-        self._calls[call] += 1
-        made, choice = self._kept.get((turn, call), (0, None))
+        chooser = layer if chooser is None else chooser
+        call = chooser, pipeline, q.shape, k.shape, q.dtype, q.device, plain, asked.get("scale")
+        turn = self._calls[self._prompt, layer, call]
+        self._calls[self._prompt, layer, call] += 1
+        made, choice = self._kept.get((self._prompt, turn, call), (0, None))
         if choice is None or self._step - made >= self.every:
             made, choice = self._step, pipeline.choose(q, k, **asked)
-            if sum(turn) <= _MOST_CALLS:
-                self._kept[turn, call] = made, choice
+            if turn < _MOST_CALLS:
+                self._kept[self._prompt, turn, call] = made, choice
+        if spec.sinks is not None:
+            choice = evolve(choice, spec=evolve(choice.spec, sinks=spec.sinks))
         return Kept(pipeline.attend(q, k, v, choice).out, choice.mask, self._step - made)
+
+    def forget(self, layer: int) -> None:
+        """Let this layer, and those that take its choices, choose anew in their next calls."""
+        self._kept = {key: kept for key, kept in self._kept.items() if key[2][0] != layer}
