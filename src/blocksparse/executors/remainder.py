@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import gcd
 from typing import final
 
 from attrs import field, frozen
@@ -97,9 +98,8 @@ class RemainderExecutor(Executor[GlobalPermutation, BlockMask]):
 
 
 def _tiles(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> TritonTiles | None:
-    """How the kernel is launched: a tile of queries lies in a row of blocks, or is two rows; None for plain torch."""
+    """How the kernel is launched; None for plain torch. Larger tiles were slower (docs/evidence/remainder.md)."""
     if not q.is_cuda or portable_reasons(q, k, v, mask, None):
         return None
-    block = mask.grid.q_block
-    high = 2 * block if block < 128 and block & (block - 1) == 0 else block
-    return portable(high, 128, max(q.shape[3], v.shape[3]), q.element_size(), hardware_of(q))
+    head_dim = max(q.shape[3], v.shape[3])
+    return portable(gcd(mask.grid.q_block, 64), 64, head_dim, q.element_size(), hardware_of(q))

@@ -1,7 +1,7 @@
-"""The Triton kernels of `add_remainder`: means of keys and values, then attention of all queries to them.
+"""The Triton kernels of `add_remainder`: means of keys and values, which columns a row takes, and attention to them.
 
-A program of the second computes `BLOCK_M` queries of one head: those of one row of blocks or a part of it, or of two whole
-rows. So what they take is told by one number per column and row, which is loaded a tile of columns ahead.
+A program of the last computes `BLOCK_M` queries of one row of blocks. So what they take is told by one bit per column,
+which is the same in whatever thread it is asked for, and costs no exchange between threads.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from blocksparse.kernels.attention.arguments import LogitChange, PortableTiles
 from blocksparse.kernels.common.hardware import fp32_products
+from blocksparse.kernels.common.memory import empty_together
 from blocksparse.kernels.common.rows_triton import rows_of
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
 from blocksparse.kernels.common.softcap_triton import capped
@@ -26,8 +27,7 @@ from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 
 _TILE = 4096  # entries of keys, and of values, that a program that pools holds at a time
-_FILLED = 128  # means are filled up to a multiple of so many with zeros, so that none need be masked
-_BLOCKS = 1024  # of a row that are looked at a time, for the last one that it takes
+_WORD = 64  # columns of which one number has the bits; means are filled up to a multiple with zeros, to load whole tiles
 _LARGEST = 1e38  # about the largest number of fp32: times infinity, a logit of 0 would be NaN
 
 
@@ -50,21 +50,23 @@ def add_remainder_triton(
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernels; arguments as of `add_remainder`.
 
-    `tiles.block_m` divides `q_block`, or is twice as much; `tiles.block_n` divides 128.
+    `tiles.block_m` divides `q_block`, and `tiles.block_n` 64.
     """
     q, k, v, out, lse = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, out, lse))
     (B, Hq, M, D), (N, Dv) = q.shape, v.shape[2:]
     H, cols = k.shape[1] if key_slots is None else key_slots.shape[1], cdiv(N, k_block)
     block_d, block_dv = (max(power_of_2(x), 16) for x in (D, Dv))
-    filled = cdiv(cols, _FILLED) * _FILLED
+    filled = cdiv(cols, _WORD) * _WORD
     keys, values = (q.new_empty((B, H, filled, x)) for x in (block_d, block_dv))
+    rows = keep.shape[2]
     bad = torch.empty((B, H, filled), dtype=torch.uint8, device=q.device)
+    taken = torch.empty((B, Hq, rows, filled // _WORD), dtype=torch.int64, device=q.device)
+    ends, spoilt = empty_together(torch.int32, q.device, (B, Hq, rows), (B, Hq, rows))
     result, sums = torch.empty_like(out), torch.empty_like(lse, dtype=torch.float32)
     # Logits in base 2; those to be capped are first divided by the cap, and get base 2 with it.
     factor, cap = scale * math.log2(math.e), None
     if change.softcap is not None:
         factor, cap = min(scale / change.softcap, _LARGEST), change.softcap * math.log2(math.e)
-    rows, high = keep.shape[2], max(tiles.block_m // q_block, 1)
     at, of_positions = positions(grid)
     with device_of(q):
         _pool[(filled, H, B)](
@@ -74,15 +76,19 @@ def add_remainder_triton(
             D=D, DV=Dv, BLOCK_D=block_d, BLOCK_DV=block_dv, BLOCK=k_block,
             ROWS=max(min(power_of_2(k_block), _TILE // max(block_d, block_dv)), 1), num_warps=4,
         )  # fmt: skip
+        _take[(rows, Hq, B)](
+            keep, at, bad, taken, ends, spoilt, strides(keep), of_positions,
+            rows, cols, filled, Hq // H, *(Hq // x.shape[1] for x in (keep, at[0], at[2])),
+            WORDS=16, WORD=_WORD, CAUSAL=grid.causal, WINDOW=grid.window, num_warps=4,
+        )  # fmt: skip
         _add[(cdiv(q_lead + M, tiles.block_m), Hq, B)](
-            q, keys, values, bad, out, lse, result, sums, q_index, keep, at, of_positions,
+            q, keys, values, out, lse, result, sums, q_index, taken, ends, spoilt,
             q.stride()[:3], out.stride()[:3], result.stride()[:3], alike(*lse.stride()[:2]),
-            alike(*sums.stride()[:2]), None if q_index is None else alike(*q_index.stride()[:2]), strides(keep),
-            M, rows, cols, filled, Hq // H, *(Hq // x.shape[1] for x in (keep, at[0], at[2])), q_lead, factor, cap,
+            alike(*sums.stride()[:2]), None if q_index is None else alike(*q_index.stride()[:2]),
+            M, rows, cols, filled, Hq // H, q_lead, factor, cap,
             math.log2(k_block), math.log2(N - (cols - 1) * k_block) - math.log2(k_block),
             D=D, DV=Dv, BLOCK_D=block_d, BLOCK_DV=block_dv, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-            SPLIT=max(q_block // tiles.block_m, 1), ROWS=high, BLOCKS=_BLOCKS,
-            CAUSAL=grid.causal, WINDOW=grid.window, PRECISION=fp32_products(),
+            SPLIT=q_block // tiles.block_m, WORD=_WORD, PRECISION=fp32_products(),
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
     return result, sums
@@ -124,72 +130,71 @@ def _pool(
     tl.store(bad_ptr + at + tl.arange(0, 1), tl.where(finite, 0, 1).to(tl.uint8))
 
 
-@triton.jit
-def _taken(
-    keep_at, keep_stride, k_first_at, k_first_stride, k_last_at, k_last_stride, q_first, q_last, col, inside,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+@remembered
+@triton.jit(do_not_specialize=["rows", "cols", "filled"])
+def _take(
+    keep_ptr, at, bad_ptr, taken_ptr, ends_ptr, spoilt_ptr, keep_strides, of_positions,
+    rows, cols, filled, heads_per_key, heads_per_mask, heads_per_row, heads_per_block,
+    WORDS: tl.constexpr, WORD: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Which columns the queries of a row take by their means: those not kept that all of them see whole."""
-    taken = tl.load(keep_at + col * keep_stride, mask=inside, other=1) == 0
+    """Which columns the queries of a row take by their means, as bits: those not kept that all of them see whole.
+
+    Also after which column there is none, and whether a mean that they take is not finite.
+    """
+    row, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    keep_at = rows_at(keep_ptr, keep_strides, b, h // heads_per_mask, row)
+    q_first, q_last = 0, 0
     if CAUSAL:
-        taken = taken & (tl.load(k_last_at + col * k_last_stride, mask=inside, other=0) <= q_first)
+        q_first = tl.load(rows_at(at[0], of_positions[0], b, h // heads_per_row, row))
     if WINDOW is not None:
-        k_first = tl.load(k_first_at + col * k_first_stride, mask=inside, other=0)
-        taken = taken & (k_first > q_last - WINDOW)
-    return taken
+        q_last = tl.load(rows_at(at[1], of_positions[1], b, h // heads_per_row, row))
+    k_first_at = rows_at(at[2], of_positions[2], b, h // heads_per_block, row)
+    k_last_at = rows_at(at[3], of_positions[3], b, h // heads_per_block, row)
+    bad_at = bad_ptr + (b.to(tl.int64) * (tl.num_programs(1) // heads_per_key) + h // heads_per_key) * filled
+    of_row = (b.to(tl.int64) * tl.num_programs(1) + h) * rows + row
+    word, place = tl.arange(0, WORDS), tl.arange(0, WORD)[None, :]
+    end = tl.zeros([WORDS], tl.int32)
+    spoilt = tl.zeros([WORDS], tl.int32)
+    for first in range(0, cols, WORDS * WORD):
+        col = first + word[:, None] * WORD + place
+        inside = col < cols
+        taken = tl.load(keep_at + col * keep_strides[3], mask=inside, other=1) == 0
+        if CAUSAL:
+            k_last = tl.load(k_last_at + col * of_positions[3][3], mask=inside, other=0)
+            taken = taken & (k_last <= q_first)
+        if WINDOW is not None:
+            k_first = tl.load(k_first_at + col * of_positions[2][3], mask=inside, other=0)
+            taken = taken & (k_first > q_last - WINDOW)
+        bad = tl.load(bad_at + col, mask=taken, other=0)
+        end = tl.maximum(end, tl.max(tl.where(taken, col + 1, 0), 1))
+        spoilt = tl.maximum(spoilt, tl.max(bad.to(tl.int32), 1))
+        bits = tl.sum(taken.to(tl.int64) << place, 1)
+        tl.store(taken_ptr + of_row * (filled // WORD) + first // WORD + word, bits, mask=first + word * WORD < cols)
+    tl.store(ends_ptr + of_row, tl.max(end, 0))
+    tl.store(spoilt_ptr + of_row, tl.max(spoilt, 0))
 
 
 @remembered
 @triton.jit(do_not_specialize=["M", "rows", "cols", "filled", "q_lead", "last_log2"])
 def _add(
-    q_ptr, keys_ptr, values_ptr, bad_ptr, out_ptr, lse_ptr, result_ptr, sums_ptr, q_index_ptr, keep_ptr,
-    at, of_positions,
-    q_strides, out_strides, result_strides, lse_strides, sums_strides, q_index_strides, keep_strides,
-    M, rows, cols, filled, heads_per_key, heads_per_mask, heads_per_row, heads_per_block, q_lead, factor, cap,
-    size_log2, last_log2,
+    q_ptr, keys_ptr, values_ptr, out_ptr, lse_ptr, result_ptr, sums_ptr, q_index_ptr, taken_ptr, ends_ptr, spoilt_ptr,
+    q_strides, out_strides, result_strides, lse_strides, sums_strides, q_index_strides,
+    M, rows, cols, filled, heads_per_key, q_lead, factor, cap, size_log2, last_log2,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, WORD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Attention of a tile of queries to the means that its row takes, joined to what there is."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # late rows are the longest: start them first
     h, b = tl.program_id(1), tl.program_id(2)
-    row = tile * ROWS // SPLIT
-    row2 = tl.minimum(row + ROWS - 1, rows - 1)  # what lies past the last row is not stored
-    keep_at = rows_at(keep_ptr, keep_strides, b, h // heads_per_mask, row)
-    keep2_at = rows_at(keep_ptr, keep_strides, b, h // heads_per_mask, row2)
-    k_first_at = rows_at(at[2], of_positions[2], b, h // heads_per_block, row)
-    k_last_at = rows_at(at[3], of_positions[3], b, h // heads_per_block, row)
-    q_first, q_first2, q_last, q_last2 = 0, 0, 0, 0
-    if CAUSAL:
-        q_first = tl.load(rows_at(at[0], of_positions[0], b, h // heads_per_row, row))
-        q_first2 = tl.load(rows_at(at[0], of_positions[0], b, h // heads_per_row, row2))
-    if WINDOW is not None:
-        q_last = tl.load(rows_at(at[1], of_positions[1], b, h // heads_per_row, row))
-        q_last2 = tl.load(rows_at(at[1], of_positions[1], b, h // heads_per_row, row2))
+    of_row = (b.to(tl.int64) * tl.num_programs(1) + h) * rows + tile // SPLIT
+    end, spoilt = tl.load(ends_ptr + of_row), tl.load(spoilt_ptr + of_row) > 0
+    taken_at = taken_ptr + of_row * (filled // WORD)
 
-    places = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    queries = places - q_lead
+    queries = tile * BLOCK_M + tl.arange(0, BLOCK_M) - q_lead
     stored = (queries >= 0) & (queries < M)
     if q_index_ptr is not None:
         queries = tl.load(q_index_ptr + head_at(q_index_strides, b, h) + queries, mask=stored, other=0)
     q_tile = rows_of(q_ptr, q_strides, b, h, queries, stored, D, BLOCK_D, False)  # [BLOCK_M, BLOCK_D]
-    second = tl.arange(0, BLOCK_M)[:, None] >= BLOCK_M // ROWS  # of two rows
-
-    end = cols
-    if CAUSAL:
-        end = 0
-        for first in range(0, cols, BLOCKS):
-            col = first + tl.arange(0, BLOCKS)
-            taken = _taken(
-                keep_at, keep_strides[3], k_first_at, of_positions[2][3], k_last_at, of_positions[3][3],
-                q_first, q_last, col, col < cols, CAUSAL, WINDOW,
-            )  # fmt: skip
-            if ROWS == 2:
-                taken = taken | _taken(
-                    keep2_at, keep_strides[3], k_first_at, of_positions[2][3], k_last_at, of_positions[3][3],
-                    q_first2, q_last2, col, col < cols, CAUSAL, WINDOW,
-                )  # fmt: skip
-            end = tl.maximum(end, tl.max(tl.where(taken, col + 1, 0), 0))
 
     key_at = (b.to(tl.int64) * (tl.num_programs(1) // heads_per_key) + h // heads_per_key) * filled
     within = tl.arange(0, BLOCK_N)
@@ -198,42 +203,14 @@ def _add(
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     accumulator = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    spoilt = tl.zeros([BLOCK_N], tl.int32)
-    spoilt2 = tl.zeros([BLOCK_N], tl.int32)
-    col = within
-    bad = tl.load(bad_ptr + key_at + col).to(tl.int32)
-    taken = _taken(
-        keep_at, keep_strides[3], k_first_at, of_positions[2][3], k_last_at, of_positions[3][3],
-        q_first, q_last, col, col < cols, CAUSAL, WINDOW,
-    )  # fmt: skip
-    taken2 = taken
-    if ROWS == 2:
-        taken2 = _taken(
-            keep2_at, keep_strides[3], k_first_at, of_positions[2][3], k_last_at, of_positions[3][3],
-            q_first2, q_last2, col, col < cols, CAUSAL, WINDOW,
-        )  # fmt: skip
     for first in range(0, end, BLOCK_N):
+        word = tl.load(taken_at + first // WORD) >> (first % WORD)
         scores = tl.dot(q_tile, tl.trans(tl.load(keys_at + first * BLOCK_D)), input_precision=PRECISION) * factor
         if cap is not None:
             scores = capped(scores, cap)
-        scores += tl.where(col == cols - 1, last_log2, 0.0)[None, :]  # a short block counts less
-        spoilt = tl.where(taken, spoilt | bad, spoilt)
-        if ROWS == 2:
-            spoilt2 = tl.where(taken2, spoilt2 | bad, spoilt2)
-            scores = tl.where(tl.where(second, taken2[None, :], taken[None, :]), scores, float("-inf"))
-        else:
-            scores = tl.where(taken[None, :], scores, float("-inf"))
-        col += BLOCK_N  # which the next tile takes, so that it need not wait
-        bad = tl.load(bad_ptr + key_at + col, mask=col < cols, other=0).to(tl.int32)
-        taken = _taken(
-            keep_at, keep_strides[3], k_first_at, of_positions[2][3], k_last_at, of_positions[3][3],
-            q_first, q_last, col, col < cols, CAUSAL, WINDOW,
-        )  # fmt: skip
-        if ROWS == 2:
-            taken2 = _taken(
-                keep2_at, keep_strides[3], k_first_at, of_positions[2][3], k_last_at, of_positions[3][3],
-                q_first2, q_last2, col, col < cols, CAUSAL, WINDOW,
-            )  # fmt: skip
+        taken = ((word >> within) & 1) != 0
+        scores += tl.where(first + within == cols - 1, last_log2, 0.0)[None, :]  # a short block counts less
+        scores = tl.where(taken[None, :], scores, float("-inf"))
         highest, weight, rescale = step(scores, highest, True)
         total = total * rescale + tl.sum(weight, 1)
         values = tl.load(values_at + first * BLOCK_DV)
@@ -242,7 +219,6 @@ def _add(
         )
 
     dims = tl.arange(0, BLOCK_DV)[None, :]
-    shown = stored[:, None] & (dims < DV)
     exact = rows_of(out_ptr, out_strides, b, h, queries, stored, DV, BLOCK_DV, False)
     lse = tl.load(lse_ptr + head_at(lse_strides, b, h) + queries, mask=stored, other=0.0)
     # Shares of the two parts, by weights relative to the greater one.
@@ -256,15 +232,13 @@ def _add(
     share = rest_weight / (whole * tl.where(none, 1.0, total))
     joined = exact.to(tl.float32) * (exact_weight / whole)[:, None] + accumulator * share[:, None]
     joined_lse = log_sum(origin, whole)
-    any_spoilt = tl.zeros([BLOCK_M], tl.int32) + tl.max(spoilt, 0)
-    if ROWS == 2:
-        any_spoilt = tl.where(tl.arange(0, BLOCK_M) >= BLOCK_M // 2, tl.max(spoilt2, 0), any_spoilt)
-    joined = tl.where((any_spoilt > 0)[:, None], float("nan"), joined)
-    joined_lse = tl.where(any_spoilt > 0, float("nan"), joined_lse)
+    if spoilt:
+        joined = joined * float("nan")
+        joined_lse = joined_lse * float("nan")
     # Where a query sees no remainder, not a bit of its output changes.
     joined = tl.where(none[:, None], exact, joined.to(exact.dtype))
     joined_lse = tl.where(none, lse, joined_lse)
     result_at = result_ptr + b.to(tl.int64) * result_strides[0] + h.to(tl.int64) * result_strides[1]
     result_at = result_at + queries.to(tl.int64)[:, None] * result_strides[2] + dims
-    tl.store(result_at, joined, mask=shown)
+    tl.store(result_at, joined, mask=stored[:, None] & (dims < DV))
     tl.store(sums_ptr + head_at(sums_strides, b, h) + queries, joined_lse, mask=stored)
