@@ -18,16 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import interpolate, pad, scaled_dot_product_attention
 
 import blocksparse as bs
 from benchmarks.inputs import QKV
-from benchmarks.timing import ROUNDS, CannotRunError, attempt, check, medians, relative_l1, some_rows
+from benchmarks.timing import ROUNDS, CannotRunError, attempt, check, check_near, medians, relative_l1, some_rows
 from blocksparse.bench.timing import repeated
 from blocksparse.integrations.placed import placed
+from blocksparse.kernels.attention.remainder import add_remainder
 from blocksparse.layers.kept_choices import KeptChoices
 
 AnyPipeline = bs.Pipeline[Any, Any, Any]
@@ -160,19 +161,39 @@ def cudnn_sparse(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask) -> Callabl
     return call
 
 
+def with_means(pipeline: AnyPipeline) -> AnyPipeline:
+    """The same, whose blocks that are not kept take part by their means."""
+    return evolve(pipeline, executor=bs.RemainderExecutor(pipeline.executor))
+
+
+def plain_means(pipeline: AnyPipeline, q: Tensor, k: Tensor, v: Tensor, choice: bs.Choice[Any]) -> Tensor:
+    """What that gives for a choice, by plain torch."""
+    exact, grid = pipeline.attend(q, k, v, choice), choice.mask.grid
+    assert exact.lse is not None
+    out, _ = add_remainder(
+        q, k, v, exact.out, exact.lse, choice.mask.keep, grid, q_block=grid.q_block, k_block=grid.k_block,
+        q_lead=grid.q_lead, scale=choice.spec.scale, q_index=grid.permutation.q_index,
+        key_slots=grid.permutation.key_slots,
+    )  # fmt: skip
+    return out
+
+
 def measure(pipeline: AnyPipeline, run: Denoising, device: torch.device, budget_ms: float) -> dict[str, Any]:
-    """Milliseconds of a call, of its two halves and of cuDNN on its mask; of the tokens of the last step."""
+    """Milliseconds of a call, of its two halves, and of the second one with means of the blocks that are not kept or
+    by cuDNN on the same mask; of the tokens of the last step."""
     q, k, v = run.at(run.steps - 1)
     trace = pipeline.trace(q, k, v, causal=False)
     tolerance = ROUNDED if isinstance(pipeline.executor, bs.Int8Executor) else 1e-2
     check(trace.output.out, q, k, v, trace.mask, tolerance=tolerance)
     density, mask = float(trace.density().mean()), trace.mask
     del trace
-    choice = pipeline.choose(q, k, causal=False)
+    choice, means = pipeline.choose(q, k, causal=False), with_means(pipeline)
+    check_near(means.attend(q, k, v, choice).out, plain_means(pipeline, q, k, v, choice), tolerance=1e-2)
     calls: dict[str, Callable[[], object]] = {
         "call": partial(pipeline, q, k, v, causal=False),
         "choose": partial(pipeline.choose, q, k, causal=False),
         "attend": partial(pipeline.attend, q, k, v, choice),
+        "means": partial(means.attend, q, k, v, choice),
         "dense": partial(dense, q, k, v),
     }
     found: dict[str, Any] = {"density": density}
@@ -189,15 +210,15 @@ def measure(pipeline: AnyPipeline, run: Denoising, device: torch.device, budget_
 def dense_step(run: Denoising, device: torch.device) -> float:
     """Milliseconds per step of a run in which all are dense."""
     dense(*run.at(0))
-    times = [statistics.median(repeated(partial(dense, *run.at(step)), 3, device)) for step in range(run.steps)]
+    times = [repeated(partial(dense, *run.at(step)), 1, device)[0] for step in range(run.steps)]
     return statistics.fmean(times)
 
 
 def loop(pipeline: AnyPipeline, run: Denoising, device: torch.device) -> dict[str, Any]:
     """Milliseconds per step of a run whose `KeptChoices` choose in the first step alone, and of attending alone.
 
-    *old* is the relative L1 distance from dense attention in the last step with the first one's blocks, and
-    *fresh* with blocks that are chosen there.
+    *old* is the relative L1 distance from dense attention in the last step with the first one's blocks, *fresh*
+    with blocks that are chosen there, and *mean* with means of the others as well.
     """
     q, k, v = run.at(0)
     choice = pipeline.choose(q, k, causal=False)
@@ -215,27 +236,32 @@ def loop(pipeline: AnyPipeline, run: Denoising, device: torch.device) -> dict[st
     step_ms, attend_ms = (statistics.median(map(statistics.fmean, rounds)) for rounds in (keeping, attending))
     rows = some_rows(run.shape.tokens, device)
     want = dense(q, k, v)[:, :, rows]
-    kept, anew = (
+    kept, anew, approximated = (
         float(relative_l1(x[:, :, rows], want).mean())
-        for x in (pipeline.attend(q, k, v, choice).out, pipeline(q, k, v, causal=False))
+        for x in (
+            pipeline.attend(q, k, v, choice).out,
+            pipeline(q, k, v, causal=False),
+            with_means(pipeline)(q, k, v, causal=False),
+        )
     )
     return {
         "step_ms": step_ms,
         "step_attend_ms": attend_ms,
         "old": kept,
         "fresh": anew,
+        "mean": approximated,
     }
 
 
-COLUMNS = ("call", "choose", "attend", "cudnn_sparse", "step")
+COLUMNS = ("call", "choose", "attend", "means", "cudnn_sparse", "step")
 
 
 def table(name: str, shape: Shape, rows: list[dict[str, Any]]) -> str:
     """A line per method: milliseconds, and what share of dense attention's time a call and a step take."""
     lines = [
         f"\n{name}: {shape.tokens} tokens {shape.grid} + {shape.kept}, {shape.heads} heads of {shape.head_dim}",
-        f"{'method':<26} density     dense      call of dense    choose    attend     cuDNN  "
-        "step, kept  of dense  of attending   fresh     old",
+        f"{'method':<26} density     dense      call of dense    choose    attend     means  of attending     cuDNN  "
+        "step, kept  of dense  of attending   fresh    mean     old",
     ]
     for row in rows:
         if "why" in row:
@@ -247,9 +273,10 @@ def table(name: str, shape: Shape, rows: list[dict[str, Any]]) -> str:
         }
         lines.append(
             f"{row['method']:<26} {row['density']:7.3f}{row['dense_ms']:10.2f}{ms['call']}"
-            f"{row['call_ms'] / row['dense_ms']:9.3f}{ms['choose']}{ms['attend']}{ms['cudnn_sparse']}"
+            f"{row['call_ms'] / row['dense_ms']:9.3f}{ms['choose']}{ms['attend']}{ms['means']}"
+            f"{row['means_ms'] / row['attend_ms']:14.3f}{ms['cudnn_sparse']}"
             f"{ms['step']:>12}{row['step_ms'] / row['step_dense_ms']:10.3f}"
-            f"{row['step_ms'] / row['step_attend_ms']:14.3f}{row['fresh']:8.4f}{row['old']:8.4f}"
+            f"{row['step_ms'] / row['step_attend_ms']:14.3f}{row['fresh']:8.4f}{row['mean']:8.4f}{row['old']:8.4f}"
         )
     return "\n".join(lines)
 

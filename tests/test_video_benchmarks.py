@@ -77,7 +77,9 @@ def test_every_method_is_timed_at_a_shape(
     for name, row in rows.items():
         assert name in printed
         assert 0.25 < row["density"] < 0.6  # with the blocks of text, and every row of theirs
-        assert min(row[f"{part}_ms"] for part in ("call", "choose", "attend", "dense", "step", "step_dense")) > 0
+        timed = ("call", "choose", "attend", "means", "dense", "step", "step_dense")
+        assert min(row[f"{part}_ms"] for part in timed) > 0
+        assert 0 < row["mean"] < row["fresh"]
         assert 0 < min(row["fresh"], row["old"]) < max(row["fresh"], row["old"]) < 0.3
         assert "is not installed" in row["cudnn_why"]
     assert sum(row["old"] > row["fresh"] for row in rows.values()) > len(rows) / 2
