@@ -179,8 +179,10 @@ def plain_means(pipeline: AnyPipeline, q: Tensor, k: Tensor, v: Tensor, choice: 
 
 
 def measure(pipeline: AnyPipeline, run: Denoising, device: torch.device, budget_ms: float) -> dict[str, Any]:
-    """Milliseconds of a call, of its two halves, and of the second one with means of the blocks that are not kept or
-    by cuDNN on the same mask; of the tokens of the last step."""
+    """Milliseconds of a call, of its two halves, and of attending with means of what is not kept, or by cuDNN.
+
+    All are of the same mask, and of the tokens of the last step.
+    """
     q, k, v = run.at(run.steps - 1)
     trace = pipeline.trace(q, k, v, causal=False)
     tolerance = ROUNDED if isinstance(pipeline.executor, bs.Int8Executor) else 1e-2
@@ -215,7 +217,7 @@ def dense_step(run: Denoising, device: torch.device) -> float:
 
 
 def loop(pipeline: AnyPipeline, run: Denoising, device: torch.device) -> dict[str, Any]:
-    """Milliseconds per step of a run whose `KeptChoices` choose in the first step alone, and of attending alone.
+    """Milliseconds per step of a run whose `KeptChoices` choose in the first step, and of attending alone.
 
     *old* is the relative L1 distance from dense attention in the last step with the first one's blocks, *fresh*
     with blocks that are chosen there, and *mean* with means of the others as well.

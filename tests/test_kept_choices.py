@@ -44,7 +44,7 @@ def test_calls_are_told_apart() -> None:
 
 
 def test_a_run_takes_no_choice_of_another() -> None:
-    """Not after a run that was stopped in its first step, nor where it begins nearer to the picture than one was."""
+    """Nor after one that was stopped in its first step, or before it came as near to the picture."""
     choices = KeptChoices(12)
     for first in (0, 0, 1, 4):
         (q, k, v), prompt = make_qkv(N=100, D=16, seed=first), torch.zeros(3)
@@ -118,7 +118,8 @@ def test_dense_calls_have_no_choice() -> None:
     pipeline = bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(16), bs.TopCdf(1.0), bs.AutoExecutor())
     q, k, v = make_qkv(N=50, D=16)
     kept = KeptChoices(2).attend(0, pipeline, q, k, v, causal=False)
-    assert (kept.mask, kept.age) == (None, None)
+    assert kept.mask is None
+    assert "keeps every block of 50 queries" in kept.dense_because
     assert torch.equal(kept.out, pipeline(q, k, v, causal=False))
     with pytest.raises(ValueError, match="'every' must be a whole number, at least 1: 0"):
         KeptChoices(0)

@@ -208,6 +208,30 @@ def test_a_layer_is_named_once() -> None:
     assert schedule.resolve(5) == (None, A, A, B, None)
 
 
+def test_layers_that_take_the_choice_of_another() -> None:
+    schedule = Schedule(A, layers={3: B}, dense=(0,), same_choice=[[1, 2], (-2, -1)])
+    assert schedule == Schedule(A, layers={3: B}, dense=(0,), same_choice=((1, 2), (-2, -1)))
+    assert schedule != Schedule(A, layers={3: B}, dense=(0,))
+    assert schedule.choosers(6) == (0, 1, 1, 3, 4, 4)
+    for groups, sentence in (
+        (((1,),), r"a group of 'same_choice' must have at least 2 layers: \(1,\)"),
+        (((1, 2), (2, 3)), "but names these more than once: 2"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            Schedule(A, same_choice=groups)
+    for group, sentence in (
+        ((2, 6), "there is no layer 6: the model has 6, 0 to 5"),
+        ((2, 1), r"must name layers in the order in which they run: \(2, 1\)"),
+        ((1, -5), "must name layers in the order in which they run"),
+        ((0, 1), r"the layers \(0, 1\) of 'same_choice' must have one pipeline, and layer 0 has None"),
+        ((2, 3), r"must have one pipeline, and layer 3 has Pipeline"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            Schedule(A, layers={3: B}, dense=(0,), same_choice=(group,)).choosers(6)
+    with pytest.raises(ValueError, match="layer 5 is in two groups of 'same_choice'"):
+        Schedule(A, same_choice=((4, 5), (2, -1))).choosers(6)
+
+
 @pytest.mark.parametrize(
     ("default", "named", "sentence"),
     [
@@ -223,6 +247,8 @@ def test_a_layer_is_named_once() -> None:
         ),
         (A, {"dense": 0}, "'dense' must be a sequence of whole numbers: 0"),
         (A, {"dense": "01"}, "'dense' must be a sequence of whole numbers: '01'"),
+        (A, {"same_choice": (1, 2)}, r"'same_choice' must be a sequence of groups of layers, as .*: \(1, 2\)"),
+        (A, {"same_choice": ((1, "2"),)}, "'same_choice' must be a sequence of groups of layers"),
     ],
 )
 def test_bad_schedules_are_named(default: Any, named: Any, sentence: str) -> None:

@@ -98,6 +98,15 @@ def test_a_family(case: Case) -> None:
     )
 
 
+@pytest.mark.parametrize("case", {**CASES, **MORE}.values(), ids=[*CASES, *MORE])
+def test_each_model_is_told_a_prompt(case: Case) -> None:
+    """By which runs and halves of guidance are told apart."""
+    name, inputs = type(made(case)).__name__, given(case, SMALL)
+    prompt = FAMILIES[name].prompt(inputs)
+    assert isinstance(prompt, Tensor)
+    assert prompt is FAMILIES[name].prompt({**inputs, "hidden_states": None})
+
+
 @pytest.mark.parametrize("name", MORE)
 def test_pictures_have_their_order_and_all_else_is_kept(name: str) -> None:
     """Text, sound and frames that are given see everything, and are seen by all."""

@@ -135,6 +135,12 @@ class Audit:
             for state in self._layers.values():
                 state.dense = False
 
+    def crossed(self, layer: int) -> int:
+        """In how many calls of a layer a bound was crossed, as far as is known without waiting for a GPU."""
+        self._receive(wait=False)
+        with self._lock:
+            return self._layers[layer].crossed if layer in self._layers else 0
+
     def begins(self, layer: int, *, may_audit: bool) -> tuple[bool, bool]:
         """Count a call of `layer`; say whether it must be dense, and whether it must be audited."""
         self._receive(wait=False)

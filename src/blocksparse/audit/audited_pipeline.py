@@ -12,6 +12,7 @@ from blocksparse.attention_spec import Asked, AttentionSpec
 from blocksparse.audit.audit import Audit
 from blocksparse.executors.dense_attention import dense_attention
 from blocksparse.layers.head_groups import AnyTrace, HeadGroups, HeadGroupsTrace
+from blocksparse.layers.same_choice import SameChoice
 from blocksparse.layers.schedule import LayerPipeline
 from blocksparse.runtime.opaque_call import OpaqueCall, attend
 
@@ -21,7 +22,7 @@ from blocksparse.runtime.opaque_call import OpaqueCall, attend
 class AuditedPipeline:
     """What attends in one layer, under an audit. It is called as a `Pipeline` is."""
 
-    pipeline: LayerPipeline
+    pipeline: LayerPipeline | SameChoice
     layer: int
     audit: Audit
     _call: OpaqueCall = field(

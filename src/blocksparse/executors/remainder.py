@@ -31,8 +31,8 @@ class RemainderExecutor(Executor[GlobalPermutation, BlockMask]):
     and `visited` is what `inner` computed exactly.
 
     On a small language model it was worth 3 to 10 % of the divergence from dense attention where blocks were kept
-    by mass, and did harm where a small fixed number was kept. It is attention of every query to every mean key, one
-    launch behind that of `inner` on a GPU, and elsewhere plain torch, some rows at a time.
+    by mass, and did harm where a small fixed number was kept. It is attention of every query to every mean key: on
+    a GPU by kernels of its own, behind those of `inner`, and elsewhere in plain torch, some rows at a time.
 
     Args:
         inner: an executor that gives an lse: all do, but for `FlexExecutor` on a CPU.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterator
 from itertools import count
-from typing import Any, NamedTuple, Unpack, final
+from typing import Any, NamedTuple, Unpack, cast, final
 from weakref import ref
 
 from attrs import define, evolve, field
@@ -15,21 +15,29 @@ from blocksparse.attention_spec import Asked
 from blocksparse.checks.inputs import checked
 from blocksparse.checks.validators import size
 from blocksparse.choice import Choice
+from blocksparse.layers.head_groups_trace import AnyTrace
 from blocksparse.pipeline import Pipeline
 from blocksparse.selectors.block_mask import BlockMask
+from blocksparse.trace import Trace
 
 _MOST_CALLS = 8  # of a layer in one step for one prompt, whose choices are kept
 
 
 class Kept(NamedTuple):
-    """An output `[B, Hq, M, Dv]`, the blocks that it is attention to, and how many steps ago they were chosen.
+    """An output `[B, Hq, M, Dv]`, the trace of its call, without scores, and the age of its choice in steps.
 
-    There are no such blocks, and no age, where the call attended densely.
+    Where the call attended densely, there is the reason instead of the latter two.
     """
 
     out: Tensor
-    mask: BlockMask | None
-    age: int | None
+    trace: AnyTrace | None
+    age: int = 0
+    dense_because: str = ""
+
+    @property
+    def mask(self) -> BlockMask | None:
+        """The blocks that the output is attention to."""
+        return None if self.trace is None else self.trace.mask
 
 
 @final
@@ -42,9 +50,9 @@ class KeptChoices:
             choices.begin(step, prompt)
             out = choices.attend(layer, pipeline, q, k, v, causal=False).out
 
-    What is chosen is kept for the prompt that `begin` named: the tensor itself, not what it holds. So both halves of
-    classifier-free guidance have choices of their own, and a run takes none of another one's prompt. If a layer is
-    called more often than once in a step for one prompt, its second call takes what its second call chose.
+    What is chosen is kept for the prompt that `begin` named: the tensor itself, not what it holds. So both halves
+    of classifier-free guidance have choices of their own, and a run takes none of another one's prompt. If a layer
+    is called more often than once in a step for one prompt, its second call takes what its second call chose.
 
     A choice is made anew when it is `every` steps old, for another pipeline, for tensors of other sizes, and when
     the steps begin again. Kept are a byte per block and head of each mask, and the index maps of an order; of a
@@ -67,8 +75,8 @@ class KeptChoices:
 
         Args:
             prompt: a tensor that the host passes in every step of one run, or of one half of its guidance, and in
-                no other. If None, the calls of a step are counted instead, and a run that begins where the last one
-                was stopped, or nearer to the picture, cannot be told from it.
+                no other. If None, the calls of a step are counted instead, and a run that begins where the last
+                one was stopped, or nearer to the picture, cannot be told from it.
         """
         if step < self._step:
             self._kept.clear()
@@ -107,8 +115,8 @@ class KeptChoices:
         """
         given = checked(q, k, v, asked)
         spec = given[3]
-        if pipeline.dense_because(*given) is not None:
-            return Kept(pipeline(q, k, v, **asked), None, None)
+        if (reason := pipeline.dense_because(*given)) is not None:
+            return Kept(pipeline(q, k, v, **asked), None, dense_because=reason)
         plain = spec if spec.sinks is None else evolve(spec, sinks=None)  # by which no block is chosen
         # The scale as it was asked for, since that of the spec has lost its sign to q.
         chooser = layer if chooser is None else chooser
@@ -122,7 +130,9 @@ class KeptChoices:
                 self._kept[self._prompt, turn, call] = made, choice
         if spec.sinks is not None:
             choice = evolve(choice, spec=evolve(choice.spec, sinks=spec.sinks))
-        return Kept(pipeline.attend(q, k, v, choice).out, choice.mask, self._step - made)
+        output, unknown = pipeline.attend(q, k, v, choice), cast(Any, None)  # scores, of which choices keep none
+        trace: AnyTrace = Trace(*given, choice.mask.grid.permutation, unknown, choice.mask, output)
+        return Kept(output.out, trace, self._step - made)
 
     def forget(self, layer: int) -> None:
         """Let this layer, and those that take its choices, choose anew in their next calls."""

@@ -45,6 +45,16 @@ def _indices(dense: Sequence[int]) -> Sequence[int]:
     return tuple(map(whole, dense))
 
 
+def _groups(groups: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+    if not isinstance(groups, Sequence) or not all(
+        isinstance(group, Sequence) and all(map(is_whole, group)) for group in groups
+    ):
+        raise TypeError(
+            f"'same_choice' must be a sequence of groups of layers, as ((2, 3), (4, 5)): {shown(groups)}"
+        )
+    return tuple(tuple(map(whole, group)) for group in groups)
+
+
 def _check_layer(where: str, attention: object) -> None:
     if attention is not None and not isinstance(attention, Pipeline | HeadGroups):
         raise TypeError(f"{where} must be a Pipeline, HeadGroups or None (dense): {shown(attention)}")
@@ -58,10 +68,15 @@ class Schedule:
         Schedule(pbs_attn(0.9), dense=(0, 1, -1))
         Schedule(pbs_attn(0.9), layers={3: pbs_attn(0.95), 4: HeadGroups({(0, 1): mean_pooling(), (2,): None})})
 
+        Schedule(pbs_attn(0.9), dense=(0, 1), same_choice=((2, 3, 4), (5, 6, 7)))
+
     Args:
         default: the pipeline of every layer that is not named.
         layers: the pipelines of single layers, by index.
         dense: the indices of dense layers; the same as None for them in `layers`.
+        same_choice: groups of layers that have one pipeline, in the order in which they run. The first of a group
+            chooses blocks in each forward call, and the others attend to the same blocks and score none (Kascade,
+            arXiv 2512.16391). `attach` of transformers and of diffusers does so.
     """
 
     default: LayerPipeline | None = field()
@@ -69,6 +84,7 @@ class Schedule:
         factory=dict, converter=_layers, kw_only=True, eq=lambda layers: frozenset(layers.items())
     )
     dense: Sequence[int] = field(default=(), converter=_indices, kw_only=True)
+    same_choice: Sequence[Sequence[int]] = field(default=(), converter=_groups, kw_only=True)
 
     @default.validator
     def _check_default(self, _: object, default: object) -> None:
@@ -86,6 +102,15 @@ class Schedule:
         if twice := repeated((*self.layers, *dense)):
             raise ValueError(
                 f"'layers' and 'dense' must name each layer once in all, but name these more than once: {twice}"
+            )
+
+    @same_choice.validator
+    def _check_same_choice(self, _: object, groups: Sequence[Sequence[int]]) -> None:
+        if alone := [group for group in groups if len(group) < 2]:
+            raise ValueError(f"a group of 'same_choice' must have at least 2 layers: {alone[0]}")
+        if twice := repeated(layer for group in groups for layer in group):
+            raise ValueError(
+                f"'same_choice' must name each layer once in all, but names these more than once: {twice}"
             )
 
     def resolve(self, layers: int) -> tuple[LayerPipeline | None, ...]:
@@ -106,3 +131,34 @@ class Schedule:
             )
         by_layer = {layer % layers: attention for layer, attention in named.items()}
         return tuple(by_layer.get(layer, self.default) for layer in range(layers))
+
+    def choosers(self, layers: int) -> tuple[int, ...]:
+        """The layer that chooses for each layer of a model that has `layers` layers: mostly itself.
+
+        Raises:
+            TypeError, ValueError: as of `resolve`; or layers of `same_choice` are dense, have several pipelines or
+                `HeadGroups`, or do not stand in the order in which they run.
+        """
+        by_layer, choosers = self.resolve(layers), list(range(layers))
+        for group in self.same_choice:
+            for layer in group:
+                if not -layers <= layer < layers:
+                    raise ValueError(f"there is no layer {layer}: the model has {layers}, 0 to {layers - 1}")
+            first, *others = members = [layer % layers for layer in group]
+            if members != sorted(set(members)):
+                raise ValueError(
+                    f"a group of 'same_choice' must name layers in the order in which they run: {group}"
+                )
+            for layer in members:
+                if not isinstance(by_layer[layer], Pipeline) or by_layer[layer] != by_layer[first]:
+                    raise ValueError(
+                        f"the layers {group} of 'same_choice' must have one pipeline, and layer {layer} has "
+                        f"{shown(by_layer[layer])}"
+                    )
+                if choosers[layer] != layer:
+                    raise ValueError(
+                        f"layer {layer} is in two groups of 'same_choice', named from the start and the end"
+                    )
+            for layer in others:
+                choosers[layer] = first
+        return tuple(choosers)

@@ -24,12 +24,16 @@ class OpaqueCall(OpaqueBase):
     Args:
         run: a function of checked `(q, k, v, spec)` that gives the output `[B, Hq, M, Dv]`. It gets
             `history=` where a call has one.
+        begins: is called when a call begins, of one sequence or of several.
         writes: whether it also takes `out`, a part of a tensor that is there already, to which it then writes the
             output. Otherwise what it gives is copied there.
     """
 
-    def __init__(self, run: Callable[..., Tensor], *, writes: bool = False) -> None:
+    def __init__(
+        self, run: Callable[..., Tensor], *, writes: bool = False, begins: Callable[[], None] | None = None
+    ) -> None:
         self.run = run
+        self.begins = begins
         self.writes = writes
 
     def __call__(
@@ -43,6 +47,8 @@ class OpaqueCall(OpaqueBase):
         out: Tensor | None = None,
     ) -> Tensor:
         """Attention of checked inputs, in one dtype whatever autocast says; in `out` if there is one."""
+        if self.begins is not None:
+            self.begins()
         with without_autocast(q):
             if sequences is not None:
                 return self._each(q, k, v, spec, sequences, histories)

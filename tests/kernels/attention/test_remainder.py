@@ -39,19 +39,21 @@ def assert_right(arguments: dict[str, Any], tiles: TritonTiles = SMALL) -> tuple
     wide = {name: x.double() if name in ("q", "k", "v", "out", "lse") else x for name, x in arguments.items()}
     want, want_lse = add_remainder(**wide)
     assert_within_budget(out, want, plain)
-    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-3, atol=2e-3 if out.dtype != torch.float32 else 1e-5)
+    torch.testing.assert_close(
+        lse.double(), want_lse, rtol=1e-3, atol=2e-3 if out.dtype != torch.float32 else 1e-5
+    )
     assert not torch.equal(out, arguments["out"])
     return out, lse
 
 
 def pipeline(block: int = 16, keep: float = 0.3, order: Any = None) -> bs.Pipeline[Any, Any, Any]:
-    return bs.Pipeline(
-        order or bs.Identity(), stages.AnyOrder(block), bs.TopK(share=keep), bs.ReferenceExecutor()
-    )
+    return bs.Pipeline(order or bs.Identity(), stages.AnyOrder(block), bs.TopK(share=keep), bs.ReferenceExecutor())
 
 
 @pytest.mark.parametrize(("block", "tile"), [(16, 16), (32, 16)])
-@pytest.mark.parametrize("call", [{}, {"causal": False}, {"window": 70}, {"softcap": 2.0}, {"sinks": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "call", [{}, {"causal": False}, {"window": 70}, {"softcap": 2.0}, {"sinks": 0.5}], ids=str
+)
 @pytest.mark.parametrize("M", [200, 75])
 def test_calls(block: int, tile: int, call: dict[str, Any], M: int, device: str) -> None:
     q, k, v = make_qkv(B=2, N=200, M=M, Hq=2, Hkv=1, D=16, dtype=torch.float32, device=device)

@@ -10,6 +10,8 @@ import torch
 from attrs import define, field
 from torch import Tensor, nn
 
+from blocksparse.audit.audit import Audit
+from blocksparse.audit.audited_pipeline import AuditedPipeline
 from blocksparse.integrations.density_recorder import DensityRecorder
 from blocksparse.integrations.diffusers.families import Arguments, Family
 from blocksparse.integrations.diffusers.keeping import Keeping
@@ -23,7 +25,7 @@ from blocksparse.pipeline import Pipeline
 
 _MAX_LAYOUTS = 32  # sizes of pictures and lengths of text for which pipelines are kept
 
-Attention = LayerPipeline | Recorded | Keeping
+Attention = LayerPipeline | AuditedPipeline | Recorded | Keeping
 Placed = Mapping[tuple[int | None, int], Attention]
 """What attends, by the key of a pipeline and the number of tokens of text."""
 
@@ -50,6 +52,7 @@ class Adapter:
     Args:
         pipelines: every pipeline by a key, which is its layer if calls are recorded.
         keys: the key of each layer, None for a dense one.
+        choosers: the layer that chooses for each layer.
         dense_steps: the denoising steps in which all attention is dense.
         min_tokens: calls with fewer tokens are dense.
         choices: keeps what layers chose for several steps; None if each call chooses.
@@ -59,9 +62,11 @@ class Adapter:
     config: Any
     pipelines: Mapping[int, LayerPipeline]
     keys: tuple[int | None, ...]
+    choosers: tuple[int, ...]
     dense_steps: frozenset[int]
     min_tokens: int
     recorder: DensityRecorder | None
+    audit: Audit | None = None
     choices: KeptChoices | None = None
     now: ForwardCall = _NO_CALL
     _steps: StepCounter = field(init=False)
@@ -86,7 +91,7 @@ class Adapter:
             timestep = float(torch.as_tensor(self.family.timestep(given)).cpu().double().mean())
             step = self._steps.at(timestep)
             if self.choices is not None:
-                self.choices.begin(step)
+                self.choices.begin(step, self.family.prompt(given))
             if step in self.dense_steps:
                 self.now = ForwardCall(TokenLayout(()), {}, "dense step", get_ident())
                 return
@@ -132,8 +137,9 @@ class Adapter:
 
     def _recorded(self, pipeline: LayerPipeline, key: int) -> Attention:
         if self.choices is not None and isinstance(pipeline, Pipeline):
-            return Keeping(pipeline, key, self.choices, self.recorder)
-        return pipeline if self.recorder is None else Recorded(pipeline, key, self.recorder)
+            return Keeping(pipeline, key, self.choosers[key], self.choices, self.recorder, self.audit)
+        audited = pipeline if self.audit is None else AuditedPipeline(pipeline, key, self.audit)
+        return audited if self.recorder is None else Recorded(audited, key, self.recorder)
 
     def attend(
         self,

@@ -10,6 +10,7 @@ from uuid import uuid4
 from diffusers import ModelMixin
 from torch import nn
 
+from blocksparse.audit.audit import Audit
 from blocksparse.checks.validators import a, count, is_whole, optional, shown, size
 from blocksparse.integrations.density_recorder import DensityRecorder
 from blocksparse.integrations.diffusers.adapter import Adapter, layer_names
@@ -32,6 +33,7 @@ def attach(
     choose_every: int | None = None,
     min_tokens: int = 512,
     recorder: DensityRecorder | None = None,
+    audit: Audit | None = None,
     family: Family | None = None,
 ) -> Attachment:
     """Let `pipeline` attend wherever tokens of pictures or videos attend to one another in `model`.
@@ -52,13 +54,13 @@ def attach(
             diffusers pipeline that begins nearer to noise than the last one ended. After one that was interrupted,
             attach anew.
         choose_every: for how many denoising steps a layer attends to the blocks that it chose in the first of
-            them; None for one. Each half of classifier-free guidance chooses for itself, and each call of a
-            diffusers pipeline anew. Where the model is called several times in the first step, as with guidance,
-            all choose once more in the second: calls of one timestep may also be two runs, of which one was
-            stopped. Not for compiled models, nor for `HeadGroups`. `recorder.choice_ages()` says how old choices
-            were.
+            them; None for one. What is chosen belongs to the tensor of the prompt that a diffusers pipeline passes
+            in every step: so each half of classifier-free guidance has choices of its own, and so has each run.
+            Not for compiled models, nor for `HeadGroups`. `recorder.choice_ages()` says how old choices were.
         min_tokens: attention over fewer tokens than this stays dense.
         recorder: gets a record of what each call did; if None, nothing is recorded.
+        audit: compares a few random queries of some sparse calls with dense attention; None for no audit. Where
+            choices are kept, it says how much mass they still cover, and a layer that crosses a bound chooses anew.
         family: how a model that is not known lays out its tokens.
 
     Raises:
@@ -79,6 +81,7 @@ def attach(
     size.check(min_tokens=min_tokens)
     optional(size).check(choose_every=choose_every)
     optional(a(DensityRecorder)).check(recorder=recorder)
+    optional(a(Audit)).check(audit=audit)
     optional(a(Family)).check(family=family)
     family = family or FAMILIES.get(type(model).__name__)
     if family is None:
@@ -88,8 +91,9 @@ def attach(
             "give family=Family(...), which says where its tokens stand"
         )
     told = "timestep" in signature(type(model).forward).parameters
-    if (dense_steps or choose_every) and not told and family.timestep is the_timestep:
-        name = "dense_steps" if dense_steps else "choose_every"
+    by_step = {"dense_steps": dense_steps, "choose_every": choose_every, "same_choice": schedule.same_choice}
+    if any(by_step.values()) and not told and family.timestep is the_timestep:
+        name = next(name for name, given in by_step.items() if given)
         raise ValueError(f"'{name}' needs a model that is told the 'timestep', and {type(model).__name__} is not")
     names = layer_names(model, family)
     if not names:
@@ -99,7 +103,9 @@ def attach(
     by_layer = schedule.resolve(len(names))
     if choose_every and any(isinstance(attention, HeadGroups) for attention in by_layer):
         raise ValueError("'choose_every' keeps what pipelines choose, and HeadGroups are several: leave it out")
-    apart = recorder is not None or choose_every is not None
+    choosers = schedule.choosers(len(names))
+    keeps = choose_every is not None or bool(schedule.same_choice)
+    apart = recorder is not None or audit is not None or keeps
     keys = tuple(_key(layer, by_layer, apart=apart) for layer in range(len(names)))
     pipelines = {
         key: attention for key, attention in zip(keys, by_layer, strict=True) if key is not None and attention
@@ -107,8 +113,8 @@ def attach(
     for attention in pipelines.values():
         check_orders(attention)
     adapter = Adapter(
-        family, model.config, pipelines, keys, frozenset(map(int, dense_steps)), int(min_tokens), recorder,
-        None if choose_every is None else KeptChoices(int(choose_every)),
+        family, model.config, pipelines, keys, choosers, frozenset(map(int, dense_steps)), int(min_tokens), recorder,
+        audit, KeptChoices(int(choose_every or 1)) if keeps else None,
     )  # fmt: skip
     return Attachment.of(model, _layers(model, names, keys, adapter), adapter)
 
@@ -138,7 +144,7 @@ def _layers(
             raise ValueError(f"{type(model).__name__} is attached already: detach() that pipeline first")
         # What layers share is compiled once.
         asks = hasattr(own, BACKEND) and not adapter.family.redirected
-        shared = adapter.recorder is None and adapter.choices is None
+        shared = adapter.recorder is None and adapter.audit is None and adapter.choices is None
         route = keys[layer] if shared else layer, getattr(own, BACKEND) if asks else REDIRECT
         if route not in routes and not asks:
             routes[route] = Redirect(layer, adapter)

@@ -1,37 +1,58 @@
-"""A pipeline of one layer that attends to what it chose some steps ago."""
+"""A pipeline of one layer that attends to what was chosen before: some steps ago, or in another layer."""
 
 from __future__ import annotations
 
 from typing import Any, Unpack, final
 
-from attrs import frozen
+from attrs import define, field
 from torch import Tensor
 
 from blocksparse.attention_spec import Asked
+from blocksparse.audit.audit import Audit
+from blocksparse.checks.inputs import checked
+from blocksparse.executors.dense_attention import dense_attention
 from blocksparse.integrations.density_recorder import DensityRecorder
 from blocksparse.layers.kept_choices import KeptChoices
 from blocksparse.pipeline import Pipeline
 
 
 @final
-@frozen(eq=False)
+@define(eq=False)
 class Keeping:
-    """A pipeline whose choices last, and which tells a recorder, if there is one, the density and age of each."""
+    """A pipeline whose choices last. It tells a recorder, if there is one, the density and the age of each.
+
+    An audit compares what it attends to with dense attention, now and then. If a bound is crossed, what `chooser`
+    chose is forgotten.
+    """
 
     pipeline: Pipeline[Any, Any, Any]
     layer: int
+    chooser: int
     choices: KeptChoices
     recorder: DensityRecorder | None
+    audit: Audit | None
+    _crossed: int = field(default=0, init=False)  # calls of the layer that were known to cross a bound
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **asked: Unpack[Asked]) -> Tensor:
-        kept = self.choices.attend(self.layer, self.pipeline, q, k, v, **asked)
-        if self.recorder is None:
+        dense, audited = (False, False) if self.audit is None else self.audit.begins(self.layer, may_audit=True)
+        if dense:
+            self._saw_dense("it fell back, as an audit crossed a bound")
+            return dense_attention(*checked(q, k, v, asked))
+        if self.audit is not None and (crossed := self.audit.crossed(self.layer)) > self._crossed:
+            self._crossed = crossed
+            self.choices.forget(self.chooser)
+        kept = self.choices.attend(self.layer, self.pipeline, q, k, v, chooser=self.chooser, **asked)
+        if kept.trace is None:
+            self._saw_dense(kept.dense_because)
             return kept.out
-        if kept.mask is None or kept.age is None:
-            self.recorder.saw_dense(self.layer, "little work")
-            return kept.out
-        density, sizes = kept.mask.density(), {"q_len": q.shape[2], "k_len": k.shape[2]}
-        density = density.repeat_interleave(q.shape[1] // density.shape[1], 1)
-        self.recorder.saw_sparse(self.layer, density, **sizes, causal=asked.get("causal", True))
-        self.recorder.saw_age(self.layer, kept.age)
+        if audited:
+            self.audit.compare(self.layer, kept.trace)
+        if self.recorder is not None:
+            sizes = {"q_len": q.shape[2], "k_len": k.shape[2]}
+            self.recorder.saw_sparse(self.layer, kept.trace.density(), **sizes, causal=asked.get("causal", True))
+            self.recorder.saw_age(self.layer, kept.age)
         return kept.out
+
+    def _saw_dense(self, reason: str) -> None:
+        if self.recorder is not None:
+            self.recorder.saw_dense(self.layer, reason)

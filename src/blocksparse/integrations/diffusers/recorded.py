@@ -8,6 +8,7 @@ from attrs import Factory, field, frozen
 from torch import Tensor
 
 from blocksparse.attention_spec import Asked, AttentionSpec
+from blocksparse.audit.audited_pipeline import AuditedPipeline
 from blocksparse.integrations.density_recorder import DensityRecorder
 from blocksparse.layers.schedule import LayerPipeline
 from blocksparse.runtime.opaque_call import OpaqueCall, attend
@@ -19,7 +20,7 @@ class Recorded:
     """A pipeline that is called as it is by itself, and tells a recorder the density of every call,
     or why it was dense."""
 
-    pipeline: LayerPipeline
+    pipeline: LayerPipeline | AuditedPipeline
     layer: int
     recorder: DensityRecorder
     _call: OpaqueCall = field(

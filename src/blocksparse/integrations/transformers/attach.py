@@ -18,6 +18,7 @@ from blocksparse.integrations.transformers.attachment import Attachment
 from blocksparse.integrations.transformers.call import layer_of
 from blocksparse.integrations.transformers.layer import LayerAttention
 from blocksparse.integrations.transformers.outcomes import Outcomes
+from blocksparse.layers.same_choice import SameChoice, shared
 from blocksparse.layers.schedule import LayerPipeline, Schedule, schedule_of
 
 
@@ -69,10 +70,11 @@ def attach(
     outcomes = Outcomes(type(model).__name__, recorder)
     layers = {
         layer: LayerAttention(
-            _audited(pipeline, layer, audit), layer, min_tokens, min_queries, min_window, outcomes
+            _audited(pipeline, layer, audit), layer, min_tokens, min_queries, min_window, outcomes,
+            pipeline.begin if isinstance(pipeline, SameChoice) else None,
         )
         for layer, pipeline in _layers_of(schedule, model).items()
-    }
+    }  # fmt: skip
     silent = any(_asks_for_its_function(x) and not hasattr(x, "is_causal") for x in model.modules())
     adapter = Adapter(layers, frozenset(map(id, model.modules())), outcomes, explicit_masks=silent)
     configs = _configs(model)
@@ -81,8 +83,8 @@ def attach(
 
 
 def _audited(
-    pipeline: LayerPipeline | None, layer: int, audit: Audit | None
-) -> LayerPipeline | AuditedPipeline | None:
+    pipeline: LayerPipeline | SameChoice | None, layer: int, audit: Audit | None
+) -> LayerPipeline | SameChoice | AuditedPipeline | None:
     return pipeline if pipeline is None or audit is None else AuditedPipeline(pipeline, layer, audit)
 
 
@@ -154,11 +156,11 @@ def _refuse_shared(configs: Iterable[Any], modules: frozenset[int], model: PreTr
             )
 
 
-def _layers_of(schedule: Schedule, model: PreTrainedModel) -> dict[int, LayerPipeline | None]:
+def _layers_of(schedule: Schedule, model: PreTrainedModel) -> dict[int, LayerPipeline | SameChoice | None]:
     """What attends in every layer of the model, by `layer_idx`, and in modules without a layer (-1)."""
-    layers: dict[int, LayerPipeline | None] = {}
+    layers: dict[int, LayerPipeline | SameChoice | None] = {}
     layers.update(dict.fromkeys((-1, *map(layer_of, model.modules())), schedule.default))
-    if schedule.layers or schedule.dense:
+    if schedule.layers or schedule.dense or schedule.same_choice:
         config = model.config
         count: int | None = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
         if count is None:
@@ -166,5 +168,5 @@ def _layers_of(schedule: Schedule, model: PreTrainedModel) -> dict[int, LayerPip
                 "a Schedule that names layers needs their number, and "
                 f"{type(config).__name__} has no num_hidden_layers"
             )
-        layers.update(enumerate(schedule.resolve(count)))
+        layers.update(enumerate(shared(schedule, count)))
     return layers

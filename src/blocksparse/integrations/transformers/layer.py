@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Unpack, final
 
 from attrs import Factory, field, frozen
@@ -13,6 +14,7 @@ from blocksparse.batches.sequences import Sequences
 from blocksparse.checks.inputs import UnsupportedError
 from blocksparse.executors.dense_attention import dense_attention
 from blocksparse.integrations.transformers.outcomes import Outcomes
+from blocksparse.layers.same_choice import SameChoice
 from blocksparse.layers.schedule import LayerPipeline
 from blocksparse.runtime.opaque_call import OpaqueCall, attend
 
@@ -22,14 +24,17 @@ from blocksparse.runtime.opaque_call import OpaqueCall, attend
 class LayerAttention:
     """Attends each prompt of a call sparsely if it is long enough and the pipeline can run it, or else densely."""
 
-    pipeline: LayerPipeline | AuditedPipeline | None
+    pipeline: LayerPipeline | SameChoice | AuditedPipeline | None
     layer: int
     min_tokens: int
     min_queries: int
     min_window: int | None  # a sliding window of fewer tokens is dense; None for all windows
     outcomes: Outcomes
+    begins: Callable[[], None] | None = None  # is told that a call of the layer begins
     _call: OpaqueCall = field(
-        init=False, repr=False, default=Factory(lambda self: OpaqueCall(self._attend), takes_self=True)
+        init=False,
+        repr=False,
+        default=Factory(lambda self: OpaqueCall(self._attend, begins=self.begins), takes_self=True),
     )
 
     def __call__(

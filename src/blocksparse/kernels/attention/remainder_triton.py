@@ -120,7 +120,9 @@ def _pool(
     key = tl.sum(keys, 0)[None, :] / tokens
     value = tl.sum(values, 0)[None, :] / tokens
     # Of NaN no comparison is true.
-    finite = tl.min((tl.abs(key) < float("inf")).to(tl.int32), 1) * tl.min((tl.abs(value) < float("inf")).to(tl.int32), 1)
+    finite = tl.min((tl.abs(key) < float("inf")).to(tl.int32), 1) * tl.min(
+        (tl.abs(value) < float("inf")).to(tl.int32), 1
+    )
     finite = finite > 0
     key = tl.where(finite[:, None], key, 0.0)
     value = tl.where(finite[:, None], value, 0.0)
@@ -169,7 +171,9 @@ def _take(
         end = tl.maximum(end, tl.max(tl.where(taken, col + 1, 0), 1))
         spoilt = tl.maximum(spoilt, tl.max(bad.to(tl.int32), 1))
         bits = tl.sum(taken.to(tl.int64) << place, 1)
-        tl.store(taken_ptr + of_row * (filled // WORD) + first // WORD + word, bits, mask=first + word * WORD < cols)
+        tl.store(
+            taken_ptr + of_row * (filled // WORD) + first // WORD + word, bits, mask=first + word * WORD < cols
+        )
     tl.store(ends_ptr + of_row, tl.max(end, 0))
     tl.store(spoilt_ptr + of_row, tl.max(spoilt, 0))
 

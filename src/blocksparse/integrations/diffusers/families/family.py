@@ -22,6 +22,17 @@ def the_timestep(given: Arguments) -> Any:
     return given["timestep"]
 
 
+def the_prompt(given: Arguments) -> Tensor | None:
+    """The tensor of the prompt, by the names that models have for it; of several the first."""
+    for name in ("encoder_hidden_states", "cap_feats", "text_bth", "input_ids"):
+        prompt = given.get(name)
+        while isinstance(prompt, list | tuple) and prompt:
+            prompt = prompt[0]
+        if isinstance(prompt, Tensor):
+            return prompt
+    return None
+
+
 @final
 @frozen(eq=False)
 class Family:
@@ -39,6 +50,9 @@ class Family:
             them, in the order in which the model names them.
         timestep: a function of the arguments of a forward call, which gives the timestep that tells one denoising
             step from the next: a number or a tensor, of which the mean counts.
+        prompt: a function of the arguments of a forward call, which gives a tensor that pipelines pass in every
+            step of a run, or of one half of its guidance, and in no other; or None, if there is none. Only which
+            tensor it is counts.
         redirected: whether its processors ask diffusers' dispatcher for another backend than the one that is set
             on them. PyTorch's function, which diffusers' native backends call, is then redirected instead.
     """
@@ -48,6 +62,7 @@ class Family:
     rising: bool = field(default=False, validator=flag)
     parts: tuple[str, ...] | None = field(default=None, validator=optional(a(tuple)))
     timestep: Callable[[Arguments], Any] = the_timestep
+    prompt: Callable[[Arguments], Tensor | None] = the_prompt
     redirected: bool = field(default=False, validator=flag)
 
 
