@@ -262,8 +262,8 @@ def table(name: str, shape: Shape, rows: list[dict[str, Any]]) -> str:
     """A line per method: milliseconds, and what share of dense attention's time a call and a step take."""
     lines = [
         f"\n{name}: {shape.tokens} tokens {shape.grid} + {shape.kept}, {shape.heads} heads of {shape.head_dim}",
-        f"{'method':<26} density     dense      call of dense    choose    attend     means  of attending     cuDNN  "
-        "step, kept  of dense  of attending   fresh    mean     old",
+        f"{'method':<26} density     dense      call of dense    choose    attend     means  "
+        "of attending     cuDNN  step, kept  of dense  of attending   fresh    mean     old",
     ]
     for row in rows:
         if "why" in row:

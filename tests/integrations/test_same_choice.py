@@ -129,7 +129,7 @@ def test_layers_of_a_video_model() -> None:
 
 
 def test_a_kept_choice_that_covers_too_little_is_made_anew() -> None:
-    """An audit of each call and bounds that all or none cross: the layer chooses in the next step, or falls back."""
+    """By an audit of each call, and bounds that all or none cross; with `fall_back` the layer is dense."""
     case, (_, pipeline) = CASES["wan"], watching()
     torch.manual_seed(0)
     model, inputs = case.model().eval(), given(case, SMALL)

@@ -60,7 +60,7 @@ def attach(
         min_tokens: attention over fewer tokens than this stays dense.
         recorder: gets a record of what each call did; if None, nothing is recorded.
         audit: compares a few random queries of some sparse calls with dense attention; None for no audit. Where
-            choices are kept, it says how much mass they still cover, and a layer that crosses a bound chooses anew.
+            choices are kept, it says how much mass they still cover; a layer that crosses a bound chooses anew.
         family: how a model that is not known lays out its tokens.
 
     Raises:
@@ -113,8 +113,8 @@ def attach(
     for attention in pipelines.values():
         check_orders(attention)
     adapter = Adapter(
-        family, model.config, pipelines, keys, choosers, frozenset(map(int, dense_steps)), int(min_tokens), recorder,
-        audit, KeptChoices(int(choose_every or 1)) if keeps else None,
+        family, model.config, pipelines, keys, choosers, frozenset(map(int, dense_steps)), int(min_tokens),
+        recorder, audit, KeptChoices(int(choose_every or 1)) if keeps else None,
     )  # fmt: skip
     return Attachment.of(model, _layers(model, names, keys, adapter), adapter)
 
