@@ -363,6 +363,26 @@ def test_a_choice_of_the_same_step_is_the_call_itself() -> None:
         attached(model, groups, choose_every=2)
 
 
+def test_budgets_by_step() -> None:
+    """From step 1 on another pipeline, from step 3 on in one layer alone; another run has the first one again."""
+    model, inputs, recorder = made(CASES["wan"]), given(CASES["wan"], SMALL), DensityRecorder()
+    less: AnyPipeline = Pipeline(HilbertOrder(), MeanPoolScorer(16), TopK(2), ReferenceExecutor())
+    phases = {3: Schedule(SPARSE, dense=(0,)), 1: less}
+    outs, densities = [], []
+    with attached(model, DENSE_LIMIT, by_step=phases, choose_every=2, recorder=recorder):
+        for timestep in (900.0, 800.0, 700.0, 600.0, 950.0):
+            recorder.clear()
+            outs.append(run(model, {**inputs, "timestep": at(1, timestep)}))
+            densities.append([round(float(x), 3) for x in recorder.density().mean(1)])
+    assert densities[0] == densities[4] == [1, 1]
+    assert densities[1] == densities[2]
+    assert 1 > densities[1][1] > densities[3][1] > 0
+    assert densities[3][0] != densities[3][0]  # not sparse
+    for pipeline, step, timestep in ((DENSE_LIMIT, 0, 900.0), (less, 1, 800.0), (phases[3], 3, 600.0)):
+        with attached(model, pipeline):
+            assert torch.equal(run(model, {**inputs, "timestep": at(1, timestep)}), outs[step])
+
+
 def test_rules_on_cells_take_the_grid_from_the_model() -> None:
     """Inside of unions too."""
     model, inputs, executor = made(CASES["wan"]), given(CASES["wan"], SMALL), Watched()
@@ -852,6 +872,9 @@ def test_bad_layouts(options: dict[str, Any], error: type[Exception], message: s
         ({"pipeline": lambda q, k, v: q}, TypeError, "'pipeline' must be a Pipeline, HeadGroups or a Schedule"),
         ({"dense_steps": 2}, TypeError, r"'dense_steps' must be a sequence of whole numbers: 2"),
         ({"dense_steps": (0, -1)}, ValueError, r"'dense_steps\[1\]' must be a whole number, at least 0: -1"),
+        ({"by_step": [SPARSE]}, TypeError, "'by_step' must be a mapping of steps to pipelines"),
+        ({"by_step": {0: SPARSE}}, ValueError, "'a step of by_step' must be a whole number, at least 1: 0"),
+        ({"by_step": {5: None}}, TypeError, "'pipeline' must be a Pipeline, HeadGroups or a Schedule: None"),
         ({"choose_every": 0}, ValueError, "'choose_every' must be a whole number, at least 1, or None: 0"),
         ({"min_tokens": 0}, ValueError, "'min_tokens' must be a whole number, at least 1: 0"),
         ({"recorder": []}, TypeError, "'recorder' must be a DensityRecorder, or None"),

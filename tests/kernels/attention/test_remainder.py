@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests import stages
+from tests.kernels.scripts import printed_by
 from tests.machine import GPU
 from torch import Tensor
 
@@ -128,3 +129,11 @@ def test_nothing_dropped_changes_no_bit(device: str) -> None:
     out, lse = add_remainder(**arguments, tiles=SMALL)
     assert torch.equal(out, arguments["out"])
     assert torch.equal(lse, arguments["lse"].float())
+
+
+@pytest.mark.slow
+def test_it_compiles_for_other_targets() -> None:
+    lines = printed_by("attention.compile_remainder_ahead").splitlines()
+    assert [sum(f"remainder_triton.{name}" in line for line in lines) for name in ("_pool", "_take", "_add")] == [
+        6
+    ] * 3

@@ -7,7 +7,7 @@ from threading import get_ident
 from typing import Any, final
 
 import torch
-from attrs import define, field
+from attrs import define, field, frozen
 from torch import Tensor, nn
 
 from blocksparse.audit.audit import Audit
@@ -31,6 +31,24 @@ Placed = Mapping[tuple[int | None, int], Attention]
 
 
 @final
+@frozen(eq=False)
+class Phase:
+    """What attends in each layer from a denoising step on.
+
+    Args:
+        first: the step.
+        pipelines: every pipeline by a key, which is its layer if calls are recorded.
+        keys: the key of each layer, None for a dense one.
+        choosers: the layer that chooses for each layer.
+    """
+
+    first: int
+    pipelines: Mapping[int, LayerPipeline]
+    keys: tuple[int | None, ...]
+    choosers: tuple[int, ...]
+
+
+@final
 @define(eq=False)
 class ForwardCall:
     """One forward call of a model: its tokens, and what attends to them. Compiled code reads it."""
@@ -50,9 +68,7 @@ class Adapter:
     """The state of an attached model: what attends in each layer, and the forward call that runs now, if one does.
 
     Args:
-        pipelines: every pipeline by a key, which is its layer if calls are recorded.
-        keys: the key of each layer, None for a dense one.
-        choosers: the layer that chooses for each layer.
+        phases: what attends, from the first step on; at least one.
         dense_steps: the denoising steps in which all attention is dense.
         min_tokens: calls with fewer tokens are dense.
         choices: keeps what layers chose for several steps; None if each call chooses.
@@ -60,19 +76,19 @@ class Adapter:
 
     family: Family
     config: Any
-    pipelines: Mapping[int, LayerPipeline]
-    keys: tuple[int | None, ...]
-    choosers: tuple[int, ...]
+    phases: tuple[Phase, ...]
     dense_steps: frozenset[int]
     min_tokens: int
     recorder: DensityRecorder | None
     audit: Audit | None = None
     choices: KeptChoices | None = None
     now: ForwardCall = _NO_CALL
+    phase: Phase = field(init=False)  # of the step of the last forward call
     _steps: StepCounter = field(init=False)
     _kept: dict[Any, Placed] = field(init=False, factory=dict)
 
     def __attrs_post_init__(self) -> None:
+        self.phase = self.phases[0]
         self._steps = StepCounter(self.family.rising)
 
     def begin(self, given: Arguments) -> None:
@@ -86,10 +102,11 @@ class Adapter:
             raise RuntimeError(
                 "a forward call of this model still runs in another thread; an attached model runs one at a time"
             )
-        if self.dense_steps or self.choices is not None:
+        if self.dense_steps or self.choices is not None or len(self.phases) > 1:
             # Per frame or token in some models, which may not all be at one timestep. Exact if they are.
             timestep = float(torch.as_tensor(self.family.timestep(given)).cpu().double().mean())
             step = self._steps.at(timestep)
+            self.phase = [phase for phase in self.phases if phase.first <= step][-1]
             if self.choices is not None:
                 self.choices.begin(step, self.family.prompt(given))
             if step in self.dense_steps:
@@ -118,11 +135,12 @@ class Adapter:
         return self.now.thread not in (None, get_ident())
 
     def _placed(self, layout: TokenLayout, device: torch.device) -> Placed:
-        kept = layout.grids, layout.texts, device
+        kept = layout.grids, layout.texts, device, self.phase.first
         if kept not in self._kept:
             while len(self._kept) >= _MAX_LAYOUTS:
                 self._kept.pop(next(iter(self._kept)))
-            different = {id(pipeline): pipeline for pipeline in self.pipelines.values()}
+            pipelines = self.phase.pipelines
+            different = {id(pipeline): pipeline for pipeline in pipelines.values()}
             once = {
                 (same, text): placed(pipeline, layout.grids, text, device)
                 for same, pipeline in different.items()
@@ -130,14 +148,14 @@ class Adapter:
             }
             self._kept[kept] = {
                 (key, text): self._recorded(once[id(pipeline), text], key)
-                for key, pipeline in self.pipelines.items()
+                for key, pipeline in pipelines.items()
                 for text in layout.texts
             }
         return self._kept[kept]
 
     def _recorded(self, pipeline: LayerPipeline, key: int) -> Attention:
         if self.choices is not None and isinstance(pipeline, Pipeline):
-            return Keeping(pipeline, key, self.choosers[key], self.choices, self.recorder, self.audit)
+            return Keeping(pipeline, key, self.phase.choosers[key], self.choices, self.recorder, self.audit)
         audited = pipeline if self.audit is None else AuditedPipeline(pipeline, key, self.audit)
         return audited if self.recorder is None else Recorded(audited, key, self.recorder)
 
@@ -165,7 +183,7 @@ class Adapter:
         if reason := self._dense_because(layer, q, k, v, attn_mask, dropout_p, is_causal):
             self.saw_dense(layer, reason)
             return dense()
-        layout, by_text, key = self.now.layout, self.now.placed, self.keys[layer]
+        layout, by_text, key = self.now.layout, self.now.placed, self.phase.keys[layer]
 
         def attend(text: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
             pipeline = by_text[key, text]
@@ -199,7 +217,7 @@ class Adapter:
 
     def _dense_anyway(self, layer: int) -> str | None:
         """The reason for dense attention that does not depend on the tensors, or None."""
-        return "no pipeline for this layer" if self.keys[layer] is None else self.now.dense
+        return "no pipeline for this layer" if self.phase.keys[layer] is None else self.now.dense
 
     def _dense_because(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from inspect import signature
 from typing import Any
 from uuid import uuid4
@@ -13,7 +13,7 @@ from torch import nn
 from blocksparse.audit.audit import Audit
 from blocksparse.checks.validators import a, count, is_whole, optional, shown, size
 from blocksparse.integrations.density_recorder import DensityRecorder
-from blocksparse.integrations.diffusers.adapter import Adapter, layer_names
+from blocksparse.integrations.diffusers.adapter import Adapter, Phase, layer_names
 from blocksparse.integrations.diffusers.attachment import Attachment, Layer
 from blocksparse.integrations.diffusers.backend import Backend
 from blocksparse.integrations.diffusers.families import FAMILIES, LEFT_OUT, Family
@@ -30,6 +30,7 @@ def attach(
     pipeline: LayerPipeline | Schedule,
     *,
     dense_steps: Sequence[int] = (),
+    by_step: Mapping[int, LayerPipeline | Schedule] | None = None,
     choose_every: int | None = None,
     min_tokens: int = 512,
     recorder: DensityRecorder | None = None,
@@ -53,6 +54,8 @@ def attach(
         dense_steps: the denoising steps in which all attention stays dense, counted from 0 in each call of a
             diffusers pipeline that begins nearer to noise than the last one ended. After one that was interrupted,
             attach anew.
+        by_step: what attends instead of `pipeline` from these steps on, such as `{25: subblock(0.15)}` for a
+            smaller budget in the later half; counted as `dense_steps` are.
         choose_every: for how many denoising steps a layer attends to the blocks that it chose in the first of
             them; None for one. What is chosen belongs to the tensor of the prompt that a diffusers pipeline passes
             in every step: so each half of classifier-free guidance has choices of its own, and so has each run.
@@ -74,7 +77,7 @@ def attach(
             "of a pipeline give the transformer, of a compiled model the model in it; language models have "
             "integrations.transformers.attach"
         )
-    schedule = schedule_of(pipeline)
+    schedules = {0: schedule_of(pipeline)} | _by_step(by_step)
     if not isinstance(dense_steps, Sequence) or not all(map(is_whole, dense_steps)):
         raise TypeError(f"'dense_steps' must be a sequence of whole numbers: {shown(dense_steps)}")
     count.check(**{f"dense_steps[{i}]": step for i, step in enumerate(dense_steps)})
@@ -91,32 +94,56 @@ def attach(
             "give family=Family(...), which says where its tokens stand"
         )
     told = "timestep" in signature(type(model).forward).parameters
-    by_step = {"dense_steps": dense_steps, "choose_every": choose_every, "same_choice": schedule.same_choice}
-    if any(by_step.values()) and not told and family.timestep is the_timestep:
-        name = next(name for name, given in by_step.items() if given)
+    told_by = {
+        "dense_steps": dense_steps, "by_step": by_step, "choose_every": choose_every,
+        "same_choice": any(each.same_choice for each in schedules.values()),
+    }  # fmt: skip
+    if any(told_by.values()) and not told and family.timestep is the_timestep:
+        name = next(name for name, given in told_by.items() if given)
         raise ValueError(f"'{name}' needs a model that is told the 'timestep', and {type(model).__name__} is not")
     names = layer_names(model, family)
     if not names:
         raise ValueError(
             f"{type(model).__name__} has no blocks with attention named {' or '.join(family.attention)}"
         )
-    by_layer = schedule.resolve(len(names))
-    if choose_every and any(isinstance(attention, HeadGroups) for attention in by_layer):
+    keeps = choose_every is not None or any(each.same_choice for each in schedules.values())
+    apart = recorder is not None or audit is not None or keeps or len(schedules) > 1
+    phases = tuple(_phase(first, schedules[first], len(names), apart=apart) for first in sorted(schedules))
+    attentions = [attention for phase in phases for attention in phase.pipelines.values()]
+    if choose_every and any(isinstance(attention, HeadGroups) for attention in attentions):
         raise ValueError("'choose_every' keeps what pipelines choose, and HeadGroups are several: leave it out")
-    choosers = schedule.choosers(len(names))
-    keeps = choose_every is not None or bool(schedule.same_choice)
-    apart = recorder is not None or audit is not None or keeps
-    keys = tuple(_key(layer, by_layer, apart=apart) for layer in range(len(names)))
+    for attention in attentions:
+        check_orders(attention)
+    adapter = Adapter(
+        family, model.config, phases, frozenset(map(int, dense_steps)), int(min_tokens), recorder, audit,
+        KeptChoices(int(choose_every or 1)) if keeps else None,
+    )  # fmt: skip
+    return Attachment.of(model, _layers(model, names, phases[0].keys, adapter, apart=apart), adapter)
+
+
+def _by_step(by_step: object) -> dict[int, Schedule]:
+    """The schedules by the steps from which on they attend."""
+    if by_step is None:
+        return {}
+    if not isinstance(by_step, Mapping) or not all(map(is_whole, by_step)):
+        raise TypeError(f"'by_step' must be a mapping of steps to pipelines: {shown(by_step)}")
+    for step in by_step:
+        size.check(**{"a step of by_step": step})
+    return {int(step): schedule_of(attention) for step, attention in by_step.items()}
+
+
+def _phase(first: int, schedule: Schedule, layers: int, *, apart: bool) -> Phase:
+    """What attends by a schedule from the step `first` on.
+
+    Raises:
+        ValueError: there is no such layer as one that the schedule names.
+    """
+    by_layer = schedule.resolve(layers)
+    keys = tuple(_key(layer, by_layer, apart=apart) for layer in range(layers))
     pipelines = {
         key: attention for key, attention in zip(keys, by_layer, strict=True) if key is not None and attention
     }
-    for attention in pipelines.values():
-        check_orders(attention)
-    adapter = Adapter(
-        family, model.config, pipelines, keys, choosers, frozenset(map(int, dense_steps)), int(min_tokens),
-        recorder, audit, KeptChoices(int(choose_every or 1)) if keeps else None,
-    )  # fmt: skip
-    return Attachment.of(model, _layers(model, names, keys, adapter), adapter)
+    return Phase(first, pipelines, keys, schedule.choosers(layers))
 
 
 def _key(layer: int, by_layer: Sequence[LayerPipeline | None], *, apart: bool) -> int | None:
@@ -127,7 +154,7 @@ def _key(layer: int, by_layer: Sequence[LayerPipeline | None], *, apart: bool) -
 
 
 def _layers(
-    model: nn.Module, names: Sequence[Sequence[str]], keys: Sequence[int | None], adapter: Adapter
+    model: nn.Module, names: Sequence[Sequence[str]], keys: Sequence[int | None], adapter: Adapter, *, apart: bool
 ) -> tuple[Layer, ...]:
     """Every attention module over pictures, with the processor that stands in for its own.
 
@@ -144,8 +171,7 @@ def _layers(
             raise ValueError(f"{type(model).__name__} is attached already: detach() that pipeline first")
         # What layers share is compiled once.
         asks = hasattr(own, BACKEND) and not adapter.family.redirected
-        shared = adapter.recorder is None and adapter.audit is None and adapter.choices is None
-        route = keys[layer] if shared else layer, getattr(own, BACKEND) if asks else REDIRECT
+        route = layer if apart else keys[layer], getattr(own, BACKEND) if asks else REDIRECT
         if route not in routes and not asks:
             routes[route] = Redirect(layer, adapter)
         elif route not in routes:
