@@ -37,8 +37,7 @@ def sol_attn(
         variance: how the deviation of a row is found, as of `MeanLogitScorer`.
         text: how many keys at the end are kept for all queries. `attach` of `integrations.diffusers` keeps text by
             itself.
-        remainder: let blocks that are not kept take part by their means, as of `RemainderExecutor`, which is not
-            yet a kernel, and slow.
+        remainder: let blocks that are not kept take part by their means, as of `RemainderExecutor`.
         executor: `AutoExecutor()` if None.
     """
     count.check(text=text)

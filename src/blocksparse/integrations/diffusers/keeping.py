@@ -45,7 +45,7 @@ class Keeping:
         if kept.trace is None:
             self._saw_dense(kept.dense_because)
             return kept.out
-        if audited:
+        if audited and self.audit is not None:
             self.audit.compare(self.layer, kept.trace)
         if self.recorder is not None:
             sizes = {"q_len": q.shape[2], "k_len": k.shape[2]}
