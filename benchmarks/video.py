@@ -28,6 +28,7 @@ from benchmarks.inputs import QKV
 from benchmarks.timing import ROUNDS, CannotRunError, attempt, check, check_near, medians, relative_l1, some_rows
 from blocksparse.bench.timing import repeated
 from blocksparse.integrations.placed import placed
+from blocksparse.kernels.attention.arguments import KeptBlocks
 from blocksparse.kernels.attention.remainder import add_remainder
 from blocksparse.layers.kept_choices import KeptChoices
 
@@ -170,11 +171,11 @@ def plain_means(pipeline: AnyPipeline, q: Tensor, k: Tensor, v: Tensor, choice: 
     """What that gives for a choice, by plain torch."""
     exact, grid = pipeline.attend(q, k, v, choice), choice.mask.grid
     assert exact.lse is not None
-    out, _ = add_remainder(
-        q, k, v, exact.out, exact.lse, choice.mask.keep, grid, q_block=grid.q_block, k_block=grid.k_block,
-        q_lead=grid.q_lead, scale=choice.spec.scale, q_index=grid.permutation.q_index,
-        key_slots=grid.permutation.key_slots,
-    )  # fmt: skip
+    order: Any = grid.permutation
+    kept = KeptBlocks(
+        choice.mask.keep, grid, grid.q_block, grid.k_block, grid.q_lead, order.q_index, order.key_slots
+    )
+    out, _ = add_remainder(q, k, v, exact.out, exact.lse, kept, scale=choice.spec.scale)
     return out
 
 

@@ -14,6 +14,7 @@ from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.executor import Executor, one_order
 from blocksparse.executors.tiles import TritonTiles, portable
 from blocksparse.executors.triton import portable_reasons
+from blocksparse.kernels.attention.arguments import KeptBlocks
 from blocksparse.kernels.attention.remainder import add_remainder
 from blocksparse.kernels.common.hardware import hardware_of
 from blocksparse.permuters.permutation import GlobalPermutation
@@ -77,21 +78,16 @@ class RemainderExecutor(Executor[GlobalPermutation, BlockMask]):
                 f"'RemainderExecutor' joins outputs by their lse, and {name} gives none: take another"
             )
         order, grid = one_order(mask), mask.grid
+        kept = KeptBlocks(mask.keep, grid, grid.q_block, grid.k_block, grid.q_lead, order.q_index, order.key_slots)
         joined, lse = add_remainder(
             q,
             k,
             v,
             exact.out,
             exact.lse,
-            mask.keep,
-            grid,
-            q_block=grid.q_block,
-            k_block=grid.k_block,
-            q_lead=grid.q_lead,
+            kept,
             scale=spec.scale,
             softcap=spec.softcap,
-            q_index=order.q_index,
-            key_slots=order.key_slots,
             tiles=_tiles(q, k, v, mask),
         )
         return AttentionOutput(joined, lse, exact.visit).written_to(out)

@@ -13,6 +13,7 @@ from tests.kernels.launched import gathered
 
 import blocksparse as bs
 from blocksparse.executors.tiles import portable
+from blocksparse.kernels.attention.arguments import KeptBlocks
 from blocksparse.kernels.attention.remainder import add_remainder
 from blocksparse.testing import make_qkv
 
@@ -30,8 +31,8 @@ def main() -> int:
             tiles = portable(64, 64, head_dim, q.element_size(), HARDWARE[name])
             with gathered(name) as found:
                 add_remainder(
-                    q, k, v, torch.zeros_like(q), q.new_zeros(q.shape[:3], dtype=torch.float32), keep, grid,
-                    q_block=64, k_block=64, q_lead=0, scale=1.0, softcap=30.0 if causal else None, tiles=tiles,
+                    q, k, v, torch.zeros_like(q), q.new_zeros(q.shape[:3], dtype=torch.float32),
+                    KeptBlocks(keep, grid, 64, 64, 0), scale=1.0, softcap=30.0 if causal else None, tiles=tiles,
                 )  # fmt: skip
             for variant in found.values():
                 kernel = variant.compiled(target)

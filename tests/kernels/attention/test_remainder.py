@@ -16,6 +16,7 @@ from blocksparse.testing import assert_within_budget, make_qkv
 
 pytest.importorskip("triton")
 from blocksparse.executors.tiles import TritonTiles
+from blocksparse.kernels.attention.arguments import KeptBlocks
 from blocksparse.kernels.attention.remainder import add_remainder
 
 SMALL = TritonTiles(16, 16, 4, 2)
@@ -27,10 +28,12 @@ def given(
     """Arguments of the op, for what a pipeline with an exact executor gives."""
     trace = pipeline.trace(q, k, v, **asked)
     grid, order, spec = trace.mask.grid, trace.permutation, trace.spec
+    kept = KeptBlocks(
+        trace.mask.keep, grid, grid.q_block, grid.k_block, grid.q_lead, order.q_index, order.key_slots
+    )
     return {
-        "q": q, "k": k, "v": v, "out": trace.output.out, "lse": trace.output.lse, "keep": trace.mask.keep,
-        "grid": grid, "q_block": grid.q_block, "k_block": grid.k_block, "q_lead": grid.q_lead, "scale": spec.scale,
-        "softcap": spec.softcap, "q_index": order.q_index, "key_slots": order.key_slots,
+        "q": q, "k": k, "v": v, "out": trace.output.out, "lse": trace.output.lse, "kept": kept,
+        "scale": spec.scale, "softcap": spec.softcap,
     }  # fmt: skip
 
 
@@ -99,7 +102,7 @@ def test_one_mask_for_each_kv_head(device: str) -> None:
         bs.SegmentKeySort(32, probe=8), stages.AnyOrder(16), bs.SharedByGroup(bs.TopK(2)), bs.ReferenceExecutor()
     )
     arguments = given(shared, q, k, v)
-    assert arguments["keep"].shape[1] == 2
+    assert arguments["kept"].keep.shape[1] == 2
     assert_right(arguments)
 
 
@@ -113,7 +116,7 @@ def test_what_is_not_finite_stays_with_those_who_see_it(bad: float, which: str, 
     changed = arguments[which].clone()
     changed[:, :, 64:80] = bad
     after = add_remainder(**{**arguments, which: changed}, tiles=SMALL)
-    keep, rows = arguments["keep"].expand(1, 2, -1, -1), torch.arange(200, device=device) // 16
+    keep, rows = arguments["kept"].keep.expand(1, 2, -1, -1), torch.arange(200, device=device) // 16
     takes = (~keep[..., 4] & (torch.arange(keep.shape[2], device=device) > 4))[:, :, rows]
     assert bool(takes.any())
     assert not bool(takes.all())

@@ -4,6 +4,7 @@ lists    which key blocks each row of blocks visits: `Lists`, or `RankedLists` i
 places   which original positions those blocks hold, and whether later keys are masked: `TokenPositions`
 tiles    which kernel runs, and how it is launched: `HopperTiles` and `TritonTiles` of `executors/tiles.py`
 change   what the layer does to its logits before the softmax: `LogitChange`
+blocks   which blocks a call kept, where the others count as well: `KeptBlocks`
 scales   what 8-bit operands stand for: `Approximation`, and `TileOperands` of `rounding/tile_operands.py`
 """
 
@@ -14,6 +15,8 @@ from typing import Protocol
 
 from attrs import evolve, frozen
 from torch import Tensor
+
+from blocksparse.kernels.positions.block_grid import BlockGrid
 
 
 @frozen(eq=False)
@@ -102,6 +105,19 @@ class LogitChange:
     def of_heads(self, cut: Callable[[Tensor], Tensor]) -> LogitChange:
         """That of some heads, as `TokenPositions.of_heads` has them."""
         return self if self.sinks is None else evolve(self, sinks=cut(self.sinks[None])[0])
+
+
+@frozen(eq=False)
+class KeptBlocks:
+    """Which blocks a call kept, and which queries and keys stand in them."""
+
+    keep: Tensor  # [B|1, H|1, rows, cols] bool
+    grid: BlockGrid
+    q_block: int
+    k_block: int
+    q_lead: int  # empty places before the first query
+    q_index: Tensor | None = None  # [B, Hq, M] int32, the query in each slot; None if queries stay in place
+    key_slots: Tensor | None = None  # [B, H, N] int32, the key in each slot; None if keys stay in place
 
 
 @frozen(eq=False)

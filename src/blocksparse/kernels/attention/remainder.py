@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blocksparse.kernels.attention.arguments import LogitChange, PortableTiles
+from blocksparse.kernels.attention.arguments import KeptBlocks, PortableTiles
 from blocksparse.kernels.multiplying.products import products, wide_dtype
 from blocksparse.kernels.positions.block_grid import BlockGrid
 from blocksparse.kernels.scoring.block_mean import block_mean
@@ -32,16 +32,10 @@ def add_remainder(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    keep: Tensor,
-    grid: BlockGrid,
+    kept: KeptBlocks,
     *,
-    q_block: int,
-    k_block: int,
-    q_lead: int,
     scale: float,
     softcap: float | None = None,
-    q_index: Tensor | None = None,
-    key_slots: Tensor | None = None,
     tiles: PortableTiles | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The output and the lse with the remainder, `[B, Hq, M, Dv]` and `[B, Hq, M]`, in new memory.
@@ -50,21 +44,13 @@ def add_remainder(
         q: `[B, Hq, M, D]`, in original order, as `k`, `v` `[B, Hkv, N, ...]`, `out` and `lse` are.
         out: attention over the kept pairs; where a query has none, 0.
         lse: its lse, with a layer's sinks if it has them.
-        keep: `[B|1, H|1, rows, cols]` bool, the blocks of `grid` that `out` contains.
-        q_index: `[B, Hq, M]` int32, the query in each slot; None if queries stay in place.
-        key_slots: `[B, H, N]` int32, the key in each slot; None if keys stay in place.
         tiles: how the kernel is launched, which takes tensors on a GPU alone; None is plain torch.
     """
-    if tiles is not None:
-        from blocksparse.kernels.attention.remainder_triton import add_remainder_triton
+    if tiles is None:
+        return add_remainder_reference(q, k, v, out, lse, kept, scale, softcap)
+    from blocksparse.kernels.attention.remainder_triton import add_remainder_triton
 
-        change = LogitChange(softcap)
-        return add_remainder_triton(
-            q, k, v, out, lse, keep, grid, q_block, k_block, q_lead, scale, change, q_index, key_slots, tiles
-        )
-    return add_remainder_reference(
-        q, k, v, out, lse, keep, grid, q_block, k_block, q_lead, scale, softcap, q_index, key_slots
-    )
+    return add_remainder_triton(q, k, v, out, lse, kept, scale, softcap, tiles)
 
 
 def add_remainder_reference(
@@ -73,31 +59,26 @@ def add_remainder_reference(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    keep: Tensor,
-    grid: BlockGrid,
-    q_block: int,
-    k_block: int,
-    q_lead: int,
+    kept: KeptBlocks,
     scale: float,
     softcap: float | None,
-    q_index: Tensor | None,
-    key_slots: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """The same in plain torch, a few rows of blocks at a time."""
+    q_index, k_block = kept.q_index, kept.k_block
     (B, Hq, M, _), N = q.shape, k.shape[2]
-    keys, values = (block_mean(x, k_block, index=key_slots) for x in (k, v))  # [B, H, cols, ...]
+    keys, values = (block_mean(x, k_block, index=kept.key_slots) for x in (k, v))  # [B, H, cols, ...]
     bad = ~(keys.isfinite().all(-1) & values.isfinite().all(-1))  # [B, H, cols]
     keys, values = (x.masked_fill(bad.unsqueeze(-1), 0.0) for x in (keys, values))
     keys = keys.to(q.dtype)  # which multiplies on tensor cores, as in Sol-Attn's code
     cols = keys.shape[2]
     size = torch.full((cols,), float(k_block), dtype=wide_dtype(q), device=q.device)
     size[-1] = N - (cols - 1) * k_block
-    dropped = _per_query_head(~keep & seen_whole(grid), Hq)
+    dropped = _per_query_head(~kept.keep & seen_whole(kept.grid), Hq)
     bad = _per_query_head(bad, Hq).unsqueeze(2)
-    place = torch.arange(M, device=q.device) + q_lead
+    place = torch.arange(M, device=q.device) + kept.q_lead
     results, sums = [], []
     for first in range(0, M, step := max(1, _LOGITS // (B * Hq * cols))):
-        row = place[first : first + step] // q_block
+        row = place[first : first + step] // kept.q_block
         query = q[:, :, first : first + step] if q_index is None else _at(q, q_index[:, :, first : first + step])
         logits = products(query, keys) * scale
         if softcap is not None:

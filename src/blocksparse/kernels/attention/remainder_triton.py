@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blocksparse.kernels.attention.arguments import LogitChange, PortableTiles
+from blocksparse.kernels.attention.arguments import KeptBlocks, PortableTiles
 from blocksparse.kernels.common.hardware import fp32_products
 from blocksparse.kernels.common.memory import empty_together
 from blocksparse.kernels.common.rows_triton import rows_of
@@ -21,7 +21,6 @@ from blocksparse.kernels.common.sizes import cdiv, power_of_2
 from blocksparse.kernels.common.softcap_triton import capped
 from blocksparse.kernels.common.softmax_triton import log_sum, step
 from blocksparse.kernels.common.strides_triton import alike, head_at
-from blocksparse.kernels.positions.block_grid import BlockGrid
 from blocksparse.kernels.positions.block_grid_triton import positions, rows_at, strides
 from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
@@ -37,21 +36,16 @@ def add_remainder_triton(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    keep: Tensor,
-    grid: BlockGrid,
-    q_block: int,
-    k_block: int,
-    q_lead: int,
+    kept: KeptBlocks,
     scale: float,
-    change: LogitChange,
-    q_index: Tensor | None,
-    key_slots: Tensor | None,
+    softcap: float | None,
     tiles: PortableTiles,
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernels; arguments as of `add_remainder`.
 
-    `tiles.block_m` divides `q_block`, and `tiles.block_n` 64.
+    `tiles.block_m` divides `kept.q_block`, and `tiles.block_n` 64.
     """
+    keep, grid, q_index, key_slots, k_block = kept.keep, kept.grid, kept.q_index, kept.key_slots, kept.k_block
     q, k, v, out, lse = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, out, lse))
     (B, Hq, M, D), (N, Dv) = q.shape, v.shape[2:]
     H, cols = k.shape[1] if key_slots is None else key_slots.shape[1], cdiv(N, k_block)
@@ -65,8 +59,8 @@ def add_remainder_triton(
     result, sums = torch.empty_like(out), torch.empty_like(lse, dtype=torch.float32)
     # Logits in base 2; those to be capped are first divided by the cap, and get base 2 with it.
     factor, cap = scale * math.log2(math.e), None
-    if change.softcap is not None:
-        factor, cap = min(scale / change.softcap, _LARGEST), change.softcap * math.log2(math.e)
+    if softcap is not None:
+        factor, cap = min(scale / softcap, _LARGEST), softcap * math.log2(math.e)
     at, of_positions = positions(grid)
     with device_of(q):
         _pool[(filled, H, B)](
@@ -81,14 +75,14 @@ def add_remainder_triton(
             rows, cols, filled, Hq // H, *(Hq // x.shape[1] for x in (keep, at[0], at[2])),
             WORDS=16, WORD=_WORD, CAUSAL=grid.causal, WINDOW=grid.window, num_warps=4,
         )  # fmt: skip
-        _add[(cdiv(q_lead + M, tiles.block_m), Hq, B)](
+        _add[(cdiv(kept.q_lead + M, tiles.block_m), Hq, B)](
             q, keys, values, out, lse, result, sums, q_index, taken, ends, spoilt,
             q.stride()[:3], out.stride()[:3], result.stride()[:3], alike(*lse.stride()[:2]),
             alike(*sums.stride()[:2]), None if q_index is None else alike(*q_index.stride()[:2]),
-            M, rows, cols, filled, Hq // H, q_lead, factor, cap,
+            M, rows, cols, filled, Hq // H, kept.q_lead, factor, cap,
             math.log2(k_block), math.log2(N - (cols - 1) * k_block) - math.log2(k_block),
             D=D, DV=Dv, BLOCK_D=block_d, BLOCK_DV=block_dv, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-            SPLIT=q_block // tiles.block_m, WORD=_WORD, PRECISION=fp32_products(),
+            SPLIT=kept.q_block // tiles.block_m, WORD=_WORD, PRECISION=fp32_products(),
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
     return result, sums
