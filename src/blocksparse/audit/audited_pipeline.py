@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Unpack, final
+from typing import Any, Unpack, final
 
 import torch
 from attrs import Factory, field, frozen
@@ -12,7 +12,6 @@ from blocksparse.attention_spec import Asked, AttentionSpec
 from blocksparse.audit.audit import Audit
 from blocksparse.executors.dense_attention import dense_attention
 from blocksparse.layers.head_groups import AnyTrace, HeadGroups, HeadGroupsTrace
-from blocksparse.layers.same_choice import SameChoice
 from blocksparse.layers.schedule import LayerPipeline
 from blocksparse.runtime.opaque_call import OpaqueCall, attend
 
@@ -22,7 +21,7 @@ from blocksparse.runtime.opaque_call import OpaqueCall, attend
 class AuditedPipeline:
     """What attends in one layer, under an audit. It is called as a `Pipeline` is."""
 
-    pipeline: LayerPipeline | SameChoice
+    pipeline: LayerPipeline | Any  # or what is called like one, and has a trace
     layer: int
     audit: Audit
     _call: OpaqueCall = field(
@@ -38,8 +37,9 @@ class AuditedPipeline:
         if dense:
             return dense_attention(q, k, v, spec)
         if not audited:
-            return self.pipeline(q, k, v, **spec.arguments())
-        trace = self.pipeline.trace(q, k, v, **spec.arguments())
+            out: Tensor = self.pipeline(q, k, v, **spec.arguments())
+            return out
+        trace: AnyTrace | HeadGroupsTrace = self.pipeline.trace(q, k, v, **spec.arguments())
         self.audit.compare(self.layer, trace)
         return trace.output.out
 
@@ -48,7 +48,7 @@ class AuditedPipeline:
         dense, audited = self.audit.begins(self.layer, may_audit=not _is_captured(q))
         if dense:
             return HeadGroups({tuple(range(k.shape[1])): None}).trace(q, k, v, **asked)
-        trace = self.pipeline.trace(q, k, v, **asked)
+        trace: AnyTrace | HeadGroupsTrace = self.pipeline.trace(q, k, v, **asked)
         if audited:
             self.audit.compare(self.layer, trace)
         return trace
