@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from blocksparse.checks.validators import block_size, optional, size
+from blocksparse.checks.validators import a, block_size, flag, optional, size
+from blocksparse.executors.auto import AutoExecutor
+from blocksparse.executors.executor import Executor
+from blocksparse.executors.remainder import RemainderExecutor
 from blocksparse.permuters.identity import Identity
 from blocksparse.presets.preset import BlockExecutor, Numbers, Preset, preset
 from blocksparse.scorers.block_scores import BlockMass
@@ -21,6 +24,7 @@ def flash_prefill(
     sink: int = 256,  # the same: 2 blocks
     window: int = 512,  # the same: 4 blocks
     last: int | None = 256,  # the same: 2 blocks
+    remainder: bool = False,
     executor: BlockExecutor | None = None,
 ) -> Preset[BlockMass]:
     """Keep the blocks that are worth a share of their row's best one, the first keys, a window, and the last rows.
@@ -34,11 +38,16 @@ def flash_prefill(
         window: tokens in the window that ends with a row of blocks, in whole blocks, the row's own included.
         last: how many queries at the end of the call see every key; None for none. Each chunk of a prompt has its
             own last queries.
+        remainder: let blocks that are not kept take part by their means, as of `RemainderExecutor`: the mean
+            correction of FlashPrefill V2 (2608.19758).
         executor: `AutoExecutor()` if None.
     """
     block_size.check(block=block)
     size.check(sink=sink, window=window)
     optional(size).check(last=last)
+    flag.check(remainder=remainder)
+    optional(a(Executor)).check(executor=executor)
+    attend = AutoExecutor() if executor is None else executor
     kept: PositionSelector = Sink(sink) | Band(max(window - block, 0))
     if last is not None:
         kept = kept | LastQueries(last)
@@ -46,5 +55,5 @@ def flash_prefill(
         Identity(),
         QueryRowsScorer(block),
         PeakShare(alpha) | kept,
-        executor,
+        RemainderExecutor(attend) if remainder else attend,
     )
