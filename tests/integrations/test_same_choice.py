@@ -133,7 +133,7 @@ def test_a_kept_choice_that_covers_too_little_is_made_anew() -> None:
     case, (_, pipeline) = CASES["wan"], watching()
     torch.manual_seed(0)
     model, inputs = case.model().eval(), given(case, SMALL)
-    bounds = {"min_mass": 1.0}, {"min_mass": 0.0}, {"min_mass": 1.0, "fall_back": True}
+    bounds: list[dict[str, Any]] = [{"min_mass": 1.0}, {"min_mass": 0.0}, {"min_mass": 1.0, "fall_back": True}]
     told: list[dict[str, Any]] = []
     for bound in bounds:
         recorder, audit = DensityRecorder(), Audit(rows=16, every=1, **bound)
