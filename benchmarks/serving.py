@@ -1,22 +1,20 @@
 """vLLM on a GPU, stock and with the plugin in turn: `python -m benchmarks.serving --out serving.json`.
 
-Each engine is a process of its own, around random weights in the shape of Llama-3.1-8B; nothing is downloaded.
-Before anything is timed, the plugin keeps every block, and must give the tokens of stock vLLM and its logprobs to
-2e-3. Then engines with chunks of 8192 and of 2048 tokens take turns, each with mixes of short prompts and one long
-prompt, and a table is printed. Nothing is timed with a record.
+All engines are started at once, each in a process of its own, and share the GPU: while one serves, the others
+wait. First, `limit` keeps every block and must answer random mixes of requests as stock vLLM does. Then each case
+is served by all the others in turn, round after round, and a row of a table is printed. Nothing is timed with a
+record.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -28,217 +26,209 @@ class Case(NamedTuple):
     prompts: int
     tokens: int
     answer: int = 1
+    chunk: int = 8192
 
     def __str__(self) -> str:
         answer = f", {self.answer} tokens of answer" if self.answer > 1 else ""
-        return f"{self.prompts} x {self.tokens:,}{answer}"
+        return f"{self.prompts} x {self.tokens:,}{answer}, chunks of {self.chunk}"
+
+    @classmethod
+    def read(cls, text: str) -> Case:
+        """Of `16x1000`, `16x1000x64` (64 tokens of answer) or `1x65536@2048` (in chunks)."""
+        sizes, _, chunk = text.partition("@")
+        case = cls(*map(int, sizes.split("x")))
+        return case._replace(chunk=int(chunk)) if chunk else case
 
 
-MIXES = (Case(16, 1000), Case(16, 4000), Case(4, 12000), Case(16, 1000, 64), Case(1, 12000))
-LONG = (Case(1, 16384), Case(1, 32768), Case(1, 65536), Case(1, 131071), Case(4, 32768))
+LONG = "1x65536 1x16384 1x32768 1x131071 4x32768"  # the first one's first run is the first request after start
+MIXES = "16x1000 16x4000 4x12000 16x1000x64 1x12000"
 LEAST = 0.98  # of stock's speed, with short prompts
-CHECKED = 12000  # tokens of the prompt whose logprobs are compared
+STEP = 1 / 32  # of a logit from 4 to 8 in bfloat16: as near as that, the best token is one by rounding
+LOGPROBS = 2e-3
+STOCK, LIMIT = "stock", "limit"
+KEPT = {"preset": "sparge", "settings": {"theta": 1.0}, "dense_below": 0}  # everything; sizes do not say so
+
+
+class Engine:
+    """A process of `benchmarks.serving_engine`. What it is told is begun at once; `answer` waits for it."""
+
+    def __init__(self, name: str, job: dict[str, Any], log: Path) -> None:
+        self.name, self.job, self.log = name, job, log
+        command = [sys.executable, "-m", "benchmarks.serving_engine"]
+        with log.open("w") as file:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, text=True
+            )
+        self.tell(**job)
+
+    def tell(self, **what: Any) -> None:
+        assert self.process.stdin is not None
+        print(json.dumps(what), file=self.process.stdin, flush=True)
+
+    def answer(self) -> Any:
+        assert self.process.stdout is not None
+        if not (line := self.process.stdout.readline()):
+            raise SystemExit(f"the engine {self.name} failed:\n{self.log.read_text()[-5000:]}")
+        return json.loads(line)
+
+    def ask(self, **what: Any) -> Any:
+        self.tell(**what)
+        return self.answer()
+
+    def said(self) -> list[str]:
+        """What this library said in the log."""
+        return [line.strip()[:300] for line in self.log.read_text().splitlines() if "blocksparse: " in line]
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(60)
 
 
 def main() -> int:
-    options = _options()
-    if options.engine:
-        return _serve(json.loads(options.engine))
-    results: list[dict[str, Any]] = []
+    options, began = _options(), time.perf_counter()
+    given = dict(name_and_configuration.split("=", 1) for name_and_configuration in options.engine)
+    configurations = {STOCK: None} | {name: json.loads(text) for name, text in given.items()}
+    if options.mixes:
+        configurations[LIMIT] = KEPT | ({"min_tokens": 32, "min_queries": 16} if options.tiny else {})
+    common = {name: getattr(options, name) for name in ("layers", "tokens", "tiny", "compiled")}
+    engines = {
+        name: Engine(name, common | {"blocksparse": each}, options.out.with_suffix(f".{name}.log"))
+        for name, each in configurations.items()
+    }
+    result: dict[str, Any] = {"options": vars(options) | {"out": str(options.out)}, "cases": {}}
+    result["engines"] = {name: engine.job | engine.answer() for name, engine in engines.items()}
 
-    def engine(**job: Any) -> dict[str, Any]:
-        if time.perf_counter() - began > options.budget:
-            print(f"no time is left for {job['label']}", flush=True)
-            return {}
-        found = _engine({"layers": options.layers, "repeats": options.repeats, "tiny": options.tiny, **job})
-        results.append(found)
-        options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        return found
+    def left() -> float:
+        return float(options.seconds - (time.perf_counter() - began))
 
-    began = time.perf_counter()
-    everything = {"preset": "sparge", "settings": {"theta": 1.0}, "dense_below": 0}  # sizes do not say so
-    check = {"chunk": 8192, "cases": [], "checked": 300 if options.tiny else CHECKED}
-    stock, ours = engine(label="stock", **check), engine(label="dense limit", blocksparse=everything, **check)
-    if (wrong := differs(stock, ours)) is not None:
-        print(f"nothing is timed: with every block kept, {wrong}")
-        return 1
-    for chunk in map(int, options.chunks.split(",")):
-        cases = [Case(3, 200), Case(1, 700, 4)] if options.tiny else [*MIXES, *LONG]
-        pair = [
-            engine(label=label, chunk=chunk, cases=cases, blocksparse=given)
-            for label, given in (("stock", None), ("ours", json.loads(options.settings)))
-        ]
-        print(table(chunk, *pair), flush=True)
+    def save() -> None:
+        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+    for name, engine in engines.items():
+        ready = f"{name} is ready after {result['engines'][name]['ready_s']} s"
+        print(ready, *engine.said()[-3:], sep="\n  ", flush=True)
+    print(result["engines"][STOCK]["versions"], f"{left():.0f} s are left", flush=True)
+    limit = engines.pop(LIMIT, None)
+    if limit is not None:
+        result["limit"] = compare(engines[STOCK], limit, options.mixes, tiny=options.tiny)
+        save()
+        print(f"dense limit: {result['limit']}; {left():.0f} s are left", flush=True)
+        limit.close()
+        if not result["limit"]["same"]:
+            print("NOTHING BELOW COUNTS: with every block kept, answers differ", flush=True)
+    print("\n| prompts | " + " | ".join(f"{name}, s" for name in engines) + " | times as fast | first / later |")
+    print("|---" * (len(engines) + 3) + "|", flush=True)
+    cases = list(map(Case.read, options.cases.split()))
+    for case in cases:
+        times: dict[str, list[float]] = {name: [] for name in engines}
+        result["cases"][str(case)] = times
+        longest = 0.0
+        for seed in range(options.repeats + 1):  # the first one counts apart
+            if left() < longest:
+                break
+            start = time.perf_counter()
+            for name, engine in engines.items():
+                times[name].append(engine.ask(do="serve", **case._asdict(), seed=f"{case} {seed}"))
+            longest = time.perf_counter() - start
+        save()
+        print(row(case, times), flush=True)
+    if options.densities:
+        for name, engine in list(engines.items())[1:]:
+            for case in cases:
+                density = engine.ask(do="density", **case._asdict(), seed=f"{case}")
+                result.setdefault("densities", {}).setdefault(name, {})[str(case)] = density
+                print("density", name, case, density, flush=True)
+            result.setdefault("counters", {})[name] = engine.ask(do="counters")
+            print(name, result["counters"][name], flush=True)
+    for case in map(Case.read, options.profile.split()):
+        for name, engine in engines.items():
+            found = engine.ask(do="profile", **case._asdict(), seed=f"{case}")
+            result.setdefault("profiles", {}).setdefault(name, {})[str(case)] = found
+            print(f"\n{name}, {case}: {found['seconds']:.3f} s, the GPU {found['gpu_ms']:.0f} ms")
+            for kernel, (ms, launches) in found["kernels"][:14]:
+                print(f"  {ms:9.2f} ms {launches:6d} x {kernel[:90]}", flush=True)
+    save()
+    for engine in engines.values():
+        engine.close()
     return 0
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("serving.json"), help="every time, as JSON")
-    parser.add_argument("--settings", default='{"quality": "balanced"}', help="of the plugin, as JSON")
-    parser.add_argument("--chunks", default="8192,2048", help="--max-num-batched-tokens of the engines")
-    parser.add_argument("--layers", type=int, default=16, help="of the model; 32 are Llama-3.1-8B's")
-    parser.add_argument("--repeats", type=int, default=5, help="of which the median is taken")
-    parser.add_argument("--budget", type=float, default=480, help="seconds after which no engine is started")
     parser.add_argument(
-        "--tiny", action="store_true", help="a tiny model and short prompts, to try the script on a CPU"
+        "--out", type=Path, default=Path("serving.json"), help="every time, as JSON; logs lie beside it"
     )
-    parser.add_argument("--engine", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--engine", action="append", default=[], metavar="NAME=JSON",
+        help='an engine with the plugin and its configuration: auto={"quality": "balanced"}; several may be given',
+    )  # fmt: skip
+    parser.add_argument("--cases", default=f"{LONG} {MIXES}", help="prompts x tokens [x answer] [@ chunk]")
+    parser.add_argument("--mixes", type=int, default=50, help="random mixes that are compared first; 0 for none")
+    parser.add_argument("--layers", type=int, default=16, help="of the model; 32 are Llama-3.1-8B's")
+    parser.add_argument("--tokens", type=int, default=140000, help="that the cache of an engine holds")
+    parser.add_argument("--repeats", type=int, default=5, help="of which the median is taken")
+    parser.add_argument("--seconds", type=float, default=1200, help="after which no round is begun")
+    parser.add_argument("--compiled", action="store_true", help="with torch.compile and CUDA graphs, not eager")
+    parser.add_argument("--densities", action="store_true", help="also print what share of the blocks was kept")
+    parser.add_argument("--profile", default="", help="cases whose kernels are listed at the end")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the script on a CPU")
     return parser.parse_args()
 
 
-def differs(stock: dict[str, Any], ours: dict[str, Any]) -> str | None:
-    """How the dense limit is wrong, or None."""
-    if stock["token"] != ours["token"]:
-        return f"the first token is {ours['token']}, and {stock['token']} without the plugin"
-    worst = max(abs(stock["top"][token] - ours["top"].get(token, -99.0)) for token in stock["top"])
-    return f"logprobs differ by {worst:.1e}" if worst > 2e-3 else None
-
-
-def table(chunk: int, stock: dict[str, Any], ours: dict[str, Any]) -> str:
-    """Seconds of both, as Markdown."""
-    lines = [
-        f"\nchunks of {chunk}; ours is ready after {ours.get('ready_s')} s, stock after {stock.get('ready_s')} s",
-        "",
-    ]
-    lines += [
-        "| prompts | stock, s | ours, s | times as fast | first / later | density |",
-        "|---|---|---|---|---|---|",
-    ]
-    for case, one in stock.get("cases", {}).items():
-        if (other := ours.get("cases", {}).get(case)) is None:
-            continue
-        before, after = median(one["times_s"]), median(other["times_s"])
-        short = " (below .98)" if before / after < LEAST else ""
-        numbers = f"{before:.3f} | {after:.3f} | {before / after:.2f}{short} | {other['first_s'] / after:.2f}"
-        lines.append(f"| {case} | {numbers} | {other['density']} |")
-    return "\n".join([*lines, "", str(ours.get("counters"))])
-
-
-def _engine(job: dict[str, Any]) -> dict[str, Any]:
-    """Run one engine in a process of its own; what it found."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "found.json"
-        log = Path(folder) / "log"
-        with log.open("w") as file:
-            done = subprocess.run(
-                [sys.executable, "-m", "benchmarks.serving", "--engine", json.dumps(job | {"out": str(out)})],
-                stdout=file,
-                stderr=subprocess.STDOUT,
-            )
-        if done.returncode:
-            raise SystemExit(f"the engine of {job['label']} failed:\n" + log.read_text()[-6000:])
-        for line in log.read_text().splitlines():
-            if "blocksparse: " in line:
-                print(line[:300], flush=True)
-        found: dict[str, Any] = json.loads(out.read_text())
+def mixes(count: int, *, tiny: bool) -> list[dict[str, Any]]:
+    """Random requests that arrive in turn and share beginnings; every tenth is a crowd, which fills the cache."""
+    found, most = [], 300 if tiny else 14000
+    for seed in range(count):
+        draw = random.Random(seed)
+        crowd = seed % 10 == 9 and not tiny
+        lengths = [draw.randint(4400, 4460) for _ in range(31)]
+        if not crowd:
+            # Many are short, some are long.
+            lengths = [int(most ** draw.uniform(0.4, 1.0)) for _ in range(draw.randint(2, 6))]
+        found.append(
+            {
+                "lengths": lengths,
+                "arrivals": [0 if crowd else draw.randint(0, 6) for _ in lengths],
+                "shared": 0 if crowd else draw.choice((0, most // 20, most // 4)),
+                "answer": 40 if crowd else draw.randint(1, 8),
+                "chunk": 8192 if crowd else draw.choice((most // 40, most // 7, 8192)),
+                "seed": seed,
+            }
+        )
     return found
 
 
-# What follows runs in the process of an engine.
-
-
-def _serve(job: dict[str, Any]) -> int:
-    os.environ.update(
-        VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", VLLM_DO_NOT_TRACK="1", HF_HUB_OFFLINE="1",
-        VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind",
-    )  # fmt: skip
-    from vllm import LLM, SamplingParams
-
-    began, given, draw = time.perf_counter(), job.get("blocksparse"), random.Random(0)
-    more: dict[str, Any] = {"worker_extension_cls": "blocksparse.integrations.vllm.worker.RecordReader"}
-    if given is not None:
-        more["additional_config"] = {"blocksparse": given}
-    if not job["tiny"]:
-        more["attention_backend"] = "FLASH_ATTN" if given is None else "BLOCKSPARSE"
-    with tempfile.TemporaryDirectory() as folder:
-        length = _model(Path(folder), job["layers"], tiny=job["tiny"])
-        llm = LLM(
-            folder, dtype="float32" if job["tiny"] else "bfloat16", load_format="dummy", skip_tokenizer_init=True,
-            enforce_eager=True, enable_prefix_caching=False, gpu_memory_utilization=0.85, max_model_len=length,
-            max_num_batched_tokens=job["chunk"], max_num_seqs=32, seed=0, **more,
-        )  # fmt: skip
-        llm.apply_model(_as_trained)
-
-        def generate(case: Case, **sampling: Any) -> tuple[float, Any]:
-            vocabulary = range(3, 500 if job["tiny"] else 128000)
-            prompts = [{"prompt_token_ids": draw.choices(vocabulary, k=case.tokens)} for _ in range(case.prompts)]
-            params = SamplingParams(
-                max_tokens=case.answer, temperature=0.0, ignore_eos=True, detokenize=False, **sampling
-            )
-            start = time.perf_counter()
-            outputs = llm.generate(prompts, params, use_tqdm=False)
-            return time.perf_counter() - start, outputs[0].outputs[0]
-
-        found: dict[str, Any] = {**job, "ready_s": round(time.perf_counter() - began, 1), "cases": {}}
-        for case in map(Case._make, job["cases"]):
-            first, _ = generate(case)  # the first one after the engine's start, for the first case
-            times = [generate(case)[0] for _ in range(job["repeats"])]
-            found["cases"][str(case)] = {"first_s": first, "times_s": times, "density": "-"}
-        if given is not None:
-            found["counters"] = llm.collective_rpc("blocksparse_counters")[0]
-            for case in map(Case._make, job["cases"]):
-                found["cases"][str(case)]["density"] = _density(llm, lambda case=case: generate(case))  # type: ignore[misc]
-        if "checked" in job:
-            draw.seed(1)  # the same prompt in every process
-            _, output = generate(Case(1, job["checked"]), logprobs=5)
-            found["token"] = output.token_ids[0]
-            found["top"] = {str(token): x.logprob for token, x in output.logprobs[0].items()}
-    Path(job["out"]).write_text(json.dumps(found), encoding="utf-8")
-    return 0
-
-
-def _density(llm: Any, run: Callable[[], object]) -> str:
-    """Of the sparse calls of a run with a record, which is no timing."""
-    llm.collective_rpc(_record, args=(True,))
-    run()
-    density: str = llm.collective_rpc(_record, args=(False,))[0]
-    return density
-
-
-def _record(worker: Any, on: bool) -> str:
-    """Begin a record, or end it and say what it holds. A record takes time, so nothing is timed with one."""
-    from attrs import evolve
-
-    from blocksparse.integrations.density_recorder import DensityRecorder
-
-    recorder = DensityRecorder() if on else None
-    density = "-"
-    for layer in worker.vllm_config.compilation_config.static_forward_context.values():
-        attention = getattr(getattr(layer, "impl", None), "attention", None)
-        if attention is not None:
-            if not on and attention.recorder is not None and (kept := attention.recorder.density()).numel():
-                density = f"{float(kept.nanmean()):.3f}"
-            layer.impl.attention = evolve(attention, recorder=recorder)
-    return density
-
-
-def _as_trained(model: Any) -> None:
-    """Matrices of a size as before training, and norms of ones: vLLM's dummy weights are all within 1e-3."""
-    import torch
-
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(35.0) if parameter.dim() > 1 else parameter.fill_(1.0)
-
-
-def _model(folder: Path, layers: int, *, tiny: bool) -> int:
-    """Write the configuration of a model; how long its prompts may be."""
-    length = 1024 if tiny else 131072
-    sizes: dict[str, Any] = {
-        "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336,
-        "vocab_size": 128256, "num_hidden_layers": layers, "head_dim": 128,
+def compare(stock: Engine, other: Engine, count: int, *, tiny: bool) -> dict[str, Any]:
+    """Whether two engines answer alike, and by how much their logprobs differ. Both serve at once."""
+    worst, above, seen, ties, wrong, cached, preempted = 0.0, 0, 0, 0, 0, 0, 0
+    for mix in mixes(count, tiny=tiny):
+        for engine in (stock, other):
+            engine.tell(do="mix", **mix)
+        one, two = stock.answer(), other.answer()
+        cached, preempted = cached + two["cached"], preempted + two["preempted"]
+        for expected, found in zip(one["answers"], two["answers"], strict=True):
+            for (token, best), (token_too, best_too) in zip(expected, found, strict=True):
+                seen += 1
+                difference = max(abs(x - best_too[key]) for key, x in best.items() if key in best_too)
+                worst, above = max(worst, difference), above + (difference > LOGPROBS)
+                if token != token_too:  # what follows answers another text
+                    tie = best[str(token)] - best.get(str(token_too), -99.0) <= STEP
+                    ties, wrong = ties + tie, wrong + (not tie)
+                    break
+    return {
+        "same": not wrong, "mixes": count, "tokens": seen, "others": wrong, "ties": ties, "worst logprob": worst,
+        "logprobs above 2e-3": above, "cached": cached, "preempted": preempted,
+        "its": other.ask(do="counters"),
     }  # fmt: skip
-    if tiny:
-        sizes |= {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-        sizes |= {"intermediate_size": 128, "vocab_size": 512, "num_hidden_layers": 2}
-    config = sizes | {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rope_theta": 5e5,
-        "max_position_embeddings": length, "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16", "bos_token_id": 1,
-        "eos_token_id": 2, "tie_word_embeddings": False, "use_cache": True,
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
-    return length
+
+
+def row(case: Case, times: dict[str, Sequence[float]]) -> str:
+    """Medians of all but the first round, as a row of a table. The first engine is the one of the comparison."""
+    before, *others = (median(seconds[1:] or seconds) for seconds in times.values())
+    ratios = " / ".join(f"{before / after:.2f}{' (below .98)' * (before / after < LEAST)}" for after in others)
+    first = " / ".join(f"{x[0] / median(x[1:] or x):.2f}" for x in times.values())
+    return f"| {case} | " + " | ".join(f"{x:.3f}" for x in (before, *others)) + f" | {ratios} | {first} |"
 
 
 if __name__ == "__main__":

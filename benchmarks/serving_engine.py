@@ -1,0 +1,206 @@
+"""One vLLM engine in a process of its own, which serves what it is told: a line of JSON in, a line of JSON out.
+
+`benchmarks.serving` starts several of them and lets them take turns. The model has the shape of Llama-3.1-8B and
+random weights; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+
+def main() -> int:
+    answers = os.fdopen(os.dup(1), "w")  # what vLLM prints goes to the log
+    os.dup2(2, 1)
+    os.environ.update(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", VLLM_DO_NOT_TRACK="1", HF_HUB_OFFLINE="1",
+        VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind",
+    )  # fmt: skip
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        engine = Engine(json.loads(sys.stdin.readline()), Path(folder))
+        found: Any = {"ready_s": round(time.perf_counter() - began, 1), "versions": engine.versions()}
+        while True:
+            print(json.dumps(found), file=answers, flush=True)
+            if not (line := sys.stdin.readline()):
+                return 0
+            asked = json.loads(line)
+            found = getattr(engine, asked.pop("do"))(**asked)
+
+
+class Engine:
+    """
+    Args:
+        job: `layers`, `tokens` that its cache holds, `blocksparse` (the plugin's configuration, or None),
+            `compiled`, `tiny`.
+    """
+
+    def __init__(self, job: dict[str, Any], folder: Path) -> None:
+        from vllm import LLM
+
+        self.tiny, given = job["tiny"], job["blocksparse"]
+        more: dict[str, Any] = {"worker_extension_cls": "blocksparse.integrations.vllm.worker.RecordReader"}
+        if given is not None:
+            more["additional_config"] = {"blocksparse": given}
+        if not self.tiny:
+            # Keys and values of 8 heads of dim 128 in two bytes. Several engines share one GPU.
+            more["kv_cache_memory_bytes"] = job["layers"] * job["tokens"] * 4096
+            more["attention_backend"] = "FLASH_ATTN" if given is None else "BLOCKSPARSE"
+        length = _model(folder, job["layers"], tiny=self.tiny)
+        self.llm = LLM(
+            str(folder), dtype="float32" if self.tiny else "bfloat16", load_format="dummy",
+            skip_tokenizer_init=True, enforce_eager=not job["compiled"], gpu_memory_utilization=0.2,
+            max_model_len=length, max_num_batched_tokens=min(8192, length), max_num_seqs=32, seed=0, **more,
+        )  # fmt: skip
+        self.llm.apply_model(_as_trained)
+        self.scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+        self.preempted, preempt = 0, self.scheduler._preempt_request
+
+        def preempts(*args: Any, **kwargs: Any) -> Any:
+            self.preempted += 1
+            return preempt(*args, **kwargs)
+
+        self.scheduler._preempt_request = preempts
+
+    @staticmethod
+    def versions() -> dict[str, str]:
+        import torch
+        import triton
+        import vllm
+
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+        return {"vllm": vllm.__version__, "torch": torch.__version__, "triton": triton.__version__, "gpu": gpu}
+
+    def serve(self, prompts: int, tokens: int, answer: int, chunk: int, seed: str) -> float:
+        """Seconds until so many prompts are answered that arrive at once."""
+        import torch
+        from vllm import SamplingParams
+
+        self.scheduler.max_num_scheduled_tokens = chunk
+        given = [{"prompt_token_ids": x} for x in self._prompts(seed, [tokens] * prompts)]
+        params = SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True, detokenize=False)
+        torch.cuda.is_available() and torch.cuda.synchronize()
+        start = time.perf_counter()
+        self.llm.generate(given, params, use_tqdm=False)
+        return time.perf_counter() - start
+
+    def mix(
+        self, lengths: list[int], arrivals: list[int], shared: int, answer: int, chunk: int, seed: int
+    ) -> dict[str, Any]:
+        """The greedy tokens of prompts that arrive at given steps and begin alike, each with its five best."""
+        from vllm import SamplingParams
+
+        self.scheduler.max_num_scheduled_tokens = chunk
+        engine, before, found = self.llm.llm_engine, self.preempted, {}
+        begin, *own = self._prompts(seed, [shared, *lengths])
+        waiting, step, cached = list(enumerate(zip(arrivals, own, strict=True))), 0, 0
+        params = SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True, detokenize=False, logprobs=5)
+        while waiting or engine.has_unfinished_requests():
+            for request, (arrives, prompt) in list(waiting):
+                if arrives <= step or not engine.has_unfinished_requests():
+                    prompt[:shared] = begin[: len(prompt) - 1]
+                    engine.add_request(f"{seed}-{request}", {"prompt_token_ids": prompt}, params)
+                    waiting.remove((request, (arrives, prompt)))
+            for output in engine.step():
+                if output.finished:
+                    answered = output.outputs[0]
+                    cached += output.num_cached_tokens or 0
+                    found[int(output.request_id.split("-")[1])] = [
+                        (token, {str(key): x.logprob for key, x in best.items()})
+                        for token, best in zip(answered.token_ids, answered.logprobs, strict=True)
+                    ]
+            step += 1
+        answers = [found[request] for request in range(len(lengths))]
+        return {"answers": answers, "cached": cached, "preempted": self.preempted - before}
+
+    def density(self, **case: Any) -> str:
+        """Of the sparse calls of a run with a record, which is no timing."""
+        self.llm.collective_rpc(_record, args=(True,))
+        self.serve(**case)
+        density: str = self.llm.collective_rpc(_record, args=(False,))[0]
+        return density
+
+    def profile(self, **case: Any) -> dict[str, Any]:
+        """Milliseconds and launches of each kernel of a run, and the seconds that the run took."""
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            seconds = self.serve(**case)
+        kernels: dict[str, list[float]] = {}
+        for event in profiled.events():
+            if str(event.device_type).endswith("CUDA"):
+                ms, launches = kernels.get(event.name, (0.0, 0))
+                kernels[event.name] = [ms + event.time_range.elapsed_us() / 1e3, launches + 1]
+        most = sorted(kernels.items(), key=lambda kernel: -kernel[1][0])
+        return {"seconds": seconds, "gpu_ms": sum(ms for _, (ms, _) in most), "kernels": most[:25]}
+
+    def counters(self) -> str:
+        """How many prompts were sparse, and why others were not."""
+        found: str = self.llm.collective_rpc("blocksparse_counters")[0]
+        return found
+
+    def memory(self) -> float:
+        """GiB that PyTorch has allocated."""
+        import torch
+
+        return torch.cuda.memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+
+    def _prompts(self, seed: int | str, lengths: list[int]) -> list[list[int]]:
+        draw = random.Random(seed)
+        return [draw.choices(range(3, 500 if self.tiny else 128000), k=length) for length in lengths]
+
+
+def _record(worker: Any, on: bool) -> str:
+    """Begin a record, or end it and say what it holds. A record takes time, so nothing is timed with one."""
+    from attrs import evolve
+
+    from blocksparse.integrations.density_recorder import DensityRecorder
+
+    recorder = DensityRecorder() if on else None
+    density = "-"
+    for layer in worker.vllm_config.compilation_config.static_forward_context.values():
+        attention = getattr(getattr(layer, "impl", None), "attention", None)
+        if attention is not None:
+            if not on and attention.recorder is not None and (kept := attention.recorder.density()).numel():
+                density = f"{float(kept.nanmean()):.3f}"
+            layer.impl.attention = evolve(attention, recorder=recorder)
+    return density
+
+
+def _as_trained(model: Any) -> None:
+    """Matrices of a size as before training, and norms of ones: vLLM's dummy weights are all within 1e-3."""
+    import torch
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(35.0) if parameter.dim() > 1 else parameter.fill_(1.0)
+
+
+def _model(folder: Path, layers: int, *, tiny: bool) -> int:
+    """Write the configuration of a model; how long its prompts may be."""
+    length = 1024 if tiny else 131072
+    sizes: dict[str, Any] = {
+        "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336,
+        "vocab_size": 128256, "num_hidden_layers": layers, "head_dim": 128,
+    }  # fmt: skip
+    if tiny:
+        sizes |= {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+        sizes |= {"intermediate_size": 128, "vocab_size": 512, "num_hidden_layers": 2}
+    config = sizes | {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rope_theta": 5e5,
+        "max_position_embeddings": length, "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16", "bos_token_id": 1,
+        "eos_token_id": 2, "tie_word_embeddings": False, "use_cache": True,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return length
+
+
+if __name__ == "__main__":
+    sys.exit(main())
