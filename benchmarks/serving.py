@@ -91,7 +91,7 @@ def main() -> int:
     configurations = {STOCK: None} | {name: json.loads(text) for name, text in given.items()}
     if options.mixes:
         configurations[LIMIT] = KEPT | ({"min_tokens": 32, "min_queries": 16} if options.tiny else {})
-    common = {name: getattr(options, name) for name in ("layers", "tokens", "tiny", "compiled")}
+    common = {name: getattr(options, name) for name in ("layers", "shard", "length", "tokens", "tiny", "compiled")}
     engines = {
         name: Engine(name, common | {"blocksparse": each}, options.out.with_suffix(f".{name}.log"))
         for name, each in configurations.items()
@@ -148,6 +148,8 @@ def main() -> int:
             print(f"\n{name}, {case}: {found['seconds']:.3f} s, the GPU {found['gpu_ms']:.0f} ms")
             for kernel, (ms, launches) in found["kernels"][:14]:
                 print(f"  {ms:9.2f} ms {launches:6d} x {kernel[:90]}", flush=True)
+    if options.soak:
+        result["soak"] = {name: soak(engine, options) for name, engine in list(engines.items())[1:]}
     save()
     for engine in engines.values():
         engine.close()
@@ -166,12 +168,15 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--cases", default=f"{LONG} {MIXES}", help="prompts x tokens [x answer] [@ chunk]")
     parser.add_argument("--mixes", type=int, default=50, help="random mixes that are compared first; 0 for none")
     parser.add_argument("--layers", type=int, default=16, help="of the model; 32 are Llama-3.1-8B's")
+    parser.add_argument("--shard", type=int, default=1, help="of the heads one part of so many, as on one GPU")
+    parser.add_argument("--length", type=int, default=131072, help="of the longest prompt, with its answer")
     parser.add_argument("--tokens", type=int, default=140000, help="that the cache of an engine holds")
     parser.add_argument("--repeats", type=int, default=5, help="of which the median is taken")
     parser.add_argument("--seconds", type=float, default=1200, help="after which no round is begun")
     parser.add_argument("--compiled", action="store_true", help="with torch.compile and CUDA graphs, not eager")
     parser.add_argument("--densities", action="store_true", help="also print what share of the blocks was kept")
     parser.add_argument("--profile", default="", help="cases whose kernels are listed at the end")
+    parser.add_argument("--soak", type=float, default=0, help="seconds of random mixes at the end, for memory")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the script on a CPU")
     return parser.parse_args()
 
@@ -221,6 +226,18 @@ def compare(stock: Engine, other: Engine, count: int, *, tiny: bool) -> dict[str
         "logprobs above 2e-3": above, "cached": cached, "preempted": preempted,
         "its": other.ask(do="counters"),
     }  # fmt: skip
+
+
+def soak(engine: Engine, options: argparse.Namespace) -> list[tuple[float, float]]:
+    """Serve random mixes for some time: (seconds, GiB that are allocated) after each ten of them."""
+    found, began, every = [], time.perf_counter(), mixes(10, tiny=options.tiny)
+    while time.perf_counter() - began < options.soak:
+        for mix in every:
+            mix["seed"] += len(every)  # other prompts of the same lengths
+            engine.ask(do="mix", **mix)
+        found.append((round(time.perf_counter() - began, 1), engine.ask(do="memory")))
+        print(f"{engine.name}: {found[-1][1]:.3f} GiB after {found[-1][0]} s of mixed load", flush=True)
+    return found
 
 
 def row(case: Case, times: dict[str, Sequence[float]]) -> str:

@@ -38,8 +38,8 @@ def main() -> int:
 class Engine:
     """
     Args:
-        job: `layers`, `tokens` that its cache holds, `blocksparse` (the plugin's configuration, or None),
-            `compiled`, `tiny`.
+        job: `layers` and `length` of the model, the part `shard` of its heads, `tokens` that its cache holds,
+            `blocksparse` (the plugin's configuration, or None), `compiled`, `tiny`.
     """
 
     def __init__(self, job: dict[str, Any], folder: Path) -> None:
@@ -51,12 +51,12 @@ class Engine:
             more["additional_config"] = {"blocksparse": given}
         if not self.tiny:
             # Keys and values of 8 heads of dim 128 in two bytes. Several engines share one GPU.
-            more["kv_cache_memory_bytes"] = job["layers"] * job["tokens"] * 4096
+            more["kv_cache_memory_bytes"] = job["layers"] * job["tokens"] * 4096 // job["shard"]
             more["attention_backend"] = "FLASH_ATTN" if given is None else "BLOCKSPARSE"
-        length = _model(folder, job["layers"], tiny=self.tiny)
+        length = _model(folder, job)
         self.llm = LLM(
             str(folder), dtype="float32" if self.tiny else "bfloat16", load_format="dummy",
-            skip_tokenizer_init=True, enforce_eager=not job["compiled"], gpu_memory_utilization=0.2,
+            skip_tokenizer_init=True, enforce_eager=not job["compiled"], gpu_memory_utilization=0.1,
             max_model_len=length, max_num_batched_tokens=min(8192, length), max_num_seqs=32, seed=0, **more,
         )  # fmt: skip
         self.llm.apply_model(_as_trained)
@@ -183,14 +183,15 @@ def _as_trained(model: Any) -> None:
             parameter.mul_(35.0) if parameter.dim() > 1 else parameter.fill_(1.0)
 
 
-def _model(folder: Path, layers: int, *, tiny: bool) -> int:
+def _model(folder: Path, job: dict[str, Any]) -> int:
     """Write the configuration of a model; how long its prompts may be."""
-    length = 1024 if tiny else 131072
+    length, part = 1024 if job["tiny"] else job["length"], job["shard"]
     sizes: dict[str, Any] = {
-        "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336,
-        "vocab_size": 128256, "num_hidden_layers": layers, "head_dim": 128,
+        "hidden_size": 4096, "num_attention_heads": 32 // part, "num_key_value_heads": 8 // part,
+        "intermediate_size": 14336 // part, "vocab_size": 128256, "num_hidden_layers": job["layers"],
+        "head_dim": 128,
     }  # fmt: skip
-    if tiny:
+    if job["tiny"]:
         sizes |= {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
         sizes |= {"intermediate_size": 128, "vocab_size": 512, "num_hidden_layers": 2}
     config = sizes | {
