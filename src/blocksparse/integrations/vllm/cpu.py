@@ -21,7 +21,8 @@ class Impl(SparsePrefill, CPUAttentionBackendImpl):  # type: ignore[misc]  # vLL
     needs_configuration = False  # whoever does not configure it gets vLLM's own backend
 
     def unreadable(self, layer: Any) -> str | None:
-        return None if layer.isa in _IN_ROWS else f"keys packed for {layer.isa}"
+        isa = getattr(layer, "isa", None)  # which vLLM says after its trial runs; those read no cache
+        return None if isa is None or isa in _IN_ROWS else f"keys packed for {isa}"
 
     def pages(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """A page of a head holds its keys `[D, page_size]`, and behind them its values `[page_size, D]`."""
