@@ -39,7 +39,7 @@ class Engine:
     """
     Args:
         job: `layers` and `length` of the model, the part `shard` of its heads, `tokens` that its cache holds,
-            `blocksparse` (the plugin's configuration, or None), `compiled`, `tiny`.
+            `blocksparse` (the plugin's configuration, or None), `compiled`, `exactly`, `tiny`.
     """
 
     def __init__(self, job: dict[str, Any], folder: Path) -> None:
@@ -53,9 +53,11 @@ class Engine:
             # Keys and values of 8 heads of dim 128 in two bytes. Several engines share one GPU.
             more["kv_cache_memory_bytes"] = job["layers"] * job["tokens"] * 4096 // job["shard"]
             more["attention_backend"] = "FLASH_ATTN" if given is None else "BLOCKSPARSE"
-        length = _model(folder, job)
+        length, dtype = _model(folder, job), "float32" if self.tiny else "bfloat16"
+        if job["exactly"]:
+            dtype, more["hf_overrides"] = "float16", {"head_dtype": "float32"}
         self.llm = LLM(
-            str(folder), dtype="float32" if self.tiny else "bfloat16", load_format="dummy",
+            str(folder), dtype=dtype, load_format="dummy",
             skip_tokenizer_init=True, enforce_eager=not job["compiled"], gpu_memory_utilization=0.1,
             max_model_len=length, max_num_batched_tokens=min(8192, length), max_num_seqs=32, seed=0, **more,
         )  # fmt: skip
@@ -97,6 +99,7 @@ class Engine:
         """The greedy tokens of prompts that arrive at given steps and begin alike, each with its five best."""
         from vllm import SamplingParams
 
+        self.llm.reset_prefix_cache()  # of what an earlier mix of the same prompts left
         self.scheduler.max_num_scheduled_tokens = chunk
         engine, before, found = self.llm.llm_engine, self.preempted, {}
         begin, *own = self._prompts(seed, [shared, *lengths])
