@@ -14,7 +14,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -259,7 +259,7 @@ def soak(engine: Engine, options: argparse.Namespace) -> list[tuple[float, float
     return found
 
 
-def row(case: Case, times: dict[str, Sequence[float]]) -> str:
+def row(case: Case, times: Mapping[str, Sequence[float]]) -> str:
     """Medians of all but the first round, as a row of a table. The first engine is the one of the comparison."""
     before, *others = (median(seconds[1:] or seconds) for seconds in times.values())
     ratios = " / ".join(f"{before / after:.2f}{' (below .98)' * (before / after < LEAST)}" for after in others)

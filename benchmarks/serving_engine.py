@@ -88,7 +88,8 @@ class Engine:
         self.scheduler.max_num_scheduled_tokens = chunk
         given = [{"prompt_token_ids": x} for x in self._prompts(seed, [tokens] * prompts)]
         params = SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True, detokenize=False)
-        torch.cuda.is_available() and torch.cuda.synchronize()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         start = time.perf_counter()
         self.llm.generate(given, params, use_tqdm=False)
         return time.perf_counter() - start
