@@ -39,8 +39,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Nine thousand tests and PyTorch stay until the end; to search them for garbage took a fourth of the time."""
-    gc.collect()
+    """Thousands of tests and PyTorch stay until the end; to search them for garbage took a fourth of the time."""
     gc.freeze()
     gc.enable()
 

@@ -61,6 +61,7 @@ def blocks(page: Path, *kinds: str) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @each_page
 def test_blocks_run(page: Path) -> None:

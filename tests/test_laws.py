@@ -127,6 +127,10 @@ each_scorer = pytest.mark.parametrize("scorer", stages.SCORERS, ids=stages.name)
 any_direction = pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)])
 
 
+def slow(*values: Any) -> list[Any]:
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
 def selectors_for(front: Front, executor: bs.Executor[Any, Any] | None = None) -> list[bs.Selector[Any, Any]]:
     """What a law tries behind a front: every selector that fits it, or three in turn where it is no core front.
 
@@ -332,7 +336,7 @@ def test_an_output_sees_no_bad_number_of_a_later_block(
         assert torch.equal(after.out[:, :, :64], before.out[:, :, :64])
 
 
-@pytest.mark.parametrize("later", [1.0, 1e30, float("nan"), pytest.param(float("inf"), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("later", [1e30, float("nan"), *slow(1.0, float("inf"))])
 @each_scorer
 def test_selection_sees_no_future_block(scorer: bs.Scorer[Any, Any], later: float) -> None:
     """In original order the choice for a row of blocks depends on nothing after it."""
@@ -360,7 +364,7 @@ def half_of(permuter: bs.Permuter[Any], device: str) -> Choice:
     return whole
 
 
-@pytest.mark.parametrize("start", [1, 40, 64, *(pytest.param(x, marks=pytest.mark.slow) for x in (32, 63, 69))])
+@pytest.mark.parametrize("start", [1, 40, 64, *slow(32, 63, 69)])
 @each_executor
 @pytest.mark.parametrize("permuter", stages.KEYS_ONLY, ids=stages.name)
 def test_chunked_equals_unchunked(

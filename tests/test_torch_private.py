@@ -93,6 +93,7 @@ for call in (
 """
 
 
+@pytest.mark.slow
 def test_a_pytorch_without_them_says_what_is_off() -> None:
     result = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

@@ -79,6 +79,7 @@ def outputs(model: Any, inputs: dict[str, Any]) -> Tensor:
     return torch.cat(flat)
 
 
+@pytest.mark.slow
 @each_family
 def test_a_family(case: Case) -> None:
     """Two sizes, alone and with both halves of guidance: the dense limit, sparsity, a record of each layer."""

@@ -40,7 +40,11 @@ def launch_within(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.skipif(GPU, reason="pretends another GPU than there is")
 @pytest.mark.parametrize(
-    ("name", "D"), [*((name, 128) for name in every_preset), ("pbs_attn", 256), ("minference", 256), ("s2o", 256)]
+    ("name", "D"),
+    [
+        *(pytest.param(name, 128, marks=[pytest.mark.slow] * (name not in ("auto", "s2o"))) for name in every_preset),
+        *(pytest.param(name, 256, marks=pytest.mark.slow) for name in ("pbs_attn", "minference", "s2o")),
+    ],
 )
 def test_every_preset_runs_in_48_kib(name: str, D: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With blocks as large as it has by default."""

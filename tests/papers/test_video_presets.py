@@ -168,6 +168,7 @@ def clustered(x: Tensor, clusters: int, iterations: int, kind: int) -> Tensor:
     return nearest().argsort(stable=True)
 
 
+@pytest.mark.slow
 def test_svg2() -> None:
     """Clusters in order, cut into blocks of a fixed size."""
 

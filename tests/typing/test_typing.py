@@ -31,6 +31,7 @@ def errors(folder: str) -> list[tuple[str, int, str]]:
     return [(Path(match["file"]).name, int(match["line"]), match["text"]) for match in found]
 
 
+@pytest.mark.slow  # it reads all of the package
 def test_accepted() -> None:
     assert errors("accepted") == []
 

@@ -313,6 +313,7 @@ def test_kernels_are_compiled_at_the_same_time(tmp_path: Path, monkeypatch: pyte
 
 
 @needs_kernel
+@pytest.mark.slow
 def test_processes_at_once_make_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = _quick(tmp_path, monkeypatch)
     code = f"from blocksparse.kernels.common.compiled import load; from pathlib import Path\nf = load(Path({str(source)!r}))\nprint(f.library.answer(), f.seconds > 0)"

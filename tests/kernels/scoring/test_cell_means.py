@@ -11,7 +11,7 @@ from blocksparse.kernels.scoring.cell_means_triton import cell_mean_triton, cell
 from blocksparse.testing import make_qkv
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(DTYPES[0], marks=pytest.mark.slow), *DTYPES[1:]], ids=str)
 @pytest.mark.parametrize(
     ("slots", "lead", "N", "D"), [(4, 3, 61, 16), (8, 0, 64, 24), (16, 5, 9, 16), (40, 0, 85, 8), (1, 0, 5, 16)]
 )
