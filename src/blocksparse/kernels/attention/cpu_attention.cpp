@@ -182,13 +182,13 @@ struct Attention {
   void pack(const T* k, const T* v, int64_t n, int64_t width, At key, X* kt, X* vt) const {
     static const T nothing[256] = {};
     constexpr int64_t unit = kNarrow ? 2 : 1;  // entries that lie together: 32 bits
-    const int64_t units = D / unit, whole = c.dim / unit / kWide * kWide;
+    const int64_t units = D / unit;
     for (int64_t j0 = 0; j0 < width; j0 += kWide) {
       const T* row[kWide];
       for (int64_t j = 0; j < kWide; j++) row[j] = j0 + j < n ? k + key(j0 + j) * c.k_step[2] : nothing;
       int64_t u = 0;
 #if !defined(__clang__)
-      for (; u < whole; u += kWide) {  // a square of 32-bit entries is transposed by swaps at distances 1, 2, 4, 8
+      for (const int64_t whole = c.dim / unit / kWide * kWide; u < whole; u += kWide) {  // a square of 32-bit entries is transposed by swaps at distances 1, 2, 4, 8
         vec x[kWide];
         for (int i = 0; i < kWide; i++) {
           if constexpr (std::is_same_v<T, X>) std::memcpy(&x[i], row[i] + u * unit, sizeof(vec));
@@ -254,7 +254,7 @@ struct Attention {
         if (cap) y = tanh_(y * into) * out_of;
         if (Masked) {
           ivec p = *(const ivec*)(place + j);
-          y = (p <= last) & (p > before) ? y : vec{} + never;
+          y = ((p <= last) & (p > before)) ? y : vec{} + never;
         }
         if (Masked || cap) *(vec*)(x + j) = y;
         top = y > top ? y : top;

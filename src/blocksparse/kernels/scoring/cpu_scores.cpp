@@ -258,7 +258,7 @@ int cell_mass(const CellCall& call) {
             if (!all) {
               const ivec lo = *(const ivec*)(at.first + u * width + p * kPanel + j), hi = *(const ivec*)(at.last + u * width + p * kPanel + j);
               const float none = -INFINITY;
-              y = (lo <= lasts[m]) & (hi > floors[m]) ? y : vec{} + none;
+              y = ((lo <= lasts[m]) & (hi > floors[m])) ? y : vec{} + none;
               for (int64_t l = std::max<int64_t>(0, limits[m] - p * kPanel - j); l < kWide; l++) y[l] = none;
             }
             greatest = y > greatest ? y : greatest;
