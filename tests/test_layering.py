@@ -204,11 +204,13 @@ def without_triton() -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_import_needs_no_triton_and_no_host() -> None:
     """Nor a host library, which its own integration imports, nor Dynamo, which takes longer than all the rest."""
     assert without_triton()[0] == "[]"
 
 
+@pytest.mark.slow
 def test_without_triton_the_executor_says_so() -> None:
     assert "triton is not installed" in without_triton()[1]
 

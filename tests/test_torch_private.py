@@ -103,6 +103,7 @@ def test_a_pytorch_without_them_says_what_is_off() -> None:
     assert "no C++ compiler" in flex
 
 
+@pytest.mark.slow
 def test_importing_it_prints_nothing() -> None:
     """PyTorch logs a warning for each of its older names."""
     result = subprocess.run([sys.executable, "-c", "import blocksparse"], capture_output=True, text=True)

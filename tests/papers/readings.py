@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from attrs import frozen
 from torch import Tensor
@@ -17,6 +18,9 @@ import blocksparse as bs
 from blocksparse.testing import assert_within_budget
 
 CASES = 200
+some_cases = pytest.mark.parametrize(
+    "cases", [range(40), pytest.param(range(40, CASES), marks=pytest.mark.slow)], ids=("40", "160 more")
+)
 
 
 @frozen(eq=False)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from tests.papers.readings import CASES, Small, check, holding, small
+from tests.papers.readings import Small, check, holding, small, some_cases
 from torch import Tensor
 
 import blocksparse as bs
@@ -33,13 +33,14 @@ def reading(case: Small, temperature: float | None = None) -> Tensor:
     return (kept | own) & case.reachable
 
 
-def test_masks_and_outputs() -> None:
+@some_cases
+def test_masks_and_outputs(cases: range) -> None:
     def preset(
         _: Small,
     ) -> bs.Pipeline[bs.GlobalPermutation, bs.ScoresPair[bs.BlockMass, bs.BlockMass], bs.BlockMask]:
         return bs.prism(MASS, block=8, executor=bs.ReferenceExecutor())
 
-    check(preset, reading, (small(i, causal=True, D=D) for i in range(CASES)))
+    check(preset, reading, (small(i, causal=True, D=D) for i in cases))
 
 
 def test_a_given_temperature_makes_chunks_choose_as_the_whole() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from tests.papers.readings import CASES, Small, check, small, top
+from tests.papers.readings import Small, check, small, some_cases, top
 from torch import Tensor
 
 import blocksparse as bs
@@ -36,18 +36,20 @@ def dfs_attn(case: Small) -> Tensor:
     return top(score, math.ceil(0.3 * score.shape[3]))
 
 
-def test_subblock() -> None:
+@some_cases
+def test_subblock(cases: range) -> None:
     def preset(_: Small) -> bs.Pipeline[bs.GlobalPermutation, bs.BlockMass, bs.BlockMask]:
         return bs.subblock(0.25, cell=CELL, block=8, executor=bs.ReferenceExecutor())
 
-    check(preset, subblock, (small(i, causal=False) for i in range(CASES)))
+    check(preset, subblock, (small(i, causal=False) for i in cases))
 
 
-def test_dfs_attn() -> None:
+@some_cases
+def test_dfs_attn(cases: range) -> None:
     def preset(_: Small) -> bs.Pipeline[bs.GlobalPermutation, bs.BlockMass, bs.BlockMask]:
         return bs.dfs_attn(0.3, cell=CELL, block=8, executor=bs.ReferenceExecutor())
 
-    check(preset, dfs_attn, (small(i, causal=False) for i in range(CASES)))
+    check(preset, dfs_attn, (small(i, causal=False) for i in cases))
 
 
 def test_along_a_curve() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.papers.readings import CASES, Small, check, small
+from tests.papers.readings import Small, check, small, some_cases
 from torch import Tensor
 
 import blocksparse as bs
@@ -20,7 +20,8 @@ def test_layers() -> None:
         bs.triangle_mix(-1)
 
 
-def test_sparse_layers() -> None:
+@some_cases
+def test_sparse_layers(cases: range) -> None:
     """Blocks that hold a pair of the triangle's three sides."""
 
     def reading(case: Small) -> Tensor:
@@ -36,4 +37,4 @@ def test_sparse_layers() -> None:
         assert isinstance(pipeline, bs.Pipeline)
         return pipeline
 
-    check(preset, reading, (small(i, causal=True) for i in range(CASES)))
+    check(preset, reading, (small(i, causal=True) for i in cases))

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from tests.papers.readings import CASES, Small, check, holding, small, top
+from tests.papers.readings import Small, check, holding, small, some_cases, top
 from torch import Tensor
 
 import blocksparse as bs
@@ -64,7 +64,8 @@ def radial_cells(grid: Grid, decay: float) -> Tensor:
     return kept.flatten(2).flatten(0, 1)
 
 
-def test_radial() -> None:
+@some_cases
+def test_radial(cases: range) -> None:
     decays = [0.3, 0.7, 1.0, 2.0]
 
     def preset(case: Small, seed: int) -> bs.Pipeline[bs.GlobalPermutation, bs.BlockScores, bs.BlockMask]:
@@ -75,7 +76,7 @@ def test_radial() -> None:
         grid, prefix, suffix = grids(seed)
         return blocks_of(with_text(radial_cells(grid, decays[seed % 4]), prefix, suffix))
 
-    check_each(preset, reading)
+    check_each(preset, reading, cases)
 
 
 def frames_seen(T: int, first: int, period: int, step: int, W: int) -> list[set[int]]:
@@ -98,7 +99,8 @@ def frames_seen(T: int, first: int, period: int, step: int, W: int) -> list[set[
     return seen
 
 
-def test_lva() -> None:
+@some_cases
+def test_lva(cases: range) -> None:
     def options(seed: int) -> dict[str, int]:
         return {"period": 2 + seed % 3, "radius": seed % 3, "first": seed % 2, "step": seed % 7}
 
@@ -114,13 +116,13 @@ def test_lva() -> None:
         cells = frames.repeat_interleave(H * W, 0).repeat_interleave(H * W, 1)
         return blocks_of(with_text(cells, prefix, suffix))
 
-    check_each(preset, reading)
+    check_each(preset, reading, cases)
 
 
-def check_each(preset: object, reading: object) -> None:
+def check_each(preset: object, reading: object, numbers: range) -> None:
     """`check` for functions that take the seed of a case as well."""
-    cases = [on_grid(i) for i in range(CASES)]
-    seeds = {id(case): seed for seed, case in enumerate(cases)}
+    cases = [on_grid(i) for i in numbers]
+    seeds = {id(case): seed for seed, case in zip(numbers, cases, strict=True)}
     check(
         lambda case: preset(case, seeds[id(case)]),  # type: ignore[operator]
         lambda case: reading(case, seeds[id(case)]),  # type: ignore[operator]
@@ -128,11 +130,12 @@ def check_each(preset: object, reading: object) -> None:
     )
 
 
-def test_nabla() -> None:
+@some_cases
+def test_nabla(cases: range) -> None:
     """Whole tiles of 1 x 2 x 4 cells; the smallest weights go, until less than 1 - mass of them is gone."""
-    sizes = {i: (1 + i % 4, 2 * (1 + i % 3), 4 * (1 + i % 2)) for i in range(CASES)}
-    cases = [small(i, causal=False, N=math.prod(sizes[i])) for i in range(CASES)]
-    seeds = {id(case): i for i, case in enumerate(cases)}
+    sizes = {i: (1 + i % 4, 2 * (1 + i % 3), 4 * (1 + i % 2)) for i in cases}
+    drawn = [small(i, causal=False, N=math.prod(sizes[i])) for i in cases]
+    seeds = {id(case): i for i, case in zip(cases, drawn, strict=True)}
 
     def reading(case: Small) -> tuple[Tensor, Tensor, Tensor]:
         T, H, W = sizes[seeds[id(case)]]
@@ -150,7 +153,7 @@ def test_nabla() -> None:
     def preset(case: Small) -> bs.Pipeline[bs.GlobalPermutation, bs.BlockMass, bs.BlockMask]:
         return bs.nabla(0.6, sizes[seeds[id(case)]], tile=(1, 2, 4), block=8, executor=REFERENCE)
 
-    check(preset, reading, iter(cases))
+    check(preset, reading, iter(drawn))
 
 
 def clustered(x: Tensor, clusters: int, iterations: int, kind: int) -> Tensor:
@@ -168,8 +171,8 @@ def clustered(x: Tensor, clusters: int, iterations: int, kind: int) -> Tensor:
     return nearest().argsort(stable=True)
 
 
-@pytest.mark.slow
-def test_svg2() -> None:
+@some_cases
+def test_svg2(cases: range) -> None:
     """Clusters in order, cut into blocks of a fixed size."""
 
     def reading(case: Small) -> tuple[Tensor, Tensor, Tensor]:
@@ -187,7 +190,7 @@ def test_svg2() -> None:
     def preset(_: Small) -> bs.Pipeline[bs.GlobalPermutation, bs.BlockMass, bs.BlockMask]:
         return bs.svg2(0.6, q_clusters=3, k_clusters=5, iterations=2, block=8, executor=REFERENCE)
 
-    check(preset, reading, (small(i, causal=False, most=40) for i in range(CASES)))
+    check(preset, reading, (small(i, causal=False, most=40) for i in cases))
 
 
 def test_grids_are_asked_for() -> None:

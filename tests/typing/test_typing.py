@@ -36,6 +36,7 @@ def test_accepted() -> None:
     assert errors("accepted") == []
 
 
+@pytest.mark.slow
 def test_rejected() -> None:
     expected = {
         (path.name, number): line.split("# E: ")[1].strip()
