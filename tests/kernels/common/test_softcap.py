@@ -11,10 +11,12 @@ import triton
 import triton.language as tl
 
 from blocksparse.kernels.common.softcap_triton import capped
+from blocksparse.runtime.launches import remembered
 
 BLOCK = 1024
 
 
+@remembered
 @triton.jit  # type: ignore[untyped-decorator]
 def _kernel(x_ptr, out_ptr, cap, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -20,6 +20,7 @@ from blocksparse.executors import int8_operands
 from blocksparse.kernels.rounding.int8_tokens import int8_keys_reference, int8_queries_reference
 from blocksparse.kernels.rounding.int8_tokens_triton import int8_keys_triton, int8_queries_triton
 from blocksparse.kernels.rounding.quantize_triton import divided
+from blocksparse.runtime.launches import remembered
 from blocksparse.testing import make_qkv
 
 
@@ -221,6 +222,7 @@ def test_ties_at_every_size(size: float, device: str) -> None:
             assert_equal(int8_keys_triton(y, *call), int8_keys_reference(y, *call))
 
 
+@remembered
 @triton.jit  # type: ignore[untyped-decorator]
 def _divide(x_ptr, scale_ptr, out_ptr, ROWS: tl.constexpr, COLS: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.arange(0, ROWS)
@@ -258,7 +260,7 @@ def test_hardest_quotients(exponent: int, device: str) -> None:
     x = (x[:, None] * 2.0 ** (exponent - 23 + torch.arange(-2, 6))).float()  # quotients up to 64
     want = (x.double() / scale[:, None].double()).float()  # 53 bits suffice not to be rounded twice
     got = torch.empty_like(x, device=device)
-    _divide[(1,)](x.to(device), scale.to(device), got, rows, 8)
+    _divide[(1,)](x.to(device), scale.to(device), got, ROWS=rows, COLS=8)
     assert torch.equal(got.cpu(), want)
     assert torch.equal(want, x / scale[:, None])
 
