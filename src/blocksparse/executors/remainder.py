@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import gcd
 from typing import final
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
@@ -94,8 +94,10 @@ class RemainderExecutor(Executor[GlobalPermutation, BlockMask]):
 
 
 def _tiles(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> TritonTiles | None:
-    """How the kernel is launched; None for plain torch. Larger tiles were slower (docs/evidence/remainder.md)."""
+    """How the kernel is launched; None for plain torch. On Hopper as measured (docs/evidence/video.md)."""
     if not q.is_cuda or portable_reasons(q, k, v, mask, None):
         return None
-    head_dim = max(q.shape[3], v.shape[3])
-    return portable(gcd(mask.grid.q_block, 64), 64, head_dim, q.element_size(), hardware_of(q))
+    head_dim, hardware = max(q.shape[3], v.shape[3]), hardware_of(q)
+    tiles = portable(gcd(mask.grid.q_block, 64), 64, head_dim, q.element_size(), hardware)
+    deeper = hardware.is_hopper and head_dim * q.element_size() <= 256
+    return evolve(tiles, num_stages=3) if deeper else tiles
