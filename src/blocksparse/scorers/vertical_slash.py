@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import final
 
-import torch
 from attrs import converters, field, frozen
 from einops import rearrange
 from torch import Tensor
@@ -17,10 +17,11 @@ from blocksparse.geometry import Grid
 from blocksparse.kernels.multiplying.block_products import block_products
 from blocksparse.kernels.multiplying.products import products
 from blocksparse.kernels.scoring.block_divergence import block_divergence
-from blocksparse.kernels.scoring.block_mean import block_mean
+from blocksparse.kernels.scoring.block_mean import block_mean, block_means
 from blocksparse.kernels.scoring.block_softmax import block_softmax
 from blocksparse.kernels.scoring.probe_lines import probe_lines
-from blocksparse.kernels.selecting.any_between import any_between
+from blocksparse.kernels.scoring.run_sums import run_sums
+from blocksparse.kernels.selecting.line_blocks import Lines, crossed, running_count
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.scorers.key_history import KeyHistory
@@ -41,10 +42,20 @@ class VerticalSlashScores(BlockMass):
     vertical: Tensor = field(kw_only=True)  # [B, Hq, N] fp32
     slash: Tensor = field(kw_only=True)  # [B, Hq, L] fp32
     divergence: Tensor = field(kw_only=True)  # [B, Hq] fp32, of pooled from true block weights, 0 to sqrt(ln 2)
+    _sums: dict[str, Tensor] = field(init=False, repr=False, factory=dict)  # rules ask for the same
 
     def mass_of_columns(self) -> Tensor:
         """The sum of `vertical` over each block of keys, `[B, Hq, cols]`."""
-        return _by_block(self.vertical, self.grid).sum(-1)
+        return self._once("columns", lambda: _mass_of_columns(self.vertical, self.grid))
+
+    def mass_of_bands(self) -> Tensor:
+        """The sum of `slash` over runs of as many distances as a block has keys, `[B, Hq, ceil(L / k_block)]`."""
+        return self._once("bands", lambda: run_sums(self.slash, self.grid.k_block))
+
+    def _once(self, name: str, of: Callable[[], Tensor]) -> Tensor:
+        if name not in self._sums:
+            self._sums[name] = of()
+        return self._sums[name]
 
     def columns_holding(self, keys: Tensor) -> Tensor:
         """The columns of blocks that hold one of the chosen `keys` `[B, Hq, N]` bool: `[B, Hq, 1, cols]`."""
@@ -53,19 +64,10 @@ class VerticalSlashScores(BlockMass):
     def blocks_at(self, distances: Tensor) -> Tensor:
         """The blocks that may hold a pair at a chosen distance, `[B, Hq, rows, cols]`.
 
-        The distances in a block lie between its first query minus its last key and its last query minus its first
-        key, so every chosen pair is in one of these blocks. A band of distances as wide as a block crosses two
-        diagonals of blocks.
-
         Args:
             distances: `[B, Hq, L]` bool, the chosen distances.
         """
-        grid = self.grid
-        low, high = grid.q_first - grid.k_last, grid.q_last - grid.k_first
-        if not grid.causal:
-            low, high = torch.maximum(low, -high), torch.maximum(high, -low)
-        blocks: Tensor = any_between(distances, low, high)
-        return blocks
+        return crossed(Lines(running_count(distances), 1), self.grid)
 
 
 @final
@@ -104,40 +106,45 @@ class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
         history: KeyHistory | None = None,
     ) -> VerticalSlashScores:
         grid = Grid.of(q, k, permutation, spec, q_block=self.block, k_block=self.block)
-        if history is None:
-            keys = block_mean(k, self.block, index=permutation.key_slots)  # [B, H, cols, D]
+        slots = {"q_index": permutation.q_index, "k_index": permutation.key_slots}
+        if history is None and self.pooled:  # [B, Hq, rows, D], [B, H, cols, D]
+            queries, keys = block_means(q, k, self.block, self.block, lead=grid.q_lead, **slots)
+        elif history is None:
+            keys = block_mean(k, self.block, index=permutation.key_slots)
         else:  # means are remembered; the probe looks at every key anew
             keys = history.blocks("mean", k, permutation, self.block, partial(block_mean, block=self.block))
+            queries = block_mean(q, self.block, lead=grid.q_lead, index=permutation.q_index)
         if self.pooled:
-            queries = block_mean(permutation.gather_queries(q), self.block, lead=grid.q_lead)
             values, _ = block_softmax(block_products(queries, keys, grid), grid, scale=spec.scale)
         else:
-            values = keys.new_zeros(()).expand(*q.shape[:2], grid.rows, grid.cols)
+            values = keys.new_empty(()).zero_().expand(*q.shape[:2], grid.rows, grid.cols)
 
         probe = q[:, :, -min(self.probe or self.block, q.shape[2]) :]
         vertical, slash = probe_lines(probe, k, q.shape[2], grid.causal, spec.scale, grid.window)
-        mean = probe.mean(2, keepdim=True, dtype=keys.dtype)
-        logits = products(mean, keys) * spec.scale
+        logits, scale = products(block_mean(probe, probe.shape[2]), keys), spec.scale
         # Without a window no mask is needed, because the last query reaches every block.
         if grid.window is not None:
             seen = grid.k_last > grid.k_len - probe.shape[2] - grid.window  # by some query of the probe
-            logits = logits.masked_fill(~seen, float("-inf"))
-        true = _by_block(vertical, grid).sum(-1)
-        return VerticalSlashScores(
-            values, grid, vertical=vertical, slash=slash, divergence=block_divergence(logits.squeeze(2), true)
-        )
+            logits, scale = (logits * scale).masked_fill(~seen, float("-inf")), 1.0
+        divergence = block_divergence(logits.squeeze(2), _mass_of_columns(vertical, grid), scale)
+        return VerticalSlashScores(values, grid, vertical=vertical, slash=slash, divergence=divergence)
 
     @property
     def keeps_history(self) -> bool:
         return True
 
 
+def _mass_of_columns(vertical: Tensor, grid: Grid) -> Tensor:
+    """The sums of `vertical` `[B, Hq, N]` over blocks of keys, `[B, Hq, cols]`."""
+    in_order = grid.permutation.k_index is None
+    return run_sums(vertical, grid.k_block) if in_order else _by_block(vertical, grid).sum(-1)
+
+
 def _by_block(per_key: Tensor, grid: Grid) -> Tensor:
     """Values per key, `[B, Hq, N]`, put into the slots of blocks, `[B, Hq, cols, k_block]`; 0 in empty slots."""
     if grid.permutation.k_index is None:
-        return pad(per_key, (0, grid.cols * grid.k_block - per_key.shape[-1])).view(
-            *per_key.shape[:-1], grid.cols, grid.k_block
-        )
+        empty = grid.cols * grid.k_block - per_key.shape[-1]
+        return (pad(per_key, (0, empty)) if empty else per_key).unflatten(-1, (grid.cols, grid.k_block))
     position = grid.k_position[:, :, 0]  # [B|1, H|1, slots]
     H, Hq = position.shape[1], grid.q_heads
     position = position if H in (1, Hq) else position.repeat_interleave(Hq // H, dim=1)

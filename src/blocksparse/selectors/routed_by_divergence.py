@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import final
 
-import torch
 from attrs import field, frozen
 
 from blocksparse.checks.class_line import Declared, check_takes, declared
 from blocksparse.checks.per_head import PerHead, at_least_0, over_blocks, per_head, written
 from blocksparse.checks.validators import a
+from blocksparse.kernels.selecting.routed import routed
 from blocksparse.scorers.vertical_slash import VerticalSlashScores
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.selector import Selector
@@ -49,8 +49,8 @@ class RoutedByDivergence(Selector[VerticalSlashScores, BlockMask]):
                     f"{tuple(scores.values.shape)}: {tuple(keep.shape)}; put 'Refined' and 'SharedByGroup' "
                     "around it"
                 )
-        near = scores.divergence[..., None, None] < over_blocks(self.tau, scores.values)
-        return BlockMask(torch.where(near, similar, otherwise), scores.grid)
+        tau = over_blocks(self.tau, scores.values)
+        return BlockMask(routed(scores.divergence, tau, similar, otherwise), scores.grid)
 
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
         return all(rule.keeps_everything(M, N, causal=causal) for rule in (self.similar, self.otherwise))

@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import final
 
 from attrs import converters, field, frozen
-from einops import rearrange
 from torch import Tensor
-from torch.nn.functional import pad
 
 from blocksparse.checks.per_head import PerHead, least, over_blocks, per_head, probability
 from blocksparse.checks.validators import count, flag, optional, size, whole
 from blocksparse.kernels.common.sizes import FAR, cdiv
 from blocksparse.kernels.positions.places import Places
 from blocksparse.kernels.positions.within_reach import within_reach
+from blocksparse.kernels.scoring.run_sums import run_sums
 from blocksparse.kernels.selecting.heaviest_lines import fewest
+from blocksparse.kernels.selecting.line_blocks import Lines, line_blocks
 from blocksparse.kernels.selecting.running_share import running_share
 from blocksparse.scorers.vertical_slash import VerticalSlashScores
 from blocksparse.selectors.block_mask import BlockMask
@@ -57,31 +57,34 @@ class VerticalSlashCdf(Selector[VerticalSlashScores, BlockMask]):
             raise ValueError(f"'max_budget' must be at least 'min_budget' ({self.min_budget}): {most}")
 
     def __call__(self, scores: VerticalSlashScores) -> BlockMask:
-        grid = scores.grid
-        mass = over_blocks(self.mass, scores.values).float()
-        chosen = self._as_released(scores, mass[..., 0]) if self.released else self._covering(scores, mass[..., 0])
-        return BlockMask(within_reach(chosen | (mass >= 1), grid, places=Places(first=1), diagonal=True), grid)
+        mass = over_blocks(self.mass, scores.values)[..., 0]
+        keep = self._as_released(scores, mass.float()) if self.released else self._covering(scores, mass)
+        return BlockMask(keep, scores.grid)
+
+    def added_to(self, first: Selector[VerticalSlashScores, BlockMask], scores: VerticalSlashScores) -> BlockMask:
+        mask = first(scores)
+        if self.released or mask.keep.shape[1] != scores.grid.q_heads:
+            return mask | self(scores)
+        mass = over_blocks(self.mass, scores.values)[..., 0]
+        return BlockMask(self._covering(scores, mass, mask.keep), scores.grid)
 
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
         return least(self.mass) >= 1 or self.min_budget >= N
 
-    def _covering(self, scores: VerticalSlashScores, mass: Tensor) -> Tensor:
+    def _covering(self, scores: VerticalSlashScores, mass: Tensor, also: Tensor | None = None) -> Tensor:
         block = scores.grid.k_block
-        columns = self._fewest(scores.mass_of_columns(), mass, block).unsqueeze(2)
-        bands = self._fewest(_in_runs(scores.slash, block), mass, block)
-        distances = bands.repeat_interleave(block, dim=-1)[..., : scores.slash.shape[-1]]
-        return columns | scores.blocks_at(distances)
-
-    def _fewest(self, lines: Tensor, mass: Tensor, block: int) -> Tensor:
-        """Which of `lines` `[B, Hq, n]` are kept: the heaviest until they hold `mass`, within the budgets."""
-        return fewest(lines, mass, *self._blocks(block))
+        columns, bands = (
+            fewest(lines, mass, *self._blocks(block), counted=True)
+            for lines in (scores.mass_of_columns(), scores.mass_of_bands())
+        )
+        return line_blocks(Lines(columns, 1), Lines(bands, block), scores.grid, whole=mass, first=1, also=also)
 
     def _as_released(self, scores: VerticalSlashScores, mass: Tensor) -> Tensor:
         grid, block = scores.grid, scores.grid.k_block
-        columns = scores.mass_of_columns()
+        columns = scores.mass_of_columns().clone()
         columns[..., 0] = float("inf")
         # The released code bins distances from the far end, so a short bin holds the nearest distances.
-        diagonals = _in_runs(scores.slash.flip(-1), block).flip(-1)
+        diagonals = run_sums(scores.slash.flip(-1), block).flip(-1)
         diagonals[..., 0] = float("inf")
         kept = []
         for lines, tokens in ((columns, scores.vertical), (diagonals, scores.slash.flip(-1))):
@@ -92,14 +95,10 @@ class VerticalSlashCdf(Selector[VerticalSlashScores, BlockMask]):
         i, j = block_indices(grid)
         lag = (i - j).abs()  # [rows, cols]
         on_diagonal = kept[1].gather(-1, lag.flatten().expand(*columns.shape[:2], -1))
-        return kept[0].unsqueeze(2) | on_diagonal.view(*columns.shape[:2], *lag.shape)
+        keep = kept[0].unsqueeze(2) | on_diagonal.view(*columns.shape[:2], *lag.shape)
+        return within_reach(keep | (mass >= 1).unsqueeze(-1), grid, first=1, diagonal=True)
 
     def _blocks(self, block: int) -> tuple[int, int | None]:
         """`min_budget` and `max_budget` in blocks, rounded up; None for no limit."""
         least, most = (None if x is None else cdiv(min(x, FAR), block) for x in (self.min_budget, self.max_budget))
         return least or 0, most
-
-
-def _in_runs(x: Tensor, run: int) -> Tensor:
-    """The sums over runs of `run` entries along the last axis; the last run may be shorter."""
-    return rearrange(pad(x, (0, -x.shape[-1] % run)), "B H (runs each) -> B H runs each", each=run).sum(-1)

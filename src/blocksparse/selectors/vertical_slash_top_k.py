@@ -10,9 +10,9 @@ from torch import Tensor
 
 from blocksparse.checks.per_head import PerHead, budget, least, over_blocks, per_head
 from blocksparse.checks.validators import count, flag, whole
-from blocksparse.kernels.common.sizes import FAR
 from blocksparse.kernels.positions.within_reach import within_reach
 from blocksparse.kernels.selecting.heaviest_lines import heaviest
+from blocksparse.kernels.selecting.line_blocks import Lines, line_blocks, running_count
 from blocksparse.scorers.vertical_slash import VerticalSlashScores
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.counter_hash import block_indices
@@ -48,28 +48,39 @@ class VerticalSlashTopK(Selector[VerticalSlashScores, BlockMask]):
     released: bool = field(default=False, kw_only=True, validator=flag)
 
     def __call__(self, scores: VerticalSlashScores) -> BlockMask:
-        grid, distances = scores.grid, self.distances(scores)
-        keep = scores.columns_holding(self.keys(scores)) | scores.blocks_at(distances)
+        grid = scores.grid
+        if grid.permutation.k_index is None:
+            columns = Lines(self._keys(scores, counted=True), grid.k_block)
+        else:
+            columns = Lines(running_count(scores.columns_holding(self.keys(scores)).squeeze(2)), 1)
+        keep = line_blocks(columns, Lines(self._distances(scores, counted=True), 1), grid)
         if self.released:
-            keep = keep | _tiles(scores, distances)
-        return BlockMask(within_reach(keep, grid, diagonal=True), grid)
+            keep = within_reach(keep | _tiles(scores, self.distances(scores)), grid)
+        return BlockMask(keep, grid)
 
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
         return least(self.slash) >= (N if causal else max(M, N))  # all distances
 
     def keys(self, scores: VerticalSlashScores) -> Tensor:
         """The chosen columns, `[B, Hq, N]` bool."""
-        position = torch.arange(scores.vertical.shape[-1], device=scores.vertical.device)
-        spared = torch.zeros_like(position, dtype=torch.bool)
+        return self._keys(scores, counted=False)
+
+    def _keys(self, scores: VerticalSlashScores, *, counted: bool) -> Tensor:
+        """The chosen columns, or the running count of them."""
+        spared = None
         if scores.grid.causal and not self.released:
-            nearest = self._count(self.slash, _LEAST_SLASH, scores).clamp_max(min(self.recent, FAR))
-            spared = (position >= len(position) - nearest) & (position >= min(self.sink, FAR))
-        weight = scores.vertical.masked_fill(spared, -1.0)
-        return heaviest(weight, self._count(self.vertical, _LEAST_VERTICAL, scores), first=self.sink) & ~spared
+            spared = self._count(self.slash, _LEAST_SLASH, scores), self.recent
+        count = self._count(self.vertical, _LEAST_VERTICAL, scores)
+        return heaviest(scores.vertical, count, first=self.sink, spared=spared, counted=counted)
 
     def distances(self, scores: VerticalSlashScores) -> Tensor:
         """The chosen distances, `[B, Hq, L]` bool."""
-        return heaviest(scores.slash, self._count(self.slash, _LEAST_SLASH, scores), first=self.recent)
+        return self._distances(scores, counted=False)
+
+    def _distances(self, scores: VerticalSlashScores, *, counted: bool) -> Tensor:
+        """The chosen distances, or the running count of them."""
+        count = self._count(self.slash, _LEAST_SLASH, scores)
+        return heaviest(scores.slash, count, first=self.recent, counted=counted)
 
     def _count(self, budget: PerHead, least: int, scores: VerticalSlashScores) -> Tensor:
         count = over_blocks(budget, scores.values)[..., 0]  # [1, Hq|1, 1]

@@ -15,10 +15,12 @@ from triton.compiler import ASTSource
 
 from blocksparse.kernels.multiplying import block_products_triton
 from blocksparse.kernels.positions import block_lists_triton, within_reach_triton
-from blocksparse.kernels.scoring import block_divergence_triton, block_softmax_triton
+from blocksparse.kernels.scoring import block_divergence_triton, block_softmax_triton, run_sums_triton
 from blocksparse.kernels.selecting import (
     global_top_cdf_triton,
     heaviest_lines_triton,
+    line_blocks_triton,
+    routed_triton,
     top_cdf_triton,
     top_k_triton,
     visiting_order_triton,
@@ -45,10 +47,30 @@ TYPES: dict[str, Any] = {
     "position_strides": (("i32",) * 5,) * 4,
     **{
         f"{name}_strides": ("i32", "i32", "i32", "constexpr", "i32")
-        for name in ("values", "forced", "keep", "k_whole", "own", "seen", "q_last", "k_first", "rank")
+        for name in ("values", "forced", "also", "keep", "k_whole", "own", "seen", "q_last", "k_first", "rank")
     },
     **dict.fromkeys(
-        ("rows", "cols", "k", "D", "n", "group", "least", "most", "count_stride", "mass_stride", "share_stride"),
+        (
+            "rows",
+            "cols",
+            "k",
+            "D",
+            "n",
+            "group",
+            "least",
+            "most",
+            "count_stride",
+            "mass_stride",
+            "share_stride",
+            "last_stride",
+            "whole_stride",
+            "run",
+            "runs",
+            "keys",
+            "key_run",
+            "distances",
+            "bound_stride",
+        ),
         "i32",
     ),
     **dict.fromkeys(("skipped", "near", "first", "eta", "first_row", "from_query", "segment"), "i32"),
@@ -125,8 +147,11 @@ def main() -> int:
                 ("prefix softmax", block_softmax_triton._kernel, {"rows": 1, "cols": min(wide, 8192), "warps": 4, "WHOLE": wide <= 8192, "SEGMENT": None, "positions": None, "position_strides": None, "own_ptr": None, "own_strides": None}),
                 ("refined", within_reach_triton._kernel, {"rows": 16, "cols": 256, "warps": 4, "N": 4, "DIAGONAL": False}),
                 ("divergence", block_divergence_triton._kernel, {"rows": 1, "cols": max(wide, 16), "warps": warps, "pointers": {"logits_ptr": "*fp32", "true_ptr": "*fp32", "out_ptr": "*fp32"}}),
-                ("fewest lines", heaviest_lines_triton._fewest, {**search, "pointers": {"lines_ptr": "*fp32", "mass_ptr": "*fp32", "taken_ptr": "*i1"}}),
-                ("heaviest lines", heaviest_lines_triton._heaviest, {**search, "pointers": {"weight_ptr": "*fp32", "count_ptr": "*fp64", "taken_ptr": "*i1"}}),
+                ("fewest lines", heaviest_lines_triton._fewest, {**search, "COUNTED": True, "pointers": {"lines_ptr": "*fp32", "taken_ptr": "*i32"}}),
+                ("heaviest lines", heaviest_lines_triton._heaviest, {**search, "COUNTED": False, "pointers": {"weight_ptr": "*fp32", "count_ptr": "*fp64", "last_ptr": "*fp64", "taken_ptr": "*i1"}}),
+                ("line blocks", line_blocks_triton._kernel, {"rows": 8, "cols": 256, "warps": 4, "pointers": {"keys_ptr": "*i32", "distances_ptr": "*i32", "whole_ptr": "*fp64", "also_ptr": "*i1"}}),
+                ("routed", routed_triton._kernel, {"rows": 1, "cols": 256, "warps": 4, "TILE": 4096, "pointers": {"number_ptr": "*fp32", "bound_ptr": "*fp64", "below_ptr": "*i1", "otherwise_ptr": "*i1"}}),
+                ("run sums", run_sums_triton._kernel, {"rows": 1, "cols": 256, "warps": 4, "RUNS": 16, "WIDE": 128, "pointers": {"x_ptr": "*fp32", "out_ptr": "*fp32"}}),
                 ("visiting order", visiting_order_triton._kernel, {"rows": 1, "cols": 256, "warps": 4, "CHUNK": 16}),
                 ("places", within_reach_triton._kernel, {"rows": 16, "cols": 256, "warps": 4, "N": 1, "DIAGONAL": True, "keep_ptr": None, "keep_strides": None}),
                 *((f"global_top_cdf{part.jit.__name__}", part, {"rows": 16, "cols": 256, "warps": 4, "TILE": 4096, "PROGRAMS": 16, "CROSSING": True}) for part in PARTS),

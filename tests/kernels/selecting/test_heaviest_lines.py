@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from blocksparse.kernels.selecting.heaviest_lines import fewest_reference, heaviest_reference
+from blocksparse.kernels.selecting.line_blocks import running_count
 
 pytest.importorskip("triton")
 from blocksparse.kernels.selecting.heaviest_lines_triton import fewest_triton, heaviest_triton
@@ -36,6 +37,8 @@ def test_fewest(kind: str, device: str) -> None:
             share = torch.tensor(mass, device=device).view(1, -1, 1)
             want = fewest_reference(lines, share, least, most)
             assert torch.equal(fewest_triton(lines, share, least, most), want), (n, mass, least, most)
+            counted = fewest_triton(lines, share.double(), least, most, counted=True)
+            assert torch.equal(counted, running_count(want)), (n, mass, least, most)
 
 
 @pytest.mark.parametrize("kind", ["plain", "ties", "none", "bad"])
@@ -46,3 +49,9 @@ def test_heaviest(kind: str, device: str) -> None:
             count = torch.tensor(counts, dtype=torch.float64, device=device).view(1, -1, 1)
             want = heaviest_reference(weight, count, first)
             assert torch.equal(heaviest_triton(weight, count, first), want), (n, counts, first)
+            spared = torch.tensor([5.0], dtype=torch.float64, device=device).view(1, 1, 1), n // 3
+            want = heaviest_reference(weight, count, first, spared)
+            assert not want[..., max(first, n - min(5, n // 3)) :].any()
+            assert torch.equal(heaviest_triton(weight, count, first, spared), want), (n, counts, first)
+            counted = heaviest_triton(weight, count, first, spared, counted=True)
+            assert torch.equal(counted, running_count(want)), (n, counts, first)

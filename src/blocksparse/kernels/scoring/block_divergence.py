@@ -1,6 +1,6 @@
 """How far pooled weights of blocks are from true ones: the square root of the Jensen-Shannon divergence (FlexPrefill).
 
-    p = softmax(logits),  m = (p + q) / 2,  out = sqrt((sum p ln(p / m) + sum q ln(q / m)) / 2)
+    p = softmax(scale logits),  m = (p + q) / 2,  out = sqrt((sum p ln(p / m) + sum q ln(q / m)) / 2)
 
 Weights of 0 add nothing. On GPUs one launch does it; CPU tensors and float64 take the plain torch below.
 """
@@ -13,18 +13,18 @@ from torch import Tensor
 LONGEST = 32768
 
 
-def block_divergence(logits: Tensor, true: Tensor) -> Tensor:
+def block_divergence(logits: Tensor, true: Tensor, scale: float = 1.0) -> Tensor:
     """`[B, H]`, from 0 to sqrt(ln 2), for `logits` and weights `true` `[B, H, cols]`."""
     if logits.is_cuda and logits.dtype == true.dtype == torch.float32 and logits.shape[-1] <= LONGEST:
         from blocksparse.kernels.scoring.block_divergence_triton import block_divergence_triton
 
-        return block_divergence_triton(logits, true)
-    return block_divergence_reference(logits, true)
+        return block_divergence_triton(logits, true, scale)
+    return block_divergence_reference(logits, true, scale)
 
 
-def block_divergence_reference(logits: Tensor, true: Tensor) -> Tensor:
+def block_divergence_reference(logits: Tensor, true: Tensor, scale: float = 1.0) -> Tensor:
     """The same in plain torch."""
-    pooled = logits.softmax(-1)
+    pooled = (logits * scale).softmax(-1)
     mean = (pooled + true) / 2
     parts = (torch.xlogy(x, x) - torch.xlogy(x, mean) for x in (pooled, true))
     return (sum(parts, torch.zeros_like(pooled)).sum(-1) / 2).clamp_min(0.0).sqrt()

@@ -12,13 +12,13 @@ from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 
 
-def block_divergence_triton(logits: Tensor, true: Tensor) -> Tensor:
+def block_divergence_triton(logits: Tensor, true: Tensor, scale: float = 1.0) -> Tensor:
     """Launch the kernel; arguments as of `block_divergence`."""
     (B, H, cols), logits, true = logits.shape, logits.contiguous(), true.contiguous()
     out = torch.empty((B, H), dtype=torch.float32, device=logits.device)
     wide = max(power_of_2(cols), 16)
     with device_of(logits):
-        _kernel[(B * H,)](logits, true, out, cols, COLS=wide, num_warps=8 if wide > 2048 else 4)
+        _kernel[(B * H,)](logits, true, out, scale, cols, COLS=wide, num_warps=8 if wide > 2048 else 4)
     return out
 
 
@@ -30,11 +30,12 @@ def _apart(x, mean):
 
 
 @remembered
-@triton.jit(do_not_specialize=["cols"])
-def _kernel(logits_ptr, true_ptr, out_ptr, cols, COLS: tl.constexpr):
+@triton.jit(do_not_specialize=["scale", "cols"])
+def _kernel(logits_ptr, true_ptr, out_ptr, scale, cols, COLS: tl.constexpr):
     head = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, COLS)
-    logits = tl.load(logits_ptr + head * cols + col, mask=col < cols, other=float("-inf"))
+    logits = tl.load(logits_ptr + head * cols + col, mask=col < cols, other=0.0) * scale
+    logits = tl.where(col < cols, logits, float("-inf"))
     weight = tl.exp(logits - tl.max(logits, 0))
     pooled = weight / tl.sum(weight, 0)
     true = tl.load(true_ptr + head * cols + col, mask=col < cols, other=0.0)

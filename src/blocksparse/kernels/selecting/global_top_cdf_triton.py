@@ -47,7 +47,7 @@ def global_top_cdf_triton(
     tiling = {"CAUSAL": grid.causal, "WINDOW": grid.window, **tile, "num_warps": 4}
 
     ticks = torch.empty((B, H, n), dtype=torch.int32, device=device)
-    zeros = torch.zeros((3 + 8 * _PASSES, B, H), dtype=torch.int64, device=device)  # one fill for all
+    zeros = torch.empty((3 + 8 * _PASSES, B, H), dtype=torch.int64, device=device).zero_()  # one fill for all
     total, above, heaviest = zeros[0], zeros[1], zeros[2].view(torch.int32)  # `heaviest` has room to spare
     sums = zeros[3:].view(_PASSES, B, H, 8)
     lightest = torch.empty((B, H), dtype=torch.int32, device=device)

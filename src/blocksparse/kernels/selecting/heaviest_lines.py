@@ -1,7 +1,9 @@
 """The heaviest lines (columns, bands or distances) of each head: as many as hold a share of the mass, or a number.
 
     fewest    the heaviest lines until they hold `mass`, but at least `least` and at most `most` of them
-    heaviest  the `count` heaviest lines; the first `first` come before all others
+    heaviest  the `count` heaviest lines; the first `first` come before all others, and those that are spared are left out
+
+Either gives which lines are taken, or the running count of them (`line_blocks.py`).
 
 Ties go to the line that stands first. Shares are of ticks (`running_share.py`), so that they do not depend on the order of
 summation. On GPUs one launch searches each head's lines for the lightest that is taken; rows of over `LONGEST` lines, CPU
@@ -14,50 +16,68 @@ import torch
 from torch import Tensor
 
 from blocksparse.kernels.common.sizes import FAR
+from blocksparse.kernels.selecting.line_blocks import running_count
 from blocksparse.kernels.selecting.running_share import running_share
 
 LONGEST = 32768
 
 
-def fewest(lines: Tensor, mass: Tensor, least: int, most: int | None) -> Tensor:
+def fewest(lines: Tensor, mass: Tensor, least: int, most: int | None, *, counted: bool = False) -> Tensor:
     """Which of `lines` `[B, H, n]`, non-negative weights, are taken: `[B, H, n]` bool.
 
     Args:
-        mass: `[1, H|1, 1]` fp32, in [0, 1].
+        mass: `[1, H|1, 1]`, in [0, 1]; it is rounded to fp32, as shares are.
+        counted: give the running count instead, `[B, H, n + 1]` int32.
     """
     if lines.is_cuda and lines.dtype == torch.float32 and lines.shape[-1] <= LONGEST:
         from blocksparse.kernels.selecting.heaviest_lines_triton import fewest_triton
 
-        return fewest_triton(lines, mass, least, most)
-    return fewest_reference(lines, mass, least, most)
+        return fewest_triton(lines, mass, least, most, counted=counted)
+    taken = fewest_reference(lines, mass, least, most)
+    return running_count(taken) if counted else taken
 
 
 def fewest_reference(lines: Tensor, mass: Tensor, least: int, most: int | None) -> Tensor:
     """The same in plain torch."""
     share = running_share(lines)
     rank = torch.arange(lines.shape[-1], device=lines.device)
-    taken = (share.before < mass) | (rank < least)
+    taken = (share.before < mass.float()) | (rank < least)
     if most is not None:
         taken = taken & (rank < most)
     return share.put_back(taken)
 
 
-def heaviest(weight: Tensor, count: Tensor, *, first: int) -> Tensor:
+def heaviest(
+    weight: Tensor, count: Tensor, *, first: int, spared: tuple[Tensor, int] | None = None, counted: bool = False
+) -> Tensor:
     """Which of the lines of `weight` `[B, H, n]` are taken, `[B, H, n]` bool; NaN counts as 0.
 
     Args:
         count: `[1, H|1, 1]` float64.
+        spared: `(last, most)`: the last `last` lines `[1, H|1, 1]` float64 are not taken, nor counted, but at most `most`
+            of them, and none of the first `first`.
+        counted: give the running count instead, `[B, H, n + 1]` int32.
     """
+    first, spared = min(first, FAR), None if spared is None else (spared[0], min(spared[1], FAR))
     if weight.is_cuda and weight.dtype == torch.float32 and weight.shape[-1] <= LONGEST:
         from blocksparse.kernels.selecting.heaviest_lines_triton import heaviest_triton
 
-        return heaviest_triton(weight, count, min(first, FAR))
-    return heaviest_reference(weight, count, min(first, FAR))
+        return heaviest_triton(weight, count, first, spared, counted=counted)
+    taken = heaviest_reference(weight, count, first, spared)
+    return running_count(taken) if counted else taken
 
 
-def heaviest_reference(weight: Tensor, count: Tensor, first: int) -> Tensor:
+def heaviest_reference(
+    weight: Tensor, count: Tensor, first: int, spared: tuple[Tensor, int] | None = None
+) -> Tensor:
     """The same in plain torch."""
     each = torch.arange(weight.shape[-1], device=weight.device)
-    weight = weight.nan_to_num(nan=0.0).masked_fill(each < first, float("inf"))
+    weight = weight.nan_to_num(nan=0.0)
+    left_out = torch.zeros_like(each, dtype=torch.bool)
+    if spared is not None:
+        left_out = (each >= len(each) - spared[0].clamp_max(spared[1])) & (each >= first)
+        weight = weight.masked_fill(left_out, -1.0)
+    weight = weight.masked_fill(each < first, float("inf"))
     order = weight.argsort(dim=-1, descending=True, stable=True)
-    return torch.empty_like(order, dtype=torch.bool).scatter_(-1, order, (each < count).expand(order.shape))
+    taken = torch.empty_like(order, dtype=torch.bool).scatter_(-1, order, (each < count).expand(order.shape))
+    return taken & ~left_out

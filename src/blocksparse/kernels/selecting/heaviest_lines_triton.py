@@ -19,29 +19,53 @@ _NO_LINE = tl.constexpr(-(2**31))
 _MOST_TICKS = tl.constexpr(0x4E800000)  # the bits of 2^30 in fp32
 
 
-def fewest_triton(lines: Tensor, mass: Tensor, least: int, most: int | None) -> Tensor:
+def fewest_triton(lines: Tensor, mass: Tensor, least: int, most: int | None, *, counted: bool = False) -> Tensor:
     """Launch the kernel; arguments as of `fewest`."""
     (B, H, n), lines = lines.shape, lines.contiguous()
-    taken = torch.empty(lines.shape, dtype=torch.bool, device=lines.device)
+    taken = _empty(lines, counted)
     _, wide, num_warps = tile_of_rows(n)
     with device_of(lines):
         _fewest[(H, B)](
             lines, mass, taken, head_strides(mass)[1], n, min(least, n), n if most is None else min(most, n),
-            COLS=wide, num_warps=num_warps,
+            COUNTED=counted, COLS=wide, num_warps=num_warps,
         )  # fmt: skip
     return taken
 
 
-def heaviest_triton(weight: Tensor, count: Tensor, first: int) -> Tensor:
+def heaviest_triton(
+    weight: Tensor, count: Tensor, first: int, spared: tuple[Tensor, int] | None = None, *, counted: bool = False
+) -> Tensor:
     """Launch the kernel; arguments as of `heaviest`."""
     (B, H, n), weight = weight.shape, weight.contiguous()
-    taken = torch.empty(weight.shape, dtype=torch.bool, device=weight.device)
+    taken = _empty(weight, counted)
+    last, most = (None, None) if spared is None else spared
     _, wide, num_warps = tile_of_rows(n)
     with device_of(weight):
         _heaviest[(H, B)](
-            weight, count, taken, head_strides(count)[1], n, min(first, n), COLS=wide, num_warps=num_warps
-        )
+            weight, count, last, taken, head_strides(count)[1], None if last is None else head_strides(last)[1],
+            n, min(first, n), most,
+            COUNTED=counted, COLS=wide, num_warps=num_warps,
+        )  # fmt: skip
     return taken
+
+
+def _empty(lines: Tensor, counted: bool) -> Tensor:
+    """Where the result goes: which of `lines` `[B, H, n]` are taken, or the running count."""
+    shape, dtype = (
+        (lines.shape, torch.bool) if not counted else ((*lines.shape[:2], lines.shape[2] + 1), torch.int32)
+    )
+    return torch.empty(shape, dtype=dtype, device=lines.device)
+
+
+@triton.jit
+def _store(taken_ptr, head, line, taken, n, COUNTED: tl.constexpr):
+    """Store which lines `[1, COLS]` of a head are taken, or how many before each and in all."""
+    if COUNTED:
+        at = taken_ptr + head * (n + 1)
+        tl.store(at + line + 1, tl.cumsum(taken.to(tl.int32), 1), mask=line < n)
+        tl.store(at + line, tl.zeros_like(line), mask=line == 0)
+    else:
+        tl.store(taken_ptr + head * n + line, taken, mask=line < n)
 
 
 @triton.jit
@@ -62,15 +86,17 @@ def _best(key, low, high, number, n, COLS: tl.constexpr):
 
 @remembered
 @triton.jit(do_not_specialize=["n", "least", "most"])
-def _fewest(lines_ptr, mass_ptr, taken_ptr, mass_stride, n, least, most, COLS: tl.constexpr):
+def _fewest(
+    lines_ptr, mass_ptr, taken_ptr, mass_stride, n, least, most, COUNTED: tl.constexpr, COLS: tl.constexpr
+):
     h = tl.program_id(0)
     line = tl.arange(0, COLS)[None, :]
-    at = (tl.program_id(1) * tl.num_programs(0) + h).to(tl.int64) * n + line
-    weights = weights_of(tl.load(lines_ptr + at, mask=line < n, other=0.0))
+    head = (tl.program_id(1) * tl.num_programs(0) + h).to(tl.int64)
+    weights = weights_of(tl.load(lines_ptr + head * n + line, mask=line < n, other=0.0))
     ticks = ticks_of(weights, tl.max(weights, 1, keep_dims=True))
     total = sum_of(ticks)
     ticks = tl.where(line < n, ticks, -1.0)
-    mass = tl.load(mass_ptr + h * mass_stride + tl.zeros([1, 1], tl.int32))
+    mass = tl.load(mass_ptr + h * mass_stride + tl.zeros([1, 1], tl.int32)).to(tl.float32)
     # A mass of 0 has no smaller neighbour, from which `limit_of` starts.
     target = tl.where(mass > 0.0, limit_of(total, tl.maximum(mass, 1.1754943508222875e-38), True), 0)
 
@@ -99,22 +125,30 @@ def _fewest(lines_ptr, mass_ptr, taken_ptr, mass_stride, n, least, most, COLS: t
     if any_of(wanted != number):
         low = tl.zeros_like(number) - 1  # the bits of no tick, and of -1.0, which lies outside, are far below
         taken = _best(key, low, low + _MOST_TICKS + 1, wanted.to(tl.float32), n, COLS)
-    tl.store(taken_ptr + at, taken, mask=line < n)
+    _store(taken_ptr, head, line, taken, n, COUNTED)
 
 
 @remembered
-@triton.jit(do_not_specialize=["n", "first"])
-def _heaviest(weight_ptr, count_ptr, taken_ptr, count_stride, n, first, COLS: tl.constexpr):
+@triton.jit(do_not_specialize=["n", "first", "most"])
+def _heaviest(
+    weight_ptr, count_ptr, last_ptr, taken_ptr, count_stride, last_stride, n, first, most,
+    COUNTED: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
     h = tl.program_id(0)
     line = tl.arange(0, COLS)[None, :]
-    at = (tl.program_id(1) * tl.num_programs(0) + h).to(tl.int64) * n + line
-    weight = tl.load(weight_ptr + at, mask=line < n, other=0.0)
+    head = (tl.program_id(1) * tl.num_programs(0) + h).to(tl.int64)
+    weight = tl.load(weight_ptr + head * n + line, mask=line < n, other=0.0)
     weight = tl.where(weight != weight, 0.0, weight)
     weight = tl.minimum(tl.maximum(weight, -3.4028234663852886e38), 3.4028234663852886e38)
+    spared = line < 0
+    if last_ptr is not None:
+        last = tl.minimum(tl.load(last_ptr + h * last_stride + tl.zeros([1, 1], tl.int32)), most.to(tl.float64))
+        spared = (line.to(tl.float64) >= n.to(tl.float64) - last) & (line >= first)
+        weight = tl.where(spared, -1.0, weight)
     weight = tl.where(line < first, float("inf"), weight)
     key = tl.where(line < n, sortable(weight), _NO_LINE)
     count = tl.load(count_ptr + h * count_stride + tl.zeros([1, 1], tl.int32))
     count = tl.ceil(tl.minimum(count, n.to(tl.float64)).to(tl.float32))
     high = tl.maximum(tl.max(key, 1, keep_dims=True), _NO_LINE + 1)
-    taken = _best(key, tl.zeros_like(high) + _NO_LINE, high, count, n, COLS)
-    tl.store(taken_ptr + at, taken, mask=line < n)
+    taken = _best(key, tl.zeros_like(high) + _NO_LINE, high, count, n, COLS) & ~spared
+    _store(taken_ptr, head, line, taken, n, COUNTED)

@@ -1,0 +1,42 @@
+"""The Triton kernel of `routed`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from blocksparse.kernels.common.sizes import cdiv
+from blocksparse.kernels.common.strides_triton import head_strides
+from blocksparse.runtime.device import device_of
+from blocksparse.runtime.launches import remembered
+
+_TILE = 4096  # blocks per program
+
+
+def routed_triton(number: Tensor, bound: Tensor, below: Tensor, otherwise: Tensor) -> Tensor:
+    """Launch the kernel; arguments as of `routed`."""
+    B, H, rows, cols = below.shape
+    out = torch.empty(below.shape, dtype=torch.bool, device=below.device)
+    with device_of(below):
+        _kernel[(cdiv(rows * cols, _TILE), H, B)](
+            number.contiguous(), bound, below.contiguous(), otherwise.contiguous(), out, head_strides(bound)[1],
+            rows * cols,
+            TILE=_TILE, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+@remembered
+@triton.jit(do_not_specialize=["bound_stride"])
+def _kernel(number_ptr, bound_ptr, below_ptr, otherwise_ptr, out_ptr, bound_stride, n, TILE: tl.constexpr):
+    h = tl.program_id(1)
+    head = (tl.program_id(2) * tl.num_programs(1) + h).to(tl.int64)
+    one = tl.zeros([TILE], tl.int32)
+    is_below = tl.load(number_ptr + head + one).to(tl.float64) < tl.load(bound_ptr + h * bound_stride + one)
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    there = at < n
+    first = tl.load(below_ptr + head * n + at, mask=there & is_below, other=0)
+    second = tl.load(otherwise_ptr + head * n + at, mask=there & ~is_below, other=0)
+    tl.store(out_ptr + head * n + at, (first != 0) | (second != 0), mask=there)
