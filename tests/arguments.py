@@ -210,6 +210,7 @@ TARGETS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (bs.AutoExecutor, {}, "dense_below=operations?"),
     (bs.FlexExecutor, {}, ""),
     (bs.CpuExecutor, {}, ""),
+    (bs.CudnnExecutor, {}, ""),
     (bs.AttentionSpec, {"scale": 0.1}, "scale=scale causal=flag window=size? softcap=softcap? sinks=sinks?"),
     (bs.FlashAttention4Executor, {}, ""),
     (bs.TritonExecutor, {}, "tiles=tiles? pv_skip=negative?"),

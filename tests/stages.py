@@ -173,6 +173,7 @@ EXECUTORS: tuple[bs.Executor[Any, Any], ...] = (
     bs.FlexExecutor(),
     bs.AutoExecutor(),
     bs.FlashAttention4Executor(),
+    bs.CudnnExecutor(),
     bs.Int8Executor(),
     bs.SkipSoftmaxExecutor(20.0),
     bs.RemainderExecutor(bs.ReferenceExecutor()),

@@ -67,7 +67,7 @@ APPROXIMATE = bs.Int8Executor, bs.RemainderExecutor, bs.SkipSoftmaxExecutor
 EXECUTORS = [
     pytest.param(e, id=stages.name(e), marks=[pytest.mark.slow] if isinstance(e, bs.FlexExecutor) else [])
     for e in stages.EXECUTORS
-    if not isinstance(e, (bs.AutoExecutor, bs.FlashAttention4Executor, *APPROXIMATE))
+    if not isinstance(e, (bs.AutoExecutor, bs.CudnnExecutor, bs.FlashAttention4Executor, *APPROXIMATE))
 ]
 
 

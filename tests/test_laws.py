@@ -55,9 +55,10 @@ FRONTS = [
     pytest.param(front, id=stages.name(*front), marks=[] if is_core(front) else [pytest.mark.slow])
     for front in stages.fronts()
 ]
-# One takes another of these, one needs a kernel from elsewhere, three approximate: they have tests of their own.
+# One takes another of these, two need kernels from elsewhere, three approximate: they have tests of their own.
 ELSEWHERE = (
     bs.AutoExecutor,
+    bs.CudnnExecutor,
     bs.FlashAttention4Executor,
     bs.Int8Executor,
     bs.SkipSoftmaxExecutor,

@@ -30,6 +30,7 @@ OTHERS: tuple[Any, ...] = (
     bs.GatherExecutor(),
     bs.FlexExecutor(),
     bs.FlashAttention4Executor(),
+    bs.CudnnExecutor(),
 )
 PORTABLE = bs.TritonTiles(16, 16, num_warps=4, num_stages=2)
 each_executor = pytest.mark.parametrize("make", EXECUTORS, ids=lambda make: make.__name__)

@@ -354,7 +354,12 @@ class Forgetful(bs.Scorer[bs.Permutation, bs.BlockScores]):
 def test_what_knows_no_window_says_so() -> None:
     q, k, v = make_qkv(N=100, D=64, dtype=torch.float16)
     everything = bs.Pipeline(bs.Identity(), bs.NoScorer(64), bs.Ranked(bs.Everything()), bs.ReferenceExecutor())
-    executors: tuple[Any, ...] = (bs.GatherExecutor(), bs.Int8Executor(fp8_pv=False), bs.FlashAttention4Executor())
+    executors: tuple[Any, ...] = (
+        bs.GatherExecutor(),
+        bs.Int8Executor(fp8_pv=False),
+        bs.FlashAttention4Executor(),
+        bs.CudnnExecutor(),
+    )
     for executor in executors:
         with pytest.raises(ValueError, match="it knows no sliding window, and this call has one of 40 tokens"):
             attrs.evolve(everything, executor=executor)(q, k, v, window=40)

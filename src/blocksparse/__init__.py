@@ -13,6 +13,7 @@ from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.auto import AutoExecutor, ExecutorChoice
 from blocksparse.executors.block_plan import BlockPlan
 from blocksparse.executors.cpu import CpuExecutor
+from blocksparse.executors.cudnn import CudnnExecutor
 from blocksparse.executors.executor import Executor
 from blocksparse.executors.flash_attention_4 import FlashAttention4Executor
 from blocksparse.executors.flex import FlexExecutor
@@ -129,6 +130,7 @@ __all__ = [
     "Choice",
     "ColumnOrder",
     "CpuExecutor",
+    "CudnnExecutor",
     "Everything",
     "Executor",
     "ExecutorChoice",

@@ -16,12 +16,13 @@ from blocksparse.checks.validators import block_size, flag, optional, size, whol
 from blocksparse.geometry import Grid
 from blocksparse.kernels.multiplying.block_products import block_products
 from blocksparse.kernels.multiplying.products import products
+from blocksparse.kernels.multiplying.run_sums import run_sums
 from blocksparse.kernels.scoring.block_divergence import block_divergence
 from blocksparse.kernels.scoring.block_mean import block_mean, block_means
 from blocksparse.kernels.scoring.block_softmax import block_softmax
 from blocksparse.kernels.scoring.probe_lines import probe_lines
-from blocksparse.kernels.scoring.run_sums import run_sums
-from blocksparse.kernels.selecting.line_blocks import Lines, crossed, running_count
+from blocksparse.kernels.selecting.line_blocks import crossed
+from blocksparse.kernels.selecting.lines import Lines, running_count
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.scorers.key_history import KeyHistory
@@ -106,9 +107,16 @@ class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
         history: KeyHistory | None = None,
     ) -> VerticalSlashScores:
         grid = Grid.of(q, k, permutation, spec, q_block=self.block, k_block=self.block)
-        slots = {"q_index": permutation.q_index, "k_index": permutation.key_slots}
         if history is None and self.pooled:  # [B, Hq, rows, D], [B, H, cols, D]
-            queries, keys = block_means(q, k, self.block, self.block, lead=grid.q_lead, **slots)
+            queries, keys = block_means(
+                q,
+                k,
+                self.block,
+                self.block,
+                lead=grid.q_lead,
+                q_index=permutation.q_index,
+                k_index=permutation.key_slots,
+            )
         elif history is None:
             keys = block_mean(k, self.block, index=permutation.key_slots)
         else:  # means are remembered; the probe looks at every key anew
@@ -136,15 +144,18 @@ class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
 
 def _mass_of_columns(vertical: Tensor, grid: Grid) -> Tensor:
     """The sums of `vertical` `[B, Hq, N]` over blocks of keys, `[B, Hq, cols]`."""
-    in_order = grid.permutation.k_index is None
-    return run_sums(vertical, grid.k_block) if in_order else _by_block(vertical, grid).sum(-1)
+    if grid.permutation.k_index is None:
+        return run_sums(vertical, grid.k_block)
+    sums: Tensor = _by_block(vertical, grid).sum(-1)
+    return sums
 
 
 def _by_block(per_key: Tensor, grid: Grid) -> Tensor:
     """Values per key, `[B, Hq, N]`, put into the slots of blocks, `[B, Hq, cols, k_block]`; 0 in empty slots."""
     if grid.permutation.k_index is None:
         empty = grid.cols * grid.k_block - per_key.shape[-1]
-        return (pad(per_key, (0, empty)) if empty else per_key).unflatten(-1, (grid.cols, grid.k_block))
+        whole = pad(per_key, (0, empty)) if empty else per_key
+        return whole.view(*per_key.shape[:-1], grid.cols, grid.k_block)
     position = grid.k_position[:, :, 0]  # [B|1, H|1, slots]
     H, Hq = position.shape[1], grid.q_heads
     position = position if H in (1, Hq) else position.repeat_interleave(Hq // H, dim=1)

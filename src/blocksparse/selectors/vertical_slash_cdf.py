@@ -10,11 +10,12 @@ from torch import Tensor
 from blocksparse.checks.per_head import PerHead, least, over_blocks, per_head, probability
 from blocksparse.checks.validators import count, flag, optional, size, whole
 from blocksparse.kernels.common.sizes import FAR, cdiv
+from blocksparse.kernels.multiplying.run_sums import run_sums
 from blocksparse.kernels.positions.places import Places
 from blocksparse.kernels.positions.within_reach import within_reach
-from blocksparse.kernels.scoring.run_sums import run_sums
 from blocksparse.kernels.selecting.heaviest_lines import fewest
-from blocksparse.kernels.selecting.line_blocks import Lines, line_blocks
+from blocksparse.kernels.selecting.line_blocks import line_blocks
+from blocksparse.kernels.selecting.lines import Lines
 from blocksparse.kernels.selecting.running_share import running_share
 from blocksparse.scorers.vertical_slash import VerticalSlashScores
 from blocksparse.selectors.block_mask import BlockMask
@@ -96,7 +97,7 @@ class VerticalSlashCdf(Selector[VerticalSlashScores, BlockMask]):
         lag = (i - j).abs()  # [rows, cols]
         on_diagonal = kept[1].gather(-1, lag.flatten().expand(*columns.shape[:2], -1))
         keep = kept[0].unsqueeze(2) | on_diagonal.view(*columns.shape[:2], *lag.shape)
-        return within_reach(keep | (mass >= 1).unsqueeze(-1), grid, first=1, diagonal=True)
+        return within_reach(keep | (mass >= 1).unsqueeze(-1), grid, places=Places(first=1), diagonal=True)
 
     def _blocks(self, block: int) -> tuple[int, int | None]:
         """`min_budget` and `max_budget` in blocks, rounded up; None for no limit."""

@@ -12,7 +12,8 @@ from blocksparse.checks.per_head import PerHead, budget, least, over_blocks, per
 from blocksparse.checks.validators import count, flag, whole
 from blocksparse.kernels.positions.within_reach import within_reach
 from blocksparse.kernels.selecting.heaviest_lines import heaviest
-from blocksparse.kernels.selecting.line_blocks import Lines, line_blocks, running_count
+from blocksparse.kernels.selecting.line_blocks import line_blocks
+from blocksparse.kernels.selecting.lines import Lines, running_count
 from blocksparse.scorers.vertical_slash import VerticalSlashScores
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.counter_hash import block_indices

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from blocksparse.kernels.selecting.heaviest_lines import fewest_reference, heaviest_reference
-from blocksparse.kernels.selecting.line_blocks import running_count
+from blocksparse.kernels.selecting.lines import running_count
 
 pytest.importorskip("triton")
 from blocksparse.kernels.selecting.heaviest_lines_triton import fewest_triton, heaviest_triton

@@ -8,7 +8,8 @@ from tests.kernels.block_grids import KINDS, heads_of, make_grid
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.kernels.selecting.line_blocks import Lines, line_blocks_reference, running_count
+from blocksparse.kernels.selecting.line_blocks import line_blocks_reference
+from blocksparse.kernels.selecting.lines import Lines, running_count
 
 pytest.importorskip("triton")
 from blocksparse.kernels.selecting.line_blocks_triton import line_blocks_triton

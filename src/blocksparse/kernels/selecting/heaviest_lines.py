@@ -3,7 +3,7 @@
     fewest    the heaviest lines until they hold `mass`, but at least `least` and at most `most` of them
     heaviest  the `count` heaviest lines; the first `first` come before all others, and those that are spared are left out
 
-Either gives which lines are taken, or the running count of them (`line_blocks.py`).
+Either gives which lines are taken, or the running count of them (`lines.py`).
 
 Ties go to the line that stands first. Shares are of ticks (`running_share.py`), so that they do not depend on the order of
 summation. On GPUs one launch searches each head's lines for the lightest that is taken; rows of over `LONGEST` lines, CPU
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from blocksparse.kernels.common.sizes import FAR
-from blocksparse.kernels.selecting.line_blocks import running_count
+from blocksparse.kernels.selecting.lines import running_count
 from blocksparse.kernels.selecting.running_share import running_share
 
 LONGEST = 32768

@@ -7,21 +7,13 @@ torch below.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from blocksparse.kernels.positions.block_grid import BlockGrid
+from blocksparse.kernels.positions.places import Places
 from blocksparse.kernels.positions.within_reach import within_reach
-
-
-class Lines(NamedTuple):
-    """Chosen keys, by slot, or chosen distances."""
-
-    count: Tensor  # [B, Hq, runs + 1] int32, how many runs are chosen before each, and in all
-    run: int  # keys or distances in a run
+from blocksparse.kernels.selecting.lines import Lines
 
 
 def line_blocks(
@@ -42,7 +34,7 @@ def line_blocks(
         first: a number of tokens; blocks that hold one of the first so many are kept.
         also: `[B|1, Hq|1, rows, cols]` bool, kept too.
     """
-    if columns.count.is_cuda:
+    if columns.counts.is_cuda:
         from blocksparse.kernels.selecting.line_blocks_triton import line_blocks_triton as compute
     else:
         compute = line_blocks_reference
@@ -59,14 +51,14 @@ def line_blocks_reference(
     also: Tensor | None = None,
 ) -> Tensor:
     """The same in plain torch."""
-    cols = torch.arange(grid.k_first.shape[-1] + 1, device=columns.count.device)
-    reached = columns.count[..., (cols * columns.run).clamp(max=columns.count.shape[-1] - 1)]
+    cols = torch.arange(grid.k_first.shape[-1] + 1, device=columns.counts.device)
+    reached = columns.counts[..., (cols * columns.run).clamp(max=columns.counts.shape[-1] - 1)]
     keep = (reached[..., :-1] < reached[..., 1:]).unsqueeze(2) | crossed(bands, grid)
     if whole is not None:
         keep = keep | (whole.float() >= 1).unsqueeze(-1)
     if also is not None:
         keep = keep | also
-    return within_reach(keep, grid, first=first, diagonal=True)
+    return within_reach(keep, grid, places=Places(first=first), diagonal=True)
 
 
 def crossed(bands: Lines, grid: BlockGrid) -> Tensor:
@@ -78,13 +70,8 @@ def crossed(bands: Lines, grid: BlockGrid) -> Tensor:
     low, high = grid.q_first - grid.k_last, grid.q_last - grid.k_first
     if not grid.causal:
         low, high = torch.maximum(low, -high), torch.maximum(high, -low)
-    runs = bands.count.shape[-1] - 1
-    shape = (*bands.count.shape[:2], *low.shape[2:])
+    runs = bands.counts.shape[-1] - 1
+    shape = (*bands.counts.shape[:2], *low.shape[2:])
     ends = (x.div(bands.run, rounding_mode="floor") for x in (low, high + bands.run))
-    before, up_to = (bands.count.gather(-1, x.clamp(0, runs).long().expand(shape).flatten(2)) for x in ends)
+    before, up_to = (bands.counts.gather(-1, x.clamp(0, runs).long().expand(shape).flatten(2)) for x in ends)
     return (before < up_to).view(shape)
-
-
-def running_count(chosen: Tensor) -> Tensor:
-    """How many entries of `chosen` `[B, Hq, n]` bool are chosen before each, and in all: `[B, Hq, n + 1]` int32."""
-    return pad(chosen.cumsum(-1, dtype=torch.int32), (1, 0))

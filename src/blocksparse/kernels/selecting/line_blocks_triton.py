@@ -20,7 +20,7 @@ from blocksparse.kernels.positions.block_grid_triton import (
     tile_of_blocks,
     tile_of_grid,
 )
-from blocksparse.kernels.selecting.line_blocks import Lines
+from blocksparse.kernels.selecting.lines import Lines
 from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 
@@ -37,13 +37,13 @@ def line_blocks_triton(
     also: Tensor | None = None,
 ) -> Tensor:
     """Launch the kernel; arguments as of `line_blocks`."""
-    (B, H, keys), distances = columns.count.shape, bands.count.shape[2]
+    (B, H, keys), distances = columns.counts.shape, bands.counts.shape[2]
     rows, cols = grid.q_first.shape[2], grid.k_first.shape[3]
-    keep = torch.empty((B, H, rows, cols), dtype=torch.bool, device=columns.count.device)
+    keep = torch.empty((B, H, rows, cols), dtype=torch.bool, device=columns.counts.device)
     tile = tile_of_blocks(_TILE)
     with device_of(keep):
         _kernel[(cdiv(rows, tile["ROWS"]) * cdiv(cols, tile["COLS"]), H, B)](
-            columns.count.contiguous(), bands.count.contiguous(), whole, also, keep,
+            columns.counts.contiguous(), bands.counts.contiguous(), whole, also, keep,
             None if whole is None else head_strides(whole)[1], None if also is None else strides(also), *positions(grid),
             keys - 1, columns.run, distances - 1, bands.run, rows, cols, first,
             CAUSAL=grid.causal, WINDOW=grid.window, **tile,

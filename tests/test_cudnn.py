@@ -1,0 +1,103 @@
+"""cuDNN's block-sparse attention over our lists: every reason why not, and a stand-in with its contract."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+from torch import Tensor
+
+import blocksparse as bs
+from blocksparse.executors import cudnn
+from blocksparse.testing import make_qkv
+from tests.specs import asked
+from tests.stages import Shuffle
+
+
+def stand_in(
+    q: Tensor, k: Tensor, v: Tensor, index: Tensor, *, q2k_block_nums: Tensor, sparse_block_size: int,
+    softmax_scale: float, allow_empty_block_nums: bool, pack_gqa: bool,
+) -> dict[str, Tensor]:  # fmt: skip
+    """The contract of `block_sparse_attention_forward` 1.32 as its documentation says it, row by row."""
+    (B, H, M, _), size = q.shape, sparse_block_size
+    assert index.dtype == q2k_block_nums.dtype == torch.int32
+    assert index.shape[:3] == q2k_block_nums.shape == (B, H, M // size)
+    assert allow_empty_block_nums
+    assert not pack_gqa
+    out, lse = torch.zeros(*q.shape[:3], v.shape[-1], dtype=q.dtype), torch.full(q.shape[:3], float("-inf"))
+    for b, h, row in torch.cartesian_prod(*(torch.arange(n) for n in index.shape[:3])).tolist():
+        blocks = index[b, h, row, : q2k_block_nums[b, h, row]].long()
+        if not len(blocks):
+            continue
+        at = (blocks[:, None] * size + torch.arange(size)).flatten()
+        rows, head = slice(row * size, (row + 1) * size), h * k.shape[1] // H
+        logits = q[b, h, rows].double() @ k[b, head, at].double().T * softmax_scale
+        out[b, h, rows] = (logits.softmax(-1) @ v[b, head, at].double()).to(q.dtype)
+        lse[b, h, rows] = logits.logsumexp(-1).float()
+    return {"o_tensor": out, "lse_tensor": lse}
+
+
+def traced(permuter: bs.Permuter[Any], selector: bs.Selector[Any, Any], **sizes: Any) -> bs.Trace[Any, Any, Any]:
+    pipeline: Any = bs.Pipeline(permuter, bs.MeanPoolScorer(64), selector, bs.ReferenceExecutor())
+    return pipeline.trace(*make_qkv(**sizes), causal=False)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("permuter", [bs.Identity(), Shuffle()], ids=str)
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_lists_mean_the_mask(permuter: Any, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("cudnn.block_sparse_attention")
+    module.block_sparse_attention_forward = stand_in  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cudnn", ModuleType("cudnn"))
+    monkeypatch.setitem(sys.modules, "cudnn.block_sparse_attention", module)
+    selector: Any = bs.Random(0.4)
+    trace = traced(
+        permuter, bs.SharedByGroup(selector) if shared else selector, M=128, N=256, B=2, Hq=4, Hkv=2, D=16
+    )
+    keep = trace.mask.keep.clone()
+    keep[:, 0, 1] = False  # a row without blocks
+    mask = evolve(trace.mask, keep=keep)
+    got = cudnn.attend_by_cudnn(trace.q, trace.k, trace.v, mask, trace.spec.scale)
+    want = bs.ReferenceExecutor()(trace.q, trace.k, trace.v, mask, trace.spec)
+    torch.testing.assert_close(got.out, want.out)
+    torch.testing.assert_close(got.lse, want.lse)
+
+
+def test_it_says_every_reason() -> None:
+    trace = bs.mean_pooling(block=32, executor=bs.ReferenceExecutor()).trace(*make_qkv(N=200))
+    reasons = bs.CudnnExecutor().unsupported(trace.q, trace.k, trace.v, trace.mask, asked(trace.mask))
+    assert [x for x in reasons if "not installed" not in x] == [
+        "the kernel knows no causality; call with causal=False",
+        "the kernel takes float16 and bfloat16, not torch.float32",
+        "blocks must be 64 x 64 or 128 x 128, not 32 x 32",
+        "queries and keys must fill whole blocks of 32 and 32, not 200 and 200 tokens",
+        "the kernel is for NVIDIA GPUs, and these tensors are on cpu",
+    ]
+    with pytest.raises(ValueError, match=r"NVIDIA GPUs.*Use AutoExecutor\(\), or TritonExecutor\(\)"):
+        evolve(bs.mean_pooling(), executor=bs.CudnnExecutor())(trace.q, trace.k, trace.v)
+
+
+@pytest.mark.parametrize(
+    ("major", "block", "dims", "kv_heads", "dtype", "count"),
+    [
+        (9, 64, (64, 96), 1, torch.float16, 0),
+        (9, 128, (256, 128), 1, torch.float16, 1),
+        (10, 64, (128, 128), 2, torch.bfloat16, 0),
+        (10, 64, (64, 64), 1, torch.float16, 3),
+        (11, 128, (96, 96), 1, torch.float16, 0),
+        (10, 128, (64, 96), 1, torch.float16, 1),
+        (12, 64, (128, 128), 1, torch.float16, 0),
+        (12, 128, (64, 64), 1, torch.float16, 1),
+    ],
+)
+def test_each_architecture_has_its_heads(
+    major: int, block: int, dims: tuple[int, int], kv_heads: int, dtype: torch.dtype, count: int
+) -> None:
+    q, k, v = (
+        torch.zeros(1, heads, 128, D, dtype=dtype)
+        for heads, D in ((2, dims[0]), (kv_heads, dims[0]), (kv_heads, dims[1]))
+    )
+    assert len(cudnn._wrong_heads(q, k, v, block, major)) == count
