@@ -53,15 +53,19 @@ def host_ms(
     return {name: statistics.median(its) for name, its in times.items()}
 
 
-def passes() -> dict[str, list[Make]]:
+def passes(dense_below: float) -> dict[str, list[Make]]:
     """One kept object, new ones, and plans of layers; also without repeating, if this version can be asked to."""
+
+    def made(name: str, *given: float) -> Any:
+        return every_preset[name](*given, executor=bs.AutoExecutor(dense_below=dense_below))
+
     masses = [MASSES[layer % len(MASSES)] for layer in range(LAYERS)]
     found: dict[str, list[Make]] = {
-        "kept": [_kept(_sparse("pbs_attn"))] * LAYERS,
-        "new": [partial(_sparse, "pbs_attn")] * LAYERS,
-        "plan": [_kept(_sparse("pbs_attn", mass)) for mass in masses],
-        "mixed plan": [_kept(_sparse(MIXED[layer % 2], mass)) for layer, mass in enumerate(masses)],
-        "kept, mean_pooling": [_kept(_sparse("mean_pooling"))] * LAYERS,
+        "kept": [_kept(made("pbs_attn"))] * LAYERS,
+        "new": [partial(made, "pbs_attn")] * LAYERS,
+        "plan": [_kept(made("pbs_attn", mass)) for mass in masses],
+        "mixed plan": [_kept(made(MIXED[layer % 2], mass)) for layer, mass in enumerate(masses)],
+        "kept, mean_pooling": [_kept(made("mean_pooling"))] * LAYERS,
     }
     if "repeats" in fields_dict(bs.Pipeline):
         for name, makes in list(found.items()):
@@ -69,11 +73,6 @@ def passes() -> dict[str, list[Make]]:
             if name != "new":  # made once, as the plan is
                 found[f"{name}; not repeated"] = [_kept(_without_repeating(make)) for make in makes]
     return found
-
-
-def _sparse(name: str, *given: float) -> Any:
-    """A preset that is never dense because a call is little work."""
-    return every_preset[name](*given, executor=bs.AutoExecutor(dense_below=0))
 
 
 def _kept(pipeline: Any) -> Make:
@@ -88,6 +87,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--heads", type=int, nargs=2, default=(4, 1), metavar=("Hq", "Hkv"))
+    parser.add_argument("--dense-below", type=float, default=0.0, help="as of AutoExecutor; 0 for sparse calls")
     parser.add_argument("--repeats", type=int, default=10, help="passes of 30 calls each")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -96,7 +96,7 @@ def main() -> None:
     Hq, Hkv = arguments.heads
     qkv = structured(arguments.tokens, Hq, Hkv, 128, device, torch.bfloat16)
     with torch.inference_mode():
-        found = passes()
+        found = passes(arguments.dense_below)
         host_ms(found, qkv, repeats=3)  # compiles, learns
         times = host_ms(found, qkv, repeats=arguments.repeats)
     for name, ms in times.items():
