@@ -26,10 +26,13 @@ THEMES = {"": ("white", "#1f2328"), "-dark": ("#1e2129", "#e2e4e9")}  # paper, i
 
 def speed_and_kl() -> Any:
     """What `auto` gains by length, and what it changes."""
-    calls, long, tasks = map(Results.named, ("auto-calls", "auto-kl", "auto-quality"))
+    calls, lengths, long, tasks = map(Results.named, ("auto-calls", "auto-lengths", "auto-kl", "auto-quality"))
 
     def gain(row: str) -> list[tuple[float, float]]:
-        return [(32768, calls.cell(row, "times dense at 32K")), (131072, calls.cell(row, "times dense at 128K"))]
+        ticks = {16384: "16K", 32768: "32K", 65536: "64K", 131072: "128K"}
+        return [(N, lengths.cell(row, f"times dense at {tick}")) for N, tick in ticks.items()]
+
+    old = "antidiagonals, stride 8, 64"
 
     def kl(quality: str, mass: str | None) -> list[tuple[float, float]]:
         points: list[tuple[float, float]] = [(N, tasks.cell(quality, f"KL, {N}")) for N in (4096, 7680)]
@@ -37,16 +40,16 @@ def speed_and_kl() -> Any:
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.7))
     lines = (
-        ("mean_pooling", ORANGE, gain("mean pooling, 128")),
-        ("auto", BLUE, gain("sums of cells, stride 16: auto, 128")),
-        ("xattention", RED, gain("antidiagonals, stride 8, 64")),
+        ("mean_pooling", ORANGE, gain("mean_pooling(0.9, block=128) with Band(128)")),
+        ("auto", BLUE, gain("auto()")),
+        ("xattention", RED, [(N, calls.cell(old, f"times dense at {N // 1024}K")) for N in (32768, 131072)]),
     )
     _lines(left, lines)
     left.axhline(1, color=GREY, linewidth=1, linestyle="--")
     left.annotate("dense cuDNN", (131072, 1), xytext=(0, 4), textcoords="offset points", color=GREY, ha="right")
-    left.set(title="Gain: auto() attends 7 times as fast\nat 32K tokens, 10 times at 128K", ylim=(0, 13.5))
+    left.set(title="Gain: auto() attends 6 times as fast\nat 32K tokens, 10 times at 128K", ylim=(0, 13.5))
     left.set_ylabel("times as fast as dense attention")
-    _by_length(left, {32768: "32K", 65536: "64K", 131072: "128K"})
+    _by_length(left, {16384: "16K", 32768: "32K", 65536: "64K", 131072: "128K"})
     named = (("fast", RED, None), ("the default", BLUE, ".9"), ("careful", GREEN, ".95"))
     _lines(right, [(name, colour, kl("balanced" if mass == ".9" else name, mass)) for name, colour, mass in named])
     right.set(title="Loss: the model's answers drift\nfrom dense ones as prompts grow", ylim=(0, 0.105))
@@ -83,6 +86,45 @@ def kl_by_time() -> Any:
     axes.set_xlabel(f"{took}\nSmolLM2-135M, eight prompts of 32768 tokens, H200")
     axes.grid(alpha=0.2)
     figure.tight_layout()
+    return figure
+
+
+def auto_front() -> Any:
+    """What `auto` loses for its time, beside others in one run."""
+    model = Results.named("auto-model")
+    mean = "mean_pooling(block=128) with Band(128)"
+    named = (
+        ("auto", BLUE, "auto"), ("mean_pooling, blocks of 128", ORANGE, mean), ("prism", GREEN, "prism"),
+        ("flash_prefill", RED, "flash_prefill"),
+    )  # fmt: skip
+
+    def points(start: str, N: int) -> list[tuple[float, float]]:
+        rows = [row for row in model.rows if row.startswith(f"{start}, ")]
+        at = ((model.cell(row, f"ms, {N}"), model.cell(row, f"KL, {N}")) for row in rows)
+        return sorted(at, key=lambda point: point[1])
+
+    figure, panels = plt.subplots(1, 2, figsize=(9.6, 4.0))
+    for axes, N, dense in zip(panels, (7680, 32768), (35.4, 156.4), strict=True):
+        for name, colour, start in named:
+            axes.plot(
+                *zip(*points(start, N), strict=True),
+                color=colour, label=name, marker="o", markersize=4.5, linewidth=2,
+            )  # fmt: skip
+        axes.axvline(dense, color=GREY, linewidth=1, linestyle="--", label="dense")
+        axes.set(xscale="log", yscale="log", title=f"{N} tokens")
+        axes.set_xlabel("ms of attention in all layers")
+        ticks = [tick for tick in (10, 20, 40, 80, 160) if 10 <= tick <= 1.1 * max(dense, 66)]
+        axes.set_xticks(ticks if N > 8192 else ticks[:3], [str(x) for x in (ticks if N > 8192 else ticks[:3])])
+        axes.set_yticks([0.01, 0.03, 0.1], ["0.01", "0.03", "0.1"])
+        axes.minorticks_off()
+        axes.grid(alpha=0.2)
+    panels[0].set_ylabel("KL of next tokens from dense, nats")
+    panels[1].legend(frameon=False, loc="lower left", fontsize=9)
+    figure.suptitle(
+        "auto() and mean pooling lose least for their time", x=0.01, ha="left", weight="bold", fontsize=11
+    )
+    figure.text(0.01, 0.0, "SmolLM2-135M, every layer sparse, H100; lower and further left is better", fontsize=9)
+    figure.tight_layout(rect=(0, 0.04, 1, 1))
     return figure
 
 
@@ -175,6 +217,7 @@ def _by_length(axes: Any, ticks: dict[int, str]) -> None:
 CHARTS: dict[str, Callable[[], Any]] = {
     "speed-and-kl": speed_and_kl,
     "kl-by-time": kl_by_time,
+    "auto-front": auto_front,
     "facts": facts,
     "pipeline": pipeline,
 }
