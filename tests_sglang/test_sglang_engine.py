@@ -192,7 +192,7 @@ def test_settings_without_the_backend_do_nothing(run: Run) -> None:
             None,
             {"prefill_attention_backend": "blocksparse"},
             "ConfigurationError: the attention backend blocksparse needs to know what to run: add "
-            """--json-model-override-args '{"blocksparse": {"preset": "pbs_attn"}}'""",
+            """--json-model-override-args '{"blocksparse": {"preset": "auto"}}'""",
         ),
         (
             SOME,
