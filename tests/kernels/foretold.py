@@ -41,7 +41,7 @@ def foretold(hardware: Hardware, name: str, has: dict[str, Any], itemsizes: list
         pooled = pooled_sums_triton.PooledTiles(
             *(has[x] for x in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"))
         )
-        return pooled_sums_triton.shared_memory(hardware, pooled, has["BLOCK_D"] * itemsize, itemsize)
+        return pooled_sums_triton.shared_memory(hardware, pooled, has["BLOCK_D"] * itemsize, itemsize, has["WIDE"])
     if module in ("cell_sums_triton", "group_max_triton"):
         cells = (has[x] for x in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages"))
         return cell_products_triton.shared_memory(hardware, cell_products_triton.Tiles(*cells), itemsize)

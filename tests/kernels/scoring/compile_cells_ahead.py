@@ -73,10 +73,11 @@ def compile_pooled(
     target: GPUTarget, dtype: str, head_dim: int, *, tma: bool, changed: dict[str, Any]
 ) -> triton.compiler.CompiledKernel:
     """The kernel over pooled tokens; `changed` names types of arguments that are None unless given, or None again."""
-    tiles = pooled_tiles(torch.empty(0, head_dim, dtype=DTYPES[dtype]))
+    wide = 8
+    tiles = pooled_tiles(torch.empty(0, head_dim, dtype=DTYPES[dtype]), wide)
     block_d = max(power_of_2(head_dim), 16)
     constants: dict[str, Any] = {
-        "D": head_dim, "BLOCK_D": block_d, "WIDE": 8, "CAUSAL": True, "PRECISION": fp32_products(target),
+        "D": head_dim, "BLOCK_D": block_d, "WIDE": wide, "CAUSAL": True, "PRECISION": fp32_products(target),
         "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n,
     }  # fmt: skip
     of_descriptors = {

@@ -31,21 +31,27 @@ class PooledTiles:
     num_stages: int
 
 
-def pooled_tiles(q: Tensor) -> PooledTiles:
-    """Tiles for `q` `[B, H, N, D]`; in half precision up to D=128 two programs share a multiprocessor."""
-    wide, hardware = power_of_2(q.shape[-1]) * q.element_size(), hardware_of(q)  # bytes of a row
-    if q.dtype == torch.float32 or wide > 512:
-        tiles = PooledTiles(64, 64, 4, 2 if wide <= 512 else 1)
+def pooled_tiles(q: Tensor, wide: int) -> PooledTiles:
+    """Tiles for `q` `[B, H, N, D]` and blocks of `wide` keys.
+
+    In half precision up to D=128 two programs share a multiprocessor, if blocks have more than one key.
+    """
+    row_bytes, hardware = power_of_2(q.shape[-1]) * q.element_size(), hardware_of(q)
+    if q.dtype == torch.float32 or row_bytes > 512:
+        tiles = PooledTiles(64, 64, 4, 2 if row_bytes <= 512 else 1)
     else:
-        tiles = PooledTiles(128, 128, 8, 2) if wide <= 256 else PooledTiles(64, 64, 4, 2)
-    while shared_memory(hardware, tiles, wide, q.element_size()) > hardware.shared and tiles.block_m > 16:
+        tiles = PooledTiles(128, 128, 8, 2) if row_bytes <= 256 else PooledTiles(64, 64, 4, 2)
+    while (
+        shared_memory(hardware, tiles, row_bytes, q.element_size(), wide) > hardware.shared and tiles.block_m > 16
+    ):
         tiles = evolve(tiles, block_m=tiles.block_m // 2, num_warps=4)
     return tiles
 
 
-def shared_memory(hardware: Hardware, tiles: PooledTiles, row_bytes: int, itemsize: int) -> int:
+def shared_memory(hardware: Hardware, tiles: PooledTiles, row_bytes: int, itemsize: int, wide: int) -> int:
     """Bytes of shared memory of a program, at most."""
-    held, loaded, sums = tiles.block_m * row_bytes, tiles.block_n * row_bytes, tiles.block_m * 64
+    held, loaded = tiles.block_m * row_bytes, tiles.block_n * row_bytes
+    sums = tiles.block_m * max(16, tiles.block_n // wide) * 4  # change hands before they are stored
     single, stages = itemsize == 4, tiles.num_stages
     bytes_ = needed(hardware, held=held, loaded=(loaded,), stages=stages, between=sums, single=single)
     # Where products read from shared memory, the parts of fp32 numbers lie there too.

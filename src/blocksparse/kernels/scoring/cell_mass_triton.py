@@ -164,7 +164,7 @@ def _pooled(
     """The same for cells of one slot."""
     (_, Hq, M, D), (B, H, N, _) = q.shape, k.shape
     q, k = q.contiguous(), k.contiguous()
-    tiles = tiles if isinstance(tiles, PooledTiles) else pooled_tiles(q)
+    tiles = tiles if isinstance(tiles, PooledTiles) else pooled_tiles(q, of.wide)
     block_m, block_n, block_d = tiles.block_m, tiles.block_n, max(power_of_2(D), 16)
     q_source, k_source = (
         TensorDescriptor.from_tensor(x.view(-1, D), [block, block_d]) if can_use_tma(q, k) else None
