@@ -38,11 +38,11 @@ def heaviest_triton(
     """Launch the kernel; arguments as of `heaviest`."""
     (B, H, n), weight = weight.shape, weight.contiguous()
     taken = _empty(weight, counted)
-    last, most = (None, None) if spared is None else spared
+    last, most = spared or (count, 0)  # 0 of them: the same kernel, compiled once
     _, wide, num_warps = tile_of_rows(n)
     with device_of(weight):
         _heaviest[(H, B)](
-            weight, count, last, taken, head_strides(count)[1], None if last is None else head_strides(last)[1],
+            weight, count, last, taken, head_strides(count)[1], head_strides(last)[1],
             n, min(first, n), most,
             COUNTED=counted, COLS=wide, num_warps=num_warps,
         )  # fmt: skip
@@ -140,11 +140,9 @@ def _heaviest(
     weight = tl.load(weight_ptr + head * n + line, mask=line < n, other=0.0)
     weight = tl.where(weight != weight, 0.0, weight)
     weight = tl.minimum(tl.maximum(weight, -3.4028234663852886e38), 3.4028234663852886e38)
-    spared = line < 0
-    if last_ptr is not None:
-        last = tl.minimum(tl.load(last_ptr + h * last_stride + tl.zeros([1, 1], tl.int32)), most.to(tl.float64))
-        spared = (line.to(tl.float64) >= n.to(tl.float64) - last) & (line >= first)
-        weight = tl.where(spared, -1.0, weight)
+    last = tl.minimum(tl.load(last_ptr + h * last_stride + tl.zeros([1, 1], tl.int32)), most.to(tl.float64))
+    spared = (line.to(tl.float64) >= n.to(tl.float64) - last) & (line >= first)
+    weight = tl.where(spared, -1.0, weight)
     weight = tl.where(line < first, float("inf"), weight)
     key = tl.where(line < n, sortable(weight), _NO_LINE)
     count = tl.load(count_ptr + h * count_stride + tl.zeros([1, 1], tl.int32))

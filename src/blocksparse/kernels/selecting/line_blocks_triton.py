@@ -53,7 +53,7 @@ def line_blocks_triton(
 
 
 @remembered
-@triton.jit(do_not_specialize=["whole_stride", "keys", "key_run", "distances", "run", "rows", "first"])
+@triton.jit(do_not_specialize=["whole_stride", "keys", "key_run", "distances", "run", "rows", "cols", "first"])
 def _kernel(
     keys_ptr, distances_ptr, whole_ptr, also_ptr, keep_ptr, whole_stride, also_strides, positions, position_strides,
     keys, key_run, distances, run, rows, cols, first,
