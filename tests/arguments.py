@@ -107,6 +107,7 @@ KINDS: dict[str, list[Draw]] = {
     "attention": one("pbs", 0, False, bs.TopK(1), bs.pbs_attn, [PIPELINE], nan),
     "groups": one(*WRONG_GROUPS),
     "layers": one([None], {"0": None}, {True: None}, {0.0: None}, {0: 3}, {1: bs.TopK(1)}, 3, "0", {None: None}),
+    "sharing": one(0, "01", [0], [(0,)], [(0, True)], [(0.0, 1)], [(0, 1), (1, 2)], {0: (1, 2)}, [(None, 1)]),
     "dense": one(0, "01", [0.0], [True], [None], ["0"], {0}, (0, 0), object()),
     "flags": one(0, "no", ["no", "yes"], [0, 1], [None], torch.tensor([True]), [nan]),
 }
@@ -240,7 +241,7 @@ TARGETS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     ),
     (bs.HeadGroups, {"groups": {(0,): None}}, "groups=groups"),
     (bs.HeadGroups.dense_where, {"dense": [False], "pipeline": PIPELINE}, "dense=flags pipeline=pipeline"),
-    (bs.Schedule, {"default": None}, "default=attention? layers=layers dense=dense"),
+    (bs.Schedule, {"default": None}, "default=attention? layers=layers dense=dense same_choice=sharing"),
     (bs.Schedule(None).resolve, {"layers": 4}, "layers=size"),
     (bs.auto, {}, "quality=option block=block order=permuter? executor=executor?"),
     (
@@ -291,7 +292,11 @@ TARGETS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     ),
     (bs.a_shape, {}, "sink=size local=size block=block executor=executor?"),
     (bs.tri_shape, {}, "sink=size local=size last=size block=block executor=executor?"),
-    (bs.flash_prefill, {}, "alpha=share block=block sink=size window=size last=size? executor=executor?"),
+    (
+        bs.flash_prefill,
+        {},
+        "alpha=share block=block sink=size window=size last=size? remainder=flag executor=executor?",
+    ),
     (bs.prism, {}, "mass=share block=block fast=band slow=band temperature=above_0? executor=executor?"),
     (bs.skip_softmax, {}, "scale_factor=above_0? block=block executor=executor?"),
     (bs.subblock, {}, "share=share cell=block block=block order=permuter? executor=executor?"),
