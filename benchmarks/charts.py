@@ -42,7 +42,7 @@ def speed_and_kl() -> Any:
     lines = (
         ("mean_pooling", ORANGE, gain("mean_pooling(0.9, block=128) with Band(128)")),
         ("auto", BLUE, gain("auto()")),
-        ("xattention", RED, [(N, calls.cell(old, f"times dense at {N // 1024}K")) for N in (32768, 131072)]),
+        ("xattention", RED, [(1024 * K, calls.cell(old, f"times dense at {K:.0f}K")) for K in (32.0, 128.0)]),
     )
     _lines(left, lines)
     left.axhline(1, color=GREY, linewidth=1, linestyle="--")

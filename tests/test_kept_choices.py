@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from weakref import ref
+
 import pytest
 import torch
 from attrs import evolve
@@ -123,3 +126,34 @@ def test_dense_calls_have_no_choice() -> None:
     assert torch.equal(kept.out, pipeline(q, k, v, causal=False))
     with pytest.raises(ValueError, match="'every' must be a whole number, at least 1: 0"):
         KeptChoices(0)
+
+
+def test_the_layer_that_chooses_never_takes_what_a_later_one_would_choose() -> None:
+    """One that takes its choices finds, in the middle of a step, that they cover too little."""
+    choices, first, second = KeptChoices(12), make_qkv(N=100, D=16, seed=0), make_qkv(N=100, D=16, seed=1)
+    choices.begin(0)
+    kept = choices.attend(0, PIPELINE, *first, chooser=0, causal=False)
+    choices.forget(1, chooser=0)
+    assert choices.attend(1, PIPELINE, *second, chooser=0, causal=False).mask is kept.mask
+    choices.begin(1)
+    again = choices.attend(0, PIPELINE, *first, chooser=0, causal=False)
+    assert again.age == 0
+    assert torch.equal(again.out, PIPELINE(*first, causal=False))
+
+
+def test_layers_share_the_choice_of_every_prompt_of_a_batch() -> None:
+    choices, prompts = KeptChoices(1), [make_qkv(N=100, D=16, seed=seed) for seed in range(10)]
+    choices.begin(1)
+    first, second = ([choices.attend(layer, PIPELINE, *x, chooser=0).mask for x in prompts] for layer in (0, 1))
+    assert all(one is other for one, other in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_choices_that_are_too_old_are_not_kept(every: int) -> None:
+    """Prompts of ever other lengths, as a server has them: their masks would stay."""
+    choices, masks = KeptChoices(every), []
+    for step in range(6):
+        choices.begin(step)
+        masks.append(ref(choices.attend(0, PIPELINE, *make_qkv(N=100 + step, D=16)).mask))
+    gc.collect()
+    assert sum(mask() is not None for mask in masks) <= every

@@ -385,3 +385,11 @@ def test_a_mask_of_kv_heads_lies_on_a_shared_grid() -> None:
     mask = bs.BlockMask(keep, cut)
     got, want = (e(q, k, v, mask, asked(mask, 0.25)).out for e in (bs.CpuExecutor(), bs.ReferenceExecutor()))
     torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("N", [32, 128])
+def test_lines_join_masks_of_their_own_grid_alone(N: int) -> None:
+    q, k, _ = make_qkv(N=N, D=16)
+    scores = bs.VerticalSlashScorer(32)(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=0.25))
+    with pytest.raises(ValueError, match="share a grid"):
+        (bs.Refined(bs.GlobalTopCdf(0.5), 2) | bs.VerticalSlashCdf(0.5))(scores)

@@ -557,6 +557,24 @@ def test_compiled_chunks_are_sparse(whole: bool) -> None:
     torch.compiler.reset()
 
 
+@pytest.mark.parametrize("cache", [False, True])
+def test_a_compiled_model_that_is_dense_says_so(cache: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Without a cache transformers makes masks inside of what is compiled; a log tells it when it is detached."""
+    config = transformers.LlamaConfig(
+        vocab_size=16, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1,
+    )  # fmt: skip
+    made: Any = transformers.LlamaForCausalLM
+    model, recorder = made(config).eval(), DensityRecorder()
+    torch.compiler.reset()
+    compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad(), attach(model, SPARSE, recorder=recorder):
+        compiled(torch.randint(16, (1, 600)), use_cache=cache)
+    torch.compiler.reset()
+    assert bool(recorder.sparse_calls()) == cache
+    assert ("compiled" in caplog.text) != cache
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("padding", [0, 17])
 def test_generate_compiles_chunks_of_a_static_cache(padding: int) -> None:

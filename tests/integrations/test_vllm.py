@@ -29,6 +29,7 @@ from blocksparse import (
     auto,
     mean_pooling,
     pbs_attn,
+    skip_softmax,
     sparge,
     xattention,
 )
@@ -228,6 +229,8 @@ def test_whether_a_request_pays_follows_from_its_sizes(dense_below: float | None
     assert worth.dense_because(everything, 500, 500) == "every block is kept"
     assert worth.dense_because(HeadGroups({(0,): everything, (1,): None}), 500, 500) == "every block is kept"
     assert worth.dense_because(HeadGroups({(0,): everything, (1,): some}), 500, 500) is None
+    if dense_below != 1e6:  # which keeps every block, and leaves out tiles of them
+        assert worth.dense_because(skip_softmax(), 500, 500) is None
 
 
 def test_layers_of_equal_pipelines_are_split_alike() -> None:

@@ -20,7 +20,7 @@ from blocksparse.pipeline import Pipeline
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.trace import Trace
 
-_MOST_CALLS = 8  # of a layer in one step for one prompt, whose choices are kept
+_MOST_CALLS = 8  # of a layer in one step for one prompt, whose choices are kept for later steps
 
 
 class Kept(NamedTuple):
@@ -56,7 +56,7 @@ class KeptChoices:
 
     A choice is made anew when it is `every` steps old, for another pipeline, for tensors of other sizes, and when
     the steps begin again. Kept are a byte per block and head of each mask, and the index maps of an order; of a
-    prompt that is gone nothing is.
+    prompt that is gone, and of a choice that is too old, nothing is.
 
     Args:
         every: for how many steps a choice is attended to, the step in which it is made included.
@@ -68,6 +68,7 @@ class KeptChoices:
     _prompts: dict[int, ref[Tensor]] = field(factory=dict, init=False)
     _numbers: Iterator[int] = field(factory=lambda: count(1), init=False)
     _calls: Counter[Hashable] = field(factory=Counter, init=False)
+    _forgotten: set[int] = field(factory=set, init=False)
     _kept: dict[tuple[int, int, tuple[Any, ...]], tuple[int, Choice[Any]]] = field(factory=dict, init=False)
 
     def begin(self, step: int, prompt: Tensor | None = None) -> None:
@@ -82,6 +83,12 @@ class KeptChoices:
             self._kept.clear()
         if step != self._step:
             self._calls.clear()
+            self._kept = {
+                key: kept
+                for key, kept in self._kept.items()
+                if step - kept[0] < self.every and key[2][0] not in self._forgotten
+            }
+            self._forgotten.clear()
         self._step, self._prompt = step, 0 if prompt is None else self._number_of(prompt)
 
     def _number_of(self, prompt: Tensor) -> int:
@@ -126,7 +133,7 @@ class KeptChoices:
         made, choice = self._kept.get((self._prompt, turn, call), (0, None))
         if choice is None or self._step - made >= self.every:
             made, choice = self._step, pipeline.choose(q, k, **asked)
-            if turn < _MOST_CALLS:
+            if turn < _MOST_CALLS or self.every == 1:
                 self._kept[self._prompt, turn, call] = made, choice
         if spec.sinks is not None:
             choice = evolve(choice, spec=evolve(choice.spec, sinks=spec.sinks))
@@ -134,6 +141,9 @@ class KeptChoices:
         trace: AnyTrace = Trace(*given, choice.mask.grid.permutation, unknown, choice.mask, output)
         return Kept(output.out, trace, self._step - made)
 
-    def forget(self, layer: int) -> None:
-        """Let this layer, and those that take its choices, choose anew in their next calls."""
-        self._kept = {key: kept for key, kept in self._kept.items() if key[2][0] != layer}
+    def forget(self, layer: int, *, chooser: int | None = None) -> None:
+        """Let this layer choose anew in its next call; or `chooser`, whose choices it takes, in the next step."""
+        if chooser is not None and chooser != layer:
+            self._forgotten.add(chooser)  # now, this layer would choose for it
+        else:
+            self._kept = {key: kept for key, kept in self._kept.items() if key[2][0] != layer}

@@ -64,7 +64,7 @@ class VerticalSlashCdf(Selector[VerticalSlashScores, BlockMask]):
 
     def added_to(self, first: Selector[VerticalSlashScores, BlockMask], scores: VerticalSlashScores) -> BlockMask:
         mask = first(scores)
-        if self.released or mask.keep.shape[1] != scores.grid.q_heads:
+        if self.released or mask.grid is not scores.grid or mask.keep.shape[1] != scores.grid.q_heads:
             return mask | self(scores)
         mass = over_blocks(self.mass, scores.values)[..., 0]
         return BlockMask(self._covering(scores, mass, mask.keep), scores.grid)

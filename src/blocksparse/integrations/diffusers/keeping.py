@@ -40,7 +40,7 @@ class Keeping:
             return dense_attention(*checked(q, k, v, asked))
         if self.audit is not None and (crossed := self.audit.crossed(self.layer)) > self._crossed:
             self._crossed = crossed
-            self.choices.forget(self.chooser)
+            self.choices.forget(self.layer, chooser=self.chooser)
         kept = self.choices.attend(self.layer, self.pipeline, q, k, v, chooser=self.chooser, **asked)
         if kept.trace is None:
             self._saw_dense(kept.dense_because)

@@ -48,6 +48,10 @@ class Worth:
         if self.executor.dense_because(q, k, k, _SPEC) is not None:
             return LITTLE_WORK
         parts = pipeline.groups.values() if isinstance(pipeline, HeadGroups) else (pipeline,)
-        if all(part is None or part.selector.keeps_everything(queries, keys, causal=True) for part in parts):
+        if all(
+            part is None
+            or (part.executor.may_be_left_out and part.selector.keeps_everything(queries, keys, causal=True))
+            for part in parts
+        ):
             return EVERYTHING
         return None

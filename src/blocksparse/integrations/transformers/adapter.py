@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, final
+from collections.abc import Callable, Mapping
+from typing import Any, cast, final
 
 import torch
 from attrs import field, frozen
@@ -28,6 +28,18 @@ class Adapter:
     outcomes: Outcomes
     explicit_masks: bool = False  # because some of the modules do not say whether they are causal without a mask
     lengths: LastLengths = field(factory=LastLengths, init=False)
+    _tell_traced: Callable[[str], bool] = field(init=False)
+
+    @_tell_traced.default
+    def _to_outcomes(self) -> Callable[[str], bool]:
+        outcomes = self.outcomes
+
+        def told(reason: str) -> bool:
+            outcomes.traced_dense(reason)
+            return True
+
+        run_when_traced: Callable[[str], bool] = cast(Any, torch.compiler).assume_constant_result(told)
+        return run_when_traced
 
     def mask(self, **request: Any) -> Tensor | PromptMask | None:
         """None where all keys are seen, or a whole causal prompt is; in place of any other mask a `PromptMask`."""
@@ -59,8 +71,10 @@ class Adapter:
             if call.sequences is None and all(x is None for x in more):
                 reason = layer.dense_because(query.shape[2], seen, None)
         if reason is not None:
-            # Inside torch.compile this line would run only when the graph is traced, so nothing is recorded there.
-            if not torch.compiler.is_compiling():
+            # Inside torch.compile this line runs only when the graph is traced, so no calls are counted there.
+            if torch.compiler.is_compiling():
+                self._tell_traced(reason)
+            else:
                 self.outcomes.saw_dense(call.layer, reason)
             return dense(call)
         out = layer(query, key[:, :, :seen], value[:, :, :seen], call.sequences, **asked)

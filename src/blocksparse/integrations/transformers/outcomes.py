@@ -57,6 +57,12 @@ class Outcomes:
             with _COUNTING:
                 self._reasons[reason] += 1
 
+    def traced_dense(self, reason: str) -> None:
+        """Calls of a compiled graph are dense; how many there will be is not known when it is traced."""
+        if not self._settled and reason != "decode":
+            with _COUNTING:
+                self._reasons[f"{reason}, compiled"] += 1
+
     def tell(self) -> None:
         """Log one line if calls were dense and none was sparse. A later call does nothing."""
         with _COUNTING:
