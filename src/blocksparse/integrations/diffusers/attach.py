@@ -63,7 +63,8 @@ def attach(
         min_tokens: attention over fewer tokens than this stays dense.
         recorder: gets a record of what each call did; if None, nothing is recorded.
         audit: compares a few random queries of some sparse calls with dense attention; None for no audit. Where
-            choices are kept, it says how much mass they still cover; a layer that crosses a bound chooses anew.
+            choices are kept, it says how much mass they still cover; a layer that crosses a bound chooses anew, or
+            the one whose choice it takes does in the next step.
         family: how a model that is not known lays out its tokens.
 
     Raises:
