@@ -2,8 +2,8 @@
 
 `make docs` builds the site and looks at links, anchors and the navigation more closely.
 
-A fence may say more: `gpu` runs where a GPU is, `no-run: WHY` is Python whose names of this package exist, and
-`rejected` is for mypy, which must report what stands behind `# E: `.
+A fence may say more: `gpu` runs where a GPU is, `no-run: WHY` is code whose names of this package, or commands,
+exist, and `rejected` is for mypy, which must report what stands behind `# E: `. `text` shows what is printed.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ import importlib
 import inspect
 import itertools
 import json
+import os
 import re
 import runpy
 import shlex
+import subprocess
+import sys
 import tomllib
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,7 +27,9 @@ from types import ModuleType
 import pytest
 import torch
 
+from blocksparse.demo import TEXT
 from blocksparse.integrations.serving.settings import Host, Served, Settings
+from tests.tiny_model import byte_tokenizer, save_tiny
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -35,14 +40,15 @@ PAGES = [
 ]
 EVIDENCE = sorted((ROOT / "docs" / "evidence").rglob("*.md"))
 TABLE = re.compile(r"^<!-- table [\w-]+ -->\n.*?^<!-- end of table -->$", re.MULTILINE | re.DOTALL)
-FENCE = re.compile(r"^```python(?P<kind>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^```(?P<language>\w*)(?P<kind>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+KINDS = {"python": {"", "gpu", "no-run", "rejected"}, "sh": {"", "no-run"}, "text": {""}, "json": {""}}
 LINK = re.compile(r"\]\((?!https?:)(?P<path>[^)#]+)")
-COMMAND = re.compile(
-    r"^ {4}(?P<command>(blocksparse|make|(\.venv/bin/)?python -m|torchrun .*?-m) .*)$", re.MULTILINE
-)
+COMMAND = re.compile(r"^(blocksparse|make|(\.venv/bin/)?python -m|torchrun .*?-m) ")
+INLINE = re.compile(r"(?<!`)`(?P<command>[^`\n]+)`(?!`)")
 EXTRA = re.compile(r"pip install [^\n`]*?\.?\[(?P<extra>\w+)\]")
 OPTION = re.compile(r"""['=](?P<option>\{"blocksparse": .*?\})['\n|,]""")  # of an engine, in a shell or in Python
 REFERENCE = re.compile(r"^::: (?P<path>[\w.]+)$", re.MULTILINE)
+REFERENCE_OPTIONS = re.compile(r"(?<=\n)    options:\n(?: {6}.*\n?)+")
 PUBLIC = (
     "blocksparse", "blocksparse.testing", "blocksparse.distributed", "blocksparse.tune", "blocksparse.audit",
     "blocksparse.integrations.transformers", "blocksparse.integrations.diffusers",
@@ -51,13 +57,13 @@ PUBLIC = (
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
-def blocks(page: Path, *kinds: str) -> list[str]:
+def blocks(page: Path, *kinds: str, language: str = "python") -> list[str]:
     """The code of a page's blocks of these kinds, each at its own line of the page, so that errors point there."""
     text = page.read_text(encoding="utf-8")
     return [
         "\n" * text.count("\n", 0, match.start("code")) + match["code"]
         for match in FENCE.finditer(text)
-        if match["kind"].strip() in kinds
+        if match["language"] == language and match["kind"].strip() in kinds
     ]
 
 
@@ -84,13 +90,37 @@ def test_first_pages_are_short() -> None:
     assert sum(count for page, count in words.items() if "evidence" not in page.parts) < 45_000
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks(page, "", language="sh")], ids=lambda page: page.stem
+)
+def test_commands_run(page: Path, tmp_path: Path) -> None:
+    """In a folder with a model that is made up, and a text."""
+    for package in ("transformers", "matplotlib"):
+        pytest.importorskip(package)
+    save_tiny(tmp_path / "path" / "to" / "model", byte_tokenizer())
+    (tmp_path / "prompt.txt").write_text(TEXT.read_text(encoding="utf-8")[:2000], encoding="utf-8")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    for code in blocks(page, "", language="sh"):
+        shell = ["bash", "-euo", "pipefail", "-c", code]
+        done = subprocess.run(shell, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{code.strip()}\n{done.stdout}{done.stderr}"
+
+
 @each_page
 def test_fences_are_known(page: Path) -> None:
-    for match in FENCE.finditer(page.read_text(encoding="utf-8")):
+    """Code stands in fences that say what it is: it runs, or says why it cannot, or is no command."""
+    text = page.read_text(encoding="utf-8")
+    outside = REFERENCE_OPTIONS.sub("", FENCE.sub("", text))
+    assert not re.findall(r"^(?: {4}|\t|\s*```).*$", outside, re.MULTILINE)
+    for match in FENCE.finditer(text):
         kind, _, why = match["kind"].strip().partition(": ")
-        assert kind in {"", "gpu", "no-run", "rejected"}
+        assert kind in KINDS[match["language"]]
         assert bool(why) == (kind == "no-run"), "a block that cannot run says why"
-        for node in ast.walk(ast.parse(match["code"])) if why else ():
+        if match["language"] in ("text", "json"):
+            assert not any(COMMAND.match(line) for line in match["code"].splitlines())
+        for node in ast.walk(ast.parse(match["code"])) if why and match["language"] == "python" else ():
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "blocksparse":
                 module = importlib.import_module(node.module or "")
                 assert all(hasattr(module, name.name) for name in node.names)
@@ -104,23 +134,30 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @each_page
 def test_commands_exist(page: Path) -> None:
-    """Every line of a shell names a command that is there, with options that it has."""
+    """Every line of a shell names a command that is there, with options that it has; so does text, by less."""
     from blocksparse.cli.main import _parser
 
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    for match in COMMAND.finditer(page.read_text(encoding="utf-8")):
-        command, *words = itertools.takewhile(lambda x: x != ">", shlex.split(match["command"], comments=True))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    text = page.read_text(encoding="utf-8")
+    shells = [match["code"] for match in FENCE.finditer(text) if match["language"] == "sh"]
+    lines = [line for code in shells for line in code.replace("\\\n", " ").splitlines()]
+    inline = [match["command"] for match in INLINE.finditer(FENCE.sub("", text))]
+    for line in filter(COMMAND.match, [*lines, *inline]):
+        command, *words = itertools.takewhile(lambda x: x != ">", shlex.split(line, comments=True))
         if command == "torchrun":
             words = words[words.index("-m") :]
-        if command == "blocksparse":
+        if command == "blocksparse" and line in lines:
             _parser().parse_args(words)
+        elif command == "blocksparse":
+            assert words[0].startswith("--") or words[0] in _parser().format_help(), line
         elif command == "make":
-            assert words[0] in targets, match["command"]
+            assert words[0] in targets, line
             for options in (word.removeprefix("ARGS=") for word in words[1:] if word.startswith("ARGS=")):
-                _parser().parse_args([words[0], *shlex.split(options)])
-        else:
+                if words[0] == "demo":
+                    _parser().parse_args(["demo", *shlex.split(options)])
+        elif not words[1].startswith("sglang"):
             source = _source(words[1])
-            assert all(word in source for word in words[2:] if word.startswith("--")), match["command"]
+            assert all(word in source for word in words[2:] if word.startswith("--")), line
 
 
 @each_page
@@ -201,7 +238,7 @@ def test_figures_outside_of_evidence_are_written_from_results(page: Path) -> Non
     if page in EVIDENCE:
         return
     text = TABLE.sub("", page.read_text(encoding="utf-8"))
-    text = re.sub(r"^```.*?^```$|^ {4}[^\n]*$", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = FENCE.sub("", text)
     by_hand = r"(?<![\w.])\d*\.?\d+(?: ms\b| us\b| times as fast| x dense| TFLOP/s)|KL (?:of |is )?\.\d+(?![\d<])"
     assert not re.findall(by_hand, text)
 
@@ -213,9 +250,7 @@ def test_the_demo_prints_what_the_evidence_has() -> None:
     printed = Results.named("cpu-demo")
     text = (ROOT / "docs" / "start" / "demo.md").read_text(encoding="utf-8")
     for tokens, block in zip(("4096", "7680"), text.split("speed-\n")[1:], strict=True):
-        lines = re.findall(
-            r"^    (\w+) +([\d.]+) s .*? ([\d.]+)x +([\d.]+)%", block.split("\n\n")[0], re.MULTILINE
-        )
+        lines = re.findall(r"^(\w+) +([\d.]+) s .*? ([\d.]+)x +([\d.]+)%", block.split("```")[0], re.MULTILINE)
         assert len(lines) > 5
         for method, first, times, percent in lines:
             row = f"AVX-512, bf16, {tokens}, {method}"

@@ -29,7 +29,7 @@ OUTSIDE = {
 }
 SOURCE = {page: file for file, page in OUTSIDE.items()}
 LINK = re.compile(r"(?<=\]\()(?P<path>[^)#\s:]+)(?P<rest>[^)]*\))")
-KIND = re.compile(r"^```python .+$", re.MULTILINE)  # what tests do with a block is nothing that readers need
+KIND = re.compile(r"^```(python|sh) .+$", re.MULTILINE)  # what tests do with a block is nothing that readers need
 CHART = re.compile(r"!\[(?P<alt>[^\]]*)\]\((?P<path>[^)\s]+)\.svg\)")
 CODE = re.compile(r"`[^`\n]+`")
 # Words of the glossary that a reader may not know, or know otherwise. The first use on each page is a link.
@@ -65,7 +65,7 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
         return f"![{alt}]({path}.svg#only-light) ![{alt}]({path}-dark.svg#only-dark)"
 
     linked = CHART.sub(in_both_themes, LINK.sub(to_page, markdown))
-    lines = KIND.sub("```python", linked).split("\n")
+    lines = KIND.sub(r"```\1", linked).split("\n")
     if here == "glossary.md":
         lines = [re.sub(r"^\| \*?(" + "|".join(WORDS) + r")\b", _with_anchor, line) for line in lines]
     elif not here.startswith("reference/api"):
