@@ -66,7 +66,7 @@ class Plan:
     head_dims: tuple[int, ...]  # rates, blocks
     wide: tuple[tuple[int, int], ...]  # wide: head dims of keys and of values
     wide_densities: tuple[float, ...]  # wide
-    kernel_lengths: tuple[int, ...]  # rates, wide, blocks, eight_bit, gather, s2o
+    kernel_lengths: tuple[int, ...]  # rates, wide, blocks, eight_bit, gather, s2o, choosing; windows the first
     densities: tuple[float, ...]  # rates, eight_bit
     blocks: tuple[tuple[int, int], ...]  # blocks; the first is what all else takes
     block_densities: tuple[float, ...]  # blocks
@@ -80,7 +80,9 @@ class Plan:
     growth: tuple[tuple[int, float], ...]  # growth: length, share of each row's blocks
     crossover: tuple[tuple[int, int, int], ...]  # crossover: query heads, queries, keys
     serving: tuple[Served, ...]
-    D: int  # eight_bit, gather, stages, s2o, calls, growth, crossover
+    D: int  # eight_bit, gather, stages, s2o, calls, growth, crossover, choosing
+    layers: tuple[tuple[int, int, int], ...]  # windows: head dim, query heads, KV heads
+    windows: tuple[int, ...]
     cpu: tuple[tuple[int, int, int, tuple[float, ...]], ...]  # cpu: tokens, D, block; densities
     budget_ms: float  # time spent on one figure, compilation and the check aside
     executor: bs.Executor[Any, Any] | None = None  # of automatic presets
@@ -171,6 +173,8 @@ FULL = Plan(
     ),
     serving=_SERVING,
     D=128,
+    layers=((256, 16, 8), (128, 32, 8), (64, 64, 8)),
+    windows=(128, 1024, 4096),
     cpu=(
         (4096, 64, 128, (1.0, 0.5, 0.3, 0.15, 0.05)),
         (4096, 64, 64, (1.0, 0.3, 0.05)),
@@ -208,6 +212,8 @@ QUICK = Plan(
         Served(16, 8, (16384,), D=192, Dv=128),
     ),
     D=128,
+    layers=((128, 32, 8),),
+    windows=(1024,),
     cpu=((2048, 64, 128, (0.3,)),),
     budget_ms=50.0,
 )
@@ -239,6 +245,8 @@ TINY = Plan(
         Served(2, 1, (128, 200), D=32, must=_PACKED[:2], page_sizes=_PAGES[:1]),
     ),
     D=32,
+    layers=((32, 2, 1),),
+    windows=(100,),
     cpu=((512, 64, 128, (0.3,)),),
     budget_ms=5.0,
     executor=bs.ReferenceExecutor(),

@@ -38,24 +38,30 @@ def kernel_call(
     *,
     permutation: bs.GlobalPermutation | None = None,
     tiles: Tiles | None = None,
+    spec: bs.AttentionSpec | None = None,
 ) -> Call:
     """Our kernel; where keys are permuted, they are gathered beforehand too."""
     executor, grid = bs.TritonExecutor(tiles), mask.grid
-    if reasons := executor.unsupported(q, k, v, mask, bs.AttentionSpec(scale=q.shape[-1] ** -0.5)):
+    spec = spec or bs.AttentionSpec(scale=q.shape[-1] ** -0.5)
+    if reasons := executor.unsupported(q, k, v, mask, spec):
         raise CannotRunError("; ".join(reasons))
 
     order, plan = permutation or bs.GlobalPermutation(), BlockPlan.of(mask)
     tokens = order.gather_queries(q), order.gather_keys(k), order.gather_keys(v)
     tiles = tiles or tuned(*tokens, grid.q_block, grid.k_block)
-    run = functools.partial(sparse_attention, *tokens, plan, grid.positions, tiles, scale=q.shape[-1] ** -0.5)
+    run = functools.partial(
+        sparse_attention, *tokens, plan, grid.positions, tiles, scale=spec.scale, change=spec.for_kernel(q)
+    )
     return lambda: order.restore(run()[0])
 
 
-def portable_call(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask) -> Call:
+def portable_call(
+    q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask, *, spec: bs.AttentionSpec | None = None
+) -> Call:
     """Our kernel for any GPU that Triton compiles for, also where there is a faster one."""
     head_dim = max(q.shape[-1], v.shape[-1])
     tiles = portable(mask.grid.q_block, mask.grid.k_block, head_dim, q.element_size(), hardware_of(q))
-    return kernel_call(q, k, v, mask, tiles=tiles)
+    return kernel_call(q, k, v, mask, tiles=tiles, spec=spec)
 
 
 def flex_call(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask) -> Call:

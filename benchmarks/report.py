@@ -133,6 +133,25 @@ def blocks(rows: list[Row]) -> str:
     return table(head, body)
 
 
+def windows(rows: list[Row]) -> str:
+    body = []
+    for row in rows:
+        ours, portable = rate_of(row, OURS), rate_of(row, PORTABLE)
+        heads = f"{row['D']}, {row['Hq']}/{row['Hkv']}"
+        body.append([heads, row["layer"], cell(row["density"], 3), cell(ours, 0), cell(ratio(ours, portable), 1)])
+    return table(["head dim, heads", "mask", "density", "TFLOP/s", "times the portable kernel's"], body)
+
+
+def choosing(rows: list[Row]) -> str:
+    body = [
+        [tokens(row["N"]), name, cell(density, 3)]
+        + [milliseconds(ms_of(row, figure)) for figure in (name, f"{name}, chosen")]
+        for row in rows
+        for name, density in row.get("densities", {}).items()
+    ]
+    return table(["tokens", "scores", "density", "scores, ms", "choosing, ms"], body)
+
+
 def eight_bit(rows: list[Row]) -> str:
     body = []
     for row in rows:
@@ -421,8 +440,10 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "rates": ("Kernel rates, TFLOP/s over kept blocks", rates),
     "wide": ("Head dims above 128, TFLOP/s over kept blocks", rates),
     "blocks": ("Finer blocks, TFLOP/s over kept blocks", blocks),
+    "windows": ("Windows, sinks and softcaps, TFLOP/s over kept blocks", windows),
     "eight_bit": ("8 bits, TFLOP/s over kept blocks", eight_bit),
     "gather": ("Keys through index maps, TFLOP/s over visited blocks", gather),
+    "choosing": ("Choosing blocks, ms", choosing),
     "stages": ("Stages, ms", stages),
     "s2o": ("S2O, ms", s2o),
     "calls": ("Whole calls", calls),

@@ -24,6 +24,7 @@ import torch
 from benchmarks import (
     audit_table,
     call_tables,
+    choosing_table,
     crossover_table,
     eight_bit_tables,
     gather_tables,
@@ -31,6 +32,7 @@ from benchmarks import (
     s2o_tables,
     serving_table,
     stage_tables,
+    window_table,
 )
 from benchmarks.cases import FULL, QUICK, TINY, Plan
 from benchmarks.peers import SPARSE, peer_from
@@ -39,8 +41,8 @@ from benchmarks.timing import reason
 
 # Calls and serving last: they capture graphs, and after the profiler of the latter launches take longer.
 GPU_TABLES = (
-    "rates", "wide", "blocks", "eight_bit", "gather", "stages", "s2o", "growth", "crossover", "audit",
-    "calls", "serving",
+    "rates", "wide", "blocks", "windows", "eight_bit", "gather", "choosing", "stages", "s2o", "growth",
+    "crossover", "audit", "calls", "serving",
 )  # fmt: skip
 
 Table = Callable[[Plan, torch.device], Iterator[Row]]
@@ -136,8 +138,10 @@ def main() -> None:
         "rates": partial(kernel_tables.rates, peers={**SPARSE, **others}),
         "wide": kernel_tables.wide,
         "blocks": kernel_tables.blocks,
+        "windows": window_table.windows,
         "eight_bit": eight_bit_tables.eight_bit,
         "gather": gather_tables.gather,
+        "choosing": choosing_table.choosing,
         "stages": stage_tables.stages,
         "s2o": s2o_tables.s2o,
         "growth": stage_tables.growth,

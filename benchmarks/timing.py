@@ -16,6 +16,7 @@ import blocksparse as bs
 from blocksparse.bench.timing import ROUNDS as ROUNDS
 from blocksparse.bench.timing import Figure as Figure
 from blocksparse.bench.timing import medians as medians
+from blocksparse.checks.per_head import by_head
 
 Call = Callable[[], Tensor]
 """Attends: `[B, Hq, M, Dv]`."""
@@ -30,9 +31,17 @@ class CannotRunError(RuntimeError):
 
 
 def check(
-    out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask, *, samples: int = 6, tolerance: float = 1e-2
+    out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: bs.BlockMask,
+    *,
+    spec: bs.AttentionSpec | None = None,
+    samples: int = 6,
+    tolerance: float = 1e-2,
 ) -> None:
-    """Sampled rows of blocks of `out` `[1, Hq, M, Dv]` against what `mask` means, in float64.
+    """Sampled rows of blocks of `out` `[1, Hq, M, Dv]` against what `mask` and `spec` mean, in float64.
 
     q, k, v and `out` are in original order, whatever the order of the mask's slots.
 
@@ -51,8 +60,17 @@ def check(
         key = key[key >= 0]
         some_q, some_k, some_v = q[0, h, query].double(), k[0, kv, key].double(), v[0, kv, key].double()
         logits = some_q @ some_k.T * q.shape[-1] ** -0.5
+        if spec is not None and spec.softcap is not None:
+            logits = spec.softcap * (logits / spec.softcap).tanh()
+        last = query[:, None] + offset  # the last key that each query sees
         if grid.causal:
-            logits = logits.masked_fill(key > query[:, None] + offset, float("-inf"))
+            logits = logits.masked_fill(key > last, float("-inf"))
+        if grid.window is not None:
+            logits = logits.masked_fill(key <= last - grid.window, float("-inf"))
+        if spec is not None and spec.sinks is not None:
+            sink = by_head(spec.sinks, q)[h].double()
+            logits = torch.cat((logits, sink.expand(len(logits), 1)), dim=-1)
+            some_v = torch.cat((some_v, some_v.new_zeros(1, some_v.shape[-1])))
         want = logits.softmax(-1) @ some_v
         error = float((out[0, h, query].double() - want).norm() / want.norm())
         if not error < tolerance:

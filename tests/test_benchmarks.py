@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +15,14 @@ from attrs import evolve
 from benchmarks import (
     audit_table,
     call_tables,
+    choosing_table,
     concept_pictures,
     crossover_table,
     kernel_tables,
     matched_density,
     run,
     stage_tables,
+    window_table,
 )
 from benchmarks.cases import FULL, TINY, Plan, Preset
 from benchmarks.inputs import Case, everything, structured
@@ -134,6 +137,35 @@ def test_rates_where_values_have_another_head_dim(device: str) -> None:
     assert rows[0]["tflop"] == pytest.approx(2e-12 * (64 + 32) * 3 * 64 * 64)
     assert rows[0]["bytes"] == 4 * 128 * (64 + 64 + 32 + 32)
     assert "| 128 | 64/32 | 1.000 |" in TABLES["wide"][1](rows)
+
+
+def test_rates_of_windows_sinks_and_softcaps(device: str) -> None:
+    rows = list(window_table.windows(PLAN, torch.device(device)))
+    names = ["0.3 of the blocks", "sinks, the same blocks", "softcap, the same blocks"]
+    assert [row["layer"] for row in rows] == [*names, "rows of 2 blocks", "window of 100"]
+    assert all(row["figures"][OURS]["ms"] > 0 and row["figures"][PORTABLE]["ms"] > 0 for row in rows)
+    assert rows[3]["density"] == rows[4]["density"]
+    assert "| 32, 2/1 | window of 100 |" in TABLES["windows"][1](rows)
+
+
+@pytest.mark.parametrize("wrong", [{"softcap": 1.0}, {"sinks": 10.0}, {"window": 30}])
+def test_the_check_sees_what_a_layer_asks_for(wrong: dict[str, Any]) -> None:
+    q, k, v = make_qkv(Hq=2, Hkv=1, N=128, D=32)
+    spec, plain = bs.AttentionSpec(scale=32**-0.5, **wrong), bs.AttentionSpec(scale=32**-0.5)
+    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), spec, q_block=32, k_block=32)
+    mask = bs.BlockMask(grid.reachable.expand(1, 2, -1, -1), grid)
+    right = bs.ReferenceExecutor()(q, k, v, mask, spec).out
+    check(right, q, k, v, mask, spec=spec)
+    whole = everything(q, k, block=32)
+    with pytest.raises(WrongOutputError):
+        check(bs.ReferenceExecutor()(q, k, v, whole, plain).out, q, k, v, mask, spec=spec)
+
+
+def test_choosing_is_timed_for_each_scorer() -> None:
+    rows = list(choosing_table.choosing(PLAN, CPU))
+    assert [row["N"] for row in rows] == list(PLAN.kernel_lengths)
+    assert all(figure["ms"] > 0 for figure in rows[0]["figures"].values())
+    assert "| 128 | mean pooling | 1.000 |" in TABLES["choosing"][1](rows)
 
 
 def absent(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask) -> Call:
