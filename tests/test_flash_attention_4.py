@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -12,11 +11,12 @@ from torch import Tensor
 
 import blocksparse as bs
 from blocksparse.executors import flash_attention_4
+from blocksparse.executors.importable import not_importable
 from blocksparse.testing import assert_within_budget, make_qkv
 from tests.specs import asked
 from tests.stages import Shuffle
 
-INSTALLED = find_spec("flash_attn") is not None and find_spec("flash_attn.cute") is not None
+INSTALLED = not not_importable("flash_attn.cute", "flash-attn-4", "fa4")
 RUNS = INSTALLED and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in (9, 10, 11)
 needs_it = pytest.mark.skipif(not RUNS, reason="needs flash-attn-4 and a GPU that it has block-sparse kernels for")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import final
 
 import torch
@@ -13,6 +12,7 @@ from blocksparse.attention_spec import AttentionSpec
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.block_plan import BlockPlan
 from blocksparse.executors.executor import Executor, one_order
+from blocksparse.executors.importable import not_importable
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.runtime.repetition import refuse_repetition
 from blocksparse.selectors.block_mask import BlockMask
@@ -31,8 +31,7 @@ class CudnnExecutor(Executor[GlobalPermutation, BlockMask]):
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec) -> list[str]:
         reasons = super().unsupported(q, k, v, mask, spec)
-        if not _installed():
-            reasons.append("cuDNN's frontend is not installed (pip install -e '.[cudnn]' in a checkout)")
+        reasons += not_importable("cudnn.block_sparse_attention", "cuDNN's frontend with block sparsity", "cudnn")
         if mask.grid.causal:
             reasons.append("the kernel knows no causality; call with causal=False")
         if q.dtype not in (torch.float16, torch.bfloat16):
@@ -125,11 +124,3 @@ def _wrong_heads(q: Tensor, k: Tensor, v: Tensor, block: int, major: int) -> lis
     if dims[0] == dims[1] and dims[0] in known:
         return []
     return [f"head dims must be equal, and 64, 96 or 128, not {dims[0]} and {dims[1]}"]
-
-
-def _installed() -> bool:
-    """Whether a frontend with block-sparse attention is installed; older ones lack it."""
-    try:
-        return find_spec("cudnn.block_sparse_attention") is not None
-    except (ImportError, OSError, ValueError):  # there is no package, or it cannot load cuDNN
-        return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any, final
 
 import torch
@@ -14,6 +13,7 @@ from blocksparse.attention_spec import AttentionSpec
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.block_plan import BlockPlan
 from blocksparse.executors.executor import Executor, one_order
+from blocksparse.executors.importable import not_importable
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.runtime.repetition import refuse_repetition
 from blocksparse.selectors.block_mask import BlockMask
@@ -33,8 +33,8 @@ class FlashAttention4Executor(Executor[GlobalPermutation, BlockMask]):
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec) -> list[str]:
         reasons = super().unsupported(q, k, v, mask, spec)
-        if not _installed():
-            reasons.append("flash-attn-4 is not installed (pip install -e '.[fa4]' in a checkout)")
+        # The package `flash_attn` alone may be its predecessor.
+        reasons += not_importable("flash_attn.cute", "flash-attn-4", "fa4")
         if q.dtype not in (torch.float16, torch.bfloat16):
             reasons.append(f"the kernel takes float16 and bfloat16, not {q.dtype}")
         if not q.is_cuda or torch.version.hip is not None:
@@ -130,8 +130,3 @@ def _wrong_sizes(head_dim: int, value_dim: int, mask: BlockMask, *, hopper: bool
     elif q_block % 256 or k_block % 128:
         reasons.append(f"blocks must be multiples of 256 queries by 128 keys, not {q_block} x {k_block}")
     return reasons
-
-
-def _installed() -> bool:
-    """Whether flash-attn-4 is installed; the package `flash_attn` alone may be its predecessor."""
-    return find_spec("flash_attn") is not None and find_spec("flash_attn.cute") is not None
