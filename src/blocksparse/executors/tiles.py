@@ -213,7 +213,7 @@ def tuned_int8(head_dim: int, q_block: int, k_block: int, fp8_pv: bool) -> Hoppe
 _Tables = dict[int, tuple[tuple[int, int, int, int], ...]]
 _MMA: _Tables = {
     64: ((64, 64, 4, 2),),
-    128: ((128, 64, 8, 2), (64, 32, 4, 2)),
+    128: ((128, 32, 8, 2), (64, 32, 4, 2)),
     256: ((64, 32, 8, 2), (32, 32, 4, 2)),
 }
 _CDNA: _Tables = {
@@ -272,6 +272,4 @@ def _largest(q_block: int, head_dim: int, itemsize: int, hardware: Hardware) -> 
         table = _MMA if hardware.is_nvidia else _RDNA if hardware.is_rdna else _CDNA
     choices = table[max(power_of_2(head_dim), 64)]
     block_m, block_n, warps, stages = next((x for x in choices if q_block % x[0] == 0), choices[-1])
-    if itemsize <= 2 and head_dim > 64 and hardware.is_nvidia and hardware.name not in ("sm_86", "sm_89"):
-        block_n = min(block_n, 32)  # the compiler takes more registers there
     return block_m, block_n, warps, stages
