@@ -92,7 +92,7 @@ def main() -> int:
         configurations[LIMIT] = KEPT | ({"min_tokens": 32, "min_queries": 16} if options.tiny else {})
     common = {
         name: getattr(options, name)
-        for name in ("layers", "shard", "length", "tokens", "tiny", "compiled", "exactly")
+        for name in ("layers", "shard", "ranks", "length", "tokens", "tiny", "compiled", "exactly")
     }
     engines = {
         name: Engine(name, common | {"blocksparse": each}, options.out.with_suffix(f".{name}.log"))
@@ -171,6 +171,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--mixes", type=int, default=50, help="random mixes that are compared first; 0 for none")
     parser.add_argument("--layers", type=int, default=16, help="of the model; 32 are Llama-3.1-8B's")
     parser.add_argument("--shard", type=int, default=1, help="of the heads one part of so many, as on one GPU")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs that each have some of the heads (tensor parallel)")
     parser.add_argument("--length", type=int, default=131072, help="of the longest prompt, with its answer")
     parser.add_argument("--tokens", type=int, default=140000, help="that the cache of an engine holds")
     parser.add_argument("--repeats", type=int, default=5, help="of which the median is taken")
@@ -247,15 +248,16 @@ class Differences:
                     break
 
 
-def soak(engine: Engine, options: argparse.Namespace) -> list[tuple[float, float]]:
-    """Serve random mixes for some time: (seconds, GiB that are allocated) after each ten of them."""
+def soak(engine: Engine, options: argparse.Namespace) -> list[tuple[float, list[float]]]:
+    """Serve random mixes for some time: (seconds, GiB on the GPU and of the host) after each ten of them."""
     found, began, every = [], time.perf_counter(), mixes(10, tiny=options.tiny)
     while time.perf_counter() - began < options.soak:
         for mix in every:
             mix["seed"] += len(every)  # other prompts of the same lengths
             engine.ask(do="mix", **mix)
         found.append((round(time.perf_counter() - began, 1), engine.ask(do="memory")))
-        print(f"{engine.name}: {found[-1][1]:.3f} GiB after {found[-1][0]} s of mixed load", flush=True)
+        seconds, (there, here) = found[-1]
+        print(f"{engine.name}: {there:.3f} GiB on the GPU, {here:.3f} of the host, after {seconds} s", flush=True)
     return found
 
 

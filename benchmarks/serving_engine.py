@@ -22,6 +22,7 @@ def main() -> int:
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", VLLM_DO_NOT_TRACK="1", HF_HUB_OFFLINE="1",
         VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind",
+        VLLM_ALLOW_INSECURE_SERIALIZATION="1",  # functions of this file travel to the workers of several ranks
     )  # fmt: skip
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -38,8 +39,9 @@ def main() -> int:
 class Engine:
     """
     Args:
-        job: `layers` and `length` of the model, the part `shard` of its heads, `tokens` that its cache holds,
-            `blocksparse` (the plugin's configuration, or None), `compiled`, `exactly`, `tiny`.
+        job: `layers` and `length` of the model, the part `shard` of its heads, the `ranks` (GPUs) that share it,
+            `tokens` that its cache holds, `blocksparse` (the plugin's configuration, or None), `compiled`,
+            `exactly`, `tiny`.
     """
 
     def __init__(self, job: dict[str, Any], folder: Path) -> None:
@@ -51,7 +53,7 @@ class Engine:
             more["additional_config"] = {"blocksparse": given}
         if not self.tiny:
             # Keys and values of 8 heads of dim 128 in two bytes. Several engines share one GPU.
-            more["kv_cache_memory_bytes"] = job["layers"] * job["tokens"] * 4096 // job["shard"]
+            more["kv_cache_memory_bytes"] = job["layers"] * job["tokens"] * 4096 // job["shard"] // job["ranks"]
             more["attention_backend"] = "FLASH_ATTN" if given is None else "BLOCKSPARSE"
         length, dtype = _model(folder, job), "float32" if self.tiny else "bfloat16"
         if job["exactly"]:
@@ -59,7 +61,8 @@ class Engine:
         self.llm = LLM(
             str(folder), dtype=dtype, load_format="dummy",
             skip_tokenizer_init=True, enforce_eager=not job["compiled"], gpu_memory_utilization=0.1,
-            max_model_len=length, max_num_batched_tokens=min(8192, length), max_num_seqs=32, seed=0, **more,
+            max_model_len=length, max_num_batched_tokens=min(8192, length), max_num_seqs=32, seed=0,
+            tensor_parallel_size=job["ranks"], disable_custom_all_reduce=True, **more,
         )  # fmt: skip
         self.llm.apply_model(_as_trained)
         self.scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
@@ -150,11 +153,10 @@ class Engine:
         found: str = self.llm.collective_rpc("blocksparse_counters")[0]
         return found
 
-    def memory(self) -> float:
-        """GiB that PyTorch has allocated."""
-        import torch
-
-        return torch.cuda.memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+    def memory(self) -> list[float]:
+        """GiB that PyTorch has allocated on the GPU, and that the process of the first worker has of the host's."""
+        found: list[float] = self.llm.collective_rpc(_memory)[0]
+        return found
 
     def _prompts(self, seed: int | str, lengths: list[int]) -> list[list[int]]:
         draw = random.Random(seed)
@@ -176,6 +178,14 @@ def _record(worker: Any, on: bool) -> str:
                 density = f"{float(kept.nanmean()):.3f}"
             layer.impl.attention = evolve(attention, recorder=recorder)
     return density
+
+
+def _memory(worker: Any) -> list[float]:
+    import psutil
+    import torch
+
+    there = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+    return [round(x / 2**30, 4) for x in (there, psutil.Process().memory_info().rss)]
 
 
 def _as_trained(model: Any) -> None:
