@@ -148,8 +148,9 @@ def main() -> int:
             found = engine.ask(do="profile", **case._asdict(), seed=f"{case}")
             result.setdefault("profiles", {}).setdefault(name, {})[str(case)] = found
             print(f"\n{name}, {case}: {found['seconds']:.3f} s, the GPU {found['gpu_ms']:.0f} ms")
-            for kernel, (ms, launches) in found["kernels"][:14]:
-                print(f"  {ms:9.2f} ms {launches:6d} x {kernel[:90]}", flush=True)
+            for kernel, (ms, launches) in found["kernels"]:
+                if ms > found["gpu_ms"] / 1000:
+                    print(f"  {ms:9.2f} ms {launches:6d} x {kernel}", flush=True)
     if options.soak:
         result["soak"] = {name: soak(engine, options) for name, engine in list(engines.items())[1:]}
     save()
@@ -171,7 +172,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--mixes", type=int, default=50, help="random mixes that are compared first; 0 for none")
     parser.add_argument("--layers", type=int, default=16, help="of the model; 32 are Llama-3.1-8B's")
     parser.add_argument("--shard", type=int, default=1, help="of the heads one part of so many, as on one GPU")
-    parser.add_argument("--ranks", type=int, default=1, help="GPUs that each have some of the heads (tensor parallel)")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs with some of the heads each (tensor parallel)")
     parser.add_argument("--length", type=int, default=131072, help="of the longest prompt, with its answer")
     parser.add_argument("--tokens", type=int, default=140000, help="that the cache of an engine holds")
     parser.add_argument("--repeats", type=int, default=5, help="of which the median is taken")

@@ -42,7 +42,7 @@ from blocksparse.integrations.serving.settings import Served
 from blocksparse.integrations.serving.split import Split
 from blocksparse.integrations.serving.warm import pays_from, sizes, warm
 from blocksparse.integrations.serving.workspace import Workspace
-from blocksparse.integrations.serving.worth import Worth
+from blocksparse.integrations.serving.worth import HALF_PRECISION_PAYS_FROM, Worth
 from blocksparse.integrations.vllm import ConfigurationError, DensityRecorder, Settings, register
 from blocksparse.integrations.vllm.batch import Batch, part_of
 from blocksparse.integrations.vllm.engine import HOST, Engine, is_configured, layer_of
@@ -231,6 +231,22 @@ def test_whether_a_request_pays_follows_from_its_sizes(dense_below: float | None
     assert worth.dense_because(HeadGroups({(0,): everything, (1,): some}), 500, 500) is None
     if dense_below != 1e6:  # which keeps every block, and leaves out tiles of them
         assert worth.dense_because(skip_softmax(), 500, 500) is None
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "given", "dense_below"),
+    [
+        (True, torch.bfloat16, None, HALF_PRECISION_PAYS_FROM),
+        (True, torch.bfloat16, 0, 0),
+        (True, torch.float32, None, None),
+        (False, torch.bfloat16, None, None),
+    ],
+)
+def test_less_work_pays_in_an_engine(
+    gpu: bool, dtype: torch.dtype, given: float | None, dense_below: float | None
+) -> None:
+    like: Any = SimpleNamespace(is_cuda=gpu, dtype=dtype, new_empty=torch.empty)
+    assert Worth.of(given, like, heads=8, kv_heads=2, head_dim=16).executor.dense_below == dense_below
 
 
 def test_layers_of_equal_pipelines_are_split_alike() -> None:
