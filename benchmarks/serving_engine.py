@@ -188,11 +188,11 @@ def _record(worker: Any, on: bool) -> str:
 
 
 def _memory(worker: Any) -> list[float]:
-    import psutil
     import torch
 
     there = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
-    return [round(x / 2**30, 4) for x in (there, psutil.Process().memory_info().rss)]
+    here = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")  # resident, on Linux
+    return [round(x / 2**30, 4) for x in (there, here)]
 
 
 def _as_trained(model: Any) -> None:
