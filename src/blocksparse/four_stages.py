@@ -18,6 +18,7 @@ from blocksparse.executors.executor import Executor
 from blocksparse.executors.stage_types import StageTypes
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.permuters.permuter import Permuter
+from blocksparse.runtime.repeated import repeated
 from blocksparse.scorers.key_history import KeyHistory
 from blocksparse.scorers.scorer import Scorer
 from blocksparse.selectors.selector import Selector
@@ -36,6 +37,9 @@ def tell_nobody(given: object) -> None:
 class FourStages(Generic[PermutationT, ScoresT, MaskT]):
     """The stages of a pipeline. Its methods take checked inputs, outside of autocast.
 
+    Args:
+        repeats: whether `attend` may repeat what an earlier call launched, as of `Pipeline`.
+
     Raises:
         TypeError: a stage needs a type that the stage before it does not give.
     """
@@ -44,6 +48,7 @@ class FourStages(Generic[PermutationT, ScoresT, MaskT]):
     scorer: Scorer[PermutationT, ScoresT]
     selector: Selector[ScoresT, MaskT]
     executor: Executor[PermutationT, MaskT]
+    repeats: bool = True
     _types: StageTypes = field(
         init=False,
         eq=False,
@@ -107,11 +112,24 @@ class FourStages(Generic[PermutationT, ScoresT, MaskT]):
     ) -> Tensor:
         """The output of a call `[B, Hq, M, Dv]`, which is in `out` if there is one."""
         if (reason := self.dense_because(q, k, v, spec)) is None:
-            # No scores are left, so that their memory is free while attending.
-            return self.execute(q, k, v, self.choose(q, k, spec, history)[2], spec, out).out
+            if self.repeats and history is None:  # which changes from call to call
+                return repeated(self._sparse, q, k, v, spec, out)
+            return self._sparse(q, k, v, spec, out, history)
         check_heads(self, q.shape[1])  # as the stages would
         dense = dense_attention(q, k, v, spec, because=reason)
         return dense if out is None else out.copy_(dense)
+
+    def _sparse(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        spec: AttentionSpec,
+        out: Tensor | None = None,
+        history: KeyHistory | None = None,
+    ) -> Tensor:
+        # No scores are left, so that their memory is free while attending.
+        return self.execute(q, k, v, self.choose(q, k, spec, history)[2], spec, out).out
 
     def trace(
         self,

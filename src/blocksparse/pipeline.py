@@ -19,7 +19,6 @@ from blocksparse.four_stages import Done, FourStages, tell_nobody
 from blocksparse.permuters.permuter import Permuter
 from blocksparse.runtime.opaque_call import OpaqueCall, attend, refuse_transforms
 from blocksparse.runtime.precision import without_autocast
-from blocksparse.runtime.repeated import Repeated
 from blocksparse.scorers.key_history import KeyHistory, one_for_each
 from blocksparse.scorers.scorer import Scorer
 from blocksparse.selectors.block_mask import BlockMask
@@ -57,14 +56,15 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         repr=False,
         eq=False,
         default=Factory(
-            lambda self: FourStages(self.permuter, self.scorer, self.selector, self.executor), takes_self=True
+            lambda self: FourStages(self.permuter, self.scorer, self.selector, self.executor, self.repeats),
+            takes_self=True,
         ),
     )
     _call: OpaqueCall = field(
         init=False,
         repr=False,
         eq=False,
-        default=Factory(lambda self: _called(self._stages, repeats=self.repeats), takes_self=True),
+        default=Factory(lambda self: OpaqueCall(self._stages.attend, writes=True), takes_self=True),
     )
 
     def __repr__(self) -> str:
@@ -237,7 +237,3 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
                 None if part is None else self._stages.trace(*part, spec, each, done)
                 for part, each in zip(parts, histories, strict=True)
             ]
-
-
-def _called(stages: FourStages[Any, Any, Any], *, repeats: bool) -> OpaqueCall:
-    return OpaqueCall(Repeated(stages.attend) if repeats else stages.attend, writes=True)

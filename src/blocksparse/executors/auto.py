@@ -139,8 +139,8 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
             if not q.is_cuda:
                 return None
             pays_from = HALF_PRECISION_PAYS_FROM if q.dtype.itemsize == 2 else SINGLE_PRECISION_PAYS_FROM
-        work, idle = dense_operations(q, k, v, spec), idle_factor(q)
-        if work * idle >= pays_from:
+        work = dense_operations(q, k, v, spec)
+        if work >= pays_from or work * (idle := idle_factor(q)) >= pays_from:
             return None
         counted = f", counted {idle:.2g} times for idle multiprocessors" if idle > 1 else ""
         return (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, final
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,91 +15,86 @@ from blocksparse.runtime.opaque_call import is_transformed
 from blocksparse.runtime.repetition import Recording, current
 from blocksparse.runtime.torch_private import NO_DISPATCH_MODES, under_a_function_mode, under_forward_mode
 
+Result = TypeVar("Result")
+
 CALLS = Calls(most_known=1024, most_met=4096)
 """What this process learned: some 20 kB for a call that is repeated, 2 kB for one that was met."""
 
 
-@final
-class Repeated:
-    """A function of tensors and plain values: `(q, k, v, causal, scale)`, say. Calls on a GPU are repeated.
+def repeated(run: Callable[..., Result], *args: Any) -> Result:
+    """Run a function of tensors and plain values, `(q, k, v, spec, out)`, say, or repeat what it did on a GPU.
 
     The first call with inputs of some sizes runs as it is, which compiles kernels. The second is recorded, and
     later ones repeat it (`repetition.py`): the same launches on memory of the same sizes, so they give the same
     result. What is learned belongs to the value of which `run` is a method, so that equal ones learn together,
-    and for as long as the process runs. A call also runs as it is with arguments by name, which change from call
-    to call; where tensors need gradients or are of a subclass, in forward-mode differentiation, under a mode that
-    changes PyTorch's functions, while a graph is captured, and on AMD's GPUs.
+    and for as long as the process runs. A call runs as it is where tensors need gradients or are of a subclass, in
+    forward-mode differentiation, under a mode that changes PyTorch's functions, while a graph is captured, and on
+    AMD's GPUs.
 
     Args:
         run: in it, Python looks at the sizes, strides and dtypes of tensors, and never at their contents. A
             method of a value that holds stages from elsewhere is never repeated, since they may launch what
             nobody records.
     """
+    tensors = tuple([x for x in args if isinstance(x, Tensor)])
+    key = None if current.get() is not None else _key(run, tensors, args)
+    if key is None:
+        return run(*args)
+    if (known := CALLS.find(key)) is None:
+        return _learn(key, run, tensors, args)
+    try:
+        with device_of(tensors[0]):
+            out: Result = known(*tensors)
+            return out
+    except torch.OutOfMemoryError:  # it takes memory in one piece, which may be there in several
+        return run(*args)
 
-    def __init__(self, run: Callable[..., Any]) -> None:
-        self.run = run
 
-    def __call__(self, *args: Any, **changing: Any) -> Any:
-        if changing:
-            return self.run(*args, **changing)
-        tensors = tuple([x for x in args if isinstance(x, Tensor)])
-        key = None if current.get() is not None else self._key(tensors, args)
-        if key is None:
-            return self.run(*args)
-        if (known := CALLS.find(key)) is None:
-            return self._learn(key, tensors, args)
-        try:
-            with device_of(tensors[0]):
-                return known(*tensors)
-        except torch.OutOfMemoryError:  # it takes memory in one piece, which may be there in several
-            return self.run(*args)
+def _learn(key: Key, run: Callable[..., Result], tensors: tuple[Tensor, ...], args: tuple[Any, ...]) -> Result:
+    """Make a call, and learn whether it may be recorded, if it is met for the first time, or how to repeat it.
 
-    def _learn(self, key: Key, tensors: tuple[Tensor, ...], args: tuple[Any, ...]) -> Any:
-        """Make a call, and learn whether it may be recorded, if it is met for the first time, or how to repeat it.
+    What torch.compile compiles must not run while a recording sees operations, since it would run uncompiled.
+    So the first call is only watched for what refuses to be repeated.
+    """
+    if (record := CALLS.meet(key)) is False:
+        return run(*args)
+    recording, short = Recording(tensors, sees=record is True), False
+    before = current.set(recording)
+    try:
+        with recording if record else nullcontext():
+            out = run(*args)
+    except torch.OutOfMemoryError:
+        if not record:
+            raise
+        recording.refuse("a recording holds more memory than a call does")
+        short = True
+    finally:
+        current.reset(before)
+    if record and not short and (known := recording.repetition(out)) is not None:
+        CALLS.learn(key, known)
+    elif record or recording.refused is not None:
+        CALLS.never(key)
+    return run(*args) if short else out
 
-        What torch.compile compiles must not run while a recording sees operations, since it would run uncompiled.
-        So the first call is only watched for what refuses to be repeated.
-        """
-        if (record := CALLS.meet(key)) is False:
-            return self.run(*args)
-        recording, short = Recording(tensors, sees=record is True), False
-        before = current.set(recording)
-        try:
-            with recording if record else nullcontext():
-                out = self.run(*args)
-        except torch.OutOfMemoryError:
-            if not record:
-                raise
-            recording.refuse("a recording holds more memory than a call does")
-            short = True
-        finally:
-            current.reset(before)
-        if record and not short and (known := recording.repetition(out)) is not None:
-            CALLS.learn(key, known)
-        elif record or recording.refused is not None:
-            CALLS.never(key)
-        return self.run(*args) if short else out
 
-    def _key(self, tensors: tuple[Tensor, ...], args: tuple[Any, ...]) -> Key | None:
-        """All that a call may depend on but the contents of its tensors; None for a call that is not repeated."""
-        first = tensors[0]
-        if not first.is_cuda or NO_DISPATCH_MODES is not None or torch.version.hip is not None:
+def _key(run: Callable[..., Any], tensors: tuple[Tensor, ...], args: tuple[Any, ...]) -> Key | None:
+    """All that a call may depend on but the contents of its tensors; None for a call that is not repeated."""
+    first = tensors[0]
+    if not first.is_cuda or NO_DISPATCH_MODES is not None or torch.version.hip is not None:
+        return None
+    if is_transformed() or under_forward_mode() or under_a_function_mode():
+        return None  # something stands between calls of PyTorch and what they do
+    if torch.cuda.is_current_stream_capturing() or (owner := owner_of(run)) is None:
+        return None
+    parts: list[object] = [owner, first.device]
+    for x in args:
+        if not isinstance(x, Tensor):
+            parts += (type(x), x)
+        elif type(x) is not Tensor or (x.requires_grad and torch.is_grad_enabled()) or not x.numel():
             return None
-        if is_transformed() or under_forward_mode() or under_a_function_mode():
-            return None  # something stands between calls of PyTorch and what they do
-        if torch.cuda.is_current_stream_capturing():
-            return None
-        if (owner := owner_of(self.run)) is None:
-            return None
-        parts: list[object] = [owner, first.device]
-        for x in args:
-            if not isinstance(x, Tensor):
-                parts += (type(x), x)
-            elif type(x) is not Tensor or (x.requires_grad and torch.is_grad_enabled()) or not x.numel():
-                return None
-        memories = [x.untyped_storage().data_ptr() for x in tensors]
-        for x, memory in zip(tensors, memories, strict=True):
-            place, one = x.data_ptr(), memories.index(memory)
-            # q, k and v may be parts of one tensor: then also where.
-            parts += (x.shape, x.stride(), x.dtype, place % 16, one, place - tensors[one].data_ptr())
-        return tuple(parts)
+    memories = [x.untyped_storage().data_ptr() for x in tensors]
+    for x, memory in zip(tensors, memories, strict=True):
+        place, one = x.data_ptr(), memories.index(memory)
+        # q, k and v may be parts of one tensor: then also where.
+        parts += (x.shape, x.stride(), x.dtype, place % 16, one, place - tensors[one].data_ptr())
+    return tuple(parts)

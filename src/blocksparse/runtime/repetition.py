@@ -178,7 +178,7 @@ class Recording(TorchDispatchMode):
             return None
         return _Place(slot, x.data_ptr() - self._held[slot].data_ptr(), None)
 
-    def repetition(self, result: Tensor | None) -> Repetition | None:
+    def repetition(self, result: Any) -> Repetition | None:
         """What repeats the call, which gave `result`; None if nothing can."""
         given = self._place(result)
         if self.refused is not None or (given is None) != (result is None):  # the result was there before the call
