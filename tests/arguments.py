@@ -86,6 +86,9 @@ KINDS: dict[str, list[Draw]] = {
     "three": NO_NUMBERS + one((1, 2), [1, 2, 3], (1, 2, 0), (1, True, 2), (1, 2.0, 3), "123", (-1, -1, 1), 4),
     "three_from_0": NO_NUMBERS + one((1, 2), [1, 2, 3], (1, 2, -1), (1, True, 2), (1, 2.0, 3), "123", 4),
     "band": NO_NUMBERS + one(0.5, (0.5,), [0.1, 0.2], (0.5, 0.5), (0.6, 0.2), (-0.1, 1), (0, 1.1), (nan, 1)),
+    "part": [*NO_NUMBER, *beyond(0, -1), *beyond(1, 1), *one(0, nan, inf, [1.0], torch.tensor(1.0))],
+    "from_0": [*NO_NUMBER, *beyond(0, -1), *one(nan, inf, [1.0], torch.tensor(1.0))],
+    "lengths": NO_NUMBERS + one(0.5, (0.5,), [0.1, 0.2], (0.5, -0.1), (inf, 1), (0, inf), (nan, 1), (True, 1)),
     "above_0": NO_NUMBER + beyond(0, -1) + one(0, nan, inf, [1.0], torch.tensor(1.0)),
     "finite": NO_NUMBERS + one(inf, -inf, [0.5, inf], far),
     "permuter": no(bs.Permuter),
@@ -164,6 +167,11 @@ TARGETS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
         {"first": bs.NoScorer(), "second": bs.MeanPoolScorer()},
         "first=scorer second=scorer",
     ),
+    (
+        bs.OutputAwareScorer,
+        {},
+        "stride=block block=block k_block=block? weight=from_0 lengths=lengths?",
+    ),
     (bs.VerticalSlashScorer, {}, "block=block probe=size? pooled=flag"),
     (
         bs.ScorerByCausality,
@@ -184,6 +192,7 @@ TARGETS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (bs.TopCdf, {}, "mass=share crossing=flag"),
     (bs.GlobalTopCdf, {}, "mass=share crossing=flag"),
     (bs.TopK, {"k": 2}, "k=size share=share? forced_first=flag of_all_keys=flag"),
+    (bs.DecayingTopK, {}, "k=size? decay=part"),
     (bs.Threshold, {"value": 0.5}, "value=number"),
     (bs.PeakShare, {"alpha": 0.5}, "alpha=share"),
     (bs.MeanStd, {}, "tau=finite"),
@@ -298,6 +307,12 @@ TARGETS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
         "alpha=share block=block sink=size window=size last=size? remainder=flag executor=executor?",
     ),
     (bs.prism, {}, "mass=share block=block fast=band slow=band temperature=above_0? executor=executor?"),
+    (
+        bs.stem,
+        {},
+        "decay=part k=size? weight=from_0 lengths=lengths? stride=block block=block sink=size window=size "
+        "executor=executor?",
+    ),
     (bs.skip_softmax, {}, "scale_factor=above_0? block=block executor=executor?"),
     (bs.subblock, {}, "share=share cell=block block=block order=permuter? executor=executor?"),
     (bs.dfs_attn, {}, "share=share cell=block block=block order=permuter? executor=executor?"),

@@ -112,6 +112,7 @@ SELECTORS: tuple[bs.Selector[Any, Any], ...] = (
     bs.TopCdf(0.6, crossing=False),
     bs.TopK(2),
     bs.TopK(share=0.3),
+    bs.DecayingTopK(2, 0.4),
     bs.Threshold(0.2),
     bs.PeakShare(0.4),
     bs.MeanStd(0.5),
@@ -150,6 +151,11 @@ REFINED: tuple[bs.Selector[Any, Any], ...] = (
     bs.Refined(bs.SharedByGroup(bs.TopCdf(0.4)), 2) | bs.OnTiles(bs.Band(8) | bs.Random(0.3), 2),
     bs.Refined(bs.SharedByGroup(bs.TopCdf(0.4)), 2) | bs.SharedByGroup(bs.OnTiles(bs.Random(0.3), 2)),
 )
+# These get values beside keys, as `blocksparse.testing.check_scorer` gives them.
+VALUE_SCORERS: tuple[bs.ValueScorer[Any, Any], ...] = (
+    bs.OutputAwareScorer(4, block=16),
+    bs.OutputAwareScorer(8, block=32, k_block=16, lengths=(1.0, 0.2)),
+)
 POSITIONS = tuple(s for s in SELECTORS if isinstance(s, bs.PositionSelector))
 # Their choice depends on the last queries of a call, by their nature.
 PROBES: tuple[type, ...] = (bs.SegmentKeySort, bs.VerticalSlashScorer, bs.RotaryBandScorer)
@@ -161,7 +167,8 @@ OF_SAME_PARTS: tuple[type, ...] = (
 WHOLE_CALL = tuple(
     s
     for s in SELECTORS
-    if isinstance(s, bs.GlobalTopCdf | bs.LastQueries | bs.LastKeys) or (isinstance(s, bs.TopK) and s.of_all_keys)
+    if isinstance(s, bs.GlobalTopCdf | bs.LastQueries | bs.LastKeys | bs.DecayingTopK)
+    or (isinstance(s, bs.TopK) and s.of_all_keys)
 )
 CAUSAL_ONLY: tuple[type, ...] = (bs.GlobalIndexMap,)
 EXECUTORS: tuple[bs.Executor[Any, Any], ...] = (

@@ -35,6 +35,11 @@ def test_scorers(scorer: bs.Scorer[Any, Any]) -> None:
     check_scorer(scorer, lengths=SHORT, asks_last_queries=asks)
 
 
+@pytest.mark.parametrize("scorer", stages.VALUE_SCORERS, ids=repr)
+def test_scorers_that_judge_by_values(scorer: bs.ValueScorer[Any, Any]) -> None:
+    check_scorer(scorer, lengths=SHORT, asks_last_queries=scorer.lengths is None)  # type: ignore[attr-defined]
+
+
 def reads_scores(selector: bs.Selector[Any, Any]) -> bool:
     """Rules of position, also inside others, know nothing of forced blocks."""
     inner = getattr(selector, "inner", selector)

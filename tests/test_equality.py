@@ -90,7 +90,7 @@ def test_choose_then_attend_is_the_call(name: str, asked: dict[str, Any]) -> Non
     ):
         pytest.skip("S2O is causal, and its kernel knows neither")
     expected = pipeline(q, k, v, **asked)
-    choice = pipeline.choose(q, k, **asked)
+    choice = pipeline.choose(q, k, v, **asked)
     torch.testing.assert_close(pipeline.attend(q, k, v, choice).out, expected)
     out = torch.empty_like(expected)
     assert pipeline.attend(q, k, v, choice, out).out is out

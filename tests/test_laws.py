@@ -218,7 +218,7 @@ def test_every_stage_has_an_example() -> None:
     exported = [x for x in vars(bs).values() if inspect.isclass(x) and not inspect.isabstract(x)]
     for role, examples in (
         (bs.Permuter, stages.PERMUTERS),
-        (bs.Scorer, stages.SCORERS),
+        (bs.Scorer, (*stages.SCORERS, *stages.VALUE_SCORERS)),
         (bs.Selector, (*stages.SELECTORS, *stages.REFINED)),
         (bs.Executor, stages.EXECUTORS),
     ):

@@ -61,6 +61,7 @@ from blocksparse.presets.s2o import s2o
 from blocksparse.presets.skip_softmax import skip_softmax
 from blocksparse.presets.sol_attn import sol_attn
 from blocksparse.presets.sparge import sparge
+from blocksparse.presets.stem import stem
 from blocksparse.presets.subblock import subblock
 from blocksparse.presets.svg2 import svg2
 from blocksparse.presets.tri_shape import tri_shape
@@ -75,17 +76,20 @@ from blocksparse.scorers.key_history import KeyHistory
 from blocksparse.scorers.mean_logit import MeanLogitScorer
 from blocksparse.scorers.mean_pool import MeanPoolScorer
 from blocksparse.scorers.no_scorer import NoScorer
+from blocksparse.scorers.output_aware import OutputAwareScorer
 from blocksparse.scorers.prefix_order import PrefixOrderScorer
 from blocksparse.scorers.query_rows import QueryRowsScorer
 from blocksparse.scorers.rotary_band import RotaryBandScorer
 from blocksparse.scorers.scorer import Scorer
 from blocksparse.scorers.scorer_pair import ScorerPair, ScoresPair
 from blocksparse.scorers.similarity_gated import SimilarityGatedScorer
+from blocksparse.scorers.value_scorer import ValueScorer
 from blocksparse.scorers.vertical_slash import VerticalSlashScorer, VerticalSlashScores
 from blocksparse.sdpa import scaled_dot_product_attention
 from blocksparse.selectors.band import Band
 from blocksparse.selectors.block_mask import BlockMask, RankedBlockMask
 from blocksparse.selectors.by_causality import SelectorByCausality
+from blocksparse.selectors.decaying_top_k import DecayingTopK
 from blocksparse.selectors.everything import Everything
 from blocksparse.selectors.frames import Frames
 from blocksparse.selectors.global_top_cdf import GlobalTopCdf
@@ -131,6 +135,7 @@ __all__ = [
     "ColumnOrder",
     "CpuExecutor",
     "CudnnExecutor",
+    "DecayingTopK",
     "Everything",
     "Executor",
     "ExecutorChoice",
@@ -163,6 +168,7 @@ __all__ = [
     "MeanStd",
     "NoScorer",
     "OnTiles",
+    "OutputAwareScorer",
     "PageTable",
     "PeakShare",
     "Permutation",
@@ -210,6 +216,7 @@ __all__ = [
     "TritonExecutor",
     "TritonTiles",
     "UnsupportedError",
+    "ValueScorer",
     "VerticalSlashCdf",
     "VerticalSlashScorer",
     "VerticalSlashScores",
@@ -233,6 +240,7 @@ __all__ = [
     "skip_softmax",
     "sol_attn",
     "sparge",
+    "stem",
     "subblock",
     "svg2",
     "tri_shape",

@@ -21,6 +21,7 @@ from blocksparse.permuters.permuter import Permuter
 from blocksparse.runtime.repeated import repeated
 from blocksparse.scorers.key_history import KeyHistory
 from blocksparse.scorers.scorer import Scorer
+from blocksparse.scorers.value_scorer import scored
 from blocksparse.selectors.selector import Selector
 from blocksparse.trace import MaskT, PermutationT, ScoresT, Trace
 
@@ -61,11 +62,15 @@ class FourStages(Generic[PermutationT, ScoresT, MaskT]):
         self,
         q: Tensor,
         k: Tensor,
+        v: Tensor | None,
         spec: AttentionSpec,
         history: KeyHistory | None = None,
         done: Done = tell_nobody,
     ) -> tuple[PermutationT, ScoresT, MaskT]:
-        """What the first three stages give; `done` is told each as soon as it is there."""
+        """What the first three stages give; `done` is told each as soon as it is there.
+
+        Only a `ValueScorer` looks at `v`.
+        """
         permutation = self.permuter(q, k, spec)
         check_gave(self._types.permutation, permutation)
         permutation.check_fits(q, k, causal=spec.causal)
@@ -74,7 +79,7 @@ class FourStages(Generic[PermutationT, ScoresT, MaskT]):
             self._check_history(permutation)
             if spec.causal:
                 history.check_follows(q, k)
-        scores = self.scorer(q, k, permutation, spec, history)
+        scores = scored(self.scorer, q, k, v, permutation, spec, history)
         check_gave(self._types.scores, scores)
         scores.grid.check_fits(q, k, permutation, spec)
         done(scores)
@@ -129,7 +134,7 @@ class FourStages(Generic[PermutationT, ScoresT, MaskT]):
         history: KeyHistory | None = None,
     ) -> Tensor:
         # No scores are left, so that their memory is free while attending.
-        return self.execute(q, k, v, self.choose(q, k, spec, history)[2], spec, out).out
+        return self.execute(q, k, v, self.choose(q, k, v, spec, history)[2], spec, out).out
 
     def trace(
         self,
@@ -141,7 +146,7 @@ class FourStages(Generic[PermutationT, ScoresT, MaskT]):
         done: Done = tell_nobody,
     ) -> Trace[PermutationT, ScoresT, MaskT]:
         """Every value of a call; blocks are chosen even where it is dense."""
-        permutation, scores, mask = self.choose(q, k, spec, history, done)
+        permutation, scores, mask = self.choose(q, k, v, spec, history, done)
         if (reason := self.dense_because(q, k, v, spec)) is None:
             output = self.execute(q, k, v, mask, spec)
         else:

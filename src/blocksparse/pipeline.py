@@ -131,7 +131,13 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         return attend(self._call, q, k, v, asked, sequences, histories, out)
 
     def choose(
-        self, q: Tensor, k: Tensor, *, history: KeyHistory | None = None, **asked: Unpack[Asked]
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None = None,
+        *,
+        history: KeyHistory | None = None,
+        **asked: Unpack[Asked],
     ) -> Choice[MaskT]:
         """Run the first three stages: which blocks a call with these arguments attends to.
 
@@ -139,16 +145,17 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
             out = pipeline.attend(q, k, v, choice).out
 
         Args:
+            v: the values, which a scorer that judges by them (`ValueScorer`) needs, and no other looks at.
             asked: `causal`, `scale`, `window`, `softcap` and `sinks`, as of a call.
 
         Raises:
-            TypeError, ValueError: as of a call.
+            TypeError, ValueError: as of a call; or the scorer needs `v`.
         """
         refuse_transforms("choose")
         one_for_each(history, None)
-        q, k, _, spec = checked(q, k, k, asked)
+        q, k, values, spec = checked(q, k, k if v is None else v, asked)
         with without_autocast(q):
-            mask = self._stages.choose(q, k, spec, history)[2]
+            mask = self._stages.choose(q, k, None if v is None else values, spec, history)[2]
         given = asked.get("scale")
         return Choice(mask, spec if given is None else evolve(spec, scale=given), q.shape[3], q.dtype)
 
@@ -184,7 +191,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
             TypeError, ValueError: the pipeline or its executor cannot run these inputs, or there is no lse.
         """
         refuse_transforms("with_lse")
-        output = self.attend(q, k, v, self.choose(q, k, **asked))
+        output = self.attend(q, k, v, self.choose(q, k, v, **asked))
         if output.lse is None:
             raise ValueError(
                 f"{type(self.executor).__name__} gives no lse for tensors on {q.device.type}: call the pipeline "

@@ -13,6 +13,7 @@ from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.dense_attention import dense_attention
 from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.permuters.permuter import Permuter
+from blocksparse.scorers.value_scorer import ValueScorer
 
 Later = Callable[[], Tensor]
 """Waits for a tensor that is on its way, and returns it."""
@@ -41,7 +42,8 @@ def attend(
 ) -> AttentionOutput:
     """Attention of `q` `[B, Hq, M, D]`, the last queries of a causal call, to `k` `[B, Hkv, N, D]`.
 
-    Blocks are chosen before `v` is waited for. The output says which blocks were visited, unless it is dense.
+    Blocks are chosen before `v` is waited for, unless the scorer judges by values. The output says which blocks
+    were visited, unless it is dense.
 
     Args:
         permuter: what orders tokens instead of the pipeline's own permuter.
@@ -53,8 +55,9 @@ def attend(
         return AttentionOutput(dense_attention(q, k, v(), call.spec), None)
     if permuter is not None:
         pipeline = evolve(pipeline, permuter=permuter)
-    choice = pipeline.choose(q, k, **call.spec.arguments())
-    output = pipeline.attend(q, k, v(), choice)
+    values = v() if isinstance(pipeline.scorer, ValueScorer) else None
+    choice = pipeline.choose(q, k, values, **call.spec.arguments())
+    output = pipeline.attend(q, k, v() if values is None else values, choice)
     if call.with_lse and output.lse is None:
         raise ValueError(
             f"{type(pipeline.executor).__name__} gives no lse for tensors on {q.device.type}: call without it, or "

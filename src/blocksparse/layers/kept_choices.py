@@ -132,7 +132,7 @@ class KeptChoices:
         self._calls[self._prompt, layer, call] += 1
         made, choice = self._kept.get((self._prompt, turn, call), (0, None))
         if choice is None or self._step - made >= self.every:
-            made, choice = self._step, pipeline.choose(q, k, **asked)
+            made, choice = self._step, pipeline.choose(q, k, v, **asked)
             if turn < _MOST_CALLS or self.every == 1:
                 self._kept[self._prompt, turn, call] = made, choice
         if spec.sinks is not None:

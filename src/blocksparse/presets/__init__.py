@@ -24,6 +24,7 @@ from blocksparse.presets.s2o import s2o
 from blocksparse.presets.skip_softmax import skip_softmax
 from blocksparse.presets.sol_attn import sol_attn
 from blocksparse.presets.sparge import sparge
+from blocksparse.presets.stem import stem
 from blocksparse.presets.subblock import subblock
 from blocksparse.presets.svg2 import svg2
 from blocksparse.presets.tri_shape import tri_shape
@@ -44,6 +45,7 @@ every_preset: dict[str, Callable[..., Pipeline[Any, Any, Any]]] = {
     "tri_shape": tri_shape,
     "flash_prefill": flash_prefill,
     "prism": prism,
+    "stem": stem,
     "skip_softmax": skip_softmax,
 }
 """Every preset for text by name. Each can be called without arguments, or with `executor=` alone."""

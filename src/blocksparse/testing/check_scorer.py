@@ -13,6 +13,7 @@ from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.scorers.block_scores import BlockMass, BlockScores
 from blocksparse.scorers.key_history import KeyHistory
 from blocksparse.scorers.scorer import Scorer
+from blocksparse.scorers.value_scorer import ValueScorer, scored
 from blocksparse.testing.requirements import LENGTHS, Case, about, cases, orders, require, shuffled, unchanged
 
 _N = 200  # tokens of the prompt that `_check_causality` cuts and changes
@@ -34,7 +35,8 @@ def check_scorer(
     that stand there. Query heads must have the scores that they have if each has its KV head to itself, and a
     `BlockMass` must follow from the products of `q` and `scale`. In a causal call, a block must keep its score if
     the prompt is cut after it, if later tokens change, and if the call has only a chunk of the queries. If it
-    keeps a history, chunks must have with it the very scores that they have without.
+    keeps a history, chunks must have with it the very scores that they have without. A `ValueScorer` gets values
+    beside the keys, moved, cut and changed with them, and must refuse a call without.
 
     Args:
         causal: whether calls are causal; None for both kinds.
@@ -46,25 +48,23 @@ def check_scorer(
         AssertionError: says in one sentence what is wrong and in which case.
     """
     for case in cases(lengths, causal):
-        (q, k, _), spec = case.inputs(device=device), case.spec()
+        (q, k, v), spec = case.inputs(device=device), case.spec()
         needed = tuple(each.value for each in declared(scorer, Scorer, 0))
         for permutation in orders(q, k, needed, causal=case.causal):
-            with about(scorer, (case, permutation)), unchanged(q=q, k=k):
-                scores = scorer(q, k, permutation, spec)
+            with about(scorer, (case, permutation)), unchanged(q=q, k=k, v=v):
+                scores = scored(scorer, q, k, v, permutation, spec)
                 check_gave((Declared(type(scorer), BlockScores), *declared(scorer, Scorer, 1)), scores)
                 scores.grid.check_fits(q, k, permutation, spec)
                 if isinstance(scores, BlockMass):
                     negative = (scores.values < 0) & scores.grid.reachable
                     require(~negative.any(), "a BlockMass must not be negative")
-                again = scorer(q, k, permutation, spec)
+                again = scored(scorer, q, k, v, permutation, spec)
                 require(
                     torch.equal(scores.values, again.values), "the same inputs gave other scores the second time"
                 )
         with about(scorer, case):
             in_place = GlobalPermutation()
-            both, alone = (
-                scorer(x[n:], y[n:], in_place, spec).values[1 - n :] for n, x, y in ((0, q, k), (1, q, k))
-            )
+            both, alone = (scored(scorer, q[n:], k[n:], v[n:], in_place, spec).values[1 - n :] for n in (0, 1))
             require(_close(both, alone), "a batch entry has other scores when it is alone")
     if causal is not False and not asks_last_queries:
         _check_causality(scorer, device)
@@ -73,6 +73,8 @@ def check_scorer(
             _check_what_counts(scorer, case, device)
     if causal is not False and scorer.keeps_history:
         _check_history(scorer, device)
+    if isinstance(scorer, ValueScorer):
+        _check_needs_values(scorer, device)
 
 
 def _check_what_counts(scorer: Scorer[Any, Any], case: Case, device: str) -> None:
@@ -80,18 +82,20 @@ def _check_what_counts(scorer: Scorer[Any, Any], case: Case, device: str) -> Non
 
     Every query of the case sees every key, so that blocks of moved tokens are reached as others are.
     """
-    (q, k, _), spec, in_place = case.inputs(device=device), case.spec(), GlobalPermutation()
+    (q, k, v), spec, in_place = case.inputs(device=device), case.spec(), GlobalPermutation()
     with about(scorer, case):
-        scores = scorer(q, k, in_place, spec)
-        own = scorer(q, k.repeat_interleave(q.shape[1] // k.shape[1], 1), in_place, spec).values
+        scores = scored(scorer, q, k, v, in_place, spec)
+        its_k, its_v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        own = scored(scorer, q, its_k, its_v, in_place, spec).values
         mine = scores.values.repeat_interleave(own.shape[1] // scores.values.shape[1], 1)
         require(_close(mine, own), "query heads have other scores if each has its KV head to itself")
         moved = shuffled(q, k)
-        here = scorer(q, k, moved, spec).values
-        there = scorer(moved.gather_queries(q), moved.gather_keys(k), in_place, spec).values
+        here = scored(scorer, q, k, v, moved, spec).values
+        its_q, its_k, its_v = moved.gather_queries(q), moved.gather_keys(k), moved.gather_keys(v)
+        there = scored(scorer, its_q, its_k, its_v, in_place, spec).values
         require(_close(here, there), "moved tokens have other scores than tokens that stand there")
         if isinstance(scores, BlockMass):
-            halved = scorer(q * 2, k, in_place, evolve(spec, scale=spec.scale / 2))
+            halved = scored(scorer, q * 2, k, v, in_place, evolve(spec, scale=spec.scale / 2))
             require(
                 _close(scores.values, halved.values), "queries twice as long have other scores with half the scale"
             )
@@ -100,12 +104,12 @@ def _check_what_counts(scorer: Scorer[Any, Any], case: Case, device: str) -> Non
 def _check_causality(scorer: Scorer[Any, Any], device: str) -> None:
     """Require that scores stay if a prompt is cut short, if its end changes, and if only a chunk is scored."""
     case = Case(_N, _N, True)
-    (q, k, _), spec = case.inputs(device=device), case.spec()
-    whole = scorer(q, k, GlobalPermutation(), spec)
+    (q, k, v), spec = case.inputs(device=device), case.spec()
+    whole = scored(scorer, q, k, v, GlobalPermutation(), spec)
     q_block, k_block, reachable = whole.grid.q_block, whole.grid.k_block, whole.grid.reachable
     for N in (_N - 1, _N - 7, 130):
         with about(scorer, f"a prompt cut at {N}"):
-            short = scorer(q[:, :, :N], k[:, :, :N], GlobalPermutation(), spec)
+            short = scored(scorer, *(x[:, :, :N] for x in (q, k, v)), GlobalPermutation(), spec)
             rows, cols = N // q_block, N // k_block
             seen = reachable[..., :rows, :cols]
             require(
@@ -114,15 +118,15 @@ def _check_causality(scorer: Scorer[Any, Any], device: str) -> None:
             )
     t = _N // 2 // q_block * q_block
     with about(scorer, f"other tokens from {t} on"):
-        other_q, other_k = (torch.cat((x[:, :, :t], x[:, :, t:].flip(2)), dim=2) for x in (q, k))
-        other = scorer(other_q, other_k, GlobalPermutation(), spec)
+        changed = (torch.cat((x[:, :, :t], x[:, :, t:].flip(2)), dim=2) for x in (q, k, v))
+        other = scored(scorer, *changed, GlobalPermutation(), spec)
         rows = t // q_block
         require(
             _close(other.values[:, :, :rows], whole.values[:, :, :rows], reachable[:, :, :rows]),
             "later tokens changed the scores of earlier rows",
         )
     with about(scorer, f"a chunk from {t} on"):
-        chunk = scorer(q[:, :, t:], k, GlobalPermutation(), spec)
+        chunk = scored(scorer, q[:, :, t:], k, v, GlobalPermutation(), spec)
         require(
             _close(chunk.values, whole.values[:, :, rows:], reachable[:, :, rows:]),
             "a chunk that starts at a block has other scores than its rows in the whole prompt",
@@ -144,6 +148,21 @@ def _check_history(scorer: Scorer[Any, Any], device: str) -> None:
             its = scorer(chunk, keys, in_place, spec)
             same = torch.equal(mine.values.where(mine.grid.reachable, 0), its.values.where(its.grid.reachable, 0))
             require(same, "a chunk has other scores with the history than without")
+
+
+def _check_needs_values(scorer: ValueScorer[Any, Any], device: str) -> None:
+    """Require that values matter, and that a call without them is refused."""
+    case, in_place = Case(_N, _N, True), GlobalPermutation()
+    (q, k, v), spec = case.inputs(device=device), case.spec()
+    louder = v * torch.linspace(0.5, 2, _N, device=v.device, dtype=v.dtype).view(1, 1, -1, 1)
+    mine, its = (scorer.with_values(q, k, x, in_place, spec) for x in (v, louder))
+    with about(scorer, "other values"):
+        require(not _close(mine.values, its.values, mine.grid.reachable), "values change no score")
+    try:
+        scorer(q, k, in_place, spec)
+    except ValueError:
+        return
+    raise AssertionError(f"{scorer!r}: a call without values must be refused")
 
 
 def _close(mine: Tensor, its: Tensor, where: Tensor | bool = True) -> bool:

@@ -16,7 +16,7 @@ from blocksparse.kernels.selecting.top_cdf import MAX_COLS
 def top_k(
     values: Tensor,
     forced: Tensor | None,
-    k: int | None,
+    k: int | Tensor | None,
     share: Tensor | None,
     grid: BlockGrid,
     *,
@@ -29,23 +29,28 @@ def top_k(
 
     Args:
         forced: `[B|1, H|1, rows|1, cols|1]` bool, kept in any case.
-        k: blocks per row; None if `share` says how many.
+        k: blocks per row, a number or one for each row `[rows, 1]`; None if `share` says how many.
         share: `[1, H|1, 1, 1]` float64, of the row's reachable blocks, rounded up.
         forced_first: count forced blocks and the diagonal among the number, before all others. Else forced blocks
             come on top of it, and the diagonal ranks by its value.
         of_all_keys: the share is that of all columns, rounded down, but at least 1.
     """
-    if values.is_cuda and values.dtype == torch.float32 and values.shape[-1] <= MAX_COLS:
-        from blocksparse.kernels.selecting.top_k_triton import top_k_triton as compute
-    else:
-        compute = top_k_reference
-    return compute(values, forced, k, share, grid, forced_first=forced_first, of_all_keys=of_all_keys)
+    if (
+        not isinstance(k, Tensor)
+        and values.is_cuda
+        and values.dtype == torch.float32
+        and values.shape[-1] <= MAX_COLS
+    ):
+        from blocksparse.kernels.selecting.top_k_triton import top_k_triton
+
+        return top_k_triton(values, forced, k, share, grid, forced_first=forced_first, of_all_keys=of_all_keys)
+    return top_k_reference(values, forced, k, share, grid, forced_first=forced_first, of_all_keys=of_all_keys)
 
 
 def top_k_reference(
     values: Tensor,
     forced: Tensor | None,
-    k: int | None,
+    k: int | Tensor | None,
     share: Tensor | None,
     grid: BlockGrid,
     *,
@@ -61,7 +66,9 @@ def top_k_reference(
     elif forced is not None:
         values = values.masked_fill(forced, float("-inf"))
     order = (-values).masked_fill(~reachable, float("nan")).argsort(dim=-1, stable=True)  # NaN comes last
-    if share is None:
+    if isinstance(k, Tensor):
+        count = k
+    elif share is None:
         count = values.new_full((1, 1, 1, 1), k or 0)
     elif of_all_keys:
         count = (share * cols).float().floor().clamp_min(1)
