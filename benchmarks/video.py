@@ -134,9 +134,9 @@ def cudnn_sparse(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask) -> Callabl
         CannotRunError: it is not installed, or has no kernel for these blocks.
     """
     try:
-        from cudnn import BSA
+        from cudnn.block_sparse_attention import block_sparse_attention_forward
     except ImportError:
-        raise CannotRunError("nvidia-cudnn-frontend is not installed") from None
+        raise CannotRunError("nvidia-cudnn-frontend with block-sparse attention is not installed") from None
     grid = mask.grid
     if grid.q_block != grid.k_block or grid.q_block not in (64, 128):
         raise CannotRunError(f"no kernel for blocks of {grid.q_block} x {grid.k_block}")
@@ -151,8 +151,8 @@ def cudnn_sparse(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask) -> Callabl
     real = torch.full((grid.cols,), block, dtype=torch.int32, device=q.device)
     real[-1] = block - filled
     run = partial(
-        BSA.block_sparse_attention_forward, *padded, index, q2k_block_nums=counts, block_sizes=real,
-        sparse_block_size=block, kv_splits="auto",
+        block_sparse_attention_forward, *padded, index, q2k_block_nums=counts, block_sizes=real,
+        sparse_block_size=block, kv_splits="auto", allow_empty_block_nums=True,
     )  # fmt: skip
 
     def call() -> Tensor:

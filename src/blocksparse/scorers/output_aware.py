@@ -100,7 +100,8 @@ def _by_place(x: Tensor, block: int, stride: int, lead: int) -> Tensor:
     """
     sums = cells(x, block, lead).unflatten(3, (-1, stride)).sum(3, dtype=wide_dtype(x))
     there = x.new_ones((1, 1, x.shape[2], 1), dtype=sums.dtype)
-    return sums / cells(there, block, lead).unflatten(3, (-1, stride)).sum(3).clamp_min(1)
+    mean: Tensor = sums / cells(there, block, lead).unflatten(3, (-1, stride)).sum(3).clamp_min(1)
+    return mean
 
 
 def _mean(x: Tensor, block: int) -> Tensor:

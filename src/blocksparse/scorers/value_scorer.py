@@ -54,5 +54,6 @@ def scored(
 ) -> ScoresT_co:
     """What a scorer of either kind gives; one that judges by values refuses a call without."""
     if v is not None and isinstance(scorer, ValueScorer):
-        return scorer.with_values(q, k, v, permutation, spec)
+        found: ScoresT_co = scorer.with_values(q, k, v, permutation, spec)
+        return found
     return scorer(q, k, permutation, spec, history)

@@ -109,7 +109,8 @@ def _check_causality(scorer: Scorer[Any, Any], device: str) -> None:
     q_block, k_block, reachable = whole.grid.q_block, whole.grid.k_block, whole.grid.reachable
     for N in (_N - 1, _N - 7, 130):
         with about(scorer, f"a prompt cut at {N}"):
-            short = scored(scorer, *(x[:, :, :N] for x in (q, k, v)), GlobalPermutation(), spec)
+            some_q, some_k, some_v = (x[:, :, :N] for x in (q, k, v))
+            short = scored(scorer, some_q, some_k, some_v, GlobalPermutation(), spec)
             rows, cols = N // q_block, N // k_block
             seen = reachable[..., :rows, :cols]
             require(
@@ -118,8 +119,8 @@ def _check_causality(scorer: Scorer[Any, Any], device: str) -> None:
             )
     t = _N // 2 // q_block * q_block
     with about(scorer, f"other tokens from {t} on"):
-        changed = (torch.cat((x[:, :, :t], x[:, :, t:].flip(2)), dim=2) for x in (q, k, v))
-        other = scored(scorer, *changed, GlobalPermutation(), spec)
+        its_q, its_k, its_v = (torch.cat((x[:, :, :t], x[:, :, t:].flip(2)), dim=2) for x in (q, k, v))
+        other = scored(scorer, its_q, its_k, its_v, GlobalPermutation(), spec)
         rows = t // q_block
         require(
             _close(other.values[:, :, :rows], whole.values[:, :, :rows], reachable[:, :, :rows]),

@@ -72,5 +72,10 @@ by_deviation: bs.Pipeline[bs.GlobalPermutation, bs.BlockLogits, bs.BlockMask] = 
     bs.Int8Executor(),
 )
 
+# Stem's scores look at values, and its numbers of blocks take any scores.
+by_values: bs.Pipeline[bs.GlobalPermutation, bs.BlockLogits, bs.BlockMask] = bs.Pipeline(
+    bs.SegmentKeySort(), bs.OutputAwareScorer(), bs.DecayingTopK(40) | bs.Band(128), bs.AutoExecutor()
+)
+
 # A schedule takes what gives one, for a model.
 bs.triangle_mix(8).resolve(32)

@@ -36,6 +36,20 @@ order: bs.Pipeline[bs.Permutation, bs.BlockScores, bs.BlockMask] = bs.Pipeline(
     bs.TritonExecutor(),  # E: Argument 4 to "Pipeline" has incompatible type "TritonExecutor"; expected "Executor[Permutation, BlockMask]"
 )
 
+# Values that are no argument of the role, and logits by values into a rule for masses.
+@attrs.frozen(eq=False)
+class WithoutValues(bs.ValueScorer[bs.Permutation, bs.BlockScores]):
+    def with_values(self, q: Tensor, k: Tensor, permutation: bs.Permutation, spec: bs.AttentionSpec) -> bs.BlockScores:  # E: Signature of "with_values" incompatible with supertype "blocksparse.scorers.value_scorer.ValueScorer"
+        raise NotImplementedError
+
+
+by_values: bs.Pipeline[bs.GlobalPermutation, bs.BlockLogits, bs.BlockMask] = bs.Pipeline(
+    bs.Identity(),
+    bs.OutputAwareScorer(),
+    bs.TopCdf(0.9),  # E: Argument 3 to "Pipeline" has incompatible type "TopCdf"; expected "Selector[BlockLogits, BlockMask]"
+    bs.AutoExecutor(),
+)
+
 # Logits into a rule for masses.
 logits: bs.Pipeline[bs.GlobalPermutation, bs.BlockScores, bs.BlockMask] = bs.Pipeline(
     bs.Identity(),
