@@ -3,21 +3,23 @@
 A page shows a table of `docs/evidence/results` between `<!-- table NAME -->` and `<!-- end of table -->`. A figure
 elsewhere is followed by where it stands, as in `4.8<!-- NAME; ROW; COLUMN -->`, the row by its first cells; what
 a cell has in brackets as in `(-2 to +5)<!-- NAME; ROW; COLUMN -->`. This rewrites all of them in README and docs,
-rounding a figure as the page does, and draws the charts of these tables. A test holds that nothing is left to
-rewrite.
+rounding a figure as the page does, and draws the charts of these tables. Between `<!-- pages -->` and
+`<!-- end of pages -->` stands every page of the evidence. A test holds that nothing is left to rewrite.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from benchmarks.charts import draw
 from benchmarks.results import RESULTS, Results
 
 ROOT = Path(__file__).parents[1]
+PAGES = re.compile(r"(?<=<!-- pages -->\n).*?(?=<!-- end of pages -->)", re.DOTALL)
+GROUP = re.compile(r"^      - (?P<name>[^:]+):\n(?P<pages>(?: {10}- .*\n)+)", re.MULTILINE)
 TABLE = re.compile(r"(?<=<!-- table )(?P<name>[\w-]+) -->\n.*?(?=<!-- end of table -->)", re.DOTALL)
 FIGURE = re.compile(
     r"(?P<shown>[\d.]+|\([-+\d]+ to [-+\d]+\))"
@@ -40,7 +42,41 @@ def rewritten(text: str, page: Path) -> str:
         digits = f"{value:.{len(shown.partition('.')[2])}f}"
         return (digits.removeprefix("0") if shown.startswith(".") else digits) + found["where"]
 
-    return FIGURE.sub(figure, TABLE.sub(table, text))
+    return PAGES.sub(lambda _: overview(), FIGURE.sub(figure, TABLE.sub(table, text)))
+
+
+def overview() -> str:
+    """A table for each group of pages in the navigation: question, commands, machines, dates."""
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    parts = []
+    for group in GROUP.finditer(navigation):
+        pages = re.findall(r"evidence/([\w-]+)\.md", group["pages"])
+        if pages:
+            head = f"### {group['name']}\n\n| question | command | machine | date |\n| --- | --- | --- | --- |\n"
+            parts.append(head + "".join(map(_in_overview, pages)))
+    return "\n" + "\n".join(parts) + "\n"
+
+
+def _in_overview(page: str) -> str:
+    text = (ROOT / "docs" / "evidence" / f"{page}.md").read_text(encoding="utf-8")
+    question = re.findall(r"^\*(.+\?)\*$", text, re.MULTILINE)[0]
+    tables = [Results.named(found["name"]) for found in TABLE.finditer(text)]
+
+    def each(cells: Iterable[str]) -> str:
+        return ", ".join(dict.fromkeys(cells)) or "-"
+
+    commands = each(f"`{_short(command)}`" for table in tables for command in table.commands)
+    if any("script" in table.command for table in tables):
+        commands = each([*([] if commands == "-" else [commands]), "scripts that were not kept"])
+    if not tables:
+        commands = re.findall(r"<!-- no measurements: (.+) -->", text)[0] + "; nothing is measured"
+    machines, dates = each(table.chip for table in tables), each(sorted(table.date for table in tables))
+    return f"| [{question}]({page}.md) | {commands} | {machines} | {dates} |\n"
+
+
+def _short(command: str) -> str:
+    """Without its options, which the page has."""
+    return re.split(r" -(?!m )", re.sub(r"^torchrun .* -m", "torchrun -m", command))[0]
 
 
 def pages() -> Iterator[Path]:

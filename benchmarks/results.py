@@ -11,9 +11,15 @@ from typing import Any, NamedTuple
 RESULTS = Path(__file__).parents[1] / "docs" / "evidence" / "results"
 
 
+COMMAND = re.compile(r"`((?:blocksparse|make|python|torchrun) [^`]*)`")
+
+
 class Results(NamedTuple):
     """One table, cells as they are shown."""
 
+    machine: str
+    date: str
+    command: str
     source: str  # how it was made, in a sentence
     columns: list[str]
     rows: dict[str, list[str]]  # by their first cells in plain text, joined by commas
@@ -24,7 +30,18 @@ class Results(NamedTuple):
         read: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
         source = "{machine}, {date}, {versions}. {command}: {inputs}. ".format(**read)
         rows = {", ".join(_plain(row[: read["keys"]])): row for row in read["rows"]}
-        return cls(source, read["columns"], rows, read["kept"])
+        return cls(read["machine"], read["date"], read["command"], source, read["columns"], rows, read["kept"])
+
+    @property
+    def chip(self) -> str:
+        """The machine in a word or two."""
+        found = re.search(r"H\d00|EPYC|Xeon", self.machine)
+        return self.machine if found is None else found[0] if found[0].startswith("H") else f"CPU ({found[0]})"
+
+    @property
+    def commands(self) -> list[str]:
+        """The commands of this project that made it; none where that was a script that was not kept."""
+        return COMMAND.findall(self.command)
 
     def cell(self, row: str, column: str) -> float:
         return float(self._found(r"\d*\.?\d+", row, column))
