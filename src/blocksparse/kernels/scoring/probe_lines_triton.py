@@ -1,8 +1,8 @@
 """The Triton kernels of `probe_lines`: fp16, bf16 and fp32.
 
-Logits are computed twice: for the softmax denominators, then for the weights. Columns are added up on chip. Diagonals
-cross tiles of keys, so weights are stored, for some heads at a time, and read along diagonals. No sum depends on which
-program comes first.
+Logits are computed twice: for the softmax denominators, then for the weights, which are added up on chip, along columns
+and along diagonals, so that no weight is stored. A tile of keys holds parts of diagonals: those that begin in it, and those
+that began in tiles before. Parts are stored, and a last launch adds them up. No sum depends on which program comes first.
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ from blocksparse.kernels.common.rows_triton import rows_of
 from blocksparse.kernels.common.shared_memory import fitted, needed
 from blocksparse.kernels.common.sizes import REMEMBERED, cdiv, power_of_2
 from blocksparse.kernels.common.softmax_triton import step
-from blocksparse.kernels.common.strides_triton import alike, head_at
 from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 
-_WORKSPACE = 2**28  # bytes of weights that are held at a time
 _DTYPES = torch.float16, torch.bfloat16, torch.float32
 _KEYS, _DISTANCES = 1024, 512  # keys, and distances, per program
 
@@ -66,11 +64,11 @@ def probe_lines_triton(probe: Tensor, k: Tensor, q_len: int, causal: bool, scale
     log_sum = torch.empty((B, Hq, k_parts, rows), **new)
     vertical = torch.empty((B, Hq, N), **new)
     slash = torch.empty((B, Hq, N if causal else max(q_len, N)), **new)
-    heads = max(1, min(Hq, _WORKSPACE // (4 * B * P * N)))
-    weight = torch.empty((B, heads, P, N), **new)
     sizes = (P, N, first, Hq // H, scale * math.log2(math.e))
     options = launch_options(P, D, k.element_size(), hardware_of(k))
     keys = options["BLOCK_N"]
+    parts = rows // min(rows, keys) + 1  # of a diagonal: the tiles that it may cross
+    shears = torch.empty((B, Hq, cdiv(N, keys), parts, keys), **new)
     tile = {
         "D": D, "BLOCK_D": max(16, power_of_2(D)), "ROWS": rows, "KEYS": keys, "TILES": _KEYS // keys, "CAUSAL": causal,
         "num_warps": options["num_warps"], "num_stages": options["num_stages"],
@@ -78,27 +76,12 @@ def probe_lines_triton(probe: Tensor, k: Tensor, q_len: int, causal: bool, scale
     strides = probe.stride()[:3], k.stride()[:3]
     with device_of(k):
         _log_sums[(k_parts, Hq, B)](probe, k, log_sum, *strides, *sizes, **tile)
-        for head in range(0, Hq, heads):
-            some = min(heads, Hq - head)
-            _weights[(k_parts, some, B)](
-                probe,
-                k,
-                log_sum,
-                weight,
-                vertical,
-                *strides,
-                alike(*weight.stride()[:2]),
-                Hq,
-                head,
-                k_parts,
-                *sizes,
-                **tile,
-            )
-            _diagonals[(cdiv(slash.shape[2], _DISTANCES), some, B)](
-                weight, slash, alike(*weight.stride()[:2]), Hq, head, P, N, slash.shape[2], first,
-                CAUSAL=causal, DISTANCES=_DISTANCES, AT_ONCE=8,
-                num_warps=4,
-            )  # fmt: skip
+        _weights[(k_parts, Hq, B)](probe, k, log_sum, vertical, shears, *strides, k_parts, *sizes, PARTS=parts, **tile)
+        _diagonals[(cdiv(slash.shape[2], _DISTANCES), Hq, B)](
+            shears, slash, P, N, slash.shape[2], first,
+            CAUSAL=causal, DISTANCES=_DISTANCES, KEYS=keys, PARTS=parts,
+            num_warps=4,
+        )  # fmt: skip
     return vertical, slash
 
 
@@ -144,59 +127,74 @@ def _log_sums(
 
 
 @remembered
-@triton.jit(do_not_specialize=["P", "N", "first", "head", "parts"])
+@triton.jit(do_not_specialize=["P", "N", "first", "k_parts"])
 def _weights(
-    q_ptr, k_ptr, log_sum_ptr, weight_ptr, vertical_ptr, q_strides, k_strides, weight_strides, heads, head, parts,
+    q_ptr, k_ptr, log_sum_ptr, vertical_ptr, shears_ptr, q_strides, k_strides, k_parts,
     P, N, first, heads_per_key, scale_log2,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TILES: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    PARTS: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Stores the softmax weights of the heads from `head` on, `[B, heads, P, N]`, and their means over the queries."""
-    h = head + tl.program_id(1)
+    """Stores the means of softmax weights over the queries, and the parts of diagonals, `[B, Hq, tiles, PARTS, KEYS]`.
+
+    A diagonal begins at the key that the first query has on it, and goes on by a key with each query. Part `i` of a tile
+    of keys is of the diagonals that begin in the `i`-th tile before it.
+    """
+    h = tl.program_id(1)
     b = tl.program_id(2)
     row = tl.arange(0, ROWS)
-    at = (b * heads + h).to(tl.int64)
+    at = (b * tl.num_programs(1) + h).to(tl.int64)
     q_tile = rows_of(q_ptr, q_strides, b, h, row, row < P, D, BLOCK_D, False)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    for part in range(parts):
-        log_sum = tl.load(log_sum_ptr + (at * parts + part) * ROWS + row)
+    for part in range(k_parts):
+        log_sum = tl.load(log_sum_ptr + (at * k_parts + part) * ROWS + row)
         new_peak = tl.maximum(peak, log_sum)
         origin = tl.where(new_peak == float("-inf"), 0.0, new_peak)
         total = total * tl.exp2(peak - origin) + tl.exp2(log_sum - origin)
         peak = new_peak
     total = tl.where(row < P, peak + tl.log2(tl.where(total > 0.0, total, 1.0)), 0.0)
-    weight_at = weight_ptr + head_at(weight_strides, b, tl.program_id(1))
-    weight_at = weight_at + row.to(tl.int64)[:, None] * N
+    each = tl.arange(0, KEYS)
+    ahead = each[None, :] + row[:, None]  # how far from the tile's first key a diagonal stands at each query
+    tiles = tl.cdiv(N, KEYS)
     for i in range(TILES):
-        key = (tl.program_id(0) * TILES + i) * KEYS + tl.arange(0, KEYS)
+        tile = tl.program_id(0) * TILES + i
+        key = tile * KEYS + each
         logits = _logits(
             q_tile, k_ptr, k_strides, b, h // heads_per_key, key, P, N, first, scale_log2, D, BLOCK_D, ROWS, CAUSAL
         )
         weight = tl.exp2(logits - total[:, None])
-        tl.store(weight_at + key[None, :], weight, mask=(row < P)[:, None] & (key < N)[None, :])
         tl.store(vertical_ptr + at * N + key, tl.sum(weight, 0) / P, mask=key < N)
+        along = tl.gather(weight, ahead % KEYS, 1)
+        for part in tl.static_range(PARTS):
+            sums = tl.sum(tl.where(ahead // KEYS == part, along, 0.0), 0)
+            shear_at = shears_ptr + ((at * tiles + tile) * PARTS + part) * KEYS + each
+            tl.store(shear_at, sums, mask=key < tiles * KEYS)
 
 
 @remembered
-@triton.jit(do_not_specialize=["P", "N", "L", "first", "head"])
+@triton.jit(do_not_specialize=["P", "N", "L", "first"])
 def _diagonals(
-    weight_ptr, slash_ptr, weight_strides, heads, head, P, N, L, first,
-    CAUSAL: tl.constexpr, DISTANCES: tl.constexpr, AT_ONCE: tl.constexpr,
+    shears_ptr, slash_ptr, P, N, L, first,
+    CAUSAL: tl.constexpr, DISTANCES: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Stores the means of weights along diagonals, `[B, Hq, L]`."""
-    h = head + tl.program_id(1)
-    b = tl.program_id(2)
-    distance = tl.program_id(0) * DISTANCES + tl.arange(0, DISTANCES)[None, :]
-    weight_at = weight_ptr + head_at(weight_strides, b, tl.program_id(1))
-    sums = tl.zeros([AT_ONCE, DISTANCES], tl.float32)
-    for top in range(0, P, AT_ONCE):
-        row = top + tl.arange(0, AT_ONCE)[:, None]
-        row_at = weight_at + row.to(tl.int64) * N
-        key = first + row - distance
-        sums += tl.load(row_at + key, mask=(row < P) & (key >= 0) & (key < N), other=0.0)
-        if not CAUSAL:
-            key = first + row + distance
-            sums += tl.load(row_at + key, mask=(row < P) & (key < N) & (distance > 0), other=0.0)
-    each = tl.program_id(0) * DISTANCES + tl.arange(0, DISTANCES)
-    tl.store(slash_ptr + (b * heads + h).to(tl.int64) * L + each, tl.sum(sums, 0) / P, mask=each < L)
+    head = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
+    distance = tl.program_id(0) * DISTANCES + tl.arange(0, DISTANCES)
+    tiles = tl.cdiv(N, KEYS)
+    at = shears_ptr + head * tiles * PARTS * KEYS
+    sums = _diagonal(at, first - distance, distance < L, tiles, KEYS, PARTS)
+    if not CAUSAL:
+        sums += _diagonal(at, first + distance, (distance < L) & (distance > 0), tiles, KEYS, PARTS)
+    tl.store(slash_ptr + head * L + distance, sums / P, mask=distance < L)
+
+
+@triton.jit
+def _diagonal(shears_ptr, begin, there, tiles, KEYS: tl.constexpr, PARTS: tl.constexpr):
+    """The sums of the diagonals that begin at the keys `begin`; keys before the first and after the last have no weight."""
+    place = begin + (PARTS - 1) * KEYS  # not negative where a diagonal meets keys
+    sums = tl.zeros_like(begin).to(tl.float32)
+    for part in tl.static_range(PARTS):
+        tile = place // KEYS - (PARTS - 1) + part
+        met = there & (place >= 0) & (tile >= 0) & (tile < tiles)
+        sums += tl.load(shears_ptr + (tile.to(tl.int64) * PARTS + part) * KEYS + place % KEYS, mask=met, other=0.0)
+    return sums
