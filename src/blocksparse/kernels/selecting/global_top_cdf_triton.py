@@ -1,8 +1,9 @@
-"""The Triton kernels of `global_top_cdf`: a search for the lightest block taken, in passes over all blocks of a head.
+"""The Triton kernels of `global_top_cdf`: a search for the lightest block taken, in three passes over all blocks of a head.
 
-The search knows a range of weights in which that block's weight lies. A pass divides the range by seven bounds into eight
-parts, and adds up for each bound the weights above it; the next pass starts from the part in which the sum crosses the
-target. Programs add their parts of a sum with integer atomics, so that it does not matter which comes first.
+A tick count is a whole number in fp32, so its bits, less those of 1.0, are a key of 28 bits that grows with it. A pass adds
+up ticks by ten bits of the key, among the blocks whose higher bits are those of the lightest block taken; the next pass knows
+from these sums what the ten bits of that block are. Programs add with integer atomics, so that it does not matter which
+comes first.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from blocksparse.kernels.common.sizes import cdiv
 from blocksparse.kernels.common.strides_triton import head_strides
 from blocksparse.kernels.positions.block_grid import BlockGrid
 from blocksparse.kernels.positions.block_grid_triton import (
+    any_of,
     diagonal_blocks,
     load_positions,
     positions,
@@ -30,8 +32,10 @@ from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 
 _TILE = 4096  # blocks per program
-_PASSES = 11  # enough to divide the range from -1 to 2^30 by eight until one number is left
-_MOST = tl.constexpr(1 << 30)
+_PASSES = 3
+_BITS = tl.constexpr(10)  # of a key, in a pass
+_SUMS = tl.constexpr(1 << 10)
+_ONE = tl.constexpr(0x3F800000)  # the bits of 1.0
 
 
 def global_top_cdf_triton(
@@ -44,37 +48,26 @@ def global_top_cdf_triton(
     over_grid = cdiv(rows, tile["ROWS"]) * cdiv(cols, tile["COLS"]), H, B
     in_line = cdiv(n, _TILE), H, B
     where = (*positions(grid), rows, cols)
-    tiling = {"CAUSAL": grid.causal, "WINDOW": grid.window, **tile, "num_warps": 4}
+    tiling = {"CAUSAL": grid.causal, "WINDOW": grid.window}
 
-    ticks = torch.empty((B, H, n), dtype=torch.int32, device=device)
-    zeros = torch.empty((3 + 8 * _PASSES, B, H), dtype=torch.int64, device=device).zero_()  # one fill for all
-    total, above, heaviest = zeros[0], zeros[1], zeros[2].view(torch.int32)  # `heaviest` has room to spare
-    sums = zeros[3:].view(_PASSES, B, H, 8)
-    lightest = torch.empty((B, H), dtype=torch.int32, device=device)
-    bounds = torch.empty((_PASSES, B, H, 2), dtype=torch.int32, device=device)
-    ties = torch.empty((B, H, in_line[0]), dtype=torch.int32, device=device)
+    ticks = torch.empty((B, H, n), dtype=torch.float32, device=device)
+    zeros = torch.empty((2 + _PASSES * _SUMS.value, B, H), dtype=torch.int64, device=device).zero_()  # one fill for all
+    total, heaviest = zeros[0], zeros[1].view(torch.int32)  # `heaviest` has room to spare
+    sums = zeros[2:].view(_PASSES, B, H, _SUMS.value)
+    cuts = torch.empty((_PASSES, B, H, 2), dtype=torch.int64, device=device)
     keep = torch.empty(values.shape, dtype=torch.bool, device=device)
-    mass_stride = head_strides(mass)[1]
+    target = total, mass, head_strides(mass)[1]
     with device_of(values):
-        _heaviest[over_grid](values, heaviest, strides(values), *where, **tiling)
-        _to_ticks[over_grid](values, heaviest, ticks, total, strides(values), *where, **tiling)
-        for i in range(_PASSES):
-            last = (bounds[i - 1], sums[i - 1]) if i else (None, None)
+        _heaviest[over_grid](values, heaviest, strides(values), *where, **tiling, **tile, num_warps=4)
+        _to_ticks[over_grid](values, heaviest, ticks, total, sums[0], strides(values), *where, **tiling, **tile, num_warps=4)
+        for i in range(1, _PASSES):
+            last = (None if i == 1 else cuts[i - 2]), sums[i - 1]
             _search[in_line](
-                ticks, total, mass, mass_stride, *last, bounds[i], sums[i], n,
-                CROSSING=crossing, TILE=_TILE, num_warps=4,
-            )  # fmt: skip
-        _count[in_line](
-            ticks, total, mass, mass_stride, bounds[-1], sums[-1], lightest, above, ties, n,
-            CROSSING=crossing, TILE=_TILE, num_warps=4,
-        )  # fmt: skip
+                ticks, *target, *last, cuts[i - 1], sums[i], n, CROSSING=crossing, PASS=i, TILE=_TILE, num_warps=4
+            )
         _keep[in_line](
-            ticks, total, mass, mass_stride, lightest, above, ties, keep, n,
-            CROSSING=crossing, TILE=_TILE, num_warps=4,
-        )  # fmt: skip
-        _finish[over_grid](
-            keep, forced, mass, mass_stride, strides(keep), None if forced is None else strides(forced), *where,
-            **tiling,
+            ticks, *target, cuts[-2], sums[-1], keep, forced, None if forced is None else strides(forced), *where,
+            **tiling, CROSSING=crossing, TILE=_TILE, num_warps=4,
         )  # fmt: skip
     return keep
 
@@ -107,138 +100,112 @@ def _heaviest(
     tl.atomic_max(heaviest_ptr + b * tl.num_programs(1) + h, tl.max(tl.max(bits, 1), 0))
 
 
+@triton.jit
+def _key(ticks):
+    """0 for no tick, and else a number from 1 to 2^28 that grows with the ticks."""
+    return tl.maximum(ticks.to(tl.int32, bitcast=True) - (_ONE - 1), 0)
+
+
 @remembered
 @triton.jit(do_not_specialize=["rows"])
 def _to_ticks(
-    values_ptr, heaviest_ptr, ticks_ptr, total_ptr, values_strides, positions, position_strides, rows, cols,
+    values_ptr, heaviest_ptr, ticks_ptr, total_ptr, sums_ptr, values_strides, positions, position_strides, rows, cols,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
+    """Stores the ticks, and adds them up: all of them, and by the highest bits of their keys."""
     b, h, row, col = tile_of_grid(cols, ROWS, COLS)
     there = row < rows
     inside = there & (col < cols)
     weights = _reachable_weights(
         values_ptr, values_strides, positions, position_strides, b, h, row, col, there, inside, CAUSAL, WINDOW
     )
-    head = b * tl.num_programs(1) + h
+    head = (b * tl.num_programs(1) + h).to(tl.int64)
     heaviest = tl.load(heaviest_ptr + head + tl.zeros([1, 1], tl.int32)).to(tl.float32, bitcast=True)
-    ticks = ticks_of(weights, heaviest).to(tl.int32)
-    tl.store(ticks_ptr + (head.to(tl.int64) * rows + row) * cols + col, ticks, mask=inside)
-    tl.atomic_add(total_ptr + head, tl.sum(tl.sum(ticks.to(tl.int64), 1), 0))
+    ticks = ticks_of(weights, heaviest)
+    tl.store(ticks_ptr + (head * rows + row) * cols + col, ticks, mask=inside)
+    number = ticks.to(tl.int32).to(tl.int64)
+    tl.atomic_add(total_ptr + head, tl.sum(tl.sum(number, 1), 0))
+    tl.atomic_add(sums_ptr + head * _SUMS + (_key(ticks) >> (2 * _BITS)), number, mask=inside & (number > 0))
 
 
 @triton.jit
-def _target(total_ptr, mass_ptr, mass_stride, head, h, CROSSING: tl.constexpr):
-    """The target in ticks, `[1, 1]` int64: a block is taken while the sum is below it (`limit_of`)."""
-    one = tl.zeros([1, 1], tl.int32)
-    mass = tl.load(mass_ptr + h * mass_stride + one).to(tl.float32)
-    return limit_of(tl.load(total_ptr + head + one), mass, CROSSING)
+def _cut(cuts_ptr, sums_ptr, total_ptr, mass_ptr, mass_stride, head, h, CROSSING: tl.constexpr):
+    """The bits known of the lightest block's key, and the ticks missing there, both `[1, 1]` int64, after a pass.
 
-
-@triton.jit
-def _part(bounds_ptr, sums_ptr, target, head):
-    """The range after the last pass, as bounds `low` and `high` `[1, 1]`.
-
-    The blocks that weigh more than `low` add up to the target or more, those that weigh more than `high` to less.
+    The blocks whose keys have greater bits are all taken. Where nothing is missing the bits are greater than any.
     """
     one = tl.zeros([1, 1], tl.int32)
-    if bounds_ptr is None:  # before the first pass
-        low, high = one - 1, one + _MOST
+    if cuts_ptr is None:  # after the first pass; a block is taken while the sum is below the target
+        known = one.to(tl.int64)
+        mass = tl.load(mass_ptr + h * mass_stride + one).to(tl.float32)
+        missing = limit_of(tl.load(total_ptr + head + one), mass, CROSSING)
     else:
-        at = head * 2 + one
-        low, high = tl.load(bounds_ptr + at), tl.load(bounds_ptr + at + 1)
-        part = 1 + tl.arange(0, 8)[None, :]  # the last bound is `high` itself
-        sums = tl.load(sums_ptr + head * 8 + part - 1, mask=part < 8, other=0)
-        bound = low + ((high - low).to(tl.int64) * part // 8).to(tl.int32)
-        less = (sums < target) | (part == 8)
-        first = tl.min(tl.where(less, bound, _MOST), 1, keep_dims=True)
-        low = tl.max(tl.where(less, low, bound), 1, keep_dims=True)
-        high = first
-    return low, high
+        known, missing = tl.load(cuts_ptr + head * 2 + one), tl.load(cuts_ptr + head * 2 + 1 + one)
+    bits = tl.arange(0, _SUMS)[None, :]
+    sums = tl.load(sums_ptr + head * _SUMS + bits)
+    above = tl.sum(sums, 1, keep_dims=True) - tl.cumsum(sums, 1)  # of the blocks with greater bits
+    best = tl.min(tl.where(above < missing, bits, _SUMS), 1, keep_dims=True)
+    taken = tl.sum(tl.where(bits > best, sums, 0), 1, keep_dims=True)
+    return (known << _BITS) + best, missing - taken
 
 
 @remembered
 @triton.jit(do_not_specialize=["n"])
 def _search(
-    ticks_ptr, total_ptr, mass_ptr, mass_stride, last_bounds_ptr, last_sums_ptr, bounds_ptr, sums_ptr, n,
-    CROSSING: tl.constexpr, TILE: tl.constexpr,
+    ticks_ptr, total_ptr, mass_ptr, mass_stride, last_cuts_ptr, last_sums_ptr, cuts_ptr, sums_ptr, n,
+    CROSSING: tl.constexpr, PASS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(1)
-    head = tl.program_id(2) * tl.num_programs(1) + h
-    target = _target(total_ptr, mass_ptr, mass_stride, head, h, CROSSING)
-    low, high = _part(last_bounds_ptr, last_sums_ptr, target, head)
+    head = (tl.program_id(2) * tl.num_programs(1) + h).to(tl.int64)
+    known, missing = _cut(last_cuts_ptr, last_sums_ptr, total_ptr, mass_ptr, mass_stride, head, h, CROSSING)
     one = tl.zeros([1, 1], tl.int32)
-    at = bounds_ptr + head * 2 + one
-    tl.store(at, low, mask=one + tl.program_id(0) == 0)
-    tl.store(at + 1, high, mask=one + tl.program_id(0) == 0)
+    tl.store(cuts_ptr + head * 2 + one, known, mask=one + tl.program_id(0) == 0)
+    tl.store(cuts_ptr + head * 2 + 1 + one, missing, mask=one + tl.program_id(0) == 0)
     place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]  # a head may have over 2^31 blocks
-    ticks = tl.load(ticks_ptr + head.to(tl.int64) * n + place, mask=place < n, other=0)
-    for part in tl.static_range(1, 8):
-        bound = low + ((high - low).to(tl.int64) * part // 8).to(tl.int32)
-        more = tl.sum(tl.where(ticks > bound, ticks, 0).to(tl.int64), 1, keep_dims=True)
-        tl.atomic_add(sums_ptr + head * 8 + part - 1 + one, more)
-
-
-@remembered
-@triton.jit(do_not_specialize=["n"])
-def _count(
-    ticks_ptr, total_ptr, mass_ptr, mass_stride, bounds_ptr, sums_ptr, lightest_ptr, above_ptr, ties_ptr, n,
-    CROSSING: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Adds up the weights above that of the lightest block taken, and counts the blocks that weigh as much, per program."""
-    h = tl.program_id(1)
-    head = tl.program_id(2) * tl.num_programs(1) + h
-    low, lightest = _part(bounds_ptr, sums_ptr, _target(total_ptr, mass_ptr, mass_stride, head, h, CROSSING), head)
-    one = tl.zeros([1, 1], tl.int32)
-    tl.store(lightest_ptr + head + one, lightest, mask=one + tl.program_id(0) == 0)
-    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]  # a head may have over 2^31 blocks
-    ticks = tl.load(ticks_ptr + head.to(tl.int64) * n + place, mask=place < n, other=-1)
-    more = tl.sum(tl.where(ticks > lightest, ticks, 0).to(tl.int64), 1, keep_dims=True)
-    tl.atomic_add(above_ptr + head + one, more)
-    same = tl.sum((ticks == lightest).to(tl.int32), 1, keep_dims=True)
-    tl.store(ties_ptr + head.to(tl.int64) * tl.num_programs(0) + tl.program_id(0) + one, same)
-
-
-@remembered
-@triton.jit(do_not_specialize=["n"])
-def _keep(
-    ticks_ptr, total_ptr, mass_ptr, mass_stride, lightest_ptr, above_ptr, ties_ptr, keep_ptr, n,
-    CROSSING: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    h = tl.program_id(1)
-    head = tl.program_id(2) * tl.num_programs(1) + h
-    one = tl.zeros([1, 1], tl.int32)
-    missing = _target(total_ptr, mass_ptr, mass_stride, head, h, CROSSING) - tl.load(above_ptr + head + one)
-    lightest = tl.load(lightest_ptr + head + one)
-    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]  # a head may have over 2^31 blocks
-    ticks = tl.load(ticks_ptr + head.to(tl.int64) * n + place, mask=place < n, other=-1)
-    tied = ticks == lightest
-    before = tl.zeros([1, 1], tl.int64)
-    for first in range(0, tl.program_id(0), TILE):
-        program = first + tl.arange(0, TILE)[None, :]
-        there = program < tl.program_id(0)
-        ties = tl.load(ties_ptr + head.to(tl.int64) * tl.num_programs(0) + program, mask=there, other=0)
-        before += tl.sum(ties.to(tl.int64), 1, keep_dims=True)
-    rank = before + tl.cumsum(tied.to(tl.int32), 1) - (1 if CROSSING else 0)
-    taken = (ticks > lightest) | (tied & (rank.to(tl.int64) * lightest.to(tl.int64) < missing))
-    tl.store(keep_ptr + head.to(tl.int64) * n + place, taken, mask=place < n)
+    ticks = tl.load(ticks_ptr + head * n + place, mask=place < n, other=0.0)
+    bits = _key(ticks) >> ((2 - PASS) * _BITS)
+    at = sums_ptr + head * _SUMS + (bits & (_SUMS - 1))
+    tl.atomic_add(at, ticks.to(tl.int32).to(tl.int64), mask=(ticks > 0.0) & (bits >> _BITS == known))
 
 
 @remembered
 @triton.jit(do_not_specialize=["rows"])
-def _finish(
-    keep_ptr, forced_ptr, mass_ptr, mass_stride, keep_strides, forced_strides, positions, position_strides, rows, cols,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+def _keep(
+    ticks_ptr, total_ptr, mass_ptr, mass_stride, cuts_ptr, sums_ptr, keep_ptr, forced_ptr, forced_strides,
+    positions, position_strides, rows, cols,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CROSSING: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Adds what is kept in any case to the blocks taken, and removes what is out of reach."""
-    b, h, row, col = tile_of_grid(cols, ROWS, COLS)
-    there = row < rows
-    inside = there & (col < cols)
-    q_first, q_last, k_first, k_last = load_positions(positions, position_strides, b, h, row, col, there, inside)
+    """Keeps the blocks that are taken, and what is kept in any case, as far as it is in reach."""
+    h, b = tl.program_id(1), tl.program_id(2)
+    head = (b * tl.num_programs(1) + h).to(tl.int64)
+    one = tl.zeros([1, 1], tl.int32)
+    lightest, missing = _cut(cuts_ptr, sums_ptr, total_ptr, mass_ptr, mass_stride, head, h, CROSSING)
+    n = rows.to(tl.int64) * cols
+    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]  # a head may have over 2^31 blocks
+    inside = place < n
+    ticks = tl.load(ticks_ptr + head * n + place, mask=inside, other=0.0)
+    key = _key(ticks)
+    # Of the blocks that weigh as much as the lightest, the first are taken: all, but where weights are the same.
+    unit = tl.maximum(lightest + (_ONE - 1), _ONE).to(tl.int32).to(tl.float32, bitcast=True).to(tl.int64)
+    last = (lightest & (_SUMS - 1)).to(tl.int32)
+    ties = tl.load(sums_ptr + head * _SUMS + last) // unit
+    spared = 1 if CROSSING else 0
+    tied = (key == lightest) & (key > 0)
+    before = tl.zeros([1, 1], tl.int64)
+    if any_of((ties - spared) * unit >= missing):
+        for program in range(0, tl.program_id(0)):
+            earlier = (one.to(tl.int64) + program) * TILE + tl.arange(0, TILE)[None, :]
+            same = _key(tl.load(ticks_ptr + head * n + earlier)) == lightest
+            before += tl.sum(same.to(tl.int64), 1, keep_dims=True)
+    rank = before + tl.cumsum(tied.to(tl.int32), 1) - spared
+    keep = (key > lightest) | (tied & (rank * unit < missing))
+
+    row, col = (place // cols).to(tl.int32), (place % cols).to(tl.int32)
+    q_first, q_last, k_first, k_last = load_positions(positions, position_strides, b, h, row, col, inside, inside)
     reachable = inside & reachable_blocks(q_first, q_last, k_first, k_last, CAUSAL, WINDOW)
-    at = rows_at(keep_ptr, keep_strides, b, h, row) + col
-    keep = (tl.load(at, mask=inside, other=0) != 0) | diagonal_blocks(reachable, q_first, k_last, CAUSAL)
-    keep = keep | (tl.load(mass_ptr + h * mass_stride + tl.zeros_like(row)).to(tl.float32) >= 1.0)
+    keep = keep | diagonal_blocks(reachable, q_first, k_last, CAUSAL)
+    keep = keep | (tl.load(mass_ptr + h * mass_stride + one).to(tl.float32) >= 1.0)
     if forced_ptr is not None:
         forced_at = rows_at(forced_ptr, forced_strides, b, h, row) + col * forced_strides[3]
         keep = keep | (tl.load(forced_at, mask=inside, other=0) != 0)
-    tl.store(at, keep & reachable, mask=inside)
+    tl.store(keep_ptr + head * n + place, keep & reachable, mask=inside)
