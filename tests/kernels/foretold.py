@@ -34,7 +34,7 @@ def foretold(hardware: Hardware, name: str, has: dict[str, Any], itemsizes: list
         return gather_attention_triton.shared_memory(hardware, has, has["BLOCK_D"] * itemsize, itemsize)
     if module in ("key_importance_triton", "coarse_steps_triton"):
         return key_importance_triton.shared_memory(hardware, has, has["BLOCK_D"] * itemsize, itemsize)
-    if module == "probe_lines_triton" and "KEYS" in has:
+    if module == "probe_lines_triton" and "ROWS" in has:
         options = {"BLOCK_M": has["ROWS"], "BLOCK_N": has["KEYS"], "num_stages": has["num_stages"]}
         return probe_lines_triton.shared_memory(hardware, options, has["D"], itemsize)
     if module == "pooled_sums_triton":

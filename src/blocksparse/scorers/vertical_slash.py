@@ -134,8 +134,11 @@ class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
         if grid.window is not None:
             seen = grid.k_last > grid.k_len - probe.shape[2] - grid.window  # by some query of the probe
             logits, scale = (logits * scale).masked_fill(~seen, float("-inf")), 1.0
-        divergence = block_divergence(logits.squeeze(2), _mass_of_columns(vertical, grid), scale)
-        return VerticalSlashScores(values, grid, vertical=vertical, slash=slash, divergence=divergence)
+        columns = _mass_of_columns(vertical, grid)
+        divergence = block_divergence(logits.squeeze(2), columns, scale)
+        scores = VerticalSlashScores(values, grid, vertical=vertical, slash=slash, divergence=divergence)
+        scores._once("columns", lambda: columns)
+        return scores
 
     @property
     def keeps_history(self) -> bool:

@@ -74,10 +74,7 @@ class VerticalSlashCdf(Selector[VerticalSlashScores, BlockMask]):
 
     def _covering(self, scores: VerticalSlashScores, mass: Tensor, also: Tensor | None = None) -> Tensor:
         block = scores.grid.k_block
-        columns, bands = (
-            fewest(lines, mass, *self._blocks(block), counted=True)
-            for lines in (scores.mass_of_columns(), scores.mass_of_bands())
-        )
+        columns, bands = fewest(scores.mass_of_columns(), scores.mass_of_bands(), mass, *self._blocks(block))
         return line_blocks(Lines(columns, 1), Lines(bands, block), scores.grid, whole=mass, first=1, also=also)
 
     def _as_released(self, scores: VerticalSlashScores, mass: Tensor) -> Tensor:

@@ -27,22 +27,17 @@ from blocksparse.kernels.selecting import (
 )
 from blocksparse.kernels.selecting.row_search_triton import tile_of_rows
 
-PARTS = [
-    getattr(global_top_cdf_triton, f"_{x}") for x in ("heaviest", "to_ticks", "search", "count", "keep", "finish")
-]
+PARTS = [getattr(global_top_cdf_triton, f"_{x}") for x in ("heaviest", "to_ticks", "search", "keep")]
 TYPES: dict[str, Any] = {
     **{f"{name}_ptr": "*i1" for name in ("forced", "keep", "k_whole", "own")},
-    **{f"{name}_ptr": "*fp32" for name in ("values", "logits", "q", "k", "tau")},
+    **{f"{name}_ptr": "*fp32" for name in ("values", "logits", "q", "k", "tau", "ticks")},
     **{f"{name}_ptr": "*fp64" for name in ("mass", "share")},
     **{
         f"{name}_ptr": "*i32"
         for name in ("full_count", "partial_count", "seen", "q_last", "k_first", "rank", "opened", "count")
     },
-    **{
-        f"{name}_ptr": "*i32"
-        for name in ("heaviest", "lightest", "ticks", "bounds", "last_bounds", "ties", "before")
-    },
-    **{f"{name}_ptr": "*i64" for name in ("total", "sums", "last_sums", "above")},
+    **{f"{name}_ptr": "*i32" for name in ("heaviest", "before")},
+    **{f"{name}_ptr": "*i64" for name in ("total", "sums", "last_sums", "cuts", "last_cuts")},
     **dict.fromkeys(("positions", "position_ptrs"), ("*i32",) * 4),
     "position_strides": (("i32",) * 5,) * 4,
     **{
@@ -66,6 +61,7 @@ TYPES: dict[str, Any] = {
             "whole_stride",
             "run",
             "runs",
+            "bands",
             "keys",
             "key_run",
             "distances",
@@ -147,14 +143,14 @@ def main() -> int:
                 ("prefix softmax", block_softmax_triton._kernel, {"rows": 1, "cols": min(wide, 8192), "warps": 4, "WHOLE": wide <= 8192, "SEGMENT": None, "positions": None, "position_strides": None, "own_ptr": None, "own_strides": None}),
                 ("refined", within_reach_triton._kernel, {"rows": 16, "cols": 256, "warps": 4, "N": 4, "DIAGONAL": False}),
                 ("divergence", block_divergence_triton._kernel, {"rows": 1, "cols": max(wide, 16), "warps": warps, "pointers": {"logits_ptr": "*fp32", "true_ptr": "*fp32", "out_ptr": "*fp32"}}),
-                ("fewest lines", heaviest_lines_triton._fewest, {**search, "COUNTED": True, "pointers": {"lines_ptr": "*fp32", "taken_ptr": "*i32"}}),
+                ("fewest lines", heaviest_lines_triton._fewest, {**search, "pointers": {**dict.fromkeys(("lines_ptr", "bands_ptr"), "*fp32"), **dict.fromkeys(("taken_ptr", "bands_taken_ptr"), "*i32")}}),
                 ("heaviest lines", heaviest_lines_triton._heaviest, {**search, "COUNTED": False, "pointers": {"weight_ptr": "*fp32", "count_ptr": "*fp64", "last_ptr": "*fp64", "taken_ptr": "*i1"}}),
                 ("line blocks", line_blocks_triton._kernel, {"rows": 8, "cols": 256, "warps": 4, "pointers": {"keys_ptr": "*i32", "distances_ptr": "*i32", "whole_ptr": "*fp64", "also_ptr": "*i1"}}),
                 ("routed", routed_triton._kernel, {"rows": 1, "cols": 256, "warps": 4, "TILE": 4096, "pointers": {"number_ptr": "*fp32", "bound_ptr": "*fp64", "below_ptr": "*i1", "otherwise_ptr": "*i1"}}),
                 ("run sums", run_sums_triton._kernel, {"rows": 1, "cols": 256, "warps": 4, "RUNS": 16, "WIDE": 128, "pointers": {"x_ptr": "*fp32", "out_ptr": "*fp32"}}),
                 ("visiting order", visiting_order_triton._kernel, {"rows": 1, "cols": 256, "warps": 4, "CHUNK": 16}),
                 ("places", within_reach_triton._kernel, {"rows": 16, "cols": 256, "warps": 4, "N": 1, "DIAGONAL": True, "keep_ptr": None, "keep_strides": None}),
-                *((f"global_top_cdf{part.jit.__name__}", part, {"rows": 16, "cols": 256, "warps": 4, "TILE": 4096, "PROGRAMS": 16, "CROSSING": True}) for part in PARTS),
+                *((f"global_top_cdf{part.jit.__name__}", part, {"rows": 16, "cols": 256, "warps": 4, "TILE": 4096, "PASS": 2, "CROSSING": True}) for part in PARTS),
             ]  # fmt: skip
             for title, kernel, options in kernels:
                 # As `for_target` has it, but for warps of 64 threads, which search rows otherwise.

@@ -35,10 +35,11 @@ def test_fewest(kind: str, device: str) -> None:
             ([0.0], 3, None), ([0.9], 0, None), ([0.0, 0.5, 1.0], 0, 7), ([0.95, 0.1, 0.5], 6, 9), ([0.5], 2**40, None),
         ):  # fmt: skip
             share = torch.tensor(mass, device=device).view(1, -1, 1)
-            want = fewest_reference(lines, share, least, most)
-            assert torch.equal(fewest_triton(lines, share, least, most), want), (n, mass, least, most)
-            counted = fewest_triton(lines, share.double(), least, most, counted=True)
-            assert torch.equal(counted, running_count(want)), (n, mass, least, most)
+            others = lines_of(n // 2 + 3, kind, device)
+            got = fewest_triton(lines, others, share.double(), least, most)
+            for counted, x in zip(got, (lines, others), strict=True):
+                want = running_count(fewest_reference(x, share, least, most))
+                assert torch.equal(counted, want), (n, mass, least, most)
 
 
 @pytest.mark.parametrize("kind", ["plain", "ties", "none", "bad"])

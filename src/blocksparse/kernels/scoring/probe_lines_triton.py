@@ -76,7 +76,9 @@ def probe_lines_triton(probe: Tensor, k: Tensor, q_len: int, causal: bool, scale
     strides = probe.stride()[:3], k.stride()[:3]
     with device_of(k):
         _log_sums[(k_parts, Hq, B)](probe, k, log_sum, *strides, *sizes, **tile)
-        _weights[(k_parts, Hq, B)](probe, k, log_sum, vertical, shears, *strides, k_parts, *sizes, PARTS=parts, **tile)
+        _weights[(k_parts, Hq, B)](
+            probe, k, log_sum, vertical, shears, *strides, k_parts, *sizes, PARTS=parts, **tile
+        )
         _diagonals[(cdiv(slash.shape[2], _DISTANCES), Hq, B)](
             shears, slash, P, N, slash.shape[2], first,
             CAUSAL=causal, DISTANCES=_DISTANCES, KEYS=keys, PARTS=parts,
@@ -165,9 +167,9 @@ def _weights(
         weight = tl.exp2(logits - total[:, None])
         tl.store(vertical_ptr + at * N + key, tl.sum(weight, 0) / P, mask=key < N)
         along = tl.gather(weight, ahead % KEYS, 1)
-        for part in tl.static_range(PARTS):
-            sums = tl.sum(tl.where(ahead // KEYS == part, along, 0.0), 0)
-            shear_at = shears_ptr + ((at * tiles + tile) * PARTS + part) * KEYS + each
+        for before in tl.static_range(PARTS):
+            sums = tl.sum(tl.where(ahead // KEYS == before, along, 0.0), 0)
+            shear_at = shears_ptr + ((at * tiles + tile) * PARTS + before) * KEYS + each
             tl.store(shear_at, sums, mask=key < tiles * KEYS)
 
 

@@ -51,7 +51,9 @@ def global_top_cdf_triton(
     tiling = {"CAUSAL": grid.causal, "WINDOW": grid.window}
 
     ticks = torch.empty((B, H, n), dtype=torch.float32, device=device)
-    zeros = torch.empty((2 + _PASSES * _SUMS.value, B, H), dtype=torch.int64, device=device).zero_()  # one fill for all
+    zeros = torch.empty(
+        (2 + _PASSES * _SUMS.value, B, H), dtype=torch.int64, device=device
+    ).zero_()  # one fill for all
     total, heaviest = zeros[0], zeros[1].view(torch.int32)  # `heaviest` has room to spare
     sums = zeros[2:].view(_PASSES, B, H, _SUMS.value)
     cuts = torch.empty((_PASSES, B, H, 2), dtype=torch.int64, device=device)
@@ -59,7 +61,9 @@ def global_top_cdf_triton(
     target = total, mass, head_strides(mass)[1]
     with device_of(values):
         _heaviest[over_grid](values, heaviest, strides(values), *where, **tiling, **tile, num_warps=4)
-        _to_ticks[over_grid](values, heaviest, ticks, total, sums[0], strides(values), *where, **tiling, **tile, num_warps=4)
+        _to_ticks[over_grid](
+            values, heaviest, ticks, total, sums[0], strides(values), *where, **tiling, **tile, num_warps=4
+        )
         for i in range(1, _PASSES):
             last = (None if i == 1 else cuts[i - 2]), sums[i - 1]
             _search[in_line](
@@ -193,7 +197,7 @@ def _keep(
     tied = (key == lightest) & (key > 0)
     before = tl.zeros([1, 1], tl.int64)
     if any_of((ties - spared) * unit >= missing):
-        for program in range(0, tl.program_id(0)):
+        for program in range(tl.program_id(0)):
             earlier = (one.to(tl.int64) + program) * TILE + tl.arange(0, TILE)[None, :]
             same = _key(tl.load(ticks_ptr + head * n + earlier)) == lightest
             before += tl.sum(same.to(tl.int64), 1, keep_dims=True)

@@ -1,9 +1,9 @@
 """The heaviest lines (columns, bands or distances) of each head: as many as hold a share of the mass, or a number.
 
-    fewest    the heaviest lines until they hold `mass`, but at least `least` and at most `most` of them
+    fewest    the heaviest lines until they hold `mass`, but at least `least` and at most `most` of them; for two kinds at once
     heaviest  the `count` heaviest lines; the first `first` come before all others, and those that are spared are left out
 
-Either gives which lines are taken, or the running count of them (`lines.py`).
+The first gives running counts (`lines.py`), the second those or which lines are taken.
 
 Ties go to the line that stands first. Shares are of ticks (`running_share.py`), so that they do not depend on the order of
 summation. On GPUs one launch searches each head's lines for the lightest that is taken; rows of over `LONGEST` lines, CPU
@@ -22,23 +22,24 @@ from blocksparse.kernels.selecting.running_share import running_share
 LONGEST = 32768
 
 
-def fewest(lines: Tensor, mass: Tensor, least: int, most: int | None, *, counted: bool = False) -> Tensor:
-    """Which of `lines` `[B, H, n]`, non-negative weights, are taken: `[B, H, n]` bool.
+def fewest(columns: Tensor, bands: Tensor, mass: Tensor, least: int, most: int | None) -> tuple[Tensor, Tensor]:
+    """The running counts, `[B, H, n + 1]` int32, of the lines taken of each kind: weights `[B, H, n]`, not negative.
 
     Args:
         mass: `[1, H|1, 1]`, in [0, 1]; it is rounded to fp32, as shares are.
-        counted: give the running count instead, `[B, H, n + 1]` int32.
     """
-    if lines.is_cuda and lines.dtype == torch.float32 and lines.shape[-1] <= LONGEST:
+    longest = max(columns.shape[-1], bands.shape[-1])
+    if columns.is_cuda and columns.dtype == torch.float32 and longest <= LONGEST:
         from blocksparse.kernels.selecting.heaviest_lines_triton import fewest_triton
 
-        return fewest_triton(lines, mass, least, most, counted=counted)
-    taken = fewest_reference(lines, mass, least, most)
-    return running_count(taken) if counted else taken
+        return fewest_triton(columns, bands, mass, least, most)
+    taken = (fewest_reference(lines, mass, least, most) for lines in (columns, bands))
+    first, second = map(running_count, taken)
+    return first, second
 
 
 def fewest_reference(lines: Tensor, mass: Tensor, least: int, most: int | None) -> Tensor:
-    """The same in plain torch."""
+    """Which lines of one kind are taken, `[B, H, n]` bool, in plain torch."""
     share = running_share(lines)
     rank = torch.arange(lines.shape[-1], device=lines.device)
     taken = (share.before < mass.float()) | (rank < least)

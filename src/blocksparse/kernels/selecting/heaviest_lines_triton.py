@@ -19,17 +19,21 @@ _NO_LINE = tl.constexpr(-(2**31))
 _MOST_TICKS = tl.constexpr(0x4E800000)  # the bits of 2^30 in fp32
 
 
-def fewest_triton(lines: Tensor, mass: Tensor, least: int, most: int | None, *, counted: bool = False) -> Tensor:
+def fewest_triton(
+    columns: Tensor, bands: Tensor, mass: Tensor, least: int, most: int | None
+) -> tuple[Tensor, Tensor]:
     """Launch the kernel; arguments as of `fewest`."""
-    (B, H, n), lines = lines.shape, lines.contiguous()
-    taken = _empty(lines, counted)
-    _, wide, num_warps = tile_of_rows(n)
-    with device_of(lines):
-        _fewest[(H, B)](
-            lines, mass, taken, head_strides(mass)[1], n, min(least, n), n if most is None else min(most, n),
-            COUNTED=counted, COLS=wide, num_warps=num_warps,
+    columns, bands = columns.contiguous(), bands.contiguous()
+    (B, H, n), longest = columns.shape, max(columns.shape[2], bands.shape[2])
+    counts = _empty(columns, True), _empty(bands, True)
+    _, wide, num_warps = tile_of_rows(longest)
+    with device_of(columns):
+        _fewest[(H, B, 2)](
+            columns, bands, *counts, mass, head_strides(mass)[1], n, bands.shape[2],
+            min(least, longest), longest if most is None else min(most, longest),
+            COLS=wide, num_warps=num_warps,
         )  # fmt: skip
-    return taken
+    return counts
 
 
 def heaviest_triton(
@@ -85,11 +89,15 @@ def _best(key, low, high, number, n, COLS: tl.constexpr):
 
 
 @remembered
-@triton.jit(do_not_specialize=["n", "least", "most"])
+@triton.jit(do_not_specialize=["n", "bands", "least", "most"])
 def _fewest(
-    lines_ptr, mass_ptr, taken_ptr, mass_stride, n, least, most, COUNTED: tl.constexpr, COLS: tl.constexpr
-):
+    lines_ptr, bands_ptr, taken_ptr, bands_taken_ptr, mass_ptr, mass_stride, n, bands, least, most, COLS: tl.constexpr
+):  # fmt: skip
     h = tl.program_id(0)
+    if tl.program_id(2) == 1:
+        lines_ptr = bands_ptr
+        taken_ptr = bands_taken_ptr
+        n = bands
     line = tl.arange(0, COLS)[None, :]
     head = (tl.program_id(1) * tl.num_programs(0) + h).to(tl.int64)
     weights = weights_of(tl.load(lines_ptr + head * n + line, mask=line < n, other=0.0))
@@ -121,11 +129,11 @@ def _fewest(
     taken = (ticks > 0.0) & (target > 0) & ((ticks > lightest) | tied)
 
     number = tl.sum(taken.to(tl.int32), 1, keep_dims=True)
-    wanted = tl.minimum(tl.maximum(number, least), most)
+    wanted = tl.minimum(tl.maximum(number, tl.minimum(least, n)), most)
     if any_of(wanted != number):
         low = tl.zeros_like(number) - 1  # the bits of no tick, and of -1.0, which lies outside, are far below
         taken = _best(key, low, low + _MOST_TICKS + 1, wanted.to(tl.float32), n, COLS)
-    _store(taken_ptr, head, line, taken, n, COUNTED)
+    _store(taken_ptr, head, line, taken, n, True)
 
 
 @remembered
