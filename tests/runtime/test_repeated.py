@@ -146,6 +146,14 @@ def test_which_presets_are_repeated(name: str, device: str) -> None:
 
 
 @needs_gpu
+@pytest.mark.parametrize(("name", "most"), [("flex_prefill", 25), ("minference", 15)])
+def test_how_many_launches_a_call_takes(name: str, most: int, device: str) -> None:
+    learnt(small_preset(name, FACTOR), inputs(1, device))
+    ((known, _),) = module.CALLS._known.values()
+    assert len(known.steps) <= most
+
+
+@needs_gpu
 @pytest.mark.parametrize("more", [{"softcap": 20.0}, {"sinks": [0.5, -1.0]}, {"window": 100}], ids=str)
 def test_what_a_layer_asks_for(more: dict[str, Any], monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     pipeline, new = quick(executor=bs.TritonExecutor()), inputs(2, device)
