@@ -35,7 +35,8 @@ CODE = re.compile(r"`[^`\n]+`")
 # Words of the glossary that a reader may not know, or know otherwise. The first use on each page is a link.
 WORDS = (
     "prefill", "density", "covered mass", "mass", "KL", "slot", "segment", "reachable", "forced", "band", "sink",
-    "probe", "antidiagonal", "sum of cells", "index map", "early stop", "plan", "stock", "YaRN", "window of a text",
+    "probe", "antidiagonal", "sum of cells", "index map", "early stop", "plan", "stock", "YaRN",
+    "window of a text",
 )  # fmt: skip
 PROSE = re.compile(r"^(?:[A-Z*(]|  ?\S|[a-z\d])")  # neither heading, table, code, list of links nor HTML
 
