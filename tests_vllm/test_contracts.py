@@ -18,7 +18,9 @@ from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from blocksparse import a_shape
+from blocksparse.audit.audit import Audit
 from blocksparse.integrations.serving.counters import Counters
+from blocksparse.integrations.serving.estimates import Estimates
 from blocksparse.integrations.serving.kinds import Kinds
 from blocksparse.integrations.serving.settings import Settings
 from blocksparse.integrations.serving.split import Split
@@ -149,3 +151,22 @@ def test_prometheus_has_the_counters() -> None:
     assert counted("blocksparse_prompt_tokens_total", "fewer than min_tokens") >= 20
     assert counted("blocksparse_prompts_total", "decode") == 0
     assert str(counters) == "prompts: 1 x fewer than min_tokens (20 tokens), 1 x sparse (100 tokens)"
+
+
+def test_prometheus_has_what_audits_found() -> None:
+    def gauge(name: str, **labels: str) -> float:
+        found = REGISTRY.get_sample_value(f"blocksparse_audit_{name}", {"layer": "11"} | labels)
+        assert isinstance(found, float)
+        return found
+
+    estimates, pipeline = Estimates(Audit(rows=16, every=2)), a_shape(sink=16, local=32, block=16)
+    q, k, v = (torch.randn(1, heads, 160, 16) for heads in (4, 2, 2))
+    asked = [estimates.wants(11) for _ in range(4)]
+    assert sum(asked) == 2
+    estimates.saw(11, trace := pipeline.trace(q, k, v))
+    assert gauge("density") == pytest.approx(float(trace.density().mean()))
+    (found,) = estimates.audit.layers()
+    for name, estimate in (("covered_mass", found.covered_mass), ("error", found.error)):
+        assert estimate is not None
+        assert gauge(name, of="estimate") == pytest.approx(estimate.value)
+        assert gauge(name, of="low") == pytest.approx(estimate.low)

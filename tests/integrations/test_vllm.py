@@ -35,6 +35,7 @@ from blocksparse import (
 )
 from blocksparse.attention_spec import AttentionSpec
 from blocksparse.executors.dense_attention import dense_attention
+from blocksparse.integrations.serving.estimates import Estimates
 from blocksparse.integrations.serving.kinds import Kinds
 from blocksparse.integrations.serving.layer import LayerAttention, record_dense
 from blocksparse.integrations.serving.runs import Runs
@@ -198,6 +199,27 @@ def test_sparse_prompts_attend_to_their_pages(queries: list[int]) -> None:
     assert recorder.sparse_calls() == {3: 2}
     assert recorder.dense_calls() == {3: Counter(decode=decodes), 0: Counter(decode=decodes, softcap=2)}
     assert 0 < recorder.density()[3].mean() < 1
+
+
+def test_an_audit_tells_what_sparse_prompts_lose(caplog: pytest.LogCaptureFixture) -> None:
+    """Outputs are those without it; one call in `every` is compared with dense attention."""
+    settings = Settings.of(
+        {"blocksparse": {"preset": "a_shape", "audit": {"every": 3, "rows": 16, "max_error": 1e-6}}}, SERVED, HOST
+    )
+    assert settings.audit is not None
+    pipeline, estimates = a_shape(sink=16, local=32, block=16), Estimates(settings.audit)
+    q, k, v = make_qkv(Hq=4, Hkv=2, N=160, D=16)
+    audited, plain = (LayerAttention(pipeline, 2, None, Workspace(160), its) for its in (estimates, None))
+    out, expected = torch.empty_like(q), torch.empty_like(q)
+    plain._attend(q, k, v, expected, 0.25)
+    for _ in range(9):
+        audited._attend(q, k, v, out, 0.25)
+        torch.testing.assert_close(out, expected, rtol=0, atol=2e-6)
+    (found,) = estimates.audit.layers()
+    assert (found.layer, found.calls, found.audited, found.crossed, found.dense) == (2, 9, 3, 3, False)
+    assert found.error is not None
+    assert found.error.value > 0.01
+    assert caplog.text.count("an audit crossed its bound in layer 2") == 3
 
 
 def test_a_batch_without_sparse_prompts_asks_for_nothing() -> None:
@@ -365,6 +387,8 @@ def test_a_band_and_a_sink_are_added() -> None:
         ({"preset": "xattention", "min_tokens": "1k"}, "'min_tokens' must be a whole number, at least 1: '1k'"),
         ({"preset": "xattention", "min_queries": 1}, "'min_queries' must be above 1, the most "),
         ({"preset": "xattention", "record": 1}, "'record' must be True or False: 1"),
+        ({"preset": "auto", "audit": {"fall_back": True}}, "'audit' must be an object with some of rows, every, "),
+        ({"preset": "auto", "audit": {"every": 0}}, "'every' must be a whole number, at least 1: 0"),
         ({"plan": 3}, "'plan' must be the path of a file: 3"),
         ({"plan": "no-plan.json", "dense": [1]}, "a plan says what each layer does, so 'dense' must be left out"),
         ({"plan": "no-plan.json"}, "the plan cannot be read: no-plan.json"),
@@ -435,7 +459,7 @@ def test_layers_of_a_plan_repeat_the_same_launches(tmp_path: Path) -> None:
     assert isinstance(one, Pipeline)
     assert isinstance(other, Pipeline)
     assert one is not other
-    assert owner_of(one._call.run.run) is owner_of(other._call.run.run) is not None  # type: ignore[attr-defined]
+    assert owner_of(one._stages._sparse) is owner_of(other._stages._sparse) is not None
 
 
 def test_a_plan_for_single_heads_needs_all_heads(tmp_path: Path) -> None:
@@ -513,12 +537,14 @@ def test_all_layers_of_an_engine_share_its_record() -> None:
     assert (
         reader.blocksparse_counters() == "prompts: 1 x fewer than min_tokens (20 tokens), 1 x sparse (120 tokens)"
     )
-    silent = config_of({"blocksparse": {"preset": "pbs_attn"}})
+    assert reader.blocksparse_audit().startswith("nothing is audited: ")
+    silent = config_of({"blocksparse": {"preset": "pbs_attn", "audit": {}}})
     reader.vllm_config = silent
     assert reader.blocksparse_table().startswith("no layer has a pipeline: ")
     reader.vllm_config = config_of({}, SimpleNamespace(engine=Engine.of(silent)))
     assert reader.blocksparse_table().startswith("nothing is recorded: ")
     reader.blocksparse_clear()
+    assert reader.blocksparse_audit().split()[:3] == ["layer", "calls", "audited"]
 
 
 def test_names_of_layers() -> None:

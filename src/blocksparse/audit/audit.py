@@ -112,9 +112,9 @@ class Audit:
         if self.min_mass is None and self.max_error is None and (self.on_crossed is not None or self.fall_back):
             raise ValueError("'on_crossed' and 'fall_back' need a bound: give 'min_mass' or 'max_error'")
 
-    def layers(self) -> list[LayerAudit]:
-        """What was found, layer by layer. Waits for audits that a GPU still computes."""
-        self._receive(wait=True)
+    def layers(self, *, wait: bool = True) -> list[LayerAudit]:
+        """What was found, layer by layer. Waits for audits that a GPU still computes, or leaves them out."""
+        self._receive(wait=wait)
         return self._all()
 
     def table(self) -> str:

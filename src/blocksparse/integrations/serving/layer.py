@@ -14,6 +14,7 @@ from blocksparse.attention_spec import AttentionSpec
 from blocksparse.checks.inputs import UnsupportedError
 from blocksparse.executors.dense_attention import dense_attention
 from blocksparse.integrations.density_recorder import DensityRecorder
+from blocksparse.integrations.serving.estimates import Estimates
 from blocksparse.integrations.serving.prefills import Prefills
 from blocksparse.integrations.serving.workspace import Workspace
 from blocksparse.layers.schedule import LayerPipeline
@@ -24,12 +25,13 @@ _log = logging.getLogger(__name__)
 @final
 @frozen(eq=False)
 class LayerAttention:
-    """Attends in one layer to the sparse prompts of a batch, and records it."""
+    """Attends in one layer to the sparse prompts of a batch, records it, and audits some of it."""
 
     pipeline: LayerPipeline
     layer: int
     recorder: DensityRecorder | None
     workspace: Workspace
+    estimates: Estimates | None = None
 
     def __call__(
         self, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, prefills: Prefills, *, scale: float
@@ -53,8 +55,9 @@ class LayerAttention:
             self._attend(q, k, v, rows, scale)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float) -> None:
+        estimates = self.estimates if self.estimates is not None and self.estimates.wants(self.layer) else None
         try:
-            if self.recorder is None:
+            if self.recorder is None and estimates is None:
                 self.pipeline(q, k, v, scale=scale, out=out)
                 return
             trace = self.pipeline.trace(q, k, v, scale=scale)
@@ -65,8 +68,10 @@ class LayerAttention:
             return
         if trace.dense_because is not None:
             self._saw_dense(trace.dense_because)
-        else:
+        elif self.recorder is not None:
             self.recorder.saw_sparse(self.layer, trace.density(), q_len=q.shape[2], k_len=k.shape[2])
+        if estimates is not None:
+            estimates.saw(self.layer, trace)
         out.copy_(trace.output.out)
 
     def _saw_dense(self, reason: str) -> None:

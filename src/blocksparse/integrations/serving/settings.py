@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
 from attrs import evolve, frozen
 
+from blocksparse.audit.audit import Audit
+from blocksparse.audit.layer_audit import Crossing
 from blocksparse.checks.user_error import UserError
 from blocksparse.checks.validators import a, flag, shown, size, whole
 from blocksparse.executors.auto import AutoExecutor
@@ -20,11 +23,13 @@ from blocksparse.presets import every_preset
 from blocksparse.selectors.band import Band
 from blocksparse.selectors.sink import Sink
 
+_log = logging.getLogger(__name__)
 KEY = "blocksparse"
 _KEYS = (
     "preset", "quality", "settings", "band", "sink", "executor", "plan", "dense", "dense_below", "min_tokens",
-    "min_queries", "record",
+    "min_queries", "record", "audit",
 )  # fmt: skip
+_OF_AN_AUDIT = ("rows", "every", "min_mass", "max_error")
 _OF_A_PRESET = ("quality", "settings", "band", "sink", "executor", "dense")
 EXECUTORS: dict[str, Callable[[], Executor[Any, Any]]] = {
     "auto": AutoExecutor, "triton": TritonExecutor, "int8": Int8Executor, "flex": FlexExecutor,
@@ -84,6 +89,7 @@ class Settings:
         min_queries: requests with fewer queries in one step are dense. Decoding always is.
         dense_below: requests with less work than this are dense, as of `AutoExecutor`.
         record: keep a record of what each call did.
+        audit: estimates, from some of the calls, what the others lose; its bounds are for the log.
     """
 
     layers: tuple[LayerPipeline | None, ...]
@@ -91,6 +97,7 @@ class Settings:
     min_queries: int = 64
     dense_below: float | None = None
     record: bool = False
+    audit: Audit | None = None
 
     @classmethod
     def of(cls, options: object, served: Served, host: Host) -> Settings:
@@ -125,6 +132,7 @@ class Settings:
             dense_below=dense_below,
             **{name: whole(given[name]) for name in ("min_tokens", "min_queries") if name in given},
             record=given.get("record", False),
+            audit=_audit(given["audit"]) if "audit" in given else None,
         )
         size.check(min_tokens=settings.min_tokens, min_queries=settings.min_queries)
         flag.check(record=settings.record)
@@ -135,6 +143,21 @@ class Settings:
                 f"{settings.min_queries}"
             )
         return settings
+
+
+def _audit(given: object) -> Audit:
+    """An audit that says in the log where a bound is crossed. Layers stay sparse."""
+    if not isinstance(given, Mapping) or any(key not in _OF_AN_AUDIT for key in given):
+        raise ValueError(f"'audit' must be an object with some of {', '.join(_OF_AN_AUDIT)}: {shown(given)}")
+    bounded = "min_mass" in given or "max_error" in given
+    return Audit(**given, on_crossed=_warn if bounded else None)
+
+
+def _warn(crossing: Crossing) -> None:
+    _log.warning(
+        "blocksparse: an audit crossed its bound in layer %d: covered mass %s, error %s",
+        crossing.layer, crossing.covered_mass, crossing.error,
+    )  # fmt: skip
 
 
 def _preset(given: Mapping[str, Any], served: Served) -> Schedule:

@@ -12,6 +12,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
 
 from blocksparse.integrations.density_recorder import DensityRecorder
+from blocksparse.integrations.serving.estimates import Estimates
 from blocksparse.integrations.serving.kinds import Kinds
 from blocksparse.integrations.serving.layer import LayerAttention
 from blocksparse.integrations.serving.settings import KEY as NAME
@@ -99,6 +100,7 @@ def _layers(
 ) -> dict[Any, LayerAttention | str]:
     """What attends in each layer, or the reason why it is dense."""
     layers: dict[Any, LayerAttention | str] = {}
+    estimates = None if settings.audit is None else Estimates(settings.audit)
     for layer in runner.model.modules():
         if isinstance(layer, RadixAttention):
             index = layer.layer_id
@@ -109,7 +111,7 @@ def _layers(
             elif pipeline is None:
                 layers[layer] = "no pipeline for this layer"
             else:
-                layers[layer] = LayerAttention(pipeline, index, recorder, workspace)
+                layers[layer] = LayerAttention(pipeline, index, recorder, workspace, estimates)
     return layers
 
 

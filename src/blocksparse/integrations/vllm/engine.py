@@ -10,6 +10,7 @@ from torch import Tensor
 
 from blocksparse.integrations.density_recorder import DensityRecorder
 from blocksparse.integrations.serving.counters import Counters
+from blocksparse.integrations.serving.estimates import Estimates
 from blocksparse.integrations.serving.layer import LayerAttention
 from blocksparse.integrations.serving.settings import KEY, Host, Served, Settings
 from blocksparse.integrations.serving.warm import pays_from, warm
@@ -40,11 +41,16 @@ class Engine:
     recorder: DensityRecorder | None = field(init=False)
     workspace: Workspace = field(init=False)
     counters: Counters = field(factory=Counters, init=False)
+    estimates: Estimates | None = field(init=False)
     _warmed: set[tuple[object, ...]] = field(factory=set, init=False)
 
     @recorder.default
     def _new_recorder(self) -> DensityRecorder | None:
         return DensityRecorder() if self.settings.record else None
+
+    @estimates.default
+    def _new_estimates(self) -> Estimates | None:
+        return None if self.settings.audit is None else Estimates(self.settings.audit)
 
     @workspace.default
     def _new_workspace(self) -> Workspace:
@@ -78,7 +84,7 @@ class Engine:
         pipeline = self.settings.layers[layer]
         if pipeline is None:
             return "no pipeline for this layer"
-        return LayerAttention(pipeline, layer, self.recorder, self.workspace)
+        return LayerAttention(pipeline, layer, self.recorder, self.workspace, self.estimates)
 
     def warm(self, attention: LayerAttention, worth: Worth, query: Tensor, out: Tensor) -> None:
         """Take memory and compile kernels for a pipeline, in the first of the layers that have it.

@@ -27,6 +27,13 @@ class RecordReader:
         engine = Engine.there(self.vllm_config)
         return "no layer has a pipeline" if engine is None else str(engine.counters)
 
+    def blocksparse_audit(self) -> str:
+        """A line per layer: audited calls, covered mass and error."""
+        engine = Engine.there(self.vllm_config)
+        if engine is None or engine.estimates is None:
+            return """nothing is audited: add "audit": {} to the configuration of blocksparse"""
+        return engine.estimates.audit.table()
+
     def blocksparse_clear(self) -> None:
         """Begin a new record."""
         engine = Engine.there(self.vllm_config)
