@@ -5,11 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from triton import knobs
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -20,10 +22,19 @@ from blocksparse.runtime.launches import Remembered, remembered
 class Compiled:
     """A compiled kernel that notes its launches."""
 
+    function, packed_metadata = 5, (1,)
+
     def __init__(self) -> None:
         self.launches: list[tuple[tuple[int, ...], tuple[Any, ...]]] = []
+        self.by_triton = 0
+
+    def run(self, x: int, y: int, z: int, stream: int, function: int, packed: Any, *rest: Any) -> None:
+        assert (stream, function, packed) == (70, self.function, self.packed_metadata)
+        assert rest[:3] == (None, None, None)  # what hooks are told, and the hooks
+        self.launches.append(((x, y, z), rest[3:]))
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        self.by_triton += 1
         return lambda *args: self.launches.append((grid, args))
 
 
@@ -48,6 +59,8 @@ class Jit:
 @pytest.fixture
 def jit(monkeypatch: pytest.MonkeyPatch) -> Jit:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    on_device = SimpleNamespace(get_current_stream=lambda device: 70 + device)
+    monkeypatch.setattr(launches, "driver", SimpleNamespace(active=on_device))
     return Jit()
 
 
@@ -71,6 +84,19 @@ def test_a_second_launch_is_of_the_compiled_kernel(jit: Jit) -> None:
     assert grid == (3, 2, 1)
     assert args[0] is other
     assert args[1:] == ((4, 1), 7, 0.25, 4, 8)
+
+
+@pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
+def test_a_profiler_is_told_of_launches(jit: Jit, hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Triton, which then makes what it tells."""
+    kernel, hooks = Remembered(jit), knobs.HookChain[Any]()
+    monkeypatch.setattr(knobs.runtime, hook, hooks)
+    for expected in (0, 0, 1, 2):
+        launch(kernel)
+        assert jit.made[0].by_triton == expected
+        if len(jit.made[0].launches) == 1:
+            hooks.add(print)
+    assert len(jit.made[0].launches) == 3
 
 
 @pytest.mark.parametrize(

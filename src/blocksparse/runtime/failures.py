@@ -6,8 +6,6 @@ import logging
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 
-from blocksparse.runtime.repetition import refuse_repetition
-
 _log = logging.getLogger(__name__)
 _MOST = 4096  # failures that are remembered
 
@@ -34,7 +32,6 @@ def launch_error(kernel: str, error: Exception) -> LaunchError | None:
         return error
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if kinds & _NOT_COMPILED or any(said in str(error) for said in _NEVER_STARTED):
-        refuse_repetition(f"{kernel} could not be launched")
         return LaunchError(
             f"{kernel} cannot be compiled or launched on this device ({_last_line(error)}): try other blocks or "
             "another preset, and report it with what `blocksparse --version --verbose` prints"

@@ -3,10 +3,9 @@
 `kernel[grid](...)` of Triton works out in every launch what the arguments specialise the kernel on, and looks
 the compiled kernel up by that. A call of a pipeline launches some ten kernels, and this took the host a third
 of the call's time. So the compiled kernel is remembered here, by all that Triton specialises on: the device,
-each constant, each integer, and for tensors their dtype and whether they are aligned to 16 bytes. To launch a
-compiled kernel is Triton's own public call. Switches of Triton (TRITON_DEBUG) that are set after a kernel's
-first launch do not reach it. On AMD's GPUs Triton also specialises on how large the memory under a tensor is;
-there it launches kernels by itself.
+each constant, each integer, and for tensors their dtype and whether they are aligned to 16 bytes. Switches of
+Triton (TRITON_DEBUG) that are set after a kernel's first launch do not reach it. On AMD's GPUs Triton also
+specialises on how large the memory under a tensor is; there it launches kernels by itself.
 """
 
 from __future__ import annotations
@@ -17,7 +16,9 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from triton import knobs
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -48,16 +49,24 @@ class Remembered:
 
     def _launch(self, grid: tuple[int, int, int], *args: Any, **named: Any) -> None:
         values = named.values()
-        parts = [torch.cuda.current_device(), *named, *values, *map(type, values)]
+        device = torch.cuda.current_device()
+        parts = [device, *named, *values, *map(type, values)]
         _add_kinds(parts, args)
         key = tuple(parts)
-        if (known := self._compiled.get(key)) is not None:
-            compiled, constants = known
-            run, arguments = compiled[grid], (*args, *map(named.__getitem__, constants))
-            run(*arguments)
-            if (recording := current.get()) is not None:
-                recording.launched(run, arguments)
+        known = self._compiled.get(key)
+        if (found := known or self._first(key, grid, args, named)) is None:
             return
+        compiled, constants = found
+        run, arguments = partial(_start, compiled, grid, device), (*args, *map(named.__getitem__, constants))
+        if known is not None:
+            run(*arguments)
+        if (recording := current.get()) is not None:
+            recording.launched(run, arguments)
+
+    def _first(
+        self, key: tuple[object, ...], grid: tuple[int, ...], args: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[Any, list[str]] | None:
+        """Launch the kernel by Triton, and remember what was compiled and the names of its constants."""
         if key in self._failed:
             raise LaunchError(self._failed[key])
         try:
@@ -67,15 +76,13 @@ class Remembered:
                 self._failed.clear()
             self._failed[key] = str(error)
             raise
-        constants = self.jit.arg_names[len(args) :]
         if compiled is None:  # one of Triton's hooks kept it from being compiled
             refuse_repetition("a kernel was not compiled")
-            return
-        if (recording := current.get()) is not None:
-            recording.launched(compiled[grid], (*args, *map(named.__getitem__, constants)))
+            return None
         if len(self._compiled) >= REMEMBERED:
             self._compiled.clear()
-        self._compiled[key] = compiled, constants
+        self._compiled[key] = compiled, self.jit.arg_names[len(args) :]
+        return self._compiled[key]
 
 
 @final
@@ -95,6 +102,22 @@ class LookedUp:
 def remembered(jit: Any) -> Any:
     """The kernel with its launches remembered, and told to recordings; on AMD's GPUs neither, nor interpreted."""
     return Remembered(jit) if isinstance(jit, JITFunction) and torch.version.hip is None else LookedUp(jit)
+
+
+def _start(compiled: Any, grid: tuple[int, int, int], device: int, *args: Any) -> None:
+    """Do what `compiled[grid](*args)` does, as PyTorch's Inductor does it, where no profiler hooks in.
+
+    Triton calls its empty chains of hooks in every launch, and makes what it would tell them.
+    """
+    if _hooked(knobs.runtime.launch_enter_hook) or _hooked(knobs.runtime.launch_exit_hook):
+        compiled[grid](*args)
+        return
+    stream = driver.active.get_current_stream(device)
+    compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *args)
+
+
+def _hooked(hook: Any) -> bool:
+    return bool(getattr(hook, "calls", hook))
 
 
 def _started(jit: Any, grid: tuple[int, ...], args: tuple[Any, ...], named: dict[str, Any]) -> Any:

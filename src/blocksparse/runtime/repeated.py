@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from blocksparse.runtime.calls import Calls, Key, owner_of
 from blocksparse.runtime.device import device_of
 from blocksparse.runtime.opaque_call import is_transformed
-from blocksparse.runtime.repetition import Recording, current
+from blocksparse.runtime.repetition import NotRepeated, Recording, current
 from blocksparse.runtime.torch_private import NO_DISPATCH_MODES, under_a_function_mode, under_forward_mode
 
 Result = TypeVar("Result")
@@ -26,10 +25,10 @@ def repeated(run: Callable[..., Result], *args: Any) -> Result:
 
     The first call with inputs of some sizes runs as it is, which compiles kernels. The second is recorded, and
     later ones repeat it (`repetition.py`): the same launches on memory of the same sizes, so they give the same
-    result. What is learned belongs to the value of which `run` is a method, so that equal ones learn together,
-    and for as long as the process runs. A call runs as it is where tensors need gradients or are of a subclass, in
-    forward-mode differentiation, under a mode that changes PyTorch's functions, while a graph is captured, and on
-    AMD's GPUs.
+    result. Where a recording meets what cannot be repeated, the call begins again, and runs as it is ever after.
+    What is learned belongs to the value of which `run` is a method, so that equal ones learn together, and for as
+    long as the process runs. None is repeated where tensors need gradients or are of a subclass, in forward-mode
+    differentiation, under a mode that changes PyTorch's functions, while a graph is captured, and on AMD's GPUs.
 
     Args:
         run: in it, Python looks at the sizes, strides and dtypes of tensors, and never at their contents. A
@@ -38,43 +37,30 @@ def repeated(run: Callable[..., Result], *args: Any) -> Result:
     """
     tensors = tuple([x for x in args if isinstance(x, Tensor)])
     key = None if current.get() is not None else _key(run, tensors, args)
-    if key is None:
-        return run(*args)
-    if (known := CALLS.find(key)) is None:
-        return _learn(key, run, tensors, args)
-    try:
-        with device_of(tensors[0]):
-            out: Result = known(*tensors)
+    if key is not None and ((known := CALLS.find(key)) is not None or CALLS.meet(key)):
+        try:
+            if known is None:
+                return _recorded(key, run, tensors, args)
+            with device_of(tensors[0]):
+                out: Result = known(*tensors)
             return out
-    except torch.OutOfMemoryError:  # it takes memory in one piece, which may be there in several
-        return run(*args)
+        except (NotRepeated, torch.OutOfMemoryError):
+            pass  # A recording holds all memory of a call, and a repetition takes most of it in one piece.
+    return run(*args)
 
 
-def _learn(key: Key, run: Callable[..., Result], tensors: tuple[Tensor, ...], args: tuple[Any, ...]) -> Result:
-    """Make a call, and learn whether it may be recorded, if it is met for the first time, or how to repeat it.
-
-    What torch.compile compiles must not run while a recording sees operations, since it would run uncompiled.
-    So the first call is only watched for what refuses to be repeated.
-    """
-    if (record := CALLS.meet(key)) is False:
-        return run(*args)
-    recording, short = Recording(tensors, sees=record is True), False
+def _recorded(key: Key, run: Callable[..., Result], tensors: tuple[Tensor, ...], args: tuple[Any, ...]) -> Result:
+    """Make a call, and learn how to repeat it."""
+    CALLS.never(key)  # unless it succeeds
+    recording = Recording(tensors)
     before = current.set(recording)
     try:
-        with recording if record else nullcontext():
+        with recording:
             out = run(*args)
-    except torch.OutOfMemoryError:
-        if not record:
-            raise
-        recording.refuse("a recording holds more memory than a call does")
-        short = True
     finally:
         current.reset(before)
-    if record and not short and (known := recording.repetition(out)) is not None:
-        CALLS.learn(key, known)
-    elif record or recording.refused is not None:
-        CALLS.never(key)
-    return run(*args) if short else out
+    CALLS.learn(key, recording.repetition(out))
+    return out
 
 
 def _key(run: Callable[..., Any], tensors: tuple[Tensor, ...], args: tuple[Any, ...]) -> Key | None:

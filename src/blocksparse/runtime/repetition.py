@@ -1,16 +1,11 @@
 """One call's launches, noted down and made again on other tensors of the same sizes.
 
-What a pipeline does follows from the sizes, strides and dtypes of its inputs alone: which kernels it launches,
-on which grids, with which arguments, on memory of which sizes. To decide this anew takes Python longer than a
-GPU takes for a short prompt. So a call can be recorded, and its `Repetition` makes the same launches and
-nothing else.
-
-A `Recording` knows three things: allocations, `zero_` and `copy_` within what was given or allocated, and launches
-of our own kernels, which tell it themselves. A call that does anything else with a tensor than to view it is not
-repeated. So memory is all that is tracked: an argument lies so many bytes after the begin of memory that the call
-was given or allocated, and is known by its address; or it was there before the call, as a weight was, and is taken
-itself. As it is known when each piece of memory is first and last used, all of it but the result's is one
-allocation in a repetition.
+What a pipeline does follows from the sizes, strides and dtypes of its inputs alone, and to decide it anew takes
+Python longer than a GPU takes for a short prompt. A `Recording` knows allocations, `zero_` and `copy_` within what
+was given or allocated, and launches of our own kernels, which tell it themselves. A call that does anything else
+with a tensor than to view it is not repeated. So an argument lies so many bytes behind the begin of memory that
+the call was given or allocated, its slot; or it was there before the call, as a weight was, and is taken itself.
+As it is known when each slot is first and last used, all but the result's are one allocation in a repetition.
 """
 
 from __future__ import annotations
@@ -18,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
-from operator import add
+from operator import add, itemgetter
 from types import SimpleNamespace
 from typing import Any, NamedTuple, final
 
@@ -35,169 +30,145 @@ _ALLOCATE = {
     torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided, torch.ops.aten.new_empty,
     torch.ops.aten.new_empty_strided,
 }  # fmt: skip
+_IN_PLACE = {torch.ops.aten.zero_.default, torch.ops.aten.copy_.default}
 
-_IN_PLACE: dict[OpOverload, Callable[..., object]] = {
-    torch.ops.aten.zero_.default: Tensor.zero_,
-    torch.ops.aten.copy_.default: Tensor.copy_,
-}
-
-Make = Callable[[Tensor, int], Any]
-"""Makes an argument of the memory that it lies in, and of the address at which it begins."""
+Make = Callable[[list[Any]], Any]
+"""Makes a value, or the tuple of a launch's arguments, of the values before it and of memory."""
 
 
-class _Place(NamedTuple):
-    """Where an argument lies that differs from call to call."""
-
-    slot: int  # the number of its memory
-    offset: int  # in bytes
-    make: Make | None  # None if the argument is an address
-
-
-class _Arguments(NamedTuple):
-    """The arguments of a launch, or a tuple among them: those that are always the same, and what to put where."""
-
-    fixed: list[Any]
-    places: list[tuple[int, _Place | _Arguments]]
-
-    def fill(self, memory: Sequence[Tensor], begins: Sequence[int]) -> list[Any]:
-        """The arguments in memory that begins there."""
-        filled = list(self.fixed)
-        for at, place in self.places:
-            if len(place) == 2:
-                filled[at] = tuple(place.fill(memory, begins))
-            else:
-                slot, offset, make = place
-                address = begins[slot] + offset
-                filled[at] = address if make is None else make(memory[slot], address)
-        return filled
+class NotRepeated(BaseException):
+    """A recorded call comes to what cannot be repeated. No handler of errors is meant to take it for one."""
 
 
 class Repetition(NamedTuple):
     """The launches of a recorded call. Called with tensors like the recorded ones, it gives what that would give.
 
-    Slots are the inputs, then what was allocated, which lies in one workspace but for the result's memory.
+    Slots are the inputs, then what was allocated. The arguments of all launches are one list of values, and behind
+    them the memory of slot `s` is `values[-1 - s]`.
     """
 
-    steps: list[tuple[Callable[..., object], _Arguments]]
+    fixed: list[Any]  # the values that are the same in each call, None in place of the others
+    addresses: list[tuple[int, int, int]]  # of a value that is one: its place, a slot and bytes behind its begin
+    made: list[tuple[int, Make]]  # a value's place, and what makes it
+    steps: list[tuple[Callable[..., object], Make]]  # what runs, and what picks its arguments
+    result: tuple[
+        int, int, Callable[[], Tensor] | None
+    ]  # its place, its slot, and what allocates that if not given
     workspace: int  # numbers of 4 bytes
     begins: list[int]  # by allocated slot, how many bytes after the begin of the workspace
-    own: tuple[int, Callable[[], Tensor]] | None  # the slot of the result, and what allocates it
-    result: _Arguments
 
     def __call__(self, *inputs: Tensor) -> Any:
         workspace = torch.empty(self.workspace, dtype=torch.int32, device=inputs[0].device)
-        start, memory = workspace.data_ptr(), [*inputs, *[workspace] * len(self.begins)]
+        start = workspace.data_ptr()
         begins = [*[x.data_ptr() for x in inputs], *[start + begin for begin in self.begins]]
-        if self.own is not None:
-            slot, allocate = self.own
-            memory[slot] = own = allocate()
-            begins[slot] = own.data_ptr()
+        values = [*self.fixed, *[workspace] * len(self.begins), *reversed(inputs)]
+        result, own, allocate = self.result
+        if allocate is not None:
+            values[-1 - own] = memory = allocate()
+            begins[own] = memory.data_ptr()
+        for place, slot, offset in self.addresses:
+            values[place] = begins[slot] + offset
+        for place, make in self.made:
+            values[place] = make(values)
         for run, arguments in self.steps:
-            run(*arguments.fill(memory, begins))
-        return self.result.fill(memory, begins)[0]
+            run(*arguments(values))
+        return values[result]
 
 
 @final
 class Recording(TorchDispatchMode):
-    """What a call does to these inputs.
+    """What a call does to these inputs; it ends with `NotRepeated` before it does what cannot be repeated."""
 
-    Args:
-        sees: whether allocations and launches are noted. If not, it is only told what refuses to be repeated.
-    """
-
-    def __init__(self, inputs: Sequence[Tensor], *, sees: bool) -> None:
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.refused: str | None = None  # why the call cannot be repeated
-        self.sees = sees
         self._inputs = len(inputs)
-        self._steps: list[tuple[Callable[..., object], _Arguments]] = []
+        self._steps: list[tuple[Callable[..., object], Make]] = []
+        self._values: list[Any] = []
+        self._addresses: dict[tuple[int, int], int] = {}  # by slot and bytes behind its begin, a value's place
+        self._made: dict[int, Make] = {}
         self._used: dict[int, tuple[int, int]] = {}  # by slot, the first and the last step that uses its memory
-        # By slot. All memory is held until the end, so that no address stands for two of them.
-        self._held: list[Tensor] = []
-        self._slot_of: dict[int, int] = {}
-        for x in inputs:
-            self._hold(x)
-
-    def _hold(self, x: Tensor) -> None:
-        self._slot_of.setdefault(_address(x), len(self._held))
-        self._held.append(x)
-
-    def refuse(self, because: str) -> None:
-        """Give up: nothing more is noted, and no memory is held."""
-        self.refused = because
-        self._steps, self._held, self._slot_of = [], [], {}
+        self._held = [*inputs]  # by slot, until the end, so that no address stands for two of them
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func in _IN_PLACE and all(self._where(x) for x in args if isinstance(x, Tensor)):
+            self.launched(func, args, as_views=True)
+        elif func._schema.is_mutable:
+            raise NotRepeated(f"{func} runs")
         out = func(*args, **(kwargs or {}))
-        if self.refused is not None:
-            return out
         if func.overloadpacket in _ALLOCATE:
             if out.numel():
-                self._hold(out)
+                self._held.append(out)
             held = sum(x.untyped_storage().nbytes() for x in self._held[self._inputs :])
             if out.device != self._held[0].device or held > _MOST_BYTES:
-                self.refuse(f"{func} gives memory elsewhere, or too much")
-        elif func in _IN_PLACE and all(self._place(x) for x in args if isinstance(x, Tensor)):
-            self.launched(_IN_PLACE[func], args, as_views=True)
-        elif func._schema.is_mutable or not self._are_views(args, out):
-            self.refuse(f"{func} runs")
+                raise NotRepeated(f"{func} gives memory elsewhere, or too much")
+        elif not func._schema.is_mutable and not self._are_views(args, out):
+            raise NotRepeated(f"{func} runs")
         return out
 
     def _are_views(self, args: tuple[Any, ...], out: Any) -> bool:
         """Whether an operation gave tensors without memory of their own; or it asked for none."""
         given, made = ([x for x in tree_leaves(part) if isinstance(x, Tensor)] for part in (args, out))
-        there = {_address(x) for x in given} | self._slot_of.keys()
+        there = {_address(x) for x in (*given, *self._held)}
         return all(not x.numel() or _address(x) in there for x in made) and bool(made or not given)
 
     def launched(self, run: Callable[..., object], arguments: Sequence[Any], *, as_views: bool = False) -> None:
         """Note a launch, `run(*arguments)`. It takes the addresses of tensors, or tensors that are such views."""
-        if self.sees and self.refused is None:
-            self._steps.append((run, self._arguments(arguments, as_views)))
+        self._steps.append((run, _tuple_of([self._value(x, as_views) for x in arguments])))
 
-    def _arguments(self, given: Sequence[Any], as_views: bool) -> _Arguments:
-        filled = _Arguments(list(given), [])
-        for at, x in enumerate(given):
-            if isinstance(x, tuple | list) and (inside := self._arguments(x, as_views)).places:
-                filled.places.append((at, inside))
-            elif (place := self._place(x)) is not None:
-                filled.places.append((at, place._replace(make=_view_like(x)) if as_views else place))
-                first, _ = self._used.get(place.slot, (len(self._steps), 0))
-                self._used[place.slot] = first, len(self._steps)
-                filled.fixed[at] = None
-            elif isinstance(x, Tensor) and not x.numel():  # a view would keep what it was taken from
-                filled.fixed[at] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-        return filled
+    def _value(self, x: Any, as_view: bool) -> int:
+        """The place of the value that is this argument of a launch, or the result."""
+        if isinstance(x, tuple | list):
+            before, parts = len(self._values), [self._value(part, as_view) for part in x]
+            if not {*self._made, *self._addresses.values()}.isdisjoint(parts):
+                return self._add(None, _tuple_of(parts))
+            del self._values[before:]
+        base = x.base if (described := hasattr(x, "base") and hasattr(x, "block_shape")) else x
+        if (where := self._where(base)) is None:
+            if isinstance(x, Tensor) and not x.numel():  # a view would keep what it was taken from
+                x = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+            return self._add(x)
+        first, _ = self._used.get(where[0], (len(self._steps), 0))
+        self._used[where[0]] = first, len(self._steps)
+        if (address := self._addresses.get(where)) is None:
+            self._addresses[where] = address = self._add(None)
+        if as_view:
+            return self._add(None, _view_like(x, where[0], address))
+        return self._add(None, _descriptor_like(x, address)) if described else address
 
-    def _place(self, x: Any) -> _Place | None:
-        """Where an argument lies; None if it is the same in each call."""
-        if hasattr(x, "base") and hasattr(x, "block_shape"):  # a tensor descriptor
-            return (place := self._place(x.base)) and place._replace(make=_descriptor_like(x))
-        if not isinstance(x, Tensor) or not x.numel() or (slot := self._slot_of.get(_address(x))) is None:
-            return None
-        return _Place(slot, x.data_ptr() - self._held[slot].data_ptr(), None)
+    def _add(self, value: Any, make: Make | None = None) -> int:
+        if make is not None:
+            self._made[len(self._values)] = make
+        self._values.append(value)
+        return len(self._values) - 1
 
-    def repetition(self, result: Any) -> Repetition | None:
-        """What repeats the call, which gave `result`; None if nothing can."""
-        given = self._place(result)
-        if self.refused is not None or (given is None) != (result is None):  # the result was there before the call
-            return None
-        own = None
-        if given is not None and given.slot >= self._inputs:
-            like = self._held[given.slot]
-            new = partial(torch.empty_strided, like.shape, like.stride(), dtype=like.dtype, device=like.device)
-            own = given.slot, new
-        shared = [x for x in self._used if x >= self._inputs and (given is None or x != given.slot)]
-        sizes = [-(-self._held[slot].untyped_storage().nbytes() // _ALIGNED) * _ALIGNED for slot in shared]
-        found = side_by_side([self._used[slot] for slot in shared], sizes)
+    def _where(self, x: Any) -> tuple[int, int] | None:
+        """The slot in which an argument lies and how many bytes behind its begin; None if it lies in none."""
+        if isinstance(x, Tensor) and x.numel():
+            for slot, held in enumerate(self._held):
+                if _address(x) == _address(held):
+                    return slot, x.data_ptr() - held.data_ptr()
+        return None
+
+    def repetition(self, result: Any) -> Repetition:
+        """What repeats the call, which gave `result`."""
+        if (where := self._where(result)) is None:
+            raise NotRepeated("the result was there before the call")
+        place, slot, like = self._value(result, as_view=True), where[0], self._held[where[0]]
+        new = partial(torch.empty_strided, like.shape, like.stride(), dtype=like.dtype, device=like.device)
+        shared = [x for x in self._used if x >= self._inputs and x != slot]
+        sizes = [-(-self._held[x].untyped_storage().nbytes() // _ALIGNED) * _ALIGNED for x in shared]
+        found = side_by_side([self._used[x] for x in shared], sizes)
         begins = dict(zip(shared, found, strict=True))
         return Repetition(
+            self._values,
+            [(place, *where) for where, place in self._addresses.items()],
+            list(self._made.items()),
             self._steps,
+            (place, slot, None if slot < self._inputs else new),
             max(map(add, found, sizes), default=0) // 4,
-            [begins.get(slot, 0) for slot in range(self._inputs, len(self._held))],
-            own,
-            self._arguments([result], as_views=True),
+            [begins.get(x, 0) for x in range(self._inputs, len(self._held))],
         )
 
 
@@ -206,9 +177,9 @@ current: ContextVar[Recording | None] = ContextVar("current", default=None)
 
 
 def refuse_repetition(because: str) -> None:
-    """Tell the recording, if there is one, that something runs which it does not see, or must not leave out."""
-    if (recording := current.get()) is not None:
-        recording.refuse(because)
+    """End the recording, if there is one: something runs which it does not see, or must not leave out."""
+    if current.get() is not None:
+        raise NotRepeated(because)
 
 
 def _address(x: Tensor) -> int:
@@ -216,22 +187,27 @@ def _address(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
-def _view_like(x: Tensor) -> Make:
+def _tuple_of(places: Sequence[int]) -> Make:
+    return itemgetter(*places) if len(places) > 1 else lambda values: tuple([values[place] for place in places])
+
+
+def _view_like(x: Tensor, slot: int, at: int) -> Make:
     dtype, shape, strides = x.dtype, x.shape, x.stride()
 
-    def make(memory: Tensor, address: int) -> Tensor:
-        return memory.view(dtype).as_strided(shape, strides, (address - _address(memory)) // dtype.itemsize)
+    def make(values: list[Any]) -> Tensor:
+        memory: Tensor = values[-1 - slot]
+        return memory.view(dtype).as_strided(shape, strides, (values[at] - _address(memory)) // dtype.itemsize)
 
     return make
 
 
-def _descriptor_like(x: Any) -> Make:
+def _descriptor_like(x: Any, at: int) -> Make:
     kind, rest = type(x), {name: value for name, value in vars(x).items() if name != "base"}
 
-    def make(_: Tensor, address: int) -> Any:
+    def make(values: list[Any]) -> Any:
         # Its own constructor would check again what holds for all calls of these sizes.
         descriptor = object.__new__(kind)
-        vars(descriptor).update(rest, base=SimpleNamespace(data_ptr=partial(int, address)))
+        vars(descriptor).update(rest, base=SimpleNamespace(data_ptr=partial(int, values[at])))
         return descriptor
 
     return make
