@@ -51,6 +51,7 @@ from blocksparse import (
 )
 from blocksparse.attention_spec import AttentionSpec
 from blocksparse.integrations.diffusers import FAMILIES, DensityRecorder, Family, TokenLayout, attach
+from blocksparse.integrations.diffusers.steps import StepCounter
 from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.layers.schedule import LayerPipeline
 
@@ -293,6 +294,45 @@ def test_steps() -> None:
                 assert torch.equal(out, expected)
     assert dense == [True, True, False, False, True, False, True, False, True]
     assert recorder.dense_calls() == {layer: Counter({"dense step": 1}) for layer in (0, 1)}
+
+
+def test_a_run_after_one_that_was_stopped() -> None:
+    """A prompt that the run had not begins another, where prompts last; by timesteps alone it would go on."""
+    a, b, c, d = (torch.zeros(1, 4, 8) for _ in range(4))
+    # Each is what the model is called with: a timestep and a prompt; and the step that it belongs to.
+    stopped = [(900, a, 0), (900, b, 0), (800, a, 1), (800, b, 1), (700, a, 2)]
+    runs: dict[str, list[tuple[int, Tensor | None, int]]] = {
+        "nearer to the picture": [*stopped, (600, c, 0), (600, d, 0), (500, c, 1), (500, d, 1), (950, c, 0)],
+        "nearer to noise": [*stopped, (900, c, 0), (800, c, 1)],
+        "of the same prompt": [*stopped, (600, a, 3), (600, b, 3)],
+        "a view of the prompt": [*stopped, (600, a[:1], 3), (500, a[:1], 4)],
+        "a half that begins late": [(900, a, 0), (800, a, 1), (700, a, 2), (700, b, 2), (600, a, 3), (600, b, 3)],
+        "and comes first": [(900, a, 0), (800, a, 1), (700, b, 0), (700, a, 2), (600, c, 3), (600, a, 3)],
+        "for one step alone": [(900, a, 0), (800, a, 1), (700, b, 0), (600, a, 3), (500, a, 4), (400, b, 5)],
+        "made anew in each step": [(900, a, 0), (800, b, 1), (700, c, 2), (600, d, 3)],
+        "stopped in the first step": [(900, a, 0), (800, c, 1), (700, c, 2)],
+        "no prompt": [(900, None, 0), (800, None, 1), (800, None, 1), (900, None, 0)],
+    }
+    for name, calls in runs.items():
+        for sign in (1, -1):
+            steps = StepCounter(rising=sign < 0)
+            assert [steps.at(sign * at, prompt) for at, prompt, _ in calls] == [step for *_, step in calls], name
+
+
+def test_dense_steps_after_a_run_that_was_stopped() -> None:
+    """The first step of the next one is dense, and takes no choice of the last one."""
+    model, recorder = made(CASES["wan"]), DensityRecorder()
+    dense, ages = [], []
+    with attached(model, dense_steps=(0,), choose_every=9, recorder=recorder):
+        for timesteps in ((900.0, 800.0, 700.0), (600.0, 500.0, 400.0)):
+            inputs = given(CASES["wan"], SMALL)
+            for timestep in timesteps:
+                recorder.clear()
+                run(model, {**inputs, "timestep": at(1, timestep)})
+                dense.append(bool(recorder.dense_calls()))
+                ages.append(sorted(recorder.choice_ages().get(1, Counter())))
+    assert dense == 2 * [True, False, False]
+    assert ages == 2 * [[], [0], [1]]
 
 
 def test_steps_of_frames_that_follow_one_another() -> None:

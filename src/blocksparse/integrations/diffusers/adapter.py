@@ -105,10 +105,11 @@ class Adapter:
         if self.dense_steps or self.choices is not None or len(self.phases) > 1:
             # Per frame or token in some models, which may not all be at one timestep. Exact if they are.
             timestep = float(torch.as_tensor(self.family.timestep(given)).cpu().double().mean())
-            step = self._steps.at(timestep)
+            prompt = self.family.prompt(given)
+            step = self._steps.at(timestep, prompt)
             self.phase = [phase for phase in self.phases if phase.first <= step][-1]
             if self.choices is not None:
-                self.choices.begin(step, self.family.prompt(given))
+                self.choices.begin(step, prompt)
             if step in self.dense_steps:
                 self.now = ForwardCall(TokenLayout(()), {}, "dense step", get_ident())
                 return

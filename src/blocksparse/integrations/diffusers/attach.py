@@ -52,8 +52,7 @@ def attach(
         pipeline: what attends in every layer; or a `Schedule`, which chooses by the index of the block: blocks are
             counted from 0 in the order in which the model runs them.
         dense_steps: the denoising steps in which all attention stays dense, counted from 0 in each call of a
-            diffusers pipeline that begins nearer to noise than the last one ended. After one that was interrupted,
-            attach anew.
+            diffusers pipeline: another one is known by a timestep nearer to noise, or by another prompt.
         by_step: what attends instead of `pipeline` from these steps on, such as `{25: subblock(0.15)}` for a
             smaller budget in the later half; counted as `dense_steps` are.
         choose_every: for how many denoising steps a layer attends to the blocks that it chose in the first of

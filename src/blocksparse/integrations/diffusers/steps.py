@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from typing import final
+from weakref import ref
 
-from attrs import define
+from attrs import define, field
+from torch import Tensor
+
+_Prompts = list[ref[Tensor]]
 
 
 @final
 @define(eq=False)
 class StepCounter:
-    """Counts denoising steps by the timesteps that a model is called with.
+    """Counts denoising steps by the timesteps and the prompts that a model is called with.
 
     Calls with one timestep, as for the two halves of classifier-free guidance, are one step. A timestep nearer to
-    noise than the last one begins another run at step 0. So a call of a pipeline counts anew if it begins nearer
-    to noise than the last one ended, as after every one that came to its end. What cannot be told: after a run
-    that was interrupted, one that begins at its last timestep or nearer to the picture (image to image, say)
-    counts on; and in an inversion, from picture to noise, every step begins a run.
+    noise than the last one begins another run at step 0. After a run that was interrupted, another one may begin
+    nearer to the picture; it is known by its prompt, if this pipeline was seen to pass one tensor in several steps:
+    a tensor that this run had not begins another. Where that was a mistake, as for a half of guidance that begins
+    late and comes first, the run's own prompts come back, the count goes on, and prompts are not asked again.
+
+    What cannot be told: a run that begins where the last one was stopped, or nearer to the picture, with the very
+    same tensor as its prompt, or after a first run that was stopped in its first step; and in an inversion, from
+    picture to noise, every step begins a run.
 
     Args:
         rising: whether the model's timesteps rise from noise to picture; most fall.
@@ -25,13 +33,39 @@ class StepCounter:
     rising: bool = False
     _step: int = 0
     _last: float | None = None
+    _prompts: _Prompts = field(factory=list)  # of this run
+    _lasting: bool | None = None  # whether prompts tell runs apart; None while it is not known
+    _before: tuple[int, _Prompts] | None = None  # the step and the prompts of the run that a prompt ended
 
-    def at(self, timestep: float) -> int:
-        """The step that a call with this timestep belongs to, from 0 on."""
-        now = -timestep if self.rising else timestep
+    def at(self, timestep: float, prompt: Tensor | None = None) -> int:
+        """The step that a call with this timestep belongs to, from 0 on.
+
+        Args:
+            prompt: a tensor that the host passes in every step of one run, or of one half of its guidance.
+        """
+        now, known = -timestep if self.rising else timestep, _holds(self._prompts, prompt)
         if self._last is None or now > self._last:
-            self._step = 0
+            self._begin(None)
+        elif self._before is not None and _holds(self._before[1], prompt):  # that run goes on
+            self._step += self._before[0] + 1 + (now < self._last)
+            self._prompts += self._before[1]
+            self._lasting, self._before = False, None
+        elif now < self._last and self._lasting and prompt is not None and not known:
+            self._begin((self._step, self._prompts))
         elif now < self._last:
             self._step += 1
+            if known and self._lasting is None:
+                self._lasting = True
+        if prompt is not None and not _holds(self._prompts, prompt):
+            self._prompts = [each for each in self._prompts if each() is not None] + [ref(prompt)]
         self._last = now
         return self._step
+
+    def _begin(self, before: tuple[int, _Prompts] | None) -> None:
+        self._step, self._prompts, self._before = 0, [], before
+
+
+def _holds(prompts: _Prompts, prompt: Tensor | None) -> bool:
+    """Whether a tensor is one of these, or a view of one."""
+    mine = [x for x in (prompt, None if prompt is None else prompt._base) if x is not None]
+    return any(each() is x for each in prompts for x in mine)
