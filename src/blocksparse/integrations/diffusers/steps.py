@@ -18,9 +18,9 @@ class StepCounter:
 
     Calls with one timestep, as for the two halves of classifier-free guidance, are one step. A timestep nearer to
     noise than the last one begins another run at step 0. After a run that was interrupted, another one may begin
-    nearer to the picture; it is known by its prompt, if this pipeline was seen to pass one tensor in several steps:
-    a tensor that this run had not begins another. Where that was a mistake, as for a half of guidance that begins
-    late and comes first, the run's own prompts come back, the count goes on, and prompts are not asked again.
+    nearer to the picture. It is known by its prompt, a tensor that the last run had not, if this pipeline was seen
+    to pass one tensor in several steps. Where that was a mistake, as for a half of guidance that begins late and
+    comes first, the run's own prompts come back, the count goes on, and prompts are not asked again.
 
     What cannot be told: a run that begins where the last one was stopped, or nearer to the picture, with the very
     same tensor as its prompt, or after a first run that was stopped in its first step; and in an inversion, from
