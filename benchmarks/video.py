@@ -318,13 +318,15 @@ def main() -> None:
             if "cudnn_why" in row:
                 print(f"cuDNN on the mask of {row['method']}: {row['cudnn_why']}", flush=True)
         found[name] = rows
-    if options.json:
-        told = {
-            "torch": torch.__version__,
-            "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        }
-        chosen = {name: x for name, x in vars(options).items() if name != "json"}
-        options.json.write_text(json.dumps({"options": chosen, "versions": told, "shapes": found}, indent=1))
+        if options.json:  # after each shape, since some take minutes
+            options.json.write_text(json.dumps(_told(options, device) | {"shapes": found}, indent=1))
+
+
+def _told(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """What was asked for, and what it ran on."""
+    on = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    chosen = {name: x for name, x in vars(options).items() if name != "json"}
+    return {"options": chosen, "versions": {"torch": torch.__version__, "device": on}}
 
 
 if __name__ == "__main__":
