@@ -109,6 +109,7 @@ def main(out: Path) -> None:
         "cached": sum(cached for _, cached, _ in served),
         "calls": [calls for _, _, calls in served],
         "counters": llm.collective_rpc("blocksparse_counters")[0],
+        "audit": llm.collective_rpc("blocksparse_audit")[0],
         "preempted": watched.preempted,
         "mixed": watched.mixed,
         "chunks": watched.chunks,

@@ -85,12 +85,16 @@ def test_a_step_without_sparse_requests_is_the_stock_backends(
 
 
 def test_true_sparsity(run: Run, mixes: list[Any], stock: dict[str, Any]) -> None:
-    ours = run(mixes[:20], SOME | EAGER)
+    ours = run(mixes[:20], SOME | EAGER | {"audit": {"every": 4, "rows": 16}})
     assert ours["tokens"] != stock["tokens"][:20]
     for sparse, density, _ in rows(ours):
         assert sparse > 100
         assert density is not None
         assert 0.2 < density < 0.8
+    for line in ours["audit"].splitlines()[1:]:  # layer, calls, audited calls, covered mass
+        _, calls, audited, covered, *_ = line.split()
+        assert int(calls) // 4 <= int(audited) <= int(calls) // 4 + 1
+        assert 0.2 < float(covered) < 1
 
 
 def test_the_same_tokens_as_in_transformers(run: Run, model: Path) -> None:
