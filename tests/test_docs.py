@@ -3,7 +3,7 @@
 `make docs` builds the site and looks at links, anchors and the navigation more closely.
 
 A fence may say more: `gpu` runs where a GPU is, `no-run: WHY` is code whose names of this package, or commands,
-exist, and `rejected` is for mypy, which must report what stands behind `# E: `. `text` shows what is printed.
+exist, and `rejected` is for mypy, which must report what stands behind `# E: `. `text` right below is what it prints.
 """
 
 from __future__ import annotations
@@ -43,6 +43,10 @@ TABLE = re.compile(r"^<!-- table [\w-]+ -->\n.*?^<!-- end of table -->$", re.MUL
 FENCE = re.compile(r"^```(?P<language>\w*)(?P<kind>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 KINDS = {"python": {"", "gpu", "no-run", "rejected"}, "sh": {"", "no-run"}, "text": {""}, "json": {""}}
 LINK = re.compile(r"\]\((?!https?:)(?P<path>[^)#]+)")
+PRINTED = re.compile(
+    r"^```python\n(?P<code>(?:(?!^```).)*)^```\n\n```text\n(?P<printed>.*?)^```$", re.MULTILINE | re.DOTALL
+)
+NUMBER = re.compile(r"\d+\.?\d*")
 COMMAND = re.compile(r"^(blocksparse|make|(\.venv/bin/)?python -m|torchrun .*?-m) ")
 INLINE = re.compile(r"(?<!`)`(?P<command>[^`\n]+)`(?!`)")
 EXTRA = re.compile(r"pip install [^\n`]*?\.?\[(?P<extra>\w+)\]")
@@ -70,14 +74,23 @@ def blocks(page: Path, *kinds: str, language: str = "python") -> list[str]:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @each_page
-def test_blocks_run(page: Path) -> None:
-    """In order, in one namespace per page."""
+def test_blocks_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In order, in one namespace per page; what the page shows right below a block is what that prints."""
     for host in ("transformers", "diffusers"):
         if page.stem in (host, "integrations"):
             pytest.importorskip(host)
     namespace: dict[str, object] = {"__name__": page.stem}
+    shown = {
+        match["code"].strip(): match["printed"] for match in PRINTED.finditer(page.read_text(encoding="utf-8"))
+    }
     for code in blocks(page, "", "gpu") if torch.cuda.is_available() else blocks(page, ""):
+        capsys.readouterr()
         exec(compile(code, str(page), "exec", dont_inherit=True), namespace)
+        if (text := shown.get(code.strip())) is not None and not torch.cuda.is_available():
+            printed = capsys.readouterr().out
+            assert NUMBER.sub("0", printed) == NUMBER.sub("0", text)
+            numbers, expected = ([float(x) for x in NUMBER.findall(of)] for of in (printed, text))
+            assert numbers == pytest.approx(expected, rel=0.02, abs=0.02)
 
 
 def test_first_pages_are_short() -> None:
