@@ -3,7 +3,7 @@
 `make docs` builds the site and looks at links, anchors and the navigation more closely.
 
 A fence may say more: `gpu` runs where a GPU is, `no-run: WHY` is code whose names of this package, or commands,
-exist, and `rejected` is for mypy, which must report what stands behind `# E: `. `text` right below is what it prints.
+exist, and `rejected` is for mypy, which must report what stands behind `# E: `. `text` right below is its output.
 """
 
 from __future__ import annotations
