@@ -63,6 +63,7 @@ def passes(dense_below: float) -> dict[str, list[Make]]:
     found: dict[str, list[Make]] = {
         "kept": [_kept(made("pbs_attn"))] * LAYERS,
         "new": [partial(made, "pbs_attn")] * LAYERS,
+        "of new stages": [partial(_of_stages, dense_below)] * LAYERS,
         "plan": [_kept(made("pbs_attn", mass)) for mass in masses],
         "mixed plan": [_kept(made(MIXED[layer % 2], mass)) for layer, mass in enumerate(masses)],
         "kept, mean_pooling": [_kept(made("mean_pooling"))] * LAYERS,
@@ -70,13 +71,20 @@ def passes(dense_below: float) -> dict[str, list[Make]]:
     if "repeats" in fields_dict(bs.Pipeline):
         for name, makes in list(found.items()):
             found[f"{name}; not repeated"] = [partial(_without_repeating, make) for make in makes]
-            if name != "new":  # made once, as the plan is
+            if name not in ("new", "of new stages"):  # made once, as the plan is
                 found[f"{name}; not repeated"] = [_kept(_without_repeating(make)) for make in makes]
     return found
 
 
 def _kept(pipeline: Any) -> Make:
     return lambda: pipeline
+
+
+def _of_stages(dense_below: float) -> Any:
+    """`pbs_attn()` without its preset, which gives one object for equal arguments."""
+    order = bs.SegmentKeySort(256, probe=128, per_query_head=False, causal_probe=True)
+    selector = bs.TopCdf(0.9) | bs.Sink(1)
+    return bs.Pipeline(order, bs.MeanPoolScorer(128), selector, bs.AutoExecutor(dense_below=dense_below))
 
 
 def _without_repeating(make: Make) -> Any:

@@ -128,3 +128,13 @@ def test_a_choice_for_another_call_is_refused() -> None:
     ranked = bs.Pipeline(bs.Identity(), bs.NoScorer(16), bs.Ranked(bs.TopK(2)), bs.GatherExecutor())
     with pytest.raises(TypeError, match="GatherExecutor needs a RankedBlockMask, and got a BlockMask"):
         ranked.attend(q, k, v, choice)  # type: ignore[arg-type]
+
+
+def test_a_preset_with_equal_arguments_is_one_object() -> None:
+    """So that a model that calls `preset()(q, k, v)` pays for one. Arguments of other types are other ones."""
+    assert bs.pbs_attn(0.8, executor=bs.AutoExecutor()) is bs.pbs_attn(0.8, executor=bs.AutoExecutor())
+    assert bs.pbs_attn(1) is not bs.pbs_attn(1.0)
+    mass = torch.tensor([0.8, 0.9])
+    first = bs.pbs_attn(mass)
+    mass += 0.05
+    assert bs.pbs_attn(mass) != first

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from blocksparse.checks.validators import size
 from blocksparse.permuters.identity import Identity
-from blocksparse.presets.preset import BlockExecutor, Preset, preset
+from blocksparse.presets.preset import BlockExecutor, Preset, kept, preset
 from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.scorers.no_scorer import NoScorer
 from blocksparse.selectors.band import Band
 from blocksparse.selectors.sink import Sink
 
 
+@kept
 def a_shape(
     sink: int = 128,  # n_init in the released code of MInference
     local: int = 3968,  # n_local in the same code

@@ -11,7 +11,7 @@ from blocksparse.checks.validators import one_of
 from blocksparse.executors.auto import AutoExecutor, ExecutorChoice
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.permuters.permuter import Permuter
-from blocksparse.presets.preset import BlockExecutor, Preset, preset
+from blocksparse.presets.preset import BlockExecutor, Preset, kept, preset
 from blocksparse.presets.sparge import sparge
 from blocksparse.presets.xattention import xattention
 from blocksparse.scorers.block_scores import BlockMass
@@ -39,6 +39,7 @@ _STRIDE, _BLOCK = 16, 128  # docs/evidence/auto.md: the least time at its KL, wh
 _BAND = 128  # tokens; 64 with "fast" lost more at equal density
 
 
+@kept
 def auto(
     quality: Quality = "balanced",
     *,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from blocksparse.checks.validators import block_size, count, flag, hash_seed, multiple, optional, size, whole
 from blocksparse.permuters.identity import Identity
-from blocksparse.presets.preset import BlockExecutor, Numbers, Preset, preset
+from blocksparse.presets.preset import BlockExecutor, Numbers, Preset, kept, preset
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.scorers.flatten_max_pool import FlattenMaxPoolScorer
 from blocksparse.selectors.band import Band
@@ -20,6 +20,7 @@ from blocksparse.selectors.stride import Stride
 from blocksparse.selectors.top_cdf import TopCdf
 
 
+@kept
 def bfla(
     mass: Numbers = 0.99,  # gamma; section 4.5, the "strong operating point"
     *,

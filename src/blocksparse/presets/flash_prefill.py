@@ -7,7 +7,7 @@ from blocksparse.executors.auto import AutoExecutor
 from blocksparse.executors.executor import Executor
 from blocksparse.executors.remainder import RemainderExecutor
 from blocksparse.permuters.identity import Identity
-from blocksparse.presets.preset import BlockExecutor, Numbers, Preset, preset
+from blocksparse.presets.preset import BlockExecutor, Numbers, Preset, kept, preset
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.scorers.query_rows import QueryRowsScorer
 from blocksparse.selectors.band import Band
@@ -17,6 +17,7 @@ from blocksparse.selectors.position_selector import PositionSelector
 from blocksparse.selectors.sink import Sink
 
 
+@kept
 def flash_prefill(
     alpha: Numbers = 0.12,  # released code, for Qwen3-30B-A3B; 0.08 to 0.22 for others
     *,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from blocksparse.checks.validators import flag
 from blocksparse.permuters.identity import Identity
-from blocksparse.presets.preset import BlockExecutor, Numbers, Preset, preset
+from blocksparse.presets.preset import BlockExecutor, Numbers, Preset, kept, preset
 from blocksparse.scorers.vertical_slash import VerticalSlashScorer, VerticalSlashScores
 from blocksparse.selectors.global_top_cdf import GlobalTopCdf
 from blocksparse.selectors.routed_by_divergence import RoutedByDivergence
 from blocksparse.selectors.vertical_slash_cdf import VerticalSlashCdf
 
 
+@kept
 def flex_prefill(
     mass: Numbers = 0.95,  # the authors' runs: Llama 3.1 and GLM-4; 0.9 for Yi and Qwen2
     tau: Numbers = 0.1,  # the authors' runs

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from blocksparse.checks.validators import count, size
 from blocksparse.permuters.identity import Identity
-from blocksparse.presets.preset import BlockExecutor, Preset, preset
+from blocksparse.presets.preset import BlockExecutor, Preset, kept, preset
 from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.scorers.no_scorer import NoScorer
 from blocksparse.selectors.frames import Frames
 
 
+@kept
 def lva(
     grid: tuple[int, int, int] | None = None,
     *,

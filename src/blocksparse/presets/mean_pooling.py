@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from blocksparse.checks.validators import flag
 from blocksparse.permuters.identity import Identity
-from blocksparse.presets.preset import BlockExecutor, Numbers, Preset, preset
+from blocksparse.presets.preset import BlockExecutor, Numbers, Preset, kept, preset
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.scorers.mean_pool import MeanPoolScorer
 from blocksparse.selectors.sink import Sink
 from blocksparse.selectors.top_cdf import TopCdf
 
 
+@kept
 def mean_pooling(
     mass: Numbers = 0.9,  # section 4.1
     *,

@@ -8,11 +8,12 @@ from torch import Tensor
 
 from blocksparse.checks.validators import flag
 from blocksparse.permuters.identity import Identity
-from blocksparse.presets.preset import BlockExecutor, Preset, preset
+from blocksparse.presets.preset import BlockExecutor, Preset, kept, preset
 from blocksparse.scorers.vertical_slash import VerticalSlashScorer, VerticalSlashScores
 from blocksparse.selectors.vertical_slash_top_k import VerticalSlashTopK
 
 
+@kept
 def minference(
     vertical: int | Sequence[int] | Tensor = 1000,  # released code, for heads that its table of budgets lacks
     slash: int | Sequence[int] | Tensor = 6096,  # the same

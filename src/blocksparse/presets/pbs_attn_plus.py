@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from blocksparse.checks.validators import block_size, multiple, size
 from blocksparse.permuters.segment_key_sort import SegmentKeySort
-from blocksparse.presets.preset import BlockExecutor, Numbers, Preset, preset
+from blocksparse.presets.preset import BlockExecutor, Numbers, Preset, kept, preset
 from blocksparse.scorers.antidiagonal import AntidiagonalScorer
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.selectors.sink import Sink
 from blocksparse.selectors.top_cdf import TopCdf
 
 
+@kept
 def pbs_attn_plus(
     mass: Numbers = 0.9,  # section 4.1
     *,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from functools import lru_cache, wraps
+from typing import ParamSpec, TypeVar, cast
 
+import torch
 from torch import Tensor
 
 from blocksparse.checks.validators import a
@@ -20,7 +22,10 @@ from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.selector import Selector
 
 _permuter = a(Permuter)
+_PLAIN = frozenset({int, float, bool, str, type(None), AutoExecutor})
 ScoresT = TypeVar("ScoresT", bound=BlockScores)
+Made = TypeVar("Made")
+Arguments = ParamSpec("Arguments")
 
 Numbers = float | Sequence[float] | Tensor
 """One number for all query heads, or one for each."""
@@ -44,3 +49,15 @@ def preset(
     else:
         _permuter.check(order=order)
     return Pipeline(order, scorer, selector, AutoExecutor() if executor is None else executor)
+
+
+def kept(make: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
+    """A preset that gives one object for equal plain arguments, so that to call it anew costs next to nothing."""
+    found = cast("Callable[Arguments, Made]", lru_cache(maxsize=256, typed=True)(make))
+
+    @wraps(make)
+    def preset(*args: Arguments.args, **named: Arguments.kwargs) -> Made:
+        plain = _PLAIN.issuperset(map(type, (*args, *named.values())))
+        return found(*args, **named) if plain and not torch.compiler.is_compiling() else make(*args, **named)
+
+    return preset

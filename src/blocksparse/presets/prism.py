@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from blocksparse.checks.per_head import share
 from blocksparse.permuters.identity import Identity
-from blocksparse.presets.preset import BlockExecutor, Numbers, Preset, preset
+from blocksparse.presets.preset import BlockExecutor, Numbers, Preset, kept, preset
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.scorers.rotary_band import RotaryBandScorer, part_of_all
 from blocksparse.scorers.scorer_pair import ScorerPair, ScoresPair
@@ -13,6 +13,7 @@ from blocksparse.selectors.sink import Sink
 from blocksparse.selectors.top_cdf import TopCdf
 
 
+@kept
 def prism(
     mass: Numbers = 0.95,  # released code, for both bands
     *,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from blocksparse.permuters.identity import Identity
-from blocksparse.presets.preset import BlockExecutor, Preset, preset
+from blocksparse.presets.preset import BlockExecutor, Preset, kept, preset
 from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.scorers.no_scorer import NoScorer
 from blocksparse.selectors.radial import Radial
 
 
+@kept
 def radial(
     grid: tuple[int, int, int] | None = None,
     *,

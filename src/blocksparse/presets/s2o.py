@@ -8,7 +8,7 @@ from blocksparse.executors.gather import GatherExecutor
 from blocksparse.permuters.global_index_map import GlobalIndexMap
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.pipeline import Pipeline
-from blocksparse.presets.preset import Numbers
+from blocksparse.presets.preset import Numbers, kept
 from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.scorers.no_scorer import NoScorer
 from blocksparse.selectors.band import Band
@@ -17,6 +17,7 @@ from blocksparse.selectors.everything import Everything
 from blocksparse.selectors.ranked import Ranked
 
 
+@kept
 def s2o(
     tau: Numbers | None = None,
     *,

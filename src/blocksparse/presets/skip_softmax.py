@@ -6,12 +6,13 @@ from blocksparse.checks.validators import shown
 from blocksparse.executors.skip_softmax import SkipSoftmaxExecutor
 from blocksparse.permuters.identity import Identity
 from blocksparse.pipeline import Pipeline
-from blocksparse.presets.preset import BlockExecutor, Preset
+from blocksparse.presets.preset import BlockExecutor, Preset, kept
 from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.scorers.no_scorer import NoScorer
 from blocksparse.selectors.everything import Everything
 
 
+@kept
 def skip_softmax(
     scale_factor: float | None = None,
     *,

@@ -8,7 +8,7 @@ from blocksparse.executors.executor import Executor
 from blocksparse.executors.remainder import RemainderExecutor
 from blocksparse.permuters.identity import Identity
 from blocksparse.pipeline import Pipeline
-from blocksparse.presets.preset import BlockExecutor, Numbers, Preset
+from blocksparse.presets.preset import BlockExecutor, Numbers, Preset, kept
 from blocksparse.scorers.block_scores import BlockLogits
 from blocksparse.scorers.mean_logit import MeanLogitScorer, Variance
 from blocksparse.selectors.band import Band
@@ -17,6 +17,7 @@ from blocksparse.selectors.mean_std import MeanStd
 from blocksparse.selectors.position_selector import PositionSelector
 
 
+@kept
 def sol_attn(
     tau: Numbers = 1.0,  # released code; TensorRT-LLM's example has 2.0
     *,

@@ -6,7 +6,7 @@ from blocksparse.checks.per_head import share as a_share
 from blocksparse.checks.validators import flag, optional, shown
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.permuters.permuter import Permuter
-from blocksparse.presets.preset import BlockExecutor, Numbers, Preset, preset
+from blocksparse.presets.preset import BlockExecutor, Numbers, Preset, kept, preset
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.scorers.mean_pool import MeanPoolScorer
 from blocksparse.scorers.similarity_gated import SimilarityGatedScorer
@@ -17,6 +17,7 @@ from blocksparse.selectors.top_cdf import TopCdf
 from blocksparse.selectors.top_k import TopK
 
 
+@kept
 def sparge(
     mass: Numbers | None = None,
     theta: Numbers | None = None,

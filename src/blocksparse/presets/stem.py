@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from blocksparse.checks.validators import block_size, size
 from blocksparse.permuters.identity import Identity
-from blocksparse.presets.preset import BlockExecutor, Preset, preset
+from blocksparse.presets.preset import BlockExecutor, Preset, kept, preset
 from blocksparse.scorers.block_scores import BlockLogits
 from blocksparse.scorers.output_aware import OutputAwareScorer
 from blocksparse.selectors.band import Band
@@ -12,6 +12,7 @@ from blocksparse.selectors.decaying_top_k import DecayingTopK
 from blocksparse.selectors.sink import Sink
 
 
+@kept
 def stem(
     decay: float = 0.7,  # released configuration, for Qwen3-8B
     *,

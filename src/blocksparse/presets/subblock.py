@@ -6,12 +6,13 @@ from blocksparse.checks.per_head import share as a_share
 from blocksparse.checks.validators import block_size, multiple
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.permuters.permuter import Permuter
-from blocksparse.presets.preset import BlockExecutor, Numbers, Preset, preset
+from blocksparse.presets.preset import BlockExecutor, Numbers, Preset, kept, preset
 from blocksparse.scorers.antidiagonal import AntidiagonalScorer
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.selectors.top_k import TopK
 
 
+@kept
 def subblock(
     share: Numbers = 0.25,  # released code: a sparsity of 0.75
     *,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from blocksparse.checks.per_head import share
 from blocksparse.permuters.kmeans_order import KMeansOrder
-from blocksparse.presets.preset import BlockExecutor, Numbers, Preset, preset
+from blocksparse.presets.preset import BlockExecutor, Numbers, Preset, kept, preset
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.scorers.mean_pool import MeanPoolScorer
 from blocksparse.selectors.top_cdf import TopCdf
 from blocksparse.selectors.top_k import TopK
 
 
+@kept
 def svg2(
     mass: Numbers = 0.9,  # released code
     *,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from blocksparse.checks.validators import count
 from blocksparse.layers.schedule import Schedule
-from blocksparse.presets.preset import BlockExecutor
+from blocksparse.presets.preset import BlockExecutor, kept
 from blocksparse.presets.tri_shape import tri_shape
 
 
+@kept
 def triangle_mix(
     starting_layer: int,
     sink: int = 128,  # this and the others as in `tri_shape`: the released code runs the same kernel

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from blocksparse.checks.validators import flag
 from blocksparse.permuters.identity import Identity
-from blocksparse.presets.preset import BlockExecutor, Numbers, Preset, preset
+from blocksparse.presets.preset import BlockExecutor, Numbers, Preset, kept, preset
 from blocksparse.scorers.antidiagonal import AntidiagonalScorer, Pattern
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.selectors.top_cdf import TopCdf
 
 
+@kept
 def xattention(
     mass: Numbers = 0.9,  # released code, xattn_estimate
     *,

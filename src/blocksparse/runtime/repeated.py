@@ -73,14 +73,14 @@ def _key(run: Callable[..., Any], tensors: tuple[Tensor, ...], args: tuple[Any, 
     if torch.cuda.is_current_stream_capturing() or (owner := owner_of(run)) is None:
         return None
     parts: list[object] = [owner, first.device]
+    begins: list[Any] = []  # of the memory of each tensor
     for x in args:
         if not isinstance(x, Tensor):
             parts += (type(x), x)
         elif type(x) is not Tensor or (x.requires_grad and torch.is_grad_enabled()) or not x.numel():
             return None
-    memories = [x.untyped_storage().data_ptr() for x in tensors]
-    for x, memory in zip(tensors, memories, strict=True):
-        place, one = x.data_ptr(), memories.index(memory)
-        # q, k and v may be parts of one tensor: then also where.
-        parts += (x.shape, x.stride(), x.dtype, place % 16, one, place - tensors[one].data_ptr())
+        else:
+            begins.append((place := x.data_ptr()) - x.storage_offset() * x.dtype.itemsize)
+            one = begins.index(begins[-1])  # q, k and v may be parts of one tensor: then also where
+            parts += (x.shape, x.stride(), x.dtype, place % 16, one, place - tensors[one].data_ptr())
     return tuple(parts)
