@@ -72,6 +72,24 @@ def test_another_layer_or_prompt_needs_its_own(device: str) -> None:
     assert torch.equal(pipeline(q, k, v, history=history), pipeline(q, k, v))
 
 
+@pytest.mark.skipif(GPU, reason="on a GPU the host would wait for the keys")
+def test_layers_that_swap_histories_are_found(device: str) -> None:
+    """The chunk tells nothing, since both stand before the same one. One that was rewound forgets the key."""
+    pipeline, histories = a_pipeline(bs.MeanPoolScorer(16)), [bs.KeyHistory(), bs.KeyHistory()]
+    layers = [list(chunks((64, 150), device=device, seed=seed)) for seed in (0, 1)]
+    for layer, history in zip(layers, histories, strict=True):
+        layer[0][1][0, 0, 63] = float("nan")
+        pipeline(*layer[0], history=history)
+    for layer, history in zip(layers, reversed(histories), strict=True):
+        with pytest.raises(ValueError, match="key 63 has changed since; each layer and each prompt"):
+            pipeline(*layer[1], history=history)
+    for layer, history in zip(layers, histories, strict=True):
+        assert torch.equal(pipeline(*layer[1], history=history), pipeline(*layer[1]))
+        history.rewind(64)
+        layer[1][1][0, 0, 149] += 1
+        assert torch.equal(pipeline(*layer[1], history=history), pipeline(*layer[1]))
+
+
 def test_queries_that_see_everything_may_come_again(device: str) -> None:
     """Not causal, they are no chunk of the keys: another set of them asks the same keys."""
     pipeline, history = a_pipeline(bs.MeanPoolScorer(16)), bs.KeyHistory()

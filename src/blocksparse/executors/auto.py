@@ -181,15 +181,19 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
         spec: AttentionSpec,
         out: Tensor | None = None,
     ) -> AttentionOutput:
-        self.check(q, k, v, mask, spec, out)
-        executor, refused = self._fastest(q, k, v, mask, spec)
-        if not isinstance(executor, TritonExecutor):
-            refuse_repetition("the log shall say of every call that a slower executor runs")
-        level = logging.WARNING if isinstance(executor, ReferenceExecutor) else logging.DEBUG
-        _log.log(level, "%s", ExecutorChoice(executor, refused))
-        try:
-            return executor(q, k, v, mask, spec, out)
-        except UnsupportedError:
-            if not executor.unsupported(q, k, v, mask, spec):
-                raise
-        return self(q, k, v, mask, spec, out)  # none of its kernels can be launched, as it has just found out
+        refused: dict[str, list[str]] = {}
+        for executor in _ON_GPU if q.is_cuda else _ELSEWHERE:
+            if not isinstance(executor, TritonExecutor):
+                refuse_repetition("the log shall say of every call that a slower executor runs")
+            try:
+                output = executor(q, k, v, mask, spec, out)  # which checks all that there is to check
+            except UnsupportedError:
+                if not (reasons := executor.unsupported(q, k, v, mask, spec)):
+                    raise
+                refused[type(executor).__name__] = reasons
+            else:
+                _log.debug("%s", ExecutorChoice(executor, refused))
+                return output
+        refuse_repetition("the log shall say of every call that the reference runs")
+        _log.warning("%s", ExecutorChoice(_REFERENCE, refused))
+        return _REFERENCE(q, k, v, mask, spec, out)

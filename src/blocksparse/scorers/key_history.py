@@ -26,7 +26,9 @@ class KeyHistory:
     them; but scorers look only at blocks of keys that were not whole before. Every bit of the result is that of a
     call without a history. The keys that it has seen must not change: after some were rejected or written anew,
     call `rewind`; so too before a call is made again. In a causal call the queries are those of the new keys, so
-    one that begins before keys which it has seen is refused: most often they were another layer's. Mean keys take
+    one that begins before keys which it has seen is refused: most often they were another layer's. Two layers that
+    swap theirs are found on a CPU, by the last key that was seen; on a GPU the host would wait for that, so there
+    it is for the caller to keep them apart. Mean keys take
     `4 D` bytes for each block and KV head: a 128th of a KV cache in half precision, with blocks of 128 tokens;
     those of cells (`AntidiagonalScorer(16, pattern="sum")`) a 32nd.
 
@@ -38,6 +40,7 @@ class KeyHistory:
     def __init__(self) -> None:
         self._tokens = 0
         self._kind: tuple[Any, ...] = ()  # what all keys have in common
+        self._last: Tensor | None = None  # [B, Hkv, D], on a CPU: the last key that it has seen
         self._whole: dict[tuple[str, int], Tensor] = {}  # [B, Hkv, whole blocks, ...] by name and tokens per block
 
     def __repr__(self) -> str:
@@ -55,7 +58,8 @@ class KeyHistory:
             TypeError, ValueError: `tokens` is not a whole number, at least 0.
         """
         count.check(tokens=tokens)
-        self._tokens = min(self._tokens, tokens)
+        if tokens < self._tokens:
+            self._tokens, self._last = tokens, None
         whole = {(name, block): x[:, :, : tokens // block] for (name, block), x in self._whole.items()}
         self._whole, self._kind = (whole, self._kind) if self._tokens else ({}, ())
 
@@ -101,6 +105,8 @@ class KeyHistory:
             found = torch.cat((known, compute(k[:, :, seen:])), dim=2)
         # Another dict, since a copy of this history has the one that was here. Nothing changes if `compute` fails.
         self._whole = {**self._whole, (name, block): found[:, :, : N // block]}
+        if not k.is_cuda and self._tokens < N:
+            self._last = k[:, :, -1].clone()
         self._tokens, self._kind = N, kind
         return found
 
@@ -123,11 +129,20 @@ class KeyHistory:
                 f"'history' has seen {self._tokens} keys, and there are {N} now: call rewind(tokens) after keys "
                 "were rejected or written anew; each layer and each prompt needs a KeyHistory of its own"
             )
+        if self._last is not None and not _same(self._last, k[:, :, self._tokens - 1]):
+            raise ValueError(
+                f"'history' has seen other keys: key {self._tokens - 1} has changed since; each layer and each "
+                "prompt needs a KeyHistory of its own; call rewind(tokens) after keys were written anew"
+            )
         if k.is_cuda and torch.cuda.is_current_stream_capturing():
             raise ValueError(
                 "'history' grows with every call, and a CUDA graph repeats one: capture calls without it"
             )
         return kind
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    return torch.equal(x.nan_to_num(), y.nan_to_num())
 
 
 def one_for_each(history: object, sequences: Sequences | None) -> Sequence[KeyHistory | None]:
