@@ -15,7 +15,7 @@ from attrs import evolve
 from rich.console import Console
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM
 
-from blocksparse import mean_pooling, pbs_attn
+from blocksparse import Band, Sink, mean_pooling, pbs_attn
 from blocksparse.checks.user_error import UserError
 from blocksparse.cli.main import main
 from blocksparse.demo import TEXT
@@ -150,6 +150,7 @@ def always_sparse(pipeline: object) -> str:
         ("pbs_attn()", pbs_attn()),
         (" pbs_attn( 0.95 , block = 64 ) ", pbs_attn(0.95, block=64)),
         ("pbs_attn([0.5, 0.9], as_released=True)", pbs_attn([0.5, 0.9], as_released=True)),
+        ("mean_pooling(0.97) | Band(128) | Sink", mean_pooling(0.97) | Band(128) | Sink()),
         *((name, preset()) for name, preset in every_preset.items()),
     ],
 )
@@ -161,7 +162,9 @@ def test_methods_are_written_as_in_python(written: str, expected: object) -> Non
     ("written", "sentence"),
     [
         ("nonsense", "'--preset' must be one of auto, pbs_attn, pbs_attn_plus"),
-        ("pbs_attn(0.95", "plain or with numbers as in 'pbs_attn(0.95)': pbs_attn(0.95"),
+        ("pbs_attn(0.95", "as in 'pbs_attn(0.95)' and 'mean_pooling(0.9) | Band(128)': pbs_attn(0.95"),
+        ("pbs_attn | 3", "must be one of"),
+        ("pbs_attn | Band(0.5)", "'--preset' pbs_attn | Band(0.5): 'tokens' must be"),
         ("pbs_attn(x)", "must be one of"),
         ("__import__('os').getcwd()", "must be one of"),
         ("pbs_attn(2)", "'--preset' pbs_attn(2): 'mass' must be"),

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 from attrs import evolve
 
@@ -10,10 +13,14 @@ from blocksparse.checks.user_error import UserError
 from blocksparse.executors.auto import AutoExecutor
 from blocksparse.layers.head_groups import AnyPipeline, AnyTrace
 from blocksparse.presets import every_preset
+from blocksparse.selectors.band import Band
+from blocksparse.selectors.sink import Sink
+
+_RULES: dict[str, Callable[..., Any]] = {"Band": Band, "Sink": Sink}
 
 
 def method(written: str) -> AnyPipeline:
-    """The pipeline of a preset as it is written in Python: `pbs_attn`, or `pbs_attn(0.95, block=64)`.
+    """The pipeline of a preset as it is written in Python: `pbs_attn`, or `pbs_attn(0.95, block=64) | Band(128)`.
 
     It selects at any length, also where a GPU would be faster without, unless it would keep everything.
 
@@ -21,26 +28,37 @@ def method(written: str) -> AnyPipeline:
         UserError: it is no preset, or one that does not take these arguments.
     """
     try:
-        call = ast.parse(written.strip(), mode="eval").body
-        name, arguments, keywords = (
-            (call.func, call.args, call.keywords) if isinstance(call, ast.Call) else (call, [], [])
-        )
-        preset = every_preset[ast.unparse(name)]
-        values = [ast.literal_eval(argument) for argument in arguments]
-        named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in keywords}
+        first: ast.expr = ast.parse(written.strip(), mode="eval").body
+        rules: list[ast.expr] = []
+        while isinstance(first, ast.BinOp) and isinstance(first.op, ast.BitOr):
+            rules.insert(0, first.right)
+            first = first.left
+        preset, also = _call(first, every_preset), [_call(rule, _RULES) for rule in rules]
     except (SyntaxError, ValueError, KeyError):
         raise UserError(
             f"'--preset' must be one of {', '.join(every_preset)}, plain or with numbers as in "
-            f"'pbs_attn(0.95)': {written}"
+            f"'pbs_attn(0.95)' and 'mean_pooling(0.9) | Band(128)': {written}"
         ) from None
     try:
-        pipeline = preset(*values, **named)
+        pipeline: AnyPipeline = preset()
+        for rule in also:
+            pipeline = pipeline | rule()
     except (TypeError, ValueError) as error:
         raise UserError(f"'--preset' {written}: {error}") from None
     executor = pipeline.executor
     if isinstance(executor, AutoExecutor):
         pipeline = evolve(pipeline, executor=evolve(executor, dense_below=0))
     return pipeline
+
+
+def _call(written: ast.expr, known: Mapping[str, Callable[..., Any]]) -> Callable[[], Any]:
+    """`NAME`, or `NAME(...)` with plain values, of what is known."""
+    name, arguments, keywords = (
+        (written.func, written.args, written.keywords) if isinstance(written, ast.Call) else (written, [], [])
+    )
+    values = [ast.literal_eval(argument) for argument in arguments]
+    named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in keywords}
+    return partial(known[ast.unparse(name)], *values, **named)
 
 
 def executor_of(pipeline: AnyPipeline, trace: AnyTrace) -> str:
