@@ -38,6 +38,12 @@ WORDS = (
     "probe", "antidiagonal", "sum of cells", "index map", "early stop", "plan", "stock", "YaRN",
     "window of a text",
 )  # fmt: skip
+# What to read next, where a page does not say it.
+NEXT = {
+    "evidence/": "[the other questions](index.md#every-page)",
+    "reference/papers/": "[choose](../../choose.md) among all presets",
+    "reference/api/": "[concepts](../concepts.md), where these are explained",
+}
 PROSE = re.compile(r"^(?:[A-Z*(]|  ?\S|[a-z\d])")  # neither heading, table, code, list of links nor HTML
 
 
@@ -66,6 +72,8 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
         return f"![{alt}]({path}.svg#only-light) ![{alt}]({path}-dark.svg#only-dark)"
 
     linked = CHART.sub(in_both_themes, LINK.sub(to_page, markdown))
+    if "**Next:**" not in linked and here != "evidence/index.md":
+        linked += "".join(f"\n**Next:** {step}.\n" for folder, step in NEXT.items() if here.startswith(folder))
     lines = KIND.sub(r"```\1", linked).split("\n")
     if here == "glossary.md":
         lines = [re.sub(r"^\| \*?(" + "|".join(WORDS) + r")\b", _with_anchor, line) for line in lines]
