@@ -34,6 +34,8 @@ def crossover(plan: Plan, device: torch.device) -> Iterator[Row]:
                 if preset.name in PRESETS:
                     calls[preset.name] = partial(pipeline := plan.pipeline(preset, sparse=True), q, k, v)
                     masks[preset.name] = pipeline.trace(q, k, v).mask
+            calls["auto"] = partial(auto := bs.auto(executor=plan.executor or bs.TritonExecutor()), q, k, v)
+            masks["auto"] = auto.trace(q, k, v).mask
             candidates = {
                 name: Candidate(ready(call), partial(check, q=q, k=k, v=v, mask=masks[name]))
                 for name, call in calls.items()

@@ -107,7 +107,7 @@ def measure(model: Model, method: Method, samples: Mapping[str, Sequence[Sample]
         method.setting,
         texts.readings[0].prompt.ids.shape[1],
         {task: [next(scores) for _ in some] for task, some in samples.items()},
-        _density(model, recorder),
+        density_of(model, recorder),
         statistics.fmean(losses),
         statistics.fmean(perplexities),
     )
@@ -125,7 +125,8 @@ def attention_ms(model: Model, method: Method, texts: Texts, *, batch: int, repe
     return statistics.median(times[1:])
 
 
-def _density(model: Model, recorder: DensityRecorder) -> float:
+def density_of(model: Model, recorder: DensityRecorder) -> float:
+    """The mean over layers of what was recorded; dense layers count as 1."""
     layers = int(model.network.config.num_hidden_layers)
     sparse = recorder.density()
     sparse = sparse.mean(-1) if sparse.numel() else sparse.new_empty(0)
