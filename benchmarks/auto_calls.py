@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from attrs import evolve
 from torch import Tensor
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 import blocksparse as bs
@@ -92,7 +93,7 @@ def rows(
         parts[f"{name}; attending"] = partial(pipeline.attend, q, k, v, choice)
     figures = measure(candidates, device=device, budget_ms=budget_ms)
     of_parts = medians(parts, device=device, budget_ms=budget_ms / 2)
-    dense = min((figures[x].ms for x in of_dense if figures[x].ms is not None), default=None)
+    dense = min((ms for x in of_dense if (ms := figures[x].ms) is not None), default=None)
     for name, figure in figures.items():
         row = {"N": N, "method": name, **found.get(name, {"density": 1.0}), **figure.as_row()}
         for part in ("choosing", "attending"):
@@ -124,7 +125,7 @@ def launches(call: Callable[[], object]) -> int:
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         call()
         torch.cuda.synchronize()
-    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in found.events() or ())
+    return sum(event.device_type == DeviceType.CUDA for event in found.events() or ())
 
 
 def line(row: Row) -> str:

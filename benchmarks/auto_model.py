@@ -1,9 +1,10 @@
-"""KL, tasks and times of causal presets in a model: `python -m benchmarks.auto_model quality|times [TOKENS ...]`.
+"""KL, tasks and times of causal presets in a model: `python -m benchmarks.auto_model WHAT [TOKENS ...]`.
 
 Lengths over the model's own are read by YaRN. `quality` measures density, KL, and, with --samples, tasks in which
 dense attention scores over 60 %; `times` measures attention in all layers, in calls of --at-once tokens. It needs
 an idle device; `quality` does not. The file grows row by row, and no method begins after --seconds. `auto` and
-those that it is compared with come first.
+those that it is compared with come first. `table` measures nothing: it prints what the files of --from hold
+together, of what was measured twice the last.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from benchmarks.run import environment
 from benchmarks.tasks.__main__ import CAN, WINDOWS_FROM, samples_of, windows
 from benchmarks.tasks.measure import Texts, attached, attention_ms, density_of, replies
 from benchmarks.tasks.methods import ALWAYS_SPARSE, DENSE, Method
+from benchmarks.tasks.paired import difference
 from benchmarks.tasks.sample import Haystack, Sample
 from blocksparse.demo import TEXT
 from blocksparse.demo.model import Model, load
@@ -118,7 +120,8 @@ class Bench:
 
     def row(self, method: Method) -> Row:
         """One method; after dense attention only tasks that it can do are left."""
-        began, row = time.monotonic(), {"preset": method.preset, "setting": method.setting, "tokens": self.tokens}
+        began = time.monotonic()
+        row: Row = {"preset": method.preset, "setting": method.setting, "tokens": self.tokens}
         try:
             if self.options.what == "quality":
                 row |= quality(self.model, method, self.samples, self.texts)
@@ -144,9 +147,55 @@ def line(row: Row) -> str:
     return f"{row['tokens']:6} {row['preset']} {row['setting']}: {', '.join(figures)} {row.get('why', '')}"
 
 
+def together(files: Sequence[Path]) -> list[Row]:
+    """A row for each method and length, with what any of the files says of it, the last one first."""
+    found: dict[tuple[str, str, int], Row] = {}
+    for path in files:
+        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+            key = row["preset"], row["setting"], row["tokens"]
+            found[key] = found.get(key, {}) | {name: x for name, x in row.items() if name != "seconds"}
+    return list(found.values())
+
+
+def table(rows: Sequence[Row]) -> list[list[str]]:
+    """Heads, then a line for each method and setting: density, KL, score and milliseconds at each length.
+
+    The score is the mean over the tasks that dense attention does, in percent, with the interval of its difference
+    from dense attention's in points where there are samples enough for one.
+    """
+    cells = {(row["preset"], row["setting"], row["tokens"]): row for row in rows}
+    lengths = sorted({row["tokens"] for row in rows})
+    lines = [["method", "setting", *(f"{x}, {N}" for N in lengths for x in ("density", "KL", "score", "ms"))]]
+    for preset, setting in dict.fromkeys(
+        (row["preset"], row["setting"]) for row in rows if row["preset"] != DENSE
+    ):
+        line = [f"`{preset}`", setting or "-"]
+        for N in lengths:
+            row, dense = cells.get((preset, setting, N), {}), cells.get((DENSE, "", N), {})
+            small = [f"{x:.{digits}f}" if (x := row.get(name)) is not None else "-" for name, digits in _DIGITS]
+            density, kl, ms = (x.removeprefix("0") for x in small)
+            line += [density, kl, _score(row.get("scores"), dense.get("scores")), ms]
+        lines.append(line)
+    return lines
+
+
+_DIGITS = (("density", 3), ("kl", 4), ("attention_ms", 1))
+_ENOUGH = 24  # samples
+
+
+def _score(scores: Mapping[str, Sequence[float]] | None, dense: Mapping[str, Sequence[float]] | None) -> str:
+    if not scores or not dense:
+        return "-"
+    ours, its = ([x for task in scores for x in some[task]] for some in (scores, dense))
+    if len(ours) < _ENOUGH:
+        return f"{100 * statistics.fmean(ours):.0f}"
+    beside = difference(ours, its)
+    return f"{100 * statistics.fmean(ours):.0f} ({100 * beside.low:+.0f} to {100 * beside.high:+.0f})"
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("quality", "times"))
+    parser.add_argument("what", choices=("quality", "times", "table"))
     parser.add_argument("tokens", type=int, nargs="*", default=list(LENGTHS))
     parser.add_argument("--model", type=Path, help="a folder with a transformers model; SmolLM2 if not given")
     parser.add_argument("--texts", type=Path, nargs="+", default=[TEXT], help="tasks and times take the first")
@@ -158,8 +207,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=3, help="of timed calls")
     parser.add_argument("--only", nargs="*", help="only these presets, and dense attention")
     parser.add_argument("--seconds", type=float, default=1500.0)
+    parser.add_argument("--from", dest="files", type=Path, nargs="+", default=[], help="files that were written")
     parser.add_argument("--json", type=Path, default=Path("auto-model.json"))
     options = parser.parse_args(arguments)
+    if options.what == "table":
+        for cells in table(together(options.files)):
+            print(f"| {' | '.join(cells)} |")
+        return
     until = time.monotonic() + options.seconds
     every = list(methods())
     if options.only is not None:

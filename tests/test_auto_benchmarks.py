@@ -50,11 +50,21 @@ def test_in_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(row["kl"] > 0 for row in others if row["preset"] == "auto")
     assert {row["density"] for row in others if row["preset"] == "skip_softmax"} == {None}
 
+    quality = tmp_path / "quality.json"
+    out.rename(quality)
     auto_model.main(["times", "600", "2000", *given, "--repeats", "1", "--at-once", "1200", "--json", str(out)])
     rows = json.loads(out.read_text())["rows"]
     assert {(row["tokens"], row["batch"]) for row in rows} == {(600, 2), (2000, 1)}  # the second by YaRN
     assert all(row["attention_ms"] > 0 for row in rows)
     capsys.readouterr()
+    auto_model.main(["table", "--from", str(quality), str(out)])
+    heads, *lines = [line.strip("| \n").split(" | ") for line in capsys.readouterr().out.splitlines()]
+    assert heads[2:6] == ["density, 600", "KL, 600", "score, 600", "ms, 600"]
+    assert [line[1] for line in lines] == [row["setting"] for row in others]
+    for line, row in zip(lines, others, strict=True):
+        assert float(line[3]) == pytest.approx(row["kl"], abs=1e-4)
+        assert float(line[5]) > 0
+        assert line[6:9] == ["-"] * 3  # KL was not measured at the other length
     auto_model.main(["times", "600", *given, "--seconds", "0", "--json", str(out)])
     assert "the time is over at dense" in capsys.readouterr().out
     with pytest.raises(SystemExit):
