@@ -92,42 +92,56 @@ def kl_by_time() -> Any:
 
 
 def auto_front() -> Any:
-    """What `auto` loses for its time, beside others in one run."""
-    model = Results.named("auto-model")
-    mean = "mean_pooling(block=128) with Band(128)"
+    """What `auto` loses for its time at every length, on a GPU and on a CPU, beside others."""
+    model, on_cpu = map(Results.named, ("auto-model", "auto-cpu"))
     named = (
-        ("auto", BLUE, "auto"), ("mean_pooling, blocks of 128", ORANGE, mean), ("prism", GREEN, "prism"),
+        ("auto", BLUE, "auto"),
+        ("mean_pooling | Band(128)", ORANGE, "mean_pooling(block=128) with Band(128)"),
+        ("xattention | Band(128)", GREY, "xattention(stride=8, block=64) with Band(128)"),
+        ("prism", GREEN, "prism"),
         ("flash_prefill", RED, "flash_prefill"),
-    )  # fmt: skip
+    )
+    dense = Results.named("auto-dense")
 
-    def points(start: str, N: int) -> list[tuple[float, float]]:
-        rows = [row for row in model.rows if row.startswith(f"{start}, ")]
-        at = ((model.cell(row, f"ms, {N}"), model.cell(row, f"KL, {N}")) for row in rows)
+    def points(timed: Results, start: str, N: int) -> list[tuple[float, float]]:
+        rows = [row for row in timed.rows if row.startswith(f"{start}, ") and timed.has(row, f"ms, {N}")]
+        at = ((timed.cell(row, f"ms, {N}"), model.cell(row, f"KL, {N}")) for row in rows)
         return sorted(at, key=lambda point: point[1])
 
-    figure, panels = plt.subplots(1, 2, figsize=(9.6, 4.0))
-    for axes, N, dense in zip(panels, (7680, 32768), (35.4, 156.4), strict=True):
+    figure, panels = plt.subplots(2, 3, figsize=(9.6, 6.4), sharey=True)
+    shown = (
+        *(("H100", model, N) for N in (4096, 7680, 16384, 32768)),
+        *(("CPU", on_cpu, N) for N in (4096, 7680)),
+    )
+    for axes, (device, timed, N) in zip(panels.flat, shown, strict=True):
         for name, colour, start in named:
-            axes.plot(
-                *zip(*points(start, N), strict=True),
-                color=colour, label=name, marker="o", markersize=4.5, linewidth=2,
-            )  # fmt: skip
-        axes.axvline(dense, color=GREY, linewidth=1, linestyle="--", label="dense")
-        axes.set(xscale="log", yscale="log", title=f"{N} tokens")
-        axes.set_xlabel("ms of attention in all layers")
-        ticks = [tick for tick in (10, 20, 40, 80, 160) if 10 <= tick <= 1.1 * max(dense, 66)]
-        axes.set_xticks(ticks if N > 8192 else ticks[:3], [str(x) for x in (ticks if N > 8192 else ticks[:3])])
+            if line := points(timed, start, N):
+                axes.plot(
+                    *zip(*line, strict=True), color=colour, label=name, marker="o", markersize=4, linewidth=2
+                )
+        of_dense = dense.cell(device, f"ms, {N}")
+        axes.axvline(of_dense, color=GREY, linewidth=1, linestyle="--", label="dense attention")
+        axes.set(xscale="log", yscale="log", title=f"{device}, {N} tokens")
+        ticks = [tick for tick in (10, 20, 40, 80, 160, 600, 1200, 2400, 5000, 10000, 20000) if _near(axes, tick)]
+        axes.set_xticks(ticks, [f"{tick / 1000:g} s" if tick >= 600 else f"{tick} ms" for tick in ticks])
         axes.set_yticks([0.01, 0.03, 0.1], ["0.01", "0.03", "0.1"])
         axes.minorticks_off()
         axes.grid(alpha=0.2)
-    panels[0].set_ylabel("KL of next tokens from dense, nats")
-    panels[1].legend(frameon=False, loc="lower left", fontsize=9)
+    for axes in panels[:, 0]:
+        axes.set_ylabel("KL of next tokens, nats")
+    lines, names = panels[0, 0].get_legend_handles_labels()
+    figure.legend(lines, names, frameon=False, loc="lower center", ncols=3, fontsize=9)
     figure.suptitle(
-        "auto() and mean pooling lose least for their time", x=0.01, ha="left", weight="bold", fontsize=11
-    )
-    figure.text(0.01, 0.0, "SmolLM2-135M, every layer sparse, H100; lower and further left is better", fontsize=9)
-    figure.tight_layout(rect=(0, 0.04, 1, 1))
+        "Lower and further left is better: auto() and mean pooling lose least for their time",
+        x=0.01, ha="left", weight="bold", fontsize=11,
+    )  # fmt: skip
+    figure.tight_layout(rect=(0, 0.08, 1, 1))
     return figure
+
+
+def _near(axes: Any, tick: float) -> bool:
+    low, high = axes.get_xlim()
+    return bool(low <= tick <= high)
 
 
 def facts() -> Any:

@@ -46,6 +46,10 @@ class Results(NamedTuple):
     def cell(self, row: str, column: str) -> float:
         return float(self._found(r"\d*\.?\d+", row, column))
 
+    def has(self, row: str, column: str) -> bool:
+        """Whether the cell has a figure, not a dash."""
+        return self.rows[row][_plain(self.columns).index(column)] != "-"
+
     def interval(self, row: str, column: str) -> str:
         """What the cell has in brackets."""
         return self._found(r"\(.*\)", row, column)

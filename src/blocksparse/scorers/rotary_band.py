@@ -14,6 +14,7 @@ from blocksparse.attention_spec import AttentionSpec
 from blocksparse.checks.validators import Rule, block_size, optional, positive, real, whole
 from blocksparse.geometry import Grid
 from blocksparse.kernels.multiplying.block_products import block_products
+from blocksparse.kernels.scoring.band_channels import band_channels
 from blocksparse.kernels.scoring.block_mean import block_mean
 from blocksparse.kernels.scoring.block_softmax import block_softmax
 from blocksparse.permuters.permutation import GlobalPermutation
@@ -21,7 +22,6 @@ from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.scorers.key_history import KeyHistory
 from blocksparse.scorers.scorer import Scorer
 
-_LEAST_RMS = 1e-6
 part_of_all = Rule(
     "two numbers (begin, end) from 0 to 1, of which the second is greater",
     lambda x: isinstance(x, tuple) and len(x) == 2 and all(isinstance(each, Real) for each in x),
@@ -82,12 +82,7 @@ class RotaryBandScorer(Scorer[GlobalPermutation, BlockMass]):
         else:
             keys = history.blocks("mean", k, permutation, grid.k_block, partial(block_mean, block=grid.k_block))
         share = 2 * (end - first) / D
-        mine, its = (x.unflatten(3, (2, -1))[..., first:end].flatten(3) for x in (queries, keys))
-        if self.temperature is None:
-            cooler = _rms(queries, mine) * _rms(keys, its).repeat_interleave(q.shape[1] // keys.shape[1], dim=1)
-            mine = mine / (math.sqrt(share) * cooler)
-        else:
-            mine = mine / self.temperature
+        mine, its = band_channels(queries, keys, first, end, self.temperature)
         logits = block_products(mine, its, grid)
         mass, _ = block_softmax(logits, grid, scale=spec.scale / math.sqrt(share))
         return BlockMass(mass, grid)  # [B, Hq, rows, cols]
@@ -95,9 +90,3 @@ class RotaryBandScorer(Scorer[GlobalPermutation, BlockMass]):
     @property
     def keeps_history(self) -> bool:
         return True
-
-
-def _rms(whole: Tensor, part: Tensor) -> Tensor:
-    """The root mean square of `part` over that of `whole`, for each head, `[B, H, 1, 1]`."""
-    of_whole, of_part = (x.square().mean((2, 3), keepdim=True).sqrt() for x in (whole, part))
-    return (of_part / of_whole.clamp_min(_LEAST_RMS)).clamp_min(_LEAST_RMS)

@@ -30,7 +30,7 @@ from blocksparse.kernels.multiplying.cell_products_triton import (
 )
 from blocksparse.kernels.multiplying.cell_sums_triton import sums_of_tiles
 from blocksparse.kernels.multiplying.pooled_sums_triton import PooledTiles, pooled_tiles, sums_of_pooled
-from blocksparse.kernels.scoring.cell_means_triton import means_of_short_cells_triton
+from blocksparse.kernels.scoring.cell_means_triton import cell_mean_triton, means_of_short_cells_triton
 from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 
@@ -163,7 +163,8 @@ def _pooled(
 ) -> tuple[Callable[..., None], int, int]:
     """The same for cells of one slot."""
     (_, Hq, M, D), (B, H, N, _) = q.shape, k.shape
-    q, k = q.contiguous(), k.contiguous()
+    # The mean of a cell of one token is the token: a copy that calls can repeat, as they cannot PyTorch's.
+    q, k = (x if x.is_contiguous() else cell_mean_triton(x, 1, 0, False, None) for x in (q, k))
     tiles = tiles if isinstance(tiles, PooledTiles) else pooled_tiles(q, of.wide)
     block_m, block_n, block_d = tiles.block_m, tiles.block_n, max(power_of_2(D), 16)
     q_source, k_source = (
