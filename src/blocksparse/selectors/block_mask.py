@@ -51,7 +51,12 @@ class BlockMask:
         if not isinstance(other, BlockMask):
             return NotImplemented
         self._check_same_grid(other)
-        return BlockMask(_joined(torch.bitwise_or, self.keep, other.keep), self.grid)
+        mine, its = self.keep, other.keep
+        if mine.is_cuda and mine.shape == its.shape and mine.is_contiguous() and its.is_contiguous():
+            from blocksparse.kernels.selecting.either_triton import either_triton
+
+            return BlockMask(either_triton(mine, its), self.grid)
+        return BlockMask(_joined(torch.bitwise_or, mine, its), self.grid)
 
     def __and__(self, other: BlockMask) -> BlockMask:
         """The blocks that are in both masks; the masks must share a grid."""

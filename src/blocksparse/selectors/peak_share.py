@@ -7,7 +7,7 @@ from typing import final
 from attrs import field, frozen
 
 from blocksparse.checks.per_head import PerHead, over_blocks, per_head, share
-from blocksparse.kernels.positions.within_reach import within_reach
+from blocksparse.kernels.selecting.peak_share import peak_share
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.selector import Selector
@@ -29,9 +29,5 @@ class PeakShare(Selector[BlockMass, BlockMask]):
     alpha: PerHead = field(converter=per_head, validator=share)
 
     def __call__(self, scores: BlockMass) -> BlockMask:
-        grid = scores.grid
-        values = scores.values.where(grid.reachable, 0.0)
-        alpha = over_blocks(self.alpha, values).to(values.dtype)
-        keep = (values >= alpha * values.amax(-1, keepdim=True)) & (values > 0)
-        keep = keep if scores.forced is None else keep | scores.forced
-        return BlockMask(within_reach(keep, grid, diagonal=True), grid)
+        alpha = over_blocks(self.alpha, scores.values)
+        return BlockMask(peak_share(scores.values, scores.forced, alpha, scores.grid), scores.grid)

@@ -1,0 +1,33 @@
+"""A share of the row's best block: the kernel against the plain torch twin; and two masks joined."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.kernels.block_grids import heads_of, make_grid
+from tests.kernels.selecting.test_top_cdf import a_mass, generator, targets
+
+from blocksparse.kernels.selecting.peak_share import peak_share, peak_share_reference
+
+pytest.importorskip("triton")
+from blocksparse.kernels.selecting.either_triton import either_triton
+from blocksparse.kernels.selecting.peak_share_triton import peak_share_triton
+
+
+@pytest.mark.parametrize("kind", ["chunk", "sorted", "wide", "per query head", "not causal", "padded"])
+def test_kernel_and_twin(kind: str, device: str) -> None:
+    grid = make_grid(kind, device)
+    values = a_mass(grid, 3.0, device).masked_fill(~grid.reachable, 7.0)
+    values[:, 0, 0] = 0.0
+    values[:, 0, 1, 0] = float("nan")
+    forced = torch.rand(heads_of(grid), generator=generator()).to(device) < 0.2
+    for alpha in ([0.3, 0.1, 1.0], 0.05):
+        for also in (None, forced):
+            want = peak_share_reference(values, also, targets(alpha, device), grid)
+            for compute in (peak_share_triton, peak_share):
+                assert torch.equal(compute(values, also, targets(alpha, device), grid), want)
+
+
+def test_either(device: str) -> None:
+    one, other = (torch.rand(2, 3, 61, 67, generator=generator()).to(device) < share for share in (0.2, 0.4))
+    assert torch.equal(either_triton(one, other), one | other)
