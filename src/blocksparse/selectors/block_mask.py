@@ -53,7 +53,7 @@ class BlockMask:
         self._check_same_grid(other)
         mine, its = self.keep, other.keep
         if mine.is_cuda and mine.shape == its.shape and mine.is_contiguous() and its.is_contiguous():
-            from blocksparse.kernels.selecting.either_triton import either_triton
+            from blocksparse.kernels.selecting.routed_triton import either_triton
 
             return BlockMask(either_triton(mine, its), self.grid)
         return BlockMask(_joined(torch.bitwise_or, mine, its), self.grid)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
-from blocksparse.kernels.scoring.band_channels import band_channels, band_channels_reference
+from blocksparse.kernels.scoring.band_channels import LEAST_RMS, band_channels, band_channels_reference
 
 pytest.importorskip("triton")
 from blocksparse.kernels.scoring.band_channels_triton import band_channels_triton
@@ -19,7 +21,7 @@ def test_kernel_and_twin(D: int, first: int, end: int, temperature: float | None
     queries[:, 1] = 0.0  # a head whose root mean squares are the least
     queries, keys = queries.to(device), 30 * keys.to(device)
     want = band_channels_reference(queries.double(), keys.double(), first, end, temperature)
-    for compute in (band_channels_triton, band_channels):
+    for compute in (partial(band_channels_triton, least=LEAST_RMS), band_channels):
         got = compute(queries, keys, first, end, temperature)
         for ours, exact in zip(got, want, strict=True):
             assert ours.dtype == torch.float32

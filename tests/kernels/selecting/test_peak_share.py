@@ -10,8 +10,8 @@ from tests.kernels.selecting.test_top_cdf import a_mass, generator, targets
 from blocksparse.kernels.selecting.peak_share import peak_share, peak_share_reference
 
 pytest.importorskip("triton")
-from blocksparse.kernels.selecting.either_triton import either_triton
 from blocksparse.kernels.selecting.peak_share_triton import peak_share_triton
+from blocksparse.kernels.selecting.routed_triton import either_triton
 
 
 @pytest.mark.parametrize("kind", ["chunk", "sorted", "wide", "per query head", "not causal", "padded"])

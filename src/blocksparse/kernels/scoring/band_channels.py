@@ -24,10 +24,10 @@ def band_channels(
 ) -> tuple[Tensor, Tensor]:
     """`[B, Hq, rows, D]` and `[B, H, cols, D]` to `[..., 2 (end - first)]`; `H` divides `Hq`."""
     if queries.is_cuda and queries.dtype == keys.dtype == torch.float32:
-        from blocksparse.kernels.scoring.band_channels_triton import band_channels_triton as compute
-    else:
-        compute = band_channels_reference
-    return compute(queries, keys, first, end, temperature)
+        from blocksparse.kernels.scoring.band_channels_triton import band_channels_triton
+
+        return band_channels_triton(queries, keys, first, end, temperature, least=LEAST_RMS)
+    return band_channels_reference(queries, keys, first, end, temperature)
 
 
 def band_channels_reference(

@@ -10,18 +10,16 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.common.sizes import power_of_2
-from blocksparse.kernels.scoring.band_channels import LEAST_RMS
 from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 
 _TILE = 4096  # entries that a program holds at a time
-_LEAST = tl.constexpr(LEAST_RMS)
 
 
 def band_channels_triton(
-    queries: Tensor, keys: Tensor, first: int, end: int, temperature: float | None
+    queries: Tensor, keys: Tensor, first: int, end: int, temperature: float | None, *, least: float
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel; arguments as of `band_channels`."""
+    """Launch the kernel; arguments as of `band_channels`, and the least root mean square that counts."""
     queries, keys = queries.contiguous(), keys.contiguous()
     (B, Hq, rows, D), (_, H, cols, _), width = queries.shape, keys.shape, 2 * (end - first)
     mine = torch.empty((B, Hq, rows, width), dtype=torch.float32, device=queries.device)
@@ -29,7 +27,7 @@ def band_channels_triton(
     block_d = power_of_2(D)
     with device_of(queries):
         _kernel[(Hq, B)](
-            queries, keys, mine, its, rows, cols, Hq // H, first, end, math.sqrt(width / D), temperature,
+            queries, keys, mine, its, rows, cols, Hq // H, first, end, math.sqrt(width / D), temperature, least,
             D=D, BLOCK_D=block_d, ROWS=max(_TILE // block_d, 1), num_warps=8,
         )  # fmt: skip
     return mine, its
@@ -44,7 +42,7 @@ def _channels(first, end, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def _smaller(x_at, rows, first, end, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr):
+def _smaller(x_at, rows, first, end, least, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr):
     """The root mean square of a head's band over that of all its channels."""
     dim = tl.arange(0, BLOCK_D)[None, :]
     banded, _ = _channels(first, end, D, BLOCK_D)
@@ -56,7 +54,7 @@ def _smaller(x_at, rows, first, end, D: tl.constexpr, BLOCK_D: tl.constexpr, ROW
     of_channel = tl.sum(of_all, 0, keep_dims=True)
     whole = tl.sqrt_rn(tl.sum(of_channel, 1) / (rows * D))
     part = tl.sqrt_rn(tl.sum(tl.where(banded, of_channel, 0.0), 1) / (rows * 2 * (end - first)))
-    return tl.maximum(part / tl.maximum(whole, _LEAST), _LEAST)
+    return tl.maximum(part / tl.maximum(whole, least), least)
 
 
 @triton.jit
@@ -73,9 +71,9 @@ def _store_band(
 
 
 @remembered
-@triton.jit(do_not_specialize=["rows", "cols", "first", "end", "root_of_share", "temperature"])
+@triton.jit(do_not_specialize=["rows", "cols", "first", "end", "root_of_share", "temperature", "least"])
 def _kernel(
-    q_ptr, k_ptr, q_out_ptr, k_out_ptr, rows, cols, group, first, end, root_of_share, temperature,
+    q_ptr, k_ptr, q_out_ptr, k_out_ptr, rows, cols, group, first, end, root_of_share, temperature, least,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(0)
@@ -84,8 +82,8 @@ def _kernel(
     q_at = q_ptr + head * rows * D
     k_at = k_ptr + k_head * cols * D
     if temperature is None:
-        smaller = _smaller(q_at, rows, first, end, D, BLOCK_D, ROWS) * _smaller(
-            k_at, cols, first, end, D, BLOCK_D, ROWS
+        smaller = _smaller(q_at, rows, first, end, least, D, BLOCK_D, ROWS) * _smaller(
+            k_at, cols, first, end, least, D, BLOCK_D, ROWS
         )
         divisor = (root_of_share * smaller)[:, None]
     else:

@@ -1,4 +1,4 @@
-"""The Triton kernel of `routed`."""
+"""The Triton kernel of `routed`, and one that joins two masks, since calls cannot repeat PyTorch's own operation."""
 
 from __future__ import annotations
 
@@ -28,6 +28,15 @@ def routed_triton(number: Tensor, bound: Tensor, below: Tensor, otherwise: Tenso
     return out
 
 
+def either_triton(mine: Tensor, its: Tensor) -> Tensor:
+    """Entries that are true in either of two masks of one shape, bool, each without gaps in memory."""
+    out = torch.empty(mine.shape, dtype=torch.bool, device=mine.device)
+    n = mine.numel()
+    with device_of(mine):
+        _either[(cdiv(n, _TILE),)](mine, its, out, n, TILE=_TILE, num_warps=4)
+    return out
+
+
 @remembered
 @triton.jit(do_not_specialize=["bound_stride"])
 def _kernel(number_ptr, bound_ptr, below_ptr, otherwise_ptr, out_ptr, bound_stride, n, TILE: tl.constexpr):
@@ -40,3 +49,13 @@ def _kernel(number_ptr, bound_ptr, below_ptr, otherwise_ptr, out_ptr, bound_stri
     first = tl.load(below_ptr + head * n + at, mask=there & is_below, other=0)
     second = tl.load(otherwise_ptr + head * n + at, mask=there & ~is_below, other=0)
     tl.store(out_ptr + head * n + at, (first != 0) | (second != 0), mask=there)
+
+
+@remembered
+@triton.jit
+def _either(mine_ptr, its_ptr, out_ptr, n, TILE: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    there = at < n
+    mine = tl.load(mine_ptr + at, mask=there, other=0) != 0
+    its = tl.load(its_ptr + at, mask=there, other=0) != 0
+    tl.store(out_ptr + at, mine | its, mask=there)
