@@ -129,6 +129,12 @@ def test_no_remainder_of_a_remainder() -> None:
             make(REFERENCE)
 
 
+def test_no_early_stop_inside() -> None:
+    """It would leave out blocks that are kept, and which then nothing stands for."""
+    with pytest.raises(TypeError, match="GatherExecutor needs a RankedBlockMask, and RemainderExecutor gives"):
+        bs.RemainderExecutor(bs.GatherExecutor(0.1))  # type: ignore[arg-type]
+
+
 def test_nothing_dropped_changes_nothing() -> None:
     q, k, v = make_qkv(N=100, Hq=2, Hkv=1, D=16)
     everything = bs.Pipeline(

@@ -52,6 +52,16 @@ def test_dfs_attn(cases: range) -> None:
     check(preset, dfs_attn, (small(i, causal=False) for i in cases))
 
 
+def test_a_budget_per_head() -> None:
+    case = small(2, causal=False, N=64)
+    shares = [0.2, 0.7, 0.4, 0.9][: case.q.shape[1]]
+    keep = bs.subblock(shares, cell=4, block=8).choose(case.q, case.k, causal=False).mask.keep
+    for head, share in enumerate(shares):
+        alone = bs.subblock(share, cell=4, block=8).choose(case.q, case.k, causal=False).mask.keep
+        assert torch.equal(keep[:, head], alone[:, head])
+        assert int(keep[0, head, 0].sum()) == -(-8 * shares[head] // 1)
+
+
 def test_along_a_curve() -> None:
     """With an order, as DFSAttn has it, the cells are those of the tokens in that order."""
     order = bs.HilbertOrder((2, 4, 8))

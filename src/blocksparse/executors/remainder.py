@@ -9,6 +9,7 @@ from attrs import evolve, field, frozen
 from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
+from blocksparse.checks.class_line import Declared, check_takes, declared
 from blocksparse.checks.validators import a
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.executor import Executor, one_order
@@ -39,12 +40,14 @@ class RemainderExecutor(Executor[GlobalPermutation, BlockMask]):
         inner: an executor that gives an lse: all do, but for `FlexExecutor` on a CPU.
 
     Raises:
+        TypeError: `inner` visits blocks by rank and stops early, so that it leaves out blocks that are kept.
         ValueError: `inner` is a `RemainderExecutor` itself; in a call, if it gives no lse.
     """
 
     inner: Executor[GlobalPermutation, BlockMask] = field(validator=a(Executor))
 
     def __attrs_post_init__(self) -> None:
+        check_takes(declared(self.inner, Executor, 1), (Declared(type(self), BlockMask),))
         if isinstance(self.inner, RemainderExecutor):
             raise ValueError(
                 "'inner' must not be a RemainderExecutor, since what is not kept would count twice: give the "
