@@ -142,7 +142,7 @@ def test_8_bits_run_in_each_call(device: str) -> None:
 def test_which_presets_are_repeated(name: str, device: str) -> None:
     """All but those that still call operations of PyTorch between kernels."""
     learnt(small_preset(name, FACTOR), inputs(1, device))
-    assert bool(module.CALLS._known) is (name not in ("s2o", "skip_softmax"))
+    assert bool(module.CALLS._known) is (name not in ("s2o", "stem", "skip_softmax"))
 
 
 @needs_gpu
