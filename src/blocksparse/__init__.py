@@ -5,6 +5,7 @@ q, k --Permuter--> Permutation --Scorer--> BlockScores --Selector--> BlockMask -
 
 from blocksparse.attention_spec import Asked, AttentionSpec
 from blocksparse.batches.page_table import PageTable
+from blocksparse.batches.paged_kv import PagedKV
 from blocksparse.batches.sequences import Sequences, Span
 from blocksparse.checks.inputs import UnsupportedError
 from blocksparse.checks.per_head import HeadValues
@@ -170,6 +171,7 @@ __all__ = [
     "OnTiles",
     "OutputAwareScorer",
     "PageTable",
+    "PagedKV",
     "PeakShare",
     "Permutation",
     "Permuter",

@@ -10,6 +10,7 @@ import torch
 from attrs import Factory, field, frozen
 from torch import Tensor
 
+from blocksparse.batches.paged_kv import PagedKV, flat, slots_of, slots_per_page
 from blocksparse.batches.sequences import Sequences
 from blocksparse.checks.inputs import DTYPES
 from blocksparse.checks.validators import block_size, count, numbers_on_host, shown, whole
@@ -51,6 +52,9 @@ class PageTable:
     _pages: tuple[Tensor, ...] = field(  # [pages of the request] int32, for each request
         init=False, repr=False, default=Factory(lambda self: self._of_requests(), takes_self=True)
     )
+    _slots: dict[tuple[int, int], Tensor] = field(
+        init=False, repr=False, factory=dict
+    )  # by request, and by layout
 
     def _of_requests(self) -> tuple[Tensor, ...]:
         table = self.block_table
@@ -148,6 +152,38 @@ class PageTable:
         if N:
             gather_pages(keys, values, self._pages[request], k, v)
         return k, v
+
+    def in_place(self, request: int, keys: Tensor, values: Tensor) -> PagedKV:
+        """The keys and values of one request where they lie, for `Pipeline.paged`, which gathers nothing.
+
+        What is worked out of the table serves all layers whose caches have the same strides.
+
+        Args:
+            request: its row in the table, from 0 on. It must have a token.
+            keys: as of `gather`, with strides of pages that are multiples of those of tokens. Both `[pages, Hkv,
+                page_size, D]` and `[pages, page_size, Hkv, D]` in memory are so, and halves of each.
+            values: as of `gather`, with the same strides of pages and tokens.
+
+        Raises:
+            TypeError, ValueError: as of `gather`; or there is no such request, or it has no token; or the cache
+                does not lie in memory as said above.
+        """
+        self._check(keys, values)
+        count.check(request=request)
+        if request >= len(self.lengths) or not self.lengths[request]:
+            raise ValueError(
+                f"'request' must be a row of the table with a token, below {len(self.lengths)}: {request}"
+            )
+        apart = slots_per_page(keys)
+        if slots_per_page(values) != apart:
+            raise ValueError(
+                "'values' must have pages as many tokens apart as the keys have "
+                f"({apart}): {slots_per_page(values)}"
+            )
+        if (slots := self._slots.get((request, apart))) is None:
+            pages, tokens = self._pages[request], self.lengths[request]
+            slots = self._slots[request, apart] = slots_of(pages, tokens, self.page_size, apart)
+        return PagedKV(flat(keys), flat(values), slots, run=self.page_size & -self.page_size)
 
     def _check(self, keys: Tensor, values: Tensor) -> None:
         device = self.block_table.device

@@ -11,6 +11,7 @@ from attrs import field, frozen
 from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
+from blocksparse.batches.paged_kv import PagedKV
 from blocksparse.checks.inputs import UnsupportedError
 from blocksparse.checks.validators import Rule, optional
 from blocksparse.executors.attention_output import AttentionOutput
@@ -147,6 +148,14 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
             f"dense attention of this call is {_short(work)} floating-point operations{counted}, and selecting "
             f"blocks saves time from {_short(pays_from)} on (dense_below)"
         )
+
+    def attend_paged(
+        self, q: Tensor, kv: PagedKV, mask: BlockMask, spec: AttentionSpec, out: Tensor | None = None
+    ) -> AttentionOutput:
+        return _ON_GPU[0].attend_paged(q, kv, mask, spec, out)
+
+    def reads_pages_on(self, device: torch.device) -> bool:
+        return device.type == "cuda"
 
     def choose(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec) -> ExecutorChoice:
         """What a pipeline would run for these inputs, and why nothing faster."""

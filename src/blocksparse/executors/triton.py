@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from importlib.util import find_spec
 from typing import final
 
@@ -11,6 +11,8 @@ from attrs import Factory, converters, field, frozen
 from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
+from blocksparse.batches.paged_kv import PagedKV
+from blocksparse.checks.inputs import UnsupportedError
 from blocksparse.checks.per_head import PerHead, by_head, negative, per_head, wrong_heads
 from blocksparse.checks.validators import a, optional
 from blocksparse.executors.attention_output import AttentionOutput
@@ -29,6 +31,7 @@ from blocksparse.runtime.failures import noted
 from blocksparse.runtime.opaque_call import is_transformed
 from blocksparse.selectors.block_mask import BlockMask
 
+_LEAST_RUN = 16  # tokens that one copy of the kernel for Hopper takes at least
 _HINT = "Use AutoExecutor(), or CpuExecutor() on a CPU."
 
 
@@ -90,6 +93,30 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
     ) -> AttentionOutput:
         if is_transformed():
             return one_node(self._node, q, k, v, mask, spec).written_to(out)
+        return self._attend(q, k, v, mask, spec, out, None)
+
+    def attend_paged(
+        self, q: Tensor, kv: PagedKV, mask: BlockMask, spec: AttentionSpec, out: Tensor | None = None
+    ) -> AttentionOutput:
+        if mask.grid.permutation.k_index is not None:
+            because = "keys in pages are not moved"
+            raise UnsupportedError(f"{because}: take an order that leaves keys in place", because)
+        return self._attend(q, kv.k, kv.v, mask, spec, out, kv)
+
+    def reads_pages_on(self, device: torch.device) -> bool:
+        return True
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: BlockMask,
+        spec: AttentionSpec,
+        out: Tensor | None,
+        paged: PagedKV | None,
+    ) -> AttentionOutput:
+        """Attend; to `paged` if it is there, of which `k` and `v` are then the stand-ins."""
         self.check(q, k, v, mask, spec, out, hint=_HINT)
         grid = mask.grid
         permutation = one_order(mask)
@@ -115,9 +142,13 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
                 approximation=approximation,
                 change=change,
                 out=out if there else None,
+                paged=paged,
             )
 
-        kernels, of = self._kernels(queries, k, v, mask, spec), self._tried(q, v, mask, spec)
+        kernels: Iterable[Tiles] = self._kernels(queries, k, v, mask, spec)
+        if paged is not None:
+            kernels = [tiles for tiles in kernels if reads(tiles, paged)]
+        of = self._tried(q, v, mask, spec)
         result, lse = first_launched(kernels, of, attend, lambda: self.check(q, k, v, mask, spec, out, hint=_HINT))
         return AttentionOutput(permutation.restore(result), permutation.restore(lse)).written_to(out)
 
@@ -136,6 +167,13 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
         """What decides beside the tiles whether a kernel can be launched."""
         asked = mask.grid.window is None, spec.softcap is None, spec.sinks is None, self.pv_skip is None
         return q.device, q.dtype, q.shape[-1], v.shape[-1], asked
+
+
+def reads(tiles: Tiles, paged: PagedKV) -> bool:
+    """Whether the kernel of these tiles reads such pages; the portable one reads any."""
+    if not isinstance(tiles, HopperTiles):
+        return True
+    return paged.run >= _LEAST_RUN and copies_in_bulk(paged.keys) and copies_in_bulk(paged.values)
 
 
 def without_tensor_cores(q: Tensor) -> list[str]:

@@ -108,22 +108,27 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
         self, q: Tensor, k: Tensor, permutation: GlobalPermutation, lead: int, history: KeyHistory | None
     ) -> tuple[Tensor, Tensor]:
         """Mean queries `[B, Hq, q cells, D]` and mean keys `[B, H, k cells, D]` of cells, in slot order."""
-        if history is not None:
+        paged = None if history is None else history.paged
+        if history is not None and paged is None:
             mean = partial(cell_mean, slots=self.stride, padded_tail=self.padded_tail)
             keys = history.blocks("cell", k, permutation, self.stride, mean)
             return mean(q, lead=lead, index=permutation.q_index), keys
         return cell_means(
             q,
-            k,
+            k if paged is None else paged.keys,
             self.stride,
             lead=lead,
             padded_tail=self.padded_tail,
             q_index=permutation.q_index,
-            k_index=permutation.key_slots,
+            k_index=permutation.key_slots if paged is None else paged.key_slots,
         )
 
     @property
     def keeps_history(self) -> bool:
+        return self.pattern == "sum"
+
+    @property
+    def takes_paged_keys(self) -> bool:
         return self.pattern == "sum"
 
     def _force(self, grid: Grid, segment: int | None) -> Tensor | None:

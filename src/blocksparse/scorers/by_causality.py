@@ -39,3 +39,7 @@ class ScorerByCausality(Scorer[PermutationT_contra, ScoresT_co]):
     @property
     def keeps_history(self) -> bool:
         return self.causal.keeps_history
+
+    @property
+    def takes_paged_keys(self) -> bool:
+        return self.causal.takes_paged_keys

@@ -8,6 +8,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from blocksparse.batches.paged_kv import PagedKV
 from blocksparse.batches.sequences import Sequences
 from blocksparse.checks.validators import count, shown
 from blocksparse.permuters.permutation import Permutation
@@ -35,9 +36,14 @@ class KeyHistory:
     Unlike the other objects here it changes, since each call adds what it has seen; so it is no part of a
     pipeline. Where prompts branch, as several answers to one question do, each branch takes a `copy.copy` of it,
     which costs no memory.
+
+    Args:
+        paged: where the keys lie in a cache, if scorers shall read them there. The keys that they are called with
+            are then no more than a shape.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, paged: PagedKV | None = None) -> None:
+        self._paged = paged
         self._tokens = 0
         self._kind: tuple[Any, ...] = ()  # what all keys have in common
         self._last: Tensor | None = None  # [B, Hkv, D], on a CPU: the last key that it has seen
@@ -45,6 +51,11 @@ class KeyHistory:
 
     def __repr__(self) -> str:
         return f"<KeyHistory of {self._tokens} tokens>"
+
+    @property
+    def paged(self) -> PagedKV | None:
+        """Where the keys lie in a cache, if they do."""
+        return self._paged
 
     @property
     def tokens(self) -> int:
@@ -78,7 +89,7 @@ class KeyHistory:
             )
 
     def blocks(
-        self, name: str, k: Tensor, permutation: Permutation, block: int, compute: Callable[[Tensor], Tensor]
+        self, name: str, k: Tensor, permutation: Permutation, block: int, compute: Callable[..., Tensor]
     ) -> Tensor:
         """What `compute(k)` gives, with blocks that were whole before taken from memory: `[B, Hkv, cols, ...]`.
 
@@ -90,7 +101,8 @@ class KeyHistory:
             permutation: that of the call, which must leave keys in place.
             block: tokens per block.
             compute: gives an entry for each block of `[B, Hkv, n, D]`, `[B, Hkv, ceil(n / block), ...]`, that
-                follows from the keys of the block alone. It gets the keys from the beginning of a block on.
+                follows from the keys of the block alone. It gets the keys from the beginning of a block on; of a
+                cache it gets all slots, and `index=` `[B, Hkv, n]` int32, the slots of these keys.
 
         Raises:
             ValueError: keys are moved, are fewer than it has seen or of another kind; or a CUDA graph is captured.
@@ -98,17 +110,23 @@ class KeyHistory:
         kind = self._check(k, permutation)
         N, known = k.shape[2], self._whole.get((name, block))
         if known is None:
-            found = compute(k)
+            found = self._computed(k, 0, compute)
         elif (seen := known.shape[2] * block) == N:
             found = known
         else:
-            found = torch.cat((known, compute(k[:, :, seen:])), dim=2)
+            found = torch.cat((known, self._computed(k, seen, compute)), dim=2)
         # Another dict, since a copy of this history has the one that was here. Nothing changes if `compute` fails.
         self._whole = {**self._whole, (name, block): found[:, :, : N // block]}
-        if not k.is_cuda and self._tokens < N:
+        if self._paged is None and not k.is_cuda and self._tokens < N:
             self._last = k[:, :, -1].clone()
         self._tokens, self._kind = N, kind
         return found
+
+    def _computed(self, k: Tensor, first: int, compute: Callable[..., Tensor]) -> Tensor:
+        """What `compute` gives of the keys from `first` on."""
+        if (paged := self._paged) is None:
+            return compute(k[:, :, first:])
+        return compute(paged.keys, index=paged.key_slots[:, :, first:])
 
     def _check(self, k: Tensor, permutation: Permutation) -> tuple[Any, ...]:
         """Refuse keys that cannot be those of this history with more behind them; say what they have in common."""
@@ -134,7 +152,7 @@ class KeyHistory:
                 f"'history' has seen other keys: key {self._tokens - 1} has changed since; each layer and each "
                 "prompt needs a KeyHistory of its own; call rewind(tokens) after keys were written anew"
             )
-        if k.is_cuda and torch.cuda.is_current_stream_capturing():
+        if self._paged is None and k.is_cuda and torch.cuda.is_current_stream_capturing():
             raise ValueError(
                 "'history' grows with every call, and a CUDA graph repeats one: capture calls without it"
             )

@@ -61,21 +61,26 @@ class MeanPoolScorer(Scorer[GlobalPermutation, BlockMass]):
         self, q: Tensor, k: Tensor, permutation: GlobalPermutation, grid: Grid, history: KeyHistory | None
     ) -> tuple[Tensor, Tensor]:
         """The mean queries `[B, Hq, rows, D]` and the mean keys `[B, H, cols, D]` of blocks."""
-        if history is not None:
+        paged = None if history is None else history.paged
+        if history is not None and paged is None:
             mean = partial(block_mean, padded_tail=self.padded_tail)
             pooled_k = history.blocks("mean", k, permutation, grid.k_block, partial(mean, block=grid.k_block))
             return mean(q, grid.q_block, lead=grid.q_lead, index=permutation.q_index), pooled_k
         return block_means(
             q,
-            k,
+            k if paged is None else paged.keys,
             grid.q_block,
             grid.k_block,
             lead=grid.q_lead,
             padded_tail=self.padded_tail,
             q_index=permutation.q_index,
-            k_index=permutation.key_slots,
+            k_index=permutation.key_slots if paged is None else paged.key_slots,
         )
 
     @property
     def keeps_history(self) -> bool:
+        return True
+
+    @property
+    def takes_paged_keys(self) -> bool:
         return True

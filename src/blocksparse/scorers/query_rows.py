@@ -71,6 +71,10 @@ class QueryRowsScorer(Scorer[GlobalPermutation, BlockMass]):
     def keeps_history(self) -> bool:
         return True
 
+    @property
+    def takes_paged_keys(self) -> bool:
+        return True
+
 
 def _reach(grid: Grid) -> dict[str, Any]:
     """Fields of `Cells` by which a query reaches the blocks whose last token it may see."""

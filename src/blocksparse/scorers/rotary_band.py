@@ -90,3 +90,7 @@ class RotaryBandScorer(Scorer[GlobalPermutation, BlockMass]):
     @property
     def keeps_history(self) -> bool:
         return True
+
+    @property
+    def takes_paged_keys(self) -> bool:
+        return True

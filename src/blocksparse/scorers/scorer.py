@@ -46,3 +46,11 @@ class Scorer(ABC, Generic[PermutationT_contra, ScoresT_co]):
     def keeps_history(self) -> bool:
         """Whether this scorer remembers anything of keys that it has seen."""
         return False
+
+    @property
+    def takes_paged_keys(self) -> bool:
+        """Whether this scorer, given a history, looks at keys through `history.blocks` alone, if it does at all.
+
+        It then scores keys in the pages of a cache as well: `k` is then no more than a shape.
+        """
+        return False

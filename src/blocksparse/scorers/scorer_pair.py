@@ -59,3 +59,7 @@ class ScorerPair(
     @property
     def keeps_history(self) -> bool:
         return self.first.keeps_history and self.second.keeps_history
+
+    @property
+    def takes_paged_keys(self) -> bool:
+        return self.first.takes_paged_keys and self.second.takes_paged_keys

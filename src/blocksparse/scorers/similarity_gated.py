@@ -70,6 +70,10 @@ class SimilarityGatedScorer(Scorer[GlobalPermutation, BlockMass]):
     def keeps_history(self) -> bool:
         return self.inner.keeps_history and not self._centred(causal=True)
 
+    @property
+    def takes_paged_keys(self) -> bool:
+        return self.inner.takes_paged_keys and not self._centred(causal=True)
+
     def _centred(self, causal: bool) -> bool:
         return not causal if self.smooth_k is None else self.smooth_k
 

@@ -56,6 +56,7 @@ def compile_sparse_attention(
     window: bool = False,
     softcap: bool = False,
     sinks: bool = False,
+    paged: bool = False,
     index: str = "i16",
     tiles: TritonTiles | None = None,
 ) -> triton.compiler.CompiledKernel:
@@ -71,6 +72,7 @@ def compile_sparse_attention(
     absent = [f"{name}_ptr" for name, given in on.items() if not given]
     absent += [f"{name}_strides" for name, given in on.items() if not given and name != "pv_skip"]
     absent += [name for name, given in (("window", window), ("cap", softcap), ("sinks_ptr", sinks)) if not given]
+    absent += [] if paged else ["slots_ptr"]
     constants = {
         "D": head_dim, "DV": head_dim, "BLOCK_D": padded, "BLOCK_DV": padded,
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
@@ -85,7 +87,7 @@ def compile_sparse_attention(
         "q_ptr": f"*{q_dtype}", "k_source": source_type(q_dtype), "v_source": source_type(v_dtype),
         "out_ptr": f"*{dtype}", "lse_ptr": "*fp32",
         **{f"{name}_ptr": "*i32" for name in (
-            "full_count", "partial_count", "q_position", "k_position", "k_copy")},
+            "full_count", "partial_count", "q_position", "k_position", "k_copy", "slots")},
         "index_ptr": f"*{index}",
         **{f"{name}_ptr": "*fp32" for name in ("pv_skip", "q_scale", "k_scale", "v_scale", "sinks")},
         **{f"{name}_strides": ("i32",) * 3 for name in ("q", "k", "v", "out")},
@@ -123,11 +125,11 @@ def compile_sparse_attention(
 def compile_hopper(
     tiles: HopperTiles, dtype: str, head_dim: int, q_block: int, k_block: int, *, causal: bool, in_order: bool,
     eight: str | None = None, index: str = "i16", value_dim: int | None = None, cut: bool = False,
-    changed: tuple[str, ...] = (),
+    changed: tuple[str, ...] = (), run: int = 0,
 ) -> triton.compiler.CompiledKernel:  # fmt: skip
     """A kernel for Hopper, as its launch function launches it; `eight` is the type of values beside int8 keys.
 
-    `changed` names what else the layer asks for: window, cap (a softcap) and sinks_ptr.
+    With `run` keys and values lie in pages. `changed` names what else the layer asks for: window, cap (a softcap) and sinks_ptr.
     """
     kernel = (sparse_attention_hopper if eight is None else int8_attention_hopper)._kernel.jit
     value_dim = value_dim or head_dim
@@ -136,6 +138,7 @@ def compile_hopper(
         "DQ": padded, "DV": padded_values(value_dim), "CONSUMERS": tiles.consumers, "BLOCK_N": tiles.block_n,
         "STAGES": tiles.num_stages, "PIECES": tiles.block_n // piece, "K_SPLIT": k_block // piece,
         "Q_SPLIT": q_block // (64 * tiles.consumers), "CAUSAL": causal, "Q_IN_ORDER": in_order, "K_IN_ORDER": in_order,
+        "RUN": run, **dict.fromkeys(("k_tail", "v_tail", "slots_ptr") if not run else ()),
         "CUT": cut, **dict.fromkeys(("work_ptr", "share_out_ptr", "share_lse_ptr") if not cut else ()),
         **dict.fromkeys({"window", "cap", "sinks_ptr"} - set(changed)),
         "FP8": eight == "fp8e4nv", "SKIP": not in_order,
@@ -153,9 +156,10 @@ def compile_hopper(
         return f"tensordesc<fp32[1, 1, {n}],{gl.NVMMASharedLayout(0, 32, rank=3)!r}>"
 
     of_q, wide = (dtype, 64) if eight is None else ("i8", padded)
-    halves = source_type(dtype, piece, 64)
+    halves = source_type(dtype, run or piece, 64)
     types: dict[str, object] = {
-        "q_source": source_type(of_q, 64, wide), "k_source": source_type(of_q, piece, wide),
+        "q_source": source_type(of_q, 64, wide), "k_source": source_type(of_q, run or piece, wide),
+        "k_tail": halves, "v_tail": halves, "slots_ptr": "*i32",
         "v_source": source_type("fp8e4nv", padded, piece) if eight == "fp8e4nv" else halves,
         "out_target": source_type(dtype, 64, 64), "lse_ptr": "*fp32", "scale_log2": "fp32",
         **{f"{name}_ptr": "*i32" for name in (

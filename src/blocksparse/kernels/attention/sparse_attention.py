@@ -26,7 +26,7 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from blocksparse.kernels.attention.arguments import Approximation, Lists, LogitChange, Tiles
+from blocksparse.kernels.attention.arguments import Approximation, Lists, LogitChange, Paged, Tiles
 from blocksparse.kernels.common.memory import empty_as
 from blocksparse.kernels.moving.gather_rows import gather_two
 from blocksparse.kernels.positions.token_positions import TokenPositions
@@ -51,6 +51,7 @@ def sparse_attention(
     approximation: Approximation = EXACT,
     change: LogitChange = UNCHANGED,
     out: Tensor | None = None,
+    paged: Paged | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over the listed blocks: `out` `[B, Hq, M, Dv]`, and `lse` `[B, Hq, M]` fp32.
 
@@ -70,8 +71,10 @@ def sparse_attention(
             raise ValueError("'out' must be given with 'v_scale'")
         out = empty_as(q, v.shape[-1], v.dtype)  # as q lies in memory, so before any copy of it
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    attend = _kernel(tiles, approximation, change)
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    if paged is None:
+        k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+    attend = _kernel(tiles, approximation, change, paged)
     with device_of(q):
         if key_slots is None:
             attend(q, k, v, out, lse, lists, positions, tiles, scale)
@@ -92,15 +95,17 @@ def sparse_attention(
     return out, lse
 
 
-def _kernel(tiles: Tiles, approximation: Approximation, change: LogitChange) -> Callable[..., None]:
+def _kernel(
+    tiles: Tiles, approximation: Approximation, change: LogitChange, paged: Paged | None = None
+) -> Callable[..., None]:
     """The function that fills `out` and `lse` by the kernel that `tiles` names."""
     if tiles.kernel == "hopper":
         from blocksparse.kernels.attention.sparse_attention_hopper import sparse_attention_hopper
 
-        return functools.partial(sparse_attention_hopper, change=change)
+        return functools.partial(sparse_attention_hopper, change=change, paged=paged)
     from blocksparse.kernels.attention.sparse_attention_triton import sparse_attention_triton
 
-    return functools.partial(sparse_attention_triton, approximation=approximation, change=change)
+    return functools.partial(sparse_attention_triton, approximation=approximation, change=change, paged=paged)
 
 
 def _heads_at_a_time(q: Tensor, k: Tensor, v: Tensor, key_slots: Tensor) -> int:

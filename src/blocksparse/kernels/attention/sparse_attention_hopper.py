@@ -10,6 +10,8 @@ tile's first scores are computed beside this one's last values.
 Warp specialisation gives each of these roles its own warps and, at the start, moves registers between them: loaders keep
 few, consumers get the rest (`registers`, `consumer_registers`).
 
+Keys and values may lie in the pages of a cache (`RUN`, in `hopper/loaders.py`): only the warps that load know of it.
+
 A sliding window hides keys in masked steps alone, a softcap changes scores as soon as they are there, and a sink joins a
 row's sum when its keys are done. A kernel without them is compiled as if there were none.
 """
@@ -17,6 +19,7 @@ row's sum when its keys are done. A kernel without them is compiled as if there 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -28,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from blocksparse.kernels.attention.arguments import Lists, LogitChange, TilesOnHopper
+from blocksparse.kernels.attention.arguments import Lists, LogitChange, Paged, TilesOnHopper
 from blocksparse.kernels.attention.hopper.launch import copy_back, launch_of, whole_rows
 from blocksparse.kernels.attention.hopper.loaders import PANEL, load_keys, load_values, panels
 from blocksparse.kernels.attention.hopper.output import store_lse, store_out, store_share, store_share_lse
@@ -54,6 +57,7 @@ from blocksparse.kernels.attention.hopper.rows import (
 from blocksparse.kernels.attention.hopper.shares import shares_of
 from blocksparse.kernels.common.memory import for_bulk_copies
 from blocksparse.kernels.common.names_triton import reinterpret
+from blocksparse.kernels.moving.gather_rows import gather_two
 from blocksparse.kernels.positions.token_positions import TokenPositions
 from blocksparse.runtime.launches import remembered
 
@@ -71,12 +75,13 @@ def sparse_attention_hopper(
     tiles: TilesOnHopper,
     scale: float,
     change: LogitChange,
+    paged: Paged | None,
 ) -> None:
     """Fills `out` and `lse`; the arguments are those of `sparse_attention`."""
     q, scale = positive(q, scale)
     scale, cap = _scale_and_cap(scale, change.softcap)
     q, whole, whole_lse = whole_rows(q, out, lse, positions.q_lead)
-    q, k, v = (for_bulk_copies(x) for x in (q, k, v))
+    q = for_bulk_copies(q)
     keys = v.shape[1], v.shape[2]
     shares = shares_of((q.shape[0], q.shape[1]), keys, v.shape[-1], lists, 64 * tiles.consumers)
     launch = launch_of(
@@ -91,11 +96,23 @@ def sparse_attention_hopper(
         entries=None if shares is None else shares.entries,
     )
     piece = min(lists.k_block, tiles.block_n)
+    sources: tuple[Any, ...]
+    if paged is None:
+        run, sources = 0, (*(panels(for_bulk_copies(x), piece) for x in (k, v)), None, None, None)
+    else:
+        run = min(paged.run, piece)
+        ends = _tail(paged, run)
+        of_pages = (panels(x, run) for x in (paged.keys, paged.values, *ends))
+        sources = (*of_pages, paged.slots)
+    k_source, v_source, k_tail, v_tail, slots = sources
     _kernel[launch.grid](
         panels(q, 64),
-        panels(k, piece),
-        panels(v, piece),
+        k_source,
+        v_source,
         panels(whole, 64),
+        k_tail,
+        v_tail,
+        slots,
         *((None, None, None) if shares is None else (shares.work, shares.out, shares.lse)),
         positions.window,
         cap,
@@ -104,10 +121,18 @@ def sparse_attention_hopper(
         **launch.options,
         **tiles.buffers(q.shape[-1], v.shape[-1]),
         CUT=shares is not None,
+        RUN=run,
     )
     if shares is not None:
         shares.join(whole, whole_lse, change.sinks)
     copy_back((whole, whole_lse), (out, lse), positions.q_lead)
+
+
+def _tail(paged: Paged, run: int) -> tuple[Tensor, Tensor]:
+    """The keys and values of the last run if it is not whole, `[1, Hkv, n, D]`; anything else that is never read."""
+    if not (n := paged.slots.shape[2] % run):
+        return paged.keys, paged.values
+    return gather_two(paged.keys, paged.values, paged.key_slots[:, :, -n:])
 
 
 def _scale_and_cap(scale: float, softcap: float | None) -> tuple[float, float | None]:
@@ -301,7 +326,8 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes,
 @remembered
 @gluon.jit(do_not_specialize=[*OF_PROMPT, "window"])
 def _kernel(
-    q_source, k_source, v_source, out_target, work_ptr, share_out_ptr, share_lse_ptr, window, cap, sinks_ptr, lse_ptr,
+    q_source, k_source, v_source, out_target, k_tail, v_tail, slots_ptr,
+    work_ptr, share_out_ptr, share_lse_ptr, window, cap, sinks_ptr, lse_ptr,
     full_count_ptr, partial_count_ptr, index_ptr, q_position_ptr, k_position_ptr, queue_ptr,
     count_stride_b, count_stride_h, index_stride_b, index_stride_h, lse_stride_b, lse_stride_h,
     q_position_strides, k_position_strides,
@@ -310,8 +336,9 @@ def _kernel(
     PIECES: gl.constexpr, K_SPLIT: gl.constexpr, Q_SPLIT: gl.constexpr,
     CAUSAL: gl.constexpr, Q_IN_ORDER: gl.constexpr, K_IN_ORDER: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, Q_BUFFERS: gl.constexpr, OUT_PARTS: gl.constexpr, CUT: gl.constexpr,
+    RUN: gl.constexpr,
 ):  # fmt: skip
-    PANEL_ROWS: gl.constexpr = BLOCK_N // PIECES
+    COPIED: gl.constexpr = RUN if RUN else BLOCK_N // PIECES  # keys that come in one copy
     HALF: gl.constexpr = q_source.dtype
     Q_PANELS: gl.constexpr = DQ // PANEL
     V_PANELS: gl.constexpr = DV // PANEL
@@ -319,20 +346,20 @@ def _kernel(
         HALF, [Q_BUFFERS * CONSUMERS * Q_PANELS, 1, 1, 64, PANEL], q_source.layout
     )
     k_pieces = gl.allocate_shared_memory(
-        HALF, [STAGES * Q_PANELS * PIECES, 1, 1, PANEL_ROWS, PANEL], k_source.layout
+        HALF, [STAGES * Q_PANELS * (BLOCK_N // COPIED), 1, 1, COPIED, PANEL], k_source.layout
     )
     v_pieces = gl.allocate_shared_memory(
-        HALF, [STAGES * V_PANELS * PIECES, 1, 1, PANEL_ROWS, PANEL], v_source.layout
+        HALF, [STAGES * V_PANELS * (BLOCK_N // COPIED), 1, 1, COPIED, PANEL], v_source.layout
     )
     out_pieces = gl.allocate_shared_memory(
         HALF, [CONSUMERS * V_PANELS // OUT_PARTS, 1, 1, 64, PANEL], out_target.layout
     )
     words = gl.allocate_shared_memory(gl.int64, [(3 if CUT else 2) * Q_BUFFERS, 1], mbarrier.MBarrierLayout())
     starts = gl.allocate_shared_memory(gl.int32, [STAGES * PIECES, 1], mbarrier.MBarrierLayout())
-    sources = (q_source, k_source, v_source, out_target)
+    sources = (q_source, k_source, v_source, out_target, k_tail, v_tail)
     pointers = (
         full_count_ptr, partial_count_ptr, index_ptr, q_position_ptr, k_position_ptr, queue_ptr, lse_ptr, work_ptr,
-        share_out_ptr, share_lse_ptr,
+        share_out_ptr, share_lse_ptr, slots_ptr,
     )  # fmt: skip
     bufs = (q_pieces, k_pieces, v_pieces, out_pieces, words, starts)
     strides = (
@@ -343,7 +370,7 @@ def _kernel(
     change = (window, cap, sinks_ptr)  # what is None is compiled away
     C = Constants(
         DQ, DV, CONSUMERS, BLOCK_N, STAGES, Q_BUFFERS, OUT_PARTS, PIECES, K_SPLIT, Q_SPLIT, CAUSAL, Q_IN_ORDER,
-        K_IN_ORDER, False, False, CUT,
+        K_IN_ORDER, False, False, CUT, RUN,
     )  # fmt: skip
     bars = make_rings(C)
     first: gl.constexpr = 0
