@@ -2,8 +2,8 @@
 
     python -m benchmarks.paged [--json FILE]
 
-Also two prompts in two calls, beside one prompt with as many queries: what one launch for both could give. Times are
-of a GPU at work without a pause. The host's are until a call returns, by a GPU with nothing else to do.
+Also two prompts in two calls, beside one prompt with as many queries: what one launch for both could give. Times
+are of a GPU at work without a pause. The host's are until a call returns, by a GPU with nothing else to do.
 """
 
 from __future__ import annotations
