@@ -15,6 +15,7 @@ from blocksparse.kernels.scoring import block_mean
 from blocksparse.kernels.scoring.block_mean import block_similarity
 from blocksparse.permuters.hilbert_order import HilbertOrder
 from blocksparse.presets.sparge import sparge
+from blocksparse.scorers import similarity_gated
 from blocksparse.scorers.antidiagonal import AntidiagonalScorer
 from blocksparse.scorers.flatten_max_pool import FlattenMaxPoolScorer
 from blocksparse.scorers.similarity_gated import SimilarityGatedScorer
@@ -211,10 +212,16 @@ def test_the_threshold_is_strict() -> None:
 @each_inner
 @pytest.mark.parametrize("causal", [True, False])
 def test_below_every_similarity_the_gate_is_open(
-    inner: bs.Scorer[bs.GlobalPermutation, bs.BlockMass], causal: bool
+    inner: bs.Scorer[bs.GlobalPermutation, bs.BlockMass], causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of a number for each head similarities are measured, and of one number they are not."""
     q, k, _ = make_qkv(B=2, N=83, M=60, D=16)
-    ours, plain = score(gate(inner, -1), q, k, causal=causal), score(inner, q, k, causal=causal)
+    ours, plain = score(gate(inner, [-1] * q.shape[1]), q, k, causal=causal), score(inner, q, k, causal=causal)
+    monkeypatch.delattr(similarity_gated, "block_similarity")
+    unmeasured = score(gate(inner, -0.1), q, k, causal=causal)
+    assert torch.equal(unmeasured.values, plain.values)
+    assert (unmeasured.forced is None) == (plain.forced is None)
+    assert unmeasured.forced is None or torch.equal(unmeasured.forced, plain.forced)
     assert torch.equal(ours.values, plain.values)
     assert ours.forced is not None
     forced = torch.zeros_like(ours.forced) if plain.forced is None else plain.forced & plain.grid.reachable

@@ -34,7 +34,8 @@ class SimilarityGatedScorer(Scorer[GlobalPermutation, BlockMass]):
 
     Args:
         inner: any scorer that gives a `BlockMass`, on any grid.
-        theta: in [-1, 1]; a number, or one per query head. Below 0 every block is similar, at 1 none is.
+        theta: in [-1, 1]; a number, or one per query head. Below 0 every block is similar, at 1 none is. A number
+            below 0 costs nothing: no similarity is measured, and the scores are those of `inner`.
         smooth_k: subtract the mean of all keys before the similarity of key blocks is measured (K smoothing of
             SageAttention). None does so only if the call is not causal, because in a causal call later keys would
             change the choice of earlier rows.
@@ -59,6 +60,8 @@ class SimilarityGatedScorer(Scorer[GlobalPermutation, BlockMass]):
         history: KeyHistory | None = None,
     ) -> BlockMass:
         scores = self.inner(q, k, permutation, spec, history)
+        if isinstance(self.theta, int | float) and self.theta < 0 and not self.padded_tail:
+            return scores
         block, centred = scores.grid.k_block, self._centred(spec.causal)
         if history is None or centred:  # with K smoothing the similarity of a block follows from all keys
             of_k = block_similarity(k, block, centred=centred, index=permutation.key_slots)
