@@ -10,6 +10,8 @@ from torch import Tensor
 
 from blocksparse.checks.validators import shown
 
+LEAST_RUN = 16
+"""Tokens that one copy of the kernel for Hopper takes at least."""
 _MOST_SLOTS = 2**30  # a number from there on means "nowhere" to the kernel for Hopper
 
 
@@ -51,20 +53,25 @@ class PagedKV:
         return self.slots.expand(-1, self.keys.shape[1], -1)
 
 
+def lies_in_slots(cache: Tensor) -> bool:
+    """Whether one row of slots runs through all pages of a cache `[pages, Hkv, page_size, D]`."""
+    page, _, slot, inner = cache.stride()
+    return inner == 1 and slot > 0 and page % slot == 0 and len(cache) * (page // slot) < _MOST_SLOTS
+
+
 def slots_per_page(cache: Tensor) -> int:
     """How many slots lie from the begin of one page to that of the next, in a cache `[pages, Hkv, page_size, D]`.
 
     Raises:
         ValueError: no row of slots runs through all pages.
     """
-    page, _, slot, inner = cache.stride()
-    if inner != 1 or slot <= 0 or page % slot or len(cache) * (page // slot) >= _MOST_SLOTS:
+    if not lies_in_slots(cache):
         raise ValueError(
             "the cache must have numbers of a token one behind another, pages whole numbers of tokens apart, and "
             "fewer than 2**30 tokens from its first to its last page: "
             f"{shown(cache)} with strides {cache.stride()}"
         )
-    return page // slot
+    return cache.stride(0) // cache.stride(2)
 
 
 def flat(cache: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from attrs import Factory, converters, field, frozen
 from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
-from blocksparse.batches.paged_kv import PagedKV
+from blocksparse.batches.paged_kv import LEAST_RUN, PagedKV
 from blocksparse.checks.inputs import UnsupportedError
 from blocksparse.checks.per_head import PerHead, by_head, negative, per_head, wrong_heads
 from blocksparse.checks.validators import a, optional
@@ -31,7 +31,6 @@ from blocksparse.runtime.failures import noted
 from blocksparse.runtime.opaque_call import is_transformed
 from blocksparse.selectors.block_mask import BlockMask
 
-_LEAST_RUN = 16  # tokens that one copy of the kernel for Hopper takes at least
 _HINT = "Use AutoExecutor(), or CpuExecutor() on a CPU."
 
 
@@ -173,7 +172,7 @@ def reads(tiles: Tiles, paged: PagedKV) -> bool:
     """Whether the kernel of these tiles reads such pages; the portable one reads any."""
     if not isinstance(tiles, HopperTiles):
         return True
-    return paged.run >= _LEAST_RUN and copies_in_bulk(paged.keys) and copies_in_bulk(paged.values)
+    return paged.run >= LEAST_RUN and copies_in_bulk(paged.keys) and copies_in_bulk(paged.values)
 
 
 def without_tensor_cores(q: Tensor) -> list[str]:

@@ -11,13 +11,16 @@ from attrs import frozen
 from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
+from blocksparse.batches.paged_kv import LEAST_RUN, PagedKV, lies_in_slots
 from blocksparse.checks.inputs import UnsupportedError
 from blocksparse.executors.dense_attention import dense_attention
 from blocksparse.integrations.density_recorder import DensityRecorder
 from blocksparse.integrations.serving.estimates import Estimates
 from blocksparse.integrations.serving.prefills import Prefills
 from blocksparse.integrations.serving.workspace import Workspace
+from blocksparse.kernels.common.hardware import is_hopper
 from blocksparse.layers.schedule import LayerPipeline
+from blocksparse.pipeline import Pipeline
 
 _log = logging.getLogger(__name__)
 
@@ -32,14 +35,16 @@ class LayerAttention:
     recorder: DensityRecorder | None
     workspace: Workspace
     estimates: Estimates | None = None
+    gather: bool = False  # whether keys and values leave their pages in any case
 
     def __call__(
         self, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, prefills: Prefills, *, scale: float
     ) -> None:
         """Attend the sparse rows of `query` to pages, and write the same rows of `out`.
 
-        One prompt after another: its keys and values leave their pages for the workspace in one launch, and its
-        pipeline writes the rows of `out`. So no memory is taken but what the stages need.
+        One prompt after another: its pipeline reads keys and values where they lie, and writes the rows of `out`.
+        Where there is a reason why not (`gathers_because`), they first leave their pages for the workspace in one
+        launch. So no memory is taken but what the stages need.
 
         Args:
             query: `[tokens, Hq, D]`, of the whole batch.
@@ -47,12 +52,45 @@ class LayerAttention:
             values: `[pages, Hkv, page_size, Dv]`.
             out: `[tokens, Hq, Dv]`.
         """
-        room = self.workspace.room(keys, values)
+        gathers = self.gathers_because(keys, values) is not None
         for request in prefills.longest_first():
             start, stop = prefills.rows[request]
-            k, v = prefills.table.gather_one(request, keys, values, room)
             q, rows = (x[start:stop].transpose(0, 1)[None] for x in (query, out))  # [1, Hq, M, D]
-            self._attend(q, k, v, rows, scale)
+            if gathers or not self._read(q, prefills.table.in_place(request, keys, values), rows, scale):
+                room = self.workspace.room(keys, values)
+                self._attend(q, *prefills.table.gather_one(request, keys, values, room), rows, scale)
+
+    def gathers_because(self, keys: Tensor, values: Tensor) -> str | None:
+        """The reason why keys and values leave their pages before they are read, or None.
+
+        Args:
+            keys, values: caches as of a call.
+        """
+        if self.gather:
+            return "the configuration says so"
+        if self.recorder is not None:
+            return "a record is kept"
+        if self.estimates is not None:
+            return "calls are audited"
+        if not isinstance(self.pipeline, Pipeline):
+            return "heads have pipelines of their own"
+        if not is_hopper(keys.device):
+            return "whether it pays to read pages in place is measured on Hopper alone"
+        if (page_size := keys.shape[2]) & -page_size < LEAST_RUN:
+            return f"pages of {page_size} tokens are too small"
+        if not lies_in_slots(keys) or not lies_in_slots(values):
+            return "tokens of the cache lie otherwise than in rows of slots"
+        return self.pipeline.gathers_because(keys.device)
+
+    def _read(self, q: Tensor, kv: PagedKV, out: Tensor, scale: float) -> bool:
+        """Attend to keys and values where they lie; False if no kernel can."""
+        assert isinstance(self.pipeline, Pipeline)
+        try:
+            self.pipeline.paged(q, kv, scale=scale, out=out)
+        except UnsupportedError as error:
+            _warn_of_gathering_once(self.layer, error.because)
+            return False
+        return True
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float) -> None:
         estimates = self.estimates if self.estimates is not None and self.estimates.wants(self.layer) else None
@@ -82,6 +120,11 @@ class LayerAttention:
 @lru_cache(maxsize=1024)
 def _warn_once(layer: int, because: str) -> None:
     _log.warning("blocksparse: prompts are dense in layer %d, of gathered keys: %s", layer, because)
+
+
+@lru_cache(maxsize=1024)
+def _warn_of_gathering_once(layer: int, because: str) -> None:
+    _log.warning("blocksparse: keys and values are gathered in layer %d: %s", layer, because)
 
 
 def record_dense(

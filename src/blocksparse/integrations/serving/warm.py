@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from blocksparse.batches.page_table import PageTable
 from blocksparse.checks.inputs import UnsupportedError
 from blocksparse.integrations.serving.layer import LayerAttention
 from blocksparse.integrations.serving.settings import ConfigurationError, Settings
 from blocksparse.integrations.serving.worth import Worth
 from blocksparse.layers.schedule import LayerPipeline
+from blocksparse.pipeline import Pipeline
 
 # 16 blocks of 128 tokens. Triton compiles a kernel for numbers that are multiples of 16, and once more for others.
 _ALIGNED = 2048
@@ -55,33 +58,55 @@ def pays_from(
     return from_here
 
 
-def warm(
-    attention: LayerAttention, worth: Worth, settings: Settings, query: Tensor, out: Tensor, *, tokens: int
-) -> float:
-    """Take the workspace, and prefill once in each size of a request that may go sparse: seconds that it took.
+class Warmed(NamedTuple):
+    """What `warm` did."""
 
+    seconds: float
+    gathers_because: str | None  # why keys and values are not read in their pages; None if they are
+
+
+def warm(
+    attention: LayerAttention,
+    worth: Worth,
+    settings: Settings,
+    query: Tensor,
+    out: Tensor,
+    *,
+    tokens: int,
+    page_size: int,
+) -> Warmed:
+    """Prefill once in each size of a request that may go sparse, and take the workspace where keys are gathered.
+
+    Pages that are read in place are all one page here, so that this takes no memory that an engine would not take.
     On a CPU, where no size is compiled for by itself, it is one short prefill.
 
     Args:
         query, out: `[queries of a step, Hq, D]`; what is in `out` is overwritten.
         tokens: at most, of a request.
+        page_size: tokens of a page of the cache.
 
     Raises:
         ConfigurationError: the executor cannot run here.
     """
     start = time.perf_counter()
+    _, heads, _, D = worth.k.shape
+    page = worth.k.new_zeros((1, page_size, heads, 2 * D)).transpose(1, 2)
+    keys, values = page.split(D, dim=3)  # [1, Hkv, page_size, D], as a cache with one page
+    gathers = attention.gathers_because(keys, values)
     least = pays_from(attention.pipeline, worth, settings, queries=min(len(query), tokens), tokens=tokens)
     if least is None:
-        return 0.0
+        return Warmed(0.0, gathers)
     found = list(sizes(min(len(query), tokens), least, tokens))
-    cache = worth.k.expand(1, -1, 1, -1)  # [1, Hkv, 1, D], as of a page with one token
-    room = attention.workspace.room(cache, cache).zero_()
+    room = None if gathers is None else attention.workspace.room(keys, values)
     for M, N in found if query.is_cuda else [(min(M, 256), N) for M, N in found[-1:]]:
-        kept = worth.k.shape[1] * N * worth.k.shape[3]
-        k, v = (part.view(1, -1, N, worth.k.shape[3]) for part in room[: 2 * kept].split(kept))
+        pages = torch.zeros((1, -(-N // page_size)), dtype=torch.int32, device=query.device)
+        table = PageTable(pages, [N], page_size=page_size)
         q, rows = (x[:M].transpose(0, 1)[None] for x in (query, out))
         try:
-            attention.pipeline(q, k, v, out=rows)
+            if room is not None:
+                attention.pipeline(q, *table.gather_one(0, keys, values, room), out=rows)
+            elif isinstance(attention.pipeline, Pipeline):
+                attention.pipeline.paged(q, table.in_place(0, keys, values), out=rows)
         except UnsupportedError as error:
             raise ConfigurationError(
                 f"{attention.pipeline!r} of layer {attention.layer} cannot run here: {error.because}; "
@@ -89,4 +114,4 @@ def warm(
             ) from None
     if query.is_cuda:
         torch.cuda.synchronize(query.device)
-    return time.perf_counter() - start
+    return Warmed(time.perf_counter() - start, gathers)

@@ -111,7 +111,7 @@ def _layers(
             elif pipeline is None:
                 layers[layer] = "no pipeline for this layer"
             else:
-                layers[layer] = LayerAttention(pipeline, index, recorder, workspace, estimates)
+                layers[layer] = LayerAttention(pipeline, index, recorder, workspace, estimates, settings.gather)
     return layers
 
 
@@ -133,7 +133,7 @@ def _warmed(runner: Any, settings: Settings, layers: dict[Any, LayerAttention | 
     for _, attention in sparse:
         if attention.pipeline not in done:
             done.add(attention.pipeline)
-            warm(attention, worth, settings, query, out, tokens=tokens)
+            warm(attention, worth, settings, query, out, tokens=tokens, page_size=1)
     return kinds
 
 

@@ -33,11 +33,13 @@ class Engine:
     Args:
         queries: at most, of a step.
         tokens: at most, of a request.
+        page_size: tokens of a page of the cache.
     """
 
     settings: Settings
     queries: int
     tokens: int
+    page_size: int = 16
     recorder: DensityRecorder | None = field(init=False)
     workspace: Workspace = field(init=False)
     counters: Counters = field(factory=Counters, init=False)
@@ -75,6 +77,7 @@ class Engine:
             Settings.of(config.additional_config, served_by(config), HOST),
             queries=int(config.scheduler_config.max_num_batched_tokens),
             tokens=int(config.model_config.max_model_len),
+            page_size=int(getattr(config.cache_config, "block_size", None) or 16),
         )
 
     def attention(self, layer: int) -> LayerAttention | str:
@@ -84,7 +87,7 @@ class Engine:
         pipeline = self.settings.layers[layer]
         if pipeline is None:
             return "no pipeline for this layer"
-        return LayerAttention(pipeline, layer, self.recorder, self.workspace, self.estimates)
+        return LayerAttention(pipeline, layer, self.recorder, self.workspace, self.estimates, self.settings.gather)
 
     def warm(self, attention: LayerAttention, worth: Worth, query: Tensor, out: Tensor) -> None:
         """Take memory and compile kernels for a pipeline, in the first of the layers that have it.
@@ -95,11 +98,24 @@ class Engine:
         kind = attention.pipeline, worth.q.shape, worth.k.shape, query.dtype
         if kind not in self._warmed:
             self._warmed.add(kind)
-            seconds = warm(attention, worth, self.settings, query, out, tokens=self.tokens)
+            warmed = warm(
+                attention,
+                worth,
+                self.settings,
+                query,
+                out,
+                tokens=self.tokens,
+                page_size=self.page_size,
+            )
+            because = warmed.gathers_because
             _log.info(
-                "blocksparse: %r is ready after %.1f s, with %d MiB for keys and values",
-                attention.pipeline, seconds, self.workspace.nbytes >> 20,
-            )  # fmt: skip
+                "blocksparse: %r is ready after %.1f s; keys and values are %s",
+                attention.pipeline,
+                warmed.seconds,
+                f"read in pages of {self.page_size} tokens"
+                if because is None
+                else f"gathered in {self.workspace.nbytes >> 20} MiB, because {because}",
+            )
 
     def threshold(self, pipeline: LayerPipeline, worth: Worth) -> str:
         """From how many tokens on a full chunk goes sparse, for the log."""
