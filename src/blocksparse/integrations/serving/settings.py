@@ -97,7 +97,7 @@ class Settings:
     min_tokens: int = 512
     min_queries: int = 64
     dense_below: float | None = None
-    gather: bool = False
+    gather: bool = True
     record: bool = False
     audit: Audit | None = None
 
@@ -133,7 +133,7 @@ class Settings:
             tuple(map(_always_runs, schedule.resolve(served.layers))),
             dense_below=dense_below,
             **{name: whole(given[name]) for name in ("min_tokens", "min_queries") if name in given},
-            gather=given.get("gather", False),
+            gather=given.get("gather", True),
             record=given.get("record", False),
             audit=_audit(given["audit"]) if "audit" in given else None,
         )
