@@ -18,8 +18,8 @@ SOURCE = Path(__file__).parents[1] / "src" / "blocksparse"
 # what `runtime` says of PyTorch and Triton.
 LAYERS = [
     "checks", "batches", "torch_private", "validators", "user_error", "precision", "per_head", "attention_spec",
-    "sequences", "inputs", "page_table", "opaque_call", "runtime", "class_line", "permuters", "geometry",
-    "scorers", "selectors", "executors", "trace", "choice", "four_stages", "pipeline", "layers", "sdpa", "audit",
+    "sequences", "inputs", "paged_kv", "page_table", "opaque_call", "runtime", "class_line", "permuters",
+    "geometry", "scorers", "selectors", "executors", "trace", "choice", "four_stages", "pipeline", "layers", "sdpa", "audit",
     "presets", "testing", "distributed", "integrations", "demo", "tune", "serving", "bench", "inspection", "cli",
 ]  # fmt: skip
 # Part of a layer that stands elsewhere than the rest: servers read plans, tuning attaches to models, and the files
@@ -29,7 +29,7 @@ OWN_LAYER |= {
     f"blocksparse.{room}.{name}": name
     for room, names in {
         "checks": ("validators", "user_error", "per_head", "inputs", "class_line"),
-        "batches": ("sequences", "page_table"),
+        "batches": ("sequences", "page_table", "paged_kv"),
         "runtime": ("torch_private", "precision", "opaque_call"),
     }.items()
     for name in names

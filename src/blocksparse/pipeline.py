@@ -182,9 +182,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
             return f"{type(self.permuter).__name__} moves keys"
         if not self.scorer.takes_paged_keys:
             return f"{type(self.scorer).__name__} needs the keys themselves"
-        if not self.executor.reads_pages_on(device):
-            return f"{type(self.executor).__name__} reads no pages on {device.type}"
-        return None
+        return self.executor.gathers_because(device)
 
     def choose(
         self,

@@ -36,7 +36,6 @@ from blocksparse import (
 )
 from blocksparse.attention_spec import AttentionSpec
 from blocksparse.executors.dense_attention import dense_attention
-from blocksparse.integrations.serving import layer
 from blocksparse.integrations.serving.estimates import Estimates
 from blocksparse.integrations.serving.kinds import Kinds
 from blocksparse.integrations.serving.layer import LayerAttention, record_dense
@@ -234,7 +233,6 @@ def test_pages_are_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = Batch.of(common, split(queries, keys), keys, page_size=16, build=lambda rest: None)
     assert batch.prefills is not None
     pretend_gpu(monkeypatch)
-    monkeypatch.setattr(layer, "is_hopper", lambda device: True)
     pipeline = mean_pooling(0.5, block=16, executor=TritonExecutor())
     outs = []
     for gather in (True, False):
@@ -251,7 +249,7 @@ def test_pages_are_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     assert outs[0].isfinite().all()
 
 
-def test_why_keys_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_keys_are_gathered() -> None:
     cache = torch.zeros(3, 2, 16, 32)
     keys, values = cache.split(16, dim=-1)
     pipeline = mean_pooling(executor=TritonExecutor())
@@ -271,8 +269,6 @@ def test_why_keys_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert because(recorder=DensityRecorder()) == "a record is kept"
     assert because(estimates=object()) == "calls are audited"
     assert because(HeadGroups({(0,): pipeline, (1,): None})) == "heads have pipelines of their own"
-    assert because() == "whether it pays to read pages in place is measured on Hopper alone"
-    monkeypatch.setattr(layer, "is_hopper", lambda device: True)
     assert because() is None
     assert because(cache=keys[:, :, :8]) == "pages of 8 tokens are too small"
     turned = torch.zeros(3, 2, 16, 16).transpose(2, 3)
@@ -368,7 +364,7 @@ def test_an_engine_is_warm_before_it_serves() -> None:
     attention = LayerAttention(mean_pooling(block=16), 0, None, workspace)
     warmed = warm(attention, worth, settings, query, out, tokens=300, page_size=16)
     assert warmed.seconds > 0
-    assert warmed.gathers_because == "whether it pays to read pages in place is measured on Hopper alone"
+    assert warmed.gathers_because == "AutoExecutor reads pages on Hopper alone, where it saves time"
     assert workspace.nbytes == 300 * 2 * 2 * 16 * 4
     assert (out[:64] == 0).all()  # of values that are 0
     eight = LayerAttention(sparge(executor=Int8Executor()), 5, None, Workspace(300))

@@ -20,6 +20,7 @@ from blocksparse.executors.executor import Executor
 from blocksparse.executors.flex import FlexExecutor
 from blocksparse.executors.reference import ReferenceExecutor
 from blocksparse.executors.triton import TritonExecutor
+from blocksparse.kernels.common.hardware import is_hopper
 from blocksparse.kernels.common.sizes import cdiv
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.runtime.repetition import refuse_repetition
@@ -154,8 +155,8 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
     ) -> AttentionOutput:
         return _ON_GPU[0].attend_paged(q, kv, mask, spec, out)
 
-    def reads_pages_on(self, device: torch.device) -> bool:
-        return device.type == "cuda"
+    def gathers_because(self, device: torch.device) -> str | None:
+        return None if is_hopper(device) else "AutoExecutor reads pages on Hopper alone, where it saves time"
 
     def choose(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec) -> ExecutorChoice:
         """What a pipeline would run for these inputs, and why nothing faster."""

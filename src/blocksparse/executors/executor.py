@@ -63,14 +63,14 @@ class Executor(ABC, Generic[PermutationT_contra, MaskT_contra]):
         """Make the same call with keys and values where they lie, in the pages of a cache; `mask` is of `kv.k`.
 
         Raises:
-            TypeError, ValueError: as of `check`, or this executor reads no pages (`reads_pages_on`).
+            TypeError, ValueError: as of `check`, or this executor reads no pages (`gathers_because`).
         """
         because = f"{type(self).__name__} reads no pages"
         raise UnsupportedError(f"{because}: gather the keys and values first", because)
 
-    def reads_pages_on(self, device: torch.device) -> bool:
-        """Whether `attend_paged` reads caches on this device, if what is asked for fits."""
-        return False
+    def gathers_because(self, device: torch.device) -> str | None:
+        """The reason why keys and values must leave the pages of a cache on this device, or None."""
+        return f"{type(self).__name__} reads no pages"
 
     @property
     def may_be_left_out(self) -> bool:

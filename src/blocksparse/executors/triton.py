@@ -102,8 +102,8 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
             raise UnsupportedError(f"{because}: take an order that leaves keys in place", because)
         return self._attend(q, kv.k, kv.v, mask, spec, out, kv)
 
-    def reads_pages_on(self, device: torch.device) -> bool:
-        return True
+    def gathers_because(self, device: torch.device) -> str | None:
+        return None
 
     def _attend(
         self,
@@ -136,12 +136,11 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
                 grid.positions,
                 tiles,
                 scale=spec.scale,
-                key_slots=slots,
+                key_slots=slots if paged is None else paged,
                 visited=visited,
                 approximation=approximation,
                 change=change,
                 out=out if there else None,
-                paged=paged,
             )
 
         kernels: Iterable[Tiles] = self._kernels(queries, k, v, mask, spec)

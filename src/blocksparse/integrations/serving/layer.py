@@ -18,7 +18,6 @@ from blocksparse.integrations.density_recorder import DensityRecorder
 from blocksparse.integrations.serving.estimates import Estimates
 from blocksparse.integrations.serving.prefills import Prefills
 from blocksparse.integrations.serving.workspace import Workspace
-from blocksparse.kernels.common.hardware import is_hopper
 from blocksparse.layers.schedule import LayerPipeline
 from blocksparse.pipeline import Pipeline
 
@@ -74,8 +73,6 @@ class LayerAttention:
             return "calls are audited"
         if not isinstance(self.pipeline, Pipeline):
             return "heads have pipelines of their own"
-        if not is_hopper(keys.device):
-            return "whether it pays to read pages in place is measured on Hopper alone"
         if (page_size := keys.shape[2]) & -page_size < LEAST_RUN:
             return f"pages of {page_size} tokens are too small"
         if not lies_in_slots(keys) or not lies_in_slots(values):

@@ -46,12 +46,11 @@ def sparse_attention(
     tiles: Tiles,
     *,
     scale: float,
-    key_slots: Tensor | None = None,
+    key_slots: Tensor | Paged | None = None,
     visited: Tensor | None = None,
     approximation: Approximation = EXACT,
     change: LogitChange = UNCHANGED,
     out: Tensor | None = None,
-    paged: Paged | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over the listed blocks: `out` `[B, Hq, M, Dv]`, and `lse` `[B, Hq, M]` fp32.
 
@@ -60,7 +59,8 @@ def sparse_attention(
         k: `[B, Hk, N, D]`, in slot order unless `key_slots` is given; Hk is Hkv or Hq.
         v: `[B, Hk, N, Dv]`, likewise.
         key_slots: `[B, H, N]` int32, the key in each slot. Keys and values `[B, Hkv, N, ...]` are then moved into slot
-            order here, once per head of `key_slots`, and so many heads at a time that the workspace stays small.
+            order here, once per head of `key_slots`, and so many heads at a time that the workspace stays small. Or where the keys
+            and values of one prompt lie in a cache, which is read in place: `k` and `v` are then no more than shapes.
         visited: `[B|1, Hw, cols]` bool, the blocks that `visited_columns` finds in the mask; `Hw` divides H. No others
             are then moved into slot order. None moves all.
         out: where the output is written, with its last axis innermost. If None, it has the dtype of v, and lies in memory
@@ -72,7 +72,10 @@ def sparse_attention(
         out = empty_as(q, v.shape[-1], v.dtype)  # as q lies in memory, so before any copy of it
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     q = q if q.stride(-1) == 1 else q.contiguous()
-    if paged is None:
+    paged = None
+    if key_slots is not None and not isinstance(key_slots, Tensor):
+        key_slots, paged = None, key_slots
+    else:
         k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     attend = _kernel(tiles, approximation, change, paged)
     with device_of(q):
