@@ -101,9 +101,11 @@ def calls(hardware: Hardware) -> dict[str, Call]:
 
 
 def read_pages(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Keys and values of one request from pages of 128 tokens."""
+    """Keys and values of one request from pages of 128 tokens, gathered and in place."""
     keys, values = (x.view(-1, TOKENS // 128, 128, x.shape[3]).transpose(0, 1) for x in (k, v))
-    bs.PageTable(torch.arange(TOKENS // 128)[None], [TOKENS], page_size=128).gather(keys, values)
+    table = bs.PageTable(torch.arange(TOKENS // 128)[None], [TOKENS], page_size=128)
+    table.gather(keys, values)
+    bs.mean_pooling(executor=bs.TritonExecutor()).paged(q, table.in_place(0, keys, values))
 
 
 def end_of_long(pipeline: bs.Pipeline[Any, Any, Any], q: Tensor, k: Tensor, v: Tensor) -> None:

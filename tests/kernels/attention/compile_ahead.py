@@ -31,8 +31,11 @@ from blocksparse.kernels.common import hardware
 from blocksparse.kernels.common.shared_memory import of_attention
 from blocksparse.kernels.common.sizes import padded_keys, padded_values
 
-# Kinds of kernels, the second with lists that are cut into shares; others are named by the type of their 8-bit values.
+# Kinds of kernels, the second with lists that are cut into shares, the last two with keys and values in pages, in runs of
+# so many; others are named by the type of their 8-bit values.
 PLAIN, CUT = "16 bits", "16 bits, cut"
+PAGED, PAGED_CUT = "16 bits, runs of 16", "16 bits, cut, runs of 64"
+RUNS = {PAGED: 16, PAGED_CUT: 64}
 # Before 3.8 Triton has no 8-bit integer products for sm_100's own matrix unit, and takes the older one.
 INTEGER_INSTRUCTION = {
     "sm_80": r"\.s8\.s8",
@@ -216,6 +219,8 @@ def main() -> int:
         (HopperTiles(2, 128, 2), "bf16", 128, 128, 128, True, True, CUT),
         (HopperTiles(1, 64, 2, 2), "bf16", 128, 64, 64, True, False, CUT),
         (HopperTiles(2, 64, 2), "bf16", 256, 128, 128, True, True, CUT),
+        (HopperTiles(2, 128, 2), "bf16", 128, 128, 64, True, True, PAGED),
+        (HopperTiles(2, 64, 2), "fp16", 256, 128, 128, True, True, PAGED_CUT),
         (HopperTiles(2, 128, 2), "bf16", 128, 128, 64, True, False, PLAIN),
         (HopperTiles(2, 128, 2), "fp16", 96, 256, 256, False, False, PLAIN),
         (HopperTiles(1, 128, 2, 2), "fp16", 64, 64, 64, True, False, PLAIN),
@@ -234,8 +239,8 @@ def main() -> int:
         shown = f"{head_dim}" if value_dim == head_dim else f"{head_dim},{value_dim}"
         kernel = compile_hopper(
             tiles, dtype, head_dim, q_block, k_block, causal=causal, in_order=in_order,
-            eight=None if kind in (PLAIN, CUT) else kind, index=index, value_dim=value_dim, cut=kind == CUT,
-            changed=tuple(changed),
+            eight=None if kind in (PLAIN, CUT, *RUNS) else kind, index=index, value_dim=value_dim,
+            cut=kind in (CUT, PAGED_CUT), changed=tuple(changed), run=RUNS.get(kind, 0),
         )  # fmt: skip
         found = {
             name: kernel.asm["ptx"].count(name)
@@ -263,6 +268,8 @@ def main() -> int:
                 print(
                     f"{name} {dtype} D={head_dim} block={block} tma={tma} lists={index}: {found} x {MATRIX_INSTRUCTION[name]}, {kernel.metadata.shared} B shared"
                 )
+        kernel = compile_sparse_attention(name, "bf16", 128, 128, False, paged=True)
+        print(f"{name} bf16 D=128 block=128 in pages: {kernel.metadata.shared} B shared")
         if name == "sm_90":  # for others a window comes with softcap and sinks
             kernel = compile_sparse_attention(name, "bf16", 128, 128, with_tma[-1], window=True)
             print(f"{name} bf16 D=128 block=128 in a window: {kernel.metadata.shared} B shared")

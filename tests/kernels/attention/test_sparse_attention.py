@@ -847,6 +847,7 @@ def test_compiles_ahead_of_time() -> None:
         assert f"{target} bf16 D=128" in printed
         assert f"{target} bf16 D=64 softcap=True sinks=True" in printed
         assert f"{target} D=80 pv_skip=True int8_qk=True fp8_pv=False" in printed
+        assert f"{target} bf16 D=128 block=128 in pages" in printed
     assert "sm_90 bf16 D=128 block=128 in a window" in printed
     assert "sm_90 D=128 pv_skip=True int8_qk=True fp8_pv=True" in printed
     assert "sm_90 HopperTiles(consumers=1, block_n=128, num_stages=2, per_sm=2) fp16 D=64" in printed
@@ -857,6 +858,8 @@ def test_compiles_ahead_of_time() -> None:
     kinds = (
         "16 bits [] lists=i16",
         "16 bits, cut [] lists=i16",
+        "16 bits, runs of 16 [] lists=i16",
+        "16 bits, cut, runs of 64 [] lists=i16",
         "16 bits [] lists=i32",
         "fp8e4nv [] lists=i16",
         "bf16 [] lists=i32",
