@@ -13,8 +13,8 @@ from torch import Tensor
 from blocksparse.attention_spec import AttentionSpec
 from blocksparse.checks.validators import Rule, block_size, optional, positive, real, whole
 from blocksparse.geometry import Grid
+from blocksparse.kernels.moving.band_channels import band_channels
 from blocksparse.kernels.multiplying.block_products import block_products
-from blocksparse.kernels.scoring.band_channels import band_channels
 from blocksparse.kernels.scoring.block_mean import block_mean
 from blocksparse.kernels.scoring.block_softmax import block_softmax
 from blocksparse.permuters.permutation import GlobalPermutation

@@ -24,7 +24,7 @@ def band_channels(
 ) -> tuple[Tensor, Tensor]:
     """`[B, Hq, rows, D]` and `[B, H, cols, D]` to `[..., 2 (end - first)]`; `H` divides `Hq`."""
     if queries.is_cuda and queries.dtype == keys.dtype == torch.float32:
-        from blocksparse.kernels.scoring.band_channels_triton import band_channels_triton
+        from blocksparse.kernels.moving.band_channels_triton import band_channels_triton
 
         return band_channels_triton(queries, keys, first, end, temperature, least=LEAST_RMS)
     return band_channels_reference(queries, keys, first, end, temperature)

@@ -7,10 +7,10 @@ from functools import partial
 import pytest
 import torch
 
-from blocksparse.kernels.scoring.band_channels import LEAST_RMS, band_channels, band_channels_reference
+from blocksparse.kernels.moving.band_channels import LEAST_RMS, band_channels, band_channels_reference
 
 pytest.importorskip("triton")
-from blocksparse.kernels.scoring.band_channels_triton import band_channels_triton
+from blocksparse.kernels.moving.band_channels_triton import band_channels_triton
 
 
 @pytest.mark.parametrize("temperature", [None, 0.7])
