@@ -121,8 +121,7 @@ def main() -> int:
             print("NOTHING BELOW COUNTS: with every block kept, answers differ", flush=True)
     print("\n| prompts | " + " | ".join(f"{name}, s" for name in engines) + " | times as fast | first / later |")
     print("|---" * (len(engines) + 3) + "|", flush=True)
-    cases = list(map(Case.read, options.cases.split()))
-    for case in cases:
+    for case in map(Case.read, options.cases.split()):
         times: dict[str, list[float]] = {name: [] for name in engines}
         result["cases"][str(case)] = times
         longest = 0.0
@@ -137,7 +136,7 @@ def main() -> int:
         print(row(case, times) if all(times.values()) else f"| {case} | no time is left |", flush=True)
     if options.densities:
         for name, engine in list(engines.items())[1:]:
-            for case in cases:
+            for case in map(Case.read, options.densities.split()):
                 density = engine.ask(do="density", **case._asdict(), seed=f"{case}")
                 result.setdefault("densities", {}).setdefault(name, {})[str(case)] = density
                 print("density", name, case, density, flush=True)
@@ -181,7 +180,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--exactly", action="store_true", help="in float16 and logits in float32, to compare answers"
     )
-    parser.add_argument("--densities", action="store_true", help="also print what share of the blocks was kept")
+    parser.add_argument("--densities", default="", help="cases of which the kept share of blocks is said")
     parser.add_argument("--profile", default="", help="cases whose kernels are listed at the end")
     parser.add_argument("--soak", type=float, default=0, help="seconds of random mixes at the end, for memory")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the script on a CPU")
