@@ -109,6 +109,7 @@ def test_runs() -> None:
     assert runs.ranges == ((0, 2), (4, 5), (6, 8))
     assert len(runs) == 5
     assert [*runs] == [0, 1, 4, 6, 7]
+    assert str(runs) == "0-1, 4, 6-7"
     x = torch.arange(8)
     assert runs.take(x).tolist() == runs.take(x.numpy()).tolist() == [*runs]
     assert Runs.of([2, 3]).take(x).data_ptr() == x[2:].data_ptr()  # no copy of what lies together

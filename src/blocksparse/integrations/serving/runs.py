@@ -36,6 +36,10 @@ class Runs:
     def __iter__(self) -> Iterator[int]:
         return chain.from_iterable(range(start, stop) for start, stop in self.ranges)
 
+    def __str__(self) -> str:
+        """`0-2, 5`."""
+        return ", ".join(f"{start}-{stop - 1}" if stop - start > 1 else f"{start}" for start, stop in self.ranges)
+
     def of_tokens(self, starts: Sequence[int]) -> Runs:
         """The tokens of these requests; those of request `i` are `starts[i]` to `starts[i + 1] - 1`."""
         ranges = [(starts[start], starts[stop]) for start, stop in self.ranges]

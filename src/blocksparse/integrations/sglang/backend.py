@@ -15,6 +15,7 @@ from blocksparse.integrations.density_recorder import DensityRecorder
 from blocksparse.integrations.serving.estimates import Estimates
 from blocksparse.integrations.serving.kinds import Kinds
 from blocksparse.integrations.serving.layer import LayerAttention
+from blocksparse.integrations.serving.runs import Runs
 from blocksparse.integrations.serving.settings import KEY as NAME
 from blocksparse.integrations.serving.settings import ConfigurationError, Host, Served, Settings
 from blocksparse.integrations.serving.warm import warm
@@ -139,8 +140,8 @@ def _warmed(runner: Any, settings: Settings, layers: dict[Any, LayerAttention | 
 
 def _summary(layers: dict[Any, LayerAttention | str]) -> str:
     """Which layers are sparse and why the others are not, in one line."""
-    groups: dict[str, list[str]] = {}
+    groups: dict[str, list[int]] = {}
     for layer, attention in layers.items():
         state = f"dense ({attention})" if isinstance(attention, str) else "sparse"
-        groups.setdefault(state, []).append(str(layer.layer_id))
-    return "; ".join(f"{state} in layers {', '.join(found)}" for state, found in groups.items())
+        groups.setdefault(state, []).append(layer.layer_id)
+    return "; ".join(f"{state} in layers {Runs.of(sorted(found))}" for state, found in groups.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -61,9 +62,8 @@ class SplitBatches:
         self._of_rest = [
             self.stock(kv_cache_spec, layer_names, vllm_config, device, **more) for _ in self._kinds.pipelines
         ]
-        for kind in self._kinds.pipelines:
-            _log.info("blocksparse: %s; %r", engine.threshold(kind, self._kinds.worth), kind)
-        _log.info("blocksparse: %s", _summary(impls))
+        how = [f" ({engine.threshold(kind, self._kinds.worth)}, by {kind!r})" for kind in self._kinds.pipelines]
+        _log.info("blocksparse: %s", _summary(impls.values(), how))
         names = [name for name, impl in impls.items() if impl.attention is not None]
         if names and vllm_config.parallel_config.rank == 0 and engine.counters.is_of(names[0]):
             self._counters = engine.counters
@@ -119,10 +119,15 @@ class SplitBatches:
         return self._of_rest[kind].build(0, rest)
 
 
-def _summary(impls: dict[str, SparsePrefill]) -> str:
-    """Which layers are sparse and why the others are not, in one line."""
-    groups: dict[str, list[str]] = {}
-    for impl in impls.values():
-        state = "sparse" if impl.attention is not None else f"dense ({impl.dense_because})"
-        groups.setdefault(state, []).append(str(impl.layer))
-    return "; ".join(f"{state} in layers {', '.join(layers)}" for state, layers in groups.items())
+def _summary(impls: Iterable[SparsePrefill], how: Sequence[str]) -> str:
+    """Which layers are sparse, from which sizes on and by what, and why the others are not, in one line.
+
+    Args:
+        how: of each kind of sparse layers.
+    """
+    groups: dict[tuple[str, str], list[int]] = {}
+    for impl in impls:
+        sparse = impl.attention is not None
+        state = ("sparse", how[impl.kind]) if sparse else (f"dense ({impl.dense_because})", "")
+        groups.setdefault(state, []).append(impl.layer)
+    return "; ".join(f"{state} in layers {Runs.of(sorted(its))}{how}" for (state, how), its in groups.items())

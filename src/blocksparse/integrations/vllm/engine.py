@@ -109,8 +109,8 @@ class Engine:
             )
             because = warmed.gathers_because
             _log.info(
-                "blocksparse: %r is ready after %.1f s; keys and values are %s",
-                attention.pipeline,
+                "blocksparse: kernels of layer %d are ready after %.1f s; keys and values are %s",
+                attention.layer,
                 warmed.seconds,
                 f"read in pages of {self.page_size} tokens"
                 if because is None
