@@ -118,7 +118,10 @@ def test_with_torch_compile(run: Run, mixes: list[Any], stock: dict[str, Any]) -
 def test_short_requests_and_layers_without_a_pipeline(run: Run) -> None:
     requests = [alone(40), alone(600), alone(300, chunk=100)]
     ours = run(requests, SOME | {"dense": [0], "min_tokens": 200, "min_queries": 64, "record": True})
-    assert "blocksparse: dense (no pipeline for this layer) in layers 0; sparse in layers 1 (a chunk of " in ours["log"]
+    assert (
+        "blocksparse: dense (no pipeline for this layer) in layers 0; sparse in layers 1 (a chunk of "
+        in ours["log"]
+    )
     decode = "21 x decode"
     assert rows(ours) == [
         # Of 300 tokens in chunks of 100 the first one is short, and of 600 in 512 and 88 none is.
