@@ -121,11 +121,13 @@ def main() -> int:
             print("NOTHING BELOW COUNTS: with every block kept, answers differ", flush=True)
     print("\n| prompts | " + " | ".join(f"{name}, s" for name in engines) + " | times as fast | first / later |")
     print("|---" * (len(engines) + 3) + "|", flush=True)
-    for case in map(Case.read, options.cases.split()):
+    for text in options.cases.split():
+        written, _, repeats = text.partition("*")
+        case = Case.read(written)
         times: dict[str, list[float]] = {name: [] for name in engines}
         result["cases"][str(case)] = times
         longest = 0.0
-        for seed in range(options.repeats + 1):  # the first one counts apart
+        for seed in range(int(repeats or options.repeats) + 1):  # the first one counts apart
             if left() < longest:
                 break
             start = time.perf_counter()
@@ -137,7 +139,7 @@ def main() -> int:
     if options.densities:
         for name, engine in list(engines.items())[1:]:
             for case in map(Case.read, options.densities.split()):
-                density = engine.ask(do="density", **case._asdict(), seed=f"{case}")
+                density = engine.ask(do="density", **case._asdict(), seed=f"{case} density")
                 result.setdefault("densities", {}).setdefault(name, {})[str(case)] = density
                 print("density", name, case, density, flush=True)
             result.setdefault("counters", {})[name] = engine.ask(do="counters")
@@ -167,7 +169,9 @@ def _options() -> argparse.Namespace:
         "--engine", action="append", default=[], metavar="NAME=JSON",
         help='an engine with the plugin and its configuration: auto={"quality": "balanced"}; several may be given',
     )  # fmt: skip
-    parser.add_argument("--cases", default=f"{LONG} {MIXES}", help="prompts x tokens [x answer] [@ chunk]")
+    parser.add_argument(
+        "--cases", default=f"{LONG} {MIXES}", help="prompts x tokens [x answer] [@ chunk] [* repeats]"
+    )
     parser.add_argument("--mixes", type=int, default=50, help="random mixes that are compared first; 0 for none")
     parser.add_argument("--layers", type=int, default=16, help="of the model; 32 are Llama-3.1-8B's")
     parser.add_argument("--shard", type=int, default=1, help="of the heads one part of so many, as on one GPU")
