@@ -170,7 +170,7 @@ def _options() -> argparse.Namespace:
         help='an engine with the plugin and its configuration: auto={"quality": "balanced"}; several may be given',
     )  # fmt: skip
     parser.add_argument(
-        "--cases", default=f"{LONG} {MIXES}", help="prompts x tokens [x answer] [@ chunk] [* repeats]"
+        "--cases", default=f"{LONG} {MIXES}", help="prompts x tokens [x answer] [@chunk] [*repeats]"
     )
     parser.add_argument("--mixes", type=int, default=50, help="random mixes that are compared first; 0 for none")
     parser.add_argument("--layers", type=int, default=16, help="of the model; 32 are Llama-3.1-8B's")
