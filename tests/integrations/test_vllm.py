@@ -329,7 +329,7 @@ def test_less_work_pays_in_an_engine(
 def test_layers_of_equal_pipelines_are_split_alike() -> None:
     """A plan makes a pipeline for each layer; a batch is split once for all that are equal."""
     settings = Settings(
-        (a_shape(local=64), None, a_shape(local=64), a_shape(local=512)), min_tokens=1, min_queries=2
+        (a_shape(local=64), None, evolve(a_shape(local=64)), a_shape(local=512)), min_tokens=1, min_queries=2
     )
     worth = Worth.of(None, torch.empty(()), heads=4, kv_heads=2, head_dim=16)
     kinds = Kinds.of(filter(None, settings.layers), settings, worth)
