@@ -70,6 +70,7 @@ class Plan:
     densities: tuple[float, ...]  # rates, eight_bit
     blocks: tuple[tuple[int, int], ...]  # blocks; the first is what all else takes
     block_densities: tuple[float, ...]  # blocks
+    whole_blocks: tuple[tuple[int, int, int, int, int], ...]  # heads, tokens, D, block, blocks kept in each row
     segment: int  # gather, s2o: queries per key map
     gather_densities: tuple[float, ...]  # gather
     prefix: int  # s2o: earlier keys in a coarse map
@@ -147,6 +148,17 @@ FULL = Plan(
     densities=(1.0, 0.3, 0.1, 0.05),
     blocks=((128, 128), (128, 64), (64, 64)),
     block_densities=(0.3, 0.1),
+    # the lengths of video models, and a quarter, a tenth or less of their blocks
+    whole_blocks=(
+        (7, 75776, 128, 64, 296),
+        (7, 75776, 128, 128, 148),
+        (7, 109568, 128, 64, 62),
+        (7, 109568, 128, 128, 30),
+        (40, 75648, 128, 64, 118),
+        (40, 75648, 128, 128, 58),
+        (24, 32768, 64, 64, 102),
+        (24, 32768, 64, 128, 50),
+    ),
     segment=1024,
     gather_densities=(0.1, 0.05),
     prefix=8192,
@@ -196,6 +208,7 @@ QUICK = Plan(
     densities=(1.0, 0.1),
     blocks=FULL.blocks,
     block_densities=(0.1,),
+    whole_blocks=((8, 16384, 128, 64, 64), (8, 16384, 128, 128, 32)),
     segment=1024,
     gather_densities=(0.1,),
     prefix=8192,
@@ -230,6 +243,7 @@ TINY = Plan(
     densities=(1.0, 0.3),
     blocks=((64, 64), (64, 32), (32, 32)),
     block_densities=(0.3,),
+    whole_blocks=((2, 128, 32, 32, 2),),
     segment=64,
     gather_densities=(0.8,),
     prefix=64,

@@ -175,6 +175,24 @@ def eight_bit(rows: list[Row]) -> str:
     return table([*head, "kernel / bf16", "call / bf16", "rounding, ms", "relative L1"], body)
 
 
+def whole_blocks(rows: list[Row]) -> str:
+    names = list(dict.fromkeys(name for row in rows for name in row.get("figures", {})))
+    body = []
+    for row in rows:
+        rate = {name: rate_of(row, name) for name in names}
+        theirs = [x for name in ("cuDNN", "cuDNN, rows split") if (x := rate.get(name)) is not None]
+        best = max(theirs, default=None)
+        point = [*(str(row[name]) for name in ("heads", "N", "D", "block")), f"{row['kept']} of {row['of']}"]
+        ratios = [ratio(rate.get(OURS), best), ratio(rate.get("Int8Executor"), rate.get("cuDNN, fp8"))]
+        errors = [row.get("l1", {}).get(name) for name in ("Int8Executor", "cuDNN, fp8")]
+        body.append(
+            [*point, *(cell(rate[name], 0) for name in names), *(cell(x, 2) for x in ratios)]
+            + [cell(x, 4) for x in errors]
+        )
+    head = ["heads", "tokens", "head dim", "blocks", "kept", *names, "ours / cuDNN's better", "8 bits / fp8"]
+    return table([*head, "relative L1, 8 bits", "relative L1, fp8"], body)
+
+
 def gather(rows: list[Row]) -> str:
     names = (OURS, "gather", "portable gather", "GatherExecutor")
     body = []
@@ -442,6 +460,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "blocks": ("Finer blocks, TFLOP/s over kept blocks", blocks),
     "windows": ("Windows, sinks and softcaps, TFLOP/s over kept blocks", windows),
     "eight_bit": ("8 bits, TFLOP/s over kept blocks", eight_bit),
+    "whole_blocks": ("Not causal, in whole blocks, TFLOP/s over kept blocks", whole_blocks),
     "gather": ("Keys through index maps, TFLOP/s over visited blocks", gather),
     "choosing": ("Choosing blocks, ms", choosing),
     "stages": ("Stages, ms", stages),

@@ -32,6 +32,7 @@ from benchmarks import (
     s2o_tables,
     serving_table,
     stage_tables,
+    whole_block_tables,
     window_table,
 )
 from benchmarks.cases import FULL, QUICK, TINY, Plan
@@ -41,8 +42,8 @@ from benchmarks.timing import reason
 
 # Calls and serving last: they capture graphs, and after the profiler of the latter launches take longer.
 GPU_TABLES = (
-    "rates", "wide", "blocks", "windows", "eight_bit", "gather", "choosing", "stages", "s2o", "growth",
-    "crossover", "audit", "calls", "serving",
+    "rates", "wide", "blocks", "windows", "eight_bit", "whole_blocks", "gather", "choosing", "stages", "s2o",
+    "growth", "crossover", "audit", "calls", "serving",
 )  # fmt: skip
 
 Table = Callable[[Plan, torch.device], Iterator[Row]]
@@ -57,7 +58,7 @@ def environment(device: torch.device) -> dict[str, str]:
     else:
         found["CPU"] = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
     found["torch"] = torch.__version__
-    for package in ("triton", "flash-attn-4"):
+    for package in ("triton", "flash-attn-4", "nvidia-cudnn-frontend"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:
@@ -140,6 +141,7 @@ def main() -> None:
         "blocks": kernel_tables.blocks,
         "windows": window_table.windows,
         "eight_bit": eight_bit_tables.eight_bit,
+        "whole_blocks": whole_block_tables.whole_blocks,
         "gather": gather_tables.gather,
         "choosing": choosing_table.choosing,
         "stages": stage_tables.stages,

@@ -12,7 +12,7 @@ import attrs
 import pytest
 import torch
 from attrs import evolve
-from benchmarks import eight_bit_tables, gather_tables, run, s2o_tables, serving_table
+from benchmarks import eight_bit_tables, gather_tables, run, s2o_tables, serving_table, whole_block_tables
 from benchmarks.cases import EMPTY, FULL, ONE_BY_ONE, QUICK, TINY, Must, Served
 from benchmarks.gpu_work import Work, empty_launches, summed
 from benchmarks.inputs import Case, everything
@@ -138,6 +138,27 @@ def test_8_bits_have_a_table() -> None:
     assert "| 32K | 0.100 | fp8 | 300 | 286 | 600 | 400 | 2.00 | 1.40 | 1.00 | 0.0310 |" in text
     assert "| 32K | 1.000 | bf16 | 300 | 286 | - | 343 | - | 1.20 | - | 0.0110 |" in text
     assert "no room" in text
+
+
+def test_calls_in_whole_blocks_are_measured_beside_cudnn(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """Who cannot run says why, and what is wrong is not timed."""
+
+    def pretended(
+        qkv: tuple[Tensor, Tensor, Tensor], mask: bs.BlockMask, spec: bs.AttentionSpec, splits: int | str
+    ) -> Callable[[], Tensor]:
+        out = bs.ReferenceExecutor()(*qkv, mask, spec).out
+        return lambda: out * (1.2 if splits == "auto" else 1.0)
+
+    plan = evolve(PLAN, whole_blocks=((2, 128, 32, 32, 3),))
+    (row,) = whole_block_tables.whole_blocks(plan, torch.device(device))
+    assert whole_block_tables.OURS in figure_names(row)
+    assert "not installed" in row["figures"][whole_block_tables.CUDNN]["why"]
+    assert row["tflop"] == pytest.approx(4e-12 * 32 * 2 * 4 * 3 * 32 * 32)
+    monkeypatch.setattr(whole_block_tables, "cudnn_call", pretended)
+    (row,) = whole_block_tables.whole_blocks(plan, torch.device(device))
+    assert figure_names(row) >= {whole_block_tables.OURS, whole_block_tables.CUDNN}
+    assert row["figures"][whole_block_tables.SPLIT]["why"].startswith("WrongOutputError")
+    assert "| 2 | 128 | 32 | 32 | 3 of 4 |" in markdown(through_json(whole_blocks=[row]))
 
 
 @pytest.mark.parametrize("density", [0.1, 0.05])

@@ -13,7 +13,9 @@ from torch import Tensor
 
 import blocksparse as bs
 from blocksparse.executors import cudnn
-from blocksparse.testing import make_qkv
+from blocksparse.executors.importable import not_importable
+from blocksparse.testing import assert_within_budget, make_qkv
+from tests.machine import HOPPER
 from tests.specs import asked
 from tests.stages import Shuffle
 
@@ -101,3 +103,35 @@ def test_each_architecture_has_its_heads(
         for heads, D in ((2, dims[0]), (kv_heads, dims[0]), (kv_heads, dims[1]))
     )
     assert len(cudnn._wrong_heads(q, k, v, block, major)) == count
+
+
+needs_cudnn = pytest.mark.skipif(
+    not HOPPER or bool(not_importable("cudnn.block_sparse_attention", "cuDNN's frontend", "cudnn")),
+    reason="needs compute capability 9.0 and nvidia-cudnn-frontend",
+)
+
+
+@needs_cudnn
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize(("D", "Dv"), [(128, 128), (64, 64), (64, 96)])
+@pytest.mark.parametrize("permuter", [bs.Identity(), Shuffle()], ids=str)
+def test_cudnn_computes_what_the_mask_means(
+    permuter: Any, D: int, Dv: int, block: int, dtype: torch.dtype
+) -> None:
+    """Grouped heads, rows of unlike length, and one without blocks."""
+    q, k, v = make_qkv(B=2, M=384, N=640, Hq=4, Hkv=2, D=D, Dv=Dv, dtype=dtype, device="cuda")
+    pipeline: Any = bs.Pipeline(permuter, bs.MeanPoolScorer(block), bs.Random(0.5), bs.ReferenceExecutor())
+    trace = pipeline.trace(q, k, v, causal=False)
+    keep = trace.mask.keep.clone()
+    keep[:, 0, 1] = False
+    mask = evolve(trace.mask, keep=keep)
+    got = bs.CudnnExecutor()(q, k, v, mask, trace.spec)
+    exact, yardstick = (
+        bs.ReferenceExecutor()(q.to(d), k.to(d), v.to(d), mask, trace.spec) for d in (torch.float64, dtype)
+    )
+    assert_within_budget(got.out, exact.out, yardstick.out)
+    assert got.lse is not None
+    assert exact.lse is not None
+    torch.testing.assert_close(got.lse.double(), exact.lse, rtol=1e-3, atol=1e-3)
+    assert torch.equal(bs.CudnnExecutor()(q, k, v, mask, trace.spec).out, got.out)
