@@ -686,6 +686,21 @@ def test_hopper_windows_softcaps_and_sinks(
 
 
 @needs_hopper
+def test_a_capped_row_does_not_depend_on_its_neighbours() -> None:
+    """To share a division among logits, or to choose a formula by their greatest, would move bits of other rows."""
+    q, k, v = make_qkv(N=300, D=64, dtype=torch.bfloat16, device="cuda")
+    change = a_change(q.shape[1], "cuda", softcap=30.0)
+    call = evolve(arguments(q, k, v, block=128, tiles=HopperTiles(2, 128, 4)), change=change)
+    great = q.clone()
+    great[:, :, 7::16] *= 100
+    (out, lse), (other, other_lse) = call(), call(q=great)
+    same = torch.arange(300, device="cuda") % 16 != 7
+    assert torch.equal(out[:, :, same], other[:, :, same])
+    assert torch.equal(lse[:, :, same], other_lse[:, :, same])
+    assert not torch.equal(out[:, :, ~same], other[:, :, ~same])
+
+
+@needs_hopper
 def test_hopper_weighs_large_logits() -> None:
     """Some -2e5; from some 1e7 on, rounding the product of a row's maximum and the scale alone moves weights."""
     q, k, v = make_qkv(N=300, D=64, dtype=torch.bfloat16, device="cuda")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import shared_memory_descriptor
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
@@ -24,3 +25,5 @@ bulk_load = _named(tma, "async_load", "async_copy_global_to_shared")
 bulk_store = _named(tma, "async_store", "async_copy_shared_to_global")
 # (memory, pointers, mask): each thread's own copies into shared memory (cp.async).
 thread_load = _named(async_copy, "async_load", "async_copy_global_to_shared")
+# All threads of these warps meet, and each sees what the others stored before.
+thread_barrier = _named(gl, "barrier", "thread_barrier")

@@ -33,7 +33,7 @@ from blocksparse.kernels.attention.hopper.queue import (
     unpacked_place,
     word_of,
 )
-from blocksparse.kernels.common.names_triton import bulk_load
+from blocksparse.kernels.common.names_triton import bulk_load, thread_barrier
 from blocksparse.kernels.common.sizes import padded_keys, padded_values
 
 # fp32 numbers that are copied for a piece's scales, of which four are used: a bulk copy must land at a multiple of 128
@@ -204,8 +204,9 @@ def _copy_keys(
             _copy_scales(sources, bufs, b, h_key, kv_heads, start, k_full.index(stage), at, t < masked, C)
     if C.RUN:
         _copy_runs(k_source, sources[4], h_key, slots, k_full.index(stage), k_pieces, stage, N, PANELS, C)
-    # This arrival comes last, for it also hands over `starts`. Copies that finish before it do no harm: without the
-    # arrival the phase cannot end.
+    # This arrival comes last, for it also hands over `starts`. One lane arrives for the warp, so all of them must have
+    # stored. Copies that finish before it do no harm: without the arrival the phase cannot end.
+    thread_barrier()
     BYTES: gl.constexpr = C.BLOCK_N * C.DQ * (1 if C.QK8 else 2)
     if not C.QK8:
         mbarrier.expect(k_full.index(stage), BYTES)
@@ -245,6 +246,7 @@ def _copy_queries(sources, bufs, q_full, q_empty, word, b, h, h_key, row, target
     words.index(C.Q_BUFFERS + slot).store(gl.full([1], 0, gl.int64, one) + packed_place(b, h, h_key, row))
     if C.CUT:
         words.index(2 * C.Q_BUFFERS + slot).store(gl.full([1], 0, gl.int64, one) + target)
+    thread_barrier()  # one lane arrives for all that stored
     mbarrier.expect(q_full.index(slot), C.CONSUMERS * 64 * (C.DQ + 8 if C.QK8 else 2 * C.DQ))
     if C.QK8:
         of_queries, of_tokens, of_tiles = bufs[6]
