@@ -2,7 +2,7 @@
 
 On the q, k, v of a dense pass of SmolLM2-135M: relative L1 distance of `Int8Executor`'s output from dense causal
 attention in float64 of the same bf16 inputs. Needs a Hopper GPU; `--save FILE` stores what it reads on another
-machine, and `--qkv FILE` takes that. Makes the table of docs/reference/numerics.md.
+machine, and `--qkv FILE` takes that. Makes the table of docs/evidence/eight-bit-rounding.md.
 """
 
 from __future__ import annotations
