@@ -70,6 +70,9 @@ def methods() -> Iterator[Method]:
         yield method("flash_prefill", alpha, bs.flash_prefill(alpha))
     for mass in (0.95, 0.9, 0.85):
         yield method("prism", mass, bs.prism(mass))
+    for k, decay in ((None, 0.7), (32, 0.7), (16, 0.7)):
+        yield method("stem", f"k={k}, decay={decay:g}", bs.stem(decay, k=k))
+    yield method("stem(weight=0)", "k=16, decay=0.7", bs.stem(k=16, weight=0.0))
     for mass in (0.9, 0.95, 0.8):
         yield banded("xattention(stride=8, block=64)", mass, bs.xattention(mass, stride=8, block=64))
     for tau, theta in ((0.95, 0.5), (0.9, 0.3)):
