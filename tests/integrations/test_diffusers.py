@@ -310,6 +310,7 @@ def test_a_run_after_one_that_was_stopped() -> None:
         "and comes first": [(900, a, 0), (800, a, 1), (700, b, 0), (700, a, 2), (600, c, 3), (600, a, 3)],
         "for one step alone": [(900, a, 0), (800, a, 1), (700, b, 0), (600, a, 3), (500, a, 4), (400, b, 5)],
         "made anew in each step": [(900, a, 0), (800, b, 1), (700, c, 2), (600, d, 3)],
+        "another pipeline, a prompt each step": [*stopped, (900, b, 0), (800, c, 0), (700, d, 2), (600, b, 3)],
         "stopped in the first step": [(900, a, 0), (800, c, 1), (700, c, 2)],
         "no prompt": [(900, None, 0), (800, None, 1), (800, None, 1), (900, None, 0)],
     }

@@ -20,7 +20,8 @@ class StepCounter:
     noise than the last one begins another run at step 0. After a run that was interrupted, another one may begin
     nearer to the picture. It is known by its prompt, a tensor that the last run had not, if this pipeline was seen
     to pass one tensor in several steps. Where that was a mistake, as for a half of guidance that begins late and
-    comes first, the run's own prompts come back, the count goes on, and prompts are not asked again.
+    comes first, the run's own prompts come back, or each step has a prompt of its own; then the count goes on, and
+    prompts are not asked again.
 
     What cannot be told: a run that begins where the last one was stopped, or nearer to the picture, with the very
     same tensor as its prompt, or after a first run that was stopped in its first step; and in an inversion, from
@@ -46,12 +47,13 @@ class StepCounter:
         now, known = -timestep if self.rising else timestep, _holds(self._prompts, prompt)
         if self._last is None or now > self._last:
             self._begin(None)
-        elif self._before is not None and _holds(self._before[1], prompt):  # that run goes on
-            self._step += self._before[0] + 1 + (now < self._last)
-            self._prompts += self._before[1]
-            self._lasting, self._before = False, None
+        elif self._before is not None and _holds(self._before[1], prompt):
+            self._go_on(nearer=now < self._last)
         elif now < self._last and self._lasting and prompt is not None and not known:
-            self._begin((self._step, self._prompts))
+            if self._before is not None and self._step == 0:  # a run of one step: prompts are made anew in each
+                self._go_on(nearer=True)
+            else:
+                self._begin((self._step, self._prompts))
         elif now < self._last:
             self._step += 1
             if known and self._lasting is None:
@@ -60,6 +62,13 @@ class StepCounter:
             self._prompts = [each for each in self._prompts if each() is not None] + [ref(prompt)]
         self._last = now
         return self._step
+
+    def _go_on(self, *, nearer: bool) -> None:
+        """Take note that the run before goes on, and that prompts do not tell runs apart."""
+        assert self._before is not None
+        self._step += self._before[0] + 1 + nearer
+        self._prompts += self._before[1]
+        self._lasting, self._before = False, None
 
     def _begin(self, before: tuple[int, _Prompts] | None) -> None:
         self._step, self._prompts, self._before = 0, [], before
