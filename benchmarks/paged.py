@@ -2,8 +2,9 @@
 
     python -m benchmarks.paged [--json FILE]
 
-Also two prompts in two calls, beside one prompt with as many queries: what one launch for both could give. Times
-are of a GPU at work without a pause. The host's are until a call returns, by a GPU with nothing else to do.
+Pooling all keys anew, in place, is what a history of pooled keys could save of a chunk at most. Also two prompts in
+two calls, beside one prompt with as many queries: what one launch for both could give. Times are of a GPU at work
+without a pause; the host's are until a call returns, by a GPU with nothing else to do.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 
 import blocksparse as bs
 from blocksparse.bench.inputs import structured
+from blocksparse.kernels.scoring.block_mean import block_mean
 
 HEADS, KV_HEADS, D = 32, 8, 128
 CUDA = torch.device("cuda")
@@ -88,10 +90,15 @@ def case(
     def gather() -> Any:
         return table.gather_one(0, keys, values, room)
 
+    kv = table.in_place(0, keys, values)
+
+    def pool() -> Any:
+        return block_mean(kv.keys, 64, index=kv.key_slots)
+
     expected = gathered().clone()
     if not torch.equal(in_place(), expected):
         raise SystemExit(f"{name}, {N} tokens, pages of {page}: in place has other bits than gathered")
-    ms = gpu_ms({"gathered": gathered, "in place": in_place, "gather": gather}, repeats)
+    ms = gpu_ms({"gathered": gathered, "in place": in_place, "gather": gather, "pool": pool}, repeats)
     host = host_ms({"host gathered": gathered, "host in place": in_place}, repeats)
     memory = "tokens first" if tokens_first else "heads first"
     return {"preset": name, "tokens": N, "chunk": q.shape[2], "page": page, "memory": memory, **ms, **host}
