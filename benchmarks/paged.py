@@ -2,9 +2,9 @@
 
     python -m benchmarks.paged [--json FILE]
 
-Pooling all keys anew, in place, is what a history of pooled keys could save of a chunk at most. Also two prompts in
-two calls, beside one prompt with as many queries: what one launch for both could give. Times are of a GPU at work
-without a pause; the host's are until a call returns, by a GPU with nothing else to do.
+Pooling all keys anew, in place, is what a history of pooled keys could save of a chunk at most. Also two prompts
+in two calls, beside one prompt with as many queries: what one launch for both could give. Times are of a GPU at
+work without a pause; the host's are until a call returns, by a GPU with nothing else to do.
 """
 
 from __future__ import annotations
