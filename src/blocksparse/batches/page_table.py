@@ -183,7 +183,7 @@ class PageTable:
         if (slots := self._slots.get((request, apart))) is None:
             pages, tokens = self._pages[request], self.lengths[request]
             slots = self._slots[request, apart] = slots_of(pages, tokens, self.page_size, apart)
-        return PagedKV(flat(keys), flat(values), slots, run=self.page_size & -self.page_size)
+        return PagedKV(flat(keys, apart), flat(values, apart), slots, run=self.page_size & -self.page_size)
 
     def _check(self, keys: Tensor, values: Tensor) -> None:
         device = self.block_table.device

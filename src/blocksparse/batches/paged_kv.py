@@ -23,7 +23,7 @@ class PagedKV:
         kv = table.in_place(request, keys, values)
         out = pipeline.paged(q, kv)
 
-    The cache is seen as one row of slots for each head, `flat`, so that one number says where a token lies.
+    The cache is seen as one row of slots for each head (`flat`), so that one number says where a token lies.
 
     Args:
         keys: `[1, Hkv, slots, D]`, as `flat` gives them.
@@ -74,18 +74,14 @@ def slots_per_page(cache: Tensor) -> int:
     return cache.stride(0) // cache.stride(2)
 
 
-def flat(cache: Tensor) -> Tensor:
+def flat(cache: Tensor, apart: int) -> Tensor:
     """A view of a cache `[pages, Hkv, page_size, D]` as `[1, Hkv, slots, D]`, whose slots may share memory.
 
-    Slot `s` of page `p` is slot `p * slots_per_page(cache) + s`. Slots between pages, where heads of a page lie
-    behind one another, are other heads' and belong to no token here.
-
-    Raises:
-        ValueError: as of `slots_per_page`.
+    `apart` is `slots_per_page(cache)`: slot `s` of page `p` is slot `p * apart + s`. Slots between pages, where
+    heads of a page lie behind one another, are other heads' and belong to no token here.
     """
-    pages, heads, page_size, D = cache.shape
-    slots = (pages - 1) * slots_per_page(cache) + page_size
-    _, of_heads, of_slots, _ = cache.stride()
+    (pages, heads, page_size, D), (_, of_heads, of_slots, _) = cache.shape, cache.stride()
+    slots = (pages - 1) * apart + page_size
     return cache.as_strided((1, heads, slots, D), (slots * of_slots, of_heads, of_slots, 1))
 
 
