@@ -146,7 +146,9 @@ def test_which_presets_are_repeated(name: str, device: str) -> None:
 
 
 @needs_gpu
-@pytest.mark.parametrize(("name", "most"), [("flex_prefill", 25), ("minference", 15), ("prism", 18)])
+@pytest.mark.parametrize(
+    ("name", "most"), [("flex_prefill", 25), ("minference", 16), ("prism", 19), ("flash_prefill", 10)]
+)
 def test_how_many_launches_a_call_takes(name: str, most: int, device: str) -> None:
     learnt(small_preset(name, FACTOR), inputs(1, device))
     ((known, _),) = module.CALLS._known.values()

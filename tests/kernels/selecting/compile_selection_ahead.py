@@ -30,13 +30,13 @@ from blocksparse.kernels.selecting.row_search_triton import tile_of_rows
 PARTS = [getattr(global_top_cdf_triton, f"_{x}") for x in ("heaviest", "to_ticks", "search", "keep")]
 TYPES: dict[str, Any] = {
     **{f"{name}_ptr": "*i1" for name in ("forced", "keep", "k_whole", "own")},
-    **{f"{name}_ptr": "*fp32" for name in ("values", "logits", "q", "k", "tau", "ticks")},
+    **{f"{name}_ptr": "*fp32" for name in ("values", "logits", "q", "k", "tau", "ticks", "best")},
     **{f"{name}_ptr": "*fp64" for name in ("mass", "share")},
     **{
         f"{name}_ptr": "*i32"
         for name in ("full_count", "partial_count", "seen", "q_last", "k_first", "rank", "opened", "count")
     },
-    **{f"{name}_ptr": "*i32" for name in ("heaviest", "before")},
+    **{f"{name}_ptr": "*i32" for name in ("before",)},
     **{f"{name}_ptr": "*i64" for name in ("total", "sums", "last_sums", "cuts", "last_cuts")},
     **dict.fromkeys(("positions", "position_ptrs"), ("*i32",) * 4),
     "position_strides": (("i32",) * 5,) * 4,

@@ -35,6 +35,7 @@ _TILE = 4096  # blocks per program
 _PASSES = 3
 _BITS = tl.constexpr(10)  # of a key, in a pass
 _SUMS = tl.constexpr(1 << 10)
+_OF_HEAD = tl.constexpr(3 * (1 << 10) + 1)
 _ONE = tl.constexpr(0x3F800000)  # the bits of 1.0
 
 
@@ -51,26 +52,35 @@ def global_top_cdf_triton(
     tiling = {"CAUSAL": grid.causal, "WINDOW": grid.window}
 
     ticks = torch.empty((B, H, n), dtype=torch.float32, device=device)
-    zeros = torch.empty(
-        (2 + _PASSES * _SUMS.value, B, H), dtype=torch.int64, device=device
-    ).zero_()  # one fill for all
-    total, heaviest = zeros[0], zeros[1].view(torch.int32)  # `heaviest` has room to spare
-    sums = zeros[2:].view(_PASSES, B, H, _SUMS.value)
-    cuts = torch.empty((_PASSES, B, H, 2), dtype=torch.int64, device=device)
+    best = torch.empty((B, H, over_grid[0]), dtype=torch.float32, device=device)
+    sums = torch.empty(
+        (B, H, _OF_HEAD.value), dtype=torch.int64, device=device
+    )  # those of each pass, then the total
+    total, of_pass = sums[..., -1], [sums[..., i * _SUMS.value :] for i in range(_PASSES)]
+    cuts = torch.empty((_PASSES - 1, B, H, 2), dtype=torch.int64, device=device)
     keep = torch.empty(values.shape, dtype=torch.bool, device=device)
     target = total, mass, head_strides(mass)[1]
     with device_of(values):
-        _heaviest[over_grid](values, heaviest, strides(values), *where, **tiling, **tile, num_warps=4)
+        _heaviest[over_grid](values, best, sums, strides(values), *where, **tiling, **tile, num_warps=4)
         _to_ticks[over_grid](
-            values, heaviest, ticks, total, sums[0], strides(values), *where, **tiling, **tile, num_warps=4
+            values, best, ticks, total, of_pass[0], strides(values), *where, **tiling, **tile, num_warps=4
         )
         for i in range(1, _PASSES):
-            last = (None if i == 1 else cuts[i - 2]), sums[i - 1]
+            last = (None if i == 1 else cuts[i - 2]), of_pass[i - 1]
             _search[in_line](
-                ticks, *target, *last, cuts[i - 1], sums[i], n, CROSSING=crossing, PASS=i, TILE=_TILE, num_warps=4
+                ticks,
+                *target,
+                *last,
+                cuts[i - 1],
+                of_pass[i],
+                n,
+                CROSSING=crossing,
+                PASS=i,
+                TILE=_TILE,
+                num_warps=4,
             )
         _keep[in_line](
-            ticks, *target, cuts[-2], sums[-1], keep, forced, None if forced is None else strides(forced), *where,
+            ticks, *target, cuts[-1], of_pass[-1], keep, forced, None if forced is None else strides(forced), *where,
             **tiling, CROSSING=crossing, TILE=_TILE, num_warps=4,
         )  # fmt: skip
     return keep
@@ -91,17 +101,21 @@ def _reachable_weights(
 @remembered
 @triton.jit(do_not_specialize=["rows"])
 def _heaviest(
-    values_ptr, heaviest_ptr, values_strides, positions, position_strides, rows, cols,
+    values_ptr, best_ptr, sums_ptr, values_strides, positions, position_strides, rows, cols,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
+    """Stores the greatest weight of each launch tile, and zeros for the sums to come."""
     b, h, row, col = tile_of_grid(cols, ROWS, COLS)
     there = row < rows
     weights = _reachable_weights(
         values_ptr, values_strides, positions, position_strides, b, h, row, col, there, there & (col < cols),
         CAUSAL, WINDOW,
     )  # fmt: skip
-    bits = weights.to(tl.int32, bitcast=True)  # for numbers that are not negative, bits stand in the same order
-    tl.atomic_max(heaviest_ptr + b * tl.num_programs(1) + h, tl.max(tl.max(bits, 1), 0))
+    head = (b * tl.num_programs(1) + h).to(tl.int64)
+    tl.store(best_ptr + head * tl.num_programs(0) + tl.program_id(0), tl.max(tl.max(weights, 1), 0))
+    for start in range(tl.program_id(0) * _SUMS, _OF_HEAD, tl.num_programs(0) * _SUMS):
+        at = start + tl.arange(0, _SUMS)
+        tl.store(sums_ptr + head * _OF_HEAD + at, tl.zeros([_SUMS], tl.int64), mask=at < _OF_HEAD)
 
 
 @triton.jit
@@ -113,7 +127,7 @@ def _key(ticks):
 @remembered
 @triton.jit(do_not_specialize=["rows"])
 def _to_ticks(
-    values_ptr, heaviest_ptr, ticks_ptr, total_ptr, sums_ptr, values_strides, positions, position_strides, rows, cols,
+    values_ptr, best_ptr, ticks_ptr, total_ptr, sums_ptr, values_strides, positions, position_strides, rows, cols,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Stores the ticks, and adds them up: all of them, and by the highest bits of their keys."""
@@ -124,12 +138,16 @@ def _to_ticks(
         values_ptr, values_strides, positions, position_strides, b, h, row, col, there, inside, CAUSAL, WINDOW
     )
     head = (b * tl.num_programs(1) + h).to(tl.int64)
-    heaviest = tl.load(heaviest_ptr + head + tl.zeros([1, 1], tl.int32)).to(tl.float32, bitcast=True)
+    heaviest = tl.zeros([1, 1], tl.float32)
+    for start in range(0, tl.num_programs(0), COLS):
+        at = start + tl.arange(0, COLS)[None, :]
+        best = tl.load(best_ptr + head * tl.num_programs(0) + at, mask=at < tl.num_programs(0), other=0.0)
+        heaviest = tl.maximum(heaviest, tl.max(best, 1, keep_dims=True))
     ticks = ticks_of(weights, heaviest)
     tl.store(ticks_ptr + (head * rows + row) * cols + col, ticks, mask=inside)
     number = ticks.to(tl.int32).to(tl.int64)
-    tl.atomic_add(total_ptr + head, tl.sum(tl.sum(number, 1), 0))
-    tl.atomic_add(sums_ptr + head * _SUMS + (_key(ticks) >> (2 * _BITS)), number, mask=inside & (number > 0))
+    tl.atomic_add(total_ptr + head * _OF_HEAD, tl.sum(tl.sum(number, 1), 0))
+    tl.atomic_add(sums_ptr + head * _OF_HEAD + (_key(ticks) >> (2 * _BITS)), number, mask=inside & (number > 0))
 
 
 @triton.jit
@@ -142,11 +160,11 @@ def _cut(cuts_ptr, sums_ptr, total_ptr, mass_ptr, mass_stride, head, h, CROSSING
     if cuts_ptr is None:  # after the first pass; a block is taken while the sum is below the target
         known = one.to(tl.int64)
         mass = tl.load(mass_ptr + h * mass_stride + one).to(tl.float32)
-        missing = limit_of(tl.load(total_ptr + head + one), mass, CROSSING)
+        missing = limit_of(tl.load(total_ptr + head * _OF_HEAD + one), mass, CROSSING)
     else:
         known, missing = tl.load(cuts_ptr + head * 2 + one), tl.load(cuts_ptr + head * 2 + 1 + one)
     bits = tl.arange(0, _SUMS)[None, :]
-    sums = tl.load(sums_ptr + head * _SUMS + bits)
+    sums = tl.load(sums_ptr + head * _OF_HEAD + bits)
     above = tl.sum(sums, 1, keep_dims=True) - tl.cumsum(sums, 1)  # of the blocks with greater bits
     best = tl.min(tl.where(above < missing, bits, _SUMS), 1, keep_dims=True)
     taken = tl.sum(tl.where(bits > best, sums, 0), 1, keep_dims=True)
@@ -168,7 +186,7 @@ def _search(
     place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]  # a head may have over 2^31 blocks
     ticks = tl.load(ticks_ptr + head * n + place, mask=place < n, other=0.0)
     bits = _key(ticks) >> ((2 - PASS) * _BITS)
-    at = sums_ptr + head * _SUMS + (bits & (_SUMS - 1))
+    at = sums_ptr + head * _OF_HEAD + (bits & (_SUMS - 1))
     tl.atomic_add(at, ticks.to(tl.int32).to(tl.int64), mask=(ticks > 0.0) & (bits >> _BITS == known))
 
 
@@ -192,7 +210,7 @@ def _keep(
     # Of the blocks that weigh as much as the lightest, the first are taken: all, but where weights are the same.
     unit = tl.maximum(lightest + (_ONE - 1), _ONE).to(tl.int32).to(tl.float32, bitcast=True).to(tl.int64)
     last = (lightest & (_SUMS - 1)).to(tl.int32)
-    ties = tl.load(sums_ptr + head * _SUMS + last) // unit
+    ties = tl.load(sums_ptr + head * _OF_HEAD + last) // unit
     spared = 1 if CROSSING else 0
     tied = (key == lightest) & (key > 0)
     before = tl.zeros([1, 1], tl.int64)
