@@ -35,6 +35,7 @@ from blocksparse import (
     xattention,
 )
 from blocksparse.attention_spec import AttentionSpec
+from blocksparse.audit import Audit
 from blocksparse.executors.dense_attention import dense_attention
 from blocksparse.integrations.serving.estimates import Estimates
 from blocksparse.integrations.serving.kinds import Kinds
@@ -370,6 +371,20 @@ def test_an_engine_is_warm_before_it_serves() -> None:
     eight = LayerAttention(sparge(executor=Int8Executor()), 5, None, Workspace(300))
     with pytest.raises(ConfigurationError, match=r"of layer 5 cannot run here: Int8Executor: "):
         warm(eight, worth, settings, query, out, tokens=300, page_size=16)
+
+
+def test_an_audited_call_finds_its_kernels_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[tuple[int, ...]] = []
+    monkeypatch.setattr(Pipeline, "trace", lambda _, q, *__, **___: traced.append(q.shape))
+    settings, worth = (
+        Settings((), min_tokens=1, min_queries=2),
+        Worth.of(0, torch.empty(()), heads=4, kv_heads=2, head_dim=16),
+    )
+    query = torch.randn(64, 4, 16)
+    for estimates in (None, Estimates(Audit())):
+        attention = LayerAttention(mean_pooling(block=16), 0, None, Workspace(300), estimates)
+        warm(attention, worth, settings, query, query.clone(), tokens=300, page_size=16)
+    assert traced == [(1, 4, 64, 16)]
 
 
 def test_settings() -> None:

@@ -104,7 +104,10 @@ def warm(
         q, rows = (x[:M].transpose(0, 1)[None] for x in (query, out))
         try:
             if room is not None:
-                attention.pipeline(q, *table.gather_one(0, keys, values, room), out=rows)
+                k, v = table.gather_one(0, keys, values, room)
+                attention.pipeline(q, k, v, out=rows)
+                if attention.estimates is not None:  # a call that is audited has a trace
+                    attention.pipeline.trace(q, k, v)
             elif isinstance(attention.pipeline, Pipeline):
                 attention.pipeline.paged(q, table.in_place(0, keys, values), out=rows)
         except UnsupportedError as error:
