@@ -233,6 +233,14 @@ def test_figures_are_those_of_the_results(page: Path) -> None:
     assert rewritten(text, page) == text
 
 
+def test_every_table_of_speed_is_explained() -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks.report import TABLES
+
+    index = (ROOT / "docs" / "evidence" / "index.md").read_text(encoding="utf-8")
+    assert not [table for table in TABLES if f"| `{table}` | " not in index]
+
+
 @pytest.mark.parametrize("page", EVIDENCE, ids=lambda page: page.stem)
 def test_each_page_of_evidence_answers_a_question(page: Path) -> None:
     """It stands under the title, and the first page of the evidence lists it with command, machine and date."""
