@@ -101,7 +101,6 @@ def auto_front() -> Any:
         ("prism", GREEN, "prism"),
         ("flash_prefill", RED, "flash_prefill"),
     )
-    dense = Results.named("auto-dense")
 
     def points(timed: Results, start: str, N: int) -> list[tuple[float, float]]:
         rows = [row for row in timed.rows if row.startswith(f"{start}, ") and timed.has(row, f"ms, {N}")]
@@ -119,8 +118,9 @@ def auto_front() -> Any:
                 axes.plot(
                     *zip(*line, strict=True), color=colour, label=name, marker="o", markersize=4, linewidth=2
                 )
-        of_dense = dense.cell(device, f"ms, {N}")
-        axes.axvline(of_dense, color=GREY, linewidth=1, linestyle="--", label="dense attention")
+        axes.axvline(
+            timed.cell("dense, -", f"ms, {N}"), color=GREY, linewidth=1, linestyle="--", label="dense attention"
+        )
         axes.set(xscale="log", yscale="log", title=f"{device}, {N} tokens")
         ticks = [tick for tick in (10, 20, 40, 80, 160, 600, 1200, 2400, 5000, 10000, 20000) if _near(axes, tick)]
         axes.set_xticks(ticks, [f"{tick / 1000:g} s" if tick >= 600 else f"{tick} ms" for tick in ticks])
@@ -129,8 +129,13 @@ def auto_front() -> Any:
         axes.grid(alpha=0.2)
     for axes in panels[:, 0]:
         axes.set_ylabel("KL of next tokens, nats")
-    lines, names = panels[0, 0].get_legend_handles_labels()
-    figure.legend(lines, names, frameon=False, loc="lower center", ncols=3, fontsize=9)
+    shown_by_name = {
+        name: line for axes in panels.flat for line, name in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    order = [name for name, _, _ in named] + ["dense attention"]
+    figure.legend(
+        [shown_by_name[name] for name in order], order, frameon=False, loc="lower center", ncols=3, fontsize=9
+    )
     figure.suptitle(
         "Lower and further left is better: auto() and mean pooling lose least for their time",
         x=0.01, ha="left", weight="bold", fontsize=11,

@@ -26,10 +26,10 @@ from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.runtime.repetition import refuse_repetition
 from blocksparse.selectors.block_mask import BlockMask
 
-# Floating-point operations of dense attention from which selecting blocks saves time. On an H200 that is where
-# dense attention takes 1.0 to 1.3 ms, whatever the heads, queries and keys.
-HALF_PRECISION_PAYS_FROM = 9e11
-# fp32 and float64: a fifteenth, as fp32 takes ten to twenty times as long per operation there.
+# Floating-point operations of dense attention from which selecting blocks saves time in calls that repeat an earlier
+# one. On an H100 that is where dense attention takes .4 ms (docs/evidence/auto.md).
+HALF_PRECISION_PAYS_FROM = 2e11
+# fp32 and float64, as fp32 takes ten to twenty times as long per operation; measured on an H200 before calls repeated.
 SINGLE_PRECISION_PAYS_FROM = 6e10
 _TILE = 128  # queries that dense attention gives a multiprocessor at a time
 
@@ -116,8 +116,8 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
 
     Args:
         dense_below: floating-point operations, below which a call is dense; with 0 no call has that little work.
-            None, the default, is 9e11 in fp16 and bf16, as measured on an H200 with every kernel launched from
-            Python (32 heads of dim 128 do as many with 10K tokens, 4 heads with 29K), and 6e10 in fp32, estimated
+            None, the default, is 2e11 in fp16 and bf16, as measured on an H100 for calls that repeat an earlier
+            one (32 heads of dim 128 do as many with 5K tokens, 4 heads with 14K), and 6e10 in fp32, estimated
             from its lower rate. Other GPUs take the same numbers until they are measured: `python -m
             benchmarks.run crossover`. On a CPU None is never dense: where blocks begin to pay there depends on its
             cores and the dtype (docs/evidence/cpu.md has two), and `blocksparse bench` finds the length.
