@@ -26,10 +26,10 @@ from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.runtime.repetition import refuse_repetition
 from blocksparse.selectors.block_mask import BlockMask
 
-# Floating-point operations of dense attention from which selecting blocks saves time in calls that repeat an earlier
-# one. On an H100 that is where dense attention takes .4 ms (docs/evidence/auto.md).
+# Floating-point operations of dense attention from which selecting blocks saves time in calls that repeat another.
+# On an H100 that is where dense attention takes .4 ms (docs/evidence/auto.md).
 HALF_PRECISION_PAYS_FROM = 2e11
-# fp32 and float64, as fp32 takes ten to twenty times as long per operation; measured on an H200 before calls repeated.
+# fp32 and float64: as fp32 takes ten to twenty times as long per operation. Estimated before calls repeated.
 SINGLE_PRECISION_PAYS_FROM = 6e10
 _TILE = 128  # queries that dense attention gives a multiprocessor at a time
 
