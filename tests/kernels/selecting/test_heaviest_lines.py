@@ -13,6 +13,10 @@ pytest.importorskip("triton")
 from blocksparse.kernels.selecting.heaviest_lines_triton import fewest_triton, heaviest_triton
 
 
+# One line, a power of two, and what fills no block of the search.
+SIZES = (1, 64, 300)
+
+
 def lines_of(n: int, kind: str, device: str) -> Tensor:
     generator = torch.Generator().manual_seed(n)
     x = torch.rand(2, 3, n, generator=generator)
@@ -29,7 +33,7 @@ def lines_of(n: int, kind: str, device: str) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["plain", "ties", "steep", "none", "bad"])
 def test_fewest(kind: str, device: str) -> None:
-    for n in (1, 5, 64, 300):
+    for n in SIZES:
         lines = lines_of(n, kind, device)
         for mass, least, most in (
             ([0.0], 3, None), ([0.9], 0, None), ([0.0, 0.5, 1.0], 0, 7), ([0.95, 0.1, 0.5], 6, 9), ([0.5], 2**40, None),
@@ -44,7 +48,7 @@ def test_fewest(kind: str, device: str) -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "ties", "none", "bad"])
 def test_heaviest(kind: str, device: str) -> None:
-    for n in (1, 5, 64, 300):
+    for n in SIZES:
         weight = lines_of(n, kind, device) - (0.5 if kind == "plain" else 0.0)
         for counts, first in (([1.0], 0), ([n // 2, 0, 2 * n], 3), ([40.0], 2**29), ([7.0, 9.0, 1e9], 0)):
             count = torch.tensor(counts, dtype=torch.float64, device=device).view(1, -1, 1)
