@@ -29,7 +29,8 @@ class _Text(_Ending, str):
 
 
 class _Member(_Ending, StrEnum):  # each name is the one member of an enumeration of its own
-    pass
+    def startswith(self, *asked: Any) -> bool:  # which PyTorch 2.11 compiles if it is written in Python
+        return self.value.startswith(*asked)
 
 
 EndingName: TypeAlias = _Text | _Member
