@@ -12,7 +12,6 @@ from blocksparse.kernels.selecting.lines import running_count
 pytest.importorskip("triton")
 from blocksparse.kernels.selecting.heaviest_lines_triton import fewest_triton, heaviest_triton
 
-
 # One line, a power of two, and what fills no block of the search.
 SIZES = (1, 64, 300)
 
