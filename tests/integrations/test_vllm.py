@@ -365,7 +365,7 @@ def test_an_engine_is_warm_before_it_serves() -> None:
     attention = LayerAttention(mean_pooling(block=16), 0, None, workspace)
     warmed = warm(attention, worth, settings, query, out, tokens=300, page_size=16)
     assert warmed.seconds > 0
-    assert warmed.gathers_because == "AutoExecutor reads pages on Hopper alone, where it saves time"
+    assert warmed.gathers_because == "AutoExecutor reads pages by the kernel for Hopper alone"
     assert workspace.nbytes == 300 * 2 * 2 * 16 * 4
     assert (out[:64] == 0).all()  # of values that are 0
     eight = LayerAttention(sparge(executor=Int8Executor()), 5, None, Workspace(300))

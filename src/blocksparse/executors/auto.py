@@ -156,7 +156,7 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
         return _ON_GPU[0].attend_paged(q, kv, mask, spec, out)
 
     def gathers_because(self, device: torch.device) -> str | None:
-        return None if is_hopper(device) else "AutoExecutor reads pages on Hopper alone, where it saves time"
+        return None if is_hopper(device) else "AutoExecutor reads pages by the kernel for Hopper alone"
 
     def choose(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec) -> ExecutorChoice:
         """What a pipeline would run for these inputs, and why nothing faster."""
