@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import blocksparse as bs
+from blocksparse.kernels.scoring.block_mean import block_means
 from blocksparse.testing import make_qkv
 from tests.machine import needs_gpu
 from tests.on_kernels import pretend_gpu
@@ -111,7 +112,7 @@ def test_layers_share_what_is_worked_out_of_a_table(device: str) -> None:
     [
         (bs.pbs_attn(), "SegmentKeySort moves keys"),
         (bs.minference(), "VerticalSlashScorer needs the keys themselves"),
-        (bs.mean_pooling(), "AutoExecutor reads pages on Hopper alone"),
+        (bs.mean_pooling(), "AutoExecutor reads pages by the kernel for Hopper alone"),
         (bs.mean_pooling(executor=bs.ReferenceExecutor()), "ReferenceExecutor reads no pages"),
     ],
 )
@@ -154,3 +155,21 @@ def test_the_kernel_for_hopper(name: str, D: int, N: int, page_size: int, layout
         expected = pipeline(q[:, :, -M:], k, v)
         for _ in range(3):  # as it is, recorded, and repeated
             assert torch.equal(pipeline.paged(q[:, :, -M:], table.in_place(0, *cache)), expected)
+
+
+@each_layout
+def test_a_cpu_reads_no_row_beside_the_pages(layout: Callable[..., Cache]) -> None:
+    """The means that a CPU's compiled kernel takes are those of the request, and not of the cache."""
+    q, k, v = make_qkv(Hq=4, Hkv=2, N=77, D=16, dtype=torch.float32)
+    table, cache = paged(k, v, 16, layout)
+    kv = table.in_place(0, *cache)
+    _, given = block_means(q, kv.keys, 32, 32, k_index=kv.key_slots)
+    assert given.equal(block_means(q, k, 32, 32)[1])
+    pipeline = with_executor(PIPELINES["mean_pooling"], bs.TritonExecutor())  # interpreted here, refused elsewhere
+    assert pipeline.paged(q, kv).equal(pipeline(q, k, v))
+
+
+def test_a_pair_reads_pages_where_both_of_it_remember_keys() -> None:
+    means = bs.MeanPoolScorer(32)
+    assert bs.ScorerPair(means, means).takes_paged_keys
+    assert not bs.ScorerPair(bs.NoScorer(32), means).takes_paged_keys

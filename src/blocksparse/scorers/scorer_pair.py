@@ -62,4 +62,6 @@ class ScorerPair(
 
     @property
     def takes_paged_keys(self) -> bool:
-        return self.first.takes_paged_keys and self.second.takes_paged_keys
+        # Of two scorers of which one remembers nothing, neither is given a history.
+        alike = self.first.keeps_history == self.second.keeps_history
+        return alike and self.first.takes_paged_keys and self.second.takes_paged_keys

@@ -23,10 +23,11 @@ _ALL_BELOW, _LONG_FROM = 56, 160  # blocks of a prompt, as the other numbers of 
 class DecayingTopK(Selector[BlockScores, BlockMask]):
     """Keep the `k` best blocks of a row that has just more than `k` behind it, and fewer of each later row.
 
-    The number falls evenly to `decay * k` in the last row of the call, rounded down, and is at least 1: what
-    early tokens see is handed on through all later ones. Rows with at most `k` blocks keep all. The diagonal is
-    ranked by its value, and kept in any case. Since the last row is that of the call, a chunk keeps other numbers
-    than its rows do in the whole prompt, unless `decay` is 1 and `k` is given.
+    The number falls evenly to `decay * k` in the last row of the call, each cut to a whole number as the floats of
+    the released code come out, and is at least 1: what early tokens see is handed on through all later ones. Rows
+    with at most `k` blocks keep all. The diagonal is ranked by its value, and kept in any case. Since the last row
+    is that of the call, a chunk keeps other numbers than its rows do in the whole prompt, unless `decay` is 1 and
+    `k` is given.
 
     Args:
         k: blocks per row, at least 1; None for Stem's rule: of `n` blocks of keys, all below 56 blocks,

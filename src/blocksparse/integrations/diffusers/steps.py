@@ -24,8 +24,8 @@ class StepCounter:
     prompts are not asked again.
 
     What cannot be told: a run that begins where the last one was stopped, or nearer to the picture, with the very
-    same tensor as its prompt, or after a first run that was stopped in its first step; and in an inversion, from
-    picture to noise, every step begins a run.
+    same tensor as its prompt, or after a first run that was stopped in its first step; a prompt that a callback
+    replaces once in the middle, which begins a run; and in an inversion, from picture to noise, every step does.
 
     Args:
         rising: whether the model's timesteps rise from noise to picture; most fall.

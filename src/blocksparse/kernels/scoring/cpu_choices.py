@@ -99,7 +99,8 @@ def _means(
 ) -> tuple[Tensor, Tensor]:
     x = x.resolve_neg()
     x = x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
-    (B, Hx, N, D), H = x.shape, x.shape[1] if index is None else index.shape[1]
+    B, Hx, _, D = x.shape
+    H, N = x.shape[1:3] if index is None else index.shape[1:]  # x may be a cache with other tokens, too
     if index is not None:
         index = (index if index.shape[0] == B else index.expand(B, -1, -1)).contiguous()
     blocks = cdiv(lead + N, block)
