@@ -152,7 +152,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         Args:
             q: `[1, Hq, M, D]`, the last M tokens of the request.
             kv: `PageTable.in_place(...)`.
-            scale, window, softcap, sinks, out: as of a call.
+            scale: as of a call, and so are `window`, `softcap`, `sinks` and `out`.
 
         Raises:
             TypeError, ValueError: as of a call.
