@@ -98,7 +98,7 @@ def main() -> int:
         name: Engine(name, common | {"blocksparse": each}, options.out.with_suffix(f".{name}.log"))
         for name, each in configurations.items()
     }
-    result: dict[str, Any] = {"options": vars(options) | {"out": str(options.out)}, "cases": {}}
+    result: dict[str, Any] = {"options": vars(options) | {"out": options.out.name}, "cases": {}}
     result["engines"] = {name: engine.job | engine.answer() for name, engine in engines.items()}
 
     def left() -> float:

@@ -29,9 +29,9 @@ class KeyHistory:
     call `rewind`; so too before a call is made again. In a causal call the queries are those of the new keys, so
     one that begins before keys which it has seen is refused: most often they were another layer's. Two layers that
     swap theirs are found on a CPU, by the last key that was seen; on a GPU the host would wait for that, so there
-    it is for the caller to keep them apart. Mean keys take
-    `4 D` bytes for each block and KV head: a 128th of a KV cache in half precision, with blocks of 128 tokens;
-    those of cells (`AntidiagonalScorer(16, pattern="sum")`) a 32nd.
+    it is for the caller to keep them apart. Mean keys take `4 D` bytes for each block and KV head: a 128th of a KV
+    cache in half precision, with blocks of 128 tokens; those of cells (`AntidiagonalScorer(16, pattern="sum")`)
+    a 32nd.
 
     Unlike the other objects here it changes, since each call adds what it has seen; so it is no part of a
     pipeline. Where prompts branch, as several answers to one question do, each branch takes a `copy.copy` of it,

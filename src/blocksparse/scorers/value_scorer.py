@@ -12,7 +12,7 @@ from blocksparse.scorers.scorer import PermutationT_contra, Scorer, ScoresT_co
 
 
 class ValueScorer(Scorer[PermutationT_contra, ScoresT_co]):
-    """A scorer that also asks how much the values of a block weigh in an output.
+    """A scorer that also asks how much the values of a block weigh in an output, as Stem does (arXiv 2603.06274).
 
     Pipelines call `with_values` in place of the scorer itself, and `Pipeline.choose` then needs `v`. It keeps no
     history, and does not stand inside another scorer.
@@ -22,7 +22,7 @@ class ValueScorer(Scorer[PermutationT_contra, ScoresT_co]):
     def with_values(
         self, q: Tensor, k: Tensor, v: Tensor, permutation: PermutationT_contra, spec: AttentionSpec
     ) -> ScoresT_co:
-        """Score `q` `[B, Hq, M, D]` against `k` and `v` `[B, Hkv, N, ...]`, all in original order."""
+        """Score blocks of `q` `[B, Hq, M, D]`, `k` `[B, Hkv, N, D]`, `v` `[B, Hkv, N, Dv]`, in original order."""
 
     def __call__(
         self,
