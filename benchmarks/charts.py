@@ -26,7 +26,7 @@ THEMES = {"": ("white", "#1f2328"), "-dark": ("#1e2129", "#e2e4e9")}  # paper, i
 
 def speed_and_kl() -> Any:
     """What `auto` gains by length, and what it changes."""
-    calls, lengths, long, tasks = map(Results.named, ("auto-calls", "auto-lengths", "auto-kl", "auto-quality"))
+    calls, lengths, model = map(Results.named, ("auto-calls", "auto-lengths", "auto-model"))
 
     def gain(row: str) -> list[tuple[float, float]]:
         ticks = {16384: "16K", 32768: "32K", 65536: "64K", 131072: "128K"}
@@ -34,9 +34,8 @@ def speed_and_kl() -> Any:
 
     old = "antidiagonals, stride 8, 64"
 
-    def kl(quality: str, mass: str | None) -> list[tuple[float, float]]:
-        points: list[tuple[float, float]] = [(N, tasks.cell(quality, f"KL, {N}")) for N in (4096, 7680)]
-        return points + ([] if mass is None else [(32768, long.cell(f"sums 16, 128: auto, {mass}", "KL, 32768"))])
+    def kl(quality: str) -> list[tuple[float, float]]:
+        return [(N, model.cell(f"auto, {quality}", f"KL, {N}")) for N in (4096, 7680, 16384, 32768)]
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.7))
     lines = (
@@ -52,41 +51,13 @@ def speed_and_kl() -> Any:
     left.set(title=title, ylim=(0, 13.5))
     left.set_ylabel("times as fast as dense attention")
     _by_length(left, {16384: "16K", 32768: "32K", 65536: "64K", 131072: "128K"})
-    named = (("fast", RED, None), ("the default", BLUE, ".9"), ("careful", GREEN, ".95"))
-    _lines(right, [(name, colour, kl("balanced" if mass == ".9" else name, mass)) for name, colour, mass in named])
-    right.set(title="Loss: the model's answers drift\nfrom dense ones as prompts grow", ylim=(0, 0.105))
+    named = (("fast", RED, "fast"), ("the default", BLUE, "balanced"), ("careful", GREEN, "careful"))
+    _lines(right, [(name, colour, kl(quality)) for name, colour, quality in named])
+    right.set(title="Loss: the model's answers drift\nfrom dense ones as prompts grow", ylim=(0, 0.2))
     right.set_ylabel("KL of next tokens from dense, nats")
     _by_length(right, {4096: "4K", 7680: "7.5K", 16384: "16K", 32768: "32K"})
     left.set_xlabel("tokens; H100, synthetic inputs, attention alone")
     right.set_xlabel("tokens; SmolLM2-135M, every layer sparse")
-    figure.tight_layout()
-    return figure
-
-
-def kl_by_time() -> Any:
-    """What a millisecond buys at 32768 tokens."""
-    long = Results.named("tasks-32k")
-
-    def points(*starts: str) -> list[tuple[float, float]]:
-        rows = [row for row in long.rows if row.startswith(starts)]
-        return sorted((long.cell(row, "attention, ms"), long.cell(row, "KL")) for row in rows)
-
-    figure, axes = plt.subplots(figsize=(7.6, 4.2))
-    lines: list[Line] = [
-        ("tuned plans", GREEN, points("plan")),
-        ("mean_pooling | Band(128)", ORANGE, points("mean_pooling with Band(128)")),
-        ("xattention | Band(128)", BLUE, points("xattention with Band(128)")),
-        ("s2o", RED, points("s2o")),
-    ]
-    _lines(axes, lines)
-    axes.set(yscale="log", xlim=(90, 365))
-    axes.set_title("A tuned plan loses least for its time, and cheap scores come second")
-    axes.set_yticks([0.01, 0.02, 0.05, 0.1], ["0.01", "0.02", "0.05", "0.1"])
-    axes.yaxis.minorticks_off()
-    axes.set_ylabel("KL of next tokens from dense, nats (lower is better)")
-    took = "milliseconds of attention in all layers; dense takes 638"
-    axes.set_xlabel(f"{took}\nSmolLM2-135M, eight prompts of 32768 tokens, H200")
-    axes.grid(alpha=0.2)
     figure.tight_layout()
     return figure
 
@@ -237,7 +208,6 @@ def _by_length(axes: Any, ticks: dict[int, str]) -> None:
 
 CHARTS: dict[str, Callable[[], Any]] = {
     "speed-and-kl": speed_and_kl,
-    "kl-by-time": kl_by_time,
     "auto-front": auto_front,
     "facts": facts,
     "pipeline": pipeline,
