@@ -71,6 +71,7 @@ def case(
     name: str, pipeline: Any, q: Tensor, k: Tensor, v: Tensor, page: int, tokens_first: bool, repeats: int
 ) -> dict[str, Any]:
     pipeline, N = always(pipeline), k.shape[2]
+    in_pages = bs.PagedPipeline(pipeline)
     pages = N // page
     cache = torch.empty((pages, page, KV_HEADS, 2 * D), dtype=k.dtype, device="cuda").transpose(1, 2)
     if not tokens_first:
@@ -85,7 +86,7 @@ def case(
         return pipeline(q, *table.gather_one(0, keys, values, room), out=out)
 
     def in_place() -> Any:
-        return pipeline.paged(q, table.in_place(0, keys, values), out=out)
+        return in_pages(q, table.in_place(0, keys, values), out=out)
 
     def gather() -> Any:
         return table.gather_one(0, keys, values, room)

@@ -19,9 +19,9 @@ SOURCE = Path(__file__).parents[1] / "src" / "blocksparse"
 LAYERS = [
     "checks", "batches", "torch_private", "validators", "user_error", "precision", "per_head", "attention_spec",
     "sequences", "inputs", "paged_kv", "page_table", "opaque_call", "runtime", "class_line", "permuters",
-    "geometry", "scorers", "selectors", "executors", "trace", "choice", "four_stages", "pipeline", "layers",
-    "sdpa", "audit", "presets", "testing", "distributed", "integrations", "demo", "tune", "serving", "bench",
-    "inspection", "cli",
+    "geometry", "scorers", "selectors", "executors", "trace", "choice", "four_stages", "pipeline",
+    "paged_pipeline", "layers", "sdpa", "audit", "presets", "testing", "distributed", "integrations", "demo",
+    "tune", "serving", "bench", "inspection", "cli",
 ]  # fmt: skip
 # Part of a layer that stands elsewhere than the rest: servers read plans, tuning attaches to models, and the files
 # of three rooms stand between others.

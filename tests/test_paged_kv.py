@@ -81,7 +81,7 @@ def test_the_same_bits_as_gathered(
     table, cache = paged(k, v, page_size, layout)
     pretend_gpu(monkeypatch)
     for M in (137, 70):
-        out = pipeline.paged(q[:, :, -M:], table.in_place(0, *cache))
+        out = bs.PagedPipeline(pipeline)(q[:, :, -M:], table.in_place(0, *cache))
         assert torch.equal(out, pipeline(q[:, :, -M:], k, v))
 
 
@@ -92,7 +92,7 @@ def test_what_the_layer_asks_for_and_where_it_is_written(device: str, monkeypatc
     pretend_gpu(monkeypatch)
     asked: dict[str, Any] = {"scale": 0.2, "window": 50, "softcap": 5.0, "sinks": 0.5}
     out = torch.full_like(q, float("nan"))
-    assert pipeline.paged(q, table.in_place(0, *cache), out=out, **asked) is out
+    assert bs.PagedPipeline(pipeline)(q, table.in_place(0, *cache), out=out, **asked) is out
     assert torch.equal(out, pipeline(q, k, v, **asked))
 
 
@@ -119,9 +119,9 @@ def test_layers_share_what_is_worked_out_of_a_table(device: str) -> None:
 def test_who_needs_gathered_keys_says_so(pipeline: Any, because: str) -> None:
     q, k, v = make_qkv(B=1, N=40, D=16)
     table, cache = paged(k, v, 16, apart)
-    assert pipeline.gathers_because(q.device).startswith(because)
+    assert str(bs.PagedPipeline(pipeline).gathers_because(q.device)).startswith(because)
     with pytest.raises(bs.UnsupportedError, match=f"{because}.*gather the keys and values first"):
-        pipeline.paged(q, table.in_place(0, *cache))
+        bs.PagedPipeline(pipeline)(q, table.in_place(0, *cache))
 
 
 def test_caches_that_no_row_of_slots_runs_through(device: str) -> None:
@@ -154,7 +154,7 @@ def test_the_kernel_for_hopper(name: str, D: int, N: int, page_size: int, layout
     for M in (2048, 777):
         expected = pipeline(q[:, :, -M:], k, v)
         for _ in range(3):  # as it is, recorded, and repeated
-            assert torch.equal(pipeline.paged(q[:, :, -M:], table.in_place(0, *cache)), expected)
+            assert torch.equal(bs.PagedPipeline(pipeline)(q[:, :, -M:], table.in_place(0, *cache)), expected)
 
 
 @each_layout
@@ -166,10 +166,29 @@ def test_a_cpu_reads_no_row_beside_the_pages(layout: Callable[..., Cache]) -> No
     _, given = block_means(q, kv.keys, 32, 32, k_index=kv.key_slots)
     assert given.equal(block_means(q, k, 32, 32)[1])
     pipeline = with_executor(PIPELINES["mean_pooling"], bs.TritonExecutor())  # interpreted here, refused elsewhere
-    assert pipeline.paged(q, kv).equal(pipeline(q, k, v))
+    assert bs.PagedPipeline(pipeline)(q, kv).equal(pipeline(q, k, v))
 
 
 def test_a_pair_reads_pages_where_both_of_it_remember_keys() -> None:
     means = bs.MeanPoolScorer(32)
     assert bs.ScorerPair(means, means).takes_paged_keys
     assert not bs.ScorerPair(bs.NoScorer(32), means).takes_paged_keys
+
+
+def test_a_history_of_pages_is_of_no_other_keys() -> None:
+    q, k, v = make_qkv(B=1, Hq=4, Hkv=2, N=70, D=16, dtype=torch.float32)
+    table, cache = paged(k, v, 16, tokens_first)
+    kv = table.in_place(0, *cache)
+    others = "'history' is of keys in the pages of a cache, and this call has others"
+    for pipeline in (PIPELINES["mean_pooling"], PIPELINES["sums"], bs.prism(block=32)):
+        with pytest.raises(ValueError, match=others):
+            pipeline.choose(q, k, history=bs.KeyHistory(kv))
+        with pytest.raises(ValueError, match=others):
+            pipeline.choose(q[:, :, :60], kv.k[:, :, :60], history=bs.KeyHistory(kv))
+
+
+def test_equal_pipelines_read_pages_equally() -> None:
+    assert bs.PagedPipeline(bs.sparge(0.8, 0.3)) == bs.PagedPipeline(bs.sparge(0.8, 0.3))
+    assert {bs.PagedPipeline(bs.auto()), bs.PagedPipeline(bs.auto())} == {bs.PagedPipeline(bs.auto())}
+    with pytest.raises(TypeError, match="'pipeline' must be a Pipeline: None"):
+        bs.PagedPipeline(None)  # type: ignore[arg-type]

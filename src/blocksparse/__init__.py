@@ -29,6 +29,7 @@ from blocksparse.geometry import Grid
 from blocksparse.kernels.positions.places import Places
 from blocksparse.layers.head_groups import HeadGroups, HeadGroupsTrace
 from blocksparse.layers.schedule import Schedule
+from blocksparse.paged_pipeline import PagedPipeline
 from blocksparse.permuters.column_order import ColumnOrder
 from blocksparse.permuters.given_order import GivenOrder
 from blocksparse.permuters.global_index_map import GlobalIndexMap
@@ -172,6 +173,7 @@ __all__ = [
     "OutputAwareScorer",
     "PageTable",
     "PagedKV",
+    "PagedPipeline",
     "PeakShare",
     "Permutation",
     "Permuter",

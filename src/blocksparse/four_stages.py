@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Generic, final
 
 from attrs import Factory, field, frozen
 from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
-from blocksparse.batches.paged_kv import PagedKV
 from blocksparse.checks.class_line import check_gave
 from blocksparse.checks.inputs import UnsupportedError
 from blocksparse.checks.per_head import check_heads
@@ -137,30 +135,6 @@ class FourStages(Generic[PermutationT, ScoresT, MaskT]):
     ) -> Tensor:
         # No scores are left, so that their memory is free while attending.
         return self.execute(q, k, v, self.choose(q, k, v, spec, history)[2], spec, out).out
-
-    def attend_paged(self, q: Tensor, kv: PagedKV, spec: AttentionSpec, out: Tensor | None = None) -> Tensor:
-        """The output of a causal call with keys and values in pages, which is never dense."""
-        fields = kv.keys, kv.values, kv.slots, kv.run
-        run = partial(repeated, self._paged) if self.repeats else self._paged
-        return run(q, *fields, spec, out)
-
-    def _paged(
-        self,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        slots: Tensor,
-        run: int,
-        spec: AttentionSpec,
-        out: Tensor | None,
-    ) -> Tensor:
-        kv = PagedKV(keys, values, slots, run=run)
-        # Scorers that read no keys get no history, as ever.
-        history = KeyHistory(kv) if self.scorer.keeps_history else None
-        mask = self.choose(q, kv.k, None, spec, history)[2]
-        output = self.executor.attend_paged(q, kv, mask, spec, out)
-        check_gave(self._types.output, output)
-        return output.out
 
     def trace(
         self,

@@ -5,22 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Generic, Unpack, final, overload
 
-import torch
 from attrs import Factory, evolve, field, frozen
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from blocksparse.attention_spec import Asked, AttentionSpec
-from blocksparse.batches.paged_kv import PagedKV
 from blocksparse.batches.sequences import Sequences
-from blocksparse.checks.inputs import UnsupportedError, check_out, checked, refuse_mask
+from blocksparse.checks.inputs import checked, refuse_mask
 from blocksparse.checks.validators import a, flag
 from blocksparse.choice import Choice
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.executor import Executor
 from blocksparse.four_stages import Done, FourStages, tell_nobody
 from blocksparse.permuters.permuter import Permuter
-from blocksparse.runtime.opaque_call import OpaqueCall, attend, laid_out_as, refuse_transforms
+from blocksparse.runtime.opaque_call import OpaqueCall, attend, refuse_transforms
 from blocksparse.runtime.precision import without_autocast
 from blocksparse.scorers.key_history import KeyHistory, one_for_each
 from blocksparse.scorers.scorer import Scorer
@@ -132,57 +129,6 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         }  # fmt: skip
         histories = None if history is None else one_for_each(history, sequences)
         return attend(self._call, q, k, v, asked, sequences, histories, out)
-
-    def paged(
-        self,
-        q: Tensor,
-        kv: PagedKV,
-        *,
-        scale: float | None = None,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Any = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Make a causal call with keys and values where they lie, in the pages of a cache: `[1, Hq, M, Dv]`.
-
-        The result has the bits of a call with gathered keys and values, `table.gather_one(...)`. No key is moved,
-        and the stages always run. torch.compile takes no such call.
-
-        Args:
-            q: `[1, Hq, M, D]`, the last M tokens of the request.
-            kv: `PageTable.in_place(...)`.
-            scale: as of a call, and so are `window`, `softcap`, `sinks` and `out`.
-
-        Raises:
-            TypeError, ValueError: as of a call.
-            UnsupportedError: these inputs are right, but a stage reads no pages (`gathers_because`), or the
-                executor has no kernel for them.
-        """
-        refuse_transforms("paged")
-        a(PagedKV).or_else("PageTable.in_place(request, keys, values) makes one").check(kv=kv)
-        asked: Asked = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
-        if (because := self.gathers_because(q.device)) is not None:
-            raise UnsupportedError(f"{because}: gather the keys and values first", because)
-        q, _, _, spec = checked(q, kv.k, kv.v, asked)
-        if q.dtype != kv.keys.dtype:
-            raise TypeError(f"a cache must have the dtype of q: {kv.keys.dtype}, {q.dtype}; convert q")
-        if out is not None:
-            check_out(out, q, kv.keys, kv.values)
-        with without_autocast(q):
-            given = self._stages.attend_paged(q, kv, spec, out)
-        if out is None:
-            return laid_out_as(q, given)
-        increment_version(out)
-        return out
-
-    def gathers_because(self, device: torch.device) -> str | None:
-        """The reason why `paged` cannot read caches on a device where keys lie, or None."""
-        if self.permuter.moves_keys:
-            return f"{type(self.permuter).__name__} moves keys"
-        if not self.scorer.takes_paged_keys:
-            return f"{type(self.scorer).__name__} needs the keys themselves"
-        return self.executor.gathers_because(device)
 
     def choose(
         self,

@@ -154,7 +154,7 @@ class PageTable:
         return k, v
 
     def in_place(self, request: int, keys: Tensor, values: Tensor) -> PagedKV:
-        """The keys and values of one request where they lie, for `Pipeline.paged`, which gathers nothing.
+        """The keys and values of one request where they lie, for `PagedPipeline`, which gathers nothing.
 
         What is worked out of the table serves all layers whose caches have the same strides.
 

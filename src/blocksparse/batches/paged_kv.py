@@ -21,7 +21,7 @@ class PagedKV:
     """Keys and values of one request in a cache that holds others as well. `PageTable.in_place` makes it.
 
         kv = table.in_place(request, keys, values)
-        out = pipeline.paged(q, kv)
+        out = PagedPipeline(pipeline)(q, kv)
 
     The cache is seen as one row of slots for each head (`flat`), so that one number says where a token lies.
 

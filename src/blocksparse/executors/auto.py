@@ -18,6 +18,7 @@ from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.cpu import CpuExecutor
 from blocksparse.executors.executor import Executor
 from blocksparse.executors.flex import FlexExecutor
+from blocksparse.executors.paged_executor import PagedExecutor
 from blocksparse.executors.reference import ReferenceExecutor
 from blocksparse.executors.triton import TritonExecutor
 from blocksparse.kernels.common.hardware import is_hopper
@@ -35,8 +36,9 @@ _TILE = 128  # queries that dense attention gives a multiprocessor at a time
 
 _log = logging.getLogger(__name__)
 
+_TRITON = TritonExecutor()
 # From the fastest on.
-_ON_GPU: tuple[Executor[GlobalPermutation, BlockMask], ...] = (TritonExecutor(), FlexExecutor())
+_ON_GPU: tuple[Executor[GlobalPermutation, BlockMask], ...] = (_TRITON, FlexExecutor())
 _ELSEWHERE: tuple[Executor[GlobalPermutation, BlockMask], ...] = (CpuExecutor(),)
 _REFERENCE = ReferenceExecutor()
 
@@ -99,7 +101,7 @@ _operations = Rule(
 
 @final
 @frozen(cache_hash=True)
-class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
+class AutoExecutor(PagedExecutor[GlobalPermutation, BlockMask]):
     """Takes `CpuExecutor` on a CPU, on a GPU `TritonExecutor` or else `FlexExecutor`, and elsewhere the reference.
 
     It never rounds to 8 bits: name `Int8Executor` for that. `choose` says which executor runs and why, and so does
@@ -153,7 +155,7 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
     def attend_paged(
         self, q: Tensor, kv: PagedKV, mask: BlockMask, spec: AttentionSpec, out: Tensor | None = None
     ) -> AttentionOutput:
-        return _ON_GPU[0].attend_paged(q, kv, mask, spec, out)
+        return _TRITON.attend_paged(q, kv, mask, spec, out)
 
     def gathers_because(self, device: torch.device) -> str | None:
         return None if is_hopper(device) else "AutoExecutor reads pages by the kernel for Hopper alone"

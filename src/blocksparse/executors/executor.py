@@ -5,11 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Generic, TypeVar, cast
 
-import torch
 from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
-from blocksparse.batches.paged_kv import PagedKV
 from blocksparse.checks.class_line import check_got
 from blocksparse.checks.inputs import DTYPES, UnsupportedError, check_out, refuse_gradients
 from blocksparse.executors.attention_output import AttentionOutput
@@ -56,21 +54,6 @@ class Executor(ABC, Generic[PermutationT_contra, MaskT_contra]):
         Without a method of its own, an executor knows plain softmax attention alone.
         """
         return knows_no_window(mask) + knows_no_logit_change(spec)
-
-    def attend_paged(
-        self, q: Tensor, kv: PagedKV, mask: MaskT_contra, spec: AttentionSpec, out: Tensor | None = None
-    ) -> AttentionOutput:
-        """Make the same call with keys and values where they lie, in the pages of a cache; `mask` is of `kv.k`.
-
-        Raises:
-            TypeError, ValueError: as of `check`, or this executor reads no pages (`gathers_because`).
-        """
-        because = f"{type(self).__name__} reads no pages"
-        raise UnsupportedError(f"{because}: gather the keys and values first", because)
-
-    def gathers_because(self, device: torch.device) -> str | None:
-        """The reason why keys and values must leave the pages of a cache on this device, or None."""
-        return f"{type(self).__name__} reads no pages"
 
     @property
     def may_be_left_out(self) -> bool:

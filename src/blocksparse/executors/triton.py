@@ -17,9 +17,10 @@ from blocksparse.checks.per_head import PerHead, by_head, negative, per_head, wr
 from blocksparse.checks.validators import a, optional
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.block_plan import BlockPlan
-from blocksparse.executors.executor import Executor, one_order
+from blocksparse.executors.executor import one_order
 from blocksparse.executors.launched import first_launched, never_launched
 from blocksparse.executors.one_node import OneNode, one_node
+from blocksparse.executors.paged_executor import PagedExecutor
 from blocksparse.executors.tiles import MOST_SOFTCAP, HopperTiles, Tiles, TritonTiles, tuned
 from blocksparse.kernels.attention.arguments import Approximation
 from blocksparse.kernels.attention.sparse_attention import EXACT, sparse_attention
@@ -36,7 +37,7 @@ _HINT = "Use AutoExecutor(), or CpuExecutor() on a CPU."
 
 @final
 @frozen(cache_hash=True)
-class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
+class TritonExecutor(PagedExecutor[GlobalPermutation, BlockMask]):
     """Gather keys and values once per KV head, then attend to the kept blocks of each row in one kernel.
 
     It takes fp16, bf16 and fp32, head dims up to 256 (padded to a power of two on chip) and grouped query heads
@@ -101,9 +102,6 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
             because = "keys in pages are not moved"
             raise UnsupportedError(f"{because}: take an order that leaves keys in place", because)
         return self._attend(q, kv.k, kv.v, mask, spec, out, kv)
-
-    def gathers_because(self, device: torch.device) -> str | None:
-        return None
 
     def _attend(
         self,

@@ -108,7 +108,7 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
         self, q: Tensor, k: Tensor, permutation: GlobalPermutation, lead: int, history: KeyHistory | None
     ) -> tuple[Tensor, Tensor]:
         """Mean queries `[B, Hq, q cells, D]` and mean keys `[B, H, k cells, D]` of cells, in slot order."""
-        paged = None if history is None else history.paged
+        paged = None if history is None else history.paged(k)
         if history is not None and paged is None:
             mean = partial(cell_mean, slots=self.stride, padded_tail=self.padded_tail)
             keys = history.blocks("cell", k, permutation, self.stride, mean)

@@ -52,10 +52,20 @@ class KeyHistory:
     def __repr__(self) -> str:
         return f"<KeyHistory of {self._tokens} tokens>"
 
-    @property
-    def paged(self) -> PagedKV | None:
-        """Where the keys lie in a cache, if they do."""
-        return self._paged
+    def paged(self, k: Tensor) -> PagedKV | None:
+        """Where keys lie in a cache, if they do; `k` `[B, Hkv, N, D]` is what a scorer was called with.
+
+        Raises:
+            ValueError: they do, and `k` is other keys than its stand-in, `PagedKV.k`.
+        """
+        if (paged := self._paged) is not None:
+            its = paged.k
+            if (k.data_ptr(), k.shape, k.stride()) != (its.data_ptr(), its.shape, its.stride()):
+                raise ValueError(
+                    "'history' is of keys in the pages of a cache, and this call has others: call PagedPipeline, "
+                    "which makes one itself, or make the history without 'paged'"
+                )
+        return paged
 
     @property
     def tokens(self) -> int:
@@ -107,26 +117,20 @@ class KeyHistory:
         Raises:
             ValueError: keys are moved, are fewer than it has seen or of another kind; or a CUDA graph is captured.
         """
-        kind = self._check(k, permutation)
+        kind, paged = self._check(k, permutation), self.paged(k)
         N, known = k.shape[2], self._whole.get((name, block))
         if known is None:
-            found = self._computed(k, 0, compute)
+            found = _computed(paged, k, 0, compute)
         elif (seen := known.shape[2] * block) == N:
             found = known
         else:
-            found = torch.cat((known, self._computed(k, seen, compute)), dim=2)
+            found = torch.cat((known, _computed(paged, k, seen, compute)), dim=2)
         # Another dict, since a copy of this history has the one that was here. Nothing changes if `compute` fails.
         self._whole = {**self._whole, (name, block): found[:, :, : N // block]}
-        if self._paged is None and not k.is_cuda and self._tokens < N:
+        if paged is None and not k.is_cuda and self._tokens < N:
             self._last = k[:, :, -1].clone()
         self._tokens, self._kind = N, kind
         return found
-
-    def _computed(self, k: Tensor, first: int, compute: Callable[..., Tensor]) -> Tensor:
-        """What `compute` gives of the keys from `first` on."""
-        if (paged := self._paged) is None:
-            return compute(k[:, :, first:])
-        return compute(paged.keys, index=paged.key_slots[:, :, first:])
 
     def _check(self, k: Tensor, permutation: Permutation) -> tuple[Any, ...]:
         """Refuse keys that cannot be those of this history with more behind them; say what they have in common."""
@@ -157,6 +161,13 @@ class KeyHistory:
                 "'history' grows with every call, and a CUDA graph repeats one: capture calls without it"
             )
         return kind
+
+
+def _computed(paged: PagedKV | None, k: Tensor, first: int, compute: Callable[..., Tensor]) -> Tensor:
+    """What `compute` gives of the keys from `first` on."""
+    if paged is None:
+        return compute(k[:, :, first:])
+    return compute(paged.keys, index=paged.key_slots[:, :, first:])
 
 
 def _same(x: Tensor, y: Tensor) -> bool:

@@ -61,7 +61,7 @@ class MeanPoolScorer(Scorer[GlobalPermutation, BlockMass]):
         self, q: Tensor, k: Tensor, permutation: GlobalPermutation, grid: Grid, history: KeyHistory | None
     ) -> tuple[Tensor, Tensor]:
         """The mean queries `[B, Hq, rows, D]` and the mean keys `[B, H, cols, D]` of blocks."""
-        paged = None if history is None else history.paged
+        paged = None if history is None else history.paged(k)
         if history is not None and paged is None:
             mean = partial(block_mean, padded_tail=self.padded_tail)
             pooled_k = history.blocks("mean", k, permutation, grid.k_block, partial(mean, block=grid.k_block))

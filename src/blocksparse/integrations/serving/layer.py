@@ -19,6 +19,7 @@ from blocksparse.integrations.serving.estimates import Estimates
 from blocksparse.integrations.serving.prefills import Prefills
 from blocksparse.integrations.serving.workspace import Workspace
 from blocksparse.layers.schedule import LayerPipeline
+from blocksparse.paged_pipeline import PagedPipeline
 from blocksparse.pipeline import Pipeline
 
 _log = logging.getLogger(__name__)
@@ -77,13 +78,13 @@ class LayerAttention:
             return f"pages of {page_size} tokens are too small"
         if not lies_in_slots(keys) or not lies_in_slots(values):
             return "tokens of the cache lie otherwise than in rows of slots"
-        return self.pipeline.gathers_because(keys.device)
+        return PagedPipeline(self.pipeline).gathers_because(keys.device)
 
     def _read(self, q: Tensor, kv: PagedKV, out: Tensor, scale: float) -> bool:
         """Attend to keys and values where they lie; False if no kernel can."""
         assert isinstance(self.pipeline, Pipeline)
         try:
-            self.pipeline.paged(q, kv, scale=scale, out=out)
+            PagedPipeline(self.pipeline)(q, kv, scale=scale, out=out)
         except UnsupportedError as error:
             _warn_of_gathering_once(self.layer, error.because)
             return False

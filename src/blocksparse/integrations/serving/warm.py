@@ -15,6 +15,7 @@ from blocksparse.integrations.serving.layer import LayerAttention
 from blocksparse.integrations.serving.settings import ConfigurationError, Settings
 from blocksparse.integrations.serving.worth import Worth
 from blocksparse.layers.schedule import LayerPipeline
+from blocksparse.paged_pipeline import PagedPipeline
 from blocksparse.pipeline import Pipeline
 
 # 16 blocks of 128 tokens. Triton compiles a kernel for numbers that are multiples of 16, and once more for others.
@@ -109,7 +110,7 @@ def warm(
                 if attention.estimates is not None:  # a call that is audited has a trace
                     attention.pipeline.trace(q, k, v)
             elif isinstance(attention.pipeline, Pipeline):
-                attention.pipeline.paged(q, table.in_place(0, keys, values), out=rows)
+                PagedPipeline(attention.pipeline)(q, table.in_place(0, keys, values), out=rows)
         except UnsupportedError as error:
             raise ConfigurationError(
                 f"{attention.pipeline!r} of layer {attention.layer} cannot run here: {error.because}; "

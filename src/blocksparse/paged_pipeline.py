@@ -1,0 +1,109 @@
+"""`PagedPipeline`: calls of a pipeline with keys and values where they lie, in the pages of a cache."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+from attrs import field, frozen
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from blocksparse.attention_spec import Asked, AttentionSpec
+from blocksparse.batches.paged_kv import PagedKV
+from blocksparse.checks.inputs import UnsupportedError, check_out, checked
+from blocksparse.checks.validators import a
+from blocksparse.executors.paged_executor import PagedExecutor
+from blocksparse.pipeline import Pipeline
+from blocksparse.runtime.opaque_call import laid_out_as, refuse_transforms
+from blocksparse.runtime.precision import without_autocast
+from blocksparse.runtime.repeated import repeated
+from blocksparse.scorers.key_history import KeyHistory
+
+
+@final
+@frozen(cache_hash=True)
+class PagedPipeline:
+    """A pipeline that reads keys and values where they lie, in the pages of a cache, and gathers nothing.
+
+        kv = table.in_place(request, keys, values)
+        out = PagedPipeline(pipeline)(q, kv)
+
+    The result has the bits of a call of the pipeline with `table.gather_one(...)`. Calls are causal, and their
+    stages always run.
+
+    Raises:
+        TypeError: `pipeline` is not a `Pipeline`.
+    """
+
+    pipeline: Pipeline[Any, Any, Any] = field(validator=a(Pipeline))
+
+    def __call__(
+        self,
+        q: Tensor,
+        kv: PagedKV,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Any = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Attend to one request: `[1, Hq, M, Dv]`. torch.compile takes no such call.
+
+        Args:
+            q: `[1, Hq, M, D]`, the last M tokens of the request.
+            kv: `PageTable.in_place(...)`.
+            scale: as of a call of the pipeline, and so are `window`, `softcap`, `sinks` and `out`.
+
+        Raises:
+            TypeError, ValueError: as of a call of the pipeline.
+            UnsupportedError: these inputs are right, but a stage reads no pages (`gathers_because`), or the
+                executor has no kernel for them.
+        """
+        refuse_transforms("PagedPipeline")
+        a(PagedKV).or_else("PageTable.in_place(request, keys, values) makes one").check(kv=kv)
+        asked: Asked = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+        if (because := self.gathers_because(q.device)) is not None:
+            raise UnsupportedError(f"{because}: gather the keys and values first", because)
+        q, _, _, spec = checked(q, kv.k, kv.v, asked)
+        if q.dtype != kv.keys.dtype:
+            raise TypeError(f"a cache must have the dtype of q: {kv.keys.dtype}, {q.dtype}; convert q")
+        if out is not None:
+            check_out(out, q, kv.keys, kv.values)
+        call = self._attend, q, kv.keys, kv.values, kv.slots, kv.run, spec, out
+        with without_autocast(q):
+            given = repeated(*call) if self.pipeline.repeats else call[0](*call[1:])
+        if out is None:
+            return laid_out_as(q, given)
+        increment_version(out)
+        return out
+
+    def gathers_because(self, device: torch.device) -> str | None:
+        """The reason why a cache on this device cannot be read where it lies, or None."""
+        permuter, scorer, executor = self.pipeline.permuter, self.pipeline.scorer, self.pipeline.executor
+        if permuter.moves_keys:
+            return f"{type(permuter).__name__} moves keys"
+        if not scorer.takes_paged_keys:
+            return f"{type(scorer).__name__} needs the keys themselves"
+        if not isinstance(executor, PagedExecutor):
+            return f"{type(executor).__name__} reads no pages"
+        return executor.gathers_because(device)
+
+    def _attend(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        slots: Tensor,
+        run: int,
+        spec: AttentionSpec,
+        out: Tensor | None,
+    ) -> Tensor:
+        """The output for checked inputs. Tensors of `kv` are arguments of their own, as `repeated` wants them."""
+        kv, executor = PagedKV(keys, values, slots, run=run), self.pipeline.executor
+        # Scorers that read no keys get no history, as ever.
+        history = KeyHistory(kv) if self.pipeline.scorer.keeps_history else None
+        mask = self.pipeline.choose(q, kv.k, history=history, **spec.arguments()).mask
+        assert isinstance(executor, PagedExecutor)
+        return executor.attend_paged(q, kv, mask, spec, out).out
