@@ -14,7 +14,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -92,7 +92,7 @@ def main() -> int:
         configurations[LIMIT] = KEPT | ({"min_tokens": 32, "min_queries": 16} if options.tiny else {})
     common = {
         name: getattr(options, name)
-        for name in ("layers", "shard", "ranks", "length", "tokens", "tiny", "compiled", "exactly")
+        for name in ("layers", "shard", "ranks", "length", "tokens", "tiny", "compiled", "exactly", "vllm")
     }
     engines = {
         name: Engine(name, common | {"blocksparse": each}, options.out.with_suffix(f".{name}.log"))
@@ -153,7 +153,10 @@ def main() -> int:
                 if ms > found["gpu_ms"] / 1000:
                     print(f"  {ms:9.2f} ms {launches:6d} x {kernel}", flush=True)
     if options.soak:
-        result["soak"] = {name: soak(engine, options) for name, engine in list(engines.items())[1:]}
+        for name, engine in list(engines.items())[1:]:
+            for found in soak(engine, options):
+                result.setdefault("soak", {}).setdefault(name, []).append(found)
+                save()
     save()
     for engine in engines.values():
         engine.close()
@@ -183,6 +186,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--compiled", action="store_true", help="with torch.compile and CUDA graphs, not eager")
     parser.add_argument(
         "--exactly", action="store_true", help="in float16 and logits in float32, to compare answers"
+    )
+    parser.add_argument(
+        "--vllm", type=json.loads, default={}, metavar="JSON", help='of every engine: {"kv_cache_dtype": "fp8"}'
     )
     parser.add_argument("--densities", default="", help="cases of which the kept share of blocks is said")
     parser.add_argument("--profile", default="", help="cases whose kernels are listed at the end")
@@ -252,17 +258,16 @@ class Differences:
                     break
 
 
-def soak(engine: Engine, options: argparse.Namespace) -> list[tuple[float, list[float]]]:
+def soak(engine: Engine, options: argparse.Namespace) -> Iterator[tuple[float, list[float]]]:
     """Serve random mixes for some time: (seconds, GiB on the GPU and of the host) after each ten of them."""
-    found, began, every = [], time.perf_counter(), mixes(10, tiny=options.tiny)
+    began, every = time.perf_counter(), mixes(10, tiny=options.tiny)
     while time.perf_counter() - began < options.soak:
         for mix in every:
             mix["seed"] += len(every)  # other prompts of the same lengths
             engine.ask(do="mix", **mix)
-        found.append((round(time.perf_counter() - began, 1), engine.ask(do="memory")))
-        seconds, (there, here) = found[-1]
+        seconds, (there, here) = round(time.perf_counter() - began, 1), engine.ask(do="memory")
         print(f"{engine.name}: {there:.3f} GiB on the GPU, {here:.3f} of the host, after {seconds} s", flush=True)
-    return found
+        yield seconds, [there, here]
 
 
 def row(case: Case, times: Mapping[str, Sequence[float]]) -> str:

@@ -43,7 +43,7 @@ class Engine:
     Args:
         job: `layers` and `length` of the model, the part `shard` of its heads, the `ranks` (GPUs) that share it,
             `tokens` that its cache holds, `blocksparse` (the plugin's configuration, or None), `compiled`,
-            `exactly`, `tiny`.
+            `exactly`, `tiny`, and `vllm` (more arguments of `vllm.LLM`).
     """
 
     def __init__(self, job: dict[str, Any], folder: Path) -> None:
@@ -60,12 +60,13 @@ class Engine:
         length, dtype = _model(folder, job), "float32" if self.tiny else "bfloat16"
         if job["exactly"]:
             dtype, more["hf_overrides"] = "float16", {"head_dtype": "float32"}
-        self.llm = LLM(
-            str(folder), dtype=dtype, load_format="dummy",
-            skip_tokenizer_init=True, enforce_eager=not job["compiled"], gpu_memory_utilization=0.1,
-            max_model_len=length, max_num_batched_tokens=min(8192, length), max_num_seqs=32, seed=0,
-            tensor_parallel_size=job["ranks"], disable_custom_all_reduce=True, **more,
-        )  # fmt: skip
+        more = {
+            "dtype": dtype, "load_format": "dummy", "skip_tokenizer_init": True, "seed": 0,
+            "enforce_eager": not job["compiled"], "gpu_memory_utilization": 0.1, "max_model_len": length,
+            "max_num_batched_tokens": min(8192, length), "max_num_seqs": 32,
+            "tensor_parallel_size": job["ranks"], "disable_custom_all_reduce": True,
+        } | more  # fmt: skip
+        self.llm = LLM(str(folder), **(more | job["vllm"]))
         self.llm.apply_model(_as_trained)
         self.scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         self.preempted, preempt = 0, self.scheduler._preempt_request
@@ -76,14 +77,16 @@ class Engine:
 
         self.scheduler._preempt_request = preempts
 
-    @staticmethod
-    def versions() -> dict[str, str]:
+    def versions(self) -> dict[str, str]:
+        """Of packages, the name of the GPU, and which of vLLM's classes runs the model (V1's or V2's)."""
         import torch
         import triton
         import vllm
 
         gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-        return {"vllm": vllm.__version__, "torch": torch.__version__, "triton": triton.__version__, "gpu": gpu}
+        runner: str = self.llm.collective_rpc(_runner)[0]
+        packages = {"vllm": vllm.__version__, "torch": torch.__version__, "triton": triton.__version__}
+        return packages | {"gpu": gpu, "runner": runner}
 
     def serve(self, prompts: int, tokens: int, answer: int, chunk: int, seed: str) -> float:
         """Seconds until so many prompts are answered that arrive at once."""
@@ -185,6 +188,10 @@ def _record(worker: Any, on: bool) -> str:
                 density = f"{float(kept.nanmean()):.3f}"
             layer.impl.attention = evolve(attention, recorder=recorder)
     return density
+
+
+def _runner(worker: Any) -> str:
+    return type(worker.model_runner).__module__
 
 
 def _memory(worker: Any) -> list[float]:

@@ -53,7 +53,7 @@ def main() -> int:
             "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1),
             "gpu": torch.cuda.get_device_name(),
         }
-    options.out.write_text(json.dumps(found | {"options": vars(options) | {"out": str(options.out)}}, indent=1))
+    options.out.write_text(json.dumps(found | {"options": vars(options) | {"out": options.out.name}}, indent=1))
     print(json.dumps(found, indent=1))
     return 0
 

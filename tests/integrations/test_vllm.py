@@ -22,9 +22,12 @@ from blocksparse import (
     AutoExecutor,
     Band,
     HeadGroups,
+    Identity,
     Int8Executor,
+    MeanPoolScorer,
     Pipeline,
     Sink,
+    TopK,
     TritonExecutor,
     a_shape,
     auto,
@@ -424,6 +427,20 @@ def test_a_band_and_a_sink_are_added() -> None:
     assert layer.selector == xattention().selector | Band(256) | Sink(64)
 
 
+def test_a_pipeline_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function in a module that the engine can import is named as a preset is, and takes what presets take."""
+    (tmp_path / "my_own_stages.py").write_text(
+        "import blocksparse as bs\n\n\ndef mine(k=3):\n    return bs.Pipeline("
+        "bs.Identity(), bs.MeanPoolScorer(32), bs.TopK(k), bs.AutoExecutor())\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    given = {"preset": "my_own_stages:mine", "settings": {"k": 5}, "sink": 64, "dense": [0]}
+    first, *others = Settings.of({"blocksparse": given}, SERVED, HOST).layers
+    selector = TopK(5) | Sink(64)
+    expected = Pipeline(Identity(), MeanPoolScorer(32), selector, AutoExecutor(dense_below=0))
+    assert (first, *others) == (None, expected, expected, expected)
+
+
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
@@ -443,6 +460,12 @@ def test_a_band_and_a_sink_are_added() -> None:
         ({"preset": "s2o", "plan": "x"}, "it must have one of 'preset' and 'plan': {"),
         ({"preset": "pbs"}, "there is no preset 'pbs'; there are auto, pbs_attn, "),
         ({"preset": ["s2o"]}, "there is no preset ['s2o']; there are "),
+        ({"preset": "no_such:f"}, "there is no preset 'no_such:f': No module named 'no_such'; the engine's proc"),
+        ({"preset": "json:f"}, "there is no preset 'json:f': module 'json' has no attribute 'f'; the engine's "),
+        ({"preset": ":f"}, "there is no preset ':f': "),
+        ({"preset": ".x:f"}, "there is no preset '.x:f': "),
+        ({"preset": "math:pi"}, "'math:pi' must be a function that returns a Pipeline: 3.14"),
+        ({"preset": "builtins:list"}, "'builtins:list' must return a Pipeline: []"),
         ({"preset": "xattention", "settings": 0.9}, "'settings' must be a Mapping: 0.9"),
         ({"preset": "xattention", "settings": {"mass": 2}}, "'mass' must be "),
         (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any, final
 
 from attrs import evolve, frozen
@@ -19,6 +20,7 @@ from blocksparse.executors.int8 import Int8Executor
 from blocksparse.executors.triton import TritonExecutor
 from blocksparse.layers.head_groups import AnyPipeline, HeadGroups
 from blocksparse.layers.schedule import LayerPipeline, Schedule
+from blocksparse.pipeline import Pipeline
 from blocksparse.presets import every_preset
 from blocksparse.selectors.band import Band
 from blocksparse.selectors.sink import Sink
@@ -165,8 +167,7 @@ def _warn(crossing: Crossing) -> None:
 
 def _preset(given: Mapping[str, Any], served: Served) -> Schedule:
     name, arguments = given.get("preset", "auto"), given.get("settings", {})
-    if name not in list(every_preset):  # a list, because JSON may hold what no dict can look up
-        raise ValueError(f"there is no preset {shown(name)}; there are {', '.join(every_preset)}")
+    make = _maker(name)
     a(Mapping).check(settings=arguments)
     if "quality" in given:
         if name != "auto" or "quality" in arguments:
@@ -180,7 +181,9 @@ def _preset(given: Mapping[str, Any], served: Served) -> Schedule:
             )
         if isinstance(value, list) and len(value) != served.heads:
             raise ValueError(f"'{argument}' must have a number per query head ({served.heads}): {shown(value)}")
-    pipeline = every_preset[name](**arguments)
+    pipeline = make(**arguments)
+    if not isinstance(pipeline, Pipeline):
+        raise TypeError(f"{shown(name)} must return a Pipeline: {shown(pipeline)}")
     for rescue, key in ((Band, "band"), (Sink, "sink")):
         if key in given:
             pipeline = evolve(pipeline, selector=pipeline.selector | rescue(whole(given[key])))
@@ -189,6 +192,26 @@ def _preset(given: Mapping[str, Any], served: Served) -> Schedule:
             raise ValueError(f"there is no executor {shown(given['executor'])}; there are {', '.join(EXECUTORS)}")
         pipeline = evolve(pipeline, executor=EXECUTORS[given["executor"]]())
     return Schedule(pipeline, dense=given.get("dense", []))
+
+
+def _maker(name: object) -> Callable[..., object]:
+    """The preset of a name, or the user's own function of `"module:function"`."""
+    module, colon, function = name.partition(":") if isinstance(name, str) else ("", "", "")
+    if not colon:
+        if name not in list(every_preset):  # a list, because JSON may hold what no dict can look up
+            raise ValueError(f"there is no preset {shown(name)}; there are {', '.join(every_preset)}")
+        return every_preset[str(name)]
+    try:
+        found = getattr(import_module(module), function)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:  # the last two of names such as '.x:f'
+        raise ValueError(
+            f"there is no preset {shown(name)}: {error}; the engine's processes import it, so its folder must be "
+            "in PYTHONPATH"
+        ) from None
+    if not callable(found):
+        raise TypeError(f"{shown(name)} must be a function that returns a Pipeline: {shown(found)}")
+    own: Callable[..., object] = found
+    return own
 
 
 def _always_runs(layer: LayerPipeline | None) -> LayerPipeline | None:
