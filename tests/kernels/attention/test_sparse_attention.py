@@ -31,6 +31,7 @@ from blocksparse.executors.tiles import MOST_SOFTCAP, HopperTiles, Tiles, Triton
 from blocksparse.kernels.attention import sparse_attention as op
 from blocksparse.kernels.attention.arguments import Approximation, LogitChange
 from blocksparse.kernels.attention.hopper import shares
+from blocksparse.kernels.attention.hopper.launch import copy_back, whole_rows
 from blocksparse.kernels.attention.sparse_attention import UNCHANGED, sparse_attention
 from blocksparse.kernels.attention.sparse_attention_triton import runs_interpreted
 from blocksparse.kernels.common.hardware import INTERPRETER, hardware_of
@@ -852,6 +853,23 @@ def test_verbatim(device: str) -> None:
     names = vars(bs)
     line = "Pipeline(SegmentKeySort(S=256), MeanPoolScorer(), TopCdf(0.9), TritonExecutor())(q, k, v)"
     assert eval(line, names, {"q": q, "k": k, "v": v}).shape == q.shape
+
+
+@pytest.mark.parametrize("tokens_first", [False, True])
+def test_a_chunk_that_starts_inside_a_block_is_copied_in_its_own_order(tokens_first: bool) -> None:
+    """Of rows that lie as a server has them, the copies turn nothing; and what comes back is what was there."""
+    q, out = torch.rand(2, 1, 3, 7, 16)
+    if tokens_first:
+        q, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, out))
+    longer, whole, lse = whole_rows(q, out, out[..., 0], 5)
+    for x in (longer, whole):
+        assert (x.shape, lse.shape) == ((1, 3, 12, 16), (1, 3, 12))
+        assert (x.transpose(1, 2) if tokens_first else x).is_contiguous()
+    assert torch.equal(longer[:, :, 5:], q)
+    assert not longer[:, :, :5].any()
+    whole.copy_(longer + 1)
+    copy_back((whole, lse), (out, out.new_empty(1, 3, 7)), 5)
+    assert torch.equal(out, q + 1)
 
 
 @pytest.mark.slow

@@ -83,13 +83,21 @@ def whole_rows(q: Tensor, out: Tensor, lse: Tensor, lead: int) -> tuple[Tensor, 
     """
     if not lead:
         return q, out, lse
-    longer = q.new_empty(
-        (*q.shape[:2], lead + q.shape[2], q.shape[3])
-    )  # by steps that a recording knows, unlike `pad`
+    longer = _longer(q, lead)  # by steps that a recording knows, unlike `pad`
     longer[:, :, :lead].zero_()
     longer[:, :, lead:].copy_(q)
-    q = longer
-    return q, out.new_empty((*q.shape[:3], out.shape[-1])), lse.new_empty(q.shape[:3])
+    return longer, _longer(out, lead), lse.new_empty(longer.shape[:3])
+
+
+def _longer(x: Tensor, lead: int) -> Tensor:
+    """Uninitialised `[B, H, lead + M, D]`, with tokens before heads in memory where `x` `[B, H, M, D]` has them so.
+
+    So a copy from one to the other runs along both, and turns nothing.
+    """
+    B, H, M, D = x.shape
+    if x.stride(2) > x.stride(1):
+        return x.new_empty((B, lead + M, H, D)).transpose(1, 2)
+    return x.new_empty((B, H, lead + M, D))
 
 
 def copy_back(longer: tuple[Tensor, Tensor], filled: tuple[Tensor, Tensor], lead: int) -> None:
