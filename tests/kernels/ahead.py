@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend, get_ptxas
 
 from blocksparse.kernels.common import hardware
 
@@ -94,14 +96,14 @@ def _stored(compiled: Any, stack: int) -> int:
     All of the stack where it does not say: some versions of Triton ask for more.
     """
     arch = compiled.metadata.target.arch
+    own = ["--regAllocOptLevel=2"] if "--regAllocOptLevel=2" in inspect.getsource(CUDABackend.make_cubin) else []
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(compiled.asm["ptx"])
         file.flush()
-        ptxas = str(_TOOLS / ("ptxas-blackwell" if arch >= 100 else "ptxas"))
         command = [
-            ptxas,
+            get_ptxas(arch).path,
             "-v",
-            "--regAllocOptLevel=2",
+            *own,
             f"--gpu-name=sm_{arch}{'a' * (arch >= 90)}",
             file.name,
             "-o",

@@ -17,6 +17,7 @@ from tests.kernels.ahead import (
     for_target,
     fp32_products,
     overwritten_barriers,
+    report_of,
     triton_target,
 )
 from triton.compiler import ASTSource
@@ -67,7 +68,9 @@ def compile_sparse_attention(
     target = triton_target(has)
     itemsize = {"fp16": 2, "bf16": 2, "fp32": 4}[dtype]
     key_bytes, value_bytes = 1 if int8_qk else itemsize, 1 if fp8_pv else itemsize
-    config = tiles or portable(block, block, head_dim, key_bytes, has, value_bytes=value_bytes, out_bytes=itemsize)
+    config = tiles or portable(
+        block, block, head_dim, key_bytes, has, value_bytes=value_bytes, out_bytes=itemsize, skips=pv_skip
+    )
     padded = max(32 if int8_qk or fp8_pv else 16, triton.next_power_of_2(head_dim))
     q_dtype, v_dtype = "i8" if int8_qk else dtype, "fp8e4nv" if fp8_pv else dtype
     # Arguments that are None are constants too.
@@ -291,6 +294,12 @@ def main() -> int:
             print(
                 f"{name} D={head_dim} pv_skip={pv_skip} int8_qk={int8_qk} fp8_pv={fp8_pv}: {int8} integer and {fp8} fp8 products, {kernel.metadata.shared} B shared"
             )
+    # With plain attention's tiles these would spill.
+    for name, head_dim in (("sm_86", 64), ("sm_100", 256), ("gfx942", 256)):
+        kernel = compile_sparse_attention(name, "bf16", head_dim, 128, name == "sm_100", pv_skip=True)
+        spills = report_of(kernel)["spills"]
+        failed += spills > 0
+        print(f"{name} bf16 D={head_dim} pv_skip=True: {spills} spilled")
     return int(failed > 0)
 
 
