@@ -133,6 +133,32 @@ def test_padding_inside_of_a_prompt_is_dense() -> None:
     assert all_dense(recorder, "mask")
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_mask_is_of_the_tokens_before_its_chunk(name: str) -> None:
+    """A static cache counts on in place while layers run, and the mask of a chunk is made as late as that."""
+    model, ids = make(name), tokens(90, batch=2)
+    mask = mask_of((0, 90), (0, 90), N=90)
+    mask[1, 20:30] = 0
+    cache = StaticCache(config=model.config, max_cache_len=100)
+
+    def run() -> Tensor:
+        cache.reset()  # which leaves a cache that has counted, so that the first chunk is not another case
+        chunks = ((0, 25), (25, 55), (55, 90))
+        return torch.cat(
+            [
+                model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache).logits
+                for start, end in chunks
+            ],
+            1,
+        )[mask.bool()]
+
+    run()
+    expected = run()
+    with attached(model, recorder := DensityRecorder()):
+        assert_close(run(), expected)
+    assert sum(reasons["mask"] for reasons in recorder.dense_calls().values()) > 0
+
+
 def test_dense_layers_read_padded_prompts_one_by_one() -> None:
     model, recorder, ids, mask = make("llama"), DensityRecorder(), tokens(80, batch=3), PADDINGS["both"]
     expected = model(ids, attention_mask=mask).logits[mask.bool()]

@@ -52,7 +52,9 @@ def _later(request: dict[str, Any]) -> Tensor | PromptMask | None:
     ):
         mask: Tensor | None = sdpa_mask(**request)
         return mask
-    return PromptMask((B, 1, M, N), N, request["device"], request=request)
+    # A static cache gives its count of tokens itself, to which the first layer adds before any layer attends.
+    kept = {name: x.clone() if isinstance(x, Tensor) else x for name, x in request.items()}
+    return PromptMask((B, 1, M, N), N, request["device"], request=kept)
 
 
 def _seen(
