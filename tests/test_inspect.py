@@ -80,6 +80,16 @@ def test_figures_are_those_of_the_trace(name: str) -> None:
     assert (maps.text is None) == (traces[name].permutation.k_index is None)
 
 
+def test_means_of_dropped_blocks_are_no_covered_mass() -> None:
+    """They are in the output and in its lse. Their weights lie on no pair, so that no KL is known."""
+    pipeline = bs.mean_pooling(0.4, block=32, executor=bs.RemainderExecutor(bs.ReferenceExecutor()))
+    trace = pipeline.trace(*make_qkv(N=200, D=16))
+    figures, _ = look({"means": trace}, "means", pixels=60)
+    torch.testing.assert_close(figures["means"].covered_mass, trace.covered_mass()[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(figures["means"].error, trace.error()[0], rtol=1e-4, atol=1e-6)
+    assert figures["means"].kl.isnan().all()
+
+
 def test_maps_show_what_lies_where() -> None:
     """By hand: a pixel a token, keys in reverse inside of segments, one block of four dropped."""
     q, k, v = make_qkv(Hq=1, Hkv=1, N=8, D=8)

@@ -26,7 +26,7 @@ def row_sums(trace: AnyTrace, rows: int, generator: torch.Generator) -> Tensor:
         ValueError: the executor gave no `lse`, which tells how much mass it covered.
     """
     q, k, v, output = trace.q, trace.k, trace.v, trace.output
-    if output.lse is None:
+    if (visited := output.visited_lse) is None:
         raise ValueError(
             "an audit needs an executor that gives lse, and FlexExecutor gives none on a CPU: take CpuExecutor"
         )
@@ -49,7 +49,7 @@ def row_sums(trace: AnyTrace, rows: int, generator: torch.Generator) -> Tensor:
         plain = (most + total.log()).squeeze(-1)
         dense, lse = spec.with_sinks(_weighted(weights, v[:, :, :end]) / total, plain)
         # With a sink, both denominators have it, and its part is taken out again: the rest is `exp(plain - lse)`.
-        more = output.lse.gather(2, some) - lse
+        more = visited.gather(2, some) - lse
         covered = more.exp() if spec.sinks is None else _without_sinks(more, plain - lse)
         distance = _rows(output.out, some).to(dense.dtype) - dense
         parts = covered, torch.ones_like(covered), distance.abs().sum(-1), dense.abs().sum(-1)

@@ -24,6 +24,7 @@ class AttentionOutput:
     out: Tensor  # [B, Hq, M, Dv], the dtype of v
     lse: Tensor | None  # [B, Hq, M] fp32, log of the softmax denominator (natural); None if the backend gives none
     visit: BlockMask | Callable[[], BlockMask] | None = None  # what `visited` gives, or a function that makes it
+    exact_lse: Tensor | None = None  # what `lse` would be of visited pairs alone, where it holds more than these
 
     @property
     def visited(self) -> BlockMask | None:
@@ -34,6 +35,11 @@ class AttentionOutput:
         """
         return self.visit() if callable(self.visit) else self.visit
 
+    @property
+    def visited_lse(self) -> Tensor | None:
+        """The lse of visited pairs alone `[B, Hq, M]`, which says how much of dense attention's mass they hold."""
+        return self.lse if self.exact_lse is None else self.exact_lse
+
     def written_to(self, out: Tensor | None) -> AttentionOutput:
         """The same output in `out`, to which it is copied unless it lies there; as it is if there is no `out`."""
         if out is None:
@@ -42,4 +48,4 @@ class AttentionOutput:
             increment_version(out)  # for autograd, since kernels do not
             return self
         out.copy_(self.out)
-        return AttentionOutput(out, self.lse, self.visit)
+        return AttentionOutput(out, self.lse, self.visit, self.exact_lse)

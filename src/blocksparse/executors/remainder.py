@@ -29,8 +29,8 @@ class RemainderExecutor(Executor[GlobalPermutation, BlockMask]):
 
     A block of `n` keys that is not kept enters the softmax of a query as `n` keys that are their mean, with the
     mean value. Only blocks that every query of their row sees whole do, so that no query learns of a later key; of
-    the others, and of those that a sliding window cuts, nothing is taken. `out` and `lse` contain this remainder,
-    and `visited` is what `inner` computed exactly.
+    the others, and of those that a sliding window cuts, nothing is taken. `out` and `lse` contain this remainder;
+    `visited` and `visited_lse` are of what `inner` computed exactly.
 
     On a small language model it was worth 3 to 10 % of the divergence from dense attention where blocks were kept
     by mass, and did harm where a small fixed number was kept. It is attention of every query to every mean key: on
@@ -93,7 +93,7 @@ class RemainderExecutor(Executor[GlobalPermutation, BlockMask]):
             softcap=spec.softcap,
             tiles=_tiles(q, k, v, mask),
         )
-        return AttentionOutput(joined, lse, exact.visit).written_to(out)
+        return AttentionOutput(joined, lse, exact.visit, exact.lse).written_to(out)
 
 
 def _tiles(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> TritonTiles | None:

@@ -99,11 +99,13 @@ def _compared(trace: AnyTrace, query: Tensor, dense: Tensor, lse: Tensor) -> Ten
     """Sums over these queries, `[4, Hq]`: covered mass, `sum|o - o'|`, `sum|o'|`, and KL."""
     output = trace.output
     distance = (output.out[:, :, query].to(dense.dtype) - dense).abs().sum((-1, -2))[0]
-    if output.lse is None:  # an executor that does not say how much it covered
+    if (visited := output.visited_lse) is None:  # an executor that does not say how much it covered
         covered = torch.full_like(lse, float("nan"))
     else:
-        covered = (output.lse[:, :, query] - lse).clamp_max(0.0).exp()
+        covered = (visited[:, :, query] - lse).clamp_max(0.0).exp()
     mass, kl = covered[0].sum(-1), -covered[0].log().sum(-1)
+    if output.exact_lse is not None:  # weights that lie on no pair have no KL
+        kl = torch.full_like(kl, float("nan"))
     return torch.stack([x.double() for x in (mass, distance, dense.abs().sum((-1, -2))[0], kl)])
 
 
