@@ -1,7 +1,7 @@
 """What it costs that blocks which are not kept take part by their means: `python -m benchmarks.remainder`.
 
-Each call attends to the same mask with and without means, in turns, after a check against plain torch; then its kernels
-are profiled one by one. It needs a GPU; `--calls toy` tries it on a CPU, without the profile.
+Each call attends to the same mask with and without means, in turns, after a check against plain torch; then its
+kernels are profiled one by one. It needs a GPU; `--calls toy` tries it on a CPU, without the profile.
 """
 
 from __future__ import annotations

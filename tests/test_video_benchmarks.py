@@ -96,7 +96,9 @@ def test_wrong_output_gets_no_time(
     assert "sparge                     WrongOutputError: head 0, row 3" in capsys.readouterr().out
 
 
-def test_what_means_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_means_cost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "remainder.json"
     monkeypatch.setattr(sys, "argv", f"remainder --budget-ms 1 --json {path}".split())
     with torch.no_grad():
