@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import blocksparse as bs
-from blocksparse.integrations.block_masks import from_flex, to_flashinfer, to_flex
+from blocksparse.integrations.block_masks import from_flex, to_flash_attention_4, to_flashinfer, to_flex
 from blocksparse.testing import make_qkv
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -175,3 +175,16 @@ def test_a_mask_without_partial_blocks() -> None:
     block_mask = made(lambda b, h, q, k: q // BLOCK >= k // BLOCK, None, 64, 64)
     keep = from_flex(block_mask, q, k, causal=False).keep
     assert torch.equal(keep[1, 1], torch.ones_like(keep[1, 1]).tril())
+
+
+@pytest.mark.parametrize("to_other", [to_flex, to_flash_attention_4, to_flashinfer])
+def test_rows_with_orders_of_their_own_are_refused(to_other: Any) -> None:
+    """Kernels of others read keys in one order, and would read those of the first rows in all of them."""
+    q, k, _ = make_qkv(Hq=2, Hkv=2, N=96, D=16)
+    mask = (
+        bs.Pipeline(bs.GlobalIndexMap(32), bs.NoScorer(block=BLOCK), bs.Everything(), bs.CpuExecutor())
+        .choose(q, k)
+        .mask
+    )
+    with pytest.raises(ValueError, match="takes keys in one order, and rows of this mask have"):
+        to_other(mask)

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from blocksparse.attention_spec import AttentionSpec
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.block_plan import BlockPlan
-from blocksparse.executors.executor import Executor, one_order
+from blocksparse.executors.executor import Executor, one_order, refuse_several_orders
 from blocksparse.executors.importable import not_importable
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.runtime.repetition import refuse_repetition
@@ -80,8 +80,10 @@ def to_flash_attention_4(mask: BlockMask) -> Any:
     """The mask as flash-attn-4's `BlockSparseTensorsTorch`, with one list per query head.
 
     Raises:
-        ValueError: the mask has a sliding window, which block lists do not say.
+        ValueError: the mask has a sliding window, which block lists do not say; or its rows read keys in orders of
+            their own.
     """
+    refuse_several_orders(mask, "flash-attn-4")
     if mask.grid.window is not None:
         raise ValueError(
             f"flash-attn-4 gets block lists and the causal rule, and this mask has a sliding window of "

@@ -17,7 +17,7 @@ from blocksparse.attention_spec import AttentionSpec
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.block_plan import BlockPlan
 from blocksparse.executors.compiling import uncompiled_because
-from blocksparse.executors.executor import Executor, knows_no_logit_change, one_order
+from blocksparse.executors.executor import Executor, knows_no_logit_change, one_order, refuse_several_orders
 from blocksparse.executors.launched import first_launched, never_launched
 from blocksparse.executors.tiles import portable
 from blocksparse.kernels.common.hardware import hardware_of
@@ -155,7 +155,11 @@ def to_flex(mask: BlockMask) -> FlexBlockMask:
 
     Uncompiled FlexAttention ignores block lists and looks only at `mask_mod`, so `mask_mod` says it all: the
     block is kept, and the key stands at or before the query, and inside of its window.
+
+    Raises:
+        ValueError: rows of the mask read keys in orders of their own.
     """
+    refuse_several_orders(mask, "FlexAttention")
     grid, keep = mask.grid, mask.per_query_head()
     q_block, k_block, by_position = grid.q_block, grid.k_block, _by_position(mask)
 

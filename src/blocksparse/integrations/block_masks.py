@@ -9,6 +9,7 @@ from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
 from blocksparse.checks.validators import a, count, flag, shown
+from blocksparse.executors.executor import refuse_several_orders
 from blocksparse.executors.flash_attention_4 import to_flash_attention_4 as to_flash_attention_4
 from blocksparse.executors.flex import to_flex as to_flex
 from blocksparse.geometry import Grid
@@ -130,10 +131,11 @@ def to_flashinfer(mask: BlockMask, *, entry: int = 0) -> FlashInferBlocks:
 
     Raises:
         ValueError: query heads of a group have masks of their own; or causality forbids pairs of a kept block,
-            which these kernels would attend to.
+            which these kernels would attend to; or rows of the mask read keys in orders of their own.
     """
     a(BlockMask).check(mask=mask)
     count.check(entry=entry)
+    refuse_several_orders(mask, "FlashInfer")
     grid = mask.grid
     if mask.keep.shape[1] != grid.kv_heads:
         raise ValueError(
