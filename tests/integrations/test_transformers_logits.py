@@ -38,6 +38,7 @@ from blocksparse import (
     TritonExecutor,
 )
 from blocksparse.audit import Audit
+from blocksparse.checks.per_head import read
 from blocksparse.integrations.transformers import DensityRecorder, attach
 from blocksparse.layers.head_groups import HeadGroups
 from blocksparse.layers.schedule import LayerPipeline, Schedule
@@ -186,6 +187,18 @@ def test_sinks_that_change_are_read_again(change: Callable[[Tensor], None]) -> N
     assert recorder.sparse_calls() == {0: 2, 1: 2}
     torch.testing.assert_close(after, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
     assert not torch.allclose(before, after, atol=1e-2)
+
+
+@pytest.mark.parametrize("change", [_write_data, _write_unseen])
+def test_attaching_again_reads_sinks_again(change: Callable[[Tensor], None]) -> None:
+    """Those on a GPU are remembered, and no version tells of such a write."""
+    model = with_sinks("gpt_oss")
+    sinks = model.model.layers[0].self_attn.sinks
+    before = read(sinks).numbers
+    change(sinks)
+    assert read(sinks).numbers == before != tuple(sinks.tolist())
+    with attached(model, DensityRecorder()):
+        assert read(sinks).numbers == tuple(sinks.tolist())
 
 
 def test_what_cannot_be_read_is_left_to_the_model() -> None:

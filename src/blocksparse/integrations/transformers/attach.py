@@ -11,6 +11,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from blocksparse.audit.audit import Audit
 from blocksparse.audit.audited_pipeline import AuditedPipeline
+from blocksparse.checks.per_head import read_again
 from blocksparse.checks.validators import flag, optional, shown, size, whole
 from blocksparse.integrations.density_recorder import DensityRecorder
 from blocksparse.integrations.transformers.adapter import Adapter
@@ -58,6 +59,7 @@ def attach(
             that the schedule names, or transformers is too old for `continuous_batching`.
     """
     model = _inside(model)
+    read_again()  # sinks that were written to since, which not every write says of itself
     schedule = schedule_of(pipeline)
     if recorder is not None and not isinstance(recorder, DensityRecorder):
         raise TypeError(f"'recorder' must be a DensityRecorder: {shown(recorder)}")
