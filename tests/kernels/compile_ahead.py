@@ -38,7 +38,7 @@ DIMS = {"bf16": (64, 96, 128, 256), "fp32": (64, 128)}
 MULTIPLY = {
     "block_products_triton", "cell_sums_triton", "coarse_steps_triton", "gather_attention_hopper", "gather_attention_triton",
     "group_max_triton", "int8_attention_hopper", "key_importance_triton", "pooled_sums_triton", "probe_lines_triton",
-    "remainder_triton", "sparse_attention_hopper", "sparse_attention_triton",
+    "probe_sums_triton", "remainder_triton", "sparse_attention_hopper", "sparse_attention_triton",
 }  # fmt: skip
 KINDS = {"sm_90", "gfx942", "gfx1100"}
 ONLY_HOPPER = {"shares", "tile_rotation_triton", "tile_values_triton"}

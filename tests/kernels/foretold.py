@@ -10,7 +10,7 @@ from blocksparse.kernels.common.hardware import Hardware
 from blocksparse.kernels.common.shared_memory import of_attention
 from blocksparse.kernels.multiplying import cell_products_triton, pooled_sums_triton
 from blocksparse.kernels.ordering import key_importance_triton
-from blocksparse.kernels.scoring import probe_lines_triton
+from blocksparse.kernels.scoring import probe_lines_triton, probe_sums_triton
 
 
 def foretold(hardware: Hardware, name: str, has: dict[str, Any], itemsizes: list[int]) -> int | None:
@@ -37,6 +37,9 @@ def foretold(hardware: Hardware, name: str, has: dict[str, Any], itemsizes: list
     if module == "probe_lines_triton" and "ROWS" in has:
         options = {"BLOCK_M": has["ROWS"], "BLOCK_N": has["KEYS"], "num_stages": has["num_stages"]}
         return probe_lines_triton.shared_memory(hardware, options, has["D"], itemsize)
+    if module == "probe_sums_triton" and "KEYS" in has:
+        options = {"BLOCK_M": has["ROWS"], "BLOCK_N": has["KEYS"], "num_stages": has["num_stages"]}
+        return probe_sums_triton.shared_memory(hardware, options, has["D"], itemsize)
     if module == "pooled_sums_triton":
         pooled = pooled_sums_triton.PooledTiles(
             *(has[x] for x in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"))

@@ -15,18 +15,21 @@ from blocksparse.attention_spec import AttentionSpec
 from blocksparse.checks.validators import block_size, flag, optional, size, whole
 from blocksparse.geometry import Grid
 from blocksparse.kernels.multiplying.block_products import block_products
-from blocksparse.kernels.multiplying.products import products
+from blocksparse.kernels.multiplying.products import products, wide_dtype
 from blocksparse.kernels.multiplying.run_sums import run_sums
 from blocksparse.kernels.scoring.block_divergence import block_divergence
 from blocksparse.kernels.scoring.block_mean import block_mean, block_means
 from blocksparse.kernels.scoring.block_softmax import block_softmax
 from blocksparse.kernels.scoring.probe_lines import probe_lines
+from blocksparse.kernels.scoring.probe_sums import probe_sums
 from blocksparse.kernels.selecting.line_blocks import crossed
 from blocksparse.kernels.selecting.lines import Lines, running_count
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.scorers.key_history import KeyHistory
 from blocksparse.scorers.scorer import Scorer
+
+_Later = Callable[[], Tensor]
 
 
 @final
@@ -39,24 +42,46 @@ class VerticalSlashScores(BlockMass):
     of that when not causal.
     """
 
-    # The mean weight that probe queries give to each key, and to each distance; L is N, or max(M, N) not causal.
-    vertical: Tensor = field(kw_only=True)  # [B, Hq, N] fp32
-    slash: Tensor = field(kw_only=True)  # [B, Hq, L] fp32
-    divergence: Tensor = field(kw_only=True)  # [B, Hq] fp32, of pooled from true block weights, 0 to sqrt(ln 2)
-    _sums: dict[str, Tensor] = field(init=False, repr=False, factory=dict)  # rules ask for the same
+    # Each is a tensor, or what computes it when it is asked for: no rule needs all of them.
+    _vertical: Tensor | _Later = field(kw_only=True, repr=False)
+    _slash: Tensor | _Later = field(kw_only=True, repr=False)
+    _divergence: Tensor | _Later = field(kw_only=True, repr=False)
+    _columns: Tensor | None = field(default=None, kw_only=True, repr=False)
+    _bands: Tensor | None = field(default=None, kw_only=True, repr=False)
+    _found: dict[str, Tensor] = field(init=False, repr=False, factory=dict)  # rules ask for the same
+
+    @property
+    def vertical(self) -> Tensor:
+        """The mean weight that probe queries give to each key, `[B, Hq, N]` fp32."""
+        return self._once("vertical", self._vertical)
+
+    @property
+    def slash(self) -> Tensor:
+        """The same for each distance, `[B, Hq, L]` fp32; `L` is `N`, or `max(M, N)` if not causal."""
+        return self._once("slash", self._slash)
+
+    @property
+    def divergence(self) -> Tensor:
+        """How far pooled weights of blocks are from true ones, `[B, Hq]` fp32, from 0 to sqrt(ln 2)."""
+        return self._once("divergence", self._divergence)
 
     def mass_of_columns(self) -> Tensor:
         """The sum of `vertical` over each block of keys, `[B, Hq, cols]`."""
-        return self._once("columns", lambda: _mass_of_columns(self.vertical, self.grid))
+        return self._once("columns", self._columns, lambda: _mass_of_columns(self.vertical, self.grid))
 
     def mass_of_bands(self) -> Tensor:
         """The sum of `slash` over runs of as many distances as a block has keys, `[B, Hq, ceil(L / k_block)]`."""
-        return self._once("bands", lambda: run_sums(self.slash, self.grid.k_block))
+        return self._once("bands", self._bands, lambda: run_sums(self.slash, self.grid.k_block))
 
-    def _once(self, name: str, of: Callable[[], Tensor]) -> Tensor:
-        if name not in self._sums:
-            self._sums[name] = of()
-        return self._sums[name]
+    def _once(self, name: str, given: Tensor | _Later | None, of: _Later | None = None) -> Tensor:
+        """What was given, or computed when it was first asked for."""
+        if isinstance(given, Tensor):
+            return given
+        if name not in self._found:
+            compute = given or of
+            assert compute is not None
+            self._found[name] = compute()
+        return self._found[name]
 
     def columns_holding(self, keys: Tensor) -> Tensor:
         """The columns of blocks that hold one of the chosen `keys` `[B, Hq, N]` bool: `[B, Hq, 1, cols]`."""
@@ -107,42 +132,85 @@ class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
         history: KeyHistory | None = None,
     ) -> VerticalSlashScores:
         grid = Grid.of(q, k, permutation, spec, q_block=self.block, k_block=self.block)
-        if history is None and self.pooled:  # [B, Hq, rows, D], [B, H, cols, D]
-            queries, keys = block_means(
-                q,
-                k,
-                self.block,
-                self.block,
-                lead=grid.q_lead,
-                q_index=permutation.q_index,
-                k_index=permutation.key_slots,
-            )
-        elif history is None:
-            keys = block_mean(k, self.block, index=permutation.key_slots)
-        else:  # means are remembered; the probe looks at every key anew
+        # Mean keys, [B, H, cols, D].
+        keys: Tensor | _Later = partial(block_mean, k, self.block, index=permutation.key_slots)
+        if history is not None:  # means are remembered; the probe looks at every key anew
             keys = history.blocks("mean", k, permutation, self.block, partial(block_mean, block=self.block))
-            queries = block_mean(q, self.block, lead=grid.q_lead, index=permutation.q_index)
-        if self.pooled:
-            values, _ = block_softmax(block_products(queries, keys, grid), grid, scale=spec.scale)
+        if not self.pooled:
+            values = q.new_empty((), dtype=wide_dtype(q)).zero_().expand(*q.shape[:2], grid.rows, grid.cols)
         else:
-            values = keys.new_empty(()).zero_().expand(*q.shape[:2], grid.rows, grid.cols)
+            if isinstance(keys, Tensor):
+                queries = block_mean(q, self.block, lead=grid.q_lead, index=permutation.q_index)
+            else:
+                queries, keys = block_means(  # [B, Hq, rows, D]
+                    q,
+                    k,
+                    self.block,
+                    self.block,
+                    lead=grid.q_lead,
+                    q_index=permutation.q_index,
+                    k_index=permutation.key_slots,
+                )
+            values, _ = block_softmax(block_products(queries, keys, grid), grid, scale=spec.scale)
 
-        probe = q[:, :, -min(self.probe or self.block, q.shape[2]) :]
-        vertical, slash = probe_lines(probe, k, q.shape[2], grid.causal, spec.scale, grid.window)
-        logits, scale = products(block_mean(probe, probe.shape[2]), keys), spec.scale
-        # Without a window no mask is needed, because the last query reaches every block.
-        if grid.window is not None:
-            seen = grid.k_last > grid.k_len - probe.shape[2] - grid.window  # by some query of the probe
-            logits, scale = (logits * scale).masked_fill(~seen, float("-inf")), 1.0
-        columns = _mass_of_columns(vertical, grid)
-        divergence = block_divergence(logits.squeeze(2), columns, scale)
-        scores = VerticalSlashScores(values, grid, vertical=vertical, slash=slash, divergence=divergence)
-        scores._once("columns", lambda: columns)
-        return scores
+        probe = _Probe(q, k, keys, min(self.probe or self.block, q.shape[2]), grid, spec.scale)
+        # Rules that look at single lines have no use for sums, and those that look at sums none for lines.
+        columns, bands = probe.sums() if self.pooled else (None, None)
+        return VerticalSlashScores(
+            values,
+            grid,
+            vertical=probe.vertical,
+            slash=probe.slash,
+            divergence=partial(probe.divergence, columns),
+            columns=columns,
+            bands=bands,
+        )
 
     @property
     def keeps_history(self) -> bool:
         return True
+
+
+@final
+class _Probe:
+    """What the last `P` queries look at, computed when it is asked for."""
+
+    def __init__(self, q: Tensor, k: Tensor, keys: Tensor | _Later, P: int, grid: Grid, scale: float) -> None:
+        self.probe, self.k, self.q_len, self.keys = q[:, :, -P:], k, q.shape[2], keys
+        self.grid, self.scale = grid, scale
+        self._lines: tuple[Tensor, Tensor] | None = None
+
+    def vertical(self) -> Tensor:
+        return self.lines()[0]
+
+    def slash(self) -> Tensor:
+        return self.lines()[1]
+
+    def lines(self) -> tuple[Tensor, Tensor]:
+        if self._lines is None:
+            grid = self.grid
+            self._lines = probe_lines(self.probe, self.k, self.q_len, grid.causal, self.scale, grid.window)
+        return self._lines
+
+    def sums(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Of columns and bands, without a line, where there is a kernel for that."""
+        grid = self.grid
+        if not grid.causal or grid.window is not None or grid.permutation.k_index is not None:
+            return None, None
+        return probe_sums(self.probe, self.k, self.scale, grid.k_block) or (None, None)
+
+    def divergence(self, columns: Tensor | None) -> Tensor:
+        """Of the weights that the mean query gives to mean keys from those that blocks of keys have."""
+        grid, scale, P = self.grid, self.scale, self.probe.shape[2]
+        keys = self.keys if isinstance(self.keys, Tensor) else self.keys()
+        logits = products(block_mean(self.probe, P), keys)
+        # Without a window no mask is needed, because the last query reaches every block.
+        if grid.window is not None:
+            seen = grid.k_last > grid.k_len - P - grid.window  # by some query of the probe
+            logits, scale = (logits * scale).masked_fill(~seen, float("-inf")), 1.0
+        if columns is None:
+            columns = _mass_of_columns(self.vertical(), grid)
+        return block_divergence(logits.squeeze(2), columns, scale)
 
 
 def _mass_of_columns(vertical: Tensor, grid: Grid) -> Tensor:

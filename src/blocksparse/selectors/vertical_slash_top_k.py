@@ -11,7 +11,7 @@ from torch import Tensor
 from blocksparse.checks.per_head import PerHead, budget, least, over_blocks, per_head
 from blocksparse.checks.validators import count, flag, whole
 from blocksparse.kernels.positions.within_reach import within_reach
-from blocksparse.kernels.selecting.heaviest_lines import heaviest
+from blocksparse.kernels.selecting.heaviest_lines import heaviest, heaviest_of_both
 from blocksparse.kernels.selecting.line_blocks import line_blocks
 from blocksparse.kernels.selecting.lines import Lines, running_count
 from blocksparse.scorers.vertical_slash import VerticalSlashScores
@@ -51,10 +51,21 @@ class VerticalSlashTopK(Selector[VerticalSlashScores, BlockMask]):
     def __call__(self, scores: VerticalSlashScores) -> BlockMask:
         grid = scores.grid
         if grid.permutation.k_index is None:
-            columns = Lines(self._keys(scores, counted=True), grid.k_block)
+            counts, distances = heaviest_of_both(
+                scores.vertical,
+                scores.slash,
+                (
+                    self._count(self.vertical, _LEAST_VERTICAL, scores),
+                    self._count(self.slash, _LEAST_SLASH, scores),
+                ),
+                firsts=(self.sink, self.recent),
+                spared=self._spared(scores),
+            )
+            columns = Lines(counts, grid.k_block)
         else:
             columns = Lines(running_count(scores.columns_holding(self.keys(scores)).squeeze(2)), 1)
-        keep = line_blocks(columns, Lines(self._distances(scores, counted=True), 1), grid)
+            distances = running_count(self.distances(scores))
+        keep = line_blocks(columns, Lines(distances, 1), grid)
         if self.released:
             keep = within_reach(keep | _tiles(scores, self.distances(scores)), grid)
         return BlockMask(keep, grid)
@@ -64,24 +75,25 @@ class VerticalSlashTopK(Selector[VerticalSlashScores, BlockMask]):
 
     def keys(self, scores: VerticalSlashScores) -> Tensor:
         """The chosen columns, `[B, Hq, N]` bool."""
-        return self._keys(scores, counted=False)
-
-    def _keys(self, scores: VerticalSlashScores, *, counted: bool) -> Tensor:
-        """The chosen columns, or the running count of them."""
-        spared = None
-        if scores.grid.causal and not self.released:
-            spared = self._count(self.slash, _LEAST_SLASH, scores), self.recent
-        count = self._count(self.vertical, _LEAST_VERTICAL, scores)
-        return heaviest(scores.vertical, count, first=self.sink, spared=spared, counted=counted)
+        return heaviest(scores.vertical, self._columns(scores), first=self.sink, spared=self._spared(scores))
 
     def distances(self, scores: VerticalSlashScores) -> Tensor:
         """The chosen distances, `[B, Hq, L]` bool."""
-        return self._distances(scores, counted=False)
+        return heaviest(scores.slash, self._distances(scores), first=self.recent)
 
-    def _distances(self, scores: VerticalSlashScores, *, counted: bool) -> Tensor:
-        """The chosen distances, or the running count of them."""
-        count = self._count(self.slash, _LEAST_SLASH, scores)
-        return heaviest(scores.slash, count, first=self.recent, counted=counted)
+    def _spared(self, scores: VerticalSlashScores) -> tuple[Tensor, int] | None:
+        """How many of the last keys are no columns, since the nearest distances hold them anyway."""
+        if not scores.grid.causal or self.released:
+            return None
+        return self._distances(scores), self.recent
+
+    def _columns(self, scores: VerticalSlashScores) -> Tensor:
+        """How many columns, `[1, Hq|1, 1]` float64."""
+        return self._count(self.vertical, _LEAST_VERTICAL, scores)
+
+    def _distances(self, scores: VerticalSlashScores) -> Tensor:
+        """How many distances, `[1, Hq|1, 1]` float64."""
+        return self._count(self.slash, _LEAST_SLASH, scores)
 
     def _count(self, budget: PerHead, least: int, scores: VerticalSlashScores) -> Tensor:
         count = over_blocks(budget, scores.values)[..., 0]  # [1, Hq|1, 1]

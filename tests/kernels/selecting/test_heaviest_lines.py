@@ -10,7 +10,11 @@ from blocksparse.kernels.selecting.heaviest_lines import fewest_reference, heavi
 from blocksparse.kernels.selecting.lines import running_count
 
 pytest.importorskip("triton")
-from blocksparse.kernels.selecting.heaviest_lines_triton import fewest_triton, heaviest_triton
+from blocksparse.kernels.selecting.heaviest_lines_triton import (
+    fewest_triton,
+    heaviest_of_both_triton,
+    heaviest_triton,
+)
 
 # One line, a power of two, and what fills no block of the search.
 SIZES = (1, 64, 300)
@@ -57,5 +61,9 @@ def test_heaviest(kind: str, device: str) -> None:
             want = heaviest_reference(weight, count, first, spared)
             assert not want[..., max(first, n - min(5, n // 3)) :].any()
             assert torch.equal(heaviest_triton(weight, count, first, spared), want), (n, counts, first)
-            counted = heaviest_triton(weight, count, first, spared, counted=True)
-            assert torch.equal(counted, running_count(want)), (n, counts, first)
+            others = lines_of(n // 2 + 3, kind, device)
+            number = torch.full((1, 1, 1), 4.0, dtype=torch.float64, device=device)
+            both = heaviest_of_both_triton(weight, others, (count, number), (first, 2), spared)
+            wanted = want, heaviest_reference(others, number, 2)
+            for counted, taken in zip(both, wanted, strict=True):
+                assert torch.equal(counted, running_count(taken)), (n, counts, first)

@@ -41,8 +41,10 @@ def takes(probe: Tensor) -> bool:
 @functools.lru_cache(maxsize=REMEMBERED)
 def launch_options(P: int, head_dim: int, itemsize: int, hardware: Hardware) -> dict[str, int]:
     """Tiles of all queries and of keys that fit on chip together."""
-    stages = 3 if itemsize <= 2 and head_dim <= 128 else 1
+    stages = 1 if itemsize > 2 or head_dim > 128 else 2 if hardware.multiplies_from_shared else 3
     options = {"BLOCK_M": max(16, power_of_2(P)), "BLOCK_N": 128, "num_warps": 8, "num_stages": stages}
+    if stages == 2 and P <= 64:
+        options["maxnreg"] = 128  # two programs share a multiprocessor
     return fitted(options, lambda x: shared_memory(hardware, x, head_dim, itemsize), hardware, rows=False)
 
 
@@ -71,7 +73,7 @@ def probe_lines_triton(probe: Tensor, k: Tensor, q_len: int, causal: bool, scale
     shears = torch.empty((B, Hq, cdiv(N, keys), parts, keys), **new)
     tile = {
         "D": D, "BLOCK_D": max(16, power_of_2(D)), "ROWS": rows, "KEYS": keys, "TILES": _KEYS // keys, "CAUSAL": causal,
-        "num_warps": options["num_warps"], "num_stages": options["num_stages"],
+        **{name: value for name, value in options.items() if not name.startswith("BLOCK")},
     }  # fmt: skip
     strides = probe.stride()[:3], k.stride()[:3]
     with device_of(k):
@@ -89,17 +91,19 @@ def probe_lines_triton(probe: Tensor, k: Tensor, q_len: int, causal: bool, scale
 
 @triton.jit
 def _logits(
-    q_tile, k_ptr, k_strides, b, h_key, key, P, N, first, scale_log2,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, CAUSAL: tl.constexpr,
+    q_tile, k_ptr, k_strides, b, h_key, start, N, first, scale_log2,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Base-2 logits of the keys `key`, `[ROWS, KEYS]`, -inf where a query sees no key."""
-    row = tl.arange(0, ROWS)[:, None]
+    """Base-2 logits of the keys from `start` on, `[ROWS, KEYS]`, -inf where a query sees no key; 0 of rows past the probe."""
+    key = start + tl.arange(0, KEYS)
     k_tile = rows_of(k_ptr, k_strides, b, h_key, key, key < N, D, BLOCK_D, False)
     logits = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale_log2
-    seen = (row < P) & (key < N)[None, :]
     if CAUSAL:
-        seen = seen & (key[None, :] <= first + row)
-    return tl.where(seen, logits, float("-inf"))
+        if start + KEYS > first + 1:  # some query does not see some key
+            logits = tl.where(key[None, :] <= first + tl.arange(0, ROWS)[:, None], logits, float("-inf"))
+    elif start + KEYS > N:
+        logits = tl.where((key < N)[None, :], logits, float("-inf"))
+    return logits
 
 
 @remembered
@@ -117,9 +121,22 @@ def _log_sums(
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     for i in range(TILES):
-        key = (tl.program_id(0) * TILES + i) * KEYS + tl.arange(0, KEYS)
+        start = (tl.program_id(0) * TILES + i) * KEYS
         logits = _logits(
-            q_tile, k_ptr, k_strides, b, h // heads_per_key, key, P, N, first, scale_log2, D, BLOCK_D, ROWS, CAUSAL
+            q_tile,
+            k_ptr,
+            k_strides,
+            b,
+            h // heads_per_key,
+            start,
+            N,
+            first,
+            scale_log2,
+            D,
+            BLOCK_D,
+            ROWS,
+            KEYS,
+            CAUSAL,
         )
         peak, weight, rescale = step(logits, peak, True)
         total = total * rescale + tl.sum(weight, 1)
@@ -154,7 +171,8 @@ def _weights(
         origin = tl.where(new_peak == float("-inf"), 0.0, new_peak)
         total = total * tl.exp2(peak - origin) + tl.exp2(log_sum - origin)
         peak = new_peak
-    total = tl.where(row < P, peak + tl.log2(tl.where(total > 0.0, total, 1.0)), 0.0)
+    # Rows past the probe weigh nothing.
+    total = tl.where(row < P, peak + tl.log2(tl.where(total > 0.0, total, 1.0)), float("inf"))
     each = tl.arange(0, KEYS)
     ahead = each[None, :] + row[:, None]  # how far from the tile's first key a diagonal stands at each query
     tiles = tl.cdiv(N, KEYS)
@@ -162,8 +180,9 @@ def _weights(
         tile = tl.program_id(0) * TILES + i
         key = tile * KEYS + each
         logits = _logits(
-            q_tile, k_ptr, k_strides, b, h // heads_per_key, key, P, N, first, scale_log2, D, BLOCK_D, ROWS, CAUSAL
-        )
+            q_tile, k_ptr, k_strides, b, h // heads_per_key, tile * KEYS, N, first, scale_log2, D, BLOCK_D, ROWS, KEYS,
+            CAUSAL,
+        )  # fmt: skip
         weight = tl.exp2(logits - total[:, None])
         tl.store(vertical_ptr + at * N + key, tl.sum(weight, 0) / P, mask=key < N)
         along = tl.gather(weight, ahead % KEYS, 1)

@@ -1,9 +1,10 @@
 """The heaviest lines (columns, bands or distances) of each head: as many as hold a share of the mass, or a number.
 
     fewest    the heaviest lines until they hold `mass`, but at least `least` and at most `most` of them; for two kinds at once
-    heaviest  the `count` heaviest lines; the first `first` come before all others, and those that are spared are left out
+    heaviest  the `count` heaviest lines; the first `first` come before all others, and those that are spared are left out;
+              `heaviest_of_both` does it for two kinds
 
-The first gives running counts (`lines.py`), the second those or which lines are taken.
+The first and the last give running counts (`lines.py`), `heaviest` which lines are taken.
 
 Ties go to the line that stands first. Shares are of ticks (`running_share.py`), so that they do not depend on the order of
 summation. On GPUs one launch searches each head's lines for the lightest that is taken; rows of over `LONGEST` lines, CPU
@@ -48,24 +49,41 @@ def fewest_reference(lines: Tensor, mass: Tensor, least: int, most: int | None) 
     return share.put_back(taken)
 
 
-def heaviest(
-    weight: Tensor, count: Tensor, *, first: int, spared: tuple[Tensor, int] | None = None, counted: bool = False
-) -> Tensor:
+def heaviest(weight: Tensor, count: Tensor, *, first: int, spared: tuple[Tensor, int] | None = None) -> Tensor:
     """Which of the lines of `weight` `[B, H, n]` are taken, `[B, H, n]` bool; NaN counts as 0.
 
     Args:
         count: `[1, H|1, 1]` float64.
         spared: `(last, most)`: the last `last` lines `[1, H|1, 1]` float64 are not taken, nor counted, but at most `most`
             of them, and none of the first `first`.
-        counted: give the running count instead, `[B, H, n + 1]` int32.
     """
     first, spared = min(first, FAR), None if spared is None else (spared[0], min(spared[1], FAR))
     if weight.is_cuda and weight.dtype == torch.float32 and weight.shape[-1] <= LONGEST:
         from blocksparse.kernels.selecting.heaviest_lines_triton import heaviest_triton
 
-        return heaviest_triton(weight, count, first, spared, counted=counted)
-    taken = heaviest_reference(weight, count, first, spared)
-    return running_count(taken) if counted else taken
+        return heaviest_triton(weight, count, first, spared)
+    return heaviest_reference(weight, count, first, spared)
+
+
+def heaviest_of_both(
+    columns: Tensor,
+    bands: Tensor,
+    counts: tuple[Tensor, Tensor],
+    *,
+    firsts: tuple[int, int],
+    spared: tuple[Tensor, int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The running counts, `[B, H, n + 1]` int32, of what `heaviest` takes of each kind; `spared` is of the columns."""
+    longest = max(columns.shape[-1], bands.shape[-1])
+    if columns.is_cuda and columns.dtype == torch.float32 and longest <= LONGEST:
+        from blocksparse.kernels.selecting.heaviest_lines_triton import heaviest_of_both_triton
+
+        spared = None if spared is None else (spared[0], min(spared[1], FAR))
+        return heaviest_of_both_triton(columns, bands, counts, (min(firsts[0], FAR), min(firsts[1], FAR)), spared)
+    return (
+        running_count(heaviest(columns, counts[0], first=firsts[0], spared=spared)),
+        running_count(heaviest(bands, counts[1], first=firsts[1])),
+    )
 
 
 def heaviest_reference(

@@ -36,21 +36,48 @@ def fewest_triton(
     return counts
 
 
-def heaviest_triton(
-    weight: Tensor, count: Tensor, first: int, spared: tuple[Tensor, int] | None = None, *, counted: bool = False
-) -> Tensor:
+def heaviest_triton(weight: Tensor, count: Tensor, first: int, spared: tuple[Tensor, int] | None = None) -> Tensor:
     """Launch the kernel; arguments as of `heaviest`."""
-    (B, H, n), weight = weight.shape, weight.contiguous()
-    taken = _empty(weight, counted)
-    last, most = spared or (count, 0)  # 0 of them: the same kernel, compiled once
-    _, wide, num_warps = tile_of_rows(n)
-    with device_of(weight):
-        _heaviest[(H, B)](
-            weight, count, last, taken, head_strides(count)[1], head_strides(last)[1],
-            n, min(first, n), most,
-            COUNTED=counted, COLS=wide, num_warps=num_warps,
-        )  # fmt: skip
+    weight = weight.contiguous()
+    taken = _empty(weight, False)
+    _launch(weight, count, first, spared, taken, None)
     return taken
+
+
+def heaviest_of_both_triton(
+    columns: Tensor,
+    bands: Tensor,
+    counts: tuple[Tensor, Tensor],
+    firsts: tuple[int, int],
+    spared: tuple[Tensor, int] | None,
+) -> tuple[Tensor, Tensor]:
+    """Launch the kernel once for both; arguments as of `heaviest_of_both`."""
+    columns, bands = columns.contiguous(), bands.contiguous()
+    taken = _empty(columns, True), _empty(bands, True)
+    _launch(columns, counts[0], firsts[0], spared, taken[0], (bands, counts[1], firsts[1], taken[1]))
+    return taken
+
+
+def _launch(
+    weight: Tensor,
+    count: Tensor,
+    first: int,
+    spared: tuple[Tensor, int] | None,
+    taken: Tensor,
+    other: tuple[Tensor, Tensor, int, Tensor] | None,
+) -> None:
+    """Search the lines of one kind; or of two, counted: the others, how many, how many of the first, where they go."""
+    (B, H, n), (last, most) = weight.shape, spared or (count, 0)  # 0 of them: the same kernel, compiled once
+    others, of_others, first_others, taken_others = other or (weight, count, first, taken)
+    m = others.shape[2]
+    _, wide, num_warps = tile_of_rows(max(n, m))
+    with device_of(weight):
+        _heaviest[(H, B, 1 if other is None else 2)](
+            weight, others, count, of_others, last, taken, taken_others,
+            head_strides(count)[1], head_strides(of_others)[1], head_strides(last)[1],
+            n, m, min(first, n), min(first_others, m), most,
+            COUNTED=other is not None, COLS=wide, num_warps=num_warps,
+        )  # fmt: skip
 
 
 def _empty(lines: Tensor, counted: bool) -> Tensor:
@@ -137,12 +164,22 @@ def _fewest(
 
 
 @remembered
-@triton.jit(do_not_specialize=["n", "first", "most"])
+@triton.jit(do_not_specialize=["n", "others", "first", "first_others", "most"])
 def _heaviest(
-    weight_ptr, count_ptr, last_ptr, taken_ptr, count_stride, last_stride, n, first, most,
+    weight_ptr, others_ptr, count_ptr, count_others_ptr, last_ptr, taken_ptr, taken_others_ptr,
+    count_stride, count_others_stride, last_stride, n, others, first, first_others, most,
     COUNTED: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
+    """Stores the heaviest lines of a head; programs of the second kind take the other lines, of which none are spared."""
     h = tl.program_id(0)
+    if tl.program_id(2) == 1:
+        weight_ptr = others_ptr
+        count_ptr = count_others_ptr
+        taken_ptr = taken_others_ptr
+        count_stride = count_others_stride
+        n = others
+        first = first_others
+        most = most * 0
     line = tl.arange(0, COLS)[None, :]
     head = (tl.program_id(1) * tl.num_programs(0) + h).to(tl.int64)
     weight = tl.load(weight_ptr + head * n + line, mask=line < n, other=0.0)
