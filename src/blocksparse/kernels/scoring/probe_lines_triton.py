@@ -1,8 +1,9 @@
 """The Triton kernels of `probe_lines`: fp16, bf16 and fp32.
 
 Logits are computed twice: for the softmax denominators, then for the weights, which are added up on chip, along columns
-and along diagonals, so that no weight is stored. A tile of keys holds parts of diagonals: those that begin in it, and those
-that began in tiles before. Parts are stored, and a last launch adds them up. No sum depends on which program comes first.
+and along diagonals, so that no weight is stored. Squares of `SPAN` queries and as many keys hold parts of diagonals: those
+that begin in the square's first row, and those that come in from the square before. Parts are stored, and a last launch adds
+them up. No sum depends on which program comes first.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from blocksparse.runtime.launches import remembered
 
 _DTYPES = torch.float16, torch.bfloat16, torch.float32
 _KEYS, _DISTANCES = 1024, 512  # keys, and distances, per program
+_SPAN = 32  # queries and keys of a square: as many as a warp has threads, so that these exchange a row at once
 
 
 def takes(probe: Tensor) -> bool:
@@ -69,8 +71,8 @@ def probe_lines_triton(probe: Tensor, k: Tensor, q_len: int, causal: bool, scale
     sizes = (P, N, first, Hq // H, scale * math.log2(math.e))
     options = launch_options(P, D, k.element_size(), hardware_of(k))
     keys = options["BLOCK_N"]
-    parts = rows // min(rows, keys) + 1  # of a diagonal: the tiles that it may cross
-    shears = torch.empty((B, Hq, cdiv(N, keys), parts, keys), **new)
+    span = min(_SPAN, rows, keys)
+    shears = torch.empty((B, Hq, cdiv(N, keys) * (keys // span), rows // span, 2, span), **new)
     tile = {
         "D": D, "BLOCK_D": max(16, power_of_2(D)), "ROWS": rows, "KEYS": keys, "TILES": _KEYS // keys, "CAUSAL": causal,
         **{name: value for name, value in options.items() if not name.startswith("BLOCK")},
@@ -79,11 +81,11 @@ def probe_lines_triton(probe: Tensor, k: Tensor, q_len: int, causal: bool, scale
     with device_of(k):
         _log_sums[(k_parts, Hq, B)](probe, k, log_sum, *strides, *sizes, **tile)
         _weights[(k_parts, Hq, B)](
-            probe, k, log_sum, vertical, shears, *strides, k_parts, *sizes, PARTS=parts, **tile
+            probe, k, log_sum, vertical, shears, *strides, k_parts, *sizes, SPAN=span, **tile
         )
         _diagonals[(cdiv(slash.shape[2], _DISTANCES), Hq, B)](
-            shears, slash, P, N, slash.shape[2], first,
-            CAUSAL=causal, DISTANCES=_DISTANCES, KEYS=keys, PARTS=parts,
+            shears, slash, P, slash.shape[2], first, shears.shape[2],
+            CAUSAL=causal, DISTANCES=_DISTANCES, SPAN=span, GROUPS=rows // span,
             num_warps=4,
         )  # fmt: skip
     return vertical, slash
@@ -151,12 +153,12 @@ def _weights(
     q_ptr, k_ptr, log_sum_ptr, vertical_ptr, shears_ptr, q_strides, k_strides, k_parts,
     P, N, first, heads_per_key, scale_log2,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TILES: tl.constexpr,
-    PARTS: tl.constexpr, CAUSAL: tl.constexpr,
+    SPAN: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Stores the means of softmax weights over the queries, and the parts of diagonals, `[B, Hq, tiles, PARTS, KEYS]`.
+    """Stores the means of softmax weights over the queries, and the parts of diagonals.
 
-    A diagonal begins at the key that the first query has on it, and goes on by a key with each query. Part `i` of a tile
-    of keys is of the diagonals that begin in the `i`-th tile before it.
+    The parts are `[B, Hq, spans of keys, spans of queries, 2, SPAN]`: in each square those of the diagonals that meet its
+    first row at each of its keys, and those that would meet it as many keys after the square before began.
     """
     h = tl.program_id(1)
     b = tl.program_id(2)
@@ -173,49 +175,59 @@ def _weights(
         peak = new_peak
     # Rows past the probe weigh nothing.
     total = tl.where(row < P, peak + tl.log2(tl.where(total > 0.0, total, 1.0)), float("inf"))
-    each = tl.arange(0, KEYS)
-    ahead = each[None, :] + row[:, None]  # how far from the tile's first key a diagonal stands at each query
+    across: tl.constexpr = KEYS // SPAN
+    down: tl.constexpr = ROWS // SPAN
+    column = tl.arange(0, SPAN)[None, None, None, :]
+    ahead = column + tl.arange(0, SPAN)[None, :, None, None]  # where a diagonal stands in each row of a square
+    nowhere = tl.zeros([down, SPAN, across, SPAN], tl.int32)
+    square = tl.arange(0, across)[None, :, None] * down + tl.arange(0, down)[:, None, None]
     tiles = tl.cdiv(N, KEYS)
     for i in range(TILES):
         tile = tl.program_id(0) * TILES + i
-        key = tile * KEYS + each
+        key = tile * KEYS + tl.arange(0, KEYS)
         logits = _logits(
             q_tile, k_ptr, k_strides, b, h // heads_per_key, tile * KEYS, N, first, scale_log2, D, BLOCK_D, ROWS, KEYS,
             CAUSAL,
         )  # fmt: skip
-        weight = tl.exp2(logits - total[:, None])
-        tl.store(vertical_ptr + at * N + key, tl.sum(weight, 0) / P, mask=key < N)
-        along = tl.gather(weight, ahead % KEYS, 1)
-        for before in tl.static_range(PARTS):
-            sums = tl.sum(tl.where(ahead // KEYS == before, along, 0.0), 0)
-            shear_at = shears_ptr + ((at * tiles + tile) * PARTS + before) * KEYS + each
-            tl.store(shear_at, sums, mask=key < tiles * KEYS)
+        weight = tl.reshape(tl.exp2(logits - total[:, None]), [down, SPAN, across, SPAN])
+        # A gather of each column from itself: the warps then hold whole rows of squares, and add them up as they are.
+        weight = tl.gather(weight, column + nowhere, 3)
+        of_keys = tl.reshape(tl.sum(tl.sum(weight, 1), 0), [KEYS])
+        tl.store(vertical_ptr + at * N + key, of_keys / P, mask=key < N)
+        along = tl.gather(weight, ahead % SPAN + nowhere, 3)
+        begun = tl.where(ahead < SPAN, along, 0.0)
+        came = along - begun  # either is the weight, and the other 0
+        part_at = (at * tiles + tile) * across * down + square
+        part_at = shears_ptr + part_at * (2 * SPAN) + tl.arange(0, SPAN)[None, None, :]
+        tl.store(part_at, tl.sum(begun, 1), mask=tile < tiles)
+        tl.store(part_at + SPAN, tl.sum(came, 1), mask=tile < tiles)
 
 
 @remembered
-@triton.jit(do_not_specialize=["P", "N", "L", "first"])
+@triton.jit(do_not_specialize=["P", "L", "first", "spans"])
 def _diagonals(
-    shears_ptr, slash_ptr, P, N, L, first,
-    CAUSAL: tl.constexpr, DISTANCES: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr,
+    shears_ptr, slash_ptr, P, L, first, spans,
+    CAUSAL: tl.constexpr, DISTANCES: tl.constexpr, SPAN: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Stores the means of weights along diagonals, `[B, Hq, L]`."""
     head = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
     distance = tl.program_id(0) * DISTANCES + tl.arange(0, DISTANCES)
-    tiles = tl.cdiv(N, KEYS)
-    at = shears_ptr + head * tiles * PARTS * KEYS
-    sums = _diagonal(at, first - distance, distance < L, tiles, KEYS, PARTS)
+    at = shears_ptr + head * spans * GROUPS * 2 * SPAN
+    sums = _diagonal(at, first - distance, distance < L, spans, SPAN, GROUPS)
     if not CAUSAL:
-        sums += _diagonal(at, first + distance, (distance < L) & (distance > 0), tiles, KEYS, PARTS)
+        sums += _diagonal(at, first + distance, (distance < L) & (distance > 0), spans, SPAN, GROUPS)
     tl.store(slash_ptr + head * L + distance, sums / P, mask=distance < L)
 
 
 @triton.jit
-def _diagonal(shears_ptr, begin, there, tiles, KEYS: tl.constexpr, PARTS: tl.constexpr):
+def _diagonal(shears_ptr, begin, there, spans, SPAN: tl.constexpr, GROUPS: tl.constexpr):
     """The sums of the diagonals that begin at the keys `begin`; keys before the first and after the last have no weight."""
-    place = begin + (PARTS - 1) * KEYS  # not negative where a diagonal meets keys
+    place = begin + GROUPS * SPAN  # not negative where a diagonal meets keys
     sums = tl.zeros_like(begin).to(tl.float32)
-    for part in tl.static_range(PARTS):
-        tile = place // KEYS - (PARTS - 1) + part
-        met = there & (place >= 0) & (tile >= 0) & (tile < tiles)
-        sums += tl.load(shears_ptr + (tile.to(tl.int64) * PARTS + part) * KEYS + place % KEYS, mask=met, other=0.0)
+    for group in tl.static_range(GROUPS):
+        for came in tl.static_range(2):
+            span = place // SPAN - GROUPS + group + came
+            met = there & (place >= 0) & (span >= 0) & (span < spans)
+            part = (span.to(tl.int64) * GROUPS + group) * 2 + came
+            sums += tl.load(shears_ptr + part * SPAN + place % SPAN, mask=met, other=0.0)
     return sums
