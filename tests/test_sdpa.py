@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -81,3 +82,10 @@ def test_a_pipeline_must_be_named() -> None:
     q, k, v = make_qkv(N=32, D=16)
     with pytest.raises(TypeError, match="pipeline"):
         bs.scaled_dot_product_attention(q, k, v)  # type: ignore[call-arg]
+
+
+def test_torch_compile_keeps_it_in_one_graph() -> None:
+    q, k, v = make_qkv(Hq=4, Hkv=2, N=75, D=16)
+    call = partial(bs.scaled_dot_product_attention, is_causal=True, enable_gqa=True, pipeline=SPARSE)
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(q, k, v), call(q, k, v))

@@ -9,6 +9,8 @@ from blocksparse.layers.head_groups import HeadGroups
 from blocksparse.layers.schedule import LayerPipeline
 from blocksparse.pipeline import Pipeline
 
+_pipeline, _tensor = a(Pipeline, HeadGroups), a(Tensor)  # here, since torch.compile traces calls
+
 
 def scaled_dot_product_attention(
     query: Tensor,
@@ -44,8 +46,8 @@ def scaled_dot_product_attention(
         TypeError, ValueError: an argument asks for what a pipeline does not do, or the pipeline cannot run these
             inputs.
     """
-    a(Pipeline, HeadGroups).check(pipeline=pipeline)
-    a(Tensor).check(query=query, key=key, value=value)
+    _pipeline.check(pipeline=pipeline)
+    _tensor.check(query=query, key=key, value=value)
     flag.check(is_causal=is_causal, enable_gqa=enable_gqa)
     if attn_mask is not None:
         raise ValueError(

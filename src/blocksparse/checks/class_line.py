@@ -115,13 +115,15 @@ def check_gave(promised: tuple[Declared, ...], value: object) -> None:
             raise TypeError(f"{stage.__name__} must give {a_name(promise)}, and gave {a_name(type(value))}")
 
 
-def classes(stage: object, *roles: type) -> tuple[object, ...]:
+def classes(stage: object, roles: tuple[type, ...]) -> object:
     """What decides the types that `declared` finds: a class, and its parts' classes where it leaves one open."""
     cls: type = type(stage)
     if not (names := _parts(cls, roles)):
-        return (cls,)
-    parts = [getattr(stage, name) for name in names]
-    return cls, *[classes(part, *roles) for part in parts if isinstance(part, roles)]
+        return cls
+    return cls, *[classes(x, roles) for name in names if _is_one(type(x := getattr(stage, name)), roles)]
+
+
+_is_one = cache(issubclass)  # of an abstract class Python asks Python code each time
 
 
 @cache

@@ -133,11 +133,14 @@ def numbers(what: str, holds: Callable[[Tensor], Tensor]) -> Rule:
     def holds_for_number(value: float) -> bool:
         return bool(holds(torch.tensor(value, dtype=torch.float64, device="cpu")))
 
+    # A field is asked for what `per_head` has already made; a function's argument may be anything.
     def is_kind(value: Any) -> bool:
+        if type(value) is float:
+            return True
         return isinstance(per_head(value), int | float | HeadValues) and not isinstance(value, bool)
 
     def holds_for_all(value: Any) -> bool:
-        found = per_head(value)
+        found = value if type(value) is float else per_head(value)
         # An `int` as large as this was too large for a float, or `per_head` would have made it one.
         if isinstance(found, int) and abs(found) > 2**53:
             return False

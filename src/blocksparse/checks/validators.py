@@ -22,25 +22,29 @@ class Rule:
     Args:
         what: what a value must be; the error says "'name' must be {what}".
         is_kind: whether a value has the right type; if not, a `TypeError` is raised.
-        holds: whether a value of the right type is allowed; if not, a `ValueError` is raised.
+        holds: whether a value of the right type is allowed; if not, a `ValueError` is raised. All are if None.
         way_out: what to do about a wrong value, where that is not plain; it ends the error.
     """
 
     what: str
     is_kind: Callable[[Any], bool]
-    holds: Callable[[Any], bool] = lambda _: True
+    holds: Callable[[Any], bool] | None = None
     way_out: str = ""
 
     def __call__(self, _: object, attribute: Attribute[Any], value: object) -> None:
-        if not (self.is_kind(value) and self.holds(value)):
+        if not (self.is_kind(value) and (self.holds is None or self.holds(value))):  # `passes`, without a call
             self.check(**{attribute.name: value})
+
+    def passes(self, value: object) -> bool:
+        """Whether a value is allowed."""
+        return self.is_kind(value) and (self.holds is None or self.holds(value))
 
     def check(self, **named: object) -> None:
         """Raise unless every one of these named values passes the rule."""
         for name, value in named.items():
             if not self.is_kind(value):
                 raise TypeError(f"'{name}' must be {self.what}: {shown(value)}{self.way_out}")
-            if not self.holds(value):
+            if self.holds is not None and not self.holds(value):
                 raise ValueError(f"'{name}' must be {self.what}: {shown(value)}{self.way_out}")
 
     def or_else(self, way_out: str) -> Rule:
@@ -95,8 +99,11 @@ def a(*roles: type) -> Rule:
 
 def optional(rule: Rule) -> Rule:
     """A rule that also lets None pass."""
+    holds = rule.holds
     return Rule(
-        f"{rule.what}, or None", lambda x: x is None or rule.is_kind(x), lambda x: x is None or rule.holds(x)
+        f"{rule.what}, or None",
+        lambda x: x is None or rule.is_kind(x),
+        None if holds is None else lambda x: x is None or holds(x),
     )
 
 

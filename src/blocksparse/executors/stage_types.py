@@ -33,9 +33,7 @@ class StageTypes(NamedTuple):
         Raises:
             TypeError: one is no such stage, or needs what the stage before it does not give.
         """
-        key = tuple(
-            [classes(x, Permuter, Scorer, Selector, Executor) for x in (permuter, scorer, selector, executor)]
-        )
+        key = tuple([classes(stage, _ROLES) for stage in (permuter, scorer, selector, executor)])
         if key not in _found:
             if len(_found) >= _MOST:
                 _found.clear()
@@ -74,5 +72,6 @@ def _promised(
     return Declared(cls, least), *(said or (Declared(cls, need.value) for need in needed))
 
 
+_ROLES = Permuter, Scorer, Selector, Executor
 _found: dict[tuple[object, ...], StageTypes] = {}
 _MOST = 1024

@@ -20,7 +20,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 _several_sizes = Rule(
     "a tuple of grids (T, H, W), each of three whole numbers",
     lambda x: isinstance(x, tuple) and all(map(three_sizes.is_kind, x)),
-    lambda x: all(map(three_sizes.holds, x)),
+    lambda x: all(map(three_sizes.passes, x)),
 )
 
 

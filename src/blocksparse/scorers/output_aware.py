@@ -28,7 +28,7 @@ at_least_0 = Rule(
 mean_and_deviation = Rule(
     "two finite numbers (mean, deviation), of which the second is at least 0",
     lambda x: isinstance(x, tuple) and len(x) == 2 and all(map(at_least_0.is_kind, x)),
-    lambda x: abs(x[0]) < float("inf") and at_least_0.holds(x[1]),
+    lambda x: abs(x[0]) < float("inf") and at_least_0.passes(x[1]),
 )
 
 
