@@ -26,3 +26,13 @@ def test_kernel_and_twin(D: int, first: int, end: int, temperature: float | None
         for ours, exact in zip(got, want, strict=True):
             assert ours.dtype == torch.float32
             torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=0)
+
+
+def test_a_head_with_nan_has_no_temperature(device: str) -> None:
+    queries, keys = torch.ones(1, 4, 9, 16, device=device), torch.ones(1, 2, 9, 16, device=device)
+    queries[0, 1, 3, 2] = keys[0, 1, 4, 15] = float("nan")
+    for compute in (partial(band_channels_triton, least=LEAST_RMS), band_channels, band_channels_reference):
+        mine, its = compute(queries, keys, 0, 4, None)
+        assert mine.isnan().all((0, 2, 3)).tolist() == [False, True, True, True]
+        assert mine[:, 0].isfinite().all()
+        assert its.isfinite().all()  # the NaN is outside of the band

@@ -42,6 +42,11 @@ def _channels(first, end, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
+def _at_least(x, least):
+    return tl.where(x < least, least, x)  # NaN stays, which `tl.maximum` would drop
+
+
+@triton.jit
 def _smaller(x_at, rows, first, end, least, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr):
     """The root mean square of a head's band over that of all its channels."""
     dim = tl.arange(0, BLOCK_D)[None, :]
@@ -54,7 +59,7 @@ def _smaller(x_at, rows, first, end, least, D: tl.constexpr, BLOCK_D: tl.constex
     of_channel = tl.sum(of_all, 0, keep_dims=True)
     whole = tl.sqrt_rn(tl.sum(of_channel, 1) / (rows * D))
     part = tl.sqrt_rn(tl.sum(tl.where(banded, of_channel, 0.0), 1) / (rows * 2 * (end - first)))
-    return tl.maximum(part / tl.maximum(whole, least), least)
+    return _at_least(part / _at_least(whole, least), least)
 
 
 @triton.jit

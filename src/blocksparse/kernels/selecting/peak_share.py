@@ -2,7 +2,8 @@
 
     keep[b, h, row, col] = values[b, h, row, col] >= alpha[h] max_col values[b, h, row] > 0, or forced, or on the diagonal
 
-as far as queries can see. On GPUs one launch does it; CPU tensors and float64 take the plain torch below.
+as far as queries can see. On GPUs one launch does it, of rows of up to `MAX_COLS` blocks; CPU tensors, longer rows and
+float64 take the plain torch below.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from blocksparse.kernels.positions.block_grid import BlockGrid
 from blocksparse.kernels.positions.within_reach import within_reach
+from blocksparse.kernels.selecting.top_cdf import MAX_COLS
 
 
 def peak_share(values: Tensor, forced: Tensor | None, alpha: Tensor, grid: BlockGrid) -> Tensor:
@@ -21,7 +23,7 @@ def peak_share(values: Tensor, forced: Tensor | None, alpha: Tensor, grid: Block
         forced: `[B|1, H|1, rows|1, cols|1]` bool, kept in any case.
         alpha: `[1, H|1, 1, 1]` float64, rounded to the dtype of values.
     """
-    if values.is_cuda and values.dtype == torch.float32:
+    if values.is_cuda and values.dtype == torch.float32 and values.shape[-1] <= MAX_COLS:
         from blocksparse.kernels.selecting.peak_share_triton import peak_share_triton
 
         return peak_share_triton(values, forced, alpha, grid)
