@@ -120,7 +120,8 @@ def classes(stage: object, roles: tuple[type, ...]) -> object:
     cls: type = type(stage)
     if not (names := _parts(cls, roles)):
         return cls
-    return cls, *[classes(x, roles) for name in names if _is_one(type(x := getattr(stage, name)), roles)]
+    parts: list[object] = [getattr(stage, name) for name in names]
+    return cls, *[classes(part, roles) for part in parts if _is_one(type(part), roles)]
 
 
 _is_one = cache(issubclass)  # of an abstract class Python asks Python code each time
