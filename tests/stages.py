@@ -190,7 +190,7 @@ EXECUTORS: tuple[bs.Executor[Any, Any], ...] = (
 def needs(stage: object, role: type, position: int) -> type:
     """What a stage declares in place `position` of its role's type parameters; wrappers ask their parts."""
     for base in type(stage).__orig_bases__:  # type: ignore[attr-defined]
-        if get_origin(base) is role:
+        if issubclass(get_origin(base) or object, role):
             declared = get_args(base)[position]
             if not isinstance(declared, TypeVar):
                 return get_origin(declared) or declared  # type: ignore[no-any-return]

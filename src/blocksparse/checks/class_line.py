@@ -120,8 +120,12 @@ def classes(stage: object, roles: tuple[type, ...]) -> object:
     cls: type = type(stage)
     if not (names := _parts(cls, roles)):
         return cls
-    parts: list[object] = [getattr(stage, name) for name in names]
-    return cls, *[classes(part, roles) for part in parts if _is_one(type(part), roles)]
+    found: list[object] = [cls]
+    for name in names:
+        kind: type = type(part := getattr(stage, name))
+        if _is_one(kind, roles):
+            found.append(classes(part, roles))
+    return tuple(found)
 
 
 _is_one = cache(issubclass)  # of an abstract class Python asks Python code each time
