@@ -91,11 +91,7 @@ class Grid:
             first, rows = offset // q_block, q_position.shape[-1] // q_block
             start = torch.arange(first * q_block, (first + rows) * q_block, q_block, device=q.device)
             group_of_row = start // permutation.group - offset // permutation.group
-        return cls._cut(
-            q_position,
-            k_position,
-            bounds,
-            group_of_row,
+        return cls(
             permutation=permutation,
             batch=B,
             q_len=M,
@@ -106,32 +102,11 @@ class Grid:
             kv_heads=Hkv,
             causal=causal,
             slots=N if permutation.k_index is None else permutation.k_index.shape[-1],
-            window=_hiding(spec.window, N),
-        )
-
-    @classmethod
-    def _cut(
-        cls,
-        q_position: Tensor,
-        k_position: Tensor,
-        bounds: Bounds,
-        group_of_row: Tensor | None,
-        **sizes: Any,
-    ) -> Grid:
-        """The grid of these places, with the first and the last position of every block for each row."""
-        q_first, q_last, k_first, k_last, k_whole = bounds
-        if group_of_row is not None:
-            k_first, k_last, k_whole = (x.index_select(2, group_of_row) for x in (k_first, k_last, k_whole))
-        return cls(
             q_position=q_position,
             k_position=k_position,
             group_of_row=group_of_row,
-            q_first=q_first,
-            q_last=q_last,
-            k_first=k_first,
-            k_last=k_last,
-            k_whole=k_whole,
-            **sizes,
+            window=_hiding(spec.window, N),
+            **_for_rows(bounds, group_of_row),
         )
 
     def check_fits(self, q: Tensor, k: Tensor, permutation: Permutation, spec: AttentionSpec) -> None:
@@ -196,22 +171,14 @@ class Grid:
             group_of_row = self.group_of_row.repeat_interleave(n)[before // q_block : after // q_block]
         q_position = self.q_position[..., before:after]
         k_position = self.k_position[..., : -(-self.slots // k_block) * k_block]
-        return self._cut(
-            q_position,
-            k_position,
-            block_bounds(q_position, k_position, q_block, k_block, self.q_heads),
-            group_of_row,
-            permutation=self.permutation,
-            batch=self.batch,
-            q_len=self.q_len,
-            k_len=self.k_len,
+        return evolve(
+            self,
             q_block=q_block,
             k_block=k_block,
-            q_heads=self.q_heads,
-            kv_heads=self.kv_heads,
-            causal=self.causal,
-            slots=self.slots,
-            window=self.window,
+            q_position=q_position,
+            k_position=k_position,
+            group_of_row=group_of_row,
+            **_for_rows(block_bounds(q_position, k_position, q_block, k_block, self.q_heads), group_of_row),
         )
 
     @property
@@ -329,6 +296,15 @@ class Grid:
     def _shape(self) -> tuple[int, int, int, int]:
         B, H, rows, _ = torch.broadcast_shapes(self.q_last.shape, (*self.k_last.shape[:2], 1, 1))
         return B, H, rows, self.cols
+
+
+def _for_rows(bounds: Bounds, group_of_row: Tensor | None) -> dict[str, Any]:
+    """The first and the last position of each block as fields of a grid, those of keys for each row of blocks."""
+    q_first, q_last, *of_keys = bounds
+    if group_of_row is not None:
+        of_keys = [x.index_select(2, group_of_row) for x in of_keys]
+    k_first, k_last, k_whole = of_keys
+    return {"q_first": q_first, "q_last": q_last, "k_first": k_first, "k_last": k_last, "k_whole": k_whole}
 
 
 def _hiding(window: int | None, k_len: int) -> int | None:
