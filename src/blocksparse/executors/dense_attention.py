@@ -48,8 +48,7 @@ def dense_attention(
     memory grows with M + N, not with M N, for every dtype, number of heads and head dim. PyTorch's own choice is
     not used, because its order can be changed only for the whole process, and because it holds all weights if no
     kernel takes the inputs as they are. On a CPU it runs the compiled kernel of `CpuExecutor` where that is faster
-    than PyTorch's. Backends that the caller switched off (`sdpa_kernel`,
-    `torch.backends.cuda`) are not run.
+    than PyTorch's. Backends that the caller switched off (`sdpa_kernel`, `torch.backends.cuda`) are not run.
 
     PyTorch's kernels know no sliding window, no softcap and no sinks. So a window that hides something, and either
     of the others, takes the executor of `AutoExecutor`, with every block that a query sees: its time grows with M
@@ -63,9 +62,8 @@ def dense_attention(
     causal, scale = spec.causal, spec.scale
     if not spec.is_plain or (spec.window is not None and spec.window < k.shape[2]):
         return _by_blocks(q, k, v, spec)
-    if (
-        scale <= 0
-    ):  # PyTorch's kernels hide keys before they scale, and -inf would become NaN, or the greatest logit
+    if scale <= 0:
+        # PyTorch's kernels hide keys before they scale, and -inf would become NaN, or the greatest logit.
         q, scale = (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
     with without_autocast(q):
         if takes_dense(q, k, v):
