@@ -230,6 +230,7 @@ def test_cli_says_in_one_sentence_what_is_wrong(
     assert error.startswith("blocksparse demo: ")
     assert sentence in error
     assert before in ([], ["getting the model ready"])
+    assert logging.getLogger("blocksparse").level == logging.NOTSET  # as it was
     assert not printed
 
 

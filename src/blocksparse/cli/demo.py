@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import logging
 from pathlib import Path
 
 from blocksparse.checks.user_error import UserError
-from blocksparse.cli.options import Commands, add_command, add_json, add_presets, extra
+from blocksparse.cli.options import Commands, add_command, add_json, add_presets, extra, only_errors
 from blocksparse.demo import TEXT
 
 # Some of each kind, in little more than a minute on two cores; none that keeps everything of a prompt this short.
@@ -63,22 +62,22 @@ def _run(parsed: argparse.Namespace) -> int:
     disable_progress_bar()
     set_verbosity_error()
     # The report says which executor ran and why; a warning for each layer says no more.
-    logging.getLogger("blocksparse").setLevel(logging.ERROR)
-    run(
-        Settings(
-            out=parsed.out,
-            text=parsed.text or TEXT,
-            model=parsed.model,
-            tokens=parsed.tokens,
-            depth=parsed.depth,
-            seed=parsed.seed,
-            pipelines=pipelines,
-            layer=parsed.layer,
-            head=parsed.head,
-        ),
-        Console(quiet=parsed.json),
-        progress=Console(stderr=True),
-    )
+    with only_errors():
+        run(
+            Settings(
+                out=parsed.out,
+                text=parsed.text or TEXT,
+                model=parsed.model,
+                tokens=parsed.tokens,
+                depth=parsed.depth,
+                seed=parsed.seed,
+                pipelines=pipelines,
+                layer=parsed.layer,
+                head=parsed.head,
+            ),
+            Console(quiet=parsed.json),
+            progress=Console(stderr=True),
+        )
     if parsed.json:
         print((parsed.out / "results.json").read_text(encoding="utf-8"), end="")
     return 0

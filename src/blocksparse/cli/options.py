@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, final
@@ -51,6 +52,18 @@ def add_presets(parser: argparse.ArgumentParser, *, by_default: str) -> None:
 def add_json(parser: argparse.ArgumentParser) -> None:
     """`--json`."""
     parser.add_argument("--json", action="store_true", help="print the results as JSON instead of a table")
+
+
+@contextmanager
+def only_errors() -> Iterator[None]:
+    """What the library would warn of inside is not said: the command's own report says it."""
+    log = logging.getLogger("blocksparse")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 @contextmanager

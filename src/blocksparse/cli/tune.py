@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from blocksparse.checks.user_error import UserError
-from blocksparse.cli.options import Commands, add_command
+from blocksparse.cli.options import Commands, add_command, only_errors
 from blocksparse.demo import TEXT
 from blocksparse.tune.errors import TuneError
 from blocksparse.tune.plan import Plan
@@ -134,7 +133,6 @@ def _tune(arguments: argparse.Namespace) -> int:
         TuneError: the model, the prompts or a number does not allow it; nothing was written.
     """
     _check(arguments)
-    logging.getLogger("blocksparse").setLevel(logging.ERROR)  # which executor runs is said once, by the plan
     network, tokenizer = _load(arguments.model, arguments.device)
     prompts, held = _prompts(tokenizer, arguments)
     longest = max(prompt.ids.shape[1] for prompt in (*prompts, *held))
@@ -142,7 +140,7 @@ def _tune(arguments: argparse.Namespace) -> int:
         raise TuneError(f"prompts must be of at most {most} tokens, what the model can read: {longest}")
     journal = arguments.out.with_name(arguments.out.name + ".journal")
     begin = time.perf_counter()
-    with _progress() as report:
+    with only_errors(), _progress() as report:  # which executor runs is said once, by the plan
         if arguments.strategy == "sparge":
             plan = sparge_search(
                 network,

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from attrs import evolve
+from tests.kernels.foretold import foretold
 from tests.machine import GPU
 
 from blocksparse.executors.tiles import portable
@@ -81,6 +82,27 @@ def test_tiles_that_leave_keys_out_take_fewer_registers() -> None:
     for block in (16, 32):  # too small for more warps
         assert portable(block, 128, 256, 2, TARGETS["sm_100"], skips=True).num_warps == 4
     assert portable(128, 128, 256, 2, TARGETS["sm_90"], skips=True) == portable(128, 128, 256, 2, TARGETS["sm_90"])
+
+
+@pytest.mark.parametrize(
+    ("kernel", "D", "tiles", "takes"),
+    [
+        ("sparse_attention_triton", 64, (64, 32, 4, 2), 57_472),
+        ("sparse_attention_triton", 128, (32, 32, 4, 2), 90_240),
+        ("gather_attention_triton", 128, (64, 16, 8, 2), 98_368),
+        ("pooled_sums_triton", 64, (64, 64, 4, 2), 65_536),
+        ("pooled_sums_triton", 128, (32, 64, 4, 2), 98_304),
+    ],
+)
+def test_what_triton_3_8_takes_of_fp32_is_foretold(
+    kernel: str, D: int, tiles: tuple[int, int, int, int], takes: int
+) -> None:
+    """The most that Triton 3.8.0 reports for sm_86 and these tiles; it keeps both parts of some numbers in shared memory."""
+    has = dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), tiles, strict=True))
+    has |= {"BLOCK_D": D, "BLOCK_DV": D, "WIDE": 8}
+    told = foretold(TARGETS["sm_86"], f"{kernel}._kernel", has, [4, 4, 4, 4])
+    assert told is not None
+    assert takes <= told <= TARGETS["sm_86"].shared
 
 
 def test_what_does_not_fit_gets_smaller_until_it_does() -> None:

@@ -20,6 +20,7 @@ def needed(
     loaded: tuple[int, ...],
     stages: int,
     between: int = 0,
+    then: int = 0,
     single: bool = False,
     second: bool = False,
 ) -> int:
@@ -30,17 +31,21 @@ def needed(
         loaded: bytes of each tile that every step loads.
         stages: `num_stages`, over how many steps the compiler spreads a load and the product that waits for it.
         between: bytes of a tile that changes hands between threads within a step.
+        then: the same of one that does so when the products of a step are done.
         single: whether these are numbers of fp32, which are multiplied in two parts on NVIDIA's GPUs.
         second: whether what is held is the second operand, which AMD's kernels keep in shared memory as well.
     """
     if single and hardware.is_nvidia:
-        held, between = 2 * held, 2 * between
+        held, between, then = 2 * held, 2 * between, 2 * then
     if stages == 1:
         buffers = max(loaded)  # one after the other
     elif hardware.multiplies_from_shared:
         buffers = sum(loaded) * stages  # a product still reads its operands when the next loads begin
     else:
         buffers = sum(loaded) * (stages - 1)
+    # Triton 3.8 keeps the second part of a tile that it multiplies in shared memory.
+    part = max(loaded) if single and hardware.is_nvidia and stages > 1 and not hardware.multiplies_from_shared else 0
+    between += max(part, then)
     if hardware.is_nvidia:
         return held + buffers + between + _SMALL
     if second:

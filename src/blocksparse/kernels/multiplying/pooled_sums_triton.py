@@ -53,7 +53,7 @@ def shared_memory(hardware: Hardware, tiles: PooledTiles, row_bytes: int, itemsi
     held, loaded = tiles.block_m * row_bytes, tiles.block_n * row_bytes
     sums = tiles.block_m * max(16, tiles.block_n // wide) * 4  # change hands before they are stored
     single, stages = itemsize == 4, tiles.num_stages
-    bytes_ = needed(hardware, held=held, loaded=(loaded,), stages=stages, between=sums, single=single)
+    bytes_ = needed(hardware, held=held, loaded=(loaded,), stages=stages, then=sums, single=single)
     # Where products read from shared memory, the parts of fp32 numbers lie there too.
     return bytes_ + (loaded if single and hardware.multiplies_from_shared else 0)
 
