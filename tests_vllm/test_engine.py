@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -151,9 +152,14 @@ def test_drafts_are_verified_densely(run: Run) -> None:
     assert {sparse for sparse, _, _ in rows(ours)} == {1}
 
 
-def test_a_spawned_engine(model: Path) -> None:
-    """The name of the backend and its configuration reach a process that begins with nothing."""
-    done = start(model, {"blocksparse": SOME | EAGER})
+def test_a_spawned_engine(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that begins with nothing gets the name of the backend and its configuration, an own pipeline."""
+    (tmp_path / "own_stages.py").write_text(
+        "import blocksparse as bs\n\n\ndef some(k):\n    return bs.Pipeline("
+        "bs.Identity(), bs.MeanPoolScorer(32), bs.TopK(k), bs.AutoExecutor())\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    done = start(model, {"blocksparse": {"preset": "own_stages:some", "settings": {"k": 3}} | EAGER})
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^ +1 +1 +0\.\d+ .*1 x decode$", done.stdout, re.MULTILINE), done.stdout
 
