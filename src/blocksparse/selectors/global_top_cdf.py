@@ -9,6 +9,7 @@ from attrs import field, frozen
 from blocksparse.checks.per_head import PerHead, least, over_blocks, per_head, share
 from blocksparse.checks.validators import flag
 from blocksparse.kernels.selecting.global_top_cdf import global_top_cdf
+from blocksparse.kernels.selecting.routed import Below
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.selector import Selector
@@ -36,8 +37,14 @@ class GlobalTopCdf(Selector[BlockMass, BlockMask]):
     crossing: bool = field(default=True, kw_only=True, validator=flag)
 
     def __call__(self, scores: BlockMass) -> BlockMask:
+        return self._chosen(scores, None)
+
+    def in_heads(self, scores: BlockMass, heads: Below) -> BlockMask:
+        return self._chosen(scores, heads)
+
+    def _chosen(self, scores: BlockMass, heads: Below | None) -> BlockMask:
         mass = over_blocks(self.mass, scores.values)
-        keep = global_top_cdf(scores.values, scores.forced, mass, scores.grid, crossing=self.crossing)
+        keep = global_top_cdf(scores.values, scores.forced, mass, scores.grid, crossing=self.crossing, heads=heads)
         return BlockMask(keep, scores.grid)
 
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:

@@ -9,7 +9,7 @@ from attrs import field, frozen
 from blocksparse.checks.class_line import Declared, check_takes, declared
 from blocksparse.checks.per_head import PerHead, at_least_0, over_blocks, per_head, written
 from blocksparse.checks.validators import a
-from blocksparse.kernels.selecting.routed import routed
+from blocksparse.kernels.selecting.routed import Below, routed
 from blocksparse.scorers.vertical_slash import VerticalSlashScores
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.selector import Selector
@@ -21,7 +21,7 @@ class RoutedByDivergence(Selector[VerticalSlashScores, BlockMask]):
     """Choose by `similar` in heads whose pooled block weights are near the true ones, else by `otherwise`.
 
     FlexPrefill calls heads of the first kind query-aware and heads of the second kind vertical-slash. The weights
-    are near if their divergence is below `tau`; a NaN is not. Both rules are computed for every head.
+    are near if their divergence is below `tau`; a NaN is not.
 
     Args:
         tau: bound of the divergence, which is at most sqrt(ln 2) = 0.833; a number, or one per query head. With 0
@@ -41,7 +41,8 @@ class RoutedByDivergence(Selector[VerticalSlashScores, BlockMask]):
             check_takes(declared(rule, Selector, 0), (Declared(type(self), VerticalSlashScores),))
 
     def __call__(self, scores: VerticalSlashScores) -> BlockMask:
-        similar, otherwise = self.similar(scores).keep, self.otherwise(scores).keep
+        heads = Below(scores.divergence, over_blocks(self.tau, scores.values))
+        similar, otherwise = self.similar.in_heads(scores, heads).keep, self.otherwise(scores).keep
         for keep in (similar, otherwise):
             if keep.shape != scores.values.shape:
                 raise ValueError(
@@ -49,8 +50,7 @@ class RoutedByDivergence(Selector[VerticalSlashScores, BlockMask]):
                     f"{tuple(scores.values.shape)}: {tuple(keep.shape)}; put 'Refined' and 'SharedByGroup' "
                     "around it"
                 )
-        tau = over_blocks(self.tau, scores.values)
-        return BlockMask(routed(scores.divergence, tau, similar, otherwise), scores.grid)
+        return BlockMask(routed(heads, similar, otherwise), scores.grid)
 
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
         return all(rule.keeps_everything(M, N, causal=causal) for rule in (self.similar, self.otherwise))

@@ -9,6 +9,7 @@ from attrs import field, frozen
 
 from blocksparse.checks.validators import a
 from blocksparse.kernels.positions.places import Places
+from blocksparse.kernels.selecting.routed import Below
 from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.selectors.block_mask import BlockMask
 
@@ -63,6 +64,10 @@ class Selector(ABC, Generic[ScoresT_contra, MaskT_co]):
         """What `first` or this selector keeps by the same scores: `a | b` is `b.added_to(a, scores)`."""
         return first(scores) | self(scores)
 
+    def in_heads(self, scores: ScoresT_contra, heads: Below) -> BlockMask:
+        """What this selector keeps in some heads; what the mask says of the others has no meaning."""
+        return self(scores)
+
     def with_places(self, scores: ScoresT_contra, places: Places) -> BlockMask | None:
         """What this selector keeps and what `places` choose, in one launch; None if it has no such launch."""
         return None
@@ -82,8 +87,23 @@ class Union(Selector[ScoresT_contra, BlockMask]):
     def __call__(self, scores: ScoresT_contra) -> BlockMask:
         return self.second.added_to(self.first, scores)
 
+    def in_heads(self, scores: ScoresT_contra, heads: Below) -> BlockMask:
+        return self.second.added_to(_InHeads(self.first, heads), scores)
+
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
         return any(part.keeps_everything(M, N, causal=causal) for part in (self.first, self.second))
+
+
+@final
+@frozen(eq=False)
+class _InHeads(Selector[ScoresT_contra, BlockMask]):
+    """A part of a union of which only some heads are asked for."""
+
+    rule: Selector[ScoresT_contra, BlockMask]
+    heads: Below
+
+    def __call__(self, scores: ScoresT_contra) -> BlockMask:
+        return self.rule.in_heads(scores, self.heads)
 
 
 @final

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import blocksparse as bs
 from blocksparse.kernels.selecting.global_top_cdf import global_top_cdf, global_top_cdf_reference
+from blocksparse.kernels.selecting.routed import Below
 
 pytest.importorskip("triton")
 from blocksparse.kernels.selecting import global_top_cdf_triton as kernels
@@ -69,3 +70,23 @@ def test_bad_numbers_and_what_is_out_of_reach(device: str) -> None:
     values[:, 2, :, 0] = float("inf")
     for crossing in (True, False):
         assert_same(values, None, targets([0.6, 0.9, 1.0], device), grid, crossing=crossing)
+
+
+def test_heads_that_nobody_asks_for(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads below the bound have the mask that they have in any case; the others, and those of NaN, are not written."""
+    grid = make_grid("chunk", device)
+    values = a_mass(grid, 3.0, device)
+    B, H = values.shape[:2]
+    number = torch.linspace(0.0, 1.0, B * H, device=device).view(B, H)
+    number[0, 0] = float("nan")
+    bound = torch.full((1, 1, 1, 1), 0.5, dtype=torch.float64, device=device)
+    asked = number < 0.5
+    assert bool(asked.any())
+    assert not bool(asked.all())
+    want = global_top_cdf_reference(values, None, targets(0.6, device), grid, crossing=True)
+    monkeypatch.setattr(torch, "empty", torch.zeros)
+    got = kernels.global_top_cdf_triton(
+        values, None, targets(0.6, device), grid, crossing=True, heads=Below(number, bound)
+    )
+    assert torch.equal(got[asked], want[asked])
+    assert not bool(got[~asked].any())

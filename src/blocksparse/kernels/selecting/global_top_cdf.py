@@ -13,11 +13,18 @@ import torch
 from torch import Tensor
 
 from blocksparse.kernels.positions.block_grid import BlockGrid
+from blocksparse.kernels.selecting.routed import Below
 from blocksparse.kernels.selecting.running_share import running_share
 
 
 def global_top_cdf(
-    values: Tensor, forced: Tensor | None, mass: Tensor, grid: BlockGrid, *, crossing: bool
+    values: Tensor,
+    forced: Tensor | None,
+    mass: Tensor,
+    grid: BlockGrid,
+    *,
+    crossing: bool,
+    heads: Below | None = None,
 ) -> Tensor:
     """Which blocks are kept, `[B, H, rows, cols]` bool, by their `values` `[B, H, rows, cols]`.
 
@@ -27,11 +34,12 @@ def global_top_cdf(
         forced: `[B|1, H|1, rows|1, cols|1]` bool, kept in any case, but ranked and counted as other blocks are.
         mass: `[1, H|1, 1, 1]` float64, in (0, 1]; it is rounded to fp32, as shares are. 1 keeps what is reachable.
         crossing: also keep the block that takes the sum from below the target to the target or above it.
+        heads: those whose mask is asked for; in the others entries have no meaning.
     """
     if values.is_cuda and values.dtype == torch.float32:
         from blocksparse.kernels.selecting.global_top_cdf_triton import global_top_cdf_triton
 
-        return global_top_cdf_triton(values, forced, mass, grid, crossing=crossing)
+        return global_top_cdf_triton(values, forced, mass, grid, crossing=crossing, heads=heads)
     return global_top_cdf_reference(values, forced, mass, grid, crossing=crossing)
 
 

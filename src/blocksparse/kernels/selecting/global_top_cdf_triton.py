@@ -27,6 +27,7 @@ from blocksparse.kernels.positions.block_grid_triton import (
     tile_of_blocks,
     tile_of_grid,
 )
+from blocksparse.kernels.selecting.routed import Below
 from blocksparse.kernels.selecting.top_cdf_triton import limit_of, ticks_of, weights_of
 from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
@@ -40,7 +41,13 @@ _ONE = tl.constexpr(0x3F800000)  # the bits of 1.0
 
 
 def global_top_cdf_triton(
-    values: Tensor, forced: Tensor | None, mass: Tensor, grid: BlockGrid, *, crossing: bool
+    values: Tensor,
+    forced: Tensor | None,
+    mass: Tensor,
+    grid: BlockGrid,
+    *,
+    crossing: bool,
+    heads: Below | None = None,
 ) -> Tensor:
     """Launch the kernels; arguments as of `global_top_cdf`."""
     B, H, rows, cols = values.shape
@@ -48,6 +55,8 @@ def global_top_cdf_triton(
     tile = tile_of_blocks(_TILE)
     over_grid = cdiv(rows, tile["ROWS"]) * cdiv(cols, tile["COLS"]), H, B
     in_line = cdiv(n, _TILE), H, B
+    number, bound = (None, None) if heads is None else (heads.number.contiguous(), heads.bound)
+    asked = number, bound, None if bound is None else head_strides(bound)[1]
     where = (*positions(grid), rows, cols)
     tiling = {"CAUSAL": grid.causal, "WINDOW": grid.window}
 
@@ -61,13 +70,14 @@ def global_top_cdf_triton(
     keep = torch.empty(values.shape, dtype=torch.bool, device=device)
     target = total, mass, head_strides(mass)[1]
     with device_of(values):
-        _heaviest[over_grid](values, best, sums, strides(values), *where, **tiling, **tile, num_warps=4)
+        _heaviest[over_grid](*asked, values, best, sums, strides(values), *where, **tiling, **tile, num_warps=4)
         _to_ticks[over_grid](
-            values, best, ticks, total, of_pass[0], strides(values), *where, **tiling, **tile, num_warps=4
+            *asked, values, best, ticks, total, of_pass[0], strides(values), *where, **tiling, **tile, num_warps=4
         )
         for i in range(1, _PASSES):
             last = (None if i == 1 else cuts[i - 2]), of_pass[i - 1]
             _search[in_line](
+                *asked,
                 ticks,
                 *target,
                 *last,
@@ -80,10 +90,18 @@ def global_top_cdf_triton(
                 num_warps=4,
             )
         _keep[in_line](
-            ticks, *target, cuts[-1], of_pass[-1], keep, forced, None if forced is None else strides(forced), *where,
+            *asked, ticks, *target, cuts[-1], of_pass[-1], keep, forced, None if forced is None else strides(forced), *where,
             **tiling, CROSSING=crossing, TILE=_TILE, num_warps=4,
         )  # fmt: skip
     return keep
+
+
+@triton.jit
+def _not_asked(number_ptr, bound_ptr, bound_stride):
+    """Whether nobody asks for the mask of this program's head."""
+    head = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
+    number = tl.load(number_ptr + head).to(tl.float64)
+    return (number < tl.load(bound_ptr + tl.program_id(1) * bound_stride)) == 0
 
 
 @triton.jit
@@ -101,10 +119,13 @@ def _reachable_weights(
 @remembered
 @triton.jit(do_not_specialize=["rows"])
 def _heaviest(
-    values_ptr, best_ptr, sums_ptr, values_strides, positions, position_strides, rows, cols,
+    number_ptr, bound_ptr, bound_stride, values_ptr, best_ptr, sums_ptr, values_strides, positions, position_strides, rows, cols,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Stores the greatest weight of each launch tile, and zeros for the sums to come."""
+    if number_ptr is not None:  # noqa: SIM102 (decided when it is compiled)
+        if _not_asked(number_ptr, bound_ptr, bound_stride):
+            return
     b, h, row, col = tile_of_grid(cols, ROWS, COLS)
     there = row < rows
     weights = _reachable_weights(
@@ -127,10 +148,13 @@ def _key(ticks):
 @remembered
 @triton.jit(do_not_specialize=["rows"])
 def _to_ticks(
-    values_ptr, best_ptr, ticks_ptr, total_ptr, sums_ptr, values_strides, positions, position_strides, rows, cols,
+    number_ptr, bound_ptr, bound_stride, values_ptr, best_ptr, ticks_ptr, total_ptr, sums_ptr, values_strides, positions, position_strides, rows, cols,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Stores the ticks, and adds them up: all of them, and by the highest bits of their keys."""
+    if number_ptr is not None:  # noqa: SIM102 (decided when it is compiled)
+        if _not_asked(number_ptr, bound_ptr, bound_stride):
+            return
     b, h, row, col = tile_of_grid(cols, ROWS, COLS)
     there = row < rows
     inside = there & (col < cols)
@@ -174,9 +198,12 @@ def _cut(cuts_ptr, sums_ptr, total_ptr, mass_ptr, mass_stride, head, h, CROSSING
 @remembered
 @triton.jit(do_not_specialize=["n"])
 def _search(
-    ticks_ptr, total_ptr, mass_ptr, mass_stride, last_cuts_ptr, last_sums_ptr, cuts_ptr, sums_ptr, n,
+    number_ptr, bound_ptr, bound_stride, ticks_ptr, total_ptr, mass_ptr, mass_stride, last_cuts_ptr, last_sums_ptr, cuts_ptr, sums_ptr, n,
     CROSSING: tl.constexpr, PASS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
+    if number_ptr is not None:  # noqa: SIM102 (decided when it is compiled)
+        if _not_asked(number_ptr, bound_ptr, bound_stride):
+            return
     h = tl.program_id(1)
     head = (tl.program_id(2) * tl.num_programs(1) + h).to(tl.int64)
     known, missing = _cut(last_cuts_ptr, last_sums_ptr, total_ptr, mass_ptr, mass_stride, head, h, CROSSING)
@@ -193,11 +220,14 @@ def _search(
 @remembered
 @triton.jit(do_not_specialize=["rows"])
 def _keep(
-    ticks_ptr, total_ptr, mass_ptr, mass_stride, cuts_ptr, sums_ptr, keep_ptr, forced_ptr, forced_strides,
+    number_ptr, bound_ptr, bound_stride, ticks_ptr, total_ptr, mass_ptr, mass_stride, cuts_ptr, sums_ptr, keep_ptr, forced_ptr, forced_strides,
     positions, position_strides, rows, cols,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CROSSING: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Keeps the blocks that are taken, and what is kept in any case, as far as it is in reach."""
+    if number_ptr is not None:  # noqa: SIM102 (decided when it is compiled)
+        if _not_asked(number_ptr, bound_ptr, bound_stride):
+            return
     h, b = tl.program_id(1), tl.program_id(2)
     head = (b * tl.num_programs(1) + h).to(tl.int64)
     one = tl.zeros([1, 1], tl.int32)

@@ -1,22 +1,26 @@
 """Of two masks the one or the other for each head: the first where a number of the head is below a bound.
 
-On a GPU it is one launch; other devices take plain torch.
+On a GPU it is one launch; other devices take plain torch. What makes the first mask may be told which heads need it.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-def routed(number: Tensor, bound: Tensor, below: Tensor, otherwise: Tensor) -> Tensor:
-    """`[B, H, rows, cols]` bool: `below` in heads where `number < bound`, else `otherwise`; a NaN is not below.
+class Below(NamedTuple):
+    """The heads whose number is below a bound; a NaN is not. Kernels that are given it leave the others out."""
 
-    Args:
-        number: `[B, H]`.
-        bound: `[1, H|1, 1, 1]` float64.
-        below, otherwise: `[B, H, rows, cols]` bool.
-    """
+    number: Tensor  # [B, H]
+    bound: Tensor  # [1, H|1, 1, 1] float64
+
+
+def routed(heads: Below, below: Tensor, otherwise: Tensor) -> Tensor:
+    """`[B, H, rows, cols]` bool: `below` in those heads, in others `otherwise`; both `[B, H, rows, cols]` bool."""
+    number, bound = heads
     if number.is_cuda and number.dtype == torch.float32:
         from blocksparse.kernels.selecting.routed_triton import routed_triton
 
