@@ -193,9 +193,6 @@ def _add(
     if q_index_ptr is not None:
         queries = tl.load(q_index_ptr + head_at(q_index_strides, b, h) + queries, mask=stored, other=0)
     q_tile = rows_of(q_ptr, q_strides, b, h, queries, stored, D, BLOCK_D, False)  # [BLOCK_M, BLOCK_D]
-    # Loaded here, they are on their way while a few tiles of means, of which there may be no more, are multiplied.
-    exact = rows_of(out_ptr, out_strides, b, h, queries, stored, DV, BLOCK_DV, False)
-    lse = tl.load(lse_ptr + head_at(lse_strides, b, h) + queries, mask=stored, other=0.0)
 
     key_at = (b.to(tl.int64) * (tl.num_programs(1) // heads_per_key) + h // heads_per_key) * filled
     within = tl.arange(0, BLOCK_N)
@@ -220,6 +217,8 @@ def _add(
         )
 
     dims = tl.arange(0, BLOCK_DV)[None, :]
+    exact = rows_of(out_ptr, out_strides, b, h, queries, stored, DV, BLOCK_DV, False)
+    lse = tl.load(lse_ptr + head_at(lse_strides, b, h) + queries, mask=stored, other=0.0)
     # Shares of the two parts, by weights relative to the greater one.
     none = total == 0.0
     of_exact = lse * 1.4426950408889634  # log2(e)
