@@ -66,11 +66,11 @@ def auto_front() -> Any:
     """What `auto` loses for its time at every length, on a GPU and on a CPU, beside others."""
     model, on_cpu = map(Results.named, ("auto-model", "auto-cpu"))
     named = (
-        ("auto", BLUE, "auto"),
-        ("mean_pooling | Band(128)", ORANGE, "mean_pooling(block=128) with Band(128)"),
-        ("xattention | Band(128)", GREY, "xattention(stride=8, block=64) with Band(128)"),
-        ("prism", GREEN, "prism"),
-        ("flash_prefill", RED, "flash_prefill"),
+        ("auto", BLUE, "auto", "left"),
+        ("mean_pooling, banded", ORANGE, "mean_pooling(block=128) with Band(128)", "low"),
+        ("xattention, banded", GREY, "xattention(stride=8, block=64) with Band(128)", "high"),
+        ("prism", GREEN, "prism", "high"),
+        ("flash_prefill", RED, "flash_prefill", "low"),
     )
 
     def points(timed: Results, start: str, N: int) -> list[tuple[float, float]]:
@@ -84,15 +84,15 @@ def auto_front() -> Any:
         *(("CPU", on_cpu, N) for N in (4096, 7680)),
     )
     for axes, (device, timed, N) in zip(panels.flat, shown, strict=True):
-        for name, colour, start in named:
+        for name, colour, start, at in named:
             if line := points(timed, start, N):
-                axes.plot(
-                    *zip(*line, strict=True), color=colour, label=name, marker="o", markersize=4, linewidth=2
-                )
-        axes.axvline(
-            timed.cell("dense, -", f"ms, {N}"), color=GREY, linewidth=1, linestyle="--", label="dense attention"
-        )
-        axes.set(xscale="log", yscale="log", title=f"{device}, {N} tokens")
+                axes.plot(*zip(*line, strict=True), color=colour, marker="o", markersize=4, linewidth=2)
+                _named_at_an_end(axes, name, line[0] if at == "low" else line[-1], colour, at)
+        dense = timed.cell("dense, -", f"ms, {N}")
+        axes.axvline(dense, color=GREY, linewidth=1, linestyle="--")
+        axes.set(xscale="log", yscale="log", title=f"{device}, {N} tokens", ylim=(0.004, 0.35))
+        _named_at_an_end(axes, "dense attention", (dense, 0.3), GREY, "left")
+        axes.set_xlim(left=axes.get_xlim()[0] * 0.8)
         ticks = [tick for tick in (10, 20, 40, 80, 160, 600, 1200, 2400, 5000, 10000, 20000) if _near(axes, tick)]
         axes.set_xticks(ticks, [f"{tick / 1000:g} s" if tick >= 600 else f"{tick} ms" for tick in ticks])
         axes.set_yticks([0.01, 0.03, 0.1], ["0.01", "0.03", "0.1"])
@@ -100,19 +100,26 @@ def auto_front() -> Any:
         axes.grid(alpha=0.2)
     for axes in panels[:, 0]:
         axes.set_ylabel("KL of next tokens, nats")
-    shown_by_name = {
-        name: line for axes in panels.flat for line, name in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
-    order = [name for name, _, _ in named] + ["dense attention"]
-    figure.legend(
-        [shown_by_name[name] for name in order], order, frameon=False, loc="lower center", ncols=3, fontsize=9
-    )
     figure.suptitle(
         "Lower and further left is better: auto() and mean pooling lose least for their time",
         x=0.01, ha="left", weight="bold", fontsize=11,
     )  # fmt: skip
-    figure.tight_layout(rect=(0, 0.08, 1, 1))
+    figure.tight_layout()
     return figure
+
+
+def _named_at_an_end(axes: Any, name: str, end: tuple[float, float], colour: str, at: str) -> None:
+    """A small name on the page's own ground, above to the right (`high`), below to the right or to the left."""
+    places = {
+        "high": ((4, 3), "left", "bottom"),
+        "low": ((5, -2), "left", "top"),
+        "left": ((-3, -1), "right", "top"),
+    }
+    xytext, ha, va = places[at]
+    paper = {"facecolor": plt.rcParams["axes.facecolor"], "edgecolor": "none", "pad": 0.6}
+    axes.annotate(
+        name, end, xytext=xytext, textcoords="offset points", color=colour, fontsize=7.5, ha=ha, va=va, bbox=paper
+    )
 
 
 def _near(axes: Any, tick: float) -> bool:

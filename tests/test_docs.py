@@ -93,6 +93,15 @@ def test_blocks_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
             assert numbers == pytest.approx(expected, rel=0.02, abs=0.02)
 
 
+def test_there_are_blocks_to_run() -> None:
+    """Else another way to write fences would leave the tests around this one without work, and green."""
+    assert sum(len(blocks(page, "")) for page in PAGES) > 100
+    assert sum(len(blocks(page, "", language="sh")) for page in PAGES) >= 3
+    assert sum(len(PRINTED.findall(page.read_text(encoding="utf-8"))) for page in PAGES) > 5
+    references = (ROOT / "docs" / "reference" / "api").glob("*.md")
+    assert all(blocks(page, "") for page in [ROOT / "README.md", *references])
+
+
 def test_first_pages_are_short() -> None:
     """README in two screens, one page to choose by, and all but evidence in an evening."""
     assert len((ROOT / "README.md").read_text(encoding="utf-8")) < 6000

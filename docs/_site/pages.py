@@ -43,6 +43,13 @@ NEXT = {
     "evidence/": "[the other questions](index.md#every-page)",
     "reference/papers/": "[choose](../../choose.md) among all presets",
     "reference/api/": "[concepts](../concepts.md), where these are explained",
+    "start/hub-kernel.md": "[choose](../choose.md) a method",
+    "start/comfyui.md": "[images and video](video.md)",
+    "contributing.md": "[write your own stage](start/write-your-own-stage.md)",
+    "changelog.md": "[the first page](index.md)",
+    "security.md": "[the first page](index.md)",
+    "licence.md": "[the first page](index.md)",
+    "examples/": "[write your own stage](../start/write-your-own-stage.md)",
 }
 PROSE = re.compile(r"^(?:[A-Z*(]|  ?\S|[a-z\d])")  # neither heading, table, code, list of links nor HTML
 
