@@ -54,6 +54,7 @@ def methods() -> Iterator[Method]:
     yield Method(DENSE, "", None)
     qualities: tuple[bs.Quality, ...] = ("balanced", "careful", "fast")
     yield from (method("auto", quality, bs.auto(quality)) for quality in qualities)
+    yield method("sparge", "share=0.1", bs.sparge(share=0.1))  # what the page on vLLM times
     for mass in (0.97, 0.9, 0.95, 0.99):
         yield banded("mean_pooling(block=128)", mass, bs.mean_pooling(mass, block=128))
     for budgets in ((60, 120), (200, 500)):

@@ -40,7 +40,7 @@ WORDS = (
 )  # fmt: skip
 # What to read next, where a page does not say it.
 NEXT = {
-    "evidence/": "[the other questions](index.md#every-page)",
+    "evidence/": "[choose](../choose.md) a method, or see [the other questions](index.md#every-page)",
     "reference/papers/": "[choose](../../choose.md) among all presets",
     "reference/api/": "[concepts](../concepts.md), where these are explained",
     "start/hub-kernel.md": "[choose](../choose.md) a method",

@@ -15,7 +15,7 @@ _EXAMPLES = """\
   blocksparse bench --device cpu --heads 9 --kv-heads 3 --head-dim 64 --preset xattention --preset 'pbs_attn(0.8)'
   blocksparse bench --json > bench.json
 """
-_PRESETS = ("pbs_attn", "mean_pooling", "xattention")
+_PRESETS = ("auto", "mean_pooling", "pbs_attn")
 _LENGTHS = {"cpu": (1024, 2048, 4096, 8192), "cuda": (4096, 8192, 16384, 32768, 65536, 131072)}
 _DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 
