@@ -5,7 +5,10 @@
 A process for each version compiles the calls and checks them against float64, all processes at once. Then they
 take turns on the GPU: each times all its calls while the others wait, and again, round after round. Printed are
 milliseconds of the first version, and the others' times over it. `--compile` ends before the turns: Triton's cache
-is then filled.
+is then filled. `--variables` sets some of a version's process, and `--only` takes a part of the calls, to find out
+what makes a difference:
+
+    python -m benchmarks.triton_versions 3.9=FOLDER x=FOLDER --only D=256 --variables x PTXAS_OPTIONS=-O2
 """
 
 from __future__ import annotations
@@ -88,8 +91,11 @@ def calls(N: int, device: torch.device) -> Checked:
             yield f"call of {preset.name}", partial(pipeline, q, k, v), partial(check, q=q, k=k, v=v, mask=mask)
 
 
-def work(N: int) -> None:
-    """One version's process: says when it is ready, then times all its calls once for each line that it reads."""
+def work(N: int, only: list[str]) -> None:
+    """One version's process: says when it is ready, then times its calls once for each line that it reads.
+
+    Those in whose names one of the words `only` stands; all if there is no word.
+    """
     import triton
 
     device = torch.device("cuda")
@@ -100,8 +106,9 @@ def work(N: int) -> None:
         name = group.__name__
         try:
             for name, call, verify in group(N, device):
-                verify(call())
-                ready[name] = call
+                if not only or any(word in name for word in only):
+                    verify(call())
+                    ready[name] = call
         except Exception as error:  # the other groups are still worth having
             missing[name] = reason(error)
     print(json.dumps({"triton": triton.__version__, "calls": list(ready), "missing": missing}), flush=True)
@@ -110,11 +117,12 @@ def work(N: int) -> None:
         print(json.dumps({name: figure.ms for name, figure in figures.items()}), flush=True)
 
 
-def start(folder: str, N: int) -> subprocess.Popen[str]:
+def start(folder: str, variables: dict[str, str], N: int, only: list[str]) -> subprocess.Popen[str]:
     """A process that finds Triton in this folder first."""
     paths = [x for x in (folder, os.environ.get("PYTHONPATH")) if x]
-    code = f"import torch; torch.set_grad_enabled(False); from benchmarks.triton_versions import work; work({N})"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    code = "import torch; torch.set_grad_enabled(False); from benchmarks.triton_versions import work; "
+    code += f"work({N}, {only!r})"
+    environment = {**os.environ, **variables, "PYTHONPATH": os.pathsep.join(paths)}
     return subprocess.Popen(
         [sys.executable, "-c", code],
         stdin=subprocess.PIPE,
@@ -159,10 +167,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--budget", type=float, default=30.0, help="milliseconds spent on a call in a round")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="WORD", help="calls in whose names one of these stands"
+    )
+    parser.add_argument(
+        "--variables", nargs="+", action="append", default=[], metavar=("NAME", "VARIABLE=VALUE"),
+        help="of the environment of one version's process; may be repeated",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path("build/triton-versions.json"))
     arguments = parser.parse_args()
+    variables = {name: dict(x.split("=", 1) for x in given) for name, *given in arguments.variables}
     processes = {
-        name: start(folder, arguments.tokens) for name, _, folder in (x.partition("=") for x in arguments.versions)
+        name: start(folder, variables.get(name, {}), arguments.tokens, arguments.only)
+        for name, _, folder in (x.partition("=") for x in arguments.versions)
     }
     said = {name: answer(process) for name, process in processes.items()}
     print(json.dumps({name: {**x, "calls": len(x["calls"])} for name, x in said.items()}), flush=True)
@@ -175,6 +192,7 @@ def main() -> None:
             rounds[name].append(answer(processes[name]))
         rows = compared(rounds)
         result = {"GPU": torch.cuda.get_device_name(), "torch": torch.__version__, "versions": said, "rows": rows}
+        result |= {"variables": variables} if variables else {}
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps({**result, "rounds": rounds}, indent=1) + "\n")
     for process in processes.values():
