@@ -21,6 +21,7 @@ from benchmarks import (
     kernel_tables,
     matched_density,
     run,
+    same_bits,
     stage_tables,
     window_table,
 )
@@ -312,3 +313,21 @@ def test_errors_at_equal_density() -> None:
     assert curve[-1][1] < 1e-10
     curves = {"s2o": points, "mean_pooling": points}
     assert "| 0.15 | 3.2e-03 | 3.2e-03 | 1.0 |" in matched_density.table(curves)
+
+
+def test_two_versions_that_do_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(same_bits, "PRESETS", {"mean_pooling": [{"block": 16}], "s2o": [{"S": 32, "block": 16}]})
+    monkeypatch.setattr(
+        same_bits, "CALLS", [((1, 2, 1, 70, 70, 8), {}), ((1, 2, 1, 64, 64, 8), {"causal": False})]
+    )
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    for path in (old, new):
+        same_bits.record(path)
+    every = {"calls": 10, "refused": 0, "choice": 10, "outputs": 10, "all": 10}
+    refused = {"calls": 10, "refused": 4, "choice": 6, "outputs": 6, "all": 10}
+    assert same_bits.compare(old, new) == {"mean_pooling": every, "s2o": refused}
+    found = json.loads(new.read_text(encoding="utf-8"))
+    first = next(iter(found.values()))
+    first["out"] = first["out"][::-1]
+    new.write_text(json.dumps(found), encoding="utf-8")
+    assert same_bits.compare(old, new)["mean_pooling"] == {**every, "outputs": 9, "all": 9}
