@@ -187,6 +187,21 @@ def test_a_history_of_pages_is_of_no_other_keys() -> None:
             pipeline.choose(q[:, :, :60], kv.k[:, :, :60], history=bs.KeyHistory(kv))
 
 
+def test_attention_reads_no_stand_ins() -> None:
+    q, k, v = make_qkv(B=1, Hq=4, Hkv=2, N=70, D=16, dtype=torch.float32)
+    table, cache = paged(k, v, 16, tokens_first)
+    kv, pipeline = table.in_place(0, *cache), PIPELINES["mean_pooling"]
+    chosen = pipeline.choose(q, kv.k, history=bs.KeyHistory(kv))
+    assert chosen.mask.keep.equal(pipeline.choose(q, k).mask.keep)
+    one, refused = bs.Sequences.packed([70]), "is of keys in the pages of a cache: call PagedPipeline"
+    with pytest.raises(ValueError, match=refused):
+        pipeline(q, kv.k, kv.v, history=bs.KeyHistory(kv))
+    with pytest.raises(ValueError, match=refused):
+        pipeline(q, kv.k, kv.v, sequences=one, history=[bs.KeyHistory(kv)])
+    with pytest.raises(ValueError, match=refused):
+        pipeline.trace(q, kv.k, kv.v, history=bs.KeyHistory(kv))
+
+
 def test_equal_pipelines_read_pages_equally() -> None:
     assert bs.PagedPipeline(bs.sparge(0.8, 0.3)) == bs.PagedPipeline(bs.sparge(0.8, 0.3))
     assert {bs.PagedPipeline(bs.auto()), bs.PagedPipeline(bs.auto())} == {bs.PagedPipeline(bs.auto())}

@@ -19,7 +19,7 @@ from blocksparse.four_stages import Done, FourStages, tell_nobody
 from blocksparse.permuters.permuter import Permuter
 from blocksparse.runtime.opaque_call import OpaqueCall, attend, refuse_transforms
 from blocksparse.runtime.precision import without_autocast
-from blocksparse.scorers.key_history import KeyHistory, one_for_each
+from blocksparse.scorers.key_history import KeyHistory, a_history, one_for_each
 from blocksparse.scorers.scorer import Scorer
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.selector import Selector
@@ -152,7 +152,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
             TypeError, ValueError: as of a call; or the scorer needs `v`.
         """
         refuse_transforms("choose")
-        one_for_each(history, None)
+        a_history.check(history=history)
         q, k, values, spec = checked(q, k, k if v is None else v, asked)
         with without_autocast(q):
             mask = self._stages.choose(q, k, None if v is None else values, spec, history)[2]

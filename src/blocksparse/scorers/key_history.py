@@ -10,7 +10,7 @@ from torch import Tensor
 
 from blocksparse.batches.paged_kv import PagedKV
 from blocksparse.batches.sequences import Sequences
-from blocksparse.checks.validators import count, shown
+from blocksparse.checks.validators import Rule, count, shown
 from blocksparse.permuters.permutation import Permutation
 
 
@@ -174,19 +174,22 @@ def _same(x: Tensor, y: Tensor) -> bool:
     return torch.equal(x.nan_to_num(), y.nan_to_num())
 
 
+a_history = Rule("a KeyHistory or None", lambda x: x is None or isinstance(x, KeyHistory))
+
+
 def one_for_each(history: object, sequences: Sequences | None) -> Sequence[KeyHistory | None]:
     """The histories of a call: one, or one for each of its sequences; None where there is none.
 
     Raises:
         TypeError: there is something else in their place.
-        ValueError: there are more or fewer than sequences, or two sequences have the same.
+        ValueError: there are more or fewer than sequences, two sequences have the same, or one is of keys in
+            pages, which attention would not read.
     """
     if history is None:
         return [None] * (1 if sequences is None else len(sequences.spans))
     if sequences is None:
-        if not isinstance(history, KeyHistory):
-            raise TypeError(f"'history' must be a KeyHistory or None: {shown(history)}")
-        return [history]
+        a_history.check(history=history)
+        return [_of_no_pages(history)]
     if not isinstance(history, Sequence) or not all(isinstance(each, KeyHistory) for each in history):
         raise TypeError(
             f"'history' must be a sequence of KeyHistory, one for each sequence, or None: {shown(history)}"
@@ -195,4 +198,13 @@ def one_for_each(history: object, sequences: Sequences | None) -> Sequence[KeyHi
         raise ValueError(f"'history' must have an entry per sequence ({len(sequences.spans)}): {len(history)}")
     if len(set(map(id, history))) != len(history):
         raise ValueError("'history' must have a KeyHistory of its own for each sequence: two are the same")
-    return history
+    return [_of_no_pages(each) for each in history]
+
+
+def _of_no_pages(history: Any) -> KeyHistory:
+    found: KeyHistory = history
+    if found._paged is not None:
+        raise ValueError(
+            "'history' is of keys in the pages of a cache: call PagedPipeline, which makes one itself"
+        )
+    return found
