@@ -11,8 +11,9 @@ from torch import Tensor
 from blocksparse.attention_spec import AttentionSpec
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.block_plan import BlockPlan
-from blocksparse.executors.executor import Executor, one_order
+from blocksparse.executors.executor import Executor
 from blocksparse.executors.importable import not_importable
+from blocksparse.executors.one_order import one_order
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.runtime.repetition import refuse_repetition
 from blocksparse.selectors.block_mask import BlockMask

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Generic, TypeVar, cast
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ from blocksparse.attention_spec import AttentionSpec
 from blocksparse.checks.class_line import check_got
 from blocksparse.checks.inputs import DTYPES, UnsupportedError, check_out, refuse_gradients
 from blocksparse.executors.attention_output import AttentionOutput
-from blocksparse.permuters.permutation import GlobalPermutation, Permutation
+from blocksparse.permuters.permutation import Permutation
 from blocksparse.selectors.block_mask import BlockMask
 
 PermutationT_contra = TypeVar("PermutationT_contra", bound=Permutation, contravariant=True)
@@ -131,21 +131,3 @@ def knows_no_window(mask: BlockMask) -> list[str]:
 def knows_no_logit_change(spec: AttentionSpec) -> list[str]:
     """The reason of an executor that computes a plain softmax alone, if another is asked for."""
     return [] if spec.is_plain else ["it knows no softcap and no attention sinks"]
-
-
-def refuse_several_orders(mask: BlockMask, kernel: str) -> None:
-    """Refuse a mask whose rows read keys in orders of their own, for a kernel that gets keys in one order.
-
-    Raises:
-        ValueError: the mask has the permutation of such an order.
-    """
-    if not isinstance(mask.grid.permutation, GlobalPermutation):
-        raise ValueError(
-            f"{kernel} takes keys in one order, and rows of this mask have orders of their own, as GlobalIndexMap "
-            "makes them: run it with an executor of this package"
-        )
-
-
-def one_order(mask: BlockMask) -> GlobalPermutation:
-    """The permutation of a mask, for an executor that declares to take one order of keys, as `check` sees to."""
-    return cast(GlobalPermutation, mask.grid.permutation)

@@ -12,8 +12,9 @@ from torch.nn.functional import pad
 from blocksparse.attention_spec import AttentionSpec
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.block_plan import BlockPlan
-from blocksparse.executors.executor import Executor, one_order, refuse_several_orders
+from blocksparse.executors.executor import Executor
 from blocksparse.executors.importable import not_importable
+from blocksparse.executors.one_order import one_order, refuse_several_orders
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.runtime.repetition import refuse_repetition
 from blocksparse.selectors.block_mask import BlockMask

@@ -17,8 +17,9 @@ from blocksparse.attention_spec import AttentionSpec
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.block_plan import BlockPlan
 from blocksparse.executors.compiling import uncompiled_because
-from blocksparse.executors.executor import Executor, knows_no_logit_change, one_order, refuse_several_orders
+from blocksparse.executors.executor import Executor, knows_no_logit_change
 from blocksparse.executors.launched import first_launched, never_launched
+from blocksparse.executors.one_order import one_order, refuse_several_orders
 from blocksparse.executors.tiles import portable
 from blocksparse.kernels.common.hardware import hardware_of
 from blocksparse.permuters.permutation import GlobalPermutation

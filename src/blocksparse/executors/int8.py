@@ -15,10 +15,11 @@ from blocksparse.checks.per_head import PerHead, by_head, negative, per_head, wr
 from blocksparse.checks.validators import a, flag, one_of, optional
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.block_plan import BlockPlan
-from blocksparse.executors.executor import Executor, one_order
+from blocksparse.executors.executor import Executor
 from blocksparse.executors.int8_operands import tile_operands, token_operands
 from blocksparse.executors.launched import first_launched, never_launched
 from blocksparse.executors.one_node import OneNode, one_node
+from blocksparse.executors.one_order import one_order
 from blocksparse.executors.tiles import HALF, HopperTiles, Tiles, TritonTiles, portable, tuned_int8
 from blocksparse.executors.triton import portable_reasons
 from blocksparse.geometry import Grid

@@ -12,7 +12,8 @@ from blocksparse.attention_spec import AttentionSpec
 from blocksparse.checks.class_line import Declared, check_takes, declared
 from blocksparse.checks.validators import a
 from blocksparse.executors.attention_output import AttentionOutput
-from blocksparse.executors.executor import Executor, one_order
+from blocksparse.executors.executor import Executor
+from blocksparse.executors.one_order import one_order
 from blocksparse.executors.tiles import TritonTiles, portable
 from blocksparse.executors.triton import portable_reasons
 from blocksparse.kernels.attention.arguments import KeptBlocks

@@ -16,7 +16,8 @@ from blocksparse.attention_spec import AttentionSpec
 from blocksparse.checks.per_head import over_blocks
 from blocksparse.checks.validators import positive, real, shown
 from blocksparse.executors.attention_output import AttentionOutput
-from blocksparse.executors.executor import Executor, one_order
+from blocksparse.executors.executor import Executor
+from blocksparse.executors.one_order import one_order
 from blocksparse.executors.tiles import tuned
 from blocksparse.executors.triton import TritonExecutor
 from blocksparse.kernels.attention.cpu_attention import Kept, cpu_attention, cpu_kernel_refuses, may_skip

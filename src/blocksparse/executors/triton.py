@@ -17,9 +17,9 @@ from blocksparse.checks.per_head import PerHead, by_head, negative, per_head, wr
 from blocksparse.checks.validators import a, optional
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.block_plan import BlockPlan
-from blocksparse.executors.executor import one_order
 from blocksparse.executors.launched import first_launched, never_launched
 from blocksparse.executors.one_node import OneNode, one_node
+from blocksparse.executors.one_order import one_order
 from blocksparse.executors.paged_executor import PagedExecutor
 from blocksparse.executors.tiles import MOST_SOFTCAP, HopperTiles, Tiles, TritonTiles, tuned
 from blocksparse.kernels.attention.arguments import Approximation

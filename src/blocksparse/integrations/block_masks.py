@@ -9,9 +9,9 @@ from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
 from blocksparse.checks.validators import a, count, flag, shown
-from blocksparse.executors.executor import refuse_several_orders
 from blocksparse.executors.flash_attention_4 import to_flash_attention_4 as to_flash_attention_4
 from blocksparse.executors.flex import to_flex as to_flex
+from blocksparse.executors.one_order import refuse_several_orders
 from blocksparse.geometry import Grid
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.selectors.block_mask import BlockMask
