@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from numbers import Real
 from typing import Any, TypedDict, final
 
 import torch
@@ -24,7 +23,7 @@ from blocksparse.checks.per_head import (
     read,
     wrong_heads,
 )
-from blocksparse.checks.validators import Rule, flag, optional, shown, size, whole
+from blocksparse.checks.validators import Rule, flag, is_real, optional, shown, size, whole
 from blocksparse.kernels.attention.arguments import LogitChange
 
 # Kernels multiply the scale by log2(e) and by scales of their own in fp32; these bounds leave room for that.
@@ -37,7 +36,7 @@ def checked_scale(scale: float) -> float:
     Raises:
         TypeError, ValueError: it is no number, or out of range.
     """
-    if isinstance(scale, bool) or not isinstance(scale, Real):
+    if not is_real(scale):
         raise TypeError(f"'scale' must be a number: {type(scale).__name__}; convert it with float()")
     try:
         value = float(scale)
@@ -50,12 +49,12 @@ def checked_scale(scale: float) -> float:
 
 def _as_python(value: float | None) -> float | None:
     """Converter: a real number of another library becomes a `float`; what is none stays, for a rule to refuse."""
-    return float(value) if isinstance(value, Real) and type(value) not in (bool, int, float) else value
+    return float(value) if type(value) not in (int, float) and is_real(value) else value  # type: ignore[arg-type]
 
 
 _softcap = Rule(
     "a number from 1e-30 to 1e30",
-    lambda x: isinstance(x, Real) and not isinstance(x, bool),
+    is_real,
     lambda x: 1e-30 <= x <= 1e30,  # fp32, in which logits are divided by it, rounds less than 1e-45 to 0
 )
 _softcap_or_none = optional(_softcap)

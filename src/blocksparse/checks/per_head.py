@@ -13,7 +13,7 @@ import torch
 from attrs import fields, has
 from torch import Tensor
 
-from blocksparse.checks.validators import Rule, is_whole, whole
+from blocksparse.checks.validators import Rule, is_real, is_whole, whole
 
 WHOLE_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -102,7 +102,7 @@ def _number(value: Any) -> float | None:
         return value
     if isinstance(value, Tensor) and value.ndim == 0 and is_plain(value):
         value = value.item()
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if not is_real(value):
         return None
     try:
         return whole(value) if is_whole(value) and abs(value) <= 2**53 else float(value)

@@ -57,6 +57,11 @@ def is_whole(value: object) -> TypeGuard[int]:
     return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
+def is_real(value: object) -> bool:
+    """Whether a value is a real number of Python or numpy, bools excluded."""
+    return type(value) in (int, float) or (isinstance(value, Real) and not isinstance(value, bool))
+
+
 def whole(value: int) -> int:
     """Converter: a whole number becomes a Python `int`; any other value stays as it is, for a rule to refuse."""
     return int(value) if type(value) is not int and is_whole(value) else value
@@ -66,18 +71,14 @@ def real(value: float) -> float:
     """Converter: a real number becomes a Python `int` or `float`; any other value stays as it is."""
     if is_whole(value):
         return int(value)
-    return float(value) if isinstance(value, Real) and not isinstance(value, bool) else value
+    return float(value) if is_real(value) else value
 
 
 size = Rule("a whole number, at least 1", is_whole, lambda x: x >= 1)
 count = Rule("a whole number, at least 0", is_whole, lambda x: x >= 0)
 block_size = Rule(f"a whole number from 1 to {MAX_BLOCK}", is_whole, lambda x: 1 <= x <= MAX_BLOCK)
 hash_seed = Rule("a whole number from 0 to 2**32 - 1", is_whole, lambda x: 0 <= x < 2**32)
-positive = Rule(
-    "a finite number above 0",
-    lambda x: isinstance(x, Real) and not isinstance(x, bool),
-    lambda x: 0 < x < float("inf"),
-)
+positive = Rule("a finite number above 0", is_real, lambda x: 0 < x < float("inf"))
 flag = Rule("True or False", lambda x: isinstance(x, bool))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from numbers import Real
 from typing import final
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from blocksparse.attention_spec import AttentionSpec
 from blocksparse.batches.paged_kv import PagedKV
 from blocksparse.checks.inputs import UnsupportedError
-from blocksparse.checks.validators import Rule, optional
+from blocksparse.checks.validators import Rule, is_real, optional
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.cpu import CpuExecutor
 from blocksparse.executors.executor import Executor
@@ -92,11 +91,7 @@ def _short(operations: float) -> str:
     return f"{operations:.1e}".replace("e+", "e")
 
 
-_operations = Rule(
-    "a number of floating-point operations from 0 to 1e30",
-    lambda x: isinstance(x, Real) and not isinstance(x, bool),
-    lambda x: 0 <= x <= 1e30,
-)
+_operations = Rule("a number of floating-point operations from 0 to 1e30", is_real, lambda x: 0 <= x <= 1e30)
 
 
 @final

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from numbers import Real
 from typing import final
 
 import torch
@@ -10,7 +9,7 @@ from attrs import converters, field, frozen
 from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
-from blocksparse.checks.validators import Rule, block_size, multiple, optional, real, whole
+from blocksparse.checks.validators import Rule, block_size, is_real, multiple, optional, real, whole
 from blocksparse.geometry import Grid
 from blocksparse.kernels.multiplying.block_products import block_products
 from blocksparse.kernels.multiplying.cell_products import cells
@@ -20,11 +19,7 @@ from blocksparse.scorers.block_scores import BlockLogits
 from blocksparse.scorers.value_scorer import ValueScorer
 
 _LEAST = 1e-6  # added to lengths and to their deviation, as in the released code
-at_least_0 = Rule(
-    "a finite number, at least 0",
-    lambda x: isinstance(x, Real) and not isinstance(x, bool),
-    lambda x: 0 <= x < float("inf"),
-)
+at_least_0 = Rule("a finite number, at least 0", is_real, lambda x: 0 <= x < float("inf"))
 mean_and_deviation = Rule(
     "two finite numbers (mean, deviation), of which the second is at least 0",
     lambda x: isinstance(x, tuple) and len(x) == 2 and all(map(at_least_0.is_kind, x)),

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from numbers import Real
 from typing import Any, final
 
 from attrs import evolve, field, frozen
 
-from blocksparse.checks.validators import count, optional, shown
+from blocksparse.checks.validators import count, is_real, optional, shown
 from blocksparse.executors.auto import AutoExecutor
 from blocksparse.executors.triton import TritonExecutor
 from blocksparse.layers.head_groups import AnyPipeline
@@ -22,7 +21,7 @@ ALWAYS_SPARSE = AutoExecutor(dense_below=0)  # a plan holds "dense" where dense 
 def _plain(value: object) -> bool:
     """Whether JSON gives a value back as it was."""
     if isinstance(value, list):
-        return all(isinstance(x, Real) and not isinstance(x, bool) for x in value)
+        return all(map(is_real, value))
     return value is None or isinstance(value, bool | int | float | str)
 
 
