@@ -42,7 +42,8 @@ MAY_IMPORT_KERNELS = {
 
 # So do the rooms of kernels.
 ROOMS = [
-    "common", "positions", "multiplying", "moving", "rounding", "scoring", "ordering", "selecting", "attention",
+    "common", "positions", "multiplying", "moving", "rounding", "scoring", "probing", "ordering",
+    "selecting", "attention",
 ]  # fmt: skip
 
 # What multiplies matrices in torch obeys autocast, and what a process lets torch round fp32 to.

@@ -10,7 +10,7 @@ from blocksparse.kernels.common.hardware import Hardware
 from blocksparse.kernels.common.shared_memory import of_attention
 from blocksparse.kernels.multiplying import cell_products_triton, pooled_sums_triton
 from blocksparse.kernels.ordering import key_importance_triton
-from blocksparse.kernels.scoring import probe_lines_triton, probe_sums_triton
+from blocksparse.kernels.probing import probe_lines_triton, probe_sums_triton
 
 
 def foretold(hardware: Hardware, name: str, has: dict[str, Any], itemsizes: list[int]) -> int | None:

@@ -12,8 +12,8 @@ from tests.papers.golden_cases import assert_same_output, cases, differing, load
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.kernels.scoring import probe_lines
-from blocksparse.kernels.scoring.block_divergence import block_divergence
+from blocksparse.kernels.probing import probe_lines
+from blocksparse.kernels.probing.block_divergence import block_divergence
 from blocksparse.presets.flex_prefill import flex_prefill
 from blocksparse.scorers.vertical_slash import VerticalSlashScorer, VerticalSlashScores
 from blocksparse.selectors.global_top_cdf import GlobalTopCdf

@@ -17,11 +17,11 @@ from blocksparse.geometry import Grid
 from blocksparse.kernels.multiplying.block_products import block_products
 from blocksparse.kernels.multiplying.products import products, wide_dtype
 from blocksparse.kernels.multiplying.run_sums import run_sums
-from blocksparse.kernels.scoring.block_divergence import block_divergence
+from blocksparse.kernels.probing.block_divergence import block_divergence
+from blocksparse.kernels.probing.probe_lines import probe_lines
+from blocksparse.kernels.probing.probe_sums import probe_sums
 from blocksparse.kernels.scoring.block_mean import block_mean, block_means
 from blocksparse.kernels.scoring.block_softmax import block_softmax
-from blocksparse.kernels.scoring.probe_lines import probe_lines
-from blocksparse.kernels.scoring.probe_sums import probe_sums
 from blocksparse.kernels.selecting.line_blocks import crossed
 from blocksparse.kernels.selecting.lines import Lines, running_count
 from blocksparse.permuters.permutation import GlobalPermutation

@@ -13,10 +13,10 @@ from blocksparse.kernels.multiplying.products import products
 from blocksparse.kernels.ordering.coarse_order import coarse_order_reference
 from blocksparse.kernels.ordering.key_importance import key_importance_reference
 from blocksparse.kernels.ordering.mean_and_products import mean_and_products_reference
+from blocksparse.kernels.probing.probe_lines import probe_lines_reference
 from blocksparse.kernels.scoring import cpu_choices, cpu_scores
 from blocksparse.kernels.scoring.block_mean import block_mean_reference, block_similarity_reference
 from blocksparse.kernels.scoring.cell_mass import cell_mass_reference
-from blocksparse.kernels.scoring.probe_lines import probe_lines_reference
 from blocksparse.testing import make_qkv
 
 pytestmark = pytest.mark.skipif(not cpu_scores.takes(torch.zeros(1)), reason="no compiler")

@@ -15,7 +15,8 @@ from triton.compiler import ASTSource
 
 from blocksparse.kernels.multiplying import block_products_triton, run_sums_triton
 from blocksparse.kernels.positions import block_lists_triton, within_reach_triton
-from blocksparse.kernels.scoring import block_divergence_triton, block_softmax_triton
+from blocksparse.kernels.probing import block_divergence_triton
+from blocksparse.kernels.scoring import block_softmax_triton
 from blocksparse.kernels.selecting import (
     global_top_cdf_triton,
     heaviest_lines_triton,

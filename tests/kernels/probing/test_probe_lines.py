@@ -6,8 +6,8 @@ import pytest
 import torch
 from tests.machine import DTYPES
 
-from blocksparse.kernels.scoring import probe_lines_triton
-from blocksparse.kernels.scoring.probe_lines import probe_lines_reference
+from blocksparse.kernels.probing import probe_lines_triton
+from blocksparse.kernels.probing.probe_lines import probe_lines_reference
 from blocksparse.testing import make_qkv
 
 

@@ -23,7 +23,7 @@ def probe_sums(
 ) -> tuple[Tensor, Tensor] | None:
     """`columns` and `bands`, `[B, Hq, ceil(N / run)]` fp32 each; None where no kernel takes such a probe."""
     if probe.is_cuda and run in _RUNS:
-        from blocksparse.kernels.scoring import probe_sums_triton
+        from blocksparse.kernels.probing import probe_sums_triton
 
         if probe_sums_triton.takes(probe, run):
             return probe_sums_triton.probe_sums_triton(probe, k, scale, run)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from blocksparse.kernels.scoring.block_divergence import block_divergence_reference
+from blocksparse.kernels.probing.block_divergence import block_divergence_reference
 
 pytest.importorskip("triton")
-from blocksparse.kernels.scoring.block_divergence_triton import block_divergence_triton
+from blocksparse.kernels.probing.block_divergence_triton import block_divergence_triton
 
 
 @pytest.mark.parametrize("cols", [1, 7, 64, 300])

@@ -32,7 +32,7 @@ def probe_lines(
     or `max(q_len, N)` when not causal. With a `window` a query sees only so many tokens, its own included.
     """
     if probe.is_cuda and window is None:
-        from blocksparse.kernels.scoring import probe_lines_triton
+        from blocksparse.kernels.probing import probe_lines_triton
 
         if probe_lines_triton.takes(probe):
             return probe_lines_triton.probe_lines_triton(probe, k, q_len, causal, scale)

@@ -16,7 +16,7 @@ LONGEST = 32768
 def block_divergence(logits: Tensor, true: Tensor, scale: float = 1.0) -> Tensor:
     """`[B, H]`, from 0 to sqrt(ln 2), for `logits` and weights `true` `[B, H, cols]`."""
     if logits.is_cuda and logits.dtype == true.dtype == torch.float32 and logits.shape[-1] <= LONGEST:
-        from blocksparse.kernels.scoring.block_divergence_triton import block_divergence_triton
+        from blocksparse.kernels.probing.block_divergence_triton import block_divergence_triton
 
         return block_divergence_triton(logits, true, scale)
     return block_divergence_reference(logits, true, scale)

@@ -7,8 +7,8 @@ import torch
 from tests.machine import DTYPES
 
 from blocksparse.kernels.multiplying.run_sums import run_sums_reference
-from blocksparse.kernels.scoring import probe_sums_triton
-from blocksparse.kernels.scoring.probe_lines import probe_lines_reference
+from blocksparse.kernels.probing import probe_sums_triton
+from blocksparse.kernels.probing.probe_lines import probe_lines_reference
 from blocksparse.testing import make_qkv
 
 
