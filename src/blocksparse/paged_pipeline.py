@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -19,6 +20,8 @@ from blocksparse.runtime.opaque_call import laid_out_as, refuse_transforms
 from blocksparse.runtime.precision import without_autocast
 from blocksparse.runtime.repeated import repeated
 from blocksparse.scorers.key_history import KeyHistory
+
+_in_pages = a(PagedKV).or_else("PageTable.in_place(request, keys, values) makes one")
 
 
 @final
@@ -62,7 +65,7 @@ class PagedPipeline:
                 executor has no kernel for them.
         """
         refuse_transforms("PagedPipeline")
-        a(PagedKV).or_else("PageTable.in_place(request, keys, values) makes one").check(kv=kv)
+        _in_pages.check(kv=kv)
         asked: Asked = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
         if (because := self.gathers_because(q.device)) is not None:
             raise UnsupportedError(f"{because}: gather the keys and values first", because)
@@ -71,9 +74,9 @@ class PagedPipeline:
             raise TypeError(f"a cache must have the dtype of q: {kv.keys.dtype}, {q.dtype}; convert q")
         if out is not None:
             check_out(out, q, kv.keys, kv.values)
-        call = self._attend, q, kv.keys, kv.values, kv.slots, kv.run, spec, out
+        attend = partial(repeated, self._attend) if self.pipeline.repeats else self._attend
         with without_autocast(q):
-            given = repeated(*call) if self.pipeline.repeats else call[0](*call[1:])
+            given: Tensor = attend(q, kv.keys, kv.values, kv.slots, kv.run, spec, out)
         if out is None:
             return laid_out_as(q, given)
         increment_version(out)

@@ -25,6 +25,8 @@ from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.selector import Selector
 from blocksparse.trace import MaskT, PermutationT, ScoresT, Trace
 
+_chosen = a(Choice).or_else("pipeline.choose(q, k) makes one")
+
 
 @final
 @frozen(cache_hash=True)
@@ -172,7 +174,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
                 device.
         """
         refuse_transforms("attend")
-        a(Choice).or_else("pipeline.choose(q, k) makes one").check(choice=choice)
+        _chosen.check(choice=choice)
         q, k, v, spec = checked(q, k, v, choice.spec.arguments())
         choice.check_fits(q, k)
         with without_autocast(q):
