@@ -213,7 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=1500.0)
     parser.add_argument("--from", dest="files", type=Path, nargs="+", default=[], help="files that were written")
     parser.add_argument("--json", type=Path, default=Path("auto-model.json"))
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)  # lengths may stand behind options
     if options.what == "table":
         for cells in table(together(options.files)):
             print(f"| {' | '.join(cells)} |")

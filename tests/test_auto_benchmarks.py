@@ -42,7 +42,7 @@ def test_in_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
     save_tiny(tmp_path, byte_tokenizer())
     out, given = tmp_path / "model.json", ["--model", str(tmp_path), "--only", "auto", "skip_softmax"]
-    auto_model.main(["quality", "600", *given, "--samples", "0", "--windows", "1", "--json", str(out)])
+    auto_model.main(["quality", *given, "--samples", "0", "600", "--windows", "1", "--json", str(out)])
     found = json.loads(out.read_text())
     dense, *others = found["rows"]
     assert (dense["kl"], dense["density"]) == (0, 1)
