@@ -176,31 +176,39 @@ def _weights(
     # Rows past the probe weigh nothing.
     total = tl.where(row < P, peak + tl.log2(tl.where(total > 0.0, total, 1.0)), float("inf"))
     across: tl.constexpr = KEYS // SPAN
-    down: tl.constexpr = ROWS // SPAN
-    column = tl.arange(0, SPAN)[None, None, None, :]
-    ahead = column + tl.arange(0, SPAN)[None, :, None, None]  # where a diagonal stands in each row of a square
-    nowhere = tl.zeros([down, SPAN, across, SPAN], tl.int32)
-    square = tl.arange(0, across)[None, :, None] * down + tl.arange(0, down)[:, None, None]
+    squares: tl.constexpr = (ROWS // SPAN) * across
+    # Lines are rows of squares: those of one square are `squares` apart, so that a warp holds whole squares, and no two
+    # warps meet in a sum.
+    column = tl.arange(0, SPAN)[None, :]
+    ahead = column + tl.arange(0, SPAN * squares)[:, None] // squares  # where a diagonal stands in each line
+    square = tl.arange(0, squares)[:, None]
+    part_of = (square % across * (ROWS // SPAN) + square // across) * (2 * SPAN) + column
     tiles = tl.cdiv(N, KEYS)
     for i in range(TILES):
         tile = tl.program_id(0) * TILES + i
-        key = tile * KEYS + tl.arange(0, KEYS)
         logits = _logits(
             q_tile, k_ptr, k_strides, b, h // heads_per_key, tile * KEYS, N, first, scale_log2, D, BLOCK_D, ROWS, KEYS,
             CAUSAL,
         )  # fmt: skip
-        weight = tl.reshape(tl.exp2(logits - total[:, None]), [down, SPAN, across, SPAN])
-        # A gather of each column from itself: the warps then hold whole rows of squares, and add them up as they are.
-        weight = tl.gather(weight, column + nowhere, 3)
-        of_keys = tl.reshape(tl.sum(tl.sum(weight, 1), 0), [KEYS])
+        weight = tl.reshape(tl.exp2(logits - total[:, None]), [ROWS // SPAN, SPAN, across, SPAN])
+        weight = tl.reshape(tl.permute(weight, 1, 0, 2, 3), [SPAN * squares, SPAN])
+        # A gather of each column from itself: it deals lines out to warps.
+        weight = tl.gather(weight, column + tl.zeros_like(ahead), 1)
+        of_keys = tl.sum(tl.reshape(_of_squares(weight, squares, SPAN), [ROWS // SPAN, across * SPAN]), 0)
+        key = tile * KEYS + tl.arange(0, KEYS)
         tl.store(vertical_ptr + at * N + key, of_keys / P, mask=key < N)
-        along = tl.gather(weight, ahead % SPAN + nowhere, 3)
+        along = tl.gather(weight, ahead % SPAN, 1)
         begun = tl.where(ahead < SPAN, along, 0.0)
         came = along - begun  # either is the weight, and the other 0
-        part_at = (at * tiles + tile) * across * down + square
-        part_at = shears_ptr + part_at * (2 * SPAN) + tl.arange(0, SPAN)[None, None, :]
-        tl.store(part_at, tl.sum(begun, 1), mask=tile < tiles)
-        tl.store(part_at + SPAN, tl.sum(came, 1), mask=tile < tiles)
+        part_at = shears_ptr + (at * tiles + tile) * squares * (2 * SPAN) + part_of
+        tl.store(part_at, _of_squares(begun, squares, SPAN), mask=tile < tiles)
+        tl.store(part_at + SPAN, _of_squares(came, squares, SPAN), mask=tile < tiles)
+
+
+@triton.jit
+def _of_squares(x, SQUARES: tl.constexpr, SPAN: tl.constexpr):
+    """The sums of lines `x` `[SPAN * SQUARES, SPAN]` over the rows of each square, `[SQUARES, SPAN]`."""
+    return tl.sum(tl.reshape(x, [SPAN, SQUARES, SPAN]), 0)
 
 
 @remembered
