@@ -1,8 +1,9 @@
 """`auto` and others on structured inputs, beside dense attention: `python -m benchmarks.auto_calls [--json FILE]`.
 
 Of each method at each length: density, milliseconds of choosing, of attending to what is chosen and of the whole
-call, how many times as long dense attention takes, the launches of a call, and how many blocks fp32 inputs choose
-otherwise. An output is checked against float64 before it is timed. The file grows row by row.
+call, how many times as long dense attention takes, the launches of a call (in the file each with its time), and
+how many blocks fp32 inputs choose otherwise. An output is checked against float64 before it is timed. The file
+grows row by row.
 """
 
 from __future__ import annotations
@@ -112,20 +113,23 @@ def _about(pipeline: Any, q: Tensor, k: Tensor, v: Tensor) -> Row:
     chosen = pipeline.choose(q, k).mask
     found: Row = {"density": float(mask.density().mean())}
     if q.is_cuda:
-        found["launches"] = launches(partial(pipeline, q, k, v))
+        each = launches(partial(pipeline, q, k, v))
+        found |= {"launches": len(each), "each launch, us": each}
     blocks = chosen.grid.reachable.expand(chosen.keep.shape)
     return found | {"otherwise in fp32": int((chosen.keep != exact.keep).sum()), "blocks": int(blocks.sum())}
 
 
-def launches(call: Callable[[], object]) -> int:
-    """Kernels, copies and fills that a call puts on a GPU, once it is known."""
+def launches(call: Callable[[], object]) -> list[tuple[str, float]]:
+    """Kernels, copies and fills that a call puts on a GPU, once it is known, in order: names and microseconds."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         call()
         torch.cuda.synchronize()
-    return sum(event.device_type == DeviceType.CUDA for event in found.events() or ())
+    events = (event for event in found.events() or () if event.device_type == DeviceType.CUDA)
+    in_order = sorted(events, key=lambda event: event.time_range.start)
+    return [(event.name[:40], event.time_range.elapsed_us()) for event in in_order]
 
 
 def line(row: Row) -> str:
@@ -133,7 +137,7 @@ def line(row: Row) -> str:
     figures = " ".join(
         f"{name} {x:.3f}" if isinstance(x, float) else f"{name} {x}"
         for name, x in row.items()
-        if name not in ("N", "method")
+        if name not in ("N", "method", "each launch, us")
     )
     return f"{row['N']:7} {row['method']:40} {figures}"
 
