@@ -93,6 +93,12 @@ def rows_at(ptr, strides, b, h, row, ALIKE: tl.constexpr = True):
 
 
 @triton.jit
+def load_blocks(ptr, strides, b, h, row, col, there, OTHER: tl.constexpr):
+    """Entries `[ROWS, COLS]` of a tensor of blocks `[B|1, H|1, rows|1, cols|1]`; `OTHER` where they are not `there`."""
+    return tl.load(rows_at(ptr, strides, b, h, row) + col * strides[3], mask=there, other=OTHER)
+
+
+@triton.jit
 def load_positions(pointers, strides, b, h, row, col, there, inside, ALIKE: tl.constexpr = True):
     """Positions of a launch tile: `q_first` and `q_last` `[ROWS, 1]`, `k_first` and `k_last` `[ROWS, COLS]`."""
     q_first = tl.load(rows_at(pointers[0], strides[0], b, h, row, ALIKE), mask=there, other=0)

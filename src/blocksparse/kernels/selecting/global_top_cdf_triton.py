@@ -19,10 +19,10 @@ from blocksparse.kernels.positions.block_grid import BlockGrid
 from blocksparse.kernels.positions.block_grid_triton import (
     any_of,
     diagonal_blocks,
+    load_blocks,
     load_positions,
     positions,
     reachable_blocks,
-    rows_at,
     strides,
     tile_of_blocks,
     tile_of_grid,
@@ -112,8 +112,7 @@ def _reachable_weights(
     """Weights of the blocks of a launch tile; 0 where no query sees a key."""
     q_first, q_last, k_first, k_last = load_positions(positions, position_strides, b, h, row, col, there, inside)
     reachable = inside & reachable_blocks(q_first, q_last, k_first, k_last, CAUSAL, WINDOW)
-    at = rows_at(values_ptr, values_strides, b, h, row) + col * values_strides[3]
-    return weights_of(tl.load(at, mask=reachable, other=0.0))
+    return weights_of(load_blocks(values_ptr, values_strides, b, h, row, col, reachable, 0.0))
 
 
 @remembered
@@ -258,6 +257,5 @@ def _keep(
     keep = keep | diagonal_blocks(reachable, q_first, k_last, CAUSAL)
     keep = keep | (tl.load(mass_ptr + h * mass_stride + one).to(tl.float32) >= 1.0)
     if forced_ptr is not None:
-        forced_at = rows_at(forced_ptr, forced_strides, b, h, row) + col * forced_strides[3]
-        keep = keep | (tl.load(forced_at, mask=inside, other=0) != 0)
+        keep = keep | (load_blocks(forced_ptr, forced_strides, b, h, row, col, inside, 0) != 0)
     tl.store(keep_ptr + head * n + place, keep & reachable, mask=inside)

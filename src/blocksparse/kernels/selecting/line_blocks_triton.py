@@ -12,10 +12,10 @@ from blocksparse.kernels.common.strides_triton import head_strides
 from blocksparse.kernels.positions.block_grid import BlockGrid
 from blocksparse.kernels.positions.block_grid_triton import (
     diagonal_blocks,
+    load_blocks,
     load_positions,
     positions,
     reachable_blocks,
-    rows_at,
     strides,
     tile_of_blocks,
     tile_of_grid,
@@ -80,7 +80,6 @@ def _kernel(
     if first is not None:
         keep = keep | (k_first < first)
     if also_ptr is not None:
-        also_at = rows_at(also_ptr, also_strides, b, h, row) + col * also_strides[3]
-        keep = keep | (tl.load(also_at, mask=inside, other=0) != 0)
+        keep = keep | (load_blocks(also_ptr, also_strides, b, h, row, col, inside, 0) != 0)
     keep = (keep & reachable) | diagonal_blocks(reachable, q_first, k_last, CAUSAL)
     tl.store(keep_ptr + (head * rows + row) * cols + col, keep, mask=inside)

@@ -12,6 +12,7 @@ from blocksparse.kernels.common.strides_triton import head_strides
 from blocksparse.kernels.positions.block_grid import BlockGrid
 from blocksparse.kernels.positions.block_grid_triton import (
     diagonal_blocks,
+    load_blocks,
     load_positions,
     positions,
     reachable_blocks,
@@ -52,13 +53,11 @@ def _kernel(
     inside = there & (col < cols)
     q_first, q_last, k_first, k_last = load_positions(positions, position_strides, b, h, row, col, there, inside)
     reachable = inside & reachable_blocks(q_first, q_last, k_first, k_last, CAUSAL, WINDOW)
-    values_at = rows_at(values_ptr, values_strides, b, h, row) + col * values_strides[3]
-    values = tl.load(values_at, mask=reachable, other=0.0)
+    values = load_blocks(values_ptr, values_strides, b, h, row, col, reachable, 0.0)
     best = tl.max(tl.where(values != values, float("inf"), values), 1, keep_dims=True)  # NaN is the greatest
     alpha = tl.load(alpha_ptr + h * alpha_stride + tl.zeros_like(row)).to(tl.float32)
     keep = (values >= alpha * best) & (values > 0.0)
     if forced_ptr is not None:
-        forced_at = rows_at(forced_ptr, forced_strides, b, h, row) + col * forced_strides[3]
-        keep = keep | (tl.load(forced_at, mask=inside, other=0) != 0)
+        keep = keep | (load_blocks(forced_ptr, forced_strides, b, h, row, col, inside, 0) != 0)
     keep = (keep & reachable) | diagonal_blocks(reachable, q_first, k_last, CAUSAL)
     tl.store(rows_at(keep_ptr, keep_strides, b, h, row) + col, keep, mask=inside)

@@ -13,6 +13,7 @@ from blocksparse.kernels.positions.block_grid import BlockGrid
 from blocksparse.kernels.positions.block_grid_triton import (
     any_of,
     diagonal_blocks,
+    load_blocks,
     load_positions,
     positions,
     reachable_blocks,
@@ -144,14 +145,12 @@ def _kernel(
     inside = there & (col < cols)
     q_first, q_last, k_first, k_last = load_positions(positions, position_strides, b, h, row, col, there, inside)
     reachable = inside & reachable_blocks(q_first, q_last, k_first, k_last, CAUSAL, WINDOW)
-    values_at = rows_at(values_ptr, values_strides, b, h, row) + col * values_strides[3]
-    weights = weights_of(tl.load(values_at, mask=reachable, other=0.0))
+    weights = weights_of(load_blocks(values_ptr, values_strides, b, h, row, col, reachable, 0.0))
     ticks = ticks_of(weights, tl.max(weights, 1, keep_dims=True))
     total = sum_of(ticks)
     left = total
     if forced_ptr is not None:
-        forced_at = rows_at(forced_ptr, forced_strides, b, h, row) + col * forced_strides[3]
-        forced = (tl.load(forced_at, mask=inside, other=0) != 0) & reachable
+        forced = (load_blocks(forced_ptr, forced_strides, b, h, row, col, inside, 0) != 0) & reachable
         left = sum_of(tl.where(forced, 0.0, ticks))
         ticks = tl.where(forced, _FORCED, ticks)
     ticks = tl.where(reachable, ticks, _UNREACHABLE)

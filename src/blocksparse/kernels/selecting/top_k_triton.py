@@ -12,6 +12,7 @@ from blocksparse.kernels.common.strides_triton import head_strides
 from blocksparse.kernels.positions.block_grid import BlockGrid
 from blocksparse.kernels.positions.block_grid_triton import (
     diagonal_blocks,
+    load_blocks,
     load_positions,
     positions,
     reachable_blocks,
@@ -76,16 +77,14 @@ def _kernel(
     q_first, q_last, k_first, k_last = load_positions(positions, position_strides, b, h, row, col, there, inside)
     reachable = inside & reachable_blocks(q_first, q_last, k_first, k_last, CAUSAL, WINDOW)
     always = diagonal_blocks(reachable, q_first, k_last, CAUSAL)
-    values_at = rows_at(values_ptr, values_strides, b, h, row) + col * values_strides[3]
-    values = tl.load(values_at, mask=reachable, other=float("-inf"))
+    values = load_blocks(values_ptr, values_strides, b, h, row, col, reachable, float("-inf"))
     values = tl.where(
         values != values,
         float("-inf"),
         tl.minimum(tl.maximum(values, -3.4028234663852886e38), 3.4028234663852886e38),
     )
     if forced_ptr is not None:
-        forced_at = rows_at(forced_ptr, forced_strides, b, h, row) + col * forced_strides[3]
-        forced = (tl.load(forced_at, mask=inside, other=0) != 0) & reachable
+        forced = (load_blocks(forced_ptr, forced_strides, b, h, row, col, inside, 0) != 0) & reachable
         always = always | forced
         if not FORCED_FIRST:
             values = tl.where(forced, float("-inf"), values)
