@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -165,7 +166,9 @@ def test_a_cpu_reads_no_row_beside_the_pages(layout: Callable[..., Cache]) -> No
     kv = table.in_place(0, *cache)
     _, given = block_means(q, kv.keys, 32, 32, k_index=kv.key_slots)
     assert given.equal(block_means(q, k, 32, 32)[1])
-    pipeline = with_executor(PIPELINES["mean_pooling"], bs.TritonExecutor())  # interpreted here, refused elsewhere
+    if os.environ.get("TRITON_INTERPRET") != "1":  # A GPU's Triton refuses tensors of a CPU.
+        return
+    pipeline = with_executor(PIPELINES["mean_pooling"], bs.TritonExecutor())
     assert bs.PagedPipeline(pipeline)(q, kv).equal(pipeline(q, k, v))
 
 
