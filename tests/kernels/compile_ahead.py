@@ -77,6 +77,7 @@ def pipelines(hardware: Hardware) -> dict[str, bs.Pipeline[Any, Any, Any]]:
             pipeline = evolve(pipeline, executor=bs.TritonExecutor())
         found[name] = pipeline
     found["flash_prefill, remainder"] = bs.flash_prefill(remainder=True, executor=bs.TritonExecutor())
+    found["minference, by head"] = bs.minference([100, 200, 300, 400], 500, executor=bs.TritonExecutor())
     found["xattention, sums"] = evolve(bs.xattention(pattern="sum"), executor=bs.TritonExecutor())
     pooled = found["mean_pooling"]
     fp8 = hardware.capability >= (8, 9)

@@ -164,7 +164,11 @@ def _fewest(
 
 
 @remembered
-@triton.jit(do_not_specialize=["n", "others", "first", "first_others", "most"])
+@triton.jit(
+    do_not_specialize=[
+        "n", "others", "first", "first_others", "most", "count_stride", "count_others_stride", "last_stride",
+    ]
+)  # fmt: skip
 def _heaviest(
     weight_ptr, others_ptr, count_ptr, count_others_ptr, last_ptr, taken_ptr, taken_others_ptr,
     count_stride, count_others_stride, last_stride, n, others, first, first_others, most,
