@@ -107,7 +107,7 @@ class SkipSoftmaxExecutor(Executor[GlobalPermutation, BlockMask]):
         done = self._kernel(k)(q, k, v, mask, spec, out)
         if skip is None:
             return done
-        tile = tuned(q, k, v, mask.grid.q_block, mask.grid.k_block, plain=False, skips=True).block_n
+        tile = tuned(q, k, v, mask.grid.q_block, mask.grid.k_block, plain=False).block_n
         return AttentionOutput(done.out, done.lse, partial(_visited, q, k, v, mask, spec, skip, tile))
 
     def _kernel(self, k: Tensor) -> TritonExecutor:

@@ -183,15 +183,12 @@ _HOPPER = {
 }
 
 
-def tuned(
-    q: Tensor, k: Tensor, v: Tensor, q_block: int, k_block: int, *, plain: bool = True, skips: bool = False
-) -> Tiles:
+def tuned(q: Tensor, k: Tensor, v: Tensor, q_block: int, k_block: int, *, plain: bool = True) -> Tiles:
     """The fastest tiles for blocks of `q_block` x `k_block`, as measured (docs/evidence/block-sizes.md).
 
     Args:
         plain: whether nothing is approximated, and no softcap is above `MOST_SOFTCAP`. Only then is the Hopper
             kernel taken.
-        skips: whether queries leave tiles of keys out (`pv_skip`), which is not plain.
     """
     D, Dv = q.shape[-1], v.shape[-1]
     serving = (pair for (of_keys, of_values), pair in _HOPPER.items() if of_keys >= D and of_values >= Dv)
@@ -199,7 +196,7 @@ def tuned(
         tiles = pair[q_block % 128 > 0]
         if not tiles.unsupported(q, k, v, q_block, k_block):
             return tiles
-    return portable(q_block, k_block, max(D, Dv), q.element_size(), hardware_of(q), skips=skips)
+    return portable(q_block, k_block, max(D, Dv), q.element_size(), hardware_of(q))
 
 
 def tuned_int8(head_dim: int, q_block: int, k_block: int, fp8_pv: bool) -> HopperTiles:
@@ -215,19 +212,16 @@ def tuned_int8(head_dim: int, q_block: int, k_block: int, fp8_pv: bool) -> Hoppe
 # (docs/evidence/tiles.md), for GPUs that were not there: none of these is measured.
 _Tables = dict[int, tuple[tuple[int, int, int, int], ...]]
 _MMA: _Tables = {
-    64: ((64, 64, 4, 2),),
+    64: ((128, 32, 8, 2), (64, 32, 4, 2)),
     128: ((128, 32, 8, 2), (64, 32, 4, 2)),
     256: ((64, 32, 8, 2), (32, 32, 4, 2)),
 }
 _CDNA: _Tables = {
     64: ((128, 32, 4, 2), (64, 32, 4, 1)),
     128: ((64, 32, 4, 1),),
-    256: ((128, 32, 8, 1), (64, 32, 4, 1)),
+    256: ((64, 32, 4, 1),),
 }
-# Leaving tiles of keys out takes more registers: what is smaller then.
-_MMA_SKIPS: _Tables = {**_MMA, 64: ((64, 32, 4, 2),)}
-_CDNA_SKIPS: _Tables = {**_CDNA, 256: ((64, 32, 4, 1),)}
-_RDNA: _Tables = {64: ((64, 32, 4, 1),), 128: ((64, 16, 4, 1),), 256: ((32, 16, 4, 1),)}
+_RDNA: _Tables = {64: ((64, 32, 4, 1),), 128: ((32, 16, 4, 1),), 256: ((32, 16, 4, 1),)}
 _FP32: _Tables = {64: ((64, 32, 4, 2),), 128: ((32, 32, 4, 2),), 256: ((32, 32, 4, 2),)}
 _RDNA_FP32: _Tables = {64: ((32, 16, 4, 1),), 128: ((16, 16, 4, 1),), 256: ((16, 16, 4, 1),)}
 
@@ -242,16 +236,15 @@ def portable(
     *,
     value_bytes: int | None = None,
     out_bytes: int | None = None,
-    skips: bool = False,
 ) -> TritonTiles:
     """The largest tiles for the portable kernel that divide the blocks and fit on chip.
 
     An entry of queries and keys has `itemsize` bytes, one of values `value_bytes`, as many by default, and one of
-    the output `out_bytes`, as many as one of values by default. With `skips` queries leave tiles of keys out.
+    the output `out_bytes`, as many as one of values by default.
     """
     padded, value_bytes = max(power_of_2(head_dim), 32), value_bytes or itemsize
     out_bytes = out_bytes or value_bytes
-    block_m, block_n, warps, stages = _largest(q_block, head_dim, itemsize, hardware, skips)
+    block_m, block_n, warps, stages = _largest(q_block, head_dim, itemsize, hardware)
     block_m, block_n = min(q_block & -q_block, block_m), min(k_block & -k_block, block_n)
     options = {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": stages}
 
@@ -263,9 +256,7 @@ def portable(
     return TritonTiles(options["BLOCK_M"], options["BLOCK_N"], options["num_warps"], options["num_stages"])
 
 
-def _largest(
-    q_block: int, head_dim: int, itemsize: int, hardware: Hardware, skips: bool
-) -> tuple[int, int, int, int]:
+def _largest(q_block: int, head_dim: int, itemsize: int, hardware: Hardware) -> tuple[int, int, int, int]:
     """Queries and keys of the largest tiles, their warps and stages.
 
     Single precision has smaller ones, since its products keep two parts of every number.
@@ -274,14 +265,13 @@ def _largest(
         row_bytes = head_dim * itemsize
         large = itemsize <= 2 and 128 < row_bytes <= 256 and (hardware.is_hopper or head_dim <= 128)
         limit = 128 if large else 64 if row_bytes <= (512 if itemsize <= 2 else 256) else 32
-        # With 4 warps these would spill, but on Hopper no other tiles were measured.
-        wide = skips and itemsize <= 2 and head_dim > 128 and q_block % 64 == 0 and not hardware.is_hopper
+        # With 4 warps some forms of the kernel spill; on Hopper no other tiles were measured.
+        wide = itemsize <= 2 and head_dim > 128 and q_block % 64 == 0 and hardware.capability[0] in (10, 11)
         return limit, limit, 8 if wide or (large and q_block % 128 == 0) else 4, 2
     if itemsize == 4:
         table = _RDNA_FP32 if hardware.is_rdna else _FP32
     else:
-        cdna, mma = (_CDNA_SKIPS, _MMA_SKIPS) if skips else (_CDNA, _MMA)
-        table = mma if hardware.is_nvidia else _RDNA if hardware.is_rdna else cdna
+        table = _MMA if hardware.is_nvidia else _RDNA if hardware.is_rdna else _CDNA
     choices = table[max(power_of_2(head_dim), 64)]
     block_m, block_n, warps, stages = next((x for x in choices if q_block % x[0] == 0), choices[-1])
     return block_m, block_n, warps, stages

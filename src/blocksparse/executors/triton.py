@@ -154,9 +154,8 @@ class TritonExecutor(PagedExecutor[GlobalPermutation, BlockMask]):
             yield self.tiles
             return
         grid = mask.grid
-        skips = self.pv_skip is not None
-        plain = not skips and (spec.softcap or 0) <= MOST_SOFTCAP
-        yield (tiles := tuned(q, k, v, grid.q_block, grid.k_block, plain=plain, skips=skips))
+        plain = self.pv_skip is None and (spec.softcap or 0) <= MOST_SOFTCAP
+        yield (tiles := tuned(q, k, v, grid.q_block, grid.k_block, plain=plain))
         if isinstance(tiles, HopperTiles):
             yield tuned(q, k, v, grid.q_block, grid.k_block, plain=False)
 

@@ -126,8 +126,9 @@ def test_a_call_can_be_interrupted() -> None:
 
 
 FORK = """
-import os, torch
+import os, warnings, torch
 from blocksparse.kernels.attention.cpu_attention import dense_cpu_attention
+warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 says so of every fork of a process with threads
 torch.set_num_threads(2)
 q = torch.randn(1, 2, 150, 32)  # so small that PyTorch itself, which would wait for ever, takes one thread
 want = dense_cpu_attention(q, q, q, causal=True, scale=0.1)[0]

@@ -11,6 +11,7 @@ from tests.kernels.foretold import foretold
 from tests.machine import GPU
 
 from blocksparse.executors.tiles import portable
+from blocksparse.kernels.attention.sparse_attention_triton import most_registers
 from blocksparse.kernels.common import hardware
 from blocksparse.kernels.common.hardware import INTERPRETER, TARGETS, hardware_of
 from blocksparse.kernels.common.shared_memory import fitted, of_attention
@@ -59,29 +60,16 @@ def test_the_interpreter_has_no_limits() -> None:
 
 @pytest.mark.parametrize("name", TARGETS)
 @pytest.mark.parametrize("itemsize", [1, 2, 4])
-@pytest.mark.parametrize("skips", [False, True])
-def test_default_tiles_fit_every_target(name: str, itemsize: int, skips: bool) -> None:
+def test_default_tiles_fit_every_target(name: str, itemsize: int) -> None:
     has, values = TARGETS[name], max(itemsize, 2)
     for head_dim in (64, 96, 128, 192, 256):
         for block in (64, 128):
-            tiles = portable(block, block, head_dim, itemsize, has, value_bytes=values, skips=skips)
+            tiles = portable(block, block, head_dim, itemsize, has, value_bytes=values)
             padded = 1 << (head_dim - 1).bit_length()
             options = {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "num_stages": tiles.num_stages}
             rows = padded * itemsize, padded * values
             assert of_attention(has, options, *rows, values, rows[1]) <= has.shared
             assert block % tiles.block_m == block % tiles.block_n == 0
-
-
-def test_tiles_that_leave_keys_out_take_fewer_registers() -> None:
-    """The compiler's word on it is in `compile_ahead.py`: it spills with the tiles of plain attention."""
-    for name, head_dim in (("sm_86", 64), ("sm_89", 64), ("sm_100", 256), ("gfx90a", 256), ("gfx942", 256)):
-        has = TARGETS[name]
-        plain, skips = (portable(128, 128, head_dim, 2, has, skips=x) for x in (False, True))
-        per_warp = [x.block_m * x.block_n / x.num_warps for x in (plain, skips)]
-        assert per_warp[1] < per_warp[0] or skips.block_m < plain.block_m
-    for block in (16, 32):  # too small for more warps
-        assert portable(block, 128, 256, 2, TARGETS["sm_100"], skips=True).num_warps == 4
-    assert portable(128, 128, 256, 2, TARGETS["sm_90"], skips=True) == portable(128, 128, 256, 2, TARGETS["sm_90"])
 
 
 @pytest.mark.parametrize(
@@ -115,3 +103,19 @@ def test_what_does_not_fit_gets_smaller_until_it_does() -> None:
     nothing_fits = fitted(options, lambda x: 2**20, has)
     assert nothing_fits["BLOCK_N"] == 16
     assert nothing_fits["num_stages"] == 1
+
+
+def test_registers_are_asked_for_where_tiles_were_not_measured() -> None:
+    """`compile_ahead.py` compares with what the compiler spills; 65,536 registers are all that a multiprocessor has."""
+    for name, warps, value_bytes, most in (
+        ("sm_86", 8, 256, 255),
+        ("sm_120", 4, 256, 255),
+        ("sm_86", 4, 256, 255),  # fp32
+        ("sm_100", 8, 512, 255),
+        ("sm_100", 4, 128, 168),  # three programs share a multiprocessor
+    ):
+        assert most_registers(TARGETS[name], warps, value_bytes) == {"maxnreg": most}
+        assert 32 * warps * most <= 65536
+    assert most_registers(TARGETS["sm_86"], 4, 128) == {}  # no form of the kernel spills
+    assert most_registers(TARGETS["sm_90"], 4, 128) == {}
+    assert most_registers(TARGETS["gfx942"], 4, 128) == {}  # AMD's compiler has no such option

@@ -56,6 +56,9 @@ TYPES: dict[str, Any] = {
             "least",
             "most",
             "count_stride",
+            "count_others_stride",
+            "others",
+            "first_others",
             "mass_stride",
             "share_stride",
             "last_stride",
@@ -118,7 +121,7 @@ def compile_kernel(
 
 VARIANTS = (
     "top_cdf with places", "top_cdf last dropped", "products of any rows", "lists in a window", "places in a window",
-    "prefix softmax", "refined",
+    "prefix softmax", "refined", *(f"global_top_cdf{part.jit.__name__} of some heads" for part in PARTS),
 )  # fmt: skip
 
 
@@ -145,13 +148,14 @@ def main() -> int:
                 ("refined", within_reach_triton._kernel, {"rows": 16, "cols": 256, "warps": 4, "N": 4, "DIAGONAL": False}),
                 ("divergence", block_divergence_triton._kernel, {"rows": 1, "cols": max(wide, 16), "warps": warps, "pointers": {"logits_ptr": "*fp32", "true_ptr": "*fp32", "out_ptr": "*fp32"}}),
                 ("fewest lines", heaviest_lines_triton._fewest, {**search, "pointers": {**dict.fromkeys(("lines_ptr", "bands_ptr"), "*fp32"), **dict.fromkeys(("taken_ptr", "bands_taken_ptr"), "*i32")}}),
-                ("heaviest lines", heaviest_lines_triton._heaviest, {**search, "COUNTED": False, "pointers": {"weight_ptr": "*fp32", "count_ptr": "*fp64", "last_ptr": "*fp64", "taken_ptr": "*i1"}}),
+                ("heaviest lines", heaviest_lines_triton._heaviest, {**search, "COUNTED": False, "pointers": {**dict.fromkeys(("weight_ptr", "others_ptr"), "*fp32"), **dict.fromkeys(("count_ptr", "count_others_ptr", "last_ptr"), "*fp64"), **dict.fromkeys(("taken_ptr", "taken_others_ptr"), "*i1")}}),
                 ("line blocks", line_blocks_triton._kernel, {"rows": 8, "cols": 256, "warps": 4, "pointers": {"keys_ptr": "*i32", "distances_ptr": "*i32", "whole_ptr": "*fp64", "also_ptr": "*i1"}}),
                 ("routed", routed_triton._kernel, {"rows": 1, "cols": 256, "warps": 4, "TILE": 4096, "pointers": {"number_ptr": "*fp32", "bound_ptr": "*fp64", "below_ptr": "*i1", "otherwise_ptr": "*i1"}}),
                 ("run sums", run_sums_triton._kernel, {"rows": 1, "cols": 256, "warps": 4, "RUNS": 16, "WIDE": 128, "pointers": {"x_ptr": "*fp32", "out_ptr": "*fp32"}}),
                 ("visiting order", visiting_order_triton._kernel, {"rows": 1, "cols": 256, "warps": 4, "CHUNK": 16}),
                 ("places", within_reach_triton._kernel, {"rows": 16, "cols": 256, "warps": 4, "N": 1, "DIAGONAL": True, "keep_ptr": None, "keep_strides": None}),
-                *((f"global_top_cdf{part.jit.__name__}", part, {"rows": 16, "cols": 256, "warps": 4, "TILE": 4096, "PASS": 2, "CROSSING": True}) for part in PARTS),
+                *((f"global_top_cdf{part.jit.__name__}", part, {"rows": 16, "cols": 256, "warps": 4, "TILE": 4096, "PASS": 2, "CROSSING": True, **dict.fromkeys(("number_ptr", "bound_ptr", "bound_stride"))}) for part in PARTS),
+                *((f"global_top_cdf{part.jit.__name__} of some heads", part, {"rows": 16, "cols": 256, "warps": 4, "TILE": 4096, "PASS": 2, "CROSSING": True, "pointers": {"number_ptr": "*fp32", "bound_ptr": "*fp64"}}) for part in PARTS),
             ]  # fmt: skip
             for title, kernel, options in kernels:
                 # As `for_target` has it, but for warps of 64 threads, which search rows otherwise.

@@ -78,7 +78,7 @@ def launch_options(q_block: int, k_block: int, head_dim: int, itemsize: int, har
         widest = 32 if row_bytes > 256 else 128 if itemsize <= 2 and block_m == 128 else 64
         warps = 8 if row_bytes > 256 and not hardware.is_hopper else warps
     elif hardware.is_rdna:
-        widest, stages = 32 if row_bytes <= 128 else 16, 1
+        widest, stages, warps = (32, 1, warps) if row_bytes <= 128 else (16, 1, 8)
     else:
         # What is held in registers leaves room for half as many keys, or takes twice as many threads.
         widest = 64 if row_bytes <= 128 and hardware.is_nvidia else 32

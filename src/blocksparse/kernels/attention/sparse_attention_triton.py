@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from blocksparse.kernels.attention.arguments import Approximation, Lists, LogitChange, Paged, PortableTiles
-from blocksparse.kernels.common.hardware import fp32_products, has_descriptors
+from blocksparse.kernels.common.hardware import Hardware, fp32_products, hardware_of, has_descriptors
 from blocksparse.kernels.common.memory import copies_in_bulk
 from blocksparse.kernels.common.rows_triton import rows_of
 from blocksparse.kernels.common.sizes import power_of_2
@@ -77,7 +77,25 @@ def sparse_attention_triton(
         Q_SPLIT=q_split, K_SPLIT=lists.k_block // tiles.block_n,
         CAUSAL=positions.causal, TMA=by_descriptor, PRECISION=fp32_products(),
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        **most_registers(hardware_of(q), tiles.num_warps, block_dv * v.element_size()),
     )  # fmt: skip
+
+
+def most_registers(hardware: Hardware, num_warps: int, value_bytes: int) -> dict[str, int]:
+    """The option of a launch that says how many registers a thread may take; a value, padded, has `value_bytes`.
+
+    Unasked, ptxas spills in some forms of the kernel, rather than that a multiprocessor holds a program less; with as many
+    registers as leave room for those that its shared memory has room for, it does not. On Hopper what is measured was compiled
+    without the option.
+    """
+    if (
+        not hardware.is_nvidia
+        or hardware.is_hopper
+        or (value_bytes <= 128 and not hardware.multiplies_from_shared)
+    ):
+        return {}
+    programs = 3 if value_bytes <= 128 else 1
+    return {"maxnreg": min(65536 // (32 * num_warps * programs) & -8, 255)}
 
 
 def runs_interpreted() -> bool:

@@ -44,7 +44,9 @@ def needed(
     else:
         buffers = sum(loaded) * (stages - 1)
     # Triton 3.8 keeps the second part of a tile that it multiplies in shared memory.
-    part = max(loaded) if single and hardware.is_nvidia and stages > 1 and not hardware.multiplies_from_shared else 0
+    part = (
+        max(loaded) if single and hardware.is_nvidia and stages > 1 and not hardware.multiplies_from_shared else 0
+    )
     between += max(part, then)
     if hardware.is_nvidia:
         return held + buffers + between + _SMALL

@@ -54,7 +54,7 @@ def shared_memory(hardware: Hardware, options: dict[str, int], head_dim: int, it
     """Bytes of shared memory of a program, at most."""
     row_bytes = max(16, power_of_2(head_dim)) * itemsize
     M, N = options["BLOCK_M"], options["BLOCK_N"]
-    stages, weights = options["num_stages"], M * N * 4 if hardware.is_nvidia else M * 16
+    stages, weights = options["num_stages"], M * N * 4  # squares of which each lie in one warp
     return needed(hardware, held=M * row_bytes, loaded=(N * row_bytes,), stages=stages, between=weights)
 
 
