@@ -98,7 +98,7 @@ def calls(hardware: Hardware) -> dict[str, Call]:
     }
     found: dict[str, Call] = {name: partial(pipeline, causal=False) for name, pipeline in video.items()}
     found |= pipelines(hardware)
-    found["flex_prefill, in a window"] = partial(found["flex_prefill"], window=1024)
+    found["flex_prefill, in a window"] = partial(pipelines(hardware)["flex_prefill"], window=1024)
     return {**found, "pages": read_pages, "long": partial(end_of_long, pipelines(hardware)["mean_pooling"])}
 
 

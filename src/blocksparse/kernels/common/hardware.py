@@ -43,6 +43,11 @@ class Hardware:
         return self.capability[0] in (9, 10, 11)
 
     @property
+    def copies_past_registers(self) -> bool:
+        """Whether AMD's GPU copies whole vectors from memory to shared memory by itself, as Triton has it from 3.8 on."""
+        return self.name == "gfx950"
+
+    @property
     def capability(self) -> tuple[int, int]:
         """The compute capability: (9, 0) of sm_90; (0, 0) of GPUs that are not NVIDIA's."""
         return divmod(int(self.name[3:]), 10) if self.is_nvidia else (0, 0)

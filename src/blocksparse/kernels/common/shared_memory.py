@@ -41,6 +41,8 @@ def needed(
         buffers = max(loaded)  # one after the other
     elif hardware.multiplies_from_shared:
         buffers = sum(loaded) * stages  # a product still reads its operands when the next loads begin
+    elif hardware.copies_past_registers:
+        buffers = sum(loaded) * stages * 17 // 16  # no register holds a tile on its way; rows are padded
     else:
         buffers = sum(loaded) * (stages - 1)
     # Triton 3.8 keeps the second part of a tile that it multiplies in shared memory.
