@@ -212,7 +212,7 @@ def tuned_int8(head_dim: int, q_block: int, k_block: int, fp8_pv: bool) -> Hoppe
 # (docs/evidence/tiles.md), for GPUs that were not there: none of these is measured.
 _Tables = dict[int, tuple[tuple[int, int, int, int], ...]]
 _MMA: _Tables = {
-    64: ((128, 32, 8, 2), (64, 32, 4, 2)),
+    64: ((64, 32, 4, 2),),
     128: ((128, 32, 8, 2), (64, 32, 4, 2)),
     256: ((64, 32, 8, 2), (32, 32, 4, 2)),
 }
