@@ -88,11 +88,7 @@ def most_registers(hardware: Hardware, num_warps: int, value_bytes: int) -> dict
     registers as leave room for those that its shared memory has room for, it does not. On Hopper what is measured was compiled
     without the option.
     """
-    if (
-        not hardware.is_nvidia
-        or hardware.is_hopper
-        or (value_bytes <= 128 and not hardware.multiplies_from_shared)
-    ):
+    if not hardware.is_nvidia or hardware.is_hopper or (value_bytes <= 128 and hardware.capability < (10, 0)):
         return {}
     programs = 3 if value_bytes <= 128 else 1
     return {"maxnreg": min(65536 // (32 * num_warps * programs) & -8, 255)}
