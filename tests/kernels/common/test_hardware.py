@@ -114,8 +114,9 @@ def test_registers_are_asked_for_where_tiles_were_not_measured() -> None:
         ("sm_120", 4, 256, 255),
         ("sm_86", 4, 256, 255),  # fp32
         ("sm_100", 8, 512, 255),
-        ("sm_120", 4, 128, 168),
-        ("sm_100", 4, 128, 168),  # three programs share a multiprocessor
+        ("sm_120", 4, 128, 255),
+        ("sm_100", 4, 128, 255),
+        ("sm_100", 16, 512, 128),
     ):
         assert most_registers(TARGETS[name], warps, value_bytes) == {"maxnreg": most}
         assert 32 * warps * most <= 65536

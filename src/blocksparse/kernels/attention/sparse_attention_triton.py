@@ -84,14 +84,12 @@ def sparse_attention_triton(
 def most_registers(hardware: Hardware, num_warps: int, value_bytes: int) -> dict[str, int]:
     """The option of a launch that says how many registers a thread may take; a value, padded, has `value_bytes`.
 
-    Unasked, ptxas spills in some forms of the kernel, rather than that a multiprocessor holds a program less; with as many
-    registers as leave room for those that its shared memory has room for, it does not. On Hopper what is measured was compiled
-    without the option.
+    Unasked, ptxas spills in some forms of the kernel, rather than that a multiprocessor holds a program less; asked for as many
+    as there are, it does not, and takes few more in the other forms. On Hopper what is measured was compiled without the option.
     """
     if not hardware.is_nvidia or hardware.is_hopper or (value_bytes <= 128 and hardware.capability < (10, 0)):
         return {}
-    programs = 3 if value_bytes <= 128 else 1
-    return {"maxnreg": min(65536 // (32 * num_warps * programs) & -8, 255)}
+    return {"maxnreg": min(65536 // (32 * num_warps), 255)}
 
 
 def runs_interpreted() -> bool:
