@@ -66,8 +66,6 @@ def _in_overview(page: str) -> str:
         return ", ".join(dict.fromkeys(cells)) or "-"
 
     commands = each(f"`{_short(command)}`" for table in tables for command in table.commands)
-    if any("script" in table.command for table in tables):
-        commands = each([*([] if commands == "-" else [commands]), "scripts that were not kept"])
     if not tables:
         commands = re.findall(r"<!-- no measurements: (.+) -->", text)[0] + "; nothing is measured"
     machines, dates = each(table.chip for table in tables), each(sorted(table.date for table in tables))

@@ -40,7 +40,7 @@ class Results(NamedTuple):
 
     @property
     def commands(self) -> list[str]:
-        """The commands of this project that made it; none where that was a script that was not kept."""
+        """The commands of this project that made it; none for figures of a paper."""
         return COMMAND.findall(self.command)
 
     def cell(self, row: str, column: str) -> float:
