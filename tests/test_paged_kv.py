@@ -210,3 +210,13 @@ def test_equal_pipelines_read_pages_equally() -> None:
     assert {bs.PagedPipeline(bs.auto()), bs.PagedPipeline(bs.auto())} == {bs.PagedPipeline(bs.auto())}
     with pytest.raises(TypeError, match="'pipeline' must be a Pipeline: None"):
         bs.PagedPipeline(None)  # type: ignore[arg-type]
+
+
+@each_layout
+def test_a_scorer_that_reads_keys_itself_refuses_a_stand_in(layout: Callable[..., Cache], device: str) -> None:
+    q, k, v = make_qkv(B=1, Hq=4, Hkv=2, N=100, D=16, device=device)
+    table, cache = paged(k, v, 16, layout)
+    kv = table.in_place(0, *cache)
+    with pytest.raises(bs.UnsupportedError, match="VerticalSlashScorer needs the keys themselves"):
+        bs.flex_prefill(0.5, block=16, min_budget=16).choose(q, kv.k, history=bs.KeyHistory(kv))
+    bs.mean_pooling(0.5, block=16).choose(q, kv.k, history=bs.KeyHistory(kv))

@@ -68,6 +68,11 @@ class KeyHistory:
         return paged
 
     @property
+    def reads_pages(self) -> bool:
+        """Whether its keys lie in a cache."""
+        return self._paged is not None
+
+    @property
     def tokens(self) -> int:
         """How many keys it has seen."""
         return self._tokens
@@ -203,7 +208,7 @@ def one_for_each(history: object, sequences: Sequences | None) -> Sequence[KeyHi
 
 def _of_no_pages(history: Any) -> KeyHistory:
     found: KeyHistory = history
-    if found._paged is not None:
+    if found.reads_pages:
         raise ValueError(
             "'history' is of keys in the pages of a cache: call PagedPipeline, which makes one itself"
         )
