@@ -35,7 +35,7 @@ _SETTINGS: dict[str, _Settings] = {
     "balanced": _Settings(0.9, 0.95, 0.5),
     "fast": _Settings(0.8, 0.9, 0.3),
 }
-_STRIDE, _BLOCK = 16, 128  # docs/evidence/auto.md: the least time at its KL, whatever the length
+_STRIDE, _BLOCK = 16, 128  # docs/evidence/auto.md: the least time at its KL, of what chunks choose as a whole
 _BAND = 128  # tokens; 64 with "fast" lost more at equal density
 
 
