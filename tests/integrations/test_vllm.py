@@ -441,6 +441,28 @@ def test_a_pipeline_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert (first, *others) == (None, expected, expected, expected)
 
 
+def test_numbers_per_head_of_ones_own_pipeline_are_for_this_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each GPU would take numbers for as many heads as it has for its own, whichever these are."""
+    (tmp_path / "my_numbers.py").write_text(
+        "import blocksparse as bs\n\n\ndef mine(heads):\n    return bs.mean_pooling([0.9] * heads)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def settings(heads: int, ranks: int) -> Settings:
+        given = {"preset": "my_numbers:mine", "settings": {"heads": heads}}
+        return Settings.of({"blocksparse": given}, evolve(SERVED, ranks=ranks), HOST)
+
+    assert settings(8, 1).layers[0]
+    with pytest.raises(ConfigurationError, match="'mass' has 4 entries for 8 query heads"):
+        settings(4, 1)
+    with pytest.raises(ConfigurationError, match="'mass' has 4 entries for 8 query heads"):
+        settings(4, 2)
+    with pytest.raises(ConfigurationError, match="must have one number for all heads, because each of 2 GPUs"):
+        settings(8, 2)
+
+
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [

@@ -11,6 +11,7 @@ from attrs import evolve, frozen
 
 from blocksparse.audit.audit import Audit
 from blocksparse.audit.layer_audit import Crossing
+from blocksparse.checks.per_head import check_heads
 from blocksparse.checks.user_error import UserError
 from blocksparse.checks.validators import a, flag, shown, size, whole
 from blocksparse.executors.auto import AutoExecutor
@@ -191,7 +192,21 @@ def _preset(given: Mapping[str, Any], served: Served) -> Schedule:
         if given["executor"] not in list(EXECUTORS):
             raise ValueError(f"there is no executor {shown(given['executor'])}; there are {', '.join(EXECUTORS)}")
         pipeline = evolve(pipeline, executor=EXECUTORS[given["executor"]]())
+    _check_heads(pipeline, served)
     return Schedule(pipeline, dense=given.get("dense", []))
+
+
+def _check_heads(pipeline: Pipeline[Any, Any, Any], served: Served) -> None:
+    """Refuse numbers per query head, as a user's own function may choose them, that are not for this model's."""
+    check_heads(pipeline, served.heads)
+    if served.ranks > 1:
+        try:
+            check_heads(pipeline, 0)
+        except ValueError:
+            raise ValueError(
+                f"a pipeline must have one number for all heads, because each of {served.ranks} GPUs has some of "
+                f"the heads: {shown(pipeline)}"
+            ) from None
 
 
 def _maker(name: object) -> Callable[..., object]:
