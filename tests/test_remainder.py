@@ -181,3 +181,17 @@ def test_sol_attn_with_its_remainder() -> None:
     alone = bs.sol_attn(1.0, block=16, executor=bs.ReferenceExecutor()).trace(q, k, v, causal=False)
     assert torch.equal(trace.mask.keep, alone.mask.keep)
     assert bool((trace.error() < alone.error()).all())
+
+
+def test_a_layer_of_several_pipelines_says_what_each_visited() -> None:
+    q, k, v = make_qkv(B=1, Hq=4, Hkv=2, N=200, D=16)
+    means = bs.mean_pooling(0.4, block=32, executor=bs.RemainderExecutor(bs.ReferenceExecutor()))
+    plain = bs.mean_pooling(0.4, block=32, executor=bs.ReferenceExecutor())
+    output = bs.HeadGroups({(0,): means, (1,): plain}).trace(q, k, v).output
+    assert output.visited_lse is not None
+    assert output.lse is not None
+    expected = plain.trace(q, k, v).output.lse
+    assert expected is not None
+    torch.testing.assert_close(output.visited_lse, expected)
+    assert not output.lse[:, :2].allclose(expected[:, :2])
+    assert bs.HeadGroups({(0,): plain, (1,): plain}).trace(q, k, v).output.exact_lse is None

@@ -151,11 +151,15 @@ class HeadGroups:
                 traces[heads] = trace = pipeline.trace(*part, **its.arguments())
                 outputs[heads] = trace.output
         lse = {heads: output.lse for heads, output in outputs.items() if output.lse is not None}
+        visited = {heads: output.visited_lse for heads, output in outputs.items()}
+        exact = {heads: each for heads, each in visited.items() if each is not None}
+        has_more = any(output.exact_lse is not None for output in outputs.values())
         return HeadGroupsTrace(
             traces,
             AttentionOutput(
                 put_back({heads: output.out for heads, output in outputs.items()}, size),
                 put_back(lse, size) if len(lse) == len(outputs) else None,
+                exact_lse=put_back(exact, size) if len(exact) == len(outputs) and has_more else None,
             ),
         )
 
