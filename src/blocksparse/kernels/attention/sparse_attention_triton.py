@@ -87,8 +87,10 @@ def most_registers(hardware: Hardware, num_warps: int, value_bytes: int) -> dict
     Unasked, ptxas spills in some forms of the kernel, rather than that a multiprocessor holds a program less; asked for as many
     as there are, it does not, and takes few more in the other forms. On Hopper what is measured was compiled without the option.
     """
-    if not hardware.is_nvidia or hardware.is_hopper or (value_bytes <= 128 and hardware.capability < (10, 0)):
+    if not hardware.is_nvidia or hardware.is_hopper:
         return {}
+    if (value_bytes <= 128 and hardware.capability < (10, 0)) or (value_bytes <= 256 and num_warps > 4):
+        return {}  # no form spills unasked
     return {"maxnreg": min(65536 // (32 * num_warps), 255)}
 
 
