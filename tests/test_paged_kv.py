@@ -220,3 +220,12 @@ def test_a_scorer_that_reads_keys_itself_refuses_a_stand_in(layout: Callable[...
     with pytest.raises(bs.UnsupportedError, match="VerticalSlashScorer needs the keys themselves"):
         bs.flex_prefill(0.5, block=16, min_budget=16).choose(q, kv.k, history=bs.KeyHistory(kv))
     bs.mean_pooling(0.5, block=16).choose(q, kv.k, history=bs.KeyHistory(kv))
+
+
+def test_a_history_of_pages_is_of_causal_calls() -> None:
+    q, k, v = make_qkv(B=1, Hq=4, Hkv=2, N=96, D=16, dtype=torch.float32)
+    table, cache = paged(k, v, 16, tokens_first)
+    kv = table.in_place(0, *cache)
+    for pipeline in (bs.auto(), PIPELINES["mean_pooling"]):
+        with pytest.raises(bs.UnsupportedError, match="are those of a causal call: give causal=True"):
+            pipeline.choose(q, kv.k, causal=False, history=bs.KeyHistory(kv))

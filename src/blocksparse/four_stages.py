@@ -76,7 +76,7 @@ class FourStages(Generic[PermutationT, ScoresT, MaskT]):
         permutation.check_fits(q, k, causal=spec.causal)
         done(permutation)
         if history is not None:
-            self._check_history(permutation, history)
+            self._check_history(permutation, history, spec)
             if spec.causal:
                 history.check_follows(q, k)
         scores = scored(self.scorer, q, k, v, permutation, spec, history)
@@ -156,13 +156,16 @@ class FourStages(Generic[PermutationT, ScoresT, MaskT]):
         done(output)
         return Trace(q, k, v, spec, permutation, scores, mask, output, reason)
 
-    def _check_history(self, permutation: Permutation, history: KeyHistory) -> None:
+    def _check_history(self, permutation: Permutation, history: KeyHistory, spec: AttentionSpec) -> None:
         if not self.scorer.keeps_history:
             because = f"{type(self.scorer).__name__} remembers nothing of keys"
             raise UnsupportedError(f"{because}: call without 'history', which would save nothing", because)
         if history.reads_pages and not self.scorer.takes_paged_keys:
             because = f"{type(self.scorer).__name__} needs the keys themselves"
             raise UnsupportedError(f"{because}: gather them, and make the history without 'paged'", because)
+        if history.reads_pages and not spec.causal:
+            because = "keys in the pages of a cache are those of a causal call"
+            raise UnsupportedError(f"{because}: give causal=True, or gather them", because)
         if permutation.k_index is not None:
             raise ValueError(
                 f"{type(self.permuter).__name__} moves keys, so that blocks change from chunk to chunk, and a "
