@@ -39,7 +39,8 @@ class VerticalSlashScores(BlockMass):
 
     The probe is the last queries of the call. A vertical line is one key, and a slash line is all pairs at one
     distance. The distance of a pair is query position minus key position in original order, or the absolute value
-    of that when not causal.
+    of that when not causal. What is asked for is computed then, from the q and k of the call: do not change these
+    before.
     """
 
     # Each is a tensor, or what computes it when it is asked for: no rule needs all of them.

@@ -54,10 +54,7 @@ class VerticalSlashTopK(Selector[VerticalSlashScores, BlockMask]):
             counts, distances = heaviest_of_both(
                 scores.vertical,
                 scores.slash,
-                (
-                    self._count(self.vertical, _LEAST_VERTICAL, scores),
-                    self._count(self.slash, _LEAST_SLASH, scores),
-                ),
+                (self._columns(scores), self._distances(scores)),
                 firsts=(self.sink, self.recent),
                 spared=self._spared(scores),
             )

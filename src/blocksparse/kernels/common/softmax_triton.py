@@ -24,6 +24,21 @@ def step(scores, highest, MASKED: tl.constexpr):
 
 
 @triton.jit
+def joined(log_sum_ptr, parts, ROWS: tl.constexpr):
+    """The base-2 logarithms of `ROWS` sums, each in as many parts, whose logarithms are `[parts, ROWS]`; 0 where all are -inf."""
+    row = tl.arange(0, ROWS)
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    for part in range(parts):
+        log_sum = tl.load(log_sum_ptr + part * ROWS + row)
+        new = tl.maximum(peak, log_sum)
+        origin = tl.where(new == float("-inf"), 0.0, new)
+        total = total * tl.exp2(peak - origin) + tl.exp2(log_sum - origin)
+        peak = new
+    return peak + tl.log2(tl.where(total > 0.0, total, 1.0))
+
+
+@triton.jit
 def log_sum(highest, total):
     """The natural logarithm of each row's sum of weights, whatever they are relative to; -inf where it is 0."""
     sums = (highest + tl.log2(tl.where(total == 0.0, 1.0, total))) * 0.6931471805599453  # ln 2

@@ -21,7 +21,7 @@ from blocksparse.kernels.common.hardware import Hardware, hardware_of
 from blocksparse.kernels.common.rows_triton import rows_of
 from blocksparse.kernels.common.shared_memory import fitted, needed
 from blocksparse.kernels.common.sizes import REMEMBERED, cdiv, power_of_2
-from blocksparse.kernels.common.softmax_triton import step
+from blocksparse.kernels.common.softmax_triton import joined, step
 from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 
@@ -125,21 +125,8 @@ def _log_sums(
     for i in range(TILES):
         start = (tl.program_id(0) * TILES + i) * KEYS
         logits = _logits(
-            q_tile,
-            k_ptr,
-            k_strides,
-            b,
-            h // heads_per_key,
-            start,
-            N,
-            first,
-            scale_log2,
-            D,
-            BLOCK_D,
-            ROWS,
-            KEYS,
-            CAUSAL,
-        )
+            q_tile, k_ptr, k_strides, b, h // heads_per_key, start, N, first, scale_log2, D, BLOCK_D, ROWS, KEYS, CAUSAL
+        )  # fmt: skip
         peak, weight, rescale = step(logits, peak, True)
         total = total * rescale + tl.sum(weight, 1)
     log_sum = peak + tl.log2(tl.where(total > 0.0, total, 1.0))
@@ -165,16 +152,8 @@ def _weights(
     row = tl.arange(0, ROWS)
     at = (b * tl.num_programs(1) + h).to(tl.int64)
     q_tile = rows_of(q_ptr, q_strides, b, h, row, row < P, D, BLOCK_D, False)
-    peak = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    for part in range(k_parts):
-        log_sum = tl.load(log_sum_ptr + (at * k_parts + part) * ROWS + row)
-        new_peak = tl.maximum(peak, log_sum)
-        origin = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        total = total * tl.exp2(peak - origin) + tl.exp2(log_sum - origin)
-        peak = new_peak
     # Rows past the probe weigh nothing.
-    total = tl.where(row < P, peak + tl.log2(tl.where(total > 0.0, total, 1.0)), float("inf"))
+    total = tl.where(row < P, joined(log_sum_ptr + at * k_parts * ROWS, k_parts, ROWS), float("inf"))
     across: tl.constexpr = KEYS // SPAN
     squares: tl.constexpr = (ROWS // SPAN) * across
     # Lines are rows of squares: those of one square are `squares` apart, so that a warp holds whole squares, and no two

@@ -21,6 +21,7 @@ from blocksparse.kernels.common.hardware import Hardware, hardware_of
 from blocksparse.kernels.common.rows_triton import rows_of
 from blocksparse.kernels.common.shared_memory import needed
 from blocksparse.kernels.common.sizes import REMEMBERED, cdiv, power_of_2
+from blocksparse.kernels.common.softmax_triton import joined
 from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 
@@ -158,16 +159,7 @@ def _joined(
     Part `i` of tile `t` is of band `band - 1 - t + i`.
     """
     head = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
-    row = tl.arange(0, ROWS)
-    peak = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    for i in range(programs):
-        log_sum = tl.load(log_sum_ptr + (head * programs + i) * ROWS + row)
-        new = tl.maximum(peak, log_sum)
-        origin = tl.where(new == float("-inf"), 0.0, new)
-        total = total * tl.exp2(peak - origin) + tl.exp2(log_sum - origin)
-        peak = new
-    total = peak + tl.log2(tl.where(total > 0.0, total, 1.0))
+    total = joined(log_sum_ptr + head * programs * ROWS, programs, ROWS)
     each = tl.program_id(0) * JOINED + tl.arange(0, JOINED)
     at = of_tiles_ptr + head * tiles * (PARTS + 1) * ROWS
     of_columns = tl.zeros([JOINED], tl.float32)
