@@ -13,7 +13,7 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
 import blocksparse as bs
-from blocksparse.checks.inputs import UnsupportedError
+from blocksparse.calls.inputs import UnsupportedError
 from blocksparse.executors import flex, int8, tiles
 from blocksparse.kernels.attention import (
     gather_attention,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.checks.inputs import UnsupportedError
+from blocksparse.calls.inputs import UnsupportedError
 from blocksparse.kernels.scoring.block_mean import block_mean
 from blocksparse.scorers import mean_pool
 from blocksparse.testing import every_preset, make_qkv

@@ -17,10 +17,10 @@ from attrs import evolve, field, frozen
 from torch import Tensor
 
 import blocksparse as bs
+from blocksparse.calls.opaque_call import _attend
 from blocksparse.checks.per_head import HeadValues
 from blocksparse.kernels.common import hardware
 from blocksparse.layers.head_groups import AnyPipeline
-from blocksparse.runtime.opaque_call import _attend
 from blocksparse.testing import every_preset, make_qkv
 from tests import stages
 from tests.machine import GPU, needs_gpu

@@ -14,33 +14,19 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "blocksparse"
 
-# A layer may import itself and what stands before it; `kernels` may import nothing of ours but `precision` and
-# what `runtime` says of PyTorch and Triton.
+# A layer is a folder, or a file beside them. It may import itself and what stands before it.
 LAYERS = [
-    "checks", "batches", "torch_private", "validators", "user_error", "precision", "per_head", "attention_spec",
-    "sequences", "inputs", "paged_kv", "page_table", "opaque_call", "runtime", "class_line", "permuters",
-    "geometry", "scorers", "selectors", "executors", "trace", "choice", "four_stages", "pipeline",
-    "paged_pipeline", "layers", "sdpa", "audit", "presets", "testing", "distributed", "integrations", "demo",
-    "tune", "serving", "bench", "inspection", "cli",
+    "runtime", "kernels", "checks", "attention_spec", "batches", "calls", "permuters", "geometry", "scorers",
+    "selectors", "executors", "trace", "choice", "four_stages", "pipeline", "paged_pipeline", "layers", "sdpa",
+    "audit", "presets", "plans", "testing", "distributed", "integrations", "demo", "tune", "bench",
+    "inspection", "cli",
 ]  # fmt: skip
-# Part of a layer that stands elsewhere than the rest: servers read plans, tuning attaches to models, and the files
-# of three rooms stand between others.
-OWN_LAYER = {f"blocksparse.integrations.{name}": "serving" for name in ("serving", "vllm", "sglang")}
-OWN_LAYER |= {
-    f"blocksparse.{room}.{name}": name
-    for room, names in {
-        "checks": ("validators", "user_error", "per_head", "inputs", "class_line"),
-        "batches": ("sequences", "page_table", "paged_kv"),
-        "runtime": ("torch_private", "precision", "opaque_call"),
-    }.items()
-    for name in names
-}
 MAY_IMPORT_KERNELS = {
-    "attention_spec", "page_table", "permuters", "geometry", "scorers", "selectors", "executors", "trace",
+    "attention_spec", "batches", "kernels", "permuters", "geometry", "scorers", "selectors", "executors", "trace",
     "audit", "inspection",
 }  # fmt: skip
 
-# So do the rooms of kernels.
+# So may a room of kernels.
 ROOMS = [
     "common", "positions", "multiplying", "moving", "rounding", "scoring", "probing", "ordering",
     "selecting", "attention",
@@ -92,36 +78,45 @@ def part(module: str, depth: int) -> str:
     return (module.split(".") + ["", ""])[depth]
 
 
-def layer_of(module: str) -> str:
-    return OWN_LAYER.get(".".join(module.split(".")[:3]), part(module, 1))
-
-
 @pytest.mark.parametrize("module", [name for name in MODULES if name != "blocksparse"])
 def test_imports_go_one_way(module: str) -> None:
-    imported, layer = {name for name, _ in imports(MODULES[module])}, layer_of(module)
-    layers = set(map(layer_of, imported))
+    imported, layer = {name for name, _ in imports(MODULES[module])}, part(module, 1)
+    allowed = set(LAYERS[: LAYERS.index(layer) + 1])
+    if layer not in MAY_IMPORT_KERNELS:
+        allowed -= {"kernels"}
+    if layer in ("integrations", "demo", "testing", "tune", "cli"):
+        allowed |= {""}  # the public surface itself
+    assert {part(name, 1) for name in imported} <= allowed
     if layer == "kernels":
-        assert layers <= {"kernels", "precision", "runtime", "torch_private"}
         rooms = {part(name, 2) for name in imported if part(name, 1) == "kernels"}
         assert rooms <= set(ROOMS[: ROOMS.index(part(module, 2)) + 1]) if part(module, 2) else not rooms
-        return
-    allowed = set(LAYERS[: LAYERS.index(layer) + 1])
-    if layer in MAY_IMPORT_KERNELS:
-        allowed |= {"kernels"}
-    if layer in ("integrations", "serving", "demo", "testing", "tune", "cli"):
-        allowed |= {""}  # the public surface itself
-    assert layers <= allowed
+
+
+FOLDERS = sorted(
+    path.relative_to(SOURCE).parent.as_posix() for path in MODULES.values() if path.stem == "__init__"
+)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_no_arrow_goes_up_between_folders(folder: str) -> None:
+    """Folders and files that lie in one folder can be put in an order in which each imports earlier ones alone."""
+    inside = (SOURCE / folder).resolve()
+    graph: dict[str, set[str]] = {}
+    for path in MODULES.values():
+        if path.is_relative_to(inside) and path != inside / "__init__.py":
+            here = path.relative_to(inside).parts[0]
+            taken = (MODULES[name] for name, _ in imports(path) if name in MODULES)
+            there = {each.relative_to(inside).parts[0] for each in taken if each.is_relative_to(inside)}
+            graph.setdefault(here, set()).update(there - {here, "__init__.py"})
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the folders
 
 
 def test_layers_are_those_of_the_modules() -> None:
-    assert sorted(LAYERS) == sorted(set(map(layer_of, MODULES)) - {"", "kernels"})
+    assert sorted(LAYERS) == sorted({part(module, 1) for module in MODULES} - {""})
     importing = {
-        layer_of(module)
-        for module in MODULES
-        for name, _ in imports(MODULES[module])
-        if part(name, 1) == "kernels"
+        part(module, 1) for module in MODULES for name, _ in imports(MODULES[module]) if part(name, 1) == "kernels"
     }
-    assert importing - {"", "kernels"} == MAY_IMPORT_KERNELS
+    assert importing - {""} == MAY_IMPORT_KERNELS
 
 
 def test_no_imports_go_in_circles() -> None:
@@ -205,7 +200,6 @@ def without_triton() -> list[str]:
     return result.stdout.splitlines()
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_import_needs_no_triton_and_no_host() -> None:
     """Nor a host library, which its own integration imports, nor Dynamo, which takes longer than all the rest."""

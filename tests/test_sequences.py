@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import blocksparse as bs
+from blocksparse.calls.opaque_call import _attend_each
 from blocksparse.layers.head_groups import HeadGroupsTrace
-from blocksparse.runtime.opaque_call import _attend_each
 from blocksparse.testing import make_qkv
 from tests import drawn
 from tests.drawn import Case, cases

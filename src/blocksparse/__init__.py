@@ -7,7 +7,7 @@ from blocksparse.attention_spec import Asked, AttentionSpec
 from blocksparse.batches.page_table import PageTable
 from blocksparse.batches.paged_kv import PagedKV
 from blocksparse.batches.sequences import Sequences, Span
-from blocksparse.checks.inputs import UnsupportedError
+from blocksparse.calls.inputs import UnsupportedError
 from blocksparse.checks.per_head import HeadValues
 from blocksparse.choice import Choice
 from blocksparse.executors.attention_output import AttentionOutput

@@ -9,8 +9,8 @@ from attrs import Factory, field, frozen
 from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
+from blocksparse.calls.inputs import UnsupportedError
 from blocksparse.checks.class_line import check_gave
-from blocksparse.checks.inputs import UnsupportedError
 from blocksparse.checks.per_head import check_heads
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.dense_attention import dense_attention, everything

@@ -12,13 +12,14 @@ from torch.autograd.graph import increment_version
 
 from blocksparse.attention_spec import Asked, AttentionSpec
 from blocksparse.batches.paged_kv import PagedKV
-from blocksparse.checks.inputs import UnsupportedError, check_out, checked
+from blocksparse.calls.inputs import UnsupportedError, check_out, checked
+from blocksparse.calls.opaque_call import laid_out_as
 from blocksparse.checks.validators import a
 from blocksparse.executors.paged_executor import PagedExecutor
 from blocksparse.pipeline import Pipeline
-from blocksparse.runtime.opaque_call import laid_out_as, refuse_transforms
 from blocksparse.runtime.precision import without_autocast
 from blocksparse.runtime.repeated import repeated
+from blocksparse.runtime.transforms import refuse_transforms
 from blocksparse.scorers.key_history import KeyHistory
 
 _in_pages = a(PagedKV).or_else("PageTable.in_place(request, keys, values) makes one")

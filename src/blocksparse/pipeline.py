@@ -10,15 +10,16 @@ from torch import Tensor
 
 from blocksparse.attention_spec import Asked, AttentionSpec
 from blocksparse.batches.sequences import Sequences
-from blocksparse.checks.inputs import checked, refuse_mask
+from blocksparse.calls.inputs import checked, refuse_mask
+from blocksparse.calls.opaque_call import OpaqueCall, attend
 from blocksparse.checks.validators import a, flag
 from blocksparse.choice import Choice
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.executor import Executor
 from blocksparse.four_stages import Done, FourStages, tell_nobody
 from blocksparse.permuters.permuter import Permuter
-from blocksparse.runtime.opaque_call import OpaqueCall, attend, refuse_transforms
 from blocksparse.runtime.precision import without_autocast
+from blocksparse.runtime.transforms import refuse_transforms
 from blocksparse.scorers.key_history import KeyHistory, a_history, one_for_each
 from blocksparse.scorers.scorer import Scorer
 from blocksparse.selectors.block_mask import BlockMask

@@ -54,7 +54,7 @@ from blocksparse.integrations.vllm.batch import Batch, part_of
 from blocksparse.integrations.vllm.engine import HOST, Engine, is_configured, layer_of
 from blocksparse.integrations.vllm.reasons import dense_because
 from blocksparse.integrations.vllm.worker import RecordReader
-from blocksparse.runtime.calls import owner_of
+from blocksparse.runtime.known_calls import owner_of
 from blocksparse.testing import make_qkv
 
 SERVED = Served("llama", layers=4, heads=8, kv_heads=2)
@@ -538,9 +538,9 @@ def test_what_does_not_go_with_several_gpus_or_drafts() -> None:
 def plan_file(folder: Path, heads: tuple[int, ...] | None) -> str:
     pytest.importorskip("cattrs")
     pytest.importorskip("scipy")
-    from blocksparse.tune.candidate import Candidate
-    from blocksparse.tune.fingerprint import Fingerprint
-    from blocksparse.tune.plan import Evidence, Part, Plan, Try
+    from blocksparse.plans.candidate import Candidate
+    from blocksparse.plans.fingerprint import Fingerprint
+    from blocksparse.plans.plan import Evidence, Part, Plan, Try
 
     tried = Try(0.3, 0.0, 0.0, 1, 1.0)
     evidence = Evidence(

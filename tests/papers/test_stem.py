@@ -11,7 +11,7 @@ from tests.papers.readings import Small, check, small, some_cases, top
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.checks.inputs import checked
+from blocksparse.calls.inputs import checked
 from blocksparse.distributed.call import Call
 from blocksparse.distributed.whole import attend
 from blocksparse.layers.kept_choices import KeptChoices

@@ -22,7 +22,7 @@ from blocksparse import four_stages
 from blocksparse.kernels.attention.hopper.launch import copy_back, whole_rows
 from blocksparse.runtime import repeated as module
 from blocksparse.runtime import repetition
-from blocksparse.runtime.calls import Calls
+from blocksparse.runtime.known_calls import Calls
 from blocksparse.runtime.repeated import repeated
 from blocksparse.runtime.workspace import side_by_side
 from blocksparse.testing import every_preset, make_qkv

@@ -12,11 +12,11 @@ import pytest
 
 pytest.importorskip("scipy")
 
+from blocksparse.plans.plan import Try
 from blocksparse.tune.choice import Option, choose
 from blocksparse.tune.cost import Line
 from blocksparse.tune.guess import hoped_losses
 from blocksparse.tune.guided_choice import GuidedChoice
-from blocksparse.tune.plan import Try
 from blocksparse.tune.unit import Key, Unit
 from blocksparse.tune.verify import plan_that_fits
 

@@ -18,9 +18,9 @@ pytest.importorskip("cattrs")
 
 import blocksparse as bs
 from blocksparse.integrations.transformers import DensityRecorder, attach
+from blocksparse.plans.fingerprint import Fingerprint
+from blocksparse.plans.plan import Evidence, Part, Try
 from blocksparse.tune import DEFAULT_CANDIDATES, Candidate, Plan, TuneError
-from blocksparse.tune.fingerprint import Fingerprint
-from blocksparse.tune.plan import Evidence, Part, Try
 from tests.tune import tiny
 
 

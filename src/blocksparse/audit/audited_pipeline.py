@@ -10,10 +10,10 @@ from torch import Tensor
 
 from blocksparse.attention_spec import Asked, AttentionSpec
 from blocksparse.audit.audit import Audit
+from blocksparse.calls.opaque_call import OpaqueCall, attend
 from blocksparse.executors.dense_attention import dense_attention
 from blocksparse.layers.head_groups import AnyTrace, HeadGroups, HeadGroupsTrace
 from blocksparse.layers.schedule import LayerPipeline
-from blocksparse.runtime.opaque_call import OpaqueCall, attend
 
 
 @final

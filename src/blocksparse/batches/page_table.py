@@ -12,9 +12,9 @@ from torch import Tensor
 
 from blocksparse.batches.paged_kv import PagedKV, flat, slots_of, slots_per_page
 from blocksparse.batches.sequences import Sequences
-from blocksparse.checks.inputs import DTYPES
 from blocksparse.checks.validators import block_size, count, numbers_on_host, shown, whole
 from blocksparse.kernels.moving.gather_pages import gather_pages
+from blocksparse.runtime.precision import DTYPES
 
 
 def _lengths(lengths: Sequence[int] | Tensor) -> tuple[int, ...]:

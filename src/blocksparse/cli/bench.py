@@ -64,7 +64,7 @@ def _run(parsed: argparse.Namespace) -> int:
 
     from blocksparse.bench.report import crossovers, legend, table
     from blocksparse.bench.run import Crossover, Shape, run
-    from blocksparse.checks.inputs import MAX_HEAD_DIM
+    from blocksparse.calls.inputs import MAX_HEAD_DIM
     from blocksparse.demo.methods import method
     from blocksparse.executors.cpu_kernel import about_kernel
 

@@ -12,8 +12,8 @@ from typing import Any
 from blocksparse.checks.user_error import UserError
 from blocksparse.cli.options import Commands, add_command, only_errors
 from blocksparse.demo import TEXT
-from blocksparse.tune.errors import TuneError
-from blocksparse.tune.plan import Plan
+from blocksparse.plans.errors import TuneError
+from blocksparse.plans.plan import Plan
 from blocksparse.tune.progress import Report
 from blocksparse.tune.prompts import TunePrompt, prompts_from_file, prompts_from_text
 from blocksparse.tune.run import Budget, tune

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from blocksparse.attention_spec import Asked, AttentionSpec
 from blocksparse.batches.sequences import Sequences
-from blocksparse.checks.inputs import DTYPES, check_inputs
+from blocksparse.calls.inputs import check_inputs
 from blocksparse.distributed.ranks import Ranks
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.layers.head_groups import Heads
+from blocksparse.runtime.precision import DTYPES
 
 _SAME = ("B", "Hq", "Hkv", "D", "Dv", "dtype", "causal", "scale", "kind of call", "options of the scheme")
 

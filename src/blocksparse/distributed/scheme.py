@@ -10,13 +10,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from blocksparse.attention_spec import Asked, AttentionSpec
-from blocksparse.checks.inputs import check_inputs
+from blocksparse.calls.inputs import check_inputs
+from blocksparse.calls.opaque_call import OpaqueCall, node
 from blocksparse.distributed.call import Call, checked
 from blocksparse.distributed.ranks import Ranks
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.layers.head_groups import AnyPipeline
-from blocksparse.runtime.opaque_call import OpaqueCall, is_transformed, node
 from blocksparse.runtime.precision import without_autocast
+from blocksparse.runtime.transforms import is_transformed
 
 
 @frozen(eq=False)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
 from blocksparse.batches.paged_kv import PagedKV
-from blocksparse.checks.inputs import UnsupportedError
+from blocksparse.calls.inputs import UnsupportedError
 from blocksparse.checks.validators import Rule, is_real, optional
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.cpu import CpuExecutor

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from blocksparse.checks.inputs import differentiates
+from blocksparse.calls.inputs import differentiates
 from blocksparse.checks.user_error import UserError
 from blocksparse.kernels.attention.cpu_attention import SOURCE, cpu_kernel, cpu_kernel_refuses, cpu_products
 from blocksparse.kernels.common.compiled import UnavailableError, compile_for_wheel, load

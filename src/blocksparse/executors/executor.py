@@ -8,10 +8,11 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
+from blocksparse.calls.inputs import UnsupportedError, check_out, refuse_gradients
 from blocksparse.checks.class_line import check_got
-from blocksparse.checks.inputs import DTYPES, UnsupportedError, check_out, refuse_gradients
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.permuters.permutation import Permutation
+from blocksparse.runtime.precision import DTYPES
 from blocksparse.selectors.block_mask import BlockMask
 
 PermutationT_contra = TypeVar("PermutationT_contra", bound=Permutation, contravariant=True)

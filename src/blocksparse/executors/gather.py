@@ -23,7 +23,7 @@ from blocksparse.kernels.attention.gather_attention import gather_attention, ker
 from blocksparse.kernels.common.sizes import FAR
 from blocksparse.kernels.selecting.visiting_order import visiting_order
 from blocksparse.permuters.permutation import Permutation
-from blocksparse.runtime.opaque_call import is_transformed
+from blocksparse.runtime.transforms import is_transformed
 from blocksparse.selectors.block_mask import BlockMask, RankedBlockMask
 
 _HINT = "Choose smaller blocks, another preset for layers with a window or softcap, or use ReferenceExecutor()."

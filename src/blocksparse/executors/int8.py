@@ -30,7 +30,7 @@ from blocksparse.kernels.common.hardware import hardware_of, is_hopper
 from blocksparse.kernels.common.memory import empty_as
 from blocksparse.kernels.rounding.fp8_values import fp8_values
 from blocksparse.permuters.permutation import GlobalPermutation
-from blocksparse.runtime.opaque_call import is_transformed
+from blocksparse.runtime.transforms import is_transformed
 from blocksparse.selectors.block_mask import BlockMask
 
 _HINT = "Use Int8Executor(fp8_pv=False) if only fp8 is missing, or TritonExecutor() or AutoExecutor()."

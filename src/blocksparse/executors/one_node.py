@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
-from blocksparse.checks.inputs import refuse_gradients
+from blocksparse.calls.inputs import refuse_gradients
+from blocksparse.calls.opaque_call import as_numbers, laid_out_as, spec_of
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.executor import Executor
 from blocksparse.geometry import Grid
 from blocksparse.permuters.permutation import GlobalPermutation, Permutation
-from blocksparse.runtime.opaque_call import as_numbers, laid_out_as, spec_of
 from blocksparse.runtime.torch_private import OpaqueBase, graph_node, opaque_object
 from blocksparse.selectors.block_mask import BlockMask, RankedBlockMask
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
 from blocksparse.batches.paged_kv import LEAST_RUN, PagedKV
-from blocksparse.checks.inputs import UnsupportedError
+from blocksparse.calls.inputs import UnsupportedError
 from blocksparse.checks.per_head import PerHead, by_head, negative, per_head, wrong_heads
 from blocksparse.checks.validators import a, optional
 from blocksparse.executors.attention_output import AttentionOutput
@@ -29,7 +29,7 @@ from blocksparse.kernels.common.memory import copies_in_bulk
 from blocksparse.kernels.positions.any_head import visited_columns
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.runtime.failures import noted
-from blocksparse.runtime.opaque_call import is_transformed
+from blocksparse.runtime.transforms import is_transformed
 from blocksparse.selectors.block_mask import BlockMask
 
 _HINT = "Use AutoExecutor(), or CpuExecutor() on a CPU."

@@ -10,7 +10,7 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
-from blocksparse.checks.inputs import checked
+from blocksparse.calls.inputs import checked
 from blocksparse.demo.measure import logits_of
 from blocksparse.demo.methods import executor_of
 from blocksparse.demo.model import Model

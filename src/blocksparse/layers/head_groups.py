@@ -12,7 +12,8 @@ from torch import Tensor
 
 from blocksparse.attention_spec import Asked, AttentionSpec
 from blocksparse.batches.sequences import Sequences
-from blocksparse.checks.inputs import checked
+from blocksparse.calls.inputs import checked
+from blocksparse.calls.opaque_call import OpaqueCall, attend
 from blocksparse.checks.validators import a, is_whole, shown, whole
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.dense_attention import dense_attention
@@ -21,8 +22,8 @@ from blocksparse.layers.head_groups_trace import HeadGroupsTrace as HeadGroupsTr
 from blocksparse.layers.head_groups_trace import Heads as Heads
 from blocksparse.layers.head_groups_trace import put_back
 from blocksparse.pipeline import Pipeline
-from blocksparse.runtime.opaque_call import OpaqueCall, attend, refuse_transforms
 from blocksparse.runtime.precision import without_autocast
+from blocksparse.runtime.transforms import refuse_transforms
 
 AnyPipeline = Pipeline[Any, Any, Any]
 

@@ -12,7 +12,7 @@ from attrs import define, evolve, field
 from torch import Tensor
 
 from blocksparse.attention_spec import Asked
-from blocksparse.checks.inputs import checked
+from blocksparse.calls.inputs import checked
 from blocksparse.checks.validators import size
 from blocksparse.choice import Choice
 from blocksparse.layers.head_groups_trace import AnyTrace

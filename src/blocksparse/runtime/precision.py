@@ -1,4 +1,4 @@
-"""Autocast is switched off inside a call, so that its result depends on its inputs alone."""
+"""The dtypes of calls. Autocast is off inside of one, so that its result depends on its inputs alone."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+AUTOCAST_TAKES = (torch.float16, torch.bfloat16, torch.float32)
+DTYPES = (*AUTOCAST_TAKES, torch.float64)
+"""What q, k and v may be of."""
 
 _AS_IT_IS = nullcontext()
 # torch.compile recompiles when the autocast dtype changes, even with autocast off: so it is set to the default.

@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from blocksparse.runtime.calls import Calls, Key, owner_of
 from blocksparse.runtime.device import device_of
-from blocksparse.runtime.opaque_call import is_transformed
+from blocksparse.runtime.known_calls import Calls, Key, owner_of
 from blocksparse.runtime.repetition import NotRepeated, Recording, current
 from blocksparse.runtime.torch_private import NO_DISPATCH_MODES, under_a_function_mode, under_forward_mode
+from blocksparse.runtime.transforms import is_transformed
 
 Result = TypeVar("Result")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from attrs import Attribute
 
 from blocksparse.checks.validators import shown
-from blocksparse.tune.errors import TuneError
+from blocksparse.plans.errors import TuneError
 
 
 def above_0(_: object, attribute: Attribute[float], value: object) -> None:

@@ -10,7 +10,7 @@ from typing import Any, final
 
 from attrs import define
 
-from blocksparse.tune.errors import TuneError
+from blocksparse.plans.errors import TuneError
 
 
 @final

@@ -14,7 +14,7 @@ from attrs import frozen
 from torch import Tensor
 
 from blocksparse.checks.validators import a, shown
-from blocksparse.tune.errors import TuneError
+from blocksparse.plans.errors import TuneError
 
 _CITIES = (
     "Athens", "Berlin", "Cairo", "Dublin", "Geneva", "Havana", "Kyoto", "Lima", "Madrid", "Oslo", "Paris",

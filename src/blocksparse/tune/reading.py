@@ -12,7 +12,7 @@ import torch
 from attrs import frozen
 from torch import Tensor, nn
 
-from blocksparse.tune.errors import TuneError
+from blocksparse.plans.errors import TuneError
 from blocksparse.tune.prompts import TunePrompt
 
 

@@ -11,13 +11,14 @@ from typing import Any, final
 from attrs import field, frozen
 
 from blocksparse.checks.validators import one_of, size
+from blocksparse.plans.candidate import Candidate
+from blocksparse.plans.errors import TuneError
+from blocksparse.plans.plan import Plan, Try
 from blocksparse.tune.bound import above_0
-from blocksparse.tune.candidate import DEFAULT_CANDIDATES, Candidate
 from blocksparse.tune.choice import Option
 from blocksparse.tune.cost import Costs
-from blocksparse.tune.errors import TuneError
+from blocksparse.tune.default_candidates import DEFAULT_CANDIDATES
 from blocksparse.tune.guided_choice import GuidedChoice, Losses
-from blocksparse.tune.plan import Plan, Try
 from blocksparse.tune.progress import Report
 from blocksparse.tune.prompts import TunePrompt
 from blocksparse.tune.sensitivity import PROBE

@@ -17,11 +17,11 @@ from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.layers.schedule import LayerPipeline, Schedule
 from blocksparse.permuters.identity import Identity
 from blocksparse.pipeline import Pipeline
+from blocksparse.plans.candidate import ALWAYS_SPARSE, Candidate
+from blocksparse.plans.errors import TuneError
 from blocksparse.scorers.no_scorer import NoScorer
 from blocksparse.selectors.threshold import Threshold
-from blocksparse.tune.candidate import ALWAYS_SPARSE, Candidate
 from blocksparse.tune.cost import milliseconds
-from blocksparse.tune.errors import TuneError
 from blocksparse.tune.journal import Journal
 from blocksparse.tune.probe import Probe
 from blocksparse.tune.progress import Work

@@ -13,13 +13,13 @@ from attrs import frozen
 import blocksparse
 from blocksparse.layers.head_groups import AnyPipeline, HeadGroups, Heads
 from blocksparse.layers.schedule import LayerPipeline
-from blocksparse.tune.candidate import Candidate
+from blocksparse.plans.candidate import Candidate
+from blocksparse.plans.errors import TuneError
+from blocksparse.plans.fingerprint import Fingerprint
+from blocksparse.plans.plan import Evidence, Part, Plan, Try
 from blocksparse.tune.choice import Option
 from blocksparse.tune.cost import Costs
-from blocksparse.tune.errors import TuneError
-from blocksparse.tune.fingerprint import Fingerprint
 from blocksparse.tune.journal import Journal
-from blocksparse.tune.plan import Evidence, Part, Plan, Try
 from blocksparse.tune.progress import Report, Work
 from blocksparse.tune.prompts import TunePrompt, hash_of
 from blocksparse.tune.sensitivity import Bench

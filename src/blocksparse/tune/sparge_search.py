@@ -10,11 +10,11 @@ from typing import Any, final
 
 from attrs import evolve, field, frozen
 
+from blocksparse.plans.candidate import Candidate
+from blocksparse.plans.plan import Plan
 from blocksparse.tune.bound import above_0
-from blocksparse.tune.candidate import Candidate
 from blocksparse.tune.choice import Option
 from blocksparse.tune.cost import Costs
-from blocksparse.tune.plan import Plan
 from blocksparse.tune.probe import Probe
 from blocksparse.tune.progress import Report
 from blocksparse.tune.prompts import TunePrompt

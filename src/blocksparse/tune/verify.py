@@ -11,9 +11,9 @@ from attrs import asdict, define, frozen
 
 from blocksparse.integrations.density_recorder import DensityRecorder
 from blocksparse.layers.schedule import LayerPipeline
+from blocksparse.plans.errors import TuneError
+from blocksparse.plans.plan import Try
 from blocksparse.tune.choice import Option
-from blocksparse.tune.errors import TuneError
-from blocksparse.tune.plan import Try
 from blocksparse.tune.prompts import TunePrompt
 from blocksparse.tune.reading import Loss
 from blocksparse.tune.sensitivity import EVERYTHING, Bench

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from blocksparse.attention_spec import Asked
 from blocksparse.audit.audit import Audit
-from blocksparse.checks.inputs import checked
+from blocksparse.calls.inputs import checked
 from blocksparse.executors.dense_attention import dense_attention
 from blocksparse.integrations.density_recorder import DensityRecorder
 from blocksparse.layers.kept_choices import KeptChoices

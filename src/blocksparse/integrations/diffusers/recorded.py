@@ -9,9 +9,9 @@ from torch import Tensor
 
 from blocksparse.attention_spec import Asked, AttentionSpec
 from blocksparse.audit.audited_pipeline import AuditedPipeline
+from blocksparse.calls.opaque_call import OpaqueCall, attend
 from blocksparse.integrations.density_recorder import DensityRecorder
 from blocksparse.layers.schedule import LayerPipeline
-from blocksparse.runtime.opaque_call import OpaqueCall, attend
 
 
 @final

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
 from blocksparse.batches.paged_kv import LEAST_RUN, PagedKV, lies_in_slots
-from blocksparse.checks.inputs import UnsupportedError
+from blocksparse.calls.inputs import UnsupportedError
 from blocksparse.executors.dense_attention import dense_attention
 from blocksparse.integrations.density_recorder import DensityRecorder
 from blocksparse.integrations.serving.estimates import Estimates

@@ -22,6 +22,7 @@ from blocksparse.executors.triton import TritonExecutor
 from blocksparse.layers.head_groups import AnyPipeline, HeadGroups
 from blocksparse.layers.schedule import LayerPipeline, Schedule
 from blocksparse.pipeline import Pipeline
+from blocksparse.plans.plan import Plan
 from blocksparse.presets import every_preset
 from blocksparse.selectors.band import Band
 from blocksparse.selectors.sink import Sink
@@ -248,10 +249,6 @@ def _plan(given: Mapping[str, Any], served: Served) -> Schedule:
             raise ValueError(f"a plan says what each layer does, so '{key}' must be left out")
     if not isinstance(given["plan"], str):
         raise TypeError(f"'plan' must be the path of a file: {shown(given['plan'])}")
-    try:
-        from blocksparse.tune import Plan  # only plans need the packages of the extra
-    except ModuleNotFoundError as error:
-        raise ValueError(f"a plan needs {error.name}: pip install -e '.[tune]' in a checkout") from None
     plan = Plan.load(given["plan"])
     # The weights of a served model are laid out otherwise and may be quantised, so they are not compared.
     here = evolve(plan.model, type=served.type, layers=served.layers, heads=served.heads, kv_heads=served.kv_heads)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from blocksparse.batches.page_table import PageTable
-from blocksparse.checks.inputs import UnsupportedError
+from blocksparse.calls.inputs import UnsupportedError
 from blocksparse.integrations.serving.layer import LayerAttention
 from blocksparse.integrations.serving.settings import ConfigurationError, Settings
 from blocksparse.integrations.serving.worth import Worth

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from blocksparse.attention_spec import Asked
 from blocksparse.batches.sequences import Sequences
-from blocksparse.checks.inputs import MAX_HEAD_DIM
+from blocksparse.calls.inputs import MAX_HEAD_DIM
 from blocksparse.integrations.transformers.last_lengths import LastLengths
 from blocksparse.integrations.transformers.layer_logits import sinks_in, unread_because
 from blocksparse.integrations.transformers.prompt_mask import PromptMask

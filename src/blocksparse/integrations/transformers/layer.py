@@ -11,12 +11,12 @@ from torch import Tensor
 from blocksparse.attention_spec import Asked, AttentionSpec
 from blocksparse.audit.audited_pipeline import AuditedPipeline
 from blocksparse.batches.sequences import Sequences
-from blocksparse.checks.inputs import UnsupportedError
+from blocksparse.calls.inputs import UnsupportedError
+from blocksparse.calls.opaque_call import OpaqueCall, attend
 from blocksparse.executors.dense_attention import dense_attention
 from blocksparse.integrations.transformers.outcomes import Outcomes
 from blocksparse.layers.same_choice import SameChoice
 from blocksparse.layers.schedule import LayerPipeline
-from blocksparse.runtime.opaque_call import OpaqueCall, attend
 
 
 @final

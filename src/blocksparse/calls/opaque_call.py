@@ -11,10 +11,11 @@ from torch.autograd.graph import increment_version
 
 from blocksparse.attention_spec import Asked, AttentionSpec, check_asked
 from blocksparse.batches.sequences import Sequences
-from blocksparse.checks.inputs import check_inputs, check_out, checked
+from blocksparse.calls.inputs import check_inputs, check_out, checked
 from blocksparse.checks.per_head import HeadValues
 from blocksparse.runtime.precision import without_autocast
-from blocksparse.runtime.torch_private import OpaqueBase, graph_node, opaque_object, under_a_transform
+from blocksparse.runtime.torch_private import OpaqueBase, graph_node, opaque_object
+from blocksparse.runtime.transforms import is_transformed, refuse_transforms
 
 
 @final
@@ -93,26 +94,6 @@ class OpaqueCall(OpaqueBase):
 
 
 opaque_object(OpaqueCall)
-
-
-def is_transformed() -> bool:
-    """Whether tensors may be stand-ins now: those of a graph that is traced, or of a transform of `torch.func`.
-
-    Kernels cannot read stand-ins. An op gets the tensors behind them.
-    """
-    return torch.compiler.is_compiling() or under_a_transform()
-
-
-def refuse_transforms(method: str) -> None:
-    """Refuse a call of a method of pipelines for which there is no node that a graph could have.
-
-    Raises:
-        ValueError: tensors may be stand-ins now.
-    """
-    if is_transformed():
-        raise ValueError(
-            f"torch.compile and torch.func take calls of a pipeline, but not {method!r}: leave it out of them"
-        )
 
 
 def attend(

@@ -13,9 +13,9 @@ from attrs import field, frozen
 from blocksparse.checks.validators import shown
 from blocksparse.layers.head_groups import AnyPipeline, HeadGroups, Heads
 from blocksparse.layers.schedule import LayerPipeline, Schedule
-from blocksparse.tune.candidate import Candidate
-from blocksparse.tune.errors import TuneError
-from blocksparse.tune.fingerprint import Fingerprint
+from blocksparse.plans.candidate import Candidate
+from blocksparse.plans.errors import TuneError
+from blocksparse.plans.fingerprint import Fingerprint
 
 FORMAT = "blocksparse plan 1"
 

@@ -12,13 +12,12 @@ from torch.autograd import forward_ad
 
 from blocksparse.attention_spec import Asked, AttentionSpec, checked_scale
 from blocksparse.batches.sequences import Sequences
+from blocksparse.runtime.precision import AUTOCAST_TAKES, DTYPES
 from blocksparse.runtime.torch_private import under_forward_mode
 
 MAX_HEAD_DIM = 256
-_AUTOCAST_TAKES = (torch.float16, torch.bfloat16, torch.float32)
 _LAYOUT = "the layout is [B, H, N, D], heads before tokens"
 _MOST_HEADS = 128  # more than models have, and fewer than prompts have tokens that are worth a mask
-DTYPES = (*_AUTOCAST_TAKES, torch.float64)
 
 
 class UnsupportedError(ValueError):
@@ -248,7 +247,7 @@ def _warn_of_heads(shape: tuple[int, ...]) -> None:
 def _of_one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v in autocast's dtype; refuse them where autocast would not convert them."""
     device, dtypes = q.device.type, (q.dtype, k.dtype, v.dtype)
-    if not torch.is_autocast_enabled(device) or any(dtype not in _AUTOCAST_TAKES for dtype in dtypes):
+    if not torch.is_autocast_enabled(device) or any(dtype not in AUTOCAST_TAKES for dtype in dtypes):
         given = ", ".join(map(str, dtypes))
         raise TypeError(f"q, k and v must have one dtype: {given}; convert them with .to()")
     dtype = torch.get_autocast_dtype(device)

@@ -1,0 +1,1 @@
+"""Calls: what one call of attention takes, checked once, and the node that a graph has of it."""
