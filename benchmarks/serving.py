@@ -3,7 +3,8 @@
 All engines are started at once, each in a process of its own, and share the GPU: while one serves, the others
 wait. First, `limit` keeps every block and must answer random mixes of requests as stock vLLM does. Then each case
 is served by all the others in turn, round after round, and a row of a table is printed. Nothing is timed with a
-record.
+record. With `--also` the last engine takes on other configurations before its turns, so that a model whose weights
+fill a GPU twice is enough to compare several.
 """
 
 from __future__ import annotations
@@ -84,10 +85,20 @@ class Engine:
         self.process.wait(60)
 
 
+class Another:
+    """A configuration that an engine takes on before it does anything for it."""
+
+    def __init__(self, name: str, engine: Engine, configuration: dict[str, Any]) -> None:
+        self.name, self.engine, self.configuration = name, engine, configuration
+
+    def ask(self, **what: Any) -> Any:
+        self.engine.ask(do="become", blocksparse=self.configuration)
+        return self.engine.ask(**what)
+
+
 def main() -> int:
     options, began = _options(), time.perf_counter()
-    given = dict(name_and_configuration.split("=", 1) for name_and_configuration in options.engine)
-    configurations = {STOCK: None} | {name: json.loads(text) for name, text in given.items()}
+    configurations: dict[str, Any] = {STOCK: None} | _named(options.engine)
     if options.mixes:
         configurations[LIMIT] = KEPT | ({"min_tokens": 32, "min_queries": 16} if options.tiny else {})
     common = {
@@ -119,48 +130,58 @@ def main() -> int:
         limit.close()
         if not result["limit"]["same"]:
             print("NOTHING BELOW COUNTS: with every block kept, answers differ", flush=True)
-    print("\n| prompts | " + " | ".join(f"{name}, s" for name in engines) + " | times as fast | first / later |")
-    print("|---" * (len(engines) + 3) + "|", flush=True)
+    processes = list(engines.values())
+    turns: dict[str, Engine | Another] = dict(engines)
+    if options.also:
+        its = {processes[-1].name: processes[-1].job["blocksparse"]} | _named(options.also)
+        turns |= {name: Another(name, processes[-1], configuration) for name, configuration in its.items()}
+    print("\n| prompts | " + " | ".join(f"{name}, s" for name in turns) + " | times as fast | first / later |")
+    print("|---" * (len(turns) + 3) + "|", flush=True)
     for text in options.cases.split():
         written, _, repeats = text.partition("*")
         case = Case.read(written)
-        times: dict[str, list[float]] = {name: [] for name in engines}
+        times: dict[str, list[float]] = {name: [] for name in turns}
         result["cases"][str(case)] = times
         longest = 0.0
         for seed in range(int(repeats or options.repeats) + 1):  # the first one counts apart
             if left() < longest:
                 break
             start = time.perf_counter()
-            for name, engine in engines.items():
-                times[name].append(engine.ask(do="serve", **case._asdict(), seed=f"{case} {seed}"))
+            for name, turn in turns.items():
+                times[name].append(turn.ask(do="serve", **case._asdict(), seed=f"{case} {seed}"))
             longest = time.perf_counter() - start
         save()
         print(row(case, times) if all(times.values()) else f"| {case} | no time is left |", flush=True)
     if options.densities:
-        for name, engine in list(engines.items())[1:]:
+        for name, turn in list(turns.items())[1:]:
             for case in map(Case.read, options.densities.split()):
-                density = engine.ask(do="density", **case._asdict(), seed=f"{case} density")
+                density = turn.ask(do="density", **case._asdict(), seed=f"{case} density")
                 result.setdefault("densities", {}).setdefault(name, {})[str(case)] = density
                 print("density", name, case, density, flush=True)
-            result.setdefault("counters", {})[name] = engine.ask(do="counters")
+            result.setdefault("counters", {})[name] = turn.ask(do="counters")
             print(name, result["counters"][name], flush=True)
     for case in map(Case.read, options.profile.split()):
-        for name, engine in engines.items():
-            found = engine.ask(do="profile", **case._asdict(), seed=f"{case}")
+        for name, turn in turns.items():
+            found = turn.ask(do="profile", **case._asdict(), seed=f"{case}")
             result.setdefault("profiles", {}).setdefault(name, {})[str(case)] = found
             print(f"\n{name}, {case}: {found['seconds']:.3f} s, the GPU {found['gpu_ms']:.0f} ms")
             for kernel, (ms, launches) in found["kernels"]:
                 if ms > found["gpu_ms"] / 1000:
                     print(f"  {ms:9.2f} ms {launches:6d} x {kernel}", flush=True)
     if options.soak:
-        for name, engine in list(engines.items())[1:]:
-            for found in soak(engine, options):
+        for name, turn in list(turns.items())[1:]:
+            for found in soak(turn, options):
                 result.setdefault("soak", {}).setdefault(name, []).append(found)
                 save()
     save()
-    for engine in engines.values():
-        engine.close()
+    for process in processes:
+        process.close()
     return 0
+
+
+def _named(given: Sequence[str]) -> dict[str, Any]:
+    """Configurations by name, of arguments such as `auto={"quality": "balanced"}`."""
+    return {name: json.loads(text) for name, text in (each.split("=", 1) for each in given)}
 
 
 def _options() -> argparse.Namespace:
@@ -171,6 +192,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--engine", action="append", default=[], metavar="NAME=JSON",
         help='an engine with the plugin and its configuration: auto={"quality": "balanced"}; several may be given',
+    )  # fmt: skip
+    parser.add_argument(
+        "--also", action="append", default=[], metavar="NAME=JSON",
+        help="a configuration that the last engine takes on in turn with its own: its preset and `gather` alone",
     )  # fmt: skip
     parser.add_argument(
         "--cases", default=f"{LONG} {MIXES}", help="prompts x tokens [x answer] [@chunk] [*repeats]"
@@ -258,16 +283,17 @@ class Differences:
                     break
 
 
-def soak(engine: Engine, options: argparse.Namespace) -> Iterator[tuple[float, list[float]]]:
-    """Serve random mixes for some time: (seconds, GiB on the GPU and of the host) after each ten of them."""
+def soak(engine: Engine | Another, options: argparse.Namespace) -> Iterator[tuple[float, list[float]]]:
+    """Serve random mixes for some time: (seconds, `memory` of the engine) after each ten of them."""
     began, every = time.perf_counter(), mixes(10, tiny=options.tiny)
     while time.perf_counter() - began < options.soak:
         for mix in every:
             mix["seed"] += len(every)  # other prompts of the same lengths
             engine.ask(do="mix", **mix)
-        seconds, (there, here) = round(time.perf_counter() - began, 1), engine.ask(do="memory")
-        print(f"{engine.name}: {there:.3f} GiB on the GPU, {here:.3f} of the host, after {seconds} s", flush=True)
-        yield seconds, [there, here]
+        seconds, (there, taken, here) = round(time.perf_counter() - began, 1), engine.ask(do="memory")
+        gpu = f"{there:.3f} GiB of the GPU in use, {taken:.3f} taken"
+        print(f"{engine.name}: {gpu}, {here:.3f} of the host, after {seconds} s", flush=True)
+        yield seconds, [there, taken, here]
 
 
 def row(case: Case, times: Mapping[str, Sequence[float]]) -> str:

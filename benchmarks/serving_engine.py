@@ -132,6 +132,11 @@ class Engine:
         answers = [found[request] for request in range(len(lengths))]
         return {"answers": answers, "cached": cached, "preempted": self.preempted - before}
 
+    def become(self, blocksparse: dict[str, Any]) -> None:
+        """Exchange the pipelines of the layers for those of another configuration. Its first run compiles them."""
+        self.llm.reset_prefix_cache()  # the other one may have served the same prompts
+        self.llm.collective_rpc(_become, args=(blocksparse,))
+
     def density(self, **case: Any) -> str:
         """Of the sparse calls of a run with a record, which is no timing."""
         self.llm.collective_rpc(_record, args=(True,))
@@ -164,7 +169,7 @@ class Engine:
         return found
 
     def memory(self) -> list[float]:
-        """GiB that PyTorch has allocated on the GPU, and that the first worker has of the host's."""
+        """GiB of the first worker: of the GPU what tensors hold and what PyTorch has taken, and of the host."""
         found: list[float] = self.llm.collective_rpc(_memory)[0]
         return found
 
@@ -190,6 +195,22 @@ def _record(worker: Any, on: bool) -> str:
     return density
 
 
+def _become(worker: Any, given: dict[str, Any]) -> None:
+    """Sizes that go sparse stay those of the first configuration."""
+    from attrs import evolve
+
+    from blocksparse.integrations.serving.settings import Settings
+    from blocksparse.integrations.vllm.engine import HOST, served_by
+
+    config = worker.vllm_config
+    settings = Settings.of({"blocksparse": given}, served_by(config), HOST)
+    for layer in config.compilation_config.static_forward_context.values():
+        attention = getattr(getattr(layer, "impl", None), "attention", None)
+        if attention is not None:
+            pipeline = settings.layers[attention.layer]
+            layer.impl.attention = evolve(attention, pipeline=pipeline, gather=settings.gather)
+
+
 def _runner(worker: Any) -> str:
     return type(worker.model_runner).__module__
 
@@ -197,9 +218,10 @@ def _runner(worker: Any) -> str:
 def _memory(worker: Any) -> list[float]:
     import torch
 
-    there = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+    gpu = torch.cuda.is_available()
+    there, taken = (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) if gpu else (0, 0)
     here = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")  # resident, on Linux
-    return [round(x / 2**30, 4) for x in (there, here)]
+    return [round(x / 2**30, 4) for x in (there, taken, here)]
 
 
 def _as_trained(model: Any) -> None:
