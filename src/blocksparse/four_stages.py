@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, final
+from typing import Any, Generic, final
 
 from attrs import Factory, field, frozen
 from torch import Tensor
@@ -18,6 +18,7 @@ from blocksparse.executors.executor import Executor
 from blocksparse.executors.stage_types import StageTypes
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.permuters.permuter import Permuter
+from blocksparse.runtime.known_calls import is_ours
 from blocksparse.runtime.repeated import repeated
 from blocksparse.scorers.key_history import KeyHistory
 from blocksparse.scorers.scorer import Scorer
@@ -57,6 +58,31 @@ class FourStages(Generic[PermutationT, ScoresT, MaskT]):
             lambda self: StageTypes.of(self.permuter, self.scorer, self.selector, self.executor), takes_self=True
         ),
     )
+
+    @staticmethod
+    def of(
+        permuter: Permuter[PermutationT],
+        scorer: Scorer[PermutationT, ScoresT],
+        selector: Selector[ScoresT, MaskT],
+        executor: Executor[PermutationT, MaskT],
+        repeats: bool,
+    ) -> FourStages[PermutationT, ScoresT, MaskT]:
+        """These stages: one object for all that are equal, so that new ones need not be looked at again.
+
+        Stages from elsewhere may hold what is not part of their value, so each keeps its own.
+        """
+        key = permuter, scorer, selector, executor, repeats
+        try:
+            found = _KNOWN.get(key)
+        except TypeError:  # one has no hash
+            return FourStages(*key)
+        if found is None:
+            found = FourStages(*key)
+            if is_ours(key):
+                if len(_KNOWN) >= _MOST_KNOWN:
+                    _KNOWN.clear()
+                _KNOWN[key] = found
+        return found
 
     def choose(
         self,
@@ -171,3 +197,7 @@ class FourStages(Generic[PermutationT, ScoresT, MaskT]):
                 f"{type(self.permuter).__name__} moves keys, so that blocks change from chunk to chunk, and a "
                 "history is of blocks that stay: call without 'history'"
             )
+
+
+_KNOWN: dict[object, FourStages[Any, Any, Any]] = {}
+_MOST_KNOWN = 256

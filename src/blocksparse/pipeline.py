@@ -59,7 +59,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         repr=False,
         eq=False,
         default=Factory(
-            lambda self: FourStages(self.permuter, self.scorer, self.selector, self.executor, self.repeats),
+            lambda self: FourStages.of(self.permuter, self.scorer, self.selector, self.executor, self.repeats),
             takes_self=True,
         ),
     )

@@ -115,30 +115,6 @@ def check_gave(promised: tuple[Declared, ...], value: object) -> None:
             raise TypeError(f"{stage.__name__} must give {a_name(promise)}, and gave {a_name(type(value))}")
 
 
-def classes(stage: object, roles: tuple[type, ...]) -> object:
-    """What decides the types that `declared` finds: a class, and its parts' classes where it leaves one open."""
-    cls: type = type(stage)
-    if not (names := _parts(cls, roles)):
-        return cls
-    found: list[object] = [cls]
-    for name in names:
-        kind: type = type(part := getattr(stage, name))
-        if _is_one(kind, roles):
-            found.append(classes(part, roles))
-    return tuple(found)
-
-
-_is_one = cache(issubclass)  # of an abstract class Python asks Python code each time
-
-
-@cache
-def _parts(cls: type, roles: tuple[Any, ...]) -> tuple[str, ...]:
-    """The fields that say what a class leaves open in its class line; none if it leaves nothing open."""
-    said = (_said(cls, role, place) for role in roles for place in range(len(role.__parameters__)))
-    is_open = attrs.has(cls) and any(isinstance(each, TypeVar) for each in said)
-    return tuple(each.name for each in attrs.fields(cls)) if is_open else ()
-
-
 def _each(value: type | UnionType) -> tuple[type, ...]:
     return get_args(value) or (value,)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from blocksparse.checks.class_line import Declared, check_takes, classes, declared
+from blocksparse.checks.class_line import Declared, check_takes, declared
 from blocksparse.checks.validators import a
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.executor import Executor
@@ -28,20 +28,9 @@ class StageTypes(NamedTuple):
     def of(cls, permuter: object, scorer: object, selector: object, executor: object) -> StageTypes:
         """What their class lines declare or, where one is silent, what later stages need.
 
-        What their classes decide is found once.
-
         Raises:
             TypeError: one is no such stage, or needs what the stage before it does not give.
         """
-        key = tuple([classes(stage, _ROLES) for stage in (permuter, scorer, selector, executor)])
-        if key not in _found:
-            if len(_found) >= _MOST:
-                _found.clear()
-            _found[key] = cls._of(permuter, scorer, selector, executor)
-        return _found[key]
-
-    @classmethod
-    def _of(cls, permuter: object, scorer: object, selector: object, executor: object) -> StageTypes:
         rule = "the order is permuter, scorer, selector, executor"
         a(Permuter).or_else(rule).check(permuter=permuter)
         a(Scorer).or_else(rule).check(scorer=scorer)
@@ -70,8 +59,3 @@ def _promised(
 ) -> tuple[Declared, ...]:
     cls = type(stage)
     return Declared(cls, least), *(said or (Declared(cls, need.value) for need in needed))
-
-
-_ROLES = Permuter, Scorer, Selector, Executor
-_found: dict[tuple[object, ...], StageTypes] = {}
-_MOST = 1024

@@ -95,14 +95,14 @@ def owner_of(run: Callable[..., Any]) -> object:
 
 @lru_cache(maxsize=512)
 def _shared(value: object) -> object:
-    return object() if _is_ours(value) else None
+    return object() if is_ours(value) else None
 
 
-def _is_ours(value: object) -> bool:
+def is_ours(value: object) -> bool:
     """Whether a value and all that it holds are of this library, of PyTorch, or plain."""
     if isinstance(value, tuple):
-        return all(map(_is_ours, value))
+        return all(map(is_ours, value))
     kind = type(value)
     if kind.__module__.partition(".")[0] not in (__name__.partition(".")[0], "torch", "builtins"):
         return False
-    return not has(kind) or all(_is_ours(getattr(value, field.name)) for field in fields(kind) if field.init)
+    return not has(kind) or all(is_ours(getattr(value, field.name)) for field in fields(kind) if field.init)
