@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.kernels.positions.block_lists import block_lists, block_lists_reference
-from blocksparse.kernels.scoring.block_softmax import block_softmax, block_softmax_reference
+from blocksparse.kernels.positions.block_lists import block_lists
+from blocksparse.kernels.scoring.block_softmax import block_softmax
 from blocksparse.kernels.selecting.top_cdf import top_cdf, top_cdf_reference
-from blocksparse.kernels.selecting.top_k import top_k, top_k_reference
+from blocksparse.kernels.selecting.top_k import top_k
 
 
 def setting(tokens: int, heads: int, *, sorted_keys: bool = False) -> tuple[bs.Grid, Tensor]:
@@ -49,7 +49,7 @@ def check(tokens: int, heads: int) -> None:
         grid, logits = setting(tokens, heads, sorted_keys=sorted_keys)
         segment = 256 if sorted_keys else None
         mass, own = block_softmax(logits.clone(), grid, scale=0.7, segment=segment)
-        want, want_own = block_softmax_reference(logits, grid, scale=0.7, segment=segment)
+        want, want_own = block_softmax.plain(logits, grid, scale=0.7, segment=segment)
         torch.testing.assert_close(mass, want, rtol=1e-5, atol=1e-9)
         if own is not None and want_own is not None:
             same("own segment", own, want_own)
@@ -64,10 +64,10 @@ def check(tokens: int, heads: int) -> None:
                 for first in (True, False):
                     got, want = (
                         f(values, own, number, tenth, grid, forced_first=first, of_all_keys=False)
-                        for f in (top_k, top_k_reference)
+                        for f in (top_k, top_k.plain)
                     )
                     same(f"top_k {number} {first}", got, want)
-            for part, twin in zip(block_lists(got, grid), block_lists_reference(got, grid), strict=True):
+            for part, twin in zip(block_lists(got, grid), block_lists.plain(got, grid), strict=True):
                 same("block_lists", part, twin)
     print(f"{tokens} tokens, {heads} heads: kernels and twins agree", flush=True)
 

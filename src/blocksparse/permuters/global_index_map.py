@@ -15,6 +15,7 @@ from blocksparse.checks.validators import block_size, count, flag, optional, siz
 from blocksparse.kernels.multiplying.products import products
 from blocksparse.kernels.ordering.coarse_order import coarse_order
 from blocksparse.kernels.ordering.mean_and_products import mean_and_products
+from blocksparse.kernels.ordering.score_steps import check_keys
 from blocksparse.kernels.ordering.segment_sort import segment_sort, whole_numbers
 from blocksparse.kernels.scoring.block_mean import block_mean
 from blocksparse.permuters.permutation import Permutation
@@ -99,6 +100,7 @@ class GlobalIndexMap(Permuter[Permutation]):
         index[..., S : S + near] = (start + torch.arange(-1, -1 - near, -1, device=k.device)).clamp_min(-1)
         ordered = index[..., S + near :]
         if self.coarse:
+            check_keys(longest)
             coarse_order(mean, k, first * S - near, S, ordered)
             return index
         ordered.fill_(-1)

@@ -9,8 +9,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from blocksparse.kernels.moving.gather_rows import gather_rows_reference, scatter_rows_reference
-from blocksparse.kernels.moving.gather_rows_triton import gather_rows_triton, scatter_rows_triton
+from blocksparse.kernels.moving.gather_rows import gather_rows, scatter_rows
+from blocksparse.kernels.moving.gather_rows_triton import (
+    gather_rows_triton,
+    gather_two_triton,
+    scatter_rows_triton,
+)
 
 
 def order(*shape: int, device: str, seed: int = 0) -> Tensor:
@@ -27,9 +31,9 @@ def rows(*shape: int, device: str, dtype: torch.dtype = torch.float32) -> Tensor
 def test_lengths_and_groups(N: int, group: int, device: str) -> None:
     x, y = rows(2, 2, N, 64, device=device), rows(2, 2, N, 16, device=device)
     index = order(2, 2 * group, N, device=device)
-    got = gather_rows_triton((x, y), index)
-    assert torch.equal(got[0], gather_rows_reference(x, index))
-    assert torch.equal(got[1], gather_rows_reference(y, index))
+    got = gather_two_triton(x, y, index)
+    assert torch.equal(got[0], gather_rows.plain(x, index))
+    assert torch.equal(got[1], gather_rows.plain(y, index))
 
 
 @pytest.mark.parametrize("D", [1, 5, 80, 96, 128, 256])
@@ -37,22 +41,20 @@ def test_lengths_and_groups(N: int, group: int, device: str) -> None:
 def test_head_dims_and_dtypes(D: int, dtype: torch.dtype, device: str) -> None:
     x = rows(1, 2, 65, D, device=device).mul(50).abs().to(dtype)
     index = order(1, 2, 65, device=device)
-    assert torch.equal(gather_rows_triton((x,), index)[0], gather_rows_reference(x, index))
-    assert torch.equal(scatter_rows_triton(x, index), scatter_rows_reference(x, index))
+    assert torch.equal(gather_rows_triton(x, index), gather_rows.plain(x, index))
+    assert torch.equal(scatter_rows_triton(x, index), scatter_rows.plain(x, index))
 
 
 def test_layouts_and_broadcast_maps(device: str) -> None:
     """Hosts hand over `[B, N, H, D]` transposed; orders of tokens on a grid are one map for all heads."""
     x = rows(2, 70, 3, 32, device=device).transpose(1, 2)
     index = order(70, device=device).expand(2, 3, 70)
-    assert torch.equal(gather_rows_triton((x,), index)[0], gather_rows_reference(x, index))
-    assert torch.equal(scatter_rows_triton(x, index), scatter_rows_reference(x, index))
+    assert torch.equal(gather_rows_triton(x, index), gather_rows.plain(x, index))
+    assert torch.equal(scatter_rows_triton(x, index), scatter_rows.plain(x, index))
     last_axis_apart = rows(2, 3, 32, 70, device=device).mT
-    assert torch.equal(
-        gather_rows_triton((last_axis_apart,), index)[0], gather_rows_reference(last_axis_apart, index)
-    )
+    assert torch.equal(gather_rows_triton(last_axis_apart, index), gather_rows.plain(last_axis_apart, index))
     part = order(2, 3, 70, device=device)[..., ::2]
-    assert torch.equal(gather_rows_triton((x,), part)[0], gather_rows_reference(x, part))
+    assert torch.equal(gather_rows_triton(x, part), gather_rows.plain(x, part))
 
 
 @pytest.mark.parametrize("row", [-1, 70])
@@ -60,7 +62,7 @@ def test_a_map_that_names_no_row_of_its_head_is_refused(row: int) -> None:
     index = order(2, 3, 70, device="cpu")
     index[1, 2, 5] = row
     with pytest.raises(IndexError, match="out of range"):
-        gather_rows_reference(rows(2, 3, 70, 4, device="cpu"), index)
+        gather_rows.plain(rows(2, 3, 70, 4, device="cpu"), index)
 
 
 def test_rows_of_a_far_longer_tensor_are_read_where_they_stand() -> None:
@@ -78,7 +80,7 @@ def test_rows_of_a_far_longer_tensor_are_read_where_they_stand() -> None:
             return out
 
     with Made():  # type: ignore[no-untyped-call]
-        got = gather_rows_reference(x, index)
+        got = gather_rows.plain(x, index)
     assert made
     assert max(made) <= got.numel()
     for h in range(3):
@@ -89,7 +91,7 @@ def test_rows_of_a_far_longer_tensor_are_read_where_they_stand() -> None:
 def test_scatter_undoes_gather(trailing: tuple[int, ...], device: str) -> None:
     x, index = rows(2, 3, 129, *trailing, device=device), order(2, 3, 129, device=device)
     flat: Any = x.reshape(2, 3, 129, -1)
-    gathered = gather_rows_triton((flat,), index)[0].view(x.shape)
+    gathered = gather_rows_triton(flat, index).view(x.shape)
     assert torch.equal(scatter_rows_triton(gathered, index), x)
 
 
@@ -108,7 +110,7 @@ def test_only_wanted_blocks_are_moved(block: int, D: int, shared: bool, device: 
     written = wanted.repeat_interleave(4 // heads[1], 1).expand(2, -1, -1).repeat_interleave(block, -1)[..., :N]
     assert 0 < written.float().mean() < 1
     for of_part in (wanted, wanted.mT.contiguous().mT):
-        for got, source in zip(gather_rows_triton((x, y), index, of_part, block), (x, y), strict=True):
-            want = gather_rows_reference(source, index)
+        for got, source in zip(gather_two_triton(x, y, index, of_part, block), (x, y), strict=True):
+            want = gather_rows.plain(source, index)
             assert torch.equal(got.isnan(), ~written.unsqueeze(-1).expand_as(got))
             assert torch.equal(got.nan_to_num(), want.where(written.unsqueeze(-1), 0.0))

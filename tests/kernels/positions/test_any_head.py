@@ -8,7 +8,7 @@ import torch
 from blocksparse.kernels.positions.any_head import any_head, visited_columns
 
 pytest.importorskip("triton")
-from blocksparse.kernels.positions.any_head_triton import any_head_triton
+from blocksparse.kernels.positions.any_head_triton import any_head_triton, visited_columns_triton
 
 
 def test_visited_columns_are_those_of_all_rows_and_the_first(device: str) -> None:
@@ -29,5 +29,5 @@ def test_the_kernel_is_the_twin(heads: int, rows: int, cols: int, device: str) -
     whole = torch.rand(2, 6, rows, cols + 1, generator=torch.Generator().manual_seed(0)) < 0.1
     for keep in (whole[..., 1:], whole[..., 1:].contiguous(), whole[:, :1, :, 1:].expand(-1, 6, -1, -1)):
         given = keep.to(device)
-        assert torch.equal(any_head_triton(given, heads, over_rows=False).cpu(), any_head(keep.cpu(), heads))
-        assert torch.equal(any_head_triton(given, heads, over_rows=True).cpu(), visited_columns(keep.cpu(), heads))
+        assert torch.equal(any_head_triton(given, heads).cpu(), any_head(keep.cpu(), heads))
+        assert torch.equal(visited_columns_triton(given, heads).cpu(), visited_columns(keep.cpu(), heads))

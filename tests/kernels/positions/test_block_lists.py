@@ -11,7 +11,7 @@ from torch import Tensor
 import blocksparse as bs
 from blocksparse.executors.block_plan import BlockPlan
 from blocksparse.kernels.common.sizes import index_dtype
-from blocksparse.kernels.positions.block_lists import block_lists, block_lists_reference
+from blocksparse.kernels.positions.block_lists import block_lists
 from blocksparse.testing import make_qkv
 
 pytest.importorskip("triton")
@@ -24,7 +24,7 @@ def random_keep(grid: bs.Grid, share: float, device: str) -> Tensor:
 
 
 def assert_same(keep: Tensor, grid: bs.Grid) -> None:
-    want = block_lists_reference(keep, grid)
+    want = block_lists.plain(keep, grid)
     for got in (kernel.block_lists_triton(keep, grid), block_lists(keep, grid)):
         for a, b in zip(got, want, strict=True):
             assert a.dtype == b.dtype

@@ -7,14 +7,14 @@ import torch
 from tests.machine import DTYPES
 
 from blocksparse.kernels.probing import probe_lines_triton
-from blocksparse.kernels.probing.probe_lines import probe_lines_reference
+from blocksparse.kernels.probing.probe_lines import probe_lines
 from blocksparse.testing import make_qkv
 
 
 def assert_right(q: torch.Tensor, k: torch.Tensor, P: int, *, causal: bool) -> None:
     probe, scale = 4 * q[:, :, -P:], q.shape[-1] ** -0.5
     got = probe_lines_triton.probe_lines_triton(probe, k, q.shape[2], causal, scale)
-    want = probe_lines_reference(probe.double(), k.double(), q.shape[2], causal, scale)
+    want = probe_lines.plain(probe.double(), k.double(), q.shape[2], causal, scale)
     for ours, exact in zip(got, want, strict=True):
         assert ours.dtype == torch.float32
         torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-7)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from tests.machine import DTYPES
 
-from blocksparse.kernels.multiplying.run_sums import run_sums_reference
+from blocksparse.kernels.multiplying.run_sums import run_sums
 from blocksparse.kernels.probing import probe_sums_triton
-from blocksparse.kernels.probing.probe_lines import probe_lines_reference
+from blocksparse.kernels.probing.probe_lines import probe_lines
 from blocksparse.testing import make_qkv
 
 
@@ -16,9 +16,9 @@ def assert_right(q: torch.Tensor, k: torch.Tensor, P: int, run: int) -> None:
     probe, scale = 4 * q[:, :, -P:], q.shape[-1] ** -0.5
     assert probe_sums_triton.takes(probe, run)
     got = probe_sums_triton.probe_sums_triton(probe, k, scale, run)
-    want = probe_lines_reference(probe.double(), k.double(), q.shape[2], True, scale)
+    want = probe_lines.plain(probe.double(), k.double(), q.shape[2], True, scale)
     for ours, lines in zip(got, want, strict=True):
-        exact = run_sums_reference(lines, run)
+        exact = run_sums.plain(lines, run)
         assert ours.dtype == torch.float32
         assert ours.shape == exact.shape
         torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-7)

@@ -16,7 +16,7 @@ from blocksparse.kernels.multiplying.cell_products import Cells
 from blocksparse.kernels.multiplying.cell_products_triton import Tiles
 from blocksparse.kernels.multiplying.pooled_sums_triton import PooledTiles
 from blocksparse.kernels.scoring import cell_mass_triton
-from blocksparse.kernels.scoring.cell_mass import cell_mass_reference
+from blocksparse.kernels.scoring.cell_mass import cell_mass
 from blocksparse.testing import make_qkv
 
 SMALL = Tiles(32, 32, 32, 4, 2)  # several tiles in a short prompt
@@ -43,7 +43,7 @@ def assert_right(given: dict[str, Any], tiles: Tiles | PooledTiles | None = SMAL
         tiles = SMALL_POOLED
     got = cell_mass_triton.cell_mass_triton(**given, tiles=tiles)
     wide = {name: x.double() if name in ("q", "k") else x for name, x in given.items()}
-    want = cell_mass_reference(**wide)
+    want = cell_mass.plain(**wide)
     assert got.dtype == torch.float32
     # What fills a short cell is rounded to the precision of its tokens.
     rounding = {torch.float32: 0.0, torch.float16: 1e-3, torch.bfloat16: 1e-2}[given["q"].dtype]

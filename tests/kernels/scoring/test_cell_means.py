@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.machine import DTYPES
 
-from blocksparse.kernels.scoring.cell_means import cell_means, cell_means_reference
+from blocksparse.kernels.scoring.cell_means import cell_mean, cell_means
 from blocksparse.kernels.scoring.cell_means_triton import cell_mean_triton, cell_means_triton
 from blocksparse.testing import make_qkv
 
@@ -29,8 +29,8 @@ def test_the_kernel_gives_the_twin_s_bits(
     for order in ({"q_index": None, "k_index": None}, moved):
         got = cell_means_triton(q, k, slots, lead, padded_tail, **order)
         want = (
-            cell_means_reference(q.cpu(), slots, lead, padded_tail, _cpu(order["q_index"])),
-            cell_means_reference(k.cpu(), slots, 0, padded_tail, _cpu(order["k_index"])),
+            cell_mean.plain(q.cpu(), slots, lead, padded_tail, _cpu(order["q_index"])),
+            cell_mean.plain(k.cpu(), slots, 0, padded_tail, _cpu(order["k_index"])),
         )
         for a, b in zip(got, want, strict=True):
             assert a.dtype == dtype

@@ -13,7 +13,7 @@ from torch import Tensor
 from blocksparse.kernels.multiplying.cell_products import Cells
 from blocksparse.kernels.multiplying.cell_products_triton import Tiles
 from blocksparse.kernels.scoring import group_max_triton
-from blocksparse.kernels.scoring.group_max import group_max_reference
+from blocksparse.kernels.scoring.group_max import group_max
 from blocksparse.testing import make_qkv
 
 SMALL = Tiles(16, 16, 32, 4, 2)  # several tiles in a short prompt
@@ -35,7 +35,7 @@ def arguments(q: Tensor, k: Tensor, g: int = 8, *, high: int = 4, wide: int = 4,
 def assert_right(given: dict[str, Any], tiles: Tiles | None = SMALL) -> Tensor:
     got = group_max_triton.group_max_triton(**given, tiles=tiles)
     wide = {name: x.double() if name in ("q", "k") else x for name, x in given.items()}
-    want = group_max_reference(**wide)
+    want = group_max.plain(**wide)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-4)
     return got

@@ -8,7 +8,7 @@ from tests.kernels.block_grids import KINDS, heads_of, make_grid
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.kernels.selecting.line_blocks import line_blocks_reference
+from blocksparse.kernels.selecting.line_blocks import line_blocks
 from blocksparse.kernels.selecting.lines import Lines, running_count
 
 pytest.importorskip("triton")
@@ -49,7 +49,7 @@ def test_lines(kind: str, device: str) -> None:
         columns = Lines(running_count(keys), 1 if key_run == 1 else grid.k_block)
         bands = Lines(running_count(distances), run)
         want = by_ranges(keys, 1, distances, run, grid) if key_run == 1 else None
-        reference = line_blocks_reference(columns, bands, grid)
+        reference = line_blocks.plain(columns, bands, grid)
         if want is not None:
             assert torch.equal(reference, want)
         assert torch.equal(line_blocks_triton(columns, bands, grid), reference)
@@ -61,5 +61,5 @@ def test_lines(kind: str, device: str) -> None:
             {"first": 9},
             {"also": also[:, :1], "whole": whole[:, :1], "first": 1},
         ):
-            reference = line_blocks_reference(columns, bands, grid, **more)
+            reference = line_blocks.plain(columns, bands, grid, **more)
             assert torch.equal(line_blocks_triton(columns, bands, grid, **more), reference), more

@@ -8,11 +8,10 @@ from tests.kernels.block_grids import heads_of, make_grid
 from tests.kernels.selecting.test_top_cdf import a_mass, generator, one_row, targets
 from tests.on_kernels import pretend_gpu
 
-from blocksparse.kernels.selecting.peak_share import peak_share, peak_share_reference
+from blocksparse.kernels.selecting.peak_share import peak_share
 from blocksparse.kernels.selecting.top_cdf import MAX_COLS
 
 pytest.importorskip("triton")
-import blocksparse.kernels.selecting.peak_share_triton as peak_share_triton_module
 from blocksparse.kernels.selecting.peak_share_triton import peak_share_triton
 from blocksparse.kernels.selecting.routed_triton import either_triton
 
@@ -26,14 +25,14 @@ def test_kernel_and_twin(kind: str, device: str) -> None:
     forced = torch.rand(heads_of(grid), generator=generator()).to(device) < 0.2
     for alpha in ([0.3, 0.1, 1.0], 0.05):
         for also in (None, forced):
-            want = peak_share_reference(values, also, targets(alpha, device), grid)
+            want = peak_share.plain(values, also, targets(alpha, device), grid)
             for compute in (peak_share_triton, peak_share):
                 assert torch.equal(compute(values, also, targets(alpha, device), grid), want)
 
 
 def test_rows_too_long_for_a_program(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     pretend_gpu(monkeypatch)
-    monkeypatch.setattr(peak_share_triton_module, "peak_share_triton", no_launch)
+    monkeypatch.setattr(peak_share, "kernel", lambda: no_launch)
     for cols in (MAX_COLS, MAX_COLS + 1):
         grid, alpha = one_row(cols, device), targets(0.5, device)
         values = torch.rand(1, 1, 1, cols, generator=generator()).to(device)
@@ -41,9 +40,7 @@ def test_rows_too_long_for_a_program(monkeypatch: pytest.MonkeyPatch, device: st
             with pytest.raises(NotImplementedError):
                 peak_share(values, None, alpha, grid)
         else:
-            assert torch.equal(
-                peak_share(values, None, alpha, grid), peak_share_reference(values, None, alpha, grid)
-            )
+            assert torch.equal(peak_share(values, None, alpha, grid), peak_share.plain(values, None, alpha, grid))
 
 
 def no_launch(*_: object) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import blocksparse as bs
 from blocksparse.kernels.positions.places import Places
-from blocksparse.kernels.positions.within_reach import within_reach_reference
+from blocksparse.kernels.positions.within_reach import within_reach
 from blocksparse.kernels.selecting.top_cdf import top_cdf, top_cdf_reference
 from blocksparse.testing import make_qkv
 
@@ -135,7 +135,7 @@ def test_places_are_kept_besides(kind: str, device: str) -> None:
     values = a_mass(grid, 3.0, device)
     for places, crossing in ((Places(near=5), False), (Places(near=3, first=1, stride=(3, 7)), True)):
         alone = top_cdf_reference(values, None, 0.6, grid, crossing=crossing)
-        want = within_reach_reference(alone, grid, places=places, diagonal=True)
+        want = within_reach.plain(alone, grid, places=places, diagonal=True)
         for compute in (top_cdf_triton, top_cdf, top_cdf_reference):
             assert torch.equal(compute(values, None, 0.6, grid, crossing=crossing, places=places), want)
 

@@ -16,24 +16,16 @@ import math
 import torch
 from torch import Tensor
 
+from blocksparse.kernels.common.twins import on_gpus
+
 LEAST_RMS = 1e-6
 
 
+@on_gpus(torch.float32, where=lambda queries, keys, *_: keys.dtype == torch.float32)
 def band_channels(
     queries: Tensor, keys: Tensor, first: int, end: int, temperature: float | None
 ) -> tuple[Tensor, Tensor]:
     """`[B, Hq, rows, D]` and `[B, H, cols, D]` to `[..., 2 (end - first)]`; `H` divides `Hq`."""
-    if queries.is_cuda and queries.dtype == keys.dtype == torch.float32:
-        from blocksparse.kernels.moving.band_channels_triton import band_channels_triton
-
-        return band_channels_triton(queries, keys, first, end, temperature, least=LEAST_RMS)
-    return band_channels_reference(queries, keys, first, end, temperature)
-
-
-def band_channels_reference(
-    queries: Tensor, keys: Tensor, first: int, end: int, temperature: float | None
-) -> tuple[Tensor, Tensor]:
-    """The same in plain torch."""
     mine, its = (x.unflatten(3, (2, -1))[..., first:end].flatten(3) for x in (queries, keys))
     if temperature is not None:
         return mine / temperature, its

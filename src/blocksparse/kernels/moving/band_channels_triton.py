@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.common.sizes import power_of_2
+from blocksparse.kernels.moving.band_channels import LEAST_RMS
 from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 
@@ -17,9 +18,9 @@ _TILE = 4096  # entries that a program holds at a time
 
 
 def band_channels_triton(
-    queries: Tensor, keys: Tensor, first: int, end: int, temperature: float | None, *, least: float
+    queries: Tensor, keys: Tensor, first: int, end: int, temperature: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel; arguments as of `band_channels`, and the least root mean square that counts."""
+    """Launch the kernel; arguments as of `band_channels`."""
     queries, keys = queries.contiguous(), keys.contiguous()
     (B, Hq, rows, D), (_, H, cols, _), width = queries.shape, keys.shape, 2 * (end - first)
     mine = torch.empty((B, Hq, rows, width), dtype=torch.float32, device=queries.device)
@@ -27,7 +28,7 @@ def band_channels_triton(
     block_d = power_of_2(D)
     with device_of(queries):
         _kernel[(Hq, B)](
-            queries, keys, mine, its, rows, cols, Hq // H, first, end, math.sqrt(width / D), temperature, least,
+            queries, keys, mine, its, rows, cols, Hq // H, first, end, math.sqrt(width / D), temperature, LEAST_RMS,
             D=D, BLOCK_D=block_d, ROWS=max(_TILE // block_d, 1), num_warps=8,
         )  # fmt: skip
     return mine, its

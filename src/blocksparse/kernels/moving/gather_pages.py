@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from blocksparse.kernels.common.twins import on_gpus
 
+
+@on_gpus()
 def gather_pages(keys: Tensor, values: Tensor, pages: Tensor, k: Tensor, v: Tensor) -> None:
     """Write `k` `[1, Hkv, N, D]` and `v` `[1, Hkv, N, Dv]`.
 
@@ -18,16 +21,6 @@ def gather_pages(keys: Tensor, values: Tensor, pages: Tensor, k: Tensor, v: Tens
         values: `[pages, Hkv, page_size, Dv]`.
         pages: `[at least ceil(N / page_size)]` int32 or int64, contiguous, the pages of the request in order.
     """
-    if keys.is_cuda:
-        from blocksparse.kernels.moving.gather_pages_triton import gather_pages_triton
-
-        gather_pages_triton(keys, values, pages, k, v)
-    else:
-        gather_pages_reference(keys, values, pages, k, v)
-
-
-def gather_pages_reference(keys: Tensor, values: Tensor, pages: Tensor, k: Tensor, v: Tensor) -> None:
-    """The same in plain torch, page by page."""
     N, page_size = k.shape[2], keys.shape[2]
     used = pages[: -(-N // page_size)].long()
     for cache, out in ((keys, k), (values, v)):

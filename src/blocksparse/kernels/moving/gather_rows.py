@@ -12,20 +12,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from blocksparse.kernels.common.twins import on_gpus
 from blocksparse.runtime.precision import without_autocast
 
 
+@on_gpus()
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     """The rows of `x` `[B, Hx, N, D]` that `index` `[B, H, M]` int32 names, `[B, H, M, D]`; `Hx` divides `H`."""
-    if x.is_cuda:
-        from blocksparse.kernels.moving.gather_rows_triton import gather_rows_triton
+    # One head after another: `index_select` copies whole rows, and takes any strides.
+    (B, H, M), group = index.shape, index.shape[1] // x.shape[1]
+    rows = [x[b, h // group].index_select(0, index[b, h]) for b in range(B) for h in range(H)]
+    with without_autocast(x):  # autocast refuses to join tensors of another half precision than its own
+        return torch.stack(rows).view(B, H, M, x.shape[-1])
 
-        return gather_rows_triton((x,), index)[0]
-    return gather_rows_reference(x, index)
 
-
+@on_gpus()
 def gather_two(
-    x: Tensor, y: Tensor, index: Tensor, *, wanted: Tensor | None = None, block: int = 1
+    x: Tensor, y: Tensor, index: Tensor, wanted: Tensor | None = None, block: int = 1
 ) -> tuple[Tensor, Tensor]:
     """`gather_rows` of `x` `[B, Hx, N, D]` and `y` `[B, Hx, N, Dy]` in one launch.
 
@@ -33,33 +36,12 @@ def gather_two(
         wanted: `[B|1, Hw, blocks]` bool, which blocks of `block` rows of the result anyone reads; `Hw` divides `H`. Rows
             of the others may hold anything, and on GPUs they are not written. None for all.
     """
-    if x.is_cuda:
-        from blocksparse.kernels.moving.gather_rows_triton import gather_rows_triton
-
-        one, two = gather_rows_triton((x, y), index, wanted, block)
-        return one, two
-    return gather_rows_reference(x, index), gather_rows_reference(y, index)
+    return gather_rows.plain(x, index), gather_rows.plain(y, index)
 
 
+@on_gpus()
 def scatter_rows(x: Tensor, index: Tensor) -> Tensor:
     """Undo a gather of as many rows: `x` `[B, H, M, ...]` and `index` `[B, H, M]` int32, each row named once."""
-    if x.is_cuda:
-        from blocksparse.kernels.moving.gather_rows_triton import scatter_rows_triton
-
-        return scatter_rows_triton(x, index)
-    return scatter_rows_reference(x, index)
-
-
-def gather_rows_reference(x: Tensor, index: Tensor) -> Tensor:
-    """The same in plain torch, one head after another: `index_select` copies whole rows, and takes any strides."""
-    (B, H, M), group = index.shape, index.shape[1] // x.shape[1]
-    rows = [x[b, h // group].index_select(0, index[b, h]) for b in range(B) for h in range(H)]
-    with without_autocast(x):  # autocast refuses to join tensors of another half precision than its own
-        return torch.stack(rows).view(B, H, M, x.shape[-1])
-
-
-def scatter_rows_reference(x: Tensor, index: Tensor) -> Tensor:
-    """The same in plain torch, as a gather through the inverse map."""
     place = inverse(index).long()
     return x.gather(2, place.view(*place.shape, *[1] * (x.ndim - 3)).expand(x.shape))
 

@@ -15,13 +15,20 @@ from blocksparse.runtime.launches import remembered
 _TILE = 8192  # entries of a tensor per program
 
 
-def gather_rows_triton(
-    tensors: tuple[Tensor, ...], index: Tensor, wanted: Tensor | None = None, block: int = 1
-) -> tuple[Tensor, ...]:
-    """Launch the kernel to gather rows of one or two tensors; arguments as of `gather_rows` and `gather_two`."""
-    (B, H, M), Hx = index.shape, tensors[0].shape[1]
-    out = tuple(x.new_empty((B, H, M, x.shape[-1])) for x in tensors)
-    _launch(tensors, out, index, heads_per_source=H // Hx, scatter=False, wanted=wanted, block=block)
+def gather_rows_triton(x: Tensor, index: Tensor) -> Tensor:
+    """Launch the kernel to gather rows; arguments as of `gather_rows`."""
+    out = x.new_empty((*index.shape, x.shape[-1]))
+    _launch((x,), (out,), index, heads_per_source=index.shape[1] // x.shape[1], scatter=False)
+    return out
+
+
+def gather_two_triton(
+    x: Tensor, y: Tensor, index: Tensor, wanted: Tensor | None = None, block: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Launch the kernel to gather rows of two tensors; arguments as of `gather_two`."""
+    out = x.new_empty((*index.shape, x.shape[-1])), y.new_empty((*index.shape, y.shape[-1]))
+    heads_per_source = index.shape[1] // x.shape[1]
+    _launch((x, y), out, index, heads_per_source=heads_per_source, scatter=False, wanted=wanted, block=block)
     return out
 
 

@@ -12,22 +12,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from blocksparse.kernels.common.twins import on_gpus
 from blocksparse.kernels.multiplying.products import products
 from blocksparse.kernels.positions.block_grid import BlockGrid
 
 
+@on_gpus(torch.float32)
 def block_products(pooled_q: Tensor, pooled_k: Tensor, grid: BlockGrid) -> Tensor:
     """Logits `[B, Hq, rows, cols]` of `pooled_q` `[B, Hq, rows, D]` and `pooled_k` `[B, H, cols, D]`.
 
     `H` divides `Hq`. Entries of blocks that are not reachable have no meaning, and may be NaN.
     """
-    if pooled_q.is_cuda and pooled_q.dtype == torch.float32:
-        from blocksparse.kernels.multiplying.block_products_triton import block_products_triton
-
-        return block_products_triton(pooled_q, pooled_k, grid)
-    return block_products_reference(pooled_q, pooled_k, grid)
-
-
-def block_products_reference(pooled_q: Tensor, pooled_k: Tensor, grid: BlockGrid) -> Tensor:
-    """The same in plain torch, which computes every entry."""
     return products(pooled_q, pooled_k)

@@ -9,18 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from blocksparse.kernels.common.twins import on_gpus
 
+
+@on_gpus(torch.float32)
 def run_sums(x: Tensor, run: int) -> Tensor:
     """The sums of `x` `[B, H, n]` over runs of `run` entries, `[B, H, ceil(n / run)]`; the last run may be shorter."""
-    if x.is_cuda and x.dtype == torch.float32:
-        from blocksparse.kernels.multiplying.run_sums_triton import run_sums_triton
-
-        return run_sums_triton(x, run)
-    return run_sums_reference(x, run)
-
-
-def run_sums_reference(x: Tensor, run: int) -> Tensor:
-    """The same in plain torch."""
     short = -x.shape[-1] % run
     sums: Tensor = (pad(x, (0, short)) if short else x).unflatten(-1, (-1, run)).sum(-1)
     return sums

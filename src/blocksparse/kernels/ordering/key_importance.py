@@ -13,14 +13,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from blocksparse.kernels.common.twins import FLOATS, compiled, on_gpus
 from blocksparse.kernels.multiplying.products import products
 from blocksparse.kernels.scoring import cpu_scores
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-
+@on_gpus(*FLOATS)
+@compiled(cpu_scores.key_importance_on_cpu, lambda q, k, *_, **__: cpu_scores.takes(q, k))
 def key_importance(
-    q: Tensor, k: Tensor, *, probe: int, seen: int, causal: bool, scale: float, per_query_head: bool
+    q: Tensor, k: Tensor, probe: int, seen: int, causal: bool, scale: float, per_query_head: bool
 ) -> Tensor:
     """Parts whose sums are the mean weight of every key of `k` `[B, Hkv, N, D]`, `[B, Hkv or Hq, P, N]`, fp32 or better.
 
@@ -33,17 +34,7 @@ def key_importance(
         causal: neither have keys after the query.
         per_query_head: take the mean over each query head's own queries, `[B, Hq, P, N]`.
     """
-    if q.is_cuda and q.dtype in _DTYPES:
-        from blocksparse.kernels.ordering.key_importance_triton import key_importance_triton as compute
-    else:
-        compute = cpu_scores.key_importance_on_cpu if cpu_scores.takes(q, k) else key_importance_reference
-    return compute(q, k, probe, seen, causal, scale, per_query_head)
-
-
-def key_importance_reference(
-    q: Tensor, k: Tensor, probe: int, seen: int, causal: bool, scale: float, per_query_head: bool
-) -> Tensor:
-    """The same in plain torch and in one part, one KV head after another: fewer numbers are held at a time."""
+    # One KV head after another, so that fewer numbers are held at a time; it is one part.
     Hkv, N, P = k.shape[1], k.shape[2], min(probe, q.shape[2])
     later = torch.ones(P, P, dtype=torch.bool, device=k.device).triu(1)  # the last keys, behind their query
     weights = []

@@ -14,7 +14,7 @@ from blocksparse.runtime.launches import remembered
 TILE = 4096  # entries of queries that a program holds at a time
 
 
-def mean_and_products_triton(q: Tensor, guide: Tensor, S: int, lead: int) -> tuple[Tensor, Tensor]:
+def mean_and_products_triton(q: Tensor, guide: Tensor, S: int, lead: int = 0) -> tuple[Tensor, Tensor]:
     """Launch the kernel; arguments as of `mean_and_products`."""
     B, H, M, D = q.shape
     q, guide = q if q.stride(-1) == 1 else q.contiguous(), guide.float().contiguous()

@@ -17,6 +17,12 @@ SAMPLED = 8  # of every eight keys the last one has a part in the range of score
 MOST_KEYS = 1 << 24  # the positions that fit below a step
 
 
+def check_keys(keys: int) -> None:
+    """Raise a ValueError if there are more keys before a segment than positions have bits for."""
+    if keys > MOST_KEYS:
+        raise ValueError(f"a coarse order takes up to {MOST_KEYS} keys before a segment: {keys}; use coarse=False")
+
+
 def score_steps(scores: Tensor, start: Tensor) -> Tensor:
     """Steps of `scores` `[B, H, G, N]`, int16, for the first `start` `[G, 1]` keys of each row; 256 for the others.
 

@@ -15,25 +15,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from blocksparse.kernels.common.twins import on_gpus
+
 _LONGEST = 4096
 
 
-def segment_sort(values: Tensor, S: int, *, coarse: bool = False) -> Tensor:
+@on_gpus(torch.float32, where=lambda values, S, *_, **__: 1 < S <= _LONGEST and S & (S - 1) == 0)
+def segment_sort(values: Tensor, S: int, coarse: bool = False) -> Tensor:
     """The token in every slot, `[B, H, N]` int32, for `values` `[B, H, N]`; the same on every device.
 
     Args:
         values: or `[B, H, P, N]`, parts of values, which are added up first.
         coarse: values count as equal if their `whole_numbers` are equal but for the lowest `log2(S)` bits.
     """
-    if values.is_cuda and values.dtype == torch.float32 and 1 < S <= _LONGEST and S & (S - 1) == 0:
-        from blocksparse.kernels.ordering.segment_sort_triton import segment_sort_triton
-
-        return segment_sort_triton(values, S, coarse)
-    return segment_sort_reference(values, S, coarse)
-
-
-def segment_sort_reference(values: Tensor, S: int, coarse: bool = False) -> Tensor:
-    """The same in plain torch."""
     values = values.sum(2) if values.ndim == 4 else values
     values = whole_numbers(values) >> (S - 1).bit_length() if coarse else values
     N, segments = values.shape[-1], values.shape[-1] // S

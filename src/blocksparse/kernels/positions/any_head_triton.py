@@ -15,8 +15,17 @@ _COLS = 128
 _MOST_MEMBERS = 32  # that a program reads at a time
 
 
-def any_head_triton(keep: Tensor, heads: int, *, over_rows: bool) -> Tensor:
-    """Launch the kernel: `[B, heads, rows, cols]` of `any_head`, or `[B, heads, cols]` of `visited_columns`."""
+def any_head_triton(keep: Tensor, heads: int) -> Tensor:
+    """Launch the kernel; arguments as of `any_head`."""
+    return _launch(keep, heads, over_rows=False)
+
+
+def visited_columns_triton(keep: Tensor, heads: int) -> Tensor:
+    """Launch the kernel; arguments as of `visited_columns`."""
+    return _launch(keep, heads, over_rows=True).squeeze(2)
+
+
+def _launch(keep: Tensor, heads: int, *, over_rows: bool) -> Tensor:
     keep = keep.contiguous()
     B, H, rows, cols = keep.shape
     members, out_rows = H // heads, rows
@@ -29,7 +38,7 @@ def any_head_triton(keep: Tensor, heads: int, *, over_rows: bool) -> Tensor:
             FIRST=over_rows, MEMBERS=min(power_of_2(members), _MOST_MEMBERS), COLS=_COLS,
             num_warps=4,
         )  # fmt: skip
-    return out.squeeze(2) if over_rows else out
+    return out
 
 
 @remembered

@@ -10,20 +10,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from blocksparse.kernels.common.twins import on_gpus
+
 NEVER = torch.iinfo(torch.int32).max
 
 Bounds = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
+@on_gpus()
 def block_places(
-    q: Tensor,
-    k: Tensor,
-    q_index: Tensor | None,
-    k_index: Tensor | None,
-    q_block: int,
-    k_block: int,
-    *,
-    offset: int,
+    q: Tensor, k: Tensor, q_index: Tensor | None, k_index: Tensor | None, q_block: int, k_block: int, offset: int
 ) -> tuple[Tensor, Tensor, Bounds]:
     """The position in each place of queries and of keys, and their `block_bounds`.
 
@@ -40,17 +36,6 @@ def block_places(
         `q_position` `[B|1, Hq|1, rows * q_block]` and `k_position` `[B|1, H|1, G, cols * k_block]` int32, which may be the
         maps themselves; and the bounds.
     """
-    if q.is_cuda:
-        from blocksparse.kernels.positions.block_bounds_triton import block_places_triton as compute
-    else:
-        compute = block_places_reference
-    return compute(q, k, q_index, k_index, q_block, k_block, offset)
-
-
-def block_places_reference(
-    q: Tensor, k: Tensor, q_index: Tensor | None, k_index: Tensor | None, q_block: int, k_block: int, offset: int
-) -> tuple[Tensor, Tensor, Bounds]:
-    """The same in plain torch."""
     M, N, lead = q.shape[2], k.shape[2], offset % q_block
     in_order = torch.arange(max(N, offset + M), dtype=torch.int32, device=q.device)
     if q_index is None:
@@ -62,9 +47,10 @@ def block_places_reference(
         q_position = pad(q_position, (lead, -(lead + M) % q_block), value=-1)
     if k_position.shape[-1] % k_block:
         k_position = pad(k_position, (0, -k_position.shape[-1] % k_block), value=-1)
-    return q_position, k_position, block_bounds_reference(q_position, k_position, q_block, k_block, q.shape[1])
+    return q_position, k_position, block_bounds.plain(q_position, k_position, q_block, k_block, q.shape[1])
 
 
+@on_gpus()
 def block_bounds(q_position: Tensor, k_position: Tensor, q_block: int, k_block: int, heads: int) -> Bounds:
     """Bounds of the blocks of queries and keys.
 
@@ -77,17 +63,6 @@ def block_bounds(q_position: Tensor, k_position: Tensor, q_block: int, k_block: 
         `q_first`, `q_last` `[B|1, heads|1, rows, 1]`, `k_first`, `k_last` `[B|1, heads|1, G, cols]` int32, and
         `k_whole` bool, whether no slot is empty. A block of empty slots goes from `NEVER` to -1.
     """
-    if q_position.is_cuda:
-        from blocksparse.kernels.positions.block_bounds_triton import block_bounds_triton
-
-        return block_bounds_triton(q_position, k_position, q_block, k_block, heads)
-    return block_bounds_reference(q_position, k_position, q_block, k_block, heads)
-
-
-def block_bounds_reference(
-    q_position: Tensor, k_position: Tensor, q_block: int, k_block: int, heads: int
-) -> Bounds:
-    """The same in plain torch."""
     q_first, q_last, _ = _side(q_position.unsqueeze(2), q_block, heads)
     return q_first.mT, q_last.mT, *_side(k_position, k_block, heads)
 

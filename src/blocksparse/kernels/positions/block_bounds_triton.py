@@ -13,15 +13,15 @@ from torch import Tensor
 from blocksparse.kernels.common.memory import empty_together
 from blocksparse.kernels.common.sizes import REMEMBERED, cdiv, power_of_2
 from blocksparse.kernels.common.strides_triton import alike, head_at, head_strides
+from blocksparse.kernels.positions.block_bounds import Bounds
 from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 
-_Bounds = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 _NEVER = tl.constexpr(2**31 - 1)
 _TILE = 2048  # places that a program works on at a time
 
 
-def block_bounds_triton(q_position: Tensor, k_position: Tensor, q_block: int, k_block: int, heads: int) -> _Bounds:
+def block_bounds_triton(q_position: Tensor, k_position: Tensor, q_block: int, k_block: int, heads: int) -> Bounds:
     """Launch the kernel; arguments as of `block_bounds`."""
     M, slots, device = q_position.shape[-1], k_position.shape[-1], q_position.device
     return _launch(q_position, k_position, M, slots, q_block, k_block, heads, 0, device)[2]
@@ -29,7 +29,7 @@ def block_bounds_triton(q_position: Tensor, k_position: Tensor, q_block: int, k_
 
 def block_places_triton(
     q: Tensor, k: Tensor, q_index: Tensor | None, k_index: Tensor | None, q_block: int, k_block: int, offset: int
-) -> tuple[Tensor, Tensor, _Bounds]:
+) -> tuple[Tensor, Tensor, Bounds]:
     """Launch the kernel; arguments as of `block_places`."""
     slots = k.shape[2] if k_index is None else k_index.shape[-1]
     return _launch(q_index, k_index, q.shape[2], slots, q_block, k_block, q.shape[1], offset, q.device)
@@ -45,7 +45,7 @@ def _launch(
     heads: int,
     offset: int,
     device: torch.device,
-) -> tuple[Tensor, Tensor, _Bounds]:
+) -> tuple[Tensor, Tensor, Bounds]:
     """Positions are made only where the maps, which are then returned, do not say them already."""
     q_index, k_index = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (q_index, k_index))
     maps = None if q_index is None else q_index.shape, None if k_index is None else k_index.shape

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from blocksparse.kernels.common.sizes import index_dtype
+from blocksparse.kernels.common.twins import on_gpus
 from blocksparse.kernels.positions.block_grid import BlockGrid
 
 
+@on_gpus()
 def block_lists(keep: Tensor, grid: BlockGrid) -> tuple[Tensor, Tensor, Tensor]:
     """Full blocks and partial blocks of each row of `keep` `[B, H, rows, cols]` bool.
 
@@ -22,15 +24,6 @@ def block_lists(keep: Tensor, grid: BlockGrid) -> tuple[Tensor, Tensor, Tensor]:
         `full_count` and `partial_count` `[B, H, rows]` int32, `index` `[B, H, rows, cols]` of `index_dtype(cols)`.
         Entries of `index` past both counts are zeros, so that a kernel may load ahead.
     """
-    if keep.is_cuda:
-        from blocksparse.kernels.positions.block_lists_triton import block_lists_triton
-
-        return block_lists_triton(keep, grid)
-    return block_lists_reference(keep, grid)
-
-
-def block_lists_reference(keep: Tensor, grid: BlockGrid) -> tuple[Tensor, Tensor, Tensor]:
-    """The same in plain torch."""
     full = keep & grid.full
     full_count, count = full.sum(-1, dtype=torch.int32), keep.sum(-1, dtype=torch.int32)
     group = keep.to(torch.uint8) + full  # 0 for dropped, 1 for partial, 2 for full

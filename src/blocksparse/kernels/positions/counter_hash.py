@@ -6,9 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
+from blocksparse.kernels.common.twins import on_gpus
 from blocksparse.kernels.positions.mix import mix
 
 
+@on_gpus(
+    of=lambda seed, *counters: counters[0],
+    where=lambda seed, *counters: len(counters) <= 3 and max(x.ndim for x in counters) <= 3,
+)
 def counter_hash(seed: int, *counters: Tensor) -> Tensor:
     """32 mixed bits for every combination of counters, int64 in [0, 2^32), in the shape they broadcast to.
 
@@ -20,16 +25,7 @@ def counter_hash(seed: int, *counters: Tensor) -> Tensor:
         seed: non-negative and below 2^32.
         counters: int64, non-negative and below 2^32; at least one.
     """
-    if counters[0].is_cuda and len(counters) <= 3 and max(x.ndim for x in counters) <= 3:
-        from blocksparse.kernels.positions.counter_hash_triton import counter_hash_triton
-
-        return counter_hash_triton(seed, *counters)
-    return counter_hash_reference(seed, *counters)
-
-
-def counter_hash_reference(seed: int, *counters: Tensor) -> Tensor:
-    """The same in plain torch, in which no product overflows int64."""
-    state: Any = mix(seed)
+    state: Any = mix(seed)  # no product overflows int64
     for counter in counters:
         state = mix(mix(counter) ^ state)
     result: Tensor = state

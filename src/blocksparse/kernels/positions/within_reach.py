@@ -6,11 +6,13 @@ import torch
 from torch import Tensor
 
 from blocksparse.kernels.common.sizes import FAR
+from blocksparse.kernels.common.twins import on_gpus
 from blocksparse.kernels.positions.block_grid import BlockGrid
 from blocksparse.kernels.positions.counter_hash import counter_hash
 from blocksparse.kernels.positions.places import NOWHERE, Places
 
 
+@on_gpus(of=lambda keep, grid, *_, **__: grid.q_first)
 def within_reach(
     keep: Tensor | None,
     grid: BlockGrid,
@@ -34,24 +36,6 @@ def within_reach(
         segment: a number of tokens; the blocks of `grid.own_segment(segment)` are chosen, too.
         diagonal: the blocks of `grid.diagonal` are chosen, too.
     """
-    if grid.q_first.is_cuda:
-        from blocksparse.kernels.positions.within_reach_triton import within_reach_triton as compute
-    else:
-        compute = within_reach_reference
-    return compute(keep, grid, n, skipped, places=places, segment=segment, diagonal=diagonal)
-
-
-def within_reach_reference(
-    keep: Tensor | None,
-    grid: BlockGrid,
-    n: int = 1,
-    skipped: int = 0,
-    *,
-    places: Places = NOWHERE,
-    segment: int | None = None,
-    diagonal: bool = False,
-) -> Tensor:
-    """The same in plain torch."""
     reachable = grid.reachable
     chosen = torch.zeros_like(reachable) if keep is None else keep
     if n > 1:

@@ -10,20 +10,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from blocksparse.kernels.common.twins import on_gpus
+
 LONGEST = 32768
 
 
+@on_gpus(torch.float32, where=lambda logits, true, *_: true.dtype == torch.float32 and logits.shape[-1] <= LONGEST)
 def block_divergence(logits: Tensor, true: Tensor, scale: float = 1.0) -> Tensor:
     """`[B, H]`, from 0 to sqrt(ln 2), for `logits` and weights `true` `[B, H, cols]`."""
-    if logits.is_cuda and logits.dtype == true.dtype == torch.float32 and logits.shape[-1] <= LONGEST:
-        from blocksparse.kernels.probing.block_divergence_triton import block_divergence_triton
-
-        return block_divergence_triton(logits, true, scale)
-    return block_divergence_reference(logits, true, scale)
-
-
-def block_divergence_reference(logits: Tensor, true: Tensor, scale: float = 1.0) -> Tensor:
-    """The same in plain torch."""
     pooled = (logits * scale).softmax(-1)
     mean = (pooled + true) / 2
     parts = (torch.xlogy(x, x) - torch.xlogy(x, mean) for x in (pooled, true))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from blocksparse.kernels.common.twins import compiled, on_gpus
 from blocksparse.kernels.multiplying.products import products, wide_dtype
 from blocksparse.kernels.positions.sight import sees
 from blocksparse.kernels.scoring import cpu_scores
@@ -18,6 +19,14 @@ from blocksparse.kernels.scoring import cpu_scores
 _WORKSPACE = 2**28  # bytes of probabilities that are held at a time
 
 
+def _takes(probe: Tensor, k: Tensor, q_len: int, causal: bool, scale: float, window: int | None = None) -> bool:
+    from blocksparse.kernels.probing.probe_lines_triton import takes
+
+    return window is None and takes(probe)
+
+
+@on_gpus(where=_takes)
+@compiled(cpu_scores.probe_lines_on_cpu, lambda probe, k, *_, **__: cpu_scores.takes(probe, k))
 def probe_lines(
     probe: Tensor,  # [B, Hq, P, D], the last queries
     k: Tensor,  # [B, H, N, D], in original order; H divides Hq
@@ -31,20 +40,6 @@ def probe_lines(
     The distance of a pair is query position minus key position, or the absolute value of that when not causal. `L` is `N`,
     or `max(q_len, N)` when not causal. With a `window` a query sees only so many tokens, its own included.
     """
-    if probe.is_cuda and window is None:
-        from blocksparse.kernels.probing import probe_lines_triton
-
-        if probe_lines_triton.takes(probe):
-            return probe_lines_triton.probe_lines_triton(probe, k, q_len, causal, scale)
-    elif cpu_scores.takes(probe, k):
-        return cpu_scores.probe_lines_on_cpu(probe, k, q_len, causal, scale, window)
-    return probe_lines_reference(probe, k, q_len, causal, scale, window)
-
-
-def probe_lines_reference(
-    probe: Tensor, k: Tensor, q_len: int, causal: bool, scale: float, window: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """The same in plain torch, some queries at a time."""
     (B, Hq, P, _), N = probe.shape, k.shape[2]
     wide = wide_dtype(k)
     vertical = torch.zeros(B, Hq, N, dtype=wide, device=k.device)

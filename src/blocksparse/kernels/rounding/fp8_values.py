@@ -9,31 +9,21 @@ the plain torch.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from blocksparse.kernels.moving.gather_rows import gather_rows_reference
+from blocksparse.kernels.common.twins import FLOATS, on_gpus
+from blocksparse.kernels.moving.gather_rows import gather_rows
 from blocksparse.kernels.rounding.quantize import fp8_per_token
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-
+@on_gpus(*FLOATS)
 def fp8_values(v: Tensor, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """fp8 `[B, H, slots, D]` of `v` `[B, Hkv, N, D]` in slot order, and scales `[B, H, slots]` fp32.
 
     Args:
         index: `[B, H, slots]` int32, the value in each slot; `Hkv` divides `H`. None leaves values in place.
     """
-    if v.is_cuda and v.dtype in _DTYPES:
-        from blocksparse.kernels.rounding.fp8_values_triton import fp8_values_triton
-
-        return fp8_values_triton(v, index)
-    return fp8_values_reference(v, index)
-
-
-def fp8_values_reference(v: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The same in plain torch."""
     if index is not None:
-        v = gather_rows_reference(v, index.clamp_min(0)).masked_fill((index < 0).unsqueeze(-1), 0.0)
+        v = gather_rows.plain(v, index.clamp_min(0)).masked_fill((index < 0).unsqueeze(-1), 0.0)
     values, scale = fp8_per_token(v)
     return values.contiguous(), scale

@@ -19,7 +19,7 @@ _TILE = 8192  # entries of values per program
 _LIMIT = tl.constexpr(FP8_LIMIT)
 
 
-def fp8_values_triton(v: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor]:
+def fp8_values_triton(v: Tensor, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Launch the kernel; arguments as of `fp8_values`."""
     D = v.shape[-1]
     B, H, slots = v.shape[:3] if index is None else index.shape

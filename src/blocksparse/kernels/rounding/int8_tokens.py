@@ -12,19 +12,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blocksparse.kernels.moving.gather_rows import gather_rows_reference
+from blocksparse.kernels.common.twins import FLOATS, on_gpus
+from blocksparse.kernels.moving.gather_rows import gather_rows
 from blocksparse.kernels.multiplying.products import products
 from blocksparse.kernels.rounding.quantize import int8_per_block, int8_per_token
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-
+@on_gpus(*FLOATS)
 def int8_queries(
     q: Tensor,
     index: Tensor | None,
     block: int,
     lead: int,
-    *,
     shared: bool,
     mean: Tensor | None = None,
     scale: float = 1.0,
@@ -42,21 +41,18 @@ def int8_queries(
         scale: what products are multiplied by to become logits.
         plain: `[B|1, Hq|1, rows]` int32, not 0 for rows that read keys which keep their mean: their queries lose 0.
     """
-    if q.is_cuda and q.dtype in _DTYPES:
-        from blocksparse.kernels.rounding.int8_tokens_triton import int8_queries_triton
+    q, empty, taken = in_slot_order(q, index), None if index is None else index < 0, None
+    if mean is not None:
+        taken = scale * products(q.float(), mean.unsqueeze(2)).squeeze(-1)
+        if plain is not None:
+            by_place = plain.repeat_interleave(block, -1)[..., lead : lead + q.shape[2]]
+            taken = taken.masked_fill(by_place != 0, 0.0)
+    return *_rounded(q, empty, block, lead, shared), taken
 
-        return int8_queries_triton(q, index, block, lead, shared, mean, scale, plain)
-    return int8_queries_reference(q, index, block, lead, shared, mean, scale, plain)
 
-
+@on_gpus(*FLOATS)
 def int8_keys(
-    k: Tensor,
-    index: Tensor | None,
-    block: int,
-    *,
-    shared: bool,
-    mean: Tensor | None = None,
-    plain_below: int = 0,
+    k: Tensor, index: Tensor | None, block: int, shared: bool, mean: Tensor | None = None, plain_below: int = 0
 ) -> tuple[Tensor, Tensor]:
     """int8 `[B, H, slots, D]` of `k` `[B, Hkv, N, D]` less its mean, and scales `[B, H, slots]` fp32.
 
@@ -68,37 +64,6 @@ def int8_keys(
         plain_below: if not 0, `H` more heads follow, rounded without subtracting the mean: `[B, 2 * H, slots, D]`. In
             them a block without any key before this one may hold anything, for nobody reads it.
     """
-    if k.is_cuda and k.dtype in _DTYPES:
-        from blocksparse.kernels.rounding.int8_tokens_triton import int8_keys_triton
-
-        return int8_keys_triton(k, index, block, shared, mean, plain_below)
-    return int8_keys_reference(k, index, block, shared, mean, plain_below)
-
-
-def int8_queries_reference(
-    q: Tensor,
-    index: Tensor | None,
-    block: int,
-    lead: int,
-    shared: bool,
-    mean: Tensor | None,
-    scale: float,
-    plain: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The same in plain torch."""
-    q, empty, taken = in_slot_order(q, index), None if index is None else index < 0, None
-    if mean is not None:
-        taken = scale * products(q.float(), mean.unsqueeze(2)).squeeze(-1)
-        if plain is not None:
-            by_place = plain.repeat_interleave(block, -1)[..., lead : lead + q.shape[2]]
-            taken = taken.masked_fill(by_place != 0, 0.0)
-    return *_rounded(q, empty, block, lead, shared), taken
-
-
-def int8_keys_reference(
-    k: Tensor, index: Tensor | None, block: int, shared: bool, mean: Tensor | None, plain_below: int
-) -> tuple[Tensor, Tensor]:
-    """The same in plain torch."""
     k, empty = in_slot_order(k, index), None if index is None else index < 0
     smooth = k if mean is None else k.float() - mean.repeat_interleave(k.shape[1] // mean.shape[1], 1).unsqueeze(2)
     if empty is not None:
@@ -111,7 +76,7 @@ def in_slot_order(x: Tensor, index: Tensor | None) -> Tensor:
     """Tokens of `x` `[B, Hx, N, D]` by `index` `[B, H, slots]`, zeros in empty slots; `x` itself without an index."""
     if index is None:
         return x
-    return gather_rows_reference(x, index.clamp_min(0)).masked_fill((index < 0).unsqueeze(-1), 0.0)
+    return gather_rows.plain(x, index.clamp_min(0)).masked_fill((index < 0).unsqueeze(-1), 0.0)
 
 
 def _rounded(x: Tensor, empty: Tensor | None, block: int, lead: int, shared: bool) -> tuple[Tensor, Tensor]:

@@ -25,9 +25,9 @@ def int8_queries_triton(
     block: int,
     lead: int,
     shared: bool,
-    mean: Tensor | None,
-    scale: float,
-    plain: Tensor | None,
+    mean: Tensor | None = None,
+    scale: float = 1.0,
+    plain: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Launch the kernel; arguments as of `int8_queries`."""
     taken = None
@@ -38,7 +38,7 @@ def int8_queries_triton(
 
 
 def int8_keys_triton(
-    k: Tensor, index: Tensor | None, block: int, shared: bool, mean: Tensor | None, plain_below: int
+    k: Tensor, index: Tensor | None, block: int, shared: bool, mean: Tensor | None = None, plain_below: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernel; arguments as of `int8_keys`."""
     return _launch(k, index, block, 0, shared, mean, plain_below, None, 1.0, None)

@@ -21,11 +21,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from blocksparse.kernels.common.hardware import hardware_of
+from blocksparse.kernels.common.twins import FLOATS, on_gpus
 from blocksparse.kernels.multiplying.products import products
 from blocksparse.kernels.rounding.int8_tokens import in_slot_order
 from blocksparse.kernels.rounding.quantize import FP8_LIMIT, GROUP, LEAST_LOG2, int8_per_block, int8_per_token
 
-_HALVES = (torch.float16, torch.bfloat16)
+
+def _rotates_on_chip(x: Tensor, *_: object, **__: object) -> bool:
+    # Elsewhere the rotation of fp32 takes more registers and shared memory than there are.
+    return x.dtype != torch.float32 or hardware_of(x).multiplies_from_shared
 
 
 @frozen(eq=False)
@@ -43,8 +47,9 @@ class TileOperands:
     taken: Tensor | None = None  # [B, Hq, M] fp32: by how much a query's logits fall when keys lose their mean
 
 
+@on_gpus(*FLOATS, where=_rotates_on_chip)
 def int8_query_tiles(
-    q: Tensor, index: Tensor | None, *, mean: Tensor | None = None, scale: float = 1.0, early: int = 0
+    q: Tensor, index: Tensor | None, mean: Tensor | None = None, scale: float = 1.0, early: int = 0
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Rotated int8 `[B, Hq, M, D]` of `q` in slot order, scales `[B, Hq, M]` fp32, and what `mean` takes, `[B, Hq, M]`.
 
@@ -56,17 +61,18 @@ def int8_query_tiles(
         scale: what products are multiplied by to become logits.
         early: queries of `q` before this one lose 0.
     """
-    _check(q)
     index = None if index is None else index.expand(*q.shape[:2], -1)
-    if _is_for_kernel(q):
-        from blocksparse.kernels.rounding.tile_operands_triton import int8_query_tiles_triton
+    values, q_scale = int8_per_token(rotated(in_slot_order(q, index)))
+    if mean is None:
+        return values, q_scale, None
+    taken = scale * q_scale * products(values.float(), rotated(mean).unsqueeze(2)).squeeze(-1)
+    token = torch.arange(q.shape[2], device=q.device) if index is None else index
+    return values, q_scale, taken.masked_fill(token < early, 0.0)
 
-        return int8_query_tiles_triton(q, index, mean, scale, early)
-    return int8_query_tiles_reference(q, index, mean, scale, early)
 
-
+@on_gpus(*FLOATS, where=_rotates_on_chip)
 def int8_key_tiles(
-    k: Tensor, index: Tensor | None, tile: int, *, mean: Tensor | None = None
+    k: Tensor, index: Tensor | None, tile: int, mean: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rotated int8 `[B, 2 * H, slots, D]` of `k`, scales of groups `[B, H, tiles, 4]` and of tokens `[B, H, slots]` fp32.
 
@@ -76,14 +82,19 @@ def int8_key_tiles(
         tile: slots per tile.
         mean: `[B, Hkv, D]` fp32, subtracted from the keys that have a scale per group.
     """
-    _check(k, tile)
-    if _is_for_kernel(k):
-        from blocksparse.kernels.rounding.tile_operands_triton import int8_key_tiles_triton
+    plain = smooth = rotated(in_slot_order(k, index))
+    if mean is not None:
+        smooth = plain - rotated(mean).repeat_interleave(plain.shape[1] // mean.shape[1], 1).unsqueeze(2)
+        smooth = smooth if index is None else smooth.masked_fill((index < 0).unsqueeze(-1), 0.0)
+    groups = _by_group(smooth, tile)
+    values, scale = int8_per_block(groups.flatten(2, 4), tile // 4)
+    tile_scale = scale.view(groups.shape[:-1])[..., 0]
+    plain_values, token_scale = int8_per_token(plain)
+    in_slots = _by_slot(values.view(groups.shape), plain.shape[2])
+    return torch.cat((in_slots, plain_values), 1), tile_scale, token_scale
 
-        return int8_key_tiles_triton(k, index, tile, mean)
-    return int8_key_tiles_reference(k, index, tile, mean)
 
-
+@on_gpus(*FLOATS)
 def fp8_value_tiles(v: Tensor, index: Tensor | None, tile: int) -> tuple[Tensor, Tensor, Tensor]:
     """fp8 `[B, 2 * H, D, slots]` of `v`, log2 of groups' scales `[B, H, tiles, 4]`, and of tokens' `[B, 2 * H, slots]`, fp32.
 
@@ -98,55 +109,6 @@ def fp8_value_tiles(v: Tensor, index: Tensor | None, tile: int) -> tuple[Tensor,
         index: `[B, H, slots]` int32, the value in each slot; None leaves values in place.
         tile: slots per tile.
     """
-    _check(v, tile)
-    if v.is_cuda and v.dtype in (*_HALVES, torch.float32):
-        from blocksparse.kernels.rounding.tile_operands_triton import fp8_value_tiles_triton
-
-        return fp8_value_tiles_triton(v, index, tile)
-    return fp8_value_tiles_reference(v, index, tile)
-
-
-def rotated(x: Tensor) -> Tensor:
-    """`x` `[..., D]` times the Hadamard matrix over `sqrt(D)`, in fp32; twice it gives `x` again."""
-    D = x.shape[-1]
-    sign = torch.ones(1, 1, dtype=torch.float32, device=x.device)
-    while len(sign) < D:
-        sign = torch.cat((torch.cat((sign, sign), 1), torch.cat((sign, -sign), 1)))
-    # `products` takes rows of its second operand; the matrix is symmetric, so its rows are its columns.
-    turned: Tensor = products(x.float().reshape(1, 1, -1, D), sign[None, None]).view(x.shape) * D**-0.5
-    return turned
-
-
-def int8_query_tiles_reference(
-    q: Tensor, index: Tensor | None, mean: Tensor | None, scale: float, early: int
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The same in plain torch."""
-    values, q_scale = int8_per_token(rotated(in_slot_order(q, index)))
-    if mean is None:
-        return values, q_scale, None
-    taken = scale * q_scale * products(values.float(), rotated(mean).unsqueeze(2)).squeeze(-1)
-    token = torch.arange(q.shape[2], device=q.device) if index is None else index
-    return values, q_scale, taken.masked_fill(token < early, 0.0)
-
-
-def int8_key_tiles_reference(
-    k: Tensor, index: Tensor | None, tile: int, mean: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The same in plain torch."""
-    plain = smooth = rotated(in_slot_order(k, index))
-    if mean is not None:
-        smooth = plain - rotated(mean).repeat_interleave(plain.shape[1] // mean.shape[1], 1).unsqueeze(2)
-        smooth = smooth if index is None else smooth.masked_fill((index < 0).unsqueeze(-1), 0.0)
-    groups = _by_group(smooth, tile)
-    values, scale = int8_per_block(groups.flatten(2, 4), tile // 4)
-    tile_scale = scale.view(groups.shape[:-1])[..., 0]
-    plain_values, token_scale = int8_per_token(plain)
-    in_slots = _by_slot(values.view(groups.shape), plain.shape[2])
-    return torch.cat((in_slots, plain_values), 1), tile_scale, token_scale
-
-
-def fp8_value_tiles_reference(v: Tensor, index: Tensor | None, tile: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The same in plain torch."""
     v = in_slot_order(v, index).float()
     slots = v.shape[2]
     groups = _by_group(v, tile)
@@ -160,15 +122,15 @@ def fp8_value_tiles_reference(v: Tensor, index: Tensor | None, tile: int) -> tup
     return values.view(torch.float8_e4m3fn), tile_scale.log2(), of_tokens
 
 
-def _check(x: Tensor, tile: int = 64) -> None:
-    if x.shape[-1] not in (64, 128) or tile not in (64, 128):
-        raise ValueError(f"head dims and tiles are 64 or 128, not {x.shape[-1]} and {tile}")
-
-
-def _is_for_kernel(x: Tensor) -> bool:
-    # Elsewhere the rotation of fp32 takes more registers and shared memory than there are.
-    wide = x.dtype == torch.float32 and hardware_of(x).multiplies_from_shared
-    return x.is_cuda and (x.dtype in _HALVES or wide)
+def rotated(x: Tensor) -> Tensor:
+    """`x` `[..., D]` times the Hadamard matrix over `sqrt(D)`, in fp32; twice it gives `x` again."""
+    D = x.shape[-1]
+    sign = torch.ones(1, 1, dtype=torch.float32, device=x.device)
+    while len(sign) < D:
+        sign = torch.cat((torch.cat((sign, sign), 1), torch.cat((sign, -sign), 1)))
+    # `products` takes rows of its second operand; the matrix is symmetric, so its rows are its columns.
+    turned: Tensor = products(x.float().reshape(1, 1, -1, D), sign[None, None]).view(x.shape) * D**-0.5
+    return turned
 
 
 def _by_group(x: Tensor, tile: int) -> Tensor:

@@ -18,19 +18,20 @@ _STEPS = 32  # rounds of a program that rotates, at most about; it makes the Had
 
 
 def int8_query_tiles_triton(
-    q: Tensor, index: Tensor | None, mean: Tensor | None, scale: float, early: int
+    q: Tensor, index: Tensor | None, mean: Tensor | None = None, scale: float = 1.0, early: int = 0
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Launch the kernel; arguments as of `int8_query_tiles`."""
     B, H, M, D = q.shape
     values = torch.empty((B, H, M, D), dtype=torch.int8, device=q.device)
     q_scale = torch.empty((B, H, M), dtype=torch.float32, device=q.device)
     taken = None if mean is None else torch.empty_like(q_scale)
+    index = None if index is None else index.expand(B, H, -1)
     _launch(tile_rotation_triton.query_kernel, q, index, mean, values, q_scale, taken, None, D**-0.5, scale, early)
     return values, q_scale, taken
 
 
 def int8_key_tiles_triton(
-    k: Tensor, index: Tensor | None, tile: int, mean: Tensor | None
+    k: Tensor, index: Tensor | None, tile: int, mean: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the kernel; arguments as of `int8_key_tiles`."""
     D = k.shape[-1]
@@ -85,6 +86,8 @@ def _launch(
     scale: Tensor, second: Tensor | None, tile: int | None, *numbers: float, **constants: bool,
 ) -> None:  # fmt: skip
     """Launch `kernel`. `numbers` are the last arguments of a kernel that rotates, and empty for one that does not."""
+    if x.shape[-1] not in (64, 128) or tile not in (64, 128, None):
+        raise ValueError(f"head dims and tiles are 64 or 128, not {x.shape[-1]} and {tile}")
     B, H, slots = x.shape[:3] if index is None else index.shape
     x = x if x.stride(-1) == 1 else x.contiguous()
     if index is not None and index.stride(-1) != 1:

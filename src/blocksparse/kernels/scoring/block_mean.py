@@ -14,15 +14,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blocksparse.kernels.moving.gather_rows import gather_rows_reference
+from blocksparse.kernels.common.twins import FLOATS, compiled, on_gpus
+from blocksparse.kernels.moving.gather_rows import gather_rows
 from blocksparse.kernels.scoring import cpu_choices, cpu_scores
 
 _WORKSPACE = 2**25  # entries of unit vectors that are held at a time
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
+@on_gpus(*FLOATS)
+@compiled(cpu_choices.block_mean_on_cpu, lambda x, *_, **__: cpu_scores.takes(x))
 def block_mean(
-    x: Tensor, block: int, *, lead: int = 0, padded_tail: bool = False, index: Tensor | None = None
+    x: Tensor, block: int, lead: int = 0, padded_tail: bool = False, index: Tensor | None = None
 ) -> Tensor:
     """Mean over the tokens of each block, `[B, Hx, N, D] -> [B, H, blocks, D]`, in fp32 or better.
 
@@ -32,57 +34,7 @@ def block_mean(
         padded_tail: divide the sum of a short block by the slots of a whole block instead of by its tokens.
         index: `[B, H, N]` int32, the token in each slot; `Hx` divides `H`.
     """
-    if x.is_cuda and x.dtype in _DTYPES:
-        from blocksparse.kernels.scoring.block_mean_triton import block_mean_triton
-
-        return block_mean_triton(x, block, lead, padded_tail, index)
-    if cpu_scores.takes(x):
-        return cpu_choices.block_mean_on_cpu(x, block, lead, padded_tail, index)
-    return block_mean_reference(x, block, lead, padded_tail, index)
-
-
-def block_means(
-    q: Tensor,
-    k: Tensor,
-    q_block: int,
-    k_block: int,
-    *,
-    lead: int = 0,
-    padded_tail: bool = False,
-    q_index: Tensor | None = None,
-    k_index: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`block_mean` of `q` `[B, Hq, M, D]` and of `k` `[B, Hkv, N, D]` in one launch; `lead` is that of queries."""
-    if q.is_cuda and q.dtype in _DTYPES:
-        from blocksparse.kernels.scoring.block_mean_triton import block_means_triton
-
-        return block_means_triton(q, k, q_block, k_block, lead, padded_tail, q_index, k_index)
-    return (
-        block_mean(q, q_block, lead=lead, padded_tail=padded_tail, index=q_index),
-        block_mean(k, k_block, padded_tail=padded_tail, index=k_index),
-    )
-
-
-def block_similarity(
-    x: Tensor, block: int, *, lead: int = 0, centred: bool = False, index: Tensor | None = None
-) -> Tensor:
-    """Mean cosine of all pairs of tokens of each block, `[B, Hx, N, D] -> [B, H, blocks]`, in fp32 or better.
-
-    A token of zeros has the cosine 0 with every token. Arguments as of `block_mean`; `centred` subtracts the mean of
-    all tokens of a head first.
-    """
-    if x.is_cuda and x.dtype in _DTYPES:
-        from blocksparse.kernels.scoring.block_mean_triton import block_similarity_triton
-
-        return block_similarity_triton(x, block, lead, centred, index)
-    if cpu_scores.takes(x):
-        return cpu_choices.block_similarity_on_cpu(x, block, lead, centred, index)
-    return block_similarity_reference(x, block, lead, centred, index)
-
-
-def block_mean_reference(x: Tensor, block: int, lead: int, padded_tail: bool, index: Tensor | None) -> Tensor:
-    """The same in plain torch."""
-    x = _token_by_token(x if index is None else gather_rows_reference(x, index))
+    x = _token_by_token(x if index is None else gather_rows.plain(x, index))
     N, dtype = x.shape[2], torch.promote_types(x.dtype, torch.float32)
     whole_from = min(-lead % block, N)
     whole_to = whole_from + (N - whole_from) // block * block
@@ -95,9 +47,35 @@ def block_mean_reference(x: Tensor, block: int, lead: int, padded_tail: bool, in
     return torch.cat(parts, dim=2)
 
 
-def block_similarity_reference(x: Tensor, block: int, lead: int, centred: bool, index: Tensor | None) -> Tensor:
-    """The same in plain torch, a few blocks at a time."""
-    x = x if index is None else gather_rows_reference(x, index)
+@on_gpus(*FLOATS)
+def block_means(
+    q: Tensor,
+    k: Tensor,
+    q_block: int,
+    k_block: int,
+    lead: int = 0,
+    padded_tail: bool = False,
+    q_index: Tensor | None = None,
+    k_index: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`block_mean` of `q` `[B, Hq, M, D]` and of `k` `[B, Hkv, N, D]` in one launch; `lead` is that of queries."""
+    return (
+        block_mean(q, q_block, lead=lead, padded_tail=padded_tail, index=q_index),
+        block_mean(k, k_block, padded_tail=padded_tail, index=k_index),
+    )
+
+
+@on_gpus(*FLOATS)
+@compiled(cpu_choices.block_similarity_on_cpu, lambda x, *_, **__: cpu_scores.takes(x))
+def block_similarity(
+    x: Tensor, block: int, lead: int = 0, centred: bool = False, index: Tensor | None = None
+) -> Tensor:
+    """Mean cosine of all pairs of tokens of each block, `[B, Hx, N, D] -> [B, H, blocks]`, in fp32 or better.
+
+    A token of zeros has the cosine 0 with every token. Arguments as of `block_mean`; `centred` subtracts the mean of
+    all tokens of a head first.
+    """
+    x = x if index is None else gather_rows.plain(x, index)
     (B, H, N, D), dtype = x.shape, torch.promote_types(x.dtype, torch.float32)
     centre = x.mean(2, keepdim=True, dtype=dtype) if centred else None
     step = max(1, _WORKSPACE // (B * H * block * D)) * block
@@ -107,7 +85,7 @@ def block_similarity_reference(x: Tensor, block: int, lead: int, centred: bool, 
         part = part if centre is None else part - centre
         length = torch.linalg.vector_norm(part, dim=-1, keepdim=True)
         unit = part / length.masked_fill(length == 0, 1.0)
-        mean = block_mean_reference(unit, block, max(-start, 0), False, None)  # [B, H, blocks, D]
+        mean = block_mean.plain(unit, block, max(-start, 0), False, None)  # [B, H, blocks, D]
         similarity.append(mean.square().sum(-1).clamp(max=1.0))
     return torch.cat(similarity, dim=-1)
 

@@ -17,7 +17,9 @@ _TILE = 1024  # entries that a program holds at a time: it is one warp, and many
 _PIECE = 512  # tokens per partial sum of the mean of all tokens
 
 
-def block_mean_triton(x: Tensor, block: int, lead: int, padded_tail: bool, index: Tensor | None) -> Tensor:
+def block_mean_triton(
+    x: Tensor, block: int, lead: int = 0, padded_tail: bool = False, index: Tensor | None = None
+) -> Tensor:
     """Launch the kernel; arguments as of `block_mean`."""
     return _launch(x, block, lead % block, index, None, padded_tail=padded_tail, similarity=False)
 
@@ -27,10 +29,10 @@ def block_means_triton(
     k: Tensor,
     q_block: int,
     k_block: int,
-    lead: int,
-    padded_tail: bool,
-    q_index: Tensor | None,
-    k_index: Tensor | None,
+    lead: int = 0,
+    padded_tail: bool = False,
+    q_index: Tensor | None = None,
+    k_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernel for queries and keys together; arguments as of `block_means`."""
     (B, Hq, M, D), lead = q.shape, lead % q_block
@@ -53,7 +55,9 @@ def block_means_triton(
     return pooled_q, pooled_k
 
 
-def block_similarity_triton(x: Tensor, block: int, lead: int, centred: bool, index: Tensor | None) -> Tensor:
+def block_similarity_triton(
+    x: Tensor, block: int, lead: int = 0, centred: bool = False, index: Tensor | None = None
+) -> Tensor:
     """Launch the kernel; arguments as of `block_similarity`."""
     centre = None
     if centred:  # the sum of every piece is divided by the same number, so that the pieces need no weights

@@ -11,10 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blocksparse.kernels.common.sizes import FAR
+from blocksparse.kernels.common.twins import on_gpus
 from blocksparse.kernels.positions.block_grid import BlockGrid
 
 
+@on_gpus(torch.float32)
 def block_softmax(
     logits: Tensor, grid: BlockGrid, *, scale: float = 1.0, segment: int | None = None
 ) -> tuple[Tensor, Tensor | None]:
@@ -28,37 +29,17 @@ def block_softmax(
         The mass, in fp32 or better; and with `segment` the blocks of each row's own segment, `[B|1, H|1, rows, cols]`
         bool, else None.
     """
-    segment = None if segment is None else min(segment, FAR)
-    if logits.is_cuda and logits.dtype == torch.float32:
-        from blocksparse.kernels.scoring.block_softmax_triton import block_softmax_triton
-
-        return block_softmax_triton(logits, grid, scale=scale, segment=segment)
-    return block_softmax_reference(logits, grid, scale=scale, segment=segment)
-
-
-def block_softmax_reference(
-    logits: Tensor, grid: BlockGrid, *, scale: float = 1.0, segment: int | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """The same in plain torch; leaves `logits` as they are."""
     own = None if segment is None else grid.own_segment(segment)
     return _softmax(logits * scale, grid.reachable if own is None else grid.reachable & ~own), own
 
 
+@on_gpus(torch.float32)
 def prefix_softmax(logits: Tensor, seen: Tensor) -> Tensor:
     """Softmax of `logits` `[B, H, rows, keys]` over the first `seen` keys of each row; it may overwrite the logits.
 
     Args:
         seen: `[B|1, H|1, rows|1, 1]`, of any integer dtype and value.
     """
-    if logits.is_cuda and logits.dtype == torch.float32:
-        from blocksparse.kernels.scoring.block_softmax_triton import prefix_softmax_triton
-
-        return prefix_softmax_triton(logits, seen)
-    return prefix_softmax_reference(logits, seen)
-
-
-def prefix_softmax_reference(logits: Tensor, seen: Tensor) -> Tensor:
-    """The same in plain torch; leaves `logits` as they are."""
     return _softmax(logits, torch.arange(logits.shape[-1], device=logits.device) < seen)
 
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blocksparse.kernels.common.sizes import cdiv, power_of_2
+from blocksparse.kernels.common.sizes import FAR, cdiv, power_of_2
 from blocksparse.kernels.positions.block_grid import BlockGrid
 from blocksparse.kernels.positions.block_grid_triton import (
     load_positions,
@@ -30,6 +30,7 @@ def block_softmax_triton(
     logits: Tensor, grid: BlockGrid, *, scale: float = 1.0, segment: int | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Launch the kernel; arguments as of `block_softmax`."""
+    segment = None if segment is None else min(segment, FAR)
     own, (tensors, position_strides) = None, positions(grid, plain=True)
     if segment is not None:
         batch, heads = (max(x.shape[axis] for x in tensors) for axis in (0, 1))

@@ -10,19 +10,17 @@ mass of 1 together: there is one softmax over all their pairs.
 
 There are three implementations: on GPUs the Triton kernels in `cell_mass_triton.py`, which keep no logits; on CPUs with a
 C++ compiler the kernel in `cpu_scores.cpp`, unless `joint`; and for other CPUs, float64, and on GPUs blocks that do not fill
-tiles (`takes`) and sliding windows over cells of several slots the plain torch below, which computes in fp32 or better.
+tiles and sliding windows over cells of several slots the plain torch below, which computes in fp32 or better.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from blocksparse.kernels.common.sizes import ROOM
+from blocksparse.kernels.common.twins import FLOATS, compiled, on_gpus
 from blocksparse.kernels.multiplying.cell_products import Cells, cells, means_of_short_cells
 from blocksparse.kernels.multiplying.products import products, wide_dtype
 from blocksparse.kernels.scoring import cpu_scores
@@ -32,6 +30,16 @@ _CPU_WORKSPACE = 2**21  # the same for a causal call on a CPU: short steps make 
 _CPU_ROWS = 256  # rows of a product that a step has in any case there, since shorter products are slow
 
 
+def _fill_tiles(q: Tensor, k: Tensor, of: Cells, **_: object) -> bool:
+    return (of.slots == 1 or not of.windowed) and of.wide & (of.wide - 1) == 0 and of.wide <= 64
+
+
+def _runs_on_cpu(q: Tensor, k: Tensor, of: Cells, *, joint: bool = False, **_: object) -> bool:
+    return not joint and cpu_scores.takes(q, k)
+
+
+@on_gpus(*FLOATS, where=_fill_tiles)
+@compiled(cpu_scores.cell_mass_on_cpu, _runs_on_cpu)
 def cell_mass(
     q: Tensor,
     k: Tensor,
@@ -53,29 +61,6 @@ def cell_mass(
         segment: cells per segment; a query cell then looks at earlier segments only.
         joint: take one softmax over the pairs of all query cells of a row of blocks, not one for each query cell.
     """
-    compute: Callable[..., Tensor] = partial(cell_mass_reference, joint=joint)
-    if q.is_cuda and (of.slots == 1 or not of.windowed):
-        from blocksparse.kernels.scoring import cell_mass_triton
-
-        if cell_mass_triton.takes(q, of.high, of.wide):
-            compute = partial(cell_mass_triton.cell_mass_triton, joint=joint)
-    elif not joint and cpu_scores.takes(q, k):
-        compute = cpu_scores.cell_mass_on_cpu
-    return compute(q, k, of, first_cell=first_cell, segment=segment, weight=weight, flipped=flipped)
-
-
-def cell_mass_reference(
-    q: Tensor,
-    k: Tensor,
-    of: Cells,
-    *,
-    first_cell: int,
-    segment: int | None,
-    weight: float,
-    flipped: bool,
-    joint: bool = False,
-) -> Tensor:
-    """The same in plain torch, some rows of blocks at a time."""
     slots, q_lead, causal, q_last, k_first = of.slots, of.q_lead, of.causal, of.q_last, of.k_first
     q_filler, k_filler = (
         None if of.padded_tail else means_of_short_cells(x, slots, lead) for x, lead in ((q, q_lead), (k, 0))

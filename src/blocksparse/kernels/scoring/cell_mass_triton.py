@@ -41,11 +41,6 @@ _SPAN = 16  # tiles of pooled keys that a program meets at most
 _GROUP = 16  # tiles of query cells that meet a tile of key cells while it is in the L2 cache
 
 
-def takes(q: Tensor, high: int, wide: int) -> bool:
-    """Whether the kernels compute in the precision of `q`, and their tiles hold whole blocks of `wide` cells."""
-    return q.dtype in (torch.float16, torch.bfloat16, torch.float32) and wide & (wide - 1) == 0 and wide <= 64
-
-
 def cell_mass_triton(
     q: Tensor,
     k: Tensor,

@@ -12,18 +12,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blocksparse.kernels.moving.gather_rows import gather_rows_reference
+from blocksparse.kernels.common.twins import FLOATS, on_gpus
+from blocksparse.kernels.moving.gather_rows import gather_rows
 from blocksparse.kernels.multiplying.cell_products import cells
 from blocksparse.kernels.multiplying.products import wide_dtype
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-
+@on_gpus(*FLOATS)
 def cell_means(
     q: Tensor,
     k: Tensor,
     slots: int,
-    *,
     lead: int = 0,
     padded_tail: bool = False,
     q_index: Tensor | None = None,
@@ -38,30 +37,17 @@ def cell_means(
         q_index: `[B, Hq, M]` int32, the query in each slot.
         k_index: `[B, H, N]` int32, the key in each slot; `Hkv` divides `H`.
     """
-    if q.is_cuda and q.dtype in _DTYPES:
-        from blocksparse.kernels.scoring.cell_means_triton import cell_means_triton
-
-        return cell_means_triton(q, k, slots, lead, padded_tail, q_index, k_index)
-    return (
-        cell_means_reference(q, slots, lead, padded_tail, q_index),
-        cell_means_reference(k, slots, 0, padded_tail, k_index),
+    return cell_mean.plain(q, slots, lead, padded_tail, q_index), cell_mean.plain(
+        k, slots, 0, padded_tail, k_index
     )
 
 
+@on_gpus(*FLOATS)
 def cell_mean(
-    x: Tensor, slots: int, *, lead: int = 0, padded_tail: bool = False, index: Tensor | None = None
+    x: Tensor, slots: int, lead: int = 0, padded_tail: bool = False, index: Tensor | None = None
 ) -> Tensor:
     """The same of queries or of keys alone: `[B, H, cells, D]` of `x` `[B, Hx, N, D]`."""
-    if x.is_cuda and x.dtype in _DTYPES:
-        from blocksparse.kernels.scoring.cell_means_triton import cell_mean_triton
-
-        return cell_mean_triton(x, slots, lead, padded_tail, index)
-    return cell_means_reference(x, slots, lead, padded_tail, index)
-
-
-def cell_means_reference(x: Tensor, slots: int, lead: int, padded_tail: bool, index: Tensor | None) -> Tensor:
-    """The same in plain torch, of queries or of keys."""
-    x = x if index is None else gather_rows_reference(x, index)
+    x = x if index is None else gather_rows.plain(x, index)
     by_slot = cells(x, slots, lead).unbind(3)  # `slots` of [B, H, cells, D]
     sums = by_slot[0].to(wide_dtype(x), copy=True)
     for tokens in by_slot[1:]:

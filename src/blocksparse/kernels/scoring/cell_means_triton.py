@@ -20,10 +20,10 @@ def cell_means_triton(
     q: Tensor,
     k: Tensor,
     slots: int,
-    lead: int,
-    padded_tail: bool,
-    q_index: Tensor | None,
-    k_index: Tensor | None,
+    lead: int = 0,
+    padded_tail: bool = False,
+    q_index: Tensor | None = None,
+    k_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernel for queries and keys together; arguments as of `cell_means`."""
     B, Hq, M, D = q.shape
@@ -47,7 +47,9 @@ def cell_means_triton(
     return q_means, k_means
 
 
-def cell_mean_triton(x: Tensor, slots: int, lead: int, padded_tail: bool, index: Tensor | None) -> Tensor:
+def cell_mean_triton(
+    x: Tensor, slots: int, lead: int = 0, padded_tail: bool = False, index: Tensor | None = None
+) -> Tensor:
     """Launch the kernel for queries or keys alone: all programs take those."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     index = index if index is None or index.stride(-1) == 1 else index.contiguous()

@@ -66,18 +66,22 @@ def products_on_cpu(q: Tensor, k: Tensor) -> Tensor:
     return out
 
 
-def block_mean_on_cpu(x: Tensor, block: int, lead: int, padded_tail: bool, index: Tensor | None) -> Tensor:
+def block_mean_on_cpu(
+    x: Tensor, block: int, lead: int = 0, padded_tail: bool = False, index: Tensor | None = None
+) -> Tensor:
     """What `block_mean` gives, fp32."""
     return _means(x, block, lead, padded_tail, index)[0]
 
 
-def mean_and_products_on_cpu(q: Tensor, guide: Tensor, S: int, lead: int) -> tuple[Tensor, Tensor]:
+def mean_and_products_on_cpu(q: Tensor, guide: Tensor, S: int, lead: int = 0) -> tuple[Tensor, Tensor]:
     """What `mean_and_products` gives, fp32."""
     products = q.new_empty(q.shape[:3], dtype=torch.float32)
     return _means(q, S, lead, guide=guide.float().contiguous(), products=products)[0], products
 
 
-def block_similarity_on_cpu(x: Tensor, block: int, lead: int, centred: bool, index: Tensor | None) -> Tensor:
+def block_similarity_on_cpu(
+    x: Tensor, block: int, lead: int = 0, centred: bool = False, index: Tensor | None = None
+) -> Tensor:
     """What `block_similarity` gives, fp32."""
     centre = _means(x, x.shape[2])[0] if centred else None
     if centre is not None and index is not None:

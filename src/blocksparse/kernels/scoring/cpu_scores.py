@@ -1,6 +1,6 @@
 """Mass of cells, and lines of a probe, by a kernel that this machine compiles for its CPU.
 
-`cell_mass_reference`, `probe_lines_reference` and `key_importance_reference` say the same in plain torch, with passes over
+`cell_mass`, `probe_lines` and `key_importance` say the same in plain torch, with passes over
 all logits in memory. Here a thread multiplies a few rows of queries with all keys that they may reach, and takes their
 softmax while the logits lie in its cache.
 
@@ -38,9 +38,17 @@ def takes(*tensors: Tensor) -> bool:
 
 
 def cell_mass_on_cpu(
-    q: Tensor, k: Tensor, of: Cells, *, first_cell: int, segment: int | None, weight: float, flipped: bool
+    q: Tensor,
+    k: Tensor,
+    of: Cells,
+    *,
+    first_cell: int,
+    segment: int | None,
+    weight: float,
+    flipped: bool,
+    joint: bool = False,
 ) -> Tensor:
-    """Mass of every block, `[B, Hq, rows, cols]` fp32, as `cell_mass` has it."""
+    """Mass of every block, `[B, Hq, rows, cols]` fp32, as `cell_mass` has it, which is not joint."""
     q_filler, k_filler = (
         None if of.padded_tail else means_of_short_cells(x, of.slots, lead) for x, lead in ((q, of.q_lead), (k, 0))
     )

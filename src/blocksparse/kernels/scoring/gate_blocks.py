@@ -12,9 +12,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from blocksparse.kernels.common.twins import on_gpus
 from blocksparse.kernels.positions.block_grid import BlockGrid
 
 
+@on_gpus(torch.float32)
 def gate_blocks(
     values: Tensor, of_q: Tensor, of_k: Tensor, theta: float | Tensor, forced: Tensor | None, grid: BlockGrid
 ) -> tuple[Tensor, Tensor]:
@@ -26,17 +28,6 @@ def gate_blocks(
         theta: a number, or `[1, Hq|1, 1, 1]`, rounded to the dtype of similarities.
         forced: `[B|1, Hq|1, rows, cols]` bool, what was forced before.
     """
-    if values.is_cuda and values.dtype == torch.float32:
-        from blocksparse.kernels.scoring.gate_blocks_triton import gate_blocks_triton
-
-        return gate_blocks_triton(values, of_q, of_k, theta, forced, grid)
-    return gate_blocks_reference(values, of_q, of_k, theta, forced, grid)
-
-
-def gate_blocks_reference(
-    values: Tensor, of_q: Tensor, of_k: Tensor, theta: float | Tensor, forced: Tensor | None, grid: BlockGrid
-) -> tuple[Tensor, Tensor]:
-    """The same in plain torch."""
     if not isinstance(theta, Tensor):
         theta = torch.full((1, 1, 1, 1), theta, dtype=torch.float64, device=values.device)
     theta, of_k = theta.to(of_q.dtype), of_k.repeat_interleave(values.shape[1] // of_k.shape[1], dim=1)

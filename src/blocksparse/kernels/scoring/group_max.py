@@ -5,7 +5,7 @@ block is the best product of its pairs of groups. A pair takes part if the row o
 if some place has a token in both groups: short groups are compared over the tokens that are there.
 
 There are two implementations: on GPUs the Triton kernel in `group_max_triton.py`, which keeps no product; and for CPU
-tensors, float64, blocks that do not fill tiles (`takes`) and sliding windows the plain torch below, which computes in fp32
+tensors, float64, blocks that do not fill tiles and sliding windows the plain torch below, which computes in fp32
 or better, and on a CPU takes half precision to the compiled products.
 """
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from blocksparse.kernels.common.sizes import ROOM, cdiv
+from blocksparse.kernels.common.twins import FLOATS, on_gpus
 from blocksparse.kernels.multiplying.cell_products import Cells
 from blocksparse.kernels.multiplying.products import products
 from blocksparse.kernels.scoring import cpu_choices, cpu_scores
@@ -23,6 +24,11 @@ from blocksparse.kernels.scoring import cpu_choices, cpu_scores
 _WORKSPACE = 2**25  # products of groups that are held at a time
 
 
+def _fills_tiles(q: Tensor, k: Tensor, of: Cells, *, first_row: int, per_token: bool) -> bool:
+    return not of.windowed and all(size & (size - 1) == 0 and size <= 64 for size in (of.high, of.wide))
+
+
+@on_gpus(*FLOATS, where=_fills_tiles)
 def group_max(q: Tensor, k: Tensor, of: Cells, *, first_row: int, per_token: bool) -> Tensor:
     """Best product of every block, `[B, Hq, rows, cols]` fp32 or better; -inf where no pair takes part.
 
@@ -36,17 +42,6 @@ def group_max(q: Tensor, k: Tensor, of: Cells, *, first_row: int, per_token: boo
         first_row: index of row 0 in the whole prompt.
         per_token: divide a product by the number of places that have a token in both groups.
     """
-    compute = group_max_reference
-    if q.is_cuda and not of.windowed:
-        from blocksparse.kernels.scoring import group_max_triton
-
-        if group_max_triton.takes(q, of.high, of.wide):
-            compute = group_max_triton.group_max_triton
-    return compute(q, k, of, first_row=first_row, per_token=per_token)
-
-
-def group_max_reference(q: Tensor, k: Tensor, of: Cells, *, first_row: int, per_token: bool) -> Tensor:
-    """The same in plain torch, some rows of blocks at a time."""
     M, N, device = q.shape[2], k.shape[2], q.device
     q_lead, causal, padded_tail, q_last, k_first = of.q_lead, of.causal, of.padded_tail, of.q_last, of.k_first
     q_floor, k_last = of.q_floor, of.k_last

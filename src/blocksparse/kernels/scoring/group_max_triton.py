@@ -29,12 +29,6 @@ from blocksparse.runtime.launches import remembered
 _GROUP = 8  # tiles of query groups that meet a tile of key groups while it is in the L2 cache
 
 
-def takes(q: Tensor, high: int, wide: int) -> bool:
-    """Whether the kernel computes in the precision of `q`, and its tiles hold whole blocks."""
-    whole = all(size & (size - 1) == 0 and size <= 64 for size in (high, wide))
-    return whole and q.dtype in (torch.float16, torch.bfloat16, torch.float32)
-
-
 def group_max_triton(
     q: Tensor, k: Tensor, of: Cells, *, first_row: int, per_token: bool, tiles: Tiles | None = None
 ) -> Tensor:

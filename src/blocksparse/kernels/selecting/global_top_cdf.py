@@ -12,11 +12,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from blocksparse.kernels.common.twins import on_gpus
 from blocksparse.kernels.positions.block_grid import BlockGrid
 from blocksparse.kernels.selecting.routed import Below
 from blocksparse.kernels.selecting.running_share import running_share
 
 
+@on_gpus(torch.float32)
 def global_top_cdf(
     values: Tensor,
     forced: Tensor | None,
@@ -36,17 +38,6 @@ def global_top_cdf(
         crossing: also keep the block that takes the sum from below the target to the target or above it.
         heads: those whose mask is asked for; in the others entries have no meaning.
     """
-    if values.is_cuda and values.dtype == torch.float32:
-        from blocksparse.kernels.selecting.global_top_cdf_triton import global_top_cdf_triton
-
-        return global_top_cdf_triton(values, forced, mass, grid, crossing=crossing, heads=heads)
-    return global_top_cdf_reference(values, forced, mass, grid, crossing=crossing)
-
-
-def global_top_cdf_reference(
-    values: Tensor, forced: Tensor | None, mass: Tensor, grid: BlockGrid, *, crossing: bool
-) -> Tensor:
-    """The same in plain torch."""
     mass, reachable = mass.float(), grid.reachable
     always = grid.diagonal if forced is None else grid.diagonal | forced
     share = running_share(values.masked_fill(~reachable, 0.0).flatten(2))  # [B, H, rows * cols]

@@ -17,29 +17,30 @@ import torch
 from torch import Tensor
 
 from blocksparse.kernels.common.sizes import FAR
+from blocksparse.kernels.common.twins import on_gpus
 from blocksparse.kernels.selecting.lines import running_count
 from blocksparse.kernels.selecting.running_share import running_share
 
 LONGEST = 32768
 
 
+def _are_short(columns: Tensor, bands: Tensor, *_: object, **__: object) -> bool:
+    return max(columns.shape[-1], bands.shape[-1]) <= LONGEST
+
+
+@on_gpus(torch.float32, where=_are_short)
 def fewest(columns: Tensor, bands: Tensor, mass: Tensor, least: int, most: int | None) -> tuple[Tensor, Tensor]:
     """The running counts, `[B, H, n + 1]` int32, of the lines taken of each kind: weights `[B, H, n]`, not negative.
 
     Args:
         mass: `[1, H|1, 1]`, in [0, 1]; it is rounded to fp32, as shares are.
     """
-    longest = max(columns.shape[-1], bands.shape[-1])
-    if columns.is_cuda and columns.dtype == torch.float32 and longest <= LONGEST:
-        from blocksparse.kernels.selecting.heaviest_lines_triton import fewest_triton
-
-        return fewest_triton(columns, bands, mass, least, most)
-    taken = (fewest_reference(lines, mass, least, most) for lines in (columns, bands))
+    taken = (fewest_of_one(lines, mass, least, most) for lines in (columns, bands))
     first, second = map(running_count, taken)
     return first, second
 
 
-def fewest_reference(lines: Tensor, mass: Tensor, least: int, most: int | None) -> Tensor:
+def fewest_of_one(lines: Tensor, mass: Tensor, least: int, most: int | None) -> Tensor:
     """Which lines of one kind are taken, `[B, H, n]` bool, in plain torch."""
     share = running_share(lines)
     rank = torch.arange(lines.shape[-1], device=lines.device)
@@ -49,7 +50,8 @@ def fewest_reference(lines: Tensor, mass: Tensor, least: int, most: int | None) 
     return share.put_back(taken)
 
 
-def heaviest(weight: Tensor, count: Tensor, *, first: int, spared: tuple[Tensor, int] | None = None) -> Tensor:
+@on_gpus(torch.float32, where=lambda weight, *_, **__: weight.shape[-1] <= LONGEST)
+def heaviest(weight: Tensor, count: Tensor, first: int, spared: tuple[Tensor, int] | None = None) -> Tensor:
     """Which of the lines of `weight` `[B, H, n]` are taken, `[B, H, n]` bool; NaN counts as 0.
 
     Args:
@@ -58,38 +60,6 @@ def heaviest(weight: Tensor, count: Tensor, *, first: int, spared: tuple[Tensor,
             of them, and none of the first `first`.
     """
     first, spared = min(first, FAR), None if spared is None else (spared[0], min(spared[1], FAR))
-    if weight.is_cuda and weight.dtype == torch.float32 and weight.shape[-1] <= LONGEST:
-        from blocksparse.kernels.selecting.heaviest_lines_triton import heaviest_triton
-
-        return heaviest_triton(weight, count, first, spared)
-    return heaviest_reference(weight, count, first, spared)
-
-
-def heaviest_of_both(
-    columns: Tensor,
-    bands: Tensor,
-    counts: tuple[Tensor, Tensor],
-    *,
-    firsts: tuple[int, int],
-    spared: tuple[Tensor, int] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The running counts, `[B, H, n + 1]` int32, of what `heaviest` takes of each kind; `spared` is of the columns."""
-    longest = max(columns.shape[-1], bands.shape[-1])
-    if columns.is_cuda and columns.dtype == torch.float32 and longest <= LONGEST:
-        from blocksparse.kernels.selecting.heaviest_lines_triton import heaviest_of_both_triton
-
-        spared = None if spared is None else (spared[0], min(spared[1], FAR))
-        return heaviest_of_both_triton(columns, bands, counts, (min(firsts[0], FAR), min(firsts[1], FAR)), spared)
-    return (
-        running_count(heaviest(columns, counts[0], first=firsts[0], spared=spared)),
-        running_count(heaviest(bands, counts[1], first=firsts[1])),
-    )
-
-
-def heaviest_reference(
-    weight: Tensor, count: Tensor, first: int, spared: tuple[Tensor, int] | None = None
-) -> Tensor:
-    """The same in plain torch."""
     each = torch.arange(weight.shape[-1], device=weight.device)
     weight = weight.nan_to_num(nan=0.0)
     left_out = torch.zeros_like(each, dtype=torch.bool)
@@ -100,3 +70,18 @@ def heaviest_reference(
     order = weight.argsort(dim=-1, descending=True, stable=True)
     taken = torch.empty_like(order, dtype=torch.bool).scatter_(-1, order, (each < count).expand(order.shape))
     return taken & ~left_out
+
+
+@on_gpus(torch.float32, where=_are_short)
+def heaviest_of_both(
+    columns: Tensor,
+    bands: Tensor,
+    counts: tuple[Tensor, Tensor],
+    firsts: tuple[int, int],
+    spared: tuple[Tensor, int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The running counts, `[B, H, n + 1]` int32, of what `heaviest` takes of each kind; `spared` is of the columns."""
+    return (
+        running_count(heaviest(columns, counts[0], first=firsts[0], spared=spared)),
+        running_count(heaviest(bands, counts[1], first=firsts[1])),
+    )

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from blocksparse.kernels.common.sizes import FAR
 from blocksparse.kernels.common.strides_triton import head_strides
 from blocksparse.kernels.positions.block_grid_triton import any_of
 from blocksparse.kernels.selecting.row_search_triton import cut, first_of, tile_of_rows
@@ -49,7 +50,7 @@ def heaviest_of_both_triton(
     bands: Tensor,
     counts: tuple[Tensor, Tensor],
     firsts: tuple[int, int],
-    spared: tuple[Tensor, int] | None,
+    spared: tuple[Tensor, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernel once for both; arguments as of `heaviest_of_both`."""
     columns, bands = columns.contiguous(), bands.contiguous()
@@ -75,7 +76,7 @@ def _launch(
         _heaviest[(H, B, 1 if other is None else 2)](
             weight, others, count, of_others, last, taken, taken_others,
             head_strides(count)[1], head_strides(of_others)[1], head_strides(last)[1],
-            n, m, min(first, n), min(first_others, m), most,
+            n, m, min(first, n), min(first_others, m), min(most, FAR),
             COUNTED=other is not None, COLS=wide, num_warps=num_warps,
         )  # fmt: skip
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from blocksparse.kernels.common.twins import on_gpus
 from blocksparse.kernels.positions.block_grid import BlockGrid
 from blocksparse.kernels.positions.places import Places
 from blocksparse.kernels.positions.within_reach import within_reach
 from blocksparse.kernels.selecting.lines import Lines
 
 
+@on_gpus(of=lambda columns, *_, **__: columns.counts)
 def line_blocks(
     columns: Lines,
     bands: Lines,
@@ -34,23 +36,6 @@ def line_blocks(
         first: a number of tokens; blocks that hold one of the first so many are kept.
         also: `[B|1, Hq|1, rows, cols]` bool, kept too.
     """
-    if columns.counts.is_cuda:
-        from blocksparse.kernels.selecting.line_blocks_triton import line_blocks_triton as compute
-    else:
-        compute = line_blocks_reference
-    return compute(columns, bands, grid, whole=whole, first=first, also=also)
-
-
-def line_blocks_reference(
-    columns: Lines,
-    bands: Lines,
-    grid: BlockGrid,
-    *,
-    whole: Tensor | None = None,
-    first: int | None = None,
-    also: Tensor | None = None,
-) -> Tensor:
-    """The same in plain torch."""
     cols = torch.arange(grid.k_first.shape[-1] + 1, device=columns.counts.device)
     reached = columns.counts[..., (cols * columns.run).clamp(max=columns.counts.shape[-1] - 1)]
     keep = (reached[..., :-1] < reached[..., 1:]).unsqueeze(2) | crossed(bands, grid)

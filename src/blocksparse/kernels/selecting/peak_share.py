@@ -11,11 +11,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from blocksparse.kernels.common.twins import on_gpus
 from blocksparse.kernels.positions.block_grid import BlockGrid
 from blocksparse.kernels.positions.within_reach import within_reach
 from blocksparse.kernels.selecting.top_cdf import MAX_COLS
 
 
+@on_gpus(torch.float32, where=lambda values, *_: values.shape[-1] <= MAX_COLS)
 def peak_share(values: Tensor, forced: Tensor | None, alpha: Tensor, grid: BlockGrid) -> Tensor:
     """Which blocks are kept, `[B, H, rows, cols]` bool, by their `values` `[B, H, rows, cols]`.
 
@@ -23,15 +25,6 @@ def peak_share(values: Tensor, forced: Tensor | None, alpha: Tensor, grid: Block
         forced: `[B|1, H|1, rows|1, cols|1]` bool, kept in any case.
         alpha: `[1, H|1, 1, 1]` float64, rounded to the dtype of values.
     """
-    if values.is_cuda and values.dtype == torch.float32 and values.shape[-1] <= MAX_COLS:
-        from blocksparse.kernels.selecting.peak_share_triton import peak_share_triton
-
-        return peak_share_triton(values, forced, alpha, grid)
-    return peak_share_reference(values, forced, alpha, grid)
-
-
-def peak_share_reference(values: Tensor, forced: Tensor | None, alpha: Tensor, grid: BlockGrid) -> Tensor:
-    """The same in plain torch."""
     values = values.where(grid.reachable, 0.0)
     keep = (values >= alpha.to(values.dtype) * values.amax(-1, keepdim=True)) & (values > 0)
     keep = keep if forced is None else keep | forced

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from blocksparse.kernels.common.twins import on_gpus
+
 
 class Below(NamedTuple):
     """The heads whose number is below a bound; a NaN is not. Kernels that are given it leave the others out."""
@@ -18,11 +20,8 @@ class Below(NamedTuple):
     bound: Tensor  # [1, H|1, 1, 1] float64
 
 
+@on_gpus(torch.float32, of=lambda heads, *_: heads.number)
 def routed(heads: Below, below: Tensor, otherwise: Tensor) -> Tensor:
     """`[B, H, rows, cols]` bool: `below` in those heads, in others `otherwise`; both `[B, H, rows, cols]` bool."""
     number, bound = heads
-    if number.is_cuda and number.dtype == torch.float32:
-        from blocksparse.kernels.selecting.routed_triton import routed_triton
-
-        return routed_triton(number, bound, below, otherwise)
     return torch.where(number[..., None, None] < bound, below, otherwise)

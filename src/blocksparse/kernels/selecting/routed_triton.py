@@ -9,15 +9,16 @@ from torch import Tensor
 
 from blocksparse.kernels.common.sizes import cdiv
 from blocksparse.kernels.common.strides_triton import head_strides
+from blocksparse.kernels.selecting.routed import Below
 from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 
 _TILE = 4096  # blocks per program
 
 
-def routed_triton(number: Tensor, bound: Tensor, below: Tensor, otherwise: Tensor) -> Tensor:
+def routed_triton(heads: Below, below: Tensor, otherwise: Tensor) -> Tensor:
     """Launch the kernel; arguments as of `routed`."""
-    B, H, rows, cols = below.shape
+    (number, bound), (B, H, rows, cols) = heads, below.shape
     out = torch.empty(below.shape, dtype=torch.bool, device=below.device)
     with device_of(below):
         _kernel[(cdiv(rows * cols, _TILE), H, B)](

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from blocksparse.kernels.positions.block_grid import BlockGrid
 from blocksparse.kernels.positions.places import NOWHERE, Places
-from blocksparse.kernels.positions.within_reach import within_reach_reference
+from blocksparse.kernels.positions.within_reach import within_reach
 from blocksparse.kernels.scoring import cpu_choices, cpu_scores
 from blocksparse.kernels.selecting.running_share import running_share
 
@@ -75,4 +75,4 @@ def top_cdf_reference(
             rank = torch.arange(values.shape[-1], device=mass.device)
             taken = (share.after <= mass) | ((rank == before) & (share.ticks > 0))
         keep = (share.put_back(taken) | always) | (mass >= 1)
-    return within_reach_reference(keep, grid, places=places)
+    return within_reach.plain(keep, grid, places=places)

@@ -9,10 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from blocksparse.kernels.common.twins import on_gpus
 from blocksparse.kernels.positions.block_grid import BlockGrid
 from blocksparse.kernels.selecting.top_cdf import MAX_COLS
 
 
+@on_gpus(
+    torch.float32,
+    where=lambda values, forced, k, *_, **__: not isinstance(k, Tensor) and values.shape[-1] <= MAX_COLS,
+)
 def top_k(
     values: Tensor,
     forced: Tensor | None,
@@ -35,29 +40,6 @@ def top_k(
             come on top of it, and the diagonal ranks by its value.
         of_all_keys: the share is that of all columns, rounded down, but at least 1.
     """
-    if (
-        not isinstance(k, Tensor)
-        and values.is_cuda
-        and values.dtype == torch.float32
-        and values.shape[-1] <= MAX_COLS
-    ):
-        from blocksparse.kernels.selecting.top_k_triton import top_k_triton
-
-        return top_k_triton(values, forced, k, share, grid, forced_first=forced_first, of_all_keys=of_all_keys)
-    return top_k_reference(values, forced, k, share, grid, forced_first=forced_first, of_all_keys=of_all_keys)
-
-
-def top_k_reference(
-    values: Tensor,
-    forced: Tensor | None,
-    k: int | Tensor | None,
-    share: Tensor | None,
-    grid: BlockGrid,
-    *,
-    forced_first: bool,
-    of_all_keys: bool,
-) -> Tensor:
-    """The same in plain torch. A share of a number is rounded to fp32 before it is rounded up: .07 of 100 is 7."""
     reachable, cols = grid.reachable, values.shape[-1]
     always = grid.diagonal if forced is None else (grid.diagonal | forced) & reachable
     values = values.nan_to_num(nan=float("-inf"))  # below every number, infinities included
@@ -72,7 +54,7 @@ def top_k_reference(
         count = values.new_full((1, 1, 1, 1), k or 0)
     elif of_all_keys:
         count = (share * cols).float().floor().clamp_min(1)
-    else:
+    else:  # rounded to fp32 before it is rounded up: .07 of 100 is 7
         count = (share * reachable.sum(-1, keepdim=True)).float().ceil()
     taken = torch.arange(cols, device=values.device) < count
     keep = torch.empty_like(values, dtype=torch.bool).scatter_(-1, order, taken.expand(values.shape))

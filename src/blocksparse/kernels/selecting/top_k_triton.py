@@ -30,7 +30,7 @@ _NO_KEY = tl.constexpr(-(2**31))
 def top_k_triton(
     values: Tensor,
     forced: Tensor | None,
-    k: int | None,
+    k: int | Tensor | None,
     share: Tensor | None,
     grid: BlockGrid,
     *,

@@ -13,9 +13,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from blocksparse.kernels.common.twins import on_gpus
+
 LONGEST = 1024
 
 
+@on_gpus(where=lambda keep, *_: keep.shape[-1] <= LONGEST)
 def visiting_order(keep: Tensor, rank: Tensor, tau: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`index` `[B, H, rows, cols]`, and per row how many blocks are visited in any case, and how many at most; int32.
 
@@ -24,15 +27,6 @@ def visiting_order(keep: Tensor, rank: Tensor, tau: Tensor) -> tuple[Tensor, Ten
         rank: `[B, H, rows, cols]` int32. Kept blocks of a negative rank are visited in any case.
         tau: `[H]` fp32; where it is 0, so are all others.
     """
-    if keep.is_cuda and keep.shape[-1] <= LONGEST:
-        from blocksparse.kernels.selecting.visiting_order_triton import visiting_order_triton
-
-        return visiting_order_triton(keep, rank, tau)
-    return visiting_order_reference(keep, rank, tau)
-
-
-def visiting_order_reference(keep: Tensor, rank: Tensor, tau: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same in plain torch."""
     dropped = torch.iinfo(torch.int32).max
     order = rank.clamp(max=dropped - 1).where(keep, dropped).argsort(dim=-1, stable=True)
     opened = keep & ((rank < 0) | (tau == 0).view(-1, 1, 1))
