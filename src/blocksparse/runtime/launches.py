@@ -5,12 +5,14 @@ the compiled kernel up by that. A call of a pipeline launches some ten kernels, 
 of the call's time. So the compiled kernel is remembered here, by all that Triton specialises on: the device,
 each constant, each integer, and for tensors their dtype and whether they are aligned to 16 bytes. Switches of
 Triton (TRITON_DEBUG) that are set after a kernel's first launch do not reach it. On AMD's GPUs Triton also
-specialises on how large the memory under a tensor is; there it launches kernels by itself.
+specialises on how large the memory under a tensor is; there it launches kernels by itself. A kernel runs on the
+device of its first tensor, whichever device is current.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, final
 
@@ -22,6 +24,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from blocksparse.runtime.device import device_of
 from blocksparse.runtime.failures import LaunchError, launches
 from blocksparse.runtime.repetition import current, refuse_repetition
 
@@ -48,6 +51,10 @@ class Remembered:
         return partial(self._launch, (x, y, z))
 
     def _launch(self, grid: tuple[int, int, int], *args: Any, **named: Any) -> None:
+        with _where(args):
+            self._launch_here(grid, args, named)
+
+    def _launch_here(self, grid: tuple[int, int, int], args: tuple[Any, ...], named: dict[str, Any]) -> None:
         values = named.values()
         device = torch.cuda.current_device()
         parts = [device, *named, *values, *map(type, values)]
@@ -96,7 +103,19 @@ class LookedUp:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
-        _started(self.jit, grid, args, named)
+        with _where(args):
+            _started(self.jit, grid, args, named)
+
+
+def _where(args: tuple[Any, ...]) -> AbstractContextManager[object]:
+    """A context in which a kernel is launched on the device of its first tensor."""
+    for x in args:
+        if type(x) is Tensor:
+            return device_of(x)
+        x = x[0] if isinstance(x, tuple) and x else getattr(x, "base", x)
+        if isinstance(x, Tensor):
+            return device_of(x)
+    return nullcontext()
 
 
 def remembered(jit: Any) -> Any:

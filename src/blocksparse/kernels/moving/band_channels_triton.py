@@ -11,7 +11,6 @@ from torch import Tensor
 
 from blocksparse.kernels.common.sizes import power_of_2
 from blocksparse.kernels.moving.band_channels import LEAST_RMS
-from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 
 _TILE = 4096  # entries that a program holds at a time
@@ -26,11 +25,10 @@ def band_channels_triton(
     mine = torch.empty((B, Hq, rows, width), dtype=torch.float32, device=queries.device)
     its = torch.empty((B, H, cols, width), dtype=torch.float32, device=queries.device)
     block_d = power_of_2(D)
-    with device_of(queries):
-        _kernel[(Hq, B)](
-            queries, keys, mine, its, rows, cols, Hq // H, first, end, math.sqrt(width / D), temperature, LEAST_RMS,
-            D=D, BLOCK_D=block_d, ROWS=max(_TILE // block_d, 1), num_warps=8,
-        )  # fmt: skip
+    _kernel[(Hq, B)](
+        queries, keys, mine, its, rows, cols, Hq // H, first, end, math.sqrt(width / D), temperature, LEAST_RMS,
+        D=D, BLOCK_D=block_d, ROWS=max(_TILE // block_d, 1), num_warps=8,
+    )  # fmt: skip
     return mine, its
 
 

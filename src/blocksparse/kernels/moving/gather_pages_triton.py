@@ -7,7 +7,6 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
-from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 
 _TILE = 8192  # entries of a tensor per program
@@ -18,11 +17,10 @@ def gather_pages_triton(keys: Tensor, values: Tensor, pages: Tensor, k: Tensor, 
     (_, Hkv, N, D), Dv = k.shape, v.shape[3]
     wide = power_of_2(D), power_of_2(Dv)
     rows = min(max(_TILE // max(wide), 1), 1024)
-    with device_of(keys):
-        _kernel[(cdiv(N, rows), Hkv)](
-            keys, values, pages, k, v, keys.stride(), values.stride(), k.stride()[1:3], v.stride()[1:3], N,
-            PAGE=keys.shape[2], D=D, DV=Dv, BLOCK_D=wide[0], BLOCK_DV=wide[1], ROWS=rows, num_warps=4,
-        )  # fmt: skip
+    _kernel[(cdiv(N, rows), Hkv)](
+        keys, values, pages, k, v, keys.stride(), values.stride(), k.stride()[1:3], v.stride()[1:3], N,
+        PAGE=keys.shape[2], D=D, DV=Dv, BLOCK_D=wide[0], BLOCK_DV=wide[1], ROWS=rows, num_warps=4,
+    )  # fmt: skip
 
 
 @triton.jit

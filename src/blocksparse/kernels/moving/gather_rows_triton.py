@@ -9,7 +9,6 @@ from torch import Tensor
 
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
 from blocksparse.kernels.common.strides_triton import alike, head_at, head_strides
-from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 
 _TILE = 8192  # entries of a tensor per program
@@ -60,17 +59,16 @@ def _launch(
         # `block` is the largest power that does.
         rows = min(rows, block & -block)
         wanted = wanted if wanted.stride(-1) == 1 else wanted.contiguous()
-    with device_of(x):
-        _kernel[(cdiv(M, rows), H, B)](
-            x, out[0], y, out[-1], index,
-            wanted,
-            x.stride()[:3], y.stride()[:3], alike(*index.stride()[:2]),
-            None if wanted is None else alike(*head_strides(wanted)),
-            M, heads_per_source, 1 if wanted is None else H // wanted.shape[1],
-            DX=x.shape[-1], DY=y.shape[-1], BLOCK_DX=wide[0], BLOCK_DY=wide[1], ROWS=rows,
-            BLOCK=block, TWO=len(tensors) == 2, SCATTER=scatter,
-            num_warps=4,
-        )  # fmt: skip
+    _kernel[(cdiv(M, rows), H, B)](
+        x, out[0], y, out[-1], index,
+        wanted,
+        x.stride()[:3], y.stride()[:3], alike(*index.stride()[:2]),
+        None if wanted is None else alike(*head_strides(wanted)),
+        M, heads_per_source, 1 if wanted is None else H // wanted.shape[1],
+        DX=x.shape[-1], DY=y.shape[-1], BLOCK_DX=wide[0], BLOCK_DY=wide[1], ROWS=rows,
+        BLOCK=block, TWO=len(tensors) == 2, SCATTER=scatter,
+        num_warps=4,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -13,7 +13,6 @@ from blocksparse.kernels.common.hardware import fp32_products, hardware_of
 from blocksparse.kernels.common.sizes import cdiv
 from blocksparse.kernels.positions.block_grid import BlockGrid
 from blocksparse.kernels.positions.block_grid_triton import any_of, rows_at, strides
-from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 
 _TILE = 64  # rows and columns of a launch tile, and dims that are multiplied at a time
@@ -35,14 +34,13 @@ def _launch(q: Tensor, k: Tensor, positions: tuple[Any, ...], skips: bool) -> Te
     (B, Hq, rows, D), (_, H, cols, _) = q.shape, k.shape
     q, k = q.contiguous(), k.contiguous()
     logits = torch.empty((B, Hq, rows, cols), dtype=torch.float32, device=q.device)
-    with device_of(q):
-        _kernel[(cdiv(cols, _TILE) * cdiv(rows, _TILE), Hq, B)](
-            q, k, logits, *positions,
-            rows, cols, D, Hq // H,
-            SKIPS=skips,
-            PRECISION=fp32_products(),
-            TILE=_TILE, num_warps=4 if hardware_of(q).multiplies_from_shared else 8, num_stages=2,
-        )  # fmt: skip
+    _kernel[(cdiv(cols, _TILE) * cdiv(rows, _TILE), Hq, B)](
+        q, k, logits, *positions,
+        rows, cols, D, Hq // H,
+        SKIPS=skips,
+        PRECISION=fp32_products(),
+        TILE=_TILE, num_warps=4 if hardware_of(q).multiplies_from_shared else 8, num_stages=2,
+    )  # fmt: skip
     return logits
 
 

@@ -8,7 +8,6 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
-from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 
 _ENTRIES = 2048  # per program
@@ -19,8 +18,7 @@ def run_sums_triton(x: Tensor, run: int) -> Tensor:
     (B, H, n), x, wide = x.shape, x.contiguous(), power_of_2(run)
     out = torch.empty((B, H, cdiv(n, run)), dtype=torch.float32, device=x.device)
     runs = max(_ENTRIES // wide, 1)
-    with device_of(x):
-        _kernel[(cdiv(out.shape[2], runs), B * H)](x, out, n, run, out.shape[2], RUNS=runs, WIDE=wide, num_warps=4)
+    _kernel[(cdiv(out.shape[2], runs), B * H)](x, out, n, run, out.shape[2], RUNS=runs, WIDE=wide, num_warps=4)
     return out
 
 

@@ -15,7 +15,6 @@ from blocksparse.kernels.common.sizes import cdiv
 from blocksparse.kernels.ordering.coarse_choice_triton import SAMPLE, TILE, choose, row_of_maps
 from blocksparse.kernels.ordering.coarse_steps_triton import ROWS_AT_ONCE, coarse_steps
 from blocksparse.kernels.ordering.score_steps import STEPS
-from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 
 BYTES_AT_ONCE = 3 << 27  # of workspace: steps, kept keys, and counts of steps
@@ -35,10 +34,9 @@ def coarse_order_triton(mean: Tensor, k: Tensor, until: int, S: int, out: Tensor
     at_once = max(1, BYTES_AT_ONCE // (B * H * row_bytes))
     whole = max(1, ROWS_AT_ONCE * k.shape[1] // H)  # segments whose rows fill a tile of rows
     at_once = at_once // whole * whole or at_once
-    with device_of(k):
-        for g in range(0, G, at_once):
-            some = slice(g, min(g + at_once, G))
-            _some_segments(mean[:, :, some], k, until + g * S, S, chunk, out[:, :, some])
+    for g in range(0, G, at_once):
+        some = slice(g, min(g + at_once, G))
+        _some_segments(mean[:, :, some], k, until + g * S, S, chunk, out[:, :, some])
 
 
 def _some_segments(mean: Tensor, k: Tensor, until: int, S: int, chunk: int, out: Tensor) -> None:

@@ -21,7 +21,6 @@ from blocksparse.kernels.common.memory import copies_in_bulk, empty_together
 from blocksparse.kernels.common.rows_triton import rows_of
 from blocksparse.kernels.common.shared_memory import fitted, needed
 from blocksparse.kernels.common.sizes import REMEMBERED, cdiv, power_of_2
-from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 
 _SPLITS = 32  # shares that the keys are divided into, at most
@@ -48,14 +47,13 @@ def key_importance_triton(
     scale_log2 = abs(scale) * math.log2(math.e)
     sizes = q.stride()[:3], k.stride()[:3], N, P, plan.rows, plan.share, plan.splits, seen, plain, Hkv, scale_log2
     tma = plan.tma and copies_in_bulk(k)
-    with device_of(q):
-        _sums[plan.grid_of_sums](
-            q, _source(k, plan.sums, tma), peak, total, *sizes, TMA=tma, CAUSAL=causal, **plan.sums
-        )  # fmt: skip
-        _weights[plan.grid_of_weights](
-            q, _source(k, plan.weights, tma), peak, total, parts, *sizes, plan.share_of_a_vote, plan.tiles,
-            SPLITS=_SPLITS, TMA=tma, CAUSAL=causal, **plan.weights,
-        )  # fmt: skip
+    _sums[plan.grid_of_sums](
+        q, _source(k, plan.sums, tma), peak, total, *sizes, TMA=tma, CAUSAL=causal, **plan.sums
+    )  # fmt: skip
+    _weights[plan.grid_of_weights](
+        q, _source(k, plan.weights, tma), peak, total, parts, *sizes, plan.share_of_a_vote, plan.tiles,
+        SPLITS=_SPLITS, TMA=tma, CAUSAL=causal, **plan.weights,
+    )  # fmt: skip
     return parts
 
 

@@ -8,7 +8,6 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
-from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 
 TILE = 4096  # entries of queries that a program holds at a time
@@ -22,11 +21,10 @@ def mean_and_products_triton(q: Tensor, guide: Tensor, S: int, lead: int = 0) ->
     mean = torch.empty((B, H, segments, D), dtype=torch.float32, device=q.device)
     products = torch.empty((B, H, M), dtype=torch.float32, device=q.device)
     block_d = power_of_2(D)
-    with device_of(q):
-        _kernel[(segments, H, B)](
-            q, guide, mean, products, q.stride()[:3], M, segments, lead, H // guide.shape[1],
-            D=D, BLOCK_D=block_d, S=S, ROWS=rows_of(S, block_d), num_warps=4,
-        )  # fmt: skip
+    _kernel[(segments, H, B)](
+        q, guide, mean, products, q.stride()[:3], M, segments, lead, H // guide.shape[1],
+        D=D, BLOCK_D=block_d, S=S, ROWS=rows_of(S, block_d), num_warps=4,
+    )  # fmt: skip
     return mean, products
 
 

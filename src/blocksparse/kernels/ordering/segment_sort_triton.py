@@ -13,7 +13,6 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.common.sizes import cdiv
-from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 
 _TILE = 256  # tokens per program, if segments are shorter than that
@@ -25,13 +24,12 @@ def segment_sort_triton(values: Tensor, S: int, coarse: bool = False) -> Tensor:
     values = values.contiguous()
     index = torch.empty((B, H, N), dtype=torch.int32, device=values.device)
     rows = max(_TILE // S, 1)
-    with device_of(values):
-        _kernel[(cdiv(N, rows * S), H, B)](
-            values, index,
-            N, N // S * S,
-            S=S, ROWS=rows, COARSE=coarse, PARTS=parts[0] if parts else 1,
-            num_warps=min(max(rows * S // 256, 1), 8),
-        )  # fmt: skip
+    _kernel[(cdiv(N, rows * S), H, B)](
+        values, index,
+        N, N // S * S,
+        S=S, ROWS=rows, COARSE=coarse, PARTS=parts[0] if parts else 1,
+        num_warps=min(max(rows * S // 256, 1), 8),
+    )  # fmt: skip
     return index
 
 

@@ -8,7 +8,6 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
-from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 
 _COLS = 128
@@ -32,12 +31,11 @@ def _launch(keep: Tensor, heads: int, *, over_rows: bool) -> Tensor:
     if over_rows:  # the rows of the heads of a group lie one behind another
         members, out_rows = members * rows, 1
     out = torch.empty((B, heads, out_rows, cols), dtype=torch.bool, device=keep.device)
-    with device_of(keep):
-        _kernel[(cdiv(cols, _COLS), out_rows, B * heads)](
-            keep, out, members, out_rows, cols,
-            FIRST=over_rows, MEMBERS=min(power_of_2(members), _MOST_MEMBERS), COLS=_COLS,
-            num_warps=4,
-        )  # fmt: skip
+    _kernel[(cdiv(cols, _COLS), out_rows, B * heads)](
+        keep, out, members, out_rows, cols,
+        FIRST=over_rows, MEMBERS=min(power_of_2(members), _MOST_MEMBERS), COLS=_COLS,
+        num_warps=4,
+    )  # fmt: skip
     return out
 
 

@@ -14,7 +14,6 @@ from blocksparse.kernels.common.memory import empty_together
 from blocksparse.kernels.common.sizes import REMEMBERED, cdiv, power_of_2
 from blocksparse.kernels.common.strides_triton import alike, head_at, head_strides
 from blocksparse.kernels.positions.block_bounds import Bounds
-from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 
 _NEVER = tl.constexpr(2**31 - 1)
@@ -53,15 +52,14 @@ def _launch(
     q_first, q_last, k_first, k_last, *made = empty_together(torch.int32, device, *plan.outputs)
     q_made, k_made = made[0] if plan.q_missing else None, made[-1] if plan.k_missing else None
     k_whole = torch.empty(k_first.shape, dtype=torch.bool, device=device)
-    with device_of(q_first):
-        _kernel[plan.grid](
-            q_index, k_index, q_made, k_made, q_first, q_last, k_first, k_last, k_whole,
-            None if q_index is None else alike(*head_strides(q_index), 0),
-            None if k_index is None else alike(*head_strides(k_index), k_index.stride(2) if k_index.shape[2] > 1 else 0),
-            *plan.sizes, M, slots, offset % q_block, offset,
-            **plan.constants,
-            num_warps=4,
-        )  # fmt: skip
+    _kernel[plan.grid](
+        q_index, k_index, q_made, k_made, q_first, q_last, k_first, k_last, k_whole,
+        None if q_index is None else alike(*head_strides(q_index), 0),
+        None if k_index is None else alike(*head_strides(k_index), k_index.stride(2) if k_index.shape[2] > 1 else 0),
+        *plan.sizes, M, slots, offset % q_block, offset,
+        **plan.constants,
+        num_warps=4,
+    )  # fmt: skip
     q_position, k_position = q_index if q_made is None else q_made, k_index if k_made is None else k_made
     assert q_position is not None  # a map that is missing was made
     assert k_position is not None

@@ -11,7 +11,6 @@ from blocksparse.kernels.common.memory import empty_together
 from blocksparse.kernels.common.sizes import cdiv, index_dtype, power_of_2
 from blocksparse.kernels.positions.block_grid import BlockGrid
 from blocksparse.kernels.positions.block_grid_triton import full_blocks, positions, rows_at, strides, tile
-from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 
 _ENTRIES = 512  # blocks of a launch tile, if rows are short
@@ -27,14 +26,13 @@ def block_lists_triton(keep: Tensor, grid: BlockGrid) -> tuple[Tensor, Tensor, T
     full_count, partial_count = empty_together(torch.int32, keep.device, (B, H, rows), (B, H, rows))
     wide = min(max(power_of_2(cols), _NARROWEST), _WIDEST)
     high = max(_ENTRIES // wide, 1)
-    with device_of(keep):
-        _kernel[(cdiv(rows, high), H, B)](
-            keep, *positions(grid), grid.k_whole, full_count, partial_count, index,
-            strides(keep), strides(grid.k_whole),
-            rows, cols,
-            CAUSAL=grid.causal, WINDOW=grid.window, ROWS=high, COLS=wide, WHOLE=cols <= wide,
-            num_warps=high * wide // (32 * _PER_THREAD),
-        )  # fmt: skip
+    _kernel[(cdiv(rows, high), H, B)](
+        keep, *positions(grid), grid.k_whole, full_count, partial_count, index,
+        strides(keep), strides(grid.k_whole),
+        rows, cols,
+        CAUSAL=grid.causal, WINDOW=grid.window, ROWS=high, COLS=wide, WHOLE=cols <= wide,
+        num_warps=high * wide // (32 * _PER_THREAD),
+    )  # fmt: skip
     return full_count, partial_count, index
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from blocksparse.kernels.common.sizes import cdiv
 from blocksparse.kernels.positions.block_grid_triton import strides
 from blocksparse.kernels.positions.mix import mix
-from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 
 _ROWS, _COLS = 4, 256  # numbers per program
@@ -22,11 +21,10 @@ def counter_hash_triton(seed: int, *counters: Tensor) -> Tensor:
     out = torch.empty(shape, dtype=torch.int64, device=counters[0].device)
     depth, rows, cols = (1,) * (3 - len(shape)) + tuple(shape)
     given = tuple(x[(None,) * (3 - x.ndim)] for x in counters)
-    with device_of(out):
-        _kernel[(cdiv(rows, _ROWS) * cdiv(cols, _COLS), depth)](
-            given, tuple(strides(x) for x in given), out, mix(seed), rows, cols,
-            COUNTERS=len(given), ROWS=_ROWS, COLS=_COLS,
-        )  # fmt: skip
+    _kernel[(cdiv(rows, _ROWS) * cdiv(cols, _COLS), depth)](
+        given, tuple(strides(x) for x in given), out, mix(seed), rows, cols,
+        COUNTERS=len(given), ROWS=_ROWS, COLS=_COLS,
+    )  # fmt: skip
     return out
 
 

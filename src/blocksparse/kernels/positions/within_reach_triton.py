@@ -22,7 +22,6 @@ from blocksparse.kernels.positions.block_grid_triton import (
 from blocksparse.kernels.positions.counter_hash_triton import folded
 from blocksparse.kernels.positions.mix import mix
 from blocksparse.kernels.positions.places import NOWHERE, Places
-from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 
 _TILE = 4096  # blocks of a launch tile
@@ -48,13 +47,12 @@ def within_reach_triton(
     rows, cols = grid.q_first.shape[2], grid.k_first.shape[3]
     out = torch.empty((B, H, rows, cols), dtype=torch.bool, device=grid.q_first.device)
     tile = tile_of_blocks(_TILE)
-    with device_of(out):
-        _kernel[(cdiv(rows, tile["ROWS"]) * cdiv(cols, tile["COLS"]), H, B)](
-            keep, tensors, out, None if keep is None else strides(keep), position_strides, rows, cols, skipped,
-            *numbers_of_places(grid, places), None if segment is None else min(segment, FAR),
-            N=n, DIAGONAL=diagonal, CAUSAL=grid.causal, WINDOW=grid.window, **tile,
-            num_warps=4,
-        )  # fmt: skip
+    _kernel[(cdiv(rows, tile["ROWS"]) * cdiv(cols, tile["COLS"]), H, B)](
+        keep, tensors, out, None if keep is None else strides(keep), position_strides, rows, cols, skipped,
+        *numbers_of_places(grid, places), None if segment is None else min(segment, FAR),
+        N=n, DIAGONAL=diagonal, CAUSAL=grid.causal, WINDOW=grid.window, **tile,
+        num_warps=4,
+    )  # fmt: skip
     return out
 
 

@@ -8,7 +8,6 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.common.sizes import power_of_2
-from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 
 
@@ -17,8 +16,7 @@ def block_divergence_triton(logits: Tensor, true: Tensor, scale: float = 1.0) ->
     (B, H, cols), logits, true = logits.shape, logits.contiguous(), true.contiguous()
     out = torch.empty((B, H), dtype=torch.float32, device=logits.device)
     wide = max(power_of_2(cols), 16)
-    with device_of(logits):
-        _kernel[(B * H,)](logits, true, out, scale, cols, COLS=wide, num_warps=8 if wide > 2048 else 4)
+    _kernel[(B * H,)](logits, true, out, scale, cols, COLS=wide, num_warps=8 if wide > 2048 else 4)
     return out
 
 

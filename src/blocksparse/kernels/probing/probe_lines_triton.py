@@ -22,7 +22,6 @@ from blocksparse.kernels.common.rows_triton import rows_of
 from blocksparse.kernels.common.shared_memory import fitted, needed
 from blocksparse.kernels.common.sizes import REMEMBERED, cdiv, power_of_2
 from blocksparse.kernels.common.softmax_triton import joined, step
-from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 
 _DTYPES = torch.float16, torch.bfloat16, torch.float32
@@ -80,16 +79,13 @@ def probe_lines_triton(
         **{name: value for name, value in options.items() if not name.startswith("BLOCK")},
     }  # fmt: skip
     strides = probe.stride()[:3], k.stride()[:3]
-    with device_of(k):
-        _log_sums[(k_parts, Hq, B)](probe, k, log_sum, *strides, *sizes, **tile)
-        _weights[(k_parts, Hq, B)](
-            probe, k, log_sum, vertical, shears, *strides, k_parts, *sizes, SPAN=span, **tile
-        )
-        _diagonals[(cdiv(slash.shape[2], _DISTANCES), Hq, B)](
-            shears, slash, P, slash.shape[2], first, shears.shape[2],
-            CAUSAL=causal, DISTANCES=_DISTANCES, SPAN=span, GROUPS=rows // span,
-            num_warps=4,
-        )  # fmt: skip
+    _log_sums[(k_parts, Hq, B)](probe, k, log_sum, *strides, *sizes, **tile)
+    _weights[(k_parts, Hq, B)](probe, k, log_sum, vertical, shears, *strides, k_parts, *sizes, SPAN=span, **tile)
+    _diagonals[(cdiv(slash.shape[2], _DISTANCES), Hq, B)](
+        shears, slash, P, slash.shape[2], first, shears.shape[2],
+        CAUSAL=causal, DISTANCES=_DISTANCES, SPAN=span, GROUPS=rows // span,
+        num_warps=4,
+    )  # fmt: skip
     return vertical, slash
 
 

@@ -22,7 +22,6 @@ from blocksparse.kernels.common.rows_triton import rows_of
 from blocksparse.kernels.common.shared_memory import needed
 from blocksparse.kernels.common.sizes import REMEMBERED, cdiv, power_of_2
 from blocksparse.kernels.common.softmax_triton import joined
-from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 
 _DTYPES = torch.float16, torch.bfloat16, torch.float32
@@ -85,17 +84,16 @@ def probe_sums_triton(probe: Tensor, k: Tensor, scale: float, run: int) -> tuple
     of_tiles = torch.empty((B, Hq, tiles, parts + 1, rows), **new)  # the maximum, then the sum of each part
     columns, bands = (torch.empty((B, Hq, tiles), **new) for _ in range(2))
     options = launch_options(P, D, k.element_size(), run, hardware_of(k))
-    with device_of(k):
-        _sums_of_tiles[(programs, Hq, B)](
-            probe, k, log_sum, of_tiles, probe.stride()[:3], k.stride()[:3],
-            P, N, first, offset, tiles, Hq // H, scale * math.log2(math.e),
-            D=D, BLOCK_D=max(16, power_of_2(D)), ROWS=rows, KEYS=run, TILES=_TILES, PARTS=parts,
-            **{name: value for name, value in options.items() if not name.startswith("BLOCK")},
-        )  # fmt: skip
-        _joined[(cdiv(tiles, _JOINED), Hq, B)](
-            log_sum, of_tiles, columns, bands, P, programs, tiles, band,
-            ROWS=rows, PARTS=parts, JOINED=_JOINED, num_warps=4,
-        )  # fmt: skip
+    _sums_of_tiles[(programs, Hq, B)](
+        probe, k, log_sum, of_tiles, probe.stride()[:3], k.stride()[:3],
+        P, N, first, offset, tiles, Hq // H, scale * math.log2(math.e),
+        D=D, BLOCK_D=max(16, power_of_2(D)), ROWS=rows, KEYS=run, TILES=_TILES, PARTS=parts,
+        **{name: value for name, value in options.items() if not name.startswith("BLOCK")},
+    )  # fmt: skip
+    _joined[(cdiv(tiles, _JOINED), Hq, B)](
+        log_sum, of_tiles, columns, bands, P, programs, tiles, band,
+        ROWS=rows, PARTS=parts, JOINED=_JOINED, num_warps=4,
+    )  # fmt: skip
     return columns, bands
 
 

@@ -12,7 +12,6 @@ from blocksparse.kernels.common.sizes import cdiv, power_of_2
 from blocksparse.kernels.common.strides_triton import alike
 from blocksparse.kernels.rounding.quantize import FP8_LIMIT
 from blocksparse.kernels.rounding.quantize_triton import divided, largest_of, read_tokens, scale_of
-from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 
 _TILE = 8192  # entries of values per program
@@ -29,12 +28,11 @@ def fp8_values_triton(v: Tensor, index: Tensor | None = None) -> tuple[Tensor, T
     values = torch.empty((B, H, slots, D), dtype=torch.uint8, device=v.device)
     scales = torch.empty((B, H, slots), dtype=torch.float32, device=v.device)
     rows = rows_of(D)
-    with device_of(v):
-        _kernel[(cdiv(slots, rows), H, B)](
-            v, values, scales, index, v.stride()[:3], None if index is None else alike(*index.stride()[:2]),
-            slots, H // v.shape[1],
-            D=D, BLOCK_D=power_of_2(D), ROWS=rows, HARDWARE=converts_to_fp8(v),
-        )  # fmt: skip
+    _kernel[(cdiv(slots, rows), H, B)](
+        v, values, scales, index, v.stride()[:3], None if index is None else alike(*index.stride()[:2]),
+        slots, H // v.shape[1],
+        D=D, BLOCK_D=power_of_2(D), ROWS=rows, HARDWARE=converts_to_fp8(v),
+    )  # fmt: skip
     return values.view(torch.float8_e4m3fn), scales
 
 

@@ -11,7 +11,6 @@ from blocksparse.kernels.common.sizes import cdiv, power_of_2
 from blocksparse.kernels.common.strides_triton import alike, head_at
 from blocksparse.kernels.rounding.quantize import INT8_LIMIT
 from blocksparse.kernels.rounding.quantize_triton import divided, earliest_token, largest_of, read_tokens, scale_of
-from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 
 _TILE = 8192  # entries per program, if every token has a scale of its own
@@ -67,15 +66,14 @@ def _launch(
     scales = torch.empty(values.shape[:3], dtype=torch.float32, device=x.device)
     rows, warps = tile_of(D, block if shared else 0)
     step = block if shared else rows
-    with device_of(x):
-        _kernel[(copies * cdiv(lead + slots, step), H, B)](
-            x, values, scales, index, mean, taken, plain,
-            x.stride()[:3], *(None if y is None else alike(*y.stride()[:2]) for y in (index, plain)),
-            slots, lead, plain_below, factor,
-            D=D, BLOCK_D=power_of_2(D), STEP=step, ROWS=rows, BLOCK=block, SHARED=shared, COPIES=copies,
-            HEADS_PER_SOURCE=H // x.shape[1], HEADS_PER_MEAN=1 if mean is None else H // mean.shape[1],
-            num_warps=warps,
-        )  # fmt: skip
+    _kernel[(copies * cdiv(lead + slots, step), H, B)](
+        x, values, scales, index, mean, taken, plain,
+        x.stride()[:3], *(None if y is None else alike(*y.stride()[:2]) for y in (index, plain)),
+        slots, lead, plain_below, factor,
+        D=D, BLOCK_D=power_of_2(D), STEP=step, ROWS=rows, BLOCK=block, SHARED=shared, COPIES=copies,
+        HEADS_PER_SOURCE=H // x.shape[1], HEADS_PER_MEAN=1 if mean is None else H // mean.shape[1],
+        num_warps=warps,
+    )  # fmt: skip
     return values, scales
 
 

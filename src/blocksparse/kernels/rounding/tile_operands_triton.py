@@ -12,7 +12,6 @@ from blocksparse.kernels.common.sizes import cdiv
 from blocksparse.kernels.common.strides_triton import alike
 from blocksparse.kernels.rounding import tile_rotation_triton, tile_values_triton
 from blocksparse.kernels.rounding.quantize import GROUP
-from blocksparse.runtime.device import device_of
 
 _STEPS = 32  # rounds of a program that rotates, at most about; it makes the Hadamard matrix once for all of them
 
@@ -102,9 +101,8 @@ def _launch(
         numbers = (steps, *numbers)
     options = options_of(warps, x.element_size(), cuda=torch.version.hip is None)
     tiles = {} if tile is None else {"TILE": tile}
-    with device_of(x):
-        kernel[(cdiv(parts, steps), H, B)](
-            x, index, *(means or (None, 1)), values, scale, second,
-            x.stride()[:3], None if index is None else alike(*index.stride()[:2]), slots, H // x.shape[1], *numbers,
-            D=D, ROWS=rows, **tiles, **constants, **options,
-        )  # fmt: skip
+    kernel[(cdiv(parts, steps), H, B)](
+        x, index, *(means or (None, 1)), values, scale, second,
+        x.stride()[:3], None if index is None else alike(*index.stride()[:2]), slots, H // x.shape[1], *numbers,
+        D=D, ROWS=rows, **tiles, **constants, **options,
+    )  # fmt: skip

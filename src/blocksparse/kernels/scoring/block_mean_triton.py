@@ -10,7 +10,6 @@ from torch import Tensor
 from blocksparse.kernels.common.memory import empty_together
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
 from blocksparse.kernels.common.strides_triton import alike, head_at
-from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 
 _TILE = 1024  # entries that a program holds at a time: it is one warp, and many of them share a multiprocessor
@@ -41,17 +40,16 @@ def block_means_triton(
     Hk, N = k.shape[1:3] if k_index is None else k_index.shape[1:]
     rows, cols, block_d = cdiv(lead + M, q_block), cdiv(N, k_block), power_of_2(D)
     pooled_q, pooled_k = empty_together(torch.float32, q.device, (B, Hq, rows, D), (B, Hk, cols, D))
-    with device_of(q):
-        _both[(B * (Hq * rows + Hk * cols),)](
-            q, k, q_index, k_index, pooled_q, pooled_k,
-            q.stride()[:3], k.stride()[:3],
-            None if q_index is None else alike(*q_index.stride()[:2]),
-            None if k_index is None else alike(*k_index.stride()[:2]),
-            B * Hq * rows, M, N, rows, cols, lead, Hq, Hk, Hk // k.shape[1],
-            D=D, BLOCK_D=block_d, Q_BLOCK=q_block, K_BLOCK=k_block,
-            Q_ROWS=_rows(q_block, block_d), K_ROWS=_rows(k_block, block_d), PADDED=padded_tail,
-            num_warps=1,
-        )  # fmt: skip
+    _both[(B * (Hq * rows + Hk * cols),)](
+        q, k, q_index, k_index, pooled_q, pooled_k,
+        q.stride()[:3], k.stride()[:3],
+        None if q_index is None else alike(*q_index.stride()[:2]),
+        None if k_index is None else alike(*k_index.stride()[:2]),
+        B * Hq * rows, M, N, rows, cols, lead, Hq, Hk, Hk // k.shape[1],
+        D=D, BLOCK_D=block_d, Q_BLOCK=q_block, K_BLOCK=k_block,
+        Q_ROWS=_rows(q_block, block_d), K_ROWS=_rows(k_block, block_d), PADDED=padded_tail,
+        num_warps=1,
+    )  # fmt: skip
     return pooled_q, pooled_k
 
 
@@ -89,16 +87,15 @@ def _launch(
     blocks = cdiv(lead + N, block)
     out = torch.empty((B, H, blocks) if similarity else (B, H, blocks, D), dtype=torch.float32, device=x.device)
     block_d = power_of_2(D)
-    with device_of(x):
-        _kernel[(blocks, H, B)](
-            x, x if index is None else index, x if centre is None else centre, out,
-            x.stride()[:3], None if index is None else alike(*index.stride()[:2]),
-            N, blocks, lead, H // Hx,
-            D=D, BLOCK_D=block_d, BLOCK=block,
-            ROWS=_rows(block, block_d), PADDED=padded_tail, INDEXED=index is not None,
-            CENTRED=centre is not None, SIMILARITY=similarity,
-            num_warps=1,
-        )  # fmt: skip
+    _kernel[(blocks, H, B)](
+        x, x if index is None else index, x if centre is None else centre, out,
+        x.stride()[:3], None if index is None else alike(*index.stride()[:2]),
+        N, blocks, lead, H // Hx,
+        D=D, BLOCK_D=block_d, BLOCK=block,
+        ROWS=_rows(block, block_d), PADDED=padded_tail, INDEXED=index is not None,
+        CENTRED=centre is not None, SIMILARITY=similarity,
+        num_warps=1,
+    )  # fmt: skip
     return out
 
 

@@ -20,7 +20,6 @@ from blocksparse.kernels.positions.block_grid_triton import (
     strides,
     tile,
 )
-from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 
 _LEAST, _MOST = 256, 8192  # logits of a row that a program holds, at least and at most; a longer row is read twice
@@ -62,15 +61,14 @@ def _launch(
     B, H, rows, cols = logits.shape
     wide = min(max(power_of_2(cols), _LEAST), _MOST)
     high, aligned = max(1024 // wide, 1), cols % 16 == 0
-    with device_of(logits):
-        _kernel[(cdiv(rows, high), H, B)](
-            logits, pointers, seen, own,
-            position_strides, None if seen is None else strides(seen),
-            None if own is None else plain_strides(own) if aligned else strides(own),
-            rows, cols, scale,
-            SEGMENT=segment, CAUSAL=causal, WINDOW=window, ALIGNED=aligned, ROWS=high, COLS=wide, WHOLE=cols <= wide,
-            num_warps=high * wide // 512,
-        )  # fmt: skip
+    _kernel[(cdiv(rows, high), H, B)](
+        logits, pointers, seen, own,
+        position_strides, None if seen is None else strides(seen),
+        None if own is None else plain_strides(own) if aligned else strides(own),
+        rows, cols, scale,
+        SEGMENT=segment, CAUSAL=causal, WINDOW=window, ALIGNED=aligned, ROWS=high, COLS=wide, WHOLE=cols <= wide,
+        num_warps=high * wide // 512,
+    )  # fmt: skip
     return logits
 
 

@@ -31,7 +31,6 @@ from blocksparse.kernels.multiplying.cell_products_triton import (
 from blocksparse.kernels.multiplying.cell_sums_triton import sums_of_tiles
 from blocksparse.kernels.multiplying.pooled_sums_triton import PooledTiles, pooled_tiles, sums_of_pooled
 from blocksparse.kernels.scoring.cell_means_triton import cell_mean_triton, means_of_short_cells_triton
-from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 
 _WORKSPACE = 2**28  # bytes of sums that are held at a time
@@ -75,21 +74,20 @@ def cell_mass_triton(
     peaks = torch.empty((2, B * Hq * most[0] * most[1]), dtype=torch.float32, device=q.device)
     padded_high = power_of_2(high)
     at_a_time = max(_SUMS * wide // (padded_high * block_n), 1)
-    with device_of(q):
-        for top in range(0, rows, step):
-            bottom = min(top + step, rows)
-            first, last = max(top * high - empty, 0), min(bottom * high - empty, q_cells)
-            end = min(first_cell + last, k_cells) if of.causal and of.q_last is None else k_cells
-            k_tiles = cdiv(end, block_n)
-            launch(sums, peaks[0], peaks[1], first, last, end, cdiv(last - first, block_m), k_tiles)
-            _mass_of_rows[(bottom - top, Hq, B)](
-                sums, peaks[0], peaks[1], mass,
-                last - first, k_tiles, top, top * high - empty - first, rows, cols,
-                first_cell + first if of.causal and of.q_last is None else None,
-                HIGH=high, PADDED_HIGH=padded_high, TILE_COLS=block_n // wide, WIDE=wide,
-                TILES=max(16, min(power_of_2(k_tiles), 64)), AT_A_TIME=at_a_time, JOINT=joint,
-                num_warps=4,
-            )  # fmt: skip
+    for top in range(0, rows, step):
+        bottom = min(top + step, rows)
+        first, last = max(top * high - empty, 0), min(bottom * high - empty, q_cells)
+        end = min(first_cell + last, k_cells) if of.causal and of.q_last is None else k_cells
+        k_tiles = cdiv(end, block_n)
+        launch(sums, peaks[0], peaks[1], first, last, end, cdiv(last - first, block_m), k_tiles)
+        _mass_of_rows[(bottom - top, Hq, B)](
+            sums, peaks[0], peaks[1], mass,
+            last - first, k_tiles, top, top * high - empty - first, rows, cols,
+            first_cell + first if of.causal and of.q_last is None else None,
+            HIGH=high, PADDED_HIGH=padded_high, TILE_COLS=block_n // wide, WIDE=wide,
+            TILES=max(16, min(power_of_2(k_tiles), 64)), AT_A_TIME=at_a_time, JOINT=joint,
+            num_warps=4,
+        )  # fmt: skip
     return mass
 
 

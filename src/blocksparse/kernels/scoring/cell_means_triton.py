@@ -9,7 +9,6 @@ from torch import Tensor
 from blocksparse.kernels.common.memory import empty_together
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
 from blocksparse.kernels.common.strides_triton import alike, head_at
-from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 
 _TILE = 1024  # entries that a program adds up at a time: eight to a thread
@@ -34,16 +33,15 @@ def cell_means_triton(
     q_means, k_means = empty_together(q.dtype, q.device, (B, Hq, q_cells, D), (B, Hk, k_cells, D))
     at_a_time = max(_TILE // block_d, 1)
     q_programs, k_programs = cdiv(q_cells, at_a_time), cdiv(k_cells, at_a_time)
-    with device_of(q):
-        _kernel[(B * (Hq * q_programs + Hk * k_programs),)](
-            q, k, q_index, k_index, q_means, k_means,
-            q.stride()[:3], k.stride()[:3],
-            None if q_index is None else alike(*q_index.stride()[:2]),
-            None if k_index is None else alike(*k_index.stride()[:2]),
-            q_programs, k_programs, B * Hq * q_programs, M, N, q_cells, k_cells, lead, Hq, Hk, 1, Hk // k.shape[1],
-            D=D, BLOCK_D=block_d, SLOTS=slots, UNROLLED=min(slots, _UNROLLED), CELLS=at_a_time, PADDED=padded_tail,
-            num_warps=4,
-        )  # fmt: skip
+    _kernel[(B * (Hq * q_programs + Hk * k_programs),)](
+        q, k, q_index, k_index, q_means, k_means,
+        q.stride()[:3], k.stride()[:3],
+        None if q_index is None else alike(*q_index.stride()[:2]),
+        None if k_index is None else alike(*k_index.stride()[:2]),
+        q_programs, k_programs, B * Hq * q_programs, M, N, q_cells, k_cells, lead, Hq, Hk, 1, Hk // k.shape[1],
+        D=D, BLOCK_D=block_d, SLOTS=slots, UNROLLED=min(slots, _UNROLLED), CELLS=at_a_time, PADDED=padded_tail,
+        num_warps=4,
+    )  # fmt: skip
     return q_means, k_means
 
 
@@ -59,13 +57,12 @@ def cell_mean_triton(
     programs, strides = cdiv(cells, at_a_time), x.stride()[:3]
     index_strides = None if index is None else alike(*index.stride()[:2])
     means = x.new_empty((B, H, cells, D))
-    with device_of(x):
-        _kernel[(B * H * programs,)](
-            x, x, index, index, means, means, strides, strides, index_strides, index_strides,
-            programs, programs, B * H * programs, N, N, cells, cells, lead, H, H, H // Hx, H // Hx,
-            D=D, BLOCK_D=block_d, SLOTS=slots, UNROLLED=min(slots, _UNROLLED), CELLS=at_a_time, PADDED=padded_tail,
-            num_warps=4,
-        )  # fmt: skip
+    _kernel[(B * H * programs,)](
+        x, x, index, index, means, means, strides, strides, index_strides, index_strides,
+        programs, programs, B * H * programs, N, N, cells, cells, lead, H, H, H // Hx, H // Hx,
+        D=D, BLOCK_D=block_d, SLOTS=slots, UNROLLED=min(slots, _UNROLLED), CELLS=at_a_time, PADDED=padded_tail,
+        num_warps=4,
+    )  # fmt: skip
     return means
 
 

@@ -19,7 +19,6 @@ from blocksparse.kernels.positions.block_grid_triton import (
     tile_of_blocks,
     tile_of_grid,
 )
-from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 
 _TILE = 4096  # blocks of a launch tile
@@ -35,14 +34,13 @@ def gate_blocks_triton(
     tensors, position_strides = positions(grid)
     tile = tile_of_blocks(_TILE)
     of_head = theta if isinstance(theta, Tensor) else None
-    with device_of(values):
-        _kernel[(cdiv(rows, tile["ROWS"]) * cdiv(cols, tile["COLS"]), H, B)](
-            values, of_q.contiguous(), of_k.contiguous(), of_head, forced, gated, out, tensors,
-            strides(values), None if of_head is None else head_strides(of_head)[1], None if forced is None else strides(forced),
-            position_strides, rows, cols, H // of_k.shape[1], float(theta) if of_head is None else None,
-            CAUSAL=grid.causal, WINDOW=grid.window, **tile,
-            num_warps=4,
-        )  # fmt: skip
+    _kernel[(cdiv(rows, tile["ROWS"]) * cdiv(cols, tile["COLS"]), H, B)](
+        values, of_q.contiguous(), of_k.contiguous(), of_head, forced, gated, out, tensors,
+        strides(values), None if of_head is None else head_strides(of_head)[1], None if forced is None else strides(forced),
+        position_strides, rows, cols, H // of_k.shape[1], float(theta) if of_head is None else None,
+        CAUSAL=grid.causal, WINDOW=grid.window, **tile,
+        num_warps=4,
+    )  # fmt: skip
     return gated, out
 
 

@@ -23,7 +23,6 @@ from blocksparse.kernels.multiplying.cell_products_triton import (
     tiles_for,
     whole_cells,
 )
-from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 
 _GROUP = 8  # tiles of query groups that meet a tile of key groups while it is in the L2 cache
@@ -46,18 +45,17 @@ def group_max_triton(
     rows, cols = -(-(q_lead + M) // (g * high)), -(-N // (g * wide))
     q_tiles, k_tiles = cdiv(rows * high, block_m), cdiv(cols * wide, block_n)
     best = torch.empty((B, Hq, rows, cols), dtype=torch.float32, device=q.device)
-    with device_of(q):
-        _kernel[(q_tiles * (Hq // H) * k_tiles, H, B)](
-            q_source, k_source, q, k, q_last, k_first, best,
-            q.stride()[:3], k.stride()[:3], reach_strides(q_last), reach_strides(k_first),
-            M, N, q_lead, first_row, rows, cols, q_tiles, k_tiles,
-            D=D, SLOTS=g, HIGH=high, WIDE=wide, GROUP=_GROUP,
-            CAUSAL=of.causal, PER_TOKEN=per_token, PADDED=of.padded_tail,
-            SHORT=q_lead % g != 0 or (q_lead + M) % g != 0 or N % g != 0,
-            TMA=q_source is not None and k_source is not None,
-            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=tiles.block_k,
-            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-        )  # fmt: skip
+    _kernel[(q_tiles * (Hq // H) * k_tiles, H, B)](
+        q_source, k_source, q, k, q_last, k_first, best,
+        q.stride()[:3], k.stride()[:3], reach_strides(q_last), reach_strides(k_first),
+        M, N, q_lead, first_row, rows, cols, q_tiles, k_tiles,
+        D=D, SLOTS=g, HIGH=high, WIDE=wide, GROUP=_GROUP,
+        CAUSAL=of.causal, PER_TOKEN=per_token, PADDED=of.padded_tail,
+        SHORT=q_lead % g != 0 or (q_lead + M) % g != 0 or N % g != 0,
+        TMA=q_source is not None and k_source is not None,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=tiles.block_k,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip
     return best
 
 

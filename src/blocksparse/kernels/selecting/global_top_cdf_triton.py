@@ -29,7 +29,6 @@ from blocksparse.kernels.positions.block_grid_triton import (
 )
 from blocksparse.kernels.selecting.routed import Below
 from blocksparse.kernels.selecting.top_cdf_triton import limit_of, ticks_of, weights_of
-from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 
 _TILE = 4096  # blocks per program
@@ -69,30 +68,29 @@ def global_top_cdf_triton(
     cuts = torch.empty((_PASSES - 1, B, H, 2), dtype=torch.int64, device=device)
     keep = torch.empty(values.shape, dtype=torch.bool, device=device)
     target = total, mass, head_strides(mass)[1]
-    with device_of(values):
-        _heaviest[over_grid](*asked, values, best, sums, strides(values), *where, **tiling, **tile, num_warps=4)
-        _to_ticks[over_grid](
-            *asked, values, best, ticks, total, of_pass[0], strides(values), *where, **tiling, **tile, num_warps=4
+    _heaviest[over_grid](*asked, values, best, sums, strides(values), *where, **tiling, **tile, num_warps=4)
+    _to_ticks[over_grid](
+        *asked, values, best, ticks, total, of_pass[0], strides(values), *where, **tiling, **tile, num_warps=4
+    )
+    for i in range(1, _PASSES):
+        last = (None if i == 1 else cuts[i - 2]), of_pass[i - 1]
+        _search[in_line](
+            *asked,
+            ticks,
+            *target,
+            *last,
+            cuts[i - 1],
+            of_pass[i],
+            n,
+            CROSSING=crossing,
+            PASS=i,
+            TILE=_TILE,
+            num_warps=4,
         )
-        for i in range(1, _PASSES):
-            last = (None if i == 1 else cuts[i - 2]), of_pass[i - 1]
-            _search[in_line](
-                *asked,
-                ticks,
-                *target,
-                *last,
-                cuts[i - 1],
-                of_pass[i],
-                n,
-                CROSSING=crossing,
-                PASS=i,
-                TILE=_TILE,
-                num_warps=4,
-            )
-        _keep[in_line](
-            *asked, ticks, *target, cuts[-1], of_pass[-1], keep, forced, None if forced is None else strides(forced), *where,
-            **tiling, CROSSING=crossing, TILE=_TILE, num_warps=4,
-        )  # fmt: skip
+    _keep[in_line](
+        *asked, ticks, *target, cuts[-1], of_pass[-1], keep, forced, None if forced is None else strides(forced), *where,
+        **tiling, CROSSING=crossing, TILE=_TILE, num_warps=4,
+    )  # fmt: skip
     return keep
 
 

@@ -13,7 +13,6 @@ from blocksparse.kernels.positions.block_grid_triton import any_of
 from blocksparse.kernels.selecting.row_search_triton import cut, first_of, tile_of_rows
 from blocksparse.kernels.selecting.top_cdf_triton import exact_cut, limit_of, sum_of, ticks_of, weights_of
 from blocksparse.kernels.selecting.top_k_triton import sortable
-from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 
 _NO_LINE = tl.constexpr(-(2**31))
@@ -28,12 +27,11 @@ def fewest_triton(
     (B, H, n), longest = columns.shape, max(columns.shape[2], bands.shape[2])
     counts = _empty(columns, True), _empty(bands, True)
     _, wide, num_warps = tile_of_rows(longest)
-    with device_of(columns):
-        _fewest[(H, B, 2)](
-            columns, bands, *counts, mass, head_strides(mass)[1], n, bands.shape[2],
-            min(least, longest), longest if most is None else min(most, longest),
-            COLS=wide, num_warps=num_warps,
-        )  # fmt: skip
+    _fewest[(H, B, 2)](
+        columns, bands, *counts, mass, head_strides(mass)[1], n, bands.shape[2],
+        min(least, longest), longest if most is None else min(most, longest),
+        COLS=wide, num_warps=num_warps,
+    )  # fmt: skip
     return counts
 
 
@@ -72,13 +70,12 @@ def _launch(
     others, of_others, first_others, taken_others = other or (weight, count, first, taken)
     m = others.shape[2]
     _, wide, num_warps = tile_of_rows(max(n, m))
-    with device_of(weight):
-        _heaviest[(H, B, 1 if other is None else 2)](
-            weight, others, count, of_others, last, taken, taken_others,
-            head_strides(count)[1], head_strides(of_others)[1], head_strides(last)[1],
-            n, m, min(first, n), min(first_others, m), min(most, FAR),
-            COUNTED=other is not None, COLS=wide, num_warps=num_warps,
-        )  # fmt: skip
+    _heaviest[(H, B, 1 if other is None else 2)](
+        weight, others, count, of_others, last, taken, taken_others,
+        head_strides(count)[1], head_strides(of_others)[1], head_strides(last)[1],
+        n, m, min(first, n), min(first_others, m), min(most, FAR),
+        COUNTED=other is not None, COLS=wide, num_warps=num_warps,
+    )  # fmt: skip
 
 
 def _empty(lines: Tensor, counted: bool) -> Tensor:

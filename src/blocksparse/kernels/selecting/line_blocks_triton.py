@@ -21,7 +21,6 @@ from blocksparse.kernels.positions.block_grid_triton import (
     tile_of_grid,
 )
 from blocksparse.kernels.selecting.lines import Lines
-from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 
 _TILE = 2048  # blocks of a launch tile
@@ -41,14 +40,13 @@ def line_blocks_triton(
     rows, cols = grid.q_first.shape[2], grid.k_first.shape[3]
     keep = torch.empty((B, H, rows, cols), dtype=torch.bool, device=columns.counts.device)
     tile = tile_of_blocks(_TILE)
-    with device_of(keep):
-        _kernel[(cdiv(rows, tile["ROWS"]) * cdiv(cols, tile["COLS"]), H, B)](
-            columns.counts.contiguous(), bands.counts.contiguous(), whole, also, keep,
-            None if whole is None else head_strides(whole)[1], None if also is None else strides(also), *positions(grid),
-            keys - 1, columns.run, distances - 1, bands.run, rows, cols, first,
-            CAUSAL=grid.causal, WINDOW=grid.window, **tile,
-            num_warps=4,
-        )  # fmt: skip
+    _kernel[(cdiv(rows, tile["ROWS"]) * cdiv(cols, tile["COLS"]), H, B)](
+        columns.counts.contiguous(), bands.counts.contiguous(), whole, also, keep,
+        None if whole is None else head_strides(whole)[1], None if also is None else strides(also), *positions(grid),
+        keys - 1, columns.run, distances - 1, bands.run, rows, cols, first,
+        CAUSAL=grid.causal, WINDOW=grid.window, **tile,
+        num_warps=4,
+    )  # fmt: skip
     return keep
 
 

@@ -21,7 +21,6 @@ from blocksparse.kernels.positions.block_grid_triton import (
     tile,
 )
 from blocksparse.kernels.selecting.row_search_triton import tile_of_rows
-from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 
 
@@ -30,14 +29,13 @@ def peak_share_triton(values: Tensor, forced: Tensor | None, alpha: Tensor, grid
     B, H, rows, cols = values.shape
     keep = torch.empty(values.shape, dtype=torch.bool, device=values.device)
     high, wide, num_warps = tile_of_rows(cols)
-    with device_of(values):
-        _kernel[(cdiv(rows, high), H, B)](
-            values, forced, alpha, keep, *positions(grid),
-            strides(values), None if forced is None else strides(forced), head_strides(alpha)[1], strides(keep),
-            rows, cols,
-            CAUSAL=grid.causal, WINDOW=grid.window, ROWS=high, COLS=wide,
-            num_warps=num_warps,
-        )  # fmt: skip
+    _kernel[(cdiv(rows, high), H, B)](
+        values, forced, alpha, keep, *positions(grid),
+        strides(values), None if forced is None else strides(forced), head_strides(alpha)[1], strides(keep),
+        rows, cols,
+        CAUSAL=grid.causal, WINDOW=grid.window, ROWS=high, COLS=wide,
+        num_warps=num_warps,
+    )  # fmt: skip
     return keep
 
 

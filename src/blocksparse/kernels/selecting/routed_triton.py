@@ -10,7 +10,6 @@ from torch import Tensor
 from blocksparse.kernels.common.sizes import cdiv
 from blocksparse.kernels.common.strides_triton import head_strides
 from blocksparse.kernels.selecting.routed import Below
-from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 
 _TILE = 4096  # blocks per program
@@ -20,12 +19,11 @@ def routed_triton(heads: Below, below: Tensor, otherwise: Tensor) -> Tensor:
     """Launch the kernel; arguments as of `routed`."""
     (number, bound), (B, H, rows, cols) = heads, below.shape
     out = torch.empty(below.shape, dtype=torch.bool, device=below.device)
-    with device_of(below):
-        _kernel[(cdiv(rows * cols, _TILE), H, B)](
-            number.contiguous(), bound, below.contiguous(), otherwise.contiguous(), out, head_strides(bound)[1],
-            rows * cols,
-            TILE=_TILE, num_warps=4,
-        )  # fmt: skip
+    _kernel[(cdiv(rows * cols, _TILE), H, B)](
+        number.contiguous(), bound, below.contiguous(), otherwise.contiguous(), out, head_strides(bound)[1],
+        rows * cols,
+        TILE=_TILE, num_warps=4,
+    )  # fmt: skip
     return out
 
 
@@ -33,8 +31,7 @@ def either_triton(mine: Tensor, its: Tensor) -> Tensor:
     """Entries that are true in either of two masks of one shape, bool, each without gaps in memory."""
     out = torch.empty(mine.shape, dtype=torch.bool, device=mine.device)
     n = mine.numel()
-    with device_of(mine):
-        _either[(cdiv(n, _TILE),)](mine, its, out, n, TILE=_TILE, num_warps=4)
+    _either[(cdiv(n, _TILE),)](mine, its, out, n, TILE=_TILE, num_warps=4)
     return out
 
 

@@ -24,7 +24,6 @@ from blocksparse.kernels.positions.block_grid_triton import (
 from blocksparse.kernels.positions.places import NOWHERE, Places
 from blocksparse.kernels.positions.within_reach_triton import numbers_of_places, with_places
 from blocksparse.kernels.selecting.row_search_triton import cut, first_of, tile_of_rows
-from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 
 # These stand in the place of a block's ticks, so that few registers are live while a row is searched.
@@ -46,16 +45,15 @@ def top_cdf_triton(
     keep = torch.empty(values.shape, dtype=torch.bool, device=values.device)
     high, wide, num_warps = tile_of_rows(cols)
     of_head = mass if isinstance(mass, Tensor) else None
-    with device_of(values):
-        _kernel[(cdiv(rows, high), H, B)](
-            values, forced, of_head, keep, *positions(grid),
-            strides(values), None if forced is None else strides(forced),
-            None if of_head is None else head_strides(of_head)[1], strides(keep),
-            rows, cols, float(mass) if of_head is None else None,
-            *numbers_of_places(grid, places),
-            CAUSAL=grid.causal, WINDOW=grid.window, CROSSING=crossing, ROWS=high, COLS=wide,
-            num_warps=num_warps,
-        )  # fmt: skip
+    _kernel[(cdiv(rows, high), H, B)](
+        values, forced, of_head, keep, *positions(grid),
+        strides(values), None if forced is None else strides(forced),
+        None if of_head is None else head_strides(of_head)[1], strides(keep),
+        rows, cols, float(mass) if of_head is None else None,
+        *numbers_of_places(grid, places),
+        CAUSAL=grid.causal, WINDOW=grid.window, CROSSING=crossing, ROWS=high, COLS=wide,
+        num_warps=num_warps,
+    )  # fmt: skip
     return keep
 
 

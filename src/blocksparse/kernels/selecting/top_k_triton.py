@@ -21,7 +21,6 @@ from blocksparse.kernels.positions.block_grid_triton import (
     tile,
 )
 from blocksparse.kernels.selecting.row_search_triton import cut, first_of, tile_of_rows
-from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 
 _NO_KEY = tl.constexpr(-(2**31))
@@ -41,15 +40,14 @@ def top_k_triton(
     B, H, rows, cols = values.shape
     keep = torch.empty(values.shape, dtype=torch.bool, device=values.device)
     high, wide, num_warps = tile_of_rows(cols)
-    with device_of(values):
-        _kernel[(cdiv(rows, high), H, B)](
-            values, forced, share, keep, *positions(grid),
-            strides(values), None if forced is None else strides(forced),
-            None if share is None else head_strides(share)[1], strides(keep),
-            rows, cols, k,
-            CAUSAL=grid.causal, WINDOW=grid.window, FORCED_FIRST=forced_first, OF_ALL_KEYS=of_all_keys, ROWS=high, COLS=wide,
-            num_warps=num_warps,
-        )  # fmt: skip
+    _kernel[(cdiv(rows, high), H, B)](
+        values, forced, share, keep, *positions(grid),
+        strides(values), None if forced is None else strides(forced),
+        None if share is None else head_strides(share)[1], strides(keep),
+        rows, cols, k,
+        CAUSAL=grid.causal, WINDOW=grid.window, FORCED_FIRST=forced_first, OF_ALL_KEYS=of_all_keys, ROWS=high, COLS=wide,
+        num_warps=num_warps,
+    )  # fmt: skip
     return keep
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from blocksparse.kernels.common.sizes import power_of_2
 from blocksparse.kernels.positions.block_grid_triton import rows_at, strides
-from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 
 _CHUNK = 16  # columns that all others are compared with at a time
@@ -27,11 +26,10 @@ def visiting_order_triton(keep: Tensor, rank: Tensor, tau: Tensor) -> tuple[Tens
     index = torch.empty(keep.shape, dtype=torch.int32, device=keep.device)
     opened, count = (torch.empty((B, H, rows), dtype=torch.int32, device=keep.device) for _ in range(2))
     wide = max(power_of_2(cols), 2 * _CHUNK)
-    with device_of(keep):
-        _kernel[(rows, H, B)](
-            keep, rank, tau.contiguous(), index, opened, count, strides(keep), strides(rank), cols,
-            COLS=wide, CHUNK=_CHUNK, num_warps=4 if wide > 128 else 1,
-        )  # fmt: skip
+    _kernel[(rows, H, B)](
+        keep, rank, tau.contiguous(), index, opened, count, strides(keep), strides(rank), cols,
+        COLS=wide, CHUNK=_CHUNK, num_warps=4 if wide > 128 else 1,
+    )  # fmt: skip
     return index, opened, count
 
 
