@@ -123,6 +123,23 @@ def test_padded_prompts_generate_the_same_tokens(how: dict[str, Any]) -> None:
     assert set(recorder.dense_calls()[0]) <= {"decode", "fewer than min_tokens"}
 
 
+@pytest.mark.parametrize("how", [{}, {"prefill_chunk_size": 30}, {"cache_implementation": "static"}])
+@pytest.mark.parametrize("min_tokens", [16, 100], ids=["sparse", "dense"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_padding_behind_a_prompt_generates_the_same_tokens(
+    name: str, min_tokens: int, how: dict[str, Any]
+) -> None:
+    """transformers goes on from the last row, which is padding that sees its prompt, in a window its end."""
+    model, ids = make(name), tokens(70, batch=3)
+    mask = mask_of((0, 70), (0, 23), (4, 69 if name == "llama" else 50), N=70)
+    given = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, **how}
+    expected = model(ids, attention_mask=mask).logits[:, -1]
+    answers = model.generate(ids, **given)
+    with attach(model, DENSE_LIMIT, min_tokens=min_tokens, min_window=1):
+        assert_close(model(ids, attention_mask=mask).logits[:, -1], expected)
+        assert torch.equal(model.generate(ids, **given), answers)
+
+
 def test_padding_inside_of_a_prompt_is_dense() -> None:
     model, recorder, ids = make("llama"), DensityRecorder(), tokens(60, batch=2)
     mask = mask_of((0, 60), (0, 60), N=60)
@@ -305,9 +322,9 @@ def test_a_mask_that_joins_prompts_is_dense() -> None:
     assert [span.keys for span in even.sequences.spans] == [20, 20, 20, 20]
 
 
-@pytest.mark.parametrize("how", ["positions", "left", "both"])
+@pytest.mark.parametrize("how", ["positions", "left", "right", "both"])
 def test_a_mask_of_prompts_is_the_mask_that_sdpa_gets(how: str) -> None:
-    """To whoever looks at it; rows of padding, which nobody reads, see nothing."""
+    """To whoever looks at it, rows of padding included."""
     model, seen = make("llama"), []
     layer = model.model.layers[0].self_attn
     layer.register_forward_pre_hook(lambda *_: seen.append(_[2]["attention_mask"]), with_kwargs=True)
@@ -318,10 +335,8 @@ def test_a_mask_of_prompts_is_the_mask_that_sdpa_gets(how: str) -> None:
     with attached(model, DensityRecorder()):
         model(ids, **given)
     expected, mask = seen
-    real = given["attention_mask"].bool()[:, None, :, None] if how != "positions" else torch.tensor(True)
-    assert torch.equal(mask.made(), expected & real)
-    assert torch.equal(mask.rows(5, 9), (expected & real)[:, :, 5:9])
-    assert mask.made().shape == expected.shape
+    assert torch.equal(mask.made(), expected.expand(mask.shape))
+    assert torch.equal(mask.rows(5, 9), mask.made()[:, :, 5:9])
 
 
 @needs_gpu

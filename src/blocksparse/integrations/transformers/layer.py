@@ -10,11 +10,12 @@ from torch import Tensor
 
 from blocksparse.attention_spec import Asked, AttentionSpec
 from blocksparse.audit.audited_pipeline import AuditedPipeline
-from blocksparse.batches.sequences import Sequences
-from blocksparse.calls.inputs import UnsupportedError
+from blocksparse.batches.sequences import Sequences, Span
+from blocksparse.calls.inputs import UnsupportedError, checked
 from blocksparse.calls.opaque_call import OpaqueCall, attend
 from blocksparse.executors.dense_attention import dense_attention
 from blocksparse.integrations.transformers.outcomes import Outcomes
+from blocksparse.integrations.transformers.prompt_mask import padded_behind
 from blocksparse.layers.same_choice import SameChoice
 from blocksparse.layers.schedule import LayerPipeline
 
@@ -40,7 +41,24 @@ class LayerAttention:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None = None, **asked: Unpack[Asked]
     ) -> Tensor:
-        return attend(self._call, q, k, v, asked, sequences)
+        out = attend(self._call, q, k, v, asked, sequences)
+        for span in padded_behind(sequences) if sequences is not None else ():
+            self._attend_last(out, q, k, v, span, asked)
+        return out
+
+    def _attend_last(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, span: Span, asked: Asked) -> None:
+        """Attend with the last query of an entry, which is padding: `generate` goes on from there all the same.
+
+        It sees the prompt before it, as in a model without a pipeline.
+        """
+        end = span.first_key + span.keys
+        begin = max(span.first_key, k.shape[2] - (asked.get("window") or k.shape[2]))
+        if begin < end:
+            one = slice(span.entry, span.entry + 1)
+            seen = slice(begin, end)
+            plain: Asked = {**asked, "window": None}
+            row, keys, values, spec = checked(q[one, :, -1:], k[one, :, seen], v[one, :, seen], plain)
+            out[one, :, -1:] = dense_attention(row, keys, values, spec)
 
     def dense_because(self, queries: int, keys: int, window: int | None) -> str | None:
         """The reason why a prompt of this size is dense in this layer, or None."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.masking_utils import sdpa_mask
 
 from blocksparse.batches.sequences import Sequences
-from blocksparse.integrations.transformers.prompt_mask import PromptMask
+from blocksparse.integrations.transformers.prompt_mask import PromptMask, padded_behind
 
 _ROWS = 256  # queries of a mask that are looked at together
 
@@ -33,12 +33,18 @@ def mask_of(*, explicit: bool = False, **request: Any) -> Tensor | PromptMask | 
                 return _later(request)
             if all(span.queries == M and span.keys == seen for span in sequences.spans):
                 sequences = None
-        if sequences is not None and all(span.keys <= (window or N) for span in sequences.spans):
+        if window is not None and sequences is not None and not _hides(window, sequences):
             window = None
         if sequences is not None or M != N or explicit or window is not None:
             return PromptMask((B, 1, M, N), seen, request["device"], sequences, window=window)
         return None
     return _later(request)
+
+
+def _hides(window: int, sequences: Sequences) -> bool:
+    """Whether a window hides a key of its prompt from a query, or from padding behind the prompt."""
+    reach = (sequences.keys - span.first_key for span in padded_behind(sequences))
+    return max((*(span.keys for span in sequences.spans), *reach), default=0) > window
 
 
 def _later(request: dict[str, Any]) -> Tensor | PromptMask | None:

@@ -10,7 +10,7 @@ from attrs import define, evolve
 from torch import Tensor
 from transformers.masking_utils import sdpa_mask
 
-from blocksparse.batches.sequences import Sequences
+from blocksparse.batches.sequences import Sequences, Span
 from blocksparse.runtime.torch_private import tree_map
 
 
@@ -26,7 +26,7 @@ class PromptMask:
 
     Without `sequences` and `request` the queries are the last M of `seen` tokens: query `i` sees the keys up to
     `seen - M + i`. With `sequences` this holds in each of them, and with a `window` a query sees at most so many
-    keys, the last of these.
+    keys, the last of these. Padding behind a prompt sees it, as it would see what came before.
     """
 
     shape: tuple[int, ...]
@@ -85,6 +85,13 @@ class PromptMask:
         for entry, query, queries, key, keys in sequences.spans:
             first[entry, query : query + queries] = key
             last[entry, query : query + queries] = torch.arange(key + keys - queries, key + keys, device="cpu")
+        for span in padded_behind(sequences):
+            begin = span.first_query + span.queries
+            first[span.entry, begin:] = span.first_key
+            if self.window is not None:
+                position = torch.arange(self.seen - M + begin, self.seen, device="cpu")
+                first[span.entry, begin:].clamp_min_(position - self.window + 1)
+            last[span.entry, begin:] = span.first_key + span.keys - 1
         return first.to(self.device), last.to(self.device)
 
     def contiguous(self) -> PromptMask:
@@ -138,3 +145,11 @@ class PromptMask:
 
 def _made(x: Any) -> Any:
     return x.made() if isinstance(x, PromptMask) else x
+
+
+def padded_behind(sequences: Sequences) -> list[Span]:
+    """The prompts that stand alone in their entry of the batch, and end before its last key."""
+    of_entry = {span.entry: span for span in sequences.spans}
+    if len(of_entry) < len(sequences.spans):  # packed
+        return []
+    return [span for span in of_entry.values() if 0 < span.keys < sequences.keys - span.first_key]
