@@ -172,7 +172,7 @@ TARGETS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
         {},
         "stride=block block=block k_block=block? weight=from_0 lengths=lengths?",
     ),
-    (bs.VerticalSlashScorer, {}, "block=block probe=size? pooled=flag"),
+    (bs.VerticalSlashScorer, {}, "block=block probe=size? pooled=flag tau=at_least_0?"),
     (
         bs.ScorerByCausality,
         {"causal": bs.NoScorer(), "otherwise": bs.MeanPoolScorer()},

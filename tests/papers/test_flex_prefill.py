@@ -136,6 +136,28 @@ def test_values_are_those_of_mean_pooling(M: int) -> None:
     assert bare.shape == both[0].shape
 
 
+@pytest.mark.parametrize("tau", [0.0, 0.3, [0.2, 0.5, 0.0, 1.0]])
+@pytest.mark.parametrize("M", [200, 50])
+def test_values_only_where_the_rule_asks_for_them(M: int, tau: float | list[float]) -> None:
+    """The same masks, and values of other heads are 0; a rule with another bound is refused."""
+    q, k, v = make_qkv(B=2, Hq=4, Hkv=2, M=M, N=200, D=16)
+    q[:, 1] *= 8.0  # pooling does not describe it
+    rule = RoutedByDivergence(
+        tau, similar=GlobalTopCdf(0.8) | VerticalSlashCdf(0.0, min_budget=20), otherwise=VerticalSlashCdf(0.6)
+    )
+    parts = bs.Identity(), VerticalSlashScorer(B16), rule, bs.ReferenceExecutor()
+    whole = bs.Pipeline(*parts).trace(q, k, v)
+    spared = bs.Pipeline(parts[0], VerticalSlashScorer(B16, tau=tau), *parts[2:]).trace(q, k, v)
+    assert torch.equal(spared.mask.keep, whole.mask.keep)
+    assert torch.equal(spared.scores.divergence, whole.scores.divergence)
+    below = whole.scores.divergence < torch.tensor(tau)
+    assert torch.equal(spared.scores.values, whole.scores.values * below[..., None, None])
+    if not isinstance(tau, float) or tau > 0:
+        assert 0 < int(below.sum()) < below.numel()
+    with pytest.raises(ValueError, match="give both the same"):
+        RoutedByDivergence(0.25, similar=rule.similar, otherwise=rule.otherwise)(spared.scores)
+
+
 def test_divergence_is_never_nan() -> None:
     same, other = torch.tensor([0.0, 0.5, 0.5, 0.0]), torch.tensor([0.5, 0.0, 0.0, 0.5])
     logits = same.log().view(1, 1, -1)

@@ -42,7 +42,7 @@ def flex_prefill(
     floor = VerticalSlashCdf(0.0, min_budget=min_budget, released=as_released)
     return preset(
         Identity(),
-        VerticalSlashScorer(block),
+        VerticalSlashScorer(block, tau=tau),
         RoutedByDivergence(
             tau,
             similar=GlobalTopCdf(mass, crossing=not as_released) | floor,

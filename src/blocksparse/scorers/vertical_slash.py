@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from blocksparse.attention_spec import AttentionSpec
+from blocksparse.checks.per_head import PerHead, at_least_0, over_blocks, per_head, written
 from blocksparse.checks.validators import block_size, flag, optional, size, whole
 from blocksparse.geometry import Grid
+from blocksparse.kernels.common.below import Below
 from blocksparse.kernels.multiplying.block_products import block_products
 from blocksparse.kernels.multiplying.products import products, wide_dtype
 from blocksparse.kernels.multiplying.run_sums import run_sums
@@ -49,6 +51,7 @@ class VerticalSlashScores(BlockMass):
     _divergence: Tensor | _Later = field(kw_only=True, repr=False)
     _columns: Tensor | None = field(default=None, kw_only=True, repr=False)
     _bands: Tensor | None = field(default=None, kw_only=True, repr=False)
+    tau: PerHead | None = field(default=None, kw_only=True, repr=False)  # as the scorer's
     _found: dict[str, Tensor] = field(init=False, repr=False, factory=dict)  # rules ask for the same
 
     @property
@@ -116,6 +119,9 @@ class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
         probe: how many of the last queries are measured; `block` if None, as in FlexPrefill. MInference takes 64.
         pooled: compute `values` from pooled queries and keys. `False` leaves them 0, which takes no memory, for
             selectors that look only at lines.
+        tau: compute `values` only in heads whose divergence is below this, a number, or one per query head, and
+            leave them 0 in others, for `RoutedByDivergence` of the same `tau`; None for all heads. Of those others
+            a GPU then reads no queries but the probe.
     """
 
     block: int = field(default=128, converter=whole, validator=block_size)
@@ -123,6 +129,13 @@ class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
         default=None, converter=converters.optional(whole), validator=optional(size), kw_only=True
     )
     pooled: bool = field(default=True, validator=flag, kw_only=True)
+    tau: PerHead | None = field(
+        default=None,
+        converter=converters.optional(per_head),
+        validator=optional(at_least_0),
+        repr=written,
+        kw_only=True,
+    )
 
     def __call__(
         self,
@@ -137,34 +150,41 @@ class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
         keys: Tensor | _Later = partial(block_mean, k, self.block, index=permutation.key_slots)
         if history is not None:  # means are remembered; the probe looks at every key anew
             keys = history.blocks("mean", k, permutation, self.block, partial(block_mean, block=self.block))
-        if not self.pooled:
-            values = q.new_empty((), dtype=wide_dtype(q)).zero_().expand(*q.shape[:2], grid.rows, grid.cols)
-        else:
-            if isinstance(keys, Tensor):
-                queries = block_mean(q, self.block, lead=grid.q_lead, index=permutation.q_index)
+        of_probe = self.probe or self.block
+        mean, queries = None, None  # of the probe, [B, Hq, 1, D], and of blocks of queries, [B, Hq, rows, D]
+        if self.pooled and not isinstance(keys, Tensor):
+            k_index = permutation.key_slots
+            if self.tau is not None:
+                mean, keys = block_means(q[:, :, -of_probe:], k, of_probe, self.block, k_index=k_index)
             else:
-                queries, keys = block_means(  # [B, Hq, rows, D]
-                    q,
-                    k,
-                    self.block,
-                    self.block,
-                    lead=grid.q_lead,
-                    q_index=permutation.q_index,
-                    k_index=permutation.key_slots,
+                queries, keys = block_means(
+                    q, k, self.block, self.block, lead=grid.q_lead, q_index=permutation.q_index, k_index=k_index
                 )
-            values, _ = block_softmax(block_products(queries, keys, grid), grid, scale=spec.scale)
 
-        probe = _Probe(q, k, keys, min(self.probe or self.block, q.shape[2]), grid, spec.scale)
+        probe = _Probe(q, k, keys, mean, min(of_probe, q.shape[2]), grid, spec.scale)
         # Rules that look at single lines have no use for sums, and those that look at sums none for lines.
         columns, bands = probe.sums() if self.pooled else (None, None)
+        divergence: Tensor | _Later = partial(probe.divergence, columns)
+        if isinstance(keys, Tensor) and self.pooled:
+            heads = None
+            if self.tau is not None:
+                divergence = probe.divergence(columns)
+                heads = Below(divergence, over_blocks(self.tau, divergence))
+            if queries is None:
+                queries = block_mean(q, self.block, lead=grid.q_lead, index=permutation.q_index, heads=heads)
+            logits = block_products(queries, keys, grid, heads=heads)
+            values, _ = block_softmax(logits, grid, scale=spec.scale, heads=heads)
+        else:
+            values = q.new_empty((), dtype=wide_dtype(q)).zero_().expand(*q.shape[:2], grid.rows, grid.cols)
         return VerticalSlashScores(
             values,
             grid,
             vertical=probe.vertical,
             slash=probe.slash,
-            divergence=partial(probe.divergence, columns),
+            divergence=divergence,
             columns=columns,
             bands=bands,
+            tau=self.tau if self.pooled else None,
         )
 
     @property
@@ -176,8 +196,10 @@ class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
 class _Probe:
     """What the last `P` queries look at, computed when it is asked for."""
 
-    def __init__(self, q: Tensor, k: Tensor, keys: Tensor | _Later, P: int, grid: Grid, scale: float) -> None:
-        self.probe, self.k, self.q_len, self.keys = q[:, :, -P:], k, q.shape[2], keys
+    def __init__(
+        self, q: Tensor, k: Tensor, keys: Tensor | _Later, mean: Tensor | None, P: int, grid: Grid, scale: float
+    ) -> None:
+        self.probe, self.k, self.q_len, self.keys, self.mean = q[:, :, -P:], k, q.shape[2], keys, mean
         self.grid, self.scale = grid, scale
         self._lines: tuple[Tensor, Tensor] | None = None
 
@@ -204,7 +226,7 @@ class _Probe:
         """Of the weights that the mean query gives to mean keys from those that blocks of keys have."""
         grid, scale, P = self.grid, self.scale, self.probe.shape[2]
         keys = self.keys if isinstance(self.keys, Tensor) else self.keys()
-        logits = products(block_mean(self.probe, P), keys)
+        logits = products(block_mean(self.probe, P) if self.mean is None else self.mean, keys)
         # Without a window no mask is needed, because the last query reaches every block.
         if grid.window is not None:
             seen = grid.k_last > grid.k_len - P - grid.window  # by some query of the probe

@@ -8,8 +8,8 @@ from attrs import field, frozen
 
 from blocksparse.checks.per_head import PerHead, least, over_blocks, per_head, share
 from blocksparse.checks.validators import flag
+from blocksparse.kernels.common.below import Below
 from blocksparse.kernels.selecting.global_top_cdf import global_top_cdf
-from blocksparse.kernels.selecting.routed import Below
 from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.selector import Selector

@@ -9,7 +9,8 @@ from attrs import field, frozen
 from blocksparse.checks.class_line import Declared, check_takes, declared
 from blocksparse.checks.per_head import PerHead, at_least_0, over_blocks, per_head, written
 from blocksparse.checks.validators import a
-from blocksparse.kernels.selecting.routed import Below, routed
+from blocksparse.kernels.common.below import Below
+from blocksparse.kernels.selecting.routed import routed
 from blocksparse.scorers.vertical_slash import VerticalSlashScores
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.selector import Selector
@@ -29,7 +30,7 @@ class RoutedByDivergence(Selector[VerticalSlashScores, BlockMask]):
 
     Raises:
         ValueError: in a call, if a rule changes the grid or shares masks between heads. Put `Refined` and
-            `SharedByGroup` around this selector instead.
+            `SharedByGroup` around this selector instead; or if the scorer left heads out by another `tau`.
     """
 
     tau: PerHead = field(converter=per_head, validator=at_least_0, repr=written)
@@ -41,8 +42,14 @@ class RoutedByDivergence(Selector[VerticalSlashScores, BlockMask]):
             check_takes(declared(rule, Selector, 0), (Declared(type(self), VerticalSlashScores),))
 
     def __call__(self, scores: VerticalSlashScores) -> BlockMask:
+        if scores.tau not in (None, self.tau):
+            raise ValueError(
+                f"the scorer's 'tau' is {scores.tau!r}, so that it left out heads which this rule, whose 'tau' is "
+                f"{self.tau!r}, may ask for; give both the same"
+            )
         heads = Below(scores.divergence, over_blocks(self.tau, scores.values))
-        similar, otherwise = self.similar.in_heads(scores, heads).keep, self.otherwise(scores).keep
+        similar = self.similar.in_heads(scores, heads).keep
+        otherwise = self.otherwise.in_heads(scores, heads.rest()).keep
         for keep in (similar, otherwise):
             if keep.shape != scores.values.shape:
                 raise ValueError(

@@ -8,8 +8,8 @@ from typing import Generic, TypeVar, final
 from attrs import field, frozen
 
 from blocksparse.checks.validators import a
+from blocksparse.kernels.common.below import Below
 from blocksparse.kernels.positions.places import Places
-from blocksparse.kernels.selecting.routed import Below
 from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.selectors.block_mask import BlockMask
 
@@ -88,7 +88,7 @@ class Union(Selector[ScoresT_contra, BlockMask]):
         return self.second.added_to(self.first, scores)
 
     def in_heads(self, scores: ScoresT_contra, heads: Below) -> BlockMask:
-        return self.second.added_to(_InHeads(self.first, heads), scores)
+        return self.second.added_to(InHeads(self.first, heads), scores)
 
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
         return any(part.keeps_everything(M, N, causal=causal) for part in (self.first, self.second))
@@ -96,8 +96,8 @@ class Union(Selector[ScoresT_contra, BlockMask]):
 
 @final
 @frozen(eq=False)
-class _InHeads(Selector[ScoresT_contra, BlockMask]):
-    """A part of a union of which only some heads are asked for."""
+class InHeads(Selector[ScoresT_contra, BlockMask]):
+    """A part of a union of which only some heads are asked for: so are they of the union."""
 
     rule: Selector[ScoresT_contra, BlockMask]
     heads: Below

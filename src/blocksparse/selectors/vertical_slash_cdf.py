@@ -9,6 +9,7 @@ from torch import Tensor
 
 from blocksparse.checks.per_head import PerHead, least, over_blocks, per_head, probability
 from blocksparse.checks.validators import count, flag, optional, size, whole
+from blocksparse.kernels.common.below import Below
 from blocksparse.kernels.common.sizes import FAR, cdiv
 from blocksparse.kernels.multiplying.run_sums import run_sums
 from blocksparse.kernels.positions.places import Places
@@ -20,7 +21,7 @@ from blocksparse.kernels.selecting.running_share import running_share
 from blocksparse.scorers.vertical_slash import VerticalSlashScores
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.counter_hash import block_indices
-from blocksparse.selectors.selector import Selector
+from blocksparse.selectors.selector import InHeads, Selector
 
 _TOKENS_PER_BUDGET = 128  # the released code divides by this number for every block size
 
@@ -58,24 +59,35 @@ class VerticalSlashCdf(Selector[VerticalSlashScores, BlockMask]):
             raise ValueError(f"'max_budget' must be at least 'min_budget' ({self.min_budget}): {most}")
 
     def __call__(self, scores: VerticalSlashScores) -> BlockMask:
+        return self._chosen(scores, None)
+
+    def in_heads(self, scores: VerticalSlashScores, heads: Below) -> BlockMask:
+        return self._chosen(scores, heads)
+
+    def _chosen(self, scores: VerticalSlashScores, heads: Below | None) -> BlockMask:
         mass = over_blocks(self.mass, scores.values)[..., 0]
-        keep = self._as_released(scores, mass.float()) if self.released else self._covering(scores, mass)
-        return BlockMask(keep, scores.grid)
+        if self.released:
+            return BlockMask(self._as_released(scores, mass.float()), scores.grid)
+        return BlockMask(self._covering(scores, mass, heads), scores.grid)
 
     def added_to(self, first: Selector[VerticalSlashScores, BlockMask], scores: VerticalSlashScores) -> BlockMask:
         mask = first(scores)
         if self.released or mask.grid is not scores.grid or mask.keep.shape[1] != scores.grid.q_heads:
             return mask | self(scores)
         mass = over_blocks(self.mass, scores.values)[..., 0]
-        return BlockMask(self._covering(scores, mass, mask.keep), scores.grid)
+        heads = first.heads if isinstance(first, InHeads) else None
+        return BlockMask(self._covering(scores, mass, heads, mask.keep), scores.grid)
 
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
         return least(self.mass) >= 1 or self.min_budget >= N
 
-    def _covering(self, scores: VerticalSlashScores, mass: Tensor, also: Tensor | None = None) -> Tensor:
+    def _covering(
+        self, scores: VerticalSlashScores, mass: Tensor, heads: Below | None, also: Tensor | None = None
+    ) -> Tensor:
         block = scores.grid.k_block
         columns, bands = fewest(scores.mass_of_columns(), scores.mass_of_bands(), mass, *self._blocks(block))
-        return line_blocks(Lines(columns, 1), Lines(bands, block), scores.grid, whole=mass, first=1, also=also)
+        lines = Lines(columns, 1), Lines(bands, block)
+        return line_blocks(*lines, scores.grid, whole=mass, first=1, also=also, heads=heads)
 
     def _as_released(self, scores: VerticalSlashScores, mass: Tensor) -> Tensor:
         grid, block = scores.grid, scores.grid.k_block

@@ -9,8 +9,8 @@ from tests.kernels.selecting.test_top_cdf import a_mass, generator, targets
 from torch import Tensor
 
 import blocksparse as bs
+from blocksparse.kernels.common.below import Below
 from blocksparse.kernels.selecting.global_top_cdf import global_top_cdf
-from blocksparse.kernels.selecting.routed import Below
 
 pytest.importorskip("triton")
 from blocksparse.kernels.selecting import global_top_cdf_triton as kernels

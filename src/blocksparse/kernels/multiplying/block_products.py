@@ -12,15 +12,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from blocksparse.kernels.common.below import Below
 from blocksparse.kernels.common.twins import on_gpus
 from blocksparse.kernels.multiplying.products import products
 from blocksparse.kernels.positions.block_grid import BlockGrid
 
 
 @on_gpus(torch.float32)
-def block_products(pooled_q: Tensor, pooled_k: Tensor, grid: BlockGrid) -> Tensor:
+def block_products(pooled_q: Tensor, pooled_k: Tensor, grid: BlockGrid, *, heads: Below | None = None) -> Tensor:
     """Logits `[B, Hq, rows, cols]` of `pooled_q` `[B, Hq, rows, D]` and `pooled_k` `[B, H, cols, D]`.
 
-    `H` divides `Hq`. Entries of blocks that are not reachable have no meaning, and may be NaN.
+    `H` divides `Hq`. Entries of blocks that are not reachable have no meaning, and may be NaN; nor have those of heads
+    that are not among `heads`.
     """
     return products(pooled_q, pooled_k)

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from blocksparse.kernels.common.below import Below, asked
+from blocksparse.kernels.common.below_triton import not_asked
 from blocksparse.kernels.common.hardware import fp32_products, hardware_of
 from blocksparse.kernels.common.sizes import cdiv
 from blocksparse.kernels.positions.block_grid import BlockGrid
@@ -18,11 +20,13 @@ from blocksparse.runtime.launches import remembered
 _TILE = 64  # rows and columns of a launch tile, and dims that are multiplied at a time
 
 
-def block_products_triton(pooled_q: Tensor, pooled_k: Tensor, grid: BlockGrid) -> Tensor:
+def block_products_triton(
+    pooled_q: Tensor, pooled_k: Tensor, grid: BlockGrid, *, heads: Below | None = None
+) -> Tensor:
     """Launch the kernel; arguments as of `block_products`."""
     skips = grid.causal and grid.k_first.shape[2] == 1
     positions = grid.q_last, grid.k_first, strides(grid.q_last), strides(grid.k_first)
-    return _launch(pooled_q, pooled_k, positions, skips)
+    return _launch(pooled_q, pooled_k, positions, skips, heads)
 
 
 def products_triton(q: Tensor, k: Tensor) -> Tensor:
@@ -30,12 +34,12 @@ def products_triton(q: Tensor, k: Tensor) -> Tensor:
     return _launch(q, k, (None,) * 4, False)
 
 
-def _launch(q: Tensor, k: Tensor, positions: tuple[Any, ...], skips: bool) -> Tensor:
+def _launch(q: Tensor, k: Tensor, positions: tuple[Any, ...], skips: bool, heads: Below | None = None) -> Tensor:
     (B, Hq, rows, D), (_, H, cols, _) = q.shape, k.shape
     q, k = q.contiguous(), k.contiguous()
     logits = torch.empty((B, Hq, rows, cols), dtype=torch.float32, device=q.device)
     _kernel[(cdiv(cols, _TILE) * cdiv(rows, _TILE), Hq, B)](
-        q, k, logits, *positions,
+        *asked(heads), q, k, logits, *positions,
         rows, cols, D, Hq // H,
         SKIPS=skips,
         PRECISION=fp32_products(),
@@ -47,10 +51,13 @@ def _launch(q: Tensor, k: Tensor, positions: tuple[Any, ...], skips: bool) -> Te
 @remembered
 @triton.jit(do_not_specialize=["rows"])
 def _kernel(
-    q_ptr, k_ptr, logits_ptr, q_last_ptr, k_first_ptr, q_last_strides, k_first_strides,
+    number_ptr, bound_ptr, bound_stride, q_ptr, k_ptr, logits_ptr, q_last_ptr, k_first_ptr, q_last_strides, k_first_strides,
     rows, cols, D, group,
     SKIPS: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
+    if number_ptr is not None:  # noqa: SIM102 (decided when it is compiled)
+        if not_asked(number_ptr, bound_ptr, bound_stride):
+            return
     b, h = tl.program_id(2), tl.program_id(1)
     wide = tl.cdiv(cols, TILE)
     row = tl.program_id(0) // wide * TILE + tl.arange(0, TILE)[:, None]

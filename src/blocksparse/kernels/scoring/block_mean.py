@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from blocksparse.kernels.common.below import Below
 from blocksparse.kernels.common.twins import FLOATS, compiled, on_gpus
 from blocksparse.kernels.moving.gather_rows import gather_rows
 from blocksparse.kernels.scoring import cpu_choices, cpu_scores
@@ -24,7 +25,12 @@ _WORKSPACE = 2**25  # entries of unit vectors that are held at a time
 @on_gpus(*FLOATS)
 @compiled(cpu_choices.block_mean_on_cpu, lambda x, *_, **__: cpu_scores.takes(x))
 def block_mean(
-    x: Tensor, block: int, lead: int = 0, padded_tail: bool = False, index: Tensor | None = None
+    x: Tensor,
+    block: int,
+    lead: int = 0,
+    padded_tail: bool = False,
+    index: Tensor | None = None,
+    heads: Below | None = None,
 ) -> Tensor:
     """Mean over the tokens of each block, `[B, Hx, N, D] -> [B, H, blocks, D]`, in fp32 or better.
 
@@ -33,6 +39,7 @@ def block_mean(
         lead: empty places before the first token in block 0, fewer than `block`.
         padded_tail: divide the sum of a short block by the slots of a whole block instead of by its tokens.
         index: `[B, H, N]` int32, the token in each slot; `Hx` divides `H`.
+        heads: those whose means are asked for; in the others entries have no meaning.
     """
     x = _token_by_token(x if index is None else gather_rows.plain(x, index))
     N, dtype = x.shape[2], torch.promote_types(x.dtype, torch.float32)

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from blocksparse.kernels.common.below import Below, asked
+from blocksparse.kernels.common.below_triton import not_asked
 from blocksparse.kernels.common.memory import empty_together
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
 from blocksparse.kernels.common.strides_triton import alike, head_at
@@ -17,10 +19,15 @@ _PIECE = 512  # tokens per partial sum of the mean of all tokens
 
 
 def block_mean_triton(
-    x: Tensor, block: int, lead: int = 0, padded_tail: bool = False, index: Tensor | None = None
+    x: Tensor,
+    block: int,
+    lead: int = 0,
+    padded_tail: bool = False,
+    index: Tensor | None = None,
+    heads: Below | None = None,
 ) -> Tensor:
     """Launch the kernel; arguments as of `block_mean`."""
-    return _launch(x, block, lead % block, index, None, padded_tail=padded_tail, similarity=False)
+    return _launch(x, block, lead % block, index, None, padded_tail=padded_tail, similarity=False, heads=heads)
 
 
 def block_means_triton(
@@ -78,6 +85,7 @@ def _launch(
     *,
     padded_tail: bool,
     similarity: bool,
+    heads: Below | None = None,
 ) -> Tensor:
     B, Hx, N, D = x.shape
     x = x if x.stride(-1) == 1 else x.contiguous()
@@ -88,7 +96,7 @@ def _launch(
     out = torch.empty((B, H, blocks) if similarity else (B, H, blocks, D), dtype=torch.float32, device=x.device)
     block_d = power_of_2(D)
     _kernel[(blocks, H, B)](
-        x, x if index is None else index, x if centre is None else centre, out,
+        *asked(heads), x, x if index is None else index, x if centre is None else centre, out,
         x.stride()[:3], None if index is None else alike(*index.stride()[:2]),
         N, blocks, lead, H // Hx,
         D=D, BLOCK_D=block_d, BLOCK=block,
@@ -149,12 +157,15 @@ def _pooled(
 @remembered
 @triton.jit(do_not_specialize=["N", "blocks", "lead"])
 def _kernel(
-    x_ptr, index_ptr, centre_ptr, out_ptr,
+    number_ptr, bound_ptr, bound_stride, x_ptr, index_ptr, centre_ptr, out_ptr,
     x_strides, index_strides,
     N, blocks, lead, heads_per_source,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     PADDED: tl.constexpr, INDEXED: tl.constexpr, CENTRED: tl.constexpr, SIMILARITY: tl.constexpr,
 ):  # fmt: skip
+    if number_ptr is not None:  # noqa: SIM102 (decided when it is compiled)
+        if not_asked(number_ptr, bound_ptr, bound_stride):
+            return
     _pooled(
         x_ptr, index_ptr, centre_ptr, out_ptr, x_strides, index_strides,
         tl.program_id(2), tl.program_id(1), tl.program_id(0), tl.num_programs(1), N, blocks, lead, heads_per_source,

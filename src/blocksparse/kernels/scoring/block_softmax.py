@@ -11,26 +11,34 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from blocksparse.kernels.common.below import Below
 from blocksparse.kernels.common.twins import on_gpus
 from blocksparse.kernels.positions.block_grid import BlockGrid
 
 
 @on_gpus(torch.float32)
 def block_softmax(
-    logits: Tensor, grid: BlockGrid, *, scale: float = 1.0, segment: int | None = None
+    logits: Tensor,
+    grid: BlockGrid,
+    *,
+    scale: float = 1.0,
+    segment: int | None = None,
+    heads: Below | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Softmax of `logits` `[B, H, rows, cols]` over each row's reachable blocks; it may overwrite the logits.
 
     Args:
         scale: a positive number that logits are multiplied by.
         segment: also leave out the row's own segment, if segments have this many positions.
+        heads: without a segment, those whose mass is asked for; in the others it is 0.
 
     Returns:
         The mass, in fp32 or better; and with `segment` the blocks of each row's own segment, `[B|1, H|1, rows, cols]`
         bool, else None.
     """
     own = None if segment is None else grid.own_segment(segment)
-    return _softmax(logits * scale, grid.reachable if own is None else grid.reachable & ~own), own
+    eligible = grid.reachable if own is None else grid.reachable & ~own
+    return _softmax(logits * scale, eligible if heads is None else eligible & heads.these()), own
 
 
 @on_gpus(torch.float32)

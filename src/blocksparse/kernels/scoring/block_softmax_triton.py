@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from blocksparse.kernels.common.below import Below, asked
+from blocksparse.kernels.common.below_triton import not_asked
 from blocksparse.kernels.common.sizes import FAR, cdiv, power_of_2
 from blocksparse.kernels.positions.block_grid import BlockGrid
 from blocksparse.kernels.positions.block_grid_triton import (
@@ -26,16 +28,30 @@ _LEAST, _MOST = 256, 8192  # logits of a row that a program holds, at least and 
 
 
 def block_softmax_triton(
-    logits: Tensor, grid: BlockGrid, *, scale: float = 1.0, segment: int | None = None
+    logits: Tensor,
+    grid: BlockGrid,
+    *,
+    scale: float = 1.0,
+    segment: int | None = None,
+    heads: Below | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Launch the kernel; arguments as of `block_softmax`."""
     segment = None if segment is None else min(segment, FAR)
     own, (tensors, position_strides) = None, positions(grid, plain=True)
     if segment is not None:
-        batch, heads = (max(x.shape[axis] for x in tensors) for axis in (0, 1))
-        own = torch.empty((batch, heads, *logits.shape[2:]), dtype=torch.bool, device=logits.device)
+        batch, masks = (max(x.shape[axis] for x in tensors) for axis in (0, 1))
+        own = torch.empty((batch, masks, *logits.shape[2:]), dtype=torch.bool, device=logits.device)
     mass = _launch(
-        logits, tensors, position_strides, None, own, segment, scale, causal=grid.causal, window=grid.window
+        logits,
+        tensors,
+        position_strides,
+        None,
+        own,
+        segment,
+        scale,
+        causal=grid.causal,
+        window=grid.window,
+        heads=heads,
     )
     return mass, own
 
@@ -56,13 +72,14 @@ def _launch(
     *,
     causal: bool,
     window: int | None = None,
+    heads: Below | None = None,
 ) -> Tensor:
     logits = logits.contiguous()
     B, H, rows, cols = logits.shape
     wide = min(max(power_of_2(cols), _LEAST), _MOST)
     high, aligned = max(1024 // wide, 1), cols % 16 == 0
     _kernel[(cdiv(rows, high), H, B)](
-        logits, pointers, seen, own,
+        *asked(heads), logits, pointers, seen, own,
         position_strides, None if seen is None else strides(seen),
         None if own is None else plain_strides(own) if aligned else strides(own),
         rows, cols, scale,
@@ -103,7 +120,7 @@ def _scaled(
 @remembered
 @triton.jit(do_not_specialize=["rows"])
 def _kernel(
-    logits_ptr, positions, seen_ptr, own_ptr,
+    number_ptr, bound_ptr, bound_stride, logits_ptr, positions, seen_ptr, own_ptr,
     position_strides, seen_strides, own_strides,
     rows, cols, scale,
     SEGMENT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, ALIGNED: tl.constexpr,
@@ -112,6 +129,12 @@ def _kernel(
     b, h, row, col = tile(ROWS, COLS)
     there = row < rows
     logits_at = logits_ptr + ((b * tl.num_programs(1) + h).to(tl.int64) * rows + row) * cols
+    if number_ptr is not None:  # noqa: SIM102 (decided when it is compiled)
+        if not_asked(number_ptr, bound_ptr, bound_stride):
+            for start in range(0, cols, COLS):
+                inside = there & (start + col < cols)
+                tl.store(logits_at + start + col, tl.zeros([ROWS, COLS], tl.float32), mask=inside)
+            return
     if WHOLE:
         inside = there & (col < cols)
         logits = _scaled(

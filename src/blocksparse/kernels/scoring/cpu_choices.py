@@ -12,6 +12,7 @@ import ctypes
 import torch
 from torch import Tensor
 
+from blocksparse.kernels.common.below import Below
 from blocksparse.kernels.common.cpu_calls import steps
 from blocksparse.kernels.common.sizes import cdiv
 from blocksparse.kernels.scoring.cpu_scores import TYPES, Team, Tokens, make
@@ -67,7 +68,12 @@ def products_on_cpu(q: Tensor, k: Tensor) -> Tensor:
 
 
 def block_mean_on_cpu(
-    x: Tensor, block: int, lead: int = 0, padded_tail: bool = False, index: Tensor | None = None
+    x: Tensor,
+    block: int,
+    lead: int = 0,
+    padded_tail: bool = False,
+    index: Tensor | None = None,
+    heads: Below | None = None,
 ) -> Tensor:
     """What `block_mean` gives, fp32."""
     return _means(x, block, lead, padded_tail, index)[0]

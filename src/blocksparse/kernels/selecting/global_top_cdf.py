@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from blocksparse.kernels.common.below import Below
 from blocksparse.kernels.common.twins import on_gpus
 from blocksparse.kernels.positions.block_grid import BlockGrid
-from blocksparse.kernels.selecting.routed import Below
 from blocksparse.kernels.selecting.running_share import running_share
 
 

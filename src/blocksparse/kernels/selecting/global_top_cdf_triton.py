@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from blocksparse.kernels.common.below import Below, asked
+from blocksparse.kernels.common.below_triton import not_asked
 from blocksparse.kernels.common.sizes import cdiv
 from blocksparse.kernels.common.strides_triton import head_strides
 from blocksparse.kernels.positions.block_grid import BlockGrid
@@ -27,7 +29,6 @@ from blocksparse.kernels.positions.block_grid_triton import (
     tile_of_blocks,
     tile_of_grid,
 )
-from blocksparse.kernels.selecting.routed import Below
 from blocksparse.kernels.selecting.top_cdf_triton import limit_of, ticks_of, weights_of
 from blocksparse.runtime.launches import remembered
 
@@ -54,8 +55,7 @@ def global_top_cdf_triton(
     tile = tile_of_blocks(_TILE)
     over_grid = cdiv(rows, tile["ROWS"]) * cdiv(cols, tile["COLS"]), H, B
     in_line = cdiv(n, _TILE), H, B
-    number, bound = (None, None) if heads is None else (heads.number.contiguous(), heads.bound)
-    asked = number, bound, None if bound is None else head_strides(bound)[1]
+    only = asked(None if heads is None or heads.others else heads)
     where = (*positions(grid), rows, cols)
     tiling = {"CAUSAL": grid.causal, "WINDOW": grid.window}
 
@@ -68,14 +68,14 @@ def global_top_cdf_triton(
     cuts = torch.empty((_PASSES - 1, B, H, 2), dtype=torch.int64, device=device)
     keep = torch.empty(values.shape, dtype=torch.bool, device=device)
     target = total, mass, head_strides(mass)[1]
-    _heaviest[over_grid](*asked, values, best, sums, strides(values), *where, **tiling, **tile, num_warps=4)
+    _heaviest[over_grid](*only, values, best, sums, strides(values), *where, **tiling, **tile, num_warps=4)
     _to_ticks[over_grid](
-        *asked, values, best, ticks, total, of_pass[0], strides(values), *where, **tiling, **tile, num_warps=4
+        *only, values, best, ticks, total, of_pass[0], strides(values), *where, **tiling, **tile, num_warps=4
     )
     for i in range(1, _PASSES):
         last = (None if i == 1 else cuts[i - 2]), of_pass[i - 1]
         _search[in_line](
-            *asked,
+            *only,
             ticks,
             *target,
             *last,
@@ -88,18 +88,10 @@ def global_top_cdf_triton(
             num_warps=4,
         )
     _keep[in_line](
-        *asked, ticks, *target, cuts[-1], of_pass[-1], keep, forced, None if forced is None else strides(forced), *where,
+        *only, ticks, *target, cuts[-1], of_pass[-1], keep, forced, None if forced is None else strides(forced), *where,
         **tiling, CROSSING=crossing, TILE=_TILE, num_warps=4,
     )  # fmt: skip
     return keep
-
-
-@triton.jit
-def _not_asked(number_ptr, bound_ptr, bound_stride):
-    """Whether nobody asks for the mask of this program's head."""
-    head = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
-    number = tl.load(number_ptr + head).to(tl.float64)
-    return (number < tl.load(bound_ptr + tl.program_id(1) * bound_stride)) == 0
 
 
 @triton.jit
@@ -121,7 +113,7 @@ def _heaviest(
 ):  # fmt: skip
     """Stores the greatest weight of each launch tile, and zeros for the sums to come."""
     if number_ptr is not None:  # noqa: SIM102 (decided when it is compiled)
-        if _not_asked(number_ptr, bound_ptr, bound_stride):
+        if not_asked(number_ptr, bound_ptr, bound_stride):
             return
     b, h, row, col = tile_of_grid(cols, ROWS, COLS)
     there = row < rows
@@ -150,7 +142,7 @@ def _to_ticks(
 ):  # fmt: skip
     """Stores the ticks, and adds them up: all of them, and by the highest bits of their keys."""
     if number_ptr is not None:  # noqa: SIM102 (decided when it is compiled)
-        if _not_asked(number_ptr, bound_ptr, bound_stride):
+        if not_asked(number_ptr, bound_ptr, bound_stride):
             return
     b, h, row, col = tile_of_grid(cols, ROWS, COLS)
     there = row < rows
@@ -199,7 +191,7 @@ def _search(
     CROSSING: tl.constexpr, PASS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     if number_ptr is not None:  # noqa: SIM102 (decided when it is compiled)
-        if _not_asked(number_ptr, bound_ptr, bound_stride):
+        if not_asked(number_ptr, bound_ptr, bound_stride):
             return
     h = tl.program_id(1)
     head = (tl.program_id(2) * tl.num_programs(1) + h).to(tl.int64)
@@ -223,7 +215,7 @@ def _keep(
 ):  # fmt: skip
     """Keeps the blocks that are taken, and what is kept in any case, as far as it is in reach."""
     if number_ptr is not None:  # noqa: SIM102 (decided when it is compiled)
-        if _not_asked(number_ptr, bound_ptr, bound_stride):
+        if not_asked(number_ptr, bound_ptr, bound_stride):
             return
     h, b = tl.program_id(1), tl.program_id(2)
     head = (b * tl.num_programs(1) + h).to(tl.int64)

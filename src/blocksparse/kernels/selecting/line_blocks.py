@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from blocksparse.kernels.common.below import Below
 from blocksparse.kernels.common.twins import on_gpus
 from blocksparse.kernels.positions.block_grid import BlockGrid
 from blocksparse.kernels.positions.places import Places
@@ -26,6 +27,7 @@ def line_blocks(
     whole: Tensor | None = None,
     first: int | None = None,
     also: Tensor | None = None,
+    heads: Below | None = None,
 ) -> Tensor:
     """The blocks that chosen lines cross, and the diagonal, as far as queries can see: `[B, Hq, rows, cols]` bool.
 
@@ -35,6 +37,7 @@ def line_blocks(
         whole: `[1, Hq|1, 1]`; heads where it is 1 in fp32 keep what they can see.
         first: a number of tokens; blocks that hold one of the first so many are kept.
         also: `[B|1, Hq|1, rows, cols]` bool, kept too.
+        heads: those whose mask is asked for; in the others entries have no meaning.
     """
     cols = torch.arange(grid.k_first.shape[-1] + 1, device=columns.counts.device)
     reached = columns.counts[..., (cols * columns.run).clamp(max=columns.counts.shape[-1] - 1)]

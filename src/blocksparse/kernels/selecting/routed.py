@@ -5,23 +5,14 @@ On a GPU it is one launch; other devices take plain torch. What makes the first 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
+from blocksparse.kernels.common.below import Below
 from blocksparse.kernels.common.twins import on_gpus
-
-
-class Below(NamedTuple):
-    """The heads whose number is below a bound; a NaN is not. Kernels that are given it leave the others out."""
-
-    number: Tensor  # [B, H]
-    bound: Tensor  # [1, H|1, 1, 1] float64
 
 
 @on_gpus(torch.float32, of=lambda heads, *_: heads.number)
 def routed(heads: Below, below: Tensor, otherwise: Tensor) -> Tensor:
     """`[B, H, rows, cols]` bool: `below` in those heads, in others `otherwise`; both `[B, H, rows, cols]` bool."""
-    number, bound = heads
-    return torch.where(number[..., None, None] < bound, below, otherwise)
+    return torch.where(heads.these(), below, otherwise)

@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from blocksparse.kernels.common.below import Below
 from blocksparse.kernels.common.sizes import cdiv
 from blocksparse.kernels.common.strides_triton import head_strides
-from blocksparse.kernels.selecting.routed import Below
 from blocksparse.runtime.launches import remembered
 
 _TILE = 4096  # blocks per program
@@ -17,7 +17,9 @@ _TILE = 4096  # blocks per program
 
 def routed_triton(heads: Below, below: Tensor, otherwise: Tensor) -> Tensor:
     """Launch the kernel; arguments as of `routed`."""
-    (number, bound), (B, H, rows, cols) = heads, below.shape
+    (number, bound, others), (B, H, rows, cols) = heads, below.shape
+    if others:
+        below, otherwise = otherwise, below
     out = torch.empty(below.shape, dtype=torch.bool, device=below.device)
     _kernel[(cdiv(rows * cols, _TILE), H, B)](
         number.contiguous(), bound, below.contiguous(), otherwise.contiguous(), out, head_strides(bound)[1],
