@@ -64,10 +64,15 @@ def portable_call(
     return kernel_call(q, k, v, mask, tiles=tiles, spec=spec)
 
 
-def flex_call(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask) -> Call:
-    """PyTorch's compiled FlexAttention, static shapes, and the plain causal `mask_mod` that it needs on a GPU."""
+def flex_call(
+    q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask, *, spec: bs.AttentionSpec | None = None
+) -> Call:
+    """PyTorch's compiled FlexAttention, static shapes, and the plain `mask_mod` that it needs on a GPU."""
     from torch.nn.attention import flex_attention as flex
 
+    if spec is not None and spec.sinks is not None:
+        raise CannotRunError("FlexAttention knows no sinks")
+    window, softcap = (None, None) if spec is None else (spec.window, spec.softcap)
     plan, grid = BlockPlan.of(mask), mask.grid
     block_mask = flex.BlockMask.from_kv_blocks(
         plan.partial_count,
@@ -75,15 +80,15 @@ def flex_call(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask) -> Call:
         plan.full_count,
         plan.full_index,
         BLOCK_SIZE=(grid.q_block, grid.k_block),
-        mask_mod=_causal,
+        mask_mod=_causal if window is None else _in_window(window),
         seq_lengths=(q.shape[2], k.shape[2]),
         compute_q_blocks=False,
     )
-    compiled = _compiled_flex()
+    compiled, score_mod = _compiled_flex(), None if softcap is None else _capped(softcap)
 
     def call() -> Tensor:
         with torch._dynamo.config.patch(recompile_limit=64):  # each length and head dim compiles once
-            out: Tensor = compiled(q, k, v, block_mask=block_mask, enable_gqa=True)
+            out: Tensor = compiled(q, k, v, block_mask=block_mask, enable_gqa=True, score_mod=score_mod)
         return out
 
     return call
@@ -91,6 +96,20 @@ def flex_call(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask) -> Call:
 
 def _causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return i >= j
+
+
+def _in_window(window: int) -> Callable[..., Tensor]:
+    def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (i >= j) & (i - j < window)
+
+    return seen
+
+
+def _capped(softcap: float) -> Callable[..., Tensor]:
+    def capped(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return capped
 
 
 @functools.cache

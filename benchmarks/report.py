@@ -135,11 +135,14 @@ def blocks(rows: list[Row]) -> str:
 
 def windows(rows: list[Row]) -> str:
     body = []
+    plain = {(row["D"], row["layer"]): rate_of(row, OURS) for row in rows}
     for row in rows:
-        ours, portable = rate_of(row, OURS), rate_of(row, PORTABLE)
+        ours, portable, flex = (rate_of(row, peer) for peer in (OURS, PORTABLE, FLEX))
         heads = f"{row['D']}, {row['Hq']}/{row['Hkv']}"
-        body.append([heads, row["layer"], cell(row["density"], 3), cell(ours, 0), cell(ratio(ours, portable), 1)])
-    return table(["head dim, heads", "mask", "density", "TFLOP/s", "times the portable kernel's"], body)
+        ratios = (cell(ratio(ours, other), 2) for other in (plain.get((row["D"], row["plain"])), portable, flex))
+        body.append([heads, row["layer"], cell(row["density"], 3), cell(ours, 0), *ratios])
+    others = ["times the plain mask's", "times the portable kernel's", "times FlexAttention's"]
+    return table(["head dim, heads", "mask", "density", "TFLOP/s", *others], body)
 
 
 def choosing(rows: list[Row]) -> str:
