@@ -48,7 +48,7 @@ def test_what_is_asked_for_is_the_same(others: bool, per_head: bool, device: str
         means = block_mean_triton(q, grid.q_block, grid.q_lead, False, None)
         calls += [
             (means, block_mean_triton(q, grid.q_block, grid.q_lead, False, None, heads)),
-            (block_products_triton(means, k, grid), block_products_triton(means, k, grid, heads)),
+            (block_products_triton(means, k, grid), block_products_triton(means, k, grid, heads=heads)),
         ]
     counts = [
         running_count((torch.rand(B, Hq, n, generator=generator) < 0.2).to(device))
