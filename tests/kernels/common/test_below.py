@@ -56,10 +56,11 @@ def test_what_is_asked_for_is_the_same(others: bool, per_head: bool, device: str
     ]
     lines = Lines(counts[0], 1), Lines(counts[1], 1)
     also = (torch.rand(B, Hq, rows, cols, generator=generator) < 0.2).to(device)
-    for more in ({}, {"also": also, "first": 1}):
-        calls.append(
-            (line_blocks_triton(*lines, grid, **more), line_blocks_triton(*lines, grid, heads=heads, **more))
+    for first, kept in ((None, None), (1, also)):
+        want, got = (
+            line_blocks_triton(*lines, grid, first=first, also=kept, heads=asked) for asked in (None, heads)
         )
+        calls.append((want, got))
     for want, got in calls:
         assert torch.equal(*(torch.where(these & _known(x, grid), x, 0) for x in (want, got)))
 
