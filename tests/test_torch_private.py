@@ -1,4 +1,4 @@
-"""Names that PyTorch does not call public are in one file, and a PyTorch without them is still of use."""
+"""Names that are not public are in one file, Triton's in another; a PyTorch without its own is still of use."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from blocksparse.runtime import torch_private
 
 SOURCE = Path(__file__).parents[1] / "src" / "blocksparse"
 HOME = SOURCE / "runtime" / "torch_private.py"
+HOME_OF_TRITON = SOURCE / "kernels" / "common" / "names_triton.py"
 
 
 def is_private(dotted: str) -> bool:
@@ -25,13 +26,13 @@ def is_private(dotted: str) -> bool:
     )
 
 
-def private_names(source: str) -> Iterator[str]:
-    of_torch = {"torch": "torch"}
+def private_names(source: str, package: str = "torch") -> Iterator[str]:
+    of_torch = {package: package}
     nodes = list(ast.walk(ast.parse(source)))
     for node in nodes:
         if isinstance(node, ast.Import):
-            yield from (x.name for x in node.names if x.name.split(".")[0] == "torch" and is_private(x.name))
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            yield from (x.name for x in node.names if x.name.split(".")[0] == package and is_private(x.name))
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == package:
             for x in node.names:
                 of_torch[x.asname or x.name] = full = f"{node.module}.{x.name}"
                 if is_private(full):
@@ -50,6 +51,11 @@ def test_private_names_are_in_one_file() -> None:
     assert not elsewhere
 
 
+def test_private_names_of_triton_are_in_another() -> None:
+    found = {x: list(private_names(x.read_text(), "triton")) for x in SOURCE.rglob("*.py")}
+    assert not [(str(x), names) for x, names in found.items() if names and x != HOME_OF_TRITON]
+
+
 def test_private_names_are_seen() -> None:
     source = """
 import torch._dynamo
@@ -60,6 +66,11 @@ forward_ad._current_level, torch.overrides._x(), torch.ops.aten._softmax, torch.
     assert set(private_names(source)) == {
         "torch._dynamo", "torch.utils._pytree", "torch.autograd.forward_ad._current_level", "torch.overrides._x",
     }  # fmt: skip
+    source = "from triton.language.core import _aggregate as x\nfrom triton.runtime import driver\ndriver._active"
+    assert set(private_names(source, "triton")) == {
+        "triton.language.core._aggregate",
+        "triton.runtime.driver._active",
+    }
 
 
 # A PyTorch that has none of these names. It goes on using them itself: they are hidden from this library alone.
@@ -114,3 +125,9 @@ def test_without_its_level_forward_mode_may_always_be_on(monkeypatch: pytest.Mon
     assert not torch_private.under_forward_mode()
     monkeypatch.setattr(torch_private, "forward_ad", SimpleNamespace())
     assert torch_private.under_forward_mode()
+
+
+def test_without_a_tracing_state_operations_may_always_be_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not torch_private.operations_are_noted()
+    monkeypatch.setattr(torch_private, "_tracing", None)
+    assert torch_private.operations_are_noted()

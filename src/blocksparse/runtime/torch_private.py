@@ -6,6 +6,7 @@ says so where it is asked for:
 | name in `torch` | off without it |
 |---|---|
 | `_library.opaque_object`, `_custom_class_base` (`_opaque_base`) | calls under torch.compile and torch.func |
+| `_C._get_tracing_state` | the compiled kernels for CPUs |
 | `_C._functorch.peek_interpreter_stack` | calls under torch.func: PyTorch says that its stand-ins have no memory |
 | `autograd.forward_ad._current_level` | repeated calls |
 | `overrides._get_current_function_mode_stack`, `utils._device` | repeated calls |
@@ -84,8 +85,14 @@ except ImportError:
 
 
 def operations_are_noted() -> bool:
-    """Whether something takes down PyTorch's operations, as `make_fx` does, and so misses what is none of them."""
-    return torch._C._get_tracing_state() is not None or under_a_dispatch_mode()
+    """Whether something takes down PyTorch's operations, as `make_fx` does, and so misses what is none of them.
+
+    True where PyTorch does not tell.
+    """
+    return _tracing is None or _tracing() is not None or under_a_dispatch_mode()
+
+
+_tracing: Callable[[], object] | None = getattr(torch._C, "_get_tracing_state", None)
 
 
 def opaque_object(kind: type) -> None:

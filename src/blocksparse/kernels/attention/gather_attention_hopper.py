@@ -27,7 +27,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.core import _aggregate  # no public name up to Triton 3.7
 
 from blocksparse.kernels.attention.arguments import RankedLists, StopRule
 from blocksparse.kernels.attention.gather_attention_triton import axis_strides, gathered_by
@@ -36,6 +35,7 @@ from blocksparse.kernels.attention.hopper.gather_votes import is_satisfied, post
 from blocksparse.kernels.attention.hopper.queue import make_barriers, positive, read, registers
 from blocksparse.kernels.attention.hopper.rows import LOWEST, NEVER, partial_sum, row_max
 from blocksparse.kernels.common.memory import empty_as
+from blocksparse.kernels.common.names_triton import aggregate
 from blocksparse.kernels.positions.token_positions import TokenPositions
 from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
@@ -97,7 +97,7 @@ def _consumer_registers(consumers: int, per_sm: int) -> int:
     return int((registers(consumers, per_sm) * (consumers + 1) - _LOADER_REGISTERS.value) // consumers // 8 * 8)
 
 
-@_aggregate
+@aggregate
 class _Constants:
     """What a kernel is compiled for. Constants in a plain tuple would turn into run-time values."""
 

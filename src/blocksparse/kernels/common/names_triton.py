@@ -1,23 +1,27 @@
 """What differs between the versions of Triton that can be installed, 3.6 to 3.9.
 
 Parts of Gluon were renamed. Triton is asked for the new name, not for its version: where it lacks the new one, it has the
-old one.
+old one. No other file has a name of Triton that is not public.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import shared_memory_descriptor
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.language import core
 
 
-def _named(owner: Any, new: str, old: str) -> Any:
-    return getattr(owner, new) if hasattr(owner, new) else getattr(owner, old)
+def _named(owner: Any, new: str, old: str, had_old: Any = None) -> Any:
+    return getattr(owner, new) if hasattr(owner, new) else getattr(had_old or owner, old)
 
 
+# A class of constants and values that a kernel takes as one argument.
+aggregate = _named(gluon, "aggregate", "_aggregate", core)
 # (memory, dtype, shape, layout): the same shared memory as another array.
 reinterpret = _named(shared_memory_descriptor, "reinterpret", "_reinterpret")
 # (descriptor, coordinates, barrier, memory): the bulk copy engine's copy into shared memory, and without the barrier out of it.

@@ -24,7 +24,8 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
-from triton.language.core import _aggregate  # no public name up to Triton 3.7
+
+from blocksparse.kernels.common.names_triton import aggregate
 
 LOADER_REGISTERS = gl.constexpr(24)  # of each thread of a loading warp, once registers are reallocated
 
@@ -63,7 +64,7 @@ def consumer_registers(consumers: int, per_sm: int) -> int:
     return int((registers(consumers, per_sm) * (consumers + 1) - LOADER_REGISTERS.value) // consumers // 8 * 8)
 
 
-@_aggregate
+@aggregate
 class Constants:
     """What a kernel is compiled for. Constants in a plain tuple would turn into run-time values."""
 
