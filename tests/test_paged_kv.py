@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, final
 
 import pytest
 import torch
+from attrs import frozen
 from torch import Tensor
 
 import blocksparse as bs
+from blocksparse.executors.paged_executor import PagedExecutor
 from blocksparse.kernels.scoring.block_mean import block_means
 from blocksparse.testing import make_qkv
 from tests.machine import needs_gpu
@@ -203,6 +205,26 @@ def test_attention_reads_no_stand_ins() -> None:
         pipeline(q, kv.k, kv.v, sequences=one, history=[bs.KeyHistory(kv)])
     with pytest.raises(ValueError, match=refused):
         pipeline.trace(q, kv.k, kv.v, history=bs.KeyHistory(kv))
+
+
+@final
+@frozen
+class Bare(PagedExecutor[bs.Permutation, bs.BlockMask]):
+    """Gives the tensor itself."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> bs.AttentionOutput:
+        raise NotImplementedError
+
+    def attend_paged(self, q: Tensor, *_: Any) -> Any:
+        return q
+
+
+def test_an_executor_that_breaks_its_promise_is_named() -> None:
+    q, k, v = make_qkv(B=1, Hq=4, Hkv=2, N=70, D=16, dtype=torch.float32)
+    table, cache = paged(k, v, 16, tokens_first)
+    pipeline = bs.PagedPipeline(with_executor(PIPELINES["mean_pooling"], Bare()))
+    with pytest.raises(TypeError, match="Bare must give an AttentionOutput, and gave a Tensor"):
+        pipeline(q, table.in_place(0, *cache))
 
 
 def test_equal_pipelines_read_pages_equally() -> None:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 import blocksparse as bs
+from blocksparse.distributed.call import Call
+from blocksparse.distributed.whole import attend
 from blocksparse.testing import assert_within_budget, make_qkv
 from tests import stages
 from tests.specs import asked
@@ -181,6 +183,18 @@ def test_sol_attn_with_its_remainder() -> None:
     alone = bs.sol_attn(1.0, block=16, executor=bs.ReferenceExecutor()).trace(q, k, v, causal=False)
     assert torch.equal(trace.mask.keep, alone.mask.keep)
     assert bool((trace.error() < alone.error()).all())
+
+
+def test_a_rank_says_what_it_visited() -> None:
+    """One of several GPUs that has the whole prompt, and gives its lse to others."""
+    q, k, v = make_qkv(B=1, Hq=4, Hkv=2, N=200, D=16)
+    means = bs.mean_pooling(0.4, block=32, executor=bs.RemainderExecutor(bs.ReferenceExecutor()))
+    call = Call(bs.AttentionSpec(scale=0.25), with_lse=True, Hq=4, Hkv=2)
+    output, expected = attend(means, q, k, lambda: v, call, dense=False), means.trace(q, k, v).output
+    assert output.exact_lse is not None
+    assert expected.exact_lse is not None
+    assert torch.equal(output.exact_lse, expected.exact_lse)
+    assert output.visited is not None
 
 
 def test_a_layer_of_several_pipelines_says_what_each_visited() -> None:

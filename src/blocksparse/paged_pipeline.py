@@ -14,7 +14,9 @@ from blocksparse.attention_spec import Asked, AttentionSpec
 from blocksparse.batches.paged_kv import PagedKV
 from blocksparse.calls.inputs import UnsupportedError, check_out, checked
 from blocksparse.calls.opaque_call import laid_out_as
+from blocksparse.checks.class_line import Declared, check_gave
 from blocksparse.checks.validators import a
+from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.paged_executor import PagedExecutor
 from blocksparse.pipeline import Pipeline
 from blocksparse.runtime.precision import without_autocast
@@ -110,4 +112,6 @@ class PagedPipeline:
         history = KeyHistory(kv) if self.pipeline.scorer.keeps_history else None
         mask = self.pipeline.choose(q, kv.k, history=history, **spec.arguments()).mask
         assert isinstance(executor, PagedExecutor)
-        return executor.attend_paged(q, kv, mask, spec, out).out
+        output = executor.attend_paged(q, kv, mask, spec, out)
+        check_gave((Declared(type(executor), AttentionOutput),), output)
+        return output.out

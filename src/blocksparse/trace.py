@@ -26,7 +26,8 @@ MaskT = TypeVar("MaskT", bound=BlockMask)
 class Trace(Generic[PermutationT, ScoresT, MaskT]):
     """Every value of one call. The methods measure it when they are called, one row of blocks at a time.
 
-    With a sliding window, dense attention means dense attention within it.
+    q, k and v are those of the call, and no copies: what is asked for later is of what they hold then. With a
+    sliding window, dense attention means dense attention within it.
     """
 
     # q, k and v are those that the stages got: in one dtype, with q negated if the caller's scale was negative.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from attrs import evolve
@@ -63,4 +64,4 @@ def attend(
             f"{type(pipeline.executor).__name__} gives no lse for tensors on {q.device.type}: call without it, or "
             "choose another executor"
         )
-    return AttentionOutput(output.out, output.lse, output.visited or choice.mask)
+    return replace(output, visit=output.visit or choice.mask)

@@ -26,7 +26,7 @@ from blocksparse.permuters.permutation import Permutation
 from blocksparse.runtime.transforms import is_transformed
 from blocksparse.selectors.block_mask import BlockMask, RankedBlockMask
 
-_HINT = "Choose smaller blocks, another preset for layers with a window or softcap, or use ReferenceExecutor()."
+_HINT = "Choose another preset for such a layer, or use ReferenceExecutor()."
 
 
 @final
@@ -69,7 +69,7 @@ class GatherExecutor(Executor[Permutation, RankedBlockMask]):
             if find_spec("triton") is None:
                 reasons.append("triton is not installed")
             if mask.grid.q_block > 128:
-                reasons.append(f"query blocks must be at most 128, not {mask.grid.q_block}")
+                reasons.append(f"query blocks must be at most 128, not {mask.grid.q_block}: choose smaller ones")
             reasons += without_tensor_cores(q)
         reasons += wrong_heads("tau", self.tau, mask.grid.q_heads)
         return reasons or never_launched(*self._kernels(q, v, mask))

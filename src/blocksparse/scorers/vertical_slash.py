@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import final
 
 from attrs import converters, field, frozen
@@ -32,6 +32,7 @@ from blocksparse.scorers.key_history import KeyHistory
 from blocksparse.scorers.scorer import Scorer
 
 _Later = Callable[[], Tensor]
+"""Computes a tensor when it is asked for."""
 
 
 @final
@@ -41,51 +42,39 @@ class VerticalSlashScores(BlockMass):
 
     The probe is the last queries of the call. A vertical line is one key, and a slash line is all pairs at one
     distance. The distance of a pair is query position minus key position in original order, or the absolute value
-    of that when not causal. What is asked for is computed then, from the q and k of the call: do not change these
-    before.
+    of that when not causal. A line that is asked for is computed then, from the q and k of the call: do not change
+    these before.
     """
 
-    # Each is a tensor, or what computes it when it is asked for: no rule needs all of them.
     _vertical: Tensor | _Later = field(kw_only=True, repr=False)
     _slash: Tensor | _Later = field(kw_only=True, repr=False)
     _divergence: Tensor | _Later = field(kw_only=True, repr=False)
     _columns: Tensor | None = field(default=None, kw_only=True, repr=False)
     _bands: Tensor | None = field(default=None, kw_only=True, repr=False)
     tau: PerHead | None = field(default=None, kw_only=True, repr=False)  # as the scorer's
-    _found: dict[str, Tensor] = field(init=False, repr=False, factory=dict)  # rules ask for the same
 
     @property
     def vertical(self) -> Tensor:
         """The mean weight that probe queries give to each key, `[B, Hq, N]` fp32."""
-        return self._once("vertical", self._vertical)
+        return _tensor(self._vertical)
 
     @property
     def slash(self) -> Tensor:
         """The same for each distance, `[B, Hq, L]` fp32; `L` is `N`, or `max(M, N)` if not causal."""
-        return self._once("slash", self._slash)
+        return _tensor(self._slash)
 
     @property
     def divergence(self) -> Tensor:
         """How far pooled weights of blocks are from true ones, `[B, Hq]` fp32, from 0 to sqrt(ln 2)."""
-        return self._once("divergence", self._divergence)
+        return _tensor(self._divergence)
 
     def mass_of_columns(self) -> Tensor:
         """The sum of `vertical` over each block of keys, `[B, Hq, cols]`."""
-        return self._once("columns", self._columns, lambda: _mass_of_columns(self.vertical, self.grid))
+        return _mass_of_columns(self.vertical, self.grid) if self._columns is None else self._columns
 
     def mass_of_bands(self) -> Tensor:
         """The sum of `slash` over runs of as many distances as a block has keys, `[B, Hq, ceil(L / k_block)]`."""
-        return self._once("bands", self._bands, lambda: run_sums(self.slash, self.grid.k_block))
-
-    def _once(self, name: str, given: Tensor | _Later | None, of: _Later | None = None) -> Tensor:
-        """What was given, or computed when it was first asked for."""
-        if isinstance(given, Tensor):
-            return given
-        if name not in self._found:
-            compute = given or of
-            assert compute is not None
-            self._found[name] = compute()
-        return self._found[name]
+        return run_sums(self.slash, self.grid.k_block) if self._bands is None else self._bands
 
     def columns_holding(self, keys: Tensor) -> Tensor:
         """The columns of blocks that hold one of the chosen `keys` `[B, Hq, N]` bool: `[B, Hq, 1, cols]`."""
@@ -201,19 +190,17 @@ class _Probe:
     ) -> None:
         self.probe, self.k, self.q_len, self.keys, self.mean = q[:, :, -P:], k, q.shape[2], keys, mean
         self.grid, self.scale = grid, scale
-        self._lines: tuple[Tensor, Tensor] | None = None
 
     def vertical(self) -> Tensor:
-        return self.lines()[0]
+        return self.lines[0]
 
     def slash(self) -> Tensor:
-        return self.lines()[1]
+        return self.lines[1]
 
+    @cached_property
     def lines(self) -> tuple[Tensor, Tensor]:
-        if self._lines is None:
-            grid = self.grid
-            self._lines = probe_lines(self.probe, self.k, self.q_len, grid.causal, self.scale, grid.window)
-        return self._lines
+        grid = self.grid
+        return probe_lines(self.probe, self.k, self.q_len, grid.causal, self.scale, grid.window)
 
     def sums(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """Of columns and bands, without a line, where there is a kernel for that."""
@@ -234,6 +221,10 @@ class _Probe:
         if columns is None:
             columns = _mass_of_columns(self.vertical(), grid)
         return block_divergence(logits.squeeze(2), columns, scale)
+
+
+def _tensor(given: Tensor | _Later) -> Tensor:
+    return given if isinstance(given, Tensor) else given()
 
 
 def _mass_of_columns(vertical: Tensor, grid: Grid) -> Tensor:

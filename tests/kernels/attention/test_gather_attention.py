@@ -341,7 +341,7 @@ def test_hopper_reads_no_empty_slot() -> None:
 @pytest.mark.skipif(not GPU, reason="the limits of the kernel are a GPU's")
 def test_wide_query_blocks_are_refused(device: str) -> None:
     q, k, v = make_qkv(N=600, D=32, device=device)
-    with pytest.raises(ValueError, match=r"query blocks must be at most 128, not 256. Choose smaller blocks"):
+    with pytest.raises(ValueError, match=r"query blocks must be at most 128, not 256: choose smaller ones"):
         s2o(S=256, block=256)(q, k, v)
 
 

@@ -57,3 +57,17 @@ def test_diagonals_that_cross_many_tiles(keys: int, device: str, monkeypatch: py
     q, k, _ = make_qkv(N=170, Hq=2, Hkv=1, D=16, device=device)
     for causal in (True, False):
         assert_right(q, k, 100, causal=causal)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of NaN, in the interpreter
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("where", ["key", "query"])
+def test_what_is_not_finite_spoils_the_same_lines(where: str, value: float, device: str) -> None:
+    """A query that sees it has no weights at all, as in plain torch, and not those of its other keys alone."""
+    q, k, _ = make_qkv(N=90, Hq=4, Hkv=2, D=16, device=device)
+    (k if where == "key" else q)[0, 0, 87] = value
+    got = probe_lines_triton.probe_lines_triton(q[:, :, -10:], k, 90, True, 0.25)
+    want = probe_lines.plain(q[:, :, -10:], k, 90, True, 0.25)
+    for ours, its in zip(got, want, strict=True):
+        assert its.isnan().any(-1).tolist() == [[True, where == "key", False, False]]
+        torch.testing.assert_close(ours, its, rtol=1e-4, atol=1e-7, equal_nan=True)

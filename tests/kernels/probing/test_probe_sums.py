@@ -66,3 +66,17 @@ def test_what_is_refused(device: str) -> None:
     assert not probe_sums_triton.takes(q, 16)  # more queries than a run has keys
     assert not probe_sums_triton.takes(q[:, :, :10], 48)
     assert not probe_sums_triton.takes(q[:, :, :10].double(), 16)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of NaN, in the interpreter
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("where", ["key", "query"])
+def test_what_is_not_finite_spoils_the_same_sums(where: str, value: float, device: str) -> None:
+    """A query that sees it has no weights at all, as in plain torch, and not those of its other keys alone."""
+    q, k, _ = make_qkv(N=90, Hq=4, Hkv=2, D=16, device=device)
+    (k if where == "key" else q)[0, 0, 87] = value
+    got = probe_sums_triton.probe_sums_triton(q[:, :, -10:], k, 0.25, 16)
+    for ours, lines in zip(got, probe_lines.plain(q[:, :, -10:], k, 90, True, 0.25), strict=True):
+        its = run_sums.plain(lines, 16)
+        assert its.isnan().any(-1).tolist() == [[True, where == "key", False, False]]
+        torch.testing.assert_close(ours, its, rtol=1e-4, atol=1e-7, equal_nan=True)

@@ -68,6 +68,21 @@ def test_chunks(M: int, causal: bool, device: str) -> None:
     assert_right(arguments(8 * q, k, causal=causal))
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of NaN, in the interpreter
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("where", ["q", "k"])
+@pytest.mark.parametrize("joint", [False, True])
+def test_what_is_not_finite_spoils_the_same_rows(joint: bool, where: str, value: float, device: str) -> None:
+    """A query cell that sees it has no weights at all, as in plain torch, and not those of its other keys alone."""
+    q, k, _ = make_qkv(N=130, Hq=4, Hkv=2, D=16, device=device)
+    (k if where == "k" else q)[0, 0, 70] = value
+    given = arguments(q, k, joint=joint)
+    got, want = cell_mass_triton.cell_mass_triton(**given, tiles=SMALL), cell_mass.plain(**given)
+    seen = torch.ones_like(want).tril()[0, 0].bool()  # beyond it nothing is ever kept
+    assert 0 < int(want[0, 0].isnan()[seen].sum()) < int(seen.sum())
+    torch.testing.assert_close(got[..., seen], want[..., seen], rtol=1e-4, atol=1e-6, equal_nan=True)
+
+
 @pytest.mark.parametrize("M", [70, 45])
 def test_queries_of_a_row_together(M: int, device: str) -> None:
     """Each query with mean keys that end before it: one softmax for all queries of a row, which may see none."""

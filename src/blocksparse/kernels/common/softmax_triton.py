@@ -35,7 +35,7 @@ def joined(log_sum_ptr, parts, ROWS: tl.constexpr):
         origin = tl.where(new == float("-inf"), 0.0, new)
         total = total * tl.exp2(peak - origin) + tl.exp2(log_sum - origin)
         peak = new
-    return peak + tl.log2(tl.where(total > 0.0, total, 1.0))
+    return peak + tl.log2(tl.where(total == 0.0, 1.0, total))
 
 
 @triton.jit

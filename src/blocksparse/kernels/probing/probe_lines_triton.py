@@ -127,7 +127,7 @@ def _log_sums(
         )  # fmt: skip
         peak, weight, rescale = step(logits, peak, True)
         total = total * rescale + tl.sum(weight, 1)
-    log_sum = peak + tl.log2(tl.where(total > 0.0, total, 1.0))
+    log_sum = peak + tl.log2(tl.where(total == 0.0, 1.0, total))
     at = ((b * tl.num_programs(1) + h).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * ROWS
     tl.store(log_sum_ptr + at + tl.arange(0, ROWS), log_sum)
 
@@ -176,7 +176,7 @@ def _weights(
         tl.store(vertical_ptr + at * N + key, of_keys / P, mask=key < N)
         along = tl.gather(weight, ahead % SPAN, 1)
         begun = tl.where(ahead < SPAN, along, 0.0)
-        came = along - begun  # either is the weight, and the other 0
+        came = tl.where(ahead < SPAN, 0.0, along)
         part_at = shears_ptr + (at * tiles + tile) * squares * (2 * SPAN) + part_of
         tl.store(part_at, _of_squares(begun, squares, SPAN), mask=tile < tiles)
         tl.store(part_at + SPAN, _of_squares(came, squares, SPAN), mask=tile < tiles)

@@ -142,7 +142,7 @@ def _sums_of_tiles(
         origin = tl.where(new == float("-inf"), 0.0, new)
         total = total * tl.exp2(peak - origin) + whole * tl.exp2(best - origin)
         peak = new
-    log_sum = peak + tl.log2(tl.where(total > 0.0, total, 1.0))
+    log_sum = peak + tl.log2(tl.where(total == 0.0, 1.0, total))
     tl.store(log_sum_ptr + (head * tl.num_programs(0) + tl.program_id(0)) * ROWS + row, log_sum)
 
 

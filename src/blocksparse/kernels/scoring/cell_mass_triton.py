@@ -219,14 +219,14 @@ def _mass_of_rows(
         origin = tl.where(new_best == float("-inf"), 0.0, new_best)
         total = total * tl.exp2(best - origin) + tl.sum(part * tl.exp2(peak - origin[:, None]), 1)
         best = new_best
-    log_total = tl.where(total > 0.0, best + tl.log2(tl.where(total > 0.0, total, 1.0)), 0.0)
+    log_total = tl.where(total == 0.0, 0.0, best + tl.log2(tl.where(total == 0.0, 1.0, total)))
 
     if JOINT:
-        of_cell = tl.where(total > 0.0, log_total, float("-inf"))
+        of_cell = tl.where(total == 0.0, float("-inf"), log_total)
         highest = tl.max(of_cell, 0)
         highest = tl.where(highest == float("-inf"), 0.0, highest)
         together = tl.sum(tl.exp2(of_cell - highest), 0)
-        log_total = tl.zeros_like(log_total) + highest + tl.log2(tl.where(together > 0.0, together, 1.0))
+        log_total = tl.zeros_like(log_total) + highest + tl.log2(tl.where(together == 0.0, 1.0, together))
 
     mass_at = mass_ptr + (head * rows + top + row) * cols
     in_tile = tl.arange(0, TILE_COLS)[None, :]

@@ -138,10 +138,14 @@ struct Products {
 };
 
 // The logits of a row lie in pieces, one in each of `n` panels `step` apart. They become exp(scale * (logit - greatest)), or
-// 0 where they are -inf; the result is 1 / their sum, or 0 if all are -inf.
+// 0 where they are -inf; the result is 1 / their sum, 0 if all are -inf, and NaN if one is NaN, which is no greatest one.
 inline float softmax(float* logits, int64_t n, int64_t step, vec greatest, float scale = 1.f) {
   const float top = most(greatest), factor = scale * kToBase2;
-  if (top == -INFINITY) return 0.f;
+  if (top == -INFINITY) {
+    for (int64_t i = 0; i < n; i++)
+      if (std::any_of(logits + i * step, logits + i * step + kPanel, [](float x) { return x != x; })) return NAN;
+    return 0.f;
+  }
   vec sum{};
   for (int64_t i = 0; i < n; i++)
     for (int64_t j = 0; j < kPanel; j += kWide) {
