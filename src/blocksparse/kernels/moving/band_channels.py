@@ -6,7 +6,7 @@ Channel `i` and channel `i + D / 2` are a pair; `first` and `end` count pairs.
     smaller(x)   = rms(x[band]) / rms(x), over all blocks of a head and the channels; at least `LEAST_RMS`
     temperature  = sqrt(share) smaller(mean queries) smaller(mean keys), unless it is given
 
-Queries are divided by it. On GPUs one launch does it; CPU tensors and float64 take the plain torch below.
+Queries are divided by it.
 """
 
 from __future__ import annotations

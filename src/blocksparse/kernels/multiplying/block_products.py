@@ -2,9 +2,8 @@
 
     logits[b, h, row, col] = pooled_q[b, h, row] . pooled_k[b, h // G, col]
 
-On GPUs one kernel does it. It leaves out launch tiles in which causality allows no block, so entries there hold anything.
-Each of its products is made of three tf32 products on the tensor cores, and as exact as one in fp32. CPU tensors and
-float64 take plain torch.
+The kernel leaves out launch tiles in which causality allows no block, so entries there hold anything. Each of its products
+is made of three tf32 products on the tensor cores, and as exact as one in fp32.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Sums over runs of entries that stand side by side.
-
-On GPUs one launch does it in fp32; CPU tensors and float64 take the plain torch below.
-"""
+"""Sums over runs of entries that stand side by side."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What any of several heads keeps of a mask.
-
-On GPUs one kernel reads each entry once. CPU tensors take plain torch.
-"""
+"""What any of several heads keeps of a mask."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
     p = softmax(scale logits),  m = (p + q) / 2,  out = sqrt((sum p ln(p / m) + sum q ln(q / m)) / 2)
 
-Weights of 0 add nothing. On GPUs one launch does it; CPU tensors and float64 take the plain torch below.
+Weights of 0 add nothing.
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ from blocksparse.kernels.common.rows_triton import rows_of
 from blocksparse.kernels.common.shared_memory import fitted, needed
 from blocksparse.kernels.common.sizes import REMEMBERED, cdiv, power_of_2
 from blocksparse.kernels.common.softmax_triton import joined, step
+from blocksparse.kernels.common.twins import FLOATS
 from blocksparse.runtime.launches import remembered
 
-_DTYPES = torch.float16, torch.bfloat16, torch.float32
 _KEYS, _DISTANCES = 1024, 512  # keys, and distances, per program
 _SPAN = 32  # queries and keys of a square: as many as a warp has threads, so that these exchange a row at once
 
@@ -32,7 +32,7 @@ _SPAN = 32  # queries and keys of a square: as many as a warp has threads, so th
 def takes(probe: Tensor) -> bool:
     """Whether the kernels compute in the precision of the probe, and a program can hold all of its queries."""
     row_bytes = probe.shape[3] * probe.element_size()
-    if probe.shape[2] > 128 or row_bytes > 512 or probe.dtype not in _DTYPES:
+    if probe.shape[2] > 128 or row_bytes > 512 or probe.dtype not in FLOATS:
         return False
     hardware = hardware_of(probe)
     options = launch_options(probe.shape[2], probe.shape[3], probe.element_size(), hardware)

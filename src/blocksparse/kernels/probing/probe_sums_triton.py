@@ -22,9 +22,9 @@ from blocksparse.kernels.common.rows_triton import rows_of
 from blocksparse.kernels.common.shared_memory import needed
 from blocksparse.kernels.common.sizes import REMEMBERED, cdiv, power_of_2
 from blocksparse.kernels.common.softmax_triton import joined
+from blocksparse.kernels.common.twins import FLOATS
 from blocksparse.runtime.launches import remembered
 
-_DTYPES = torch.float16, torch.bfloat16, torch.float32
 _TILES = 8  # tiles of keys that a program takes one behind another
 _JOINED = 8  # blocks, and bands, of a program of the second launch
 
@@ -32,7 +32,7 @@ _JOINED = 8  # blocks, and bands, of a program of the second launch
 def takes(probe: Tensor, run: int) -> bool:
     """Whether the kernels compute in the precision of the probe, and a program can hold all of its queries."""
     P, D, itemsize = probe.shape[2], probe.shape[3], probe.element_size()
-    if run > 128 or power_of_2(run) != run or run < P or D * itemsize > 512 or probe.dtype not in _DTYPES:
+    if run > 128 or power_of_2(run) != run or run < P or D * itemsize > 512 or probe.dtype not in FLOATS:
         return False
     hardware = hardware_of(probe)
     options = launch_options(P, D, itemsize, run, hardware)

@@ -2,9 +2,8 @@
 
     v[b, h // (H / Hv), index[b, h, i]] ~ values[b, h, i] * scale[b, h, i]
 
-An index of -1 is an empty slot, which gets zeros and a scale of zero. On GPUs one launch reads every token once and
-writes 8 bits a number. The numbers are those of the plain torch below, but -0.0 may be 0.0. CPU tensors and float64 take
-the plain torch.
+An index of -1 is an empty slot, which gets zeros and a scale of zero. The kernel reads every token once and writes 8 bits
+a number; its numbers are those of the plain torch below, but -0.0 may be 0.0.
 """
 
 from __future__ import annotations

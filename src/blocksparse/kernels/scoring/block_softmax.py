@@ -3,7 +3,7 @@
     mass[row, col] = exp(scale * logits[row, col]) / sum of the same over the row's eligible columns
 
 and 0 where a column is not eligible. A row without an eligible column holds no mass, nor does a logit of -inf.
-On GPUs one kernel reads and writes each logit once and makes no mask. CPU tensors and float64 take plain torch.
+The kernel reads and writes each logit once and makes no mask.
 """
 
 from __future__ import annotations

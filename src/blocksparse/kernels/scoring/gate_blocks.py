@@ -1,10 +1,8 @@
 """Forces blocks in rows and columns whose tokens are too unlike each other for one score to speak for them.
 
-    unlike[block] = not similarity[block] > theta
-    forced[row, col] = reachable and (unlike[row] or unlike[col] or forced before)
-    values[row, col] = 0 where unlike[col]
-
-On GPUs one kernel reads and writes each score once. CPU tensors and float64 take plain torch.
+unlike[block] = not similarity[block] > theta
+forced[row, col] = reachable and (unlike[row] or unlike[col] or forced before)
+values[row, col] = 0 where unlike[col]
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The blocks that chosen columns and distances cross, as a mask on a grid.
 
 Lines are chosen in runs of equal length, and a running count says which: a block holds the keys, or the distances, from one
-number to another, so it is crossed if the count grows between them. On a GPU it is one launch; other devices take the plain
-torch below.
+number to another, so it is crossed if the count grows between them.
 """
 
 from __future__ import annotations

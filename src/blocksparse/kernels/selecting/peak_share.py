@@ -2,8 +2,7 @@
 
     keep[b, h, row, col] = values[b, h, row, col] >= alpha[h] max_col values[b, h, row] > 0, or forced, or on the diagonal
 
-as far as queries can see. On GPUs one launch does it, of rows of up to `MAX_COLS` blocks; CPU tensors, longer rows and
-float64 take the plain torch below.
+as far as queries can see.
 """
 
 from __future__ import annotations

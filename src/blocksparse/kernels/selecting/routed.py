@@ -1,6 +1,6 @@
 """Of two masks the one or the other for each head: the first where a number of the head is below a bound.
 
-On a GPU it is one launch; other devices take plain torch. What makes the first mask may be told which heads need it.
+What makes the first mask may be told which heads need it.
 """
 
 from __future__ import annotations

@@ -3,9 +3,6 @@
     index[row] = columns kept, the smallest rank first and ties by column; then the columns that are not kept
 
 The greatest int32 stands for blocks that are not kept. So a kept block of that rank ties with those of the rank before it.
-
-On GPUs one launch writes the lists and counts of rows of up to `LONGEST` blocks. Longer rows, and CPU tensors, take the
-plain torch below, with the same result.
 """
 
 from __future__ import annotations
