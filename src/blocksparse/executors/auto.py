@@ -125,12 +125,10 @@ class AutoExecutor(PagedExecutor[GlobalPermutation, BlockMask]):
 
     dense_below: float | None = field(default=None, kw_only=True, validator=optional(_operations))
 
+    may_be_left_out = True
+
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec) -> list[str]:
         return []
-
-    @property
-    def may_be_left_out(self) -> bool:
-        return True
 
     def dense_because(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> str | None:
         pays_from = self.dense_below

@@ -17,9 +17,7 @@ from blocksparse.permuters.permuter import Permuter
 class Identity(Permuter[GlobalPermutation]):
     """Leave every token where it is. Costs nothing: no index map is made."""
 
-    @property
-    def moves_keys(self) -> bool:
-        return False
+    moves_keys = False
 
     def __call__(self, q: Tensor, k: Tensor, spec: AttentionSpec) -> GlobalPermutation:
         return GlobalPermutation()

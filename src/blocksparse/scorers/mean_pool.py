@@ -43,6 +43,9 @@ class MeanPoolScorer(Scorer[GlobalPermutation, BlockMass]):
     )
     padded_tail: bool = field(default=False, validator=flag, kw_only=True)
 
+    keeps_history = True
+    takes_paged_keys = True
+
     def __call__(
         self,
         q: Tensor,
@@ -76,11 +79,3 @@ class MeanPoolScorer(Scorer[GlobalPermutation, BlockMass]):
             q_index=permutation.q_index,
             k_index=permutation.key_slots if paged is None else paged.key_slots,
         )
-
-    @property
-    def keeps_history(self) -> bool:
-        return True
-
-    @property
-    def takes_paged_keys(self) -> bool:
-        return True

@@ -35,6 +35,8 @@ class NoScorer(Scorer[Permutation, BlockScores]):
         default=None, converter=converters.optional(whole), validator=optional(block_size), kw_only=True
     )
 
+    takes_paged_keys = True
+
     def __call__(
         self,
         q: Tensor,
@@ -46,7 +48,3 @@ class NoScorer(Scorer[Permutation, BlockScores]):
         grid = Grid.of(q, k, permutation, spec, q_block=self.block, k_block=self.k_block or self.block)
         zeros = q.new_empty((), dtype=torch.float32).zero_().expand(*q.shape[:2], grid.rows, grid.cols)
         return BlockScores(zeros, grid, pooling.own_segment(grid, permutation.group))
-
-    @property
-    def takes_paged_keys(self) -> bool:
-        return True

@@ -41,6 +41,9 @@ class QueryRowsScorer(Scorer[GlobalPermutation, BlockMass]):
         default=None, converter=converters.optional(whole), validator=optional(block_size), kw_only=True
     )
 
+    keeps_history = True
+    takes_paged_keys = True
+
     def __call__(
         self,
         q: Tensor,
@@ -66,14 +69,6 @@ class QueryRowsScorer(Scorer[GlobalPermutation, BlockMass]):
             joint=True,
         )
         return BlockMass(mass, grid)  # [B, Hq, rows, cols]
-
-    @property
-    def keeps_history(self) -> bool:
-        return True
-
-    @property
-    def takes_paged_keys(self) -> bool:
-        return True
 
 
 def _reach(grid: Grid) -> dict[str, Any]:

@@ -58,6 +58,9 @@ class RotaryBandScorer(Scorer[GlobalPermutation, BlockMass]):
         default=None, converter=converters.optional(real), validator=optional(positive), kw_only=True
     )
 
+    keeps_history = True
+    takes_paged_keys = True
+
     def __call__(
         self,
         q: Tensor,
@@ -86,11 +89,3 @@ class RotaryBandScorer(Scorer[GlobalPermutation, BlockMass]):
         logits = block_products(mine, its, grid)
         mass, _ = block_softmax(logits, grid, scale=spec.scale / math.sqrt(share))
         return BlockMass(mass, grid)  # [B, Hq, rows, cols]
-
-    @property
-    def keeps_history(self) -> bool:
-        return True
-
-    @property
-    def takes_paged_keys(self) -> bool:
-        return True

@@ -126,6 +126,8 @@ class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
         kw_only=True,
     )
 
+    keeps_history = True
+
     def __call__(
         self,
         q: Tensor,
@@ -175,10 +177,6 @@ class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
             bands=bands,
             tau=self.tau if self.pooled else None,
         )
-
-    @property
-    def keeps_history(self) -> bool:
-        return True
 
 
 @final
