@@ -438,7 +438,7 @@ def test_as_many_prompts_compare_and_verify_as_were_asked_for(
         (["MODEL", "--tokens", "1025", "--count", "1"], "prompts must be of at most 1024 tokens"),
         (["MODEL", "--text", "none.txt"], "'--text' must be a readable UTF-8 text: none.txt"),
         (["MODEL", "--prompts", "none.jsonl"], "must be a readable UTF-8 file: none.jsonl"),
-        (["MODEL", "--text-kl", "-1", "--tokens", "900"], "'text_kl' must be a number above 0: -1"),
+        (["MODEL", "--text-kl", "-1", "--tokens", "900"], "'text_kl' must be a finite number above 0: -1"),
         (["MODEL", "--positions", "0", "--tokens", "900"], "'positions' must be a whole number, at least 1: 0"),
         (
             ["MODEL", "--head-groups", "3", "--tokens", "900"],

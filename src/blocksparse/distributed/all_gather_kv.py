@@ -12,8 +12,7 @@ from torch import Tensor
 from blocksparse.distributed import whole
 from blocksparse.distributed.alignment import aligned
 from blocksparse.distributed.call import Call, lengths
-from blocksparse.distributed.key_order import for_chunks, probed
-from blocksparse.distributed.last_queries import last_queries
+from blocksparse.distributed.key_order import for_chunks, last_queries, probed
 from blocksparse.distributed.pieces import joined, refuse_cuts, split
 from blocksparse.distributed.sequence_scheme import SequenceScheme
 from blocksparse.distributed.whole import Later

@@ -13,9 +13,7 @@ from blocksparse.checks.class_line import declared
 from blocksparse.distributed.alignment import aligned
 from blocksparse.distributed.call import Call, lengths
 from blocksparse.distributed.heads import of_heads, refuse_apart
-from blocksparse.distributed.key_order import for_chunks, probed
-from blocksparse.distributed.last_queries import last_queries
-from blocksparse.distributed.merging import Merged
+from blocksparse.distributed.key_order import for_chunks, last_queries, probed
 from blocksparse.distributed.pieces import Piece, joined, refuse_cuts, split
 from blocksparse.distributed.ranks import Ranks
 from blocksparse.distributed.regions import Choice, regions
@@ -85,7 +83,7 @@ class Ring(SequenceScheme):
         refuse_cuts(q_pieces, at, "queries")
         refuse_cuts(k_pieces, at, "keys")
         choices = self._choices(q, k, q_pieces, k_pieces, keys, at, call)
-        merged = [Merged(part, v.shape[3]) for part in split(q, q_pieces[ranks.rank])]
+        merged = [_Merged(part, v.shape[3]) for part in split(q, q_pieces[ranks.rank])]
         for source, some_k, some_v in _round(ranks, k, v, keys):
             its = k_pieces[source]
             for k_piece, piece_k, piece_v in zip(its, split(some_k, its), split(some_v, its), strict=True):
@@ -95,7 +93,7 @@ class Ring(SequenceScheme):
         return AttentionOutput(out, torch.cat([result.lse for result in merged], dim=2))
 
     def _add(
-        self, q: Tensor, k: Tensor, v: Tensor, k_piece: Piece, choice: Choice, result: Merged, call: Call
+        self, q: Tensor, k: Tensor, v: Tensor, k_piece: Piece, choice: Choice, result: _Merged, call: Call
     ) -> None:
         """Attend with the queries of a piece to a piece of keys."""
         executor = self._pipeline.executor
@@ -166,3 +164,29 @@ def _round(ranks: Ranks, k: Tensor, v: Tensor, keys: Sequence[int]) -> Iterator[
         yield source, k, v
         transfer.wait()
         k, v = next_k, next_v
+
+
+@final
+class _Merged:
+    """Attention over all the keys that were added so far, in fp32 or better; outputs are merged by their lse."""
+
+    def __init__(self, q: Tensor, Dv: int) -> None:
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        self.out = q.new_zeros((*q.shape[:3], Dv), dtype=dtype)  # [B, Hq, M, Dv]
+        # Differences of lse become weights: what fp32 rounds off a large lse would be an error of all weights.
+        self._lse = q.new_full(q.shape[:3], float("-inf"), dtype=torch.float64)  # [B, Hq, M]
+
+    @property
+    def lse(self) -> Tensor:
+        """The log of the softmax denominators, `[B, Hq, M]` fp32."""
+        return self._lse.float()
+
+    def add(self, some: slice, out: Tensor, lse: Tensor) -> None:
+        """Add attention of the queries `some` over keys that were not added before."""
+        before, lse = self._lse[:, :, some], lse.double()
+        both = torch.logaddexp(before, lse)
+        # A query that saw no key yet has an lse of -inf on both sides, and must not become NaN.
+        finite = both.masked_fill(both == float("-inf"), 0.0)
+        old, new = ((x - finite).exp().to(self.out.dtype).unsqueeze(-1) for x in (before, lse))
+        self.out[:, :, some] = self.out[:, :, some] * old + out.to(self.out.dtype) * new
+        self._lse[:, :, some] = both

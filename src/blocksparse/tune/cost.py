@@ -11,8 +11,7 @@ from typing import final
 import torch
 from attrs import frozen
 
-from blocksparse.tune.probe import Probe
-from blocksparse.tune.unit import DENSE, Key, Unit
+from blocksparse.tune.unit import DENSE, Key, Probe, Unit
 
 
 def milliseconds(call: Callable[[], object], device: torch.device) -> float:

@@ -10,11 +10,10 @@ from typing import Any, final
 
 from attrs import field, frozen
 
-from blocksparse.checks.validators import one_of, size
+from blocksparse.checks.validators import one_of, positive, size
 from blocksparse.plans.candidate import Candidate
 from blocksparse.plans.errors import TuneError
 from blocksparse.plans.plan import Plan, Try
-from blocksparse.tune.bound import above_0
 from blocksparse.tune.choice import Option
 from blocksparse.tune.cost import Costs
 from blocksparse.tune.default_candidates import DEFAULT_CANDIDATES
@@ -35,8 +34,8 @@ _RUNS = 8  # of the model with each unit, about; only the estimate of the time l
 class Budget:
     """What a plan may lose on held prompts, in nats, less the noise of kernels."""
 
-    text_kl: float = field(default=0.03, validator=above_0)  # mean KL of next-token distributions over the text
-    answer_kl: float = field(default=0.1, validator=above_0)  # the same at the tokens of answers
+    text_kl: float = field(default=0.03, validator=positive)  # mean KL of next-token distributions over the text
+    answer_kl: float = field(default=0.1, validator=positive)  # the same at the tokens of answers
     tries: int = field(
         default=6, validator=size, kw_only=True
     )  # plans that are verified, unless none of them fits

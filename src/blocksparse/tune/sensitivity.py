@@ -23,11 +23,10 @@ from blocksparse.scorers.no_scorer import NoScorer
 from blocksparse.selectors.threshold import Threshold
 from blocksparse.tune.cost import milliseconds
 from blocksparse.tune.journal import Journal
-from blocksparse.tune.probe import Probe
 from blocksparse.tune.progress import Work
 from blocksparse.tune.prompts import TunePrompt
 from blocksparse.tune.reading import Call, Loss, Reading, on_attention
-from blocksparse.tune.unit import DENSE, Unit
+from blocksparse.tune.unit import DENSE, Probe, Unit
 
 # A selector that says beforehand that it keeps everything would be left out for dense attention.
 EVERYTHING: AnyPipeline = Pipeline(Identity(), NoScorer(128), Threshold(-1.0), ALWAYS_SPARSE)

@@ -10,17 +10,16 @@ from typing import Any, final
 
 from attrs import evolve, field, frozen
 
+from blocksparse.checks.validators import positive
 from blocksparse.plans.candidate import Candidate
 from blocksparse.plans.plan import Plan
-from blocksparse.tune.bound import above_0
 from blocksparse.tune.choice import Option
 from blocksparse.tune.cost import Costs
-from blocksparse.tune.probe import Probe
 from blocksparse.tune.progress import Report
 from blocksparse.tune.prompts import TunePrompt
 from blocksparse.tune.sensitivity import PROBE
 from blocksparse.tune.session import POSITIONS, Session
-from blocksparse.tune.unit import DENSE, Unit
+from blocksparse.tune.unit import DENSE, Probe, Unit
 
 # The paper searches grids and prints none.
 GRID: tuple[Candidate, ...] = tuple(
@@ -35,8 +34,8 @@ LAMBDAS = (-4.0, -6.0, -8.0, -10.0, -14.0)  # the boldest first
 class ErrorBounds:
     """Relative L1 distance of a layer's output from dense attention's, as a mean over prompts."""
 
-    l1: float = field(default=0.08, validator=above_0)  # section 4.1, Llama 3.1
-    l2: float = field(default=0.09, validator=above_0)  # the same
+    l1: float = field(default=0.08, validator=positive)  # section 4.1, Llama 3.1
+    l2: float = field(default=0.09, validator=positive)  # the same
 
 
 def sparge_search(

@@ -1,4 +1,4 @@
-"""`Unit` is what gets a choice of its own: a layer, or some KV heads of one."""
+"""`Unit` gets a choice of its own: a layer, or some KV heads of one. `Probe` is what a candidate does there."""
 
 from __future__ import annotations
 
@@ -49,3 +49,12 @@ class Unit:
 
 Key = tuple[Unit, str]
 """A unit, and the name of what attends there."""
+
+
+@final
+@frozen
+class Probe:
+    """One candidate on the q, k and v of one unit."""
+
+    density: float
+    error: float  # relative L1 distance of the output from dense attention's

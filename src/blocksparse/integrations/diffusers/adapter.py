@@ -14,8 +14,7 @@ from blocksparse.audit.audit import Audit
 from blocksparse.audit.audited_pipeline import AuditedPipeline
 from blocksparse.integrations.density_recorder import DensityRecorder
 from blocksparse.integrations.diffusers.families import Arguments, Family
-from blocksparse.integrations.diffusers.keeping import Keeping
-from blocksparse.integrations.diffusers.recorded import Recorded
+from blocksparse.integrations.diffusers.of_layer import Keeping, Recorded
 from blocksparse.integrations.diffusers.steps import StepCounter
 from blocksparse.integrations.placed import placed
 from blocksparse.integrations.token_layout import TokenLayout

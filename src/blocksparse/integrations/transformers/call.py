@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from numbers import Real
 from typing import Any, final
 
 import torch
@@ -12,7 +14,6 @@ from blocksparse.attention_spec import Asked
 from blocksparse.batches.sequences import Sequences
 from blocksparse.calls.inputs import MAX_HEAD_DIM
 from blocksparse.integrations.transformers.last_lengths import LastLengths
-from blocksparse.integrations.transformers.layer_logits import sinks_in, unread_because
 from blocksparse.integrations.transformers.prompt_mask import PromptMask
 
 # Arguments with which attention must be dense, and the reasons that a DensityRecorder gets for them.
@@ -22,6 +23,7 @@ _NOT_PLAIN = {
     "indices": "chosen keys",
     "block_indices": "chosen keys",
 }
+_SINKS = ("s_aux", "sinks")  # the names that models have for attention sinks
 
 
 def layer_of(module: nn.Module) -> int:
@@ -107,7 +109,7 @@ class Call:
             "scale": kwargs.get("scaling"),
             "window": self.window,
             "softcap": kwargs.get("softcap"),
-            "sinks": sinks_in(kwargs),
+            "sinks": _sinks_in(kwargs),
         }
 
     @property
@@ -131,7 +133,7 @@ class Call:
             return "output_attentions"
         if self.kwargs.get("dropout"):
             return "dropout"
-        given = self.query, self.key, self.value, sinks_in(self.kwargs)
+        given = self.query, self.key, self.value, _sinks_in(self.kwargs)
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
             return "gradients"
         if window not in (None, self.window) and self._longest() > window:
@@ -161,3 +163,19 @@ def _packed(layer: int, kwargs: dict[str, Any], query: Tensor, lengths: LastLeng
         return None
     sequences = lengths.of(layer, *ends)
     return sequences if len(sequences.spans) > 1 else None
+
+
+def _sinks_in(kwargs: Mapping[str, Any]) -> Any:
+    """What a model gives as attention sinks, or None."""
+    return next((kwargs[name] for name in _SINKS if kwargs.get(name) is not None), None)
+
+
+def unread_because(kwargs: Mapping[str, Any], q_heads: int) -> str | None:
+    """The reason why these arguments cannot be read for so many query heads, or None."""
+    softcap, sinks = kwargs.get("softcap"), _sinks_in(kwargs)
+    compiling = torch.compiler.is_compiling()  # to read a tensor would break the graph
+    if softcap is not None and (compiling or not isinstance(softcap, Real)):
+        return "softcap"
+    if sinks is not None and (compiling or not isinstance(sinks, Tensor) or sinks.shape != (q_heads,)):
+        return "attention sinks"
+    return None
