@@ -23,7 +23,7 @@ from blocksparse.checks.per_head import (
     read,
     wrong_heads,
 )
-from blocksparse.checks.validators import Rule, flag, is_real, optional, shown, size, whole
+from blocksparse.checks.validators import Rule, flag, is_real, maybe_whole, optional, shown, size
 from blocksparse.kernels.attention.arguments import LogitChange
 
 # Kernels multiply the scale by log2(e) and by scales of their own in fp32; these bounds leave room for that.
@@ -126,7 +126,7 @@ class AttentionSpec:
 
     scale: float = field(converter=checked_scale)
     causal: bool = field(default=True, validator=flag)
-    window: int | None = field(default=None, converter=converters.optional(whole), validator=_window)
+    window: int | None = field(default=None, converter=maybe_whole, validator=_window)
     softcap: float | None = field(default=None, converter=_as_python, validator=_softcap_or_none)
     sinks: PerHead | None = field(
         default=None, converter=converters.optional(_as_sinks), validator=optional(_sink)

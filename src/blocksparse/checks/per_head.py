@@ -96,6 +96,11 @@ def per_head(value: float | Sequence[float] | Tensor | HeadValues) -> PerHead:
     return value if found is None else found  # type: ignore[return-value]
 
 
+def maybe_per_head(value: float | Sequence[float] | Tensor | HeadValues | None) -> PerHead | None:
+    """Converter: `per_head`, and None stays None."""
+    return None if value is None else per_head(value)
+
+
 def _number(value: Any) -> float | None:
     """A real number as a Python `int` or `float`; None for any other value."""
     if type(value) is float:

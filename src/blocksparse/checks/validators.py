@@ -67,6 +67,11 @@ def whole(value: int) -> int:
     return int(value) if type(value) is not int and is_whole(value) else value
 
 
+def maybe_whole(value: int | None) -> int | None:
+    """Converter: `whole`, and None stays None."""
+    return None if value is None else whole(value)
+
+
 def real(value: float) -> float:
     """Converter: a real number becomes a Python `int` or `float`; any other value stays as it is."""
     if is_whole(value):

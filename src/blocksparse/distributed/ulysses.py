@@ -7,12 +7,12 @@ from functools import partial
 from typing import Unpack, final
 
 import torch
-from attrs import converters, evolve, field, frozen
+from attrs import evolve, field, frozen
 from torch import Tensor
 
 from blocksparse.attention_spec import Asked
 from blocksparse.batches.sequences import Sequences
-from blocksparse.checks.per_head import HeadValues, PerHead, at_least_0, per_head
+from blocksparse.checks.per_head import HeadValues, PerHead, at_least_0, maybe_per_head
 from blocksparse.checks.validators import a, optional, size
 from blocksparse.checks.validators import whole as a_whole_number
 from blocksparse.distributed import whole
@@ -53,7 +53,7 @@ class Ulysses(Scheme):
     """
 
     density: PerHead | None = field(
-        default=None, converter=converters.optional(per_head), validator=optional(at_least_0), kw_only=True
+        default=None, converter=maybe_per_head, validator=optional(at_least_0), kw_only=True
     )
     parts: int = field(default=4, converter=a_whole_number, validator=size, kw_only=True)
     _of_heads: dict[tuple[Heads, int], AnyPipeline | Scheme] = field(init=False, repr=False, factory=dict)

@@ -7,11 +7,11 @@ from importlib.util import find_spec
 from typing import Literal, final
 
 import torch
-from attrs import Factory, converters, field, frozen
+from attrs import Factory, field, frozen
 from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
-from blocksparse.checks.per_head import PerHead, by_head, negative, per_head, wrong_heads
+from blocksparse.checks.per_head import PerHead, by_head, maybe_per_head, negative, wrong_heads
 from blocksparse.checks.validators import a, flag, one_of, optional
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.block_plan import BlockPlan
@@ -68,7 +68,7 @@ class Int8Executor(Executor[GlobalPermutation, BlockMask]):
     smooth_k: bool = field(default=True, kw_only=True, validator=flag)
     scales: Literal["token", "block"] = field(default="token", kw_only=True, validator=one_of("token", "block"))
     pv_skip: PerHead | None = field(
-        default=None, kw_only=True, converter=converters.optional(per_head), validator=optional(negative)
+        default=None, kw_only=True, converter=maybe_per_head, validator=optional(negative)
     )
     tiles: Tiles | None = field(default=None, kw_only=True, validator=optional(a(HopperTiles, TritonTiles)))
     _node: OneNode = field(

@@ -7,13 +7,13 @@ from importlib.util import find_spec
 from typing import final
 
 import torch
-from attrs import Factory, converters, field, frozen
+from attrs import Factory, field, frozen
 from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
 from blocksparse.batches.paged_kv import LEAST_RUN, PagedKV
 from blocksparse.calls.inputs import UnsupportedError
-from blocksparse.checks.per_head import PerHead, by_head, negative, per_head, wrong_heads
+from blocksparse.checks.per_head import PerHead, by_head, maybe_per_head, negative, wrong_heads
 from blocksparse.checks.validators import a, optional
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.block_plan import BlockPlan
@@ -59,7 +59,7 @@ class TritonExecutor(PagedExecutor[GlobalPermutation, BlockMask]):
 
     tiles: Tiles | None = field(default=None, validator=optional(a(HopperTiles, TritonTiles)))
     pv_skip: PerHead | None = field(
-        default=None, kw_only=True, converter=converters.optional(per_head), validator=optional(negative)
+        default=None, kw_only=True, converter=maybe_per_head, validator=optional(negative)
     )
     _node: OneNode = field(
         init=False, repr=False, eq=False, default=Factory(lambda self: OneNode(self), takes_self=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import final
 
 import torch
-from attrs import converters, field, frozen
+from attrs import field, frozen
 from einops import reduce
 from torch import Tensor
 from torch.nn.functional import pad
 
 from blocksparse.attention_spec import AttentionSpec
-from blocksparse.checks.validators import block_size, count, flag, optional, size, whole
+from blocksparse.checks.validators import block_size, count, flag, maybe_whole, optional, size, whole
 from blocksparse.kernels.multiplying.products import products
 from blocksparse.kernels.ordering.coarse_order import coarse_order
 from blocksparse.kernels.ordering.mean_and_products import mean_and_products
@@ -57,15 +57,11 @@ class GlobalIndexMap(Permuter[Permutation]):
     """
 
     S: int = field(default=256, converter=whole, validator=block_size)
-    prefix: int | None = field(
-        default=None, converter=converters.optional(whole), validator=optional(size), kw_only=True
-    )
+    prefix: int | None = field(default=None, converter=maybe_whole, validator=optional(size), kw_only=True)
     coarse: bool = field(default=False, validator=flag, kw_only=True)
     per_query_head: bool = field(default=True, validator=flag, kw_only=True)
     order_queries: bool = field(default=True, validator=flag, kw_only=True)
-    guide: int | None = field(
-        default=None, converter=converters.optional(whole), validator=optional(size), kw_only=True
-    )
+    guide: int | None = field(default=None, converter=maybe_whole, validator=optional(size), kw_only=True)
     near: int = field(default=0, converter=whole, validator=count, kw_only=True)
 
     def __call__(self, q: Tensor, k: Tensor, spec: AttentionSpec) -> Permutation:

@@ -9,7 +9,7 @@ from attrs import converters, field, frozen, validators
 from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
-from blocksparse.checks.validators import Rule, count, is_whole, optional, whole
+from blocksparse.checks.validators import Rule, count, is_whole, maybe_whole, optional, whole
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.permuters.permuter import Permuter
 
@@ -65,9 +65,7 @@ class GridOrder(Permuter[GlobalPermutation]):
         default=None, converter=converters.optional(three), validator=validators.optional(three_sizes)
     )
     prefix: int = field(default=0, converter=whole, validator=count, kw_only=True)
-    suffix: int | None = field(
-        default=0, converter=converters.optional(whole), validator=optional(count), kw_only=True
-    )
+    suffix: int | None = field(default=0, converter=maybe_whole, validator=optional(count), kw_only=True)
 
     @property
     def sizes(self) -> tuple[int, int, int]:

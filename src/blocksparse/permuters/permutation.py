@@ -6,10 +6,10 @@ from functools import cached_property
 from typing import Any, final
 
 import torch
-from attrs import converters, field, frozen
+from attrs import field, frozen
 from torch import Tensor
 
-from blocksparse.checks.validators import optional, size, whole
+from blocksparse.checks.validators import maybe_whole, optional, size
 from blocksparse.kernels.moving.gather_rows import gather_rows, gather_two, inverse, scatter_rows
 
 
@@ -154,9 +154,7 @@ class GlobalPermutation(Permutation):
     positions. Scorers then treat the segment in which a row of blocks lies as PBS-Attn does and force its blocks.
     """
 
-    segment: int | None = field(
-        default=None, converter=converters.optional(whole), validator=optional(size), kw_only=True
-    )
+    segment: int | None = field(default=None, converter=maybe_whole, validator=optional(size), kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()

@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Literal, final
 
-from attrs import converters, field, frozen
+from attrs import field, frozen
 from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
-from blocksparse.checks.validators import block_size, flag, multiple, one_of, optional, whole
+from blocksparse.checks.validators import block_size, flag, maybe_whole, multiple, one_of, optional, whole
 from blocksparse.geometry import Grid
 from blocksparse.kernels.multiplying.cell_products import Cells, cells_behind
 from blocksparse.kernels.positions.places import Places
@@ -58,9 +58,7 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
 
     stride: int = field(default=8, converter=whole, validator=block_size)
     block: int = field(default=128, converter=whole, validator=block_size, kw_only=True)
-    k_block: int | None = field(
-        default=None, converter=converters.optional(whole), validator=optional(block_size), kw_only=True
-    )
+    k_block: int | None = field(default=None, converter=maybe_whole, validator=optional(block_size), kw_only=True)
     pattern: Pattern = field(
         default="antidiagonal", validator=one_of("antidiagonal", "slash", "sum"), kw_only=True
     )

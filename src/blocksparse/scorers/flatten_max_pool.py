@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, final
 
-from attrs import converters, field, frozen
+from attrs import field, frozen
 from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
-from blocksparse.checks.validators import block_size, flag, multiple, optional, whole
+from blocksparse.checks.validators import block_size, flag, maybe_whole, multiple, optional, whole
 from blocksparse.geometry import Grid
 from blocksparse.kernels.multiplying.cell_products import Cells, cells_behind
 from blocksparse.kernels.scoring.block_softmax import block_softmax
@@ -45,9 +45,7 @@ class FlattenMaxPoolScorer(Scorer[GlobalPermutation, BlockMass]):
 
     block: int = field(default=256, converter=whole, validator=block_size)
     g: int = field(default=64, converter=whole, validator=block_size)
-    k_block: int | None = field(
-        default=None, converter=converters.optional(whole), validator=optional(block_size), kw_only=True
-    )
+    k_block: int | None = field(default=None, converter=maybe_whole, validator=optional(block_size), kw_only=True)
     per_token: bool = field(default=False, validator=flag, kw_only=True)
     padded_tail: bool = field(default=False, validator=flag, kw_only=True)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Literal, final
 
-from attrs import converters, field, frozen
+from attrs import field, frozen
 from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
-from blocksparse.checks.validators import block_size, one_of, optional, whole
+from blocksparse.checks.validators import block_size, maybe_whole, one_of, optional, whole
 from blocksparse.geometry import Grid
 from blocksparse.kernels.multiplying.block_products import block_products
 from blocksparse.kernels.multiplying.products import products
@@ -38,9 +38,7 @@ class MeanLogitScorer(Scorer[GlobalPermutation, BlockLogits]):
     """
 
     block: int = field(default=64, converter=whole, validator=block_size)
-    k_block: int | None = field(
-        default=None, converter=converters.optional(whole), validator=optional(block_size), kw_only=True
-    )
+    k_block: int | None = field(default=None, converter=maybe_whole, validator=optional(block_size), kw_only=True)
     variance: Variance = field(default="exact", validator=one_of("exact", "diagonal"), kw_only=True)
 
     def __call__(

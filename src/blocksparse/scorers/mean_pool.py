@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import partial
 from typing import final
 
-from attrs import converters, field, frozen
+from attrs import field, frozen
 from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
-from blocksparse.checks.validators import block_size, flag, optional, whole
+from blocksparse.checks.validators import block_size, flag, maybe_whole, optional, whole
 from blocksparse.geometry import Grid
 from blocksparse.kernels.multiplying.block_products import block_products
 from blocksparse.kernels.scoring.block_mean import block_mean, block_means
@@ -38,9 +38,7 @@ class MeanPoolScorer(Scorer[GlobalPermutation, BlockMass]):
     """
 
     block: int = field(default=128, converter=whole, validator=block_size)
-    k_block: int | None = field(
-        default=None, converter=converters.optional(whole), validator=optional(block_size), kw_only=True
-    )
+    k_block: int | None = field(default=None, converter=maybe_whole, validator=optional(block_size), kw_only=True)
     padded_tail: bool = field(default=False, validator=flag, kw_only=True)
 
     keeps_history = True

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import final
 
 import torch
-from attrs import converters, field, frozen
+from attrs import field, frozen
 from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
-from blocksparse.checks.validators import Rule, block_size, is_real, multiple, optional, real, whole
+from blocksparse.checks.validators import Rule, block_size, is_real, maybe_whole, multiple, optional, real, whole
 from blocksparse.geometry import Grid
 from blocksparse.kernels.multiplying.block_products import block_products
 from blocksparse.kernels.multiplying.cell_products import cells
@@ -50,9 +50,7 @@ class OutputAwareScorer(ValueScorer[GlobalPermutation, BlockLogits]):
 
     stride: int = field(default=8, converter=whole, validator=block_size)
     block: int = field(default=128, converter=whole, validator=block_size, kw_only=True)
-    k_block: int | None = field(
-        default=None, converter=converters.optional(whole), validator=optional(block_size), kw_only=True
-    )
+    k_block: int | None = field(default=None, converter=maybe_whole, validator=optional(block_size), kw_only=True)
     weight: float = field(default=0.2, converter=real, validator=at_least_0, kw_only=True)
     lengths: tuple[float, float] | None = field(default=None, validator=optional(mean_and_deviation), kw_only=True)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, final
 
-from attrs import converters, field, frozen
+from attrs import field, frozen
 from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
-from blocksparse.checks.validators import block_size, optional, whole
+from blocksparse.checks.validators import block_size, maybe_whole, optional, whole
 from blocksparse.geometry import Grid
 from blocksparse.kernels.multiplying.cell_products import Cells
 from blocksparse.kernels.scoring.cell_mass import cell_mass
@@ -37,9 +37,7 @@ class QueryRowsScorer(Scorer[GlobalPermutation, BlockMass]):
     """
 
     block: int = field(default=128, converter=whole, validator=block_size)
-    k_block: int | None = field(
-        default=None, converter=converters.optional(whole), validator=optional(block_size), kw_only=True
-    )
+    k_block: int | None = field(default=None, converter=maybe_whole, validator=optional(block_size), kw_only=True)
 
     keeps_history = True
     takes_paged_keys = True

@@ -11,7 +11,7 @@ from attrs import converters, field, frozen
 from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
-from blocksparse.checks.validators import Rule, block_size, optional, positive, real, whole
+from blocksparse.checks.validators import Rule, block_size, maybe_whole, optional, positive, real, whole
 from blocksparse.geometry import Grid
 from blocksparse.kernels.moving.band_channels import band_channels
 from blocksparse.kernels.multiplying.block_products import block_products
@@ -51,9 +51,7 @@ class RotaryBandScorer(Scorer[GlobalPermutation, BlockMass]):
 
     band: tuple[float, float] = field(validator=part_of_all)
     block: int = field(default=128, converter=whole, validator=block_size)
-    k_block: int | None = field(
-        default=None, converter=converters.optional(whole), validator=optional(block_size), kw_only=True
-    )
+    k_block: int | None = field(default=None, converter=maybe_whole, validator=optional(block_size), kw_only=True)
     temperature: float | None = field(
         default=None, converter=converters.optional(real), validator=optional(positive), kw_only=True
     )

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from functools import cached_property, partial
 from typing import final
 
-from attrs import converters, field, frozen
+from attrs import field, frozen
 from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import pad
 
 from blocksparse.attention_spec import AttentionSpec
-from blocksparse.checks.per_head import PerHead, at_least_0, over_blocks, per_head, written
-from blocksparse.checks.validators import block_size, flag, optional, size, whole
+from blocksparse.checks.per_head import PerHead, at_least_0, maybe_per_head, over_blocks, written
+from blocksparse.checks.validators import block_size, flag, maybe_whole, optional, size, whole
 from blocksparse.geometry import Grid
 from blocksparse.kernels.common.below import Below
 from blocksparse.kernels.multiplying.block_products import block_products
@@ -114,13 +114,11 @@ class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
     """
 
     block: int = field(default=128, converter=whole, validator=block_size)
-    probe: int | None = field(
-        default=None, converter=converters.optional(whole), validator=optional(size), kw_only=True
-    )
+    probe: int | None = field(default=None, converter=maybe_whole, validator=optional(size), kw_only=True)
     pooled: bool = field(default=True, validator=flag, kw_only=True)
     tau: PerHead | None = field(
         default=None,
-        converter=converters.optional(per_head),
+        converter=maybe_per_head,
         validator=optional(at_least_0),
         repr=written,
         kw_only=True,

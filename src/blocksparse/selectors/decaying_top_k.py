@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import final
 
 import torch
-from attrs import converters, field, frozen
+from attrs import field, frozen
 
-from blocksparse.checks.validators import Rule, optional, positive, real, size, whole
+from blocksparse.checks.validators import Rule, maybe_whole, optional, positive, real, size
 from blocksparse.kernels.common.sizes import FAR
 from blocksparse.kernels.selecting.top_k import top_k
 from blocksparse.scorers.block_scores import BlockScores
@@ -35,7 +35,7 @@ class DecayingTopK(Selector[BlockScores, BlockMask]):
         decay: the share of `k` that the last row keeps, in (0, 1].
     """
 
-    k: int | None = field(default=None, converter=converters.optional(whole), validator=optional(size))
+    k: int | None = field(default=None, converter=maybe_whole, validator=optional(size))
     decay: float = field(default=0.7, converter=real, validator=part)
 
     def __call__(self, scores: BlockScores) -> BlockMask:

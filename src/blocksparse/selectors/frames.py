@@ -6,10 +6,10 @@ from functools import lru_cache
 from typing import final
 
 import torch
-from attrs import converters, evolve, field, frozen
+from attrs import evolve, field, frozen
 from torch import Tensor
 
-from blocksparse.checks.validators import count, optional, size, whole
+from blocksparse.checks.validators import count, maybe_whole, optional, size, whole
 from blocksparse.geometry import Grid
 from blocksparse.selectors.grid_selector import GridSelector
 
@@ -33,14 +33,10 @@ class Frames(GridSelector):
         radius: frames on either side of a query's own; None for no window, not even its own frame.
     """
 
-    period: int | None = field(
-        default=None, converter=converters.optional(whole), validator=optional(size), kw_only=True
-    )
+    period: int | None = field(default=None, converter=maybe_whole, validator=optional(size), kw_only=True)
     phase: int = field(default=0, converter=whole, validator=count, kw_only=True)
     first: int = field(default=1, converter=whole, validator=count, kw_only=True)
-    radius: int | None = field(
-        default=None, converter=converters.optional(whole), validator=optional(count), kw_only=True
-    )
+    radius: int | None = field(default=None, converter=maybe_whole, validator=optional(count), kw_only=True)
 
     def among_cells(self, grid: Grid) -> Tensor:
         T, H, W = self.sizes

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import final
 
-from attrs import converters, field, frozen
+from attrs import field, frozen
 
-from blocksparse.checks.per_head import PerHead, least, over_blocks, per_head, share
-from blocksparse.checks.validators import flag, optional, size, whole
+from blocksparse.checks.per_head import PerHead, least, maybe_per_head, over_blocks, share
+from blocksparse.checks.validators import flag, maybe_whole, optional, size
 from blocksparse.kernels.common.sizes import FAR
 from blocksparse.kernels.selecting.top_k import top_k
 from blocksparse.scorers.block_scores import BlockScores
@@ -32,10 +32,8 @@ class TopK(Selector[BlockScores, BlockMask]):
             SpargeAttn's released code does. Causal rows then keep more than that share of their reachable blocks.
     """
 
-    k: int | None = field(default=None, converter=converters.optional(whole), validator=optional(size))
-    share: PerHead | None = field(
-        default=None, kw_only=True, converter=converters.optional(per_head), validator=optional(share)
-    )
+    k: int | None = field(default=None, converter=maybe_whole, validator=optional(size))
+    share: PerHead | None = field(default=None, kw_only=True, converter=maybe_per_head, validator=optional(share))
     forced_first: bool = field(default=True, validator=flag, kw_only=True)
     of_all_keys: bool = field(default=False, validator=flag, kw_only=True)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import final
 
-from attrs import converters, field, frozen
+from attrs import field, frozen
 from torch import Tensor
 
 from blocksparse.checks.per_head import PerHead, least, over_blocks, per_head, probability
-from blocksparse.checks.validators import count, flag, optional, size, whole
+from blocksparse.checks.validators import count, flag, maybe_whole, optional, size, whole
 from blocksparse.kernels.common.below import Below
 from blocksparse.kernels.common.sizes import FAR, cdiv
 from blocksparse.kernels.multiplying.run_sums import run_sums
@@ -48,9 +48,7 @@ class VerticalSlashCdf(Selector[VerticalSlashScores, BlockMask]):
 
     mass: PerHead = field(default=0.95, converter=per_head, validator=probability)
     min_budget: int = field(default=0, kw_only=True, converter=whole, validator=count)
-    max_budget: int | None = field(
-        default=None, kw_only=True, converter=converters.optional(whole), validator=optional(size)
-    )
+    max_budget: int | None = field(default=None, kw_only=True, converter=maybe_whole, validator=optional(size))
     released: bool = field(default=False, kw_only=True, validator=flag)
 
     @max_budget.validator
