@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from types import TracebackType
 from typing import Any, final
 from weakref import finalize
 
@@ -105,12 +104,7 @@ class Attachment:
     def __enter__(self) -> Attachment:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.detach()
 
 
