@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from blocksparse.kernels.common.strides_triton import head_strides
-
 
 class Below(NamedTuple):
     """The heads whose number is below a bound, or with `others` the heads where it is not; a NaN is not."""
@@ -27,10 +25,3 @@ class Below(NamedTuple):
         """`[B, H, 1, 1]` bool, in plain torch."""
         below = self.number[..., None, None] < self.bound
         return ~below if self.others else below
-
-
-def asked(heads: Below | None) -> tuple[Tensor | None, Tensor | None, int | None]:
-    """What `not_asked` takes first."""
-    if heads is None:
-        return None, None, None
-    return heads.number.contiguous(), heads.bound, head_strides(heads.bound)[1]

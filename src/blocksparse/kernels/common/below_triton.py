@@ -4,6 +4,17 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from blocksparse.kernels.common.below import Below
+from blocksparse.kernels.common.strides_triton import head_strides
+
+
+def asked(heads: Below | None) -> tuple[Tensor | None, Tensor | None, int | None]:
+    """What `not_asked` takes first."""
+    if heads is None:
+        return None, None, None
+    return heads.number.contiguous(), heads.bound, head_strides(heads.bound)[1]
 
 
 @triton.jit

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blocksparse.kernels.common.below import Below, asked
-from blocksparse.kernels.common.below_triton import not_asked
+from blocksparse.kernels.common.below import Below
+from blocksparse.kernels.common.below_triton import asked, not_asked
 from blocksparse.kernels.common.hardware import fp32_products, hardware_of
 from blocksparse.kernels.common.sizes import cdiv
 from blocksparse.kernels.positions.block_grid import BlockGrid

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blocksparse.kernels.common.below import Below, asked
-from blocksparse.kernels.common.below_triton import not_asked
+from blocksparse.kernels.common.below import Below
+from blocksparse.kernels.common.below_triton import asked, not_asked
 from blocksparse.kernels.common.memory import empty_together
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
 from blocksparse.kernels.common.strides_triton import alike, head_at

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blocksparse.kernels.common.below import Below, asked
-from blocksparse.kernels.common.below_triton import not_asked
+from blocksparse.kernels.common.below import Below
+from blocksparse.kernels.common.below_triton import asked, not_asked
 from blocksparse.kernels.common.sizes import FAR, cdiv, power_of_2
 from blocksparse.kernels.positions.block_grid import BlockGrid
 from blocksparse.kernels.positions.block_grid_triton import (
