@@ -1,9 +1,10 @@
-"""No kernel is left out where kernels are compiled for GPUs that are not here."""
+"""No kernel is left out where kernels are compiled for GPUs that are not here, and where one is said to fail."""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
 
 import pytest
 from tests.kernels.scripts import printed_by
@@ -29,3 +30,24 @@ def test_every_kernel_is_compiled_ahead() -> None:
     every = of_the_package()
     assert len(every) > 40
     assert listed == every
+
+
+GO_ON = {  # other kernels run instead
+    "gather_attention_hopper._kernel", "int8_attention_hopper._kernel", "shares._cut", "shares._join",
+    "sparse_attention_hopper._kernel", "tile_rotation_triton.key_kernel", "tile_rotation_triton.query_kernel",
+    "tile_values_triton.value_kernel",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_every_kernel_that_fails_is_a_reason() -> None:
+    said = dict(line.split(" ", 1) for line in printed_by("plant_failures").splitlines())
+    assert set(said) == of_the_package()
+    assert {kernel for kernel, what in said.items() if what == "goes on"} == GO_ON
+    for kernel in said.keys() - GO_ON:
+        of_a_stage = (
+            f"LaunchError: {kernel} cannot be compiled or launched on this device .*: try other blocks or .*"
+        )
+        of_an_executor = f"UnsupportedError: \\w+Executor cannot run .*: {kernel} cannot be .* (Use|Choose) .*\\."
+        assert re.fullmatch(f"{of_a_stage}|{of_an_executor}", said[kernel]), said[kernel]
+        assert "\\n" not in said[kernel]

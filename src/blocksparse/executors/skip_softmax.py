@@ -25,6 +25,8 @@ from blocksparse.kernels.multiplying.products import products, wide_dtype
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.selectors.block_mask import BlockMask
 
+_HINT = "Use AutoExecutor(), which leaves out no tiles."
+
 
 @final
 @frozen(cache_hash=True)
@@ -91,7 +93,7 @@ class SkipSoftmaxExecutor(Executor[GlobalPermutation, BlockMask]):
         spec: AttentionSpec,
         out: Tensor | None = None,
     ) -> AttentionOutput:
-        self.check(q, k, v, mask, spec, out)
+        self.check(q, k, v, mask, spec, out, hint=_HINT)
         tile, skip = mask.grid.k_block, self.threshold(k.shape[2])
         if not q.is_cuda:
             kept = Kept(mask.keep, mask.grid.q_block, tile)
