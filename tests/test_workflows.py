@@ -44,6 +44,7 @@ def test_every_version_that_the_package_allows_is_in_a_matrix() -> None:
         oldest, newest = versions[0], versions[-1]
         assert f'"{package}>={oldest.removesuffix(".0")}' in project
         assert re.search(rf"^{package.upper()} \?= {re.escape(newest)}$", of_make, re.MULTILINE)
+    assert matrix["wheel"]["torch"] == matrix["torch"]["torch"]
     assert f'requires-python = ">={matrix["torch"]["python"][0]}"' in project
 
 

@@ -26,6 +26,8 @@ def relative(text: str, depth: int) -> str:
     """`text` of a module that lies `depth` folders below the package, with relative imports of it."""
     dots = "." * (depth + 1)
     text = re.sub(r"^(\s*)from blocksparse(\.|\b)([\w.]*) import ", rf"\1from {dots}\3 import ", text, flags=re.M)
+    import_it = rf'\1import importlib; \2 = importlib.import_module("{dots}", __package__)'
+    text = re.sub(r"^(\s*)import blocksparse as (\w+)$", import_it, text, flags=re.M)
     if left := re.search(r"^\s*(import|from) blocksparse\b.*", text, re.MULTILINE):
         raise ValueError(f"this import cannot be made relative: {left[0].strip()}")
     return text
