@@ -18,7 +18,7 @@ _BUFFERS = (2, 1), (1, 1), (1, 2)  # buffers of queries, and parts in which the 
 HALF = (torch.float16, torch.bfloat16)
 
 MOST_SOFTCAP = 1024.0
-"""The greatest softcap that the Hopper kernel takes: it errs by some 1e-7 of the cap, whatever the logit."""
+"""The greatest softcap that the Hopper kernel takes: it rounds what it caps, and a greater cap hardly bends it."""
 
 
 @frozen

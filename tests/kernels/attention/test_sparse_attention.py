@@ -352,7 +352,7 @@ def test_pv_skip_of_capped_logits(device: str) -> None:
 
 
 def test_hopper_takes_no_softcap_of_any_size(device: str) -> None:
-    """Its tanh errs by a share of the cap, so that a huge one would be wrong: the executor then takes the other kernel."""
+    """Its tanh rounds a logit, for nothing where the cap is huge: the executor then takes the other kernel."""
     q, k, v = make_qkv(N=70, D=16, dtype=torch.float16, device=device)
     front = bs.Identity(), bs.MeanPoolScorer(64), bs.TopK(2)
     executor = bs.TritonExecutor(HopperTiles(1, 64, 2))
@@ -699,6 +699,24 @@ def test_a_capped_row_does_not_depend_on_its_neighbours() -> None:
     assert torch.equal(out[:, :, same], other[:, :, same])
     assert torch.equal(lse[:, :, same], other_lse[:, :, same])
     assert not torch.equal(out[:, :, ~same], other[:, :, ~same])
+
+
+@needs_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", [1e-5, 1.0, 1e4])
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_capped_logits_all_at_one_end(sign: int, size: float, dtype: torch.dtype) -> None:
+    """Where rows have no maximum of their own, all weights are e^50, or e^-50."""
+    q, k, v = make_qkv(N=500, D=64, dtype=dtype, device="cuda")
+    q, k, v = 4 * q.abs(), 4 * sign * k.abs(), size * v
+    change = LogitChange(50.0, torch.tensor([-60.0, -49.0, 30.0, 60.0], device="cuda")[: q.shape[1]])
+    call = evolve(arguments(q, k, v, block=128, tiles=HopperTiles(2, 128, 4)), change=change)
+    want, want_lse = call.in_float64().exactly()
+    with cut_lists():
+        cut = call()
+    for out, lse in (call(), cut):
+        assert_within_budget(out, want, call.exactly()[0])
+        torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3)
 
 
 @needs_hopper

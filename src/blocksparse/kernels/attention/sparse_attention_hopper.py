@@ -13,14 +13,15 @@ few, consumers get the rest (`registers`, `consumer_registers`).
 Keys and values may lie in the pages of a cache (`RUN`, in `hopper/loaders.py`): only the warps that load know of it.
 
 A sliding window hides keys in masked steps alone, a softcap changes scores as soon as they are there, and a sink joins a
-row's sum when its keys are done. A kernel without them is compiled as if there were none.
+row's sum when its keys are done. A kernel without them is compiled as if there were none. Where a softcap bounds all logits
+(`_reference`), no row needs its maximum, and no sum is scaled anew when that grows.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -61,6 +62,9 @@ from blocksparse.kernels.moving.gather_rows import gather_two
 from blocksparse.kernels.positions.token_positions import TokenPositions
 from blocksparse.runtime.launches import remembered
 
+# With a softcap `c` weights lie between e^-c and e^c. Up to this one bf16 and fp32 hold these, and fp32 holds sums of 2^20 of
+# them times values of up to 2^34; fp16 holds nothing of the kind.
+_MOST_BOUNDED = 50.0
 _LARGEST = 1e38  # about the largest number of fp32: times infinity, a score of 0 would be NaN
 
 
@@ -116,6 +120,7 @@ def sparse_attention_hopper(
         *((None, None, None) if shares is None else (shares.work, shares.out, shares.lse)),
         positions.window,
         cap,
+        _reference(change.softcap, q.dtype),
         change.sinks,
         *launch.arguments,
         **launch.options,
@@ -139,7 +144,23 @@ def _scale_and_cap(scale: float, softcap: float | None) -> tuple[float, float | 
     """The factor of scores in the softmax, and what `capped` takes first; the factor is then the cap."""
     if softcap is None:
         return scale, None
-    return softcap, min(2 * math.log2(math.e) * scale / softcap, _LARGEST)
+    return softcap, min(scale / softcap, _LARGEST)
+
+
+def _reference(softcap: float | None, dtype: torch.dtype) -> float | None:
+    """What stands for a row's maximum where a softcap bounds all logits; None where each row needs its own."""
+    bounded = softcap is not None and softcap <= _MOST_BOUNDED and dtype == torch.bfloat16
+    return 0.0 if bounded else None
+
+
+@gluon.jit
+def _first_maximum(scores, scale, reference, ROW: gl.constexpr):
+    """The maximum of each row of a first tile, `[64]`, or `reference`, which no later tile changes."""
+    if reference is None:
+        highest = gl.maximum(row_max(scores, ROW) * scale, LOWEST)
+    else:
+        highest = gl.zeros([64], gl.float32, ROW) + reference
+    return highest
 
 
 @gluon.jit
@@ -203,7 +224,7 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes,
     q_pieces, k_pieces, v_pieces, out_pieces, words, starts = bufs
     q_position_strides, k_position_strides, lse_strides = strides[2], strides[3], strides[4]
     tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale = sizes
-    window, cap, sinks_ptr = change
+    window, cap, reference, sinks_ptr = change
     HALF: gl.constexpr = q_pieces.dtype
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 16])
@@ -234,7 +255,7 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes,
         scores = capped(scores, cap)
     scores = masked_scores(scores, last, starts, 0, first, k_position_ptr, position_at, N, C, window)
     _give_back(k_empty, 0, q_empty, steps == 1, C)
-    highest = gl.maximum(row_max(scores, ROW) * scale, LOWEST)
+    highest = _first_maximum(scores, scale, reference, ROW)
     weight = gl.exp2(scores * scale - highest[:, None])
     total = partial_sum(weight)
     operand = gl.convert_layout(weight.to(HALF), WEIGHT)
@@ -262,15 +283,18 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes,
                     scores, last, starts, stage, C.PIECES, k_position_ptr, position_at, N, C, window,
                 )  # fmt: skip
             _give_back(k_empty, stage, q_empty, t == steps - 1, C)
-            new = gl.maximum(highest, row_max(scores, ROW) * scale)
-            weight = gl.exp2(scores * scale - new[:, None])
-            rescale = gl.exp2(highest - new)
-            highest = new
-            total = total * gl.convert_layout(rescale, SUM_ROW)[:, None] + partial_sum(weight)
+            if reference is None:
+                new = gl.maximum(highest, row_max(scores, ROW) * scale)
+                rescale = gl.exp2(highest - new)
+                highest = new
+                total = total * gl.convert_layout(rescale, SUM_ROW)[:, None]
+            weight = gl.exp2(scores * scale - highest[:, None])
+            total = total + partial_sum(weight)
             sums, weight = warpgroup_mma_wait(0, [sums_token, weight])
             mbarrier.arrive(v_empty.index(v_stage), count=1)
             operand = gl.convert_layout(weight.to(HALF), WEIGHT)
-            sums = sums * gl.convert_layout(rescale, OUT_ROW)[:, None]
+            if reference is None:
+                sums = sums * gl.convert_layout(rescale, OUT_ROW)[:, None]
 
         # The border: the first scores of the next tile of queries, beside the product with the last values of this one.
         v_stage = step % C.STAGES
@@ -309,7 +333,7 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes,
             scores = capped(scores, cap)
         scores = masked_scores(scores, last, starts, stage, first, k_position_ptr, position_at, N, C, window)
         _give_back(k_empty, stage, q_empty, steps == 1, C)
-        highest = gl.maximum(row_max(scores, ROW) * scale, LOWEST)
+        highest = _first_maximum(scores, scale, reference, ROW)
         weight = gl.exp2(scores * scale - highest[:, None])
         total = partial_sum(weight)
         sums, weight = warpgroup_mma_wait(0, [sums_token, weight])
@@ -327,7 +351,7 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes,
 @gluon.jit(do_not_specialize=[*OF_PROMPT, "window"])
 def _kernel(
     q_source, k_source, v_source, out_target, k_tail, v_tail, slots_ptr,
-    work_ptr, share_out_ptr, share_lse_ptr, window, cap, sinks_ptr, lse_ptr,
+    work_ptr, share_out_ptr, share_lse_ptr, window, cap, reference, sinks_ptr, lse_ptr,
     full_count_ptr, partial_count_ptr, index_ptr, q_position_ptr, k_position_ptr, queue_ptr,
     count_stride_b, count_stride_h, index_stride_b, index_stride_h, lse_stride_b, lse_stride_h,
     q_position_strides, k_position_strides,
@@ -367,7 +391,7 @@ def _kernel(
         (lse_stride_b, lse_stride_h),
     )  # fmt: skip
     sizes = (tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale_log2)
-    change = (window, cap, sinks_ptr)  # what is None is compiled away
+    change = (window, cap, reference, sinks_ptr)  # what is None is compiled away
     C = Constants(
         DQ, DV, CONSUMERS, BLOCK_N, STAGES, Q_BUFFERS, OUT_PARTS, PIECES, K_SPLIT, Q_SPLIT, CAUSAL, Q_IN_ORDER,
         K_IN_ORDER, False, False, CUT, RUN,
