@@ -8,7 +8,7 @@ from types import FunctionType
 from typing import Any, TypeGuard, final
 
 import torch
-from attrs import Attribute, frozen
+from attrs import Attribute, evolve, frozen
 from torch import Tensor
 
 MAX_BLOCK = 16384  # tokens; buffers are padded to whole blocks, and this bounds them for short prompts
@@ -24,24 +24,32 @@ class Rule:
         is_kind: whether a value has the right type; if not, a `TypeError` is raised.
         holds: whether a value of the right type is allowed; if not, a `ValueError` is raised. All are if None.
         way_out: what to do about a wrong value, where that is not plain; it ends the error.
+        or_none: whether None passes as well.
     """
 
     what: str
     is_kind: Callable[[Any], bool]
     holds: Callable[[Any], bool] | None = None
     way_out: str = ""
+    or_none: bool = False
 
     def __call__(self, _: object, attribute: Attribute[Any], value: object) -> None:
-        if not (self.is_kind(value) and (self.holds is None or self.holds(value))):  # `passes`, without a call
+        if value is None and self.or_none:  # `passes`, without a call
+            return
+        if not (self.is_kind(value) and (self.holds is None or self.holds(value))):
             self.check(**{attribute.name: value})
 
     def passes(self, value: object) -> bool:
         """Whether a value is allowed."""
+        if value is None and self.or_none:
+            return True
         return self.is_kind(value) and (self.holds is None or self.holds(value))
 
     def check(self, **named: object) -> None:
         """Raise unless every one of these named values passes the rule."""
         for name, value in named.items():
+            if value is None and self.or_none:
+                continue
             if not self.is_kind(value):
                 raise TypeError(f"'{name}' must be {self.what}: {shown(value)}{self.way_out}")
             if self.holds is not None and not self.holds(value):
@@ -49,7 +57,7 @@ class Rule:
 
     def or_else(self, way_out: str) -> Rule:
         """The same rule, whose error ends with what to do."""
-        return Rule(self.what, self.is_kind, self.holds, f"; {way_out}")
+        return evolve(self, way_out=f"; {way_out}")
 
 
 def is_whole(value: object) -> TypeGuard[int]:
@@ -105,12 +113,7 @@ def a(*roles: type) -> Rule:
 
 def optional(rule: Rule) -> Rule:
     """A rule that also lets None pass."""
-    holds = rule.holds
-    return Rule(
-        f"{rule.what}, or None",
-        lambda x: x is None or rule.is_kind(x),
-        None if holds is None else lambda x: x is None or holds(x),
-    )
+    return evolve(rule, what=f"{rule.what}, or None", or_none=True)
 
 
 def numbers_on_host(name: str, values: Sequence[int] | Tensor) -> list[int]:

@@ -73,7 +73,7 @@ class HeadGroups:
                 raise TypeError(
                     f"'groups' must have a Pipeline or None (dense) for {shown(heads)}: {type(pipeline).__name__}"
                 )
-        if twice := repeated(head for heads in groups for head in heads):
+        if twice := named_twice(head for heads in groups for head in heads):
             raise ValueError(f"'groups' must name each KV head once, but names these more than once: {twice}")
 
     @classmethod
@@ -185,7 +185,7 @@ class HeadGroups:
             raise ValueError(f"the groups must name each of the {kv_heads} KV heads; {'; '.join(wrong)}")
 
 
-def repeated(values: Iterable[int]) -> str:
+def named_twice(values: Iterable[int]) -> str:
     """The values that occur more than once, as text."""
     return ", ".join(str(value) for value, times in Counter(values).items() if times > 1)
 

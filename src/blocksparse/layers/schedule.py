@@ -8,7 +8,7 @@ from typing import Any, final
 from attrs import field, frozen
 
 from blocksparse.checks.validators import is_whole, shown, size, whole
-from blocksparse.layers.head_groups import AnyPipeline, HeadGroups, repeated
+from blocksparse.layers.head_groups import AnyPipeline, HeadGroups, named_twice
 from blocksparse.pipeline import Pipeline
 
 LayerPipeline = AnyPipeline | HeadGroups
@@ -99,7 +99,7 @@ class Schedule:
 
     @dense.validator
     def _check_dense(self, _: object, dense: Sequence[int]) -> None:
-        if twice := repeated((*self.layers, *dense)):
+        if twice := named_twice((*self.layers, *dense)):
             raise ValueError(
                 f"'layers' and 'dense' must name each layer once in all, but name these more than once: {twice}"
             )
@@ -108,7 +108,7 @@ class Schedule:
     def _check_same_choice(self, _: object, groups: Sequence[Sequence[int]]) -> None:
         if alone := [group for group in groups if len(group) < 2]:
             raise ValueError(f"a group of 'same_choice' must have at least 2 layers: {alone[0]}")
-        if twice := repeated(layer for group in groups for layer in group):
+        if twice := named_twice(layer for group in groups for layer in group):
             raise ValueError(
                 f"'same_choice' must name each layer once in all, but names these more than once: {twice}"
             )
@@ -125,7 +125,7 @@ class Schedule:
         for layer in named:
             if not -layers <= layer < layers:
                 raise ValueError(f"there is no layer {layer}: the model has {layers}, 0 to {layers - 1}")
-        if twice := repeated(layer % layers for layer in named):
+        if twice := named_twice(layer % layers for layer in named):
             raise ValueError(
                 f"these of the {layers} layers are named twice, once from the start and once from the end: {twice}"
             )
