@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import Any, final
+from weakref import ref
 
 import pytest
 import torch
+from attrs import field, frozen
+from torch import Tensor
 
 import blocksparse as bs
 from blocksparse.executors.dense_attention import dense_attention
+from blocksparse.runtime.known_calls import owner_of
 from blocksparse.testing import every_preset, make_qkv
 from tests import stages
 
@@ -128,6 +133,39 @@ def test_a_choice_for_another_call_is_refused() -> None:
     ranked = bs.Pipeline(bs.Identity(), bs.NoScorer(16), bs.Ranked(bs.TopK(2)), bs.GatherExecutor())
     with pytest.raises(TypeError, match="GatherExecutor needs a RankedBlockMask, and got a BlockMask"):
         ranked.attend(q, k, v, choice)  # type: ignore[arg-type]
+
+
+@final
+@frozen
+class Own(bs.Selector[bs.BlockScores, bs.BlockMask]):
+    """A stage from elsewhere, which may hold more than its value says."""
+
+    seen: Tensor = field(eq=False)
+
+    def __call__(self, scores: bs.BlockScores) -> bs.BlockMask:
+        return bs.Everything()(scores)
+
+
+def test_equal_pipelines_share_what_runs_their_stages() -> None:
+    """So that new ones are not checked again. Stages from elsewhere have one each, and none is kept alive."""
+
+    def made(selector: bs.Selector[Any, Any]) -> bs.Pipeline[Any, Any, Any]:
+        return bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(16), selector, bs.CpuExecutor())
+
+    one, other = made(bs.TopK(3)), made(bs.TopK(3))
+    assert one is not other
+    assert one._stages is other._stages
+    assert owner_of(one._stages._sparse) is not None
+    mine, its = made(bs.Sink() | Own(torch.ones(3))), made(bs.Sink() | Own(torch.zeros(3)))
+    assert mine == its
+    assert mine._stages is not its._stages
+    assert owner_of(mine._stages._sparse) is None
+    held = ref(selector := Own(torch.ones(3)))
+    pipeline = made(selector)
+    assert owner_of(pipeline._stages._sparse) is None
+    del selector, pipeline
+    gc.collect()
+    assert held() is None
 
 
 def test_a_preset_with_equal_arguments_is_one_object() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import lru_cache
 from threading import Lock
 from typing import Any, final
 
@@ -81,21 +80,28 @@ class Calls:
             self._met.clear()
 
 
+_OWNERS: dict[object, object] = {}
+_MOST_OWNERS = 512
+_LOCK = Lock()
+
+
 def owner_of(run: Callable[..., Any]) -> object:
     """What stands for a function: itself, or the value that it is a method of, one object for all that are equal.
 
     It is None where that value has no hash, or holds what is neither of this library nor of PyTorch nor plain.
     """
-    value = getattr(run, "__self__", None)
+    if (value := getattr(run, "__self__", None)) is None:
+        return run
     try:
-        return run if value is None else _shared(value)
+        owner = _OWNERS.get(value)
     except TypeError:  # it has no hash
         return None
-
-
-@lru_cache(maxsize=512)
-def _shared(value: object) -> object:
-    return object() if is_ours(value) else None
+    if owner is None and is_ours(value):  # what is from elsewhere is not kept alive here
+        with _LOCK:
+            if len(_OWNERS) >= _MOST_OWNERS:
+                del _OWNERS[next(iter(_OWNERS))]
+            owner = _OWNERS.setdefault(value, object())
+    return owner
 
 
 def is_ours(value: object) -> bool:
