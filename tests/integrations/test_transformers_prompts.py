@@ -135,8 +135,8 @@ def test_padding_behind_a_prompt_generates_the_same_tokens(
     given = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, **how}
     expected = model(ids, attention_mask=mask).logits[:, -1]
     answers = model.generate(ids, **given)
-    recorder, least = DensityRecorder(), {"min_tokens": min_tokens, "min_queries": 1, "min_window": 1}
-    with attach(model, DENSE_LIMIT, recorder=recorder, **least):
+    recorder = DensityRecorder()
+    with attach(model, DENSE_LIMIT, recorder=recorder, min_tokens=min_tokens, min_queries=1, min_window=1):
         assert_close(model(ids, attention_mask=mask).logits[:, -1], expected)
         assert torch.equal(model.generate(ids, **given), answers)
     assert bool(recorder.sparse_calls()) == (min_tokens < 70)
