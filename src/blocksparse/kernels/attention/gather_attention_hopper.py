@@ -37,7 +37,6 @@ from blocksparse.kernels.attention.hopper.rows import LOWEST, NEVER, partial_sum
 from blocksparse.kernels.common.memory import empty_as
 from blocksparse.kernels.common.names_triton import aggregate
 from blocksparse.kernels.positions.token_positions import TokenPositions
-from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 
 _LOADER_REGISTERS = gl.constexpr(56)  # of each thread of the loading warps, once registers are reallocated
@@ -72,18 +71,17 @@ def gather_attention_hopper(
     rows, cols = index.shape[2:]
     tiles = tile_options(lists.q_block, lists.k_block, D)
     consumers, per_sm = tiles["CONSUMERS"], 3 - tiles["CONSUMERS"]
-    with device_of(q):
-        _kernel[(rows * (Hq // Hkv), Hkv, B)](
-            q, k, v, out, lse, visited,
-            index, opened, count, positions.q_position, positions.k_position, group, tau,
-            axis_strides(q), axis_strides(k), axis_strides(v), out.stride()[:3], *lse.stride()[:2],
-            axis_strides(positions.q_position), axis_strides(positions.k_position),
-            rows, cols, N - M if positions.causal else 0,
-            Hq // positions.k_position.shape[1], scale * math.log2(math.e), rule.patience,
-            D=D, **tiles, CAUSAL=positions.causal, MEAN=rule.mean,
-            CONSUMER_REGISTERS=_consumer_registers(consumers, per_sm),
-            num_warps=4, maxnreg=registers(consumers, per_sm),
-        )  # fmt: skip
+    _kernel[(rows * (Hq // Hkv), Hkv, B)](
+        q, k, v, out, lse, visited,
+        index, opened, count, positions.q_position, positions.k_position, group, tau,
+        axis_strides(q), axis_strides(k), axis_strides(v), out.stride()[:3], *lse.stride()[:2],
+        axis_strides(positions.q_position), axis_strides(positions.k_position),
+        rows, cols, N - M if positions.causal else 0,
+        Hq // positions.k_position.shape[1], scale * math.log2(math.e), rule.patience,
+        D=D, **tiles, CAUSAL=positions.causal, MEAN=rule.mean,
+        CONSUMER_REGISTERS=_consumer_registers(consumers, per_sm),
+        num_warps=4, maxnreg=registers(consumers, per_sm),
+    )  # fmt: skip
     return out, lse, visited
 
 

@@ -24,7 +24,6 @@ from blocksparse.kernels.common.softmax_triton import log_sum, step
 from blocksparse.kernels.common.strides_triton import alike, head_at
 from blocksparse.kernels.multiplying.cell_products_triton import largest, total
 from blocksparse.kernels.positions.token_positions import TokenPositions
-from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 
 # Blocks in a loop of known length. What it computes after its row has stopped is thrown away.
@@ -43,20 +42,19 @@ def gather_attention_triton(
     visited = opened.new_empty(opened.shape)
     rows, cols = index.shape[2:]
     launch = launch_options(lists.q_block, lists.k_block, max(D, Dv), q.element_size(), hardware_of(q))
-    with device_of(q):
-        _kernel[(rows, Hq, B)](
-            q, k, v, out, lse, visited,
-            index, opened, count, positions.q_position, positions.k_position, group, tau,
-            q.stride()[:3], k.stride()[:3], v.stride()[:3], out.stride()[:3], alike(*lse.stride()[:2]),
-            axis_strides(positions.q_position), axis_strides(positions.k_position),
-            rows, cols, N - M if positions.causal else 0,
-            Hq // Hkv, Hq // positions.k_position.shape[1], scale * math.log2(math.e), rule.patience,
-            D=D, DV=Dv,
-            BLOCK_D=_padded(D), BLOCK_DV=_padded(Dv),
-            Q_BLOCK=lists.q_block, K_BLOCK=lists.k_block, AHEAD=_AHEAD,
-            CAUSAL=positions.causal, COMMIT=rule.commit, MEAN=rule.mean, PRECISION=fp32_products(),
-            **launch,
-        )  # fmt: skip
+    _kernel[(rows, Hq, B)](
+        q, k, v, out, lse, visited,
+        index, opened, count, positions.q_position, positions.k_position, group, tau,
+        q.stride()[:3], k.stride()[:3], v.stride()[:3], out.stride()[:3], alike(*lse.stride()[:2]),
+        axis_strides(positions.q_position), axis_strides(positions.k_position),
+        rows, cols, N - M if positions.causal else 0,
+        Hq // Hkv, Hq // positions.k_position.shape[1], scale * math.log2(math.e), rule.patience,
+        D=D, DV=Dv,
+        BLOCK_D=_padded(D), BLOCK_DV=_padded(Dv),
+        Q_BLOCK=lists.q_block, K_BLOCK=lists.k_block, AHEAD=_AHEAD,
+        CAUSAL=positions.causal, COMMIT=rule.commit, MEAN=rule.mean, PRECISION=fp32_products(),
+        **launch,
+    )  # fmt: skip
     return out, lse, visited
 
 

@@ -20,7 +20,6 @@ from blocksparse.kernels.attention.arguments import Lists, TilesOnHopper
 from blocksparse.kernels.common.memory import empty_as
 from blocksparse.kernels.positions.token_positions import TokenPositions
 from blocksparse.kernels.rounding.tile_operands import TileOperands
-from blocksparse.runtime.device import device_of
 
 
 def int8_attention(
@@ -44,6 +43,5 @@ def int8_attention(
         raise ValueError(f"attention in 8 bits knows no sliding window: {positions.window}")
     q = operands.q
     out, lse = empty_as(q, q.shape[-1], out_dtype), q.new_empty(q.shape[:3], dtype=torch.float32)
-    with device_of(q):
-        int8_attention_hopper(operands, out, lse, lists, positions, tiles, scale, pv_skip)
+    int8_attention_hopper(operands, out, lse, lists, positions, tiles, scale, pv_skip)
     return out, lse

@@ -22,7 +22,6 @@ from blocksparse.kernels.common.softcap_triton import capped
 from blocksparse.kernels.common.softmax_triton import log_sum, step
 from blocksparse.kernels.common.strides_triton import alike, head_at
 from blocksparse.kernels.positions.block_grid_triton import positions, rows_at, strides
-from blocksparse.runtime.device import device_of
 from blocksparse.runtime.launches import remembered
 
 _TILE = 4096  # entries of keys, and of values, that a program that pools holds at a time
@@ -62,29 +61,28 @@ def add_remainder_triton(
     if softcap is not None:
         factor, cap = min(scale / softcap, _LARGEST), softcap * math.log2(math.e)
     at, of_positions = positions(grid)
-    with device_of(q):
-        _pool[(filled, H, B)](
-            k, v, key_slots, keys, values, bad,
-            k.stride()[:3], v.stride()[:3], None if key_slots is None else alike(*key_slots.stride()[:2]),
-            N, cols, H // k.shape[1],
-            D=D, DV=Dv, BLOCK_D=block_d, BLOCK_DV=block_dv, BLOCK=k_block,
-            ROWS=max(min(power_of_2(k_block), _TILE // max(block_d, block_dv)), 1), num_warps=4,
-        )  # fmt: skip
-        _take[(rows, Hq, B)](
-            keep, at, bad, taken, ends, spoilt, strides(keep), of_positions,
-            rows, cols, filled, Hq // H, *(Hq // x.shape[1] for x in (keep, at[0], at[2])),
-            WORDS=16, WORD=_WORD, CAUSAL=grid.causal, WINDOW=grid.window, num_warps=4,
-        )  # fmt: skip
-        _add[(cdiv(kept.q_lead + M, tiles.block_m), Hq, B)](
-            q, keys, values, out, lse, result, sums, q_index, taken, ends, spoilt,
-            q.stride()[:3], out.stride()[:3], result.stride()[:3], alike(*lse.stride()[:2]),
-            alike(*sums.stride()[:2]), None if q_index is None else alike(*q_index.stride()[:2]),
-            M, rows, cols, filled, Hq // H, kept.q_lead, factor, cap,
-            math.log2(k_block), math.log2(N - (cols - 1) * k_block) - math.log2(k_block),
-            D=D, DV=Dv, BLOCK_D=block_d, BLOCK_DV=block_dv, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-            SPLIT=kept.q_block // tiles.block_m, WORD=_WORD, PRECISION=fp32_products(),
-            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-        )  # fmt: skip
+    _pool[(filled, H, B)](
+        k, v, key_slots, keys, values, bad,
+        k.stride()[:3], v.stride()[:3], None if key_slots is None else alike(*key_slots.stride()[:2]),
+        N, cols, H // k.shape[1],
+        D=D, DV=Dv, BLOCK_D=block_d, BLOCK_DV=block_dv, BLOCK=k_block,
+        ROWS=max(min(power_of_2(k_block), _TILE // max(block_d, block_dv)), 1), num_warps=4,
+    )  # fmt: skip
+    _take[(rows, Hq, B)](
+        keep, at, bad, taken, ends, spoilt, strides(keep), of_positions,
+        rows, cols, filled, Hq // H, *(Hq // x.shape[1] for x in (keep, at[0], at[2])),
+        WORDS=16, WORD=_WORD, CAUSAL=grid.causal, WINDOW=grid.window, num_warps=4,
+    )  # fmt: skip
+    _add[(cdiv(kept.q_lead + M, tiles.block_m), Hq, B)](
+        q, keys, values, out, lse, result, sums, q_index, taken, ends, spoilt,
+        q.stride()[:3], out.stride()[:3], result.stride()[:3], alike(*lse.stride()[:2]),
+        alike(*sums.stride()[:2]), None if q_index is None else alike(*q_index.stride()[:2]),
+        M, rows, cols, filled, Hq // H, kept.q_lead, factor, cap,
+        math.log2(k_block), math.log2(N - (cols - 1) * k_block) - math.log2(k_block),
+        D=D, DV=Dv, BLOCK_D=block_d, BLOCK_DV=block_dv, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
+        SPLIT=kept.q_block // tiles.block_m, WORD=_WORD, PRECISION=fp32_products(),
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip
     return result, sums
 
 

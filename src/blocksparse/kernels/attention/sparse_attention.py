@@ -30,7 +30,6 @@ from blocksparse.kernels.attention.arguments import Approximation, Lists, LogitC
 from blocksparse.kernels.common.memory import empty_as
 from blocksparse.kernels.moving.gather_rows import gather_two
 from blocksparse.kernels.positions.token_positions import TokenPositions
-from blocksparse.runtime.device import device_of
 
 EXACT = Approximation()
 UNCHANGED = LogitChange()
@@ -78,23 +77,22 @@ def sparse_attention(
     else:
         k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     attend = _kernel(tiles, approximation, change, paged)
-    with device_of(q):
-        if key_slots is None:
-            attend(q, k, v, out, lse, lists, positions, tiles, scale)
-        elif (step := _heads_at_a_time(q, k, v, key_slots)) == k.shape[1]:
-            moved = gather_two(k, v, key_slots, wanted=visited, block=lists.k_block)
-            attend(q, *moved, out, lse, lists, positions, tiles, scale)
-        else:
-            for first in range(0, k.shape[1], step):
-                of = functools.partial(_of_heads, first=first, step=step, heads=k.shape[1])
-                counts: dict[str, Any] = {
-                    name: of(getattr(lists, name)) for name in ("full_count", "partial_count", "index")
-                }
-                wanted = None if visited is None else of(visited)
-                moved = gather_two(of(k), of(v), of(key_slots), wanted=wanted, block=lists.k_block)
-                _kernel(tiles, approximation.of_heads(of), change.of_heads(of))(
-                    of(q), *moved, of(out), of(lse), evolve(lists, **counts), positions.of_heads(of), tiles, scale
-                )
+    if key_slots is None:
+        attend(q, k, v, out, lse, lists, positions, tiles, scale)
+    elif (step := _heads_at_a_time(q, k, v, key_slots)) == k.shape[1]:
+        moved = gather_two(k, v, key_slots, wanted=visited, block=lists.k_block)
+        attend(q, *moved, out, lse, lists, positions, tiles, scale)
+    else:
+        for first in range(0, k.shape[1], step):
+            of = functools.partial(_of_heads, first=first, step=step, heads=k.shape[1])
+            counts: dict[str, Any] = {
+                name: of(getattr(lists, name)) for name in ("full_count", "partial_count", "index")
+            }
+            wanted = None if visited is None else of(visited)
+            moved = gather_two(of(k), of(v), of(key_slots), wanted=wanted, block=lists.k_block)
+            _kernel(tiles, approximation.of_heads(of), change.of_heads(of))(
+                of(q), *moved, of(out), of(lse), evolve(lists, **counts), positions.of_heads(of), tiles, scale
+            )
     return out, lse
 
 
