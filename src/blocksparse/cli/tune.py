@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from blocksparse.checks.user_error import UserError
-from blocksparse.cli.options import Commands, add_command, only_errors
+from blocksparse.cli.options import Commands, add_command, extra, only_errors
 from blocksparse.demo import TEXT
 from blocksparse.plans.errors import TuneError
 from blocksparse.plans.plan import Plan
@@ -197,13 +197,11 @@ def _prompts_in(batch: int) -> str:
 
 
 def _load(folder: Path, device: str | None) -> tuple[Any, Any]:
-    try:
+    with extra("tune"):
         import torch
         from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
         from blocksparse.demo.model import load
-    except ModuleNotFoundError as error:
-        raise TuneError(f"{error.name} is not installed: pip install -e '.[tune]' in a checkout") from None
     disable_progress_bar()
     set_verbosity_error()
     try:
@@ -250,11 +248,9 @@ def _prompts(tokenizer: Any, arguments: argparse.Namespace) -> tuple[Sequence[Tu
 @contextmanager
 def _progress() -> Iterator[Report]:
     """A bar in a terminal, else a line now and then; on stderr."""
-    try:
+    with extra("tune"):
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-    except ModuleNotFoundError as error:
-        raise TuneError(f"{error.name} is not installed: pip install -e '.[tune]' in a checkout") from None
 
     console = Console(stderr=True)
     bar = Progress(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from blocksparse.kernels.common.sizes import cdiv
 from blocksparse.kernels.positions.block_grid_triton import strides
-from blocksparse.kernels.positions.mix import mix
+from blocksparse.kernels.positions.counter_hash import mix
 from blocksparse.runtime.launches import remembered
 
 _ROWS, _COLS = 4, 256  # numbers per program

@@ -19,8 +19,8 @@ from blocksparse.kernels.positions.block_grid_triton import (
     tile_of_blocks,
     tile_of_grid,
 )
+from blocksparse.kernels.positions.counter_hash import mix
 from blocksparse.kernels.positions.counter_hash_triton import folded
-from blocksparse.kernels.positions.mix import mix
 from blocksparse.kernels.positions.places import NOWHERE, Places
 from blocksparse.runtime.launches import remembered
 
