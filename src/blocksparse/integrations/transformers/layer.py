@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Unpack, final
 
 from attrs import Factory, field, frozen
@@ -42,23 +42,9 @@ class LayerAttention:
         self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None = None, **asked: Unpack[Asked]
     ) -> Tensor:
         out = attend(self._call, q, k, v, asked, sequences)
-        for span in padded_behind(sequences) if sequences is not None else ():
-            self._attend_last(out, q, k, v, span, asked)
+        if sequences is not None and (spans := padded_behind(sequences)):
+            _attend_last(out, q, k, v, spans, asked)
         return out
-
-    def _attend_last(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, span: Span, asked: Asked) -> None:
-        """Attend with the last query of an entry, which is padding: `generate` goes on from there all the same.
-
-        It sees the prompt before it, as in a model without a pipeline.
-        """
-        end = span.first_key + span.keys
-        begin = max(span.first_key, k.shape[2] - (asked.get("window") or k.shape[2]))
-        if begin < end:
-            one = slice(span.entry, span.entry + 1)
-            seen = slice(begin, end)
-            plain: Asked = {**asked, "window": None}
-            row, keys, values, spec = checked(q[one, :, -1:], k[one, :, seen], v[one, :, seen], plain)
-            out[one, :, -1:] = dense_attention(row, keys, values, spec)
 
     def dense_because(self, queries: int, keys: int, window: int | None) -> str | None:
         """The reason why a prompt of this size is dense in this layer, or None."""
@@ -92,3 +78,19 @@ class LayerAttention:
                 return trace.output.out
         self.outcomes.saw_dense(self.layer, reason)
         return dense_attention(q, k, v, spec)
+
+
+def _attend_last(out: Tensor, q: Tensor, k: Tensor, v: Tensor, spans: Iterable[Span], asked: Asked) -> None:
+    """Attend with the last query of entries in which it is padding: `generate` goes on from there all the same.
+
+    It sees the prompt before it, as in a model without a pipeline.
+    """
+    N, window = k.shape[2], asked.get("window")
+    plain: Asked = {**asked, "window": None}
+    row, k, v, spec = checked(q[:, :, -1:], k, v, plain)
+    for span in spans:
+        end = span.first_key + span.keys
+        begin = span.first_key if window is None else max(span.first_key, N - window)
+        if begin < end:
+            one, seen = slice(span.entry, span.entry + 1), slice(begin, end)
+            out[one, :, -1:] = dense_attention(row[one], k[one, :, seen], v[one, :, seen], spec)
