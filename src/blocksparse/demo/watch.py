@@ -14,6 +14,7 @@ from torch import Tensor
 from blocksparse.layers.schedule import Schedule
 
 QKV = tuple[Tensor, Tensor, Tensor]  # [1, Hq, N, D], [1, Hkv, N, D], [1, Hkv, N, Dv]
+Attention = Callable[[Tensor, Tensor, Tensor], Any]
 
 
 @final
@@ -54,14 +55,15 @@ def watch(
     *,
     keep_layer: int | None = None,
     on_call: Callable[[], None] | None = None,
-    on_qkv: Callable[[int, QKV, dict[str, Any]], None] | None = None,
+    on_qkv: Callable[[int, QKV, dict[str, Any], Attention], None] | None = None,
 ) -> Iterator[Sight]:
     """Watch the attention function that `network` uses now, whichever it is.
 
     Args:
         keep_layer: the layer whose q, k, v to keep, as attention gets them (RoPE applied); None keeps none.
         on_call: called after every call of attention.
-        on_qkv: called before every call of attention, with the layer, its q, k, v and the model's other arguments.
+        on_qkv: called before every call of attention, with the layer, its q, k, v, the model's other arguments,
+            and the function of q, k and v that is called.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -76,12 +78,15 @@ def watch(
     attention, mask = AttentionInterface()[before], AttentionMaskInterface()[before]
 
     def watched(module: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Any:
+        def own(q: Tensor, k: Tensor, v: Tensor) -> Any:
+            return attention(module, q, k, v, *rest, **options)
+
         if module.layer_idx == keep_layer:
             sight.kept = q.detach(), k.detach(), v.detach()
         if on_qkv is not None:
-            on_qkv(module.layer_idx, (q, k, v), options)
+            on_qkv(module.layer_idx, (q, k, v), options, own)
         with sight.timed(q.device):
-            output = attention(module, q, k, v, *rest, **options)
+            output = own(q, k, v)
         if on_call is not None:
             on_call()
         return output

@@ -14,7 +14,7 @@ from blocksparse.calls.inputs import checked
 from blocksparse.demo.measure import logits_of
 from blocksparse.demo.methods import executor_of
 from blocksparse.demo.model import Model
-from blocksparse.demo.watch import QKV, watch
+from blocksparse.demo.watch import QKV, Attention, watch
 from blocksparse.executors.dense_attention import dense_attention
 from blocksparse.inspection.maps import Figures, Maps, look
 from blocksparse.integrations.transformers import attach
@@ -63,7 +63,7 @@ def collect(
     presets = [Preset(name, pipeline) for name, pipeline in pipelines.items()]
     findings, dense_seconds, skipped = dict[int, Maps](), 0.0, dict[int, str]()
 
-    def see(layer: int, qkv: QKV, options: dict[str, Any]) -> None:
+    def see(layer: int, qkv: QKV, options: dict[str, Any], _: Attention) -> None:
         nonlocal dense_seconds
         begin(f"looking at layer {layer}")
         if (reason := _not_plain(qkv, options)) is not None:

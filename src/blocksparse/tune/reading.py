@@ -12,6 +12,7 @@ import torch
 from attrs import frozen
 from torch import Tensor, nn
 
+from blocksparse.demo.watch import QKV, Attention, watch
 from blocksparse.plans.errors import TuneError
 from blocksparse.tune.prompts import TunePrompt
 
@@ -121,7 +122,7 @@ class Call:
     k: Tensor  # [B, Hkv, N, D]
     v: Tensor  # [B, Hkv, N, Dv]
     scale: float
-    own: Callable[[Tensor, Tensor, Tensor], Any]  # the model's own function, of q, k and v
+    own: Attention  # the model's own function, of q, k and v
     plain: bool  # whether it has neither a softcap nor attention sinks
 
 
@@ -143,30 +144,14 @@ def decoder_layers(network: Any) -> list[nn.Module]:
 @contextmanager
 def on_attention(network: Any, see: Callable[[Call], None]) -> Iterator[None]:
     """Show `see` each call of the attention function that `network` uses now, before it is made."""
-    from transformers import AttentionInterface, AttentionMaskInterface
 
-    before = network.config._attn_implementation
-    attention, name = AttentionInterface()[before], f"{before}-tune"
-
-    def seen(module: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Any:
-        def own(q: Tensor, k: Tensor, v: Tensor) -> Any:
-            return attention(module, q, k, v, *rest, **options)
-
+    def on_qkv(layer: int, qkv: QKV, options: dict[str, Any], own: Attention) -> None:
         scale = options.get("scaling")
         plain = all(options.get(name) is None for name in ("softcap", "s_aux", "sinks"))
-        see(Call(module.layer_idx, q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, own, plain))
-        return own(q, k, v)
+        see(Call(layer, *qkv, qkv[0].shape[-1] ** -0.5 if scale is None else scale, own, plain))
 
-    AttentionInterface.register(name, seen)
-    AttentionMaskInterface.register(name, AttentionMaskInterface()[before])
-    network.set_attn_implementation(name)
-    try:
+    with watch(network, on_qkv=on_qkv):
         yield
-    finally:
-        network.set_attn_implementation(before)
-        # transformers registers class-wide but deletes per instance only.
-        AttentionInterface._global_mapping.pop(name)
-        AttentionMaskInterface._global_mapping.pop(name)
 
 
 def _again(output: Any, *_: Any, **__: Any) -> Any:
