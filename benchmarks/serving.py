@@ -158,12 +158,14 @@ def main() -> int:
                 density = turn.ask(do="density", **case._asdict(), seed=f"{case} density")
                 result.setdefault("densities", {}).setdefault(name, {})[str(case)] = density
                 print("density", name, case, density, flush=True)
+                save()
             result.setdefault("counters", {})[name] = turn.ask(do="counters")
             print(name, result["counters"][name], flush=True)
     for case in map(Case.read, options.profile.split()):
         for name, turn in turns.items():
             found = turn.ask(do="profile", **case._asdict(), seed=f"{case}")
             result.setdefault("profiles", {}).setdefault(name, {})[str(case)] = found
+            save()
             print(f"\n{name}, {case}: {found['seconds']:.3f} s, the GPU {found['gpu_ms']:.0f} ms")
             for kernel, (ms, launches) in found["kernels"]:
                 if ms > found["gpu_ms"] / 1000:
