@@ -4,9 +4,13 @@
 
 A process for each version compiles the calls and checks them against float64, all processes at once. Then they
 take turns on the GPU: each times all its calls while the others wait, and again, round after round. Printed are
-milliseconds of the first version, and the others' times over it. `--compile` ends before the turns: Triton's cache
-is then filled. `--variables` sets some of a version's process, and `--only` takes a part of the calls, to find out
-what makes a difference:
+milliseconds of the first version, and the others' times over it.
+
+Two processes with the same machine code differ by up to 7 %, since their memory lies elsewhere. With `--processes`
+each version gets several, one after another, and how far those of the first lie apart is printed, too.
+
+`--compile` ends before the turns: Triton's cache is then filled. `--variables` sets some of a version's process,
+and `--only` takes a part of the calls, to find out what makes a difference:
 
     python -m benchmarks.triton_versions 3.9=FOLDER x=FOLDER --only D=256 --variables x PTXAS_OPTIONS=-O2
 """
@@ -141,22 +145,31 @@ def answer(process: subprocess.Popen[str]) -> Any:
     return json.loads(line)
 
 
-def compared(rounds: dict[str, list[dict[str, float]]]) -> list[Row]:
-    """A row for each call: milliseconds by version, medians of the rounds, and each over the first version's."""
+def compared(rounds: dict[str, list[list[dict[str, float]]]]) -> list[Row]:
+    """A row for each call: milliseconds by version, each over the first's, and what processes differ by.
+
+    `rounds` has a list for each version: for each of its processes what it measured, round by round. Processes
+    that ran at the same time are compared round by round, since the clock of a GPU moves.
+    """
     first = next(iter(rounds))
     rows = []
-    for name in rounds[first][0]:
-        ms = {
-            version: statistics.median(x[name] for x in its) for version, its in rounds.items() if name in its[0]
+    for name in rounds[first][0][0]:
+        by_process = {
+            version: [statistics.median(x[name] for x in its) for its in processes]
+            for version, processes in rounds.items()
+            if name in processes[0][0]
         }
-        # Rounds are compared one by one: the clock of a GPU moves from one to the next.
         over = {
             version: statistics.median(
-                x[name] / y[name] for x, y in zip(rounds[version], rounds[first], strict=True)
+                x[name] / y[name]
+                for its, others in zip(rounds[version], rounds[first], strict=True)
+                for x, y in zip(its, others, strict=True)
             )
-            for version in ms
+            for version in by_process
         }
-        rows.append({"call": name, "ms": ms, "over": over})
+        ms = {version: statistics.median(x) for version, x in by_process.items()}
+        spread = max(by_process[first]) / min(by_process[first])
+        rows.append({"call": name, "ms": ms, "over": over, "by_process": by_process, "spread": spread})
     return rows
 
 
@@ -165,6 +178,7 @@ def main() -> None:
     parser.add_argument("versions", nargs="+", metavar="NAME[=FOLDER]")
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--processes", type=int, default=1, help="of each version, one after another")
     parser.add_argument("--budget", type=float, default=30.0, help="milliseconds spent on a call in a round")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument(
@@ -177,31 +191,40 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/triton-versions.json"))
     arguments = parser.parse_args()
     variables = {name: dict(x.split("=", 1) for x in given) for name, *given in arguments.variables}
-    processes = {
-        name: start(folder, variables.get(name, {}), arguments.tokens, arguments.only)
-        for name, _, folder in (x.partition("=") for x in arguments.versions)
-    }
-    said = {name: answer(process) for name, process in processes.items()}
-    print(json.dumps({name: {**x, "calls": len(x["calls"])} for name, x in said.items()}), flush=True)
-    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in processes}
-    for turn in range(0 if arguments.compile else arguments.rounds):
-        for name in list(processes)[:: 1 if turn % 2 else -1]:
-            stdin = processes[name].stdin
-            assert stdin is not None
-            print(arguments.budget, file=stdin, flush=True)
-            rounds[name].append(answer(processes[name]))
-        rows = compared(rounds)
-        result = {"GPU": torch.cuda.get_device_name(), "torch": torch.__version__, "versions": said, "rows": rows}
-        result |= {"variables": variables} if variables else {}
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps({**result, "rounds": rounds}, indent=1) + "\n")
-    for process in processes.values():
-        process.communicate()
+    rounds: dict[str, list[list[dict[str, float]]]] = {name.partition("=")[0]: [] for name in arguments.versions}
+    for _ in range(arguments.processes):
+        processes = {
+            name: start(folder, variables.get(name, {}), arguments.tokens, arguments.only)
+            for name, _, folder in (x.partition("=") for x in arguments.versions)
+        }
+        said = {name: answer(process) for name, process in processes.items()}
+        print(json.dumps({name: {**x, "calls": len(x["calls"])} for name, x in said.items()}), flush=True)
+        for turn in range(0 if arguments.compile else arguments.rounds):
+            for name in list(processes)[:: 1 if turn % 2 else -1]:
+                stdin = processes[name].stdin
+                assert stdin is not None
+                print(arguments.budget, file=stdin, flush=True)
+                measured = answer(processes[name])
+                rounds[name] += [[]] if turn == 0 else []
+                rounds[name][-1].append(measured)
+            rows = compared(rounds)
+            result = {
+                "GPU": torch.cuda.get_device_name(),
+                "torch": torch.__version__,
+                "versions": said,
+                "rows": rows,
+            }
+            result |= {"variables": variables} if variables else {}
+            arguments.out.parent.mkdir(parents=True, exist_ok=True)
+            arguments.out.write_text(json.dumps({**result, "rounds": rounds}, indent=1) + "\n")
+        for process in processes.values():
+            process.communicate()
     if not arguments.compile:
-        first = next(iter(processes))
+        first = next(iter(rounds))
         for row in rows:
             others = " ".join(f"{name} {x:.3f}" for name, x in row["over"].items() if name != first)
-            print(f"{row['call']}: {row['ms'][first]:.3f} ms; {others}")
+            apart = "" if arguments.processes == 1 else f"; processes of {first} differ by {row['spread'] - 1:.1%}"
+            print(f"{row['call']}: {row['ms'][first]:.3f} ms; {others}{apart}")
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ MULTIPLY = {
 KINDS = {"sm_90", "gfx942", "gfx1100"}
 ONLY_HOPPER = {"shares", "tile_rotation_triton", "tile_values_triton"}
 # The kernels that attend. They must not spill in half precision, but on Hopper, where their tiles are measured, and with
-# the widest heads on RDNA, where no tiles are known that do not.
+# the widest heads on RDNA 3, where no tiles are known that do not.
 MAIN = {
     "gather_attention_hopper",
     "gather_attention_triton",
@@ -51,7 +51,7 @@ MAIN = {
     "sparse_attention_hopper",
     "sparse_attention_triton",
 }
-MAY_SPILL = {*(("sm_90", D) for D in DIMS["bf16"]), ("gfx1100", 256), ("gfx1201", 256)}
+MAY_SPILL = {*(("sm_90", D) for D in DIMS["bf16"]), ("gfx1100", 256)}
 SHOWN = {
     "BLOCK_M", "BLOCK_N", "BLOCK_K", "ROWS", "KEYS", "TILE", "CONSUMERS", "STAGES", "TMA", "num_warps", "num_stages",
 }  # fmt: skip

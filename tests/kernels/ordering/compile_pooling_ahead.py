@@ -111,10 +111,14 @@ def others(name: str, target: GPUTarget, dtype: str, head_dim: int) -> None:
     paged = {"PAGE": 16, "D": head_dim, "DV": head_dim, "BLOCK_D": block_d, "BLOCK_DV": block_d}
     compile_kernel(gather_pages_triton._kernel, target, cache, paged | {"ROWS": 8192 // block_d}, num_warps=4)
     types = {**types, "centre_ptr": "*fp32", "out_ptr": "*fp32"}
+    types |= {"number_ptr": "*fp32", "bound_ptr": "*fp64"}
     for similarity in (False, True):
+        of_all_heads: dict[str, Any] = (
+            dict.fromkeys(("number_ptr", "bound_ptr", "bound_stride")) if similarity else {}
+        )
         constants = {
             "D": head_dim, "BLOCK_D": block_d, "BLOCK": 128, "ROWS": 1024 // block_d,
-            "PADDED": False, "INDEXED": similarity, "CENTRED": similarity, "SIMILARITY": similarity,
+            "PADDED": False, "INDEXED": similarity, "CENTRED": similarity, "SIMILARITY": similarity, **of_all_heads,
         }  # fmt: skip
         compile_kernel(block_mean_triton._kernel, target, types, constants, num_warps=1)
     types = {

@@ -77,7 +77,10 @@ TYPES: dict[str, Any] = {
     "out_ptr": "*i1",
     "state": "i64",
     **dict.fromkeys(("scale", "mass"), "fp32"),
+    "number_ptr": "*fp32",
+    "bound_ptr": "*fp64",
 }
+ALL_HEADS = dict.fromkeys(("number_ptr", "bound_ptr", "bound_stride"))
 
 
 def compile_kernel(
@@ -121,7 +124,7 @@ def compile_kernel(
 
 VARIANTS = (
     "top_cdf with places", "top_cdf last dropped", "products of any rows", "lists in a window", "places in a window",
-    "prefix softmax", "refined", *(f"global_top_cdf{part.jit.__name__} of some heads" for part in PARTS),
+    "prefix softmax", "refined", "line blocks of some heads", *(f"global_top_cdf{part.jit.__name__} of some heads" for part in PARTS),
 )  # fmt: skip
 
 
@@ -138,24 +141,24 @@ def main() -> int:
                 ("top_cdf with places", top_cdf_triton._kernel, {**search, "CROSSING": True, "mass": None}),
                 ("top_cdf last dropped", top_cdf_triton._kernel, {**search, "CROSSING": False, **dict.fromkeys(("forced_ptr", "forced_strides", "mass_ptr", "mass_stride")), **no_places}),
                 ("top_k share", top_k_triton._kernel, {**search, **k_share}),
-                ("products", block_products_triton._kernel, {"rows": 1, "cols": 64, "warps": 4, "TILE": 64, "SKIPS": True, "PRECISION": fp32_products(target)}),
+                ("products", block_products_triton._kernel, {**ALL_HEADS, "rows": 1, "cols": 64, "warps": 4, "TILE": 64, "SKIPS": True, "PRECISION": fp32_products(target)}),
                 ("products of any rows", block_products_triton._kernel, {"rows": 1, "cols": 64, "warps": 4, "TILE": 64, "SKIPS": False, "PRECISION": fp32_products(target), **dict.fromkeys(("q_last_ptr", "k_first_ptr", "q_last_strides", "k_first_strides"))}),
                 ("lists", block_lists_triton._kernel, {"rows": max(512 // wide, 1), "cols": min(wide, 1024), "WHOLE": wide <= 1024, "warps": 1 if wide == 256 else 2, "index": "i16" if cols < 2**15 else "i32"}),
                 ("lists in a window", block_lists_triton._kernel, {"rows": max(512 // wide, 1), "cols": min(wide, 1024), "WHOLE": wide <= 1024, "warps": 1 if wide == 256 else 2, "index": "i16" if cols < 2**15 else "i32", "WINDOW": 1024}),
                 ("places in a window", within_reach_triton._kernel, {"rows": 16, "cols": 256, "warps": 4, "N": 1, "DIAGONAL": True, "WINDOW": 1024, "keep_ptr": None, "keep_strides": None}),
-                ("softmax", block_softmax_triton._kernel, {"rows": 1, "cols": min(wide, 8192), "warps": 4, "WHOLE": wide <= 8192, "SEGMENT": 256, "seen_ptr": None, "seen_strides": None}),
+                ("softmax", block_softmax_triton._kernel, {**ALL_HEADS, "rows": 1, "cols": min(wide, 8192), "warps": 4, "WHOLE": wide <= 8192, "SEGMENT": 256, "seen_ptr": None, "seen_strides": None}),
                 ("prefix softmax", block_softmax_triton._kernel, {"rows": 1, "cols": min(wide, 8192), "warps": 4, "WHOLE": wide <= 8192, "SEGMENT": None, "positions": None, "position_strides": None, "own_ptr": None, "own_strides": None}),
                 ("refined", within_reach_triton._kernel, {"rows": 16, "cols": 256, "warps": 4, "N": 4, "DIAGONAL": False}),
                 ("divergence", block_divergence_triton._kernel, {"rows": 1, "cols": max(wide, 16), "warps": warps, "pointers": {"logits_ptr": "*fp32", "true_ptr": "*fp32", "out_ptr": "*fp32"}}),
                 ("fewest lines", heaviest_lines_triton._fewest, {**search, "pointers": {**dict.fromkeys(("lines_ptr", "bands_ptr"), "*fp32"), **dict.fromkeys(("taken_ptr", "bands_taken_ptr"), "*i32")}}),
                 ("heaviest lines", heaviest_lines_triton._heaviest, {**search, "COUNTED": False, "pointers": {**dict.fromkeys(("weight_ptr", "others_ptr"), "*fp32"), **dict.fromkeys(("count_ptr", "count_others_ptr", "last_ptr"), "*fp64"), **dict.fromkeys(("taken_ptr", "taken_others_ptr"), "*i1")}}),
-                ("line blocks", line_blocks_triton._kernel, {"rows": 8, "cols": 256, "warps": 4, "pointers": {"keys_ptr": "*i32", "distances_ptr": "*i32", "whole_ptr": "*fp64", "also_ptr": "*i1"}}),
-                ("routed", routed_triton._kernel, {"rows": 1, "cols": 256, "warps": 4, "TILE": 4096, "pointers": {"number_ptr": "*fp32", "bound_ptr": "*fp64", "below_ptr": "*i1", "otherwise_ptr": "*i1"}}),
+                *((f"line blocks{of}", line_blocks_triton._kernel, {**heads, "OTHERS": True, "KEY_RUN": 1, "RUN": 1, "rows": 8, "cols": 256, "warps": 4, "pointers": {"keys_ptr": "*i32", "distances_ptr": "*i32", "whole_ptr": "*fp64", "also_ptr": "*i1"}}) for of, heads in (("", ALL_HEADS), (" of some heads", {}))),
+                ("routed", routed_triton._kernel, {"rows": 1, "cols": 256, "warps": 4, "TILE": 4096, "pointers": {"below_ptr": "*i1", "otherwise_ptr": "*i1"}}),
                 ("run sums", run_sums_triton._kernel, {"rows": 1, "cols": 256, "warps": 4, "RUNS": 16, "WIDE": 128, "pointers": {"x_ptr": "*fp32", "out_ptr": "*fp32"}}),
                 ("visiting order", visiting_order_triton._kernel, {"rows": 1, "cols": 256, "warps": 4, "CHUNK": 16}),
                 ("places", within_reach_triton._kernel, {"rows": 16, "cols": 256, "warps": 4, "N": 1, "DIAGONAL": True, "keep_ptr": None, "keep_strides": None}),
-                *((f"global_top_cdf{part.jit.__name__}", part, {"rows": 16, "cols": 256, "warps": 4, "TILE": 4096, "PASS": 2, "CROSSING": True, **dict.fromkeys(("number_ptr", "bound_ptr", "bound_stride"))}) for part in PARTS),
-                *((f"global_top_cdf{part.jit.__name__} of some heads", part, {"rows": 16, "cols": 256, "warps": 4, "TILE": 4096, "PASS": 2, "CROSSING": True, "pointers": {"number_ptr": "*fp32", "bound_ptr": "*fp64"}}) for part in PARTS),
+                *((f"global_top_cdf{part.jit.__name__}", part, {"rows": 16, "cols": 256, "warps": 4, "TILE": 4096, "PASS": 2, "CROSSING": True, **ALL_HEADS}) for part in PARTS),
+                *((f"global_top_cdf{part.jit.__name__} of some heads", part, {"rows": 16, "cols": 256, "warps": 4, "TILE": 4096, "PASS": 2, "CROSSING": True}) for part in PARTS),
             ]  # fmt: skip
             for title, kernel, options in kernels:
                 # As `for_target` has it, but for warps of 64 threads, which search rows otherwise.
