@@ -6,15 +6,17 @@ import copy
 import gc
 import pickle
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, final
 from weakref import ref
 
 import pytest
 import torch
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from torch import Tensor
 
 import blocksparse as bs
+from blocksparse.distributed.key_order import for_chunks
 from blocksparse.executors.dense_attention import dense_attention
 from blocksparse.runtime.known_calls import owner_of
 from blocksparse.testing import every_preset, make_qkv
@@ -77,6 +79,33 @@ def test_numbers_per_head_count_by_their_values() -> None:
     given = torch.tensor([0.5, 0.25])
     assert bs.TopCdf(given) == bs.TopCdf([0.5, 0.25]) == bs.TopCdf(given.double())
     assert bs.HeadGroups({(0,): PIPELINE, (1,): None}) == bs.HeadGroups({(1,): None, (0,): bs.pbs_attn(0.9)})
+
+
+@pytest.mark.parametrize(
+    "name", sorted(every_preset.keys() - {"s2o"})
+)  # of whose output a part is a local function
+def test_a_trace_is_pickled(name: str) -> None:
+    trace = every_preset[name]().trace(*make_qkv(N=200, D=16))
+    twin = pickle.loads(pickle.dumps(trace))
+    assert torch.equal(twin.output.out, trace.output.out)
+    assert torch.equal(twin.mask.keep, trace.mask.keep)
+    if isinstance(trace.scores, bs.VerticalSlashScores):  # which compute lines when they are asked for them
+        for line in ("vertical", "slash", "divergence"):
+            assert torch.equal(getattr(twin.scores, line), getattr(trace.scores, line))
+
+
+def test_the_memory_of_a_pipeline_that_holds_tensors_is_given_back() -> None:
+    """Ranks make such a one in every call. No other pipeline is equal to it, so nobody can be served by keeping it."""
+    q, k, v = make_qkv(N=300, D=16)
+    call: Any = SimpleNamespace(spec=bs.AttentionSpec(scale=1.0))
+    permuter: Any = for_chunks(bs.SegmentKeySort(64), q, k, call)
+    pipeline = evolve(PIPELINE, permuter=permuter)
+    pipeline(q, k, v)
+    order = ref(permuter.whole.k_index)
+    assert order() is not None
+    del permuter, pipeline
+    gc.collect()
+    assert order() is None
 
 
 LAYERS: tuple[dict[str, Any], ...] = (

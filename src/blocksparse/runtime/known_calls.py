@@ -9,6 +9,7 @@ from threading import Lock
 from typing import Any, final
 
 from attrs import fields, has
+from torch import Tensor
 
 Key = tuple[object, ...]
 """All that a call depends on, and whose it is."""
@@ -88,7 +89,7 @@ _LOCK = Lock()
 def owner_of(run: Callable[..., Any]) -> object:
     """What stands for a function: itself, or the value that it is a method of, one object for all that are equal.
 
-    It is None where that value has no hash, or holds what is neither of this library nor of PyTorch nor plain.
+    It is None where that value has no hash, or holds what is not `is_ours`.
     """
     if (value := getattr(run, "__self__", None)) is None:
         return run
@@ -105,9 +106,14 @@ def owner_of(run: Callable[..., Any]) -> object:
 
 
 def is_ours(value: object) -> bool:
-    """Whether a value and all that it holds are of this library, of PyTorch, or plain."""
+    """Whether a value and all that it holds are of this library, of PyTorch, or plain, and none is a tensor.
+
+    No new value is equal to one that holds a tensor: to remember it would only keep the tensor's memory.
+    """
     if isinstance(value, tuple):
         return all(map(is_ours, value))
+    if isinstance(value, Tensor):
+        return False
     kind = type(value)
     if kind.__module__.partition(".")[0] not in (__name__.partition(".")[0], "torch", "builtins"):
         return False

@@ -37,6 +37,10 @@ class Twins(Generic[P, R]):
     def __call__(self, *args: P.args, **named: P.kwargs) -> R:
         return (self.kernel() if self._takes(*args, **named) else self.otherwise)(*args, **named)
 
+    def __reduce__(self) -> str:
+        """Copied and pickled by name, as functions are."""
+        return self.__qualname__
+
 
 def on_gpus(
     *dtypes: torch.dtype,
