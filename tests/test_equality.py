@@ -95,7 +95,7 @@ def test_a_trace_is_pickled(name: str) -> None:
 
 
 def test_the_memory_of_a_pipeline_that_holds_tensors_is_given_back() -> None:
-    """Ranks make such a one in every call. No other pipeline is equal to it, so nobody can be served by keeping it."""
+    """Ranks make such a one in every call, and no other pipeline is ever equal to it."""
     q, k, v = make_qkv(N=300, D=16)
     call: Any = SimpleNamespace(spec=bs.AttentionSpec(scale=1.0))
     permuter: Any = for_chunks(bs.SegmentKeySort(64), q, k, call)

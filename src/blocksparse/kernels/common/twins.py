@@ -39,7 +39,8 @@ class Twins(Generic[P, R]):
 
     def __reduce__(self) -> str:
         """Copied and pickled by name, as functions are."""
-        return self.__qualname__
+        name: str = self.__dict__["__qualname__"]
+        return name
 
 
 def on_gpus(
