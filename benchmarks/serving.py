@@ -221,7 +221,13 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--profile", default="", help="cases whose kernels are listed at the end")
     parser.add_argument("--soak", type=float, default=0, help="seconds of random mixes at the end, for memory")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the script on a CPU")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.also and not options.engine:
+        parser.error("--also needs an --engine: stock vLLM takes on no configuration")
+    names = [STOCK, *(each.split("=", 1)[0] for each in (*options.engine, *options.also))]
+    if len(set(names)) < len(names):
+        parser.error(f"names must differ, also from '{STOCK}': {', '.join(names[1:])}")
+    return options
 
 
 def mixes(count: int, *, tiny: bool) -> list[dict[str, Any]]:

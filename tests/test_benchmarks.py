@@ -22,6 +22,7 @@ from benchmarks import (
     matched_density,
     run,
     same_bits,
+    serving,
     stage_tables,
     window_table,
 )
@@ -333,3 +334,20 @@ def test_two_versions_that_do_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path
     first["out"] = first["out"][::-1]
     new.write_text(json.dumps(found), encoding="utf-8")
     assert same_bits.compare(old, new)["mean_pooling"] == {**every, "outputs": 9, "all": 9}
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--also", "more={}"], "--also needs an --engine"),
+        (["--engine", "mine={}", "--also", "mine={}"], "names must differ, also from 'stock': mine, mine"),
+        (["--engine", "stock={}"], "names must differ"),
+    ],
+)
+def test_no_row_of_servers_has_the_name_of_another(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], given: list[str], says: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["serving", *given])
+    with pytest.raises(SystemExit):
+        serving._options()
+    assert says in capsys.readouterr().err
