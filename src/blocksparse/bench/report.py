@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from blocksparse.bench.run import DENSE, Crossover, Row
@@ -66,8 +67,9 @@ def _crossover(rows: Sequence[Row], method: str) -> str:
         return f"is not faster than dense attention at {ran[-1]:,} tokens, the longest length {longest}"
     if found.at_most:
         return f"is faster than dense attention at every length measured, from {found.tokens:,.0f} tokens on"
-    # Two digits that count: the lengths between which it lies are far apart.
-    return f"is faster than dense attention from about {float(f'{found.tokens:.2g}'):,.0f} tokens on"
+    # Two digits that count, as the lengths between which it lies are far apart; and up, to where it is faster.
+    step = 10 ** max(math.floor(math.log10(found.tokens)) - 1, 0)
+    return f"is faster than dense attention from about {math.ceil(found.tokens / step) * step:,} tokens on"
 
 
 def _time(ms: float) -> str:
