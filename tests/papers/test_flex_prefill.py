@@ -158,6 +158,16 @@ def test_values_only_where_the_rule_asks_for_them(M: int, tau: float | list[floa
         RoutedByDivergence(0.25, similar=rule.similar, otherwise=rule.otherwise)(spared.scores)
 
 
+def test_a_selector_that_asks_for_every_head_is_refused() -> None:
+    """It would see no more than zeros in heads that the scorer leaves out."""
+    pipeline, other = (bs.flex_prefill(0.8, tau=tau, block=16) for tau in (0.2, 0.3))
+    for selector in (bs.TopCdf(0.9), bs.SharedByGroup(bs.TopCdf(0.9)), other.selector):
+        with pytest.raises(ValueError, match=r"the scorer's 'tau' is 0\.2: .* take VerticalSlashScorer\(16\)"):
+            attrs.evolve(pipeline, selector=selector)
+    for same in (bs.SharedByGroup(pipeline.selector), pipeline.selector | bs.Sink()):
+        attrs.evolve(pipeline, selector=same)
+
+
 def test_divergence_is_never_nan() -> None:
     same, other = torch.tensor([0.0, 0.5, 0.5, 0.0]), torch.tensor([0.5, 0.0, 0.0, 0.5])
     logits = same.log().view(1, 1, -1)
