@@ -5,8 +5,9 @@
 
 A process for each tree, with the `src` and `benchmarks` of its own, builds the rows of the tables `rates`,
 `blocks`, `wide`, `eight_bit` and `softcaps`, after others have compiled them and checked them against float64.
-Then the two take turns at each row: milliseconds are medians of the turns, and the ratio is the median of the
-turns' ratios, since the clock of a GPU moves from one turn to the next. A row that a tree cannot run is left out.
+Then the two take turns at each row, the one first in one turn and the other first in the next. Milliseconds are
+medians of the turns. The ratio is that of calls of one turn, since the clock of a GPU moves from one turn to the
+next: the geometric mean of two medians, of the turns of either order. A row that a tree cannot run is left out.
 """
 
 from __future__ import annotations
@@ -185,11 +186,15 @@ def answer(process: subprocess.Popen[str], line: str | None = None) -> Any:
 
 
 def compared(turns: dict[str, dict[str, list[float]]]) -> list[dict[str, Any]]:
-    """A row for each call: medians of each tree's turns, and the second's time over the first's, turn by turn."""
+    """A row for each call: medians of each tree's turns, and the second's time over the first's."""
     rows = []
     for name, its in turns.items():
         first, second = its.values()
-        ratio = statistics.median(y / x for x, y in zip(first, second, strict=True))
+        each = [y / x for x, y in zip(first, second, strict=True)]
+        # In one turn the first comes first, in the next the second, and who comes second finds a hotter GPU.
+        ratio = statistics.geometric_mean(
+            statistics.median(ratios) for ratios in (each[::2], each[1::2]) if ratios
+        )
         ms = {f"{tree} ms": statistics.median(found) for tree, found in its.items()}
         rows.append({"row": name, **ms, "ratio": ratio, "turns": its})
     return rows
@@ -200,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("trees", nargs="+", metavar="NAME=FOLDER", help="two of them")
     parser.add_argument("--tables", nargs="+", choices=TABLES, default=TABLES[:4])
     parser.add_argument("--tokens", type=int, default=32768)
-    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--out", type=Path, default=Path("two-trees.json"))
     parser.add_argument("--work", choices=["compile", "answer"], help=argparse.SUPPRESS)
     parser.add_argument("--share", type=int, default=0, help=argparse.SUPPRESS)
