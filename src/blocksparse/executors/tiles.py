@@ -221,7 +221,8 @@ _CDNA: _Tables = {
     128: ((64, 32, 4, 1),),
     256: ((64, 32, 4, 1),),
 }
-_RDNA: _Tables = {64: ((64, 32, 4, 1),), 128: ((32, 16, 8, 1),), 256: ((32, 16, 8, 1),)}
+_RDNA_3: _Tables = {64: ((64, 32, 4, 1),), 128: ((16, 16, 4, 1),), 256: ((32, 16, 8, 1),)}
+_RDNA_4: _Tables = {64: ((64, 32, 4, 1),), 128: ((32, 16, 8, 1),), 256: ((32, 16, 8, 1),)}
 _FP32: _Tables = {64: ((64, 32, 4, 2),), 128: ((32, 32, 4, 2),), 256: ((32, 32, 4, 2),)}
 _RDNA_FP32: _Tables = {64: ((32, 16, 4, 1),), 128: ((16, 16, 4, 1),), 256: ((16, 16, 4, 1),)}
 
@@ -270,8 +271,10 @@ def _largest(q_block: int, head_dim: int, itemsize: int, hardware: Hardware) -> 
         return limit, limit, 8 if wide or (large and q_block % 128 == 0) else 4, 2
     if itemsize == 4:
         table = _RDNA_FP32 if hardware.is_rdna else _FP32
+    elif hardware.is_rdna:
+        table = _RDNA_3 if hardware.name.startswith("gfx11") else _RDNA_4
     else:
-        table = _MMA if hardware.is_nvidia else _RDNA if hardware.is_rdna else _CDNA
+        table = _MMA if hardware.is_nvidia else _CDNA
     choices = table[max(power_of_2(head_dim), 64)]
     block_m, block_n, warps, stages = next((x for x in choices if q_block % x[0] == 0), choices[-1])
     return block_m, block_n, warps, stages

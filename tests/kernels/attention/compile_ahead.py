@@ -133,7 +133,7 @@ def compile_hopper(
 ) -> triton.compiler.CompiledKernel:  # fmt: skip
     """A kernel for Hopper, as its launch function launches it; `eight` is the type of values beside int8 keys.
 
-    With `run` keys and values lie in pages. `changed` names what else the layer asks for: window, cap (a softcap) and sinks_ptr.
+    With `run` keys and values lie in pages. `changed` names what else the layer asks for: window, cap (a softcap, with or without reference) and sinks_ptr.
     """
     kernel = (sparse_attention_hopper if eight is None else int8_attention_hopper)._kernel.jit
     value_dim = value_dim or head_dim
@@ -144,7 +144,7 @@ def compile_hopper(
         "Q_SPLIT": q_block // (64 * tiles.consumers), "CAUSAL": causal, "Q_IN_ORDER": in_order, "K_IN_ORDER": in_order,
         "RUN": run, **dict.fromkeys(("k_tail", "v_tail", "slots_ptr") if not run else ()),
         "CUT": cut, **dict.fromkeys(("work_ptr", "share_out_ptr", "share_lse_ptr") if not cut else ()),
-        **dict.fromkeys({"window", "cap", "sinks_ptr"} - set(changed)),
+        **dict.fromkeys({"window", "cap", "reference", "sinks_ptr"} - set(changed)),
         "FP8": eight == "fp8e4nv", "SKIP": not in_order,
         "CONSUMER_REGISTERS": consumer_registers(tiles.consumers, tiles.per_sm),
         **tiles.buffers(head_dim, value_dim),
@@ -171,7 +171,7 @@ def compile_hopper(
         "index_ptr": f"*{index}",
         "pv_skip_ptr": "*fp32",
         "work_ptr": "*i64", "share_out_ptr": "*fp32", "share_lse_ptr": "*fp32",
-        "window": "i32", "cap": "fp32", "sinks_ptr": "*fp32",
+        "window": "i32", "cap": "fp32", "reference": "fp32", "sinks_ptr": "*fp32",
         **{f"{name}_source": numbers_type(64 * tiles.consumers) for name in ("q_scale", "taken")},
         **{f"{name}_source": numbers_type(piece) for name in ("k_token", "v_token")},
         **{f"{name}_source": numbers_type(32) for name in ("k_tile", "v_tile")},
@@ -229,7 +229,7 @@ def main() -> int:
         (HopperTiles(2, 128, 2), "bf16", (192, 128), 128, 128, True, True, PLAIN),
         (HopperTiles(1, 64, 1, 2), "bf16", (192, 128), 64, 64, True, False, PLAIN),
         (HopperTiles(2, 128, 4), "bf16", 64, 128, 128, True, True, CUT, "window", "sinks_ptr"),
-        (HopperTiles(2, 64, 2), "bf16", 256, 128, 128, True, True, PLAIN, "window", "cap"),
+        (HopperTiles(2, 64, 2), "bf16", 256, 128, 128, True, True, PLAIN, "window", "cap", "reference"),
         (HopperTiles(1, 64, 2, 2), "fp16", 128, 64, 64, True, False, PLAIN, "window", "cap", "sinks_ptr"),
         (tuned_int8(128, 128, 128, True), "bf16", 128, 128, 128, True, True, "fp8e4nv"),
         (tuned_int8(128, 128, 128, False), "bf16", 128, 128, 256, True, False, "bf16"),
