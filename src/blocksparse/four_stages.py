@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Generic, final
 
-from attrs import Factory, field, fields, frozen, has
+from attrs import Factory, field, frozen
 from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
@@ -23,8 +23,6 @@ from blocksparse.runtime.repeated import repeated
 from blocksparse.scorers.key_history import KeyHistory
 from blocksparse.scorers.scorer import Scorer
 from blocksparse.scorers.value_scorer import scored
-from blocksparse.scorers.vertical_slash import VerticalSlashScorer
-from blocksparse.selectors.routed_by_divergence import RoutedByDivergence
 from blocksparse.selectors.selector import Selector
 from blocksparse.trace import MaskT, PermutationT, ScoresT, Trace
 
@@ -46,7 +44,7 @@ class FourStages(Generic[PermutationT, ScoresT, MaskT]):
 
     Raises:
         TypeError: a stage needs a type that the stage before it does not give.
-        ValueError: the scorer leaves out heads, and no `RoutedByDivergence` of the same `tau` does without them.
+        ValueError: the scorer leaves out heads at whose values the selector looks.
     """
 
     permuter: Permuter[PermutationT]
@@ -63,13 +61,12 @@ class FourStages(Generic[PermutationT, ScoresT, MaskT]):
     )
 
     def __attrs_post_init__(self) -> None:
-        scorer = self.scorer
-        if not isinstance(scorer, VerticalSlashScorer) or scorer.tau is None or not scorer.pooled:
-            return
-        if not any(rule.tau == scorer.tau for rule in _routed(self.selector)):
+        tau = self.scorer.values_below
+        if tau is not None and self.selector.reads_beyond(tau):
             raise ValueError(
-                f"the scorer's 'tau' is {scorer.tau!r}: it leaves out heads, which only a RoutedByDivergence of "
-                f"the same 'tau' does without; for {self.selector!r} take VerticalSlashScorer({scorer.block})"
+                f"{self.scorer!r} gives values in heads whose divergence is below 'tau' alone, and "
+                f"{self.selector!r} looks at others: give a scorer without 'tau', or a RoutedByDivergence of the "
+                "same 'tau'"
             )
 
     @staticmethod
@@ -210,17 +207,6 @@ class FourStages(Generic[PermutationT, ScoresT, MaskT]):
                 f"{type(self.permuter).__name__} moves keys, so that blocks change from chunk to chunk, and a "
                 "history is of blocks that stay: call without 'history'"
             )
-
-
-def _routed(selector: Any) -> Iterator[RoutedByDivergence]:
-    if isinstance(selector, RoutedByDivergence):
-        yield selector
-    elif has(type(selector)):
-        for each_field in fields(type(selector)):
-            part = getattr(selector, each_field.name)
-            for each in part if isinstance(part, tuple) else (part,):
-                if isinstance(each, Selector):
-                    yield from _routed(each)
 
 
 _KNOWN: dict[object, FourStages[Any, Any, Any]] = {}

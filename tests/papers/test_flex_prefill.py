@@ -161,11 +161,37 @@ def test_values_only_where_the_rule_asks_for_them(M: int, tau: float | list[floa
 def test_a_selector_that_asks_for_every_head_is_refused() -> None:
     """It would see no more than zeros in heads that the scorer leaves out."""
     pipeline, other = (bs.flex_prefill(0.8, tau=tau, block=16) for tau in (0.2, 0.3))
-    for selector in (bs.TopCdf(0.9), bs.SharedByGroup(bs.TopCdf(0.9)), other.selector):
-        with pytest.raises(ValueError, match=r"the scorer's 'tau' is 0\.2: .* take VerticalSlashScorer\(16\)"):
+    mine = pipeline.selector
+    assert isinstance(mine, RoutedByDivergence)
+    by_mass = bs.TopCdf(0.9)
+    for selector in (
+        by_mass,
+        bs.SharedByGroup(by_mass),
+        other.selector,
+        mine | by_mass,
+        mine & by_mass,
+        bs.Ranked(mine),
+        RoutedByDivergence(0.2, similar=mine.similar, otherwise=by_mass),
+        bs.SelectorByCausality(mine, by_mass),
+    ):
+        with pytest.raises(ValueError, match=r"looks at others: give a scorer without 'tau', or a RoutedBy"):
             attrs.evolve(pipeline, selector=selector)
-    for same in (bs.SharedByGroup(pipeline.selector), pipeline.selector | bs.Sink()):
+        bs.Pipeline(bs.Identity(), VerticalSlashScorer(16), selector, bs.ReferenceExecutor())
+    for same in (bs.SharedByGroup(mine), mine | bs.Sink(), bs.Refined(mine, 2) | bs.OnTiles(bs.Band(8), 2)):
         attrs.evolve(pipeline, selector=same)
+
+
+def test_a_scorer_that_leaves_heads_out_is_known_inside_another() -> None:
+    spared = VerticalSlashScorer(16, tau=0.0)
+    for scorer in (
+        bs.ScorerByCausality(spared, bs.MeanPoolScorer(16)),
+        bs.ScorerByCausality(bs.MeanPoolScorer(16), spared),
+        bs.ScorerPair(bs.MeanPoolScorer(16), spared),
+    ):
+        assert scorer.values_below == 0.0
+        with pytest.raises(ValueError, match="divergence is below 'tau' alone"):
+            bs.Pipeline(bs.Identity(), scorer, bs.TopK(2), bs.ReferenceExecutor())
+    assert VerticalSlashScorer(16, tau=0.1, pooled=False).values_below is None
 
 
 def test_divergence_is_never_nan() -> None:

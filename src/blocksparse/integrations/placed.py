@@ -8,6 +8,7 @@ from typing import Any, final
 import torch
 from attrs import evolve, fields, frozen, has
 
+from blocksparse.checks.per_head import PerHead
 from blocksparse.integrations.token_layout import Sizes
 from blocksparse.layers.head_groups import HeadGroups
 from blocksparse.layers.schedule import LayerPipeline
@@ -113,3 +114,6 @@ class WithText(Selector[ScoresT_contra, BlockMask]):
     def __call__(self, scores: ScoresT_contra) -> BlockMask:
         mask = self.inner(scores)
         return (LastQueries(self.text) | LastKeys(self.text)).joined(mask, mask.grid)
+
+    def reads_beyond(self, tau: PerHead) -> bool:
+        return self.inner.reads_beyond(tau)

@@ -8,6 +8,7 @@ from attrs import field, frozen
 from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
+from blocksparse.checks.per_head import PerHead
 from blocksparse.checks.validators import a
 from blocksparse.scorers.key_history import KeyHistory
 from blocksparse.scorers.scorer import PermutationT_contra, Scorer, ScoresT_co
@@ -39,6 +40,11 @@ class ScorerByCausality(Scorer[PermutationT_contra, ScoresT_co]):
     @property
     def keeps_history(self) -> bool:
         return self.causal.keeps_history
+
+    @property
+    def values_below(self) -> PerHead | None:
+        mine, its = self.causal.values_below, self.otherwise.values_below
+        return its if mine is None else mine
 
     @property
     def takes_paged_keys(self) -> bool:

@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
+from blocksparse.checks.per_head import PerHead
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.scorers.key_history import KeyHistory
@@ -46,6 +47,11 @@ class Scorer(ABC, Generic[PermutationT_contra, ScoresT_co]):
     def keeps_history(self) -> bool:
         """Whether this scorer remembers anything of keys that it has seen."""
         return False
+
+    @property
+    def values_below(self) -> PerHead | None:
+        """The divergence below which a head has values, of a scorer that leaves heads out; None: all have."""
+        return None
 
     @property
     def takes_paged_keys(self) -> bool:

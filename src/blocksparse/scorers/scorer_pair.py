@@ -8,6 +8,7 @@ from attrs import field, frozen
 from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
+from blocksparse.checks.per_head import PerHead
 from blocksparse.checks.validators import a
 from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.scorers.key_history import KeyHistory
@@ -59,6 +60,11 @@ class ScorerPair(
     @property
     def keeps_history(self) -> bool:
         return self.first.keeps_history and self.second.keeps_history
+
+    @property
+    def values_below(self) -> PerHead | None:
+        mine, its = self.first.values_below, self.second.values_below
+        return its if mine is None else mine
 
     @property
     def takes_paged_keys(self) -> bool:

@@ -126,6 +126,10 @@ class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
 
     keeps_history = True
 
+    @property
+    def values_below(self) -> PerHead | None:
+        return self.tau if self.pooled else None
+
     def __call__(
         self,
         q: Tensor,
@@ -173,7 +177,7 @@ class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
             divergence=divergence,
             columns=columns,
             bands=bands,
-            tau=self.tau if self.pooled else None,
+            tau=self.values_below,
         )
 
 

@@ -6,6 +6,7 @@ from typing import final
 
 from attrs import field, frozen
 
+from blocksparse.checks.per_head import PerHead
 from blocksparse.checks.validators import a
 from blocksparse.selectors.selector import MaskT_co, ScoresT_contra, Selector
 
@@ -20,6 +21,9 @@ class SelectorByCausality(Selector[ScoresT_contra, MaskT_co]):
 
     def __call__(self, scores: ScoresT_contra) -> MaskT_co:
         return (self.causal if scores.grid.causal else self.otherwise)(scores)
+
+    def reads_beyond(self, tau: PerHead) -> bool:
+        return any(rule.reads_beyond(tau) for rule in (self.causal, self.otherwise))
 
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
         return (self.causal if causal else self.otherwise).keeps_everything(M, N, causal=causal)

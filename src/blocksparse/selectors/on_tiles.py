@@ -6,6 +6,7 @@ from typing import final
 
 from attrs import field, frozen
 
+from blocksparse.checks.per_head import PerHead
 from blocksparse.checks.validators import a, size, whole
 from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.selectors.block_mask import BlockMask
@@ -29,6 +30,9 @@ class OnTiles(Selector[BlockScores, BlockMask]):
 
     def added_to(self, first: Selector[BlockScores, BlockMask], scores: BlockScores) -> BlockMask:
         return self.rule.joined(first(scores), scores.grid.refined(self.n))
+
+    def reads_beyond(self, tau: PerHead) -> bool:
+        return False
 
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
         return self.rule.keeps_everything(M, N, causal=causal)

@@ -8,6 +8,7 @@ from typing import Any, final, overload
 from attrs import field, frozen
 from torch import Tensor
 
+from blocksparse.checks.per_head import PerHead
 from blocksparse.checks.validators import a
 from blocksparse.geometry import Grid
 from blocksparse.kernels.positions.places import NOWHERE, Places
@@ -38,6 +39,9 @@ class PositionSelector(Selector[BlockScores, BlockMask]):
     @abstractmethod
     def where(self, grid: Grid) -> Tensor:
         """Blocks to keep, bool, broadcastable to `[B, Hq, rows, cols]`; the diagonal and reach are seen to."""
+
+    def reads_beyond(self, tau: PerHead) -> bool:
+        return False
 
     def parts(self) -> tuple[Places, tuple[PositionSelector, ...]]:
         """The rule as places that a kernel works out by itself, and rules whose `where` it is given."""

@@ -6,6 +6,7 @@ from typing import final
 
 from attrs import field, frozen
 
+from blocksparse.checks.per_head import PerHead
 from blocksparse.checks.validators import a, size, whole
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.selector import ScoresT_contra, Selector
@@ -24,6 +25,9 @@ class Refined(Selector[ScoresT_contra, BlockMask]):
 
     def __call__(self, scores: ScoresT_contra) -> BlockMask:
         return self.inner(scores).refine(self.n)
+
+    def reads_beyond(self, tau: PerHead) -> bool:
+        return self.inner.reads_beyond(tau)
 
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
         return self.inner.keeps_everything(M, N, causal=causal)

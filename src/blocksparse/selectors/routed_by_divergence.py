@@ -59,5 +59,8 @@ class RoutedByDivergence(Selector[VerticalSlashScores, BlockMask]):
                 )
         return BlockMask(routed(heads, similar, otherwise), scores.grid)
 
+    def reads_beyond(self, tau: PerHead) -> bool:
+        return tau != self.tau or self.otherwise.reads_beyond(tau)
+
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
         return all(rule.keeps_everything(M, N, causal=causal) for rule in (self.similar, self.otherwise))

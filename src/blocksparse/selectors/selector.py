@@ -7,6 +7,7 @@ from typing import Generic, TypeVar, final
 
 from attrs import field, frozen
 
+from blocksparse.checks.per_head import PerHead
 from blocksparse.checks.validators import a
 from blocksparse.kernels.common.below import Below
 from blocksparse.kernels.positions.places import Places
@@ -35,6 +36,10 @@ class Selector(ABC, Generic[ScoresT_contra, MaskT_co]):
         A pipeline whose executor may attend densely then does so without scoring a block. False says nothing.
         """
         return False
+
+    def reads_beyond(self, tau: PerHead) -> bool:
+        """Whether it looks at values in heads whose divergence is not below `tau`; some scorers give none."""
+        return True
 
     def __or__(
         self: Selector[ScoresT, BlockMask], other: Selector[ScoresT, BlockMask]
@@ -90,6 +95,9 @@ class Union(Selector[ScoresT_contra, BlockMask]):
     def in_heads(self, scores: ScoresT_contra, heads: Below) -> BlockMask:
         return self.second.added_to(InHeads(self.first, heads), scores)
 
+    def reads_beyond(self, tau: PerHead) -> bool:
+        return any(part.reads_beyond(tau) for part in (self.first, self.second))
+
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
         return any(part.keeps_everything(M, N, causal=causal) for part in (self.first, self.second))
 
@@ -119,6 +127,9 @@ class Intersection(Selector[ScoresT_contra, BlockMask]):
 
     def __call__(self, scores: ScoresT_contra) -> BlockMask:
         return self.first(scores) & self.second(scores)
+
+    def reads_beyond(self, tau: PerHead) -> bool:
+        return any(part.reads_beyond(tau) for part in (self.first, self.second))
 
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
         return all(part.keeps_everything(M, N, causal=causal) for part in (self.first, self.second))

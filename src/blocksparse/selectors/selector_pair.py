@@ -7,6 +7,7 @@ from typing import Generic, TypeVar, final
 from attrs import field, frozen
 
 from blocksparse.checks.class_line import check_got
+from blocksparse.checks.per_head import PerHead
 from blocksparse.checks.validators import a
 from blocksparse.scorers.block_scores import BlockScores
 from blocksparse.scorers.scorer_pair import ScoresPair
@@ -37,6 +38,9 @@ class SelectorPair(
         check_got(self.first, Selector, 0, scores.first)
         check_got(self.second, Selector, 0, scores.second)
         return self.first(scores.first) | self.second(scores.second)
+
+    def reads_beyond(self, tau: PerHead) -> bool:
+        return any(part.reads_beyond(tau) for part in (self.first, self.second))
 
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
         return any(part.keeps_everything(M, N, causal=causal) for part in (self.first, self.second))

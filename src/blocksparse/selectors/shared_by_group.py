@@ -6,6 +6,7 @@ from typing import final
 
 from attrs import field, frozen
 
+from blocksparse.checks.per_head import PerHead
 from blocksparse.checks.validators import a
 from blocksparse.selectors.block_mask import BlockMask
 from blocksparse.selectors.selector import ScoresT_contra, Selector
@@ -20,6 +21,9 @@ class SharedByGroup(Selector[ScoresT_contra, BlockMask]):
 
     def __call__(self, scores: ScoresT_contra) -> BlockMask:
         return self.inner(scores).share_heads()
+
+    def reads_beyond(self, tau: PerHead) -> bool:
+        return self.inner.reads_beyond(tau)
 
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
         return self.inner.keeps_everything(M, N, causal=causal)

@@ -76,6 +76,9 @@ class VerticalSlashCdf(Selector[VerticalSlashScores, BlockMask]):
         heads = first.heads if isinstance(first, InHeads) else None
         return BlockMask(self._covering(scores, mass, heads, mask.keep), scores.grid)
 
+    def reads_beyond(self, tau: PerHead) -> bool:
+        return False
+
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
         return least(self.mass) >= 1 or self.min_budget >= N
 

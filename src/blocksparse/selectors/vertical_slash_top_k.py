@@ -67,6 +67,9 @@ class VerticalSlashTopK(Selector[VerticalSlashScores, BlockMask]):
             keep = within_reach(keep | _tiles(scores, self.distances(scores)), grid)
         return BlockMask(keep, grid)
 
+    def reads_beyond(self, tau: PerHead) -> bool:
+        return False
+
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
         return least(self.slash) >= (N if causal else max(M, N))  # all distances
 
