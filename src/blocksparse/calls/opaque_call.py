@@ -28,13 +28,20 @@ class OpaqueCall(OpaqueBase):
         begins: is called when a call begins, of one sequence or of several.
         writes: whether it also takes `out`, a part of a tensor that is there already, to which it then writes the
             output. Otherwise what it gives is copied there.
+        ends: is given the output, q, k, v, the spec and the sequences of a call of several, when all are attended.
     """
 
     def __init__(
-        self, run: Callable[..., Tensor], *, writes: bool = False, begins: Callable[[], None] | None = None
+        self,
+        run: Callable[..., Tensor],
+        *,
+        writes: bool = False,
+        begins: Callable[[], None] | None = None,
+        ends: Callable[[Tensor, Tensor, Tensor, Tensor, AttentionSpec, Sequences], None] | None = None,
     ) -> None:
         self.run = run
         self.begins = begins
+        self.ends = ends
         self.writes = writes
 
     def __call__(
@@ -84,6 +91,8 @@ class OpaqueCall(OpaqueBase):
         for span, part, its in sorted(runs, key=lambda run: -run[0].queries * run[0].keys):
             assert part is not None
             self._into(span.rows(out), *part, spec, **its)
+        if self.ends is not None:
+            self.ends(out, q, k, v, spec, sequences)
         return out
 
     def _into(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, **more: Any) -> None:

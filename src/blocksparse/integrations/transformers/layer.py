@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Unpack, final
 
-from attrs import Factory, field, frozen
+from attrs import Factory, evolve, field, frozen
 from torch import Tensor
 
 from blocksparse.attention_spec import Asked, AttentionSpec
 from blocksparse.audit.audited_pipeline import AuditedPipeline
-from blocksparse.batches.sequences import Sequences, Span
-from blocksparse.calls.inputs import UnsupportedError, checked
+from blocksparse.batches.sequences import Sequences
+from blocksparse.calls.inputs import UnsupportedError
 from blocksparse.calls.opaque_call import OpaqueCall, attend
 from blocksparse.executors.dense_attention import dense_attention
 from blocksparse.integrations.transformers.outcomes import Outcomes
@@ -35,16 +35,15 @@ class LayerAttention:
     _call: OpaqueCall = field(
         init=False,
         repr=False,
-        default=Factory(lambda self: OpaqueCall(self._attend, begins=self.begins), takes_self=True),
+        default=Factory(
+            lambda self: OpaqueCall(self._attend, begins=self.begins, ends=_attend_last), takes_self=True
+        ),
     )
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None = None, **asked: Unpack[Asked]
     ) -> Tensor:
-        out = attend(self._call, q, k, v, asked, sequences)
-        if sequences is not None and (spans := padded_behind(sequences)):
-            _attend_last(out, q, k, v, spans, asked)
-        return out
+        return attend(self._call, q, k, v, asked, sequences)
 
     def dense_because(self, queries: int, keys: int, window: int | None) -> str | None:
         """The reason why a prompt of this size is dense in this layer, or None."""
@@ -80,17 +79,15 @@ class LayerAttention:
         return dense_attention(q, k, v, spec)
 
 
-def _attend_last(out: Tensor, q: Tensor, k: Tensor, v: Tensor, spans: Iterable[Span], asked: Asked) -> None:
+def _attend_last(out: Tensor, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sequences: Sequences) -> None:
     """Attend with the last query of entries in which it is padding: `generate` goes on from there all the same.
 
     It sees the prompt before it, as in a model without a pipeline.
     """
-    N, window = k.shape[2], asked.get("window")
-    plain: Asked = {**asked, "window": None}
-    row, k, v, spec = checked(q[:, :, -1:], k, v, plain)
-    for span in spans:
+    N, window, plain = k.shape[2], spec.window, evolve(spec, window=None)
+    for span in padded_behind(sequences):
         end = span.first_key + span.keys
         begin = span.first_key if window is None else max(span.first_key, N - window)
         if begin < end:
             one, seen = slice(span.entry, span.entry + 1), slice(begin, end)
-            out[one, :, -1:] = dense_attention(row[one], k[one, :, seen], v[one, :, seen], spec)
+            out[one, :, -1:] = dense_attention(q[one, :, -1:], k[one, :, seen], v[one, :, seen], plain)
