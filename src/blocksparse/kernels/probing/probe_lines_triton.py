@@ -178,8 +178,9 @@ def _weights(
         begun = tl.where(ahead < SPAN, along, 0.0)
         came = tl.where(ahead < SPAN, 0.0, along)
         part_at = shears_ptr + (at * tiles + tile) * squares * (2 * SPAN) + part_of
-        tl.store(part_at, _of_squares(begun, squares, SPAN), mask=tile < tiles)
-        tl.store(part_at + SPAN, _of_squares(came, squares, SPAN), mask=tile < tiles)
+        met = tl.zeros_like(part_of) + tile < tiles  # one number is no mask to Triton 3.9's interpreter
+        tl.store(part_at, _of_squares(begun, squares, SPAN), mask=met)
+        tl.store(part_at + SPAN, _of_squares(came, squares, SPAN), mask=met)
 
 
 @triton.jit
