@@ -18,7 +18,7 @@ from blocksparse.executors.executor import Executor
 from blocksparse.executors.stage_types import StageTypes
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.permuters.permuter import Permuter
-from blocksparse.runtime.known_calls import is_ours
+from blocksparse.runtime.known_calls import ByValue
 from blocksparse.runtime.repeated import repeated
 from blocksparse.scorers.key_history import KeyHistory
 from blocksparse.scorers.scorer import Scorer
@@ -82,17 +82,7 @@ class FourStages(Generic[PermutationT, ScoresT, MaskT]):
         Stages from elsewhere may hold what is not part of their value, so each keeps its own.
         """
         key = permuter, scorer, selector, executor, repeats
-        try:
-            found = _KNOWN.get(key)
-        except TypeError:  # one has no hash
-            return FourStages(*key)
-        if found is None:
-            found = FourStages(*key)
-            if is_ours(key):
-                if len(_KNOWN) >= _MOST_KNOWN:
-                    _KNOWN.clear()
-                _KNOWN[key] = found
-        return found
+        return _KNOWN.find(key, lambda: FourStages(*key)) or FourStages(*key)
 
     def choose(
         self,
@@ -209,5 +199,4 @@ class FourStages(Generic[PermutationT, ScoresT, MaskT]):
             )
 
 
-_KNOWN: dict[object, FourStages[Any, Any, Any]] = {}
-_MOST_KNOWN = 256
+_KNOWN: ByValue[FourStages[Any, Any, Any]] = ByValue(256)

@@ -6,13 +6,15 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable
 from threading import Lock
-from typing import Any, final
+from typing import Any, Generic, TypeVar, final
 
 from attrs import fields, has
 from torch import Tensor
 
 Key = tuple[object, ...]
 """All that a call depends on, and whose it is."""
+
+T = TypeVar("T")
 
 
 @final
@@ -81,9 +83,36 @@ class Calls:
             self._met.clear()
 
 
-_OWNERS: dict[object, object] = {}
-_MOST_OWNERS = 512
-_LOCK = Lock()
+@final
+class ByValue(Generic[T]):
+    """One object for all equal values, made for the first of them; of too many, the oldest is forgotten.
+
+    Only for values that are `is_ours`: what is from elsewhere is not kept alive here.
+
+    Args:
+        most: objects that are kept.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most, self._lock = most, Lock()
+        self._made: dict[object, T] = {}
+
+    def find(self, value: object, make: Callable[[], T]) -> T | None:
+        """The object of a value; None if the value has no hash, or is not `is_ours`."""
+        try:
+            found = self._made.get(value)
+        except TypeError:  # it has no hash
+            return None
+        if found is None and is_ours(value):
+            made = make()
+            with self._lock:
+                if len(self._made) >= self._most:
+                    del self._made[next(iter(self._made))]
+                found = self._made.setdefault(value, made)
+        return found
+
+
+_OWNERS: ByValue[object] = ByValue(512)
 
 
 def owner_of(run: Callable[..., Any]) -> object:
@@ -91,18 +120,8 @@ def owner_of(run: Callable[..., Any]) -> object:
 
     It is None where that value has no hash, or holds what is not `is_ours`.
     """
-    if (value := getattr(run, "__self__", None)) is None:
-        return run
-    try:
-        owner = _OWNERS.get(value)
-    except TypeError:  # it has no hash
-        return None
-    if owner is None and is_ours(value):  # what is from elsewhere is not kept alive here
-        with _LOCK:
-            if len(_OWNERS) >= _MOST_OWNERS:
-                del _OWNERS[next(iter(_OWNERS))]
-            owner = _OWNERS.setdefault(value, object())
-    return owner
+    value = getattr(run, "__self__", None)
+    return run if value is None else _OWNERS.find(value, object)
 
 
 def is_ours(value: object) -> bool:
