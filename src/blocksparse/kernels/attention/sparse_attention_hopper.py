@@ -14,14 +14,13 @@ Keys and values may lie in the pages of a cache (`RUN`, in `hopper/loaders.py`):
 
 A sliding window hides keys in masked steps alone, a softcap changes scores as soon as they are there, and a sink joins a
 row's sum when its keys are done. A kernel without them is compiled as if there were none. Where a softcap bounds all logits
-(`_reference`), no row needs its maximum, and no sum is scaled anew when that grows.
+(`hopper/softcap.py`), no row needs its maximum, and no sum is scaled anew when that grows.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -47,8 +46,6 @@ from blocksparse.kernels.attention.hopper.queue import (
     unpacked_place,
 )
 from blocksparse.kernels.attention.hopper.rows import (
-    LOWEST,
-    capped,
     masked_scores,
     partial_sum,
     query_positions,
@@ -56,16 +53,12 @@ from blocksparse.kernels.attention.hopper.rows import (
     with_sink,
 )
 from blocksparse.kernels.attention.hopper.shares import shares_of
+from blocksparse.kernels.attention.hopper.softcap import capped, first_maximum, reference_of, scale_and_cap
 from blocksparse.kernels.common.memory import for_bulk_copies
 from blocksparse.kernels.common.names_triton import reinterpret
 from blocksparse.kernels.moving.gather_rows import gather_two
 from blocksparse.kernels.positions.token_positions import TokenPositions
 from blocksparse.runtime.launches import remembered
-
-# With a softcap `c` weights lie between e^-c and e^c. Up to this one bf16 and fp32 hold these, and fp32 holds sums of 2^20 of
-# them times values of up to 2^34; fp16 holds nothing of the kind.
-_MOST_BOUNDED = 50.0
-_LARGEST = 1e38  # about the largest number of fp32: times infinity, a score of 0 would be NaN
 
 
 def sparse_attention_hopper(
@@ -83,7 +76,7 @@ def sparse_attention_hopper(
 ) -> None:
     """Fills `out` and `lse`; the arguments are those of `sparse_attention`."""
     q, scale = positive(q, scale)
-    scale, cap = _scale_and_cap(scale, change.softcap)
+    scale, cap = scale_and_cap(scale, change.softcap)
     q, whole, whole_lse = whole_rows(q, out, lse, positions.q_lead)
     q = for_bulk_copies(q)
     keys = v.shape[1], v.shape[2]
@@ -120,7 +113,7 @@ def sparse_attention_hopper(
         *((None, None, None) if shares is None else (shares.work, shares.out, shares.lse)),
         positions.window,
         cap,
-        _reference(change.softcap, q.dtype),
+        reference_of(change.softcap, q.dtype),
         change.sinks,
         *launch.arguments,
         **launch.options,
@@ -138,29 +131,6 @@ def _tail(paged: Paged, run: int) -> tuple[Tensor, Tensor]:
     if not (n := paged.slots.shape[2] % run):
         return paged.keys, paged.values
     return gather_two(paged.keys, paged.values, paged.key_slots[:, :, -n:])
-
-
-def _scale_and_cap(scale: float, softcap: float | None) -> tuple[float, float | None]:
-    """The factor of scores in the softmax, and what `capped` takes first; the factor is then the cap."""
-    if softcap is None:
-        return scale, None
-    return softcap, min(scale / softcap, _LARGEST)
-
-
-def _reference(softcap: float | None, dtype: torch.dtype) -> float | None:
-    """What stands for a row's maximum where a softcap bounds all logits; None where each row needs its own."""
-    bounded = softcap is not None and softcap <= _MOST_BOUNDED and dtype == torch.bfloat16
-    return 0.0 if bounded else None
-
-
-@gluon.jit
-def _first_maximum(scores, scale, reference, ROW: gl.constexpr):
-    """The maximum of each row of a first tile, `[64]`, or `reference`, which no later tile changes."""
-    if reference is None:
-        highest = gl.maximum(row_max(scores, ROW) * scale, LOWEST)
-    else:
-        highest = gl.zeros([64], gl.float32, ROW) + reference
-    return highest
 
 
 @gluon.jit
@@ -255,7 +225,7 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes,
         scores = capped(scores, cap)
     scores = masked_scores(scores, last, starts, 0, first, k_position_ptr, position_at, N, C, window)
     _give_back(k_empty, 0, q_empty, steps == 1, C)
-    highest = _first_maximum(scores, scale, reference, ROW)
+    highest = first_maximum(scores, scale, reference, ROW)
     weight = gl.exp2(scores * scale - highest[:, None])
     total = partial_sum(weight)
     operand = gl.convert_layout(weight.to(HALF), WEIGHT)
@@ -333,7 +303,7 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes,
             scores = capped(scores, cap)
         scores = masked_scores(scores, last, starts, stage, first, k_position_ptr, position_at, N, C, window)
         _give_back(k_empty, stage, q_empty, steps == 1, C)
-        highest = _first_maximum(scores, scale, reference, ROW)
+        highest = first_maximum(scores, scale, reference, ROW)
         weight = gl.exp2(scores * scale - highest[:, None])
         total = partial_sum(weight)
         sums, weight = warpgroup_mma_wait(0, [sums_token, weight])

@@ -130,18 +130,6 @@ def _bits_up_to(limit, THREAD: gl.constexpr, PIECE: gl.constexpr):
 
 
 @gluon.jit
-def capped(scores, factor):
-    """`tanh(scores * factor)` as the hardware has it, in one instruction: to 2^-11 of the result.
-
-    A capped logit errs by as much of itself, whatever the cap: a quarter of what rounding it to bf16 may cost.
-    """
-    return gl.inline_asm_elementwise(
-        "{ .reg .f32 t; mul.f32 t, $1, $2; tanh.approx.f32 $0, t; }",
-        "=f,f,f", [scores, factor], gl.float32, is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def with_sink(highest, whole, sinks_ptr, h, target):
     """The logarithm of a row's sum of weights in base 2, and that sum beside `highest`, with the sink of head `h` in both.
 
