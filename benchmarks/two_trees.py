@@ -5,9 +5,10 @@
 
 A process for each tree, with the `src` and `benchmarks` of its own, builds the rows of the tables `rates`,
 `blocks`, `wide`, `eight_bit` and `softcaps`, after others have compiled them and checked them against float64.
-Then the two take turns at each row, the one first in one turn and the other first in the next. Milliseconds are
-medians of the turns. The ratio is that of calls of one turn, since the clock of a GPU moves from one turn to the
-next: the geometric mean of two medians, of the turns of either order. A row that a tree cannot run is left out.
+Then the two take turns at each row, the one first in one turn and the other first in the next; before each call
+the GPU rests. Milliseconds are medians of the turns. The ratio is that of calls of one turn, since the clock of a
+GPU moves from one turn to the next: the geometric mean of two medians, of the turns of either order. A row that a
+tree cannot run is left out.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -28,6 +30,7 @@ from torch import Tensor
 
 TABLES = "rates", "blocks", "wide", "eight_bit", "softcaps"
 _COMPILING = 4  # processes of a tree
+_REST = 0.04  # seconds before a call, so that who comes second finds a GPU with as much power to spend
 
 
 class Point(NamedTuple):
@@ -128,6 +131,7 @@ def milliseconds(call: Callable[[], object], budget_ms: float = 8.0) -> float:
         torch.cuda.synchronize()
         return max(float(begin.elapsed_time(end)) / count, 0.02)
 
+    time.sleep(_REST)
     call()
     count = max(3, int(budget_ms / of(1)))
     of(max(2, count // 2))
