@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.calls.opaque_call import _attend_each
+from blocksparse.attention_spec import Asked
+from blocksparse.calls.opaque_call import OpaqueCall, _attend_each, attend, node
+from blocksparse.executors.dense_attention import dense_attention
 from blocksparse.layers.head_groups import HeadGroupsTrace
 from blocksparse.testing import make_qkv
 from tests import drawn
@@ -126,6 +128,33 @@ def test_a_graph_takes_any_sequences(groups: bool, heads_inside: bool, device: s
     with pytest.raises(ValueError, match="must sum to the tokens of q and k"):
         compiled(q, k, v, bs.Sequences.packed([119]))
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("in_a_graph", [False, True])
+def test_what_ends_a_call_is_given_all_of_it_and_may_write(in_a_graph: bool, device: str) -> None:
+    """Once, when the last prompt is attended; it is a part of the node of a graph, which nothing looks into."""
+    ended: list[Any] = []
+
+    def ends(out: Tensor, *rest: Any) -> None:
+        ended.append([out.clone(), *rest])
+        out[:, :, -1] = 7
+
+    call, asked = OpaqueCall(dense_attention, ends=ends), Asked(window=9)
+    q, k, v = (x.to(device) for x in make_qkv(Hq=4, Hkv=2, N=60, D=16))
+    sequences = bs.Sequences(((0, 0, 20, 0, 20), (0, 20, 35, 20, 35)), batch=1, queries=60, keys=60)
+    expected = attend(OpaqueCall(dense_attention), q, k, v, asked, sequences)
+    if in_a_graph:
+        out = node(call, q, k, v, 0.25, asked, sequences)
+    else:
+        out = attend(call, q, k, v, asked, sequences)
+    [[attended, *inputs, spec, of]] = ended
+    assert same(attended, expected)
+    assert not attended[:, :, 55:].any()
+    assert all(same(one, other) for one, other in zip(inputs, (q, k, v), strict=True))
+    assert (spec.window, of) == (9, sequences)
+    assert same(out, expected.index_fill(2, torch.tensor([59], device=q.device), 7))
+    attend(call, q, k, v, asked)
+    assert len(ended) == 1  # a call of one prompt has no such end
 
 
 @pytest.mark.parametrize("tokens_first", [False, True])
