@@ -81,14 +81,13 @@ def test_numbers_per_head_count_by_their_values() -> None:
     assert bs.HeadGroups({(0,): PIPELINE, (1,): None}) == bs.HeadGroups({(1,): None, (0,): bs.pbs_attn(0.9)})
 
 
-@pytest.mark.parametrize(
-    "name", sorted(every_preset.keys() - {"s2o"})
-)  # of whose output a part is a local function
+@pytest.mark.parametrize("name", every_preset)
 def test_a_trace_is_pickled(name: str) -> None:
     trace = every_preset[name]().trace(*make_qkv(N=200, D=16))
     twin = pickle.loads(pickle.dumps(trace))
     assert torch.equal(twin.output.out, trace.output.out)
     assert torch.equal(twin.mask.keep, trace.mask.keep)
+    assert torch.equal(twin.visited.keep, trace.visited.keep)
     if isinstance(trace.scores, bs.VerticalSlashScores):  # which compute lines when they are asked for them
         for line in ("vertical", "slash", "divergence"):
             assert torch.equal(getattr(twin.scores, line), getattr(trace.scores, line))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import partial
 from importlib.util import find_spec
 from typing import final
 
@@ -18,6 +19,7 @@ from blocksparse.executors.executor import Executor
 from blocksparse.executors.launched import first_launched, never_launched
 from blocksparse.executors.one_node import OneNode, one_node
 from blocksparse.executors.triton import without_tensor_cores
+from blocksparse.geometry import Grid
 from blocksparse.kernels.attention.arguments import RankedLists, StopRule
 from blocksparse.kernels.attention.gather_attention import gather_attention, kernels_for
 from blocksparse.kernels.common.sizes import FAR
@@ -104,14 +106,16 @@ class GatherExecutor(Executor[Permutation, RankedBlockMask]):
             kernels, of, attend, lambda: self.check(q, k, v, mask, spec, out, hint=_HINT)
         )
 
-        def visited() -> BlockMask:
-            seen = torch.arange(grid.cols, device=q.device) < blocks.unsqueeze(-1)
-            return BlockMask(torch.zeros_like(keep).scatter_(-1, lists.index.long(), seen), grid)
-
-        return AttentionOutput(result, lse, visited).written_to(out)
+        return AttentionOutput(result, lse, partial(_visited, lists.index, blocks, grid)).written_to(out)
 
     def _kernels(self, q: Tensor, v: Tensor, mask: RankedBlockMask) -> tuple[tuple[str, ...], Hashable]:
         """The kernels that take these inputs, the fastest first; and for what inputs."""
         grid = mask.grid
         of = "gather", q.device, q.dtype, q.shape[-1], v.shape[-1], grid.q_block, grid.k_block, self.commit
         return kernels_for(q, v, grid.q_block, grid.k_block, self.commit), of
+
+
+def _visited(index: Tensor, blocks: Tensor, grid: Grid) -> BlockMask:
+    """The first `blocks` `[B, Hq, rows]` of each row of `index` `[B, Hq, rows, cols]`."""
+    seen = torch.arange(grid.cols, device=index.device) < blocks.unsqueeze(-1)
+    return BlockMask(torch.zeros_like(seen).scatter_(-1, index.long(), seen), grid)
