@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, final
 
 import attrs
 import pytest
@@ -158,6 +158,20 @@ def test_values_only_where_the_rule_asks_for_them(M: int, tau: float | list[floa
         RoutedByDivergence(0.25, similar=rule.similar, otherwise=rule.otherwise)(spared.scores)
 
 
+@final
+@attrs.frozen(eq=False)
+class Own(bs.Selector[bs.BlockScores, bs.BlockMask]):
+    """A rule from elsewhere, which says whether it looks at values in heads that are left out."""
+
+    looks: bool
+
+    def __call__(self, scores: bs.BlockScores) -> bs.BlockMask:
+        return bs.TopK(2)(scores)
+
+    def reads_beyond(self, tau: Any) -> bool:
+        return self.looks
+
+
 def test_a_selector_that_asks_for_every_head_is_refused() -> None:
     """It would see no more than zeros in heads that the scorer leaves out."""
     pipeline, other = (bs.flex_prefill(0.8, tau=tau, block=16) for tau in (0.2, 0.3))
@@ -173,11 +187,17 @@ def test_a_selector_that_asks_for_every_head_is_refused() -> None:
         bs.Ranked(mine),
         RoutedByDivergence(0.2, similar=mine.similar, otherwise=by_mass),
         bs.SelectorByCausality(mine, by_mass),
+        Own(looks=True),
     ):
         with pytest.raises(ValueError, match=r"looks at others: give a scorer without 'tau', or a RoutedBy"):
             attrs.evolve(pipeline, selector=selector)
         bs.Pipeline(bs.Identity(), VerticalSlashScorer(16), selector, bs.ReferenceExecutor())
-    for same in (bs.SharedByGroup(mine), mine | bs.Sink(), bs.Refined(mine, 2) | bs.OnTiles(bs.Band(8), 2)):
+    for same in (
+        Own(looks=False),
+        bs.SharedByGroup(mine),
+        mine | bs.Sink(),
+        bs.Refined(mine, 2) | bs.OnTiles(bs.Band(8), 2),
+    ):
         attrs.evolve(pipeline, selector=same)
 
 
