@@ -21,7 +21,7 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 py
 # Options of the demo: make demo ARGS="--tokens 7680 --depth 0.9"
 ARGS ?=
 
-.PHONY: demo test test-torch compile-ahead compile-ahead-all dist test-dist hub-kernel test-vllm test-sglang lint docs venv clean
+.PHONY: demo test test-torch compile-ahead compile-ahead-all dist test-dist test-wheel hub-kernel test-vllm test-sglang lint docs venv clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.model
@@ -68,18 +68,22 @@ hub-kernel:
 	@echo "make hub-kernel: build/hub-kernel, for kernels.get_local_kernel, or to be uploaded as a kernel of the Hub" >&2
 
 # The wheel alone, the compiled one if there is one, with another PyTorch, in an environment of up to 6 GB: make test-dist
-# TORCH=2.15.0
-WHEEL = $$(ls -r dist/*.whl | head -n 1)
+# TORCH=2.15.0. Of packages that are in dist/ already: make test-wheel
+WHEEL = $$(ls -r dist/*.whl 2>/dev/null | head -n 1)
 test-dist: dist
+	@$(MAKE) --no-print-directory test-wheel
+
+test-wheel:
 	$(need_python)
-	@echo "make test-dist: preparing $(WHEEL_VENV) with $(PYTHON), the wheel and torch $(TORCH)" >&2
+	@test -f "$(WHEEL)" || { echo "make test-wheel: there is no wheel in dist/; make test-dist builds one before" >&2; exit 1; }
+	@echo "make test-wheel: preparing $(WHEEL_VENV) with $(PYTHON), the wheel and torch $(TORCH)" >&2
 	@test -x $(WHEEL_VENV)/bin/python || $(PYTHON) -m venv $(WHEEL_VENV)
 	@$(WHEEL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile torch==$(TORCH) $(WHEEL)
 	@$(WHEEL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --force-reinstall --no-deps $(WHEEL)
 	@cd $(WHEEL_VENV) && PATH= XDG_CACHE_HOME=$(abspath build/no-cache) bin/python -I $(abspath tests/without_compiler.py)
 	@cd $(WHEEL_VENV) && bin/python -I $(abspath tests/installed.py) $(abspath README.md)
 	@cd $(WHEEL_VENV) && bin/blocksparse demo --help > demo.txt && bin/blocksparse bench --help > bench.txt
-	@echo "make test-dist: README's lines ran, and demo and bench explain themselves, with torch $(TORCH)" >&2
+	@echo "make test-wheel: README's lines ran, and demo and bench explain themselves, with torch $(TORCH)" >&2
 
 # Engines of vLLM on a CPU, in an environment of their own of about 4 GB; no part of make test.
 test-vllm: $(VLLM_VENV)/.installed

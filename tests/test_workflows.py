@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -54,3 +55,19 @@ def test_only_publishing_may_ask_for_an_identity() -> None:
         assert text["permissions"] == {"contents": "read"}
         asks = [name for name, job in text["jobs"].items() if "id-token" in job.get("permissions", {})]
         assert asks == (["publish"] if path.stem == "release" else [])
+
+
+def test_what_is_published_is_what_was_tested() -> None:
+    """One job builds the packages; the others take those, and run no target that builds them anew."""
+    release = jobs(WORKFLOWS[0])
+    (upload,) = (step for step in release["build"]["steps"] if "upload-artifact" in step.get("uses", ""))
+    for name in ("test", "publish"):
+        (download,) = (step for step in release[name]["steps"] if "download-artifact" in step.get("uses", ""))
+        assert all(download["with"][key] == upload["with"][key] for key in ("name", "path"))
+        for target, *settings in made(release[name]):
+            dry = subprocess.run(
+                ["make", "-n", target, *settings], cwd=ROOT, capture_output=True, text=True, check=True
+            )
+            assert "-m build" not in dry.stdout
+            assert "dist/*.whl" in dry.stdout
+    assert set(release["publish"]["needs"]) == {"build", "test"}
