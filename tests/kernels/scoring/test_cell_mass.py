@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import attrs
@@ -15,7 +16,7 @@ import blocksparse as bs
 from blocksparse.kernels.multiplying.cell_products import Cells
 from blocksparse.kernels.multiplying.cell_products_triton import Tiles
 from blocksparse.kernels.multiplying.pooled_sums_triton import PooledTiles
-from blocksparse.kernels.scoring import cell_mass_triton
+from blocksparse.kernels.scoring import cell_mass_triton, cpu_scores
 from blocksparse.kernels.scoring.cell_mass import cell_mass
 from blocksparse.testing import make_qkv
 
@@ -81,6 +82,26 @@ def test_what_is_not_finite_spoils_the_same_rows(joint: bool, where: str, value:
     seen = torch.ones_like(want).tril()[0, 0].bool()  # beyond it nothing is ever kept
     assert 0 < int(want[0, 0].isnan()[seen].sum()) < int(seen.sum())
     torch.testing.assert_close(got[..., seen], want[..., seen], rtol=1e-4, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("changed", [{}, {"segment": 8}, {"joint": True}], ids=str)
+def test_a_cell_whose_logits_are_all_minus_infinity_holds_no_mass(changed: dict[str, Any], device: str) -> None:
+    """As one that reaches no key; the other cells of its row of blocks keep theirs, in kernels as in plain torch."""
+    q, k, _ = make_qkv(N=130, Hq=4, Hkv=2, D=16, device=device)
+    k[..., 3] = k[..., 3].abs() + 0.1
+    finite = cell_mass.plain(**arguments(q, k, **changed))[0, 0, 70 // 16]
+    q[0, 0, 70, 3] = -float("inf")
+    given, joint = arguments(q, k, **changed), "joint" in changed
+    want = cell_mass.plain(**given)
+    cells = want.new_tensor(1.0 if joint else 3.0)  # of four; all share a mass of 1 if joint
+    torch.testing.assert_close(want[0, 0, 70 // 16].sum(), cells, rtol=1e-5, atol=0)
+    assert joint or bool((want[0, 0, 70 // 16] <= finite + 1e-6).all())
+    kernels: list[Any] = [partial(cell_mass_triton.cell_mass_triton, tiles=SMALL)]
+    if not joint and cpu_scores.takes(q, k):
+        kernels.append(cpu_scores.cell_mass_on_cpu)
+    seen = torch.ones_like(want).tril()[0, 0].bool()  # beyond it nothing is ever kept
+    for kernel in kernels:
+        torch.testing.assert_close(kernel(**given)[..., seen], want[..., seen], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("M", [70, 45])

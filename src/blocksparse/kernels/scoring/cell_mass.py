@@ -103,7 +103,7 @@ def cell_mass(
         if segment is not None:
             eligible = eligible & (column[begin:end] < (cell[first:last] // segment * segment).unsqueeze(1))
         before, after = first - (top * high - empty), bottom * high - empty - last  # cells that these rows lack
-        mass = _softmax(logits, eligible, may_be_none=joint or segment is not None)
+        mass = _softmax(logits, eligible)
         if joint:  # what is not eligible is now -inf
             mass = mass * _shares(logits.logsumexp(-1), high, before, after).unsqueeze(3)
         mass = pad(mass, (begin, cols * wide - end, before, after))
@@ -123,16 +123,16 @@ def _shares(log_sum: Tensor, high: int, before: int, after: int) -> Tensor:
     return result
 
 
-def _softmax(logits: Tensor, eligible: Tensor, *, may_be_none: bool) -> Tensor:
+def _softmax(logits: Tensor, eligible: Tensor) -> Tensor:
     """Softmax over the eligible cells of each row, `[B, Hq, rows, cols]`; overwrites `logits`.
+
+    A row whose logits are all -inf, or that has no eligible cell, holds no mass.
 
     Args:
         eligible: bool; it may have fewer heads than `logits`, which then share them.
-        may_be_none: whether a row may have no eligible cell; it then holds no mass.
     """
     grouped, eligible = logits.unflatten(1, (eligible.shape[1], -1)), eligible.unsqueeze(2)
     mass = grouped.masked_fill_(~eligible, float("-inf")).softmax(-1)
-    if may_be_none:
-        mass = mass.masked_fill_(~eligible.any(-1, keepdim=True), 0.0)
-    result: Tensor = mass.flatten(1, 2)
+    none = grouped.amax(-1, keepdim=True) == float("-inf")
+    result: Tensor = mass.masked_fill_(none, 0.0).flatten(1, 2)
     return result
