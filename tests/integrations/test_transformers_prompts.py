@@ -142,6 +142,25 @@ def test_padding_behind_a_prompt_generates_the_same_tokens(
     assert bool(recorder.sparse_calls()) == (min_tokens < 70)
 
 
+@pytest.mark.parametrize("host", ["sdpa", "eager"])
+@pytest.mark.parametrize("padding", [WINDOW - 1, WINDOW])
+def test_a_row_of_padding_that_sees_no_key_is_as_sdpa_has_it(host: str, padding: int) -> None:
+    """Eager attention gives it the mean of all values, so beside that alone `generate` goes on otherwise."""
+    N = 80
+    model, given = make("mistral"), {"attention_mask": mask_of((0, N - padding), (0, N), N=N)}
+    ids = tokens(N, batch=2)
+    model.set_attn_implementation(host)
+    plain = model(ids, **given).logits[:, -1]
+    with attached(model, DensityRecorder()):
+        last = model(ids, **given).logits[:, -1]
+    assert_close(last[1], plain[1])
+    if host == "sdpa" or padding < WINDOW:
+        assert_close(last, plain)
+    else:
+        assert float((last[0] - plain[0]).abs().max()) > 0.1
+
+
+
 def test_padding_inside_of_a_prompt_is_dense() -> None:
     model, recorder, ids = make("llama"), DensityRecorder(), tokens(60, batch=2)
     mask = mask_of((0, 60), (0, 60), N=60)
