@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 import triton
-from tests.kernels.ahead import MATRIX_INSTRUCTION, SHARED, TARGETS, TEXT, for_target, fp32_products
+from tests.kernels.ahead import MATRIX_INSTRUCTION, SHARED, TARGETS, TEXT, for_target, fp32_products, report_of
+from tests.kernels.launched import gathered
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+import blocksparse as bs
 from blocksparse.kernels.common.sizes import power_of_2
 from blocksparse.kernels.multiplying import cell_sums_triton
 from blocksparse.kernels.multiplying.cell_products_triton import Tiles, tiles_for
@@ -165,14 +167,29 @@ def check_means(name: str, target: GPUTarget) -> int:
     return int(found < 32 or others > 0)
 
 
+def check_block_products(name: str) -> int:
+    """How many forms of the products of pooled blocks spill more than a few bytes of a thread."""
+    failed = 0
+    q, k = torch.zeros(1, 2, 4096, 64), torch.zeros(1, 1, 4096, 64)
+    with gathered(name) as launched:
+        bs.MeanPoolScorer(128)(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0))
+    for variant in launched.values():
+        if variant.name == "block_products_triton._kernel":
+            spills = report_of(variant.compiled(TARGETS[name]))["spills"]
+            failed += spills > 64
+            print(f"{name} block_products: {spills} spilled")
+    return failed
+
+
 def main() -> int:
     failed = 0
+    torch.set_grad_enabled(False)
     kernels = {
         "cell_mass": (cell_sums_triton.sums_of_tiles, {"SLOTS": 8, "WIDE": 16}),
         "group_max": (group_max_triton._kernel, {"SLOTS": 64, "HIGH": 4, "WIDE": 4}),
     }
     for name, target in TARGETS.items():
-        failed += check_pooled(name, target)
+        failed += check_pooled(name, target) + check_block_products(name)
         failed += check_means(name, target) if name == "sm_90" else 0
         for op, (kernel, sizes) in kernels.items():
             for dtype, head_dim, short in for_target(

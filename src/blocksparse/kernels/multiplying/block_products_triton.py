@@ -11,13 +11,13 @@ from torch import Tensor
 
 from blocksparse.kernels.common.below import Below
 from blocksparse.kernels.common.below_triton import asked, not_asked
-from blocksparse.kernels.common.hardware import fp32_products, hardware_of
+from blocksparse.kernels.common.hardware import Hardware, fp32_products, hardware_of
 from blocksparse.kernels.common.sizes import cdiv
 from blocksparse.kernels.positions.block_grid import BlockGrid
 from blocksparse.kernels.positions.block_grid_triton import any_of, rows_at, strides
 from blocksparse.runtime.launches import remembered
 
-_TILE = 64  # rows and columns of a launch tile, and dims that are multiplied at a time
+_TILE = 64  # rows and columns of a launch tile
 
 
 def block_products_triton(
@@ -43,9 +43,19 @@ def _launch(q: Tensor, k: Tensor, positions: tuple[Any, ...], skips: bool, heads
         rows, cols, D, Hq // H,
         SKIPS=skips,
         PRECISION=fp32_products(),
-        TILE=_TILE, num_warps=4 if hardware_of(q).multiplies_from_shared else 8, num_stages=2,
+        TILE=_TILE, num_stages=2, **_options(hardware_of(q)),
     )  # fmt: skip
     return logits
+
+
+def _options(hardware: Hardware) -> dict[str, int]:
+    """Dims that are multiplied at a time, and warps.
+
+    Where NVIDIA's products read from registers, two parts of every number lie there: with more dims they spill.
+    """
+    if hardware.multiplies_from_shared:
+        return {"DIMS": 64, "num_warps": 4}
+    return {"DIMS": 16 if hardware.is_nvidia else 64, "num_warps": 8}
 
 
 @remembered
@@ -53,7 +63,7 @@ def _launch(q: Tensor, k: Tensor, positions: tuple[Any, ...], skips: bool, heads
 def _kernel(
     number_ptr, bound_ptr, bound_stride, q_ptr, k_ptr, logits_ptr, q_last_ptr, k_first_ptr, q_last_strides, k_first_strides,
     rows, cols, D, group,
-    SKIPS: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr,
+    SKIPS: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr, DIMS: tl.constexpr,
 ):  # fmt: skip
     if number_ptr is not None:  # noqa: SIM102 (decided when it is compiled)
         if not_asked(number_ptr, bound_ptr, bound_stride):
@@ -74,8 +84,8 @@ def _kernel(
         q_at = q_ptr + ((b * heads + h).to(tl.int64) * rows + row) * D
         k_at = k_ptr + ((b * (heads // group) + h // group).to(tl.int64) * cols + col) * D
         sums = tl.zeros([TILE, TILE], tl.float32)
-        for start in range(0, D, TILE):
-            dim = start + tl.arange(0, TILE)
+        for start in range(0, D, DIMS):
+            dim = start + tl.arange(0, DIMS)
             q = tl.load(q_at + dim[None, :], mask=(row < rows) & (dim[None, :] < D), other=0.0)
             k = tl.load(k_at + dim[:, None], mask=(col < cols) & (dim[:, None] < D), other=0.0)
             sums = tl.dot(q, k, sums, input_precision=PRECISION)
