@@ -190,19 +190,24 @@ class Grid:
         return self.k_position.shape[-1] // self.k_block
 
     @property
-    def first_row(self) -> int:
-        """The index of row 0 among the rows of the whole prompt; 0 when not causal."""
-        return (self.k_len - self.q_len) // self.q_block if self.causal else 0
+    def first_position(self) -> int:
+        """The position of the first query; 0 when not causal."""
+        return self.k_len - self.q_len if self.causal else 0
 
     @property
     def end(self) -> int:
         """The position after the last query's."""
-        return self.k_len if self.causal else self.q_len
+        return self.first_position + self.q_len
+
+    @property
+    def first_row(self) -> int:
+        """The index of row 0 among the rows of the whole prompt."""
+        return self.first_position // self.q_block
 
     @property
     def q_lead(self) -> int:
         """How many empty places row 0 has before its first query."""
-        return (self.k_len - self.q_len) % self.q_block if self.causal else 0
+        return self.first_position % self.q_block
 
     @property
     def positions(self) -> TokenPositions:

@@ -63,8 +63,7 @@ class ReferenceExecutor(Executor[Permutation, BlockMask]):
             slots = mask.slots(row).gather(2, index)
             slots = slots.masked_fill(~kept.unsqueeze(-1), -1).flatten(-2)  # [B, Hq, count * k_block]
 
-            position = query + (grid.k_len - M if grid.causal else 0)
-            allowed = grid.sees(position.unsqueeze(-1), slots.unsqueeze(-2))
+            allowed = grid.sees((query + grid.first_position).unsqueeze(-1), slots.unsqueeze(-2))
             token = slots.clamp_min(0).long()
             logits = spec.capped(products(rows, k[batch, head, token].to(dtype)) * spec.scale)
             logits = logits.masked_fill(~allowed, float("-inf"))

@@ -60,7 +60,7 @@ class QueryRowsScorer(Scorer[GlobalPermutation, BlockMass]):
             permutation.gather_queries(q),
             keys,
             Cells(1, 0, self.block, 1, spec.causal, padded_tail=False, **_reach(grid)),
-            first_cell=grid.k_len - grid.q_len if spec.causal else 0,
+            first_cell=grid.first_position,
             segment=None,
             weight=spec.scale,
             flipped=False,

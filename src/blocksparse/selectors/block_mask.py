@@ -132,8 +132,7 @@ class BlockMask:
         self._check_row(row)
         position = grid.q_position[..., row * grid.q_block : (row + 1) * grid.q_block]
         position = position[..., (position >= 0).flatten(0, -2).all(0)]
-        offset = grid.k_len - grid.q_len if grid.causal else 0
-        return (position.long() - offset).expand(self.keep.shape[0], grid.q_heads, -1)
+        return (position.long() - grid.first_position).expand(self.keep.shape[0], grid.q_heads, -1)
 
     def slots(self, row: int) -> Tensor:
         """The key in every slot of every block of one row, `[B, Hq, cols, k_block]` int32; -1 is an empty slot."""
@@ -155,9 +154,8 @@ class BlockMask:
         taken = slots.masked_fill(~self.per_query_head()[:, :, row].unsqueeze(-1), -1).flatten(-2).long()
         kept = torch.zeros(*taken.shape[:2], grid.k_len + 1, dtype=torch.bool, device=taken.device)
         kept = kept.scatter_(-1, taken.where(taken >= 0, grid.k_len), True)[..., : grid.k_len]
-        offset = grid.k_len - grid.q_len if grid.causal else 0
         key = torch.arange(grid.k_len, device=kept.device)
-        return kept.unsqueeze(-2) & grid.sees((query + offset).unsqueeze(-1), key)
+        return kept.unsqueeze(-2) & grid.sees((query + grid.first_position).unsqueeze(-1), key)
 
     def _check_row(self, row: int) -> None:
         if not is_whole(row):
