@@ -33,14 +33,14 @@ def sparse_attention_reference(
 ) -> tuple[Tensor, Tensor]:
     """`sparse_attention`: one masked softmax over all pairs, in the precision of the inputs and O(M N) memory."""
     pairs = listed_pairs(lists, positions, q, k)
-    logits = capped(products(q, k, wide=False) * scale, change).masked_fill(~pairs, float("-inf"))
+    logits = capped(_products(q, k) * scale, change).masked_fill(~pairs, float("-inf"))
     if change.sinks is not None:
         sink = change.sinks.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
         logits, pairs = torch.cat((logits, sink), -1), pad(pairs, (0, 1))
     weight = logits.softmax(-1).masked_fill(~pairs, 0.0)[..., : k.shape[2]]
     v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
     seen = pairs[..., : k.shape[2]].any(-1, keepdim=True)
-    return products(weight, v.mT, wide=False).masked_fill(~seen, 0.0), logits.logsumexp(-1).float()
+    return _products(weight, v.mT).masked_fill(~seen, 0.0), logits.logsumexp(-1).float()
 
 
 def capped(logits: Tensor, change: LogitChange) -> Tensor:
@@ -130,12 +130,20 @@ def approximate_attention_reference(
         rounded = (turn * factor / unit.masked_fill(unit == 0, 1.0)).to(v.dtype).to(logits.dtype)
         weight = rounded * unit * (by_key(met) - origin).exp()
         v = v.to(logits.dtype)
-    out = products(weight.to(v.dtype), v.mT, wide=False) / total.masked_fill(total == 0, 1.0)
+    out = _products(weight.to(v.dtype), v.mT) / total.masked_fill(total == 0, 1.0)
     lse = total.log() + origin  # [B, Hq, M, 1]
     if change.sinks is not None:
         sinks = change.sinks.to(lse.dtype).view(1, -1, 1, 1)
         out, lse = out * torch.sigmoid(lse - sinks), torch.logaddexp(lse, sinks)
     return out.to(out_dtype), lse.squeeze(-1).float()
+
+
+def _products(q: Tensor, k: Tensor) -> Tensor:
+    """As `products`, in the dtype of `q`."""
+    if q.dtype.itemsize > 2:
+        return products(q, k)
+    grouped: Tensor = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3) @ k.mT
+    return grouped.view(*q.shape[:3], -1)
 
 
 def _logits(
@@ -151,7 +159,7 @@ def _logits(
     scales, k_copy = (approximation.q_scale, approximation.k_scale), approximation.k_copy
     q, k = (x if factor is None else x * factor.unsqueeze(-1) for x, factor in zip((q, k), scales, strict=True))
     M = q.shape[2]
-    copies = [products(q, x, wide=False) * scale for x in k.split(Hk, 1)]
+    copies = [_products(q, x) * scale for x in k.split(Hk, 1)]
     if k_copy is None:
         return copies[0]
     copy = k_copy.repeat_interleave(lists.q_block, -1)[..., positions.q_lead : positions.q_lead + M, None]

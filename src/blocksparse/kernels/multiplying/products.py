@@ -23,17 +23,14 @@ def wide_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def products(q: Tensor, k: Tensor, *, wide: bool = True) -> Tensor:
+def products(q: Tensor, k: Tensor) -> Tensor:
     """Every row of `q` `[B, Hq, rows, E]` with every row of `k` `[B, H, cols, E]`: `[B, Hq, rows, cols]`.
 
-    `H` divides `Hq`; keys are not repeated. Rows of weights times values are `products(weights, values.mT)`.
-
-    Args:
-        wide: give fp32 or better, since half precision would round long sums, and fp16 may not hold them. A GPU's
-            tensor cores take half precision as it is; elsewhere it is converted first. If not `wide`, the products
-            have the dtype of `q`.
+    `H` divides `Hq`; keys are not repeated. Rows of weights times values are `products(weights, values.mT)`. They
+    are in fp32 or better, since half precision would round long sums, and fp16 may not hold them. A GPU's tensor
+    cores take half precision as it is; elsewhere it is converted first.
     """
-    dtype = wide_dtype(q) if wide else q.dtype
+    dtype = wide_dtype(q)
     if q.dtype != dtype and (not q.is_cuda or torch.version.hip is not None):
         q, k = q.to(dtype), k.to(dtype)
     if q.dtype == torch.float32:
