@@ -53,7 +53,14 @@ from blocksparse.kernels.attention.hopper.rows import (
     with_sink,
 )
 from blocksparse.kernels.attention.hopper.shares import shares_of
-from blocksparse.kernels.attention.hopper.softcap import capped, first_maximum, reference_of, scale_and_cap
+from blocksparse.kernels.attention.hopper.softcap import (
+    capped,
+    capped_powers,
+    first_maximum,
+    first_weights,
+    reference_of,
+    scale_and_cap,
+)
 from blocksparse.kernels.common.memory import for_bulk_copies
 from blocksparse.kernels.common.names_triton import reinterpret
 from blocksparse.kernels.moving.gather_rows import gather_two
@@ -226,7 +233,7 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes,
     scores = masked_scores(scores, last, starts, 0, first, k_position_ptr, position_at, N, C, window)
     _give_back(k_empty, 0, q_empty, steps == 1, C)
     highest = first_maximum(scores, scale, reference, ROW)
-    weight = gl.exp2(scores * scale - highest[:, None])
+    weight = first_weights(scores, scale, highest, reference)
     total = partial_sum(weight)
     operand = gl.convert_layout(weight.to(HALF), WEIGHT)
     step = 0
@@ -246,19 +253,28 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes,
             sums_token = warpgroup_mma(operand, v_bufs.index(v_stage), sums, is_async=True)
             # Of the two products in flight only the older one, the scores, is waited for.
             scores = warpgroup_mma_wait(1, [scores_token])
-            if cap is not None:
-                scores = capped(scores, cap)
-            if t < masked:
-                scores = masked_scores(
-                    scores, last, starts, stage, C.PIECES, k_position_ptr, position_at, N, C, window,
-                )  # fmt: skip
-            _give_back(k_empty, stage, q_empty, t == steps - 1, C)
             if reference is None:
+                if cap is not None:
+                    scores = capped(scores, cap)
+                if t < masked:
+                    scores = masked_scores(
+                        scores, last, starts, stage, C.PIECES, k_position_ptr, position_at, N, C, window,
+                    )  # fmt: skip
+                _give_back(k_empty, stage, q_empty, t == steps - 1, C)
                 new = gl.maximum(highest, row_max(scores, ROW) * scale)
                 rescale = gl.exp2(highest - new)
                 highest = new
                 total = total * gl.convert_layout(rescale, SUM_ROW)[:, None]
-            weight = gl.exp2(scores * scale - highest[:, None])
+                weight = gl.exp2(scores * scale - highest[:, None])
+            elif t < masked:  # each way has its powers: the compiler would move them behind the next wait
+                scores = masked_scores(
+                    capped(scores, cap), last, starts, stage, C.PIECES, k_position_ptr, position_at, N, C, window,
+                )  # fmt: skip
+                _give_back(k_empty, stage, q_empty, t == steps - 1, C)
+                weight = capped_powers(scores, scale)
+            else:
+                _give_back(k_empty, stage, q_empty, t == steps - 1, C)
+                weight = capped_powers(capped(scores, cap), scale)
             total = total + partial_sum(weight)
             sums, weight = warpgroup_mma_wait(0, [sums_token, weight])
             mbarrier.arrive(v_empty.index(v_stage), count=1)
@@ -304,7 +320,7 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes,
         scores = masked_scores(scores, last, starts, stage, first, k_position_ptr, position_at, N, C, window)
         _give_back(k_empty, stage, q_empty, steps == 1, C)
         highest = first_maximum(scores, scale, reference, ROW)
-        weight = gl.exp2(scores * scale - highest[:, None])
+        weight = first_weights(scores, scale, highest, reference)
         total = partial_sum(weight)
         sums, weight = warpgroup_mma_wait(0, [sums_token, weight])
         mbarrier.arrive(v_empty.index(v_stage), count=1)

@@ -5,6 +5,7 @@ queue            how programs take their work, what stages and barriers are, and
 shares           long lists cut into shares, where a launch has few tiles of queries
 loaders          the warps that load
 rows             scores in a consumer's registers: masks, maxima and sums
+softcap          softcaps of logits, and powers of capped ones
 output           what a consumer writes
 int8_rows        scores and weights of 8-bit operands in registers
 int8_step        one step of a consumer with 8-bit operands
