@@ -15,10 +15,10 @@ from blocksparse.checks.validators import a, count, is_whole, optional, shown, s
 from blocksparse.integrations.density_recorder import DensityRecorder
 from blocksparse.integrations.diffusers.adapter import Adapter, Phase, layer_names
 from blocksparse.integrations.diffusers.attachment import Attachment, Layer
-from blocksparse.integrations.diffusers.backend import Backend
+from blocksparse.integrations.diffusers.backend import Backend, Redirect
 from blocksparse.integrations.diffusers.families import FAMILIES, LEFT_OUT, Family
 from blocksparse.integrations.diffusers.families.family import the_timestep
-from blocksparse.integrations.diffusers.stand_in import BACKEND, OWN, REDIRECT, Redirect, stand_in
+from blocksparse.integrations.diffusers.stand_in import BACKEND, OWN, REDIRECT, stand_in
 from blocksparse.integrations.placed import check_orders
 from blocksparse.layers.head_groups import HeadGroups
 from blocksparse.layers.kept_choices import KeptChoices

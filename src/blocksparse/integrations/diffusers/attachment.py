@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from blocksparse.integrations.diffusers.adapter import Adapter
-from blocksparse.integrations.diffusers.backend import Backend
-from blocksparse.integrations.diffusers.stand_in import BACKEND, OWN, REDIRECT, Redirect
+from blocksparse.integrations.diffusers.backend import Backend, Redirect
+from blocksparse.integrations.diffusers.stand_in import BACKEND, OWN, REDIRECT
 
 _OUTSIDE = "the layout of a call is read outside compiled code"
 

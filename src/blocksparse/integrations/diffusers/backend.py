@@ -1,4 +1,4 @@
-"""A backend of diffusers' dispatcher, by which attention of a model reaches an adapter."""
+"""How attention of a model reaches an adapter: by a backend of diffusers' dispatcher, or by PyTorch's function."""
 
 from __future__ import annotations
 
@@ -16,6 +16,38 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from blocksparse.integrations.diffusers.adapter import Adapter
+
+
+@final
+@frozen(eq=False)
+class Redirect:
+    """PyTorch's attention for layers that have one adapter and one pipeline."""
+
+    layer: int
+    adapter: Adapter
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        *,
+        ranks: int = 1,
+    ) -> Tensor:
+        """Attend `query` `[B, Hq, N, D]` to `key` and `value` `[B, Hkv, N, D]`: `[B, Hq, N, D]`."""
+
+        def dense() -> Tensor:
+            return scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+
+        given = attn_mask, dropout_p, is_causal, scale
+        return self.adapter.attend(self.layer, query, key, value, *given, ranks=ranks, dense=dense)
 
 
 @final
@@ -61,68 +93,29 @@ class Backend:
     ) -> Tensor:
         """Attend `query` `[B, N, Hq, D]` to `key` and `value` `[B, N, Hkv, D]`: `[B, N, Hq, D]`."""
 
+        given = attn_mask, dropout_p, is_causal, scale, enable_gqa
+
         def dense() -> Tensor:
             out: Tensor = dispatch_attention_fn(
-                query,
-                key,
-                value,
-                attn_mask,
-                dropout_p,
-                is_causal,
-                scale,
-                enable_gqa,
-                backend=self.before,
-                parallel_config=_parallel_config,
+                query, key, value, *given, backend=self.before, parallel_config=_parallel_config
             )
             return out.transpose(1, 2)
 
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         parallel = _parallel_config and _parallel_config.context_parallel_config
         if parallel is None:
-            out = self.adapter.attend(self.layer, q, k, v, attn_mask, dropout_p, is_causal, scale, dense=dense)
-            return out.transpose(1, 2)
+            return self.adapter.attend(self.layer, q, k, v, *given[:4], dense=dense).transpose(1, 2)
         ranks, ring = parallel.ulysses_degree, parallel.ring_degree > 1
         if reason := self.adapter.dense_before_gathering(self.layer, q, attn_mask, ranks=ranks, ring=ring):
             self.adapter.saw_dense(self.layer, reason)
             return dense().transpose(1, 2)
 
-        def with_all_tokens(
-            ctx: Any,
-            query: Tensor,
-            key: Tensor,
-            value: Tensor,
-            attn_mask: Tensor | None,
-            dropout_p: float,
-            is_causal: bool,
-            scale: float | None,
-            enable_gqa: bool,
-            *_: Any,
-            **__: Any,
-        ) -> Tensor:
-            del ctx
+        def with_all_tokens(_: Any, query: Tensor, key: Tensor, value: Tensor, *given: Any, **__: Any) -> Tensor:
             q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-
-            def dense() -> Tensor:
-                return scaled_dot_product_attention(
-                    q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-                )
-
-            out = self.adapter.attend(
-                self.layer, q, k, v, attn_mask, dropout_p, is_causal, scale, ranks=ranks, dense=dense
-            )
-            return out.transpose(1, 2)
+            return Redirect(self.layer, self.adapter)(q, k, v, *given[:5], ranks=ranks).transpose(1, 2)
 
         gathered: Tensor = _templated_context_parallel_attention(
-            query,
-            key,
-            value,
-            attn_mask,
-            dropout_p,
-            is_causal,
-            scale,
-            enable_gqa,
-            forward_op=with_all_tokens,
-            backward_op=_native_attention_backward_op,
+            query, key, value, *given, forward_op=with_all_tokens, backward_op=_native_attention_backward_op,
             _parallel_config=_parallel_config,
-        )
+        )  # fmt: skip
         return gathered

@@ -12,13 +12,11 @@ from functools import cache
 from typing import Any, final
 
 import torch
-from attrs import frozen
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from blocksparse.integrations.diffusers.adapter import Adapter
-from blocksparse.integrations.diffusers.backend import Backend
+from blocksparse.integrations.diffusers.backend import Backend, Redirect
 
 BACKEND = "_attention_backend"
 """The attribute by which a processor names the backend that the dispatcher takes."""
@@ -50,37 +48,6 @@ class _Redirected(TorchFunctionMode):
         if func is Tensor.unflatten:
             func = torch.unflatten  # Dynamo traces the function, and not the method in Python
         return func(*args, **(kwargs or {}))
-
-
-@final
-@frozen(eq=False)
-class Redirect:
-    """PyTorch's attention for layers that have one adapter and one pipeline."""
-
-    layer: int
-    adapter: Adapter
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        """Attend `query` `[B, Hq, N, D]` to `key` and `value` `[B, Hkv, N, D]`: `[B, Hq, N, D]`."""
-
-        def dense() -> Tensor:
-            return scaled_dot_product_attention(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
-
-        return self.adapter.attend(
-            self.layer, query, key, value, attn_mask, dropout_p, is_causal, scale, dense=dense
-        )
 
 
 def stand_in(processor: Any, to: Backend | Redirect) -> Any:
