@@ -198,6 +198,21 @@ def test_bands_and_spans_do_not_change_mass(
         assert torch.equal(in_bands, whole)
 
 
+@pytest.mark.slow
+def test_mass_does_not_depend_on_what_comes_later(device: str) -> None:
+    """Cells have the same bits in a short prompt as in a long one, of more tiles than are added up at once."""
+    q, k, _ = make_qkv(N=70 * 32, Hq=2, Hkv=1, D=16, device=device)
+    whole = cell_mass_triton.cell_mass_triton(**arguments(4 * q, k, 1), tiles=SMALL_POOLED)
+    for end, M in ((33 * 32, 40), (3 * 32, 96)):
+        given = arguments(4 * q[:, :, end - M : end], k[:, :, :end], 1)
+        got = cell_mass_triton.cell_mass_triton(**given, tiles=SMALL_POOLED)
+        want = whole[:, :, (end - M) // 4 : end // 4, : end // 4]
+        if device == "cpu":  # interpreted, numpy's exponentials round by their place in an array, on some CPUs
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
+        else:
+            assert torch.equal(got, want)
+
+
 def test_large_logits(device: str) -> None:
     """A cell that beats another by hundreds takes all the mass; nothing overflows."""
     q, k, _ = make_qkv(N=96, Hq=1, Hkv=1, D=16, device=device)

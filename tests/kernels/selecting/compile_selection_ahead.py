@@ -26,7 +26,7 @@ from blocksparse.kernels.selecting import (
     top_k_triton,
     visiting_order_triton,
 )
-from blocksparse.kernels.selecting.row_search_triton import tile_of_rows
+from blocksparse.kernels.selecting.row_search_triton import width_of_rows
 
 PARTS = [getattr(global_top_cdf_triton, f"_{x}") for x in ("heaviest", "to_ticks", "search", "keep")]
 TYPES: dict[str, Any] = {
@@ -132,8 +132,8 @@ def main() -> int:
     for name, target in TARGETS.items():
         # Short and long rows for warps of 32 threads, and for those of 64.
         for cols in (64, 32768) if name in ("sm_90", "gfx942") else (64,):
-            high, wide, warps = tile_of_rows(cols)
-            search = {"rows": high, "cols": wide, "warps": warps}
+            wide, warps = width_of_rows(cols)
+            search = {"rows": 1, "cols": wide, "warps": warps}
             no_places = dict.fromkeys(("near", "first", "eta", "state", "from_query"))
             k_share = {"k": None, "FORCED_FIRST": True, "OF_ALL_KEYS": False}
             kernels: list[tuple[str, Any, dict[str, Any]]] = [
@@ -141,8 +141,8 @@ def main() -> int:
                 ("top_cdf with places", top_cdf_triton._kernel, {**search, "CROSSING": True, "mass": None}),
                 ("top_cdf last dropped", top_cdf_triton._kernel, {**search, "CROSSING": False, **dict.fromkeys(("forced_ptr", "forced_strides", "mass_ptr", "mass_stride")), **no_places}),
                 ("top_k share", top_k_triton._kernel, {**search, **k_share}),
-                ("products", block_products_triton._kernel, {**ALL_HEADS, "rows": 1, "cols": 64, "warps": 4, "TILE": 64, "SKIPS": True, "PRECISION": fp32_products(target)}),
-                ("products of any rows", block_products_triton._kernel, {"rows": 1, "cols": 64, "warps": 4, "TILE": 64, "SKIPS": False, "PRECISION": fp32_products(target), **dict.fromkeys(("q_last_ptr", "k_first_ptr", "q_last_strides", "k_first_strides"))}),
+                ("products", block_products_triton._kernel, {**ALL_HEADS, "rows": 1, "cols": 64, "warps": 4, "TILE": 64, "DIMS": 64 if name in ("sm_90", "sm_100") else 16, "SKIPS": True, "PRECISION": fp32_products(target)}),
+                ("products of any rows", block_products_triton._kernel, {"rows": 1, "cols": 64, "warps": 4, "TILE": 64, "DIMS": 64 if name in ("sm_90", "sm_100") else 16, "SKIPS": False, "PRECISION": fp32_products(target), **dict.fromkeys(("q_last_ptr", "k_first_ptr", "q_last_strides", "k_first_strides"))}),
                 ("lists", block_lists_triton._kernel, {"rows": max(512 // wide, 1), "cols": min(wide, 1024), "WHOLE": wide <= 1024, "warps": 1 if wide == 256 else 2, "index": "i16" if cols < 2**15 else "i32"}),
                 ("lists in a window", block_lists_triton._kernel, {"rows": max(512 // wide, 1), "cols": min(wide, 1024), "WHOLE": wide <= 1024, "warps": 1 if wide == 256 else 2, "index": "i16" if cols < 2**15 else "i32", "WINDOW": 1024}),
                 ("places in a window", within_reach_triton._kernel, {"rows": 16, "cols": 256, "warps": 4, "N": 1, "DIAGONAL": True, "WINDOW": 1024, "keep_ptr": None, "keep_strides": None}),

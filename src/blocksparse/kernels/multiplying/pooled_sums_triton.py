@@ -34,13 +34,16 @@ class PooledTiles:
 def pooled_tiles(q: Tensor, wide: int) -> PooledTiles:
     """Tiles for `q` `[B, H, N, D]` and blocks of `wide` keys.
 
-    In half precision up to D=128 two programs share a multiprocessor, if blocks have more than one key.
+    In half precision up to D=128, if blocks have more than one key, two programs share a multiprocessor, and on Hopper
+    four smaller ones.
     """
     row_bytes, hardware = power_of_2(q.shape[-1]) * q.element_size(), hardware_of(q)
     if q.dtype == torch.float32 or row_bytes > 512:
         tiles = PooledTiles(64, 64, 4, 2 if row_bytes <= 512 else 1)
+    elif row_bytes > 256:
+        tiles = PooledTiles(64, 64, 4, 2)
     else:
-        tiles = PooledTiles(128, 128, 8, 2) if row_bytes <= 256 else PooledTiles(64, 64, 4, 2)
+        tiles = PooledTiles(64, 128, 4, 1) if hardware.is_hopper and wide > 1 else PooledTiles(128, 128, 8, 2)
     while (
         shared_memory(hardware, tiles, row_bytes, q.element_size(), wide) > hardware.shared and tiles.block_m > 16
     ):

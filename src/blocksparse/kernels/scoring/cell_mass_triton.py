@@ -35,7 +35,11 @@ from blocksparse.runtime.launches import remembered
 
 _WORKSPACE = 2**28  # bytes of sums that are held at a time
 _PROGRAMS = 2048  # that pooled tokens are shared out over, if there are enough tiles: some for each multiprocessor
-_SUMS = 4096  # sums that a program of the second kernel holds at a time: 32 to a thread
+# What the one warp of a program of the second kernel holds at a time. None of it follows from the prompt's length, so that
+# a cell has the same mass in a chunk as in the whole prompt.
+_TOTALS, _TILES = 512, 64  # of its query cells and tiles of key cells, and of so many tiles at most
+_COLS = 128  # blocks
+_UNROLLED = 4  # query cells whose sums it asks for at once
 _SPAN = 16  # tiles of pooled keys that a program meets at most
 _GROUP = 16  # tiles of query cells that meet a tile of key cells while it is in the L2 cache
 
@@ -73,7 +77,7 @@ def cell_mass_triton(
     sums = torch.empty(B * Hq * most[0] * most[1] * (block_n // wide), dtype=torch.float32, device=q.device)
     peaks = torch.empty((2, B * Hq * most[0] * most[1]), dtype=torch.float32, device=q.device)
     padded_high = power_of_2(high)
-    at_a_time = max(_SUMS * wide // (padded_high * block_n), 1)
+    at_a_time = {"TILES": max(min(_TOTALS // padded_high, _TILES), 1), "AT_A_TIME": max(_COLS * wide // block_n, 1)}
     for top in range(0, rows, step):
         bottom = min(top + step, rows)
         first, last = max(top * high - empty, 0), min(bottom * high - empty, q_cells)
@@ -85,8 +89,7 @@ def cell_mass_triton(
             last - first, k_tiles, top, top * high - empty - first, rows, cols,
             first_cell + first if of.causal and of.q_last is None else None,
             HIGH=high, PADDED_HIGH=padded_high, TILE_COLS=block_n // wide, WIDE=wide,
-            TILES=max(16, min(power_of_2(k_tiles), 64)), AT_A_TIME=at_a_time, JOINT=joint,
-            num_warps=4,
+            **at_a_time, UNROLLED=min(padded_high, _UNROLLED), JOINT=joint, num_warps=1,
         )  # fmt: skip
     return mass
 
@@ -188,7 +191,7 @@ def _mass_of_rows(
     sums_ptr, peak_ptr, total_ptr, mass_ptr,
     band, k_tiles, top, before, rows, cols, first_cell,
     HIGH: tl.constexpr, PADDED_HIGH: tl.constexpr, TILE_COLS: tl.constexpr, WIDE: tl.constexpr, TILES: tl.constexpr,
-    AT_A_TIME: tl.constexpr, JOINT: tl.constexpr,
+    AT_A_TIME: tl.constexpr, UNROLLED: tl.constexpr, JOINT: tl.constexpr,
 ):  # fmt: skip
     """Stores the mass of a row of blocks: sums over blocks, divided by each query cell's total, and added over its cells.
 
@@ -230,17 +233,22 @@ def _mass_of_rows(
 
     mass_at = mass_ptr + (head * rows + top + row) * cols
     in_tile = tl.arange(0, TILE_COLS)[None, :]
-    sums_at = sums_ptr + (head * band + cell)[:, None, None] * (k_tiles * TILE_COLS) + in_tile[None, :, :]
     for first in range(0, tl.cdiv(cols, TILE_COLS), AT_A_TIME):
         tile = first + tl.arange(0, AT_A_TIME)
         col = tile[:, None] * TILE_COLS + in_tile
         mass = tl.zeros([AT_A_TIME, TILE_COLS], tl.float32)
         if first < reached:
-            inside = there[:, None] & (tile < reached)[None, :]
-            peak = tl.load(peak_ptr + peak_at + tile[None, :] * band, mask=inside, other=float("-inf"))
-            weight = tl.exp2(peak - log_total[:, None])
-            # Where nothing was eligible, no sums were written, and none are read.
-            written = (inside & (peak > float("-inf")))[:, :, None]
-            sums = tl.load(sums_at + tile[None, :, None] * TILE_COLS, mask=written, other=0.0)
-            mass = tl.sum(sums * weight[:, :, None], 0)
+            # One cell after another, so that the sum does not depend on how threads share the columns.
+            for some in range(0, PADDED_HIGH, UNROLLED):
+                for next_one in tl.static_range(UNROLLED):
+                    place = some + next_one
+                    one = before + row * HIGH + place
+                    inside = (tile < reached) & (place < HIGH) & (one >= 0) & (one < band)
+                    peak_of = peak_ptr + head * k_tiles * band + one
+                    peak = tl.load(peak_of + tile * band, mask=inside, other=float("-inf"))
+                    weight = tl.exp2(peak - tl.sum(tl.where(places == place, log_total, 0.0), 0))
+                    # Where nothing was eligible, no sums were written, and none are read.
+                    written = (inside & (peak > float("-inf")))[:, None]
+                    sums_at = sums_ptr + (head * band + one) * (k_tiles * TILE_COLS) + col
+                    mass += tl.load(sums_at, mask=written, other=0.0) * weight[:, None]
         tl.store(mass_at + col, mass, mask=col < cols)

@@ -10,7 +10,7 @@ from torch import Tensor
 from blocksparse.kernels.common.sizes import FAR
 from blocksparse.kernels.common.strides_triton import head_strides
 from blocksparse.kernels.positions.block_grid_triton import any_of
-from blocksparse.kernels.selecting.row_search_triton import cut, first_of, tile_of_rows
+from blocksparse.kernels.selecting.row_search_triton import cut, first_of, width_of_rows
 from blocksparse.kernels.selecting.top_cdf_triton import exact_cut, limit_of, sum_of, ticks_of, weights_of
 from blocksparse.kernels.selecting.top_k_triton import sortable
 from blocksparse.runtime.launches import remembered
@@ -26,7 +26,7 @@ def fewest_triton(
     columns, bands = columns.contiguous(), bands.contiguous()
     (B, H, n), longest = columns.shape, max(columns.shape[2], bands.shape[2])
     counts = _empty(columns, True), _empty(bands, True)
-    _, wide, num_warps = tile_of_rows(longest)
+    wide, num_warps = width_of_rows(longest)
     _fewest[(H, B, 2)](
         columns, bands, *counts, mass, head_strides(mass)[1], n, bands.shape[2],
         min(least, longest), longest if most is None else min(most, longest),
@@ -69,7 +69,7 @@ def _launch(
     (B, H, n), (last, most) = weight.shape, spared or (count, 0)  # 0 of them: the same kernel, compiled once
     others, of_others, first_others, taken_others = other or (weight, count, first, taken)
     m = others.shape[2]
-    _, wide, num_warps = tile_of_rows(max(n, m))
+    wide, num_warps = width_of_rows(max(n, m))
     _heaviest[(H, B, 1 if other is None else 2)](
         weight, others, count, of_others, last, taken, taken_others,
         head_strides(count)[1], head_strides(of_others)[1], head_strides(last)[1],

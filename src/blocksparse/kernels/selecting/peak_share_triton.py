@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blocksparse.kernels.common.sizes import cdiv
 from blocksparse.kernels.common.strides_triton import head_strides
 from blocksparse.kernels.positions.block_grid import BlockGrid
 from blocksparse.kernels.positions.block_grid_triton import (
@@ -20,7 +19,7 @@ from blocksparse.kernels.positions.block_grid_triton import (
     strides,
     tile,
 )
-from blocksparse.kernels.selecting.row_search_triton import tile_of_rows
+from blocksparse.kernels.selecting.row_search_triton import width_of_rows
 from blocksparse.runtime.launches import remembered
 
 
@@ -28,12 +27,12 @@ def peak_share_triton(values: Tensor, forced: Tensor | None, alpha: Tensor, grid
     """Launch the kernel; arguments as of `peak_share`."""
     B, H, rows, cols = values.shape
     keep = torch.empty(values.shape, dtype=torch.bool, device=values.device)
-    high, wide, num_warps = tile_of_rows(cols)
-    _kernel[(cdiv(rows, high), H, B)](
+    wide, num_warps = width_of_rows(cols)
+    _kernel[(rows, H, B)](
         values, forced, alpha, keep, *positions(grid),
         strides(values), None if forced is None else strides(forced), head_strides(alpha)[1], strides(keep),
         rows, cols,
-        CAUSAL=grid.causal, WINDOW=grid.window, ROWS=high, COLS=wide,
+        CAUSAL=grid.causal, WINDOW=grid.window, ROWS=1, COLS=wide,
         num_warps=num_warps,
     )  # fmt: skip
     return keep

@@ -9,17 +9,16 @@ from blocksparse.kernels.common.sizes import power_of_2
 from blocksparse.kernels.positions.block_grid_triton import any_of
 
 _PER_THREAD = 32  # keys per thread: that makes few warps for a row, since they wait for one another
-_ENTRIES, _LEAST = 512, 256  # keys of a launch tile if rows are short, and the least width of a row in it
+_LEAST = 256  # keys of a launch tile: all short rows get the same
 _STEPS = tl.constexpr(8)  # guesses before the bounds are drawn up to the keys that are left
 _NO_KEY = tl.constexpr(-(2**31))  # below every key: where a row has none
 _LARGEST = tl.constexpr(2**31 - 1)
 
 
-def tile_of_rows(cols: int) -> tuple[int, int, int]:
-    """Rows and columns of a launch tile that holds whole rows on chip, and its warps; all short rows get the same."""
-    wide = max(power_of_2(cols), _LEAST)
-    high = max(_ENTRIES // wide, 1)
-    return high, wide, max(1, min(16, high * wide // (32 * _PER_THREAD)))
+def width_of_rows(cols: int, per_thread: int = _PER_THREAD, least: int = _LEAST) -> tuple[int, int]:
+    """Columns of a launch tile that holds a row on chip, `least` or more, and its warps."""
+    wide = max(power_of_2(cols), least)
+    return wide, max(1, min(16, wide // (32 * per_thread)))
 
 
 @triton.jit

@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blocksparse.kernels.common.sizes import cdiv
 from blocksparse.kernels.common.strides_triton import head_strides
 from blocksparse.kernels.positions.block_grid import BlockGrid
 from blocksparse.kernels.positions.block_grid_triton import (
@@ -23,9 +22,10 @@ from blocksparse.kernels.positions.block_grid_triton import (
 )
 from blocksparse.kernels.positions.places import NOWHERE, Places
 from blocksparse.kernels.positions.within_reach_triton import numbers_of_places, with_places
-from blocksparse.kernels.selecting.row_search_triton import cut, first_of, tile_of_rows
+from blocksparse.kernels.selecting.row_search_triton import cut, first_of, width_of_rows
 from blocksparse.runtime.launches import remembered
 
+_PER_THREAD, _LEAST = 8, 128  # blocks per thread, and of a row: what is computed of each is much beside a search step
 # These stand in the place of a block's ticks, so that few registers are live while a row is searched.
 _FORCED = tl.constexpr(-1.0)
 _UNREACHABLE = tl.constexpr(-2.0)
@@ -43,15 +43,15 @@ def top_cdf_triton(
     """Launch the kernel; arguments as of `top_cdf`."""
     B, H, rows, cols = values.shape
     keep = torch.empty(values.shape, dtype=torch.bool, device=values.device)
-    high, wide, num_warps = tile_of_rows(cols)
+    wide, num_warps = width_of_rows(cols, _PER_THREAD, _LEAST)
     of_head = mass if isinstance(mass, Tensor) else None
-    _kernel[(cdiv(rows, high), H, B)](
+    _kernel[(rows, H, B)](
         values, forced, of_head, keep, *positions(grid),
         strides(values), None if forced is None else strides(forced),
         None if of_head is None else head_strides(of_head)[1], strides(keep),
         rows, cols, float(mass) if of_head is None else None,
         *numbers_of_places(grid, places),
-        CAUSAL=grid.causal, WINDOW=grid.window, CROSSING=crossing, ROWS=high, COLS=wide,
+        CAUSAL=grid.causal, WINDOW=grid.window, CROSSING=crossing, ROWS=1, COLS=wide,
         num_warps=num_warps,
     )  # fmt: skip
     return keep

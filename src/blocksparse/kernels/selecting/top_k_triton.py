@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blocksparse.kernels.common.sizes import cdiv
 from blocksparse.kernels.common.strides_triton import head_strides
 from blocksparse.kernels.positions.block_grid import BlockGrid
 from blocksparse.kernels.positions.block_grid_triton import (
@@ -20,7 +19,7 @@ from blocksparse.kernels.positions.block_grid_triton import (
     strides,
     tile,
 )
-from blocksparse.kernels.selecting.row_search_triton import cut, first_of, tile_of_rows
+from blocksparse.kernels.selecting.row_search_triton import cut, first_of, width_of_rows
 from blocksparse.runtime.launches import remembered
 
 _NO_KEY = tl.constexpr(-(2**31))
@@ -39,13 +38,13 @@ def top_k_triton(
     """Launch the kernel; arguments as of `top_k`."""
     B, H, rows, cols = values.shape
     keep = torch.empty(values.shape, dtype=torch.bool, device=values.device)
-    high, wide, num_warps = tile_of_rows(cols)
-    _kernel[(cdiv(rows, high), H, B)](
+    wide, num_warps = width_of_rows(cols)
+    _kernel[(rows, H, B)](
         values, forced, share, keep, *positions(grid),
         strides(values), None if forced is None else strides(forced),
         None if share is None else head_strides(share)[1], strides(keep),
         rows, cols, k,
-        CAUSAL=grid.causal, WINDOW=grid.window, FORCED_FIRST=forced_first, OF_ALL_KEYS=of_all_keys, ROWS=high, COLS=wide,
+        CAUSAL=grid.causal, WINDOW=grid.window, FORCED_FIRST=forced_first, OF_ALL_KEYS=of_all_keys, ROWS=1, COLS=wide,
         num_warps=num_warps,
     )  # fmt: skip
     return keep
