@@ -90,7 +90,7 @@ def _powers_asm(n, share):
 
 @gluon.constexpr_function
 def _powers_constraints(n):
-    return ",".join(["=f"] * int(n) + ["f"] * (2 * int(n)))
+    return ",".join(["=&f"] * int(n) + ["f"] * (2 * int(n)))
 
 
 @gluon.jit
