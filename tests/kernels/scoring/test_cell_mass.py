@@ -132,7 +132,7 @@ def test_options(changed: dict[str, Any], device: str) -> None:
 
 
 @pytest.mark.parametrize("changed", [
-    {}, {"causal": False}, {"segment": 32}, {"high": 3, "wide": 8}, {"high": 16, "wide": 1}, {"behind": 20},
+    {}, {"causal": False}, {"segment": 32}, {"high": 3, "wide": 8}, {"high": 16, "wide": 1}, {"high": 40, "wide": 1}, {"behind": 20},
 ], ids=repr)  # fmt: skip
 @pytest.mark.parametrize(("N", "M"), [(143, 122), (128, 128), (97, 1)])
 def test_cells_of_one_slot(N: int, M: int, changed: dict[str, Any], device: str) -> None:
@@ -199,14 +199,15 @@ def test_bands_and_spans_do_not_change_mass(
 
 
 @pytest.mark.slow
-def test_mass_does_not_depend_on_what_comes_later(device: str) -> None:
+@pytest.mark.parametrize("high", [8, 64])
+def test_mass_does_not_depend_on_what_comes_later(high: int, device: str) -> None:
     """Cells have the same bits in a short prompt as in a long one, of more tiles than are added up at once."""
     q, k, _ = make_qkv(N=70 * 32, Hq=2, Hkv=1, D=16, device=device)
-    whole = cell_mass_triton.cell_mass_triton(**arguments(4 * q, k, 1), tiles=SMALL_POOLED)
-    for end, M in ((33 * 32, 40), (3 * 32, 96)):
-        given = arguments(4 * q[:, :, end - M : end], k[:, :, :end], 1)
+    whole = cell_mass_triton.cell_mass_triton(**arguments(4 * q, k, 1, high=high), tiles=SMALL_POOLED)
+    for end, M in ((34 * 32, 64), (4 * 32, 128)):
+        given = arguments(4 * q[:, :, end - M : end], k[:, :, :end], 1, high=high)
         got = cell_mass_triton.cell_mass_triton(**given, tiles=SMALL_POOLED)
-        want = whole[:, :, (end - M) // 4 : end // 4, : end // 4]
+        want = whole[:, :, (end - M) // high : end // high, : end // 4]
         if device == "cpu":  # interpreted, numpy's exponentials round by their place in an array, on some CPUs
             torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
         else:

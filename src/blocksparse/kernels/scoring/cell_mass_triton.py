@@ -35,10 +35,9 @@ from blocksparse.runtime.launches import remembered
 
 _WORKSPACE = 2**28  # bytes of sums that are held at a time
 _PROGRAMS = 2048  # that pooled tokens are shared out over, if there are enough tiles: some for each multiprocessor
-# What the one warp of a program of the second kernel holds at a time. None of it follows from the prompt's length, so that
-# a cell has the same mass in a chunk as in the whole prompt.
-_TOTALS, _TILES = 512, 64  # of its query cells and tiles of key cells, and of so many tiles at most
-_COLS = 128  # blocks
+_MANY = 32  # query cells of a row of blocks; where there are more, as single queries are, four warps add them all at once
+_SUMS = 4096  # that these warps hold at a time
+_COLS = 128  # blocks whose sums one warp holds otherwise
 _UNROLLED = 4  # query cells whose sums it asks for at once
 _SPAN = 16  # tiles of pooled keys that a program meets at most
 _GROUP = 16  # tiles of query cells that meet a tile of key cells while it is in the L2 cache
@@ -77,7 +76,7 @@ def cell_mass_triton(
     sums = torch.empty(B * Hq * most[0] * most[1] * (block_n // wide), dtype=torch.float32, device=q.device)
     peaks = torch.empty((2, B * Hq * most[0] * most[1]), dtype=torch.float32, device=q.device)
     padded_high = power_of_2(high)
-    at_a_time = {"TILES": max(min(_TOTALS // padded_high, _TILES), 1), "AT_A_TIME": max(_COLS * wide // block_n, 1)}
+    options = _options(padded_high, block_n, wide)
     for top in range(0, rows, step):
         bottom = min(top + step, rows)
         first, last = max(top * high - empty, 0), min(bottom * high - empty, q_cells)
@@ -89,9 +88,22 @@ def cell_mass_triton(
             last - first, k_tiles, top, top * high - empty - first, rows, cols,
             first_cell + first if of.causal and of.q_last is None else None,
             HIGH=high, PADDED_HIGH=padded_high, TILE_COLS=block_n // wide, WIDE=wide,
-            **at_a_time, UNROLLED=min(padded_high, _UNROLLED), JOINT=joint, num_warps=1,
+            JOINT=joint, **options,
         )  # fmt: skip
     return mass
+
+
+def _options(high: int, block_n: int, wide: int) -> dict[str, int]:
+    """Of the second kernel: how many tiles a program holds at a time, of totals and of sums; how many cells' sums it asks
+    for at once, 0 for all; and its warps.
+
+    Nothing here follows from the prompt's length, so that a cell has the same mass in a chunk as in the whole prompt.
+    """
+    if high > _MANY:
+        sums = max(_SUMS * wide // (high * block_n), 1)
+        return {"TILES": 16, "AT_A_TIME": sums, "UNROLLED": 0, "num_warps": 4}
+    sums = max(_COLS * wide // block_n, 1)
+    return {"TILES": min(512 // high, 64), "AT_A_TIME": sums, "UNROLLED": min(high, _UNROLLED), "num_warps": 1}
 
 
 _POSITIONS = ("q_last", "k_first", "q_floor", "k_last")  # those of `Cells`
@@ -238,17 +250,28 @@ def _mass_of_rows(
         col = tile[:, None] * TILE_COLS + in_tile
         mass = tl.zeros([AT_A_TIME, TILE_COLS], tl.float32)
         if first < reached:
-            # One cell after another, so that the sum does not depend on how threads share the columns.
-            for some in range(0, PADDED_HIGH, UNROLLED):
-                for next_one in tl.static_range(UNROLLED):
-                    place = some + next_one
-                    one = before + row * HIGH + place
-                    inside = (tile < reached) & (place < HIGH) & (one >= 0) & (one < band)
-                    peak_of = peak_ptr + head * k_tiles * band + one
-                    peak = tl.load(peak_of + tile * band, mask=inside, other=float("-inf"))
-                    weight = tl.exp2(peak - tl.sum(tl.where(places == place, log_total, 0.0), 0))
-                    # Where nothing was eligible, no sums were written, and none are read.
-                    written = (inside & (peak > float("-inf")))[:, None]
-                    sums_at = sums_ptr + (head * band + one) * (k_tiles * TILE_COLS) + col
-                    mass += tl.load(sums_at, mask=written, other=0.0) * weight[:, None]
+            # Where nothing was eligible, no sums were written, and none are read.
+            if UNROLLED == 0:
+                peak_here = peak_ptr + peak_at + tile[None, :] * band
+                inside = there[:, None] & (tile < reached)[None, :]
+                peak = tl.load(peak_here, mask=inside, other=float("-inf"))
+                written = (inside & (peak > float("-inf")))[:, :, None]
+                sums_here = (
+                    sums_ptr + (head * band + cell)[:, None, None] * (k_tiles * TILE_COLS) + col[None, :, :]
+                )
+                sums = tl.load(sums_here, mask=written, other=0.0)
+                mass = tl.sum(sums * tl.exp2(peak - log_total[:, None])[:, :, None], 0)
+            else:
+                # One cell after another, so that the sum does not depend on how threads share the columns.
+                for some in range(0, PADDED_HIGH, UNROLLED):
+                    for next_one in tl.static_range(UNROLLED):
+                        place = some + next_one
+                        one = before + row * HIGH + place
+                        inside = (tile < reached) & (place < HIGH) & (one >= 0) & (one < band)
+                        peak_here = peak_ptr + head * k_tiles * band + one + tile * band
+                        peak = tl.load(peak_here, mask=inside, other=float("-inf"))
+                        weight = tl.exp2(peak - tl.sum(tl.where(places == place, log_total, 0.0), 0))
+                        written = (inside & (peak > float("-inf")))[:, None]
+                        sums_here = sums_ptr + (head * band + one) * (k_tiles * TILE_COLS) + col
+                        mass += tl.load(sums_here, mask=written, other=0.0) * weight[:, None]
         tl.store(mass_at + col, mass, mask=col < cols)

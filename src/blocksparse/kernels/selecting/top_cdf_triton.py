@@ -25,7 +25,9 @@ from blocksparse.kernels.positions.within_reach_triton import numbers_of_places,
 from blocksparse.kernels.selecting.row_search_triton import cut, first_of, width_of_rows
 from blocksparse.runtime.launches import remembered
 
-_PER_THREAD, _LEAST = 8, 128  # blocks per thread, and of a row: what is computed of each is much beside a search step
+# Blocks per thread, and the least width of a row: what is computed of each block is much beside a search step.
+_PER_THREAD, _LEAST = 8, 128
+
 # These stand in the place of a block's ticks, so that few registers are live while a row is searched.
 _FORCED = tl.constexpr(-1.0)
 _UNREACHABLE = tl.constexpr(-2.0)
