@@ -687,6 +687,59 @@ def test_hopper_windows_softcaps_and_sinks(
 
 
 @needs_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rise", [-100.0, 7.9, 13.9, 14.1, 39.9, 40.1, 100.0, 1e4])
+@pytest.mark.parametrize(
+    ("D", "tiles"),
+    [
+        (64, HopperTiles(2, 128, 4)),
+        (128, HopperTiles(2, 128, 2)),
+        (256, HopperTiles(2, 64, 2)),
+        (128, HopperTiles(1, 64, 2, 2)),
+    ],
+)
+def test_logits_that_rise(D: int, tiles: HopperTiles, rise: float, dtype: torch.dtype) -> None:
+    """Logits of a block are `rise` above those of the next one in the sequence, which is visited before it, in base 2.
+
+    A row raises what its weights are relative to where they come to more than 2^14 in fp16, and 2^40 in bf16.
+    """
+    block = 64 * tiles.consumers
+    q, k, v = make_qkv(N=700, D=D, dtype=dtype, device="cuda")
+    q, k, v = q / 4, k / 4, 1e4 * v.clamp(-1, 1)
+    q[..., 0] = rise * (torch.arange(700, device="cuda") % 3 > 0)  # some rows of a warp have nothing to raise
+    k[..., 0] = -(torch.arange(700, device="cuda") // block).to(dtype)
+    sinks = torch.tensor([-1e4, 0.0, 30.0, 1e5], device="cuda")[: q.shape[1]]
+    plain = evolve(arguments(q, k, v, block=block, tiles=tiles), scale=math.log(2))
+    for call in (plain, evolve(plain, change=LogitChange(sinks=sinks))):
+        want, want_lse = call.in_float64().exactly()
+        with cut_lists():
+            cut = call()
+        for out, lse in (call(), cut):
+            # Plain torch rounds logits of 1e4 by up to 32 in bfloat16, and is no yardstick.
+            error = (out.double() - want).norm() / want.norm()
+            assert error < (4e-3 if dtype == torch.bfloat16 else 1e-3)
+            torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3)
+        assert torch.equal(call()[0], call()[0])
+
+
+@needs_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("value", [100.0, math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize(("D", "tiles"), [(64, HopperTiles(2, 128, 4)), (128, HopperTiles(1, 64, 2, 2))])
+def test_no_row_depends_on_its_neighbours(D: int, tiles: HopperTiles, value: float, dtype: torch.dtype) -> None:
+    """What a row's weights are relative to is raised by its own logits, whatever its warp does for other rows."""
+    q, k, v = make_qkv(N=700, D=D, dtype=dtype, device="cuda")
+    call = arguments(3 * q, k, v, block=64 * tiles.consumers, tiles=tiles)
+    great = call.q.clone()
+    great[:, :, 7::16] *= value
+    (out, lse), (other, other_lse) = call(), call(q=great)
+    same = torch.arange(700, device="cuda") % 16 != 7
+    assert torch.equal(out[:, :, same], other[:, :, same])
+    assert torch.equal(lse[:, :, same], other_lse[:, :, same])
+    assert not torch.equal(out[:, :, ~same], other[:, :, ~same])
+
+
+@needs_hopper
 def test_a_capped_row_does_not_depend_on_its_neighbours() -> None:
     """To share a division among logits, or to choose a formula by their greatest, would move bits of other rows."""
     q, k, v = make_qkv(N=300, D=64, dtype=torch.bfloat16, device="cuda")

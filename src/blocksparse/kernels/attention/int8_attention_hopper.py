@@ -23,7 +23,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from blocksparse.kernels.attention.arguments import Lists, TilesOnHopper
-from blocksparse.kernels.attention.hopper.int8_rows import LAZY, kept, masked_tile, of_rows, operands_of, promoted
+from blocksparse.kernels.attention.hopper.int8_rows import LAZY, kept, masked_tile, operands_of, promoted
 from blocksparse.kernels.attention.hopper.int8_step import after, products, step
 from blocksparse.kernels.attention.hopper.launch import copy_back, launch_of, whole_rows
 from blocksparse.kernels.attention.hopper.loaders import (
@@ -46,7 +46,7 @@ from blocksparse.kernels.attention.hopper.queue import (
     read,
     unpacked_place,
 )
-from blocksparse.kernels.attention.hopper.rows import LOWEST, by_thread, query_positions
+from blocksparse.kernels.attention.hopper.rows import LOWEST, by_thread, of_rows, query_positions
 from blocksparse.kernels.common.memory import for_bulk_copies
 from blocksparse.kernels.common.names_triton import reinterpret
 from blocksparse.kernels.positions.token_positions import TokenPositions

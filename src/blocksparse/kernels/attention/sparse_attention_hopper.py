@@ -12,9 +12,13 @@ few, consumers get the rest (`registers`, `consumer_registers`).
 
 Keys and values may lie in the pages of a cache (`RUN`, in `hopper/loaders.py`): only the warps that load know of it.
 
+Weights are relative to a number that a row keeps as long as they do not grow large, and few tiles look for a maximum
+(`hopper/softmax.py`). At head dim 64, where products take as long as powers of 2, the two consumers start theirs in turn
+(`hopper/turns.py`).
+
 A sliding window hides keys in masked steps alone, a softcap changes scores as soon as they are there, and a sink joins a
 row's sum when its keys are done. A kernel without them is compiled as if there were none. Where a softcap bounds all logits
-(`hopper/softcap.py`), no row needs its maximum, and no sum is scaled anew when that grows.
+(`hopper/softcap.py`), weights are relative to 1, and no sum is ever scaled anew.
 """
 
 from __future__ import annotations
@@ -46,21 +50,19 @@ from blocksparse.kernels.attention.hopper.queue import (
     unpacked_place,
 )
 from blocksparse.kernels.attention.hopper.rows import (
+    LOWEST,
+    by_thread,
     masked_scores,
+    of_rows,
     partial_sum,
     query_positions,
-    row_max,
+    rescaled,
     with_sink,
 )
 from blocksparse.kernels.attention.hopper.shares import shares_of
-from blocksparse.kernels.attention.hopper.softcap import (
-    capped,
-    capped_powers,
-    first_maximum,
-    first_weights,
-    reference_of,
-    scale_and_cap,
-)
+from blocksparse.kernels.attention.hopper.softcap import capped, capped_powers, reference_of, scale_and_cap
+from blocksparse.kernels.attention.hopper.softmax import softmax
+from blocksparse.kernels.attention.hopper.turns import await_turn, give_turn
 from blocksparse.kernels.common.memory import for_bulk_copies
 from blocksparse.kernels.common.names_triton import reinterpret
 from blocksparse.kernels.moving.gather_rows import gather_two
@@ -161,6 +163,18 @@ def _start_scores(q_bufs, tile, k_bufs, stage, none, C):
 
 
 @gluon.jit
+def _made_ready(weight, sums, rescale, WEIGHT: gl.constexpr, HALF: gl.constexpr, reference):
+    """Weights as an operand of their product with values, and the sums that it is added to, scaled anew.
+
+    With a `reference` no sum is ever scaled.
+    """
+    operand = gl.convert_layout(weight.to(HALF), WEIGHT)
+    if reference is None:
+        sums = rescaled(sums, rescale)
+    return operand, sums
+
+
+@gluon.jit
 def _give_back(k_empty, stage, q_empty, last, C):
     """Gives back a stage of keys whose scores are there; `last` says whether these were the last scores of their tile.
 
@@ -188,11 +202,30 @@ def _target(words, buffer, C):
 
 
 @gluon.jit
+def _first_weights(scores, scale, reference, HALF: gl.constexpr, ROUNDED: gl.constexpr):
+    """Weights of a first tile of keys, their sums, and what they are relative to: the row's maximum, or `reference`.
+
+    The last result is a factor of 1 for sums that are still 0.
+    """
+    x = by_thread(scores)
+    highest = gl.full([64, 4], LOWEST, gl.float32, gl.SliceLayout(1, gl.SliceLayout(3, x.type.layout)))
+    if reference is None:
+        weight, total, highest, rescale = softmax(scores, highest, scale, True, HALF, ROUNDED)
+    else:
+        weight = capped_powers(scores, scale)
+        total = partial_sum(weight)
+        rescale = gl.zeros_like(highest) + 1.0
+        highest = gl.zeros_like(highest) + reference
+    return weight, total, highest, rescale
+
+
+@gluon.jit
 def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes, change):
     """Computes attention of 64 queries of each tile of queries; `WG` is the number of this consumer.
 
     `step` counts steps since the program's start, and gives stage and parity (`make_rings`); `visit` counts tiles of
-    queries. When a step begins, the weights of the last keys are in `operand`, not yet multiplied with their values.
+    queries. When a step begins, the weights of the last keys are in `weight`, not yet multiplied with their values, and
+    `rescale` has the factors of the sums so far that bring these to what the weights are relative to.
     """
     out_target = sources[3]
     q_position_ptr, k_position_ptr, lse_ptr = pointers[3], pointers[4], pointers[6]
@@ -208,14 +241,16 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes,
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.DV, 16])
     WEIGHT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    OUT_ROW: gl.constexpr = gl.SliceLayout(1, SUMS)
+    # What was measured to be fastest (docs/evidence/kernel-notes.md), and what registers allow.
+    ROUNDED: gl.constexpr = C.DV > 64  # weights are rounded as they come, and take half the registers
+    BEHIND: gl.constexpr = C.DV == 64 or C.CONSUMERS == 1  # weights and sums are made ready behind the next scores
+    TURNS: gl.constexpr = C.DV == 64 and C.CONSUMERS == 2
     DEPTH: gl.constexpr = C.DQ & -C.DQ
     q_bufs = reinterpret(q_pieces, HALF, [C.Q_BUFFERS * C.CONSUMERS * C.DQ // DEPTH, 64, DEPTH], SHARED)
     k_bufs = reinterpret(k_pieces, HALF, [C.STAGES * C.DQ // DEPTH, C.BLOCK_N, DEPTH], SHARED)
     v_bufs = reinterpret(v_pieces, HALF, [C.STAGES, C.BLOCK_N, C.DV], SHARED)
     out_bufs = reinterpret(out_pieces, HALF, [C.CONSUMERS, 64, C.DV // C.OUT_PARTS], SHARED)
     none = gl.zeros([64, C.BLOCK_N], gl.float32, SCORES)
-    SUM_ROW: gl.constexpr = gl.SliceLayout(1, partial_sum(none).type.layout)
 
     # The very first tile of keys has nothing before it to overlap with.
     mbarrier.wait(q_full.index(0), 0)
@@ -232,10 +267,11 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes,
         scores = capped(scores, cap)
     scores = masked_scores(scores, last, starts, 0, first, k_position_ptr, position_at, N, C, window)
     _give_back(k_empty, 0, q_empty, steps == 1, C)
-    highest = first_maximum(scores, scale, reference, ROW)
-    weight = first_weights(scores, scale, highest, reference)
-    total = partial_sum(weight)
-    operand = gl.convert_layout(weight.to(HALF), WEIGHT)
+    weight, total, highest, rescale = _first_weights(scores, scale, reference, HALF, ROUNDED)
+    if not BEHIND:
+        operand = gl.convert_layout(weight.to(HALF), WEIGHT)
+    if TURNS and WG == 1:
+        give_turn(WG, M)
     step = 0
     visit = 0
     while word >= 0:
@@ -248,11 +284,17 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes,
             step += 1
             stage = step % C.STAGES
             mbarrier.wait(k_full.index(stage), (step // C.STAGES) & 1)
+            if TURNS:
+                await_turn(WG, step)
             scores_token = _start_scores(q_bufs, q_tile, k_bufs, stage, none, C)
+            if BEHIND:
+                operand, sums = _made_ready(weight, sums, rescale, WEIGHT, HALF, reference)
             mbarrier.wait(v_full.index(v_stage), v_phase)
             sums_token = warpgroup_mma(operand, v_bufs.index(v_stage), sums, is_async=True)
             # Of the two products in flight only the older one, the scores, is waited for.
             scores = warpgroup_mma_wait(1, [scores_token])
+            if TURNS:
+                give_turn(WG, step)
             if reference is None:
                 if cap is not None:
                     scores = capped(scores, cap)
@@ -261,11 +303,11 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes,
                         scores, last, starts, stage, C.PIECES, k_position_ptr, position_at, N, C, window,
                     )  # fmt: skip
                 _give_back(k_empty, stage, q_empty, t == steps - 1, C)
-                new = gl.maximum(highest, row_max(scores, ROW) * scale)
-                rescale = gl.exp2(highest - new)
-                highest = new
-                total = total * gl.convert_layout(rescale, SUM_ROW)[:, None]
-                weight = gl.exp2(scores * scale - highest[:, None])
+                if C.STAGES == 1:  # the next values can only be loaded when these are done with
+                    sums = warpgroup_mma_wait(0, [sums_token])
+                    mbarrier.arrive(v_empty.index(v_stage), count=1)
+                weight, parts, highest, rescale = softmax(scores, highest, scale, False, HALF, ROUNDED)
+                total = total * rescale + parts
             elif t < masked:  # each way has its powers: the compiler would move them behind the next wait
                 scores = masked_scores(
                     capped(scores, cap), last, starts, stage, C.PIECES, k_position_ptr, position_at, N, C, window,
@@ -275,12 +317,13 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes,
             else:
                 _give_back(k_empty, stage, q_empty, t == steps - 1, C)
                 weight = capped_powers(capped(scores, cap), scale)
-            total = total + partial_sum(weight)
-            sums, weight = warpgroup_mma_wait(0, [sums_token, weight])
-            mbarrier.arrive(v_empty.index(v_stage), count=1)
-            operand = gl.convert_layout(weight.to(HALF), WEIGHT)
-            if reference is None:
-                sums = sums * gl.convert_layout(rescale, OUT_ROW)[:, None]
+            if reference is not None:
+                total = total + partial_sum(weight)
+            if reference is not None or C.STAGES > 1:
+                sums, weight = warpgroup_mma_wait(0, [sums_token, weight])
+                mbarrier.arrive(v_empty.index(v_stage), count=1)
+            if not BEHIND:
+                operand, sums = _made_ready(weight, sums, rescale, WEIGHT, HALF, reference)
 
         # The border: the first scores of the next tile of queries, beside the product with the last values of this one.
         v_stage = step % C.STAGES
@@ -297,6 +340,8 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes,
         mbarrier.wait(k_full.index(stage), (step // C.STAGES) & 1)
         q_tile = (visit % C.Q_BUFFERS) * C.CONSUMERS + WG
         scores_token = _start_scores(q_bufs, q_tile, k_bufs, stage, none, C)
+        if BEHIND:
+            operand, sums = _made_ready(weight, sums, rescale, WEIGHT, HALF, reference)
         mbarrier.wait(v_full.index(v_stage), v_phase)
         sums_token = warpgroup_mma(operand, v_bufs.index(v_stage), sums, is_async=True)
         next_b, next_h, next_key, next_row = unpacked_place(place)
@@ -306,10 +351,11 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes,
         )  # fmt: skip
         position_at = next_b.to(gl.int64) * k_position_strides[0] + next_key.to(gl.int64) * k_position_strides[1]
         whole = gl.convert_layout(gl.sum(total, 1), ROW)
+        beside = of_rows(highest, ROW)
         if sinks_ptr is None:
-            log2_sum = highest + gl.log2(whole)
+            log2_sum = beside + gl.log2(whole)
         else:
-            log2_sum, whole = with_sink(highest, whole, sinks_ptr, h, target)
+            log2_sum, whole = with_sink(beside, whole, sinks_ptr, h, target)
         if C.CUT and target >= 0:
             store_share_lse(share_lse_ptr, target, log2_sum, whole, WG, C, ROW)
         else:
@@ -319,17 +365,18 @@ def _consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes,
             scores = capped(scores, cap)
         scores = masked_scores(scores, last, starts, stage, first, k_position_ptr, position_at, N, C, window)
         _give_back(k_empty, stage, q_empty, steps == 1, C)
-        highest = first_maximum(scores, scale, reference, ROW)
-        weight = first_weights(scores, scale, highest, reference)
-        total = partial_sum(weight)
+        weight, total, highest, rescale = _first_weights(scores, scale, reference, HALF, ROUNDED)
         sums, weight = warpgroup_mma_wait(0, [sums_token, weight])
         mbarrier.arrive(v_empty.index(v_stage), count=1)
-        operand = gl.convert_layout(weight.to(HALF), WEIGHT)
+        if not BEHIND:
+            operand = gl.convert_layout(weight.to(HALF), WEIGHT)
         if C.CUT and target >= 0:
             store_share(share_out_ptr, sums, whole, target, WG, C)
         else:
             store_out(out_target, out_pieces, out_bufs, sums, whole, b, h, row, WG, C)
         b, h, row, target = next_b, next_h, next_row, next_target
+    if TURNS and WG == 0:
+        await_turn(WG, step)
     tma.store_wait(0)
 
 

@@ -5,6 +5,8 @@ queue            how programs take their work, what stages and barriers are, and
 shares           long lists cut into shares, where a launch has few tiles of queries
 loaders          the warps that load
 rows             scores in a consumer's registers: masks, maxima and sums
+softmax          weights of scores, beside a reference that seldom changes
+turns            how two consumers start their matrix products in turn
 softcap          softcaps of logits, and powers of capped ones
 output           what a consumer writes
 int8_rows        scores and weights of 8-bit operands in registers

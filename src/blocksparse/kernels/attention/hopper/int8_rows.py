@@ -24,41 +24,13 @@ from blocksparse.kernels.attention.hopper.rows import (
     beside,
     by_thread,
     masked_scores,
+    of_rows,
     of_threads,
-    on_registers,
     row_max,
 )
 
 # By how much, as a logarithm in base 2, a logit may pass its row's maximum before that follows, if weights are fp8.
 LAZY = gl.constexpr(1.0)
-
-
-@gluon.constexpr_function
-def _rescale_asm(n):
-    """PTX for `rescaled`: multiplies a thread's `n` numbers by its rows' factors, unless no lane of the warp needs it.
-
-    Operands are those of `on_registers`: number `i` is $i and its factor $(2n+i), so the factors of a thread's two rows are
-    $2n and $(2n+2). `p` is whether one of them is not 1 (0f3F800000). The vote tells all lanes whether any lane has such a
-    row; if none has, the whole warp skips the products.
-    """
-    n = int(n)
-    text = (
-        f"{{ .reg .pred p, q; setp.neu.f32 p, ${2 * n}, 0f3F800000; setp.neu.f32 q, ${2 * n + 2}, 0f3F800000;"
-        " or.pred p, p, q; vote.sync.any.pred p, p, 0xffffffff; @!p bra DONE; "
-    )
-    return text + " ".join(f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n)) + " DONE: }"
-
-
-@gluon.jit
-def of_rows(x, LAYOUT: gl.constexpr):
-    """`x` `[64, 4]`, where the four threads of a row hold the same number, as `[64]`."""
-    return gl.convert_layout(gl.max(x, 1), LAYOUT)
-
-
-@gluon.jit
-def rescaled(sums, rescale):
-    """`sums * rescale`, with a factor for each row and thread `[64, 4]`; a warp all of whose factors are 1 skips it."""
-    return on_registers(sums, rescale, _rescale_asm(sums.shape[1] // 2), "f")
 
 
 @gluon.constexpr_function

@@ -15,9 +15,9 @@ from blocksparse.kernels.attention.hopper.int8_rows import (
     masked_tile,
     operands_of,
     promoted,
-    rescaled,
     whole_tile,
 )
+from blocksparse.kernels.attention.hopper.rows import rescaled
 
 
 @gluon.jit

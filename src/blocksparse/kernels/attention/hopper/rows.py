@@ -105,6 +105,34 @@ def on_registers(tile, of_rows, ASM: gl.constexpr, KIND: gl.constexpr):
     return gl.convert_layout(y.reshape([tile.shape[0], tile.shape[1]]), LAYOUT, assert_trivial=True)
 
 
+@gluon.constexpr_function
+def _rescale_asm(n):
+    """PTX for `rescaled`: multiplies a thread's `n` numbers by its rows' factors, unless no lane of the warp needs it.
+
+    Operands are those of `on_registers`: number `i` is $i and its factor $(2n+i), so the factors of a thread's two rows are
+    $2n and $(2n+2). `p` is whether one of them is not 1 (0f3F800000). The vote tells all lanes whether any lane has such a
+    row; if none has, the whole warp skips the products.
+    """
+    n = int(n)
+    text = (
+        f"{{ .reg .pred p, q; setp.neu.f32 p, ${2 * n}, 0f3F800000; setp.neu.f32 q, ${2 * n + 2}, 0f3F800000;"
+        " or.pred p, p, q; vote.sync.any.pred p, p, 0xffffffff; @!p bra DONE; "
+    )
+    return text + " ".join(f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n)) + " DONE: }"
+
+
+@gluon.jit
+def of_rows(x, LAYOUT: gl.constexpr):
+    """`x` `[64, 4]`, where the four threads of a row hold the same number, as `[64]`."""
+    return gl.convert_layout(gl.max(x, 1), LAYOUT)
+
+
+@gluon.jit
+def rescaled(sums, rescale):
+    """`sums * rescale`, with a factor for each row and thread `[64, 4]`; a warp all of whose factors are 1 skips it."""
+    return on_registers(sums, rescale, _rescale_asm(sums.shape[1] // 2), "f")
+
+
 @gluon.jit
 def _kept(scores, bits):
     """Scores, with -inf wherever the key's bit is 0. `bits` `[64, 4]` int32 has one for each key of a row and thread.

@@ -10,8 +10,6 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from blocksparse.kernels.attention.hopper.rows import LOWEST, row_max
-
 # With a softcap `c` weights lie between e^-c and e^c. Up to this one bf16 and fp32 hold these, and fp32 holds sums of 2^20 of
 # them times values of up to 2^34; fp16 holds nothing of the kind.
 _MOST_BOUNDED = 50.0
@@ -30,26 +28,6 @@ def reference_of(softcap: float | None, dtype: torch.dtype) -> float | None:
     """What stands for a row's maximum where a softcap bounds all logits; None where each row needs its own."""
     bounded = softcap is not None and softcap <= _MOST_BOUNDED and dtype == torch.bfloat16
     return 0.0 if bounded else None
-
-
-@gluon.jit
-def first_maximum(scores, scale, reference, ROW: gl.constexpr):
-    """The maximum of each row of a first tile, `[64]`, or `reference`, which no later tile changes."""
-    if reference is None:
-        highest = gl.maximum(row_max(scores, ROW) * scale, LOWEST)
-    else:
-        highest = gl.zeros([64], gl.float32, ROW) + reference
-    return highest
-
-
-@gluon.jit
-def first_weights(scores, scale, highest, reference):
-    """Weights of a first tile of scores, relative to `first_maximum`, which is `highest`."""
-    if reference is None:
-        weight = gl.exp2(scores * scale - highest[:, None])
-    else:
-        weight = capped_powers(scores, scale)
-    return weight
 
 
 @gluon.jit
