@@ -112,7 +112,7 @@ def _threshold(pv_skip_ptr, h, SKIP: gl.constexpr):
 def _consume(WG: gl.constexpr, C, SKIP: gl.constexpr, sources, pointers, bars, bufs, strides, sizes):
     """Computes attention of 64 queries of each tile of queries; `WG` is the number of this consumer.
 
-    It goes as `_consume` of `sparse_attention_hopper.py`. A step (`hopper/int8_step.py`) leaves the weights of its keys in
+    It goes as `consume` of `hopper/consumer.py`. A step (`hopper/int8_step.py`) leaves the weights of its keys in
     `weight`, not yet multiplied with their values. `stage` and `phase` are those of the last keys; `visit` counts tiles of
     queries, and `slot` is `visit % 2`.
     """

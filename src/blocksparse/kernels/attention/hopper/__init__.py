@@ -4,6 +4,7 @@ launch           grids, arguments and constants that two of the kernels share
 queue            how programs take their work, what stages and barriers are, and the words for all of it
 shares           long lists cut into shares, where a launch has few tiles of queries
 loaders          the warps that load
+consumer         the warps that compute
 rows             scores in a consumer's registers: masks, maxima and sums
 softmax          weights of scores, beside a reference that seldom changes
 turns            how two consumers start their matrix products in turn
