@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 
 from blocksparse.kernels.attention.hopper.rows import beside, by_thread
 
-_APART = 16  # how many powers stand between a thread's weights and the sums that they are added to
+_APART = gl.constexpr(16)  # how many powers stand between a thread's weights and the sums that they are added to
 
 
 @gluon.constexpr_function
@@ -75,7 +75,8 @@ def _weights(n, scores):
     behind the powers of the next part, and its logits before those of the part ahead. Branches that are never taken, for `c` is
     positive, keep the parts apart: what they lead to needs the powers before them.
     """
-    parts = [range(at, at + _APART) for at in range(0, n, _APART)]
+    apart = int(_APART.value)
+    parts = [range(at, at + apart) for at in range(0, n, apart)]
     none = range(0)
     text = _logits(parts[0], scores) + _powers(parts[0]) + _logits(parts[1], scores)
     for k, part in enumerate(parts):
