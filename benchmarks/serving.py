@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -227,6 +228,8 @@ def _options() -> argparse.Namespace:
     names = [STOCK, *(each.split("=", 1)[0] for each in (*options.engine, *options.also))]
     if len(set(names)) < len(names):
         parser.error(f"names must differ, also from '{STOCK}': {', '.join(names[1:])}")
+    if find_spec("vllm") is None:
+        parser.error("vLLM is not installed here (docs/start/vllm.md says how)")
     return options
 
 

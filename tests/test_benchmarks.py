@@ -342,12 +342,14 @@ def test_two_versions_that_do_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path
         (["--also", "more={}"], "--also needs an --engine"),
         (["--engine", "mine={}", "--also", "mine={}"], "names must differ, also from 'stock': mine, mine"),
         (["--engine", "stock={}"], "names must differ"),
+        (["--engine", "mine={}"], "vLLM is not installed here"),
     ],
 )
-def test_no_row_of_servers_has_the_name_of_another(
+def test_what_cannot_be_served_is_said_before_an_engine_starts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], given: list[str], says: str
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["serving", *given])
+    monkeypatch.setattr(serving, "find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         serving._options()
     assert says in capsys.readouterr().err
