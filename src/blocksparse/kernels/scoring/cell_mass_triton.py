@@ -267,7 +267,9 @@ def _mass_of_rows(
                     for next_one in tl.static_range(UNROLLED):
                         place = some + next_one
                         one = before + row * HIGH + place
-                        inside = (tile < reached) & (place < HIGH) & (one >= 0) & (one < band)
+                        same = tl.zeros_like(tile)  # one number is no mask to Triton 3.9's interpreter
+                        met = (same + place < HIGH) & (same + one >= 0) & (same + one < band)
+                        inside = (tile < reached) & met
                         peak_here = peak_ptr + head * k_tiles * band + one + tile * band
                         peak = tl.load(peak_here, mask=inside, other=float("-inf"))
                         weight = tl.exp2(peak - tl.sum(tl.where(places == place, log_total, 0.0), 0))
