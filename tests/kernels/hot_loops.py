@@ -28,9 +28,10 @@ from triton.backends.nvidia.compiler import get_ptxas
 
 from blocksparse.kernels.common.hardware import TARGETS
 
-CALLS = (("mean_pooling", 128), ("mean_pooling", 256), ("8 bits", 128), ("s2o", 128))
+CALLS = (("mean_pooling", 64), ("mean_pooling", 128), ("mean_pooling", 256), ("8 bits", 128), ("s2o", 128))
 KERNELS = ("sparse_attention_hopper", "int8_attention_hopper", "gather_attention_hopper")
-SHOWN = ("HGMMA", "IGMMA", "QGMMA", "LDL", "STL", "MOV", "UMOV", "R2UR", "F2FP", "FMUL", "FFMA", "BAR")
+SHOWN = ("HGMMA", "IGMMA", "QGMMA", "LDL", "STL", "MOV", "UMOV", "R2UR", "F2FP", "FMUL", "FFMA", "BAR", "EX2")
+BEHIND = "EX2 behind the last wait"
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
@@ -77,7 +78,10 @@ def loops(cubin: Path) -> list[Counter[str]]:
         words = [re.sub(r"^@\S+ ", "", text).split()[0].split(".") for at, text in code if first <= at <= last]
         names = ["MOV" if "MOV" in x[1:] else x[0] for x in words]  # IMAD.MOV
         if any("GMMA" in name for name in names):
-            counts.append(Counter(names))
+            waits = [i for i, x in enumerate(words) if x[:2] == ["WARPGROUP", "DEPBAR"]]
+            powers = [i for i, x in enumerate(words) if x[:2] == ["MUFU", "EX2"]]
+            behind = {"EX2": len(powers), BEHIND: sum(i > max(waits, default=0) for i in powers)}
+            counts.append(Counter(names) | Counter(behind))
     return counts
 
 
@@ -97,7 +101,8 @@ def main() -> int:
             print(f"{title}: {assembled(kernel.asm['ptx'], args.ptxas, args.options, cubin)}")
             for counts in loops(cubin):
                 shown = ", ".join(f"{counts[x]} {x}" for x in SHOWN if counts[x])
-                print(f"  a loop of {counts.total()} instructions: {shown}")
+                total = counts.total() - counts["EX2"] - counts[BEHIND]
+                print(f"  a loop of {total} instructions: {shown}, {counts[BEHIND]} {BEHIND}")
     return 0
 
 

@@ -7,6 +7,7 @@ import pkgutil
 import re
 
 import pytest
+from tests.kernels.ahead import turns_of
 from tests.kernels.scripts import printed_by
 
 from blocksparse import kernels
@@ -51,3 +52,21 @@ def test_every_kernel_that_fails_is_a_reason() -> None:
         of_an_executor = f"UnsupportedError: \\w+Executor cannot run .*: {kernel} cannot be .* (Use|Choose) .*\\."
         assert re.fullmatch(f"{of_a_stage}|{of_an_executor}", said[kernel]), said[kernel]
         assert "\\n" not in said[kernel]
+
+
+@pytest.mark.parametrize(
+    ("planted", "wrong"),
+    [
+        ("", []),
+        ("bar.sync 14, 128;", ["14"]),  # of another role's warps
+        ("barrier.cta.sync.aligned 15;", ["15"]),
+        ("bar.sync %r7, 64;", ["14", "15"]),
+        ("bar.arrive 13, 256;", ["13"]),  # for which nobody waits
+    ],
+)
+def test_a_turn_that_others_take_is_seen(planted: str, wrong: list[str]) -> None:
+    """That no kernel has one is looked at where they are compiled (`attention/compile_ahead.py`)."""
+    own = "bar.sync 0, 128; barrier.sync 1; bar.warp.sync -1; "
+    turns = "bar.sync 14, 256; bar.arrive 15, 256; bar.sync 15, 256; bar.arrive 14, 256; "
+    assert sorted(turns_of(own + turns + planted)[1]) == wrong
+    assert turns_of(own) == (set(), [])
