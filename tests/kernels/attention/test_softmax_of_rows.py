@@ -22,7 +22,7 @@ Array = Any
 gl = pytest.importorskip("triton.experimental.gluon.language")
 TYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 LANE = np.arange(32)
-FAR = -3e38
+SCALE = 0.75
 
 
 def softmax(scores: Array, reference: Array, scale: float, first: bool, dtype: torch.dtype, rounded: bool) -> Any:
@@ -85,16 +85,18 @@ def some_scores(kind: str, n: int, tile: int) -> Array:
         scores = noise * size
         scores[:, :tile] = -np.inf
         scores[3] = -np.inf
-    if kind == "far below":
-        scores = FAR * (1 - 0.01 * at) + 0 * noise
+    if kind == "far below":  # few bits, so that the maximum is not rounded
+        scores = -(2.0**127) * (1 - at / 64) + 0 * noise
         scores[:8, :tile] = -np.inf
+    if kind == "great":  # the fused product of a score and the scale is not rounded, and its maximum is
+        scores = 1e8 * (1 - at / 10) + noise
     if kind == "at the limit":  # sums of a thread about 2^14, and about 2^40
-        scores = np.where(size < 30, 14.0, 40.0) - math.log2(tile // 4) + 1e-3 * noise
+        scores = (np.where(size < 30, 14.0, 40.0) - math.log2(tile // 4) + 1e-3 * noise) / SCALE
         scores[:, :tile] = 0
     return scores.astype(np.float32)
 
 
-KINDS = ["rising", "falling", "both", "wild", "hidden first", "far below", "at the limit"]
+KINDS = ["rising", "falling", "both", "wild", "hidden first", "far below", "great", "at the limit"]
 
 
 @pytest.mark.parametrize("tile", [64, 128])
@@ -105,8 +107,8 @@ def test_rows_are_those_of_float64(kind: str, dtype: torch.dtype, rounded: bool,
     """Whatever logits do from tile to tile; sums keep fp32's precision, and the means that of weights."""
     scores = some_scores(kind, 5 * tile, tile)
     values = 6e4 * np.random.default_rng(1).uniform(-1, 1, (5 * tile, 4))
-    got, got_sum = attend(scores, values, 1.0, dtype, rounded, tile)
-    want, want_sum = exactly(scores, values, 1.0)
+    got, got_sum = attend(scores, values, SCALE, dtype, rounded, tile)
+    want, want_sum = exactly(scores, values, SCALE)
     np.testing.assert_allclose(got / 6e4, want / 6e4, rtol=0, atol=4e-3 if dtype == torch.bfloat16 else 6e-4)
     np.testing.assert_allclose(got_sum, want_sum, rtol=1e-6, atol=1e-5)
 
