@@ -39,7 +39,11 @@ class Redirect:
         *,
         ranks: int = 1,
     ) -> Tensor:
-        """Attend `query` `[B, Hq, N, D]` to `key` and `value` `[B, Hkv, N, D]`: `[B, Hq, N, D]`."""
+        """Attend `query` `[B, Hq, N, D]` to `key` and `value` `[B, Hkv, N, D]`: `[B, Hq, N, D]`.
+
+        The arguments are those of PyTorch's function, and `ranks`: over how many ranks of Ulysses the
+        tokens were spread.
+        """
 
         def dense() -> Tensor:
             return scaled_dot_product_attention(
