@@ -21,7 +21,7 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 py
 # Options of the demo: make demo ARGS="--tokens 7680 --depth 0.9"
 ARGS ?=
 
-.PHONY: demo test test-torch compile-ahead compile-ahead-all dist test-dist test-wheel hub-kernel test-vllm test-sglang lint docs venv clean
+.PHONY: demo models test test-torch compile-ahead compile-ahead-all dist test-dist test-wheel hub-kernel test-vllm test-sglang lint docs venv clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.model
@@ -30,6 +30,12 @@ demo: $(VENV)/.model
 test: $(VENV)/.model
 	@echo "make test: the whole test suite, with the real model: 8 to 16 minutes on two idle cores, by their speed, less on more" >&2
 	@$(VENV)/bin/python -m pytest
+
+# Trained models of 0.25, 0.5 and 1.1 GB to download, for benchmarks and `blocksparse demo --model NAME`, in demo-output:
+# make models MODELS=qwen2.5-coder-0.5b
+MODELS ?=
+models: $(VENV)/.installed
+	@$(VENV)/bin/python -m blocksparse.demo.fetch $(MODELS)
 
 # The fast loop with another PyTorch and the Triton that it brings, in an environment of their own of up to 7 GB; no part
 # of make test: make test-torch TORCH=2.15.0

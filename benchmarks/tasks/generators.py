@@ -17,7 +17,7 @@ CITIES = (
 )  # fmt: skip
 
 
-def _number(draw: random.Random, digits: int = 5) -> str:
+def some_number(draw: random.Random, digits: int = 5) -> str:
     return str(draw.randrange(10 ** (digits - 1), 10**digits))
 
 
@@ -31,13 +31,13 @@ def _asked(
 
 def single(haystack: Haystack, draw: random.Random, tokens: int) -> Sample:
     """One fact, which is asked for."""
-    city, number = draw.choice(CITIES), _number(draw)
+    city, number = draw.choice(CITIES), some_number(draw)
     return _asked(haystack, draw, tokens, city, number, [f"The magic number for {city} is {number}."])
 
 
 def several_keys(haystack: Haystack, draw: random.Random, tokens: int) -> Sample:
     """The same of four cities; one is asked for."""
-    facts = {city: _number(draw) for city in draw.sample(CITIES, 4)}
+    facts = {city: some_number(draw) for city in draw.sample(CITIES, 4)}
     city = draw.choice(list(facts))
     said = [f"The magic number for {name} is {number}." for name, number in facts.items()]
     return _asked(haystack, draw, tokens, city, facts[city], said)
@@ -46,7 +46,7 @@ def several_keys(haystack: Haystack, draw: random.Random, tokens: int) -> Sample
 def distractors(haystack: Haystack, draw: random.Random, tokens: int) -> Sample:
     """Four numbers of one city under different names, and one of another city; the magic one is asked for."""
     city, other = draw.sample(CITIES, 2)
-    numbers = [_number(draw) for _ in range(5)]
+    numbers = [some_number(draw) for _ in range(5)]
     said = [
         f"The {kind} number for {city} is {number}."
         for kind, number in zip(("magic", "house", "winning", "license"), numbers, strict=False)
@@ -57,7 +57,7 @@ def distractors(haystack: Haystack, draw: random.Random, tokens: int) -> Sample:
 
 def several_values(haystack: Haystack, draw: random.Random, tokens: int) -> Sample:
     """Three numbers of one city, all of which are asked for."""
-    city, numbers = draw.choice(CITIES), [_number(draw) for _ in range(3)]
+    city, numbers = draw.choice(CITIES), [some_number(draw) for _ in range(3)]
     said = [f"One of the magic numbers for {city} is {number}." for number in numbers]
     question = (
         f"Question: What are all the magic numbers for {city} that the text mentions?\n"
@@ -69,7 +69,7 @@ def several_values(haystack: Haystack, draw: random.Random, tokens: int) -> Samp
 def tracking(haystack: Haystack, draw: random.Random, tokens: int) -> Sample:
     """A value that is handed from variable to variable; the names of all that have it are asked for."""
     names = ["".join(draw.choices("ABCDEFGHJKLMNPQRSTUVWXYZ", k=5)) for _ in range(6)]
-    value, other = _number(draw), _number(draw)
+    value, other = some_number(draw), some_number(draw)
     chain, aside = names[:3], names[3:]
     said = [f"VAR {chain[0]} = {value}"] + [f"VAR {new} = VAR {old}" for old, new in pairwise(chain)]
     wrong = [f"VAR {aside[0]} = {other}"] + [f"VAR {new} = VAR {old}" for old, new in pairwise(aside)]

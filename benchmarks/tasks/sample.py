@@ -44,13 +44,15 @@ class Haystack:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return ids
 
-    def prompt(self, draw: random.Random, tokens: int, facts: Sequence[str], question: str) -> list[int]:
-        """Exactly `tokens` tokens: a window of the text with the facts in it, in their order, then the question.
+    def prompt(
+        self, draw: random.Random, tokens: int, facts: Sequence[str], question: str, lead: str = ""
+    ) -> list[int]:
+        """Exactly `tokens` tokens: `lead`, a window of the text with the facts in it, in order, then the question.
 
         Raises:
             ValueError: they do not fit, or the text is too short.
         """
-        start, end = self.tokenizer.encode(""), self.encode("\n\n" + question)
+        start, end = self.tokenizer.encode("") + self.encode(lead), self.encode("\n\n" + question)
         needles = [self.encode(f"\n\n{fact}\n\n") for fact in facts]
         room = tokens - len(start) - len(end) - sum(map(len, needles))
         if not 0 <= room <= len(self.ids):

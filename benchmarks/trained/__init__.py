@@ -1,0 +1,1 @@
+"""What trained models lose and gain: tasks, KL and time to first token of any model folder, dense and sparse."""
