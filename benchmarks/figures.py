@@ -22,7 +22,7 @@ PAGES = re.compile(r"(?<=<!-- pages -->\n).*?(?=<!-- end of pages -->)", re.DOTA
 GROUP = re.compile(r"^      - (?P<name>[^:]+):\n(?P<pages>(?: {10}- .*\n)+)", re.MULTILINE)
 TABLE = re.compile(r"(?<=<!-- table )(?P<name>[\w-]+) -->\n.*?(?=<!-- end of table -->)", re.DOTALL)
 FIGURE = re.compile(
-    r"(?P<shown>[\d.]+|\([-+\d]+ to [-+\d]+\))"
+    r"(?P<shown>[\d.]+x?|\([-+\d]+ to [-+\d]+\))"
     r"(?P<where><!-- (?P<name>[\w-]+); (?P<row>[^;>]+); (?P<column>[^;>]+) -->)"
 )
 
@@ -39,8 +39,9 @@ def rewritten(text: str, page: Path) -> str:
         if shown.startswith("("):
             return results.interval(found["row"], found["column"]) + found["where"]
         value = results.cell(found["row"], found["column"])
-        digits = f"{value:.{len(shown.partition('.')[2])}f}"
-        return (digits.removeprefix("0") if shown.startswith(".") else digits) + found["where"]
+        times = "x" if shown.endswith("x") else ""
+        places = len(shown.removesuffix("x").partition(".")[2])
+        return f"{value:.{places}f}{times}{found['where']}"
 
     return PAGES.sub(lambda _: overview(), FIGURE.sub(figure, TABLE.sub(table, text)))
 
