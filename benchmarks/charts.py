@@ -130,33 +130,6 @@ def _near(axes: Any, tick: float) -> bool:
     return bool(low <= tick <= high)
 
 
-def facts() -> Any:
-    """Which methods find facts, at 7680 tokens."""
-    tasks = Results.named("tasks")
-
-    def points(start: str) -> list[tuple[float, float]]:
-        rows = [row for row in tasks.rows if row.startswith(start)]
-        return sorted((tasks.cell(row, "density, 7680"), tasks.cell(row, "score, 7680")) for row in rows)
-
-    figure, axes = plt.subplots(figsize=(7.6, 4.0))
-    lines: list[Line] = [
-        ("xattention | Band(128)", BLUE, points("xattention with Band(128)")),
-        ("mean_pooling | Band(128)", ORANGE, points("mean_pooling with Band(128)")),
-        ("tuned plans, by layer", GREEN, points("plan, by layer 0")),
-        ("s2o", RED, points("s2o, S=128, band=128")),
-        ("random blocks", GREY, points("random")),
-    ]
-    _lines(axes, lines, up=(-9, 0, 13, 0, 0))
-    axes.axhline(81, color=GREY, linewidth=1, linestyle="--")
-    axes.annotate("dense", (0.02, 81), xytext=(0, 4), textcoords="offset points", color=GREY)
-    axes.set(xlim=(0, 0.8), ylim=(0, 100), title="s2o loses the facts that other choices find")
-    axes.set_ylabel("right answers, percent")
-    axes.set_xlabel("density: work as a share of dense attention's\nSmolLM2-135M, 7680 tokens, 64 samples, H200")
-    axes.grid(alpha=0.2)
-    figure.tight_layout()
-    return figure
-
-
 def pipeline() -> Any:
     """The four stages, and what each hands to the next."""
     size = 8
@@ -219,7 +192,6 @@ def _by_length(axes: Any, ticks: dict[int, str]) -> None:
 CHARTS: dict[str, Callable[[], Any]] = {
     "speed-and-kl": speed_and_kl,
     "auto-front": auto_front,
-    "facts": facts,
     "pipeline": pipeline,
 }
 

@@ -47,20 +47,20 @@ def rewritten(text: str, page: Path) -> str:
 
 
 def overview() -> str:
-    """A table for each group of pages in the navigation: question, commands, machines, dates."""
+    """A table for each group of pages in the navigation: question, commands, machines."""
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     parts = []
     for group in GROUP.finditer(navigation):
         pages = re.findall(r"evidence/([\w-]+)\.md", group["pages"])
         if pages:
-            head = f"### {group['name']}\n\n| question | command | machine | date |\n| --- | --- | --- | --- |\n"
+            head = f"### {group['name']}\n\n| question | command | machine |\n| --- | --- | --- |\n"
             parts.append(head + "".join(map(_in_overview, pages)))
     return "\n" + "\n".join(parts) + "\n"
 
 
 def _in_overview(page: str) -> str:
     text = (ROOT / "docs" / "evidence" / f"{page}.md").read_text(encoding="utf-8")
-    question = re.findall(r"^\*(.+\?)\*$", text, re.MULTILINE)[0]
+    question = re.findall(r"^# (.+\?)$", text, re.MULTILINE)[0]
     tables = [Results.named(found["name"]) for found in TABLE.finditer(text)]
 
     def each(cells: Iterable[str]) -> str:
@@ -69,8 +69,7 @@ def _in_overview(page: str) -> str:
     commands = each(f"`{_short(command)}`" for table in tables for command in table.commands)
     if not tables:
         commands = re.findall(r"<!-- no measurements: (.+) -->", text)[0] + "; nothing is measured"
-    machines, dates = each(table.chip for table in tables), each(sorted(table.date for table in tables))
-    return f"| [{question}]({page}.md) | {commands} | {machines} | {dates} |\n"
+    return f"| [{question}]({page}.md) | {commands} | {each(table.chip for table in tables)} |\n"
 
 
 def _short(command: str) -> str:
