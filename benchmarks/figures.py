@@ -1,7 +1,8 @@
 """Figures and tables of the documentation, from the results that they come from: `python -m benchmarks.figures`.
 
 A page shows a table of `docs/evidence/results` between `<!-- table NAME -->` and `<!-- end of table -->`. A figure
-elsewhere is followed by where it stands, as in `4.8<!-- NAME; ROW; COLUMN -->`, the row by its first cells; what
+elsewhere is followed by where it stands, as in `4.8<!-- NAME; ROW; COLUMN -->` or, for a speedup, as in
+`1.5x<!-- NAME; ROW; COLUMN -->`, the row by its first cells; what
 a cell has in brackets as in `(-2 to +5)<!-- NAME; ROW; COLUMN -->`. This rewrites all of them in README and docs,
 rounding a figure as the page does, and draws the charts of these tables. Between `<!-- pages -->` and
 `<!-- end of pages -->` stands every page of the evidence. A test holds that nothing is left to rewrite.
