@@ -181,7 +181,7 @@ def table(rows: Sequence[Row]) -> list[list[str]]:
         for N in lengths:
             row, dense = cells.get((preset, setting, N), {}), cells.get((DENSE, "", N), {})
             small = [f"{x:.{digits}f}" if (x := row.get(name)) is not None else "-" for name, digits in _DIGITS]
-            density, kl, ms = (x.removeprefix("0") for x in small)
+            density, kl, ms = small
             line += [density, kl, _score(row.get("scores"), dense.get("scores")), ms]
         lines.append(line)
     return lines

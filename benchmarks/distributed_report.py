@@ -33,7 +33,7 @@ def table(rows: list[Row]) -> str:
             ]
         )
     head = (
-        "tokens", "scheme", "ranks", "density", "call, ms", "times one", "attention, ms", "masks, ms",
+        "tokens", "scheme", "ranks", "density", "call, ms", "speedup over one GPU", "attention, ms", "masks, ms",
         "communication alone, ms", "sent, GiB", "peak, GiB",
     )  # fmt: skip
     why = "".join(f"\n{tokens(row['N'])} tokens: {row['why']}\n" for row in rows if "why" in row)

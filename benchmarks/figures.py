@@ -1,7 +1,8 @@
 """Figures and tables of the documentation, from the results that they come from: `python -m benchmarks.figures`.
 
 A page shows a table of `docs/evidence/results` between `<!-- table NAME -->` and `<!-- end of table -->`. A figure
-elsewhere is followed by where it stands, as in `4.8<!-- NAME; ROW; COLUMN -->`, the row by its first cells; what
+elsewhere is followed by where it stands, as in `4.8<!-- NAME; ROW; COLUMN -->` or, for a speedup, as in
+`1.5x<!-- NAME; ROW; COLUMN -->`, the row by its first cells; what
 a cell has in brackets as in `(-2 to +5)<!-- NAME; ROW; COLUMN -->`. This rewrites all of them in README and docs,
 rounding a figure as the page does, and draws the charts of these tables. Between `<!-- pages -->` and
 `<!-- end of pages -->` stands every page of the evidence. A test holds that nothing is left to rewrite.
@@ -22,7 +23,7 @@ PAGES = re.compile(r"(?<=<!-- pages -->\n).*?(?=<!-- end of pages -->)", re.DOTA
 GROUP = re.compile(r"^      - (?P<name>[^:]+):\n(?P<pages>(?: {10}- .*\n)+)", re.MULTILINE)
 TABLE = re.compile(r"(?<=<!-- table )(?P<name>[\w-]+) -->\n.*?(?=<!-- end of table -->)", re.DOTALL)
 FIGURE = re.compile(
-    r"(?P<shown>[\d.]+|\([-+\d]+ to [-+\d]+\))"
+    r"(?P<shown>[\d.]+x?|\([-+\d]+ to [-+\d]+\))"
     r"(?P<where><!-- (?P<name>[\w-]+); (?P<row>[^;>]+); (?P<column>[^;>]+) -->)"
 )
 
@@ -39,27 +40,28 @@ def rewritten(text: str, page: Path) -> str:
         if shown.startswith("("):
             return results.interval(found["row"], found["column"]) + found["where"]
         value = results.cell(found["row"], found["column"])
-        digits = f"{value:.{len(shown.partition('.')[2])}f}"
-        return (digits.removeprefix("0") if shown.startswith(".") else digits) + found["where"]
+        times = "x" if shown.endswith("x") else ""
+        places = len(shown.removesuffix("x").partition(".")[2])
+        return f"{value:.{places}f}{times}{found['where']}"
 
     return PAGES.sub(lambda _: overview(), FIGURE.sub(figure, TABLE.sub(table, text)))
 
 
 def overview() -> str:
-    """A table for each group of pages in the navigation: question, commands, machines, dates."""
+    """A table for each group of pages in the navigation: question, commands, machines."""
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     parts = []
     for group in GROUP.finditer(navigation):
         pages = re.findall(r"evidence/([\w-]+)\.md", group["pages"])
         if pages:
-            head = f"### {group['name']}\n\n| question | command | machine | date |\n| --- | --- | --- | --- |\n"
+            head = f"### {group['name']}\n\n| question | command | machine |\n| --- | --- | --- |\n"
             parts.append(head + "".join(map(_in_overview, pages)))
     return "\n" + "\n".join(parts) + "\n"
 
 
 def _in_overview(page: str) -> str:
     text = (ROOT / "docs" / "evidence" / f"{page}.md").read_text(encoding="utf-8")
-    question = re.findall(r"^\*(.+\?)\*$", text, re.MULTILINE)[0]
+    question = re.findall(r"^# (.+\?)$", text, re.MULTILINE)[0]
     tables = [Results.named(found["name"]) for found in TABLE.finditer(text)]
 
     def each(cells: Iterable[str]) -> str:
@@ -68,8 +70,7 @@ def _in_overview(page: str) -> str:
     commands = each(f"`{_short(command)}`" for table in tables for command in table.commands)
     if not tables:
         commands = re.findall(r"<!-- no measurements: (.+) -->", text)[0] + "; nothing is measured"
-    machines, dates = each(table.chip for table in tables), each(sorted(table.date for table in tables))
-    return f"| [{question}]({page}.md) | {commands} | {machines} | {dates} |\n"
+    return f"| [{question}]({page}.md) | {commands} | {each(table.chip for table in tables)} |\n"
 
 
 def _short(command: str) -> str:

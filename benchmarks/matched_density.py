@@ -1,7 +1,7 @@
 """Error at equal density on a real model: `python -m benchmarks.matched_density`.
 
 Every method is swept over its own threshold, layer by layer on the q, k, v of one dense pass; mean squared errors
-are read off at equal densities. Makes the table of docs/evidence/s2o-settings.md; runs on a CPU.
+are read off at equal densities. Makes the table of docs/evidence/s2o.md; runs on a CPU.
 """
 
 from __future__ import annotations

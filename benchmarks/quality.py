@@ -2,7 +2,7 @@
 
 Layer by layer on the q, k, v of a dense pass: density, covered mass, relative L1 and MSE of the output. Then the
 model itself: perplexity, and facts that it must find in the text. Needs SmolLM2-135M (see `make demo`) or
-another folder with a model. On a CPU choose few tokens; docs/evidence/layer-errors.md comes from a GPU.
+another folder with a model. On a CPU choose few tokens, with a GPU any.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ def windows(rows: list[Row]) -> str:
         heads = f"{row['D']}, {row['Hq']}/{row['Hkv']}"
         ratios = (cell(ratio(ours, other), 2) for other in (plain.get((row["D"], row["plain"])), portable, flex))
         body.append([heads, row["layer"], cell(row["density"], 3), cell(ours, 0), *ratios])
-    others = ["times the plain mask's", "times the portable kernel's", "times FlexAttention's"]
+    others = ["rate, plain mask = 1", "speedup over the portable kernel", "speedup over FlexAttention"]
     return table(["head dim, heads", "mask", "density", "TFLOP/s", *others], body)
 
 
@@ -218,7 +218,7 @@ def s2o(rows: list[Row]) -> str:
         calls = [*(milliseconds(ms_of(row, name)) for name in CALLS), cell(times_dense(row), 2)]
         body.append([*point, cell(row.get("l1"), 4), *times, *calls, gibibytes(row.get("extra_bytes"))])
     head = ["tokens", "maps", "tau", "density", "relative L1", *STEPS, "index / attend", *CALLS]
-    parts = table([*head, "times dense", "extra GiB"], body), "\n".join(_fastest_near(rows, 0.05))
+    parts = table([*head, "speedup over dense", "extra GiB"], body), "\n".join(_fastest_near(rows, 0.05))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -234,7 +234,7 @@ def _fastest_near(rows: list[Row], error: float) -> list[str]:
     for N in dict.fromkeys(row["N"] for row in rows):
         near = [row for row in rows if row["N"] == N and times_dense(row) is not None and row["l1"] <= error]
         if best := max(near, key=lambda row: times_dense(row) or 0.0, default=None):
-            what = f"{best['method']}, tau {best['tau']:g}, {times_dense(best):.2f} times dense"
+            what = f"{best['method']}, tau {best['tau']:g}, {times_dense(best):.2f}x faster than dense"
             lines.append(f"- Fastest with a relative L1 of at most {error:g}, {tokens(N)} tokens: {what}.")
     return lines
 
@@ -281,7 +281,7 @@ def calls(rows: list[Row]) -> str:
         times = [milliseconds(row.get("ms")), cell(speedup, 2)]
         rest = [gibibytes(row.get("extra_bytes")), row.get("ran", NONE)]
         body.append([tokens(row["N"]), row["method"], cell(row.get("density"), 3), *times, *rest])
-    return table(["tokens", "call", "density", "ms", "times dense", "extra GiB", "what ran"], body)
+    return table(["tokens", "call", "density", "ms", "speedup over dense", "extra GiB", "what ran"], body)
 
 
 def growth(rows: list[Row]) -> str:
@@ -304,7 +304,7 @@ def crossover(rows: list[Row]) -> str:
         work = [str(row["Hq"]), tokens(row["M"]), tokens(row["N"]), row["dtype"], f"{row['operations']:.1e}"]
         body.append([*work, milliseconds(dense), *(cell(ratio(dense, ms_of(row, name)), 2) for name in others)])
     head = ["query heads", "queries", "keys", "dtype", "operations", "dense, ms"]
-    return table([*head, *(f"{name}, times dense" for name in others)], body)
+    return table([*head, *(f"{name}, speedup over dense" for name in others)], body)
 
 
 def serving(rows: list[Row]) -> str:
@@ -358,15 +358,15 @@ def _served(rows: list[Row]) -> str:
             if name in ("pbs_attn", "AutoExecutor"):
                 line.append(cell(_must(row, name, "dense"), 2))
         body.append(line)
-    head = ["shape", "density", "dense, ms", "which", "pbs_attn, ms", "times dense", "must"]
+    head = ["shape", "density", "dense, ms", "which", "pbs_attn, ms", "speedup over dense", "must"]
     head += [
         "mean_pooling, ms",
-        "times dense",
+        "speedup over dense",
         "AutoExecutor, ms",
-        "times dense",
+        "speedup over dense",
         "must",
         "auto, ms",
-        "times dense",
+        "speedup over dense",
     ]
     return table(head, body) if body else ""
 
@@ -440,7 +440,7 @@ def cpu(rows: list[Row]) -> str:
         times = [x for other in others for x in (milliseconds(other), cell(ratio(dense, other), 2))]
         point = [tokens(row["N"]), str(row["D"]), str(row["block"]), row["dtype"], cell(row["density"], 2)]
         body.append([*point, milliseconds(dense), *times])
-    head = [x for name in names for x in (f"{name}, ms", "times SDPA")]
+    head = [x for name in names for x in (f"{name}, ms", "speedup over SDPA")]
     runs_by = " and ".join(sorted({row["runs_by"] for row in rows}))
     made = table(["tokens", "D", "block", "dtype", "density", "dense SDPA, ms", *head], body)
     return f"{made}\n\n`CpuExecutor` runs by {runs_by}."

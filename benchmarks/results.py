@@ -28,7 +28,7 @@ class Results(NamedTuple):
     @classmethod
     def named(cls, name: str) -> Results:
         read: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-        source = "{machine}, {date}, {versions}. {command}: {inputs}. ".format(**read)
+        source = "{machine}, {date}, {versions}. {command}. Inputs: {inputs}. ".format(**read)
         rows = {", ".join(_plain(row[: read["keys"]])): row for row in read["rows"]}
         return cls(read["machine"], read["date"], read["command"], source, read["columns"], rows, read["kept"])
 
@@ -68,7 +68,7 @@ class Results(NamedTuple):
         table = re.sub(r"(?<=\d) (?=(?:ms|s|%|KiB) )", "\N{NO-BREAK SPACE}", table)
         source = f"{self.source[0].upper()}{self.source[1:]}[JSON]({link})"
         if self.kept.endswith(".json"):
-            source += f", [what the run wrote]({link.rpartition('/')[0]}/{self.kept})"
+            source += f", [raw data]({link.rpartition('/')[0]}/{self.kept})"
         return f"{table}\n{textwrap.fill(source, 115, break_on_hyphens=False)}\n"
 
 

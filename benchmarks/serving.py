@@ -136,7 +136,7 @@ def main() -> int:
     if options.also:
         its = {processes[-1].name: processes[-1].job["blocksparse"]} | _named(options.also)
         turns |= {name: Another(name, processes[-1], configuration) for name, configuration in its.items()}
-    print("\n| prompts | " + " | ".join(f"{name}, s" for name in turns) + " | times as fast | first / later |")
+    print("\n| prompts | " + " | ".join(f"{name}, s" for name in turns) + " | speedup | first / later |")
     print("|---" * (len(turns) + 3) + "|", flush=True)
     for text in options.cases.split():
         written, _, repeats = text.partition("*")

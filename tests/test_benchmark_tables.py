@@ -240,7 +240,7 @@ def test_the_fastest_call_that_is_near_is_named() -> None:
     assert (
         "| 128K | large | 0.01 | 0.100 | 0.0400 | 2.00 | 1.00 | 4.00 | 50% | 10.0 | 40.0 | 4.00 | 1.00 |" in text
     )
-    assert "relative L1 of at most 0.05, 128K tokens: large, tau 0.01, 4.00 times dense." in text
+    assert "relative L1 of at most 0.05, 128K tokens: large, tau 0.01, 4.00x faster than dense." in text
     assert "- default, 128K tokens: OutOfMemoryError" in text
 
 
