@@ -25,7 +25,7 @@ def method(written: str) -> AnyPipeline:
     It selects at any length, also where a GPU would be faster without, unless it would keep everything.
 
     Raises:
-        UserError: it is no preset, or one that does not take these arguments.
+        UserError: unknown preset, or arguments that it does not accept.
     """
     try:
         first: ast.expr = ast.parse(written.strip(), mode="eval").body

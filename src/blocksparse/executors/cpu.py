@@ -27,7 +27,7 @@ _PLACES = 256  # queries whose logits are held at a time; and up to which neighb
 @final
 @frozen(cache_hash=True)
 class CpuExecutor(Executor[Permutation, BlockMask]):
-    """Attend by a kernel that the C++ compiler at hand makes for this CPU, once, in seconds, at the first call.
+    """Attention by a C++ kernel that is compiled for this CPU at the first call, in seconds.
 
     The kernel takes fp32, bf16 and fp16, head dims up to 256, and any permutation, window, softcap and sinks. It
     sums in fp32, and multiplies bf16 as it is where the CPU can. The number of threads changes no bit of its

@@ -32,7 +32,7 @@ def about_kernel() -> str:
 
 
 def compile_kernels() -> list[tuple[Path | None, float]]:
-    """Compile the kernels anew: where each is, None if it cannot be kept, and how many seconds that took.
+    """Compile the kernels again: where each is, None if it cannot be kept, and how many seconds that took.
 
     Raises:
         UserError: one cannot be compiled.

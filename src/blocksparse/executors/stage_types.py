@@ -29,7 +29,7 @@ class StageTypes(NamedTuple):
         """What their class lines declare or, where one is silent, what later stages need.
 
         Raises:
-            TypeError: one is no such stage, or needs what the stage before it does not give.
+            TypeError: one is not such a stage, or needs a value that the previous stage does not return.
         """
         rule = "the order is permuter, scorer, selector, executor"
         a(Permuter).or_else(rule).check(permuter=permuter)

@@ -20,7 +20,7 @@ ScoresT_co = TypeVar("ScoresT_co", bound=BlockScores, covariant=True)
 class Scorer(ABC, Generic[PermutationT_contra, ScoresT_co]):
     """Says how much each block, the pairs of one row of queries and one column of keys, is worth.
 
-    It makes the grid, and so it says which pairs may be attended to at all: those that causality and a sliding
+    It makes the grid, which defines the pairs that may be attended to at all: those that causality and a sliding
     window leave. Selectors, executors and traces take both from the grid.
     """
 

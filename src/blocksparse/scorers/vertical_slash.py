@@ -141,7 +141,7 @@ class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
         grid = Grid.of(q, k, permutation, spec, q_block=self.block, k_block=self.block)
         # Mean keys, [B, H, cols, D].
         keys: Tensor | _Later = partial(block_mean, k, self.block, index=permutation.key_slots)
-        if history is not None:  # means are remembered; the probe looks at every key anew
+        if history is not None:  # means are remembered; the probe scores every key again
             keys = history.blocks("mean", k, permutation, self.block, partial(block_mean, block=self.block))
         of_probe = self.probe or self.block
         mean, queries = None, None  # of the probe, [B, Hq, 1, D], and of blocks of queries, [B, Hq, rows, D]

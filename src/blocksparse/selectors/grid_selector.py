@@ -26,7 +26,7 @@ class _Blocks(NamedTuple):
 
 @frozen(cache_hash=True)
 class GridSelector(PositionSelector):
-    """A rule on the cells of a video; text beside them is always kept, as keys and with all keys for its queries.
+    """A rule on the cells of a video. Text is always kept: its keys for all queries, and all keys for its queries.
 
     Tokens must arrive as models flatten them: `prefix` tokens of text, then the cells frame by frame and row by
     row, then any number of tokens of text.

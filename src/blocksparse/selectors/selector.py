@@ -38,7 +38,7 @@ class Selector(ABC, Generic[ScoresT_contra, MaskT_co]):
         return False
 
     def reads_beyond(self, tau: PerHead) -> bool:
-        """Whether it looks at values in heads whose divergence is not below `tau`; some scorers give none."""
+        """Whether it reads scores of heads whose divergence is not below `tau`; some scorers give none."""
         return True
 
     def __or__(
@@ -70,7 +70,7 @@ class Selector(ABC, Generic[ScoresT_contra, MaskT_co]):
         return first(scores) | self(scores)
 
     def in_heads(self, scores: ScoresT_contra, heads: Below) -> BlockMask:
-        """What this selector keeps in some heads; what the mask says of the others has no meaning."""
+        """Mask of the heads that need a result; the entries of other heads are undefined."""
         return self(scores)
 
     def with_places(self, scores: ScoresT_contra, places: Places) -> BlockMask | None:

@@ -82,7 +82,7 @@ class VerticalSlashTopK(Selector[VerticalSlashScores, BlockMask]):
         return heaviest(scores.slash, self._distances(scores), first=self.recent)
 
     def _spared(self, scores: VerticalSlashScores) -> tuple[Tensor, int] | None:
-        """How many of the last keys are no columns, since the nearest distances hold them anyway."""
+        """Number of last keys that are not columns, since the nearest distances hold them anyway."""
         if not scores.grid.causal or self.released:
             return None
         return self._distances(scores), self.recent
