@@ -117,7 +117,7 @@ def one_head(model_folder: Path) -> tuple[Tensor, Tensor, Tensor]:
 def shades(weight: Any, heaviest: float) -> Any:
     """An image of attention weights, in the same shades for true and estimated ones."""
     norm = LogNorm(heaviest * 1e-4, heaviest, clip=True)
-    return SHADES(np.asarray(norm(np.maximum(weight, norm.vmin))))
+    return SHADES(np.asarray(norm(np.maximum(weight, heaviest * 1e-4))))
 
 
 def one_meaning() -> Any:

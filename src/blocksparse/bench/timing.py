@@ -25,7 +25,7 @@ class Figure:
     why: str | None = None
 
     def as_row(self) -> dict[str, Any]:
-        """For JSON."""
+        """The figure as JSON values."""
         return {name: x for name, x in asdict(self).items() if x is not None}
 
 

@@ -1,4 +1,4 @@
-"""What the user may name as a method: any preset, with or without arguments."""
+"""Methods that the user can name: any preset, with or without arguments."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _call(written: ast.expr, known: Mapping[str, Callable[..., Any]]) -> Callabl
 
 
 def executor_of(pipeline: AnyPipeline, trace: AnyTrace) -> str:
-    """Which executor of `pipeline` runs inputs like those of `trace`, and why not the faster ones."""
+    """The executor of `pipeline` that runs inputs like those of `trace`, and why faster ones cannot."""
     if trace.dense_because is not None:
         return f"dense attention runs: {trace.dense_because}"
     if isinstance(pipeline.executor, AutoExecutor):

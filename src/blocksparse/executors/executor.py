@@ -57,7 +57,7 @@ class Executor(ABC, Generic[PermutationT_contra, MaskT_contra]):
 
     @property
     def may_be_left_out(self) -> bool:
-        """Whether a pipeline may attend densely where its selector keeps everything, without this executor."""
+        """Whether a pipeline may use dense attention in place of this executor if every block is kept."""
         return False
 
     def dense_because(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> str | None:

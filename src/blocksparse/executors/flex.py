@@ -126,7 +126,7 @@ class FlexExecutor(Executor[GlobalPermutation, BlockMask]):
 
 
 def _tried(q: Tensor, v: Tensor, mask: BlockMask) -> Hashable:
-    """What decides whether FlexAttention can be compiled."""
+    """Properties of a call that decide whether FlexAttention can be compiled."""
     grid = mask.grid
     return q.device, q.dtype, q.shape[-1], v.shape[-1], grid.q_block, grid.k_block
 

@@ -98,7 +98,7 @@ class RemainderExecutor(Executor[GlobalPermutation, BlockMask]):
 
 
 def _tiles(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> TritonTiles | None:
-    """How the kernel is launched; None for plain torch. On Hopper as measured (docs/evidence/video.md)."""
+    """Launch settings of the kernel; None for plain torch. Hopper: measured (docs/evidence/video.md)."""
     if not q.is_cuda or portable_reasons(q, k, v, mask, None):
         return None
     head_dim, hardware = max(q.shape[3], v.shape[3]), hardware_of(q)

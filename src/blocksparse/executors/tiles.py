@@ -1,4 +1,4 @@
-"""Which kernel computes attention over block lists, and how large the tiles are that it works on at a time."""
+"""Kernel choice and tile sizes for attention over block lists."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST_SOFTCAP = 1024.0
 
 @frozen
 class TritonTiles:
-    """How the portable kernel is launched.
+    """Launch settings of the portable kernel.
 
     Args:
         block_m: queries in a tile of queries: a power of two, at least 16, that divides the mask's query block.
@@ -52,7 +52,7 @@ class TritonTiles:
 
 @frozen
 class HopperTiles:
-    """How a kernel for Hopper is launched.
+    """Launch settings of a Hopper kernel.
 
     The kernel of `TritonExecutor` takes half precision and head dims that are multiples of 8 up to 256;
     `Int8Executor` says what its own kernel takes.

@@ -166,7 +166,7 @@ class TritonExecutor(PagedExecutor[GlobalPermutation, BlockMask]):
 
 
 def reads(tiles: Tiles, paged: PagedKV) -> bool:
-    """Whether the kernel of these tiles reads such pages; the portable one reads any."""
+    """Whether the kernel of these tiles reads pages of this size; the portable kernel reads any."""
     if not isinstance(tiles, HopperTiles):
         return True
     return paged.run >= LEAST_RUN and copies_in_bulk(paged.keys) and copies_in_bulk(paged.values)

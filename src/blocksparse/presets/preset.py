@@ -1,4 +1,4 @@
-"""What presets have in common: the types of their arguments and of what they give, and who attends by default."""
+"""Shared parts of presets: types of arguments and results, and the default executor."""
 
 from __future__ import annotations
 

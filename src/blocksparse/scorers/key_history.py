@@ -51,7 +51,7 @@ class KeyHistory:
         return f"<KeyHistory of {self._tokens} tokens>"
 
     def paged(self, k: Tensor) -> PagedKV | None:
-        """Where keys lie in a cache, if they do; `k` `[B, Hkv, N, D]` is what a scorer was called with.
+        """Location of the keys in a paged cache, if any; `k` `[B, Hkv, N, D]` is the scorer's argument.
 
         Raises:
             ValueError: they do, and `k` is other keys than its stand-in, `PagedKV.k`.
@@ -67,12 +67,12 @@ class KeyHistory:
 
     @property
     def reads_pages(self) -> bool:
-        """Whether its keys lie in a cache."""
+        """Whether the keys are in a paged cache."""
         return self._paged is not None
 
     @property
     def tokens(self) -> int:
-        """How many keys it has seen."""
+        """Number of keys in this history."""
         return self._tokens
 
     def rewind(self, tokens: int) -> None:
@@ -104,7 +104,7 @@ class KeyHistory:
     def blocks(
         self, name: str, k: Tensor, permutation: Permutation, block: int, compute: Callable[..., Tensor]
     ) -> Tensor:
-        """What `compute(k)` gives, with blocks that were whole before taken from memory: `[B, Hkv, cols, ...]`.
+        """Result of `compute(k)`, with earlier complete blocks from memory: `[B, Hkv, cols, ...]`.
 
         This is what scorers call. The result must not be written to.
 
@@ -136,7 +136,7 @@ class KeyHistory:
         return found
 
     def _check(self, k: Tensor, permutation: Permutation) -> tuple[Any, ...]:
-        """Refuse keys that cannot be those of this history with more behind them; say what they have in common."""
+        """Reject keys that do not extend this history; return what they have in common."""
         if permutation.k_index is not None:
             raise ValueError(
                 "'history' needs keys in original order, but this permutation moves them, so that blocks "
@@ -167,7 +167,7 @@ class KeyHistory:
 
 
 def _computed(paged: PagedKV | None, k: Tensor, first: int, compute: Callable[..., Tensor]) -> Tensor:
-    """What `compute` gives of the keys from `first` on."""
+    """Result of `compute` for the keys from `first` on."""
     if paged is None:
         return compute(k[:, :, first:])
     return compute(paged.keys, index=paged.key_slots[:, :, first:])

@@ -72,7 +72,7 @@ class OutputAwareScorer(ValueScorer[GlobalPermutation, BlockLogits]):
         return BlockLogits(logits.masked_fill(~grid.reachable, float("-inf")), grid)
 
     def _bonus(self, v: Tensor, block: int) -> Tensor:
-        """How far the values of each block lie above the mean, `[B, H, cols]`, of `v` `[B, H, N, Dv]` in slots."""
+        """Bonus of each block for long values, `[B, H, cols]`, from `v` `[B, H, N, Dv]` in slots."""
         length = torch.linalg.vector_norm(v, dim=3, keepdim=True, dtype=wide_dtype(v))
         logs = (cells(length, self.stride, 0).amax((3, 4)) + _LEAST).log()  # [B, H, cells]
         if self.lengths is None:

@@ -45,7 +45,7 @@ class Scorer(ABC, Generic[PermutationT_contra, ScoresT_co]):
 
     @property
     def keeps_history(self) -> bool:
-        """Whether this scorer remembers anything of keys that it has seen."""
+        """Whether this scorer reuses results of earlier keys."""
         return False
 
     @property
@@ -55,7 +55,7 @@ class Scorer(ABC, Generic[PermutationT_contra, ScoresT_co]):
 
     @property
     def takes_paged_keys(self) -> bool:
-        """Whether this scorer, given a history, looks at keys through `history.blocks` alone, if it does at all.
+        """Whether this scorer, given a history, reads keys through `history.blocks` only.
 
         It then scores keys in the pages of a cache as well: `k` is then no more than a shape.
         """

@@ -52,7 +52,7 @@ def scored(
     spec: AttentionSpec,
     history: KeyHistory | None = None,
 ) -> ScoresT_co:
-    """What a scorer of either kind gives; one that judges by values refuses a call without."""
+    """Scores from a scorer of either kind; a `ValueScorer` rejects a call without values."""
     if v is not None and isinstance(scorer, ValueScorer):
         found: ScoresT_co = scorer.with_values(q, k, v, permutation, spec)
         return found

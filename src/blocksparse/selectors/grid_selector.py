@@ -53,7 +53,7 @@ class GridSelector(PositionSelector):
 
     @abstractmethod
     def among_cells(self, grid: Grid) -> Tensor:
-        """Which blocks to keep for the cells that they hold, broadcastable to `[B, Hq, rows, cols]` bool."""
+        """Mask of the blocks to keep for their cells, broadcastable to `[B, Hq, rows, cols]` bool."""
 
     def where(self, grid: Grid) -> Tensor:
         """Blocks to keep, bool, broadcastable to `[B, Hq, rows, cols]`.

@@ -31,7 +31,7 @@ class Selector(ABC, Generic[ScoresT_contra, MaskT_co]):
         """Choose among the blocks of `scores.grid`."""
 
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
-        """Whether sizes alone say that every reachable block is kept, in any call of `M` queries and `N` keys.
+        """Whether every call of `M` queries and `N` keys keeps all reachable blocks.
 
         A pipeline whose executor may attend densely then does so without scoring a block. False says nothing.
         """
@@ -66,7 +66,7 @@ class Selector(ABC, Generic[ScoresT_contra, MaskT_co]):
         return Intersection(other, self) if isinstance(other, Selector) else NotImplemented
 
     def added_to(self, first: Selector[ScoresT_contra, BlockMask], scores: ScoresT_contra) -> BlockMask:
-        """What `first` or this selector keeps by the same scores: `a | b` is `b.added_to(a, scores)`."""
+        """Union of `first` and this selector by the same scores: `a | b` is `b.added_to(a, scores)`."""
         return first(scores) | self(scores)
 
     def in_heads(self, scores: ScoresT_contra, heads: Below) -> BlockMask:
@@ -74,7 +74,7 @@ class Selector(ABC, Generic[ScoresT_contra, MaskT_co]):
         return self(scores)
 
     def with_places(self, scores: ScoresT_contra, places: Places) -> BlockMask | None:
-        """What this selector keeps and what `places` choose, in one launch; None if it has no such launch."""
+        """Union of this selection and `places` in one launch; None if there is no such launch."""
         return None
 
 

@@ -88,11 +88,11 @@ class VerticalSlashTopK(Selector[VerticalSlashScores, BlockMask]):
         return self._distances(scores), self.recent
 
     def _columns(self, scores: VerticalSlashScores) -> Tensor:
-        """How many columns, `[1, Hq|1, 1]` float64."""
+        """Number of columns, `[1, Hq|1, 1]` float64."""
         return self._count(self.vertical, _LEAST_VERTICAL, scores)
 
     def _distances(self, scores: VerticalSlashScores) -> Tensor:
-        """How many distances, `[1, Hq|1, 1]` float64."""
+        """Number of distances, `[1, Hq|1, 1]` float64."""
         return self._count(self.slash, _LEAST_SLASH, scores)
 
     def _count(self, budget: PerHead, least: int, scores: VerticalSlashScores) -> Tensor:
