@@ -1,7 +1,7 @@
 """The pictures of docs/reference/concepts.md, computed, light and dark: `python -m benchmarks.concept_pictures`.
 
-One follows a head of the demo's model, SmolLM2-135M, through the four stages of a pipeline. The other spells out,
-on 64 random tokens, which pairs of query and key a permutation and a block mask mean. Half a minute on a CPU.
+`four-stages` shows a head of the demo's model, SmolLM2-135M, after each stage of a pipeline. `one-meaning` shows,
+on 64 random tokens, which pairs of query and key are computed. Half a minute on a CPU.
 """
 
 from __future__ import annotations
@@ -14,55 +14,84 @@ import numpy as np
 import torch
 from matplotlib import colormaps
 from matplotlib import pyplot as plt
-from matplotlib.colors import LogNorm, to_rgba
+from matplotlib.colors import ListedColormap, LogNorm, to_rgba
+from matplotlib.patches import Patch
 from torch import Tensor
 
 import blocksparse as bs
-from benchmarks.charts import BLUE, ORANGE, THEMES, themed
+from benchmarks.charts import GREEN, ORANGE, THEMES, themed
 from blocksparse.demo import TEXT
 from blocksparse.demo.measure import measure
 from blocksparse.demo.model import convert_smollm2, load
-from blocksparse.demo.picture import Panel, pooled_attention
+from blocksparse.demo.picture import pooled_attention
 from blocksparse.demo.prompt import build
 from blocksparse.testing import make_qkv
 
 LAYER, HEAD, TOKENS = 8, 1, 2048  # the head that the demo shows, and a prompt in which blocks are visible
-SEGMENT, BLOCK = 256, 64
+SEGMENT, BLOCK, PIXELS = 256, 64, 512
+SHADES = ListedColormap(colormaps["Blues"](np.linspace(0.08, 1.0, 256)))  # darker: more attention
+DROPPED = "#b9bdc5"
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
 
 
 def four_stages(q: Tensor, k: Tensor, v: Tensor) -> Any:
-    """One head: true attention, its permuted view, a score per block, and the blocks that are kept."""
+    """One head after each stage, all with the same axes: sorted keys across, queries down."""
     permuter, scorer = bs.SegmentKeySort(SEGMENT, probe=BLOCK), bs.MeanPoolScorer(BLOCK)
     selector, executor = bs.TopCdf(0.8) | bs.Sink(1), bs.ReferenceExecutor()
     in_text = bs.Pipeline(bs.Identity(), scorer, bs.Everything(), executor)
-    in_slots = bs.Pipeline(permuter, scorer, bs.Everything(), executor)
-    pipeline = bs.Pipeline(permuter, scorer, selector, executor)
-    true, permuted, kept = (Panel.of("", x, q, k, v, head=0) for x in (in_text, in_slots, pipeline))
-    share = kept.covered_mass
+    trace = bs.Pipeline(permuter, scorer, selector, executor).trace(q, k, v)
+    density, share = float(trace.density()), float(trace.covered_mass())
+    unsorted, with_sorted = (fewest(x, share) for x in (in_text.trace(q, k, v), trace))
 
-    figure, panels = plt.subplots(2, 2, figsize=(7.6, 8.1), layout="constrained", sharex=True, sharey=True)
-    heaviest = float(max(true.attention.max(), permuted.attention.max()))
-    norm = LogNorm(heaviest * 1e-4, heaviest, clip=True)
-    traces = [x.trace(q, k, v) for x in (in_text, in_slots)]
-    images = seen(true, norm), seen(permuted, norm), scored(traces[1].scores), seen(kept, norm)
-    before, after = (fewest(trace, share) for trace in traces)
-    titles = (
-        f"The head: {share:.1%} of its attention\nlies in {before:.0%} of the blocks",
-        f"1  Permuter: keys that matter first\nin each {SEGMENT}: now in {after:.0%}",
-        "2  Scorer: a number for each block\n(orange: kept whatever it is)",
-        "3, 4  Selector, executor:\nattend to these (grey: dropped)",
+    attention = pooled_attention(trace, 0, pixels=PIXELS).numpy()
+    grid, scores = trace.mask.grid, trace.scores
+    assert scores.forced is not None  # a row's own segment is
+    values, forced, reachable, kept = (
+        x.expand(1, 1, grid.rows, grid.cols)[0, 0].numpy()
+        for x in (scores.values, scores.forced, grid.reachable, trace.mask.keep)
     )
-    for axes, image, title in zip(panels.flat, images, titles, strict=True):
+    seen = shades(attention, float(attention.max()))
+    seen[attention == 0] = 0.0  # no query sees a key here: the paper shows
+    scored = shades(values, 1.0)
+    scored[forced] = to_rgba(ORANGE)
+    chosen = np.zeros((*kept.shape, 4))
+    for colour, where in ((DROPPED, reachable), (GREEN, kept), (ORANGE, kept & forced)):
+        chosen[where] = to_rgba(colour)
+    tile = PIXELS // len(kept)
+    computed = seen.copy()
+    computed[(reachable & ~kept).repeat(tile, 0).repeat(tile, 1)] = to_rgba(DROPPED)
+    for image in (scored, chosen):
+        image[~reachable] = 0.0
+
+    figure, panels = plt.subplots(2, 2, figsize=(7.6, 9.0), layout="constrained", sharex=True, sharey=True)
+    stages = (
+        ("1  Permuter", f"sorts the keys of each segment of {SEGMENT}:\nthe most important come first", seen),
+        ("2  Scorer", f"estimates the attention of each block\nof {BLOCK} x {BLOCK} tokens", scored),
+        ("3  Selector", "keeps the blocks with the highest scores\nand those that are always kept", chosen),
+        ("4  Executor", "computes exact attention\nover the kept blocks", computed),
+    )
+    for axes, (stage, does, image) in zip(panels.flat, stages, strict=True):
         axes.imshow(image, extent=(0, TOKENS, TOKENS, 0), interpolation="nearest")
-        axes.set(title=title, xlabel="slot", xticks=range(0, TOKENS + 1, 512), yticks=range(0, TOKENS + 1, 512))
-        axes.tick_params(labelbottom=True)
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0, 0].set_xlabel("key, in the order of the text")
-    for axes in panels[:, 0]:
-        axes.set_ylabel("query")
-    gist = f"With its keys sorted, {kept.density:.0%} of the work holds {share:.1%} of the attention"
-    figure.suptitle(gist, weight="bold")
+        axes.set_title(stage, fontsize=13, pad=34)
+        axes.text(0, 1.02, does, transform=axes.transAxes, va="bottom")
+        axes.set(xticks=range(0, TOKENS + 1, 1024), yticks=range(0, TOKENS + 1, 1024))
+    for lowest, leftmost in zip(panels[1], panels[:, 0], strict=True):
+        lowest.set_xlabel("key, after sorting")
+        leftmost.set_ylabel("query")
+    figure.suptitle(
+        f"{density:.0%} of the work covers {share:.1%} of this head's attention", weight="bold", fontsize=14
+    )
+    legend = [
+        Patch(color=SHADES(0.25), label="little attention"),
+        Patch(color=SHADES(0.95), label="much attention"),
+        Patch(color=GREEN, label="kept block"),
+        Patch(color=ORANGE, label="always kept"),
+        Patch(color=DROPPED, label="not computed"),
+    ]
+    figure.legend(
+        handles=legend, loc="outside lower center", ncols=5, frameon=False, columnspacing=1.2, handlelength=1.2
+    )
+    print(f"{share:.1%} of the attention: {unsorted:.0%} of the blocks in text order, {with_sorted:.0%} sorted")
     return figure
 
 
@@ -85,28 +114,14 @@ def one_head(model_folder: Path) -> tuple[Tensor, Tensor, Tensor]:
     return q[:, HEAD : HEAD + 1], k[:, kv : kv + 1], v[:, kv : kv + 1]
 
 
-def scored(scores: bs.BlockScores) -> Any:
-    """An image: values in shades, forced blocks in one colour, nothing where no query can look."""
-    assert scores.forced is not None  # a row's own segment is
-    values, forced, reachable = (
-        x.expand(1, 1, scores.grid.rows, scores.grid.cols)[0, 0].numpy()
-        for x in (scores.values, scores.forced, scores.grid.reachable)
-    )
-    image = colormaps["viridis_r"](LogNorm(1e-4, 1.0, clip=True)(np.maximum(values, 1e-4)))
-    image[forced] = to_rgba(ORANGE)
-    image[~reachable] = 0.0  # the paper shows
-    return image
-
-
-def seen(panel: Panel, norm: Any) -> Any:
-    """An attention map; where no query looks, the paper shows."""
-    image = panel.colours(norm)
-    image[panel.attention.numpy() == 0] = 0.0
-    return image
+def shades(weight: Any, heaviest: float) -> Any:
+    """An image of attention weights, in the same shades for true and estimated ones."""
+    norm = LogNorm(heaviest * 1e-4, heaviest, clip=True)
+    return SHADES(np.asarray(norm(np.maximum(weight, heaviest * 1e-4))))
 
 
 def one_meaning() -> Any:
-    """64 tokens: kept blocks over slots, the same pairs over tokens, and what causality leaves of them."""
+    """64 tokens: the pairs in kept blocks, and the causal ones among them, both over slots."""
     N, block = 64, 8
     q, k, v = make_qkv(Hq=1, Hkv=1, N=N, D=32, seed=1)
     parts = bs.SegmentKeySort(16, probe=block), bs.MeanPoolScorer(block), bs.TopCdf(0.5), bs.ReferenceExecutor()
@@ -114,29 +129,31 @@ def one_meaning() -> Any:
     kept = trace.mask.keep[0, 0].repeat_interleave(block, 0).repeat_interleave(block, 1)  # [query, slot]
     order = trace.permutation.k_index
     assert order is not None  # keys were sorted
-    pairs = torch.zeros_like(kept)
-    pairs[:, order[0, 0, 0].long()] = kept  # [query, key]
-    meant = torch.cat([trace.mask.pairs(row) for row in range(trace.mask.grid.rows)], dim=2)[0, 0]
-    assert torch.equal(meant, pairs.tril())
+    pairs = torch.cat([trace.mask.pairs(row) for row in range(trace.mask.grid.rows)], dim=2)[0, 0]  # [query, key]
+    attended = pairs[:, order[0, 0, 0].long()]  # [query, slot]
+    assert torch.equal(attended, kept & (order[0, 0, 0].long() <= torch.arange(N)[:, None]))
 
-    figure, panels = plt.subplots(1, 3, figsize=(7.6, 3.1), layout="constrained", sharey=True)
+    figure, panels = plt.subplots(1, 2, figsize=(7.6, 4.4), layout="constrained", sharex=True, sharey=True)
     steps = (
-        ("1  Kept blocks, as slots", "slot", kept, torch.zeros_like(kept)),
-        ("2  The same, as tokens", "key", pairs, torch.zeros_like(kept)),
-        ("3  Without the future", "key", meant, pairs & ~meant),
+        ("Kept blocks", kept, torch.zeros_like(kept)),
+        ("Pairs that are computed", attended, kept & ~attended),
     )
-    for axes, (title, label, shown, dropped) in zip(panels, steps, strict=True):
+    for axes, (title, shown, future) in zip(panels, steps, strict=True):
         image = np.zeros((N, N, 4))
-        image[shown.numpy()] = to_rgba(BLUE)
-        image[dropped.numpy()] = to_rgba(ORANGE)
+        image[shown.numpy()] = to_rgba(GREEN)
+        image[future.numpy()] = to_rgba(DROPPED)
         axes.imshow(image, extent=(0, N, N, 0), interpolation="nearest")
-        axes.set(title=title, xlabel=label, xticks=range(0, N + 1, 16), yticks=range(0, N + 1, 16))
+        axes.set(title=title, xticks=range(0, N + 1, 16), yticks=range(0, N + 1, 16))
         for edge in range(block, N, block):
             axes.axhline(edge, color="0.75", linewidth=0.5)
-            if shown is kept:
-                axes.axvline(edge, color="0.75", linewidth=0.5)
+            axes.axvline(edge, color="0.75", linewidth=0.5)
+        axes.set_xlabel("slot of the key, after sorting")
     panels[0].set_ylabel("query")
-    figure.suptitle("Kept blocks of slots are pairs of tokens, and none looks ahead", weight="bold")
+    legend = [
+        Patch(color=GREEN, label="kept"),
+        Patch(color=DROPPED, label="masked: the key comes after the query"),
+    ]
+    figure.legend(handles=legend, loc="outside lower center", ncols=2, frameon=False)
     return figure
 
 

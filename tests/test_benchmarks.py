@@ -204,7 +204,7 @@ def test_presets_are_measured_without_rounding(preset: Preset) -> None:
 
 def test_picture_of_one_meaning() -> None:
     """It asserts that the pairs it draws are those of the mask."""
-    assert len(concept_pictures.one_meaning().axes) == 3
+    assert len(concept_pictures.one_meaning().axes) == 2
 
 
 @pytest.mark.slow

@@ -135,7 +135,7 @@ def test_whether_torch_compiles_is_asked_as_often_as_one_likes() -> None:
 
 def test_flex_never_runs_uncompiled() -> None:
     """Nor where torch.compile gives up in the middle."""
-    message = r"needs FlexAttention compiled, .* or use ReferenceExecutor\(\)"
+    message = r"needs compiled FlexAttention, .* or use ReferenceExecutor\(\)"
     with torch.compiler.set_stance("force_eager"), pytest.raises(ValueError, match=message):
         flex._compiled()(*make_qkv(N=64, D=16))
 

@@ -62,7 +62,7 @@ def test_another_layer_or_prompt_needs_its_own(device: str) -> None:
     layers = [list(chunks((64, 65, 150), device=device, seed=seed)) for seed in (0, 1)]
     for (q, k, v), other in zip(*layers, strict=True):
         pipeline(q, k, v, history=history)
-        with pytest.raises(ValueError, match="each layer and each prompt needs a KeyHistory of its own"):
+        with pytest.raises(ValueError, match="each layer and each prompt needs its own KeyHistory"):
             pipeline(*other, history=history)
         with pytest.raises(ValueError, match=f"has seen {k.shape[2]} keys, and the queries of this call begin at"):
             pipeline.trace(*other, history=history)
@@ -333,7 +333,7 @@ def test_what_is_refused(device: str) -> None:
     refused(ValueError, "'history' is of other keys", pipeline, q=q.double(), k=k.double(), v=v.double())
     refused(
         ValueError,
-        "each layer and each prompt needs a KeyHistory of its own",
+        "each layer and each prompt needs its own KeyHistory",
         pipeline,
         k=k.expand(1, 2, -1, -1),
         v=v.expand(1, 2, -1, -1),

@@ -108,7 +108,7 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
     (lambda: MEAN(Q, K, V, sequences=[100, 156]), "'sequences' | list; Sequences.packed(lengths) makes one"),
     (lambda: bs.Sequences.from_cu_seqlens(torch.tensor([9, 256])), "'cu_seqlens_q' | begin with 0 | [9, 256]"),
     (lambda: bs.Sequences.padded(torch.tensor([[1, 0, 1]])), "'attention_mask' | entry 0 | inside"),
-    (lambda: twice(bs.KeyHistory()), "'history' has seen 256 keys | a KeyHistory of its own | rewind(0)"),
+    (lambda: twice(bs.KeyHistory()), "'history' has seen 256 keys | its own KeyHistory | rewind(0)"),
     (lambda: MEAN(Q, K, V, history=bs.KeyHistory), "'history' | KeyHistory itself; call it: KeyHistory()"),
     (lambda: bs.xattention()(Q, K, V, history=bs.KeyHistory()), "remembers nothing | call without 'history'"),
     (lambda: bs.pbs_attn()(Q, K, V, history=bs.KeyHistory()), "SegmentKeySort moves keys | without 'history'"),

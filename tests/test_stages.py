@@ -366,7 +366,7 @@ def test_a_trace_asks_once_what_was_visited() -> None:
 
 
 def test_a_rule_of_position_says_where_alone() -> None:
-    with pytest.raises(TypeError, match="Mine has its own __call__, which unions would not ask"):
+    with pytest.raises(TypeError, match="Mine has its own __call__, which unions would not call"):
 
         class Mine(bs.PositionSelector):
             def where(self, grid: bs.Grid) -> Tensor:

@@ -1,4 +1,4 @@
-"""What `blocksparse bench` prints: one table, and a sentence per preset about the crossover."""
+"""Output of `blocksparse bench`: one table, and a sentence per preset about the break-even length."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def crossovers(rows: Sequence[Row]) -> str:
 
 
 def legend(rows: Sequence[Row]) -> str:
-    """What the columns mean, and which executors ran."""
+    """Explanation of the columns, and the executors that ran."""
     lines = [
         "time: median of whole causal calls: ordering, scoring, selecting and attending",
         "speed-up: of dense attention's time over this one; dense is the fastest kernel here",

@@ -23,7 +23,7 @@ DENSE = "dense"
 @final
 @frozen
 class Shape:
-    """What attends: one prompt, causal."""
+    """Shape of the inputs: one prompt, causal."""
 
     heads: int  # Hq
     kv_heads: int  # Hkv
@@ -115,14 +115,14 @@ def _reason(error: Exception) -> str:
 @final
 @frozen
 class Crossover:
-    """From which length on a method is faster than dense attention."""
+    """Break-even length of a method against dense attention."""
 
     tokens: float | None  # None if it is not faster at the longest length that was measured
     at_most: bool = False  # it is faster at every length that was measured, of which this is the first
 
     @classmethod
     def of(cls, rows: Sequence[Row], method: str) -> Crossover:
-        """By interpolation between the last length where dense attention is faster and the next.
+        """Interpolate between the last length where dense attention is faster and the next.
 
         Between two lengths, the logarithm of the speed-up is taken as linear in the logarithm of the length, as it
         is where both times grow as powers of the length.

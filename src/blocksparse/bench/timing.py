@@ -25,7 +25,7 @@ class Figure:
     why: str | None = None
 
     def as_row(self) -> dict[str, Any]:
-        """For JSON."""
+        """The figure as JSON values."""
         return {name: x for name, x in asdict(self).items() if x is not None}
 
 
@@ -34,7 +34,7 @@ def medians(
 ) -> dict[str, Figure]:
     """Milliseconds of each call: three rounds, in each as many repeats as its third of the budget has room for.
 
-    Every round has an order of its own, or one call would always run after the same other.
+    Every round has a different order, or one call would always run after the same other call.
     """
     times: dict[str, list[list[float]]] = {name: [] for name in calls}
     repeats = {}

@@ -7,4 +7,4 @@
 from pathlib import Path
 
 TEXT = Path(__file__).with_name("persuasion.txt")
-"""What the demo reads unless told otherwise."""
+"""Default text of the demo."""

@@ -27,7 +27,7 @@ _CHUNK = 128  # logits of more are so large that the system maps and clears thei
 @final
 @frozen
 class Row:
-    """What one method gave. Times are in seconds."""
+    """Results of one method. Times are in seconds."""
 
     method: str
     first_token_s: float  # from the prompt to the first answer token
@@ -100,7 +100,7 @@ def measure(
 
 
 def perplexity(network: Any, hidden: Tensor, ids: Tensor, counted: Tensor) -> float:
-    """Of the tokens `counted` `[N]` among `ids` `[1, N]`, from `hidden` `[1, N, C]`, a few logits at a time."""
+    """Perplexity of the tokens `counted` `[N]` of `ids` `[1, N]`, from `hidden` `[1, N, C]`, in small parts."""
     total = torch.zeros((), dtype=torch.float64, device=hidden.device)
     target = ids[0, 1:].masked_fill(~counted[1:], -100)
     for start in range(0, len(target), _CHUNK):
@@ -111,7 +111,7 @@ def perplexity(network: Any, hidden: Tensor, ids: Tensor, counted: Tensor) -> fl
 
 
 def logits_of(network: Any, hidden: Tensor) -> Tensor:
-    """What the model makes of hidden states, in fp32, with the cap that Gemma has on them."""
+    """Logits of hidden states in fp32, with Gemma's softcap."""
     logits: Tensor = network.lm_head(hidden).float()
     cap = getattr(network.config.get_text_config(), "final_logit_softcapping", None)
     return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)

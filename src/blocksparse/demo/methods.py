@@ -1,4 +1,4 @@
-"""What the user may name as a method: any preset, with or without arguments."""
+"""Methods that the user can name: any preset, with or without arguments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def method(written: str) -> AnyPipeline:
     It selects at any length, also where a GPU would be faster without, unless it would keep everything.
 
     Raises:
-        UserError: it is no preset, or one that does not take these arguments.
+        UserError: unknown preset, or arguments that it does not accept.
     """
     try:
         first: ast.expr = ast.parse(written.strip(), mode="eval").body
@@ -62,7 +62,7 @@ def _call(written: ast.expr, known: Mapping[str, Callable[..., Any]]) -> Callabl
 
 
 def executor_of(pipeline: AnyPipeline, trace: AnyTrace) -> str:
-    """Which executor of `pipeline` runs inputs like those of `trace`, and why not the faster ones."""
+    """The executor of `pipeline` that runs inputs like those of `trace`, and why faster ones cannot."""
     if trace.dense_because is not None:
         return f"dense attention runs: {trace.dense_because}"
     if isinstance(pipeline.executor, AutoExecutor):

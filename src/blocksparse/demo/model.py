@@ -30,7 +30,7 @@ class Model:
 
     @property
     def dtype(self) -> str:
-        """What the model computes in: "float32" or the like."""
+        """Dtype of the model's computations, such as "float32"."""
         return str(self.network.dtype).removeprefix("torch.")
 
     @property
@@ -106,6 +106,6 @@ def convert_gguf(source: Path, folder: Path) -> None:
 
 
 def wheel_folder() -> Path | None:
-    """Where the package that ships the weights is installed; it is found, never imported."""
+    """Folder of the installed package with the weights, which is not imported."""
     spec = find_spec(_WHEEL)
     return None if spec is None or spec.origin is None else Path(spec.origin).parent

@@ -37,7 +37,7 @@ class Panel:
 
     @classmethod
     def of(cls, name: str, pipeline: AnyPipeline, q: Tensor, k: Tensor, v: Tensor, *, head: int) -> Panel:
-        """What `pipeline` does in query head `head` of `q` `[1, Hq, N, D]`, `k`, `v` `[1, Hkv, N, D]`."""
+        """Map of `pipeline` in query head `head` of `q` `[1, Hq, N, D]`, `k`, `v` `[1, Hkv, N, D]`."""
         group = q.shape[1] // k.shape[1]
         kv, inside = divmod(head, group)
         q, k, v = q[:, kv * group : (kv + 1) * group], k[:, kv : kv + 1], v[:, kv : kv + 1]
@@ -126,7 +126,7 @@ def draw(panels: list[Panel], path: Path, *, title: str) -> None:
 
 
 def _colour_maps() -> tuple[Any, Any]:
-    """For kept and for dropped blocks; in both, darker is heavier."""
+    """Colour maps of kept and dropped blocks; darker means more attention."""
     from matplotlib import colormaps
     from matplotlib.colors import ListedColormap
 

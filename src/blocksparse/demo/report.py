@@ -1,4 +1,4 @@
-"""What the demo found: a table to read and a JSON file to keep."""
+"""Results of the demo: a printed table and a JSON file."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _seconds(value: float) -> str:
 
 
 def legend(rows: list[Row]) -> str:
-    """What the columns mean, and what is not in them."""
+    """Explanation of the columns."""
     lines = [
         "first token: time to read the prompt and give the first token of the answer",
         "attention: of that, the time in attention; speed-up: of attention, against dense",

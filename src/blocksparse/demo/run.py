@@ -29,7 +29,7 @@ _LAYER, _HEAD = 8, 1
 @final
 @frozen
 class Settings:
-    """What the user asked for."""
+    """Settings of the demo."""
 
     out: Path
     text: Path
@@ -43,7 +43,7 @@ class Settings:
 
 
 def run(settings: Settings, console: Console, *, progress: Console) -> list[Row]:
-    """Do everything, and print the table. Gives its rows, dense first.
+    """Run the demo and print the table. Returns its rows, dense first.
 
     Args:
         console: the table goes here.

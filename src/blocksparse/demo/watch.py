@@ -20,7 +20,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Any]
 @final
 @define(eq=False)
 class Sight:
-    """What `watch` saw."""
+    """Measurements of `watch`."""
 
     kept: QKV | None = None
     _seconds: float = field(default=0.0, init=False)

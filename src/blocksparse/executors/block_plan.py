@@ -16,7 +16,7 @@ from blocksparse.selectors.block_mask import BlockMask
 @final
 @frozen(eq=False)
 class BlockPlan(Lists):
-    """Which key blocks each row visits: those with all pairs allowed (`full`), then those with some (`partial`).
+    """Lists of the key blocks that each row visits: first `full` blocks (no masked pair), then `partial` blocks.
 
     Each row has one list, `index` `[B, H, rows, cols]` of int16, or of int32 from 32768 columns on, and each part
     of it is ascending. `full_count` and `partial_count` are `[B, H, rows]` int32; H is Hq, or Hkv where query
@@ -44,7 +44,7 @@ class BlockPlan(Lists):
         return self.index.gather(-1, place.clamp_max(cols - 1)).int()
 
     def to_dense(self) -> Tensor:
-        """Which blocks are listed, `[B, H, rows, cols]` bool."""
+        """Mask of the listed blocks, `[B, H, rows, cols]` bool."""
         cols = self.index.shape[-1]
         count = (self.full_count + self.partial_count).unsqueeze(-1)
         listed = torch.arange(cols, device=self.index.device) < count

@@ -1,4 +1,4 @@
-"""Whether torch.compile compiles: if it is switched off, it runs functions uncompiled, without a warning."""
+"""Check that torch.compile compiles: if it is disabled, it runs functions uncompiled, without a warning."""
 
 from __future__ import annotations
 

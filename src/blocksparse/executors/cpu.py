@@ -27,7 +27,7 @@ _PLACES = 256  # queries whose logits are held at a time; and up to which neighb
 @final
 @frozen(cache_hash=True)
 class CpuExecutor(Executor[Permutation, BlockMask]):
-    """Attend by a kernel that the C++ compiler at hand makes for this CPU, once, in seconds, at the first call.
+    """Attention by a C++ kernel that is compiled for this CPU at the first call, in seconds.
 
     The kernel takes fp32, bf16 and fp16, head dims up to 256, and any permutation, window, softcap and sinks. It
     sums in fp32, and multiplies bf16 as it is where the CPU can. The number of threads changes no bit of its
@@ -71,7 +71,7 @@ class CpuExecutor(Executor[Permutation, BlockMask]):
         return output.written_to(out)
 
     def runs_by(self, q: Tensor, k: Tensor, v: Tensor) -> str:
-        """What computes a call with these: the compiled kernel, or PyTorch's, and why."""
+        """The implementation that runs these inputs: the compiled kernel or PyTorch's, and why."""
         if reasons := cpu_kernel_refuses(q, k, v):
             return f"PyTorch's kernel, since the compiled one cannot: {'; '.join(reasons)}"
         return "the compiled kernel"
@@ -190,7 +190,7 @@ class _Rows:
             _add(self.out, self.lse, some, *self._flash(self.q.index_select(0, some), key[some], at))
 
     def _counts(self, block: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """How many keys of the rest stand before the first query of each row, and how many of them not, `[R]`.
+        """Number of remaining keys before the first query of each row, and after it, `[R]`.
 
         Keys after the last query of a row do not count. With a window, keys before the first query that it hides
         from the last one are counted apart, in a third tensor, and those that it hides from all are not counted.

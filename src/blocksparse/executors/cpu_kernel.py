@@ -1,4 +1,4 @@
-"""Whether attention on a CPU runs by the compiled kernel, and how that is compiled ahead of its first call."""
+"""Status of the compiled CPU kernel, and its compilation in advance."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _QUERIES = 64
 
 
 def takes_dense(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether dense attention of these runs by the kernel, because that is faster than PyTorch's."""
+    """Whether the kernel runs dense attention on these inputs, where it is faster than PyTorch's."""
     return q.shape[2] >= _QUERIES and not differentiates(q, k, v) and not cpu_kernel_refuses(q, k, v)
 
 
@@ -32,7 +32,7 @@ def about_kernel() -> str:
 
 
 def compile_kernels() -> list[tuple[Path | None, float]]:
-    """Compile the kernels anew: where each is, None if it cannot be kept, and how many seconds that took.
+    """Compile the kernels again: where each is, None if it cannot be kept, and how many seconds that took.
 
     Raises:
         UserError: one cannot be compiled.

@@ -20,7 +20,7 @@ MaskT_contra = TypeVar("MaskT_contra", bound=BlockMask, contravariant=True)
 
 
 class Executor(ABC, Generic[PermutationT_contra, MaskT_contra]):
-    """Computes softmax attention over exactly the pairs that a mask and the permutation of its grid mean together.
+    """Computes softmax attention over exactly the pairs that a mask and its permutation define.
 
     These are the pairs of all kept blocks, except those that causality or a sliding window forbids *by original
     position*. `ReferenceExecutor` computes this definition in plain torch; all other executors are faster ways to
@@ -42,23 +42,22 @@ class Executor(ABC, Generic[PermutationT_contra, MaskT_contra]):
         A call begins with `self.check`, and may end with `written_to(out)`.
 
         Args:
-            out: what the output is written to and given as, `[B, Hq, M, Dv]`, a part of a tensor perhaps; a new
-                tensor if None.
+            out: tensor or view `[B, Hq, M, Dv]` that receives the output; a new tensor if None.
 
         Raises:
-            TypeError, ValueError: as of `check`.
+            TypeError, ValueError: as in `check`.
         """
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskT_contra, spec: AttentionSpec) -> list[str]:
         """Every reason why this executor cannot run these inputs; empty if it can.
 
-        Without a method of its own, an executor knows plain softmax attention alone.
+        By default, an executor supports only plain softmax attention.
         """
         return knows_no_window(mask) + knows_no_logit_change(spec)
 
     @property
     def may_be_left_out(self) -> bool:
-        """Whether a pipeline may attend densely where its selector keeps everything, without this executor."""
+        """Whether a pipeline may use dense attention in place of this executor if every block is kept."""
         return False
 
     def dense_because(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> str | None:
@@ -81,7 +80,7 @@ class Executor(ABC, Generic[PermutationT_contra, MaskT_contra]):
         *,
         hint: str = "",
     ) -> None:
-        """Refuse inputs that this executor cannot run. Each `__call__` should begin with it.
+        """Reject inputs that this executor cannot run. Call it first in each `__call__`.
 
         Args:
             hint: a sentence that ends the error message if `unsupported` gives reasons.

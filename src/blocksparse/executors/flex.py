@@ -126,7 +126,7 @@ class FlexExecutor(Executor[GlobalPermutation, BlockMask]):
 
 
 def _tried(q: Tensor, v: Tensor, mask: BlockMask) -> Hashable:
-    """What decides whether FlexAttention can be compiled."""
+    """Properties of a call that decide whether FlexAttention can be compiled."""
     grid = mask.grid
     return q.device, q.dtype, q.shape[-1], v.shape[-1], grid.q_block, grid.k_block
 
@@ -158,7 +158,7 @@ def to_flex(mask: BlockMask) -> FlexBlockMask:
     block is kept, and the key stands at or before the query, and inside of its window.
 
     Raises:
-        ValueError: rows of the mask read keys in orders of their own.
+        ValueError: rows of the mask have different key orders.
     """
     refuse_several_orders(mask, "FlexAttention")
     grid, keep = mask.grid, mask.per_query_head()
@@ -207,8 +207,8 @@ def _by_position(mask: BlockMask) -> MaskMod:
 def _table(position: Tensor, batch: int, q_heads: int) -> Tensor:
     """Positions by batch and query head, padded to a power of two and of static shape.
 
-    Few lengths then compile anew, and the mask uses no symbolic size: Inductor's CPU template confuses their
-    names (torch 2.13), and takes even Python integers for symbols.
+    Few lengths then need another compilation, and the mask uses no symbolic size: Inductor's CPU template confuses
+    their names (torch 2.13), and takes even Python integers for symbols.
     """
     length = 1 << (position.shape[-1] - 1).bit_length()
     table = pad(position, (0, length - position.shape[-1]), value=-1)
@@ -224,14 +224,14 @@ def _lse_too() -> Any:
 
 @functools.cache
 def _compiled() -> Callable[..., Any]:
-    """FlexAttention, compiled: as it stands it ignores the lists, and would attend to what was dropped."""
+    """Compiled FlexAttention. Uncompiled, it ignores the lists and attends to dropped blocks."""
     from torch.nn.attention.flex_attention import flex_attention
 
     def over_lists(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
             raise ValueError(
-                "FlexExecutor needs FlexAttention compiled, and torch.compile ran it as it stands: "
-                "leave its stance at the default, or use ReferenceExecutor()"
+                "FlexExecutor needs compiled FlexAttention, but torch.compile ran it uncompiled: "
+                "reset torch.compiler.set_stance to 'default', or use ReferenceExecutor()"
             )
         return flex_attention(*args, **kwargs)
 

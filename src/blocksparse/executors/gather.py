@@ -37,9 +37,9 @@ class GatherExecutor(Executor[Permutation, RankedBlockMask]):
     """Visit a row's kept blocks by rank and stop when they add little (S2O, algorithms 2 and 3).
 
     Blocks of a negative rank are visited first and in any case. After each later block, a query is satisfied if
-    the gain of that block, by which the query's softmax denominator grew, is less than `tau` times the denominator
-    before it, both relative to the same running maximum. A row of blocks stops when its queries are satisfied. The
-    output is attention over exactly the blocks that it reports as `visited`.
+    the gain of that block, by which the query's softmax denominator grew, is less than the share `tau` of the
+    denominator before it, both relative to the same running maximum. A row of blocks stops when its queries are
+    satisfied. The output is attention over exactly the blocks that it reports as `visited`.
 
     Tokens are loaded through the index map and never moved, so each query group may have its own map. On a GPU a
     Triton kernel runs (fp16, bf16, fp32; query blocks up to 128). Hopper has its own kernel for half precision,

@@ -39,10 +39,10 @@ _HINT = "Use Int8Executor(fp8_pv=False) if only fp8 is missing, or TritonExecuto
 @final
 @frozen(cache_hash=True)
 class Int8Executor(Executor[GlobalPermutation, BlockMask]):
-    """Round tokens to 8 bits while they move into slots, then attend to each row's kept blocks in one kernel.
+    """Block-sparse attention with int8 queries and keys and fp8 values, in one kernel.
 
-    This is SageAttention's arithmetic (SpargeAttn 3.5). GPUs of compute capability 9.0 (Hopper) have a kernel of
-    their own for fp16 and bf16, head dims 64 and 128 and blocks that are multiples of 64. There queries and keys
+    This is SageAttention's arithmetic (SpargeAttn 3.5). Hopper GPUs (compute capability 9.0) have a dedicated
+    kernel for fp16 and bf16, head dims 64 and 128 and blocks that are multiples of 64. There queries and keys
     are rotated by a Hadamard matrix first, which does not change their products and makes their entries more even;
     and in blocks without a masked pair, each tile of keys has four scales, one for each group of columns that a
     thread of a matrix product holds. Everything else takes the portable kernel, in which each query, key and value
@@ -55,13 +55,13 @@ class Int8Executor(Executor[GlobalPermutation, BlockMask]):
             causal, the mean is that of the first tokens, at most 128, and queries that do not see all of these
             read keys that are not smoothed.
         scales: "token" as above. "block" has one scale for the queries, and one for the keys, of each block of the
-            mask, as SageAttention and SpargeAttn do, always in the portable kernel; later tokens of its own block
-            then change how a row is rounded, but not to which keys it attends.
+            mask, as SageAttention and SpargeAttn do, always in the portable kernel; later tokens of the same
+            block then change the rounding of a row, but not its keys.
         pv_skip: lambda of SpargeAttn 3.4, negative, a difference of logits, as in `TritonExecutor`.
         tiles: which kernel runs and how it is launched, `HopperTiles` or `TritonTiles`; by default the fastest.
 
     Raises:
-        ValueError: `pv_skip` is not negative, or `scales` is "block" beside `HopperTiles`.
+        ValueError: `pv_skip` is not negative, or `scales` is "block" with `HopperTiles`.
     """
 
     fp8_pv: bool = field(default=True, validator=flag)
@@ -77,7 +77,7 @@ class Int8Executor(Executor[GlobalPermutation, BlockMask]):
 
     def __attrs_post_init__(self) -> None:
         if self.scales == "block" and isinstance(self.tiles, HopperTiles):
-            raise ValueError("'scales' must be 'token' beside HopperTiles, or 'tiles' TritonTiles: 'block'")
+            raise ValueError("'scales' must be 'token' with HopperTiles: 'block'; or give TritonTiles as 'tiles'")
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec) -> list[str]:
         if find_spec("triton") is None:
@@ -158,7 +158,7 @@ class Int8Executor(Executor[GlobalPermutation, BlockMask]):
         yield portable(grid.q_block, grid.k_block, head_dim, 1, has, value_bytes=value_bytes, out_bytes=out_bytes)
 
     def _tried(self, q: Tensor, v: Tensor) -> Hashable:
-        """What decides beside the tiles whether a kernel can be launched."""
+        """Everything except the tiles that decides whether a kernel can be launched."""
         skips = self.pv_skip is not None
         return "8 bits", q.device, q.dtype, q.shape[-1], v.shape[-1], self.fp8_pv, self.scales, skips
 

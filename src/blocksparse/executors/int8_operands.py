@@ -19,7 +19,7 @@ from blocksparse.permuters.permutation import GlobalPermutation
 
 
 class TokenOperands(NamedTuple):
-    """What the portable kernel reads: queries and keys, and a scale for each of them."""
+    """Inputs of the portable kernel: queries and keys, with one scale each."""
 
     q: Tensor  # [B, Hq, M, D] int8
     k: Tensor  # [B, copies * Hk, N, D] int8

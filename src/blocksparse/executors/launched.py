@@ -1,4 +1,4 @@
-"""What an executor does when a kernel cannot be launched: it takes the next one, and tries that one no more."""
+"""Fallback to the next kernel if one cannot be launched; a failed kernel is not tried again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _Result = TypeVar("_Result")
 def first_launched(
     kernels: Iterable[_Kernel], of: Hashable, run: Callable[[_Kernel], _Result], refuse: Callable[[], None]
 ) -> _Result:
-    """What the first kernel gives that can be launched.
+    """The result of the first kernel that can be launched.
 
     Args:
         kernels: from the fastest on.
@@ -33,7 +33,7 @@ def first_launched(
         except LaunchError as error:
             note((kernel, of), error)
     refuse()
-    raise LaunchError("no kernel can be launched; use AutoExecutor(), which takes another executor")
+    raise LaunchError("no kernel can be launched; use AutoExecutor(), which chooses another executor")
 
 
 def never_launched(kernels: Iterable[_Kernel], of: Hashable) -> list[str]:

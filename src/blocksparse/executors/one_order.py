@@ -1,4 +1,4 @@
-"""Masks in one order of keys, for executors and kernels that take no other."""
+"""Checks that a mask has one key order, for executors and kernels that support no other."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from blocksparse.selectors.block_mask import BlockMask
 
 
 def refuse_several_orders(mask: BlockMask, kernel: str) -> None:
-    """Refuse a mask whose rows read keys in orders of their own, for a kernel that gets keys in one order.
+    """Reject a mask whose rows have different key orders, for a kernel that supports one key order.
 
     Raises:
         ValueError: the mask has the permutation of such an order.
     """
     if not isinstance(mask.grid.permutation, GlobalPermutation):
         raise ValueError(
-            f"{kernel} takes keys in one order, and rows of this mask have orders of their own, as GlobalIndexMap "
-            "makes them: run it with an executor of this package"
+            f"{kernel} takes keys in one order, and rows of this mask have different key orders, as from "
+            "GlobalIndexMap: run it with an executor of this package"
         )
 
 

@@ -23,7 +23,7 @@ class PagedExecutor(Executor[PermutationT_contra, MaskT_contra]):
         """Make the same call with keys and values in the pages of a cache; `mask` is of `kv.k`.
 
         Raises:
-            TypeError, ValueError: as of `check`, or the mask moves keys.
+            TypeError, ValueError: as in `check`, or the mask moves keys.
         """
 
     def gathers_because(self, device: torch.device) -> str | None:

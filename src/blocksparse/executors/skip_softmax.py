@@ -38,7 +38,7 @@ class SkipSoftmaxExecutor(Executor[GlobalPermutation, BlockMask]):
     query decides for itself. If `m` keys are left out, at most the share `m scale_factor / N` of the query's mass
     is lost. Prompts of up to `scale_factor` keys are attended exactly. `visited` of the output, and so
     `trace.density()`, says which blocks some query of their row did not leave out. On a GPU it is found when it is
-    asked for, in plain torch, which takes many times as long as the call; a `DensityRecorder` asks in every call.
+    asked for, in plain torch, which is many times slower than the call; a `DensityRecorder` asks in every call.
 
     On a GPU it is `TritonExecutor(pv_skip=...)`, which computes the logits of every tile, and saves the rest of
     the work of those that all queries of a tile leave out. On a CPU the compiled kernel does the same, for blocks

@@ -1,4 +1,4 @@
-"""Whether four stages fit together by the types of their class lines, and what each must give in a call."""
+"""Type checks of four stages: when they are composed, and for their results in a call."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class StageTypes(NamedTuple):
 
     @classmethod
     def of(cls, permuter: object, scorer: object, selector: object, executor: object) -> StageTypes:
-        """What their class lines declare or, where one is silent, what later stages need.
+        """Types that the stages declare or, where one does not, that later stages need.
 
         Raises:
-            TypeError: one is no such stage, or needs what the stage before it does not give.
+            TypeError: one is not such a stage, or needs a value that the previous stage does not return.
         """
         rule = "the order is permuter, scorer, selector, executor"
         a(Permuter).or_else(rule).check(permuter=permuter)

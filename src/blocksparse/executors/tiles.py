@@ -1,4 +1,4 @@
-"""Which kernel computes attention over block lists, and how large the tiles are that it works on at a time."""
+"""Kernel choice and tile sizes for attention over block lists."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST_SOFTCAP = 1024.0
 
 @frozen
 class TritonTiles:
-    """How the portable kernel is launched.
+    """Launch settings of the portable kernel.
 
     Args:
         block_m: queries in a tile of queries: a power of two, at least 16, that divides the mask's query block.
@@ -52,7 +52,7 @@ class TritonTiles:
 
 @frozen
 class HopperTiles:
-    """How a kernel for Hopper is launched.
+    """Launch settings of a Hopper kernel.
 
     The kernel of `TritonExecutor` takes half precision and head dims that are multiples of 8 up to 256;
     `Int8Executor` says what its own kernel takes.
@@ -98,7 +98,8 @@ class HopperTiles:
         return [f"{self} needs {-(-needed >> 10)} KiB of shared memory, and there are {_SHARED >> 10}"]
 
     def buffers(self, D: int, Dv: int) -> dict[str, int]:
-        """What the kernel of `TritonExecutor` is compiled for beside these tiles' own fields (`hopper/queue.py`).
+        """Compile-time constants of `TritonExecutor`'s kernel, without the fields of these tiles
+        (`hopper/queue.py`).
 
         With two buffers of queries, the next ones are loaded while these are used; in one part, the output leaves
         at once. Where that does not fit, a consumer waits at the end of a tile of queries.
@@ -129,7 +130,7 @@ class HopperTiles:
         The queue's word (`word_of`) is an int64: 24 bits for the number of a tile of queries among all
         `B * Hq * rows`, 20 for the number of full blocks in a row's list, and the upper 20 for partial blocks.
         The word's sign bit must stay 0, because -1 marks the end of the queue, so partial blocks have 19 bits. All
-        `cols` key blocks of a row may be partial: hence `cols < 2^19`. A second int64, the tile's place
+        `cols` key blocks of a row may be partial, so `cols < 2^19`. A second int64, the tile's place
         (`packed_place`), has 16 bits each for batch entry, query head, KV head and the tile's number in its head.
         The batch entry stands at the top, where the sign bit must stay 0, and so has 15.
         """

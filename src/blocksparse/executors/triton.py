@@ -160,13 +160,13 @@ class TritonExecutor(PagedExecutor[GlobalPermutation, BlockMask]):
             yield tuned(q, k, v, grid.q_block, grid.k_block, plain=False)
 
     def _tried(self, q: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec) -> Hashable:
-        """What decides beside the tiles whether a kernel can be launched."""
+        """Everything except the tiles that decides whether a kernel can be launched."""
         asked = mask.grid.window is None, spec.softcap is None, spec.sinks is None, self.pv_skip is None
         return q.device, q.dtype, q.shape[-1], v.shape[-1], asked
 
 
 def reads(tiles: Tiles, paged: PagedKV) -> bool:
-    """Whether the kernel of these tiles reads such pages; the portable one reads any."""
+    """Whether the kernel of these tiles reads pages of this size; the portable kernel reads any."""
     if not isinstance(tiles, HopperTiles):
         return True
     return paged.run >= LEAST_RUN and copies_in_bulk(paged.keys) and copies_in_bulk(paged.values)

@@ -1,4 +1,4 @@
-"""What `blocksparse inspect` finds: a model reads a text densely, and presets are tried on every layer of it."""
+"""Data of `blocksparse inspect`: presets applied to every layer of a dense prefill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What presets keep in one layer: figures for each head, and maps of one preset, from evenly spaced queries."""
+"""Kept blocks in one layer: figures per head, and maps of one preset, from evenly spaced queries."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _QUERIES = 4  # of each row of pixels
 @final
 @frozen(eq=False)
 class Figures:
-    """What one preset does in one layer, `[Hq]` float64 on the CPU each."""
+    """Figures of one preset in one layer, `[Hq]` float64 on the CPU each."""
 
     density: Tensor  # work as a share of dense attention's
     covered_mass: Tensor  # share of the dense weights on visited pairs, mean over queries
@@ -31,7 +31,7 @@ class Figures:
 @final
 @frozen(eq=False)
 class Maps:
-    """Where the heads of one layer look, `[Hq, P, P]` fp32 on the CPU: rows of queries by columns of keys.
+    """Attention maps of one layer, `[Hq, P, P]` fp32 on the CPU: rows of queries by columns of keys.
 
     Entries are shares of the weight of a query, mean over the queries of a row of pixels; those of a row sum to 1.
     """
@@ -112,7 +112,7 @@ def _compared(trace: AnyTrace, query: Tensor, dense: Tensor, lse: Tensor) -> Ten
 @final
 @frozen(eq=False)
 class _Order:
-    """Which row of blocks a query stands in, and which key stands in each slot."""
+    """Row of a query, and the key in each slot."""
 
     visited: BlockMask
     keep: Tensor  # [Hq, rows, cols] bool

@@ -76,7 +76,7 @@ def _preset(preset: Preset) -> dict[str, Any]:
 
 
 def _number(x: float) -> float | None:
-    """Six digits that count; None for what is no number, which JSON lacks."""
+    """Six significant digits; None for NaN and infinity, which JSON lacks."""
     return float(f"{x:.6g}") if abs(x) < float("inf") else None
 
 

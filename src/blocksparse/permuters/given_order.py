@@ -31,7 +31,7 @@ def _written(order: Tensor) -> str:
 @final
 @frozen(cache_hash=True)
 class GivenOrder(GridOrder):
-    """Cells in a given order: any order of your own, or one that is computed once and used in every layer.
+    """Cells in a given order: any custom order, or one that is computed once and used in every layer.
 
         GivenOrder((13, 30, 45), HilbertOrder((13, 30, 45)).cells("cuda"))
 

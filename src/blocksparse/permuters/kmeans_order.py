@@ -25,7 +25,7 @@ class KMeansOrder(Permuter[GlobalPermutation]):
     """Put queries, and keys, cluster by cluster, with clusters found by k-means for each head.
 
     Distances are Euclidean. The clusters begin at tokens that are drawn at random; after the last iteration tokens
-    are sorted by their cluster, and stay in order inside it. A cluster that loses all tokens keeps its centre. The
+    are sorted by their cluster, and stay in order inside it. An empty cluster keeps its centre. The
     blocks of a pipeline have a fixed size, and so a block may hold the end of one cluster and the beginning of
     another. The same inputs give the same order.
 

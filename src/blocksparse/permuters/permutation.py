@@ -36,7 +36,7 @@ def _is_an_index(dims: str) -> Any:
 
 @frozen(eq=False)
 class Permutation:
-    """Which token stands in which slot: one order of keys for all queries, or one for each group of them.
+    """The token in each slot: one key order for all queries, or one per query group.
 
     Slot `j` of query group `g` reads key `k_index[b, h, g, j]`; `-1` marks an empty slot. A query group is `group`
     consecutive *original* positions, whose queries share one map. Groups are counted from position 0 of the keys,

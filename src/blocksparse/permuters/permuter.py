@@ -22,5 +22,5 @@ class Permuter(ABC, Generic[PermutationT_co]):
 
     @property
     def moves_keys(self) -> bool:
-        """Whether keys may stand in other slots than their own. False is a promise that `k_index` is None."""
+        """Whether keys may move to other slots. False promises that `k_index` is None."""
         return True

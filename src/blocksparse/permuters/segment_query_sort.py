@@ -23,13 +23,13 @@ _WORKSPACE = 2**28  # bytes of similarities that are held at a time
 @final
 @frozen(cache_hash=True)
 class SegmentQuerySort(Permuter[GlobalPermutation]):
-    """Sort queries inside each whole segment by the keys that they look at most (PBS-Attn, section 4.3).
+    """Sort queries inside each whole segment by their most similar keys (PBS-Attn, section 4.3).
 
     A centroid is the mean key of a block. A query is assigned to the centroid with which its cosine is greatest,
     and the queries of a segment are sorted by centroid, then by cosine, greatest first; ties keep their order. The
     paper only says "greedily"; here any number of queries may be assigned to a centroid. When causal, a query
-    chooses among the centroids of earlier segments, so that the order depends on no key of its own segment or
-    later; the blocks of its own segment are kept in any case. The first segment and the tail of `N mod S` tokens
+    chooses among the centroids of earlier segments, so that the order depends on no key of the same segment or
+    later; the blocks of the same segment are kept in any case. The first segment and the tail of `N mod S` tokens
     keep their order. If a chunk holds a part of a segment, that part is sorted.
 
     Args:

@@ -39,7 +39,7 @@ def flash_prefill(
         window: tokens in the window that ends with a row of blocks, in whole blocks, the row's own included.
         last: how many queries at the end of the call see every key; None for none. Each chunk of a prompt has its
             own last queries.
-        remainder: let blocks that are not kept take part by their means, as of `RemainderExecutor`: the mean
+        remainder: let dropped blocks contribute their means, as in `RemainderExecutor`: the mean
             correction of FlashPrefill V2 (2608.19758).
         executor: `AutoExecutor()` if None.
     """

@@ -1,4 +1,4 @@
-"""What presets have in common: the types of their arguments and of what they give, and who attends by default."""
+"""Shared parts of presets: types of arguments and results, and the default executor."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def preset(
 
 
 def kept(make: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
-    """A preset that gives one object for equal plain arguments, so that to call it anew costs next to nothing."""
+    """A preset that returns the same object for equal plain arguments, so that repeated calls are cheap."""
     found = cast("Callable[Arguments, Made]", lru_cache(maxsize=256, typed=True)(make))
 
     @wraps(make)

@@ -35,10 +35,10 @@ def sol_attn(
     Args:
         tau: how many standard deviations; a number, or one per query head. A greater one keeps fewer blocks.
         block: tokens per block.
-        variance: how the deviation of a row is found, as of `MeanLogitScorer`.
+        variance: how the deviation of a row is computed, as in `MeanLogitScorer`.
         text: how many keys at the end are kept for all queries. `attach` of `integrations.diffusers` keeps text by
             itself.
-        remainder: let blocks that are not kept take part by their means, as of `RemainderExecutor`.
+        remainder: let dropped blocks contribute their means, as in `RemainderExecutor`.
         executor: `AutoExecutor()` if None.
     """
     count.check(text=text)

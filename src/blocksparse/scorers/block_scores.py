@@ -11,7 +11,7 @@ from blocksparse.geometry import Grid
 
 @frozen(eq=False)
 class BlockScores:
-    """What each block is worth, a number per block on query heads.
+    """The score of each block, one number per block and query head.
 
     Blocks that are `forced` are kept whatever their values are. A rule that keeps a share of the mass may count
     them first, and then fewer others are kept than if forced blocks were added after the selection.

@@ -19,7 +19,7 @@ from blocksparse.scorers.scorer import PermutationT_contra, Scorer, ScoresT_co
 class ScorerByCausality(Scorer[PermutationT_contra, ScoresT_co]):
     """Score by `causal` in a causal call, as for text, and by `otherwise` in another, as for images and video.
 
-    Only the one that is taken is computed. Each may cut the call into blocks of its own; `SelectorByCausality`
+    Only the chosen scorer runs. The two may use different block sizes; `SelectorByCausality`
     chooses among them. What it says of histories is what `causal` says, since prompts are read in chunks where
     calls are causal.
     """

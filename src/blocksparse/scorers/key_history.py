@@ -16,26 +16,24 @@ from blocksparse.permuters.permutation import Permutation
 
 @final
 class KeyHistory:
-    """What scorers know of the keys that they have seen, for one layer and one prompt, or one batch of prompts.
+    """Scorer results for earlier keys, reused across chunks of one prompt or batch in one layer.
 
         history = KeyHistory()
         for start in range(0, N, 2048):
             chunk, so_far = slice(start, start + 2048), slice(start + 2048)
             out = pipeline(q[:, :, chunk], k[:, :, so_far], v[:, :, so_far], history=history)
 
-    A host keeps it beside its KV cache. Keys and values are all those so far, as without it, since attention reads
-    them; but scorers look only at blocks of keys that were not whole before. Every bit of the result is that of a
-    call without a history. The keys that it has seen must not change: after some were rejected or written anew,
-    call `rewind`; so too before a call is made again. In a causal call the queries are those of the new keys, so
-    one that begins before keys which it has seen is refused: most often they were another layer's. Two layers that
-    swap theirs are found on a CPU, by the last key that was seen; on a GPU the host would wait for that, so there
-    it is for the caller to keep them apart. Mean keys take `4 D` bytes for each block and KV head: a 128th of a KV
-    cache in half precision, with blocks of 128 tokens; those of cells (`AntidiagonalScorer(16, pattern="sum")`)
-    a 32nd.
+    Store a history next to the KV cache of its layer. Each call receives all keys and values so far, but scorers
+    process only blocks that are new or were incomplete. The result equals that of a call without a history, bit
+    for bit. Keys in the history must not change. Call `rewind` after keys were rejected or rewritten, and before a
+    call is repeated. A causal call whose queries begin before the end of the history raises an error, because its
+    keys are usually those of another layer. On a CPU, histories swapped between layers are detected by their last
+    key. On a GPU this check would synchronize, so the caller must keep histories apart. Mean keys need `4 D` bytes
+    per block and KV head: 1/128 of a half-precision KV cache with blocks of 128 tokens. Means of cells
+    (`AntidiagonalScorer(16, pattern="sum")`) need 1/32.
 
-    Unlike the other objects here it changes, since each call adds what it has seen; so it is no part of a
-    pipeline. Where prompts branch, as several answers to one question do, each branch takes a `copy.copy` of it,
-    which costs no memory.
+    A history is mutable and not part of a pipeline. If prompts branch, give each branch a `copy.copy`, which
+    shares memory.
 
     Args:
         paged: where the keys lie in a cache, if scorers shall read them there. The keys that they are called with
@@ -53,7 +51,7 @@ class KeyHistory:
         return f"<KeyHistory of {self._tokens} tokens>"
 
     def paged(self, k: Tensor) -> PagedKV | None:
-        """Where keys lie in a cache, if they do; `k` `[B, Hkv, N, D]` is what a scorer was called with.
+        """Location of the keys in a paged cache, if any; `k` `[B, Hkv, N, D]` is the scorer's argument.
 
         Raises:
             ValueError: they do, and `k` is other keys than its stand-in, `PagedKV.k`.
@@ -69,12 +67,12 @@ class KeyHistory:
 
     @property
     def reads_pages(self) -> bool:
-        """Whether its keys lie in a cache."""
+        """Whether the keys are in a paged cache."""
         return self._paged is not None
 
     @property
     def tokens(self) -> int:
-        """How many keys it has seen."""
+        """Number of keys in this history."""
         return self._tokens
 
     def rewind(self, tokens: int) -> None:
@@ -99,14 +97,14 @@ class KeyHistory:
         if start < self._tokens:
             raise ValueError(
                 f"'history' has seen {self._tokens} keys, and the queries of this call begin at key {start}: each "
-                f"layer and each prompt needs a KeyHistory of its own; call rewind({max(start, 0)}) first if keys "
-                "were rejected or written anew, or if this call is made again"
+                f"layer and each prompt needs its own KeyHistory; call rewind({max(start, 0)}) first if keys "
+                "were rejected or rewritten, or if this call is repeated"
             )
 
     def blocks(
         self, name: str, k: Tensor, permutation: Permutation, block: int, compute: Callable[..., Tensor]
     ) -> Tensor:
-        """What `compute(k)` gives, with blocks that were whole before taken from memory: `[B, Hkv, cols, ...]`.
+        """Result of `compute(k)`, with earlier complete blocks from memory: `[B, Hkv, cols, ...]`.
 
         This is what scorers call. The result must not be written to.
 
@@ -138,28 +136,28 @@ class KeyHistory:
         return found
 
     def _check(self, k: Tensor, permutation: Permutation) -> tuple[Any, ...]:
-        """Refuse keys that cannot be those of this history with more behind them; say what they have in common."""
+        """Reject keys that do not extend this history; return what they have in common."""
         if permutation.k_index is not None:
             raise ValueError(
-                "a history is of keys in original order, and this permutation moves them, so that their blocks "
-                "change from chunk to chunk: call without 'history', or take an order that leaves keys in place"
+                "'history' needs keys in original order, but this permutation moves them, so that blocks "
+                "change from chunk to chunk: call without 'history', or use a permuter that leaves keys in place"
             )
         B, Hkv, N, D = k.shape
         kind = B, Hkv, D, k.dtype, k.device
         if self._kind not in ((), kind):
             raise ValueError(
                 f"'history' is of other keys: (B, Hkv, D, dtype, device) were {self._kind}, and are now {kind}; "
-                "each layer and each prompt needs a KeyHistory of its own"
+                "each layer and each prompt needs its own KeyHistory"
             )
         if self._tokens > N:
             raise ValueError(
                 f"'history' has seen {self._tokens} keys, and there are {N} now: call rewind(tokens) after keys "
-                "were rejected or written anew; each layer and each prompt needs a KeyHistory of its own"
+                "were rejected or rewritten; each layer and each prompt needs its own KeyHistory"
             )
         if self._last is not None and not _same(self._last, k[:, :, self._tokens - 1]):
             raise ValueError(
                 f"'history' has seen other keys: key {self._tokens - 1} has changed since; each layer and each "
-                "prompt needs a KeyHistory of its own; call rewind(tokens) after keys were written anew"
+                "prompt needs its own KeyHistory; call rewind(tokens) after keys were rewritten"
             )
         if self._paged is None and k.is_cuda and torch.cuda.is_current_stream_capturing():
             raise ValueError(
@@ -169,7 +167,7 @@ class KeyHistory:
 
 
 def _computed(paged: PagedKV | None, k: Tensor, first: int, compute: Callable[..., Tensor]) -> Tensor:
-    """What `compute` gives of the keys from `first` on."""
+    """Result of `compute` for the keys from `first` on."""
     if paged is None:
         return compute(k[:, :, first:])
     return compute(paged.keys, index=paged.key_slots[:, :, first:])
@@ -202,7 +200,7 @@ def one_for_each(history: object, sequences: Sequences | None) -> Sequence[KeyHi
     if len(history) != len(sequences.spans):
         raise ValueError(f"'history' must have an entry per sequence ({len(sequences.spans)}): {len(history)}")
     if len(set(map(id, history))) != len(history):
-        raise ValueError("'history' must have a KeyHistory of its own for each sequence: two are the same")
+        raise ValueError("'history' must have a separate KeyHistory for each sequence: two are the same")
     return [_of_no_pages(each) for each in history]
 
 

@@ -23,7 +23,8 @@ from blocksparse.scorers.scorer import Scorer
 class NoScorer(Scorer[Permutation, BlockScores]):
     """Zeros that take no memory: blocks differ by position alone, and ties go to the lower column.
 
-    If each query group has its own order of the keys (`GlobalIndexMap`), the blocks of its own segment are forced.
+    If each query group has its own order of the keys (`GlobalIndexMap`), the blocks of the same segment are
+    forced.
 
     Args:
         block: slots per block, on both sides unless `k_block` is given.

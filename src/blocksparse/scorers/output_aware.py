@@ -32,11 +32,11 @@ mean_and_deviation = Rule(
 class OutputAwareScorer(ValueScorer[GlobalPermutation, BlockLogits]):
     """The mean logit on the antidiagonals of a block's cells, and a bonus for keys with long values (Stem).
 
-    A cell is `stride` x `stride` pairs, of which query `stride - 1 - r` is looked at with key `r`. Since that mean
+    A cell is `stride` x `stride` pairs, sampled at query `stride - 1 - r` and key `r`. Since that mean
     is linear, it is the product of mean queries and mean keys, one of each place in a cell, which takes a
-    `block / stride`-th of the multiplications of XAttention. The bonus of a cell is `weight` times the log of its
-    longest value, as deviations above the mean of the head, if it is above. A block takes the mean of its cells.
-    Blocks that are not reachable hold -inf.
+    `block / stride`-th of the multiplications of XAttention. The bonus of a cell is the log of its longest value,
+    multiplied by `weight`, as deviations above the mean of the head, if it is above. A block takes the mean of its
+    cells. Blocks that are not reachable hold -inf.
 
     Args:
         stride: side of a cell.
@@ -72,7 +72,7 @@ class OutputAwareScorer(ValueScorer[GlobalPermutation, BlockLogits]):
         return BlockLogits(logits.masked_fill(~grid.reachable, float("-inf")), grid)
 
     def _bonus(self, v: Tensor, block: int) -> Tensor:
-        """How far the values of each block lie above the mean, `[B, H, cols]`, of `v` `[B, H, N, Dv]` in slots."""
+        """Bonus of each block for long values, `[B, H, cols]`, from `v` `[B, H, N, Dv]` in slots."""
         length = torch.linalg.vector_norm(v, dim=3, keepdim=True, dtype=wide_dtype(v))
         logs = (cells(length, self.stride, 0).amax((3, 4)) + _LEAST).log()  # [B, H, cells]
         if self.lengths is None:

@@ -1,4 +1,4 @@
-"""How scorers treat the segments of a permutation."""
+"""Segments of a permutation in scorers."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class QueryRowsScorer(Scorer[GlobalPermutation, BlockMass]):
 
     A query counts for a block if it may see the block's last token, so that no mean holds keys of its future. In
     original order a row's own block thus counts for its last query alone, and a row that sees no other block may
-    hold no mass at all: keep the diagonal, or a `Band`, beside what is chosen. Mean keys are rounded to the dtype
+    hold no mass at all: also keep the diagonal or a `Band`. Mean keys are rounded to the dtype
     of the keys, as in the authors' code. This takes M N D / k_block multiplications per query head, `block` times
     as many as `MeanPoolScorer`, and no memory for the logits of single queries but some rows' at a time.
 

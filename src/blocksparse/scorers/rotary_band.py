@@ -35,8 +35,8 @@ class RotaryBandScorer(Scorer[GlobalPermutation, BlockMass]):
     """Softmax over key blocks of the product of a block's mean query and mean key, over some pairs of channels.
 
     Rotary embeddings turn channel `i` with channel `i + D / 2`, the first pairs fastest. The means of fast pairs
-    cancel within a block, and those of slow pairs do not; here a band is judged by itself. The logits are `q . k`
-    over the band's channels, over the root of their number and the temperature.
+    cancel within a block, and those of slow pairs do not; this scorer uses one band of pairs. The logits are `q .
+    k` over the band's channels, over the root of their number and the temperature.
 
     Args:
         band: where the band begins and ends, as shares of the `D / 2` pairs; pairs that it cuts belong to it. With
@@ -44,9 +44,9 @@ class RotaryBandScorer(Scorer[GlobalPermutation, BlockMass]):
         block: slots per block, on both sides unless `k_block` is given.
         k_block: slots per key block.
         temperature: what the logits are divided by. None measures it per head: by how much smaller the means of
-            the band are than those of all channels (root mean squares over all blocks and channels), times the
-            root of the band's share of channels. It is measured over all blocks of a call, so that a choice made
-            with it depends a little on later tokens and on how a prompt is chunked.
+            the band are than those of all channels (root mean squares over all blocks and channels),
+            multiplied by the root of the band's share of channels. It is measured over all blocks of a call, so
+            that a choice made with it depends a little on later tokens and on how a prompt is chunked.
     """
 
     band: tuple[float, float] = field(validator=part_of_all)

@@ -20,7 +20,7 @@ ScoresT_co = TypeVar("ScoresT_co", bound=BlockScores, covariant=True)
 class Scorer(ABC, Generic[PermutationT_contra, ScoresT_co]):
     """Says how much each block, the pairs of one row of queries and one column of keys, is worth.
 
-    It makes the grid, and so it says which pairs may be attended to at all: those that causality and a sliding
+    It makes the grid, which defines the pairs that may be attended to at all: those that causality and a sliding
     window leave. Selectors, executors and traces take both from the grid.
     """
 
@@ -45,7 +45,7 @@ class Scorer(ABC, Generic[PermutationT_contra, ScoresT_co]):
 
     @property
     def keeps_history(self) -> bool:
-        """Whether this scorer remembers anything of keys that it has seen."""
+        """Whether this scorer reuses results of earlier keys."""
         return False
 
     @property
@@ -55,7 +55,7 @@ class Scorer(ABC, Generic[PermutationT_contra, ScoresT_co]):
 
     @property
     def takes_paged_keys(self) -> bool:
-        """Whether this scorer, given a history, looks at keys through `history.blocks` alone, if it does at all.
+        """Whether this scorer, given a history, reads keys through `history.blocks` only.
 
         It then scores keys in the pages of a cache as well: `k` is then no more than a shape.
         """

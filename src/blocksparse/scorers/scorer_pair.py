@@ -21,7 +21,7 @@ SecondT_co = TypeVar("SecondT_co", bound=BlockScores, covariant=True)
 @final
 @frozen(eq=False)
 class ScoresPair(BlockScores, Generic[FirstT_co, SecondT_co]):
-    """The scores of two scorers of the same blocks; as scores of their own they are the first."""
+    """The scores of two scorers of the same blocks; read as one, they are the first scorer's."""
 
     first: FirstT_co = field(kw_only=True)
     second: SecondT_co = field(kw_only=True)

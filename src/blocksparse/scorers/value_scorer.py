@@ -38,7 +38,7 @@ class ValueScorer(Scorer[PermutationT_contra, ScoresT_co]):
             ValueError: always.
         """
         raise ValueError(
-            f"{type(self).__name__} judges blocks by values, too, and was called without: give them, as in "
+            f"{type(self).__name__} judges blocks by values, and was called without them: pass them, as in "
             "pipeline.choose(q, k, v); inside another scorer it gets none"
         )
 
@@ -52,7 +52,7 @@ def scored(
     spec: AttentionSpec,
     history: KeyHistory | None = None,
 ) -> ScoresT_co:
-    """What a scorer of either kind gives; one that judges by values refuses a call without."""
+    """Scores from a scorer of either kind; a `ValueScorer` rejects a call without values."""
     if v is not None and isinstance(scorer, ValueScorer):
         found: ScoresT_co = scorer.with_values(q, k, v, permutation, spec)
         return found

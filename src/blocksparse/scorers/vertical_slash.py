@@ -65,7 +65,7 @@ class VerticalSlashScores(BlockMass):
 
     @property
     def divergence(self) -> Tensor:
-        """How far pooled weights of blocks are from true ones, `[B, Hq]` fp32, from 0 to sqrt(ln 2)."""
+        """Divergence of pooled block weights from true ones, `[B, Hq]` fp32, from 0 to sqrt(ln 2)."""
         return _tensor(self._divergence)
 
     def mass_of_columns(self) -> Tensor:
@@ -141,7 +141,7 @@ class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
         grid = Grid.of(q, k, permutation, spec, q_block=self.block, k_block=self.block)
         # Mean keys, [B, H, cols, D].
         keys: Tensor | _Later = partial(block_mean, k, self.block, index=permutation.key_slots)
-        if history is not None:  # means are remembered; the probe looks at every key anew
+        if history is not None:  # means are remembered; the probe scores every key again
             keys = history.blocks("mean", k, permutation, self.block, partial(block_mean, block=self.block))
         of_probe = self.probe or self.block
         mean, queries = None, None  # of the probe, [B, Hq, 1, D], and of blocks of queries, [B, Hq, rows, D]
@@ -183,7 +183,7 @@ class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
 
 @final
 class _Probe:
-    """What the last `P` queries look at, computed when it is asked for."""
+    """Attention of the last `P` queries, computed on demand."""
 
     def __init__(
         self, q: Tensor, k: Tensor, keys: Tensor | _Later, mean: Tensor | None, P: int, grid: Grid, scale: float
@@ -203,14 +203,14 @@ class _Probe:
         return probe_lines(self.probe, self.k, self.q_len, grid.causal, self.scale, grid.window)
 
     def sums(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """Of columns and bands, without a line, where there is a kernel for that."""
+        """Mass of columns and bands without lines, if a kernel computes it."""
         grid = self.grid
         if not grid.causal or grid.window is not None or grid.permutation.k_index is not None:
             return None, None
         return probe_sums(self.probe, self.k, self.scale, grid.k_block) or (None, None)
 
     def divergence(self, columns: Tensor | None) -> Tensor:
-        """Of the weights that the mean query gives to mean keys from those that blocks of keys have."""
+        """Divergence between mean-query weights on mean keys and the weights of key blocks."""
         grid, scale, P = self.grid, self.scale, self.probe.shape[2]
         keys = self.keys if isinstance(self.keys, Tensor) else self.keys()
         logits = products(block_mean(self.probe, P) if self.mean is None else self.mean, keys)

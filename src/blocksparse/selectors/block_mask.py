@@ -145,7 +145,7 @@ class BlockMask:
         return slots.expand(self.keep.shape[0], grid.q_heads, -1, -1)
 
     def pairs(self, row: int) -> Tensor:
-        """Which keys each query of one row attends to, `[B, Hq, m, N]` bool.
+        """Mask of the keys that each query of one row attends to, `[B, Hq, m, N]` bool.
 
         Queries come in the order of `queries(row)`, keys in original order. This is slow and takes memory for all
         pairs of the row; it is meant for tests, measurements and pictures.

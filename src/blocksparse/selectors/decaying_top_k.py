@@ -56,7 +56,7 @@ class DecayingTopK(Selector[BlockScores, BlockMask]):
 
 
 def _first_number(n: int) -> int:
-    """How many of `n` blocks a row keeps before the number falls, as Stem's released code has it."""
+    """Number of `n` blocks that a row keeps before the decay, as in Stem's released code."""
     if n < _ALL_BELOW:
         return n
     return int(0.2 * n + 30) if n < _LONG_FROM else int(0.1 * n) + 30

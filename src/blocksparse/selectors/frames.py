@@ -76,7 +76,7 @@ class Frames(GridSelector):
 
 @lru_cache(maxsize=256)
 def _counted(frames: Frames, device: torch.device) -> Tensor:
-    """How many kept pairs of frames lie before frame `i` and before frame `j`, `[T + 1, T + 1]` int64.
+    """Number of kept frame pairs before frame `i` and before frame `j`, `[T + 1, T + 1]` int64.
 
     It stays on the device for later calls, which then wait for no copy from the host.
     """

@@ -20,7 +20,7 @@ from blocksparse.selectors.selector import Selector
 class GlobalTopCdf(Selector[BlockMass, BlockMask]):
     """Take the heaviest blocks of all rows of a head together, until `mass` of their total is reached.
 
-    The whole head has one budget, so a row may keep much more or much less than the share `mass` of its own total;
+    The whole head has one budget, so a row may keep much more or much less than the share `mass` of its total;
     `TopCdf` has a budget for each row. Earlier rows compete with later ones, so the choice is not causal and
     depends on how a prompt is chunked. Forced blocks are kept in any case, but are not counted first: they are
     ranked and counted like all others. The search on a GPU takes 5 bytes per block; the sort on other devices

@@ -26,7 +26,7 @@ class _Blocks(NamedTuple):
 
 @frozen(cache_hash=True)
 class GridSelector(PositionSelector):
-    """A rule on the cells of a video; text beside them is always kept, as keys and with all keys for its queries.
+    """A rule on the cells of a video. Text is always kept: its keys for all queries, and all keys for its queries.
 
     Tokens must arrive as models flatten them: `prefix` tokens of text, then the cells frame by frame and row by
     row, then any number of tokens of text.
@@ -53,7 +53,7 @@ class GridSelector(PositionSelector):
 
     @abstractmethod
     def among_cells(self, grid: Grid) -> Tensor:
-        """Which blocks to keep for the cells that they hold, broadcastable to `[B, Hq, rows, cols]` bool."""
+        """Mask of the blocks to keep for their cells, broadcastable to `[B, Hq, rows, cols]` bool."""
 
     def where(self, grid: Grid) -> Tensor:
         """Blocks to keep, bool, broadcastable to `[B, Hq, rows, cols]`.

@@ -25,7 +25,7 @@ class MeanStd(Selector[BlockLogits, BlockMask]):
 
     Mean and standard deviation are over the blocks that a row may reach. The deviation is that of the logits
     themselves, or the estimate that the scorer gives with them (`BlockLogits.variance`). Nothing is sorted, and a
-    row of equal logits keeps none of them: keep a `Band` beside what is chosen.
+    row of equal logits keeps none of them: add a `Band`.
 
     Args:
         tau: how many standard deviations above the mean; any finite number, or one per query head.

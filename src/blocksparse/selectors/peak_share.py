@@ -16,7 +16,7 @@ from blocksparse.selectors.selector import Selector
 @final
 @frozen(cache_hash=True)
 class PeakShare(Selector[BlockMass, BlockMask]):
-    """Keep blocks whose mass is at least `alpha` times the greatest of their row, forced blocks, and the diagonal.
+    """Keep blocks with at least the share `alpha` of their row's greatest mass, forced blocks, and the diagonal.
 
     It takes neither a sort nor a running sum. A block without mass is not kept, even where no block of a row has
     any. How much of the row's mass is kept depends on how it is spread: of `n` equal blocks all are.

@@ -19,21 +19,21 @@ from blocksparse.selectors.selector import ScoresT, Selector, Union
 
 
 class PositionSelector(Selector[BlockScores, BlockMask]):
-    """Keeps blocks for where they lie, whatever their scores. `OnTiles` applies one to finer blocks.
+    """Keeps blocks by position, whatever their scores. `OnTiles` applies one to finer blocks.
 
-    `a | b` of two of them is one of them, and takes one launch. A rule of your own says `where`, and nothing
-    else: a union asks for that alone.
+    `a | b` of two position selectors is a position selector and needs one launch. A custom rule defines `where`
+    only, because unions call nothing else.
 
     Raises:
-        TypeError: a subclass has `__call__`, `on`, `joined` or `added_to` of its own.
+        TypeError: a subclass defines `__call__`, `on`, `joined` or `added_to`.
     """
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
         if own := {"__call__", "on", "joined", "added_to"} & set(vars(cls)):
             raise TypeError(
-                f"{cls.__name__} has its own {', '.join(sorted(own))}, which unions would not ask: a "
-                "PositionSelector says 'where' alone; make it a Selector"
+                f"{cls.__name__} has its own {', '.join(sorted(own))}, which unions would not call: a "
+                "PositionSelector defines only 'where'; make it a Selector"
             )
 
     @abstractmethod

@@ -50,7 +50,7 @@ class Random(PositionSelector):
         return torch.cat(keep, dim=2).flatten(0, 1).unsqueeze(0)  # [1, Hq, rows, cols]
 
     def _kept(self, head: Tensor, i: Tensor, j: Tensor, rho: Tensor) -> Tensor:
-        """Which blocks are kept, `[Hkv, G, rows, cols]` bool. Integers are compared, so all devices agree."""
+        """Mask of the kept blocks, `[Hkv, G, rows, cols]` bool. Integers are compared, so all devices agree."""
         if self.released:
             linear = 1103515245 * (i + 1) + 12345 * (j + 1) + 2654435761 * (head + 1) + self.seed
             psi, bound = (linear & 0x7FFFFFFF) % 1_000_000, (rho * 1_000_000).floor()

@@ -31,14 +31,14 @@ class Selector(ABC, Generic[ScoresT_contra, MaskT_co]):
         """Choose among the blocks of `scores.grid`."""
 
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
-        """Whether sizes alone say that every reachable block is kept, in any call of `M` queries and `N` keys.
+        """Whether every call of `M` queries and `N` keys keeps all reachable blocks.
 
         A pipeline whose executor may attend densely then does so without scoring a block. False says nothing.
         """
         return False
 
     def reads_beyond(self, tau: PerHead) -> bool:
-        """Whether it looks at values in heads whose divergence is not below `tau`; some scorers give none."""
+        """Whether it reads scores of heads whose divergence is not below `tau`; some scorers give none."""
         return True
 
     def __or__(
@@ -66,15 +66,15 @@ class Selector(ABC, Generic[ScoresT_contra, MaskT_co]):
         return Intersection(other, self) if isinstance(other, Selector) else NotImplemented
 
     def added_to(self, first: Selector[ScoresT_contra, BlockMask], scores: ScoresT_contra) -> BlockMask:
-        """What `first` or this selector keeps by the same scores: `a | b` is `b.added_to(a, scores)`."""
+        """Union of `first` and this selector by the same scores: `a | b` is `b.added_to(a, scores)`."""
         return first(scores) | self(scores)
 
     def in_heads(self, scores: ScoresT_contra, heads: Below) -> BlockMask:
-        """What this selector keeps in some heads; what the mask says of the others has no meaning."""
+        """Mask of the heads that need a result; the entries of other heads are undefined."""
         return self(scores)
 
     def with_places(self, scores: ScoresT_contra, places: Places) -> BlockMask | None:
-        """What this selector keeps and what `places` choose, in one launch; None if it has no such launch."""
+        """Union of this selection and `places` in one launch; None if there is no such launch."""
         return None
 
 

@@ -1,4 +1,4 @@
-"""What either of two selectors keeps, each by scores of its own (Prism, arXiv 2602.08426)."""
+"""The union of two selections, each by separate scores (Prism, arXiv 2602.08426)."""
 
 from __future__ import annotations
 

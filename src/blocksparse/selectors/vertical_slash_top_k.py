@@ -82,17 +82,17 @@ class VerticalSlashTopK(Selector[VerticalSlashScores, BlockMask]):
         return heaviest(scores.slash, self._distances(scores), first=self.recent)
 
     def _spared(self, scores: VerticalSlashScores) -> tuple[Tensor, int] | None:
-        """How many of the last keys are no columns, since the nearest distances hold them anyway."""
+        """Number of last keys that are not columns, since the nearest distances hold them anyway."""
         if not scores.grid.causal or self.released:
             return None
         return self._distances(scores), self.recent
 
     def _columns(self, scores: VerticalSlashScores) -> Tensor:
-        """How many columns, `[1, Hq|1, 1]` float64."""
+        """Number of columns, `[1, Hq|1, 1]` float64."""
         return self._count(self.vertical, _LEAST_VERTICAL, scores)
 
     def _distances(self, scores: VerticalSlashScores) -> Tensor:
-        """How many distances, `[1, Hq|1, 1]` float64."""
+        """Number of distances, `[1, Hq|1, 1]` float64."""
         return self._count(self.slash, _LEAST_SLASH, scores)
 
     def _count(self, budget: PerHead, least: int, scores: VerticalSlashScores) -> Tensor:

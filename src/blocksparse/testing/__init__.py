@@ -1,4 +1,4 @@
-"""Tools to test a stage of your own: inputs, error budgets, the presets, and one check for each role."""
+"""Tools to test a custom stage: inputs, error budgets, the presets, and one check for each role."""
 
 from blocksparse.presets import every_preset as every_preset
 from blocksparse.presets import video_presets as video_presets

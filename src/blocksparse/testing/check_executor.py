@@ -85,7 +85,7 @@ def check_executor(
 
 
 def _more(case: Case, block: int) -> list[dict[str, Any]]:
-    """What else a layer may ask for, in chunks of prompts."""
+    """Attention options of a layer, in chunks of prompts."""
     if not case.M < case.N:
         return []
     windows = [{"window": block + 7}] if case.causal else []
@@ -218,7 +218,7 @@ class _Call:
 
 
 def _pairs(mask: BlockMask) -> Tensor:
-    """Which keys each query attends to, `[B, Hq, M, N]` bool, both in original order."""
+    """Mask of the keys that each query attends to, `[B, Hq, M, N]` bool, both in original order."""
     grid = mask.grid
     pairs = torch.zeros(
         grid.batch, grid.q_heads, grid.q_len, grid.k_len, dtype=torch.bool, device=mask.keep.device

@@ -36,7 +36,7 @@ def check_scorer(
     `BlockMass` must follow from the products of `q` and `scale`. In a causal call, a block must keep its score if
     the prompt is cut after it, if later tokens change, and if the call has only a chunk of the queries. If it
     keeps a history, chunks must have with it the very scores that they have without. A `ValueScorer` gets values
-    beside the keys, moved, cut and changed with them, and must refuse a call without.
+    in addition to the keys, moved, cut and changed with them, and must reject a call without values.
 
     Args:
         causal: whether calls are causal; None for both kinds.

@@ -1,4 +1,4 @@
-"""What the checks of all roles share: the cases, and errors of one sentence that name the stage and the case."""
+"""Shared parts of the checks: the cases, and errors that name the stage and the case."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Case:
     causal: bool
 
     def spec(self, **more: Any) -> AttentionSpec:
-        """What is asked of the stage."""
+        """The attention options of the call."""
         return AttentionSpec(scale=SCALE, causal=self.causal, **more)
 
     def inputs(

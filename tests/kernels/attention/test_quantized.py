@@ -436,5 +436,5 @@ def test_options_are_checked() -> None:
         bs.Int8Executor(smooth_k=1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="'fp8_pv'"):
         bs.Int8Executor(fp8_pv=1)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="'scales' must be 'token' beside HopperTiles"):
+    with pytest.raises(ValueError, match="'scales' must be 'token' with HopperTiles"):
         bs.Int8Executor(scales="block", tiles=bs.HopperTiles(2, 128, 2))
