@@ -14,7 +14,7 @@ Test = Callable[..., None]
 
 
 def each(name: str, values: Iterable[Any], shown: Callable[[Any], str] = str) -> Callable[[Test], Test]:
-    """A test goes through all `values` of an argument; a failure names the cases that fail, and a case may be skipped.
+    """A test goes through all `values` of an argument; a failure names the cases that fail. One may be skipped.
 
     Other arguments are pytest's, and the same in all cases: none may change what the next case meets.
     """
