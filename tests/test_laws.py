@@ -335,6 +335,12 @@ def test_an_output_sees_no_bad_number_of_a_later_block(
         assert torch.equal(after.out[:, :, :64], before.out[:, :, :64])
 
 
+@cache
+def chosen_by_row(scorer: bs.Scorer[Any, Any]) -> list[Choice]:
+    """What a scorer makes of a prompt in original order, by each selector that chooses for each row by itself."""
+    return list(traces((stages.PERMUTERS[0], scorer), *make_qkv(**SIZES), stages.by_row(scorer)))
+
+
 @each_scorer
 @each_of_group("later", groups=first_then((1e30, float("nan")), (1.0, float("inf"))))
 def test_selection_sees_no_future_block(scorer: bs.Scorer[Any, Any], later: float) -> None:
@@ -347,8 +353,8 @@ def test_selection_sees_no_future_block(scorer: bs.Scorer[Any, Any], later: floa
     q2, k2, v2 = (
         torch.cat((x[:, :, :t], y[:, :, t:] * later), dim=2) for x, y in zip((q, k, v), noise, strict=True)
     )
-    front, by_row = (stages.PERMUTERS[0], scorer), stages.by_row(scorer)
-    for before, after in zip(traces(front, q, k, v, by_row), traces(front, q2, k2, v2, by_row), strict=True):
+    changed = traces((stages.PERMUTERS[0], scorer), q2, k2, v2, stages.by_row(scorer))
+    for before, after in zip(chosen_by_row(scorer), changed, strict=True):
         rows = t // before.mask.grid.q_block
         assert torch.equal(before.mask.keep[:, :, :rows], after.mask.keep[:, :, :rows])
         assert torch.equal(before.output.out[:, :, :t], after.output.out[:, :, :t])
@@ -356,9 +362,9 @@ def test_selection_sees_no_future_block(scorer: bs.Scorer[Any, Any], later: floa
 
 @cache
 def half_of(permuter: bs.Permuter[Any], device: str) -> Choice:
-    """A prompt in an order, half of its blocks kept."""
+    """A prompt in an order, half of its blocks kept: as large as in other laws, which compile less so."""
     (whole,) = traces(
-        (permuter, stages.AnyOrder(32)), *make_qkv(**SMALL, device=device), [bs.Ranked(bs.TopK(share=0.5))]
+        (permuter, stages.AnyOrder(16)), *make_qkv(**SMALL, device=device), [bs.Ranked(bs.TopK(share=0.5))]
     )
     return whole
 
@@ -370,16 +376,20 @@ def test_chunked_equals_unchunked(
     permuter: bs.Permuter[Any], executor: bs.Executor[Any, Any], start: int, device: str
 ) -> None:
     """Rows stand on the grid of the whole prompt, so a chunk takes its rows of the mask, wherever it starts."""
-    if isinstance(executor, bs.FlexExecutor) and start not in (40, 64):
-        pytest.skip("it compiles for each length: one start inside a block and one between two")
+    if (
+        isinstance(executor, bs.FlexExecutor)
+        and start != 40
+        and (start != 64 or permuter is not stages.KEYS_ONLY[0])
+    ):
+        pytest.skip("it compiles for each length: a start inside of a block, and for one order one between two")
     whole = half_of(permuter, device)
     k, v, chunk = whole.k, whole.v, whole.q[:, :, start:]
-    first = start // 32
+    first = start // 16
     permutation = whole.permutation
     if permutation.group is not None:
         kept = permutation.k_index[:, :, start // permutation.group :]
         permutation = bs.Permutation(kept, group=permutation.group)
-    grid = bs.Grid.of(chunk, k, permutation, bs.AttentionSpec(scale=1.0), q_block=32, k_block=32)
+    grid = bs.Grid.of(chunk, k, permutation, bs.AttentionSpec(scale=1.0), q_block=16, k_block=16)
     mask = bs.RankedBlockMask(whole.mask.keep[:, :, first:], grid, whole.mask.rank[:, :, first:] - grid.cols)
     trace = Choice(chunk, k, v, whole.spec, permutation, whole.scores, mask)
     if not runs(executor, trace):
@@ -430,10 +440,10 @@ def test_no_causal_row_is_empty_where_all_is_equal(front: Front) -> None:
 @each_executor
 def test_a_row_with_nothing_kept(executor: bs.Executor[Any, Any], device: str) -> None:
     """gives 0 and -inf, never NaN and never uninitialised memory."""
-    q, k, v = make_qkv(**SIZES, device="cpu" if isinstance(executor, bs.CpuExecutor) else device)
-    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0), q_block=32, k_block=32)
-    keep = grid.reachable.expand(2, 4, -1, -1).clone()
-    keep[:, :, 2] = False
+    q, k, v = make_qkv(**SMALL | {"N": 97}, device="cpu" if isinstance(executor, bs.CpuExecutor) else device)
+    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0), q_block=16, k_block=16)
+    keep = grid.reachable.expand(1, 2, -1, -1).clone()
+    keep[:, :, 4:6] = False
     keep[:, 0] = False
     mask = bs.RankedBlockMask(keep, grid, torch.full_like(keep, -1, dtype=torch.int32))
     got = executor(q, k, v, mask, bs.AttentionSpec(scale=0.25))
