@@ -60,7 +60,7 @@ def grouped(
 
 def _go_through(test: Test, given: dict[str, Any], cases: list[tuple[dict[str, Any], str]]) -> None:
     failed: list[tuple[str, Exception]] = []
-    skipped: list[pytest.skip.Exception] = []
+    skipped: list[BaseException] = []
     for values, shown in cases:
         torch.manual_seed(0)  # as for a test of its own
         try:
@@ -70,10 +70,10 @@ def _go_through(test: Test, given: dict[str, Any], cases: list[tuple[dict[str, A
         except Exception as error:
             failed.append((shown, error))
     if failed:
-        first, error = failed[0]
-        error.add_note(f"the case {first} fails, and of {len(cases)} in all these too:")
-        error.add_note(", ".join(which for which, _ in failed[1:21]) or "none")
-        raise error
+        first, why_first = failed[0]
+        why_first.add_note(f"the case {first} fails, and of {len(cases)} in all these too:")
+        why_first.add_note(", ".join(which for which, _ in failed[1:21]) or "none")
+        raise why_first
     if len(skipped) == len(cases):
         raise skipped[0]
 
