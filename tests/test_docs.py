@@ -9,6 +9,7 @@ exist, and `rejected` is for mypy, which must report what stands behind `# E: `.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import itertools
@@ -29,6 +30,7 @@ import torch
 
 from blocksparse.demo import TEXT
 from blocksparse.integrations.serving.settings import Host, Served, Settings
+from tests.cases import each
 from tests.tiny_model import byte_tokenizer, save_tiny
 
 ROOT = Path(__file__).parents[1]
@@ -58,12 +60,19 @@ PUBLIC = (
     "blocksparse.integrations.transformers", "blocksparse.integrations.diffusers",
 )  # fmt: skip
 
-each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+def path_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@functools.cache
+def read(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
 
 
 def blocks(page: Path, *kinds: str, language: str = "python") -> list[str]:
     """The code of a page's blocks of these kinds, each at its own line of the page, so that errors point there."""
-    text = page.read_text(encoding="utf-8")
+    text = read(page)
     return [
         "\n" * text.count("\n", 0, match.start("code")) + match["code"]
         for match in FENCE.finditer(text)
@@ -73,16 +82,14 @@ def blocks(page: Path, *kinds: str, language: str = "python") -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@each_page
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "", "gpu")], ids=path_of)
 def test_blocks_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In order, in one namespace per page; what the page shows right below a block is what that prints."""
     for host in ("transformers", "diffusers"):
         if page.stem in (host, "integrations"):
             pytest.importorskip(host)
     namespace: dict[str, object] = {"__name__": page.stem}
-    shown = {
-        match["code"].strip(): match["printed"] for match in PRINTED.finditer(page.read_text(encoding="utf-8"))
-    }
+    shown = {match["code"].strip(): match["printed"] for match in PRINTED.finditer(read(page))}
     for code in blocks(page, "", "gpu") if torch.cuda.is_available() else blocks(page, ""):
         capsys.readouterr()
         exec(compile(code, str(page), "exec", dont_inherit=True), namespace)
@@ -97,7 +104,7 @@ def test_there_are_blocks_to_run() -> None:
     """Else another way to write fences would leave the tests around this one without work, and green."""
     assert sum(len(blocks(page, "")) for page in PAGES) > 100
     assert sum(len(blocks(page, "", language="sh")) for page in PAGES) >= 3
-    assert sum(len(PRINTED.findall(page.read_text(encoding="utf-8"))) for page in PAGES) > 5
+    assert sum(len(PRINTED.findall(read(page))) for page in PAGES) > 5
     references = (ROOT / "docs" / "reference" / "api").glob("*.md")
     assert all(blocks(page, "") for page in [ROOT / "README.md", *references])
 
@@ -105,7 +112,7 @@ def test_there_are_blocks_to_run() -> None:
 def test_first_pages_are_short() -> None:
     """README in two screens, one page to choose by, and all but evidence in an evening."""
     assert len((ROOT / "README.md").read_text(encoding="utf-8")) < 6000
-    words = {page: len(page.read_text(encoding="utf-8").split()) for page in (ROOT / "docs").rglob("*.md")}
+    words = {page: len(read(page).split()) for page in (ROOT / "docs").rglob("*.md")}
     assert words[ROOT / "docs" / "choose.md"] < 1200
     glossary = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
     assert glossary.count("\n| ") - 1 <= 40  # but for the head of its table
@@ -131,10 +138,10 @@ def test_commands_run(page: Path, tmp_path: Path) -> None:
         assert done.returncode == 0, f"{code.strip()}\n{done.stdout}{done.stderr}"
 
 
-@each_page
+@each("page", PAGES, path_of)
 def test_fences_are_known(page: Path) -> None:
     """Code stands in fences that say what it is: it runs, or says why it cannot, or is no command."""
-    text = page.read_text(encoding="utf-8")
+    text = read(page)
     outside = REFERENCE_OPTIONS.sub("", FENCE.sub("", text))
     assert not re.findall(r"^(?: {4}|\t|\s*```).*$", outside, re.MULTILINE)
     for match in FENCE.finditer(text):
@@ -149,19 +156,19 @@ def test_fences_are_known(page: Path) -> None:
                 assert all(hasattr(module, name.name) for name in node.names)
 
 
-@each_page
+@each("page", PAGES, path_of)
 def test_links_lead_somewhere(page: Path) -> None:
-    for match in LINK.finditer(page.read_text(encoding="utf-8")):
+    for match in LINK.finditer(read(page)):
         assert (page.parent / match["path"]).exists(), match["path"]
 
 
-@each_page
+@each("page", PAGES, path_of)
 def test_commands_exist(page: Path) -> None:
     """Every line of a shell names a command that is there, with options that it has; so does text, by less."""
     from blocksparse.cli.main import _parser
 
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    text = page.read_text(encoding="utf-8")
+    text = read(page)
     shells = [match["code"] for match in FENCE.finditer(text) if match["language"] == "sh"]
     lines = [line for code in shells for line in code.replace("\\\n", " ").splitlines()]
     inline = [match["command"] for match in INLINE.finditer(FENCE.sub("", text))]
@@ -183,9 +190,9 @@ def test_commands_exist(page: Path) -> None:
             assert all(word in source for word in words[2:] if word.startswith("--")), line
 
 
-@each_page
+@each("page", PAGES, path_of)
 def test_extras_and_options_of_engines_exist(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
+    text = read(page)
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
         "optional-dependencies"
     ]
@@ -222,7 +229,7 @@ def test_reference_has_every_class_and_function() -> None:
         listed = re.findall(r" as (\w+)$", inspect.getsource(module), re.MULTILINE)
         return {name: getattr(module, name) for name in getattr(module, "__all__", listed)}
 
-    pages = [page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "reference" / "api").glob("*.md")]
+    pages = [read(page) for page in (ROOT / "docs" / "reference" / "api").glob("*.md")]
     paths = [path for page in pages for path in REFERENCE.findall(page)]
     # The site would show the module where a function in it has the same name.
     assert not [path for path in paths if (ROOT / "src" / f"{path.replace('.', '/')}.py").exists()]
@@ -233,21 +240,17 @@ def test_reference_has_every_class_and_function() -> None:
     assert len(shown) == len(set(shown))
 
 
-@each_page
+@each("page", PAGES, path_of)
 def test_figures_are_those_of_the_results(page: Path) -> None:
     """Or else `python -m benchmarks.figures` rewrites the page."""
     pytest.importorskip("matplotlib")
     from benchmarks.figures import rewritten
 
-    text = page.read_text(encoding="utf-8")
+    text = read(page)
     assert rewritten(text, page) == text
 
 
-@pytest.mark.parametrize(
-    "path",
-    [*PAGES, *sorted((ROOT / "docs" / "evidence" / "results").glob("*.json"))],
-    ids=lambda path: str(path.relative_to(ROOT)),
-)
+@each("path", [*PAGES, *sorted((ROOT / "docs" / "evidence" / "results").glob("*.json"))], path_of)
 def test_decimals_have_their_zero(path: Path) -> None:
     """0.89, not .89."""
     text = FENCE.sub("", path.read_text(encoding="utf-8"))
@@ -262,20 +265,20 @@ def test_every_table_of_speed_is_explained() -> None:
     assert not [table for table in TABLES if f"| `{table}` | " not in index]
 
 
-@pytest.mark.parametrize("page", EVIDENCE, ids=lambda page: page.stem)
+@each("page", EVIDENCE, path_of)
 def test_each_page_of_evidence_answers_a_question(page: Path) -> None:
     """It is the title, and the first page of the evidence lists it with command, machine and date."""
     index = page.parent / "index.md"
     if page != index:
-        title = page.read_text(encoding="utf-8").split("\n\n")[0]
+        title = read(page).split("\n\n")[0]
         assert re.fullmatch(r"# .+\?", title)
         assert f"| [{title.removeprefix('# ')}]({page.name}) | " in index.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("page", EVIDENCE, ids=lambda page: page.stem)
+@each("page", EVIDENCE, path_of)
 def test_evidence_is_written_from_results(page: Path) -> None:
     """Each table is that of a file, which says its command, machine, date and versions."""
-    text = page.read_text(encoding="utf-8")
+    text = read(page)
     if "<!-- no measurements: " in text:
         assert "<!-- table " not in text
         return
@@ -284,10 +287,10 @@ def test_evidence_is_written_from_results(page: Path) -> None:
     assert not re.search(r"^\|[-:| ]+\|$", by_hand, re.MULTILINE)
 
 
-@each_page
+@each("page", PAGES, path_of)
 def test_figures_outside_of_evidence_are_written_from_results(page: Path) -> None:
     """A time, a speed-up or a KL that was measured is followed by the file that it comes from."""
-    text = page.read_text(encoding="utf-8")
+    text = read(page)
     if page in EVIDENCE and "<!-- no measurements: " not in text:
         return
     text = TABLE.sub("", text)
@@ -325,26 +328,22 @@ def test_a_figure_that_differs_is_rewritten() -> None:
         rewritten("7<!-- whole-model; 12K; speedup -->", ROOT / "README.md")
 
 
-@pytest.mark.parametrize(
-    "results", sorted((ROOT / "docs" / "evidence" / "results").glob("*.json")), ids=lambda path: path.stem
-)
+@each("results", sorted((ROOT / "docs" / "evidence" / "results").glob("*.json")), path_of)
 def test_results_say_where_they_come_from(results: Path) -> None:
-    read = json.loads(results.read_text(encoding="utf-8"))
-    assert all(read[fact] for fact in ("machine", "date", "versions", "command", "inputs", "kept"))
-    assert len({tuple(row[: read["keys"]]) for row in read["rows"]}) == len(read["rows"])
-    assert {len(row) for row in read["rows"]} == {len(read["columns"])}
-    commands = INLINE.findall(read["command"])
-    if "of the paper" not in read["command"]:
+    found = json.loads(results.read_text(encoding="utf-8"))
+    assert all(found[fact] for fact in ("machine", "date", "versions", "command", "inputs", "kept"))
+    assert len({tuple(row[: found["keys"]]) for row in found["rows"]}) == len(found["rows"])
+    assert {len(row) for row in found["rows"]} == {len(found["columns"])}
+    commands = INLINE.findall(found["command"])
+    if "of the paper" not in found["command"]:
         assert any(COMMAND.match(command) or command.startswith("python examples/") for command in commands)
-    assert any(f"<!-- table {results.stem} -->" in page.read_text(encoding="utf-8") for page in PAGES)
+    assert any(f"<!-- table {results.stem} -->" in read(page) for page in PAGES)
 
 
-@pytest.mark.parametrize(
-    "page", sorted((ROOT / "docs" / "reference" / "api").glob("*.md")), ids=lambda page: page.stem
-)
+@each("page", sorted((ROOT / "docs" / "reference" / "api").glob("*.md")), path_of)
 def test_every_name_of_the_reference_is_in_its_example(page: Path) -> None:
     example = "\n".join(blocks(page, ""))
-    names = [path.rsplit(".", 1)[1] for path in REFERENCE.findall(page.read_text(encoding="utf-8"))]
+    names = [path.rsplit(".", 1)[1] for path in REFERENCE.findall(read(page))]
     assert names
     assert not [name for name in names if not re.search(rf"\b{name}\b", example)]
 

@@ -21,6 +21,7 @@ from blocksparse.executors.dense_attention import dense_attention
 from blocksparse.runtime.known_calls import owner_of
 from blocksparse.testing import every_preset, make_qkv
 from tests import stages
+from tests.cases import each
 
 PIPELINE = bs.pbs_attn(0.9)
 VALUES: tuple[Any, ...] = (
@@ -39,7 +40,7 @@ of_ours = [value for value in VALUES if type(value).__module__.startswith("block
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-@pytest.mark.parametrize("value", of_ours, ids=stages.name)
+@each("value", of_ours)
 def test_a_copy_is_equal(value: Any, copied: Callable[[Any], Any]) -> None:
     hash(value)  # which is remembered, and a copy in another process must not have it
     twin = copied(value)
@@ -48,12 +49,11 @@ def test_a_copy_is_equal(value: Any, copied: Callable[[Any], Any]) -> None:
     assert {value: 1}[twin] == 1
 
 
-@pytest.mark.parametrize("name", every_preset)
-def test_made_anew_is_equal(name: str) -> None:
-    assert every_preset[name]() == every_preset[name]()
-    assert len({every_preset[name](), every_preset[name]()}) == 1
-    others = {preset() for preset in every_preset.values()}
-    assert len(others) == len(every_preset)
+def test_made_anew_is_equal() -> None:
+    for name, preset in every_preset.items():
+        assert preset() == preset(), name
+        assert len({preset(), preset()}) == 1, name
+    assert len({preset() for preset in every_preset.values()}) == len(every_preset)
 
 
 @pytest.mark.parametrize(
@@ -113,8 +113,8 @@ LAYERS: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("asked", LAYERS, ids=str)
 @pytest.mark.parametrize("name", every_preset)
+@each("asked", LAYERS)
 def test_choose_then_attend_is_the_call(name: str, asked: dict[str, Any]) -> None:
     pipeline: Any = every_preset[name]()
     q, k, v = make_qkv(N=300, M=200, D=16)

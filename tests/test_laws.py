@@ -25,6 +25,7 @@ from blocksparse.testing import (
     video_presets,
 )
 from tests import stages
+from tests.cases import each, each_of_group, grouped
 
 Front = tuple[bs.Permuter[Any], bs.Scorer[Any, Any]]
 
@@ -51,10 +52,12 @@ def is_core(front: Front) -> bool:
     return front[0] is stages.PERMUTERS[0] or stages.is_first(*front)
 
 
-FRONTS = [
-    pytest.param(front, id=stages.name(*front), marks=[] if is_core(front) else [pytest.mark.slow])
-    for front in stages.fronts()
-]
+# A test for each scorer behind the core permuters, and one behind the others.
+FRONTS = grouped(
+    (((front,), stages.name(*front)) for front in stages.fronts()),
+    group=lambda front: stages.name(front[1]),
+    is_slow=lambda front: not is_core(front),
+)
 # One takes another of these, two need kernels from elsewhere, three approximate: they have tests of their own.
 ELSEWHERE = (
     bs.AutoExecutor,
@@ -95,41 +98,36 @@ PAIRS = [
     and stages.cuts_anew(permuter, scorer)
     and is_enough((permuter, scorer), executor)
 ]
-RUNS = [
-    pytest.param(
-        front,
-        executor,
-        id=stages.name(*front, executor),
-        marks=[] if stages.is_first(*front) and in_fast_loop(executor) else [pytest.mark.slow],
-    )
-    for front, executor in PAIRS
-]
+RUNS = grouped(
+    (((front, executor), stages.name(*front, executor)) for front, executor in PAIRS),
+    group=lambda front, executor: stages.name(front[0], executor),
+    is_slow=lambda front, executor: not (stages.is_first(*front) and in_fast_loop(executor)),
+)
 # In both directions where a kind of order is met for the first time, else in turn in one of them.
-DIRECTED_RUNS = [
-    pytest.param(
-        front,
-        executor,
-        causal,
-        id=f"{stages.name(*front, executor)}-{causal}",
-        marks=[] if causal and stages.is_first(*front) and in_fast_loop(executor) else [pytest.mark.slow],
-    )
-    for i, (front, executor) in enumerate(PAIRS)
-    for causal in (True, False)
-    if stages.is_first(*front) or causal == (i % 2 == 0 or isinstance(front[0], stages.CAUSAL_ONLY))
-]
+DIRECTED_RUNS = grouped(
+    (
+        ((front, executor, causal), f"{stages.name(*front, executor)}-{causal}")
+        for i, (front, executor) in enumerate(PAIRS)
+        for causal in (True, False)
+        if stages.is_first(*front) or causal == (i % 2 == 0 or isinstance(front[0], stages.CAUSAL_ONLY))
+    ),
+    group=lambda front, executor, causal: stages.name(front[0], executor),
+    is_slow=lambda front, executor, causal: True,
+)
 # One token more than whole blocks of 16 and 32, and than segments of 32 and 48; and a part of a second one of 64.
 SIZES: dict[str, Any] = {"B": 2, "Hq": 4, "Hkv": 2, "N": 97, "D": 16}
 SMALL: dict[str, Any] = {"B": 1, "Hq": 2, "Hkv": 1, "N": 70, "D": 16}  # where kernels are interpreted
 
-each_front = pytest.mark.parametrize("front", FRONTS)
+each_front = each_of_group("front", groups=FRONTS)
 each_executor = pytest.mark.parametrize("executor", EXECUTORS)
-each_run = pytest.mark.parametrize(("front", "executor"), RUNS)
+each_run = each_of_group("front", "executor", groups=RUNS)
 each_scorer = pytest.mark.parametrize("scorer", stages.SCORERS, ids=stages.name)
 any_direction = pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)])
 
 
-def slow(*values: Any) -> list[Any]:
-    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+def first_then(fast: tuple[Any, ...], slow: tuple[Any, ...]) -> list[Any]:
+    """A group of values for the fast loop, and one of others."""
+    return grouped((((x,), str(x)) for x in fast + slow), lambda x: "some", lambda x: x in slow)
 
 
 def selectors_for(front: Front, executor: bs.Executor[Any, Any] | None = None) -> list[bs.Selector[Any, Any]]:
@@ -260,7 +258,7 @@ def test_every_composition_means_what_it_says(front: Front, causal: bool) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("front", "executor", "causal"), DIRECTED_RUNS)
+@each_of_group("front", "executor", "causal", groups=DIRECTED_RUNS)
 def test_every_executor_agrees(front: Front, executor: bs.Executor[Any, Any], causal: bool, device: str) -> None:
     q, k, v = make_qkv(**SMALL, M=50, device=device)
     for trace in traces_for(executor, front, q, k, v, causal=causal):
@@ -337,8 +335,14 @@ def test_an_output_sees_no_bad_number_of_a_later_block(
         assert torch.equal(after.out[:, :, :64], before.out[:, :, :64])
 
 
-@pytest.mark.parametrize("later", [1e30, float("nan"), *slow(1.0, float("inf"))])
+@cache
+def chosen_by_row(scorer: bs.Scorer[Any, Any]) -> list[Choice]:
+    """What a scorer makes of a prompt in original order, by each selector that chooses for each row by itself."""
+    return list(traces((stages.PERMUTERS[0], scorer), *make_qkv(**SIZES), stages.by_row(scorer)))
+
+
 @each_scorer
+@each_of_group("later", groups=first_then((1e30, float("nan")), (1.0, float("inf"))))
 def test_selection_sees_no_future_block(scorer: bs.Scorer[Any, Any], later: float) -> None:
     """In original order the choice for a row of blocks depends on nothing after it."""
     if isinstance(scorer, stages.PROBES):
@@ -349,8 +353,8 @@ def test_selection_sees_no_future_block(scorer: bs.Scorer[Any, Any], later: floa
     q2, k2, v2 = (
         torch.cat((x[:, :, :t], y[:, :, t:] * later), dim=2) for x, y in zip((q, k, v), noise, strict=True)
     )
-    front, by_row = (stages.PERMUTERS[0], scorer), stages.by_row(scorer)
-    for before, after in zip(traces(front, q, k, v, by_row), traces(front, q2, k2, v2, by_row), strict=True):
+    changed = traces((stages.PERMUTERS[0], scorer), q2, k2, v2, stages.by_row(scorer))
+    for before, after in zip(chosen_by_row(scorer), changed, strict=True):
         rows = t // before.mask.grid.q_block
         assert torch.equal(before.mask.keep[:, :, :rows], after.mask.keep[:, :, :rows])
         assert torch.equal(before.output.out[:, :, :t], after.output.out[:, :, :t])
@@ -358,30 +362,34 @@ def test_selection_sees_no_future_block(scorer: bs.Scorer[Any, Any], later: floa
 
 @cache
 def half_of(permuter: bs.Permuter[Any], device: str) -> Choice:
-    """A prompt in an order, half of its blocks kept."""
+    """A prompt in an order, half of its blocks kept: as large as in other laws, which compile less so."""
     (whole,) = traces(
-        (permuter, stages.AnyOrder(32)), *make_qkv(**SMALL, device=device), [bs.Ranked(bs.TopK(share=0.5))]
+        (permuter, stages.AnyOrder(16)), *make_qkv(**SMALL, device=device), [bs.Ranked(bs.TopK(share=0.5))]
     )
     return whole
 
 
-@pytest.mark.parametrize("start", [1, 40, 64, *slow(32, 63, 69)])
 @each_executor
 @pytest.mark.parametrize("permuter", stages.KEYS_ONLY, ids=stages.name)
+@each_of_group("start", groups=first_then((1, 40, 64), (32, 63, 69)))
 def test_chunked_equals_unchunked(
     permuter: bs.Permuter[Any], executor: bs.Executor[Any, Any], start: int, device: str
 ) -> None:
     """Rows stand on the grid of the whole prompt, so a chunk takes its rows of the mask, wherever it starts."""
-    if isinstance(executor, bs.FlexExecutor) and start not in (40, 64):
-        pytest.skip("it compiles for each length: one start inside a block and one between two")
+    if (
+        isinstance(executor, bs.FlexExecutor)
+        and start != 40
+        and (start != 64 or permuter is not stages.KEYS_ONLY[0])
+    ):
+        pytest.skip("it compiles for each length: a start inside of a block, and for one order one between two")
     whole = half_of(permuter, device)
     k, v, chunk = whole.k, whole.v, whole.q[:, :, start:]
-    first = start // 32
+    first = start // 16
     permutation = whole.permutation
     if permutation.group is not None:
         kept = permutation.k_index[:, :, start // permutation.group :]
         permutation = bs.Permutation(kept, group=permutation.group)
-    grid = bs.Grid.of(chunk, k, permutation, bs.AttentionSpec(scale=1.0), q_block=32, k_block=32)
+    grid = bs.Grid.of(chunk, k, permutation, bs.AttentionSpec(scale=1.0), q_block=16, k_block=16)
     mask = bs.RankedBlockMask(whole.mask.keep[:, :, first:], grid, whole.mask.rank[:, :, first:] - grid.cols)
     trace = Choice(chunk, k, v, whole.spec, permutation, whole.scores, mask)
     if not runs(executor, trace):
@@ -389,8 +397,8 @@ def test_chunked_equals_unchunked(
     torch.testing.assert_close(run(executor, trace).out, whole.output.out[:, :, start:], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("start", [1, 16, 40, 63, 64, 100, 128])
 @pytest.mark.parametrize("selector", stages.POSITIONS, ids=stages.name)
+@each("start", [1, 16, 40, 63, 64, 100, 128])
 def test_geometry_does_not_depend_on_chunks(selector: bs.Selector[Any, Any], start: int) -> None:
     q, k, v = make_qkv(**SIZES | {"N": 129})
     pipeline = bs.Pipeline(bs.Identity(), bs.NoScorer(16), selector, bs.ReferenceExecutor())
@@ -432,10 +440,10 @@ def test_no_causal_row_is_empty_where_all_is_equal(front: Front) -> None:
 @each_executor
 def test_a_row_with_nothing_kept(executor: bs.Executor[Any, Any], device: str) -> None:
     """gives 0 and -inf, never NaN and never uninitialised memory."""
-    q, k, v = make_qkv(**SIZES, device="cpu" if isinstance(executor, bs.CpuExecutor) else device)
-    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0), q_block=32, k_block=32)
-    keep = grid.reachable.expand(2, 4, -1, -1).clone()
-    keep[:, :, 2] = False
+    q, k, v = make_qkv(**SMALL | {"N": 97}, device="cpu" if isinstance(executor, bs.CpuExecutor) else device)
+    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0), q_block=16, k_block=16)
+    keep = grid.reachable.expand(1, 2, -1, -1).clone()
+    keep[:, :, 4:6] = False
     keep[:, 0] = False
     mask = bs.RankedBlockMask(keep, grid, torch.full_like(keep, -1, dtype=torch.int32))
     got = executor(q, k, v, mask, bs.AttentionSpec(scale=0.25))
@@ -502,16 +510,14 @@ def test_nan_never_hangs_or_crashes(front: Front) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("value", [float("inf"), -float("inf"), 1e38])
-@pytest.mark.parametrize("front", [f for f in FRONTS if not f.marks])
+@each_of_group("front", groups=[group for group in FRONTS if not group.marks])
+@each("value", [float("inf"), -float("inf"), 1e38])
 def test_huge_numbers_never_hang_or_crash(front: Front, value: float) -> None:
     survives(front, value)
 
 
-@pytest.mark.parametrize(
-    "N", [1, 129, *(pytest.param(N, marks=pytest.mark.slow) for N in (63, 65, 127, 200, 500))]
-)
 @pytest.mark.parametrize("preset", every_preset.values(), ids=every_preset)
+@each_of_group("N", groups=first_then((1, 129), (63, 65, 127, 200, 500)))
 def test_presets_at_awkward_lengths(preset: Any, N: int) -> None:
     for M in {1, N // 2 + 1, N}:
         q, k, v = make_qkv(N=N, M=M, Hq=7, Hkv=1, D=80)

@@ -73,19 +73,21 @@ def with_executor(pipeline: bs.Pipeline[Any, Any, Any], executor: Any) -> bs.Pip
     return bs.Pipeline(pipeline.permuter, pipeline.scorer, pipeline.selector, executor)
 
 
-@each_layout
-@pytest.mark.parametrize("page_size", [16, 48, 256])
+@pytest.mark.parametrize("page_sizes", [(48,), pytest.param((16, 256), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("name", PIPELINES)
 def test_the_same_bits_as_gathered(
-    name: str, page_size: int, layout: Callable[..., Cache], device: str, monkeypatch: pytest.MonkeyPatch
+    name: str, page_sizes: tuple[int, ...], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipeline = with_executor(PIPELINES[name], bs.TritonExecutor())
     q, k, v = make_qkv(B=1, Hq=4, Hkv=2, N=137, D=16, dtype=torch.float16, device=device)
-    table, cache = paged(k, v, page_size, layout)
     pretend_gpu(monkeypatch)
-    for M in (137, 70):
-        out = bs.PagedPipeline(pipeline)(q[:, :, -M:], table.in_place(0, *cache))
-        assert torch.equal(out, pipeline(q[:, :, -M:], k, v))
+    gathered = {M: pipeline(q[:, :, -M:], k, v) for M in (137, 70)}
+    for page_size in page_sizes:
+        for layout, lay_out in LAYOUTS.items():
+            table, cache = paged(k, v, page_size, lay_out)
+            for M, want in gathered.items():
+                out = bs.PagedPipeline(pipeline)(q[:, :, -M:], table.in_place(0, *cache))
+                assert torch.equal(out, want), (page_size, layout, M)
 
 
 def test_what_the_layer_asks_for_and_where_it_is_written(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
