@@ -23,7 +23,9 @@ from tests.integrations.test_transformers import (
     _no_grad,
     _one_thread,
     _registries_are_left_as_found,
+    all_dense,
     attached,
+    make,
     tokens,
 )
 from tests.integrations.test_transformers_models import LAYERS_OF, SEQ2SEQ, assert_same, random_model
@@ -291,3 +293,11 @@ def test_a_schedule_by_layer_needs_layers_that_can_be_told(name: str) -> None:
     with attach(model, Schedule(DENSE_LIMIT), min_tokens=16, recorder=recorder):
         assert_same(model(ids).logits, expected)
     assert recorder.sparse_calls() == {-1: 2}
+
+
+def test_a_mask_of_the_caller_is_the_reason_in_windows_too() -> None:
+    model, ids, recorder = make("gemma3"), tokens(2 * WINDOW), DensityRecorder()
+    seen = torch.rand(1, 1, 2 * WINDOW, 2 * WINDOW).lt(0.7).tril() | torch.eye(2 * WINDOW).bool()
+    with attached(model, recorder):
+        model(ids, attention_mask=seen)
+    assert all_dense(recorder, "mask")

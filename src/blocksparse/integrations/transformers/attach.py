@@ -118,7 +118,7 @@ def _refuse_own_masks(model: PreTrainedModel) -> None:
         if (reader := uses_own_masks(module)) is not None:
             raise ValueError(
                 f"{type(model).__name__} cannot change its attention function: its {reader} does arithmetic on "
-                "the mask, which holds no numbers for a pipeline; call the pipeline yourself, in its attention's place"
+                "the mask, which has no numbers for a pipeline; call it yourself, in its attention's place"
             )
 
 
