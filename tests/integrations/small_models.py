@@ -16,10 +16,10 @@ from transformers import (
 LARGEST = 20_000_000  # parameters of what counts as small
 WORDS = 256
 _SIZES: dict[int, str] = {
-    64: "hidden_size n_embd d_model embed_dim word_embed_proj_dim attention_hidden_size embedding_size projection_dim "
-    "mamba_d_ssm out_hidden_size d_embed dim",
-    96: "intermediate_size ffn_dim n_inner d_ff decoder_ffn_dim encoder_ffn_dim expert_ffn_hidden_size ffn_hidden_size "
-    "intermediate_size_mlp mlp_dim",
+    64: "hidden_size n_embd d_model embed_dim word_embed_proj_dim attention_hidden_size embedding_size "
+    "projection_dim mamba_d_ssm out_hidden_size d_embed dim",
+    96: "intermediate_size ffn_dim n_inner d_ff decoder_ffn_dim encoder_ffn_dim expert_ffn_hidden_size "
+    "ffn_hidden_size intermediate_size_mlp mlp_dim",
     2: "num_key_value_heads num_kv_heads num_experts_per_tok num_experts_per_token moe_k moe_topk n_mamba_heads "
     "linear_num_key_heads num_global_key_value_heads decoder_layers encoder_layers num_decoder_layers depth "
     "num_hidden_layers n_layer n_layers num_layers index_n_heads",
@@ -29,12 +29,13 @@ _SIZES: dict[int, str] = {
     16: "head_dim moe_intermediate_size shared_expert_intermediate_size kv_lora_rank q_lora_rank qk_nope_head_dim "
     "v_head_dim mamba_head_dim mamba_d_head chunk_size mamba_chunk_size index_head_dim index_topk d_kv "
     "linear_head_dim global_head_dim attention_head_dim hidden_size_per_layer_input image_size mamba_headdim",
-    8: "qk_rope_head_dim linear_key_head_dim linear_value_head_dim mamba_d_state ssm_state_size state_size rotary_dim "
-    "laurel_rank",
-    1: "n_shared_experts n_group topk_group mamba_n_groups n_groups mamba_ngroups first_k_dense_replace bos_token_id "
-    "decoder_start_token_id",
+    8: "qk_rope_head_dim linear_key_head_dim linear_value_head_dim mamba_d_state ssm_state_size state_size "
+    "rotary_dim laurel_rank",
+    1: "n_shared_experts n_group topk_group mamba_n_groups n_groups mamba_ngroups first_k_dense_replace "
+    "bos_token_id decoder_start_token_id",
     0: "pad_token_id num_kv_shared_layers num_nextn_predict_layers",
-    512: "n_positions n_ctx max_position_embeddings max_sequence_length max_seq_len max_seq_length max_source_positions",
+    512: "n_positions n_ctx max_position_embeddings max_sequence_length max_seq_len max_seq_length "
+    "max_source_positions",
     48: "sliding_window attention_chunk_size window_size",
     WORDS: "vocab_size vocab_size_per_layer_input",
 }
@@ -55,7 +56,8 @@ _OTHER: dict[str, dict[str, Any]] = {  # what single architectures insist on
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8},
     "zaya": {"num_experts_per_tok": 1},
-    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "num_key_value_heads": 4},
+    "zamba": {"attention_head_dim": 32, "attention_hidden_size": 128, "num_hidden_layers": 4}
+    | {"layers_block_type": ["mamba", "hybrid"] * 2, "num_key_value_heads": 4},
     "zamba2": {
         "num_hidden_layers": 4,
         "layers_block_type": ["mamba", "hybrid"] * 2,
@@ -65,6 +67,15 @@ _OTHER: dict[str, dict[str, Any]] = {  # what single architectures insist on
         "num_mem_blocks": 1,
         "use_mem_eff_path": False,
     },
+}
+_SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+_OTHER |= {
+    f"{name}_text": {"rope_parameters": _SECTIONS}
+    for name in ("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "glm4v", "glm_ocr", "glmga", "paddleocr_vl")
+}
+_OTHER |= {
+    name: {"layer_types": ["linear_attention", "full_attention"]}
+    for name in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text")
 }
 _SMALL: dict[str, Any] = {name: value for value, names in _SIZES.items() for name in names.split()}
 _SMALL |= {"dropout": 0.0, "attention_dropout": 0.0}

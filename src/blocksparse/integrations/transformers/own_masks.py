@@ -37,8 +37,10 @@ def uses_own_masks(module: type[nn.Module]) -> str | None:
         for name in method.__code__.co_names
     )
     for part in (module, *named):
-        ours = isinstance(part, type) and issubclass(part, nn.Module) and part.__module__ == module.__module__
-        if ours and not asks_for_its_function(part) and any(map(_reads, _methods(part))):
+        if not (isinstance(part, type) and issubclass(part, nn.Module)):
+            continue
+        ours = part.__module__ == module.__module__ and not asks_for_its_function(part)
+        if ours and any(map(_reads, _methods(part))):
             return part.__name__
     return None
 
