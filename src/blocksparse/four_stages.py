@@ -18,7 +18,7 @@ from blocksparse.executors.executor import Executor
 from blocksparse.executors.stage_types import StageTypes
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.permuters.permuter import Permuter
-from blocksparse.runtime.known_calls import ByValue
+from blocksparse.runtime.known_calls import ByValue, is_ours
 from blocksparse.runtime.repeated import repeated
 from blocksparse.scorers.key_history import KeyHistory
 from blocksparse.scorers.scorer import Scorer
@@ -57,6 +57,14 @@ class FourStages(Generic[PermutationT, ScoresT, MaskT]):
         eq=False,
         default=Factory(
             lambda self: StageTypes.of(self.permuter, self.scorer, self.selector, self.executor), takes_self=True
+        ),
+    )
+
+    tail: int | None = field(  # `tail_of` these stages
+        init=False,
+        eq=False,
+        default=Factory(
+            lambda self: tail_of(self.permuter, self.scorer, self.selector, self.executor), takes_self=True
         ),
     )
 
@@ -127,8 +135,11 @@ class FourStages(Generic[PermutationT, ScoresT, MaskT]):
         """The reason why a call attends densely instead, or None."""
         if (reason := self.executor.dense_because(q, k, v, spec)) is not None or not self.executor.may_be_left_out:
             return reason
-        M, N = q.shape[2], k.shape[2]
-        if not self.selector.keeps_everything(M, N, causal=spec.causal):
+        M, N, keeps_everything = q.shape[2], k.shape[2], self.selector.keeps_everything
+        if not keeps_everything(M, N, causal=spec.causal):
+            return None
+        more = seen(spec, self.tail).remaining  # the end of the prompt, which others see, is not in this call
+        if more and not keeps_everything(M + more, N + more, causal=spec.causal):
             return None
         return f"{self.selector!r} keeps every block of {M} queries and {N} keys"
 
@@ -144,7 +155,7 @@ class FourStages(Generic[PermutationT, ScoresT, MaskT]):
         """The output of a call `[B, Hq, M, Dv]`, which is in `out` if there is one."""
         if (reason := self.dense_because(q, k, v, spec)) is None:
             if self.repeats and history is None:  # which changes from call to call
-                return repeated(self._sparse, q, k, v, spec, out)
+                return repeated(self._sparse, q, k, v, seen(spec, self.tail), out)
             return self._sparse(q, k, v, spec, out, history)
         check_heads(self, q.shape[1])  # as the stages would
         dense = dense_attention(q, k, v, spec, because=reason)
@@ -197,6 +208,22 @@ class FourStages(Generic[PermutationT, ScoresT, MaskT]):
                 f"{type(self.permuter).__name__} moves keys, so that blocks change from chunk to chunk, and a "
                 "history is of blocks that stay: call without 'history'"
             )
+
+
+def tail_of(*stages: object) -> int | None:
+    """How many tokens at the end of a prompt these stages treat apart; None if every number may count."""
+    tails = [stage.prompt_tail for stage in stages if isinstance(stage, Selector)]
+    if not is_ours(stages) or None in tails:  # a stage from elsewhere may look at `remaining` itself
+        return None
+    return max(tail for tail in tails if tail is not None)
+
+
+def seen(spec: AttentionSpec, tail: int | None) -> AttentionSpec:
+    """`spec` as stages of this `tail` see it, the same wherever the end of the prompt is out of their sight.
+
+    Calls that are repeated are learned by it, and so not for each number of `remaining`.
+    """
+    return spec if tail is None else spec.with_remaining(min(spec.remaining, tail))
 
 
 _KNOWN: ByValue[FourStages[Any, Any, Any]] = ByValue(256)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Generic, TypeVar, final
+from typing import Any, Generic, TypeVar, final
 
-from attrs import field, frozen
+from attrs import field, fields, frozen, has
 
 from blocksparse.checks.per_head import PerHead
 from blocksparse.checks.validators import a
@@ -36,6 +36,17 @@ class Selector(ABC, Generic[ScoresT_contra, MaskT_co]):
         A pipeline whose executor may attend densely then does so without scoring a block. False says nothing.
         """
         return False
+
+    @property
+    def prompt_tail(self) -> int | None:
+        """How many tokens at the end of a prompt it treats apart; None where every number of `remaining` counts.
+
+        A selector that wraps or joins others has the greatest of theirs.
+        """
+        kind: Any = type(self)  # a dataclass perhaps, which joins none of ours
+        parts = [getattr(self, each.name) for each in fields(kind)] if has(kind) else []
+        tails = [part.prompt_tail for part in parts if isinstance(part, Selector)]
+        return None if None in tails else max([tail for tail in tails if tail is not None], default=0)
 
     def reads_beyond(self, tau: PerHead) -> bool:
         """Whether it looks at values in heads whose divergence is not below `tau`; some scorers give none."""
