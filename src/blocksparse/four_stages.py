@@ -135,11 +135,10 @@ class FourStages(Generic[PermutationT, ScoresT, MaskT]):
         """The reason why a call attends densely instead, or None."""
         if (reason := self.executor.dense_because(q, k, v, spec)) is not None or not self.executor.may_be_left_out:
             return reason
-        M, N, keeps_everything = q.shape[2], k.shape[2], self.selector.keeps_everything
-        if not keeps_everything(M, N, causal=spec.causal):
-            return None
-        more = seen(spec, self.tail).remaining  # the end of the prompt, which others see, is not in this call
-        if more and not keeps_everything(M + more, N + more, causal=spec.causal):
+        M, N = q.shape[2], k.shape[2]
+        if not keeps_everything(
+            self.selector, M, N, causal=spec.causal, remaining=seen(spec, self.tail).remaining
+        ):
             return None
         return f"{self.selector!r} keeps every block of {M} queries and {N} keys"
 
@@ -208,6 +207,13 @@ class FourStages(Generic[PermutationT, ScoresT, MaskT]):
                 f"{type(self.permuter).__name__} moves keys, so that blocks change from chunk to chunk, and a "
                 "history is of blocks that stay: call without 'history'"
             )
+
+
+def keeps_everything(selector: Selector[Any, Any], M: int, N: int, *, causal: bool, remaining: int) -> bool:
+    """Whether sizes alone say that `selector` keeps every block of a call, which its prompt goes on after."""
+    if not selector.keeps_everything(M, N, causal=causal):
+        return False
+    return not remaining or selector.keeps_everything(M + remaining, N + remaining, causal=causal)
 
 
 def tail_of(*stages: object) -> int | None:
