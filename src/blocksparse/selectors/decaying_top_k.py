@@ -7,6 +7,7 @@ from typing import final
 import torch
 from attrs import field, frozen
 
+from blocksparse.checks.alignment import by_position
 from blocksparse.checks.validators import Rule, maybe_whole, optional, positive, real, size
 from blocksparse.kernels.common.sizes import FAR
 from blocksparse.kernels.selecting.top_k import top_k
@@ -56,6 +57,9 @@ class DecayingTopK(Selector[BlockScores, BlockMask]):
     @property
     def prompt_tail(self) -> None:
         return None
+
+    def alignment(self, causal: bool) -> int:
+        return by_position(self, causal)
 
 
 def _first_number(n: int) -> int:

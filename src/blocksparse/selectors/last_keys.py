@@ -33,3 +33,6 @@ class LastKeys(PositionSelector):
     @property
     def prompt_tail(self) -> int:
         return self.tokens
+
+    def alignment(self, causal: bool) -> int:
+        return 1

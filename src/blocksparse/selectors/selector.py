@@ -7,6 +7,7 @@ from typing import Any, Generic, TypeVar, final
 
 from attrs import field, fields, frozen, has
 
+from blocksparse.checks.alignment import of_parts, unknown
 from blocksparse.checks.per_head import PerHead
 from blocksparse.checks.validators import a
 from blocksparse.kernels.common.below import Below
@@ -88,6 +89,17 @@ class Selector(ABC, Generic[ScoresT_contra, MaskT_co]):
         """What this selector keeps and what `places` choose, in one launch; None if it has no such launch."""
         return None
 
+    def alignment(self, causal: bool) -> int:
+        """By how many tokens the queries of a call may be cut, for each part to choose as the whole call does.
+
+        A part of a causal call has the keys up to its own end, and is told how much `remaining` follows; a part of
+        another call has all keys. Schemes of `distributed` cut calls so.
+
+        Raises:
+            ValueError: a part may choose otherwise, and why; as of every stage that does not say.
+        """
+        raise unknown(self)
+
 
 @final
 @frozen(repr=False, cache_hash=True)
@@ -112,6 +124,9 @@ class Union(Selector[ScoresT_contra, BlockMask]):
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
         return any(part.keeps_everything(M, N, causal=causal) for part in (self.first, self.second))
 
+    def alignment(self, causal: bool) -> int:
+        return of_parts(causal, self.first, self.second)
+
 
 @final
 @frozen(eq=False)
@@ -123,6 +138,9 @@ class InHeads(Selector[ScoresT_contra, BlockMask]):
 
     def __call__(self, scores: ScoresT_contra) -> BlockMask:
         return self.rule.in_heads(scores, self.heads)
+
+    def alignment(self, causal: bool) -> int:
+        return self.rule.alignment(causal)
 
 
 @final
@@ -144,3 +162,6 @@ class Intersection(Selector[ScoresT_contra, BlockMask]):
 
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
         return all(part.keeps_everything(M, N, causal=causal) for part in (self.first, self.second))
+
+    def alignment(self, causal: bool) -> int:
+        return of_parts(causal, self.first, self.second)

@@ -36,7 +36,8 @@ def mask_of(*, explicit: bool = False, **request: Any) -> Tensor | PromptMask | 
         if window is not None and sequences is not None and not _hides(window, sequences):
             window = None
         if sequences is not None or M != N or explicit or window is not None:
-            return PromptMask((B, 1, M, N), seen, request["device"], sequences, window=window)
+            dropped = int(request.get("kv_offset", 0))
+            return PromptMask((B, 1, M, N), seen, request["device"], sequences, window=window, dropped=dropped)
         return None
     return _later(request)
 
