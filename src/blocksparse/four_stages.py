@@ -221,7 +221,7 @@ def tail_of(*stages: object) -> int | None:
     tails = [stage.prompt_tail for stage in stages if isinstance(stage, Selector)]
     if not is_ours(stages) or None in tails:  # a stage from elsewhere may look at `remaining` itself
         return None
-    return max(tail for tail in tails if tail is not None)
+    return max([tail for tail in tails if tail is not None], default=0)
 
 
 def seen(spec: AttentionSpec, tail: int | None) -> AttentionSpec:

@@ -126,4 +126,6 @@ class PagedPipeline:
 
 
 def _tail_of(pipeline: Pipeline[Any, Any, Any]) -> int | None:
+    if not isinstance(pipeline, Pipeline):  # which the validator refuses after this
+        return None
     return tail_of(pipeline.permuter, pipeline.scorer, pipeline.selector, pipeline.executor)

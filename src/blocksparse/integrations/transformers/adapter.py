@@ -27,7 +27,6 @@ class Adapter:
     layers: Mapping[int, LayerAttention]  # by `layer_idx`, -1 for attention without one
     modules: frozenset[int]  # ids of the model's modules, because another model may share a config and call this
     outcomes: Outcomes
-    explicit_masks: bool = False  # because some of the modules do not say whether they are causal without a mask
     lengths: LastLengths = field(factory=LastLengths, init=False)
     prompt: KnownPrompt = field(factory=KnownPrompt, init=False)
     _tell_traced: Callable[[str], bool] = field(init=False)
@@ -44,8 +43,8 @@ class Adapter:
         return run_when_traced
 
     def mask(self, **request: Any) -> Tensor | PromptMask | None:
-        """None where all keys are seen, or a whole causal prompt is; in place of any other mask a `PromptMask`."""
-        return mask_of(explicit=self.explicit_masks, **request)
+        """None where all keys are seen; in place of any other mask a `PromptMask`."""
+        return mask_of(**request)
 
     def attend(
         self,

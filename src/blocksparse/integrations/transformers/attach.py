@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
-from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -19,6 +19,7 @@ from blocksparse.integrations.transformers.attachment import Attachment
 from blocksparse.integrations.transformers.call import layer_of
 from blocksparse.integrations.transformers.layer import LayerAttention
 from blocksparse.integrations.transformers.outcomes import Outcomes
+from blocksparse.integrations.transformers.own_masks import asks_for_its_function, uses_own_masks
 from blocksparse.layers.same_choice import SameChoice, shared
 from blocksparse.layers.schedule import LayerPipeline, Schedule, schedule_of
 
@@ -55,8 +56,9 @@ def attach(
 
     Raises:
         TypeError: there is not one transformers model in `model`, or `pipeline` is not a pipeline.
-        ValueError: no attention of the model asks transformers which function to call, the model lacks a layer
-            that the schedule names, or transformers is too old for `continuous_batching`.
+        ValueError: no attention of the model asks transformers which function to call, a part of the model does
+            arithmetic on masks, the model lacks a layer that the schedule names or shares one attention among its
+            layers, or transformers is too old for `continuous_batching`.
     """
     model = _inside(model)
     read_again()  # sinks that were written to since, which not every write says of itself
@@ -77,9 +79,9 @@ def attach(
         )
         for layer, pipeline in _layers_of(schedule, model).items()
     }  # fmt: skip
-    silent = any(_asks_for_its_function(x) and not hasattr(x, "is_causal") for x in model.modules())
-    adapter = Adapter(layers, frozenset(map(id, model.modules())), outcomes, explicit_masks=silent)
+    adapter = Adapter(layers, frozenset(map(id, model.modules())), outcomes)
     configs = _configs(model)
+    _refuse_own_masks(model)
     _refuse_shared(configs, adapter.modules, model)
     return Attachment.of(model, configs, adapter, continuous_batching=continuous_batching)
 
@@ -110,16 +112,14 @@ def _inside(model: nn.Module) -> PreTrainedModel:
     return outermost[0]
 
 
-def _asks_for_its_function(module: nn.Module) -> bool:
-    """Whether a module calls the function that transformers has under the name in its config.
-
-    What a class says of itself (`_supports_attention_backend`) is missing in many models that do. So this looks at
-    which names the forward of the module uses.
-    """
-    forward: Any = type(module).forward
-    while (inner := getattr(forward, "__wrapped__", None)) is not None:
-        forward = inner
-    return isinstance(forward, FunctionType) and "ALL_ATTENTION_FUNCTIONS" in forward.__code__.co_names
+def _refuse_own_masks(model: PreTrainedModel) -> None:
+    """Refuse a model that does arithmetic on masks: those of an attached model are bools, and made late."""
+    for module in {type(x): x for x in model.modules() if not isinstance(x, PreTrainedModel)}:
+        if (reader := uses_own_masks(module)) is not None:
+            raise ValueError(
+                f"{type(model).__name__} cannot change its attention function: its {reader} does arithmetic on "
+                "the mask, which has no numbers for a pipeline; call it yourself, in its attention's place"
+            )
 
 
 def _configs(model: PreTrainedModel) -> list[Any]:
@@ -128,7 +128,7 @@ def _configs(model: PreTrainedModel) -> list[Any]:
     Raises:
         ValueError: there is no such attention.
     """
-    asking = [module for module in model.modules() if _asks_for_its_function(module)]
+    asking = [module for module in model.modules() if asks_for_its_function(type(module))]
     if not asking:
         raise ValueError(
             f"{type(model).__name__} cannot change its attention function: none of its modules asks "
@@ -163,6 +163,12 @@ def _layers_of(schedule: Schedule, model: PreTrainedModel) -> dict[int, LayerPip
     layers: dict[int, LayerPipeline | SameChoice | None] = {}
     layers.update(dict.fromkeys((-1, *map(layer_of, model.modules())), schedule.default))
     if schedule.layers or schedule.dense or schedule.same_choice:
+        for kind in {type(x) for x in model.modules() if layer_of(x) < 0}:
+            if asks_for_its_function(kind) and "layer_idx" in inspect.signature(kind.forward).parameters:
+                raise ValueError(
+                    f"a Schedule cannot name layers of {type(model).__name__}: they share one {kind.__name__}, "
+                    "which does not say in which layer it attends; attach one pipeline to all of them"
+                )
         config = model.config
         count: int | None = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
         if count is None:

@@ -142,8 +142,10 @@ class Call:
         given = self.query, self.key, self.value, _sinks_in(self.kwargs)
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
             return "gradients"
+        if self.seen is None and not torch.compiler.is_compiling():
+            return "mask"  # which counts, whatever window the layer has
         if window not in (None, self.window) and self._longest() > window:
-            return "sliding window"  # and the mask, which counts, says something else
+            return "sliding window"
         if self.seen is None:
             return "mask"
         packed = self.kwargs.get("cu_seq_lens_q") is not None and self.sequences is None

@@ -46,8 +46,8 @@ def dense(call: Call) -> tuple[Tensor, Tensor | None]:
         assert call.seen is not None  # because nothing else is known of its mask
         if not eager and kwargs.get("position_bias") is None and M != N:
             return _chunk(call, call.seen), None
-        if eager or M != N:
-            mask = PromptMask((B, 1, M, N), call.seen, call.query.device)
+        # sdpa knows a whole causal prompt by `is_causal`, and so takes no mask for it.
+        mask = PromptMask((B, 1, M, N), call.seen, call.query.device) if eager or M != N else None
     attend, bias = _eager(call) if eager else _sdpa(call), kwargs.get("position_bias")
     key, value = call.key, call.value
     if call.wants_weights or mask is None or not (eager or isinstance(mask, PromptMask)):

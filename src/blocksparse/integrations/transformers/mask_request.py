@@ -15,11 +15,12 @@ from blocksparse.integrations.transformers.prompt_mask import PromptMask, padded
 _ROWS = 256  # queries of a mask that are looked at together
 
 
-def mask_of(*, explicit: bool = False, **request: Any) -> Tensor | PromptMask | None:
-    """None for a whole causal prompt in each entry of the batch, and for every other request what sdpa would get.
+def mask_of(**request: Any) -> Tensor | PromptMask | None:
+    """The mask that sdpa would get, or None where sdpa would get none and every query sees every key.
 
-    That is made later, if at all. While a graph is traced, and for a mask that is not a function of indices, it is
-    made at once. With `explicit` None means only that all keys are seen.
+    The mask is made later, if at all. While a graph is traced, and for a mask that is not a function of indices,
+    it is made at once. A whole causal prompt has a mask too, which costs nothing: for None transformers' sdpa asks
+    the module whether it is causal, and modules say False that are causal by their mask alone.
     """
     if isinstance(given := request.get("attention_mask"), PromptMask):
         return given  # `generate` got it from this function
@@ -35,10 +36,8 @@ def mask_of(*, explicit: bool = False, **request: Any) -> Tensor | PromptMask | 
                 sequences = None
         if window is not None and sequences is not None and not _hides(window, sequences):
             window = None
-        if sequences is not None or M != N or explicit or window is not None:
-            dropped = int(request.get("kv_offset", 0))
-            return PromptMask((B, 1, M, N), seen, request["device"], sequences, window=window, dropped=dropped)
-        return None
+        dropped = int(request.get("kv_offset", 0))
+        return PromptMask((B, 1, M, N), seen, request["device"], sequences, window=window, dropped=dropped)
     return _later(request)
 
 

@@ -112,8 +112,23 @@ class PromptMask:
             raise TypeError(f"the mask of prompts cannot be changed in place: clone it before {name}()")
         return getattr(self.made(), name)
 
-    def __getitem__(self, index: Any) -> Tensor:
+    def __getitem__(self, index: Any) -> PromptMask | Tensor:
+        """As of a tensor. The last queries with all of their keys, which Gemma 4 asks for, need no tensor yet."""
+        start, last = self._last_rows(index), self.sequences is None and self.request is None
+        if start == 0:
+            return self
+        if start is not None and last:
+            return evolve(self, shape=(*self.shape[:2], self.shape[2] - start, self.shape[3]), tensor=None)
         return self.made()[index]
+
+    def _last_rows(self, index: Any) -> int | None:
+        """`start` of an index that takes the last rows, `[:, :, start:, :]`; None for every other index."""
+        if not (isinstance(index, tuple) and len(index) == 4 and all(isinstance(x, slice) for x in index)):
+            return None
+        spans = [part.indices(size) for part, size in zip(index, self.shape, strict=True)]
+        start = spans[2][0]
+        wanted = [(start if dim == 2 else 0, size, 1) for dim, size in enumerate(self.shape)]
+        return start if spans == wanted and start < self.shape[2] else None
 
     def __invert__(self) -> Tensor:
         return ~self.made()
