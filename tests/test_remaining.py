@@ -17,6 +17,7 @@ from blocksparse.selectors.selector import Selector
 from blocksparse.testing import make_qkv
 
 N, BLOCK = 320, 16
+WRONG: Any = [0.5], "all"  # no numbers of tokens
 SIZES: dict[str, Any] = {"Hq": 4, "Hkv": 2, "N": N, "D": 16}
 
 
@@ -119,7 +120,7 @@ def test_padded_prompts_and_those_in_pages() -> None:
     mask[0, :20] = 0
     got = rule(q, k, v, sequences=bs.Sequences.padded(mask, remaining=torch.tensor([7, 300])))
     first, second = (
-        rule(*(x[i : i + 1, :, begin:] for x in (q, k, v)), remaining=more)
+        rule(*[x[i : i + 1, :, begin:] for x in (q, k, v)], remaining=more)
         for i, begin, more in ((0, 20, 7), (1, 0, 300))
     )
     assert torch.equal(got[:1, :, 20:], first)
@@ -205,9 +206,13 @@ def test_the_union_of_auto_is_one_launch() -> None:
     [
         (lambda: bs.Sequences.packed([3, 4], remaining=[1]), ValueError, r"an entry per sequence \(2\): 1"),
         (lambda: bs.Sequences.packed([3], remaining=[-1]), ValueError, "'remaining' must not be below 0"),
-        (lambda: bs.Sequences.packed([3], remaining=[0.5]), TypeError, "'remaining' must be a sequence of whole"),
+        (
+            lambda: bs.Sequences.packed([3], remaining=WRONG[0]),
+            TypeError,
+            "'remaining' must be a sequence of whole",
+        ),
         (lambda: bs.AttentionSpec(scale=1.0, remaining=-1), ValueError, "'remaining' must be a whole number"),
-        (lambda: bs.AttentionSpec(scale=1.0, remaining="all"), TypeError, "'remaining' must be a whole number"),
+        (lambda: bs.AttentionSpec(scale=1.0, remaining=WRONG[1]), TypeError, "'remaining' must be a whole number"),
     ],
 )
 def test_wrong_numbers_are_refused(make: Any, error: type[Exception], words: str) -> None:

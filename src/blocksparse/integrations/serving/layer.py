@@ -85,7 +85,7 @@ class LayerAttention:
         """Attend to keys and values where they lie; False if no kernel can."""
         assert isinstance(self.pipeline, Pipeline)
         try:
-            PagedPipeline(self.pipeline)(q, kv, **asked, out=out)
+            PagedPipeline(self.pipeline)(q, kv, scale=asked["scale"], remaining=asked["remaining"], out=out)
         except UnsupportedError as error:
             _warn_of_gathering_once(self.layer, error.because)
             return False
@@ -101,7 +101,7 @@ class LayerAttention:
         except UnsupportedError as error:
             _warn_once(self.layer, error.because)
             self._saw_dense(error.because)
-            out.copy_(dense_attention(q, k, v, AttentionSpec(scale=asked["scale"])))
+            out.copy_(dense_attention(q, k, v, _spec_of(asked)))
             return
         if trace.dense_because is not None:
             self._saw_dense(trace.dense_because)
@@ -114,6 +114,12 @@ class LayerAttention:
     def _saw_dense(self, reason: str) -> None:
         if self.recorder is not None:
             self.recorder.saw_dense(self.layer, reason)
+
+
+def _spec_of(asked: Asked) -> AttentionSpec:
+    scale = asked["scale"]
+    assert scale is not None  # an engine always gives it
+    return AttentionSpec(scale=scale)
 
 
 @lru_cache(maxsize=1024)
