@@ -119,10 +119,8 @@ def test_padded_prompts_and_those_in_pages() -> None:
     mask = torch.ones(2, 64, dtype=torch.int64)
     mask[0, :20] = 0
     got = rule(q, k, v, sequences=bs.Sequences.padded(mask, remaining=torch.tensor([7, 300])))
-    first, second = (
-        rule(*[x[i : i + 1, :, begin:] for x in (q, k, v)], remaining=more)
-        for i, begin, more in ((0, 20, 7), (1, 0, 300))
-    )
+    first = rule(q[:1, :, 20:], k[:1, :, 20:], v[:1, :, 20:], remaining=7)
+    second = rule(q[1:], k[1:], v[1:], remaining=300)
     assert torch.equal(got[:1, :, 20:], first)
     assert torch.equal(got[1:], second)
     pages = bs.PageTable(torch.arange(8).view(2, 4), [64, 64], page_size=16)
