@@ -19,7 +19,7 @@ SIZES: dict[str, Any] = {"Hq": 4, "Hkv": 2, "N": 600, "D": 32}
 
 def banded(mass: float) -> bs.Pipeline[Any, Any, Any]:
     preset = bs.xattention(mass, stride=16, block=128, pattern="sum")
-    return evolve(preset, selector=preset.selector | bs.Band(128))
+    return evolve(preset, selector=preset.selector | bs.Band(128) | bs.LastQueries(128))
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,9 @@ def test_better_qualities_keep_more() -> None:
 def test_a_choice_says_what_and_why(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     q, k, v = make_qkv(**SIZES)
     text = str(bs.AutoChoice.of(q, k, v))
-    assert text.startswith("xattention(0.9, stride=16, pattern='sum') | Band(128), because the call is causal")
+    assert text.startswith(
+        "xattention(0.9, stride=16, pattern='sum') | Band(128) | LastQueries(128), because the call is causal"
+    )
     assert re.search("; CpuExecutor runs by (the compiled kernel|PyTorch.*)$", text)
     assert str(bs.AutoChoice.of(q, k, v, causal=False)).startswith(
         "sparge(0.95, 0.5), because the call is not causal"

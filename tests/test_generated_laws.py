@@ -26,7 +26,6 @@ from tests.meaning import assert_means, attention, pairs_of, same
 from tests.specs import asked
 
 AnyTrace = bs.Trace[Any, Any, Any]
-NO_LAST_QUERIES = (bs.LastQueries, bs.LastKeys)
 
 
 def law(fast: int, slow: int, *strategies: st.SearchStrategy[Any]) -> Callable[[Callable[..., None]], Any]:
@@ -177,8 +176,8 @@ def test_a_chunk_is_part_of_its_prompt(device: str, case: Case, begin: int, end:
     """Rows that lie wholly in a chunk, with all they may see, choose as in the prompt, wherever it lies."""
     assume(chooses_by_row(case.selector))
     q, k, v = case.qkv(device)
-    whole = case.pipeline.trace(q, k, v, **case.call)
-    chunk = case.pipeline.trace(q[:, :, begin:end], k[:, :, :end], v[:, :, :end], **case.call).mask
+    whole, rest = case.pipeline.trace(q, k, v, **case.call), k.shape[2] - end
+    chunk = case.pipeline.trace(q[:, :, begin:end], k[:, :, :end], v[:, :, :end], **case.call, remaining=rest).mask
     scored, q_block = whole.scores.grid, chunk.grid.q_block  # refined masks have smaller blocks
     first = -(-begin // scored.q_block) * scored.q_block
     whole_rows = range(first + scored.q_block, end + 1, scored.q_block)
@@ -192,7 +191,7 @@ def test_a_chunk_is_part_of_its_prompt(device: str, case: Case, begin: int, end:
 def chooses_by_row(selector: Any) -> bool:
     """Whether each row of blocks chooses by itself, by where it stands in the prompt."""
     parts = [selector, *(getattr(selector, name, None) for name in ("first", "second", "inner", "rule"))]
-    if any(isinstance(s, bs.LastQueries | bs.LastKeys) or any(s is x for x in stages.WHOLE_CALL) for s in parts):
+    if any(isinstance(s, bs.GlobalTopCdf) or getattr(s, "of_all_keys", False) for s in parts):
         return False
     if any(getattr(s, "released", False) for s in parts):  # the authors count rows from where the chunk starts
         return False

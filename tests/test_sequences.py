@@ -163,7 +163,7 @@ def test_the_op_keeps_the_rules_of_ops(tokens_first: bool, device: str) -> None:
     if tokens_first:
         q = q.transpose(1, 2).contiguous().transpose(1, 2)
     checks = ("test_faketensor", "test_aot_dispatch_dynamic")  # the schema's own test takes no opaque objects
-    given = (q, k, v, SPARSE._call, bs.Sequences.packed([40, 20]), [1.0, 0.125, 0.0, 0.0], None)
+    given = (q, k, v, SPARSE._call, bs.Sequences.packed([40, 20]), [1.0, 0.125, 0.0, 0.0], None, 0)
     torch.library.opcheck(_attend_each, given, test_utils=checks)
     assert _attend_each(*given).transpose(1, 2).is_contiguous() == tokens_first
 

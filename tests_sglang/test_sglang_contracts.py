@@ -13,6 +13,7 @@ from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
 from sglang.srt.layers.attention import attention_registry
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.plugins import load_plugins
@@ -29,6 +30,9 @@ def test_sglang_finds_the_plugin() -> None:
     assert "blocksparse" in ATTENTION_BACKEND_CHOICES
     assert "sglang.srt.managers.scheduler.Scheduler.get_internal_state" in HookRegistry._patched
     assert "tp_worker" in inspect.getsource(Scheduler)
+    assert "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new" in HookRegistry._patched
+    assert next(iter(inspect.signature(ForwardBatch.init_new).parameters)) == "batch"
+    assert "full_untruncated_fill_ids" in inspect.getsource(Req)
 
 
 def test_the_method_that_is_replaced() -> None:

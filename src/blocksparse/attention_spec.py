@@ -23,7 +23,17 @@ from blocksparse.checks.per_head import (
     read,
     wrong_heads,
 )
-from blocksparse.checks.validators import Rule, flag, is_real, maybe_whole, optional, shown, size
+from blocksparse.checks.validators import (
+    Rule,
+    count,
+    flag,
+    is_real,
+    maybe_whole,
+    optional,
+    shown,
+    size,
+    whole,
+)
 from blocksparse.kernels.attention.arguments import LogitChange
 
 # Kernels multiply the scale by log2(e) and by scales of their own in fp32; these bounds leave room for that.
@@ -70,6 +80,7 @@ class Asked(TypedDict, total=False):
     window: int | None
     softcap: float | None
     sinks: Any  # a number, a sequence or a tensor [Hq] of numbers, or None
+    remaining: int
 
 
 def check_asked(asked: Asked) -> None:
@@ -84,6 +95,7 @@ def check_asked(asked: Asked) -> None:
     flag.check(causal=asked.get("causal", True))
     _window.check(window=asked.get("window"))
     _softcap_or_none.check(softcap=asked.get("softcap"))
+    count.check(remaining=asked.get("remaining", 0))
     if not may_be_numbers(sinks := asked.get("sinks")):
         raise TypeError(f"'sinks' must be {_sink.what}: {shown(sinks)}")
 
@@ -91,7 +103,7 @@ def check_asked(asked: Asked) -> None:
 def _refuse_unknown(asked: Mapping[str, object]) -> None:
     if unknown := asked.keys() - Asked.__annotations__.keys():
         more = ", ".join(sorted(unknown))
-        raise TypeError(f"this call takes causal, scale, window, softcap and sinks, but no {more}")
+        raise TypeError(f"this call takes causal, scale, window, softcap, sinks and remaining, but no {more}")
 
 
 def _as_sinks(value: Any) -> PerHead:
@@ -119,6 +131,8 @@ class AttentionSpec:
         softcap: a logit `x`, after the scale, becomes `softcap * tanh(x / softcap)` (Gemma 2). None caps nothing.
         sinks: one more logit that has no value, and so enters the softmax denominator alone (GPT-OSS); one for all
             query heads or one for each. It is neither scaled nor capped. None is a plain softmax.
+        remaining: tokens of the prompt after the last query of the call; 0 if the call ends the prompt. Attention
+            is the same for any number; selectors that treat the end of a prompt apart need it.
 
     Raises:
         TypeError, ValueError: a field is not of its kind or out of its range, or a window is not causal.
@@ -131,6 +145,7 @@ class AttentionSpec:
     sinks: PerHead | None = field(
         default=None, converter=converters.optional(_as_sinks), validator=optional(_sink)
     )
+    remaining: int = field(default=0, converter=whole, validator=count)
 
     @window.validator
     def _is_causal(self, _: object, window: int | None) -> None:
@@ -174,7 +189,12 @@ class AttentionSpec:
             "window": self.window,
             "softcap": self.softcap,
             "sinks": self.sinks,
+            "remaining": self.remaining,
         }
+
+    def with_remaining(self, remaining: int) -> AttentionSpec:
+        """The same at another place of the prompt. Objects are remembered, as of `of`."""
+        return self if remaining == self.remaining else _placed(self, remaining)
 
     @property
     def is_plain(self) -> bool:
@@ -225,3 +245,8 @@ class AttentionSpec:
 
 
 _remembered = lru_cache(maxsize=1024, typed=True)(AttentionSpec)
+
+
+@lru_cache(maxsize=1024)
+def _placed(spec: AttentionSpec, remaining: int) -> AttentionSpec:
+    return evolve(spec, remaining=remaining)

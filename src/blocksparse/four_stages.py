@@ -18,7 +18,7 @@ from blocksparse.executors.executor import Executor
 from blocksparse.executors.stage_types import StageTypes
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.permuters.permuter import Permuter
-from blocksparse.runtime.known_calls import ByValue
+from blocksparse.runtime.known_calls import ByValue, is_ours
 from blocksparse.runtime.repeated import repeated
 from blocksparse.scorers.key_history import KeyHistory
 from blocksparse.scorers.scorer import Scorer
@@ -57,6 +57,14 @@ class FourStages(Generic[PermutationT, ScoresT, MaskT]):
         eq=False,
         default=Factory(
             lambda self: StageTypes.of(self.permuter, self.scorer, self.selector, self.executor), takes_self=True
+        ),
+    )
+
+    tail: int | None = field(  # `tail_of` these stages
+        init=False,
+        eq=False,
+        default=Factory(
+            lambda self: tail_of(self.permuter, self.scorer, self.selector, self.executor), takes_self=True
         ),
     )
 
@@ -128,7 +136,9 @@ class FourStages(Generic[PermutationT, ScoresT, MaskT]):
         if (reason := self.executor.dense_because(q, k, v, spec)) is not None or not self.executor.may_be_left_out:
             return reason
         M, N = q.shape[2], k.shape[2]
-        if not self.selector.keeps_everything(M, N, causal=spec.causal):
+        if not keeps_everything(
+            self.selector, M, N, causal=spec.causal, remaining=seen(spec, self.tail).remaining
+        ):
             return None
         return f"{self.selector!r} keeps every block of {M} queries and {N} keys"
 
@@ -144,7 +154,7 @@ class FourStages(Generic[PermutationT, ScoresT, MaskT]):
         """The output of a call `[B, Hq, M, Dv]`, which is in `out` if there is one."""
         if (reason := self.dense_because(q, k, v, spec)) is None:
             if self.repeats and history is None:  # which changes from call to call
-                return repeated(self._sparse, q, k, v, spec, out)
+                return repeated(self._sparse, q, k, v, seen(spec, self.tail), out)
             return self._sparse(q, k, v, spec, out, history)
         check_heads(self, q.shape[1])  # as the stages would
         dense = dense_attention(q, k, v, spec, because=reason)
@@ -197,6 +207,29 @@ class FourStages(Generic[PermutationT, ScoresT, MaskT]):
                 f"{type(self.permuter).__name__} moves keys, so that blocks change from chunk to chunk, and a "
                 "history is of blocks that stay: call without 'history'"
             )
+
+
+def keeps_everything(selector: Selector[Any, Any], M: int, N: int, *, causal: bool, remaining: int) -> bool:
+    """Whether sizes alone say that `selector` keeps every block of a call, which its prompt goes on after."""
+    if not selector.keeps_everything(M, N, causal=causal):
+        return False
+    return not remaining or selector.keeps_everything(M + remaining, N + remaining, causal=causal)
+
+
+def tail_of(*stages: object) -> int | None:
+    """How many tokens at the end of a prompt these stages treat apart; None if every number may count."""
+    tails = [stage.prompt_tail for stage in stages if isinstance(stage, Selector)]
+    if not is_ours(stages) or None in tails:  # a stage from elsewhere may look at `remaining` itself
+        return None
+    return max([tail for tail in tails if tail is not None], default=0)
+
+
+def seen(spec: AttentionSpec, tail: int | None) -> AttentionSpec:
+    """`spec` as stages of this `tail` see it, the same wherever the end of the prompt is out of their sight.
+
+    Calls that are repeated are learned by it, and so not for each number of `remaining`.
+    """
+    return spec if tail is None else spec.with_remaining(min(spec.remaining, tail))
 
 
 _KNOWN: ByValue[FourStages[Any, Any, Any]] = ByValue(256)

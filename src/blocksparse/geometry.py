@@ -51,6 +51,7 @@ class Grid:
     k_whole: Tensor  # [B|1, H|1, rows|1, cols] bool, whether the block has no empty slot
     # How many tokens a query sees at most, its own included. None unless causal, and where it would hide nothing.
     window: int | None = None
+    remaining: int = 0  # tokens of the prompt after the last query
     _finer: dict[int, Grid] = field(init=False, repr=False, factory=dict)  # the grids that `refined` made, by n
 
     @classmethod
@@ -106,6 +107,7 @@ class Grid:
             k_position=k_position,
             group_of_row=group_of_row,
             window=_hiding(spec.window, N),
+            remaining=spec.remaining,
             **_for_rows(bounds, group_of_row),
         )
 
@@ -198,6 +200,16 @@ class Grid:
     def end(self) -> int:
         """The position after the last query's."""
         return self.first_position + self.q_len
+
+    @property
+    def prompt_end(self) -> int:
+        """The position after the last query of the prompt, which a later call may have."""
+        return self.end + self.remaining
+
+    @property
+    def prompt_keys(self) -> int:
+        """How many keys the prompt has. A call that is not causal has all of them."""
+        return self.k_len + self.remaining if self.causal else self.k_len
 
     @property
     def first_row(self) -> int:

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, final
 
 import torch
-from attrs import field, frozen
+from attrs import Factory, field, frozen
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
@@ -18,6 +18,7 @@ from blocksparse.checks.class_line import Declared, check_gave
 from blocksparse.checks.validators import a
 from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.paged_executor import PagedExecutor
+from blocksparse.four_stages import seen, tail_of
 from blocksparse.pipeline import Pipeline
 from blocksparse.runtime.precision import without_autocast
 from blocksparse.runtime.repeated import repeated
@@ -43,6 +44,9 @@ class PagedPipeline:
     """
 
     pipeline: Pipeline[Any, Any, Any] = field(validator=a(Pipeline))
+    _tail: int | None = field(
+        init=False, repr=False, eq=False, default=Factory(lambda self: _tail_of(self.pipeline), takes_self=True)
+    )
 
     def __call__(
         self,
@@ -53,14 +57,16 @@ class PagedPipeline:
         window: int | None = None,
         softcap: float | None = None,
         sinks: Any = None,
+        remaining: int = 0,
         out: Tensor | None = None,
     ) -> Tensor:
         """Attend to one request: `[1, Hq, M, Dv]`. torch.compile takes no such call.
 
         Args:
-            q: `[1, Hq, M, D]`, the last M tokens of the request.
+            q: `[1, Hq, M, D]`, the last M of the tokens in `kv`.
             kv: `PageTable.in_place(...)`.
-            scale: as of a call of the pipeline, and so are `window`, `softcap`, `sinks` and `out`.
+            scale: as of a call of the pipeline, and so are `window`, `softcap`, `sinks`,
+                `remaining` and `out`.
 
         Raises:
             TypeError, ValueError: as of a call of the pipeline.
@@ -69,7 +75,9 @@ class PagedPipeline:
         """
         refuse_transforms("PagedPipeline")
         _in_pages.check(kv=kv)
-        asked: Asked = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+        asked: Asked = {
+            "scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "remaining": remaining
+        }  # fmt: skip
         if (because := self.gathers_because(q.device)) is not None:
             raise UnsupportedError(f"{because}: gather the keys and values first", because)
         q, _, _, spec = checked(q, kv.k, kv.v, asked)
@@ -79,7 +87,7 @@ class PagedPipeline:
             check_out(out, q, kv.keys, kv.values)
         attend = partial(repeated, self._attend) if self.pipeline.repeats else self._attend
         with without_autocast(q):
-            given: Tensor = attend(q, kv.keys, kv.values, kv.slots, kv.run, spec, out)
+            given: Tensor = attend(q, kv.keys, kv.values, kv.slots, kv.run, seen(spec, self._tail), out)
         if out is None:
             return laid_out_as(q, given)
         increment_version(out)
@@ -115,3 +123,9 @@ class PagedPipeline:
         output = executor.attend_paged(q, kv, mask, spec, out)
         check_gave((Declared(type(executor), AttentionOutput),), output)
         return output.out
+
+
+def _tail_of(pipeline: Pipeline[Any, Any, Any]) -> int | None:
+    if not isinstance(pipeline, Pipeline):  # which the validator refuses after this
+        return None
+    return tail_of(pipeline.permuter, pipeline.scorer, pipeline.selector, pipeline.executor)

@@ -97,6 +97,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         window: int | None = None,
         softcap: float | None = None,
         sinks: Any = None,
+        remaining: int = 0,
         sequences: Sequences | None = None,
         history: KeyHistory | Sequence[KeyHistory] | None = None,
         out: Tensor | None = None,
@@ -113,6 +114,8 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
             softcap: a layer's softcap: a logit `x` becomes `softcap * tanh(x / softcap)`. Scorers do not know it.
             sinks: a layer's attention sinks: one more logit without a value, a number, or one per query head as a
                 sequence or a tensor `[Hq]`. Scorers do not know them.
+            remaining: tokens of the prompt after the last query, in a call for one chunk of a prompt; 0 if the
+                call ends the prompt. `LastQueries` needs it, and so does `auto`. `Sequences` have their own.
             sequences: where several prompts lie in q, k and v; each runs by itself, and sees only its own keys.
                 None for one prompt in each entry of the batch.
             history: what earlier chunks of this prompt, or of each of the `sequences`, left for later ones; the
@@ -128,7 +131,8 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         """
         refuse_mask(attn_mask)
         asked: Asked = {
-            "causal": causal, "scale": scale, "window": window, "softcap": softcap, "sinks": sinks
+            "causal": causal, "scale": scale, "window": window, "softcap": softcap, "sinks": sinks,
+            "remaining": remaining,
         }  # fmt: skip
         histories = None if history is None else one_for_each(history, sequences)
         return attend(self._call, q, k, v, asked, sequences, histories, out)
@@ -149,7 +153,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
 
         Args:
             v: the values, which a scorer that judges by them (`ValueScorer`) needs, and no other looks at.
-            asked: `causal`, `scale`, `window`, `softcap` and `sinks`, as of a call.
+            asked: `causal`, `scale`, `window`, `softcap`, `sinks` and `remaining`, as of a call.
 
         Raises:
             TypeError, ValueError: as of a call; or the scorer needs `v`.
@@ -188,7 +192,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         executor would have a plain call attend densely, since dense attention gives no lse here.
 
         Args:
-            asked: `causal`, `scale`, `window`, `softcap` and `sinks`, as of a call.
+            asked: `causal`, `scale`, `window`, `softcap`, `sinks` and `remaining`, as of a call.
 
         Raises:
             TypeError, ValueError: the pipeline or its executor cannot run these inputs, or there is no lse.
@@ -244,6 +248,6 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
                 return self._stages.trace(q, k, v, spec, histories[0], done)
             parts = sequences.parts(q, k, v, causal=spec.causal)
             return [
-                None if part is None else self._stages.trace(*part, spec, each, done)
-                for part, each in zip(parts, histories, strict=True)
+                None if part is None else self._stages.trace(*part, its, each, done)
+                for part, its, each in zip(parts, sequences.specs(spec), histories, strict=True)
             ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import attrs
@@ -18,7 +19,7 @@ import blocksparse as bs
 from blocksparse.distributed import AllGatherKV, Ring, Ulysses
 from blocksparse.distributed.scheme import Scheme
 from blocksparse.layers.head_groups import AnyPipeline
-from blocksparse.testing import make_qkv
+from blocksparse.testing import every_preset, make_qkv, video_presets
 from tests.distributed.watched import compare
 
 Case = Callable[[DeviceMesh], None]
@@ -151,6 +152,20 @@ def packed(mesh: DeviceMesh) -> None:
     torch.testing.assert_close(got, scheme.shard(PBS(q, k[:, :, :60], v[:, :, :60], sequences=shared)))
 
 
+def chunk_of_a_prompt(mesh: DeviceMesh) -> None:
+    """Ranks with a chunk give what one process gives, which is what the whole prompt gives."""
+    q, k, v = make_qkv(N=300)
+    want = ENDS(q, k, v)[:, :, :272]
+    chunk = [x[:, :, :272] for x in (q, k, v)]
+    for kind in SCHEMES:
+        scheme = kind(ENDS, mesh, "ranks")
+        got = scheme(*(scheme.shard(x) for x in chunk), remaining=28)
+        torch.testing.assert_close(got, scheme.shard(want))
+    ulysses, sequences = Ulysses(ENDS, mesh, "ranks"), bs.Sequences.packed([272], remaining=[28])
+    got = ulysses(*(ulysses.shard(x) for x in chunk), sequences=sequences)
+    torch.testing.assert_close(got, ulysses.shard(want))
+
+
 def compiled(mesh: DeviceMesh) -> None:
     """A call is one node of a graph."""
     q, k, v = make_qkv(N=128)
@@ -171,7 +186,60 @@ def benchmarked(mesh: DeviceMesh) -> None:
         assert len(table(rows).strip().splitlines()) == 2 + len(rows)
 
 
+ENDS: AnyPipeline = bs.Pipeline(
+    bs.Identity(),
+    bs.MeanPoolScorer(16),
+    bs.TopCdf(0.3) | (bs.Band(8) | bs.LastQueries(40)) | bs.LastKeys(20) | bs.DecayingTopK(3),
+    bs.CpuExecutor(),
+)
+TEXT: AnyPipeline = bs.Pipeline(
+    bs.Identity(), bs.MeanPoolScorer(16), bs.TopCdf(0.3) | bs.LastKeys(20) | bs.LastQueries(20), bs.CpuExecutor()
+)
+SCHEMES: tuple[Any, ...] = (Ulysses, AllGatherKV, Ring)
+
+
+def _refused(
+    kind: Any, pipeline: AnyPipeline, mesh: DeviceMesh, qkv: Any, want: torch.Tensor, causal: bool
+) -> str:
+    """Why a scheme refuses these heads; nothing where it is one process."""
+    try:
+        scheme = kind(pipeline, mesh, "ranks")
+        got = scheme(*(scheme.shard(x, causal=causal) for x in qkv), causal=causal)
+    except ValueError as error:
+        return str(error)
+    torch.testing.assert_close(got, scheme.shard(want, causal=causal))
+    return ""
+
+
+def every_preset_in_every_scheme(mesh: DeviceMesh) -> None:
+    """It is one process, or is refused with a way out that works for these heads."""
+    grid, more = (2, 16, 20), {"lva": {"period": 2, "radius": 3}, "svg2": {"q_clusters": 9, "k_clusters": 12}}
+    for Hq, Hkv in ((4, 2), (14, 7)):
+        qkv = make_qkv(Hq=Hq, Hkv=Hkv, N=640, D=16)
+        for name, preset in (every_preset | video_presets).items():
+            given: dict[str, Any] = {"grid": grid} if "grid" in signature(preset).parameters else {}
+            pipeline, causal = preset(**given, **more.get(name, {})), name in every_preset
+            want = pipeline(*qkv, causal=causal)
+            for kind in SCHEMES:
+                if not (because := _refused(kind, pipeline, mesh, qkv, want, causal)):
+                    continue
+                assert name != "auto" or (kind is Ulysses and Hkv == 7), because
+                if "as auto() does" in because:  # which has just been tried
+                    continue
+                others = [each for each in SCHEMES if f"use {each.__name__}" in because]
+                assert others, because
+                for other in others:
+                    assert not _refused(other, pipeline, mesh, qkv, want, causal), because
+
+
 TWO: dict[str, Case] = {
+    "every preset in every scheme": every_preset_in_every_scheme,
+    "gathered, the end of a prompt": equal(gathered, ENDS, N=201, M=150),
+    "gathered, head and tail, the end of a prompt": equal(partial(gathered, head_tail=True), ENDS, N=201),
+    "gathered, not causal, the end of a prompt": equal(gathered, TEXT, causal=False, M=90, N=130),
+    "ring, the end of a prompt": equal(ring, ENDS, N=201),
+    "ring, not causal, the end of a prompt": equal(partial(ring, head_tail=True), TEXT, causal=False, N=250),
+    "a chunk whose prompt goes on": chunk_of_a_prompt,
     "ulysses, ragged": equal(ulysses, PBS, N=201, B=2),
     "ulysses, last queries": equal(ulysses, bs.flex_prefill(0.7, block=16), M=75),
     "ulysses, options per head": equal(partial(ulysses, density=[1, 5, 1, 1], parts=1), PER_HEAD, Hkv=4),

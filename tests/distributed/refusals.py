@@ -64,7 +64,7 @@ def on_rank_1(**changed: Any) -> Case:
             mesh.get_local_rank("ranks"),
             {"N": 32, **(changed if mesh.get_local_rank("ranks") else {})},
         )
-        options = {name: arguments.pop(name) for name in ("causal", "scale") if name in arguments}
+        options = {name: arguments.pop(name) for name in ("causal", "scale", "remaining") if name in arguments}
         parts = arguments.pop("parts", 2)
         with pytest.raises(
             ValueError, match=r"^the ranks of mesh dimension 'ranks' must make one call with the same"
@@ -127,6 +127,8 @@ def pipeline(selector: bs.Selector[Any, Any], scorer: bs.Scorer[Any, Any] | None
     return bs.Pipeline(bs.Identity(), scorer or bs.MeanPoolScorer(16), selector, bs.CpuExecutor())
 
 
+BY_VALUES = bs.OutputAwareScorer(4, block=16, lengths=(1.0, 0.2))
+
 REFUSED: dict[str, Case] = {
     "no such dimension": refused(
         ValueError, "the mesh has no dimension 'sp'; it has 'ranks'", lambda mesh: Ulysses(PBS, mesh, "sp")
@@ -187,11 +189,19 @@ REFUSED: dict[str, Case] = {
         r"a per-head value needs one entry per query head \(4\): 2",
         call_of(lambda mesh: Ulysses(bs.mean_pooling([0.5, 0.6], block=16), mesh, "ranks")),
     ),
-    "last queries": refused(ValueError, "VerticalSlashScorer is not known to", gather(bs.minference(block=16))),
-    "budget of a head": refused(ValueError, "GlobalTopCdf is not known to", gather(pipeline(bs.GlobalTopCdf()))),
-    "own stage": refused(ValueError, "OwnSelector is not known to", gather(pipeline(OwnSelector()))),
+    "last queries": refused(
+        ValueError,
+        "'VerticalSlashScorer' scores by the last queries of a call, .*; use Ulysses",
+        gather(bs.minference(block=16)),
+    ),
+    "budget of a head": refused(
+        ValueError, "'GlobalTopCdf' has one budget for all rows", gather(pipeline(bs.GlobalTopCdf()))
+    ),
+    "own stage": refused(
+        ValueError, "OwnSelector does not say where queries may be cut", gather(pipeline(OwnSelector()))
+    ),
     "own stage in a union": refused(
-        ValueError, "OwnSelector is not known to", gather(pipeline(bs.TopK(1) | OwnSelector()))
+        ValueError, "OwnSelector does not say where", gather(pipeline(bs.TopK(1) | OwnSelector()))
     ),
     "share of all keys": refused(
         ValueError, "'of_all_keys'", gather(pipeline(bs.TopK(share=0.5, of_all_keys=True)))
@@ -201,6 +211,17 @@ REFUSED: dict[str, Case] = {
         "'smooth_k'",
         gather(pipeline(bs.TopK(1), bs.SimilarityGatedScorer(bs.MeanPoolScorer(16), 0.5, smooth_k=True))),
     ),
+    "ways out of heads that Ulysses refuses": refused(
+        ValueError,
+        "which only its last part has; give a pipeline that chooses in each row of blocks by itself, as auto",
+        gather(bs.minference(block=16), Hq=3, Hkv=3),
+    ),
+    "ring of values": refused(
+        ValueError,
+        "OutputAwareScorer judges blocks by values, .*: use AllGatherKV",
+        call_of(lambda mesh: Ring(pipeline(bs.TopK(1), BY_VALUES), mesh, "ranks")),
+    ),
+    "ranks at other places of a prompt": on_rank_1(remaining=5),
     "rows of a chunk": refused(
         ValueError, "'Stride' with 'released'", gather(pipeline(bs.Stride(3, released=True)))
     ),
@@ -209,7 +230,7 @@ REFUSED: dict[str, Case] = {
     ),
     "order of a video": refused(
         ValueError,
-        "HilbertOrder is not known to",
+        "'HilbertOrder' orders all queries of a call together",
         gather(bs.sparge(order=bs.HilbertOrder((2, 8, 8)), block=16, k_block=16), causal=False),
     ),
     "cut inside a block": refused(

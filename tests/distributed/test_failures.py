@@ -44,16 +44,12 @@ class Breaks(bs.Scorer[bs.GlobalPermutation, bs.BlockMass]):
             raise ZeroDivisionError("this rank fails")
         return bs.MeanPoolScorer(16)(q, k, permutation, spec)
 
-
-def _alignment() -> None:
-    from blocksparse.distributed import alignment
-
-    alignment.register(Breaks, lambda stage, causal: 16)
+    def alignment(self, causal: bool) -> int:
+        return 16
 
 
 def in_a_group(_rank: int, scheme: Any, dies: bool) -> tuple[str, float]:
     """What two calls raise where rank 1 raises or dies, and after how many seconds."""
-    _alignment()
     group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("ranks",))
     pipeline = bs.Pipeline(bs.Identity(), Breaks(1, dies), bs.TopK(1), bs.CpuExecutor())

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from blocksparse import Pipeline, a_shape
+from blocksparse import LastQueries, Pipeline, a_shape
 from blocksparse.attention_spec import AttentionSpec
 from blocksparse.executors.dense_attention import dense_attention
 from blocksparse.integrations.serving.kinds import Kinds
@@ -22,7 +22,9 @@ from blocksparse.integrations.serving.settings import ConfigurationError, Host, 
 from blocksparse.integrations.serving.workspace import Workspace
 from blocksparse.integrations.serving.worth import Worth
 from blocksparse.integrations.sglang import DensityRecorder
+from blocksparse.integrations.sglang.batch import PROMPTS, Batch
 from blocksparse.integrations.sglang.prefill import SparsePrefill
+from blocksparse.integrations.sglang.register import _note_prompts
 
 HQ, HKV, D = 4, 2, 16
 
@@ -220,6 +222,21 @@ def test_pictures_stay_dense() -> None:
     engine()
     assert engine.recorder.sparse_calls() == {3: 1}
     assert engine.recorder.dense_calls() == {3: Counter(mask=1)}
+
+
+def test_a_chunk_knows_what_remains_of_its_prompt() -> None:
+    """Of batches that SGLang makes in other ways it is not known, and each chunk ends its prompt."""
+    pipeline = a_shape(1, 16, block=16) | LastQueries(40)
+    engine = Engine(pipeline, [100, 60], [0, 100])
+    reqs = [SimpleNamespace(full_untruncated_fill_ids=[0] * n) for n in (300, 160)]
+    output = _note_prompts(engine.batch, object, SimpleNamespace(reqs=reqs))
+    assert output is engine.batch
+    assert getattr(output, PROMPTS) == [300, 160]
+    for prompts, remaining in (([300, 160], (200, 0)), ([300], (0, 0)), (None, (0, 0))):
+        setattr(engine.batch, PROMPTS, prompts)
+        found = Batch.of_kinds(engine.batch, tokens=160, slots=engine.slots, kinds=engine.prefill.kinds)[0]
+        assert found.prefills is not None
+        assert found.prefills.remaining == remaining
 
 
 def test_the_same_batch_again_is_read_again() -> None:

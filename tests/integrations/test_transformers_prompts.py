@@ -160,7 +160,6 @@ def test_a_row_of_padding_that_sees_no_key_is_as_sdpa_has_it(host: str, padding:
         assert float((last[0] - plain[0]).abs().max()) > 0.1
 
 
-
 def test_padding_inside_of_a_prompt_is_dense() -> None:
     model, recorder, ids = make("llama"), DensityRecorder(), tokens(60, batch=2)
     mask = mask_of((0, 60), (0, 60), N=60)

@@ -217,9 +217,9 @@ def test_an_audit_tells_what_sparse_prompts_lose(caplog: pytest.LogCaptureFixtur
     q, k, v = make_qkv(Hq=4, Hkv=2, N=160, D=16)
     audited, plain = (LayerAttention(pipeline, 2, None, Workspace(160), its) for its in (estimates, None))
     out, expected = torch.empty_like(q), torch.empty_like(q)
-    plain._attend(q, k, v, expected, 0.25)
+    plain._attend(q, k, v, expected, {"scale": 0.25})
     for _ in range(9):
-        audited._attend(q, k, v, out, 0.25)
+        audited._attend(q, k, v, out, {"scale": 0.25})
         torch.testing.assert_close(out, expected, rtol=0, atol=2e-6)
     (found,) = estimates.audit.layers()
     assert (found.layer, found.calls, found.audited, found.crossed, found.dense) == (2, 9, 3, 3, False)
@@ -294,7 +294,7 @@ def test_what_the_executor_cannot_run_is_dense_and_said_once(caplog: pytest.LogC
     pipeline, recorder = evolve(a_shape(), executor=Int8Executor()), DensityRecorder()
     attend, out = LayerAttention(pipeline, 7, recorder, Workspace(64)), torch.empty_like(q)
     for _ in range(2):
-        attend._attend(q, k, v, out, 0.3)
+        attend._attend(q, k, v, out, {"scale": 0.3})
         torch.testing.assert_close(out, dense_attention(q, k, v, AttentionSpec(scale=0.3)))
     ((reason, times),) = recorder.dense_calls()[7].items()
     assert (reason.split(":")[0], times) == ("Int8Executor", 2)

@@ -83,13 +83,19 @@ class PageTable:
         kept = table.to(torch.int32, copy=True, memory_format=torch.contiguous_format)
         return tuple([row[:pages] for row, pages in zip(kept, counts, strict=True)])
 
-    def sequences(self, query_lengths: Sequence[int] | Tensor) -> Sequences:
+    def sequences(
+        self, query_lengths: Sequence[int] | Tensor, *, remaining: Sequence[int] | Tensor | None = None
+    ) -> Sequences:
         """The requests with so many queries each, for a call with `q` `[1, Hq, sum(query_lengths), D]`.
+
+        Args:
+            query_lengths: the queries of each request, its last tokens.
+            remaining: for each request the tokens of its prompt after these; none if None.
 
         Raises:
             TypeError, ValueError: as of `Sequences.packed`.
         """
-        return Sequences.packed(query_lengths, self.lengths)
+        return Sequences.packed(query_lengths, self.lengths, remaining=remaining)
 
     def gather(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and values of all requests behind one another, `[1, Hkv, sum(lengths), D]` and `[..., Dv]`.

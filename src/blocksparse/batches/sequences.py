@@ -10,6 +10,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
+from blocksparse.attention_spec import AttentionSpec
 from blocksparse.checks.validators import count, is_whole, numbers_on_host, shown, whole
 from blocksparse.runtime.torch_private import OpaqueBase, opaque_object
 
@@ -44,6 +45,10 @@ def _spans(spans: Iterable[Iterable[int]]) -> tuple[Span, ...]:
     return tuple(Span(*map(whole, span)) for span in spans)
 
 
+def _remaining(numbers: Sequence[int] | Tensor | None) -> tuple[int, ...] | None:
+    return None if numbers is None else tuple(numbers_on_host("remaining", numbers))
+
+
 @final
 @frozen(eq=False)
 class Sequences(OpaqueBase):
@@ -64,18 +69,29 @@ class Sequences(OpaqueBase):
         batch: the entries of the batch in q, k and v.
         queries: the tokens of q.
         keys: the tokens of k and v.
+        remaining: for each sequence the tokens of its prompt after its last query, as of a call of a pipeline;
+            None if each sequence ends its prompt.
 
     Raises:
         TypeError: one of the numbers is not a whole number.
-        ValueError: a span is not inside of these sizes, or two spans have queries in common.
+        ValueError: a span is not inside of these sizes, two spans have queries in common, or `remaining` has not
+            one number per sequence, at least 0.
     """
 
     spans: tuple[Span, ...] = field(converter=_spans)
     batch: int = field(converter=whole, validator=count, kw_only=True)
     queries: int = field(converter=whole, validator=count, kw_only=True)
     keys: int = field(converter=whole, validator=count, kw_only=True)
+    remaining: tuple[int, ...] | None = field(default=None, converter=_remaining, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
+        if self.remaining is not None:
+            if len(self.remaining) != len(self.spans):
+                raise ValueError(
+                    f"'remaining' must have an entry per sequence ({len(self.spans)}): {len(self.remaining)}"
+                )
+            if min(self.remaining, default=0) < 0:
+                raise ValueError(f"'remaining' must not be below 0: {shown(self.remaining)}")
         for span in self.spans:
             entry, first_query, queries, first_key, keys = span
             if min(span) < 0 or entry >= self.batch:
@@ -88,7 +104,11 @@ class Sequences(OpaqueBase):
 
     @classmethod
     def packed(
-        cls, lengths: Sequence[int] | Tensor, key_lengths: Sequence[int] | Tensor | None = None
+        cls,
+        lengths: Sequence[int] | Tensor,
+        key_lengths: Sequence[int] | Tensor | None = None,
+        *,
+        remaining: Sequence[int] | Tensor | None = None,
     ) -> Sequences:
         """Sequences that stand behind one another along the token axis: `q` `[1, Hq, sum(lengths), D]`.
 
@@ -96,6 +116,7 @@ class Sequences(OpaqueBase):
             lengths: the queries of each sequence, as whole numbers or as a tensor of them, `[sequences]`. The host
                 waits for a tensor that is on a GPU.
             key_lengths: the keys of each sequence; as many as its queries if None.
+            remaining: as of the class.
 
         Raises:
             TypeError: the lengths are not whole numbers.
@@ -112,11 +133,15 @@ class Sequences(OpaqueBase):
         for M, N in zip(queries, keys, strict=True):
             spans.append(Span(0, first_query, M, first_key, N))
             first_query, first_key = first_query + M, first_key + N
-        return cls(spans, batch=1, queries=first_query, keys=first_key)
+        return cls(spans, batch=1, queries=first_query, keys=first_key, remaining=remaining)
 
     @classmethod
     def from_cu_seqlens(
-        cls, cu_seqlens_q: Sequence[int] | Tensor, cu_seqlens_k: Sequence[int] | Tensor | None = None
+        cls,
+        cu_seqlens_q: Sequence[int] | Tensor,
+        cu_seqlens_k: Sequence[int] | Tensor | None = None,
+        *,
+        remaining: Sequence[int] | Tensor | None = None,
     ) -> Sequences:
         """`packed`, from where each sequence begins and the last one ends, `[sequences + 1]`.
 
@@ -126,11 +151,17 @@ class Sequences(OpaqueBase):
         """
         lengths = _steps("cu_seqlens_q", cu_seqlens_q)
         if cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q:  # the host need not wait for it twice
-            return cls.packed(lengths)
-        return cls.packed(lengths, _steps("cu_seqlens_k", cu_seqlens_k))
+            return cls.packed(lengths, remaining=remaining)
+        return cls.packed(lengths, _steps("cu_seqlens_k", cu_seqlens_k), remaining=remaining)
 
     @classmethod
-    def padded(cls, attention_mask: Tensor, *, queries: int | None = None) -> Sequences:
+    def padded(
+        cls,
+        attention_mask: Tensor,
+        *,
+        queries: int | None = None,
+        remaining: Sequence[int] | Tensor | None = None,
+    ) -> Sequences:
         """A sequence in each entry of a batch, with padding before it or behind it.
 
         The host waits once for a mask that is on a GPU.
@@ -138,6 +169,7 @@ class Sequences(OpaqueBase):
         Args:
             attention_mask: `[B, N]`, whole numbers or bools; true for the tokens of the prompt, and 0 for padding.
             queries: how many of the N tokens are queries, the last ones; all if None.
+            remaining: as of the class.
 
         Raises:
             TypeError: the mask is not a tensor of whole numbers or bools.
@@ -167,7 +199,7 @@ class Sequences(OpaqueBase):
             first_query = max(start, N - M)
             own = max(0, end - first_query) if tokens else 0
             spans.append(Span(entry, first_query - (N - M) if own else 0, own, start, tokens))
-        return cls(spans, batch=B, queries=M, keys=N)
+        return cls(spans, batch=B, queries=M, keys=N, remaining=remaining)
 
     def parts(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool
@@ -182,6 +214,19 @@ class Sequences(OpaqueBase):
             (span.rows(q), span.columns(k), span.columns(v)) if span.queries and span.keys else None
             for span in self.spans
         ]
+
+    def specs(self, spec: AttentionSpec) -> list[AttentionSpec]:
+        """What a call of all sequences asks for, for each of them.
+
+        Raises:
+            ValueError: the call has a number of `remaining` tokens itself.
+        """
+        if spec.remaining:
+            raise ValueError(
+                f"'remaining' is of one prompt, and 'sequences' are several: {spec.remaining}; give "
+                "Sequences(..., remaining=[...]), a number for each"
+            )
+        return [spec.with_remaining(more) for more in self.remaining or [0] * len(self.spans)]
 
     def check_fits(self, batch: int, queries: int, keys: int, *, causal: bool) -> None:
         """Refuse sequences that do not lie in tensors of these sizes.

@@ -81,16 +81,15 @@ class OpaqueCall(OpaqueBase):
         The longest run first, so that a GPU is at work on them while the host prepares the short ones.
         """
         parts = sequences.parts(q, k, v, causal=spec.causal)
-        more: list[dict[str, Any]] = [
-            {} if histories is None else {"history": each} for each in histories or parts
-        ]
-        runs = [run for run in zip(sequences.spans, parts, more, strict=True) if run[1] is not None]
+        more: list[dict[str, Any]] = [{} if histories is None else {"history": its} for its in histories or parts]
+        each = zip(sequences.spans, parts, sequences.specs(spec), more, strict=True)
+        runs = [run for run in each if run[1] is not None]
         out = _new_output(q, v.shape[-1])
-        if sum(span.queries for span, _, _ in runs) < q.shape[0] * q.shape[2]:
+        if sum(span.queries for span, *_ in runs) < q.shape[0] * q.shape[2]:
             out.zero_()
-        for span, part, its in sorted(runs, key=lambda run: -run[0].queries * run[0].keys):
+        for span, part, its_spec, its in sorted(runs, key=lambda run: -run[0].queries * run[0].keys):
             assert part is not None
-            self._into(span.rows(out), *part, spec, **its)
+            self._into(span.rows(out), *part, its_spec, **its)
         if self.ends is not None:
             self.ends(out, q, k, v, spec, sequences)
         return out
@@ -147,9 +146,9 @@ def node(
     """Put a node into the graph that is traced, which runs `call` of checked inputs."""
     numbers, sinks = as_numbers(scale, asked)
     if sequences is None:
-        out: Tensor = _attend(q, k, v, call, numbers, sinks)
+        out: Tensor = _attend(q, k, v, call, numbers, sinks, asked.get("remaining", 0))
     else:
-        out = _attend_each(q, k, v, call, sequences, numbers, sinks)
+        out = _attend_each(q, k, v, call, sequences, numbers, sinks, asked.get("remaining", 0))
     return out
 
 
@@ -159,7 +158,8 @@ def node(
 def as_numbers(scale: float, asked: Asked) -> tuple[list[float], Tensor | None]:
     """What a layer asks for as arguments of a node: causality, the scale, its window and softcap, 0 being none.
 
-    And its sinks: `[Hq]`, or `[]` for one number.
+    And its sinks: `[Hq]`, or `[]` for one number. How much of a prompt remains is an argument of its own, since a
+    graph is compiled for each float.
 
     Raises:
         TypeError, ValueError: as of `check_asked`.
@@ -173,18 +173,25 @@ def as_numbers(scale: float, asked: Asked) -> tuple[list[float], Tensor | None]:
     return [float(causal), scale, float(asked.get("window") or 0), float(asked.get("softcap") or 0)], sinks
 
 
-def spec_of(numbers: list[float], sinks: Tensor | None, heads: int) -> AttentionSpec:
+def spec_of(numbers: list[float], sinks: Tensor | None, heads: int, remaining: int = 0) -> AttentionSpec:
     """The spec whose fields a node got."""
     causal, scale, window, softcap = numbers
     asked = Asked(causal=bool(causal), window=int(window) or None, softcap=softcap or None, sinks=sinks)
+    asked["remaining"] = remaining
     return AttentionSpec.of(heads, scale, asked)
 
 
 @graph_node("blocksparse::attend")
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, call: OpaqueCall, numbers: list[float], sinks: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: OpaqueCall,
+    numbers: list[float],
+    sinks: Tensor | None,
+    remaining: int,
 ) -> Tensor:
-    return call(q, k, v, spec_of(numbers, sinks, q.shape[1]))
+    return call(q, k, v, spec_of(numbers, sinks, q.shape[1], remaining))
 
 
 # PyTorch knows no op with an argument that is such an object or None, so this is an op of its own.
@@ -197,8 +204,9 @@ def _attend_each(
     sequences: Sequences,
     numbers: list[float],
     sinks: Tensor | None,
+    remaining: int,
 ) -> Tensor:
-    return call(q, k, v, spec_of(numbers, sinks, q.shape[1]), sequences)
+    return call(q, k, v, spec_of(numbers, sinks, q.shape[1], remaining), sequences)
 
 
 @_attend.register_fake

@@ -6,11 +6,10 @@ from functools import partial
 from typing import final
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 from blocksparse.distributed import whole
-from blocksparse.distributed.alignment import aligned
 from blocksparse.distributed.call import Call, lengths
 from blocksparse.distributed.key_order import for_chunks, last_queries, probed
 from blocksparse.distributed.pieces import joined, refuse_cuts, split
@@ -25,7 +24,8 @@ class AllGatherKV(SequenceScheme):
     """Every rank attends in all heads with its own queries, to the keys and values of all ranks.
 
     A chunk of queries sees the keys up to its own end, as a chunk of a prompt does on one rank. So the pipeline
-    must be one that chooses in each row of blocks by itself; `alignment` says which do, and refuses others.
+    must be one that chooses in each row of blocks by itself; its stages say so (`alignment`), and others are
+    refused.
     `SegmentKeySort` orders all keys by the last queries of the whole call here too: the ranks that have these
     queries send them to all. Values travel while blocks are chosen.
 
@@ -43,7 +43,7 @@ class AllGatherKV(SequenceScheme):
     def _run(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
         pipeline, ranks = self._pipeline, self._ranks
         queries, keys = lengths(q, k, v, call, ranks, options=f"{type(self).__name__} {self.head_tail}")
-        at = aligned(pipeline, causal=call.spec.causal)
+        at = self._aligned(call.spec.causal, (call.Hq, call.Hkv))
         M, N = sum(queries), sum(keys)
         before = N - M if call.spec.causal else 0
         q_pieces, k_pieces = self._pieces(queries, before, at), self._pieces(keys, 0, at)
@@ -57,8 +57,9 @@ class AllGatherKV(SequenceScheme):
         mine = q_pieces[ranks.rank]
         for piece, part in zip(mine, split(q, mine), strict=True):
             end = piece.end if call.spec.causal else N
+            its = evolve(call, spec=call.spec.with_remaining(call.spec.remaining + before + M - piece.end))
             some_k, some_v = every_k[:, :, :end], partial(_first, all_v, end)
-            outputs.append(whole.attend(pipeline, part, some_k, some_v, call, dense=dense, permuter=permuter))
+            outputs.append(whole.attend(pipeline, part, some_k, some_v, its, dense=dense, permuter=permuter))
         lse = [output.lse for output in outputs if output.lse is not None]
         out = torch.cat([output.out for output in outputs], dim=2)
         return AttentionOutput(out, torch.cat(lse, dim=2) if call.with_lse else None)

@@ -84,7 +84,7 @@ def lengths(
     bits = struct.unpack("<q", struct.pack("<d", call.spec.scale))[0]
     same = (
         B, Hq, Hkv, D, v.shape[3], DTYPES.index(q.dtype), int(call.spec.causal), bits, int(call.with_lse),
-        zlib.crc32(f"{options} {call.spec.softcap} {call.spec.sinks!r}".encode()),
+        zlib.crc32(f"{options} {call.spec.softcap} {call.spec.sinks!r} {call.spec.remaining}".encode()),
     )  # fmt: skip
     them = ranks.told([1, M, N, *same])
     for rank, (agreed, *_) in enumerate(them):

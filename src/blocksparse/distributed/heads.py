@@ -47,7 +47,10 @@ def refuse_apart(pipeline: AnyPipeline, *, split: bool) -> None:
     for stage in all_in(pipeline):
         name = type(stage).__name__
         if isinstance(stage, Random):
-            raise ValueError(f"'{name}' draws by the index of the KV head, which no rank with some heads knows")
+            raise ValueError(
+                f"'{name}' draws by the index of the KV head, which no rank with some heads knows: use "
+                "AllGatherKV, whose ranks have all heads"
+            )
         if split and isinstance(stage, SharedByGroup):
             raise ValueError(
                 f"'{name}' joins the query heads of a KV head, and more ranks than KV heads take them apart: "

@@ -10,7 +10,6 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from blocksparse.checks.class_line import declared
-from blocksparse.distributed.alignment import aligned
 from blocksparse.distributed.call import Call, lengths
 from blocksparse.distributed.heads import of_heads, refuse_apart
 from blocksparse.distributed.key_order import for_chunks, last_queries, probed
@@ -22,6 +21,7 @@ from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.executor import Executor
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.permuters.permuter import Permuter
+from blocksparse.scorers.value_scorer import ValueScorer
 from blocksparse.selectors.block_mask import BlockMask, RankedBlockMask
 
 
@@ -66,8 +66,13 @@ class Ring(SequenceScheme):
     def _run(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
         pipeline, ranks = self._pipeline, self._ranks
         queries, keys = lengths(q, k, v, call, ranks, options=f"{type(self).__name__} {self.head_tail}")
-        at = aligned(pipeline, causal=call.spec.causal)
+        at = self._aligned(call.spec.causal, (call.Hq, call.Hkv))
         refuse_apart(pipeline, split=False)
+        if isinstance(pipeline.scorer, ValueScorer):
+            raise ValueError(
+                f"{type(pipeline.scorer).__name__} judges blocks by values, and no rank of a ring has those of "
+                "all keys: use AllGatherKV"
+            )
         if call.spec.sinks is not None:
             raise ValueError(
                 "the call has sinks, and a ring, which attends to the keys of one rank after another, would count "
@@ -122,6 +127,7 @@ class Ring(SequenceScheme):
         """The blocks that each piece of this rank keeps, chosen in one KV head after another."""
         pipeline, ranks, causal = self._pipeline, self._ranks, call.spec.causal
         (Hq, Hkv), mine = (q.shape[1], k.shape[1]), q_pieces[ranks.rank]
+        end = max(piece.end for its in q_pieces for piece in its)
         group = Hq // Hkv
         probe = last_queries(q, q_pieces, probed(pipeline.permuter), ranks)
         chosen: list[list[tuple[GlobalPermutation, BlockMask]]] = [[] for _ in mine]
@@ -136,7 +142,8 @@ class Ring(SequenceScheme):
             stages = evolve(stages, permuter=for_chunks(stages.permuter, its_probe, every_k, call))
             for masks, piece, part in zip(chosen, mine, split(q[:, heads], mine), strict=True):
                 some_k = every_k[:, :, : piece.end] if causal else every_k
-                mask = stages.choose(part, some_k, **call.spec.arguments()).mask
+                spec = call.spec.with_remaining(call.spec.remaining + end - piece.end)
+                mask = stages.choose(part, some_k, **spec.arguments()).mask
                 permutation = mask.grid.permutation
                 if not isinstance(permutation, GlobalPermutation):
                     raise TypeError(f"{type(pipeline.permuter).__name__} gives a {type(permutation).__name__}")

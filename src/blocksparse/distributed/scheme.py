@@ -45,8 +45,8 @@ class Scheme(ABC):
         Args:
             k, v: this rank's keys `[B, Hkv, N, D]` and values `[B, Hkv, N, Dv]`. Ranks may have unequal numbers of
                 tokens.
-            asked: `causal`, `scale`, `softcap` and `sinks`, as of a `Pipeline`. The queries of all ranks are the
-                last ones of all keys. No scheme knows a `window`.
+            asked: `causal`, `scale`, `softcap`, `sinks` and `remaining`, as of a `Pipeline`. The queries of all
+                ranks are the last ones of all keys. No scheme knows a `window`.
 
         Raises:
             TypeError, ValueError: the inputs of this rank are refused, ranks differ, or the scheme does not fit.

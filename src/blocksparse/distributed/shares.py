@@ -32,7 +32,8 @@ def shares(Hq: int, Hkv: int, ranks: int, loads: Sequence[float], parts: int) ->
     if Hq % ranks or (Hkv % ranks and ranks % Hkv):
         raise ValueError(
             f"{Hq} query heads and {Hkv} KV heads cannot be spread evenly over {ranks} ranks: their number must "
-            "divide the KV heads, or be a multiple of them that divides the query heads"
+            "divide the KV heads, or be a multiple of them that divides the query heads; AllGatherKV takes any "
+            "heads, for pipelines that choose in each row of blocks by themselves, as auto() does"
         )
     by_key = [loads[h * group : (h + 1) * group] for h in range(Hkv)]
     if ranks > Hkv:  # some ranks for each KV head, which share its query heads

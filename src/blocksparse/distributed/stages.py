@@ -7,10 +7,6 @@ from typing import Any
 
 import attrs
 
-from blocksparse.permuters.permuter import Permuter
-from blocksparse.scorers.scorer import Scorer
-from blocksparse.selectors.selector import Selector
-
 
 def arguments(stage: object) -> dict[str, Any]:
     """The values from which a stage, or a pipeline, was made, by the names of its arguments."""
@@ -20,11 +16,6 @@ def arguments(stage: object) -> dict[str, Any]:
         if attrs.has(cls)
         else {}
     )
-
-
-def parts(stage: object) -> list[object]:
-    """The stages that a stage wraps or joins."""
-    return [part for part in arguments(stage).values() if isinstance(part, Permuter | Scorer | Selector)]
 
 
 def all_in(stage: object) -> Iterator[object]:

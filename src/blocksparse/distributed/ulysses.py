@@ -163,10 +163,13 @@ class Ulysses(Scheme):
         v = here.waited_v()
         out = here.q.new_zeros((*here.q.shape[:3], v.shape[3]))
         parts = call.sequences.parts(here.q, here.k, v, causal=call.spec.causal)
-        for span, part in zip(call.sequences.spans, parts, strict=True):
+        specs = call.sequences.specs(call.spec)
+        for span, part, spec in zip(call.sequences.spans, parts, specs, strict=True):
             if part is not None:
                 q, k, its_v = part
-                span.rows(out).copy_(_attend(attention, q, k, partial(_here, its_v), v.shape[3], call).out)
+                span.rows(out).copy_(
+                    _attend(attention, q, k, partial(_here, its_v), v.shape[3], evolve(call, spec=spec)).out
+                )
         return AttentionOutput(out, None)
 
     def _loads(self, Hq: int) -> list[float]:

@@ -103,8 +103,8 @@ class HeadGroups:
         Args:
             sequences: where several prompts lie in q, k and v, as for a `Pipeline`.
             out: what the output of one prompt is written to, as for a `Pipeline`.
-            asked: `causal`, `scale`, `window`, `softcap` and `sinks`, as for a `Pipeline`, for dense heads too.
-                Sinks are those of all query heads, in the order of the model.
+            asked: `causal`, `scale`, `window`, `softcap`, `sinks` and `remaining`, as for a `Pipeline`. Sinks are
+                those of all query heads, in the order of the model.
 
         Raises:
             TypeError, ValueError: a pipeline cannot run its inputs, or the groups do not name each KV head of `k`.
@@ -139,7 +139,8 @@ class HeadGroups:
             if sequences is None:
                 return self._trace(q, k, v, spec)
             parts = sequences.parts(q, k, v, causal=spec.causal)
-            return [None if part is None else self._trace(*part, spec) for part in parts]
+            each = zip(parts, sequences.specs(spec), strict=True)
+            return [None if part is None else self._trace(*part, its) for part, its in each]
 
     def _trace(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> HeadGroupsTrace:
         size = q.shape[1] // k.shape[1]

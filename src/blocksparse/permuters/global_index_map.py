@@ -122,6 +122,9 @@ class GlobalIndexMap(Permuter[Permutation]):
         order = segment_sort(value, self.S, coarse=self.coarse)[..., lead : lead + M]
         return order - lead if lead else order
 
+    def alignment(self, causal: bool) -> int:
+        return self.S
+
 
 def _best(scores: Tensor, start: Tensor, count: int) -> Tensor:
     """The `count` positions before `start` `[G, 1]` with the greatest `scores` `[B, H, G, N]`, best first.

@@ -116,3 +116,6 @@ class GridOrder(Permuter[GlobalPermutation]):
             f"{type(self).__name__} needs {'at least ' if self.suffix is None else ''}{expected} keys "
             f"({tokens}): Nk={N}; give the grid after patching as (T, H, W), text tokens as prefix= and suffix="
         )
+
+    def alignment(self, causal: bool) -> int:
+        raise ValueError(f"'{type(self).__name__}' orders all queries of a call together, and a part has some")

@@ -21,3 +21,6 @@ class Identity(Permuter[GlobalPermutation]):
 
     def __call__(self, q: Tensor, k: Tensor, spec: AttentionSpec) -> GlobalPermutation:
         return GlobalPermutation()
+
+    def alignment(self, causal: bool) -> int:
+        return 1

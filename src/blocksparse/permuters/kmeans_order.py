@@ -81,6 +81,9 @@ class KMeansOrder(Permuter[GlobalPermutation]):
             label = _nearest(x, centres)
         return label
 
+    def alignment(self, causal: bool) -> int:
+        raise ValueError(f"'{type(self).__name__}' orders all queries of a call together, and a part has some")
+
 
 def _sums(x: Tensor, label: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
     """The sum of the tokens of each cluster `[B, H, clusters, D]`, and their number `[B, H, clusters, 1]`.

@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
+from blocksparse.checks.alignment import unknown
 from blocksparse.permuters.permutation import Permutation
 
 PermutationT_co = TypeVar("PermutationT_co", bound=Permutation, covariant=True)
@@ -24,3 +25,14 @@ class Permuter(ABC, Generic[PermutationT_co]):
     def moves_keys(self) -> bool:
         """Whether keys may move to other slots. False promises that `k_index` is None."""
         return True
+
+    def alignment(self, causal: bool) -> int:
+        """By how many tokens the queries of a call may be cut, for each part to choose as the whole call does.
+
+        A part of a causal call has the keys up to its own end, and is told how much `remaining` follows; a part of
+        another call has all keys. Schemes of `distributed` cut calls so.
+
+        Raises:
+            ValueError: a part may choose otherwise, and why; as of every stage that does not say.
+        """
+        raise unknown(self)

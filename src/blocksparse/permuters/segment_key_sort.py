@@ -57,3 +57,6 @@ class SegmentKeySort(Permuter[GlobalPermutation]):
             per_query_head=self.per_query_head,
         )
         return importance
+
+    def alignment(self, causal: bool) -> int:
+        return self.S

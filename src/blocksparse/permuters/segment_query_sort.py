@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import lcm
 from typing import final
 
 import torch
@@ -103,6 +104,9 @@ class SegmentQuerySort(Permuter[GlobalPermutation]):
             nearest.append(best.indices)
             cosines.append(best.values)
         return torch.cat(nearest, dim=2), torch.cat(cosines, dim=2)
+
+    def alignment(self, causal: bool) -> int:
+        return lcm(self.S, self.keys.alignment(causal))
 
 
 def _argsort(rising: Tensor, falling: Tensor) -> Tensor:

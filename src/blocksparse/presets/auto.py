@@ -18,6 +18,7 @@ from blocksparse.scorers.block_scores import BlockMass
 from blocksparse.scorers.by_causality import ScorerByCausality
 from blocksparse.selectors.band import Band
 from blocksparse.selectors.by_causality import SelectorByCausality
+from blocksparse.selectors.last_queries import LastQueries
 
 Quality = Literal["careful", "balanced", "fast"]
 """How many blocks `auto` keeps: "careful" more than "balanced", and "fast" fewer."""
@@ -37,6 +38,7 @@ _SETTINGS: dict[str, _Settings] = {
 }
 _STRIDE, _BLOCK = 16, 128  # docs/evidence/auto.md: the least time at its KL, of what chunks choose as a whole
 _BAND = 128  # tokens; 64 with "fast" lost more at equal density
+_LAST = 128  # queries at the end of a prompt, where a question mostly is; their rows are dense
 
 
 @kept
@@ -50,7 +52,8 @@ def auto(
     """Choose by causality, length and device, as tasks taught; `AutoChoice.of` says what it does, and why.
 
     A causal call, as in language models, takes XAttention's scores as sums of cells of 16 x 16 pairs, in blocks of
-    128 tokens, and a thin band. Another call, as in models of images and video, takes `sparge`. `AutoExecutor`
+    128 tokens, a thin band, and dense attention for the last 128 queries of the prompt: a call for a chunk of one
+    needs `remaining`. Another call, as in models of images and video, takes `sparge`. `AutoExecutor`
     attends densely where that is little work, as for short prompts on a GPU, and else takes the fastest executor
     of the device.
 
@@ -67,7 +70,7 @@ def auto(
     return preset(
         pictures.permuter,
         ScorerByCausality(text.scorer, pictures.scorer),
-        SelectorByCausality(text.selector | Band(_BAND), pictures.selector),
+        SelectorByCausality(text.selector | (Band(_BAND) | LastQueries(_LAST)), pictures.selector),
         executor,
     )
 
@@ -98,7 +101,7 @@ class AutoChoice:
         trace = auto(quality, executor=executor).trace(q, k, v, causal=causal, scale=scale)
         mass, tau, theta = _SETTINGS[quality]
         return cls(
-            f"xattention({mass}, stride={_STRIDE}, pattern='sum') | Band({_BAND})"
+            f"xattention({mass}, stride={_STRIDE}, pattern='sum') | Band({_BAND}) | LastQueries({_LAST})"
             if causal
             else f"sparge({tau}, {theta})",
             "the call is causal, as in language models" if causal else "the call is not causal, as in video",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from math import lcm
 from typing import Any, Literal, final
 
 from attrs import field, frozen
@@ -134,6 +135,9 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
             return pooling.own_segment(grid, segment)
         counted: Tensor = within_reach(None, grid, places=Places(first=1), diagonal=True)
         return counted
+
+    def alignment(self, causal: bool) -> int:
+        return lcm(self.block, self.k_block or 1)
 
 
 def _reach(

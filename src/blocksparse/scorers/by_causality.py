@@ -49,3 +49,6 @@ class ScorerByCausality(Scorer[PermutationT_contra, ScoresT_co]):
     @property
     def takes_paged_keys(self) -> bool:
         return self.causal.takes_paged_keys
+
+    def alignment(self, causal: bool) -> int:
+        return (self.causal if causal else self.otherwise).alignment(causal)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import lcm
 from typing import Any, final
 
 from attrs import field, frozen
@@ -78,3 +79,6 @@ class FlattenMaxPoolScorer(Scorer[GlobalPermutation, BlockMass]):
         )
         mass, _ = block_softmax(best, grid, scale=spec.scale)
         return BlockMass(mass, grid)  # [B, Hq, rows, cols]
+
+    def alignment(self, causal: bool) -> int:
+        return lcm(self.block, self.k_block or 1)

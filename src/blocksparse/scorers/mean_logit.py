@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import lcm
 from typing import Literal, final
 
 from attrs import field, frozen
@@ -62,6 +63,9 @@ class MeanLogitScorer(Scorer[GlobalPermutation, BlockLogits]):
         logits = block_products(queries, keys, grid) * spec.scale
         variance = None if self.variance == "exact" else _diagonal(queries * spec.scale, keys, grid)
         return BlockLogits(logits.masked_fill(~grid.reachable, float("-inf")), grid, variance=variance)
+
+    def alignment(self, causal: bool) -> int:
+        return lcm(self.block, self.k_block or 1)
 
 
 def _diagonal(queries: Tensor, keys: Tensor, grid: Grid) -> Tensor:

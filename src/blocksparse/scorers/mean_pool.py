@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from math import lcm
 from typing import final
 
 from attrs import field, frozen
@@ -77,3 +78,6 @@ class MeanPoolScorer(Scorer[GlobalPermutation, BlockMass]):
             q_index=permutation.q_index,
             k_index=permutation.key_slots if paged is None else paged.key_slots,
         )
+
+    def alignment(self, causal: bool) -> int:
+        return lcm(self.block, self.k_block or 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import lcm
 from typing import final
 
 import torch
@@ -47,3 +48,6 @@ class NoScorer(Scorer[Permutation, BlockScores]):
         grid = Grid.of(q, k, permutation, spec, q_block=self.block, k_block=self.k_block or self.block)
         zeros = q.new_empty((), dtype=torch.float32).zero_().expand(*q.shape[:2], grid.rows, grid.cols)
         return BlockScores(zeros, grid, pooling.own_segment(grid, permutation.group))
+
+    def alignment(self, causal: bool) -> int:
+        return lcm(self.block, self.k_block or 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import lcm
 from typing import final
 
 import torch
@@ -84,6 +85,14 @@ class OutputAwareScorer(ValueScorer[GlobalPermutation, BlockLogits]):
         else:
             above = (logs - self.lengths[0]) / (self.lengths[1] + _LEAST)
         return _mean(above.clamp_min(0).unsqueeze(3), block // self.stride).squeeze(3)
+
+    def alignment(self, causal: bool) -> int:
+        if self.lengths is None and causal:
+            raise ValueError(
+                "'OutputAwareScorer' without 'lengths' measures the values of all keys, and a part has only those "
+                "up to its end: give them"
+            )
+        return lcm(self.block, self.k_block or 1)
 
 
 def _by_place(x: Tensor, block: int, stride: int, lead: int) -> Tensor:

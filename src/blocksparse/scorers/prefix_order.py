@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import lcm
 from typing import final
 
 import torch
@@ -89,6 +90,9 @@ class PrefixOrderScorer(Scorer[Permutation, BlockMass]):
             mass = mass.gather(-1, part.clamp_min(0)).masked_fill(part < 0, 0.0)
             parts.append(mass.unflatten(-1, (-1, grid.k_block)).sum(-1))
         return torch.cat(parts, dim=2)
+
+    def alignment(self, causal: bool) -> int:
+        return lcm(self.block, self.k_block or 1)
 
 
 def _in_slots(q: Tensor, q_index: Tensor | None) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from math import lcm
 from typing import Any, final
 
 from attrs import field, frozen
@@ -67,6 +68,9 @@ class QueryRowsScorer(Scorer[GlobalPermutation, BlockMass]):
             joint=True,
         )
         return BlockMass(mass, grid)  # [B, Hq, rows, cols]
+
+    def alignment(self, causal: bool) -> int:
+        return lcm(self.block, self.k_block or 1)
 
 
 def _reach(grid: Grid) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from math import lcm
 from numbers import Real
 from typing import final
 
@@ -87,3 +88,10 @@ class RotaryBandScorer(Scorer[GlobalPermutation, BlockMass]):
         logits = block_products(mine, its, grid)
         mass, _ = block_softmax(logits, grid, scale=spec.scale / math.sqrt(share))
         return BlockMass(mass, grid)  # [B, Hq, rows, cols]
+
+    def alignment(self, causal: bool) -> int:
+        if self.temperature is None:
+            raise ValueError(
+                "'RotaryBandScorer' without 'temperature' measures it over all blocks of a call: give one"
+            )
+        return lcm(self.block, self.k_block or 1)

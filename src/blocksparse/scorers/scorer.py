@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
+from blocksparse.checks.alignment import unknown
 from blocksparse.checks.per_head import PerHead
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.scorers.block_scores import BlockScores
@@ -60,3 +61,14 @@ class Scorer(ABC, Generic[PermutationT_contra, ScoresT_co]):
         It then scores keys in the pages of a cache as well: `k` is then no more than a shape.
         """
         return False
+
+    def alignment(self, causal: bool) -> int:
+        """By how many tokens the queries of a call may be cut, for each part to choose as the whole call does.
+
+        A part of a causal call has the keys up to its own end, and is told how much `remaining` follows; a part of
+        another call has all keys. Schemes of `distributed` cut calls so.
+
+        Raises:
+            ValueError: a part may choose otherwise, and why; as of every stage that does not say.
+        """
+        raise unknown(self)

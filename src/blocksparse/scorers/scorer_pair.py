@@ -8,6 +8,7 @@ from attrs import field, frozen
 from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
+from blocksparse.checks.alignment import of_parts
 from blocksparse.checks.per_head import PerHead
 from blocksparse.checks.validators import a
 from blocksparse.scorers.block_scores import BlockScores
@@ -71,3 +72,6 @@ class ScorerPair(
         # Of two scorers of which one remembers nothing, neither is given a history.
         alike = self.first.keeps_history == self.second.keeps_history
         return alike and self.first.takes_paged_keys and self.second.takes_paged_keys
+
+    def alignment(self, causal: bool) -> int:
+        return of_parts(causal, self.first, self.second)

@@ -91,3 +91,8 @@ class SimilarityGatedScorer(Scorer[GlobalPermutation, BlockMass]):
         theta = number_or_blocks(self.theta, scores.values)
         values, forced = gate_blocks(scores.values, of_q, of_k, theta, scores.forced, grid)
         return BlockMass(values, grid, forced)
+
+    def alignment(self, causal: bool) -> int:
+        if causal and self.smooth_k:
+            raise ValueError("'smooth_k' subtracts the mean of all keys, and a part has only those up to its end")
+        return self.inner.alignment(causal)

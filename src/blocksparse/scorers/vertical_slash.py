@@ -180,6 +180,11 @@ class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
             tau=self.values_below,
         )
 
+    def alignment(self, causal: bool) -> int:
+        raise ValueError(
+            f"'{type(self).__name__}' scores by the last queries of a call, which only its last part has"
+        )
+
 
 @final
 class _Probe:

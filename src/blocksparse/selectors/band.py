@@ -7,6 +7,7 @@ from typing import final
 from attrs import field, frozen
 from torch import Tensor
 
+from blocksparse.checks.alignment import by_position
 from blocksparse.checks.validators import count, whole
 from blocksparse.geometry import Grid
 from blocksparse.kernels.positions.places import Places
@@ -32,3 +33,6 @@ class Band(PositionSelector):
 
     def parts(self) -> tuple[Places, tuple[PositionSelector, ...]]:
         return Places(near=self.tokens), ()
+
+    def alignment(self, causal: bool) -> int:
+        return by_position(self, causal)

@@ -27,3 +27,6 @@ class SelectorByCausality(Selector[ScoresT_contra, MaskT_co]):
 
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
         return (self.causal if causal else self.otherwise).keeps_everything(M, N, causal=causal)
+
+    def alignment(self, causal: bool) -> int:
+        return (self.causal if causal else self.otherwise).alignment(causal)

@@ -7,6 +7,7 @@ from typing import final
 import torch
 from attrs import field, frozen
 
+from blocksparse.checks.alignment import by_position
 from blocksparse.checks.validators import Rule, maybe_whole, optional, positive, real, size
 from blocksparse.kernels.common.sizes import FAR
 from blocksparse.kernels.selecting.top_k import top_k
@@ -23,11 +24,10 @@ _ALL_BELOW, _LONG_FROM = 56, 160  # blocks of a prompt, as the other numbers of 
 class DecayingTopK(Selector[BlockScores, BlockMask]):
     """Keep the `k` best blocks of a row that has just more than `k` behind it, and fewer of each later row.
 
-    The number falls evenly to `decay * k` in the last row of the call, each cut to a whole number as the floats of
-    the released code come out, and is at least 1: what early tokens see is handed on through all later ones. Rows
-    with at most `k` blocks keep all. The diagonal is ranked by its value, and kept in any case. Since the last row
-    is that of the call, a chunk keeps other numbers than its rows do in the whole prompt, unless `decay` is 1 and
-    `k` is given.
+    The number falls evenly to `decay * k` in the last row of the prompt, each cut to a whole number as the floats
+    of the released code come out, and is at least 1: what early tokens see is handed on through all later ones.
+    Rows with at most `k` blocks keep all. The diagonal is ranked by its value, and kept in any case. A call for a
+    chunk needs `remaining`, by which it knows the last row.
 
     Args:
         k: blocks per row, at least 1; None for Stem's rule: of `n` blocks of keys, all below 56 blocks,
@@ -40,7 +40,7 @@ class DecayingTopK(Selector[BlockScores, BlockMask]):
 
     def __call__(self, scores: BlockScores) -> BlockMask:
         grid = scores.grid
-        n, last = grid.cols, -(-grid.end // grid.q_block)  # rows of the whole prompt
+        n, last = -(-grid.prompt_keys // grid.k_block), grid.first_row + grid.rows
         k = min(_first_number(n) if self.k is None else self.k, FAR)
         # The blocks of keys before each row, its own included, are one more than this.
         place = torch.arange(grid.first_row, last, device=scores.values.device) * grid.q_block // grid.k_block
@@ -53,6 +53,13 @@ class DecayingTopK(Selector[BlockScores, BlockMask]):
 
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
         return (self.k or 0) >= N
+
+    @property
+    def prompt_tail(self) -> None:
+        return None
+
+    def alignment(self, causal: bool) -> int:
+        return by_position(self, causal)
 
 
 def _first_number(n: int) -> int:

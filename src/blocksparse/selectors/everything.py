@@ -21,3 +21,6 @@ class Everything(PositionSelector):
 
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
         return True
+
+    def alignment(self, causal: bool) -> int:
+        return 1

@@ -49,3 +49,6 @@ class GlobalTopCdf(Selector[BlockMass, BlockMask]):
 
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
         return least(self.mass) >= 1
+
+    def alignment(self, causal: bool) -> int:
+        raise ValueError("'GlobalTopCdf' has one budget for all rows of a call, and a part has some rows")

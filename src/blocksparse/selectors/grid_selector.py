@@ -77,3 +77,6 @@ class GridSelector(PositionSelector):
         cells = prod(self.sizes)
         places = (grid.q_first, grid.q_last, grid.k_first, grid.k_last)
         return _Blocks(*((x - self.prefix).clamp(0, cells - 1) for x in places))
+
+    def alignment(self, causal: bool) -> int:
+        raise ValueError(f"'{type(self).__name__}' asks which cells queries are, which a part of a call forgets")

@@ -9,13 +9,14 @@ from torch import Tensor
 
 from blocksparse.checks.validators import size, whole
 from blocksparse.geometry import Grid
+from blocksparse.kernels.common.sizes import FAR
 from blocksparse.selectors.position_selector import PositionSelector
 
 
 @final
 @frozen(cache_hash=True)
 class LastKeys(PositionSelector):
-    """Keep every block that holds one of the last `tokens` keys, for every query that may see it.
+    """Keep every block that holds one of the last `tokens` keys of the prompt, for every query that may see it.
 
     With text behind a picture, `LastKeys(text) | LastQueries(text)` lets the picture see all text, and the text
     everything. Where text stands in front, `Sink(text)` does the first.
@@ -24,7 +25,14 @@ class LastKeys(PositionSelector):
     tokens: int = field(converter=whole, validator=size)
 
     def where(self, grid: Grid) -> Tensor:
-        return grid.k_last >= grid.k_len - min(self.tokens, grid.k_len)
+        return grid.k_last >= min(grid.prompt_keys - min(self.tokens, grid.prompt_keys), FAR)
 
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
         return self.tokens >= N
+
+    @property
+    def prompt_tail(self) -> int:
+        return self.tokens
+
+    def alignment(self, causal: bool) -> int:
+        return 1

@@ -9,26 +9,32 @@ from torch import Tensor
 
 from blocksparse.checks.validators import size, whole
 from blocksparse.geometry import Grid
-from blocksparse.kernels.common.sizes import FAR
-from blocksparse.kernels.positions.places import Places
+from blocksparse.kernels.positions.places import Places, last_from
 from blocksparse.selectors.position_selector import PositionSelector
 
 
 @final
 @frozen(cache_hash=True)
 class LastQueries(PositionSelector):
-    """Keep every block of the rows that hold one of the last `tokens` queries of the call.
+    """Keep every block of the rows that hold one of the last `tokens` queries of the prompt.
 
-    Each chunk has its own last queries, so the choice depends on how a prompt is chunked.
+    A call ends its prompt unless it says how much follows: `pipeline(q, k, v, remaining=tokens)`.
     """
 
     tokens: int = field(converter=whole, validator=size)
 
     def where(self, grid: Grid) -> Tensor:
-        return grid.q_last >= grid.end - min(self.tokens, FAR)
+        return grid.q_last >= last_from(self.tokens, grid)
 
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
         return self.tokens >= M
 
+    @property
+    def prompt_tail(self) -> int:
+        return self.tokens
+
     def parts(self) -> tuple[Places, tuple[PositionSelector, ...]]:
         return Places(last=self.tokens), ()
+
+    def alignment(self, causal: bool) -> int:
+        return 1

@@ -47,6 +47,9 @@ class MeanStd(Selector[BlockLogits, BlockMask]):
         keep = keep if scores.forced is None else keep | scores.forced
         return BlockMask(within_reach(keep, grid, diagonal=True), grid)
 
+    def alignment(self, causal: bool) -> int:
+        return 1
+
 
 def _sum(x: Tensor, where: Tensor) -> Tensor:
     """The sum of each row over the blocks `where`, in float64, so that its order hardly matters."""

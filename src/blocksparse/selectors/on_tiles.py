@@ -36,3 +36,6 @@ class OnTiles(Selector[BlockScores, BlockMask]):
 
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
         return self.rule.keeps_everything(M, N, causal=causal)
+
+    def alignment(self, causal: bool) -> int:
+        return self.rule.alignment(causal)

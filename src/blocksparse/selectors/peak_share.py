@@ -31,3 +31,6 @@ class PeakShare(Selector[BlockMass, BlockMask]):
     def __call__(self, scores: BlockMass) -> BlockMask:
         alpha = over_blocks(self.alpha, scores.values)
         return BlockMask(peak_share(scores.values, scores.forced, alpha, scores.grid), scores.grid)
+
+    def alignment(self, causal: bool) -> int:
+        return 1

@@ -8,6 +8,7 @@ from typing import Any, final, overload
 from attrs import field, frozen
 from torch import Tensor
 
+from blocksparse.checks.alignment import of_parts
 from blocksparse.checks.per_head import PerHead
 from blocksparse.checks.validators import a
 from blocksparse.geometry import Grid
@@ -123,3 +124,6 @@ class PositionUnion(PositionSelector):
         (mine, rest), (its, others) = self.first.parts(), self.second.parts()
         both = mine.joined(its)
         return (mine, (*rest, self.second)) if both is None else (both, (*rest, *others))
+
+    def alignment(self, causal: bool) -> int:
+        return of_parts(causal, self.first, self.second)

@@ -8,6 +8,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
+from blocksparse.checks.alignment import by_position
 from blocksparse.checks.per_head import PerHead, over_blocks, per_head, probability
 from blocksparse.checks.validators import flag, hash_seed, whole
 from blocksparse.geometry import Grid
@@ -57,3 +58,6 @@ class Random(PositionSelector):
         else:
             psi, bound = counter_hash.counter_hash(self.seed, head, i, j), (rho * 2**BITS).ceil()
         return psi.unsqueeze(1) < bound.long()
+
+    def alignment(self, causal: bool) -> int:
+        return by_position(self, causal)

@@ -7,6 +7,7 @@ from typing import final
 import torch
 from attrs import field, frozen
 
+from blocksparse.checks.alignment import of_parts
 from blocksparse.checks.validators import a, optional
 from blocksparse.kernels.positions.within_reach import within_reach
 from blocksparse.selectors.block_mask import BlockMask, RankedBlockMask
@@ -60,3 +61,6 @@ class Ranked(Selector[ScoresT_contra, RankedBlockMask]):
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
         rules = (self.inner,) if self.first is None else (self.inner, self.first)
         return any(rule.keeps_everything(M, N, causal=causal) for rule in rules)
+
+    def alignment(self, causal: bool) -> int:
+        return of_parts(causal, *(rule for rule in (self.inner, self.first) if rule is not None))

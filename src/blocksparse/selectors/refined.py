@@ -31,3 +31,6 @@ class Refined(Selector[ScoresT_contra, BlockMask]):
 
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
         return self.inner.keeps_everything(M, N, causal=causal)
+
+    def alignment(self, causal: bool) -> int:
+        return self.inner.alignment(causal)

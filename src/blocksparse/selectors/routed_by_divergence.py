@@ -64,3 +64,8 @@ class RoutedByDivergence(Selector[VerticalSlashScores, BlockMask]):
 
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
         return all(rule.keeps_everything(M, N, causal=causal) for rule in (self.similar, self.otherwise))
+
+    def alignment(self, causal: bool) -> int:
+        raise ValueError(
+            "'RoutedByDivergence' decides by the last queries of a call, which only its last part has"
+        )

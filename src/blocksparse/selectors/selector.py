@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Generic, TypeVar, final
+from typing import Any, Generic, TypeVar, final
 
-from attrs import field, frozen
+from attrs import field, fields, frozen, has
 
+from blocksparse.checks.alignment import of_parts, unknown
 from blocksparse.checks.per_head import PerHead
 from blocksparse.checks.validators import a
 from blocksparse.kernels.common.below import Below
@@ -36,6 +37,17 @@ class Selector(ABC, Generic[ScoresT_contra, MaskT_co]):
         A pipeline whose executor may attend densely then does so without scoring a block. False says nothing.
         """
         return False
+
+    @property
+    def prompt_tail(self) -> int | None:
+        """How many tokens at the end of a prompt it treats apart; None where every number of `remaining` counts.
+
+        A selector that wraps or joins others has the greatest of theirs.
+        """
+        kind: Any = type(self)  # a dataclass perhaps, which joins none of ours
+        parts = [getattr(self, each.name) for each in fields(kind)] if has(kind) else []
+        tails = [part.prompt_tail for part in parts if isinstance(part, Selector)]
+        return None if None in tails else max([tail for tail in tails if tail is not None], default=0)
 
     def reads_beyond(self, tau: PerHead) -> bool:
         """Whether it reads scores of heads whose divergence is not below `tau`; some scorers give none."""
@@ -77,6 +89,17 @@ class Selector(ABC, Generic[ScoresT_contra, MaskT_co]):
         """Union of this selection and `places` in one launch; None if there is no such launch."""
         return None
 
+    def alignment(self, causal: bool) -> int:
+        """By how many tokens the queries of a call may be cut, for each part to choose as the whole call does.
+
+        A part of a causal call has the keys up to its own end, and is told how much `remaining` follows; a part of
+        another call has all keys. Schemes of `distributed` cut calls so.
+
+        Raises:
+            ValueError: a part may choose otherwise, and why; as of every stage that does not say.
+        """
+        raise unknown(self)
+
 
 @final
 @frozen(repr=False, cache_hash=True)
@@ -101,6 +124,9 @@ class Union(Selector[ScoresT_contra, BlockMask]):
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
         return any(part.keeps_everything(M, N, causal=causal) for part in (self.first, self.second))
 
+    def alignment(self, causal: bool) -> int:
+        return of_parts(causal, self.first, self.second)
+
 
 @final
 @frozen(eq=False)
@@ -112,6 +138,9 @@ class InHeads(Selector[ScoresT_contra, BlockMask]):
 
     def __call__(self, scores: ScoresT_contra) -> BlockMask:
         return self.rule.in_heads(scores, self.heads)
+
+    def alignment(self, causal: bool) -> int:
+        return self.rule.alignment(causal)
 
 
 @final
@@ -133,3 +162,6 @@ class Intersection(Selector[ScoresT_contra, BlockMask]):
 
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
         return all(part.keeps_everything(M, N, causal=causal) for part in (self.first, self.second))
+
+    def alignment(self, causal: bool) -> int:
+        return of_parts(causal, self.first, self.second)

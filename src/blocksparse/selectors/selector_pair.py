@@ -6,6 +6,7 @@ from typing import Generic, TypeVar, final
 
 from attrs import field, frozen
 
+from blocksparse.checks.alignment import of_parts
 from blocksparse.checks.class_line import check_got
 from blocksparse.checks.per_head import PerHead
 from blocksparse.checks.validators import a
@@ -44,3 +45,6 @@ class SelectorPair(
 
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
         return any(part.keeps_everything(M, N, causal=causal) for part in (self.first, self.second))
+
+    def alignment(self, causal: bool) -> int:
+        return of_parts(causal, self.first, self.second)

@@ -28,3 +28,6 @@ class Sink(PositionSelector):
 
     def parts(self) -> tuple[Places, tuple[PositionSelector, ...]]:
         return Places(first=self.tokens), ()
+
+    def alignment(self, causal: bool) -> int:
+        return 1

@@ -7,6 +7,7 @@ from typing import final
 from attrs import field, frozen
 from torch import Tensor
 
+from blocksparse.checks.alignment import by_position
 from blocksparse.checks.validators import flag, hash_seed, size, whole
 from blocksparse.geometry import Grid
 from blocksparse.kernels.common.sizes import FAR
@@ -50,3 +51,8 @@ class Stride(PositionSelector):
 
     def parts(self) -> tuple[Places, tuple[PositionSelector, ...]]:
         return super().parts() if self.released else (Places(stride=(self.eta, self.seed)), ())
+
+    def alignment(self, causal: bool) -> int:
+        if self.released:
+            raise ValueError("'Stride' with 'released' counts rows from the start of the part")
+        return by_position(self, causal)

@@ -29,3 +29,6 @@ class Threshold(Selector[BlockScores, BlockMask]):
         keep = scores.values > over_blocks(self.value, scores.values).float()
         keep = keep if scores.forced is None else keep | scores.forced
         return BlockMask(within_reach(keep, grid, diagonal=True), grid)
+
+    def alignment(self, causal: bool) -> int:
+        return 1

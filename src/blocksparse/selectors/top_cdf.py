@@ -50,3 +50,6 @@ class TopCdf(Selector[BlockMass, BlockMask]):
             places=places,
         )
         return BlockMask(keep, scores.grid)
+
+    def alignment(self, causal: bool) -> int:
+        return 1

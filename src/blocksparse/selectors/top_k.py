@@ -59,3 +59,8 @@ class TopK(Selector[BlockScores, BlockMask]):
 
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
         return (self.k or 0) >= N or (self.share is not None and least(self.share) >= 1)
+
+    def alignment(self, causal: bool) -> int:
+        if causal and self.of_all_keys:
+            raise ValueError("'of_all_keys' counts all keys, and a part has only those up to its end")
+        return 1

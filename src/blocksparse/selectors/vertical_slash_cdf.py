@@ -113,3 +113,8 @@ class VerticalSlashCdf(Selector[VerticalSlashScores, BlockMask]):
         """`min_budget` and `max_budget` in blocks, rounded up; None for no limit."""
         least, most = (None if x is None else cdiv(min(x, FAR), block) for x in (self.min_budget, self.max_budget))
         return least or 0, most
+
+    def alignment(self, causal: bool) -> int:
+        raise ValueError(
+            f"'{type(self).__name__}' chooses lines of a whole call, by the scores of its last queries"
+        )

@@ -99,6 +99,11 @@ class VerticalSlashTopK(Selector[VerticalSlashScores, BlockMask]):
         count = over_blocks(budget, scores.values)[..., 0]  # [1, Hq|1, 1]
         return count.clamp_min(least) if self.released else count
 
+    def alignment(self, causal: bool) -> int:
+        raise ValueError(
+            f"'{type(self).__name__}' chooses lines of a whole call, by the scores of its last queries"
+        )
+
 
 def _tiles(scores: VerticalSlashScores, distances: Tensor) -> Tensor:
     """The blocks that the tiles of the released code touch, `[B, Hq, rows, cols]` bool.

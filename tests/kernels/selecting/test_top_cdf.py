@@ -133,7 +133,8 @@ def test_places_are_kept_besides(kind: str, device: str) -> None:
     """The choice itself is the one without them: they take no part in the sums."""
     grid = make_grid(kind, device)
     values = a_mass(grid, 3.0, device)
-    for places, crossing in ((Places(near=5), False), (Places(near=3, first=1, stride=(3, 7)), True)):
+    rules = (Places(near=5), False), (Places(near=3, first=1, stride=(3, 7)), True), (Places(near=2, last=9), True)
+    for places, crossing in rules:
         alone = top_cdf_reference(values, None, 0.6, grid, crossing=crossing)
         want = within_reach.plain(alone, grid, places=places, diagonal=True)
         for compute in (top_cdf_triton, top_cdf, top_cdf_reference):

@@ -10,7 +10,7 @@ from typing import final
 from attrs import frozen
 from torch import Tensor
 
-from blocksparse.attention_spec import AttentionSpec
+from blocksparse.attention_spec import Asked, AttentionSpec
 from blocksparse.batches.paged_kv import LEAST_RUN, PagedKV, lies_in_slots
 from blocksparse.calls.inputs import UnsupportedError
 from blocksparse.executors.dense_attention import dense_attention
@@ -56,9 +56,10 @@ class LayerAttention:
         for request in prefills.longest_first():
             start, stop = prefills.rows[request]
             q, rows = (x[start:stop].transpose(0, 1)[None] for x in (query, out))  # [1, Hq, M, D]
-            if gathers or not self._read(q, prefills.table.in_place(request, keys, values), rows, scale):
+            asked: Asked = {"scale": scale, "remaining": prefills.remaining[request]}
+            if gathers or not self._read(q, prefills.table.in_place(request, keys, values), rows, asked):
                 room = self.workspace.room(keys, values)
-                self._attend(q, *prefills.table.gather_one(request, keys, values, room), rows, scale)
+                self._attend(q, *prefills.table.gather_one(request, keys, values, room), rows, asked)
 
     def gathers_because(self, keys: Tensor, values: Tensor) -> str | None:
         """The reason why keys and values leave their pages before they are read, or None.
@@ -80,27 +81,27 @@ class LayerAttention:
             return "tokens of the cache lie otherwise than in rows of slots"
         return PagedPipeline(self.pipeline).gathers_because(keys.device)
 
-    def _read(self, q: Tensor, kv: PagedKV, out: Tensor, scale: float) -> bool:
+    def _read(self, q: Tensor, kv: PagedKV, out: Tensor, asked: Asked) -> bool:
         """Attend to keys and values where they lie; False if no kernel can."""
         assert isinstance(self.pipeline, Pipeline)
         try:
-            PagedPipeline(self.pipeline)(q, kv, scale=scale, out=out)
+            PagedPipeline(self.pipeline)(q, kv, scale=asked["scale"], remaining=asked["remaining"], out=out)
         except UnsupportedError as error:
             _warn_of_gathering_once(self.layer, error.because)
             return False
         return True
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float) -> None:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, asked: Asked) -> None:
         estimates = self.estimates if self.estimates is not None and self.estimates.wants(self.layer) else None
         try:
             if self.recorder is None and estimates is None:
-                self.pipeline(q, k, v, scale=scale, out=out)
+                self.pipeline(q, k, v, **asked, out=out)
                 return
-            trace = self.pipeline.trace(q, k, v, scale=scale)
+            trace = self.pipeline.trace(q, k, v, **asked)
         except UnsupportedError as error:
             _warn_once(self.layer, error.because)
             self._saw_dense(error.because)
-            out.copy_(dense_attention(q, k, v, AttentionSpec(scale=scale)))
+            out.copy_(dense_attention(q, k, v, _spec_of(asked)))
             return
         if trace.dense_because is not None:
             self._saw_dense(trace.dense_because)
@@ -113,6 +114,12 @@ class LayerAttention:
     def _saw_dense(self, reason: str) -> None:
         if self.recorder is not None:
             self.recorder.saw_dense(self.layer, reason)
+
+
+def _spec_of(asked: Asked) -> AttentionSpec:
+    scale = asked["scale"]
+    assert scale is not None  # an engine always gives it
+    return AttentionSpec(scale=scale)
 
 
 @lru_cache(maxsize=1024)

@@ -20,14 +20,23 @@ class Prefills:
     Args:
         table: the pages of each.
         rows: their queries in the batch, (first, last + 1).
+        remaining: for each the tokens of its prompt after these; 0 where the engine does not tell.
     """
 
     table: PageTable
     rows: tuple[tuple[int, int], ...]
+    remaining: tuple[int, ...]
 
     @classmethod
     def of(
-        cls, requests: Runs, pages: Tensor, *, starts: Sequence[int], keys: Sequence[int], page_size: int
+        cls,
+        requests: Runs,
+        pages: Tensor,
+        *,
+        starts: Sequence[int],
+        keys: Sequence[int],
+        page_size: int,
+        remaining: Sequence[int] | None = None,
     ) -> Prefills:
         """
         Args:
@@ -35,9 +44,11 @@ class Prefills:
             pages: the pages of these requests, `[requests, pages]`.
             starts: where the queries of each request of the batch begin, and where those of the last one end.
             keys: the tokens of each request of the batch, its context and its queries together.
+            remaining: the tokens of the prompt of each request of the batch after these, if the engine tells.
         """
         table = PageTable(pages, [keys[request] for request in requests], page_size=page_size)
-        return cls(table, tuple([(starts[request], starts[request + 1]) for request in requests]))
+        rows = tuple([(starts[request], starts[request + 1]) for request in requests])
+        return cls(table, rows, tuple([0 if remaining is None else remaining[request] for request in requests]))
 
     def longest_first(self) -> list[int]:
         """The requests by their work, so that a GPU is at work on the first while the host prepares the others."""

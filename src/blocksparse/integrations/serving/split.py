@@ -31,7 +31,8 @@ class Split:
         *,
         min_tokens: int,
         min_queries: int,
-        pays: Callable[[int, int], str | None] = lambda *_: None,
+        pays: Callable[[int, int, int], str | None] = lambda *_: None,
+        remaining: Sequence[int] | None = None,
         dense: str | None = None,
         masked: frozenset[int] = frozenset(),
     ) -> Split:
@@ -42,7 +43,8 @@ class Split:
             keys: the tokens of each request, its context and its queries together.
             min_tokens: requests of fewer tokens than this are dense.
             min_queries: requests with fewer queries than this are dense.
-            pays: why a request with so many queries and keys is dense, or None.
+            pays: why a request with so many queries, keys, and tokens of its prompt after these is dense, or None.
+            remaining: the tokens of the prompt of each request after these; none if None.
             dense: why the whole batch is dense, if it is.
             masked: requests with a mask of their own.
         """
@@ -62,7 +64,7 @@ class Split:
             elif request in masked:
                 reason = "mask"
             else:
-                reason = pays(queries, tokens)
+                reason = pays(queries, tokens, 0 if remaining is None else remaining[request])
             (sparse if reason is None else rest).append(request)
             tokens_of[reason or "sparse"] += queries
             if reason is not None and queries:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
 from blocksparse.executors.auto import AutoExecutor
+from blocksparse.four_stages import keeps_everything
 from blocksparse.layers.head_groups import HeadGroups
 from blocksparse.layers.schedule import LayerPipeline
 
@@ -47,8 +48,11 @@ class Worth:
         q, k = (one.expand(1, n, 1, head_dim) for n in (heads, kv_heads))
         return cls(AutoExecutor(dense_below=dense_below), q, k)
 
-    def dense_because(self, pipeline: LayerPipeline, queries: int, keys: int) -> str | None:
-        """Why a request with so many queries, the last of its keys, stays dense in layers of this pipeline."""
+    def dense_because(self, pipeline: LayerPipeline, queries: int, keys: int, remaining: int = 0) -> str | None:
+        """Why a request with so many queries, the last of its keys, stays dense in layers of this pipeline.
+
+        So many tokens of its prompt remain after them.
+        """
         # Tensors of these sizes, without memory of their own.
         q, k = self.q.expand(-1, -1, queries, -1), self.k.expand(-1, -1, keys, -1)
         if self.executor.dense_because(q, k, k, _SPEC) is not None:
@@ -56,7 +60,10 @@ class Worth:
         parts = pipeline.groups.values() if isinstance(pipeline, HeadGroups) else (pipeline,)
         if all(
             part is None
-            or (part.executor.may_be_left_out and part.selector.keeps_everything(queries, keys, causal=True))
+            or (
+                part.executor.may_be_left_out
+                and keeps_everything(part.selector, queries, keys, causal=True, remaining=remaining)
+            )
             for part in parts
         ):
             return EVERYTHING

@@ -35,6 +35,8 @@ _LISTED = (
     "rids",
     "mm_inputs",
 )
+# Of ours: how many tokens of each request are known before it decodes. `register` sets it.
+PROMPTS = "blocksparse_prompts"
 _PER_TOKEN = ("input_ids", "positions", "out_cache_loc", "out_cache_loc_virtual")
 
 
@@ -66,19 +68,31 @@ class Batch:
             for context, queries in zip(batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu, strict=True)
         ]
         masked = frozenset(i for i, pictures in enumerate(batch.mm_inputs or ()) if pictures is not None)
-        splits = kinds.splits(starts, keys, masked=masked)
+        prompts = getattr(batch, PROMPTS, None)
+        if prompts is None or len(prompts) != len(keys):  # made elsewhere, as parts of a batch are
+            prompts = keys
+        remaining = [max(prompt - tokens, 0) for prompt, tokens in zip(prompts, keys, strict=True)]
+        splits = kinds.splits(starts, keys, masked=masked, remaining=remaining)
         made = {split.sparse: split for split in splits}
-        batches = {sparse: cls._of(batch, split, starts, keys, slots) for sparse, split in made.items()}
+        batches = {sparse: cls._of(batch, split, starts, keys, remaining, slots) for sparse, split in made.items()}
         return [batches[split.sparse] for split in splits]
 
     @classmethod
-    def _of(cls, batch: Any, split: Split, starts: list[int], keys: list[int], slots: Tensor) -> Batch:
+    def _of(
+        cls,
+        batch: Any,
+        split: Split,
+        starts: list[int],
+        keys: list[int],
+        remaining: list[int],
+        slots: Tensor,
+    ) -> Batch:
         if not split.sparse.ranges:
             return cls(split.reasons)
         longest = max(keys[request] for request in split.sparse)
         # SGLang gives each token a slot of its own, so that every page here has one token.
         pages = slots[split.sparse.take(batch.req_pool_indices), :longest]
-        prefills = Prefills.of(split.sparse, pages, starts=starts, keys=keys, page_size=1)
+        prefills = Prefills.of(split.sparse, pages, starts=starts, keys=keys, page_size=1, remaining=remaining)
         rest = split.rest.of_tokens(starts)
         return cls(split.reasons, prefills, rest, part_of(batch, split.rest, rest) if rest.ranges else None)
 

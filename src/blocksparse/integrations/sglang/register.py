@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from blocksparse.integrations.serving.settings import KEY as NAME
+from blocksparse.integrations.sglang.batch import PROMPTS
 
 
 def register() -> None:
@@ -16,12 +17,24 @@ def register() -> None:
     add_attention_backend_choices([NAME])
     register_attention_backend(NAME)(_backend)
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.get_internal_state", _tell, HookType.AFTER)
+    HookRegistry.register(
+        "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new", _note_prompts, HookType.AFTER
+    )
 
 
 def _backend(runner: Any) -> Any:
     from blocksparse.integrations.sglang.backend import backend  # which only processes with a model need
 
     return backend(runner)
+
+
+def _note_prompts(output: Any, _: type, batch: Any, *__: Any, **___: Any) -> Any:
+    """Note how long the prompts are of which a ForwardBatch may have chunks.
+
+    A request that was retracted and is read again has its answer so far at the end of its prompt.
+    """
+    setattr(output, PROMPTS, [len(request.full_untruncated_fill_ids) for request in batch.reqs])
+    return output
 
 
 def _tell(output: Any, scheduler: Any, *_: Any) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from blocksparse.integrations.transformers.call import Call
 from blocksparse.integrations.transformers.dense import dense
+from blocksparse.integrations.transformers.known_prompt import KnownPrompt, going_on
 from blocksparse.integrations.transformers.last_lengths import LastLengths
 from blocksparse.integrations.transformers.layer import LayerAttention
 from blocksparse.integrations.transformers.mask_request import mask_of
@@ -27,6 +28,7 @@ class Adapter:
     modules: frozenset[int]  # ids of the model's modules, because another model may share a config and call this
     outcomes: Outcomes
     lengths: LastLengths = field(factory=LastLengths, init=False)
+    prompt: KnownPrompt = field(factory=KnownPrompt, init=False)
     _tell_traced: Callable[[str], bool] = field(init=False)
 
     @_tell_traced.default
@@ -76,5 +78,12 @@ class Adapter:
             else:
                 self.outcomes.saw_dense(call.layer, reason)
             return dense(call)
-        out = layer(query, key[:, :, :seen], value[:, :, :seen], call.sequences, **asked)
+        sequences, remaining = call.sequences, 0
+        if not torch.compiler.is_compiling():  # a graph would keep the length of one prompt
+            remaining = self.prompt.after(call.end)
+        if remaining and sequences is not None:
+            sequences = going_on(sequences, remaining)
+        elif remaining:
+            asked["remaining"] = remaining
+        out = layer(query, key[:, :, :seen], value[:, :, :seen], sequences, **asked)
         return out.transpose(1, 2).contiguous(), None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, final
 from uuid import uuid4
 from weakref import finalize
@@ -11,9 +12,11 @@ from attrs import field, frozen
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
+from blocksparse.checks.validators import size, whole
 from blocksparse.integrations.transformers.adapter import Adapter
 from blocksparse.integrations.transformers.continuous_batching import SDPA, SdpaInPlace
 from blocksparse.integrations.transformers.ending_name import ending_name
+from blocksparse.integrations.transformers.known_prompt import KnownPrompt, PrefillInPlace
 from blocksparse.integrations.transformers.outcomes import Outcomes
 
 _PREFIX = "blocksparse-"
@@ -32,6 +35,7 @@ class Attachment:
     key: str
     _before: tuple[tuple[Any, str | None], ...] = field(repr=False)  # every config and the name that it had before
     _end: finalize[..., Any] = field(repr=False)
+    _prompt: KnownPrompt = field(repr=False)
 
     @classmethod
     def of(
@@ -40,7 +44,7 @@ class Attachment:
         """Register the functions of `adapter` and let all `configs` name them, until the end."""
         key = _PREFIX + uuid4().hex
         before = tuple((config, config._attn_implementation) for config in configs)
-        places: list[SdpaInPlace] = []
+        places: list[SdpaInPlace | PrefillInPlace] = []
         end = finalize(model, _restore, key, before, places, adapter.outcomes)
         end.atexit = False
         try:
@@ -49,13 +53,34 @@ class Attachment:
             else:
                 AttentionInterface.register(key, adapter.attend)
                 AttentionMaskInterface.register(key, adapter.mask)
+                if (place := PrefillInPlace.put(adapter.modules, adapter.prompt)) is not None:
+                    places.append(place)
             for config, name in before:
                 # The public setter would also set sub-configs.
                 config._attn_implementation_internal = ending_name(SDPA if continuous_batching else key, name, key)
         except BaseException:
             end()
             raise
-        return cls(key, before, end)
+        return cls(key, before, end, adapter.prompt)
+
+    def prompt(self, tokens: int) -> AbstractContextManager[None]:
+        """Tell in a `with` block how many tokens the prompt has that calls of the model read in chunks.
+
+            with attachment.prompt(len(tokens)):
+                for chunk in tokens.split(2048):
+                    model(chunk, past_key_values=cache)
+
+        `LastQueries`, and with it `auto`, then means the last queries of the prompt; elsewhere those of each call.
+        `generate(prefill_chunk_size=...)` needs no such block. Calls inside torch.compile do not see it.
+
+        Args:
+            tokens: the tokens of the prompt, padding and what the cache holds before it included.
+
+        Raises:
+            TypeError, ValueError: `tokens` is not a whole number, at least 1.
+        """
+        size.check(tokens=tokens)
+        return self._prompt.of(whole(tokens))
 
     def detach(self) -> None:
         """Give the model its previous attention back and delete the name. A second call does nothing.
@@ -84,7 +109,10 @@ def _owner(config: Any) -> str | None:
 
 
 def _restore(
-    key: str, before: Sequence[tuple[Any, str | None]], places: Sequence[SdpaInPlace], outcomes: Outcomes
+    key: str,
+    before: Sequence[tuple[Any, str | None]],
+    places: Sequence[SdpaInPlace | PrefillInPlace],
+    outcomes: Outcomes,
 ) -> None:
     for config, name in before:
         if _owner(config) == key:

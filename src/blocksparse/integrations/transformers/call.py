@@ -93,6 +93,12 @@ class Call:
         return layer_of(self.module)
 
     @property
+    def end(self) -> int:
+        """The position after the last query's, where keys were dropped that a window hides."""
+        dropped = self.mask.dropped if isinstance(self.mask, PromptMask) else 0
+        return dropped + (self.key.shape[2] if self.seen is None else self.seen)
+
+    @property
     def sequences(self) -> Sequences | None:
         return self.mask.sequences if isinstance(self.mask, PromptMask) else None
 

@@ -36,7 +36,8 @@ def mask_of(**request: Any) -> Tensor | PromptMask | None:
                 sequences = None
         if window is not None and sequences is not None and not _hides(window, sequences):
             window = None
-        return PromptMask((B, 1, M, N), seen, request["device"], sequences, window=window)
+        dropped = int(request.get("kv_offset", 0))
+        return PromptMask((B, 1, M, N), seen, request["device"], sequences, window=window, dropped=dropped)
     return _later(request)
 
 

@@ -36,6 +36,7 @@ class PromptMask:
     request: Mapping[str, Any] | None = None  # what transformers asked for, if this is neither of the two
     tensor: Tensor | None = None  # the mask, once it is made
     window: int | None = None  # how many keys a query sees at most
+    dropped: int = 0  # keys before the first, which a cache of so many dropped
     dtype = torch.bool
     ndim = 4
 

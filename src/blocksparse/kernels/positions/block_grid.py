@@ -46,8 +46,8 @@ class BlockGrid(Protocol):
         """Index of row 0 in the whole prompt."""
 
     @property
-    def end(self) -> int:
-        """The position after the last query's."""
+    def prompt_end(self) -> int:
+        """The position after the last query of the prompt."""
 
     @property
     def reachable(self) -> Tensor:

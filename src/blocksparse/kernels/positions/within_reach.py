@@ -9,7 +9,7 @@ from blocksparse.kernels.common.sizes import FAR
 from blocksparse.kernels.common.twins import on_gpus
 from blocksparse.kernels.positions.block_grid import BlockGrid
 from blocksparse.kernels.positions.counter_hash import counter_hash
-from blocksparse.kernels.positions.places import NOWHERE, Places
+from blocksparse.kernels.positions.places import NOWHERE, Places, last_from
 
 
 @on_gpus(of=lambda keep, grid, *_, **__: grid.q_first)
@@ -48,7 +48,7 @@ def within_reach(
     if places.stride is not None:
         chosen = chosen | every(*places.stride, grid)
     if places.last is not None:
-        chosen = chosen | (grid.q_last >= grid.end - min(places.last, FAR))
+        chosen = chosen | (grid.q_last >= last_from(places.last, grid))
     if segment is not None:
         chosen = chosen | grid.own_segment(segment)
     return (chosen | grid.diagonal if diagonal else chosen) & reachable

@@ -21,7 +21,7 @@ from blocksparse.kernels.positions.block_grid_triton import (
 )
 from blocksparse.kernels.positions.counter_hash import mix
 from blocksparse.kernels.positions.counter_hash_triton import folded
-from blocksparse.kernels.positions.places import NOWHERE, Places
+from blocksparse.kernels.positions.places import NOWHERE, Places, last_from
 from blocksparse.runtime.launches import remembered
 
 _TILE = 4096  # blocks of a launch tile
@@ -63,7 +63,7 @@ def numbers_of_places(grid: BlockGrid, places: Places) -> tuple[int | None, ...]
     """
     eta, state = (None, None) if places.stride is None else (min(places.stride[0], FAR), mix(places.stride[1]))
     near, first, last = (None if x is None else min(x, FAR) for x in (places.near, places.first, places.last))
-    return near, first, eta, state, grid.first_row, None if last is None else grid.end - last
+    return near, first, eta, state, grid.first_row, None if last is None else last_from(last, grid)
 
 
 def _own(keep: Tensor) -> tuple[int, ...]:
