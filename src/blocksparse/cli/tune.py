@@ -12,6 +12,7 @@ from typing import Any
 from blocksparse.checks.user_error import UserError
 from blocksparse.cli.options import Commands, add_command, extra, only_errors
 from blocksparse.demo import TEXT
+from blocksparse.demo.model import Model
 from blocksparse.plans.errors import TuneError
 from blocksparse.plans.plan import Plan
 from blocksparse.tune.progress import Report
@@ -133,10 +134,11 @@ def _tune(arguments: argparse.Namespace) -> int:
         TuneError: the model, the prompts or a number does not allow it; nothing was written.
     """
     _check(arguments)
-    network, tokenizer = _load(arguments.model, arguments.device)
-    prompts, held = _prompts(tokenizer, arguments)
+    model = _load(arguments.model, arguments.device)
+    network = model.network
+    prompts, held = _prompts(model.tokenizer, arguments)
     longest = max(prompt.ids.shape[1] for prompt in (*prompts, *held))
-    if longest > (most := network.config.get_text_config().max_position_embeddings):
+    if longest > (most := model.longest):
         raise TuneError(f"prompts must be of at most {most} tokens, what the model can read: {longest}")
     journal = arguments.out.with_name(arguments.out.name + ".journal")
     begin = time.perf_counter()
@@ -196,7 +198,7 @@ def _prompts_in(batch: int) -> str:
     return "1 prompt" if batch == 1 else f"{batch} prompts"
 
 
-def _load(folder: Path, device: str | None) -> tuple[Any, Any]:
+def _load(folder: Path, device: str | None) -> Model:
     with extra("tune"):
         import torch
         from transformers.utils.logging import disable_progress_bar, set_verbosity_error
@@ -209,11 +211,10 @@ def _load(folder: Path, device: str | None) -> tuple[Any, Any]:
     except (RuntimeError, AssertionError) as error:
         raise TuneError(f"'--device' cannot be used: {device}: {str(error).splitlines()[0]}") from None
     try:
-        model = load(folder, device=place)
+        return load(folder, device=place)
     except UserError as error:
         reason = str(error).removeprefix("'--model' must be ")
         raise TuneError(f"the model cannot be loaded; it must be {reason}") from None
-    return model.network, model.tokenizer
 
 
 def _prompts(tokenizer: Any, arguments: argparse.Namespace) -> tuple[Sequence[TunePrompt], Sequence[TunePrompt]]:

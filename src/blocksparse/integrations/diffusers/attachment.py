@@ -151,7 +151,7 @@ class _Begin(_Hook):
 def _trains(model: nn.Module, given: Mapping[str, Any]) -> str | None:
     """Why a forward call belongs to a training step, or None.
 
-    It is asked once, before the blocks: reentrant checkpointing runs a block without gradients, and again with them.
+    This is asked once, before the blocks: reentrant checkpointing runs a block first without gradients.
     """
     if torch.is_grad_enabled() and any(
         x.requires_grad for x in (*model.parameters(), *given.values()) if isinstance(x, Tensor)

@@ -21,6 +21,7 @@ from blocksparse.integrations.transformers.layer import LayerAttention
 from blocksparse.integrations.transformers.outcomes import Outcomes
 from blocksparse.layers.same_choice import SameChoice, shared
 from blocksparse.layers.schedule import LayerPipeline, Schedule, schedule_of
+from blocksparse.layers.text_model import text_config
 
 
 def attach(
@@ -163,12 +164,11 @@ def _layers_of(schedule: Schedule, model: PreTrainedModel) -> dict[int, LayerPip
     layers: dict[int, LayerPipeline | SameChoice | None] = {}
     layers.update(dict.fromkeys((-1, *map(layer_of, model.modules())), schedule.default))
     if schedule.layers or schedule.dense or schedule.same_choice:
-        config = model.config
-        count: int | None = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
+        count: int | None = getattr(text_config(model), "num_hidden_layers", None)
         if count is None:
             raise ValueError(
                 "a Schedule that names layers needs their number, and "
-                f"{type(config).__name__} has no num_hidden_layers"
+                f"{type(model.config).__name__} has no num_hidden_layers"
             )
         layers.update(enumerate(shared(schedule, count)))
     return layers
