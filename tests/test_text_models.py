@@ -115,7 +115,7 @@ def run(command: str, folder: Path, out: Path) -> int:
             "--json",
         ],
         "demo": ["--model", str(folder), "--tokens", "400", "--preset", "mean_pooling(0.4, block=32)"],
-        "tune": [str(folder), "--tokens", "900", "--count", "1", "--minimise", "density", "--device", "cpu"],
+        "tune": [str(folder), "--tokens", "900", "800", "--count", "1", "--minimise", "density"],
     }
     return main([command, *options[command], "--out", str(out)])
 

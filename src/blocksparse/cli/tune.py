@@ -57,11 +57,20 @@ def add_to(commands: Commands) -> None:
         "model", type=Path, metavar="MODEL", help="folder of a causal language model of transformers"
     )
     parser.add_argument("--out", type=Path, default=Path("plan.json"), help="the plan; measurements go beside it")
-    parser.add_argument("--tokens", type=int, default=4096, help="length of the prompts that are made from --text")
-    parser.add_argument("--text", type=Path, default=TEXT, help="a text to make prompts from, with planted facts")
-    parser.add_argument("--count", type=int, default=2, help="prompts to make for comparing")
     parser.add_argument(
-        "--held", type=int, help="prompts to make for verifying, as many as --count if not given; more cost little"
+        "--tokens",
+        type=int,
+        nargs="+",
+        default=[4096],
+        metavar="N",
+        help="lengths of the prompts that are made from --text; of one length, prompts half as long are made, too",
+    )
+    parser.add_argument("--text", type=Path, default=TEXT, help="a text to make prompts from, with planted facts")
+    parser.add_argument("--count", type=int, default=2, help="prompts of each length to make for comparing")
+    parser.add_argument(
+        "--held",
+        type=int,
+        help="prompts of each length to make for verifying, as many as --count if not given; more cost little",
     )
     parser.add_argument(
         "--prompts",
@@ -187,6 +196,12 @@ def summary(plan: Plan) -> str:
             f"on held prompts: density {of_plan.density:.3f}, KL over the text {of_plan.text_kl:.4f} and at "
             f"answers {of_plan.answer_kl:.4f} (less noise of {found.noise_text_kl:.4f} and "
             f"{found.noise_answer_kl:.4f})",
+            *(
+                f"at {each.tokens} tokens: density {each.density:.3f}, KL {each.text_kl:.4f} and "
+                f"{each.answer_kl:.4f}, answers found {each.found} of {each.answers}, by dense attention "
+                f"{each.dense_found}"
+                for each in of_plan.lengths
+            ),
             f"answers found: {of_plan.found} of {found.answers}, by dense attention {found.dense_found}; "
             f"predicted time of attention, {_prompts_in(found.batch)} in a call: {of_plan.ms:.1f} ms, "
             f"dense {found.dense_ms:.1f} ms on {found.device}",
@@ -240,9 +255,17 @@ def _prompts(tokenizer: Any, arguments: argparse.Namespace) -> tuple[Sequence[Tu
         except (OSError, UnicodeDecodeError) as error:
             raise TuneError(f"'--text' must be a readable UTF-8 text: {arguments.text}: {error}") from None
         total = arguments.count + held
-        every = prompts_from_text(tokenizer, text, tokens=arguments.tokens, count=total, seed=arguments.seed)
+        lengths = arguments.tokens if len(arguments.tokens) > 1 else [arguments.tokens[0] // 2, *arguments.tokens]
         compared = [number * total // arguments.count for number in range(arguments.count)]
-        return [every[i] for i in compared], [every[i] for i in range(total) if i not in compared]
+        prompts: list[TunePrompt] = []
+        held_back: list[TunePrompt] = []
+        for number, tokens in enumerate(dict.fromkeys(lengths)):
+            # Of each part of the text prompts of all lengths are made, so that none is compared and verified on.
+            seed = arguments.seed + number
+            every = prompts_from_text(tokenizer, text, tokens=tokens, count=total, seed=seed)
+            prompts += [every[i] for i in compared]
+            held_back += [every[i] for i in range(total) if i not in compared]
+        return prompts, held_back
     return every[::2], every[1::2]
 
 
