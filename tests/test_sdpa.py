@@ -60,8 +60,8 @@ def test_an_empty_batch_gives_an_empty_result(causal: bool) -> None:
 
 
 def test_an_empty_batch_in_a_compiled_graph() -> None:
-    inputs = [x[:0] for x in make_qkv(N=75, D=16)]
-    assert torch.compile(SPARSE, backend="aot_eager", fullgraph=True)(*inputs).shape == (0, 4, 75, 16)
+    q, k, v = (x[:0] for x in make_qkv(N=75, D=16))
+    assert torch.compile(SPARSE, backend="aot_eager", fullgraph=True)(q, k, v).shape == (0, 4, 75, 16)
 
 
 def test_more_keys_than_queries() -> None:
