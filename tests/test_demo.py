@@ -286,8 +286,8 @@ def test_models_without_sdpa_attend_by_their_own_function(
     dense, row = json.loads((tmp_path / "results.json").read_text())["rows"]
     assert row["density"] > 0.9
     assert row["perplexity"] == pytest.approx(dense["perplexity"], rel=0.02)
-    for command in ("inspect", "tune"):
-        assert main([command, str(tmp_path / "gemma"), "--tokens", "700", "--out", str(tmp_path / "x")]) == 1
+    for command, tokens in (("inspect", ["700"]), ("tune", ["700", "800"])):
+        assert main([command, str(tmp_path / "gemma"), "--tokens", *tokens, "--out", str(tmp_path / "x")]) == 1
     said = capsys.readouterr().err
     assert "no layer of gemma can be inspected: it has a sliding window of 64 tokens" in said
     assert "no layer of the model can be sparse; its attention is dense: " in said

@@ -90,6 +90,22 @@ def test_means_of_dropped_blocks_are_no_covered_mass() -> None:
     assert figures["means"].kl.isnan().all()
 
 
+def test_exact_calls_cover_everything(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`flex_prefill` keeps every block of a short prompt, so dense attention runs, which gives no lse."""
+    options = ["--tokens", "300", "--out", str(folder / "exact.html"), "--preset", "flex_prefill"]
+    assert main(["inspect", str(folder / "tiny"), str(TEXT), *options]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"^flex_prefill +100\.0% +100\.0% +0\.[0-9]%", printed, re.MULTILINE)
+    assert "nan" not in printed
+    trace = bs.Pipeline(bs.Identity(), bs.NoScorer(32), bs.Everything(), bs.AutoExecutor()).trace(
+        *make_qkv(N=100, D=16)
+    )
+    assert trace.dense_because is not None
+    figures, _ = look({"exact": trace}, "exact", pixels=50)
+    assert torch.equal(figures["exact"].covered_mass, torch.ones(4, dtype=torch.float64))
+    assert torch.equal(figures["exact"].kl, torch.zeros(4, dtype=torch.float64))
+
+
 def test_maps_show_what_lies_where() -> None:
     """By hand: a pixel a token, keys in reverse inside of segments, one block of four dropped."""
     q, k, v = make_qkv(Hq=1, Hkv=1, N=8, D=8)

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 from torch.nn import functional
 
 import blocksparse as bs
+from blocksparse.presets import every_preset
 from blocksparse.testing import make_qkv
+from tests.stages import EXECUTORS
 
 DENSE_LIMIT: bs.Pipeline[Any, Any, Any] = bs.Pipeline(
     bs.Identity(), bs.MeanPoolScorer(16), bs.Everything(), bs.ReferenceExecutor()
@@ -38,6 +41,29 @@ def test_it_is_pytorchs_in_the_dense_limit(options: dict[str, Any]) -> None:
     assert not torch.allclose(sparse, expected, atol=1e-2)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_an_empty_batch_gives_an_empty_result(causal: bool) -> None:
+    q, k, v = (x[:0] for x in make_qkv(Hq=4, Hkv=4, N=75, D=16, Dv=8))
+    expected = functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    assert expected.shape == (0, 4, 75, 8)
+    pipelines: list[Any] = [
+        evolve(SPARSE, selector=bs.Ranked(SPARSE.selector), executor=executor) for executor in EXECUTORS
+    ]
+    pipelines.append(bs.HeadGroups({(0, 1): SPARSE, (2, 3): None}))
+    for pipeline in (*pipelines, *(preset() for preset in every_preset.values())):
+        assert torch.equal(bs.scaled_dot_product_attention(q, k, v, is_causal=causal, pipeline=pipeline), expected)
+        assert torch.equal(pipeline(q, k, v, causal=causal), expected)
+    assert SPARSE(q, k, v, out=expected) is expected
+    for part in ("choose", "trace", "with_lse"):
+        with pytest.raises(ValueError, match=r"'q' has an empty batch, \(0, 4, 75, 16\), of which no stage"):
+            getattr(SPARSE, part)(q, k, v)
+
+
+def test_an_empty_batch_in_a_compiled_graph() -> None:
+    q, k, v = (x[:0] for x in make_qkv(N=75, D=16))
+    assert torch.compile(SPARSE, backend="aot_eager", fullgraph=True)(q, k, v).shape == (0, 4, 75, 16)
+
+
 def test_more_keys_than_queries() -> None:
     q, k, v = make_qkv(Hq=2, Hkv=2, N=75, D=16)
     expected = functional.scaled_dot_product_attention(q[:, :, :20], k, v)
@@ -51,7 +77,7 @@ def test_more_keys_than_queries() -> None:
         (
             {"attn_mask": torch.ones(75, 75, dtype=torch.bool)},
             ValueError,
-            r"'attn_mask' must be None, .*\[75, 75\]",
+            r"'attn_mask' must be None, .*\[75, 75\].*Sequences\.padded.*Sequences\.packed.*window=tokens",
         ),
         ({"dropout_p": 0.1}, ValueError, "'dropout_p' must be 0, .*: 0.1"),
         ({"pipeline": functional.scaled_dot_product_attention}, TypeError, "'pipeline' must be a Pipeline or"),

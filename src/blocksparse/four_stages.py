@@ -104,7 +104,15 @@ class FourStages(Generic[PermutationT, ScoresT, MaskT]):
         """What the first three stages give; `done` is told each as soon as it is there.
 
         Only a `ValueScorer` looks at `v`.
+
+        Raises:
+            ValueError: the batch is empty.
         """
+        if not len(q):
+            raise ValueError(
+                f"'q' has an empty batch, {tuple(q.shape)}, of which no stage chooses anything: call the pipeline "
+                "itself, which returns an empty output"
+            )
         permutation = self.permuter(q, k, spec)
         check_gave(self._types.permutation, permutation)
         permutation.check_fits(q, k, causal=spec.causal)

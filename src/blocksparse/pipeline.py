@@ -104,6 +104,8 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
     ) -> Tensor:
         """Attend `q` `[B, Hq, M, D]` to `k` `[B, Hkv, N, D]` and `v` `[B, Hkv, N, Dv]`: `[B, Hq, M, Dv]`.
 
+        Of an empty batch the result is empty, as in PyTorch; `choose`, `trace` and `with_lse` refuse it.
+
         Args:
             attn_mask: must be None, because the selector makes the mask.
             causal: whether query `i` sees only the keys up to position `N - M + i` (bottom-right aligned).

@@ -51,8 +51,10 @@ def scaled_dot_product_attention(
     flag.check(is_causal=is_causal, enable_gqa=enable_gqa)
     if attn_mask is not None:
         raise ValueError(
-            f"'attn_mask' must be None, because the pipeline selects blocks by itself: {shown(attn_mask)}; "
-            "slice padding off, say is_causal=True for a causal mask, and use PyTorch's function for any other"
+            f"'attn_mask' must be None, because the pipeline selects blocks by itself: {shown(attn_mask)}; say "
+            "is_causal=True for a causal mask, or call pipeline(q, k, v, ...) with "
+            "sequences=Sequences.padded(mask [B, N]) to leave padding out, sequences=Sequences.packed(lengths) to "
+            "separate prompts, window=tokens for a sliding window; other masks need PyTorch's function"
         )
     if dropout_p:
         raise ValueError(f"'dropout_p' must be 0, because pipelines are for inference: {shown(dropout_p)}")

@@ -575,6 +575,35 @@ def test_few_tokens_and_gradients_are_dense() -> None:
     assert recorder.dense_calls()[0] == Counter({"fewer than min_tokens": 1, "gradients": 1})
 
 
+@pytest.mark.parametrize("name", ["wan", "flux"])
+@pytest.mark.parametrize(("part", "training"), [("blocks", False), ("blocks", True), ("model", True)])
+def test_a_training_step_is_dense_whatever_is_checkpointed(name: str, part: str, training: bool) -> None:
+    """Reentrant checkpointing runs the forward pass without gradients, so grad mode in a block does not tell."""
+    inputs, recorder = given(CASES[name], SMALL), DensityRecorder()
+
+    def checkpointed(call: Any, *args: Any) -> Any:
+        return torch.utils.checkpoint.checkpoint(call, *args, use_reentrant=True)
+
+    def step(model: Any, *, checkpoint: bool) -> list[Tensor]:
+        model.train(training)
+        with torch.enable_grad():
+            if checkpoint and part == "model":
+                wanted = torch.ones((), requires_grad=True)
+                loss = checkpointed(lambda _: run(model, inputs), wanted).square().mean()
+            else:
+                if checkpoint:
+                    model.enable_gradient_checkpointing(checkpointed)
+                loss = run(model, inputs).square().mean()
+            loss.backward()
+        return [loss.detach(), *(x.grad for x in model.parameters() if x.grad is not None)]
+
+    expected = step(made(CASES[name]), checkpoint=False)
+    with attached(model := made(CASES[name]), recorder=recorder):
+        actual = step(model, checkpoint=True)
+    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-4)
+    assert recorder.sparse_calls() == {}
+
+
 def test_a_mask_of_ones_own_is_dense() -> None:
     """Given to each attention module, which diffusers' blocks let pass."""
     model, inputs, recorder = made(CASES["flux"]), given(CASES["flux"], SMALL), DensityRecorder()

@@ -470,6 +470,42 @@ def test_calls_with_gradients_are_dense() -> None:
     assert all_dense(recorder, "gradients")
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`")
+@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
+@pytest.mark.parametrize("trained", ["", "layers.1.self_attn.q_proj"], ids=["all weights", "some weights"])
+def test_a_training_step_is_dense_whatever_is_checkpointed(reentrant: bool, trained: str) -> None:
+    """Reentrant checkpointing runs the forward pass without gradients, so grad mode does not tell."""
+    recorder, ids = DensityRecorder(), tokens(60)
+
+    def step(model: Any, **options: Any) -> list[Tensor]:
+        for name, weight in model.named_parameters():
+            weight.requires_grad_(trained in name)
+        if options:
+            model.gradient_checkpointing_enable(options)
+            model.enable_input_require_grads()  # as PEFT does for adapters
+        with torch.enable_grad():
+            loss = model.train()(ids, labels=ids, use_cache=False).loss
+            loss.backward()
+        return [loss.detach(), *(x.grad for x in model.parameters() if x.grad is not None)]
+
+    expected = step(make("llama"))
+    with attached(model := make("llama"), recorder, SPARSE):
+        actual = step(model, use_reentrant=reentrant)
+        model.eval()
+        model(ids)  # an evaluation between two steps
+    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-4)
+    assert all(set(calls) <= {"gradients", "training"} for calls in recorder.dense_calls().values())
+    assert recorder.sparse_calls() == dict.fromkeys(range(LAYERS), 1)
+
+
+def test_a_model_in_training_says_how_to_make_it_sparse(caplog: pytest.LogCaptureFixture) -> None:
+    model, recorder = make("llama").train(), DensityRecorder()
+    with attached(model, recorder):
+        model(tokens(60))
+    assert all_dense(recorder, "training")
+    assert "2 x training (call model.eval() for inference)" in caplog.text
+
+
 @pytest.mark.parametrize("cached", [False, True], ids=["mixed dtypes", "one dtype"])
 @pytest.mark.parametrize("recorded", [False, True])
 def test_autocast_is_that_of_dense_attention(cached: bool, recorded: bool) -> None:

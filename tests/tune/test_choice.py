@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
+from attrs import evolve
 
 pytest.importorskip("scipy")
 
-from blocksparse.plans.plan import Try
+from blocksparse.plans.plan import AtLength, Try
 from blocksparse.tune.choice import Option, choose
 from blocksparse.tune.cost import Line
 from blocksparse.tune.guess import hoped_losses
@@ -82,7 +83,7 @@ def test_what_a_plan_really_loses_keeps_the_budget_and_uses_it(grows: float) -> 
 
     def measure(taken: list[Option]) -> Try:
         text = grows * sum(option.losses[0] for option in taken)
-        return Try(0.5, text, 0.0, 0, 0.0)
+        return Try(0.5, text, 0.0, 0, 0.0, ())
 
     taken, tried, tries = fitted(units, (0.05, 0.1), measure, rounds=8)
     assert tried.text_kl == grows * sum(option.losses[0] for option in taken)
@@ -106,7 +107,7 @@ def test_what_keeps_one_budget_is_no_bound_while_the_other_one_is_broken() -> No
 
     def measure(taken: list[Option]) -> Try:
         text, answers = (sum(option.losses[i] for option in taken) for i in (0, 1))
-        seen.append(Try(0.5, (1.03 if seen else 0.99) * text, 1.1 * answers, 0, 0.0))
+        seen.append(Try(0.5, (1.03 if seen else 0.99) * text, 1.1 * answers, 0, 0.0, ()))
         return seen[-1]
 
     taken, tried, tries = fitted(units, (4.0, 4.0), measure, rounds=6)
@@ -123,11 +124,29 @@ def test_a_plan_that_never_fits_becomes_dense() -> None:
 
     def measure(taken: list[Option]) -> Try:
         sparse = sum(option.name == "sparse" for option in taken)
-        return Try(0.5, float(sparse), 0.0, 0, 0.0)
+        return Try(0.5, float(sparse), 0.0, 0, 0.0, ())
 
     taken, tried, _ = fitted(units, (0.05, 0.1), measure, rounds=3)
     assert [option.name for option in taken] == ["dense"] * 3
     assert tried.text_kl == 0
+
+
+@pytest.mark.parametrize(
+    ("dense_found", "lost", "sparse"), [(24, 1, 2), (24, 3, 1), (24, 5, 0), (200, 4, 2), (200, 6, 1)]
+)
+def test_a_plan_finds_the_answers_at_every_length(dense_found: int, lost: int, sparse: int) -> None:
+    """2 % of them may be lost, or one. Each sparse layer loses half of `lost` at the greater length."""
+    units = [[Option("dense", 1.0, (0.0, 0.0)), Option("sparse", 0.1, (0.0, 0.045))]] * 2
+
+    def measure(taken: list[Option]) -> Try:
+        both = sum(option.name == "sparse" for option in taken)
+        lengths = [AtLength(n, 0.5, 0.0, 0.0, 250, dense_found, dense_found) for n in (128, 256)]
+        lengths[1] = evolve(lengths[1], found=dense_found - lost * both // 2)
+        return Try(0.5, 0.0, 0.045 * both, sum(each.found for each in lengths), 0.0, tuple(lengths))
+
+    taken, tried, _ = fitted(units, (0.05, 0.1), measure, rounds=4)
+    assert sum(option.name == "sparse" for option in taken) == sparse
+    assert all(each.dense_found - each.found <= max(1, 0.02 * dense_found) for each in tried.lengths)
 
 
 UNITS = [Unit(layer, (0,), 1) for layer in range(30)]

@@ -19,13 +19,14 @@ pytest.importorskip("cattrs")
 import blocksparse as bs
 from blocksparse.integrations.transformers import DensityRecorder, attach
 from blocksparse.plans.fingerprint import Fingerprint
-from blocksparse.plans.plan import Evidence, Part, Try
+from blocksparse.plans.plan import AtLength, Evidence, Part, Try
 from blocksparse.tune import DEFAULT_CANDIDATES, Candidate, Plan, TuneError
 from tests.tune import tiny
 
 
 def plan_for(model: Any) -> Plan:
-    tried = Try(0.5, 0.01, 0.02, 3, 1.5)
+    short, long = (AtLength(n, 0.5, 0.01, 0.02, 4, 3, 3) for n in (128, 256))
+    tried = Try(0.5, 0.01, 0.02, 6, 1.5, (short, long))
     evidence = Evidence(
         "kl", "density", 0.03, 0.1, (256,), "abc", "def", 4, 3, 1e-4, 2e-4, 3.0, 1, tried, (tried,), 8,
         "float32", "cpu", {"blocksparse": "0"},
@@ -63,10 +64,60 @@ def test_a_plan_comes_back_and_attends_as_it_says(model: Any, saved: Path) -> No
     assert bool((density[1, 2:] == 1).all())  # the second KV head is dense
 
 
+@pytest.mark.parametrize("window", ["a_shape", "minference"])
+def test_windows_hold_up_to_the_greatest_length_of_a_plan(
+    model: Any, tmp_path: Path, window: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Beyond it their layers are dense, and the log says so once; choices by mass go on."""
+    few = {"vertical": 16, "slash": 24, "sink": 4, "recent": 16, "probe": 16}
+    arguments: dict[str, Any] = {"a_shape": {"local": 32}, "minference": few}[window]
+    parts = (
+        Part(0, None, Candidate(window, {**arguments, "block": 16}), 0.3, 0.0, 0.0, 1.0),
+        Part(1, None, tiny.pooled(0.8, 32), 0.5, 0.0, 0.0, 1.0),
+        Part(2, (0,), Candidate(window, {**arguments, "block": 16}), 0.3, 0.0, 0.0, 1.0),
+        Part(2, (1,), None, 1.0, 0.0, 0.0, 1.0),
+    )
+    evolve(plan_for(model), layers=parts).save(tmp_path / "plan.json")
+    plan = Plan.load(tmp_path / "plan.json")
+    assert plan.longest == 256
+    schedule = plan.schedule(model)
+    assert caplog.messages == [
+        "the plan was verified up to 256 tokens; in longer prompts its layers 0, 2, which keep a fixed number of "
+        "tokens, attend densely: tune at the greatest length that you serve"
+    ]
+    for tokens, sparse in ((256, {0, 1, 2}), (257, {1})):
+        recorder, ids = DensityRecorder(), torch.arange(tokens)[None] % tiny.VOCABULARY
+        with torch.no_grad(), attach(model, schedule, min_tokens=1, recorder=recorder):
+            held = model(ids).logits
+        # A layer with a dense head is counted as sparse in any case.
+        assert set(recorder.sparse_calls()) - {2} == sparse - {2}
+        density = recorder.density()
+        assert bool((density[2, :2] < 1).all()) == (2 in sparse)
+        with (
+            torch.no_grad(),
+            attach(model, bs.Schedule(None, layers={1: tiny.pooled(0.8, 32).pipeline()}), min_tokens=1),
+        ):
+            assert torch.allclose(model(ids).logits, held, atol=1e-3) == (2 not in sparse)
+
+
+def test_which_candidates_have_a_fixed_budget() -> None:
+    fixed = {candidate.preset for candidate in DEFAULT_CANDIDATES if candidate.fixed_budget}
+    assert fixed == {"a_shape"}
+    for fixes, candidate in (
+        (True, Candidate("tri_shape")),
+        (True, Candidate("minference", last=128)),
+        (False, Candidate("s2o")),
+        (False, Candidate("auto", last=128)),
+        (False, Candidate("flash_prefill")),
+    ):
+        assert candidate.fixed_budget == fixes
+
+
 def test_the_file_is_for_people(saved: Path) -> None:
     layers = json.loads(saved.read_text())["layers"]
     assert layers[1]["attention"] == {
         "preset": "mean_pooling", "arguments": {"mass": 0.8, "block": 16}, "band": 32, "pv_skip": None,
+        "last": None,
     }  # fmt: skip
 
 
@@ -101,6 +152,7 @@ EDITS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (put("layers", 1, "attention", "arguments", value={"tau": 1}), "unexpected keyword argument 'tau'"),
     (put("layers", 3, "attention", "band", value=64), "s2o.* cannot be made"),
     (put("layers", 1, "attention", "band", value="64"), "is not a whole plan: .*'64'"),
+    (put("evidence", "plan", "lengths", value=[]), "the plan names no length at which it was verified"),
     (put("layers", 0, "density", value="1"), "is not a whole plan: .*'1' is not of type float"),
     (put("layers", 0, "more", value=1), "is not a whole plan: .*more"),
     (lambda x: x.pop("evidence"), "is not a whole plan: .*evidence"),
@@ -136,7 +188,7 @@ def test_an_edited_plan_may_be_taken_all_the_same(saved: Path) -> None:
         ('{"layers": []}', "is not a plan of blocksparse"),
         (
             '{"format": "blocksparse plan 9"}',
-            "is a 'blocksparse plan 9', and this version reads 'blocksparse plan 1'",
+            "is a 'blocksparse plan 9', and this version reads 'blocksparse plan 2'",
         ),
         (None, "the plan cannot be read"),
     ],
@@ -161,10 +213,10 @@ def test_a_plan_for_another_model(model: Any, saved: Path) -> None:
 
 @pytest.mark.parametrize("candidate", DEFAULT_CANDIDATES, ids=str)
 def test_candidates_are_written_as_python(candidate: Candidate) -> None:
-    written, _, band = str(candidate).partition(" | ")
+    written, _, rules = str(candidate).partition(" | ")
     made = eval(written, dict(vars(bs)))
-    if band:
-        made = evolve(made, selector=made.selector | eval(band, dict(vars(bs))))
+    if rules:
+        made = made | eval(rules, dict(vars(bs)))
     if isinstance(made.executor, bs.AutoExecutor):
         made = evolve(made, executor=bs.AutoExecutor(dense_below=0))
     assert repr(candidate.pipeline()) == repr(made)

@@ -38,6 +38,7 @@ from blocksparse.tune import (
 from blocksparse.tune.cost import Costs
 from blocksparse.tune.journal import Journal
 from blocksparse.tune.progress import Work
+from blocksparse.tune.prompts import by_length
 from blocksparse.tune.reading import Reading
 from blocksparse.tune.sensitivity import Bench
 from blocksparse.tune.sparge_search import ErrorBounds, sparge_search
@@ -57,7 +58,8 @@ def tuned(model: Any, journal: Path, **other: Any) -> Plan:
         "minimise": "density",
         "positions": 60,
     }
-    return tune(model, tiny.prompts(2, 0), tiny.prompts(2, 1), journal=journal, **settings | other)
+    prompts, held = other.pop("prompts", tiny.prompts(2, 0)), other.pop("held", tiny.prompts(2, 1))
+    return tune(model, prompts, held, journal=journal, **settings | other)
 
 
 # ---- what is measured
@@ -127,6 +129,56 @@ def test_a_plan_keeps_its_budget_and_saves_work(model: Any, tmp_path: Path) -> N
     assert float(density.mean()) == pytest.approx(found.plan.density, rel=1e-3)
     looser = tuned(model, tmp_path / "j", budget=Budget(0.5, 1.0, tries=3))
     assert looser.evidence.plan.density <= found.plan.density
+
+
+def test_prompts_of_about_one_length_belong_together() -> None:
+    lengths = (1000, 750, 749, 375, 374, 90)
+    some = [TunePrompt(torch.zeros(1, tokens, dtype=torch.int64)) for tokens in lengths]
+    assert by_length(some) == {90: [5], 374: [4], 749: [2, 3], 1000: [0, 1]}
+    assert by_length(some[3:4]) == {375: [0]}
+
+
+def test_a_plan_holds_at_every_length_that_it_is_tuned_at(model: Any, tmp_path: Path) -> None:
+    """A window that is as good as dense attention in short prompts is not taken for what it loses in long ones."""
+
+    def both(seed: int) -> list[TunePrompt]:
+        return [
+            *tiny.prompts(1, seed),
+            *(TunePrompt(p.ids[:, : tiny.TOKENS // 2]) for p in tiny.prompts(1, seed + 9)),
+        ]
+
+    window = Candidate("a_shape", {"sink": 16, "local": tiny.TOKENS // 2 - 16, "block": 16})
+    short = tuned(model, tmp_path / "short", prompts=both(0)[1:], held=both(1)[1:], candidates=[window])
+    assert [part.attention for part in short.layers] == [
+        None
+    ] * tiny.LAYERS  # it keeps everything, as dense attention
+    tight = Budget(1e-3, 1e-3, tries=3)
+    for budget in (tight, Budget(0.05, 0.1, tries=3)):
+        plan = tuned(model, tmp_path / "both", prompts=both(0), held=both(1), budget=budget)
+        assert [each.tokens for each in plan.evidence.plan.lengths] == [tiny.TOKENS // 2, tiny.TOKENS]
+        assert plan.longest == tiny.TOKENS
+        for each in plan.evidence.plan.lengths:
+            assert each.text_kl <= budget.text_kl
+            assert each.answer_kl <= budget.answer_kl
+        assert plan.evidence.plan.text_kl == max(each.text_kl for each in plan.evidence.plan.lengths)
+    # A layer loses what it loses at the length where that is most.
+    lines = map(json.loads, (tmp_path / "both").read_text().splitlines()[1:])
+    noted = {line["what"]: line["value"] for line in lines}
+    sparse = [part for part in plan.layers if part.attention]
+    assert sparse
+    for part in sparse:
+        each_length = [
+            noted[f"loss {i} {part.layer} {part.attention}"]["text"]
+            - noted[f"loss {i} {part.layer} everything"]["text"]
+            for i in range(2)
+        ]
+        assert part.text_kl == pytest.approx(max(each_length), rel=1e-3)
+    readings = [Reading.of(model, prompt, positions=60, keep_outputs=False) for prompt in both(1)]
+    with attach(model, plan.schedule(model), min_tokens=1, min_queries=1):
+        long, short_one = (reading.losses().text for reading in readings)
+    noise = plan.evidence.noise_text_kl
+    assert plan.evidence.plan.lengths[1].text_kl == pytest.approx(long, abs=noise + 1e-5, rel=1e-3)
+    assert plan.evidence.plan.lengths[0].text_kl == pytest.approx(short_one, abs=noise + 1e-5, rel=1e-3)
 
 
 def test_held_prompts_must_show_what_a_window_drops(model: Any, tmp_path: Path) -> None:
@@ -384,13 +436,13 @@ def test_the_command_writes_a_plan_and_says_what_it_does(
 ) -> None:
     out, text = tmp_path / "plan.json", tmp_path / "text.txt"
     text.write_text(TEXT)
-    options = [str(folder), "--out", str(out), "--text", str(text), "--tokens", "900", "--count", "1"]
+    options = [str(folder), "--out", str(out), "--text", str(text), "--tokens", "900", "800", "--count", "1"]
     assert main(["tune", *options, "--minimise", "density"]) == 0
     printed, progress = capsys.readouterr()
     plan = Plan.load(out)
     assert [line.split()[0] for line in printed.splitlines()[1:4]] == ["0", "1", "2"]
     assert f"density {plan.evidence.plan.density:.3f}" in printed
-    assert f"answers found: {plan.evidence.plan.found} of 4" in printed
+    assert f"answers found: {plan.evidence.plan.found} of 8" in printed
     assert "comparing attention: " in progress
     first = out.read_bytes()
     assert main(["tune", *options, "--minimise", "density"]) == 0
@@ -412,11 +464,42 @@ def test_as_many_prompts_compare_and_verify_as_were_asked_for(
     monkeypatch.setattr(command, "tune", see)
     text = tmp_path / "text.txt"
     text.write_text(2 * TEXT)
-    options = [str(folder), "--text", str(text), "--tokens", "900", "--count", str(count), "--held", str(held)]
+    options = [
+        str(folder),
+        "--text",
+        str(text),
+        "--tokens",
+        "900",
+        "800",
+        "--count",
+        str(count),
+        "--held",
+        str(held),
+    ]
     assert main(["tune", *options]) != 0
     compared, verified = seen
-    assert (len(compared), len(verified)) == (count, held)
-    assert len({tuple(prompt.ids[0].tolist()) for prompt in (*compared, *verified)}) == count + held
+    assert [len(prompt.ids[0]) for prompt in compared] == [900] * count + [800] * count
+    assert [len(prompt.ids[0]) for prompt in verified] == [900] * held + [800] * held
+    assert len({tuple(prompt.ids[0].tolist()) for prompt in (*compared, *verified)}) == 2 * (count + held)
+
+
+def test_of_one_length_prompts_half_as_long_are_made_too(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import blocksparse.cli.tune as command
+
+    made: list[int] = []
+
+    def make(*_: Any, tokens: int, **__: Any) -> list[TunePrompt]:
+        made.append(tokens)
+        return [TunePrompt(torch.full((1, tokens), i)) for i in range(2)]
+
+    monkeypatch.setattr(command, "prompts_from_text", make)
+    for given, expected in ((["900"], [450, 900]), (["300", "600", "900"], [300, 600, 900]), (["9", "9"], [9])):
+        made.clear()
+        options = ["--tokens", *given, "--count", "1", "--out", str(tmp_path / "none" / "plan.json")]
+        assert main(["tune", str(folder), *options]) == 1
+        assert made == expected
 
 
 @pytest.mark.parametrize(
@@ -427,21 +510,27 @@ def test_as_many_prompts_compare_and_verify_as_were_asked_for(
             "the model cannot be loaded; it must be a folder that a transformers model was saved in",
         ),
         (["MODEL", "--device", "none"], "'--device' cannot be used: none: "),
-        (["MODEL", "--out", "none/plan.json", "--tokens", "900"], "the journal cannot be written: none/plan.json"),
+        (
+            ["MODEL", "--out", "none/plan.json", "--tokens", "900", "800"],
+            "the journal cannot be written: none/plan.json",
+        ),
         (["MODEL", "--count", "0"], "'--count' must be at least 1: 0"),
         (["MODEL", "--held", "0"], "'--held' must be at least 1: 0"),
         (
             ["MODEL", "--prompts", "none.jsonl", "--held", "3"],
             "'--held' is not known to '--prompts'",
         ),
-        (["MODEL", "--tokens", "5000"], "tokens for each prompt"),
-        (["MODEL", "--tokens", "1025", "--count", "1"], "prompts must be of at most 1024 tokens"),
+        (["MODEL", "--tokens", "5000", "900"], "tokens for each prompt"),
+        (["MODEL", "--tokens", "1025", "900", "--count", "1"], "prompts must be of at most 1024 tokens"),
         (["MODEL", "--text", "none.txt"], "'--text' must be a readable UTF-8 text: none.txt"),
         (["MODEL", "--prompts", "none.jsonl"], "must be a readable UTF-8 file: none.jsonl"),
-        (["MODEL", "--text-kl", "-1", "--tokens", "900"], "'text_kl' must be a finite number above 0: -1"),
-        (["MODEL", "--positions", "0", "--tokens", "900"], "'positions' must be a whole number, at least 1: 0"),
+        (["MODEL", "--text-kl", "-1", "--tokens", "900", "800"], "'text_kl' must be a finite number above 0: -1"),
         (
-            ["MODEL", "--head-groups", "3", "--tokens", "900"],
+            ["MODEL", "--positions", "0", "--tokens", "900", "800"],
+            "'positions' must be a whole number, at least 1: 0",
+        ),
+        (
+            ["MODEL", "--head-groups", "3", "--tokens", "900", "800"],
             "'head_groups' must be at most 2, the model's KV heads: 3",
         ),
         (["MODEL", "--strategy", "sparge", "--batch", "2"], "'--batch' is not known to '--strategy sparge': "),
@@ -471,7 +560,17 @@ def test_the_command_says_that_calls_are_too_large(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
-    options = ["--text", str(tmp_path / "text.txt"), "--tokens", "900", "--count", "1", "--batch", "1000000000"]
+    options = [
+        "--text",
+        str(tmp_path / "text.txt"),
+        "--tokens",
+        "900",
+        "800",
+        "--count",
+        "1",
+        "--batch",
+        "1000000000",
+    ]
     assert main(["tune", str(folder), "--out", str(tmp_path / "plan.json"), *options]) == 1
     said = capsys.readouterr().err
     assert "the device has too little memory for calls of 1000000000 prompts: take shorter prompts or " in said

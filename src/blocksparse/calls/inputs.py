@@ -229,7 +229,7 @@ def _check_kind(name: str, x: Tensor) -> None:
         )
     if x.ndim != 4:
         raise ValueError(f"'{name}' must have the shape [B, H, N, D]: {tuple(x.shape)}; {_LAYOUT}")
-    if 0 in x.shape:
+    if 0 in x.shape[1:]:
         raise ValueError(f"'{name}' must not be empty: {tuple(x.shape)}; {_LAYOUT}")
 
 

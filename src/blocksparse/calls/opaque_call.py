@@ -60,6 +60,8 @@ class OpaqueCall(OpaqueBase):
         with without_autocast(q):
             if sequences is not None:
                 return self._each(q, k, v, spec, sequences, histories)
+            if not len(q):  # kernels have no launch of no programs
+                return _new_output(q, v.shape[-1]) if out is None else out
             more: dict[str, Any] = {} if histories is None else {"history": histories[0]}
             if out is not None:
                 self._into(out, q, k, v, spec, **more)

@@ -83,6 +83,7 @@ def _run(parsed: argparse.Namespace) -> int:
         folder.parent.mkdir(parents=True, exist_ok=True)
         convert_smollm2(folder)
     model = load(folder, device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    model.check_readable()
     if parsed.tokens > model.longest:
         raise UserError(f"'--tokens' must be at most {model.longest}, what the model can read: {parsed.tokens}")
     # Ten characters a token is more than any prose needs.

@@ -12,6 +12,7 @@ from typing import Any
 from blocksparse.checks.user_error import UserError
 from blocksparse.cli.options import Commands, add_command, extra, only_errors
 from blocksparse.demo import TEXT
+from blocksparse.demo.model import Model
 from blocksparse.plans.errors import TuneError
 from blocksparse.plans.plan import Plan
 from blocksparse.tune.progress import Report
@@ -56,11 +57,20 @@ def add_to(commands: Commands) -> None:
         "model", type=Path, metavar="MODEL", help="folder of a causal language model of transformers"
     )
     parser.add_argument("--out", type=Path, default=Path("plan.json"), help="the plan; measurements go beside it")
-    parser.add_argument("--tokens", type=int, default=4096, help="length of the prompts that are made from --text")
-    parser.add_argument("--text", type=Path, default=TEXT, help="a text to make prompts from, with planted facts")
-    parser.add_argument("--count", type=int, default=2, help="prompts to make for comparing")
     parser.add_argument(
-        "--held", type=int, help="prompts to make for verifying, as many as --count if not given; more cost little"
+        "--tokens",
+        type=int,
+        nargs="+",
+        default=[4096],
+        metavar="N",
+        help="lengths of the prompts that are made from --text; of one length, prompts half as long are made, too",
+    )
+    parser.add_argument("--text", type=Path, default=TEXT, help="a text to make prompts from, with planted facts")
+    parser.add_argument("--count", type=int, default=2, help="prompts of each length to make for comparing")
+    parser.add_argument(
+        "--held",
+        type=int,
+        help="prompts of each length to make for verifying, as many as --count if not given; more cost little",
     )
     parser.add_argument(
         "--prompts",
@@ -133,10 +143,11 @@ def _tune(arguments: argparse.Namespace) -> int:
         TuneError: the model, the prompts or a number does not allow it; nothing was written.
     """
     _check(arguments)
-    network, tokenizer = _load(arguments.model, arguments.device)
-    prompts, held = _prompts(tokenizer, arguments)
+    model = _load(arguments.model, arguments.device)
+    network = model.network
+    prompts, held = _prompts(model.tokenizer, arguments)
     longest = max(prompt.ids.shape[1] for prompt in (*prompts, *held))
-    if longest > (most := network.config.get_text_config().max_position_embeddings):
+    if longest > (most := model.longest):
         raise TuneError(f"prompts must be of at most {most} tokens, what the model can read: {longest}")
     journal = arguments.out.with_name(arguments.out.name + ".journal")
     begin = time.perf_counter()
@@ -185,6 +196,12 @@ def summary(plan: Plan) -> str:
             f"on held prompts: density {of_plan.density:.3f}, KL over the text {of_plan.text_kl:.4f} and at "
             f"answers {of_plan.answer_kl:.4f} (less noise of {found.noise_text_kl:.4f} and "
             f"{found.noise_answer_kl:.4f})",
+            *(
+                f"at {each.tokens} tokens: density {each.density:.3f}, KL {each.text_kl:.4f} and "
+                f"{each.answer_kl:.4f}, answers found {each.found} of {each.answers}, by dense attention "
+                f"{each.dense_found}"
+                for each in of_plan.lengths
+            ),
             f"answers found: {of_plan.found} of {found.answers}, by dense attention {found.dense_found}; "
             f"predicted time of attention, {_prompts_in(found.batch)} in a call: {of_plan.ms:.1f} ms, "
             f"dense {found.dense_ms:.1f} ms on {found.device}",
@@ -196,7 +213,7 @@ def _prompts_in(batch: int) -> str:
     return "1 prompt" if batch == 1 else f"{batch} prompts"
 
 
-def _load(folder: Path, device: str | None) -> tuple[Any, Any]:
+def _load(folder: Path, device: str | None) -> Model:
     with extra("tune"):
         import torch
         from transformers.utils.logging import disable_progress_bar, set_verbosity_error
@@ -209,11 +226,10 @@ def _load(folder: Path, device: str | None) -> tuple[Any, Any]:
     except (RuntimeError, AssertionError) as error:
         raise TuneError(f"'--device' cannot be used: {device}: {str(error).splitlines()[0]}") from None
     try:
-        model = load(folder, device=place)
+        return load(folder, device=place)
     except UserError as error:
         reason = str(error).removeprefix("'--model' must be ")
         raise TuneError(f"the model cannot be loaded; it must be {reason}") from None
-    return model.network, model.tokenizer
 
 
 def _prompts(tokenizer: Any, arguments: argparse.Namespace) -> tuple[Sequence[TunePrompt], Sequence[TunePrompt]]:
@@ -239,9 +255,17 @@ def _prompts(tokenizer: Any, arguments: argparse.Namespace) -> tuple[Sequence[Tu
         except (OSError, UnicodeDecodeError) as error:
             raise TuneError(f"'--text' must be a readable UTF-8 text: {arguments.text}: {error}") from None
         total = arguments.count + held
-        every = prompts_from_text(tokenizer, text, tokens=arguments.tokens, count=total, seed=arguments.seed)
+        lengths = arguments.tokens if len(arguments.tokens) > 1 else [arguments.tokens[0] // 2, *arguments.tokens]
         compared = [number * total // arguments.count for number in range(arguments.count)]
-        return [every[i] for i in compared], [every[i] for i in range(total) if i not in compared]
+        prompts: list[TunePrompt] = []
+        held_back: list[TunePrompt] = []
+        for number, tokens in enumerate(dict.fromkeys(lengths)):
+            # Of each part of the text prompts of all lengths are made, so that none is compared and verified on.
+            seed = arguments.seed + number
+            every = prompts_from_text(tokenizer, text, tokens=tokens, count=total, seed=seed)
+            prompts += [every[i] for i in compared]
+            held_back += [every[i] for i in range(total) if i not in compared]
+        return prompts, held_back
     return every[::2], every[1::2]
 
 

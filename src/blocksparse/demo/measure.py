@@ -18,6 +18,7 @@ from blocksparse.demo.prompt import Prompt
 from blocksparse.demo.watch import QKV, watch
 from blocksparse.integrations.transformers import DensityRecorder, attach
 from blocksparse.layers.head_groups import AnyPipeline
+from blocksparse.layers.text_model import base_model, logits_of
 
 _ANSWER_TOKENS = 8
 _WARM_UP = 512
@@ -64,7 +65,7 @@ def measure(
     network, ids, recorder = model.network, prompt.ids.to(model.device), DensityRecorder()
     begin, executor = time.perf_counter(), "sdpa"
     if pipeline is None or warm_up is None:
-        network.model(ids[:, :_WARM_UP])
+        base_model(network)(ids[:, :_WARM_UP])
         _wait(model.device)
     else:
         trace = pipeline.trace(*warm_up)
@@ -76,7 +77,7 @@ def measure(
     sparse = nullcontext() if pipeline is None else attach(network, pipeline, min_tokens=1, recorder=recorder)
     with sparse, watch(network, keep_layer=keep_layer, on_call=on_layer) as sight:
         begin = time.perf_counter()
-        read = network.model(ids, use_cache=True)
+        read = base_model(network)(ids, use_cache=True)
         token = _next(network, read.last_hidden_state)
         _wait(model.device)
         first_token_s = time.perf_counter() - begin
@@ -110,26 +111,18 @@ def perplexity(network: Any, hidden: Tensor, ids: Tensor, counted: Tensor) -> fl
     return float((total / counted[1:].sum()).exp())
 
 
-def logits_of(network: Any, hidden: Tensor) -> Tensor:
-    """Logits of hidden states in fp32, with Gemma's softcap."""
-    logits: Tensor = network.lm_head(hidden).float()
-    cap = getattr(network.config.get_text_config(), "final_logit_softcapping", None)
-    return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
-
-
 def answer(model: Model, token: Tensor, cache: Any) -> str:
     """The first line, less its full stop, of the greedy continuation from `token` `[1, 1]` after `cache`."""
     tokens = [token]
     for _ in range(_ANSWER_TOKENS - 1):
-        read = model.network.model(tokens[-1], past_key_values=cache, use_cache=True)
+        read = base_model(model.network)(tokens[-1], past_key_values=cache, use_cache=True)
         tokens.append(_next(model.network, read.last_hidden_state))
     text: str = model.tokenizer.decode(torch.cat(tokens, dim=1)[0], skip_special_tokens=True)
     return text.strip().split("\n")[0].rstrip(".")
 
 
 def _next(network: Any, hidden: Tensor) -> Tensor:
-    token: Tensor = network.lm_head(hidden[:, -1:]).argmax(-1)
-    return token
+    return logits_of(network, hidden[:, -1:]).argmax(-1)
 
 
 def _wait(device: torch.device) -> None:

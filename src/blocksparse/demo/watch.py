@@ -67,6 +67,8 @@ def watch(
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    from blocksparse.integrations.transformers.call import layer_of
+
     if network.config._attn_implementation == "eager":  # each model has its own such function, under no name
         from blocksparse.integrations.transformers import attach
 
@@ -81,10 +83,11 @@ def watch(
         def own(q: Tensor, k: Tensor, v: Tensor) -> Any:
             return attention(module, q, k, v, *rest, **options)
 
-        if module.layer_idx == keep_layer:
+        layer = layer_of(module)
+        if layer == keep_layer:
             sight.kept = q.detach(), k.detach(), v.detach()
         if on_qkv is not None:
-            on_qkv(module.layer_idx, (q, k, v), options, own)
+            on_qkv(layer, (q, k, v), options, own)
         with sight.timed(q.device):
             output = own(q, k, v)
         if on_call is not None:

@@ -11,7 +11,6 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from blocksparse.calls.inputs import checked
-from blocksparse.demo.measure import logits_of
 from blocksparse.demo.methods import executor_of
 from blocksparse.demo.model import Model
 from blocksparse.demo.watch import QKV, Attention, watch
@@ -20,6 +19,7 @@ from blocksparse.inspection.maps import Figures, Maps, look
 from blocksparse.integrations.transformers import attach
 from blocksparse.layers.head_groups import AnyPipeline, AnyTrace
 from blocksparse.layers.schedule import Schedule
+from blocksparse.layers.text_model import base_model, logits_of
 
 STAGES = ("permute", "score", "select", "attend")
 _PIXELS = 104  # what 270 heads have room for in the file
@@ -83,12 +83,12 @@ def collect(
     begin("reading with dense attention")
     network, ids = model.network, ids.to(model.device)
     with watch(network, on_qkv=see):
-        dense = network.model(ids, use_cache=False).last_hidden_state
+        dense = base_model(network)(ids, use_cache=False).last_hidden_state
     for number, preset in enumerate(presets, 1):
         begin(f"reading with {preset.name} ({number} of {len(presets)})")
         schedule = Schedule(preset.pipeline, dense=sorted(skipped))
         with attach(network, schedule, min_tokens=1, min_queries=1, min_window=None):
-            preset.kl = _kl(network, dense, network.model(ids, use_cache=False).last_hidden_state)
+            preset.kl = _kl(network, dense, base_model(network)(ids, use_cache=False).last_hidden_state)
     return Findings(presets, findings, dense_seconds, skipped)
 
 

@@ -99,7 +99,9 @@ def _compared(trace: AnyTrace, query: Tensor, dense: Tensor, lse: Tensor) -> Ten
     """Sums over these queries, `[4, Hq]`: covered mass, `sum|o - o'|`, `sum|o'|`, and KL."""
     output = trace.output
     distance = (output.out[:, :, query].to(dense.dtype) - dense).abs().sum((-1, -2))[0]
-    if (visited := output.visited_lse) is None:  # an executor that does not say how much it covered
+    if trace.dense_because is not None:
+        covered = torch.ones_like(lse)
+    elif (visited := output.visited_lse) is None:  # an executor that does not say how much it covered
         covered = torch.full_like(lse, float("nan"))
     else:
         covered = (visited[:, :, query] - lse).clamp_max(0.0).exp()

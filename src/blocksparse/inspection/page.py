@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import zlib
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def table(findings: Findings) -> str:
     lines = [f"{'preset':<{width}}  density  coverage   error  next-token KL  attention"]
     for preset in findings.presets:
         means = (_mean(preset, name) for name in ("density", "covered_mass", "error"))
-        density, covered, error = (f"{x:.1%}" for x in means)
+        density, covered, error = ("-" if isnan(x) else f"{x:.1%}" for x in means)
         seconds = f"{sum(preset.seconds.values()):.3g} s"
         lines.append(
             f"{preset.name:<{width}}  {density:>7}  {covered:>8}  {error:>6}  {preset.kl:>13.2e}  {seconds:>9}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import reduce
+from operator import or_
 from typing import Any, final
 
 from attrs import evolve, field, frozen
@@ -12,8 +14,11 @@ from blocksparse.executors.auto import AutoExecutor
 from blocksparse.executors.triton import TritonExecutor
 from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.plans.errors import TuneError
+from blocksparse.plans.up_to import has_fixed_budget
 from blocksparse.presets import every_preset
 from blocksparse.selectors.band import Band
+from blocksparse.selectors.last_queries import LastQueries
+from blocksparse.selectors.position_selector import PositionSelector
 
 ALWAYS_SPARSE = AutoExecutor(dense_below=0)  # a plan holds "dense" where dense attention is the better choice
 
@@ -28,9 +33,9 @@ def _plain(value: object) -> bool:
 @final
 @frozen
 class Candidate:
-    """A preset with keyword arguments, and optionally a band on top of its choice.
+    """A preset with keyword arguments, and optionally a band and the last queries on top of its choice.
 
-        Candidate("xattention", {"mass": 0.9, "block": 64}, band=128)
+        Candidate("xattention", {"mass": 0.9, "block": 64}, band=128, last=128)
 
     Args:
         preset: a name in `blocksparse.presets.every_preset`.
@@ -38,6 +43,7 @@ class Candidate:
             False and None.
         band: also keep blocks that hold a key at most so many tokens before a query; None adds no band. `s2o`
             takes its band among the arguments: `Candidate("s2o", {"tau": 0.1, "band": 64})`.
+        last: also keep every block of the rows of the last so many queries; None adds no rows.
         pv_skip: `pv_skip` of `TritonExecutor`, which runs on a GPU only; None takes `AutoExecutor`.
 
     Raises:
@@ -48,17 +54,24 @@ class Candidate:
     arguments: Mapping[str, Any] = field(factory=dict)
     band: int | None = None
     pv_skip: float | None = None
+    last: int | None = None
 
     def __attrs_post_init__(self) -> None:
         self.pipeline()
 
     def __str__(self) -> str:
-        """As Python, to paste: `xattention(mass=0.9, block=64) | Band(128)`."""
+        """As Python, to paste: `xattention(mass=0.9, block=64) | Band(128) | LastQueries(128)`."""
         arguments = [f"{name}={value!r}" for name, value in self.arguments.items()]
         if self.pv_skip is not None:
             arguments.append(f"executor=TritonExecutor(pv_skip={self.pv_skip!r})")
         band = "" if self.band is None else f" | Band({self.band})"
-        return f"{self.preset}({', '.join(arguments)}){band}"
+        last = "" if self.last is None else f" | LastQueries({self.last})"
+        return f"{self.preset}({', '.join(arguments)}){band}{last}"
+
+    @property
+    def fixed_budget(self) -> bool:
+        """Whether it keeps a fixed number of tokens, which may be too few in longer prompts."""
+        return has_fixed_budget(self.pipeline().selector)
 
     def pipeline(self) -> AnyPipeline:
         """The pipeline itself; it selects at any length, also where dense attention would be faster."""
@@ -71,11 +84,13 @@ class Candidate:
                     f"false or null: {shown(value)}"
                 )
         try:
-            optional(count).check(band=self.band)
+            optional(count).check(band=self.band, last=self.last)
             more = {} if self.pv_skip is None else {"executor": TritonExecutor(pv_skip=self.pv_skip)}
             pipeline = every_preset[self.preset](**self.arguments, **more)
-            if self.band is not None:
-                pipeline = evolve(pipeline, selector=pipeline.selector | Band(self.band))
+            rules: list[PositionSelector] = [] if self.band is None else [Band(self.band)]
+            rules += [] if self.last is None else [LastQueries(self.last)]
+            if rules:  # first with one another, so that one launch adds them
+                pipeline = evolve(pipeline, selector=pipeline.selector | reduce(or_, rules))
         except (TypeError, ValueError) as error:
             raise TuneError(f"the choice {self} cannot be made: {error}") from None
         executor = pipeline.executor

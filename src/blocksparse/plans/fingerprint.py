@@ -8,6 +8,8 @@ from typing import Any, final
 import torch
 from attrs import frozen
 
+from blocksparse.layers.text_model import text_config
+
 _SAMPLES = 32  # numbers of each weight
 
 
@@ -26,7 +28,7 @@ class Fingerprint:
     @classmethod
     def of(cls, network: Any) -> Fingerprint:
         """The fingerprint of a transformers model; the same on every device."""
-        config, digest = network.config.get_text_config(), hashlib.sha256()
+        config, digest = text_config(network), hashlib.sha256()
         for name, weight in network.named_parameters():
             flat = weight.detach().reshape(-1)
             some = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].to("cpu", torch.float32)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from blocksparse.checks.validators import shown
 from blocksparse.layers.head_groups import AnyPipeline, HeadGroups, Heads
@@ -16,8 +17,10 @@ from blocksparse.layers.schedule import LayerPipeline, Schedule
 from blocksparse.plans.candidate import Candidate
 from blocksparse.plans.errors import TuneError
 from blocksparse.plans.fingerprint import Fingerprint
+from blocksparse.plans.up_to import UpTo
 
-FORMAT = "blocksparse plan 1"
+FORMAT = "blocksparse plan 2"
+_log = logging.getLogger(__name__)
 
 
 @final
@@ -36,14 +39,29 @@ class Part:
 
 @final
 @frozen
-class Try:
-    """A plan that was verified: what it really loses on held prompts."""
+class AtLength:
+    """What a plan loses on held prompts of about one length."""
 
+    tokens: int  # of the longest of these prompts
     density: float  # work as a share of dense attention's, mean over layers and query heads
-    text_kl: float  # nats, less `noise`
+    text_kl: float  # nats, less the noise of kernels
     answer_kl: float
+    answers: int
+    dense_found: int  # answers that dense attention finds
     found: int  # answers of which every token was the likeliest
-    ms: float  # predicted for attention in all layers
+
+
+@final
+@frozen
+class Try:
+    """A plan that was verified: what it loses on held prompts, at the length where it loses most."""
+
+    density: float  # at the greatest length
+    text_kl: float
+    answer_kl: float
+    found: int  # at all lengths
+    ms: float  # predicted for attention in all layers, at the greatest length
+    lengths: tuple[AtLength, ...]  # the shortest first
 
 
 @final
@@ -82,7 +100,12 @@ class Plan:
 
     model: Fingerprint
     layers: tuple[Part, ...] = field()
-    evidence: Evidence
+    evidence: Evidence = field()
+
+    @evidence.validator
+    def _check_evidence(self, _: object, evidence: Evidence) -> None:
+        if not evidence.plan.lengths:
+            raise TuneError("the plan names no length at which it was verified")
 
     @layers.validator
     def _check_layers(self, _: object, parts: tuple[Part, ...]) -> None:
@@ -107,8 +130,16 @@ class Plan:
             if sorted(named) != list(every):
                 raise TuneError(f"layer {layer} of the plan must name each of {len(every)} KV heads once: {named}")
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompts that the plan was verified on."""
+        return max(each.tokens for each in self.evidence.plan.lengths)
+
     def schedule(self, model: Any) -> Schedule:
         """What `attach` takes.
+
+        Layers whose choice keeps a fixed number of tokens, as windows do, are dense in prompts of more than
+        `longest` tokens. If there are such layers, the log says so once, here.
 
         Raises:
             TuneError: `model` is not the model that the plan was made for.
@@ -125,7 +156,7 @@ class Plan:
         groups: dict[int, dict[Heads, AnyPipeline | None]] = {}
         chosen: dict[int, set[str]] = {}
         for part in self.layers:
-            pipeline = None if part.attention is None else part.attention.pipeline()
+            pipeline = None if part.attention is None else self._held(part.attention)
             groups.setdefault(part.layer, {})[
                 tuple(range(self.model.kv_heads)) if part.heads is None else part.heads
             ] = pipeline
@@ -134,7 +165,22 @@ class Plan:
             layer: next(iter(of_heads.values())) if len(chosen[layer]) == 1 else HeadGroups(of_heads)
             for layer, of_heads in groups.items()
         }
+        fixed = sorted({part.layer for part in self.layers if part.attention and part.attention.fixed_budget})
+        if fixed:
+            _log.warning(
+                "the plan was verified up to %d tokens; in longer prompts its layers %s, which keep a fixed "
+                "number of tokens, attend densely: tune at the greatest length that you serve",
+                self.longest,
+                ", ".join(map(str, fixed)),
+            )
         return Schedule(None, layers=layers)
+
+    def _held(self, attention: Candidate) -> AnyPipeline:
+        """What attends where it was verified, and dense attention where a fixed budget was not."""
+        pipeline = attention.pipeline()
+        if not attention.fixed_budget:
+            return pipeline
+        return evolve(pipeline, selector=UpTo(pipeline.selector, self.longest))
 
     def save(self, path: Path) -> None:
         """Write the plan as JSON."""

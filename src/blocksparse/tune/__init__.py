@@ -7,6 +7,7 @@ attach(model, plan.schedule(model))
 from blocksparse.plans.candidate import Candidate as Candidate
 from blocksparse.plans.errors import TuneError as TuneError
 from blocksparse.plans.fingerprint import Fingerprint as Fingerprint
+from blocksparse.plans.plan import AtLength as AtLength
 from blocksparse.plans.plan import Evidence as Evidence
 from blocksparse.plans.plan import Part as Part
 from blocksparse.plans.plan import Plan as Plan

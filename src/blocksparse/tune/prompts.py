@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,9 @@ _CITIES = (
     "Athens", "Berlin", "Cairo", "Dublin", "Geneva", "Havana", "Kyoto", "Lima", "Madrid", "Oslo", "Paris",
     "Prague", "Quito", "Rome", "Tokyo", "Vienna",
 )  # fmt: skip
+LONG = 0.75
+"""Prompts with this share of the tokens of the longest one are as long as it."""
+
 _TOKENS_PER_FACT = 256
 _FACTS = 4, 12  # at least and at most; of few answers, one that is lost moves the mean by more than a budget
 
@@ -59,6 +63,22 @@ class TunePrompt:
     def answers_at(self) -> Tensor:
         """Positions at which an answer's tokens are predicted, `[tokens]` int64."""
         return torch.tensor([i - 1 for start, stop in self.answers for i in range(start, stop)], dtype=torch.long)
+
+
+def by_length(prompts: Sequence[TunePrompt]) -> dict[int, list[int]]:
+    """The numbers of prompts of about one length, by the tokens of the longest of them; the shortest first.
+
+    Prompts with at least three quarters of the tokens of the longest one belong together, then those with at least
+    three eighths, and so on.
+    """
+    tokens = [prompt.ids.shape[1] for prompt in prompts]
+    groups: dict[int, list[int]] = {}
+    for number, each in enumerate(tokens):
+        halvings = max(0, math.ceil(math.log2(LONG * max(tokens) / each)))
+        groups.setdefault(halvings, []).append(number)
+    return {
+        max(tokens[i] for i in groups[halvings]): groups[halvings] for halvings in sorted(groups, reverse=True)
+    }
 
 
 def hash_of(prompts: Sequence[TunePrompt]) -> str:

@@ -13,6 +13,7 @@ from attrs import frozen
 from torch import Tensor, nn
 
 from blocksparse.demo.watch import QKV, Attention, watch
+from blocksparse.layers.text_model import text_config
 from blocksparse.plans.errors import TuneError
 from blocksparse.tune.prompts import TunePrompt
 
@@ -132,7 +133,7 @@ def decoder_layers(network: Any) -> list[nn.Module]:
     Raises:
         TuneError: they stand in no list.
     """
-    count = int(network.config.get_text_config().num_hidden_layers)
+    count = int(text_config(network).num_hidden_layers)
     for module in (network.get_decoder() or network).modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return list(module)

@@ -19,7 +19,7 @@ from blocksparse.tune.cost import Costs
 from blocksparse.tune.default_candidates import DEFAULT_CANDIDATES
 from blocksparse.tune.guided_choice import GuidedChoice, Losses
 from blocksparse.tune.progress import Report
-from blocksparse.tune.prompts import TunePrompt
+from blocksparse.tune.prompts import TunePrompt, by_length
 from blocksparse.tune.sensitivity import PROBE
 from blocksparse.tune.session import POSITIONS, Session
 from blocksparse.tune.unit import DENSE, Key
@@ -135,15 +135,22 @@ def tune(
 
 
 def _losses(session: Session, candidates: Mapping[str, Candidate], some: Sequence[Key]) -> dict[Key, Losses]:
-    """KL over the text and at answers of candidates in units, less that of everything kept: means of prompts."""
-    text: dict[Key, list[float]] = {key: [] for key in some}
-    answers: dict[Key, list[float]] = {key: [] for key in some}
+    """KL over the text and at answers of candidates in units, less that of everything kept.
+
+    Each is a mean over the prompts of about one length, of that length where it is greatest.
+    """
+    found: dict[Key, dict[int, Losses]] = {key: {} for key in some}
     bench = session.bench
     # One prompt after another, because outputs of layers are held of only one: of which they are, comes first.
     for number, prompt in sorted(enumerate(session.prompts), key=lambda one: not bench.holds_outputs(one[1])):
         for unit, name in some:
-            of_text, of_answers = bench.losses(number, prompt, unit, candidates[name])
-            text[unit, name].append(of_text)
-            if prompt.answers:
-                answers[unit, name].append(of_answers)
-    return {key: (statistics.fmean(text[key]), statistics.fmean(answers[key] or [0.0])) for key in some}
+            found[unit, name][number] = bench.losses(number, prompt, unit, candidates[name])
+    lengths = by_length(session.prompts).values()
+    asking = [[i for i in numbers if session.prompts[i].answers] for numbers in lengths]
+    return {
+        key: (
+            max(statistics.fmean(each[i][0] for i in numbers) for numbers in lengths),
+            max((statistics.fmean(each[i][1] for i in numbers) for numbers in asking if numbers), default=0.0),
+        )
+        for key, each in found.items()
+    }

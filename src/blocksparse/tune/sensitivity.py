@@ -15,6 +15,7 @@ from blocksparse.executors.dense_attention import dense_attention
 from blocksparse.integrations.density_recorder import DensityRecorder
 from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.layers.schedule import LayerPipeline, Schedule
+from blocksparse.layers.text_model import text_config
 from blocksparse.permuters.identity import Identity
 from blocksparse.pipeline import Pipeline
 from blocksparse.plans.candidate import ALWAYS_SPARSE, Candidate
@@ -184,7 +185,7 @@ class Bench:
 
     def part_of_a_reading(self, unit: Unit) -> float:
         """The work of a run from this layer on, in dense readings."""
-        layers = int(self.network.config.get_text_config().num_hidden_layers)
+        layers = int(text_config(self.network).num_hidden_layers)
         return 0.2 + (layers - unit.layer) / layers
 
     def _read_with(self, prompt: TunePrompt, see: Callable[[Call], None]) -> None:

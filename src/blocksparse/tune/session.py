@@ -16,12 +16,12 @@ from blocksparse.layers.schedule import LayerPipeline
 from blocksparse.plans.candidate import Candidate
 from blocksparse.plans.errors import TuneError
 from blocksparse.plans.fingerprint import Fingerprint
-from blocksparse.plans.plan import Evidence, Part, Plan, Try
+from blocksparse.plans.plan import AtLength, Evidence, Part, Plan, Try
 from blocksparse.tune.choice import Option
 from blocksparse.tune.cost import Costs
 from blocksparse.tune.journal import Journal
 from blocksparse.tune.progress import Report, Work
-from blocksparse.tune.prompts import TunePrompt, hash_of
+from blocksparse.tune.prompts import LONG, TunePrompt, hash_of
 from blocksparse.tune.sensitivity import Bench
 from blocksparse.tune.unit import DENSE, Unit
 from blocksparse.tune.verify import Verifier
@@ -30,7 +30,7 @@ POSITIONS = 384  # of a prompt's text, at which predictions are compared unless 
 _TIMED_UNITS = 4
 # A window of w of N tokens has 1 - (1 - w / N)^2 of the causal work. With nine tenths, the most that `tune` takes,
 # w is .68 N, so a prompt of this share of N shows what the window drops.
-_SEEN = 0.75
+_SEEN = LONG
 
 
 @final
@@ -111,9 +111,22 @@ class Session:
     def verified(self, names: Sequence[str], candidates: Mapping[str, Candidate], costs: Costs) -> Try:
         """What a plan, named unit by unit, truly loses on held prompts."""
         found = self.verifier.of("\n".join(names), self._layers(names, candidates))
-        text_kl, answer_kl = found.loss.less(self.verifier.noise({unit.layer for unit in self.units}))
+        noise = self.verifier.noise({unit.layer for unit in self.units})
+        answers, dense_found = self.verifier.answers(), self.verifier.dense_found()
+        lengths = []
+        for tokens, (loss, density) in found.items():
+            text_kl, answer_kl = map(_short, loss.less(noise[tokens][0]))
+            counts = answers[tokens], dense_found[tokens], loss.found
+            lengths.append(AtLength(tokens, _short(density), text_kl, answer_kl, *counts))
         ms = sum(costs.ms(unit, name) for unit, name in zip(self.units, names, strict=True))
-        return Try(_short(found.density), _short(text_kl), _short(answer_kl), found.loss.found, _short(ms))
+        return Try(
+            lengths[-1].density,
+            max(each.text_kl for each in lengths),
+            max(each.answer_kl for each in lengths),
+            sum(each.found for each in lengths),
+            _short(ms),
+            tuple(lengths),
+        )
 
     def plan(
         self,
@@ -141,7 +154,7 @@ class Session:
             )
         for layer in set(range(self.model.layers)) - {unit.layer for unit in self.units}:
             parts[layer, ()] = Part(layer, None, None, 1.0, 0.0, 0.0, 0.0)
-        noise = self.verifier.noise({unit.layer for unit in self.units})
+        noise = [loss for loss, _ in self.verifier.noise({unit.layer for unit in self.units}).values()]
         every = [*self.prompts, *self.verifier.held]
         evidence = Evidence(
             strategy=strategy,
@@ -151,10 +164,10 @@ class Session:
             tokens=tuple(sorted({prompt.ids.shape[1] for prompt in every})),
             prompts=self.about["prompts"],
             held=self.about["held"],
-            answers=sum(len(prompt.answers) for prompt in self.verifier.held),
-            dense_found=self.verifier.dense_found(),
-            noise_text_kl=_short(noise.text),
-            noise_answer_kl=_short(noise.answers),
+            answers=sum(self.verifier.answers().values()),
+            dense_found=sum(self.verifier.dense_found().values()),
+            noise_text_kl=_short(max(loss.text for loss in noise)),
+            noise_answer_kl=_short(max(loss.answers for loss in noise)),
             dense_ms=_short(sum(costs.ms(unit, DENSE) for unit in self.units)),
             batch=self.batch,
             plan=tried,

@@ -90,8 +90,11 @@ class Adapter:
         self.phase = self.phases[0]
         self._steps = StepCounter(self.family.rising)
 
-    def begin(self, given: Arguments) -> None:
+    def begin(self, given: Arguments, *, trains: str | None = None) -> None:
         """Take note of the arguments of a forward call that begins.
+
+        Args:
+            trains: why all attention of the call is dense, if it belongs to a training step.
 
         Raises:
             RuntimeError: another forward call of the model still runs.
@@ -112,6 +115,9 @@ class Adapter:
             if step in self.dense_steps:
                 self.now = ForwardCall(TokenLayout(()), {}, "dense step", get_ident())
                 return
+        if trains is not None:
+            self.now = ForwardCall(TokenLayout(()), {}, trains, get_ident())
+            return
         layout = self.family.layout(self.config, given)
         if layout is None:
             self.now = ForwardCall(TokenLayout(()), {}, "tokens of no whole grid", get_ident())

@@ -9,7 +9,7 @@ from weakref import finalize
 
 import torch
 from attrs import field, frozen
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from blocksparse.integrations.diffusers.adapter import Adapter
@@ -145,7 +145,19 @@ class _Begin(_Hook):
             layer.check()
         given = inspect.signature(type(model).forward).bind(model, *args, **kwargs)
         given.apply_defaults()
-        self.adapter.begin(given.arguments)
+        self.adapter.begin(given.arguments, trains=_trains(model, given.arguments))
+
+
+def _trains(model: nn.Module, given: Mapping[str, Any]) -> str | None:
+    """Why a forward call belongs to a training step, or None.
+
+    This is asked once, before the blocks: reentrant checkpointing runs a block first without gradients.
+    """
+    if torch.is_grad_enabled() and any(
+        x.requires_grad for x in (*model.parameters(), *given.values()) if isinstance(x, Tensor)
+    ):
+        return "gradients"
+    return "training" if model.training else None
 
 
 @final

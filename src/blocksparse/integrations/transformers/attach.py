@@ -22,6 +22,7 @@ from blocksparse.integrations.transformers.outcomes import Outcomes
 from blocksparse.integrations.transformers.own_masks import asks_for_its_function, uses_own_masks
 from blocksparse.layers.same_choice import SameChoice, shared
 from blocksparse.layers.schedule import LayerPipeline, Schedule, schedule_of
+from blocksparse.layers.text_model import text_config
 
 
 def attach(
@@ -169,12 +170,11 @@ def _layers_of(schedule: Schedule, model: PreTrainedModel) -> dict[int, LayerPip
                     f"a Schedule cannot name layers of {type(model).__name__}: they share one {kind.__name__}, "
                     "which does not say in which layer it attends; attach one pipeline to all of them"
                 )
-        config = model.config
-        count: int | None = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
+        count: int | None = getattr(text_config(model), "num_hidden_layers", None)
         if count is None:
             raise ValueError(
                 "a Schedule that names layers needs their number, and "
-                f"{type(config).__name__} has no num_hidden_layers"
+                f"{type(model.config).__name__} has no num_hidden_layers"
             )
         layers.update(enumerate(shared(schedule, count)))
     return layers

@@ -142,6 +142,9 @@ class Call:
         given = self.query, self.key, self.value, _sinks_in(self.kwargs)
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
             return "gradients"
+        if self.module.training:
+            # Reentrant checkpointing runs the forward pass without gradients, and again with them.
+            return "training"
         if self.seen is None and not torch.compiler.is_compiling():
             return "mask"  # which counts, whatever window the layer has
         if window not in (None, self.window) and self._longest() > window:

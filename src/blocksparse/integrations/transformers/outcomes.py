@@ -16,6 +16,7 @@ _log = logging.getLogger(__name__)
 _COUNTING = Lock()  # several threads may run one model
 _WAY_OUT = {
     "gradients": " (call the model under torch.no_grad())",
+    "training": " (call model.eval() for inference)",
     "fewer than min_tokens": " (longer prompts are sparse; attach takes min_tokens)",
     "fewer than min_queries": " (larger chunks are sparse; attach takes min_queries)",
     "mask": " (masks that are no padding, packing or window stay dense)",

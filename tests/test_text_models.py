@@ -1,0 +1,175 @@
+"""Commands on ten families of models: each works, or says in one sentence why not."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("scipy")
+pytest.importorskip("cattrs")
+
+import transformers
+
+from blocksparse import Schedule, mean_pooling
+from blocksparse.cli.main import main
+from blocksparse.demo import TEXT
+from blocksparse.demo.measure import perplexity
+from blocksparse.demo.model import load
+from blocksparse.integrations.transformers import attach
+from blocksparse.layers.text_model import base_model, text_config
+from blocksparse.tune import tune
+from tests.tiny_model import byte_tokenizer
+from tests.tune import tiny
+
+ENDS = {"vocab_size": 260, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 1024,
+}
+GROUPED = {**ENDS, **SIZES, "num_key_value_heads": 2}
+EYES = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 64,
+    "patch_size": 8,
+}  # fmt: skip
+IMAGES = {"mm_tokens_per_image": 16, "image_token_index": 257, "boi_token_index": 258, "eoi_token_index": 259}
+WORKS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaConfig(**GROUPED),
+    "qwen2": lambda: transformers.Qwen2Config(**GROUPED),
+    "mistral": lambda: transformers.MistralConfig(**GROUPED, sliding_window=None),
+    "phi": lambda: transformers.PhiConfig(**GROUPED),
+    "opt": lambda: transformers.OPTConfig(**ENDS, **SIZES, ffn_dim=64, word_embed_proj_dim=64),
+    "gpt2": lambda: transformers.GPT2Config(**ENDS, n_embd=64, n_layer=2, n_head=4, n_positions=1024),
+    "gpt_neox": lambda: transformers.GPTNeoXConfig(**ENDS, **SIZES),
+    "gemma3": lambda: transformers.Gemma3Config(
+        text_config={
+            **GROUPED, "head_dim": 16, "sliding_window": 64,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        vision_config=EYES, **IMAGES,
+    ),
+}  # fmt: skip
+REFUSED: dict[str, tuple[Callable[[], Any], dict[str, str]]] = {
+    "granite": (
+        lambda: transformers.GraniteConfig(**GROUPED, logits_scaling=8.0),
+        {"inspect": "does not make its logits by its output embeddings alone", "demo": "does not make its logits"},
+    ),
+    "bert": (
+        lambda: transformers.BertConfig(**ENDS, **SIZES),
+        {
+            "inspect": "BertLMHeadModel is not causal: its first tokens see later ones",
+            "demo": "BertLMHeadModel is not causal: its first tokens see later ones",
+            "tune": "no layer of the model can be sparse; its attention is dense: not causal",
+        },
+    ),
+    "bloom": (
+        lambda: transformers.BloomConfig(**ENDS, hidden_size=64, n_layer=2, n_head=4),
+        dict.fromkeys(("inspect", "demo", "tune"), "BloomForCausalLM cannot change its attention function"),
+    ),
+    "t5": (
+        lambda: transformers.T5Config(vocab_size=260, d_model=64, d_kv=16, d_ff=64, num_layers=2, num_heads=4),
+        dict.fromkeys(("inspect", "demo", "tune"), "a causal language model with its tokenizer: "),
+    ),
+}
+COMMANDS = ("inspect", "demo", "tune")
+
+
+@pytest.fixture(autouse=True)
+def _as_they_were(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The commands quieten the log; `tune` would take a minute for all of its candidates."""
+    logger = logging.getLogger("blocksparse")
+    level = logger.level
+    monkeypatch.setattr(tune, "__kwdefaults__", {**(tune.__kwdefaults__ or {}), "candidates": tiny.CANDIDATES[:2]})
+    yield
+    logger.setLevel(level)
+
+
+def saved(config: Any, folder: Path) -> Path:
+    torch.manual_seed(0)
+    kind = transformers.AutoModelForCausalLM
+    if type(config) not in kind._model_mapping:
+        kind = transformers.AutoModelForSeq2SeqLM
+    kind.from_config(config).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def run(command: str, folder: Path, out: Path) -> int:
+    options = {
+        "inspect": [
+            str(folder),
+            str(TEXT),
+            "--tokens",
+            "300",
+            "--preset",
+            "mean_pooling(0.4, block=32)",
+            "--json",
+        ],
+        "demo": ["--model", str(folder), "--tokens", "400", "--preset", "mean_pooling(0.4, block=32)"],
+        "tune": [str(folder), "--tokens", "900", "800", "--count", "1", "--minimise", "density"],
+    }
+    return main([command, *options[command], "--out", str(out)])
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("name", WORKS)
+def test_commands_work_on_decoders_of_all_families(
+    name: str, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = saved(WORKS[name](), tmp_path / name)
+    assert run(command, folder, tmp_path / "out") == 0
+    printed = capsys.readouterr().out
+    if command == "inspect":
+        found = json.loads(printed)
+        assert len(found["presets"][0]["layers"]) + len(found["skipped"]) == 2
+        assert found["presets"][0]["next_token_kl"] > 0
+    elif command == "demo":
+        dense, sparse = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
+        assert dense["density"] == 1
+        assert sparse["density"] < 1
+    else:
+        plan = json.loads((tmp_path / "out").read_text())
+        assert plan["model"]["layers"] == 2
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_the_helper_names_the_parts_of_every_family(name: str, tmp_path: Path) -> None:
+    """The perplexity from hidden states is that of the model's own loss, and a schedule finds the layers."""
+    model = load(saved(WORKS[name](), tmp_path / name), device=torch.device("cpu"))
+    network, ids = model.network.float(), torch.arange(3, 203)[None]
+    model.check_readable()
+    assert (text_config(network).num_hidden_layers, text_config(network).num_attention_heads) == (2, 4)
+    assert model.longest == 1024
+    with torch.no_grad(), attach(network, Schedule(mean_pooling(), dense=(-1,))):
+        found = perplexity(
+            network, base_model(network)(ids).last_hidden_state, ids, torch.ones(200, dtype=torch.bool)
+        )
+        # The first token has no prediction, and is counted by the model's loss no more than here.
+        assert found == pytest.approx(float(network(ids, labels=ids).loss.exp()), rel=1e-4)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_families_are_refused_in_one_sentence(
+    name: str, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, sentences = REFUSED[name]
+    folder = saved(config(), tmp_path / name)
+    capsys.readouterr()
+    status = run(command, folder, tmp_path / "out")
+    if command not in sentences:
+        assert status == 0
+        return
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith(f"blocksparse {command}: ")]
+    assert status == 1
+    assert len(said) == 1
+    assert sentences[command] in said[0]
