@@ -356,7 +356,7 @@ def test_hopper_takes_no_softcap_of_any_size(device: str) -> None:
     q, k, v = make_qkv(N=70, D=16, dtype=torch.float16, device=device)
     front = bs.Identity(), bs.MeanPoolScorer(64), bs.TopK(2)
     executor = bs.TritonExecutor(HopperTiles(1, 64, 2))
-    with pytest.raises(ValueError, match="takes softcaps up to 1024, but TritonTiles take any"):
+    with pytest.raises(ValueError, match="takes softcaps up to 100, but TritonTiles take any"):
         bs.Pipeline(*front, executor)(q, k, v, softcap=2000.0)
     assert isinstance(tuned(q, k, v, 64, 64, plain=False), TritonTiles)
 
