@@ -264,7 +264,7 @@ def test_they_are_refused_in_one_sentence() -> None:
         with pytest.raises(ValueError, match="from 1e-30"):  # as a divisor in fp32 it would be 0
             call(q, k, v, softcap=1e-50)
         with pytest.raises(
-            TypeError, match="'sinks' must be a number up to 2..100, or -inf for no sink, or one per query head, or"
+            TypeError, match=r"'sinks' must be a number up to 2\*\*100, or -inf for no sink, or one per query head"
         ):
             call(q, k, v, sinks="1.0")
         with pytest.raises(ValueError, match="'sinks' has 2 entries for 4 query heads"):

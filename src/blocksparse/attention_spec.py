@@ -96,7 +96,7 @@ def _refuse_unknown(asked: Mapping[str, object]) -> None:
 
 
 def _as_sinks(value: Any) -> PerHead:
-    """Converter: as of any option per head. A sink below -2**100, such as a dtype's lowest number, becomes -inf: none."""
+    """Converter: as of any option per head. A sink below -2**100, as a dtype's lowest number is, becomes -inf."""
     found = per_head(value)
     if isinstance(found, HeadValues) and min(found.numbers) < -_MOST_SINK:
         return HeadValues(found.values.masked_fill(found.values < -_MOST_SINK, float("-inf")))
@@ -119,8 +119,8 @@ class AttentionSpec:
             Face's `sliding_window`. None for no window.
         softcap: a logit `x`, after the scale, becomes `softcap * tanh(x / softcap)` (Gemma 2). None caps nothing.
         sinks: one more logit that has no value, and so enters the softmax denominator alone (GPT-OSS); one for all
-            query heads or one for each, up to 2**100. It is neither scaled nor capped. None is a plain softmax, and
-            -inf, or a number below -2**100, is no sink of that head.
+            query heads or one for each, up to 2**100. It is neither scaled nor capped. None is a plain softmax;
+            -inf, or a number below -2**100, is no sink for that head.
 
     Raises:
         TypeError, ValueError: a field is not of its kind or out of its range, or a window is not causal.

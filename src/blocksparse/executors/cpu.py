@@ -83,7 +83,7 @@ class CpuExecutor(Executor[Permutation, BlockMask]):
 def _attended(
     mask: BlockMask, queries: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *, tokens_first: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output and lse in the mask's order, and which queries `[B, Hq, M]` have an lse too large to merge parts by."""
+    """Output and lse in the mask's order, and which queries `[B, Hq, M]` need merging in float64."""
     rows = _Rows(mask, queries, k, v, spec)
     rows.attend()
     lse = rows.by_head(rows.lse.unsqueeze(2)).squeeze(3)

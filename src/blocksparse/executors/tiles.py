@@ -18,7 +18,7 @@ _BUFFERS = (2, 1), (1, 1), (1, 2)  # buffers of queries, and parts in which the 
 HALF = (torch.float16, torch.bfloat16)
 
 MOST_SOFTCAP = 100.0
-"""The greatest softcap that the Hopper kernel takes: the hardware's tanh may move a logit by 2^-11 of the softcap."""
+"""The greatest softcap that the Hopper kernel takes: its tanh may move a logit by 2^-11 of the softcap."""
 
 
 @frozen

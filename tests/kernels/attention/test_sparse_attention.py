@@ -969,3 +969,17 @@ def test_compiles_ahead_of_time() -> None:
         "bf16 [] lists=i32",
     )
     assert all(f" {kind}: " in printed for kind in kinds)
+
+
+def test_logits_that_overflow_to_minus_infinity_have_no_weight(device: str) -> None:
+    """Also where all logits of a row's first full tile do: a maximum of -inf would make NaN of them."""
+    q = torch.full((1, 1, 64, 16), 1e19, device=device)
+    k = q.clone()
+    k[:, :, :32] *= -1.0
+    k[:, :, 32:] = 1e-11
+    v = torch.arange(64.0, device=device).view(1, 1, 64, 1).expand(1, 1, 64, 16).contiguous()
+    spec = bs.AttentionSpec(scale=1.0, causal=False)
+    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), spec, q_block=16, k_block=16)
+    mask = bs.BlockMask(torch.ones(1, 1, 4, 4, dtype=torch.bool, device=device), grid)
+    output = bs.TritonExecutor(TritonTiles(16, 16, 4, 1))(q, k, v, mask, spec)
+    torch.testing.assert_close(output.out, torch.full_like(output.out, 47.5))
