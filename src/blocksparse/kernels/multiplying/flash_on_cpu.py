@@ -42,7 +42,7 @@ def flash_on_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool 
     if q.dtype == torch.float32 and rounds_fp32():
         out, lse = flash_on_cpu(q.double(), k.double(), v.double(), scale, causal=causal)
         return out.float(), lse.float()
-    if scale <= 0:  # of which PyTorch's kernel makes NaN where keys are masked: that is of negated queries, or of zeros
+    if scale <= 0:  # PyTorch's kernel would make NaN of it where keys are masked
         q, scale = (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
     Dv, missing = v.shape[-1], v.shape[-1] - q.shape[-1]  # the kernel takes one head dim for all three
     if missing > 0:

@@ -232,7 +232,8 @@ def _join(
         total = tl.where(seen, total, 1.0)
         sums = sums / total[:, None]
         at = b.to(tl.int64) * lse_stride_b + h.to(tl.int64) * lse_stride_h + query
-        tl.store(lse_ptr + at, tl.where(seen, (top + tl.log2(total)) * 0.6931471805599453, float("-inf")), mask=query < M)
+        log_sum = (top + tl.log2(total)) * 0.6931471805599453  # ln 2
+        tl.store(lse_ptr + at, tl.where(seen, log_sum, float("-inf")), mask=query < M)
         at = b.to(tl.int64) * out_strides[0] + h.to(tl.int64) * out_strides[1]
         at += query.to(tl.int64)[:, None] * out_strides[2] + dim[None, :]
         tl.store(out_ptr + at, sums.to(out_ptr.dtype.element_ty), mask=(query < M)[:, None] & (dim < D)[None, :])
