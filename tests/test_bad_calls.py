@@ -163,8 +163,8 @@ def vmapped(run: Any) -> Any:
         ("window", True, "'window' must be a whole number, at least 1, or None: "),
         ("softcap", 0.0, "'softcap' must be a number from 1e-30 to 1e30, or None: "),
         ("softcap", False, "'softcap' must be a number from 1e-30 to 1e30, or None: "),
-        ("sinks", True, "'sinks' must be a number from -1e30 to 1e30, or one per query head"),
-        ("sinks", [0.5, True, 0.5, 0.5], "'sinks' must be a number from -1e30 to 1e30, or one per query head"),
+        ("sinks", True, "'sinks' must be a number up to 2**100, or -inf for no sink, or one"),
+        ("sinks", [0.5, True, 0.5, 0.5], "'sinks' must be a number up to 2**100, or -inf for no sink, or one"),
         ("sinks", torch.zeros(4, requires_grad=True), "that requires grad"),
     ],
 )

@@ -442,3 +442,32 @@ def check_bad_key(q: Tensor, k: Tensor, v: Tensor, block: int, at: int, causal: 
     assert torch.equal(out.isfinite(), want.isfinite())
     error = 1e-5 if q.dtype == torch.float32 else 2e-2
     assert torch.allclose(out, want, rtol=error, atol=error, equal_nan=True)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.25])
+def test_a_cpu_without_compiler_takes_any_scale(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("blocksparse.executors.cpu.cpu_kernel_refuses", lambda *_: ["it is left out"])
+    q, k, v = make_qkv(N=100, D=16)
+    spec = bs.AttentionSpec(scale=scale)
+    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), spec, q_block=32, k_block=32)
+    mask = bs.BlockMask(grid.reachable.expand(1, 4, -1, -1).clone(), grid)
+    got, want = bs.CpuExecutor()(q, k, v, mask, spec), bs.ReferenceExecutor()(q, k, v, mask, spec)
+    torch.testing.assert_close(got.out, want.out, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got.lse, want.lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1e4, 1e6, 1e8])
+def test_a_cpu_without_compiler_merges_large_logits(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of a row are merged by their lse, which fp32 would round; small rows keep their bits."""
+    monkeypatch.setattr("blocksparse.executors.cpu.cpu_kernel_refuses", lambda *_: ["it is left out"])
+    q, k, v = make_qkv(N=300, D=16)
+    q[..., 0], k[..., 0] = 1.0, size
+    spec = bs.AttentionSpec(scale=1.0)
+    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), spec, q_block=32, k_block=32)
+    mask = bs.BlockMask(grid.reachable.expand(1, 4, -1, -1).clone(), grid)
+    small = q.clone()
+    small[:, :, ::2] = 0.0
+    of_all, of_small = (bs.CpuExecutor()(x, k, v, mask, spec) for x in (q, small))
+    want = bs.ReferenceExecutor()(q.double(), k.double(), v.double(), mask, spec)
+    torch.testing.assert_close(of_all.out, want.out.float(), rtol=1e-5, atol=1e-5)
+    assert torch.equal(of_small.out[:, :, 1::2], of_all.out[:, :, 1::2])

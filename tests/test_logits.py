@@ -264,7 +264,7 @@ def test_they_are_refused_in_one_sentence() -> None:
         with pytest.raises(ValueError, match="from 1e-30"):  # as a divisor in fp32 it would be 0
             call(q, k, v, softcap=1e-50)
         with pytest.raises(
-            TypeError, match="'sinks' must be a number from -1e30 to 1e30, or one per query head, or"
+            TypeError, match=r"'sinks' must be a number up to 2\*\*100, or -inf for no sink, or one per query head"
         ):
             call(q, k, v, sinks="1.0")
         with pytest.raises(ValueError, match="'sinks' has 2 entries for 4 query heads"):
@@ -279,11 +279,30 @@ def test_they_are_refused_in_one_sentence() -> None:
                 attrs.evolve(pipeline, executor=other)(q, k, v, **asked)
 
 
-def test_a_sink_of_minus_infinity_is_none() -> None:
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_sink_of_minus_infinity_is_none(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And so is the lowest number of a dtype; a query without a kept key has an lse of -inf then."""
+    if not compiled:
+        monkeypatch.setattr("blocksparse.executors.cpu.cpu_kernel_refuses", lambda *_: ["it is left out"])
     q, k, v = make_qkv(N=64, D=16)
     pipeline = bs.mean_pooling(block=16, executor=bs.CpuExecutor())
-    for sinks in (-float("inf"), [-float("inf")] * 4):
+    mask = pipeline.choose(q, k).mask
+    empty = bs.BlockMask(torch.zeros_like(mask.keep), mask.grid)
+    lowest = [torch.full((4,), torch.finfo(x).min, dtype=x) for x in (torch.bfloat16, torch.float32)]
+    for sinks in (-float("inf"), [-float("inf")] * 4, *lowest):
         torch.testing.assert_close(pipeline(q, k, v, sinks=sinks), pipeline(q, k, v), rtol=0, atol=1e-6)
+        for executor in (bs.CpuExecutor(), bs.ReferenceExecutor()):
+            output = executor(q, k, v, empty, bs.AttentionSpec(scale=0.25, sinks=sinks))
+            assert output.lse is not None
+            assert not output.out.any()
+            assert bool((output.lse == -float("inf")).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sinks_that_a_dtype_rounds_are_taken(dtype: torch.dtype) -> None:
+    for size in (-1e30, 1e30):
+        spec = bs.AttentionSpec(scale=1.0, sinks=torch.full((4,), size, dtype=dtype))
+        assert spec.sinks == bs.AttentionSpec(scale=1.0, sinks=[float(torch.tensor(size, dtype=dtype))] * 4).sinks
 
 
 @each_change

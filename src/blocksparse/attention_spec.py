@@ -69,7 +69,8 @@ _softcap = Rule(
 )
 _softcap_or_none = optional(_softcap)
 _window = optional(size)
-_sink = numbers("a number from -1e30 to 1e30", lambda x: x.abs() <= 1e30)
+_MOST_SINK = 2.0**100  # which kernels can multiply by log2(e) in fp32; no dtype rounds 1e30 beyond it
+_sink = numbers("a number up to 2**100, or -inf for no sink", lambda x: x <= _MOST_SINK)
 
 
 class Asked(TypedDict, total=False):
@@ -107,11 +108,11 @@ def _refuse_unknown(asked: Mapping[str, object]) -> None:
 
 
 def _as_sinks(value: Any) -> PerHead:
-    """Converter: as of any option per head. A sink of -inf is none, and to add exp(-1e30) adds nothing."""
+    """Converter: as of any option per head. A sink below -2**100, as a dtype's lowest number is, becomes -inf."""
     found = per_head(value)
-    if isinstance(found, HeadValues) and float("-inf") in found.numbers:
-        return HeadValues(found.values.clamp_min(-1e30))
-    return -1e30 if isinstance(found, float) and found == float("-inf") else found
+    if isinstance(found, HeadValues) and min(found.numbers) < -_MOST_SINK:
+        return HeadValues(found.values.masked_fill(found.values < -_MOST_SINK, float("-inf")))
+    return float("-inf") if isinstance(found, float) and found < -_MOST_SINK else found
 
 
 @final
@@ -130,7 +131,8 @@ class AttentionSpec:
             Face's `sliding_window`. None for no window.
         softcap: a logit `x`, after the scale, becomes `softcap * tanh(x / softcap)` (Gemma 2). None caps nothing.
         sinks: one more logit that has no value, and so enters the softmax denominator alone (GPT-OSS); one for all
-            query heads or one for each. It is neither scaled nor capped. None is a plain softmax.
+            query heads or one for each, up to 2**100. It is neither scaled nor capped. None is a plain softmax;
+            -inf, or a number below -2**100, is no sink for that head.
         remaining: tokens of the prompt after the last query of the call; 0 if the call ends the prompt. Attention
             is the same for any number; selectors that treat the end of a prompt apart need it.
 
@@ -235,12 +237,13 @@ class AttentionSpec:
     def with_sinks(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Attention `out` `[B, Hq, M, Dv]` without sinks and its lse `[B, Hq, M]`, as both are with them.
 
-        A query without a kept key keeps its output of 0, and has the sink as its lse.
+        A query without a kept key keeps its output of 0, and has the sink as its lse; -inf where there is none.
         """
         if self.sinks is None:
             return out, lse
         sinks = over_blocks(self.sinks, lse.unsqueeze(3)).squeeze(3).to(lse.dtype)
-        share = torch.sigmoid(lse - sinks)  # of the softmax that is not the sink's
+        # Share of the softmax that is not the sink's. Where there is no sink, lse may be -inf as well.
+        share = torch.sigmoid(lse - sinks).masked_fill_(sinks == float("-inf"), 1.0)
         return out * share.unsqueeze(3), torch.logaddexp(lse, sinks)
 
 

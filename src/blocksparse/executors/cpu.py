@@ -15,7 +15,7 @@ from blocksparse.executors.attention_output import AttentionOutput
 from blocksparse.executors.executor import Executor
 from blocksparse.kernels.attention.cpu_attention import Kept, cpu_attention, cpu_kernel_refuses
 from blocksparse.kernels.common.sizes import FAR
-from blocksparse.kernels.multiplying.flash_on_cpu import flash_dtype, flash_on_cpu
+from blocksparse.kernels.multiplying.flash_on_cpu import LARGE_LSE, flash_dtype, flash_on_cpu
 from blocksparse.kernels.multiplying.products import products, wide_dtype
 from blocksparse.permuters.permutation import Permutation
 from blocksparse.selectors.block_mask import BlockMask
@@ -63,10 +63,13 @@ class CpuExecutor(Executor[Permutation, BlockMask]):
             written = cpu_attention(q, k, v, kept, mask.grid.positions, scale=spec.scale, change=change, out=out)
             return AttentionOutput(*written).written_to(out)
         permutation = mask.grid.permutation
-        rows = _Rows(mask, permutation.gather_queries(q), k, v, spec)
-        rows.attend()
-        result = rows.by_head(rows.out, tokens_first=q.transpose(1, 2).is_contiguous())
-        result, lse = spec.with_sinks(result, rows.by_head(rows.lse.unsqueeze(2)).squeeze(3))
+        queries, tokens_first = permutation.gather_queries(q), q.transpose(1, 2).is_contiguous()
+        result, lse, large = _attended(mask, queries, k, v, spec, tokens_first=tokens_first)
+        if bool(large.any()):  # each query decides for itself, so no bit of it depends on others
+            wide = (x.double() for x in (queries, k, v))
+            wide_result, wide_lse, _ = _attended(mask, *wide, spec, tokens_first=tokens_first)
+            result = torch.where(large.unsqueeze(3), wide_result.to(result.dtype), result)
+            lse = torch.where(large, wide_lse.to(lse.dtype), lse)
         output = AttentionOutput(permutation.restore(result.to(v.dtype)), permutation.restore(lse))
         return output.written_to(out)
 
@@ -75,6 +78,18 @@ class CpuExecutor(Executor[Permutation, BlockMask]):
         if reasons := cpu_kernel_refuses(q, k, v):
             return f"PyTorch's kernel, since the compiled one cannot: {'; '.join(reasons)}"
         return "the compiled kernel"
+
+
+def _attended(
+    mask: BlockMask, queries: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *, tokens_first: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output and lse in the mask's order, and which queries `[B, Hq, M]` need merging in float64."""
+    rows = _Rows(mask, queries, k, v, spec)
+    rows.attend()
+    lse = rows.by_head(rows.lse.unsqueeze(2)).squeeze(3)
+    size = lse.abs()
+    large = (size > LARGE_LSE) & (size < float("inf"))
+    return *spec.with_sinks(rows.by_head(rows.out, tokens_first=tokens_first), lse), large
 
 
 class _Rows:

@@ -20,6 +20,7 @@ from blocksparse.executors.auto import AutoExecutor
 from blocksparse.executors.cpu_kernel import takes_dense
 from blocksparse.geometry import Grid
 from blocksparse.kernels.attention.cpu_attention import dense_cpu_attention
+from blocksparse.kernels.multiplying.flash_on_cpu import LARGE_LSE
 from blocksparse.kernels.multiplying.products import rounds_fp32
 from blocksparse.permuters.permutation import GlobalPermutation
 from blocksparse.runtime.precision import without_autocast
@@ -160,8 +161,13 @@ def _chunk_on_a_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     before, lse_before = attend(q, k[:, :, :earlier], v[:, :, :earlier], scale=scale)
     own, lse_own = attend(q, k[:, :, earlier:], v[:, :, earlier:], is_causal=True, scale=scale)
     share = torch.sigmoid(lse_before - lse_own).unsqueeze(-1)
-    merged: Tensor = torch.lerp(own.to(share.dtype), before.to(share.dtype), share)
-    return merged.to(q.dtype)
+    merged: Tensor = torch.lerp(own.to(share.dtype), before.to(share.dtype), share).to(q.dtype)
+    size = torch.maximum(lse_before, lse_own).abs()
+    large = (size > LARGE_LSE) & (size < float("inf")) if size.dtype != torch.float64 else torch.zeros(())
+    if bool(large.any()):
+        wide = _chunk_on_a_cpu(q.double(), k.double(), v.double(), scale).to(q.dtype)
+        merged = torch.where(large.unsqueeze(-1), wide, merged)
+    return merged
 
 
 def _by_rows(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:

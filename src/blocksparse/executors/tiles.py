@@ -17,8 +17,8 @@ _SHARED = TARGETS["sm_90"].shared_per_sm
 _BUFFERS = (2, 1), (1, 1), (1, 2)  # buffers of queries, and parts in which the output leaves, from the best on
 HALF = (torch.float16, torch.bfloat16)
 
-MOST_SOFTCAP = 1024.0
-"""The greatest softcap that the Hopper kernel takes: it rounds what it caps, and a greater cap hardly bends it."""
+MOST_SOFTCAP = 100.0
+"""The greatest softcap that the Hopper kernel takes: its tanh may move a logit by 2^-11 of the softcap."""
 
 
 @frozen

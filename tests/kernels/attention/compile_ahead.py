@@ -144,7 +144,7 @@ def compile_hopper(
         "STAGES": tiles.num_stages, "PIECES": tiles.block_n // piece, "K_SPLIT": k_block // piece,
         "Q_SPLIT": q_block // (64 * tiles.consumers), "CAUSAL": causal, "Q_IN_ORDER": in_order, "K_IN_ORDER": in_order,
         "RUN": run, **dict.fromkeys(("k_tail", "v_tail", "slots_ptr") if not run else ()),
-        "CUT": cut, **dict.fromkeys(("work_ptr", "share_out_ptr", "share_lse_ptr") if not cut else ()),
+        "CUT": cut, **dict.fromkeys(("work_ptr", "share_out_ptr", "share_sums_ptr") if not cut else ()),
         **dict.fromkeys({"window", "cap", "reference", "sinks_ptr"} - set(changed)),
         "FP8": eight == "fp8e4nv", "SKIP": not in_order,
         "CONSUMER_REGISTERS": consumer_registers(tiles.consumers, tiles.per_sm),
@@ -171,7 +171,7 @@ def compile_hopper(
             "full_count", "partial_count", "q_position", "k_position", "queue")},
         "index_ptr": f"*{index}",
         "pv_skip_ptr": "*fp32",
-        "work_ptr": "*i64", "share_out_ptr": "*fp32", "share_lse_ptr": "*fp32",
+        "work_ptr": "*i64", "share_out_ptr": "*fp32", "share_sums_ptr": "*fp32",
         "window": "i32", "cap": "fp32", "reference": "fp32", "sinks_ptr": "*fp32",
         **{f"{name}_source": numbers_type(64 * tiles.consumers) for name in ("q_scale", "taken")},
         **{f"{name}_source": numbers_type(piece) for name in ("k_token", "v_token")},
@@ -196,7 +196,7 @@ def compile_of_shares(name: str, dtype: str, **constants: int | None) -> triton.
     kernel = getattr(shares, name).jit
     types: dict[str, object] = {
         **dict.fromkeys(("full_count_ptr", "partial_count_ptr"), "*i32"), "work_ptr": "*i64",
-        **dict.fromkeys(("share_out_ptr", "share_lse_ptr", "sinks_ptr", "lse_ptr"), "*fp32"), "out_ptr": f"*{dtype}",
+        **dict.fromkeys(("share_out_ptr", "share_sums_ptr", "sinks_ptr", "lse_ptr"), "*fp32"), "out_ptr": f"*{dtype}",
         "out_strides": ("i32",) * 3,
     }  # fmt: skip
     signature = {x: "constexpr" if x in constants else types.get(x, "i32") for x in kernel.arg_names}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from attrs import evolve
@@ -79,7 +81,9 @@ def attend_by_entry(
             out[b, h, query], lse[b, h, query] = result, logits.logsumexp(-1)
         else:
             shares.out[target, : len(query), : v.shape[3]] = result
-            shares.lse[target, : len(query)] = logits.logsumexp(-1)
+            highest = logits.amax(-1).clamp_min(torch.finfo(torch.float32).min)
+            shares.sums[target, 0, : len(query)] = highest / math.log(2)
+            shares.sums[target, 1, : len(query)] = (logits - highest[:, None]).exp().sum(-1)
 
 
 @pytest.mark.slow
@@ -118,7 +122,9 @@ def test_queries_that_see_no_key(device: str) -> None:
     lse[0, ::3] = lse[2, ::4] = lse[:, 5] = float("-inf")
     parts[lse == float("-inf")] = 0.0
     parts[1, 7] = float("nan")
-    shares.lse[targets], shares.out[targets] = lse.float(), parts.float()
+    reference = (lse / math.log(2)).floor().clamp_min(torch.finfo(torch.float32).min)
+    shares.sums[targets] = torch.stack((reference, (lse / math.log(2) - reference).exp2()), 1).float()
+    shares.out[targets] = parts.float()
     out, out_lse = torch.empty(1, 1, 128, 64, device=device), torch.empty(1, 1, 128, device=device)
     shares.join(out, out_lse)
     want = torch.einsum("sq,sqd->qd", lse.softmax(0).nan_to_num(0.0), parts)
@@ -126,6 +132,27 @@ def test_queries_that_see_no_key(device: str) -> None:
     torch.testing.assert_close(out_lse[0, 0].double(), lse.logsumexp(0), rtol=1e-5, atol=1e-5)
     assert not out[0, 0, 5].any()
     assert want.isnan().any(-1).nonzero().tolist() == [[7]]
+
+
+@pytest.mark.parametrize("size", [1e4, 1e6, 1e9, 1e30])
+def test_large_logits_lose_nothing(size: float, device: str) -> None:
+    """Shares have equal weights, beside any reference, where a logarithm of their sums would round them away."""
+    counts = torch.full((1, 1, 1), 128, dtype=torch.int32, device=device)
+    lists = BlockPlan(counts, counts * 0, torch.zeros(1, 1, 1, 512, dtype=torch.int16, device=device), 128, 128)
+    shares = shares_of((1, 1), (1, 65536), 64, lists, 128)
+    assert shares is not None
+    targets = [target for target in shares.work[2].tolist() if target >= 0]
+    weights = torch.tensor([1.0, 2.3, 5.1, 0.7], device=device)
+    shares.sums[targets, 0], shares.sums[targets, 1] = size, weights[:, None].expand(4, 128)
+    shares.out[targets] = torch.arange(4.0, device=device)[:, None, None].expand(4, 128, 64)
+    out, lse = torch.empty(1, 1, 128, 64, device=device), torch.empty(1, 1, 128, device=device)
+    shares.join(out, lse)
+    want = float(weights @ torch.arange(4.0, device=device) / weights.sum())
+    torch.testing.assert_close(out, torch.full_like(out, want), rtol=1e-6, atol=0)
+    shares.join(out, lse, torch.full((1,), float("-inf"), device=device))
+    torch.testing.assert_close(out, torch.full_like(out, want), rtol=1e-6, atol=0)
+    shares.join(out, lse, torch.full((1,), size * math.log(2), device=device))
+    assert bool(out.isfinite().all())
 
 
 def test_the_longest_lists_come_first_and_none_is_long(device: str) -> None:

@@ -356,7 +356,7 @@ struct Attention {
     for (int64_t m = 0; m < x.n; m++) {
       float peak = r.peak[m] * per_peak(), sum = total(*(const vec*)(r.sum + m * kWide)), share = 1.f;
       const bool nothing = sum == 0.f;
-      if (c.sinks) {
+      if (c.sinks && c.sinks[x.h] > -INFINITY) {  // -inf is no sink
         float sink = c.sinks[x.h] * to_base_2, now = std::max(peak, sink);
         share = std::exp2(peak - now);
         sum = sum * share + std::exp2(sink - now);

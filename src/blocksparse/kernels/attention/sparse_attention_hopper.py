@@ -82,7 +82,7 @@ def sparse_attention_hopper(
         k_tail,
         v_tail,
         slots,
-        *((None, None, None) if shares is None else (shares.work, shares.out, shares.lse)),
+        *((None, None, None) if shares is None else (shares.work, shares.out, shares.sums)),
         positions.window,
         cap,
         reference_of(change.softcap, q.dtype),
@@ -109,7 +109,7 @@ def _tail(paged: Paged, run: int) -> tuple[Tensor, Tensor]:
 @gluon.jit(do_not_specialize=[*OF_PROMPT, "window"])
 def _kernel(
     q_source, k_source, v_source, out_target, k_tail, v_tail, slots_ptr,
-    work_ptr, share_out_ptr, share_lse_ptr, window, cap, reference, sinks_ptr, lse_ptr,
+    work_ptr, share_out_ptr, share_sums_ptr, window, cap, reference, sinks_ptr, lse_ptr,
     full_count_ptr, partial_count_ptr, index_ptr, q_position_ptr, k_position_ptr, queue_ptr,
     count_stride_b, count_stride_h, index_stride_b, index_stride_h, lse_stride_b, lse_stride_h,
     q_position_strides, k_position_strides,
@@ -141,7 +141,7 @@ def _kernel(
     sources = (q_source, k_source, v_source, out_target, k_tail, v_tail)
     pointers = (
         full_count_ptr, partial_count_ptr, index_ptr, q_position_ptr, k_position_ptr, queue_ptr, lse_ptr, work_ptr,
-        share_out_ptr, share_lse_ptr, slots_ptr,
+        share_out_ptr, share_sums_ptr, slots_ptr,
     )  # fmt: skip
     bufs = (q_pieces, k_pieces, v_pieces, out_pieces, words, starts)
     strides = (

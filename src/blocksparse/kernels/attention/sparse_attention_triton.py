@@ -26,6 +26,7 @@ from blocksparse.kernels.rounding.quantize import FP8_LIMIT
 from blocksparse.runtime.launches import remembered
 
 _FP8_LIMIT = tl.constexpr(FP8_LIMIT)
+_LOWEST = tl.constexpr(-3.4028234663852886e38)  # the least fp32 number
 _LARGEST = 1e38  # about the largest number of fp32: times infinity, a logit of 0 would be NaN
 
 
@@ -188,20 +189,16 @@ def _softmax_update(
     """One step of the online softmax, in base 2. Masked scores are -inf, and all scores of a query may be masked."""
     best = tl.max(scores, 1)
     new_max = tl.maximum(running_max, best)
-    if MASKED:
-        origin = tl.where(new_max == float("-inf"), 0.0, new_max)
-    else:
-        origin = new_max
-    weight_origin = origin
+    weight_origin = new_max
     left_out = None
     needed = True
     if skip_log2 is not None:
-        left_out = best - running_max < skip_log2  # false in the first tile: inf, or NaN
-        weight_origin = tl.where(left_out, float("inf"), origin)
+        left_out = best - running_max < skip_log2  # in the first tile true only where all logits are -inf
+        weight_origin = tl.where(left_out, float("inf"), new_max)
         kept = (live & ~left_out).to(tl.int32)
         needed = tl.max(tl.max(kept[None, :], 1), 0) > 0  # two axes: Triton 3.7 fails on sm_100 to reduce one
     weight = tl.exp2(scores - weight_origin[:, None])
-    rescale = tl.exp2(running_max - origin)
+    rescale = tl.exp2(running_max - new_max)
     running_sum = running_sum * rescale + tl.sum(weight, 1)
     if needed:  # else every query left the tile out, so no maximum rose and nothing is to be rescaled
         accumulator, unit = _add_values(
@@ -259,7 +256,8 @@ def _kernel(
         skip_log2 = tl.load(pv_skip_ptr + h) * 1.4426950408889634  # log2(e)
         live = stored
 
-    running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    # Finite, so that tiles whose logits all are -inf, masked or beyond fp32, have weights of 0, not NaN.
+    running_max = tl.full([BLOCK_M], _LOWEST, tl.float32)
     running_sum = tl.zeros([BLOCK_M], tl.float32)
     unit = tl.zeros([BLOCK_M], tl.float32)  # the largest scale of a value met so far
     accumulator = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)

@@ -18,6 +18,9 @@ from torch.nn.functional import pad
 from blocksparse.kernels.multiplying.products import rounds_fp32, wide_dtype
 from blocksparse.runtime.precision import without_autocast
 
+LARGE_LSE = 1024.0
+"""The lse up to which fp32 holds it to 3e-5. Beyond, parts of a row are merged in float64."""
+
 
 def flash_dtype(x: Tensor) -> torch.dtype:
     """What to give `flash_on_cpu` for `x`: bf16 as it is where the CPU has matrix units for it, else fp32 or better.
@@ -39,6 +42,8 @@ def flash_on_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool 
     if q.dtype == torch.float32 and rounds_fp32():
         out, lse = flash_on_cpu(q.double(), k.double(), v.double(), scale, causal=causal)
         return out.float(), lse.float()
+    if scale <= 0:  # PyTorch's kernel would make NaN of it where keys are masked
+        q, scale = (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
     Dv, missing = v.shape[-1], v.shape[-1] - q.shape[-1]  # the kernel takes one head dim for all three
     if missing > 0:
         q, k = pad(q, (0, missing)), pad(k, (0, missing))

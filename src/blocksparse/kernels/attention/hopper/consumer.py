@@ -19,7 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from blocksparse.kernels.attention.hopper.output import store_lse, store_out, store_share, store_share_lse
+from blocksparse.kernels.attention.hopper.output import store_lse, store_out, store_share, store_share_sums
 from blocksparse.kernels.attention.hopper.queue import extent, read, unpacked_place
 from blocksparse.kernels.attention.hopper.rows import (
     LOWEST,
@@ -124,7 +124,7 @@ def consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes, 
     """
     out_target = sources[3]
     q_position_ptr, k_position_ptr, lse_ptr = pointers[3], pointers[4], pointers[6]
-    share_out_ptr, share_lse_ptr = pointers[8], pointers[9]
+    share_out_ptr, share_sums_ptr = pointers[8], pointers[9]
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     q_pieces, k_pieces, v_pieces, out_pieces, words, starts = bufs
     q_position_strides, k_position_strides, lse_strides = strides[2], strides[3], strides[4]
@@ -252,7 +252,7 @@ def consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes, 
         else:
             log2_sum, whole = with_sink(beside, whole, sinks_ptr, h, target)
         if C.CUT and target >= 0:
-            store_share_lse(share_lse_ptr, target, log2_sum, whole, WG, C, ROW)
+            store_share_sums(share_sums_ptr, target, beside, whole, WG, C, ROW)
         else:
             store_lse(lse_ptr, lse_strides, b, h, row, M, log2_sum, whole, WG, C, ROW)
         scores = warpgroup_mma_wait(1, [scores_token])

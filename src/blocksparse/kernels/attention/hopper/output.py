@@ -30,9 +30,13 @@ def _mean(sums, whole):
 
 
 @gluon.jit
-def store_share_lse(lse_ptr, target, log2_sum, whole, WG: gl.constexpr, C, ROW: gl.constexpr):
-    """Stores the log-sum-exp of a share of a list, `target` being its number among the results of shares."""
-    gl.store(lse_ptr + _queries(target, WG, C, ROW), _log_sum(log2_sum, whole))
+def store_share_sums(sums_ptr, target, reference, whole, WG: gl.constexpr, C, ROW: gl.constexpr):
+    """Stores a share's sums of weights and what they are relative to; `target` is its number among all shares' results.
+
+    Their logarithm would lose as much as fp32 rounds a logit by.
+    """
+    gl.store(sums_ptr + _queries(2 * target, WG, C, ROW), reference)
+    gl.store(sums_ptr + _queries(2 * target + 1, WG, C, ROW), whole)
 
 
 @gluon.jit

@@ -7,9 +7,10 @@ works on when no other has work left. So where there are few tiles and many keys
 
     1. `_cut` writes a list of work, with an entry for each share. A list that is not cut has one entry.
     2. The queue of the attention kernel hands out these entries instead of tiles of queries. What the kernel finds for a
-       list that is not cut goes to the output, and what it finds for a share goes to `Shares.out` and `Shares.lse`, as
-       if that share were the whole list.
-    3. `_join` adds up the shares of each list that was cut, each weighted by its part of the softmax's denominator.
+       list that is not cut goes to the output, and what it finds for a share goes to `Shares.out` and
+       `Shares.sums`, as if that share were the whole list.
+    3. `_join` adds up the shares of each list that was cut, each weighted by its part of the softmax's denominator. It gets this
+       part as a sum of weights and the logit that these are relative to, so that large logits lose nothing.
 
 Whether and where a list is cut follows from shapes and from its own length, never from other lists, and nothing is read
 back to the host. Shares of the lists with most shares come first in the list of work, so that the longest lists begin
@@ -72,7 +73,7 @@ class Shares:
 
     work: Tensor  # [3, entries] int64: words, places and targets
     out: Tensor  # [entries, queries, DV] fp32, DV being the padded head dim of values
-    lse: Tensor  # [entries, queries] fp32
+    sums: Tensor  # [entries, 2, queries] fp32: the reference of each query's weights, in base 2, and their sum
     lists: Lists
     sizes: _Sizes
     tile: int  # queries in a tile of queries
@@ -90,7 +91,7 @@ class Shares:
         lists = self.lists
         _join[(self.sizes.tiles, self.tile // _ROWS)](
             lists.full_count, lists.partial_count, *head_strides(lists.full_count), *self.sizes,
-            self.out, self.lse, sinks, out, lse, out.stride()[:3], *lse.stride()[:2], M, Dv,
+            self.out, self.sums, sinks, out, lse, out.stride()[:3], *lse.stride()[:2], M, Dv,
             Q_SPLIT=lists.q_block // self.tile, TILE=self.tile, DV=self.out.shape[-1], ROWS=_ROWS, num_warps=4,
         )  # fmt: skip
 
@@ -116,8 +117,8 @@ def shares_of(
         counts, lists.partial_count, *head_strides(counts), *sizes, work,
         Q_SPLIT=lists.q_block // tile, ENTRIES=power_of_2(entries), num_warps=8,
     )  # fmt: skip
-    out, lse = empty_together(torch.float32, counts.device, (entries, tile, DV), (entries, tile))
-    return Shares(work, out, lse, lists, sizes, tile)
+    out, sums = empty_together(torch.float32, counts.device, (entries, tile, DV), (entries, 2, tile))
+    return Shares(work, out, sums, lists, sizes, tile)
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
@@ -198,7 +199,7 @@ def _cut(
 def _join(
     full_count_ptr, partial_count_ptr, count_stride_b, count_stride_h,
     tiles, most, longest, rows, kv_heads, group, heads_per_mask,
-    share_out_ptr, share_lse_ptr, sinks_ptr, out_ptr, lse_ptr, out_strides, lse_stride_b, lse_stride_h, M, D,
+    share_out_ptr, share_sums_ptr, sinks_ptr, out_ptr, lse_ptr, out_strides, lse_stride_b, lse_stride_h, M, D,
     Q_SPLIT: tl.constexpr, TILE: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Adds up the shares of `ROWS` queries of one tile; a program whose tile's list was not cut has nothing to do."""
@@ -212,25 +213,27 @@ def _join(
         query, dim = row * TILE + of_tile, tl.arange(0, DV)
         top = tl.full([ROWS], float("-inf"), tl.float32)
         for share in range(shares):
-            at = ((most - 1 - share) * tiles + tile) * TILE + of_tile
-            top = tl.maximum(top, tl.load(share_lse_ptr + at))
+            target = (most - 1 - share) * tiles + tile
+            top = tl.maximum(top, tl.load(share_sums_ptr + 2 * target * TILE + of_tile))
         sink = float("-inf")
         if sinks_ptr is not None:
-            sink = tl.load(sinks_ptr + h)
+            sink = tl.load(sinks_ptr + h) * 1.4426950408889634  # log2(e)
             top = tl.maximum(top, sink)
-        top = tl.where(top == float("-inf"), 0.0, top)  # queries that see no key at all
-        total = tl.exp(sink - top)
+        total = tl.exp2(sink - top)  # a reference is finite, also where a query sees no key
         sums = tl.zeros([ROWS, DV], tl.float32)
         for share in range(shares):
-            at = ((most - 1 - share) * tiles + tile) * TILE + of_tile
-            weight = tl.exp(tl.load(share_lse_ptr + at) - top)
+            target = (most - 1 - share) * tiles + tile
+            at = 2 * target * TILE + of_tile
+            weight = tl.load(share_sums_ptr + at + TILE) * tl.exp2(tl.load(share_sums_ptr + at) - top)
             total += weight
-            sums += weight[:, None] * tl.load(share_out_ptr + at.to(tl.int64)[:, None] * DV + dim[None, :])
+            at = (target * TILE + of_tile).to(tl.int64)
+            sums += weight[:, None] * tl.load(share_out_ptr + at[:, None] * DV + dim[None, :])
         seen = total != 0.0
         total = tl.where(seen, total, 1.0)
         sums = sums / total[:, None]
         at = b.to(tl.int64) * lse_stride_b + h.to(tl.int64) * lse_stride_h + query
-        tl.store(lse_ptr + at, tl.where(seen, top + tl.log(total), float("-inf")), mask=query < M)
+        log_sum = (top + tl.log2(total)) * 0.6931471805599453  # ln 2
+        tl.store(lse_ptr + at, tl.where(seen, log_sum, float("-inf")), mask=query < M)
         at = b.to(tl.int64) * out_strides[0] + h.to(tl.int64) * out_strides[1]
         at += query.to(tl.int64)[:, None] * out_strides[2] + dim[None, :]
         tl.store(out_ptr + at, sums.to(out_ptr.dtype.element_ty), mask=(query < M)[:, None] & (dim < D)[None, :])
