@@ -1,4 +1,4 @@
-"""The table of the page on transformers: which layers of which models are sparse, and why the others are not."""
+"""The tables of models: which layers of which models are sparse in transformers, and why the others are not."""
 
 from __future__ import annotations
 
