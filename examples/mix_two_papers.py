@@ -1,7 +1,7 @@
-"""Stages of different papers in one pipeline: `python examples/mix_two_papers.py`.
+"""Pipelines from stages of several papers: `python examples/mix_two_papers.py`.
 
-PBS-Attn's key order, XAttention's scores, one threshold, BFLA's rescues, S2O's executor. Each line swaps one stage
-and leaves the rest, so that the table says what each idea is worth on the same q, k, v.
+PBS-Attn's key order, XAttention's scores, one threshold, BFLA's rescues, S2O's executor. Each line changes one
+stage, so the table shows the effect of each idea on the same q, k, v.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Your own selector, in a pipeline with everybody else's stages: `python examples/own_selector.py`.
+"""A custom selector, combined with stages of papers: `python examples/own_selector.py`.
 
-The idea to try: late rows see more keys than early ones, so let the share of kept blocks fall with the row. A
-selector is a frozen class with one method; its class line says what it needs, and mypy holds it to that.
+The idea: late rows see more keys than early rows, so the share of kept blocks falls with the row. A selector is a
+frozen class with one method. Its class line declares the scores it needs, and mypy checks the declaration.
 """
 
 from __future__ import annotations

@@ -1,15 +1,12 @@
-"""Orders of video tokens: which one makes attention sparse?
+"""Density of attention for six orders of video tokens: `python examples/video_tokens.py`.
 
-SpargeAttn (section 3.7) lays the tokens of a video along a Hilbert curve, so that a block of tokens is a
-compact piece of it. Tokens of a block are then alike, and few blocks hold most of the attention. This measures
-it for six orders; the attention itself is the same in all of them.
+SpargeAttn (section 3.7) orders the tokens of a video along a Hilbert curve, so that a block of tokens is a
+compact piece of the video. Tokens of a block are then alike, and few blocks hold most of the attention. The
+attention is the same in all orders.
 
-The video is a camera that pans and zooms over one photograph, Grace Hopper's portrait, which comes with
-matplotlib. So it is a real picture under a made-up motion, and nothing moves inside it. Its tokens are not a
-model's either: they are patches of pixels and smooth functions of their place, sent through random projections.
-What can be seen is how the orders compare, not how sparse a model is.
-
-    python examples/video_tokens.py
+The video is a camera that pans and zooms over one photograph, Grace Hopper's portrait from matplotlib: a real
+image with an artificial motion. The tokens are patches of pixels and smooth functions of their place, sent
+through random projections. So the example compares orders; it does not show how sparse a real model is.
 """
 
 from __future__ import annotations
@@ -53,7 +50,7 @@ PIXELS = 2  # a patch is described by 2 x 2 colours
 @final
 @frozen
 class Row:
-    """What one order gave, mean over heads."""
+    """Result of one order, mean over heads."""
 
     order: str
     similarity_q: float  # mean cosine of two queries of a block
@@ -66,7 +63,7 @@ class Row:
 @final
 @frozen(eq=False)
 class TrueMassScorer(Scorer[GlobalPermutation, BlockMass]):
-    """The attention that lies on each block, computed in full: what an estimate can at best know."""
+    """Exact attention mass of each block, the upper bound for every estimate."""
 
     q_block: int = field(default=Q_BLOCK)
     k_block: int = field(default=K_BLOCK)
@@ -97,7 +94,7 @@ class TrueMassScorer(Scorer[GlobalPermutation, BlockMass]):
 
 
 def video(grid: tuple[int, int, int]) -> Tensor:
-    """A camera panning and zooming over a photograph, `[T, 3, H * 2, W * 2]`, values from 0 to 1."""
+    """Frames of a camera that pans and zooms over a photograph, `[T, 3, H * 2, W * 2]`, values from 0 to 1."""
     path = Path(matplotlib.get_data_path()) / "sample_data" / "grace_hopper.jpg"  # 600 x 512, public domain
     photograph = torch.from_numpy(image.imread(path).copy()).permute(2, 0, 1).float() / 255
     T, H, W = grid
