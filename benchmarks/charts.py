@@ -25,40 +25,35 @@ THEMES = {"": ("white", "#1f2328"), "-dark": ("#1e2129", "#e2e4e9")}  # paper, i
 
 
 def speed_and_kl() -> Any:
-    """What `auto` gains by length, and what it changes."""
-    calls, lengths, model = map(Results.named, ("auto-calls", "auto-lengths", "auto-model"))
+    """What `auto` gains by length in a trained model, and its KL by kind of text."""
+    found = Results.named("trained-auto")
+    ticks = {8192: "8K", 16384: "16K", 32768: "32K", 65536: "64K", 131072: "128K"}
 
-    def gain(row: str) -> list[tuple[float, float]]:
-        ticks = {16384: "16K", 32768: "32K", 65536: "64K", 131072: "128K"}
-        return [(N, lengths.cell(row, f"speedup over dense at {tick}")) for N, tick in ticks.items()]
+    def gain(method: str) -> list[tuple[float, float]]:
+        rows = {N: f"qwen2.5-coder-1.5b, {tick}, {method}" for N, tick in ticks.items()}
+        return [(N, found.cell(row, "speedup over dense")) for N, row in rows.items()]
 
-    old = "antidiagonals, stride 8, 64"
-
-    def kl(quality: str) -> list[tuple[float, float]]:
-        return [(N, model.cell(f"auto, {quality}", f"KL, {N}")) for N in (4096, 7680, 16384, 32768)]
-
-    banded = [(1024 * K, calls.cell(old, f"speedup over dense at {K:.0f}K")) for K in (32.0, 128.0)]
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.7))
-    lines = (
-        ("mean_pooling", ORANGE, gain("mean_pooling(0.9, block=128) with Band(128)")),
-        ("auto", BLUE, gain("auto()")),
-        ("xattention", RED, banded),
-    )
-    _lines(left, lines)
+    _lines(left, [("the bound", GREY, gain("no attention")), ("auto()", BLUE, gain("auto()"))])
     left.axhline(1, color=GREY, linewidth=1, linestyle="--")
-    left.annotate("dense cuDNN", (131072, 1), xytext=(0, 4), textcoords="offset points", color=GREY, ha="right")
-    at_32k, at_128k = (lengths.cell("auto()", f"speedup over dense at {tick}") for tick in ("32K", "128K"))
-    title = f"Gain: auto() is {at_32k:.0f}x faster than dense\nat 32K tokens, {at_128k:.0f}x at 128K"
-    left.set(title=title, ylim=(0, 13.5))
-    left.set_ylabel("speedup over dense attention")
-    _by_length(left, {16384: "16K", 32768: "32K", 65536: "64K", 131072: "128K"})
-    named = (("fast", RED, "fast"), ("the default", BLUE, "balanced"), ("careful", GREEN, "careful"))
-    _lines(right, [(name, colour, kl(quality)) for name, colour, quality in named])
-    right.set(title="Loss: the model's answers drift\nfrom dense ones as prompts grow", ylim=(0, 0.2))
-    right.set_ylabel("KL of next tokens from dense, nats")
-    _by_length(right, {4096: "4K", 7680: "7.5K", 16384: "16K", 32768: "32K"})
-    left.set_xlabel("tokens; H100, synthetic inputs, attention alone")
-    right.set_xlabel("tokens; SmolLM2-135M, every layer sparse")
+    left.annotate(
+        "dense attention", (131072, 1), xytext=(0, 4), textcoords="offset points", color=GREY, ha="right"
+    )
+    at_32k, at_128k = dict(gain("auto()"))[32768], dict(gain("auto()"))[131072]
+    left.set(title=f"Gain: first token {at_32k:.2f}x faster\nat 32K tokens, {at_128k:.2f}x at 128K", ylim=(0, 4.3))
+    left.set_ylabel("TTFT speedup over dense attention")
+    _by_length(left, ticks)
+    left.set_xlabel("prompt tokens (log); Qwen2.5-Coder-1.5B, H100")
+    kinds = ("prose", "manual", "code", "chat")
+    for shift, (name, colour, method) in enumerate(
+        (("careful", GREEN, "auto('careful')"), ("the default", BLUE, "auto()"), ("fast", RED, "auto('fast')"))
+    ):
+        heights = [found.cell(f"qwen2.5-coder-1.5b, 32K, {method}", f"KL, {kind}") for kind in kinds]
+        right.bar([x + 0.27 * (shift - 1) for x in range(4)], heights, 0.25, color=colour, label=name)
+    right.set_xticks(range(4), kinds)
+    right.set(title="Loss: KL of next tokens\nfrom dense attention at 32K", ylabel="nats")
+    right.set_xlabel("kind of text; Qwen2.5-Coder-1.5B")
+    right.legend(frameon=False)
     figure.tight_layout()
     return figure
 

@@ -1,11 +1,11 @@
 """What a trained model loses and gains: `python -m benchmarks.trained --model FOLDER`.
 
-Each method is a Python expression: "auto()", "auto('fast')", "xattention(0.9) | Band(128)". Dense attention is
-first. For each length: KL from dense attention on prose, manual, code and chat; the scores of 14 tasks in pairs with
-dense attention; density; time to first token. Tasks in which dense attention scores under 60 % are left out.
-Settings are chosen on the half "choose" of texts and seeds, and reported on the half "report". Results are written
-after each method, and the same command goes on where it stopped. `make models` fetches models. Lengths past a
-model's own are read with YaRN x 4.
+Each method is a Python expression, such as "auto('fast')" or "xattention(0.9) | Band(128)". Dense attention
+is first. For each length: KL from dense attention on prose, manual, code and chat; the scores of 14 tasks in
+pairs with dense attention; density; time to first token. Tasks in which dense attention scores under 60 % are
+left out. Settings are chosen on the half "choose" of texts and seeds, and reported on the half "report". Results
+are written after each method, and the same command goes on where it stopped. `make models` fetches models.
+Lengths past a model's own are read with YaRN x 4.
 """
 
 from __future__ import annotations

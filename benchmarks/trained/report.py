@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.results import RESULTS
 from benchmarks.tasks.paired import Difference, difference
 from benchmarks.trained.measure import BOUND, DENSE
 
@@ -69,3 +71,53 @@ def table(rows: Sequence[Row]) -> str:
                 f"\nn = {n}: {', '.join(names)}. Left out, dense under 60 %: {', '.join(left) or 'none'}.\n"
             )
     return "\n".join(parts)
+
+
+def write_results(name: str, rows: Sequence[Row], command: str, inputs: str, longer: Sequence[Row] = ()) -> None:
+    """Write `rows` as the table `name` of the evidence, and as its raw data.
+
+    Args:
+        longer: rows of the same methods at one other length, whose speedup becomes a column.
+    """
+    far = {row["method"]: row["ttft_ms"] for row in longer}
+    kinds = sorted({kind for row in rows for kind in row["kl"]}, key=("prose", "manual", "code", "chat").index)
+    columns = [
+        *("model", "tokens", "method", "density"), *(f"KL, {kind}" for kind in kinds),
+        *("TTFT", "speedup over dense", "tasks", "tasks, from dense", "n"),
+        *(f"speedup, {row['tokens'] // 1024}K" for row in longer[:1]),
+    ]  # fmt: skip
+    lines = []
+    for row in sorted(rows, key=lambda row: (row["model"], row["tokens"])):
+        some = [other for other in rows if (other["model"], other["tokens"]) == (row["model"], row["tokens"])]
+        dense = next(other for other in some if other["method"] == DENSE)
+        kl = kl_of(row)
+        cells = [f"{kl[kind]:.4f}" if kind in kl and row is not dense else "-" for kind in kinds]
+        timed = row["ttft_ms"] is not None and dense["ttft_ms"] is not None
+        cells += [f"{row['ttft_ms']:.0f} ms", f"{dense['ttft_ms'] / row['ttft_ms']:.2f}x"] if timed else ["-", "-"]
+        if row["scores"] and (names := counted(some)):
+            score, gap, n = score_of(row, dense, names)
+            apart = f"{100 * gap.mean:+.1f} ({100 * gap.low:+.1f} to {100 * gap.high:+.1f})"
+            cells += [f"{100 * score:.1f} %", "-" if row is dense else apart, str(n)]
+        else:
+            cells += ["-"] * 3
+        if longer:
+            cells.append(f"{far[DENSE] / far[row['method']]:.2f}x")
+        density = f"{mean(list(row['density'].values())):.3f}" if row["density"] else "-"
+        lines.append(
+            [row["model"], f"{row['tokens'] // 1024}K", f"`{row['method']}`".replace("|", "\\|"), density, *cells]
+        )
+    first = rows[0]
+    found = {
+        "machine": f"one {first['device']}",
+        "date": first["date"],
+        "versions": f"torch {first['torch']}, Triton {first['triton']}, transformers {first['transformers']}",
+        "command": f"`{command}`",
+        "inputs": inputs,
+        "kept": f"raw/{name}.json",
+        "keys": 3,
+        "columns": columns,
+        "rows": lines,
+    }
+    (RESULTS / f"{name}.json").write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    raw = json.dumps([*rows, *longer], separators=(",", ":"), ensure_ascii=False)
+    (RESULTS / "raw" / f"{name}.json").write_text(raw + "\n", encoding="utf-8")

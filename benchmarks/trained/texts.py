@@ -27,11 +27,11 @@ def prose() -> tuple[str, str]:
 
 
 def manual() -> tuple[str, str]:
-    """Python's language reference, as `help()` prints it."""
+    """Python's language reference, as `help()` prints it; what stands in several topics, once."""
     from pydoc_data import topics
 
-    pages = "\n\n".join(str(text).strip() for _, text in sorted(topics.topics.items()))
-    return _halves(pages, "\n\n")
+    pages = (str(text).strip().split("\n\n") for _, text in sorted(topics.topics.items()))
+    return _halves("\n\n".join(dict.fromkeys(part for page in pages for part in page)), "\n\n")
 
 
 def code() -> tuple[str, str]:

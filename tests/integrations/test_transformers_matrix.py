@@ -63,8 +63,11 @@ def outcome(kind: str) -> str:
 def logits(model: Any, ids: Tensor) -> Tensor:
     torch.manual_seed(0)  # of models that draw numbers
     if model.config.is_encoder_decoder:
-        return model(input_ids=PROMPT, decoder_input_ids=ids, use_cache=False).logits
-    return model(input_ids=ids, use_cache=False).logits
+        given = {"input_ids": PROMPT, "decoder_input_ids": ids}
+    else:
+        given = {"input_ids": ids}
+    found: Tensor = model(**given, use_cache=False).logits
+    return found
 
 
 def far(actual: Tensor, expected: Tensor) -> float:

@@ -66,8 +66,9 @@ class CpuExecutor(Executor[Permutation, BlockMask]):
         queries, tokens_first = permutation.gather_queries(q), q.transpose(1, 2).is_contiguous()
         result, lse, large = _attended(mask, queries, k, v, spec, tokens_first=tokens_first)
         if bool(large.any()):  # each query decides for itself, so no bit of it depends on others
-            wide = (x.double() for x in (queries, k, v))
-            wide_result, wide_lse, _ = _attended(mask, *wide, spec, tokens_first=tokens_first)
+            wide_result, wide_lse, _ = _attended(
+                mask, queries.double(), k.double(), v.double(), spec, tokens_first=tokens_first
+            )
             result = torch.where(large.unsqueeze(3), wide_result.to(result.dtype), result)
             lse = torch.where(large, wide_lse.to(lse.dtype), lse)
         output = AttentionOutput(permutation.restore(result.to(v.dtype)), permutation.restore(lse))
