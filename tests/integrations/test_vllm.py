@@ -540,9 +540,9 @@ def plan_file(folder: Path, heads: tuple[int, ...] | None) -> str:
     pytest.importorskip("scipy")
     from blocksparse.plans.candidate import Candidate
     from blocksparse.plans.fingerprint import Fingerprint
-    from blocksparse.plans.plan import Evidence, Part, Plan, Try
+    from blocksparse.plans.plan import AtLength, Evidence, Part, Plan, Try
 
-    tried = Try(0.3, 0.0, 0.0, 1, 1.0, ())
+    tried = Try(0.3, 0.0, 0.0, 1, 1.0, (AtLength(64, 0.3, 0.0, 0.0, 1, 1, 1),))
     evidence = Evidence(
         "kl", "density", 0.1, 0.1, (64,), "", "", 1, 1, 0.0, 0.0, 1.0, 1, tried, (tried,), 1, "float32", "cpu", {}
     )
