@@ -221,7 +221,11 @@ TARGETS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (bs.FlexExecutor, {}, ""),
     (bs.CpuExecutor, {}, ""),
     (bs.CudnnExecutor, {}, ""),
-    (bs.AttentionSpec, {"scale": 0.1}, "scale=scale causal=flag window=size? softcap=softcap? sinks=sinks?"),
+    (
+        bs.AttentionSpec,
+        {"scale": 0.1},
+        "scale=scale causal=flag window=size? softcap=softcap? sinks=sinks? remaining=count",
+    ),
     (bs.FlashAttention4Executor, {}, ""),
     (bs.TritonExecutor, {}, "tiles=tiles? pv_skip=negative?"),
     (bs.Int8Executor, {}, "fp8_pv=flag smooth_k=flag scales=option pv_skip=negative? tiles=tiles?"),

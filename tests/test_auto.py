@@ -51,7 +51,7 @@ def test_a_choice_says_what_and_why(monkeypatch: pytest.MonkeyPatch, device: str
     q, k, v = make_qkv(**SIZES)
     text = str(bs.AutoChoice.of(q, k, v))
     assert text.startswith(
-        "xattention(0.9, stride=16, pattern='sum') | Band(128) | LastQueries(128), because the call is causal"
+        "xattention(0.92, stride=16, pattern='sum') | Band(128) | LastQueries(128), because the call is causal"
     )
     assert re.search("; CpuExecutor runs by (the compiled kernel|PyTorch.*)$", text)
     assert str(bs.AutoChoice.of(q, k, v, causal=False)).startswith(

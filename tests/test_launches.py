@@ -262,8 +262,8 @@ def test_the_op_keeps_the_rules_of_ops(tokens_first: bool, device: str) -> None:
     if tokens_first:
         q = q.transpose(1, 2).contiguous().transpose(1, 2)
     checks = ("test_faketensor", "test_aot_dispatch_dynamic")  # the schema's own test takes no opaque objects
-    torch.library.opcheck(_attend, (q, k, v, PLAIN._call, [1.0, 0.125, 0.0, 0.0], None), test_utils=checks)
-    out = _attend(q, k, v, PLAIN._call, [1.0, 0.125, 0.0, 0.0], None)
+    torch.library.opcheck(_attend, (q, k, v, PLAIN._call, [1.0, 0.125, 0.0, 0.0], None, 0), test_utils=checks)
+    out = _attend(q, k, v, PLAIN._call, [1.0, 0.125, 0.0, 0.0], None, 0)
     assert out.transpose(1, 2).is_contiguous() == tokens_first
     assert torch.equal(out, PLAIN(q, k, v, scale=0.125))
 
