@@ -17,6 +17,7 @@ pytest.importorskip("transformers")
 import transformers
 from attrs import evolve, frozen
 from tests.integrations.test_transformers import (
+    DENSE_LIMIT,
     MODELS,
     SIZES,
     SPARSE,
@@ -25,6 +26,7 @@ from tests.integrations.test_transformers import (
     _no_grad,
     _one_thread,
     _registries_are_left_as_found,
+    all_dense,
     all_sparse,
     attached,
     make,
@@ -34,6 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from blocksparse import (
     AttentionOutput,
+    AutoExecutor,
     BlockMask,
     Executor,
     FlashAttention4Executor,
@@ -293,7 +296,7 @@ class _DenseBelow(Executor[Permutation, BlockMask]):
         return []
 
     def dense_because(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> str | None:
-        return "little work (dense_below)" if k.shape[2] < 50 else None
+        return "little work" if k.shape[2] < 50 else None
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec, out: Tensor | None = None
@@ -309,8 +312,22 @@ def test_dense_attention_by_an_executor_is_recorded_as_that() -> None:
             model(tokens(40))
             model(tokens(60))
         assert recorder.sparse_calls() == {0: 1, 1: 1}
-        assert recorder.dense_calls()[0] == {"little work (dense_below)": 1}
+        assert recorder.dense_calls()[0] == {"little work": 1}
         assert float(recorder.density().min()) < 0.8
+
+
+def test_dense_calls_of_several_lengths_share_a_reason() -> None:
+    model, limit = make("llama"), AutoExecutor(dense_below=1e30)
+    pipelines: dict[str, Any] = {
+        "every block is kept": evolve(DENSE_LIMIT, executor=AutoExecutor()),
+        "little work: fewer than 1.0e30 floating-point operations (dense_below)": evolve(SPARSE, executor=limit),
+    }
+    for reason, pipeline in pipelines.items():
+        recorder = DensityRecorder()
+        with attached(model, recorder, pipeline):
+            for length in (40, 50, 60):
+                model(tokens(length))
+        assert all_dense(recorder, reason, calls=3)
 
 
 class _Largest(TorchDispatchMode):

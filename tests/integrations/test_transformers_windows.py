@@ -88,6 +88,32 @@ def test_windows_are_dense_with_a_reason_where_nothing_else_pays_or_works(name: 
         assert recorder.sparse_calls() == {layer: 1 for layer in range(LAYERS) if layer not in sliding}
 
 
+@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+@pytest.mark.parametrize("padding", [0, 20])
+def test_min_tokens_counts_what_the_cache_of_a_window_dropped(name: str, padding: int) -> None:
+    """The layers with a window go sparse with the others, in the chunk that ends at token 75 and later."""
+    model, ids, recorder = make(name), tokens(150 + padding), DensityRecorder()
+    mask = torch.ones_like(ids)
+    mask[:, :padding] = 0
+    with attach(model, SPARSE, min_tokens=75, min_queries=2, min_window=WINDOW, recorder=recorder):
+        cache, done = transformers.DynamicCache(config=model.config), 0
+        for chunk in ids.split([25 + padding, 25, 25, 25, 25, 25], dim=1):
+            done += chunk.shape[1]
+            model(chunk, attention_mask=mask[:, :done], past_key_values=cache)
+    assert recorder.sparse_calls() == dict.fromkeys(range(LAYERS), 4)
+    assert recorder.dense_calls() == {x: {"fewer than min_tokens": 2} for x in range(LAYERS)}
+
+
+def test_a_short_window_is_the_reason_however_few_keys_a_chunk_sees() -> None:
+    model, ids, recorder = make("mistral"), tokens(150), DensityRecorder()
+    with attach(model, SPARSE, min_tokens=100, min_queries=2, min_window=WINDOW + 1, recorder=recorder):
+        cache = transformers.DynamicCache(config=model.config)
+        for chunk in ids.split(30, dim=1):
+            model(chunk, past_key_values=cache)
+    reasons = {"fewer than min_tokens": 1, "a sliding window of fewer than min_window": 4}
+    assert recorder.dense_calls() == dict.fromkeys(range(LAYERS), reasons)
+
+
 def test_limits_of_windows_are_whole_numbers() -> None:
     for wrong, error in ((0, ValueError), (2.5, TypeError), (True, TypeError)):
         given: Any = wrong

@@ -137,13 +137,9 @@ class AutoExecutor(PagedExecutor[GlobalPermutation, BlockMask]):
                 return None
             pays_from = HALF_PRECISION_PAYS_FROM if q.dtype.itemsize == 2 else SINGLE_PRECISION_PAYS_FROM
         work = dense_operations(q, k, v, spec)
-        if work >= pays_from or work * (idle := idle_factor(q)) >= pays_from:
+        if work >= pays_from or work * idle_factor(q) >= pays_from:
             return None
-        counted = f", counted {idle:.2g} times for idle multiprocessors" if idle > 1 else ""
-        return (
-            f"dense attention of this call is {_short(work)} floating-point operations{counted}, and selecting "
-            f"blocks saves time from {_short(pays_from)} on (dense_below)"
-        )
+        return f"little work: fewer than {_short(pays_from)} floating-point operations (dense_below)"
 
     def attend_paged(
         self, q: Tensor, kv: PagedKV, mask: BlockMask, spec: AttentionSpec, out: Tensor | None = None
@@ -156,7 +152,9 @@ class AutoExecutor(PagedExecutor[GlobalPermutation, BlockMask]):
     def choose(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec) -> ExecutorChoice:
         """What a pipeline would run for these inputs, and why nothing faster."""
         if reason := self.dense_because(q, k, v, spec):
-            return ExecutorChoice(None, {}, reason)
+            idle = idle_factor(q)
+            counted = f", counted {idle:.2g} times for idle multiprocessors" if idle > 1 else ""
+            return ExecutorChoice(None, {}, f"{reason}; it has {_short(dense_operations(q, k, v, spec))}{counted}")
         executor, refused = self._fastest(q, k, v, mask, spec)
         kernel = None
         if isinstance(executor, TritonExecutor):

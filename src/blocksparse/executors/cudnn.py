@@ -98,8 +98,8 @@ def _wrong_blocks(mask: BlockMask) -> list[str]:
         reasons.append(f"blocks must be 64 x 64 or 128 x 128, not {grid.q_block} x {grid.k_block}")
     if grid.q_len % grid.q_block or grid.k_len % grid.k_block or grid.slots != grid.k_len:
         reasons.append(
-            f"queries and keys must fill whole blocks of {grid.q_block} and {grid.k_block}, not {grid.q_len} and "
-            f"{grid.k_len} tokens" + ("" if grid.slots == grid.k_len else f" in {grid.slots} slots")
+            f"queries and keys must fill whole blocks of {grid.q_block} and {grid.k_block}"
+            + ("" if grid.slots == grid.k_len else ", with one slot for each key")
         )
     return reasons
 

@@ -65,7 +65,7 @@ class Executor(ABC, Generic[PermutationT_contra, MaskT_contra]):
 
         The answer may depend on shapes, dtype and device, but not on contents. It concerns only the pipeline: an
         executor that gets a mask always obeys it. Of the executors in this library only `AutoExecutor` ever gives
-        a reason.
+        a reason. A reason names no length of the call, because a `DensityRecorder` counts calls by reason.
         """
         return None
 

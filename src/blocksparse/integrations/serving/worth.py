@@ -9,7 +9,7 @@ from torch import Tensor
 
 from blocksparse.attention_spec import AttentionSpec
 from blocksparse.executors.auto import AutoExecutor
-from blocksparse.four_stages import keeps_everything
+from blocksparse.four_stages import EVERYTHING, keeps_everything
 from blocksparse.layers.head_groups import HeadGroups
 from blocksparse.layers.schedule import LayerPipeline
 
@@ -18,7 +18,6 @@ _SPEC = AttentionSpec(scale=1.0)
 # beside FlashAttention 3, which takes half a millisecond for 3e11 operations.
 HALF_PRECISION_PAYS_FROM = 3e11
 LITTLE_WORK = "little work"
-EVERYTHING = "every block is kept"
 
 
 @final

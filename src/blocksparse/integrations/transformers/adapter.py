@@ -85,5 +85,5 @@ class Adapter:
             sequences = going_on(sequences, remaining)
         elif remaining:
             asked["remaining"] = remaining
-        out = layer(query, key[:, :, :seen], value[:, :, :seen], sequences, **asked)
+        out = layer(query, key[:, :, :seen], value[:, :, :seen], sequences, dropped=call.dropped, **asked)
         return out.transpose(1, 2).contiguous(), None

@@ -46,7 +46,8 @@ def attach(
     Args:
         model: a transformers model, or a module around one, as torch.compile and PEFT make it.
         pipeline: what attends in every layer; or a `Schedule`, which chooses by `layer_idx`.
-        min_tokens: prompts of fewer tokens than this, context and queries together, stay dense.
+        min_tokens: prompts of fewer tokens than this, context and queries together, stay dense. Tokens count too
+            that the cache of a layer with a window has dropped, but not in continuous batching.
         min_queries: prompts with fewer queries at once stay dense. Decoding always does.
         recorder: gets a record of what each call did; if None, nothing is recorded.
         audit: compares a few random queries of some sparse calls with dense attention; None for no audit.

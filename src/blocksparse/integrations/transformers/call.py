@@ -95,8 +95,12 @@ class Call:
     @property
     def end(self) -> int:
         """The position after the last query's, where keys were dropped that a window hides."""
-        dropped = self.mask.dropped if isinstance(self.mask, PromptMask) else 0
-        return dropped + (self.key.shape[2] if self.seen is None else self.seen)
+        return self.dropped + (self.key.shape[2] if self.seen is None else self.seen)
+
+    @property
+    def dropped(self) -> int:
+        """How many tokens a cache has dropped before the first key, because a window hides them."""
+        return self.mask.dropped if isinstance(self.mask, PromptMask) else 0
 
     @property
     def sequences(self) -> Sequences | None:

@@ -41,27 +41,42 @@ class LayerAttention:
     )
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None = None, **asked: Unpack[Asked]
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sequences: Sequences | None = None,
+        *,
+        dropped: int = 0,
+        **asked: Unpack[Asked],
     ) -> Tensor:
-        return attend(self._call, q, k, v, asked, sequences)
+        """Attend as `asked`, where a cache has dropped so many tokens before the first key."""
+        histories = None
+        if dropped:
+            firsts = [0] if sequences is None else [span.first_key for span in sequences.spans]
+            histories = [0 if first else dropped for first in firsts]  # dropped padding counts too
+        return attend(self._call, q, k, v, asked, sequences, histories)
 
-    def dense_because(self, queries: int, keys: int, window: int | None) -> str | None:
-        """The reason why a prompt of this size is dense in this layer, or None."""
+    def dense_because(self, queries: int, keys: int, window: int | None, history: int = 0) -> str | None:
+        """The reason why a prompt of this size is dense in this layer, or None.
+
+        Its cache holds `keys` tokens, and has dropped `history` tokens before these.
+        """
         if queries == 1:
             return "decode"
         if self.pipeline is None:
             return "no pipeline for this layer"
-        if keys < self.min_tokens:
-            return "fewer than min_tokens"
         if window is not None and window < keys:
             if self.min_window is None:
                 return "sliding window"
             if window < self.min_window:
                 return "a sliding window of fewer than min_window"
+        if history + keys < self.min_tokens:
+            return "fewer than min_tokens"
         return "fewer than min_queries" if queries < self.min_queries else None
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-        reason = self.dense_because(q.shape[2], k.shape[2], spec.window)
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, history: int = 0) -> Tensor:
+        reason = self.dense_because(q.shape[2], k.shape[2], spec.window, history)
         if reason is None:
             assert self.pipeline is not None  # or there would be a reason
             try:
