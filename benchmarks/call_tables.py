@@ -27,7 +27,7 @@ from benchmarks.timing import (
     ready,
     release,
 )
-from blocksparse.executors.dense_attention import dense_attention
+from blocksparse.execute.dense_attention import dense_attention
 
 GRAPH = ", CUDA graph"
 

@@ -12,8 +12,8 @@ from benchmarks.cases import Plan
 from benchmarks.inputs import everything, structured
 from benchmarks.kernel_tables import Row
 from benchmarks.timing import Candidate, check, measure, ready, release
-from blocksparse.executors.auto import dense_operations, idle_factor
-from blocksparse.executors.dense_attention import dense_attention
+from blocksparse.execute.auto import dense_operations, idle_factor
+from blocksparse.execute.dense_attention import dense_attention
 
 DENSE = "dense"
 PRESETS = ("pbs_attn", "mean_pooling")

@@ -28,9 +28,9 @@ from benchmarks.timing import (
     release,
     some_rows,
 )
-from blocksparse.executors.block_plan import BlockPlan
-from blocksparse.executors.int8_operands import tile_operands
-from blocksparse.executors.tiles import tuned_int8
+from blocksparse.execute.int8 import tile_operands
+from blocksparse.execute.launched import BlockPlan
+from blocksparse.execute.tiles import tuned_int8
 from blocksparse.kernels.attention.int8_attention import int8_attention
 from blocksparse.kernels.rounding.tile_operands import TileOperands
 

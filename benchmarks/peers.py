@@ -15,9 +15,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import blocksparse as bs
 from benchmarks.timing import Call, CannotRunError
-from blocksparse.executors.block_plan import BlockPlan
-from blocksparse.executors.dense_attention import dense_attention
-from blocksparse.executors.tiles import Tiles, portable, tuned
+from blocksparse.execute.dense_attention import dense_attention
+from blocksparse.execute.launched import BlockPlan
+from blocksparse.execute.tiles import Tiles, portable, tuned
 from blocksparse.kernels.attention.sparse_attention import sparse_attention
 from blocksparse.kernels.common.hardware import hardware_of
 
@@ -127,7 +127,7 @@ def flash_attention_4_call(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask) 
         raise CannotRunError("; ".join(reasons))
     from flash_attn.cute import flash_attn_func
 
-    from blocksparse.executors.flash_attention_4 import to_flash_attention_4
+    from blocksparse.execute.packages import to_flash_attention_4
     from blocksparse.kernels.positions.flash_attention_4_mask import causal
 
     lists = to_flash_attention_4(mask)

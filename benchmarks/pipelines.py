@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import blocksparse as bs
 from blocksparse.presets.preset import Preset
-from blocksparse.scorers.block_scores import BlockMass
+from blocksparse.score.scorer import BlockMass
 
 _K_BLOCK = 64  # tokens of a block of keys, as `sparge` has them
 

@@ -15,7 +15,7 @@ from benchmarks.cases import AnyPipeline, Plan
 from benchmarks.kernel_tables import Row, density_of, pairs_kept
 from benchmarks.peers import kernel_call
 from benchmarks.timing import Candidate, attempt, check, measure, medians, peak_bytes, ready, release
-from blocksparse.executors.block_plan import BlockPlan
+from blocksparse.execute.launched import BlockPlan
 
 
 def stages(plan: Plan, device: torch.device) -> Iterator[Row]:

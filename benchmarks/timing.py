@@ -16,7 +16,7 @@ import blocksparse as bs
 from blocksparse.bench.timing import ROUNDS as ROUNDS
 from blocksparse.bench.timing import Figure as Figure
 from blocksparse.bench.timing import medians as medians
-from blocksparse.checks.per_head import by_head
+from blocksparse.check.per_head import by_head
 
 Call = Callable[[], Tensor]
 """Attends: `[B, Hq, M, Dv]`."""

@@ -32,7 +32,7 @@ from benchmarks.timing import relative_l1, some_rows
 from blocksparse.bench.timing import repeated
 from blocksparse.integrations.diffusers import DensityRecorder, attach
 from blocksparse.layers.head_groups import AnyPipeline
-from blocksparse.permuters.grid_order import GridOrder
+from blocksparse.order.grid_orders import GridOrder
 
 SHAPE: dict[str, Any] = {"attention_head_dim": 128, "ffn_dim": 13_824, "text_dim": 4096, "in_channels": 16}
 TEXT_TOKENS = 512

@@ -17,9 +17,9 @@ from benchmarks.cases import Plan
 from benchmarks.inputs import QKV
 from benchmarks.kernel_tables import Row, pairs_kept
 from benchmarks.timing import Call, Candidate, CannotRunError, attempt, check, measure, relative_l1, release
-from blocksparse.executors.block_plan import BlockPlan
-from blocksparse.executors.cudnn import to_cudnn
-from blocksparse.executors.tiles import tuned
+from blocksparse.execute.launched import BlockPlan
+from blocksparse.execute.packages import to_cudnn
+from blocksparse.execute.tiles import tuned
 from blocksparse.kernels.attention.sparse_attention import sparse_attention
 
 OURS, EIGHT, CUDNN, SPLIT, FP8 = "TritonExecutor", "Int8Executor", "cuDNN", "cuDNN, rows split", "cuDNN, fp8"

@@ -33,14 +33,16 @@ from blocksparse import (
     Scorer,
     TopCdf,
 )
-from blocksparse.attention_spec import AttentionSpec
-from blocksparse.permuters.column_order import ColumnOrder
-from blocksparse.permuters.given_order import GivenOrder
-from blocksparse.permuters.grid_order import GridOrder
-from blocksparse.permuters.hilbert_order import HilbertOrder
-from blocksparse.permuters.raster_order import RasterOrder
-from blocksparse.permuters.tile_order import TileOrder
-from blocksparse.permuters.time_order import TimeOrder
+from blocksparse.order.grid_orders import (
+    ColumnOrder,
+    GivenOrder,
+    GridOrder,
+    HilbertOrder,
+    RasterOrder,
+    TileOrder,
+    TimeOrder,
+)
+from blocksparse.spec import AttentionSpec
 
 Q_BLOCK, K_BLOCK = 128, 64  # SpargeAttn, appendix A.1
 MASS = 0.95

@@ -514,7 +514,7 @@ def note_launches() -> None:
         run = interpreted(self, grid)
 
         def launch(*args: Any, **named: Any) -> None:
-            from blocksparse.runtime.repetition import current
+            from blocksparse.launch.replay import current
 
             with _disable_current_modes():  # the interpreter reads and writes tensors by PyTorch
                 run(*args, **named)

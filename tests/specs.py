@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from blocksparse.attention_spec import AttentionSpec
-from blocksparse.selectors.block_mask import BlockMask
+from blocksparse.select.block_mask import BlockMask
+from blocksparse.spec import AttentionSpec
 
 
 def asked(mask: BlockMask, scale: float = 1.0, **more: Any) -> AttentionSpec:

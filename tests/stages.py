@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.selectors.selector import Intersection, Union
+from blocksparse.select.selector import Intersection, Union
 
 
 @attrs.frozen(eq=False)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import blocksparse as bs
-from blocksparse.checks.per_head import HeadValues
+from blocksparse.check.per_head import HeadValues
 from blocksparse.testing import assert_within_budget, every_preset, make_qkv
 from tests.arguments import KINDS, TARGETS
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._C._autograd import DeviceType
 
 import blocksparse as bs
-from blocksparse.executors.tiles import HopperTiles
+from blocksparse.execute.tiles import HopperTiles
 from blocksparse.testing import make_qkv
 from tests.kernels.attention.references import int8_attention_reference
 from tests.machine import GPU, needs_hopper
@@ -73,7 +73,7 @@ def test_the_8_bit_kernel_is_given_what_the_executor_gives_it(
         given.append((*arguments, *named.values()))
         return torch.zeros_like(q), q.new_zeros(q.shape[:3], dtype=torch.float32)
 
-    monkeypatch.setattr("blocksparse.executors.int8.int8_attention", op)
+    monkeypatch.setattr("blocksparse.execute.int8.int8_attention", op)
     monkeypatch.setattr(bs.Int8Executor, "unsupported", lambda *_: [])
     monkeypatch.setattr(bs.Int8Executor, "_hopper_reasons", lambda *_: [])
     bs.Int8Executor(fp8_pv)(q, k, v, mask, asked(mask, scale))

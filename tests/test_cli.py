@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import blocksparse
-from blocksparse.checks.user_error import UserError
+from blocksparse.check.validators import UserError
 from blocksparse.cli import main as command
 from blocksparse.cli.main import main
 from blocksparse.cli.options import extra

@@ -12,8 +12,8 @@ from attrs import evolve
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.executors import cudnn
-from blocksparse.executors.importable import not_importable
+from blocksparse.execute import packages as cudnn
+from blocksparse.execute.packages import not_importable
 from blocksparse.testing import assert_within_budget, make_qkv
 from tests.machine import HOPPER
 from tests.specs import asked

@@ -16,7 +16,7 @@ from rich.console import Console
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM
 
 from blocksparse import Band, Sink, mean_pooling, pbs_attn
-from blocksparse.checks.user_error import UserError
+from blocksparse.check.validators import UserError
 from blocksparse.cli.main import main
 from blocksparse.demo import TEXT
 from blocksparse.demo.measure import Row, perplexity

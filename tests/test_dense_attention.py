@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
-from blocksparse.attention_spec import AttentionSpec
-from blocksparse.executors.dense_attention import _by_rows, dense_attention
+from blocksparse.execute.dense_attention import _by_rows, dense_attention
+from blocksparse.spec import AttentionSpec
 from blocksparse.testing import assert_within_budget, make_qkv, masked_attention
 from tests.machine import needs_gpu, needs_hopper
 
@@ -258,7 +258,7 @@ def test_cpu_tensors_need_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         raise torch.AcceleratorError("CUDA error: no CUDA-capable device is detected")
 
     for name in ("cudnn", "flash", "efficient"):
-        monkeypatch.setattr(f"blocksparse.executors.dense_attention.can_use_{name}_attention", no_gpu)
+        monkeypatch.setattr(f"blocksparse.execute.dense_attention.can_use_{name}_attention", no_gpu)
     q, k, v = make_qkv(N=70, D=16)
     for start in (0, 30):
         assert dense_attention(q[:, :, start:], k, v, AttentionSpec(scale=SCALE)).isfinite().all()
@@ -270,7 +270,7 @@ def test_a_cpu_that_may_round_fp32_multiplies_in_float64(M: int, monkeypatch: py
     """As `torch.set_float32_matmul_precision` may ask a CPU with units for bf16."""
     q, k, v = make_qkv(N=70, M=M, D=16)
     want = dense_attention(q.double(), k.double(), v.double(), AttentionSpec(scale=0.25))
-    monkeypatch.setattr("blocksparse.executors.dense_attention.rounds_fp32", lambda: True)
+    monkeypatch.setattr("blocksparse.execute.dense_attention.rounds_fp32", lambda: True)
     out = dense_attention(q, k, v, AttentionSpec(scale=0.25))
     assert out.dtype == torch.float32
     assert torch.equal(out, want.float())

@@ -17,8 +17,8 @@ from torch import Tensor
 
 import blocksparse as bs
 from blocksparse.distributed.key_order import for_chunks
-from blocksparse.executors.dense_attention import dense_attention
-from blocksparse.runtime.known_calls import owner_of
+from blocksparse.execute.dense_attention import dense_attention
+from blocksparse.launch.repeated import owner_of
 from blocksparse.testing import every_preset, make_qkv
 from tests import stages
 from tests.cases import each

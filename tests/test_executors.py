@@ -17,8 +17,8 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import blocksparse as bs
-from blocksparse.executors import flex
-from blocksparse.executors.compiling import uncompiled_because
+from blocksparse.execute import flex
+from blocksparse.execute.flex import uncompiled_because
 from blocksparse.kernels.attention import cpu_attention
 from blocksparse.kernels.multiplying import flash_on_cpu
 from blocksparse.testing import check_executor, make_qkv
@@ -309,7 +309,7 @@ def bf16_units(without_kernel: None, monkeypatch: pytest.MonkeyPatch) -> list[to
         return flash(q, *rest, **options)
 
     monkeypatch.setattr(flash_on_cpu, "_has_matrix_units", lambda: True)
-    monkeypatch.setattr("blocksparse.executors.cpu.flash_on_cpu", noted)
+    monkeypatch.setattr("blocksparse.execute.cpu.flash_on_cpu", noted)
     return given
 
 
@@ -446,7 +446,7 @@ def check_bad_key(q: Tensor, k: Tensor, v: Tensor, block: int, at: int, causal: 
 
 @pytest.mark.parametrize("scale", [0.0, -0.25])
 def test_a_cpu_without_compiler_takes_any_scale(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("blocksparse.executors.cpu.cpu_kernel_refuses", lambda *_: ["it is left out"])
+    monkeypatch.setattr("blocksparse.execute.cpu.cpu_kernel_refuses", lambda *_: ["it is left out"])
     q, k, v = make_qkv(N=100, D=16)
     spec = bs.AttentionSpec(scale=scale)
     grid = bs.Grid.of(q, k, bs.GlobalPermutation(), spec, q_block=32, k_block=32)
@@ -459,7 +459,7 @@ def test_a_cpu_without_compiler_takes_any_scale(scale: float, monkeypatch: pytes
 @pytest.mark.parametrize("size", [1e4, 1e6, 1e8])
 def test_a_cpu_without_compiler_merges_large_logits(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of a row are merged by their lse, which fp32 would round; small rows keep their bits."""
-    monkeypatch.setattr("blocksparse.executors.cpu.cpu_kernel_refuses", lambda *_: ["it is left out"])
+    monkeypatch.setattr("blocksparse.execute.cpu.cpu_kernel_refuses", lambda *_: ["it is left out"])
     q, k, v = make_qkv(N=300, D=16)
     q[..., 0], k[..., 0] = 1.0, size
     spec = bs.AttentionSpec(scale=1.0)

@@ -13,8 +13,8 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
 import blocksparse as bs
-from blocksparse.calls.inputs import UnsupportedError
-from blocksparse.executors import flex, int8, tiles
+from blocksparse.execute import flex, int8, tiles
+from blocksparse.inputs import UnsupportedError
 from blocksparse.kernels.attention import (
     gather_attention,
     gather_attention_hopper,
@@ -24,8 +24,8 @@ from blocksparse.kernels.attention import (
     sparse_attention_triton,
 )
 from blocksparse.kernels.common.hardware import TARGETS
-from blocksparse.runtime import failures
-from blocksparse.runtime.failures import LaunchError
+from blocksparse.launch import failures
+from blocksparse.launch.failures import LaunchError
 from blocksparse.testing import make_qkv
 from tests.machine import GPU
 from tests.on_kernels import pretend_gpu, small_preset

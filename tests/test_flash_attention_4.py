@@ -10,8 +10,8 @@ from attrs import evolve
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.executors import flash_attention_4
-from blocksparse.executors.importable import not_importable
+from blocksparse.execute import packages as flash_attention_4
+from blocksparse.execute.packages import not_importable
 from blocksparse.testing import assert_within_budget, make_qkv
 from tests.specs import asked
 from tests.stages import Shuffle

@@ -13,13 +13,15 @@ from torch import Tensor
 from torch.nn.functional import normalize, scaled_dot_product_attention
 
 import blocksparse as bs
-from blocksparse.permuters.column_order import ColumnOrder
-from blocksparse.permuters.given_order import GivenOrder
-from blocksparse.permuters.grid_order import GridOrder
-from blocksparse.permuters.hilbert_order import HilbertOrder
-from blocksparse.permuters.raster_order import RasterOrder
-from blocksparse.permuters.tile_order import TileOrder
-from blocksparse.permuters.time_order import TimeOrder
+from blocksparse.order.grid_orders import (
+    ColumnOrder,
+    GivenOrder,
+    GridOrder,
+    HilbertOrder,
+    RasterOrder,
+    TileOrder,
+    TimeOrder,
+)
 from blocksparse.testing import assert_within_budget, make_qkv, masked_attention
 
 Sizes = tuple[int, int, int]

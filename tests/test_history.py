@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.calls.inputs import UnsupportedError
+from blocksparse.inputs import UnsupportedError
 from blocksparse.kernels.scoring.block_mean import block_mean
-from blocksparse.scorers import mean_pool
+from blocksparse.score import pooled as mean_pool
 from blocksparse.testing import every_preset, make_qkv
 from tests import stages
 from tests.drawn import laid_out

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.executors import int8, tiles
-from blocksparse.executors.tiles import HopperTiles, TritonTiles, tuned, tuned_int8
+from blocksparse.execute import int8, tiles
+from blocksparse.execute.tiles import HopperTiles, TritonTiles, tuned, tuned_int8
 from blocksparse.testing import make_qkv
 from tests.kernels.attention.references import int8_attention_reference
 from tests.specs import asked

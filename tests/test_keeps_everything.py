@@ -9,8 +9,8 @@ import torch
 from attrs import evolve
 
 import blocksparse as bs
-from blocksparse.executors.dense_attention import dense_attention
-from blocksparse.selectors.selector import Selector
+from blocksparse.execute.dense_attention import dense_attention
+from blocksparse.select.selector import Selector
 from blocksparse.testing import every_preset, make_qkv
 
 N, M = 200, 70

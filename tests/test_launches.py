@@ -17,8 +17,8 @@ from attrs import evolve, field, frozen
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.calls.opaque_call import _attend
-from blocksparse.checks.per_head import HeadValues
+from blocksparse.check.per_head import HeadValues
+from blocksparse.custom_op import _attend
 from blocksparse.kernels.common import hardware
 from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.testing import every_preset, make_qkv

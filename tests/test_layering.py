@@ -16,14 +16,13 @@ SOURCE = Path(__file__).parents[1] / "src" / "blocksparse"
 
 # A layer is a folder, or a file beside them. It may import itself and what stands before it.
 LAYERS = [
-    "runtime", "kernels", "checks", "attention_spec", "batches", "calls", "permuters", "geometry", "scorers",
-    "selectors", "executors", "trace", "choice", "four_stages", "pipeline", "paged_pipeline", "layers", "sdpa",
+    "launch", "kernels", "check", "spec", "batch", "inputs", "custom_op", "order", "grid", "score", "select",
+    "execute", "values", "four_stages", "pipeline", "paged_pipeline", "layers", "sdpa",
     "audit", "presets", "plans", "testing", "distributed", "integrations", "demo", "tune", "bench",
     "inspection", "cli",
 ]  # fmt: skip
 MAY_IMPORT_KERNELS = {
-    "attention_spec", "batches", "kernels", "permuters", "geometry", "scorers", "selectors", "executors", "trace",
-    "audit", "inspection",
+    "spec", "batch", "kernels", "order", "grid", "score", "select", "execute", "values", "audit", "inspection",
 }  # fmt: skip
 
 # So may a room of kernels.
@@ -41,7 +40,7 @@ MULTIPLY = {
 # One function that is immune, dense attention beside it, the yardstick of tests, a host's attention, a picture,
 # and a regression in NumPy's float64.
 MAY_MULTIPLY = {
-    "kernels/multiplying/products.py", "executors/dense_attention.py", "testing/budget.py",
+    "kernels/multiplying/products.py", "execute/dense_attention.py", "testing/budget.py",
     "integrations/transformers/dense.py", "integrations/diffusers/backend.py",
     "integrations/diffusers/stand_in.py", "demo/picture.py", "tune/guess.py",
 }  # fmt: skip

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import blocksparse as bs
 from blocksparse.audit import Audit, AuditedPipeline
-from blocksparse.executors.dense_attention import dense_attention
-from blocksparse.executors.one_node import one_node
+from blocksparse.execute.dense_attention import dense_attention
+from blocksparse.execute.launched import one_node
 from blocksparse.kernels.common.hardware import TARGETS
 from blocksparse.testing import assert_within_budget, make_qkv
 from tests.machine import DTYPES, GPU, needs_gpu
@@ -283,7 +283,7 @@ def test_they_are_refused_in_one_sentence() -> None:
 def test_a_sink_of_minus_infinity_is_none(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """And so is the lowest number of a dtype; a query without a kept key has an lse of -inf then."""
     if not compiled:
-        monkeypatch.setattr("blocksparse.executors.cpu.cpu_kernel_refuses", lambda *_: ["it is left out"])
+        monkeypatch.setattr("blocksparse.execute.cpu.cpu_kernel_refuses", lambda *_: ["it is left out"])
     q, k, v = make_qkv(N=64, D=16)
     pipeline = bs.mean_pooling(block=16, executor=bs.CpuExecutor())
     mask = pipeline.choose(q, k).mask

@@ -12,7 +12,7 @@ from attrs import frozen
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.executors.paged_executor import PagedExecutor
+from blocksparse.execute.executor import PagedExecutor
 from blocksparse.kernels.scoring.block_mean import block_means
 from blocksparse.testing import make_qkv
 from tests.machine import needs_gpu

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.executors.dense_attention import dense_attention
+from blocksparse.execute.dense_attention import dense_attention
 from blocksparse.kernels.multiplying import products as module
 from blocksparse.kernels.multiplying.products import products
+from blocksparse.launch.torch_modes import without_autocast
 from blocksparse.layers.head_groups import AnyPipeline, AnyTrace
-from blocksparse.runtime.precision import without_autocast
 from blocksparse.testing import (
     check_executor,
     check_permuter,

@@ -13,7 +13,7 @@ import blocksparse as bs
 from blocksparse.four_stages import FourStages, seen, tail_of
 from blocksparse.kernels.positions.places import Places
 from blocksparse.layers.kept_choices import KeptChoices
-from blocksparse.selectors.selector import Selector
+from blocksparse.select.selector import Selector
 from blocksparse.testing import make_qkv
 
 N, BLOCK = 320, 16

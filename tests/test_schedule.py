@@ -21,7 +21,7 @@ from blocksparse import (
 from blocksparse.layers.head_groups import AnyPipeline, HeadGroups
 from blocksparse.layers.schedule import Schedule
 from blocksparse.testing import assert_within_budget, every_preset, make_qkv, masked_attention
-from blocksparse.trace import Trace
+from blocksparse.values import Trace
 from tests.machine import needs_gpu
 
 A: AnyPipeline = Pipeline(Identity(), MeanPoolScorer(16), TopK(2), ReferenceExecutor())

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.attention_spec import Asked
-from blocksparse.calls.opaque_call import OpaqueCall, _attend_each, attend, node
-from blocksparse.executors.dense_attention import dense_attention
+from blocksparse.custom_op import OpaqueCall, _attend_each, attend, node
+from blocksparse.execute.dense_attention import dense_attention
 from blocksparse.layers.head_groups import HeadGroupsTrace
+from blocksparse.spec import Asked
 from blocksparse.testing import make_qkv
 from tests import drawn
 from tests.drawn import Case, cases

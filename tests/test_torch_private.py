@@ -11,10 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from blocksparse.runtime import torch_private
+from blocksparse.launch import torch_private
 
 SOURCE = Path(__file__).parents[1] / "src" / "blocksparse"
-HOME = SOURCE / "runtime" / "torch_private.py"
+HOME = SOURCE / "launch" / "torch_private.py"
 HOME_OF_TRITON = SOURCE / "kernels" / "common" / "names_triton.py"
 
 
@@ -83,7 +83,7 @@ hidden = {
 }
 real = builtins.__import__
 def without(name, globals=None, *rest):
-    if name in hidden and (globals or {}).get("__name__") == "blocksparse.runtime.torch_private":
+    if name in hidden and (globals or {}).get("__name__") == "blocksparse.launch.torch_private":
         raise ImportError(name)
     return real(name, globals, *rest)
 builtins.__import__ = without

@@ -22,7 +22,7 @@ from benchmarks.trained.tasks import tasks
 from benchmarks.trained.texts import KINDS, Half, text_of
 from transformers import PreTrainedTokenizerFast
 
-from blocksparse.checks.user_error import UserError
+from blocksparse.check.validators import UserError
 from blocksparse.demo import fetch
 
 

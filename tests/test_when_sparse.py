@@ -14,11 +14,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import blocksparse as bs
-from blocksparse.attention_spec import AttentionSpec
 from blocksparse.integrations.serving.settings import Settings
 from blocksparse.integrations.serving.worth import Worth
 from blocksparse.integrations.sglang.reasons import call_is_dense_because, layer_is_dense_because
 from blocksparse.integrations.vllm.reasons import dense_because
+from blocksparse.spec import AttentionSpec
 
 TEXT = (Path(__file__).parents[1] / "docs" / "start" / "when-sparse.md").read_text(encoding="utf-8")
 SPEC = AttentionSpec(scale=1.0)

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 import blocksparse
-from blocksparse.executors.cpu_kernel import about_kernel
+from blocksparse.execute.cpu import about_kernel
 from blocksparse.kernels.attention.cpu_attention import cpu_kernel
 from blocksparse.kernels.scoring.cpu_scores import takes
 

@@ -3,122 +3,89 @@
 q, k --Permuter--> Permutation --Scorer--> BlockScores --Selector--> BlockMask --Executor--> AttentionOutput
 """
 
-from blocksparse.attention_spec import Asked, AttentionSpec
-from blocksparse.batches.page_table import PageTable
-from blocksparse.batches.paged_kv import PagedKV
-from blocksparse.batches.sequences import Sequences, Span
-from blocksparse.calls.inputs import UnsupportedError
-from blocksparse.checks.per_head import HeadValues
-from blocksparse.choice import Choice
-from blocksparse.executors.attention_output import AttentionOutput
-from blocksparse.executors.auto import AutoExecutor, ExecutorChoice
-from blocksparse.executors.block_plan import BlockPlan
-from blocksparse.executors.cpu import CpuExecutor
-from blocksparse.executors.cudnn import CudnnExecutor
-from blocksparse.executors.executor import Executor
-from blocksparse.executors.flash_attention_4 import FlashAttention4Executor
-from blocksparse.executors.flex import FlexExecutor
-from blocksparse.executors.gather import GatherExecutor
-from blocksparse.executors.int8 import Int8Executor
-from blocksparse.executors.reference import ReferenceExecutor
-from blocksparse.executors.remainder import RemainderExecutor
-from blocksparse.executors.skip_softmax import SkipSoftmaxExecutor
-from blocksparse.executors.tiles import HopperTiles, TritonTiles
-from blocksparse.executors.triton import TritonExecutor
-from blocksparse.geometry import Grid
+from blocksparse.batch.pages import PagedKV, PageTable
+from blocksparse.batch.sequences import Sequences, Span
+from blocksparse.check.per_head import HeadValues
+from blocksparse.execute.auto import AutoExecutor, ExecutorChoice
+from blocksparse.execute.cpu import CpuExecutor
+from blocksparse.execute.executor import AttentionOutput, Executor
+from blocksparse.execute.flex import FlexExecutor
+from blocksparse.execute.gather import GatherExecutor
+from blocksparse.execute.int8 import Int8Executor
+from blocksparse.execute.launched import BlockPlan
+from blocksparse.execute.packages import CudnnExecutor, FlashAttention4Executor
+from blocksparse.execute.reference import ReferenceExecutor
+from blocksparse.execute.remainder import RemainderExecutor
+from blocksparse.execute.skip_softmax import SkipSoftmaxExecutor
+from blocksparse.execute.tiles import HopperTiles, TritonTiles
+from blocksparse.execute.triton import TritonExecutor
+from blocksparse.grid import Grid
+from blocksparse.inputs import UnsupportedError
 from blocksparse.kernels.positions.places import Places
+from blocksparse.launch.failures import LaunchError
 from blocksparse.layers.head_groups import HeadGroups, HeadGroupsTrace
 from blocksparse.layers.schedule import Schedule
+from blocksparse.order.global_index_map import GlobalIndexMap
+from blocksparse.order.grid_orders import (
+    ColumnOrder,
+    GivenOrder,
+    GridOrder,
+    HilbertOrder,
+    RasterOrder,
+    TileOrder,
+    TimeOrder,
+)
+from blocksparse.order.kmeans_order import KMeansOrder
+from blocksparse.order.permutation import GlobalPermutation, Identity, Permutation, Permuter
+from blocksparse.order.segment_sort import SegmentKeySort, SegmentQuerySort
 from blocksparse.paged_pipeline import PagedPipeline
-from blocksparse.permuters.column_order import ColumnOrder
-from blocksparse.permuters.given_order import GivenOrder
-from blocksparse.permuters.global_index_map import GlobalIndexMap
-from blocksparse.permuters.grid_order import GridOrder
-from blocksparse.permuters.hilbert_order import HilbertOrder
-from blocksparse.permuters.identity import Identity
-from blocksparse.permuters.kmeans_order import KMeansOrder
-from blocksparse.permuters.permutation import GlobalPermutation, Permutation
-from blocksparse.permuters.permuter import Permuter
-from blocksparse.permuters.raster_order import RasterOrder
-from blocksparse.permuters.segment_key_sort import SegmentKeySort
-from blocksparse.permuters.segment_query_sort import SegmentQuerySort
-from blocksparse.permuters.tile_order import TileOrder
-from blocksparse.permuters.time_order import TimeOrder
 from blocksparse.pipeline import Pipeline
-from blocksparse.presets.a_shape import a_shape
 from blocksparse.presets.auto import AutoChoice, Quality, auto
-from blocksparse.presets.bfla import bfla
-from blocksparse.presets.dfs_attn import dfs_attn
-from blocksparse.presets.flash_prefill import flash_prefill
-from blocksparse.presets.flex_prefill import flex_prefill
-from blocksparse.presets.lva import lva
-from blocksparse.presets.mean_pooling import mean_pooling
-from blocksparse.presets.minference import minference
-from blocksparse.presets.nabla import nabla
-from blocksparse.presets.pbs_attn import pbs_attn
-from blocksparse.presets.pbs_attn_plus import pbs_attn_plus
-from blocksparse.presets.prism import prism
-from blocksparse.presets.radial import radial
-from blocksparse.presets.s2o import s2o
-from blocksparse.presets.skip_softmax import skip_softmax
-from blocksparse.presets.sol_attn import sol_attn
-from blocksparse.presets.sparge import sparge
-from blocksparse.presets.stem import stem
-from blocksparse.presets.subblock import subblock
-from blocksparse.presets.svg2 import svg2
-from blocksparse.presets.tri_shape import tri_shape
-from blocksparse.presets.triangle_mix import triangle_mix
-from blocksparse.presets.xattention import xattention
-from blocksparse.runtime.failures import LaunchError
-from blocksparse.scorers.antidiagonal import AntidiagonalScorer
-from blocksparse.scorers.block_scores import BlockLogits, BlockMass, BlockScores
-from blocksparse.scorers.by_causality import ScorerByCausality
-from blocksparse.scorers.flatten_max_pool import FlattenMaxPoolScorer
-from blocksparse.scorers.key_history import KeyHistory
-from blocksparse.scorers.mean_logit import MeanLogitScorer
-from blocksparse.scorers.mean_pool import MeanPoolScorer
-from blocksparse.scorers.no_scorer import NoScorer
-from blocksparse.scorers.output_aware import OutputAwareScorer
-from blocksparse.scorers.prefix_order import PrefixOrderScorer
-from blocksparse.scorers.query_rows import QueryRowsScorer
-from blocksparse.scorers.rotary_band import RotaryBandScorer
-from blocksparse.scorers.scorer import Scorer
-from blocksparse.scorers.scorer_pair import ScorerPair, ScoresPair
-from blocksparse.scorers.similarity_gated import SimilarityGatedScorer
-from blocksparse.scorers.value_scorer import ValueScorer
-from blocksparse.scorers.vertical_slash import VerticalSlashScorer, VerticalSlashScores
+from blocksparse.presets.text import (
+    a_shape,
+    bfla,
+    flash_prefill,
+    flex_prefill,
+    mean_pooling,
+    minference,
+    pbs_attn,
+    pbs_attn_plus,
+    prism,
+    s2o,
+    skip_softmax,
+    stem,
+    tri_shape,
+    triangle_mix,
+    xattention,
+)
+from blocksparse.presets.video import dfs_attn, lva, nabla, radial, sol_attn, sparge, subblock, svg2
+from blocksparse.score.cells import AntidiagonalScorer, FlattenMaxPoolScorer, QueryRowsScorer
+from blocksparse.score.combined import ScorerByCausality, ScorerPair, ScoresPair, SimilarityGatedScorer
+from blocksparse.score.key_history import KeyHistory
+from blocksparse.score.output_aware import OutputAwareScorer
+from blocksparse.score.pooled import MeanLogitScorer, MeanPoolScorer, PrefixOrderScorer, RotaryBandScorer
+from blocksparse.score.scorer import BlockLogits, BlockMass, BlockScores, NoScorer, Scorer, ValueScorer
+from blocksparse.score.vertical_slash import VerticalSlashScorer, VerticalSlashScores
 from blocksparse.sdpa import scaled_dot_product_attention
-from blocksparse.selectors.band import Band
-from blocksparse.selectors.block_mask import BlockMask, RankedBlockMask
-from blocksparse.selectors.by_causality import SelectorByCausality
-from blocksparse.selectors.decaying_top_k import DecayingTopK
-from blocksparse.selectors.everything import Everything
-from blocksparse.selectors.frames import Frames
-from blocksparse.selectors.global_top_cdf import GlobalTopCdf
-from blocksparse.selectors.grid_selector import GridSelector
-from blocksparse.selectors.last_keys import LastKeys
-from blocksparse.selectors.last_queries import LastQueries
-from blocksparse.selectors.mean_std import MeanStd
-from blocksparse.selectors.on_tiles import OnTiles
-from blocksparse.selectors.peak_share import PeakShare
-from blocksparse.selectors.position_selector import PositionSelector
-from blocksparse.selectors.radial import Radial
-from blocksparse.selectors.random import Random
-from blocksparse.selectors.ranked import Ranked
-from blocksparse.selectors.refined import Refined
-from blocksparse.selectors.routed_by_divergence import RoutedByDivergence
-from blocksparse.selectors.selector import Selector
-from blocksparse.selectors.selector_pair import SelectorPair
-from blocksparse.selectors.shared_by_group import SharedByGroup
-from blocksparse.selectors.sink import Sink
-from blocksparse.selectors.stride import Stride
-from blocksparse.selectors.threshold import Threshold
-from blocksparse.selectors.tile_window import TileWindow
-from blocksparse.selectors.top_cdf import TopCdf
-from blocksparse.selectors.top_k import TopK
-from blocksparse.selectors.vertical_slash_cdf import VerticalSlashCdf
-from blocksparse.selectors.vertical_slash_top_k import VerticalSlashTopK
-from blocksparse.trace import Trace
+from blocksparse.select.block_mask import BlockMask, RankedBlockMask
+from blocksparse.select.combined import OnTiles, Ranked, Refined, SelectorByCausality, SelectorPair, SharedByGroup
+from blocksparse.select.grid_rules import Frames, GridSelector, Radial, TileWindow
+from blocksparse.select.mass import GlobalTopCdf, PeakShare, TopCdf
+from blocksparse.select.positions import (
+    Band,
+    Everything,
+    LastKeys,
+    LastQueries,
+    PositionSelector,
+    Random,
+    Sink,
+    Stride,
+)
+from blocksparse.select.selector import Selector
+from blocksparse.select.top_k import DecayingTopK, MeanStd, Threshold, TopK
+from blocksparse.select.vertical_slash import RoutedByDivergence, VerticalSlashCdf, VerticalSlashTopK
+from blocksparse.spec import Asked, AttentionSpec
+from blocksparse.values import Choice, Trace
 
 __all__ = [
     "AntidiagonalScorer",

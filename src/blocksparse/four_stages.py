@@ -1,30 +1,73 @@
-"""`FourStages` runs a permuter, a scorer, a selector and an executor in this order, which stands nowhere else."""
+"""`FourStages` runs a permuter, a scorer, a selector and an executor, in this order, and checks their types."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, final
+from typing import Any, Generic, NamedTuple, final
 
 from attrs import Factory, field, frozen
 from torch import Tensor
 
-from blocksparse.attention_spec import AttentionSpec
-from blocksparse.calls.inputs import UnsupportedError
-from blocksparse.checks.class_line import check_gave
-from blocksparse.checks.per_head import check_heads
-from blocksparse.executors.attention_output import AttentionOutput
-from blocksparse.executors.dense_attention import dense_attention, everything
-from blocksparse.executors.executor import Executor
-from blocksparse.executors.stage_types import StageTypes
-from blocksparse.permuters.permutation import Permutation
-from blocksparse.permuters.permuter import Permuter
-from blocksparse.runtime.known_calls import ByValue, is_ours
-from blocksparse.runtime.repeated import repeated
-from blocksparse.scorers.key_history import KeyHistory
-from blocksparse.scorers.scorer import Scorer
-from blocksparse.scorers.value_scorer import scored
-from blocksparse.selectors.selector import Selector
-from blocksparse.trace import MaskT, PermutationT, ScoresT, Trace
+from blocksparse.check.class_line import Declared, check_gave, check_takes, declared
+from blocksparse.check.per_head import check_heads
+from blocksparse.check.validators import a
+from blocksparse.execute.dense_attention import dense_attention, everything
+from blocksparse.execute.executor import AttentionOutput, Executor
+from blocksparse.inputs import UnsupportedError
+from blocksparse.launch.repeated import ByValue, is_ours, repeated
+from blocksparse.order.permutation import Permutation, Permuter
+from blocksparse.score.key_history import KeyHistory
+from blocksparse.score.scorer import BlockScores, Scorer, scored
+from blocksparse.select.block_mask import BlockMask
+from blocksparse.select.selector import Selector
+from blocksparse.spec import AttentionSpec
+from blocksparse.values import MaskT, PermutationT, ScoresT, Trace
+
+
+class StageTypes(NamedTuple):
+    """The types that each stage must give, and the stages that say so."""
+
+    permutation: tuple[Declared, ...]
+    scores: tuple[Declared, ...]
+    mask: tuple[Declared, ...]
+    output: tuple[Declared, ...]
+
+    @classmethod
+    def of(cls, permuter: object, scorer: object, selector: object, executor: object) -> StageTypes:
+        """Types that the stages declare or, where one does not, that later stages need.
+
+        Raises:
+            TypeError: one is not such a stage, or needs a value that the previous stage does not return.
+        """
+        rule = "the order is permuter, scorer, selector, executor"
+        a(Permuter).or_else(rule).check(permuter=permuter)
+        a(Scorer).or_else(rule).check(scorer=scorer)
+        a(Selector).or_else(rule).check(selector=selector)
+        a(Executor).or_else(rule).check(executor=executor)
+        order, scores, mask = (
+            declared(permuter, Permuter, 0),
+            declared(scorer, Scorer, 1),
+            declared(selector, Selector, 1),
+        )
+        orders = *declared(scorer, Scorer, 0), *declared(executor, Executor, 0)
+        check_takes(declared(scorer, Scorer, 0), order)
+        check_takes(declared(executor, Executor, 0), order)
+        check_takes(declared(selector, Selector, 0), scores)
+        check_takes(declared(executor, Executor, 1), mask)
+        return cls(
+            _promised(permuter, Permutation, order, orders),
+            _promised(scorer, BlockScores, scores, declared(selector, Selector, 0)),
+            _promised(selector, BlockMask, mask, declared(executor, Executor, 1)),
+            (Declared(type(executor), AttentionOutput),),
+        )
+
+
+def _promised(
+    stage: object, least: type, said: tuple[Declared, ...], needed: tuple[Declared, ...]
+) -> tuple[Declared, ...]:
+    cls = type(stage)
+    return Declared(cls, least), *(said or (Declared(cls, need.value) for need in needed))
+
 
 Done = Callable[[object], None]
 """A function that is told what a stage gives."""

@@ -10,20 +10,18 @@ from attrs import Factory, field, frozen
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from blocksparse.attention_spec import Asked, AttentionSpec
-from blocksparse.batches.paged_kv import PagedKV
-from blocksparse.calls.inputs import UnsupportedError, check_out, checked
-from blocksparse.calls.opaque_call import laid_out_as
-from blocksparse.checks.class_line import Declared, check_gave
-from blocksparse.checks.validators import a
-from blocksparse.executors.attention_output import AttentionOutput
-from blocksparse.executors.paged_executor import PagedExecutor
+from blocksparse.batch.pages import PagedKV
+from blocksparse.check.class_line import Declared, check_gave
+from blocksparse.check.validators import a
+from blocksparse.custom_op import laid_out_as
+from blocksparse.execute.executor import AttentionOutput, PagedExecutor
 from blocksparse.four_stages import seen, tail_of
+from blocksparse.inputs import UnsupportedError, check_out, checked
+from blocksparse.launch.repeated import repeated
+from blocksparse.launch.torch_modes import refuse_transforms, without_autocast
 from blocksparse.pipeline import Pipeline
-from blocksparse.runtime.precision import without_autocast
-from blocksparse.runtime.repeated import repeated
-from blocksparse.runtime.transforms import refuse_transforms
-from blocksparse.scorers.key_history import KeyHistory
+from blocksparse.score.key_history import KeyHistory
+from blocksparse.spec import Asked, AttentionSpec
 
 _in_pages = a(PagedKV).or_else("PageTable.in_place(request, keys, values) makes one")
 

@@ -8,23 +8,20 @@ from typing import Any, Generic, Unpack, final, overload
 from attrs import Factory, evolve, field, frozen
 from torch import Tensor
 
-from blocksparse.attention_spec import Asked, AttentionSpec
-from blocksparse.batches.sequences import Sequences
-from blocksparse.calls.inputs import checked, refuse_mask
-from blocksparse.calls.opaque_call import OpaqueCall, attend
-from blocksparse.checks.validators import a, flag
-from blocksparse.choice import Choice
-from blocksparse.executors.attention_output import AttentionOutput
-from blocksparse.executors.executor import Executor
+from blocksparse.batch.sequences import Sequences
+from blocksparse.check.validators import a, flag
+from blocksparse.custom_op import OpaqueCall, attend
+from blocksparse.execute.executor import AttentionOutput, Executor
 from blocksparse.four_stages import Done, FourStages, tell_nobody
-from blocksparse.permuters.permuter import Permuter
-from blocksparse.runtime.precision import without_autocast
-from blocksparse.runtime.transforms import refuse_transforms
-from blocksparse.scorers.key_history import KeyHistory, a_history, one_for_each
-from blocksparse.scorers.scorer import Scorer
-from blocksparse.selectors.block_mask import BlockMask
-from blocksparse.selectors.selector import Selector
-from blocksparse.trace import MaskT, PermutationT, ScoresT, Trace
+from blocksparse.inputs import checked, refuse_mask
+from blocksparse.launch.torch_modes import refuse_transforms, without_autocast
+from blocksparse.order.permutation import Permuter
+from blocksparse.score.key_history import KeyHistory, a_history, one_for_each
+from blocksparse.score.scorer import Scorer
+from blocksparse.select.block_mask import BlockMask
+from blocksparse.select.selector import Selector
+from blocksparse.spec import Asked, AttentionSpec
+from blocksparse.values import Choice, MaskT, PermutationT, ScoresT, Trace
 
 _chosen = a(Choice).or_else("pipeline.choose(q, k) makes one")
 

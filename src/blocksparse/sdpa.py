@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from blocksparse.checks.validators import a, flag, shown
+from blocksparse.check.validators import a, flag, shown
 from blocksparse.layers.head_groups import HeadGroups
 from blocksparse.layers.schedule import LayerPipeline
 from blocksparse.pipeline import Pipeline

@@ -49,11 +49,11 @@ from blocksparse import (
     TopK,
     TritonExecutor,
 )
-from blocksparse.attention_spec import AttentionSpec
 from blocksparse.integrations.diffusers import FAMILIES, DensityRecorder, Family, TokenLayout, attach
 from blocksparse.integrations.diffusers.steps import StepCounter
 from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.layers.schedule import LayerPipeline
+from blocksparse.spec import AttentionSpec
 
 each_model = pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 JOINT = [name for name in CASES if name not in ("wan", "ltx")]  # text in the same sequence

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from blocksparse import LastQueries, Pipeline, a_shape
-from blocksparse.attention_spec import AttentionSpec
-from blocksparse.executors.dense_attention import dense_attention
+from blocksparse.execute.dense_attention import dense_attention
 from blocksparse.integrations.serving.kinds import Kinds
 from blocksparse.integrations.serving.layer import LayerAttention
 from blocksparse.integrations.serving.settings import ConfigurationError, Host, Served, Settings
@@ -25,6 +24,7 @@ from blocksparse.integrations.sglang import DensityRecorder
 from blocksparse.integrations.sglang.batch import PROMPTS, Batch
 from blocksparse.integrations.sglang.prefill import SparsePrefill
 from blocksparse.integrations.sglang.register import _note_prompts
+from blocksparse.spec import AttentionSpec
 
 HQ, HKV, D = 4, 2, 16
 

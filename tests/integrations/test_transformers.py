@@ -45,11 +45,11 @@ from blocksparse import (
     TopK,
     TritonExecutor,
 )
-from blocksparse.attention_spec import AttentionSpec
 from blocksparse.integrations.transformers import Attachment, DensityRecorder, attach
 from blocksparse.integrations.transformers.prompt_mask import PromptMask
 from blocksparse.layers.head_groups import AnyPipeline, HeadGroups
 from blocksparse.layers.schedule import LayerPipeline, Schedule
+from blocksparse.spec import AttentionSpec
 from blocksparse.testing import every_preset, make_qkv
 
 DENSE_LIMIT: AnyPipeline = Pipeline(SegmentKeySort(S=64), MeanPoolScorer(32), Everything(), ReferenceExecutor())

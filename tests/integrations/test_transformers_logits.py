@@ -38,7 +38,7 @@ from blocksparse import (
     TritonExecutor,
 )
 from blocksparse.audit import Audit
-from blocksparse.checks.per_head import read
+from blocksparse.check.per_head import read
 from blocksparse.integrations.transformers import DensityRecorder, attach
 from blocksparse.layers.head_groups import HeadGroups
 from blocksparse.layers.schedule import LayerPipeline, Schedule

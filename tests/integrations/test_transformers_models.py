@@ -44,8 +44,8 @@ from blocksparse import (
     Permutation,
     ReferenceExecutor,
 )
-from blocksparse.attention_spec import AttentionSpec
 from blocksparse.integrations.transformers import DensityRecorder, attach
+from blocksparse.spec import AttentionSpec
 
 __all__ = ["_no_grad", "_one_thread", "_registries_are_left_as_found"]  # fixtures of these tests too
 

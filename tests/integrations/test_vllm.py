@@ -37,9 +37,8 @@ from blocksparse import (
     sparge,
     xattention,
 )
-from blocksparse.attention_spec import AttentionSpec
 from blocksparse.audit import Audit
-from blocksparse.executors.dense_attention import dense_attention
+from blocksparse.execute.dense_attention import dense_attention
 from blocksparse.integrations.serving.estimates import Estimates
 from blocksparse.integrations.serving.kinds import Kinds
 from blocksparse.integrations.serving.layer import LayerAttention, record_dense
@@ -54,7 +53,8 @@ from blocksparse.integrations.vllm.batch import Batch, part_of
 from blocksparse.integrations.vllm.engine import HOST, Engine, is_configured, layer_of
 from blocksparse.integrations.vllm.reasons import dense_because
 from blocksparse.integrations.vllm.worker import RecordReader
-from blocksparse.runtime.known_calls import owner_of
+from blocksparse.launch.repeated import owner_of
+from blocksparse.spec import AttentionSpec
 from blocksparse.testing import make_qkv
 
 SERVED = Served("llama", layers=4, heads=8, kv_heads=2)

@@ -16,7 +16,7 @@ from triton.backends.nvidia.compiler import CUDABackend, get_ptxas
 
 from blocksparse.kernels.common import hardware
 
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # which every launch asks for (`runtime/launches.py`)
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # which every launch asks for (`launch/launches.py`)
 
 
 def triton_target(has: hardware.Hardware) -> GPUTarget:

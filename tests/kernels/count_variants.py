@@ -19,7 +19,7 @@ from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import blocksparse as bs
-from blocksparse.executors import int8, tiles
+from blocksparse.execute import int8, tiles
 from blocksparse.kernels.attention import gather_attention
 from blocksparse.kernels.common.hardware import TARGETS
 from blocksparse.testing import every_preset

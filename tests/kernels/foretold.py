@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from blocksparse.executors.tiles import HopperTiles
+from blocksparse.execute.tiles import HopperTiles
 from blocksparse.kernels.attention import gather_attention_triton
 from blocksparse.kernels.common.hardware import Hardware
 from blocksparse.kernels.common.shared_memory import of_attention

@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from blocksparse.executors import int8, tiles
+from blocksparse.execute import int8, tiles
 from blocksparse.kernels.attention import gather_attention
 from blocksparse.kernels.common.hardware import TARGETS
 

@@ -19,9 +19,9 @@ from triton.runtime.jit import JITFunction
 
 from blocksparse import UnsupportedError
 from blocksparse.kernels.common.hardware import TARGETS
-from blocksparse.runtime import failures
-from blocksparse.runtime.failures import LaunchError
-from blocksparse.runtime.launches import Remembered
+from blocksparse.launch import failures
+from blocksparse.launch.failures import LaunchError
+from blocksparse.launch.launches import Remembered
 
 
 def inputs() -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ from tests.kernels.ahead import turns_of
 from tests.kernels.scripts import printed_by
 
 from blocksparse import kernels
-from blocksparse.runtime.launches import LookedUp, Remembered
+from blocksparse.launch.launches import LookedUp, Remembered
 
 
 def of_the_package() -> set[str]:

@@ -14,7 +14,7 @@ from triton.runtime.errors import OutOfResources
 
 import blocksparse as bs
 from blocksparse.kernels.common.hardware import TARGETS
-from blocksparse.runtime.launches import LookedUp
+from blocksparse.launch.launches import LookedUp
 from blocksparse.testing import every_preset, make_qkv
 
 SMALL = evolve(TARGETS["sm_86"], shared=48 << 10)

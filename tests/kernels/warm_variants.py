@@ -19,7 +19,7 @@ from tests.on_kernels import pretend_gpu, zeros_for_empty
 from triton.backends.compiler import GPUTarget
 
 import blocksparse as bs
-from blocksparse.executors import int8, tiles
+from blocksparse.execute import int8, tiles
 from blocksparse.integrations.serving.warm import sizes
 from blocksparse.kernels.attention import gather_attention
 from blocksparse.kernels.common.hardware import TARGETS

@@ -13,12 +13,10 @@ from torch import Tensor
 
 import blocksparse as bs
 from blocksparse.kernels.scoring import group_max
-from blocksparse.presets.bfla import bfla
-from blocksparse.scorers.flatten_max_pool import FlattenMaxPoolScorer
-from blocksparse.selectors import random
-from blocksparse.selectors.counter_hash import counter_hash
-from blocksparse.selectors.random import Random
-from blocksparse.selectors.stride import Stride
+from blocksparse.presets.text import bfla
+from blocksparse.score.cells import FlattenMaxPoolScorer
+from blocksparse.select import positions as random
+from blocksparse.select.positions import Random, Stride, counter_hash
 from blocksparse.testing import make_qkv
 
 BFLA = cases("bfla")

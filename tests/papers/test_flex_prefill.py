@@ -14,11 +14,10 @@ from torch import Tensor
 import blocksparse as bs
 from blocksparse.kernels.probing import probe_lines
 from blocksparse.kernels.probing.block_divergence import block_divergence
-from blocksparse.presets.flex_prefill import flex_prefill
-from blocksparse.scorers.vertical_slash import VerticalSlashScorer, VerticalSlashScores
-from blocksparse.selectors.global_top_cdf import GlobalTopCdf
-from blocksparse.selectors.routed_by_divergence import RoutedByDivergence
-from blocksparse.selectors.vertical_slash_cdf import VerticalSlashCdf
+from blocksparse.presets.text import flex_prefill
+from blocksparse.score.vertical_slash import VerticalSlashScorer, VerticalSlashScores
+from blocksparse.select.mass import GlobalTopCdf
+from blocksparse.select.vertical_slash import RoutedByDivergence, VerticalSlashCdf
 from blocksparse.testing import make_qkv
 
 FLEX = cases("flex")

@@ -8,12 +8,10 @@ from tests.papers.golden_cases import cases, differing, load
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.presets.a_shape import a_shape
-from blocksparse.presets.minference import minference
-from blocksparse.presets.tri_shape import tri_shape
-from blocksparse.scorers.vertical_slash import VerticalSlashScorer, VerticalSlashScores
-from blocksparse.selectors.last_queries import LastQueries
-from blocksparse.selectors.vertical_slash_top_k import VerticalSlashTopK, _tiles
+from blocksparse.presets.text import a_shape, minference, tri_shape
+from blocksparse.score.vertical_slash import VerticalSlashScorer, VerticalSlashScores
+from blocksparse.select.positions import LastQueries
+from blocksparse.select.vertical_slash import VerticalSlashTopK, _tiles
 from blocksparse.testing import make_qkv
 
 MINF = cases("minf")

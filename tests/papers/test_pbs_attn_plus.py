@@ -8,10 +8,10 @@ from tests.papers.golden_cases import load
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.permuters import segment_query_sort
-from blocksparse.permuters.segment_query_sort import SegmentQuerySort
-from blocksparse.presets.pbs_attn_plus import pbs_attn_plus
-from blocksparse.scorers.antidiagonal import AntidiagonalScorer
+from blocksparse.order import segment_sort as segment_query_sort
+from blocksparse.order.segment_sort import SegmentQuerySort
+from blocksparse.presets.text import pbs_attn_plus
+from blocksparse.score.cells import AntidiagonalScorer
 from blocksparse.testing import make_qkv, masked_attention
 
 STRUCTURED = ("pbs_02_n2048_d128", "xattn_01_n2048_d64_s8")

@@ -125,7 +125,7 @@ def test_a_cpus_compiled_kernel_leaves_out_the_same(
     q, k, v = make_qkv(B=2, N=500, M=M, Hq=4, Hkv=2, D=32)
     q = 6 * q
     k[:, 0, 128:384] *= 0.01  # what all queries of a row leave out
-    executor, left = bs.SkipSoftmaxExecutor(50.0), "blocksparse.executors.skip_softmax.cpu_kernel_refuses"
+    executor, left = bs.SkipSoftmaxExecutor(50.0), "blocksparse.execute.skip_softmax.cpu_kernel_refuses"
     pipeline = bs.Pipeline(bs.Identity(), bs.NoScorer(q_block, k_block=k_block), bs.Everything(), executor)
     asked: list[bs.Asked] = [{}, {"softcap": 50.0, "sinks": 0.5, "window": 450}, {"causal": False}]
     for more in asked:

@@ -10,7 +10,7 @@ from tests.papers.readings import Small, check, small, some_cases
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.scorers.mean_logit import Variance
+from blocksparse.score.pooled import Variance
 
 
 @some_cases

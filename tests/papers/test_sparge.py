@@ -13,12 +13,11 @@ from torch import Tensor
 import blocksparse as bs
 from blocksparse.kernels.scoring import block_mean
 from blocksparse.kernels.scoring.block_mean import block_similarity
-from blocksparse.permuters.hilbert_order import HilbertOrder
-from blocksparse.presets.sparge import sparge
-from blocksparse.scorers import similarity_gated
-from blocksparse.scorers.antidiagonal import AntidiagonalScorer
-from blocksparse.scorers.flatten_max_pool import FlattenMaxPoolScorer
-from blocksparse.scorers.similarity_gated import SimilarityGatedScorer
+from blocksparse.order.grid_orders import HilbertOrder
+from blocksparse.presets.video import sparge
+from blocksparse.score import combined as similarity_gated
+from blocksparse.score.cells import AntidiagonalScorer, FlattenMaxPoolScorer
+from blocksparse.score.combined import SimilarityGatedScorer
 from blocksparse.testing import make_qkv
 
 MAPS = cases("sparge")

@@ -11,9 +11,9 @@ from tests.papers.readings import Small, check, small, some_cases, top
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.calls.inputs import checked
 from blocksparse.distributed.call import Call
 from blocksparse.distributed.whole import attend
+from blocksparse.inputs import checked
 from blocksparse.layers.kept_choices import KeptChoices
 from blocksparse.testing import make_qkv
 

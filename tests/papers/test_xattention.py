@@ -15,8 +15,8 @@ from torch import Tensor
 
 import blocksparse as bs
 from blocksparse.kernels.scoring import cell_mass
-from blocksparse.presets.xattention import xattention
-from blocksparse.scorers.antidiagonal import AntidiagonalScorer
+from blocksparse.presets.text import xattention
+from blocksparse.score.cells import AntidiagonalScorer
 from blocksparse.testing import make_qkv
 
 XATTENTION = cases("xattn")

@@ -15,7 +15,7 @@ from torch import Tensor
 from blocksparse.audit.estimate import Estimate, ratio
 from blocksparse.audit.layer_audit import Crossing, LayerAudit, prometheus, table
 from blocksparse.audit.rows import row_sums
-from blocksparse.checks.validators import Rule, flag, hash_seed, optional, size, whole
+from blocksparse.check.validators import Rule, flag, hash_seed, optional, size, whole
 from blocksparse.layers.head_groups import AnyTrace, HeadGroupsTrace
 
 

@@ -8,12 +8,12 @@ import torch
 from attrs import Factory, field, frozen
 from torch import Tensor
 
-from blocksparse.attention_spec import Asked, AttentionSpec
 from blocksparse.audit.audit import Audit
-from blocksparse.calls.opaque_call import OpaqueCall, attend
-from blocksparse.executors.dense_attention import dense_attention
+from blocksparse.custom_op import OpaqueCall, attend
+from blocksparse.execute.dense_attention import dense_attention
 from blocksparse.layers.head_groups import AnyTrace, HeadGroups, HeadGroupsTrace
 from blocksparse.layers.schedule import LayerPipeline
+from blocksparse.spec import Asked, AttentionSpec
 
 
 @final

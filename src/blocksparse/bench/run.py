@@ -10,12 +10,12 @@ from typing import final
 import torch
 from attrs import frozen
 
-from blocksparse.attention_spec import AttentionSpec
 from blocksparse.bench.inputs import structured
 from blocksparse.bench.timing import Figure, medians
 from blocksparse.demo.methods import executor_of
-from blocksparse.executors.dense_attention import dense_attention
+from blocksparse.execute.dense_attention import dense_attention
 from blocksparse.layers.head_groups import AnyPipeline
+from blocksparse.spec import AttentionSpec
 
 DENSE = "dense"
 

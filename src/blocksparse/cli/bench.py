@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 
-from blocksparse.checks.user_error import UserError
+from blocksparse.check.validators import UserError
 from blocksparse.cli.options import Commands, add_command, add_json, add_presets
 
 _EXAMPLES = """\
@@ -64,9 +64,9 @@ def _run(parsed: argparse.Namespace) -> int:
 
     from blocksparse.bench.report import crossovers, legend, table
     from blocksparse.bench.run import Crossover, Shape, run
-    from blocksparse.calls.inputs import MAX_HEAD_DIM
     from blocksparse.demo.methods import method
-    from blocksparse.executors.cpu_kernel import about_kernel
+    from blocksparse.execute.cpu import about_kernel
+    from blocksparse.inputs import MAX_HEAD_DIM
 
     if parsed.heads % parsed.kv_heads:
         raise UserError(f"'--heads' must be a multiple of '--kv-heads' ({parsed.kv_heads}): {parsed.heads}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from blocksparse.checks.user_error import UserError
+from blocksparse.check.validators import UserError
 from blocksparse.cli.options import Commands, add_command
 
 _EXAMPLES = """\
@@ -35,7 +35,7 @@ def add_to(commands: Commands) -> None:
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    from blocksparse.executors.cpu_kernel import about_kernel, compile_kernels, compile_kernels_for_wheel
+    from blocksparse.execute.cpu import about_kernel, compile_kernels, compile_kernels_for_wheel
 
     if parsed.for_wheel is not None:
         if not (parsed.for_wheel / "__init__.py").is_file():

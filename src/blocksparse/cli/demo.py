@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from blocksparse.checks.user_error import UserError
+from blocksparse.check.validators import UserError
 from blocksparse.cli.options import Commands, add_command, add_json, add_presets, extra, only_errors
 from blocksparse.demo import TEXT
 

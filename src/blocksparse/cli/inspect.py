@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from blocksparse.checks.user_error import UserError
+from blocksparse.check.validators import UserError
 from blocksparse.cli.options import Commands, add_command, add_json, add_presets, extra
 from blocksparse.demo import TEXT
 

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from blocksparse.checks.user_error import UserError
+from blocksparse.check.validators import UserError
 from blocksparse.cli import bench, build, demo, inspect, tune
 from blocksparse.cli.version import version
 

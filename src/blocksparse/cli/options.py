@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
-from blocksparse.checks.user_error import UserError
+from blocksparse.check.validators import UserError
 
 Commands = Any  # what `add_subparsers` gives, which argparse has no public name for
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from blocksparse.checks.user_error import UserError
+from blocksparse.check.validators import UserError
 from blocksparse.cli.options import Commands, add_command, extra, only_errors
 from blocksparse.demo import TEXT
 from blocksparse.demo.model import Model

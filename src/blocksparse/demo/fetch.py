@@ -20,7 +20,7 @@ from typing import final
 
 from attrs import frozen
 
-from blocksparse.checks.user_error import UserError
+from blocksparse.check.validators import UserError
 from blocksparse.demo.model import convert_gguf
 
 MODELS_FOLDER = Path("demo-output")

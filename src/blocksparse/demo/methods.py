@@ -9,12 +9,11 @@ from typing import Any
 
 from attrs import evolve
 
-from blocksparse.checks.user_error import UserError
-from blocksparse.executors.auto import AutoExecutor
+from blocksparse.check.validators import UserError
+from blocksparse.execute.auto import AutoExecutor
 from blocksparse.layers.head_groups import AnyPipeline, AnyTrace
 from blocksparse.presets import every_preset
-from blocksparse.selectors.band import Band
-from blocksparse.selectors.sink import Sink
+from blocksparse.select.positions import Band, Sink
 
 _RULES: dict[str, Callable[..., Any]] = {"Band": Band, "Sink": Sink}
 

@@ -13,7 +13,7 @@ from typing import Any, final
 import torch
 from attrs import frozen
 
-from blocksparse.checks.user_error import UserError
+from blocksparse.check.validators import UserError
 from blocksparse.layers.schedule import Schedule
 from blocksparse.layers.text_model import base_model, logits_of, text_config
 

@@ -10,10 +10,10 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from blocksparse.executors.reference import ReferenceExecutor
-from blocksparse.permuters.permutation import GlobalPermutation
+from blocksparse.execute.reference import ReferenceExecutor
+from blocksparse.order.permutation import GlobalPermutation
 from blocksparse.pipeline import Pipeline
-from blocksparse.trace import Trace
+from blocksparse.values import Trace
 
 _PIXELS = 480
 _FAINTEST = 1e-4  # of the heaviest weight; all below looks alike

@@ -9,7 +9,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from blocksparse.checks.user_error import UserError
+from blocksparse.check.validators import UserError
 
 _CITIES = ("Berlin", "Cairo", "Dublin", "Lima", "Madrid", "Oslo", "Paris", "Prague", "Rome", "Tokyo", "Vienna")
 

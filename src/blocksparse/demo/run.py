@@ -11,7 +11,7 @@ from attrs import frozen
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from blocksparse.checks.user_error import UserError
+from blocksparse.check.validators import UserError
 from blocksparse.demo.fetch import SHIPPED, fetch
 from blocksparse.demo.measure import Row, measure
 from blocksparse.demo.model import Model, convert_smollm2, load
@@ -20,8 +20,7 @@ from blocksparse.demo.prompt import Prompt, build
 from blocksparse.demo.report import legend, table, write_json
 from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.layers.text_model import text_config
-from blocksparse.presets.mean_pooling import mean_pooling
-from blocksparse.presets.pbs_attn import pbs_attn
+from blocksparse.presets.text import mean_pooling, pbs_attn
 
 # In SmolLM2 a head with a few heavy keys for all queries, which is what sorting keys is for.
 _LAYER, _HEAD = 8, 1

@@ -15,7 +15,7 @@ from blocksparse.distributed.key_order import for_chunks, last_queries, probed
 from blocksparse.distributed.pieces import joined, refuse_cuts, split
 from blocksparse.distributed.sequence_scheme import SequenceScheme
 from blocksparse.distributed.whole import Later
-from blocksparse.executors.attention_output import AttentionOutput
+from blocksparse.execute.executor import AttentionOutput
 
 
 @final

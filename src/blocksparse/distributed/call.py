@@ -10,13 +10,13 @@ from typing import Unpack, final
 from attrs import frozen
 from torch import Tensor
 
-from blocksparse.attention_spec import Asked, AttentionSpec
-from blocksparse.batches.sequences import Sequences
-from blocksparse.calls.inputs import check_inputs
+from blocksparse.batch.sequences import Sequences
 from blocksparse.distributed.ranks import Ranks
-from blocksparse.executors.attention_output import AttentionOutput
+from blocksparse.execute.executor import AttentionOutput
+from blocksparse.inputs import check_inputs
+from blocksparse.launch.torch_modes import DTYPES
 from blocksparse.layers.head_groups import Heads
-from blocksparse.runtime.precision import DTYPES
+from blocksparse.spec import Asked, AttentionSpec
 
 _SAME = ("B", "Hq", "Hkv", "D", "Dv", "dtype", "causal", "scale", "kind of call", "options of the scheme")
 

@@ -6,11 +6,11 @@ from typing import Any, TypeVar
 
 import attrs
 
-from blocksparse.checks.per_head import HeadValues
+from blocksparse.check.per_head import HeadValues
 from blocksparse.distributed.stages import all_in, arguments
 from blocksparse.layers.head_groups import AnyPipeline, Heads
-from blocksparse.selectors.random import Random
-from blocksparse.selectors.shared_by_group import SharedByGroup
+from blocksparse.select.combined import SharedByGroup
+from blocksparse.select.positions import Random
 
 T = TypeVar("T")
 

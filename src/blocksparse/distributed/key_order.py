@@ -10,14 +10,12 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from blocksparse.attention_spec import AttentionSpec
 from blocksparse.distributed.call import Call
 from blocksparse.distributed.pieces import Piece
 from blocksparse.distributed.ranks import Ranks
-from blocksparse.permuters.permutation import GlobalPermutation
-from blocksparse.permuters.permuter import Permuter
-from blocksparse.permuters.segment_key_sort import SegmentKeySort
-from blocksparse.permuters.segment_query_sort import SegmentQuerySort
+from blocksparse.order.permutation import GlobalPermutation, Permuter
+from blocksparse.order.segment_sort import SegmentKeySort, SegmentQuerySort
+from blocksparse.spec import AttentionSpec
 
 
 @singledispatch

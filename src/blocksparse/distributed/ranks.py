@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
-from blocksparse.checks.validators import shown
+from blocksparse.check.validators import shown
 
 # torch 2.13 renamed this collective, and warns of the old name; 2.11 has only the old one.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from blocksparse.attention_spec import AttentionSpec
 from blocksparse.distributed.pieces import Piece
-from blocksparse.geometry import Grid
-from blocksparse.permuters.permutation import GlobalPermutation
-from blocksparse.selectors.block_mask import BlockMask
+from blocksparse.grid import Grid
+from blocksparse.order.permutation import GlobalPermutation
+from blocksparse.select.block_mask import BlockMask
+from blocksparse.spec import AttentionSpec
 
 
 class Region(NamedTuple):

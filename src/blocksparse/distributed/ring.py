@@ -9,7 +9,7 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from blocksparse.checks.class_line import declared
+from blocksparse.check.class_line import declared
 from blocksparse.distributed.call import Call, lengths
 from blocksparse.distributed.heads import of_heads, refuse_apart
 from blocksparse.distributed.key_order import for_chunks, last_queries, probed
@@ -17,12 +17,10 @@ from blocksparse.distributed.pieces import Piece, joined, refuse_cuts, split
 from blocksparse.distributed.ranks import Ranks
 from blocksparse.distributed.regions import Choice, regions
 from blocksparse.distributed.sequence_scheme import SequenceScheme
-from blocksparse.executors.attention_output import AttentionOutput
-from blocksparse.executors.executor import Executor
-from blocksparse.permuters.permutation import GlobalPermutation
-from blocksparse.permuters.permuter import Permuter
-from blocksparse.scorers.value_scorer import ValueScorer
-from blocksparse.selectors.block_mask import BlockMask, RankedBlockMask
+from blocksparse.execute.executor import AttentionOutput, Executor
+from blocksparse.order.permutation import GlobalPermutation, Permuter
+from blocksparse.score.scorer import ValueScorer
+from blocksparse.select.block_mask import BlockMask, RankedBlockMask
 
 
 @final

@@ -9,15 +9,14 @@ from attrs import Factory, field, frozen
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from blocksparse.attention_spec import Asked, AttentionSpec
-from blocksparse.calls.inputs import check_inputs
-from blocksparse.calls.opaque_call import OpaqueCall, node
+from blocksparse.custom_op import OpaqueCall, node
 from blocksparse.distributed.call import Call, checked
 from blocksparse.distributed.ranks import Ranks
-from blocksparse.executors.attention_output import AttentionOutput
+from blocksparse.execute.executor import AttentionOutput
+from blocksparse.inputs import check_inputs
+from blocksparse.launch.torch_modes import is_transformed, without_autocast
 from blocksparse.layers.head_groups import AnyPipeline
-from blocksparse.runtime.precision import without_autocast
-from blocksparse.runtime.transforms import is_transformed
+from blocksparse.spec import Asked, AttentionSpec
 
 
 @frozen(eq=False)

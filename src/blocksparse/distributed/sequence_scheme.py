@@ -8,8 +8,8 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from blocksparse.checks.alignment import of_parts
-from blocksparse.checks.validators import a, flag
+from blocksparse.check.class_line import of_parts
+from blocksparse.check.validators import a, flag
 from blocksparse.distributed.heads import refuse_apart
 from blocksparse.distributed.pieces import Piece, cut, head_tail, in_order, taken
 from blocksparse.distributed.scheme import Scheme

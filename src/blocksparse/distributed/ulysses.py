@@ -10,11 +10,10 @@ import torch
 from attrs import evolve, field, frozen
 from torch import Tensor
 
-from blocksparse.attention_spec import Asked
-from blocksparse.batches.sequences import Sequences
-from blocksparse.checks.per_head import HeadValues, PerHead, at_least_0, maybe_per_head
-from blocksparse.checks.validators import a, optional, size
-from blocksparse.checks.validators import whole as a_whole_number
+from blocksparse.batch.sequences import Sequences
+from blocksparse.check.per_head import HeadValues, PerHead, at_least_0, maybe_per_head
+from blocksparse.check.validators import a, optional, size
+from blocksparse.check.validators import whole as a_whole_number
 from blocksparse.distributed import whole
 from blocksparse.distributed.call import Call, checked, lengths
 from blocksparse.distributed.head_exchange import Arriving, back
@@ -22,10 +21,11 @@ from blocksparse.distributed.heads import of_heads, refuse_apart
 from blocksparse.distributed.ranks import Transfer
 from blocksparse.distributed.scheme import Scheme
 from blocksparse.distributed.shares import shares
-from blocksparse.executors.attention_output import AttentionOutput
+from blocksparse.execute.executor import AttentionOutput
+from blocksparse.launch.torch_modes import without_autocast
 from blocksparse.layers.head_groups import AnyPipeline, Heads
 from blocksparse.pipeline import Pipeline
-from blocksparse.runtime.precision import without_autocast
+from blocksparse.spec import Asked
 
 
 @final

@@ -10,11 +10,11 @@ from attrs import evolve
 from torch import Tensor
 
 from blocksparse.distributed.call import Call
-from blocksparse.executors.attention_output import AttentionOutput
-from blocksparse.executors.dense_attention import dense_attention
+from blocksparse.execute.dense_attention import dense_attention
+from blocksparse.execute.executor import AttentionOutput
 from blocksparse.layers.head_groups import AnyPipeline
-from blocksparse.permuters.permuter import Permuter
-from blocksparse.scorers.value_scorer import ValueScorer
+from blocksparse.order.permutation import Permuter
+from blocksparse.score.scorer import ValueScorer
 
 Later = Callable[[], Tensor]
 """Waits for a tensor that is on its way, and returns it."""

@@ -10,11 +10,11 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
-from blocksparse.calls.inputs import checked
 from blocksparse.demo.methods import executor_of
 from blocksparse.demo.model import Model
 from blocksparse.demo.watch import QKV, Attention, watch
-from blocksparse.executors.dense_attention import dense_attention
+from blocksparse.execute.dense_attention import dense_attention
+from blocksparse.inputs import checked
 from blocksparse.inspection.maps import Figures, Maps, look
 from blocksparse.integrations.transformers import attach
 from blocksparse.layers.head_groups import AnyPipeline, AnyTrace

@@ -12,7 +12,7 @@ from torch.nn.functional import avg_pool2d, pad
 
 from blocksparse.kernels.multiplying.products import products, wide_dtype
 from blocksparse.layers.head_groups import AnyTrace
-from blocksparse.selectors.block_mask import BlockMask
+from blocksparse.select.block_mask import BlockMask
 
 _QUERIES = 4  # of each row of pixels
 

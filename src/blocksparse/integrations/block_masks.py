@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from blocksparse.attention_spec import AttentionSpec
-from blocksparse.checks.validators import a, count, flag, shown
-from blocksparse.executors.flash_attention_4 import to_flash_attention_4 as to_flash_attention_4
-from blocksparse.executors.flex import to_flex as to_flex
-from blocksparse.executors.one_order import refuse_several_orders
-from blocksparse.geometry import Grid
-from blocksparse.permuters.permutation import GlobalPermutation
-from blocksparse.selectors.block_mask import BlockMask
+from blocksparse.check.validators import a, count, flag, shown
+from blocksparse.execute.executor import refuse_several_orders
+from blocksparse.execute.flex import to_flex as to_flex
+from blocksparse.execute.packages import to_flash_attention_4 as to_flash_attention_4
+from blocksparse.grid import Grid
+from blocksparse.order.permutation import GlobalPermutation
+from blocksparse.select.block_mask import BlockMask
+from blocksparse.spec import AttentionSpec
 
 if TYPE_CHECKING:  # FlexAttention brings Dynamo, which takes longer to import than all of this package
     from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask

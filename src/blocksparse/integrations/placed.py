@@ -8,19 +8,16 @@ from typing import Any, final
 import torch
 from attrs import evolve, fields, frozen, has
 
-from blocksparse.checks.per_head import PerHead
+from blocksparse.check.per_head import PerHead
 from blocksparse.integrations.token_layout import Sizes
 from blocksparse.layers.head_groups import HeadGroups
 from blocksparse.layers.schedule import LayerPipeline
-from blocksparse.permuters.given_order import GivenOrder
-from blocksparse.permuters.grid_order import GridOrder
-from blocksparse.permuters.permuter import Permuter
-from blocksparse.permuters.raster_order import RasterOrder
-from blocksparse.selectors.block_mask import BlockMask
-from blocksparse.selectors.grid_selector import GridSelector
-from blocksparse.selectors.last_keys import LastKeys
-from blocksparse.selectors.last_queries import LastQueries
-from blocksparse.selectors.selector import ScoresT_contra, Selector
+from blocksparse.order.grid_orders import GivenOrder, GridOrder, RasterOrder
+from blocksparse.order.permutation import Permuter
+from blocksparse.select.block_mask import BlockMask
+from blocksparse.select.grid_rules import GridSelector
+from blocksparse.select.positions import LastKeys, LastQueries
+from blocksparse.select.selector import ScoresT_contra, Selector
 
 
 def placed(attention: LayerPipeline, grids: tuple[Sizes, ...], text: int, device: torch.device) -> LayerPipeline:

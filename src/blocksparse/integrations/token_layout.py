@@ -10,8 +10,8 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from blocksparse.checks.validators import Rule, count, flag, is_whole, shown, whole
-from blocksparse.permuters.grid_order import three_sizes
+from blocksparse.check.validators import Rule, count, flag, is_whole, shown, whole
+from blocksparse.order.grid_orders import three_sizes
 
 Sizes = tuple[int, int, int]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

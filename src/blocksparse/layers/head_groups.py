@@ -10,20 +10,19 @@ import torch
 from attrs import Factory, field, frozen
 from torch import Tensor
 
-from blocksparse.attention_spec import Asked, AttentionSpec
-from blocksparse.batches.sequences import Sequences
-from blocksparse.calls.inputs import checked
-from blocksparse.calls.opaque_call import OpaqueCall, attend
-from blocksparse.checks.validators import a, is_whole, shown, whole
-from blocksparse.executors.attention_output import AttentionOutput
-from blocksparse.executors.dense_attention import dense_attention
+from blocksparse.batch.sequences import Sequences
+from blocksparse.check.validators import a, is_whole, shown, whole
+from blocksparse.custom_op import OpaqueCall, attend
+from blocksparse.execute.dense_attention import dense_attention
+from blocksparse.execute.executor import AttentionOutput
+from blocksparse.inputs import checked
+from blocksparse.launch.torch_modes import refuse_transforms, without_autocast
 from blocksparse.layers.head_groups_trace import AnyTrace as AnyTrace
 from blocksparse.layers.head_groups_trace import HeadGroupsTrace as HeadGroupsTrace
 from blocksparse.layers.head_groups_trace import Heads as Heads
 from blocksparse.layers.head_groups_trace import put_back
 from blocksparse.pipeline import Pipeline
-from blocksparse.runtime.precision import without_autocast
-from blocksparse.runtime.transforms import refuse_transforms
+from blocksparse.spec import Asked, AttentionSpec
 
 AnyPipeline = Pipeline[Any, Any, Any]
 

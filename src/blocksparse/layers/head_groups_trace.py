@@ -9,8 +9,8 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from blocksparse.executors.attention_output import AttentionOutput
-from blocksparse.trace import Trace
+from blocksparse.execute.executor import AttentionOutput
+from blocksparse.values import Trace
 
 AnyTrace = Trace[Any, Any, Any]
 Heads = tuple[int, ...]

@@ -11,14 +11,13 @@ from weakref import ref
 from attrs import define, evolve, field
 from torch import Tensor
 
-from blocksparse.attention_spec import Asked
-from blocksparse.calls.inputs import checked
-from blocksparse.checks.validators import size
-from blocksparse.choice import Choice
+from blocksparse.check.validators import size
+from blocksparse.inputs import checked
 from blocksparse.layers.head_groups_trace import AnyTrace
 from blocksparse.pipeline import Pipeline
-from blocksparse.selectors.block_mask import BlockMask
-from blocksparse.trace import Trace
+from blocksparse.select.block_mask import BlockMask
+from blocksparse.spec import Asked
+from blocksparse.values import Choice, Trace
 
 _MOST_CALLS = 8  # of a layer in one step for one prompt, whose choices are kept for later steps
 

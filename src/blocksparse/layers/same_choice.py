@@ -8,11 +8,11 @@ from typing import Any, Unpack, final
 from attrs import frozen
 from torch import Tensor
 
-from blocksparse.attention_spec import Asked
 from blocksparse.layers.head_groups_trace import AnyTrace
 from blocksparse.layers.kept_choices import KeptChoices
 from blocksparse.layers.schedule import LayerPipeline, Schedule
 from blocksparse.pipeline import Pipeline
+from blocksparse.spec import Asked
 
 
 class _ForwardCall(local):

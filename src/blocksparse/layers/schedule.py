@@ -7,7 +7,7 @@ from typing import Any, final
 
 from attrs import field, frozen
 
-from blocksparse.checks.validators import is_whole, shown, size, whole
+from blocksparse.check.validators import is_whole, shown, size, whole
 from blocksparse.layers.head_groups import AnyPipeline, HeadGroups, named_twice
 from blocksparse.pipeline import Pipeline
 

@@ -9,16 +9,14 @@ from typing import Any, final
 
 from attrs import evolve, field, frozen
 
-from blocksparse.checks.validators import count, is_real, optional, shown
-from blocksparse.executors.auto import AutoExecutor
-from blocksparse.executors.triton import TritonExecutor
+from blocksparse.check.validators import count, is_real, optional, shown
+from blocksparse.execute.auto import AutoExecutor
+from blocksparse.execute.triton import TritonExecutor
 from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.plans.errors import TuneError
 from blocksparse.plans.up_to import has_fixed_budget
 from blocksparse.presets import every_preset
-from blocksparse.selectors.band import Band
-from blocksparse.selectors.last_queries import LastQueries
-from blocksparse.selectors.position_selector import PositionSelector
+from blocksparse.select.positions import Band, LastQueries, PositionSelector
 
 ALWAYS_SPARSE = AutoExecutor(dense_below=0)  # a plan holds "dense" where dense attention is the better choice
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from blocksparse.checks.user_error import UserError
+from blocksparse.check.validators import UserError
 
 
 class TuneError(UserError, ValueError):

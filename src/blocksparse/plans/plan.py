@@ -11,7 +11,7 @@ from typing import Any, final
 
 from attrs import evolve, field, frozen
 
-from blocksparse.checks.validators import shown
+from blocksparse.check.validators import shown
 from blocksparse.layers.head_groups import AnyPipeline, HeadGroups, Heads
 from blocksparse.layers.schedule import LayerPipeline, Schedule
 from blocksparse.plans.candidate import Candidate

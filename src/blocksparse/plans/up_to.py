@@ -7,13 +7,12 @@ from typing import Any, cast, final
 import attrs
 from attrs import field, frozen
 
-from blocksparse.checks.per_head import PerHead
-from blocksparse.checks.validators import a, size, whole
-from blocksparse.selectors.block_mask import BlockMask
-from blocksparse.selectors.everything import Everything
-from blocksparse.selectors.position_selector import PositionSelector
-from blocksparse.selectors.selector import ScoresT_contra, Selector
-from blocksparse.selectors.vertical_slash_top_k import VerticalSlashTopK
+from blocksparse.check.per_head import PerHead
+from blocksparse.check.validators import a, size, whole
+from blocksparse.select.block_mask import BlockMask
+from blocksparse.select.positions import Everything, PositionSelector
+from blocksparse.select.selector import ScoresT_contra, Selector
+from blocksparse.select.vertical_slash import VerticalSlashTopK
 
 
 @final

@@ -6,29 +6,24 @@ from collections.abc import Callable
 from typing import Any
 
 from blocksparse.pipeline import Pipeline
-from blocksparse.presets.a_shape import a_shape
 from blocksparse.presets.auto import auto
-from blocksparse.presets.bfla import bfla
-from blocksparse.presets.dfs_attn import dfs_attn
-from blocksparse.presets.flash_prefill import flash_prefill
-from blocksparse.presets.flex_prefill import flex_prefill
-from blocksparse.presets.lva import lva
-from blocksparse.presets.mean_pooling import mean_pooling
-from blocksparse.presets.minference import minference
-from blocksparse.presets.nabla import nabla
-from blocksparse.presets.pbs_attn import pbs_attn
-from blocksparse.presets.pbs_attn_plus import pbs_attn_plus
-from blocksparse.presets.prism import prism
-from blocksparse.presets.radial import radial
-from blocksparse.presets.s2o import s2o
-from blocksparse.presets.skip_softmax import skip_softmax
-from blocksparse.presets.sol_attn import sol_attn
-from blocksparse.presets.sparge import sparge
-from blocksparse.presets.stem import stem
-from blocksparse.presets.subblock import subblock
-from blocksparse.presets.svg2 import svg2
-from blocksparse.presets.tri_shape import tri_shape
-from blocksparse.presets.xattention import xattention
+from blocksparse.presets.text import (
+    a_shape,
+    bfla,
+    flash_prefill,
+    flex_prefill,
+    mean_pooling,
+    minference,
+    pbs_attn,
+    pbs_attn_plus,
+    prism,
+    s2o,
+    skip_softmax,
+    stem,
+    tri_shape,
+    xattention,
+)
+from blocksparse.presets.video import dfs_attn, lva, nabla, radial, sol_attn, sparge, subblock, svg2
 
 every_preset: dict[str, Callable[..., Pipeline[Any, Any, Any]]] = {
     "auto": auto,

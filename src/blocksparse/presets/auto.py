@@ -7,18 +7,16 @@ from typing import Literal, NamedTuple, final, get_args
 from attrs import frozen
 from torch import Tensor
 
-from blocksparse.checks.validators import one_of
-from blocksparse.executors.auto import AutoExecutor, ExecutorChoice
-from blocksparse.permuters.permutation import GlobalPermutation
-from blocksparse.permuters.permuter import Permuter
+from blocksparse.check.validators import one_of
+from blocksparse.execute.auto import AutoExecutor, ExecutorChoice
+from blocksparse.order.permutation import GlobalPermutation, Permuter
 from blocksparse.presets.preset import BlockExecutor, Preset, kept, preset
-from blocksparse.presets.sparge import sparge
-from blocksparse.presets.xattention import xattention
-from blocksparse.scorers.block_scores import BlockMass
-from blocksparse.scorers.by_causality import ScorerByCausality
-from blocksparse.selectors.band import Band
-from blocksparse.selectors.by_causality import SelectorByCausality
-from blocksparse.selectors.last_queries import LastQueries
+from blocksparse.presets.text import xattention
+from blocksparse.presets.video import sparge
+from blocksparse.score.combined import ScorerByCausality
+from blocksparse.score.scorer import BlockMass
+from blocksparse.select.combined import SelectorByCausality
+from blocksparse.select.positions import Band, LastQueries
 
 Quality = Literal["careful", "balanced", "fast"]
 """How many blocks `auto` keeps: "careful" more than "balanced", and "fast" fewer."""

@@ -9,17 +9,14 @@ from typing import ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
-from blocksparse.checks.validators import a
-from blocksparse.executors.auto import AutoExecutor
-from blocksparse.executors.executor import Executor
-from blocksparse.permuters.identity import Identity
-from blocksparse.permuters.permutation import GlobalPermutation
-from blocksparse.permuters.permuter import Permuter
+from blocksparse.check.validators import a
+from blocksparse.execute.auto import AutoExecutor
+from blocksparse.execute.executor import Executor
+from blocksparse.order.permutation import GlobalPermutation, Identity, Permuter
 from blocksparse.pipeline import Pipeline
-from blocksparse.scorers.block_scores import BlockScores
-from blocksparse.scorers.scorer import Scorer
-from blocksparse.selectors.block_mask import BlockMask
-from blocksparse.selectors.selector import Selector
+from blocksparse.score.scorer import BlockScores, Scorer
+from blocksparse.select.block_mask import BlockMask
+from blocksparse.select.selector import Selector
 
 _permuter = a(Permuter)
 _PLAIN = frozenset({int, float, bool, str, type(None), AutoExecutor})

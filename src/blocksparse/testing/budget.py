@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blocksparse.checks.validators import shown
+from blocksparse.check.validators import shown
 
 
 def assert_within_budget(got: Tensor, want: Tensor, yardstick: Tensor) -> None:

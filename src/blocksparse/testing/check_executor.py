@@ -9,14 +9,13 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from blocksparse.attention_spec import AttentionSpec
-from blocksparse.checks.class_line import Declared, check_gave, declared
-from blocksparse.checks.per_head import HeadValues
-from blocksparse.executors.attention_output import AttentionOutput
-from blocksparse.executors.executor import Executor
-from blocksparse.geometry import Grid
-from blocksparse.permuters.permutation import Permutation
-from blocksparse.selectors.block_mask import BlockMask, RankedBlockMask
+from blocksparse.check.class_line import Declared, check_gave, declared
+from blocksparse.check.per_head import HeadValues
+from blocksparse.execute.executor import AttentionOutput, Executor
+from blocksparse.grid import Grid
+from blocksparse.order.permutation import Permutation
+from blocksparse.select.block_mask import BlockMask, RankedBlockMask
+from blocksparse.spec import AttentionSpec
 from blocksparse.testing.budget import assert_within_budget, masked_attention
 from blocksparse.testing.requirements import (
     LENGTHS,

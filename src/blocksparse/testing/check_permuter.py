@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blocksparse.checks.class_line import Declared, check_gave, declared
-from blocksparse.permuters.permutation import Permutation
-from blocksparse.permuters.permuter import Permuter
+from blocksparse.check.class_line import Declared, check_gave, declared
+from blocksparse.order.permutation import Permutation, Permuter
 from blocksparse.testing.requirements import LENGTHS, about, cases, require, unchanged
 
 

@@ -8,12 +8,10 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from blocksparse.checks.class_line import Declared, check_gave, declared
-from blocksparse.permuters.permutation import GlobalPermutation
-from blocksparse.scorers.block_scores import BlockMass, BlockScores
-from blocksparse.scorers.key_history import KeyHistory
-from blocksparse.scorers.scorer import Scorer
-from blocksparse.scorers.value_scorer import ValueScorer, scored
+from blocksparse.check.class_line import Declared, check_gave, declared
+from blocksparse.order.permutation import GlobalPermutation
+from blocksparse.score.key_history import KeyHistory
+from blocksparse.score.scorer import BlockMass, BlockScores, Scorer, ValueScorer, scored
 from blocksparse.testing.requirements import LENGTHS, Case, about, cases, orders, require, shuffled, unchanged
 
 _N = 200  # tokens of the prompt that `_check_causality` cuts and changes

@@ -9,15 +9,14 @@ import attrs
 import torch
 from torch import Tensor
 
-from blocksparse.attention_spec import AttentionSpec
-from blocksparse.checks.class_line import Declared, a_name, check_gave, declared
-from blocksparse.geometry import Grid
-from blocksparse.permuters.permutation import GlobalPermutation, Permutation
-from blocksparse.scorers.block_scores import BlockMass, BlockScores
-from blocksparse.scorers.scorer import Scorer
-from blocksparse.selectors.block_mask import BlockMask
-from blocksparse.selectors.position_selector import PositionSelector
-from blocksparse.selectors.selector import Selector
+from blocksparse.check.class_line import Declared, a_name, check_gave, declared
+from blocksparse.grid import Grid
+from blocksparse.order.permutation import GlobalPermutation, Permutation
+from blocksparse.score.scorer import BlockMass, BlockScores, Scorer
+from blocksparse.select.block_mask import BlockMask
+from blocksparse.select.positions import PositionSelector
+from blocksparse.select.selector import Selector
+from blocksparse.spec import AttentionSpec
 from blocksparse.testing.requirements import (
     LENGTHS,
     SCALE,

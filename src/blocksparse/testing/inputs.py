@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blocksparse.checks.validators import a, hash_seed, multiple, size
+from blocksparse.check.validators import a, hash_seed, multiple, size
 
 
 def make_qkv(

@@ -11,9 +11,9 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from blocksparse.attention_spec import AttentionSpec
-from blocksparse.permuters.global_index_map import GlobalIndexMap
-from blocksparse.permuters.permutation import GlobalPermutation, Permutation
+from blocksparse.order.global_index_map import GlobalIndexMap
+from blocksparse.order.permutation import GlobalPermutation, Permutation
+from blocksparse.spec import AttentionSpec
 from blocksparse.testing.inputs import make_qkv
 
 LENGTHS = ((1, 1), (40, 40), (129, 129), (200, 77), (200, 1))

@@ -14,7 +14,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from blocksparse.checks.validators import a, shown
+from blocksparse.check.validators import a, shown
 from blocksparse.plans.errors import TuneError
 
 _CITIES = (

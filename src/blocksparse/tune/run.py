@@ -10,7 +10,7 @@ from typing import Any, final
 
 from attrs import field, frozen
 
-from blocksparse.checks.validators import one_of, positive, size
+from blocksparse.check.validators import one_of, positive, size
 from blocksparse.plans.candidate import Candidate
 from blocksparse.plans.errors import TuneError
 from blocksparse.plans.plan import Plan, Try

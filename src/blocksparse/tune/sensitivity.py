@@ -10,18 +10,18 @@ import torch
 from attrs import asdict, field, frozen
 from torch import Tensor
 
-from blocksparse.attention_spec import AttentionSpec
-from blocksparse.executors.dense_attention import dense_attention
+from blocksparse.execute.dense_attention import dense_attention
 from blocksparse.integrations.density_recorder import DensityRecorder
 from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.layers.schedule import LayerPipeline, Schedule
 from blocksparse.layers.text_model import text_config
-from blocksparse.permuters.identity import Identity
+from blocksparse.order.permutation import Identity
 from blocksparse.pipeline import Pipeline
 from blocksparse.plans.candidate import ALWAYS_SPARSE, Candidate
 from blocksparse.plans.errors import TuneError
-from blocksparse.scorers.no_scorer import NoScorer
-from blocksparse.selectors.threshold import Threshold
+from blocksparse.score.scorer import NoScorer
+from blocksparse.select.top_k import Threshold
+from blocksparse.spec import AttentionSpec
 from blocksparse.tune.cost import milliseconds
 from blocksparse.tune.journal import Journal
 from blocksparse.tune.progress import Work

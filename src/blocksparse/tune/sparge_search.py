@@ -10,7 +10,7 @@ from typing import Any, final
 
 from attrs import evolve, field, frozen
 
-from blocksparse.checks.validators import positive
+from blocksparse.check.validators import positive
 from blocksparse.plans.candidate import Candidate
 from blocksparse.plans.plan import Plan
 from blocksparse.tune.choice import Option

@@ -25,7 +25,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from blocksparse.executors.tiles import HopperTiles, TritonTiles, portable, tuned_int8
+from blocksparse.execute.tiles import HopperTiles, TritonTiles, portable, tuned_int8
 from blocksparse.kernels.attention import int8_attention_hopper, sparse_attention_hopper, sparse_attention_triton
 from blocksparse.kernels.attention.hopper import shares
 from blocksparse.kernels.attention.hopper.queue import consumer_registers, registers

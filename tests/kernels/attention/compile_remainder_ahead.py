@@ -12,7 +12,7 @@ from tests.kernels.ahead import HARDWARE, MATRIX_INSTRUCTION, SHARED, TARGETS, T
 from tests.kernels.launched import gathered
 
 import blocksparse as bs
-from blocksparse.executors.tiles import portable
+from blocksparse.execute.tiles import portable
 from blocksparse.kernels.attention.arguments import KeptBlocks
 from blocksparse.kernels.attention.remainder import add_remainder
 from blocksparse.testing import make_qkv

@@ -19,7 +19,7 @@ import triton
 from tests.kernels.ahead import report_of
 from tests.kernels.attention.compile_ahead import compile_sparse_attention
 
-from blocksparse.executors.tiles import TritonTiles, portable
+from blocksparse.execute.tiles import TritonTiles, portable
 from blocksparse.kernels.common.hardware import TARGETS, Hardware
 
 

@@ -22,7 +22,7 @@ from tests.kernels.attention import cpu_cases
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import blocksparse as bs
-from blocksparse.executors.dense_attention import dense_attention
+from blocksparse.execute.dense_attention import dense_attention
 from blocksparse.kernels.attention import cpu_attention
 from blocksparse.kernels.attention.cpu_attention import dense_cpu_attention
 from blocksparse.kernels.common import compiled

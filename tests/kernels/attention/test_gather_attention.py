@@ -16,12 +16,12 @@ from tests.specs import asked
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.executors.gather import GatherExecutor
+from blocksparse.execute.gather import GatherExecutor
 from blocksparse.kernels.attention.arguments import RankedLists, StopRule
 from blocksparse.kernels.attention.gather_attention import fits_hopper, gather_attention_reference
 from blocksparse.kernels.positions.token_positions import TokenPositions
-from blocksparse.permuters.global_index_map import GlobalIndexMap
-from blocksparse.presets.s2o import s2o
+from blocksparse.order.global_index_map import GlobalIndexMap
+from blocksparse.presets.text import s2o
 from blocksparse.testing import assert_within_budget, make_qkv
 
 pytest.importorskip("triton")
@@ -358,7 +358,7 @@ def test_runs_without_triton() -> None:
     """On a CPU nothing of Triton is imported."""
     code = (
         "import sys; sys.modules['triton'] = None\n"
-        "import torch\nfrom blocksparse.presets.s2o import s2o\n"
+        "import torch\nfrom blocksparse.presets.text import s2o\n"
         "q, k, v = torch.rand(1, 4, 64, 16), torch.rand(1, 2, 64, 16), torch.rand(1, 2, 64, 16)\n"
         "print(tuple(s2o(0.1, S=32, block=16)(q, k, v).shape))"
     )

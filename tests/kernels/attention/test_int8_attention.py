@@ -13,12 +13,12 @@ from tests.specs import asked
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.executors.block_plan import BlockPlan
+from blocksparse.execute.launched import BlockPlan
 from blocksparse.testing import make_qkv
 
 pytest.importorskip("triton")
-from blocksparse.executors.int8_operands import tile_operands
-from blocksparse.executors.tiles import HopperTiles, tuned_int8
+from blocksparse.execute.int8 import tile_operands
+from blocksparse.execute.tiles import HopperTiles, tuned_int8
 from blocksparse.kernels.attention.int8_attention import int8_attention
 from blocksparse.kernels.positions.token_positions import TokenPositions
 from blocksparse.kernels.rounding.tile_operands import TileOperands

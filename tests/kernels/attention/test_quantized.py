@@ -13,13 +13,13 @@ from tests.machine import DTYPES, GPU
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.executors.block_plan import BlockPlan
+from blocksparse.execute.launched import BlockPlan
 from blocksparse.kernels.rounding.quantize import fp8_per_token, int8_per_block, int8_per_token, smoothing_mean
 from blocksparse.testing import make_qkv
 
 pytest.importorskip("triton")
-from blocksparse.executors.int8_operands import token_operands
-from blocksparse.executors.tiles import TritonTiles, portable
+from blocksparse.execute.int8 import token_operands
+from blocksparse.execute.tiles import TritonTiles, portable
 from blocksparse.kernels.attention.arguments import Approximation
 from blocksparse.kernels.attention.sparse_attention import sparse_attention
 from blocksparse.kernels.common.hardware import hardware_of

@@ -15,7 +15,7 @@ import blocksparse as bs
 from blocksparse.testing import assert_within_budget, make_qkv
 
 pytest.importorskip("triton")
-from blocksparse.executors.tiles import TritonTiles
+from blocksparse.execute.tiles import TritonTiles
 from blocksparse.kernels.attention.arguments import KeptBlocks
 from blocksparse.kernels.attention.remainder import add_remainder
 

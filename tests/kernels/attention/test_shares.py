@@ -12,11 +12,11 @@ from tests.machine import needs_hopper
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.executors.block_plan import BlockPlan
+from blocksparse.execute.launched import BlockPlan
 from blocksparse.testing import assert_within_budget, make_qkv
 
 pytest.importorskip("triton")
-from blocksparse.executors.tiles import HopperTiles, tuned
+from blocksparse.execute.tiles import HopperTiles, tuned
 from blocksparse.kernels.attention.hopper import shares as module
 from blocksparse.kernels.attention.hopper.shares import Shares, shares_of
 from blocksparse.kernels.attention.sparse_attention import sparse_attention

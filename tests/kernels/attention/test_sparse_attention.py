@@ -22,12 +22,12 @@ from tests.specs import asked
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.executors.block_plan import BlockPlan
+from blocksparse.execute.launched import BlockPlan
 from blocksparse.testing import assert_within_budget, make_qkv
 
 pytest.importorskip("triton")
-from blocksparse.executors import triton as executor_module
-from blocksparse.executors.tiles import MOST_SOFTCAP, HopperTiles, Tiles, TritonTiles, portable, tuned
+from blocksparse.execute import triton as executor_module
+from blocksparse.execute.tiles import MOST_SOFTCAP, HopperTiles, Tiles, TritonTiles, portable, tuned
 from blocksparse.kernels.attention import sparse_attention as op
 from blocksparse.kernels.attention.arguments import Approximation, LogitChange
 from blocksparse.kernels.attention.hopper import shares
@@ -891,7 +891,7 @@ def test_hopper_has_the_best_buffers_that_fit(
 def test_tiles_for_hopper_follow_head_dims_and_blocks(
     D: int, Dv: int, q_block: int, want: Tiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("blocksparse.executors.tiles.is_hopper", lambda device: True)
+    monkeypatch.setattr("blocksparse.execute.tiles.is_hopper", lambda device: True)
     q, k, v = (torch.empty(1, 2, 1000, x, dtype=torch.bfloat16, device="meta") for x in (D, D, Dv))
     assert tuned(q, k, v, q_block, 128) == want
 

@@ -10,7 +10,7 @@ from attrs import evolve
 from tests.kernels.foretold import foretold
 from tests.machine import GPU
 
-from blocksparse.executors.tiles import portable
+from blocksparse.execute.tiles import portable
 from blocksparse.kernels.attention.sparse_attention_triton import most_registers
 from blocksparse.kernels.common import hardware
 from blocksparse.kernels.common.hardware import INTERPRETER, TARGETS, hardware_of

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from blocksparse.kernels.common.softcap_triton import capped
-from blocksparse.runtime.launches import remembered
+from blocksparse.launch.launches import remembered
 
 BLOCK = 1024
 

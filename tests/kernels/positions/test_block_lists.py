@@ -9,7 +9,7 @@ from tests.kernels.scripts import printed_by
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.executors.block_plan import BlockPlan
+from blocksparse.execute.launched import BlockPlan
 from blocksparse.kernels.common.sizes import index_dtype
 from blocksparse.kernels.positions.block_lists import block_lists
 from blocksparse.testing import make_qkv

@@ -16,11 +16,11 @@ from tests.kernels.scripts import printed_by
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.executors import int8_operands
+from blocksparse.execute import int8 as int8_operands
 from blocksparse.kernels.rounding.int8_tokens import int8_keys, int8_queries
 from blocksparse.kernels.rounding.int8_tokens_triton import int8_keys_triton, int8_queries_triton
 from blocksparse.kernels.rounding.quantize_triton import divided
-from blocksparse.runtime.launches import remembered
+from blocksparse.launch.launches import remembered
 from blocksparse.testing import make_qkv
 
 

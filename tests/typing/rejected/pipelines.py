@@ -39,7 +39,7 @@ order: bs.Pipeline[bs.Permutation, bs.BlockScores, bs.BlockMask] = bs.Pipeline(
 # Values that are no argument of the role, and logits by values into a rule for masses.
 @attrs.frozen(eq=False)
 class WithoutValues(bs.ValueScorer[bs.Permutation, bs.BlockScores]):
-    def with_values(self, q: Tensor, k: Tensor, permutation: bs.Permutation, spec: bs.AttentionSpec) -> bs.BlockScores:  # E: Signature of "with_values" incompatible with supertype "blocksparse.scorers.value_scorer.ValueScorer"
+    def with_values(self, q: Tensor, k: Tensor, permutation: bs.Permutation, spec: bs.AttentionSpec) -> bs.BlockScores:  # E: Signature of "with_values" incompatible with supertype "blocksparse.score.scorer.ValueScorer"
         raise NotImplementedError
 
 
@@ -83,7 +83,7 @@ bs.Pipeline(bs.Identity(), Logits(), bs.TopK(1), EarlyStop())  # E: Cannot infer
 # A stage whose method contradicts its class line.
 @attrs.frozen(eq=False)
 class Contradicts(bs.Selector[bs.BlockScores, bs.BlockMask]):
-    def __call__(self, scores: bs.BlockMass) -> bs.BlockMask:  # E: Argument 1 of "__call__" is incompatible with supertype "blocksparse.selectors.selector.Selector"; supertype defines the argument type as "BlockScores"
+    def __call__(self, scores: bs.BlockMass) -> bs.BlockMask:  # E: Argument 1 of "__call__" is incompatible with supertype "blocksparse.select.selector.Selector"; supertype defines the argument type as "BlockScores"
         raise NotImplementedError
 
 

@@ -11,7 +11,7 @@ from diffusers import ModelMixin
 from torch import nn
 
 from blocksparse.audit.audit import Audit
-from blocksparse.checks.validators import a, count, is_whole, optional, shown, size
+from blocksparse.check.validators import a, count, is_whole, optional, shown, size
 from blocksparse.integrations.density_recorder import DensityRecorder
 from blocksparse.integrations.diffusers.adapter import Adapter, Phase, layer_names
 from blocksparse.integrations.diffusers.attachment import Attachment, Layer

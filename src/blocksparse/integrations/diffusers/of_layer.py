@@ -7,16 +7,16 @@ from typing import Any, Unpack, final
 from attrs import Factory, define, field, frozen
 from torch import Tensor
 
-from blocksparse.attention_spec import Asked, AttentionSpec
 from blocksparse.audit.audit import Audit
 from blocksparse.audit.audited_pipeline import AuditedPipeline
-from blocksparse.calls.inputs import checked
-from blocksparse.calls.opaque_call import OpaqueCall, attend
-from blocksparse.executors.dense_attention import dense_attention
+from blocksparse.custom_op import OpaqueCall, attend
+from blocksparse.execute.dense_attention import dense_attention
+from blocksparse.inputs import checked
 from blocksparse.integrations.density_recorder import DensityRecorder
 from blocksparse.layers.kept_choices import KeptChoices
 from blocksparse.layers.schedule import LayerPipeline
 from blocksparse.pipeline import Pipeline
+from blocksparse.spec import Asked, AttentionSpec
 
 
 @final

@@ -10,10 +10,9 @@ from typing import final
 from attrs import frozen
 from torch import Tensor
 
-from blocksparse.attention_spec import Asked, AttentionSpec
-from blocksparse.batches.paged_kv import LEAST_RUN, PagedKV, lies_in_slots
-from blocksparse.calls.inputs import UnsupportedError
-from blocksparse.executors.dense_attention import dense_attention
+from blocksparse.batch.pages import LEAST_RUN, PagedKV, lies_in_slots
+from blocksparse.execute.dense_attention import dense_attention
+from blocksparse.inputs import UnsupportedError
 from blocksparse.integrations.density_recorder import DensityRecorder
 from blocksparse.integrations.serving.estimates import Estimates
 from blocksparse.integrations.serving.prefills import Prefills
@@ -21,6 +20,7 @@ from blocksparse.integrations.serving.workspace import Workspace
 from blocksparse.layers.schedule import LayerPipeline
 from blocksparse.paged_pipeline import PagedPipeline
 from blocksparse.pipeline import Pipeline
+from blocksparse.spec import Asked, AttentionSpec
 
 _log = logging.getLogger(__name__)
 

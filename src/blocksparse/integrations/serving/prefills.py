@@ -8,7 +8,7 @@ from typing import final
 from attrs import frozen
 from torch import Tensor
 
-from blocksparse.batches.page_table import PageTable
+from blocksparse.batch.pages import PageTable
 from blocksparse.integrations.serving.runs import Runs
 
 

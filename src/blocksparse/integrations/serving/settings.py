@@ -11,21 +11,19 @@ from attrs import evolve, frozen
 
 from blocksparse.audit.audit import Audit
 from blocksparse.audit.layer_audit import Crossing
-from blocksparse.checks.per_head import check_heads
-from blocksparse.checks.user_error import UserError
-from blocksparse.checks.validators import a, flag, shown, size, whole
-from blocksparse.executors.auto import AutoExecutor
-from blocksparse.executors.executor import Executor
-from blocksparse.executors.flex import FlexExecutor
-from blocksparse.executors.int8 import Int8Executor
-from blocksparse.executors.triton import TritonExecutor
+from blocksparse.check.per_head import check_heads
+from blocksparse.check.validators import UserError, a, flag, shown, size, whole
+from blocksparse.execute.auto import AutoExecutor
+from blocksparse.execute.executor import Executor
+from blocksparse.execute.flex import FlexExecutor
+from blocksparse.execute.int8 import Int8Executor
+from blocksparse.execute.triton import TritonExecutor
 from blocksparse.layers.head_groups import AnyPipeline, HeadGroups
 from blocksparse.layers.schedule import LayerPipeline, Schedule
 from blocksparse.pipeline import Pipeline
 from blocksparse.plans.plan import Plan
 from blocksparse.presets import every_preset
-from blocksparse.selectors.band import Band
-from blocksparse.selectors.sink import Sink
+from blocksparse.select.positions import Band, Sink
 
 _log = logging.getLogger(__name__)
 KEY = "blocksparse"

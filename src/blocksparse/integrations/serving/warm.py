@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from blocksparse.batches.page_table import PageTable
-from blocksparse.calls.inputs import UnsupportedError
+from blocksparse.batch.pages import PageTable
+from blocksparse.inputs import UnsupportedError
 from blocksparse.integrations.serving.layer import LayerAttention
 from blocksparse.integrations.serving.settings import ConfigurationError, Settings
 from blocksparse.integrations.serving.worth import Worth

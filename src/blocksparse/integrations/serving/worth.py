@@ -7,11 +7,11 @@ from typing import final
 from attrs import frozen
 from torch import Tensor
 
-from blocksparse.attention_spec import AttentionSpec
-from blocksparse.executors.auto import AutoExecutor
+from blocksparse.execute.auto import AutoExecutor
 from blocksparse.four_stages import EVERYTHING, keeps_everything
 from blocksparse.layers.head_groups import HeadGroups
 from blocksparse.layers.schedule import LayerPipeline
+from blocksparse.spec import AttentionSpec
 
 _SPEC = AttentionSpec(scale=1.0)
 # An engine's own attention is faster than that of a call by itself, so more work pays there. Measured on an H100

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from blocksparse.calls.inputs import MAX_HEAD_DIM
+from blocksparse.inputs import MAX_HEAD_DIM
 
 # Arguments of one call of a layer that change what attention means, and the reasons that a DensityRecorder gets.
 _NOT_PLAIN = {"sinks": "attention sinks", "rel_bias": "position bias"}

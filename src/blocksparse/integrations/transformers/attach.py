@@ -11,8 +11,8 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from blocksparse.audit.audit import Audit
 from blocksparse.audit.audited_pipeline import AuditedPipeline
-from blocksparse.checks.per_head import read_again
-from blocksparse.checks.validators import flag, optional, shown, size, whole
+from blocksparse.check.per_head import read_again
+from blocksparse.check.validators import flag, optional, shown, size, whole
 from blocksparse.integrations.density_recorder import DensityRecorder
 from blocksparse.integrations.transformers.adapter import Adapter
 from blocksparse.integrations.transformers.attachment import Attachment

@@ -12,7 +12,7 @@ from attrs import field, frozen
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from blocksparse.checks.validators import size, whole
+from blocksparse.check.validators import size, whole
 from blocksparse.integrations.transformers.adapter import Adapter
 from blocksparse.integrations.transformers.continuous_batching import SDPA, SdpaInPlace
 from blocksparse.integrations.transformers.ending_name import ending_name

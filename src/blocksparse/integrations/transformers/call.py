@@ -10,11 +10,11 @@ import torch
 from attrs import define, evolve
 from torch import Tensor, nn
 
-from blocksparse.attention_spec import Asked
-from blocksparse.batches.sequences import Sequences
-from blocksparse.calls.inputs import MAX_HEAD_DIM
+from blocksparse.batch.sequences import Sequences
+from blocksparse.inputs import MAX_HEAD_DIM
 from blocksparse.integrations.transformers.last_lengths import LastLengths
 from blocksparse.integrations.transformers.prompt_mask import PromptMask
+from blocksparse.spec import Asked
 
 # Arguments with which attention must be dense, and the reasons that a DensityRecorder gets for them.
 _NOT_PLAIN = {

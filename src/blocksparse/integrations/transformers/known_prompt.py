@@ -11,7 +11,7 @@ from attrs import define, evolve, field
 from torch import Tensor
 from transformers import GenerationMixin
 
-from blocksparse.batches.sequences import Sequences
+from blocksparse.batch.sequences import Sequences
 
 
 @final

@@ -8,7 +8,7 @@ from weakref import ref
 from attrs import define, field
 from torch import Tensor
 
-from blocksparse.batches.sequences import Sequences
+from blocksparse.batch.sequences import Sequences
 
 
 @final

@@ -8,16 +8,16 @@ from typing import Unpack, final
 from attrs import Factory, evolve, field, frozen
 from torch import Tensor
 
-from blocksparse.attention_spec import Asked, AttentionSpec
 from blocksparse.audit.audited_pipeline import AuditedPipeline
-from blocksparse.batches.sequences import Sequences
-from blocksparse.calls.inputs import UnsupportedError
-from blocksparse.calls.opaque_call import OpaqueCall, attend
-from blocksparse.executors.dense_attention import dense_attention
+from blocksparse.batch.sequences import Sequences
+from blocksparse.custom_op import OpaqueCall, attend
+from blocksparse.execute.dense_attention import dense_attention
+from blocksparse.inputs import UnsupportedError
 from blocksparse.integrations.transformers.outcomes import Outcomes
 from blocksparse.integrations.transformers.prompt_mask import padded_behind
 from blocksparse.layers.same_choice import SameChoice
 from blocksparse.layers.schedule import LayerPipeline
+from blocksparse.spec import Asked, AttentionSpec
 
 
 @final

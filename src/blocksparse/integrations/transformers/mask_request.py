@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import sdpa_mask
 
-from blocksparse.batches.sequences import Sequences
+from blocksparse.batch.sequences import Sequences
 from blocksparse.integrations.transformers.prompt_mask import PromptMask, padded_behind
 
 _ROWS = 256  # queries of a mask that are looked at together

@@ -10,8 +10,8 @@ from attrs import define, evolve
 from torch import Tensor
 from transformers.masking_utils import sdpa_mask
 
-from blocksparse.batches.sequences import Sequences, Span
-from blocksparse.runtime.torch_private import tree_map
+from blocksparse.batch.sequences import Sequences, Span
+from blocksparse.launch.torch_private import tree_map
 
 
 @final

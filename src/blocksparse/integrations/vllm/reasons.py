@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from blocksparse.calls.inputs import MAX_HEAD_DIM
+from blocksparse.inputs import MAX_HEAD_DIM
 
 _KINDS = {"encoder": "not causal", "encoder_only": "not causal", "encoder_decoder": "cross attention"}
 # Arguments that must be None, or 0, and the reasons that a DensityRecorder gets for others.

@@ -2,10 +2,10 @@
 
 lists    which key blocks each row of blocks visits: `Lists`, or `RankedLists` in visiting order
 places   which original positions those blocks hold, and whether later keys are masked: `TokenPositions`
-tiles    which kernel runs, and how it is launched: `HopperTiles` and `TritonTiles` of `executors/tiles.py`
+tiles    which kernel runs, and how it is launched: `HopperTiles` and `TritonTiles` of `execute/tiles.py`
 change   what the layer does to its logits before the softmax: `LogitChange`
 blocks   which blocks a call kept, where the others count as well: `KeptBlocks`
-paged    where keys and values lie in the pages of a cache, if they do: `PagedKV` of `batches/paged_kv.py`
+paged    where keys and values lie in the pages of a cache, if they do: `PagedKV` of `batch/pages.py`
 scales   what 8-bit operands stand for: `Approximation`, and `TileOperands` of `rounding/tile_operands.py`
 """
 
@@ -32,7 +32,7 @@ class Lists:
 
 
 class Paged(Protocol):
-    """`PagedKV` of `batches/paged_kv.py`, which says what its fields mean."""
+    """`PagedKV` of `batch/pages.py`, which says what its fields mean."""
 
     @property
     def keys(self) -> Tensor: ...
@@ -47,7 +47,7 @@ class Paged(Protocol):
 
 
 class Tiles(Protocol):
-    """`HopperTiles` or `TritonTiles` of `executors/tiles.py`, which say what their fields mean."""
+    """`HopperTiles` or `TritonTiles` of `execute/tiles.py`, which say what their fields mean."""
 
     @property
     def kernel(self) -> str:

@@ -31,7 +31,7 @@ from blocksparse.kernels.common.compiled import Loaded, load
 from blocksparse.kernels.common.cpu_calls import parallel, python_calls, steps
 from blocksparse.kernels.common.memory import empty_as
 from blocksparse.kernels.positions.token_positions import TokenPositions
-from blocksparse.runtime.torch_private import operations_are_noted
+from blocksparse.launch.torch_private import operations_are_noted
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 MAX_HEAD_DIM = 256

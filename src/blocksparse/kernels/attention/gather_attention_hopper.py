@@ -37,7 +37,7 @@ from blocksparse.kernels.attention.hopper.rows import LOWEST, NEVER, partial_sum
 from blocksparse.kernels.common.memory import empty_as
 from blocksparse.kernels.common.names_triton import aggregate
 from blocksparse.kernels.positions.token_positions import TokenPositions
-from blocksparse.runtime.launches import remembered
+from blocksparse.launch.launches import remembered
 
 _LOADER_REGISTERS = gl.constexpr(56)  # of each thread of the loading warps, once registers are reallocated
 

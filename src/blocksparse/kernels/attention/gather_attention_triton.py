@@ -24,7 +24,7 @@ from blocksparse.kernels.common.softmax_triton import log_sum, step
 from blocksparse.kernels.common.strides_triton import alike, head_at
 from blocksparse.kernels.multiplying.cell_products_triton import largest, total
 from blocksparse.kernels.positions.token_positions import TokenPositions
-from blocksparse.runtime.launches import remembered
+from blocksparse.launch.launches import remembered
 
 # Blocks in a loop of known length. What it computes after its row has stopped is thrown away.
 _AHEAD = 4

@@ -51,7 +51,7 @@ from blocksparse.kernels.common.memory import for_bulk_copies
 from blocksparse.kernels.common.names_triton import reinterpret
 from blocksparse.kernels.positions.token_positions import TokenPositions
 from blocksparse.kernels.rounding.tile_operands import TileOperands
-from blocksparse.runtime.launches import remembered
+from blocksparse.launch.launches import remembered
 
 _LOG2_E = gl.constexpr(math.log2(math.e))
 _GROUP = gl.constexpr(4)  # tiles of keys whose fp8 products the tensor cores add, before fp32 does

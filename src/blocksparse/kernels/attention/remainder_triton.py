@@ -22,7 +22,7 @@ from blocksparse.kernels.common.softcap_triton import capped
 from blocksparse.kernels.common.softmax_triton import log_sum, step
 from blocksparse.kernels.common.strides_triton import alike, head_at
 from blocksparse.kernels.positions.block_grid_triton import positions, rows_at, strides
-from blocksparse.runtime.launches import remembered
+from blocksparse.launch.launches import remembered
 
 _TILE = 4096  # entries of keys, and of values, that a program that pools holds at a time
 _WORD = 64  # columns of which one number has the bits; means are filled up to a multiple with zeros, to load whole tiles

@@ -30,7 +30,7 @@ from blocksparse.kernels.attention.hopper.softcap import reference_of, scale_and
 from blocksparse.kernels.common.memory import for_bulk_copies
 from blocksparse.kernels.moving.gather_rows import gather_two
 from blocksparse.kernels.positions.token_positions import TokenPositions
-from blocksparse.runtime.launches import remembered
+from blocksparse.launch.launches import remembered
 
 
 def sparse_attention_hopper(

@@ -23,7 +23,7 @@ from blocksparse.kernels.common.softmax_triton import log_sum
 from blocksparse.kernels.common.strides_triton import alike, head_at, head_strides
 from blocksparse.kernels.positions.token_positions import TokenPositions
 from blocksparse.kernels.rounding.quantize import FP8_LIMIT
-from blocksparse.runtime.launches import remembered
+from blocksparse.launch.launches import remembered
 
 _FP8_LIMIT = tl.constexpr(FP8_LIMIT)
 _LOWEST = tl.constexpr(-3.4028234663852886e38)  # the least fp32 number

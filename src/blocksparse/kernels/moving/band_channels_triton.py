@@ -11,7 +11,7 @@ from torch import Tensor
 
 from blocksparse.kernels.common.sizes import power_of_2
 from blocksparse.kernels.moving.band_channels import LEAST_RMS
-from blocksparse.runtime.launches import remembered
+from blocksparse.launch.launches import remembered
 
 _TILE = 4096  # entries that a program holds at a time
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from blocksparse.kernels.common.twins import on_gpus
-from blocksparse.runtime.precision import without_autocast
+from blocksparse.launch.torch_modes import without_autocast
 
 
 @on_gpus()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
 from blocksparse.kernels.common.strides_triton import alike, head_at, head_strides
-from blocksparse.runtime.launches import remembered
+from blocksparse.launch.launches import remembered
 
 _TILE = 8192  # entries of a tensor per program
 

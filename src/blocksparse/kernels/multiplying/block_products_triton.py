@@ -15,7 +15,7 @@ from blocksparse.kernels.common.hardware import Hardware, fp32_products, hardwar
 from blocksparse.kernels.common.sizes import cdiv
 from blocksparse.kernels.positions.block_grid import BlockGrid
 from blocksparse.kernels.positions.block_grid_triton import any_of, rows_at, strides
-from blocksparse.runtime.launches import remembered
+from blocksparse.launch.launches import remembered
 
 _TILE = 64  # rows and columns of a launch tile
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from blocksparse.kernels.multiplying.products import wide_dtype
-from blocksparse.runtime.precision import without_autocast
+from blocksparse.launch.torch_modes import without_autocast
 
 
 @frozen(eq=False)

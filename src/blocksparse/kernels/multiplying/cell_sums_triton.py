@@ -11,7 +11,7 @@ import triton.language as tl
 
 from blocksparse.kernels.common.strides_triton import head_at
 from blocksparse.kernels.multiplying.cell_products_triton import cell_products, grouped_tile, largest
-from blocksparse.runtime.launches import remembered
+from blocksparse.launch.launches import remembered
 
 # Arguments that Triton must not specialise on: sizes that change from band to band, and pointers to parts of one memory,
 # which need not be aligned.

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from blocksparse.kernels.multiplying.products import rounds_fp32, wide_dtype
-from blocksparse.runtime.precision import without_autocast
+from blocksparse.launch.torch_modes import without_autocast
 
 LARGE_LSE = 1024.0
 """The lse up to which fp32 holds it to 3e-5. Beyond, parts of a row are merged in float64."""

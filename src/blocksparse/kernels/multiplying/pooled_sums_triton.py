@@ -18,7 +18,7 @@ from blocksparse.kernels.common.shared_memory import needed
 from blocksparse.kernels.common.sizes import power_of_2
 from blocksparse.kernels.common.strides_triton import head_at
 from blocksparse.kernels.multiplying.cell_products_triton import largest
-from blocksparse.runtime.launches import remembered
+from blocksparse.launch.launches import remembered
 
 
 @frozen

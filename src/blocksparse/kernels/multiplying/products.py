@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blocksparse.runtime.precision import without_autocast
+from blocksparse.launch.torch_modes import without_autocast
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:

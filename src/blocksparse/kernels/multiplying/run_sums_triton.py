@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
-from blocksparse.runtime.launches import remembered
+from blocksparse.launch.launches import remembered
 
 _ENTRIES = 2048  # per program
 

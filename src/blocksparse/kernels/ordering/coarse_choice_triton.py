@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from blocksparse.runtime.launches import remembered
+from blocksparse.launch.launches import remembered
 
 TILE = 4096  # steps that a program reads at a time; fewer than 2^15, so that two counts of them fit one int32
 SAMPLE = 1024  # words of four steps that the guess looks at

@@ -15,7 +15,7 @@ from blocksparse.kernels.common.sizes import cdiv
 from blocksparse.kernels.ordering.coarse_choice_triton import SAMPLE, TILE, choose, row_of_maps
 from blocksparse.kernels.ordering.coarse_steps_triton import ROWS_AT_ONCE, coarse_steps
 from blocksparse.kernels.ordering.score_steps import STEPS
-from blocksparse.runtime.launches import remembered
+from blocksparse.launch.launches import remembered
 
 BYTES_AT_ONCE = 3 << 27  # of workspace: steps, kept keys, and counts of steps
 CHUNK, CHUNKS = 1024, 16  # kept keys per program, or more, so that a row has at most this many programs

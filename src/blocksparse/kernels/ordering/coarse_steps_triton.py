@@ -16,7 +16,7 @@ from blocksparse.kernels.common.hardware import Hardware, hardware_of
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
 from blocksparse.kernels.ordering.key_importance_triton import options_of_weights
 from blocksparse.kernels.ordering.score_steps import SAMPLED, STEPS
-from blocksparse.runtime.launches import remembered
+from blocksparse.launch.launches import remembered
 
 ROWS_AT_ONCE = 128  # rows of a tile of rows, at most
 SHARE, RANGE_SHARE = 2048, 4096  # keys per program of `_steps`, and of `_range`, which reads every eighth

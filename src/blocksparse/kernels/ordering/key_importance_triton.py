@@ -21,7 +21,7 @@ from blocksparse.kernels.common.memory import copies_in_bulk, empty_together
 from blocksparse.kernels.common.rows_triton import rows_of
 from blocksparse.kernels.common.shared_memory import fitted, needed
 from blocksparse.kernels.common.sizes import REMEMBERED, cdiv, power_of_2
-from blocksparse.runtime.launches import remembered
+from blocksparse.launch.launches import remembered
 
 _SPLITS = 32  # shares that the keys are divided into, at most
 _PIECES = 8  # pieces of 128 keys in a share, at most while there are fewer than `_SPLITS` shares

@@ -14,7 +14,7 @@ from blocksparse.kernels.common.memory import empty_together
 from blocksparse.kernels.common.sizes import REMEMBERED, cdiv, power_of_2
 from blocksparse.kernels.common.strides_triton import alike, head_at, head_strides
 from blocksparse.kernels.positions.block_bounds import Bounds
-from blocksparse.runtime.launches import remembered
+from blocksparse.launch.launches import remembered
 
 _NEVER = tl.constexpr(2**31 - 1)
 _TILE = 2048  # places that a program works on at a time

@@ -11,7 +11,7 @@ from blocksparse.kernels.common.memory import empty_together
 from blocksparse.kernels.common.sizes import cdiv, index_dtype, power_of_2
 from blocksparse.kernels.positions.block_grid import BlockGrid
 from blocksparse.kernels.positions.block_grid_triton import full_blocks, positions, rows_at, strides, tile
-from blocksparse.runtime.launches import remembered
+from blocksparse.launch.launches import remembered
 
 _ENTRIES = 512  # blocks of a launch tile, if rows are short
 # Blocks of a row at a time; fewer than 2^15, so that two counts of them fit one int32.

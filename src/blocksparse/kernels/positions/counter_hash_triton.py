@@ -10,7 +10,7 @@ from torch import Tensor
 from blocksparse.kernels.common.sizes import cdiv
 from blocksparse.kernels.positions.block_grid_triton import strides
 from blocksparse.kernels.positions.counter_hash import mix
-from blocksparse.runtime.launches import remembered
+from blocksparse.launch.launches import remembered
 
 _ROWS, _COLS = 4, 256  # numbers per program
 

@@ -22,7 +22,7 @@ from blocksparse.kernels.positions.block_grid_triton import (
 from blocksparse.kernels.positions.counter_hash import mix
 from blocksparse.kernels.positions.counter_hash_triton import folded
 from blocksparse.kernels.positions.places import NOWHERE, Places, last_from
-from blocksparse.runtime.launches import remembered
+from blocksparse.launch.launches import remembered
 
 _TILE = 4096  # blocks of a launch tile
 

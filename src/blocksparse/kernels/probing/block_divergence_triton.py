@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.common.sizes import power_of_2
-from blocksparse.runtime.launches import remembered
+from blocksparse.launch.launches import remembered
 
 
 def block_divergence_triton(logits: Tensor, true: Tensor, scale: float = 1.0) -> Tensor:

@@ -23,7 +23,7 @@ from blocksparse.kernels.common.shared_memory import fitted, needed
 from blocksparse.kernels.common.sizes import REMEMBERED, cdiv, power_of_2
 from blocksparse.kernels.common.softmax_triton import joined, step
 from blocksparse.kernels.common.twins import FLOATS
-from blocksparse.runtime.launches import remembered
+from blocksparse.launch.launches import remembered
 
 _KEYS, _DISTANCES = 1024, 512  # keys, and distances, per program
 _SPAN = 32  # queries and keys of a square: as many as a warp has threads, so that these exchange a row at once

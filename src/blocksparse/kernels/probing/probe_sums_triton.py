@@ -23,7 +23,7 @@ from blocksparse.kernels.common.shared_memory import needed
 from blocksparse.kernels.common.sizes import REMEMBERED, cdiv, power_of_2
 from blocksparse.kernels.common.softmax_triton import joined
 from blocksparse.kernels.common.twins import FLOATS
-from blocksparse.runtime.launches import remembered
+from blocksparse.launch.launches import remembered
 
 _TILES = 8  # tiles of keys that a program takes one behind another
 _JOINED = 8  # blocks, and bands, of a program of the second launch

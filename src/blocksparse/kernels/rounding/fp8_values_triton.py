@@ -12,7 +12,7 @@ from blocksparse.kernels.common.sizes import cdiv, power_of_2
 from blocksparse.kernels.common.strides_triton import alike
 from blocksparse.kernels.rounding.quantize import FP8_LIMIT
 from blocksparse.kernels.rounding.quantize_triton import divided, largest_of, read_tokens, scale_of
-from blocksparse.runtime.launches import remembered
+from blocksparse.launch.launches import remembered
 
 _TILE = 8192  # entries of values per program
 _LIMIT = tl.constexpr(FP8_LIMIT)

@@ -11,7 +11,7 @@ from blocksparse.kernels.common.sizes import cdiv, power_of_2
 from blocksparse.kernels.common.strides_triton import alike, head_at
 from blocksparse.kernels.rounding.quantize import INT8_LIMIT
 from blocksparse.kernels.rounding.quantize_triton import divided, earliest_token, largest_of, read_tokens, scale_of
-from blocksparse.runtime.launches import remembered
+from blocksparse.launch.launches import remembered
 
 _TILE = 8192  # entries per program, if every token has a scale of its own
 _BLOCK_TILE = 16384  # entries that a program holds at a time, if the tokens of a block share a scale

@@ -9,7 +9,7 @@ from blocksparse.kernels.common.strides_triton import head_at
 from blocksparse.kernels.rounding.quantize import INT8_LIMIT
 from blocksparse.kernels.rounding.quantize_triton import INTERPRETED, largest_of, read_tokens, scale_of
 from blocksparse.kernels.rounding.tile_groups_triton import inverse_of, of_groups, of_tokens, store_groups
-from blocksparse.runtime.launches import remembered
+from blocksparse.launch.launches import remembered
 
 _INT8_LIMIT = tl.constexpr(INT8_LIMIT)
 

@@ -9,7 +9,7 @@ from blocksparse.kernels.rounding.fp8_values_triton import fp8_bits
 from blocksparse.kernels.rounding.quantize import FP8_LIMIT, LEAST_LOG2
 from blocksparse.kernels.rounding.quantize_triton import largest_of, read_tokens, scale_of
 from blocksparse.kernels.rounding.tile_groups_triton import inverse_of, of_groups, of_tokens, store_groups
-from blocksparse.runtime.launches import remembered
+from blocksparse.launch.launches import remembered
 
 _FP8_LIMIT = tl.constexpr(FP8_LIMIT)
 _LEAST = tl.constexpr(2.0**LEAST_LOG2)

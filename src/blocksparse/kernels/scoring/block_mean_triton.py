@@ -12,7 +12,7 @@ from blocksparse.kernels.common.below_triton import asked, not_asked
 from blocksparse.kernels.common.memory import empty_together
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
 from blocksparse.kernels.common.strides_triton import alike, head_at
-from blocksparse.runtime.launches import remembered
+from blocksparse.launch.launches import remembered
 
 _TILE = 1024  # entries that a program holds at a time: it is one warp, and many of them share a multiprocessor
 _PIECE = 512  # tokens per partial sum of the mean of all tokens

@@ -22,7 +22,7 @@ from blocksparse.kernels.positions.block_grid_triton import (
     strides,
     tile,
 )
-from blocksparse.runtime.launches import remembered
+from blocksparse.launch.launches import remembered
 
 _LEAST, _MOST = 256, 8192  # logits of a row that a program holds, at least and at most; a longer row is read twice
 

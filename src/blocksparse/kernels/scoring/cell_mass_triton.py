@@ -31,7 +31,7 @@ from blocksparse.kernels.multiplying.cell_products_triton import (
 from blocksparse.kernels.multiplying.cell_sums_triton import sums_of_tiles
 from blocksparse.kernels.multiplying.pooled_sums_triton import PooledTiles, pooled_tiles, sums_of_pooled
 from blocksparse.kernels.scoring.cell_means_triton import cell_mean_triton, means_of_short_cells_triton
-from blocksparse.runtime.launches import remembered
+from blocksparse.launch.launches import remembered
 
 _WORKSPACE = 2**28  # bytes of sums that are held at a time
 _PROGRAMS = 2048  # that pooled tokens are shared out over, if there are enough tiles: some for each multiprocessor

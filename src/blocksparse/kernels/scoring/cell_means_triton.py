@@ -9,7 +9,7 @@ from torch import Tensor
 from blocksparse.kernels.common.memory import empty_together
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
 from blocksparse.kernels.common.strides_triton import alike, head_at
-from blocksparse.runtime.launches import remembered
+from blocksparse.launch.launches import remembered
 
 _TILE = 1024  # entries that a program adds up at a time: eight to a thread
 _UNROLLED = 32  # slots up to which a program asks for all tokens of its cells at once

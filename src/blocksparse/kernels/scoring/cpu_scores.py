@@ -23,7 +23,7 @@ from blocksparse.kernels.common.compiled import load
 from blocksparse.kernels.common.cpu_calls import parallel, python_calls, steps
 from blocksparse.kernels.common.sizes import ROOM, cdiv
 from blocksparse.kernels.multiplying.cell_products import Cells, cells, means_of_short_cells
-from blocksparse.runtime.torch_private import operations_are_noted
+from blocksparse.launch.torch_private import operations_are_noted
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

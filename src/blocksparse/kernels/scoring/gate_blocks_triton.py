@@ -19,7 +19,7 @@ from blocksparse.kernels.positions.block_grid_triton import (
     tile_of_blocks,
     tile_of_grid,
 )
-from blocksparse.runtime.launches import remembered
+from blocksparse.launch.launches import remembered
 
 _TILE = 4096  # blocks of a launch tile
 

@@ -23,7 +23,7 @@ from blocksparse.kernels.multiplying.cell_products_triton import (
     tiles_for,
     whole_cells,
 )
-from blocksparse.runtime.launches import remembered
+from blocksparse.launch.launches import remembered
 
 _GROUP = 8  # tiles of query groups that meet a tile of key groups while it is in the L2 cache
 

@@ -30,7 +30,7 @@ from blocksparse.kernels.positions.block_grid_triton import (
     tile_of_grid,
 )
 from blocksparse.kernels.selecting.top_cdf_triton import limit_of, ticks_of, weights_of
-from blocksparse.runtime.launches import remembered
+from blocksparse.launch.launches import remembered
 
 _TILE = 4096  # blocks per program
 _PASSES = 3

@@ -13,7 +13,7 @@ from blocksparse.kernels.positions.block_grid_triton import any_of
 from blocksparse.kernels.selecting.row_search_triton import cut, first_of, width_of_rows
 from blocksparse.kernels.selecting.top_cdf_triton import exact_cut, limit_of, sum_of, ticks_of, weights_of
 from blocksparse.kernels.selecting.top_k_triton import sortable
-from blocksparse.runtime.launches import remembered
+from blocksparse.launch.launches import remembered
 
 _NO_LINE = tl.constexpr(-(2**31))
 _MOST_TICKS = tl.constexpr(0x4E800000)  # the bits of 2^30 in fp32

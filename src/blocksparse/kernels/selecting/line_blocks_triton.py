@@ -23,7 +23,7 @@ from blocksparse.kernels.positions.block_grid_triton import (
     tile_of_grid,
 )
 from blocksparse.kernels.selecting.lines import Lines
-from blocksparse.runtime.launches import remembered
+from blocksparse.launch.launches import remembered
 
 # Of a launch tile, no wider than it must be: causality leaves nearly half of such tiles without a block that is seen.
 _TILE = {"ROWS": 16, "COLS": 64}

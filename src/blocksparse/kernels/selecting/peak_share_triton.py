@@ -20,7 +20,7 @@ from blocksparse.kernels.positions.block_grid_triton import (
     tile,
 )
 from blocksparse.kernels.selecting.row_search_triton import width_of_rows
-from blocksparse.runtime.launches import remembered
+from blocksparse.launch.launches import remembered
 
 
 def peak_share_triton(values: Tensor, forced: Tensor | None, alpha: Tensor, grid: BlockGrid) -> Tensor:

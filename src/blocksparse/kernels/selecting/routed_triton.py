@@ -10,7 +10,7 @@ from torch import Tensor
 from blocksparse.kernels.common.below import Below
 from blocksparse.kernels.common.sizes import cdiv
 from blocksparse.kernels.common.strides_triton import head_strides
-from blocksparse.runtime.launches import remembered
+from blocksparse.launch.launches import remembered
 
 _TILE = 4096  # blocks per program
 

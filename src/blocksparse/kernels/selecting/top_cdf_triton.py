@@ -23,7 +23,7 @@ from blocksparse.kernels.positions.block_grid_triton import (
 from blocksparse.kernels.positions.places import NOWHERE, Places
 from blocksparse.kernels.positions.within_reach_triton import numbers_of_places, with_places
 from blocksparse.kernels.selecting.row_search_triton import cut, first_of, width_of_rows
-from blocksparse.runtime.launches import remembered
+from blocksparse.launch.launches import remembered
 
 # Blocks per thread, and the least width of a row: what is computed of each block is much beside a search step.
 _PER_THREAD, _LEAST = 8, 128

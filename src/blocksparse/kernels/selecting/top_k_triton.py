@@ -20,7 +20,7 @@ from blocksparse.kernels.positions.block_grid_triton import (
     tile,
 )
 from blocksparse.kernels.selecting.row_search_triton import cut, first_of, width_of_rows
-from blocksparse.runtime.launches import remembered
+from blocksparse.launch.launches import remembered
 
 _NO_KEY = tl.constexpr(-(2**31))
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from blocksparse.kernels.common.sizes import power_of_2
 from blocksparse.kernels.positions.block_grid_triton import rows_at, strides
-from blocksparse.runtime.launches import remembered
+from blocksparse.launch.launches import remembered
 
 _CHUNK = 16  # columns that all others are compared with at a time
 _DROPPED = tl.constexpr(2**31 - 1)  # stands for the rank of a block that is not kept

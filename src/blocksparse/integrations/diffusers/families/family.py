@@ -10,7 +10,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from blocksparse.checks.validators import a, flag, optional
+from blocksparse.check.validators import a, flag, optional
 from blocksparse.integrations.token_layout import Sizes, TokenLayout
 
 Arguments = Mapping[str, Any]

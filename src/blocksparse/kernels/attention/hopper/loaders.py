@@ -3,7 +3,7 @@
 One warp takes work from the queue and loads queries and keys (`load_keys`), the other loads values (`load_values`).
 `hopper/queue.py` explains the words that are used here, the queue's word, and the barriers of the buffers.
 
-With `RUN`, keys and values lie in the pages of a cache (`batches/paged_keys.py`): a tile of keys is then copied in runs of
+With `RUN`, keys and values lie in the pages of a cache (`batch/pages.py`): a tile of keys is then copied in runs of
 so many keys, each from the slot where its first key lies. The last run may hold fewer keys, with anything behind them in its
 page; it is copied from a tail, a tensor that ends with the last key, so that zeros follow as they do without pages.
 

@@ -39,7 +39,7 @@ from blocksparse.kernels.attention.arguments import Lists
 from blocksparse.kernels.common.memory import empty_together
 from blocksparse.kernels.common.sizes import REMEMBERED, cdiv, padded_values, power_of_2
 from blocksparse.kernels.common.strides_triton import head_strides
-from blocksparse.runtime.launches import remembered
+from blocksparse.launch.launches import remembered
 
 # Lists are cut if there are so many keys: with fewer, two more launches take the host longer than they save;
 _KEYS = 65536

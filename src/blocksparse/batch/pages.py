@@ -1,0 +1,293 @@
+"""Keys and values in the pages of a cache: of many requests (`PageTable`), and of one (`PagedKV`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from attrs import Factory, field, frozen
+from torch import Tensor
+
+from blocksparse.batch.sequences import Sequences
+from blocksparse.check.validators import block_size, count, numbers_on_host, shown, whole
+from blocksparse.kernels.moving.gather_pages import gather_pages
+from blocksparse.launch.torch_modes import DTYPES
+
+LEAST_RUN = 16
+"""Tokens that one copy of the kernel for Hopper takes at least."""
+_MOST_SLOTS = 2**30  # a number from there on means "nowhere" to the kernel for Hopper
+
+
+@final
+@frozen(eq=False)
+class PagedKV:
+    """Keys and values of one request in a cache that holds others as well. `PageTable.in_place` makes it.
+
+        kv = table.in_place(request, keys, values)
+        out = PagedPipeline(pipeline)(q, kv)
+
+    The cache is seen as one row of slots for each head (`flat`), so that one number says where a token lies.
+
+    Args:
+        keys: `[1, Hkv, slots, D]`, as `flat` gives them.
+        values: `[1, Hkv, slots, Dv]`, likewise.
+        slots: `[1, 1, N]` int32, the slot of each token.
+        run: so many tokens, a power of two, lie one behind another, from each multiple of it on.
+    """
+
+    keys: Tensor
+    values: Tensor
+    slots: Tensor
+    run: int = field(kw_only=True)
+
+    @property
+    def k(self) -> Tensor:
+        """A stand-in for the keys with their sizes, `[1, Hkv, N, D]`, whose numbers mean nothing."""
+        return self.keys[:, :, :1].expand(-1, -1, self.slots.shape[2], -1)
+
+    @property
+    def v(self) -> Tensor:
+        """The same for the values, `[1, Hkv, N, Dv]`."""
+        return self.values[:, :, :1].expand(-1, -1, self.slots.shape[2], -1)
+
+    @property
+    def key_slots(self) -> Tensor:
+        """The slot of each key of each head, `[1, Hkv, N]` int32: one row, seen once for each head."""
+        return self.slots.expand(-1, self.keys.shape[1], -1)
+
+
+def lies_in_slots(cache: Tensor) -> bool:
+    """Whether one row of slots runs through all pages of a cache `[pages, Hkv, page_size, D]`."""
+    page, _, slot, inner = cache.stride()
+    return inner == 1 and slot > 0 and page % slot == 0 and len(cache) * (page // slot) < _MOST_SLOTS
+
+
+def slots_per_page(cache: Tensor) -> int:
+    """How many slots lie from the begin of one page to that of the next, in a cache `[pages, Hkv, page_size, D]`.
+
+    Raises:
+        ValueError: no row of slots runs through all pages.
+    """
+    if not lies_in_slots(cache):
+        raise ValueError(
+            "the cache must have numbers of a token one behind another, pages whole numbers of tokens apart, and "
+            "fewer than 2**30 tokens from its first to its last page: "
+            f"{shown(cache)} with strides {cache.stride()}"
+        )
+    return cache.stride(0) // cache.stride(2)
+
+
+def flat(cache: Tensor, apart: int) -> Tensor:
+    """A view of a cache `[pages, Hkv, page_size, D]` as `[1, Hkv, slots, D]`, whose slots may share memory.
+
+    `apart` is `slots_per_page(cache)`: slot `s` of page `p` is slot `p * apart + s`. Slots between pages, where
+    heads of a page lie behind one another, are other heads' and belong to no token here.
+    """
+    (pages, heads, page_size, D), (_, of_heads, of_slots, _) = cache.shape, cache.stride()
+    slots = (pages - 1) * apart + page_size
+    return cache.as_strided((1, heads, slots, D), (slots * of_slots, of_heads, of_slots, 1))
+
+
+def slots_of(pages: Tensor, tokens: int, page_size: int, apart: int) -> Tensor:
+    """The slot of each token of a request, `[1, 1, tokens]` int32, from its `pages`, int32 and in order."""
+    token = torch.arange(tokens, dtype=torch.int32, device=pages.device)
+    return (pages[token // page_size] * apart + token % page_size)[None, None]
+
+
+def _lengths(lengths: Sequence[int] | Tensor) -> tuple[int, ...]:
+    return tuple(numbers_on_host("lengths", lengths))
+
+
+@final
+@frozen(eq=False)
+class PageTable:
+    """Where the tokens of several requests lie in a paged cache. Make it once, and use it for all layers.
+
+        table = PageTable(block_table, lengths, page_size=16)
+        k, v = table.gather(keys, values)
+        pipeline(q, k, v, sequences=table.sequences(query_lengths))
+
+    Token `t` of request `r` lies in slot `t % page_size` of page `block_table[r, t // page_size]`. Requests may
+    share pages, and pages may stand in any order. Entries behind the last page of a request are not read. Later
+    writes to `block_table` change nothing.
+
+    Args:
+        block_table: `[requests, pages of the longest]` int32 or int64, on the device of the cache.
+        lengths: the tokens of each request, as whole numbers or as a tensor of them, `[requests]`. The host waits
+            for a tensor that is on a GPU.
+        page_size: the tokens of a page.
+
+    Raises:
+        TypeError: `block_table` or `lengths` do not hold whole numbers.
+        ValueError: sizes do not fit, or a page is below 0. This looks at pages in a table on a CPU, but not in one
+            on a GPU: a page that does not exist is then read from wherever it would be.
+    """
+
+    block_table: Tensor
+    lengths: tuple[int, ...] = field(converter=_lengths)
+    page_size: int = field(converter=whole, kw_only=True)
+    _pages: tuple[Tensor, ...] = field(  # [pages of the request] int32, for each request
+        init=False, repr=False, default=Factory(lambda self: self._of_requests(), takes_self=True)
+    )
+    _slots: dict[tuple[int, int], Tensor] = field(
+        init=False, repr=False, factory=dict
+    )  # by request, and by layout
+
+    def _of_requests(self) -> tuple[Tensor, ...]:
+        table = self.block_table
+        block_size.check(page_size=self.page_size)
+        if not isinstance(table, Tensor) or table.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"'block_table' must be a tensor of int32 or int64: {shown(table)}")
+        if table.ndim != 2 or table.shape[0] != len(self.lengths):
+            raise ValueError(
+                f"'block_table' must have a row for each of {len(self.lengths)} lengths: {shown(table)}"
+            )
+        room = table.shape[1] * self.page_size
+        for request, length in enumerate(self.lengths):
+            if not 0 <= length <= room:
+                raise ValueError(
+                    f"'lengths' must be from 0 to {room}, the pages of a row of 'block_table' ({table.shape[1]}) "
+                    f"times 'page_size' ({self.page_size}): request {request} has {length}"
+                )
+        counts = [-(-length // self.page_size) for length in self.lengths]
+        if table.device.type == "cpu":
+            for row, pages in zip(table, counts, strict=True):
+                if bool((wrong := (row[:pages] < 0) | (row[:pages] > 2**31 - 1)).any()):
+                    raise ValueError(
+                        "'block_table' must name pages from 0 on, below 2**31, for every token: "
+                        f"{int(row[:pages][wrong][0])}"
+                    )
+        kept = table.to(torch.int32, copy=True, memory_format=torch.contiguous_format)
+        return tuple([row[:pages] for row, pages in zip(kept, counts, strict=True)])
+
+    def sequences(
+        self, query_lengths: Sequence[int] | Tensor, *, remaining: Sequence[int] | Tensor | None = None
+    ) -> Sequences:
+        """The requests with so many queries each, for a call with `q` `[1, Hq, sum(query_lengths), D]`.
+
+        Args:
+            query_lengths: the queries of each request, its last tokens.
+            remaining: for each request the tokens of its prompt after these; none if None.
+
+        Raises:
+            TypeError, ValueError: as of `Sequences.packed`.
+        """
+        return Sequences.packed(query_lengths, self.lengths, remaining=remaining)
+
+    def gather(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values of all requests behind one another, `[1, Hkv, sum(lengths), D]` and `[..., Dv]`.
+
+        Args:
+            keys: the cache of one layer, `[pages, Hkv, page_size, D]`, with any strides.
+            values: `[pages, Hkv, page_size, Dv]`. Of a cache `[pages, Hkv, page_size, 2D]` that holds both, these
+                are the halves `cache.split(D, dim=-1)`. Where tokens stand before heads, transpose both.
+
+        Raises:
+            TypeError: keys and values are not in one floating-point dtype that pipelines take; fp8 is none.
+            ValueError: their sizes or devices do not fit each other or the table, one of them requires grad, or a
+                page of a table on a CPU does not exist.
+        """
+        self._check(keys, values)
+        k, v = (x.new_empty((1, x.shape[1], sum(self.lengths), x.shape[3])) for x in (keys, values))
+        parts = k.split(self.lengths, 2), v.split(self.lengths, 2)
+        for pages, k_part, v_part in zip(self._pages, *parts, strict=True):
+            if len(pages):
+                gather_pages(keys, values, pages, k_part, v_part)
+        return k, v
+
+    def gather_one(self, request: int, keys: Tensor, values: Tensor, into: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values of one request, `[1, Hkv, length, D]` and `[..., Dv]`, in memory that is there.
+
+        Args:
+            request: its row in the table, from 0 on.
+            keys: as of `gather`.
+            values: as of `gather`.
+            into: contiguous memory beside the cache, in its dtype and on its device, for as many numbers as these
+                have, or more.
+
+        Raises:
+            TypeError, ValueError: as of `gather`; or there is no such request; or `into` is too small, shares
+                memory with the cache, or requires grad.
+        """
+        self._check(keys, values)
+        count.check(request=request)
+        if request >= len(self.lengths):
+            raise ValueError(f"'request' must be below {len(self.lengths)}, the rows of the table: {request}")
+        Hkv, N = keys.shape[1], self.lengths[request]
+        shapes = (1, Hkv, N, keys.shape[3]), (1, Hkv, N, values.shape[3])
+        sizes = math.prod(shapes[0]), math.prod(shapes[1])
+        if into.numel() < sum(sizes) or into.dtype != keys.dtype or not into.is_contiguous():
+            raise ValueError(
+                f"'into' must be contiguous and have room for {sum(sizes)} numbers of {keys.dtype}, the keys and "
+                f"values of {N} tokens: {shown(into)}"
+            )
+        if into.device != keys.device:
+            raise ValueError(f"'into' must be on the device of the cache ({keys.device}): {into.device}")
+        if into.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"'into' must not require grad, as no gradients are computed: {shown(into)}")
+        memory = into.untyped_storage().data_ptr()
+        if any(memory == x.untyped_storage().data_ptr() for x in (keys, values)):
+            raise ValueError(
+                f"'into' must not share memory with the cache, which it would write to: {shown(into)}"
+            )
+        room = into.view(-1)
+        k, v = room[: sizes[0]].view(shapes[0]), room[sizes[0] : sum(sizes)].view(shapes[1])
+        if N:
+            gather_pages(keys, values, self._pages[request], k, v)
+        return k, v
+
+    def in_place(self, request: int, keys: Tensor, values: Tensor) -> PagedKV:
+        """The keys and values of one request where they lie, for `PagedPipeline`, which gathers nothing.
+
+        What is worked out of the table serves all layers whose caches have the same strides.
+
+        Args:
+            request: its row in the table, from 0 on. It must have a token.
+            keys: as of `gather`, with strides of pages that are multiples of those of tokens. Both `[pages, Hkv,
+                page_size, D]` and `[pages, page_size, Hkv, D]` in memory are so, and halves of each.
+            values: as of `gather`, with the same strides of pages and tokens.
+
+        Raises:
+            TypeError, ValueError: as of `gather`; or there is no such request, or it has no token; or the cache
+                does not lie in memory as said above.
+        """
+        self._check(keys, values)
+        count.check(request=request)
+        if request >= len(self.lengths) or not self.lengths[request]:
+            raise ValueError(
+                f"'request' must be a row of the table with a token, below {len(self.lengths)}: {request}"
+            )
+        apart = slots_per_page(keys)
+        if slots_per_page(values) != apart:
+            raise ValueError(
+                "'values' must have pages as many tokens apart as the keys have "
+                f"({apart}): {slots_per_page(values)}"
+            )
+        if (slots := self._slots.get((request, apart))) is None:
+            pages, tokens = self._pages[request], self.lengths[request]
+            slots = self._slots[request, apart] = slots_of(pages, tokens, self.page_size, apart)
+        return PagedKV(flat(keys, apart), flat(values, apart), slots, run=self.page_size & -self.page_size)
+
+    def _check(self, keys: Tensor, values: Tensor) -> None:
+        device = self.block_table.device
+        for name, x in (("keys", keys), ("values", values)):
+            if not isinstance(x, Tensor) or x.dtype not in DTYPES or x.dtype != keys.dtype:
+                raise TypeError(
+                    f"'{name}' must be a tensor of float16, bfloat16, float32 or float64, the same for keys and "
+                    f"values: {shown(x)}; caches in 8 bits must be converted first"
+                )
+            if x.ndim != 4 or x.shape[:3] != keys.shape[:3] or x.shape[2] != self.page_size:
+                raise ValueError(
+                    f"'{name}' must have the shape [pages, Hkv, {self.page_size}, D], with pages and heads as "
+                    f"the keys have them: {shown(x)}"
+                )
+            if x.requires_grad and torch.is_grad_enabled():
+                raise ValueError(f"'{name}' must not require grad, as no gradients are computed: {shown(x)}")
+            if x.device != device:
+                raise ValueError(f"'{name}' must be on the device of the table ({device}): {x.device}")
+        if keys.device.type == "cpu":
+            last = max([int(pages.max()) for pages in self._pages if len(pages)], default=0)
+            if last >= len(keys):
+                raise ValueError(f"'block_table' must name pages of the cache, 0 to {len(keys) - 1}: {last}")

@@ -1,0 +1,169 @@
+"""What stages declare in their classes: the types that they take and give, and where queries may be cut.
+
+The "class line" of a stage is the first line of its class, with the type parameters of its role:
+`class TopCdf(Selector[BlockMass, BlockMask])` needs a `BlockMass` and gives a `BlockMask`. mypy checks these
+types before anything runs. A pipeline checks them when it is made, and checks the values when it is called.
+"""
+
+from __future__ import annotations
+
+import operator
+from functools import cache, reduce
+from math import lcm
+from types import UnionType
+from typing import Annotated, Any, NamedTuple, Protocol, TypeVar, Union, get_args, get_origin
+
+import attrs
+
+
+class Declared(NamedTuple):
+    """A type (or a union of types, any of which will do) and the class of the stage whose class line names it."""
+
+    stage: type
+    value: type | UnionType
+
+
+def declared(stage: object, role: type, place: int) -> tuple[Declared, ...]:
+    """The types that `stage` declares as type parameter number `place` of `role`; values must be of all of them.
+
+    A wrapper may leave the type open: `Ranked(inner)` needs what `inner` needs. Then the types are those that the
+    stages in its fields declare. The result is empty if nothing is declared, and then there is nothing to check.
+    """
+    cls: type = type(stage)
+    said = _said(cls, role, place)
+    if not isinstance(said, TypeVar):
+        return () if said is None else (Declared(cls, said),)
+    parts = [getattr(stage, attribute.name) for attribute in attrs.fields(cls)] if attrs.has(cls) else []
+    return tuple(each for part in parts if isinstance(part, role) for each in declared(part, role, place))
+
+
+@cache
+def _said(cls: type, role: type, place: int) -> type | UnionType | TypeVar | None:
+    """Type parameter number `place` of `role` in the nearest class line that names it.
+
+    If it is a type variable there, a subclass may have put a type in for it, and that type is returned.
+    """
+    for base in cls.__dict__.get("__orig_bases__", cls.__bases__):
+        parent: Any = get_origin(base) or base
+        given = get_args(base)
+        said = None
+        if parent is role:
+            said = _asked(given[place]) if given else None
+        elif role in getattr(parent, "__mro__", ()):
+            said = _said(parent, role, place)
+            parameters = getattr(parent, "__parameters__", ())
+            # Without arguments the variable stays open, and `declared` looks at the fields of the stage.
+            if given and said in parameters:
+                said = _asked(given[parameters.index(said)])
+        if said is not None:
+            return said
+    return None
+
+
+def _asked(said: Any) -> type | UnionType | TypeVar | None:
+    """A type of a class line in a form that `isinstance` takes; None if it says nothing, as `Any` does."""
+    if isinstance(said, TypeVar):
+        return said
+    origin = get_origin(said)
+    if origin is Annotated:
+        return _asked(get_args(said)[0])
+    if origin in (Union, UnionType):
+        parts = [_asked(part) for part in get_args(said)]
+        return reduce(operator.or_, parts) if all(isinstance(part, type) for part in parts) else None
+    said = origin or said
+    return said if isinstance(said, type) and said is not Any else None
+
+
+def check_takes(needed: tuple[Declared, ...], given: tuple[Declared, ...]) -> None:
+    """Refuse a stage that does not take what another stage gives, by what both declare.
+
+    Raises:
+        TypeError: names both stages, the type needed and the type given.
+    """
+    for need in needed:
+        if given and not any(all(issubclass(one, need.value) for one in _each(gift.value)) for gift in given):
+            raise TypeError(
+                f"{need.stage.__name__} needs {a_name(need.value)}, and {given[-1].stage.__name__} gives "
+                f"{a_name(given[-1].value)}{_meaning(need.value)}"
+            )
+
+
+def check_got(taker: object, role: type, place: int, value: object) -> None:
+    """Refuse a value that the stage `taker` does not take in place `place` of its `role`.
+
+    Raises:
+        TypeError: names the stage, the type needed and the type of the value.
+    """
+    cls: type = type(taker)
+    said = _said(cls, role, place)
+    if isinstance(said, type) and isinstance(value, said):  # a fast way out, as this runs in every call
+        return
+    for stage, need in declared(taker, role, place):
+        if not isinstance(value, need):
+            raise TypeError(
+                f"{stage.__name__} needs {a_name(need)}, and got {a_name(type(value))}{_meaning(need)}"
+            )
+
+
+def check_gave(promised: tuple[Declared, ...], value: object) -> None:
+    """Refuse a value if it is not of the types that the stage which gave it has promised.
+
+    Raises:
+        TypeError: names the stage, the type promised and the type of the value.
+    """
+    for stage, promise in promised:
+        if not isinstance(value, promise):
+            raise TypeError(f"{stage.__name__} must give {a_name(promise)}, and gave {a_name(type(value))}")
+
+
+def _each(value: type | UnionType) -> tuple[type, ...]:
+    return get_args(value) or (value,)
+
+
+def a_name(value: type | UnionType) -> str:
+    names = (one.__name__ for one in _each(value))
+    return " or ".join(f"{'an' if name[0] in 'AEIOU' else 'a'} {name}" for name in names)
+
+
+def _meaning(value: type | UnionType) -> str:
+    """The first line of the docstring of a type, as the end of an error message; empty if there is none."""
+    lines = (value.__doc__ or "").strip().splitlines()
+    if not lines or not isinstance(value, type):
+        return ""
+    line = lines[0].rstrip(".")
+    return f": {a_name(value)} is {line[:1].lower()}{line[1:]}"
+
+
+class Cut(Protocol):
+    """A stage."""
+
+    def alignment(self, causal: bool) -> int:
+        """How many tokens the ends of parts of the queries must be a multiple of."""
+
+
+def unknown(stage: object) -> ValueError:
+    """The error of a stage that does not say where queries may be cut."""
+    name = type(stage).__name__
+    return ValueError(f"{name} does not say where queries may be cut, as a method 'alignment' of {name} would")
+
+
+def of_parts(causal: bool, *stages: Cut) -> int:
+    """The alignment of stages together.
+
+    Raises:
+        ValueError: as of one of them.
+    """
+    return lcm(*(stage.alignment(causal) for stage in stages))
+
+
+def by_position(stage: object, causal: bool) -> int:
+    """The alignment of a rule that asks where queries stand.
+
+    Raises:
+        ValueError: the call is not causal.
+    """
+    if not causal:
+        raise ValueError(
+            f"'{type(stage).__name__}' asks where queries stand, which a part of a call that is not causal forgets"
+        )
+    return 1

@@ -1,0 +1,254 @@
+"""Checks of q, k, v and the scale, made once per call before any work."""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from blocksparse.batch.sequences import Sequences
+from blocksparse.launch.torch_modes import AUTOCAST_TAKES, DTYPES
+from blocksparse.launch.torch_private import under_forward_mode
+from blocksparse.spec import Asked, AttentionSpec, checked_scale
+
+MAX_HEAD_DIM = 256
+_LAYOUT = "the layout is [B, H, N, D], heads before tokens"
+_MOST_HEADS = 128  # more than models have, and fewer than prompts have tokens that are worth a mask
+
+
+class UnsupportedError(ValueError):
+    """Inputs that are right, but that this pipeline cannot run. `because` is the reason alone."""
+
+    def __init__(self, message: str, because: str) -> None:
+        super().__init__(message)
+        self.because = because
+
+
+def check_inputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float | None,
+    sequences: Sequences | None = None,
+) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Refuse what no pipeline can run, and return q, k, v and the scale in the form that stages take.
+
+    In that form q, k and v have one dtype and the scale is above 0. Where the dtypes differ and autocast is on for
+    the device, all become autocast's dtype, as in `scaled_dot_product_attention`. For a negative scale the queries
+    are negated, and for a scale of 0 they become zeros. All other inputs come back as they are. A scale of None
+    means `1 / sqrt(D)`. More than 128 KV heads that are also more than the keys are warned of, since they are most
+    often tokens. Whether `sequences` fit q and k is checked when they are cut (`Sequences.parts`).
+
+    Raises:
+        TypeError: an input is not a plain floating-point tensor, dtypes differ without autocast, the scale is not
+            a number, `causal` is not a bool, or `sequences` is something else.
+        ValueError: ranks, sizes or devices do not fit, an input requires grad, or the scale is out of range.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _check_kind(name, x)
+    if not q.device == k.device == v.device:
+        raise ValueError(
+            f"q, k and v must be on one device: {q.device}, {k.device}, {v.device}; move them with .to()"
+        )
+    if q.is_meta:
+        raise ValueError("q, k and v must hold numbers: they are on the meta device; move them with .to_empty()")
+    (B, Hq, M, D), (_, Hkv, N, _) = q.shape, k.shape
+    if k.shape[0] != B or v.shape[0] != B:
+        raise ValueError(f"q, k and v must have one batch size: {B}, {k.shape[0]}, {v.shape[0]}; {_LAYOUT}")
+    if v.shape[1:3] != k.shape[1:3]:
+        raise ValueError(
+            f"'v' must have the heads and tokens of 'k': {tuple(v.shape)} against {tuple(k.shape)}; {_LAYOUT}"
+        )
+    if k.shape[3] != D:
+        raise ValueError(f"'k' must have the head dim of 'q' ({D}): {k.shape[3]}; {_LAYOUT}")
+    if max(D, v.shape[3]) > MAX_HEAD_DIM:
+        raise ValueError(f"the head dim must be at most {MAX_HEAD_DIM}: {max(D, v.shape[3])}; {_LAYOUT}")
+    if Hq % Hkv:
+        raise ValueError(
+            f"the query heads must be a multiple of the KV heads ({Hkv}): {Hq}; "
+            f"do not repeat k and v, and {_LAYOUT}"
+        )
+    if not isinstance(causal, bool):
+        raise TypeError(f"'causal' must be a bool: {causal!r}")
+    if sequences is not None and not isinstance(sequences, Sequences):
+        raise TypeError(
+            f"'sequences' must be a Sequences or None: {type(sequences).__name__}; "
+            "Sequences.packed(lengths) makes one"
+        )
+    if causal and M > N and sequences is None:
+        raise ValueError(
+            f"causal attention needs at least as many keys as queries, the queries being the last ones: "
+            f"Nq={M}, Nk={N}; pass the cached keys too, and {_LAYOUT}"
+        )
+    refuse_gradients(q, k, v)
+    if Hkv > max(N, _MOST_HEADS) and Hq > M and not torch.compiler.is_compiling():
+        _warn_of_heads(tuple(k.shape))
+    value = 1 / math.sqrt(D) if scale is None else checked_scale(scale)
+    if not q.dtype == k.dtype == v.dtype:
+        q, k, v = _of_one_dtype(q, k, v)
+    # In views such as the imaginary part of z.conj(), PyTorch stores the minus sign apart from the numbers, and
+    # kernels would miss it. An op inside a compiled graph never gets such a view.
+    if not torch.compiler.is_compiling() and (q.is_neg() or k.is_neg() or v.is_neg()):
+        q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
+    if value <= 0:
+        q, value = (-q, -value) if value < 0 else (torch.zeros_like(q), 1.0)
+    return q, k, v, value
+
+
+def checked(
+    q: Tensor, k: Tensor, v: Tensor, asked: Asked, sequences: Sequences | None = None
+) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
+    """`check_inputs`, and the rest of the arguments of a call as the spec that stages take.
+
+    Raises:
+        TypeError, ValueError: as of `check_inputs` and `AttentionSpec`, or sinks are not one per query head.
+    """
+    causal, scale = asked.get("causal", True), asked.get("scale")
+    q, k, v, scale = check_inputs(q, k, v, causal=causal, scale=scale, sequences=sequences)
+    return q, k, v, AttentionSpec.of(q.shape[1], scale, asked)
+
+
+def check_out(out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuse a tensor that cannot hold the output `[B, Hq, M, Dv]` of a call with these inputs.
+
+    Raises:
+        TypeError, ValueError: it is no plain tensor; its dtype, shape, device or strides are others; its memory is
+            that of an input; or it requires a gradient.
+    """
+    _check_kind("out", out)
+    shape = (*q.shape[:3], v.shape[3])
+    if out.dtype != q.dtype:
+        raise TypeError(f"'out' must have the dtype of q ({q.dtype}): {out.dtype}; make it by q.new_empty()")
+    if out.shape != shape or out.device != q.device:
+        raise ValueError(
+            f"'out' must have the shape {shape}, on {q.device}: {tuple(out.shape)} on {out.device}; give the part "
+            "of a tensor that is for these queries"
+        )
+    if (out.shape[3] > 1 and out.stride(3) != 1) or _entries_meet(out):
+        raise ValueError(
+            "'out' must have its last axis innermost in memory, and no entries that share memory: "
+            f"strides {out.stride()}; make it by q.new_empty()"
+        )
+    if torch.is_grad_enabled() and out.requires_grad:
+        raise ValueError("'out' must not require a gradient: call under torch.no_grad(), or detach it")
+    if out.is_neg():
+        raise ValueError("'out' must hold its numbers as they are, and is a view that negates them: clone it")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if _share_memory(out, x):
+            raise ValueError(f"'out' must not share memory with '{name}': make it by q.new_empty()")
+
+
+def _entries_meet(x: Tensor) -> bool:
+    """Whether entries of `x` may share memory: an axis steps by less than those inside of it reach."""
+    reach = 1
+    for step, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and step < reach:
+            return True
+        reach += (size - 1) * step
+    return False
+
+
+def _share_memory(x: Tensor, y: Tensor) -> bool:
+    """Whether memory of `x` may be memory of `y`: they are no parts side by side of rows, of whatever length."""
+    apart, bytes_each = y.data_ptr() - x.data_ptr(), x.element_size()
+    for row in (2**62, *(step * bytes_each for step in x.stride() if step)):
+        if _reach(x, row) <= apart % row <= row - _reach(y, row):
+            return False
+    return True
+
+
+def _reach(x: Tensor, row: int) -> int:
+    """Over how many bytes of every row of so many bytes `x` reaches, from where its first entry is in one."""
+    reach = bytes_each = x.element_size()
+    for step, size in zip(x.stride(), x.shape, strict=True):
+        if step * bytes_each % row:
+            reach += (size - 1) * step * bytes_each
+    return reach
+
+
+def refuse_mask(attn_mask: object) -> None:
+    """Refuse what stands where `scaled_dot_product_attention` takes its mask.
+
+    Raises:
+        TypeError: it is not None.
+    """
+    if attn_mask is not None:
+        raise TypeError(
+            "a pipeline takes no attention mask, its selector makes one; sequences=Sequences.padded(mask [B, N]) "
+            "leaves padding out, Sequences.packed(lengths) separates prompts, and window=tokens is a sliding "
+            "window"
+        )
+
+
+def differentiates(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether PyTorch notes what is computed from these for a backward pass, or carries tangents through it."""
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return True
+    return under_forward_mode() and any(forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v))
+
+
+def refuse_gradients(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuse tensors that differentiation follows: outputs of kernels have no gradients, and tangents of 0.
+
+    Raises:
+        ValueError: one of them requires a gradient, or has a forward-mode tangent.
+    """
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        raise ValueError("blocksparse computes no gradients: call it under torch.no_grad(), or detach q, k and v")
+    if torch.compiler.is_compiling():
+        return
+    # To ask each tensor takes microseconds.
+    if under_forward_mode() and any(forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v)):
+        raise ValueError("blocksparse computes no forward-mode gradients: detach q, k and v")
+
+
+def _check_kind(name: str, x: Tensor) -> None:
+    """Refuse anything but a plain tensor of floats with the shape `[B, H, N, D]`."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"'{name}' must be a tensor: {type(x).__name__}")
+    if x.is_nested:
+        raise TypeError(f"'{name}' must not be a nested tensor: call once for the prompts of each length")
+    if x.layout != torch.strided:
+        raise TypeError(f"'{name}' must be a dense tensor: {x.layout}; convert it with .to_dense()")
+    # While a graph is traced, the inputs are fake tensors, a subclass that is fine here.
+    if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not torch.compiler.is_compiling():
+        raise TypeError(
+            f"'{name}' must be a plain tensor: {type(x).__name__}; "
+            "pass the tensor that it wraps, as .to_local() of a DTensor gives it"
+        )
+    if x.dtype not in DTYPES:
+        raise TypeError(
+            f"'{name}' must be a floating-point tensor: {x.dtype}; "
+            "convert it to float16, bfloat16, float32 or float64"
+        )
+    if x.ndim != 4:
+        raise ValueError(f"'{name}' must have the shape [B, H, N, D]: {tuple(x.shape)}; {_LAYOUT}")
+    if 0 in x.shape[1:]:
+        raise ValueError(f"'{name}' must not be empty: {tuple(x.shape)}; {_LAYOUT}")
+
+
+def _warn_of_heads(shape: tuple[int, ...]) -> None:
+    """Say at the line that called this package that its tensors look as if tokens stood before heads."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == "blocksparse":
+        level, frame = level + 1, frame.f_back
+    warnings.warn(
+        f"'k' has more heads than tokens: {shape}; {_LAYOUT}: transpose(1, 2) q, k and v if they are [B, N, H, D]",
+        stacklevel=level,
+    )
+
+
+def _of_one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v in autocast's dtype; refuse them where autocast would not convert them."""
+    device, dtypes = q.device.type, (q.dtype, k.dtype, v.dtype)
+    if not torch.is_autocast_enabled(device) or any(dtype not in AUTOCAST_TAKES for dtype in dtypes):
+        given = ", ".join(map(str, dtypes))
+        raise TypeError(f"q, k and v must have one dtype: {given}; convert them with .to()")
+    dtype = torch.get_autocast_dtype(device)
+    return q.to(dtype), k.to(dtype), v.to(dtype)

@@ -1,0 +1,47 @@
+"""The modes of PyTorch that a call runs under: autocast, torch.compile and the transforms of `torch.func`."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blocksparse.launch.torch_private import under_a_transform
+
+AUTOCAST_TAKES = (torch.float16, torch.bfloat16, torch.float32)
+DTYPES = (*AUTOCAST_TAKES, torch.float64)
+"""What q, k and v may be of."""
+
+_AS_IT_IS = nullcontext()
+# torch.compile recompiles when the autocast dtype changes, even with autocast off: so it is set to the default.
+_FIRST_DTYPE = {"cpu": torch.bfloat16, "cuda": torch.float16}
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """A context in which autocast is off for the device of `x`. It does nothing if autocast is off already."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return _AS_IT_IS
+    return torch.autocast(device, dtype=_FIRST_DTYPE.get(device), enabled=False)
+
+
+def is_transformed() -> bool:
+    """Whether tensors may be stand-ins now: those of a graph that is traced, or of a transform of `torch.func`.
+
+    Kernels cannot read stand-ins. An op gets the tensors behind them.
+    """
+    return torch.compiler.is_compiling() or under_a_transform()
+
+
+def refuse_transforms(method: str) -> None:
+    """Refuse a call of a method of pipelines for which there is no node that a graph could have.
+
+    Raises:
+        ValueError: tensors may be stand-ins now.
+    """
+    if is_transformed():
+        raise ValueError(
+            f"torch.compile and torch.func take calls of a pipeline, but not {method!r}: leave it out of them"
+        )

@@ -1,0 +1,167 @@
+"""Orders that sort tokens inside segments of the prompt (PBS-Attn).
+
+SegmentKeySort     Sort keys by importance inside segments (PBS-Attn, sections 3.2 and 3.3).
+SegmentQuerySort   Sort queries inside segments by the key block they look most like (PBS-Attn, section 4.3).
+"""
+
+from __future__ import annotations
+
+from math import lcm
+from typing import final
+
+import torch
+from attrs import evolve, field, frozen
+from torch import Tensor
+from torch.nn.functional import normalize, pad
+
+from blocksparse.check.class_line import Declared, check_takes, declared
+from blocksparse.check.validators import a, block_size, flag, multiple, size, whole
+from blocksparse.kernels.multiplying.products import products
+from blocksparse.kernels.ordering.key_importance import key_importance
+from blocksparse.kernels.ordering.segment_sort import segment_sort
+from blocksparse.order.permutation import GlobalPermutation, Identity, Permuter
+from blocksparse.spec import AttentionSpec
+
+
+@final
+@frozen(cache_hash=True)
+class SegmentKeySort(Permuter[GlobalPermutation]):
+    """Sort the keys inside each whole segment of `S` tokens, most important first (PBS-Attn, eq. 9 to 11).
+
+    The importance of a key is the mean softmax weight that the last `probe` queries give it (eq. 10). The tail of
+    `N mod S` keys keeps its order. No key leaves its segment, so causality between segments is unchanged.
+
+    Args:
+        S: tokens per segment.
+        probe: how many of the last queries the importance is measured with; PBS-Attn takes one block.
+        per_query_head: make one order per query head, as the paper does. By default the query heads of a KV head
+            share one order, by their mean importance: one copy of the keys and values per KV head is then moved
+            instead of one per query head.
+        causal_probe: let a probe query give weight only to keys that it may see. `False` does as the released
+            code, in which it sees later keys too and the tail takes no part in the softmax.
+    """
+
+    S: int = field(default=256, converter=whole, validator=size)
+    probe: int = field(default=128, converter=whole, validator=size, kw_only=True)
+    per_query_head: bool = field(default=False, validator=flag, kw_only=True)
+    causal_probe: bool = field(default=True, validator=flag, kw_only=True)
+
+    def __call__(self, q: Tensor, k: Tensor, spec: AttentionSpec) -> GlobalPermutation:
+        if k.shape[2] < self.S:
+            return GlobalPermutation(segment=self.S)
+        index = segment_sort(self._importance(q, k, spec), self.S)
+        return GlobalPermutation(k_index=index.unsqueeze(2), segment=self.S)
+
+    def _importance(self, q: Tensor, k: Tensor, spec: AttentionSpec) -> Tensor:
+        """Parts of the mean weight of every key over the probe queries, `[B, Hkv or Hq, P, N]`, fp32 or better."""
+        N = k.shape[2]
+        importance: Tensor = key_importance(
+            q,
+            k,
+            probe=self.probe,
+            seen=N if self.causal_probe else N // self.S * self.S,
+            causal=spec.causal and self.causal_probe,
+            scale=spec.scale,
+            per_query_head=self.per_query_head,
+        )
+        return importance
+
+    def alignment(self, causal: bool) -> int:
+        return self.S
+
+
+_WORKSPACE = 2**28  # bytes of similarities that are held at a time
+
+
+@final
+@frozen(cache_hash=True)
+class SegmentQuerySort(Permuter[GlobalPermutation]):
+    """Sort queries inside each whole segment by their most similar keys (PBS-Attn, section 4.3).
+
+    A centroid is the mean key of a block. A query is assigned to the centroid with which its cosine is greatest,
+    and the queries of a segment are sorted by centroid, then by cosine, greatest first; ties keep their order. The
+    paper only says "greedily"; here any number of queries may be assigned to a centroid. When causal, a query
+    chooses among the centroids of earlier segments, so that the order depends on no key of the same segment or
+    later; the blocks of the same segment are kept in any case. The first segment and the tail of `N mod S` tokens
+    keep their order. If a chunk holds a part of a segment, that part is sorted.
+
+    Args:
+        S: tokens per segment, a multiple of `block`. Segments are counted from position 0.
+        block: keys per centroid.
+        keys: a permuter that orders the keys; by default they stay in place. Centroids are blocks in its order.
+            With `SegmentKeySort(S)` both keys and queries are sorted.
+
+    Raises:
+        ValueError: in a call, if the permuter `keys` moves queries.
+    """
+
+    S: int = field(default=256, converter=whole, validator=size)
+    block: int = field(default=128, converter=whole, validator=block_size, kw_only=True)
+    keys: Permuter[GlobalPermutation] = field(factory=Identity, validator=a(Permuter), kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        multiple("S", self.S, "block", self.block)
+        check_takes((Declared(type(self), GlobalPermutation),), declared(self.keys, Permuter, 0))
+
+    @property
+    def moves_keys(self) -> bool:
+        return self.keys.moves_keys
+
+    def __call__(self, q: Tensor, k: Tensor, spec: AttentionSpec) -> GlobalPermutation:
+        permutation = self.keys(q, k, spec)
+        if permutation.q_index is not None:
+            raise ValueError(f"'keys' must leave queries in place: {self.keys!r}")
+        M, S = q.shape[2], self.S
+        offset = k.shape[2] - M if spec.causal else 0
+        sorted_to = (offset + M) // S * S  # position where the tail begins
+        lead, whole = offset % S, sorted_to - offset
+        # The keys that make centroids: if causal, those before the last whole segment.
+        known = sorted_to - S if spec.causal else k.shape[2]
+        if whole <= 0 or known <= 0:
+            return permutation
+
+        centroids = self._centroids(permutation.gather_keys(k)[:, :, :known])
+        nearest, cosine = self._nearest(q[:, :, :whole], centroids, offset=offset, causal=spec.causal)
+        # The places before a chunk's first query get values that sort first, so they stay where they are.
+        nearest, cosine = pad(nearest, (lead, 0), value=-1), pad(cosine, (lead, 0))
+        order = _argsort(nearest.unflatten(2, (-1, S)), cosine.unflatten(2, (-1, S)))
+        start = torch.arange(-lead, whole, S, device=q.device)
+        index = (order + start[:, None]).flatten(2)[:, :, lead:]  # [B, Hq, whole]
+        tail = torch.arange(whole, M, device=q.device).expand(*index.shape[:2], -1)
+        return evolve(permutation, q_index=torch.cat((index, tail), dim=2).int())
+
+    def _centroids(self, k: Tensor) -> Tensor:
+        """The mean keys of blocks, at length 1, `[B, H, N, D] -> [B, H, blocks, D]` in fp32 or better."""
+        blocks = pad(k, (0, 0, 0, -k.shape[2] % self.block)).unflatten(2, (-1, self.block))
+        # Vectors are scaled to length 1, so a sum serves as well as a mean, also for a short last block.
+        return normalize(blocks.sum(3, dtype=torch.promote_types(k.dtype, torch.float32)), dim=-1)
+
+    def _nearest(self, q: Tensor, centroids: Tensor, *, offset: int, causal: bool) -> tuple[Tensor, Tensor]:
+        """The centroid of each query and its cosine with it, `[B, Hq, M]` each."""
+        (B, Hq, M, _), blocks = q.shape, centroids.shape[2]
+        step = max(1, _WORKSPACE // (B * Hq * blocks * centroids.dtype.itemsize))
+        per_segment = self.S // self.block
+        nearest, cosines = [], []
+        for first in range(0, M, step):
+            last = min(first + step, M)
+            part = normalize(q[:, :, first:last].to(centroids.dtype), dim=-1)
+            # The last query of the part may choose among the most centroids. Queries of the first segment may
+            # choose none, and are masked below.
+            end = max((offset + last - 1) // self.S * per_segment, 1) if causal else blocks
+            cosine = products(part, centroids[:, :, :end])
+            if causal:
+                known = torch.arange(offset + first, offset + last, device=q.device) // self.S * per_segment
+                cosine = cosine.masked_fill_(torch.arange(end, device=q.device) >= known[:, None], float("-inf"))
+            best = cosine.max(-1)  # of equal ones, the first
+            nearest.append(best.indices)
+            cosines.append(best.values)
+        return torch.cat(nearest, dim=2), torch.cat(cosines, dim=2)
+
+    def alignment(self, causal: bool) -> int:
+        return lcm(self.S, self.keys.alignment(causal))
+
+
+def _argsort(rising: Tensor, falling: Tensor) -> Tensor:
+    """The stable order along the last axis by `rising`, least first, and then by `falling`, greatest first."""
+    order = falling.argsort(dim=-1, descending=True, stable=True)
+    return order.gather(-1, rising.gather(-1, order).argsort(dim=-1, stable=True))

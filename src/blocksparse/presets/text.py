@@ -1,0 +1,626 @@
+"""Presets for prompts of text: one function for each paper.
+
+pbs_attn        PBS-Attn: Sparser Block-Sparse Attention via Token Permutation (arXiv 2510.21270).
+pbs_attn_plus   PBS-Attn+: PBS-Attn's order with XAttention's scores (arXiv 2510.21270, appendix B.2).
+mean_pooling    MeanPooling: the baseline of PBS-Attn (arXiv 2510.21270, section 4.1).
+bfla            BFLA: Block-Filtered Long-Context Attention.
+s2o             S2O: Early Stopping for Sparse Attention via Online Permutation.
+xattention      XAttention: Block Sparse Attention with Antidiagonal Scoring (arXiv 2503.16428).
+flex_prefill    FlexPrefill: a context-aware sparse attention mechanism (arXiv 2502.20766).
+minference      MInference 1.0: vertical-slash heads (arXiv 2407.02490).
+a_shape         A-shape: the start of the prompt and a local window (StreamingLLM's pattern; MInference, arXiv
+                2407.02490).
+tri_shape       Tri-shape: A-shape, with dense rows at the end of the prompt (MInference's released code).
+triangle_mix    TriangleMix: dense attention in the first layers, tri-shape in the others (arXiv 2507.21526).
+flash_prefill   FlashPrefill: Instantaneous Pattern Discovery and Thresholding (arXiv 2603.06199).
+prism           Prism: Spectral-Aware Block-Sparse Attention (arXiv 2602.08426).
+stem            Stem: Rethinking Causal Information Flow in Sparse Attention (arXiv 2603.06274).
+skip_softmax    Skip-softmax (BLASST, arXiv 2512.12087): attention over all keys, without the tiles that turn
+                out negligible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from blocksparse.check.per_head import share
+from blocksparse.check.validators import (
+    a,
+    block_size,
+    count,
+    flag,
+    hash_seed,
+    multiple,
+    optional,
+    shown,
+    size,
+    whole,
+)
+from blocksparse.execute.auto import AutoExecutor
+from blocksparse.execute.executor import Executor
+from blocksparse.execute.gather import GatherExecutor
+from blocksparse.execute.remainder import RemainderExecutor
+from blocksparse.execute.skip_softmax import SkipSoftmaxExecutor
+from blocksparse.layers.schedule import Schedule
+from blocksparse.order.global_index_map import GlobalIndexMap
+from blocksparse.order.permutation import Identity, Permutation
+from blocksparse.order.segment_sort import SegmentKeySort
+from blocksparse.pipeline import Pipeline
+from blocksparse.presets.preset import BlockExecutor, Numbers, Preset, kept, preset
+from blocksparse.score.cells import AntidiagonalScorer, FlattenMaxPoolScorer, Pattern, QueryRowsScorer
+from blocksparse.score.combined import ScorerPair, ScoresPair
+from blocksparse.score.output_aware import OutputAwareScorer
+from blocksparse.score.pooled import MeanPoolScorer, RotaryBandScorer, part_of_all
+from blocksparse.score.scorer import BlockLogits, BlockMass, BlockScores, NoScorer
+from blocksparse.score.vertical_slash import VerticalSlashScorer, VerticalSlashScores
+from blocksparse.select.block_mask import BlockMask, RankedBlockMask
+from blocksparse.select.combined import OnTiles, Ranked, Refined, SelectorPair, SharedByGroup
+from blocksparse.select.mass import GlobalTopCdf, PeakShare, TopCdf
+from blocksparse.select.positions import Band, Everything, LastQueries, PositionSelector, Random, Sink, Stride
+from blocksparse.select.selector import Selector
+from blocksparse.select.top_k import DecayingTopK
+from blocksparse.select.vertical_slash import RoutedByDivergence, VerticalSlashCdf, VerticalSlashTopK
+
+
+@kept
+def pbs_attn(
+    mass: Numbers = 0.9,  # section 4.1
+    *,
+    block: int = 128,  # section 4.1
+    S: int = 256,  # section 4.1
+    per_query_head: bool = False,
+    as_released: bool = False,
+    executor: BlockExecutor | None = None,
+) -> Preset[BlockMass]:
+    """Sort keys by importance inside segments, then keep the heaviest pooled blocks of earlier segments.
+
+    In addition, the row's own segment and the block that holds token 0 are always kept.
+
+    Args:
+        mass: share of the mass outside the row's own segment to keep; a number, or one per query head.
+        block: tokens per block.
+        S: tokens per segment, a multiple of `block`.
+        per_query_head: make one key order per query head, as the paper does, instead of one per KV head.
+        as_released: choose exactly as the authors' code does: there is an order per query head, it comes from a
+            probe that is not causal and ignores the tail, and the mean of a short tail block includes padding.
+        executor: `AutoExecutor()` if None.
+    """
+    block_size.check(block=block)
+    size.check(S=S)
+    flag.check(per_query_head=per_query_head, as_released=as_released)
+    multiple("S", S, "block", block)
+    return preset(
+        SegmentKeySort(S, probe=block, per_query_head=per_query_head or as_released, causal_probe=not as_released),
+        MeanPoolScorer(block, padded_tail=as_released),
+        TopCdf(mass) | Sink(1),
+        executor,
+    )
+
+
+@kept
+def pbs_attn_plus(
+    mass: Numbers = 0.9,  # section 4.1
+    *,
+    stride: int = 8,  # the value of XAttention; appendix B.2 prints none
+    block: int = 128,  # section 4.1
+    S: int = 256,  # section 4.1
+    per_query_head: bool = False,
+    executor: BlockExecutor | None = None,
+) -> Preset[BlockMass]:
+    """Sort keys by importance inside segments, then keep the heaviest antidiagonal scores of earlier segments.
+
+    In addition, the row's own segment and the block that holds token 0 are always kept.
+
+    Args:
+        mass: share of the mass outside the row's own segment to keep; a number, or one per query head.
+        stride: side of the cells of pairs whose antidiagonals are scored.
+        block: tokens per block, a multiple of `stride`.
+        S: tokens per segment, a multiple of `block`.
+        per_query_head: make one key order per query head, as the paper does, instead of one per KV head.
+        executor: `AutoExecutor()` if None.
+    """
+    block_size.check(block=block)
+    size.check(S=S)
+    multiple("S", S, "block", block)
+    return preset(
+        SegmentKeySort(S, probe=block, per_query_head=per_query_head),
+        AntidiagonalScorer(stride, block=block, forced=False),
+        TopCdf(mass) | Sink(1),
+        executor,
+    )
+
+
+@kept
+def mean_pooling(
+    mass: Numbers = 0.9,  # section 4.1
+    *,
+    block: int = 128,  # section 4.1
+    as_released: bool = False,
+    executor: BlockExecutor | None = None,
+) -> Preset[BlockMass]:
+    """Keep the heaviest pooled blocks and, in addition, always the first block and the diagonal.
+
+    Args:
+        mass: share of the row's pooled mass to keep; a number, or one per query head.
+        block: tokens per block.
+        as_released: include padding in the mean of a short tail block, as the authors' code does.
+        executor: `AutoExecutor()` if None.
+    """
+    flag.check(as_released=as_released)
+    return preset(
+        Identity(),
+        MeanPoolScorer(block, padded_tail=as_released),
+        TopCdf(mass) | Sink(),
+        executor,
+    )
+
+
+@kept
+def bfla(
+    mass: Numbers = 0.99,  # gamma; section 4.5, the "strong operating point"
+    *,
+    block: int = 256,  # b; section 4.5
+    g: int = 64,  # section 3.3; table 5
+    tile: int = 64,  # T, the tile of the paper's kernel, is 32 in its code; our kernels are fast from 64 on
+    n_local: int | None = None,
+    n_local_tiles: int | None = None,
+    sink: int = 32,  # eq. 16: the first tile, which has 32 tokens in the released code
+    eta: int | None = 16,  # section 4.5
+    rho: Numbers | None = None,  # section 4.5: rho = 0
+    seed: int = 1,  # released code; the paper names none
+    per_token: bool = False,
+    coarse_rescue: bool = False,
+    as_released: bool = False,
+    executor: BlockExecutor | None = None,
+) -> Preset[BlockMass]:
+    """Keep the heaviest coarse blocks for all query heads of a KV head, then also keep tiles by position.
+
+    A tile is a block of the final mask. A rescue keeps tiles that the scores dropped: one of every `eta`, or
+    random ones. The local band, the sink and both rescues are added to the blocks that `mass` asks for, and are
+    not counted.
+
+    Args:
+        mass: share of a row's block mass to keep; a number, or one per query head.
+        block: tokens per coarse block.
+        g: tokens per group that is compared as one vector; divides `block`.
+        tile: tokens per tile; divides `block`.
+        n_local: tokens in the local band: tiles with a key at most so far before a query of the row are kept. If
+            neither this nor `n_local_tiles` is given, it is 256 (8 tiles of 32; table 5).
+        n_local_tiles: the same as a number of tiles, `n_local / tile`.
+        sink: tokens at the start of the prompt whose tiles are kept.
+        eta: keep one tile of every `eta` in a row; None for no stride rescue.
+        rho: keep a tile with this probability, a number or one per query head; None for no random rescue.
+        seed: seed of both rescues.
+        per_token: divide the products of groups by their tokens, so that the softmax over blocks is not one-hot.
+        coarse_rescue: apply band, sink and rescues to coarse blocks, as the released code does, not to tiles.
+        as_released: choose as the authors' code does for chunks that start at a block: band, sink and rescues work
+            on coarse blocks, rescues by linear hashes with rows counted from the start of the chunk; the band has
+            at least one block; and scores include padding.
+        executor: `AutoExecutor()` if None.
+
+    Raises:
+        ValueError: `n_local` and `n_local_tiles` are both given, or `tile` does not divide `block`.
+    """
+    block_size.check(block=block, tile=tile)
+    block, tile = whole(block), whole(tile)
+    multiple("block", block, "tile", tile)
+    optional(count).check(n_local=n_local, n_local_tiles=n_local_tiles)
+    size.check(sink=sink)
+    hash_seed.check(seed=seed)
+    flag.check(coarse_rescue=coarse_rescue, as_released=as_released)
+    if n_local is not None and n_local_tiles is not None:
+        raise ValueError(f"give 'n_local' or 'n_local_tiles', not both: {n_local} and {n_local_tiles}")
+    if n_local is None:
+        n_local = 256 if n_local_tiles is None else whole(n_local_tiles) * tile  # table 5: 8 tiles of 32
+    rescue: PositionSelector = Band(max(n_local, 1) if as_released else n_local) | Sink(sink)
+    if eta is not None:
+        rescue = rescue | Stride(eta, seed, released=as_released)
+    if rho is not None:
+        rescue = rescue | Random(rho, seed, released=as_released)
+
+    n = block // tile
+    selector: Selector[BlockMass, BlockMask]
+    if coarse_rescue or as_released:
+        selector = Refined(SharedByGroup(TopCdf(mass) | rescue), n)
+    else:
+        selector = Refined(SharedByGroup(TopCdf(mass)), n) | OnTiles(rescue, n)
+    return preset(
+        Identity(),
+        FlattenMaxPoolScorer(block, g, per_token=per_token, padded_tail=as_released),
+        selector,
+        executor,
+    )
+
+
+@kept
+def s2o(
+    tau: Numbers | None = None,
+    *,
+    S: int = 256,  # measured, see docs/reference/papers/s2o.md; the paper prints no value
+    block: int = 64,  # the paper prints no value (algorithm 2 names tiles B_M and B_N)
+    prefix: int | None = 8192,  # algorithm 1 ranks all earlier keys, as None does
+    coarse: bool = True,  # equation 2 orders exactly, as False does
+    per_query_head: bool = True,  # algorithm 1 has H heads of q and of k
+    order_queries: bool = True,  # section 3.1 (i)
+    band: int = 0,  # the paper has none
+    executor: Executor[Permutation, RankedBlockMask] | None = None,
+) -> Pipeline[Permutation, BlockScores, RankedBlockMask]:
+    """Attend to the keys of a row's own segment, then to earlier keys, best first, and stop early.
+
+    Earlier keys are sorted by their product with the mean query of the segment.
+
+    Args:
+        tau: a row stops after a block that adds less than this share to its softmax denominators; a number, or
+            one per query head. 0.01 if None; the paper prints no value.
+        S: tokens per segment, a multiple of `block`. Larger segments need fewer index maps, but a row's own
+            segment is always computed, so the density cannot be lower than its share.
+        block: tokens per block, on both sides; a row of blocks stops as a whole.
+        prefix: how many of the earlier keys a map holds, the best ones; a row attends to no others, even if it has
+            not stopped by then. At 16384 tokens the default adds almost no error to that of a `tau` of 0.01, but
+            much to that of smaller ones (page s2o of the papers). `GlobalIndexMap` says how much memory maps take.
+        coarse: choose and order the earlier keys by rounded scores, which takes no full sort on a GPU and adds
+            almost no error (docs/reference/papers/s2o.md).
+        per_query_head: make one key order per query head instead of one per KV head.
+        order_queries: sort the queries of a segment, so that similar ones stop together.
+        band: visit the keys up to so many before each query in any case. Without a band (0) a query at the start
+            of its segment may miss them. Give it a multiple of `block`, since whole blocks are visited; what it
+            is worth is in docs/reference/papers/s2o.md.
+        executor: `GatherExecutor(tau)` if None. An executor that does not stop early, such as
+            `ReferenceExecutor`, computes every block.
+
+    Raises:
+        ValueError: both `tau` and `executor` are given, or `S` is not a multiple of `block`.
+    """
+    if executor is not None and tau is not None:
+        raise ValueError(
+            f"'tau' belongs to the executor, and one is given: use s2o(executor=GatherExecutor({shown(tau)}))"
+        )
+    block_size.check(S=S, block=block)
+    count.check(band=band)
+    multiple("S", S, "block", block)
+    return Pipeline(
+        GlobalIndexMap(
+            S, prefix=prefix, coarse=coarse, per_query_head=per_query_head, order_queries=order_queries, near=band
+        ),
+        NoScorer(block),
+        Ranked(Everything(), first=Band(band) if band else None),
+        GatherExecutor(0.01 if tau is None else tau) if executor is None else executor,
+    )
+
+
+@kept
+def xattention(
+    mass: Numbers = 0.9,  # released code, xattn_estimate
+    *,
+    stride: int = 8,  # the paper has 8 and 16, the released loader 16
+    block: int = 128,  # the only size that the released code takes
+    pattern: Pattern = "antidiagonal",
+    as_released: bool = False,
+    executor: BlockExecutor | None = None,
+) -> Preset[BlockMass]:
+    """Keep the first block, the diagonal, and the heaviest antidiagonal scores until they hold enough of the mass.
+
+    The first block and the diagonal are counted in that share.
+
+    Args:
+        mass: share of the row's mass to keep; a number, or one per query head.
+        stride: side of the cells of pairs whose antidiagonals are scored.
+        block: tokens per block, a multiple of `stride`.
+        pattern: which pairs of a cell are scored; `AntidiagonalScorer` lists the patterns.
+        as_released: fill a short tail cell with zeros, as the authors' code does. Errors in its selection are not
+            copied.
+        executor: `AutoExecutor()` if None.
+    """
+    flag.check(as_released=as_released)
+    return preset(
+        Identity(),
+        AntidiagonalScorer(stride, block=block, pattern=pattern, padded_tail=as_released),
+        TopCdf(mass),
+        executor,
+    )
+
+
+@kept
+def flex_prefill(
+    mass: Numbers = 0.95,  # the authors' runs: Llama 3.1 and GLM-4; 0.9 for Yi and Qwen2
+    tau: Numbers = 0.1,  # the authors' runs
+    *,
+    block: int = 128,  # the authors' runs
+    min_budget: int = 1024,  # the authors' runs
+    max_budget: int | None = None,
+    as_released: bool = False,
+    executor: BlockExecutor | None = None,
+) -> Preset[VerticalSlashScores]:
+    """Keep pooled blocks in heads that pooling describes well, and columns and diagonals in the others.
+
+    The paper calls the first kind of head query-aware. The block of token 0 and the diagonal are always kept,
+    outside the budgets.
+
+    Args:
+        mass: gamma of the paper, the share of the attention mass to keep; a number, or one per query head.
+        tau: divergence below which a head is query-aware; a number, or one per query head. With 0 no head is.
+        block: tokens per block, and queries in the probe.
+        min_budget: the least number of tokens in the columns, and in the diagonals, of every head.
+        max_budget: the greatest number of tokens in each, in heads that are not query-aware; None for no limit.
+        as_released: choose as the authors' code does: it keeps one block for every 128 tokens that it counts,
+            takes forced blocks out of the budget, keeps one diagonal of blocks per band, and in query-aware heads
+            drops the block with which the sum reaches `mass`.
+        executor: `AutoExecutor()` if None.
+    """
+    flag.check(as_released=as_released)
+    floor = VerticalSlashCdf(0.0, min_budget=min_budget, released=as_released)
+    return preset(
+        Identity(),
+        VerticalSlashScorer(block, tau=tau),
+        RoutedByDivergence(
+            tau,
+            similar=GlobalTopCdf(mass, crossing=not as_released) | floor,
+            otherwise=VerticalSlashCdf(mass, min_budget=min_budget, max_budget=max_budget, released=as_released),
+        ),
+        executor,
+    )
+
+
+@kept
+def minference(
+    vertical: int | Sequence[int] | Tensor = 1000,  # released code, for heads that its table of budgets lacks
+    slash: int | Sequence[int] | Tensor = 6096,  # the same
+    *,
+    sink: int = 30,  # released code
+    recent: int = 100,  # released code; its search for budgets forces 30
+    block: int = 64,  # section 3.2; released code
+    probe: int = 64,  # section 3.2, algorithm 1
+    as_released: bool = False,
+    executor: BlockExecutor | None = None,
+) -> Preset[VerticalSlashScores]:
+    """Keep a fixed number of columns and diagonals, the heaviest for the last queries.
+
+    Args:
+        vertical: how many keys (columns); a number, or one per query head.
+        slash: how many distances (diagonals); a number, or one per query head.
+        sink: how many of the first keys are always kept, as a part of `vertical`.
+        recent: how many of the nearest distances are always kept, as a part of `slash`.
+        block: tokens per block.
+        probe: with how many of the last queries the lines are measured.
+        as_released: choose as the authors' code does: keys near the end may use up the vertical budget, and tiles
+            of keys at chosen distances end up to one block late.
+        executor: `AutoExecutor()` if None.
+    """
+    flag.check(as_released=as_released)
+    return preset(
+        Identity(),
+        VerticalSlashScorer(block, probe=probe, pooled=False),
+        VerticalSlashTopK(vertical, slash, sink=sink, recent=recent, released=as_released),
+        executor,
+    )
+
+
+@kept
+def a_shape(
+    sink: int = 128,  # n_init in the released code of MInference
+    local: int = 3968,  # n_local in the same code
+    *,
+    block: int = 64,  # the same code
+    executor: BlockExecutor | None = None,
+) -> Preset[BlockScores]:
+    """Keep the first `sink` keys and the last `local` ones, a query's own included.
+
+    Blocks that hold any of these keys are kept whole, so a query may see up to two blocks of keys more.
+
+    Args:
+        sink: how many tokens at the start of the prompt are kept.
+        local: tokens in the window that ends with the query, at least 1.
+        block: tokens per block.
+        executor: `AutoExecutor()` if None.
+    """
+    size.check(sink=sink, local=local)
+    return preset(
+        Identity(),
+        NoScorer(block),
+        Sink(sink) | Band(local - 1),
+        executor,
+    )
+
+
+@kept
+def tri_shape(
+    sink: int = 128,  # n_init in the released code of MInference
+    local: int = 3968,  # n_local in the same code
+    last: int = 100,  # n_last in the same code
+    *,
+    block: int = 64,  # the same code
+    executor: BlockExecutor | None = None,
+) -> Preset[BlockScores]:
+    """Keep the first `sink` keys and the last `local` ones, and every key for the `last` queries.
+
+    Blocks that hold any of these keys are kept whole. A row of blocks that holds one of these queries keeps every
+    key for all its queries, so up to a block of queries more is dense.
+
+    Args:
+        sink: how many tokens at the start of the prompt are kept.
+        local: tokens in the window that ends with the query, at least 1.
+        last: how many queries at the end of the call see every key.
+        block: tokens per block.
+        executor: `AutoExecutor()` if None.
+    """
+    size.check(sink=sink, local=local, last=last)
+    return preset(
+        Identity(),
+        NoScorer(block),
+        Sink(sink) | Band(local - 1) | LastQueries(last),
+        executor,
+    )
+
+
+@kept
+def triangle_mix(
+    starting_layer: int,
+    sink: int = 128,  # this and the others as in `tri_shape`: the released code runs the same kernel
+    local: int = 3968,
+    last: int = 100,
+    *,
+    block: int = 64,
+    executor: BlockExecutor | None = None,
+) -> Schedule:
+    """A schedule: dense before `starting_layer`, then the first and the last keys, and dense last queries.
+
+    Args:
+        starting_layer: the first sparse layer, by index. It depends on the model: the paper finds it by what the
+            last queries lose.
+        sink: how many tokens at the start of the prompt are kept.
+        local: tokens in the window that ends with the query, at least 1.
+        last: how many queries at the end of the call see every key.
+        block: tokens per block.
+        executor: `AutoExecutor()` if None.
+    """
+    count.check(starting_layer=starting_layer)
+    return Schedule(tri_shape(sink, local, last, block=block, executor=executor), dense=range(int(starting_layer)))
+
+
+@kept
+def flash_prefill(
+    alpha: Numbers = 0.12,  # released code, for Qwen3-30B-A3B; 0.08 to 0.22 for others
+    *,
+    block: int = 128,  # released code
+    sink: int = 256,  # the same: 2 blocks
+    window: int = 512,  # the same: 4 blocks
+    last: int | None = 256,  # the same: 2 blocks
+    remainder: bool = False,
+    executor: BlockExecutor | None = None,
+) -> Preset[BlockMass]:
+    """Keep the blocks that are worth a share of their row's best one, the first keys, a window, and the last rows.
+
+    A block is judged by the weights that the single queries of a row give to its mean key.
+
+    Args:
+        alpha: share of the row's greatest mass from which on a block is kept; a number, or one per query head.
+        block: tokens per block.
+        sink: tokens at the start of the prompt whose blocks are kept.
+        window: tokens in the window that ends with a row of blocks, in whole blocks, the row's own included.
+        last: how many queries at the end of the call see every key; None for none. Each chunk of a prompt has its
+            own last queries.
+        remainder: let dropped blocks contribute their means, as in `RemainderExecutor`: the mean
+            correction of FlashPrefill V2 (2608.19758).
+        executor: `AutoExecutor()` if None.
+    """
+    block_size.check(block=block)
+    size.check(sink=sink, window=window)
+    optional(size).check(last=last)
+    flag.check(remainder=remainder)
+    optional(a(Executor)).check(executor=executor)
+    attend = AutoExecutor() if executor is None else executor
+    kept: PositionSelector = Sink(sink) | Band(max(window - block, 0))
+    if last is not None:
+        kept = kept | LastQueries(last)
+    return preset(
+        Identity(),
+        QueryRowsScorer(block),
+        PeakShare(alpha) | kept,
+        RemainderExecutor(attend) if remainder else attend,
+    )
+
+
+@kept
+def prism(
+    mass: Numbers = 0.95,  # released code, for both bands
+    *,
+    block: int = 128,  # released code
+    fast: tuple[float, float] = (0.0, 0.5),  # the same: the 64 fastest of 128 channels
+    slow: tuple[float, float] = (0.25, 1.0),  # the same: the 96 slowest
+    temperature: float | None = None,  # the same: calibrated
+    executor: BlockExecutor | None = None,
+) -> Preset[ScoresPair[BlockMass, BlockMass]]:
+    """Keep the heaviest pooled blocks of the fast channels and those of the slow ones, the first and the diagonal.
+
+    Args:
+        mass: share of the row's pooled mass to keep in each band; a number, or one per query head.
+        block: tokens per block.
+        fast: where the band of fast channels begins and ends, as shares of all pairs of channels.
+        slow: the same of the slow ones.
+        temperature: what the logits of both bands are divided by; None measures it per head and call, as of
+            `RotaryBandScorer`, and the choice then depends a little on how a prompt is chunked.
+        executor: `AutoExecutor()` if None.
+    """
+    share.check(mass=mass)
+    part_of_all.check(fast=fast, slow=slow)
+    of_fast, of_slow = (RotaryBandScorer(band, block, temperature=temperature) for band in (fast, slow))
+    return preset(
+        Identity(),
+        ScorerPair(of_fast, of_slow),
+        SelectorPair(TopCdf(mass), TopCdf(mass)) | Sink(),
+        executor,
+    )
+
+
+@kept
+def stem(
+    decay: float = 0.7,  # released configuration, for Qwen3-8B
+    *,
+    k: int | None = None,  # released code: by the number of blocks
+    weight: float = 0.2,  # the same
+    lengths: tuple[float, float] | None = None,  # the same: measured
+    stride: int = 8,  # the same
+    block: int = 128,  # the same
+    sink: int = 512,  # the same: 4 blocks
+    window: int = 512,  # the same: 4 blocks
+    executor: BlockExecutor | None = None,
+) -> Preset[BlockLogits]:
+    """Keep fewer of the best blocks the later a row is, where long values count, the first keys and a window.
+
+    The released code keeps the first two layers dense: `Schedule(stem(), dense=(0, 1))`.
+
+    Args:
+        decay: the share of `k` that the last row of a prompt keeps.
+        k: how many blocks a row keeps before the number falls; None for the rule of `DecayingTopK`.
+        weight: what a deviation of the logs of the lengths of values adds to a block's logit.
+        lengths: the mean and the deviation of these logs; None measures them per head and call, and the choice
+            then depends a little on how a prompt is chunked.
+        stride: side of the cells on whose antidiagonals logits are taken.
+        block: tokens per block.
+        sink: tokens at the start of the prompt whose blocks are kept.
+        window: tokens in the window that ends with a row of blocks, in whole blocks, the row's own included.
+        executor: `AutoExecutor()` if None.
+    """
+    block_size.check(block=block)
+    size.check(sink=sink, window=window)
+    return preset(
+        Identity(),
+        OutputAwareScorer(stride, block=block, weight=weight, lengths=lengths),
+        DecayingTopK(k, decay) | (Sink(sink) | Band(max(window - block, 0))),
+        executor,
+    )
+
+
+@kept
+def skip_softmax(
+    scale_factor: float | None = None,
+    *,
+    block: int = 128,
+    executor: BlockExecutor | None = None,
+) -> Preset[BlockScores]:
+    """Choose nothing before attention; leave out tiles of keys by a threshold that falls with the prompt's length.
+
+    Args:
+        scale_factor: a tile is left out if its weights are below `scale_factor / N` of the greatest one met
+            before; 1000 if None, as in TensorRT-LLM's examples.
+        block: tokens per block.
+        executor: `SkipSoftmaxExecutor(scale_factor)` if None; `SkipSoftmaxExecutor.calibrated(config)` has the
+            factor of a checkpoint that ModelOpt calibrated. An executor that leaves out nothing, such as
+            `ReferenceExecutor`, attends densely.
+
+    Raises:
+        ValueError: both `scale_factor` and `executor` are given.
+    """
+    if executor is not None and scale_factor is not None:
+        raise ValueError(
+            "'scale_factor' belongs to the executor, and one is given: use "
+            f"skip_softmax(executor=SkipSoftmaxExecutor({shown(scale_factor)}))"
+        )
+    return Pipeline(
+        Identity(),
+        NoScorer(block),
+        Everything(),
+        SkipSoftmaxExecutor(1000.0 if scale_factor is None else scale_factor) if executor is None else executor,
+    )

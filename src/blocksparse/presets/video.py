@@ -1,0 +1,335 @@
+"""Presets for images and videos, and SpargeAttn's, which serves text as well: one function for each paper.
+
+sparge     SpargeAttn: Accurate Sparse Attention Accelerating Any Model Inference (arXiv 2502.18137).
+subblock   SubBlock: the sparse attention of SGLang for video, by sums over sub-blocks.
+sol_attn   Sol-Attn: the selection of NVIDIA's video attention (arXiv 2607.24027).
+dfs_attn   DFSAttn: video attention by sums of cells along a space-filling curve (arXiv 2605.23445).
+radial     Radial Attention: a static mask for video, ever sparser with the distance of frames (arXiv
+           2506.19852).
+nabla      NABLA: Neighborhood Adaptive Block-Level Attention (arXiv 2507.13546).
+lva        LVSA: sparse attention for long videos, with frames in turn that all look at (arXiv 2605.31057).
+svg2       SVG2: Sparse VideoGen2, by clusters of like tokens (arXiv 2505.18875), in blocks of a fixed size.
+"""
+
+from __future__ import annotations
+
+from blocksparse.check.per_head import share
+from blocksparse.check.per_head import share as a_share
+from blocksparse.check.validators import a, block_size, count, flag, multiple, optional, shown, size
+from blocksparse.execute.auto import AutoExecutor
+from blocksparse.execute.executor import Executor
+from blocksparse.execute.remainder import RemainderExecutor
+from blocksparse.order.grid_orders import TileOrder
+from blocksparse.order.kmeans_order import KMeansOrder
+from blocksparse.order.permutation import GlobalPermutation, Identity, Permuter
+from blocksparse.pipeline import Pipeline
+from blocksparse.presets.preset import BlockExecutor, Numbers, Preset, kept, preset
+from blocksparse.score.cells import AntidiagonalScorer
+from blocksparse.score.combined import SimilarityGatedScorer
+from blocksparse.score.pooled import MeanLogitScorer, MeanPoolScorer, Variance
+from blocksparse.score.scorer import BlockLogits, BlockMass, BlockScores, NoScorer
+from blocksparse.select.block_mask import BlockMask
+from blocksparse.select.grid_rules import Frames, Radial, TileWindow
+from blocksparse.select.mass import TopCdf
+from blocksparse.select.positions import Band, LastKeys, PositionSelector, Sink
+from blocksparse.select.selector import Selector
+from blocksparse.select.top_k import MeanStd, TopK
+
+
+@kept
+def sparge(
+    mass: Numbers | None = None,
+    theta: Numbers | None = None,
+    *,
+    share: Numbers | None = None,
+    block: int = 128,  # appendix A.1
+    k_block: int = 64,  # appendix A.1
+    attention_sink: bool = True,  # released code, its module for tuned models; its plain functions have False
+    smooth_k: bool | None = None,
+    order: Permuter[GlobalPermutation] | None = None,
+    as_released: bool = False,
+    executor: BlockExecutor | None = None,
+) -> Preset[BlockMass]:
+    """Keep the heaviest pooled blocks within a target for their mass, and every block whose tokens are unlike.
+
+    Blocks whose tokens are unlike are kept in addition and hold no mass. A causal diagonal is kept in any case.
+
+    Args:
+        mass: tau of the paper, the share of a row's pooled mass that the kept blocks may not exceed; a number, or
+            one per query head. 0.98 if neither this nor `share` is given.
+        theta: a block is judged by its mean only if its self-similarity is greater than this; a number, or one per
+            query head. If None, 0.6; with `share` -0.1, so that every block is judged by its mean.
+        share: keep this share of a row's reachable key blocks instead of a share of its mass.
+        block: tokens per query block.
+        k_block: tokens per key block.
+        attention_sink: also keep the block that holds token 0.
+        smooth_k: subtract the mean of all keys before the similarity of key blocks is measured. None does so only
+            if the call is not causal, and with `as_released` always.
+        order: a permuter, `HilbertOrder(grid)` for images and video (section 3.7), and `HilbertOrder()` where a
+            host knows the grid; `Identity()` if None.
+        as_released: choose as the authors' code does: keys are smoothed in causal calls too, a short last block is
+            never similar, and `share` is a share of all key blocks. Their code may drop the diagonal, which is
+            kept here all the same.
+        executor: `AutoExecutor()` if None, which rounds nothing. `Int8Executor()` has the paper's 8-bit products
+            (section 3.5) on Hopper, which save time from about 64K tokens on, and `pv_skip` of an executor leaves
+            out products with values as the paper does (section 3.4).
+
+    Raises:
+        ValueError: `mass` and `share` are both given.
+    """
+    if mass is not None and share is not None:
+        raise ValueError(f"give 'mass' or 'share', not both: {shown(mass)} and {shown(share)}")
+    optional(a_share).check(mass=mass, share=share)
+    flag.check(attention_sink=attention_sink, as_released=as_released)
+    selector: Selector[BlockMass, BlockMask]
+    if share is None:
+        # Released code, spas_sage2_attn_meansim_cuda; the paper tunes both numbers per layer (section 3.6).
+        selector = TopCdf(0.98 if mass is None else mass, crossing=False)
+        theta = 0.6 if theta is None else theta
+    else:
+        selector = TopK(share=share, forced_first=False, of_all_keys=as_released)
+        theta = -0.1 if theta is None else theta  # released code, spas_sage2_attn_meansim_topk_cuda
+    return preset(
+        order,
+        SimilarityGatedScorer(
+            MeanPoolScorer(block, k_block=k_block),
+            theta,
+            smooth_k=True if smooth_k is None and as_released else smooth_k,
+            padded_tail=as_released,
+        ),
+        selector | Sink() if attention_sink else selector,
+        executor,
+    )
+
+
+@kept
+def subblock(
+    share: Numbers = 0.25,  # released code: a sparsity of 0.75
+    *,
+    cell: int = 16,  # the same: 4 sub-blocks of a block, on both sides
+    block: int = 64,  # the same
+    order: Permuter[GlobalPermutation] | None = None,
+    executor: BlockExecutor | None = None,
+) -> Preset[BlockMass]:
+    """Keep a share of a row's blocks: those whose sub-blocks, known by their means, weigh most in sum.
+
+    Args:
+        share: share of a row's reachable blocks to keep; a number, or one per query head.
+        cell: tokens per sub-block.
+        block: tokens per block, a multiple of `cell`.
+        order: a permuter, such as `HilbertOrder(grid)`; `Identity()`, as in the released code, if None.
+        executor: `AutoExecutor()` if None.
+    """
+    a_share.check(share=share)
+    block_size.check(cell=cell, block=block)
+    multiple("block", block, "cell", cell)
+    return preset(
+        order,
+        AntidiagonalScorer(cell, block=block, pattern="sum", forced=False, normalize=False),
+        TopK(share=share),
+        executor,
+    )
+
+
+@kept
+def sol_attn(
+    tau: Numbers = 1.0,  # released code; TensorRT-LLM's example has 2.0
+    *,
+    block: int = 64,  # released code
+    variance: Variance = "diagonal",  # the same
+    text: int = 0,  # the same: sink_tokens
+    remainder: bool = False,
+    executor: BlockExecutor | None = None,
+) -> Preset[BlockLogits]:
+    """Keep the blocks whose logit lies some standard deviations above their row's mean, and each row's neighbours.
+
+    Blocks that are not kept are left out. The authors' code lets them take part through their mean keys and
+    values, as `remainder` does; without it this is the selection alone, and errs more at the same `tau`.
+
+    Args:
+        tau: how many standard deviations; a number, or one per query head. A greater one keeps fewer blocks.
+        block: tokens per block.
+        variance: how the deviation of a row is computed, as in `MeanLogitScorer`.
+        text: how many keys at the end are kept for all queries. `attach` of `integrations.diffusers` keeps text by
+            itself.
+        remainder: let dropped blocks contribute their means, as in `RemainderExecutor`.
+        executor: `AutoExecutor()` if None.
+    """
+    count.check(text=text)
+    flag.check(remainder=remainder)
+    optional(a(Executor)).check(executor=executor)
+    attend = AutoExecutor() if executor is None else executor
+    neighbours: PositionSelector = Band(1)  # a key at a distance of 1 is in the next block
+    return Pipeline(
+        Identity(),
+        MeanLogitScorer(block, variance=variance),
+        MeanStd(tau) | (neighbours | LastKeys(text) if text else neighbours),
+        RemainderExecutor(attend) if remainder else attend,
+    )
+
+
+@kept
+def dfs_attn(
+    share: Numbers = 0.3,  # released code, in its first interval of steps
+    *,
+    cell: int = 16,  # released code; 32 for some models
+    block: int = 128,  # released code
+    order: Permuter[GlobalPermutation] | None = None,
+    executor: BlockExecutor | None = None,
+) -> Preset[BlockMass]:
+    """Keep the share of a row's blocks that hold the most of a softmax over small cells, each known by its means.
+
+    Args:
+        share: share of a row's reachable blocks to keep; a number, or one per query head.
+        cell: tokens per cell.
+        block: tokens per block, a multiple of `cell`.
+        order: `HilbertOrder(grid)`, as the method has it, and `HilbertOrder()` where a host knows the grid; tokens
+            without a grid stay in place (`Identity()`) if None.
+        executor: `AutoExecutor()` if None.
+    """
+    a_share.check(share=share)
+    block_size.check(cell=cell, block=block)
+    multiple("block", block, "cell", cell)
+    return preset(
+        order,
+        AntidiagonalScorer(cell, block=block, pattern="sum", forced=False),
+        TopK(share=share),
+        executor,
+    )
+
+
+@kept
+def radial(
+    grid: tuple[int, int, int] | None = None,
+    *,
+    decay: float = 1.0,  # released code; 0.2 to 1 in its examples
+    block: int = 128,  # released code
+    prefix: int = 0,
+    executor: BlockExecutor | None = None,
+) -> Preset[BlockScores]:
+    """Keep the first frame, near frames, and of others a window that halves with their distance.
+
+    Args:
+        grid: frames, rows and columns `(T, H, W)` in tokens; None where a host knows them.
+        decay: the factor of all windows.
+        block: tokens per block.
+        prefix: how many tokens of text stand before the video. All text is kept.
+        executor: `AutoExecutor()` if None.
+    """
+    return preset(
+        Identity(),
+        NoScorer(block),
+        Radial(grid, decay=decay, prefix=prefix),
+        executor,
+    )
+
+
+@kept
+def nabla(
+    mass: Numbers = 0.9,  # released code
+    grid: tuple[int, int, int] | None = None,
+    *,
+    radius: tuple[int, int, int] = (1, 1, 1),  # released code: windows of 3 tiles; a checkpoint says its own
+    tile: tuple[int, int, int] = (1, 8, 8),  # the same
+    block: int = 64,  # the same: one tile
+    prefix: int = 0,
+    executor: BlockExecutor | None = None,
+) -> Preset[BlockMass]:
+    """Order cells tile by tile; keep the heaviest pooled blocks, and the tiles around a query's own.
+
+    Args:
+        mass: share of the row's pooled mass to keep; a number, or one per query head.
+        grid: frames, rows and columns `(T, H, W)` in tokens; None where a host knows them.
+        radius: tiles on either side that are kept in any case, in time, height and width.
+        tile: frames, rows and columns of a tile.
+        block: tokens per block.
+        prefix: how many tokens of text stand before the video. All text is kept.
+        executor: `AutoExecutor()` if None.
+    """
+    share.check(mass=mass)
+    return preset(
+        TileOrder(grid, tile, prefix=prefix, suffix=None),
+        MeanPoolScorer(block),
+        TopCdf(mass) | TileWindow(grid, radius=radius, tile=tile, prefix=prefix),
+        executor,
+    )
+
+
+@kept
+def lva(
+    grid: tuple[int, int, int] | None = None,
+    *,
+    period: int,
+    radius: int,
+    first: int = 1,  # the paper: frame 0 is a permanent anchor
+    step: int = 0,
+    block: int = 64,
+    prefix: int = 0,
+    executor: BlockExecutor | None = None,
+) -> Preset[BlockScores]:
+    """Keep the first frames, one frame of every `period`, and a window of frames around a query's own.
+
+    The periodic frames move by one with each denoising step, so that over `period` steps each frame is one of
+    them. With `C` frames that a model was trained on (21 for Wan 2.1) the paper takes `period = ceil(T / (C - (2
+    radius + 1)))`, so that each query looks at about `C` frames.
+
+    Args:
+        grid: frames, rows and columns `(T, H, W)` in tokens; None where a host knows them.
+        period: frames from one periodic frame to the next.
+        radius: frames on either side of a query's own; 0 for no window, as in the released code.
+        first: how many frames at the start are kept for all.
+        step: the denoising step.
+        block: tokens per block.
+        prefix: how many tokens of text stand before the video. All text is kept.
+        executor: `AutoExecutor()` if None.
+    """
+    size.check(period=period)
+    count.check(radius=radius, step=step)
+    return preset(
+        Identity(),
+        NoScorer(block),
+        Frames(
+            grid,
+            period=period,
+            phase=step % period,
+            first=first,
+            radius=radius or None,
+            prefix=prefix,
+        ),
+        executor,
+    )
+
+
+@kept
+def svg2(
+    mass: Numbers = 0.9,  # released code
+    *,
+    least: Numbers = 0.1,  # the same: a tenth of all clusters of keys
+    q_clusters: int = 300,  # the same, for Wan; 400 for HunyuanVideo
+    k_clusters: int = 1000,  # the same
+    iterations: int = 50,  # the same, in the first sparse step
+    block: int = 64,
+    prefix: int = 0,
+    suffix: int = 0,
+    executor: BlockExecutor | None = None,
+) -> Preset[BlockMass]:
+    """Order queries and keys by clusters; keep the heaviest pooled blocks. Made for calls that are not causal.
+
+    Args:
+        mass: share of the row's pooled mass to keep; a number, or one per query head.
+        least: share of a row's blocks that are kept in any case, the heaviest.
+        q_clusters: clusters of queries per query head.
+        k_clusters: clusters of keys per KV head.
+        iterations: steps of k-means.
+        block: tokens per block.
+        prefix: how many tokens of text at the start stay in place.
+        suffix: how many tokens of text at the end do.
+        executor: `AutoExecutor()` if None.
+    """
+    share.check(mass=mass, least=least)
+    return preset(
+        KMeansOrder(q_clusters, k_clusters, iterations=iterations, prefix=prefix, suffix=suffix),
+        MeanPoolScorer(block),
+        TopCdf(mass) | TopK(share=least),
+        executor,
+    )

@@ -1,0 +1,288 @@
+"""Scores from products of cells, a few tokens each, that are smaller than the blocks.
+
+AntidiagonalScorer     Antidiagonals of small cells, a softmax over cells, sums per block (XAttention, arXiv
+                       2503.16428).
+QueryRowsScorer        Every query of a row against the mean key of each block (FlashPrefill, arXiv 2603.06199,
+                       section 3.2).
+FlattenMaxPoolScorer   Products of groups of queries with groups of keys; a block gets its greatest one (BFLA,
+                       section 3.2).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from math import lcm
+from typing import Any, Literal, final
+
+from attrs import field, frozen
+from torch import Tensor
+
+from blocksparse.check.validators import block_size, flag, maybe_whole, multiple, one_of, optional, whole
+from blocksparse.grid import Grid
+from blocksparse.kernels.multiplying.cell_products import Cells, cells_behind
+from blocksparse.kernels.positions.places import Places
+from blocksparse.kernels.positions.within_reach import within_reach
+from blocksparse.kernels.scoring.block_softmax import block_softmax
+from blocksparse.kernels.scoring.cell_mass import cell_mass
+from blocksparse.kernels.scoring.cell_means import cell_mean, cell_means
+from blocksparse.kernels.scoring.group_max import group_max
+from blocksparse.order.permutation import GlobalPermutation
+from blocksparse.score.key_history import KeyHistory
+from blocksparse.score.scorer import BlockMass, Scorer, own_segment, reach_of, segment_of
+from blocksparse.spec import AttentionSpec
+
+Pattern = Literal["antidiagonal", "slash", "sum"]
+
+
+@final
+@frozen(cache_hash=True)
+class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
+    """Mass of a block: what its cells of `stride` x `stride` pairs hold in a softmax over cells (XAttention).
+
+    The logit of a cell is the mean logit of the pairs on its antidiagonal, query slot `stride - 1 - r` with key
+    slot `r`: every query and every key of the cell is looked at once, and each vertical or slash line that runs
+    through whole cells meets the antidiagonal. Positions say which cells a query cell reaches, as they do for
+    blocks, and it spreads a mass of 1 over them; a row of blocks thus holds `block / stride` in all.
+
+    The empty slots of a short cell, at the tail or where a chunk starts, are filled with the mean of its tokens.
+    This takes M N D / stride multiplications per query head, half of them when causal and in original order.
+
+    Args:
+        stride: side of a cell.
+        block: slots per block, a multiple of `stride`; on both sides unless `k_block` is given.
+        k_block: slots per key block, a multiple of `stride`.
+        pattern: the pairs of a cell that are looked at: its "antidiagonal", its main diagonal ("slash"), or all
+            of them ("sum": the mean query and the mean key of each cell are rounded to the dtype of `q` and
+            multiplied, which takes a `stride`-th of the multiplications).
+        forced: force the block of token 0 and the diagonal, and count their mass, as XAttention does; `False`
+            leaves both to the selector, and after a permuter that keeps keys inside segments of whole blocks, as
+            `SegmentKeySort` does, forces the segment that a causal row lies in and leaves it out of the softmax,
+            as PBS-Attn has it. Not causal: nothing is forced, as in the released code.
+        padded_tail: leave the empty slots of a short cell at zero, as the released code does.
+        normalize: take a softmax for each query cell, as XAttention does. `False` takes one for all query cells of
+            a row of blocks together, so that a cell counts by the size of its weights: the sum of `exp(logit)`
+            over a block's pairs of cells, as a share of the row's (SubBlock of SGLang). A row holds a mass of 1.
+    """
+
+    stride: int = field(default=8, converter=whole, validator=block_size)
+    block: int = field(default=128, converter=whole, validator=block_size, kw_only=True)
+    k_block: int | None = field(default=None, converter=maybe_whole, validator=optional(block_size), kw_only=True)
+    pattern: Pattern = field(
+        default="antidiagonal", validator=one_of("antidiagonal", "slash", "sum"), kw_only=True
+    )
+    forced: bool = field(default=True, validator=flag, kw_only=True)
+    padded_tail: bool = field(default=False, validator=flag, kw_only=True)
+    normalize: bool = field(default=True, validator=flag, kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        multiple("block", self.block, "stride", self.stride)
+        multiple("k_block", self.k_block, "stride", self.stride)
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        permutation: GlobalPermutation,
+        spec: AttentionSpec,
+        history: KeyHistory | None = None,
+    ) -> BlockMass:
+        k_block = self.k_block or self.block
+        grid = Grid.of(q, k, permutation, spec, q_block=self.block, k_block=k_block)
+        offset = k.shape[2] - q.shape[2] if spec.causal else 0
+        lead, slots, weight = offset % self.stride, self.stride, spec.scale / self.stride
+        segment = None if self.forced else segment_of(permutation, grid)
+        reach = _cell_reach(q, k, permutation, spec, grid, self.stride)
+        if self.pattern == "sum":
+            queries, keys = self._means(q, k, permutation, lead, history)
+            lead, slots, weight = 0, 1, spec.scale
+        else:
+            queries, keys = permutation.gather_queries(q), permutation.gather_keys(k)
+        high, wide = self.block // self.stride, k_block // self.stride
+        mass = cell_mass(
+            queries,
+            keys,
+            Cells(slots, lead, high, wide, spec.causal, self.padded_tail, **reach),
+            first_cell=offset // self.stride,
+            segment=None if segment is None else segment // self.stride,
+            weight=weight,
+            flipped=self.pattern == "antidiagonal",
+            joint=not self.normalize,
+        )
+        return BlockMass(mass, grid, self._force(grid, segment))  # [B, Hq, rows, cols]
+
+    def _means(
+        self, q: Tensor, k: Tensor, permutation: GlobalPermutation, lead: int, history: KeyHistory | None
+    ) -> tuple[Tensor, Tensor]:
+        """Mean queries `[B, Hq, q cells, D]` and mean keys `[B, H, k cells, D]` of cells, in slot order."""
+        paged = None if history is None else history.paged(k)
+        if history is not None and paged is None:
+            mean = partial(cell_mean, slots=self.stride, padded_tail=self.padded_tail)
+            keys = history.blocks("cell", k, permutation, self.stride, mean)
+            return mean(q, lead=lead, index=permutation.q_index), keys
+        return cell_means(
+            q,
+            k if paged is None else paged.keys,
+            self.stride,
+            lead=lead,
+            padded_tail=self.padded_tail,
+            q_index=permutation.q_index,
+            k_index=permutation.key_slots if paged is None else paged.key_slots,
+        )
+
+    @property
+    def keeps_history(self) -> bool:
+        return self.pattern == "sum"
+
+    @property
+    def takes_paged_keys(self) -> bool:
+        return self.pattern == "sum"
+
+    def _force(self, grid: Grid, segment: int | None) -> Tensor | None:
+        if not (self.forced and grid.causal):
+            return own_segment(grid, segment)
+        counted: Tensor = within_reach(None, grid, places=Places(first=1), diagonal=True)
+        return counted
+
+    def alignment(self, causal: bool) -> int:
+        return lcm(self.block, self.k_block or 1)
+
+
+def _cell_reach(
+    q: Tensor, k: Tensor, permutation: GlobalPermutation, spec: AttentionSpec, grid: Grid, stride: int
+) -> dict[str, Any]:
+    """Fields of `Cells` that say by positions which cells may meet; none where their indices say as much."""
+    if not grid.causal:
+        return {}
+    if permutation.q_index is None and permutation.k_index is None:
+        return {} if grid.window is None else {"behind": cells_behind(grid.window, stride)}
+    cells = Grid.of(q, k, permutation, spec, q_block=stride, k_block=stride)
+    if permutation.q_index is None and permutation.k_index is not None:
+        cells = cells.shared() if permutation.k_index.shape[1] == k.shape[1] else cells
+    return reach_of(cells)
+
+
+@final
+@frozen(cache_hash=True)
+class QueryRowsScorer(Scorer[GlobalPermutation, BlockMass]):
+    """Sums over the queries of a row of blocks of `exp(q . mean key)`, as shares of the row's total.
+
+    A query counts for a block if it may see the block's last token, so that no mean holds keys of its future. In
+    original order a row's own block thus counts for its last query alone, and a row that sees no other block may
+    hold no mass at all: also keep the diagonal or a `Band`. Mean keys are rounded to the dtype
+    of the keys, as in the authors' code. This takes M N D / k_block multiplications per query head, `block` times
+    as many as `MeanPoolScorer`, and no memory for the logits of single queries but some rows' at a time.
+
+    Args:
+        block: slots per block, on both sides unless `k_block` is given.
+        k_block: slots per key block.
+    """
+
+    block: int = field(default=128, converter=whole, validator=block_size)
+    k_block: int | None = field(default=None, converter=maybe_whole, validator=optional(block_size), kw_only=True)
+
+    keeps_history = True
+    takes_paged_keys = True
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        permutation: GlobalPermutation,
+        spec: AttentionSpec,
+        history: KeyHistory | None = None,
+    ) -> BlockMass:
+        k_block = self.k_block or self.block
+        grid = Grid.of(q, k, permutation, spec, q_block=self.block, k_block=k_block)
+        if history is None:
+            keys = cell_mean(k, k_block, index=permutation.key_slots)  # [B, H, cols, D]
+        else:
+            keys = history.blocks("cell", k, permutation, k_block, partial(cell_mean, slots=k_block))
+        mass = cell_mass(
+            permutation.gather_queries(q),
+            keys,
+            Cells(1, 0, self.block, 1, spec.causal, padded_tail=False, **_row_reach(grid)),
+            first_cell=grid.first_position,
+            segment=None,
+            weight=spec.scale,
+            flipped=False,
+            joint=True,
+        )
+        return BlockMass(mass, grid)  # [B, Hq, rows, cols]
+
+    def alignment(self, causal: bool) -> int:
+        return lcm(self.block, self.k_block or 1)
+
+
+def _row_reach(grid: Grid) -> dict[str, Any]:
+    """Fields of `Cells` by which a query reaches the blocks whose last token it may see."""
+    if not grid.causal:
+        return {}
+    position = grid.q_position[..., grid.q_lead : grid.q_lead + grid.q_len]  # [B|1, H|1, M]
+    last = grid.k_last.squeeze(2)  # [B|1, H|1, cols]
+    reach = {"q_last": position.contiguous(), "k_first": last}
+    if grid.window is not None:
+        reach |= {"q_floor": position - grid.window, "k_last": last}
+    return reach
+
+
+@final
+@frozen(cache_hash=True)
+class FlattenMaxPoolScorer(Scorer[GlobalPermutation, BlockMass]):
+    """Softmax over key blocks of the best product of two token groups (BFLA, eq. 3 to 9).
+
+    A group is `g` consecutive slots. The product of two groups is `q[t] . k[t]` summed over their places `t`: the
+    sum of the main diagonal of their `g x g` logits. The score of a block is the greatest product of a query group
+    and a key group in it. A pair of groups takes part if some query of the row of blocks may see some key of the
+    key group, and if some place has a token in both groups; short groups are compared over these places only.
+
+    The paper does not divide the sum by `g`. The spread of the sums grows with `g`, so that the softmax over
+    blocks is close to one-hot and a target for the mass has little effect. `per_token` divides the sums.
+
+    Args:
+        block: slots per block, on both sides unless `k_block` is given.
+        g: slots per group; divides the blocks.
+        k_block: slots per key block.
+        per_token: divide each product by the number of places that have a token in both groups, which makes it a
+            mean logit.
+        padded_tail: let pairs that take no part score 0, as zero padding does in the released code. A 0 wins where
+            all real products of a block are below 0.
+    """
+
+    block: int = field(default=256, converter=whole, validator=block_size)
+    g: int = field(default=64, converter=whole, validator=block_size)
+    k_block: int | None = field(default=None, converter=maybe_whole, validator=optional(block_size), kw_only=True)
+    per_token: bool = field(default=False, validator=flag, kw_only=True)
+    padded_tail: bool = field(default=False, validator=flag, kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        multiple("block", self.block, "g", self.g)
+        multiple("k_block", self.k_block, "g", self.g)
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        permutation: GlobalPermutation,
+        spec: AttentionSpec,
+        history: KeyHistory | None = None,
+    ) -> BlockMass:
+        k_block = self.k_block or self.block
+        grid = Grid.of(q, k, permutation, spec, q_block=self.block, k_block=k_block)
+        reach: dict[str, Any] = {}
+        if spec.causal and (permutation.q_index is not None or permutation.k_index is not None):
+            reach = reach_of(Grid.of(q, k, permutation, spec, q_block=self.block, k_block=self.g))
+        elif grid.window is not None:
+            reach["behind"] = cells_behind(grid.window, self.g)
+        high, wide = self.block // self.g, k_block // self.g
+        best = group_max(
+            permutation.gather_queries(q),
+            permutation.gather_keys(k),
+            Cells(self.g, grid.q_lead, high, wide, spec.causal, self.padded_tail, **reach),
+            first_row=grid.first_row,
+            per_token=self.per_token,
+        )
+        mass, _ = block_softmax(best, grid, scale=spec.scale)
+        return BlockMass(mass, grid)  # [B, Hq, rows, cols]
+
+    def alignment(self, causal: bool) -> int:
+        return lcm(self.block, self.k_block or 1)

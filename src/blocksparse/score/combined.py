@@ -1,0 +1,205 @@
+"""Scorers that are made of other scorers.
+
+ScorerByCausality       One of two scorers, by whether the call is causal.
+ScoresPair              Two scorers side by side, for a choice by either (Prism, arXiv 2602.08426).
+SimilarityGatedScorer   Scores only for blocks whose tokens are alike; all other blocks are forced (SpargeAttn,
+                        section 3.2).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Generic, TypeVar, final
+
+from attrs import field, frozen
+from torch import Tensor
+
+from blocksparse.check.class_line import Declared, check_takes, declared, of_parts
+from blocksparse.check.per_head import PerHead, cosine, number_or_blocks, per_head
+from blocksparse.check.validators import a, flag, optional
+from blocksparse.kernels.scoring.block_mean import block_similarity
+from blocksparse.kernels.scoring.gate_blocks import gate_blocks
+from blocksparse.order.permutation import GlobalPermutation
+from blocksparse.score.key_history import KeyHistory
+from blocksparse.score.scorer import BlockMass, BlockScores, PermutationT_contra, Scorer, ScoresT_co
+from blocksparse.spec import AttentionSpec
+
+
+@final
+@frozen(cache_hash=True)
+class ScorerByCausality(Scorer[PermutationT_contra, ScoresT_co]):
+    """Score by `causal` in a causal call, as for text, and by `otherwise` in another, as for images and video.
+
+    Only the chosen scorer runs. The two may use different block sizes; `SelectorByCausality`
+    chooses among them. What it says of histories is what `causal` says, since prompts are read in chunks where
+    calls are causal.
+    """
+
+    causal: Scorer[PermutationT_contra, ScoresT_co] = field(validator=a(Scorer))
+    otherwise: Scorer[PermutationT_contra, ScoresT_co] = field(validator=a(Scorer))
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        permutation: PermutationT_contra,
+        spec: AttentionSpec,
+        history: KeyHistory | None = None,
+    ) -> ScoresT_co:
+        return (self.causal if spec.causal else self.otherwise)(q, k, permutation, spec, history)
+
+    @property
+    def keeps_history(self) -> bool:
+        return self.causal.keeps_history
+
+    @property
+    def values_below(self) -> PerHead | None:
+        mine, its = self.causal.values_below, self.otherwise.values_below
+        return its if mine is None else mine
+
+    @property
+    def takes_paged_keys(self) -> bool:
+        return self.causal.takes_paged_keys
+
+    def alignment(self, causal: bool) -> int:
+        return (self.causal if causal else self.otherwise).alignment(causal)
+
+
+FirstT_co = TypeVar("FirstT_co", bound=BlockScores, covariant=True)
+SecondT_co = TypeVar("SecondT_co", bound=BlockScores, covariant=True)
+
+
+@final
+@frozen(eq=False)
+class ScoresPair(BlockScores, Generic[FirstT_co, SecondT_co]):
+    """The scores of two scorers of the same blocks; read as one, they are the first scorer's."""
+
+    first: FirstT_co = field(kw_only=True)
+    second: SecondT_co = field(kw_only=True)
+
+
+@final
+@frozen(cache_hash=True)
+class ScorerPair(
+    Scorer[PermutationT_contra, ScoresPair[FirstT_co, SecondT_co]],
+    Generic[PermutationT_contra, FirstT_co, SecondT_co],
+):
+    """Score by `first` and by `second`, which cut the call into the same blocks; `SelectorPair` chooses by both.
+
+    Raises:
+        ValueError: in a call, if the scorers cut it into different blocks.
+    """
+
+    first: Scorer[PermutationT_contra, FirstT_co] = field(validator=a(Scorer))
+    second: Scorer[PermutationT_contra, SecondT_co] = field(validator=a(Scorer))
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        permutation: PermutationT_contra,
+        spec: AttentionSpec,
+        history: KeyHistory | None = None,
+    ) -> ScoresPair[FirstT_co, SecondT_co]:
+        first = self.first(q, k, permutation, spec, history)
+        second = self.second(q, k, permutation, spec, history)
+        if not first.grid.same_blocks(second.grid):
+            mine, its = ((grid.q_block, grid.k_block) for grid in (first.grid, second.grid))
+            raise ValueError(f"both scorers of 'ScorerPair' must score the same blocks: {mine} and {its}")
+        return ScoresPair(first.values, first.grid, first.forced, first=first, second=second)
+
+    @property
+    def keeps_history(self) -> bool:
+        return self.first.keeps_history and self.second.keeps_history
+
+    @property
+    def values_below(self) -> PerHead | None:
+        mine, its = self.first.values_below, self.second.values_below
+        return its if mine is None else mine
+
+    @property
+    def takes_paged_keys(self) -> bool:
+        # Of two scorers of which one remembers nothing, neither is given a history.
+        alike = self.first.keeps_history == self.second.keeps_history
+        return alike and self.first.takes_paged_keys and self.second.takes_paged_keys
+
+    def alignment(self, causal: bool) -> int:
+        return of_parts(causal, self.first, self.second)
+
+
+@final
+@frozen(cache_hash=True)
+class SimilarityGatedScorer(Scorer[GlobalPermutation, BlockMass]):
+    """The mass that `inner` gives, except for blocks whose tokens are too unlike for one number; those are forced.
+
+    The self-similarity of a block is the mean cosine of all pairs of its tokens, including each token with itself;
+    it lies in [0, 1]. A block is similar if its self-similarity is greater than `theta`. A key block that is not
+    similar is forced for every row and holds no mass; a query block that is not similar forces its whole row
+    (SpargeAttn, eq. 5). Each share of a row's remaining mass is then the paper's softmax over similar key blocks.
+    If the blocks that are not similar outweigh all others by more than e^87, the mass of the others is 0 in fp32,
+    and the row keeps only forced blocks.
+
+    Args:
+        inner: any scorer that gives a `BlockMass`, on any grid.
+        theta: in [-1, 1]; a number, or one per query head. Below 0 every block is similar, at 1 none is. A number
+            below 0 costs nothing: no similarity is measured, and the scores are those of `inner`.
+        smooth_k: subtract the mean of all keys before the similarity of key blocks is measured (K smoothing of
+            SageAttention). None does so only if the call is not causal, because in a causal call later keys would
+            change the choice of earlier rows.
+        padded_tail: never take a block with an empty place as similar, as the released code does. By default the
+            tokens that exist decide.
+    """
+
+    inner: Scorer[GlobalPermutation, BlockMass] = field(validator=a(Scorer))
+    theta: PerHead = field(converter=per_head, validator=cosine)
+    smooth_k: bool | None = field(default=None, kw_only=True, validator=optional(flag))
+    padded_tail: bool = field(default=False, validator=flag, kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        check_takes((Declared(type(self), BlockMass),), declared(self.inner, Scorer, 1))
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        permutation: GlobalPermutation,
+        spec: AttentionSpec,
+        history: KeyHistory | None = None,
+    ) -> BlockMass:
+        scores = self.inner(q, k, permutation, spec, history)
+        if isinstance(self.theta, int | float) and self.theta < 0 and not self.padded_tail:
+            return scores
+        block, centred = scores.grid.k_block, self._centred(spec.causal)
+        if history is None or centred:  # with K smoothing the similarity of a block follows from all keys
+            of_k = block_similarity(k, block, centred=centred, index=permutation.key_slots)
+        else:
+            of_k = history.blocks("similarity", k, permutation, block, partial(block_similarity, block=block))
+        return self._gated(scores, q, of_k, permutation)
+
+    @property
+    def keeps_history(self) -> bool:
+        return self.inner.keeps_history and not self._centred(causal=True)
+
+    @property
+    def takes_paged_keys(self) -> bool:
+        return self.inner.takes_paged_keys and not self._centred(causal=True)
+
+    def _centred(self, causal: bool) -> bool:
+        return not causal if self.smooth_k is None else self.smooth_k
+
+    def _gated(self, scores: BlockMass, q: Tensor, of_k: Tensor, permutation: GlobalPermutation) -> BlockMass:
+        """The scores after the gate; `of_k` `[B, H, cols]` are the similarities of key blocks, H is Hkv or Hq."""
+        grid = scores.grid
+        of_q = block_similarity(q, grid.q_block, lead=grid.q_lead, index=permutation.q_index)  # [B, Hq, rows]
+        if self.padded_tail:  # a block whose similarity is NaN is not similar
+            short = (grid.q_position.unflatten(-1, (-1, grid.q_block)) < 0).any(-1)
+            of_q = of_q.masked_fill(short, float("nan"))
+            of_k = of_k.masked_fill(~grid.k_whole[:, :, 0], float("nan"))
+        theta = number_or_blocks(self.theta, scores.values)
+        values, forced = gate_blocks(scores.values, of_q, of_k, theta, scores.forced, grid)
+        return BlockMass(values, grid, forced)
+
+    def alignment(self, causal: bool) -> int:
+        if causal and self.smooth_k:
+            raise ValueError("'smooth_k' subtracts the mean of all keys, and a part has only those up to its end")
+        return self.inner.alignment(causal)

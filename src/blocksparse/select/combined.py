@@ -1,0 +1,204 @@
+"""Selectors that are made of other selectors.
+
+SelectorByCausality   One of two selectors, by whether the call is causal.
+SelectorPair          The union of two selections, each by separate scores (Prism, arXiv 2602.08426).
+SharedByGroup         One mask per KV head (BFLA, eq. 14).
+Refined               A choice of blocks, cut into smaller blocks (BFLA, section 3.3).
+OnTiles               A rule of position on smaller blocks than those of the scores (BFLA, section 3.3).
+Ranked                The order in which kept blocks are visited (S2O, section 3.3).
+"""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar, final
+
+import torch
+from attrs import field, frozen
+
+from blocksparse.check.class_line import check_got, of_parts
+from blocksparse.check.per_head import PerHead
+from blocksparse.check.validators import a, optional, size, whole
+from blocksparse.kernels.positions.within_reach import within_reach
+from blocksparse.score.combined import ScoresPair
+from blocksparse.score.scorer import BlockScores
+from blocksparse.select.block_mask import BlockMask, RankedBlockMask
+from blocksparse.select.positions import PositionSelector
+from blocksparse.select.selector import MaskT_co, ScoresT_contra, Selector
+
+
+@final
+@frozen(cache_hash=True)
+class SelectorByCausality(Selector[ScoresT_contra, MaskT_co]):
+    """Choose by `causal` in a causal call, as for text, and by `otherwise` in another, as for images and video."""
+
+    causal: Selector[ScoresT_contra, MaskT_co] = field(validator=a(Selector))
+    otherwise: Selector[ScoresT_contra, MaskT_co] = field(validator=a(Selector))
+
+    def __call__(self, scores: ScoresT_contra) -> MaskT_co:
+        return (self.causal if scores.grid.causal else self.otherwise)(scores)
+
+    def reads_beyond(self, tau: PerHead) -> bool:
+        return any(rule.reads_beyond(tau) for rule in (self.causal, self.otherwise))
+
+    def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
+        return (self.causal if causal else self.otherwise).keeps_everything(M, N, causal=causal)
+
+    def alignment(self, causal: bool) -> int:
+        return (self.causal if causal else self.otherwise).alignment(causal)
+
+
+FirstT_contra = TypeVar("FirstT_contra", bound=BlockScores)
+SecondT_contra = TypeVar("SecondT_contra", bound=BlockScores)
+
+
+@final
+@frozen(cache_hash=True)
+class SelectorPair(
+    Selector[ScoresPair[FirstT_contra, SecondT_contra], BlockMask], Generic[FirstT_contra, SecondT_contra]
+):
+    """Keep what `first` keeps by the first scores of a `ScorerPair`, and what `second` keeps by the second.
+
+    `a | b` joins two selectors of the same scores; this joins two with a score each.
+
+    Raises:
+        TypeError: in a call, if a selector needs other scores than there are in its place.
+    """
+
+    first: Selector[FirstT_contra, BlockMask] = field(validator=a(Selector))
+    second: Selector[SecondT_contra, BlockMask] = field(validator=a(Selector))
+
+    def __call__(self, scores: ScoresPair[FirstT_contra, SecondT_contra]) -> BlockMask:
+        check_got(self.first, Selector, 0, scores.first)
+        check_got(self.second, Selector, 0, scores.second)
+        return self.first(scores.first) | self.second(scores.second)
+
+    def reads_beyond(self, tau: PerHead) -> bool:
+        return any(part.reads_beyond(tau) for part in (self.first, self.second))
+
+    def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
+        return any(part.keeps_everything(M, N, causal=causal) for part in (self.first, self.second))
+
+    def alignment(self, causal: bool) -> int:
+        return of_parts(causal, self.first, self.second)
+
+
+@final
+@frozen(cache_hash=True)
+class SharedByGroup(Selector[ScoresT_contra, BlockMask]):
+    """Keep for a whole group of query heads what `inner` keeps for any of them (BFLA, eq. 14)."""
+
+    inner: Selector[ScoresT_contra, BlockMask] = field(validator=a(Selector))
+
+    def __call__(self, scores: ScoresT_contra) -> BlockMask:
+        return self.inner(scores).share_heads()
+
+    def reads_beyond(self, tau: PerHead) -> bool:
+        return self.inner.reads_beyond(tau)
+
+    def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
+        return self.inner.keeps_everything(M, N, causal=causal)
+
+    def alignment(self, causal: bool) -> int:
+        return self.inner.alignment(causal)
+
+
+@final
+@frozen(cache_hash=True)
+class Refined(Selector[ScoresT_contra, BlockMask]):
+    """Keep what `inner` keeps, cut into blocks `n` times smaller on both sides, without unreachable ones.
+
+    `Refined(a, n) | OnTiles(rule, n)` also keeps the smaller blocks that `rule` keeps by their positions.
+    """
+
+    inner: Selector[ScoresT_contra, BlockMask] = field(validator=a(Selector))
+    n: int = field(converter=whole, validator=size)
+
+    def __call__(self, scores: ScoresT_contra) -> BlockMask:
+        return self.inner(scores).refine(self.n)
+
+    def reads_beyond(self, tau: PerHead) -> bool:
+        return self.inner.reads_beyond(tau)
+
+    def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
+        return self.inner.keeps_everything(M, N, causal=causal)
+
+    def alignment(self, causal: bool) -> int:
+        return self.inner.alignment(causal)
+
+
+@final
+@frozen(cache_hash=True)
+class OnTiles(Selector[BlockScores, BlockMask]):
+    """Keep what `rule` keeps on blocks `n` times smaller on both sides.
+
+    It goes with a refined rule on scores, as in `Refined(a, n) | OnTiles(Band(256), n)`.
+    """
+
+    rule: PositionSelector = field(validator=a(PositionSelector))
+    n: int = field(converter=whole, validator=size)
+
+    def __call__(self, scores: BlockScores) -> BlockMask:
+        return self.rule.on(scores.grid.refined(self.n))
+
+    def added_to(self, first: Selector[BlockScores, BlockMask], scores: BlockScores) -> BlockMask:
+        return self.rule.joined(first(scores), scores.grid.refined(self.n))
+
+    def reads_beyond(self, tau: PerHead) -> bool:
+        return False
+
+    def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
+        return self.rule.keeps_everything(M, N, causal=causal)
+
+    def alignment(self, causal: bool) -> int:
+        return self.rule.alignment(causal)
+
+
+@final
+@frozen(cache_hash=True)
+class Ranked(Selector[ScoresT_contra, RankedBlockMask]):
+    """Keep what `inner` keeps, ranked by score, best first, for executors that stop early.
+
+    Forced blocks, the diagonal and what `first` keeps get negative ranks, so they are visited first and in any
+    case. Ties go to the lower column, so without scores (`NoScorer`) blocks are visited in the order of the
+    permutation.
+
+    Args:
+        inner: chooses what is kept.
+        first: a rule of position whose blocks are kept too. With `Band(128)` every query attends to the 128 keys
+            before it, however early its row stops. A key that no map holds is in no block: `GlobalIndexMap` with a
+            `prefix` needs a `near` of as many tokens as the band.
+
+    Raises:
+        ValueError: in a call, if `inner` changes the grid or shares masks between heads.
+    """
+
+    inner: Selector[ScoresT_contra, BlockMask] = field(validator=a(Selector))
+    first: PositionSelector | None = field(default=None, validator=optional(a(PositionSelector)), kw_only=True)
+
+    def __call__(self, scores: ScoresT_contra) -> RankedBlockMask:
+        mask, grid = self.inner(scores), scores.grid
+        if mask.keep.shape != scores.values.shape:
+            raise ValueError(
+                f"'Ranked' needs a mask of the shape of the scores, {tuple(scores.values.shape)}, and 'inner' "
+                f"gives {tuple(mask.keep.shape)}; leave 'Refined' and 'SharedByGroup' out of 'inner'"
+            )
+        forced = scores.forced
+        if self.first is not None:
+            opened = self.first.on(grid)
+            mask, forced = mask | opened, opened.keep if forced is None else opened.keep | forced
+        opening = within_reach(forced, grid, diagonal=True)
+        place = torch.arange(grid.cols, dtype=torch.int32, device=mask.keep.device).expand(mask.keep.shape)
+        if any(scores.values.stride()):
+            order = scores.values.nan_to_num(nan=float("-inf")).argsort(dim=-1, descending=True, stable=True)
+            rank = torch.empty_like(place, memory_format=torch.contiguous_format).scatter_(-1, order, place)
+        else:  # all blocks have one score, that of `NoScorer`, so none comes before another
+            rank = place
+        rank = rank.add(opening, alpha=-grid.cols)
+        return RankedBlockMask(mask.keep, mask.grid, rank)
+
+    def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
+        rules = (self.inner,) if self.first is None else (self.inner, self.first)
+        return any(rule.keeps_everything(M, N, causal=causal) for rule in rules)
+
+    def alignment(self, causal: bool) -> int:
+        return of_parts(causal, *(rule for rule in (self.inner, self.first) if rule is not None))

@@ -1,0 +1,128 @@
+"""Rules that keep a share of the mass: of a row, of a head, or of a row's best block.
+
+TopCdf         Keep the smallest set of blocks that holds a share of the row's mass (PBS-Attn algorithm 2, and
+               others).
+GlobalTopCdf   Keep the smallest set of blocks that holds a share of a whole head's mass (FlexPrefill, arXiv
+               2502.20766).
+PeakShare      Keep every block that is worth a share of the row's best one (FlashPrefill, arXiv 2603.06199,
+               section 3.4).
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+from attrs import field, frozen
+
+from blocksparse.check.per_head import PerHead, least, number_or_blocks, over_blocks, per_head, share
+from blocksparse.check.validators import flag
+from blocksparse.kernels.common.below import Below
+from blocksparse.kernels.positions.places import NOWHERE, Places
+from blocksparse.kernels.selecting.global_top_cdf import global_top_cdf
+from blocksparse.kernels.selecting.peak_share import peak_share
+from blocksparse.kernels.selecting.top_cdf import top_cdf
+from blocksparse.score.scorer import BlockMass
+from blocksparse.select.block_mask import BlockMask
+from blocksparse.select.selector import Selector
+
+
+@final
+@frozen(cache_hash=True)
+class TopCdf(Selector[BlockMass, BlockMask]):
+    """Take forced blocks first, then the heaviest, until `mass` of the row's total is reached.
+
+    Masses are rounded to integers before they are added, so the sums do not depend on the order of summation, and
+    the same scores give the same mask on every device.
+
+    Args:
+        mass: share of the row's total mass, in (0, 1]; a number, or one per query head. 1 keeps every
+            reachable block.
+        crossing: keep the block with which the sum reaches the target (PBS-Attn algorithm 2, BFLA, XAttention).
+            With `False` a block is taken only if the sum stays within the target, as in SpargeAttn, but the
+            heaviest block that is not forced is kept in any case.
+    """
+
+    mass: PerHead = field(default=0.9, converter=per_head, validator=share)
+    crossing: bool = field(default=True, validator=flag, kw_only=True)
+
+    def __call__(self, scores: BlockMass) -> BlockMask:
+        return self.with_places(scores, NOWHERE)
+
+    def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
+        return least(self.mass) >= 1
+
+    def with_places(self, scores: BlockMass, places: Places) -> BlockMask:
+        keep = top_cdf(
+            scores.values,
+            scores.forced,
+            number_or_blocks(self.mass, scores.values),
+            scores.grid,
+            crossing=self.crossing,
+            places=places,
+        )
+        return BlockMask(keep, scores.grid)
+
+    def alignment(self, causal: bool) -> int:
+        return 1
+
+
+@final
+@frozen(cache_hash=True)
+class GlobalTopCdf(Selector[BlockMass, BlockMask]):
+    """Take the heaviest blocks of all rows of a head together, until `mass` of their total is reached.
+
+    The whole head has one budget, so a row may keep much more or much less than the share `mass` of its total;
+    `TopCdf` has a budget for each row. Earlier rows compete with later ones, so the choice is not causal and
+    depends on how a prompt is chunked. Forced blocks are kept in any case, but are not counted first: they are
+    ranked and counted like all others. The search on a GPU takes 5 bytes per block; the sort on other devices
+    takes about 45.
+
+    Args:
+        mass: share of the head's total mass, in (0, 1]; a number, or one per query head. 1 keeps every
+            reachable block.
+        crossing: keep the block with which the sum reaches the target, as the paper's algorithm does; the released
+            code drops it.
+    """
+
+    mass: PerHead = field(default=0.95, converter=per_head, validator=share)
+    crossing: bool = field(default=True, kw_only=True, validator=flag)
+
+    def __call__(self, scores: BlockMass) -> BlockMask:
+        return self._chosen(scores, None)
+
+    def in_heads(self, scores: BlockMass, heads: Below) -> BlockMask:
+        return self._chosen(scores, heads)
+
+    def _chosen(self, scores: BlockMass, heads: Below | None) -> BlockMask:
+        mass = over_blocks(self.mass, scores.values)
+        keep = global_top_cdf(scores.values, scores.forced, mass, scores.grid, crossing=self.crossing, heads=heads)
+        return BlockMask(keep, scores.grid)
+
+    def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
+        return least(self.mass) >= 1
+
+    def alignment(self, causal: bool) -> int:
+        raise ValueError("'GlobalTopCdf' has one budget for all rows of a call, and a part has some rows")
+
+
+@final
+@frozen(cache_hash=True)
+class PeakShare(Selector[BlockMass, BlockMask]):
+    """Keep blocks with at least the share `alpha` of their row's greatest mass, forced blocks, and the diagonal.
+
+    It takes neither a sort nor a running sum. A block without mass is not kept, even where no block of a row has
+    any. How much of the row's mass is kept depends on how it is spread: of `n` equal blocks all are.
+
+    Args:
+        alpha: share of the row's greatest mass, in (0, 1]; a number, or one per query head. At 1 the best block
+            is kept, and blocks that equal it.
+    """
+
+    alpha: PerHead = field(converter=per_head, validator=share)
+
+    def __call__(self, scores: BlockMass) -> BlockMask:
+        alpha = over_blocks(self.alpha, scores.values)
+        return BlockMask(peak_share(scores.values, scores.forced, alpha, scores.grid), scores.grid)
+
+    def alignment(self, causal: bool) -> int:
+        return 1

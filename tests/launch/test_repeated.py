@@ -1,0 +1,776 @@
+"""Calls that repeat what an earlier call of the same sizes did: they give its bits, on other inputs."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any, final
+
+import pytest
+import torch
+from attrs import evolve, frozen
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+import blocksparse as bs
+from blocksparse import four_stages
+from blocksparse.kernels.attention.hopper.launch import copy_back, whole_rows
+from blocksparse.launch import repeated as module
+from blocksparse.launch import replay as repetition
+from blocksparse.launch.repeated import Calls, repeated
+from blocksparse.launch.replay import side_by_side
+from blocksparse.testing import every_preset, make_qkv
+from tests.launch.plus import into, plus
+from tests.machine import GPU, needs_gpu, needs_hopper
+from tests.on_kernels import pretend_gpu, small_preset
+
+AnyPipeline = bs.Pipeline[Any, Any, Any]
+QKV = tuple[Tensor, Tensor, Tensor]
+
+# Interpreted kernels are slow, and those for GPUs want some blocks. The last cell of a scorer's is a short one.
+SIZES: dict[str, Any] = {"Hq": 2, "Hkv": 1, "N": 700, "D": 64} if GPU else {"Hq": 2, "Hkv": 1, "N": 42, "D": 16}
+FACTOR = 4 if GPU else 1
+QUICK = "mean_pooling"
+# The others launch no kernel and call nothing of PyTorch that these do not; on a GPU all are quick.
+NAMES = [QUICK, "auto", "pbs_attn", "xattention"]
+
+
+@pytest.fixture(autouse=True)
+def _on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpu(monkeypatch)
+    monkeypatch.setattr(module, "CALLS", Calls(most_known=1024, most_met=4096))
+
+
+def inputs(seed: int, device: str, **sizes: Any) -> QKV:
+    return make_qkv(**{**SIZES, **sizes}, seed=seed, dtype=torch.float16, device=device)
+
+
+def quick(**changes: Any) -> AnyPipeline:
+    return evolve(small_preset(QUICK, FACTOR), **changes)
+
+
+def learnt(pipeline: AnyPipeline, call: QKV, **options: Any) -> AnyPipeline:
+    """The pipeline, which has seen a call of these sizes twice."""
+    for _ in range(2):
+        pipeline(*call, **options)
+    return pipeline
+
+
+def forbid_stages(monkeypatch: pytest.MonkeyPatch, pipeline: AnyPipeline) -> None:
+    def never(*_: object, **__: object) -> Any:
+        raise AssertionError("a stage ran, though the call could have been repeated")
+
+    for stage in (pipeline.permuter, pipeline.scorer, pipeline.selector, pipeline.executor):
+        for method in ("__call__", "attend_into", "with_places"):
+            monkeypatch.setattr(type(stage), method, never, raising=False)
+
+
+def replayed(pipeline: AnyPipeline, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The output of a graph that captured the call."""
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        out = pipeline(q, k, v)
+    graph.replay()
+    torch.cuda.synchronize()
+    return out
+
+
+# What users see.
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[] if x == QUICK else pytest.mark.slow) for x in NAMES])
+def test_every_preset(name: str, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """A third call runs no stage, and has the bits of a pipeline that sees such a call for the first time."""
+    pipeline = learnt(small_preset(name, FACTOR), inputs(1, device))
+    new = inputs(2, device)
+    expected = small_preset(name, FACTOR)(*new)
+    forbid_stages(monkeypatch, pipeline)
+    assert torch.equal(pipeline(*new), expected)
+
+
+@needs_hopper
+@pytest.mark.parametrize("name", ["pbs_attn", "mean_pooling"])
+def test_lists_that_are_cut(name: str, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """A chunk that sees many keys and starts inside a block, repeated and as a graph."""
+    sizes = {"N": 70000, "M": 150}
+    pipeline = learnt(preset := small_preset(name, FACTOR), inputs(1, device, **sizes))
+    q, k, v = inputs(2, device, **sizes)
+    expected = small_preset(name, FACTOR)(q, k, v)
+    forbid_stages(monkeypatch, pipeline)
+    assert torch.equal(pipeline(q, k, v), expected)
+    monkeypatch.undo()
+    assert torch.equal(replayed(preset, q, k, v), expected)
+
+
+EXECUTORS: dict[str, Callable[[], bs.Executor[Any, Any]]] = {
+    "pv_skip": lambda: bs.TritonExecutor(pv_skip=-3.0),
+    "auto": lambda: bs.AutoExecutor(dense_below=0),
+}
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", EXECUTORS)
+def test_executors(name: str, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    executor = EXECUTORS[name]()
+    pipeline = learnt(quick(executor=executor), inputs(1, device))
+    new = inputs(2, device)
+    expected = quick(executor=executor)(*new)
+    forbid_stages(monkeypatch, pipeline)
+    assert torch.equal(pipeline(*new), expected)
+
+
+@needs_gpu
+def test_8_bits_run_in_each_call(device: str) -> None:
+    """PyTorch computes what keys have in common."""
+    pipeline = quick(executor=bs.Int8Executor())
+    for seed in range(3):
+        assert torch.equal(
+            pipeline(*inputs(seed, device)), quick(executor=bs.Int8Executor())(*inputs(seed, device))
+        )
+    assert not module.CALLS._known
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", every_preset)
+def test_which_presets_are_repeated(name: str, device: str) -> None:
+    """All but those that still call operations of PyTorch between kernels."""
+    learnt(small_preset(name, FACTOR), inputs(1, device))
+    assert bool(module.CALLS._known) is (name not in ("s2o", "stem", "skip_softmax"))
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    ("name", "most"), [("flex_prefill", 25), ("minference", 16), ("prism", 19), ("flash_prefill", 10)]
+)
+def test_how_many_launches_a_call_takes(name: str, most: int, device: str) -> None:
+    learnt(small_preset(name, FACTOR), inputs(1, device))
+    ((known, _),) = module.CALLS._known.values()
+    assert len(known.steps) <= most
+
+
+@needs_gpu
+@pytest.mark.parametrize("more", [{"softcap": 20.0}, {"sinks": [0.5, -1.0]}, {"window": 100}], ids=str)
+def test_what_a_layer_asks_for(more: dict[str, Any], monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    pipeline, new = quick(executor=bs.TritonExecutor()), inputs(2, device)
+    for _ in range(2):
+        pipeline(*inputs(1, device), **more)
+    expected = quick(executor=bs.TritonExecutor())(*new, **more)
+    forbid_stages(monkeypatch, pipeline)
+    assert torch.equal(pipeline(*new, **more), expected)
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", every_preset)
+def test_other_calls_in_between(name: str, device: str) -> None:
+    """Other sizes, directions, scales, layouts and chunks are calls of their own; so are parts of one tensor."""
+    pipeline = learnt(small_preset(name, FACTOR), inputs(1, device))
+    q, k, v = inputs(2, device)
+    tokens_first = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    together = torch.cat((v, q, k), 1).split((1, 2, 1), 1)
+    calls: list[tuple[list[Tensor], dict[str, Any]]] = [
+        ([q, k, v], {}),
+        ([*inputs(3, device, N=SIZES["N"] - 3)], {}),
+        ([q, k, v], {"scale": 0.5}),
+        (tokens_first, {}),
+        ([together[1], together[2], together[0]], {}),
+        ([together[1], together[0], together[2]], {}),
+        ([q[:, :, 200:], k, v], {}),
+        ([q, k, v], {}),
+    ]
+    for call, options in calls * 3:
+        q, k, v = call
+        assert torch.equal(pipeline(q, k, v, **options), small_preset(name, FACTOR)(q, k, v, **options))
+
+
+@pytest.mark.slow
+def test_packed_prompts(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    lengths = [SIZES["N"] - 18, 18]
+    sequences = bs.Sequences.packed(lengths)
+    pipeline = learnt(quick(), inputs(1, device), sequences=sequences)
+    new = inputs(2, device)
+    expected = quick()(*new, sequences=sequences)
+    forbid_stages(monkeypatch, pipeline)
+    assert torch.equal(pipeline(*new, sequences=sequences), expected)
+
+
+def test_each_output_has_memory_of_its_own(device: str) -> None:
+    pipeline = learnt(quick(), inputs(1, device))
+    first = pipeline(*inputs(2, device))
+    before = first.clone()
+    pipeline(*inputs(3, device))
+    assert torch.equal(first, before)
+
+
+@final
+@frozen(eq=False)
+class Counting(bs.Selector[bs.BlockScores, bs.BlockMask]):
+    """A stage from elsewhere, which does what no recording sees."""
+
+    calls: list[int]
+
+    def __call__(self, scores: bs.BlockScores) -> bs.BlockMask:
+        self.calls.append(1)
+        return bs.Everything()(scores)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "inside another"])
+def test_stages_from_elsewhere_always_run(inside: bool, device: str) -> None:
+    calls: list[int] = []
+    selector: bs.Selector[Any, Any] = Counting(calls)
+    pipeline = quick(selector=bs.Band(16) | selector if inside else selector)
+    for seed in range(4):
+        pipeline(*inputs(seed, device))
+    assert len(calls) == 4
+
+
+def _pickled(pipeline: AnyPipeline) -> AnyPipeline:
+    return pickle.loads(pickle.dumps(pipeline))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("made", [lambda pipeline: quick(), copy.deepcopy, _pickled, evolve])
+def test_equal_pipelines_repeat_what_one_learned(
+    made: Callable[[AnyPipeline], AnyPipeline], monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """One that is made anew for each call, or copied for each layer, runs no stage; one of another value does."""
+    pipeline = learnt(quick(), inputs(1, device))
+    new = inputs(2, device)
+    expected, other = pipeline(*new), quick(selector=bs.TopK(1))
+    forbid_stages(monkeypatch, pipeline)
+    assert torch.equal(made(pipeline)(*new), expected)
+    with pytest.raises(AssertionError, match="a stage ran"):
+        other(*new)
+
+
+@needs_gpu
+def test_threads(device: str) -> None:
+    """Threads may learn and repeat the same call at the same time."""
+    pipeline, prompts = quick(), [inputs(seed, device) for seed in range(3)]
+    outputs: dict[int, list[Tensor]] = {}
+
+    def run(number: int) -> None:
+        with torch.no_grad():
+            outputs[number] = [pipeline(*prompts[number]) for _ in range(20)]
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, prompt in enumerate(prompts):
+        expected = quick()(*prompt)
+        assert all(torch.equal(out, expected) for out in outputs[number])
+
+
+def test_a_pipeline_that_shall_not_repeat(device: str) -> None:
+    """Runs its stages in each call, and says so."""
+    pipeline = quick(repeats=False)
+    assert repr(pipeline).endswith(", repeats=False)")
+    assert repr(evolve(pipeline, repeats=True)) == repr(quick())
+    want = learnt(quick(), inputs(1, device))(*inputs(2, device))
+    assert torch.equal(learnt(pipeline, inputs(1, device))(*inputs(2, device)), want)
+    before = {len(module.CALLS._known), len(module.CALLS._met)}
+    pipeline(*inputs(2, device))
+    assert {len(module.CALLS._known), len(module.CALLS._met)} == before == {1, 0}
+
+
+def test_dense_calls_look_nothing_up(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """To find out that such a call is never repeated would take longer than all else that it does."""
+    monkeypatch.setattr(four_stages, "dense_attention", lambda q, k, v, spec, *, because: v[:, [0, 0]])
+    pipeline, (q, k, v) = quick(executor=bs.AutoExecutor()), inputs(1, device)
+    for _ in range(3):
+        assert torch.equal(pipeline(q, k, v), v[:, [0, 0]])
+    assert not module.CALLS._known
+    assert not module.CALLS._met
+
+
+def test_traces_run_stages(device: str) -> None:
+    pipeline = learnt(quick(), inputs(1, device))
+    new = inputs(2, device)
+    trace = pipeline.trace(*new)
+    assert torch.equal(trace.output.out, pipeline(*new))
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", every_preset)
+def test_graphs_streams_and_repetitions(name: str, device: str) -> None:
+    """A graph captures the stages, and what is repeated runs on the stream that is current then."""
+    pipeline = learnt(small_preset(name, FACTOR), inputs(1, device))
+    q, k, v = inputs(2, device)
+    expected = small_preset(name, FACTOR)(q, k, v)
+    assert torch.equal(replayed(pipeline, q, k, v), expected)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(1_000_000)
+        for x, new in zip((q, k, v), inputs(3, device), strict=True):
+            x.copy_(new)
+        out = pipeline(q, k, v)
+    side.synchronize()
+    assert torch.equal(out, small_preset(name, FACTOR)(q, k, v))
+
+
+# What may be repeated, by functions of plain tensors.
+
+
+def x_of(seed: int, device: str, rows: int = 4, cols: int = 6) -> Tensor:
+    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def repeats(run: Callable[..., Any], *rest: Any, device: str) -> bool:
+    """Whether calls of `run` come to be repeated; each must give what `run` gives."""
+    ran = []
+
+    def watched(*args: Any) -> Any:
+        ran.append(1)
+        return run(*args)
+
+    call = partial(repeated, watched)
+    for seed in range(5):
+        x = x_of(seed, device)
+        expected = run(x.clone(), *rest)
+        assert torch.equal(call(x, *rest), expected)
+    return len(ran) < 5
+
+
+def _by_steps(x: Tensor) -> Tensor:
+    for by in range(1, 6):
+        x = plus(x, by)
+    return x
+
+
+def _in_place(x: Tensor) -> Tensor:
+    """Memory that is set to 0 in part, and written in part; the result is a part of it."""
+    out = torch.empty(3, 8, 8, device=x.device)
+    out[0].zero_()
+    out[1:, :, 5:].zero_()
+    into(out[1], x[:, :5], 1)
+    into(out[2], out[1, :4, :6], 2)
+    return out[:2, :4, :5].transpose(0, 1)
+
+
+def _same_bits(x: Tensor) -> Tensor:
+    """Memory that is seen as numbers of another type."""
+    memory = torch.empty(4 * 64, dtype=torch.uint8, device=x.device)
+    memory.zero_()
+    into(memory.view(torch.float32).view(8, 8), x, 1)
+    memory.view(torch.int64)[2:4].zero_()
+    return plus(memory.view(torch.float32).view(8, 8)[:, :6], 1)
+
+
+def _views_alone(x: Tensor) -> Tensor:
+    return plus(x, 2)[1:].t()[2:4]
+
+
+def _no_entries(x: Tensor) -> Tensor:
+    plus(x[:0], 1)
+    return plus(x[1:].unflatten(0, (3, 1))[:, 0].reshape(3, 6).contiguous(), 1)
+
+
+def _with_empty_places(x: Tensor) -> Tensor:
+    """What the kernel for Hopper does with a chunk that starts inside a block: rows in front, and a copy back."""
+    out, lse = torch.empty(1, 1, 4, 6, device=x.device), torch.empty(1, 1, 4, device=x.device)
+    longer, whole, whole_lse = whole_rows(x[None, None], out, lse, 2)
+    whole.copy_(plus(longer[0, 0], 1)[None, None])
+    whole_lse.zero_()
+    copy_back((whole, whole_lse), (out, lse), 2)
+    return out[0, 0]
+
+
+REPEATED = [_by_steps, _in_place, _same_bits, _views_alone, _no_entries, _with_empty_places]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("run", REPEATED)
+def test_what_is_repeated(run: Callable[[Tensor], Tensor], mode: Callable[[], Any], device: str) -> None:
+    with mode():
+        assert repeats(run, device=device)
+
+
+def test_a_repetition_relies_on_no_memory_of_an_earlier_one(device: str) -> None:
+    """Not on what lies in it: all that it allocates is new and poisoned; and not on where it lies."""
+    call, kept = partial(repeated, _in_place), []
+    for seed in range(6):
+        x = x_of(seed, device)
+        out = call(x)
+        kept.append(torch.empty(1000 * (seed + 1), device=device))
+        assert torch.equal(out, _in_place(x))
+        kept.append(out.fill_(float("nan")))
+
+
+def test_inputs_that_are_views(device: str) -> None:
+    """What is seen of an input begins where that input begins, wherever in its memory it lies."""
+
+    def run(x: Tensor) -> Tensor:
+        return plus(x[1:, 2:], 1)
+
+    call = partial(repeated, run)
+    for seed in range(5):
+        x = x_of(seed, device, rows=20)[4 * (seed % 3) :][:4]
+        assert torch.equal(call(x), run(x))
+
+
+def _sum_of_three(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    out = torch.empty(3, 8, 8, device=x.device)
+    out.zero_()
+    for to, each in zip(out, (x[1:].t(), y[:-1], z[2:, :3]), strict=True):
+        into(to, each, 1)
+    return out
+
+
+def test_inputs_that_share_memory(device: str) -> None:
+    """Parts of one tensor may lie at other places in the next call, and an input may be given twice."""
+    call = partial(repeated, _sum_of_three)
+    for seed in range(6):
+        one, two, three = x_of(seed, device, rows=12).split(4)
+        for given in ((one, two, three), (three, one, two), (one, one, two), (two, two.clone(), one)):
+            assert torch.equal(call(*given), _sum_of_three(*given))
+
+
+def test_inputs_of_which_some_share_memory_are_repeated(device: str) -> None:
+    """Where the others lie is no matter, though allocations are elsewhere in each call."""
+    ran, kept = [], []
+
+    def run(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+        ran.append(1)
+        return _sum_of_three(x, y, z)
+
+    call = partial(repeated, run)
+    for number in range(6):
+        kept.append(torch.ones(1000 + 8 * number, device=device))
+        x, both = x_of(number, device), x_of(number + 9, device, rows=8)
+        assert torch.equal(call(x, both[:4], both[4:]), _sum_of_three(x, both[:4], both[4:]))
+    assert len(ran) == 2
+
+
+def test_what_a_call_depends_on(device: str) -> None:
+    """Sizes, strides, values and their types: each decides anew."""
+
+    def run(x: Tensor, by: float) -> Tensor:
+        return plus(x, by + x.shape[-1] + (0.5 if type(by) is int else 0))
+
+    call, x = partial(repeated, run), x_of(0, device, rows=6)
+    for _ in range(3):
+        for some in (x, x.t(), x[:2], x[:, :2], x[:, 1:], x[::2]):
+            for by in (1, 1.0, True, 2.5):
+                assert torch.equal(call(some, by), run(some, by))
+
+
+def test_weights_may_change_in_place(device: str) -> None:
+    """What was there before the first call is read in every call."""
+    weight = torch.ones(4, 6, device=device)
+
+    def run(x: Tensor) -> Tensor:
+        out = torch.empty(2, 8, 8, device=x.device)
+        into(out[0], x, 1)
+        into(out[1], weight[1:], 1)
+        return out[:, :3, :6]
+
+    call, x = partial(repeated, run), x_of(0, device)
+    for _ in range(5):
+        assert torch.equal(call(x), run(x))
+        weight += 1
+
+
+_CONSTANT = torch.arange(24.0).view(4, 6)
+_NEVER_REPEATED: dict[str, Callable[[Tensor], Tensor]] = {
+    "an operation of PyTorch": lambda x: plus(x, 1) * 2,
+    "one that writes": lambda x: plus(x, 1).mul_(2),
+    "a copy": lambda x: plus(x, 1).clone(),
+    "memory that is exchanged": lambda x: plus(x, 1).clone().resize_(2),
+    "a number that Python asks for": lambda x: plus(x, 2 if float(x.sum()) > 0 else 3),
+    "a size that contents decide": lambda x: plus(x[x[:, 0] > 0], 1),
+    "whether something holds": lambda x: plus(x, 1) if bool((x > 0).all()) else plus(x, 2),
+    "what was there before": lambda x: _CONSTANT.to(x.device),
+}
+
+
+@pytest.mark.parametrize("what", _NEVER_REPEATED)
+def test_what_is_not_repeated(what: str, device: str) -> None:
+    assert not repeats(_NEVER_REPEATED[what], device=device)
+
+
+@pytest.mark.parametrize(
+    "run", [lambda x: x, lambda x: x[1:], lambda x: x.t()], ids=["itself", "a part", "turned"]
+)
+def test_an_input_as_the_result(run: Callable[[Tensor], Tensor], device: str) -> None:
+    repeats(run, device=device)
+
+
+def test_what_was_there_before_is_not_changed_unseen(device: str) -> None:
+    """A call that counts itself in a tensor, or sets it to 0, runs each time."""
+    count = torch.zeros(3, device=device)
+
+    def run(x: Tensor) -> Tensor:
+        count[1:] += 1
+        count[:1].zero_()
+        return plus(x, float(count[1]))
+
+    call = partial(repeated, run)
+    assert [float(call(torch.zeros(1, 1, device=device))) for _ in range(5)] == [1, 2, 3, 4, 5]
+
+
+def test_random_numbers_are_drawn_anew(device: str) -> None:
+    call = partial(repeated, lambda x: plus(torch.rand_like(x), 0))
+    x = torch.zeros(4, 6, device=device)
+    assert len({float(call(x).sum()) for _ in range(6)}) == 6
+
+
+def test_what_refuses_is_not_repeated(device: str) -> None:
+    def run(x: Tensor) -> Tensor:
+        repetition.refuse_repetition("it says so")
+        return plus(x, 1)
+
+    assert not repeats(run, device=device)
+
+
+def test_much_memory_is_not_repeated(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    monkeypatch.setattr(repetition, "_MOST_BYTES", 300)
+    assert repeats(lambda x: plus(x, 1), device=device)
+    assert not repeats(lambda x: plus(plus(x, 1), 1), device=device)
+
+
+def test_the_first_call_keeps_nothing(device: str) -> None:
+    """It may be a call that has just enough memory."""
+    alive: list[int] = []
+    made: list[weakref.ref[Tensor]] = []
+
+    def run(x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = plus(x, 1)
+            made.append(weakref.ref(x))
+        alive.append(sum(ref() is not None for ref in made))
+        return x
+
+    repeated(run, torch.zeros(3, 3, device=device))
+    assert alive == [1]
+
+
+def test_nothing_of_a_recorded_call_is_kept(device: str) -> None:
+    """Neither what it made nor what it was given, also if nothing of that has entries."""
+    made: list[weakref.ref[Any]] = []
+
+    def run(x: Tensor) -> Tensor:
+        y = plus(x, 1)
+        plus(y[:0], 1)
+        made.append(weakref.ref(y))
+        return plus(y, 1)
+
+    call = partial(repeated, run)
+    for _ in range(3):
+        x = torch.ones(3, 3, device=device)
+        made.append(weakref.ref(x))
+        call(x)
+        del x
+    assert len(made) == 5
+    assert not any(ref() is not None for ref in made)
+    ((known, _),) = module.CALLS._known.values()
+    kept = [x for x in known.fixed if isinstance(x, Tensor)]
+    assert [x.untyped_storage().nbytes() for x in kept] == [0]
+
+
+def test_memory_that_is_too_short_to_record(device: str) -> None:
+    """A call that has just enough runs as it is from then on."""
+    ran = []
+
+    def run(x: Tensor) -> Tensor:
+        ran.append(repetition.current.get() is not None)
+        if len(ran) == 2:
+            raise torch.OutOfMemoryError
+        return plus(x, 1)
+
+    call, x = partial(repeated, run), torch.zeros(3, 3, device=device)
+    for _ in range(5):
+        assert torch.equal(call(x), x + 1)
+    assert ran == [False, True, False, False, False, False]
+
+
+def test_memory_that_is_too_short_in_one_piece(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """A call may still have it in several."""
+    call, x = partial(repeated, _by_steps), torch.zeros(3, 3, device=device)
+    for _ in range(2):
+        call(x)
+    allocate = torch.empty
+
+    def short(*shape: Any, **options: Any) -> Tensor:
+        if options.get("dtype") is torch.int32:
+            raise torch.OutOfMemoryError
+        return allocate(*shape, **options)
+
+    monkeypatch.setattr(torch, "empty", short)
+    assert torch.equal(call(x), x + 15)
+
+
+def test_gradients_and_subclasses_run_as_they_are(device: str) -> None:
+    ran = []
+
+    def run(x: Tensor) -> Tensor:
+        ran.append(1)
+        return x * 2
+
+    call = partial(repeated, run)
+    for _ in range(4):
+        with torch.enable_grad():
+            x = torch.ones(3, device=device, requires_grad=True)
+            call(x).sum().backward()
+        assert x.grad is not None
+        call(torch.nn.Parameter(torch.ones(3, device=device), requires_grad=False))
+    assert len(ran) == 8
+
+
+def test_forward_mode_gradients_are_still_refused(device: str) -> None:
+    q, k, v = inputs(1, device)
+    pipeline = learnt(quick(), (q, k, v))
+    want = pipeline(q, k, v)
+    with pytest.raises(ValueError, match="no forward-mode gradients: detach q, k and v"):
+        torch.func.jvp(lambda x: pipeline(q, x, v), (k,), (k,))
+    detached: Any = torch.func.jvp(lambda x: pipeline(q, x.detach(), v), (k,), (k,))
+    assert torch.equal(detached[0], want)
+
+
+def test_modes_of_torch_functions_are_asked_in_every_call(device: str) -> None:
+    class Doubles(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            return out.fill_(2.0) if func is torch.empty else out
+
+    call, x = (
+        partial(repeated, lambda x: torch.empty(2, 2, device=x.device).zero_()),
+        torch.zeros(2, 2, device=device),
+    )
+    for _ in range(3):
+        for _ in range(3):
+            assert not bool(call(x).any())
+        with Doubles():
+            assert not bool(call(x).any())
+    assert len(module.CALLS._known) == 1
+
+
+def test_an_error_is_no_repetition(device: str) -> None:
+    def run(x: Tensor, fails: bool) -> Tensor:
+        y = plus(x, 1)
+        if fails:
+            raise ValueError("as told")
+        return y
+
+    call, x = partial(repeated, run), torch.ones(3, 3, device=device)
+    for fails in (False, True, True, True, False, False, False):
+        if fails:
+            with pytest.raises(ValueError, match="as told"):
+                call(x, fails)
+        else:
+            assert torch.equal(call(x, fails), x + 1)
+    assert repetition.current.get() is None
+
+
+# What is known of calls.
+
+
+@frozen
+class Value:
+    """Something that a method is called on: equal ones learn together."""
+
+    by: float
+    ran: list[int]
+
+    def run(self, x: Tensor) -> Tensor:
+        self.ran.append(1)
+        return plus(x, self.by)
+
+
+def test_what_is_learned_belongs_to_the_value(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """A new object for each call comes to be repeated, and one of another value is another call."""
+    monkeypatch.setattr(Value, "__hash__", lambda self: hash(self.by))
+    monkeypatch.setattr(Value, "__eq__", lambda self, other: self.by == other.by)
+    monkeypatch.setattr(Value, "__module__", "blocksparse")
+    ran: list[int] = []
+    for _ in range(5):
+        for by in (1.0, 2.0):
+            assert float(repeated(Value(by, ran).run, torch.zeros(1, 1, device=device))) == by
+    assert len(ran) == 4
+
+
+def made(calls: Calls, *keys: int) -> str:
+    """What comes of these calls: first, recorded, repeated, or as it is."""
+    found = ""
+    for number in keys:
+        key = (number,)
+        if calls.find(key) is not None:
+            found += "="
+        elif (record := calls.meet(key)) is None:
+            found += "1"
+        else:
+            found += "r" if record else "."
+            if record:
+                calls.learn(key, "known")
+    return found
+
+
+def test_a_call_is_recorded_when_it_is_met_again() -> None:
+    assert made(Calls(2, 9), 1, 2, 1, 1, 3, 2, 2, 1) == "11r=1r=="
+
+
+def test_what_was_used_least_recently_goes_first() -> None:
+    """And comes back as a call that is met for the first time."""
+    calls = Calls(2, 9)
+    assert made(calls, 1, 1, 2, 2, 1) == "1r1r="
+    assert made(calls, 3, 3) == "1r"
+    assert made(calls, 1, 3, 2, 1, 2) == "==1=r"
+    assert made(calls, 3, 1, 2) == "1=="
+
+
+def test_more_calls_than_there_is_room_for_do_not_drive_each_other_out() -> None:
+    """In turns: some are repeated all the time, and no other is recorded. Later, idle ones give way."""
+    calls = Calls(8, 99)
+    assert made(calls, *range(20)) == "1" * 20
+    assert made(calls, *range(20)) == "r" * 8 + "." * 12
+    for _ in range(3):
+        assert made(calls, *range(20)) == "=" * 8 + "." * 12
+    assert made(calls, *[19] * 3, *[18] * 3) == "r==r=="
+
+
+def test_what_was_met_once_is_never_recorded_and_bounded() -> None:
+    calls = Calls(4, 8)
+    assert made(calls, *range(1000)) == "1" * 1000
+    assert len(calls._met) == 8
+    assert made(calls, 0, 999) == "1r"
+
+
+def test_what_cannot_be_repeated_is_not_tried_again() -> None:
+    calls = Calls(4, 8)
+    assert made(calls, 1) == "1"
+    calls.never((1,))
+    assert made(calls, 1, 1, 1) == "..."
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_memory_in_use_at_a_time_does_not_meet(seed: int) -> None:
+    """And takes no more than what is in use at a time, but for gaps: less than half as much again."""
+    generator = torch.Generator().manual_seed(seed)
+    first = torch.randint(0, 20, (12,), generator=generator)
+    last = first + torch.randint(0, 6, (12,), generator=generator)
+    sizes = torch.randint(1, 9, (12,), generator=generator).tolist()
+    used = list(zip(first.tolist(), last.tolist(), strict=True))
+    begins, most = side_by_side(used, sizes), 0
+    for step in range(26):
+        pieces = sorted(
+            (begin, begin + size)
+            for begin, size, (a, b) in zip(begins, sizes, used, strict=True)
+            if a <= step <= b
+        )
+        assert all(before[1] <= after[0] for before, after in itertools.pairwise(pieces))
+        most = max(most, sum(end - begin for begin, end in pieces))
+    assert max(begin + size for begin, size in zip(begins, sizes, strict=True)) <= 1.5 * most
+
+
+def test_large_memory_is_used_again_within_a_call(device: str) -> None:
+    """What each of five steps gives is needed by the next one alone: two pieces are enough for four of them."""
+    call = partial(repeated, _by_steps)
+    for _ in range(2):
+        call(torch.ones(3, 3, device=device))
+    ((known, _),) = module.CALLS._known.values()
+    assert known.workspace * 4 == 2 * 512
