@@ -1,12 +1,15 @@
 """Compile every kernel for targets that are not here; prints one line per kernel, target and configuration.
 
-Run as a script, in a process of its own: the test suite interprets kernels, and this compiles them.
+Run as a script, in a process of its own: the test suite interprets kernels, and this compiles them. With `--order` it
+compiles one kernel for Hopper, and prints what is wrong with the order of its instructions (`machine_code.py`).
 """
 
 from __future__ import annotations
 
 import re
 import sys
+import tempfile
+from pathlib import Path
 
 import triton
 from tests.kernels.ahead import (
@@ -21,6 +24,8 @@ from tests.kernels.ahead import (
     triton_target,
     turns_of,
 )
+from tests.kernels.machine_code import assembled, machine_code, wrong_order
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -191,6 +196,22 @@ def compile_hopper(
     return triton.compile(source, target=TARGETS["sm_90"], options=options)
 
 
+def wrong_order_of(
+    tiles: HopperTiles, value_dim: int, kernel: triton.compiler.CompiledKernel, changed: tuple[str, ...] = ()
+) -> list[str]:
+    """What is wrong with the order of a kernel's instructions (`wrong_order`).
+
+    With one stage a step waits for its product with values before the powers, and no order is asked for.
+    """
+    if tiles.num_stages == 1:
+        return []
+    in_fp32 = padded_values(value_dim) == 64 and "reference" not in changed
+    with tempfile.TemporaryDirectory() as folder:
+        (cubin := Path(folder, "kernel.cubin")).write_bytes(kernel.asm["cubin"])
+        code = machine_code(cubin)
+    return wrong_order(code, consumers=tiles.consumers, scores=tiles.block_n // 2 if in_fp32 else 0)
+
+
 def compile_of_shares(name: str, dtype: str, **constants: int | None) -> triton.compiler.CompiledKernel:
     """The kernel that cuts lists, or the one that joins their shares."""
     kernel = getattr(shares, name).jit
@@ -253,10 +274,13 @@ def main() -> int:
         overwritten = overwritten_barriers(kernel.asm["ptx"])
         turns, wrong = turns_of(kernel.asm["ptx"])
         expected = 2 if eight is None and tiles.consumers == 2 and value_dim == 64 else 0  # `hopper/turns.py`
-        failed += not (fits and all(found.values()) and not overwritten and len(turns) == expected and not wrong)
+        order = [] if eight else wrong_order_of(tiles, value_dim, kernel, tuple(changed))
+        right = fits and all(found.values()) and not overwritten and len(turns) == expected and not wrong
+        failed += not right or bool(order)
         print(
             f"sm_90 {tiles} {dtype} D={shown} blocks={q_block}x{k_block} {kind} {changed} lists={index}: {found}, "
-            f"{kernel.metadata.shared} B shared, overwritten barriers: {overwritten}, turns: {sorted(turns)}, wrong: {wrong}"
+            f"{kernel.metadata.shared} B shared, overwritten barriers: {overwritten}, turns: {sorted(turns)}, wrong: {wrong}, "
+            f"wrong order: {order}"
         )
     for name, target in TARGETS.items():
         with_tma = (False, True) if name in ("sm_90", "sm_100") else (False,)
@@ -305,5 +329,19 @@ def main() -> int:
     return int(failed > 0)
 
 
+def order_of_one() -> int:
+    """What is wrong with the order of one kernel, and of the same PTX without the branches that keep this order."""
+    tiles = HopperTiles(2, 128, 4)
+    kernel = compile_hopper(tiles, "bf16", 64, 128, 128, causal=True, in_order=True)
+    wrong = wrong_order_of(tiles, 64, kernel)
+    without, branches = re.subn(r"setp\.lt\.f32 p, c, \S+; @p bra DONE; ", "", kernel.asm["ptx"])
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder, "kernel.cubin")
+        assembled(without, get_ptxas(90).path, [], cubin)
+        seen = wrong_order(machine_code(cubin), consumers=2, scores=64)
+    print(f"Triton {triton.__version__}, wrong order: {wrong}; without {branches} branches: {seen}")
+    return int(bool(wrong) or not seen)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(order_of_one() if "--order" in sys.argv[1:] else main())

@@ -71,9 +71,10 @@ def _weights(n, scores):
     """PTX: a thread's `n` weights in fp32, and their sums.
 
     A power takes some 30 clocks to come, and the next can start after 8. Left alone, ptxas adds each to its sum as soon as it is
-    there, and the warp waits for most of them (docs/evidence/kernel-notes.md). So of each part of `_APART` powers the sums stand
-    behind the powers of the next part, and its logits before those of the part ahead. Branches that are never taken, for `c` is
-    positive, keep the parts apart: what they lead to needs the powers before them.
+    there, and the warp waits for most of them (docs/evidence/kernel-notes.md). So the sums of a part of `_APART` powers stand
+    behind a branch, beside the powers of the next part, and logits are computed one part ahead. No branch is ever taken, for
+    `c` is positive, but what they lead to needs the powers before them. `tests/kernels/machine_code.py` checks the order that
+    ptxas makes.
     """
     apart = int(_APART.value)
     parts = [range(at, at + apart) for at in range(0, n, apart)]
